@@ -112,7 +112,7 @@ class CacheConfig(msgspec.Struct, frozen=True, kw_only=True):
     """
 
     # Sizes.
-    device_bytes: int | None = None  # device memory for pages; 0: none; None: what is left of gpu_memory_utilization
+    device_bytes: int | None = None  # of each worker's device; 0: none; None: what is left of gpu_memory_utilization
     gpu_memory_utilization: float = 0.9  # share of a GPU's memory for weights, batches and pages; above 0, at most 1
     host_bytes: int = 4 * 1024**3  # shared memory for pages
     disk_bytes: int = 0  # files in `directory`, shared by all engines that use the same folder; 0 = none
@@ -140,8 +140,8 @@ class CacheConfig(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class EngineConfig(msgspec.Struct, frozen=True, kw_only=True):
-    """One engine: its models, scheduler and workers. Set by flags. Raises ConfigError for several workers with a device
-    tier, or with a single GPU.
+    """One engine: its models, scheduler and workers. Set by flags. Raises ConfigError for several workers with a
+    single GPU.
     """
 
     # Parts.
@@ -168,11 +168,6 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True):
         check_integer("data_parallel_rank", self.data_parallel_rank, 0, self.data_parallel_size - 1)
         for name in ("drain_seconds", "hang_seconds", "start_seconds"):
             check_decimal(name, getattr(self, name), 0)
-        if self.workers_per_engine > 1 and self.cache.device_bytes:
-            raise ConfigError(
-                f"{self.workers_per_engine} workers cannot share pages in device memory: the last worker decodes, "
-                "and these pages lie with the first; give --workers-per-engine 1 or --cache-device-bytes 0"
-            )
         numbered = next((model.device for model in self.models if ":" in model.device), None)
         if numbered and self.num_workers > 1:
             raise ConfigError(

@@ -325,8 +325,8 @@ def _add_tier_flags(group: argparse._ArgumentGroup) -> None:
         default="auto",
         type=auto_or_bytes,
         metavar="BYTES",
-        help="device memory for cached activations; auto: what --gpu-memory-utilization leaves; 0: none, a CPU then "
-        "reads them from host memory; a number of bytes, or with K, M or G",
+        help="device memory of each worker for cached activations; auto: what --gpu-memory-utilization leaves; 0: "
+        "none, a CPU then reads them from host memory; a number of bytes, or with K, M or G",
     )
     for flag, default, what in (
         ("--cache-host-bytes", cache.host_bytes, "shared memory of each engine for cached activations"),

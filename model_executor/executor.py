@@ -15,7 +15,6 @@ from contextlib import AsyncExitStack, contextmanager, suppress
 from typing import Self
 
 import msgspec
-from msgspec import structs
 
 from core.config import EngineConfig
 from core.errors import EngineDeadError, MessageError
@@ -64,7 +63,7 @@ class Executor:
         """
         # Measured by the workers; set by `ready`.
         self.cost_samples: tuple[CostSample, ...] = ()
-        self.device_page_bytes = 0
+        self.device_page_bytes = [0] * config.workers_per_engine  # by rank
         self._config = config
         self._arenas = pictures, pages, values
         self._workers: list[_Worker] = []
@@ -99,8 +98,7 @@ class Executor:
                 case WorkerReady():
                     models |= {info.name: info for info in message.models}
                     self.cost_samples += message.samples
-                    if message.rank == 0:  # which has the pages
-                        self.device_page_bytes = message.device_page_bytes
+                    self.device_page_bytes[message.rank] = message.device_page_bytes
                 case WorkerFailed():
                     raise message.failure.to_error()
                 case _:
@@ -143,8 +141,7 @@ class Executor:
             pictures.id,
             pages.id,
             values.id,
-            # With several workers the last one decodes, and cannot read pages on the first one's device.
-            config.cache if config.workers_per_engine == 1 else structs.replace(config.cache, device_bytes=0),
+            config.cache,
             config.scheduler,
             num_workers=config.num_workers,
             device_index=config.device_index(rank),
@@ -169,14 +166,13 @@ def _ends_of(inboxes: Sequence[tuple[int, int]], rank: int) -> list[int]:
 
 
 def _part_of(plan: StepPlan, rank: int) -> StepPlan | None:
-    """The part of a plan for `rank`; None if it is empty. Frees, loads and unloads go to every rank, pages only to the
-    first."""
-    is_first = rank == 0
+    """The part of a plan for `rank`; None if it is empty. Frees, loads and unloads go to every rank, and to the first
+    one what is to be done once, with files that all ranks share."""
     part = StepPlan(
         seq=plan.seq,
-        forget=plan.forget if is_first else (),
-        delete=plan.delete if is_first else (),
-        copies=plan.copies if is_first else (),
+        forget=tuple(each for each in plan.forget if each.rank == rank),
+        delete=plan.delete if rank == 0 else (),
+        copies=tuple(copy for copy in plan.copies if copy.rank == rank),
         batches=tuple(batch for batch in plan.batches if rank in batch.ranks),
         transfers=tuple(transfer for transfer in plan.transfers if transfer.source == rank),
         deliveries=tuple(delivery for delivery in plan.deliveries if delivery.source == rank),

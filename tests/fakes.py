@@ -20,6 +20,7 @@ from core.messages.worker import (
     ItemResult,
     PageCopied,
     PageCopy,
+    PageForget,
     StepPlan,
     Transfer,
     TransferDone,
@@ -113,49 +114,92 @@ def with_spec(request: EngineRequest, **changes: object) -> EngineRequest:
 
 @dataclass
 class FakePages:
-    """Page arena and disk: records what was written where, so that a wrong read is detected."""
+    """Page arena, devices and disk: records what was written where, so that a wrong read is detected."""
 
     num_blocks: int = 0
     written: dict[int, tuple[int, str, set[int]]] = field(default_factory=dict)  # offset -> (end, key, blocks there)
+    devices: dict[tuple[int, str], set[int]] = field(default_factory=dict)  # (rank, key) -> blocks in its memory
     files: set[str] = field(default_factory=set)
     copies: list[PageCopy] = field(default_factory=list)  # begun and not done
+    failed: set[tuple[int, str]] = field(default_factory=set)  # (rank, key) of failed loads that the rank remembers
+    device_reads: set[int] = field(default_factory=set)  # ranks that have read pages on their device
 
-    def write(self, ref: EntryRef, blocks: range) -> None:
-        assert ref.host is not None
-        start, end = ref.host.offset, ref.host.offset + ref.nbytes
-        held = self.written.get(start)
-        if held is None or held[:2] != (end, ref.key):
-            assert blocks.start == 0, f"block {blocks.start} of {ref.key} comes before its first"
-            for other, (other_end, _, _) in list(self.written.items()):
-                if other < end and start < other_end:
-                    del self.written[other]
-            self.written[start] = (end, ref.key, set())
-        self.written[start][2].update(blocks)
+    def write(self, ref: EntryRef, blocks: range, rank: int) -> None:
+        """A rank writes blocks of an entry; the first one makes it anew."""
+        if blocks.start == 0:
+            self.failed.discard((rank, ref.key))
+        if ref.host is None:
+            self._write_device(ref.key, blocks, rank)
+        else:
+            self._write_host(ref.key, ref.host.offset, ref.host.offset + ref.nbytes, blocks)
 
-    def read(self, ref: EntryRef, num_blocks: int) -> None:
-        assert ref.host is not None
-        end, key, blocks = self.written[ref.host.offset]
-        assert (end, key) == (ref.host.offset + ref.nbytes, ref.key), "another entry lies here"
+    def read(self, ref: EntryRef, num_blocks: int, rank: int) -> None:
+        """A rank reads the first blocks of an entry, which is not being loaded by it."""
+        assert (rank, ref.key) not in self.failed, f"{rank} would wait for a load of {ref.key} that failed"
+        if ref.host is None:
+            assert (rank, ref.key) in self.devices, f"{ref.key} is not on rank {rank}'s device"
+            blocks = self.devices[rank, ref.key]
+            self.device_reads.add(rank)
+        else:
+            end, key, blocks = self.written[ref.host.offset]
+            assert (end, key) == (ref.host.offset + ref.nbytes, ref.key), "another entry lies here"
         assert blocks >= set(range(num_blocks)), f"{ref.key} is not full"
 
-    def is_loading(self, ref: EntryRef) -> bool:
-        return any(copy.key == ref.key and copy.target == "host" for copy in self.copies)
+    def forget(self, gone: PageForget) -> None:
+        self.devices.pop((gone.rank, gone.key), None)
+        self.failed.discard((gone.rank, gone.key))
 
-    def is_lost(self, ref: EntryRef) -> bool:
-        """Whether a load in flight will fail."""
-        return self.is_loading(ref) and ref.key not in self.files
+    def is_loading(self, ref: EntryRef, rank: int) -> bool:
+        """Whether this rank loads an entry: it waits for the blocks that it reads."""
+        return any(copy.key == ref.key and copy.rank == rank and _is_load(copy) for copy in self.copies)
+
+    def is_lost(self, ref: EntryRef, rank: int) -> bool:
+        """Whether a load in flight on this rank will fail."""
+        is_from_disk = any(copy.key == ref.key and copy.source == "disk" for copy in self.copies)
+        return self.is_loading(ref, rank) and is_from_disk and ref.key not in self.files
 
     def finish_copy(self, index: int) -> PageCopied:
         """End a copy, successfully if its source exists."""
         copy = self.copies.pop(index)
-        ok = copy.target == "disk" or copy.key in self.files
-        if ok and copy.target == "disk":
-            assert copy.host is not None
-            self.read(EntryRef(copy.key, copy.nbytes, copy.host), 1)
-            self.files.add(copy.key)
-        elif ok:
-            self.write(EntryRef(copy.key, copy.nbytes, copy.host), range(copy.nbytes // copy.block_bytes))
-        return PageCopied(0, copy.key, copy.nbytes, copy.source, copy.target, ok, 0.001)
+        assert copy.host is not None
+        blocks, on_host = range(copy.nbytes // copy.block_bytes), EntryRef(copy.key, copy.nbytes, copy.host)
+        on_device = EntryRef(copy.key, copy.nbytes, None)
+        ok = copy.source != "disk" or copy.key in self.files
+        match copy.source, copy.target:
+            case "disk", "host" if ok:
+                self.write(on_host, blocks, copy.rank)
+            case "host", "disk":
+                self.read(on_host, 1, copy.rank)
+                self.files.add(copy.key)
+            case "host", "device":
+                self.read(on_host, 1, copy.rank)
+                self.write(on_device, blocks, copy.rank)
+            case "device", "host":
+                self.read(on_device, 1, copy.rank)
+                self.write(on_host, blocks, copy.rank)
+        if not ok:
+            self.failed.add((copy.rank, copy.key))
+        return PageCopied(copy.rank, copy.key, copy.nbytes, copy.source, copy.target, ok, 0.001)
+
+    def _write_host(self, key: str, start: int, end: int, blocks: range) -> None:
+        held = self.written.get(start)
+        if held is None or held[:2] != (end, key):
+            assert blocks.start == 0, f"block {blocks.start} of {key} comes before its first"
+            for other, (other_end, _, _) in list(self.written.items()):
+                if other < end and start < other_end:
+                    del self.written[other]
+            self.written[start] = (end, key, set())
+        self.written[start][2].update(blocks)
+
+    def _write_device(self, key: str, blocks: range, rank: int) -> None:
+        if blocks.start == 0:
+            self.devices[rank, key] = set()
+        assert (rank, key) in self.devices, f"block {blocks.start} of {key} comes before its first"
+        self.devices[rank, key].update(blocks)
+
+
+def _is_load(copy: PageCopy) -> bool:
+    return copy.source == "disk" or copy.target == "device"
 
 
 @dataclass
@@ -184,6 +228,7 @@ class FakeWorkers:
     freed: set[str] = field(default_factory=set)
     pages: FakePages = field(default_factory=FakePages)
     primed: list[tuple[float, int, int]] = field(default_factory=list)  # noise level, first block, block after the last
+    passes: dict[tuple[str, float], int] = field(default_factory=dict)  # (job id, noise level) -> rank of its pass
     encoded_templates: int = 0
     full_blocks: int = 0  # most in any step
     denoised: dict[str, list[int]] = field(default_factory=dict)  # request id -> its steps, as they were done
@@ -229,8 +274,11 @@ class FakeWorkers:
         self.num_run[rank] = 0
         for key in plan.free:
             self._free(key, rank)
+        for gone in plan.forget:
+            if gone.rank == rank:
+                self.pages.forget(gone)
+        self.pages.copies += [copy for copy in plan.copies if copy.rank == rank]
         if rank == 0:
-            self.pages.copies += plan.copies
             self.pages.files -= {key for key in self.pages.files for gone in plan.delete if key.startswith(gone)}
         to_come = {(item.request_id, item.node, item.version) for batch in batches for item in batch.items}
         there = {(each.key.request_id, each.key.node, each.key.version) for each in plan.deliveries} - to_come
@@ -295,7 +343,7 @@ class FakeWorkers:
 
     def _run_batch(self, batch: Batch, rank: int) -> BatchResult:
         items: list[ItemResult] = []
-        lost = Failure("pages_lost", "gone") if any(self._waits_in_vain(item) for item in batch.items) else None
+        lost = Failure("pages_lost", "gone") if any(self._waits_in_vain(item, rank) for item in batch.items) else None
         for item in batch.items:
             assert item.request_id not in self.freed, "work for a request whose tensors are gone"
             read = [self._read(ref, rank) is not None or ref.key.name in self.omitted for ref in item.inputs]
@@ -306,7 +354,7 @@ class FakeWorkers:
                 self.denoised.setdefault(item.request_id, []).append(item.work.step)
             failure = Failure("engine", "told to") if item.request_id in self.fail or is_lost else lost
             self.failed |= {item.request_id} if failure and failure.kind == "engine" else set()
-            sigmas = self._touch_pages(item) if failure is None else ()
+            sigmas = self._touch_pages(item, rank) if failure is None else ()
             made = self._make(item, batch.op, rank) if failure is None else ()
             more = self.answers(item) if self.answers and failure is None else {}
             result = ItemResult(item.request_id, item.node, made, 3, sigmas=sigmas, failure=failure)
@@ -321,7 +369,7 @@ class FakeWorkers:
         if not is_lost:
             done[step] = batch_id
 
-    def _touch_pages(self, item: Item) -> tuple[float, ...]:
+    def _touch_pages(self, item: Item, rank: int) -> tuple[float, ...]:
         """Read and write the cache as a worker would; returns the noise levels of an image encoding."""
         match item.work:
             case ImageEncode() as work:
@@ -329,23 +377,31 @@ class FakeWorkers:
                 steps = work.num_inference_steps
                 return tuple(1 - i / steps for i in range(steps - work.num_denoising_steps, steps + 1))
             case TemplateEncode() as work:
-                self.pages.write(work.out, range(1))
+                self.pages.write(work.out, range(1), rank)
                 self.encoded_templates += 1
             case Prime() as work:
-                self.pages.read(work.latents, 1)
-                self.pages.write(work.out, range(*work.blocks))
+                self.pages.read(work.latents, 1, rank)
+                self.pages.write(work.out, range(*work.blocks), rank)
+                self._check_passes(item.request_id, work, rank)
                 self.primed.append((work.sigma, *work.blocks))
             case Denoise(pages=span) if span is not None:
                 for entry in (span.near, span.far):
-                    if entry is not None and not self.pages.is_loading(entry):
-                        self.pages.read(entry, self.pages.num_blocks)
+                    if entry is not None and not self.pages.is_loading(entry, rank):
+                        self.pages.read(entry, self.pages.num_blocks, rank)
             case Decode(template_latents=latents) if latents is not None:
-                self.pages.read(latents, 1)
+                self.pages.read(latents, 1, rank)
         return ()
 
-    def _waits_in_vain(self, item: Item) -> bool:
+    def _check_passes(self, job_id: str, work: Prime, rank: int) -> None:
+        """A pass goes on where its hidden state is."""
+        first, _ = work.blocks
+        if first == 0:
+            self.passes[job_id, work.sigma] = rank
+        assert self.passes[job_id, work.sigma] == rank, "the hidden state is on another rank"
+
+    def _waits_in_vain(self, item: Item, rank: int) -> bool:
         """Whether a step reads pages whose load will fail."""
         match item.work:
             case Denoise(pages=span) if span is not None:
-                return any(entry is not None and self.pages.is_lost(entry) for entry in (span.near, span.far))
+                return any(entry is not None and self.pages.is_lost(entry, rank) for entry in (span.near, span.far))
         return False

@@ -67,11 +67,14 @@ class Law:
 
 MESSAGES = ("core", "core.graph", "core.costs", "core.messages")
 OPS, POLICIES = "core.scheduling.ops", "core.scheduling.policies"
-SEEN_BY_POLICIES = (
-    "core.cache.priming",
-    *(f"core.scheduling.{name}" for name in ("deadlines", "dispatch", "live_requests", "request", "view")),
+NODE_CACHE, CACHE_FACTORY = "core.scheduling.node_cache", "core.scheduling.cache_factory"
+PLUG_IN = "core.cache.plug_in"
+SEEN_BY_POLICIES = tuple(
+    f"core.scheduling.{name}" for name in ("deadlines", "dispatch", "live_requests", "node_cache", "request", "view")
 )
 """Modules that a policy may know besides messages, costs and graphs."""
+SEEN_BY_PLUG_IN = (NODE_CACHE, OPS, *(f"core.scheduling.{name}" for name in ("live_requests", "predictor", "request")))
+"""Modules that a plug-in of scheduling may know besides these."""
 CORE = (*MESSAGES, "core.cache", "core.scheduling", OPS, POLICIES, "core.routing")
 SHARED = (*CORE, "core.ipc")
 EXECUTOR = "model_executor.executor"
@@ -94,9 +97,14 @@ LAWS = {
     "core.costs": pure("core", "core.graph", "core.costs"),
     "core.messages": pure(*MESSAGES),
     "core.graph": pure("core.errors", "core.graph"),
-    "core.cache": pure(*MESSAGES, "core.cache"),
+    "core.cache": pure(*MESSAGES, "core.cache", NODE_CACHE),
+    **dict.fromkeys(
+        (PLUG_IN, "core.cache.page_costs", "core.cache.priming_batches", "core.cache.request_prefetcher"),
+        pure(*MESSAGES, "core.cache", *SEEN_BY_PLUG_IN),
+    ),
     "core.routing": pure(*MESSAGES, OPS, "core.scheduling.fair_queue", "core.routing"),
-    "core.scheduling": pure(*MESSAGES, "core.cache", "core.scheduling", OPS, POLICIES),
+    "core.scheduling": pure(*MESSAGES, "core.scheduling", OPS, POLICIES),
+    CACHE_FACTORY: pure(*MESSAGES, "core.scheduling", PLUG_IN),
     POLICIES: pure(*MESSAGES, *SEEN_BY_POLICIES, OPS, POLICIES),
     "core.ipc": Law(("core", "core.ipc"), SMALL),
     EXECUTOR: Law((*MESSAGES, "core.ipc"), SMALL),
@@ -200,7 +208,13 @@ def test_circles_are_found(package: str) -> None:
         ("core.scheduling.scheduler", "import torch"),
         ("core.scheduling.scheduler", "import asyncio"),
         ("core.scheduling.policies.step_batching", "from core.scheduling.scheduler import StepScheduler"),
-        ("core.scheduling.policies.step_batching", "from core.cache.page_reservations import PageReservations"),
+        ("core.scheduling.policies.step_batching", "from core.cache.priming import PrimingJob"),
+        ("core.scheduling.scheduler", "from core.cache.plug_in import ActivationCache"),
+        ("core.scheduling.cache_factory", "from core.cache.page_reservations import PageReservations"),
+        ("core.scheduling.ops.denoise", "if TYPE_CHECKING:\n    from core.cache.plug_in import ActivationCache"),
+        ("core.cache.plug_in", "from core.scheduling.scheduler import StepScheduler"),
+        ("core.cache.plug_in", "from core.scheduling.view import View"),
+        ("core.cache.page_reservations", "from core.scheduling.request import Request"),
         ("core.scheduling.scheduler", "from time import monotonic"),
         ("core.scheduling.scheduler", "from core import ipc"),
         ("core.scheduling.scheduler", "from core.ipc.ring import Channel"),
@@ -234,6 +248,8 @@ def test_law_forbids(module: str, source: str) -> None:
     ("module", "source"),
     [
         ("core.scheduling.scheduler", "import math\nimport numpy as np\nfrom core.graph.workflow import Node"),
+        ("core.scheduling.cache_factory", "from core.cache.plug_in import ActivationCache"),
+        ("core.cache.plug_in", "from core.scheduling.request import Request"),
         ("core.ipc.ring", "import asyncio, socket\nfrom core.errors import EngineDeadError"),
         ("model_executor.worker.worker", "import torch\nfrom model_executor.worker.runner import Runner"),
         ("engine.engine_core.engine_core", "from model_executor.executor import Executor"),

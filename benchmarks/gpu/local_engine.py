@@ -92,7 +92,7 @@ class LocalEngine:
         if plan is not None:
             for key in plan.free:
                 self._tensors.free(key)
-            self._pages.forget(plan.forget)
+            self._pages.forget(each.key for each in plan.forget)
             for copy in plan.copies:
                 self._pages.start(copy)
             for batch in plan.batches:

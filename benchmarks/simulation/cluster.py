@@ -232,7 +232,7 @@ class Cluster:
         scenario, started = self.scenario, self._started
         counted = range(scenario.num_warm_up, scenario.num_warm_up + scenario.num_edits)
         arrivals = make_trace(scenario, self.seed)
-        stats = [engine.scheduler.pages.cache.stats() for engine in self.engines]
+        stats = [engine.scheduler.cache.stats() for engine in self.engines]
         return Outcome(
             latencies=[self._latencies[index] - started - arrivals[index].arrival for index in counted],
             predicted=[self._predicted[index] for index in counted],

@@ -11,6 +11,10 @@ entry is a template's pages at one keyframe, or its clean latents.
 
 Entries that were used twice, or registered, are copied to the slower tiers in the background, one tier after another,
 so eviction never waits for a copy. An entry has at most one copy in flight, and keeps its places until it is over.
+
+Each rank may have a device tier of its own. All entries of a template that are on devices are on one, where its steps
+run. The host tier is one for all ranks: each reads there what is READY. What is LOADING can be read, block by block, by
+the rank that copies it alone.
 """
 
 from __future__ import annotations
@@ -21,12 +25,13 @@ from dataclasses import dataclass
 from core.cache.entry import Entry, EntryState, Want
 from core.cache.entry_table import USES_TO_PROVE, EntryTable
 from core.cache.memory_tier import MemoryTier
-from core.cache.orders import CacheOrders, PendingOrders
+from core.cache.orders import PendingOrders
 from core.cache.tally import CacheTally
 from core.config import CacheConfig
 from core.costs.load_report import CacheStats, Residency
 from core.handles import PAGE_ARENA, EntryRef, Tier
 from core.messages.worker import PageCopied, PageCopy
+from core.scheduling.node_cache import CacheOrders
 
 LoadWins = Callable[[Tier, int], bool]
 """(tier, bytes) -> whether loading from that tier is predicted to be faster than priming."""
@@ -40,69 +45,89 @@ class TierBudget:
 
     tier: Tier  # "device" or "host"
     nbytes: int
+    rank: int = 0  # of a device
 
 
 class ActivationCacheManager:
     """Reference counts, tiers, LRU order and statistics of all entries; owned by one scheduler."""
 
-    def __init__(self, budgets: Sequence[TierBudget], *, has_disk: bool, page_arena_id: int, keep_all: bool) -> None:
-        """budgets: the host tier, or the device and the host tier. has_disk: there are files below the host tier.
-        page_arena_id: the arena that is the host tier. keep_all: keep unregistered entries after use, too.
+    def __init__(
+        self,
+        budgets: Sequence[TierBudget],
+        *,
+        has_disk: bool,
+        page_arena_id: int,
+        keep_all: bool,
+        has_ranks: bool = False,
+    ) -> None:
+        """budgets: the device tiers of some ranks, if any, and the host tier. has_disk: there are files below the host
+        tier. page_arena_id: the arena that is the host tier. keep_all: keep unregistered entries after use, too.
+        has_ranks: there are several.
         """
-        names = [budget.tier for budget in budgets]
-        if names not in (["host"], ["device", "host"]):
-            raise ValueError(f"tiers must be host, or device and host, not {names}")
+        names, devices = [budget.tier for budget in budgets], budgets[:-1]
+        if names != [*["device"] * len(devices), "host"]:
+            raise ValueError(f"tiers must be host, or devices and host, not {names}")
         tiers = [MemoryTier(budget.tier, budget.nbytes) for budget in budgets]
         self._has_disk = has_disk
+        self._has_ranks = has_ranks
         self._orders = PendingOrders(has_disk=has_disk)
         self._tally = CacheTally(tiers, has_disk=has_disk)
-        self._table = EntryTable(tiers, self._tally, self._orders, page_arena_id=page_arena_id, keep_all=keep_all)
+        by_rank = {budget.rank: tier for budget, tier in zip(devices, tiers[:-1], strict=True)}
+        self._table = EntryTable(
+            tiers[-1], by_rank, self._tally, self._orders, page_arena_id=page_arena_id, keep_all=keep_all
+        )
 
     @classmethod
-    def of(cls, config: CacheConfig) -> ActivationCacheManager:
-        """The cache with these settings."""
-        budgets = [TierBudget("host", config.host_bytes)]
-        if config.device_bytes:
-            budgets.insert(0, TierBudget("device", config.device_bytes))
-        keep_all = config.admission == "always"
-        return cls(budgets, has_disk=config.disk_bytes > 0, page_arena_id=PAGE_ARENA, keep_all=keep_all)
+    def of(cls, config: CacheConfig, device_bytes: Sequence[int]) -> ActivationCacheManager:
+        """The cache with these settings. device_bytes: by rank, bytes of device memory; 0: none."""
+        devices = [TierBudget("device", nbytes, rank) for rank, nbytes in enumerate(device_bytes) if nbytes]
+        return cls(
+            [*devices, TierBudget("host", config.host_bytes)],
+            has_disk=config.disk_bytes > 0,
+            page_arena_id=PAGE_ARENA,
+            keep_all=config.admission == "always",
+            has_ranks=len(device_bytes) > 1,
+        )
 
     # ------------------------------------------------------------------------------------------------- use
 
-    def reserve(self, wants: Sequence[Want], load_wins: LoadWins) -> bool:
-        """Pin all these entries and place absent ones on the compute tier; False, with nothing changed, if the pinned
-        entries leave no room.
+    def home(self, template_key: str, preferred: int) -> int:
+        """See `EntryTable.home`."""
+        return self._table.home(template_key, preferred)
+
+    def reserve(self, wants: Sequence[Want], load_wins: LoadWins, rank: int = 0) -> bool:
+        """Pin all these entries and place absent ones on their compute tier; False, with nothing pinned, if the pinned
+        entries leave no room. rank: the `home` of their template.
 
         An absent entry becomes LOADING if a slower tier may have it and `load_wins` prefers loading, else EMPTY: the
         caller must have it filled. A disk may always have it, since other engines write there, too. Counts as one use
         of each entry; must be followed by one `release` of each.
         """
-        entries, hold, hits = self._table.entries, self._table.compute.hold, 0
+        entries = self._table.entries
         absent = [want for want in wants if (e := entries.get(want.key)) is None or e.ref is None]
-        if absent and not self._place(wants, absent, load_wins):
+        if absent and not self._place(wants, absent, load_wins, rank):
             return False
         for want in wants:
             entry = entries[want.key]
             if not entry.pins:
-                hold(want.key)
+                entry.compute.hold(want.key)
             entry.pins += 1
             entry.uses += 1
             if entry.uses == USES_TO_PROVE:
                 self._table.judge(entry)
             if entry.state is _READY:
-                hits += 1
+                self._tally.hits[entry.compute.name] += 1
                 if not entry.has_sunk:
                     self._sink(entry)
             elif entry.state is EntryState.LOADING:
                 entry.num_waiting += 1
             else:
                 self._tally.misses += 1
-        self._tally.hits[self._table.compute.name] += hits
         return True
 
-    def fits(self, wants: Iterable[Want]) -> bool:
+    def fits(self, wants: Iterable[Want], rank: int = 0) -> bool:
         """Whether these entries can be reserved together when nothing else is pinned."""
-        return self._table.compute.fits_empty(_sizes(wants))
+        return self._table.fits(wants, rank)
 
     def fill(self, key: str) -> None:
         """Note that an EMPTY entry has been primed; ValueError if it is not EMPTY."""
@@ -136,6 +161,23 @@ class ActivationCacheManager:
         if ref is None:
             raise KeyError(key)
         return ref
+
+    def is_readable(self, key: str, ranks: tuple[int, ...], *, may_load: bool = False) -> bool:
+        """Whether these ranks can read an entry: what is READY on a device its rank alone. may_load: or wait for its
+        blocks, which the rank that copies it up can.
+        """
+        entry = self._table.entries.get(key)
+        if entry is None:
+            return False
+        if entry.state is _READY:
+            return not self._table.is_on_device(entry) or ranks == (entry.rank,)
+        copy = entry.copy if may_load and entry.state is EntryState.LOADING else None
+        return copy is not None and _is_load(copy) and ranks == (copy.rank,)
+
+    def writer(self, key: str) -> int | None:
+        """The one rank that can fill a pinned entry, which is on its device; None: any."""
+        entry = self._table.entries[key]
+        return entry.rank if self._table.is_on_device(entry) else None
 
     def tier_of(self, key: str) -> Tier | None:
         """See `EntryTable.tier_of`."""
@@ -185,7 +227,7 @@ class ActivationCacheManager:
         """
         entry = self._table.entries.get(done.key)
         copy = None if entry is None else entry.copy
-        if entry is None or copy is None or (copy.source, copy.target) != (done.source, done.target):
+        if entry is None or copy is None or _ends(copy) != (done.source, done.target, done.rank):
             raise ValueError(f"no copy of entry {done.key} from {done.source} to {done.target} was ordered")
         entry.copy = None
         if _is_load(copy):
@@ -207,7 +249,7 @@ class ActivationCacheManager:
         for entry in [entry for entry in self._table.entries.values() if entry.copy is not None]:
             copy = entry.copy
             assert copy is not None
-            self.finish_copy(PageCopied(0, copy.key, copy.nbytes, copy.source, copy.target, False, 0.0))
+            self.finish_copy(PageCopied(copy.rank, copy.key, copy.nbytes, copy.source, copy.target, False, 0.0))
 
     # ------------------------------------------------------------------------------------------------- content
 
@@ -222,46 +264,41 @@ class ActivationCacheManager:
 
     # ------------------------------------------------------------------------------------------------- making places
 
-    def _place(self, wants: Sequence[Want], absent: Sequence[Want], load_wins: LoadWins) -> bool:
-        """Place the absent entries on the compute tier; False, with nothing changed, if there is no room."""
+    def _place(self, wants: Sequence[Want], absent: Sequence[Want], load_wins: LoadWins, rank: int) -> bool:
+        """Place the absent entries on their compute tiers; False, with none placed, if there is no room."""
+        placed = self._table.place(wants, absent, rank)
+        if placed is None:
+            return False
         wanted = {want.key for want in wants}
-        evicted = self._table.compute.put(_sizes(absent), wanted)
-        if evicted is None:
-            # Only wanted entries that are scattered may be in the way; waiting would not help.
-            if self._table.compute.is_held or not self.fits(wants):
-                return False
-            self._table.evict(self._table.compute, self._table.compute.clear())
-            absent = wants
-            evicted = self._table.compute.put(_sizes(wants), ())
-            assert evicted is not None
-        self._table.evict(self._table.compute, evicted)
-        for want in {want.key: want for want in absent}.values():
-            self._begin(want, wanted, load_wins)
+        for want in {want.key: want for want in placed}.values():
+            self._begin(want, rank, wanted, load_wins)
         return True
 
-    def _begin(self, want: Want, wanted: set[str], load_wins: LoadWins) -> None:
+    def _begin(self, want: Want, rank: int, wanted: set[str], load_wins: LoadWins) -> None:
         """Decide where the pages of a newly placed entry come from."""
-        entry = self._table.entries.get(want.key) or self._table.new(want)
-        entry.ref = EntryRef(want.key, want.nbytes, self._table.host_ref(entry) if self._table.below is None else None)
-        entry.source = self._choose_source(want, wanted, load_wins)
+        entry = self._table.settle(want, rank)
+        host = None if self._table.is_on_device(entry) else self._table.host_ref(entry)
+        entry.ref = EntryRef(want.key, want.nbytes, host)
+        entry.source = self._choose_source(entry, wanted, load_wins)
         entry.state = EntryState.EMPTY if entry.source is None else EntryState.LOADING
         self._table.templates.note_moved(want.key)
         if entry.source is not None and entry.copy is None:
             self._load(entry)
 
-    def _choose_source(self, want: Want, wanted: set[str], load_wins: LoadWins) -> Tier | None:
+    def _choose_source(self, entry: Entry, wanted: set[str], load_wins: LoadWins) -> Tier | None:
         """The tier to load an absent entry from; None: it has to be primed."""
-        if self._table.is_below(want.key):
+        want = entry.want
+        if self._table.is_below(entry):
             return "host" if load_wins("host", want.nbytes) else None
         if not self._has_disk or not load_wins("disk", want.nbytes):
             return None
-        return "disk" if self._table.below is None or self._table.put_below(want, wanted) else None
+        return "disk" if not self._table.is_on_device(entry) or self._table.put_below(want, wanted) else None
 
     # ------------------------------------------------------------------------------------------------- copies
 
     def _load(self, entry: Entry) -> None:
         """Start the next copy that brings an entry up; from disk to device it takes two, by way of the host tier."""
-        if self._table.below is not None and entry.source == "host":
+        if entry.source == "host":
             self._start(entry, "host", "device")
         else:
             self._start(entry, "disk", "host")
@@ -275,7 +312,7 @@ class ActivationCacheManager:
         self._tally.loads[copy.source] += 1
         if copy.source == "disk":
             entry.was_on_disk = True
-        if copy.target != self._table.compute.name:
+        if copy.target != entry.compute.name:
             self._tally.hits["disk"] += entry.num_waiting
             entry.num_waiting = 0
             entry.source = "host"
@@ -290,15 +327,17 @@ class ActivationCacheManager:
         self._tally.misses += entry.num_waiting
         entry.num_waiting = 0
         entry.state = EntryState.EMPTY
-        if self._table.below is not None and copy.target == "host":
-            self._table.below.remove(entry.want.key)
+        if self._table.is_on_device(entry) and copy.target == "host":
+            self._table.host.remove(entry.want.key)
+        if self._has_ranks:  # else it would expect the failure of later loads, or of what another rank has filled
+            self._orders.forget(entry.want.key, copy.rank)
 
     def _sink(self, entry: Entry) -> None:
         """Copy a proven entry one tier down, unless it is being copied already."""
         if entry.has_sunk or entry.copy is not None or not (entry.is_proven and entry.is_kept):
             return
-        is_below = self._table.is_below(entry.want.key)
-        if self._table.below is not None and not is_below:
+        is_below = self._table.is_below(entry)
+        if self._table.is_on_device(entry) and not is_below:
             if entry.state is EntryState.READY and self._table.put_below(entry.want, ()):
                 self._start(entry, "device", "host")
         elif not self._has_disk or entry.was_on_disk:
@@ -312,22 +351,21 @@ class ActivationCacheManager:
         if copy.target == "disk":
             entry.was_on_disk = ok
         elif not ok:
-            assert self._table.below is not None
-            self._table.below.remove(entry.want.key)
+            self._table.host.remove(entry.want.key)
             entry.has_sunk = True
 
     def _start(self, entry: Entry, source: Tier, target: Tier) -> None:
         """Order a copy; its entry keeps its places on all tiers until it is over."""
-        want = entry.want
-        entry.copy = PageCopy(want.key, want.nbytes, want.block_bytes, source, target, self._table.host_ref(entry))
+        want, host = entry.want, self._table.host_ref(entry)
+        entry.copy = PageCopy(want.key, want.nbytes, want.block_bytes, source, target, host, entry.rank)
         self._orders.copy(entry.copy)
-        for tier in self._table.tiers:
-            tier.hold(want.key)
+        entry.compute.hold(want.key)
+        self._table.host.hold(want.key)
 
 
-def _sizes(wants: Iterable[Want]) -> dict[str, int]:
-    """Key -> bytes."""
-    return {want.key: want.nbytes for want in wants}
+def _ends(copy: PageCopy) -> tuple[Tier, Tier, int]:
+    """What names a copy besides its key."""
+    return copy.source, copy.target, copy.rank
 
 
 def _is_load(copy: PageCopy) -> bool:

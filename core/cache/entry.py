@@ -5,6 +5,7 @@ from __future__ import annotations
 import enum
 from dataclasses import dataclass
 
+from core.cache.memory_tier import MemoryTier
 from core.handles import EntryRef, Tier
 from core.messages.worker import PageCopy
 
@@ -25,6 +26,7 @@ class Want:
     key: str
     nbytes: int
     block_bytes: int  # bytes of one block's page
+    is_shared: bool = False  # read by several ranks: it is used in host memory
 
 
 @dataclass(slots=True)
@@ -32,6 +34,9 @@ class Entry:
     """One entry on any tier in memory. Written by the ActivationCacheManager."""
 
     want: Want
+    # Written when it is placed on its compute tier; kept while it has no place there.
+    compute: MemoryTier  # where it must be to be used: a rank's device tier, or the host tier
+    rank: int  # the rank of that device; in host memory the rank that copies it to and from disk
     # Its place; written when it is placed, filled, loaded or evicted.
     state: EntryState = EntryState.ABSENT
     ref: EntryRef | None = None  # its place on the compute tier

@@ -6,7 +6,7 @@ copied between tiers, is decided by its owner, the ActivationCacheManager.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 
 from core.cache.entry import Entry, EntryState, Want
 from core.cache.memory_tier import MemoryTier
@@ -22,21 +22,24 @@ USES_TO_PROVE = 2
 
 
 class EntryTable:
-    """Entries by key. tiers: those in memory, fastest first: models compute on the first one."""
+    """Entries by key. An entry has places on its compute tier and, if that is a device, on the host tier below it."""
 
     def __init__(
         self,
-        tiers: Sequence[MemoryTier],
+        host: MemoryTier,
+        devices: Mapping[int, MemoryTier],
         tally: CacheTally,
         orders: PendingOrders,
         *,
         page_arena_id: int,
         keep_all: bool,
     ) -> None:
-        """keep_all: keep entries after use while there is room; else only those that are registered."""
-        self.tiers = tuple(tiers)
-        self.compute = tiers[0]
-        self.below = tiers[1] if len(tiers) > 1 else None  # the host tier, where models do not compute on it
+        """devices: rank -> its device tier. keep_all: keep entries after use while there is room; else only those that
+        are registered.
+        """
+        self.host = host
+        self.devices = dict(devices)
+        self.tiers = (*self.devices.values(), host)
         self.templates = TemplateIndex()
         self.registered: set[str] = set()  # keys
         self.entries: dict[str, Entry] = {}  # key -> entry with a place on any tier
@@ -46,20 +49,81 @@ class EntryTable:
         self._keep_all = keep_all
 
     def put_below(self, want: Want, spared: Iterable[str]) -> bool:
-        """Place an entry on the host tier below the compute tier; False if there is no room."""
-        assert self.below is not None
-        evicted = self.below.put({want.key: want.nbytes}, set(spared))
+        """Place an entry on the host tier below a device; False if there is no room."""
+        evicted = self.host.put({want.key: want.nbytes}, set(spared))
         if evicted is None:
             return False
-        self.evict(self.below, evicted)
+        self.evict(self.host, evicted)
         return True
 
-    def new(self, want: Want) -> Entry:
-        """Add an entry that has no place yet."""
-        entry = self.entries[want.key] = Entry(want)
+    def place(self, wants: Sequence[Want], absent: Sequence[Want], rank: int) -> list[Want] | None:
+        """Give all absent ones of these wanted entries places on their compute tiers, or none. Returns those placed,
+        which may be more; None if there is no room. rank: where their users run.
+        """
+        wanted, placed = {want.key for want in wants}, list[tuple[MemoryTier, Sequence[Want]]]()
+        all_by_tier = self._by_tier(wants, rank)
+        for tier, missing in self._by_tier(absent, rank).items():
+            here = self._put(tier, missing, all_by_tier[tier], wanted)
+            if here is None:
+                for other, given in placed:
+                    for want in given:
+                        other.remove(want.key)
+                return None
+            placed.append((tier, here))
+        return [want for _, given in placed for want in given]
+
+    def _put(
+        self, tier: MemoryTier, absent: Sequence[Want], wants: Sequence[Want], spared: set[str]
+    ) -> Sequence[Want] | None:
+        """Place the absent ones of the wanted entries of one tier; returns those placed, None if there is no room."""
+        evicted = tier.put(_sizes(absent), spared)
+        if evicted is None:
+            # Only wanted entries that are scattered may be in the way; waiting would not help.
+            if tier.is_held or not tier.fits_empty(_sizes(wants)):
+                return None
+            self.evict(tier, tier.clear())
+            absent, evicted = wants, tier.put(_sizes(wants), ())
+            assert evicted is not None
+        self.evict(tier, evicted)
+        return absent
+
+    def fits(self, wants: Iterable[Want], rank: int) -> bool:
+        """Whether these entries fit into their compute tiers together when these are empty."""
+        return all(tier.fits_empty(_sizes(those)) for tier, those in self._by_tier(wants, rank).items())
+
+    def settle(self, want: Want, rank: int) -> Entry:
+        """The entry, which has got a place on its compute tier and had none; added if it is new."""
+        entry, compute = self.entries.get(want.key), self._compute_tier(want, rank)
+        if entry is not None:
+            entry.compute, entry.rank = compute, rank
+            return entry
+        entry = self.entries[want.key] = Entry(want, compute, rank)
         self.judge(entry)
         self.templates.add(want.key)
         return entry
+
+    def _compute_tier(self, want: Want, rank: int) -> MemoryTier:
+        """Where an entry is used whose users run on this rank, which has a device tier if any has."""
+        return self.devices[rank] if self.devices and not want.is_shared else self.host
+
+    def _by_tier(self, wants: Iterable[Want], rank: int) -> dict[MemoryTier, list[Want]]:
+        """Entries by their compute tier."""
+        tiers: dict[MemoryTier, list[Want]] = {}
+        for want in wants:
+            tiers.setdefault(self._compute_tier(want, rank), []).append(want)
+        return tiers
+
+    def home(self, template_key: str, preferred: int) -> int:
+        """The rank on which a template's pages are used: where they are on a device, else the preferred one, or if that
+        has no device tier and others do, the first of these.
+        """
+        if not self.devices:
+            return preferred
+        for key in self.templates.keys_of(template_key) if len(self.devices) > 1 else ():
+            entry = self.entries[key]
+            if self.is_on_device(entry) and entry.ref is not None:
+                return entry.rank
+        return preferred if preferred in self.devices else min(self.devices)
 
     def evict(self, tier: MemoryTier, keys: Iterable[str]) -> None:
         """Note that these entries have lost their place on a tier to others."""
@@ -72,31 +136,31 @@ class EntryTable:
         if entry.copy is not None:
             return
         key = entry.want.key
-        if self.below is not None and key in self.below:
+        if self.is_below(entry):
             if entry.is_kept or entry.pins:
-                self.below.let_go(key, entry.is_proven)
+                self.host.let_go(key, entry.is_proven)
             else:
-                self.below.remove(key)
-                self._remove_from(self.below, entry)
+                self.host.remove(key)
+                self._remove_from(self.host, entry)
         if entry.pins or entry.ref is None:
             return
         if entry.is_kept and entry.state is EntryState.READY:
-            self.compute.let_go(key, entry.is_proven)
+            entry.compute.let_go(key, entry.is_proven)
         else:
-            self.compute.remove(key)
-            self._remove_from(self.compute, entry)
+            entry.compute.remove(key)
+            self._remove_from(entry.compute, entry)
 
     def _remove_from(self, tier: MemoryTier, entry: Entry) -> None:
         """Note that an entry has no place on `tier` any more."""
         key = entry.want.key
         self.templates.note_moved(key)
-        if tier is self.compute:
+        if tier is entry.compute:
             entry.state, entry.ref = EntryState.ABSENT, None
             if tier.name == "device":
-                self._orders.forget(key)
+                self._orders.forget(key, entry.rank)
         else:
             entry.has_sunk = False
-        if not any(key in tier for tier in self.tiers):
+        if key not in entry.compute and key not in self.host:
             del self.entries[key]
             self.templates.remove(key)
 
@@ -108,16 +172,16 @@ class EntryTable:
 
     def host_ref(self, entry: Entry) -> ArrayRef:
         """Its place in the page arena."""
-        offset = self.host_tier.offset(entry.want.key)
+        offset = self.host.offset(entry.want.key)
         return ArrayRef(self._page_arena_id, offset, (entry.want.nbytes,), "uint8")
 
-    def is_below(self, key: str) -> bool:
-        """Whether an entry is on the host tier while the device is the compute tier."""
-        return self.below is not None and key in self.below
+    def is_on_device(self, entry: Entry) -> bool:
+        """Whether an entry's compute tier is a device."""
+        return entry.compute is not self.host
 
-    @property
-    def host_tier(self) -> MemoryTier:
-        return self.below or self.compute
+    def is_below(self, entry: Entry) -> bool:
+        """Whether an entry is on the host tier, below its compute tier."""
+        return entry.compute is not self.host and entry.want.key in self.host
 
     def tier_of(self, key: str) -> Tier | None:
         """The tier of an entry's pages, while LOADING the one that they come from ("disk" if they exist); None: no tier
@@ -128,7 +192,7 @@ class EntryTable:
             return None
         if entry.state is EntryState.LOADING:
             return entry.source
-        return self.compute.name if entry.state is EntryState.READY else "host"
+        return entry.compute.name if entry.state is EntryState.READY else "host"
 
     def residency(self, template_key: str) -> Residency:
         """Number of a template's keyframes whose pages are on the compute tier, and on the host tier alone."""
@@ -148,19 +212,26 @@ class EntryTable:
             self._check_entry(key, entry)
 
     def _check_entry(self, key: str, entry: Entry) -> None:
-        is_below = self.is_below(key)
-        assert (key in self.compute) == (entry.ref is not None) == (entry.state is not EntryState.ABSENT), key
-        assert key in self.compute or is_below, f"{key} is nowhere"
+        is_below = self.is_below(entry)
+        assert (key in entry.compute) == (entry.ref is not None) == (entry.state is not EntryState.ABSENT), key
+        assert key in entry.compute or is_below, f"{key} is nowhere"
+        assert all(key not in tier for tier in self.devices.values() if tier is not entry.compute), f"{key} is twice"
+        assert not self.is_on_device(entry) or self.devices[entry.rank] is entry.compute, f"{key} is on another rank"
         assert entry.pins >= 0
         assert entry.pins == 0 or entry.ref is not None, f"{key} is pinned without a place"
         assert entry.state is not EntryState.EMPTY or entry.pins or entry.copy, f"{key} is EMPTY and has no user"
         assert (entry.state is EntryState.LOADING) <= (entry.copy is not None), f"{key} waits for no copy"
         may_go = not entry.pins and entry.copy is None
-        assert self.compute.is_idle(key) == (may_go and entry.ref is not None), f"{key}: pins and LRU differ"
-        if self.below is not None:
-            assert self.below.is_idle(key) == (is_below and entry.copy is None), f"{key}: copy and LRU differ"
+        assert entry.compute.is_idle(key) == (may_go and entry.ref is not None), f"{key}: pins and LRU differ"
+        if self.is_on_device(entry):
+            assert self.host.is_idle(key) == (is_below and entry.copy is None), f"{key}: copy and LRU differ"
         assert not (may_go and not entry.is_kept), f"{key} should be gone"
         if entry.ref is not None and entry.ref.host is not None:
-            assert entry.ref.host.offset == self.compute.offset(key), f"{key} has moved"
+            assert entry.ref.host.offset == entry.compute.offset(key), f"{key} has moved"
         if entry.copy is not None and entry.copy.host is not None:
-            assert entry.copy.host.offset == self.host_tier.offset(key), f"{key} moved while copied"
+            assert entry.copy.host.offset == self.host.offset(key), f"{key} moved while copied"
+
+
+def _sizes(wants: Iterable[Want]) -> dict[str, int]:
+    """Key -> bytes."""
+    return {want.key: want.nbytes for want in wants}

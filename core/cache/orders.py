@@ -2,18 +2,8 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-
-from core.messages.worker import PageCopy
-
-
-@dataclass(frozen=True, slots=True)
-class CacheOrders:
-    """The orders for one plan. Workers carry out forget, then delete, then copies."""
-
-    copies: tuple[PageCopy, ...]
-    forget: tuple[str, ...]  # keys of entries dropped from device memory
-    delete: tuple[str, ...]  # keys of entries or templates, for their files
+from core.messages.worker import PageCopy, PageForget
+from core.scheduling.node_cache import CacheOrders
 
 
 class PendingOrders:
@@ -22,7 +12,7 @@ class PendingOrders:
     def __init__(self, *, has_disk: bool) -> None:
         """has_disk: without it there are no files, and delete orders are ignored."""
         self.copies: list[PageCopy] = []
-        self._forget: list[str] = []
+        self._forget: list[PageForget] = []
         self._delete: list[str] = []
         self._has_disk = has_disk
 
@@ -30,9 +20,9 @@ class PendingOrders:
         """Copy an entry one tier up or down."""
         self.copies.append(order)
 
-    def forget(self, key: str) -> None:
-        """Drop an entry from device memory."""
-        self._forget.append(key)
+    def forget(self, key: str, rank: int) -> None:
+        """Drop an entry from a rank's device memory, and what the rank remembers of its failed loads."""
+        self._forget.append(PageForget(key, rank))
 
     def delete(self, key: str) -> None:
         """Delete the file of an entry, or all files of a template."""

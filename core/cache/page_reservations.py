@@ -64,6 +64,16 @@ def keyframes_needed(keyframes: Sequence[float], sigmas: Iterable[float]) -> tup
     return tuple(sorted(needed, reverse=True))
 
 
+def _entries_at(reservation: Reservation, sigma: float) -> tuple[tuple[str, ...], float]:
+    """Keys of the one or two entries at a noise level, and the weight of the second; looked up at every step."""
+    known = reservation.entries_at.get(sigma)
+    if known is None:
+        around = bracket(reservation.template.scheme.keyframes, sigma)
+        keys = tuple(page_key(reservation.template.key, keyframe) for keyframe in around.keyframes)
+        known = reservation.entries_at[sigma] = keys, around.weight
+    return known
+
+
 def _slowest(tiers: Iterable[Tier | None]) -> Tier | None:
     found = set(tiers)
     return next((tier for tier in reversed(get_args(Tier)) if tier in found), None)
@@ -75,6 +85,7 @@ class PageReservations:
 
     cache: ActivationCacheManager
     load_wins: LoadWins
+    has_ranks: bool = False  # there are several: the one that decodes reads clean latents, too
     _reservations: dict[str, Reservation] = field(default_factory=dict)  # owner id -> its reservation, while reserved
     _jobs: dict[str, PrimingJob] = field(default_factory=dict)  # template key -> its job
     # job id -> reservations released while it was in flight, whose entries are still pinned
@@ -85,16 +96,21 @@ class PageReservations:
 
     # ------------------------------------------------------------------------------------------------- reservations
 
-    def reserve(self, reservation: Reservation) -> bool:
-        """Pin all entries of the reservation, or none; missing ones are loaded or primed. False: no room yet."""
-        wants = reservation.wants()
+    def reserve(self, reservation: Reservation, rank: int = 0) -> bool:
+        """Pin all entries of the reservation, or none; missing ones are loaded or primed. False: no room yet. rank:
+        where the template's pages go unless they are on another rank's device.
+        """
+        template, wants = reservation.template, reservation.wants(shares_latents=self.has_ranks)
         was = {want.key: self.cache.state(want.key) for want in wants}
-        if not self.cache.reserve(wants, lambda tier, nbytes: self.load_wins(reservation.template, tier, nbytes)):
+        home = self.cache.home(template.key, rank)
+        if not self.cache.reserve(wants, lambda tier, nbytes: self.load_wins(template, tier, nbytes), home):
             return False
         reservation.is_reserved = True
         self._reservations[reservation.owner_id] = reservation
         reservation.is_primed = any(was[key] is EntryState.EMPTY for key in was)  # by an earlier edit's job
-        reservation.came_from = {want.key: self.cache.tier_of(want.key) for want in wants}
+        tiers = {want.key: self.cache.tier_of(want.key) for want in wants}
+        shared = {want.key for want in wants if want.is_shared}  # host memory is their place, and no detour
+        reservation.came_from = {key: tier for key, tier in tiers.items() if tier != "host" or key not in shared}
         reservation.tier = _slowest(reservation.came_from.values())
         self.refresh(reservation)
         return True
@@ -115,7 +131,7 @@ class PageReservations:
         reservation.sigmas, reservation.is_prefetch, reservation.is_complete = sigmas, False, False
         if reservation.is_reserved:
             self.cache.release([page_key(reservation.template.key, sigma) for sigma in gone])
-            reservation.tier = _slowest(reservation.came_from[key] for key in reservation.entry_keys())
+            reservation.tier = _slowest(map(reservation.came_from.get, reservation.entry_keys()))
             self.refresh(reservation)
 
     def release(self, reservation: Reservation) -> None:
@@ -174,20 +190,20 @@ class PageReservations:
 
     # ------------------------------------------------------------------------------------------------- reading
 
-    def span(self, reservation: Reservation, sigma: float, *, may_load: bool = False) -> PageSpan | None:
-        """The pages at this noise level; None while they are not loaded or, with `may_load`, not even being loaded."""
-        usable = (EntryState.READY, EntryState.LOADING) if may_load else (EntryState.READY,)
-        around = bracket(reservation.template.scheme.keyframes, sigma)
-        keys = [page_key(reservation.template.key, keyframe) for keyframe in around.keyframes]
-        if any(self.cache.state(key) not in usable for key in keys):
-            return None
-        near, *far = (self.cache.ref(key) for key in keys)
-        return PageSpan(reservation.template.scheme.layout.dtype, near, far[0] if far else None, around.weight)
+    def has_span(self, reservation: Reservation, sigma: float, ranks: tuple[int, ...], *, may_load: bool) -> bool:
+        """Whether these ranks can read the pages at this noise level. may_load: or wait for them, block by block."""
+        keys, _ = _entries_at(reservation, sigma)
+        return all(self.cache.is_readable(key, ranks, may_load=may_load) for key in keys)
+
+    def span(self, reservation: Reservation, sigma: float) -> PageSpan:
+        """The pages at this noise level, which are reserved."""
+        keys, weight = _entries_at(reservation, sigma)
+        far = self.cache.ref(keys[1]) if len(keys) > 1 else None
+        return PageSpan(reservation.template.scheme.layout.dtype, self.cache.ref(keys[0]), far, weight)
 
     def loading(self, reservation: Reservation, sigma: float) -> list[tuple[Tier, int]]:
         """(tier, bytes) of each entry at this noise level that is being loaded."""
-        around = bracket(reservation.template.scheme.keyframes, sigma)
-        keys = [page_key(reservation.template.key, keyframe) for keyframe in around.keyframes]
+        keys, _ = _entries_at(reservation, sigma)
         refs = [self.cache.ref(key) for key in keys if self.cache.state(key) is EntryState.LOADING]
         return [(self.cache.tier_of(ref.key) or "disk", ref.nbytes) for ref in refs]
 
@@ -210,6 +226,10 @@ class PageReservations:
 
     def all_jobs(self) -> Iterable[PrimingJob]:
         return self._jobs.values()
+
+    def job(self, job_id: str) -> PrimingJob:
+        """The job with this id."""
+        return next(job for job in self._jobs.values() if job.id == job_id)
 
     def waiters(self, job: PrimingJob) -> list[Reservation]:
         """The reservations that wait for a job."""
@@ -243,11 +263,19 @@ class PageReservations:
         lender.is_read = True
         return lender.pixels
 
-    def start_chunk(self, job: PrimingJob, chunk: Chunk) -> None:
-        """Record that a worker computes this chunk."""
+    def start_chunk(self, job: PrimingJob, chunk: Chunk, rank: int = 0) -> None:
+        """Record that this rank computes a chunk."""
         job.is_in_flight = True
         self.num_chunks += 1
-        job.start_chunk(chunk)
+        job.start_chunk(chunk, rank)
+
+    def rank_of(self, job: PrimingJob) -> int | None:
+        """The one rank that can run what comes next of a job: it has the hidden states of the passes under way, or the
+        device where the result goes; None: any.
+        """
+        if self.needs_latents(job):
+            return self.cache.writer(job.template.latents_key)
+        return next((self.cache.writer(key) for key in job.wanted.values()), None) if job.rank is None else job.rank
 
     def finish_latents(self, job: PrimingJob, seconds: float) -> None:
         self._land(job, seconds)

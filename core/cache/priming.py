@@ -86,6 +86,7 @@ class PrimingJob:
     wanted: dict[float, str] = field(default_factory=dict)  # noise level -> entry still to be filled
     is_in_flight: bool = False
     seconds: float = 0.0  # worker time so far
+    rank: int | None = None  # that computes the passes under way; None: there are none
     _sigmas: tuple[float, ...] = ()  # of the passes under way
     _blocks_done: int = 0  # of these passes
 
@@ -103,9 +104,9 @@ class PrimingJob:
         start = self._blocks_done
         return Chunk(sigmas, (start, start + blocks), -(-tokens * blocks // num_blocks))
 
-    def start_chunk(self, chunk: Chunk) -> None:
-        """Record that a chunk made by `plan_chunk` is computed now."""
-        self._sigmas = chunk.sigmas
+    def start_chunk(self, chunk: Chunk, rank: int = 0) -> None:
+        """Record that a chunk made by `plan_chunk` is computed now, on this rank."""
+        self._sigmas, self.rank = chunk.sigmas, rank
 
     def finish_chunk(self, chunk: Chunk) -> list[str]:
         """Record that a chunk is done; returns the keys of the entries that it has completed."""
@@ -113,7 +114,7 @@ class PrimingJob:
         if self._blocks_done < self.template.scheme.layout.num_blocks:
             return []
         filled = [self.wanted.pop(sigma) for sigma in self._sigmas]
-        self._sigmas, self._blocks_done = (), 0
+        self._end_passes()
         return filled
 
     def forget(self, sigma: float) -> None:
@@ -121,7 +122,10 @@ class PrimingJob:
         del self.wanted[sigma]
         self._sigmas = tuple(other for other in self._sigmas if other != sigma)
         if not self._sigmas:
-            self._blocks_done = 0
+            self._end_passes()
+
+    def _end_passes(self) -> None:
+        self._sigmas, self._blocks_done, self.rank = (), 0, None
 
     def _next_sigmas(self, token_budget: int) -> tuple[float, ...]:
         together = max(1, token_budget // self.template.pass_tokens)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import Literal
 
 from core.cache.entry import Want
 from core.cache.priming import TemplateInfo
@@ -15,11 +14,13 @@ from core.page_scheme import page_key
 class Reservation:
     """The entries that an edit or a template request needs. Written by PageReservations unless commented otherwise."""
 
-    # Set by its maker: the RequestPrefetcher, or the scheduler for a template request.
+    # Set by its maker: the RequestPrefetcher, or for a template request TemplateRequests.
     owner_id: str  # id of the edit or template request
     template: TemplateInfo
     pixels: ArrayRef  # uint8 [height, width, 3], valid until the owner's terminal message
     sigmas: tuple[float, ...] = ()  # keyframes it needs, falling; reduced by `narrow` and `trim`
+    # Noise level of a step -> keys of the entries that it reads, and the weight of the second.
+    entries_at: dict[float, tuple[tuple[str, ...], float]] = field(default_factory=dict)
     # Its state.
     is_reserved: bool = False  # its entries are pinned
     is_complete: bool = False  # all its entries are filled; none can be evicted while they are pinned
@@ -27,7 +28,6 @@ class Reservation:
     is_idle_work: bool = False  # set by its maker: primed only when there is no other work
     is_prefetch: bool = False  # set by its maker: its owner waits for a slot; entries are loaded, but not primed
     is_given_up: bool = False  # priming failed, and so does its owner
-    full_blocks: tuple[int, ...] = ()  # set by the Dispatcher: blocks that the next step computes without pages
     # What became of it, for the owner's terminal message.
     is_primed: bool = False  # at least one of its entries had to be primed
     tier: Tier | None = None  # the slowest tier that any of its entries came from
@@ -38,13 +38,11 @@ class Reservation:
         """Keys of the entries it needs, clean latents first."""
         return [self.template.latents_key, *(page_key(self.template.key, sigma) for sigma in self.sigmas)]
 
-    def wants(self) -> list[Want]:
+    def wants(self, *, shares_latents: bool = False) -> list[Want]:
+        """shares_latents: other ranks than the one that reads the pages read the clean latents, too."""
         template, layout = self.template, self.template.scheme.layout
         latent_bytes = template.scheme.latent_entry_bytes(template.num_tokens)
         entry_bytes, block_bytes = layout.entry_bytes(template.num_tokens), layout.block_bytes(template.num_tokens)
         latents, *pages = self.entry_keys()
-        return [Want(latents, latent_bytes, latent_bytes), *(Want(key, entry_bytes, block_bytes) for key in pages)]
-
-    @property
-    def result(self) -> Literal["hit", "miss"]:
-        return "miss" if self.is_primed else "hit"
+        first = Want(latents, latent_bytes, latent_bytes, shares_latents)
+        return [first, *(Want(key, entry_bytes, block_bytes) for key in pages)]

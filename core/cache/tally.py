@@ -13,8 +13,8 @@ class CacheTally:
     """Written by the cache manager that owns it. The counters are those of CacheStats."""
 
     def __init__(self, tiers: Sequence[MemoryTier], *, has_disk: bool) -> None:
-        """tiers: those in memory, fastest first. has_disk: there are files below them."""
-        names: list[Tier] = [tier.name for tier in tiers]
+        """tiers: those in memory, fastest first; each rank may have one. has_disk: there are files below them."""
+        names: list[Tier] = list(dict.fromkeys(tier.name for tier in tiers))
         slower: list[Tier] = [*names[1:], "disk"] if has_disk else names[1:]
         self.hits: dict[str, int] = dict.fromkeys([names[0], *slower], 0)  # by tier that the pages came from
         self.misses = 0
@@ -35,8 +35,16 @@ class CacheTally:
             loads=dict(self.loads),
             failed_loads=self.failed_loads,
             failed_stores=self.failed_stores,
-            entries={tier.name: len(tier) for tier in tiers},
-            used_bytes={tier.name: tier.used_bytes for tier in tiers},
-            budget_bytes={tier.name: tier.budget_bytes for tier in tiers},
+            entries=_by_name(tiers, [len(tier) for tier in tiers]),
+            used_bytes=_by_name(tiers, [tier.used_bytes for tier in tiers]),
+            budget_bytes=_by_name(tiers, [tier.budget_bytes for tier in tiers]),
             load_seconds=self.load_seconds,
         )
+
+
+def _by_name(tiers: Sequence[MemoryTier], numbers: Sequence[int]) -> dict[str, int]:
+    """Their sums over the ranks."""
+    sums = dict.fromkeys((tier.name for tier in tiers), 0)
+    for tier, number in zip(tiers, numbers, strict=True):
+        sums[tier.name] += number
+    return {str(name): number for name, number in sums.items()}

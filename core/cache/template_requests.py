@@ -5,7 +5,7 @@ A template request reserves its template's pages as an edit does, until all of t
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 
 from core.cache.page_reservations import PageReservations
 from core.cache.priming import TemplateInfo
@@ -17,23 +17,23 @@ from core.model_info import ModelInfo
 Ending = TemplatePrimed | Failed | Aborted
 
 
-class TemplateRequests:
-    """The template requests of one scheduler."""
+class TemplateRequests(Collection[str]):
+    """The template requests of one scheduler; as a collection, their ids."""
 
     def __init__(self, pages: PageReservations) -> None:
         self._pages = pages
         self._reservations: dict[str, Reservation] = {}  # request id -> its reservation
         self._failures: dict[str, Failure | None] = {}  # request id -> why it ends early; None: aborted
 
-    def __contains__(self, request_id: str) -> bool:
+    def __contains__(self, request_id: object) -> bool:
         return request_id in self._reservations
 
     def __len__(self) -> int:
         return len(self._reservations)
 
-    def reservations(self) -> Iterator[Reservation]:
+    def __iter__(self) -> Iterator[str]:
         """Oldest first."""
-        return iter(self._reservations.values())
+        return iter(self._reservations)
 
     def wanting_room(self, *, is_idle: bool) -> list[Reservation]:
         """Reservations to be made now, oldest first. Idle work comes one at a time, and only if there is no other work:

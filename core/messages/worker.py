@@ -73,6 +73,14 @@ class PageCopy(msgspec.Struct, frozen=True):
     source: Tier
     target: Tier
     host: ArrayRef | None  # its place in the page arena, if one of the tiers is the host
+    rank: int = 0  # the worker that copies; if one of the tiers is a device: that worker's
+
+
+class PageForget(msgspec.Struct, frozen=True):
+    """Drop an entry from a rank's device memory, and what the rank remembers of its failed loads."""
+
+    key: str
+    rank: int = 0
 
 
 class StepPlan(Message, frozen=True):
@@ -82,7 +90,7 @@ class StepPlan(Message, frozen=True):
 
     seq: int
     # The activation cache.
-    forget: tuple[str, ...] = ()  # keys of entries to drop from device memory
+    forget: tuple[PageForget, ...] = ()
     delete: tuple[str, ...] = ()  # files to delete: keys of entries, or of templates (without "-") for all of theirs
     copies: tuple[PageCopy, ...] = ()  # started, not awaited
     # Requests.

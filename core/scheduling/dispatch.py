@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from core.cache.priming import Chunk, PrimingJob
 from core.graph.workflow import Node
+from core.scheduling.node_cache import CacheJob
 from core.scheduling.request import Request
 
 
@@ -28,10 +28,10 @@ class Fetch:
 
 @dataclass(frozen=True, slots=True)
 class CacheDispatch:
-    """Run work of the activation cache on this rank: the next chunk of a job, or the encoding of its template."""
+    """Run the next piece of a job of the cache on this rank."""
 
-    job: PrimingJob
-    chunk: Chunk | None  # None: encode the template
+    job: CacheJob
+    token_budget: int  # unless the piece is indivisible; the smallest one may exceed it
     rank: int
 
 

@@ -5,26 +5,21 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
 
-from core.cache.page_reservations import PageReservations
 from core.graph.work import Work
-from core.graph.workflow import Node, op_of
-from core.handles import ModelKey, Tier
-from core.messages.worker import Batch, Delivery, Item, Transfer
-from core.scheduling.batch_items import chunk_items, chunk_work, latents_item, make_item, node_work
+from core.graph.workflow import op_of
+from core.handles import ModelKey
+from core.messages.worker import Batch, Delivery, Transfer
+from core.scheduling.batch_items import make_item, node_work
 from core.scheduling.dispatch import CacheDispatch, Decision, Dispatch, Fetch
 from core.scheduling.in_flight import Flight
 from core.scheduling.inputs import deliveries
-from core.scheduling.ops.prime import PRIME
-from core.scheduling.ops.template_encode import TEMPLATE_ENCODE
-from core.scheduling.request import Request, Status
+from core.scheduling.node_cache import NodeCache
+from core.scheduling.request import Status
 from core.scheduling.values import ValueTable
 from core.scheduling.view import View
 
 PredictBatch = Callable[[Batch, Work], float]
 """(batch, its size) -> predicted seconds; 0 if unknown."""
-
-BlockPlan = Callable[[Request, list[tuple[Tier, int]]], tuple[int, ...]]
-"""The blocks to compute in full at a request's next step while entries of (tier, bytes) are being loaded."""
 
 
 @dataclass(slots=True)
@@ -41,10 +36,9 @@ class Dispatched:
 class Dispatcher:
     """The mechanism below every policy; one per scheduler."""
 
-    pages: PageReservations
+    cache: NodeCache
     values: ValueTable
     predict: PredictBatch
-    block_plan: BlockPlan | None  # None: a step waits until all of its pages are loaded
     batch_ids: Iterator[int]
 
     def carry_out(self, decisions: Iterable[Decision], view: View) -> Dispatched:
@@ -72,10 +66,8 @@ class Dispatcher:
     def _dispatch(self, dispatch: Dispatch) -> Flight:
         request, node = dispatch.items[0]
         model, op = request.head.model, op_of(node)
-        for request, node in dispatch.items:
-            self._plan_blocks(request, node)
         ranks = dispatch.ranks
-        items = tuple(make_item(request, node, ranks, self.pages, self.values) for request, node in dispatch.items)
+        items = tuple(make_item(request, node, ranks, self.cache, self.values) for request, node in dispatch.items)
         work = sum((node_work(request, node) for request, node in dispatch.items), Work((), ()))
         for request, node in dispatch.items:
             request.send(node, ranks)
@@ -91,15 +83,6 @@ class Dispatcher:
                 begun.append(request.id)
         return begun
 
-    def _plan_blocks(self, request: Request, node: Node) -> None:
-        """Decide which blocks a step computes in full because their pages are still being loaded."""
-        reservation = request.reservation
-        if reservation is None or self.block_plan is None or op_of(node).pages != "span":
-            return
-        if request.is_masked(node):
-            loading = self.pages.loading(reservation, request.sigmas[request.progress.scheduled[node.name]])
-            reservation.full_blocks = self.block_plan(request, loading) if loading else ()
-
     def _fetch(self, fetch: Fetch, view: View) -> list[Transfer]:
         """Transfers of the inputs that other ranks have; none if the arena has no room for all of them now."""
         elsewhere = view.inputs(fetch.request, fetch.node, fetch.ranks).elsewhere
@@ -110,17 +93,10 @@ class Dispatcher:
     # ------------------------------------------------------------------------------------------------ the cache
 
     def _dispatch_job(self, dispatch: CacheDispatch) -> Flight:
-        """A batch for this job alone, since chunks of different jobs end at different times."""
-        job, chunk = dispatch.job, dispatch.chunk
-        items: tuple[Item, ...]
-        if chunk is None:
-            op, items, work = TEMPLATE_ENCODE, (latents_item(job, self.pages),), Work.of([job.template.num_tokens])
-        else:
-            self.pages.start_chunk(job, chunk)
-            op, items, work = PRIME, chunk_items(job, chunk, self.pages), chunk_work(job, chunk)
-        model = ModelKey(job.template.model, op.component)
-        batch = Batch(next(self.batch_ids), op.name, model, (dispatch.rank,), items)
-        return Flight(batch, work, self.predict(batch, work), (job, chunk))
+        """A batch for this job alone, since pieces of different jobs end at different times."""
+        piece = self.cache.start(dispatch.job.id, dispatch.token_budget, dispatch.rank)
+        batch = Batch(next(self.batch_ids), piece.op.name, piece.model, (dispatch.rank,), piece.items)
+        return Flight(batch, piece.size, self.predict(batch, piece.size), dispatch.job.id)
 
 
 def check(decisions: Iterable[Decision], view: View) -> None:
@@ -160,8 +136,7 @@ def _check_fetch(fetch: Fetch, view: View) -> list[tuple[str, str]]:
 
 
 def _check_job(dispatch: CacheDispatch, view: View) -> list[tuple[str, str]]:
-    job = dispatch.job
     assert dispatch.rank in view.open_ranks, f"rank {dispatch.rank} is not open"
-    assert not job.is_in_flight, f"{job.id} is in flight"
-    assert (dispatch.chunk is None) == view.needs_latents(job), f"{job.id} needs its template encoded first, and once"
-    return [(job.id, "")]
+    assert dispatch.job in view.jobs(), f"{dispatch.job.id} is not offered"
+    assert dispatch.job.rank in (None, dispatch.rank), f"{dispatch.job.id} can run on rank {dispatch.job.rank} alone"
+    return [(dispatch.job.id, "")]

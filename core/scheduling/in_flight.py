@@ -12,7 +12,6 @@ from dataclasses import dataclass, field
 
 import msgspec
 
-from core.cache.priming import Chunk, PrimingJob
 from core.failure import Failure
 from core.graph.work import Work
 from core.handles import TensorKey
@@ -20,9 +19,6 @@ from core.messages.worker import Batch, BatchResult, ItemResult, Transfer, Trans
 
 UNKNOWN_SECONDS = 30.0
 """Default prediction for work unlike any observed so far: a large model's first step on a CPU."""
-
-JobPart = tuple[PrimingJob, Chunk | None]
-"""A job and its chunk; None: its template is encoded."""
 
 
 @dataclass(slots=True)
@@ -32,7 +28,7 @@ class Flight:
     batch: Batch
     work: Work  # its size, for the cost model
     predicted: float = 0.0  # seconds, when it was sent; 0 for work unlike any observed so far
-    job: JobPart | None = None  # what it primes
+    job_id: str = ""  # of the cache's job that it is a piece of; "": it runs nodes
     is_step: bool = False  # it is a round of its requests' loops
     answers: dict[int, BatchResult] = field(default_factory=dict)  # rank -> its result
 

@@ -1,4 +1,4 @@
-"""Predictor: predicts how long the work of one scheduler will take, and chooses the faster of two alternatives.
+"""Predictor: predicts how long the work of one scheduler will take.
 
 It translates requests into the keys and sizes of work that the cost model knows.
 """
@@ -7,18 +7,15 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 
-from core.cache.block_plan import plan_blocks
-from core.cache.priming import TemplateInfo
 from core.costs.cost_model import CostKey, CostModel, extra_seconds
 from core.costs.load_report import RequestLoad
 from core.graph.op import OPS, Op
 from core.graph.work import Work
 from core.graph.workflow import Node, op_of
-from core.handles import ModelKey, Tier
+from core.handles import ModelKey
 from core.messages.worker import Batch, CostSample
 from core.model_info import ModelInfo
 from core.scheduling.batch_items import node_work
-from core.scheduling.ops.prime import PRIME
 from core.scheduling.request import Request, Status
 
 
@@ -50,10 +47,6 @@ class Predictor:
     def of_batch(self, batch: Batch, work: Work) -> float:
         """Time that a batch of this size takes."""
         return self.cost.predict(self.key_of(batch), work)
-
-    def of_priming(self, template: TemplateInfo, tokens: int) -> float:
-        """Time to compute `tokens` tokens of a template's priming passes."""
-        return self.cost.predict(self._prime_key(template), Work((tokens,), (template.pass_tokens,)))
 
     # ------------------------------------------------------------------------------------------------- what is left
 
@@ -116,32 +109,5 @@ class Predictor:
         head = request.head
         return RequestLoad(steps, step_seconds, other_seconds, head.priority, is_running, head.arrival, head.owner)
 
-    # ------------------------------------------------------------------------------------------------- which way
-
-    def load_wins(self, template: TemplateInfo, tier: Tier, nbytes: int) -> bool:
-        """Whether copying an entry up from `tier` is predicted to be faster than priming it; True for copies that were
-        never measured.
-        """
-        prime = self.cost.predict(self._prime_key(template), Work.of([template.pass_tokens]))
-        return not prime or self.cost.predict_copy(tier, nbytes) <= prime
-
-    def full_blocks(self, request: Request, loading: Sequence[tuple[Tier, int]]) -> tuple[int, ...]:
-        """The blocks to compute in full at the request's next step while entries of (tier, bytes) are being loaded."""
-        assert request.reservation is not None
-        assert request.workflow.paged is not None
-        op, model = op_of(request.workflow.paged), request.head.model
-        every, active = request.spec.num_all_tokens, request.spec.num_active_tokens
-        num_rows = request.spec.num_rows
-        full = self.of_op(model, op, Work.of([every] * num_rows))
-        cached = self.of_op(model, op, Work.of_pairs([(active, every)] * num_rows))
-        load = sum(self.cost.predict_copy(tier, nbytes) for tier, nbytes in loading)
-        if not full:
-            return ()  # no prediction yet
-        num_blocks = request.reservation.template.scheme.layout.num_blocks
-        return plan_blocks(self._models[model].block_runs, num_blocks, full, cached, load)
-
     def _coefficients(self, request: Request, node: Node) -> tuple[float, ...]:
         return self.cost.coefficients(self.key(request.head.model, op_of(node)))
-
-    def _prime_key(self, template: TemplateInfo) -> CostKey:
-        return self.key(template.model, PRIME)

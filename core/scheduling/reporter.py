@@ -7,7 +7,6 @@ from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass, field
 from itertools import islice
 
-from core.cache.page_reservations import PageReservations
 from core.config import SchedulerConfig
 from core.costs.cost_model import CostKey, token_seconds
 from core.costs.load_report import (
@@ -26,6 +25,7 @@ from core.messages.worker import BatchResult, PageCopied
 from core.model_info import ModelInfo
 from core.scheduling.in_flight import Flight
 from core.scheduling.live_requests import LiveRequests
+from core.scheduling.node_cache import NodeCache
 from core.scheduling.ops.prime import PRIME
 from core.scheduling.predictor import Predictor
 from core.scheduling.waiting_work import WaitingWork
@@ -57,14 +57,14 @@ class Reporter:
         models: Mapping[str, ModelInfo],
         workflows: Iterable[Workflow],
         predictor: Predictor,
-        pages: PageReservations,
+        cache: NodeCache,
     ) -> None:
         self._config = config
         self._models = models
         self._components = sorted({op_of(node).component for workflow in workflows for node in workflow.nodes})
         self._predictor = predictor
         self._cost = predictor.cost
-        self._pages = pages
+        self._cache = cache
         self._num_received = 0
         self._counters = Counters()
         self._recent_steps: list[StepSample] = []
@@ -129,7 +129,7 @@ class Reporter:
         self._follow(requests)
         running = {request.id: self._predictor.left_of(request) for request in requests.running}
         base = self._predictor.base_seconds(tuple(islice(requests.in_order(), 1)))
-        priming, counts = self._priming_seconds(), requests.counts
+        priming, counts = self._cache.seconds_left(), requests.counts
         changes, self._changes = tuple(self._changes), []
         is_first, self._is_first = self._is_first, False
         return LoadReport(
@@ -142,7 +142,7 @@ class Reporter:
             drain_seconds=priming + self._drain_seconds(running.values(), base),
             is_first=is_first,
             queue=changes,
-            residency=self._pages.cache.take_residency(),
+            residency=self._cache.take_residency(),
             costs=self._take_costs(),
         )
 
@@ -159,10 +159,10 @@ class Reporter:
             batch_tokens=counters.batch_tokens,
             batch_requests=counters.batch_requests,
             tokens_skipped=counters.tokens_skipped,
-            prime_chunks=self._pages.num_chunks,
+            prime_chunks=self._cache.num_chunks,
             busy_seconds=dict(counters.busy_seconds),
             recent_steps=recent,
-            cache=self._pages.cache.stats(),
+            cache=self._cache.stats(),
         )
 
     def _follow(self, requests: LiveRequests) -> None:
@@ -183,17 +183,11 @@ class Reporter:
     def _resident_models(self) -> tuple[ModelKey, ...]:
         return tuple(ModelKey(name, component) for name in self._models for component in self._components)
 
-    def _priming_seconds(self) -> float:
-        """Predicted time of the priming that is left."""
-        return sum(
-            self._predictor.of_priming(job.template, self._pages.tokens_left(job)) for job in self._pages.all_jobs()
-        )
-
     def _op_seconds_left(self, requests: LiveRequests) -> dict[str, float]:
         """Predicted worker time left per op, assuming batches as full as the queue allows."""
         running = requests.running
         left = defaultdict(float, self._waiting.op_seconds())
-        left[PRIME.name] += self._priming_seconds()
+        left[PRIME.name] += self._cache.seconds_left()
         steps = Counter(self._waiting.steps)
         for request in running:
             steps[self._predictor.step_key(request)] += request.progress.steps_left

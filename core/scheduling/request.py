@@ -11,7 +11,6 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from core.cache.reservation import Reservation
     from core.costs.load_report import RequestLoad
     from core.graph.progress import Progress
     from core.graph.workflow import Node, Workflow
@@ -84,11 +83,8 @@ class Request:
     # Set by the scheduler from results of batches.
     started: float | None = None  # when a worker began its first stage, monotonic seconds
     part_seconds: dict[str, float] = field(default_factory=dict)  # Part -> worker seconds spent in it
-    sigmas: tuple[float, ...] = ()  # from the image encoder: noise levels from the first step to 0
-    # The activation cache and predictions.
-    reservation: Reservation | None = None  # set by the RequestPrefetcher: what it needs of the activation cache
-    full_blocks: int = 0  # most blocks that one of its finished mask-aware steps computed in full
-    waiting_load: RequestLoad | None = None  # set by the Predictor: remaining work, computed once while it waits
+    # Set by the Predictor.
+    waiting_load: RequestLoad | None = None  # remaining work, computed once while it waits
     # From the text encoder.
     text_tokens: int = 0
     prompt_truncated: bool = False
@@ -123,14 +119,6 @@ class Request:
         self.sent_to.pop((node.name, self.progress.done[node.name] + 1 if node.region else 0), None)
 
     @property
-    def may_leave(self) -> bool:
-        """Whether no worker reads or writes its arrays any more. What it lent for priming is read no more when it is
-        finished.
-        """
-        is_lent = self.reservation is not None and self.reservation.is_read
-        return not self.has_work_out and not (is_lent and self.status is not Status.FINISHED)
-
-    @property
     def has_work_out(self) -> bool:
         """Whether a worker has batches or transfers of it."""
         return self.progress.num_in_flight > 0 or self.num_moving > 0
@@ -139,19 +127,6 @@ class Request:
     def is_live(self) -> bool:
         """Whether it has not reached a terminal state."""
         return self.status is Status.WAITING or self.status is Status.RUNNING
-
-    @property
-    def is_spoilt(self) -> bool:
-        """Whether it must restart: it computed blocks in full instead of waiting for their pages, and some of these
-        pages then had to be primed. The picture of a request that primes must be the one that its pages give, however
-        early a missing or damaged file is noticed.
-        """
-        return self.is_live and self.full_blocks > 0 and self.reservation is not None and self.reservation.is_primed
-
-    def note_step(self) -> None:
-        """Note that one of its steps is done."""
-        if self.reservation is not None:
-            self.full_blocks = max(self.full_blocks, len(self.reservation.full_blocks))
 
     def move_to(self, status: Status) -> None:
         """Change status; an illegal transition raises ValueError."""

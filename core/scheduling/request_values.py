@@ -71,9 +71,7 @@ def begin_again(values: ValueTable, request: Request) -> None:
     What they made before is freed.
     """
     paged, progress = request.workflow.paged, request.progress
-    assert request.reservation is not None
     assert paged is not None
-    request.reservation.full_blocks, request.full_blocks = (), 0
     again = _to_repeat(values, request, request.workflow.repeated_with(paged.region))
     progress.restart(again, _rounds_at_first(request, again))
     request.fixed_inputs.clear()

@@ -9,17 +9,11 @@ One iteration is schedule -> (a worker runs the plan) -> apply; `take_outputs` r
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from itertools import count
 
 import msgspec
 
-from core.cache.activation_cache import ActivationCacheManager
-from core.cache.orders import CacheOrders
-from core.cache.page_reservations import PageReservations
-from core.cache.priming import Chunk, PrimingJob
-from core.cache.reservation import Reservation
-from core.cache.template_requests import TemplateRequests
 from core.config import CacheConfig, SchedulerConfig
 from core.costs.cost_model import CostKey, CostModel
 from core.costs.load_report import EngineStats, LoadReport
@@ -41,19 +35,20 @@ from core.messages.engine import (
 )
 from core.messages.worker import Batch, BatchResult, CostSample, ItemResult, PageCopied, StepPlan, TransferDone
 from core.model_info import ModelInfo
+from core.scheduling.cache_factory import make_cache
 from core.scheduling.deadlines import Deadlines
 from core.scheduling.dispatcher import Dispatched, Dispatcher
 from core.scheduling.in_flight import Flight, InFlight
 from core.scheduling.inputs import is_ahead
 from core.scheduling.live_requests import LiveRequests
 from core.scheduling.new_request import new_request
+from core.scheduling.node_cache import CacheOrders
 from core.scheduling.ops.request_op import request_op
 from core.scheduling.outputs import Output, finished
 from core.scheduling.policies import make_policy
 from core.scheduling.predictor import Predictor
 from core.scheduling.reporter import Reporter
 from core.scheduling.request import Request, Status
-from core.scheduling.request_prefetcher import RequestPrefetcher
 from core.scheduling.request_values import begin_again, note_choice, note_rounds, note_values
 from core.scheduling.step_limit import StepLimit
 from core.scheduling.values import ValueTable
@@ -70,8 +65,11 @@ class StepScheduler:
         num_workers: int = 1,
         cache: CacheConfig | None = None,
         cost: CostModel | None = None,
+        device_page_bytes: Sequence[int] | None = None,
     ) -> None:
-        """cost: the model to predict with and to train; by default an empty one. Raises WorkflowError."""
+        """cost: the model to predict with and to train; by default an empty one. device_page_bytes: by rank, device
+        memory for pages; by default as `cache` says of each. Raises WorkflowError.
+        """
         self.config = config
         self.models = dict(models)
         self.workflows = dict(WORKFLOWS)
@@ -81,14 +79,9 @@ class StepScheduler:
         self._predictor = Predictor(self.cost, self.models)
         self._step_limit = StepLimit(config.max_num_batched_tokens)
         cache = cache or CacheConfig()
-        self.pages = PageReservations(ActivationCacheManager.of(cache), self._predictor.load_wins)
-        self._may_plan_blocks = cache.block_plan == "auto"
-        # A step whose pages get lost is repeated, so no later step of the same request may be in flight.
-        self._max_plans_out = 1 if self._may_plan_blocks else config.max_plans_in_flight
-        self._template_requests = TemplateRequests(self.pages)
-        has_slow_tier = bool(cache.disk_bytes or cache.device_bytes)
-        num_prefetched = 2 * config.max_num_seqs if has_slow_tier else 0
-        self._prefetcher = RequestPrefetcher(self.models, self.pages, self._template_requests, num_prefetched)
+        device_bytes = device_page_bytes or [cache.device_bytes or 0] * num_workers
+        self.cache = make_cache(cache, device_bytes, config, self.models, self._predictor)
+        self._max_plans_out = 1 if self.cache.may_lose_pages else config.max_plans_in_flight
         self.num_workers = num_workers
         self._requests = LiveRequests()
         self._endings: dict[
@@ -99,11 +92,10 @@ class StepScheduler:
         self.values = ValueTable()
         self._free: list[TensorKey] = []
         self._outputs: list[Output] = []
-        self._reporter = Reporter(config, self.models, self.workflows.values(), self._predictor, self.pages)
+        self._reporter = Reporter(config, self.models, self.workflows.values(), self._predictor, self.cache)
         self._deadlines = Deadlines(config.max_num_seqs, self._predictor.left_of, self._predictor.base_seconds)
         self._plan_seqs = count()
-        block_plan = self._predictor.full_blocks if self._may_plan_blocks else None
-        self._dispatcher = Dispatcher(self.pages, self.values, self._predictor.of_batch, block_plan, count())
+        self._dispatcher = Dispatcher(self.cache, self.values, self._predictor.of_batch, count())
         self._policy = make_policy(config.policy)
 
     def learn(self, samples: Iterable[CostSample]) -> None:
@@ -135,14 +127,14 @@ class StepScheduler:
 
     def add_template(self, prime: PrimeTemplate) -> None:
         """Add a template to be primed and kept. A duplicate id raises ValueError."""
-        if prime.request_id in self._requests or prime.request_id in self._template_requests:
+        if prime.request_id in self._requests or prime.request_id in self.cache.template_requests:
             raise ValueError(f"request {prime.request_id} is here already")
         self._reporter.note_received()
-        self._template_requests.add(prime, self.models[prime.model])
+        self.cache.add_template(prime)
 
     def drop_template(self, drop: DropTemplate) -> None:
         """Drop a template's pages once no request uses them."""
-        self.pages.drop(drop, self.models[drop.model])
+        self.cache.drop_template(drop)
 
     def abort(self, request_ids: Iterable[str]) -> None:
         """Abort requests. Ids of ended requests are ignored: their terminal output crossed the abort on its way."""
@@ -150,15 +142,15 @@ class StepScheduler:
             request = self._requests.get(request_id)
             if request is not None and request.is_live:
                 self._end(request, Status.ABORTED, Aborted(request_id=request_id))
-            elif request_id in self._template_requests:
-                self._template_requests.give_up(request_id)
-        self._outputs += self._template_requests.take_answers()
+            elif request_id in self.cache.template_requests:
+                self.cache.abort_template(request_id)
+        self._outputs += self.cache.take_answers()
 
     def fail_all(self, failure: Failure) -> None:
         """End every request now, because the workers are gone. Requests that no worker had begun get the code
         NEVER_BEGUN, since they cannot be the cause.
         """
-        self.pages.abandon()
+        self.cache.abandon(failure)
         self.values.clear()
         bystander = msgspec.structs.replace(failure, code=NEVER_BEGUN)
         for request in self._requests:
@@ -166,14 +158,13 @@ class StepScheduler:
             ending = self._endings.pop(request.id, Failed(request_id=request.id, failure=told))
             self._remove(request)
             self._outputs.append(ending)
-        self._fail_waiters(self._template_requests.reservations(), failure)
-        self._outputs += self._template_requests.take_answers()
+        self._outputs += self.cache.take_answers()
         self._out.clear()
         self._landed.clear()
 
     @property
     def num_requests(self) -> int:
-        return len(self._requests) + len(self._template_requests)
+        return len(self._requests) + len(self.cache.template_requests)
 
     @property
     def counts(self) -> tuple[int, int]:
@@ -185,14 +176,14 @@ class StepScheduler:
     def schedule(self, now: float) -> StepPlan | None:
         """The next plan; None when nothing can start before the next result or request arrives."""
         self._give_up_lost(now)
-        self._prefetcher.reserve(self._requests)
-        self._outputs += self._template_requests.take_answers()
+        self.cache.reserve(self._requests, self._policy.page_rank)
+        self._outputs += self.cache.take_answers()
         view = self._view(now)
         chosen = self._dispatcher.carry_out(self._policy.choose(view, now), view)
         for request_id in chosen.begun:
             self._requests.begin(request_id, lambda request: self._predictor.left_of(request).seconds)
-        self._free += [TensorKey(job_id, "", "") for job_id in self.pages.take_freed()] + self.values.take_freed()
-        orders = self.pages.cache.take_orders()
+        orders = self.cache.take_orders()
+        self._free += [*orders.free, *self.values.take_freed()]
         has_work = bool(chosen.flights or chosen.transfers or orders.copies or orders.forget or orders.delete)
         # Freeing alone can wait for the next plan with work, unless none is expected.
         if not has_work and (not self._free or self._out.busy_ranks()):
@@ -212,7 +203,7 @@ class StepScheduler:
 
     def _is_in_turn(self, flight: Flight) -> bool:
         """Whether the runs that a batch has read from are noted. These were done before, but may be answered later."""
-        return flight.job is not None or not any(
+        return bool(flight.job_id) or not any(
             is_ahead(self._requests[item.request_id], item) for item in flight.batch.items
         )
 
@@ -222,8 +213,8 @@ class StepScheduler:
         self._policy.on_result(flight.batch, result)
         if is_ok and flight.is_step:
             self._step_limit.note(sum(flight.work.queries), result.num_parts)
-        if flight.job is not None:
-            self._apply_job(*flight.job, result)
+        if flight.job_id:
+            self._apply_job(flight.job_id, result)
             return
         for item in result.items:
             self._apply_item(self._requests[item.request_id], item, result, flight.batch)
@@ -241,8 +232,8 @@ class StepScheduler:
         """Process the end of a copy of a cache entry between tiers, successful or not."""
         if done.ok:
             self._reporter.note_copy(done)
-        self.pages.finish_copy(done)
-        self._outputs += self._template_requests.take_answers()
+        self.cache.finish_copy(done)
+        self._outputs += self.cache.take_answers()
         for request in () if done.ok else self._requests.running:
             self._begin_again_if_spoilt(request)
 
@@ -275,10 +266,10 @@ class StepScheduler:
         ids = {request.id for request in self._requests.in_order()}
         assert ids == {request.id for request in self._requests}
         assert set(self._endings) <= ids
-        self.pages.check_integrity()
+        self.cache.check_integrity()
         assert self._out.flights or not self._landed, "results wait for runs that are not in flight"
         flights = [*self._out.flights, *self._landed]
-        out = [item for flight in flights if flight.job is None for item in flight.batch.items]
+        out = [item for flight in flights if not flight.job_id for item in flight.batch.items]
         assert len(out) == sum(request.progress.num_in_flight for request in self._requests)
         self._out.check_integrity(self.values.num_moving)
         self.values.check_integrity(ids)
@@ -296,8 +287,7 @@ class StepScheduler:
             idle_ranks=idle,
             max_step_tokens=self._step_limit.tokens,
             may_join=self._deadlines.joining(list(self._requests.live()), now) if self._requests.has_due else None,
-            may_plan_blocks=self._may_plan_blocks,
-            _pages=self.pages,
+            _cache=self.cache,
             _values=self.values,
             _predict=self._predictor.of_op,
         )
@@ -354,25 +344,20 @@ class StepScheduler:
         if node.chooses:
             note_choice(self.values, request, node, item.chosen)
         request_op(node).note(request, item)
-        if node.name in request.workflow.step_names:
-            request.note_step()
+        self.cache.note_result(request, node, item)
         if not request.is_live:
             return
         if node.shows:
             self._outputs.append(PartialImage(request_id=request.id, index=index, step=round_))
-        elif request.is_spoilt:
-            return  # it restarts
-        elif node.name == request.workflow.output:
-            self._end(request, Status.FINISHED, finished(request))
-        elif item.sigmas and request.spec.is_mask_aware:
-            self._prefetcher.need(request)
-        elif node is request.workflow.paged:
-            self._prefetcher.trim(request)
+        elif node.name == request.workflow.output and not self.cache.is_spoilt(request):
+            self._end(request, Status.FINISHED, finished(request, self.cache.outcome(request)))
 
     def _begin_again_if_spoilt(self, request: Request) -> None:
-        request.progress.is_restarting |= request.is_spoilt
-        if request.is_spoilt and not request.has_work_out:
-            begin_again(self.values, request)
+        if self.cache.is_spoilt(request):
+            request.progress.is_restarting = True
+            if not request.has_work_out:
+                self.cache.begin_again(request)
+                begin_again(self.values, request)
 
     def _end(self, request: Request, status: Status, message: Finished | Failed | Aborted) -> None:
         """End a request. Its message is sent once no worker can touch its arrays any more."""
@@ -382,7 +367,10 @@ class StepScheduler:
         self._finish_ending(request)
 
     def _finish_ending(self, request: Request) -> None:
-        if request.id in self._endings and request.may_leave:
+        if request.id not in self._endings or request.has_work_out:
+            return
+        # What a finished request has lent for priming is read no more.
+        if request.status is Status.FINISHED or not self.cache.is_lent(request):
             self._remove(request)
             self._outputs.append(self._endings.pop(request.id))
 
@@ -390,7 +378,7 @@ class StepScheduler:
         self._policy.on_end(request.id)
         self._requests.remove(request.id)
         self.values.forget(request.id)
-        self._prefetcher.forget(request)
+        self.cache.forget(request)
         if request.progress.has_started:
             self._free.append(TensorKey(request.id, "", ""))
 
@@ -399,22 +387,11 @@ class StepScheduler:
         for request, failure in self._deadlines.lost(live, now):
             self._end(request, Status.FAILED, Failed(request_id=request.id, failure=failure))
 
-    def _apply_job(self, job: PrimingJob, chunk: Chunk | None, result: BatchResult) -> None:
-        failure = next((item.failure for item in result.items if item.failure is not None), None)
-        if failure is not None:
-            self._fail_waiters(self.pages.fail(job), failure)
-        elif chunk is None:
-            self.pages.finish_latents(job, result.seconds)
-        else:
-            self.pages.finish_chunk(job, chunk, result.seconds)
-        self._outputs += self._template_requests.take_answers()
+    def _apply_job(self, job_id: str, result: BatchResult) -> None:
+        for request_id, failure in self.cache.finish(job_id, result).items():
+            request = self._requests[request_id]
+            if request.is_live:
+                self._end(request, Status.FAILED, Failed(request_id=request.id, failure=failure))
+        self._outputs += self.cache.take_answers()
         for request_id in list(self._endings):
             self._finish_ending(self._requests[request_id])
-
-    def _fail_waiters(self, reservations: Iterable[Reservation], failure: Failure) -> None:
-        for reservation in reservations:
-            request = self._requests.get(reservation.owner_id)
-            if request is None:
-                self._template_requests.fail(reservation.owner_id, failure)
-            elif request.is_live:
-                self._end(request, Status.FAILED, Failed(request_id=request.id, failure=failure))

@@ -5,8 +5,6 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
-from core.cache.page_reservations import PageReservations
-from core.cache.priming import PrimingJob
 from core.config import SchedulerConfig
 from core.graph.op import Op
 from core.graph.work import Work
@@ -16,11 +14,9 @@ from core.scheduling.batch_items import node_work
 from core.scheduling.deadlines import MayJoin
 from core.scheduling.inputs import Inputs, Ranks, find_inputs
 from core.scheduling.live_requests import LiveRequests
+from core.scheduling.node_cache import CacheJob, NodeCache
 from core.scheduling.request import Request
 from core.scheduling.values import ValueTable
-
-PAGE_RANK = 0
-"""The rank that has the page tier: work of the activation cache runs there."""
 
 PredictWork = Callable[[str, Op, Work], float]
 """(model, op, work) -> predicted seconds of running the op once."""
@@ -37,8 +33,7 @@ class View:
     idle_ranks: frozenset[int]  # those of them that have none
     max_step_tokens: int  # token budget of a step together with what is primed beside it
     may_join: MayJoin | None  # to be asked once per waiting request, in order; None: no request has a due time
-    may_plan_blocks: bool  # steps may run while their pages are being loaded
-    _pages: PageReservations
+    _cache: NodeCache
     _values: ValueTable
     _predict: PredictWork
     _inputs: dict[tuple[str, str, Ranks], Inputs] = field(default_factory=dict)  # once asked for
@@ -80,32 +75,20 @@ class View:
         return self._predict(request.head.model, op_of(node), node_work(request, node))
 
     def has_pages(self, request: Request, node: Node, ranks: Ranks) -> bool:
-        """Whether these ranks can read the cached activations that a ready node needs."""
-        reservation, step = request.reservation, request.progress.scheduled[node.name]
-        use = op_of(node).pages
-        if use == "latents":
-            return reservation is None or (reservation.is_reserved and self._pages.has_latents(reservation.template))
-        if use == "none" or not request.is_masked(node):
-            return True
-        if reservation is None or not reservation.is_reserved or not self._pages.has_latents(reservation.template):
-            return False
-        may_load = self.may_plan_blocks and not reservation.is_primed
-        return self._pages.span(reservation, request.sigmas[step], may_load=may_load) is not None
+        """Whether these ranks can read what a ready node needs of the cache."""
+        return op_of(node).pages == "none" or self._cache.has_pages(request, node, ranks)
 
     # ------------------------------------------------------------------------------------------------ of the cache
 
-    def jobs(self) -> list[PrimingJob]:
-        """Jobs of the activation cache that can be dispatched now if PAGE_RANK is open, oldest first."""
-        return [job for job in self._pages.jobs() if self._pages.can_start(job)]
+    def jobs(self) -> list[CacheJob]:
+        """Jobs of the cache that can be dispatched now to an open rank, if they name one to theirs; oldest first."""
+        return self._cache.jobs()
 
-    def needs_latents(self, job: PrimingJob) -> bool:
-        """Whether the job's template has to be encoded before its chunks run."""
-        return self._pages.needs_latents(job)
+    def tokens_within(self, job: CacheJob, token_budget: int) -> int:
+        """See `NodeCache.tokens_within`."""
+        return self._cache.tokens_within(job.id, token_budget)
 
-    def is_idle_work(self, job: PrimingJob) -> bool:
-        """Whether the job is to run only while there is no other work."""
-        return self._pages.is_idle_work(job)
-
-    def seconds_of(self, model: str, op: Op, work: Work) -> float:
-        """Predicted time of running an op once over this much work."""
-        return self._predict(model, op, work)
+    def seconds_of_piece(self, job: CacheJob) -> float:
+        """Predicted time of a job's next piece, which is indivisible."""
+        assert job.size is not None
+        return self._predict(job.model, job.op, job.size)

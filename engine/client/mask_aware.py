@@ -54,25 +54,27 @@ def why_exact(
         return "mask_covers_all"
     if resolve_full_steps(sampling, model, num_active / num_tokens) >= model.num_steps(sampling):
         return "full_steps"
-    if not fits(scheme, engine.cache, num_tokens, model.num_steps(sampling)):
+    if not fits(scheme, engine.cache, engine.workers_per_engine, num_tokens, model.num_steps(sampling)):
         return "too_large"
     return None
 
 
-def fits(scheme: PageScheme, cache: CacheConfig, num_tokens: int, num_steps: int) -> bool:
-    """Whether all pages of one template fit the tier that edits compute from. num_steps matters only for a scheme
-    that keeps pages of every step.
+def fits(scheme: PageScheme, cache: CacheConfig, num_ranks: int, num_tokens: int, num_steps: int) -> bool:
+    """Whether all pages of one template fit the tier that edits compute from, and its clean latents the one that all
+    ranks of an engine read. num_steps matters only for a scheme that keeps pages of every step.
     """
+    if num_ranks > 1 and scheme.latent_entry_bytes(num_tokens) > cache.host_bytes:
+        return False
     budget = cache.device_bytes or cache.host_bytes
     return scheme.template_bytes(num_tokens, len(scheme.keyframes) or num_steps) <= budget
 
 
-def can_prime_ahead(model: ModelInfo, cache: CacheConfig, num_tokens: int) -> bool:
+def can_prime_ahead(model: ModelInfo, cache: CacheConfig, num_ranks: int, num_tokens: int) -> bool:
     """Whether a template's pages can be primed before any edit of it. Pages of every step cannot: their noise levels
     depend on the edit's number of steps.
     """
     scheme = model.page_scheme
-    return scheme is not None and bool(scheme.keyframes) and fits(scheme, cache, num_tokens, num_steps=0)
+    return scheme is not None and bool(scheme.keyframes) and fits(scheme, cache, num_ranks, num_tokens, num_steps=0)
 
 
 def _is_wanted(model: ModelInfo, engine: EngineConfig) -> bool:

@@ -65,8 +65,8 @@ class ResultTemplates:
         return template.id
 
     def _is_useful(self, model: ModelInfo, num_tokens: int) -> bool:
-        cache = self._services.served.cache
-        return cache.admission == "always" and can_prime_ahead(model, cache, num_tokens)
+        cache, num_ranks = self._services.served.cache, self._services.config.engine.workers_per_engine
+        return cache.admission == "always" and can_prime_ahead(model, cache, num_ranks, num_tokens)
 
     def _is_readable(self, image: ComposedImage) -> bool:
         """Whether an edit could decode it: with `size` a result may be larger than any upload may be."""

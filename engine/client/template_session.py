@@ -85,7 +85,8 @@ class TemplateSession(Session):
     @property
     def can_prime(self) -> bool:
         """Whether this template's pages can be primed now, and fit the cache."""
-        return can_prime_ahead(self._model, self._services.served.cache, self.num_tokens)
+        num_ranks = self._services.config.engine.workers_per_engine
+        return can_prime_ahead(self._model, self._services.served.cache, num_ranks, self.num_tokens)
 
     async def prime(self) -> TemplatePrimed:
         """Have an engine prime its pages. Raises EngineError, or OverloadedError when the server shuts down."""

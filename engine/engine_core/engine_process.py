@@ -108,11 +108,12 @@ def _page_arena(config: EngineConfig) -> Arena:
 async def _run_engine(config: EngineConfig, executor: Executor, link: _Link, trace: EngineTrace) -> None:
     models = await executor.ready()
     page_bytes = executor.device_page_bytes
-    cache = msgspec.structs.replace(config.cache, device_bytes=page_bytes)
-    scheduler = StepScheduler(config.scheduler, models, config.workers_per_engine, cache=cache)
+    scheduler = StepScheduler(
+        config.scheduler, models, config.workers_per_engine, cache=config.cache, device_page_bytes=page_bytes
+    )
     scheduler.learn(executor.cost_samples)
     core = EngineCore(scheduler, executor, link.emit, trace, config.hang_seconds)
-    link.emit(EngineReady(models=tuple(models.values()), device_page_bytes=page_bytes))
+    link.emit(EngineReady(models=tuple(models.values()), device_page_bytes=min(filter(None, page_bytes), default=0)))
     async with asyncio.TaskGroup() as tasks:
         feeders = [tasks.create_task(link.feed(core)), tasks.create_task(_feed_results(executor, core))]
         await core.run()

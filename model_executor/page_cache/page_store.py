@@ -126,6 +126,12 @@ class PageStore:
             raise KeyError(f"rank {self._rank} holds no pages {ref.key} in device memory")
         return tensor
 
+    def on_device(self, ref: EntryRef) -> Tensor:
+        """An entry to read, as `entry`, on the device that computes: one of the host tier is copied there, on a CPU
+        nothing is.
+        """
+        return self.entry(ref).to(self._device)
+
     def create(self, ref: EntryRef) -> Tensor:
         """A new entry to fill, uint8 [nbytes] of undefined content.
 

@@ -247,7 +247,7 @@ class Worker:
         self._exchange.free(plan.free)
         for component in plan.load:
             self._models.load(component)
-        self._pages.forget(plan.forget)
+        self._pages.forget(each.key for each in plan.forget)
         self._pages.delete(plan.delete)
         for copy in plan.copies:
             self._pages.start(copy)

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from core.config import AdapterConfig, CacheConfig, EngineConfig, StencilConfig
+from core.config import AdapterConfig, CacheConfig, StencilConfig
 from core.errors import ConfigError
 from entrypoints.serve_args import check_model, parse_options
 
@@ -139,15 +139,9 @@ def test_bad_flag_is_one_line(flags: str, capsys: pytest.CaptureFixture[str]) ->
     assert error.count("\n") == 1
 
 
-def test_device_pages_and_several_workers_exclude_each_other(capsys: pytest.CaptureFixture[str]) -> None:
-    with pytest.raises(SystemExit, match="2"):
-        parse_options(["--workers-per-engine", "2", "--cache-device-bytes", "1"])
-    error = capsys.readouterr().err
-    assert error.startswith("stencil: error: ")
-    assert "--workers-per-engine 1 or --cache-device-bytes 0" in error
-    assert error.count("\n") == 1
-    with pytest.raises(ConfigError, match="--workers-per-engine 1 or --cache-device-bytes 0"):
-        EngineConfig(workers_per_engine=2, cache=CacheConfig(device_bytes=1))
+def test_each_of_several_workers_may_have_pages_in_device_memory() -> None:
+    engine = parse_options(["--workers-per-engine", "2", "--cache-device-bytes", "1G"]).config.engine
+    assert (engine.workers_per_engine, engine.cache.device_bytes) == (2, 1024**3)
 
 
 def test_device_pages_take_the_rest_of_the_memory_share(capsys: pytest.CaptureFixture[str]) -> None:

@@ -12,7 +12,7 @@ from core.messages.message import Message
 from core.scheduling.ops.request_op import RequestOp
 
 if TYPE_CHECKING:
-    from core.cache.page_reservations import PageReservations
+    from core.scheduling.node_cache import NodePages
     from core.scheduling.request import Request
 
 
@@ -31,15 +31,15 @@ def _size(sizes: Sizes) -> Work:
     return Work.of([sizes.num_tokens])
 
 
-def _make(request: Request, node: Node, pages: PageReservations) -> Decode:
+def _make(request: Request, node: Node, pages: NodePages) -> Decode:
     spec = request.spec
     return Decode(
         width=spec.width,
         height=spec.height,
         pixels=spec.pixels[request.progress.pending[node.name] if node.shows else -1],
-        active=spec.active if request.reservation else None,
-        template_latents=pages.latents(request.reservation.template) if request.reservation else None,
-        template=spec.template if request.reservation else None,
+        active=spec.active if pages.latents else None,
+        template_latents=pages.latents,
+        template=spec.template if pages.latents else None,
     )
 
 

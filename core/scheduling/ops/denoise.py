@@ -13,7 +13,7 @@ from core.messages.worker import PageSpan
 from core.scheduling.ops.request_op import RequestOp
 
 if TYPE_CHECKING:
-    from core.cache.page_reservations import PageReservations
+    from core.scheduling.node_cache import NodePages
     from core.scheduling.request import Request
 
 
@@ -43,22 +43,21 @@ def _size(sizes: Sizes) -> Work:
     return Work.of_pairs([(sizes.num_step_tokens, sizes.num_all_tokens)] * sizes.num_rows)
 
 
-def _make(request: Request, node: Node, pages: PageReservations) -> Denoise:
+def _make(request: Request, node: Node, pages: NodePages) -> Denoise:
     spec, progress = request.spec, request.progress
     assert spec.sampling.guidance_scale is not None
     step, canvas = progress.scheduled[node.name], spec.canvas(node.canvas)
-    reservation = request.reservation if request.is_masked(node) else None
     return Denoise(
         step=step,
         width=canvas.width,
         height=canvas.height,
-        active=canvas.active if reservation else None,
+        active=canvas.active if pages.span else None,
         guidance_scale=spec.sampling.guidance_scale,
         true_cfg_scale=spec.sampling.true_cfg_scale or 1.0,
         keep_clean=progress.is_shown_next(node),
-        pages=pages.span(reservation, request.sigmas[step], may_load=True) if reservation else None,
-        full_blocks=reservation.full_blocks if reservation else (),
-        template=pages.latents(reservation.template) if reservation else None,
+        pages=pages.span,
+        full_blocks=pages.full_blocks,
+        template=pages.latents,
         content_id=spec.content_id,
         cache_salt=spec.cache_salt,
     )

@@ -12,8 +12,7 @@ from core.messages.message import Message
 from core.scheduling.ops.request_op import RequestOp
 
 if TYPE_CHECKING:
-    from core.cache.page_reservations import PageReservations
-    from core.messages.worker import ItemResult
+    from core.scheduling.node_cache import NodePages
     from core.scheduling.request import Request
 
 
@@ -39,7 +38,7 @@ def _size(sizes: Sizes) -> Work:
     return Work.of([sizes.num_tokens])
 
 
-def _make(request: Request, node: Node, pages: PageReservations) -> ImageEncode:
+def _make(request: Request, node: Node, pages: NodePages) -> ImageEncode:
     spec, sampling = request.spec, request.spec.sampling
     canvas = spec.canvas(node.canvas)
     is_second_pass = spec.first_pass is not None and canvas is spec
@@ -54,11 +53,6 @@ def _make(request: Request, node: Node, pages: PageReservations) -> ImageEncode:
         num_inference_steps=sampling.num_inference_steps,
         num_denoising_steps=sampling.num_hires_steps if is_second_pass else sampling.num_denoising_steps,
     )
-
-
-def _note(request: Request, result: ItemResult) -> None:
-    if not request.workflow.node(result.node).canvas:
-        request.sigmas = result.sigmas
 
 
 IMAGE_ENCODE = RequestOp(
@@ -76,5 +70,4 @@ IMAGE_ENCODE = RequestOp(
         Port("sampler", "sampler state", is_optional=True),
     ),
     make=_make,
-    note=_note,
 )

@@ -10,8 +10,8 @@ from core.graph.op import OPS, Op, OpWork
 from core.graph.workflow import Node
 
 if TYPE_CHECKING:
-    from core.cache.page_reservations import PageReservations
     from core.messages.worker import ItemResult
+    from core.scheduling.node_cache import NodePages
     from core.scheduling.request import Request
 
 
@@ -23,7 +23,7 @@ def no_facts(request: Request, result: ItemResult) -> None:
 class RequestOp(Op):
     """An op of a workflow's nodes."""
 
-    make: Callable[[Request, Node, PageReservations], OpWork]  # the message for running the node next
+    make: Callable[[Request, Node, NodePages], OpWork]  # the message for running the node next
     note: Callable[[Request, ItemResult], None] = no_facts  # records what a successful result tells of the request
 
 

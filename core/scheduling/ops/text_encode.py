@@ -12,8 +12,8 @@ from core.messages.message import Message
 from core.scheduling.ops.request_op import RequestOp
 
 if TYPE_CHECKING:
-    from core.cache.page_reservations import PageReservations
     from core.messages.worker import ItemResult
+    from core.scheduling.node_cache import NodePages
     from core.scheduling.request import Request
 
 
@@ -35,7 +35,7 @@ def _size(sizes: Sizes) -> Work:
     return Work.of([sizes.num_text_tokens] * sizes.num_rows)
 
 
-def _make(request: Request, node: Node, pages: PageReservations) -> TextEncode:
+def _make(request: Request, node: Node, pages: NodePages) -> TextEncode:
     spec = request.spec
     return TextEncode(
         prompt=spec.prompt,

@@ -11,7 +11,7 @@ from core.messages.message import Message
 from core.scheduling.ops.request_op import RequestOp
 
 if TYPE_CHECKING:
-    from core.cache.page_reservations import PageReservations
+    from core.scheduling.node_cache import NodePages
     from core.scheduling.request import Request
 
 
@@ -28,7 +28,7 @@ def _size(sizes: Sizes) -> Work:
     return Work.of([sizes.num_tokens])
 
 
-def _make(request: Request, node: Node, pages: PageReservations) -> Upscale:
+def _make(request: Request, node: Node, pages: NodePages) -> Upscale:
     spec = request.spec
     assert spec.first_pass is not None
     first = spec.first_pass

@@ -20,6 +20,12 @@ class SchedulingPolicy:
         """What to dispatch now, in the order in which ranks are to run it. now: monotonic seconds."""
         raise NotImplementedError
 
+    def page_rank(self, template: str) -> int:
+        """The rank on whose device the pages of a template are to be, if they are on none: where the steps that read
+        them are to run. template: its key. Without device memory for pages every rank reads all of them.
+        """
+        return 0
+
     def on_arrival(self, request: Request) -> None:
         """Called when a request is added."""
 

@@ -9,15 +9,16 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 
-from core.cache.priming import PrimingJob
 from core.config import PRIME_SHARE
-from core.graph.work import Work
 from core.graph.workflow import Node
 from core.scheduling.dispatch import CacheDispatch, Decision, Dispatch, Fetch
-from core.scheduling.ops.template_encode import TEMPLATE_ENCODE
+from core.scheduling.node_cache import CacheJob
 from core.scheduling.policies.policy import SchedulingPolicy
 from core.scheduling.request import Request, Status
-from core.scheduling.view import PAGE_RANK, View
+from core.scheduling.view import View
+
+STEP_RANK = 0
+"""The rank of steps and priming; decoding is on the last one."""
 
 
 class StepBatching(SchedulingPolicy):
@@ -38,19 +39,21 @@ class _Pass:
     view: View
     _candidates: list[tuple[Request, list[Node]]] = field(default_factory=list)  # most urgent first, with ready nodes
     _batches: dict[BatchKey, list[tuple[Request, Node]]] = field(default_factory=dict)  # in the order of dispatch
+    _jobs: Sequence[CacheJob] = ()  # of the cache, oldest first
     _cache_work: dict[str, CacheDispatch] = field(default_factory=dict)  # job id -> its work
     _order: list[BatchKey | str] = field(default_factory=list)  # keys of `_batches` and `_cache_work`, as dispatched
     _stage_ms: dict[int, float] = field(default_factory=dict)  # rank -> predicted milliseconds of stage work chosen
 
     def run(self) -> list[Decision]:
-        """Choose work that finishes requests (it frees memory), template encodings, other encodings and previews, the
-        step, and priming beside it.
+        """Choose work that finishes requests (it frees memory), indivisible work of the cache, encodings and previews,
+        the step, and divisible work of the cache beside it.
         """
+        self._jobs = self.view.jobs()
         self._candidates = [(request, self.view.ready(request)) for request in self._admit()]
         self._choose_stage_work(_is_output)
-        self._choose_template_encodes()
+        self._choose_waited_for_pieces()
         self._choose_stage_work(_is_source_or_side)
-        self._choose_priming(self._choose_step())
+        self._choose_cache_work(self._choose_step())
         return [*self._fetches(), *(self._decision(key) for key in self._order)]
 
     def _decision(self, key: BatchKey | str) -> Decision:
@@ -138,7 +141,7 @@ class _Pass:
         """What reads the results of rounds (decoding) goes to the last rank, all else to the first, so that a decode
         never delays other requests' steps.
         """
-        return self.view.num_ranks - 1 if node.name in request.workflow.after_rounds else 0
+        return self.view.num_ranks - 1 if node.name in request.workflow.after_rounds else STEP_RANK
 
     def _can_run(self, request: Request, node: Node) -> bool:
         return self.view.can_run(request, node, (self._rank(request, node),))
@@ -151,42 +154,41 @@ class _Pass:
                 if self.view.can_fetch(request, node, ranks):
                     yield Fetch(request, node, ranks)
 
-    # ------------------------------------------------------------------------------------------------ priming
+    # ------------------------------------------------------------------------------------------------ the cache
 
-    def _choose_priming(self, step_tokens: int) -> None:
-        """Choose chunks of jobs, oldest first, within the tokens that the step leaves; at least one block."""
+    def _choose_cache_work(self, step_tokens: int) -> None:
+        """Choose pieces of jobs, oldest first, within the tokens that the step leaves; at least the smallest one."""
         budget = self.view.max_step_tokens - step_tokens
         if step_tokens:
             budget = min(budget, int(PRIME_SHARE * step_tokens))
         has_primed = False
-        for job in self.view.jobs():
+        for job in self._jobs:
             if job.id in self._cache_work or not self._can_prime(job):
                 continue
-            if self.view.needs_latents(job):
-                if self.view.is_idle_work(job):
-                    self._encode_template(job)
+            if job.size is not None:
+                if job.is_idle_work:
+                    self._choose_whole_piece(job)
             elif not has_primed or budget > 0:
-                # Idle work runs block by block, so that a new request waits for at most one block.
-                chunk = job.plan_chunk(0 if self.view.is_idle_work(job) else budget)
-                self._add_cache_work(CacheDispatch(job, chunk, PAGE_RANK))
-                budget -= chunk.tokens
+                # Idle work runs in the smallest pieces, so that a new request waits for at most one of them.
+                within = 0 if job.is_idle_work else budget
+                self._add_cache_work(CacheDispatch(job, within, _rank_of(job)))
+                budget -= self.view.tokens_within(job, within)
                 has_primed = True
 
-    def _choose_template_encodes(self) -> None:
-        """Runs before new requests are encoded: those that wait for a template arrived earlier."""
-        for job in self.view.jobs():
-            if self.view.needs_latents(job) and not self.view.is_idle_work(job) and self._can_prime(job):
-                self._encode_template(job)
+    def _choose_waited_for_pieces(self) -> None:
+        """Runs before new requests are encoded: those that wait for a template's encoding arrived earlier."""
+        for job in self._jobs:
+            if job.size is not None and not job.is_idle_work and self._can_prime(job):
+                self._choose_whole_piece(job)
 
-    def _can_prime(self, job: PrimingJob) -> bool:
-        if self.view.is_idle_work(job):
-            return PAGE_RANK in self.view.idle_ranks and not self._order
-        return PAGE_RANK in self.view.open_ranks
+    def _can_prime(self, job: CacheJob) -> bool:
+        if job.is_idle_work:
+            return _rank_of(job) in self.view.idle_ranks and not self._order
+        return _rank_of(job) in self.view.open_ranks
 
-    def _encode_template(self, job: PrimingJob) -> None:
-        work = Work.of([job.template.num_tokens])
-        if self._spend_stage_ms(PAGE_RANK, self.view.seconds_of(job.template.model, TEMPLATE_ENCODE, work) * 1e3):
-            self._add_cache_work(CacheDispatch(job, None, PAGE_RANK))
+    def _choose_whole_piece(self, job: CacheJob) -> None:
+        if self._spend_stage_ms(_rank_of(job), self.view.seconds_of_piece(job) * 1e3):
+            self._add_cache_work(CacheDispatch(job, 0, _rank_of(job)))
 
     # ------------------------------------------------------------------------------------------------ decisions
 
@@ -202,6 +204,10 @@ class _Pass:
     def _add_cache_work(self, work: CacheDispatch) -> None:
         self._cache_work[work.job.id] = work
         self._order.append(work.job.id)
+
+
+def _rank_of(job: CacheJob) -> int:
+    return STEP_RANK if job.rank is None else job.rank
 
 
 def _is_output(request: Request, node: Node) -> bool:

@@ -73,7 +73,7 @@ class WorkerContext:
 
     def clean_latents(self, model: str, ref: EntryRef, num_tokens: int) -> Tensor:
         """A template's clean latents, [image tokens, latent width], read-only."""
-        return self.pages.entry(ref).view(self._dtypes[model]).view(num_tokens, -1)
+        return self.pages.on_device(ref).view(self._dtypes[model]).view(num_tokens, -1)
 
 
 def noise_id(content_id: str, cache_salt: str) -> str:

@@ -7,11 +7,12 @@ from dataclasses import dataclass, field
 
 import pytest
 
-from core.cache.activation_cache import ActivationCacheManager, CacheOrders, TierBudget
+from core.cache.activation_cache import ActivationCacheManager, TierBudget
 from core.cache.entry import EntryState, Want
 from core.handles import ArrayRef, EntryRef, Tier
-from core.messages.worker import PageCopied, PageCopy
+from core.messages.worker import PageCopied, PageCopy, PageForget
 from core.page_scheme import template_of
+from core.scheduling.node_cache import CacheOrders
 
 ARENA = 9
 
@@ -481,7 +482,7 @@ def test_eviction_from_the_device_copies_nothing(make: Maker) -> None:
     cache.use("a")
     assert cache.reserve("b")
     orders = cache.take()
-    assert orders == CacheOrders((), ("a",), ())
+    assert orders == CacheOrders((), (PageForget("a"),), ())
     assert cache.manager.tier_of("a") == "host"
 
 
@@ -545,7 +546,7 @@ def test_a_load_abandoned_between_two_hops_stays_on_the_host(make: Maker) -> Non
     cache.take()
     cache.manager.release(["a"])
     cache.finish(cache.in_flight[0])
-    assert cache.take() == CacheOrders((), ("a",), ())
+    assert cache.take() == CacheOrders((), (PageForget("a"),), ())
     assert cache.manager.tier_of("a") == "host"
     assert cache.reserve("b")
 
@@ -646,7 +647,7 @@ def test_a_dropped_template_leaves_every_tier(make: Maker) -> None:
     cache.manager.drop("t", ["t-3"])
     orders = cache.take()
     assert orders is not None
-    assert orders == CacheOrders((), ("t-1", "t-2"), ("t",))
+    assert orders == CacheOrders((), (PageForget("t-1"), PageForget("t-2")), ("t",))
     stats = cache.manager.stats()
     assert stats.used_bytes == {"device": 0, "host": 0}
 

@@ -3,7 +3,7 @@ and drops.
 
 The model knows nothing of the manager's internals. It carries out the manager's orders on simulated memory and a
 simulated disk, and checks that nothing overwrites a live entry, that readers find their own entry's bytes, that pinned
-entries stay, and that budgets hold.
+entries stay, that ranks can read what the manager says, and that budgets hold.
 """
 
 from __future__ import annotations
@@ -25,7 +25,6 @@ from core.page_scheme import latents_key, template_of
 ARENA = 5
 SIZES = {"a": 700, "b": 1300, "c": 1300, "d": 2600, "e": 4000}
 """template -> bytes of each of its three entries."""
-WANTS = {name: [Want(f"{name}-{number}", nbytes, 64) for number in range(3)] for name, nbytes in SIZES.items()}
 HOST_BYTES = 9000
 DEVICE_BYTES = 8000
 
@@ -42,16 +41,18 @@ class Model:
     """The workers' memory and disk."""
 
     pins: Counter[str] = field(default_factory=Counter)
-    device: dict[str, bool] = field(default_factory=dict)  # key -> whether its bytes are right
+    device: dict[tuple[int, str], bool] = field(default_factory=dict)  # (rank, key) -> whether its bytes are right
     host: dict[ArrayRef, str] = field(default_factory=dict)  # region -> the key whose bytes are in it
     disk: set[str] = field(default_factory=set)
     in_flight: list[PageCopy] = field(default_factory=list)
+    failed: set[tuple[int, str]] = field(default_factory=set)  # (rank, key) of failed loads that the rank remembers
 
 
 class AnyOrder(RuleBasedStateMachine):
     """The rules common to all combinations of tiers, which are subclasses."""
 
     budgets: tuple[TierBudget, ...]
+    num_ranks: int
     has_disk: bool
     keep_all: bool
 
@@ -60,8 +61,17 @@ class AnyOrder(RuleBasedStateMachine):
     def __init__(self) -> None:
         super().__init__()
         self.manager = ActivationCacheManager(
-            self.budgets, has_disk=self.has_disk, page_arena_id=ARENA, keep_all=self.keep_all
+            self.budgets,
+            has_disk=self.has_disk,
+            page_arena_id=ARENA,
+            keep_all=self.keep_all,
+            has_ranks=self.num_ranks > 1,
         )
+        # With several ranks the first entry of a template is read by all of them.
+        self.wants = {
+            name: [Want(f"{name}-{i}", nbytes, 64, i == 0 and self.num_ranks > 1) for i in range(3)]
+            for name, nbytes in SIZES.items()
+        }
         self.model = Model()
         self.registered: set[str] = set()
         self.reported: dict[str, tuple[int, int]] = {}  # template -> (ready, below) as last reported
@@ -74,16 +84,18 @@ class AnyOrder(RuleBasedStateMachine):
 
     @rule(
         target=reservations,
-        template=st.sampled_from(sorted(WANTS)),
+        template=st.sampled_from(sorted(SIZES)),
         part=st.sets(st.integers(0, 2), min_size=1),
         winners=st.sets(st.sampled_from(["host", "disk"])),
+        preferred=st.integers(0, 2),
     )
-    def reserve(self, template: str, part: set[int], winners: set[Tier]) -> Reserved:
-        wants = [WANTS[template][number] for number in sorted(part)]
+    def reserve(self, template: str, part: set[int], winners: set[Tier], preferred: int) -> Reserved:
+        wants = [self.wants[template][number] for number in sorted(part)]
+        rank = self.manager.home(template, preferred % self.num_ranks)
         before = {want.key: self.manager.state(want.key) for want in wants}
-        if not self.manager.reserve(wants, lambda tier, _: tier in winners):
+        if not self.manager.reserve(wants, lambda tier, _: tier in winners, rank):
             assert {want.key: self.manager.state(want.key) for want in wants} == before
-            assert sum(self.model.pins.values()) or self.model.in_flight or not self.manager.fits(wants)
+            assert sum(self.model.pins.values()) or self.model.in_flight or not self.manager.fits(wants, rank)
             return Reserved([])
         self.model.pins.update(want.key for want in wants)
         self.carry_out_orders()
@@ -99,7 +111,8 @@ class AnyOrder(RuleBasedStateMachine):
     @rule(data=st.data())
     def fill(self, data: st.DataObject) -> None:
         key = data.draw(st.sampled_from(self.empty()))
-        self.write(key)
+        writer = self.manager.writer(key)
+        self.write(key, data.draw(st.integers(0, self.num_ranks - 1)) if writer is None else writer)
         self.manager.fill(key)
 
     @rule(reserved=consumes(reservations))
@@ -116,15 +129,15 @@ class AnyOrder(RuleBasedStateMachine):
         done = self.copied(copy, ok)
         self.manager.finish_copy(done)
 
-    @rule(template=st.sampled_from(sorted(WANTS)))
+    @rule(template=st.sampled_from(sorted(SIZES)))
     def register(self, template: str) -> None:
-        keys = [want.key for want in WANTS[template]]
+        keys = [want.key for want in self.wants[template]]
         self.registered.update(keys)
         self.manager.register(keys)
 
-    @rule(template=st.sampled_from(sorted(WANTS)))
+    @rule(template=st.sampled_from(sorted(SIZES)))
     def drop(self, template: str) -> None:
-        keys = [want.key for want in WANTS[template]]
+        keys = [want.key for want in self.wants[template]]
         self.registered.difference_update(keys)
         self.manager.drop(template, keys)
         self.carry_out_orders()
@@ -150,8 +163,9 @@ class AnyOrder(RuleBasedStateMachine):
 
     def carry_out_orders(self) -> None:
         orders = self.manager.take_orders()
-        for key in orders.forget:
-            self.model.device.pop(key, None)
+        for gone in orders.forget:
+            self.model.device.pop((gone.rank, gone.key), None)
+            self.model.failed.discard((gone.rank, gone.key))
         for key in orders.delete:
             assert self.has_disk
             self.model.disk -= {file for file in self.model.disk if key in (file, template_of(file))}
@@ -162,7 +176,7 @@ class AnyOrder(RuleBasedStateMachine):
                 assert copy.host is not None
                 assert self.model.host.get(copy.host) == copy.key, "a copy reads another's bytes"
             if copy.source == "device":
-                assert self.model.device[copy.key]
+                assert self.model.device[copy.rank, copy.key]
             if copy.target == "host":
                 self.scribble(copy.key, copy.host)
 
@@ -180,19 +194,22 @@ class AnyOrder(RuleBasedStateMachine):
                     assert copy.host is not None
                     self.model.host[copy.host] = copy.key
                 case "device":
-                    self.model.device[copy.key] = True
+                    self.model.device[copy.rank, copy.key] = True
         elif copy.source == "disk":
             self.model.disk.discard(copy.key)
-        return PageCopied(0, copy.key, copy.nbytes, copy.source, copy.target, ok, 0.25)
+        if not ok and copy.target != "disk" and copy.source != "device":
+            self.model.failed.add((copy.rank, copy.key))
+        return PageCopied(copy.rank, copy.key, copy.nbytes, copy.source, copy.target, ok, 0.25)
 
     def copies_of(self, key: str) -> list[PageCopy]:
         return [copy for copy in self.model.in_flight if copy.key == key]
 
-    def write(self, key: str) -> None:
-        """A worker primes an entry."""
+    def write(self, key: str, rank: int) -> None:
+        """A rank primes an entry."""
         ref = self.manager.ref(key)
+        self.model.failed.discard((rank, key))
         if ref.host is None:
-            self.model.device[key] = True
+            self.model.device[rank, key] = True
         else:
             self.scribble(key, ref.host)
             self.model.host[ref.host] = key
@@ -224,7 +241,7 @@ class AnyOrder(RuleBasedStateMachine):
     def residency_is_told(self) -> None:
         """The sum of all residency reports is the current content."""
         self.reported |= {told.template: (told.num_ready, told.num_below) for told in self.manager.take_residency()}
-        for template, wants in WANTS.items():
+        for template, wants in self.wants.items():
             keys = [want.key for want in wants if want.key != latents_key(template)]
             states = {key: self.manager.state(key) for key in keys}
             ready = sum(state is EntryState.READY for state in states.values())
@@ -235,22 +252,37 @@ class AnyOrder(RuleBasedStateMachine):
         state = self.manager.state(key)
         assert state is not EntryState.ABSENT
         ref = self.manager.ref(key)
-        assert (ref.key, ref.nbytes, ref.host is None) == (key, SIZES[key[0]], self.on_device)
-        if state is EntryState.READY:
-            assert self.model.device[key] if ref.host is None else self.model.host[ref.host] == key
+        is_shared = key.endswith("-0") and self.num_ranks > 1
+        assert (ref.key, ref.nbytes, ref.host is None) == (key, SIZES[key[0]], self.on_device and not is_shared)
+        readers = {rank for rank in range(self.num_ranks) if self.manager.is_readable(key, (rank,))}
+        assert bool(readers) == (state is EntryState.READY)
+        if readers and ref.host is None:
+            assert readers == {rank for rank, held in self.model.device if held == key}, "on one rank's device"
+        elif readers:
+            assert readers == set(range(self.num_ranks)), "host memory is for every rank"
+            assert self.model.host[ref.host] == key
+        assert not any((rank, key) in self.model.failed for rank in readers), "a reader would wait for a failed load"
         if state is EntryState.LOADING:
-            assert self.copies_of(key)
+            self.a_load_can_be_waited_for_by_its_rank(key)
+
+    def a_load_can_be_waited_for_by_its_rank(self, key: str) -> None:
+        (copy,) = self.copies_of(key)
+        is_load = copy.source == "disk" or copy.target == "device"
+        waiting = [rank for rank in range(self.num_ranks) if self.manager.is_readable(key, (rank,), may_load=True)]
+        assert waiting == ([copy.rank] if is_load else [])
 
     def budgets_are_kept(self) -> None:
         """Counted from the workers' memory and orders, not by the manager's own count."""
         pinned = [key for key, pins in self.model.pins.items() if pins]
-        if self.on_device:
-            assert sum(SIZES[key[0]] for key in {*pinned, *self.model.device}) <= DEVICE_BYTES
-        else:
+        for budget in self.budgets[:-1]:
+            here = {key for rank, key in self.model.device if rank == budget.rank}
+            here |= {key for key in pinned if self.manager.writer(key) == budget.rank}
+            assert sum(SIZES[key[0]] for key in here) <= budget.nbytes
+        if not self.on_device or self.num_ranks > 1:
             regions = sorted(
                 (ref.offset, ref.size) for key in pinned if (ref := self.manager.ref(key).host) is not None
             )
-            assert len(regions) == len(pinned)
+            assert self.on_device or len(regions) == len(pinned)
             ends = [0, *(offset + size for offset, size in regions)]
             assert all(end <= offset for end, (offset, _) in zip(ends, regions, strict=False)), "pinned entries overlap"
             assert ends[-1] <= HOST_BYTES
@@ -263,7 +295,7 @@ class AnyOrder(RuleBasedStateMachine):
         pinned, self.model.pins = list(self.model.pins.elements()), Counter()
         self.manager.release(pinned)
         self.all_agree()
-        for key in [want.key for wants in WANTS.values() for want in wants]:
+        for key in [want.key for wants in self.wants.values() for want in wants]:
             assert self.manager.state(key) in (EntryState.ABSENT, EntryState.READY)
             if not self.keep_all and key not in self.registered:
                 assert self.manager.tier_of(key) is None
@@ -275,13 +307,18 @@ def overlaps(one: ArrayRef, other: ArrayRef) -> bool:
 
 HOST = (TierBudget("host", HOST_BYTES),)
 DEVICE = (TierBudget("device", DEVICE_BYTES), TierBudget("host", HOST_BYTES))
+DEVICES = (TierBudget("device", DEVICE_BYTES), TierBudget("device", 5000, 2), TierBudget("host", HOST_BYTES))
 
 
 @pytest.mark.parametrize("keep_all", [True, False], ids=["always", "manual"])
 @pytest.mark.parametrize("has_disk", [True, False], ids=["disk", "no-disk"])
-@pytest.mark.parametrize("budgets", [HOST, DEVICE], ids=["host", "device"])
-def test_any_order(budgets: tuple[TierBudget, ...], has_disk: bool, keep_all: bool) -> None:
-    members = {"budgets": budgets, "has_disk": has_disk, "keep_all": keep_all}
+@pytest.mark.parametrize(
+    ("budgets", "num_ranks"),
+    [(HOST, 1), (DEVICE, 1), (HOST, 2), (DEVICE, 2), (DEVICES, 3)],
+    ids=["host", "device", "host-of-two-ranks", "device-of-one-of-two-ranks", "devices-of-two-of-three-ranks"],
+)
+def test_any_order(budgets: tuple[TierBudget, ...], num_ranks: int, has_disk: bool, keep_all: bool) -> None:
+    members = {"budgets": budgets, "num_ranks": num_ranks, "has_disk": has_disk, "keep_all": keep_all}
     case = type("Case", (AnyOrder,), members).TestCase  # type: ignore[attr-defined]
     case.settings = settings(max_examples=20, stateful_step_count=30, deadline=None)
     case().runTest()

@@ -2,53 +2,41 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import Any
-
 import msgspec
 import pytest
-from fakes import MODEL, FakePages, FakeWorkers, make_edit, with_spec
-from hypothesis import given, settings
+from cache_kit import (
+    AHEAD,
+    GRID,
+    LAYOUT,
+    ROOMY,
+    SCHEME,
+    SEEING,
+    TEMPLATE_BYTES,
+    Engine,
+    make_masked,
+    make_registration,
+)
+from fakes import MODEL, make_edit, with_spec
+from hypothesis import given
 from hypothesis import strategies as st
-from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
 from core.cache.page_reservations import Bracket, bracket, keyframes_needed
-from core.config import CacheConfig, SchedulerConfig
+from core.config import CacheConfig
 from core.failure import Failure
 from core.graph.work import Work
-from core.handles import ArrayRef
 from core.messages.engine import (
     Aborted,
     DropTemplate,
-    EngineRequest,
     Failed,
     Finished,
     PartialImage,
-    PrimeTemplate,
     TemplatePrimed,
 )
-from core.messages.worker import BatchResult, ItemResult, StepPlan
+from core.messages.worker import BatchResult, ItemResult
 from core.model_info import ModelInfo
-from core.page_scheme import PageLayout, PageScheme
 from core.scheduling.ops.denoise import Denoise
 from core.scheduling.ops.prime import Prime
 from core.scheduling.ops.text_encode import TextEncode
-from core.scheduling.scheduler import StepScheduler
-from core.vision_tokens import VisionTokens
-
-GRID = (1.0, 0.75, 0.5, 0.25, 0.0)
-LAYOUT = PageLayout(num_blocks=7, num_heads=4, head_dim=64, dtype="int8")
-SCHEME = PageScheme(
-    layout=LAYOUT, keyframes=GRID, latent_bytes=256, fingerprint="f", guidance_scale=30.0, mask_margin=8, full_steps=0
-)
-TEMPLATE_BYTES = SCHEME.template_bytes(256, 5)
-ROOMY = CacheConfig(host_bytes=8 * TEMPLATE_BYTES)
-SEEING = msgspec.structs.replace(MODEL, vision=VisionTokens(side=28, min_pixels=28 * 28, max_pixels=1 << 20))
-"""A model whose text encoder sees the template: priming reads its pixels too."""
-
-AHEAD = {"max_plans_in_flight": 2, "max_ahead_ms": 1e9}
-"""A second plan is sent, whatever the first one takes."""
-
 
 # ---------------------------------------------------------------------------------------------------------- brackets
 
@@ -79,80 +67,6 @@ def test_only_keyframes_that_steps_read_are_needed() -> None:
 
 
 # --------------------------------------------------------------------------------------------------------- scheduling
-
-
-def make_masked(
-    request_id: str, *, content: str = "c0", steps: int = 8, active: int = 26, full_steps: int = 0, arrival: float = 0.0
-) -> EngineRequest:
-    edit = make_edit(request_id, steps=steps, arrival=arrival)
-    return with_spec(
-        edit,
-        content_id=content,
-        active=ArrayRef(0, 0, (active,), "int32"),
-        is_mask_aware=True,
-        sampling=msgspec.structs.replace(edit.spec.sampling, full_steps=full_steps),
-    )
-
-
-def make_registration(request_id: str, content: str = "c0", *, is_idle_work: bool = False) -> PrimeTemplate:
-    edit = make_edit(request_id)
-    return PrimeTemplate(request_id, "m", edit.spec.template, 256, 256, content, 256, 0.0, is_idle_work)
-
-
-class Engine:
-    """A scheduler on fake workers, with a cache of this many bytes."""
-
-    def __init__(
-        self,
-        scheme: PageScheme = SCHEME,
-        cache: CacheConfig = ROOMY,
-        model: ModelInfo = MODEL,
-        **limits: Any,
-    ) -> None:
-        model = msgspec.structs.replace(model, page_scheme=scheme)
-        self.scheduler = StepScheduler(SchedulerConfig(**limits), {"m": model}, cache=cache)
-        self.workers = FakeWorkers(pages=FakePages(LAYOUT.num_blocks))
-        self.outputs: list[object] = []
-
-    def step(self) -> StepPlan | None:
-        """One iteration."""
-        plan = self.scheduler.schedule(now=0.0)
-        if plan is not None:
-            self.workers.submit(plan)
-        self.finish_plan()
-        return plan
-
-    def finish_plan(self) -> None:
-        for result in self.workers.run_one(0):
-            assert isinstance(result, BatchResult)
-            self.scheduler.apply(result)
-        self.run_until_idle()
-
-    def run_until_idle(self) -> None:
-        self.outputs += self.scheduler.take_outputs()
-        self.scheduler.check_integrity()
-
-    def finish_copies(self) -> None:
-        while self.workers.pages.copies:
-            self.scheduler.apply_copy(self.workers.pages.finish_copy(0))
-        self.run_until_idle()
-
-    def run(self, until: Callable[[], bool] | None = None) -> None:
-        for _ in range(10_000):
-            if until() if until else not self.scheduler.num_requests:
-                return
-            self.step()
-            self.finish_copies()
-        raise AssertionError("it never ended")
-
-    def result(self, request_id: str) -> object:
-        (found,) = [output for output in self.outputs if output.request_id == request_id]  # type: ignore[attr-defined]
-        return found
-
-    def finished(self, request_id: str) -> Finished:
-        found = self.result(request_id)
-        assert isinstance(found, Finished), found
-        return found
 
 
 def test_priming_respects_the_step_limit_that_was_learnt() -> None:
@@ -282,7 +196,7 @@ def test_priming_reads_a_template_that_the_text_encoder_sees(model: ModelInfo) -
         assert plan is not None
         engine.workers.submit(plan)
         works = [item.work for batch in plan.batches for item in batch.items if isinstance(item.work, Prime)]
-    (reservation,) = engine.scheduler.pages._reservations.values()
+    reservation = engine.pages_of("a").reservation
     assert {work.template for work in works} == {reservation.pixels if model is SEEING else None}
     assert reservation.is_read == (model is SEEING)
     reservation.is_complete = True
@@ -482,7 +396,7 @@ def test_blocks_that_no_step_computed_in_full_are_not_reported() -> None:
     assert item.work.full_blocks
     lost = ItemResult("a3", item.node, failure=Failure("pages_lost", "gone"))
     engine.scheduler.apply(BatchResult(plan.batches[0].id, 0, 1.0, 0.01, (lost,)))
-    assert engine.scheduler._requests["a3"].full_blocks == 0
+    assert engine.pages_of("a3").most_full_blocks == 0
 
 
 def test_per_step_pages_are_kept_at_every_noise_level() -> None:
@@ -568,7 +482,7 @@ def test_a_failed_pass_leaves_nothing_behind_that_is_scheduled_again() -> None:
     number = keep_busy(engine, 4, 0)
     engine.scheduler.add(make_masked("b", steps=40, full_steps=30, arrival=1.0))
     engine.scheduler.add(make_masked("a", steps=4, full_steps=3, arrival=1.0))
-    while not engine.scheduler.pages._jobs:
+    while not engine.cache._pages._jobs:
         engine.step()
     engine.workers.fail = {"prime-0"}
     engine.scheduler.abort(["a"])
@@ -596,11 +510,11 @@ def test_a_preview_waits_for_latents_that_are_held() -> None:
     engine.scheduler.add(with_spec(waiting, pixels=waiting.spec.pixels * 4))
     for _ in range(30):
         plan = engine.step()
-        reservation = engine.scheduler._requests["v"].reservation
+        mine = engine.cache._prefetcher.records.get("v")
         decoded = (
             [item.node for batch in plan.batches for item in batch.items if item.request_id == "v"] if plan else []
         )
-        assert "preview" not in decoded or (reservation is not None and reservation.is_reserved)
+        assert "preview" not in decoded or (mine is not None and mine.reservation.is_reserved)
     engine.run()
     engine.outputs = [output for output in engine.outputs if not isinstance(output, PartialImage)]
     assert engine.finished("v")
@@ -617,71 +531,3 @@ def test_pages_come_up_from_disk_while_an_edit_waits_for_a_place() -> None:
     assert engine.workers.primed == [], "loading costs no computing, priming would"
     engine.run()
     assert engine.finished("waiting").cache == "miss"
-
-
-class MaskAwareMachine(RuleBasedStateMachine):
-    """Edits, template requests, aborts, drops and copies in any order; FakePages checks every read and write."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        cache = CacheConfig(host_bytes=3 * TEMPLATE_BYTES, disk_bytes=1 << 40)
-        self.engine = Engine(cache=cache, model=SEEING, max_num_seqs=4, **AHEAD)
-        self.added: list[str] = []
-
-    @rule(content=st.sampled_from("abcd"), steps=st.integers(1, 9), full=st.integers(0, 3), masked=st.booleans())
-    def add(self, content: str, steps: int, full: int, masked: bool) -> None:
-        name = f"r{len(self.added)}"
-        edit = make_masked(name, content=content, steps=steps, full_steps=full)
-        self.engine.scheduler.add(edit if masked and full < steps else make_edit(name, steps=steps))
-        self.added.append(name)
-
-    @rule(content=st.sampled_from("abcd"), idle=st.booleans())
-    def register(self, content: str, idle: bool) -> None:
-        name = f"r{len(self.added)}"
-        self.engine.scheduler.add_template(make_registration(name, content, is_idle_work=idle))
-        self.added.append(name)
-
-    @rule(content=st.sampled_from("abcd"))
-    def drop(self, content: str) -> None:
-        self.engine.scheduler.drop_template(DropTemplate("m", content))
-
-    @precondition(lambda self: self.added)
-    @rule(data=st.data())
-    def abort(self, data: st.DataObject) -> None:
-        self.engine.scheduler.abort([data.draw(st.sampled_from(self.added))])
-
-    @rule()
-    def schedule(self) -> None:
-        plan = self.engine.scheduler.schedule(now=0.0)
-        if plan is not None:
-            self.engine.workers.submit(plan)
-
-    @rule()
-    def finish_plan(self) -> None:
-        self.engine.finish_plan()
-
-    @precondition(lambda self: self.engine.workers.pages.copies)
-    @rule(data=st.data())
-    def finish_copy(self, data: st.DataObject) -> None:
-        pages = self.engine.workers.pages
-        index = data.draw(st.integers(0, len(pages.copies) - 1))
-        self.engine.scheduler.apply_copy(pages.finish_copy(index))
-
-    @rule(fail=st.booleans())
-    def toggle_failure(self, fail: bool) -> None:
-        self.engine.workers.fail = {f"prime-{i}" for i in range(50)} if fail else set()
-
-    @invariant()
-    def books_agree(self) -> None:
-        self.engine.run_until_idle()
-
-    def teardown(self) -> None:
-        while self.engine.workers.queues[0]:
-            self.engine.finish_plan()
-        self.engine.run()
-        ended = [output.request_id for output in self.engine.outputs]  # type: ignore[attr-defined]
-        assert sorted(ended) == sorted(self.added), "each has exactly one terminal output"
-
-
-TestMaskAwareMachine = MaskAwareMachine.TestCase
-TestMaskAwareMachine.settings = settings(max_examples=60, stateful_step_count=40, deadline=None)

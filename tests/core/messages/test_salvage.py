@@ -35,6 +35,7 @@ from core.messages.worker import (
     ItemResult,
     PageCopied,
     PageCopy,
+    PageForget,
     StepPlan,
     ToWorker,
     Transfer,
@@ -68,7 +69,9 @@ def batch(batch_id: int, *items: Item, ranks: Any = (0,)) -> Batch:
 
 def plan(*batches: Batch) -> StepPlan:
     transfer = Transfer(TensorRef(TensorKey("c", "image_encode", "latents"), 0, (1,), "float32", 4, PIXELS), 0)
-    return StepPlan(seq=5, forget=("k",), batches=batches, transfers=(transfer,), free=(TensorKey("d", "", ""),))
+    return StepPlan(
+        seq=5, forget=(PageForget("k"),), batches=batches, transfers=(transfer,), free=(TensorKey("d", "", ""),)
+    )
 
 
 def failures(items: tuple[ItemResult, ...]) -> dict[str, bool]:

@@ -52,7 +52,7 @@ def test_cold_templates_are_primed() -> None:
     assert outcome.primed > 30
     for index, engine in enumerate(cluster.engines):
         engine.scheduler.check_integrity()
-        known = engine.scheduler.pages.cache.stats().entries["device"]
+        known = engine.scheduler.cache.stats().entries["device"]
         assert known > 0
         assert cluster.fleet.num_requests[index] == 0, "the router knows that all is done"
 

@@ -3,23 +3,22 @@
 from __future__ import annotations
 
 import pytest
-from fakes import MODEL, PIXELS, make_edit, make_hires_edit
+from fakes import PIXELS, make_edit, make_hires_edit
 
-from core.config import SchedulerConfig
 from core.graph.catalog import WORKFLOWS
 from core.messages.engine import EngineRequest
 from core.scheduling.new_request import new_request
+from core.scheduling.node_cache import NO_PAGES
 from core.scheduling.ops.image_encode import IMAGE_ENCODE, ImageEncode
 from core.scheduling.ops.request_op import RequestOp
 from core.scheduling.ops.upscale import UPSCALE, Upscale
-from core.scheduling.scheduler import StepScheduler
 
 
 def message(op: RequestOp, node: str, edit: EngineRequest) -> object:
     """The message that runs the op for a node of this name."""
     workflow = WORKFLOWS[edit.workflow]
     request = new_request(edit, workflow)
-    return op.make(request, workflow.node(node), StepScheduler(SchedulerConfig(), {"m": MODEL}).pages)
+    return op.make(request, workflow.node(node), NO_PAGES)
 
 
 @pytest.mark.parametrize(("strength", "steps"), [(1.0, 4), (0.5, 2)])

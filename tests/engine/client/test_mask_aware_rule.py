@@ -89,10 +89,22 @@ def test_the_host_tier_does_not_compensate_for_a_small_device_tier() -> None:
     assert why_exact(sampling(), MODEL, engine(device_bytes=1), 9, TOKENS) == "too_large"
 
 
+def test_several_ranks_read_clean_latents_in_host_memory() -> None:
+    """With a device tier as without one."""
+    need = SCHEME.latent_entry_bytes(TOKENS)
+    room = {"device_bytes": SCHEME.template_bytes(TOKENS, 3), "host_bytes": need - 1}
+    one = engine(**room)
+    assert why_exact(sampling(), MODEL, one, 9, TOKENS) is None
+    two = msgspec.structs.replace(one, workers_per_engine=2)
+    assert why_exact(sampling(), MODEL, two, 9, TOKENS) == "too_large"
+    enough = msgspec.structs.replace(two, cache=CacheConfig(**room | {"host_bytes": need}))
+    assert why_exact(sampling(), MODEL, enough, 9, TOKENS) is None
+
+
 def test_per_step_pages_count_by_the_steps_that_run() -> None:
     need = PER_STEP.template_bytes(TOKENS, 4)
-    assert fits(PER_STEP, CacheConfig(host_bytes=need), TOKENS, num_steps=4)
-    assert not fits(PER_STEP, CacheConfig(host_bytes=need), TOKENS, num_steps=5)
+    assert fits(PER_STEP, CacheConfig(host_bytes=need), 1, TOKENS, num_steps=4)
+    assert not fits(PER_STEP, CacheConfig(host_bytes=need), 1, TOKENS, num_steps=5)
     model = msgspec.structs.replace(MODEL, page_scheme=PER_STEP)
     assert why_exact(sampling(strength=0.5), model, engine(host_bytes=need), 9, TOKENS) is None
     assert why_exact(sampling(), model, engine(host_bytes=need), 9, TOKENS) == "too_large"
@@ -132,7 +144,7 @@ def test_without_a_ratio_every_mask_gets_full_steps() -> None:
 def test_pages_can_be_primed_before_any_edit_if_they_fit() -> None:
     need = SCHEME.template_bytes(TOKENS, 3)
     per_step = msgspec.structs.replace(MODEL, page_scheme=PER_STEP)
-    assert can_prime_ahead(MODEL, CacheConfig(host_bytes=need), TOKENS)
-    assert not can_prime_ahead(MODEL, CacheConfig(host_bytes=need - 1), TOKENS)
-    assert not can_prime_ahead(per_step, CacheConfig(), TOKENS)
-    assert not can_prime_ahead(fakes.MODEL, CacheConfig(), TOKENS)
+    assert can_prime_ahead(MODEL, CacheConfig(host_bytes=need), 1, TOKENS)
+    assert not can_prime_ahead(MODEL, CacheConfig(host_bytes=need - 1), 1, TOKENS)
+    assert not can_prime_ahead(per_step, CacheConfig(), 1, TOKENS)
+    assert not can_prime_ahead(fakes.MODEL, CacheConfig(), 1, TOKENS)

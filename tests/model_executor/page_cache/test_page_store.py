@@ -99,6 +99,18 @@ def open_gate(files: GatedFiles, blocks: int = NUM_BLOCKS) -> None:
 # ------------------------------------------------------------------------------------------------------------- in place
 
 
+def test_an_entry_in_host_memory_is_read_on_the_device_that_computes(bench: Bench) -> None:
+    """Clean latents, of several ranks. A CPU reads them in place."""
+    ref = bench.host_ref()
+    bench.store.create(ref).fill_(3)
+    assert bench.store.on_device(ref).data_ptr() == bench.store.entry(ref).data_ptr()
+    elsewhere = PageStore(torch.device("meta"), bench.arena, None, bench.done.put)
+    try:
+        assert elsewhere.on_device(ref).device.type == "meta"
+    finally:
+        elsewhere.close()
+
+
 def test_host_entries_are_views_of_shared_memory(bench: Bench) -> None:
     ref = bench.host_ref()
     assert ref.host is not None

@@ -1,0 +1,65 @@
+"""Makes the batches of priming jobs."""
+
+from __future__ import annotations
+
+from core.cache.page_reservations import PageReservations
+from core.cache.priming import Chunk, PrimingJob
+from core.graph.op import Op
+from core.graph.work import Work
+from core.handles import ArrayRef, ModelKey
+from core.messages.worker import Item
+from core.scheduling.node_cache import CacheBatch
+from core.scheduling.ops.prime import PRIME, Prime
+from core.scheduling.ops.template_encode import TEMPLATE_ENCODE, TemplateEncode
+
+
+def encode_batch(job: PrimingJob, pages: PageReservations) -> CacheBatch:
+    """The batch that encodes a job's template."""
+    template = job.template
+    pixels = pages.start_latents(job)
+    work = TemplateEncode(template=pixels, width=template.width, height=template.height, out=pages.latents(template))
+    return _batch(job, TEMPLATE_ENCODE, (Item(job.id, TEMPLATE_ENCODE.name, work, ()),), encode_size(job))
+
+
+def encode_size(job: PrimingJob) -> Work:
+    """The size of encoding a job's template."""
+    return Work.of([job.template.num_tokens])
+
+
+def chunk_batch(job: PrimingJob, chunk: Chunk, pages: PageReservations, rank: int) -> CacheBatch:
+    """The batch of a job's chunk on this rank, of one item per keyframe."""
+    pages.start_chunk(job, chunk, rank)
+    pixels = pages.lend_pixels(job) if job.template.is_seen_by_text else None
+    items = tuple(Item(job.id, PRIME.name, _prime(job, chunk, sigma, pages, pixels), ()) for sigma in chunk.sigmas)
+    return _batch(job, PRIME, items, _chunk_size(job, chunk))
+
+
+def _batch(job: PrimingJob, op: Op, items: tuple[Item, ...], size: Work) -> CacheBatch:
+    return CacheBatch(op, ModelKey(job.template.model, op.component), items, size)
+
+
+def _chunk_size(job: PrimingJob, chunk: Chunk) -> Work:
+    """Its share of the blocks counts as the same share of the tokens."""
+    tokens = job.template.pass_tokens
+    start, stop = chunk.blocks
+    share = tokens * (stop - start) // job.template.scheme.layout.num_blocks
+    return Work((share,) * len(chunk.sigmas), (tokens,) * len(chunk.sigmas))
+
+
+def _prime(job: PrimingJob, chunk: Chunk, sigma: float, pages: PageReservations, pixels: ArrayRef | None) -> Prime:
+    template = job.template
+    return Prime(
+        latents=pages.latents(template),
+        content_id=template.content_id,
+        sigma=sigma,
+        width=template.width,
+        height=template.height,
+        prompt=template.scheme.prompt,
+        max_sequence_length=template.max_text_tokens,
+        guidance_scale=template.scheme.guidance_scale,
+        blocks=chunk.blocks,
+        dtype=template.scheme.layout.dtype,
+        out=pages.ref(template, sigma),
+        template=pixels,
+        cache_salt=template.cache_salt,
+    )

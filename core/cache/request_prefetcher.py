@@ -1,0 +1,120 @@
+"""RequestPrefetcher: decides which cache entries each request needs, from the time it waits until its last step.
+
+Pages of waiting requests are loaded from slower tiers ahead of time. It maps the scheduler's requests to reservations;
+PageReservations below it does not know requests.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from itertools import islice
+
+from core.cache.page_reservations import PageReservations, keyframes_needed
+from core.cache.priming import TemplateInfo
+from core.cache.request_pages import RequestPages
+from core.cache.reservation import Reservation
+from core.cache.template_requests import TemplateRequests
+from core.model_info import ModelInfo
+from core.scheduling.live_requests import LiveRequests
+from core.scheduling.request import Request, Status
+
+
+class RequestPrefetcher:
+    """One per cache; makes and ends the records of its requests."""
+
+    def __init__(
+        self,
+        models: Mapping[str, ModelInfo],
+        pages: PageReservations,
+        template_requests: TemplateRequests,
+        num_prefetched: int,
+    ) -> None:
+        """num_prefetched: how many waiting requests have their pages loaded ahead; 0 where there is no slower tier."""
+        self.records: dict[str, RequestPages] = {}  # request id -> what is known of it, if it uses the cache
+        self._models = models
+        self._pages = pages
+        self._template_requests = template_requests
+        self._num_prefetched = num_prefetched
+        self._unreserved: set[str] = set()  # ids of requests whose reservation is not made yet
+
+    def need(self, request: Request, sigmas: tuple[float, ...]) -> None:
+        """Set the keyframes that a mask-aware request needs, now that its noise levels are known: `sigmas`, from the
+        first step to 0.
+        """
+        template = self._template_of(request)
+        needed = keyframes_needed(template.scheme.keyframes, _masked(request, sigmas, 0))
+        mine = self.records.get(request.id)
+        if mine is None:
+            mine = self._make(request, template, needed)
+        else:
+            self._pages.narrow(mine.reservation, needed)
+        mine.sigmas = sigmas
+
+    def trim(self, request: Request) -> None:
+        """Release the entries that the remaining steps of a request with a record do not read."""
+        mine = self.records[request.id]
+        self._pages.trim(mine.reservation, _masked(request, mine.sigmas, _masked_done(request)))
+
+    def forget(self, request: Request) -> None:
+        """Release what a request that has ended holds."""
+        self._unreserved.discard(request.id)
+        mine = self.records.pop(request.id, None)
+        if mine is not None:
+            self._pages.release(mine.reservation)
+
+    def reserve(self, requests: LiveRequests, page_rank: Callable[[str], int]) -> None:
+        """Reserve what requests need, most urgent first and without overtaking, so that none waits for room forever.
+        page_rank: see `NodeCache.reserve`.
+        """
+        for request in islice(requests.live(), self._num_prefetched):
+            if request.status is Status.WAITING and request.spec.is_mask_aware and request.id not in self.records:
+                self._prefetch(request)
+        for reservation in [*self._missing(requests), *self._template_requests.wanting_room(is_idle=not len(requests))]:
+            if not reservation.is_reserved:
+                if not self._reserve(reservation, page_rank(reservation.template.key)):
+                    break
+                self._unreserved.discard(reservation.owner_id)
+
+    def _missing(self, requests: LiveRequests) -> list[Reservation]:
+        """Reservations of live requests that are not made yet, most urgent first."""
+        found, left = list[Reservation](), len(self._unreserved)
+        for request in requests.in_order() if left else ():
+            if request.id in self._unreserved:
+                left -= 1
+                if request.is_live:
+                    found.append(self.records[request.id].reservation)
+                if not left:
+                    break
+        return found
+
+    def _prefetch(self, request: Request) -> None:
+        """Prepare a reservation of all keyframes, since the request's noise levels are not known yet."""
+        template = self._template_of(request)
+        if template.scheme.keyframes:
+            self._make(request, template, template.scheme.keyframes).reservation.is_prefetch = True
+
+    def _make(self, request: Request, template: TemplateInfo, keyframes: tuple[float, ...]) -> RequestPages:
+        reservation = Reservation(request.id, template, request.spec.template, keyframes)
+        self._unreserved.add(request.id)
+        mine = self.records[request.id] = RequestPages(reservation)
+        return mine
+
+    def _reserve(self, reservation: Reservation, rank: int) -> bool:
+        """Whether it could be reserved, if necessary after releasing what idle work holds."""
+        return self._pages.reserve(reservation, rank) or (
+            self._template_requests.yield_room() and self._pages.reserve(reservation, rank)
+        )
+
+    def _template_of(self, request: Request) -> TemplateInfo:
+        return TemplateInfo.of(request.spec, self._models[request.head.model])
+
+
+def _masked(request: Request, sigmas: tuple[float, ...], first: int) -> tuple[float, ...]:
+    """Noise levels of the mask-aware steps from `first` on."""
+    return sigmas[max(first, request.spec.num_full_steps) : -1]
+
+
+def _masked_done(request: Request) -> int:
+    """How many rounds of the node that reads pages are done."""
+    paged = request.workflow.paged
+    return 0 if paged is None else request.progress.done[paged.name]

@@ -1,0 +1,214 @@
+"""NodeCache: all that the scheduler asks of a cache whose content nodes read.
+
+The scheduler and its policies know this interface alone. `core.cache` implements it: a plug-in of scheduling, never the
+reverse. What a cache knows of a request it keeps in records of its own.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Collection, Mapping
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Literal
+
+from core.handles import EntryRef, ModelKey, TensorKey, Tier
+
+if TYPE_CHECKING:
+    from core.costs.load_report import CacheStats, Residency
+    from core.failure import Failure
+    from core.graph.op import Op
+    from core.graph.work import Work
+    from core.graph.workflow import Node
+    from core.messages.engine import Aborted, DropTemplate, Failed, PrimeTemplate, TemplatePrimed
+    from core.messages.worker import BatchResult, Item, ItemResult, PageCopied, PageCopy, PageForget, PageSpan
+    from core.scheduling.live_requests import LiveRequests
+    from core.scheduling.request import Request
+
+
+@dataclass(frozen=True, slots=True)
+class NodePages:
+    """What the next run of a node reads of the cache."""
+
+    latents: EntryRef | None = None  # its template's clean latents; None: the request runs without the cache
+    span: PageSpan | None = None  # the pages at the step's noise level
+    full_blocks: tuple[int, ...] = ()  # blocks to compute in full, because their pages are still on their way
+
+
+NO_PAGES = NodePages()
+
+
+@dataclass(frozen=True, slots=True)
+class CacheJob:
+    """Work that the cache offers. It runs piece by piece, one at a time."""
+
+    id: str  # names its tensors in the worker's store
+    model: str
+    op: Op  # of its next piece
+    size: Work | None  # of its next piece, if that is indivisible; None: see `NodeCache.tokens_within`
+    is_idle_work: bool  # to run only while there is no other work
+    rank: int | None  # the one rank that can run its next piece; None: any
+
+
+@dataclass(frozen=True, slots=True)
+class CacheBatch:
+    """A piece of a job, to be sent to a rank."""
+
+    op: Op
+    model: ModelKey
+    items: tuple[Item, ...]
+    size: Work
+
+
+@dataclass(frozen=True, slots=True)
+class CacheOrders:
+    """The orders for one plan. Workers carry out forget, then delete, then copies."""
+
+    copies: tuple[PageCopy, ...]
+    forget: tuple[PageForget, ...]
+    delete: tuple[str, ...]  # keys of entries or templates, for their files
+    free: tuple[TensorKey, ...] = ()  # values of jobs that have ended
+
+
+@dataclass(frozen=True, slots=True)
+class CacheOutcome:
+    """What the cache did for a request, for its terminal message. By default: it had no part in it."""
+
+    result: Literal["off", "hit", "miss"] = "off"  # miss: something that it reads had to be computed
+    tier: Tier | None = None  # of a hit: the slowest tier that anything it reads came from
+    prime_seconds: float = 0.0  # worker time of jobs while it waited for them
+    full_blocks: int = 0  # most blocks that one of its finished steps computed in full
+
+
+class NodeCache(ABC):
+    """Owned by one scheduler, which calls it at every event. Pure: it issues orders, and touches no data itself."""
+
+    # ------------------------------------------------------------------------------------------------- requests
+
+    @abstractmethod
+    def reserve(self, requests: LiveRequests, page_rank: Callable[[str], int]) -> None:
+        """Reserve what requests need and begin to load it, the most urgent first; called before every pass. page_rank:
+        see `SchedulingPolicy.page_rank`.
+        """
+
+    @abstractmethod
+    def has_pages(self, request: Request, node: Node, ranks: tuple[int, ...]) -> bool:
+        """Whether these ranks can read what the next run of a node needs. To be asked only of ops that use pages."""
+
+    @abstractmethod
+    def read(self, request: Request, node: Node) -> NodePages:
+        """What the next run of a node reads, while `has_pages`. Called once, when the run is dispatched: it decides
+        which blocks the run computes in full.
+        """
+
+    @abstractmethod
+    def note_result(self, request: Request, node: Node, result: ItemResult) -> None:
+        """Note that a run of a node has succeeded. To be called after the request's progress is changed."""
+
+    @abstractmethod
+    def is_lent(self, request: Request) -> bool:
+        """Whether a worker reads the request's template for a job."""
+
+    @abstractmethod
+    def is_spoilt(self, request: Request) -> bool:
+        """Whether a live request has to begin again, because pages that it did not wait for were lost."""
+
+    @abstractmethod
+    def begin_again(self, request: Request) -> None:
+        """Note that a spoilt request begins again."""
+
+    @abstractmethod
+    def outcome(self, request: Request) -> CacheOutcome:
+        """What the cache has done for a request."""
+
+    @abstractmethod
+    def forget(self, request: Request) -> None:
+        """Release what a request holds, because it has ended."""
+
+    @property
+    @abstractmethod
+    def may_lose_pages(self) -> bool:
+        """Whether a step can find its pages lost, and is then repeated: no later step of its request may be in flight
+        with it.
+        """
+
+    # ------------------------------------------------------------------------------------------------- work of its own
+
+    @abstractmethod
+    def jobs(self) -> list[CacheJob]:
+        """Jobs of which a piece can be dispatched now, oldest first."""
+
+    @abstractmethod
+    def tokens_within(self, job_id: str, token_budget: int) -> int:
+        """Tokens of a divisible job's next piece within this budget. It is never empty, and may exceed the budget."""
+
+    @abstractmethod
+    def start(self, job_id: str, token_budget: int, rank: int) -> CacheBatch:
+        """The next piece of a job, now on its way to a rank. token_budget: unless it is indivisible. Raises
+        AssertionError for a rank that cannot run it.
+        """
+
+    @abstractmethod
+    def finish(self, job_id: str, result: BatchResult) -> Mapping[str, Failure]:
+        """Process the result of the piece of a job that was started; request id -> failure of those that fail with
+        it.
+        """
+
+    @abstractmethod
+    def seconds_left(self) -> float:
+        """Predicted worker time of all jobs."""
+
+    @property
+    @abstractmethod
+    def num_chunks(self) -> int:
+        """Pieces of divisible jobs started since start."""
+
+    # ------------------------------------------------------------------------------------------------- orders
+
+    @abstractmethod
+    def take_orders(self) -> CacheOrders:
+        """Orders issued since the last call."""
+
+    @abstractmethod
+    def finish_copy(self, done: PageCopied) -> None:
+        """Process the end of a copy that was ordered, successful or not."""
+
+    @abstractmethod
+    def abandon(self, failure: Failure) -> None:
+        """Release everything and fail all template requests, because the workers are gone."""
+
+    # ------------------------------------------------------------------------------------------------- templates
+
+    @property
+    @abstractmethod
+    def template_requests(self) -> Collection[str]:
+        """Ids of the template requests that are not answered yet."""
+
+    @abstractmethod
+    def add_template(self, prime: PrimeTemplate) -> None:
+        """Add a request to prime a template and keep its pages."""
+
+    @abstractmethod
+    def abort_template(self, request_id: str) -> None:
+        """Abort a template request."""
+
+    @abstractmethod
+    def drop_template(self, drop: DropTemplate) -> None:
+        """Drop a template's pages once no request uses them."""
+
+    @abstractmethod
+    def take_answers(self) -> list[TemplatePrimed | Failed | Aborted]:
+        """Answers to template requests that have ended since the last call."""
+
+    # ------------------------------------------------------------------------------------------------- observation
+
+    @abstractmethod
+    def stats(self) -> CacheStats:
+        """Totals since start, and current content."""
+
+    @abstractmethod
+    def take_residency(self) -> tuple[Residency, ...]:
+        """The residency of the templates with pages that have come or gone since the last call."""
+
+    @abstractmethod
+    def check_integrity(self) -> None:
+        """Raise AssertionError unless all records agree."""
