@@ -227,8 +227,9 @@ class FakeWorkers:
 
     def _begin_plan(self, plan: StepPlan, rank: int, batches: list[Batch]) -> None:
         self.num_run[rank] = 0
-        for key in plan.free:
-            self._free(key, rank)
+        for free in plan.free:
+            if rank in free.ranks:
+                self._free(free.key, rank)
         if rank == 0:
             self.pages.copies += plan.copies
             self.pages.files -= {key for key in self.pages.files for gone in plan.delete if key.startswith(gone)}

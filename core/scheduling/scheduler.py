@@ -39,7 +39,8 @@ from core.messages.engine import (
     PartialImage,
     PrimeTemplate,
 )
-from core.messages.worker import Batch, BatchResult, CostSample, ItemResult, PageCopied, StepPlan, TransferDone
+from core.messages.plan_parts import PAGE_RANK
+from core.messages.worker import Batch, BatchResult, CostSample, Free, ItemResult, PageCopied, StepPlan, TransferDone
 from core.model_info import ModelInfo
 from core.scheduling.deadlines import Deadlines
 from core.scheduling.dispatcher import Dispatched, Dispatcher
@@ -97,7 +98,7 @@ class StepScheduler:
         self._out = InFlight(num_workers)
         self._landed: list[Flight] = []  # answered by all their ranks, and not applied yet
         self.values = ValueTable()
-        self._free: list[TensorKey] = []
+        self._free: list[Free] = []
         self._outputs: list[Output] = []
         self._reporter = Reporter(config, self.models, self.workflows.values(), self._predictor, self.pages)
         self._deadlines = Deadlines(config.max_num_seqs, self._predictor.left_of, self._predictor.base_seconds)
@@ -191,7 +192,8 @@ class StepScheduler:
         chosen = self._dispatcher.carry_out(self._policy.choose(view, now), view)
         for request_id in chosen.begun:
             self._requests.begin(request_id, lambda request: self._predictor.left_of(request).seconds)
-        self._free += [TensorKey(job_id, "", "") for job_id in self.pages.take_freed()] + self.values.take_freed()
+        self._free += [Free(TensorKey(job_id, "", ""), (PAGE_RANK,)) for job_id in self.pages.take_freed()]
+        self._free += self.values.take_freed()
         orders = self.pages.cache.take_orders()
         has_work = bool(chosen.flights or chosen.transfers or orders.copies or orders.forget or orders.delete)
         # Freeing alone can wait for the next plan with work, unless none is expected.
@@ -391,7 +393,7 @@ class StepScheduler:
         self.values.forget(request.id)
         self._prefetcher.forget(request)
         if request.progress.has_started:
-            self._free.append(TensorKey(request.id, "", ""))
+            self._free.append(Free(TensorKey(request.id, "", ""), tuple(request.ranks)))
 
     def _give_up_lost(self, now: float) -> None:
         live = list(self._requests.live()) if self._requests.has_due else []

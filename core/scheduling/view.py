@@ -19,9 +19,6 @@ from core.scheduling.live_requests import LiveRequests
 from core.scheduling.request import Request
 from core.scheduling.values import ValueTable
 
-PAGE_RANK = 0
-"""The rank that has the page tier: work of the activation cache runs there."""
-
 PredictWork = Callable[[str, Op, Work], float]
 """(model, op, work) -> predicted seconds of running the op once."""
 

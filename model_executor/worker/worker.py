@@ -237,8 +237,8 @@ class Worker:
 
     def _execute(self, plan: StepPlan) -> None:
         """Execute a plan in the order that StepPlan defines."""
-        for key in plan.free:
-            self._store.free(key)
+        for free in plan.free:
+            self._store.free(free.key)
         for component in plan.load:
             self._models.load(component)
         self._pages.forget(plan.forget)

@@ -13,11 +13,12 @@ from core.cache.priming import PrimingJob
 from core.config import PRIME_SHARE
 from core.graph.work import Work
 from core.graph.workflow import Node, is_step
+from core.messages.plan_parts import PAGE_RANK
 from core.scheduling.dispatch import CacheDispatch, Decision, Dispatch, Fetch
 from core.scheduling.ops.template_encode import TEMPLATE_ENCODE
 from core.scheduling.policies.policy import SchedulingPolicy
 from core.scheduling.request import Request, Status
-from core.scheduling.view import PAGE_RANK, View
+from core.scheduling.view import View
 
 
 class StepBatching(SchedulingPolicy):

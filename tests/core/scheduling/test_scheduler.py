@@ -231,7 +231,7 @@ def test_tensors_are_freed_with_the_next_work_or_when_there_is_none() -> None:
     scheduler.abort(["never started"])
     plan = scheduler.schedule(now=0.0)
     assert plan is not None
-    assert [key.request_id for key in plan.free] == ["b"]
+    assert [(free.key.request_id, free.ranks) for free in plan.free] == [("b", (0,))]
     assert scheduler.schedule(now=0.0) is None
 
 
