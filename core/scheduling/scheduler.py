@@ -51,6 +51,7 @@ from core.scheduling.new_request import new_request
 from core.scheduling.ops.request_op import request_op
 from core.scheduling.outputs import Output, finished
 from core.scheduling.policies import make_policy
+from core.scheduling.policies.policy import SchedulingPolicy
 from core.scheduling.predictor import Predictor
 from core.scheduling.reporter import Reporter
 from core.scheduling.request import Request, Status
@@ -71,8 +72,11 @@ class StepScheduler:
         num_workers: int = 1,
         cache: CacheConfig | None = None,
         cost: CostModel | None = None,
+        policy: SchedulingPolicy | None = None,
     ) -> None:
-        """cost: the model to predict with and to train; by default an empty one. Raises WorkflowError."""
+        """cost: the model to predict with and to train; by default an empty one. policy: by default a new one of the
+        name in `config`. Raises WorkflowError.
+        """
         self.config = config
         self.models = dict(models)
         self.workflows = dict(WORKFLOWS)
@@ -105,7 +109,7 @@ class StepScheduler:
         self._plan_seqs = count()
         block_plan = self._predictor.full_blocks if self._may_plan_blocks else None
         self._dispatcher = Dispatcher(self.pages, self.values, self._predictor.of_batch, block_plan, count())
-        self._policy = make_policy(config.policy)
+        self._policy = policy or make_policy(config.policy)
 
     def learn(self, samples: Iterable[CostSample]) -> None:
         """Train the cost model with what was measured before the first batch."""
