@@ -8,56 +8,26 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from random import Random
 
-import msgspec
 import pytest
-from fakes import MODEL, FakeWorkers, make_edit
+from any_ranks import AnyRanks, answer_of, in_workflow, toy_op
+from fakes import MODEL, FakeWorkers
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from workflows import ACCEPTANCE, TOY, workflows
+from workflows import ACCEPTANCE, workflows
 
 from core.config import SchedulerConfig
 from core.graph.check import check_workflow
-from core.graph.op import OPS
-from core.graph.skipping import readers_of
-from core.graph.workflow import INPAINT, Node, Workflow
+from core.graph.workflow import INPAINT, Workflow
 from core.messages.engine import EngineRequest, Finished
 from core.messages.worker import BatchResult, Item, StepPlan
-from core.scheduling.dispatch import Decision, Dispatch, Fetch
 from core.scheduling.outputs import Output
-from core.scheduling.policies.policy import SchedulingPolicy
-from core.scheduling.request import Request
 from core.scheduling.scheduler import StepScheduler
-from core.scheduling.view import View
 
 
 @pytest.fixture(autouse=True, scope="module")
 def toy() -> Iterator[None]:
-    OPS.register(TOY)
-    yield
-    OPS.unregister(TOY.name)
-
-
-class AnyRanks(SchedulingPolicy):
-    """Runs every ready node as soon as it can, together with others, on ranks drawn at random."""
-
-    def __init__(self, random: Random) -> None:
-        self._random = random
-
-    def choose(self, view: View, now: float) -> Sequence[Decision]:
-        fetches: list[Decision] = []
-        batches: dict[tuple[str, tuple[int, ...]], list[tuple[Request, Node]]] = {}
-        for request in list(view.requests.live()):
-            for node in view.ready(request):
-                ranks = self._ranks(view)
-                if view.can_run(request, node, ranks):
-                    batches.setdefault((node.op, ranks), []).append((request, node))
-                elif view.can_fetch(request, node, ranks):
-                    fetches.append(Fetch(request, node, ranks))
-        return [*fetches, *(Dispatch(tuple(items), ranks) for (_, ranks), items in batches.items())]
-
-    def _ranks(self, view: View) -> tuple[int, ...]:
-        count = self._random.choice([1, 1, 1, 2, view.num_ranks])
-        return tuple(sorted(self._random.sample(range(view.num_ranks), min(count, view.num_ranks))))
+    with toy_op():
+        yield
 
 
 class Site:
@@ -66,8 +36,7 @@ class Site:
     def __init__(self, seed: int, num_ranks: int, served: Sequence[Workflow]) -> None:
         self._random = Random(seed)
         config = SchedulerConfig(max_num_seqs=8, max_ahead_ms=1e6, max_plans_in_flight=3)
-        self.scheduler = StepScheduler(config, {"m": MODEL}, num_ranks)
-        self.scheduler._policy = AnyRanks(self._random)
+        self.scheduler = StepScheduler(config, {"m": MODEL}, num_ranks, policy=AnyRanks(self._random))
         self.scheduler.workflows |= {workflow.name: workflow for workflow in served}
         self.workers = FakeWorkers(num_ranks, omitted={"sampler"}, answers=self._answer)
         self.outputs: list[Output] = []
@@ -75,15 +44,7 @@ class Site:
         self._num_run = 0
 
     def _answer(self, item: Item) -> dict[str, object]:
-        """What nodes that choose, and nodes of adaptive regions, say: the same for the same request."""
-        workflow = self.scheduler._requests[item.request_id].workflow
-        node = workflow.node(item.node)
-        answer: dict[str, object] = {}
-        if node.chooses:
-            answer["chosen"] = Random(item.request_id).choice(sorted(readers_of(workflow, node.name)))
-        if node.region in workflow.adaptive and item.version == 2:
-            answer["rounds"] = 3
-        return answer
+        return answer_of(item, self.scheduler._requests[item.request_id].workflow)
 
     def step(self) -> None:
         """Schedule, and let one rank answer."""
@@ -115,13 +76,7 @@ class Site:
         for rank in range(self.workers.num_ranks):
             while self.workers.queues[rank]:
                 self.workers.run_one(rank)
-        assert not any(self.workers.stored), "values are left"
-        assert not any(self.workers.delivered), "deliveries are left"
-
-
-def in_workflow(name: str, workflow: Workflow, rounds: Sequence[int], previews: int = 0) -> EngineRequest:
-    edit = make_edit(name, steps=max([2, *rounds]), partial_images=previews)
-    return msgspec.structs.replace(edit, workflow=workflow.name, rounds=tuple(rounds))
+        self.workers.check_is_empty()
 
 
 def what_it_made(site: Site, request: EngineRequest) -> int:

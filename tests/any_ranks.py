@@ -1,0 +1,70 @@
+"""A policy for any workflow on any ranks, requests for it, and what their nodes answer."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from random import Random
+
+import msgspec
+from fakes import make_edit
+from workflows import TOY
+
+from core.graph.op import OPS
+from core.graph.skipping import readers_of
+from core.graph.workflow import Node, Workflow
+from core.messages.engine import EngineRequest
+from core.messages.worker import Item
+from core.scheduling.dispatch import Decision, Dispatch, Fetch
+from core.scheduling.policies.policy import SchedulingPolicy
+from core.scheduling.request import Request
+from core.scheduling.view import View
+
+
+@contextmanager
+def toy_op() -> Iterator[None]:
+    """While the op TOY is registered."""
+    OPS.register(TOY)
+    try:
+        yield
+    finally:
+        OPS.unregister(TOY.name)
+
+
+class AnyRanks(SchedulingPolicy):
+    """Runs every ready node as soon as it can, together with others, on ranks drawn at random."""
+
+    def __init__(self, random: Random) -> None:
+        self._random = random
+
+    def choose(self, view: View, now: float) -> Sequence[Decision]:
+        fetches: list[Decision] = []
+        batches: dict[tuple[str, tuple[int, ...]], list[tuple[Request, Node]]] = {}
+        for request in list(view.requests.live()):
+            for node in view.ready(request):
+                ranks = self._ranks(view)
+                if view.can_run(request, node, ranks):
+                    batches.setdefault((node.op, ranks), []).append((request, node))
+                elif view.can_fetch(request, node, ranks):
+                    fetches.append(Fetch(request, node, ranks))
+        return [*fetches, *(Dispatch(tuple(items), ranks) for (_, ranks), items in batches.items())]
+
+    def _ranks(self, view: View) -> tuple[int, ...]:
+        count = self._random.choice([1, 1, 1, 2, view.num_ranks])
+        return tuple(sorted(self._random.sample(range(view.num_ranks), min(count, view.num_ranks))))
+
+
+def in_workflow(name: str, workflow: Workflow, rounds: Sequence[int], previews: int = 0) -> EngineRequest:
+    edit = make_edit(name, steps=max([2, *rounds]), partial_images=previews)
+    return msgspec.structs.replace(edit, workflow=workflow.name, rounds=tuple(rounds))
+
+
+def answer_of(item: Item, workflow: Workflow) -> dict[str, object]:
+    """What nodes that choose, and nodes of adaptive regions, say: the same for the same request."""
+    node = workflow.node(item.node)
+    answer: dict[str, object] = {}
+    if node.chooses:
+        answer["chosen"] = Random(item.request_id).choice(sorted(readers_of(workflow, node.name)))
+    if node.region in workflow.adaptive and item.version == 2:
+        answer["rounds"] = 3
+    return answer
