@@ -99,7 +99,7 @@ class StepScheduler:
         self._endings: dict[
             str, Finished | Failed | Aborted
         ] = {}  # request id -> message to send once nothing of it is in flight
-        self._out = InFlight(num_workers)
+        self._out = InFlight(num_workers, self._max_plans_out, config.max_ahead_ms / 1e3)
         self._landed: list[Flight] = []  # answered by all their ranks, and not applied yet
         self.values = ValueTable()
         self._free: list[Free] = []
@@ -194,6 +194,7 @@ class StepScheduler:
         self._outputs += self._template_requests.take_answers()
         view = self._view(now)
         chosen = self._dispatcher.carry_out(self._policy.choose(view, now), view)
+        self._note_sent(chosen.flights)
         for request_id in chosen.begun:
             self._requests.begin(request_id, lambda request: self._predictor.left_of(request).seconds)
         self._free += [Free(TensorKey(job_id, "", ""), (PAGE_RANK,)) for job_id in self.pages.take_freed()]
@@ -201,7 +202,7 @@ class StepScheduler:
         orders = self.pages.cache.take_orders()
         has_work = bool(chosen.flights or chosen.transfers or orders.copies or orders.forget or orders.delete)
         # Freeing alone can wait for the next plan with work, unless none is expected.
-        if not has_work and (not self._free or self._out.busy_ranks()):
+        if not has_work and (not self._free or self._out.has_busy):
             return None
         return self._send(chosen, orders)
 
@@ -259,9 +260,9 @@ class StepScheduler:
 
     # ------------------------------------------------------------------------------------------------- what it knows
 
-    def predict_out(self) -> dict[int, float]:
-        """Busy ranks, with the predicted seconds of the work that they have."""
-        return self._out.busy_ranks()
+    def predict_out(self, ranks: Iterable[int]) -> dict[int, float]:
+        """Those of these ranks that are busy, with the predicted seconds of the work that they have."""
+        return self._out.busy_ranks(ranks)
 
     def cost_key(self, model: str, op: str) -> CostKey:
         """The key of an op of a model in the cost model, at degree 1."""
@@ -292,7 +293,7 @@ class StepScheduler:
     # ------------------------------------------------------------------------------------------------- inside
 
     def _view(self, now: float) -> View:
-        idle = frozenset(self._out.idle_ranks())
+        idle = self._out.idle_ranks
         return View(
             config=self.config,
             requests=self._requests,
@@ -307,13 +308,15 @@ class StepScheduler:
             _predict=self._predictor.of_op,
         )
 
-    def _nearly_idle_ranks(self) -> set[int]:
+    def _nearly_idle_ranks(self) -> frozenset[int]:
         """Busy ranks that may be given work: nearly done, so that the round trip of a small step is hidden behind their
         work, and new requests do not wait long. Nothing is sent ahead while a preview is pending, which would delay it.
         """
-        if any(request.progress.pending for request in self._requests.begun):
-            return set()
-        return self._out.nearly_idle_ranks(self._max_plans_out, self.config.max_ahead_ms / 1e3)
+        return frozenset() if self._requests.has_pending_previews else self._out.nearly_idle_ranks
+
+    def _note_sent(self, flights: Iterable[Flight]) -> None:
+        for item in (item for flight in flights if flight.job is None for item in flight.batch.items):
+            self._requests.note_progress(self._requests[item.request_id])
 
     def _send(self, chosen: Dispatched, orders: CacheOrders) -> StepPlan:
         seq = next(self._plan_seqs)
@@ -347,6 +350,7 @@ class StepScheduler:
         else:
             self._advance(request, node, item, batch)
         self._begin_again_if_spoilt(request)
+        self._requests.note_progress(request)
         self._finish_ending(request)
 
     def _advance(self, request: Request, node: Node, item: ItemResult, batch: Batch) -> None:
@@ -378,6 +382,7 @@ class StepScheduler:
         request.progress.is_restarting |= request.is_spoilt
         if request.is_spoilt and not request.has_work_out:
             begin_again(self.values, request)
+            self._requests.note_progress(request)
 
     def _end(self, request: Request, status: Status, message: Finished | Failed | Aborted) -> None:
         """End a request. Its message is sent once no worker can touch its arrays any more."""
