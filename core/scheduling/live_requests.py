@@ -22,6 +22,7 @@ class LiveRequests:
         self._order: _Taken | None = None  # the queue's; None: it has changed since
         self._running: dict[str, Request] = {}  # id -> request, from `begin` until `end`
         self._pending: set[str] = set()  # ids of requests with a preview that is pending
+        self._moved: dict[str, Request] = {}  # id -> request, with other progress or status since they were taken last
         self._num_due = 0  # requests with a due time
         self._changes: list[QueueChange] = []  # since they were taken last
 
@@ -47,11 +48,15 @@ class LiveRequests:
 
     def end(self, request_id: str) -> None:
         """Note that a request has ended before its terminal output can be made."""
-        if self._running.pop(request_id, None) is None:
+        running = self._running.pop(request_id, None)
+        if running is None:
             self._changes.append(Ended(request_id))
+        else:
+            self._moved[request_id] = running
 
     def note_progress(self, request: Request) -> None:
         """Note that something of a request was sent or answered."""
+        self._moved[request.id] = request
         (self._pending.add if request.progress.pending else self._pending.discard)(request.id)
 
     def remove(self, request_id: str) -> None:
@@ -60,6 +65,7 @@ class LiveRequests:
         self._queue.remove(claim)
         self._running.pop(request_id, None)
         self._pending.discard(request_id)
+        self._moved[request_id] = claim.item
         self._changes.append(Left(request_id))
         self._num_due -= due(claim.item.head) is not None
         self._order = None
@@ -110,6 +116,11 @@ class LiveRequests:
         """What has happened to the queue since the last call, in order."""
         changes, self._changes = tuple(self._changes), []
         return changes
+
+    def take_moved(self) -> list[Request]:
+        """Requests that were sent, answered, ended or removed since the last call."""
+        moved, self._moved = list(self._moved.values()), {}
+        return moved
 
     @property
     def has_due(self) -> bool:
