@@ -55,9 +55,10 @@ class LiveRequests:
             self._moved[request_id] = running
 
     def note_progress(self, request: Request) -> None:
-        """Note that something of a request was sent or answered."""
-        self._moved[request.id] = request
-        (self._pending.add if request.progress.pending else self._pending.discard)(request.id)
+        """Note that something of a request was sent or answered; of one that was removed because of it, nothing."""
+        if request.id in self._claims:
+            self._moved[request.id] = request
+            (self._pending.add if request.progress.pending else self._pending.discard)(request.id)
 
     def remove(self, request_id: str) -> None:
         """Remove a request whose terminal output is made."""

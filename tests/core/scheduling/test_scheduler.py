@@ -235,6 +235,18 @@ def test_tensors_are_freed_with_the_next_work_or_when_there_is_none() -> None:
     assert scheduler.schedule(now=0.0) is None
 
 
+def test_a_request_that_fails_while_its_preview_is_due_leaves_nothing_behind() -> None:
+    scheduler, workers = make_scheduler(), FakeWorkers()
+    scheduler.add(make_edit("a", steps=4, partial_images=3))
+    while not scheduler._requests.has_pending_previews:
+        step(scheduler, workers)
+    workers.fail.add("a")
+    while scheduler.num_requests:
+        step(scheduler, workers)
+    assert not scheduler._requests.has_pending_previews, "nothing would be sent ahead any more"
+    scheduler.check_integrity()
+
+
 def test_aborting_twice_or_after_the_end_gives_no_further_output() -> None:
     scheduler = make_scheduler()
     scheduler.add(make_edit("a"))
