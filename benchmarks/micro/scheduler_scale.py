@@ -1,15 +1,13 @@
 """What an engine's loop costs by its number of ranks and of waiting requests: CPU time per completed node.
 
-A real EngineCore, its scheduler, load reports, and encoded plans, results and outputs; the ranks are fakes that answer
-in random order. Every rank has up to SLOTS requests, and as many as named wait all the time.
+A real EngineCore with its scheduler, load reports, and encoded plans, results and outputs; the ranks are fakes that
+answer in random order, one plan in each turn of the loop. Every rank has SLOTS requests, and as many as named wait all
+the time. P99: of the turns, each divided by its nodes.
 """
 
 from __future__ import annotations
 
 import asyncio
-import cProfile
-import heapq
-import pstats
 import time
 from collections import deque
 from collections.abc import Iterator, Sequence
@@ -19,7 +17,7 @@ from random import Random
 import msgspec
 
 from benchmarks.command import command
-from benchmarks.report import Value, percentile, print_line
+from benchmarks.report import Value, percentile, print_report
 from benchmarks.simulation.engine import Ranks
 from benchmarks.simulation.machine import Machine
 from benchmarks.simulation.scenario import MODEL, REFERENCE, make_trace
@@ -37,21 +35,20 @@ from core.scheduling.view import View
 from engine.engine_core.engine_core import EngineCore
 
 SLOTS = 4
-"""Requests of a rank."""
 STEPS = (8, 20, 28, 50)
 
 
 class LeastWork(SchedulingPolicy):
-    """Gives each request the rank with the least work, and runs what is ready of a rank's requests together. Looks only
-    at ranks of which something has ended or begun.
+    """Gives each request the rank with the least work, and runs together what is ready of a rank's requests. It looks
+    only at ranks of which something has begun or ended.
     """
 
     def __init__(self, num_ranks: int) -> None:
         self._waiting: deque[Request] = deque()
-        self._ranks: dict[str, int] = {}  # request id -> its rank
-        self._requests: list[dict[str, Request]] = [{} for _ in range(num_ranks)]
-        self._work = [0] * num_ranks  # rounds of all its requests
-        self._least = [(0, rank) for rank in range(num_ranks)]  # a heap of (work, rank); entries may be out of date
+        self._requests: list[dict[str, Request]] = [{} for _ in range(num_ranks)]  # per rank: id -> request
+        self._rank_of: dict[str, int] = {}
+        self._work = [0] * num_ranks  # per rank: rounds of all its requests
+        self._free = set(range(num_ranks))  # ranks with a free slot
         self._changed: set[int] = set()  # ranks
 
     def on_arrival(self, request: Request) -> None:
@@ -61,97 +58,91 @@ class LeastWork(SchedulingPolicy):
         self._changed.update(batch.ranks)
 
     def on_end(self, request_id: str) -> None:
-        rank = self._ranks.pop(request_id, None)
+        rank = self._rank_of.pop(request_id, None)
         if rank is not None:
-            self._add_work(rank, -sum(self._requests[rank].pop(request_id).head.rounds))
+            self._work[rank] -= sum(self._requests[rank].pop(request_id).head.rounds)
+            self._free.add(rank)
 
     def choose(self, view: View, now: float) -> Sequence[Decision]:
-        self._place()
-        changed, self._changed = self._changed & view.open_ranks, set()
-        return [decision for rank in sorted(changed) for decision in self._decisions(rank, view)]
-
-    def _place(self) -> None:
-        while self._waiting and (rank := self._least_busy()) is not None:
+        while self._waiting and self._free:
             request = self._waiting.popleft()
             if request.is_live:
-                self._ranks[request.id] = rank
-                self._requests[rank][request.id] = request
-                self._add_work(rank, sum(request.head.rounds))
+                self._place(request, min(self._free, key=self._work.__getitem__))
+        changed, self._changed = self._changed & view.open_ranks, set()
+        return [dispatch for rank in sorted(changed) for dispatch in self._dispatches(rank, view)]
 
-    def _least_busy(self) -> int | None:
-        """The rank with the least work of those that have a free slot."""
-        while self._least:
-            work, rank = self._least[0]
-            if work == self._work[rank] and len(self._requests[rank]) < SLOTS:
-                return rank
-            heapq.heappop(self._least)
-        return None
-
-    def _add_work(self, rank: int, rounds: int) -> None:
-        self._work[rank] += rounds
+    def _place(self, request: Request, rank: int) -> None:
+        self._requests[rank][request.id], self._rank_of[request.id] = request, rank
+        self._work[rank] += sum(request.head.rounds)
         self._changed.add(rank)
-        heapq.heappush(self._least, (self._work[rank], rank))
+        if len(self._requests[rank]) == SLOTS:
+            self._free.remove(rank)
 
-    def _decisions(self, rank: int, view: View) -> Iterator[Dispatch]:
-        batches: dict[tuple[str, str], list[tuple[Request, Node]]] = {}
+    def _dispatches(self, rank: int, view: View) -> Iterator[Dispatch]:
+        batches: dict[str, list[tuple[Request, Node]]] = {}
         for request in self._requests[rank].values():
             for node in view.ready(request):
                 if view.can_run(request, node, (rank,)):
-                    batches.setdefault((request.head.model, node.op), []).append((request, node))
+                    batches.setdefault(node.op, []).append((request, node))
         for items in batches.values():
             yield Dispatch(tuple(items), (rank,))
 
 
-class FakeRanks:
-    """Takes plans as an Executor does, and answers what it is asked to."""
+class Loop:
+    """An EngineCore between clients and fake ranks, to which it is the executor."""
 
-    def __init__(self, num_ranks: int) -> None:
-        self._num_ranks = num_ranks
-        self.plans: list[deque[StepPlan]] = [deque() for _ in range(num_ranks)]
+    def __init__(self, num_ranks: int, num_waiting: int) -> None:
+        self._random = Random(0)
+        self._plans: list[deque[StepPlan]] = [deque() for _ in range(num_ranks)]
+        config, policy = SchedulerConfig(max_num_seqs=SLOTS), LeastWork(num_ranks)
+        scheduler = StepScheduler(config, {MODEL.name: MODEL}, num_ranks, policy=policy)
+        scheduler.learn(Machine(text_encode=0.01, image_encode=0.01, decode=0.02).samples(MODEL.name))
+        self._core = EngineCore(scheduler, self, self._emit)
+        self._to_engine: MessageDecoder[ToEngine] = MessageDecoder(ToEngine)
+        self._from_worker: MessageDecoder[FromWorker] = MessageDecoder(FromWorker)
+        self._requests = _requests()
+        self._num_due = num_ranks * SLOTS + num_waiting  # requests to be sent
 
     def submit(self, plan: StepPlan) -> None:
-        for rank, part in parts_of(plan, self._num_ranks).items():
+        for rank, part in parts_of(plan, len(self._plans)).items():
             encode(part)
             if part.batches:
-                self.plans[rank].append(part)
+                self._plans[rank].append(part)
 
     def kill(self, rank: int) -> None:
         raise AssertionError("a fake rank is never late")
 
-    def answer(self, random: Random) -> list[BatchResult]:
-        """The results of a plan of any rank that has one."""
-        busy = [rank for rank, plans in enumerate(self.plans) if plans]
-        rank = random.choice(busy)
-        plan = self.plans[rank].popleft()
-        return [BatchResult(b.id, rank, 0.0, 0.05, Ranks().run(b, rank)) for b in plan.batches]
-
-
-class Loop:
-    """An EngineCore between clients and fake ranks."""
-
-    def __init__(self, num_ranks: int, num_waiting: int) -> None:
-        self._random = Random(0)
-        self._ranks = FakeRanks(num_ranks)
-        config = SchedulerConfig(max_num_seqs=SLOTS)
-        policy = LeastWork(num_ranks)
-        scheduler = StepScheduler(config, {MODEL.name: MODEL}, num_ranks, policy=policy)
-        scheduler.learn(Machine(text_encode=0.01, image_encode=0.01, decode=0.02).samples(MODEL.name))
-        self._core = EngineCore(scheduler, self._ranks, self._emit)
-        self._to_engine: MessageDecoder[ToEngine] = MessageDecoder(ToEngine)
-        self._from_worker: MessageDecoder[FromWorker] = MessageDecoder(FromWorker)
-        self._requests = _requests()
-        self._num_ended = num_ranks * SLOTS + num_waiting  # that a new request is sent for
+    async def run(self, num_nodes: int) -> list[tuple[float, int]]:
+        """(CPU seconds, completed nodes) of turns that complete so many nodes, after some that do not count."""
+        task = asyncio.create_task(self._core.run())
+        await asyncio.sleep(0)
+        await self._turn(())
+        for _ in range(3 * len(self._plans)):
+            await self._turn(self._answer())
+        turns, left = list[tuple[float, int]](), num_nodes
+        while left > 0:
+            results = self._answer()
+            turns.append((await self._turn(results), sum(len(result.items) for result in results)))
+            left -= turns[-1][1]
+        task.cancel()
+        return turns
 
     def _emit(self, message: FromEngine) -> None:
         encode(message)
-        if isinstance(message, EngineOutputs):
-            self._num_ended += len(message.outputs)
+        assert isinstance(message, EngineOutputs)
+        self._num_due += len(message.outputs)
 
-    async def turn(self, results: Sequence[BatchResult]) -> float:
-        """One turn of the engine's loop, with these results and a new request for each that has ended; CPU seconds."""
+    def _answer(self) -> list[BatchResult]:
+        """The results of any rank's oldest plan."""
+        rank = self._random.choice([rank for rank, plans in enumerate(self._plans) if plans])
+        batches = self._plans[rank].popleft().batches
+        return [BatchResult(batch.id, rank, 0.0, 0.05, Ranks().run(batch, rank)) for batch in batches]
+
+    async def _turn(self, results: Sequence[BatchResult]) -> float:
+        """CPU seconds of the loop with these results and the requests that are due."""
         answers = [encode(result) for result in results]
-        requests = [encode(next(self._requests)) for _ in range(self._num_ended)]
-        self._num_ended = 0
+        requests = [encode(next(self._requests)) for _ in range(self._num_due)]
+        self._num_due = 0
         start = time.thread_time()
         for payload in answers:
             self._core.mailbox.put_nowait(self._from_worker.decode(payload))
@@ -159,69 +150,32 @@ class Loop:
             self._core.mailbox.put_nowait(self._to_engine.decode(payload))
         await asyncio.sleep(0)  # the engine's task runs until it waits for a message again
         seconds = time.thread_time() - start
-        assert self._core.mailbox.empty(), "the engine's task has ended, or waits for something else"
+        assert self._core.mailbox.empty(), "the engine's task has ended"
         return seconds
-
-    async def run(self, num_nodes: int, profile: cProfile.Profile | None) -> list[tuple[float, int]]:
-        """(CPU seconds, completed nodes) of each turn, until so many nodes have ended; every slot is taken before."""
-        task = asyncio.create_task(self._core.run())
-        await asyncio.sleep(0)
-        await self.turn(())
-        for _ in range(3 * len(self._ranks.plans)):
-            await self.turn(self._ranks.answer(self._random))
-        turns = list[tuple[float, int]]()
-        if profile is not None:
-            profile.enable()
-        while sum(nodes for _, nodes in turns) < num_nodes:
-            results = self._ranks.answer(self._random)
-            turns.append((await self.turn(results), sum(len(result.items) for result in results)))
-        if profile is not None:
-            profile.disable()
-        task.cancel()
-        return turns
 
 
 def _requests() -> Iterator[EngineRequest]:
     """Exact edits of different lengths, so that they do not end together."""
     random = Random(1)
     for edit in make_trace(replace(REFERENCE, num_edits=20_000), 0):
-        rounds = random.choice(STEPS)
         spec = msgspec.structs.replace(edit.spec, is_mask_aware=False)
-        yield msgspec.structs.replace(edit, spec=spec, rounds=(rounds,))
-
-
-def measure(num_ranks: int, num_waiting: int, num_nodes: int, profile: cProfile.Profile | None) -> dict[str, Value]:
-    turns = asyncio.run(Loop(num_ranks, num_waiting).run(num_nodes, profile))
-    by_node = [1e6 * seconds / nodes for seconds, nodes in turns]
-    mean = 1e6 * sum(seconds for seconds, _ in turns) / sum(nodes for _, nodes in turns)
-    return {
-        "benchmark": "scheduler_scale",
-        "ranks": num_ranks,
-        "waiting": num_waiting,
-        "mean_us": mean,
-        "p99_us": percentile(by_node, 0.99),
-    }
+        yield msgspec.structs.replace(edit, spec=spec, rounds=(random.choice(STEPS),))
 
 
 def main(argv: Sequence[str] | None = None) -> None:
     parser = command(__doc__)
     parser.add_argument("--ranks", type=int, nargs="+", default=[16, 64, 256], help="numbers of ranks")
     parser.add_argument("--waiting", type=int, nargs="+", default=[50, 500, 5000], help="numbers of waiting requests")
-    parser.add_argument("--nodes", type=int, default=10_000, help="nodes that are timed in each case")
-    parser.add_argument("--profile", action="store_true", help="show the functions that take longest")
+    parser.add_argument("--nodes", type=int, default=10_000, help="completed nodes that are timed in each case")
     args = parser.parse_args(argv)
-    profile = cProfile.Profile() if args.profile else None
-    results = [
-        measure(num_ranks, num_waiting, args.nodes, profile) for num_ranks in args.ranks for num_waiting in args.waiting
-    ]
-    print("CPU microseconds per completed node")
-    print("ranks  waiting    mean     P99")
-    for result in results:
-        print(f"{result['ranks']:>5}  {result['waiting']:>7}  {result['mean_us']:>6.0f}  {result['p99_us']:>6.0f}")
-    for result in results:
-        print_line(result, args.output)
-    if profile is not None:
-        pstats.Stats(profile).sort_stats("tottime").print_stats(30)
+    rows, result = list[tuple[str, str]](), dict[str, Value]({"benchmark": "scheduler_scale"})
+    for ranks, waiting in ((ranks, waiting) for ranks in args.ranks for waiting in args.waiting):
+        turns = asyncio.run(Loop(ranks, waiting).run(args.nodes))
+        mean = 1e6 * sum(seconds for seconds, _ in turns) / sum(nodes for _, nodes in turns)
+        p99 = percentile([1e6 * seconds / nodes for seconds, nodes in turns], 0.99)
+        rows.append((f"{ranks} ranks, {waiting} waiting", f"mean {mean:4.0f} us, P99 {p99:5.0f} us"))
+        result |= {f"{ranks}_{waiting}_mean_us": mean, f"{ranks}_{waiting}_p99_us": p99}
+    print_report("CPU time per completed node", rows, result, args.output)
 
 
 if __name__ == "__main__":

@@ -110,7 +110,8 @@ class Cluster:
         for engine in self.engines:
             engine.report()
             for template in range(self.scenario.num_templates if self.scenario.is_warm else 0):
-                engine.add_template(prime_template(template))
+                engine.scheduler.add_template(prime_template(template))
+                engine.step()
         self.clock.run()
         self._start_counting()
         for edit in trace:

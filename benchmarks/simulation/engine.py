@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from functools import cache
 from heapq import heappop, heappush
 from itertools import count
@@ -11,7 +11,7 @@ from benchmarks.simulation.durations import Durations, batch_work
 from benchmarks.simulation.ranks import BatchEnded, PlanBegun, RankClocks, RankEvent, TransferEnded
 from core.graph.op import OPS
 from core.handles import TensorKey, TensorRef
-from core.messages.engine import EngineRequest, PartialImage, PrimeTemplate
+from core.messages.engine import EngineRequest, PartialImage
 from core.messages.plan_parts import PAGE_RANK
 from core.messages.worker import (
     Batch,
@@ -96,18 +96,8 @@ class SimulatedEngine:
         self.scheduler.add(request)
         self.step()
 
-    def add_template(self, prime: PrimeTemplate) -> None:
-        """Receive the registration of a template."""
-        self.scheduler.add_template(prime)
-        self.step()
-
-    def abort(self, request_ids: Iterable[str]) -> None:
-        """Receive aborts."""
-        self.scheduler.abort(request_ids)
-        self.step()
-
     def step(self) -> None:
-        """What EngineCore does after each message."""
+        """What EngineCore does after each message. To be called after the scheduler was given one, such as an abort."""
         while (plan := self.scheduler.schedule(self._clock.now)) is not None:
             for event in self.clocks.submit(plan, self._batch_seconds, self._clock.now):
                 self._clock.at(event.when, lambda event=event: self._handle(event))  # type: ignore[misc]

@@ -68,6 +68,10 @@ class Site:
     def _answer(self, item: Item) -> dict[str, object]:
         return answer_of(item, self.scheduler._requests[item.request_id].workflow)
 
+    def abort(self, request_id: str) -> None:
+        self.scheduler.abort([request_id])
+        self.engine.step()
+
     def run(self) -> None:
         for _ in range(1000):  # where all ranks are idle, the policy may draw ranks on which nothing can run
             self.clock.run()
@@ -101,7 +105,7 @@ def test_two_hundred_requests_with_aborts_on_three_ranks() -> None:
         site.clock.at(arrival, lambda request=request: site.engine.add(request))  # type: ignore[misc]
         if random.random() < 0.1:
             leaves = arrival + random.uniform(0.0, 30.0)
-            site.clock.at(leaves, lambda name=str(index): site.engine.abort([name]))  # type: ignore[misc]
+            site.clock.at(leaves, lambda name=str(index): site.abort(name))  # type: ignore[misc]
     site.run()
     terminal = [output.request_id for output in site.outputs if not isinstance(output, PartialImage)]
     assert sorted(terminal, key=int) == [request.request_id for request in requests]
