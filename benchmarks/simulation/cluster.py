@@ -39,7 +39,7 @@ class ReportingEngine(SimulatedEngine):
         scheduler = StepScheduler(config, {MODEL.name: MODEL}, cache=scenario.cache, cost=cost)
         scheduler.learn(machine.samples(MODEL.name))
         if isinstance(cost, FrozenCosts):
-            cost.freeze()
+            cost.is_frozen = True
         super().__init__(clock, scheduler, machine, self._report_changes)
         self._tell = tell
         self._told_counts = (0, 0)

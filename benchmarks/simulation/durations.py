@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from bisect import bisect_left
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 from core.graph.op import OPS
 from core.graph.work import Work
@@ -63,32 +63,15 @@ class LatencyTable:
         return below + (above - below) * (size - low) / (high - low)
 
 
-Kind = Callable[[Batch, Work], str]
-Size = Callable[[Batch, Work], float]
-
-
-def by_op(batch: Batch, work: Work) -> str:
-    """The kind of a batch: the name of its op."""
-    return batch.op
-
-
-def by_items(batch: Batch, work: Work) -> float:
-    """The size of a batch: its number of items."""
-    return len(batch.items)
-
-
-def by_tokens(batch: Batch, work: Work) -> float:
-    """The size of a batch: the tokens that it computes."""
-    return sum(work.queries)
-
-
 @dataclass(frozen=True)
 class TableDurations(Durations):
-    """From a table. kind, size: of a batch in it. transfer, delivery: seconds of each."""
+    """From a table. kind, size: of a batch in it; by default its op and its number of items, `sum(work.queries)` is its
+    number of tokens. transfer, delivery: seconds of each.
+    """
 
     table: LatencyTable
-    kind: Kind = field(default=by_op)
-    size: Size = field(default=by_items)
+    kind: Callable[[Batch, Work], str] = lambda batch, work: batch.op
+    size: Callable[[Batch, Work], float] = lambda batch, work: len(batch.items)
     transfer: float = 0.0
     delivery: float = 0.0
 
@@ -104,18 +87,12 @@ class TableDurations(Durations):
 
 def batch_work(batch: Batch, requests: Mapping[str, EngineRequest], workflows: Mapping[str, Workflow]) -> Work:
     """The size of a batch; nothing for work of the activation cache. requests: all that the engine holds, by id."""
-    of_items = [_item_work(batch, item, requests, workflows) for item in batch.items if item.request_id in requests]
-    return Work(
-        tuple(queries for work in of_items for queries in work.queries),
-        tuple(keys for work in of_items for keys in work.keys),
-    )
+    size, items = OPS[batch.op].size, (item for item in batch.items if item.request_id in requests)
+    return sum((size(_sizes(item, requests[item.request_id], workflows)) for item in items), Work((), ()))
 
 
-def _item_work(
-    batch: Batch, item: Item, requests: Mapping[str, EngineRequest], workflows: Mapping[str, Workflow]
-) -> Work:
-    request = requests[item.request_id]
+def _sizes(item: Item, request: EngineRequest, workflows: Mapping[str, Workflow]) -> NodeSizes:
     canvas = request.spec.canvas(workflows[request.workflow].node(item.node).canvas)
     is_masked = getattr(item.work, "active", None) is not None
     tokens = canvas.num_active_tokens if is_masked else canvas.num_all_tokens
-    return OPS[batch.op].size(NodeSizes(canvas, request.spec.num_rows, tokens))
+    return NodeSizes(canvas, request.spec.num_rows, tokens)

@@ -85,13 +85,8 @@ class FrozenCosts(CostModel):
     takes half of a simulated step.
     """
 
-    def __init__(self) -> None:
-        super().__init__()
-        self._is_frozen = False
+    is_frozen = False
 
     def observe(self, key: CostKey, work: Work, seconds: float) -> None:
-        if not self._is_frozen:
+        if not self.is_frozen:
             super().observe(key, work, seconds)
-
-    def freeze(self) -> None:
-        self._is_frozen = True

@@ -41,7 +41,7 @@ def make_scheduler(num_workers: int = 1, *, is_taught: bool = True) -> StepSched
     scheduler = StepScheduler(config, {"m": MODEL}, num_workers, cost=cost)
     if is_taught:
         scheduler.learn(SAMPLES)
-        cost.freeze()
+        cost.is_frozen = True
     return scheduler
 
 
