@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections import deque
+from collections import OrderedDict, deque
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from random import Random
@@ -20,7 +20,7 @@ from benchmarks.command import command
 from benchmarks.report import Value, percentile, print_report
 from benchmarks.simulation.engine import Ranks
 from benchmarks.simulation.machine import Machine
-from benchmarks.simulation.scenario import MODEL, REFERENCE, make_trace
+from benchmarks.simulation.scenario import MIX, MODEL, make_trace
 from core.config import SchedulerConfig
 from core.graph.workflow import Node
 from core.messages.codec import MessageDecoder, encode
@@ -35,7 +35,6 @@ from core.scheduling.view import View
 from engine.engine_core.engine_core import EngineCore
 
 SLOTS = 4
-STEPS = (8, 20, 28, 50)
 
 
 class LeastWork(SchedulingPolicy):
@@ -44,7 +43,7 @@ class LeastWork(SchedulingPolicy):
     """
 
     def __init__(self, num_ranks: int) -> None:
-        self._waiting: deque[Request] = deque()
+        self._waiting: OrderedDict[str, Request] = OrderedDict()
         self._requests: list[dict[str, Request]] = [{} for _ in range(num_ranks)]  # per rank: id -> request
         self._rank_of: dict[str, int] = {}
         self._work = [0] * num_ranks  # per rank: rounds of all its requests
@@ -52,12 +51,13 @@ class LeastWork(SchedulingPolicy):
         self._changed: set[int] = set()  # ranks
 
     def on_arrival(self, request: Request) -> None:
-        self._waiting.append(request)
+        self._waiting[request.id] = request
 
     def on_result(self, batch: Batch, result: BatchResult) -> None:
         self._changed.update(batch.ranks)
 
     def on_end(self, request_id: str) -> None:
+        self._waiting.pop(request_id, None)
         rank = self._rank_of.pop(request_id, None)
         if rank is not None:
             self._work[rank] -= sum(self._requests[rank].pop(request_id).head.rounds)
@@ -65,9 +65,7 @@ class LeastWork(SchedulingPolicy):
 
     def choose(self, view: View, now: float) -> Sequence[Decision]:
         while self._waiting and self._free:
-            request = self._waiting.popleft()
-            if request.is_live:
-                self._place(request, min(self._free, key=self._work.__getitem__))
+            self._place(self._waiting.popitem(last=False)[1], min(self._free, key=self._work.__getitem__))
         changed, self._changed = self._changed & view.open_ranks, set()
         return [dispatch for rank in sorted(changed) for dispatch in self._dispatches(rank, view)]
 
@@ -112,25 +110,18 @@ class Loop:
     def kill(self, rank: int) -> None:
         raise AssertionError("a fake rank is never late")
 
-    async def run(self, num_nodes: int) -> list[tuple[float, int]]:
-        """(CPU seconds, completed nodes) of turns that complete so many nodes, after some that do not count."""
+    async def run(self, num_turns: int) -> list[tuple[float, int]]:
+        """(CPU seconds, completed nodes) of each turn, after some that do not count."""
         task = asyncio.create_task(self._core.run())
         await asyncio.sleep(0)
         await self._turn(())
-        for _ in range(3 * len(self._plans)):
-            await self._turn(self._answer())
-        turns, left = list[tuple[float, int]](), num_nodes
-        while left > 0:
-            results = self._answer()
-            turns.append((await self._turn(results), sum(len(result.items) for result in results)))
-            left -= turns[-1][1]
+        turns = [await self._turn(self._answer()) for _ in range(3 * len(self._plans) + num_turns)]
         task.cancel()
-        return turns
+        return turns[-num_turns:]
 
     def _emit(self, message: FromEngine) -> None:
         encode(message)
-        assert isinstance(message, EngineOutputs)
-        self._num_due += len(message.outputs)
+        self._num_due += len(message.outputs) if isinstance(message, EngineOutputs) else 0
 
     def _answer(self) -> list[BatchResult]:
         """The results of any rank's oldest plan."""
@@ -138,8 +129,8 @@ class Loop:
         batches = self._plans[rank].popleft().batches
         return [BatchResult(batch.id, rank, 0.0, 0.05, Ranks().run(batch, rank)) for batch in batches]
 
-    async def _turn(self, results: Sequence[BatchResult]) -> float:
-        """CPU seconds of the loop with these results and the requests that are due."""
+    async def _turn(self, results: Sequence[BatchResult]) -> tuple[float, int]:
+        """The loop with these results and the requests that are due."""
         answers = [encode(result) for result in results]
         requests = [encode(next(self._requests)) for _ in range(self._num_due)]
         self._num_due = 0
@@ -151,26 +142,24 @@ class Loop:
         await asyncio.sleep(0)  # the engine's task runs until it waits for a message again
         seconds = time.thread_time() - start
         assert self._core.mailbox.empty(), "the engine's task has ended"
-        return seconds
+        return seconds, sum(len(result.items) for result in results)
 
 
 def _requests() -> Iterator[EngineRequest]:
     """Exact edits of different lengths, so that they do not end together."""
-    random = Random(1)
-    for edit in make_trace(replace(REFERENCE, num_edits=20_000), 0):
-        spec = msgspec.structs.replace(edit.spec, is_mask_aware=False)
-        yield msgspec.structs.replace(edit, spec=spec, rounds=(random.choice(STEPS),))
+    for edit in make_trace(replace(MIX, num_edits=20_000), 0):
+        yield msgspec.structs.replace(edit, spec=msgspec.structs.replace(edit.spec, is_mask_aware=False))
 
 
 def main(argv: Sequence[str] | None = None) -> None:
     parser = command(__doc__)
     parser.add_argument("--ranks", type=int, nargs="+", default=[16, 64, 256], help="numbers of ranks")
     parser.add_argument("--waiting", type=int, nargs="+", default=[50, 500, 5000], help="numbers of waiting requests")
-    parser.add_argument("--nodes", type=int, default=10_000, help="completed nodes that are timed in each case")
+    parser.add_argument("--turns", type=int, default=2500, help="of the loop, timed in each case")
     args = parser.parse_args(argv)
     rows, result = list[tuple[str, str]](), dict[str, Value]({"benchmark": "scheduler_scale"})
     for ranks, waiting in ((ranks, waiting) for ranks in args.ranks for waiting in args.waiting):
-        turns = asyncio.run(Loop(ranks, waiting).run(args.nodes))
+        turns = asyncio.run(Loop(ranks, waiting).run(args.turns))
         mean = 1e6 * sum(seconds for seconds, _ in turns) / sum(nodes for _, nodes in turns)
         p99 = percentile([1e6 * seconds / nodes for seconds, nodes in turns], 0.99)
         rows.append((f"{ranks} ranks, {waiting} waiting", f"mean {mean:4.0f} us, P99 {p99:5.0f} us"))

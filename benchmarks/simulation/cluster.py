@@ -9,11 +9,12 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from functools import partial
 
 import msgspec
 
 from benchmarks.simulation.engine import Clock, SimulatedEngine
-from benchmarks.simulation.machine import FrozenCosts, Machine
+from benchmarks.simulation.machine import FrozenCosts
 from benchmarks.simulation.scenario import MODEL, Scenario, make_trace, prime_template
 from core.config import RouterPolicy, SchedulerConfig
 from core.costs.cost_model import CostModel
@@ -27,20 +28,20 @@ from engine.engine_core.engine_core import REPORT_SECONDS
 
 MESSAGE_SECONDS = 0.0003  # from the router to an engine, and back
 
+Tell = Callable[[LoadReport, tuple[Output, ...]], None]
+
 
 class ReportingEngine(SimulatedEngine):
     """An engine that reports as EngineCore does. tell: takes reports and outputs."""
 
-    def __init__(
-        self, clock: Clock, scenario: Scenario, machine: Machine, tell: Callable[[LoadReport, tuple[Output, ...]], None]
-    ) -> None:
+    def __init__(self, clock: Clock, scenario: Scenario, tell: Tell) -> None:
         config = SchedulerConfig(max_num_seqs=scenario.max_num_seqs)
         cost = CostModel() if scenario.learns else FrozenCosts()
         scheduler = StepScheduler(config, {MODEL.name: MODEL}, cache=scenario.cache, cost=cost)
-        scheduler.learn(machine.samples(MODEL.name))
+        scheduler.learn(scenario.machine.samples(MODEL.name))
         if isinstance(cost, FrozenCosts):
             cost.is_frozen = True
-        super().__init__(clock, scheduler, machine, self._report_changes)
+        super().__init__(clock, scheduler, scenario.machine, self._report_changes)
         self._tell = tell
         self._told_counts = (0, 0)
         self._reports = 0  # sent so far: a timer that finds another number is void
@@ -92,7 +93,8 @@ class Cluster:
     def __post_init__(self) -> None:
         scenario = self.scenario
         self.fleet = Fleet(scenario.num_engines, scenario.max_num_seqs)
-        self.engines = [self._engine(index) for index in range(scenario.num_engines)]
+        tells = (partial(self._tell, index) for index in range(scenario.num_engines))
+        self.engines = [ReportingEngine(self.clock, scenario, tell) for tell in tells]
         self._policy = make_policy(self.policy)
         self._latencies: dict[int, float] = {}
         self._predicted: dict[int, float | None] = {}
@@ -124,11 +126,6 @@ class Cluster:
 
     def note_sent(self, engine: int, edit: EngineRequest) -> None:
         """An edit was sent; for subclasses that record them."""
-
-    def _engine(self, index: int) -> ReportingEngine:
-        return ReportingEngine(
-            self.clock, self.scenario, self.scenario.machine, lambda report, outputs: self._tell(index, report, outputs)
-        )
 
     def _start_counting(self) -> None:
         """Priming beforehand does not count."""

@@ -111,7 +111,7 @@ class SimulatedEngine:
         work = batch_work(batch, self._requests, self.scheduler.workflows)
         return self._durations.batch_seconds(batch, work)
 
-    def _handle(self, event: RankEvent) -> None:
+    def _handle(self, event: RankEvent | PageCopied) -> None:
         match event:
             case PlanBegun():
                 self._ranks.begin(event.plan, event.rank)
@@ -126,6 +126,8 @@ class SimulatedEngine:
             case TransferEnded():
                 self._ranks.export(event.transfer)
                 self.scheduler.apply_transfer(TransferDone(event.transfer.source, event.transfer.ref))
+            case PageCopied():
+                self.scheduler.apply_copy(event)
         self.step()
 
     def _copy(self, copy: PageCopy) -> None:
@@ -134,16 +136,12 @@ class SimulatedEngine:
         end = max(self._clock.now, self._link_free[copy.target]) + seconds
         self._link_free[copy.target] = end
         done = PageCopied(PAGE_RANK, copy.key, copy.nbytes, copy.source, copy.target, True, seconds)
-        self._clock.at(end, lambda: self._finish_copy(done))
-
-    def _finish_copy(self, done: PageCopied) -> None:
-        self.scheduler.apply_copy(done)
-        self.step()
+        self._clock.at(end, lambda: self._handle(done))
 
 
 def _item_result(item: Item, names: Sequence[str], rank: int) -> ItemResult:
     made = tuple(TensorRef(TensorKey(item.request_id, item.node, name, item.version), rank) for name in names)
-    sigmas = ()
+    sigmas: tuple[float, ...] = ()
     if isinstance(item.work, ImageEncode):
         sigmas = _sigmas(item.work.num_inference_steps, item.work.num_denoising_steps)
     return ItemResult(item.request_id, item.node, made, sigmas=sigmas)

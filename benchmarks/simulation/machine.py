@@ -81,9 +81,7 @@ class Machine(Durations):
 
 
 class FrozenCosts(CostModel):
-    """A cost model that stops learning when frozen: a machine that does not drift teaches nothing more, and learning
-    takes half of a simulated step.
-    """
+    """A cost model that stops learning when frozen: a machine that does not drift has nothing more to teach."""
 
     is_frozen = False
 

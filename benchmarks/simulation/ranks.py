@@ -31,7 +31,6 @@ class BatchEnded:
     """All ranks of a batch have done it. seconds: since it started."""
 
     when: float
-    plan: StepPlan
     batch: Batch
     started: float
     seconds: float
@@ -67,7 +66,7 @@ class RankClocks:
             events.append(PlanBegun(self._free_at[rank], part, rank))
         to_send = self._send_what_is_there(plan)
         for batch in plan.batches:
-            events.append(self._run(plan, batch, seconds_of(batch)))
+            events.append(self._run(batch, seconds_of(batch)))
             made = {(item.request_id, item.node) for item in batch.items}
             self._send(each for each in to_send if each.source in batch.ranks and _producer(each) in made)
         for transfer in plan.transfers:
@@ -75,7 +74,7 @@ class RankClocks:
             events.append(TransferEnded(self._free_at[transfer.source], transfer))
         return events
 
-    def _run(self, plan: StepPlan, batch: Batch, seconds: float) -> BatchEnded:
+    def _run(self, batch: Batch, seconds: float) -> BatchEnded:
         started = max(self._free_at[rank] for rank in batch.ranks)
         end, arrived = started + seconds, max(self._take_arrivals(batch), default=0.0)
         if arrived > end:
@@ -83,7 +82,7 @@ class RankClocks:
         for rank in batch.ranks:
             self._free_at[rank] = end
             self.busy_seconds[rank] += seconds
-        return BatchEnded(end, plan, batch, started, seconds)
+        return BatchEnded(end, batch, started, seconds)
 
     def _take_arrivals(self, batch: Batch) -> Iterator[float]:
         """When what is delivered to a batch arrives."""

@@ -9,8 +9,8 @@ from benchmarks.micro.scheduler_scale import SLOTS, Loop
 
 def test_every_rank_has_its_requests_and_the_rest_wait() -> None:
     loop = Loop(6, 20)
-    turns = asyncio.run(loop.run(500))
-    assert 500 <= sum(nodes for _, nodes in turns) < 500 + 4 * SLOTS
+    turns = asyncio.run(loop.run(100))
+    assert len(turns) == 100
     assert max(nodes for _, nodes in turns) >= SLOTS
     assert all(seconds > 0 for seconds, _ in turns)
     scheduler = loop._core._scheduler
