@@ -9,7 +9,7 @@ DEV := $(VENV)/.installed-dev
 BROWSER := tests/browser/node_modules/.installed
 TYPED := core engine model_executor entrypoints benchmarks tools
 ARGS ?=
-BENCHMARKS := bench compare bench-quick bench-serving bench-throughput bench-startup bench-responsiveness bench-edit bench-overload bench-step bench-unet bench-vae bench-cache bench-block-plan bench-cost-model bench-router-decision bench-quality simulate gpu-check soak
+BENCHMARKS := bench compare bench-quick bench-serving bench-throughput bench-startup bench-responsiveness bench-edit bench-overload bench-step bench-unet bench-vae bench-cache bench-block-plan bench-cost-model bench-router-decision bench-scheduler-scale bench-quality simulate gpu-check soak
 
 .DEFAULT_GOAL := help
 .PHONY: $(BENCHMARKS) help serve test test-latest test-browser fuzz lint types format wheel train-embedded train-unet bench-playground calibrate clean
@@ -74,7 +74,8 @@ bench-vae: MODULE := benchmarks.micro.vae_region  ## Decoding the region of an e
 bench-cache: MODULE := benchmarks.micro.cache_policy  ## Cost of the cache manager's bookkeeping, and its hit ratio against LRU and the optimum
 bench-block-plan: MODULE := benchmarks.micro.block_plan  ## A step whose pages come from a slow tier: naive, pipelined, Algorithm 1, ours, ideal
 bench-cost-model: MODULE := benchmarks.micro.cost_model  ## How well the cost model predicts held-out batches
-bench-router-decision: MODULE := benchmarks.micro.router_decision  ## Time of a routing decision, and what router and schedulers cost
+bench-router-decision: MODULE := benchmarks.micro.router_decision  ## Time of a routing decision, and what the router costs
+bench-scheduler-scale: MODULE := benchmarks.micro.scheduler_scale  ## CPU time of an engine's loop with 16 to 256 ranks and up to 5,000 waiting requests
 bench-quality: MODULE := benchmarks.quality  ## SSIM and accuracy of mask-aware edits against exact ones, and what every knob does
 simulate: MODULE := benchmarks.simulation  ## Latency by routing policy on simulated fleets of 8 to 256 engines
 gpu-check: MODULE := benchmarks.gpu  ## On a GPU machine, 10 minutes: correctness, speed and bars, written up as docs/gpu.md

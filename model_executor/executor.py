@@ -25,6 +25,7 @@ from core.ipc.process import ChildProcess, spawn
 from core.ipc.ring import Channel, PeerClosedError
 from core.ipc.shared_array import ArenaFd
 from core.messages.codec import MessageDecoder, encode
+from core.messages.plan_parts import parts_of
 from core.messages.salvage import WithheldItems, readable_result, sendable_plan
 from core.messages.worker import (
     BatchResult,
@@ -107,10 +108,8 @@ class Executor:
 
     def submit(self, plan: StepPlan) -> None:
         """Send each rank its part of the plan, without waiting. A rank that died is reported by `results`, not here."""
-        for worker in self._workers:
-            part = _part_of(plan, worker.rank)
-            if part is not None:
-                self._send(worker, part)
+        for rank, part in parts_of(plan, len(self._workers)).items():
+            self._send(self._workers[rank], part)
 
     def _send(self, worker: _Worker, plan: StepPlan) -> None:
         """Send a plan. If items cannot be encoded, these fail, and the rest is sent."""
@@ -163,24 +162,6 @@ def _ends_of(inboxes: Sequence[tuple[int, int]], rank: int) -> list[int]:
     """What one rank gets of them: its own receiving end, and all sending ends. Copies, as `spawn` closes sockets."""
     ends = [inboxes[rank][0], *(sender for _, sender in inboxes)] if inboxes else []
     return [os.dup(fd) for fd in ends]
-
-
-def _part_of(plan: StepPlan, rank: int) -> StepPlan | None:
-    """The part of a plan for `rank`; None if it is empty. Frees, loads and unloads go to every rank, and to the first
-    one what is to be done once, with files that all ranks share."""
-    part = StepPlan(
-        seq=plan.seq,
-        forget=tuple(each for each in plan.forget if each.rank == rank),
-        delete=plan.delete if rank == 0 else (),
-        copies=tuple(copy for copy in plan.copies if copy.rank == rank),
-        batches=tuple(batch for batch in plan.batches if rank in batch.ranks),
-        transfers=tuple(transfer for transfer in plan.transfers if transfer.source == rank),
-        deliveries=tuple(delivery for delivery in plan.deliveries if delivery.source == rank),
-        free=plan.free,
-        load=plan.load,
-        unload=plan.unload,
-    )
-    return part if part != StepPlan(seq=plan.seq) else None
 
 
 class _Worker:

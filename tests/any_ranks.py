@@ -1,15 +1,33 @@
-"""A scheduling policy for tests that knows no reason."""
+"""A policy for any workflow on any ranks, requests for it, and what their nodes answer."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from random import Random
 
-from core.graph.workflow import Node
+import msgspec
+from fakes import make_edit, with_spec
+from workflows import TOY, Toy
+
+from core.graph.op import OPS
+from core.graph.workflow import Node, Workflow
+from core.messages.engine import EngineRequest
+from core.messages.worker import Item
 from core.scheduling.dispatch import Decision, Dispatch, Fetch
 from core.scheduling.policies.policy import SchedulingPolicy
 from core.scheduling.request import Request
 from core.scheduling.view import View
+
+
+@contextmanager
+def toy_op() -> Iterator[None]:
+    """While the op TOY is registered."""
+    OPS.register(TOY)
+    try:
+        yield
+    finally:
+        OPS.unregister(TOY.name)
 
 
 class AnyRanks(SchedulingPolicy):
@@ -36,3 +54,16 @@ class AnyRanks(SchedulingPolicy):
     def _ranks(self, view: View) -> tuple[int, ...]:
         count = self._random.choice([1, 1, 1, 2, view.num_ranks])
         return tuple(sorted(self._random.sample(range(view.num_ranks), min(count, view.num_ranks))))
+
+
+def in_workflow(name: str, workflow: Workflow, rounds: Sequence[int], previews: int = 0) -> EngineRequest:
+    """A request for a workflow; its name is a number."""
+    edit = make_edit(name, steps=max([2, *rounds]), partial_images=previews)
+    sampling = msgspec.structs.replace(edit.spec.sampling, seed=int(name))
+    edit = with_spec(edit, sampling=sampling)
+    return msgspec.structs.replace(edit, workflow=workflow.name, rounds=tuple(rounds))
+
+
+def answer_of(item: Item) -> dict[str, object]:
+    """What nodes that choose, and nodes of adaptive regions, say: the same for the same request."""
+    return item.work.answer if isinstance(item.work, Toy) else {}

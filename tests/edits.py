@@ -11,7 +11,7 @@ import numpy.typing as npt
 from core.graph.op import OpWork
 from core.handles import ArrayRef, ModelKey, TensorKey, TensorRef
 from core.ipc.shared_array import Arena, ArenaAllocator, carve
-from core.messages.worker import Batch, Item, StepPlan
+from core.messages.worker import Batch, Free, Item, StepPlan
 from core.sampling_params import SamplingParams
 from core.scheduling.ops.decode import Decode
 from core.scheduling.ops.denoise import Denoise
@@ -124,7 +124,8 @@ class Edit:
         last = latents or TensorRef(self.state_key("latents", self.num_steps), 0)
         item = Item(self.request_id, "decode", work, (last,))
         batch = self._batch("decode", "vae", [item], rank)
-        return StepPlan(seq=next(_numbers), batches=(batch,), free=(TensorKey(self.request_id, "", ""),))
+        free = Free(TensorKey(self.request_id, "", ""), tuple({0, rank}))
+        return StepPlan(seq=next(_numbers), batches=(batch,), free=(free,))
 
     @staticmethod
     def denoise_batch(edits: Sequence[Edit], steps: Mapping[Edit, int]) -> Batch:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Container, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 
 import msgspec
@@ -16,6 +16,7 @@ from core.messages.engine import Canvas, EditSpec, EngineRequest
 from core.messages.worker import (
     Batch,
     BatchResult,
+    Delivery,
     Item,
     ItemResult,
     PageCopied,
@@ -216,6 +217,8 @@ class FakeWorkers:
     results: list[list[BatchResult | TransferDone]] = field(default_factory=list)  # per rank: of these
     # Per rank: values sent to it, with their digests; None: it was not made.
     delivered: list[list[tuple[TensorKey, int | None]]] = field(default_factory=list)
+    # Per rank: what it is to send when a batch of its plan has made it.
+    to_deliver: list[list[Delivery]] = field(default_factory=list)
     # Per rank: the values that it has, each with a digest of all that it was made from.
     stored: list[dict[TensorKey, int]] = field(default_factory=list)
     made: dict[tuple[str, str], int] = field(default_factory=dict)  # (request id, node) -> digest of its last run
@@ -238,6 +241,7 @@ class FakeWorkers:
         self.num_run = [None] * self.num_ranks
         self.results = [[] for _ in range(self.num_ranks)]
         self.delivered = [[] for _ in range(self.num_ranks)]
+        self.to_deliver = [[] for _ in range(self.num_ranks)]
         self.stored = [{} for _ in range(self.num_ranks)]
 
     def submit(self, plan: StepPlan) -> None:
@@ -251,17 +255,17 @@ class FakeWorkers:
         if not self.queues[rank]:
             return []
         plan = self.queues[rank][0]
-        mine = [batch for batch in plan.batches if rank in batch.ranks]
         if self.num_run[rank] is None:
-            self._begin_plan(plan, rank, mine)
+            self.begin(plan, rank)
+            self.num_run[rank] = 0
         results = self.results[rank]
+        mine = [batch for batch in plan.batches if rank in batch.ranks]
         for batch in mine[self.num_run[rank] or 0 :]:
-            if not self._has_deferred(batch, rank):
+            if not self.has_deferred(batch, rank):
                 return []
-            results.append(self._run_batch(batch, rank))
+            results.append(self.run(batch, rank))
             self.num_run[rank] = (self.num_run[rank] or 0) + 1
-            self._deliver(plan, rank, {(item.request_id, item.node, item.version) for item in batch.items})
-        results += [self._run_transfer(transfer) for transfer in plan.transfers if transfer.source == rank]
+        results += [self.export(transfer) for transfer in plan.transfers if transfer.source == rank]
         self.queues[rank].popleft()
         self.num_run[rank], self.results[rank] = None, []
         return results
@@ -270,44 +274,63 @@ class FakeWorkers:
         """Steps that a request has done, of its node `denoise`."""
         return len(self.steps.get(request_id, {}).get("denoise", ()))
 
-    def _begin_plan(self, plan: StepPlan, rank: int, batches: list[Batch]) -> None:
-        self.num_run[rank] = 0
-        for key in plan.free:
-            self._free(key, rank)
+    def begin(self, plan: StepPlan, rank: int) -> None:
+        """Do what comes before a plan's batches."""
+        for free in plan.free:
+            if rank in free.ranks:
+                self._free(free.key, rank)
         for gone in plan.forget:
             if gone.rank == rank:
                 self.pages.forget(gone)
         self.pages.copies += [copy for copy in plan.copies if copy.rank == rank]
         if rank == 0:
             self.pages.files -= {key for key in self.pages.files for gone in plan.delete if key.startswith(gone)}
-        to_come = {(item.request_id, item.node, item.version) for batch in batches for item in batch.items}
-        there = {(each.key.request_id, each.key.node, each.key.version) for each in plan.deliveries} - to_come
-        self._deliver(plan, rank, there)
-
-    def _deliver(self, plan: StepPlan, rank: int, made: Container[tuple[str, str, int]]) -> None:
-        """Send what other ranks wait for, or that it was not made."""
+        mine = [batch for batch in plan.batches if rank in batch.ranks]
+        to_come = {run for batch in mine for run in _runs(batch)}
         for each in plan.deliveries:
-            if each.source == rank and (each.key.request_id, each.key.node, each.key.version) in made:
-                self.delivered[each.target].append((each.key, self.stored[rank].get(each.key)))
+            if each.source == rank and _run_of(each) in to_come:
+                self.to_deliver[rank].append(each)
+            elif each.source == rank:
+                self._deliver(each)
 
-    def _has_deferred(self, batch: Batch, rank: int) -> bool:
-        """Take what was sent for a batch; False if something has not come yet."""
-        refs = [ref for item in batch.items for ref in item.inputs if ref.is_deferred]
-        wanted = [ref.key for ref in refs if ref.rank != rank]
+    def _deliver(self, each: Delivery) -> None:
+        """Send what another rank waits for, or that it was not made."""
+        self.delivered[each.target].append((each.key, self.stored[each.source].get(each.key)))
+
+    def has_deferred(self, batch: Batch, rank: int) -> bool:
+        """Whether all that other ranks send for a batch has come."""
+        wanted = _awaited(batch, rank)
         came = [key for key, _ in self.delivered[rank]]
-        if any(wanted.count(key) > came.count(key) for key in wanted):
-            return False
-        for key in wanted:
+        return all(wanted.count(key) <= came.count(key) for key in wanted)
+
+    def run(self, batch: Batch, rank: int) -> BatchResult:
+        """Run a rank's part of a batch, for which all has come, and send what it has made to ranks that wait for it."""
+        self._take_deferred(batch, rank)
+        result = self._run_batch(batch, rank)
+        made = set(_runs(batch))
+        mine = [each for each in self.to_deliver[rank] if _run_of(each) in made]
+        for each in mine:
+            self.to_deliver[rank].remove(each)
+            self._deliver(each)
+        return result
+
+    def _take_deferred(self, batch: Batch, rank: int) -> None:
+        for key in _awaited(batch, rank):
             _, digest = self.delivered[rank].pop([each for each, _ in self.delivered[rank]].index(key))
             if digest is not None:
                 self.stored[rank][key] = digest
-        return True
 
-    def _run_transfer(self, transfer: Transfer) -> TransferDone:
+    def export(self, transfer: Transfer) -> TransferDone:
+        """Write a value to shared memory."""
         assert transfer.ref.key in self.stored[transfer.source], "a value is moved from a rank that has none"
         assert transfer.ref.handle is not None
         self.moved[transfer.ref.handle.offset] = transfer.ref.key, self.stored[transfer.source][transfer.ref.key]
         return TransferDone(rank=transfer.source, ref=transfer.ref)
+
+    def check_is_empty(self) -> None:
+        """Raise AssertionError if a value or a delivery is left."""
+        assert not any(self.stored), "values are left"
+        assert not any(self.delivered), "deliveries are left"
 
     def _free(self, key: TensorKey, rank: int) -> None:
         if key.node:
@@ -405,3 +428,17 @@ class FakeWorkers:
             case Denoise(pages=span) if span is not None:
                 return any(entry is not None and self.pages.is_lost(entry, rank) for entry in (span.near, span.far))
         return False
+
+
+def _runs(batch: Batch) -> list[tuple[str, str, int]]:
+    return [(item.request_id, item.node, item.version) for item in batch.items]
+
+
+def _run_of(delivery: Delivery) -> tuple[str, str, int]:
+    return delivery.key.request_id, delivery.key.node, delivery.key.version
+
+
+def _awaited(batch: Batch, rank: int) -> list[TensorKey]:
+    """The values that other ranks send this one for a batch."""
+    refs = [ref for item in batch.items for ref in item.inputs if ref.is_deferred]
+    return [ref.key for ref in refs if ref.rank != rank]

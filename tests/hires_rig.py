@@ -17,7 +17,7 @@ from torch import Tensor
 
 from core.handles import ArrayRef, TensorRef
 from core.messages.image_processor import PrepareImages
-from core.messages.worker import StepPlan
+from core.messages.worker import Free, StepPlan
 from engine.images import image_ops
 
 NOWHERE = ArrayRef(0, 0, (0,), "uint8")
@@ -54,7 +54,7 @@ class HiresEdit:
         first, final, rig = self.first, self.final, self._rig
         for plan in (first.encode_plan(), *map(first.denoise_plan, range(first.num_steps)), final.upscale_plan(first)):
             rig.do(plan)
-        rig.do(StepPlan(seq=0, batches=(), free=(first.key("", ""),)))
+        rig.do(StepPlan(seq=0, batches=(), free=(Free(first.key("", ""), (0,)),)))
         start = TensorRef(final.key("upscale", "latents"), 0)
         rig.do(final.encode_plan(start=start))
         for plan in (*map(final.denoise_plan, range(final.num_steps)), final.decode_plan()):

@@ -72,8 +72,8 @@ class Rig:
 
     def do(self, plan: StepPlan) -> list[BatchResult]:
         results = [self.runner.run(batch) for batch in plan.batches]
-        for key in plan.free:
-            self.store.free(key)
+        for free in plan.free:
+            self.store.free(free.key)
         assert [item.failure for result in results for item in result.items if item.failure] == []
         return results
 

@@ -90,8 +90,8 @@ class LocalEngine:
         """One iteration of the engine; returns the batches that ran."""
         plan = self.scheduler.schedule(time.monotonic())
         if plan is not None:
-            for key in plan.free:
-                self._tensors.free(key)
+            for free in plan.free:
+                self._tensors.free(free.key)
             self._pages.forget(each.key for each in plan.forget)
             for copy in plan.copies:
                 self._pages.start(copy)

@@ -21,7 +21,7 @@ import numpy as np
 
 from benchmarks.command import command
 from benchmarks.report import Value, percentile, print_report
-from benchmarks.simulation.cluster import item_results
+from benchmarks.simulation.engine import Ranks
 from benchmarks.simulation.machine import Machine
 from benchmarks.simulation.scenario import MODEL, REFERENCE, make_trace
 from benchmarks.turns import in_turns, timed
@@ -84,7 +84,7 @@ def _one_step(scheduler: StepScheduler, channel: Channel) -> tuple[float, bool, 
     assert plan is not None
     channel.send(encode(plan))
     received = _PLAN.decode(channel.recv())
-    results = [BatchResult(b.id, b.ranks[0], 0.0, 0.05, item_results(b)) for b in received.batches]
+    results = [BatchResult(b.id, b.ranks[0], 0.0, 0.05, Ranks().run(b, b.ranks[0])) for b in received.batches]
     for result in msgspec.msgpack.decode(msgspec.msgpack.encode(results), type=list[BatchResult]):
         scheduler.apply(result)
     outputs = scheduler.take_outputs()

@@ -1,8 +1,7 @@
-"""What routing costs: time of a decision, and processor time of router and schedulers against an engine's.
+"""What routing costs: time of a decision, and processor time of the router against an engine's.
 
 A simulated fleet runs once, and its router's inputs are recorded: load reports and edits with their times. The
-recording is then replayed to a new Fleet and policy. The schedulers' share is bounded from above by all processor time
-of the simulation.
+recording is then replayed to a new Fleet and policy. Schedulers are measured by `benchmarks.micro.scheduler_scale`.
 """
 
 from __future__ import annotations
@@ -15,7 +14,7 @@ from typing import get_args
 
 from benchmarks.command import command
 from benchmarks.report import percentile, print_report
-from benchmarks.simulation.cluster import Cluster, Outcome
+from benchmarks.simulation.cluster import Cluster
 from benchmarks.simulation.scenario import MODEL, SCENARIOS, Scenario
 from core.config import RouterPolicy
 from core.costs.load_report import LoadReport
@@ -43,23 +42,10 @@ class Recorder(Cluster):
         self.events.append((self.clock.now, engine, edit))
 
 
-def record(scenario: str) -> tuple[Recorder, Outcome, float]:
-    """The recording, its outcome, and the processor seconds it took."""
-    cluster = Recorder(SCENARIOS[scenario], "mask-aware", seed=0)
-    start = time.process_time()
-    outcome = cluster.run()
-    return cluster, outcome, time.process_time() - start
-
-
-def decision_times(events: list[Event], scenario: Scenario, policy: RouterPolicy) -> list[float]:
-    """Seconds of each decision, the least of REPEATS runs, without what other processes took."""
-    runs = [replay(events, scenario, policy)[0] for _ in range(REPEATS)]
-    return [min(times) for times in zip(*runs, strict=True)]
-
-
-def router_seconds(events: list[Event], scenario: Scenario) -> float:
-    """Processor seconds of all that the router does, the least of REPEATS runs."""
-    return min(replay(events, scenario, "mask-aware")[1] for _ in range(REPEATS))
+def least(events: list[Event], scenario: Scenario, policy: RouterPolicy) -> tuple[list[float], float]:
+    """As `replay`, the least of REPEATS runs, without what other processes took."""
+    times, seconds = zip(*(replay(events, scenario, policy) for _ in range(REPEATS)), strict=True)
+    return [min(of_one) for of_one in zip(*times, strict=True)], min(seconds)
 
 
 def replay(events: list[Event], scenario: Scenario, policy: RouterPolicy) -> tuple[list[float], float]:
@@ -82,23 +68,19 @@ def replay(events: list[Event], scenario: Scenario, policy: RouterPolicy) -> tup
 
 def measure(scenario: str, output: Path | None) -> None:
     setting = SCENARIOS[scenario]
-    cluster, outcome, all_seconds = record(scenario)
+    cluster = Recorder(setting, "mask-aware", seed=0)
+    outcome = cluster.run()
     rows, result = [], dict[str, float | str](benchmark="router_decision", scenario=scenario)
+    seconds = dict[RouterPolicy, float]()
     for policy in get_args(RouterPolicy):
-        times = decision_times(cluster.events, setting, policy)
+        times, seconds[policy] = least(cluster.events, setting, policy)
         median, p99 = statistics.median(times) * 1e6, percentile(times, 0.99) * 1e6
         rows.append((f"decision, {policy}", f"median {median:.0f} us, P99 {p99:.0f} us"))
         result |= {f"{policy}_median_us": median, f"{policy}_p99_us": p99}
-    busy = statistics.mean(outcome.busy_seconds)
-    router = router_seconds(cluster.events, setting) / busy
-    scheduler = all_seconds / sum(outcome.busy_seconds)
-    rows += [
-        ("reports, edits", f"{len(cluster.events)} events"),
-        ("router", f"{router:.2%} of one engine's busy time"),
-        ("scheduler, at most", f"{scheduler:.2%} of its engine's busy time"),
-    ]
-    result |= {"router_share": router, "scheduler_share_bound": scheduler}
-    print_report(f"{scenario}: {setting.num_engines} engines", rows, result, output)
+    router = seconds["mask-aware"] / statistics.mean(outcome.busy_seconds)
+    rows.append(("reports, edits", f"{len(cluster.events)} events"))
+    rows.append(("router", f"{router:.2%} of one engine's busy time"))
+    print_report(f"{scenario}: {setting.num_engines} engines", rows, result | {"router_share": router}, output)
 
 
 def main(argv: Sequence[str] | None = None) -> None:

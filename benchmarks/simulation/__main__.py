@@ -81,13 +81,9 @@ def _row(policy: RouterPolicy, runs: Sequence[Run]) -> str:
     mine = [run for run in runs if run.policy == policy]
     ratios = [best[run.seed] / run.p95 - 1 for run in mine if run.seed in best]
     against = f"{statistics.mean(ratios):+.1%} ({min(ratios):+.1%} .. {max(ratios):+.1%})" if ratios else ""
-    columns = ([getattr(run, name) for run in mine] for name in ("mean", "p50", "p95", "p99"))
-    return f"{_columns(policy, *columns)}  {against}"
-
-
-def _columns(name: str, mean: Sequence[float], p50: Sequence[float], p95: Sequence[float], p99: Sequence[float]) -> str:
-    middle, last = statistics.mean(p50), statistics.mean(p99)
-    return f"{name:<16} {_spread(mean)}  {middle:5.2f}  {_spread(p95)}  {last:5.2f}"
+    middle, last = statistics.mean(run.p50 for run in mine), statistics.mean(run.p99 for run in mine)
+    mean, p95 = _spread([run.mean for run in mine]), _spread([run.p95 for run in mine])
+    return f"{policy:<16} {mean}  {middle:5.2f}  {p95}  {last:5.2f}  {against}"
 
 
 def _spread(values: Sequence[float]) -> str:

@@ -5,12 +5,12 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass
 
+from benchmarks.simulation.durations import Durations
 from core.costs.cost_model import CostKey, CostModel
 from core.graph.op import OPS
 from core.graph.work import Work
 from core.handles import ModelKey
-from core.messages.engine import EngineRequest
-from core.messages.worker import Batch, CostSample, Item, PageCopy
+from core.messages.worker import Batch, CostSample, PageCopy
 from core.page_scheme import PageLayout, PageScheme
 from core.scheduling.ops.denoise import Denoise
 from core.scheduling.ops.prime import Prime
@@ -30,7 +30,7 @@ SCHEME = PageScheme(
 
 
 @dataclass(frozen=True)
-class Machine:
+class Machine(Durations):
     """Times in seconds. speed: 2.0 halves all times except copies. copy_bytes_per_second: host to device, and back."""
 
     step: float = 0.006
@@ -41,13 +41,12 @@ class Machine:
     copy_bytes_per_second: float = 25e9
     speed: float = 1.0
 
-    def batch_seconds(self, batch: Batch, edits: dict[str, EngineRequest]) -> float:
-        """edits: those that the engine holds, by id."""
-        work = batch.items[0].work
-        if isinstance(work, Denoise):
-            return self.step_seconds(sum(_step_tokens(item, edits) for item in batch.items))
-        if isinstance(work, Prime):
-            share = (work.blocks[1] - work.blocks[0]) / SCHEME.layout.num_blocks
+    def batch_seconds(self, batch: Batch, work: Work) -> float:
+        first = batch.items[0].work
+        if isinstance(first, Denoise):
+            return self.step_seconds(sum(work.queries))
+        if isinstance(first, Prime):
+            share = (first.blocks[1] - first.blocks[0]) / SCHEME.layout.num_blocks
             return share * self.step_seconds(len(batch.items) * (IMAGE_TOKENS + TEXT_TOKENS))
         return self._alone(OPS[batch.op].cost_name) * len(batch.items)
 
@@ -81,23 +80,11 @@ class Machine:
         return CostSample(ModelKey(model, OPS[op].component), op, work, seconds)
 
 
-def _step_tokens(item: Item, edits: dict[str, EngineRequest]) -> int:
-    is_exact = isinstance(item.work, Denoise) and item.work.active is None
-    return TEXT_TOKENS + (IMAGE_TOKENS if is_exact else edits[item.request_id].spec.active.size)
-
-
 class FrozenCosts(CostModel):
-    """A cost model that stops learning when frozen: a machine that does not drift teaches nothing more, and learning
-    takes half of a simulated step.
-    """
+    """A cost model that stops learning when frozen: a machine that does not drift has nothing more to teach."""
 
-    def __init__(self) -> None:
-        super().__init__()
-        self._is_frozen = False
+    is_frozen = False
 
     def observe(self, key: CostKey, work: Work, seconds: float) -> None:
-        if not self._is_frozen:
+        if not self.is_frozen:
             super().observe(key, work, seconds)
-
-    def freeze(self) -> None:
-        self._is_frozen = True

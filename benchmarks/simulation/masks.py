@@ -49,10 +49,4 @@ def tryon(random: np.random.Generator, number: int) -> Ratios:
     return random.beta(3.7, 6.9, number).clip(1e-4, 1.0)
 
 
-MASKS: dict[str, Draw] = {
-    "whole": whole,
-    "reference": reference,
-    "production": production,
-    "public": public,
-    "tryon": tryon,
-}
+MASKS: dict[str, Draw] = {draw.__name__: draw for draw in (whole, reference, production, public, tryon)}

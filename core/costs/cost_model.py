@@ -94,6 +94,7 @@ class Line:
         self._normal: Vector = np.zeros((size, size))
         self._moment: Vector = np.zeros(size)
         self._coefficients: Vector = np.zeros(size)
+        self._listed = (0.0,) * size
         self._num_unsolved = 0  # observations since the coefficients were solved
         self._num_observed = 0
         self._spread = 1.0  # usual deviation, relative to what was expected
@@ -122,7 +123,13 @@ class Line:
         if self._num_unsolved > min(MOST_UNSOLVED, self._num_observed // FEW):
             self._coefficients = _solve_non_negative(self._normal, self._moment, self._coefficients)
             self._num_unsolved = 0
+            self._listed = tuple(self._coefficients.tolist())
         return self._coefficients
+
+    def listed(self) -> tuple[float, ...]:
+        """`coefficients` as plain numbers."""
+        self.coefficients()
+        return self._listed
 
     def predict(self, features: Vector) -> float:
         """Seconds; 0 before the first observation."""
@@ -176,7 +183,7 @@ class CostModel:
     def coefficients(self, key: CostKey) -> tuple[float, ...]:
         """Seconds per feature of FEATURES; zeros if this kind was never observed."""
         line = self._lines.get(key)
-        return tuple(line.coefficients().tolist()) if line else (0.0,) * len(FEATURES)
+        return line.listed() if line else (0.0,) * len(FEATURES)
 
     def lines(self) -> dict[CostKey, tuple[float, ...]]:
         """The seconds per feature of every kind of work observed."""

@@ -64,6 +64,13 @@ class Delivery(msgspec.Struct, frozen=True):
     target: int
 
 
+class Free(msgspec.Struct, frozen=True):
+    """Drop a value that no later batch reads from the ranks that may have it; "" as node and name: all of a request."""
+
+    key: TensorKey
+    ranks: tuple[int, ...]
+
+
 class PageCopy(msgspec.Struct, frozen=True):
     """Copy an entry's pages from one tier to the next, block after block, in parallel with computing."""
 
@@ -85,7 +92,8 @@ class PageForget(msgspec.Struct, frozen=True):
 
 class StepPlan(Message, frozen=True):
     """What one rank does next: free, load, forget, delete, copies, batches, transfers, unload, in this order; each
-    delivery as soon as its value is there. Made by the StepScheduler.
+    delivery as soon as its value is there. Made by the StepScheduler for all ranks at once; `core.messages.plan_parts`
+    gives each its part.
     """
 
     seq: int
@@ -97,7 +105,7 @@ class StepPlan(Message, frozen=True):
     batches: tuple[Batch, ...] = ()
     transfers: tuple[Transfer, ...] = ()
     deliveries: tuple[Delivery, ...] = ()  # of values that this rank has, or that its batches make
-    free: tuple[TensorKey, ...] = ()  # values that no later batch reads; "" as node and name: all of a request
+    free: tuple[Free, ...] = ()
     # Models.
     load: tuple[ModelKey, ...] = ()
     unload: tuple[ModelKey, ...] = ()

@@ -71,18 +71,26 @@ def _failed(item: ItemResult, failure: Failure | None) -> ItemResult:
 class InFlight:
     """Batches and transfers that ranks have, and the plans that they belong to. Owned by one scheduler."""
 
-    def __init__(self, num_ranks: int) -> None:
+    def __init__(self, num_ranks: int, max_plans: int = 1, max_seconds: float = 0.0) -> None:
+        """max_plans, max_seconds: a busy rank is nearly idle while it has fewer plans, and is predicted to be done with
+        them in less time.
+        """
+        self._max_plans = max_plans
+        self._max_seconds = max_seconds
         self._flights: dict[int, Flight] = {}  # batch id -> flight
         self._awaited: list[dict[int, int]] = [{} for _ in range(num_ranks)]  # per rank: plan seq -> answers awaited
         self._seconds = [0.0] * num_ranks  # per rank: predicted seconds of the batches that it has
         self._plan_of: dict[tuple[int, int | TensorKey], int] = {}  # (rank, batch id or tensor under transfer) -> seq
+        # Kept at every change, as there may be many ranks.
+        self._idle = set(range(num_ranks))
+        self._nearly_idle: set[int] = set()
 
     def send(self, seq: int, flight: Flight) -> None:
         """Note a batch that is sent with plan `seq`. All that one rank gets of a plan counts as one plan of it."""
         self._flights[flight.batch.id] = flight
         for rank in flight.batch.ranks:
-            self._await(seq, rank, flight.batch.id)
             self._seconds[rank] += flight.predicted or UNKNOWN_SECONDS
+            self._await(seq, rank, flight.batch.id)
 
     def send_transfers(self, seq: int, transfers: Iterable[Transfer]) -> None:
         """Note transfers that are sent with plan `seq`."""
@@ -94,16 +102,17 @@ class InFlight:
         of the same rank, raise KeyError.
         """
         flight = self._flights[result.batch_id]
-        self._forget(result.batch_id, result.rank)
-        flight.answers[result.rank] = result
+        seq = self._plan_of.pop((result.rank, result.batch_id))
         self._seconds[result.rank] -= flight.predicted or UNKNOWN_SECONDS
+        self._forget(seq, result.rank)
+        flight.answers[result.rank] = result
         if flight.is_complete:
             del self._flights[result.batch_id]
         return flight
 
     def land_transfer(self, done: TransferDone) -> None:
         """Note that a transfer is done."""
-        self._forget(done.ref.key, done.rank)
+        self._forget(self._plan_of.pop((done.rank, done.ref.key)), done.rank)
 
     def clear(self) -> None:
         """Forget everything: the workers are gone and no answer will come."""
@@ -111,28 +120,35 @@ class InFlight:
         self._plan_of.clear()
         self._awaited = [{} for _ in self._awaited]
         self._seconds = [0.0] * len(self._seconds)
+        self._idle, self._nearly_idle = set(range(len(self._seconds))), set()
 
     @property
     def flights(self) -> Sequence[Flight]:
         return tuple(self._flights.values())
 
-    def busy_ranks(self) -> dict[int, float]:
-        """Ranks with unanswered plans, ascending -> predicted seconds of the work that they have."""
-        return {rank: self._seconds[rank] for rank, plans in enumerate(self._awaited) if plans}
+    def busy_ranks(self, ranks: Iterable[int]) -> dict[int, float]:
+        """Those of these ranks that have unanswered plans -> predicted seconds of the work that they have."""
+        return {rank: self._seconds[rank] for rank in ranks if rank not in self._idle}
 
-    def idle_ranks(self) -> set[int]:
+    @property
+    def has_busy(self) -> bool:
+        """Whether any rank has work."""
+        return len(self._idle) < len(self._awaited)
+
+    @property
+    def idle_ranks(self) -> frozenset[int]:
         """Ranks that have no work."""
-        return {rank for rank, plans in enumerate(self._awaited) if not plans}
+        return frozenset(self._idle)
 
-    def nearly_idle_ranks(self, max_plans: int, max_seconds: float) -> set[int]:
-        """Busy ranks with fewer than `max_plans` unanswered plans, predicted to be done within `max_seconds`."""
-        busy = self.busy_ranks()
-        return {
-            rank for rank, seconds in busy.items() if len(self._awaited[rank]) < max_plans and seconds < max_seconds
-        }
+    @property
+    def nearly_idle_ranks(self) -> frozenset[int]:
+        """Busy ranks with little work, see `__init__`."""
+        return frozenset(self._nearly_idle)
 
     def check_integrity(self, num_transfers: int) -> None:
         """Raise AssertionError unless all counts agree."""
+        assert self._idle == {rank for rank, plans in enumerate(self._awaited) if not plans}
+        assert self._nearly_idle == {rank for rank in range(len(self._awaited)) if self._is_nearly_idle(rank)}
         awaited = sum(sum(plans.values()) for plans in self._awaited)
         assert awaited == len(self._plan_of)
         assert awaited == sum(len(flight.waits_for) for flight in self._flights.values()) + num_transfers
@@ -141,9 +157,19 @@ class InFlight:
         plans = self._awaited[rank]
         plans[seq] = plans.get(seq, 0) + 1
         self._plan_of[rank, what] = seq
+        self._note_load(rank)
 
-    def _forget(self, what: int | TensorKey, rank: int) -> None:
-        plans, seq = self._awaited[rank], self._plan_of.pop((rank, what))
+    def _forget(self, seq: int, rank: int) -> None:
+        """Note one more answer to a plan."""
+        plans = self._awaited[rank]
         plans[seq] -= 1
         if not plans[seq]:
             del plans[seq]
+        self._note_load(rank)
+
+    def _note_load(self, rank: int) -> None:
+        (self._idle.discard if self._awaited[rank] else self._idle.add)(rank)
+        (self._nearly_idle.add if self._is_nearly_idle(rank) else self._nearly_idle.discard)(rank)
+
+    def _is_nearly_idle(self, rank: int) -> bool:
+        return 0 < len(self._awaited[rank]) < self._max_plans and self._seconds[rank] < self._max_seconds

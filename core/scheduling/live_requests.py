@@ -20,7 +20,9 @@ class LiveRequests:
         self._claims: dict[str, Claim[Request]] = {}  # request id -> its claim
         self._queue: FairQueue[Request] = FairQueue()  # of these claims
         self._order: _Taken | None = None  # the queue's; None: it has changed since
-        self._running: dict[str, Request] = {}  # id -> request, from `begin` until `remove`
+        self._running: dict[str, Request] = {}  # id -> request, from `begin` until `end`
+        self._pending: set[str] = set()  # ids of requests with a preview that is pending
+        self._moved: dict[str, Request] = {}  # id -> request, with other progress or status since they were taken last
         self._num_due = 0  # requests with a due time
         self._changes: list[QueueChange] = []  # since they were taken last
 
@@ -46,14 +48,25 @@ class LiveRequests:
 
     def end(self, request_id: str) -> None:
         """Note that a request has ended before its terminal output can be made."""
-        if request_id not in self._running:
+        running = self._running.pop(request_id, None)
+        if running is None:
             self._changes.append(Ended(request_id))
+        else:
+            self._moved[request_id] = running
+
+    def note_progress(self, request: Request) -> None:
+        """Note that something of a request was sent or answered; of one that was removed because of it, nothing."""
+        if request.id in self._claims:
+            self._moved[request.id] = request
+            (self._pending.add if request.progress.pending else self._pending.discard)(request.id)
 
     def remove(self, request_id: str) -> None:
         """Remove a request whose terminal output is made."""
         claim = self._claims.pop(request_id)
         self._queue.remove(claim)
         self._running.pop(request_id, None)
+        self._pending.discard(request_id)
+        self._moved[request_id] = claim.item
         self._changes.append(Left(request_id))
         self._num_due -= due(claim.item.head) is not None
         self._order = None
@@ -87,23 +100,28 @@ class LiveRequests:
         return (request for request in self.in_order() if request.is_live)
 
     @property
-    def begun(self) -> Iterable[Request]:
-        """Requests that a worker was given, ended ones included, in the order in which they began."""
-        return self._running.values()
+    def running(self) -> list[Request]:
+        """Requests that a worker was given and that have not ended, in the order in which they began."""
+        return list(self._running.values())
 
     @property
-    def running(self) -> list[Request]:
-        """Those of `begun` that have not ended."""
-        return [request for request in self._running.values() if request.status is Status.RUNNING]
+    def has_pending_previews(self) -> bool:
+        """Whether a preview of any request is being prepared, or runs."""
+        return bool(self._pending)
 
     def running_in_order(self) -> Iterator[Request]:
         """The same, the most urgent first."""
-        return islice((request for request in self.live() if request.status is Status.RUNNING), len(self.running))
+        return islice((request for request in self.live() if request.status is Status.RUNNING), len(self._running))
 
     def take_changes(self) -> tuple[QueueChange, ...]:
         """What has happened to the queue since the last call, in order."""
         changes, self._changes = tuple(self._changes), []
         return changes
+
+    def take_moved(self) -> list[Request]:
+        """Requests that were sent, answered, ended or removed since the last call."""
+        moved, self._moved = list(self._moved.values()), {}
+        return moved
 
     @property
     def has_due(self) -> bool:
@@ -112,14 +130,15 @@ class LiveRequests:
 
     def check_integrity(self) -> None:
         """Raise AssertionError unless all that is kept beside the queue agrees with it."""
-        assert set(self._running) == {name for name, claim in self._claims.items() if claim.has_begun}
+        assert set(self._running) == {request.id for request in self if request.status is Status.RUNNING}
+        assert self._pending == {request.id for request in self if request.progress.pending}
         assert self._num_due == sum(due(claim.item.head) is not None for claim in self._claims.values())
         assert list(self.in_order()) == list(self._queue.in_order())
 
     @property
     def counts(self) -> tuple[int, int]:
         """(running, waiting) requests."""
-        num_running = len(self.running)
+        num_running = len(self._running)
         return num_running, len(self) - num_running
 
 

@@ -25,10 +25,15 @@ class Predictor:
     def __init__(self, cost: CostModel, models: Mapping[str, ModelInfo]) -> None:
         self.cost = cost
         self._models = models
+        self._keys: dict[tuple[str, str, int], CostKey] = {}  # (model, op, degree) -> key
 
     def key(self, model: str, op: Op, degree: int = 1) -> CostKey:
         """The key of an op of a model in the cost model. degree: number of ranks that compute it together."""
-        return CostKey(ModelKey(model, op.component), op.cost_name, self._models[model].device, degree)
+        found = self._keys.get((model, op.name, degree))
+        if found is None:
+            found = CostKey(ModelKey(model, op.component), op.cost_name, self._models[model].device, degree)
+            self._keys[model, op.name, degree] = found
+        return found
 
     def of_op(self, model: str, op: Op, work: Work) -> float:
         """Time to run an op once over this much work."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter, defaultdict
-from collections.abc import Collection, Iterable, Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from itertools import islice
 
@@ -16,7 +16,6 @@ from core.costs.load_report import (
     EngineStats,
     LoadReport,
     QueueChange,
-    RequestLoad,
     StepSample,
 )
 from core.graph.workflow import Workflow, op_of
@@ -28,6 +27,7 @@ from core.scheduling.live_requests import LiveRequests
 from core.scheduling.node_cache import NodeCache
 from core.scheduling.ops.prime import PRIME
 from core.scheduling.predictor import Predictor
+from core.scheduling.running_loads import RunningLoads
 from core.scheduling.waiting_work import WaitingWork
 
 COSTS_EVERY = 128
@@ -70,6 +70,7 @@ class Reporter:
         self._recent_steps: list[StepSample] = []
         self._batches_since_costs = COSTS_EVERY
         self._waiting = WaitingWork(predictor)
+        self._running = RunningLoads(predictor)
         self._changes: list[QueueChange] = []  # of the queue since the last report
         self._is_first = True  # no report was made yet
 
@@ -123,11 +124,10 @@ class Reporter:
     # ------------------------------------------------------------------------------------------------- reports
 
     def load(self, requests: LiveRequests) -> LoadReport:
-        """The load report, at a cost that does not depend on the number of waiting requests. Changes since the last
-        report are contained once.
+        """The load report, at a cost that does not depend on the number of waiting requests, and hardly on that of the
+        running ones. Changes since the last report are contained once.
         """
         self._follow(requests)
-        running = {request.id: self._predictor.left_of(request) for request in requests.running}
         base = self._predictor.base_seconds(tuple(islice(requests.in_order(), 1)))
         priming, counts = self._cache.seconds_left(), requests.counts
         changes, self._changes = tuple(self._changes), []
@@ -136,10 +136,10 @@ class Reporter:
             num_received=self._num_received,
             num_running=counts[0],
             num_waiting=counts[1],
-            running=running,
+            running=self._running.by_id(),
             base_seconds=base,
             priming_seconds=priming,
-            drain_seconds=priming + self._drain_seconds(running.values(), base),
+            drain_seconds=priming + self._drain_seconds(base),
             is_first=is_first,
             queue=changes,
             residency=self._cache.take_residency(),
@@ -170,6 +170,7 @@ class Reporter:
         changes = requests.take_changes()
         self._changes += changes
         self._waiting.update(changes, requests)
+        self._running.update(requests.take_moved(), requests)
 
     def _take_costs(self) -> EngineCosts | None:
         """The cost model, if it is due to be reported again."""
@@ -198,11 +199,11 @@ class Reporter:
             left[op] += number * self._predictor.step_base_seconds(model, op) / together
         return {op: seconds for op, seconds in left.items() if seconds}
 
-    def _drain_seconds(self, running: Collection[RequestLoad], base_seconds: float) -> float:
+    def _drain_seconds(self, base_seconds: float) -> float:
         """Time until all running and waiting requests are done, assuming batches as full as possible."""
-        steps = sum(load.steps_left for load in running) + sum(self._waiting.steps.values())
-        seconds = sum(load.seconds for load in running) + self._waiting.seconds
-        return seconds + steps * base_seconds / self._num_together(len(running))
+        steps = self._running.steps + sum(self._waiting.steps.values())
+        seconds = self._running.seconds + self._waiting.seconds
+        return seconds + steps * base_seconds / self._num_together(len(self._running))
 
     def _num_together(self, num_running: int) -> int:
         """Requests that share a step while there are enough of them."""

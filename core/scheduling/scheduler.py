@@ -33,7 +33,7 @@ from core.messages.engine import (
     PartialImage,
     PrimeTemplate,
 )
-from core.messages.worker import Batch, BatchResult, CostSample, ItemResult, PageCopied, StepPlan, TransferDone
+from core.messages.worker import Batch, BatchResult, CostSample, Free, ItemResult, PageCopied, StepPlan, TransferDone
 from core.model_info import ModelInfo
 from core.scheduling.cache_factory import make_cache
 from core.scheduling.deadlines import Deadlines
@@ -46,6 +46,7 @@ from core.scheduling.node_cache import CacheOrders
 from core.scheduling.ops.request_op import request_op
 from core.scheduling.outputs import Output, finished
 from core.scheduling.policies import make_policy
+from core.scheduling.policies.policy import SchedulingPolicy
 from core.scheduling.predictor import Predictor
 from core.scheduling.reporter import Reporter
 from core.scheduling.request import Request, Status
@@ -66,9 +67,11 @@ class StepScheduler:
         cache: CacheConfig | None = None,
         cost: CostModel | None = None,
         device_page_bytes: Sequence[int] | None = None,
+        policy: SchedulingPolicy | None = None,
     ) -> None:
         """cost: the model to predict with and to train; by default an empty one. device_page_bytes: by rank, device
-        memory for pages; by default as `cache` says of each. Raises WorkflowError.
+        memory for pages; by default as `cache` says of each. policy: by default a new one of the name in `config`.
+        Raises WorkflowError.
         """
         self.config = config
         self.models = dict(models)
@@ -87,16 +90,16 @@ class StepScheduler:
         self._endings: dict[
             str, Finished | Failed | Aborted
         ] = {}  # request id -> message to send once nothing of it is in flight
-        self._out = InFlight(num_workers)
+        self._out = InFlight(num_workers, self._max_plans_out, config.max_ahead_ms / 1e3)
         self._landed: list[Flight] = []  # answered by all their ranks, and not applied yet
         self.values = ValueTable()
-        self._free: list[TensorKey] = []
+        self._free: list[Free] = []
         self._outputs: list[Output] = []
         self._reporter = Reporter(config, self.models, self.workflows.values(), self._predictor, self.cache)
         self._deadlines = Deadlines(config.max_num_seqs, self._predictor.left_of, self._predictor.base_seconds)
         self._plan_seqs = count()
         self._dispatcher = Dispatcher(self.cache, self.values, self._predictor.of_batch, count())
-        self._policy = make_policy(config.policy)
+        self._policy = policy or make_policy(config.policy)
 
     def learn(self, samples: Iterable[CostSample]) -> None:
         """Train the cost model with what was measured before the first batch."""
@@ -180,13 +183,15 @@ class StepScheduler:
         self._outputs += self.cache.take_answers()
         view = self._view(now)
         chosen = self._dispatcher.carry_out(self._policy.choose(view, now), view)
+        self._note_sent(chosen.flights)
         for request_id in chosen.begun:
             self._requests.begin(request_id, lambda request: self._predictor.left_of(request).seconds)
         orders = self.cache.take_orders()
-        self._free += [*orders.free, *self.values.take_freed()]
+        self._free += [Free(key, tuple(range(self.num_workers))) for key in orders.free]
+        self._free += self.values.take_freed()
         has_work = bool(chosen.flights or chosen.transfers or orders.copies or orders.forget or orders.delete)
         # Freeing alone can wait for the next plan with work, unless none is expected.
-        if not has_work and (not self._free or self._out.busy_ranks()):
+        if not has_work and (not self._free or self._out.has_busy):
             return None
         return self._send(chosen, orders)
 
@@ -244,9 +249,9 @@ class StepScheduler:
 
     # ------------------------------------------------------------------------------------------------- what it knows
 
-    def predict_out(self) -> dict[int, float]:
-        """Busy ranks, with the predicted seconds of the work that they have."""
-        return self._out.busy_ranks()
+    def predict_out(self, ranks: Iterable[int]) -> dict[int, float]:
+        """Those of these ranks that are busy, with the predicted seconds of the work that they have."""
+        return self._out.busy_ranks(ranks)
 
     def cost_key(self, model: str, op: str) -> CostKey:
         """The key of an op of a model in the cost model, at degree 1."""
@@ -278,7 +283,7 @@ class StepScheduler:
     # ------------------------------------------------------------------------------------------------- inside
 
     def _view(self, now: float) -> View:
-        idle = frozenset(self._out.idle_ranks())
+        idle = self._out.idle_ranks
         return View(
             config=self.config,
             requests=self._requests,
@@ -292,13 +297,15 @@ class StepScheduler:
             _predict=self._predictor.of_op,
         )
 
-    def _nearly_idle_ranks(self) -> set[int]:
+    def _nearly_idle_ranks(self) -> frozenset[int]:
         """Busy ranks that may be given work: nearly done, so that the round trip of a small step is hidden behind their
         work, and new requests do not wait long. Nothing is sent ahead while a preview is pending, which would delay it.
         """
-        if any(request.progress.pending for request in self._requests.begun):
-            return set()
-        return self._out.nearly_idle_ranks(self._max_plans_out, self.config.max_ahead_ms / 1e3)
+        return frozenset() if self._requests.has_pending_previews else self._out.nearly_idle_ranks
+
+    def _note_sent(self, flights: Iterable[Flight]) -> None:
+        for item in (item for flight in flights if not flight.job_id for item in flight.batch.items):
+            self._requests.note_progress(self._requests[item.request_id])
 
     def _send(self, chosen: Dispatched, orders: CacheOrders) -> StepPlan:
         seq = next(self._plan_seqs)
@@ -332,6 +339,7 @@ class StepScheduler:
         else:
             self._advance(request, node, item, batch)
         self._begin_again_if_spoilt(request)
+        self._requests.note_progress(request)
         self._finish_ending(request)
 
     def _advance(self, request: Request, node: Node, item: ItemResult, batch: Batch) -> None:
@@ -358,6 +366,7 @@ class StepScheduler:
             if not request.has_work_out:
                 self.cache.begin_again(request)
                 begin_again(self.values, request)
+                self._requests.note_progress(request)
 
     def _end(self, request: Request, status: Status, message: Finished | Failed | Aborted) -> None:
         """End a request. Its message is sent once no worker can touch its arrays any more."""
@@ -380,7 +389,7 @@ class StepScheduler:
         self.values.forget(request.id)
         self.cache.forget(request)
         if request.progress.has_started:
-            self._free.append(TensorKey(request.id, "", ""))
+            self._free.append(Free(TensorKey(request.id, "", ""), tuple(request.ranks)))
 
     def _give_up_lost(self, now: float) -> None:
         live = list(self._requests.live()) if self._requests.has_due else []

@@ -15,7 +15,7 @@ import msgspec
 
 from core.free_list import FreeList
 from core.handles import VALUE_ARENA, ArrayRef, TensorKey, TensorRef
-from core.messages.worker import Transfer
+from core.messages.worker import Free, Transfer
 
 VALUE_BYTES = 1 << 32
 """Size of the arena for values on their way between ranks. Only address space: memory is taken when written."""
@@ -44,7 +44,7 @@ class ValueTable:
         """num_bytes: size of the arena."""
         self._values: dict[str, dict[TensorKey, Value]] = {}  # request id -> its values
         self._space = FreeList(num_bytes)
-        self._freed: list[TensorKey] = []
+        self._freed: list[Free] = []
 
     def get(self, key: TensorKey) -> Value | None:
         """A value; None if it is not made yet or freed."""
@@ -97,7 +97,7 @@ class ValueTable:
         """Drop all values of a request that has ended, whose tensors the workers free together."""
         for key in self.keys(request_id):
             self._drop(key)
-        self._freed = [key for key in self._freed if key.request_id != request_id]
+        self._freed = [free for free in self._freed if free.key.request_id != request_id]
 
     def clear(self) -> None:
         """Drop everything: the workers are gone."""
@@ -107,8 +107,8 @@ class ValueTable:
             self.forget(request_id)
         self._freed.clear()
 
-    def take_freed(self) -> list[TensorKey]:
-        """Keys freed since the last call, which the workers still have."""
+    def take_freed(self) -> list[Free]:
+        """What was freed since the last call, which the workers still have."""
         freed, self._freed = self._freed, []
         return freed
 
@@ -162,16 +162,18 @@ class ValueTable:
         return Transfer(msgspec.structs.replace(value.ref, handle=value.handle), source)
 
     def _free(self, key: TensorKey) -> None:
-        self._drop(key)
-        self._freed.append(key)
+        value = self._drop(key)
+        if value is not None:
+            self._freed.append(Free(key, tuple(value.ranks)))
 
-    def _drop(self, key: TensorKey) -> None:
+    def _drop(self, key: TensorKey) -> Value | None:
         values = self._values.get(key.request_id, {})
         value = values.pop(key, None)
         if value is None:
-            return
+            return None
         assert not value.is_moving, f"{key} is freed while a worker writes it to shared memory"
         if value.handle is not None:
             self._space.free(value.handle.offset, value.handle.offset + self._space.extent(value.handle.size))
         if not values:
             del self._values[key.request_id]
+        return value

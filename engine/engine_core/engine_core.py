@@ -77,6 +77,7 @@ class EngineCore:
         self._emit = emit
         self._trace = trace or EngineTrace(NoTracer())
         self._watchdog = Watchdog(hang_seconds, self._on_hang)
+        self._unwatched: set[int] = set()  # ranks that have answered, or were sent something, since the last look
         self._is_draining = False
         self._is_idle = True
         self._num_running_told = 0
@@ -102,9 +103,16 @@ class EngineCore:
         while (plan := self._scheduler.schedule(time.monotonic())) is not None:
             self._trace.planned(plan)
             self._executor.submit(plan)
-        for rank, seconds in self._scheduler.predict_out().items():
+            self._unwatched.update(rank for batch in plan.batches for rank in batch.ranks)
+            self._unwatched.update(transfer.source for transfer in plan.transfers)
+        for rank, seconds in self._scheduler.predict_out(self._unwatched).items():
             if not self._watchdog.is_watching(rank):
                 self._watchdog.expect(rank, seconds)
+        self._unwatched.clear()
+
+    def _heard(self, rank: int) -> None:
+        self._watchdog.heard(rank)
+        self._unwatched.add(rank)
 
     def _on_hang(self, rank: int, seconds: float) -> None:
         logger.error("worker %d gave no answer in %.1f s and is killed", rank, seconds, extra=of_request(""))
@@ -167,10 +175,10 @@ class EngineCore:
             case Drain():
                 self._is_draining = True
             case BatchResult():
-                self._watchdog.heard(message.rank)
+                self._heard(message.rank)
                 self._scheduler.apply(message)
             case TransferDone():
-                self._watchdog.heard(message.rank)
+                self._heard(message.rank)
                 self._scheduler.apply_transfer(message)
             case PageCopied():
                 self._scheduler.apply_copy(message)

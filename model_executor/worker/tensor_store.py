@@ -79,7 +79,7 @@ class TensorStore:
 
     def free(self, key: TensorKey) -> None:
         """Delete what is under a key, or all of a request's when `node` and `name` are empty. Keys that are not on this
-        rank are ignored, since every rank gets the same list.
+        rank are ignored: a batch that was to make a value may have failed.
         """
         kinds: tuple[dict[str, Any], ...] = (self._tensors, self._series)
         for kept in kinds:

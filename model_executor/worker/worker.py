@@ -242,9 +242,9 @@ class Worker:
 
     def _execute(self, plan: StepPlan) -> None:
         """Execute a plan in the order that StepPlan defines."""
-        for key in plan.free:
-            self._store.free(key)
-        self._exchange.free(plan.free)
+        for free in plan.free:
+            self._store.free(free.key)
+        self._exchange.free([free.key for free in plan.free])
         for component in plan.load:
             self._models.load(component)
         self._pages.forget(each.key for each in plan.forget)

@@ -31,6 +31,7 @@ from core.messages.salvage import (
 from core.messages.worker import (
     Batch,
     BatchResult,
+    Free,
     Item,
     ItemResult,
     PageCopied,
@@ -70,7 +71,11 @@ def batch(batch_id: int, *items: Item, ranks: Any = (0,)) -> Batch:
 def plan(*batches: Batch) -> StepPlan:
     transfer = Transfer(TensorRef(TensorKey("c", "image_encode", "latents"), 0, (1,), "float32", 4, PIXELS), 0)
     return StepPlan(
-        seq=5, forget=(PageForget("k"),), batches=batches, transfers=(transfer,), free=(TensorKey("d", "", ""),)
+        seq=5,
+        forget=(PageForget("k"),),
+        batches=batches,
+        transfers=(transfer,),
+        free=(Free(TensorKey("d", "", ""), (1,)),),
     )
 
 

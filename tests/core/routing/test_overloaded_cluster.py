@@ -13,6 +13,7 @@ from benchmarks.simulation.machine import Machine
 from benchmarks.simulation.scenario import MODEL, REFERENCE, Scenario, make_trace
 from core.costs.load_report import LoadReport
 from core.costs.prediction_margin import PredictionMargin
+from core.graph.work import Work
 from core.messages.engine import EngineRequest, Finished
 from core.messages.worker import Batch
 from core.routing.admission import Terms, judge
@@ -94,8 +95,8 @@ class SlowMachine(Machine):
 
     bias: float = 1.4
 
-    def batch_seconds(self, batch: Batch, edits: dict[str, EngineRequest]) -> float:
-        return self.bias * super().batch_seconds(batch, edits)
+    def batch_seconds(self, batch: Batch, work: Work) -> float:
+        return self.bias * super().batch_seconds(batch, work)
 
 
 def measure(load: float, slo: float, *, is_refusing: bool = True, machine: Machine | None = None) -> Goodput:

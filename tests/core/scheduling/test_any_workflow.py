@@ -8,33 +8,26 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from random import Random
 
-import msgspec
 import pytest
-from any_ranks import AnyRanks
-from fakes import MODEL, FakeWorkers, make_edit, with_spec
+from any_ranks import AnyRanks, answer_of, in_workflow, toy_op
+from fakes import MODEL, FakeWorkers
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from workflows import ACCEPTANCE, TOY, Toy, workflows
+from workflows import ACCEPTANCE, workflows
 
 from core.config import SchedulerConfig
 from core.graph.check import check_workflow
-from core.graph.op import OPS
 from core.graph.workflow import INPAINT, Workflow
 from core.messages.engine import EngineRequest, Finished
-from core.messages.worker import BatchResult, Item, StepPlan
+from core.messages.worker import BatchResult, StepPlan
 from core.scheduling.outputs import Output
 from core.scheduling.scheduler import StepScheduler
 
 
 @pytest.fixture(autouse=True, scope="module")
 def toy() -> Iterator[None]:
-    OPS.register(TOY)
-    yield
-    OPS.unregister(TOY.name)
-
-
-def toy_answer(item: Item) -> dict[str, object]:
-    return item.work.answer if isinstance(item.work, Toy) else {}
+    with toy_op():
+        yield
 
 
 class Site:
@@ -43,10 +36,9 @@ class Site:
     def __init__(self, seed: int, num_ranks: int, served: Sequence[Workflow]) -> None:
         self._random = Random(seed)
         config = SchedulerConfig(max_num_seqs=8, max_ahead_ms=1e6, max_plans_in_flight=3)
-        self.scheduler = StepScheduler(config, {"m": MODEL}, num_ranks)
-        self.scheduler._policy = AnyRanks(self._random)
+        self.scheduler = StepScheduler(config, {"m": MODEL}, num_ranks, policy=AnyRanks(self._random))
         self.scheduler.workflows |= {workflow.name: workflow for workflow in served}
-        self.workers = FakeWorkers(num_ranks, omitted={"sampler"}, answers=toy_answer)
+        self.workers = FakeWorkers(num_ranks, omitted={"sampler"}, answers=answer_of)
         self.outputs: list[Output] = []
         self.plans: list[StepPlan] = []
         self._num_run = 0
@@ -81,15 +73,7 @@ class Site:
         for rank in range(self.workers.num_ranks):
             while self.workers.queues[rank]:
                 self.workers.run_one(rank)
-        assert not any(self.workers.stored), "values are left"
-        assert not any(self.workers.delivered), "deliveries are left"
-
-
-def in_workflow(name: str, workflow: Workflow, rounds: Sequence[int], previews: int = 0) -> EngineRequest:
-    edit = make_edit(name, steps=max([2, *rounds]), partial_images=previews)
-    sampling = msgspec.structs.replace(edit.spec.sampling, seed=int(name))
-    edit = with_spec(edit, sampling=sampling)
-    return msgspec.structs.replace(edit, workflow=workflow.name, rounds=tuple(rounds))
+        self.workers.check_is_empty()
 
 
 def what_it_made(site: Site, request: EngineRequest) -> int:

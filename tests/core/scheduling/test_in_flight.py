@@ -42,9 +42,9 @@ def test_a_batch_is_complete_when_all_its_ranks_have_answered() -> None:
     out = InFlight(RANKS)
     out.send(0, flight(7, 0, 2))
     out.send(0, flight(8, 1))
-    assert list(out.busy_ranks()) == [0, 1, 2]
+    assert list(out.busy_ranks(range(RANKS))) == [0, 1, 2]
     landed = out.land(answer(7, 2, seconds=3.0, failed=("b",)))
-    assert (landed.is_complete, landed.waits_for, out.busy_ranks()) == (False, [0], {0: 2.0, 1: 2.0})
+    assert (landed.is_complete, landed.waits_for, out.busy_ranks(range(RANKS))) == (False, [0], {0: 2.0, 1: 2.0})
     out.check_integrity(0)
     landed = out.land(answer(7, 0, seconds=2.0))
     result = landed.result()
@@ -54,8 +54,21 @@ def test_a_batch_is_complete_when_all_its_ranks_have_answered() -> None:
         ("a", None),
         ("b", "on rank 2"),
     ]
-    assert list(out.busy_ranks()) == [1]
+    assert list(out.busy_ranks(range(RANKS))) == [1]
     out.check_integrity(0)
+
+
+def test_ranks_with_little_work_are_nearly_idle() -> None:
+    out = InFlight(RANKS, max_plans=2, max_seconds=3.0)
+    out.send(0, flight(7, 0, 1))
+    out.send(0, flight(8, 1))
+    assert (out.idle_ranks, out.nearly_idle_ranks, out.has_busy) == ({2, 3}, {0}, True)
+    out.land(answer(8, 1))
+    assert out.nearly_idle_ranks == {0, 1}
+    out.send(1, flight(9, 0))
+    assert out.nearly_idle_ranks == {1}, "two plans are enough"
+    out.clear()
+    assert (out.idle_ranks, out.nearly_idle_ranks, out.has_busy) == (set(range(RANKS)), set(), False)
 
 
 def test_an_answer_that_was_not_awaited_is_an_error() -> None:
@@ -72,7 +85,7 @@ def test_an_answer_that_was_not_awaited_is_an_error() -> None:
 
 @given(st.data())
 def test_any_order_of_answers_ends_every_batch_once(data: st.DataObject) -> None:
-    out, waiting = InFlight(RANKS), list[tuple[int, int]]()
+    out, waiting = InFlight(RANKS, max_plans=2, max_seconds=5.0), list[tuple[int, int]]()
     number = 0
     for seq in range(data.draw(st.integers(1, 4))):
         for _ in range(data.draw(st.integers(0, 3))):
@@ -86,7 +99,7 @@ def test_any_order_of_answers_ends_every_batch_once(data: st.DataObject) -> None
         if out.land(answer(batch, rank)).is_complete:
             completed.append(batch)
         out.check_integrity(0)
-        assert list(out.busy_ranks()) == sorted({rank for _, rank in waiting})
+        assert list(out.busy_ranks(range(RANKS))) == sorted({rank for _, rank in waiting})
     assert sorted(completed) == list(range(number))
     assert not out.flights
 

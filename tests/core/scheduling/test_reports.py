@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import sys
 from collections import Counter, defaultdict
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from random import Random
 from types import FrameType
 
@@ -41,7 +41,7 @@ def make_scheduler(num_workers: int = 1, *, is_taught: bool = True) -> StepSched
     scheduler = StepScheduler(config, {"m": MODEL}, num_workers, cost=cost)
     if is_taught:
         scheduler.learn(SAMPLES)
-        cost.freeze()
+        cost.is_frozen = True
     return scheduler
 
 
@@ -52,9 +52,12 @@ def sent(scheduler: StepScheduler) -> LoadReport:
     return message.load
 
 
-def all_loads(scheduler: StepScheduler) -> list[RequestLoad]:
-    """What a report of the whole queue would contain: the live requests, most urgent first."""
-    return [scheduler._predictor.left_of(request) for request in scheduler._requests.live()]
+def all_loads(scheduler: StepScheduler, known: Mapping[str, RequestLoad] | None = None) -> list[RequestLoad]:
+    """What a report of the whole queue would contain: the live requests, most urgent first. known: the loads of some,
+    predicted before.
+    """
+    known = known or {}
+    return [known.get(request.id) or scheduler._predictor.left_of(request) for request in scheduler._requests.live()]
 
 
 def drain_seconds(loads: list[RequestLoad], base_seconds: float) -> float:
@@ -129,7 +132,9 @@ class Pair:
         assert not self.copy.loads()
 
     def report(self) -> None:
-        report, loads = sent(self.scheduler), all_loads(self.scheduler)
+        report = sent(self.scheduler)
+        # While it learns, a running request's prediction is as old as what it last did.
+        loads = all_loads(self.scheduler, None if self.is_taught else report.running)
         self.copy.update(report)
         assert list(self.copy.loads()) == loads
         assert len(self.copy) == len(loads)

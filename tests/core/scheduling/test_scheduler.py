@@ -231,8 +231,20 @@ def test_tensors_are_freed_with_the_next_work_or_when_there_is_none() -> None:
     scheduler.abort(["never started"])
     plan = scheduler.schedule(now=0.0)
     assert plan is not None
-    assert [key.request_id for key in plan.free] == ["b"]
+    assert [(free.key.request_id, free.ranks) for free in plan.free] == [("b", (0,))]
     assert scheduler.schedule(now=0.0) is None
+
+
+def test_a_request_that_fails_while_its_preview_is_due_leaves_nothing_behind() -> None:
+    scheduler, workers = make_scheduler(), FakeWorkers()
+    scheduler.add(make_edit("a", steps=4, partial_images=3))
+    while not scheduler._requests.has_pending_previews:
+        step(scheduler, workers)
+    workers.fail.add("a")
+    while scheduler.num_requests:
+        step(scheduler, workers)
+    assert not scheduler._requests.has_pending_previews, "nothing would be sent ahead any more"
+    scheduler.check_integrity()
 
 
 def test_aborting_twice_or_after_the_end_gives_no_further_output() -> None:

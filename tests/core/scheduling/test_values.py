@@ -9,6 +9,7 @@ from workflows import TOY, workflows
 from core.graph.progress import Progress, preview_steps
 from core.graph.workflow import Node, Workflow
 from core.handles import VALUE_ARENA, TensorKey, TensorRef
+from core.messages.worker import Free
 from core.scheduling.lineage import Invocation, invocations_to_repeat
 from core.scheduling.value_keys import keys_done, keys_read, num_reads
 from core.scheduling.values import ValueTable
@@ -24,7 +25,7 @@ def test_a_value_is_freed_when_its_last_reader_is_done() -> None:
     table.done_reading(value.key)
     assert table.take_freed() == []
     table.done_reading(value.key)
-    assert table.take_freed() == [value.key]
+    assert table.take_freed() == [Free(value.key, (0,))]
     assert table.get(value.key) is None
     table.done_reading(value.key)
     assert table.take_freed() == [], "it was never made, or is gone"
@@ -43,7 +44,7 @@ def test_a_value_that_is_made_again_replaces_the_only_one_of_its_request() -> No
 def test_a_value_that_no_node_reads_is_freed_at_once() -> None:
     table, value = ValueTable(), ref("unread")
     table.add(value, {value.rank}, 0)
-    assert table.take_freed() == [value.key]
+    assert table.take_freed() == [Free(value.key, (0,))]
 
 
 def test_several_values_of_a_request_move_at_once_and_none_overlap() -> None:
@@ -123,7 +124,7 @@ def test_random_lives_of_values_leave_nothing_behind(data: st.DataObject) -> Non
             readers[key] -= 1
             if not readers[key]:
                 del readers[key]
-                assert key in table.take_freed()
+                assert Free(key, (0,)) in table.take_freed()
         table.check_integrity("abc")
         assert {key for request in "abc" for key in table.keys(request)} == set(readers)
         assert table.num_moving == len(moving)

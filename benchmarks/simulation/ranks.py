@@ -1,0 +1,110 @@
+"""RankClocks: when each rank of an engine does what it is sent.
+
+A rank executes its plans in order, and what a plan contains in the order of StepPlan. A batch on several ranks starts
+when all of them have come to it, and ends on all at once. A value that is delivered to a batch arrives some time after
+its source has it, and the batch does not end before. As every rank's queue is a part of one total order, all times are
+known when a plan is sent: nothing that is sent later can delay it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass
+
+from benchmarks.simulation.durations import Durations
+from core.handles import TensorKey
+from core.messages.plan_parts import parts_of
+from core.messages.worker import Batch, Delivery, StepPlan, Transfer
+
+
+@dataclass(frozen=True, slots=True)
+class PlanBegun:
+    """A rank begins its part of a plan."""
+
+    when: float
+    plan: StepPlan
+    rank: int
+
+
+@dataclass(frozen=True, slots=True)
+class BatchEnded:
+    """All ranks of a batch have done it. seconds: since it started."""
+
+    when: float
+    batch: Batch
+    started: float
+    seconds: float
+
+
+@dataclass(frozen=True, slots=True)
+class TransferEnded:
+    """A value is in shared memory."""
+
+    when: float
+    transfer: Transfer
+
+
+RankEvent = PlanBegun | BatchEnded | TransferEnded
+
+
+class RankClocks:
+    """The clocks of one engine's ranks. All times are seconds of simulated time."""
+
+    def __init__(self, num_ranks: int, durations: Durations) -> None:
+        self.busy_seconds = [0.0] * num_ranks  # per rank, with batches that it has done or will do
+        self._durations = durations
+        self._free_at = [0.0] * num_ranks  # per rank: when it has done all that it was sent
+        self._arrivals: dict[tuple[int, TensorKey], list[float]] = {}  # (rank, value) -> when each delivery arrives
+
+    def submit(self, plan: StepPlan, seconds_of: Callable[[Batch], float], now: float) -> list[RankEvent]:
+        """Send each rank its part of a plan; what happens because of it, and when. seconds_of: see
+        `Durations.batch_seconds`.
+        """
+        events: list[RankEvent] = []
+        for rank, part in parts_of(plan, len(self._free_at)).items():
+            self._free_at[rank] = max(now, self._free_at[rank])
+            events.append(PlanBegun(self._free_at[rank], part, rank))
+        to_send = self._send_what_is_there(plan)
+        for batch in plan.batches:
+            events.append(self._run(batch, seconds_of(batch)))
+            made = {(item.request_id, item.node) for item in batch.items}
+            self._send(each for each in to_send if each.source in batch.ranks and _producer(each) in made)
+        for transfer in plan.transfers:
+            self._free_at[transfer.source] += self._durations.transfer_seconds(transfer)
+            events.append(TransferEnded(self._free_at[transfer.source], transfer))
+        return events
+
+    def _run(self, batch: Batch, seconds: float) -> BatchEnded:
+        started = max(self._free_at[rank] for rank in batch.ranks)
+        end, arrived = started + seconds, max(self._take_arrivals(batch), default=0.0)
+        if arrived > end:
+            end, seconds = arrived, arrived - started
+        for rank in batch.ranks:
+            self._free_at[rank] = end
+            self.busy_seconds[rank] += seconds
+        return BatchEnded(end, batch, started, seconds)
+
+    def _take_arrivals(self, batch: Batch) -> Iterator[float]:
+        """When what is delivered to a batch arrives."""
+        for ref in (ref for item in batch.items for ref in item.inputs if ref.is_deferred):
+            for rank in batch.ranks:
+                arrivals = self._arrivals[rank, ref.key]
+                yield arrivals.pop(0)
+                if not arrivals:
+                    del self._arrivals[rank, ref.key]
+
+    def _send_what_is_there(self, plan: StepPlan) -> list[Delivery]:
+        """Make the deliveries of what ranks have when they begin a plan; returns those of what its batches make."""
+        to_come = {(rank, item.request_id, item.node) for b in plan.batches for rank in b.ranks for item in b.items}
+        later = [each for each in plan.deliveries if (each.source, *_producer(each)) in to_come]
+        self._send(each for each in plan.deliveries if each not in later)
+        return later
+
+    def _send(self, deliveries: Iterable[Delivery]) -> None:
+        for each in deliveries:
+            arrives = self._free_at[each.source] + self._durations.delivery_seconds(each)
+            self._arrivals.setdefault((each.target, each.key), []).append(arrives)
+
+
+def _producer(delivery: Delivery) -> tuple[str, str]:
+    return delivery.key.request_id, delivery.key.node

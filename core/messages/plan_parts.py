@@ -1,0 +1,54 @@
+"""Splits a plan into the parts of its ranks."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from itertools import chain
+from typing import TypeVar
+
+from core.messages.worker import StepPlan
+
+FILE_RANK = 0
+"""The rank that deletes files, which all ranks share."""
+
+T = TypeVar("T")
+
+
+def parts_of(plan: StepPlan, num_ranks: int) -> dict[int, StepPlan]:
+    """Rank -> its part of a plan, ascending, for ranks that have one. Loads and unloads go to every rank, files to
+    delete to FILE_RANK, a batch to each of its ranks, and all else to the ranks that it names. Costs by the size of the
+    parts.
+    """
+    batches = _by_rank((rank, batch) for batch in plan.batches for rank in batch.ranks)
+    transfers = _by_rank((transfer.source, transfer) for transfer in plan.transfers)
+    deliveries = _by_rank((delivery.source, delivery) for delivery in plan.deliveries)
+    frees = _by_rank((rank, free) for free in plan.free for rank in free.ranks)
+    forgets = _by_rank((forget.rank, forget) for forget in plan.forget)
+    copies = _by_rank((copy.rank, copy) for copy in plan.copies)
+    ranks = set(chain(batches, transfers, deliveries, frees, forgets, copies))
+    if plan.load or plan.unload:
+        ranks.update(range(num_ranks))
+    if plan.delete:
+        ranks.add(FILE_RANK)
+    return {
+        rank: StepPlan(
+            seq=plan.seq,
+            forget=tuple(forgets.get(rank, ())),
+            delete=plan.delete if rank == FILE_RANK else (),
+            copies=tuple(copies.get(rank, ())),
+            batches=tuple(batches.get(rank, ())),
+            transfers=tuple(transfers.get(rank, ())),
+            deliveries=tuple(deliveries.get(rank, ())),
+            free=tuple(frees.get(rank, ())),
+            load=plan.load,
+            unload=plan.unload,
+        )
+        for rank in sorted(ranks)
+    }
+
+
+def _by_rank(pairs: Iterable[tuple[int, T]]) -> dict[int, list[T]]:
+    found: dict[int, list[T]] = {}
+    for rank, each in pairs:
+        found.setdefault(rank, []).append(each)
+    return found

@@ -1,0 +1,20 @@
+"""The benchmark of the engine's loop: its policy keeps every rank busy, and all nodes are counted."""
+
+from __future__ import annotations
+
+import asyncio
+
+from benchmarks.micro.scheduler_scale import SLOTS, Loop
+
+
+def test_every_rank_has_its_requests_and_the_rest_wait() -> None:
+    loop = Loop(6, 20)
+    turns = asyncio.run(loop.run(100))
+    assert len(turns) == 100
+    assert max(nodes for _, nodes in turns) >= SLOTS
+    assert all(seconds > 0 for seconds, _ in turns)
+    scheduler = loop._core._scheduler
+    scheduler.check_integrity()
+    running, waiting = scheduler.counts
+    assert running == 6 * SLOTS
+    assert 20 - 2 * SLOTS <= waiting <= 20
