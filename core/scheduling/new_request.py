@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+
 from core.errors import InvalidRequestError
 from core.graph.progress import Progress, preview_steps
 from core.graph.workflow import Workflow
@@ -9,8 +11,13 @@ from core.messages.engine import EngineRequest
 from core.scheduling.request import Request
 
 
-def new_request(head: EngineRequest, workflow: Workflow) -> Request:
-    """A request that has not begun. Raises InvalidRequestError if it lacks what its workflow needs."""
+def new_request(head: EngineRequest, workflows: Mapping[str, Workflow]) -> Request:
+    """A request that has not begun. workflows: by name. Raises InvalidRequestError if its own is not among them, or if
+    it lacks what this needs.
+    """
+    workflow = workflows.get(head.workflow)
+    if workflow is None:
+        raise InvalidRequestError(f"there is no workflow {head.workflow!r}", param="workflow")
     if len(head.rounds) != len(workflow.regions) or min(head.rounds, default=1) < 1:
         message = f"workflow {workflow.name} takes {len(workflow.regions)} numbers of rounds, each at least 1"
         raise InvalidRequestError(message, param="rounds")

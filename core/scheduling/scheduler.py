@@ -87,9 +87,8 @@ class StepScheduler:
         self._max_plans_out = 1 if self.cache.may_lose_pages else config.max_plans_in_flight
         self.num_workers = num_workers
         self._requests = LiveRequests()
-        self._endings: dict[
-            str, Finished | Failed | Aborted
-        ] = {}  # request id -> message to send once nothing of it is in flight
+        # Request id -> message to send once nothing of it is in flight.
+        self._endings: dict[str, Finished | Failed | Aborted] = {}
         self._out = InFlight(num_workers, self._max_plans_out, config.max_ahead_ms / 1e3)
         self._landed: list[Flight] = []  # answered by all their ranks, and not applied yet
         self.values = ValueTable()
@@ -111,12 +110,8 @@ class StepScheduler:
         """Add a request. A duplicate id raises ValueError."""
         if head.request_id in self._requests:
             raise ValueError(f"request {head.request_id} is here already")
-        workflow = self.workflows.get(head.workflow)
-        if workflow is None:
-            error = InvalidRequestError(f"there is no workflow {head.workflow!r}", param="workflow")
-            return self.refuse(head.request_id, Failure.of(error))
         try:
-            request = new_request(head, workflow)
+            request = new_request(head, self.workflows)
         except InvalidRequestError as error:
             return self.refuse(head.request_id, Failure.of(error))
         self._reporter.note_received()

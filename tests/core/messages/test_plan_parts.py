@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from core.handles import ModelKey, TensorKey, TensorRef
 from core.messages.plan_parts import parts_of
-from core.messages.worker import Batch, Delivery, Free, StepPlan, Transfer
+from core.messages.worker import Batch, Delivery, Free, PageCopy, PageForget, StepPlan, Transfer
 
 KEY = TensorKey("r", "node", "x")
 MODEL = ModelKey("m", "transformer")
@@ -24,8 +24,17 @@ def test_each_rank_gets_what_names_it() -> None:
     }
 
 
-def test_pages_go_to_the_first_rank_and_models_to_every_one() -> None:
-    assert parts_of(StepPlan(1, delete=("k",)), 3) == {0: StepPlan(1, delete=("k",))}
+def test_each_rank_gets_the_orders_for_its_pages_and_the_first_one_those_for_files() -> None:
+    copies = tuple(PageCopy(f"k{rank}", 64, 64, "host", "device", None, rank) for rank in (0, 2))
+    forget = tuple(PageForget(f"g{rank}", rank) for rank in (1, 2))
+    assert parts_of(StepPlan(1, forget=forget, delete=("t",), copies=copies), 4) == {
+        0: StepPlan(1, delete=("t",), copies=copies[:1]),
+        1: StepPlan(1, forget=forget[:1]),
+        2: StepPlan(1, forget=forget[1:], copies=copies[1:]),
+    }
+
+
+def test_models_go_to_every_rank() -> None:
     loaded = StepPlan(1, load=(MODEL,))
     assert parts_of(loaded, 3) == dict.fromkeys(range(3), loaded)
     assert parts_of(StepPlan(1), 3) == {}

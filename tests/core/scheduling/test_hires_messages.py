@@ -17,7 +17,7 @@ from core.scheduling.ops.upscale import UPSCALE, Upscale
 def message(op: RequestOp, node: str, edit: EngineRequest) -> object:
     """The message that runs the op for a node of this name."""
     workflow = WORKFLOWS[edit.workflow]
-    request = new_request(edit, workflow)
+    request = new_request(edit, WORKFLOWS)
     return op.make(request, workflow.node(node), NO_PAGES)
 
 
