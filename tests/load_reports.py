@@ -8,7 +8,7 @@ from collections.abc import Sequence
 
 from core.costs.load_report import Begun, CopyLine, CostLine, EngineCosts, LoadReport, Queued, RequestLoad, Residency
 from core.handles import ModelKey
-from core.routing.fleet import RequestShape
+from core.routing.request_shape import RequestShape
 
 PER_KILOTOKEN = 0.1 / 4.608
 BASE = 0.006

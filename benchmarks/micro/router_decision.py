@@ -19,8 +19,9 @@ from benchmarks.simulation.scenario import MODEL, SCENARIOS, Scenario
 from core.config import RouterPolicy
 from core.costs.load_report import LoadReport
 from core.messages.engine import EngineRequest
-from core.routing.fleet import Fleet, RequestShape
+from core.routing.fleet import Fleet
 from core.routing.policies import make_policy
+from core.routing.request_shape import RequestShape
 
 REPEATS = 5
 

@@ -20,8 +20,9 @@ from core.config import RouterPolicy, SchedulerConfig
 from core.costs.cost_model import CostModel
 from core.costs.load_report import LoadReport
 from core.messages.engine import EngineRequest, Finished, TemplatePrimed
-from core.routing.fleet import Fleet, RequestShape
+from core.routing.fleet import Fleet
 from core.routing.policies import make_policy
+from core.routing.request_shape import RequestShape
 from core.scheduling.outputs import Output
 from core.scheduling.scheduler import StepScheduler
 from engine.engine_core.engine_core import REPORT_SECONDS

@@ -153,12 +153,19 @@ class StepSample(msgspec.Struct, frozen=True, array_like=True):
     request_ids: tuple[str, ...] = ()  # one per image
 
 
+class RankStats(msgspec.Struct, frozen=True):
+    """Statistics of one rank of an engine."""
+
+    resident_models: tuple[ModelKey, ...]  # components that its worker has said to have loaded
+    busy_seconds: float  # since start: worker time
+
+
 class EngineStats(msgspec.Struct, frozen=True, kw_only=True):
     """Statistics of an engine, made by its Reporter."""
 
     # Now.
     op_seconds: dict[str, float]  # op -> predicted work left
-    resident_models: tuple[ModelKey, ...]  # loaded components
+    ranks: tuple[RankStats, ...]
     r_squared: dict[str, float]  # op -> quality of its predictions, 1 = exact
     # Since start.
     steps: int
@@ -171,3 +178,8 @@ class EngineStats(msgspec.Struct, frozen=True, kw_only=True):
     recent_steps: tuple[StepSample, ...] = ()  # without steps that were done in parts, which have no prediction
     # Since start and now.
     cache: CacheStats | None = None  # None without mask-aware execution
+
+    @property
+    def resident_models(self) -> tuple[ModelKey, ...]:
+        """Components that any rank has loaded."""
+        return tuple(dict.fromkeys(key for rank in self.ranks for key in rank.resident_models))

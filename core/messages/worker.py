@@ -150,6 +150,7 @@ class WorkerReady(Message, frozen=True):
     models: tuple[ModelInfo, ...]
     samples: tuple[CostSample, ...] = ()  # measured once per model and device, and kept on disk
     device_page_bytes: int = 0  # device memory for pages
+    components: tuple[ModelKey, ...] = ()  # loaded
 
 
 class ItemResult(msgspec.Struct, frozen=True):

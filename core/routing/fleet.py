@@ -23,10 +23,9 @@ import numpy.typing as npt
 
 from core.costs.load_report import LoadReport, RequestLoad
 from core.costs.slot_forecast import Slot, until_free
-from core.messages.engine import EngineRequest, PrimeTemplate
-from core.model_info import ModelInfo
 from core.routing.engine_queue import EngineQueue
-from core.routing.fleet_costs import Features, FleetCosts, SizeCosts, Vector, work_features
+from core.routing.fleet_costs import FleetCosts, SizeCosts, Vector
+from core.routing.request_shape import RequestShape
 from core.routing.template_map import Counts, TemplateMap, TemplateResidency
 from core.routing.turn import staying_ahead
 
@@ -37,97 +36,6 @@ default. Taking sums for the rest shifts a prediction by less than the time of o
 
 TINY = 1e-9
 """Seconds; keeps divisions by the step time of an idle engine finite."""
-
-
-@dataclass(frozen=True)
-class RequestShape:
-    """The properties of an edit that routing needs, or of a template to prime (which has no steps). Made from the
-    request by `of_request` and `of_template`.
-    """
-
-    model: str
-    # Steps.
-    num_steps: int  # denoising steps
-    full_steps: int  # leading steps that compute all tokens; the others compute active and text tokens
-    # Tokens of a row.
-    active_tokens: int
-    image_tokens: int
-    text_tokens: int
-    # The template.
-    template: str | None = None  # PageScheme.template_key; None for an edit that is computed exactly
-    num_keyframes: int = 0  # most keyframes of its template that it reads
-    entry_bytes: int = 0  # bytes of a keyframe's pages
-    # The rest.
-    priority: int = 0  # lower goes first
-    num_rows: int = 1  # of a step, see SamplingParams
-    condition_tokens: int = 0  # of a row; computed by full steps alone
-    owner: str = ""  # see EngineRequest
-    # The first of two passes, 0 without one. Its steps are among `num_steps`; it has the text tokens of the second.
-    first_steps: int = 0
-    first_tokens: int = 0  # image tokens
-
-    @classmethod
-    def of_request(cls, request: EngineRequest, info: ModelInfo) -> RequestShape:
-        spec, scheme = request.spec, info.page_scheme
-        num_steps, num_tokens = sum(request.rounds), spec.num_tokens
-        full_steps, active_tokens = num_steps, num_tokens
-        pages: tuple[str | None, int, int] = None, 0, 0
-        if spec.is_mask_aware and scheme is not None:
-            full_steps, active_tokens = min(num_steps, spec.num_full_steps), spec.active.size
-            template = scheme.template_key(spec.content_id, spec.cache_salt)
-            num_keyframes = len(scheme.keyframes) or num_steps - full_steps
-            pages = template, num_keyframes, scheme.layout.entry_bytes(num_tokens)
-        tokens = active_tokens, num_tokens, spec.num_text_tokens
-        return cls(
-            request.model,
-            num_steps,
-            full_steps,
-            *tokens,
-            *pages,
-            priority=request.priority,
-            num_rows=spec.num_rows,
-            condition_tokens=spec.num_condition_tokens,
-            owner=request.owner,
-            first_steps=request.rounds[0] if spec.first_pass else 0,
-            first_tokens=spec.first_pass.num_tokens if spec.first_pass else 0,
-        )
-
-    @classmethod
-    def of_template(cls, prime: PrimeTemplate, info: ModelInfo) -> RequestShape:
-        """The model must have a page scheme with keyframes."""
-        scheme = info.page_scheme
-        assert scheme is not None
-        tokens, entry_bytes = prime.num_tokens, scheme.layout.entry_bytes(prime.num_tokens)
-        text = info.max_text_tokens + info.text_tokens_beside(prime.width, prime.height)
-        key, num_keyframes = scheme.template_key(prime.content_id, prime.cache_salt), len(scheme.keyframes)
-        beside = info.conditions_per_token * tokens
-        return cls(prime.model, 0, 0, tokens, tokens, text, key, num_keyframes, entry_bytes, condition_tokens=beside)
-
-    @property
-    def step_features(self) -> Features:
-        """Features of what it adds to a step, the mean over its steps."""
-        return tuple(self.num_rows * feature for feature in self._row_features)
-
-    @property
-    def _row_features(self) -> Features:
-        every = self.image_tokens + self.condition_tokens + self.text_tokens
-        active = self.active_tokens + self.text_tokens
-        if self.first_steps:
-            first = self.first_tokens * (self.image_tokens + self.condition_tokens) // self.image_tokens
-            small = first + self.text_tokens
-            share = self.first_steps / self.num_steps
-            return _mixed(share, work_features(small, small, 0.0), work_features(every, every, 0.0))
-        if self.full_steps == self.num_steps:
-            return work_features(every, every, 0.0)
-        masked = work_features(active, every, 0.0)
-        if not self.full_steps:
-            return masked
-        return _mixed(self.full_steps / self.num_steps, work_features(every, every, 0.0), masked)
-
-
-def _mixed(share: float, some: Features, others: Features) -> Features:
-    """Mean features of steps of which a share, 0..1, has those of `some`."""
-    return tuple(share * one + (1 - share) * other for one, other in zip(some, others, strict=True))
 
 
 @dataclass(slots=True)

@@ -13,8 +13,9 @@ import numpy.typing as npt
 from core.config import PRIME_SHARE, RouterPolicy
 from core.errors import EngineDeadError
 from core.routing.admission import Outlook
-from core.routing.fleet import TINY, Fleet, RequestShape
+from core.routing.fleet import TINY, Fleet
 from core.routing.fleet_costs import SizeCosts, Vector
+from core.routing.request_shape import RequestShape
 from core.routing.template_map import TemplateResidency
 
 TIE = 1e-9

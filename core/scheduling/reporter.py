@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections import Counter, defaultdict
-from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from itertools import islice
 
@@ -18,15 +17,13 @@ from core.costs.load_report import (
     QueueChange,
     StepSample,
 )
-from core.graph.workflow import Workflow, op_of
-from core.handles import ModelKey
 from core.messages.worker import BatchResult, PageCopied
-from core.model_info import ModelInfo
 from core.scheduling.in_flight import Flight
 from core.scheduling.live_requests import LiveRequests
 from core.scheduling.node_cache import NodeCache
 from core.scheduling.ops.prime import PRIME
 from core.scheduling.predictor import Predictor
+from core.scheduling.ranks import Ranks
 from core.scheduling.running_loads import RunningLoads
 from core.scheduling.waiting_work import WaitingWork
 
@@ -54,14 +51,12 @@ class Reporter:
     def __init__(
         self,
         config: SchedulerConfig,
-        models: Mapping[str, ModelInfo],
-        workflows: Iterable[Workflow],
+        num_ranks: int,
         predictor: Predictor,
         cache: NodeCache,
     ) -> None:
         self._config = config
-        self._models = models
-        self._components = sorted({op_of(node).component for workflow in workflows for node in workflow.nodes})
+        self.ranks = Ranks(num_ranks)
         self._predictor = predictor
         self._cost = predictor.cost
         self._cache = cache
@@ -153,7 +148,7 @@ class Reporter:
         recent, self._recent_steps = tuple(self._recent_steps), []
         return EngineStats(
             op_seconds=self._op_seconds_left(requests),
-            resident_models=self._resident_models(),
+            ranks=self.ranks.stats(),
             r_squared={key.op: value for key, value in self._cost.r_squared().items() if key.degree == 1},
             steps=counters.steps,
             batch_tokens=counters.batch_tokens,
@@ -180,9 +175,6 @@ class Reporter:
         lines = tuple(CostLine(key.model, key.op, line, key.degree) for key, line in self._cost.lines().items())
         copies = tuple(CopyLine(source, line) for source, line in self._cost.copy_lines().items())
         return EngineCosts(lines, copies)
-
-    def _resident_models(self) -> tuple[ModelKey, ...]:
-        return tuple(ModelKey(name, component) for name in self._models for component in self._components)
 
     def _op_seconds_left(self, requests: LiveRequests) -> dict[str, float]:
         """Predicted worker time left per op, assuming batches as full as the queue allows."""

@@ -23,16 +23,8 @@ from core.graph.catalog import WORKFLOWS
 from core.graph.check import check_workflow
 from core.graph.op import OPS
 from core.graph.workflow import Node, op_of
-from core.handles import TensorKey
-from core.messages.engine import (
-    Aborted,
-    DropTemplate,
-    EngineRequest,
-    Failed,
-    Finished,
-    PartialImage,
-    PrimeTemplate,
-)
+from core.handles import ModelKey, TensorKey
+from core.messages.engine import Aborted, DropTemplate, EngineRequest, Failed, Finished, PartialImage, PrimeTemplate
 from core.messages.worker import Batch, BatchResult, CostSample, Free, ItemResult, PageCopied, StepPlan, TransferDone
 from core.model_info import ModelInfo
 from core.scheduling.cache_factory import make_cache
@@ -94,15 +86,17 @@ class StepScheduler:
         self.values = ValueTable()
         self._free: list[Free] = []
         self._outputs: list[Output] = []
-        self._reporter = Reporter(config, self.models, self.workflows.values(), self._predictor, self.cache)
+        self._reporter = Reporter(config, num_workers, self._predictor, self.cache)
         self._deadlines = Deadlines(config.max_num_seqs, self._predictor.left_of, self._predictor.base_seconds)
         self._plan_seqs = count()
         self._dispatcher = Dispatcher(self.cache, self.values, self._predictor.of_batch, count())
         self._policy = policy or make_policy(config.policy)
 
-    def learn(self, samples: Iterable[CostSample]) -> None:
-        """Train the cost model with what was measured before the first batch."""
+    def learn(self, samples: Iterable[CostSample], loaded: Iterable[tuple[int, Iterable[ModelKey]]] = ()) -> None:
+        """Train the cost model with what was measured before the first batch. loaded: (rank, its components)."""
         self._predictor.learn(samples)
+        for rank, components in loaded:
+            self._reporter.ranks.note_loaded(rank, components)
 
     # ------------------------------------------------------------------------------------------------- requests
 
@@ -195,6 +189,7 @@ class StepScheduler:
         raises KeyError.
         """
         flight = self._out.land(result)
+        self._reporter.ranks.note_answer(result.rank, result.seconds)
         if flight.is_complete:
             self._landed.append(flight)
         while (following := next((each for each in self._landed if self._is_in_turn(each)), None)) is not None:
@@ -203,9 +198,8 @@ class StepScheduler:
 
     def _is_in_turn(self, flight: Flight) -> bool:
         """Whether the runs that a batch has read from are noted. These were done before, but may be answered later."""
-        return bool(flight.job_id) or not any(
-            is_ahead(self._requests[item.request_id], item) for item in flight.batch.items
-        )
+        items = () if flight.job_id else flight.batch.items
+        return not any(is_ahead(self._requests[item.request_id], item) for item in items)
 
     def _apply(self, flight: Flight, result: BatchResult) -> None:
         is_ok, key = not any(item.failure for item in result.items), self._predictor.key_of(flight.batch)

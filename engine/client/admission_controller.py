@@ -15,8 +15,8 @@ from core.costs.image_backlog import ImageBacklog, Share
 from core.costs.prediction_margin import PredictionMargin
 from core.errors import DeadlineExceededError, EngineDeadError, InvalidRequestError, OverloadedError
 from core.routing.admission import Outlook, RefusedFor, Terms, Verdict, judge
-from core.routing.fleet import RequestShape
 from core.routing.queue_places import Newcomer
+from core.routing.request_shape import RequestShape
 from engine.client.edit_types import EditInput
 from engine.client.image_work import ImageSeconds
 from engine.client.running_sessions import RunningSessions

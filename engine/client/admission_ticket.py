@@ -6,7 +6,7 @@ import time
 from dataclasses import replace
 
 from core.routing.admission import Terms
-from core.routing.fleet import RequestShape
+from core.routing.request_shape import RequestShape
 from engine.client.admission_controller import AdmissionController, EditWork
 from engine.client.image_work import ImageSeconds
 from engine.images.image_jobs import Caller

@@ -8,7 +8,7 @@ from core.errors import InvalidRequestError
 from core.messages.image_processor import PreparedImages, PrepareImages
 from core.model_choice import kin
 from core.model_info import ModelInfo
-from core.routing.fleet import RequestShape
+from core.routing.request_shape import RequestShape
 from core.sampling_params import MAX_PADDING_MASK_CROP, MAX_PROMPT_CHARACTERS
 from core.validation import check_integer, check_length
 from engine.client.edit_images import EditImage

@@ -16,7 +16,7 @@ import msgspec
 from core.errors import DeadlineExceededError, OverloadedError, StencilError
 from core.messages.engine import Aborted, Failed, Finished, PartialImage, TemplatePrimed
 from core.model_info import ModelInfo
-from core.routing.fleet import RequestShape
+from core.routing.request_shape import RequestShape
 from engine.client.admission_ticket import AdmissionTicket
 from engine.client.cancel_scope import CancelScope
 from engine.client.edit_delivery import EditDelivery

@@ -23,7 +23,7 @@ _STEP_TOKENS = tuple(2.0**power for power in range(4, 18))
 
 _NO_STATS = EngineStats(
     op_seconds={},
-    resident_models=(),
+    ranks=(),
     r_squared={},
     steps=0,
     batch_tokens=0,

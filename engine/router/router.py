@@ -26,8 +26,9 @@ from core.ipc.shared_array import Arena
 from core.messages.engine import Aborted, DropTemplate, EngineRequest, Failed, Finished, PartialImage, PrimeTemplate
 from core.model_info import ModelInfo
 from core.routing.admission import Outlook
-from core.routing.fleet import Fleet, RequestShape
+from core.routing.fleet import Fleet
 from core.routing.policies import make_policy, outlook, work_seconds
+from core.routing.request_shape import RequestShape
 from core.scheduling.reporter import MAX_RECENT_STEPS
 from engine.observability.metrics import Metrics
 from engine.router.engine_client import RequestOutput, Waiter

@@ -57,6 +57,7 @@ def _engine(index: int, alive: bool, load: LoadReport | None, stats: EngineStats
         "load": None if load is None or not alive else {field: getattr(load, field) for field in _LOAD_FIELDS},
         "stage_seconds": None if stats is None else stats.op_seconds,
         "resident_models": None if stats is None else msgspec.to_builtins(stats.resident_models),
+        "ranks": None if stats is None else msgspec.to_builtins(stats.ranks),
         "totals": None if stats is None else _totals([stats]),
         "cost_model": None if stats is None else {"r_squared": stats.r_squared},
         "cache": None if stats is None or stats.cache is None else _cache(stats.cache),
@@ -91,7 +92,7 @@ def _of_the_dead(stats: EngineStats) -> EngineStats:
     if stats.cache is None:
         return stats
     cache = msgspec.structs.replace(stats.cache, entries={}, used_bytes={}, budget_bytes={})
-    return msgspec.structs.replace(stats, op_seconds={}, resident_models=(), cache=cache)
+    return msgspec.structs.replace(stats, op_seconds={}, ranks=(), cache=cache)
 
 
 def _cache(stats: CacheStats) -> dict[str, Any]:

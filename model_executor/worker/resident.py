@@ -124,7 +124,10 @@ class ResidentModels:
         loaded. Raises ConfigError."""
         models = {name: self._info(name) for name in self._configs}
         adapters = (_adapted(models[name], adapter) for name, adapter in self._adapters)
-        return WorkerReady(rank=rank, models=(*models.values(), *adapters))
+        loaded = (
+            ModelKey(name, component) for name, family in self.families.items() for component in family.components
+        )
+        return WorkerReady(rank=rank, models=(*models.values(), *adapters), components=tuple(loaded))
 
     def _info(self, name: str) -> ModelInfo:
         family = self.families[name]

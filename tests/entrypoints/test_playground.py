@@ -149,7 +149,7 @@ def test_the_examples_are_listed_with_masks_and_prompts() -> None:
 
 STATS = EngineStats(
     op_seconds={},
-    resident_models=(),
+    ranks=(),
     r_squared={},
     steps=2,
     batch_tokens=0,

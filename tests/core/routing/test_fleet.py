@@ -20,8 +20,9 @@ from core.graph.work import Work
 from core.handles import ModelKey
 from core.messages.engine import PrimeTemplate
 from core.page_scheme import PageLayout, PageScheme
-from core.routing.fleet import Fleet, RequestShape
+from core.routing.fleet import Fleet
 from core.routing.fleet_costs import MAX_SIZES, work_features
+from core.routing.request_shape import RequestShape
 from core.routing.template_map import MAX_EXPECTED
 
 SCHEME = PageScheme(

@@ -17,8 +17,8 @@ from core.graph.work import Work
 from core.messages.engine import EngineRequest, Finished
 from core.messages.worker import Batch
 from core.routing.admission import Terms, judge
-from core.routing.fleet import RequestShape
 from core.routing.policies import outlook
+from core.routing.request_shape import RequestShape
 from core.scheduling.outputs import Output
 
 LONE = 28 * (0.006 + 0.1 * (0.15 * 4096 + 512) / 4608)

@@ -8,7 +8,7 @@ from fakes import MODEL, FakeWorkers, make_edit, with_spec
 
 from core.config import SchedulerConfig
 from core.messages.engine import EngineRequest, Finished
-from core.routing.fleet import RequestShape
+from core.routing.request_shape import RequestShape
 from core.sampling_params import SamplingParams
 from core.scheduling.ops.denoise import Denoise
 from core.scheduling.ops.text_encode import TextEncode

@@ -25,7 +25,7 @@ from core.handles import ArrayRef
 from core.ipc.shared_array import Arena
 from core.messages.engine import Aborted, EngineRequest, Failed, Finished
 from core.messages.image_processor import ComposedImage, ComposeImage, PreparedImages, PrepareImages
-from core.routing.fleet import RequestShape
+from core.routing.request_shape import RequestShape
 from core.sampling_params import SamplingParams
 from core.scheduling.deadlines import TOO_LATE
 from engine.client import admission_ticket, edit_delivery, edit_images, edit_preparation, session

@@ -36,7 +36,7 @@ def engine_stats(
 ) -> EngineStats:
     return EngineStats(
         op_seconds={},
-        resident_models=(),
+        ranks=(),
         r_squared=r_squared or {},
         steps=steps,
         batch_tokens=tokens,

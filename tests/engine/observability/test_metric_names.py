@@ -39,7 +39,7 @@ CACHE = CacheStats(
 )
 STATS = EngineStats(
     op_seconds={},
-    resident_models=(),
+    ranks=(),
     r_squared={"denoise": 1.0},
     steps=1,
     batch_tokens=0,

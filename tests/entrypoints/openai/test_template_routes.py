@@ -241,7 +241,7 @@ CACHE = CacheStats(
 )
 STATS = EngineStats(
     op_seconds={"denoise": 1.25},
-    resident_models=(),
+    ranks=(),
     r_squared={"denoise": 0.98, "prime": float("nan")},
     steps=4,
     batch_tokens=100,
@@ -265,7 +265,7 @@ async def test_engine_stats(client: httpx.AsyncClient, engine: FakeEngine) -> No
     assert first["cost_model"]["r_squared"] == {"denoise": 0.98, "prime": None}
     assert first["cache"]["hit_ratio"] == 0.9
     assert first["totals"]["tokens_skipped"] == 900
-    nothing = dict.fromkeys(("load", "stage_seconds", "resident_models", "totals", "cost_model", "cache"))
+    nothing = dict.fromkeys(("load", "stage_seconds", "resident_models", "ranks", "totals", "cost_model", "cache"))
     assert second == {"index": 1, "alive": False} | nothing
     assert stats["templates"] == {"count": 0, "used_bytes": 0, "budget_bytes": 1000}
     assert stats["models"][0]["id"] == "tiny/fill"
