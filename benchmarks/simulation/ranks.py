@@ -67,7 +67,7 @@ class RankClocks:
         to_send = self._send_what_is_there(plan)
         for batch in plan.batches:
             events.append(self._run(batch, seconds_of(batch)))
-            made = {(item.request_id, item.node) for item in batch.items}
+            made = {(item.request_id, item.node, item.version) for item in batch.items}
             self._send(each for each in to_send if each.source in batch.ranks and _producer(each) in made)
         for transfer in plan.transfers:
             self._free_at[transfer.source] += self._durations.transfer_seconds(transfer)
@@ -87,7 +87,7 @@ class RankClocks:
     def _take_arrivals(self, batch: Batch) -> Iterator[float]:
         """When what is delivered to a batch arrives."""
         for ref in (ref for item in batch.items for ref in item.inputs if ref.is_deferred):
-            for rank in batch.ranks:
+            for rank in set(batch.ranks) - {ref.rank}:
                 arrivals = self._arrivals[rank, ref.key]
                 yield arrivals.pop(0)
                 if not arrivals:
@@ -95,7 +95,12 @@ class RankClocks:
 
     def _send_what_is_there(self, plan: StepPlan) -> list[Delivery]:
         """Make the deliveries of what ranks have when they begin a plan; returns those of what its batches make."""
-        to_come = {(rank, item.request_id, item.node) for b in plan.batches for rank in b.ranks for item in b.items}
+        to_come = {
+            (rank, item.request_id, item.node, item.version)
+            for batch in plan.batches
+            for rank in batch.ranks
+            for item in batch.items
+        }
         later = [each for each in plan.deliveries if (each.source, *_producer(each)) in to_come]
         self._send(each for each in plan.deliveries if each not in later)
         return later
@@ -106,5 +111,6 @@ class RankClocks:
             self._arrivals.setdefault((each.target, each.key), []).append(arrives)
 
 
-def _producer(delivery: Delivery) -> tuple[str, str]:
-    return delivery.key.request_id, delivery.key.node
+def _producer(delivery: Delivery) -> tuple[str, str, int]:
+    """The run of a node whose value is delivered."""
+    return delivery.key.request_id, delivery.key.node, delivery.key.version

@@ -169,7 +169,9 @@ class StepScheduler:
         """The next plan; None when nothing can start before the next result or request arrives."""
         self._give_up_lost(now)
         self.cache.reserve(self._requests, self._policy.page_rank)
-        self._outputs += self.cache.take_answers()
+        while answers := self.cache.take_answers():  # the next idle work may be answered at once, too
+            self._outputs += answers
+            self.cache.reserve(self._requests, self._policy.page_rank)
         view = self._view(now)
         chosen = self._dispatcher.carry_out(self._policy.choose(view, now), view)
         self._note_sent(chosen.flights)

@@ -66,7 +66,7 @@ class Site:
         )
 
     def _answer(self, item: Item) -> dict[str, object]:
-        return answer_of(item, self.scheduler._requests[item.request_id].workflow)
+        return answer_of(item)
 
     def abort(self, request_id: str) -> None:
         self.scheduler.abort([request_id])
@@ -169,7 +169,7 @@ def test_a_small_case_takes_exactly_as_long_as_by_hand() -> None:
     table = LatencyTable({(name, len(PLACES[name])): {1: seconds} for name, seconds in BY_HAND.items()})
     durations = TableDurations(table, kind=lambda batch, work: batch.items[0].node, transfer=0.5, delivery=0.25)
     engine = SimulatedEngine(clock, scheduler, durations, lambda told: ends.extend((clock.now, each) for each in told))
-    engine.add(in_workflow("r", SMALL, []))
+    engine.add(in_workflow("0", SMALL, []))
     clock.run()
     assert [(when, type(output)) for when, output in ends] == [(16.75, Finished)]
     assert engine.clocks.busy_seconds == [2.0 + 3.0 + 7.0, 3.0 + 7.25 + 4.0]

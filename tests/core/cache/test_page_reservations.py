@@ -430,6 +430,18 @@ def keep_busy(engine: Engine, running: int, number: int) -> int:
     return number + running - here
 
 
+def test_idle_work_that_is_done_already_is_answered_without_another_event() -> None:
+    """Idle work comes one by one; with nothing else to do no message would wake the engine for the second."""
+    engine = Engine()
+    engine.scheduler.add_template(make_registration("first", is_idle_work=True))
+    engine.run()
+    for name in ("second", "third"):
+        engine.scheduler.add_template(make_registration(name, is_idle_work=True))
+    engine.scheduler.take_outputs()
+    engine.scheduler.schedule(0.0)
+    assert {output.request_id for output in engine.scheduler.take_outputs()} == {"second", "third"}
+
+
 def test_idle_work_is_not_sent_behind_a_step() -> None:
     engine = Engine(**AHEAD)
     engine.scheduler.add_template(make_registration("idle", "c9", is_idle_work=True))
