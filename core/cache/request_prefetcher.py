@@ -6,7 +6,7 @@ PageReservations below it does not know requests.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from itertools import islice
 
 from core.cache.page_reservations import PageReservations, keyframes_needed
@@ -63,29 +63,33 @@ class RequestPrefetcher:
             self._pages.release(mine.reservation)
 
     def reserve(self, requests: LiveRequests, page_rank: Callable[[str], int]) -> None:
-        """Reserve what requests need, most urgent first and without overtaking, so that none waits for room forever.
-        page_rank: see `NodeCache.reserve`.
+        """Reserve what requests need: running ones before waiting ones, and of each the most urgent first, without
+        overtaking, so that none waits for room forever. page_rank: see `NodeCache.reserve`.
         """
         for request in islice(requests.live(), self._num_prefetched):
             if request.status is Status.WAITING and request.spec.is_mask_aware and request.id not in self.records:
                 self._prefetch(request)
-        for reservation in [*self._missing(requests), *self._template_requests.wanting_room(is_idle=not len(requests))]:
+        running, waiting = self._missing(requests)
+        for reservation in [*running, *waiting, *self._template_requests.wanting_room(is_idle=not len(requests))]:
             if not reservation.is_reserved:
-                if not self._reserve(reservation, page_rank(reservation.template.key)):
+                rank = page_rank(reservation.template.key)
+                room_of_others = self._yield_room(requests) if reservation in running else self._yield_idle_room()
+                if not self._reserve(reservation, rank, room_of_others):
                     break
                 self._unreserved.discard(reservation.owner_id)
 
-    def _missing(self, requests: LiveRequests) -> list[Reservation]:
-        """Reservations of live requests that are not made yet, most urgent first."""
-        found, left = list[Reservation](), len(self._unreserved)
+    def _missing(self, requests: LiveRequests) -> tuple[list[Reservation], list[Reservation]]:
+        """Reservations that are not made yet, of running and of waiting requests, most urgent first."""
+        running, waiting, left = list[Reservation](), list[Reservation](), len(self._unreserved)
         for request in requests.in_order() if left else ():
             if request.id in self._unreserved:
                 left -= 1
                 if request.is_live:
+                    found = waiting if request.status is Status.WAITING else running
                     found.append(self.records[request.id].reservation)
                 if not left:
                     break
-        return found
+        return running, waiting
 
     def _prefetch(self, request: Request) -> None:
         """Prepare a reservation of all keyframes, since the request's noise levels are not known yet."""
@@ -99,11 +103,27 @@ class RequestPrefetcher:
         mine = self.records[request.id] = RequestPages(reservation)
         return mine
 
-    def _reserve(self, reservation: Reservation, rank: int) -> bool:
-        """Whether it could be reserved, if necessary after releasing what idle work holds."""
-        return self._pages.reserve(reservation, rank) or (
-            self._template_requests.yield_room() and self._pages.reserve(reservation, rank)
+    def _reserve(self, reservation: Reservation, rank: int, room_of_others: Iterator[None]) -> bool:
+        """Whether it could be reserved, if necessary after others have released what they hold."""
+        return self._pages.reserve(reservation, rank) or any(
+            self._pages.reserve(reservation, rank) for _ in room_of_others
         )
+
+    def _yield_idle_room(self) -> Iterator[None]:
+        """Release what idle work holds, at the first step."""
+        if self._template_requests.yield_room():
+            yield
+
+    def _yield_room(self, requests: LiveRequests) -> Iterator[None]:
+        """Release what idle work holds, then the pages of one waiting request per step, newest first. Waiting
+        requests may need a slot of those that wait for this room.
+        """
+        yield from self._yield_idle_room()
+        for request_id, mine in reversed(self.records.items()):
+            if requests[request_id].status is Status.WAITING and mine.reservation.is_reserved:
+                self._pages.release(mine.reservation)
+                self._unreserved.add(request_id)
+                yield
 
     def _template_of(self, request: Request) -> TemplateInfo:
         return TemplateInfo.of(request.spec, self._models[request.head.model])

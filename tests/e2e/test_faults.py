@@ -95,12 +95,14 @@ async def test_an_engine_that_keeps_dying_is_given_up_and_without_engines_all_ed
     monkeypatch.setattr(engine_replica, "MAX_RESTARTS", 1)
     task = asyncio.create_task(run(engine, "r", make_input(steps=200)))
     failed = asyncio.create_task(engine.failed())
-    for _ in range(2):  # fewer deaths than a request may cause
-        await until(lambda: engine.num_requests_running == 1)
-        assert not failed.done()
-        processes("engine")[0].kill()
-        await until(lambda: not engine.is_ready)
-        monkeypatch.setattr(engine_replica, "PROVEN_SECONDS", 60.0)  # from now on in a row
+    restarts = count(engine, "engine_restarts")
+    await until(lambda: engine.num_requests_running == 1)
+    processes("engine")[0].kill()
+    await until(lambda: count(engine, "engine_restarts") == restarts + 1)
+    monkeypatch.setattr(engine_replica, "PROVEN_SECONDS", 60.0)  # from now on in a row
+    await until(lambda: engine.num_requests_running == 1)
+    assert not failed.done()
+    processes("engine")[0].kill()  # the second: fewer deaths than a request may cause
     with pytest.raises(EngineDeadError, match="SIGKILL"):
         await asyncio.wait_for(task, 10)
     assert "SIGKILL" in str(await asyncio.wait_for(failed, 10))

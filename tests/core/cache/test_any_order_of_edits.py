@@ -8,6 +8,7 @@ from collections.abc import Sequence
 from random import Random
 from typing import Literal
 
+import msgspec
 import pytest
 from cache_kit import AHEAD, SEEING, TEMPLATE_BYTES, Engine, make_masked, make_registration
 from cache_ranks import AnyCacheRanks
@@ -37,11 +38,18 @@ class MaskAwareMachine(RuleBasedStateMachine):
         self.ranks = st.integers(0, num_ranks - 1)
         self.added: list[str] = []
 
-    @rule(content=st.sampled_from("abcd"), steps=st.integers(1, 9), full=st.integers(0, 3), masked=st.booleans())
-    def add(self, content: str, steps: int, full: int, masked: bool) -> None:
+    @rule(
+        content=st.sampled_from("abcd"),
+        steps=st.integers(1, 9),
+        full=st.integers(0, 3),
+        masked=st.booleans(),
+        priority=st.integers(-1, 0),
+    )
+    def add(self, content: str, steps: int, full: int, masked: bool, priority: int) -> None:
         name = f"r{len(self.added)}"
         edit = make_masked(name, content=content, steps=steps, full_steps=full)
-        self.engine.scheduler.add(edit if masked and full < steps else make_edit(name, steps=steps))
+        edit = edit if masked and full < steps else make_edit(name, steps=steps)
+        self.engine.scheduler.add(msgspec.structs.replace(edit, priority=priority))
         self.added.append(name)
 
     @rule(content=st.sampled_from("abcd"), idle=st.booleans())

@@ -543,3 +543,21 @@ def test_pages_come_up_from_disk_while_an_edit_waits_for_a_place() -> None:
     assert engine.workers.primed == [], "loading costs no computing, priming would"
     engine.run()
     assert engine.finished("waiting").cache == "miss"
+
+
+def test_pages_loaded_ahead_give_way_to_requests_that_run() -> None:
+    """A more urgent request takes the slot that the pages were loaded for: both need room for a whole template, and the
+    waiting one would get its slot only after the other.
+    """
+    room = 3 * TEMPLATE_BYTES // 2
+    engine = Engine(cache=CacheConfig(host_bytes=room, disk_bytes=1 << 40), max_num_seqs=1)
+    engine.scheduler.add(make_edit("first", steps=3))
+    engine.step()
+    engine.scheduler.add(make_masked("waits", content="c0", arrival=1.0))
+    engine.step()
+    assert engine.pages_of("waits").reservation.is_reserved, "its pages are loaded ahead"
+    urgent = make_masked("urgent", content="c1", arrival=2.0)
+    engine.scheduler.add(msgspec.structs.replace(urgent, priority=-1))
+    engine.run()
+    ended = [output.request_id for output in engine.outputs]  # type: ignore[attr-defined]
+    assert ended == ["first", "urgent", "waits"]
