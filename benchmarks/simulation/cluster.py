@@ -119,7 +119,7 @@ class Cluster:
         self._start_counting()
         for edit in trace:
             moved = msgspec.structs.replace(edit, arrival=edit.arrival + self._started)
-            self.clock.at(moved.arrival, lambda edit=moved: self._route(edit))  # type: ignore[misc]
+            self.clock.at(moved.arrival, partial(self._route, moved))
         self.clock.run()
 
     def note_report(self, engine: int, report: LoadReport) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from bisect import bisect_left
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
@@ -14,14 +15,14 @@ from core.messages.worker import Batch, Delivery, Item, PageCopy, Transfer
 from core.scheduling.request import NodeSizes
 
 
-class Durations:
+class Durations(ABC):
     """Base class. All results are seconds; by default only batches take any."""
 
+    @abstractmethod
     def batch_seconds(self, batch: Batch, work: Work) -> float:
         """From when all ranks of a batch have begun it until it ends on all of them. work: its size, see
         `batch_work`.
         """
-        raise NotImplementedError
 
     def transfer_seconds(self, transfer: Transfer) -> float:
         """To write a value to shared memory; its source does nothing else meanwhile."""

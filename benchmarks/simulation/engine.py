@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from functools import cache
+from functools import cache, partial
 from heapq import heappop, heappush
 from itertools import count
 
@@ -99,7 +99,7 @@ class SimulatedEngine:
         """What EngineCore does after each message. To be called after the scheduler was given one, such as an abort."""
         while (plan := self.scheduler.schedule(self._clock.now)) is not None:
             for event in self.clocks.submit(plan, self._batch_seconds, self._clock.now):
-                self._clock.at(event.when, lambda event=event: self._handle(event))  # type: ignore[misc]
+                self._clock.at(event.when, partial(self._handle, event))
         outputs = self.scheduler.take_outputs()
         for output in outputs:
             if not isinstance(output, PartialImage):

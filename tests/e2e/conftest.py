@@ -1,4 +1,4 @@
-"""One real server on a small random checkpoint, shared by the tests of this folder."""
+"""A small random checkpoint, and what serves it: a server, an offline engine, diffusers' pipeline. Tests share them."""
 
 from __future__ import annotations
 
@@ -6,8 +6,10 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+from diffusers import FluxFillPipeline
 from server_process import ServerProcess, start
 
+from entrypoints import ImageEngine
 from tools.random_checkpoints import make_flux_fill
 
 API_KEY = "sk-local"
@@ -32,3 +34,16 @@ def server(server_flags: tuple[str, ...], tmp_path_factory: pytest.TempPathFacto
     server = start(tmp_path_factory.mktemp("server") / "scratch", *server_flags, *flags)
     yield server
     assert server.stop() == 0, server.log.read_text()
+
+
+@pytest.fixture(scope="module")
+def image_engine(tiny_checkpoint: Path) -> Iterator[ImageEngine]:
+    with ImageEngine(str(tiny_checkpoint), dtype="float32", threads=1) as engine:
+        yield engine
+
+
+@pytest.fixture(scope="session")
+def pipeline(tiny_checkpoint: Path) -> FluxFillPipeline:
+    pipeline = FluxFillPipeline.from_pretrained(tiny_checkpoint)
+    pipeline.set_progress_bar_config(disable=True)
+    return pipeline

@@ -106,12 +106,12 @@ async def test_restarts_back_off_while_edits_wait_and_shutdown_does_not(
     monkeypatch.setattr(engine_replica, "FIRST_WAIT_SECONDS", 2.0)
     expected = await run(engine, "before", make_input(steps=100))
     task = asyncio.create_task(run(engine, "waits", make_input(steps=100)))
-    before = count(engine, "engine_restarts")
     for restarts in (1, 2):
+        before = count(engine, "engine_restarts")
         await until(lambda: engine.num_requests_running == 1)
         died = time.monotonic()
         processes("engine")[0].kill()
-        await until(lambda: count(engine, "engine_restarts") == before + restarts)
+        await until(lambda before=before: count(engine, "engine_restarts") == before + 1)
         assert engine.replicas[0] == ("restarting", restarts)
         assert time.monotonic() - died >= (0.0, 2.0)[restarts - 1]
         assert engine.num_requests_waiting == 1

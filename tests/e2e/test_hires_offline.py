@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -18,28 +16,9 @@ from PIL import Image
 from core.errors import InvalidRequestError
 from core.sampling_params import SamplingParams
 from entrypoints import Edit, EditResult, ImageEngine
-from tools.random_checkpoints import make_flux_fill
 
 Pixels = npt.NDArray[np.uint8]
 PROMPT = "a red shirt"
-
-
-@pytest.fixture(scope="module")
-def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return make_flux_fill(tmp_path_factory.mktemp("model") / "flux", generation_config={"num_inference_steps": 4})
-
-
-@pytest.fixture(scope="module")
-def engine(checkpoint: Path) -> Iterator[ImageEngine]:
-    with ImageEngine(str(checkpoint), dtype="float32", threads=1) as engine:
-        yield engine
-
-
-@pytest.fixture(scope="module")
-def pipeline(checkpoint: Path) -> FluxFillPipeline:
-    pipeline = FluxFillPipeline.from_pretrained(checkpoint)
-    pipeline.set_progress_bar_config(disable=True)
-    return pipeline
 
 
 def make_edit(size: tuple[int, int], seed: int = 0) -> Edit:
@@ -93,7 +72,7 @@ MIX = [((128, 128), 2.0, 0.6, (64, 64)), ((128, 96), 1.5, 0.4, (80, 64)), ((64, 
 
 
 def test_edits_of_two_passes_equal_the_pipelines_alone_and_in_a_batch(
-    engine: ImageEngine, pipeline: FluxFillPipeline
+    image_engine: ImageEngine, pipeline: FluxFillPipeline
 ) -> None:
     edits = [make_edit(size, seed) for seed, (size, *_) in enumerate(MIX)]
     params = [
@@ -101,42 +80,42 @@ def test_edits_of_two_passes_equal_the_pipelines_alone_and_in_a_batch(
         for seed, (_, scale, strength, _) in enumerate(MIX)
     ]
     plain = SamplingParams(num_inference_steps=4, seed=9, mask_aware=False)
-    *together, beside = engine.generate([*edits, make_edit((96, 96))], [*params, plain], use_tqdm=False)
+    *together, beside = image_engine.generate([*edits, make_edit((96, 96))], [*params, plain], use_tqdm=False)
     for seed, (size, _, _, first_size) in enumerate(MIX):
         image, mask, sampling = picture(seed, size), box_mask(size), params[seed]
         expected = reference(pipeline, image, mask, sampling, first_size)
-        (alone,) = engine.generate([edits[seed]], sampling, use_tqdm=False)
+        (alone,) = image_engine.generate([edits[seed]], sampling, use_tqdm=False)
         assert worst_difference(pixels_of(alone), expected, mask) <= 2
         assert worst_difference(pixels_of(together[seed]), expected, mask) <= 2
         assert np.array_equal(pixels_of(alone)[mask == 0], image[mask == 0])
     assert np.array_equal(
-        pixels_of(beside), pixels_of(engine.generate([make_edit((96, 96))], plain, use_tqdm=False)[0])
+        pixels_of(beside), pixels_of(image_engine.generate([make_edit((96, 96))], plain, use_tqdm=False)[0])
     )
 
 
-def test_a_generation_of_two_passes_equals_the_pipelines(engine: ImageEngine, pipeline: FluxFillPipeline) -> None:
+def test_a_generation_of_two_passes_equals_the_pipelines(image_engine: ImageEngine, pipeline: FluxFillPipeline) -> None:
     sampling = SamplingParams(num_inference_steps=5, seed=3, hires_scale=2, hires_strength=0.6)
-    (result,) = engine.generate([Edit(prompt=PROMPT, size=(128, 96))], sampling, use_tqdm=False)
+    (result,) = image_engine.generate([Edit(prompt=PROMPT, size=(128, 96))], sampling, use_tqdm=False)
     grey, everything = np.full((96, 128, 3), 128, np.uint8), np.ones((96, 128), np.uint8)
     expected = reference(pipeline, grey, everything, sampling, (64, 48))
     assert worst_difference(pixels_of(result), expected, everything) <= 2
 
 
-def test_an_edit_of_two_passes_says_that_it_ran_exact(engine: ImageEngine) -> None:
+def test_an_edit_of_two_passes_says_that_it_ran_exact(image_engine: ImageEngine) -> None:
     sampling = SamplingParams(num_inference_steps=5, seed=3, strength=0.8, hires_scale=2, hires_strength=0.6)
-    (result,) = engine.generate([make_edit((128, 96))], sampling, use_tqdm=False)
+    (result,) = image_engine.generate([make_edit((128, 96))], sampling, use_tqdm=False)
     pixels_of(result)
     (report,) = result.reports
     assert (report.exact_reason, report.cache) == ("hires", "off")
     assert report.num_inference_steps == report.full_steps == 4 + 3
 
 
-def test_what_leaves_too_little_for_a_pass_is_refused(engine: ImageEngine) -> None:
+def test_what_leaves_too_little_for_a_pass_is_refused(image_engine: ImageEngine) -> None:
     edit = make_edit((64, 48))
     for sampling, field in (
         (SamplingParams(hires_scale=3), "hires_scale"),
         (SamplingParams(hires_scale=1.5, hires_strength=0), "hires_strength"),
     ):
-        (result,) = engine.generate([edit], sampling, use_tqdm=False)
+        (result,) = image_engine.generate([edit], sampling, use_tqdm=False)
         assert isinstance(result.error, InvalidRequestError)
         assert result.error.param == field

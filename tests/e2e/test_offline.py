@@ -30,27 +30,8 @@ from engine.client.edit_types import EditInput, ImageOutput
 from engine.client.upload import BytesUpload
 from entrypoints import Edit, EditResult, ImageEngine
 from entrypoints.pictures import encode_picture
-from tools.random_checkpoints import make_flux_fill
 
 Pixels = npt.NDArray[np.uint8]
-
-
-@pytest.fixture(scope="module")
-def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return make_flux_fill(tmp_path_factory.mktemp("model") / "flux", generation_config={"num_inference_steps": 4})
-
-
-@pytest.fixture(scope="module")
-def engine(checkpoint: Path) -> Iterator[ImageEngine]:
-    with ImageEngine(str(checkpoint), dtype="float32", threads=1) as engine:
-        yield engine
-
-
-@pytest.fixture(scope="module")
-def pipeline(checkpoint: Path) -> FluxFillPipeline:
-    pipeline = FluxFillPipeline.from_pretrained(checkpoint)
-    pipeline.set_progress_bar_config(disable=True)
-    return pipeline
 
 
 def picture(width: int, height: int, seed: int = 0) -> Pixels:
@@ -103,35 +84,35 @@ def worst_difference(ours: Pixels, theirs: Pixels, edit: Edit) -> int:
 MIX = [(128, 128, 4, 1), (64, 96, 7, 2), (112, 80, 2, 3), (128, 128, 5, 2**63 - 1), (48, 48, 1, 5)]
 
 
-def test_edits_equal_the_pipelines_alone_and_in_a_batch(engine: ImageEngine, pipeline: FluxFillPipeline) -> None:
+def test_edits_equal_the_pipelines_alone_and_in_a_batch(image_engine: ImageEngine, pipeline: FluxFillPipeline) -> None:
     edits = [make_edit(width, height, seed % 97) for width, height, _, seed in MIX]
     params = [SamplingParams(num_inference_steps=steps, seed=seed, mask_aware=False) for _, _, steps, seed in MIX]
-    together = engine.generate(edits, params, use_tqdm=False)
+    together = image_engine.generate(edits, params, use_tqdm=False)
     for edit, sampling, result in zip(edits, params, together, strict=True):
         assert sampling.num_inference_steps is not None
         assert sampling.seed is not None
         expected = reference(pipeline, edit, sampling.num_inference_steps, sampling.seed)
-        (alone,) = engine.generate([edit], sampling, use_tqdm=False)
+        (alone,) = image_engine.generate([edit], sampling, use_tqdm=False)
         assert worst_difference(pixels_of(alone), expected, edit) <= 2
         assert worst_difference(pixels_of(result), expected, edit) <= 2
 
 
 def test_less_strength_starts_from_the_picture_and_runs_fewer_steps(
-    engine: ImageEngine, pipeline: FluxFillPipeline
+    image_engine: ImageEngine, pipeline: FluxFillPipeline
 ) -> None:
     edit, sampling = make_edit(128, 96), SamplingParams(num_inference_steps=5, seed=3, strength=0.5, mask_aware=False)
-    (result,) = engine.generate([edit], sampling, use_tqdm=False)
+    (result,) = image_engine.generate([edit], sampling, use_tqdm=False)
     expected = reference(pipeline, edit, steps=5, seed=3, strength=0.5)
     assert worst_difference(pixels_of(result), expected, edit) <= 2
     assert result.reports[0].num_inference_steps == 3
-    (nothing,) = engine.generate([edit], SamplingParams(strength=0.0), use_tqdm=False)
+    (nothing,) = image_engine.generate([edit], SamplingParams(strength=0.0), use_tqdm=False)
     assert isinstance(nothing.error, InvalidRequestError)
     assert nothing.error.param == "strength"
 
 
 @pytest.mark.parametrize("padding", [0, 24])
 def test_a_cropped_edit_equals_the_pipelines_pasted_back(
-    engine: ImageEngine, pipeline: FluxFillPipeline, padding: int
+    image_engine: ImageEngine, pipeline: FluxFillPipeline, padding: int
 ) -> None:
     """FluxFillPipeline has no padding_mask_crop; this does what the pipelines that have it do."""
     whole = make_edit(300, 220)
@@ -147,7 +128,7 @@ def test_a_cropped_edit_equals_the_pipelines_pasted_back(
     painted = Image.fromarray(reference(pipeline, seen, steps=4, seed=5))
     expected = np.asarray(processor.apply_overlay(mask, photo, painted, region))
     params = SamplingParams(num_inference_steps=4, seed=5, mask_aware=False)
-    (result,) = engine.generate([replace(whole, padding_mask_crop=padding)], params, use_tqdm=False)
+    (result,) = image_engine.generate([replace(whole, padding_mask_crop=padding)], params, use_tqdm=False)
     assert result.reports[0].crop == region
     assert worst_difference(pixels_of(result), expected, whole) <= 2
     assert np.array_equal(pixels_of(result)[whole.mask_image == 0], whole.image[whole.mask_image == 0])
@@ -160,44 +141,44 @@ def test_an_invalid_padding_is_refused() -> None:
         assert caught.value.param == "padding_mask_crop"
 
 
-def test_the_same_request_gives_equal_bytes_alone_and_nearly_equal_ones_in_a_batch(engine: ImageEngine) -> None:
+def test_the_same_request_gives_equal_bytes_alone_and_nearly_equal_ones_in_a_batch(image_engine: ImageEngine) -> None:
     edit, sampling = make_edit(128, 128), SamplingParams(num_inference_steps=6, seed=11)
-    first, second = (pixels_of(engine.generate([edit], sampling, use_tqdm=False)[0]) for _ in range(2))
+    first, second = (pixels_of(image_engine.generate([edit], sampling, use_tqdm=False)[0]) for _ in range(2))
     assert np.array_equal(first, second)
     others = [make_edit(128, 96, i) for i in range(6)]
     params = [sampling, *(SamplingParams(num_inference_steps=3 + i, seed=i) for i in range(6))]
-    shared = pixels_of(engine.generate([edit, *others], params, use_tqdm=False)[0])
+    shared = pixels_of(image_engine.generate([edit, *others], params, use_tqdm=False)[0])
     difference = np.abs(shared.astype(int) - first.astype(int)).max(axis=-1)
     assert difference.max() <= 1
     assert (difference > 0).mean() <= 0.001
 
 
-def test_pixels_outside_the_mask_are_unchanged(engine: ImageEngine) -> None:
+def test_pixels_outside_the_mask_are_unchanged(image_engine: ImageEngine) -> None:
     edit = make_edit(101, 67)
     assert isinstance(edit.image, np.ndarray)
     assert isinstance(edit.mask_image, np.ndarray)
-    out = pixels_of(engine.generate([edit], SamplingParams(seed=1), use_tqdm=False)[0])
+    out = pixels_of(image_engine.generate([edit], SamplingParams(seed=1), use_tqdm=False)[0])
     outside = edit.mask_image == 0
     assert np.array_equal(out[outside], edit.image[outside])
     assert not np.array_equal(out[~outside], edit.image[~outside])
 
 
-def test_n_images_use_successive_seeds(engine: ImageEngine) -> None:
+def test_n_images_use_successive_seeds(image_engine: ImageEngine) -> None:
     edit = make_edit(64, 64)
-    (several,) = engine.generate([edit], SamplingParams(seed=7, n=3), use_tqdm=False)
+    (several,) = image_engine.generate([edit], SamplingParams(seed=7, n=3), use_tqdm=False)
     assert several.seeds == [7, 8, 9]
-    (one,) = engine.generate([edit], SamplingParams(seed=8), use_tqdm=False)
+    (one,) = image_engine.generate([edit], SamplingParams(seed=8), use_tqdm=False)
     assert np.array_equal(np.asarray(several.images[1]), pixels_of(one))
 
 
-def test_errors_stay_with_their_item(engine: ImageEngine) -> None:
+def test_errors_stay_with_their_item(image_engine: ImageEngine) -> None:
     good = make_edit(64, 64)
     bad = [
         Edit(prompt="x", image=b"not an image"),
         Edit(prompt="x", image="/does/not/exist.png"),
         Edit(prompt="x", image=picture(64, 64), mask_image=np.zeros((64, 64), np.uint8)),
     ]
-    results = engine.generate([bad[0], good, bad[1], bad[2]], SamplingParams(seed=0), use_tqdm=False)
+    results = image_engine.generate([bad[0], good, bad[1], bad[2]], SamplingParams(seed=0), use_tqdm=False)
     assert isinstance(results[0].error, InvalidImageError)
     assert results[1].error is None
     assert isinstance(results[2].error, InvalidRequestError)
@@ -215,10 +196,10 @@ UNUSABLE = [
 ]
 
 
-def test_invalid_pictures_fail_alone(engine: ImageEngine) -> None:
+def test_invalid_pictures_fail_alone(image_engine: ImageEngine) -> None:
     edits = [Edit(prompt="x", image=image) for image in UNUSABLE]
     masks = [Edit(prompt="x", image=picture(32, 32), mask_image=mask) for mask in UNUSABLE]
-    *results, good = engine.generate([*edits, *masks, make_edit(32, 32)], use_tqdm=False)
+    *results, good = image_engine.generate([*edits, *masks, make_edit(32, 32)], use_tqdm=False)
     assert good.error is None
     for result, name in zip(results, ["image"] * 7 + ["mask_image"] * 7, strict=True):
         assert isinstance(result.error, InvalidImageError)
@@ -226,8 +207,8 @@ def test_invalid_pictures_fail_alone(engine: ImageEngine) -> None:
 
 
 @pytest.mark.parametrize("path", ["a\0b.png", "half \ud83d.png", "/", "", "x" * 5000])
-def test_impossible_paths_fail_alone(engine: ImageEngine, path: str) -> None:
-    bad, good = engine.generate([Edit(prompt="x", image=path), make_edit(32, 32)], use_tqdm=False)
+def test_impossible_paths_fail_alone(image_engine: ImageEngine, path: str) -> None:
+    bad, good = image_engine.generate([Edit(prompt="x", image=path), make_edit(32, 32)], use_tqdm=False)
     assert isinstance(bad.error, InvalidRequestError)
     assert bad.error.param == "image"
     assert good.error is None
@@ -240,10 +221,12 @@ def test_an_invalid_prompt_is_refused() -> None:
         assert caught.value.param == "prompt"
 
 
-def test_an_array_of_one_channel_is_grey(engine: ImageEngine) -> None:
+def test_an_array_of_one_channel_is_grey(image_engine: ImageEngine) -> None:
     edit, sampling = make_edit(64, 64), SamplingParams(seed=1)
     assert isinstance(edit.mask_image, np.ndarray)
-    flat, deep = engine.generate([edit, replace(edit, mask_image=edit.mask_image[..., None])], sampling, use_tqdm=False)
+    flat, deep = image_engine.generate(
+        [edit, replace(edit, mask_image=edit.mask_image[..., None])], sampling, use_tqdm=False
+    )
     assert np.array_equal(pixels_of(flat) == edit.image, pixels_of(deep) == edit.image)
 
 
@@ -263,34 +246,34 @@ def interrupted_after(seconds: float) -> Iterator[None]:
         signal.signal(signal.SIGALRM, before)
 
 
-def test_ctrl_c_while_the_model_loads_leaves_no_process(checkpoint: Path) -> None:
+def test_ctrl_c_while_the_model_loads_leaves_no_process(tiny_checkpoint: Path) -> None:
     before = {child.pid for child in psutil.Process().children()}
     with pytest.raises(KeyboardInterrupt), interrupted_after(0.5):
-        ImageEngine(str(checkpoint))
+        ImageEngine(str(tiny_checkpoint))
     assert {child.pid for child in psutil.Process().children()} <= before
 
 
-def test_ctrl_c_aborts_the_edits(engine: ImageEngine) -> None:
+def test_ctrl_c_aborts_the_edits(image_engine: ImageEngine) -> None:
     edits, sampling = [make_edit(128, 128)] * 30, SamplingParams(num_inference_steps=200, n=10, seed=1)
     with pytest.raises(KeyboardInterrupt), interrupted_after(1.0):
-        engine.generate(edits, sampling, use_tqdm=False)
+        image_engine.generate(edits, sampling, use_tqdm=False)
     deadline = time.monotonic() + 3
-    while engine._engine.num_admitted:
+    while image_engine._engine.num_admitted:
         assert time.monotonic() < deadline
         time.sleep(0.01)
-    assert engine.generate([make_edit(64, 64)], use_tqdm=False)[0].error is None
+    assert image_engine.generate([make_edit(64, 64)], use_tqdm=False)[0].error is None
 
 
-def test_generation_without_an_image(engine: ImageEngine) -> None:
-    (result,) = engine.generate([Edit(prompt="a room", size=(96, 64))], SamplingParams(seed=0), use_tqdm=False)
+def test_generation_without_an_image(image_engine: ImageEngine) -> None:
+    (result,) = image_engine.generate([Edit(prompt="a room", size=(96, 64))], SamplingParams(seed=0), use_tqdm=False)
     assert result.error is None
     assert result.images[0].size == (96, 64)
     assert result.reports[0].mask_ratio == 1.0
 
 
-def test_a_long_prompt_is_cut_and_reported(engine: ImageEngine) -> None:
+def test_a_long_prompt_is_cut_and_reported(image_engine: ImageEngine) -> None:
     edits = [make_edit(64, 64), make_edit(64, 64, prompt="a red shirt " * 30)]
-    short, long = engine.generate(edits, SamplingParams(seed=0), use_tqdm=False)
+    short, long = image_engine.generate(edits, SamplingParams(seed=0), use_tqdm=False)
     assert not short.reports[0].prompt_truncated
     assert long.reports[0].prompt_truncated
 
@@ -309,16 +292,16 @@ in_module = pytest.mark.asyncio(loop_scope="module")
 
 
 @asynccontextmanager
-async def start(checkpoint: Path, workers: int, max_retries: int = 2) -> AsyncIterator[AsyncEngine]:
-    model = ModelConfig(model=str(checkpoint), threads=1)
+async def start(tiny_checkpoint: Path, workers: int, max_retries: int = 2) -> AsyncIterator[AsyncEngine]:
+    model = ModelConfig(model=str(tiny_checkpoint), threads=1)
     config = EngineConfig(models=(model,), workers_per_engine=workers)
     async with serving_engine(StencilConfig(engine=config, max_retries=max_retries)) as engine:
         yield engine
 
 
 @pytest_asyncio.fixture(scope="module", loop_scope="module")
-async def one_worker(checkpoint: Path) -> AsyncIterator[AsyncEngine]:
-    async with start(checkpoint, workers=1, max_retries=0) as engine:
+async def one_worker(tiny_checkpoint: Path) -> AsyncIterator[AsyncEngine]:
+    async with start(tiny_checkpoint, workers=1, max_retries=0) as engine:
         yield engine
 
 
@@ -345,13 +328,13 @@ def open_image(data: bytes) -> Pixels:
 
 
 @in_module
-async def test_decoding_on_a_second_worker_gives_the_same_bytes(checkpoint: Path, one_worker: AsyncEngine) -> None:
+async def test_decoding_on_a_second_worker_gives_the_same_bytes(tiny_checkpoint: Path, one_worker: AsyncEngine) -> None:
     edits = [
         to_input(make_edit(128, 128, i), SamplingParams(num_inference_steps=9 + i, seed=i), partial_images=1)
         for i in range(4)
     ]
     # One at a time: the batch, which may change the last bit, is the same.
-    async with start(checkpoint, workers=2) as two_workers:
+    async with start(tiny_checkpoint, workers=2) as two_workers:
         for i, edit in enumerate(edits):
             one = await run(one_worker, f"one-{i}", edit)
             two = await run(two_workers, f"two-{i}", edit)
@@ -426,12 +409,12 @@ async def test_the_sockets_folder_is_gone_once_connected(one_worker: AsyncEngine
 
 
 async def test_a_socket_that_cannot_be_made_is_a_config_error(
-    checkpoint: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    tiny_checkpoint: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     deep = tmp_path / ("d" * 120)
     deep.mkdir()
     monkeypatch.setattr("tempfile.tempdir", str(deep))
-    engine = AsyncEngine(StencilConfig(engine=EngineConfig(models=(ModelConfig(model=str(checkpoint)),))))
+    engine = AsyncEngine(StencilConfig(engine=EngineConfig(models=(ModelConfig(model=str(tiny_checkpoint)),))))
     with pytest.raises(ConfigError, match="TMPDIR"):
         await engine.start()
     assert list(deep.iterdir()) == []

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Sequence
 
 from core.messages.worker import Batch, BatchResult
@@ -10,15 +11,15 @@ from core.scheduling.request import Request
 from core.scheduling.view import View
 
 
-class SchedulingPolicy:
+class SchedulingPolicy(ABC):
     """Base class of policies. A policy is pure: it knows what the view shows and what it was called with. It never sees
     tensors, sockets or clocks, and changes nothing but its own state: the scheduler checks its decisions and carries
     them out.
     """
 
+    @abstractmethod
     def choose(self, view: View, now: float) -> Sequence[Decision]:
         """What to dispatch now, in the order in which ranks are to run it. now: monotonic seconds."""
-        raise NotImplementedError
 
     def page_rank(self, template: str) -> int:
         """The rank on whose device the pages of a template are to be, if they are on none: where the steps that read
