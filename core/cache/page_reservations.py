@@ -10,6 +10,7 @@ from __future__ import annotations
 from bisect import bisect_left
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
+from functools import lru_cache
 from itertools import count
 from typing import get_args
 
@@ -41,7 +42,8 @@ class Bracket:
         return (self.near,) if self.far is None else (self.near, self.far)
 
 
-def bracket(keyframes: Sequence[float], sigma: float) -> Bracket:
+@lru_cache(maxsize=4096)  # requests with the same number of steps have the same noise levels
+def bracket(keyframes: tuple[float, ...], sigma: float) -> Bracket:
     """The keyframes from which the pages at noise level `sigma` are interpolated; beyond the first or last keyframe,
     the nearest one. keyframes: falling; () = every noise level is a keyframe.
     """
@@ -56,7 +58,7 @@ def bracket(keyframes: Sequence[float], sigma: float) -> Bracket:
     return Bracket(near, far, (near - sigma) / (near - far))
 
 
-def keyframes_needed(keyframes: Sequence[float], sigmas: Iterable[float]) -> tuple[float, ...]:
+def keyframes_needed(keyframes: tuple[float, ...], sigmas: Iterable[float]) -> tuple[float, ...]:
     """All keyframes that steps at these noise levels read, falling."""
     needed: set[float] = set()
     for sigma in sigmas:
