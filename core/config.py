@@ -12,6 +12,7 @@ from typing import Literal
 import msgspec
 
 from core.errors import ConfigError
+from core.step_schedule import StepScheduleName
 from core.validation import check_choice, check_decimal, check_integer, check_matches, conform
 
 Quantization = Literal["none", "torchao-int8", "bitsandbytes-8bit", "bitsandbytes-4bit"]
@@ -212,6 +213,7 @@ class StencilConfig(msgspec.Struct, frozen=True, kw_only=True):
     image: ImageConfig = ImageConfig()
     max_queue: int = 256  # images waiting or running, beyond which new ones are refused
     slo_seconds: float = 0.0  # latency objective of edits; 0 = none
+    step_schedule: StepScheduleName = "full"  # of requests that name none, of models that have a calibrated one
     arena_bytes: int = 8 * 1024**3  # address space of the shared arena; memory is taken only while in use
     template_bytes: int = 256 * 1024**2  # encoded uploads kept for registered templates
 

@@ -6,6 +6,7 @@ import msgspec
 
 from core.page_scheme import PageScheme
 from core.sampling_params import SamplingParams
+from core.step_schedule import StepSchedule
 from core.vision_tokens import VisionTokens
 
 
@@ -50,24 +51,28 @@ class ModelInfo(msgspec.Struct, frozen=True, kw_only=True):
     solver_order: int = 1
     extra_steps: int = 0  # model calls beyond those of solver_order, see num_steps
     rounds_strength_down: bool = False  # whether a step that strength covers in part is left out
+    can_skip_steps: bool = False  # whether the sampler may go from any step's noise level to any later one's
+    step_schedules: tuple[StepSchedule, ...] = ()  # set by the worker: those of the checkpoint's calibration
     # Caching.
     page_scheme: PageScheme | None = None  # set by the worker: how templates are cached; None: never mask-aware
     block_runs: tuple[BlockRun, ...] = ()  # of families that cache the outputs of blocks: the cost of each block
 
     def num_steps(self, sampling: SamplingParams) -> int:
-        """Steps of a run, with hires_scale of its first pass. sampling: with num_inference_steps set."""
-        return self._num_calls(sampling.num_denoising_steps)
+        """Computed steps of a run, with hires_scale of its first pass. sampling: resolved as to steps."""
+        return self._num_calls(len(sampling.computed_of_last(sampling.num_denoising_steps)))
 
     def num_steps_by_pass(self, sampling: SamplingParams) -> tuple[int, ...]:
-        """Steps of each pass of a run, in order: of its only one, or with hires_scale of two. sampling: as for
+        """Computed steps of each pass of a run, in order: of its only one, or with hires_scale of two. sampling: as for
         `num_steps`."""
         first = self.num_steps(sampling)
-        return (first,) if sampling.hires_scale is None else (first, self._num_calls(sampling.num_hires_steps))
+        if sampling.hires_scale is None:
+            return (first,)
+        return first, self._num_calls(len(sampling.computed_of_last(sampling.num_hires_steps)))
 
-    def _num_calls(self, num_denoising_steps: int) -> int:
+    def _num_calls(self, num_computed_steps: int) -> int:
         """Steps are calls of the model: a solver of order o makes o for each of its noise levels except one for the
         last, and PNDM one more."""
-        return self.solver_order * (num_denoising_steps - 1) + 1 + self.extra_steps
+        return self.solver_order * (num_computed_steps - 1) + 1 + self.extra_steps
 
     def num_image_tokens(self, width: int, height: int) -> int:
         """Image tokens of a picture of this size in pixels."""

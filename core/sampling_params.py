@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import msgspec
 
+from core.errors import InvalidRequestError
+from core.step_schedule import StepScheduleName
 from core.validation import check_decimal, check_integer, check_length, conform
 
 MAX_PROMPT_CHARACTERS = 32000  # the images API's own limit
@@ -30,6 +32,10 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True):
     # Sampling.
     num_inference_steps: int | None = None  # denoising steps, 1..MAX_INFERENCE_STEPS
     guidance_scale: float | None = None  # 0..MAX_GUIDANCE; of a guidance embedding, or classifier-free guidance
+    # Which of these steps are computed: by name, None = the server's choice, or by number, rising from 0, which wins.
+    # Resolved: by number, None = all.
+    step_schedule: StepScheduleName | None = None
+    computed_steps: tuple[int, ...] | None = None
     # Classifier-free guidance of models whose guidance_scale is an embedding's, 0..MAX_GUIDANCE; needs negative_prompt.
     # Resolved: the scale and the negative prompt of classifier-free guidance in any model, both None without it.
     true_cfg_scale: float | None = None
@@ -61,6 +67,16 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True):
         """Number of steps that the second pass of hires_scale runs. num_inference_steps must be set."""
         return self._steps_at(self.hires_strength)
 
+    def computed_of_last(self, num_steps: int) -> tuple[int, ...]:
+        """Numbers of the computed steps among the last `num_steps` of a run, counted from the first of these, which is
+        always computed: its noise level is where sampling starts. Must be resolved.
+        """
+        if self.computed_steps is None:
+            return tuple(range(num_steps))
+        assert self.num_inference_steps is not None
+        first = self.num_inference_steps - num_steps
+        return (0, *(step - first for step in self.computed_steps if step > first))
+
     @property
     def num_rows(self) -> int:
         """Rows of the request in a step: one for its prompt and one for a negative prompt. Must be resolved."""
@@ -81,6 +97,7 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True):
     def _check_sampling(self) -> None:
         if self.num_inference_steps is not None:
             check_integer("num_inference_steps", self.num_inference_steps, 1, MAX_INFERENCE_STEPS)
+        self._check_computed_steps()
         for name in ("guidance_scale", "true_cfg_scale"):
             scale = getattr(self, name)
             if scale is not None:
@@ -96,6 +113,12 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True):
             check_decimal("hires_scale", self.hires_scale, MIN_HIRES_SCALE, MAX_HIRES_SCALE)
         if self.max_sequence_length is not None:
             check_integer("max_sequence_length", self.max_sequence_length, 1)
+
+    def _check_computed_steps(self) -> None:
+        steps, limit = self.computed_steps, self.num_inference_steps or MAX_INFERENCE_STEPS
+        if steps is not None and (steps[:1] != (0,) or sorted({*steps}) != [*steps] or steps[-1] >= limit):
+            message = f"Invalid 'computed_steps': must rise from 0 to below {limit}, the number of steps."
+            raise InvalidRequestError(message, param="computed_steps")
 
     def _check_mask_aware(self) -> None:
         if self.mask_margin is not None:

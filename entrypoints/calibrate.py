@@ -1,8 +1,8 @@
 """Calibrates mask-aware execution for a checkpoint: `python -m entrypoints.calibrate --model M --images DIR --prompt P`
 
 Runs edits of your images exact and mask-aware with the same seeds, and chooses the cheapest keyframes, page dtype, mask
-margin and full steps whose pictures are similar enough. Servers find the saved result by the checkpoint's fingerprint;
-their flags for keyframes and page dtype override it.
+margin and full steps whose pictures are similar enough, and then the fewest steps to compute with which they still are.
+Servers find the saved result by the checkpoint's fingerprint; their flags for keyframes and page dtype override it.
 """
 
 from __future__ import annotations
@@ -22,8 +22,9 @@ from core.config import EMBEDDED_MODEL, Quantization
 from core.errors import ConfigError, StencilError
 from core.ipc.atomic_file import write_atomically
 from core.model_info import ModelInfo
+from core.step_schedule import StepSchedule
 from entrypoints.calibration.samples import find_images, make_samples
-from entrypoints.calibration.search import Trial, describe_full_steps
+from entrypoints.calibration.search import Setting, Trial, describe_full_steps
 from entrypoints.calibration.trials import Trials
 from entrypoints.image_engine import ImageEngine
 
@@ -55,6 +56,11 @@ def main(argv: Sequence[str] | None = None) -> int:
             samples = make_samples(images, prompts, args.num_edits, trials.model)
             found = trials.search(samples, args.ssim_p10)
             calibration = _calibration(found, trials, args.ssim_p10)
+            if calibration.safe and trials.model.can_skip_steps:
+                steps = args.schedule_steps or [trials.num_inference_steps]
+                schedules = [_schedule(found.setting, each, trials, args.ssim_p10) for each in sorted({*steps})]
+                known = tuple(schedule for schedule in schedules if schedule is not None)
+                calibration = msgspec.structs.replace(calibration, step_schedules=known)
             path = _save(calibration, args.output, trials.model)
     except (StencilError, OSError, ValueError) as error:
         print(f"error: {error}", file=sys.stderr)
@@ -99,6 +105,24 @@ def _calibration(found: Trial, trials: Trials, target: float) -> Calibration:
     )
 
 
+def _schedule(setting: Setting, num_steps: int, trials: Trials, target: float) -> StepSchedule | None:
+    """The step schedule for this number of steps; None if every step is needed."""
+    found = trials.search_steps(setting, num_steps, target)
+    if found is None:
+        print(f"{num_steps} steps: all of them are needed")
+        return None
+    assert found.setting.computed is not None
+    print(f"{num_steps} steps, {len(found.setting.computed)} of them computed: {found.describe(num_steps)}")
+    return StepSchedule(
+        num_inference_steps=num_steps,
+        computed=found.setting.computed,
+        full_steps=found.setting.full_steps,
+        full_steps_from=round(found.full_steps_from, 4),
+        ssim_mean=round(found.ssim_mean, 5),
+        ssim_p10=round(found.ssim_p10, 5),
+    )
+
+
 def _save(calibration: Calibration, output: Path | None, model: ModelInfo) -> Path:
     """Write to `output`, or by default to the file where this user's servers look for it; returns the path."""
     data = msgspec.json.format(msgspec.json.encode(calibration)) + b"\n"
@@ -139,6 +163,13 @@ def _parse(argv: Sequence[str] | None) -> argparse.Namespace:
     prompts.add_argument("--prompts-file", type=Path, help="file of prompts, one per line, used in turn")
     parser.add_argument("--num-edits", type=_positive, default=32, help="edits to compare (default: 32)")
     parser.add_argument("--steps", type=_positive, help="denoising steps (default: the model's own)")
+    parser.add_argument(
+        "--schedule-steps",
+        type=_positive,
+        nargs="+",
+        metavar="N",
+        help="numbers of steps to find step schedules for (default: that of --steps)",
+    )
     parser.add_argument(
         "--ssim-p10",
         type=float,

@@ -132,6 +132,7 @@ def _config(args: argparse.Namespace) -> StencilConfig:
         image=image,
         max_queue=args.max_queue,
         slo_seconds=args.slo_ms / 1e3,
+        step_schedule=args.step_schedule,
         template_bytes=args.template_bytes,
     )
 

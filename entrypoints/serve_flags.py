@@ -19,6 +19,7 @@ from core.config import (
     SchedulingPolicyName,
     StencilConfig,
 )
+from core.step_schedule import StepScheduleName
 from entrypoints.api_keys import KEY_VARIABLE, KEYS_VARIABLE
 from entrypoints.flag_types import (
     auto_or_bytes,
@@ -235,6 +236,13 @@ def _add_queue_flags(group: argparse._ArgumentGroup) -> None:
         metavar="MS",
         help="latency objective, from an edit's arrival to its finished picture; while other edits run, one that is "
         "predicted to miss it is refused with 503; 0: none",
+    )
+    group.add_argument(
+        "--step-schedule",
+        default=default.step_schedule,
+        choices=get_args(StepScheduleName),
+        help="denoising steps of requests that do not say: full, or calibrated: of a model with a calibrated schedule, "
+        "only those that matter",
     )
     group.add_argument(
         "--max-retries",

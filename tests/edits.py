@@ -109,6 +109,7 @@ class Edit:
             seed=self.seed,
             num_inference_steps=self.steps,
             num_denoising_steps=self.num_denoising_steps,
+            computed_steps=tuple(range(self.num_denoising_steps)),
         )
         return _plan(
             self._batch("text_encode", "text_encoder", [self._item("text_encode", text)]),

@@ -91,6 +91,7 @@ class EditDelivery:
             prompt_truncated=output.prompt_truncated,
             unmasked=prepared.unmasked,
             num_inference_steps=known.num_denoising_steps,
+            steps_computed=known.num_steps_computed,
             guidance_scale=known.sampling.guidance_scale if known.model.has_guidance else None,
             exact_reason=known.exact_reason,
             cache=output.cache,

@@ -44,7 +44,7 @@ class EditPreparation:
         self._model = model
         self._memory = memory
         self._span = span
-        self._sampling = resolve(edit.sampling, model)
+        self._sampling = resolve(edit.sampling, model, services.config.step_schedule)
         check_length("prompt", edit.prompt, MAX_PROMPT_CHARACTERS)
         if edit.padding_mask_crop is not None:
             check_integer("padding_mask_crop", edit.padding_mask_crop, 0, MAX_PADDING_MASK_CROP)

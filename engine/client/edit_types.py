@@ -46,6 +46,7 @@ class EditReport:
 
     # The request, with the model's defaults.
     num_inference_steps: int
+    steps_computed: int  # of them; the sampler went over the others in larger steps
     guidance_scale: float | None
     unmasked: bool  # there was no mask: every token was edited
     crop: Box | None = None  # part of the upload that was edited; None = the whole. Token counts are of this part
@@ -69,6 +70,11 @@ class EditReport:
     # Execution.
     engine: int | None = None  # number of the engine that made it
     ms: dict[str, float]  # milliseconds by part
+
+    @property
+    def cached_tokens(self) -> int:
+        """Image tokens whose activations came from pages that were cached before."""
+        return self.image_tokens - self.active_tokens if self.cache == "hit" else 0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

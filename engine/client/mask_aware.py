@@ -11,6 +11,7 @@ from core.config import CacheConfig, EngineConfig
 from core.model_info import ModelInfo
 from core.page_scheme import PageScheme
 from core.sampling_params import SamplingParams
+from core.step_schedule import schedule_for
 
 ExactReason = Literal["asked", "disabled", "unsafe", "mask_covers_all", "too_large", "full_steps", "hires"]
 """Why an edit computes every token. asked: the request says so. disabled: the server's flags say so. unsafe: the
@@ -33,7 +34,13 @@ def resolve_full_steps(sampling: SamplingParams, model: ModelInfo, mask_ratio: f
     """
     if sampling.full_steps is not None:
         return sampling.full_steps
-    return 0 if model.page_scheme is None else model.page_scheme.full_steps_at(mask_ratio, model.num_steps(sampling))
+    if model.page_scheme is None:
+        return 0
+    num_steps = model.num_steps(sampling)
+    if sampling.step_schedule == "calibrated":
+        assert sampling.num_inference_steps is not None
+        return schedule_for(model.step_schedules, sampling.num_inference_steps).full_steps_at(mask_ratio, num_steps)
+    return model.page_scheme.full_steps_at(mask_ratio, num_steps)
 
 
 def why_exact(

@@ -77,9 +77,17 @@ class PreparedEdit:
 
     @property
     def num_denoising_steps(self) -> int:
-        """Denoising steps of all passes."""
+        """Denoising steps of all passes, computed or left out."""
         second = 0 if self.sampling.hires_scale is None else self.sampling.num_hires_steps
         return self.sampling.num_denoising_steps + second
+
+    @property
+    def num_steps_computed(self) -> int:
+        """Those of them that are computed."""
+        first = len(self.sampling.computed_of_last(self.sampling.num_denoising_steps))
+        if self.sampling.hires_scale is None:
+            return first
+        return first + len(self.sampling.computed_of_last(self.sampling.num_hires_steps))
 
     @property
     def num_full_steps(self) -> int:

@@ -9,25 +9,30 @@ import msgspec
 from core.errors import InvalidRequestError
 from core.model_info import ModelInfo
 from core.sampling_params import MAX_IMAGES, SamplingParams
+from core.step_schedule import StepScheduleName, schedule_for
 from core.validation import check_integer
 
 MAX_RANDOM_SEED = 2**53 - MAX_IMAGES
 """Keeps all seeds of an edit (one per image) below 2**53, which every language reads exactly from a JSON number."""
 
 
-def resolve(sampling: SamplingParams, model: ModelInfo) -> SamplingParams:
-    """Fill in the model's defaults, except full_steps and mask_margin, and draw a seed if there is none. Raises
-    InvalidRequestError for values that the model does not support.
+def resolve(sampling: SamplingParams, model: ModelInfo, step_schedule: StepScheduleName = "full") -> SamplingParams:
+    """Fill in the model's defaults, except full_steps and mask_margin, and draw a seed if there is none. step_schedule:
+    the server's, which models without a calibrated one do not follow. Raises InvalidRequestError for values that the
+    model does not support.
     """
     length = sampling.max_sequence_length or model.max_text_tokens
     check_integer("max_sequence_length", length, high=model.max_text_tokens)
     steps = sampling.num_inference_steps or model.default_num_inference_steps
     check_integer("num_inference_steps", steps, low=model.min_inference_steps)
+    schedule, computed = _computed_steps(sampling, model, steps, step_schedule)
     guidance = model.default_guidance_scale if sampling.guidance_scale is None else sampling.guidance_scale
     true_cfg_scale, negative_prompt = _classifier_free(sampling, model, guidance)
     resolved = msgspec.structs.replace(
         sampling,
         num_inference_steps=steps,
+        step_schedule=schedule,
+        computed_steps=computed,
         strength=_resolve_strength(sampling.strength, steps, model),
         hires_strength=_resolve_strength(sampling.hires_strength, steps, model),
         guidance_scale=guidance,
@@ -40,6 +45,29 @@ def resolve(sampling: SamplingParams, model: ModelInfo) -> SamplingParams:
     if sampling.hires_scale is not None:
         _check_steps_left("hires_strength", sampling.hires_strength, resolved.num_hires_steps)
     return resolved
+
+
+def _computed_steps(
+    sampling: SamplingParams, model: ModelInfo, steps: int, default: StepScheduleName
+) -> tuple[StepScheduleName, tuple[int, ...] | None]:
+    """(schedule by name, numbers of the computed steps, None for all). steps: the resolved num_inference_steps."""
+    if sampling.computed_steps is not None:
+        if not model.can_skip_steps:
+            raise _cannot("computed_steps", f"the sampler of {model.name} cannot leave out steps")
+        if sampling.computed_steps[-1] >= steps:
+            raise _cannot("computed_steps", f"there are only {steps} steps")
+        return "full", sampling.computed_steps
+    name = sampling.step_schedule or (default if model.step_schedules else "full")
+    if name == "full":
+        return "full", None
+    if not model.step_schedules:
+        why = "has no calibrated step schedule; run python -m entrypoints.calibrate, or ask for 'full'"
+        raise _cannot("step_schedule", f"{model.name} {why}")
+    return name, schedule_for(model.step_schedules, steps).steps_of(steps)
+
+
+def _cannot(name: str, why: str) -> InvalidRequestError:
+    return InvalidRequestError(f"Invalid '{name}': {why}.", param=name)
 
 
 def _resolve_strength(strength: float, steps: int, model: ModelInfo) -> float:

@@ -11,7 +11,7 @@ import numpy.typing as npt
 from core.errors import ConfigError
 from core.sampling_params import SamplingParams
 from entrypoints.calibration.samples import Sample
-from entrypoints.calibration.search import CHEAPEST, ClassTrial, Search, Setting, Trial, by_size
+from entrypoints.calibration.search import CHEAPEST, CacheSearch, ClassTrial, Setting, StepSearch, Trial, by_size
 from entrypoints.calibration.similarity import ssim_in_box
 from entrypoints.image_engine import EditResult, ImageEngine
 
@@ -61,22 +61,37 @@ class Trials:
         return self.model.num_steps(SamplingParams(num_inference_steps=self.num_inference_steps))
 
     def search(self, samples: Sequence[Sample], target: float) -> Trial:
-        """The result of the setting to use, see Search. Raises ConfigError if no sample runs mask-aware, and the error
-        of an edit that fails.
+        """The result of the setting to use, with every step computed, see CacheSearch. Raises ConfigError if no sample
+        runs mask-aware, and the error of an edit that fails.
         """
         self._samples = samples
-        exact = self._run(CHEAPEST, [SamplingParams(mask_aware=False)] * len(samples))
-        self._exact = [_pixels(result) for result in exact]
-        self._classes = by_size([_ratio(result) for result in exact], MIN_CLASS, MAX_CLASSES)
+        self._run_exact(CHEAPEST)
         if not self._measure(CHEAPEST).num_edits:
             raise ConfigError("no edit ran mask-aware: give masks that leave part of the picture, or larger images")
-        return Search(self._measure, self.num_steps, target).run()
+        return CacheSearch(self._measure, self.num_steps, target).run()
+
+    def search_steps(self, found: Setting, num_inference_steps: int, target: float) -> Trial | None:
+        """The result of the fewest computed steps of edits with this number of steps, see StepSearch; None if all are
+        needed. found: by `search`, which must have been called.
+        """
+        if num_inference_steps != self.num_inference_steps:
+            self._steps = num_inference_steps
+            self._known.clear()
+            self._run_exact(found)
+        trial = StepSearch(self._measure, self.num_steps, target, found).run()
+        return trial if trial.setting.computed is not None and trial.reaches(target) else None
 
     def keyframes(self, setting: Setting) -> tuple[float, ...]:
         """Noise levels of a setting's keyframes, 0..1, as the engine spaces them; () for pages at every step."""
         scheme = self._open(setting).model.page_scheme
         assert scheme is not None
         return scheme.keyframes
+
+    def _run_exact(self, setting: Setting) -> None:
+        """Make the pictures to compare with. setting: whose engine makes them."""
+        exact = self._run(setting, [SamplingParams(mask_aware=False)] * len(self._samples))
+        self._exact = [_pixels(result) for result in exact]
+        self._classes = by_size([_ratio(result) for result in exact], MIN_CLASS, MAX_CLASSES)
 
     def _measure(self, setting: Setting) -> Trial:
         """Measure a setting; results are kept, so that each setting runs once."""
@@ -93,7 +108,11 @@ class Trials:
         """Sampling parameters for each sample."""
         class_of = {index: number for number, indices in enumerate(self._classes) for index in indices}
         return [
-            SamplingParams(mask_margin=setting.margin, full_steps=setting.full_steps_of(class_of[index]))
+            SamplingParams(
+                mask_margin=setting.margin,
+                full_steps=setting.full_steps_of(class_of[index]),
+                computed_steps=setting.computed,
+            )
             for index in range(len(self._samples))
         ]
 
@@ -109,7 +128,7 @@ class Trials:
     def _run(self, setting: Setting, params: Sequence[SamplingParams]) -> list[EditResult]:
         """Run each sample with its `params`, to which seed and steps are added. Raises the first edit's error."""
         seeded = [
-            msgspec.structs.replace(sampling, seed=sample.seed, num_inference_steps=self._steps)
+            msgspec.structs.replace(sampling, seed=sample.seed, num_inference_steps=self._steps, step_schedule="full")
             for sampling, sample in zip(params, self._samples, strict=True)
         ]
         results = self._open(setting).generate([sample.as_edit() for sample in self._samples], seeded, use_tqdm=False)

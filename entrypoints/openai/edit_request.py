@@ -23,6 +23,7 @@ Operation = Literal["image_edit", "image_generation"]
 LOADING_RETRY_SECONDS = 2.0
 _MAX_ASPECT = 3.0  # longer to shorter side of a generation; OpenAI's limit
 _SAMPLING_FIELDS = (
+    "step_schedule",
     "guidance_scale",
     "true_cfg_scale",
     "negative_prompt",

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import re
 from dataclasses import dataclass
-from typing import Any, Literal, TypeVar
+from typing import Any, Literal, TypeVar, get_args
 
 import msgspec
 
@@ -25,6 +25,7 @@ from core.sampling_params import (
     MIN_HIRES_SCALE,
     MIN_SIDE,
 )
+from core.step_schedule import StepScheduleName
 from core.validation import check_choice, check_decimal, check_integer, check_length, shorten
 
 Kind = Literal["string", "integer", "number", "boolean"]
@@ -163,6 +164,12 @@ _COMMON = (
     Field("frame_duration_ms", "integer", "Not used.", 1, has_effect=False),
     Field("num_inference_steps", "integer", "Denoising steps.", 1, MAX_INFERENCE_STEPS),
     Field("steps", "integer", "Alias of num_inference_steps.", 1, MAX_INFERENCE_STEPS),
+    Field(
+        "step_schedule",
+        "string",
+        "Which denoising steps are computed: full, or those of the model's calibration; default: the server's.",
+        choices=get_args(StepScheduleName),
+    ),
     Field("guidance_scale", "number", "Guidance scale: distilled or classifier-free, by model.", 0, MAX_GUIDANCE),
     Field(
         "true_cfg_scale",

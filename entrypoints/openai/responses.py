@@ -48,8 +48,10 @@ def images_response(call: ImagesCall, images: Sequence[ImageOutput]) -> Parts:
 
 def usage(call: ImagesCall, reports: Sequence[EditReport]) -> dict[str, Any]:
     """OpenAI's `usage` object. Input tokens are the text and the template, counted once; output tokens are those of all
-    images.
+    images. Cached tokens stand in two places: where the images API has details, and where load tools for the chat API
+    look for them.
     """
+    cached = {"cached_tokens": reports[0].cached_tokens}
     text = reports[0].text_tokens
     image = reports[0].image_tokens if call.operation == "image_edit" else 0
     out = sum(report.image_tokens for report in reports)
@@ -57,7 +59,8 @@ def usage(call: ImagesCall, reports: Sequence[EditReport]) -> dict[str, Any]:
         "total_tokens": text + image + out,
         "input_tokens": text + image,
         "output_tokens": out,
-        "input_tokens_details": {"text_tokens": text, "image_tokens": image},
+        "input_tokens_details": {"text_tokens": text, "image_tokens": image, **cached},
+        "prompt_tokens_details": cached,
         "output_tokens_details": {"text_tokens": 0, "image_tokens": out},
     }
 
@@ -75,6 +78,7 @@ def stencil(call: ImagesCall, images: Sequence[ImageOutput]) -> dict[str, Any]:
         "prompt_truncated": first.prompt_truncated,
         "seed": images[0].seed,
         "num_inference_steps": first.num_inference_steps,
+        "steps_computed": first.steps_computed,
         "guidance_scale": first.guidance_scale,
         "mask_ratio": first.mask_ratio,
         "active_tokens": first.active_tokens,

@@ -66,6 +66,7 @@ class Flux(LatentFamily):
             has_guidance=self._transformer_config.get("guidance_embeds", False),
             has_true_cfg=self.has_true_cfg,
             solver_order=self._sampling.order,
+            can_skip_steps=self._sampling.can_skip_steps,
             min_inference_steps=self._sampling.min_steps,
             device=self._device.type,
             dtype=str(self._checkpoint.dtype).removeprefix("torch."),

@@ -82,6 +82,7 @@ class Qwen(NoisedTemplate):
             has_true_cfg=True,
             default_true_cfg_scale=4.0 if defaults.guidance_scale is None else defaults.guidance_scale,
             solver_order=self._sampling.order,
+            can_skip_steps=self._sampling.can_skip_steps,
             min_inference_steps=self._sampling.min_steps,
             max_side=MAX_SIDE,
             conditions_per_token=self.denoiser.rows_per_token - 1,

@@ -73,6 +73,7 @@ class StableDiffusion3(NoisedTemplate):
             has_true_cfg=False,
             is_guidance_cfg=True,
             solver_order=self._sampling.order,
+            can_skip_steps=self._sampling.can_skip_steps,
             min_inference_steps=self._sampling.min_steps,
             max_side=self._transformer_config["pos_embed_max_size"],
             device=self._device.type,

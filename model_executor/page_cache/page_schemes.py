@@ -1,5 +1,5 @@
-"""Chooses the PageScheme of a model, which says how its templates are cached: from the server's flags, else from the
-checkpoint's calibration, else from defaults.
+"""What a checkpoint's calibration says of a model: its step schedules, and its PageScheme, which says how templates are
+cached. The server's flags win over the calibration, and that over defaults.
 """
 
 from __future__ import annotations
@@ -36,16 +36,32 @@ DEFAULT_MASK_MARGIN = 8
 PER_STEP = "per-step"
 
 
-def page_scheme(
-    config: ModelConfig, checkpoint: Checkpoint, family: Family, info: ModelInfo, cache_folder: Path
-) -> PageScheme | None:
-    """The scheme of a model whose components are loaded. None if it is served without mask-aware execution: by flag,
-    or because its calibration found edits too different and no flag overrides that. Raises ConfigError for invalid
-    flags."""
-    if not config.mask_aware:
-        return None
+def with_calibration(
+    info: ModelInfo, config: ModelConfig, checkpoint: Checkpoint, family: Family, cache_folder: Path
+) -> ModelInfo:
+    """The info of a model whose components are loaded, with what its calibration says. Raises ConfigError for invalid
+    flags.
+    """
     checkpoint_hash = fingerprint(checkpoint, cache_folder)
     calibration = find_calibration(checkpoint.path, cache_folder, checkpoint_hash)
+    schedules = calibration.step_schedules if calibration is not None and info.can_skip_steps else ()
+    scheme = _page_scheme(config, checkpoint, family, info, checkpoint_hash, calibration)
+    return msgspec.structs.replace(info, page_scheme=scheme, step_schedules=schedules)
+
+
+def _page_scheme(
+    config: ModelConfig,
+    checkpoint: Checkpoint,
+    family: Family,
+    info: ModelInfo,
+    checkpoint_hash: str,
+    calibration: Calibration | None,
+) -> PageScheme | None:
+    """None if it is served without mask-aware execution: by flag, or because its calibration found edits too different
+    and no flag overrides that.
+    """
+    if not config.mask_aware:
+        return None
     if calibration is not None and not calibration.safe and not _overrides(config):
         logger.warning(
             "%s: mask-aware edits reached only SSIM %.3f against exact ones when this checkpoint was calibrated, so"

@@ -46,6 +46,13 @@ class Sampling:
         return "sigmas" in inspect.signature(self._scheduler.set_timesteps).parameters
 
     @property
+    def can_skip_steps(self) -> bool:
+        """Whether a step may go to any later noise level: if it is one call of the model, and depends on no earlier
+        one and on no noise.
+        """
+        return self.order == 1 and not self._names and not self._is_stochastic
+
+    @property
     def min_steps(self) -> int:
         """Fewest steps of a run. With `shift_terminal` the noise levels after the first are stretched to end at a given
         one; a single level would become NaN.

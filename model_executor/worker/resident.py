@@ -23,7 +23,7 @@ from core.model_info import ModelInfo
 from model_executor.checkpoint.loader import Checkpoint
 from model_executor.models.base import Family, PrimeRow, Row, Sample
 from model_executor.models.registry import make_family
-from model_executor.page_cache.page_schemes import page_scheme
+from model_executor.page_cache.page_schemes import with_calibration
 from model_executor.page_cache.pages import Pages
 from model_executor.patches.adapters import Adapter, read_adapter
 
@@ -131,9 +131,8 @@ class ResidentModels:
 
     def _info(self, name: str) -> ModelInfo:
         family = self.families[name]
-        info = family.info(name)
-        scheme = page_scheme(self._configs[name], self._checkpoints[name], family, info, user_cache_folder(os.environ))
-        return msgspec.structs.replace(info, page_scheme=scheme)
+        folder = user_cache_folder(os.environ)
+        return with_calibration(family.info(name), self._configs[name], self._checkpoints[name], family, folder)
 
     def warm_up(self) -> None:
         """Edit one small picture with every model, so that the first request does not pay for first calls and for

@@ -31,6 +31,7 @@ REPORT = EditReport(
     prompt_truncated=False,
     unmasked=False,
     num_inference_steps=8,
+    steps_computed=8,
     guidance_scale=None,
     ms={
         "queue": 1.0,

@@ -31,7 +31,8 @@ class ImageEncode(Message, OpWork, frozen=True, omit_defaults=True):
     height: int
     seed: int
     num_inference_steps: int
-    num_denoising_steps: int  # number of steps run, the last ones
+    num_denoising_steps: int  # of these, the last ones are the run's
+    computed_steps: tuple[int, ...]  # numbers of the run's steps that are computed, rising from 0
 
 
 def _size(sizes: Sizes) -> Work:
@@ -42,6 +43,7 @@ def _make(request: Request, node: Node, pages: NodePages) -> ImageEncode:
     spec, sampling = request.spec, request.spec.sampling
     canvas = spec.canvas(node.canvas)
     is_second_pass = spec.first_pass is not None and canvas is spec
+    num_steps = sampling.num_hires_steps if is_second_pass else sampling.num_denoising_steps
     assert sampling.seed is not None
     assert sampling.num_inference_steps is not None
     return ImageEncode(
@@ -51,7 +53,8 @@ def _make(request: Request, node: Node, pages: NodePages) -> ImageEncode:
         height=canvas.height,
         seed=sampling.seed,
         num_inference_steps=sampling.num_inference_steps,
-        num_denoising_steps=sampling.num_hires_steps if is_second_pass else sampling.num_denoising_steps,
+        num_denoising_steps=num_steps,
+        computed_steps=sampling.computed_of_last(num_steps),
     )
 
 

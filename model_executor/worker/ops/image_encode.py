@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+from torch import Tensor
+
 from core.messages.worker import Item, ItemResult
 from core.scheduling.ops.image_encode import ImageEncode
 from model_executor.worker.ops.context import WorkerContext
@@ -25,7 +27,16 @@ def encode_image(context: WorkerContext, model: str, items: Sequence[Item]) -> l
         num_denoising_steps=work.num_denoising_steps,
         start=start,
     )
-    names = ("latents", "condition", "outside", "sigmas")
-    named = {name: getattr(image, name) for name in names}
+    sigmas = _computed(image.sigmas, work)
+    named = {"latents": image.latents, "condition": image.condition, "outside": image.outside, "sigmas": sigmas}
     tensors = context.put(item, named) + context.put_state(item, image.state)
-    return [ItemResult(item.request_id, item.node, tensors, sigmas=tuple(image.sigmas.tolist()))]
+    return [ItemResult(item.request_id, item.node, tensors, sigmas=tuple(sigmas.tolist()))]
+
+
+def _computed(sigmas: Tensor, work: ImageEncode) -> Tensor:
+    """The noise levels of the computed steps and the last one, 0. Which model call belongs to which step is known of
+    samplers with one call per step only, and others compute all steps.
+    """
+    if len(work.computed_steps) == work.num_denoising_steps:
+        return sigmas
+    return sigmas[[*work.computed_steps, -1]]

@@ -10,6 +10,7 @@ import pytest
 
 from core.errors import InvalidRequestError
 from core.sampling_params import SamplingParams
+from core.step_schedule import StepSchedule
 from engine.client.sampling_defaults import resolve
 
 DISTILLED = msgspec.structs.replace(fakes.MODEL, has_guidance=True)
@@ -89,3 +90,53 @@ def test_fewer_steps_than_the_sampler_can_do_are_refused() -> None:
     with pytest.raises(InvalidRequestError, match="num_inference_steps") as caught:
         resolve(SamplingParams(num_inference_steps=1), model)
     assert caught.value.param == "num_inference_steps"
+
+
+SCHEDULE = StepSchedule(num_inference_steps=10, computed=(0, 1, 2, 4, 7), ssim_mean=0.99, ssim_p10=0.98)
+SKIPPING = msgspec.structs.replace(fakes.MODEL, can_skip_steps=True, step_schedules=(SCHEDULE,))
+
+
+@pytest.mark.parametrize(
+    ("fields", "default", "computed"),
+    [
+        ({}, "full", None),
+        ({}, "calibrated", (0, 1, 2, 4, 7)),
+        ({"step_schedule": "full"}, "calibrated", None),
+        ({"step_schedule": "calibrated"}, "full", (0, 1, 2, 4, 7)),
+        ({"step_schedule": "calibrated", "computed_steps": (0, 9)}, "full", (0, 9)),
+        ({"computed_steps": (0, 9)}, "calibrated", (0, 9)),
+    ],
+)
+def test_the_request_says_which_steps_are_computed_else_the_server(
+    fields: Any, default: Any, computed: tuple[int, ...] | None
+) -> None:
+    sampling = resolve(SamplingParams(num_inference_steps=10, **fields), SKIPPING, default)
+    assert sampling.computed_steps == computed
+    assert SKIPPING.num_steps(sampling) == len(computed or range(10))
+
+
+def test_a_run_of_lower_strength_begins_with_its_own_first_step() -> None:
+    sampling = resolve(SamplingParams(num_inference_steps=10, strength=0.7, step_schedule="calibrated"), SKIPPING)
+    assert sampling.computed_of_last(sampling.num_denoising_steps) == (0, 1, 4), "steps 3, 4 and 7 of ten"
+    two = resolve(
+        SamplingParams(num_inference_steps=10, hires_scale=2, hires_strength=0.3, step_schedule="calibrated"), SKIPPING
+    )
+    assert SKIPPING.num_steps_by_pass(two) == (5, 1)
+
+
+def test_a_server_that_asks_for_schedules_serves_models_without_one_in_full() -> None:
+    assert resolve(SamplingParams(), fakes.MODEL, "calibrated").computed_steps is None
+
+
+@pytest.mark.parametrize(
+    ("fields", "model", "words"),
+    [
+        ({"step_schedule": "calibrated"}, fakes.MODEL, "no calibrated step schedule"),
+        ({"computed_steps": (0, 1)}, fakes.MODEL, "cannot leave out steps"),
+        ({"computed_steps": (0, 8)}, SKIPPING, "only 8 steps"),
+    ],
+)
+def test_steps_that_cannot_be_left_out_are_refused(fields: Any, model: Any, words: str) -> None:
+    with pytest.raises(InvalidRequestError, match=words) as caught:
+        resolve(SamplingParams(**fields), model)
+    assert caught.value.param == next(iter(fields))

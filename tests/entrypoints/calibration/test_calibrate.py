@@ -23,12 +23,14 @@ from entrypoints.calibration.search import (
     FULL_STEPS,
     KEYFRAMES,
     MARGINS,
+    CacheSearch,
     ClassTrial,
-    Search,
     Setting,
+    StepSearch,
     Trial,
     by_size,
     describe_full_steps,
+    schedules,
 )
 
 STEPS = 8
@@ -67,7 +69,7 @@ def levels(setting: Setting) -> tuple[int, int, int, int]:
 def raised() -> list[Setting]:
     """The settings that are tried after the cheapest one if it fails."""
     trial = Checkpoint(lambda setting: 0.5).measure(CHEAPEST)
-    return list(Search(lambda setting: trial, STEPS, 0.96).raised(trial))
+    return list(CacheSearch(lambda setting: trial, STEPS, 0.96).raised(trial))
 
 
 class Checkpoint:
@@ -83,7 +85,7 @@ class Checkpoint:
         return Trial(setting, (ClassTrial(ssim, (0.1 + setting.margin / 100,) * 10),))
 
     def search(self, target: float = 0.96) -> Trial:
-        return Search(self.measure, STEPS, target).run()
+        return CacheSearch(self.measure, STEPS, target).run()
 
 
 class Sized(Checkpoint):
@@ -233,7 +235,7 @@ def test_a_knob_that_helps_every_size_is_preferred_to_full_steps_for_all() -> No
 
 def test_a_step_is_left_for_the_cached_pages() -> None:
     checkpoint = Checkpoint(lambda setting: 0.5 + 0.1 * levels(setting)[3])
-    search = Search(checkpoint.measure, 2, 0.96)
+    search = CacheSearch(checkpoint.measure, 2, 0.96)
     assert not search.run().reaches(0.96)
     assert {setting.full_steps for setting in checkpoint.tried} == {0, 1}
 
@@ -253,6 +255,50 @@ def test_costs_count_full_steps_where_they_are_run() -> None:
     )
     assert large - none == pytest.approx((1 - 0.5) / 3 / STEPS)
     assert every - none == pytest.approx((1 - 0.3) / STEPS)
+
+
+# ------------------------------------------------------------------------------------------------- step schedules
+
+
+FOUND = replace(CHEAPEST, keyframes=3, margin=8, full_steps=2)
+
+
+def search_steps(checkpoint: Checkpoint, num_steps: int = 28) -> Trial:
+    return StepSearch(checkpoint.measure, num_steps, 0.96, FOUND).run()
+
+
+@given(st.integers(1, 200))
+def test_schedules_begin_small_and_grow_from_sparse_to_dense(num_steps: int) -> None:
+    found = schedules(num_steps)
+    for computed in found:
+        gaps = np.diff((*computed, num_steps))
+        assert computed[0] == 0
+        assert len(computed) < num_steps
+        assert (np.diff(gaps[:-1]) >= 0).all(), "no step is smaller than an earlier one, but for the last"
+    assert [len(computed) for computed in found] == sorted(len(computed) for computed in found)
+
+
+def test_the_sparsest_schedule_that_is_close_enough_is_taken_and_nothing_else_changes() -> None:
+    found = search_steps(Checkpoint(lambda setting: 0.97 if setting.num_computed(28) >= 8 else 0.9))
+    assert found.setting.num_computed(28) == 8
+    assert found.setting == replace(FOUND, full_steps=0, computed=found.setting.computed)
+
+
+def test_full_steps_are_found_together_with_the_schedule() -> None:
+    """Denser schedules help, too, but cost more than two full steps of large masks."""
+
+    def p10(setting: Setting, size: int) -> float:
+        needed = 0.0 if size < 2 else 0.07
+        return 0.97 - needed + 0.035 * min(setting.full_steps_of(size), 2) + 0.001 * setting.num_computed(28)
+
+    found = search_steps(Sized(p10))
+    assert found.setting.computed == schedules(28)[0]
+    assert (found.setting.full_steps, found.setting.full_from) == (2, 2)
+
+
+def test_without_a_close_schedule_every_step_is_needed() -> None:
+    found = search_steps(Checkpoint(lambda setting: 0.9 if setting.computed else 0.97))
+    assert found.setting.computed is None or not found.reaches(0.96)
 
 
 @given(st.lists(st.floats(0, 1), min_size=1, max_size=60), st.integers(1, 10), st.integers(1, 5))

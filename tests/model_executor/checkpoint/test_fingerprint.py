@@ -22,7 +22,7 @@ from model_executor.checkpoint.fingerprint import fingerprint
 from model_executor.checkpoint.hub import INDEX
 from model_executor.checkpoint.loader import Checkpoint
 from model_executor.models.flux import FluxFill
-from model_executor.page_cache.page_schemes import page_scheme
+from model_executor.page_cache.page_schemes import with_calibration
 
 FOUND = Calibration(
     keyframes=(1.0, 0.25, 0.0),
@@ -143,7 +143,7 @@ def scheme_of(path: Path, cache: Path, **flags: str | bool) -> PageScheme | None
     family = FluxFill(checkpoint)
     for part in ("transformer",):
         family.put(part, checkpoint.load(part))
-    return page_scheme(config, checkpoint, family, family.info("tiny"), cache)
+    return with_calibration(family.info("tiny"), config, checkpoint, family, cache).page_scheme
 
 
 def given(path: Path, calibration: Calibration) -> None:
@@ -198,7 +198,7 @@ def test_full_steps_are_counted_in_calls_of_the_model(path: Path, cache: Path) -
     family = FluxFill(checkpoint)
     family.put("transformer", checkpoint.load("transformer"))
     heun = msgspec.structs.replace(family.info("tiny"), solver_order=2)
-    scheme = page_scheme(config, checkpoint, family, heun, cache)
+    scheme = with_calibration(heun, config, checkpoint, family, cache).page_scheme
     assert scheme is not None
     calls = heun.num_steps(SamplingParams(num_inference_steps=FOUND.num_inference_steps))
     assert calls == 55
