@@ -19,8 +19,8 @@ export function costStrip(stencil, ms, firstMs) {
 
 /** Tokens of all steps: {computed, skipped}. */
 export function tokenSums(stencil) {
-  const full = Math.min(stencil.full_steps, stencil.num_inference_steps);
-  const masked = stencil.num_inference_steps - full;
+  const full = Math.min(stencil.full_steps, stencil.steps_computed);
+  const masked = stencil.steps_computed - full;
   return {
     computed: full * stencil.image_tokens + masked * stencil.active_tokens,
     skipped: masked * (stencil.image_tokens - stencil.active_tokens),
@@ -51,7 +51,8 @@ function cacheMeaning(stencil) {
 
 function inWords(stencil) {
   const { computed, skipped } = tokenSums(stencil);
-  const steps = `${stencil.num_inference_steps} step${stencil.num_inference_steps === 1 ? "" : "s"}`;
+  const asked = stencil.num_inference_steps, done = stencil.steps_computed;
+  const steps = `${done === asked ? "" : `${done} of `}${asked} step${asked === 1 ? "" : "s"}`;
   if (!skipped) return `In ${steps} all ${count(computed)} tokens were computed.`;
   const share = percent(skipped / (computed + skipped));
   const full = stencil.full_steps ? ` ${stencil.full_steps} of the steps computed every token, since the mask is large.` : "";
