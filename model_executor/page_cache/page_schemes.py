@@ -42,7 +42,9 @@ def with_calibration(
     """The info of a model whose components are loaded, with what its calibration says. Raises ConfigError for invalid
     flags.
     """
-    checkpoint_hash = fingerprint(checkpoint, cache_folder)
+    # Reading all weights takes time, which pages need, and else only the users' own calibrations.
+    is_hash_needed = config.mask_aware or calibration_file(cache_folder, "").parent.exists()
+    checkpoint_hash = fingerprint(checkpoint, cache_folder) if is_hash_needed else ""
     calibration = find_calibration(checkpoint.path, cache_folder, checkpoint_hash)
     schedules = calibration.step_schedules if calibration is not None and info.can_skip_steps else ()
     scheme = _page_scheme(config, checkpoint, family, info, checkpoint_hash, calibration)

@@ -11,7 +11,7 @@ import httpx
 import msgspec
 import pytest
 from api_calls import IMAGE, MASK, assert_refused, post_edit, post_json
-from fake_engine import MODEL, FakeEngine
+from fake_engine import MODEL, REPORT, FakeEngine
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
@@ -43,7 +43,8 @@ async def test_plain_edit(client: httpx.AsyncClient, engine: FakeEngine) -> None
         "total_tokens": 39,
         "input_tokens": 23,
         "output_tokens": 16,
-        "input_tokens_details": {"text_tokens": 7, "image_tokens": 16},
+        "input_tokens_details": {"text_tokens": 7, "image_tokens": 16, "cached_tokens": 0},
+        "prompt_tokens_details": {"cached_tokens": 0},
         "output_tokens_details": {"text_tokens": 0, "image_tokens": 16},
     }
     assert body["stencil"]["ignored"] == []
@@ -54,6 +55,12 @@ async def test_plain_edit(client: httpx.AsyncClient, engine: FakeEngine) -> None
     assert engine.last.output_size is None
     assert int(response.headers["openai-processing-ms"]) >= 0
     assert int(response.headers["content-length"]) == len(response.content)
+
+
+@pytest.mark.parametrize(("cache", "cached"), [("hit", 12), ("miss", 0), ("off", 0)])
+def test_usage_counts_the_tokens_that_were_cached(cache: Any, cached: int) -> None:
+    """16 image tokens, 4 of them active."""
+    assert replace(REPORT, cache=cache).cached_tokens == cached
 
 
 async def test_sampling_fields_reach_the_engine(client: httpx.AsyncClient, engine: FakeEngine) -> None:
@@ -501,7 +508,7 @@ async def test_generation(client: httpx.AsyncClient, engine: FakeEngine) -> None
     assert response.json()["background"] == "opaque"
     assert response.json()["quality"] == "high"
     assert response.json()["stencil"]["ignored"] == ["style"]
-    assert response.json()["usage"]["input_tokens_details"] == {"text_tokens": 7, "image_tokens": 0}
+    assert response.json()["usage"]["input_tokens_details"] == {"text_tokens": 7, "image_tokens": 0, "cached_tokens": 0}
 
 
 async def test_generation_of_native_size_and_bad_aspect(client: httpx.AsyncClient, engine: FakeEngine) -> None:
