@@ -12,6 +12,7 @@ import numpy.typing as npt
 
 from benchmarks.command import command
 from core.config import EMBEDDED_MODEL, CacheConfig
+from core.step_schedule import StepScheduleName
 from entrypoints import Edit, EditResult, ImageEngine, SamplingParams
 from entrypoints.calibration.similarity import ssim, ssim_in_box
 from tools.train_embedded.cases import Case
@@ -31,6 +32,7 @@ class Setting:
     dtype: str = "auto"
     margin: int | None = None  # px
     full_steps: int | None = None  # None: by the mask ratio
+    step_schedule: StepScheduleName = "full"
 
 
 @dataclass(frozen=True)
@@ -78,7 +80,9 @@ def _params(steps: int, setting: Setting | None, seed: int) -> SamplingParams:
     params = SamplingParams(seed=seed, num_inference_steps=steps, mask_aware=setting is not None)
     if setting is None:
         return params
-    return msgspec.structs.replace(params, mask_margin=setting.margin, full_steps=setting.full_steps)
+    return msgspec.structs.replace(
+        params, mask_margin=setting.margin, full_steps=setting.full_steps, step_schedule=setting.step_schedule
+    )
 
 
 def pictures(results: Sequence[EditResult]) -> list[Pixels]:

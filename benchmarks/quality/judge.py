@@ -29,6 +29,7 @@ from benchmarks.quality.masks import part_of_box
 from benchmarks.quality.sheet import write_sheet
 from benchmarks.report import Row, print_report
 from core.page_scheme import PageDtype
+from core.step_schedule import StepScheduleName
 from entrypoints import ImageEngine
 from tools.train_embedded import seeds
 from tools.train_embedded.cases import Case, cases
@@ -99,13 +100,14 @@ def main(argv: Sequence[str] | None = None) -> None:
     args = _parse(argv)
     machine = Machine(args.dtype, args.threads, args.priming_prompt, args.model)
     asked = edits_of(args.scenes, args.masks, args.num_edits)
-    setting = Setting(args.keyframes, args.cache_dtype, args.margin, args.full_steps)
+    setting = Setting(args.keyframes, args.cache_dtype, args.margin, args.full_steps, args.step_schedule)
     outcomes = []
     with machine.engine(setting) as engine:
         for steps in args.steps:
             outcomes.append(_measure(engine, asked, steps, setting))
             full = "full steps by mask ratio" if setting.full_steps is None else f"{setting.full_steps} in full"
-            title = f"{len(asked)} {args.scenes} edits, {args.masks} masks, {steps} steps, {full}, {args.dtype}"
+            scheduled = f"{steps} steps, {setting.step_schedule} schedule, {full}"
+            title = f"{len(asked)} {args.scenes} edits, {args.masks} masks, {scheduled}, {args.dtype}"
             result = {"benchmark": "quality", "steps": steps, "masks": args.masks, "num_edits": len(asked)}
             print_report(title, outcomes[-1].rows, result | outcomes[-1].figures, args.output)
     if args.sheet is not None:
@@ -165,6 +167,9 @@ def _parse(argv: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--cache-dtype", choices=("auto", *get_args(PageDtype)), default="auto", help="of pages")
     parser.add_argument("--margin", type=int, help="pixels around the mask")
     parser.add_argument("--full-steps", type=int, help="of every edit; by its mask ratio if not given")
+    parser.add_argument(
+        "--step-schedule", choices=get_args(StepScheduleName), default="full", help="of mask-aware edits"
+    )
     parser.add_argument("--priming-prompt", default="", help="prompt that templates are primed with")
     parser.add_argument("--sheet", type=Path, help="picture of the ten edits least alike")
     return parser.parse_args(argv)

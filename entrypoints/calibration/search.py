@@ -10,6 +10,7 @@ import statistics
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
+from itertools import islice
 
 import numpy as np
 
@@ -175,19 +176,6 @@ class Search(ABC):
     def _measure_dearest(self) -> Trial:
         """The most expensive setting under which edits still run mask-aware."""
 
-    def _with_more_full_steps(self, trial: Trial, choices: Sequence[int]) -> Iterator[Setting]:
-        """Start full steps at the smallest mask class that fails, and give them to all larger ones too, for which a
-        full step costs less extra. Later, give more of them, or extend them to smaller classes that fail. choices:
-        numbers of full steps, rising.
-        """
-        setting, fails = trial.setting, [each.p10 < self.target for each in trial.classes]
-        first, limit = fails.index(True), setting.num_computed(self.num_steps)
-        more = next((number for number in choices if setting.full_steps < number < limit), None)
-        if setting.full_steps and first < setting.full_from:
-            yield replace(setting, full_from=first)
-        if more and any(fails[setting.full_from :]):
-            yield replace(setting, full_steps=more, full_from=setting.full_from if setting.full_steps else first)
-
     def _choose(self, before: Trial, trials: list[Trial]) -> Trial:
         close = [trial for trial in trials if trial.reaches(self.target)]
         if close:
@@ -214,11 +202,23 @@ class CacheSearch(Search):
         setting = trial.setting
         if setting.margin != MARGINS[-1]:
             yield replace(setting, margin=MARGINS[MARGINS.index(setting.margin) + 1])
-        yield from self._with_more_full_steps(trial, FULL_STEPS)
+        yield from self._with_more_full_steps(trial)
         if setting.keyframes is not KEYFRAMES[-1]:
             yield replace(setting, keyframes=KEYFRAMES[KEYFRAMES.index(setting.keyframes) + 1])
         if setting.dtype != DTYPES[-1]:
             yield replace(setting, dtype=DTYPES[DTYPES.index(setting.dtype) + 1])
+
+    def _with_more_full_steps(self, trial: Trial) -> Iterator[Setting]:
+        """Start full steps at the smallest mask class that fails, and give them to all larger ones too, for which a
+        full step costs less extra. Later, give more of them, or extend them to smaller classes that fail.
+        """
+        setting, fails = trial.setting, [each.p10 < self.target for each in trial.classes]
+        first, limit = fails.index(True), setting.num_computed(self.num_steps)
+        more = next((number for number in FULL_STEPS if setting.full_steps < number < limit), None)
+        if setting.full_steps and first < setting.full_from:
+            yield replace(setting, full_from=first)
+        if more and any(fails[setting.full_from :]):
+            yield replace(setting, full_steps=more, full_from=setting.full_from if setting.full_steps else first)
 
     def _measure_dearest(self) -> Trial:
         """A large margin may cover all of a small picture."""
@@ -232,21 +232,29 @@ class CacheSearch(Search):
 
 @dataclass(frozen=True)
 class StepSearch(Search):
-    """Over the steps that are computed, and full ones among them; all else is as in `found`."""
+    """Over the steps that are computed, and full ones among them; all else is as in `found`.
+
+    The schedule is made denser until the mask classes without full steps in `found` reach the target without them.
+    Where all steps of small masks are cheap, that costs less than full steps for all.
+    """
 
     found: Setting  # of a CacheSearch
 
     @property
     def cheapest(self) -> Setting:
-        return replace(self.found, computed=self._ladder[0], full_steps=0, full_from=0)
+        return replace(self.found, computed=self._ladder[0], full_steps=0)
 
     def raised(self, trial: Trial) -> Iterator[Setting]:
-        computed = trial.setting.computed
-        assert computed is not None
-        denser = self._ladder.index(computed) + 1
+        setting, found = trial.setting, self.found
+        assert setting.computed is not None
+        without = trial.classes[: found.full_from] if found.full_steps else trial.classes
+        denser = self._ladder.index(setting.computed) + 1
         if denser < len(self._ladder):
-            yield replace(trial.setting, computed=self._ladder[denser])
-        yield from self._with_more_full_steps(trial, FULL_COMPUTED_STEPS)
+            yield replace(setting, computed=self._ladder[denser])
+        if all(each.p10 >= self.target for each in without):
+            limit = setting.num_computed(self.num_steps)
+            more = (number for number in FULL_COMPUTED_STEPS if setting.full_steps < number < limit)
+            yield from (replace(setting, full_steps=number) for number in islice(more, 1))
 
     def _measure_dearest(self) -> Trial:
         """Of all steps, as in `found`: no schedule comes closer."""

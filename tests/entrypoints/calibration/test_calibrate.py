@@ -260,11 +260,11 @@ def test_costs_count_full_steps_where_they_are_run() -> None:
 # ------------------------------------------------------------------------------------------------- step schedules
 
 
-FOUND = replace(CHEAPEST, keyframes=3, margin=8, full_steps=2)
+FOUND = replace(CHEAPEST, keyframes=3, margin=8, full_steps=2, full_from=2)
 
 
-def search_steps(checkpoint: Checkpoint, num_steps: int = 28) -> Trial:
-    return StepSearch(checkpoint.measure, num_steps, 0.96, FOUND).run()
+def search_steps(checkpoint: Checkpoint, found: Setting = FOUND) -> Trial:
+    return StepSearch(checkpoint.measure, 28, 0.96, found).run()
 
 
 @given(st.integers(1, 200))
@@ -280,20 +280,24 @@ def test_schedules_begin_small_and_grow_from_sparse_to_dense(num_steps: int) -> 
 
 def test_the_sparsest_schedule_that_is_close_enough_is_taken_and_nothing_else_changes() -> None:
     found = search_steps(Checkpoint(lambda setting: 0.97 if setting.num_computed(28) >= 8 else 0.9))
-    assert found.setting.num_computed(28) == 8
     assert found.setting == replace(FOUND, full_steps=0, computed=found.setting.computed)
+    assert found.setting.num_computed(28) == 8
 
 
-def test_full_steps_are_found_together_with_the_schedule() -> None:
-    """Denser schedules help, too, but cost more than two full steps of large masks."""
-
+def test_the_schedule_suits_small_masks_and_large_ones_get_full_steps_among_its_steps() -> None:
     def p10(setting: Setting, size: int) -> float:
-        needed = 0.0 if size < 2 else 0.07
-        return 0.97 - needed + 0.035 * min(setting.full_steps_of(size), 2) + 0.001 * setting.num_computed(28)
+        missing = max(0, 2 - setting.full_steps_of(size)) if size == 2 else 0
+        return 0.9 + 0.01 * setting.num_computed(28) - 0.02 * missing
 
     found = search_steps(Sized(p10))
-    assert found.setting.computed == schedules(28)[0]
-    assert (found.setting.full_steps, found.setting.full_from) == (2, 2)
+    assert (found.setting.num_computed(28), found.setting.full_steps, found.setting.full_from) == (6, 2, 2)
+
+
+def test_masks_that_all_need_full_steps_get_them_or_a_denser_schedule() -> None:
+    every = replace(FOUND, full_from=0)
+    found = search_steps(Checkpoint(lambda setting: 0.9 + 0.035 * min(setting.full_steps, 2)), every)
+    assert found.reaches(0.96)
+    assert found.setting.full_steps == 2
 
 
 def test_without_a_close_schedule_every_step_is_needed() -> None:
