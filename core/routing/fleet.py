@@ -8,8 +8,8 @@ free for a new request, and the work left in the other slots at that time:
     steps, seconds [slots, engines]   steps left in each slot at `free_at`, most first, and seconds it adds to each step
 
 Reports come when something changed, not at every step: in between, steps are assumed to pass at the predicted pace.
-These three are computed only when they are read after a report: from the first MAX_SIMULATED requests of the queue one
-by one, and from sums over the rest, which is assumed to leave the slots as it found them.
+These are `Slots`, computed only when they are read after a report: from the first MAX_SIMULATED requests of the queue
+one by one, and from sums over the rest, which is assumed to leave the slots as it found them.
 """
 
 from __future__ import annotations
@@ -17,6 +17,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from copy import copy
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -36,6 +37,16 @@ default. Taking sums for the rest shifts a prediction by less than the time of o
 
 TINY = 1e-9
 """Seconds; keeps divisions by the step time of an idle engine finite."""
+
+
+class Slots(NamedTuple):
+    """What is expected in the slots of each engine when one of them is free for a new request."""
+
+    free_at: Vector  # when that is, in seconds of the caller's clock, shape [engines]
+    pace: Vector  # seconds of a step of the requests in the slots, shape [engines]
+    num_placed: Vector  # number of these requests, shape [engines]
+    steps: Vector  # steps left in each slot, most first, shape [slots, engines]
+    seconds: Vector  # seconds that the request in each slot adds to a step, shape [slots, engines]
 
 
 @dataclass(slots=True)
@@ -61,7 +72,7 @@ class Fleet:
         self.num_alive = num_engines
         self._stale: set[int] = set()  # engines whose slots are to be computed from their last reports
         self._bind(np.zeros((7 + 2 * max_num_seqs, num_engines)))
-        self._pace[:] = TINY
+        self._slots.pace[:] = TINY
         self.last_sent: Counts = np.full(num_engines, -1.0)  # number of the last send there, counted over all engines
         self._num_held = 0.0
         self._num_sends = 0
@@ -72,43 +83,15 @@ class Fleet:
 
     def _bind(self, rows: Vector) -> None:
         """Name the rows of one array, shape [engines] each; a column is the state of one engine."""
-        self._rows, slots = rows, self.max_num_seqs
+        self._rows, number = rows, self.max_num_seqs
         self.num_requests, self.held_seconds, self.base_seconds, self.priming_seconds = rows[:4]
-        self._free_at: Vector
-        self._pace: Vector
-        self._num_placed: Vector
-        self._free_at, self._pace, self._num_placed = rows[4:7]
-        self._steps, self._seconds = rows[7 : 7 + slots], rows[7 + slots :]
+        self._slots = Slots(rows[4], rows[5], rows[6], rows[7 : 7 + number], rows[7 + number :])
 
     @property
-    def free_at(self) -> Vector:
-        """When a slot is free for a new request, in seconds of the caller's clock, shape [engines]."""
+    def slots(self) -> Slots:
+        """What is expected in the slots of all engines, their last reports included; valid until the next event."""
         self.settle()
-        return self._free_at
-
-    @property
-    def pace(self) -> Vector:
-        """Seconds of a step of the requests that are in slots at `free_at`, shape [engines]."""
-        self.settle()
-        return self._pace
-
-    @property
-    def num_placed(self) -> Vector:
-        """Number of requests in slots at `free_at`, shape [engines]."""
-        self.settle()
-        return self._num_placed
-
-    @property
-    def steps(self) -> Vector:
-        """Steps left in each slot at `free_at`, most first, shape [slots, engines]."""
-        self.settle()
-        return self._steps
-
-    @property
-    def seconds(self) -> Vector:
-        """Seconds that the request in each slot adds to a step, shape [slots, engines]."""
-        self.settle()
-        return self._seconds
+        return self._slots
 
     # ------------------------------------------------------------------------------------------------- events
 
@@ -245,8 +228,8 @@ class Fleet:
 
     def _line_up(self, engine: int, load: RequestLoad, now: float) -> None:
         """Append a request to the engine's queue."""
-        start = max(now, float(self._free_at[engine]))
-        self._set_slots(engine, start, [*self._slots(engine, now), _slot(load)])
+        start = max(now, float(self._slots.free_at[engine]))
+        self._set_slots(engine, start, [*self._slots_of(engine, now), _slot(load)])
 
     def _make_sent(self, engine: int, shape: RequestShape, now: float) -> Sent:
         number, priming = self._num_sent[engine], self._expect_pages(engine, shape)
@@ -284,7 +267,7 @@ class Fleet:
             return
         self._set_loads(engine, self._reported[engine], first)
         rounds = rest.steps / self.max_num_seqs
-        self._free_at[engine] += rest.seconds + rounds * float(self.base_seconds[engine])
+        self._slots.free_at[engine] += rest.seconds + rounds * float(self.base_seconds[engine])
         for load in pending:
             self._line_up(engine, load, 0.0)
 
@@ -296,10 +279,11 @@ class Fleet:
         under_way = begun + float(self.base_seconds[engine]) if slots else 0.0
         self._set_slots(engine, now + alone + under_way, slots)
 
-    def _slots(self, engine: int, now: float) -> list[Slot]:
+    def _slots_of(self, engine: int, now: float) -> list[Slot]:
         """The contents of the engine's slots at the later of `now` and `free_at`."""
-        passed = max(now - self._free_at[engine], 0.0) / self._pace[engine]
-        rows = zip(self._steps[:, engine].tolist(), self._seconds[:, engine].tolist(), strict=True)
+        slots = self._slots
+        passed = max(now - slots.free_at[engine], 0.0) / slots.pace[engine]
+        rows = zip(slots.steps[:, engine].tolist(), slots.seconds[:, engine].tolist(), strict=True)
         return [(steps - passed, seconds) for steps, seconds in rows if steps > passed]
 
     def _set_slots(self, engine: int, start: float, loads: Iterable[Slot]) -> None:

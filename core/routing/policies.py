@@ -56,15 +56,16 @@ def forecast(shape: RequestShape, fleet: Fleet, now: float) -> Forecast:
     seconds, so s steps beside others with S_i left, at C_i each, take s * (base + c) + sum min(s, S_i) * C_i.
     """
     costs, step = fleet.size_costs(shape), fleet.step_seconds(shape)
-    since_free = now - fleet.free_at
+    slots = fleet.slots
+    since_free = now - slots.free_at
     idle = np.maximum(since_free, 0.0)
     wait = idle - since_free
     # It is encoded beside a step; before that, half of the running one passes, unless a slot is only free at its end.
-    lead = fleet.pace + np.minimum(0.5 * fleet.pace, idle)
+    lead = slots.pace + np.minimum(0.5 * slots.pace, idle)
     pages = fleet.pages(shape)
     if pages is not None:
         lead = np.maximum(lead, pages.loads_first * costs.load - wait)  # a load has the time in the queue to itself
-    steps = _after(fleet.steps, (idle + lead) / fleet.pace)
+    steps = _after(slots.steps, (idle + lead) / slots.pace)
     base = np.maximum(costs.base, fleet.base_seconds)
     finish, own, beside = wait + lead, NOTHING, fleet.priming_seconds
     if pages is not None:
@@ -72,10 +73,10 @@ def forecast(shape: RequestShape, fleet: Fleet, now: float) -> Forecast:
         finish, own, beside = finish + priming.before, priming.own, priming.beside
         steps = _after(steps, priming.rounds)
     shared = np.minimum(steps, float(shape.num_steps))
-    making = shape.num_steps * (base + step) + np.add.reduce(shared * fleet.seconds)
+    making = shape.num_steps * (base + step) + np.add.reduce(shared * slots.seconds)
     alone = own + (costs.other if shape.num_steps else 0.0)
     finish += alone - own + making + np.minimum(beside, PRIME_SHARE * making)
-    return Forecast(finish, step * np.add.reduce(shared) + alone * fleet.num_placed, own)
+    return Forecast(finish, step * np.add.reduce(shared) + alone * slots.num_placed, own)
 
 
 class Priming(NamedTuple):
@@ -95,10 +96,10 @@ def _priming(
     if not shape.num_steps:
         own_first += later
         later = np.zeros_like(later)
-    first = (fleet.priming_seconds + own_first) * pages.is_missing
-    rounds = first / (PRIME_SHARE * np.maximum(fleet.pace - fleet.base_seconds, TINY))
+    slots, first = fleet.slots, (fleet.priming_seconds + own_first) * pages.is_missing
+    rounds = first / (PRIME_SHARE * np.maximum(slots.pace - fleet.base_seconds, TINY))
     stepping = np.minimum(steps, rounds)
-    stepping *= fleet.seconds
+    stepping *= slots.seconds
     before = first + np.add.reduce(stepping) + np.minimum(steps[0], rounds) * base
     own = own_first + later
     return Priming(own, before, rounds, fleet.priming_seconds + own - first)

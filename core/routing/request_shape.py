@@ -76,7 +76,8 @@ class RequestShape:
     @property
     def step_features(self) -> Features:
         """Features of what it adds to a step, the mean over its steps."""
-        return tuple(self.num_rows * feature for feature in self._row_features)
+        features = self._row_features
+        return features if self.num_rows == 1 else tuple(self.num_rows * feature for feature in features)
 
     @property
     def _row_features(self) -> Features:

@@ -13,7 +13,9 @@ import select
 import socket
 import time
 from collections.abc import AsyncIterator, Iterator
+from concurrent.futures import ProcessPoolExecutor
 from contextlib import ExitStack, asynccontextmanager, suppress
+from multiprocessing import get_context
 
 import httpx
 import numpy as np
@@ -44,11 +46,14 @@ async def send(client: httpx.AsyncClient, headers: dict[str, str], **fields: obj
 
 
 async def drain(client: httpx.AsyncClient) -> None:
-    """Send a large request, and discard its answer."""
+    """Send a large request and discard its answer, again and again."""
     data = {"prompt": "a red shirt", **{name: str(value) for name, value in LARGE.items()}}
-    async with client.stream("POST", "/v1/images/edits", files=FILES, data=data, headers=HEAVY) as answer:
-        async for _ in answer.aiter_raw():
-            pass
+    while True:
+        async with client.stream("POST", "/v1/images/edits", files=FILES, data=data, headers=HEAVY) as answer:
+            async for _ in answer.aiter_raw():
+                pass
+        if answer.status_code != 200:
+            await asyncio.sleep(0.5)
 
 
 async def jobs_under_way(client: httpx.AsyncClient) -> int:
@@ -58,7 +63,7 @@ async def jobs_under_way(client: httpx.AsyncClient) -> int:
 
 @asynccontextmanager
 async def flooded(url: str, num_requests: int) -> AsyncIterator[httpx.AsyncClient]:
-    """A client of a server that has this many large requests of the other key."""
+    """A client of a server that has this many large requests of the other key at any time."""
     async with httpx.AsyncClient(base_url=url, timeout=600, limits=httpx.Limits(max_connections=None)) as client:
         flood = [asyncio.create_task(drain(client)) for _ in range(num_requests)]
         try:
@@ -101,22 +106,40 @@ async def alone(url: str) -> float:
         return min([(await send(client, LIGHT, seed=seed))[0] for seed in range(4)])
 
 
+def small_edit(url: str, fields: dict[str, object]) -> tuple[float, int, str]:
+    """Seconds of a small edit, its status, and the end of its answer; run in a process of its own, since the flood's
+    answers keep this one busy.
+    """
+
+    async def edit() -> tuple[float, httpx.Response]:
+        async with httpx.AsyncClient(base_url=url, timeout=60) as client:
+            return await send(client, LIGHT, **fields)
+
+    seconds, answer = asyncio.run(edit())
+    return seconds, answer.status_code, answer.text[-1000:]
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("num_requests", [8, 25])
 async def test_a_small_edit_takes_a_second_beside_a_flood_of_large_ones(
     shared_server: ServerProcess, num_requests: int
 ) -> None:
-    lone = await alone(shared_server.url)
+    url, loop = shared_server.url, asyncio.get_running_loop()
+    lone = await alone(url)
     limit, taken = max(MAX_SECONDS, BUSY_FLOOR * lone), []
-    async with peak_pss(shared_server.process.pid) as samples, flooded(shared_server.url, num_requests) as client:
+    pool = ProcessPoolExecutor(1, get_context("spawn"))
+    async with peak_pss(shared_server.process.pid) as samples, flooded(url, num_requests) as client:
         for fields in ({"priority": -5}, {}, {"timeout": 5}) * 4:
-            seconds, answer = await send(client, LIGHT, **fields)
-            assert answer.status_code == 200, answer.text
-            assert seconds <= limit, f"{fields}: {answer.json()['stencil']['ms']}"
+            while await jobs_under_way(client) < 2:
+                await asyncio.sleep(0.02)
+            seconds, status, answer = await loop.run_in_executor(pool, small_edit, url, fields)
+            assert status == 200, answer
+            assert seconds <= limit, f"{fields}: {answer}"
             taken.append(seconds)
             await asyncio.sleep(0.5)
         await asyncio.sleep(num_requests)  # results pile up as far as they may
         assert max(samples) <= MAX_PSS_BYTES
+    pool.shutdown()
     few, most = min(taken), max(taken)
     print(f"beside {num_requests}: {few:.2f} to {most:.2f} s (alone {lone:.2f} s), PSS {max(samples) / 1e9:.2f} GB")
 

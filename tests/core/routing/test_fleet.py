@@ -168,10 +168,10 @@ def test_sent_requests_count_until_they_are_acknowledged() -> None:
 def test_steps_go_by_between_reports() -> None:
     fleet = Fleet(1, 2)
     fleet.observe(0, make_report(requests=[load(9, 0.1), load(19, 0.1)], base_seconds=0.1), 5.0)
-    assert fleet.free_at[0] == pytest.approx(5.0 + 10 * 0.3), "one step is under way"
-    assert sorted(fleet.steps[:, 0]) == pytest.approx([0.0, 10.0])
+    assert fleet.slots.free_at[0] == pytest.approx(5.0 + 10 * 0.3), "one step is under way"
+    assert sorted(fleet.slots.steps[:, 0]) == pytest.approx([0.0, 10.0])
     fleet.sent(0, make_shape(num_steps=4), 5.0 + 3.0 + 5 * 0.2)
-    assert sorted(fleet.steps[:, 0])[-1] == pytest.approx(1.0), "five of ten are done, and four are ahead of it"
+    assert sorted(fleet.slots.steps[:, 0])[-1] == pytest.approx(1.0), "five of ten are done, and four are ahead of it"
 
 
 def test_an_engine_that_was_lost_is_forgotten() -> None:
@@ -183,7 +183,7 @@ def test_an_engine_that_was_lost_is_forgotten() -> None:
     fleet.lose(0)
     assert not fleet.is_alive[0]
     assert len(fleet.templates) == 0
-    assert not fleet.steps.any()
+    assert not fleet.slots.steps.any()
     assert fleet.num_requests.tolist() == [0, 0]
     fleet.observe(0, report, 0.0)
     assert fleet.num_requests.tolist() == [0, 0], "a report that was on its way when it died"
@@ -254,10 +254,12 @@ def test_a_higher_class_does_not_queue_behind_those_that_wait_in_lower_ones() ->
     fleet.observe(0, make_report(requests=[*running, *[replace(load(10, 0.01), priority=1)] * 20], costs=COSTS), 0.0)
     assert fleet.before(1, 0.0) is fleet, "an equal waits for its turn"
     higher = fleet.before(0, 0.0)
-    assert higher.free_at[0] == pytest.approx(0.88), "when those that run are done: one step is under way"
-    assert fleet.free_at[0] > 2 * higher.free_at[0]
+    assert higher.slots.free_at[0] == pytest.approx(0.88), "when those that run are done: one step is under way"
+    assert fleet.slots.free_at[0] > 2 * higher.slots.free_at[0]
     fleet.sent(0, make_shape(), 0.0)
-    assert fleet.before(0, 0.0).num_placed[0] == 1 + higher.num_placed[0], "requests on the way are of its own class"
+    assert fleet.before(0, 0.0).slots.num_placed[0] == 1 + higher.slots.num_placed[0], (
+        "requests on the way are of its own class"
+    )
     fleet.lose(0)
     assert fleet.before(0, 0.0) is fleet
 
@@ -271,7 +273,7 @@ def test_an_owner_does_not_queue_behind_anothers_flood() -> None:
     assert fleet.before(0, 0.0, "a") is fleet
     other = fleet.before(0, 0.0, "b")
     assert other.held_seconds[0] == pytest.approx(9 * 0.01), "those that run, and the first of those that wait"
-    assert other.free_at[0] < fleet.free_at[0] / 4
+    assert other.slots.free_at[0] < fleet.slots.free_at[0] / 4
 
 
 def test_a_request_that_has_waited_for_long_is_not_overtaken() -> None:
@@ -293,13 +295,15 @@ def test_a_higher_class_counts_requests_sent_long_after_the_last_report() -> Non
     alike.observe(0, make_report(requests=[load(10, 1.0)], base_seconds=0.006, costs=COSTS), 0.0)
     for _ in range(2):
         alike.sent(0, make_shape(), 5.0)
-    assert fleet.before(0, 5.0).free_at[0] == pytest.approx(alike.free_at[0]), "as if the lower one had not been sent"
+    assert fleet.before(0, 5.0).slots.free_at[0] == pytest.approx(alike.slots.free_at[0]), (
+        "as if the lower one had not been sent"
+    )
 
     fleet.observe(0, make_report(num_received=3), 20.0)
     for priority in (0, 0, 1):
         fleet.sent(0, dataclasses.replace(make_shape(), priority=priority), 1000.0)
     alone = fleet.step_seconds(make_shape()) + float(fleet.base_seconds[0])
-    assert fleet.before(0, 1000.0).free_at[0] == pytest.approx(1000.0 + 2 * 28 * alone, rel=0.05)
+    assert fleet.before(0, 1000.0).slots.free_at[0] == pytest.approx(1000.0 + 2 * 28 * alone, rel=0.05)
 
 
 @pytest.mark.parametrize("num_on_their_way", [0, 3])
@@ -315,8 +319,8 @@ def test_the_end_of_a_long_queue_is_predicted_from_sums_nearly_as_one_by_one(
             fleet.sent(0, make_shape(), 1.0)
         fleet.observe(0, make_report(requests=loads, base_seconds=0.006, costs=COSTS), 1.0)
         assert fleet.num_requests[0] == 1000 + num_on_their_way
-        assert fleet.num_placed[0] >= 6
-        return float(fleet.free_at[0])
+        assert fleet.slots.num_placed[0] >= 6
+        return float(fleet.slots.free_at[0])
 
     from_sums = free_at()
     monkeypatch.setattr("core.routing.fleet.MAX_SIMULATED", 2000)
@@ -334,9 +338,9 @@ def test_a_report_is_applied_before_what_was_sent_after_it_is_lined_up() -> None
         for second in range(3):
             requests = [load(9 - second, 0.1), load(19, 0.1), load(5, 0.2)]
             fleet.observe(0, make_report(num_received=3 + second, requests=requests, base_seconds=0.1), float(second))
-            assert not is_read or fleet.free_at[0] > 0
+            assert not is_read or fleet.slots.free_at[0] > 0
             fleet.sent(0, make_shape(), second + 0.5)
-            assert not is_read or fleet.free_at[0] > 0
+            assert not is_read or fleet.slots.free_at[0] > 0
             fleet.sent(1, make_shape(), second + 0.5)
-    assert [fleet.free_at.tolist() for fleet in fleets] == [fleets[0].free_at.tolist()] * 2
-    assert [fleet.steps.tolist() for fleet in fleets] == [fleets[0].steps.tolist()] * 2
+    assert [fleet.slots.free_at.tolist() for fleet in fleets] == [fleets[0].slots.free_at.tolist()] * 2
+    assert [fleet.slots.steps.tolist() for fleet in fleets] == [fleets[0].slots.steps.tolist()] * 2
