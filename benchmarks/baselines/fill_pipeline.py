@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import io
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Executor, ProcessPoolExecutor
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
@@ -59,8 +59,10 @@ class FillPipeline:
         if first_block_cache is not None:
             self.pipeline.transformer.enable_cache(FirstBlockCacheConfig(threshold=first_block_cache))
 
-    def __call__(self, edits: Sequence[FillEdit]) -> list[Image.Image]:
-        """The pictures of edits of one size and number of steps, as the pipeline returns them, nothing pasted back."""
+    def __call__(self, edits: Sequence[FillEdit], sigmas: list[float] | None = None) -> list[Image.Image]:
+        """The pictures of edits of one size and number of steps, as the pipeline returns them, nothing pasted back.
+        sigmas: the steps' noise levels, before the scheduler's shift; None: evenly spaced.
+        """
         with self._cache_context():
             pictures: list[Image.Image] = self.pipeline(
                 prompt=[edit.prompt for edit in edits],
@@ -69,10 +71,24 @@ class FillPipeline:
                 width=edits[0].image.width,
                 height=edits[0].image.height,
                 num_inference_steps=edits[0].steps,
+                sigmas=sigmas,
                 max_sequence_length=self._text_length,
                 generator=[self._torch.Generator("cpu").manual_seed(edit.seed) for edit in edits],
             ).images
         return pictures
+
+    @contextmanager
+    def counting_steps(self) -> Iterator[Callable[[], int]]:
+        """Yields a function that returns how many steps have computed the last block since."""
+        transformer = self.pipeline.transformer
+        last = [*transformer.transformer_blocks, *transformer.single_transformer_blocks][-1]
+        layer = next(module for module in last.modules() if isinstance(module, self._torch.nn.Linear))
+        calls = list[None]()
+        handle = layer.register_forward_hook(lambda *_: calls.append(None))
+        try:
+            yield lambda: len(calls)
+        finally:
+            handle.remove()
 
     def _cache_context(self) -> AbstractContextManager[Any]:
         """FluxFillPipeline sets no cache context itself, unlike FluxPipeline; the hook needs one per call."""
