@@ -1,6 +1,6 @@
-"""Quality of mask-aware edits: `python -m benchmarks.quality [by-ratio | step-skipping | systems | images] ...`, each with --help.
+"""Quality of mask-aware edits: `python -m benchmarks.quality [by-ratio | step-skipping | systems | images] ...`.
 
-Without a name: mask-aware against exact edits, under the default settings or others.
+Each has --help. Without a name: mask-aware against exact edits, under the default settings or others.
 """
 
 from __future__ import annotations
