@@ -61,7 +61,7 @@ train-unet: $(DEV)  ## Train a small Stable Diffusion checkpoint to measure UNet
 # Benchmarks: each runs one module; flags by ARGS.
 bench: MODULE := benchmarks.evidence  ## All claims in one sweep (about 40 minutes), written up as docs/benchmarks.md; ARGS="--only quality"
 compare: MODULE := benchmarks.compare $(REF)  ## Pictures by hash and speeds in turns against another commit: REF=<commit>
-bench-quick: MODULE := benchmarks.quick  ## The few ratios that must not fall, in under 3 minutes
+bench-quick: MODULE := benchmarks.quick  ## The few ratios that must not fall, in 3 to 4 minutes
 bench-serving: MODULE := benchmarks.benchmark_serving  ## Latency and throughput of a server that runs; ARGS="--base-url URL --request-rate 2"
 bench-throughput: MODULE := benchmarks.serving.throughput_vs_diffusers  ## Edits per second against a loop over diffusers' FluxFillPipeline
 bench-startup: MODULE := benchmarks.serving.startup  ## Time to alive and ready, memory, latency of a lone edit, idle CPU

@@ -1,4 +1,4 @@
-"""The few ratios that must not fall, in under three minutes: `make bench-quick`.
+"""The few ratios that must not fall, in three to four minutes: `make bench-quick`.
 
 Never fails because a figure is low, since the machine may be busy. Both sides of a ratio are measured in turns.
 """
