@@ -27,6 +27,7 @@ class ModelInfo(msgspec.Struct, frozen=True, kw_only=True):
     name: str  # model id that clients see
     family: str
     parent: str = ""  # set by the worker for an adapter: the model that it adapts; "" for a model itself
+    patch: str = ""  # set by the worker for an adapter: the id of its patch
     device: str  # type of device; identical devices are not distinguished
     dtype: str  # of computing
     # Image size.

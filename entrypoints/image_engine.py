@@ -33,6 +33,7 @@ from core.config import (
 )
 from core.errors import EngineError, InvalidRequestError, StencilError
 from core.model_info import ModelInfo
+from core.patches import Lora
 from core.sampling_params import MAX_PADDING_MASK_CROP, MAX_PROMPT_CHARACTERS, MAX_SIDE, MIN_SIDE, SamplingParams
 from core.validation import check_filled, check_integer, check_length, conform, conformed
 from engine.client.async_engine import AsyncEngine
@@ -199,7 +200,7 @@ class ImageEngine:
         self._check_open()
         lora = conformed("lora", lora, str)
         upload = BytesUpload(encode_picture(conformed("image", image, ImageLike), "image"))
-        return self._run(self._engine.prime_template(f"offline-{uuid.uuid4().hex}", upload, lora=lora))
+        return self._run(self._engine.prime_template(f"offline-{uuid.uuid4().hex}", upload, loras=_loras(lora)))
 
     def close(self) -> None:
         """Stop the engine's processes. Calls running in other threads return first, with errors in their results.
@@ -321,10 +322,14 @@ def _to_input(edit: Edit, sampling: SamplingParams) -> EditInput:
         mask_kind="alpha" if edit.mask is not None else "luminance",
         template_id=edit.template_id,
         padding_mask_crop=edit.padding_mask_crop,
-        lora=edit.lora,
+        loras=_loras(edit.lora),
         canvas_size=edit.size if is_generation else None,
         output_size=None if is_generation else edit.size,
     )
+
+
+def _loras(name: str) -> tuple[Lora, ...]:
+    return (Lora(name),) if name else ()
 
 
 def _adapters(loras: Mapping[str, str | Path]) -> tuple[AdapterConfig, ...]:

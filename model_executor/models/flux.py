@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from core.model_info import ModelInfo
+from core.patches import PatchSet
 from model_executor.checkpoint.loader import Checkpoint
 from model_executor.models.base import EncodedImage, EncodedText
 from model_executor.models.flux_transformer import FluxTransformer
@@ -72,7 +73,9 @@ class Flux(LatentFamily):
             dtype=str(self._checkpoint.dtype).removeprefix("torch."),
         )
 
-    def encode_text(self, prompt: str, max_sequence_length: int, template: Tensor | None = None) -> EncodedText:
+    def encode_text(
+        self, prompt: str, max_sequence_length: int, template: Tensor | None = None, patches: PatchSet = ()
+    ) -> EncodedText:
         """As encode_prompt: CLIP's pooled output and T5's sequence; each cuts the prompt at its own length."""
         clip_tokens = tokenize(self._tokenizer, prompt, self._tokenizer.model_max_length)
         tokens = tokenize(self._tokenizer_2, prompt, max_sequence_length)

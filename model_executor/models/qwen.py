@@ -16,6 +16,7 @@ import torch
 from torch import Tensor, nn
 
 from core.model_info import ModelInfo
+from core.patches import PatchSet
 from core.vision_tokens import VisionTokens
 from model_executor.checkpoint.loader import Checkpoint
 from model_executor.models.base import EncodedText
@@ -151,7 +152,9 @@ class QwenInpaint(Qwen):
     )
     dropped = 34
 
-    def encode_text(self, prompt: str, max_sequence_length: int, template: Tensor | None = None) -> EncodedText:
+    def encode_text(
+        self, prompt: str, max_sequence_length: int, template: Tensor | None = None, patches: PatchSet = ()
+    ) -> EncodedText:
         """As encode_prompt, which cuts prompt and chat template together."""
         before, after = self._frame()
         words = self._prompt_ids(prompt)
@@ -192,7 +195,9 @@ class QwenEdit(Qwen):
         self._processor = checkpoint.load("processor")
         self._picture_id: int = self._tokenizer.convert_tokens_to_ids("<|image_pad|>")
 
-    def encode_text(self, prompt: str, max_sequence_length: int, template: Tensor | None = None) -> EncodedText:
+    def encode_text(
+        self, prompt: str, max_sequence_length: int, template: Tensor | None = None, patches: PatchSet = ()
+    ) -> EncodedText:
         """As encode_prompt, except that a prompt is cut at `max_sequence_length` tokens of its own."""
         if template is None:
             raise ValueError("the text encoder sees the picture that a prompt is for")

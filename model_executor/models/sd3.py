@@ -12,6 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from core.model_info import ModelInfo
+from core.patches import PatchSet
 from model_executor.checkpoint.loader import Checkpoint
 from model_executor.models.base import EncodedText
 from model_executor.models.latent_family import NoisedTemplate
@@ -80,7 +81,9 @@ class StableDiffusion3(NoisedTemplate):
             dtype=str(self._checkpoint.dtype).removeprefix("torch."),
         )
 
-    def encode_text(self, prompt: str, max_sequence_length: int, template: Tensor | None = None) -> EncodedText:
+    def encode_text(
+        self, prompt: str, max_sequence_length: int, template: Tensor | None = None, patches: PatchSet = ()
+    ) -> EncodedText:
         """As encode_prompt: both CLIPs' sequences side by side, padded with zeros to T5's width, then T5's sequence;
         both CLIPs' pooled outputs side by side."""
         length = self._tokenizers[0].model_max_length

@@ -6,7 +6,8 @@ Latents are packed: a token's row holds its patch, channel by channel. Random nu
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from abc import abstractmethod
+from collections.abc import Collection, Mapping, Sequence
 from functools import lru_cache
 from typing import Any, ClassVar
 
@@ -15,12 +16,14 @@ from diffusers.utils.torch_utils import randn_tensor
 from torch import Tensor, nn
 
 from core.errors import ConfigError
+from core.patches import PatchSet
 from model_executor.checkpoint.loader import Checkpoint
-from model_executor.models.base import Family
+from model_executor.models.base import Family, PreparedAdapter
 from model_executor.models.boxes import Box, around, times
 from model_executor.models.parts import Classes
 from model_executor.models.vae import ImageVae, Vae
-from model_executor.patches.adapters import LoraFormat
+from model_executor.patches.adapters import Adapter, LoraFormat
+from model_executor.patches.part_patches import AnyPatches
 
 PATCH = 2
 """Default latent pixels per token side."""
@@ -61,6 +64,7 @@ class VaeFamily(Family):
         self._vae_scale, self._latent_channels = self.vae.scale_and_channels(self._vae_config)
         self._parts: dict[str, Any] = {}  # part name -> module
         self._loaded_vae: Vae | None = None
+        self._patch_ids = set[str]()  # of adapters in use
         self._noise_of = lru_cache(maxsize=KEPT_NOISES)(self._draw_noise_of)
 
     # ------------------------------------------------------------------------------------------------------- parts
@@ -82,6 +86,37 @@ class VaeFamily(Family):
         del self._parts[part]
         if part == "vae":
             self._loaded_vae = None
+
+    # ---------------------------------------------------------------------------------------------------- adapters
+
+    @abstractmethod
+    def _patches_of(self, part: str) -> AnyPatches:
+        """The adapters of a loaded part that adapters may change. Raises KeyError if it is not loaded."""
+
+    @abstractmethod
+    def _outline_patches_of(self, part: str) -> AnyPatches:
+        """The same, none, of the part without weights."""
+
+    def check_adapter(self, adapter: Adapter) -> None:
+        for part, layers in adapter.parts.items():
+            self._outline_patches_of(part).prepare(adapter, layers)
+
+    def prepare_adapter(self, adapter: Adapter, parts: Collection[str]) -> PreparedAdapter:
+        changed = {part: layers for part, layers in adapter.parts.items() if part in parts}
+        return {part: self._patches_of(part).prepare(adapter, layers) for part, layers in changed.items()}
+
+    def put_adapter(self, patch: str, prepared: PreparedAdapter) -> None:
+        for part, its in prepared.items():
+            self._patches_of(part).put(patch, its)
+        self._patch_ids.add(patch)
+
+    def drop_adapter(self, patch: str) -> None:
+        for part in {self.denoiser_part, *self.lora_format.text_parts} & set(self._parts):
+            self._patches_of(part).drop(patch)
+        self._patch_ids.discard(patch)
+
+    def lacking(self, patches: PatchSet) -> PatchSet:
+        return tuple(patch for patch in patches if patch.id not in self._patch_ids)
 
     @property
     def _vae(self) -> Vae:

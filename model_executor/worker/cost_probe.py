@@ -61,21 +61,16 @@ def known_or_probed(
     kernels: Mapping[str, KernelChoice] | None = None,
 ) -> tuple[CostSample, ...]:
     """Cost samples of all models: cached ones of an earlier start, else new ones. If the folder cannot be written, the
-    next start measures again. An adapter gets the samples of its model: it takes a few percent longer, which the cost
-    model learns from use.
+    next start measures again. An adapter has the costs of its model: it takes a few percent longer.
 
     infos: as the worker is about to report them. kernels: model's name -> choice, `auto` where missing.
     """
     chosen = kernels or {}
-    measured = {
-        info.name: _samples(families[info.name], info, cache_folder, chosen.get(info.name, "auto"))
+    return tuple(
+        sample
         for info in infos
         if not info.parent
-    }
-    return tuple(
-        msgspec.structs.replace(sample, model=ModelKey(info.name, sample.model.component))
-        for info in infos
-        for sample in measured[info.parent or info.name]
+        for sample in _samples(families[info.name], info, cache_folder, chosen.get(info.name, "auto"))
     )
 
 

@@ -1,12 +1,12 @@
-"""ResidentModels: opens, loads, unloads and warms up the models of a worker and their adapters."""
+"""ResidentModels: opens, loads, unloads and warms up the models of a worker, with their adapters."""
 
 from __future__ import annotations
 
-import hashlib
 import logging
 import os
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import diffusers.utils.logging
@@ -15,7 +15,7 @@ import torch
 import transformers.utils.logging
 
 from core.cache_folder import user_cache_folder
-from core.config import ModelConfig
+from core.config import AdapterConfig, ModelConfig
 from core.handles import ModelKey
 from core.ipc.heap import keep_freed_memory
 from core.messages.worker import WorkerReady
@@ -38,7 +38,10 @@ KEPT_BYTES = 256 * 1024**2
 
 class ResidentModels:
     """The served models by name; loads and unloads their components. Create it with `open`, which reads adapters but no
-    other weights. Raises ConfigError for an adapter that cannot be used."""
+    other weights. Raises ConfigError for an adapter that cannot be used.
+
+    families: model's name -> its family, with its adapters once it is loaded.
+    """
 
     def __init__(
         self,
@@ -48,20 +51,17 @@ class ResidentModels:
     ) -> None:
         self._configs = {config.name: config for config in configs}
         self._checkpoints = checkpoints
-        self._adapters = [  # (name of its model, adapter)
-            (config.name, read_adapter(adapter, families[config.name].lora_format))
-            for config in configs
-            for adapter in config.adapters
-        ]
-        self._prompts_of = {read.name: name for name, read in self._adapters if not read.text_layers}
-        for name, read in self._adapters:  # before minutes are spent on loading
-            families[name].check_adapter(read)
-        self.families = dict(families)  # name -> family; includes adapters once they are loaded
+        self.families = dict(families)
+        self._adapters = {  # model's name -> its adapters
+            config.name: [self._read(config.name, adapter) for adapter in config.adapters] for config in configs
+        }
 
-    @property
-    def prompts_of(self) -> dict[str, str]:
-        """Adapter's name -> its model's name, for adapters that do not change the text encoders."""
-        return dict(self._prompts_of)
+    def _read(self, model: str, config: AdapterConfig) -> Adapter:
+        """Read an adapter and check that it fits, before minutes are spent on loading. Raises ConfigError."""
+        family = self.families[model]
+        adapter = read_adapter(config, family.lora_format)
+        family.check_adapter(adapter)
+        return adapter
 
     @classmethod
     def open(
@@ -101,17 +101,26 @@ class ResidentModels:
         for name in self._configs:
             for component in self.families[name].components:
                 self.load(ModelKey(name, component))
-        for name, adapter in self._adapters:
-            self.families[adapter.name] = self.families[name].adapted(adapter)
-        self._adapters = [
-            (name, replace(adapter, layers={}, text_layers={})) for name, adapter in self._adapters
-        ]  # the families now hold the layers
+            # The family has copies of the layers.
+            self._adapters[name] = [replace(adapter, parts={}) for adapter in self._adapters[name]]
 
     def load(self, key: ModelKey) -> None:
-        """Load a component's weights. Raises ConfigError."""
+        """Load a component's weights, with what adapters change in them. Raises ConfigError."""
         family = self.families[key.model]
-        for part in family.components[key.component]:
+        parts = family.components[key.component]
+        for part in parts:
             family.put(part, self._checkpoints[key.model].load(part))
+        for adapter in map(partial(self._with_layers, key.model), self._adapters[key.model]):
+            family.put_adapter(adapter.patch, family.prepare_adapter(adapter, parts))
+
+    def _with_layers(self, model: str, adapter: Adapter) -> Adapter:
+        """The adapter with its layers, read again if they were dropped. Raises ConfigError if its file has changed."""
+        if adapter.parts:
+            return adapter
+        again = self._read(model, AdapterConfig(adapter.name, str(adapter.source)))
+        if again.patch != adapter.patch:
+            raise again.refuse("the file has changed since it was loaded; restart the server")
+        return again
 
     def unload(self, key: ModelKey) -> None:
         """Drop a component's weights."""
@@ -123,7 +132,7 @@ class ResidentModels:
         """The message that describes what this worker serves, models before their adapters. Every component must be
         loaded. Raises ConfigError."""
         models = {name: self._info(name) for name in self._configs}
-        adapters = (_adapted(models[name], adapter) for name, adapter in self._adapters)
+        adapters = (_adapted(models[name], adapter) for name, its in self._adapters.items() for adapter in its)
         loaded = (
             ModelKey(name, component) for name, family in self.families.items() for component in family.components
         )
@@ -148,12 +157,8 @@ class ResidentModels:
 
 
 def _adapted(model: ModelInfo, adapter: Adapter) -> ModelInfo:
-    """The info of a model with an adapter. Its fingerprint differs, because its pages do."""
-    scheme = model.page_scheme
-    if scheme is not None:
-        fingerprint = hashlib.sha256(f"{scheme.fingerprint} {adapter.digest}".encode()).hexdigest()
-        scheme = msgspec.structs.replace(scheme, fingerprint=fingerprint)
-    return msgspec.structs.replace(model, name=adapter.name, parent=model.name, page_scheme=scheme)
+    """The info of a model under the name of an adapter."""
+    return msgspec.structs.replace(model, name=adapter.name, parent=model.name, patch=adapter.patch)
 
 
 @torch.inference_mode()

@@ -3,27 +3,25 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from types import MappingProxyType
 
 import torch
 from torch import Tensor
 
+from core.errors import InvalidRequestError
 from core.handles import ArrayRef, EntryRef, TensorKey, TensorRef
 from core.messages.worker import Item
+from core.patches import PatchSet
 from model_executor.models.base import Family
 from model_executor.page_cache.page_store import PageStore
 from model_executor.worker.exchange import Exchange
 from model_executor.worker.prompt_cache import PromptCache
 from model_executor.worker.tensor_store import SharedMemory, TensorStore
 
-_NONE: Mapping[str, str] = MappingProxyType({})
-
 
 class WorkerContext:
     """The state of one worker that its ops share. Ops themselves have none.
 
-    models: name -> family, whose components the worker loads. prompts_of: adapter -> the model with the same text
-    encoders, whose prompt cache it shares. exchange: with other ranks; None: there are none.
+    models: name -> family, whose components the worker loads. exchange: with other ranks; None: there are none.
     """
 
     def __init__(
@@ -32,7 +30,6 @@ class WorkerContext:
         store: TensorStore,
         arena: SharedMemory,
         pages: PageStore,
-        prompts_of: Mapping[str, str] = _NONE,
         exchange: Exchange | None = None,
     ) -> None:
         self.models = models
@@ -40,9 +37,15 @@ class WorkerContext:
         self.pages = pages
         self.exchange = exchange or Exchange(store)
         self._arena = arena
-        prompts = {name: PromptCache(family) for name, family in models.items() if name not in prompts_of}
-        self.prompts = {name: prompts[prompts_of.get(name, name)] for name in models}  # model -> its prompt cache
+        self.prompts = {name: PromptCache(family) for name, family in models.items()}
         self._dtypes = {name: getattr(torch, family.info(name).dtype) for name, family in models.items()}
+
+    def family(self, model: str, patches: PatchSet) -> Family:
+        """A model, for an item with these patches. Raises InvalidRequestError if one of them is not in use."""
+        family = self.models[model]
+        if family.lacking(patches):
+            raise InvalidRequestError("Its adapter is not loaded any more; load it again.", param="lora")
+        return family
 
     def shared(self, ref: ArrayRef) -> Tensor:
         """A tensor over an array in shared memory, without a copy."""

@@ -33,7 +33,7 @@ from core.ipc.shared_array import Arena
 from model_executor.checkpoint.fingerprint import fingerprint
 from model_executor.checkpoint.loader import Checkpoint
 from model_executor.checkpoint.parameter_count import count_parameters
-from model_executor.checkpoint.quantization import Int8Linear, for_device, unquantized
+from model_executor.checkpoint.quantization import Int8Linear, for_device
 from model_executor.worker.resident import ResidentModels, edit_once
 from tools.random_checkpoints import make_flux, make_sd3
 from tools.random_unet_checkpoints import make_sd, make_sdxl
@@ -201,16 +201,6 @@ def test_a_row_does_not_depend_on_the_others(layer: nn.Linear) -> None:
     whole = ours(x)
     for number in (1, 2, 3, 17):
         assert torch.equal(ours(x[:number]), whole[:number])
-
-
-def test_dequantised_weights_equal_torchaos(layer: nn.Linear) -> None:
-    """Our code and torchao's, which runs on a GPU."""
-    x = torch.randn(5, 96)
-    for quantized in (layer, Int8Linear(layer)):
-        plain = unquantized(quantized)
-        assert type(plain.weight) is nn.Parameter
-        torch.testing.assert_close(plain(x), layer(x), rtol=1e-5, atol=1e-5)
-    assert unquantized(plain) is plain
 
 
 def test_other_layers_of_torchao_run_as_they_are() -> None:
