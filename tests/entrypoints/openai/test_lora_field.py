@@ -8,7 +8,11 @@ import pytest
 from api_calls import IMAGE, assert_refused, post_edit, post_json
 from fake_engine import MODEL, FakeEngine
 
-ADAPTERS = {name: msgspec.structs.replace(MODEL, name=name, parent=MODEL.name) for name in ("shirt", "hat")}
+from core.patches import Lora, Patch
+
+ADAPTERS = {
+    name: msgspec.structs.replace(MODEL, name=name, parent=MODEL.name, patch=f"{name}'s") for name in ("shirt", "hat")
+}
 
 
 @pytest.fixture
@@ -37,13 +41,13 @@ async def test_forms_and_json_bodies_choose_an_adapter(client: httpx.AsyncClient
     ):
         assert response.status_code == 200, response.text
         assert response.json()["stencil"]["ignored"] == []
-        assert engine.last.model == "shirt"
+        assert (engine.last.model, engine.last.loras) == (MODEL.name, (Lora("shirt"),))
 
 
 async def test_no_adapter_is_the_model_itself(client: httpx.AsyncClient, engine: FakeEngine) -> None:
     for response in (await post_edit(client, lora=""), await edit_json(client, lora=None), await generate(client)):
         assert response.status_code == 200, response.text
-        assert engine.last.model == MODEL.name
+        assert (engine.last.model, engine.last.loras) == (MODEL.name, ())
 
 
 async def test_an_unknown_adapter_is_refused_with_those_there_are(client: httpx.AsyncClient) -> None:
@@ -66,7 +70,8 @@ async def test_a_server_without_adapters(client: httpx.AsyncClient, engine: Fake
 
 async def test_a_template_of_an_adapter(client: httpx.AsyncClient, engine: FakeEngine) -> None:
     template = (await client.post("/v1/templates", files=[("lora", (None, "hat")), IMAGE])).json()
-    assert engine.templates.get(template["id"], "").model == "hat"
+    assert engine.templates.get(template["id"], "").model == MODEL.name
+    assert engine.primed_for == (Patch("hat's"),)
 
 
 async def test_models_are_listed_with_their_parents(client: httpx.AsyncClient) -> None:

@@ -111,12 +111,8 @@ def test_a_folder_that_cannot_be_written_is_no_error(models: ResidentModels, inf
     assert known_or_probed(models.families, [info], blocked)
 
 
-def test_an_adapter_begins_with_the_costs_of_its_model(models: ResidentModels, info: ModelInfo, tmp_path: Path) -> None:
+def test_an_adapter_has_the_costs_of_its_model(models: ResidentModels, info: ModelInfo, tmp_path: Path) -> None:
     adapter = msgspec.structs.replace(info, name="shirt", parent="tiny")
     samples = known_or_probed(models.families, [info, adapter], tmp_path)
-    of_the_model, of_the_adapter = ([s for s in samples if s.model.model == name] for name in ("tiny", "shirt"))
-    assert of_the_model
-    assert of_the_adapter == [
-        msgspec.structs.replace(s, model=ModelKey("shirt", s.model.component)) for s in of_the_model
-    ]
+    assert {sample.model.model for sample in samples} == {"tiny"}
     assert len(list((tmp_path / "costs").iterdir())) == 1
