@@ -20,6 +20,7 @@ from core.handles import ModelKey
 from core.ipc.heap import keep_freed_memory
 from core.messages.worker import WorkerReady
 from core.model_info import ModelInfo
+from core.patches import PatchSet
 from model_executor.checkpoint.loader import Checkpoint
 from model_executor.models.base import Family, PrimeRow, Row, Sample
 from model_executor.models.registry import make_family
@@ -162,10 +163,10 @@ def _adapted(model: ModelInfo, adapter: Adapter) -> ModelInfo:
 
 
 @torch.inference_mode()
-def edit_once(family: Family, side: int, text_tokens: int) -> torch.Tensor:
+def edit_once(family: Family, side: int, text_tokens: int, patches: PatchSet = ()) -> torch.Tensor:
     """Run a one-step edit of an empty square; returns uint8 [side, side, 3]."""
     empty = torch.zeros(side, side, 3, dtype=torch.uint8)
-    text = family.encode_text("", text_tokens, empty)
+    text = family.encode_text("", text_tokens, empty, patches)
     mask = torch.ones_like(empty[..., 0])
     steps = family.info("").min_inference_steps
     image = family.encode_image(empty, mask, seed=0, num_inference_steps=steps, num_denoising_steps=1)
@@ -177,6 +178,7 @@ def edit_once(family: Family, side: int, text_tokens: int) -> torch.Tensor:
         sigma=image.sigmas[0],
         guidance_scale=1.0,
         grid=family.grid(side, side),
+        patches=patches,
     )
     sample = Sample(
         latents=image.latents, outside=image.outside, sigmas=image.sigmas, step=0, state=image.state, grid=row.grid

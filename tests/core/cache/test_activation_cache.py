@@ -723,6 +723,22 @@ def test_files_that_memory_no_longer_names_are_deleted_with_their_template(make:
     assert cache.disk == {"tt-0x1.8p-1"}
 
 
+def test_a_template_is_dropped_with_all_patch_sets(make: Maker) -> None:
+    """Also their files, and what is registered and not there yet."""
+    cache = make(("host", 8), disk=True, keep_all=False)
+    keys = ("t-1", "t+a-1", "t+b-latents", "u+a-1")
+    cache.manager.register([*keys, "t+c-1"])
+    cache.use(*keys)
+    assert cache.disk == set(keys)
+    cache.manager.drop("t")
+    orders = cache.take()
+    assert orders is not None
+    assert orders.delete == ("t",)
+    assert cache.states(*keys) == ["absent", "absent", "absent", "ready"]
+    cache.use("t+c-1")
+    assert cache.states("t+c-1") == ["absent"]
+
+
 def test_only_the_named_template_is_dropped(make: Maker) -> None:
     cache = make(("host", 3))
     cache.use("t-0x1.0p-1", "t-latents", "tt-latents")
