@@ -30,6 +30,7 @@ from safetensors.torch import load_file, save_file
 
 from core.config import AdapterConfig, ModelConfig
 from core.errors import ConfigError
+from core.handles import TensorKey
 from core.ipc.shared_array import Arena
 from core.patches import Patch, patch_set
 from model_executor.worker.resident import ResidentModels
@@ -143,6 +144,22 @@ def test_edits_of_other_adapters_and_of_none_change_nothing(rig: AdaptedRig) -> 
         assert np.array_equal(together, before)
         rig.check(edit, together)
     assert len(rig.store) == 0
+
+
+def test_an_adapter_that_is_not_loaded_fails_its_own_request(rig: AdaptedRig) -> None:
+    """No pass leaves it out without a word."""
+    good, bad = rig.make("good", {"whole": 1.0}), rig.make("bad", {})
+    rig.do(good.encode_plan())
+    rig.do(bad.encode_plan())
+    bad.patches = (Patch("gone"),)
+    for batch in bad.encode_plan().batches[:1], (Edit.denoise_batch([bad, good], {good: 0, bad: 0}),):
+        failures = {item.request_id: item.failure for item in rig.runner.run(*batch).items}
+        failure = failures.pop("bad")
+        assert failure is not None
+        assert (failure.kind, failure.param) == ("invalid_request", "lora")
+        assert failures in ({}, {"good": None})
+    for edit in (good, bad):
+        rig.store.free(TensorKey(edit.request_id, "", ""))
 
 
 def test_prompts_are_embedded_again_only_where_text_encoders_change(rig: AdaptedRig) -> None:
