@@ -1,8 +1,8 @@
 """Latency of a lone edit by mask ratio, through HTTP: exact, warm and cold, and where the time goes.
 
-A cold edit is the first of its picture, so pages are primed first. An exact one computes every token of all steps. A warm edit of
-the same picture finds its pages. The three alternate, with a pause in which an idle server primes its last result. The
-server is started with the flags given here, or is a running one (`--base-url`).
+A cold edit is the first of its picture, so pages are primed first. An exact one computes every token of all steps. A
+warm edit of the same picture finds its pages. The three alternate, with a pause in which an idle server primes its last
+result. The server is started with the flags given here, or is a running one (`--base-url`).
 """
 
 from __future__ import annotations
@@ -151,14 +151,8 @@ def _report(args: argparse.Namespace, measured: Measured) -> None:
         ("warm denoising against exact", f"{warm_denoise / exact_denoise:.3f} of its time"),
     ]
     result = {"benchmark": "latency", "mask_ratio": measured.mask_ratio, "steps": measured.steps}
-    result |= {
-        "step_schedule": args.step_schedule,
-        "dtype": args.dtype,
-        "size": args.size,
-        "exact_s": exact,
-        "warm_s": warm,
-        "cold_s": cold,
-    }
+    result |= {"step_schedule": args.step_schedule, "dtype": args.dtype, "size": args.size}
+    result |= {"exact_s": exact, "warm_s": warm, "cold_s": cold}
     result |= {"exact_denoise_s": exact_denoise, "warm_denoise_s": warm_denoise}
     result |= {"warm_speedup": exact / warm, "cold_ratio": cold / exact, "step_ratio": warm_denoise / exact_denoise}
     rounds = len(edits["exact"].seconds)
