@@ -28,6 +28,7 @@ import torch
 from torch import Tensor, nn
 
 from model_executor.models.boxes import Box, cut, times
+from model_executor.models.vae_norms import NormSilu, moments, normed_at, per_channel, tile_moments
 
 CROPPED_BLOCKS = 2
 """How many of the last up blocks, which take most of the time, are computed for a crop only."""
@@ -123,8 +124,8 @@ class Region:
         crop = cut(whole, self.crop).contiguous(memory_format=torch.channels_last)
         rows, columns = (_cells(first).to(whole.device) for first in self.tiles)
         mosaic = whole.index_select(2, rows).index_select(3, columns).contiguous(memory_format=torch.channels_last)
-        around = (_moments(whole, num_groups) - self.share * _moments(crop, num_groups)) / (1.0 - self.share)
-        weights = self._weights(_tile_moments(mosaic, num_groups, *self.outside.shape), around)
+        around = (moments(whole, num_groups) - self.share * moments(crop, num_groups)) / (1.0 - self.share)
+        weights = self._weights(tile_moments(mosaic, num_groups, *self.outside.shape), around)
         return _Maps((crop, mosaic), _Estimate(self.share, weights))
 
     def _weights(self, tiles: Tensor, around: Tensor) -> Tensor:
@@ -159,10 +160,8 @@ class _Estimate:
 
     def statistics(self, crop: Tensor, mosaic: Tensor, num_groups: int) -> tuple[Tensor, Tensor]:
         """Mean and variance of the whole picture's groups, float32 [channels] each, repeated for every channel."""
-        around = (_tile_moments(mosaic, num_groups, *self.weights.shape) * self.weights).sum((2, 3))
-        mean, square = self.share * _moments(crop, num_groups) + (1.0 - self.share) * around
-        per_group = crop.shape[1] // num_groups
-        return mean.repeat_interleave(per_group), (square - mean * mean).clamp_min(0.0).repeat_interleave(per_group)
+        around = (tile_moments(mosaic, num_groups, *self.weights.shape) * self.weights).sum((2, 3))
+        return per_channel(self.share * moments(crop, num_groups) + (1.0 - self.share) * around, crop.shape[1])
 
 
 @dataclass(frozen=True, slots=True)
@@ -178,15 +177,13 @@ class _Maps:
     def plus(self, other: _Maps) -> _Maps:
         return replace(self, parts=tuple(a + b for a, b in zip(self.parts, other.parts, strict=True)))
 
-    def normed(self, norm: nn.GroupNorm, activation: Callable[[Tensor], Tensor]) -> _Maps:
+    def normed(self, norm: nn.GroupNorm | NormSilu, activation: Callable[[Tensor], Tensor]) -> _Maps:
         """Group norm with the whole picture's statistics, and an activation."""
         if self.estimate is None:
             return self.through(lambda x: activation(norm(x)))
         crop, mosaic = self.parts
         mean, variance = self.estimate.statistics(crop, mosaic, norm.num_groups)
-        weight, bias = norm.weight.float(), norm.bias.float()
-        batch_norm = nn.functional.batch_norm  # at given statistics: one pass over the map
-        return self.through(lambda x: activation(batch_norm(x, mean, variance, weight, bias, eps=norm.eps)))
+        return self.through(lambda x: normed_at(norm, activation, x, mean, variance))
 
 
 def _resnets(block: Any, maps: _Maps) -> _Maps:
@@ -196,20 +193,6 @@ def _resnets(block: Any, maps: _Maps) -> _Maps:
         hidden = hidden.normed(resnet.norm2, resnet.nonlinearity).through(resnet.conv2)
         maps = (maps if resnet.conv_shortcut is None else maps.through(resnet.conv_shortcut)).plus(hidden)
     return maps
-
-
-def _moments(x: Tensor, num_groups: int) -> Tensor:
-    """Mean of each group's values and of their squares, float32 [2, groups]."""
-    x = x.float()
-    sums = torch.stack([x.sum((0, 2, 3)), x.square().sum((0, 2, 3))])
-    return sums.view(2, num_groups, -1).sum(2) / (x.numel() // num_groups)
-
-
-def _tile_moments(mosaic: Tensor, num_groups: int, rows: int, columns: int) -> Tensor:
-    """The moments of each of a mosaic's tiles, float32 [2, groups, rows, columns]."""
-    x, size = mosaic.float(), mosaic.shape[2] // rows
-    means = torch.cat([nn.functional.avg_pool2d(values, size) for values in (x, x.square())])
-    return means.view(2, num_groups, -1, rows, columns).mean(2)
 
 
 def _upsampler(module: Any) -> Callable[[Tensor], Tensor]:
