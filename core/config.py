@@ -19,8 +19,8 @@ Quantization = Literal["none", "torchao-int8", "bitsandbytes-8bit", "bitsandbyte
 """How a transformer's weights are quantised while they are loaded: package and format."""
 
 KernelChoice = Literal["auto", "torch", "compile"]
-"""Kernels of denoisers. auto: the fastest for the device; torch: PyTorch's operators only; compile: as auto, with a
-UNet's layers compiled by `torch.compile`, which takes minutes at the first start."""
+"""Kernels of denoisers and VAEs. auto: the fastest for the device; torch: PyTorch's operators only; compile: as auto,
+with a UNet's layers compiled by `torch.compile`, which takes minutes at the first start."""
 
 EMBEDDED_MODEL = str(Path(__file__).resolve().parent.parent / "model_executor" / "embedded")
 

@@ -100,7 +100,7 @@ class Kernels:
         """Sums of the values and of their squares over tiles of `tile` (rows, columns) pixels: [2, channels, tile rows,
         tile columns]. x: bfloat16 [1, channels, height, width], channels last, see `can_normalise`."""
         _, channels, rows, columns = x.shape
-        sums = torch.empty(2, rows // tile[0], columns // tile[1], channels)
+        sums = torch.empty(2, rows // tile[0], columns // tile[1], channels, dtype=torch.float32)
         self._tile_sums(x.data_ptr(), rows, columns, channels, *tile, sums.data_ptr())
         return sums.permute(0, 3, 1, 2)
 

@@ -17,6 +17,7 @@ from torch import Tensor, nn
 
 from core.errors import ConfigError
 from model_executor.checkpoint.loader import Checkpoint, cpu_has_bfloat16
+from model_executor.kernels.operators import chosen_operators
 from model_executor.models.base import Family
 from model_executor.models.boxes import Box, around, times
 from model_executor.models.parts import Classes
@@ -101,7 +102,8 @@ class VaeFamily(Family):
             return vae
         if self._bfloat16_vae is None:
             module = in_bfloat16(self._parts["vae"])
-            fuse(module)
+            if (kernels := chosen_operators(self._checkpoint.kernels, self._device).kernels) is not None:
+                fuse(module, kernels)
             self._bfloat16_vae = self.vae(module, vae.dtype)
         return self._bfloat16_vae
 

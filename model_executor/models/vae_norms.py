@@ -6,20 +6,19 @@ three times and write it twice: of encoding and decoding they take half of a fou
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
 from diffusers.models.resnet import ResnetBlock2D
 from torch import Tensor, nn
 
-from model_executor.kernels.cpu_kernels import LANES, Kernels, best_kernels, can_normalise
+from model_executor.kernels.cpu_kernels import LANES, Kernels, can_normalise
 
 
-def moments(x: Tensor, num_groups: int) -> Tensor:
+def moments(x: Tensor, num_groups: int, kernels: Kernels | None = None) -> Tensor:
     """Mean of each group's values and of their squares, float32 [2, groups]. x: [1, channels, height, width]."""
-    kernels = best_kernels() if can_normalise(x) else None
-    if kernels is None:
+    if kernels is None or not can_normalise(x):
         x = x.float()
         sums = torch.stack([x.sum((0, 2, 3)), x.square().sum((0, 2, 3))])
     else:
@@ -27,16 +26,16 @@ def moments(x: Tensor, num_groups: int) -> Tensor:
     return sums.reshape(2, num_groups, -1).sum(2) / (x.numel() // num_groups)
 
 
-def tile_moments(x: Tensor, num_groups: int, rows: int, columns: int) -> Tensor:
-    """The same for each tile of a map that consists of `rows` x `columns` square ones, [2, groups, rows, columns]."""
-    size = x.shape[2] // rows
-    kernels = best_kernels() if can_normalise(x) else None
-    if kernels is None:
+def tile_moments(x: Tensor, num_groups: int, grid: Sequence[int], kernels: Kernels | None = None) -> Tensor:
+    """The same for each tile of a map that consists of grid[0] rows and grid[1] columns of square ones: [2, groups,
+    rows, columns]."""
+    size = x.shape[2] // grid[0]
+    if kernels is None or not can_normalise(x):
         values = x.float()
         means = torch.cat([nn.functional.avg_pool2d(each, size) for each in (values, values.square())])
     else:
         means = kernels.tile_sums(x, (size, size)) / size**2
-    return means.reshape(2, num_groups, -1, rows, columns).mean(2)
+    return means.reshape(2, num_groups, -1, *grid).mean(2)
 
 
 def per_channel(moments: Tensor, num_channels: int) -> tuple[Tensor, Tensor]:
@@ -46,21 +45,21 @@ def per_channel(moments: Tensor, num_channels: int) -> tuple[Tensor, Tensor]:
 
 
 class NormSilu(nn.Module):
-    """Group norm and SiLU of bfloat16 maps, for `fuse`."""
+    """Group norm and SiLU of a bfloat16 map with one picture."""
 
     def __init__(self, norm: nn.GroupNorm, kernels: Kernels) -> None:
         super().__init__()
-        self.num_groups, self._eps, self._kernels = norm.num_groups, norm.eps, kernels
+        self.num_groups, self.kernels, self._eps = norm.num_groups, kernels, norm.eps
         self._weight, self._bias = norm.weight.float(), norm.bias.float()
 
     def forward(self, x: Tensor) -> Tensor:
         x = x.contiguous(memory_format=torch.channels_last)
-        return self.at(x, *per_channel(moments(x, self.num_groups), x.shape[1]))
+        return self.at(x, *per_channel(moments(x, self.num_groups, self.kernels), x.shape[1]))
 
     def at(self, x: Tensor, mean: Tensor, variance: Tensor) -> Tensor:
         """With given statistics, float32 [channels]. x: channels last."""
         scale = self._weight * torch.rsqrt(variance + self._eps)
-        return self._kernels.scale_silu(x, scale, torch.addcmul(self._bias, mean, scale, value=-1.0))
+        return self.kernels.scale_silu(x, scale, torch.addcmul(self._bias, mean, scale, value=-1.0))
 
 
 def normed_at(
@@ -74,12 +73,9 @@ def normed_at(
     return activation(batch_norm(x, mean, variance, weight, bias, eps=norm.eps))
 
 
-def fuse(vae: nn.Module) -> None:
+def fuse(vae: nn.Module, kernels: Kernels) -> None:
     """Put `NormSilu` in place of the norms and activations of an `AutoencoderKL` in bfloat16 whose weights do not
-    change any more; does nothing where there are no kernels for it."""
-    kernels = best_kernels()
-    if kernels is None:
-        return
+    change any more, where their number of channels allows it."""
     for layer in vae.modules():
         if isinstance(layer, ResnetBlock2D):
             _fuse(layer, ("norm1", "norm2"), "nonlinearity", kernels)
