@@ -22,12 +22,6 @@ EXAMPLE = Path(__file__).parents[3] / "examples" / "person.png"
 SIDE = 256
 
 
-@pytest.fixture
-def fast_bfloat16(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Any CPU computes in bfloat16, if not as fast as the ones where it is chosen."""
-    monkeypatch.setattr(vae_family, "cpu_has_bfloat16", lambda: True)
-
-
 def family(dtype: str, kernels: KernelChoice = "auto", path: str = EMBEDDED_MODEL) -> VaeFamily:
     models = ResidentModels.open([ModelConfig(model=path, served_model_name="m", dtype=dtype, kernels=kernels)])
     models.load_all()
