@@ -7,6 +7,7 @@ Latents are packed: a token's row holds its patch, channel by channel. Random nu
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from copy import deepcopy
 from functools import lru_cache
 from typing import Any, ClassVar
 
@@ -15,11 +16,13 @@ from diffusers.utils.torch_utils import randn_tensor
 from torch import Tensor, nn
 
 from core.errors import ConfigError
-from model_executor.checkpoint.loader import Checkpoint
+from model_executor.checkpoint.loader import Checkpoint, cpu_has_bfloat16
+from model_executor.kernels.operators import chosen_operators
 from model_executor.models.base import Family
 from model_executor.models.boxes import Box, around, times
 from model_executor.models.parts import Classes
 from model_executor.models.vae import ImageVae, Vae
+from model_executor.models.vae_norms import fuse
 from model_executor.patches.adapters import LoraFormat
 
 PATCH = 2
@@ -61,6 +64,7 @@ class VaeFamily(Family):
         self._vae_scale, self._latent_channels = self.vae.scale_and_channels(self._vae_config)
         self._parts: dict[str, Any] = {}  # part name -> module
         self._loaded_vae: Vae | None = None
+        self._bfloat16_vae: Vae | None = None
         self._noise_of = lru_cache(maxsize=KEPT_NOISES)(self._draw_noise_of)
 
     # ------------------------------------------------------------------------------------------------------- parts
@@ -81,13 +85,27 @@ class VaeFamily(Family):
     def drop(self, part: str) -> None:
         del self._parts[part]
         if part == "vae":
-            self._loaded_vae = None
+            self._loaded_vae = self._bfloat16_vae = None
 
     @property
     def _vae(self) -> Vae:
         if self._loaded_vae is None:
             raise KeyError("the VAE is not loaded")
         return self._loaded_vae
+
+    @property
+    def _mask_aware_vae(self) -> Vae:
+        """What mask-aware edits encode and decode with. On CPUs that multiply bfloat16 natively it computes in that,
+        also for a model in float32: with the embedded one in 0.4 of the time, with a mean error of 0.15 of 255."""
+        vae = self._vae
+        if self._device.type != "cpu" or not cpu_has_bfloat16() or vae.dtype not in (torch.float32, torch.bfloat16):
+            return vae
+        if self._bfloat16_vae is None:
+            module = in_bfloat16(self._parts["vae"])
+            if (kernels := chosen_operators(self._checkpoint.kernels, self._device).kernels) is not None:
+                fuse(module, kernels)
+            self._bfloat16_vae = self.vae(module, vae.dtype)
+        return self._bfloat16_vae
 
     # ------------------------------------------------------------------------------------------------------- shapes
 
@@ -106,7 +124,8 @@ class VaeFamily(Family):
     # ------------------------------------------------------------------------------------------------------- images
 
     def encode_template(self, template: Tensor) -> Tensor:
-        return pack(self._vae.encode(to_image(template).to(self._device, self._vae.dtype)), self.patch)
+        vae = self._mask_aware_vae
+        return pack(vae.encode(to_image(template).to(self._device, vae.dtype)), self.patch)
 
     def upscale(self, latents: Tensor, grid: tuple[int, int], to_grid: tuple[int, int]) -> Tensor:
         size = [side * self.patch for side in to_grid]
@@ -129,9 +148,10 @@ class VaeFamily(Family):
         noise: Tensor = randn_tensor(shape, generator=generator, device=self._device, dtype=self._checkpoint.dtype)
         return noise
 
-    def _posterior_sample(self, image: Tensor, generator: torch.Generator) -> Tensor:
+    def _posterior_sample(self, image: Tensor, generator: torch.Generator, is_exact: bool) -> Tensor:
         """Scaled latents of an image in -1..1: [1, channels, height / 8, width / 8]."""
-        return self._vae.encode(image.to(self._device, self._vae.dtype), generator)
+        vae = self._vae if is_exact else self._mask_aware_vae
+        return vae.encode(image.to(self._device, vae.dtype), generator)
 
     def _latent_mask(self, mask: Tensor) -> Tensor:
         """The mask at the latents' resolution, as in the pipelines' `prepare_mask_latents`. mask: uint8 [height,
@@ -147,7 +167,8 @@ class VaeFamily(Family):
         grid, smaller = self.grid(width, height), self.patch // PATCH  # the VAE's parts are counted in these
         tokens = around(active, grid[1])
         finer = (grid[0] * smaller, grid[1] * smaller)
-        pixels = self._vae.decode_region(self._vae_latents(latents, width, height), times(tokens, smaller), finer)
+        whole = self._vae_latents(latents, width, height)
+        pixels = self._mask_aware_vae.decode_region(whole, times(tokens, smaller), finer)
         return to_pixels(pixels), times(tokens, self._token_size)
 
     def _vae_latents(self, latents: Tensor, width: int, height: int) -> Tensor:
@@ -168,6 +189,12 @@ class VaeFamily(Family):
         """predictions: the prompt's, then the negative prompt's, if there is one."""
         wanted, *unwanted = predictions
         return unwanted[0] + scale * (wanted - unwanted[0]) if unwanted else wanted
+
+
+def in_bfloat16(module: nn.Module) -> nn.Module:
+    """A copy of a module in bfloat16; weights that are in bfloat16 are shared."""
+    shared = {id(weight): weight for weight in module.parameters() if weight.dtype == torch.bfloat16}
+    return deepcopy(module, shared).to(torch.bfloat16)
 
 
 def to_image(template: Tensor) -> Tensor:
