@@ -136,7 +136,7 @@ class Checkpoint:
         """Load a part by its name in model_index.json: modules on the device in the chosen dtype, tokenizers and
         schedulers as they are. Raises ConfigError, and out-of-memory errors (see `is_out_of_memory`)."""
         self._check_part(part)
-        cls = self._class_of(part)
+        cls, default_dtype = self._class_of(part), torch.get_default_dtype()
         try:
             if issubclass(cls, torch.nn.Module):
                 return self._load_module(cls, part)
@@ -147,6 +147,8 @@ class Checkpoint:
             if is_out_of_memory(error):
                 raise  # the files are not at fault
             raise ConfigError(f"cannot load {part} of {self.path}: {first_line(error)}") from error
+        finally:
+            torch.set_default_dtype(default_dtype)  # diffusers changes it, and leaves it so when loading fails
 
     def check_classes(self, classes: Classes) -> None:
         """Raises ConfigError if a part in the index has a class that its family does not support; loads nothing."""

@@ -59,8 +59,7 @@ class VaeFamily(Family):
         self._device = checkpoint.device
         self._vae_config = checkpoint.config("vae")
         self._vae_scale, self._latent_channels = self.vae.scale_and_channels(self._vae_config)
-        self._parts: dict[str, Any] = {}  # part name -> module
-        self._loaded_vae: Vae | None = None
+        self._parts: dict[str, Any] = {}  # part name -> what `prepare` made of it
         self._noise_of = lru_cache(maxsize=KEPT_NOISES)(self._draw_noise_of)
 
     # ------------------------------------------------------------------------------------------------------- parts
@@ -69,10 +68,18 @@ class VaeFamily(Family):
     def components(self) -> Mapping[str, tuple[str, ...]]:
         return {"text_encoder": self.text_parts, "vae": ("vae",), "transformer": (self.denoiser_part,)}
 
-    def put(self, part: str, module: nn.Module) -> None:
-        self._parts[part] = module
-        if part == "vae":
-            self._loaded_vae = self.vae(module)
+    def recipe(self, part: str) -> str:
+        return self.vae.__name__ if part == "vae" else ""
+
+    @property
+    def text_recipe(self) -> str:
+        return type(self).encode_text.__qualname__
+
+    def prepare(self, part: str, module: nn.Module) -> Any:
+        return self.vae(module) if part == "vae" else module
+
+    def put(self, part: str, prepared: Any) -> None:
+        self._parts[part] = prepared
 
     @property
     def lora_format(self) -> LoraFormat:
@@ -80,14 +87,16 @@ class VaeFamily(Family):
 
     def drop(self, part: str) -> None:
         del self._parts[part]
-        if part == "vae":
-            self._loaded_vae = None
+
+    def _part(self, name: str) -> Any:
+        if name not in self._parts:
+            raise KeyError(f"the {name} is not loaded")
+        return self._parts[name]
 
     @property
     def _vae(self) -> Vae:
-        if self._loaded_vae is None:
-            raise KeyError("the VAE is not loaded")
-        return self._loaded_vae
+        vae: Vae = self._part("vae")
+        return vae
 
     # ------------------------------------------------------------------------------------------------------- shapes
 

@@ -15,7 +15,6 @@ from benchmarks.simulation.machine import FrozenCosts
 from core.config import SchedulerConfig
 from core.costs.load_report import LoadReport, RequestLoad
 from core.graph.work import Work
-from core.handles import ModelKey
 from core.messages.codec import MessageDecoder, encode
 from core.messages.engine import EngineOutputs, FromEngine
 from core.messages.worker import BatchResult, CostSample
@@ -27,7 +26,7 @@ DECODER: MessageDecoder[FromEngine] = MessageDecoder(FromEngine)
 
 COMPONENTS = {"text_encode": "text_encoder", "image_encode": "vae", "denoise": "transformer", "decode": "vae"}
 SAMPLES = [
-    CostSample(ModelKey("m", component), op, Work.of([tokens] * number), 0.01 + 0.001 * number + tokens * number * 1e-5)
+    CostSample("m", component, op, Work.of([tokens] * number), 0.01 + 0.001 * number + tokens * number * 1e-5)
     for op, component in COMPONENTS.items()
     for tokens in (50, 300, 900)
     for number in (1, 2, 4)
