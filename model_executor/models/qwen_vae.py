@@ -76,7 +76,7 @@ def _forget_time(module: nn.Module) -> None:
     """Reduce causal convolutions to their last slice in time: with one frame, the other two meet only zeros. A third of
     the products and of the weights is left."""
     for layer in module.modules():
-        if isinstance(layer, QwenImageCausalConv3d):
+        if isinstance(layer, QwenImageCausalConv3d) and layer.weight.shape[2] > 1:
             layer.weight = nn.Parameter(layer.weight[:, :, -1:].clone(), requires_grad=False)
             layer._padding = (*layer._padding[:4], 0, 0)
 

@@ -6,13 +6,16 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Mapping
-from typing import Any
+from copy import deepcopy
+from typing import Any, Self
 
 import torch
 from diffusers.models.autoencoders.vae import DiagonalGaussianDistribution
 from torch import Tensor, nn
 
+from model_executor.kernels.cpu_kernels import Kernels
 from model_executor.models.boxes import Box, times
+from model_executor.models.vae_norms import fuse
 from model_executor.models.vae_region import RegionDecoder
 
 
@@ -26,6 +29,19 @@ class Vae(ABC):
     def __init__(self, module: Any, dtype: torch.dtype | None = None) -> None:
         self._module = module
         self.dtype: torch.dtype = dtype or module.dtype
+        self._in_bfloat16: dict[Kernels | None, Self] = {}
+
+    def in_bfloat16(self, kernels: Kernels | None) -> Self:
+        """The same VAE computing in bfloat16, with pictures and latents in its dtype; made once. kernels: those that
+        it may use."""
+        if kernels is None and self._module.dtype == torch.bfloat16:
+            return self
+        if kernels not in self._in_bfloat16:
+            module = copied_in_bfloat16(self._module)
+            if kernels is not None:
+                fuse(module, kernels)
+            self._in_bfloat16[kernels] = type(self)(module, self.dtype)
+        return self._in_bfloat16[kernels]
 
     @staticmethod
     @abstractmethod
@@ -88,6 +104,12 @@ class ImageVae(Vae):
     def _unscaled(self, latents: Tensor) -> Tensor:
         unscaled = latents / self._module.config.scaling_factor + self._shift
         return unscaled.to(self._module.dtype)  # type: ignore[no-any-return]
+
+
+def copied_in_bfloat16(module: nn.Module) -> nn.Module:
+    """A copy of a module in bfloat16; weights that are in bfloat16 are shared."""
+    shared = {id(weight): weight for weight in module.parameters() if weight.dtype == torch.bfloat16}
+    return deepcopy(module, shared).to(torch.bfloat16)
 
 
 def silu_in_place(module: nn.Module) -> None:

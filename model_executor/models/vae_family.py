@@ -7,7 +7,6 @@ Latents are packed: a token's row holds its patch, channel by channel. Random nu
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from copy import deepcopy
 from functools import lru_cache
 from typing import Any, ClassVar
 
@@ -22,7 +21,6 @@ from model_executor.models.base import Family
 from model_executor.models.boxes import Box, around, times
 from model_executor.models.parts import Classes
 from model_executor.models.vae import ImageVae, Vae
-from model_executor.models.vae_norms import fuse
 from model_executor.patches.adapters import LoraFormat
 
 PATCH = 2
@@ -62,9 +60,7 @@ class VaeFamily(Family):
         self._device = checkpoint.device
         self._vae_config = checkpoint.config("vae")
         self._vae_scale, self._latent_channels = self.vae.scale_and_channels(self._vae_config)
-        self._parts: dict[str, Any] = {}  # part name -> module
-        self._loaded_vae: Vae | None = None
-        self._bfloat16_vae: Vae | None = None
+        self._parts: dict[str, Any] = {}  # part name -> what `prepare` made of it
         self._noise_of = lru_cache(maxsize=KEPT_NOISES)(self._draw_noise_of)
 
     # ------------------------------------------------------------------------------------------------------- parts
@@ -73,10 +69,18 @@ class VaeFamily(Family):
     def components(self) -> Mapping[str, tuple[str, ...]]:
         return {"text_encoder": self.text_parts, "vae": ("vae",), "transformer": (self.denoiser_part,)}
 
-    def put(self, part: str, module: nn.Module) -> None:
-        self._parts[part] = module
-        if part == "vae":
-            self._loaded_vae = self.vae(module)
+    def recipe(self, part: str) -> str:
+        return self.vae.__name__ if part == "vae" else ""
+
+    @property
+    def text_recipe(self) -> str:
+        return type(self).encode_text.__qualname__
+
+    def prepare(self, part: str, module: nn.Module) -> Any:
+        return self.vae(module) if part == "vae" else module
+
+    def put(self, part: str, prepared: Any) -> None:
+        self._parts[part] = prepared
 
     @property
     def lora_format(self) -> LoraFormat:
@@ -84,14 +88,16 @@ class VaeFamily(Family):
 
     def drop(self, part: str) -> None:
         del self._parts[part]
-        if part == "vae":
-            self._loaded_vae = self._bfloat16_vae = None
+
+    def _part(self, name: str) -> Any:
+        if name not in self._parts:
+            raise KeyError(f"the {name} is not loaded")
+        return self._parts[name]
 
     @property
     def _vae(self) -> Vae:
-        if self._loaded_vae is None:
-            raise KeyError("the VAE is not loaded")
-        return self._loaded_vae
+        vae: Vae = self._part("vae")
+        return vae
 
     @property
     def _mask_aware_vae(self) -> Vae:
@@ -100,12 +106,7 @@ class VaeFamily(Family):
         vae = self._vae
         if self._device.type != "cpu" or not cpu_has_bfloat16() or vae.dtype not in (torch.float32, torch.bfloat16):
             return vae
-        if self._bfloat16_vae is None:
-            module = in_bfloat16(self._parts["vae"])
-            if (kernels := chosen_operators(self._checkpoint.kernels, self._device).kernels) is not None:
-                fuse(module, kernels)
-            self._bfloat16_vae = self.vae(module, vae.dtype)
-        return self._bfloat16_vae
+        return vae.in_bfloat16(chosen_operators(self._checkpoint.kernels, self._device).kernels)
 
     # ------------------------------------------------------------------------------------------------------- shapes
 
@@ -189,12 +190,6 @@ class VaeFamily(Family):
         """predictions: the prompt's, then the negative prompt's, if there is one."""
         wanted, *unwanted = predictions
         return unwanted[0] + scale * (wanted - unwanted[0]) if unwanted else wanted
-
-
-def in_bfloat16(module: nn.Module) -> nn.Module:
-    """A copy of a module in bfloat16; weights that are in bfloat16 are shared."""
-    shared = {id(weight): weight for weight in module.parameters() if weight.dtype == torch.bfloat16}
-    return deepcopy(module, shared).to(torch.bfloat16)
 
 
 def to_image(template: Tensor) -> Tensor:

@@ -14,7 +14,6 @@ from safetensors.torch import load_file, save_file
 
 from core.config import ModelConfig
 from core.errors import ConfigError
-from core.handles import ModelKey
 from model_executor.checkpoint.loader import Checkpoint, resolve_dtype
 from model_executor.models.flux import FluxFill
 from model_executor.models.parts import FLOW_SCHEDULERS, MODULES
@@ -288,7 +287,7 @@ def test_a_cpu_is_warmed_up_by_one_masked_row(tiny_checkpoint: Path, monkeypatch
 def test_components_can_be_unloaded_and_loaded_again(tiny_checkpoint: Path) -> None:
     """An unloaded component cannot be used, and works again after loading."""
     models = load(tiny_checkpoint, dtype="float32")
-    key = ModelKey("tiny", "transformer")
+    key = models.keys["tiny"]["transformer"]
     models.unload(key)
     with pytest.raises(KeyError, match="the transformer is not loaded"):
         models.warm_up()

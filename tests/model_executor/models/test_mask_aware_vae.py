@@ -14,7 +14,8 @@ from torch import Tensor, nn
 from core.config import EMBEDDED_MODEL, KernelChoice, ModelConfig
 from model_executor.kernels.cpu_kernels import best_kernels
 from model_executor.models import vae_family
-from model_executor.models.vae_family import VaeFamily, in_bfloat16
+from model_executor.models.vae import copied_in_bfloat16
+from model_executor.models.vae_family import VaeFamily
 from model_executor.models.vae_norms import fuse, moments, tile_moments
 from model_executor.worker.resident import ResidentModels
 
@@ -88,12 +89,12 @@ def test_the_error_of_bfloat16_is_below_one_level_of_255(kernels: KernelChoice, 
 @torch.inference_mode()
 def test_a_copy_in_bfloat16_shares_the_weights_that_are_in_bfloat16_already() -> None:
     vae = AutoencoderKL.from_pretrained(EMBEDDED_MODEL, subfolder="vae").to(torch.bfloat16)
-    copy = in_bfloat16(vae)
+    copy = copied_in_bfloat16(vae)
     assert copy is not vae
     pairs = list(zip(vae.parameters(), copy.parameters(), strict=True))
     assert all(mine.data_ptr() == theirs.data_ptr() for mine, theirs in pairs)
     full = vae.float()
-    assert all(weight.dtype == torch.bfloat16 for weight in in_bfloat16(full).parameters())
+    assert all(weight.dtype == torch.bfloat16 for weight in copied_in_bfloat16(full).parameters())
     assert all(weight.dtype == torch.float32 for weight in full.parameters())
 
 
@@ -103,7 +104,7 @@ def test_fused_norms_are_as_close_to_float32_as_plain_ones() -> None:
     if kernels is None:
         pytest.skip("no compiled kernels on this machine")
     exact = AutoencoderKL.from_pretrained(EMBEDDED_MODEL, subfolder="vae").float()
-    plain, fused = (in_bfloat16(exact).to(memory_format=torch.channels_last) for _ in range(2))
+    plain, fused = (copied_in_bfloat16(exact).to(memory_format=torch.channels_last) for _ in range(2))
     fuse(fused, kernels)
     assert {type(layer) for layer in fused.modules()}.isdisjoint({nn.GroupNorm, nn.SiLU}), "all are fused"
     picture = example().permute(2, 0, 1)[None] / 127.5 - 1.0

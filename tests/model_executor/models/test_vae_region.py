@@ -111,13 +111,12 @@ COUNT_FAULTS = """
 import resource
 import torch
 from core.config import EMBEDDED_MODEL, ModelConfig
-from core.handles import ModelKey
 from core.ipc.heap import keep_freed_memory
 from model_executor.worker.resident import KEPT_BYTES, ResidentModels
 
 torch.set_num_threads(1)
 models = ResidentModels.open([ModelConfig(model=EMBEDDED_MODEL, served_model_name="m", dtype="float32")])
-models.load(ModelKey("m", "vae"))
+models.load(models.keys["m"]["vae"])
 
 def decode():
     before = resource.getrusage(resource.RUSAGE_SELF).ru_minflt
