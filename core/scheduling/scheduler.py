@@ -23,7 +23,7 @@ from core.graph.catalog import WORKFLOWS
 from core.graph.check import check_workflow
 from core.graph.op import OPS
 from core.graph.workflow import Node, op_of
-from core.handles import ModelKey, TensorKey
+from core.handles import TensorKey
 from core.messages.engine import Aborted, DropTemplate, EngineRequest, Failed, Finished, PartialImage, PrimeTemplate
 from core.messages.worker import Batch, BatchResult, CostSample, Free, ItemResult, PageCopied, StepPlan, TransferDone
 from core.model_info import ModelInfo
@@ -40,6 +40,7 @@ from core.scheduling.outputs import Output, finished
 from core.scheduling.policies import make_policy
 from core.scheduling.policies.policy import SchedulingPolicy
 from core.scheduling.predictor import Predictor
+from core.scheduling.ranks import Loaded
 from core.scheduling.reporter import Reporter
 from core.scheduling.request import Request, Status
 from core.scheduling.request_values import begin_again, note_choice, note_rounds, note_values
@@ -92,8 +93,8 @@ class StepScheduler:
         self._dispatcher = Dispatcher(self.cache, self.values, self._predictor.of_batch, count())
         self._policy = policy or make_policy(config.policy)
 
-    def learn(self, samples: Iterable[CostSample], loaded: Iterable[tuple[int, Iterable[ModelKey]]] = ()) -> None:
-        """Train the cost model with what was measured before the first batch. loaded: (rank, its components)."""
+    def learn(self, samples: Iterable[CostSample], loaded: Iterable[Loaded] = ()) -> None:
+        """Train the cost model with what was measured before the first batch. loaded: by the workers."""
         self._predictor.learn(samples)
         for rank, components in loaded:
             self._reporter.ranks.note_loaded(rank, components)

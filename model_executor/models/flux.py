@@ -79,10 +79,10 @@ class Flux(LatentFamily):
         """As encode_prompt: CLIP's pooled output and T5's sequence; each cuts the prompt at its own length."""
         clip_tokens = tokenize(self._tokenizer, prompt, self._tokenizer.model_max_length)
         tokens = tokenize(self._tokenizer_2, prompt, max_sequence_length)
-        clip = self._parts["text_encoder"]
+        clip = self._encoder("text_encoder")
         pooled = clip(clip_tokens.ids.to(self._device), output_hidden_states=False).pooler_output
         return EncodedText(
-            prompt_embeds=encode_t5(self._parts["text_encoder_2"], tokens.ids),
+            prompt_embeds=encode_t5(self._encoder("text_encoder_2"), tokens.ids),
             pooled_prompt_embeds=pooled[0].to(clip.dtype),
             num_tokens=tokens.used,
             truncated=clip_tokens.cut or tokens.cut,
@@ -113,6 +113,7 @@ class FluxFill(Flux):
         num_inference_steps: int,
         num_denoising_steps: int,
         start: Tensor | None = None,
+        is_exact: bool = True,
     ) -> EncodedImage:
         """As prepare_latents and prepare_mask_latents.
 
@@ -125,8 +126,8 @@ class FluxFill(Flux):
         image, mask = to_image(template), mask[None, None].float()
         rows, columns = self.grid(image.shape[3], image.shape[2])
         sigmas = self._schedule(num_inference_steps, num_denoising_steps, rows * columns)
-        latents = pack(self._initial_latents(image, sigmas[0], generator, start))
-        masked = pack(self._posterior_sample(image * (1 - mask), generator))
+        latents = pack(self._initial_latents(image, sigmas[0], generator, start, is_exact))
+        masked = pack(self._posterior_sample(image * (1 - mask), generator, is_exact))
         return EncodedImage(
             latents=latents,
             condition=torch.cat([masked, self._pack_mask(mask).to(masked)], dim=1),
@@ -136,7 +137,7 @@ class FluxFill(Flux):
         )
 
     def _initial_latents(
-        self, image: Tensor, sigma: Tensor, generator: torch.Generator, start: Tensor | None
+        self, image: Tensor, sigma: Tensor, generator: torch.Generator, start: Tensor | None, is_exact: bool
     ) -> Tensor:
         """Noise, mixed with the latents of the image, or `start`, when sampling starts below full noise."""
         shape = self._latent_shape(image)
@@ -144,7 +145,7 @@ class FluxFill(Flux):
             self._draw(shape, generator)  # the posterior noise: multiplied by 0, but drawn first
             return self._draw(shape, generator)
         if start is None:
-            clean = self._posterior_sample(image, generator)
+            clean = self._posterior_sample(image, generator, is_exact)
         else:
             clean = self._unpacked_like(self._draw(shape, generator), start)  # the posterior noise: drawn, but not used
         noise = self._draw(shape, generator)

@@ -102,9 +102,12 @@ class Qwen(NoisedTemplate):
         """`ModelInfo.vision`."""
         return None
 
-    def put(self, part: str, module: nn.Module) -> None:
+    def prepare(self, part: str, module: nn.Module) -> Any:
         """Keeps the language model without its head, which would only choose words."""
-        super().put(part, module.get_submodule("model") if part == "text_encoder" else module)
+        return super().prepare(part, module.get_submodule("model") if part == "text_encoder" else module)
+
+    def recipe(self, part: str) -> str:
+        return "without head" if part == "text_encoder" else super().recipe(part)
 
     def _frame(self, picture: str = "") -> tuple[list[int], list[int]]:
         """Tokens of the chat template before and after a prompt. picture: placeholder for it, if there is one."""
@@ -120,7 +123,7 @@ class Qwen(NoisedTemplate):
 
     def _hidden_states(self, ids: list[int], **picture: Any) -> Tensor:
         """The last layer's hidden states [tokens, width], without the `dropped` ones."""
-        encoder = self._parts["text_encoder"]
+        encoder = self._encoder("text_encoder")
         tokens = torch.tensor([ids], device=self._device)
         output = encoder(input_ids=tokens, attention_mask=torch.ones_like(tokens), use_cache=False, **picture)
         hidden: Tensor = output.last_hidden_state[0, self.dropped :]

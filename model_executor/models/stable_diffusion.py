@@ -29,7 +29,7 @@ from model_executor.models.unet import Unet
 from model_executor.models.unet_layers import TOKEN_SIDE, Layers
 from model_executor.models.vae_family import VaeFamily, pack, refuse, to_image, unpack
 from model_executor.patches.adapters import LoraFormat
-from model_executor.patches.module_patches import ModulePatches, unarranged
+from model_executor.patches.module_patches import unarranged
 from model_executor.patches.part_patches import AnyPatches
 from model_executor.samplers.sampling import State
 from model_executor.samplers.timestep_sampling import TimestepSampling
@@ -84,8 +84,6 @@ class UnetFamily(VaeFamily):
         except ValueError as error:
             raise refuse(checkpoint, str(error)) from error
         self._tokenizers = [checkpoint.load(part.replace("text_encoder", "tokenizer")) for part in self.text_parts]
-        self._unet: Unet | None = None
-        self._encoders: dict[str, ModulePatches[Any]] = {}  # text encoder -> with its adapters
 
     def _check(self) -> None:
         """Raises ConfigError for a denoiser or a VAE that is not supported."""
@@ -117,35 +115,24 @@ class UnetFamily(VaeFamily):
     def _load_scheduler(self) -> Any:
         return self._checkpoint.load("scheduler")
 
-    def put(self, part: str, module: nn.Module) -> None:
-        super().put(part, module)
-        if part == "unet":
-            operators = chosen_operators(self._checkpoint.kernels, self._device)
-            self._unet = Unet(module, self._sampling.num_train_timesteps, self._token_size, operators)
-        elif part in self.text_parts:
-            self._encoders[part] = unarranged(module)
+    def recipe(self, part: str) -> str:
+        if part != "unet":
+            return super().recipe(part)
+        return f"Unet {self._sampling.num_train_timesteps} {self._token_size} {self._checkpoint.kernels}"
 
-    def drop(self, part: str) -> None:
-        super().drop(part)
-        if part == "unet":
-            self._unet = None
-        else:
-            self._encoders.pop(part, None)
+    def prepare(self, part: str, module: nn.Module) -> Any:
+        if part != "unet":
+            return super().prepare(part, module)
+        operators = chosen_operators(self._checkpoint.kernels, self._device)
+        return Unet(module, self._sampling.num_train_timesteps, self._token_size, operators)
 
     @property
     def lora_format(self) -> LoraFormat:
         config = SimpleNamespace(**self._unet_config)  # diffusers reads its attributes
         return LoraFormat(self.lora_loader, self.denoiser_part, self.text_parts, config)
 
-    def _patches_of(self, part: str) -> AnyPatches:
-        return self._denoiser.patches if part == self.denoiser_part else self._encoders[part]
-
     def _outline_patches_of(self, part: str) -> AnyPatches:
         return unarranged(self._checkpoint.outline(part))
-
-    def patches_of_text(self, patches: PatchSet) -> PatchSet:
-        changed = {patch for encoder in self._encoders.values() for patch in encoder.changed_by(patches)}
-        return tuple(patch for patch in patches if patch in changed)
 
     def info(self, name: str) -> ModelInfo:
         defaults = self._checkpoint.defaults
@@ -178,13 +165,17 @@ class UnetFamily(VaeFamily):
     ) -> EncodedText:
         """As encode_prompt, except that a prompt may be cut below the encoders' length."""
         tokens = [tokenize(t, prompt, min(max_sequence_length, t.model_max_length)) for t in self._tokenizers]
-        sequence, pooled = self._embed([self._encoders[part].under(patches) for part in self.text_parts], tokens)
+        sequence, pooled = self._embed([self._encoder(part, patches) for part in self.text_parts], tokens)
         return EncodedText(
             prompt_embeds=sequence.to(self._checkpoint.dtype),
             pooled_prompt_embeds=pooled.to(self._checkpoint.dtype),
             num_tokens=tokens[0].used,
             truncated=any(t.cut for t in tokens),
         )
+
+    @property
+    def text_recipe(self) -> str:
+        return f"{super().text_recipe} {type(self)._embed.__qualname__} {self._checkpoint.dtype}"
 
     @abstractmethod
     def _embed(self, encoders: Sequence[Any], tokens: Sequence[Tokens]) -> tuple[Tensor, Tensor]:
@@ -201,12 +192,13 @@ class UnetFamily(VaeFamily):
         num_inference_steps: int,
         num_denoising_steps: int,
         start: Tensor | None = None,
+        is_exact: bool = True,
     ) -> EncodedImage:
         """As prepare_latents and prepare_mask_latents."""
         generator = torch.Generator("cpu").manual_seed(seed)
         image, run = to_image(template), self._sampling.run(num_inference_steps, num_denoising_steps)
         is_whole = num_denoising_steps == num_inference_steps
-        clean = None if is_whole and self._sees_mask else self._posterior_sample(image, generator)
+        clean = None if is_whole and self._sees_mask else self._posterior_sample(image, generator, is_exact)
         noise = self._draw(self._latent_shape(image), generator)
         if is_whole or clean is None:
             latents = self._sampling.pure_noise(noise, run)
@@ -215,7 +207,7 @@ class UnetFamily(VaeFamily):
             latents = self._sampling.noised(begun, noise, run, 0)
         condition = outside = noise[:, :0]
         if self._sees_mask:
-            masked = self._posterior_sample(image * (1 - mask.float()), generator)
+            masked = self._posterior_sample(image * (1 - mask.float()), generator, is_exact)
             condition = torch.cat([self._latent_mask(mask).to(noise), masked], dim=1)
         elif clean is not None:
             self._draw(self._latent_shape(image), generator)
@@ -228,9 +220,9 @@ class UnetFamily(VaeFamily):
             state=self._sampling.begin(run, generator),
         )
 
-    def _posterior_sample(self, image: Tensor, generator: torch.Generator) -> Tensor:
+    def _posterior_sample(self, image: Tensor, generator: torch.Generator, is_exact: bool) -> Tensor:
         """As the base class's, in the compute dtype, from which the VAE's may differ."""
-        return super()._posterior_sample(image, generator).to(self._checkpoint.dtype)
+        return super()._posterior_sample(image, generator, is_exact).to(self._checkpoint.dtype)
 
     # ---------------------------------------------------------------------------------------------------- denoising
 
@@ -253,9 +245,8 @@ class UnetFamily(VaeFamily):
 
     @property
     def _denoiser(self) -> Unet:
-        if self._unet is None:
-            raise KeyError("the UNet is not loaded")
-        return self._unet
+        unet: Unet = self._part("unet")
+        return unet
 
     def predict_clean(self, sample: Sample, prediction: Tensor) -> Tensor:
         return self._sampling.clean(sample.latents, prediction, sample.state[0], sample.step)
@@ -343,12 +334,23 @@ class StableDiffusionXL(UnetFamily):
         super().__init__(checkpoint)
         self._has_zero_prompt = checkpoint.index.get("force_zeros_for_empty_prompt", True)
 
-    def put(self, part: str, module: nn.Module) -> None:
+    def prepare(self, part: str, module: nn.Module) -> Any:
         """Keeps the VAE in float32 where its configuration says force_upcast, as the pipeline does: it overflows in
         float16."""
-        if part == "vae" and self._vae_config.get("force_upcast", True) and self._checkpoint.dtype == torch.float16:
+        if part == "vae" and self._is_widened:
             module.float()
-        super().put(part, module)
+        return super().prepare(part, module)
+
+    def recipe(self, part: str) -> str:
+        return super().recipe(part) + (" in float32" if part == "vae" and self._is_widened else "")
+
+    @property
+    def _is_widened(self) -> bool:
+        return self._vae_config.get("force_upcast", True) and self._checkpoint.dtype == torch.float16
+
+    @property
+    def text_recipe(self) -> str:
+        return f"{super().text_recipe} {self._has_zero_prompt}"
 
     def encode_text(
         self, prompt: str, max_sequence_length: int, template: Tensor | None = None, patches: PatchSet = ()

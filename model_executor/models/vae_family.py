@@ -17,12 +17,14 @@ from torch import Tensor, nn
 
 from core.errors import ConfigError
 from core.patches import PatchSet
-from model_executor.checkpoint.loader import Checkpoint
+from model_executor.checkpoint.loader import Checkpoint, cpu_has_bfloat16
+from model_executor.kernels.operators import chosen_operators
 from model_executor.models.base import Family, PreparedAdapter
 from model_executor.models.boxes import Box, around, times
 from model_executor.models.parts import Classes
 from model_executor.models.vae import ImageVae, Vae
 from model_executor.patches.adapters import Adapter, LoraFormat
+from model_executor.patches.module_patches import unarranged
 from model_executor.patches.part_patches import AnyPatches
 
 PATCH = 2
@@ -62,8 +64,7 @@ class VaeFamily(Family):
         self._device = checkpoint.device
         self._vae_config = checkpoint.config("vae")
         self._vae_scale, self._latent_channels = self.vae.scale_and_channels(self._vae_config)
-        self._parts: dict[str, Any] = {}  # part name -> module
-        self._loaded_vae: Vae | None = None
+        self._parts: dict[str, Any] = {}  # part name -> what `prepare` made of it
         self._patch_ids = set[str]()  # of adapters in use
         self._noise_of = lru_cache(maxsize=KEPT_NOISES)(self._draw_noise_of)
 
@@ -73,10 +74,18 @@ class VaeFamily(Family):
     def components(self) -> Mapping[str, tuple[str, ...]]:
         return {"text_encoder": self.text_parts, "vae": ("vae",), "transformer": (self.denoiser_part,)}
 
-    def put(self, part: str, module: nn.Module) -> None:
-        self._parts[part] = module
-        if part == "vae":
-            self._loaded_vae = self.vae(module)
+    def recipe(self, part: str) -> str:
+        return self.vae.__name__ if part == "vae" else ""
+
+    @property
+    def text_recipe(self) -> str:
+        return type(self).encode_text.__qualname__
+
+    def prepare(self, part: str, module: nn.Module) -> Any:
+        return self.vae(module) if part == "vae" else unarranged(module)
+
+    def put(self, part: str, prepared: Any) -> None:
+        self._parts[part] = prepared
 
     @property
     def lora_format(self) -> LoraFormat:
@@ -84,18 +93,31 @@ class VaeFamily(Family):
 
     def drop(self, part: str) -> None:
         del self._parts[part]
-        if part == "vae":
-            self._loaded_vae = None
+
+    def _part(self, name: str) -> Any:
+        if name not in self._parts:
+            raise KeyError(f"the {name} is not loaded")
+        return self._parts[name]
 
     # ---------------------------------------------------------------------------------------------------- adapters
 
-    @abstractmethod
     def _patches_of(self, part: str) -> AnyPatches:
-        """The adapters of a loaded part that adapters may change. Raises KeyError if it is not loaded."""
+        """The adapters of a denoiser or text encoder. Raises KeyError if it is not loaded."""
+        loaded = self._part(part)
+        patches: AnyPatches = loaded.patches if part == self.denoiser_part else loaded
+        return patches
 
     @abstractmethod
     def _outline_patches_of(self, part: str) -> AnyPatches:
         """The same, none, of the part without weights."""
+
+    def _encoder(self, part: str, patches: PatchSet = ()) -> Any:
+        """A text encoder, to be used before the next call."""
+        return self._part(part).under(patches)
+
+    def patches_of_text(self, patches: PatchSet) -> PatchSet:
+        changed = {patch for part in self.text_parts for patch in self._part(part).changed_by(patches)}
+        return tuple(patch for patch in patches if patch in changed)
 
     def check_adapter(self, adapter: Adapter) -> None:
         for part, layers in adapter.parts.items():
@@ -110,19 +132,22 @@ class VaeFamily(Family):
             self._patches_of(part).put(patch, its)
         self._patch_ids.add(patch)
 
-    def drop_adapter(self, patch: str) -> None:
-        for part in {self.denoiser_part, *self.lora_format.text_parts} & set(self._parts):
-            self._patches_of(part).drop(patch)
-        self._patch_ids.discard(patch)
-
     def lacking(self, patches: PatchSet) -> PatchSet:
         return tuple(patch for patch in patches if patch.id not in self._patch_ids)
 
     @property
     def _vae(self) -> Vae:
-        if self._loaded_vae is None:
-            raise KeyError("the VAE is not loaded")
-        return self._loaded_vae
+        vae: Vae = self._part("vae")
+        return vae
+
+    @property
+    def _mask_aware_vae(self) -> Vae:
+        """What mask-aware edits encode and decode with. On CPUs that multiply bfloat16 natively it computes in that,
+        also for a model in float32: with the embedded one in 0.4 of the time, with a mean error of 0.15 of 255."""
+        vae = self._vae
+        if self._device.type != "cpu" or not cpu_has_bfloat16() or vae.dtype not in (torch.float32, torch.bfloat16):
+            return vae
+        return vae.in_bfloat16(chosen_operators(self._checkpoint.kernels, self._device).kernels)
 
     # ------------------------------------------------------------------------------------------------------- shapes
 
@@ -141,7 +166,8 @@ class VaeFamily(Family):
     # ------------------------------------------------------------------------------------------------------- images
 
     def encode_template(self, template: Tensor) -> Tensor:
-        return pack(self._vae.encode(to_image(template).to(self._device, self._vae.dtype)), self.patch)
+        vae = self._mask_aware_vae
+        return pack(vae.encode(to_image(template).to(self._device, vae.dtype)), self.patch)
 
     def upscale(self, latents: Tensor, grid: tuple[int, int], to_grid: tuple[int, int]) -> Tensor:
         size = [side * self.patch for side in to_grid]
@@ -164,9 +190,10 @@ class VaeFamily(Family):
         noise: Tensor = randn_tensor(shape, generator=generator, device=self._device, dtype=self._checkpoint.dtype)
         return noise
 
-    def _posterior_sample(self, image: Tensor, generator: torch.Generator) -> Tensor:
+    def _posterior_sample(self, image: Tensor, generator: torch.Generator, is_exact: bool) -> Tensor:
         """Scaled latents of an image in -1..1: [1, channels, height / 8, width / 8]."""
-        return self._vae.encode(image.to(self._device, self._vae.dtype), generator)
+        vae = self._vae if is_exact else self._mask_aware_vae
+        return vae.encode(image.to(self._device, vae.dtype), generator)
 
     def _latent_mask(self, mask: Tensor) -> Tensor:
         """The mask at the latents' resolution, as in the pipelines' `prepare_mask_latents`. mask: uint8 [height,
@@ -182,7 +209,8 @@ class VaeFamily(Family):
         grid, smaller = self.grid(width, height), self.patch // PATCH  # the VAE's parts are counted in these
         tokens = around(active, grid[1])
         finer = (grid[0] * smaller, grid[1] * smaller)
-        pixels = self._vae.decode_region(self._vae_latents(latents, width, height), times(tokens, smaller), finer)
+        whole = self._vae_latents(latents, width, height)
+        pixels = self._mask_aware_vae.decode_region(whole, times(tokens, smaller), finer)
         return to_pixels(pixels), times(tokens, self._token_size)
 
     def _vae_latents(self, latents: Tensor, width: int, height: int) -> Tensor:

@@ -135,7 +135,7 @@ def _start(settings: WorkerConfig, link: EngineLink, arenas: Sequence[Arena], so
         models.device, page_arena, files, link.report, settings.rank, has_device_tier=ready.device_page_bytes > 0
     )
     exchange = Exchange(store, sockets)
-    context = WorkerContext(models.families, store, arena, pages, exchange)
+    context = WorkerContext(models.families, store, arena, pages, models.prompts_of, exchange)
     runner = Runner(settings.rank, context)
     link.send(ready)
     return Worker(settings.rank, link, models, store, pages, runner, exchange)

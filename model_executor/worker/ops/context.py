@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from types import MappingProxyType
 
 import torch
 from torch import Tensor
@@ -17,11 +18,14 @@ from model_executor.worker.exchange import Exchange
 from model_executor.worker.prompt_cache import PromptCache
 from model_executor.worker.tensor_store import SharedMemory, TensorStore
 
+_NONE: Mapping[str, str] = MappingProxyType({})
+
 
 class WorkerContext:
     """The state of one worker that its ops share. Ops themselves have none.
 
-    models: name -> family, whose components the worker loads. exchange: with other ranks; None: there are none.
+    models: name -> family, whose components the worker loads. prompts_of: model -> the model that embeds prompts alike,
+    whose prompt cache it shares. exchange: with other ranks; None: there are none.
     """
 
     def __init__(
@@ -30,6 +34,7 @@ class WorkerContext:
         store: TensorStore,
         arena: SharedMemory,
         pages: PageStore,
+        prompts_of: Mapping[str, str] = _NONE,
         exchange: Exchange | None = None,
     ) -> None:
         self.models = models
@@ -37,7 +42,8 @@ class WorkerContext:
         self.pages = pages
         self.exchange = exchange or Exchange(store)
         self._arena = arena
-        self.prompts = {name: PromptCache(family) for name, family in models.items()}
+        prompts = {name: PromptCache(family) for name, family in models.items() if name not in prompts_of}
+        self.prompts = {name: prompts[prompts_of.get(name, name)] for name in models}  # model -> its prompt cache
         self._dtypes = {name: getattr(torch, family.info(name).dtype) for name, family in models.items()}
 
     def family(self, model: str, patches: PatchSet) -> Family:
