@@ -6,8 +6,9 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from core.errors import InvalidRequestError, ModelNotFoundError
+from core.lora import Lora
 from core.model_info import ModelInfo
-from core.patches import Lora, Patch, PatchSet, patch_set
+from core.patches import Patch, PatchSet, patch_set
 from core.validation import check_choice
 
 

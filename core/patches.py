@@ -11,13 +11,6 @@ from collections.abc import Iterable
 import msgspec
 
 
-class Lora(msgspec.Struct, frozen=True):
-    """An adapter as a request names it."""
-
-    name: str
-    scale: float = 1.0
-
-
 class Patch(msgspec.Struct, frozen=True, omit_defaults=True):
     """A LoRA adapter at a scale."""
 

@@ -32,8 +32,8 @@ from core.config import (
     StencilConfig,
 )
 from core.errors import EngineError, InvalidRequestError, StencilError
+from core.lora import Lora, named_loras
 from core.model_info import ModelInfo
-from core.patches import Lora
 from core.sampling_params import MAX_PADDING_MASK_CROP, MAX_PROMPT_CHARACTERS, MAX_SIDE, MIN_SIDE, SamplingParams
 from core.validation import check_filled, check_integer, check_length, conform, conformed
 from engine.client.async_engine import AsyncEngine
@@ -69,9 +69,10 @@ class Edit:
     size: tuple[int, int] | None = None  # of the result: width, height, 16..4096 px; a generation's default: native
     template_id: str | None = None  # from ImageEngine.create_template; instead of an image
     padding_mask_crop: int | None = None  # px, 0..65535: edit the mask's box, grown by this, at the model's resolution
-    lora: str = ""  # name of one of the engine's adapters
+    lora: str | Lora | Sequence[str | Lora] = ""  # the engine's adapters to use, by name, or with a scale each
 
     def __post_init__(self) -> None:
+        object.__setattr__(self, "lora", named_loras(self.lora))
         conform(self)
         check_filled("prompt", self.prompt)
         check_length("prompt", self.prompt, MAX_PROMPT_CHARACTERS)
@@ -193,14 +194,14 @@ class ImageEngine:
         """Device memory for cached pages, in bytes per engine; 0 if pages are read from host memory."""
         return self._engine.cache.device_bytes or 0
 
-    def create_template(self, image: ImageLike, *, lora: str = "") -> Template:
-        """Register an image that will be edited often, and compute the pages that its edits with this adapter share.
+    def create_template(self, image: ImageLike, *, lora: str | Lora | Sequence[str | Lora] = "") -> Template:
+        """Register an image that will be edited often, and compute the pages that its edits with these adapters share.
         Pass the template's `id` as `Edit.template_id`. Raises InvalidRequestError.
         """
         self._check_open()
-        lora = conformed("lora", lora, str)
+        loras = named_loras(lora)
         upload = BytesUpload(encode_picture(conformed("image", image, ImageLike), "image"))
-        return self._run(self._engine.prime_template(f"offline-{uuid.uuid4().hex}", upload, loras=_loras(lora)))
+        return self._run(self._engine.prime_template(f"offline-{uuid.uuid4().hex}", upload, loras=loras))
 
     def close(self) -> None:
         """Stop the engine's processes. Calls running in other threads return first, with errors in their results.
@@ -322,14 +323,10 @@ def _to_input(edit: Edit, sampling: SamplingParams) -> EditInput:
         mask_kind="alpha" if edit.mask is not None else "luminance",
         template_id=edit.template_id,
         padding_mask_crop=edit.padding_mask_crop,
-        loras=_loras(edit.lora),
+        loras=named_loras(edit.lora),
         canvas_size=edit.size if is_generation else None,
         output_size=None if is_generation else edit.size,
     )
-
-
-def _loras(name: str) -> tuple[Lora, ...]:
-    return (Lora(name),) if name else ()
 
 
 def _adapters(loras: Mapping[str, str | Path]) -> tuple[AdapterConfig, ...]:

@@ -19,9 +19,9 @@ from core.config import CacheConfig, StencilConfig
 from core.costs.load_report import EngineStats, LoadReport, StepSample
 from core.errors import EngineError, OverloadedError, StencilError
 from core.ipc.limits import check_limits
+from core.lora import Lora
 from core.model_choice import ModelChoice, choose_model
 from core.model_info import ModelInfo
-from core.patches import Lora
 from engine.client.admission_controller import MIN_RETRY_SECONDS
 from engine.client.edit_session import EditSession
 from engine.client.edit_types import EditInput, ImageOutput

@@ -6,8 +6,8 @@ from dataclasses import dataclass, field
 from typing import Literal
 
 from core.handles import Tier
+from core.lora import Lora
 from core.messages.image_processor import Box, MaskKind, OutputFormat
-from core.patches import Lora
 from core.sampling_params import SamplingParams
 from engine.client.mask_aware import ExactReason
 from engine.client.upload import Upload

@@ -9,14 +9,15 @@ from dataclasses import dataclass
 from typing import Any, Literal, cast
 
 from core.errors import InvalidRequestError, OverloadedError
+from core.lora import Lora
 from core.messages.image_processor import MaskKind, OutputFormat
 from core.model_choice import ModelChoice, choose_model
 from core.model_info import ModelInfo
-from core.patches import Lora
 from core.sampling_params import MAX_INFERENCE_STEPS, SamplingParams
 from core.validation import check_filled
 from engine.client.edit_types import EditInput
-from entrypoints.openai.fields import EDIT_FIELDS, GENERATION_FIELDS, QUALITY_FACTORS, Field, Value, parse_size
+from entrypoints.openai.field import Field, Value
+from entrypoints.openai.fields import EDIT_FIELDS, GENERATION_FIELDS, QUALITY_FACTORS, parse_size
 from entrypoints.openai.submission import Submission
 
 Operation = Literal["image_edit", "image_generation"]
@@ -107,7 +108,7 @@ def build_call(
 
 def chosen_loras(values: Mapping[str, Value]) -> tuple[Lora, ...]:
     """The adapters that a request names."""
-    return (Lora(str(values["lora"])),) if values.get("lora") else ()
+    return cast(tuple[Lora, ...], values.get("lora", ()))
 
 
 def _choose_model(values: Mapping[str, Value], models: Mapping[str, ModelInfo]) -> ModelChoice:

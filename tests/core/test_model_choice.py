@@ -7,8 +7,9 @@ import pytest
 from fakes import MODEL
 
 from core.errors import InvalidRequestError, ModelNotFoundError
+from core.lora import Lora
 from core.model_choice import choose_model
-from core.patches import Lora, Patch
+from core.patches import Patch
 
 NAMES = {"plain": "", "other": "", "shirt": "plain", "hat": "plain", "coat": "other"}
 MODELS = {

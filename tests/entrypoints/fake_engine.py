@@ -14,9 +14,10 @@ import msgspec
 from core.config import StencilConfig
 from core.costs.load_report import EngineStats, LoadReport, StepSample
 from core.errors import OverloadedError
+from core.lora import Lora
 from core.model_choice import choose_model
 from core.model_info import ModelInfo
-from core.patches import Lora, PatchSet
+from core.patches import PatchSet
 from engine.client.edit_types import EditInput, EditReport, ImageOutput
 from engine.client.template_store import Template, TemplateStore
 from engine.client.upload import KeptUpload, Upload
