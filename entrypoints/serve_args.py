@@ -44,6 +44,7 @@ class ServeOptions:
     allowed_origins: tuple[str, ...]  # of web pages other than the server's own
     allowed_hosts: tuple[str, ...]  # in `Host` headers, besides the server's own
     rate_limit: int  # requests per minute and caller; 0: no limit
+    runtime_lora: bool  # whether callers may load adapters from files of this machine
     playground: bool  # whether to serve the playground's pages
     log_level: str
     log_format: LogFormat
@@ -72,6 +73,7 @@ def parse_options(argv: Sequence[str] | None) -> ServeOptions:
         allowed_origins=tuple(args.allowed_origins),
         allowed_hosts=tuple(args.allowed_hosts),
         rate_limit=args.rate_limit,
+        runtime_lora=args.runtime_lora,
         playground=args.playground,
         log_level=args.log_level,
         log_format=args.log_format,

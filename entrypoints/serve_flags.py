@@ -62,6 +62,12 @@ def add_model_flags(parser: argparse.ArgumentParser) -> None:
         "may be repeated",
     )
     group.add_argument(
+        "--allow-runtime-lora",
+        dest="runtime_lora",
+        action="store_true",
+        help="let callers load and unload adapters (POST /v1/load_lora_adapter) from any file that the server may read",
+    )
+    group.add_argument(
         "--dtype",
         default=default.dtype,
         choices=("auto", "float32", "bfloat16", "float16"),

@@ -31,7 +31,9 @@ from core.messages.salvage import WithheldItems, readable_result, sendable_plan
 from core.messages.worker import (
     BatchResult,
     CostSample,
+    DropAdapter,
     FromWorker,
+    LoadAdapter,
     Shutdown,
     StepPlan,
     ToWorker,
@@ -125,6 +127,10 @@ class Executor:
             worker.send(saved.plan)
             for answer in saved.answers:
                 self._mailbox.put_nowait(answer)
+
+    def tell(self, rank: int, message: LoadAdapter | DropAdapter) -> None:
+        """Send a rank what is no plan. One that died is reported by `results`, not here."""
+        self._workers[rank].send(message)
 
     def kill(self, rank: int) -> None:
         """Kill a worker that does not answer; its death is then reported by `results`."""

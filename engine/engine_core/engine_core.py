@@ -28,9 +28,21 @@ from core.messages.engine import (
     PrimeTemplate,
     ToEngine,
 )
-from core.messages.worker import BatchResult, FromWorker, PageCopied, StepPlan, TransferDone, WorkerFailed, WorkerReady
+from core.messages.worker import (
+    AdapterLoaded,
+    BatchResult,
+    DropAdapter,
+    FromWorker,
+    LoadAdapter,
+    PageCopied,
+    StepPlan,
+    TransferDone,
+    WorkerFailed,
+    WorkerReady,
+)
 from core.scheduling.outputs import Output
 from core.scheduling.scheduler import StepScheduler
+from engine.engine_core.rank_adapters import RankAdapters
 from engine.engine_core.watchdog import Watchdog
 from engine.observability.engine_trace import EngineTrace
 from engine.observability.tracing import NoTracer
@@ -45,6 +57,7 @@ class PlanSink(Protocol):
     """Sends plans to the workers; implemented by `model_executor.executor.Executor`."""
 
     def submit(self, plan: StepPlan) -> None: ...
+    def tell(self, rank: int, message: LoadAdapter | DropAdapter) -> None: ...
     def kill(self, rank: int) -> None: ...
 
 
@@ -76,6 +89,12 @@ class EngineCore:
         self._executor = executor
         self._emit = emit
         self._trace = trace or EngineTrace(NoTracer())
+        self._adapters = RankAdapters(
+            scheduler.num_workers,
+            executor.tell,
+            [(info.parent, info.patch) for info in scheduler.models.values() if info.parent],
+        )
+        self._answers: list[Output] = []  # of adapters that were loaded
         self._watchdog = Watchdog(hang_seconds, self._on_hang)
         self._unwatched: set[int] = set()  # ranks that have answered, or were sent something, since the last look
         self._is_draining = False
@@ -122,7 +141,8 @@ class EngineCore:
         """Report outputs and requests that begin at once, and all else within REPORT_SECONDS. A new request need not be
         reported, as the router knows what it has sent.
         """
-        outputs = self._scheduler.take_outputs()
+        outputs = (*self._scheduler.take_outputs(), *self._answers)
+        self._answers.clear()
         num_running, _ = self._scheduler.counts
         if outputs or self._is_report_due or num_running != self._num_running_told:
             self._num_running_told = num_running
@@ -170,6 +190,12 @@ class EngineCore:
                 self._scheduler.add_template(message)
             case DropTemplate():
                 self._scheduler.drop_template(message)
+            case LoadAdapter():
+                self._adapters.load(message)
+            case DropAdapter():
+                self._adapters.drop(message)
+            case AdapterLoaded():
+                self._answers += filter(None, [self._adapters.note(message)])
             case Abort():
                 self._scheduler.abort(message.request_ids)
             case Drain():

@@ -132,6 +132,11 @@ class VaeFamily(Family):
             self._patches_of(part).put(patch, its)
         self._patch_ids.add(patch)
 
+    def drop_adapter(self, patch: str, parts: Collection[str]) -> None:
+        self._patch_ids.discard(patch)
+        for part in {self.denoiser_part, *self.text_parts}.intersection(parts):
+            self._patches_of(part).drop(patch)
+
     def lacking(self, patches: PatchSet) -> PatchSet:
         return tuple(patch for patch in patches if patch.id not in self._patch_ids)
 
