@@ -6,7 +6,7 @@ import asyncio
 
 import msgspec
 
-from core.errors import InvalidRequestError, ModelNotFoundError
+from core.errors import AdapterNotFoundError, InvalidRequestError, ModelNotFoundError
 from core.lora import MAX_NAME_CHARACTERS
 from core.model_choice import choose_model
 from core.model_info import ModelInfo
@@ -37,13 +37,11 @@ class RuntimeAdapters:
             return await self._load(name, path, self._base(model))
 
     def unload(self, name: str) -> None:
-        """Serve an adapter no more. Requests that have it end as they began. Raises InvalidRequestError for a name that
-        is no adapter's."""
+        """Serve an adapter no more. Requests that have it end as they began. Raises AdapterNotFoundError."""
         served = self._services.served
         info = served.by_name.get(name)
         if info is None or not info.parent:
-            message = f"Invalid 'lora_name': no adapter is called '{name}'; GET /v1/models lists those that are loaded."
-            raise InvalidRequestError(message, param="lora_name", code="adapter_not_found")
+            raise AdapterNotFoundError(name)
         served.remove(name)
         self._tell_metrics()
         self._services.sessions.run_in_background(self._drop(info))

@@ -13,6 +13,7 @@ from starlette.responses import Response
 
 from core.errors import (
     AbortedError,
+    AdapterNotFoundError,
     DeadlineExceededError,
     EngineDeadError,
     InvalidImageError,
@@ -136,6 +137,7 @@ _TABLE: tuple[tuple[type[BaseException], int, str | None, str | None], ...] = (
     (RequestTooLargeError, 413, INVALID_REQUEST, None),
     (UnsupportedContentTypeError, 415, INVALID_REQUEST, None),
     (ModelNotFoundError, 404, INVALID_REQUEST, None),
+    (AdapterNotFoundError, 404, INVALID_REQUEST, None),
     (TemplateNotFoundError, 404, INVALID_REQUEST, None),
     (InvalidImageError, 400, None, None),
     (InvalidRequestError, 400, INVALID_REQUEST, None),

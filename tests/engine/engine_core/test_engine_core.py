@@ -13,6 +13,7 @@ from core.failure import NEVER_BEGUN, Failure
 from core.messages.engine import (
     Abort,
     Aborted,
+    AdapterAdded,
     Drain,
     DropTemplate,
     EngineFailed,
@@ -22,7 +23,7 @@ from core.messages.engine import (
     FromEngine,
     ToEngine,
 )
-from core.messages.worker import StepPlan, WorkerFailed
+from core.messages.worker import AdapterLoaded, DropAdapter, LoadAdapter, StepPlan, WorkerFailed
 from core.scheduling.scheduler import StepScheduler
 from engine.engine_core import engine_core
 from engine.engine_core.engine_core import EngineCore, RefusedRequest
@@ -35,11 +36,18 @@ class Loopback:
         self.core: EngineCore | None = None
         self.workers = FakeWorkers()
         self.killed: list[int] = []
+        self.told: list[tuple[int, LoadAdapter | DropAdapter]] = []
         self.is_hung = False
 
     def submit(self, plan: StepPlan) -> None:
         self.workers.submit(plan)
         asyncio.get_running_loop().call_soon(self._run)
+
+    def tell(self, rank: int, message: LoadAdapter | DropAdapter) -> None:
+        assert self.core is not None
+        self.told.append((rank, message))
+        if isinstance(message, LoadAdapter):
+            self.core.mailbox.put_nowait(AdapterLoaded(rank, message.request_id, f"of {message.path}"))
 
     def kill(self, rank: int) -> None:
         self.killed.append(rank)
@@ -66,6 +74,19 @@ def core(said: list[FromEngine]) -> EngineCore:
 
 def outputs(said: list[FromEngine]) -> list[object]:
     return [out for message in said if isinstance(message, EngineOutputs | EngineFailed) for out in message.outputs]
+
+
+async def test_an_adapter_is_loaded_beside_requests(core: EngineCore, said: list[FromEngine]) -> None:
+    core.mailbox.put_nowait(make_edit("r", steps=3))
+    core.mailbox.put_nowait(LoadAdapter("load", "m", "hat", "hat.safetensors"))
+    core.mailbox.put_nowait(DropAdapter("m", "x"))
+    running = asyncio.create_task(core.run())
+    async with asyncio.timeout(5):
+        while len(outputs(said)) < 2:
+            await asyncio.sleep(0)
+    core.mailbox.put_nowait(Drain())
+    await running
+    assert AdapterAdded("load", "of hat.safetensors") in outputs(said)
 
 
 async def test_it_serves_then_drains(core: EngineCore, said: list[FromEngine]) -> None:
