@@ -137,11 +137,13 @@ class ResidentModels:
         May be called in a thread: what other adapters change is not touched, and the rows of a pass under way are not
         of this one.
         """
-        family = self.families[model]
-        adapter = self._read(model, config)
+        family, parts = self.families[model], self._loaded_parts(model)
+        adapter = read_adapter(config, family.lora_format)
+        if not adapter.parts.keys() <= set(parts):
+            family.check_adapter(adapter)
         if patch and adapter.patch != patch:
             raise adapter.refuse("the file has changed since it was loaded")
-        family.put_adapter(adapter.patch, family.prepare_adapter(adapter, self._loaded_parts(model)))
+        family.put_adapter(adapter.patch, family.prepare_adapter(adapter, parts))
         if adapter.patch not in {other.patch for other in self._adapters[model]}:
             self._adapters[model].append(replace(adapter, parts={}))
         return adapter.patch
