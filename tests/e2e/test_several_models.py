@@ -70,7 +70,7 @@ def alone(path: str, name: str) -> list[Pixels]:
     params = [
         SamplingParams(seed=each["seed"], num_inference_steps=4, mask_aware=each["mask_aware"]) for each in fields
     ]
-    with ImageEngine(models=[config]) as engine:
+    with ImageEngine(models=[config], image_workers=1) as engine:
         results = engine.generate(edits, params, use_tqdm=False)
     return [np.asarray(result.images[0]) for result in results]
 
@@ -134,7 +134,7 @@ def test_a_template_of_one_model_can_be_edited_with_another(server: ServerProces
 
 def test_an_offline_engine_takes_several_models(paths: Mapping[str, str]) -> None:
     configs = [ModelConfig(model=paths[name], served_model_name=name, dtype="float32") for name in ("fill", "dev")]
-    with ImageEngine(models=configs) as engine:
+    with ImageEngine(models=configs, image_workers=1) as engine:
         assert list(engine.models) == ["fill", "dev"]
         assert engine.model.name == "fill"
         edits = [Edit(prompt="a hat", image=PHOTO, mask=ALPHA, model=name) for name in ("", "fill", "dev")]
