@@ -110,6 +110,7 @@ class Edit:
             num_inference_steps=self.steps,
             num_denoising_steps=self.num_denoising_steps,
             computed_steps=tuple(range(self.num_denoising_steps)),
+            is_exact=True,
         )
         return _plan(
             self._batch("text_encode", [self._item("text_encode", text)]),

@@ -182,11 +182,13 @@ class Family(ABC):
         num_inference_steps: int,
         num_denoising_steps: int,
         start: Tensor | None = None,
+        is_exact: bool = True,
     ) -> EncodedImage:
         """Where sampling starts, and what it is conditioned on. template: uint8 [height, width, 3]; mask: uint8
         [height, width], 1 = edit; sides are multiples of the token size. start: clean latents [image tokens, latent
         width] that are noised instead of the template's; where a run starts from noise alone, they have no effect
-        either."""
+        either. is_exact: the VAE computes in its own dtype; else it may in a faster one, as for `encode_template` and
+        `decode_region`."""
 
     @abstractmethod
     def encode_template(self, template: Tensor) -> Tensor:

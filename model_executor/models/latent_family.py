@@ -135,12 +135,13 @@ class NoisedTemplate(LatentFamily):
         num_inference_steps: int,
         num_denoising_steps: int,
         start: Tensor | None = None,
+        is_exact: bool = True,
     ) -> EncodedImage:
         generator = torch.Generator("cpu").manual_seed(seed)
         image = to_image(template)
         rows, columns = self.grid(image.shape[3], image.shape[2])
         sigmas = self._schedule(num_inference_steps, num_denoising_steps, rows * columns).to(self._device)
-        clean = pack(self._posterior_sample(image, generator))
+        clean = pack(self._posterior_sample(image, generator, is_exact))
         noise = pack(self._draw(self._latent_shape(image), generator))
         self._draw(self._latent_shape(image), generator)
         return EncodedImage(

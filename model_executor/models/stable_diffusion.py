@@ -196,12 +196,13 @@ class UnetFamily(VaeFamily):
         num_inference_steps: int,
         num_denoising_steps: int,
         start: Tensor | None = None,
+        is_exact: bool = True,
     ) -> EncodedImage:
         """As prepare_latents and prepare_mask_latents."""
         generator = torch.Generator("cpu").manual_seed(seed)
         image, run = to_image(template), self._sampling.run(num_inference_steps, num_denoising_steps)
         is_whole = num_denoising_steps == num_inference_steps
-        clean = None if is_whole and self._sees_mask else self._posterior_sample(image, generator)
+        clean = None if is_whole and self._sees_mask else self._posterior_sample(image, generator, is_exact)
         noise = self._draw(self._latent_shape(image), generator)
         if is_whole or clean is None:
             latents = self._sampling.pure_noise(noise, run)
@@ -210,7 +211,7 @@ class UnetFamily(VaeFamily):
             latents = self._sampling.noised(begun, noise, run, 0)
         condition = outside = noise[:, :0]
         if self._sees_mask:
-            masked = self._posterior_sample(image * (1 - mask.float()), generator)
+            masked = self._posterior_sample(image * (1 - mask.float()), generator, is_exact)
             condition = torch.cat([self._latent_mask(mask).to(noise), masked], dim=1)
         elif clean is not None:
             self._draw(self._latent_shape(image), generator)
@@ -223,9 +224,9 @@ class UnetFamily(VaeFamily):
             state=self._sampling.begin(run, generator),
         )
 
-    def _posterior_sample(self, image: Tensor, generator: torch.Generator) -> Tensor:
+    def _posterior_sample(self, image: Tensor, generator: torch.Generator, is_exact: bool) -> Tensor:
         """As the base class's, in the compute dtype, from which the VAE's may differ."""
-        return super()._posterior_sample(image, generator).to(self._checkpoint.dtype)
+        return super()._posterior_sample(image, generator, is_exact).to(self._checkpoint.dtype)
 
     # ---------------------------------------------------------------------------------------------------- denoising
 

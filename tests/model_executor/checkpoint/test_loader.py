@@ -177,6 +177,7 @@ def test_an_index_entry_that_names_no_class(copy: Path, entry: object) -> None:
 def test_an_invalid_configuration_is_refused(copy: Path, file: str, entries: dict[str, object]) -> None:
     edit_json(copy / file, **entries)
     assert_refused(copy, str(copy))
+    assert torch.get_default_dtype() == torch.float32, "what is made afterwards has the usual dtype"
 
 
 @pytest.mark.parametrize("make", [make_flux_fill, make_sd3, make_qwen])
