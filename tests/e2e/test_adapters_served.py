@@ -19,7 +19,8 @@ from core.sampling_params import SamplingParams
 from entrypoints.image_engine import Edit, ImageEngine
 from tools.random_checkpoints import make_sd3
 
-CHOICES = ({}, {"lora": "shirt"}, {"lora": "hat"})
+BOTH = [{"name": "hat", "scale": 0.5}, {"name": "shirt", "scale": -0.7}]
+CHOICES = ({}, {"lora": "shirt"}, {"lora": "hat"}, {"lora": {"name": "hat", "scale": 0.5}}, {"lora": BOTH})
 
 
 @pytest.fixture(scope="module")
