@@ -41,7 +41,7 @@ class Fleet:
     def target(self, name: str) -> Target:
         if name not in self._servers:
             self._servers[name] = self._stack.enter_context(running(name, self.setting))
-        return Target(self._servers[name].url)
+        return Target(self._servers[name].url, extra=SYSTEMS[name].fields)
 
     def __enter__(self) -> Fleet:
         return self
