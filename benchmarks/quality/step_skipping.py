@@ -107,8 +107,8 @@ class Diffusers:
         self._steps = steps
 
     def ways(self, computed: Sequence[Computed]) -> list[Way]:
-        """All steps first. computed: the schedules to measure."""
-        fewer = sorted({len(each) for each in computed} | {self._steps * 2 // 3, self._steps * 5 // 6})
+        """All steps first. computed: the schedules to measure, most steps first."""
+        fewer = sorted({*map(len, computed), self._steps * 2 // 3, self._steps * 5 // 6}, reverse=True)
         return [
             Way("diffusers, schedule", self._edit),
             *(Way("diffusers, schedule", partial(self._edit, computed=each), each) for each in computed),
@@ -219,12 +219,12 @@ def main(argv: Sequence[str] | None = None) -> None:
 
 
 def ladder(calibrated: Computed, steps: int) -> list[Computed]:
-    """The schedules to measure, fewest steps first: the calibrated one, and others between a quarter and a half of the
+    """The schedules to measure, most steps first: the calibrated one, and others between a quarter and a half of the
     steps.
     """
     by_length = {len(each): each for each in schedules(steps) if steps // 4 <= len(each) <= steps // 2}
     by_length[len(calibrated)] = calibrated
-    return [by_length[length] for length in sorted(by_length)]
+    return [by_length[length] for length in sorted(by_length, reverse=True)]
 
 
 def measure(ways: Sequence[Way], asked: Sequence[Case]) -> list[Found]:
