@@ -108,7 +108,6 @@ class Diffusers:
 
     def ways(self, computed: Sequence[Computed]) -> list[Way]:
         """All steps first. computed: the schedules to measure, most steps first."""
-        fewer = sorted({*map(len, computed), self._steps * 2 // 3, self._steps * 5 // 6}, reverse=True)
         return [
             Way("diffusers, schedule", self._edit),
             *(Way("diffusers, schedule", partial(self._edit, computed=each), each) for each in computed),
@@ -118,7 +117,7 @@ class Diffusers:
             ),
             *(
                 Way("diffusers, fewer steps", partial(self._edit, steps=each), num_inference_steps=each)
-                for each in fewer
+                for each in (self._steps * share // 6 for share in (5, 4, 3, 2))
             ),
         ]
 
