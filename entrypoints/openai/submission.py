@@ -149,7 +149,15 @@ async def _take_parts(submission: Submission, parts: list[Part], max_upload_byte
         elif part.name in form.fields:
             await _take_text(submission, part)
         else:
+            _refuse_split(part.name)
             _ignore(submission, part.name)
+
+
+def _refuse_split(name: str) -> None:
+    """Refuse what some clients make of an object or array: left out, the picture would be another one."""
+    if name.startswith("lora["):
+        message = "Invalid 'lora': in a form it is one text, a name or JSON, and not spread over several fields."
+        raise InvalidRequestError(message, param="lora")
 
 
 def _take_image(submission: Submission, part: Part, index: int, max_images: int) -> None:

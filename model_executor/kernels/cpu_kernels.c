@@ -380,3 +380,15 @@ void stencil_scale_silu(const uint16_t *x, long pixels, int channels, const floa
         for (int c = 0; c < channels; c += LANES)
             narrow(out + c, silu_of(widen(x + c) * load(scale + c) + load(shift + c)));
 }
+
+/* ------------------------------------------------------------------------------------------------------------ GELU */
+
+/* Its tanh approximation in place, of float32 numbers or, if halves, of bfloat16 ones; number: a multiple of LANES. */
+void stencil_gelu(void *x, long number, int halves) {
+    for (long i = 0; i < number; i += LANES) {
+        if (halves)
+            narrow((uint16_t *)x + i, gelu_of(widen((uint16_t *)x + i)));
+        else
+            store((float *)x + i, gelu_of(load((float *)x + i)));
+    }
+}

@@ -64,6 +64,7 @@ _SIGNATURES: dict[str, list[Any]] = {
     "stencil_interpolate": [c_void_p, c_void_p, c_void_p, c_void_p, c_int, c_int, c_int, c_void_p, c_long],
     "stencil_tile_sums": [c_void_p, c_int, c_int, c_int, c_int, c_int, c_void_p],
     "stencil_scale_silu": [c_void_p, c_long, c_int, c_void_p, c_void_p, c_void_p],
+    "stencil_gelu": [c_void_p, c_long, c_int],
 }
 
 
@@ -90,7 +91,7 @@ class Kernels:
         self.digest = digest
         functions = (_function(library, name) for name in _SIGNATURES)
         self._linear, self._narrow_linear, self._attend, *others = functions
-        self._normalise_and_rotate, self._interpolate, self._tile_sums, self._scale_silu = others
+        self._normalise_and_rotate, self._interpolate, self._tile_sums, self._scale_silu, self._gelu = others
 
     def linear(self, x: Tensor, weight: Tensor, bias: Tensor, *, gelu: bool, pieces: Sequence[Piece] = ()) -> Tensor:
         """x [rows, in] times weight, as `pack` returns it, plus bias [out]; gelu applies the tanh approximation to the
@@ -124,6 +125,11 @@ class Kernels:
         self._attend(query.data_ptr(), *sizes, key, value, keys, room.data_ptr(), out.data_ptr())
         return out
 
+    def gelu_(self, x: Tensor) -> Tensor:
+        """The tanh approximation of GELU in place, see `can_gelu`. 6 million numbers took 0.28 of PyTorch's time."""
+        self._gelu(x.data_ptr(), x.numel(), x.dtype == torch.bfloat16)
+        return x
+
     def normalise_and_rotate_(self, x: Tensor, rotary: Tensor, eps: float, weight: Tensor) -> None:
         """Root-mean-square norm and rotary embedding in place. x: [tokens, n, heads, head dim], each token contiguous;
         rotary: complex64 [tokens, 1, 1, head dim / 2]; weight: [n, heads, head dim]."""
@@ -153,6 +159,11 @@ class Kernels:
         factors = scale.data_ptr(), shift.data_ptr()
         self._scale_silu(x.data_ptr(), rows * columns, channels, *factors, out.data_ptr())
         return out
+
+
+def can_gelu(x: Tensor) -> bool:
+    """Whether `Kernels.gelu_` supports these numbers."""
+    return x.dtype in (torch.float32, torch.bfloat16) and x.is_contiguous() and x.shape[-1] % LANES == 0
 
 
 def pack(weight: Tensor) -> Tensor:

@@ -9,7 +9,7 @@ from typing import Any, Generic, TypeVar
 import torch
 from torch import Tensor, nn
 
-from model_executor.kernels.cpu_kernels import PANEL, Kernels, pack
+from model_executor.kernels.cpu_kernels import PANEL, Kernels, can_gelu, pack
 from model_executor.kernels.linear import Linear, fused_linear, gpu_linear, has_onednn, is_plain, onednn_product
 from model_executor.kernels.low_rank import AddedPanels, AddedProducts, LowRank, Segments, runs
 from model_executor.kernels.ragged import Span
@@ -82,8 +82,8 @@ def group_layers(
     they can no longer run by themselves."""
     plain = [layer for layer in layers if is_plain(layer)]
     if not keep_packed or linear is not fused_linear or len(plain) < len(layers) or not has_onednn(plain[0].weight):
-        return ProductGroup(layers, linear)
-    group = PackedGroup(plain) if kernels is None or not _suits_kernels(plain) else KernelGroup(plain, kernels)
+        return ProductGroup(layers, linear, kernels)
+    group = PackedGroup(plain, kernels) if kernels is None or not _suits_kernels(plain) else KernelGroup(plain, kernels)
     if owns_layers:
         for layer in plain:
             layer.to("meta")
@@ -94,10 +94,11 @@ class ProductGroup(LinearGroup[AddedProducts]):
     """Layers of any kind, on any device, which run one after the other. On a GPU the weights of plain layers are
     concatenated, and the layers' own become views."""
 
-    def __init__(self, layers: Sequence[nn.Module], linear: Linear) -> None:
+    def __init__(self, layers: Sequence[nn.Module], linear: Linear, kernels: Kernels | None = None) -> None:
+        """kernels: to activate rows that have been added to."""
         super().__init__(layers)
         plain = [layer for layer in layers if is_plain(layer)]
-        self._linear, self._layers = linear, layers
+        self._linear, self._layers, self._kernels = linear, layers, kernels
         if linear is gpu_linear and len(plain) == len(layers) > 1:
             self._layers = [_joined(plain)]
 
@@ -128,15 +129,21 @@ class ProductGroup(LinearGroup[AddedProducts]):
         y = self._product(x, gelu=not segments)
         for each in segments:
             self._additions[each.patch].add_(y, x, each.scale_of(rows))
-        return torch.ops.aten.gelu_(y, approximate="tanh") if segments else y
+        return self._gelu_(y) if segments else y
+
+    def _gelu_(self, y: Tensor) -> Tensor:
+        if self._kernels is not None and can_gelu(y):
+            return self._kernels.gelu_(y)
+        activated: Tensor = torch.ops.aten.gelu_(y, approximate="tanh")
+        return activated
 
 
 class PackedGroup(ProductGroup):
     """Plain layers on a CPU, whose weights are concatenated in oneDNN's order. This saves it from rearranging them in
     every call: products of some tens of tokens took 0.5 to 0.9 of the time, with the same bits."""
 
-    def __init__(self, layers: Sequence[nn.Linear]) -> None:
-        super().__init__(layers, fused_linear)
+    def __init__(self, layers: Sequence[nn.Linear], kernels: Kernels | None = None) -> None:
+        super().__init__(layers, fused_linear, kernels)
         weight, self._bias = _concatenated(layers)
         self._weight: Tensor = torch.ops.mkldnn._reorder_linear_weight(weight, USUAL_ROWS)
 

@@ -113,6 +113,13 @@ async def test_what_is_no_adapter_is_refused_in_json_and_forms(
         assert words in assert_refused(await post_edit(client, lora=json.dumps(lora)), 400, code, "lora")
 
 
+@pytest.mark.parametrize("name", ["lora[]", "lora[name]", "lora[0][name]"])
+async def test_a_form_that_spreads_it_over_fields(client: httpx.AsyncClient, name: str) -> None:
+    """As the openai client does with objects and arrays in `extra_body`."""
+    message = assert_refused(await post_edit(client, **{name: "hat"}), 400, "invalid_value", "lora")
+    assert "one text, a name or JSON" in message
+
+
 async def test_a_form_with_half_a_list_or_too_long_a_one(client: httpx.AsyncClient) -> None:
     assert "truncated" in assert_refused(await post_edit(client, lora='["hat"'), 400, "invalid_value", "lora")
     long = json.dumps([" " * 70_000])

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from model_executor.kernels import cpu_kernels as module
 from model_executor.kernels.attention import normalise_and_rotate_
-from model_executor.kernels.cpu_kernels import Kernels, best_kernels, can_attend, pack
+from model_executor.kernels.cpu_kernels import Kernels, best_kernels, can_attend, can_gelu, pack
 from model_executor.kernels.linear import fused_linear
 from model_executor.kernels.operators import Operators
 from model_executor.models.base import PrimeRow, Row
@@ -53,6 +53,17 @@ def test_gelu_far_from_zero(kernels: Kernels) -> None:
     x = torch.tensor([[-1e4], [-90.0], [-6.0], [-0.0], [6.0], [90.0], [1e4]])
     out = kernels.linear(x, pack(torch.ones(64, 1)), torch.zeros(64), gelu=True)
     torch.testing.assert_close(out, F.gelu(x, approximate="tanh").expand(-1, 64), rtol=1e-6, atol=1e-7)
+
+
+@pytest.mark.parametrize(("dtype", "tolerance"), [(torch.float32, 1e-6), (torch.bfloat16, 2**-8)])
+def test_gelu_in_place(kernels: Kernels, dtype: torch.dtype, tolerance: float) -> None:
+    x = torch.cat([torch.linspace(-12, 12, 4000), torch.tensor([-90.0, 90.0, -0.0, 0.0] * 4)]).to(dtype).view(-1, 16)
+    assert can_gelu(x)
+    exact = F.gelu(x.double(), approximate="tanh")
+    assert kernels.gelu_(x) is x
+    torch.testing.assert_close(x.double(), exact, rtol=tolerance, atol=1e-6)
+    assert not can_gelu(x[:, :8])
+    assert not can_gelu(x.half())
 
 
 @pytest.mark.parametrize("head_dim", [64, 128])
