@@ -90,6 +90,7 @@ class SchedulerConfig(msgspec.Struct, frozen=True, kw_only=True):
     max_num_seqs: int = 8  # requests in a step: the number of slots, 1..4096
     max_num_batched_tokens: int = 65536  # active image tokens plus text tokens in a step's batch
     max_stage_ms: float = 20.0  # predicted encoding and decoding that may delay a step; a single item always may
+    max_retries: int = 2  # restarts of an image after the death of the engine or worker that ran it
     max_plans_in_flight: int = 2  # per worker, the running one included; above 1 hides round trips behind computing
     # Another plan is sent to a busy worker only if its work is predicted to take less: an extra wait of new requests.
     max_ahead_ms: float = 10.0
@@ -209,7 +210,6 @@ class StencilConfig(msgspec.Struct, frozen=True, kw_only=True):
 
     engine: EngineConfig = EngineConfig()
     router_policy: RouterPolicy = "mask-aware"  # how edits are spread over engines
-    max_retries: int = 2  # restarts of an image after the death of the engine that had it
     image: ImageConfig = ImageConfig()
     max_queue: int = 256  # images waiting or running, beyond which new ones are refused
     slo_seconds: float = 0.0  # latency objective of edits; 0 = none

@@ -131,6 +131,20 @@ class EntryTable:
             self._tally.evictions[tier.name] += 1
             self._remove_from(tier, self.entries[key])
 
+    def lose_device(self, rank: int) -> None:
+        """Note that the pages on a rank's device are gone, none of which is being copied: entries lose their place
+        there, or are EMPTY if they are pinned.
+        """
+        device = self.devices.get(rank)
+        for key in list(device or ()):
+            entry = self.entries[key]
+            if not entry.pins:
+                entry.compute.remove(key)
+                self._remove_from(entry.compute, entry)
+            elif entry.state is EntryState.READY:
+                entry.state = EntryState.EMPTY
+                self.templates.note_moved(key)
+
     def release_unused(self, entry: Entry) -> None:
         """Make an entry evictable on the tiers where it is unused, or remove it from them if it is not kept."""
         if entry.copy is not None:

@@ -100,6 +100,7 @@ class StepPlan(Message, frozen=True):
     # The activation cache.
     forget: tuple[PageForget, ...] = ()
     delete: tuple[str, ...] = ()  # files to delete: keys of entries, or of templates (without "-") for all of theirs
+    file_rank: int = 0  # the rank that deletes them, which all ranks share
     copies: tuple[PageCopy, ...] = ()  # started, not awaited
     # Requests.
     batches: tuple[Batch, ...] = ()

@@ -34,7 +34,7 @@ class MaskAwareMachine(RuleBasedStateMachine):
         self.engine = Engine(cache=cache, model=SEEING, device_bytes=self.device_bytes, max_num_seqs=4, **AHEAD)
         num_ranks = len(self.device_bytes)
         if self.seed is not None:
-            self.engine.scheduler._policy = AnyCacheRanks(Random(self.seed), num_ranks)
+            self.engine.scheduler._policy = AnyCacheRanks(Random(self.seed))
         self.ranks = st.integers(0, num_ranks - 1)
         self.added: list[str] = []
 

@@ -65,7 +65,7 @@ class AnyOrder(RuleBasedStateMachine):
             has_disk=self.has_disk,
             page_arena_id=ARENA,
             keep_all=self.keep_all,
-            has_ranks=self.num_ranks > 1,
+            num_ranks=self.num_ranks,
         )
         # With several ranks the first entry of a template is read by all of them.
         self.wants = {
