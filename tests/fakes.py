@@ -272,12 +272,10 @@ class FakeWorkers:
         self.num_plans_before[rank] = self.num_plans
         begun = self.num_run[rank] is not None
         waiting = list(self.queues[rank])[1 if begun else 0 :]
-        unsent = [
-            *self.to_deliver[rank],
-            *(each for plan in waiting for each in plan.deliveries if each.source == rank),
-        ]
-        for each in unsent:
-            self.delivered[each.target].append((each.key, None))
+        unsent = [each for plan in waiting for each in plan.deliveries if self._is_sent_by(rank, each, plan)]
+        for each in [*self.to_deliver[rank], *unsent]:
+            if each.target not in self.dead:
+                self.delivered[each.target].append((each.key, None))
         self.queues[rank].clear()
         self.num_run[rank], self.results[rank], self.to_deliver[rank] = None, [], []
         self.stored[rank], self.delivered[rank] = {}, []
@@ -328,12 +326,16 @@ class FakeWorkers:
         mine = [batch for batch in plan.batches if rank in batch.ranks]
         to_come = {run for batch in mine for run in _runs(batch)}
         for each in plan.deliveries:
-            if each.source != rank or plan.seq < self.num_plans_before.get(each.target, 0):
+            if not self._is_sent_by(rank, each, plan):
                 continue
             if _run_of(each) in to_come:
                 self.to_deliver[rank].append(each)
             else:
                 self._deliver(each)
+
+    def _is_sent_by(self, rank: int, each: Delivery, plan: StepPlan) -> bool:
+        """Whether a rank delivers this to one that has not died since the plan was made."""
+        return each.source == rank and plan.seq >= self.num_plans_before.get(each.target, 0)
 
     def _deliver(self, each: Delivery) -> None:
         """Send what another rank waits for, or that it was not made."""
@@ -440,7 +442,8 @@ class FakeWorkers:
         """Read and write the cache as a worker would; returns the noise levels of an image encoding."""
         match item.work:
             case ImageEncode() as work:
-                self.steps.pop(item.request_id, None)
+                if not self.num_deaths:  # else the steps may go on from where they were
+                    self.steps.pop(item.request_id, None)
                 steps = work.num_inference_steps
                 return tuple(1 - i / steps for i in range(steps - work.num_denoising_steps, steps + 1))
             case TemplateEncode() as work:

@@ -55,9 +55,9 @@ def _place(request: Request, key: TensorKey, ranks: Ranks, values: ValueTable, f
 
 
 def _is_at_home(request: Request, ranks: Ranks) -> bool:
-    """Whether the request has never been on other ranks than this one, which has lost nothing of it."""
+    """Whether all values of the request are on this one rank."""
     been = request.ranks
-    return len(ranks) == 1 and (not been or (len(been) == 1 and ranks[0] in been)) and not request.progress.was_rewound
+    return len(ranks) == 1 and not request.has_lost_rank and (not been or (len(been) == 1 and ranks[0] in been))
 
 
 def _is_made(request: Request, key: TensorKey) -> bool:

@@ -51,6 +51,8 @@ class Recovery:
     def lose(self, rank: int, failure: Failure) -> Loss:
         """Note that a rank is gone with all that it had. failure: why."""
         lost = self.out.lose(rank)
+        for request in self.requests:
+            request.lose_rank(rank)
         of_batches = [*self._land(lost), *self._of_values(rank), *self._of_deliveries(rank)]
         names = [*of_batches, *self.cache.lose_rank(rank), *self._suspects(lost.running)]
         loss = Loss({name: self.requests[name] for name in names})

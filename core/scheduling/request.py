@@ -84,6 +84,7 @@ class Request:
     fixed_inputs: dict[tuple[str, tuple[int, ...]], tuple[TensorRef, ...]] = field(default_factory=dict)
     # (canvas, whether a step is mask-aware) -> sizes
     known_sizes: dict[tuple[str, bool], NodeSizes] = field(default_factory=dict)
+    has_lost_rank: bool = False  # one of these has died: values may be in shared memory alone
     num_moving: int = 0  # its values that a worker is writing to shared memory
     num_deaths: int = field(init=False)  # of processes that died while they ran it
     is_set_back: bool = False  # a rank died that it needs: what is in flight does not count, then it goes on
@@ -125,6 +126,13 @@ class Request:
     def note_answer(self, node: Node) -> None:
         """Note that the oldest run in flight of a node has been answered. To be called before progress is changed."""
         self.sent_to.pop((node.name, self.progress.done[node.name] + 1 if node.region else 0), None)
+
+    def lose_rank(self, rank: int) -> None:
+        """Note that a rank is gone with all that it had."""
+        if rank in self.ranks:
+            self.has_lost_rank = True
+            self.fixed_inputs.clear()
+            self.sent_to = {run: tuple(r for r in ranks if r != rank) for run, ranks in self.sent_to.items()}
 
     @property
     def runs_alone(self) -> bool:

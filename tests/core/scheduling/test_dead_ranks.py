@@ -144,7 +144,7 @@ def check_outputs(site: Site, requests: Sequence[EngineRequest], served: Sequenc
             assert len(shown) == min(len(request.spec.pixels) - 1, request.rounds[-1] - 1) * sides
 
 
-@settings(deadline=None)
+@settings(deadline=None, max_examples=int(__import__("os").environ.get("N", "100")))
 @given(
     st.lists(workflows(), min_size=1, max_size=3),
     st.data(),
