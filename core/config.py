@@ -90,10 +90,10 @@ class SchedulerConfig(msgspec.Struct, frozen=True, kw_only=True):
     max_num_seqs: int = 8  # requests in a step: the number of slots, 1..4096
     max_num_batched_tokens: int = 65536  # active image tokens plus text tokens in a step's batch
     max_stage_ms: float = 20.0  # predicted encoding and decoding that may delay a step; a single item always may
-    max_retries: int = 2  # restarts of an image after the death of the engine or worker that ran it
     max_plans_in_flight: int = 2  # per worker, the running one included; above 1 hides round trips behind computing
     # Another plan is sent to a busy worker only if its work is predicted to take less: an extra wait of new requests.
     max_ahead_ms: float = 10.0
+    max_retries: int = 2  # how often an image is run again after the engine or worker that ran it has died
 
     def __post_init__(self) -> None:
         conform(self)
@@ -101,6 +101,7 @@ class SchedulerConfig(msgspec.Struct, frozen=True, kw_only=True):
         check_integer("max_num_batched_tokens", self.max_num_batched_tokens, 1, 2**31)
         check_decimal("max_stage_ms", self.max_stage_ms, 0, 60000)
         check_integer("max_plans_in_flight", self.max_plans_in_flight, 1, 64)
+        check_integer("max_retries", self.max_retries, 0, 100)
         check_decimal("max_ahead_ms", self.max_ahead_ms, 0)
 
 

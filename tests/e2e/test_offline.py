@@ -21,7 +21,7 @@ from diffusers import FluxFillPipeline
 from engines import serving_engine
 from PIL import Image
 
-from core.config import EngineConfig, ModelConfig, StencilConfig
+from core.config import EngineConfig, ModelConfig, SchedulerConfig, StencilConfig
 from core.errors import ConfigError, EngineError, InvalidImageError, InvalidRequestError
 from core.sampling_params import SamplingParams
 from engine.client.async_engine import AsyncEngine
@@ -294,8 +294,9 @@ in_module = pytest.mark.asyncio(loop_scope="module")
 @asynccontextmanager
 async def start(tiny_checkpoint: Path, workers: int, max_retries: int = 2) -> AsyncIterator[AsyncEngine]:
     model = ModelConfig(model=str(tiny_checkpoint), threads=1)
-    config = EngineConfig(models=(model,), workers_per_engine=workers)
-    async with serving_engine(StencilConfig(engine=config, max_retries=max_retries)) as engine:
+    scheduler = SchedulerConfig(max_retries=max_retries)
+    config = EngineConfig(models=(model,), workers_per_engine=workers, scheduler=scheduler)
+    async with serving_engine(StencilConfig(engine=config)) as engine:
         yield engine
 
 

@@ -5,18 +5,17 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from random import Random
 
-import msgspec
 import pytest
 from any_ranks import AnyRanks, answer_of, in_workflow, toy_op
-from fakes import MODEL, FakeWorkers, make_edit
+from fakes import MODEL, FakeWorkers
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from workflows import ACCEPTANCE, workflows
+from workflows import workflows
 
 from core.config import SchedulerConfig
 from core.failure import Failure
-from core.graph.workflow import HIRES, INPAINT, Workflow
-from core.messages.engine import EngineRequest, Failed, Finished, PartialImage
+from core.graph.workflow import INPAINT, Workflow
+from core.messages.engine import EngineRequest, Finished, PartialImage
 from core.messages.worker import BatchResult
 from core.scheduling.outputs import Output
 from core.scheduling.policies.policy import SchedulingPolicy
