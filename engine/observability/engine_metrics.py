@@ -85,7 +85,7 @@ class EngineMetrics:
     def _make_engine_collectors(self, registry: MetricRegistry) -> None:
         self._alive = registry.gauge("engine_alive", "1 while an engine serves, 0 while it does not.", "engine")
         self._rank_restarts = registry.counter(
-            "rank_restarts", "Workers that died and were started anew while their engine lived on.", "engine", "rank"
+            "rank_restarts", "Workers that died and were started anew while their engine lived on.", "engine"
         )
         self._restarts = registry.counter("engine_restarts", "Starts of an engine after its death.", "engine")
         self._running = registry.gauge("engine_requests_running", "Images that an engine has begun.", "engine")
@@ -125,7 +125,7 @@ class EngineMetrics:
     def expect(self, num_engines: int) -> None:
         """Create the series of engines 0..num_engines - 1, before any report."""
         for engine in range(num_engines):
-            for collector in (self._alive, self._restarts, *self._load_gauges()):
+            for collector in (self._alive, self._restarts, self._rank_restarts, *self._load_gauges()):
                 collector.labels(str(engine))
             for stage in _OP_NAMES:
                 self._busy_seconds.labels(str(engine), stage)
@@ -162,9 +162,8 @@ class EngineMetrics:
             self._busy_seconds.labels(str(engine), stage).inc(seconds - last.busy_seconds.get(stage, 0.0))
         for field, total in self._totals.items():
             total.inc(getattr(stats, field) - getattr(last, field))
-        for rank, of_rank in enumerate(stats.ranks):
-            before = last.ranks[rank].deaths if last.ranks else 0
-            self._rank_restarts.labels(str(engine), str(rank)).inc(of_rank.deaths - before)
+        deaths, before = (sum(rank.deaths for rank in each.ranks) for each in (stats, last))
+        self._rank_restarts.labels(str(engine)).inc(deaths - before)
         self._observe_steps(stats.recent_steps)
         self._watch_r_squared(stats.r_squared)
         self._observe_cache(stats.cache or _NO_CACHE, last.cache or _NO_CACHE)

@@ -7,6 +7,7 @@ import asyncio
 import pytest
 from fakes import MODEL, FakeWorkers, make_edit
 
+from core import restarts
 from core.config import SchedulerConfig
 from core.errors import EngineDeadError
 from core.failure import NEVER_BEGUN, Failure
@@ -22,7 +23,7 @@ from core.messages.engine import (
     FromEngine,
     ToEngine,
 )
-from core.messages.worker import StepPlan, WorkerFailed
+from core.messages.worker import FromWorker, StepPlan, WorkerFailed, WorkerReady
 from core.scheduling.scheduler import StepScheduler
 from engine.engine_core import engine_core
 from engine.engine_core.engine_core import EngineCore, RefusedRequest
@@ -35,6 +36,7 @@ class Loopback:
         self.core: EngineCore | None = None
         self.workers = FakeWorkers()
         self.killed: list[int] = []
+        self.restarted: list[tuple[int, float]] = []  # (rank, seconds to wait before)
         self.is_hung = False
 
     def submit(self, plan: StepPlan) -> None:
@@ -43,6 +45,21 @@ class Loopback:
 
     def kill(self, rank: int) -> None:
         self.killed.append(rank)
+
+    def restart(self, rank: int, wait_seconds: float) -> None:
+        self.restarted.append((rank, wait_seconds))
+
+    def die(self, rank: int = 0) -> None:
+        self.workers.lose(rank)
+        self.tell(WorkerFailed(rank=rank, failure=Failure("engine_dead", f"worker {rank} died")))
+
+    def join(self, rank: int = 0) -> None:
+        self.workers.join(rank)
+        self.tell(WorkerReady(rank=rank, models=(MODEL,)))
+
+    def tell(self, message: FromWorker) -> None:
+        assert self.core is not None
+        self.core.mailbox.put_nowait(message)
 
     def _run(self) -> None:
         if self.is_hung:
@@ -172,12 +189,57 @@ async def test_changes_are_reported_at_once_and_everything_else_within_a_second(
     await asyncio.wait_for(running, 5)
 
 
-async def test_a_dead_worker_reaches_every_request(core: EngineCore, said: list[FromEngine]) -> None:
-    for name in "ab":
-        core.mailbox.put_nowait(make_edit(name, steps=200))
+async def serve(core: EngineCore) -> asyncio.Task[None]:
     running = asyncio.create_task(core.run())
     await asyncio.sleep(0.01)
-    core.mailbox.put_nowait(WorkerFailed(rank=0, failure=Failure("engine_dead", "worker 0 died")))
+    return running
+
+
+async def test_a_dead_worker_is_restarted_while_its_requests_wait(core: EngineCore, said: list[FromEngine]) -> None:
+    loopback = core._executor
+    assert isinstance(loopback, Loopback)
+    for name in "ab":
+        core.mailbox.put_nowait(make_edit(name, steps=200))
+    running = await serve(core)
+    loopback.die()
+    await asyncio.sleep(0.01)
+    assert loopback.restarted == [(0, 0.0)]
+    core.mailbox.put_nowait(make_edit("c"))
+    await asyncio.sleep(0.01)
+    report = said[-1]
+    assert isinstance(report, EngineOutputs)
+    assert (report.load.num_ranks, report.load.num_running, report.load.num_waiting) == (0, 2, 1)
+    assert outputs(said) == []
+    loopback.join()
+    core.mailbox.put_nowait(Drain())
+    await asyncio.wait_for(running, 5)
+    assert [type(output) for output in outputs(said)] == [Finished] * 3
+    last = said[-1]
+    assert isinstance(last, EngineOutputs)
+    assert last.load.num_ranks == 1
+    assert last.stats is not None
+    assert (last.stats.ranks[0].deaths, last.stats.ranks[0].is_up) == (1, True)
+    assert last.stats.steps_repeated > 0
+
+
+async def test_a_worker_that_keeps_dying_ends_the_engine(core: EngineCore, said: list[FromEngine]) -> None:
+    """Also while it starts. It waits longer each time; in the end every request is answered."""
+    loopback = core._executor
+    assert isinstance(loopback, Loopback)
+    for name in "ab":
+        core.mailbox.put_nowait(make_edit(name, steps=200))
+    running = await serve(core)
+    loopback.die()
+    await asyncio.sleep(0.01)
+    loopback.tell(WorkerFailed(rank=0, failure=Failure("config", "no such file")))
+    await asyncio.sleep(0.01)
+    for _ in range(2):
+        loopback.join()
+        await asyncio.sleep(0.01)
+        loopback.die()
+        await asyncio.sleep(0.01)
+    assert [seconds for _, seconds in loopback.restarted] == [0.0, 1.0, 2.0, 4.0]
+    loopback.tell(WorkerFailed(rank=0, failure=Failure("engine_dead", "worker 0 died")))
     with pytest.raises(EngineDeadError, match="worker 0 died"):
         await asyncio.wait_for(running, 5)
     assert {output.request_id for output in outputs(said) if isinstance(output, Failed)} == {"a", "b"}
@@ -185,6 +247,33 @@ async def test_a_dead_worker_reaches_every_request(core: EngineCore, said: list[
     assert isinstance(last, EngineFailed)
     assert isinstance(reports[-1], EngineOutputs)
     assert reports[-1].load.num_running == 2, "it does not say that it is idle, to be sent more"
+
+
+async def test_a_worker_that_has_served_a_while_may_die_any_number_of_times(
+    core: EngineCore, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(engine_core, "PROVEN_SECONDS", 0.0)
+    loopback = core._executor
+    assert isinstance(loopback, Loopback)
+    running = await serve(core)
+    for _ in range(10):
+        loopback.die()
+        await asyncio.sleep(0)
+        loopback.join()
+        await asyncio.sleep(0)
+    core.mailbox.put_nowait(Drain())
+    await asyncio.wait_for(running, 5)
+    assert loopback.restarted == [(0, 0.0)] * 10
+
+
+async def test_a_worker_that_serves_something_else_after_its_restart_ends_the_engine(core: EngineCore) -> None:
+    loopback = core._executor
+    assert isinstance(loopback, Loopback)
+    running = await serve(core)
+    loopback.die()
+    loopback.tell(WorkerReady(rank=0, models=()))
+    with pytest.raises(EngineDeadError, match="no longer serves its models"):
+        await asyncio.wait_for(running, 5)
 
 
 async def test_only_the_worker_that_does_not_answer_is_killed(said: list[FromEngine]) -> None:
@@ -209,7 +298,9 @@ async def test_only_the_worker_that_does_not_answer_is_killed(said: list[FromEng
     running.cancel()
 
 
-async def test_requests_that_no_worker_had_begun_are_marked_so(said: list[FromEngine]) -> None:
+async def test_requests_that_no_worker_had_begun_are_marked_so(
+    said: list[FromEngine], monkeypatch: pytest.MonkeyPatch
+) -> None:
     loopback = Loopback()
     core = loopback.core = EngineCore(
         StepScheduler(SchedulerConfig(max_num_seqs=1), {"m": MODEL}), loopback, said.append
@@ -218,9 +309,8 @@ async def test_requests_that_no_worker_had_begun_are_marked_so(said: list[FromEn
         core.mailbox.put_nowait(make_edit(name, steps=200))
     running = asyncio.create_task(core.run())
     await asyncio.sleep(0.01)
-    core.mailbox.put_nowait(
-        WorkerFailed(rank=0, failure=Failure("engine", "RuntimeError: broken", detail="a traceback"))
-    )
+    monkeypatch.setattr(restarts, "MAX_RESTARTS", 0)
+    loopback.tell(WorkerFailed(rank=0, failure=Failure("engine", "RuntimeError: broken", detail="a traceback")))
     with pytest.raises(EngineDeadError):
         await asyncio.wait_for(running, 5)
     failures = {output.request_id: output.failure for output in outputs(said) if isinstance(output, Failed)}
