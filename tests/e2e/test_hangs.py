@@ -73,7 +73,7 @@ async def test_hanging_during_a_restart_counts_as_one_more_death(
     expected = await run_each(engine, BRIEF)
     tasks = await begin(engine, BRIEF)
     (tmp_path / "stuck").touch()
-    processes("worker")[0].kill()
+    processes("engine")[0].kill()
     await until(lambda: count(engine, "engine_restarts") == 1)
     await until_restarted(engine, 2)
     replica._start_seconds = 3.0  # of the next start, which is stopped as soon as it has begun

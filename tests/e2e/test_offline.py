@@ -428,6 +428,9 @@ async def test_a_socket_that_cannot_be_made_is_a_config_error(
 async def test_a_killed_worker_fails_the_edit_where_no_retries_are_allowed(one_worker: AsyncEngine) -> None:
     edit = to_input(make_edit(128, 128), SamplingParams(num_inference_steps=200, seed=3))
     async with one_worker.edit("a", edit) as outputs:
+        async with asyncio.timeout(60):
+            while not one_worker.num_requests_running:
+                await asyncio.sleep(0.01)
         engines = [child for child in psutil.Process().children() if "stencil-engine-0" in child.cmdline()]
         newest = max(engines, key=psutil.Process.create_time)  # the module's other one is older
         next(child for child in newest.children() if "stencil-worker-0" in child.cmdline()).kill()
