@@ -19,8 +19,8 @@ Quantization = Literal["none", "torchao-int8", "bitsandbytes-8bit", "bitsandbyte
 """How a transformer's weights are quantised while they are loaded: package and format."""
 
 KernelChoice = Literal["auto", "torch", "compile"]
-"""Kernels of denoisers. auto: the fastest for the device; torch: PyTorch's operators only; compile: as auto, with a
-UNet's layers compiled by `torch.compile`, which takes minutes at the first start."""
+"""Kernels of denoisers and VAEs. auto: the fastest for the device; torch: PyTorch's operators only; compile: as auto,
+with a UNet's layers compiled by `torch.compile`, which takes minutes at the first start."""
 
 EMBEDDED_MODEL = str(Path(__file__).resolve().parent.parent / "model_executor" / "embedded")
 
@@ -214,7 +214,7 @@ class StencilConfig(msgspec.Struct, frozen=True, kw_only=True):
     image: ImageConfig = ImageConfig()
     max_queue: int = 256  # images waiting or running, beyond which new ones are refused
     slo_seconds: float = 0.0  # latency objective of edits; 0 = none
-    step_schedule: StepScheduleName = "full"  # of requests that name none, of models that have a calibrated one
+    step_schedule: StepScheduleName = "full"  # of mask-aware requests that name none, of models with one
     arena_bytes: int = 8 * 1024**3  # address space of the shared arena; memory is taken only while in use
     template_bytes: int = 256 * 1024**2  # encoded uploads kept for registered templates
 

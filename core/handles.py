@@ -37,10 +37,17 @@ class ArrayRef(msgspec.Struct, frozen=True):
 
 
 class ModelKey(msgspec.Struct, frozen=True):
-    """One loadable component of a served model, such as ("stencil-dressing-room", "transformer")."""
+    """A component of a model, the unit that workers load. Served models with equal keys share it."""
 
-    model: str
-    component: str
+    content: str  # hex digest of its weights, its configuration, and the form in which it is loaded
+    component: str  # its kind, which ops name: text_encoder, transformer (a UNet, too), vae
+
+
+class LoadedComponent(msgspec.Struct, frozen=True):
+    """A component that a worker has loaded."""
+
+    key: ModelKey
+    nbytes: int  # of its weights
 
 
 class TensorKey(msgspec.Struct, frozen=True, omit_defaults=True):

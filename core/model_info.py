@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import msgspec
 
+from core.handles import ModelKey
 from core.page_scheme import PageScheme
 from core.sampling_params import SamplingParams
 from core.step_schedule import StepSchedule
@@ -29,6 +30,7 @@ class ModelInfo(msgspec.Struct, frozen=True, kw_only=True):
     parent: str = ""  # set by the worker for an adapter: the model that it adapts; "" for a model itself
     device: str  # type of device; identical devices are not distinguished
     dtype: str  # of computing
+    components: tuple[ModelKey, ...] = ()  # set by the worker: what it consists of; an adapter: as its model
     # Image size.
     native_size: int  # px; the area of a square with this side caps the generation size
     token_size: int  # px of a token's side
@@ -56,6 +58,10 @@ class ModelInfo(msgspec.Struct, frozen=True, kw_only=True):
     # Caching.
     page_scheme: PageScheme | None = None  # set by the worker: how templates are cached; None: never mask-aware
     block_runs: tuple[BlockRun, ...] = ()  # of families that cache the outputs of blocks: the cost of each block
+
+    def keys_of(self, component: str) -> tuple[ModelKey, ...]:
+        """Its components of one kind, all of which an op of this kind needs."""
+        return tuple(key for key in self.components if key.component == component)
 
     def num_steps(self, sampling: SamplingParams) -> int:
         """Computed steps of a run, with hires_scale of its first pass. sampling: resolved as to steps."""

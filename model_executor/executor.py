@@ -18,7 +18,7 @@ import msgspec
 from core.config import CacheConfig, EngineConfig
 from core.errors import EngineDeadError, MessageError
 from core.failure import Failure
-from core.handles import ModelKey
+from core.handles import LoadedComponent
 from core.ipc.logs import of_request
 from core.ipc.peer_sockets import Inboxes
 from core.ipc.process import ChildProcess, spawn
@@ -67,7 +67,7 @@ class Executor:
         # Measured by the workers; set by `ready`.
         self.cost_samples: tuple[CostSample, ...] = ()
         self.device_page_bytes = [0] * config.workers_per_engine  # by rank
-        self.components: dict[int, tuple[ModelKey, ...]] = {}  # rank -> what it has loaded
+        self.components: dict[int, tuple[LoadedComponent, ...]] = {}  # rank -> what it has loaded
         self._config = config
         self._arenas = pictures, pages, values
         self._workers: list[_Worker] = []

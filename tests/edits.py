@@ -9,7 +9,7 @@ import numpy as np
 import numpy.typing as npt
 
 from core.graph.op import OpWork
-from core.handles import ArrayRef, ModelKey, TensorKey, TensorRef
+from core.handles import ArrayRef, TensorKey, TensorRef
 from core.ipc.shared_array import Arena, ArenaAllocator, carve
 from core.messages.worker import Batch, Free, Item, StepPlan
 from core.sampling_params import SamplingParams
@@ -110,28 +110,29 @@ class Edit:
             num_inference_steps=self.steps,
             num_denoising_steps=self.num_denoising_steps,
             computed_steps=tuple(range(self.num_denoising_steps)),
+            is_exact=True,
         )
         return _plan(
-            self._batch("text_encode", "text_encoder", [self._item("text_encode", text)]),
-            self._batch("image_encode", "vae", [self._item("image_encode", image, () if start is None else (start,))]),
+            self._batch("text_encode", [self._item("text_encode", text)]),
+            self._batch("image_encode", [self._item("image_encode", image, () if start is None else (start,))]),
         )
 
     def denoise_plan(self, step: int, *, keep_clean: bool = False) -> StepPlan:
-        return _plan(self._batch("denoise", "transformer", [self._denoise_item(step, keep_clean)]))
+        return _plan(self._batch("denoise", [self._denoise_item(step, keep_clean)]))
 
     def decode_plan(self, rank: int = 0, latents: TensorRef | None = None) -> StepPlan:
         """A plan that decodes; what it frees is to be freed after it. latents: where they are, if not on `rank`."""
         work = Decode(width=self.size[0], height=self.size[1], pixels=self.pixels)
         last = latents or TensorRef(self.state_key("latents", self.num_steps), 0)
         item = Item(self.request_id, "decode", work, (last,))
-        batch = self._batch("decode", "vae", [item], rank)
+        batch = self._batch("decode", [item], rank)
         free = Free(TensorKey(self.request_id, "", ""), tuple({0, rank}))
         return StepPlan(seq=next(_numbers), batches=(batch,), free=(free,))
 
     @staticmethod
     def denoise_batch(edits: Sequence[Edit], steps: Mapping[Edit, int]) -> Batch:
         """One step of all edits together, each at its own step number. All must have one model."""
-        return edits[0]._batch("denoise", "transformer", [edit._denoise_item(steps[edit], False) for edit in edits])
+        return edits[0]._batch("denoise", [edit._denoise_item(steps[edit], False) for edit in edits])
 
     def _denoise_item(self, step: int, keep_clean: bool) -> Item:
         work = Denoise(
@@ -155,14 +156,14 @@ class Edit:
         )
         return Item(self.request_id, "denoise", work, inputs, step + 1)
 
-    def _batch(self, stage: str, component: str, items: Sequence[Item], rank: int = 0) -> Batch:
-        return Batch(next(_numbers), stage, ModelKey(self.model, component), (rank,), tuple(items))
+    def _batch(self, stage: str, items: Sequence[Item], rank: int = 0) -> Batch:
+        return Batch(next(_numbers), stage, self.model, (rank,), tuple(items))
 
     def upscale_plan(self, first: Edit) -> StepPlan:
         """Enlarge the last latents of `first` to this edit's size, as the output `latents` of the node upscale."""
         work = Upscale(width=first.size[0], height=first.size[1], to_width=self.size[0], to_height=self.size[1])
         latents = TensorRef(first.state_key("latents", first.num_steps), 0)
-        return _plan(self._batch("upscale", "vae", [self._item("upscale", work, (latents,))]))
+        return _plan(self._batch("upscale", [self._item("upscale", work, (latents,))]))
 
     def _item(self, node: str, work: OpWork, inputs: tuple[TensorRef, ...] = ()) -> Item:
         return Item(self.request_id, node, work, inputs)

@@ -7,7 +7,6 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from core.costs.load_report import Begun, CopyLine, CostLine, EngineCosts, LoadReport, Queued, RequestLoad, Residency
-from core.handles import ModelKey
 from core.routing.request_shape import RequestShape
 
 PER_KILOTOKEN = 0.1 / 4.608
@@ -18,11 +17,10 @@ def make_costs(factor: float = 1.0, other: float = 0.0) -> EngineCosts:
     """The costs of an engine that is this many times slower than the reference. other: seconds of each encode and
     decode.
     """
-    key = ModelKey("m", "transformer")
     steps = tuple(factor * seconds for seconds in (BASE, 0.0, PER_KILOTOKEN, 0.0, 0.0, 0.0))
     alone = (other, 0.0, 0.0, 0.0, 0.0, 0.0)
-    lines = [CostLine(key, stage, steps) for stage in ("denoise", "prime")]
-    lines += [CostLine(key, stage, alone) for stage in ("text_encode", "image_encode", "decode")]
+    lines = [CostLine("m", stage, steps) for stage in ("denoise", "prime")]
+    lines += [CostLine("m", stage, alone) for stage in ("text_encode", "image_encode", "decode")]
     return EngineCosts(tuple(lines), (CopyLine("host", (0.0, factor * 2e-5)),))
 
 

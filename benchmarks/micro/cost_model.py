@@ -22,7 +22,6 @@ from core.config import EMBEDDED_MODEL, ModelConfig
 from core.costs.cost_model import CostKey, CostModel
 from core.graph.op import OPS, Op
 from core.graph.work import Work
-from core.handles import ModelKey
 from core.messages.worker import CostSample
 from core.model_info import ModelInfo
 from core.scheduling.ops.denoise import DENOISE
@@ -128,7 +127,7 @@ def _fitted(samples: Sequence[CostSample], training: Sequence[Timing]) -> CostMo
 
 
 def _key(op: Op) -> CostKey:
-    return CostKey(ModelKey("model", op.component), op.cost_name, "cpu", 1)
+    return CostKey("model", (), op.cost_name, "cpu", 1)
 
 
 def _report(args: argparse.Namespace, accuracies: dict[str, Accuracy], num_samples: int, probe_seconds: float) -> None:

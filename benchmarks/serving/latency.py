@@ -1,8 +1,8 @@
 """Latency of a lone edit by mask ratio, through HTTP: exact, warm and cold, and where the time goes.
 
-A cold edit is the first of its picture, so pages are primed first. An exact one computes every token. A warm edit of
-the same picture finds its pages. The three alternate, with a pause in which an idle server primes its last result. The
-server is started with the flags given here, or is a running one (`--base-url`).
+A cold edit is the first of its picture, so pages are primed first. An exact one computes every token of all steps. A
+warm edit of the same picture finds its pages. The three alternate, with a pause in which an idle server primes its last
+result. The server is started with the flags given here, or is a running one (`--base-url`).
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ import statistics
 from collections.abc import Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, get_args
 
 import httpx
 
@@ -25,6 +25,7 @@ from benchmarks.load.server import ready_server
 from benchmarks.load.workload import prompt
 from benchmarks.report import print_report
 from core.config import EMBEDDED_MODEL
+from core.step_schedule import StepScheduleName
 
 KINDS = {"cold": "miss", "exact": "off", "warm": "hit"}  # kind of edit -> what its answer says of the cache
 TOKEN = 16  # pixels per token side of FLUX
@@ -64,8 +65,10 @@ class Measured:
 class Client:
     """Sends one edit at a time, of square pictures of one size."""
 
-    def __init__(self, url: str, http: httpx.AsyncClient, side: int) -> None:
-        self._target, self._exact = Target(url), Target(url, extra={"mask_aware": False})
+    def __init__(self, url: str, http: httpx.AsyncClient, side: int, step_schedule: str) -> None:
+        """step_schedule: of cold and warm edits."""
+        self._target = Target(url, extra={"step_schedule": step_schedule})
+        self._exact = Target(url, extra={"mask_aware": False})
         self._http = http
         self._side = side
         self._num_sent = 0
@@ -115,6 +118,9 @@ def main(argv: Sequence[str] | None = None) -> None:
     parser.add_argument("--size", type=int, default=256, help="pixels of the pictures' sides")
     parser.add_argument("--mask-ratio", type=float, nargs="+", default=[0.1], help="active tokens over image tokens")
     parser.add_argument("--steps", type=int, nargs="+", default=[8, 28], help="denoising steps")
+    parser.add_argument(
+        "--step-schedule", default="full", choices=get_args(StepScheduleName), help="of cold and warm edits"
+    )
     args = parser.parse_args(argv)
     with ExitStack() as stack:
         url = args.base_url or stack.enter_context(ready_server(model_flags(args))).url
@@ -124,7 +130,7 @@ def main(argv: Sequence[str] | None = None) -> None:
 
 async def _measure(args: argparse.Namespace, url: str) -> list[Measured]:
     async with connect(Target(url)) as http:
-        client = Client(url, http, args.size)
+        client = Client(url, http, args.size, args.step_schedule)
         masks, every = await client.find_masks(args.mask_ratio), list[Measured]()
         for mask, steps in [(mask, steps) for steps in args.steps for mask in masks]:
             await client.round(mask, Measured(steps))  # warm-up
@@ -145,11 +151,13 @@ def _report(args: argparse.Namespace, measured: Measured) -> None:
         ("warm denoising against exact", f"{warm_denoise / exact_denoise:.3f} of its time"),
     ]
     result = {"benchmark": "latency", "mask_ratio": measured.mask_ratio, "steps": measured.steps}
-    result |= {"dtype": args.dtype, "size": args.size, "exact_s": exact, "warm_s": warm, "cold_s": cold}
+    result |= {"step_schedule": args.step_schedule, "dtype": args.dtype, "size": args.size}
+    result |= {"exact_s": exact, "warm_s": warm, "cold_s": cold}
     result |= {"exact_denoise_s": exact_denoise, "warm_denoise_s": warm_denoise}
     result |= {"warm_speedup": exact / warm, "cold_ratio": cold / exact, "step_ratio": warm_denoise / exact_denoise}
     rounds = len(edits["exact"].seconds)
-    title = f"mask ratio {measured.mask_ratio:.3f}, {measured.steps} steps, {args.dtype}, {rounds} rounds"
+    steps = f"{measured.steps} steps ({args.step_schedule})"
+    title = f"mask ratio {measured.mask_ratio:.3f}, {steps}, {args.dtype}, {rounds} rounds"
     print_report(title, rows, result, args.output)
 
 

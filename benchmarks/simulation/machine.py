@@ -9,7 +9,6 @@ from benchmarks.simulation.durations import Durations
 from core.costs.cost_model import CostKey, CostModel
 from core.graph.op import OPS
 from core.graph.work import Work
-from core.handles import ModelKey
 from core.messages.worker import Batch, CostSample, PageCopy
 from core.page_scheme import PageLayout, PageScheme
 from core.scheduling.ops.denoise import Denoise
@@ -77,7 +76,7 @@ class Machine(Durations):
         return seconds / self.speed
 
     def _sample(self, model: str, op: str, work: Work, seconds: float) -> CostSample:
-        return CostSample(ModelKey(model, OPS[op].component), op, work, seconds)
+        return CostSample(model, OPS[op].component, op, work, seconds)
 
 
 class FrozenCosts(CostModel):

@@ -141,7 +141,7 @@ class PageReservations:
         if not reservation.is_reserved:
             return
         del self._reservations[reservation.owner_id]
-        reservation.is_reserved = False
+        reservation.is_reserved = reservation.is_complete = False  # its entries may be evicted from now on
         job = self._jobs.get(reservation.template.key)
         if job is not None and job.is_in_flight:
             self._left.setdefault(job.id, []).append((reservation, reservation.entry_keys()))

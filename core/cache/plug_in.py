@@ -231,7 +231,6 @@ class ActivationCache(NodeCache):
         for reservation in self._pages.lose_rank(rank):
             if reservation.owner_id in self._templates:
                 self._pages.release(reservation)
-                reservation.is_complete = False
             else:
                 lost.append(reservation.owner_id)
         self._pageless.update(lost)

@@ -6,7 +6,7 @@ from core.cache.page_reservations import PageReservations
 from core.cache.priming import Chunk, PrimingJob
 from core.graph.op import Op
 from core.graph.work import Work
-from core.handles import ArrayRef, ModelKey
+from core.handles import ArrayRef
 from core.messages.worker import Item
 from core.scheduling.node_cache import CacheBatch
 from core.scheduling.ops.prime import PRIME, Prime
@@ -35,7 +35,7 @@ def chunk_batch(job: PrimingJob, chunk: Chunk, pages: PageReservations, rank: in
 
 
 def _batch(job: PrimingJob, op: Op, items: tuple[Item, ...], size: Work) -> CacheBatch:
-    return CacheBatch(op, ModelKey(job.template.model, op.component), items, size)
+    return CacheBatch(op, job.template.model, items, size)
 
 
 def _chunk_size(job: PrimingJob, chunk: Chunk) -> Work:

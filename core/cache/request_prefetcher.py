@@ -68,7 +68,7 @@ class RequestPrefetcher:
             return
         self._pages.release(reservation)
         self._unreserved.add(request.id)
-        reservation.sigmas, reservation.is_complete = needed, False
+        reservation.sigmas = needed
 
     def forget(self, request: Request) -> None:
         """Release what a request that has ended holds."""

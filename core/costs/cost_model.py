@@ -1,7 +1,7 @@
 """CostModel: predicts how long work takes, by a linear model per kind of work that every result refines.
 
 Seconds are predicted from a few features of a batch (requests, tokens, attention, a constant), and for a copy from its
-bytes. A kind of work is named by everything that changes its line: model component, op, device, number of ranks.
+bytes. A kind of work is named by everything that changes its line: family, components, op, device, number of ranks.
 """
 
 from __future__ import annotations
@@ -53,9 +53,10 @@ _NEXT_FASTER: dict[Tier, Tier] = {"disk": "host", "host": "device"}
 
 
 class CostKey(msgspec.Struct, frozen=True):
-    """The kind of work that one fitted line predicts."""
+    """The kind of work that one fitted line predicts. Models of one family that share components share their lines."""
 
-    model: ModelKey
+    family: str  # whose code runs it
+    components: tuple[ModelKey, ...]  # that it computes with
     op: str  # name of the cost line, see Op
     device: str
     degree: int  # ranks that share the work

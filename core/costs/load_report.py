@@ -13,7 +13,7 @@ from collections.abc import Iterator
 
 import msgspec
 
-from core.handles import ModelKey, Tier
+from core.handles import LoadedComponent, Tier
 
 
 class RequestLoad(msgspec.Struct, frozen=True, array_like=True):
@@ -73,9 +73,9 @@ class Residency(msgspec.Struct, frozen=True, array_like=True):
 
 
 class CostLine(msgspec.Struct, frozen=True, array_like=True):
-    """The fitted line of one op: how long its batches take."""
+    """The fitted line of one op of a served model: how long its batches take."""
 
-    model: ModelKey
+    model: str  # name
     op: str  # name of the line, see Op
     coefficients: tuple[float, ...]  # of core.costs.cost_model.FEATURES
     degree: int = 1  # ranks that share the work
@@ -157,7 +157,7 @@ class StepSample(msgspec.Struct, frozen=True, array_like=True):
 class RankStats(msgspec.Struct, frozen=True):
     """Statistics of one rank of an engine."""
 
-    resident_models: tuple[ModelKey, ...]  # components that its worker has said to have loaded
+    resident_models: tuple[LoadedComponent, ...]  # as its worker has said
     busy_seconds: float  # since start: worker time
     deaths: int = 0  # since start: of its worker, which was started anew each time
     is_up: bool = True  # its worker lives and accepts plans
@@ -169,7 +169,7 @@ class EngineStats(msgspec.Struct, frozen=True, kw_only=True):
     # Now.
     op_seconds: dict[str, float]  # op -> predicted work left
     ranks: tuple[RankStats, ...]
-    r_squared: dict[str, float]  # op -> quality of its predictions, 1 = exact
+    r_squared: dict[str, float]  # op -> quality of its predictions, 1 = exact; of the worst model
     # Since start.
     steps: int
     batch_tokens: int  # tokens computed, summed over steps
@@ -184,6 +184,6 @@ class EngineStats(msgspec.Struct, frozen=True, kw_only=True):
     cache: CacheStats | None = None  # None without mask-aware execution
 
     @property
-    def resident_models(self) -> tuple[ModelKey, ...]:
+    def resident_models(self) -> tuple[LoadedComponent, ...]:
         """Components that any rank has loaded."""
-        return tuple(dict.fromkeys(key for rank in self.ranks for key in rank.resident_models))
+        return tuple(dict.fromkeys(loaded for rank in self.ranks for loaded in rank.resident_models))

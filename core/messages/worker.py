@@ -8,7 +8,7 @@ from core.config import CacheConfig, ModelConfig, SchedulerConfig
 from core.failure import Failure
 from core.graph.op import OpWork
 from core.graph.work import Work
-from core.handles import ArrayRef, EntryRef, ModelKey, TensorKey, TensorRef, Tier
+from core.handles import ArrayRef, EntryRef, LoadedComponent, ModelKey, TensorKey, TensorRef, Tier
 from core.messages.message import Message
 from core.model_info import ModelInfo
 from core.page_scheme import PageDtype
@@ -40,7 +40,7 @@ class Batch(msgspec.Struct, frozen=True):
 
     id: int
     op: str  # name
-    model: ModelKey
+    model: str  # name of a served model
     ranks: tuple[int, ...]
     items: tuple[Item, ...]
 
@@ -139,7 +139,8 @@ class WorkerConfig(msgspec.Struct, frozen=True):
 class CostSample(msgspec.Struct, frozen=True):
     """A measured batch, from which the cost model starts."""
 
-    model: ModelKey
+    model: str  # name
+    component: str  # of the op
     op: str  # name of its cost line, see Op
     work: Work
     seconds: float
@@ -152,7 +153,7 @@ class WorkerReady(Message, frozen=True):
     models: tuple[ModelInfo, ...]
     samples: tuple[CostSample, ...] = ()  # measured once per model and device, and kept on disk
     device_page_bytes: int = 0  # device memory for pages
-    components: tuple[ModelKey, ...] = ()  # loaded
+    components: tuple[LoadedComponent, ...] = ()
 
 
 class ItemResult(msgspec.Struct, frozen=True):

@@ -145,7 +145,7 @@ def _columns(costs: EngineCosts) -> dict[str, Vector]:
     for line in costs.lines:
         start = _STARTS.get(line.op)
         if start is not None and line.degree == 1:
-            column = columns.setdefault(line.model.model, np.zeros(len(LINES) * _NUM_FEATURES))
+            column = columns.setdefault(line.model, np.zeros(len(LINES) * _NUM_FEATURES))
             column[start : start + _NUM_FEATURES] = line.coefficients
     return columns
 

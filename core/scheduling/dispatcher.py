@@ -7,7 +7,6 @@ from dataclasses import dataclass, field
 
 from core.graph.work import Work
 from core.graph.workflow import op_of
-from core.handles import ModelKey
 from core.messages.worker import Batch, Delivery, Transfer
 from core.scheduling.batch_items import make_item, node_work
 from core.scheduling.dispatch import CacheDispatch, Decision, Dispatch, Fetch
@@ -71,7 +70,7 @@ class Dispatcher:
         work = sum((node_work(request, node) for request, node in dispatch.items), Work((), ()))
         for request, node in dispatch.items:
             request.send(node, ranks)
-        batch = Batch(next(self.batch_ids), op.name, ModelKey(model, op.component), ranks, items)
+        batch = Batch(next(self.batch_ids), op.name, model, ranks, items)
         return Flight(batch, work, self.predict(batch, work), is_step=node.name in request.workflow.step_names)
 
     def _begin(self, dispatch: Dispatch) -> list[str]:

@@ -11,7 +11,7 @@ from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Literal
 
-from core.handles import EntryRef, ModelKey, TensorKey, Tier
+from core.handles import EntryRef, TensorKey, Tier
 
 if TYPE_CHECKING:
     from core.costs.load_report import CacheStats, Residency
@@ -54,7 +54,7 @@ class CacheBatch:
     """A piece of a job, to be sent to a rank."""
 
     op: Op
-    model: ModelKey
+    model: str  # name
     items: tuple[Item, ...]
     size: Work
 

@@ -12,7 +12,6 @@ from core.costs.load_report import RequestLoad
 from core.graph.op import OPS, Op
 from core.graph.work import Work
 from core.graph.workflow import Node, op_of
-from core.handles import ModelKey
 from core.messages.worker import Batch, CostSample
 from core.model_info import ModelInfo
 from core.scheduling.batch_items import node_work
@@ -31,9 +30,16 @@ class Predictor:
         """The key of an op of a model in the cost model. degree: number of ranks that compute it together."""
         found = self._keys.get((model, op.name, degree))
         if found is None:
-            found = CostKey(ModelKey(model, op.component), op.cost_name, self._models[model].device, degree)
-            self._keys[model, op.name, degree] = found
+            found = self._keys[model, op.name, degree] = self._key(model, op.component, op.cost_name, degree)
         return found
+
+    def _key(self, model: str, component: str, cost_name: str, degree: int) -> CostKey:
+        info = self._models[model]
+        return CostKey(info.family, info.keys_of(component), cost_name, info.device, degree)
+
+    def models_of(self, key: CostKey) -> list[str]:
+        """The served models whose work has this key."""
+        return [name for name, info in self._models.items() if _has(info, key)]
 
     def of_op(self, model: str, op: Op, work: Work) -> float:
         """Time to run an op once over this much work."""
@@ -42,12 +48,11 @@ class Predictor:
     def learn(self, samples: Iterable[CostSample]) -> None:
         """Train the cost model with batches measured before the first request."""
         for sample in samples:
-            key = CostKey(sample.model, sample.op, self._models[sample.model.model].device, 1)
-            self.cost.observe(key, sample.work, sample.seconds)
+            self.cost.observe(self._key(sample.model, sample.component, sample.op, 1), sample.work, sample.seconds)
 
     def key_of(self, batch: Batch) -> CostKey:
         """The key of a batch in the cost model."""
-        return self.key(batch.model.model, OPS[batch.op], len(batch.ranks))
+        return self.key(batch.model, OPS[batch.op], len(batch.ranks))
 
     def of_batch(self, batch: Batch, work: Work) -> float:
         """Time that a batch of this size takes."""
@@ -116,3 +121,9 @@ class Predictor:
 
     def _coefficients(self, request: Request, node: Node) -> tuple[float, ...]:
         return self.cost.coefficients(self.key(request.head.model, op_of(node)))
+
+
+def _has(info: ModelInfo, key: CostKey) -> bool:
+    kinds = {each.component for each in key.components}
+    own = tuple(each for each in info.components if each.component in kinds)
+    return (info.family, info.device, own) == (key.family, key.device, key.components)

@@ -5,14 +5,17 @@ from __future__ import annotations
 from collections.abc import Iterable
 
 from core.costs.load_report import RankStats
-from core.handles import ModelKey
+from core.handles import LoadedComponent
+
+Loaded = tuple[int, Iterable[LoadedComponent]]
+"""(rank, the components that it has loaded)."""
 
 
 class Ranks:
     """Owned by one scheduler."""
 
     def __init__(self, num_ranks: int) -> None:
-        self._resident: list[tuple[ModelKey, ...]] = [()] * num_ranks
+        self._resident: list[tuple[LoadedComponent, ...]] = [()] * num_ranks
         self._busy_seconds = [0.0] * num_ranks
         self._deaths = [0] * num_ranks
         self.up = tuple(range(num_ranks))  # those whose worker lives and accepts plans, ascending
@@ -28,7 +31,7 @@ class Ranks:
         assert rank not in self.up, f"rank {rank} is up already"
         self.up = tuple(sorted([*self.up, rank]))
 
-    def note_loaded(self, rank: int, components: Iterable[ModelKey]) -> None:
+    def note_loaded(self, rank: int, components: Iterable[LoadedComponent]) -> None:
         """Note the components that a worker has loaded."""
         self._resident[rank] = tuple(components)
 

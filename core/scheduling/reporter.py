@@ -155,7 +155,7 @@ class Reporter:
         return EngineStats(
             op_seconds=self._op_seconds_left(requests),
             ranks=self._ranks.stats(),
-            r_squared={key.op: value for key, value in self._cost.r_squared().items() if key.degree == 1},
+            r_squared=self._r_squared(),
             steps=counters.steps,
             batch_tokens=counters.batch_tokens,
             batch_requests=counters.batch_requests,
@@ -179,9 +179,21 @@ class Reporter:
         if self._batches_since_costs < COSTS_EVERY:
             return None
         self._batches_since_costs = 0
-        lines = tuple(CostLine(key.model, key.op, line, key.degree) for key, line in self._cost.lines().items())
+        lines = tuple(
+            CostLine(model, key.op, line, key.degree)
+            for key, line in self._cost.lines().items()
+            for model in self._predictor.models_of(key)
+        )
         copies = tuple(CopyLine(source, line) for source, line in self._cost.copy_lines().items())
         return EngineCosts(lines, copies)
+
+    def _r_squared(self) -> dict[str, float]:
+        """Op -> quality of its predictions, of the model for which it is worst."""
+        worst: dict[str, float] = {}
+        for key, value in self._cost.r_squared().items():
+            if key.degree == 1:
+                worst[key.op] = min(value, worst.get(key.op, value))
+        return worst
 
     def _op_seconds_left(self, requests: LiveRequests) -> dict[str, float]:
         """Predicted worker time left per op, assuming batches as full as the queue allows."""

@@ -22,7 +22,7 @@ from core.graph.catalog import WORKFLOWS
 from core.graph.check import check_workflow
 from core.graph.op import OPS
 from core.graph.workflow import Node, op_of
-from core.handles import ModelKey
+from core.handles import LoadedComponent
 from core.messages.engine import Aborted, DropTemplate, EngineRequest, Failed, PartialImage, PrimeTemplate
 from core.messages.worker import Batch, BatchResult, CostSample, Free, ItemResult, PageCopied, StepPlan, TransferDone
 from core.model_info import ModelInfo
@@ -40,7 +40,7 @@ from core.scheduling.outputs import Output, finished
 from core.scheduling.policies import make_policy
 from core.scheduling.policies.policy import SchedulingPolicy
 from core.scheduling.predictor import Predictor
-from core.scheduling.ranks import Ranks
+from core.scheduling.ranks import Loaded, Ranks
 from core.scheduling.recovery import Recovery
 from core.scheduling.reporter import Reporter
 from core.scheduling.request import Request, Status
@@ -97,8 +97,8 @@ class StepScheduler:
             self._requests, self.values, self._out, self.cache, self._predictor.left_of, config.max_retries
         )
 
-    def learn(self, samples: Iterable[CostSample], loaded: Iterable[tuple[int, Iterable[ModelKey]]] = ()) -> None:
-        """Train the cost model with what was measured before the first batch. loaded: (rank, its components)."""
+    def learn(self, samples: Iterable[CostSample], loaded: Iterable[Loaded] = ()) -> None:
+        """Train the cost model with what was measured before the first batch. loaded: by the workers."""
         self._predictor.learn(samples)
         for rank, components in loaded:
             self.ranks.note_loaded(rank, components)
@@ -176,7 +176,7 @@ class StepScheduler:
         for request in loss.requests.values():
             self._settle(request)
 
-    def join_rank(self, rank: int, components: Iterable[ModelKey]) -> None:
+    def join_rank(self, rank: int, components: Iterable[LoadedComponent]) -> None:
         """Note that the worker of a rank that was lost has been started anew, and has loaded these components."""
         self.ranks.join(rank)
         self.ranks.note_loaded(rank, components)

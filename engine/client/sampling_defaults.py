@@ -18,8 +18,8 @@ MAX_RANDOM_SEED = 2**53 - MAX_IMAGES
 
 def resolve(sampling: SamplingParams, model: ModelInfo, step_schedule: StepScheduleName = "full") -> SamplingParams:
     """Fill in the model's defaults, except full_steps and mask_margin, and draw a seed if there is none. step_schedule:
-    the server's, which models without a calibrated one do not follow. Raises InvalidRequestError for values that the
-    model does not support.
+    the server's, which models without a calibrated one and edits that ask to be exact do not follow. Raises
+    InvalidRequestError for values that the model does not support.
     """
     length = sampling.max_sequence_length or model.max_text_tokens
     check_integer("max_sequence_length", length, high=model.max_text_tokens)
@@ -57,7 +57,7 @@ def _computed_steps(
         if sampling.computed_steps[-1] >= steps:
             raise _cannot("computed_steps", f"there are only {steps} steps")
         return "full", sampling.computed_steps
-    name = sampling.step_schedule or (default if model.step_schedules else "full")
+    name = sampling.step_schedule or (default if model.step_schedules and sampling.mask_aware else "full")
     if name == "full":
         return "full", None
     if not model.step_schedules:

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 from typing import Any
 
 import msgspec
 
-from core.costs.load_report import CacheStats, EngineStats, LoadReport, StepSample
+from core.costs.load_report import CacheStats, EngineStats, LoadReport, RankStats, StepSample
+from core.handles import LoadedComponent
 from core.model_info import ModelInfo
 from engine.client.async_engine import AsyncEngine
 from engine.observability.engine_metrics import sum_by_key, sum_cache_stats
@@ -26,18 +27,18 @@ def engine_stats(engine: AsyncEngine, num_steps: int, shown: Callable[[str], str
         stats if stats is None or is_alive else _of_the_dead(stats)
         for stats, is_alive in zip(engine.stats, engine.alive, strict=True)
     ]
-    known = [stats for stats in every if stats is not None]
+    known, models = [stats for stats in every if stats is not None], engine.models.values()
     return {
         "object": "engine.stats",
         "queue": _queue(engine),
         "engines": [
-            _engine(index, *facts) | _steps(engine, index, num_steps, shown)
+            _engine(index, *facts, models) | _steps(engine, index, num_steps, shown)
             for index, facts in enumerate(zip(engine.alive, engine.loads, every, strict=True))
         ],
         "totals": _totals(known),
         "cache": _cache(sum_cache_stats(stats.cache for stats in known)) if any(s.cache for s in known) else None,
         "templates": _templates(engine),
-        "models": [_model(model) for model in engine.models.values()],
+        "models": [_model(model) for model in models],
     }
 
 
@@ -50,18 +51,36 @@ def _queue(engine: AsyncEngine) -> dict[str, Any]:
     }
 
 
-def _engine(index: int, alive: bool, load: LoadReport | None, stats: EngineStats | None) -> dict[str, Any]:
+def _engine(
+    index: int, alive: bool, load: LoadReport | None, stats: EngineStats | None, models: Collection[ModelInfo]
+) -> dict[str, Any]:
     return {
         "index": index,
         "alive": alive,
         "load": None if load is None or not alive else {field: getattr(load, field) for field in _LOAD_FIELDS},
         "stage_seconds": None if stats is None else stats.op_seconds,
-        "resident_models": None if stats is None else msgspec.to_builtins(stats.resident_models),
-        "ranks": None if stats is None else msgspec.to_builtins(stats.ranks),
+        "resident_models": None if stats is None else _components(stats.resident_models, models),
+        "ranks": None if stats is None else [_rank(rank, models) for rank in stats.ranks],
         "totals": None if stats is None else _totals([stats]),
         "cost_model": None if stats is None else {"r_squared": stats.r_squared},
         "cache": None if stats is None or stats.cache is None else _cache(stats.cache),
     }
+
+
+def _rank(rank: RankStats, models: Iterable[ModelInfo]) -> dict[str, Any]:
+    return {"resident_models": _components(rank.resident_models, models), "busy_seconds": rank.busy_seconds}
+
+
+def _components(loaded: Iterable[LoadedComponent], models: Iterable[ModelInfo]) -> list[dict[str, Any]]:
+    return [
+        {
+            "component": each.key.component,
+            "content": each.key.content,
+            "bytes": each.nbytes,
+            "models": [model.name for model in models if each.key in model.components and not model.parent],
+        }
+        for each in loaded
+    ]
 
 
 def _totals(known: Sequence[EngineStats]) -> dict[str, Any]:

@@ -1,8 +1,10 @@
-/* The denoiser's float32 products, attention and page reading for one core with AVX-512; cpu_kernels.py compiles them.
+/* For one core with AVX-512: the denoiser's float32 products, attention and page reading, and the VAE's bfloat16 norms.
+ * cpu_kernels.py compiles them.
  *
  * All matrices are row-major. A row of a result is computed by the same operations in the same order whatever the
  * number of rows, so that a request's bits depend neither on its batch nor on how many of its tokens are computed.
  */
+#include <immintrin.h>
 #include <math.h>
 #include <stdint.h>
 
@@ -237,4 +239,63 @@ void stencil_interpolate(const int8_t *near, const float *near_scale, const int8
             float x = *near_scale++, y = *far_scale++, *row = out + g * group_step + (long)t * width;
             for (int d = 0; d < width; d++) row[d] = x * near[d] + y * far[d];
         }
+}
+
+/* --------------------------------------------------------------------------------------------------- group norms */
+
+typedef uint16_t halves __attribute__((vector_size(32), aligned(2)));
+typedef uint32_t words __attribute__((vector_size(64), aligned(4)));
+
+static inline vec widen(const uint16_t *p) { return (vec)(__builtin_convertvector(*(const halves *)p, words) << 16); }
+
+/* Rounds to nearest, ties to even. */
+static inline void narrow(uint16_t *p, vec x) {
+#ifdef __AVX512BF16__
+    *(halves *)p = (halves)_mm512_cvtneps_pbh((__m512)x);
+#else /* a NaN may become another NaN or infinity */
+    words bits = (words)x;
+    *(halves *)p = __builtin_convertvector((bits + 0x7fff + ((bits >> 16) & 1)) >> 16, halves);
+#endif
+}
+
+/* x / (1 + e^-x) within 2^-12 of its value, an eighth of what bfloat16 resolves. 2^r: a polynomial for -0.5..0.5. */
+static inline vec silu_of(vec x) {
+    __m512 power = (__m512)(x * -1.44269504f);
+    __m512 whole = _mm512_roundscale_ps(power, _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC);
+    vec r = (vec)power - (vec)whole;
+    vec p = 1.0f + r * (0.69330322f + r * (0.24198009f + r * 0.05472473f));
+    vec e = (vec)_mm512_scalef_ps((__m512)p, whole);
+    return x * (vec)_mm512_rcp14_ps((__m512)(1.0f + e));
+}
+
+/* Sums of x and of its squares over tiles. x: [rows, columns, channels], whole tiles, channels a multiple of LANES;
+ * sums: [2, rows / tile_rows, columns / tile_columns, channels]. */
+void stencil_tile_sums(const uint16_t *x, int rows, int columns, int channels, int tile_rows, int tile_columns,
+                       float *sums) {
+    int across = columns / tile_columns;
+    long tiles = (long)(rows / tile_rows) * across;
+    for (long i = 0; i < 2 * tiles * channels; i++) sums[i] = 0;
+    for (int row = 0; row < rows; row++)
+        for (int t = 0; t < across; t++) {
+            const uint16_t *first = x + ((long)row * columns + (long)t * tile_columns) * channels;
+            float *sum = sums + ((long)(row / tile_rows) * across + t) * channels;
+            for (int c = 0; c < channels; c += LANES) {
+                vec total = all(0), squares = all(0);
+                for (int k = 0; k < tile_columns; k++) {
+                    vec value = widen(first + (long)k * channels + c);
+                    total += value;
+                    squares += value * value;
+                }
+                store(sum + c, load(sum + c) + total);
+                store(sum + tiles * channels + c, load(sum + tiles * channels + c) + squares);
+            }
+        }
+}
+
+/* SiLU of x * scale + shift. x, out: [pixels, channels]; scale, shift: [channels], a multiple of LANES. */
+void stencil_scale_silu(const uint16_t *x, long pixels, int channels, const float *scale, const float *shift,
+                        uint16_t *out) {
+    for (long i = 0; i < pixels; i++, x += channels, out += channels)
+        for (int c = 0; c < channels; c += LANES)
+            narrow(out + c, silu_of(widen(x + c) * load(scale + c) + load(shift + c)));
 }

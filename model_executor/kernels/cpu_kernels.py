@@ -1,9 +1,9 @@
-"""Compiled C kernels for the denoiser on one CPU core: products, attention and page reading (`cpu_kernels.c`).
+"""Compiled C kernels for one CPU core (`cpu_kernels.c`): the denoiser's products, attention and page reading, and the
+VAE's group norms.
 
 In a step of few tokens, calling oneDNN takes more time than some of its products, and so does waiting for weights from
-memory. The kernels are compiled with the machine's C compiler when a process makes its first denoiser, in about half a
-second. Without a compiler or AVX-512, or with more than one thread, PyTorch computes instead; results differ by
-rounding.
+memory. The kernels are compiled with the machine's C compiler when a process first needs them, in about half a second.
+Without a compiler or AVX-512, or with more than one thread, PyTorch computes instead; results differ by rounding.
 """
 
 from __future__ import annotations
@@ -42,6 +42,8 @@ _SIGNATURES: dict[str, list[Any]] = {
     ],
     "stencil_normalise_and_rotate": [c_void_p, c_long, c_int, c_int, c_int, c_float, c_void_p, c_void_p],
     "stencil_interpolate": [c_void_p, c_void_p, c_void_p, c_void_p, c_int, c_int, c_int, c_void_p, c_long],
+    "stencil_tile_sums": [c_void_p, c_int, c_int, c_int, c_int, c_int, c_void_p],
+    "stencil_scale_silu": [c_void_p, c_long, c_int, c_void_p, c_void_p, c_void_p],
 }
 
 
@@ -55,7 +57,8 @@ class Kernels:
         """digest: SHA-256 of the compiled library, since another compiler may round differently."""
         self.digest = digest
         functions = (_function(library, name) for name in _SIGNATURES)
-        self._linear, self._attend, self._normalise_and_rotate, self._interpolate = functions
+        self._linear, self._attend, self._normalise_and_rotate, self._interpolate, *of_norms = functions
+        self._tile_sums, self._scale_silu = of_norms
 
     def linear(self, x: Tensor, weight: Tensor, bias: Tensor, *, gelu: bool, onto: Tensor | None = None) -> Tensor:
         """x [rows, in] times weight, as `pack` returns it, plus bias [out]; gelu applies the tanh approximation to the
@@ -93,6 +96,22 @@ class Kernels:
         pages = near.data_ptr(), near_scale.data_ptr(), far.data_ptr(), far_scale.data_ptr()
         self._interpolate(*pages, kinds * heads, tokens, width, out.data_ptr(), out.stride(1))
 
+    def tile_sums(self, x: Tensor, tile: tuple[int, int]) -> Tensor:
+        """Sums of the values and of their squares over tiles of `tile` (rows, columns) pixels: [2, channels, tile rows,
+        tile columns]. x: bfloat16 [1, channels, height, width], channels last, see `can_normalise`."""
+        _, channels, rows, columns = x.shape
+        sums = torch.empty(2, rows // tile[0], columns // tile[1], channels, dtype=torch.float32)
+        self._tile_sums(x.data_ptr(), rows, columns, channels, *tile, sums.data_ptr())
+        return sums.permute(0, 3, 1, 2)
+
+    def scale_silu(self, x: Tensor, scale: Tensor, shift: Tensor) -> Tensor:
+        """SiLU of x * scale + shift. x: as for `tile_sums`; scale, shift: [channels]."""
+        _, channels, rows, columns = x.shape
+        out = torch.empty_like(x)
+        factors = scale.data_ptr(), shift.data_ptr()
+        self._scale_silu(x.data_ptr(), rows * columns, channels, *factors, out.data_ptr())
+        return out
+
 
 def pack(weight: Tensor) -> Tensor:
     """The weight [out, in], out a multiple of PANEL, in the order that `Kernels.linear` reads."""
@@ -108,6 +127,12 @@ def can_rotate(x: Tensor) -> bool:
 def can_attend(query: Tensor, keys: int) -> bool:
     """Whether `Kernels.attend` supports these, whatever the number of queries."""
     return query.dtype == torch.float32 and query.shape[2] % PANEL == 0 and keys >= MIN_KEYS
+
+
+def can_normalise(x: Tensor) -> bool:
+    """Whether `Kernels.tile_sums` and `Kernels.scale_silu` support this map."""
+    is_packed = x.is_contiguous(memory_format=torch.channels_last)
+    return x.dtype == torch.bfloat16 and len(x) == 1 and x.shape[1] % LANES == 0 and is_packed
 
 
 def best_kernels() -> Kernels | None:

@@ -11,7 +11,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
-from typing import ClassVar, Self
+from typing import Any, ClassVar, Self
 
 from torch import Tensor, nn
 
@@ -122,15 +122,30 @@ class Family(ABC):
     @property
     @abstractmethod
     def components(self) -> Mapping[str, tuple[str, ...]]:
-        """Component of a ModelKey -> the parts of the checkpoint it consists of, named as in model_index.json."""
+        """Kind of component, as in a ModelKey -> parts of the checkpoint of this kind, named as in model_index.json."""
 
     @abstractmethod
     def info(self, name: str) -> ModelInfo:
         """What this model can do, read from its configuration alone. name: the one it is served under."""
 
     @abstractmethod
-    def put(self, part: str, module: nn.Module) -> None:
-        """Put a loaded part in use."""
+    def recipe(self, part: str) -> str:
+        """All that `prepare` makes of a part depends on, besides its module. Families with equal recipes, and equal
+        modules, can use the same prepared part."""
+
+    @property
+    @abstractmethod
+    def text_recipe(self) -> str:
+        """All that `encode_text` depends on, besides its arguments, the text encoders and the files of tokenizers and
+        processor."""
+
+    @abstractmethod
+    def prepare(self, part: str, module: nn.Module) -> Any:
+        """A loaded part in the form that it is computed with. Changes the module, which must not be used any more."""
+
+    @abstractmethod
+    def put(self, part: str, prepared: Any) -> None:
+        """Put a prepared part in use."""
 
     @abstractmethod
     def drop(self, part: str) -> None:
@@ -167,11 +182,13 @@ class Family(ABC):
         num_inference_steps: int,
         num_denoising_steps: int,
         start: Tensor | None = None,
+        is_exact: bool = True,
     ) -> EncodedImage:
         """Where sampling starts, and what it is conditioned on. template: uint8 [height, width, 3]; mask: uint8
         [height, width], 1 = edit; sides are multiples of the token size. start: clean latents [image tokens, latent
         width] that are noised instead of the template's; where a run starts from noise alone, they have no effect
-        either."""
+        either. is_exact: the VAE computes in its own dtype; else it may in a faster one, as for `encode_template` and
+        `decode_region`."""
 
     @abstractmethod
     def encode_template(self, template: Tensor) -> Tensor:

@@ -110,6 +110,7 @@ class FluxFill(Flux):
         num_inference_steps: int,
         num_denoising_steps: int,
         start: Tensor | None = None,
+        is_exact: bool = True,
     ) -> EncodedImage:
         """As prepare_latents and prepare_mask_latents.
 
@@ -122,8 +123,8 @@ class FluxFill(Flux):
         image, mask = to_image(template), mask[None, None].float()
         rows, columns = self.grid(image.shape[3], image.shape[2])
         sigmas = self._schedule(num_inference_steps, num_denoising_steps, rows * columns)
-        latents = pack(self._initial_latents(image, sigmas[0], generator, start))
-        masked = pack(self._posterior_sample(image * (1 - mask), generator))
+        latents = pack(self._initial_latents(image, sigmas[0], generator, start, is_exact))
+        masked = pack(self._posterior_sample(image * (1 - mask), generator, is_exact))
         return EncodedImage(
             latents=latents,
             condition=torch.cat([masked, self._pack_mask(mask).to(masked)], dim=1),
@@ -133,7 +134,7 @@ class FluxFill(Flux):
         )
 
     def _initial_latents(
-        self, image: Tensor, sigma: Tensor, generator: torch.Generator, start: Tensor | None
+        self, image: Tensor, sigma: Tensor, generator: torch.Generator, start: Tensor | None, is_exact: bool
     ) -> Tensor:
         """Noise, mixed with the latents of the image, or `start`, when sampling starts below full noise."""
         shape = self._latent_shape(image)
@@ -141,7 +142,7 @@ class FluxFill(Flux):
             self._draw(shape, generator)  # the posterior noise: multiplied by 0, but drawn first
             return self._draw(shape, generator)
         if start is None:
-            clean = self._posterior_sample(image, generator)
+            clean = self._posterior_sample(image, generator, is_exact)
         else:
             clean = self._unpacked_like(self._draw(shape, generator), start)  # the posterior noise: drawn, but not used
         noise = self._draw(shape, generator)

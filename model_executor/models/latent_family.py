@@ -39,7 +39,6 @@ class LatentFamily(VaeFamily):
             self._sampling = Sampling(checkpoint.load("scheduler"))
         except ValueError as error:
             raise refuse(checkpoint, str(error)) from error
-        self._transformer: Denoiser | None = None
 
     # -------------------------------------------------------------------------------------------- each family's own
 
@@ -53,30 +52,29 @@ class LatentFamily(VaeFamily):
 
     # ------------------------------------------------------------------------------------------------------- parts
 
-    def put(self, part: str, module: nn.Module) -> None:
-        super().put(part, module)
-        if part == "transformer":
-            operators = chosen_operators(self._checkpoint.kernels, self._device)
-            self._transformer = self.denoiser(module, self._sampling.num_train_timesteps, operators, owns_module=True)
+    def recipe(self, part: str) -> str:
+        if part != "transformer":
+            return super().recipe(part)
+        return f"{self.denoiser.__name__} {self._sampling.num_train_timesteps} {self._checkpoint.kernels}"
+
+    def prepare(self, part: str, module: nn.Module) -> Any:
+        if part != "transformer":
+            return super().prepare(part, module)
+        operators = chosen_operators(self._checkpoint.kernels, self._device)
+        return self.denoiser(module, self._sampling.num_train_timesteps, operators, owns_module=True)
 
     def check_adapter(self, adapter: Adapter) -> None:
         self.denoiser(self._checkpoint.outline("transformer"), self._sampling.num_train_timesteps).adapted(adapter)
 
     def adapted(self, adapter: Adapter) -> Self:
         twin = copy(self)
-        twin._transformer = self._denoiser.adapted(adapter)
+        twin._parts = self._parts | {"transformer": self._denoiser.adapted(adapter)}
         return twin
-
-    def drop(self, part: str) -> None:
-        super().drop(part)
-        if part == "transformer":
-            self._transformer = None
 
     @property
     def _denoiser(self) -> Denoiser:
-        if self._transformer is None:
-            raise KeyError("the transformer is not loaded")
-        return self._transformer
+        denoiser: Denoiser = self._part("transformer")
+        return denoiser
 
     # ------------------------------------------------------------------------------------------------------ priming
 
@@ -137,12 +135,13 @@ class NoisedTemplate(LatentFamily):
         num_inference_steps: int,
         num_denoising_steps: int,
         start: Tensor | None = None,
+        is_exact: bool = True,
     ) -> EncodedImage:
         generator = torch.Generator("cpu").manual_seed(seed)
         image = to_image(template)
         rows, columns = self.grid(image.shape[3], image.shape[2])
         sigmas = self._schedule(num_inference_steps, num_denoising_steps, rows * columns).to(self._device)
-        clean = pack(self._posterior_sample(image, generator))
+        clean = pack(self._posterior_sample(image, generator, is_exact))
         noise = pack(self._draw(self._latent_shape(image), generator))
         self._draw(self._latent_shape(image), generator)
         return EncodedImage(

@@ -101,9 +101,12 @@ class Qwen(NoisedTemplate):
         """`ModelInfo.vision`."""
         return None
 
-    def put(self, part: str, module: nn.Module) -> None:
+    def prepare(self, part: str, module: nn.Module) -> Any:
         """Keeps the language model without its head, which would only choose words."""
-        super().put(part, module.get_submodule("model") if part == "text_encoder" else module)
+        return module.get_submodule("model") if part == "text_encoder" else super().prepare(part, module)
+
+    def recipe(self, part: str) -> str:
+        return "without head" if part == "text_encoder" else super().recipe(part)
 
     def _frame(self, picture: str = "") -> tuple[list[int], list[int]]:
         """Tokens of the chat template before and after a prompt. picture: placeholder for it, if there is one."""

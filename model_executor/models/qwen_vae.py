@@ -21,26 +21,25 @@ from model_executor.models.vae_family import PATCH
 class QwenVae(Vae):
     """Scales each channel to the denoiser's range with latents_mean and latents_std."""
 
-    def __init__(self, module: Any) -> None:
+    def __init__(self, module: Any, dtype: torch.dtype | None = None) -> None:
         silu_in_place(module)
         _forget_time(module)
-        super().__init__(module)
+        super().__init__(module, dtype)
         config = module.config
         mean, std = (torch.tensor(values).view(1, -1, 1, 1) for values in (config.latents_mean, config.latents_std))
-        self._mean, self._inverse_std = (
-            mean.to(module.device, module.dtype),
-            (1.0 / std).to(module.device, module.dtype),
-        )
+        self._mean, self._inverse_std = (x.to(module.device, self.dtype) for x in (mean, 1.0 / std))
         self._halo = _halo(module.decoder)
 
     @staticmethod
     def scale_and_channels(config: Mapping[str, Any]) -> tuple[int, int]:
         return 2 ** len(config["temperal_downsample"]), config["z_dim"]
 
-    def encode(self, image: Tensor, generator: torch.Generator | None = None) -> Tensor:
-        posterior = self._module.encode(image[:, :, None]).latent_dist
-        latents = posterior.mode() if generator is None else posterior.sample(generator)
-        return (latents[:, :, 0] - self._mean) * self._inverse_std  # type: ignore[no-any-return]
+    def _posterior(self, image: Tensor) -> Tensor:
+        parameters: Tensor = self._module.encode(image[:, :, None]).latent_dist.parameters
+        return parameters
+
+    def _scaled(self, latents: Tensor) -> Tensor:
+        return (latents[:, :, 0] - self._mean) * self._inverse_std
 
     def decode(self, latents: Tensor) -> Tensor:
         return self._finish(self._first_map(latents))
@@ -61,7 +60,7 @@ class QwenVae(Vae):
 
     def _first_map(self, latents: Tensor) -> Tensor:
         """The decoder's map before its first up block, [1, channels, 1, rows, columns]."""
-        decoder, latents = self._module.decoder, latents / self._inverse_std + self._mean
+        decoder, latents = self._module.decoder, (latents / self._inverse_std + self._mean).to(self._module.dtype)
         first: Tensor = decoder.mid_block(decoder.conv_in(self._module.post_quant_conv(latents[:, :, None])))
         return first
 
@@ -70,14 +69,14 @@ class QwenVae(Vae):
         for block in decoder.up_blocks:
             x = block(x)
         pixels: Tensor = decoder.conv_out(decoder.nonlinearity(decoder.norm_out(x)))
-        return pixels[:, :, 0].clamp(-1.0, 1.0)
+        return pixels[:, :, 0].clamp(-1.0, 1.0).to(self.dtype)
 
 
 def _forget_time(module: nn.Module) -> None:
     """Reduce causal convolutions to their last slice in time: with one frame, the other two meet only zeros. A third of
     the products and of the weights is left."""
     for layer in module.modules():
-        if isinstance(layer, QwenImageCausalConv3d):
+        if isinstance(layer, QwenImageCausalConv3d) and layer.weight.shape[2] > 1:
             layer.weight = nn.Parameter(layer.weight[:, :, -1:].clone(), requires_grad=False)
             layer._padding = (*layer._padding[:4], 0, 0)
 

@@ -80,6 +80,10 @@ class StableDiffusion3(NoisedTemplate):
             dtype=str(self._checkpoint.dtype).removeprefix("torch."),
         )
 
+    @property
+    def text_recipe(self) -> str:
+        return f"{super().text_recipe} {self._has_t5} {self._transformer_config['joint_attention_dim']}"
+
     def encode_text(self, prompt: str, max_sequence_length: int, template: Tensor | None = None) -> EncodedText:
         """As encode_prompt: both CLIPs' sequences side by side, padded with zeros to T5's width, then T5's sequence;
         both CLIPs' pooled outputs side by side."""

@@ -83,7 +83,6 @@ class UnetFamily(VaeFamily):
         except ValueError as error:
             raise refuse(checkpoint, str(error)) from error
         self._tokenizers = [checkpoint.load(part.replace("text_encoder", "tokenizer")) for part in self.text_parts]
-        self._unet: Unet | None = None
 
     def _check(self) -> None:
         """Raises ConfigError for a denoiser or a VAE that is not supported."""
@@ -115,16 +114,16 @@ class UnetFamily(VaeFamily):
     def _load_scheduler(self) -> Any:
         return self._checkpoint.load("scheduler")
 
-    def put(self, part: str, module: nn.Module) -> None:
-        super().put(part, module)
-        if part == "unet":
-            operators = chosen_operators(self._checkpoint.kernels, self._device)
-            self._unet = Unet(module, self._sampling.num_train_timesteps, self._token_size, operators)
+    def recipe(self, part: str) -> str:
+        if part != "unet":
+            return super().recipe(part)
+        return f"Unet {self._sampling.num_train_timesteps} {self._token_size} {self._checkpoint.kernels}"
 
-    def drop(self, part: str) -> None:
-        super().drop(part)
-        if part == "unet":
-            self._unet = None
+    def prepare(self, part: str, module: nn.Module) -> Any:
+        if part != "unet":
+            return super().prepare(part, module)
+        operators = chosen_operators(self._checkpoint.kernels, self._device)
+        return Unet(module, self._sampling.num_train_timesteps, self._token_size, operators)
 
     @property
     def lora_format(self) -> LoraFormat:
@@ -137,9 +136,8 @@ class UnetFamily(VaeFamily):
 
     def adapted(self, adapter: Adapter) -> Self:
         twin = copy(self)
-        twin._unet = self._denoiser.adapted(adapter)
         adapted = {part: adapt_module(self._parts[part], its, adapter) for part, its in adapter.text_layers.items()}
-        twin._parts = self._parts | adapted
+        twin._parts = self._parts | adapted | {"unet": self._denoiser.adapted(adapter)}
         return twin
 
     def info(self, name: str) -> ModelInfo:
@@ -179,6 +177,10 @@ class UnetFamily(VaeFamily):
             truncated=any(t.cut for t in tokens),
         )
 
+    @property
+    def text_recipe(self) -> str:
+        return f"{super().text_recipe} {type(self)._embed.__qualname__} {self._checkpoint.dtype}"
+
     @abstractmethod
     def _embed(self, tokens: Sequence[Tokens]) -> tuple[Tensor, Tensor]:
         """The text encoders' sequence [tokens, width] and pooled output [pooled width]. tokens: for each encoder."""
@@ -194,12 +196,13 @@ class UnetFamily(VaeFamily):
         num_inference_steps: int,
         num_denoising_steps: int,
         start: Tensor | None = None,
+        is_exact: bool = True,
     ) -> EncodedImage:
         """As prepare_latents and prepare_mask_latents."""
         generator = torch.Generator("cpu").manual_seed(seed)
         image, run = to_image(template), self._sampling.run(num_inference_steps, num_denoising_steps)
         is_whole = num_denoising_steps == num_inference_steps
-        clean = None if is_whole and self._sees_mask else self._posterior_sample(image, generator)
+        clean = None if is_whole and self._sees_mask else self._posterior_sample(image, generator, is_exact)
         noise = self._draw(self._latent_shape(image), generator)
         if is_whole or clean is None:
             latents = self._sampling.pure_noise(noise, run)
@@ -208,7 +211,7 @@ class UnetFamily(VaeFamily):
             latents = self._sampling.noised(begun, noise, run, 0)
         condition = outside = noise[:, :0]
         if self._sees_mask:
-            masked = self._posterior_sample(image * (1 - mask.float()), generator)
+            masked = self._posterior_sample(image * (1 - mask.float()), generator, is_exact)
             condition = torch.cat([self._latent_mask(mask).to(noise), masked], dim=1)
         elif clean is not None:
             self._draw(self._latent_shape(image), generator)
@@ -221,9 +224,9 @@ class UnetFamily(VaeFamily):
             state=self._sampling.begin(run, generator),
         )
 
-    def _posterior_sample(self, image: Tensor, generator: torch.Generator) -> Tensor:
+    def _posterior_sample(self, image: Tensor, generator: torch.Generator, is_exact: bool) -> Tensor:
         """As the base class's, in the compute dtype, from which the VAE's may differ."""
-        return super()._posterior_sample(image, generator).to(self._checkpoint.dtype)
+        return super()._posterior_sample(image, generator, is_exact).to(self._checkpoint.dtype)
 
     # ---------------------------------------------------------------------------------------------------- denoising
 
@@ -241,9 +244,8 @@ class UnetFamily(VaeFamily):
 
     @property
     def _denoiser(self) -> Unet:
-        if self._unet is None:
-            raise KeyError("the UNet is not loaded")
-        return self._unet
+        unet: Unet = self._part("unet")
+        return unet
 
     def predict_clean(self, sample: Sample, prediction: Tensor) -> Tensor:
         return self._sampling.clean(sample.latents, prediction, sample.state[0], sample.step)
@@ -331,12 +333,23 @@ class StableDiffusionXL(UnetFamily):
         super().__init__(checkpoint)
         self._has_zero_prompt = checkpoint.index.get("force_zeros_for_empty_prompt", True)
 
-    def put(self, part: str, module: nn.Module) -> None:
+    def prepare(self, part: str, module: nn.Module) -> Any:
         """Keeps the VAE in float32 where its configuration says force_upcast, as the pipeline does: it overflows in
         float16."""
-        if part == "vae" and self._vae_config.get("force_upcast", True) and self._checkpoint.dtype == torch.float16:
+        if part == "vae" and self._is_widened:
             module.float()
-        super().put(part, module)
+        return super().prepare(part, module)
+
+    def recipe(self, part: str) -> str:
+        return super().recipe(part) + (" in float32" if part == "vae" and self._is_widened else "")
+
+    @property
+    def _is_widened(self) -> bool:
+        return self._vae_config.get("force_upcast", True) and self._checkpoint.dtype == torch.float16
+
+    @property
+    def text_recipe(self) -> str:
+        return f"{super().text_recipe} {self._has_zero_prompt}"
 
     def encode_text(self, prompt: str, max_sequence_length: int, template: Tensor | None = None) -> EncodedText:
         text = super().encode_text(prompt, max_sequence_length, template)

@@ -6,37 +6,60 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Mapping
-from typing import Any
+from copy import deepcopy
+from typing import Any, Self
 
 import torch
+from diffusers.models.autoencoders.vae import DiagonalGaussianDistribution
 from torch import Tensor, nn
 
+from model_executor.kernels.cpu_kernels import Kernels
 from model_executor.models.boxes import Box, times
+from model_executor.models.vae_norms import fuse
 from model_executor.models.vae_region import RegionDecoder
 
 
 class Vae(ABC):
     """Pictures are float [1, 3, height, width], about -1..1; latents [1, channels, height / scale, width / scale].
 
-    module: the diffusers VAE; its weights must not change afterwards.
+    module: the diffusers VAE; its weights must not change afterwards. dtype: of pictures and latents, in which noise is
+    drawn; by default the module's, in which it computes.
     """
 
-    def __init__(self, module: Any) -> None:
+    def __init__(self, module: Any, dtype: torch.dtype | None = None) -> None:
         self._module = module
+        self.dtype: torch.dtype = dtype or module.dtype
+        self._in_bfloat16: dict[Kernels | None, Self] = {}
 
-    @property
-    def dtype(self) -> torch.dtype:
-        dtype: torch.dtype = self._module.dtype
-        return dtype
+    def in_bfloat16(self, kernels: Kernels | None) -> Self:
+        """The same VAE computing in bfloat16, with pictures and latents in its dtype; made once. kernels: those that
+        it may use."""
+        if kernels is None and self._module.dtype == torch.bfloat16:
+            return self
+        if kernels not in self._in_bfloat16:
+            module = copied_in_bfloat16(self._module)
+            if kernels is not None:
+                fuse(module, kernels)
+            self._in_bfloat16[kernels] = type(self)(module, self.dtype)
+        return self._in_bfloat16[kernels]
 
     @staticmethod
     @abstractmethod
     def scale_and_channels(config: Mapping[str, Any]) -> tuple[int, int]:
         """(pixels per side of a latent pixel, channels of the latents), from the VAE's configuration."""
 
-    @abstractmethod
     def encode(self, image: Tensor, generator: torch.Generator | None = None) -> Tensor:
         """Latents sampled from the posterior; without a generator, its mode."""
+        posterior = DiagonalGaussianDistribution(self._posterior(image.to(self._module.dtype)).to(self.dtype))
+        return self._scaled(posterior.mode() if generator is None else posterior.sample(generator))
+
+    @abstractmethod
+    def _posterior(self, image: Tensor) -> Tensor:
+        """Mean and log variance of the posterior side by side, [1, 2 * channels, rows, columns]."""
+
+    @abstractmethod
+    def _scaled(self, latents: Tensor) -> Tensor:
+        """The VAE's latents in the denoiser's range."""
 
     @abstractmethod
     def decode(self, latents: Tensor) -> Tensor:
@@ -50,11 +73,11 @@ class Vae(ABC):
 class ImageVae(Vae):
     """diffusers' `AutoencoderKL`, with `RegionDecoder` as its decoder."""
 
-    def __init__(self, module: Any) -> None:
+    def __init__(self, module: Any, dtype: torch.dtype | None = None) -> None:
         # Convolutions of few channels on large maps: channels last took 0.6 of the time on one core in float32.
         module.to(memory_format=torch.channels_last)
         silu_in_place(module)
-        super().__init__(module)
+        super().__init__(module, dtype)
         self._decoder = RegionDecoder(module)
         self._shift: float = module.config.shift_factor or 0.0
 
@@ -62,22 +85,31 @@ class ImageVae(Vae):
     def scale_and_channels(config: Mapping[str, Any]) -> tuple[int, int]:
         return 2 ** (len(config["block_out_channels"]) - 1), config["latent_channels"]
 
-    def encode(self, image: Tensor, generator: torch.Generator | None = None) -> Tensor:
-        config, posterior = self._module.config, self._module.encode(image).latent_dist
-        latents = posterior.mode() if generator is None else posterior.sample(generator)
-        return (latents - self._shift) * config.scaling_factor  # type: ignore[no-any-return]
+    def _posterior(self, image: Tensor) -> Tensor:
+        parameters: Tensor = self._module.encode(image).latent_dist.parameters
+        return parameters
+
+    def _scaled(self, latents: Tensor) -> Tensor:
+        return (latents - self._shift) * self._module.config.scaling_factor  # type: ignore[no-any-return]
 
     def decode(self, latents: Tensor) -> Tensor:
-        return self._decoder.decode(self._unscaled(latents))
+        return self._decoder.decode(self._unscaled(latents)).to(self.dtype)
 
     def decode_region(self, latents: Tensor, tokens: Box, grid: tuple[int, int]) -> Tensor:
         region = self._decoder.region(tokens, grid)
         if region is None:
             return cut_tokens(self.decode(latents), tokens, grid)
-        return self._decoder.decode_region(self._unscaled(latents), region)
+        return self._decoder.decode_region(self._unscaled(latents), region).to(self.dtype)
 
     def _unscaled(self, latents: Tensor) -> Tensor:
-        return latents / self._module.config.scaling_factor + self._shift  # type: ignore[no-any-return]
+        unscaled = latents / self._module.config.scaling_factor + self._shift
+        return unscaled.to(self._module.dtype)  # type: ignore[no-any-return]
+
+
+def copied_in_bfloat16(module: nn.Module) -> nn.Module:
+    """A copy of a module in bfloat16; weights that are in bfloat16 are shared."""
+    shared = {id(weight): weight for weight in module.parameters() if weight.dtype == torch.bfloat16}
+    return deepcopy(module, shared).to(torch.bfloat16)
 
 
 def silu_in_place(module: nn.Module) -> None:

@@ -15,7 +15,8 @@ from diffusers.utils.torch_utils import randn_tensor
 from torch import Tensor, nn
 
 from core.errors import ConfigError
-from model_executor.checkpoint.loader import Checkpoint
+from model_executor.checkpoint.loader import Checkpoint, cpu_has_bfloat16
+from model_executor.kernels.operators import chosen_operators
 from model_executor.models.base import Family
 from model_executor.models.boxes import Box, around, times
 from model_executor.models.parts import Classes
@@ -59,8 +60,7 @@ class VaeFamily(Family):
         self._device = checkpoint.device
         self._vae_config = checkpoint.config("vae")
         self._vae_scale, self._latent_channels = self.vae.scale_and_channels(self._vae_config)
-        self._parts: dict[str, Any] = {}  # part name -> module
-        self._loaded_vae: Vae | None = None
+        self._parts: dict[str, Any] = {}  # part name -> what `prepare` made of it
         self._noise_of = lru_cache(maxsize=KEPT_NOISES)(self._draw_noise_of)
 
     # ------------------------------------------------------------------------------------------------------- parts
@@ -69,10 +69,18 @@ class VaeFamily(Family):
     def components(self) -> Mapping[str, tuple[str, ...]]:
         return {"text_encoder": self.text_parts, "vae": ("vae",), "transformer": (self.denoiser_part,)}
 
-    def put(self, part: str, module: nn.Module) -> None:
-        self._parts[part] = module
-        if part == "vae":
-            self._loaded_vae = self.vae(module)
+    def recipe(self, part: str) -> str:
+        return self.vae.__name__ if part == "vae" else ""
+
+    @property
+    def text_recipe(self) -> str:
+        return type(self).encode_text.__qualname__
+
+    def prepare(self, part: str, module: nn.Module) -> Any:
+        return self.vae(module) if part == "vae" else module
+
+    def put(self, part: str, prepared: Any) -> None:
+        self._parts[part] = prepared
 
     @property
     def lora_format(self) -> LoraFormat:
@@ -80,14 +88,25 @@ class VaeFamily(Family):
 
     def drop(self, part: str) -> None:
         del self._parts[part]
-        if part == "vae":
-            self._loaded_vae = None
+
+    def _part(self, name: str) -> Any:
+        if name not in self._parts:
+            raise KeyError(f"the {name} is not loaded")
+        return self._parts[name]
 
     @property
     def _vae(self) -> Vae:
-        if self._loaded_vae is None:
-            raise KeyError("the VAE is not loaded")
-        return self._loaded_vae
+        vae: Vae = self._part("vae")
+        return vae
+
+    @property
+    def _mask_aware_vae(self) -> Vae:
+        """What mask-aware edits encode and decode with. On CPUs that multiply bfloat16 natively it computes in that,
+        also for a model in float32: with the embedded one in 0.4 of the time, with a mean error of 0.15 of 255."""
+        vae = self._vae
+        if self._device.type != "cpu" or not cpu_has_bfloat16() or vae.dtype not in (torch.float32, torch.bfloat16):
+            return vae
+        return vae.in_bfloat16(chosen_operators(self._checkpoint.kernels, self._device).kernels)
 
     # ------------------------------------------------------------------------------------------------------- shapes
 
@@ -106,7 +125,8 @@ class VaeFamily(Family):
     # ------------------------------------------------------------------------------------------------------- images
 
     def encode_template(self, template: Tensor) -> Tensor:
-        return pack(self._vae.encode(to_image(template).to(self._device, self._vae.dtype)), self.patch)
+        vae = self._mask_aware_vae
+        return pack(vae.encode(to_image(template).to(self._device, vae.dtype)), self.patch)
 
     def upscale(self, latents: Tensor, grid: tuple[int, int], to_grid: tuple[int, int]) -> Tensor:
         size = [side * self.patch for side in to_grid]
@@ -129,9 +149,10 @@ class VaeFamily(Family):
         noise: Tensor = randn_tensor(shape, generator=generator, device=self._device, dtype=self._checkpoint.dtype)
         return noise
 
-    def _posterior_sample(self, image: Tensor, generator: torch.Generator) -> Tensor:
+    def _posterior_sample(self, image: Tensor, generator: torch.Generator, is_exact: bool) -> Tensor:
         """Scaled latents of an image in -1..1: [1, channels, height / 8, width / 8]."""
-        return self._vae.encode(image.to(self._device, self._vae.dtype), generator)
+        vae = self._vae if is_exact else self._mask_aware_vae
+        return vae.encode(image.to(self._device, vae.dtype), generator)
 
     def _latent_mask(self, mask: Tensor) -> Tensor:
         """The mask at the latents' resolution, as in the pipelines' `prepare_mask_latents`. mask: uint8 [height,
@@ -147,7 +168,8 @@ class VaeFamily(Family):
         grid, smaller = self.grid(width, height), self.patch // PATCH  # the VAE's parts are counted in these
         tokens = around(active, grid[1])
         finer = (grid[0] * smaller, grid[1] * smaller)
-        pixels = self._vae.decode_region(self._vae_latents(latents, width, height), times(tokens, smaller), finer)
+        whole = self._vae_latents(latents, width, height)
+        pixels = self._mask_aware_vae.decode_region(whole, times(tokens, smaller), finer)
         return to_pixels(pixels), times(tokens, self._token_size)
 
     def _vae_latents(self, latents: Tensor, width: int, height: int) -> Tensor:

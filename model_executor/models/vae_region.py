@@ -27,7 +27,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from model_executor.kernels.cpu_kernels import Kernels
 from model_executor.models.boxes import Box, cut, times
+from model_executor.models.vae_norms import NormSilu, moments, normed_at, per_channel, tile_moments
 
 CROPPED_BLOCKS = 2
 """How many of the last up blocks, which take most of the time, are computed for a crop only."""
@@ -53,6 +55,8 @@ class RegionDecoder:
         self._upsamplers = [_upsampler(block.upsamplers[0]) if block.upsamplers else _same for block in self._blocks]
         self._first = len(self._blocks) - CROPPED_BLOCKS - 1
         self._halo = _halo(self._blocks)
+        norm = self._decoder.conv_norm_out
+        self._kernels = norm.kernels if isinstance(norm, NormSilu) else None
 
     def decode(self, latents: Tensor) -> Tensor:
         """[1, channels, rows, columns], in the VAE's own range -> [1, 3, height, width], about -1..1."""
@@ -69,7 +73,7 @@ class RegionDecoder:
     def decode_region(self, latents: Tensor, region: Region) -> Tensor:
         """The pixels of the region's tokens, [1, 3, height, width], about -1..1."""
         whole = _resnets(self._blocks[self._first], _Maps((self._whole(latents, self._first),)))
-        maps = region.cut(whole.parts[0], self._decoder.conv_norm_out.num_groups)
+        maps = region.cut(whole.parts[0], self._decoder.conv_norm_out.num_groups, self._kernels)
         maps = maps.through(self._upsamplers[self._first])
         for block, upsampler in list(zip(self._blocks, self._upsamplers, strict=True))[self._first + 1 :]:
             maps = _resnets(block, maps).through(upsampler)
@@ -118,14 +122,16 @@ class Region:
         left, top, right, bottom = self.crop
         return (right - left) * (bottom - top) / (self.grid[0] * self.grid[1])
 
-    def cut(self, whole: Tensor, num_groups: int) -> _Maps:
-        """Crop and mosaic of the last whole map. num_groups: the group norms'."""
+    def cut(self, whole: Tensor, num_groups: int, kernels: Kernels | None = None) -> _Maps:
+        """Crop and mosaic of the last whole map. num_groups: the group norms'. kernels: those that take moments."""
         crop = cut(whole, self.crop).contiguous(memory_format=torch.channels_last)
         rows, columns = (_cells(first).to(whole.device) for first in self.tiles)
         mosaic = whole.index_select(2, rows).index_select(3, columns).contiguous(memory_format=torch.channels_last)
-        around = (_moments(whole, num_groups) - self.share * _moments(crop, num_groups)) / (1.0 - self.share)
-        weights = self._weights(_tile_moments(mosaic, num_groups, *self.outside.shape), around)
-        return _Maps((crop, mosaic), _Estimate(self.share, weights))
+        around = (moments(whole, num_groups, kernels) - self.share * moments(crop, num_groups, kernels)) / (
+            1.0 - self.share
+        )
+        weights = self._weights(tile_moments(mosaic, num_groups, self.outside.shape, kernels), around)
+        return _Maps((crop, mosaic), _Estimate(self.share, weights, kernels))
 
     def _weights(self, tiles: Tensor, around: Tensor) -> Tensor:
         """Weights of the tiles by ridge regression, float32 [tile rows, tile columns]: 0 within the crop, and 1 in sum.
@@ -137,8 +143,8 @@ class Region:
         count, mean = seen.shape[1], seen.mean(1, keepdim=True)
         scale = (seen - mean).square().mean(1, keepdim=True).sqrt() + 1e-3 * mean.abs() + 1e-6  # rounding is no signal
         seen, missing = (seen - mean) / scale, (around.reshape(-1, 1) - mean) / scale
-        penalty = RIDGE * count * torch.eye(len(seen), device=seen.device)
-        weights = torch.zeros(outside.shape, device=seen.device)
+        penalty = RIDGE * count * torch.eye(len(seen), dtype=seen.dtype, device=seen.device)
+        weights = seen.new_zeros(outside.shape)
         weights[outside] = 1.0 / count + (seen.T @ torch.linalg.solve(seen @ seen.T + penalty, missing))[:, 0]
         return weights
 
@@ -156,13 +162,13 @@ class _Estimate:
 
     share: float  # of the picture that the crop covers
     weights: Tensor  # of the mosaic's tiles, float32 [tile rows, tile columns]
+    kernels: Kernels | None = None  # those that take moments
 
     def statistics(self, crop: Tensor, mosaic: Tensor, num_groups: int) -> tuple[Tensor, Tensor]:
         """Mean and variance of the whole picture's groups, float32 [channels] each, repeated for every channel."""
-        around = (_tile_moments(mosaic, num_groups, *self.weights.shape) * self.weights).sum((2, 3))
-        mean, square = self.share * _moments(crop, num_groups) + (1.0 - self.share) * around
-        per_group = crop.shape[1] // num_groups
-        return mean.repeat_interleave(per_group), (square - mean * mean).clamp_min(0.0).repeat_interleave(per_group)
+        around = (tile_moments(mosaic, num_groups, self.weights.shape, self.kernels) * self.weights).sum((2, 3))
+        whole = self.share * moments(crop, num_groups, self.kernels) + (1.0 - self.share) * around
+        return per_channel(whole, crop.shape[1])
 
 
 @dataclass(frozen=True, slots=True)
@@ -178,15 +184,13 @@ class _Maps:
     def plus(self, other: _Maps) -> _Maps:
         return replace(self, parts=tuple(a + b for a, b in zip(self.parts, other.parts, strict=True)))
 
-    def normed(self, norm: nn.GroupNorm, activation: Callable[[Tensor], Tensor]) -> _Maps:
+    def normed(self, norm: nn.GroupNorm | NormSilu, activation: Callable[[Tensor], Tensor]) -> _Maps:
         """Group norm with the whole picture's statistics, and an activation."""
         if self.estimate is None:
             return self.through(lambda x: activation(norm(x)))
         crop, mosaic = self.parts
         mean, variance = self.estimate.statistics(crop, mosaic, norm.num_groups)
-        weight, bias = norm.weight.float(), norm.bias.float()
-        batch_norm = nn.functional.batch_norm  # at given statistics: one pass over the map
-        return self.through(lambda x: activation(batch_norm(x, mean, variance, weight, bias, eps=norm.eps)))
+        return self.through(lambda x: normed_at(norm, activation, x, mean, variance))
 
 
 def _resnets(block: Any, maps: _Maps) -> _Maps:
@@ -196,20 +200,6 @@ def _resnets(block: Any, maps: _Maps) -> _Maps:
         hidden = hidden.normed(resnet.norm2, resnet.nonlinearity).through(resnet.conv2)
         maps = (maps if resnet.conv_shortcut is None else maps.through(resnet.conv_shortcut)).plus(hidden)
     return maps
-
-
-def _moments(x: Tensor, num_groups: int) -> Tensor:
-    """Mean of each group's values and of their squares, float32 [2, groups]."""
-    x = x.float()
-    sums = torch.stack([x.sum((0, 2, 3)), x.square().sum((0, 2, 3))])
-    return sums.view(2, num_groups, -1).sum(2) / (x.numel() // num_groups)
-
-
-def _tile_moments(mosaic: Tensor, num_groups: int, rows: int, columns: int) -> Tensor:
-    """The moments of each of a mosaic's tiles, float32 [2, groups, rows, columns]."""
-    x, size = mosaic.float(), mosaic.shape[2] // rows
-    means = torch.cat([nn.functional.avg_pool2d(values, size) for values in (x, x.square())])
-    return means.view(2, num_groups, -1, rows, columns).mean(2)
 
 
 def _upsampler(module: Any) -> Callable[[Tensor], Tensor]:

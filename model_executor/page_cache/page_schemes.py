@@ -21,7 +21,7 @@ from core.model_info import ModelInfo
 from core.page_scheme import PageDtype, PageScheme
 from core.sampling_params import SamplingParams
 from model_executor.checkpoint.fingerprint import fingerprint
-from model_executor.checkpoint.loader import Checkpoint
+from model_executor.checkpoint.loader import Checkpoint, cpu_has_bfloat16
 from model_executor.kernels.operators import chosen_operators
 from model_executor.models.base import Family
 
@@ -95,10 +95,11 @@ def environment(device: torch.device, kernels: KernelChoice = "auto") -> str:
 
 
 def _device_name(device: torch.device) -> str:
-    """The GPU's name, or the CPU's with the instruction set that PyTorch uses."""
+    """The GPU's name, or the CPU's with the instruction sets that PyTorch uses."""
     if device.type == "cuda":
         return torch.cuda.get_device_name(device)
-    return f"{_cpu_name()} {torch.backends.cpu.get_cpu_capability()}"
+    bfloat16 = " bfloat16" if cpu_has_bfloat16() else ""
+    return f"{_cpu_name()} {torch.backends.cpu.get_cpu_capability()}{bfloat16}"
 
 
 def _cpu_name() -> str:

@@ -24,7 +24,6 @@ from torch import Tensor
 from core.config import KernelChoice
 from core.graph.op import Op
 from core.graph.work import Work
-from core.handles import ModelKey
 from core.ipc.atomic_file import write_atomically
 from core.messages.worker import CostSample
 from core.model_info import ModelInfo
@@ -61,21 +60,16 @@ def known_or_probed(
     kernels: Mapping[str, KernelChoice] | None = None,
 ) -> tuple[CostSample, ...]:
     """Cost samples of all models: cached ones of an earlier start, else new ones. If the folder cannot be written, the
-    next start measures again. An adapter gets the samples of its model: it takes a few percent longer, which the cost
-    model learns from use.
+    next start measures again. An adapter has the costs of its model, though it takes a few percent longer.
 
     infos: as the worker is about to report them. kernels: model's name -> choice, `auto` where missing.
     """
     chosen = kernels or {}
-    measured = {
-        info.name: _samples(families[info.name], info, cache_folder, chosen.get(info.name, "auto"))
+    return tuple(
+        sample
         for info in infos
         if not info.parent
-    }
-    return tuple(
-        msgspec.structs.replace(sample, model=ModelKey(info.name, sample.model.component))
-        for info in infos
-        for sample in measured[info.parent or info.name]
+        for sample in _samples(families[info.name], info, cache_folder, chosen.get(info.name, "auto"))
     )
 
 
@@ -92,7 +86,7 @@ def probe(family: Family, info: ModelInfo, budget_seconds: float) -> list[CostSa
                 raise
             continue  # such a batch cannot be scheduled either
         if seconds is not None:
-            samples.append(CostSample(ModelKey(info.name, op.component), op.cost_name, work, seconds))
+            samples.append(CostSample(info.name, op.component, op.cost_name, work, seconds))
     return samples
 
 
@@ -108,6 +102,7 @@ def _samples(family: Family, info: ModelInfo, cache_folder: Path, kernels: Kerne
 
 def _conditions(info: ModelInfo, kernels: KernelChoice) -> str:
     """Hex digest of everything that costs depend on: the model as served, processor, threads, PyTorch, kernels."""
+    info = msgspec.structs.replace(info, components=())  # which depend on the other models
     device = torch.device(info.device)
     processor = torch.cuda.get_device_name(device) if device.type == "cuda" else _cpu_name()
     digest = chosen_operators(kernels, device).digest

@@ -7,16 +7,18 @@ import logging
 import os
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
+from itertools import chain
 from typing import Any
 
 import diffusers.utils.logging
 import msgspec
 import torch
 import transformers.utils.logging
+from torch import nn
 
 from core.cache_folder import user_cache_folder
 from core.config import ModelConfig
-from core.handles import ModelKey
+from core.handles import LoadedComponent, ModelKey
 from core.ipc.heap import keep_freed_memory
 from core.messages.worker import WorkerReady
 from core.model_info import ModelInfo
@@ -26,6 +28,7 @@ from model_executor.models.registry import make_family
 from model_executor.page_cache.page_schemes import with_calibration
 from model_executor.page_cache.pages import Pages
 from model_executor.patches.adapters import Adapter, read_adapter
+from model_executor.worker.component_keys import Opened, component_keys, prompt_twins
 
 logger = logging.getLogger("stencil.worker")
 
@@ -37,30 +40,34 @@ KEPT_BYTES = 256 * 1024**2
 
 
 class ResidentModels:
-    """The served models by name; loads and unloads their components. Create it with `open`, which reads adapters but no
-    other weights. Raises ConfigError for an adapter that cannot be used."""
+    """The served models by name; loads and unloads their components, of which models with equal keys share one. Create
+    it with `open`, which reads adapters but no other weights. Raises ConfigError for an adapter that cannot be used."""
 
     def __init__(
-        self,
-        configs: Sequence[ModelConfig],
-        checkpoints: Mapping[str, Checkpoint],
-        families: Mapping[str, Family],
+        self, configs: Sequence[ModelConfig], opened: Mapping[str, Opened], keys: Mapping[str, Mapping[str, ModelKey]]
     ) -> None:
+        """keys: from `component_keys`."""
         self._configs = {config.name: config for config in configs}
-        self._checkpoints = checkpoints
+        self._checkpoints = {name: each.checkpoint for name, each in opened.items()}
+        families = {name: each.family for name, each in opened.items()}
+        self.keys = keys  # model -> part of its checkpoint -> the component
+        self._loaded: dict[ModelKey, LoadedComponent] = {}  # in the order of loading
         self._adapters = [  # (name of its model, adapter)
             (config.name, read_adapter(adapter, families[config.name].lora_format))
             for config in configs
             for adapter in config.adapters
         ]
-        self._prompts_of = {read.name: name for name, read in self._adapters if not read.text_layers}
+        twins = prompt_twins(opened, keys)
+        self._prompts_of = twins | {
+            read.name: twins.get(name, name) for name, read in self._adapters if not read.text_layers
+        }
         for name, read in self._adapters:  # before minutes are spent on loading
             families[name].check_adapter(read)
         self.families = dict(families)  # name -> family; includes adapters once they are loaded
 
     @property
     def prompts_of(self) -> dict[str, str]:
-        """Adapter's name -> its model's name, for adapters that do not change the text encoders."""
+        """Model or adapter -> the first model that embeds prompts alike; without those that are this first one."""
         return dict(self._prompts_of)
 
     @classmethod
@@ -89,7 +96,8 @@ class ResidentModels:
         families = {name: make_family(checkpoint) for name, checkpoint in checkpoints.items()}
         for checkpoint in checkpoints.values():
             checkpoint.check_quantization()
-        return cls(configs, checkpoints, families)
+        opened = {name: Opened(checkpoint, families[name]) for name, checkpoint in checkpoints.items()}
+        return cls(configs, opened, component_keys(opened, user_cache_folder(os.environ)))
 
     @property
     def device(self) -> torch.device:
@@ -98,9 +106,8 @@ class ResidentModels:
 
     def load_all(self) -> None:
         """Load every component of every model, and every adapter. Raises ConfigError."""
-        for name in self._configs:
-            for component in self.families[name].components:
-                self.load(ModelKey(name, component))
+        for key in dict.fromkeys(key for keys in self.keys.values() for key in keys.values()):
+            self.load(key)
         for name, adapter in self._adapters:
             self.families[adapter.name] = self.families[name].adapted(adapter)
         self._adapters = [
@@ -108,31 +115,45 @@ class ResidentModels:
         ]  # the families now hold the layers
 
     def load(self, key: ModelKey) -> None:
-        """Load a component's weights. Raises ConfigError."""
-        family = self.families[key.model]
-        for part in family.components[key.component]:
-            family.put(part, self._checkpoints[key.model].load(part))
+        """Load a component's weights once, for all models that share it. Raises ConfigError; KeyError for a component
+        of no model."""
+        (name, part), *_ = self._users(key)
+        module = self._checkpoints[name].load(part)
+        loaded = LoadedComponent(key, weight_bytes(module))
+        prepared = self.families[name].prepare(part, module)
+        for name, part in self._users(key):
+            self.families[name].put(part, prepared)
+        self._loaded[key] = loaded
 
     def unload(self, key: ModelKey) -> None:
         """Drop a component's weights."""
-        family = self.families[key.model]
-        for part in family.components[key.component]:
-            family.drop(part)
+        for name, part in self._users(key):
+            self.families[name].drop(part)
+        del self._loaded[key]
+
+    def _users(self, key: ModelKey) -> list[tuple[str, str]]:
+        """The (model, part) that are this component; at least one."""
+        users = [(name, part) for name, keys in self.keys.items() for part, own in keys.items() if own == key]
+        if not users:
+            raise KeyError(f"no model consists of {key}")
+        return users
+
+    @property
+    def loaded(self) -> tuple[LoadedComponent, ...]:
+        """The components that are loaded."""
+        return tuple(self._loaded.values())
 
     def ready(self, rank: int) -> WorkerReady:
         """The message that describes what this worker serves, models before their adapters. Every component must be
         loaded. Raises ConfigError."""
         models = {name: self._info(name) for name in self._configs}
         adapters = (_adapted(models[name], adapter) for name, adapter in self._adapters)
-        loaded = (
-            ModelKey(name, component) for name, family in self.families.items() for component in family.components
-        )
-        return WorkerReady(rank=rank, models=(*models.values(), *adapters), components=tuple(loaded))
+        return WorkerReady(rank=rank, models=(*models.values(), *adapters), components=self.loaded)
 
     def _info(self, name: str) -> ModelInfo:
-        family = self.families[name]
-        folder = user_cache_folder(os.environ)
-        return with_calibration(family.info(name), self._configs[name], self._checkpoints[name], family, folder)
+        family, folder = self.families[name], user_cache_folder(os.environ)
+        info = msgspec.structs.replace(family.info(name), components=tuple(self.keys[name].values()))
+        return with_calibration(info, self._configs[name], self._checkpoints[name], family, folder)
 
     def warm_up(self) -> None:
         """Edit one small picture with every model, so that the first request does not pay for first calls and for
@@ -145,6 +166,17 @@ class ResidentModels:
             edit_once(family, side, info.max_text_tokens)
             if self._configs[name].mask_aware:
                 edit_masked_once(family, side, info.max_text_tokens)
+
+
+def weight_bytes(module: nn.Module) -> int:
+    """Bytes of a module's parameters and buffers, as they are stored."""
+    return sum(map(_stored_bytes, chain(module.parameters(), module.buffers())))
+
+
+def _stored_bytes(tensor: Any) -> int:
+    """Bytes of a tensor; of a quantised one, of the tensors that it is made of."""
+    parts = tensor.__tensor_flatten__()[0] if hasattr(tensor, "__tensor_flatten__") else ()
+    return sum(_stored_bytes(getattr(tensor, part)) for part in parts) if parts else int(tensor.nbytes)
 
 
 def _adapted(model: ModelInfo, adapter: Adapter) -> ModelInfo:

@@ -44,7 +44,7 @@ class Runner:
         """Run a batch. Items that fail carry their Failure in the result. Raises only errors of a broken device, on
         which everything would fail."""
         started = time.monotonic()
-        attempt = partial(self._attempt, HANDLERS[batch.op], batch.model.model)
+        attempt = partial(self._attempt, HANDLERS[batch.op], batch.model)
         share_pass = OPS[batch.op].sharing == "together"
         groups = [batch.items] if share_pass else [(item,) for item in batch.items]
         self._context.exchange.begin_batch(batch)

@@ -8,9 +8,22 @@ import pytest
 from core.config import ModelConfig
 from core.ipc.shared_array import Arena
 from core.model_info import ModelInfo
+from model_executor.models import vae_family
 from model_executor.models.base import Family
 from model_executor.worker.resident import ResidentModels
 from tools.random_checkpoints import make_flux_fill
+
+
+@pytest.fixture
+def slow_bfloat16(monkeypatch: pytest.MonkeyPatch) -> None:
+    """On any CPU, models in float32 compute in float32 alone."""
+    monkeypatch.setattr(vae_family, "cpu_has_bfloat16", lambda: False)
+
+
+@pytest.fixture
+def fast_bfloat16(monkeypatch: pytest.MonkeyPatch) -> None:
+    """On any CPU, mask-aware edits encode and decode in bfloat16."""
+    monkeypatch.setattr(vae_family, "cpu_has_bfloat16", lambda: True)
 
 
 @pytest.fixture(scope="session")

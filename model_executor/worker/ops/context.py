@@ -22,8 +22,8 @@ _NONE: Mapping[str, str] = MappingProxyType({})
 class WorkerContext:
     """The state of one worker that its ops share. Ops themselves have none.
 
-    models: name -> family, whose components the worker loads. prompts_of: adapter -> the model with the same text
-    encoders, whose prompt cache it shares. exchange: with other ranks; None: there are none.
+    models: name -> family, whose components the worker loads. prompts_of: model -> the model that embeds prompts alike,
+    whose prompt cache it shares. exchange: with other ranks; None: there are none.
     """
 
     def __init__(

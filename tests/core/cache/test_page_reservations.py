@@ -20,10 +20,14 @@ from fakes import MODEL, make_edit, with_spec
 from hypothesis import given
 from hypothesis import strategies as st
 
-from core.cache.page_reservations import Bracket, bracket, keyframes_needed
+from core.cache.activation_cache import ActivationCacheManager, TierBudget
+from core.cache.page_reservations import Bracket, PageReservations, bracket, keyframes_needed
+from core.cache.priming import TemplateInfo
+from core.cache.reservation import Reservation
 from core.config import CacheConfig
 from core.failure import Failure
 from core.graph.work import Work
+from core.handles import ArrayRef
 from core.messages.engine import (
     Aborted,
     DropTemplate,
@@ -64,6 +68,31 @@ def test_only_keyframes_that_steps_read_are_needed() -> None:
     assert keyframes_needed(GRID, [1.0, 0.5]) == (1.0, 0.5)
     assert keyframes_needed(GRID, [0.3, 0.1]) == (0.5, 0.25, 0.0)
     assert keyframes_needed((), [0.3, 0.1]) == (0.3, 0.1)
+
+
+# ------------------------------------------------------------------------------------------------------- reservations
+
+
+def test_a_reservation_made_again_is_complete_only_once_its_evicted_entries_are_filled_again() -> None:
+    info = msgspec.structs.replace(MODEL, page_scheme=SCHEME)
+    budget = TierBudget("host", TEMPLATE_BYTES)  # room for one template
+    manager = ActivationCacheManager([budget], has_disk=False, page_arena_id=0, keep_all=True)
+    pages = PageReservations(manager, lambda template, tier, nbytes: True)
+    mine, other = (
+        Reservation(
+            name, TemplateInfo.of(make_masked(name, content=name).spec, info), ArrayRef(0, 0, (1,), "uint8"), GRID
+        )
+        for name in ("mine", "other")
+    )
+    for reservation in (mine, other, mine):
+        assert pages.reserve(reservation)
+        assert not reservation.is_complete, "its entries are empty"
+        assert reservation.template.key in {job.template.key for job in pages.jobs()}
+        for key in reservation.entry_keys():
+            manager.fill(key)
+        pages.refresh(reservation)
+        assert reservation.is_complete
+        pages.release(reservation)
 
 
 # --------------------------------------------------------------------------------------------------------- scheduling

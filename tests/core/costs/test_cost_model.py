@@ -13,7 +13,7 @@ from core.costs.cost_model import CostKey, CostModel, features_of
 from core.graph.work import Work
 from core.handles import ModelKey
 
-KEY = CostKey(ModelKey("m", "transformer"), "denoise", "cpu", 1)
+KEY = CostKey("flux", (ModelKey("0f", "transformer"),), "denoise", "cpu", 1)
 TEXT, IMAGE = 24, 256  # tokens
 
 Seconds = Callable[[Work], float]

@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from core.costs.load_report import LoadReport
 from core.errors import InvalidRequestError, MessageError
 from core.failure import Failure
-from core.handles import ModelKey, TensorKey, TensorRef
+from core.handles import TensorKey, TensorRef
 from core.messages.codec import MessageDecoder, encode
 from core.messages.engine import EngineOutputs, Failed, Finished, PartialImage, ToEngine
 from core.messages.salvage import (
@@ -65,7 +65,7 @@ def item(request_id: str, prompt: Any = "a hat") -> Item:
 
 
 def batch(batch_id: int, *items: Item, ranks: Any = (0,)) -> Batch:
-    return Batch(batch_id, "text_encode", ModelKey("m", "text_encoder"), ranks, items)
+    return Batch(batch_id, "text_encode", "m", ranks, items)
 
 
 def plan(*batches: Batch) -> StepPlan:

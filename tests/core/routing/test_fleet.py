@@ -17,7 +17,6 @@ from core.costs.cost_model import FEATURES, CostKey, CostModel, features_of
 from core.costs.load_report import EngineCosts, Residency
 from core.costs.slot_forecast import until_free
 from core.graph.work import Work
-from core.handles import ModelKey
 from core.messages.engine import PrimeTemplate
 from core.page_scheme import PageLayout, PageScheme
 from core.routing.fleet import Fleet
@@ -71,14 +70,14 @@ def test_features_are_those_of_the_cost_model() -> None:
 
 
 def test_a_shape_costs_what_the_cost_model_predicts() -> None:
-    key, model = CostKey(ModelKey("m", "transformer"), "denoise", "cpu", 1), CostModel()
+    key, model = CostKey("flux", (), "denoise", "cpu", 1), CostModel()
     for active in (100, 700, 2000, 4000):
         for number in (1, 2, 5):
             work = Work.of_pairs([(active + 512, 4608)] * number)
             model.observe(key, work, 0.006 + 2e-5 * (active + 512) * number + 1e-4 * number)
     fleet, shape = Fleet(1, 8), make_shape(active_tokens=900)
     coefficients = tuple(model._lines[key].coefficients().tolist())
-    line = COSTS.lines[0].__class__(key.model, "denoise", coefficients)
+    line = COSTS.lines[0].__class__("m", "denoise", coefficients)
     fleet.observe(0, make_report(costs=EngineCosts((line,), ())), 0.0)
     seconds = fleet.size_costs(shape).base + 3 * fleet.step_seconds(shape)
     assert seconds == pytest.approx(model.predict(key, Work.of_pairs([(900 + 512, 4608)] * 3)))
@@ -104,13 +103,13 @@ def test_an_edit_of_two_passes_costs_what_both_do(conditions_per_token: int) -> 
     shape = RequestShape.of_request(edit, MODEL)
     assert (shape.num_steps, shape.full_steps, shape.first_steps) == (4 + 2, 4 + 2, 4)
     assert (shape.image_tokens, shape.first_tokens, shape.template) == (256, 64, None)
-    key, model = CostKey(ModelKey("m", "transformer"), "denoise", "cpu", 1), CostModel()
+    key, model = CostKey("flux", (), "denoise", "cpu", 1), CostModel()
     for tokens in (50, 100, 300, 600):
         for number in (1, 2, 5):
             work = Work.of([tokens] * number)
             model.observe(key, work, 0.006 + 2e-5 * tokens * number + 1e-8 * tokens**2 * number + 1e-4 * number)
     others = [line for line in make_costs(other=0.5).lines if line.op != "denoise"]
-    steps = others[0].__class__(key.model, "denoise", tuple(model._lines[key].coefficients().tolist()))
+    steps = others[0].__class__("m", "denoise", tuple(model._lines[key].coefficients().tolist()))
     fleet = Fleet(1, 8)
     fleet.observe(0, make_report(costs=EngineCosts((steps, *others), ())), 0.0)
     costs = fleet.size_costs(shape)

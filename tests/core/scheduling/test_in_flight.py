@@ -15,7 +15,6 @@ from core.config import SchedulerConfig
 from core.costs.cost_model import CostKey
 from core.failure import Failure
 from core.graph.work import Work
-from core.handles import ModelKey
 from core.messages.engine import Finished
 from core.messages.worker import Batch, BatchResult, ItemResult
 from core.scheduling.dispatch import Decision, Dispatch, Fetch
@@ -25,11 +24,10 @@ from core.scheduling.scheduler import StepScheduler
 from core.scheduling.view import View
 
 RANKS = 4
-MODEL_KEY = ModelKey("m", "transformer")
 
 
 def flight(number: int, *ranks: int) -> Flight:
-    return Flight(Batch(number, "denoise", MODEL_KEY, ranks, ()), Work((1,), (1,)), predicted=2.0)
+    return Flight(Batch(number, "denoise", "m", ranks, ()), Work((1,), (1,)), predicted=2.0)
 
 
 def answer(number: int, rank: int, *, seconds: float = 1.0, failed: tuple[str, ...] = ()) -> BatchResult:
@@ -157,5 +155,5 @@ def test_a_step_on_two_ranks_counts_once_and_costs_as_degree_two() -> None:
     stats = scheduler.stats()
     assert stats.steps == 2
     assert stats.busy_seconds["denoise"] == pytest.approx(2 * (0.5 + 0.01))
-    assert CostKey(MODEL_KEY, "denoise", "cpu", 2) in scheduler.cost.lines()
+    assert CostKey(MODEL.family, (), "denoise", "cpu", 2) in scheduler.cost.lines()
     scheduler.check_integrity()

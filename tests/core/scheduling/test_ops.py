@@ -15,7 +15,6 @@ from core.graph.catalog import WORKFLOWS
 from core.graph.op import OPS, OpWork, Port, Sizes
 from core.graph.work import Work
 from core.graph.workflow import INPAINT, Edge, Node, Workflow
-from core.handles import ModelKey
 from core.messages.codec import MessageDecoder, encode
 from core.messages.engine import Failed, Finished
 from core.messages.message import Message
@@ -74,7 +73,7 @@ def test_a_new_op_runs_beside_ordinary_edits_after_one_registration(
 ) -> None:
     monkeypatch.setitem(WORKFLOWS, "sharpened", SHARPENED)
     scheduler, workers = StepScheduler(SchedulerConfig(), {"m": MODEL}), FakeWorkers()
-    scheduler.learn([CostSample(ModelKey("m", "vae"), "sharpen", Work.of([128]), 0.5)])
+    scheduler.learn([CostSample("m", "vae", "sharpen", Work.of([128]), 0.5)])
     scheduler.add(in_workflow("a", "sharpened"))  # type: ignore[arg-type]
     scheduler.add(make_edit("b"))
     batches: list[Batch] = []
@@ -100,7 +99,7 @@ def test_a_new_op_runs_beside_ordinary_edits_after_one_registration(
     assert [(item.request_id, item.work) for item in sharpened.items] == [("a", Sharpen(strength=0.5))]
     denoised = [sorted(item.request_id for item in batch.items) for batch in batches if batch.op == "denoise"]
     assert denoised == [["a", "b"]] * 4  # requests of different workflows share steps
-    assert scheduler.cost_key("m", "sharpen") == CostKey(ModelKey("m", "vae"), "sharpen", "cpu", 1)
+    assert scheduler.cost_key("m", "sharpen") == CostKey(MODEL.family, (), "sharpen", "cpu", 1)
     scheduler.check_integrity()
 
 
@@ -118,13 +117,13 @@ def test_a_request_with_two_nodes_of_one_op_begins_once(monkeypatch: pytest.Monk
 
 def test_a_new_ops_message_is_decoded(sharpen: RequestOp) -> None:
     item = Item("a", "sharpen", Sharpen(strength=0.25), ())
-    plan = StepPlan(seq=0, batches=(Batch(0, "sharpen", ModelKey("m", "vae"), (0,), (item,)),))
+    plan = StepPlan(seq=0, batches=(Batch(0, "sharpen", "m", (0,), (item,)),))
     assert MessageDecoder[ToWorker](ToWorker).decode(encode(plan)) == plan
 
 
 def test_a_message_of_no_op_cannot_be_decoded() -> None:
     item = Item("a", "sharpen", Sharpen(strength=0.25), ())
-    plan = StepPlan(seq=0, batches=(Batch(0, "sharpen", ModelKey("m", "vae"), (0,), (item,)),))
+    plan = StepPlan(seq=0, batches=(Batch(0, "sharpen", "m", (0,), (item,)),))
     with pytest.raises(MessageError, match="no op has messages tagged 'Sharpen'"):
         MessageDecoder[ToWorker](ToWorker).decode(encode(plan))
 

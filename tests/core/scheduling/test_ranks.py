@@ -5,7 +5,7 @@ from __future__ import annotations
 from fakes import MODEL, FakeWorkers, make_edit
 
 from core.config import SchedulerConfig
-from core.handles import ModelKey
+from core.handles import LoadedComponent, ModelKey
 from core.messages.worker import BatchResult
 from core.scheduling.scheduler import StepScheduler
 
@@ -13,7 +13,7 @@ from core.scheduling.scheduler import StepScheduler
 def test_models_are_resident_where_workers_say_so_and_seconds_count_for_their_rank() -> None:
     scheduler, workers = StepScheduler(SchedulerConfig(), {"m": MODEL}, 2), FakeWorkers(2)
     assert scheduler.stats().resident_models == ()
-    vae, transformer = ModelKey("m", "vae"), ModelKey("m", "transformer")
+    vae, transformer = (LoadedComponent(ModelKey("0f", kind), 1000) for kind in ("vae", "transformer"))
     scheduler.learn((), {0: [transformer, vae], 1: [vae]}.items())
     scheduler.add(make_edit("a", steps=3))
     while scheduler.num_requests:

@@ -8,6 +8,7 @@ from collections.abc import Callable, Mapping
 from random import Random
 from types import FrameType
 
+import msgspec
 import pytest
 from fakes import MODEL, FakeWorkers, make_edit
 
@@ -28,7 +29,7 @@ DECODER: MessageDecoder[FromEngine] = MessageDecoder(FromEngine)
 
 COMPONENTS = {"text_encode": "text_encoder", "image_encode": "vae", "denoise": "transformer", "decode": "vae"}
 SAMPLES = [
-    CostSample(ModelKey("m", component), op, Work.of([tokens] * number), 0.01 + 0.001 * number + tokens * number * 1e-5)
+    CostSample("m", component, op, Work.of([tokens] * number), 0.01 + 0.001 * number + tokens * number * 1e-5)
     for op, component in COMPONENTS.items()
     for tokens in (50, 300, 900)
     for number in (1, 2, 4)
@@ -258,3 +259,22 @@ def test_a_copy_that_has_missed_a_report_is_right_again_when_the_engine_is_idle(
     scheduler.add(make_edit("c"))
     copy.update(sent(scheduler))
     assert list(copy.loads()) == all_loads(scheduler)
+
+
+def test_the_costs_of_shared_components_are_reported_for_every_model() -> None:
+    vae, own, other = (
+        ModelKey(content, kind) for content, kind in (("0", "vae"), ("1", "transformer"), ("2", "transformer"))
+    )
+    infos = {
+        "m": msgspec.structs.replace(MODEL, components=(vae, own)),
+        "twin": msgspec.structs.replace(MODEL, name="twin", components=(vae, other)),
+        "other family": msgspec.structs.replace(MODEL, name="other family", family="sd3", components=(vae,)),
+    }
+    scheduler = StepScheduler(SchedulerConfig(), infos)
+    scheduler.learn([CostSample("twin", "vae", "decode", Work.of([300]), 0.5)])
+    scheduler.learn([CostSample("twin", "transformer", "denoise", Work.of([300]), 0.25)])
+    costs = scheduler.load_report().costs
+    assert costs is not None
+    assert [(line.model, line.op) for line in costs.lines] == [("m", "decode"), ("twin", "decode"), ("twin", "denoise")]
+    assert scheduler.cost.predict(scheduler.cost_key("m", "decode"), Work.of([300])) == pytest.approx(0.5)
+    assert scheduler.cost.predict(scheduler.cost_key("other family", "decode"), Work.of([300])) == 0

@@ -105,6 +105,8 @@ SKIPPING = msgspec.structs.replace(fakes.MODEL, can_skip_steps=True, step_schedu
         ({"step_schedule": "calibrated"}, "full", (0, 1, 2, 4, 7)),
         ({"step_schedule": "calibrated", "computed_steps": (0, 9)}, "full", (0, 9)),
         ({"computed_steps": (0, 9)}, "calibrated", (0, 9)),
+        ({"mask_aware": False}, "calibrated", None),
+        ({"mask_aware": False, "step_schedule": "calibrated"}, "full", (0, 1, 2, 4, 7)),
     ],
 )
 def test_the_request_says_which_steps_are_computed_else_the_server(

@@ -13,7 +13,8 @@ import pytest
 from api_calls import IMAGE, MASK, assert_refused, post_edit, post_json
 from fake_engine import FakeEngine
 
-from core.costs.load_report import CacheStats, EngineStats, LoadReport
+from core.costs.load_report import CacheStats, EngineStats, LoadReport, RankStats
+from core.handles import LoadedComponent, ModelKey
 from engine.client.mask_aware import ExactReason
 from entrypoints.openai.app import ServerSettings, create_app
 
@@ -270,6 +271,24 @@ async def test_engine_stats(client: httpx.AsyncClient, engine: FakeEngine) -> No
     assert stats["templates"] == {"count": 0, "used_bytes": 0, "budget_bytes": 1000}
     assert stats["models"][0]["id"] == "tiny/fill"
     assert stats["models"][0]["page_scheme"] is None
+
+
+async def test_components_are_listed_with_the_models_that_share_them(
+    client: httpx.AsyncClient, engine: FakeEngine
+) -> None:
+    vae, unused = ModelKey("0f", "vae"), ModelKey("1e", "vae")
+    (name, model), *_ = engine.models.items()
+    model = msgspec.structs.replace(model, components=(vae,))
+    twin = msgspec.structs.replace(model, name="twin")
+    engine.models = {name: model, "twin": twin, "shirt": msgspec.structs.replace(model, name="shirt", parent=name)}
+    rank = RankStats((LoadedComponent(vae, 1000), LoadedComponent(unused, 10)), 0.5)
+    engine.stats = (msgspec.structs.replace(STATS, ranks=(rank, rank)), None)
+    first, _ = (await client.get("/v1/engine/stats")).json()["engines"]
+    assert first["resident_models"] == [
+        {"component": "vae", "content": "0f", "bytes": 1000, "models": [name, "twin"]},
+        {"component": "vae", "content": "1e", "bytes": 10, "models": []},
+    ]
+    assert first["ranks"] == [{"resident_models": first["resident_models"], "busy_seconds": 0.5}] * 2
 
 
 async def test_totals_are_summed_over_engines(client: httpx.AsyncClient, engine: FakeEngine) -> None:

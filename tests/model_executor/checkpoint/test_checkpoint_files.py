@@ -47,7 +47,7 @@ def assert_refused(path: Path | str, words: str, variant: str = "") -> None:
 def bias_of(models: ResidentModels) -> float:
     """The bias of the VAE's last layer, by which `rename` tells variants apart."""
     (family,) = models.families.values()
-    return float(family._parts["vae"].decoder.conv_out.bias[0])  # type: ignore[attr-defined]
+    return float(family._parts["vae"]._module.decoder.conv_out.bias[0])  # type: ignore[attr-defined]
 
 
 def add_variant(copy: Path, part: str, variant: str, bias: float | None = None) -> None:

@@ -17,7 +17,7 @@ from core.config import EMBEDDED_MODEL, ModelConfig
 from core.errors import InvalidRequestError
 from core.page_scheme import PageScheme
 from core.sampling_params import SamplingParams
-from model_executor.checkpoint import fingerprint as fingerprint_module
+from model_executor.checkpoint import file_hashes
 from model_executor.checkpoint.fingerprint import fingerprint
 from model_executor.checkpoint.hub import INDEX
 from model_executor.checkpoint.loader import Checkpoint
@@ -88,13 +88,13 @@ def test_parts_that_the_index_leaves_out_count(path: Path, cache: Path) -> None:
 def test_hashes_of_weights_are_remembered(path: Path, cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     first = fingerprint(opened(path), cache)
     hashed = list[Path]()
-    real = fingerprint_module._sha256
+    real = file_hashes._sha256
 
     def spy(file: Path) -> str:
         hashed.append(file)
         return real(file)
 
-    monkeypatch.setattr(fingerprint_module, "_sha256", spy)
+    monkeypatch.setattr(file_hashes, "_sha256", spy)
     assert fingerprint(opened(path), cache) == first
     assert [file for file in hashed if file.suffix == ".safetensors"] == []
     os.utime(weights_of(path), ns=(1, 1))
@@ -126,7 +126,7 @@ def test_the_fingerprint_is_the_same_if_hashes_cannot_be_saved(path: Path, cache
 def test_file_names_of_the_hubs_cache_are_used_as_hashes(path: Path, cache: Path, tmp_path: Path) -> None:
     before = fingerprint(opened(path), cache)
     weights = weights_of(path)
-    blob = tmp_path / fingerprint_module._sha256(weights)
+    blob = tmp_path / file_hashes._sha256(weights)
     weights.rename(blob)
     weights.symlink_to(blob)
     assert fingerprint(opened(path), cache) == before
@@ -142,7 +142,7 @@ def scheme_of(path: Path, cache: Path, **flags: str | bool) -> PageScheme | None
     checkpoint = Checkpoint.open(config)
     family = FluxFill(checkpoint)
     for part in ("transformer",):
-        family.put(part, checkpoint.load(part))
+        family.put(part, family.prepare(part, checkpoint.load(part)))
     return with_calibration(family.info("tiny"), config, checkpoint, family, cache).page_scheme
 
 
@@ -196,7 +196,7 @@ def test_full_steps_are_counted_in_calls_of_the_model(path: Path, cache: Path) -
     config = ModelConfig(model=str(path), dtype="float32", device="cpu")
     checkpoint = Checkpoint.open(config)
     family = FluxFill(checkpoint)
-    family.put("transformer", checkpoint.load("transformer"))
+    family.put("transformer", family.prepare("transformer", checkpoint.load("transformer")))
     heun = msgspec.structs.replace(family.info("tiny"), solver_order=2)
     scheme = with_calibration(heun, config, checkpoint, family, cache).page_scheme
     assert scheme is not None

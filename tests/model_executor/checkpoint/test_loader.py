@@ -14,7 +14,6 @@ from safetensors.torch import load_file, save_file
 
 from core.config import ModelConfig
 from core.errors import ConfigError
-from core.handles import ModelKey
 from model_executor.checkpoint.loader import Checkpoint, resolve_dtype
 from model_executor.models.flux import FluxFill
 from model_executor.models.parts import FLOW_SCHEDULERS, MODULES
@@ -178,6 +177,7 @@ def test_an_index_entry_that_names_no_class(copy: Path, entry: object) -> None:
 def test_an_invalid_configuration_is_refused(copy: Path, file: str, entries: dict[str, object]) -> None:
     edit_json(copy / file, **entries)
     assert_refused(copy, str(copy))
+    assert torch.get_default_dtype() == torch.float32, "what is made afterwards has the usual dtype"
 
 
 @pytest.mark.parametrize("make", [make_flux_fill, make_sd3, make_qwen])
@@ -287,7 +287,7 @@ def test_a_cpu_is_warmed_up_by_one_masked_row(tiny_checkpoint: Path, monkeypatch
 def test_components_can_be_unloaded_and_loaded_again(tiny_checkpoint: Path) -> None:
     """An unloaded component cannot be used, and works again after loading."""
     models = load(tiny_checkpoint, dtype="float32")
-    key = ModelKey("tiny", "transformer")
+    key = models.keys["tiny"]["transformer"]
     models.unload(key)
     with pytest.raises(KeyError, match="the transformer is not loaded"):
         models.warm_up()

@@ -113,6 +113,29 @@ def test_interpolate(kernels: Kernels) -> None:
     assert (room[:, :, :4] == 7.0).all()
 
 
+@pytest.mark.parametrize(
+    ("channels", "size", "tile"), [(16, (12, 20), (12, 20)), (48, (16, 8), (4, 4)), (64, (1, 3), (1, 1))]
+)
+def test_tile_sums(kernels: Kernels, channels: int, size: tuple[int, int], tile: tuple[int, int]) -> None:
+    x = make_map(channels, size)
+    values = torch.stack([x[0].double(), x[0].double().square()])
+    expected = F.avg_pool2d(values, tile, divisor_override=1)
+    torch.testing.assert_close(kernels.tile_sums(x, tile).double(), expected, rtol=1e-5, atol=1e-4)
+
+
+@pytest.mark.parametrize(("channels", "size"), [(16, (7, 5)), (48, (1, 1)), (64, (9, 2))])
+def test_scale_silu(kernels: Kernels, channels: int, size: tuple[int, int]) -> None:
+    """Nearly as close to float64 as bfloat16 can be, also far from zero."""
+    x, scale, shift = make_map(channels, size), torch.randn(channels), torch.randn(channels)
+    x[:, :, 0, 0] = torch.linspace(-300, 300, channels)
+    moved = x.double() * scale.double()[:, None, None] + shift.double()[:, None, None]
+    torch.testing.assert_close(kernels.scale_silu(x, scale, shift).double(), F.silu(moved), rtol=2**-8, atol=1e-5)
+
+
+def make_map(channels: int, size: tuple[int, int]) -> Tensor:
+    return torch.randn(1, channels, *size).to(torch.bfloat16, memory_format=torch.channels_last)
+
+
 def test_the_choice_of_the_attention_kernel_does_not_depend_on_the_number_of_queries() -> None:
     assert all(can_attend(torch.empty(n, 2, 64), 16) for n in (1, 500))
     assert not can_attend(torch.empty(1, 2, 32), 16)

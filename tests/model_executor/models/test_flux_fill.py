@@ -132,6 +132,7 @@ def templates() -> tuple[torch.Tensor, torch.Tensor]:
     return torch.from_numpy(picture(7, (96, 64))), torch.zeros(64, 96, dtype=torch.uint8)
 
 
+@pytest.mark.usefixtures("slow_bfloat16")
 @torch.inference_mode()
 def test_template_latents_are_the_posterior_mode(rig: Rig) -> None:
     """Scaled and packed as FluxFillPipeline does with its sample."""

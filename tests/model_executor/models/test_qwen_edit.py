@@ -173,6 +173,7 @@ def test_an_embedding_belongs_to_its_picture(edit_rig: Rig) -> None:
 
 @torch.inference_mode()
 @pytest.mark.parametrize("active", [[0], [77], [119], [34, 35, 44, 45], list(range(120))])
+@pytest.mark.usefixtures("slow_bfloat16")
 def test_a_region_is_decoded_as_in_the_whole(edit_rig: Rig, active: list[int]) -> None:
     """For a picture much larger than the area that a region depends on."""
     width, height = 160, 192

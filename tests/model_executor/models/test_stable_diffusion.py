@@ -258,7 +258,7 @@ def count_passes(unet: Any, monkeypatch: pytest.MonkeyPatch) -> list[int]:
 @torch.inference_mode()
 def test_rows_of_one_size_share_a_pass_where_they_may(rig: Rig, monkeypatch: pytest.MonkeyPatch) -> None:
     """As on a GPU: one pass per size, with predictions in the order of the rows."""
-    unet = rig.family._unet  # type: ignore[attr-defined]
+    unet = rig.family._denoiser  # type: ignore[attr-defined]
     rows = [make_row(rig, seed, grid, length) for seed, grid, length in SHAPES]
     alone = [unet.forward([row])[0] for row in rows]
     monkeypatch.setattr(unet, "_is_shared", True)

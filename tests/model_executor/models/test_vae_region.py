@@ -111,13 +111,12 @@ COUNT_FAULTS = """
 import resource
 import torch
 from core.config import EMBEDDED_MODEL, ModelConfig
-from core.handles import ModelKey
 from core.ipc.heap import keep_freed_memory
 from model_executor.worker.resident import KEPT_BYTES, ResidentModels
 
 torch.set_num_threads(1)
 models = ResidentModels.open([ModelConfig(model=EMBEDDED_MODEL, served_model_name="m", dtype="float32")])
-models.load(ModelKey("m", "vae"))
+models.load(models.keys["m"]["vae"])
 
 def decode():
     before = resource.getrusage(resource.RUSAGE_SELF).ru_minflt
@@ -224,6 +223,7 @@ def edited_example(embedded: Family, box: tuple[int, int, int, int]) -> tuple[Te
 
 
 @pytest.mark.parametrize("box", [(6, 5, 9, 9), (0, 0, 4, 4), (12, 2, 16, 14), (4, 4, 11, 10)])
+@pytest.mark.usefixtures("slow_bfloat16")
 @torch.inference_mode()
 def test_region_is_close_to_the_whole(embedded: Family, box: tuple[int, int, int, int]) -> None:
     _, latents, active = edited_example(embedded, box)
@@ -263,6 +263,7 @@ def test_region_comes_from_its_own_request_alone(embedded: Family) -> None:
 
 
 @pytest.mark.parametrize("box", [(0, 0, 16, 16), (1, 0, 16, 16), (2, 2, 15, 14)])
+@pytest.mark.usefixtures("slow_bfloat16")
 @torch.inference_mode()
 def test_where_a_crop_saves_nothing_the_whole_is_decoded(embedded: Family, box: tuple[int, int, int, int]) -> None:
     _, latents, active = edited_example(embedded, box)

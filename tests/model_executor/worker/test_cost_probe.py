@@ -9,21 +9,21 @@ import msgspec
 from core.config import ModelConfig
 from core.costs.cost_model import CostKey, CostModel
 from core.graph.work import Work
-from core.handles import ModelKey
 from core.messages.worker import CostSample
 from core.model_info import ModelInfo
+from core.scheduling.ops.denoise import DENOISE
+from core.scheduling.predictor import Predictor
 from model_executor.models.base import Family
 from model_executor.worker.cost_probe import Batches, known_or_probed, probe
 from model_executor.worker.resident import ResidentModels
 from tools.random_checkpoints import make_sd3
 
-TINY = ModelKey("tiny", "transformer")
 PLENTY = 60.0  # seconds
 
 
 def test_every_stage_is_measured(family: Family, info: ModelInfo) -> None:
     samples = probe(family, info, PLENTY)
-    assert {(sample.model.component, sample.op) for sample in samples} == {
+    assert {(sample.component, sample.op) for sample in samples} == {
         ("text_encoder", "text_encode"),
         ("vae", "image_encode"),
         ("vae", "decode"),
@@ -67,9 +67,9 @@ def test_no_time_no_samples(family: Family, info: ModelInfo) -> None:
 
 
 def test_the_cost_model_starts_from_them(family: Family, info: ModelInfo) -> None:
-    model, key = CostModel(), CostKey(TINY, "denoise", "cpu", 1)
+    model, key = CostModel(), CostKey("flux-fill", (), "denoise", "cpu", 1)
     for sample in probe(family, info, PLENTY):
-        model.observe(CostKey(sample.model, sample.op, "cpu", 1), sample.work, sample.seconds)
+        model.observe(CostKey("flux-fill", (), sample.op, "cpu", 1), sample.work, sample.seconds)
     assert 0.0 < model.predict(key, Work.of([24])) < model.predict(key, Work.of([24] * 8)) < 10.0
 
 
@@ -111,12 +111,10 @@ def test_a_folder_that_cannot_be_written_is_no_error(models: ResidentModels, inf
     assert known_or_probed(models.families, [info], blocked)
 
 
-def test_an_adapter_begins_with_the_costs_of_its_model(models: ResidentModels, info: ModelInfo, tmp_path: Path) -> None:
+def test_an_adapter_has_the_costs_of_its_model(models: ResidentModels, info: ModelInfo, tmp_path: Path) -> None:
     adapter = msgspec.structs.replace(info, name="shirt", parent="tiny")
     samples = known_or_probed(models.families, [info, adapter], tmp_path)
-    of_the_model, of_the_adapter = ([s for s in samples if s.model.model == name] for name in ("tiny", "shirt"))
-    assert of_the_model
-    assert of_the_adapter == [
-        msgspec.structs.replace(s, model=ModelKey("shirt", s.model.component)) for s in of_the_model
-    ]
+    assert {sample.model for sample in samples} == {"tiny"}
+    predictor = Predictor(CostModel(), {"tiny": info, "shirt": adapter})
+    assert predictor.key("shirt", DENOISE) == predictor.key("tiny", DENOISE)
     assert len(list((tmp_path / "costs").iterdir())) == 1

@@ -211,7 +211,7 @@ async def failed(executor: Executor) -> list[str]:
 async def test_components_are_loaded_and_unloaded(executor: Executor, arena: Arena, space: ArenaAllocator) -> None:
     edit = Edit(arena, space, "reloaded", seed=1)
     before = await run(executor, edit)
-    key = ModelKey("tiny", "vae")
+    (key,) = (loaded.key for loaded in executor.components[0] if loaded.key.component == "vae")
     executor.submit(StepPlan(seq=0, unload=(key,)))
     executor.submit(StepPlan(seq=1, load=(key,)))
     assert np.array_equal(await run(executor, edit), before)
@@ -221,9 +221,7 @@ def latents_plan(edit: Edit, out: EntryRef) -> StepPlan:
     """The clean latents of an edit's template, written to `out`."""
     work = TemplateEncode(template=edit.template, width=edit.size[0], height=edit.size[1], out=out)
     item = Item(edit.request_id, "encode_template", work, ())
-    return StepPlan(
-        seq=0, batches=(Batch(id=1, op="template_encode", model=ModelKey("tiny", "vae"), ranks=(0,), items=(item,)),)
-    )
+    return StepPlan(seq=0, batches=(Batch(id=1, op="template_encode", model="tiny", ranks=(0,), items=(item,)),))
 
 
 async def copied(executor: Executor, copy: PageCopy, *, delete: tuple[str, ...] = ()) -> bool:
@@ -337,7 +335,7 @@ async def test_the_workers_end_while_one_is_restarted(
 
 async def test_plan_that_cannot_be_done_ends_the_worker_with_its_cause(executor: Executor) -> None:
     """Components that no longer load are not a request's fault: the worker reports it and exits."""
-    executor.submit(StepPlan(seq=0, load=(ModelKey("tiny", "unheard of"),)))
+    executor.submit(StepPlan(seq=0, load=(ModelKey("0f", "unheard of"),)))
     message = await asyncio.wait_for(anext(executor.results()), PATIENCE)
     assert isinstance(message, WorkerFailed)
     assert "unheard of" in message.failure.message
