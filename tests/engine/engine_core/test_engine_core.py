@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Callable
 
 import pytest
 from fakes import MODEL, FakeWorkers, make_edit
 
 from core import restarts
 from core.config import SchedulerConfig
+from core.costs.load_report import LoadReport
 from core.errors import EngineDeadError
 from core.failure import NEVER_BEGUN, Failure
 from core.messages.engine import (
@@ -189,28 +191,44 @@ async def test_changes_are_reported_at_once_and_everything_else_within_a_second(
     await asyncio.wait_for(running, 5)
 
 
-async def serve(core: EngineCore) -> asyncio.Task[None]:
+async def until(condition: Callable[[], bool]) -> None:
+    async with asyncio.timeout(5):
+        while not condition():
+            await asyncio.sleep(0)
+
+
+def last_load(said: list[FromEngine]) -> LoadReport:
+    return next(message.load for message in reversed(said) if isinstance(message, EngineOutputs))
+
+
+async def serve(core: EngineCore, said: list[FromEngine], num_edits: int = 2) -> asyncio.Task[None]:
+    """Run until this many edits have begun."""
+    for index in range(num_edits):
+        core.mailbox.put_nowait(make_edit("abc"[index], steps=200))
     running = asyncio.create_task(core.run())
-    await asyncio.sleep(0.01)
+    await until(lambda: bool(said) and last_load(said).num_running == num_edits)
     return running
 
 
-async def test_a_dead_worker_is_restarted_while_its_requests_wait(core: EngineCore, said: list[FromEngine]) -> None:
-    loopback = core._executor
-    assert isinstance(loopback, Loopback)
-    for name in "ab":
-        core.mailbox.put_nowait(make_edit(name, steps=200))
-    running = await serve(core)
-    loopback.die()
-    await asyncio.sleep(0.01)
-    assert loopback.restarted == [(0, 0.0)]
+@pytest.fixture
+def sturdy(said: list[FromEngine]) -> Loopback:
+    """Requests that survive any number of deaths."""
+    loopback, config = Loopback(), SchedulerConfig(max_retries=100)
+    loopback.core = EngineCore(StepScheduler(config, {"m": MODEL}), loopback, said.append)
+    return loopback
+
+
+async def test_a_dead_worker_is_restarted_while_its_requests_wait(sturdy: Loopback, said: list[FromEngine]) -> None:
+    core = sturdy.core
+    assert core is not None
+    running = await serve(core, said)
+    sturdy.die()
+    await until(lambda: sturdy.restarted == [(0, 0.0)])
     core.mailbox.put_nowait(make_edit("c"))
-    await asyncio.sleep(0.01)
-    report = said[-1]
-    assert isinstance(report, EngineOutputs)
-    assert (report.load.num_ranks, report.load.num_running, report.load.num_waiting) == (0, 2, 1)
+    await until(lambda: (last_load(said).num_ranks, last_load(said).num_received) == (0, 3))
+    assert (last_load(said).num_running, last_load(said).num_waiting) == (2, 1)
     assert outputs(said) == []
-    loopback.join()
+    sturdy.join()
     core.mailbox.put_nowait(Drain())
     await asyncio.wait_for(running, 5)
     assert [type(output) for output in outputs(said)] == [Finished] * 3
@@ -219,59 +237,52 @@ async def test_a_dead_worker_is_restarted_while_its_requests_wait(core: EngineCo
     assert last.load.num_ranks == 1
     assert last.stats is not None
     assert (last.stats.ranks[0].deaths, last.stats.ranks[0].is_up) == (1, True)
-    assert last.stats.steps_repeated > 0
 
 
-async def test_a_worker_that_keeps_dying_ends_the_engine(core: EngineCore, said: list[FromEngine]) -> None:
+async def test_a_worker_that_keeps_dying_ends_the_engine(sturdy: Loopback, said: list[FromEngine]) -> None:
     """Also while it starts. It waits longer each time; in the end every request is answered."""
-    loopback = core._executor
-    assert isinstance(loopback, Loopback)
-    for name in "ab":
-        core.mailbox.put_nowait(make_edit(name, steps=200))
-    running = await serve(core)
-    loopback.die()
-    await asyncio.sleep(0.01)
-    loopback.tell(WorkerFailed(rank=0, failure=Failure("config", "no such file")))
-    await asyncio.sleep(0.01)
-    for _ in range(2):
-        loopback.join()
-        await asyncio.sleep(0.01)
-        loopback.die()
-        await asyncio.sleep(0.01)
-    assert [seconds for _, seconds in loopback.restarted] == [0.0, 1.0, 2.0, 4.0]
-    loopback.tell(WorkerFailed(rank=0, failure=Failure("engine_dead", "worker 0 died")))
+    assert sturdy.core is not None
+    running = await serve(sturdy.core, said)
+    sturdy.die()
+    await until(lambda: len(sturdy.restarted) == 1)
+    sturdy.tell(WorkerFailed(rank=0, failure=Failure("config", "no such file")))
+    await until(lambda: len(sturdy.restarted) == 2)
+    for number in (3, 4):
+        sturdy.join()
+        sturdy.die()
+        await until(lambda number=number: len(sturdy.restarted) == number)
+    assert [seconds for _, seconds in sturdy.restarted] == [0.0, 1.0, 2.0, 4.0]
+    sturdy.tell(WorkerFailed(rank=0, failure=Failure("engine_dead", "worker 0 died")))
     with pytest.raises(EngineDeadError, match="worker 0 died"):
         await asyncio.wait_for(running, 5)
     assert {output.request_id for output in outputs(said) if isinstance(output, Failed)} == {"a", "b"}
-    *reports, last = said
-    assert isinstance(last, EngineFailed)
-    assert isinstance(reports[-1], EngineOutputs)
-    assert reports[-1].load.num_running == 2, "it does not say that it is idle, to be sent more"
+    assert isinstance(said[-1], EngineFailed)
+    load = last_load(said)
+    assert load.num_running + load.num_waiting == 2, "it does not say that it is idle, to be sent more"
 
 
 async def test_a_worker_that_has_served_a_while_may_die_any_number_of_times(
-    core: EngineCore, monkeypatch: pytest.MonkeyPatch
+    sturdy: Loopback, said: list[FromEngine], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(engine_core, "PROVEN_SECONDS", 0.0)
-    loopback = core._executor
-    assert isinstance(loopback, Loopback)
-    running = await serve(core)
-    for _ in range(10):
-        loopback.die()
-        await asyncio.sleep(0)
-        loopback.join()
-        await asyncio.sleep(0)
-    core.mailbox.put_nowait(Drain())
+    assert sturdy.core is not None
+    running = await serve(sturdy.core, said, num_edits=0)
+    for number in range(1, 11):
+        sturdy.die()
+        await until(lambda number=number: len(sturdy.restarted) == number)
+        sturdy.join()
+    sturdy.core.mailbox.put_nowait(Drain())
     await asyncio.wait_for(running, 5)
-    assert loopback.restarted == [(0, 0.0)] * 10
+    assert sturdy.restarted == [(0, 0.0)] * 10
 
 
-async def test_a_worker_that_serves_something_else_after_its_restart_ends_the_engine(core: EngineCore) -> None:
-    loopback = core._executor
-    assert isinstance(loopback, Loopback)
-    running = await serve(core)
-    loopback.die()
-    loopback.tell(WorkerReady(rank=0, models=()))
+async def test_a_worker_that_serves_something_else_after_its_restart_ends_the_engine(
+    sturdy: Loopback, said: list[FromEngine]
+) -> None:
+    assert sturdy.core is not None
+    running = await serve(sturdy.core, said)
+    sturdy.die()
+    sturdy.tell(WorkerReady(rank=0, models=()))
     with pytest.raises(EngineDeadError, match="no longer serves its models"):
         await asyncio.wait_for(running, 5)
 
