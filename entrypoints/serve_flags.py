@@ -6,7 +6,6 @@ import argparse
 from typing import get_args
 
 from core.config import (
-    EMBEDDED_MODEL,
     CacheConfig,
     CacheScope,
     EngineConfig,
@@ -34,16 +33,32 @@ from entrypoints.flag_types import (
     web_origin,
     whole_number,
 )
+from entrypoints.model_paths import named_model
 
 
 def add_model_flags(parser: argparse.ArgumentParser) -> None:
     group, default = parser.add_argument_group("model"), ModelConfig()
-    group.add_argument("--model", default=EMBEDDED_MODEL, metavar="DIR_OR_HUB_ID", help="diffusers checkpoint to serve")
+    group.add_argument(
+        "--model",
+        dest="models",
+        action="append",
+        default=[],
+        type=named_model,
+        metavar="[NAME=]DIR_OR_HUB_ID",
+        help="diffusers checkpoint to serve, under this name; may be repeated, and requests choose by `model`, without "
+        "which the first is meant; default: stencil-embedded, the embedded model",
+    )
+    group.add_argument(
+        "--catalog",
+        default="",
+        metavar="FILE",
+        help="TOML file that lists several models, each with settings of its own, instead of --model",
+    )
     group.add_argument(
         "--served-model-name",
         default="",
         metavar="NAME",
-        help="model id shown to clients; empty: the value of --model, or stencil-embedded",
+        help="model id shown to clients, of a single model; empty: the value of --model, or stencil-embedded",
     )
     group.add_argument(
         "--variant",
@@ -252,10 +267,10 @@ def _add_queue_flags(group: argparse._ArgumentGroup) -> None:
     )
     group.add_argument(
         "--max-retries",
-        default=default.max_retries,
+        default=default.engine.scheduler.max_retries,
         type=whole_number(0, 100),
         metavar="N",
-        help="how often an edit is restarted after its engine died",
+        help="how often an edit is run again after the engine or worker that ran it has died",
     )
 
 

@@ -100,6 +100,7 @@ class StepPlan(Message, frozen=True):
     # The activation cache.
     forget: tuple[PageForget, ...] = ()
     delete: tuple[str, ...] = ()  # files to delete: keys of entries, or of templates (without "-") for all of theirs
+    file_rank: int = 0  # the rank that deletes them, which all ranks share
     copies: tuple[PageCopy, ...] = ()  # started, not awaited
     # Requests.
     batches: tuple[Batch, ...] = ()
@@ -151,6 +152,7 @@ class WorkerConfig(msgspec.Struct, frozen=True):
     scheduler: SchedulerConfig = SchedulerConfig()  # limits of a batch
     num_workers: int = 1  # worker processes that share this machine's cores
     device_index: int = 0  # its number among them: the GPU that it uses unless one is configured
+    measures_costs: bool = False  # its WorkerReady has samples for the cost model
 
 
 class CostSample(msgspec.Struct, frozen=True):

@@ -93,5 +93,5 @@ def _error(failures: Sequence[Failure], patches: set[str]) -> StencilError | Non
     if refusal is not None:
         return refusal.to_error()
     if not patches:
-        return EngineDeadError("no engine was left to load the adapter")
+        return failures[0].to_error() if failures else EngineDeadError("no engine is up to load the adapter")
     return None if len(patches) == 1 else ConfigError("the engines have read different files; try again")

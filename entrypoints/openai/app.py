@@ -19,6 +19,7 @@ from core.model_info import ModelInfo
 from core.routing.rate_limiter import RateLimiter
 from core.scheduling.reporter import MAX_RECENT_STEPS
 from engine.client.async_engine import AsyncEngine
+from engine.client.model_state import model_state
 from engine.client.template_store import Template
 from engine.observability.metrics import CONTENT_TYPE
 from engine.observability.tracing import NoTracer, Tracer
@@ -205,9 +206,10 @@ def _add_model_routes(app: FastAPI, engine: AsyncEngine) -> None:
 
     @app.get("/v1/models", response_model=None)
     async def list_models() -> Response:
-        """The loaded models and their adapters; an adapter's `parent` is its model."""
+        """The served models and their adapters; an adapter's `parent` is its model."""
         _require_ready(engine)
-        return _json({"object": "list", "data": [_model_object(model, started) for model in engine.models.values()]})
+        data = [_model_object(engine, model, started) for model in engine.models.values()]
+        return _json({"object": "list", "data": data})
 
     @app.get("/v1/models/{model_id:path}", response_model=None)
     async def retrieve_model(model_id: str) -> Response:
@@ -215,7 +217,7 @@ def _add_model_routes(app: FastAPI, engine: AsyncEngine) -> None:
         _require_ready(engine)
         if model_id not in engine.models:
             raise ModelNotFoundError(model_id)
-        return _json(_model_object(engine.models[model_id], started))
+        return _json(_model_object(engine, engine.models[model_id], started))
 
 
 def _add_operator_routes(app: FastAPI, engine: AsyncEngine, owners: RequestOwners) -> None:
@@ -273,9 +275,17 @@ def _status(engine: AsyncEngine) -> str:
     return "ok" if all(engine.alive) else "degraded"
 
 
-def _model_object(model: ModelInfo, created: int) -> dict[str, Any]:
-    parent = model.parent or None
-    return {"id": model.name, "object": "model", "created": created, "owned_by": "stencil", "parent": parent}
+def _model_object(engine: AsyncEngine, model: ModelInfo, created: int) -> dict[str, Any]:
+    alive = (stats for stats, is_alive in zip(engine.stats, engine.alive, strict=True) if is_alive)
+    return {
+        "id": model.name,
+        "object": "model",
+        "created": created,
+        "owned_by": "stencil",
+        "parent": model.parent or None,
+        "modality": model.modality,
+        "state": model_state(model, alive),
+    }
 
 
 def _template_object(template: Template) -> dict[str, Any]:

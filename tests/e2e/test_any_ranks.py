@@ -31,7 +31,7 @@ from core.messages.engine import (
     Finished,
     FromEngine,
 )
-from core.messages.worker import StepPlan
+from core.messages.worker import DropAdapter, LoadAdapter, StepPlan
 from core.model_info import ModelInfo
 from core.sampling_params import SamplingParams
 from core.scheduling.outputs import Output
@@ -64,8 +64,14 @@ class Recorder:
         self.plans.append(plan)
         self._executor.submit(plan)
 
+    def tell(self, rank: int, message: LoadAdapter | DropAdapter) -> None:
+        self._executor.tell(rank, message)
+
     def kill(self, rank: int) -> None:
         self._executor.kill(rank)
+
+    def restart(self, rank: int, wait_seconds: float) -> None:
+        self._executor.restart(rank, wait_seconds)
 
 
 class Engine:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -60,3 +61,51 @@ def test_a_dropped_adapter_is_dropped_by_all() -> None:
     adapters, told = make(3, ("m", "p"))
     adapters.drop(DropAdapter("m", "p"))
     assert told == [(rank, DropAdapter("m", "p")) for rank in range(3)]
+
+
+def test_a_rank_that_dies_fails_what_it_was_loading_and_is_asked_no_more() -> None:
+    adapters, told = make(2)
+    adapters.load(LOAD)
+    assert adapters.note(AdapterLoaded(0, "load", "p")) is None
+    (failed,) = adapters.lose(1)
+    assert isinstance(failed, Failed)
+    assert failed.failure.kind == "engine_dead"
+    assert told[2:] == [(0, DropAdapter("m", "p"))]
+    adapters.load(LOAD)
+    assert adapters.note(AdapterLoaded(0, "load", "p")) == AdapterAdded("load", "p")
+    assert told[3:] == [(0, LOAD)]
+
+
+def test_no_rank_is_left_to_load_an_adapter() -> None:
+    adapters, told = make(1)
+    assert adapters.lose(0) == []
+    assert isinstance(adapters.load(LOAD), Failed)
+    assert not told
+
+
+def test_a_rank_that_joins_loads_what_the_others_have() -> None:
+    """By the patch that they have: its file may have changed. What is being loaded is loaded there too."""
+    adapters, told = make(2, ("m", "configured"))
+    for number, patch in enumerate(("p", "q")):
+        adapters.load(LoadAdapter(str(number), "m", patch, patch))
+        for rank in range(2):
+            adapters.note(AdapterLoaded(rank, str(number), patch))
+    adapters.drop(DropAdapter("m", "p"))
+    adapters.lose(1)
+    adapters.load(LOAD)
+    told.clear()
+    adapters.join(1)
+    assert told == [(1, LoadAdapter("1", "m", "q", "q", "q")), (1, LOAD)]
+    assert adapters.note(AdapterLoaded(1, "1", "q")) is None
+    assert adapters.note(AdapterLoaded(0, "load", "r")) is None
+    assert adapters.note(AdapterLoaded(1, "load", "r")) == AdapterAdded("load", "r")
+
+
+def test_a_rank_that_joins_and_cannot_read_a_file_again_is_reported(caplog: pytest.LogCaptureFixture) -> None:
+    adapters, _ = make(1)
+    adapters.load(LOAD)
+    adapters.note(AdapterLoaded(0, "load", "p"))
+    adapters.lose(0)
+    adapters.join(0)
+    assert adapters.note(AdapterLoaded(0, "load", failure=BAD)) is None
+    assert "requests with an adapter will fail: no such file" in caplog.text

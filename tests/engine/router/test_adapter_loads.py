@@ -100,9 +100,10 @@ async def test_engines_that_read_different_files() -> None:
 
 async def test_deaths_are_no_refusals_unless_no_engine_is_left() -> None:
     assert await load(make(Engine(0), Engine(1, DEAD, is_alive=True))) == "p"
-    for engines in ([Engine(0, DEAD)], [Engine(0, is_alive=False)]):
-        with pytest.raises(EngineDeadError, match="no engine was left"):
-            await load(make(*engines))
+    with pytest.raises(EngineDeadError, match="it died"):
+        await load(make(Engine(0, DEAD)))
+    with pytest.raises(EngineDeadError, match="no engine is up"):
+        await load(make(Engine(0, is_alive=False)))
 
 
 async def test_a_dropped_adapter_is_not_loaded_again(caplog: pytest.LogCaptureFixture) -> None:
