@@ -9,13 +9,14 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
+from uuid import uuid4
 
 import httpx
 import numpy as np
 import openai
 import pytest
 from adapters import make_lora
-from fault_kit import make_input, processes, run, start, until
+from fault_kit import Told, make_input, processes, run, start, until
 from served_edits import client_of, edit, serving
 from server_process import ServerProcess
 
@@ -153,26 +154,46 @@ async def restart(engine: AsyncEngine) -> None:
     await until(lambda: all(engine.alive))
 
 
-async def test_an_engine_that_starts_again_loads_them_too(files: dict[str, Path], tmp_path: Path) -> None:
-    """On all ranks, before it gets requests. A file that has changed fails the requests with it."""
+async def begin(engine: AsyncEngine, adapter: str) -> list[asyncio.Task[Told]]:
+    """Four edits that run, every second one with the adapter."""
+    edits = [edit_with(*[adapter] * (number % 2)) for number in range(4)]
+    tasks = [asyncio.create_task(run(engine, f"{adapter}-{uuid4().hex}", edit)) for edit in edits]
+    await until(lambda: engine.num_requests_running > 0)
+    return tasks
+
+
+async def restart_one_rank(engine: AsyncEngine) -> None:
+    """Kill a worker, and wait until another one has taken its place."""
+    first, *_ = processes("worker")
+    first.kill()
+    await until(lambda: len(workers := processes("worker")) == 2 and first not in workers)
+    await until(lambda: engine.stats[0] is not None and all(rank.is_up for rank in engine.stats[0].ranks))
+
+
+async def test_what_is_started_anew_loads_them_too(files: dict[str, Path], tmp_path: Path) -> None:
+    """A worker, or an engine with its workers, before it gets requests. A file that has changed fails the requests with
+    it."""
     hat = Path(shutil.copy(files["hat"], tmp_path / "hat.safetensors"))
     async with start(files["checkpoint"], workers_per_engine=2) as engine:
         (name,) = engine.models
         await engine.load_adapter("hat", str(hat))
-        plain, painted = await run(engine, "plain", edit_with()), await run(engine, "hat", edit_with("hat"))
-        assert plain != painted
-        running = {f"r{i}": asyncio.create_task(run(engine, f"r{i}", edit_with(*["hat"] * (i % 2)))) for i in range(8)}
-        await until(lambda: engine.num_requests_running > 0)
-        await restart(engine)
-        assert await asyncio.gather(*running.values()) == [plain, painted] * 4
-        again = [run(engine, f"again-{number}", edit_with("hat")) for number in range(4)]
-        assert await asyncio.gather(*again) == [painted] * 4
+        await engine.load_adapter("coat", str(files["shirt"]))
+        plain, hatted, coated = [
+            await run(engine, "-".join(names), edit_with(*names)) for names in ((), ("hat",), ("coat",))
+        ]
+        assert len({str(told) for told in (plain, hatted, coated)}) == 3
+        running = await begin(engine, "hat")
+        await restart_one_rank(engine)
+        processes("worker")[1].kill()  # all is left to the one that was started anew
+        assert await asyncio.gather(*running, *await begin(engine, "hat")) == [plain, hatted] * 4
         shutil.copy(files["shirt"], hat)
+        running = await begin(engine, "coat")
         await restart(engine)
+        assert await asyncio.gather(*running) == [plain, coated] * 2
         with pytest.raises(InvalidRequestError, match="adapter is not loaded any more"):
             await run(engine, "changed", edit_with("hat"))
-        assert await run(engine, "others", edit_with()) == plain
-        engine.unload_adapter("hat")
+        for adapter in ("hat", "coat"):
+            engine.unload_adapter(adapter)
         assert list(engine.models) == [name]
         with pytest.raises(InvalidRequestError, match="served without adapters"):
-            await run(engine, "gone", edit_with("hat"))
+            await run(engine, "gone", edit_with("coat"))
