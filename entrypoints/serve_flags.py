@@ -262,8 +262,8 @@ def _add_queue_flags(group: argparse._ArgumentGroup) -> None:
         "--step-schedule",
         default=default.step_schedule,
         choices=get_args(StepScheduleName),
-        help="denoising steps of mask-aware requests that do not say: full, or calibrated: of a model with a "
-        "calibrated schedule, only those that matter",
+        help="denoising steps of requests that do not say and do not ask to be exact: full, or calibrated: of a model "
+        "with a calibrated schedule, only those that matter",
     )
     group.add_argument(
         "--max-retries",

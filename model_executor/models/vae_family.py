@@ -17,7 +17,7 @@ from torch import Tensor, nn
 
 from core.errors import ConfigError
 from core.patches import PatchSet
-from model_executor.checkpoint.loader import Checkpoint, cpu_has_bfloat16
+from model_executor.checkpoint.loader import Checkpoint, cpu_has_amx
 from model_executor.kernels.operators import chosen_operators
 from model_executor.models.base import Family, PreparedAdapter
 from model_executor.models.boxes import Box, around, times
@@ -147,10 +147,11 @@ class VaeFamily(Family):
 
     @property
     def _mask_aware_vae(self) -> Vae:
-        """What mask-aware edits encode and decode with. On CPUs that multiply bfloat16 natively it computes in that,
-        also for a model in float32: with the embedded one in 0.4 of the time, with a mean error of 0.15 of 255."""
+        """What mask-aware edits encode and decode with. On CPUs with AMX it computes in bfloat16, also for a model in
+        float32: with the embedded one in 0.4 of the time; its pixels differ by 0.16 of 255 on average and by 3 at most.
+        """
         vae = self._vae
-        if self._device.type != "cpu" or not cpu_has_bfloat16() or vae.dtype not in (torch.float32, torch.bfloat16):
+        if self._device.type != "cpu" or not cpu_has_amx() or vae.dtype not in (torch.float32, torch.bfloat16):
             return vae
         return vae.in_bfloat16(chosen_operators(self._checkpoint.kernels, self._device).kernels)
 
