@@ -25,11 +25,11 @@ from core.errors import ConfigError
 from core.ipc.logs import LogFormat
 from entrypoints.api_keys import KeySource
 from entrypoints.catalog import read_catalog
+from entrypoints.model_flags import add_model_flags
 from entrypoints.serve_flags import (
     add_cache_flags,
     add_engine_flags,
     add_image_flags,
-    add_model_flags,
     add_server_flags,
 )
 

@@ -224,7 +224,7 @@ class EngineCore:
                 self._join(message)
 
     def _lose(self, message: WorkerFailed) -> None:
-        """Have a dead worker started anew, while the others go on; or give up if it keeps dying."""
+        """Restart a dead worker, while the others go on; or give up if it keeps dying."""
         rank, failure, restarts = message.rank, message.failure, self._restarts[message.rank]
         self._watchdog.heard(rank)
         self._unwatched.discard(rank)
@@ -243,7 +243,7 @@ class EngineCore:
         self._is_report_due = True
 
     def _join(self, message: WorkerReady) -> None:
-        """Give work to a worker that was started anew."""
+        """Give work to a worker that was restarted."""
         if {info.name: info for info in message.models} != self._scheduler.models:
             why = f"worker {message.rank} no longer serves its models in the same way"
             self._fail(WorkerFailed(rank=message.rank, failure=Failure("config", why)))

@@ -31,7 +31,7 @@ class _Load:
 
 class RankAdapters:
     """One per EngineCore. A load is answered when all ranks that are up have answered; if one of them fails or dies, no
-    rank keeps the adapter. A rank whose worker was started anew loads what the others have."""
+    rank keeps the adapter. A rank whose worker was restarted loads what the others have."""
 
     def __init__(self, num_ranks: int, tell: Tell, configured: Iterable[tuple[str, str]]) -> None:
         """configured: (model, patch) of the adapters that every worker loads at its start."""
@@ -76,7 +76,7 @@ class RankAdapters:
         return [answer for answer in answers if answer is not None]
 
     def join(self, rank: int) -> None:
-        """Have a rank whose worker was started anew load all adapters, before it is sent any plan."""
+        """Have a rank whose worker was restarted load all adapters, before it is sent any plan."""
         self._up.add(rank)
         for message in self._loaded.values():
             self._tell(rank, message)

@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from core.errors import ConfigError
 from core.patches import PatchSet
 from model_executor.checkpoint.loader import Checkpoint, cpu_has_amx
-from model_executor.kernels.operators import chosen_operators
+from model_executor.kernels.operators import Operators, chosen_operators
 from model_executor.models.base import Family, PreparedAdapter
 from model_executor.models.boxes import Box, around, times
 from model_executor.models.parts import Classes
@@ -75,14 +75,27 @@ class VaeFamily(Family):
         return {"text_encoder": self.text_parts, "vae": ("vae",), "transformer": (self.denoiser_part,)}
 
     def recipe(self, part: str) -> str:
+        if part == self.denoiser_part:
+            return f"{self._denoiser_recipe} {self._checkpoint.kernels}"
         return self.vae.__name__ if part == "vae" else ""
+
+    @property
+    @abstractmethod
+    def _denoiser_recipe(self) -> str:
+        """All that `_make_denoiser` depends on, besides module and kernels."""
 
     @property
     def text_recipe(self) -> str:
         return type(self).encode_text.__qualname__
 
     def prepare(self, part: str, module: nn.Module) -> Any:
+        if part == self.denoiser_part:
+            return self._make_denoiser(module, chosen_operators(self._checkpoint.kernels, self._device))
         return self.vae(module) if part == "vae" else unarranged(module)
+
+    @abstractmethod
+    def _make_denoiser(self, module: nn.Module, operators: Operators) -> Any:
+        """The loaded denoiser in the form that it is computed with."""
 
     def put(self, part: str, prepared: Any) -> None:
         self._parts[part] = prepared

@@ -170,7 +170,7 @@ async def restart_one_rank(engine: AsyncEngine) -> None:
     await until(lambda: engine.stats[0] is not None and all(rank.is_up for rank in engine.stats[0].ranks))
 
 
-async def test_what_is_started_anew_loads_them_too(files: dict[str, Path], tmp_path: Path) -> None:
+async def test_what_is_restarted_loads_them_too(files: dict[str, Path], tmp_path: Path) -> None:
     """A worker, or an engine with its workers, before it gets requests. A file that has changed fails the requests with
     it."""
     hat = Path(shutil.copy(files["hat"], tmp_path / "hat.safetensors"))
@@ -184,7 +184,7 @@ async def test_what_is_started_anew_loads_them_too(files: dict[str, Path], tmp_p
         assert len({str(told) for told in (plain, hatted, coated)}) == 3
         running = await begin(engine, "hat")
         await restart_one_rank(engine)
-        processes("worker")[1].kill()  # all is left to the one that was started anew
+        processes("worker")[1].kill()  # all is left to the one that was restarted
         assert await asyncio.gather(*running, *await begin(engine, "hat")) == [plain, hatted] * 4
         shutil.copy(files["shirt"], hat)
         running = await begin(engine, "coat")

@@ -267,7 +267,7 @@ async def test_a_dead_worker_is_restarted_while_its_requests_wait(sturdy: Loopba
     assert (last.stats.ranks[0].deaths, last.stats.ranks[0].is_up) == (1, True)
 
 
-async def test_a_worker_that_was_started_anew_loads_the_adapters_that_came_later(
+async def test_a_worker_that_was_restarted_loads_the_adapters_that_came_later(
     sturdy: Loopback, said: list[FromEngine]
 ) -> None:
     assert sturdy.core is not None
