@@ -72,6 +72,10 @@ class _Transport:
             self._transport.write_eof()
             self._protocol.discard_input()
 
+    def write(self, data: bytes) -> None:
+        if not self.is_discarding:  # a request that was refused in the middle of its body may still be answered
+            self._transport.write(data)
+
     def is_closing(self) -> bool:
         return self.is_discarding or self._transport.is_closing()
 

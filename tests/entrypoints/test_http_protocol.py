@@ -212,6 +212,21 @@ async def test_the_rest_of_a_refused_body_is_read_for_a_while_only(monkeypatch: 
         await until(lambda: not server.server_state.connections)
 
 
+async def test_an_answer_that_comes_after_the_connection_was_refused_is_dropped(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    engine = FakeEngine()
+    engine.gate.clear()
+    request = HEAD + b"content-length: %d\r\n\r\n" % len(GENERATION) + GENERATION
+    async with running(engine) as (server, address):
+        answer = asyncio.ensure_future(talk(address, request, b"\x16\x03\x01 this is no HTTP"))
+        await until(lambda: engine.num_open == 1)
+        assert error_code(await answer) == "invalid_http"
+        engine.gate.set()
+        await until(lambda: not server.server_state.tasks)
+    assert not [record for record in caplog.records if record.levelname == "ERROR"]
+
+
 REFUSED_EARLY = {
     "before its body": (
         b"POST /v1/images/edits HTTP/1.1\r\nhost: a\r\nconnection: close\r\ncontent-length: 20000000\r\n\r\n",
