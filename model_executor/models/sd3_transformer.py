@@ -71,4 +71,4 @@ class SD3Transformer(Denoiser):
     def _project_out(self, stream: Stream) -> Tensor:
         """Also reorders patches, which have their channels last in the module and first in latents."""
         velocity = super()._project_out(stream)
-        return velocity.view(len(velocity), self._patch, self._patch, -1).permute(0, 3, 1, 2).flatten(1)
+        return velocity.unflatten(1, (self._patch, self._patch, -1)).permute(0, 3, 1, 2).flatten(1)
