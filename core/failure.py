@@ -13,6 +13,7 @@ FailureKind = Literal[
     "invalid_image",
     "out_of_memory",
     "pages_lost",
+    "group_broken",
     "overloaded",
     "deadline_exceeded",
     "aborted",
@@ -51,6 +52,8 @@ class Failure(msgspec.Struct, frozen=True):
                 return cls("out_of_memory", str(error) or "out of memory", detail=detail)
             case errors.PagesLostError():
                 return cls("pages_lost", str(error), detail=detail)
+            case errors.GroupBrokenError():
+                return cls("group_broken", str(error), detail=detail)
             case errors.OverloadedError():
                 return cls("overloaded", error.message, detail=detail)
             case errors.DeadlineExceededError():
@@ -75,6 +78,8 @@ class Failure(msgspec.Struct, frozen=True):
                 return errors.OutOfMemoryError(self.message)
             case "pages_lost":
                 return errors.PagesLostError(self.message)
+            case "group_broken":
+                return errors.GroupBrokenError(self.message)
             case "overloaded":
                 return errors.OverloadedError(self.message, retry_after=LEAST_RETRY_SECONDS)
             case "deadline_exceeded":

@@ -41,8 +41,10 @@ class Batch(msgspec.Struct, frozen=True):
     id: int
     op: str  # name
     model: str  # name of a served model
-    ranks: tuple[int, ...]
+    ranks: tuple[int, ...]  # several compute it together
     items: tuple[Item, ...]
+    epoch: int = 0  # of their group: it is formed again when this changes, see `model_executor.parallel.groups`
+    port: int = 0  # on loopback, where they meet; 0: one rank
 
 
 class Transfer(msgspec.Struct, frozen=True):
@@ -172,6 +174,7 @@ class WorkerReady(Message, frozen=True):
     models: tuple[ModelInfo, ...]
     samples: tuple[CostSample, ...] = ()  # measured once per model and device, and kept on disk
     device_page_bytes: int = 0  # device memory for pages
+    port: int = 0  # on loopback, where groups of which it is the first rank meet; 0: the engine has one rank
     components: tuple[LoadedComponent, ...] = ()
 
 

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from itertools import accumulate
 
 import torch
 from torch import Tensor
 from torch.distributed import AllToAllOptions, ProcessGroup
 
+from core.errors import GroupBrokenError
 from model_executor.kernels.ragged import Span
 
 
@@ -20,8 +20,8 @@ def shares(number: int, degree: int) -> list[Span]:
 class Group:
     """Collective operations of one member. All members call the same operations in the same order.
 
-    me: this member's number, 0..degree - 1. A failed operation raises RuntimeError: a member died, aborted, or did not
-    come in time. The group is of no use then.
+    me: this member's number, 0..degree - 1. A failed operation raises GroupBrokenError: a member died, left the group,
+    or did not come in time. The group is of no use then.
     """
 
     def __init__(self, process_group: ProcessGroup, me: int, degree: int) -> None:
@@ -33,17 +33,13 @@ class Group:
         sent, counts = torch.cat([part.reshape(-1) for part in parts]), [part.numel() for part in parts]
         expected = [torch.Size(shape).numel() for shape in shapes]
         received = sent.new_empty(sum(expected))
-        self._process_group.alltoall_base(received, sent, expected, counts, AllToAllOptions()).wait()
+        try:
+            self._process_group.alltoall_base(received, sent, expected, counts, AllToAllOptions()).wait()
+        except RuntimeError as error:
+            raise GroupBrokenError(f"a rank has left the group: {error}") from error
         return [part.view(tuple(shape)) for part, shape in zip(received.split(expected), shapes, strict=True)]
 
     def gather(self, mine: Tensor, lengths: Sequence[int]) -> Tensor:
         """The rows of all members, one member below the other. mine: [rows, ...]; lengths: every member's rows."""
         received = self.exchange([mine] * self.degree, [(length, *mine.shape[1:]) for length in lengths])
         return torch.cat(received)
-
-
-def balanced(sizes: Sequence[int], degree: int) -> list[Span]:
-    """Consecutive spans of things of these sizes for `degree` members, each with about the same total."""
-    ends, total = [0, *accumulate(sizes)], sum(sizes)
-    cuts = [min(range(len(ends)), key=lambda cut: abs(ends[cut] * degree - total * member)) for member in range(degree)]
-    return list(zip(cuts, [*cuts[1:], len(sizes)], strict=True))

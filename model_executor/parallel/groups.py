@@ -14,6 +14,7 @@ from typing import Any
 import torch
 from torch._C._distributed_c10d import PrefixStore, ProcessGroupGloo, TCPStore
 
+from core.errors import GroupBrokenError
 from model_executor.parallel.group import Group
 
 LOOPBACK = "127.0.0.1"
@@ -41,13 +42,16 @@ class Groups:
         self._groups: dict[tuple[int, ...], tuple[int, Group]] = {}  # ranks -> (epoch, group)
 
     def of(self, ranks: tuple[int, ...], epoch: int, port: int) -> Group:
-        """The group of these ranks, this one among them. port: of the first rank's store. Raises RuntimeError if the
-        others do not come."""
+        """The group of these ranks, this one among them. port: of the first rank's store. Raises GroupBrokenError if
+        the others do not come."""
         known = self._groups.get(ranks)
         if known is not None and known[0] == epoch:
             return known[1]
         self._groups.pop(ranks, None)  # frees members of the earlier epoch that still wait
-        group = self._make(ranks, epoch, port)
+        try:
+            group = self._make(ranks, epoch, port)
+        except RuntimeError as error:
+            raise GroupBrokenError(f"the ranks {ranks} have not met: {error}") from error
         self._groups[ranks] = epoch, group
         return group
 

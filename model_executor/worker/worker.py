@@ -50,6 +50,7 @@ from core.messages.worker import (
 if TYPE_CHECKING:
     from model_executor.page_cache.page_files import PageFiles
     from model_executor.page_cache.page_store import PageStore
+    from model_executor.parallel.groups import Groups
     from model_executor.worker.adapter_loader import AdapterLoader
     from model_executor.worker.exchange import Exchange
     from model_executor.worker.resident import ResidentModels
@@ -140,9 +141,11 @@ def _start(settings: WorkerConfig, link: EngineLink, arenas: Sequence[Arena], so
         models.device, page_arena, files, link.report, settings.rank, has_device_tier=ready.device_page_bytes > 0
     )
     exchange = Exchange(store, sockets)
+    groups = None if sockets is None else Groups(settings.rank, settings.group_seconds)
+    ready = msgspec.structs.replace(ready, port=groups.port if groups else 0)
     adapters = AdapterLoader(settings.rank, models, link.report)
     context = WorkerContext(models.families, store, arena, pages, models.prompts_of, exchange, adapters.wait)
-    runner = Runner(settings.rank, context)
+    runner = Runner(settings.rank, context, groups)
     link.send(ready)
     return Worker(settings.rank, link, models, store, pages, runner, exchange, adapters)
 
