@@ -103,6 +103,7 @@ class EngineCore:
                 await self._drain_mailbox()
                 self._step()
                 self._report()
+                self._tell_resumed()
         finally:
             self._watchdog.close()
             if self._next_report is not None:
@@ -144,6 +145,12 @@ class EngineCore:
         was_idle, self._is_idle = self._is_idle, self._scheduler.num_requests == 0
         if self._is_idle and not was_idle:  # once per idle period: it visits all cached entries
             self._scheduler.check_integrity()
+
+    def _tell_resumed(self) -> None:
+        for each in self._scheduler.take_resumed():
+            text = "goes on from step %d after a worker's death: %d steps are repeated (a checkpoint every %d)"
+            facts = each.steps_done, each.steps_repeated, each.steps_between
+            logger.info(text, *facts, extra=of_request(each.request_id))
 
     def _send_report(self, outputs: tuple[Output, ...] = ()) -> None:
         if self._next_report is not None:

@@ -1,0 +1,170 @@
+"""Checkpoints: the state of running requests, kept in the engine's arena every few rounds, and after the last one of a
+loop that another follows, where no worker's death can take it. Lineage ends there: after a death a request repeats the
+rounds since its last checkpoint, and no others.
+
+A checkpoint is made of values as any others (`core.scheduling.values`), which are *pinned*: moved to shared memory, and
+not freed when their last reader is done. It takes the place of the one before once all of it has been written.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterable
+from dataclasses import dataclass, field
+from math import ceil, sqrt
+
+from core.graph.workflow import Node
+from core.handles import TensorKey
+from core.messages.worker import Transfer
+from core.scheduling.request import Checkpoint, Request
+from core.scheduling.value_keys import key_read, keys_read
+from core.scheduling.values import Value, ValueTable
+
+DEATH_SECONDS = 3600.0
+"""Assumed time between two deaths of a worker. Short, as most are of its making: lack of memory, a driver, a bug."""
+
+MAX_ROUNDS = 8
+"""Rounds between two checkpoints, at most, unless these would cost more than MAX_SHARE."""
+
+MAX_SHARE = 0.005
+"""Most of the time of rounds that their checkpoints may take."""
+
+COPY_SECONDS, BYTES_PER_SECOND = 150e-6, 2e9
+"""Time of writing one value to shared memory: what it takes without its bytes (a plan's order and a message back), and
+how fast bytes are copied."""
+
+
+def rounds_between(num_values: int, num_bytes: int, round_seconds: float) -> int:
+    """Rounds from one checkpoint to the next. round_seconds: time that one takes for this request alone.
+
+    The optimum for time lost to copies and to repeated rounds (Young, "A first order approximation to the optimum
+    checkpoint interval", 1974) is sqrt(2 * time of a copy * time between deaths). It is long, so MAX_ROUNDS bounds what
+    one death costs, and MAX_SHARE what all copies cost.
+    """
+    seconds = num_values * COPY_SECONDS + num_bytes / BYTES_PER_SECOND
+    optimum = sqrt(2 * seconds * DEATH_SECONDS) / round_seconds
+    least = seconds / (MAX_SHARE * round_seconds)
+    return max(1, ceil(least), min(MAX_ROUNDS, round(optimum)))
+
+
+@dataclass(slots=True)
+class Checkpoints:
+    """Part of one scheduler."""
+
+    values: ValueTable
+    _wanted: dict[str, Request] = field(default_factory=dict)  # id -> request with values to be moved
+
+    def note_round(self, request: Request, node: Node, seconds: float) -> None:
+        """Note that a node that repeats has done a round; begin a checkpoint if it is due. To be called after its
+        values are noted. seconds: the request's share of the batch.
+        """
+        region, done = node.region, request.progress.done[node.name]
+        if self._is_due(request, region, done, seconds):
+            checkpoint = Checkpoint(region, done, self._state(request, region, done))
+            self.values.pin(checkpoint.keys)
+            request.unwritten.append(checkpoint)
+            request.saved_rounds[region] = done
+            self._wanted[request.id] = request
+
+    def _is_due(self, request: Request, region: str, done: int, seconds: float) -> bool:
+        progress, since = request.progress, done - request.saved_rounds.get(region, 0)
+        is_last = done == progress.rounds[region]
+        if seconds <= 0.0 or (since < request.rounds_between.get(region, 1) and not is_last):
+            return False
+        if any(progress.done[node.name] != done for node in request.workflow.nodes_of(region)):
+            return False  # its other nodes have yet to do this round
+        if is_last:
+            return region in request.workflow.followed
+        return since >= self._update_interval(request, region, done, seconds)
+
+    def _update_interval(self, request: Request, region: str, done: int, seconds: float) -> int:
+        values = [self.values.get(key) for key in self._state(request, region, done)]
+        sizes = [value.ref.nbytes for value in values if value is not None and value.handle is None]
+        request.rounds_between[region] = rounds_between(len(sizes), sum(sizes), seconds)
+        return request.rounds_between[region]
+
+    def _state(self, request: Request, region: str, done: int) -> tuple[TensorKey, ...]:
+        """What a region's rounds have made that is needed after this one: what it carries, and what is still to be
+        shown.
+        """
+        workflow, progress = request.workflow, request.progress
+        found: dict[TensorKey, None] = {}
+        for node in workflow.nodes_of(region):
+            edges = [edge for edge in node.inputs if edge.carried]
+            found |= dict.fromkeys(key_read(request.id, progress, node, edge, done) for edge in edges)
+        for side in workflow.side_nodes:
+            if side.name in progress.pending and workflow.node(side.shows).region == region:
+                found |= dict.fromkeys(keys_read(request.id, progress, side, progress.round_of(side)))
+        return tuple(key for key in found if self.values.get(key) is not None)
+
+    def transfers(self, ranks: Collection[int]) -> list[Transfer]:
+        """Orders to write what is not in shared memory. ranks: those that may be given them now. What is on other
+        ranks, or finds no room there, is tried again at the next call.
+        """
+        found: list[Transfer] = []
+        for request in list(self._wanted.values()):
+            moved = [each for checkpoint in request.unwritten for each in self._move(checkpoint, ranks)]
+            request.num_moving += len(moved)
+            found += moved
+            if not any(self._missing(checkpoint) for checkpoint in request.unwritten):
+                del self._wanted[request.id]
+            self.note_moved(request)
+        return found
+
+    def _move(self, checkpoint: Checkpoint, ranks: Collection[int]) -> list[Transfer]:
+        missing = self._missing(checkpoint)
+        if any(value.ranks.isdisjoint(ranks) for value in missing):
+            return []
+        return self.values.move([value.ref.key for value in missing], frozenset(ranks)) or []
+
+    def _missing(self, checkpoint: Checkpoint) -> list[Value]:
+        """Its values that are not on their way to shared memory."""
+        values = (self.values.get(key) for key in checkpoint.keys)
+        return [value for value in values if value is not None and value.handle is None]
+
+    def note_moved(self, request: Request) -> None:
+        """Note that values of a request have been written. The last checkpoint of a region that is complete is kept,
+        and those before it are given up.
+        """
+        for checkpoint in [each for each in request.unwritten if self._is_complete(each)]:
+            region, round_ = checkpoint.region, checkpoint.round
+            if checkpoint not in request.unwritten:
+                continue  # a later one is complete
+            older = [each for each in request.unwritten if each.region == region and each.round < round_]
+            last = request.checkpoints.get(region)
+            request.checkpoints[region] = checkpoint
+            request.unwritten = [each for each in request.unwritten if each is not checkpoint and each not in older]
+            self._unpin(request, older if last is None else [last, *older])
+
+    def _is_complete(self, checkpoint: Checkpoint) -> bool:
+        values = [self.values.get(key) for key in checkpoint.keys]
+        return all(value is not None and value.exported is not None for value in values)
+
+    def _unpin(self, request: Request, gone: Iterable[Checkpoint]) -> None:
+        """Give up what only these need."""
+        needed = {key for each in (*request.checkpoints.values(), *request.unwritten) for key in each.keys}
+        self.values.unpin(key for each in gone for key in each.keys if key not in needed)
+
+    def resume(self, request: Request) -> None:
+        """Go on after values were lost, of those that are not complete with what is left. None of them is moving."""
+        gone = [each for each in request.unwritten if any(self.values.get(key) is None for key in each.keys)]
+        request.unwritten = [each for each in request.unwritten if each not in gone]
+        self._unpin(request, gone)
+        for region in request.saved_rounds:
+            known = [
+                each.round for each in (*request.checkpoints.values(), *request.unwritten) if each.region == region
+            ]
+            request.saved_rounds[region] = max(known, default=0)
+        if request.unwritten:
+            self._wanted[request.id] = request
+
+    def drop(self, request: Request) -> None:
+        """Give up all checkpoints, as the request begins again and its steps may make something else."""
+        gone = [*request.checkpoints.values(), *request.unwritten]
+        for each in (request.checkpoints, request.unwritten, request.saved_rounds):
+            each.clear()
+        self._unpin(request, gone)
+        self.forget(request.id)
+
+    def forget(self, request_id: str) -> None:
+        """Note that a request has ended."""
+        self._wanted.pop(request_id, None)
