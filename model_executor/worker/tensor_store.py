@@ -18,8 +18,8 @@ from torch import Tensor
 from core.handles import ArrayRef, TensorKey, TensorRef
 
 Parts = tuple[tuple[str, tuple[int, ...], bool], ...]
-"""(PyTorch's dtype, shape, whether it belongs in host memory) of tensors whose bytes lie one after the other, each aligned
-to ALIGNMENT. A random generator's state, part of some samplers', is in host memory on any device.
+"""(PyTorch's dtype, shape, whether it belongs in host memory) of tensors whose bytes lie one after the other, each
+aligned to ALIGNMENT. A random generator's state, part of some samplers', is in host memory on any device.
 """
 
 ALIGNMENT = 64  # bytes
