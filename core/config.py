@@ -6,6 +6,7 @@ a value of the wrong type, or a number out of range, raises InvalidRequestError 
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Literal
 
@@ -21,6 +22,9 @@ Quantization = Literal["none", "torchao-int8", "bitsandbytes-8bit", "bitsandbyte
 KernelChoice = Literal["auto", "torch", "compile"]
 """Kernels of denoisers and VAEs. auto: the fastest for the device; torch: PyTorch's operators only; compile: as auto,
 with a UNet's layers compiled by `torch.compile`, which takes minutes at the first start."""
+
+EMBEDDED_NAME = "stencil-embedded"
+"""The name that the embedded model is served under, unless another one is given."""
 
 EMBEDDED_MODEL = str(Path(__file__).resolve().parent.parent / "model_executor" / "embedded")
 
@@ -76,7 +80,7 @@ class ModelConfig(msgspec.Struct, frozen=True, kw_only=True):
         """The model id that clients see."""
         if self.served_model_name:
             return self.served_model_name
-        return "stencil-embedded" if self.model == EMBEDDED_MODEL else self.model
+        return EMBEDDED_NAME if self.model == EMBEDDED_MODEL else self.model
 
 
 SchedulingPolicyName = Literal["step_batching"]
@@ -144,7 +148,7 @@ class CacheConfig(msgspec.Struct, frozen=True, kw_only=True):
 
 class EngineConfig(msgspec.Struct, frozen=True, kw_only=True):
     """One engine: its models, scheduler and workers. Set by flags. Raises ConfigError for several workers with a
-    single GPU.
+    single GPU, and for models whose names are not unique, or that ask for different devices or threads.
     """
 
     # Parts.
@@ -171,6 +175,7 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True):
         check_integer("data_parallel_rank", self.data_parallel_rank, 0, self.data_parallel_size - 1)
         for name in ("drain_seconds", "hang_seconds", "start_seconds"):
             check_decimal(name, getattr(self, name), 0)
+        _check_models(self.models)
         numbered = next((model.device for model in self.models if ":" in model.device), None)
         if numbered and self.num_workers > 1:
             raise ConfigError(
@@ -186,6 +191,18 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True):
     def device_index(self, rank: int) -> int:
         """Number of a worker of this engine among all workers: the GPU that it uses unless one is configured."""
         return self.workers_per_engine * self.data_parallel_rank + rank
+
+
+def _check_models(models: Sequence[ModelConfig]) -> None:
+    """Raises ConfigError for models that no engine can serve together."""
+    if not models:
+        raise ConfigError("an engine needs at least one model")
+    names = [name for model in models for name in (model.name, *(adapter.name for adapter in model.adapters))]
+    if twice := next((name for name in names if names.count(name) > 1), None):
+        raise ConfigError(f"two models or adapters are called {twice}; give each a name of its own (--model NAME=...)")
+    for flag in ("device", "threads"):
+        if len({getattr(model, flag) for model in models}) > 1:
+            raise ConfigError(f"all models of an engine have the same {flag}; give it once, as --{flag}")
 
 
 class ImageConfig(msgspec.Struct, frozen=True, kw_only=True):
@@ -214,7 +231,7 @@ class StencilConfig(msgspec.Struct, frozen=True, kw_only=True):
     image: ImageConfig = ImageConfig()
     max_queue: int = 256  # images waiting or running, beyond which new ones are refused
     slo_seconds: float = 0.0  # latency objective of edits; 0 = none
-    step_schedule: StepScheduleName = "full"  # of mask-aware requests that name none, of models with one
+    step_schedule: StepScheduleName = "full"  # of requests that name none and do not ask to be exact
     arena_bytes: int = 8 * 1024**3  # address space of the shared arena; memory is taken only while in use
     template_bytes: int = 256 * 1024**2  # encoded uploads kept for registered templates
 

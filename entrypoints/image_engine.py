@@ -32,6 +32,7 @@ from core.config import (
     StencilConfig,
 )
 from core.errors import EngineError, InvalidRequestError, StencilError
+from core.lora import Lora, named_loras
 from core.model_info import ModelInfo
 from core.sampling_params import MAX_PADDING_MASK_CROP, MAX_PROMPT_CHARACTERS, MAX_SIDE, MIN_SIDE, SamplingParams
 from core.validation import check_filled, check_integer, check_length, conform, conformed
@@ -68,9 +69,11 @@ class Edit:
     size: tuple[int, int] | None = None  # of the result: width, height, 16..4096 px; a generation's default: native
     template_id: str | None = None  # from ImageEngine.create_template; instead of an image
     padding_mask_crop: int | None = None  # px, 0..65535: edit the mask's box, grown by this, at the model's resolution
-    lora: str = ""  # name of one of the engine's adapters
+    model: str = ""  # name of one of the engine's models; "" = the first
+    lora: str | Lora | Sequence[str | Lora] = ""  # this model's adapters to use, by name, or with a scale each
 
     def __post_init__(self) -> None:
+        object.__setattr__(self, "lora", named_loras(self.lora))
         conform(self)
         check_filled("prompt", self.prompt)
         check_length("prompt", self.prompt, MAX_PROMPT_CHARACTERS)
@@ -95,13 +98,15 @@ class EditResult:
 
 
 class ImageEngine:
-    """A loaded model, ready to edit. Use it as a context manager, or call `close`.
+    """Loaded models, ready to edit. Use it as a context manager, or call `close`.
 
-    model: diffusers directory or hub id; default: the embedded model. variant, dtype, quantization, device, threads,
-    mask_aware, cache_keyframes, cache_dtype, priming_prompt: see ModelConfig. loras: name -> file of each adapter, see
-    AdapterConfig. cache: see CacheConfig. data_parallel_size: number of engines, between which edits are distributed.
-    workers_per_engine: ranks of each, the last of which decodes. Raises InvalidRequestError for an argument of the
-    wrong type or out of range, and ConfigError if the model or an adapter cannot be loaded.
+    model: diffusers directory or hub id; default: the embedded model. models: several models, each with settings of its
+    own, instead of `model` and all other arguments up to `loras`; `Edit.model` names one of them. variant, dtype,
+    quantization, device, threads, mask_aware, cache_keyframes, cache_dtype, priming_prompt: see ModelConfig. loras:
+    name -> file of each adapter, see AdapterConfig. cache: see CacheConfig. data_parallel_size: number of engines,
+    between which edits are distributed. workers_per_engine: ranks of each, the last of which decodes. Raises
+    InvalidRequestError for an argument of the wrong type or out of range, and ConfigError if a model or an adapter
+    cannot be loaded.
 
     Usable only in the process that created it, since a forked child has neither its thread nor its child processes.
     Methods raise EngineError in a fork and after `close`.
@@ -121,29 +126,29 @@ class ImageEngine:
         cache_dtype: str = "auto",
         priming_prompt: str = "",
         loras: Mapping[str, str | Path] = _NO_ADAPTERS,
+        models: Sequence[ModelConfig] = (),
         cache: CacheConfig = _CACHE,
         max_num_seqs: int = SchedulerConfig().max_num_seqs,
         image_workers: int = ImageConfig().image_workers,
         data_parallel_size: int = EngineConfig().data_parallel_size,
         workers_per_engine: int = EngineConfig().workers_per_engine,
     ) -> None:
+        only = ModelConfig(
+            model=model,
+            variant=variant,
+            dtype=dtype,
+            quantization=quantization,
+            device=device,
+            threads=threads,
+            mask_aware=mask_aware,
+            cache_keyframes=cache_keyframes,
+            cache_dtype=cache_dtype,
+            priming_prompt=priming_prompt,
+            adapters=_adapters(loras),
+        )
         config = StencilConfig(
             engine=EngineConfig(
-                models=(
-                    ModelConfig(
-                        model=model,
-                        variant=variant,
-                        dtype=dtype,
-                        quantization=quantization,
-                        device=device,
-                        threads=threads,
-                        mask_aware=mask_aware,
-                        cache_keyframes=cache_keyframes,
-                        cache_dtype=cache_dtype,
-                        priming_prompt=priming_prompt,
-                        adapters=_adapters(loras),
-                    ),
-                ),
+                models=_all_models(only, models),
                 scheduler=SchedulerConfig(max_num_seqs=max_num_seqs),
                 cache=cache,
                 data_parallel_size=data_parallel_size,
@@ -184,22 +189,30 @@ class ImageEngine:
 
     @property
     def model(self) -> ModelInfo:
-        """The loaded model's properties, including how its templates are cached."""
+        """The first model's properties, including how its templates are cached."""
         return next(iter(self._engine.models.values()))
+
+    @property
+    def models(self) -> dict[str, ModelInfo]:
+        """The properties of all models and adapters, by name."""
+        return dict(self._engine.models)
 
     @property
     def device_page_bytes(self) -> int:
         """Device memory for cached pages, in bytes per engine; 0 if pages are read from host memory."""
         return self._engine.cache.device_bytes or 0
 
-    def create_template(self, image: ImageLike, *, lora: str = "") -> Template:
-        """Register an image that will be edited often, and compute the pages that its edits with this adapter share.
-        Pass the template's `id` as `Edit.template_id`. Raises InvalidRequestError.
+    def create_template(
+        self, image: ImageLike, *, model: str = "", lora: str | Lora | Sequence[str | Lora] = ""
+    ) -> Template:
+        """Register an image that will be edited often, and compute the pages that its edits with this model and these
+        adapters share. Pass the template's `id` as `Edit.template_id`. Raises InvalidRequestError.
         """
         self._check_open()
-        lora = conformed("lora", lora, str)
+        model, loras = conformed("model", model, str), named_loras(lora)
         upload = BytesUpload(encode_picture(conformed("image", image, ImageLike), "image"))
-        return self._run(self._engine.prime_template(f"offline-{uuid.uuid4().hex}", upload, lora=lora))
+        name = f"offline-{uuid.uuid4().hex}"
+        return self._run(self._engine.prime_template(name, upload, model=model, loras=loras))
 
     def close(self) -> None:
         """Stop the engine's processes. Calls running in other threads return first, with errors in their results.
@@ -321,7 +334,8 @@ def _to_input(edit: Edit, sampling: SamplingParams) -> EditInput:
         mask_kind="alpha" if edit.mask is not None else "luminance",
         template_id=edit.template_id,
         padding_mask_crop=edit.padding_mask_crop,
-        lora=edit.lora,
+        model=edit.model,
+        loras=named_loras(edit.lora),
         canvas_size=edit.size if is_generation else None,
         output_size=None if is_generation else edit.size,
     )
@@ -331,6 +345,15 @@ def _adapters(loras: Mapping[str, str | Path]) -> tuple[AdapterConfig, ...]:
     for name in conformed("loras", loras, Mapping):
         check_filled("loras", conformed("loras", name, str))
     return tuple(AdapterConfig(name, str(conformed("loras", path, str | Path))) for name, path in loras.items())
+
+
+def _all_models(only: ModelConfig, models: Sequence[ModelConfig]) -> tuple[ModelConfig, ...]:
+    """The models of an engine. only: from the arguments for a single one, which are defaults if `models` are given."""
+    several = _all_of("models", models, ModelConfig)
+    if several and only != ModelConfig():
+        message = "Give either 'models', each with its own settings, or 'model' and settings for it, not both."
+        raise InvalidRequestError(message, param="models")
+    return tuple(several) or (only,)
 
 
 def _all_of(name: str, values: Sequence[T], kind: type[T]) -> list[T]:

@@ -37,10 +37,11 @@ from engine.observability.tracing import Tracer, create_tracer
 from entrypoints.hosts import is_loopback, normal_host
 from entrypoints.http_protocol import GuardedProtocol
 from entrypoints.key_reload import KeyReload
+from entrypoints.model_paths import check_model
 from entrypoints.openai.app import ServerSettings, create_app
 from entrypoints.openai.submission import STALL_SECONDS
 from entrypoints.run_until import run_until
-from entrypoints.serve_args import ServeOptions, check_model, parse_options
+from entrypoints.serve_args import ServeOptions, parse_options
 
 FLUSH_SECONDS = 5  # for answers still being sent when the engine has stopped
 KEEP_ALIVE_SECONDS = 75  # for idle connections; longer than clients' connection pools keep them
@@ -55,7 +56,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     _configure_logging(options)
     return_freed_memory()
     try:
-        check_model(options.model.model)
+        for model in options.models:
+            check_model(model.model)
         with (
             contextlib.closing(create_tracer(options.config.engine.otlp_traces_endpoint, "api")) as tracer,
             bind(options.host, options.port) as listener,
@@ -87,6 +89,7 @@ async def _serve(options: ServeOptions, listener: socket.socket, tracer: Tracer)
         max_upload_bytes=options.config.image.max_upload_bytes,
         rate_limit=options.rate_limit,
         allowed_origins=options.allowed_origins,
+        runtime_lora=options.runtime_lora,
         playground=options.playground,
         allowed_hosts=hosts_served(options, listener),
     )

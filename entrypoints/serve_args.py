@@ -4,14 +4,16 @@ from __future__ import annotations
 
 import argparse
 import os
-import re
 import sys
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import NoReturn
 
+import msgspec
+
 from core.config import (
+    EMBEDDED_MODEL,
     CacheConfig,
     EngineConfig,
     ImageConfig,
@@ -22,15 +24,14 @@ from core.config import (
 from core.errors import ConfigError
 from core.ipc.logs import LogFormat
 from entrypoints.api_keys import KeySource
+from entrypoints.catalog import read_catalog
+from entrypoints.model_flags import add_model_flags
 from entrypoints.serve_flags import (
     add_cache_flags,
     add_engine_flags,
     add_image_flags,
-    add_model_flags,
     add_server_flags,
 )
-
-_HUB_ID = re.compile(r"[\w.-]+/[\w.-]+")
 
 
 @dataclass(frozen=True)
@@ -44,14 +45,16 @@ class ServeOptions:
     allowed_origins: tuple[str, ...]  # of web pages other than the server's own
     allowed_hosts: tuple[str, ...]  # in `Host` headers, besides the server's own
     rate_limit: int  # requests per minute and caller; 0: no limit
+    runtime_lora: bool  # whether callers may load adapters from files of this machine
     playground: bool  # whether to serve the playground's pages
     log_level: str
     log_format: LogFormat
     config: StencilConfig
 
     @property
-    def model(self) -> ModelConfig:
-        return self.config.engine.models[0]
+    def models(self) -> tuple[ModelConfig, ...]:
+        """At least one; the first is the default."""
+        return self.config.engine.models
 
 
 def parse_options(argv: Sequence[str] | None) -> ServeOptions:
@@ -72,6 +75,7 @@ def parse_options(argv: Sequence[str] | None) -> ServeOptions:
         allowed_origins=tuple(args.allowed_origins),
         allowed_hosts=tuple(args.allowed_hosts),
         rate_limit=args.rate_limit,
+        runtime_lora=args.runtime_lora,
         playground=args.playground,
         log_level=args.log_level,
         log_format=args.log_format,
@@ -81,21 +85,6 @@ def parse_options(argv: Sequence[str] | None) -> ServeOptions:
 
 def _config(args: argparse.Namespace) -> StencilConfig:
     """The engine's configuration. Raises ConfigError for flags that exclude each other."""
-    model = ModelConfig(
-        model=args.model,
-        served_model_name=args.served_model_name,
-        variant=args.variant,
-        dtype=args.dtype,
-        quantization=args.quantization,
-        kernels=args.kernels,
-        device=args.device,
-        threads=args.threads,
-        mask_aware=args.mask_aware,
-        cache_keyframes=args.cache_keyframes,
-        cache_dtype=args.cache_dtype,
-        priming_prompt=args.priming_prompt,
-        adapters=tuple(args.loras),
-    )
     cache = CacheConfig(
         device_bytes=args.cache_device_bytes,
         gpu_memory_utilization=args.gpu_memory_utilization,
@@ -114,7 +103,7 @@ def _config(args: argparse.Namespace) -> StencilConfig:
         max_retries=args.max_retries,
     )
     engine = EngineConfig(
-        models=(model,),
+        models=_models(args),
         scheduler=scheduler,
         cache=cache,
         workers_per_engine=args.workers_per_engine,
@@ -137,20 +126,48 @@ def _config(args: argparse.Namespace) -> StencilConfig:
     )
 
 
-def check_model(model: str) -> None:
-    """Raises ConfigError if `model` is neither a diffusers directory nor a possible hub id. The worker checks more."""
-    path = Path(model)
-    try:
-        is_directory, is_there, has_index = path.is_dir(), path.exists(), (path / "model_index.json").is_file()
-    except OSError as error:
-        raise ConfigError(f"cannot read '{model}': {error.strerror}") from error
-    if is_directory:
-        if not has_index:
-            raise ConfigError(f"'{model}' is not a diffusers checkpoint: it has no model_index.json")
-    elif is_there:
-        raise ConfigError(f"'{model}' is a file; --model takes a diffusers directory or a Hugging Face hub id")
-    elif not _HUB_ID.fullmatch(model) or model.startswith("."):
-        raise ConfigError(f"there is no directory '{model}', and it is no Hugging Face hub id of the form owner/name")
+def _models(args: argparse.Namespace) -> tuple[ModelConfig, ...]:
+    """The models to serve. Raises ConfigError."""
+    common = ModelConfig(
+        variant=args.variant,
+        dtype=args.dtype,
+        quantization=args.quantization,
+        kernels=args.kernels,
+        device=args.device,
+        threads=args.threads,
+        mask_aware=args.mask_aware,
+        cache_keyframes=args.cache_keyframes,
+        cache_dtype=args.cache_dtype,
+        priming_prompt=args.priming_prompt,
+    )
+    named = args.models or [("", EMBEDDED_MODEL)]
+    _check_flags_of_one(args, is_alone=len(named) == 1 and not args.catalog)
+    if args.catalog:
+        return read_catalog(Path(args.catalog), common)
+    adapters = tuple(args.loras)
+    return tuple(
+        msgspec.structs.replace(
+            common, model=model, served_model_name=name or args.served_model_name, adapters=adapters
+        )
+        for name, model in named
+    )
+
+
+def _check_flags_of_one(args: argparse.Namespace, *, is_alone: bool) -> None:
+    """Raises ConfigError for flags that belong to one model, where there may be several."""
+    if args.catalog and args.models:
+        raise ConfigError("--catalog lists the models; leave --model out, or list that model there too")
+    if is_alone:
+        if args.served_model_name and args.models and args.models[0][0]:
+            raise ConfigError("--served-model-name and --model NAME=... both name the model; give one of them")
+        return
+    if args.served_model_name:
+        raise ConfigError(
+            "--served-model-name is the name of one model; with several give --model NAME=DIR_OR_HUB_ID, or `name` in "
+            "the catalog"
+        )
+    if args.loras:
+        raise ConfigError("--lora is an adapter of one model; with several list each model's as `loras` in a --catalog")
 
 
 class _Parser(argparse.ArgumentParser):

@@ -10,7 +10,9 @@ from core.costs.load_report import EngineStats, LoadReport
 from core.failure import Failure
 from core.handles import ArrayRef, Tier
 from core.messages.message import Message
+from core.messages.worker import DropAdapter, LoadAdapter
 from core.model_info import ModelInfo
+from core.patches import PatchSet
 from core.sampling_params import SamplingParams
 
 
@@ -53,6 +55,7 @@ class EditSpec(Canvas, frozen=True, kw_only=True, tag="edit"):
     # The user's wishes.
     prompt: str
     sampling: SamplingParams  # resolved, without a None that the model needs
+    patches: PatchSet = ()  # adapters that change the model's layers
     # From PreparedImages.
     content_id: str
     # Memory for results.
@@ -132,10 +135,12 @@ class PrimeTemplate(Message, frozen=True):
     arrival: float  # monotonic seconds
     is_idle_work: bool = False  # to be computed only when there is no other work
     cache_salt: str = ""  # see CacheConfig.salt
+    patches: PatchSet = ()  # of the edits that the pages are for
 
 
 class DropTemplate(Message, frozen=True):
-    """Drop a template's pages on every tier, disk included, once no edit uses them. It has no answer."""
+    """Drop a template's pages, with all patches, on every tier, disk included, once no edit uses them. It has no
+    answer."""
 
     model: str
     content_id: str
@@ -152,7 +157,7 @@ class Drain(Message, frozen=True):
     """Finish all accepted requests, then exit. New ones are refused by the sender, not here."""
 
 
-ToEngine = EngineRequest | PrimeTemplate | DropTemplate | Abort | Drain
+ToEngine = EngineRequest | PrimeTemplate | DropTemplate | LoadAdapter | DropAdapter | Abort | Drain
 
 
 class EngineReady(Message, frozen=True):
@@ -191,6 +196,13 @@ class TemplatePrimed(Message, frozen=True):
     ms: float  # worker time spent on it
 
 
+class AdapterAdded(Message, frozen=True):
+    """Terminal, for LoadAdapter: every rank of the engine has it."""
+
+    request_id: str
+    patch: str  # its id
+
+
 class Failed(Message, frozen=True):
     """Terminal."""
 
@@ -207,7 +219,7 @@ class Aborted(Message, frozen=True):
 class EngineOutputs(Message, frozen=True):
     """The outputs of one iteration of the engine, with its load."""
 
-    outputs: tuple[PartialImage | Finished | TemplatePrimed | Failed | Aborted, ...]
+    outputs: tuple[PartialImage | Finished | TemplatePrimed | AdapterAdded | Failed | Aborted, ...]
     load: LoadReport
     stats: EngineStats | None = None  # None if the last ones are recent enough
 
@@ -221,7 +233,7 @@ class EngineFailed(Message, frozen=True):
 
     failure: Failure
     # Terminal messages of the requests it held; the receiver fails all others.
-    outputs: tuple[Finished | TemplatePrimed | PartialImage | Failed | Aborted, ...] = ()
+    outputs: tuple[Finished | TemplatePrimed | AdapterAdded | PartialImage | Failed | Aborted, ...] = ()
 
 
 FromEngine = EngineReady | EngineOutputs | EngineAlive | EngineFailed

@@ -27,7 +27,7 @@ class Ranks:
         self._resident[rank] = ()
 
     def join(self, rank: int) -> None:
-        """Note that a worker that was started anew accepts plans."""
+        """Note that a worker that was restarted accepts plans."""
         assert rank not in self.up, f"rank {rank} is up already"
         self.up = tuple(sorted([*self.up, rank]))
 

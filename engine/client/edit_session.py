@@ -14,8 +14,8 @@ from contextlib import asynccontextmanager
 import msgspec
 
 from core.errors import DeadlineExceededError, OverloadedError, StencilError
-from core.messages.engine import Aborted, Failed, Finished, PartialImage, TemplatePrimed
-from core.model_info import ModelInfo
+from core.messages.engine import Aborted, AdapterAdded, Failed, Finished, PartialImage, TemplatePrimed
+from core.model_choice import ModelChoice
 from core.routing.request_shape import RequestShape
 from engine.client.admission_ticket import AdmissionTicket
 from engine.client.cancel_scope import CancelScope
@@ -47,17 +47,17 @@ class EditSession(Session):
     """
 
     def __init__(
-        self, services: Services, results: ResultTemplates, request_id: str, edit: EditInput, model: ModelInfo
+        self, services: Services, results: ResultTemplates, request_id: str, edit: EditInput, choice: ModelChoice
     ) -> None:
         """Raises InvalidRequestError, TemplateNotFoundError."""
-        super().__init__(edit.owner, edit.sampling.n, edit.sampling.priority)
+        super().__init__(choice, edit.owner, edit.sampling.n, edit.sampling.priority)
         self._services = services
         self._results = results
-        self._model = model
+        self._model = choice.model
         self._span = current_span()
         self._caller = services.admission.caller(request_id, edit, self.arrival)
         self._memory = SessionMemory(services)
-        self._preparation = EditPreparation(services, self._caller, edit, model, self._memory, self._span)
+        self._preparation = EditPreparation(services, self._caller, edit, choice, self._memory, self._span)
         self._ticket = AdmissionTicket(services.admission, self._caller, edit.sampling.timeout, self.num_images)
         self._in_preparation = CancelScope()  # by `displace`
         self._images = EditImages(services.router, self.done)
@@ -129,7 +129,7 @@ class EditSession(Session):
                 raise self._displaced(self.displaced_for)
             case Aborted():
                 raise OverloadedError("The server shut down before the request finished.", retry_after=1.0)
-            case TemplatePrimed():
+            case TemplatePrimed() | AdapterAdded():
                 raise AssertionError(f"{output.request_id} is an edit, and was answered as a template")
 
     def _note_objective(self, image: EditImage) -> None:

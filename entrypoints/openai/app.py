@@ -19,10 +19,12 @@ from core.model_info import ModelInfo
 from core.routing.rate_limiter import RateLimiter
 from core.scheduling.reporter import MAX_RECENT_STEPS
 from engine.client.async_engine import AsyncEngine
+from engine.client.model_state import model_state
 from engine.client.template_store import Template
 from engine.observability.metrics import CONTENT_TYPE
 from engine.observability.tracing import NoTracer, Tracer
-from entrypoints.openai.edit_request import LOADING_RETRY_SECONDS, Operation, build_call, missing
+from entrypoints.openai.adapter_routes import adapter_router
+from entrypoints.openai.edit_request import LOADING_RETRY_SECONDS, Operation, build_call, chosen_loras, missing
 from entrypoints.openai.edit_response import EditResponse, disconnected
 from entrypoints.openai.engine_stats import engine_stats
 from entrypoints.openai.errors import describe_http, log_internal
@@ -41,7 +43,7 @@ from entrypoints.openai.schema import (
     TEMPLATE_ANSWERS,
     TEMPLATE_BODY,
 )
-from entrypoints.openai.submission import Submission, read_edit, read_generation, read_template
+from entrypoints.openai.submission import Submission, read_edit, read_json, read_template
 from entrypoints.openai.upload_slots import UploadSlots
 from entrypoints.playground.pages import playground_router
 from entrypoints.run_until import run_until
@@ -66,6 +68,7 @@ class ServerSettings:
     max_upload_bytes: int  # per file
     rate_limit: int = 0  # requests per minute and caller; 0: no limit
     allowed_origins: tuple[str, ...] = ()  # of web pages that may use the API, besides the server's own; "*": any
+    runtime_lora: bool = False  # whether callers may load adapters from files of this machine
     playground: bool = False  # whether to serve its pages, at / and /status
     allowed_hosts: tuple[str, ...] = ()  # in `Host` headers, besides loopback; empty: any
 
@@ -79,6 +82,7 @@ def create_app(engine: AsyncEngine, settings: ServerSettings, tracer: Tracer | N
     _add_image_routes(app, engine, settings, places, owners)
     _add_template_routes(app, engine, settings, places)
     _add_model_routes(app, engine)
+    app.include_router(adapter_router(engine, is_allowed=settings.runtime_lora))
     _add_operator_routes(app, engine, owners)
     if settings.playground:
         app.include_router(playground_router())
@@ -125,7 +129,7 @@ def _add_image_routes(
         """Paint a whole image: an edit of an empty canvas."""
         _admit(engine)
         async with places.take(_owner(request)):
-            submission = await read_generation(request, GENERATION_FIELDS)
+            submission = await read_json(request, GENERATION_FIELDS)
         owners.note(request.scope[REQUEST_ID], _owner(request))
         return _answer(engine, request, "image_generation", submission)
 
@@ -170,9 +174,12 @@ def _add_template_routes(app: FastAPI, engine: AsyncEngine, settings: ServerSett
 async def _register(engine: AsyncEngine, request: Request, submission: Submission) -> Template:
     if "image" not in submission.uploads:
         raise missing("image")
-    model, lora = (str(submission.values.get(name, "")) for name in ("model", "lora"))
     primed = engine.prime_template(
-        request.scope[REQUEST_ID], submission.uploads["image"], model=model, lora=lora, owner=_owner(request)
+        request.scope[REQUEST_ID],
+        submission.uploads["image"],
+        model=str(submission.values.get("model", "")),
+        loras=chosen_loras(submission.values),
+        owner=_owner(request),
     )
     return await _unless_gone(request, primed)
 
@@ -199,9 +206,10 @@ def _add_model_routes(app: FastAPI, engine: AsyncEngine) -> None:
 
     @app.get("/v1/models", response_model=None)
     async def list_models() -> Response:
-        """The loaded models and their adapters; an adapter's `parent` is its model."""
+        """The served models and their adapters; an adapter's `parent` is its model."""
         _require_ready(engine)
-        return _json({"object": "list", "data": [_model_object(model, started) for model in engine.models.values()]})
+        data = [_model_object(engine, model, started) for model in engine.models.values()]
+        return _json({"object": "list", "data": data})
 
     @app.get("/v1/models/{model_id:path}", response_model=None)
     async def retrieve_model(model_id: str) -> Response:
@@ -209,7 +217,7 @@ def _add_model_routes(app: FastAPI, engine: AsyncEngine) -> None:
         _require_ready(engine)
         if model_id not in engine.models:
             raise ModelNotFoundError(model_id)
-        return _json(_model_object(engine.models[model_id], started))
+        return _json(_model_object(engine, engine.models[model_id], started))
 
 
 def _add_operator_routes(app: FastAPI, engine: AsyncEngine, owners: RequestOwners) -> None:
@@ -267,9 +275,17 @@ def _status(engine: AsyncEngine) -> str:
     return "ok" if all(engine.alive) else "degraded"
 
 
-def _model_object(model: ModelInfo, created: int) -> dict[str, Any]:
-    parent = model.parent or None
-    return {"id": model.name, "object": "model", "created": created, "owned_by": "stencil", "parent": parent}
+def _model_object(engine: AsyncEngine, model: ModelInfo, created: int) -> dict[str, Any]:
+    alive = (stats for stats, is_alive in zip(engine.stats, engine.alive, strict=True) if is_alive)
+    return {
+        "id": model.name,
+        "object": "model",
+        "created": created,
+        "owned_by": "stencil",
+        "parent": model.parent or None,
+        "modality": model.modality,
+        "state": model_state(model, alive),
+    }
 
 
 def _template_object(template: Template) -> dict[str, Any]:

@@ -33,8 +33,11 @@ from core.memory_budget import CPU_REMEDIES, REMEDIES
 from core.messages.codec import MessageDecoder, encode
 from core.messages.salvage import WithheldItems, readable_plan, sendable_result
 from core.messages.worker import (
+    AdapterLoaded,
     BatchResult,
+    DropAdapter,
     FromWorker,
+    LoadAdapter,
     PageCopied,
     Shutdown,
     StepPlan,
@@ -47,6 +50,7 @@ from core.messages.worker import (
 if TYPE_CHECKING:
     from model_executor.page_cache.page_files import PageFiles
     from model_executor.page_cache.page_store import PageStore
+    from model_executor.worker.adapter_loader import AdapterLoader
     from model_executor.worker.exchange import Exchange
     from model_executor.worker.resident import ResidentModels
     from model_executor.worker.runner import Runner
@@ -100,6 +104,7 @@ def _start(settings: WorkerConfig, link: EngineLink, arenas: Sequence[Arena], so
     os.environ.setdefault("TORCHINDUCTOR_CACHE_DIR", tempfile.gettempdir())
     gc.disable()  # otherwise a quarter of the libraries' import time goes to collections that find nothing
     from model_executor.page_cache.page_store import PageStore
+    from model_executor.worker.adapter_loader import AdapterLoader
     from model_executor.worker.cost_probe import known_or_probed
     from model_executor.worker.exchange import Exchange
     from model_executor.worker.memory_probe import device_page_bytes, gauge_of, room_for
@@ -135,10 +140,11 @@ def _start(settings: WorkerConfig, link: EngineLink, arenas: Sequence[Arena], so
         models.device, page_arena, files, link.report, settings.rank, has_device_tier=ready.device_page_bytes > 0
     )
     exchange = Exchange(store, sockets)
-    context = WorkerContext(models.families, store, arena, pages, models.prompts_of, exchange)
+    adapters = AdapterLoader(settings.rank, models, link.report)
+    context = WorkerContext(models.families, store, arena, pages, models.prompts_of, exchange, adapters.wait)
     runner = Runner(settings.rank, context)
     link.send(ready)
-    return Worker(settings.rank, link, models, store, pages, runner, exchange)
+    return Worker(settings.rank, link, models, store, pages, runner, exchange, adapters)
 
 
 def _page_files(cache: CacheConfig) -> PageFiles | None:
@@ -160,7 +166,7 @@ def default_threads(num_workers: int) -> int:
 
 
 class EngineLink:
-    """The channel to the engine, shared by the worker's two threads: a lock keeps their messages apart."""
+    """The channel to the engine, shared by the worker's threads: a lock keeps their messages apart."""
 
     def __init__(self, channel: Channel) -> None:
         self._channel = channel
@@ -179,10 +185,10 @@ class EngineLink:
         with self._sending:
             self._channel.send(payload)
 
-    def report(self, copied: PageCopied) -> None:
-        """`send` for the I/O thread, which leaves it to the main thread to notice that the engine is gone."""
+    def report(self, message: PageCopied | AdapterLoaded) -> None:
+        """`send` for other threads, which leave it to the main thread to notice that the engine is gone."""
         with suppress(PeerClosedError):
-            self.send(copied)
+            self.send(message)
 
     def recv(self) -> bytes:
         """The engine's next message. Main thread only. Raises PeerClosedError when the engine is gone."""
@@ -201,6 +207,7 @@ class Worker:
         pages: PageStore,
         runner: Runner,
         exchange: Exchange,
+        adapters: AdapterLoader,
     ) -> None:
         self._rank = rank
         self._link = link
@@ -209,15 +216,21 @@ class Worker:
         self._pages = pages
         self._runner = runner
         self._exchange = exchange
+        self._adapters = adapters
         self._decoder: MessageDecoder[ToWorker] = MessageDecoder(ToWorker)
         self._withheld = WithheldItems()
 
     def run(self) -> None:
-        """Execute plans until a Shutdown. Raises PeerClosedError when the engine is gone, and errors that do not belong
-        to one request: a component that does not load, a tensor to move that is missing."""
-        while isinstance(plan := self._next(), StepPlan):
-            self._execute(plan)
-        assert isinstance(plan, Shutdown)
+        """Do as the engine says, until a Shutdown. Raises PeerClosedError when the engine is gone, and errors that do
+        not belong to one request: a component that does not load, a tensor to move that is missing."""
+        while not isinstance(message := self._next(), Shutdown):
+            match message:
+                case StepPlan():
+                    self._execute(message)
+                case LoadAdapter():
+                    self._adapters.load(message)
+                case DropAdapter():
+                    self._adapters.drop(message)
 
     def _next(self) -> ToWorker:
         """The next message. Of a plan that cannot be decoded, the part that can be executed; if there is none, skips
@@ -244,6 +257,8 @@ class Worker:
         """Execute a plan in the order that StepPlan defines."""
         for free in plan.free:
             self._store.free(free.key)
+        if plan.load or plan.unload:
+            self._adapters.wait()  # it changes what is loaded
         for component in plan.load:
             self._models.load(component)
         self._pages.forget(each.key for each in plan.forget)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import base64
-from collections.abc import AsyncIterator, Callable, Collection
+from collections.abc import AsyncIterator, Callable, Collection, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import replace
 
@@ -13,9 +13,11 @@ import msgspec
 
 from core.config import StencilConfig
 from core.costs.load_report import EngineStats, LoadReport, StepSample
-from core.errors import OverloadedError
+from core.errors import AdapterNotFoundError, OverloadedError
+from core.lora import Lora
 from core.model_choice import choose_model
 from core.model_info import ModelInfo
+from core.patches import PatchSet
 from engine.client.edit_types import EditInput, EditReport, ImageOutput
 from engine.client.template_store import Template, TemplateStore
 from engine.client.upload import KeptUpload, Upload
@@ -67,6 +69,8 @@ class FakeEngine:
         self.files: dict[str, bytes] = {}  # content of the last edit's uploads
         self.num_open = 0
         self.templates = TemplateStore(1000)
+        self.primed_for: PatchSet = ()  # of the last template
+        self.loaded: dict[str, tuple[str, str]] = {}  # adapter -> (path, model)
         self.loads: tuple[LoadReport | None, ...] = (None, None)
         self.stats: tuple[EngineStats | None, ...] = (None, None)
         self.recent_steps: tuple[tuple[StepSample, ...], ...] = ((), ())
@@ -104,14 +108,15 @@ class FakeEngine:
             self.num_open -= 1
 
     async def prime_template(
-        self, request_id: str, image: Upload, *, model: str = "", lora: str = "", owner: str = ""
+        self, request_id: str, image: Upload, *, model: str = "", loras: Sequence[Lora] = (), owner: str = ""
     ) -> Template:
-        info = choose_model(self.models, model, lora)
+        choice = choose_model(self.models, model, loras)
+        self.primed_for = choice.patches
         await self.gate.wait()
         template = Template(
             upload=await KeptUpload.of(image),
             owner=owner,
-            model=info.name,
+            model=choice.model.name,
             width=48,
             height=32,
             image_tokens=6,
@@ -122,6 +127,16 @@ class FakeEngine:
         )
         self.templates.add(template)
         return template
+
+    async def load_adapter(self, name: str, path: str, model: str = "") -> ModelInfo:
+        info = msgspec.structs.replace(choose_model(self.models, model).model, name=name, parent=MODEL.name)
+        self.loaded[name] = path, model
+        return info
+
+    def unload_adapter(self, name: str) -> None:
+        if name not in self.loaded:
+            raise AdapterNotFoundError(name)
+        del self.loaded[name]
 
     def delete_template(self, template_id: str, owner: str) -> None:
         self.templates.remove(template_id, owner)

@@ -8,7 +8,8 @@ import pytest
 
 from core.config import AdapterConfig, CacheConfig, StencilConfig
 from core.errors import ConfigError
-from entrypoints.serve_args import check_model, parse_options
+from entrypoints.model_paths import check_model
+from entrypoints.serve_args import parse_options
 
 
 def test_defaults_are_the_configurations(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -25,7 +26,7 @@ def test_one_gpu_cannot_be_shared(flag: str, capsys: pytest.CaptureFixture[str])
     with pytest.raises(SystemExit):
         parse_options(["--device", "cuda:1", flag, "2"])
     assert "--device cuda:1 is one device" in capsys.readouterr().err
-    assert parse_options(["--device", "cuda:1"]).model.device == "cuda:1"
+    assert parse_options(["--device", "cuda:1"]).models[0].device == "cuda:1"
 
 
 def test_every_flag_sets_its_option() -> None:
@@ -37,7 +38,7 @@ def test_every_flag_sets_its_option() -> None:
     flags += " --log-level debug --rate-limit 30"
     flags += " --allowed-origin HTTP://a:3000 --allowed-origin https://b:443 --allowed-origin *"
     options = parse_options(flags.split())
-    model, scheduler, image = options.model, options.config.engine.scheduler, options.config.image
+    (model,), scheduler, image = options.models, options.config.engine.scheduler, options.config.image
     assert (model.model, model.name, model.dtype, model.device, model.threads) == ("m/n", "x", "bfloat16", "cuda", 3)
     assert (model.quantization, model.kernels, model.variant) == ("torchao-int8", "torch", "fp16")
     assert (scheduler.max_num_seqs, scheduler.max_num_batched_tokens, scheduler.max_stage_ms) == (2, 99, 7.5)
@@ -58,7 +59,7 @@ def test_cache_flags_set_their_options() -> None:
         " --cache-scope server"
     )
     options = parse_options(flags.split())
-    model, cache = options.model, options.config.engine.cache
+    (model,), cache = options.models, options.config.engine.cache
     assert (model.mask_aware, model.cache_keyframes, model.cache_dtype) == (False, "per-step", "bfloat16")
     assert (cache.device_bytes, cache.host_bytes, cache.disk_bytes) == (1024**3, 512 * 1024**2, 3072)
     assert (cache.directory, cache.admission, cache.block_plan) == ("/pages", "manual", "auto")
@@ -71,7 +72,7 @@ def test_cache_flags_set_their_options() -> None:
     [("keyframes", "2", "2"), ("keyframes", "64", "64"), ("dtype", "fp32", "float32"), ("dtype", "float32", "float32")],
 )
 def test_spellings_of_cache_flags(flag: str, value: str, kept: str) -> None:
-    assert getattr(parse_options([f"--cache-{flag}", value]).model, f"cache_{flag}") == kept
+    assert getattr(parse_options([f"--cache-{flag}", value]).models[0], f"cache_{flag}") == kept
 
 
 def test_key_from_the_environment(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
@@ -179,7 +180,7 @@ def test_lora_flags_add_adapters(tmp_path: Path) -> None:
         (tmp_path / name).touch()
     odd, hat = tmp_path / "a=b.safetensors", tmp_path / "hat.safetensors"
     options = parse_options(["--lora", f"v1.2:odd={odd}", "--lora", f"hat={hat}"])
-    assert options.model.adapters == (AdapterConfig("v1.2:odd", str(odd)), AdapterConfig("hat", str(hat)))
+    assert options.models[0].adapters == (AdapterConfig("v1.2:odd", str(odd)), AdapterConfig("hat", str(hat)))
 
 
 @pytest.mark.parametrize(

@@ -16,7 +16,7 @@ from safetensors.torch import load_file, save_file
 
 from core.config import ModelConfig
 from core.errors import ConfigError
-from entrypoints.serve_args import check_model
+from entrypoints.model_paths import check_model
 from model_executor.checkpoint.describe import describe
 from model_executor.checkpoint.fingerprint import fingerprint
 from model_executor.checkpoint.loader import Checkpoint

@@ -27,9 +27,9 @@ def status():
     lines = dict(line.split(":", 1) for line in Path("/proc/self/status").read_text().splitlines())
     return [int(lines[name].split()[0]) * 1024 for name in ("RssAnon", "RssFile")]
 
-def load(path):
-    models = ResidentModels.open([ModelConfig(model=path, served_model_name="m", dtype=sys.argv[3], device="cpu",
-                                              quantization=sys.argv[4])])
+def load(*paths):
+    models = ResidentModels.open([ModelConfig(model=path, served_model_name=path, dtype=sys.argv[1], device="cpu",
+                                              quantization=sys.argv[2]) for path in paths])
     models.load_all()
     return models
 
@@ -40,15 +40,16 @@ def watch():
 torch.set_num_threads(1)
 return_freed_memory()
 quiet_libraries()
-small = load(sys.argv[1])  # what comes with the first of any size: modules, kernels
+small = load(sys.argv[3])  # what comes with the first of any size: modules, kernels
 before, samples, done = status(), [], threading.Event()
 watcher = threading.Thread(target=watch)
 watcher.start()
-large = load(sys.argv[2])
+large = load(*sys.argv[4:])
 done.set()
 watcher.join()
 after = status()
-print(json.dumps({"peak": max(anon for anon, _ in samples) - before[0], "held": sum(after) - sum(before)}))
+peak, held = max(anon for anon, _ in samples) - before[0], sum(after) - sum(before)
+print(json.dumps({"peak": peak, "held": held, "told": sum(loaded.nbytes for loaded in large.loaded)}))
 """
 
 
@@ -68,7 +69,7 @@ def large(tiny_checkpoint: Path, tmp_path_factory: pytest.TempPathFactory) -> tu
 def test_weights_are_in_memory_once(tiny_checkpoint: Path, large: tuple[Path, int], dtype: str) -> None:
     """The file is float32. The peak is private memory; the memory afterwards includes the file's mapped pages."""
     path, number = large
-    found, weights = load(tiny_checkpoint, path, dtype), number * getattr(torch, dtype).itemsize
+    found, weights = load(tiny_checkpoint, path, dtype=dtype), number * getattr(torch, dtype).itemsize
     assert weights > 90e6
     assert found["peak"] < 1.5 * weights, "the weights and the largest layers, which are rearranged one by one"
     assert 0.8 * weights < found["held"] < 1.25 * weights
@@ -77,14 +78,30 @@ def test_weights_are_in_memory_once(tiny_checkpoint: Path, large: tuple[Path, in
 def test_quantised_weights_are_never_all_in_memory_unquantised(tiny_checkpoint: Path, large: tuple[Path, int]) -> None:
     pytest.importorskip("torchao")
     path, weights = large  # a byte each
-    found = load(tiny_checkpoint, path, "float32", "torchao-int8")
+    found = load(tiny_checkpoint, path, quantization="torchao-int8")
     assert found["peak"] < 2.5 * weights, "the weights and the largest layer as it was and is made, of four bytes each"
     assert 0.8 * weights < found["held"] < 1.25 * weights
 
 
-def load(small: Path, large: Path, dtype: str, quantization: str = "none") -> dict[str, int]:
-    """Private memory in bytes while `large` is loaded, at its peak, and all memory used for it afterwards."""
-    command = [sys.executable, "-c", LOAD, str(small), str(large), dtype, quantization]
+def test_models_take_the_memory_of_their_distinct_components(
+    tiny_checkpoint: Path, large: tuple[Path, int], tmp_path: Path
+) -> None:
+    """Three models: two with equal transformers in different folders, and one whose transformer differs in a bit."""
+    path, number = large
+    equal, other = (Path(shutil.copytree(path, tmp_path / name)) for name in ("equal", "other"))
+    (weights,) = (other / "transformer").glob("*.safetensors")
+    with weights.open("r+b") as file:
+        file.seek(-4, os.SEEK_END)
+        file.write(b"\0\0\0\1")
+    found = load(tiny_checkpoint, path, equal, other, dtype="bfloat16")
+    assert found["told"] == pytest.approx(2 * 2 * number, rel=0.02), "two transformers, of two bytes a weight"
+    assert 0.9 * found["told"] < found["held"] < 1.1 * found["told"]
+
+
+def load(small: Path, *large: Path, dtype: str = "float32", quantization: str = "none") -> dict[str, int]:
+    """Private memory in bytes while the `large` ones are loaded together, at its peak, all memory used for them
+    afterwards, and the bytes that are told of their components."""
+    command = [sys.executable, "-c", LOAD, dtype, quantization, str(small), *map(str, large)]
     environment = os.environ | {"PYTHONPATH": os.pathsep.join((str(ROOT), os.environ.get("PYTHONPATH", "")))}
     done = subprocess.run(command, capture_output=True, env=environment, cwd=ROOT, check=True)
     found: dict[str, int] = json.loads(done.stdout)

@@ -1,0 +1,116 @@
+"""Reads a catalog: a TOML file that lists the models of a server, each with settings of its own.
+
+    [[model]]
+    name = "fill"
+    path = "checkpoints/flux-fill"     # or a hub id; left out: the embedded model
+    dtype = "bfloat16"
+    loras = { shirt = "loras/shirt.safetensors" }
+
+What an entry leaves out is as the server's flags say. Paths are relative to the file's folder.
+"""
+
+from __future__ import annotations
+
+import tomllib
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import msgspec
+
+from core.config import EMBEDDED_MODEL, AdapterConfig, ModelConfig
+from core.errors import ConfigError, InvalidRequestError
+from entrypoints.model_paths import check_model, is_hub_id
+
+SETTINGS = (
+    "variant",
+    "dtype",
+    "quantization",
+    "kernels",
+    "mask_aware",
+    "cache_keyframes",
+    "cache_dtype",
+    "priming_prompt",
+)
+"""Keys of an entry that are fields of ModelConfig."""
+
+KEYS = ("name", "path", "loras", *SETTINGS)
+
+OF_THE_SERVER = {"device": "--device", "threads": "--threads"}
+"""Settings that all models of a server share -> their flag."""
+
+
+def read_catalog(file: Path, common: ModelConfig) -> tuple[ModelConfig, ...]:
+    """The models that a catalog lists, at least one. common: from the flags. Raises ConfigError that names the file,
+    the entry and its key."""
+    entries = _read(file).get("model", [])
+    if not isinstance(entries, list) or not entries or not all(isinstance(entry, dict) for entry in entries):
+        raise ConfigError(f"{file} lists no model: each is a table that begins with [[model]]")
+    return tuple(_Entry(file, number, entry).config(common) for number, entry in enumerate(entries, 1))
+
+
+def _read(file: Path) -> dict[str, Any]:
+    try:
+        content = tomllib.loads(file.read_text("utf-8"))
+    except OSError as error:
+        raise ConfigError(f"cannot read the catalog {file}: {error.strerror}") from error
+    except ValueError as error:  # of TOML, or of UTF-8
+        raise ConfigError(f"the catalog {file} is no TOML: {error}") from error
+    if unknown := sorted(content.keys() - {"model"}):
+        raise ConfigError(f"{file}: {unknown[0]} is not known; models are tables that begin with [[model]]")
+    return content
+
+
+class _Entry:
+    """One model of a catalog, as written."""
+
+    def __init__(self, file: Path, number: int, told: Mapping[str, Any]) -> None:
+        self._file, self._told = file, told
+        self._where = f"{file}, model {number}"
+
+    def config(self, common: ModelConfig) -> ModelConfig:
+        self._check_keys()
+        own = {key: self._told[key] for key in SETTINGS if key in self._told}
+        name, loras = self._text("name", self._told.get("name", "")), self._told.get("loras", {})
+        if not isinstance(loras, dict):
+            raise self._refuse("loras", 'is a table: loras = { name = "file" }')
+        adapters = tuple(AdapterConfig(each, self._lora(each, path)) for each, path in loras.items())
+        named = {"model": self._model(), "served_model_name": name, "adapters": adapters}
+        try:
+            return ModelConfig(**(msgspec.structs.asdict(common) | own | named))
+        except InvalidRequestError as error:
+            raise self._refuse(error.param or "", str(error)) from error
+        except ConfigError as error:
+            raise self._refuse("loras", str(error)) from error
+
+    def _check_keys(self) -> None:
+        for key in self._told:
+            if key in OF_THE_SERVER:
+                raise self._refuse(key, f"all models share it; give {OF_THE_SERVER[key]}")
+            if key not in KEYS:
+                raise self._refuse(key, f"is not known; there are {', '.join(KEYS)}")
+
+    def _model(self) -> str:
+        """The checkpoint's directory or hub id."""
+        told = self._text("path", self._told.get("path", EMBEDDED_MODEL))
+        folder = self._file.parent / Path(told).expanduser()
+        model = told if is_hub_id(told) and not folder.exists() else str(folder)
+        try:
+            check_model(model)
+        except ConfigError as error:
+            raise self._refuse("path", str(error)) from error
+        return model
+
+    def _lora(self, name: str, path: object) -> str:
+        file = self._file.parent / Path(self._text("loras", path)).expanduser()
+        if not file.exists():
+            raise self._refuse("loras", f"there is no file '{file}' for {name}")
+        return str(file)
+
+    def _text(self, key: str, value: object) -> str:
+        if not isinstance(value, str):
+            raise self._refuse(key, f"is text, not {type(value).__name__}")
+        return value
+
+    def _refuse(self, key: str, reason: str) -> ConfigError:
+        return ConfigError(f"{self._where}: {key}: {reason}")

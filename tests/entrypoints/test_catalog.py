@@ -1,0 +1,155 @@
+"""Several models on the command line and in a catalog: what is read, and what is refused with its entry and key."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from core.config import EMBEDDED_MODEL, EMBEDDED_NAME, AdapterConfig, EngineConfig, ModelConfig
+from core.errors import ConfigError
+from entrypoints.catalog import read_catalog
+from entrypoints.serve_args import parse_options
+
+COMMON = ModelConfig(dtype="bfloat16", device="cpu")
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    """A folder with a checkpoint `fill`, as far as the command line looks, and an adapter."""
+    (tmp_path / "fill").mkdir()
+    (tmp_path / "fill" / "model_index.json").touch()
+    (tmp_path / "hat.safetensors").touch()
+    return tmp_path
+
+
+def catalog(folder: Path, text: str) -> Path:
+    file = folder / "models.toml"
+    file.write_text(text)
+    return file
+
+
+def refused(flags: list[str], capsys: pytest.CaptureFixture[str]) -> str:
+    with pytest.raises(SystemExit, match="2"):
+        parse_options(flags)
+    (line,) = capsys.readouterr().err.splitlines()
+    return line
+
+
+def test_models_have_the_settings_of_their_entries_and_else_the_flags(folder: Path) -> None:
+    file = catalog(
+        folder,
+        """
+        [[model]]
+        name = "person"
+        path = "fill"
+        dtype = "float32"
+        cache_keyframes = "per-step"
+        mask_aware = false
+        [model.loras]
+        hat = "hat.safetensors"
+
+        [[model]]
+        path = "black-forest-labs/FLUX.1-dev"
+        quantization = "torchao-int8"
+
+        [[model]]
+        """,
+    )
+    person, dev, embedded = read_catalog(file, COMMON)
+    assert (person.name, person.model, person.dtype) == ("person", str(folder / "fill"), "float32")
+    assert (person.cache_keyframes, person.mask_aware, person.device) == ("per-step", False, "cpu")
+    assert person.adapters == (AdapterConfig("hat", str(folder / "hat.safetensors")),)
+    assert (dev.name, dev.dtype, dev.quantization, dev.adapters) == (dev.model, "bfloat16", "torchao-int8", ())
+    assert (embedded.name, embedded.model) == (EMBEDDED_NAME, EMBEDDED_MODEL)
+    assert parse_options(["--catalog", str(file), "--dtype", "bfloat16", "--device", "cpu"]).models == (
+        person,
+        dev,
+        embedded,
+    )
+
+
+@pytest.mark.parametrize(
+    ("entry", "said"),
+    [
+        ("dtyp = 'float32'", "model 2: dtyp: is not known; there are name, path, loras, variant, dtype"),
+        ("dtype = 'int4'", "model 2: dtype: Invalid value: 'int4'. Supported values are: 'auto'"),
+        ("mask_aware = 'no'", "model 2: mask_aware: Invalid type for 'mask_aware'"),
+        ("name = 3", "model 2: name: is text, not int"),
+        ("path = 'nowhere'", "model 2: path: there is no directory"),
+        ("path = 'hat.safetensors'", "model 2: path: '{folder}/hat.safetensors' is a file"),
+        ("loras = ['hat.safetensors']", "model 2: loras: is a table"),
+        ("loras = { hat = 'gone' }", "model 2: loras: there is no file '{folder}/gone' for hat"),
+        ("name = 'a'\nloras = { a = 'hat.safetensors' }", "model 2: loras: --lora a: adapters need names of their own"),
+        ("device = 'cpu'", "model 2: device: all models share it; give --device"),
+    ],
+)
+def test_a_bad_entry_is_named_with_its_key(folder: Path, entry: str, said: str) -> None:
+    file = catalog(folder, f"[[model]]\n[[model]]\n{entry}\n")
+    with pytest.raises(ConfigError) as caught:
+        read_catalog(file, COMMON)
+    assert str(caught.value).startswith(f"{file}, {said.format(folder=folder)}")
+
+
+@pytest.mark.parametrize(
+    ("text", "said"),
+    [
+        ("", "lists no model: each is a table that begins with [[model]]"),
+        ("model = 'fill'", "lists no model"),
+        ("[[models]]", "models is not known; models are tables that begin with [[model]]"),
+        ("[[model]\n", "is no TOML: "),
+    ],
+)
+def test_a_file_that_lists_no_models_is_refused(folder: Path, text: str, said: str) -> None:
+    with pytest.raises(ConfigError, match=r"models\.toml.*") as caught:
+        read_catalog(catalog(folder, text), COMMON)
+    assert said in str(caught.value)
+
+
+def test_a_catalog_that_cannot_be_read_is_named(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    line = refused(["--catalog", str(folder / "gone.toml")], capsys)
+    assert f"cannot read the catalog {folder}/gone.toml: No such file or directory" in line
+    (folder / "models.toml").write_bytes(b"\xff")
+    assert "is no TOML" in refused(["--catalog", str(folder / "models.toml")], capsys)
+
+
+def test_models_of_the_command_line_may_have_names(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    fill = str(folder / "fill")
+    named, plain, embedded = parse_options(
+        ["--model", f"team/person={fill}", "--model", fill, "--model", "stencil-embedded", "--dtype", "bfloat16"]
+    ).models
+    assert (named.name, named.model, named.dtype) == ("team/person", fill, "bfloat16")
+    assert (plain.name, plain.model, plain.dtype) == (fill, fill, "bfloat16")
+    assert (embedded.name, embedded.model) == (EMBEDDED_NAME, EMBEDDED_MODEL)
+    monkeypatch.chdir(folder)
+    (folder / "a=b").mkdir()
+    assert parse_options(["--model", "a=b"]).models[0].model == "a=b", "a directory is meant as before"
+    assert parse_options([]).models[0].model == EMBEDDED_MODEL
+
+
+@pytest.mark.parametrize(
+    ("flags", "said"),
+    [
+        ("--model a/b --model a/b", "two models or adapters are called a/b; give each a name of its own"),
+        ("--model x=a/b --model x=c/d", "two models or adapters are called x"),
+        ("--model a/b --model c/d --served-model-name x", "--served-model-name is the name of one model"),
+        ("--model x=a/b --served-model-name y", "both name the model"),
+        ("--model a/b --model c/d --lora hat={folder}/hat.safetensors", "--lora is an adapter of one model"),
+        ("--catalog {folder}/m.toml --model a/b", "--catalog lists the models; leave --model out"),
+        ("--catalog {folder}/m.toml --lora hat={folder}/hat.safetensors", "--lora is an adapter of one model"),
+    ],
+)
+def test_flags_that_fit_one_model_only_are_refused(
+    folder: Path, capsys: pytest.CaptureFixture[str], flags: str, said: str
+) -> None:
+    (folder / "m.toml").write_text("[[model]]\n")
+    assert said in refused(flags.format(folder=folder).split(), capsys)
+
+
+@pytest.mark.parametrize(("field", "values"), [("device", ("cpu", "auto")), ("threads", (1, 2))])
+def test_an_engines_models_share_device_and_threads(field: str, values: tuple[object, object]) -> None:
+    models = tuple(ModelConfig(model=f"a/{value}", **{field: value}) for value in values)  # type: ignore[arg-type]
+    with pytest.raises(ConfigError, match=f"the same {field}; give it once, as --{field}"):
+        EngineConfig(models=models)
+    with pytest.raises(ConfigError, match="at least one model"):
+        EngineConfig(models=())
