@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from random import Random
+
+import pytest
 
 from any_ranks import answer_of
 from fakes import MODEL, FakeWorkers, apply
@@ -12,6 +15,7 @@ from core.config import SchedulerConfig
 from core.failure import Failure
 from core.graph.workflow import Workflow
 from core.messages.engine import EngineRequest, Finished, PartialImage
+from core.scheduling import checkpoints
 from core.scheduling.outputs import Output
 from core.scheduling.policies.policy import SchedulingPolicy
 from core.scheduling.policies.step_batching import StepBatching
@@ -20,6 +24,16 @@ from core.scheduling.scheduler import StepScheduler
 DIED = Failure("engine_dead", "worker 0 died (killed by signal 9)")
 NEVER = 100
 """More retries than any request needs, for tests of something else."""
+
+
+@contextmanager
+def checkpoints_every(rounds: int | None) -> Iterator[None]:
+    """While there is a checkpoint after so many rounds, whatever it costs; None: as often as it is worth it."""
+    with pytest.MonkeyPatch.context() as patch:
+        if rounds is not None:
+            patch.setattr(checkpoints, "MAX_ROUNDS", rounds)
+            patch.setattr(checkpoints, "MAX_SHARE", 1e9)
+        yield
 
 
 class Site:

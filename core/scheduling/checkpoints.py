@@ -3,7 +3,8 @@ loop that another follows, where no worker's death can take it. Lineage ends the
 rounds since its last checkpoint, and no others.
 
 A checkpoint is made of values as any others (`core.scheduling.values`), which are *pinned*: moved to shared memory, and
-not freed when their last reader is done. It takes the place of the one before once all of it has been written.
+not freed when their last reader is done. It takes the place of the one before once all of it has been written. One that
+finds no room until the next is due is left out: then a death costs more rounds, and nothing else.
 """
 
 from __future__ import annotations
@@ -32,6 +33,9 @@ COPY_SECONDS, BYTES_PER_SECOND = 150e-6, 2e9
 """Time of writing one value to shared memory: what it takes without its bytes (a plan's order and a message back), and
 how fast bytes are copied."""
 
+MAX_ARENA_SHARE = 0.5
+"""Of the arena, what may be taken when a checkpoint is written. The rest is left to values that ranks wait for."""
+
 
 def rounds_between(num_values: int, num_bytes: int, round_seconds: float) -> int:
     """Rounds from one checkpoint to the next. round_seconds: time that one takes for this request alone.
@@ -59,6 +63,7 @@ class Checkpoints:
         """
         region, done = node.region, request.progress.done[node.name]
         if self._is_due(request, region, done, seconds):
+            self._give_up(request, [each for each in request.unwritten if each.region == region and self._missing(each)])
             checkpoint = Checkpoint(region, done, self._state(request, region, done))
             self.values.pin(checkpoint.keys)
             request.unwritten.append(checkpoint)
@@ -114,7 +119,8 @@ class Checkpoints:
         missing = self._missing(checkpoint)
         if any(value.ranks.isdisjoint(ranks) for value in missing):
             return []
-        return self.values.move([value.ref.key for value in missing], frozenset(ranks)) or []
+        leave = int((1.0 - MAX_ARENA_SHARE) * self.values.num_bytes)
+        return self.values.move([value.ref.key for value in missing], frozenset(ranks), leave) or []
 
     def _missing(self, checkpoint: Checkpoint) -> list[Value]:
         """Its values that are not on their way to shared memory."""
@@ -144,11 +150,14 @@ class Checkpoints:
         needed = {key for each in (*request.checkpoints.values(), *request.unwritten) for key in each.keys}
         self.values.unpin(key for each in gone for key in each.keys if key not in needed)
 
-    def resume(self, request: Request) -> None:
-        """Go on after values were lost, of those that are not complete with what is left. None of them is moving."""
-        gone = [each for each in request.unwritten if any(self.values.get(key) is None for key in each.keys)]
+    def _give_up(self, request: Request, gone: Collection[Checkpoint]) -> None:
+        """Leave these out, which are not complete."""
         request.unwritten = [each for each in request.unwritten if each not in gone]
         self._unpin(request, gone)
+
+    def resume(self, request: Request) -> None:
+        """Go on after values were lost, of those that are not complete with what is left. None of them is moving."""
+        self._give_up(request, [each for each in request.unwritten if any(map(self._is_gone, each.keys))])
         for region in request.saved_rounds:
             known = [
                 each.round for each in (*request.checkpoints.values(), *request.unwritten) if each.region == region
@@ -157,6 +166,9 @@ class Checkpoints:
         if request.unwritten:
             self._wanted[request.id] = request
 
+    def _is_gone(self, key: TensorKey) -> bool:
+        return self.values.get(key) is None
+
     def drop(self, request: Request) -> None:
         """Give up all checkpoints, as the request begins again and its steps may make something else."""
         gone = [*request.checkpoints.values(), *request.unwritten]
@@ -164,6 +176,16 @@ class Checkpoints:
             each.clear()
         self._unpin(request, gone)
         self.forget(request.id)
+
+    def check_integrity(self, requests: Iterable[Request]) -> None:
+        """Raise AssertionError unless exactly the values of checkpoints are kept, and complete ones have all of them."""
+        requests = list(requests)
+        complete = [each for request in requests for each in request.checkpoints.values()]
+        assert all(map(self._is_complete, complete)), "a checkpoint is incomplete"
+        known = {key for each in complete for key in each.keys}
+        known |= {key for request in requests for each in request.unwritten for key in each.keys}
+        assert self.values.pinned <= known, "values are kept for no checkpoint"
+        assert self._wanted.keys() <= {request.id for request in requests}
 
     def forget(self, request_id: str) -> None:
         """Note that a request has ended."""

@@ -302,6 +302,7 @@ class StepScheduler:
         assert len(out) == sum(request.progress.num_in_flight for request in self._requests)
         self._out.check_integrity(self.values.num_moving)
         self.values.check_integrity(ids)
+        self._checkpoints.check_integrity(self._requests)
 
     # ------------------------------------------------------------------------------------------------- inside
 

@@ -47,6 +47,11 @@ class ValueTable:
         self._space = FreeList(num_bytes)
         self._freed: list[Free] = []
 
+    @property
+    def num_bytes(self) -> int:
+        """Size of the arena."""
+        return self._space.size
+
     def get(self, key: TensorKey) -> Value | None:
         """A value; None if it is not made yet or freed."""
         return self._values.get(key.request_id, {}).get(key)
@@ -138,12 +143,13 @@ class ValueTable:
 
     # ------------------------------------------------------------------------------------------------- moving
 
-    def move(self, keys: Sequence[TensorKey], ranks: Set[int]) -> list[Transfer] | None:
+    def move(self, keys: Sequence[TensorKey], ranks: Set[int], leave: int = 0) -> list[Transfer] | None:
         """Begin to move values into shared memory: all of them or, if there is no room, none (None). Those that are
-        there or on their way are left out. ranks: from which they may be copied; each value is on one of them.
+        there or on their way are left out. ranks: from which they may be copied; each value is on one of them. leave:
+        bytes of the arena that are to stay free.
         """
         values = [value for key in keys if (value := self._values[key.request_id][key]).handle is None]
-        places = self._allocate([max(1, value.ref.nbytes) for value in values])
+        places = self._allocate([max(1, value.ref.nbytes) for value in values], leave)
         if places is None:
             return None
         pairs = zip(values, places, strict=True)
@@ -164,6 +170,11 @@ class ValueTable:
         self._free_if_unused(value)
 
     @property
+    def pinned(self) -> set[TensorKey]:
+        """Keys of the values that are kept for more than their readers."""
+        return {key for values in self._values.values() for key, value in values.items() if value.is_pinned}
+
+    @property
     def num_moving(self) -> int:
         return sum(value.is_moving for values in self._values.values() for value in values.values())
 
@@ -177,7 +188,9 @@ class ValueTable:
         handles = [value.handle for value in values if value.handle is not None]
         self._space.check_integrity((ref.offset, ref.offset + self._space.extent(ref.size)) for ref in handles)
 
-    def _allocate(self, sizes: Sequence[int]) -> list[int] | None:
+    def _allocate(self, sizes: Sequence[int], leave: int) -> list[int] | None:
+        if self._space.used_bytes + sum(map(self._space.extent, sizes)) > self._space.size - leave:
+            return None
         places: list[int] = []
         for nbytes in sizes:
             place = self._space.alloc(nbytes)

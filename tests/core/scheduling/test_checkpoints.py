@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from random import Random
 
-import pytest
 from fakes import make_edit, make_hires_edit
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from ranks_that_die import Site, check_finished, make_site, run_until
+from ranks_that_die import Site, check_finished, checkpoints_every, make_site, run_until
 from workflows import ACCEPTANCE
 
 from core.graph.workflow import HIRES, INPAINT
@@ -115,6 +115,25 @@ def test_without_room_in_the_arena_requests_go_on_without_checkpoints() -> None:
     check_finished(site, request)
 
 
+def test_checkpoints_without_room_are_left_out_and_later_ones_are_written() -> None:
+    """What a request waits to write is never more than its last state, and half of the arena stays free."""
+    site = make_site(1)
+    space = site.scheduler.values._space = ValueTable(num_bytes=4 * 64)._space
+    names = ("a", "b", "c", "d")
+    for name in names:
+        site.scheduler.add(make_edit(name, steps=40 if name == "d" else 20))
+    requests = site.scheduler._requests
+    with checkpoints_every(2):
+        while len(site.ended) < 3:
+            site.step()
+            assert space.used_bytes <= 2 * 64
+            assert all(len(requests[name].unwritten) <= 2 for name in names if name in requests)
+            assert len(site.scheduler.values.pinned) <= 2 * len(names)
+        run_until(site, lambda: site.workers.steps_done("d") == 30)
+        assert requests["d"].checkpoints["denoise"].round >= 26
+        site.finish()
+
+
 def test_a_request_that_ends_while_its_state_is_written_ends_once_it_is() -> None:
     site = make_site(1)
     site.scheduler.add(make_edit("a", steps=30))
@@ -128,22 +147,37 @@ def test_a_request_that_ends_while_its_state_is_written_ends_once_it_is() -> Non
 @settings(deadline=None)
 @given(st.integers(0, 1 << 30), st.integers(1, 3), st.integers(1, 8), st.sampled_from([1, 3, None]))
 def test_a_death_repeats_no_more_steps_than_lie_between_two_checkpoints(
-    seed: int, num_ranks: int, num_deaths: int, max_rounds: int | None
+    seed: int, num_ranks: int, num_deaths: int, rounds: int | None
 ) -> None:
     """And the one that was under way when the last of them was written."""
     random = Random(seed)
-    with pytest.MonkeyPatch.context() as patch:
-        if max_rounds is not None:
-            patch.setattr(checkpoints, "MAX_ROUNDS", max_rounds)
-            patch.setattr(checkpoints, "MAX_SHARE", 1.0)
-        site = Site(random, num_ranks, StepBatching(), (ACCEPTANCE,), max_plans_in_flight=2)
-        requests = [draw(random, str(number)) for number in range(random.randint(1, 4))]
-        for request in requests:
-            site.scheduler.add(request)
-        site.disturb(num_deaths)
-        site.finish()
+    site = Site(random, num_ranks, StepBatching(), (ACCEPTANCE,), max_plans_in_flight=2)
+    requests = [draw(random, str(number)) for number in range(random.randint(1, 4))]
+    with checkpoints_every(rounds):
+        run_all(site, requests, num_deaths)
     for each in site.scheduler.take_resumed():
+        assert each.steps_between <= (rounds or MAX_ROUNDS)
         assert each.steps_repeated <= each.steps_between + 1
+
+
+@settings(deadline=None)
+@given(st.integers(0, 1 << 30), st.integers(1, 3), st.integers(0, 6), st.integers(20, 60))
+def test_a_small_arena_costs_steps_but_no_request(seed: int, num_ranks: int, num_deaths: int, room: int) -> None:
+    """room: for so many values, half of it for those that move from rank to rank."""
+    random = Random(seed)
+    site = Site(random, num_ranks, StepBatching(), (ACCEPTANCE,))
+    site.scheduler.values._space = ValueTable(num_bytes=room * 64)._space
+    requests = [draw(random, str(number)) for number in range(random.randint(2, 6))]
+    with checkpoints_every(1):
+        run_all(site, requests, num_deaths)
+
+
+def run_all(site: Site, requests: Sequence[EngineRequest], num_deaths: int) -> None:
+    """Run them while ranks die. All finish."""
+    for request in requests:
+        site.scheduler.add(request)
+    site.disturb(num_deaths)
+    site.finish()
     for request in requests:
         check_finished(site, request)
 

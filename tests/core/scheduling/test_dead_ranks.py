@@ -12,7 +12,7 @@ from any_ranks import AnyRanks, in_workflow, toy_op
 from fakes import make_edit, make_hires_edit
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from ranks_that_die import DIED, Site, alone, check_finished, make_site, run_until
+from ranks_that_die import DIED, Site, alone, check_finished, checkpoints_every, make_site, run_until
 from workflows import ACCEPTANCE, workflows
 
 from core.graph.workflow import HIRES, INPAINT, Workflow
@@ -35,9 +35,10 @@ def toy() -> Iterator[None]:
     st.integers(0, 1 << 30),
     st.integers(1, 4),
     st.integers(1, 6),
+    st.sampled_from([1, 2, None]),
 )
 def test_any_workflow_on_any_ranks_survives_their_deaths(
-    drawn: list[Workflow], data: st.DataObject, seed: int, num_ranks: int, num_deaths: int
+    drawn: list[Workflow], data: st.DataObject, seed: int, num_ranks: int, num_deaths: int, rounds: int | None
 ) -> None:
     served = [Workflow(f"random{i}", w.nodes, w.output, w.regions) for i, w in enumerate(drawn)]
     random = Random(seed)
@@ -50,8 +51,9 @@ def test_any_workflow_on_any_ranks_survives_their_deaths(
     ]
     for request in requests:
         site.scheduler.add(request)
-    site.disturb(num_deaths)
-    site.finish()
+    with checkpoints_every(rounds):
+        site.disturb(num_deaths)
+        site.finish()
     assert sorted(site.ended) == sorted(request.request_id for request in requests)
     for request in requests:
         assert site.made(request) == alone(request, served)
