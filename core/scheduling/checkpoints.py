@@ -17,7 +17,6 @@ from core.graph.workflow import Node
 from core.handles import TensorKey
 from core.messages.worker import Transfer
 from core.scheduling.request import Checkpoint, Request
-from core.scheduling.value_keys import key_read, keys_read
 from core.scheduling.values import Value, ValueTable
 
 DEATH_SECONDS = 3600.0
@@ -64,7 +63,7 @@ class Checkpoints:
         region, done = node.region, request.progress.done[node.name]
         if self._is_due(request, region, done, seconds):
             self._give_up(request, [each for each in request.unwritten if each.region == region and self._missing(each)])
-            checkpoint = Checkpoint(region, done, self._state(request, region, done))
+            checkpoint = Checkpoint(region, done, self._state(request, region))
             self.values.pin(checkpoint.keys)
             request.unwritten.append(checkpoint)
             request.saved_rounds[region] = done
@@ -79,27 +78,21 @@ class Checkpoints:
             return False  # its other nodes have yet to do this round
         if is_last:
             return region in request.workflow.followed
-        return since >= self._update_interval(request, region, done, seconds)
+        return since >= self._update_interval(request, region, seconds)
 
-    def _update_interval(self, request: Request, region: str, done: int, seconds: float) -> int:
-        values = [self.values.get(key) for key in self._state(request, region, done)]
+    def _update_interval(self, request: Request, region: str, seconds: float) -> int:
+        values = [self.values.get(key) for key in self._state(request, region)]
         sizes = [value.ref.nbytes for value in values if value is not None and value.handle is None]
         request.rounds_between[region] = rounds_between(len(sizes), sum(sizes), seconds)
         return request.rounds_between[region]
 
-    def _state(self, request: Request, region: str, done: int) -> tuple[TensorKey, ...]:
-        """What a region's rounds have made that is needed after this one: what it carries, and what is still to be
-        shown.
+    def _state(self, request: Request, region: str) -> tuple[TensorKey, ...]:
+        """What a region's rounds have made that is still to be read: what it carries, what is to be shown, and what
+        nodes after its last round read.
         """
-        workflow, progress = request.workflow, request.progress
-        found: dict[TensorKey, None] = {}
-        for node in workflow.nodes_of(region):
-            edges = [edge for edge in node.inputs if edge.carried]
-            found |= dict.fromkeys(key_read(request.id, progress, node, edge, done) for edge in edges)
-        for side in workflow.side_nodes:
-            if side.name in progress.pending and workflow.node(side.shows).region == region:
-                found |= dict.fromkeys(keys_read(request.id, progress, side, progress.round_of(side)))
-        return tuple(key for key in found if self.values.get(key) is not None)
+        names = {node.name for node in request.workflow.nodes_of(region)}
+        mine = [key for key in self.values.keys(request.id) if key.node in names]
+        return tuple(key for key in mine if (value := self.values.get(key)) is not None and value.readers_left)
 
     def transfers(self, ranks: Collection[int]) -> list[Transfer]:
         """Orders to write what is not in shared memory. ranks: those that may be given them now. What is on other
