@@ -144,30 +144,30 @@ class Checkpoints:
         self.values.unpin(key for each in gone for key in each.keys if key not in needed)
 
     def _give_up(self, request: Request, gone: Collection[Checkpoint]) -> None:
-        """Leave these out, which are not complete."""
+        request.checkpoints = {region: each for region, each in request.checkpoints.items() if each not in gone}
         request.unwritten = [each for each in request.unwritten if each not in gone]
         self._unpin(request, gone)
 
     def resume(self, request: Request) -> None:
-        """Go on after values were lost, of those that are not complete with what is left. None of them is moving."""
-        self._give_up(request, [each for each in request.unwritten if any(map(self._is_gone, each.keys))])
-        for region in request.saved_rounds:
-            known = [
-                each.round for each in (*request.checkpoints.values(), *request.unwritten) if each.region == region
-            ]
-            request.saved_rounds[region] = max(known, default=0)
+        """Go on after values were lost, of which none is moving. What is not complete, and is not all there, is given
+        up; so is what the request has gone back behind: it may, if nodes after a loop began before all of it was done.
+        """
+        known = (*request.checkpoints.values(), *request.unwritten)
+        self._give_up(request, [each for each in known if self._is_undone(request, each)])
+        rounds = {each.region: each.round for each in (*request.checkpoints.values(), *request.unwritten)}
+        request.saved_rounds = {region: rounds.get(region, 0) for region in request.saved_rounds}
         if request.unwritten:
             self._wanted[request.id] = request
 
-    def _is_gone(self, key: TensorKey) -> bool:
-        return self.values.get(key) is None
+    def _is_undone(self, request: Request, checkpoint: Checkpoint) -> bool:
+        nodes, done = request.workflow.nodes_of(checkpoint.region), request.progress.done
+        are_gone = any(self.values.get(key) is None for key in checkpoint.keys)
+        return are_gone or any(done[node.name] < checkpoint.round for node in nodes)
 
     def drop(self, request: Request) -> None:
         """Give up all checkpoints, as the request begins again and its steps may make something else."""
-        gone = [*request.checkpoints.values(), *request.unwritten]
-        for each in (request.checkpoints, request.unwritten, request.saved_rounds):
-            each.clear()
-        self._unpin(request, gone)
+        self._give_up(request, [*request.checkpoints.values(), *request.unwritten])
+        request.saved_rounds.clear()
         self.forget(request.id)
 
     def check_integrity(self, requests: Iterable[Request]) -> None:

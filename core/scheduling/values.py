@@ -117,15 +117,15 @@ class ValueTable:
         self._freed = [free for free in self._freed if free.key.request_id != request_id]
 
     def lose(self, rank: int) -> list[TensorKey]:
-        """Note that a rank is gone with all that it had, after `fail_move` for what it was writing. Returns the keys of
-        the values that are nowhere else; they are dropped.
+        """Note that a rank is gone with all that it had, after `fail_move` for what it was writing. Values that are
+        nowhere else are dropped; returns the keys of those that nodes still read.
         """
         lost = []
         for value in [value for values in self._values.values() for value in values.values() if rank in value.ranks]:
             value.ranks -= {rank}
             if not value.ranks and value.handle is None:
-                lost.append(value.ref.key)
                 self._drop(value.ref.key)
+                lost += [value.ref.key] if value.readers_left else []
         return lost
 
     def clear(self) -> None:
