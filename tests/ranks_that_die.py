@@ -7,7 +7,6 @@ from contextlib import contextmanager
 from random import Random
 
 import pytest
-
 from any_ranks import answer_of
 from fakes import MODEL, FakeWorkers, apply
 

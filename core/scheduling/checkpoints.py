@@ -62,12 +62,15 @@ class Checkpoints:
         """
         region, done = node.region, request.progress.done[node.name]
         if self._is_due(request, region, done, seconds):
-            self._give_up(request, [each for each in request.unwritten if each.region == region and self._missing(each)])
-            checkpoint = Checkpoint(region, done, self._state(request, region))
-            self.values.pin(checkpoint.keys)
-            request.unwritten.append(checkpoint)
-            request.saved_rounds[region] = done
-            self._wanted[request.id] = request
+            self._begin(request, Checkpoint(region, done, self._state(request, region)))
+
+    def _begin(self, request: Request, checkpoint: Checkpoint) -> None:
+        mine = [each for each in request.unwritten if each.region == checkpoint.region]
+        self.values.pin(checkpoint.keys)
+        request.unwritten.append(checkpoint)
+        self._give_up(request, [each for each in mine if self._missing(each)])
+        request.saved_rounds[checkpoint.region] = checkpoint.round
+        self._wanted[request.id] = request
 
     def _is_due(self, request: Request, region: str, done: int, seconds: float) -> bool:
         progress, since = request.progress, done - request.saved_rounds.get(region, 0)
@@ -171,7 +174,7 @@ class Checkpoints:
         self.forget(request.id)
 
     def check_integrity(self, requests: Iterable[Request]) -> None:
-        """Raise AssertionError unless exactly the values of checkpoints are kept, and complete ones have all of them."""
+        """Raise AssertionError unless only values of checkpoints are kept, and complete ones have all of theirs."""
         requests = list(requests)
         complete = [each for request in requests for each in request.checkpoints.values()]
         assert all(map(self._is_complete, complete)), "a checkpoint is incomplete"
