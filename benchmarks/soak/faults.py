@@ -13,7 +13,7 @@ import random
 import shutil
 import signal
 import time
-from collections.abc import AsyncIterator, Awaitable, Callable
+from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -26,7 +26,6 @@ from benchmarks.soak.memory import Member, Role, Tree
 from benchmarks.soak.misbehaviour import hang_up
 from benchmarks.soak.users import Crowd
 
-NUM_ENGINES = 2
 BURST = 60
 RECOVERY_SECONDS = 240.0
 """Time limit for all engines to serve again after a fault; the machine may be shared."""
@@ -37,22 +36,28 @@ MAX_FILE_BYTES = 64 * 1024
 
 @dataclass
 class Site:
-    """The server under test. pages: the folder of the disk tier."""
+    """The server under test. pages: the folder of the disk tier. num_ranks: workers of each engine."""
 
     tree: Tree
     pages: Path
     crowd: Crowd
     probe: httpx.AsyncClient
     pick: random.Random
+    num_engines: int
+    num_ranks: int
 
     async def ask(self, path: str) -> dict[str, Any]:
         """The JSON answer of a path that always works."""
         return (await self.probe.get(path)).json()  # type: ignore[no-any-return]
 
     async def all_serve(self) -> bool:
-        """Whether every engine has its worker and serves. Processes show a death earlier than /health."""
-        has_all = len(self.tree.of("worker")) == NUM_ENGINES
-        return has_all and (await self.ask("/health"))["status"] == "ok"
+        """Whether every engine has its workers and serves. Processes show a death earlier than the server's pages."""
+        if len(self.tree.of("worker")) != self.num_engines * self.num_ranks:
+            return False
+        engines = (await self.ask("/v1/engine/stats"))["engines"]
+        ranks = [rank for engine in engines for rank in engine["ranks"] or ()]
+        are_up = len(ranks) == self.num_engines * self.num_ranks and all(rank["alive"] for rank in ranks)
+        return are_up and (await self.ask("/health"))["status"] == "ok"
 
     async def recovered(self) -> None:
         """Waits until every engine serves. Raises TimeoutError after RECOVERY_SECONDS."""
@@ -81,7 +86,7 @@ def strike(role: Role, number: signal.Signals, shift: int = 0) -> Act:
     """Kill or stop this process of one engine while it is busy. shift: added to the turn to select the engine."""
 
     async def act(site: Site, turn: int) -> None:
-        rank = (turn + shift) % NUM_ENGINES
+        rank = (turn + shift) % site.num_engines
         await site.wait_busy(rank)
         await _end(site, role, rank, number)
 
@@ -90,7 +95,7 @@ def strike(role: Role, number: signal.Signals, shift: int = 0) -> Act:
 
 async def kill_engine_twice(site: Site, turn: int) -> None:
     """The second time as soon as it serves again."""
-    rank = turn % NUM_ENGINES
+    rank = turn % site.num_engines
     for _ in range(2):
         await _end(site, "engine", rank, signal.SIGKILL)
         await site.recovered()
@@ -98,8 +103,16 @@ async def kill_engine_twice(site: Site, turn: int) -> None:
 
 async def kill_all_engines(site: Site, turn: int) -> None:
     async with asyncio.TaskGroup() as group:
-        for rank in range(NUM_ENGINES):
+        for rank in range(site.num_engines):
             group.create_task(_end(site, "engine", rank, signal.SIGKILL))
+
+
+async def kill_one_worker(site: Site, turn: int) -> None:
+    """While its engine is busy. The others live on."""
+    await site.wait_busy(0)
+    victim = site.pick.choice(site.tree.of("worker", 0))
+    _signal([victim], signal.SIGKILL)
+    await _gone([victim])
 
 
 async def kill_image_processor(site: Site, turn: int) -> None:
@@ -204,8 +217,12 @@ async def _end(site: Site, role: Role, rank: int, number: signal.Signals) -> Non
     engines, workers = site.tree.of("engine", rank), site.tree.of("worker", rank)
     together = [*engines, *workers] if role == "engine" else workers
     _signal([member for member in together if member.role == role], number)
+    await _gone(together)
+
+
+async def _gone(members: Sequence[Member]) -> None:
     async with asyncio.timeout(RECOVERY_SECONDS):
-        while any(_is_there(member.process) for member in together):
+        while any(_is_there(member.process) for member in members):
             await asyncio.sleep(0.1)
 
 

@@ -10,13 +10,13 @@ import asyncio
 import logging
 import time
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from typing import NoReturn, Protocol
 
 from core.config import EngineConfig
 from core.errors import EngineDeadError
 from core.failure import Failure
-from core.ipc.logs import of_request
+from core.ipc.logs import of_request, with_facts
 from core.messages.engine import (
     Abort,
     Drain,
@@ -168,9 +168,9 @@ class EngineCore:
 
     def _tell_resumed(self) -> None:
         for each in self._scheduler.take_resumed():
-            text = "goes on from step %d after a worker's death: %d steps are repeated (a checkpoint every %d)"
-            facts = each.steps_done, each.steps_repeated, each.steps_between
-            logger.info(text, *facts, extra=of_request(each.request_id))
+            facts = asdict(each)
+            extra = of_request(facts.pop("request_id")) | with_facts(**facts)
+            logger.info("goes on after a worker's death", extra=extra)
 
     def _send_report(self, outputs: tuple[Output, ...] = ()) -> None:
         if self._next_report is not None:

@@ -1,5 +1,5 @@
-"""Edits whose workers are killed half way: the picture has the bytes of an undisturbed run, and only the steps since the
-last checkpoint are repeated. With samplers that have a state, alone, so that not even rounding may differ.
+"""Edits whose workers are killed half way: the picture has the bytes of an undisturbed run, and only the steps since
+the last checkpoint are repeated. With samplers that have a state, alone, so that not even rounding may differ.
 """
 
 from __future__ import annotations
@@ -26,9 +26,7 @@ pytestmark = pytest.mark.asyncio(loop_scope="module")
 STEPS = 40
 PNDM = {"skip_prk_steps": True, "prediction_type": "v_prediction"}
 CHECKPOINTS: dict[str, Callable[[Path], Path]] = {
-    "one that draws noise at every step": lambda path: make_sdxl(
-        path, scheduler_class=EulerAncestralDiscreteScheduler
-    ),
+    "one that draws noise at every step": lambda path: make_sdxl(path, scheduler_class=EulerAncestralDiscreteScheduler),
     "one that remembers four predictions": lambda path: make_sd(
         path, in_channels=9, scheduler_class=PNDMScheduler, scheduler=PNDM, use_linear_projection=True
     ),
