@@ -151,9 +151,10 @@ class Checkpoints:
         request.unwritten = [each for each in request.unwritten if each not in gone]
         self._unpin(request, gone)
 
-    def resume(self, request: Request) -> None:
-        """Go on after values were lost, of which none is moving. What is not complete, and is not all there, is given
-        up; so is what the request has gone back behind: it may, if nodes after a loop began before all of it was done.
+    def note_loss(self, request: Request) -> None:
+        """Note that values of a request may be lost, or that it has gone back. What is not complete, and can no longer
+        become so, is given up; so is what it has gone back behind, as it may if nodes after a loop began before all of
+        the loop was done.
         """
         known = (*request.checkpoints.values(), *request.unwritten)
         self._give_up(request, [each for each in known if self._is_undone(request, each)])
@@ -180,6 +181,7 @@ class Checkpoints:
         assert all(map(self._is_complete, complete)), "a checkpoint is incomplete"
         known = {key for each in complete for key in each.keys}
         known |= {key for request in requests for each in request.unwritten for key in each.keys}
+        assert all(self.values.get(key) is not None for key in known), "a checkpoint can never be complete"
         assert self.values.pinned <= known, "values are kept for no checkpoint"
         assert self._wanted.keys() <= {request.id for request in requests}
 

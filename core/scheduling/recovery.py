@@ -45,7 +45,7 @@ class Recovery:
     sent, and what the other ranks still have of it does not count. Once they have answered, it goes on: the nodes that
     made what was lost run again, from the last values that survive.
 
-    The requests whose batch a rank ran when it died are suspects. One that has been so twice starts over when no other
+    The requests whose batch a rank ran when it died are suspects. One that has been so twice goes on when no other
     runs, and no other runs beside it; after more deaths than it may have retries it fails.
     """
 
@@ -72,6 +72,8 @@ class Recovery:
         loss = Loss({name: self.requests[name] for name in names})
         for request in loss.requests.values():
             request.is_set_back = request.progress.is_restarting = True
+        for request in self.requests:
+            self.checkpoints.note_loss(request)
         self._judge(lost, loss, failure)
         return loss
 
@@ -159,7 +161,7 @@ class Recovery:
     def _go_on(self, request: Request) -> None:
         done = request.progress.steps_done
         go_on(self.values, request)
-        self.checkpoints.resume(request)
+        self.checkpoints.note_loss(request)
         self.cache.set_back(request)
         repeated, between = done - request.progress.steps_done, max(request.rounds_between.values(), default=0)
         self.steps_repeated += repeated
