@@ -13,7 +13,7 @@ import random
 import shutil
 import signal
 import time
-from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -54,10 +54,18 @@ class Site:
         """Whether every engine has its workers and serves. Processes show a death earlier than the server's pages."""
         if len(self.tree.of("worker")) != self.num_engines * self.num_ranks:
             return False
-        engines = (await self.ask("/v1/engine/stats"))["engines"]
-        ranks = [rank for engine in engines for rank in engine["ranks"] or ()]
+        ranks = await self.ranks()
         are_up = len(ranks) == self.num_engines * self.num_ranks and all(rank["alive"] for rank in ranks)
         return are_up and (await self.ask("/health"))["status"] == "ok"
+
+    async def ranks(self) -> list[dict[str, Any]]:
+        """What the server says of all workers."""
+        engines = (await self.ask("/v1/engine/stats"))["engines"]
+        return [rank for engine in engines for rank in engine["ranks"] or ()]
+
+    async def num_deaths(self) -> int:
+        """Of workers whose engine lives, as the server has noticed them."""
+        return sum(rank["deaths"] for rank in await self.ranks())
 
     async def recovered(self) -> None:
         """Waits until every engine serves. Raises TimeoutError after RECOVERY_SECONDS."""
@@ -108,11 +116,13 @@ async def kill_all_engines(site: Site, turn: int) -> None:
 
 
 async def kill_one_worker(site: Site, turn: int) -> None:
-    """While its engine is busy. The others live on."""
+    """While its engine is busy; until the server says so. The others live on."""
     await site.wait_busy(0)
-    victim = site.pick.choice(site.tree.of("worker", 0))
-    _signal([victim], signal.SIGKILL)
-    await _gone([victim])
+    deaths = await site.num_deaths()
+    _signal([site.pick.choice(site.tree.of("worker", 0))], signal.SIGKILL)
+    async with asyncio.timeout(RECOVERY_SECONDS):
+        while await site.num_deaths() == deaths:
+            await asyncio.sleep(0.1)
 
 
 async def kill_image_processor(site: Site, turn: int) -> None:
@@ -217,12 +227,8 @@ async def _end(site: Site, role: Role, rank: int, number: signal.Signals) -> Non
     engines, workers = site.tree.of("engine", rank), site.tree.of("worker", rank)
     together = [*engines, *workers] if role == "engine" else workers
     _signal([member for member in together if member.role == role], number)
-    await _gone(together)
-
-
-async def _gone(members: Sequence[Member]) -> None:
     async with asyncio.timeout(RECOVERY_SECONDS):
-        while any(_is_there(member.process) for member in members):
+        while any(_is_there(member.process) for member in together):
             await asyncio.sleep(0.1)
 
 
