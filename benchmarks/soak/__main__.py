@@ -55,7 +55,7 @@ SAMPLE_SECONDS = 5.0
 WARM_UP_SHARE, WARM_UP_SECONDS = 0.3, 300.0
 """Memory is judged after this share of the time, at the latest after these seconds."""
 QUIET_SECONDS = 15.0  # time limit for the queue to be empty after the traffic
-MAX_SLOPE = 1.0  # MB per minute, of all processes together
+MAX_SLOPE = 1.0  # MB per minute, of all processes together that are judged
 SLOPE_MINUTES = 10.0  # a soak this long must give a slope; shorter ones may end before there is one
 
 
@@ -251,7 +251,7 @@ def _told(ledger: Ledger) -> str:
 def _report(args: argparse.Namespace, ledger: Ledger, record: Record) -> bool:
     """Prints everything; returns whether all bars are met."""
     counts, samples = ledger.counts, record.samples
-    slope, slopes = samples.memory_slope(), {role: samples.memory_slope(role) for role in ROLES}
+    slope, slopes = samples.memory_slope(*_setup(args).judged), {role: samples.memory_slope(role) for role in ROLES}
     growth = samples.worker_growth()
     if not counts["compared"]:
         record.failures.append("no picture was compared")
