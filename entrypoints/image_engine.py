@@ -104,8 +104,8 @@ class ImageEngine:
     own, instead of `model` and all other arguments up to `loras`; `Edit.model` names one of them. variant, dtype,
     quantization, device, threads, mask_aware, cache_keyframes, cache_dtype, priming_prompt: see ModelConfig. loras:
     name -> file of each adapter, see AdapterConfig. cache: see CacheConfig. data_parallel_size: number of engines,
-    between which edits are distributed. workers_per_engine: ranks of each, the last of which decodes. Raises
-    InvalidRequestError for an argument of the wrong type or out of range, and ConfigError if a model or an adapter
+    between which edits are distributed. workers_per_engine: ranks of each, the last of which decodes. degree: ranks
+    that compute each denoising step together. Raises InvalidRequestError for an argument of the wrong type or out of range, and ConfigError if a model or an adapter
     cannot be loaded.
 
     Usable only in the process that created it, since a forked child has neither its thread nor its child processes.
@@ -132,6 +132,7 @@ class ImageEngine:
         image_workers: int = ImageConfig().image_workers,
         data_parallel_size: int = EngineConfig().data_parallel_size,
         workers_per_engine: int = EngineConfig().workers_per_engine,
+        degree: int = SchedulerConfig().degree,
     ) -> None:
         only = ModelConfig(
             model=model,
@@ -149,7 +150,7 @@ class ImageEngine:
         config = StencilConfig(
             engine=EngineConfig(
                 models=_all_models(only, models),
-                scheduler=SchedulerConfig(max_num_seqs=max_num_seqs),
+                scheduler=SchedulerConfig(max_num_seqs=max_num_seqs, degree=degree),
                 cache=cache,
                 data_parallel_size=data_parallel_size,
                 workers_per_engine=workers_per_engine,

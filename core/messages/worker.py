@@ -153,6 +153,7 @@ class WorkerConfig(msgspec.Struct, frozen=True):
     cache: CacheConfig
     scheduler: SchedulerConfig = SchedulerConfig()  # limits of a batch
     num_workers: int = 1  # worker processes that share this machine's cores
+    group_seconds: float = 5.0  # how long it waits for the other ranks of a batch; less than until it counts as hanging
     device_index: int = 0  # its number among them: the GPU that it uses unless one is configured
     measures_costs: bool = False  # its WorkerReady has samples for the cost model
 

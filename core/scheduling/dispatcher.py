@@ -13,6 +13,7 @@ from core.scheduling.dispatch import CacheDispatch, Decision, Dispatch, Fetch
 from core.scheduling.in_flight import Flight
 from core.scheduling.inputs import deliveries
 from core.scheduling.node_cache import CacheOrders, NodeCache
+from core.scheduling.ranks import Ranks
 from core.scheduling.request import Status
 from core.scheduling.values import ValueTable
 from core.scheduling.view import View
@@ -56,6 +57,7 @@ class Dispatcher:
 
     cache: NodeCache
     values: ValueTable
+    ranks: Ranks
     predict: PredictBatch
     batch_ids: Iterator[int]
 
@@ -89,7 +91,7 @@ class Dispatcher:
         work = sum((node_work(request, node) for request, node in dispatch.items), Work((), ()))
         for request, node in dispatch.items:
             request.send(node, ranks)
-        batch = Batch(next(self.batch_ids), op.name, model, ranks, items)
+        batch = Batch(next(self.batch_ids), op.name, model, ranks, items, *self.ranks.meeting(ranks))
         return Flight(batch, work, self.predict(batch, work), is_step=node.name in request.workflow.step_names)
 
     def _begin(self, dispatch: Dispatch) -> list[str]:
@@ -138,6 +140,7 @@ def _check_dispatch(dispatch: Dispatch, view: View) -> list[tuple[str, str]]:
     assert view.open_ranks.issuperset(dispatch.ranks), f"a rank of {dispatch.ranks} is not open"
     assert len(set(dispatch.ranks)) == len(dispatch.ranks), f"a rank of {dispatch.ranks} is named twice"
     first, node = dispatch.items[0]
+    assert len(dispatch.ranks) == 1 or op_of(node).parallel != "none", f"{node.op} is computed by one rank"
     key = first.head.model, node.op
     for request, node in dispatch.items:
         assert (request.head.model, node.op) == key, "a batch has one op and one model"

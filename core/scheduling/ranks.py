@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 
 from core.costs.load_report import RankStats
 from core.handles import LoadedComponent
@@ -18,18 +18,34 @@ class Ranks:
         self._resident: list[tuple[LoadedComponent, ...]] = [()] * num_ranks
         self._busy_seconds = [0.0] * num_ranks
         self._deaths = [0] * num_ranks
+        self._ports = [0] * num_ranks
+        self.epoch = 0  # of groups; those of an earlier one are not used any more
         self.up = tuple(range(num_ranks))  # those whose worker lives and accepts plans, ascending
 
     def lose(self, rank: int) -> None:
         """Note that a rank's worker has died."""
         self.up = tuple(other for other in self.up if other != rank)
         self._deaths[rank] += 1
+        self.break_groups()
         self._resident[rank] = ()
 
-    def join(self, rank: int) -> None:
-        """Note that a worker that was restarted accepts plans."""
+    def join(self, rank: int, port: int = 0) -> None:
+        """Note that a worker that was restarted accepts plans. port: see `note_port`."""
         assert rank not in self.up, f"rank {rank} is up already"
         self.up = tuple(sorted([*self.up, rank]))
+        self.note_port(rank, port)
+
+    def note_port(self, rank: int, port: int) -> None:
+        """Note where groups meet of which a worker is the first."""
+        self._ports[rank] = port
+
+    def break_groups(self) -> None:
+        """Have all groups formed again: something failed in one of them."""
+        self.epoch += 1
+
+    def meeting(self, ranks: Sequence[int]) -> tuple[int, int]:
+        """(epoch, port) of the group of these ranks, for `Batch`; (0, 0) for one rank, which needs no group."""
+        return (self.epoch, self._ports[ranks[0]]) if len(ranks) > 1 else (0, 0)
 
     def note_loaded(self, rank: int, components: Iterable[LoadedComponent]) -> None:
         """Note the components that a worker has loaded."""

@@ -77,6 +77,12 @@ class Recovery:
         self._judge(lost, loss, failure)
         return loss
 
+    def set_back_alone(self, request: Request) -> None:
+        """Note that a batch of several ranks has failed, which changed nothing. What failed in it, if no rank died, is
+        found on one rank, where a batch is halved until it fails alone.
+        """
+        request.runs_on_one_rank = request.is_set_back = request.progress.is_restarting = True
+
     def forget_job(self, job_id: str) -> None:
         """Note that a job of the cache has ended."""
         self._job_deaths.pop(job_id, None)

@@ -90,7 +90,7 @@ class StepScheduler:
         self._reporter = Reporter(config, self.ranks, self._predictor, self.cache)
         self._deadlines = Deadlines(config.max_num_seqs, self._predictor.left_of, self._predictor.base_seconds)
         self._plan_seqs = count()
-        self._dispatcher = Dispatcher(self.cache, self.values, self._predictor.of_batch, count())
+        self._dispatcher = Dispatcher(self.cache, self.values, self.ranks, self._predictor.of_batch, count())
         self._policy = policy or make_policy(config.policy)
         self._checkpoints = Checkpoints(self.values)
         parts = self._requests, self.values, self.cache
@@ -98,9 +98,15 @@ class StepScheduler:
         left_of, retries = self._predictor.left_of, config.max_retries
         self._recovery = Recovery(*parts, self._out, self._checkpoints, left_of, retries)
 
-    def learn(self, samples: Iterable[CostSample], loaded: Iterable[Loaded] = ()) -> None:
-        """Train the cost model with what was measured before the first batch. loaded: by the workers."""
+    def learn(
+        self, samples: Iterable[CostSample], loaded: Iterable[Loaded] = (), ports: Mapping[int, int] | None = None
+    ) -> None:
+        """Train the cost model with what was measured before the first batch. loaded: by the workers. ports: rank ->
+        where groups meet of which it is the first.
+        """
         self._predictor.learn(samples)
+        for rank, port in (ports or {}).items():
+            self.ranks.note_port(rank, port)
         for rank, components in loaded:
             self.ranks.note_loaded(rank, components)
 
@@ -177,9 +183,11 @@ class StepScheduler:
         for request in loss.requests.values():
             self._settle(request)
 
-    def join_rank(self, rank: int, components: Iterable[LoadedComponent]) -> None:
-        """Note that the worker of a rank that was lost has been restarted, and has loaded these components."""
-        self.ranks.join(rank)
+    def join_rank(self, rank: int, components: Iterable[LoadedComponent], port: int = 0) -> None:
+        """Note that the worker of a rank that was lost has been restarted, and has loaded these components. port: where
+        groups meet of which it is the first.
+        """
+        self.ranks.join(rank, port)
         self.ranks.note_loaded(rank, components)
         self.cache.join_rank(rank)
 
@@ -233,6 +241,8 @@ class StepScheduler:
 
     def _apply(self, flight: Flight, result: BatchResult) -> None:
         is_ok, key = not any(item.failure for item in result.items), self._predictor.key_of(flight.batch)
+        if not is_ok and len(flight.batch.ranks) > 1:
+            self.ranks.break_groups()
         self._reporter.note_batch(key, flight, result, is_ok=is_ok and flight.is_whole and result.num_parts == 1)
         self._policy.on_result(flight.batch, result)
         if is_ok and flight.is_step:
@@ -349,6 +359,9 @@ class StepScheduler:
             request.progress.land(node)
         elif item.failure is not None and item.failure.kind == "pages_lost":
             request.progress.retry(node)
+        elif item.failure is not None and item.failure.kind == "group_broken":
+            request.progress.land(node)
+            self._recovery.set_back_alone(request)
         elif item.failure is not None:
             request.progress.land(node)
             self._endings.fail(request, item.failure)

@@ -257,7 +257,7 @@ class EngineCore:
         logger.info("worker %d serves again", message.rank, extra=of_request(""))
         self._restarts[message.rank].note_up(time.monotonic())
         self._adapters.join(message.rank)
-        self._scheduler.join_rank(message.rank, message.components)
+        self._scheduler.join_rank(message.rank, message.components, message.port)
         self._is_report_due = True
 
     def _fail(self, message: WorkerFailed) -> NoReturn:

@@ -226,7 +226,7 @@ class Projection:
 
     def split(self, qkv: Tensor) -> Tensor:
         """[tokens, 3 * hidden] -> [tokens, 3, heads, head dim]."""
-        return qkv.unflatten(1, (3, self._heads, -1))
+        return qkv.view(len(qkv), 3, self._heads, qkv.shape[1] // (3 * self._heads))
 
     def heads(self, x: Tensor, where: Segments) -> Tensor:
         """As `__call__`, [tokens, 3, heads, head dim]."""

@@ -155,7 +155,7 @@ class Denoiser(ABC):
         """Velocity of each row's active tokens, [active tokens, latent width].
 
         group: of ranks that compute the tokens together, all of which call this with the same rows and get the same
-        result. Raises ValueError for a row with active tokens but without pages, GroupBrokenError if the group is broken.
+        result. Raises ValueError for a row with active tokens but without pages, GroupBrokenError.
         """
         return _in_order(rows, self._forward if group is None else partial(self._forward_together, group=group))
 

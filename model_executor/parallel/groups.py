@@ -40,6 +40,7 @@ class Groups:
                 master_listen_fd=listener.detach(),
             )
         self._groups: dict[tuple[int, ...], tuple[int, Group]] = {}  # ranks -> (epoch, group)
+        self._left: dict[tuple[int, ...], int] = {}  # ranks -> the last epoch in which their group was left
 
     def of(self, ranks: tuple[int, ...], epoch: int, port: int) -> Group:
         """The group of these ranks, this one among them. port: of the first rank's store. Raises GroupBrokenError if
@@ -48,6 +49,8 @@ class Groups:
         if known is not None and known[0] == epoch:
             return known[1]
         self._groups.pop(ranks, None)  # frees members of the earlier epoch that still wait
+        if epoch <= self._left.get(ranks, -1):
+            raise GroupBrokenError(f"the group of the ranks {ranks} was left")
         try:
             group = self._make(ranks, epoch, port)
         except RuntimeError as error:
@@ -58,7 +61,9 @@ class Groups:
     def abort(self, ranks: tuple[int, ...]) -> None:
         """Drop a group in which an operation failed, or will not be called. Members that wait in it fail at once, since
         its connections close with the last reference."""
-        self._groups.pop(ranks, None)
+        known = self._groups.pop(ranks, None)
+        if known is not None:
+            self._left[ranks] = known[0]
 
     def _make(self, ranks: tuple[int, ...], epoch: int, port: int) -> Group:
         me = ranks.index(self._rank)

@@ -50,7 +50,6 @@ from core.messages.worker import (
 if TYPE_CHECKING:
     from model_executor.page_cache.page_files import PageFiles
     from model_executor.page_cache.page_store import PageStore
-    from model_executor.parallel.groups import Groups
     from model_executor.worker.adapter_loader import AdapterLoader
     from model_executor.worker.exchange import Exchange
     from model_executor.worker.resident import ResidentModels
@@ -105,6 +104,7 @@ def _start(settings: WorkerConfig, link: EngineLink, arenas: Sequence[Arena], so
     os.environ.setdefault("TORCHINDUCTOR_CACHE_DIR", tempfile.gettempdir())
     gc.disable()  # otherwise a quarter of the libraries' import time goes to collections that find nothing
     from model_executor.page_cache.page_store import PageStore
+    from model_executor.parallel.groups import Groups
     from model_executor.worker.adapter_loader import AdapterLoader
     from model_executor.worker.cost_probe import known_or_probed
     from model_executor.worker.exchange import Exchange
