@@ -20,7 +20,8 @@ Sharing = Literal["together", "stacked", "single"]
 single: one pass per item."""
 
 Parallel = Literal["none", "sequence"]
-"""How several ranks compute one pass. sequence: each has some rows, or some tokens of every row, as is faster."""
+"""How several ranks compute one pass. none: each computes all of it; sequence: each has some rows, or some tokens of
+every row, as is faster."""
 
 PageUse = Literal["none", "latents", "span"]
 """What an op reads of the activation cache for a mask-aware request. latents: its template's clean latents; span: also

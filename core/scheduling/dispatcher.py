@@ -140,7 +140,6 @@ def _check_dispatch(dispatch: Dispatch, view: View) -> list[tuple[str, str]]:
     assert view.open_ranks.issuperset(dispatch.ranks), f"a rank of {dispatch.ranks} is not open"
     assert len(set(dispatch.ranks)) == len(dispatch.ranks), f"a rank of {dispatch.ranks} is named twice"
     first, node = dispatch.items[0]
-    assert len(dispatch.ranks) == 1 or op_of(node).parallel != "none", f"{node.op} is computed by one rank"
     key = first.head.model, node.op
     for request, node in dispatch.items:
         assert (request.head.model, node.op) == key, "a batch has one op and one model"

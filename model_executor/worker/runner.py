@@ -58,7 +58,7 @@ class Runner:
         share_pass = OPS[batch.op].sharing == "together"
         passes = [batch.items] if share_pass else [(item,) for item in batch.items]
         self._context.exchange.begin_batch(batch)
-        if len(batch.ranks) == 1:
+        if len(batch.ranks) == 1 or OPS[batch.op].parallel == "none":
             done = [attempt_in_halves(items, attempt, free_memory) for items in passes]
         else:
             done = [(self._attempt_together(batch, attempt), 1)]
