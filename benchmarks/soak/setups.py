@@ -48,4 +48,4 @@ SINGLE_DEATHS = Setup(
     may_restart=False,
     judged=("server", "engine", "images"),
 )
-"""One of two workers is killed, while the other goes on. None lives long enough to be warm: their memory says nothing."""
+"""One of two workers is killed, while the other goes on. None lives long enough to be warm: its memory says nothing."""
