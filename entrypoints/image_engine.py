@@ -105,8 +105,8 @@ class ImageEngine:
     quantization, device, threads, mask_aware, cache_keyframes, cache_dtype, priming_prompt: see ModelConfig. loras:
     name -> file of each adapter, see AdapterConfig. cache: see CacheConfig. data_parallel_size: number of engines,
     between which edits are distributed. workers_per_engine: ranks of each, the last of which decodes. degree: ranks
-    that compute each denoising step together. Raises InvalidRequestError for an argument of the wrong type or out of range, and ConfigError if a model or an adapter
-    cannot be loaded.
+    that compute each denoising step together. Raises InvalidRequestError for an argument of the wrong type or out of
+    range, and ConfigError if a model or an adapter cannot be loaded.
 
     Usable only in the process that created it, since a forked child has neither its thread nor its child processes.
     Methods raise EngineError in a fork and after `close`.

@@ -1,5 +1,5 @@
-"""Two ranks compute each step together, and a third decodes beside them: pictures as with one rank, also when a member of
-the group dies, hangs or fails in the middle of a step.
+"""Two ranks compute each step together, and a third decodes beside them: pictures as with one rank, also when a member
+of the group dies, hangs or fails in the middle of a step.
 """
 
 from __future__ import annotations
