@@ -80,7 +80,7 @@ bench-scheduler-scale: MODULE := benchmarks.micro.scheduler_scale  ## CPU time o
 bench-quality: MODULE := benchmarks.quality  ## SSIM and accuracy of mask-aware edits against exact ones, and what every knob does
 simulate: MODULE := benchmarks.simulation  ## Latency by routing policy on simulated fleets of 8 to 256 engines
 gpu-check: MODULE := benchmarks.gpu  ## On a GPU machine, 10 minutes: correctness, speed and bars, written up as docs/gpu.md
-soak: MODULE := benchmarks.soak  ## 20 minutes of mixed traffic with a fault every 30 s: requests, lost, wrong, restarts, memory slope
+soak: MODULE := benchmarks.soak  ## 20 minutes of mixed traffic with a fault every 30 s: requests, lost, wrong, restarts, memory slope; ARGS="--minutes 10 --single-deaths" kills single workers of one engine
 
 $(BENCHMARKS): $(DEV)
 	$(BIN)/python -m $(MODULE) $(ARGS)
