@@ -10,10 +10,8 @@ from dataclasses import replace
 from itertools import chain
 from typing import Any
 
-import diffusers.utils.logging
 import msgspec
 import torch
-import transformers.utils.logging
 from torch import nn
 
 from core.cache_folder import user_cache_folder
@@ -247,11 +245,3 @@ def set_threads(num_threads: int) -> None:
     """Set PyTorch's threads per operator; operators do not run in parallel."""
     torch.set_num_threads(num_threads)
     torch.set_num_interop_threads(1)
-
-
-def quiet_libraries() -> None:
-    """Turn off progress bars and advice of the libraries, which do not belong in a server's log; their errors still
-    arrive as exceptions."""
-    for library in (diffusers.utils.logging, transformers.utils.logging):
-        library.set_verbosity_error()
-        library.disable_progress_bar()

@@ -99,12 +99,13 @@ def _start(settings: WorkerConfig, link: EngineLink, arenas: Sequence[Arena], so
     # Importing diffusers creates this folder, by default one that is left behind; nothing is compiled into it.
     os.environ.setdefault("TORCHINDUCTOR_CACHE_DIR", tempfile.gettempdir())
     gc.disable()  # otherwise a quarter of the libraries' import time goes to collections that find nothing
+    from model_executor.checkpoint.libraries import quiet_libraries
     from model_executor.page_cache.page_store import PageStore
     from model_executor.worker.cost_probe import known_or_probed
     from model_executor.worker.exchange import Exchange
     from model_executor.worker.memory_probe import device_page_bytes, gauge_of, room_for
     from model_executor.worker.ops.context import WorkerContext
-    from model_executor.worker.resident import ResidentModels, quiet_libraries, set_threads
+    from model_executor.worker.resident import ResidentModels, set_threads
     from model_executor.worker.runner import Runner
     from model_executor.worker.tensor_store import TensorStore
 

@@ -21,7 +21,8 @@ from pathlib import Path
 import torch
 from core.config import ModelConfig
 from core.ipc.heap import return_freed_memory
-from model_executor.worker.resident import ResidentModels, quiet_libraries
+from model_executor.checkpoint.libraries import quiet_libraries
+from model_executor.worker.resident import ResidentModels
 
 def status():
     lines = dict(line.split(":", 1) for line in Path("/proc/self/status").read_text().splitlines())

@@ -1,0 +1,136 @@
+"""A loaded module as bytes in a memfd, from which other processes make the same module over the same memory.
+
+    tensors, each at a multiple of 64 bytes | structure
+                                            ^ Image.start
+
+The structure is the pickled module without its tensors, in which their places stand: some kilobytes, made again in
+milliseconds. Everything is as the loader left it: tied weights, buffers that no file contains, layers that were
+replaced, tensors that are plain attributes. Both ends are our own processes; nothing from a checkpoint is unpickled.
+"""
+
+from __future__ import annotations
+
+import io
+import mmap
+import os
+import pickle
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+from core.free_list import round_up
+
+_ALIGNMENT = 64
+
+
+class Image(NamedTuple):
+    """Where an image's parts are in its memfd."""
+
+    start: int  # bytes of tensors, padding included
+    nbytes: int  # of the whole
+
+
+class _Place(NamedTuple):
+    """A tensor in an image."""
+
+    offset: int
+    span: int  # elements from its first to its last one in memory
+    dtype: torch.dtype
+    shape: tuple[int, ...]
+    stride: tuple[int, ...]
+    is_parameter: bool
+
+
+def write_image(module: nn.Module) -> tuple[int, Image]:
+    """(memfd, image) of a module on the CPU, which must not be used any more: its memory is freed tensor by tensor. The
+    caller owns the descriptor. Raises OSError if there is no memory."""
+    places = _Places()
+    structure = io.BytesIO()
+    _Pickler(structure, places).dump(module)
+    content = pickle.dumps((places.listed, structure.getvalue()), pickle.HIGHEST_PROTOCOL)
+    image = Image(places.nbytes, places.nbytes + len(content))
+    fd = os.memfd_create("stencil-weights", os.MFD_CLOEXEC)
+    try:
+        os.posix_fallocate(fd, 0, image.nbytes)  # fails here instead of ending the process at a write
+        memory = mmap.mmap(fd, image.nbytes)
+        memory[image.start :] = content
+        for place, tensor in zip(places.listed, places.tensors, strict=True):
+            _flat(memory, place).copy_(torch.as_strided(tensor, (place.span,), (1,)))
+            tensor.data = tensor.new_empty(0)
+    except BaseException:
+        os.close(fd)
+        raise
+    return fd, image
+
+
+def read_image(fd: int, image: Image) -> tuple[nn.Module, mmap.mmap]:
+    """(module, its mapping). The tensors are views of the mapping, which ends with the last of them. What a process
+    writes to them is its own: the mapping is private."""
+    memory = mmap.mmap(fd, image.nbytes, flags=mmap.MAP_PRIVATE, prot=mmap.PROT_READ | mmap.PROT_WRITE)
+    listed, structure = pickle.loads(memory[image.start :])
+    module: nn.Module = _Unpickler(structure, memory, listed).load()
+    return module, memory
+
+
+class _Places:
+    """Gives each tensor its place. Tensors that are one object, or exactly the same memory, get one."""
+
+    def __init__(self) -> None:
+        self.listed: list[_Place] = []
+        self.tensors: list[Tensor] = []
+        self.nbytes = 0
+        self._numbers: dict[int, int] = {}  # id of a tensor -> its number
+        self._offsets: dict[tuple[int, int], int] = {}  # (address, bytes) -> offset
+
+    def number(self, tensor: Tensor) -> int:
+        """Number of a tensor's place."""
+        if id(tensor) not in self._numbers:
+            self._numbers[id(tensor)] = len(self.tensors)
+            self.tensors.append(tensor)
+            self.listed.append(self._place(tensor))
+        return self._numbers[id(tensor)]
+
+    def _place(self, tensor: Tensor) -> _Place:
+        shape, stride = tuple(tensor.shape), tuple(tensor.stride())
+        span = 1 + sum((n - 1) * step for n, step in zip(shape, stride, strict=True)) if tensor.numel() else 0
+        key = tensor.data_ptr(), span * tensor.itemsize
+        if key not in self._offsets:
+            self._offsets[key] = self.nbytes
+            self.nbytes = round_up(self.nbytes + key[1], _ALIGNMENT)
+        is_parameter = type(tensor) is nn.Parameter
+        return _Place(self._offsets[key], span, tensor.dtype, shape, stride, is_parameter)
+
+
+class _Pickler(pickle.Pickler):
+    def __init__(self, out: io.BytesIO, places: _Places) -> None:
+        super().__init__(out, pickle.HIGHEST_PROTOCOL)
+        self._places = places
+
+    def persistent_id(self, obj: Any) -> int | None:
+        """Plain tensors; a quantised one is a class of its own that consists of plain ones."""
+        return self._places.number(obj) if type(obj) in (Tensor, nn.Parameter) else None
+
+
+class _Unpickler(pickle.Unpickler):
+    def __init__(self, structure: bytes, memory: mmap.mmap, listed: list[_Place]) -> None:
+        super().__init__(io.BytesIO(structure))
+        self._memory = memory
+        self._listed = listed
+        self._made: dict[int, Tensor] = {}
+
+    def persistent_load(self, number: int) -> Tensor:
+        if number not in self._made:
+            self._made[number] = self._make(self._listed[number])
+        return self._made[number]
+
+    def _make(self, place: _Place) -> Tensor:
+        tensor = torch.as_strided(_flat(self._memory, place), place.shape, place.stride)
+        return nn.Parameter(tensor, requires_grad=False) if place.is_parameter else tensor
+
+
+def _flat(memory: mmap.mmap, place: _Place) -> Tensor:
+    """The memory of a place, [span]."""
+    if not place.span:
+        return torch.empty(0, dtype=place.dtype)
+    return torch.frombuffer(memory, dtype=place.dtype, count=place.span, offset=place.offset)

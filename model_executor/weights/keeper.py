@@ -1,0 +1,109 @@
+"""The keeper of weights: loads components, and keeps them in shared memory while workers use them."""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import os
+import selectors
+import socket
+import traceback
+from dataclasses import dataclass, field
+
+from core.errors import MessageError
+from core.failure import Failure
+from core.handles import ModelKey
+from core.ipc.local_sockets import is_own, receive, send
+from core.ipc.logs import of_request
+from core.messages.codec import MessageDecoder, encode
+from core.messages.weights import DropWeights, FromKeeper, TakeWeights, ToKeeper, WeightsFailed, WeightsTaken
+from model_executor.checkpoint.loader import Checkpoint
+from model_executor.weights.image import Image, write_image
+
+logger = logging.getLogger("stencil.weights")
+
+
+@dataclass(slots=True)
+class _Kept:
+    """A component in shared memory."""
+
+    fd: int
+    image: Image
+    users: set[socket.socket] = field(default_factory=set)
+
+
+class Keeper:
+    """Serves workers one after the other. A component is freed when its last user drops it or is gone."""
+
+    def __init__(self, listener: socket.socket) -> None:
+        self._listener = listener
+        self._kept: dict[ModelKey, _Kept] = {}
+        self._decoder: MessageDecoder[ToKeeper] = MessageDecoder(ToKeeper)
+        self._selector = selectors.DefaultSelector()
+        self._selector.register(listener, selectors.EVENT_READ)
+
+    def run(self) -> None:
+        """Serve until the process ends."""
+        while True:
+            for key, _ in self._selector.select():
+                if key.fileobj is self._listener:
+                    self._accept()
+                else:
+                    assert isinstance(key.fileobj, socket.socket)
+                    self._serve(key.fileobj)
+
+    def _accept(self) -> None:
+        connection, _ = self._listener.accept()
+        if is_own(connection):
+            self._selector.register(connection, selectors.EVENT_READ)
+        else:
+            connection.close()
+
+    def _serve(self, user: socket.socket) -> None:
+        with contextlib.suppress(OSError):
+            payload, _ = receive(user)
+            if payload:
+                self._answer(user, payload)
+                return
+        self._forget(user)
+
+    def _answer(self, user: socket.socket, payload: bytes) -> None:
+        try:
+            message = self._decoder.decode(payload)
+        except MessageError as error:
+            send(user, encode(WeightsFailed(Failure.of(error))))
+            return
+        match message:
+            case TakeWeights():
+                answer, fd = self._take(user, message)
+                send(user, encode(answer), fd)
+            case DropWeights():
+                self._drop(user, message.key)
+
+    def _take(self, user: socket.socket, wanted: TakeWeights) -> tuple[FromKeeper, int | None]:
+        """(answer, descriptor that goes with it)."""
+        kept = self._kept.get(wanted.key)
+        if kept is None:
+            try:
+                module = Checkpoint.open(wanted.model).load(wanted.part)
+                kept = self._kept[wanted.key] = _Kept(*write_image(module))
+            except Exception as error:  # whatever a library raises fails this component alone
+                logger.warning("%s: %s\n%s", wanted.part, error, traceback.format_exc(), extra=of_request(""))
+                return WeightsFailed(Failure.of(error)), None
+        kept.users.add(user)
+        return WeightsTaken(kept.image.start, kept.image.nbytes), kept.fd
+
+    def _drop(self, user: socket.socket, key: ModelKey) -> None:
+        kept = self._kept.get(key)
+        if kept is None:
+            return
+        kept.users.discard(user)
+        if not kept.users:
+            os.close(self._kept.pop(key).fd)
+
+    def _forget(self, user: socket.socket) -> None:
+        """Forget a worker that is gone."""
+        self._selector.unregister(user)
+        user.close()
+        for key in list(self._kept):
+            self._drop(user, key)
