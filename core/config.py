@@ -163,6 +163,8 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True):
     # times the predicted time of its work.
     hang_seconds: float = 10.0
     start_seconds: float = 1800.0  # an engine that does not serve after this long is killed
+    # Weights.
+    keeper: str = ""  # address of the process that loads and keeps weights, set by the process that starts it
     # Tracing.
     otlp_traces_endpoint: str = ""  # URL that spans are sent to; "" = no tracing
 

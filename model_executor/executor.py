@@ -147,6 +147,7 @@ class Executor:
             config.scheduler,
             num_workers=config.num_workers,
             device_index=config.device_index(rank),
+            keeper=config.keeper,
         )
 
 

@@ -107,7 +107,7 @@ class StepPlan(Message, frozen=True):
     deliveries: tuple[Delivery, ...] = ()  # of values that this rank has, or that its batches make
     free: tuple[Free, ...] = ()
     # Models.
-    load: tuple[ModelKey, ...] = ()
+    load: tuple[ModelKey, ...] = ()  # started, not awaited; answered by ModelLoaded or ModelFailed
     unload: tuple[ModelKey, ...] = ()
 
 
@@ -132,6 +132,7 @@ class WorkerConfig(msgspec.Struct, frozen=True):
     scheduler: SchedulerConfig = SchedulerConfig()  # limits of a batch
     num_workers: int = 1  # worker processes that share this machine's cores
     device_index: int = 0  # its number among them: the GPU that it uses unless one is configured
+    keeper: str = ""  # address of the keeper of weights, see `core.ipc.local_sockets`; "": the worker loads by itself
 
 
 class CostSample(msgspec.Struct, frozen=True):
@@ -198,6 +199,22 @@ class PageCopied(Message, frozen=True):
     seconds: float  # duration of the copy
 
 
+class ModelLoaded(Message, frozen=True):
+    """A component that a plan asked for is loaded: batches may use it."""
+
+    rank: int
+    loaded: LoadedComponent
+    seconds: float  # duration of loading
+
+
+class ModelFailed(Message, frozen=True):
+    """A component that a plan asked for cannot be loaded."""
+
+    rank: int
+    key: ModelKey
+    failure: Failure
+
+
 class WorkerFailed(Message, frozen=True):
     """The worker could not start or cannot continue; it exits after this message."""
 
@@ -205,4 +222,4 @@ class WorkerFailed(Message, frozen=True):
     failure: Failure
 
 
-FromWorker = WorkerReady | BatchResult | TransferDone | PageCopied | WorkerFailed
+FromWorker = WorkerReady | BatchResult | TransferDone | PageCopied | ModelLoaded | ModelFailed | WorkerFailed

@@ -20,6 +20,7 @@ import torch
 from torch import Tensor, nn
 
 from core.free_list import round_up
+from model_executor.weights.mapping import map_private
 
 _ALIGNMENT = 64
 
@@ -64,11 +65,11 @@ def write_image(module: nn.Module) -> tuple[int, Image]:
     return fd, image
 
 
-def read_image(fd: int, image: Image) -> tuple[nn.Module, mmap.mmap]:
-    """(module, its mapping). The tensors are views of the mapping, which ends with the last of them. What a process
-    writes to them is its own: the mapping is private."""
-    memory = mmap.mmap(fd, image.nbytes, flags=mmap.MAP_PRIVATE, prot=mmap.PROT_READ | mmap.PROT_WRITE)
-    listed, structure = pickle.loads(memory[image.start :])
+def read_image(fd: int, image: Image) -> tuple[nn.Module, Any]:
+    """(module, its mapping). The tensors are views of the mapping, see `map_private`, which ends with the last of
+    them."""
+    memory = map_private(fd, image.nbytes)
+    listed, structure = pickle.loads(memoryview(memory)[image.start :])
     module: nn.Module = _Unpickler(structure, memory, listed).load()
     return module, memory
 
@@ -113,7 +114,7 @@ class _Pickler(pickle.Pickler):
 
 
 class _Unpickler(pickle.Unpickler):
-    def __init__(self, structure: bytes, memory: mmap.mmap, listed: list[_Place]) -> None:
+    def __init__(self, structure: bytes, memory: Any, listed: list[_Place]) -> None:
         super().__init__(io.BytesIO(structure))
         self._memory = memory
         self._listed = listed
@@ -129,7 +130,7 @@ class _Unpickler(pickle.Unpickler):
         return nn.Parameter(tensor, requires_grad=False) if place.is_parameter else tensor
 
 
-def _flat(memory: mmap.mmap, place: _Place) -> Tensor:
+def _flat(memory: Any, place: _Place) -> Tensor:
     """The memory of a place, [span]."""
     if not place.span:
         return torch.empty(0, dtype=place.dtype)

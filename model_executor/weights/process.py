@@ -21,7 +21,7 @@ NICENESS = 10
 
 
 def main(config: bytes, fds: list[int]) -> None:
-    """Entry point for `core.ipc.process.spawn`. config: empty. fds: a listening socket, see `core.ipc.local_sockets`."""
+    """Entry point for `core.ipc.process.spawn`. config: empty. fds: a socket from `core.ipc.local_sockets.listen`."""
     signal.signal(signal.SIGTERM, signal.SIG_IGN)  # one to the whole group: the parent leads the shutdown
     die_with_parent()
     os.nice(NICENESS)

@@ -6,9 +6,8 @@ import contextlib
 import os
 import socket
 import weakref
-from mmap import mmap
+from typing import Any
 
-import msgspec
 from torch import nn
 
 from core.config import ModelConfig
@@ -27,12 +26,12 @@ class TakenWeights:
         self._address = address
         self._connection: socket.socket | None = None
         self._decoder: MessageDecoder[FromKeeper] = MessageDecoder(FromKeeper)
-        self._mappings: dict[ModelKey, weakref.ref[mmap]] = {}  # of what this worker has taken and not dropped
+        self._mappings: dict[ModelKey, weakref.ref[Any]] = {}  # of what this worker has taken and not dropped
 
     def take(self, key: ModelKey, model: ModelConfig, part: str) -> nn.Module:
         """A component over memory that all its users share; waits until it is loaded. model, part: as in TakeWeights.
         Raises ConfigError for weights that cannot be loaded, EngineError if the keeper dies."""
-        payload = encode(TakeWeights(key, msgspec.structs.replace(model, device="cpu"), part))
+        payload = encode(TakeWeights(key, model, part))
         try:
             answer, fd = self._ask(payload)
         except OSError:

@@ -112,19 +112,30 @@ class ResidentModels:
             (name, replace(adapter, layers={}, text_layers={})) for name, adapter in self._adapters
         ]  # the families now hold the layers
 
-    def load(self, key: ModelKey) -> None:
+    def load(self, key: ModelKey) -> LoadedComponent:
         """Load a component's weights once, for all models that share it. Raises ConfigError; KeyError for a component
         of no model."""
         (name, part), *_ = self._users(key)
-        module = self._checkpoints[name].load(part)
+        return self.install(key, self._checkpoints[name].load(part))
+
+    def origin(self, key: ModelKey) -> tuple[Checkpoint, str]:
+        """(a checkpoint that contains this component, the part of it that is the component). Raises KeyError for a
+        component of no model."""
+        (name, part), *_ = self._users(key)
+        return self._checkpoints[name], part
+
+    def install(self, key: ModelKey, module: nn.Module) -> LoadedComponent:
+        """Put a component that was just loaded in use, for all models that share it."""
+        (name, part), *_ = self._users(key)
         loaded = LoadedComponent(key, weight_bytes(module))
         prepared = self.families[name].prepare(part, module)
         for name, part in self._users(key):
             self.families[name].put(part, prepared)
         self._loaded[key] = loaded
+        return loaded
 
     def unload(self, key: ModelKey) -> None:
-        """Drop a component's weights."""
+        """Drop a component's weights. Raises KeyError if it is not loaded."""
         for name, part in self._users(key):
             self.families[name].drop(part)
         del self._loaded[key]

@@ -35,6 +35,8 @@ from core.messages.salvage import WithheldItems, readable_plan, sendable_result
 from core.messages.worker import (
     BatchResult,
     FromWorker,
+    ModelFailed,
+    ModelLoaded,
     PageCopied,
     Shutdown,
     StepPlan,
@@ -47,8 +49,8 @@ from core.messages.worker import (
 if TYPE_CHECKING:
     from model_executor.page_cache.page_files import PageFiles
     from model_executor.page_cache.page_store import PageStore
+    from model_executor.worker.component_loader import ComponentLoader
     from model_executor.worker.exchange import Exchange
-    from model_executor.worker.resident import ResidentModels
     from model_executor.worker.runner import Runner
     from model_executor.worker.tensor_store import TensorStore
 
@@ -101,6 +103,8 @@ def _start(settings: WorkerConfig, link: EngineLink, arenas: Sequence[Arena], so
     gc.disable()  # otherwise a quarter of the libraries' import time goes to collections that find nothing
     from model_executor.checkpoint.libraries import quiet_libraries
     from model_executor.page_cache.page_store import PageStore
+    from model_executor.weights.taking import TakenWeights
+    from model_executor.worker.component_loader import ComponentLoader
     from model_executor.worker.cost_probe import known_or_probed
     from model_executor.worker.exchange import Exchange
     from model_executor.worker.memory_probe import device_page_bytes, gauge_of, room_for
@@ -138,8 +142,10 @@ def _start(settings: WorkerConfig, link: EngineLink, arenas: Sequence[Arena], so
     exchange = Exchange(store, sockets)
     context = WorkerContext(models.families, store, arena, pages, models.prompts_of, exchange)
     runner = Runner(settings.rank, context)
+    taken = TakenWeights(settings.keeper) if settings.keeper else None
+    loader = ComponentLoader(settings.rank, models, link.report, taken)
     link.send(ready)
-    return Worker(settings.rank, link, models, store, pages, runner, exchange)
+    return Worker(settings.rank, link, loader, store, pages, runner, exchange)
 
 
 def _page_files(cache: CacheConfig) -> PageFiles | None:
@@ -161,7 +167,7 @@ def default_threads(num_workers: int) -> int:
 
 
 class EngineLink:
-    """The channel to the engine, shared by the worker's two threads: a lock keeps their messages apart."""
+    """The channel to the engine, shared by the worker's threads: a lock keeps their messages apart."""
 
     def __init__(self, channel: Channel) -> None:
         self._channel = channel
@@ -180,10 +186,10 @@ class EngineLink:
         with self._sending:
             self._channel.send(payload)
 
-    def report(self, copied: PageCopied) -> None:
-        """`send` for the I/O thread, which leaves it to the main thread to notice that the engine is gone."""
+    def report(self, message: PageCopied | ModelLoaded | ModelFailed) -> None:
+        """`send` for other threads, which leave it to the main thread to notice that the engine is gone."""
         with suppress(PeerClosedError):
-            self.send(copied)
+            self.send(message)
 
     def recv(self) -> bytes:
         """The engine's next message. Main thread only. Raises PeerClosedError when the engine is gone."""
@@ -197,7 +203,7 @@ class Worker:
         self,
         rank: int,
         link: EngineLink,
-        models: ResidentModels,
+        loader: ComponentLoader,
         store: TensorStore,
         pages: PageStore,
         runner: Runner,
@@ -205,7 +211,7 @@ class Worker:
     ) -> None:
         self._rank = rank
         self._link = link
-        self._models = models
+        self._loader = loader
         self._store = store
         self._pages = pages
         self._runner = runner
@@ -215,7 +221,7 @@ class Worker:
 
     def run(self) -> None:
         """Execute plans until a Shutdown. Raises PeerClosedError when the engine is gone, and errors that do not belong
-        to one request: a component that does not load, a tensor to move that is missing."""
+        to one request, such as a tensor to move that is missing."""
         while isinstance(plan := self._next(), StepPlan):
             self._execute(plan)
         assert isinstance(plan, Shutdown)
@@ -237,7 +243,8 @@ class Worker:
                 return saved.plan
 
     def close(self) -> None:
-        """End the I/O thread; queued copies are dropped."""
+        """End the other threads; queued copies and loads are dropped."""
+        self._loader.close()
         self._pages.close()
         self._exchange.close()
 
@@ -247,7 +254,7 @@ class Worker:
             self._store.free(free.key)
         self._exchange.free([free.key for free in plan.free])
         for component in plan.load:
-            self._models.load(component)
+            self._loader.load(component)
         self._pages.forget(each.key for each in plan.forget)
         self._pages.delete(plan.delete)
         for copy in plan.copies:
@@ -260,4 +267,4 @@ class Worker:
         for transfer in plan.transfers:
             self._link.send(TransferDone(rank=self._rank, ref=self._store.export(transfer.ref)))
         for component in plan.unload:
-            self._models.unload(component)
+            self._loader.unload(component)

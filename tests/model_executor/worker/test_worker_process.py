@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import asyncio
+import os
+import shutil
 from collections.abc import AsyncIterator, Iterator
 from contextlib import asynccontextmanager, closing
 from pathlib import Path
@@ -16,11 +18,15 @@ from edits import Edit
 from core.config import CacheConfig, EngineConfig, ModelConfig
 from core.errors import ConfigError
 from core.handles import PAGE_ARENA, VALUE_ARENA, ArrayRef, EntryRef, ModelKey
+from core.ipc import local_sockets
+from core.ipc.process import spawn
 from core.ipc.shared_array import Arena, ArenaAllocator
 from core.messages.worker import (
     Batch,
     BatchResult,
     Item,
+    ModelFailed,
+    ModelLoaded,
     PageCopied,
     PageCopy,
     StepPlan,
@@ -49,7 +55,7 @@ def cache_folder(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
 
 @asynccontextmanager
 async def workers(
-    checkpoint: Path, arena: Arena, number: int, cache: CacheConfig, pages: Arena
+    checkpoint: Path, arena: Arena, number: int, cache: CacheConfig, pages: Arena, keeper: str = ""
 ) -> AsyncIterator[Executor]:
     """An executor whose workers are ready."""
     config = EngineConfig(
@@ -58,6 +64,7 @@ async def workers(
         ),
         workers_per_engine=number,
         cache=cache,
+        keeper=keeper,
     )
     with closing(Arena.create(VALUE_ARENA, 1 << 20)) as values:
         async with Executor(config, arena.handle, pages.handle, values.handle) as executor:
@@ -203,13 +210,63 @@ async def failed(executor: Executor) -> list[str]:
     return [item.request_id for item in message.items if item.failure is not None]
 
 
+def component(executor: Executor, kind: str) -> ModelKey:
+    (key,) = (loaded.key for loaded in executor.components[0] if loaded.key.component == kind)
+    return key
+
+
+async def reload(executor: Executor, key: ModelKey) -> list[ModelLoaded | ModelFailed]:
+    """Drop and load a component on all ranks; their answers."""
+    executor.submit(StepPlan(seq=0, unload=(key,)))
+    executor.submit(StepPlan(seq=1, load=(key,)))
+    told = []
+    for _ in executor.components:
+        message = await asyncio.wait_for(anext(executor.results()), PATIENCE)
+        assert isinstance(message, ModelLoaded | ModelFailed), message
+        told.append(message)
+    return told
+
+
 async def test_components_are_loaded_and_unloaded(executor: Executor, arena: Arena, space: ArenaAllocator) -> None:
     edit = Edit(arena, space, "reloaded", seed=1)
     before = await run(executor, edit)
-    (key,) = (loaded.key for loaded in executor.components[0] if loaded.key.component == "vae")
-    executor.submit(StepPlan(seq=0, unload=(key,)))
-    executor.submit(StepPlan(seq=1, load=(key,)))
+    for message in await reload(executor, component(executor, "vae")):
+        assert isinstance(message, ModelLoaded)
+        assert message.loaded in executor.components[message.rank]
     assert np.array_equal(await run(executor, edit), before)
+
+
+async def test_a_component_that_no_model_has_cannot_be_loaded(executor: Executor) -> None:
+    executor.submit(StepPlan(seq=0, load=(ModelKey("0f", "unheard of"),)))
+    for _ in executor.components:
+        message = await asyncio.wait_for(anext(executor.results()), PATIENCE)
+        assert isinstance(message, ModelFailed)
+        assert "unheard of" in message.failure.message
+
+
+async def test_components_are_taken_from_the_keeper_beside_batches(
+    tiny_checkpoint: Path, executor: Executor, arena: Arena, space: ArenaAllocator, pages: Arena, tmp_path: Path
+) -> None:
+    """Two ranks, with the same picture as by weights that they loaded themselves. What is damaged fails alone."""
+    copy = Path(shutil.copytree(tiny_checkpoint, tmp_path / "copy"))
+    edit = Edit(arena, space, "taken", seed=1)
+    before = await run(executor, edit)
+    with local_sockets.listen() as listener:
+        keeper = spawn("model_executor.weights.process:main", b"", [os.dup(listener.fileno())], "stencil-weights")
+        async with workers(copy, arena, 2, CacheConfig(), pages, local_sockets.address_of(listener)) as taking:
+            for kind in ("vae", "transformer"):
+                told = await reload(taking, component(taking, kind))
+                assert {message.rank for message in told if isinstance(message, ModelLoaded)} == {0, 1}, told
+            assert np.array_equal(await run(taking, edit), before)
+            (weights,) = (copy / "text_encoder_2").glob("*.safetensors")
+            weights.write_bytes(weights.read_bytes()[:1000])
+            damaged = taking.components[0][1].key
+            for failed in await reload(taking, damaged):
+                assert isinstance(failed, ModelFailed)
+                assert failed.failure.kind == "config"
+                assert "cut short" in failed.failure.message
+        keeper.kill()
+        await keeper.wait()
 
 
 def latents_plan(edit: Edit, out: EntryRef) -> StepPlan:
@@ -283,8 +340,8 @@ async def test_killed_worker_is_reported(lone: Executor) -> None:
 
 
 async def test_plan_that_cannot_be_done_ends_the_worker_with_its_cause(executor: Executor) -> None:
-    """Components that no longer load are not a request's fault: the worker reports it and exits."""
-    executor.submit(StepPlan(seq=0, load=(ModelKey("0f", "unheard of"),)))
+    """An order that no engine should give is not a request's fault: the worker reports it and exits."""
+    executor.submit(StepPlan(seq=0, unload=(ModelKey("0f", "unheard of"),)))
     message = await asyncio.wait_for(anext(executor.results()), PATIENCE)
     assert isinstance(message, WorkerFailed)
     assert "unheard of" in message.failure.message

@@ -1,0 +1,111 @@
+"""ComponentLoader: loads and drops components of a worker's models beside its batches.
+
+The keeper of weights reads the files. Here, in a thread, its memory is mapped and brought into the form that is
+computed with, such as packed weights: copies that do not hold the interpreter's lock, and some 20 ms that do in a model
+of 57 blocks. A component is put in use by an assignment; no batch uses it before the engine was told.
+"""
+
+from __future__ import annotations
+
+import logging
+import queue
+import threading
+import time
+import traceback
+from collections.abc import Callable
+
+import torch
+from torch import nn
+
+from core.errors import OutOfMemoryError
+from core.failure import Failure
+from core.handles import LoadedComponent, ModelKey
+from core.ipc.logs import of_request
+from core.messages.worker import ModelFailed, ModelLoaded
+from model_executor.weights.taking import TakenWeights
+from model_executor.worker.device_failures import is_out_of_memory
+from model_executor.worker.resident import ResidentModels
+
+logger = logging.getLogger("stencil.worker")
+
+NO_ROOM = "there is no room for a model's weights beside the others; serve fewer, or allow less (--model-bytes)"
+
+Report = Callable[[ModelLoaded | ModelFailed], None]
+
+
+class ComponentLoader:
+    """report: called in the thread, or without a keeper in the caller's. taken: None: there is no keeper, so components
+    are loaded at once, while nothing is computed."""
+
+    def __init__(self, rank: int, models: ResidentModels, report: Report, taken: TakenWeights | None = None) -> None:
+        self._rank = rank
+        self._models = models
+        self._report = report
+        self._taken = taken
+        self._orders: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
+        self._thread = threading.Thread(target=self._run, name="component-loader", daemon=True)
+        if taken is not None:
+            self._thread.start()
+
+    def load(self, key: ModelKey) -> None:
+        """Load a component; the report says when it is there, or why it is not."""
+        if self._taken is None or not self._can_be_taken(key):
+            self._load(key)
+        else:
+            self._orders.put(lambda: self._load(key))
+
+    def unload(self, key: ModelKey) -> None:
+        """Drop a component that no batch uses any more. Its memory may be freed a little later."""
+        self._models.unload(key)
+        if self._taken is not None:
+            self._orders.put(self._taken.drop_unused)
+
+    def close(self) -> None:
+        """Stop after the load that is under way, and wait for none: the process is about to end."""
+        self._orders.put(None)
+
+    def _can_be_taken(self, key: ModelKey) -> bool:
+        """Not what is quantised on a GPU, layer by layer while it is loaded."""
+        try:
+            checkpoint, part = self._models.origin(key)
+        except KeyError:
+            return False  # which loading will report
+        return checkpoint.device.type == "cpu" or not checkpoint.is_quantized(part)
+
+    def _run(self) -> None:
+        torch.set_num_threads(1)  # of this thread
+        while (order := self._orders.get()) is not None:
+            order()
+
+    def _load(self, key: ModelKey) -> None:
+        started = time.monotonic()
+        try:
+            loaded = self._loaded(key)
+        except Exception as error:  # whatever it is, it fails the requests that need this component, not the worker
+            logger.error(
+                "%s %s: %s\n%s", key.component, key.content, error, traceback.format_exc(), extra=of_request("")
+            )
+            error = OutOfMemoryError(NO_ROOM) if is_out_of_memory(error) else error
+            self._report(ModelFailed(self._rank, key, Failure.of(error)))
+            return
+        self._report(ModelLoaded(self._rank, loaded, time.monotonic() - started))
+
+    def _loaded(self, key: ModelKey) -> LoadedComponent:
+        if self._taken is None or not self._can_be_taken(key):
+            return self._models.load(key)
+        checkpoint, part = self._models.origin(key)
+        module = self._taken.take(key, checkpoint.config_as_opened, part)
+        loaded = self._models.install(key, _on(module, checkpoint.device))
+        del module
+        self._taken.drop_unused()
+        return loaded
+
+
+def _on(module: nn.Module, device: torch.device) -> nn.Module:
+    """The module on its device. On a GPU it is copied beside what is computed."""
+    if device.type == "cpu":
+        return module
+    with torch.cuda.stream(torch.cuda.Stream(device)):
+        module = module.to(device)
+        torch.cuda.current_stream().synchronize()
+    return module
