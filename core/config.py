@@ -97,6 +97,7 @@ class SchedulerConfig(msgspec.Struct, frozen=True, kw_only=True):
     max_plans_in_flight: int = 2  # per worker, the running one included; above 1 hides round trips behind computing
     # Another plan is sent to a busy worker only if its work is predicted to take less: an extra wait of new requests.
     max_ahead_ms: float = 10.0
+    max_retries: int = 2  # how often an image is run again after the engine or worker that ran it has died
 
     def __post_init__(self) -> None:
         conform(self)
@@ -104,6 +105,7 @@ class SchedulerConfig(msgspec.Struct, frozen=True, kw_only=True):
         check_integer("max_num_batched_tokens", self.max_num_batched_tokens, 1, 2**31)
         check_decimal("max_stage_ms", self.max_stage_ms, 0, 60000)
         check_integer("max_plans_in_flight", self.max_plans_in_flight, 1, 64)
+        check_integer("max_retries", self.max_retries, 0, 100)
         check_decimal("max_ahead_ms", self.max_ahead_ms, 0)
 
 
@@ -228,7 +230,6 @@ class StencilConfig(msgspec.Struct, frozen=True, kw_only=True):
 
     engine: EngineConfig = EngineConfig()
     router_policy: RouterPolicy = "mask-aware"  # how edits are spread over engines
-    max_retries: int = 2  # restarts of an image after the death of the engine that had it
     image: ImageConfig = ImageConfig()
     max_queue: int = 256  # images waiting or running, beyond which new ones are refused
     slo_seconds: float = 0.0  # latency objective of edits; 0 = none

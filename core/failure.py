@@ -18,6 +18,7 @@ FailureKind = Literal[
     "aborted",
     "engine",
     "engine_dead",
+    "rank_dead",
     "config",
 ]
 
@@ -80,7 +81,7 @@ class Failure(msgspec.Struct, frozen=True):
                 return errors.DeadlineExceededError(self.message)
             case "aborted":
                 return errors.AbortedError(self.message)
-            case "engine_dead":
+            case "engine_dead" | "rank_dead":
                 return errors.EngineDeadError(self.message)
             case "config":
                 return errors.ConfigError(self.message)

@@ -98,6 +98,7 @@ def _config(args: argparse.Namespace) -> StencilConfig:
         max_num_seqs=args.max_num_seqs,
         max_num_batched_tokens=args.max_num_batched_tokens,
         max_stage_ms=args.max_stage_ms,
+        max_retries=args.max_retries,
     )
     engine = EngineConfig(
         models=_models(args),
@@ -115,7 +116,6 @@ def _config(args: argparse.Namespace) -> StencilConfig:
     return StencilConfig(
         engine=engine,
         router_policy=args.router_policy,
-        max_retries=args.max_retries,
         image=image,
         max_queue=args.max_queue,
         slo_seconds=args.slo_ms / 1e3,

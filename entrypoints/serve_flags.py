@@ -261,10 +261,10 @@ def _add_queue_flags(group: argparse._ArgumentGroup) -> None:
     )
     group.add_argument(
         "--max-retries",
-        default=default.max_retries,
+        default=default.engine.scheduler.max_retries,
         type=whole_number(0, 100),
         metavar="N",
-        help="how often an edit is restarted after its engine died",
+        help="how often an edit is run again after the engine or worker that ran it has died",
     )
 
 

@@ -1,5 +1,5 @@
-"""Executor: manages an engine's worker processes. It spawns them, sends them plans, merges their results and reports
-their deaths.
+"""Executor: manages an engine's worker processes. It spawns them, sends them plans, merges their results, reports their
+deaths, and starts them anew.
 
 It runs in the EngineCore's process and therefore does not import torch.
 """
@@ -8,24 +8,24 @@ from __future__ import annotations
 
 import asyncio
 import logging
-import os
 import time
-from collections.abc import AsyncIterator, Iterator, Sequence
-from contextlib import AsyncExitStack, contextmanager, suppress
+from collections.abc import AsyncIterator, Sequence
+from contextlib import AsyncExitStack, suppress
 from typing import Self
 
 import msgspec
 
-from core.config import EngineConfig
+from core.config import CacheConfig, EngineConfig
 from core.errors import EngineDeadError, MessageError
 from core.failure import Failure
 from core.handles import LoadedComponent
 from core.ipc.logs import of_request
-from core.ipc.peer_sockets import create_inboxes
+from core.ipc.peer_sockets import Inboxes
 from core.ipc.process import ChildProcess, spawn
 from core.ipc.ring import Channel, PeerClosedError
 from core.ipc.shared_array import ArenaFd
 from core.messages.codec import MessageDecoder, encode
+from core.messages.peers import RankGone
 from core.messages.plan_parts import parts_of
 from core.messages.salvage import WithheldItems, readable_result, sendable_plan
 from core.messages.worker import (
@@ -40,6 +40,7 @@ from core.messages.worker import (
     WorkerReady,
 )
 from core.model_info import ModelInfo
+from core.restarts import restart_limit
 from core.sampling_params import MAX_PROMPT_CHARACTERS
 
 logger = logging.getLogger("stencil.engine")
@@ -72,19 +73,20 @@ class Executor:
         self._workers: list[_Worker] = []
         self._mailbox: asyncio.Queue[FromWorker] = asyncio.Queue()
         self._stack = AsyncExitStack()
+        self._tasks: asyncio.TaskGroup | None = None
+        self._restarting: dict[int, asyncio.Task[None]] = {}  # rank -> task that starts its next worker
+        self._inboxes = Inboxes(config.workers_per_engine)
+        self._next_seq = 0  # after the last plan
+        self._start_seconds = config.start_seconds  # time limit of the next start
 
     async def __aenter__(self) -> Self:
         """Spawn the workers. They load their models in the background; see `ready`."""
         async with AsyncExitStack() as stack:
-            tasks = await stack.enter_async_context(asyncio.TaskGroup())
-            inboxes = stack.enter_context(_inboxes(self._config.workers_per_engine))
+            self._tasks = await stack.enter_async_context(asyncio.TaskGroup())
+            stack.callback(self._inboxes.close)
+            stack.push_async_callback(self._stop)
             for rank in range(self._config.workers_per_engine):
-                ring_bytes = RING_BYTES + PROMPT_BYTES * self._config.scheduler.max_num_seqs
-                fds = [*(arena.fd for arena in self._arenas), *_ends_of(inboxes, rank)]
-                worker = _Worker(self._worker_config(rank), fds, ring_bytes)
-                self._workers.append(worker)
-                stack.push_async_callback(worker.stop)
-                tasks.create_task(worker.receive(self._mailbox), name=f"worker-{rank}")
+                self._workers.append(self._spawn(rank, self._config.cache, is_first=True))
             self._stack = stack.pop_all()
         return self
 
@@ -94,6 +96,7 @@ class Executor:
     async def ready(self) -> dict[str, ModelInfo]:
         """Wait until every worker has loaded its models; returns name -> info. Raises the error of a worker that
         failed."""
+        started = time.monotonic()
         models: dict[str, ModelInfo] = {}
         for _ in self._workers:
             message = await self._mailbox.get()
@@ -107,12 +110,17 @@ class Executor:
                     raise message.failure.to_error()
                 case _:
                     raise AssertionError(f"a worker without a plan sent {type(message).__name__}")
+        self._start_seconds = restart_limit(time.monotonic() - started, self._config.start_seconds)
         return models
 
     def submit(self, plan: StepPlan) -> None:
-        """Send each rank its part of the plan, without waiting. A rank that died is reported by `results`, not here."""
+        """Send each rank its part of the plan, without waiting. A rank that died is reported by `results`, not here;
+        one that is started anew gets nothing until it is ready.
+        """
+        self._next_seq = plan.seq + 1
         for rank, part in parts_of(plan, len(self._workers)).items():
-            self._send(self._workers[rank], part)
+            if rank not in self._restarting:
+                self._send(self._workers[rank], part)
 
     def _send(self, worker: _Worker, plan: StepPlan) -> None:
         """Send a plan. If items cannot be encoded, these fail, and the rest is sent."""
@@ -130,12 +138,57 @@ class Executor:
         """Kill a worker that does not answer; its death is then reported by `results`."""
         self._workers[rank].kill()
 
-    async def results(self) -> AsyncIterator[FromWorker]:
-        """The workers' messages as they arrive. The death of a rank is reported as a WorkerFailed."""
-        while True:
-            yield await self._mailbox.get()
+    def restart(self, rank: int, wait_seconds: float) -> None:
+        """Start a worker anew whose death was reported, after this wait. Ends with a WorkerReady among `results`, or
+        with another WorkerFailed. Other ranks wait no more for what the dead one was to send.
+        """
+        assert self._tasks is not None
+        gone = encode(RankGone(rank, self._next_seq))
+        for other in range(len(self._workers)):
+            if other != rank:
+                self._inboxes.tell(other, gone)
+        self._end_restart(rank)
+        self._restarting[rank] = self._tasks.create_task(self._restart(rank, wait_seconds), name=f"restart-{rank}")
 
-    def _worker_config(self, rank: int) -> WorkerConfig:
+    async def results(self) -> AsyncIterator[FromWorker]:
+        """The workers' messages as they arrive. The death of a rank is reported as a WorkerFailed once its process has
+        ended, after all that it has sent.
+        """
+        while True:
+            message = await self._mailbox.get()
+            if isinstance(message, WorkerReady):
+                self._end_restart(message.rank)
+            yield message
+
+    def _end_restart(self, rank: int) -> None:
+        task = self._restarting.pop(rank, None)
+        if task is not None:
+            task.cancel()
+
+    async def _restart(self, rank: int, wait_seconds: float) -> None:
+        await self._workers[rank].stop()
+        await asyncio.sleep(wait_seconds)
+        # Its device tier stays as large as at first, so that the same pages fit.
+        cache = msgspec.structs.replace(self._config.cache, device_bytes=self.device_page_bytes[rank])
+        try:
+            self._workers[rank] = self._spawn(rank, cache, is_first=False)
+        except OSError as error:
+            self._mailbox.put_nowait(WorkerFailed(rank=rank, failure=Failure.of(error)))
+            return
+        await asyncio.sleep(self._start_seconds)
+        logger.error("worker %d did not start in %.0f s and is killed", rank, self._start_seconds, extra=of_request(""))
+        self._workers[rank].kill()
+
+    def _spawn(self, rank: int, cache: CacheConfig, *, is_first: bool) -> _Worker:
+        assert self._tasks is not None
+        ring_bytes = RING_BYTES + PROMPT_BYTES * self._config.scheduler.max_num_seqs
+        fds = [*(arena.fd for arena in self._arenas), *self._inboxes.ends_of(rank)]
+        # Measuring in several workers at once would disturb the measurements.
+        worker = _Worker(self._worker_config(rank, cache, measures=is_first and rank == 0), fds, ring_bytes)
+        self._tasks.create_task(worker.receive(self._mailbox), name=f"worker-{rank}")
+        return worker
+
+    def _worker_config(self, rank: int, cache: CacheConfig, *, measures: bool) -> WorkerConfig:
         config, (pictures, pages, values) = self._config, self._arenas
         return WorkerConfig(
             rank,
@@ -143,29 +196,18 @@ class Executor:
             pictures.id,
             pages.id,
             values.id,
-            config.cache,
+            cache,
             config.scheduler,
             num_workers=config.num_workers,
             device_index=config.device_index(rank),
             keeper=config.keeper,
+            measures_costs=measures,
         )
 
-
-@contextmanager
-def _inboxes(num_ranks: int) -> Iterator[list[tuple[int, int]]]:
-    """The inboxes through which ranks exchange values, see `core.ipc.peer_sockets`; none for a single rank."""
-    inboxes = create_inboxes(num_ranks) if num_ranks > 1 else []
-    try:
-        yield inboxes
-    finally:
-        for fd in (fd for inbox in inboxes for fd in inbox):
-            os.close(fd)
-
-
-def _ends_of(inboxes: Sequence[tuple[int, int]], rank: int) -> list[int]:
-    """What one rank gets of them: its own receiving end, and all sending ends. Copies, as `spawn` closes sockets."""
-    ends = [inboxes[rank][0], *(sender for _, sender in inboxes)] if inboxes else []
-    return [os.dup(fd) for fd in ends]
+    async def _stop(self) -> None:
+        for task in self._restarting.values():
+            task.cancel()
+        await asyncio.gather(*(worker.stop() for worker in self._workers))
 
 
 class _Worker:
@@ -190,18 +232,21 @@ class _Worker:
             self._channel.send(encode(message))
 
     async def receive(self, mailbox: asyncio.Queue[FromWorker]) -> None:
-        """Forward the worker's messages. When it exits, add a WorkerFailed after all it has sent."""
+        """Forward the worker's messages. When its process has ended, add a WorkerFailed after all that it has sent: its
+        own, if it has said why.
+        """
         decoder: MessageDecoder[FromWorker] = MessageDecoder(FromWorker)
-        failed = False
+        why: WorkerFailed | None = None
         async for payload in self._channel.messages():
             message = self._read(decoder, payload)
-            failed = failed or isinstance(message, WorkerFailed)
-            if message is not None:
+            if isinstance(message, WorkerFailed):
+                why = message
+                self.kill()  # it has nothing more to say, and must not touch anything any more
+            elif message is not None:
                 mailbox.put_nowait(message)
-        if not failed:
-            await self._process.wait()
-            error = EngineDeadError(f"worker {self.rank} died ({self._process.describe_exit()})")
-            mailbox.put_nowait(WorkerFailed(rank=self.rank, failure=Failure.of(error)))
+        await self._process.wait()
+        error = EngineDeadError(f"worker {self.rank} died ({self._process.describe_exit()})")
+        mailbox.put_nowait(why or WorkerFailed(rank=self.rank, failure=Failure.of(error)))
 
     def _read(self, decoder: MessageDecoder[FromWorker], payload: bytes) -> FromWorker | None:
         """The decoded message; for one that cannot be decoded, the part that can be saved, or None."""

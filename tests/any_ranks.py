@@ -52,8 +52,8 @@ class AnyRanks(SchedulingPolicy):
         return [*fetches, *dispatches]
 
     def _ranks(self, view: View) -> tuple[int, ...]:
-        count = self._random.choice([1, 1, 1, 2, view.num_ranks])
-        return tuple(sorted(self._random.sample(range(view.num_ranks), min(count, view.num_ranks))))
+        count = self._random.choice([1, 1, 1, 2, len(view.ranks)])
+        return tuple(sorted(self._random.sample(view.ranks, min(count, len(view.ranks)))))
 
 
 def in_workflow(name: str, workflow: Workflow, rounds: Sequence[int], previews: int = 0) -> EngineRequest:

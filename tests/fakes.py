@@ -13,6 +13,7 @@ from core.graph.op import OPS
 from core.graph.workflow import HIRES, INPAINT
 from core.handles import ArrayRef, EntryRef, TensorKey, TensorRef
 from core.messages.engine import Canvas, EditSpec, EngineRequest
+from core.messages.plan_parts import parts_of
 from core.messages.worker import (
     Batch,
     BatchResult,
@@ -159,6 +160,12 @@ class FakePages:
         is_from_disk = any(copy.key == ref.key and copy.source == "disk" for copy in self.copies)
         return self.is_loading(ref, rank) and is_from_disk and ref.key not in self.files
 
+    def lose(self, rank: int) -> None:
+        """A rank dies: what is on its device, and its copies."""
+        self.devices = {place: blocks for place, blocks in self.devices.items() if place[0] != rank}
+        self.failed = {place for place in self.failed if place[0] != rank}
+        self.copies = [copy for copy in self.copies if copy.rank != rank]
+
     def finish_copy(self, index: int) -> PageCopied:
         """End a copy, successfully if its source exists."""
         copy = self.copies.pop(index)
@@ -235,6 +242,11 @@ class FakeWorkers:
     encoded_templates: int = 0
     full_blocks: int = 0  # most in any step
     denoised: dict[str, list[int]] = field(default_factory=dict)  # request id -> its steps, as they were done
+    dead: set[int] = field(default_factory=set)  # ranks
+    num_plans: int = 0  # submitted
+    # By rank: plans submitted before it died last.
+    num_plans_before: dict[int, int] = field(default_factory=dict)
+    num_deaths: int = 0
 
     def __post_init__(self) -> None:
         self.queues = [deque() for _ in range(self.num_ranks)]
@@ -245,8 +257,34 @@ class FakeWorkers:
         self.stored = [{} for _ in range(self.num_ranks)]
 
     def submit(self, plan: StepPlan) -> None:
+        self.num_plans = plan.seq + 1
+        parts = parts_of(plan, self.num_ranks)
+        used = {rank for rank, part in parts.items() if part != StepPlan(plan.seq, free=part.free)}
+        assert not used & self.dead, f"rank {used & self.dead} is dead"
         for rank in range(self.num_ranks):
-            self.queues[rank].append(plan)
+            if rank not in self.dead:
+                self.queues[rank].append(plan)
+
+    def lose(self, rank: int) -> None:
+        """A rank dies, with all that it has. Ranks that wait for what it was to send are told."""
+        self.dead.add(rank)
+        self.num_deaths += 1
+        self.num_plans_before[rank] = self.num_plans
+        begun = self.num_run[rank] is not None
+        waiting = list(self.queues[rank])[1 if begun else 0 :]
+        unsent = [each for plan in waiting for each in plan.deliveries if self._is_sent_by(rank, each, plan)]
+        for each in [*self.to_deliver[rank], *unsent]:
+            if each.target not in self.dead:
+                self.delivered[each.target].append((each.key, None))
+        self.queues[rank].clear()
+        self.num_run[rank], self.results[rank], self.to_deliver[rank] = None, [], []
+        self.stored[rank], self.delivered[rank] = {}, []
+        self.to_deliver = [[each for each in of if each.target != rank] for of in self.to_deliver]
+        self.pages.lose(rank)
+
+    def join(self, rank: int) -> None:
+        """A rank that had died was started anew."""
+        self.dead.remove(rank)
 
     def run_one(self, rank: int) -> list[BatchResult | TransferDone]:
         """Run the oldest plan of a rank, if it has one, up to a batch that waits for another rank; a later call goes on
@@ -283,15 +321,21 @@ class FakeWorkers:
             if gone.rank == rank:
                 self.pages.forget(gone)
         self.pages.copies += [copy for copy in plan.copies if copy.rank == rank]
-        if rank == 0:
+        if rank == plan.file_rank:
             self.pages.files -= {key for key in self.pages.files for gone in plan.delete if key.startswith(gone)}
         mine = [batch for batch in plan.batches if rank in batch.ranks]
         to_come = {run for batch in mine for run in _runs(batch)}
         for each in plan.deliveries:
-            if each.source == rank and _run_of(each) in to_come:
+            if not self._is_sent_by(rank, each, plan):
+                continue
+            if _run_of(each) in to_come:
                 self.to_deliver[rank].append(each)
-            elif each.source == rank:
+            else:
                 self._deliver(each)
+
+    def _is_sent_by(self, rank: int, each: Delivery, plan: StepPlan) -> bool:
+        """Whether a rank delivers this to one that has not died since the plan was made."""
+        return each.source == rank and plan.seq >= self.num_plans_before.get(each.target, 0)
 
     def _deliver(self, each: Delivery) -> None:
         """Send what another rank waits for, or that it was not made."""
@@ -351,7 +395,9 @@ class FakeWorkers:
             key, digest = self.moved[ref.handle.offset]
             assert key == ref.key, f"{key} lies where {ref.key} should"
             return digest
-        assert ref.key.request_id in self.failed or ref.key.name in self.omitted, f"{rank} does not have {ref.key}"
+        is_lost = self.num_deaths and ref.is_deferred
+        is_missing = ref.key.request_id in self.failed or ref.key.name in self.omitted or is_lost
+        assert is_missing, f"{rank} does not have {ref.key}"
         return None
 
     def _make(self, item: Item, op: str, rank: int) -> tuple[TensorRef, ...]:
@@ -388,7 +434,7 @@ class FakeWorkers:
         """A step comes after the one before it, and only in one batch, whose ranks all do it."""
         done = self.steps.setdefault(request_id, {}).setdefault(node, {})
         assert step == 0 or step - 1 in done, "steps out of order"
-        assert done.get(step, batch_id) == batch_id, f"step {step} is done twice"
+        assert self.num_deaths or done.get(step, batch_id) == batch_id, f"step {step} is done twice"
         if not is_lost:
             done[step] = batch_id
 
@@ -396,7 +442,8 @@ class FakeWorkers:
         """Read and write the cache as a worker would; returns the noise levels of an image encoding."""
         match item.work:
             case ImageEncode() as work:
-                self.steps.pop(item.request_id, None)
+                if not self.num_deaths:  # else the steps may go on from where they were
+                    self.steps.pop(item.request_id, None)
                 steps = work.num_inference_steps
                 return tuple(1 - i / steps for i in range(steps - work.num_denoising_steps, steps + 1))
             case TemplateEncode() as work:

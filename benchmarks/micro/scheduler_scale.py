@@ -110,6 +110,9 @@ class Loop:
     def kill(self, rank: int) -> None:
         raise AssertionError("a fake rank is never late")
 
+    def restart(self, rank: int, wait_seconds: float) -> None:
+        raise AssertionError("no rank dies")
+
     async def run(self, num_turns: int) -> list[tuple[float, int]]:
         """(CPU seconds, completed nodes) of each turn, after some that do not count."""
         task = asyncio.create_task(self._core.run())

@@ -200,8 +200,9 @@ def _signal(members: list[Member], number: signal.Signals) -> None:
 
 
 async def _end(site: Site, role: Role, rank: int, number: signal.Signals) -> None:
-    """Kill or stop a process of an engine, and wait until engine and worker are gone: they end together."""
-    together = [*site.tree.of("engine", rank), *site.tree.of("worker", rank)]
+    """Kill or stop a process of an engine, and wait until it is gone; with an engine its workers end."""
+    engines, workers = site.tree.of("engine", rank), site.tree.of("worker", rank)
+    together = [*engines, *workers] if role == "engine" else workers
     _signal([member for member in together if member.role == role], number)
     async with asyncio.timeout(RECOVERY_SECONDS):
         while any(_is_there(member.process) for member in together):

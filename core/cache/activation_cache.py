@@ -19,7 +19,7 @@ the rank that copies it alone.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import dataclass
 
 from core.cache.entry import Entry, EntryState, Want
@@ -58,18 +58,17 @@ class ActivationCacheManager:
         has_disk: bool,
         page_arena_id: int,
         keep_all: bool,
-        has_ranks: bool = False,
+        num_ranks: int = 1,
     ) -> None:
         """budgets: the device tiers of some ranks, if any, and the host tier. has_disk: there are files below the host
         tier. page_arena_id: the arena that is the host tier. keep_all: keep unregistered entries after use, too.
-        has_ranks: there are several.
         """
         names, devices = [budget.tier for budget in budgets], budgets[:-1]
         if names != [*["device"] * len(devices), "host"]:
             raise ValueError(f"tiers must be host, or devices and host, not {names}")
         tiers = [MemoryTier(budget.tier, budget.nbytes) for budget in budgets]
         self._has_disk = has_disk
-        self._has_ranks = has_ranks
+        self._num_ranks = num_ranks
         self._orders = PendingOrders(has_disk=has_disk)
         self._tally = CacheTally(tiers, has_disk=has_disk)
         by_rank = {budget.rank: tier for budget, tier in zip(devices, tiers[:-1], strict=True)}
@@ -86,7 +85,7 @@ class ActivationCacheManager:
             has_disk=config.disk_bytes > 0,
             page_arena_id=PAGE_ARENA,
             keep_all=config.admission == "always",
-            has_ranks=len(device_bytes) > 1,
+            num_ranks=len(device_bytes),
         )
 
     # ------------------------------------------------------------------------------------------------- use
@@ -243,13 +242,25 @@ class ActivationCacheManager:
             self._sink(entry)
         self._table.release_unused(entry)
 
-    def fail_copies(self) -> None:
+    def lose_rank(self, rank: int) -> None:
+        """Note that a rank has died: its copies fail, and what was on its device is gone, or EMPTY while pinned."""
+        self._orders.lose(rank)
+        self._fail_copies([rank])
+        self._table.lose_device(rank)
+
+    def join_rank(self, rank: int) -> None:
+        """Note that a rank that had died was started anew."""
+        self._orders.down.remove(rank)
+
+    def lose_all(self) -> None:
         """Fail all copies in flight, because the workers are gone."""
         self._orders.copies.clear()
-        for entry in [entry for entry in self._table.entries.values() if entry.copy is not None]:
-            copy = entry.copy
-            assert copy is not None
-            self.finish_copy(PageCopied(copy.rank, copy.key, copy.nbytes, copy.source, copy.target, False, 0.0))
+        self._fail_copies(range(self._num_ranks))
+
+    def _fail_copies(self, ranks: Collection[int]) -> None:
+        for copy in [entry.copy for entry in self._table.entries.values()]:
+            if copy is not None and copy.rank in ranks:
+                self.finish_copy(PageCopied(copy.rank, copy.key, copy.nbytes, copy.source, copy.target, False, 0.0))
 
     # ------------------------------------------------------------------------------------------------- content
 
@@ -329,7 +340,7 @@ class ActivationCacheManager:
         entry.state = EntryState.EMPTY
         if self._table.is_on_device(entry) and copy.target == "host":
             self._table.host.remove(entry.want.key)
-        if self._has_ranks:  # else it would expect the failure of later loads, or of what another rank has filled
+        if self._num_ranks > 1:  # else it would expect the failure of later loads, or of what another rank has filled
             self._orders.forget(entry.want.key, copy.rank)
 
     def _sink(self, entry: Entry) -> None:
@@ -356,8 +367,10 @@ class ActivationCacheManager:
 
     def _start(self, entry: Entry, source: Tier, target: Tier) -> None:
         """Order a copy; its entry keeps its places on all tiers until it is over."""
-        want, host = entry.want, self._table.host_ref(entry)
-        entry.copy = PageCopy(want.key, want.nbytes, want.block_bytes, source, target, host, entry.rank)
+        want, host, rank = entry.want, self._table.host_ref(entry), entry.rank
+        if "device" not in (source, target) and rank in self._orders.down:
+            rank = next((other for other in range(self._num_ranks) if other not in self._orders.down), rank)
+        entry.copy = PageCopy(want.key, want.nbytes, want.block_bytes, source, target, host, rank)
         self._orders.copy(entry.copy)
         entry.compute.hold(want.key)
         self._table.host.hold(want.key)

@@ -131,6 +131,22 @@ class EntryTable:
             self._tally.evictions[tier.name] += 1
             self._remove_from(tier, self.entries[key])
 
+    def lose_device(self, rank: int) -> None:
+        """Note that the pages on a rank's device are gone, and copies to and from it have ended: entries lose their
+        place there, or are EMPTY if they are pinned. Those that are LOADING are on their way to host memory still.
+        """
+        device = self.devices.get(rank)
+        for key in list(device or ()):
+            entry = self.entries[key]
+            if entry.state is EntryState.LOADING:
+                continue
+            if not entry.pins:
+                entry.compute.remove(key)
+                self._remove_from(entry.compute, entry)
+            elif entry.state is EntryState.READY:
+                entry.state = EntryState.EMPTY
+                self.templates.note_moved(key)
+
     def release_unused(self, entry: Entry) -> None:
         """Make an entry evictable on the tiers where it is unused, or remove it from them if it is not kept."""
         if entry.copy is not None:

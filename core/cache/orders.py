@@ -12,6 +12,7 @@ class PendingOrders:
     def __init__(self, *, has_disk: bool) -> None:
         """has_disk: without it there are no files, and delete orders are ignored."""
         self.copies: list[PageCopy] = []
+        self.down: set[int] = set()  # ranks that have died and are not started anew yet; orders to them wait
         self._forget: list[PageForget] = []
         self._delete: list[str] = []
         self._has_disk = has_disk
@@ -22,17 +23,25 @@ class PendingOrders:
 
     def forget(self, key: str, rank: int) -> None:
         """Drop an entry from a rank's device memory, and what the rank remembers of its failed loads."""
-        self._forget.append(PageForget(key, rank))
+        if rank not in self.down:
+            self._forget.append(PageForget(key, rank))
 
     def delete(self, key: str) -> None:
         """Delete the file of an entry, or all files of a template."""
         if self._has_disk:
             self._delete.append(key)
 
+    def lose(self, rank: int) -> None:
+        """Drop the orders to a rank that has died, and with it all that it was to forget."""
+        self.down.add(rank)
+        self.copies = [copy for copy in self.copies if copy.rank != rank]
+        self._forget = [forget for forget in self._forget if forget.rank != rank]
+
     def take(self) -> CacheOrders:
-        """Return and clear all orders."""
-        orders = CacheOrders(tuple(self.copies), tuple(self._forget), tuple(self._delete))
-        self.copies.clear()
+        """Return and clear all orders except those that wait."""
+        copies = tuple(copy for copy in self.copies if copy.rank not in self.down)
+        orders = CacheOrders(copies, tuple(self._forget), tuple(self._delete))
+        self.copies = [copy for copy in self.copies if copy.rank in self.down]
         self._forget.clear()
         self._delete.clear()
         return orders

@@ -90,8 +90,8 @@ class PageReservations:
     has_ranks: bool = False  # there are several: the one that decodes reads clean latents, too
     _reservations: dict[str, Reservation] = field(default_factory=dict)  # owner id -> its reservation, while reserved
     _jobs: dict[str, PrimingJob] = field(default_factory=dict)  # template key -> its job
-    # job id -> reservations released while it was in flight, whose entries are still pinned
-    _left: dict[str, list[Reservation]] = field(default_factory=dict)
+    # job id -> reservations released while it was in flight, with the keys of entries that are still pinned for them
+    _left: dict[str, list[tuple[Reservation, list[str]]]] = field(default_factory=dict)
     _freed: list[str] = field(default_factory=list)  # ids of jobs that have ended
     _job_ids: Iterator[int] = field(default_factory=count)
     num_chunks: int = 0  # since start
@@ -144,7 +144,7 @@ class PageReservations:
         reservation.is_reserved = reservation.is_complete = False  # its entries may be evicted from now on
         job = self._jobs.get(reservation.template.key)
         if job is not None and job.is_in_flight:
-            self._left.setdefault(job.id, []).append(reservation)
+            self._left.setdefault(job.id, []).append((reservation, reservation.entry_keys()))
             return
         self.cache.release(reservation.entry_keys())
         self._drop_unwanted(reservation.template.key)
@@ -181,9 +181,30 @@ class PageReservations:
         for reservation in list(self._reservations.values()):
             self.refresh(reservation)
 
+    def lose_rank(self, rank: int) -> list[Reservation]:
+        """Note that a rank has died: what it has computed of passes under way is computed again. Returns the
+        reservations of pages on its device, which are lost; they are to be released and made anew.
+        """
+        self.cache.lose_rank(rank)
+        for job in self._jobs.values():
+            if job.rank == rank:
+                job.end_passes()
+        reservations = list(self._reservations.values())
+        lost = [reservation for reservation in reservations if self.device_of(reservation) == rank]
+        for reservation in reservations:
+            if reservation not in lost:
+                self.refresh(reservation)
+        return lost
+
+    def device_of(self, reservation: Reservation) -> int | None:
+        """The one rank that can read what is reserved, which is on its device; None: any rank can."""
+        if not reservation.is_reserved:
+            return None
+        return next((rank for rank in map(self.cache.writer, reservation.entry_keys()) if rank is not None), None)
+
     def abandon(self) -> None:
         """Fail everything in flight and release all reservations, because the workers are gone."""
-        self.cache.fail_copies()
+        self.cache.lose_all()
         for job in list(self._jobs.values()):
             if job.is_in_flight:
                 self.fail(job)
@@ -300,6 +321,11 @@ class PageReservations:
         self._finish_job(job)
         return waiters
 
+    def undo(self, job: PrimingJob) -> None:
+        """Note that the piece of a job that was in flight was not done."""
+        self._land(job, 0.0)
+        self._finish_job(job)
+
     def take_freed(self) -> list[str]:
         """Ids of jobs that have ended since the last call; a worker may still have tensors of them."""
         freed, self._freed = self._freed, []
@@ -320,7 +346,7 @@ class PageReservations:
     def _land(self, job: PrimingJob, seconds: float) -> None:
         job.is_in_flight = False
         job.seconds += seconds
-        left = self._left.get(job.id, [])
+        left = [reservation for reservation, _ in self._left.get(job.id, ())]
         for reservation in [*self._reservations.values(), *left]:
             # The lender of the pixels may not be waiting any more: its pages may have been loaded meanwhile.
             if reservation.template.key == job.template.key:
@@ -330,8 +356,8 @@ class PageReservations:
 
     def _finish_job(self, job: PrimingJob) -> None:
         """After a result: release what was given up meanwhile, refresh the waiters, and end the job if it is done."""
-        for reservation in self._left.pop(job.id, []):
-            self.cache.release(reservation.entry_keys())
+        for _, keys in self._left.pop(job.id, ()):
+            self.cache.release(keys)
         for reservation in self.waiters(job):
             self.refresh(reservation)
         self._drop_unwanted(job.template.key)

@@ -60,11 +60,13 @@ class ActivationCache(NodeCache):
         self._manager = ActivationCacheManager.of(config, device_bytes)
         self._pages = PageReservations(self._manager, self._costs.load_wins, len(device_bytes) > 1)
         self._templates = TemplateRequests(self._pages)
-        has_slow_tier = bool(config.disk_bytes or any(device_bytes))
+        self._has_devices = any(device_bytes)
+        has_slow_tier = bool(config.disk_bytes or self._has_devices)
         self._prefetcher = RequestPrefetcher(
             models, self._pages, self._templates, 2 * max_num_seqs if has_slow_tier else 0
         )
         self._out: dict[str, Chunk | None] = {}  # id of a job in flight -> its chunk; None: its template is encoded
+        self._pageless: set[str] = set()  # ids of requests whose pages were lost, until they are reserved anew
 
     # ------------------------------------------------------------------------------------------------- requests
 
@@ -121,6 +123,15 @@ class ActivationCache(NodeCache):
         assert mine is not None
         mine.full_blocks, mine.most_full_blocks = (), 0
 
+    def set_back(self, request: Request) -> None:
+        if self._record(request) is not None:
+            self._prefetcher.set_back(request, are_lost=request.id in self._pageless)
+            self._pageless.discard(request.id)
+
+    def rank_of(self, request: Request) -> int | None:
+        mine = self._record(request)
+        return None if mine is None or not self._has_devices else self._pages.device_of(mine.reservation)
+
     def outcome(self, request: Request) -> CacheOutcome:
         mine = self._record(request)
         if mine is None:
@@ -135,6 +146,7 @@ class ActivationCache(NodeCache):
 
     def forget(self, request: Request) -> None:
         self._prefetcher.forget(request)
+        self._pageless.discard(request.id)
 
     @property
     def may_lose_pages(self) -> bool:
@@ -180,6 +192,10 @@ class ActivationCache(NodeCache):
             self._pages.finish_chunk(job, chunk, result.seconds)
         return {}
 
+    def undo(self, job_id: str) -> None:
+        del self._out[job_id]
+        self._pages.undo(self._pages.job(job_id))
+
     def seconds_left(self) -> float:
         return sum(self._costs.priming(job.template, self._pages.tokens_left(job)) for job in self._pages.all_jobs())
 
@@ -209,6 +225,19 @@ class ActivationCache(NodeCache):
 
     def finish_copy(self, done: PageCopied) -> None:
         self._pages.finish_copy(done)
+
+    def lose_rank(self, rank: int) -> list[str]:
+        lost = []
+        for reservation in self._pages.lose_rank(rank):
+            if reservation.owner_id in self._templates:
+                self._pages.release(reservation)
+            else:
+                lost.append(reservation.owner_id)
+        self._pageless.update(lost)
+        return lost
+
+    def join_rank(self, rank: int) -> None:
+        self._manager.join_rank(rank)
 
     def abandon(self, failure: Failure) -> None:
         self._pages.abandon()

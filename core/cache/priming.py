@@ -114,7 +114,7 @@ class PrimingJob:
         if self._blocks_done < self.template.scheme.layout.num_blocks:
             return []
         filled = [self.wanted.pop(sigma) for sigma in self._sigmas]
-        self._end_passes()
+        self.end_passes()
         return filled
 
     def forget(self, sigma: float) -> None:
@@ -122,9 +122,10 @@ class PrimingJob:
         del self.wanted[sigma]
         self._sigmas = tuple(other for other in self._sigmas if other != sigma)
         if not self._sigmas:
-            self._end_passes()
+            self.end_passes()
 
-    def _end_passes(self) -> None:
+    def end_passes(self) -> None:
+        """End the passes under way; what they have not filled is still wanted."""
         self._sigmas, self._blocks_done, self.rank = (), 0, None
 
     def _next_sigmas(self, token_budget: int) -> tuple[float, ...]:

@@ -46,7 +46,7 @@ class RequestPrefetcher:
         mine = self.records.get(request.id)
         if mine is None:
             mine = self._make(request, template, needed)
-        else:
+        elif not mine.sigmas:  # else its image was encoded before, and it was set back
             self._pages.narrow(mine.reservation, needed)
         mine.sigmas = sigmas
 
@@ -54,6 +54,21 @@ class RequestPrefetcher:
         """Release the entries that the remaining steps of a request with a record do not read."""
         mine = self.records[request.id]
         self._pages.trim(mine.reservation, _masked(request, mine.sigmas, _masked_done(request)))
+
+    def set_back(self, request: Request, *, are_lost: bool) -> None:
+        """Reserve anew what the remaining steps of a request with a record read, after it was set back, unless it has
+        all of it. are_lost: its pages are.
+        """
+        mine = self.records[request.id]
+        reservation, needed = mine.reservation, mine.reservation.sigmas
+        if mine.sigmas:
+            keyframes = reservation.template.scheme.keyframes
+            needed = keyframes_needed(keyframes, _masked(request, mine.sigmas, _masked_done(request)))
+        if not are_lost and set(needed) <= set(reservation.sigmas):
+            return
+        self._pages.release(reservation)
+        self._unreserved.add(request.id)
+        reservation.sigmas = needed
 
     def forget(self, request: Request) -> None:
         """Release what a request that has ended holds."""

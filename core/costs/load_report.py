@@ -102,6 +102,7 @@ class LoadReport(msgspec.Struct, frozen=True, kw_only=True):
     num_received: int  # edits and template requests since start; anything sent later is not in this report
     num_running: int  # edits
     num_waiting: int  # edits
+    num_ranks: int = 1  # workers that live; with none nothing runs until one was started anew
     running: dict[str, RequestLoad] = {}  # id -> remaining work of each edit that has begun and not ended
     # Predicted seconds.
     base_seconds: float = 0.0  # the constant part of a step, whichever requests are in it; 0 without requests
@@ -158,6 +159,8 @@ class RankStats(msgspec.Struct, frozen=True):
 
     resident_models: tuple[LoadedComponent, ...]  # as its worker has said
     busy_seconds: float  # since start: worker time
+    deaths: int = 0  # since start: of its worker, which was started anew each time
+    is_up: bool = True  # its worker lives and accepts plans
 
 
 class EngineStats(msgspec.Struct, frozen=True, kw_only=True):
@@ -172,6 +175,7 @@ class EngineStats(msgspec.Struct, frozen=True, kw_only=True):
     batch_tokens: int  # tokens computed, summed over steps
     batch_requests: int  # images in the batch, summed over steps
     tokens_skipped: int  # image tokens that mask-aware execution left out
+    steps_repeated: int = 0  # steps of images that were lost with a worker and done again
     prime_chunks: int
     busy_seconds: dict[str, float]  # op -> worker time, of all ranks
     # Since the last message.

@@ -38,6 +38,7 @@ class Progress:
     pending: dict[str, int] = field(default_factory=dict)  # side node -> its run that is being prepared, or runs
     has_started: bool = False  # a worker may have tensors of it
     is_restarting: bool = False  # nothing more is scheduled: it restarts once nothing is in flight
+    was_rewound: bool = False  # nodes may be in other rounds than those that they share values with
 
     def __post_init__(self) -> None:
         self.scheduled = dict.fromkeys((node.name for node in self.workflow.nodes), 0)
@@ -214,3 +215,18 @@ class Progress:
         self.over = (self.over - again) | self.skipped
         self.pending.clear()
         self.is_restarting = False
+
+    def rewind(self, kept: Mapping[str, int]) -> None:
+        """Schedule again what was not done, and of these nodes all runs but the first few (node -> number). Nothing may
+        be in flight. Runs of side nodes that are done are not repeated.
+        """
+        self.done.update(kept)
+        self.scheduled = dict(self.done)
+        self.over = {node.name for node in self.workflow.nodes if self.done[node.name] == self.times(node)}
+        due = {name: self.shown[name][index] for name, index in self.pending.items()}
+        self.pending = {
+            name: self.pending[name]
+            for name, round_ in due.items()
+            if round_ <= self.done[self.workflow.node(name).shows]
+        }
+        self.is_restarting, self.was_rewound = False, True

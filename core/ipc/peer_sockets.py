@@ -2,16 +2,19 @@
 
 Each rank has one inbox, a datagram socket whose sending end all ranks have. A message is a small header; the data is in
 a memfd whose descriptor travels with it, so a sender never waits until the receiver has read, and the kernel frees what
-is not received.
+is not received. The engine keeps all ends: a rank that is started anew gets the inbox of the one that has died, with
+what was sent to that one, and the engine sends messages about the dead.
 """
 
 from __future__ import annotations
 
+import asyncio
 import mmap
 import os
 import select
 import socket
 from array import array
+from collections import deque
 from collections.abc import Sequence
 
 import numpy as np
@@ -24,10 +27,44 @@ FULL_SECONDS = 0.01
 """How long a sender waits for room before it looks into its own inbox again."""
 
 
-def create_inboxes(num_ranks: int) -> list[tuple[int, int]]:
-    """(receiving, sending) descriptor of each rank's inbox, owned by the caller."""
-    pairs = (socket.socketpair(socket.AF_UNIX, socket.SOCK_DGRAM) for _ in range(num_ranks))
-    return [(receiver.detach(), sender.detach()) for receiver, sender in pairs]
+class Inboxes:
+    """The inboxes of an engine's ranks; none for a single rank, which has nobody to exchange values with."""
+
+    def __init__(self, num_ranks: int) -> None:
+        number = num_ranks if num_ranks > 1 else 0
+        self._pairs = [socket.socketpair(socket.AF_UNIX, socket.SOCK_DGRAM) for _ in range(number)]
+        self._waiting: list[deque[bytes]] = [deque() for _ in range(number)]  # by rank: messages that find no room
+
+    def ends_of(self, rank: int) -> list[int]:
+        """Descriptors for one rank's process, as `PeerSockets` takes them: its own receiving end, and all sending ends.
+        Copies, owned by the caller.
+        """
+        ends = [self._pairs[rank][0], *(sender for _, sender in self._pairs)] if self._pairs else []
+        return [os.dup(end.fileno()) for end in ends]
+
+    def tell(self, rank: int, header: bytes) -> None:
+        """Send a rank a message without data; if its inbox is full, once there is room. Never blocks."""
+        self._waiting[rank].append(header)
+        self._flush(rank)
+
+    def _flush(self, rank: int) -> None:
+        loop, sender, waiting = asyncio.get_running_loop(), self._pairs[rank][1], self._waiting[rank]
+        while waiting:
+            try:
+                sender.send(waiting[0], socket.MSG_DONTWAIT)
+            except BlockingIOError:
+                # This may set the socket to non-blocking, for all processes; all send with a flag that says so anyway.
+                loop.add_writer(sender.fileno(), self._flush, rank)
+                return
+            waiting.popleft()
+        loop.remove_writer(sender.fileno())
+
+    def close(self) -> None:
+        for rank, pair in enumerate(self._pairs):
+            if self._waiting[rank]:
+                asyncio.get_running_loop().remove_writer(pair[1].fileno())
+            for end in pair:
+                end.close()
 
 
 class PeerSockets:

@@ -111,7 +111,7 @@ class EngineRequest(Message, frozen=True):
     objective: float | None = None  # when the worker must be done to meet the latency objective; None: it has none, or
     # was admitted although it will miss it
     owner: str = ""  # digest of its API key, "" = none; owners get equal shares of the engine
-    runs_alone: bool = False  # no other request runs beside it, because it was running when engines died
+    num_deaths: int = 0  # of processes that died while they ran it; after some it runs alone
     trace_context: str = ""  # W3C traceparent of the parent of the engine's spans; "" = not traced
 
 

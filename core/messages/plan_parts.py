@@ -8,16 +8,13 @@ from typing import TypeVar
 
 from core.messages.worker import StepPlan
 
-FILE_RANK = 0
-"""The rank that deletes files, which all ranks share."""
-
 T = TypeVar("T")
 
 
 def parts_of(plan: StepPlan, num_ranks: int) -> dict[int, StepPlan]:
     """Rank -> its part of a plan, ascending, for ranks that have one. Loads and unloads go to every rank, files to
-    delete to FILE_RANK, a batch to each of its ranks, and all else to the ranks that it names. Costs by the size of the
-    parts.
+    delete to the plan's file rank, a batch to each of its ranks, and all else to the ranks that it names. Costs by the
+    size of the parts.
     """
     batches = _by_rank((rank, batch) for batch in plan.batches for rank in batch.ranks)
     transfers = _by_rank((transfer.source, transfer) for transfer in plan.transfers)
@@ -29,12 +26,12 @@ def parts_of(plan: StepPlan, num_ranks: int) -> dict[int, StepPlan]:
     if plan.load or plan.unload:
         ranks.update(range(num_ranks))
     if plan.delete:
-        ranks.add(FILE_RANK)
+        ranks.add(plan.file_rank)
     return {
         rank: StepPlan(
             seq=plan.seq,
             forget=tuple(forgets.get(rank, ())),
-            delete=plan.delete if rank == FILE_RANK else (),
+            delete=plan.delete if rank == plan.file_rank else (),
             copies=tuple(copies.get(rank, ())),
             batches=tuple(batches.get(rank, ())),
             transfers=tuple(transfers.get(rank, ())),

@@ -100,6 +100,7 @@ class StepPlan(Message, frozen=True):
     # The activation cache.
     forget: tuple[PageForget, ...] = ()
     delete: tuple[str, ...] = ()  # files to delete: keys of entries, or of templates (without "-") for all of theirs
+    file_rank: int = 0  # the rank that deletes them, which all ranks share
     copies: tuple[PageCopy, ...] = ()  # started, not awaited
     # Requests.
     batches: tuple[Batch, ...] = ()
@@ -133,6 +134,7 @@ class WorkerConfig(msgspec.Struct, frozen=True):
     num_workers: int = 1  # worker processes that share this machine's cores
     device_index: int = 0  # its number among them: the GPU that it uses unless one is configured
     keeper: str = ""  # address of the keeper of weights, see `core.ipc.local_sockets`; "": the worker loads by itself
+    measures_costs: bool = False  # its WorkerReady has samples for the cost model
 
 
 class CostSample(msgspec.Struct, frozen=True):

@@ -68,7 +68,9 @@ class Fleet:
         self.max_num_seqs = max_num_seqs
         self.costs = FleetCosts()
         self.templates = TemplateMap(num_engines)
-        self.death: Vector = np.zeros(num_engines)  # added to an engine's cost: 0, or infinity if it is dead
+        # Added to an engine's cost: 0, or infinity if it is no candidate: dead, or without a rank that lives.
+        self.death: Vector = np.zeros(num_engines)
+        self._lost: set[int] = set()  # engines that are dead
         self.num_alive = num_engines
         self._stale: set[int] = set()  # engines whose slots are to be computed from their last reports
         self._bind(np.zeros((7 + 2 * max_num_seqs, num_engines)))
@@ -97,8 +99,9 @@ class Fleet:
 
     def observe(self, engine: int, report: LoadReport, now: float) -> None:
         """Update an engine's state from its report. Reports of dead engines are ignored."""
-        if self.death[engine]:
+        if engine in self._lost:
             return
+        self._set_death(engine, is_dead=not report.num_ranks)
         if report.costs is not None:
             self.costs.observe(report.costs)
         for residency in report.residency:
@@ -138,8 +141,8 @@ class Fleet:
 
     def lose(self, engine: int) -> None:
         """Mark an engine as dead: it is no candidate any more and its state is cleared."""
-        self.death[engine] = np.inf
-        self.num_alive = int(self.is_alive.sum())
+        self._lost.add(engine)
+        self._set_death(engine, is_dead=True)
         self.templates.forget(engine)
         self._pending[engine].clear()
         self._num_sent[engine] = 0
@@ -153,7 +156,15 @@ class Fleet:
 
     def restore(self, engine: int) -> None:
         """Mark a restarted engine as alive and empty."""
-        self.death[engine] = 0.0
+        self._lost.discard(engine)
+        self._set_death(engine, is_dead=False)
+
+    def has_lost(self, engine: int) -> bool:
+        """Whether an engine is marked as dead."""
+        return engine in self._lost
+
+    def _set_death(self, engine: int, *, is_dead: bool) -> None:
+        self.death[engine] = np.inf if is_dead else 0.0
         self.num_alive = int(self.is_alive.sum())
 
     @property

@@ -30,11 +30,19 @@ class Flight:
     predicted: float = 0.0  # seconds, when it was sent; 0 for work unlike any observed so far
     job_id: str = ""  # of the cache's job that it is a piece of; "": it runs nodes
     is_step: bool = False  # it is a round of its requests' loops
+    is_whole: bool = True  # none of its ranks has died
     answers: dict[int, BatchResult] = field(default_factory=dict)  # rank -> its result
 
     @property
     def is_complete(self) -> bool:
         return len(self.answers) == len(self.batch.ranks)
+
+    def lose(self, rank: int) -> None:
+        """Note that a rank died, with what it has made."""
+        if rank in self.batch.ranks:
+            ranks = tuple(other for other in self.batch.ranks if other != rank)
+            self.batch, self.is_whole = msgspec.structs.replace(self.batch, ranks=ranks), False
+            self.answers.pop(rank, None)
 
     @property
     def waits_for(self) -> list[int]:
@@ -68,6 +76,15 @@ def _failed(item: ItemResult, failure: Failure | None) -> ItemResult:
     return item if failure is None or item.failure is not None else msgspec.structs.replace(item, failure=failure)
 
 
+@dataclass(frozen=True, slots=True)
+class Lost:
+    """What a rank had when it died."""
+
+    flights: tuple[Flight, ...]  # batches of no other rank
+    transfers: tuple[TensorKey, ...]  # values that it was to write to shared memory
+    running: Flight | None  # the batch that it ran
+
+
 class InFlight:
     """Batches and transfers that ranks have, and the plans that they belong to. Owned by one scheduler."""
 
@@ -78,6 +95,7 @@ class InFlight:
         self._max_plans = max_plans
         self._max_seconds = max_seconds
         self._flights: dict[int, Flight] = {}  # batch id -> flight
+        self.landed: list[Flight] = []  # answered by all their ranks, and not applied yet
         self._awaited: list[dict[int, int]] = [{} for _ in range(num_ranks)]  # per rank: plan seq -> answers awaited
         self._seconds = [0.0] * num_ranks  # per rank: predicted seconds of the batches that it has
         self._plan_of: dict[tuple[int, int | TensorKey], int] = {}  # (rank, batch id or tensor under transfer) -> seq
@@ -98,8 +116,8 @@ class InFlight:
             self._await(seq, transfer.source, transfer.ref.key)
 
     def land(self, result: BatchResult) -> Flight:
-        """The flight that this result answers; it may wait for other ranks still. An unknown batch, and a second result
-        of the same rank, raise KeyError.
+        """The flight that this result answers, which has landed unless it waits for other ranks still. An unknown
+        batch, and a second result of the same rank, raise KeyError.
         """
         flight = self._flights[result.batch_id]
         seq = self._plan_of.pop((result.rank, result.batch_id))
@@ -107,16 +125,35 @@ class InFlight:
         self._forget(seq, result.rank)
         flight.answers[result.rank] = result
         if flight.is_complete:
-            del self._flights[result.batch_id]
+            self.landed.append(self._flights.pop(result.batch_id))
         return flight
 
     def land_transfer(self, done: TransferDone) -> None:
         """Note that a transfer is done."""
         self._forget(self._plan_of.pop((done.rank, done.ref.key)), done.rank)
 
+    def lose(self, rank: int) -> Lost:
+        """Forget all that a rank has, because it died. A batch of several ranks goes on with the others, and has landed
+        if all of these have answered.
+        """
+        running = next((flight for flight in self._flights.values() if rank in flight.waits_for), None)
+        transfers = tuple(what for of, what in self._plan_of if of == rank and isinstance(what, TensorKey))
+        self._plan_of = {place: seq for place, seq in self._plan_of.items() if place[0] != rank}
+        self._awaited[rank], self._seconds[rank] = {}, 0.0
+        self._note_load(rank)
+        for flight in [*self._flights.values(), *self.landed]:
+            flight.lose(rank)
+        over = [flight for flight in self._flights.values() if flight.is_complete]
+        for flight in over:
+            del self._flights[flight.batch.id]
+        every = [*self.landed, *over]
+        self.landed = [flight for flight in every if flight.batch.ranks]
+        return Lost(tuple(flight for flight in every if not flight.batch.ranks), transfers, running)
+
     def clear(self) -> None:
         """Forget everything: the workers are gone and no answer will come."""
         self._flights.clear()
+        self.landed.clear()
         self._plan_of.clear()
         self._awaited = [{} for _ in self._awaited]
         self._seconds = [0.0] * len(self._seconds)

@@ -55,9 +55,9 @@ def _place(request: Request, key: TensorKey, ranks: Ranks, values: ValueTable, f
 
 
 def _is_at_home(request: Request, ranks: Ranks) -> bool:
-    """Whether the request has never been on other ranks than this one."""
+    """Whether all values of the request are on this one rank."""
     been = request.ranks
-    return len(ranks) == 1 and (not been or (len(been) == 1 and ranks[0] in been))
+    return len(ranks) == 1 and not request.has_lost_rank and (not been or (len(been) == 1 and ranks[0] in been))
 
 
 def _is_made(request: Request, key: TensorKey) -> bool:
@@ -67,9 +67,10 @@ def _is_made(request: Request, key: TensorKey) -> bool:
 
 def is_ahead(request: Request, item: Item) -> bool:
     """Whether an item that is done has read from a run that is not known to be done yet, or comes after one. Of a
-    request that has ended, later runs may be known although an earlier one failed.
+    request that has ended, or whose runs in flight do not count, later runs may be known although an earlier one failed
+    or is lost.
     """
-    if len(request.ranks) < 2 or not request.is_live:
+    if len(request.ranks) < 2 or not request.is_live or request.is_set_back:
         return False
     progress = request.progress
     if item.version > progress.done[item.node] + 1:

@@ -28,12 +28,15 @@ class LiveRequests:
 
     def add(self, request: Request, load: RequestLoad) -> None:
         """Add a request. load: its predicted work, 0 seconds = unknown."""
+        self._queue_up(request, load)
+        self._num_due += due(request.head) is not None
+
+    def _queue_up(self, request: Request, load: RequestLoad) -> None:
         head = request.head
         claim = Claim(request, head.owner, head.priority, urgency(request), load.seconds)
         self._claims[request.id] = claim
         self._changes.append(Queued(request.id, load, claim.urgency[0]))
         self._queue.add(claim)
-        self._num_due += due(head) is not None
         self._order = None
 
     def begin(self, request_id: str, predict: Callable[[Request], float]) -> None:
@@ -45,6 +48,16 @@ class LiveRequests:
         self._changes.append(Begun(request_id, claim.seconds))
         if self._queue.num_owners > 1:  # among one owner's the order does not depend on who has begun
             self._order = None
+
+    def send_back(self, request_id: str, load: RequestLoad) -> None:
+        """Note that a request that had begun waits again. load: its predicted work left. Its owner stays charged with
+        what was done for it.
+        """
+        request = self._running.pop(request_id)
+        self._moved[request_id] = request
+        self._changes.append(Left(request_id))
+        self._queue.remove(self._claims[request_id])
+        self._queue_up(request, load)
 
     def end(self, request_id: str) -> None:
         """Note that a request has ended before its terminal output can be made."""

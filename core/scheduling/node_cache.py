@@ -114,7 +114,17 @@ class NodeCache(ABC):
 
     @abstractmethod
     def begin_again(self, request: Request) -> None:
-        """Note that a spoilt request begins again."""
+        """Note that a spoilt request begins again, before its progress is changed; `set_back` follows."""
+
+    @abstractmethod
+    def set_back(self, request: Request) -> None:
+        """Reserve anew what a request reads that runs some steps again, or whose pages were lost. Nothing of it may be
+        in flight. To be called after its progress is changed.
+        """
+
+    @abstractmethod
+    def rank_of(self, request: Request) -> int | None:
+        """The one rank that can read what is reserved for a request, which is on its device; None: any rank can."""
 
     @abstractmethod
     def outcome(self, request: Request) -> CacheOutcome:
@@ -154,6 +164,12 @@ class NodeCache(ABC):
         """
 
     @abstractmethod
+    def undo(self, job_id: str) -> None:
+        """Note that the piece of a job that was started was not done, because its rank died. To be called after
+        `lose_rank`.
+        """
+
+    @abstractmethod
     def seconds_left(self) -> float:
         """Predicted worker time of all jobs."""
 
@@ -171,6 +187,16 @@ class NodeCache(ABC):
     @abstractmethod
     def finish_copy(self, done: PageCopied) -> None:
         """Process the end of a copy that was ordered, successful or not."""
+
+    @abstractmethod
+    def lose_rank(self, rank: int) -> Collection[str]:
+        """Note that a rank has died: its copies and its device's pages are lost, and orders to it wait until it joins
+        again. Returns the ids of requests that have lost pages, which must be set back.
+        """
+
+    @abstractmethod
+    def join_rank(self, rank: int) -> None:
+        """Note that a rank that had died was started anew; its device is empty."""
 
     @abstractmethod
     def abandon(self, failure: Failure) -> None:

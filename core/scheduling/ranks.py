@@ -1,4 +1,4 @@
-"""Ranks: what is known of each worker of an engine, from what the workers have said."""
+"""Ranks: what is known of each worker of an engine: whether it lives, and what it has said."""
 
 from __future__ import annotations
 
@@ -17,6 +17,19 @@ class Ranks:
     def __init__(self, num_ranks: int) -> None:
         self._resident: list[tuple[LoadedComponent, ...]] = [()] * num_ranks
         self._busy_seconds = [0.0] * num_ranks
+        self._deaths = [0] * num_ranks
+        self.up = tuple(range(num_ranks))  # those whose worker lives and accepts plans, ascending
+
+    def lose(self, rank: int) -> None:
+        """Note that a rank's worker has died."""
+        self.up = tuple(other for other in self.up if other != rank)
+        self._deaths[rank] += 1
+        self._resident[rank] = ()
+
+    def join(self, rank: int) -> None:
+        """Note that a worker that was started anew accepts plans."""
+        assert rank not in self.up, f"rank {rank} is up already"
+        self.up = tuple(sorted([*self.up, rank]))
 
     def note_loaded(self, rank: int, components: Iterable[LoadedComponent]) -> None:
         """Note the components that a worker has loaded."""
@@ -28,5 +41,5 @@ class Ranks:
 
     def stats(self) -> tuple[RankStats, ...]:
         """By rank."""
-        pairs = zip(self._resident, self._busy_seconds, strict=True)
-        return tuple(RankStats(resident, seconds) for resident, seconds in pairs)
+        facts = enumerate(zip(self._resident, self._busy_seconds, self._deaths, strict=True))
+        return tuple(RankStats(*of_rank, is_up=rank in self.up) for rank, of_rank in facts)

@@ -42,6 +42,7 @@ class Counters:
     batch_tokens: int = 0  # computed tokens, summed over steps
     batch_requests: int = 0  # requests, summed over steps
     tokens_skipped: int = 0  # tokens that mask-aware steps read from pages
+    steps_repeated: int = 0  # of requests, because a rank died
     busy_seconds: dict[str, float] = field(default_factory=dict)  # op -> worker seconds
 
 
@@ -51,12 +52,12 @@ class Reporter:
     def __init__(
         self,
         config: SchedulerConfig,
-        num_ranks: int,
+        ranks: Ranks,
         predictor: Predictor,
         cache: NodeCache,
     ) -> None:
         self._config = config
-        self.ranks = Ranks(num_ranks)
+        self._ranks = ranks
         self._predictor = predictor
         self._cost = predictor.cost
         self._cache = cache
@@ -74,6 +75,10 @@ class Reporter:
     def note_received(self) -> None:
         """Note that an edit or a template request was received."""
         self._num_received += 1
+
+    def note_repeated(self, steps: int) -> None:
+        """Note how many steps of a request are repeated because a rank died."""
+        self._counters.steps_repeated += steps
 
     def note_batch(self, key: CostKey, flight: Flight, result: BatchResult, *, is_ok: bool) -> None:
         """Note a batch that all its ranks have finished. It trains the cost model, unless part of it failed."""
@@ -131,6 +136,7 @@ class Reporter:
             num_received=self._num_received,
             num_running=counts[0],
             num_waiting=counts[1],
+            num_ranks=len(self._ranks.up),
             running=self._running.by_id(),
             base_seconds=base,
             priming_seconds=priming,
@@ -148,12 +154,13 @@ class Reporter:
         recent, self._recent_steps = tuple(self._recent_steps), []
         return EngineStats(
             op_seconds=self._op_seconds_left(requests),
-            ranks=self.ranks.stats(),
+            ranks=self._ranks.stats(),
             r_squared=self._r_squared(),
             steps=counters.steps,
             batch_tokens=counters.batch_tokens,
             batch_requests=counters.batch_requests,
             tokens_skipped=counters.tokens_skipped,
+            steps_repeated=counters.steps_repeated,
             prime_chunks=self._cache.num_chunks,
             busy_seconds=dict(counters.busy_seconds),
             recent_steps=recent,

@@ -14,7 +14,7 @@ if TYPE_CHECKING:
     from core.costs.load_report import RequestLoad
     from core.graph.progress import Progress
     from core.graph.workflow import Node, Workflow
-    from core.handles import TensorRef
+    from core.handles import TensorKey, TensorRef
     from core.messages.engine import Canvas, EngineRequest, Spec
 
 
@@ -30,12 +30,17 @@ class Status(enum.Enum):
 
 TRANSITIONS: dict[Status, frozenset[Status]] = {
     Status.WAITING: frozenset({Status.RUNNING, Status.FAILED, Status.ABORTED}),
-    Status.RUNNING: frozenset({Status.FINISHED, Status.FAILED, Status.ABORTED}),
+    Status.RUNNING: frozenset(
+        {Status.WAITING, Status.FINISHED, Status.FAILED, Status.ABORTED}
+    ),  # waiting: to run alone
     Status.FINISHED: frozenset(),
     Status.FAILED: frozenset(),
     Status.ABORTED: frozenset(),
 }
 """Every legal transition; any other raises."""
+
+SUSPECT_DEATHS = 2
+"""After this many processes have died while they ran a request, it runs alone, so that it cannot fail others."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -79,7 +84,11 @@ class Request:
     fixed_inputs: dict[tuple[str, tuple[int, ...]], tuple[TensorRef, ...]] = field(default_factory=dict)
     # (canvas, whether a step is mask-aware) -> sizes
     known_sizes: dict[tuple[str, bool], NodeSizes] = field(default_factory=dict)
+    has_lost_rank: bool = False  # one of these has died: values may be in shared memory alone
     num_moving: int = 0  # its values that a worker is writing to shared memory
+    num_deaths: int = field(init=False)  # of processes that died while they ran it
+    is_set_back: bool = False  # a rank died that it needs: what is in flight does not count, then it goes on
+    lost: list[TensorKey] = field(default_factory=list)  # its values that are nowhere any more, since it was set back
     # Set by the scheduler from results of batches.
     started: float | None = None  # when a worker began its first stage, monotonic seconds
     part_seconds: dict[str, float] = field(default_factory=dict)  # Part -> worker seconds spent in it
@@ -90,7 +99,7 @@ class Request:
     prompt_truncated: bool = False
 
     def __post_init__(self) -> None:
-        self.id, self.spec = self.head.request_id, self.head.spec
+        self.id, self.spec, self.num_deaths = self.head.request_id, self.head.spec, self.head.num_deaths
 
     def sizes(self, node: Node) -> NodeSizes:
         """The sizes of running a node next."""
@@ -117,6 +126,18 @@ class Request:
     def note_answer(self, node: Node) -> None:
         """Note that the oldest run in flight of a node has been answered. To be called before progress is changed."""
         self.sent_to.pop((node.name, self.progress.done[node.name] + 1 if node.region else 0), None)
+
+    def lose_rank(self, rank: int) -> None:
+        """Note that a rank is gone with all that it had."""
+        if rank in self.ranks:
+            self.has_lost_rank = True
+            self.fixed_inputs.clear()
+            self.sent_to = {run: tuple(r for r in ranks if r != rank) for run, ranks in self.sent_to.items()}
+
+    @property
+    def runs_alone(self) -> bool:
+        """Whether no other request may run beside it."""
+        return self.num_deaths >= SUSPECT_DEATHS
 
     @property
     def has_work_out(self) -> bool:

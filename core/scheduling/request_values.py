@@ -1,14 +1,15 @@
-"""What becomes of a request's values when one of its nodes has run, or when it begins again."""
+"""What becomes of a request's values when one of its nodes has run, when some are lost, or when it begins again."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 
 from core.graph.op import OPS
 from core.graph.skipping import readers_of
 from core.graph.workflow import Node, Workflow
 from core.handles import TensorKey, TensorRef
 from core.messages.worker import Batch
+from core.scheduling.lineage import runs_to_keep
 from core.scheduling.request import Request
 from core.scheduling.value_keys import edges_read, key_read, keys_done, keys_read, num_reads
 from core.scheduling.values import ValueTable
@@ -65,6 +66,34 @@ def note_choice(values: ValueTable, request: Request, chooser: Node, reader: str
             values.done_reading(key)
 
 
+def go_on(values: ValueTable, request: Request) -> int:
+    """Let a request that was set back go on from what is left. Nothing of it may be in flight. Nodes run again if they
+    are to make what was lost; what they made later than that is freed. Returns how many rounds of its steps are
+    repeated.
+    """
+    progress = request.progress
+    lost = [key for key in request.lost if values.get(key) is None]
+    kept = runs_to_keep(request.id, progress, lost, lambda key: values.get(key) is not None)
+    repeated = sum(progress.done[name] - kept[name] for name in kept.keys() & request.workflow.step_names)
+    progress.rewind(kept)
+    request.is_set_back = False
+    for each in (request.lost, request.fixed_inputs, request.sent_to):
+        each.clear()
+    values.discard([key for key in values.keys(request.id) if key.node in kept and _is_made_again(key, kept)])
+    _renew_all(values, request)
+    return repeated
+
+
+def _is_made_again(key: TensorKey, kept: Mapping[str, int]) -> bool:
+    return not key.version or key.version > kept[key.node]
+
+
+def _renew_all(values: ValueTable, request: Request) -> None:
+    for key in values.keys(request.id):
+        maker = request.workflow.node(key.node)
+        values.renew(key, num_reads(request.progress, maker, key.name, key.version))
+
+
 def begin_again(values: ValueTable, request: Request) -> None:
     """Restart the region that reads pages at its first round. Nothing of the request may be in flight. Nodes run again
     if they belong to it or come after it, if its first round has used up what they made, or if that is freed already.
@@ -76,8 +105,7 @@ def begin_again(values: ValueTable, request: Request) -> None:
     progress.restart(again, _rounds_at_first(request, again))
     request.fixed_inputs.clear()
     values.discard([key for key in values.keys(request.id) if key.node in again])
-    for key in values.keys(request.id):
-        values.renew(key, num_reads(progress, request.workflow.node(key.node), key.name, key.version))
+    _renew_all(values, request)
 
 
 def _to_repeat(values: ValueTable, request: Request, first: Iterable[str]) -> set[str]:

@@ -10,26 +10,26 @@ One iteration is schedule -> (a worker runs the plan) -> apply; `take_outputs` r
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
+from functools import partial
 from itertools import count
-
-import msgspec
 
 from core.config import CacheConfig, SchedulerConfig
 from core.costs.cost_model import CostKey, CostModel
 from core.costs.load_report import EngineStats, LoadReport
 from core.errors import InvalidRequestError
-from core.failure import NEVER_BEGUN, Failure
+from core.failure import Failure
 from core.graph.catalog import WORKFLOWS
 from core.graph.check import check_workflow
 from core.graph.op import OPS
 from core.graph.workflow import Node, op_of
-from core.handles import TensorKey
-from core.messages.engine import Aborted, DropTemplate, EngineRequest, Failed, Finished, PartialImage, PrimeTemplate
+from core.handles import LoadedComponent
+from core.messages.engine import Aborted, DropTemplate, EngineRequest, Failed, PartialImage, PrimeTemplate
 from core.messages.worker import Batch, BatchResult, CostSample, Free, ItemResult, PageCopied, StepPlan, TransferDone
 from core.model_info import ModelInfo
 from core.scheduling.cache_factory import make_cache
 from core.scheduling.deadlines import Deadlines
 from core.scheduling.dispatcher import Dispatched, Dispatcher
+from core.scheduling.endings import Endings
 from core.scheduling.in_flight import Flight, InFlight
 from core.scheduling.inputs import is_ahead
 from core.scheduling.live_requests import LiveRequests
@@ -40,10 +40,11 @@ from core.scheduling.outputs import Output, finished
 from core.scheduling.policies import make_policy
 from core.scheduling.policies.policy import SchedulingPolicy
 from core.scheduling.predictor import Predictor
-from core.scheduling.ranks import Loaded
+from core.scheduling.ranks import Loaded, Ranks
+from core.scheduling.recovery import Recovery
 from core.scheduling.reporter import Reporter
 from core.scheduling.request import Request, Status
-from core.scheduling.request_values import begin_again, note_choice, note_rounds, note_values
+from core.scheduling.request_values import note_choice, note_rounds, note_values
 from core.scheduling.step_limit import StepLimit
 from core.scheduling.values import ValueTable
 from core.scheduling.view import View
@@ -80,24 +81,27 @@ class StepScheduler:
         self._max_plans_out = 1 if self.cache.may_lose_pages else config.max_plans_in_flight
         self.num_workers = num_workers
         self._requests = LiveRequests()
-        # Request id -> message to send once nothing of it is in flight.
-        self._endings: dict[str, Finished | Failed | Aborted] = {}
         self._out = InFlight(num_workers, self._max_plans_out, config.max_ahead_ms / 1e3)
-        self._landed: list[Flight] = []  # answered by all their ranks, and not applied yet
         self.values = ValueTable()
         self._free: list[Free] = []
         self._outputs: list[Output] = []
-        self._reporter = Reporter(config, num_workers, self._predictor, self.cache)
+        self.ranks = Ranks(num_workers)
+        self._reporter = Reporter(config, self.ranks, self._predictor, self.cache)
         self._deadlines = Deadlines(config.max_num_seqs, self._predictor.left_of, self._predictor.base_seconds)
         self._plan_seqs = count()
         self._dispatcher = Dispatcher(self.cache, self.values, self._predictor.of_batch, count())
         self._policy = policy or make_policy(config.policy)
+        parts = self._requests, self.values, self.cache
+        self._endings = Endings(*parts, self._policy.on_end, self._outputs, self._free)
+        self._recovery = Recovery(
+            self._requests, self.values, self._out, self.cache, self._predictor.left_of, config.max_retries
+        )
 
     def learn(self, samples: Iterable[CostSample], loaded: Iterable[Loaded] = ()) -> None:
         """Train the cost model with what was measured before the first batch. loaded: by the workers."""
         self._predictor.learn(samples)
         for rank, components in loaded:
-            self._reporter.ranks.note_loaded(rank, components)
+            self.ranks.note_loaded(rank, components)
 
     # ------------------------------------------------------------------------------------------------- requests
 
@@ -134,26 +138,18 @@ class StepScheduler:
         for request_id in request_ids:
             request = self._requests.get(request_id)
             if request is not None and request.is_live:
-                self._end(request, Status.ABORTED, Aborted(request_id=request_id))
+                self._endings.end(request, Status.ABORTED, Aborted(request_id=request_id))
             elif request_id in self.cache.template_requests:
                 self.cache.abort_template(request_id)
         self._outputs += self.cache.take_answers()
 
     def fail_all(self, failure: Failure) -> None:
-        """End every request now, because the workers are gone. Requests that no worker had begun get the code
-        NEVER_BEGUN, since they cannot be the cause.
-        """
+        """End every request now, because all workers are gone."""
         self.cache.abandon(failure)
         self.values.clear()
-        bystander = msgspec.structs.replace(failure, code=NEVER_BEGUN)
-        for request in self._requests:
-            told = bystander if request.status is Status.WAITING else failure
-            ending = self._endings.pop(request.id, Failed(request_id=request.id, failure=told))
-            self._remove(request)
-            self._outputs.append(ending)
+        self._endings.fail_all(failure)
         self._outputs += self.cache.take_answers()
         self._out.clear()
-        self._landed.clear()
 
     @property
     def num_requests(self) -> int:
@@ -164,22 +160,49 @@ class StepScheduler:
         """(running, waiting) requests."""
         return self._requests.counts
 
+    # ------------------------------------------------------------------------------------------------- ranks
+
+    def lose_rank(self, rank: int, failure: Failure) -> None:
+        """Note that a rank's worker is gone. Requests that need what it had go on from what is left: on other ranks, or
+        when it joins again. failure: for one that was running on more ranks that died than it may have retries.
+        """
+        self.ranks.lose(rank)
+        loss = self._recovery.lose(rank, failure)
+        for request, told in loss.failed:
+            self._endings.fail(request, told)
+        for job_id, result in loss.failed_jobs:
+            self._apply_job(job_id, result)
+        self._apply_landed()
+        for request in loss.requests.values():
+            self._settle(request)
+
+    def join_rank(self, rank: int, components: Iterable[LoadedComponent]) -> None:
+        """Note that the worker of a rank that was lost has been started anew, and has loaded these components."""
+        self.ranks.join(rank)
+        self.ranks.note_loaded(rank, components)
+        self.cache.join_rank(rank)
+
     # ------------------------------------------------------------------------------------------------- one iteration
 
     def schedule(self, now: float) -> StepPlan | None:
         """The next plan; None when nothing can start before the next result or request arrives."""
         self._give_up_lost(now)
-        self.cache.reserve(self._requests, self._policy.page_rank)
+        if not self.ranks.up:
+            return None
+        page_rank = partial(self._policy.page_rank, ranks=self.ranks.up)
+        self.cache.reserve(self._requests, page_rank)
         while answers := self.cache.take_answers():  # the next idle work may be answered at once, too
             self._outputs += answers
-            self.cache.reserve(self._requests, self._policy.page_rank)
+            self.cache.reserve(self._requests, page_rank)
         view = self._view(now)
         chosen = self._dispatcher.carry_out(self._policy.choose(view, now), view)
         self._note_sent(chosen.flights)
         for request_id in chosen.begun:
             self._requests.begin(request_id, lambda request: self._predictor.left_of(request).seconds)
         orders = self.cache.take_orders()
-        self._free += [Free(key, tuple(range(self.num_workers))) for key in orders.free]
+        for key in orders.free:
+            self._free.append(Free(key, tuple(range(self.num_workers))))
+            self._recovery.forget_job(key.request_id)
         self._free += self.values.take_freed()
         has_work = bool(chosen.flights or chosen.transfers or orders.copies or orders.forget or orders.delete)
         # Freeing alone can wait for the next plan with work, unless none is expected.
@@ -191,12 +214,14 @@ class StepScheduler:
         """Process one rank's result of a batch, which is complete when all its ranks have answered. An unknown batch
         raises KeyError.
         """
-        flight = self._out.land(result)
-        self._reporter.ranks.note_answer(result.rank, result.seconds)
-        if flight.is_complete:
-            self._landed.append(flight)
-        while (following := next((each for each in self._landed if self._is_in_turn(each)), None)) is not None:
-            self._landed.remove(following)
+        self._out.land(result)
+        self.ranks.note_answer(result.rank, result.seconds)
+        self._apply_landed()
+
+    def _apply_landed(self) -> None:
+        landed = self._out.landed
+        while (following := next((each for each in landed if self._is_in_turn(each)), None)) is not None:
+            landed.remove(following)
             self._apply(following, following.result())
 
     def _is_in_turn(self, flight: Flight) -> bool:
@@ -206,7 +231,7 @@ class StepScheduler:
 
     def _apply(self, flight: Flight, result: BatchResult) -> None:
         is_ok, key = not any(item.failure for item in result.items), self._predictor.key_of(flight.batch)
-        self._reporter.note_batch(key, flight, result, is_ok=is_ok and result.num_parts == 1)
+        self._reporter.note_batch(key, flight, result, is_ok=is_ok and flight.is_whole and result.num_parts == 1)
         self._policy.on_result(flight.batch, result)
         if is_ok and flight.is_step:
             self._step_limit.note(sum(flight.work.queries), result.num_parts)
@@ -222,8 +247,7 @@ class StepScheduler:
         request = self._requests[done.ref.key.request_id]
         request.num_moving -= 1
         self.values.end_move(done.ref.key)
-        self._begin_again_if_spoilt(request)
-        self._finish_ending(request)
+        self._settle(request)
 
     def apply_copy(self, done: PageCopied) -> None:
         """Process the end of a copy of a cache entry between tiers, successful or not."""
@@ -232,11 +256,12 @@ class StepScheduler:
         self.cache.finish_copy(done)
         self._outputs += self.cache.take_answers()
         for request in () if done.ok else self._requests.running:
-            self._begin_again_if_spoilt(request)
+            self._settle(request)
 
     def take_outputs(self) -> tuple[Output, ...]:
         """Messages for clients since the last call, in order."""
-        outputs, self._outputs = tuple(self._outputs), []
+        outputs = tuple(self._outputs)
+        self._outputs.clear()
         return outputs
 
     # ------------------------------------------------------------------------------------------------- what it knows
@@ -262,24 +287,23 @@ class StepScheduler:
         self._requests.check_integrity()
         ids = {request.id for request in self._requests.in_order()}
         assert ids == {request.id for request in self._requests}
-        assert set(self._endings) <= ids
+        self._endings.check_integrity()
         self.cache.check_integrity()
-        assert self._out.flights or not self._landed, "results wait for runs that are not in flight"
-        flights = [*self._out.flights, *self._landed]
+        assert self._out.flights or not self._out.landed, "results wait for runs that are not in flight"
+        flights = [*self._out.flights, *self._out.landed]
         out = [item for flight in flights if not flight.job_id for item in flight.batch.items]
         assert len(out) == sum(request.progress.num_in_flight for request in self._requests)
         self._out.check_integrity(self.values.num_moving)
         self.values.check_integrity(ids)
-        assert all(request.is_live or request.id in self._endings for request in self._requests)
 
     # ------------------------------------------------------------------------------------------------- inside
 
     def _view(self, now: float) -> View:
-        idle = self._out.idle_ranks
+        idle = self._out.idle_ranks.intersection(self.ranks.up)
         return View(
             config=self.config,
             requests=self._requests,
-            num_ranks=self.num_workers,
+            ranks=self.ranks.up,
             open_ranks=idle | self._nearly_idle_ranks(),
             idle_ranks=idle,
             max_step_tokens=self._step_limit.tokens,
@@ -304,11 +328,13 @@ class StepScheduler:
         for flight in chosen.flights:
             self._out.send(seq, flight)
         self._out.send_transfers(seq, chosen.transfers)
-        free, self._free = tuple(self._free), []
+        free = tuple(self._free)
+        self._free.clear()
         return StepPlan(
             seq=seq,
             forget=orders.forget,
             delete=orders.delete,
+            file_rank=self.ranks.up[0],
             copies=orders.copies,
             batches=tuple(flight.batch for flight in chosen.flights),
             transfers=tuple(chosen.transfers),
@@ -322,17 +348,17 @@ class StepScheduler:
         seconds, part = request.part_seconds, op_of(node).part
         seconds[part] = seconds.get(part, 0.0) + result.seconds
         request.started = min(request.started or result.started, result.started)
-        if item.failure is not None and item.failure.kind == "pages_lost":
+        if request.is_set_back:
+            request.progress.land(node)
+        elif item.failure is not None and item.failure.kind == "pages_lost":
             request.progress.retry(node)
         elif item.failure is not None:
             request.progress.land(node)
-            if request.is_live:
-                self._end(request, Status.FAILED, Failed(request_id=request.id, failure=item.failure))
+            self._endings.fail(request, item.failure)
         else:
             self._advance(request, node, item, batch)
-        self._begin_again_if_spoilt(request)
         self._requests.note_progress(request)
-        self._finish_ending(request)
+        self._settle(request)
 
     def _advance(self, request: Request, node: Node, item: ItemResult, batch: Batch) -> None:
         progress = request.progress
@@ -350,49 +376,20 @@ class StepScheduler:
         if node.shows:
             self._outputs.append(PartialImage(request_id=request.id, index=index, step=round_))
         elif node.name == request.workflow.output and not self.cache.is_spoilt(request):
-            self._end(request, Status.FINISHED, finished(request, self.cache.outcome(request)))
+            self._endings.end(request, Status.FINISHED, finished(request, self.cache.outcome(request)))
 
-    def _begin_again_if_spoilt(self, request: Request) -> None:
-        if self.cache.is_spoilt(request):
-            request.progress.is_restarting = True
-            if not request.has_work_out:
-                self.cache.begin_again(request)
-                begin_again(self.values, request)
-                self._requests.note_progress(request)
-
-    def _end(self, request: Request, status: Status, message: Finished | Failed | Aborted) -> None:
-        """End a request. Its message is sent once no worker can touch its arrays any more."""
-        request.move_to(status)
-        self._endings[request.id] = message
-        self._requests.end(request.id)
-        self._finish_ending(request)
-
-    def _finish_ending(self, request: Request) -> None:
-        if request.id not in self._endings or request.has_work_out:
-            return
-        # What a finished request has lent for priming is read no more.
-        if request.status is Status.FINISHED or not self.cache.is_lent(request):
-            self._remove(request)
-            self._outputs.append(self._endings.pop(request.id))
-
-    def _remove(self, request: Request) -> None:
-        self._policy.on_end(request.id)
-        self._requests.remove(request.id)
-        self.values.forget(request.id)
-        self.cache.forget(request)
-        if request.progress.has_started:
-            self._free.append(Free(TensorKey(request.id, "", ""), tuple(request.ranks)))
+    def _settle(self, request: Request) -> None:
+        """After something of a request has ended: let it go on, or end, if it waits for that."""
+        self._reporter.note_repeated(self._recovery.settle(request))
+        self._endings.finish(request)
 
     def _give_up_lost(self, now: float) -> None:
         live = list(self._requests.live()) if self._requests.has_due else []
         for request, failure in self._deadlines.lost(live, now):
-            self._end(request, Status.FAILED, Failed(request_id=request.id, failure=failure))
+            self._endings.fail(request, failure)
 
     def _apply_job(self, job_id: str, result: BatchResult) -> None:
         for request_id, failure in self.cache.finish(job_id, result).items():
-            request = self._requests[request_id]
-            if request.is_live:
-                self._end(request, Status.FAILED, Failed(request_id=request.id, failure=failure))
+            self._endings.fail(self._requests[request_id], failure)
         self._outputs += self.cache.take_answers()
-        for request_id in list(self._endings):
-            self._finish_ending(self._requests[request_id])
+        self._endings.finish_lenders()

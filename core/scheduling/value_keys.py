@@ -48,7 +48,7 @@ def num_reads(progress: Progress, node: Node, name: str, version: int) -> int:
     """How often other nodes will read what a node has made under this name and version: each once in all its runs, or
     in its same round, in the next one, or in both.
     """
-    if node.region and version < progress.rounds[node.region]:
+    if node.region and version < progress.rounds[node.region] and not progress.was_rewound:
         return progress.workflow.reads_in_rounds.get((node.name, name), 0) + _num_shown(progress, node, name, version)
     number = 0
     for reader, edges in progress.workflow.readers.get((node.name, name), ()):
@@ -70,7 +70,7 @@ def _way(progress: Progress, reader: Node, node: Node, edge: Edge, version: int)
     is_last = not node.region or version == progress.rounds[node.region]
     if edge.carried == node.name and version:
         return "" if is_last or progress.done[reader.name] > version else "next round"
-    if edge.source != node.name:
+    if edge.source != node.name or (edge.carried and progress.done[reader.name]):
         return ""
     if reader.shows == node.name:
         return "shown" if version in progress.shown.get(reader.name, ())[progress.done[reader.name] :] else ""

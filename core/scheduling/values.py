@@ -99,6 +99,18 @@ class ValueTable:
             self._drop(key)
         self._freed = [free for free in self._freed if free.key.request_id != request_id]
 
+    def lose(self, rank: int) -> list[TensorKey]:
+        """Note that a rank is gone with all that it had, after `fail_move` for what it was writing. Returns the keys of
+        the values that are nowhere else; they are dropped.
+        """
+        lost = []
+        for value in [value for values in self._values.values() for value in values.values() if rank in value.ranks]:
+            value.ranks -= {rank}
+            if not value.ranks and value.handle is None:
+                lost.append(value.ref.key)
+                self._drop(value.ref.key)
+        return lost
+
     def clear(self) -> None:
         """Drop everything: the workers are gone."""
         for request_id in list(self._values):
@@ -129,6 +141,15 @@ class ValueTable:
         """Note that a value is in shared memory. It is freed if its last reader has read it elsewhere meanwhile."""
         value = self._values[key.request_id][key]
         value.is_moving = False
+        if not value.readers_left:
+            self._free(key)
+
+    def fail_move(self, key: TensorKey) -> None:
+        """Note that a value will not come to shared memory, because the rank that was to write it there is gone."""
+        value = self._values[key.request_id][key]
+        assert value.handle is not None
+        self._give_back(value.handle)
+        value.handle, value.is_moving = None, False
         if not value.readers_left:
             self._free(key)
 
@@ -173,7 +194,10 @@ class ValueTable:
             return None
         assert not value.is_moving, f"{key} is freed while a worker writes it to shared memory"
         if value.handle is not None:
-            self._space.free(value.handle.offset, value.handle.offset + self._space.extent(value.handle.size))
+            self._give_back(value.handle)
         if not values:
             del self._values[key.request_id]
         return value
+
+    def _give_back(self, handle: ArrayRef) -> None:
+        self._space.free(handle.offset, handle.offset + self._space.extent(handle.size))

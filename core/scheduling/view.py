@@ -28,7 +28,7 @@ class View:
 
     config: SchedulerConfig
     requests: LiveRequests  # `live()` in scheduling order: fair between owners, most urgent first; and `running`
-    num_ranks: int  # workers of the engine
+    ranks: tuple[int, ...]  # those that live, at least one, ascending
     open_ranks: frozenset[int]  # ranks that may be given work
     idle_ranks: frozenset[int]  # those of them that have none
     max_step_tokens: int  # token budget of a step together with what is primed beside it
@@ -73,6 +73,10 @@ class View:
     def seconds(self, request: Request, node: Node) -> float:
         """Predicted time of running a node next, alone."""
         return self._predict(request.head.model, op_of(node), node_work(request, node))
+
+    def page_rank(self, request: Request) -> int | None:
+        """The one rank that can read the pages reserved for a request, which are on its device; None: any rank can."""
+        return self._cache.rank_of(request)
 
     def has_pages(self, request: Request, node: Node, ranks: Ranks) -> bool:
         """Whether these ranks can read what a ready node needs of the cache."""

@@ -11,7 +11,7 @@ import logging
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Protocol
+from typing import NoReturn, Protocol
 
 from core.config import EngineConfig
 from core.errors import EngineDeadError
@@ -29,6 +29,7 @@ from core.messages.engine import (
     ToEngine,
 )
 from core.messages.worker import BatchResult, FromWorker, PageCopied, StepPlan, TransferDone, WorkerFailed, WorkerReady
+from core.restarts import MAX_RESTARTS, Restarts
 from core.scheduling.outputs import Output
 from core.scheduling.scheduler import StepScheduler
 from engine.engine_core.watchdog import Watchdog
@@ -40,12 +41,17 @@ logger = logging.getLogger("stencil.engine")
 REPORT_SECONDS = 1.0
 """How old an engine's last report may get while it works."""
 
+PROVEN_SECONDS = 10.0
+"""A worker that has served for this long starts again with 0 restarts in a row. What kills a worker by itself, such as
+a broken device, does so within its first batches."""
+
 
 class PlanSink(Protocol):
     """Sends plans to the workers; implemented by `model_executor.executor.Executor`."""
 
     def submit(self, plan: StepPlan) -> None: ...
     def kill(self, rank: int) -> None: ...
+    def restart(self, rank: int, wait_seconds: float) -> None: ...
 
 
 @dataclass(frozen=True, slots=True)
@@ -77,6 +83,7 @@ class EngineCore:
         self._emit = emit
         self._trace = trace or EngineTrace(NoTracer())
         self._watchdog = Watchdog(hang_seconds, self._on_hang)
+        self._restarts = [Restarts() for _ in range(scheduler.num_workers)]  # by rank
         self._unwatched: set[int] = set()  # ranks that have answered, or were sent something, since the last look
         self._is_draining = False
         self._is_idle = True
@@ -87,7 +94,9 @@ class EngineCore:
 
     async def run(self) -> None:
         """Serve until a Drain message was received and all requests have ended. Raises EngineDeadError when a worker
-        dies, after every request got its terminal output."""
+        keeps dying, after every request got its terminal output."""
+        for restarts in self._restarts:
+            restarts.note_up(time.monotonic())
         self._send_report()
         try:
             while not (self._is_draining and self._scheduler.num_requests == 0):
@@ -117,6 +126,7 @@ class EngineCore:
     def _on_hang(self, rank: int, seconds: float) -> None:
         logger.error("worker %d gave no answer in %.1f s and is killed", rank, seconds, extra=of_request(""))
         self._executor.kill(rank)
+        self._watchdog.extend()
 
     def _report(self) -> None:
         """Report outputs and requests that begin at once, and all else within REPORT_SECONDS. A new request need not be
@@ -183,11 +193,39 @@ class EngineCore:
             case PageCopied():
                 self._scheduler.apply_copy(message)
             case WorkerFailed():
-                self._fail(message)
+                self._lose(message)
             case WorkerReady():
-                raise AssertionError(f"worker {message.rank} said twice that it is ready")
+                self._join(message)
 
-    def _fail(self, message: WorkerFailed) -> None:
+    def _lose(self, message: WorkerFailed) -> None:
+        """Have a dead worker started anew, while the others go on; or give up if it keeps dying."""
+        rank, failure, restarts = message.rank, message.failure, self._restarts[message.rank]
+        self._watchdog.heard(rank)
+        self._unwatched.discard(rank)
+        if not restarts.may_restart(time.monotonic(), PROVEN_SECONDS):
+            self._fail(message)
+        if failure.detail:
+            logger.error("worker %d failed: %s\n%s", rank, failure.message, failure.detail, extra=of_request(""))
+        if rank in self._scheduler.ranks.up:  # else its restart has failed
+            self._scheduler.lose_rank(rank, failure)
+            self._trace.lost(rank)
+        seconds = restarts.next_wait()
+        text = "worker %d is restarted in %.0f s, restart %d of at most %d in a row: %s"
+        logger.error(text, rank, seconds, restarts.in_a_row, MAX_RESTARTS, failure.message, extra=of_request(""))
+        self._executor.restart(rank, seconds)
+        self._is_report_due = True
+
+    def _join(self, message: WorkerReady) -> None:
+        """Give work to a worker that was started anew."""
+        if {info.name: info for info in message.models} != self._scheduler.models:
+            why = f"worker {message.rank} no longer serves its models in the same way"
+            self._fail(WorkerFailed(rank=message.rank, failure=Failure("config", why)))
+        logger.info("worker %d serves again", message.rank, extra=of_request(""))
+        self._restarts[message.rank].note_up(time.monotonic())
+        self._scheduler.join_rank(message.rank, message.components)
+        self._is_report_due = True
+
+    def _fail(self, message: WorkerFailed) -> NoReturn:
         # The other workers must not touch a request's memory once its terminal output was sent.
         for rank in range(self._scheduler.num_workers):
             self._executor.kill(rank)

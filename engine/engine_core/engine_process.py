@@ -1,6 +1,6 @@
 """The engine process, which runs an EngineCore: its entry point, its socket to the API server, its workers and signals.
 
-Started by EngineClient through core.ipc.process; exits when drained, when a worker dies, or with its parent.
+Started by EngineClient through core.ipc.process; exits when drained, when a worker keeps dying, or with its parent.
 """
 
 from __future__ import annotations

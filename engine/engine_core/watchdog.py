@@ -25,6 +25,7 @@ class Watchdog:
         self._hang_seconds = hang_seconds
         self._on_hang = on_hang
         self._timers: dict[int, asyncio.TimerHandle] = {}  # rank -> timer of half its time limit
+        self._seconds: dict[int, float] = {}  # rank -> its time limit
 
     def is_watching(self, rank: int) -> bool:
         """Whether an answer from this worker is expected."""
@@ -32,8 +33,11 @@ class Watchdog:
 
     def expect(self, rank: int, predicted_seconds: float) -> None:
         """Start a worker's time limit. predicted_seconds: predicted time of the work that it has."""
+        self._start(rank, max(self._hang_seconds, PATIENCE * predicted_seconds))
+
+    def _start(self, rank: int, seconds: float) -> None:
         self.heard(rank)
-        seconds = max(self._hang_seconds, PATIENCE * predicted_seconds)
+        self._seconds[rank] = seconds
         self._timers[rank] = asyncio.get_running_loop().call_later(seconds / 2, self._half_over, rank, seconds)
 
     def heard(self, rank: int) -> None:
@@ -41,6 +45,12 @@ class Watchdog:
         timer = self._timers.pop(rank, None)
         if timer is not None:
             timer.cancel()
+            del self._seconds[rank]
+
+    def extend(self) -> None:
+        """Start the time limits of all workers anew: they may have waited for one that hangs."""
+        for rank, seconds in list(self._seconds.items()):
+            self._start(rank, seconds)
 
     def close(self) -> None:
         """Stop all timers."""

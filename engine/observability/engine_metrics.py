@@ -50,6 +50,7 @@ _TOTALS = {  # field of EngineStats -> name, text
     "steps": ("steps", "Denoising steps run."),
     "batch_tokens": ("tokens_computed", "Tokens computed in denoising steps."),
     "tokens_skipped": ("tokens_skipped", "Image tokens left out of denoising steps by mask-aware execution."),
+    "steps_repeated": ("steps_repeated", "Steps of images that were lost with a worker and done again."),
     "prime_chunks": ("prime_chunks", "Chunks of priming run."),
 }
 _CACHE_TOTALS = {
@@ -83,6 +84,9 @@ class EngineMetrics:
 
     def _make_engine_collectors(self, registry: MetricRegistry) -> None:
         self._alive = registry.gauge("engine_alive", "1 while an engine serves, 0 while it does not.", "engine")
+        self._rank_restarts = registry.counter(
+            "rank_restarts", "Workers that died and were started anew while their engine lived on.", "engine"
+        )
         self._restarts = registry.counter("engine_restarts", "Starts of an engine after its death.", "engine")
         self._running = registry.gauge("engine_requests_running", "Images that an engine has begun.", "engine")
         self._waiting = registry.gauge("engine_requests_waiting", "Images queued in an engine.", "engine")
@@ -121,14 +125,14 @@ class EngineMetrics:
     def expect(self, num_engines: int) -> None:
         """Create the series of engines 0..num_engines - 1, before any report."""
         for engine in range(num_engines):
-            for collector in (self._alive, self._restarts, *self._load_gauges()):
+            for collector in (self._alive, self._restarts, self._rank_restarts, *self._load_gauges()):
                 collector.labels(str(engine))
             for stage in _OP_NAMES:
                 self._busy_seconds.labels(str(engine), stage)
 
     def observe(self, engine: int, load: LoadReport, stats: EngineStats | None) -> None:
         """Take over an engine's report. An engine with totals lower than before has been restarted."""
-        self._alive.labels(str(engine)).set(1)
+        self._alive.labels(str(engine)).set(load.num_ranks > 0)
         self._running.labels(str(engine)).set(load.num_running)
         self._waiting.labels(str(engine)).set(load.num_waiting)
         self._drain_seconds.labels(str(engine)).set(load.drain_seconds)
@@ -158,6 +162,8 @@ class EngineMetrics:
             self._busy_seconds.labels(str(engine), stage).inc(seconds - last.busy_seconds.get(stage, 0.0))
         for field, total in self._totals.items():
             total.inc(getattr(stats, field) - getattr(last, field))
+        deaths, before = (sum(rank.deaths for rank in each.ranks) for each in (stats, last))
+        self._rank_restarts.labels(str(engine)).inc(deaths - before)
         self._observe_steps(stats.recent_steps)
         self._watch_r_squared(stats.r_squared)
         self._observe_cache(stats.cache or _NO_CACHE, last.cache or _NO_CACHE)

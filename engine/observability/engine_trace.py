@@ -87,6 +87,15 @@ class EngineTrace:
             if any(item.request_id in self._traced for item in batch.items):
                 self._batches[batch.id] = batch
 
+    def lost(self, rank: int) -> None:
+        """A rank has died: a child span of no length shows it in the requests that it had a batch of."""
+        now = time.monotonic()
+        for batch in [batch for batch in self._batches.values() if rank in batch.ranks]:
+            for name in {item.request_id for item in batch.items} & self._traced.keys():
+                self._traced[name].span.child("rank_died", now, now, {"stencil.rank": rank})
+            if batch.ranks[0] == rank:  # its times will not come
+                del self._batches[batch.id]
+
     def said(self, outputs: Iterable[Output]) -> None:
         """EngineCore has sent outputs to the API server."""
         for output in outputs:

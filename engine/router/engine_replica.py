@@ -1,4 +1,4 @@
-"""EngineReplica: supervises one engine process: starts it, restarts it with back-off, gives up after MAX_RESTARTS.
+"""EngineReplica: supervises one engine process: starts it, restarts it with back-off, gives it up if it keeps dying.
 
 Runs in the API server, driven by the Router, which sends the requests of a dead engine to another one. Cached pages in
 memory are lost with the process and primed again.
@@ -22,23 +22,13 @@ from core.ipc.logs import of_request
 from core.ipc.shared_array import Arena
 from core.messages.engine import DropTemplate, EngineRequest, PrimeTemplate
 from core.model_info import ModelInfo
+from core.restarts import MAX_RESTARTS, Restarts, restart_limit
 from engine.router.engine_client import EngineClient, Waiter
 
 logger = logging.getLogger("stencil.router")
 
-MAX_RESTARTS = 4
-"""Restarts in a row before an engine is given up."""
-
-FIRST_WAIT_SECONDS, MAX_WAIT_SECONDS = 1.0, 30.0
-"""Wait before the second restart in a row, doubled for each further one, and its upper bound. The first restart is
-immediate, as most deaths are single ones."""
-
 PROVEN_SECONDS = 60.0
 """An engine that has served for this long starts again with 0 restarts in a row."""
-
-RESTART_PATIENCE, MIN_RESTART_SECONDS = 10.0, 600.0
-"""Time limit of a restart: this multiple of the first start's time, but at least MIN_RESTART_SECONDS. The files are
-downloaded by then, so the limit of the first start, which may be hours, would only keep requests waiting."""
 
 ReplicaState = Literal["loading", "serving", "restarting", "gone"]
 """loading: first start. restarting: died, and is starting again or waiting to. gone: given up."""
@@ -74,10 +64,9 @@ class EngineReplica:
         self._arena = arena
         self._watcher = watcher
         self._models: dict[str, ModelInfo] | None = None  # served since its first start; None before
-        self._up_since = 0.0  # when it became ready after its last start; 0: not yet
         self._started = 0.0  # when it was started last
         self._start_seconds = config.start_seconds  # time limit of its next start
-        self.num_restarts = 0  # in a row
+        self._restarts = Restarts()
         self._late_drops: list[DropTemplate] = []  # to be sent when it is ready
         self._stopping = asyncio.Event()
         self._gone = asyncio.Event()
@@ -117,21 +106,17 @@ class EngineReplica:
 
     def _may_restart(self) -> bool:
         """Whether to restart: not if it never was ready or keeps dying, as it would fail again."""
-        if self._up_since and time.monotonic() - self._up_since >= PROVEN_SECONDS:
-            self.num_restarts = 0
-        return not self._stopping.is_set() and self._models is not None and self.num_restarts < MAX_RESTARTS
+        may_restart = self._restarts.may_restart(time.monotonic(), PROVEN_SECONDS)
+        return may_restart and not self._stopping.is_set() and self._models is not None
 
     async def _wait_to_restart(self, error: StencilError) -> None:
-        """Back off: an engine may die for lack of memory or a device, which may become available."""
-        seconds = wait_before(self.num_restarts)
-        self.num_restarts += 1
+        seconds = self._restarts.next_wait()
         message = "engine %d is restarted in %.0f s, restart %d of at most %d in a row: %s"
         logger.error(message, self.rank, seconds, self.num_restarts, MAX_RESTARTS, error, extra=of_request(""))
         with suppress(TimeoutError):
             await asyncio.wait_for(self._stopping.wait(), seconds)
 
     def _restart(self) -> None:
-        self._up_since = 0.0
         self._client = self._make_client()
         self._watcher.on_restart(self.rank)
         try:
@@ -147,10 +132,10 @@ class EngineReplica:
         if self._models is not None and models != self._models:
             self._client.fail(ConfigError("the engine no longer serves its models in the same way"))
             return
-        self._up_since = time.monotonic()
+        now = time.monotonic()
+        self._restarts.note_up(now)
         if self._models is None:
-            patience = max(MIN_RESTART_SECONDS, RESTART_PATIENCE * (self._up_since - self._started))
-            self._start_seconds = min(self._start_seconds, patience)
+            self._start_seconds = restart_limit(now - self._started, self._start_seconds)
             # Measured only once: a restart must not change whether a picture's pages fit.
             self.cache = msgspec.structs.replace(self.cache, device_bytes=device_page_bytes)
             self._config = msgspec.structs.replace(self._config, cache=self.cache)
@@ -190,6 +175,11 @@ class EngineReplica:
         self.give_up(EngineDeadError("the engine has stopped"))
 
     @property
+    def num_restarts(self) -> int:
+        """Restarts in a row."""
+        return self._restarts.in_a_row
+
+    @property
     def is_alive(self) -> bool:
         """Whether the engine is ready and not known to be dead."""
         return self._client.is_ready
@@ -218,8 +208,3 @@ class EngineReplica:
             self._client.drop(template)
         elif self.error is None:
             self._late_drops.append(template)
-
-
-def wait_before(num_restarts: int) -> float:
-    """Seconds to wait before the next restart after `num_restarts` in a row: 0, 1, 2, 4, ..."""
-    return min(MAX_WAIT_SECONDS, FIRST_WAIT_SECONDS * 2 ** (num_restarts - 1)) if num_restarts else 0.0

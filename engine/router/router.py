@@ -36,9 +36,6 @@ from engine.router.engine_replica import EngineReplica, ReplicaState
 
 logger = logging.getLogger("stencil.router")
 
-SUSPECT_DEATHS = 2
-"""After this many engines have died while running a request, it runs alone, so that it cannot fail others."""
-
 
 @dataclass(slots=True)
 class RoutedRequest:
@@ -76,7 +73,7 @@ class Router:
         self._models: dict[str, ModelInfo] = {}
         self._fleet = Fleet(size, config.engine.scheduler.max_num_seqs)
         self._policy = make_policy(config.router_policy)
-        self._max_retries = config.max_retries
+        self._max_retries = config.engine.scheduler.max_retries
         self._metrics = metrics
         self._is_stopping = False
         self._placements: dict[str, RoutedRequest] = {}  # by request id, until the terminal output
@@ -164,7 +161,9 @@ class Router:
 
     @property
     def alive(self) -> list[bool]:
-        """For each engine, whether it serves; False from the first sign of its death, even if its process runs."""
+        """For each engine, whether it serves; False from the first sign of its death, even if its process runs, and
+        while none of its workers lives.
+        """
         return [replica.is_alive and bool(self._fleet.is_alive[replica.rank]) for replica in self._replicas]
 
     @property
@@ -322,8 +321,8 @@ class Router:
         else:
             self._metrics.observe_retried()
             routed.was_retried = True
-            if routed.num_deaths >= SUSPECT_DEATHS and isinstance(routed.message, EngineRequest):
-                routed.message = msgspec.structs.replace(routed.message, runs_alone=True)
+            if isinstance(routed.message, EngineRequest):
+                routed.message = msgspec.structs.replace(routed.message, num_deaths=routed.num_deaths)
             self._place_again(routed)
 
     # ---------------------------------------------------------------------------------- callbacks of the replicas
@@ -331,6 +330,9 @@ class Router:
     def on_up(self, rank: int) -> None:
         """Send it the requests that wait for an engine."""
         self._fleet.restore(rank)
+        self._place_waiting()
+
+    def _place_waiting(self) -> None:
         for routed in list(self._placements.values()):
             if routed.engine is None:
                 self._place_again(routed)
@@ -341,17 +343,20 @@ class Router:
         if stats is not None:
             self.stats[rank] = stats
             self.recent_steps[rank].extend(stats.recent_steps)
+        was_candidate = self._fleet.is_alive[rank]
         self._fleet.observe(rank, load, time.monotonic())
         for request_id in load.begun:
             if request_id in self._placements:
                 self._placements[request_id].has_begun = True
         self._metrics.observe_load(rank, load, stats)
+        if self._fleet.is_alive[rank] and not was_candidate:  # one of its workers lives again
+            self._place_waiting()
 
     def on_down(self, rank: int, error: StencilError) -> None:
         """Send no requests to an engine that has died. Called more than once for a death."""
-        if self._fleet.is_alive[rank] and self._models and not self._is_stopping:
-            logger.error("engine %d is gone: %s", rank, error, extra=of_request(""))
-        if self._fleet.is_alive[rank]:
+        if not self._fleet.has_lost(rank):
+            if self._models and not self._is_stopping:
+                logger.error("engine %d is gone: %s", rank, error, extra=of_request(""))
             self._note_bystanders(rank)
         self._fleet.lose(rank)
         self.loads[rank] = self.stats[rank] = None

@@ -1,21 +1,24 @@
 """Exchange: sends values to other ranks, and waits for theirs, while batches run (deferred inputs).
 
 A `Delivery` is executed as soon as this rank has the value: at once, or after the batch that makes it. So a rank that
-waits for it within a batch waits only for batches dispatched before its own, and never in a circle.
+waits for it within a batch waits only for batches dispatched before its own, and never in a circle. If the other rank
+dies, the engine says so, and the wait ends.
 """
 
 from __future__ import annotations
 
 import time
-from collections.abc import Collection, Iterable, Sequence
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import msgspec
 import numpy as np
 import numpy.typing as npt
 
-from core.handles import TensorKey, TensorRef
+from core.handles import TensorKey
 from core.ipc.peer_sockets import PeerSockets
+from core.messages.peers import Parcel, RankGone, ToInbox
 from core.messages.worker import Batch, Delivery
 from model_executor.worker.tensor_store import MissingValueError, TensorStore
 
@@ -23,11 +26,12 @@ Run = tuple[str, str, int]
 """Request id, node, version of what it makes: one run of a node."""
 
 
-class _Parcel(msgspec.Struct, frozen=True, omit_defaults=True):
-    """Header of a message between ranks."""
+@dataclass(slots=True)
+class _Awaited:
+    """What the batch that runs waits for under one key."""
 
-    key: TensorKey
-    ref: TensorRef | None = None  # describes the data; None: the value was not made
+    source: int  # rank
+    number: int  # of messages still to come
 
 
 class Exchange:
@@ -36,22 +40,14 @@ class Exchange:
     def __init__(self, store: TensorStore, sockets: PeerSockets | None = None) -> None:
         self._store = store
         self._sockets = sockets
-        self._to_send: list[Delivery] = []  # of values that batches of the plan in execution make
-        self._decoder = msgspec.msgpack.Decoder(_Parcel)
-        self._awaited: dict[TensorKey, int] = {}  # by the batch that runs -> messages still to come
+        self._decoder: msgspec.msgpack.Decoder[ToInbox] = msgspec.msgpack.Decoder(ToInbox)
+        self._seq = 0  # of the plan in execution
+        self._to_send: list[Delivery] = []  # of values that its batches make
+        self._awaited: dict[TensorKey, _Awaited] = {}  # by the batch that runs
         self._failed: set[TensorKey] = set()  # of these, values that were not made
-        self._early: list[tuple[_Parcel, npt.NDArray[Any]]] = []  # received for later batches
+        self._early: list[tuple[Parcel, npt.NDArray[Any]]] = []  # received for later batches
+        self._gone: dict[int, int] = {}  # rank that has died -> the first plan that is not void for it
         self._waited = 0.0  # seconds
-
-    def free(self, keys: Collection[TensorKey]) -> None:
-        """Drop what has come for batches that will not run. keys: as for `TensorStore.free`. Whatever is sent for a
-        request is sent before the engine frees it.
-        """
-        if self._sockets is None or not keys:
-            return
-        self._receive_all()
-        gone, ended = set(keys), {key.request_id for key in keys if not key.node and not key.name}
-        self._early = [each for each in self._early if each[0].key not in gone and each[0].key.request_id not in ended]
 
     def close(self) -> None:
         """Close the sockets."""
@@ -60,8 +56,16 @@ class Exchange:
 
     # ------------------------------------------------------------------------------------------------ sending
 
-    def begin_plan(self, deliveries: Iterable[Delivery], batches: Sequence[Batch]) -> None:
-        """Send what this rank has already; note what these batches will make."""
+    def begin_plan(self, seq: int, deliveries: Iterable[Delivery], batches: Sequence[Batch]) -> None:
+        """Drop what has come for earlier plans, whose batches did not run; send what this rank has already; note what
+        these batches will make.
+        """
+        if self._sockets is None:
+            return
+        self._seq = seq
+        self._receive_all()
+        self._early = [(parcel, data) for parcel, data in self._early if parcel.seq >= seq]
+        self._to_send.clear()
         to_come = {run for batch in batches for run in _runs(batch)}
         for delivery in deliveries:
             if _run_of(delivery) in to_come:
@@ -83,10 +87,14 @@ class Exchange:
         if ref is not None:
             data = np.empty(ref.nbytes, np.uint8)
             self._store.write(delivery.key, data)
-        header = msgspec.msgpack.encode(_Parcel(delivery.key, ref))
-        while not self._sockets.post(delivery.target, header, data):
-            self._receive_all()  # the other rank may be waiting for room here, too
+        header = msgspec.msgpack.encode(Parcel(self._seq, delivery.key, ref))
+        while not self._is_void_for(delivery.target) and not self._sockets.post(delivery.target, header, data):
+            self._receive_all()  # the other rank may be waiting for room here, too; or it has died
             self._sockets.wait_for_room(delivery.target)
+
+    def _is_void_for(self, rank: int) -> bool:
+        """Whether a rank has died since the plan in execution was sent."""
+        return self._seq < self._gone.get(rank, 0)
 
     # ------------------------------------------------------------------------------------------------ receiving
 
@@ -95,17 +103,18 @@ class Exchange:
         for item in batch.items:
             for ref in item.inputs:
                 if ref.is_deferred and ref.rank != self._store.rank:
-                    self._awaited[ref.key] = self._awaited.get(ref.key, 0) + 1
+                    self._awaited.setdefault(ref.key, _Awaited(ref.rank, 0)).number += 1
         if self._awaited:
             early, self._early = self._early, []
             for parcel, data in early:
                 self._take(parcel, data)
+            self._give_up()
 
     def wait(self, key: TensorKey) -> None:
         """Wait until a deferred value of the batch that runs is in the tensor store. Raises MissingValueError if it was
-        not made.
+        not made, or its rank has died.
         """
-        while self._awaited.get(key):
+        while key in self._awaited:
             self._receive()
         if key in self._failed:
             raise MissingValueError(f"{key.node}.{key.name} of {key.request_id} was not made")
@@ -126,28 +135,37 @@ class Exchange:
         started = time.monotonic()
         header, data = self._sockets.receive()
         self._waited += time.monotonic() - started
-        self._take(self._decoder.decode(header), data)
+        match self._decoder.decode(header):
+            case Parcel() as parcel:
+                self._take(parcel, data)
+            case RankGone() as gone:
+                self._gone[gone.rank] = gone.seq
+                self._give_up()
 
     def _receive_all(self) -> None:
         """Receive what has come, without waiting."""
         assert self._sockets is not None
         while self._sockets.has_message():
-            header, data = self._sockets.receive()
-            self._take(self._decoder.decode(header), data)
+            self._receive()
 
-    def _take(self, parcel: _Parcel, data: npt.NDArray[Any]) -> None:
-        left = self._awaited.get(parcel.key)
-        if left is None:
+    def _take(self, parcel: Parcel, data: npt.NDArray[Any]) -> None:
+        awaited = self._awaited.get(parcel.key) if parcel.seq == self._seq else None
+        if awaited is None:
             self._early.append((parcel, data))
             return
-        if left == 1:
+        awaited.number -= 1
+        if not awaited.number:
             del self._awaited[parcel.key]
-        else:
-            self._awaited[parcel.key] = left - 1
         if parcel.ref is None:
             self._failed.add(parcel.key)
         else:
             self._store.put_bytes(parcel.ref, data)
+
+    def _give_up(self) -> None:
+        """Wait no more for ranks that have died."""
+        for key in [key for key, awaited in self._awaited.items() if self._is_void_for(awaited.source)]:
+            del self._awaited[key]
+            self._failed.add(key)
 
 
 def _runs(batch: Batch) -> list[Run]:

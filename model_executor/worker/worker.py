@@ -130,7 +130,7 @@ def _start(settings: WorkerConfig, link: EngineLink, arenas: Sequence[Arena], so
     ready = models.ready(settings.rank)
     page_bytes = device_page_bytes(gauge, models.families, ready.models, settings.cache, settings.scheduler)
     ready = msgspec.structs.replace(ready, device_page_bytes=page_bytes)
-    if settings.rank == 0:  # measuring in several workers at once would disturb the measurements
+    if settings.measures_costs:
         kernels = {model.name: model.kernels for model in settings.models}
         samples = known_or_probed(models.families, ready.models, user_cache_folder(os.environ), kernels)
         ready = msgspec.structs.replace(ready, samples=samples)
@@ -252,14 +252,13 @@ class Worker:
         """Execute a plan in the order that StepPlan defines."""
         for free in plan.free:
             self._store.free(free.key)
-        self._exchange.free([free.key for free in plan.free])
         for component in plan.load:
             self._loader.load(component)
         self._pages.forget(each.key for each in plan.forget)
         self._pages.delete(plan.delete)
         for copy in plan.copies:
             self._pages.start(copy)
-        self._exchange.begin_plan(plan.deliveries, plan.batches)
+        self._exchange.begin_plan(plan.seq, plan.deliveries, plan.batches)
         for batch in plan.batches:
             result = self._runner.run(batch)
             self._exchange.end_batch(batch)

@@ -173,14 +173,14 @@ from importlib.machinery import PathFinder
 
 class Finder:
     def find_spec(self, name, path=None, target=None):
-        if name != "model_executor.worker.runner":
+        if name not in INJECTED:
             return None
         spec = PathFinder.find_spec(name, path)
         execute = spec.loader.exec_module
 
         def exec_module(module):
             execute(module)
-            inject(module, os.path.dirname(__file__))
+            INJECTED[name](module, os.path.dirname(__file__))
 
         spec.loader.exec_module = exec_module
         return spec
@@ -189,11 +189,22 @@ sys.meta_path.insert(0, Finder())
 """
 
 
-def shim(folder: Path, patch: pytest.MonkeyPatch, inject: str) -> None:
+EACH_DEATH_IS_THE_FIRST = """
+def prove(module, folder):
+    module.PROVEN_SECONDS = 0.0
+
+INJECTED["engine.engine_core.engine_core"] = prove
+"""
+"""However short a worker has lived, its engine starts it again at once."""
+
+
+def shim(folder: Path, patch: pytest.MonkeyPatch, inject: str = "inject = None") -> None:
     """Make every process that is started from now on and imports the runner call `inject(runner module, folder)`, whose
-    source is given here. Simulates a bug in a library, lack of memory and the like.
+    source is given here. Simulates a bug in a library, lack of memory and the like. For an engine, each death of a
+    worker counts as the first.
     """
-    (folder / "sitecustomize.py").write_text(inject + _SHIM)
+    hooks = 'INJECTED = {"model_executor.worker.runner": inject} if inject else {}\n'
+    (folder / "sitecustomize.py").write_text(inject + "\n" + hooks + EACH_DEATH_IS_THE_FIRST + _SHIM)
     patch.setenv("PYTHONPATH", str(folder))
 
 

@@ -67,6 +67,9 @@ class Recorder:
     def kill(self, rank: int) -> None:
         self._executor.kill(rank)
 
+    def restart(self, rank: int, wait_seconds: float) -> None:
+        self._executor.restart(rank, wait_seconds)
+
 
 class Engine:
     """An EngineCore in this process with real workers."""

@@ -1,4 +1,5 @@
-"""An engine that dies under load, or hangs at work: every request ends once, with the picture of an undisturbed run.
+"""Workers and engines that die under load, or hang at work: every request ends once, with the picture of an undisturbed
+run.
 
 The tests share it, in this order.
 """
@@ -27,6 +28,7 @@ from fault_kit import (
     until,
 )
 
+from core import restarts
 from core.errors import EngineDeadError
 from engine.client.async_engine import AsyncEngine
 from engine.router import engine_replica
@@ -51,7 +53,7 @@ def inject(module, folder):
 
 @pytest_asyncio.fixture(scope="module", loop_scope="module")
 async def engine(tiny_checkpoint: Path, tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[AsyncEngine]:
-    """An engine for which each death counts as the first, whose worker dies of the poisonous prompt."""
+    """An engine whose worker dies of the poisonous prompt. Each death counts as the first."""
     with pytest.MonkeyPatch.context() as patch:
         shim(tmp_path_factory.mktemp("deadly"), patch, DEADLY)
         patch.setattr(engine_replica, "PROVEN_SECONDS", 0.0)
@@ -73,32 +75,32 @@ async def test_a_worker_that_dies_or_hangs_between_partial_images_changes_no_byt
                 if len(told) == 1:
                     processes("worker")[0].send_signal(fault)
         assert told == expected
-        assert count(engine, "request_retries") == number
+        assert (count(engine, "rank_restarts"), count(engine, "request_retries")) == (number, 0)
 
 
 async def test_a_request_that_kills_workers_fails_without_failing_others(engine: AsyncEngine) -> None:
     await until(lambda: engine.is_ready)
-    restarts = count(engine, "engine_restarts")
+    before = count(engine, "rank_restarts")
     tasks = await begin(engine, EDITS)
-    with pytest.raises(EngineDeadError, match=r"3 engines died while running this request.*SIGKILL"):
+    with pytest.raises(EngineDeadError, match=r"3 workers died while running this request.*SIGKILL"):
         await asyncio.wait_for(run(engine, "poison", make_input(prompt=POISON)), 180)
     for outputs in (await ends(tasks)).values():
         assert outputs[-1][0] is None
     await until(lambda: engine.is_ready)
-    assert count(engine, "engine_restarts") == restarts + 3
+    assert (count(engine, "rank_restarts"), count(engine, "engine_restarts")) == (before + 3, 0)
 
 
 async def test_an_engine_that_keeps_dying_is_given_up_and_without_engines_all_edits_fail(
     engine: AsyncEngine, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The last test, because it ends the shared engine."""
-    monkeypatch.setattr(engine_replica, "MAX_RESTARTS", 1)
+    monkeypatch.setattr(restarts, "MAX_RESTARTS", 1)
     task = asyncio.create_task(run(engine, "r", make_input(steps=200)))
     failed = asyncio.create_task(engine.failed())
-    restarts = count(engine, "engine_restarts")
+    before = count(engine, "engine_restarts")
     await until(lambda: engine.num_requests_running == 1)
     processes("engine")[0].kill()
-    await until(lambda: count(engine, "engine_restarts") == restarts + 1)
+    await until(lambda: count(engine, "engine_restarts") == before + 1)
     monkeypatch.setattr(engine_replica, "PROVEN_SECONDS", 60.0)  # from now on in a row
     await until(lambda: engine.num_requests_running == 1)
     assert not failed.done()

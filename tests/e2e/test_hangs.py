@@ -26,6 +26,7 @@ from fault_kit import (
     until,
 )
 
+from core import restarts
 from core.errors import EngineDeadError
 from engine.client.async_engine import AsyncEngine
 from engine.router import engine_replica
@@ -51,8 +52,8 @@ async def engine(tiny_checkpoint: Path) -> AsyncIterator[AsyncEngine]:
     """
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(engine_replica, "PROVEN_SECONDS", 0.0)
-        patch.setattr(engine_replica, "MIN_RESTART_SECONDS", 0.0)
-        patch.setattr(engine_replica, "RESTART_PATIENCE", 1.0)
+        patch.setattr(restarts, "MIN_RESTART_SECONDS", 0.0)
+        patch.setattr(restarts, "RESTART_PATIENCE", 1.0)
         async with start(tiny_checkpoint, hang_seconds=HANG_SECONDS) as engine:
             yield engine
 
@@ -72,7 +73,7 @@ async def test_hanging_during_a_restart_counts_as_one_more_death(
     expected = await run_each(engine, BRIEF)
     tasks = await begin(engine, BRIEF)
     (tmp_path / "stuck").touch()
-    processes("worker")[0].kill()
+    processes("engine")[0].kill()
     await until(lambda: count(engine, "engine_restarts") == 1)
     await until_restarted(engine, 2)
     replica._start_seconds = 3.0  # of the next start, which is stopped as soon as it has begun
@@ -88,7 +89,7 @@ async def test_hanging_during_a_restart_counts_as_one_more_death(
 
 
 async def test_an_engine_that_is_stopped_while_idle_is_noticed_before_the_next_edit(engine: AsyncEngine) -> None:
-    restarts, retries = count(engine, "engine_restarts"), count(engine, "request_retries")
+    before, retries = count(engine, "engine_restarts"), count(engine, "request_retries")
     expected = await run(engine, "before", make_input())
     await asyncio.sleep(2 * HANG_SECONDS)
     assert engine.is_ready, "idle is not hung"
@@ -96,29 +97,29 @@ async def test_an_engine_that_is_stopped_while_idle_is_noticed_before_the_next_e
     await until(lambda: not engine.is_ready)
     await until(lambda: engine.is_ready)
     assert await run(engine, "after", make_input()) == expected
-    assert (count(engine, "engine_restarts"), count(engine, "request_retries")) == (restarts + 1, retries)
+    assert (count(engine, "engine_restarts"), count(engine, "request_retries")) == (before + 1, retries)
 
 
 async def test_restarts_back_off_while_edits_wait_and_shutdown_does_not(
     engine: AsyncEngine, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The last test of the shared engine, because it ends it."""
-    monkeypatch.setattr(engine_replica, "FIRST_WAIT_SECONDS", 2.0)
+    monkeypatch.setattr(restarts, "FIRST_WAIT_SECONDS", 2.0)
     expected = await run(engine, "before", make_input(steps=100))
     task = asyncio.create_task(run(engine, "waits", make_input(steps=100)))
-    for restarts in (1, 2):
+    for number in (1, 2):
         before = count(engine, "engine_restarts")
         await until(lambda: engine.num_requests_running == 1)
         died = time.monotonic()
         processes("engine")[0].kill()
         await until(lambda before=before: count(engine, "engine_restarts") == before + 1)
-        assert engine.replicas[0] == ("restarting", restarts)
-        assert time.monotonic() - died >= (0.0, 2.0)[restarts - 1]
+        assert engine.replicas[0] == ("restarting", number)
+        assert time.monotonic() - died >= (0.0, 2.0)[number - 1]
         assert engine.num_requests_waiting == 1
         monkeypatch.setattr(engine_replica, "PROVEN_SECONDS", 60.0)  # from now on in a row
     assert await asyncio.wait_for(task, 180) == expected
-    monkeypatch.setattr(engine_replica, "FIRST_WAIT_SECONDS", 1000.0)
-    monkeypatch.setattr(engine_replica, "MAX_WAIT_SECONDS", 1000.0)
+    monkeypatch.setattr(restarts, "FIRST_WAIT_SECONDS", 1000.0)
+    monkeypatch.setattr(restarts, "MAX_WAIT_SECONDS", 1000.0)
     processes("engine")[0].kill()
     await until_restarted(engine, 3)
     assert not processes("engine")

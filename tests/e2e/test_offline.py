@@ -21,7 +21,7 @@ from diffusers import FluxFillPipeline
 from engines import serving_engine
 from PIL import Image
 
-from core.config import EngineConfig, ModelConfig, StencilConfig
+from core.config import EngineConfig, ModelConfig, SchedulerConfig, StencilConfig
 from core.errors import ConfigError, EngineError, InvalidImageError, InvalidRequestError
 from core.sampling_params import SamplingParams
 from engine.client.async_engine import AsyncEngine
@@ -294,8 +294,9 @@ in_module = pytest.mark.asyncio(loop_scope="module")
 @asynccontextmanager
 async def start(tiny_checkpoint: Path, workers: int, max_retries: int = 2) -> AsyncIterator[AsyncEngine]:
     model = ModelConfig(model=str(tiny_checkpoint), threads=1)
-    config = EngineConfig(models=(model,), workers_per_engine=workers)
-    async with serving_engine(StencilConfig(engine=config, max_retries=max_retries)) as engine:
+    scheduler = SchedulerConfig(max_retries=max_retries)
+    config = EngineConfig(models=(model,), workers_per_engine=workers, scheduler=scheduler)
+    async with serving_engine(StencilConfig(engine=config)) as engine:
         yield engine
 
 
@@ -427,6 +428,9 @@ async def test_a_socket_that_cannot_be_made_is_a_config_error(
 async def test_a_killed_worker_fails_the_edit_where_no_retries_are_allowed(one_worker: AsyncEngine) -> None:
     edit = to_input(make_edit(128, 128), SamplingParams(num_inference_steps=200, seed=3))
     async with one_worker.edit("a", edit) as outputs:
+        async with asyncio.timeout(60):
+            while not one_worker.num_requests_running:
+                await asyncio.sleep(0.01)
         engines = [child for child in psutil.Process().children() if "stencil-engine-0" in child.cmdline()]
         newest = max(engines, key=psutil.Process.create_time)  # the module's other one is older
         next(child for child in newest.children() if "stencil-worker-0" in child.cmdline()).kill()

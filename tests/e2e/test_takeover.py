@@ -9,7 +9,7 @@ from pathlib import Path
 import psutil
 import pytest
 import pytest_asyncio
-from fault_kit import BRIEF, EDITS, assert_alike, begin, count, ends, processes, run_each, start, until
+from fault_kit import BRIEF, EDITS, assert_alike, begin, count, ends, processes, run, run_each, start, until
 
 from engine.client.async_engine import AsyncEngine
 from engine.router import engine_replica
@@ -33,12 +33,12 @@ def counts(engine: AsyncEngine) -> tuple[float, float, float]:
     return restarts, retries, finished
 
 
-async def test_when_a_worker_dies_the_other_engine_takes_over(pair: AsyncEngine) -> None:
+async def test_when_an_engine_dies_the_other_one_takes_over(pair: AsyncEngine) -> None:
     before = counts(pair)
     expected = await run_each(pair, EDITS)
     tasks = await begin(pair, EDITS)
     await asyncio.sleep(0.1)
-    processes("worker")[0].kill()
+    processes("engine")[0].kill()
     await until(lambda: sum(pair.alive) == 1)
     assert pair.is_ready
     assert_alike(await ends(tasks), expected)
@@ -47,6 +47,24 @@ async def test_when_a_worker_dies_the_other_engine_takes_over(pair: AsyncEngine)
     assert restarts == 1
     assert 1 <= retries <= len(EDITS)
     assert finished == 2 * len(EDITS)
+
+
+async def test_an_engine_without_a_worker_gets_no_new_edits_and_keeps_those_that_it_has(pair: AsyncEngine) -> None:
+    before = counts(pair)
+    expected = await run_each(pair, EDITS)
+    tasks = await begin(pair, EDITS)
+    await asyncio.sleep(0.1)
+    processes("worker")[0].kill()
+    await until(lambda: pair.alive == (False, True))
+    assert pair.replicas[0][0] == "restarting"
+    new = {f"new-{name}": edit for name, edit in BRIEF.items()}
+    tasks |= {name: asyncio.create_task(run(pair, name, edit)) for name, edit in new.items()}
+    await until(lambda: all(pair.services.router.engine_of(f"{name}-0") == 1 for name in new))
+    told = await ends(tasks)
+    assert_alike({name: told[name] for name in expected}, expected)
+    await until(lambda: all(pair.alive))
+    restarts, retries, finished = (now - then for now, then in zip(counts(pair), before, strict=True))
+    assert (restarts, retries, finished) == (0, 0, 2 * len(EDITS) + len(new))
 
 
 async def test_an_engine_that_is_stopped_is_killed_with_its_workers(pair: AsyncEngine) -> None:

@@ -1,8 +1,9 @@
-"""An engine with three ranks: pictures as with one, also when ranks are killed at any moment."""
+"""An engine with three ranks: pictures as with one, also when ranks die at any moment, which are replaced alone."""
 
 from __future__ import annotations
 
 import asyncio
+import signal
 from collections.abc import AsyncIterator
 from dataclasses import replace
 from pathlib import Path
@@ -12,10 +13,10 @@ import msgspec
 import psutil
 import pytest
 import pytest_asyncio
-from fault_kit import EDITS, Told, assert_alike, begin, count, ends, make_input, processes, run_each, start, until
+from fault_kit import EDITS, Told, assert_alike, begin, count, ends, make_input, processes, run_each, shim, start, until
 
+from core.costs.load_report import RankStats
 from engine.client.async_engine import AsyncEngine
-from engine.router import engine_replica
 
 pytestmark = pytest.mark.asyncio(loop_scope="module")
 
@@ -32,11 +33,11 @@ async def expected(tiny_checkpoint: Path) -> dict[str, Told]:
 
 
 @pytest_asyncio.fixture(scope="module", loop_scope="module")
-async def engine(tiny_checkpoint: Path) -> AsyncIterator[AsyncEngine]:
+async def engine(tiny_checkpoint: Path, tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[AsyncEngine]:
     """Three ranks, of an engine for which each death counts as the first."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(engine_replica, "PROVEN_SECONDS", 0.0)
-        async with start(tiny_checkpoint, workers_per_engine=3) as engine:
+        shim(tmp_path_factory.mktemp("shim"), patch)
+        async with start(tiny_checkpoint, workers_per_engine=3, hang_seconds=3.0) as engine:
             yield engine
 
 
@@ -45,15 +46,49 @@ async def test_edits_alone_have_the_bytes_that_one_rank_makes(engine: AsyncEngin
     assert await run_each(engine, MIXED) == expected
 
 
-@pytest.mark.parametrize("rank", [0, 1, 2])
-async def test_kill_9_of_any_rank_loses_nothing(engine: AsyncEngine, expected: dict[str, Told], rank: int) -> None:
-    restarts = count(engine, "engine_restarts")
+async def until_whole(engine: AsyncEngine) -> list[psutil.Process]:
+    """The workers, once all of them serve."""
+    await until(lambda: all(rank.is_up for rank in ranks(engine)))
+    return processes("worker")
+
+
+def ranks(engine: AsyncEngine) -> tuple[RankStats, ...]:
+    (stats,) = engine.stats
+    assert stats is not None
+    return stats.ranks
+
+
+@pytest.mark.parametrize(
+    ("rank", "fault"), [(0, signal.SIGKILL), (1, signal.SIGKILL), (2, signal.SIGKILL), (0, signal.SIGSTOP)]
+)
+async def test_a_rank_that_dies_or_hangs_loses_nothing_and_takes_no_other_with_it(
+    engine: AsyncEngine, expected: dict[str, Told], rank: int, fault: signal.Signals
+) -> None:
+    before = await until_whole(engine)
+    deaths = count(engine, "rank_restarts")
     tasks = await begin(engine, MIXED)
     await asyncio.sleep(Random(rank).uniform(0, 0.3))
-    victims = processes("worker")
-    victims[rank].kill()
+    before[rank].send_signal(fault)
+    assert_alike(await ends(tasks), expected)
+    await until(lambda: count(engine, "rank_restarts") == deaths + 1)
+    after = await until_whole(engine)
+    assert [number for number, pair in enumerate(zip(after, before, strict=True)) if len({*pair}) == 2] == [rank]
+    assert not [victim for victim in before if victim not in after and is_there(victim)]
+    assert count(engine, "engine_restarts") == count(engine, "request_retries") == 0
+
+
+def is_there(process: psutil.Process) -> bool:
+    return process.is_running() and process.status() != psutil.STATUS_ZOMBIE
+
+
+async def test_all_ranks_may_die_at_once(engine: AsyncEngine, expected: dict[str, Told]) -> None:
+    deaths = count(engine, "rank_restarts")
+    tasks = await begin(engine, MIXED)
+    for worker in await until_whole(engine):
+        worker.kill()
     await until(lambda: not engine.is_ready)
     assert_alike(await ends(tasks), expected)
+    await until_whole(engine)
     await until(lambda: engine.is_ready)
-    assert count(engine, "engine_restarts") == restarts + 1
-    assert not any(victim.is_running() and victim.status() != psutil.STATUS_ZOMBIE for victim in victims)
+    assert count(engine, "rank_restarts") == deaths + 3
+    assert count(engine, "engine_restarts") == 0

@@ -11,6 +11,7 @@ from diffusers import StableDiffusionInpaintPipeline
 from pipeline_rig import Rig
 
 from core.ipc.shared_array import Arena
+from model_executor.models import vae_family
 from model_executor.models.unet_layers import Layers
 from model_executor.models.vae_family import pack as family_pack
 from model_executor.models.vae_family import to_image
@@ -63,8 +64,11 @@ def test_it_goes_on_where_it_was(trained: tuple[Path, list[float], Trainer]) -> 
     assert resumed.step == STEPS + 1
 
 
-def test_its_export_is_served(trained: tuple[Path, list[float], Trainer], tmp_path: Path, arena: Arena) -> None:
+def test_its_export_is_served(
+    trained: tuple[Path, list[float], Trainer], tmp_path: Path, arena: Arena, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """With the latents that it was trained on, which are not centred."""
+    monkeypatch.setattr(vae_family, "cpu_has_bfloat16", lambda: False)  # compared in float32
     export(trained[0], tmp_path / "model")
     parts = {"safety_checker": None, "requires_safety_checker": False}
     rig = Rig(tmp_path / "model", arena, StableDiffusionInpaintPipeline, **parts)

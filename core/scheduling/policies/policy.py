@@ -21,11 +21,12 @@ class SchedulingPolicy(ABC):
     def choose(self, view: View, now: float) -> Sequence[Decision]:
         """What to dispatch now, in the order in which ranks are to run it. now: monotonic seconds."""
 
-    def page_rank(self, template: str) -> int:
+    def page_rank(self, template: str, ranks: Sequence[int]) -> int:
         """The rank on whose device the pages of a template are to be, if they are on none: where the steps that read
-        them are to run. template: its key. Without device memory for pages every rank reads all of them.
+        them are to run. template: its key. ranks: those that live, ascending. Without device memory for pages every
+        rank reads all of them.
         """
-        return 0
+        return ranks[0]
 
     def on_arrival(self, request: Request) -> None:
         """Called when a request is added."""

@@ -17,9 +17,6 @@ from core.scheduling.policies.policy import SchedulingPolicy
 from core.scheduling.request import Request, Status
 from core.scheduling.view import View
 
-STEP_RANK = 0
-"""The rank of steps and priming; decoding is on the last one."""
-
 
 class StepBatching(SchedulingPolicy):
     """The default policy. It keeps no state between passes."""
@@ -66,7 +63,7 @@ class _Pass:
         running = self.view.requests.running
         num_unseen, is_idle = len(running), not running
         slots = self.view.config.max_num_seqs - sum(request.progress.steps_left > 0 for request in running)
-        if any(request.head.runs_alone for request in running):
+        if any(request.runs_alone for request in running):
             slots = 0
         admitted: list[Request] = []
         for request in self.view.requests.live():
@@ -75,7 +72,7 @@ class _Pass:
             if request.status is Status.RUNNING:
                 admitted.append(request)
                 num_unseen -= 1
-            elif request.head.runs_alone:
+            elif request.runs_alone:
                 if is_idle and not admitted:
                     return [request]
                 slots = 0
@@ -138,17 +135,24 @@ class _Pass:
     # ------------------------------------------------------------------------------------------------ ranks
 
     def _rank(self, request: Request, node: Node) -> int:
-        """What reads the results of rounds (decoding) goes to the last rank, all else to the first, so that a decode
-        never delays other requests' steps.
+        """What reads the results of rounds (decoding) goes to the last rank that lives, all else to the first, so that
+        a decode never delays other requests' steps; but steps go to the device that has their pages.
         """
-        return self.view.num_ranks - 1 if node.name in request.workflow.after_rounds else STEP_RANK
+        if node.name in request.workflow.after_rounds:
+            return self.view.ranks[-1]
+        device = self.view.page_rank(request) if node is request.workflow.paged else None
+        return self.view.ranks[0] if device is None else device
 
     def _can_run(self, request: Request, node: Node) -> bool:
         return self.view.can_run(request, node, (self._rank(request, node),))
 
+    def _rank_of(self, job: CacheJob) -> int:
+        """Cache work is done where steps are, unless only one rank can do it."""
+        return self.view.ranks[0] if job.rank is None else job.rank
+
     def _fetches(self) -> Iterator[Fetch]:
         """Fetches of what running requests read on the other rank."""
-        for request in self.view.requests.running_in_order() if self.view.num_ranks > 1 else ():
+        for request in self.view.requests.running_in_order() if len(self.view.ranks) > 1 else ():
             for node in self.view.ready(request):
                 ranks = (self._rank(request, node),)
                 if self.view.can_fetch(request, node, ranks):
@@ -171,7 +175,7 @@ class _Pass:
             elif not has_primed or budget > 0:
                 # Idle work runs in the smallest pieces, so that a new request waits for at most one of them.
                 within = 0 if job.is_idle_work else budget
-                self._add_cache_work(CacheDispatch(job, within, _rank_of(job)))
+                self._add_cache_work(CacheDispatch(job, within, self._rank_of(job)))
                 budget -= self.view.tokens_within(job, within)
                 has_primed = True
 
@@ -183,12 +187,12 @@ class _Pass:
 
     def _can_prime(self, job: CacheJob) -> bool:
         if job.is_idle_work:
-            return _rank_of(job) in self.view.idle_ranks and not self._order
-        return _rank_of(job) in self.view.open_ranks
+            return self._rank_of(job) in self.view.idle_ranks and not self._order
+        return self._rank_of(job) in self.view.open_ranks
 
     def _choose_whole_piece(self, job: CacheJob) -> None:
-        if self._spend_stage_ms(_rank_of(job), self.view.seconds_of_piece(job) * 1e3):
-            self._add_cache_work(CacheDispatch(job, 0, _rank_of(job)))
+        if self._spend_stage_ms(self._rank_of(job), self.view.seconds_of_piece(job) * 1e3):
+            self._add_cache_work(CacheDispatch(job, 0, self._rank_of(job)))
 
     # ------------------------------------------------------------------------------------------------ decisions
 
@@ -204,10 +208,6 @@ class _Pass:
     def _add_cache_work(self, work: CacheDispatch) -> None:
         self._cache_work[work.job.id] = work
         self._order.append(work.job.id)
-
-
-def _rank_of(job: CacheJob) -> int:
-    return STEP_RANK if job.rank is None else job.rank
 
 
 def _is_output(request: Request, node: Node) -> bool:

@@ -447,7 +447,7 @@ def test_copies_die_with_the_workers(make: Maker) -> None:
     cache = make(("host", 3), disk=True)
     cache.use("a")
     assert cache.reserve("a", "b")
-    cache.manager.fail_copies()
+    cache.manager.lose_all()
     assert cache.states("a", "b") == ["ready", "empty"]
     assert cache.take() is None
     cache.manager.release(["a", "b"])

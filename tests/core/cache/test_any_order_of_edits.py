@@ -1,5 +1,5 @@
-"""Edits, template requests, aborts, drops and copies in any order, on any ranks and tiers. FakePages checks every read
-and write, and the end that every request is answered once.
+"""Edits, template requests, aborts, drops, copies and deaths of ranks in any order, on any ranks and tiers. FakePages
+checks every read and write, and the end that every request is answered once.
 """
 
 from __future__ import annotations
@@ -18,6 +18,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
 from core.config import CacheConfig
+from core.failure import Failure
 from core.messages.engine import DropTemplate
 
 
@@ -27,6 +28,7 @@ class MaskAwareMachine(RuleBasedStateMachine):
     device_bytes: Sequence[int] = (0,)  # by rank
     block_plan: Literal["off", "auto"] = "off"
     seed: int | None = None  # of AnyCacheRanks; None: step_batching
+    num_deaths: int = 0  # of ranks, at most
 
     def __init__(self) -> None:
         super().__init__()
@@ -34,9 +36,10 @@ class MaskAwareMachine(RuleBasedStateMachine):
         self.engine = Engine(cache=cache, model=SEEING, device_bytes=self.device_bytes, max_num_seqs=4, **AHEAD)
         num_ranks = len(self.device_bytes)
         if self.seed is not None:
-            self.engine.scheduler._policy = AnyCacheRanks(Random(self.seed), num_ranks)
+            self.engine.scheduler._policy = AnyCacheRanks(Random(self.seed))
         self.ranks = st.integers(0, num_ranks - 1)
         self.added: list[str] = []
+        self.num_deaths_left = self.num_deaths
 
     @rule(
         content=st.sampled_from("abcd"),
@@ -84,6 +87,24 @@ class MaskAwareMachine(RuleBasedStateMachine):
         index = data.draw(st.integers(0, len(pages.copies) - 1))
         self.engine.scheduler.apply_copy(pages.finish_copy(index))
 
+    @precondition(lambda self: self.num_deaths_left)
+    @rule(data=st.data())
+    def kill(self, data: st.DataObject) -> None:
+        rank = data.draw(self.ranks)
+        if rank not in self.engine.workers.dead:
+            self.num_deaths_left -= 1
+            self.engine.workers.lose(rank)
+            self.engine.scheduler.lose_rank(rank, Failure("engine_dead", "it died"))
+
+    @precondition(lambda self: self.engine.workers.dead)
+    @rule(data=st.data())
+    def join(self, data: st.DataObject) -> None:
+        self.start_anew(data.draw(st.sampled_from(sorted(self.engine.workers.dead))))
+
+    def start_anew(self, rank: int) -> None:
+        self.engine.workers.join(rank)
+        self.engine.scheduler.join_rank(rank, ())
+
     @rule(fail=st.booleans())
     def toggle_failure(self, fail: bool) -> None:
         self.engine.workers.fail = {f"prime-{i}" for i in range(50)} if fail else set()
@@ -93,6 +114,8 @@ class MaskAwareMachine(RuleBasedStateMachine):
         self.engine.run_until_idle()
 
     def teardown(self) -> None:
+        for rank in sorted(self.engine.workers.dead):
+            self.start_anew(rank)
         while any(self.engine.workers.queues):
             for rank in range(len(self.device_bytes)):
                 self.engine.finish_plan(rank)
@@ -110,8 +133,9 @@ SMALL = TEMPLATE_BYTES * 3 // 2
     [((0,), None), ((SMALL,), None), ((0, 0), None), ((SMALL, 0), None), ((0, 0, 0), 1), ((SMALL, 0, SMALL), 2)],
     ids=["host", "device", "host-2-ranks", "device-2-ranks", "host-any-ranks", "devices-any-ranks"],
 )
-def test_any_order(device_bytes: Sequence[int], seed: int | None, block_plan: str) -> None:
-    members = {"device_bytes": device_bytes, "seed": seed, "block_plan": block_plan}
+@pytest.mark.parametrize("num_deaths", [0, 3])
+def test_any_order(device_bytes: Sequence[int], seed: int | None, block_plan: str, num_deaths: int) -> None:
+    members = {"device_bytes": device_bytes, "seed": seed, "block_plan": block_plan, "num_deaths": num_deaths}
     case = type("Case", (MaskAwareMachine,), members).TestCase  # type: ignore[attr-defined]
     case.settings = settings(max_examples=25, stateful_step_count=40, deadline=None)
     case().runTest()

@@ -65,7 +65,7 @@ class AnyOrder(RuleBasedStateMachine):
             has_disk=self.has_disk,
             page_arena_id=ARENA,
             keep_all=self.keep_all,
-            has_ranks=self.num_ranks > 1,
+            num_ranks=self.num_ranks,
         )
         # With several ranks the first entry of a template is read by all of them.
         self.wants = {
@@ -73,6 +73,7 @@ class AnyOrder(RuleBasedStateMachine):
             for name, nbytes in SIZES.items()
         }
         self.model = Model()
+        self.down: set[int] = set()  # ranks that have died
         self.registered: set[str] = set()
         self.reported: dict[str, tuple[int, int]] = {}  # template -> (ready, below) as last reported
 
@@ -95,7 +96,9 @@ class AnyOrder(RuleBasedStateMachine):
         before = {want.key: self.manager.state(want.key) for want in wants}
         if not self.manager.reserve(wants, lambda tier, _: tier in winners, rank):
             assert {want.key: self.manager.state(want.key) for want in wants} == before
-            assert sum(self.model.pins.values()) or self.model.in_flight or not self.manager.fits(wants, rank)
+            assert (
+                sum(self.model.pins.values()) or self.model.in_flight or self.down or not self.manager.fits(wants, rank)
+            )
             return Reserved([])
         self.model.pins.update(want.key for want in wants)
         self.carry_out_orders()
@@ -111,9 +114,11 @@ class AnyOrder(RuleBasedStateMachine):
     @rule(data=st.data())
     def fill(self, data: st.DataObject) -> None:
         key = data.draw(st.sampled_from(self.empty()))
-        writer = self.manager.writer(key)
-        self.write(key, data.draw(st.integers(0, self.num_ranks - 1)) if writer is None else writer)
-        self.manager.fill(key)
+        writer, up = self.manager.writer(key), sorted({*range(self.num_ranks)} - self.down)
+        writers = [rank for rank in up if writer in (None, rank)]
+        if writers:
+            self.write(key, data.draw(st.sampled_from(writers)))
+            self.manager.fill(key)
 
     @rule(reserved=consumes(reservations))
     def release(self, reserved: Reserved) -> None:
@@ -152,7 +157,25 @@ class AnyOrder(RuleBasedStateMachine):
     @rule()
     def lose_the_workers(self) -> None:
         self.model.in_flight.clear()
-        self.manager.fail_copies()
+        self.manager.lose_all()
+
+    @precondition(lambda self: len(self.down) < self.num_ranks)
+    @rule(data=st.data())
+    def lose_a_rank(self, data: st.DataObject) -> None:
+        model, rank = self.model, data.draw(st.sampled_from(sorted({*range(self.num_ranks)} - self.down)))
+        self.carry_out_orders()
+        model.in_flight = [copy for copy in model.in_flight if copy.rank != rank]
+        model.device = {place: is_full for place, is_full in model.device.items() if place[0] != rank}
+        model.failed = {place for place in model.failed if place[0] != rank}
+        self.down.add(rank)
+        self.manager.lose_rank(rank)
+
+    @precondition(lambda self: self.down)
+    @rule(data=st.data())
+    def join(self, data: st.DataObject) -> None:
+        rank = data.draw(st.sampled_from(sorted(self.down)))
+        self.down.remove(rank)
+        self.manager.join_rank(rank)
 
     # ------------------------------------------------------------------------------------------------- the workers
 
@@ -171,6 +194,7 @@ class AnyOrder(RuleBasedStateMachine):
             self.model.disk -= {file for file in self.model.disk if key in (file, template_of(file))}
         for copy in orders.copies:
             assert not self.copies_of(copy.key), "two copies of one entry at a time"
+            assert copy.rank not in self.down, "an order to a rank that has died"
             self.model.in_flight.append(copy)
             if copy.source == "host":
                 assert copy.host is not None
@@ -202,7 +226,8 @@ class AnyOrder(RuleBasedStateMachine):
         return PageCopied(copy.rank, copy.key, copy.nbytes, copy.source, copy.target, ok, 0.25)
 
     def copies_of(self, key: str) -> list[PageCopy]:
-        return [copy for copy in self.model.in_flight if copy.key == key]
+        """In flight, or ordered from a rank that has died."""
+        return [copy for copy in [*self.model.in_flight, *self.manager._orders.copies] if copy.key == key]
 
     def write(self, key: str, rank: int) -> None:
         """A rank primes an entry."""
@@ -289,6 +314,10 @@ class AnyOrder(RuleBasedStateMachine):
 
     def teardown(self) -> None:
         """At the end only entries that are to be kept are left."""
+        for rank in self.down:
+            self.manager.join_rank(rank)
+        self.down.clear()
+        self.carry_out_orders()
         while self.model.in_flight:
             self.manager.finish_copy(self.copied(self.model.in_flight.pop(), True))
             self.carry_out_orders()

@@ -109,7 +109,7 @@ def test_a_rank_reads_what_another_has_primed_after_its_own_load_has_failed() ->
 
 def test_steps_that_wait_for_blocks_run_on_the_rank_that_loads_them() -> None:
     manager = ActivationCacheManager(
-        [TierBudget("host", 9000)], has_disk=True, page_arena_id=0, keep_all=True, has_ranks=True
+        [TierBudget("host", 9000)], has_disk=True, page_arena_id=0, keep_all=True, num_ranks=2
     )
     assert manager.reserve([Want("t-1", 640, 64)], lambda tier, nbytes: True, rank=1)
     assert manager.state("t-1") is EntryState.LOADING
@@ -149,7 +149,7 @@ def test_a_template_that_fits_no_host_memory_for_latents_places_nothing() -> Non
         has_disk=False,
         page_arena_id=0,
         keep_all=True,
-        has_ranks=True,
+        num_ranks=2,
     )
     wants = [Want("t-latents", 640, 640, is_shared=True), Want("t-1", 640, 64)]
     assert not manager.fits(wants)

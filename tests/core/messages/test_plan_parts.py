@@ -24,13 +24,14 @@ def test_each_rank_gets_what_names_it() -> None:
     }
 
 
-def test_each_rank_gets_the_orders_for_its_pages_and_the_first_one_those_for_files() -> None:
+def test_each_rank_gets_the_orders_for_its_pages_and_one_those_for_files() -> None:
     copies = tuple(PageCopy(f"k{rank}", 64, 64, "host", "device", None, rank) for rank in (0, 2))
     forget = tuple(PageForget(f"g{rank}", rank) for rank in (1, 2))
-    assert parts_of(StepPlan(1, forget=forget, delete=("t",), copies=copies), 4) == {
-        0: StepPlan(1, delete=("t",), copies=copies[:1]),
+    assert parts_of(StepPlan(1, forget=forget, delete=("t",), file_rank=3, copies=copies), 4) == {
+        0: StepPlan(1, copies=copies[:1]),
         1: StepPlan(1, forget=forget[:1]),
         2: StepPlan(1, forget=forget[1:], copies=copies[1:]),
+        3: StepPlan(1, delete=("t",)),
     }
 
 

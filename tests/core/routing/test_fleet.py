@@ -193,6 +193,21 @@ def test_an_engine_that_was_lost_is_forgotten() -> None:
     assert fleet.num_requests.tolist() == [1, 0], "a new engine counts from the start"
 
 
+def test_an_engine_without_a_rank_that_lives_is_no_candidate_and_keeps_its_queue() -> None:
+    fleet = Fleet(2, 8)
+    report = make_report(requests=[load(5, 0.1)], base_seconds=0.1)
+    fleet.observe(0, report, 0.0)
+    fleet.observe(0, replace(report, num_ranks=0), 1.0)
+    assert fleet.is_alive.tolist() == [False, True]
+    assert (fleet.num_alive, fleet.has_lost(0)) == (1, False)
+    assert fleet.num_requests.tolist() == [1, 0]
+    fleet.observe(0, report, 2.0)
+    assert fleet.is_alive.tolist() == [True, True]
+    fleet.lose(0)
+    fleet.observe(0, report, 3.0)
+    assert fleet.is_alive.tolist() == [False, True], "a report that was on its way when it died"
+
+
 def test_the_cost_model_that_one_engine_reported_last_holds_for_all() -> None:
     fleet, shape = Fleet(3, 8), make_shape()
     fleet.observe(0, make_report(costs=COSTS), 0.0)

@@ -73,8 +73,8 @@ def test_every_policy_ends_every_request_and_changes_nothing_itself(
     name: SchedulingPolicyName, data: st.DataObject, num_ranks: int
 ) -> None:
     """Requests come, abort and end at random moments, on ranks that answer in any order."""
-    scheduler, workers = StepScheduler(SchedulerConfig(max_num_seqs=3), {"m": MODEL}, num_ranks), FakeWorkers(num_ranks)
-    policy = scheduler._policy = Observed(make_policy(name))
+    policy, workers = Observed(make_policy(name)), FakeWorkers(num_ranks)
+    scheduler = StepScheduler(SchedulerConfig(max_num_seqs=3), {"m": MODEL}, num_ranks, policy=policy)
     added, outputs, batches = list[str](), [], list[int]()
     for turn in range(400):
         if turn < 12 and data.draw(st.booleans()):

@@ -15,6 +15,7 @@ from fakes import MODEL, FakeWorkers, make_edit
 from benchmarks.simulation.machine import FrozenCosts
 from core.config import SchedulerConfig
 from core.costs.load_report import LoadReport, RequestLoad
+from core.failure import Failure
 from core.graph.work import Work
 from core.handles import ModelKey
 from core.messages.codec import MessageDecoder, encode
@@ -91,7 +92,7 @@ class Pair:
     def run(self, num_events: int) -> None:
         weights = {self.add: 12, self.abort: 5, self.fail: 3, self.schedule: 25, self.work: 30, self.report: 20}
         events = self.random.choices(
-            [*weights, self.tell_statistics, self.restart], [*weights.values(), 4, 1], k=num_events
+            [*weights, self.tell_statistics, self.restart, self.lose_rank], [*weights.values(), 4, 1, 2], k=num_events
         )
         for event in events:
             event()
@@ -131,6 +132,15 @@ class Pair:
         self._start()
         self.copy.update(sent(self.scheduler))
         assert not self.copy.loads()
+
+    def lose_rank(self) -> None:
+        """A worker dies, and is started anew. What it ran may be sent back to the queue."""
+        rank = self.random.randrange(2)
+        self.workers.lose(rank)
+        self.scheduler.lose_rank(rank, Failure("engine_dead", "it died"))
+        self.scheduler.check_integrity()
+        self.workers.join(rank)
+        self.scheduler.join_rank(rank, ())
 
     def report(self) -> None:
         report = sent(self.scheduler)

@@ -145,7 +145,7 @@ def test_a_request_that_must_run_alone_waits_for_others_to_end_and_then_runs_alo
     scheduler, workers = make_scheduler(), FakeWorkers()
     scheduler.add(make_edit("first", steps=4))
     assert [step(scheduler, workers) for _ in range(2)] == [[], ["first"]]
-    scheduler.add(msgspec.structs.replace(make_edit("suspect", steps=3, arrival=1.0), runs_alone=True))
+    scheduler.add(msgspec.structs.replace(make_edit("suspect", steps=3, arrival=1.0), num_deaths=2))
     scheduler.add(make_edit("later", arrival=2.0))
     others = set()
     while scheduler.num_requests:

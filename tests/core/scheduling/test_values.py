@@ -1,7 +1,11 @@
-"""The value table: readers, moves and frees; and which nodes run again when values are lost."""
+"""The value table: readers, moves, frees and losses; and which runs are repeated when values are lost."""
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+
+import pytest
+from any_ranks import in_workflow, toy_op
 from hypothesis import given
 from hypothesis import strategies as st
 from workflows import TOY, workflows
@@ -10,9 +14,17 @@ from core.graph.progress import Progress, preview_steps
 from core.graph.workflow import Node, Workflow
 from core.handles import VALUE_ARENA, TensorKey, TensorRef
 from core.messages.worker import Free
-from core.scheduling.lineage import Invocation, invocations_to_repeat
+from core.scheduling.lineage import runs_to_keep
+from core.scheduling.request import Request
+from core.scheduling.request_values import go_on
 from core.scheduling.value_keys import keys_done, keys_read, num_reads
 from core.scheduling.values import ValueTable
+
+
+@pytest.fixture(autouse=True, scope="module")
+def toy() -> Iterator[None]:
+    with toy_op():
+        yield
 
 
 def ref(name: str, *, request: str = "r", version: int = 0, rank: int = 0, nbytes: int = 100) -> TensorRef:
@@ -142,27 +154,30 @@ def runs_of(progress: Progress, node: Node) -> int:
     return progress.rounds[node.region] if node.region else 1
 
 
-def made_by(progress: Progress, invocation: Invocation) -> set[TensorKey]:
-    version = invocation.round_ + 1 if progress.workflow.node(invocation.node).region else 0
-    return {TensorKey("r", invocation.node, port.name, version) for port in TOY.outputs}
+def made_by(node: Node, round_: int) -> set[TensorKey]:
+    return {TensorKey("r", node.name, port.name, round_ + 1 if node.region else 0) for port in TOY.outputs}
+
+
+def run_node(progress: Progress, node: Node, table: ValueTable) -> None:
+    """Run a node once, and keep the table's books."""
+    round_ = progress.round_of(node)
+    for key in keys_read("r", progress, node, round_):
+        assert table.get(key) is not None, f"{node.name} reads {key}, which is freed"
+    progress.start(node)
+    progress.finish(node)
+    for key in sorted(made_by(node, round_), key=str):
+        readers = num_reads(progress, node, key.name, key.version)
+        table.add(TensorRef(key, 0, (1,), "uint8", 1), {0}, readers)
+    for key in keys_done("r", progress, node, round_):
+        table.done_reading(key)
+    table.check_integrity({"r"})
 
 
 def run_whole(progress: Progress) -> ValueTable:
-    """Run every node of a request in order, regions round by round, and keep the table's books."""
+    """Run every node of a request in order, regions round by round."""
     table = ValueTable()
     while ready := progress.ready():
-        node = ready[-1]
-        round_ = progress.round_of(node)
-        for key in keys_read("r", progress, node, round_):
-            assert table.get(key) is not None, f"{node.name} reads {key}, which is freed"
-        progress.start(node)
-        progress.finish(node)
-        for key in sorted(made_by(progress, Invocation(node.name, round_)), key=str):
-            readers = num_reads(progress, node, key.name, key.version)
-            table.add(TensorRef(key, 0, (1,), "uint8", 1), {0}, readers)
-        for key in keys_done("r", progress, node, round_):
-            table.done_reading(key)
-        table.check_integrity({"r"})
+        run_node(progress, ready[-1], table)
     assert progress.over == {node.name for node in progress.workflow.nodes}
     return table
 
@@ -181,29 +196,55 @@ def test_every_value_lives_exactly_until_its_last_reader(workflow: Workflow, dat
     assert run_whole(progress_of(workflow, data)).keys("r") == []
 
 
+def all_made(progress: Progress) -> list[TensorKey]:
+    nodes = progress.workflow.nodes
+    return sorted(
+        {key for node in nodes for round_ in range(runs_of(progress, node)) for key in made_by(node, round_)}, key=str
+    )
+
+
 @given(workflows(can_choose=False, with_sides=False), st.data())
 def test_lost_values_are_made_again_from_what_survives(workflow: Workflow, data: st.DataObject) -> None:
-    """Whatever is lost: each invocation finds its inputs, all that is wanted is made, and nothing runs for nothing."""
+    """Whatever is lost of a request that has done all: each repeated run finds its inputs, all that is lost is made,
+    and no node goes back further than one of these needs.
+    """
     progress = progress_of(workflow, data)
-    every = sorted(
-        {
-            key
-            for node in workflow.nodes
-            for round_ in range(runs_of(progress, node))
-            for key in made_by(progress, Invocation(node.name, round_))
-        },
-        key=str,
-    )
+    progress.done = {node.name: runs_of(progress, node) for node in workflow.nodes}
+    every = all_made(progress)
     survivors = set(data.draw(st.lists(st.sampled_from(every), unique=True)))
-    wanted = data.draw(st.lists(st.sampled_from(every), min_size=1, unique=True))
-    again = invocations_to_repeat("r", progress, wanted, survivors.__contains__)
-    there, read = set(survivors), set(wanted)
-    for invocation in again:
-        inputs = keys_read("r", progress, workflow.node(invocation.node), invocation.round_)
-        assert there >= set(inputs)
-        there |= made_by(progress, invocation)
-        read |= set(inputs)
-    assert there >= set(wanted)
-    assert len(set(again)) == len(again)
-    for invocation in again:
-        assert made_by(progress, invocation) & (read - survivors), "it makes nothing that is missing"
+    lost = set(data.draw(st.lists(st.sampled_from(every), min_size=1, unique=True))) - survivors
+    kept = runs_to_keep("r", progress, lost, survivors.__contains__)
+    again = [
+        (workflow.node(name), round_) for name, first in kept.items() for round_ in range(first, progress.done[name])
+    ]
+    made = {key for node, round_ in again for key in made_by(node, round_)}
+    read = {key for node, round_ in again for key in keys_read("r", progress, node, round_)}
+    assert lost <= made
+    assert read <= made | survivors
+    for name, first in kept.items():
+        assert made_by(workflow.node(name), first) & ((read - survivors) | lost), f"{name} goes back for nothing"
+
+
+@given(workflows(), st.data())
+def test_a_request_that_loses_values_at_any_time_makes_the_rest_and_leaves_nothing(
+    workflow: Workflow, data: st.DataObject
+) -> None:
+    """Values that exist are lost, some of several times; the request goes on from what is left and ends with an empty
+    table. What was read before is made again only for those that read it again.
+    """
+    progress, table = progress_of(workflow, data), ValueTable()
+    request = Request(in_workflow("0", workflow, list(progress.rounds.values())), workflow, progress)
+    request.id = "r"
+    num_losses = data.draw(st.integers(1, 3))
+    while ready := progress.ready():
+        run_node(progress, data.draw(st.sampled_from(ready)), table)
+        if num_losses and data.draw(st.integers(0, 4)) == 0 and table.keys("r"):
+            num_losses -= 1
+            request.lost += data.draw(st.lists(st.sampled_from(table.keys("r")), min_size=1, unique=True))
+            for key in request.lost:
+                table.add(TensorRef(key, 1, (1,), "uint8", 1), {1}, 1)  # the only copy is on a rank that dies
+            assert sorted(table.lose(1), key=str) == sorted(request.lost, key=str)
+            go_on(table, request)
+            table.check_integrity({"r"})
+    assert progress.over == {node.name for node in workflow.nodes}
+    assert table.keys("r") == []

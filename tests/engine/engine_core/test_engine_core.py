@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Callable
 
 import pytest
 from fakes import MODEL, FakeWorkers, make_edit
 
+from core import restarts
 from core.config import SchedulerConfig
+from core.costs.load_report import LoadReport
 from core.errors import EngineDeadError
 from core.failure import NEVER_BEGUN, Failure
 from core.messages.engine import (
@@ -22,7 +25,7 @@ from core.messages.engine import (
     FromEngine,
     ToEngine,
 )
-from core.messages.worker import StepPlan, WorkerFailed
+from core.messages.worker import FromWorker, StepPlan, WorkerFailed, WorkerReady
 from core.scheduling.scheduler import StepScheduler
 from engine.engine_core import engine_core
 from engine.engine_core.engine_core import EngineCore, RefusedRequest
@@ -35,6 +38,7 @@ class Loopback:
         self.core: EngineCore | None = None
         self.workers = FakeWorkers()
         self.killed: list[int] = []
+        self.restarted: list[tuple[int, float]] = []  # (rank, seconds to wait before)
         self.is_hung = False
 
     def submit(self, plan: StepPlan) -> None:
@@ -43,6 +47,21 @@ class Loopback:
 
     def kill(self, rank: int) -> None:
         self.killed.append(rank)
+
+    def restart(self, rank: int, wait_seconds: float) -> None:
+        self.restarted.append((rank, wait_seconds))
+
+    def die(self, rank: int = 0) -> None:
+        self.workers.lose(rank)
+        self.tell(WorkerFailed(rank=rank, failure=Failure("engine_dead", f"worker {rank} died")))
+
+    def join(self, rank: int = 0) -> None:
+        self.workers.join(rank)
+        self.tell(WorkerReady(rank=rank, models=(MODEL,)))
+
+    def tell(self, message: FromWorker) -> None:
+        assert self.core is not None
+        self.core.mailbox.put_nowait(message)
 
     def _run(self) -> None:
         if self.is_hung:
@@ -172,19 +191,100 @@ async def test_changes_are_reported_at_once_and_everything_else_within_a_second(
     await asyncio.wait_for(running, 5)
 
 
-async def test_a_dead_worker_reaches_every_request(core: EngineCore, said: list[FromEngine]) -> None:
-    for name in "ab":
-        core.mailbox.put_nowait(make_edit(name, steps=200))
+async def until(condition: Callable[[], bool]) -> None:
+    async with asyncio.timeout(5):
+        while not condition():
+            await asyncio.sleep(0)
+
+
+def last_load(said: list[FromEngine]) -> LoadReport:
+    return next(message.load for message in reversed(said) if isinstance(message, EngineOutputs))
+
+
+async def serve(core: EngineCore, said: list[FromEngine], num_edits: int = 2) -> asyncio.Task[None]:
+    """Run until this many edits have begun."""
+    for index in range(num_edits):
+        core.mailbox.put_nowait(make_edit("abc"[index], steps=200))
     running = asyncio.create_task(core.run())
-    await asyncio.sleep(0.01)
-    core.mailbox.put_nowait(WorkerFailed(rank=0, failure=Failure("engine_dead", "worker 0 died")))
+    await until(lambda: bool(said) and last_load(said).num_running == num_edits)
+    return running
+
+
+@pytest.fixture
+def sturdy(said: list[FromEngine]) -> Loopback:
+    """Requests that survive any number of deaths."""
+    loopback, config = Loopback(), SchedulerConfig(max_retries=100)
+    loopback.core = EngineCore(StepScheduler(config, {"m": MODEL}), loopback, said.append)
+    return loopback
+
+
+async def test_a_dead_worker_is_restarted_while_its_requests_wait(sturdy: Loopback, said: list[FromEngine]) -> None:
+    core = sturdy.core
+    assert core is not None
+    running = await serve(core, said)
+    sturdy.die()
+    await until(lambda: sturdy.restarted == [(0, 0.0)])
+    core.mailbox.put_nowait(make_edit("c"))
+    await until(lambda: (last_load(said).num_ranks, last_load(said).num_received) == (0, 3))
+    assert (last_load(said).num_running, last_load(said).num_waiting) == (2, 1)
+    assert outputs(said) == []
+    sturdy.join()
+    core.mailbox.put_nowait(Drain())
+    await asyncio.wait_for(running, 5)
+    assert [type(output) for output in outputs(said)] == [Finished] * 3
+    last = said[-1]
+    assert isinstance(last, EngineOutputs)
+    assert last.load.num_ranks == 1
+    assert last.stats is not None
+    assert (last.stats.ranks[0].deaths, last.stats.ranks[0].is_up) == (1, True)
+
+
+async def test_a_worker_that_keeps_dying_ends_the_engine(sturdy: Loopback, said: list[FromEngine]) -> None:
+    """Also while it starts. It waits longer each time; in the end every request is answered."""
+    assert sturdy.core is not None
+    running = await serve(sturdy.core, said)
+    sturdy.die()
+    await until(lambda: len(sturdy.restarted) == 1)
+    sturdy.tell(WorkerFailed(rank=0, failure=Failure("config", "no such file")))
+    await until(lambda: len(sturdy.restarted) == 2)
+    for number in (3, 4):
+        sturdy.join()
+        sturdy.die()
+        await until(lambda number=number: len(sturdy.restarted) == number)
+    assert [seconds for _, seconds in sturdy.restarted] == [0.0, 1.0, 2.0, 4.0]
+    sturdy.tell(WorkerFailed(rank=0, failure=Failure("engine_dead", "worker 0 died")))
     with pytest.raises(EngineDeadError, match="worker 0 died"):
         await asyncio.wait_for(running, 5)
     assert {output.request_id for output in outputs(said) if isinstance(output, Failed)} == {"a", "b"}
-    *reports, last = said
-    assert isinstance(last, EngineFailed)
-    assert isinstance(reports[-1], EngineOutputs)
-    assert reports[-1].load.num_running == 2, "it does not say that it is idle, to be sent more"
+    assert isinstance(said[-1], EngineFailed)
+    load = last_load(said)
+    assert load.num_running + load.num_waiting == 2, "it does not say that it is idle, to be sent more"
+
+
+async def test_a_worker_that_has_served_a_while_may_die_any_number_of_times(
+    sturdy: Loopback, said: list[FromEngine], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(engine_core, "PROVEN_SECONDS", 0.0)
+    assert sturdy.core is not None
+    running = await serve(sturdy.core, said, num_edits=0)
+    for number in range(1, 11):
+        sturdy.die()
+        await until(lambda number=number: len(sturdy.restarted) == number)
+        sturdy.join()
+    sturdy.core.mailbox.put_nowait(Drain())
+    await asyncio.wait_for(running, 5)
+    assert sturdy.restarted == [(0, 0.0)] * 10
+
+
+async def test_a_worker_that_serves_something_else_after_its_restart_ends_the_engine(
+    sturdy: Loopback, said: list[FromEngine]
+) -> None:
+    assert sturdy.core is not None
+    running = await serve(sturdy.core, said)
+    sturdy.die()
+    sturdy.tell(WorkerReady(rank=0, models=()))
+    with pytest.raises(EngineDeadError, match="no longer serves its models"):
+        await asyncio.wait_for(running, 5)
 
 
 async def test_only_the_worker_that_does_not_answer_is_killed(said: list[FromEngine]) -> None:
@@ -209,7 +309,9 @@ async def test_only_the_worker_that_does_not_answer_is_killed(said: list[FromEng
     running.cancel()
 
 
-async def test_requests_that_no_worker_had_begun_are_marked_so(said: list[FromEngine]) -> None:
+async def test_requests_that_no_worker_had_begun_are_marked_so(
+    said: list[FromEngine], monkeypatch: pytest.MonkeyPatch
+) -> None:
     loopback = Loopback()
     core = loopback.core = EngineCore(
         StepScheduler(SchedulerConfig(max_num_seqs=1), {"m": MODEL}), loopback, said.append
@@ -218,9 +320,8 @@ async def test_requests_that_no_worker_had_begun_are_marked_so(said: list[FromEn
         core.mailbox.put_nowait(make_edit(name, steps=200))
     running = asyncio.create_task(core.run())
     await asyncio.sleep(0.01)
-    core.mailbox.put_nowait(
-        WorkerFailed(rank=0, failure=Failure("engine", "RuntimeError: broken", detail="a traceback"))
-    )
+    monkeypatch.setattr(restarts, "MAX_RESTARTS", 0)
+    loopback.tell(WorkerFailed(rank=0, failure=Failure("engine", "RuntimeError: broken", detail="a traceback")))
     with pytest.raises(EngineDeadError):
         await asyncio.wait_for(running, 5)
     failures = {output.request_id: output.failure for output in outputs(said) if isinstance(output, Failed)}

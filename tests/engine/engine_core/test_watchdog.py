@@ -8,7 +8,6 @@ import time
 import pytest
 
 from engine.engine_core.watchdog import SilenceWatch
-from engine.router.engine_replica import MAX_WAIT_SECONDS, wait_before
 
 SECONDS = 0.1
 
@@ -60,8 +59,3 @@ async def test_time_during_which_this_process_was_stopped_does_not_count(
         watch.heard()
     assert not silences
     await until_silent(silences)
-
-
-def test_restarts_in_a_row_wait_twice_as_long_each_up_to_a_bound() -> None:
-    assert [wait_before(restarts) for restarts in range(5)] == [0, 1, 2, 4, 8]
-    assert wait_before(50) == MAX_WAIT_SECONDS

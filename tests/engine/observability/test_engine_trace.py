@@ -152,6 +152,27 @@ def test_the_span_of_a_failure_has_its_reason(engine: Engine) -> None:
     engine.assert_nothing_kept()
 
 
+def test_a_rank_that_dies_is_seen_in_the_spans_of_what_it_ran(engine: Engine) -> None:
+    engine.add("a", steps=6)
+    engine.add("not traced", context="", steps=6)
+    engine.run(rounds=3)
+    plan = engine.scheduler.schedule(3.0)
+    assert plan is not None
+    engine.trace.planned(plan)
+    engine.workers.submit(plan)
+    engine.workers.lose(0)
+    engine.scheduler.lose_rank(0, Failure("engine_dead", "it died"))
+    engine.trace.lost(0)
+    engine.workers.join(0)
+    engine.scheduler.join_rank(0, ())
+    engine.run()
+    (span,) = engine.recorder.spans
+    names = [name for name, *_ in span.children]
+    assert names.count("rank_died") == 1
+    assert names.count("text_encode") == 2, "it is done again"
+    engine.assert_nothing_kept()
+
+
 def test_the_extra_is_named_where_it_is_missing(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "opentelemetry.sdk.trace", None)
     monkeypatch.delitem(sys.modules, "engine.observability.otlp_tracing", raising=False)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import os
 import shutil
+import time
 from collections.abc import AsyncIterator, Iterator
 from contextlib import asynccontextmanager, closing
 from pathlib import Path
@@ -24,6 +25,7 @@ from core.ipc.shared_array import Arena, ArenaAllocator
 from core.messages.worker import (
     Batch,
     BatchResult,
+    FromWorker,
     Item,
     ModelFailed,
     ModelLoaded,
@@ -33,8 +35,10 @@ from core.messages.worker import (
     Transfer,
     TransferDone,
     WorkerFailed,
+    WorkerReady,
 )
 from core.scheduling.ops.template_encode import TemplateEncode
+from model_executor import executor as executors
 from model_executor.executor import Executor
 
 PATIENCE = 60.0
@@ -332,11 +336,57 @@ async def test_sigterm_is_left_to_the_parent(lone: Executor, arena: Arena, space
 # --------------------------------------------------------------------------------------- last: they end shared workers
 
 
-async def test_killed_worker_is_reported(lone: Executor) -> None:
-    lone._workers[0]._process.kill()
-    message = await asyncio.wait_for(anext(lone.results()), PATIENCE)
-    assert isinstance(message, WorkerFailed)
-    assert message.failure.kind == "engine_dead"
+async def next_of(executor: Executor) -> FromWorker:
+    return await asyncio.wait_for(anext(executor.results()), PATIENCE)
+
+
+async def test_a_killed_worker_is_reported_and_another_takes_its_place(
+    lone: Executor, arena: Arena, space: ArenaAllocator
+) -> None:
+    expected = await run(lone, Edit(arena, space, "before", seed=1))
+    num_fds = len(os.listdir("/proc/self/fd"))
+    lone.kill(0)
+    failed = await next_of(lone)
+    assert isinstance(failed, WorkerFailed)
+    assert failed.failure.kind == "engine_dead"
+    lone.restart(0, 0.0)
+    lone.submit(StepPlan(seq=7))  # as long as it loads, it gets nothing
+    ready = await next_of(lone)
+    assert isinstance(ready, WorkerReady)
+    assert (ready.rank, ready.components, ready.samples) == (0, lone.components[0], ())
+    assert np.array_equal(await run(lone, Edit(arena, space, "after", seed=1)), expected)
+    assert len(os.listdir("/proc/self/fd")) == num_fds
+
+
+async def test_a_worker_that_does_not_come_up_is_killed_and_reported(
+    lone: Executor, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    lone.kill(0)
+    assert isinstance(await next_of(lone), WorkerFailed)
+    lone._start_seconds = 1.0
+    monkeypatch.setattr(executors, "WORKER_MAIN", "test_worker_process:stuck")
+    lone.restart(0, 0.2)
+    failed = await next_of(lone)
+    assert isinstance(failed, WorkerFailed)
+    assert "SIGKILL" in failed.failure.message
+
+
+def stuck(config: bytes, fds: list[int]) -> None:
+    """The entry point of a worker that hangs while it loads."""
+    time.sleep(1000)
+
+
+async def test_the_workers_end_while_one_is_restarted(
+    tiny_checkpoint: Path, arena: Arena, pages: Arena, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async with workers(tiny_checkpoint, arena, 1, CacheConfig(), pages) as executor:
+        monkeypatch.setattr(executors, "WORKER_MAIN", "test_worker_process:stuck")
+        executor.kill(0)
+        assert isinstance(await next_of(executor), WorkerFailed)
+        executor.restart(0, 0.0)
+        await asyncio.sleep(0.1)
+        process = executor._workers[0]._process
+    assert process.returncode is not None
 
 
 async def test_plan_that_cannot_be_done_ends_the_worker_with_its_cause(executor: Executor) -> None:

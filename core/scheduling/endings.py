@@ -1,0 +1,81 @@
+"""Endings: ends requests, each with exactly one terminal message, which is sent once no worker can touch its arrays."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+
+import msgspec
+
+from core.failure import NEVER_BEGUN, Failure
+from core.handles import TensorKey
+from core.messages.engine import Aborted, Failed, Finished
+from core.messages.worker import Free
+from core.scheduling.live_requests import LiveRequests
+from core.scheduling.node_cache import NodeCache
+from core.scheduling.outputs import Output
+from core.scheduling.request import Request, Status
+from core.scheduling.values import ValueTable
+
+
+@dataclass(slots=True)
+class Endings:
+    """Part of one scheduler, whose lists it writes to."""
+
+    requests: LiveRequests
+    values: ValueTable
+    cache: NodeCache
+    on_end: Callable[[str], None]  # called with the id of each request that has got its terminal message
+    outputs: list[Output]  # for clients
+    free: list[Free]  # for workers
+    # Request id -> message to send once nothing of it is in flight.
+    _messages: dict[str, Finished | Failed | Aborted] = field(default_factory=dict)
+
+    def end(self, request: Request, status: Status, message: Finished | Failed | Aborted) -> None:
+        """End a request. Its message is sent once no worker can touch its arrays any more."""
+        request.move_to(status)
+        self._messages[request.id] = message
+        self.requests.end(request.id)
+        self.finish(request)
+
+    def fail(self, request: Request, failure: Failure) -> None:
+        """End a request that has failed, unless it has ended already."""
+        if request.is_live:
+            self.end(request, Status.FAILED, Failed(request_id=request.id, failure=failure))
+
+    def finish(self, request: Request) -> None:
+        """Send the message of a request that has ended, if nothing of it is in flight."""
+        if request.id not in self._messages or request.has_work_out:
+            return
+        # What a finished request has lent for priming is read no more.
+        if request.status is Status.FINISHED or not self.cache.is_lent(request):
+            self._remove(request)
+            self.outputs.append(self._messages.pop(request.id))
+
+    def finish_lenders(self) -> None:
+        """The same for all requests that have ended, after something was read that they may have lent."""
+        for request_id in list(self._messages):
+            self.finish(self.requests[request_id])
+
+    def fail_all(self, failure: Failure) -> None:
+        """End every request now, because the workers are gone. Requests that no worker had begun get the code
+        NEVER_BEGUN, since they cannot be the cause.
+        """
+        bystander = msgspec.structs.replace(failure, code=NEVER_BEGUN)
+        for request in self.requests:
+            told = bystander if request.status is Status.WAITING else failure
+            ending = self._messages.pop(request.id, Failed(request_id=request.id, failure=told))
+            self._remove(request)
+            self.outputs.append(ending)
+
+    def check_integrity(self) -> None:
+        """Raise AssertionError unless exactly the requests that have ended have a message."""
+        assert set(self._messages) == {request.id for request in self.requests if not request.is_live}
+
+    def _remove(self, request: Request) -> None:
+        self.on_end(request.id)
+        self.requests.remove(request.id)
+        self.values.forget(request.id)
+        self.cache.forget(request)
+        if request.progress.has_started:
+            self.free.append(Free(TensorKey(request.id, "", ""), tuple(request.ranks)))
