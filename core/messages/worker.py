@@ -91,7 +91,7 @@ class PageForget(msgspec.Struct, frozen=True):
 
 
 class StepPlan(Message, frozen=True):
-    """What one rank does next: free, load, forget, delete, copies, batches, transfers, unload, in this order; each
+    """What one rank does next: free, unload, load, forget, delete, copies, batches, transfers, in this order; each
     delivery as soon as its value is there. Made by the StepScheduler for all ranks at once; `core.messages.plan_parts`
     gives each its part.
     """

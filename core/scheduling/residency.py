@@ -26,6 +26,10 @@ MOST_LOOKED_AT = 256
 """Requests from the head of the queue that decide what is loaded."""
 
 
+Started = tuple[int, Iterable[LoadedComponent]]
+"""(rank, what its worker has loaded)."""
+
+
 @dataclass(frozen=True, slots=True)
 class Orders:
     """For all ranks. Workers drop before they load."""
@@ -33,39 +37,48 @@ class Orders:
     load: tuple[ModelKey, ...] = ()
     unload: tuple[ModelKey, ...] = ()
 
+    @property
+    def has_any(self) -> bool:
+        return bool(self.load or self.unload)
+
 
 class Residency:
     """One per scheduler. All ranks have the same components, except while they load or start anew.
 
-    models: name -> info. sizes: bytes of components that are not loaded. budget: bytes for all components of a rank; 0:
-    no limit. predict: bytes -> predicted seconds of loading.
+    models: name -> info. sizes: predicted, of components that are not loaded. budget: bytes for all components of a
+    rank; 0: no limit. predict: bytes -> predicted seconds of loading.
     """
 
     def __init__(
         self,
         models: Mapping[str, ModelInfo],
         num_ranks: int,
-        sizes: Mapping[ModelKey, int],
+        sizes: Iterable[LoadedComponent],
         budget: int,
         predict: Callable[[int], float],
     ) -> None:
         self.models = models
-        self._sizes = dict(sizes)
+        self._sizes = {each.key: each.nbytes for each in sizes}
         self._budget = budget
         self._predict = predict
-        self._have: list[set[ModelKey] | None] = [set() for _ in range(num_ranks)]  # by rank; None: it is down
+        self._have: list[dict[ModelKey, LoadedComponent] | None] = [{} for _ in range(num_ranks)]  # by rank; None: down
         self._awaited: dict[ModelKey, set[int]] = {}  # being loaded -> ranks that have not answered
         self._failed: dict[ModelKey, tuple[Failure, float]] = {}  # -> why, and when
         self._uses: dict[ModelKey, int] = {}  # -> number of its last use
         self._num_uses = 0
         self._may_start: frozenset[str] | None = None  # models whose waiting requests may begin; None: all
-        self._is_complete: bool | None = None  # whether everything is loaded everywhere; None: to be found out
+        self._is_complete: bool | None = None  # None: to be found out
 
     # ------------------------------------------------------------------------------------------------- what is told
 
+    def join_all(self, started: Iterable[Started]) -> None:
+        """Note workers that have started."""
+        for rank, components in started:
+            self.join(rank, components)
+
     def join(self, rank: int, components: Iterable[LoadedComponent]) -> None:
         """Note a worker that has started, with what it has loaded."""
-        self._have[rank], self._is_complete = set(), None
+        self._have[rank], self._is_complete = {}, None
         for loaded in components:
             self.note_loaded(rank, loaded)
 
@@ -77,7 +90,7 @@ class Residency:
 
     def note_loaded(self, rank: int, loaded: LoadedComponent) -> None:
         """Note a component that a worker has loaded."""
-        self._of(rank).add(loaded.key)
+        self._of(rank)[loaded.key] = loaded
         self._sizes[loaded.key] = loaded.nbytes
         self._failed.pop(loaded.key, None)
         self._settle(loaded.key, rank)
@@ -99,7 +112,7 @@ class Residency:
     def has(self, model: str, component: str, ranks: Iterable[int]) -> bool:
         """Whether all of these ranks have a model's components of this kind."""
         keys = self.models[model].keys_of(component)
-        return all((have := self._have[rank]) is not None and have.issuperset(keys) for rank in ranks)
+        return all((have := self._have[rank]) is not None and have.keys() >= {*keys} for rank in ranks)
 
     def may_start(self, model: str) -> bool:
         """Whether waiting requests of a model may begin, as of the last `order`."""
@@ -117,6 +130,18 @@ class Residency:
         """Predicted seconds of loading what a model lacks."""
         return sum(self._predict(self.size_of(key)) for key in self.lacking(model))
 
+    def components(self, rank: int) -> tuple[LoadedComponent, ...]:
+        """What a rank has loaded."""
+        return tuple(self._of(rank).values())
+
+    @property
+    def is_complete(self) -> bool:
+        """Whether everything is loaded everywhere."""
+        if self._is_complete is None:
+            self._is_complete = not self._awaited and not any(map(self.lacking, self.models))
+            self._may_start = None if self._is_complete else self._may_start
+        return self._is_complete
+
     @property
     def is_loading(self) -> bool:
         """Whether any component is being loaded."""
@@ -128,10 +153,7 @@ class Residency:
         """What to load and drop now. running: models that are in use. waiting: (model, arrival) of other requests, the
         most urgent first.
         """
-        if self._is_complete is None:
-            self._is_complete = not self._awaited and not any(map(self.lacking, self.models))
-        if self._is_complete:
-            self._may_start = None
+        if self.is_complete:
             return Orders()
         choice = _Choice(self, running, now)
         choice.run(islice(waiting, MOST_LOOKED_AT))
@@ -169,15 +191,15 @@ class Residency:
         up = [rank for rank, have in enumerate(self._have) if have is not None]
         for key in orders.unload:
             for rank in up:
-                self._of(rank).discard(key)
+                self._of(rank).pop(key, None)
         for key in orders.load:
             self._awaited[key] = set(up)
         self._is_complete = None
 
-    def _of(self, rank: int) -> set[ModelKey]:
-        """What a rank has; of one that is down, an empty set."""
+    def _of(self, rank: int) -> dict[ModelKey, LoadedComponent]:
+        """What a rank has; of one that is down, nothing."""
         have = self._have[rank]
-        return set() if have is None else have
+        return {} if have is None else have
 
     def _settle(self, key: ModelKey, rank: int) -> None:
         """Note that an answer of a rank is not awaited any more."""

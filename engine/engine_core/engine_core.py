@@ -28,7 +28,17 @@ from core.messages.engine import (
     PrimeTemplate,
     ToEngine,
 )
-from core.messages.worker import BatchResult, FromWorker, PageCopied, StepPlan, TransferDone, WorkerFailed, WorkerReady
+from core.messages.worker import (
+    BatchResult,
+    FromWorker,
+    ModelFailed,
+    ModelLoaded,
+    PageCopied,
+    StepPlan,
+    TransferDone,
+    WorkerFailed,
+    WorkerReady,
+)
 from core.restarts import MAX_RESTARTS, Restarts
 from core.scheduling.outputs import Output
 from core.scheduling.scheduler import StepScheduler
@@ -192,6 +202,8 @@ class EngineCore:
                 self._scheduler.apply_transfer(message)
             case PageCopied():
                 self._scheduler.apply_copy(message)
+            case ModelLoaded() | ModelFailed():
+                self._scheduler.apply_load(message, time.monotonic())
             case WorkerFailed():
                 self._lose(message)
             case WorkerReady():

@@ -252,6 +252,8 @@ class Worker:
         """Execute a plan in the order that StepPlan defines."""
         for free in plan.free:
             self._store.free(free.key)
+        for component in plan.unload:
+            self._loader.unload(component)
         for component in plan.load:
             self._loader.load(component)
         self._pages.forget(each.key for each in plan.forget)
@@ -265,5 +267,3 @@ class Worker:
             self._link.send(self._withheld.complete(result))
         for transfer in plan.transfers:
             self._link.send(TransferDone(rank=self._rank, ref=self._store.export(transfer.ref)))
-        for component in plan.unload:
-            self._loader.unload(component)

@@ -32,7 +32,9 @@ def make(
     *loaded: str, budget: int = 0, ranks: int = 1, models: dict[str, ModelInfo] = MODELS, seconds: float = 0.0
 ) -> Residency:
     """With these models loaded on all ranks. seconds: predicted of every load."""
-    residency = Residency(models, ranks, SIZES, budget, lambda nbytes: seconds)
+    residency = Residency(
+        models, ranks, [LoadedComponent(key, size) for key, size in SIZES.items()], budget, lambda nbytes: seconds
+    )
     for rank in range(ranks):
         residency.join(rank, [LoadedComponent(key, SIZES[key]) for name in loaded for key in models[name].components])
     return residency
