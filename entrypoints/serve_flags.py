@@ -100,6 +100,14 @@ def add_model_flags(parser: argparse.ArgumentParser) -> None:
         "compiler; compile: auto, and on a GPU a UNet's layers are compiled, which takes minutes at the first start",
     )
     group.add_argument(
+        "--model-bytes",
+        default=SchedulerConfig().model_bytes,
+        type=byte_count,
+        metavar="BYTES",
+        help="weights that each worker may hold; a model beyond it is loaded when a request needs it, in place of what "
+        "was not used for longest; 0: no limit; a number of bytes, or with K, M or G",
+    )
+    group.add_argument(
         "--threads",
         default=default.threads,
         type=whole_number(0, 1024),

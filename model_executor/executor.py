@@ -68,6 +68,7 @@ class Executor:
         self.cost_samples: tuple[CostSample, ...] = ()
         self.device_page_bytes = [0] * config.workers_per_engine  # by rank
         self.components: dict[int, tuple[LoadedComponent, ...]] = {}  # rank -> what it has loaded
+        self.sizes: tuple[LoadedComponent, ...] = ()  # of all components, loaded or not
         self._config = config
         self._arenas = pictures, pages, values
         self._workers: list[_Worker] = []
@@ -105,7 +106,7 @@ class Executor:
                     models |= {info.name: info for info in message.models}
                     self.cost_samples += message.samples
                     self.device_page_bytes[message.rank] = message.device_page_bytes
-                    self.components[message.rank] = message.components
+                    self.components[message.rank], self.sizes = message.components, message.sizes
                 case WorkerFailed():
                     raise message.failure.to_error()
                 case _:

@@ -148,13 +148,14 @@ class CostSample(msgspec.Struct, frozen=True):
 
 
 class WorkerReady(Message, frozen=True):
-    """The worker has loaded its models and accepts plans."""
+    """The worker has loaded its first models and accepts plans. Plans say when it is to load the others."""
 
     rank: int
     models: tuple[ModelInfo, ...]
     samples: tuple[CostSample, ...] = ()  # measured once per model and device, and kept on disk
     device_page_bytes: int = 0  # device memory for pages
     components: tuple[LoadedComponent, ...] = ()
+    sizes: tuple[LoadedComponent, ...] = ()  # of every model, loaded or not; predicted bytes of what is not
 
 
 class ItemResult(msgspec.Struct, frozen=True):

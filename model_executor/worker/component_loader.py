@@ -47,8 +47,17 @@ class ComponentLoader:
         if taken is not None:
             self._thread.start()
 
+    def load_first(self, num_workers: int) -> None:
+        """Load, in the caller's thread, what is served from the start: everything, or with a keeper the first models.
+        Several workers have the keeper load these once for all. Raises ConfigError."""
+        if self._taken is None:
+            self._models.load_all()
+        else:
+            self._models.load_all(self._models.first, self._read if num_workers > 1 else None)
+            self._orders.put(self._taken.drop_unused)
+
     def load(self, key: ModelKey) -> None:
-        """Load a component; the report says when it is there, or why it is not."""
+        """Load a component, unless it is loaded; the report says when it is there, or why it is not."""
         if self._taken is None or not self._can_be_taken(key):
             self._load(key)
         else:
@@ -91,14 +100,19 @@ class ComponentLoader:
         self._report(ModelLoaded(self._rank, loaded, time.monotonic() - started))
 
     def _loaded(self, key: ModelKey) -> LoadedComponent:
-        if self._taken is None or not self._can_be_taken(key):
-            return self._models.load(key)
-        checkpoint, part = self._models.origin(key)
-        module = self._taken.take(key, checkpoint.config_as_opened, part)
-        loaded = self._models.install(key, _on(module, checkpoint.device))
-        del module
-        self._taken.drop_unused()
+        if (known := self._models.find(key)) is not None:
+            return known
+        loaded = self._models.install(key, self._read(key))
+        if self._taken is not None:
+            self._taken.drop_unused()
         return loaded
+
+    def _read(self, key: ModelKey) -> nn.Module:
+        checkpoint, part = self._models.origin(key)
+        if self._taken is None or not self._can_be_taken(key):
+            module: nn.Module = checkpoint.load(part)
+            return module
+        return _on(self._taken.take(key, checkpoint.config_as_opened, part), checkpoint.device)
 
 
 def _on(module: nn.Module, device: torch.device) -> nn.Module:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 import logging
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import replace
 from itertools import chain
 from typing import Any
@@ -21,6 +21,7 @@ from core.ipc.heap import keep_freed_memory
 from core.messages.worker import WorkerReady
 from core.model_info import ModelInfo
 from model_executor.checkpoint.loader import Checkpoint
+from model_executor.checkpoint.parameter_count import expected_bytes
 from model_executor.models.base import Family, PrimeRow, Row, Sample
 from model_executor.models.registry import make_family
 from model_executor.page_cache.page_schemes import with_calibration
@@ -29,6 +30,9 @@ from model_executor.patches.adapters import Adapter, read_adapter
 from model_executor.worker.component_keys import Opened, component_keys, prompt_twins
 
 logger = logging.getLogger("stencil.worker")
+
+Read = Callable[[ModelKey], nn.Module]
+"""Loads the module of a component."""
 
 WARM_UP_SIDE = 256
 """Largest side in pixels of the picture that `warm_up` edits."""
@@ -102,12 +106,14 @@ class ResidentModels:
         """The device that all models run on."""
         return next(iter(self._checkpoints.values())).device
 
-    def load_all(self) -> None:
-        """Load every component of every model, and every adapter. Raises ConfigError."""
-        for key in dict.fromkeys(key for keys in self.keys.values() for key in keys.values()):
-            self.load(key)
+    def load_all(self, names: Collection[str] = (), read: Read | None = None) -> None:
+        """Load every component of these models, by default of all, and their adapters. read: key -> its module; by
+        default `Checkpoint.load`. Raises ConfigError."""
+        for key in dict.fromkeys(key for name in names or self._configs for key in self.keys[name].values()):
+            self.load(key) if read is None else self.install(key, read(key))
         for name, adapter in self._adapters:
-            self.families[adapter.name] = self.families[name].adapted(adapter)
+            if self.is_loaded(name):
+                self.families[adapter.name] = self.families[name].adapted(adapter)
         self._adapters = [
             (name, replace(adapter, layers={}, text_layers={})) for name, adapter in self._adapters
         ]  # the families now hold the layers
@@ -140,6 +146,35 @@ class ResidentModels:
             self.families[name].drop(part)
         del self._loaded[key]
 
+    def find(self, key: ModelKey) -> LoadedComponent | None:
+        """A component, if it is loaded."""
+        return self._loaded.get(key)
+
+    def is_loaded(self, name: str) -> bool:
+        """Whether every component of a model is loaded."""
+        return self._loaded.keys() >= {*self.keys[name].values()}
+
+    @property
+    def loaded_families(self) -> dict[str, Family]:
+        """The families of the models that are loaded, by name."""
+        return {name: self.families[name] for name in self._configs if self.is_loaded(name)}
+
+    @property
+    def first(self) -> list[str]:
+        """The models to load before the worker is ready, if others may follow: the first, and those with adapters."""
+        return [name for name, config in self._configs.items() if config.adapters or name == next(iter(self._configs))]
+
+    @property
+    def sizes(self) -> tuple[LoadedComponent, ...]:
+        """Every component of every model, with its bytes; of those that are not loaded, as their files say."""
+        known = {key: self._expected_bytes(key) for keys in self.keys.values() for key in keys.values()}
+        known |= {loaded.key: loaded.nbytes for loaded in self.loaded}
+        return tuple(LoadedComponent(key, nbytes) for key, nbytes in known.items())
+
+    def _expected_bytes(self, key: ModelKey) -> int:
+        checkpoint, part = self.origin(key)
+        return expected_bytes(checkpoint, part)
+
     def _users(self, key: ModelKey) -> list[tuple[str, str]]:
         """The (model, part) that are this component; at least one."""
         users = [(name, part) for name, keys in self.keys.items() for part, own in keys.items() if own == key]
@@ -153,11 +188,10 @@ class ResidentModels:
         return tuple(self._loaded.values())
 
     def ready(self, rank: int) -> WorkerReady:
-        """The message that describes what this worker serves, models before their adapters. Every component must be
-        loaded. Raises ConfigError."""
+        """The message that describes what this worker serves, models before their adapters. Raises ConfigError."""
         models = {name: self._info(name) for name in self._configs}
         adapters = (_adapted(models[name], adapter) for name, adapter in self._adapters)
-        return WorkerReady(rank=rank, models=(*models.values(), *adapters), components=self.loaded)
+        return WorkerReady(rank=rank, models=(*models.values(), *adapters), components=self.loaded, sizes=self.sizes)
 
     def _info(self, name: str) -> ModelInfo:
         family, folder = self.families[name], user_cache_folder(os.environ)
@@ -165,10 +199,10 @@ class ResidentModels:
         return with_calibration(info, self._configs[name], self._checkpoints[name], family, folder)
 
     def warm_up(self) -> None:
-        """Edit one small picture with every model, so that the first request does not pay for first calls and for
-        untouched memory."""
+        """Edit one small picture with every loaded model, so that the first request does not pay for first calls and
+        for untouched memory."""
         keep_freed_memory(KEPT_BYTES)
-        for name in self._configs:
+        for name in filter(self.is_loaded, self._configs):
             family = self.families[name]
             info = family.info(name)
             side = min(info.native_size, WARM_UP_SIDE) // info.token_size * info.token_size

@@ -29,7 +29,7 @@ from core.ipc.peer_sockets import PeerSockets
 from core.ipc.process import die_with_parent
 from core.ipc.ring import Channel, PeerClosedError
 from core.ipc.shared_array import Arena
-from core.memory_budget import CPU_REMEDIES, REMEDIES
+from core.memory_budget import CPU_REMEDIES, REMEDIES, bytes_to_come, check_fits
 from core.messages.codec import MessageDecoder, encode
 from core.messages.salvage import WithheldItems, readable_plan, sendable_result
 from core.messages.worker import (
@@ -123,16 +123,26 @@ def _start(settings: WorkerConfig, link: EngineLink, arenas: Sequence[Arena], so
         device_index=settings.device_index,
         num_workers=settings.num_workers,
     )
-    gauge = gauge_of(models.device)
+    budget = settings.scheduler.model_bytes
+    check_fits({name: keys.values() for name, keys in models.keys.items()}, models.sizes, budget)
+    gauge, taken = gauge_of(models.device), TakenWeights(settings.keeper) if settings.keeper else None
+    loader = ComponentLoader(settings.rank, models, link.report, taken)
     with room_for("the model", CPU_REMEDIES if models.device.type == "cpu" else REMEDIES):
-        models.load_all()
+        loader.load_first(settings.num_workers)
         models.warm_up()
     ready = models.ready(settings.rank)
-    page_bytes = device_page_bytes(gauge, models.families, ready.models, settings.cache, settings.scheduler)
+    page_bytes = device_page_bytes(
+        gauge,
+        models.loaded_families,
+        ready.models,
+        settings.cache,
+        settings.scheduler,
+        bytes_to_come(ready.sizes, ready.components, budget),
+    )
     ready = msgspec.structs.replace(ready, device_page_bytes=page_bytes)
     if settings.measures_costs:
         kernels = {model.name: model.kernels for model in settings.models}
-        samples = known_or_probed(models.families, ready.models, user_cache_folder(os.environ), kernels)
+        samples = known_or_probed(models.loaded_families, ready.models, user_cache_folder(os.environ), kernels)
         ready = msgspec.structs.replace(ready, samples=samples)
     store = TensorStore(settings.rank, models.device, value_arena)
     files = _page_files(settings.cache)
@@ -142,8 +152,6 @@ def _start(settings: WorkerConfig, link: EngineLink, arenas: Sequence[Arena], so
     exchange = Exchange(store, sockets)
     context = WorkerContext(models.families, store, arena, pages, models.prompts_of, exchange)
     runner = Runner(settings.rank, context)
-    taken = TakenWeights(settings.keeper) if settings.keeper else None
-    loader = ComponentLoader(settings.rank, models, link.report, taken)
     link.send(ready)
     return Worker(settings.rank, link, loader, store, pages, runner, exchange)
 
