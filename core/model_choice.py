@@ -1,32 +1,49 @@
-"""Finds the served model that a request names. A model with an adapter counts as one, under the adapter's name."""
+"""Finds the served model and the adapters that a request names. An adapter may also be named in a model's place."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 
 from core.errors import InvalidRequestError, ModelNotFoundError
+from core.lora import Lora
 from core.model_info import ModelInfo
+from core.patches import Patch, PatchSet, patch_set
 from core.validation import check_choice
 
 
-def choose_model(models: Mapping[str, ModelInfo], name: str, lora: str = "") -> ModelInfo:
-    """The model `name` ("" = the first) with the adapter `lora` ("" = none); `name` may also be an adapter's. models:
-    by name, at least one. Raises ModelNotFoundError; InvalidRequestError for an unknown adapter.
+@dataclass(frozen=True, slots=True)
+class ModelChoice:
+    """What a request asks to be computed with."""
+
+    model: ModelInfo  # never an adapter's
+    loras: tuple[Lora, ...] = ()  # by name
+    patches: PatchSet = ()  # the same by content
+
+
+def choose_model(models: Mapping[str, ModelInfo], name: str, loras: Sequence[Lora] = ()) -> ModelChoice:
+    """The model `name` ("" = the first) with these adapters; `name` may also be an adapter's. models: by name, at least
+    one. Raises ModelNotFoundError; InvalidRequestError for an unknown adapter, and for one that is named twice.
     """
     if name and name not in models:
         raise ModelNotFoundError(name)
-    model = models[name] if name else next(iter(models.values()))
-    if not lora or (lora == model.name and model.parent):
-        return model
-    adapters = [info.name for info in models.values() if info.parent == model.name]
-    if not adapters:
+    named = models[name] if name else next(iter(models.values()))
+    if not named.parent:
+        return ModelChoice(named, tuple(loras), patch_set(_patches(models, named, loras)))
+    if [lora.name for lora in loras] not in ([], [name]):
+        message = f"Invalid 'lora': the model '{name}' is an adapter; name the model '{named.parent}' beside others."
+        raise InvalidRequestError(message, param="lora")
+    return choose_model(models, named.parent, loras or (Lora(name),))
+
+
+def _patches(models: Mapping[str, ModelInfo], model: ModelInfo, loras: Sequence[Lora]) -> list[Patch]:
+    adapters = {info.name: info for info in models.values() if info.parent == model.name}
+    if loras and not adapters:
         message = f"Invalid 'lora': '{model.name}' is served without adapters; the server is given them with --lora."
         raise InvalidRequestError(message, param="lora")
-    check_choice("lora", lora, adapters)
-    return models[lora]
-
-
-def kin(models: Mapping[str, ModelInfo], name: str) -> list[str]:
-    """The names of a model and all its adapters. name: of the model or of any of the adapters."""
-    base = models[name].parent or name
-    return [info.name for info in models.values() if base in (info.name, info.parent)]
+    names = [lora.name for lora in loras]
+    for number, name in enumerate(names):
+        check_choice("lora", name, list(adapters))
+        if name in names[:number]:
+            raise InvalidRequestError(f"Invalid 'lora': '{name}' is named twice.", param="lora")
+    return [Patch(adapters[lora.name].patch, lora.scale) for lora in loras]

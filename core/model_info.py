@@ -31,6 +31,7 @@ class ModelInfo(msgspec.Struct, frozen=True, kw_only=True):
     family: str
     modality: Literal["image"] = "image"  # of what it makes
     parent: str = ""  # set by the worker for an adapter: the model that it adapts; "" for a model itself
+    patch: str = ""  # set by the worker for an adapter: the id of its patch
     device: str  # type of device; identical devices are not distinguished
     dtype: str  # of computing
     components: tuple[ModelKey, ...] = ()  # set by the worker: what it consists of; an adapter: as its model

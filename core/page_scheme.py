@@ -18,6 +18,8 @@ from typing import Literal
 
 import msgspec
 
+from core.patches import PatchSet, patch_digest
+
 PageDtype = Literal["int8", "bfloat16", "float32"]
 """int8: symmetric, with one scale per token and head; bfloat16 and float32: plain values."""
 
@@ -93,8 +95,9 @@ class PageScheme(msgspec.Struct, frozen=True, kw_only=True):
             return 0
         return -(-self.full_steps * num_steps // self.full_steps_of)
 
-    def template_key(self, content_id: str, cache_salt: str = "") -> str:
-        """Hex digest of all that a template's pages depend on except the noise level, and of their owner.
+    def template_key(self, content_id: str, cache_salt: str = "", patches: PatchSet = ()) -> str:
+        """Hex digest of all that a template's pages depend on except the noise level, and of their owner. With patches,
+        that of the same without, "+" and their digest: see `unpatched`.
 
         cache_salt: see `CacheConfig.salt`. Pages that differ only in the salt are equal but never shared: a hit would
         reveal to one owner what another one has edited.
@@ -103,7 +106,8 @@ class PageScheme(msgspec.Struct, frozen=True, kw_only=True):
         parts = [SCHEME_VERSION, content_id, *model, self.prompt, self.guidance_scale]
         if cache_salt:
             parts.append(cache_salt)
-        return hashlib.sha256(repr(parts).encode()).hexdigest()
+        key = hashlib.sha256(repr(parts).encode()).hexdigest()
+        return f"{key}+{patch_digest(patches)}" if patches else key
 
     def latent_entry_bytes(self, num_tokens: int) -> int:
         """Bytes of the entry with a template's clean latents."""
@@ -132,3 +136,9 @@ def latents_key(template_key: str) -> str:
 def template_of(key: str) -> str:
     """The template key that an entry's key starts with. A key without "-" is itself a template key."""
     return key.partition("-")[0]
+
+
+def unpatched(key: str) -> str:
+    """The key of the same template without patches, for the key of a template or of an entry: when a picture is to be
+    forgotten, nobody knows with which patches it was edited."""
+    return template_of(key).partition("+")[0]

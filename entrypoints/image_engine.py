@@ -32,6 +32,7 @@ from core.config import (
     StencilConfig,
 )
 from core.errors import EngineError, InvalidRequestError, StencilError
+from core.lora import Lora, named_loras
 from core.model_info import ModelInfo
 from core.sampling_params import MAX_PADDING_MASK_CROP, MAX_PROMPT_CHARACTERS, MAX_SIDE, MIN_SIDE, SamplingParams
 from core.validation import check_filled, check_integer, check_length, conform, conformed
@@ -69,9 +70,10 @@ class Edit:
     template_id: str | None = None  # from ImageEngine.create_template; instead of an image
     padding_mask_crop: int | None = None  # px, 0..65535: edit the mask's box, grown by this, at the model's resolution
     model: str = ""  # name of one of the engine's models; "" = the first
-    lora: str = ""  # name of one of this model's adapters
+    lora: str | Lora | Sequence[str | Lora] = ""  # this model's adapters to use, by name, or with a scale each
 
     def __post_init__(self) -> None:
+        object.__setattr__(self, "lora", named_loras(self.lora))
         conform(self)
         check_filled("prompt", self.prompt)
         check_length("prompt", self.prompt, MAX_PROMPT_CHARACTERS)
@@ -201,14 +203,17 @@ class ImageEngine:
         """Device memory for cached pages, in bytes per engine; 0 if pages are read from host memory."""
         return self._engine.cache.device_bytes or 0
 
-    def create_template(self, image: ImageLike, *, model: str = "", lora: str = "") -> Template:
-        """Register an image that will be edited often, and compute the pages that its edits with this model and adapter
-        share. Pass the template's `id` as `Edit.template_id`. Raises InvalidRequestError.
+    def create_template(
+        self, image: ImageLike, *, model: str = "", lora: str | Lora | Sequence[str | Lora] = ""
+    ) -> Template:
+        """Register an image that will be edited often, and compute the pages that its edits with this model and these
+        adapters share. Pass the template's `id` as `Edit.template_id`. Raises InvalidRequestError.
         """
         self._check_open()
-        model, lora = conformed("model", model, str), conformed("lora", lora, str)
+        model, loras = conformed("model", model, str), named_loras(lora)
         upload = BytesUpload(encode_picture(conformed("image", image, ImageLike), "image"))
-        return self._run(self._engine.prime_template(f"offline-{uuid.uuid4().hex}", upload, model=model, lora=lora))
+        name = f"offline-{uuid.uuid4().hex}"
+        return self._run(self._engine.prime_template(name, upload, model=model, loras=loras))
 
     def close(self) -> None:
         """Stop the engine's processes. Calls running in other threads return first, with errors in their results.
@@ -331,7 +336,7 @@ def _to_input(edit: Edit, sampling: SamplingParams) -> EditInput:
         template_id=edit.template_id,
         padding_mask_crop=edit.padding_mask_crop,
         model=edit.model,
-        lora=edit.lora,
+        loras=named_loras(edit.lora),
         canvas_size=edit.size if is_generation else None,
         output_size=None if is_generation else edit.size,
     )

@@ -12,6 +12,7 @@ from core.graph.op import OpWork
 from core.handles import ArrayRef, TensorKey, TensorRef
 from core.ipc.shared_array import Arena, ArenaAllocator, carve
 from core.messages.worker import Batch, Free, Item, StepPlan
+from core.patches import PatchSet
 from core.sampling_params import SamplingParams
 from core.scheduling.ops.decode import Decode
 from core.scheduling.ops.denoise import Denoise
@@ -60,6 +61,7 @@ class Edit:
         self.guidance_scale = 30.0
         self.true_cfg_scale = 1.0
         self.negative_prompt: str | None = None
+        self.patches: PatchSet = ()
         self.solver_order = 1
         self.extra_steps = 0
         self._arena, self._space = arena, space
@@ -100,6 +102,7 @@ class Edit:
             negative_prompt=self.negative_prompt,
             template=self.seen,
             content_id=self.request_id,
+            patches=self.patches,
         )
         image = ImageEncode(
             template=self.template,
@@ -143,6 +146,7 @@ class Edit:
             guidance_scale=self.guidance_scale,
             true_cfg_scale=self.true_cfg_scale,
             keep_clean=keep_clean,
+            patches=self.patches,
         )
         inputs = (
             self._ref("text_encode", "prompt_embeds"),

@@ -60,7 +60,7 @@ class Rig:
         self.store = TensorStore(0, models.device, arena)
         copied: list[PageCopied] = []
         self.pages = PageStore(models.device, arena, None, copied.append)
-        self.runner = Runner(0, WorkerContext(models.families, self.store, arena, self.pages, models.prompts_of))
+        self.runner = Runner(0, WorkerContext(models.families, self.store, arena, self.pages))
         self.family = models.families["tiny"]
         self.pipeline = pipeline.from_pretrained(checkpoint, **parts)
         self.pipeline.set_progress_bar_config(disable=True)
@@ -89,9 +89,7 @@ class Rig:
             self.do(edit.encode_plan())
         done, iteration = dict.fromkeys(edits, 0), 0
         while running := [edit for edit in edits[: iteration + 1] if done[edit] < edit.num_steps]:
-            models = {edit.model: [other for other in running if other.model == edit.model] for edit in running}
-            batches = [Edit.denoise_batch(group, done) for group in models.values()]
-            self.do(StepPlan(seq=0, batches=tuple(batches)))
+            self.do(StepPlan(seq=0, batches=(Edit.denoise_batch(running, done),)))
             done |= {edit: done[edit] + 1 for edit in running}
             iteration += 1
         for edit in edits:

@@ -1,9 +1,12 @@
 """diffusers' FluxFillPipeline behind FastAPI, as in its guide "Create a server": one pipeline, one call at a time.
 
-`--batch-size 8` adds static batches: when a call ends, waiting edits of the first one's size and step count form the
-next batch, which runs until all of it is done. `--first-block-cache 0.5` skips steps whose first block changed little.
-Files are decoded and encoded in the pipeline's thread, between its calls. `/v1/images/edits` takes OpenAI's fields;
-worker seconds (/metrics) and queue times are reported in the same form as Stencil's, for `benchmark_serving`.
+`--batch-size 8` adds static batches: when a call ends, waiting edits of the first one's size and steps form the next
+batch, which runs until all of it is done. Files are decoded and encoded in the pipeline's thread, between its calls.
+
+`/v1/images/edits` takes OpenAI's fields, `num_inference_steps`, `seed`, and two that leave out steps:
+`first_block_cache`, a threshold (a step computes the first block alone where that has changed by less), and
+`computed_steps`, a JSON list of the numbers of the steps to compute (the pipeline's argument `sigmas`). Worker seconds
+(/metrics) and queue times are reported in the same form as Stencil's, for `benchmark_serving`.
 """
 
 from __future__ import annotations
@@ -17,7 +20,9 @@ from collections import deque
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
+from typing import TypeVar
 
+import msgspec
 import uvicorn
 from fastapi import FastAPI, HTTPException, Request, Response
 from PIL import Image
@@ -26,6 +31,8 @@ from starlette.datastructures import FormData, UploadFile
 from benchmarks.baselines.fill_pipeline import FillEdit, FillPipeline
 from benchmarks.command import command
 from core.config import EMBEDDED_MODEL
+
+Value = TypeVar("Value")
 
 DEFAULT_STEPS = 28
 KEEP_ALIVE_SECONDS = 75
@@ -43,7 +50,19 @@ class Upload:
     mask: bytes
     steps: int
     seed: int
+    computed: tuple[int, ...] | None
+    first_block_cache: float | None
     came: float = field(default_factory=time.monotonic)
+
+    @property
+    def key(self) -> tuple[object, ...]:
+        """Edits with the same one may share a batch. Raises OSError for a file that is not an image."""
+        with Image.open(io.BytesIO(self.image)) as header:
+            return header.size, self.steps, self.computed, self.first_block_cache
+
+    def decode(self) -> FillEdit:
+        skipping = {"computed": self.computed, "first_block_cache": self.first_block_cache}
+        return FillEdit.of_files(self.prompt, self.image, self.mask, self.steps, self.seed, **skipping)
 
 
 @dataclass(frozen=True)
@@ -56,7 +75,7 @@ class Edited:
 
 @dataclass(eq=False)
 class Waiting:
-    """One edit, and the future of its result. key: edits with the same one may share a batch."""
+    """One edit, the future of its result, and the upload's key."""
 
     upload: Upload
     edited: asyncio.Future[Edited]
@@ -76,9 +95,7 @@ class StaticBatches:
 
     async def edit(self, upload: Upload) -> Edited:
         """The request that holds the lock runs the next batch: its own, or one that begins with an earlier edit."""
-        with Image.open(io.BytesIO(upload.image)) as header:
-            key = (header.size, upload.steps)
-        waiting = Waiting(upload, asyncio.get_running_loop().create_future(), key)
+        waiting = Waiting(upload, asyncio.get_running_loop().create_future(), upload.key)
         self._waiting.append(waiting)
         async with self._lock:
             while not waiting.edited.done():
@@ -105,8 +122,7 @@ class StaticBatches:
 
     def _compute(self, uploads: Sequence[Upload]) -> list[Edited]:
         begun = time.monotonic()
-        edits = [FillEdit.of_files(each.prompt, each.image, each.mask, each.steps, each.seed) for each in uploads]
-        pictures = self._pipeline(edits)
+        pictures = self._pipeline([upload.decode() for upload in uploads])
         edited = [Edited(_encode(picture), begun) for picture in pictures]
         self.busy_seconds += time.monotonic() - begun
         return edited
@@ -146,6 +162,8 @@ async def _read(request: Request) -> Upload:
         mask=await _file(form, "mask"),
         steps=int(_text(form, "num_inference_steps", str(DEFAULT_STEPS))),
         seed=int(_text(form, "seed", "0")),
+        computed=_json(form, "computed_steps", tuple[int, ...]),
+        first_block_cache=_json(form, "first_block_cache", float),
     )
 
 
@@ -154,6 +172,14 @@ def _text(form: FormData, name: str, default: str | None = None) -> str:
     if not isinstance(value, str):
         raise HTTPException(400, f"'{name}' is missing")
     return value
+
+
+def _json(form: FormData, name: str, kind: type[Value]) -> Value | None:
+    """None where the field is missing."""
+    try:
+        return msgspec.json.decode(_text(form, name), type=kind) if name in form else None
+    except msgspec.DecodeError as error:
+        raise HTTPException(400, f"'{name}' is not what it should be: {error}") from error
 
 
 async def _file(form: FormData, name: str) -> bytes:
@@ -174,9 +200,8 @@ def main() -> None:
     parser = command(__doc__, model=EMBEDDED_MODEL, dtype="float32", threads=1)
     parser.add_argument("--port", type=int, required=True, help="to listen on")
     parser.add_argument("--batch-size", type=int, default=1, help="most edits in one call of the pipeline")
-    parser.add_argument("--first-block-cache", type=float, help="threshold of step skipping; none by default")
     args: argparse.Namespace = parser.parse_args()
-    pipeline = FillPipeline(args.model, args.dtype, args.threads, args.first_block_cache)
+    pipeline = FillPipeline(args.model, args.dtype, args.threads)
     pipeline([WARM_UP])
     uvicorn.Server(server_config(make_app(StaticBatches(pipeline, args.batch_size)), args.port)).run()
 

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from benchmarks.load.server import STENCIL, Server, ready_server
 
@@ -18,13 +18,14 @@ measures both for another threshold. FlashPS tunes TeaCache likewise (section 6.
 
 @dataclass(frozen=True)
 class System:
-    """label: in tables. module: run as the server. is_mask_aware: an edit's cost depends on its mask and on what was
-    edited before.
+    """label: in tables. module: run as the server. fields: of every edit. is_mask_aware: an edit's cost depends on its
+    mask and on what was edited before.
     """
 
     label: str
     module: str
     flags: tuple[str, ...] = ()
+    fields: Mapping[str, object] = field(default_factory=dict)
     is_mask_aware: bool = False
 
 
@@ -34,7 +35,8 @@ SYSTEMS = {
     "diffusers-skip": System(
         "diffusers, static batches, first-block cache",
         DIFFUSERS,
-        ("--batch-size", "8", "--first-block-cache", str(FIRST_BLOCK_CACHE)),
+        ("--batch-size", "8"),
+        {"first_block_cache": FIRST_BLOCK_CACHE},
     ),
     "mask-aware-alone": System(
         "mask-aware, one at a time (FISEdit emulated)",

@@ -10,6 +10,8 @@ from typing import Any
 from benchmarks.baselines.systems import SYSTEMS
 from benchmarks.evidence.markdown import fill
 from benchmarks.evidence.results import Result, Results
+from benchmarks.evidence.steps_part import CALIBRATED, SAME_LEVELS
+from benchmarks.turns import median_ratio
 
 PAGE = Path(__file__).with_name("page.md")
 
@@ -25,7 +27,7 @@ MEDIANS = ("request_rate", "latency_mean_ms", "latency_median_ms", "latency_p95_
 def write_document(results: Results, folder: Path) -> None:
     """The page; sections without results are left out."""
     values: dict[str, Any] = {}
-    for section in (_throughput, _headline, _keep_up, _stages, _quality, _others):
+    for section in (_throughput, _steps, _headline, _keep_up, _stages, _quality, _others):
         values |= section(results)
     filled = {name: value for name, value in values.items() if value}
     page = fill(PAGE.read_text(), filled) + "\n" + MEASURING.read_text()
@@ -59,6 +61,31 @@ def _with_bound(result: Result) -> Result:
     if not result["worker_seconds"]:
         return result
     return result | {"bound": result["num_edits"] / sum(result["worker_seconds"].values())}
+
+
+def _steps(results: Results) -> dict[str, Any]:
+    """A row for each way to leave out steps, and Stencil's calibrated schedule against those of diffusers."""
+    rounds: dict[str, list[Result]] = {}
+    for result in results.all("steps/round-"):
+        rounds.setdefault(result["way"], []).append(result)
+    if CALIBRATED not in rounds:
+        return {}
+    ours = rounds[CALIBRATED]
+    rows = sorted((_against(ours, runs) for runs in rounds.values()), key=lambda row: row["throughput"])
+    theirs = [row for row in rows if "levels" in row]
+    close = [row for row in theirs if row["ssim_mean"] >= ours[0]["ssim_mean"]]
+    same = [row for row in theirs if row["levels"] == SAME_LEVELS]
+    (quality,) = _lines(results, "steps/quality")
+    return {"steps": rows, "steps_close": close[-1], "steps_same": same[-1], "steps_quality": quality}
+
+
+def _against(ours: Sequence[Result], runs: Sequence[Result]) -> Result:
+    """Medians of one way's rounds, and of the ratios of our edits per second to its own in the same round."""
+    rates, other = ([run["throughput"] for run in some] for some in (runs, ours))
+    failed = sum(run["num_failed"] for run in runs)
+    number = min(len(rates), len(other))  # a sweep may have been interrupted
+    gain = median_ratio(other[:number], rates[:number])
+    return runs[0] | {"throughput": statistics.median(rates), "gain": gain, "num_failed": failed}
 
 
 def _headline(results: Results) -> dict[str, Any]:

@@ -12,9 +12,11 @@ import numpy as np
 
 from benchmarks.baselines.systems import Setting, running
 from benchmarks.benchmark_serving import as_json, measure
+from benchmarks.evidence.fleet import Fleet
 from benchmarks.evidence.plan import Plan
 from benchmarks.evidence.results import Result, Results, run_command
-from benchmarks.evidence.serving_part import Fleet, ServingPart
+from benchmarks.evidence.serving_part import ServingPart
+from benchmarks.evidence.steps_part import StepsPart
 from benchmarks.load.client import Target, send_in_turn, warm_up
 from benchmarks.load.dataset import Mix, synthetic
 from benchmarks.load.summary import Context
@@ -41,6 +43,12 @@ class Sweep:
 def serving(sweep: Sweep) -> None:
     with Fleet(SETTING) as fleet:
         ServingPart(fleet, sweep.plan, sweep.results).run()
+
+
+def steps(sweep: Sweep) -> None:
+    """Edits of many steps that leave some out."""
+    with Fleet(SETTING) as fleet:
+        StepsPart(fleet, sweep.plan, sweep.results, sweep.docs).run()
 
 
 def mask_ratio(sweep: Sweep) -> None:
@@ -113,4 +121,5 @@ PARTS = {
     "quality": Part(quality, 6.0),
     "large": Part(large, 1.8),
     "serving": Part(serving, 25.0),
+    "steps": Part(steps, 10.0),
 }

@@ -17,6 +17,11 @@ class Plan:
     many_steps_edits: int = 8
     aware_share: int = 4  # times as many edits for mask-aware systems, whose edits differ
     warm_ups: int = 8
+    # Closed loops of edits that leave out steps
+    steps_clients: int = 8
+    steps_edits: int = 16
+    steps_rounds: int = 2
+    steps_quality_edits: int = 12
     # Poisson arrivals, diffusers against Stencil
     headline_warm_ups: int = 20
     headline_load: float = 0.95
@@ -42,6 +47,9 @@ SHORT = Plan(
     many_steps_edits=4,
     aware_share=2,
     warm_ups=4,
+    steps_edits=4,
+    steps_rounds=1,
+    steps_quality_edits=2,
     headline_warm_ups=4,
     headline_edits=12,
     headline_seeds=1,

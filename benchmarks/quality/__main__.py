@@ -1,4 +1,4 @@
-"""Quality of mask-aware edits: `python -m benchmarks.quality [by-ratio | step-skipping | systems | images] ...`.
+"""Quality of edits that compute less: `python -m benchmarks.quality NAME ...`, with a name of COMMANDS.
 
 Each has --help. Without a name: mask-aware against exact edits, under the default settings or others.
 """
@@ -6,19 +6,18 @@ Each has --help. Without a name: mask-aware against exact edits, under the defau
 from __future__ import annotations
 
 import sys
-
-from benchmarks.quality import by_ratio, calibration_images, judge, step_skipping, systems
+from importlib import import_module
 
 COMMANDS = {
-    "by-ratio": by_ratio.main,
-    "step-skipping": step_skipping.main,
-    "systems": systems.main,
-    "images": calibration_images.main,
+    "by-ratio": "by_ratio",
+    "step-skipping": "step_skipping",
+    "samplers": "samplers",
+    "systems": "systems",
+    "images": "calibration_images",
 }
+"""Name -> module, imported when it is run: some need more libraries than others."""
 
 if __name__ == "__main__":
     name, *rest = sys.argv[1:] or [""]
-    if name in COMMANDS:
-        COMMANDS[name](rest)
-    else:
-        judge.main()
+    module = COMMANDS.get(name)
+    import_module(f"benchmarks.quality.{module or 'judge'}").main(rest if module else sys.argv[1:])

@@ -134,15 +134,16 @@ def _from_pipeline(
     args: argparse.Namespace, asked: Sequence[Case], first_seed: int = 0, first_block_cache: float | None = None
 ) -> Made:
     """By diffusers, in a process of its own. Case i has seed first_seed + i."""
-    fills = [_fill_edit(case, args.steps, first_seed + number) for number, case in enumerate(asked)]
-    with pipeline_process(EMBEDDED_MODEL, args.dtype, args.threads, first_block_cache) as pipeline:
+    fills = [_fill_edit(case, args.steps, first_seed + number, first_block_cache) for number, case in enumerate(asked)]
+    with pipeline_process(EMBEDDED_MODEL, args.dtype, args.threads) as pipeline:
         pictures, seconds = pipeline.submit(run_edits, fills).result()
     return Made([np.asarray(picture) for picture in pictures], seconds)
 
 
-def _fill_edit(case: Case, steps: int, seed: int) -> FillEdit:
+def _fill_edit(case: Case, steps: int, seed: int, first_block_cache: float | None) -> FillEdit:
     white = Image.fromarray(case.mask.astype(np.uint8) * 255)
-    return FillEdit(case.prompt, Image.fromarray(case.template), white, steps, seed)
+    picture = Image.fromarray(case.template)
+    return FillEdit(case.prompt, picture, white, steps, seed, first_block_cache=first_block_cache)
 
 
 def _write_sheet(asked: Sequence[Case], made: Mapping[str, Made], path: Path) -> None:

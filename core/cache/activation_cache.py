@@ -31,6 +31,7 @@ from core.config import CacheConfig
 from core.costs.load_report import CacheStats, Residency
 from core.handles import PAGE_ARENA, EntryRef, Tier
 from core.messages.worker import PageCopied, PageCopy
+from core.page_scheme import unpatched
 from core.scheduling.node_cache import CacheOrders
 
 LoadWins = Callable[[Tier, int], bool]
@@ -196,12 +197,13 @@ class ActivationCacheManager:
                 self._table.judge(entry)
                 self._sink(entry)
 
-    def drop(self, template_key: str, keys: Iterable[str]) -> None:
-        """Drop a template: its entries in memory, now or once unpinned, and its files. `keys` are unregistered."""
+    def drop(self, template_key: str) -> None:
+        """Drop a template with all patch sets: its entries in memory, now or once unpinned, and its files. Entries of
+        it that are not there yet are no longer registered. template_key: the one without patches."""
+        registered = self._table.registered
         self._orders.delete(template_key)
-        self._table.registered.difference_update(keys)
-        for key in self._table.templates.keys_of(template_key):
-            self._table.registered.discard(key)
+        registered.difference_update([key for key in registered if unpatched(key) == template_key])
+        for key in self._table.templates.keys_of_all(template_key):
             entry = self._table.entries[key]
             if entry.copy is not None and "disk" in (entry.copy.source, entry.copy.target):
                 entry.is_file_doomed = True  # the copy may be yet to write it: deleted when the copy is over

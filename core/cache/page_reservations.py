@@ -22,7 +22,7 @@ from core.handles import ArrayRef, EntryRef, Tier
 from core.messages.engine import DropTemplate
 from core.messages.worker import PageCopied, PageSpan
 from core.model_info import ModelInfo
-from core.page_scheme import latents_key, page_key
+from core.page_scheme import page_key
 
 LoadWins = Callable[[TemplateInfo, Tier, int], bool]
 """(template, tier, bytes) -> whether copying an entry up from that tier is predicted to be faster than priming it."""
@@ -168,12 +168,10 @@ class PageReservations:
             self.cache.release([page_key(reservation.template.key, sigma) for sigma in passed])
 
     def drop(self, drop: DropTemplate, info: ModelInfo) -> None:
-        """Drop a template's pages on every tier once no reservation uses them. info: of its model."""
-        scheme = info.page_scheme
-        if scheme is not None:
-            key = scheme.template_key(drop.content_id, drop.cache_salt)
-            files = [latents_key(key), *(page_key(key, sigma) for sigma in scheme.keyframes)]
-            self.cache.drop(key, files)
+        """Drop a template's pages, with all patch sets, on every tier once no reservation uses them. info: of its
+        model."""
+        if info.page_scheme is not None:
+            self.cache.drop(info.page_scheme.template_key(drop.content_id, drop.cache_salt))
 
     def finish_copy(self, done: PageCopied) -> None:
         """Process the end of a copy between tiers, successful or not."""

@@ -11,6 +11,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 from core.page_scheme import PageScheme, latents_key
+from core.patches import PatchSet
 
 if TYPE_CHECKING:
     from core.messages.engine import EditSpec, PrimeTemplate
@@ -36,13 +37,14 @@ class TemplateInfo:
     # The rest.
     is_seen_by_text: bool = False  # the text encoder sees its pixels
     cache_salt: str = ""  # see CacheConfig.salt
+    patches: PatchSet = ()
 
     @classmethod
     def of(cls, asked: EditSpec | PrimeTemplate, info: ModelInfo) -> TemplateInfo:
         """The template of a request or a template request. info: of its model, which must have a page scheme."""
         assert info.page_scheme is not None
         return cls(
-            info.page_scheme.template_key(asked.content_id, asked.cache_salt),
+            info.page_scheme.template_key(asked.content_id, asked.cache_salt, asked.patches),
             info.name,
             info.page_scheme,
             asked.content_id,
@@ -54,6 +56,7 @@ class TemplateInfo:
             info.conditions_per_token * asked.num_tokens,
             info.vision is not None,
             asked.cache_salt,
+            asked.patches,
         )
 
     @property

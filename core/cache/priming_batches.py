@@ -62,4 +62,5 @@ def _prime(job: PrimingJob, chunk: Chunk, sigma: float, pages: PageReservations,
         out=pages.ref(template, sigma),
         template=pixels,
         cache_salt=template.cache_salt,
+        patches=template.patches,
     )

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
-from core.page_scheme import template_of
+from core.page_scheme import template_of, unpatched
 
 
 class TemplateIndex:
@@ -12,20 +12,34 @@ class TemplateIndex:
 
     def __init__(self) -> None:
         self._keys: dict[str, set[str]] = {}  # template key -> keys of its entries
+        self._related: dict[str, set[str]] = {}  # template key without patches -> those of all its patch sets
         self._moved: set[str] = set()  # keys of templates
 
     def add(self, key: str) -> None:
-        self._keys.setdefault(template_of(key), set()).add(key)
+        template_key = template_of(key)
+        self._keys.setdefault(template_key, set()).add(key)
+        self._related.setdefault(unpatched(key), set()).add(template_key)
 
     def remove(self, key: str) -> None:
         template_key = template_of(key)
         self._keys[template_key].remove(key)
         if not self._keys[template_key]:
             del self._keys[template_key]
+            self._forget(template_key)
+
+    def _forget(self, template_key: str) -> None:
+        related = self._related[unpatched(template_key)]
+        related.remove(template_key)
+        if not related:
+            del self._related[unpatched(template_key)]
 
     def keys_of(self, template_key: str) -> list[str]:
         """Keys of a template's entries, sorted."""
         return sorted(self._keys.get(template_key, ()))
+
+    def keys_of_all(self, template_key: str) -> list[str]:
+        """The same with all patch sets. template_key: the one without patches."""
+        return [key for related in sorted(self._related.get(template_key, ())) for key in self.keys_of(related)]
 
     def note_moved(self, key: str) -> None:
         """Note that an entry's pages have come to a tier or left it."""
@@ -40,3 +54,4 @@ class TemplateIndex:
         """Raise AssertionError unless it contains exactly these entries."""
         assert {key for keys in self._keys.values() for key in keys} == set(keys)
         assert all(self._keys.values()), "a template without entries"
+        assert {key for keys in self._related.values() for key in keys} == set(self._keys)

@@ -11,6 +11,7 @@ from core.failure import Failure
 from core.handles import ArrayRef, Tier
 from core.messages.message import Message
 from core.model_info import ModelInfo
+from core.patches import PatchSet
 from core.sampling_params import SamplingParams
 
 
@@ -53,6 +54,7 @@ class EditSpec(Canvas, frozen=True, kw_only=True, tag="edit"):
     # The user's wishes.
     prompt: str
     sampling: SamplingParams  # resolved, without a None that the model needs
+    patches: PatchSet = ()  # adapters that change the model's layers
     # From PreparedImages.
     content_id: str
     # Memory for results.
@@ -132,10 +134,12 @@ class PrimeTemplate(Message, frozen=True):
     arrival: float  # monotonic seconds
     is_idle_work: bool = False  # to be computed only when there is no other work
     cache_salt: str = ""  # see CacheConfig.salt
+    patches: PatchSet = ()  # of the edits that the pages are for
 
 
 class DropTemplate(Message, frozen=True):
-    """Drop a template's pages on every tier, disk included, once no edit uses them. It has no answer."""
+    """Drop a template's pages, with all patches, on every tier, disk included, once no edit uses them. It has no
+    answer."""
 
     model: str
     content_id: str

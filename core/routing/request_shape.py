@@ -44,7 +44,7 @@ class RequestShape:
         pages: tuple[str | None, int, int] = None, 0, 0
         if spec.is_mask_aware and scheme is not None:
             full_steps, active_tokens = min(num_steps, spec.num_full_steps), spec.active.size
-            template = scheme.template_key(spec.content_id, spec.cache_salt)
+            template = scheme.template_key(spec.content_id, spec.cache_salt, spec.patches)
             num_keyframes = len(scheme.keyframes) or num_steps - full_steps
             pages = template, num_keyframes, scheme.layout.entry_bytes(num_tokens)
         tokens = active_tokens, num_tokens, spec.num_text_tokens
@@ -69,7 +69,8 @@ class RequestShape:
         assert scheme is not None
         tokens, entry_bytes = prime.num_tokens, scheme.layout.entry_bytes(prime.num_tokens)
         text = info.max_text_tokens + info.text_tokens_beside(prime.width, prime.height)
-        key, num_keyframes = scheme.template_key(prime.content_id, prime.cache_salt), len(scheme.keyframes)
+        key = scheme.template_key(prime.content_id, prime.cache_salt, prime.patches)
+        num_keyframes = len(scheme.keyframes)
         beside = info.conditions_per_token * tokens
         return cls(prime.model, 0, 0, tokens, tokens, text, key, num_keyframes, entry_bytes, condition_tokens=beside)
 

@@ -10,7 +10,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from collections.abc import AsyncIterator, Collection
+from collections.abc import AsyncIterator, Collection, Sequence
 from contextlib import asynccontextmanager, suppress
 
 import msgspec
@@ -19,7 +19,8 @@ from core.config import CacheConfig, StencilConfig
 from core.costs.load_report import EngineStats, LoadReport, StepSample
 from core.errors import EngineError, OverloadedError, StencilError
 from core.ipc.limits import check_limits
-from core.model_choice import choose_model
+from core.lora import Lora
+from core.model_choice import ModelChoice, choose_model
 from core.model_info import ModelInfo
 from engine.client.admission_controller import MIN_RETRY_SECONDS
 from engine.client.edit_session import EditSession
@@ -84,8 +85,9 @@ class AsyncEngine:
         """Wait until edits are served. Raises the error that kept the engine from starting."""
         router = self.services.router
         models = await router.ready()
-        self.metrics.expect(models, self.config.engine.data_parallel_size)
-        self.metrics.name_adapters([model.name for model in models.values() if model.parent])
+        adapters = [model.name for model in models.values() if model.parent]
+        self.metrics.expect(models.keys() - set(adapters), self.config.engine.data_parallel_size)
+        self.metrics.name_adapters(adapters)
         self._served.set(models, msgspec.structs.replace(self.config.engine, cache=router.cache))
 
     async def shutdown(self, drain_seconds: float) -> None:
@@ -142,8 +144,8 @@ class AsyncEngine:
         Raises on entering: InvalidRequestError and its subclasses, OverloadedError (full, too busy, loading or shutting
         down), DeadlineExceededError. While iterating: DeadlineExceededError, OverloadedError, EngineError.
         """
-        model, services = self._choose_model(edit.model, edit.lora), self.services
-        session = EditSession(services, self._results, request_id, edit, model)
+        choice, services = self._choose_model(edit.model, edit.loras), self.services
+        session = EditSession(services, self._results, request_id, edit, choice)
         services.admission.check_queue(session)
         with services.sessions.track(session):
             await session.begin()
@@ -155,30 +157,30 @@ class AsyncEngine:
         """
         self.services.admission.check_upload(owner, uploads)
 
-    def _choose_model(self, name: str, lora: str) -> ModelInfo:
+    def _choose_model(self, name: str, loras: Sequence[Lora]) -> ModelChoice:
         if self.is_closing:
             self.metrics.observe_rejected("shutting_down")
             raise OverloadedError("The server is shutting down.", retry_after=MIN_RETRY_SECONDS)
         if not self._served.by_name:
             self.metrics.observe_rejected("not_ready")
             raise OverloadedError("The model is still loading.", retry_after=MIN_RETRY_SECONDS)
-        return choose_model(self._served.by_name, name, lora)
+        return choose_model(self._served.by_name, name, loras)
 
     # ---------------------------------------------------------------------------------- templates
 
     async def prime_template(
-        self, request_id: str, image: Upload, *, model: str = "", lora: str = "", owner: str = ""
+        self, request_id: str, image: Upload, *, model: str = "", loras: Sequence[Lora] = (), owner: str = ""
     ) -> Template:
         """Register an image as a template of `owner` and prime its pages. Edits that name its id with the same model
-        and adapter then find them cached.
+        and adapters then find them cached.
 
         Raises InvalidRequestError and its subclasses, OverloadedError, EngineError; then nothing is registered.
         """
-        info = self._choose_model(model, lora)
+        choice = self._choose_model(model, loras)
         self.templates.check_size(image.size)
         upload = await KeptUpload.of(image)
         services = self.services
-        session = TemplateSession(services, request_id, upload, info, owner=owner)
+        session = TemplateSession(services, request_id, upload, choice, owner=owner)
         services.admission.check_queue(session)
         with services.sessions.track(session):
             prepared = await session.prepare()
@@ -186,7 +188,7 @@ class AsyncEngine:
             template = Template(
                 upload=upload,
                 owner=owner,
-                model=info.name,
+                model=choice.model.name,
                 width=prepared.upload_width,
                 height=prepared.upload_height,
                 image_tokens=session.num_tokens,

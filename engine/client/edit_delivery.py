@@ -121,7 +121,7 @@ class EditDelivery:
         if prepared.exact_reason not in ("asked", "mask_covers_all", "hires"):
             return None
         edit = prepared.edit
-        return await self._results.keep(composed, prepared.model, edit.owner, is_base64=edit.base64)
+        return await self._results.keep(composed, prepared.choice, edit.owner, is_base64=edit.base64)
 
     async def _compose(self, image: EditImage, pixels: ArrayRef) -> ComposedImage:
         """pixels: uint8 [height, width, 3] at generation size."""

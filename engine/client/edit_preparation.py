@@ -6,8 +6,7 @@ import time
 
 from core.errors import InvalidRequestError
 from core.messages.image_processor import PreparedImages, PrepareImages
-from core.model_choice import kin
-from core.model_info import ModelInfo
+from core.model_choice import ModelChoice
 from core.routing.request_shape import RequestShape
 from core.sampling_params import MAX_PADDING_MASK_CROP, MAX_PROMPT_CHARACTERS
 from core.validation import check_integer, check_length
@@ -33,7 +32,7 @@ class EditPreparation:
         services: Services,
         caller: Caller,
         edit: EditInput,
-        model: ModelInfo,
+        choice: ModelChoice,
         memory: SessionMemory,
         span: Span,
     ) -> None:
@@ -41,7 +40,8 @@ class EditPreparation:
         self._services = services
         self._caller = caller
         self._edit = edit
-        self._model = model
+        self._choice = choice
+        self._model = model = choice.model
         self._memory = memory
         self._span = span
         self._sampling = resolve(edit.sampling, model, services.config.step_schedule)
@@ -115,7 +115,7 @@ class EditPreparation:
         InvalidRequestError, EngineError.
         """
         images = await self._services.images.prepare(job, self._caller)
-        prepared = PreparedEdit.of(self._edit, self._model, self._sampling, images, self._services.served.engine)
+        prepared = PreparedEdit.of(self._edit, self._choice, self._sampling, images, self._services.served.engine)
         image_ops.check_output_size(*prepared.output_size, self._edit.output_format)
         self._note_content(images)
         self._ready_at = time.monotonic()
@@ -125,7 +125,7 @@ class EditPreparation:
     def _note_content(self, images: PreparedImages) -> None:
         """Note the content id on the registered template, if the edit is of one, so that its pages go with it."""
         template, templates = self._template, self._services.templates.store
-        if template is None or template.model not in kin(self._services.served.by_name, self._model.name):
+        if template is None or template.model != self._model.name:
             return
         if images.crop is None:
             templates.set_content(template.id, images.content_id)

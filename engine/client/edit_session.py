@@ -15,7 +15,7 @@ import msgspec
 
 from core.errors import DeadlineExceededError, OverloadedError, StencilError
 from core.messages.engine import Aborted, Failed, Finished, PartialImage, TemplatePrimed
-from core.model_info import ModelInfo
+from core.model_choice import ModelChoice
 from core.routing.request_shape import RequestShape
 from engine.client.admission_ticket import AdmissionTicket
 from engine.client.cancel_scope import CancelScope
@@ -47,17 +47,17 @@ class EditSession(Session):
     """
 
     def __init__(
-        self, services: Services, results: ResultTemplates, request_id: str, edit: EditInput, model: ModelInfo
+        self, services: Services, results: ResultTemplates, request_id: str, edit: EditInput, choice: ModelChoice
     ) -> None:
         """Raises InvalidRequestError, TemplateNotFoundError."""
         super().__init__(edit.owner, edit.sampling.n, edit.sampling.priority)
         self._services = services
         self._results = results
-        self._model = model
+        self._model = choice.model
         self._span = current_span()
         self._caller = services.admission.caller(request_id, edit, self.arrival)
         self._memory = SessionMemory(services)
-        self._preparation = EditPreparation(services, self._caller, edit, model, self._memory, self._span)
+        self._preparation = EditPreparation(services, self._caller, edit, choice, self._memory, self._span)
         self._ticket = AdmissionTicket(services.admission, self._caller, edit.sampling.timeout, self.num_images)
         self._in_preparation = CancelScope()  # by `displace`
         self._images = EditImages(services.router, self.done)

@@ -6,6 +6,7 @@ from dataclasses import dataclass, field
 from typing import Literal
 
 from core.handles import Tier
+from core.lora import Lora
 from core.messages.image_processor import Box, MaskKind, OutputFormat
 from core.sampling_params import SamplingParams
 from engine.client.mask_aware import ExactReason
@@ -21,7 +22,7 @@ class EditInput:
     sampling: SamplingParams = field(default_factory=SamplingParams)
     # The model.
     model: str = ""  # served name; "" = the first model served
-    lora: str = ""  # name of an adapter; "" = none
+    loras: tuple[Lora, ...] = ()  # adapters of it, each once
     # The picture: at most one of image and template_id; neither = an empty canvas.
     image: Upload | None = None
     template_id: str | None = None  # a registered template of `owner`

@@ -85,4 +85,4 @@ def can_prime_ahead(model: ModelInfo, cache: CacheConfig, num_ranks: int, num_to
 
 
 def _is_wanted(model: ModelInfo, engine: EngineConfig) -> bool:
-    return any(config.mask_aware for config in engine.models if config.name == (model.parent or model.name))
+    return any(config.mask_aware for config in engine.models if config.name == model.name)

@@ -14,6 +14,7 @@ from core.handles import ArrayRef
 from core.ipc.shared_array import carve
 from core.messages.engine import Canvas, EditSpec, EngineRequest
 from core.messages.image_processor import PreparedCanvas, PreparedImages
+from core.model_choice import ModelChoice
 from core.model_info import ModelInfo
 from core.sampling_params import SamplingParams
 from engine.client.edit_types import EditInput
@@ -25,19 +26,28 @@ class PreparedEdit:
     """sampling: of its first image, resolved: all values that the model needs are set. config: of the engines."""
 
     edit: EditInput
-    model: ModelInfo
+    choice: ModelChoice
     sampling: SamplingParams
     prepared: PreparedImages
     config: EngineConfig
 
     @classmethod
     def of(
-        cls, edit: EditInput, model: ModelInfo, sampling: SamplingParams, prepared: PreparedImages, config: EngineConfig
+        cls,
+        edit: EditInput,
+        choice: ModelChoice,
+        sampling: SamplingParams,
+        prepared: PreparedImages,
+        config: EngineConfig,
     ) -> PreparedEdit:
         """sampling: as returned by `sampling_defaults.resolve`; its full_steps are set here, from the mask."""
-        known = cls(edit, model, sampling, prepared, config)
-        full_steps = resolve_full_steps(sampling, model, known.mask_ratio)
-        return cls(edit, model, msgspec.structs.replace(sampling, full_steps=full_steps), prepared, config)
+        known = cls(edit, choice, sampling, prepared, config)
+        full_steps = resolve_full_steps(sampling, choice.model, known.mask_ratio)
+        return cls(edit, choice, msgspec.structs.replace(sampling, full_steps=full_steps), prepared, config)
+
+    @property
+    def model(self) -> ModelInfo:
+        return self.choice.model
 
     @property
     def output_size(self) -> tuple[int, int]:
@@ -129,6 +139,7 @@ class PreparedEdit:
         return EditSpec(
             prompt=self.edit.prompt,
             sampling=sampling,
+            patches=self.choice.patches,
             width=width,
             height=height,
             template=prepared.template,

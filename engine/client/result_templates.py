@@ -12,6 +12,7 @@ import time
 
 from core.errors import StencilError
 from core.messages.image_processor import ComposedImage
+from core.model_choice import ModelChoice
 from core.model_info import ModelInfo
 from engine.client.mask_aware import can_prime_ahead
 from engine.client.services import Services
@@ -34,8 +35,10 @@ class ResultTemplates:
         self._services = services
         self._num_in_flight = 0  # background tasks that run
 
-    async def keep(self, image: ComposedImage, model: ModelInfo, owner: str, *, is_base64: bool) -> str | None:
-        """Register `image`; returns the template's id, or None if the server's flags leave no use or no room for it."""
+    async def keep(self, image: ComposedImage, choice: ModelChoice, owner: str, *, is_base64: bool) -> str | None:
+        """Register `image`; returns the template's id, or None if the server's flags leave no use or no room for it.
+        choice: that made it, and for which it is primed."""
+        model = choice.model
         num_tokens = _num_tokens(image, model)
         if not self._is_useful(model, num_tokens) or not self._is_readable(image):
             return None
@@ -61,7 +64,7 @@ class ResultTemplates:
             return None
         if self._num_in_flight < MAX_IN_FLIGHT:
             self._num_in_flight += 1
-            self._services.sessions.run_in_background(self._prime(template, model))
+            self._services.sessions.run_in_background(self._prime(template, choice))
         return template.id
 
     def _is_useful(self, model: ModelInfo, num_tokens: int) -> bool:
@@ -72,10 +75,10 @@ class ResultTemplates:
         """Whether an edit could decode it: with `size` a result may be larger than any upload may be."""
         return image.width * image.height <= self._services.config.image.max_pixels
 
-    async def _prime(self, template: Template, model: ModelInfo) -> None:
+    async def _prime(self, template: Template, choice: ModelChoice) -> None:
         """Prime a template in idle time. A failure is only logged: the first edit of the template primes it then."""
         name, upload, owner = f"capture-{template.id}", template.upload, template.owner
-        session = TemplateSession(self._services, name, upload, model, owner=owner, is_idle_work=True)
+        session = TemplateSession(self._services, name, upload, choice, owner=owner, is_idle_work=True)
         try:
             with self._services.sessions.track(session):
                 await self._prime_session(session, template)

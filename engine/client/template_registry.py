@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections import Counter
 
 from core.messages.engine import DropTemplate
-from core.model_choice import kin
 from engine.client.served_models import ServedModels
 from engine.client.template_store import Pages, Template, TemplateStore
 from engine.router.router import Router
@@ -52,6 +51,5 @@ class TemplateRegistry:
 
     def _drop_all(self, gone: Template) -> None:
         """Drop all pages of a template, those of edits with other adapters included."""
-        for model in kin(self._served.by_name, gone.model):
-            for content_id in gone.content_ids:
-                self.drop_unwanted((model, content_id, gone.cache_salt))
+        for content_id in gone.content_ids:
+            self.drop_unwanted((gone.model, content_id, gone.cache_salt))

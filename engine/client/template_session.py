@@ -11,7 +11,7 @@ import time
 from core.errors import OverloadedError
 from core.messages.engine import Aborted, Failed, PrimeTemplate, TemplatePrimed
 from core.messages.image_processor import PreparedImages, PrepareImages
-from core.model_info import ModelInfo
+from core.model_choice import ModelChoice
 from engine.client.mask_aware import can_prime_ahead
 from engine.client.services import Services
 from engine.client.session import Session
@@ -38,7 +38,7 @@ class TemplateSession(Session):
         services: Services,
         request_id: str,
         upload: Upload,
-        model: ModelInfo,
+        choice: ModelChoice,
         *,
         owner: str,
         is_idle_work: bool = False,
@@ -47,7 +47,7 @@ class TemplateSession(Session):
         self._services = services
         self._id = request_id
         self._upload = upload
-        self._model = model
+        self._model, self._patches = choice.model, choice.patches
         self._cache_salt = services.served.cache.salt(owner)
         self._span = NO_SPAN if is_idle_work else current_span()  # the request's span has ended when idle work begins
         self._memory = SessionMemory(services)
@@ -122,6 +122,7 @@ class TemplateSession(Session):
             arrival=time.monotonic(),
             is_idle_work=self.is_idle_work,
             cache_salt=self._cache_salt,
+            patches=self._patches,
         )
 
     def _hear(self, output: RequestOutput) -> None:

@@ -23,7 +23,7 @@ from engine.client.model_state import model_state
 from engine.client.template_store import Template
 from engine.observability.metrics import CONTENT_TYPE
 from engine.observability.tracing import NoTracer, Tracer
-from entrypoints.openai.edit_request import LOADING_RETRY_SECONDS, Operation, build_call, missing
+from entrypoints.openai.edit_request import LOADING_RETRY_SECONDS, Operation, build_call, chosen_loras, missing
 from entrypoints.openai.edit_response import EditResponse, disconnected
 from entrypoints.openai.engine_stats import engine_stats
 from entrypoints.openai.errors import describe_http, log_internal
@@ -171,9 +171,12 @@ def _add_template_routes(app: FastAPI, engine: AsyncEngine, settings: ServerSett
 async def _register(engine: AsyncEngine, request: Request, submission: Submission) -> Template:
     if "image" not in submission.uploads:
         raise missing("image")
-    model, lora = (str(submission.values.get(name, "")) for name in ("model", "lora"))
     primed = engine.prime_template(
-        request.scope[REQUEST_ID], submission.uploads["image"], model=model, lora=lora, owner=_owner(request)
+        request.scope[REQUEST_ID],
+        submission.uploads["image"],
+        model=str(submission.values.get("model", "")),
+        loras=chosen_loras(submission.values),
+        owner=_owner(request),
     )
     return await _unless_gone(request, primed)
 

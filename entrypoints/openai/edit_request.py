@@ -9,13 +9,15 @@ from dataclasses import dataclass
 from typing import Any, Literal, cast
 
 from core.errors import InvalidRequestError, OverloadedError
+from core.lora import Lora
 from core.messages.image_processor import MaskKind, OutputFormat
-from core.model_choice import choose_model
+from core.model_choice import ModelChoice, choose_model
 from core.model_info import ModelInfo
 from core.sampling_params import MAX_INFERENCE_STEPS, SamplingParams
 from core.validation import check_filled
 from engine.client.edit_types import EditInput
-from entrypoints.openai.fields import EDIT_FIELDS, GENERATION_FIELDS, QUALITY_FACTORS, Field, Value, parse_size
+from entrypoints.openai.field import Field, Value
+from entrypoints.openai.fields import EDIT_FIELDS, GENERATION_FIELDS, QUALITY_FACTORS, parse_size
 from entrypoints.openai.submission import Submission
 
 Operation = Literal["image_edit", "image_generation"]
@@ -62,7 +64,8 @@ def build_call(
     ModelNotFoundError, or OverloadedError while no model is loaded.
     """
     values = submission.values
-    model = _choose_model(values, models)
+    choice = _choose_model(values, models)
+    model = choice.model
     _refuse_unsupported(values)
     prompt = _require_prompt(values)
     is_edit = operation == "image_edit"
@@ -76,6 +79,7 @@ def build_call(
         prompt=prompt,
         sampling=_sampling(values, model),
         model=model.name,
+        loras=choice.loras,
         image=submission.uploads.get("image"),
         template_id=str(values["template_id"]) if is_edit and values.get("template_id") else None,
         owner=owner,
@@ -102,10 +106,15 @@ def build_call(
     )
 
 
-def _choose_model(values: Mapping[str, Value], models: Mapping[str, ModelInfo]) -> ModelInfo:
+def chosen_loras(values: Mapping[str, Value]) -> tuple[Lora, ...]:
+    """The adapters that a request names."""
+    return cast(tuple[Lora, ...], values.get("lora", ()))
+
+
+def _choose_model(values: Mapping[str, Value], models: Mapping[str, ModelInfo]) -> ModelChoice:
     if not models:
         raise OverloadedError("The model is still loading.", retry_after=LOADING_RETRY_SECONDS)
-    return choose_model(models, str(values.get("model", "")), str(values.get("lora", "")))
+    return choose_model(models, str(values.get("model", "")), chosen_loras(values))
 
 
 def _refuse_unsupported(values: Mapping[str, Value]) -> None:

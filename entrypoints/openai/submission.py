@@ -16,7 +16,8 @@ from starlette.requests import ClientDisconnect, Request
 
 from core.errors import AbortedError, InvalidRequestError
 from entrypoints.openai.errors import BodyTimeoutError, RequestTooLargeError, UnsupportedContentTypeError
-from entrypoints.openai.fields import EDIT_FIELDS, TEMPLATE_FIELDS, Field, Value, decode_json
+from entrypoints.openai.field import Field, Value, decode_json
+from entrypoints.openai.fields import EDIT_FIELDS, TEMPLATE_FIELDS
 from entrypoints.openai.json_body import JsonBody
 from entrypoints.openai.multipart import Part, read_multipart
 from entrypoints.openai.uploads import SpooledUpload, decode_base64, pieces_of
@@ -148,7 +149,15 @@ async def _take_parts(submission: Submission, parts: list[Part], max_upload_byte
         elif part.name in form.fields:
             await _take_text(submission, part)
         else:
+            _refuse_split(part.name)
             _ignore(submission, part.name)
+
+
+def _refuse_split(name: str) -> None:
+    """Refuse what some clients make of an object or array: left out, the picture would be another one."""
+    if name.startswith("lora["):
+        message = "Invalid 'lora': in a form it is one text, a name or JSON, and not spread over several fields."
+        raise InvalidRequestError(message, param="lora")
 
 
 def _take_image(submission: Submission, part: Part, index: int, max_images: int) -> None:
@@ -259,8 +268,9 @@ def _take_json_scalars(
         if name not in fields:
             _ignore(submission, name)
         elif (value := fields[name].from_json(raw)) is not None:
-            if value in body.long_strings:
-                raise _too_long(name, body.long_strings[str(value)].size)
+            texts = [lora.name for lora in value] if isinstance(value, tuple) else [value]
+            if too_long := [str(text) for text in texts if text in body.long_strings]:
+                raise _too_long(name, body.long_strings[too_long[0]].size)
             submission.values[name] = value
 
 

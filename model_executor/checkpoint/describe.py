@@ -65,7 +65,7 @@ def describe(model: str, adapters: Sequence[str] = ()) -> CheckpointCard:
 def _describe_adapter(family: Family, name: str, path: str) -> AdapterCard:
     adapter = read_adapter(AdapterConfig(name, path), family.lora_format)
     family.check_adapter(adapter)
-    layers = [low for part in (adapter.layers, *adapter.text_layers.values()) for low in part.values()]
+    layers = [low for part in adapter.parts.values() for low in part.values()]
     ranks = [len(layer.down) for layer in layers]
     return AdapterCard(
         name=name,

@@ -144,23 +144,3 @@ def _is_int8(weight: Any) -> bool:
         and weight.act_pre_scale is None
         and weight.scale.numel() == len(weight)
     )
-
-
-def unquantized(layer: nn.Module) -> nn.Linear:
-    """A plain layer with the dequantised weights; a layer that is not quantised is returned as it is. Raises ValueError
-    for one that cannot be dequantised."""
-    if is_plain(layer):
-        return layer
-    if isinstance(layer, Int8Linear):
-        weight = layer.qdata.to(layer.scale.dtype) * layer.scale[:, None]
-        return _plain(layer, weight)
-    if type(layer) is nn.Linear:
-        return _plain(layer, layer.weight.dequantize())
-    raise ValueError(f"which is quantised with {type(layer).__module__.partition('.')[0]} and runs as a whole")
-
-
-def _plain(layer: Any, weight: Tensor) -> nn.Linear:
-    linear = nn.Linear(layer.in_features, layer.out_features, bias=False, device="meta")
-    linear.weight = nn.Parameter(weight, requires_grad=False)
-    linear.bias = layer.bias
-    return linear

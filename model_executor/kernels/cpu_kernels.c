@@ -11,6 +11,7 @@
 #define LANES 16
 #define PANEL 64   /* output columns at a time: four vectors */
 #define ROWS 6     /* rows at a time: 6 x 4 accumulators, which with operands fill the 32 vector registers */
+#define NARROW_ROWS 12
 #define DEPTH 256  /* inputs at a time: a panel's weights fit the second-level cache */
 #define QUERIES 64 /* queries at a time */
 
@@ -85,23 +86,103 @@ DEFINE_TILE(6)
 typedef void (*Tile)(const float *, long, int, const float *, const float *, const float *, int, int, int, float *, long);
 static const Tile tiles[] = {0, tile_1, tile_2, tile_3, tile_4, tile_5, tile_6};
 
-/* out [rows, outputs] = x [rows, inputs] times weight, plus bias [outputs] and, with onto, what is in out; and its GELU.
+/* To the outputs of some rows is added low [rows, low_step] times `up`, before their activation. up: [outputs / PANEL,
+ * depth, PANEL]; columns [outputs / PANEL]: the first number of `low` that a panel reads, -1 for panels that nothing is
+ * added to. */
+typedef struct {
+    const float *low;
+    long low_step;
+    const float *up;
+    const int *columns;
+    long depth;
+} Addition;
+
+/* Rows with the same `count` additions, those from `first` on. */
+typedef struct {
+    long start, stop, first, count;
+} Piece;
+
+/* The last inputs of m rows, from `row` on: their products, what is added to this panel, then bias and activation. */
+static void finish(int m, const float *x, long x_step, int depth, const float *panel, const float *next,
+                   const float *bias, int first, int gelu, int number, long row, const Piece *piece,
+                   const Addition *additions, float *out, long out_step) {
+    long last = -1;
+    for (long a = piece->first; a < piece->first + piece->count; a++)
+        if (additions[a].columns[number] >= 0) last = a;
+    tiles[m](x, x_step, depth, panel, next, bias, first, last < 0, gelu, out, out_step);
+    for (long a = piece->first; a <= last; a++) {
+        const Addition *it = additions + a;
+        if (it->columns[number] < 0) continue;
+        const float *low = it->low + (row - piece->start) * it->low_step + it->columns[number];
+        const float *up = it->up + (long)number * it->depth * PANEL;
+        tiles[m](low, it->low_step, (int)it->depth, up, up, bias, 0, a == last, gelu, out, out_step);
+    }
+}
+
+/* out [rows, outputs] = x [rows, inputs] times weight, plus bias [outputs] and the pieces' additions; and its GELU.
  * weight: [outputs / PANEL, inputs, PANEL]; outputs is a multiple of PANEL. x_step: numbers from one row of x to the
- * next. */
-void stencil_linear(const float *x, long x_step, int rows, int inputs, const float *weight, const float *bias,
-                    int outputs, int gelu, int onto, float *out) {
+ * next. pieces: all rows, in order; their additions' `low` begins at the piece's first row. */
+void stencil_linear(const float *x, long x_step, int inputs, const float *weight, const float *bias, int outputs,
+                    int gelu, const Piece *pieces, int num_pieces, const Addition *additions, float *out) {
     for (int k = 0; k < inputs; k += DEPTH) {
         int depth = inputs - k < DEPTH ? inputs - k : DEPTH, last = k + depth == inputs;
         for (int n = 0; n < outputs; n += PANEL) {
             const float *panel = weight + (long)n * inputs + (long)k * PANEL;
             const float *next = n + PANEL < outputs ? panel + (long)inputs * PANEL : panel;
-            for (int r = 0; r < rows; r += ROWS) {
-                int m = rows - r < ROWS ? rows - r : ROWS, quarter = r / ROWS;
-                const float *fetched = quarter < 4 ? next + quarter * LANES : panel;
-                tiles[m](x + r * x_step + k, x_step, depth, panel, fetched, bias + n, k == 0 && !onto, last, gelu,
-                         out + (long)r * outputs + n, outputs);
-            }
+            for (const Piece *p = pieces; p < pieces + num_pieces; p++)
+                for (long r = p->start; r < p->stop; r += ROWS) {
+                    int m = p->stop - r < ROWS ? (int)(p->stop - r) : ROWS;
+                    const float *fetched = r < 4 * ROWS ? next + r / ROWS * LANES : panel;
+                    const float *rows = x + r * x_step + k;
+                    float *to = out + r * outputs + n;
+                    if (last && p->count)
+                        finish(m, rows, x_step, depth, panel, fetched, bias + n, k == 0, gelu, n / PANEL, r, p,
+                               additions, to, outputs);
+                    else
+                        tiles[m](rows, x_step, depth, panel, fetched, bias + n, k == 0, last, gelu, to, outputs);
+                }
         }
+    }
+}
+
+/* M rows of a product with LANES outputs; a row of x is read once, not once per PANEL as above. */
+#define DEFINE_NARROW(M)                                                                                               \
+    static void narrow_##M(const float *x, long x_step, int inputs, const float *weight, const float *scale,           \
+                           float *out, long out_step) {                                                                \
+        vec sum[M];                                                                                                    \
+        for (int i = 0; i < M; i++) sum[i] = all(0);                                                                   \
+        for (int k = 0; k < inputs; k++) {                                                                             \
+            vec w = load(weight + (long)k * LANES);                                                                    \
+            _Pragma("GCC unroll 12") for (int i = 0; i < M; i++) sum[i] += x[i * x_step + k] * w;                      \
+        }                                                                                                              \
+        for (int i = 0; i < M; i++) store(out + i * out_step, scale ? sum[i] * scale[i] : sum[i]);                     \
+    }
+DEFINE_NARROW(1)
+DEFINE_NARROW(2)
+DEFINE_NARROW(3)
+DEFINE_NARROW(4)
+DEFINE_NARROW(5)
+DEFINE_NARROW(6)
+DEFINE_NARROW(7)
+DEFINE_NARROW(8)
+DEFINE_NARROW(9)
+DEFINE_NARROW(10)
+DEFINE_NARROW(11)
+DEFINE_NARROW(12)
+
+typedef void (*Narrow)(const float *, long, int, const float *, const float *, float *, long);
+static const Narrow narrows[] = {0,        narrow_1, narrow_2, narrow_3, narrow_4,  narrow_5,  narrow_6,
+                                 narrow_7, narrow_8, narrow_9, narrow_10, narrow_11, narrow_12};
+
+/* out [rows, outputs] = x [rows, inputs] times weight, each row times its scale; no scale: 1. weight: [outputs / LANES,
+ * inputs, LANES]; outputs is a small multiple of LANES. */
+void stencil_narrow_linear(const float *x, long x_step, int rows, int inputs, const float *weight, int outputs,
+                           const float *scale, float *out) {
+    for (int r = 0; r < rows; r += NARROW_ROWS) {
+        int m = rows - r < NARROW_ROWS ? rows - r : NARROW_ROWS;
+        for (int n = 0; n < outputs; n += LANES)
+            narrows[m](x + r * x_step, x_step, inputs, weight + (long)n * inputs, scale ? scale + r : 0,
+                       out + (long)r * outputs + n, outputs);
     }
 }
 
@@ -298,4 +379,16 @@ void stencil_scale_silu(const uint16_t *x, long pixels, int channels, const floa
     for (long i = 0; i < pixels; i++, x += channels, out += channels)
         for (int c = 0; c < channels; c += LANES)
             narrow(out + c, silu_of(widen(x + c) * load(scale + c) + load(shift + c)));
+}
+
+/* ------------------------------------------------------------------------------------------------------------ GELU */
+
+/* Its tanh approximation in place, of float32 numbers or, if halves, of bfloat16 ones; number: a multiple of LANES. */
+void stencil_gelu(void *x, long number, int halves) {
+    for (long i = 0; i < number; i += LANES) {
+        if (halves)
+            narrow((uint16_t *)x + i, gelu_of(widen((uint16_t *)x + i)));
+        else
+            store((float *)x + i, gelu_of(load((float *)x + i)));
+    }
 }

@@ -11,16 +11,20 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, ClassVar, Self
+from typing import Any, ClassVar
 
 from torch import Tensor, nn
 
 from core.model_info import ModelInfo
 from core.page_scheme import PageDtype, PageLayout
+from core.patches import PatchSet
 from model_executor.models.boxes import Box
 from model_executor.page_cache.pages import Pages
 from model_executor.patches.adapters import Adapter, LoraFormat
 from model_executor.samplers.sampling import State
+
+PreparedAdapter = Mapping[str, Any]
+"""Part -> what an adapter changes in it, in a form that is put in use at once; see `PartPatches`."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -84,6 +88,9 @@ class Row:
     pages: Pages | None = None  # the template's at this noise level
     full_blocks: Collection[int] = ()  # pages of blocks that compute every token; in transformers the leading blocks
 
+    # Of the request.
+    patches: PatchSet = ()  # the adapters that change the layers for this row
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PrimeRow:
@@ -99,6 +106,7 @@ class PrimeRow:
     prompt_embeds: Tensor  # [text tokens, width]
     pooled_prompt_embeds: Tensor  # [pooled width]
     guidance_scale: float
+    patches: PatchSet = ()  # as in `Row`
 
     # Of this chunk, set by the runner.
     hidden: tuple[Tensor, ...] | None  # what the previous chunk returned; None for the first
@@ -161,14 +169,28 @@ class Family(ABC):
         """Raises ConfigError if the adapter does not fit; needs no weights."""
 
     @abstractmethod
-    def adapted(self, adapter: Adapter) -> Self:
-        """A copy of this loaded model with an adapter; they share all weights. Raises ConfigError if it does not
-        fit."""
+    def prepare_adapter(self, adapter: Adapter, parts: Collection[str]) -> PreparedAdapter:
+        """What an adapter changes in these loaded parts, for `put_adapter`. Changes nothing: any thread may call it.
+        Raises ConfigError if it does not fit."""
+
+    @abstractmethod
+    def put_adapter(self, patch: str, prepared: PreparedAdapter) -> None:
+        """Use a prepared adapter for requests with this patch."""
+
+    @abstractmethod
+    def lacking(self, patches: PatchSet) -> PatchSet:
+        """Those of these patches whose adapters are not in use: a pass would leave them out without a word."""
+
+    @abstractmethod
+    def patches_of_text(self, patches: PatchSet) -> PatchSet:
+        """Those of these patches on which a prompt's embedding depends."""
 
     # ------------------------------------------------------------------------------------------------------ encoding
 
     @abstractmethod
-    def encode_text(self, prompt: str, max_sequence_length: int, template: Tensor | None = None) -> EncodedText:
+    def encode_text(
+        self, prompt: str, max_sequence_length: int, template: Tensor | None = None, patches: PatchSet = ()
+    ) -> EncodedText:
         """Embed a prompt, padded or cut to `max_sequence_length` tokens. template: uint8 [height, width, 3], the
         picture that the prompt is for; required where `text_sees_template`."""
 
@@ -224,7 +246,12 @@ class Family(ABC):
 
     @abstractmethod
     def modulation(
-        self, pooled_prompt_embeds: Tensor, guidance_scale: float, sigmas: Tensor, num_rows: int
+        self,
+        pooled_prompt_embeds: Tensor,
+        guidance_scale: float,
+        sigmas: Tensor,
+        num_rows: int,
+        patches: PatchSet = (),
     ) -> Tensor | None:
         """What the steps of a run compute from noise level and pooled prompt alone, for all levels at once, [levels,
         width]: one pass over those weights instead of one per step. None if tables for all `num_rows` rows of the

@@ -18,11 +18,13 @@ from torch import Tensor
 
 from model_executor.kernels import attention
 from model_executor.kernels.attention import Attention, KeysValues, head_major
-from model_executor.kernels.linear import MakeGroup
+from model_executor.kernels.linear_groups import MakeGroup
+from model_executor.kernels.low_rank import Segments
 from model_executor.kernels.operators import Operators
 from model_executor.kernels.ragged import Packing, Span, gather
 from model_executor.models.base import Row
 from model_executor.page_cache.pages import Entry, Reader
+from model_executor.patches.batch_patches import BatchPatches, Where
 
 FLOAT16_MAX = 65504.0
 
@@ -106,6 +108,8 @@ class Stream:
 
     hidden: Tensor  # joint matrix [tokens, hidden], changed in place
     packing: Packing  # the rows of each request in it
+    patches: BatchPatches  # of each request
+    where: Where  # the rows that they change
     rotary: Tensor  # complex64 [tokens, 1, 1, head dim / 2]
     modulation: Callable[[int], Sequence[Tensor]]  # block number -> its parts, each [requests, hidden]
     sources: Sequence[Source]  # one per request
@@ -122,6 +126,7 @@ class Stream:
         chosen = torch.cat(rows)
         lengths = [stop - start for start, stop in packing.joint_text]
         self.packing = Packing.of(lengths, [len(r) - length for r, length in zip(rows, lengths, strict=True)])
+        self.where = self.patches.on(self.packing)
         self.hidden, self.rotary = self.hidden[chosen], self.rotary[chosen]
 
 
@@ -139,10 +144,10 @@ class Modulation:
         self.width = sum(layer.out_features for layer in layers)
         self._num_parts = self.width // layers[0].in_features
 
-    def product(self, conditioning: Tensor) -> Tensor:
+    def product(self, conditioning: Tensor, where: Segments = ()) -> Tensor:
         """conditioning: [levels, hidden] -> [levels, width], with 1 already added to scales. A level's bits do not
-        depend on the other levels."""
-        product = self._group(conditioning)
+        depend on the other levels. where: the rows that patches change."""
+        product = self._group(conditioning, where)
         parts = self.parts(product)
         for index in self._scales:
             parts[index].add_(1)
@@ -179,7 +184,7 @@ class Block(ABC):
         """Write keys and values of normed image tokens to this page of each template."""
         packing = stream.packing
         # Queries are computed too: without their columns the product would round differently.
-        key_value = projection.heads(image)[:, 1:]
+        key_value = projection.heads(image, stream.where.image)[:, 1:]
         projection.turn_(key_value[:, :1], gather(stream.rotary, packing.joint_image), stream.operators, first=1)
         for source, (start, stop) in zip(stream.sources, packing.image, strict=True):
             source.store(page, head_major(key_value[start:stop]))
@@ -201,17 +206,18 @@ class Projection:
         self.eps = 0.0 if norms[0] is None else norms[0].eps
         self.weight = None if norms[0] is None else _qk_weight(norms[0], norms[1], attn.heads)
 
-    def __call__(self, x: Tensor) -> Tensor:
-        """[tokens, hidden] -> [tokens, 3 * hidden], before norm and rotary embedding."""
-        return self._layers(x)
+    def __call__(self, x: Tensor, where: Segments) -> Tensor:
+        """[tokens, hidden] -> [tokens, 3 * hidden], before norm and rotary embedding. where: the rows that patches
+        change."""
+        return self._layers(x, where)
 
     def split(self, qkv: Tensor) -> Tensor:
         """[tokens, 3 * hidden] -> [tokens, 3, heads, head dim]."""
         return qkv.view(len(qkv), 3, self._heads, -1)
 
-    def heads(self, x: Tensor) -> Tensor:
-        """[tokens, hidden] -> [tokens, 3, heads, head dim], before norm and rotary embedding."""
-        return self.split(self(x))
+    def heads(self, x: Tensor, where: Segments) -> Tensor:
+        """As `__call__`, [tokens, 3, heads, head dim]."""
+        return self.split(self(x, where))
 
     def turn_(self, x: Tensor, rotary: Tensor, operators: Operators, first: int = 0) -> None:
         """Apply norm and rotary embedding in place. x: [tokens, n, heads, head dim], queries (0) and keys (1), starting
@@ -245,7 +251,7 @@ class DoubleBlock(Block):
         self.num_pages = 1 if second is None else 2
 
     def run(self, stream: Stream, number: int) -> None:
-        parts, packing = stream.modulation(number), stream.packing
+        parts, packing, where = stream.modulation(number), stream.packing, stream.where
         (shift, factor, gate, *mlp), text_parts = parts[: self._num_image_parts], parts[self._num_image_parts :]
         # A last norm gives scale before shift, the others shift before scale.
         text_factor, text_shift = (text_parts[0], text_parts[1]) if self._is_last else (text_parts[1], text_parts[0])
@@ -256,15 +262,17 @@ class DoubleBlock(Block):
         attended = stream.joint_attention(number, self.page, qkv, packing.joint, stream.sources)
         text, image = packing.split(_side_by_side(attended))
         if not self._is_last:
-            self._add_text(stream, self._text_out(text), text_parts[2])
-        self._add_image(stream, self._out(image), gate)
+            self._add_text(stream, self._text_out(text, where.text), text_parts[2])
+        self._add_image(stream, self._out(image, where.image), gate)
         if beside is not None:
             self._add_image(stream, beside, mlp[5])
         image = self._normed(stream, packing.joint_image, mlp[1], mlp[0])
         if not self._is_last:
             text = self._normed(stream, packing.joint_text, text_parts[4], text_parts[3])
-            self._add_text(stream, self._text_down(self._text_up(text, gelu=True)), text_parts[5])
-        self._add_image(stream, self._down(self._up(image, gelu=True)), mlp[2])
+            text = self._text_down(self._text_up(text, where.text, gelu=True), where.text)
+            self._add_text(stream, text, text_parts[5])
+        image = self._down(self._up(image, where.image, gelu=True), where.image)
+        self._add_image(stream, image, mlp[2])
 
     def finish(self, stream: Stream, number: int) -> None:
         super().finish(stream, number)
@@ -277,16 +285,16 @@ class DoubleBlock(Block):
         """The second attention's output for the image tokens, before its gate. parts: its shift, scale and gate."""
         if self._second is None or self._second_out is None or stream.image_attention is None:
             return None
-        packing, where = stream.packing, stream.packing.joint_image
-        qkv = self._second.heads(self._normed(stream, where, parts[1], parts[0]))
-        self._second.turn_(qkv[:, :2], gather(stream.rotary, where), stream.operators)
+        packing, spans, where = stream.packing, stream.packing.joint_image, stream.where.image
+        qkv = self._second.heads(self._normed(stream, spans, parts[1], parts[0]), where)
+        self._second.turn_(qkv[:, :2], gather(stream.rotary, spans), stream.operators)
         attended = stream.image_attention(number, self.page + 1, qkv, packing.image, stream.sources)
-        return self._second_out(_side_by_side(attended))
+        return self._second_out(_side_by_side(attended), where)
 
     def _joint_qkv(self, stream: Stream, text: Tensor, image: Tensor) -> Tensor:
         """Queries, keys and values after norm and rotary, [tokens, 3, heads, head dim]."""
-        packing = stream.packing
-        qkv = self._image.split(packing.join(self._text(text), self._image(image)))
+        packing, where = stream.packing, stream.where
+        qkv = self._image.split(packing.join(self._text(text, where.text), self._image(image, where.image)))
         if self._image.weight is not None and self._text.weight is not None:
             weights = [(packing.joint_text, self._text.weight), (packing.joint_image, self._image.weight)]
             stream.operators.normalise_and_rotate_(qkv[:, :2], stream.rotary, self._image.eps, weights)
@@ -311,13 +319,13 @@ class SingleBlock(Block):
 
     def run(self, stream: Stream, number: int) -> None:
         shift, factor, gate = stream.modulation(number)
-        joint = stream.packing.joint
+        joint, where = stream.packing.joint, stream.where.joint
         normed = self._normed(stream, joint, factor, shift)
-        inner = self._up(normed, gelu=True)
-        qkv = self._image.heads(normed)
+        inner = self._up(normed, where, gelu=True)
+        qkv = self._image.heads(normed, where)
         self._image.turn_(qkv[:, :2], stream.rotary, stream.operators)
         attended = stream.joint_attention(number, self.page, qkv, joint, stream.sources)
-        out = self._out(_side_by_side([*attended, inner]))
+        out = self._out(_side_by_side([*attended, inner]), where)
         stream.operators.add_gated_(stream.hidden, joint, out, gate)
         _clip_float16_(stream.hidden)
 

@@ -11,22 +11,25 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from copy import copy
-from functools import lru_cache
-from typing import Any, ClassVar, Self, get_args
+from functools import lru_cache, partial
+from typing import Any, ClassVar, Self, TypeVar, get_args
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
 from core.page_scheme import PageDtype, PageLayout
+from core.patches import PatchSet
 from model_executor.kernels.attention import Attention
-from model_executor.kernels.linear import PACKED_BYTES, Group, LinearGroup, as_linear
+from model_executor.kernels.linear import as_linear
+from model_executor.kernels.linear_groups import PACKED_BYTES, AnyGroup, group_layers
 from model_executor.kernels.operators import Operators, best_operators
 from model_executor.kernels.ragged import Packing
 from model_executor.models.base import PrimeRow, Row
 from model_executor.models.blocks import Block, Edit, Modulation, Source, Stream, Template
 from model_executor.page_cache.pages import Entry
-from model_executor.patches.adapters import Adapter, FittedAdapter
+from model_executor.patches.batch_patches import BatchPatches, Where, by_patches
+from model_executor.patches.group_patches import GroupPatches
 
 CACHED_GRIDS = 32
 """Tables of positions cached, one per image size and text length; FLUX's takes 8 bytes * tokens * head dim / 2."""
@@ -35,10 +38,16 @@ MODULATION_BYTES = 64 * 1024**2
 """Limit on a request's modulation tables, all noise levels and rows together. The embedded model needs 1.2 MB per row
 at 28 steps."""
 
+AnyRow = TypeVar("AnyRow", Row, PrimeRow)
+Result = TypeVar("Result")
+
+EMBEDDING = "time_text_embed"
+"""The part of all transformers that embeds noise level, pooled prompt and guidance. It runs as a whole, row by row."""
+
 
 class Denoiser(ABC):
     """Runs a diffusers transformer on batches of rows. Construct it after weights are loaded and threads are set (see
-    `LinearGroup`).
+    `linear_groups`).
 
     module: the diffusers transformer. num_train_timesteps: its scheduler's. operators: the kernels to use, None for the
     fastest on the device. owns_module: the module is not run elsewhere, so weights need not be held twice.
@@ -58,17 +67,14 @@ class Denoiser(ABC):
         self._num_train_timesteps = num_train_timesteps
         self._operators = operators or best_operators(self._device)
         self._pack = sum(parameter.nbytes for parameter in module.parameters()) <= PACKED_BYTES
-        self._groups: dict[tuple[nn.Module, ...], LinearGroup] = {}  # layers -> their group without an adapter
-        self._adapter: FittedAdapter | None = None
+        self._groups: dict[tuple[nn.Module, ...], AnyGroup] = {}  # layers -> their group
         self._build()
+        self.patches = GroupPatches(module, self._groups, EMBEDDING, self._device, self.dtype)
         if owns_module and self._pack:
             _unmap(module)
         self._rotary_table = lru_cache(maxsize=CACHED_GRIDS)(self._make_rotary_table)
 
     def _build(self) -> None:
-        """Make the layers that an adapter changes."""
-        embed = self.module.time_text_embed
-        self._time_text_embed = embed if self._adapter is None else self._adapter.merge(embed)
         self._blocks = self._make_blocks()
         self.num_pages = 0
         for block in self._blocks:
@@ -78,15 +84,6 @@ class Denoiser(ABC):
         self._modulations = [block.modulation for block in self._blocks]
         self._modulations.append(Modulation([self.module.norm_out], [0], self._group))
         self._image_out = self._group(self.module.proj_out)
-
-    def adapted(self, adapter: Adapter) -> Self:
-        """This denoiser with an adapter; they share all weights. Raises ConfigError if it does not fit."""
-        twin = copy(self)
-        twin._adapter = fitted = FittedAdapter(adapter, self.module, self._device, self.dtype)
-        twin._build()
-        fitted.check()
-        twin._adapter = None  # the groups hold what they need of it
-        return twin
 
     def computing_with(self, operators: Operators) -> Self:
         """A copy of this denoiser that computes with other operators; the layers are shared and packed as they were."""
@@ -106,13 +103,16 @@ class Denoiser(ABC):
         """The blocks in the order they run. Called once `_group` can be used."""
 
     @abstractmethod
-    def _embed(self, rows: Sequence[Row | PrimeRow], computed: Sequence[Tensor | None], packing: Packing) -> Tensor:
+    def _embed(
+        self, rows: Sequence[Row | PrimeRow], computed: Sequence[Tensor | None], packing: Packing, where: Where
+    ) -> Tensor:
         """Embedded text and image tokens of all rows, [tokens, hidden]. computed: per row, the image tokens to embed;
-        None for all, with the condition tokens."""
+        None for all, with the condition tokens. where: the rows that patches change."""
 
     @abstractmethod
-    def _embedding(self, sigma: Tensor, pooled_prompt_embeds: Tensor, guidance_scale: float) -> Tensor:
-        """The embedding from which one request's modulation is computed, [1, hidden].
+    def _embedding(self, embed: Any, sigma: Tensor, pooled_prompt_embeds: Tensor, guidance_scale: float) -> Tensor:
+        """The embedding from which one request's modulation is computed, [1, hidden]. embed: the module's EMBEDDING,
+        with the request's patches.
 
         One request at a time, because with few rows a product's rounding may depend on their number.
         """
@@ -139,16 +139,12 @@ class Denoiser(ABC):
         """The shape of this model's pages."""
         return self.layout_of(self.module.config, dtype)
 
-    def _group(self, *layers: nn.Module) -> Group:
-        """The layers as one group that shares an input, with the adapter's additions to them."""
-        if layers not in self._groups:
-            self._groups[layers] = self._make_group(*map(as_linear, layers), owns_layers=self._owns_module)
-        group = self._groups[layers]
-        return group if self._adapter is None else self._adapter.extend(group, layers, self._make_group)
-
-    def _make_group(self, *layers: nn.Module, owns_layers: bool = True) -> LinearGroup:
-        operators = self._operators
-        return LinearGroup(layers, operators.linear, self._pack, operators.kernels, owns_layers=owns_layers)
+    def _group(self, *layers: nn.Module) -> AnyGroup:
+        """The layers as one group that shares an input."""
+        operators, linears = self._operators, tuple(map(as_linear, layers))
+        group = group_layers(linears, operators.linear, self._pack, operators.kernels, owns_layers=self._owns_module)
+        self._groups[layers] = group
+        return group
 
     # ------------------------------------------------------------------------------------------------------- passes
 
@@ -157,6 +153,9 @@ class Denoiser(ABC):
 
         Raises ValueError for a row with active tokens but without pages.
         """
+        return _in_order(rows, self._forward)
+
+    def _forward(self, rows: Sequence[Row]) -> list[Tensor]:
         edits = [Edit(row, self._num_tokens(row), self._first_pages, self._operators) for row in rows]
         stream = self._start(rows, edits, [edit.computed(0) for edit in edits])
         for number, block in enumerate(self._blocks):
@@ -174,6 +173,9 @@ class Denoiser(ABC):
         Returns each row's hidden state for the next chunk, [text and image tokens, hidden]; () after the last block, of
         which only keys and values are computed. A row's bits depend neither on the other rows nor on the chunks.
         """
+        return _in_order(rows, partial(self._prime, pages=pages))
+
+    def _prime(self, rows: Sequence[PrimeRow], pages: tuple[int, int]) -> list[tuple[Tensor, ...]]:
         templates = [Template(self._entry(row), self._num_tokens(row)) for row in rows]
         stream = self._start(rows, templates, [None] * len(rows))
         for number, block in enumerate(self._blocks):
@@ -185,7 +187,12 @@ class Denoiser(ABC):
         return [(stream.hidden[start:stop].clone(),) for start, stop in stream.packing.joint]
 
     def modulation(
-        self, pooled_prompt_embeds: Tensor, guidance_scale: float, sigmas: Tensor, num_rows: int
+        self,
+        pooled_prompt_embeds: Tensor,
+        guidance_scale: float,
+        sigmas: Tensor,
+        num_rows: int,
+        patches: PatchSet = (),
     ) -> Tensor | None:
         """All blocks' shifts, scales and gates at each of these noise levels, [levels, width], for `Row.modulation`;
         bit-identical to what each step would compute. None if the tables of `num_rows` rows would take more than
@@ -194,9 +201,11 @@ class Denoiser(ABC):
         width = sum(part.width for part in self._modulations)
         if num_rows * len(sigmas) * width * self.dtype.itemsize > MODULATION_BYTES:
             return None
-        embeddings = [self._embedding(sigma, pooled_prompt_embeds, guidance_scale) for sigma in sigmas]
+        embed = self.patches.whole.under(patches)
+        embeddings = [self._embedding(embed, sigma, pooled_prompt_embeds, guidance_scale) for sigma in sigmas]
         conditioning = F.silu(torch.cat(embeddings))
-        return torch.cat([part.product(conditioning) for part in self._modulations], dim=1)
+        where = BatchPatches([patches], self._device).segments([(0, len(sigmas))])
+        return torch.cat([part.product(conditioning, where) for part in self._modulations], dim=1)
 
     # ------------------------------------------------------------------------------------------------------- inputs
 
@@ -213,9 +222,11 @@ class Denoiser(ABC):
         )
         hidden = [row.hidden[0] for row in rows if isinstance(row, PrimeRow) and row.hidden is not None]
         rotary = torch.cat([self._rotary(row, source.rows(0)) for row, source in zip(rows, sources, strict=True)])
-        joint = torch.cat(hidden) if hidden else self._embed(rows, computed, packing)
-        modulation = self._modulation_of(rows)
-        return Stream(joint, packing, rotary, modulation, sources, *self._attentions(rows, joint), self._operators)
+        patches = BatchPatches([row.patches for row in rows], self._device)
+        where = patches.on(packing)
+        joint = torch.cat(hidden) if hidden else self._embed(rows, computed, packing, where)
+        modulation, attentions = self._modulation_of(rows, patches), self._attentions(rows, joint)
+        return Stream(joint, packing, patches, where, rotary, modulation, sources, *attentions, self._operators)
 
     def _attentions(self, rows: Sequence[Row | PrimeRow], like: Tensor) -> tuple[Attention, Attention | None]:
         """Attention over text and image together, and over the image alone where blocks have it; dtype and device of
@@ -227,15 +238,21 @@ class Denoiser(ABC):
             return joint, None
         return joint, self._operators.attention([(0, image) for _, image in sizes], heads, head_dim, like, joint)
 
-    def _modulation_of(self, rows: Sequence[Row | PrimeRow]) -> Callable[[int], Sequence[Tensor]]:
+    def _modulation_of(
+        self, rows: Sequence[Row | PrimeRow], patches: BatchPatches
+    ) -> Callable[[int], Sequence[Tensor]]:
         """Block number -> its shifts, scales and gates, each [requests, hidden]; the last number: the output norm's."""
         known = [row.modulation for row in rows if isinstance(row, Row) and row.modulation is not None]
         if len(known) == len(rows):
             tables = torch.cat(known).split([part.width for part in self._modulations], dim=1)
             return lambda number: self._modulations[number].parts(tables[number])
-        embeddings = [self._embedding(row.sigma, row.pooled_prompt_embeds, row.guidance_scale) for row in rows]
-        conditioning = F.silu(torch.cat(embeddings))
-        return lambda number: self._modulations[number].parts(self._modulations[number].product(conditioning))
+        conditioning = F.silu(torch.cat([self._embedding_of(row) for row in rows]))
+        where = patches.segments([(number, number + 1) for number in range(len(rows))])
+        return lambda number: self._modulations[number].parts(self._modulations[number].product(conditioning, where))
+
+    def _embedding_of(self, row: Row | PrimeRow) -> Tensor:
+        embed = self.patches.whole.under(row.patches)
+        return self._embedding(embed, row.sigma, row.pooled_prompt_embeds, row.guidance_scale)
 
     def _num_tokens(self, row: Row | PrimeRow) -> int:
         """Image and condition tokens of a row."""
@@ -259,7 +276,15 @@ class Denoiser(ABC):
         """Velocity of all image tokens, [tokens, latent width]."""
         factor, shift = stream.modulation(len(self._blocks))
         where, eps = stream.packing.joint_image, self.module.norm_out.norm.eps
-        return self._image_out(self._operators.norm_modulate(stream.hidden, where, eps, factor, shift))
+        normed = self._operators.norm_modulate(stream.hidden, where, eps, factor, shift)
+        return self._image_out(normed, stream.where.image)
+
+
+def _in_order(rows: Sequence[AnyRow], run: Callable[[Sequence[AnyRow]], list[Result]]) -> list[Result]:
+    """The results for rows of which those with the same patches are run side by side."""
+    order = by_patches([row.patches for row in rows])
+    results = dict(zip(order, run([rows[number] for number in order]), strict=True))
+    return [results[number] for number in range(len(rows))]
 
 
 def _unmap(module: nn.Module) -> None:

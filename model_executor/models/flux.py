@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from core.model_info import ModelInfo
+from core.patches import PatchSet
 from model_executor.checkpoint.loader import Checkpoint
 from model_executor.models.base import EncodedImage, EncodedText
 from model_executor.models.flux_transformer import FluxTransformer
@@ -72,14 +73,16 @@ class Flux(LatentFamily):
             dtype=str(self._checkpoint.dtype).removeprefix("torch."),
         )
 
-    def encode_text(self, prompt: str, max_sequence_length: int, template: Tensor | None = None) -> EncodedText:
+    def encode_text(
+        self, prompt: str, max_sequence_length: int, template: Tensor | None = None, patches: PatchSet = ()
+    ) -> EncodedText:
         """As encode_prompt: CLIP's pooled output and T5's sequence; each cuts the prompt at its own length."""
         clip_tokens = tokenize(self._tokenizer, prompt, self._tokenizer.model_max_length)
         tokens = tokenize(self._tokenizer_2, prompt, max_sequence_length)
-        clip = self._parts["text_encoder"]
+        clip = self._encoder("text_encoder")
         pooled = clip(clip_tokens.ids.to(self._device), output_hidden_states=False).pooler_output
         return EncodedText(
-            prompt_embeds=encode_t5(self._parts["text_encoder_2"], tokens.ids),
+            prompt_embeds=encode_t5(self._encoder("text_encoder_2"), tokens.ids),
             pooled_prompt_embeds=pooled[0].to(clip.dtype),
             num_tokens=tokens.used,
             truncated=clip_tokens.cut or tokens.cut,

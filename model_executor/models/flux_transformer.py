@@ -16,6 +16,7 @@ from model_executor.kernels.ragged import Packing
 from model_executor.models.base import PrimeRow, Row
 from model_executor.models.blocks import Block, DoubleBlock, SingleBlock
 from model_executor.models.denoiser import Denoiser, select
+from model_executor.patches.batch_patches import Where
 
 
 class FluxTransformer(Denoiser):
@@ -31,16 +32,18 @@ class FluxTransformer(Denoiser):
         doubles = [DoubleBlock(block, self._group) for block in module.transformer_blocks]
         return [*doubles, *(SingleBlock(block, self._group) for block in module.single_transformer_blocks)]
 
-    def _embed(self, rows: Sequence[Row | PrimeRow], computed: Sequence[Tensor | None], packing: Packing) -> Tensor:
+    def _embed(
+        self, rows: Sequence[Row | PrimeRow], computed: Sequence[Tensor | None], packing: Packing, where: Where
+    ) -> Tensor:
         inputs = [
             torch.cat([select(row.latents, tokens), select(row.condition, tokens)], dim=1)
             for row, tokens in zip(rows, computed, strict=True)
         ]
-        image = self._image_in(torch.cat(inputs))
-        text = self._text_in(torch.cat([row.prompt_embeds for row in rows]))
+        image = self._image_in(torch.cat(inputs), where.image)
+        text = self._text_in(torch.cat([row.prompt_embeds for row in rows]), where.text)
         return packing.join(text, image)
 
-    def _embedding(self, sigma: Tensor, pooled_prompt_embeds: Tensor, guidance_scale: float) -> Tensor:
+    def _embedding(self, embed: Any, sigma: Tensor, pooled_prompt_embeds: Tensor, guidance_scale: float) -> Tensor:
         """The embedding of time, guidance and pooled text."""
         timestep = (sigma * self._num_train_timesteps).reshape(1).to(self.dtype)
         timestep = (timestep / 1000).to(self.dtype) * 1000  # the pipeline divides, the module multiplies
@@ -48,7 +51,7 @@ class FluxTransformer(Denoiser):
         if self.module.config.guidance_embeds:
             guidance = torch.full([1], guidance_scale, dtype=torch.float32, device=timestep.device)
             inputs.insert(1, guidance.to(self.dtype) * 1000)
-        embedding: Tensor = self._time_text_embed(*inputs)
+        embedding: Tensor = embed(*inputs)
         return embedding
 
     def _make_rotary_table(self, text_tokens: int, grid: tuple[int, int]) -> Tensor:

@@ -8,19 +8,19 @@ from __future__ import annotations
 
 from abc import abstractmethod
 from collections.abc import Sequence
-from copy import copy
-from typing import Any, ClassVar, Self
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor, nn
 
 from core.page_scheme import PageDtype, PageLayout
+from core.patches import PatchSet
 from model_executor.checkpoint.loader import Checkpoint
 from model_executor.kernels.operators import chosen_operators
 from model_executor.models.base import EncodedImage, PrimeRow, Row, Sample
 from model_executor.models.denoiser import Denoiser
 from model_executor.models.vae_family import VaeFamily, pack, refuse, to_image, unpack
-from model_executor.patches.adapters import Adapter
+from model_executor.patches.part_patches import AnyPatches
 from model_executor.samplers.sampling import Sampling, State, predict_clean
 
 
@@ -63,13 +63,8 @@ class LatentFamily(VaeFamily):
         operators = chosen_operators(self._checkpoint.kernels, self._device)
         return self.denoiser(module, self._sampling.num_train_timesteps, operators, owns_module=True)
 
-    def check_adapter(self, adapter: Adapter) -> None:
-        self.denoiser(self._checkpoint.outline("transformer"), self._sampling.num_train_timesteps).adapted(adapter)
-
-    def adapted(self, adapter: Adapter) -> Self:
-        twin = copy(self)
-        twin._parts = self._parts | {"transformer": self._denoiser.adapted(adapter)}
-        return twin
+    def _outline_patches_of(self, part: str) -> AnyPatches:
+        return self.denoiser(self._checkpoint.outline(part), self._sampling.num_train_timesteps).patches
 
     @property
     def _denoiser(self) -> Denoiser:
@@ -92,9 +87,14 @@ class LatentFamily(VaeFamily):
     # ---------------------------------------------------------------------------------------------------- denoising
 
     def modulation(
-        self, pooled_prompt_embeds: Tensor, guidance_scale: float, sigmas: Tensor, num_rows: int
+        self,
+        pooled_prompt_embeds: Tensor,
+        guidance_scale: float,
+        sigmas: Tensor,
+        num_rows: int,
+        patches: PatchSet = (),
     ) -> Tensor | None:
-        return self._denoiser.modulation(pooled_prompt_embeds, guidance_scale, sigmas, num_rows)
+        return self._denoiser.modulation(pooled_prompt_embeds, guidance_scale, sigmas, num_rows, patches)
 
     def denoiser_input(self, sample: Sample) -> Tensor:
         return sample.latents

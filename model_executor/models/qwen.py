@@ -16,6 +16,7 @@ import torch
 from torch import Tensor, nn
 
 from core.model_info import ModelInfo
+from core.patches import PatchSet
 from core.vision_tokens import VisionTokens
 from model_executor.checkpoint.loader import Checkpoint
 from model_executor.models.base import EncodedText
@@ -103,7 +104,7 @@ class Qwen(NoisedTemplate):
 
     def prepare(self, part: str, module: nn.Module) -> Any:
         """Keeps the language model without its head, which would only choose words."""
-        return module.get_submodule("model") if part == "text_encoder" else super().prepare(part, module)
+        return super().prepare(part, module.get_submodule("model") if part == "text_encoder" else module)
 
     def recipe(self, part: str) -> str:
         return "without head" if part == "text_encoder" else super().recipe(part)
@@ -122,7 +123,7 @@ class Qwen(NoisedTemplate):
 
     def _hidden_states(self, ids: list[int], **picture: Any) -> Tensor:
         """The last layer's hidden states [tokens, width], without the `dropped` ones."""
-        encoder = self._parts["text_encoder"]
+        encoder = self._encoder("text_encoder")
         tokens = torch.tensor([ids], device=self._device)
         output = encoder(input_ids=tokens, attention_mask=torch.ones_like(tokens), use_cache=False, **picture)
         hidden: Tensor = output.last_hidden_state[0, self.dropped :]
@@ -154,7 +155,9 @@ class QwenInpaint(Qwen):
     )
     dropped = 34
 
-    def encode_text(self, prompt: str, max_sequence_length: int, template: Tensor | None = None) -> EncodedText:
+    def encode_text(
+        self, prompt: str, max_sequence_length: int, template: Tensor | None = None, patches: PatchSet = ()
+    ) -> EncodedText:
         """As encode_prompt, which cuts prompt and chat template together."""
         before, after = self._frame()
         words = self._prompt_ids(prompt)
@@ -195,7 +198,9 @@ class QwenEdit(Qwen):
         self._processor = checkpoint.load("processor")
         self._picture_id: int = self._tokenizer.convert_tokens_to_ids("<|image_pad|>")
 
-    def encode_text(self, prompt: str, max_sequence_length: int, template: Tensor | None = None) -> EncodedText:
+    def encode_text(
+        self, prompt: str, max_sequence_length: int, template: Tensor | None = None, patches: PatchSet = ()
+    ) -> EncodedText:
         """As encode_prompt, except that a prompt is cut at `max_sequence_length` tokens of its own."""
         if template is None:
             raise ValueError("the text encoder sees the picture that a prompt is for")

@@ -17,6 +17,7 @@ from model_executor.kernels.ragged import Packing
 from model_executor.models.base import PrimeRow, Row
 from model_executor.models.blocks import Block, DoubleBlock
 from model_executor.models.denoiser import Denoiser, select
+from model_executor.patches.batch_patches import Where
 
 
 class QwenTransformer(Denoiser):
@@ -32,19 +33,21 @@ class QwenTransformer(Denoiser):
         self._image_in, self._text_in = self._group(module.img_in), self._group(module.txt_in)
         return [DoubleBlock(_renamed(block), self._group) for block in module.transformer_blocks]
 
-    def _embed(self, rows: Sequence[Row | PrimeRow], computed: Sequence[Tensor | None], packing: Packing) -> Tensor:
+    def _embed(
+        self, rows: Sequence[Row | PrimeRow], computed: Sequence[Tensor | None], packing: Packing, where: Where
+    ) -> Tensor:
         chosen = zip(rows, computed, strict=True)
-        image = self._image_in(torch.cat([self._inputs(row, tokens) for row, tokens in chosen]))
-        text = self._text_in(self.module.txt_norm(torch.cat([row.prompt_embeds for row in rows])))
+        image = self._image_in(torch.cat([self._inputs(row, tokens) for row, tokens in chosen]), where.image)
+        text = self._text_in(self.module.txt_norm(torch.cat([row.prompt_embeds for row in rows])), where.text)
         return packing.join(text, image)
 
     def _inputs(self, row: Row | PrimeRow, tokens: Tensor | None) -> Tensor:
         """The denoiser's input for these tokens, None for all."""
         return select(row.latents, tokens)
 
-    def _embedding(self, sigma: Tensor, pooled_prompt_embeds: Tensor, guidance_scale: float) -> Tensor:
+    def _embedding(self, embed: Any, sigma: Tensor, pooled_prompt_embeds: Tensor, guidance_scale: float) -> Tensor:
         timestep = (sigma * self._num_train_timesteps).reshape(1).to(self.dtype) / 1000
-        embedding: Tensor = self._time_text_embed(timestep, timestep)  # the second argument only gives the dtype
+        embedding: Tensor = embed(timestep, timestep)  # the second argument only gives the dtype
         return embedding
 
     def _make_rotary_table(self, text_tokens: int, grid: tuple[int, int]) -> Tensor:

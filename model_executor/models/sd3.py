@@ -12,6 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from core.model_info import ModelInfo
+from core.patches import PatchSet
 from model_executor.checkpoint.loader import Checkpoint
 from model_executor.models.base import EncodedText
 from model_executor.models.latent_family import NoisedTemplate
@@ -84,7 +85,9 @@ class StableDiffusion3(NoisedTemplate):
     def text_recipe(self) -> str:
         return f"{super().text_recipe} {self._has_t5} {self._transformer_config['joint_attention_dim']}"
 
-    def encode_text(self, prompt: str, max_sequence_length: int, template: Tensor | None = None) -> EncodedText:
+    def encode_text(
+        self, prompt: str, max_sequence_length: int, template: Tensor | None = None, patches: PatchSet = ()
+    ) -> EncodedText:
         """As encode_prompt: both CLIPs' sequences side by side, padded with zeros to T5's width, then T5's sequence;
         both CLIPs' pooled outputs side by side."""
         length = self._tokenizers[0].model_max_length
@@ -96,7 +99,7 @@ class StableDiffusion3(NoisedTemplate):
         t5 = sequence.new_zeros(max_sequence_length, self._transformer_config["joint_attention_dim"])
         if self._tokenizer_3 is not None:
             tokens.append(tokenize(self._tokenizer_3, prompt, max_sequence_length))
-            t5 = encode_t5(self._parts["text_encoder_3"], tokens[-1].ids)
+            t5 = encode_t5(self._encoder("text_encoder_3"), tokens[-1].ids)
         wide = nn.functional.pad(sequence, (0, t5.shape[1] - sequence.shape[1]))
         return EncodedText(
             prompt_embeds=torch.cat([wide, t5]),
@@ -107,7 +110,7 @@ class StableDiffusion3(NoisedTemplate):
 
     def _encode_clip(self, part: str, ids: Tensor) -> tuple[Tensor, Tensor]:
         """_get_clip_prompt_embeds: last but one layer's sequence [tokens, width], and the pooled projection."""
-        encoder = self._parts[part]
+        encoder = self._encoder(part)
         output = encoder(ids.to(self._device), output_hidden_states=True)
         return output.hidden_states[-2][0].to(encoder.dtype), output[0][0]
 

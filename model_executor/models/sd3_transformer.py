@@ -19,6 +19,7 @@ from model_executor.kernels.ragged import Packing
 from model_executor.models.base import PrimeRow, Row
 from model_executor.models.blocks import Block, DoubleBlock, Stream
 from model_executor.models.denoiser import CACHED_GRIDS, Denoiser, select
+from model_executor.patches.batch_patches import Where
 
 
 class SD3Transformer(Denoiser):
@@ -42,17 +43,19 @@ class SD3Transformer(Denoiser):
         self._text_in = self._group(module.context_embedder)
         return [DoubleBlock(block, self._group) for block in module.transformer_blocks]
 
-    def _embed(self, rows: Sequence[Row | PrimeRow], computed: Sequence[Tensor | None], packing: Packing) -> Tensor:
+    def _embed(
+        self, rows: Sequence[Row | PrimeRow], computed: Sequence[Tensor | None], packing: Packing, where: Where
+    ) -> Tensor:
         chosen = list(zip(rows, computed, strict=True))
-        image = self._image_in(torch.cat([select(row.latents, tokens) for row, tokens in chosen]))
+        image = self._image_in(torch.cat([select(row.latents, tokens) for row, tokens in chosen]), where.image)
         positions = torch.cat([select(self._positions(row.grid), tokens) for row, tokens in chosen])
-        text = self._text_in(torch.cat([row.prompt_embeds for row in rows]))
+        text = self._text_in(torch.cat([row.prompt_embeds for row in rows]), where.text)
         return packing.join(text, (image + positions).to(image.dtype))
 
-    def _embedding(self, sigma: Tensor, pooled_prompt_embeds: Tensor, guidance_scale: float) -> Tensor:
+    def _embedding(self, embed: Any, sigma: Tensor, pooled_prompt_embeds: Tensor, guidance_scale: float) -> Tensor:
         """The embedding of time and pooled text."""
         timestep = (sigma * self._num_train_timesteps).reshape(1)
-        embedding: Tensor = self._time_text_embed(timestep, pooled_prompt_embeds[None])
+        embedding: Tensor = embed(timestep, pooled_prompt_embeds[None])
         return embedding
 
     def _make_positions(self, grid: tuple[int, int]) -> Tensor:

@@ -10,16 +10,16 @@ from __future__ import annotations
 
 from abc import abstractmethod
 from collections.abc import Sequence
-from copy import copy
 from functools import cached_property
 from types import SimpleNamespace
-from typing import Any, ClassVar, Self
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor, nn
 
 from core.model_info import ModelInfo
 from core.page_scheme import PageDtype, PageLayout
+from core.patches import PatchSet
 from model_executor.checkpoint.loader import Checkpoint
 from model_executor.kernels.operators import chosen_operators
 from model_executor.models.base import EncodedImage, EncodedText, PrimeRow, Row, Sample
@@ -28,8 +28,9 @@ from model_executor.models.text import Tokens, tokenize
 from model_executor.models.unet import Unet
 from model_executor.models.unet_layers import TOKEN_SIDE, Layers
 from model_executor.models.vae_family import VaeFamily, pack, refuse, to_image, unpack
-from model_executor.patches.adapters import Adapter, LoraFormat
-from model_executor.patches.module_adapters import adapt_module
+from model_executor.patches.adapters import LoraFormat
+from model_executor.patches.module_patches import unarranged
+from model_executor.patches.part_patches import AnyPatches
 from model_executor.samplers.sampling import State
 from model_executor.samplers.timestep_sampling import TimestepSampling
 
@@ -130,15 +131,8 @@ class UnetFamily(VaeFamily):
         config = SimpleNamespace(**self._unet_config)  # diffusers reads its attributes
         return LoraFormat(self.lora_loader, self.denoiser_part, self.text_parts, config)
 
-    def check_adapter(self, adapter: Adapter) -> None:
-        for part, layers in {self.denoiser_part: adapter.layers, **adapter.text_layers}.items():
-            adapt_module(self._checkpoint.outline(part), layers, adapter)
-
-    def adapted(self, adapter: Adapter) -> Self:
-        twin = copy(self)
-        adapted = {part: adapt_module(self._parts[part], its, adapter) for part, its in adapter.text_layers.items()}
-        twin._parts = self._parts | adapted | {"unet": self._denoiser.adapted(adapter)}
-        return twin
+    def _outline_patches_of(self, part: str) -> AnyPatches:
+        return unarranged(self._checkpoint.outline(part))
 
     def info(self, name: str) -> ModelInfo:
         defaults = self._checkpoint.defaults
@@ -166,10 +160,12 @@ class UnetFamily(VaeFamily):
 
     # -------------------------------------------------------------------------------------------------------- text
 
-    def encode_text(self, prompt: str, max_sequence_length: int, template: Tensor | None = None) -> EncodedText:
+    def encode_text(
+        self, prompt: str, max_sequence_length: int, template: Tensor | None = None, patches: PatchSet = ()
+    ) -> EncodedText:
         """As encode_prompt, except that a prompt may be cut below the encoders' length."""
         tokens = [tokenize(t, prompt, min(max_sequence_length, t.model_max_length)) for t in self._tokenizers]
-        sequence, pooled = self._embed(tokens)
+        sequence, pooled = self._embed([self._encoder(part, patches) for part in self.text_parts], tokens)
         return EncodedText(
             prompt_embeds=sequence.to(self._checkpoint.dtype),
             pooled_prompt_embeds=pooled.to(self._checkpoint.dtype),
@@ -182,7 +178,7 @@ class UnetFamily(VaeFamily):
         return f"{super().text_recipe} {type(self)._embed.__qualname__} {self._checkpoint.dtype}"
 
     @abstractmethod
-    def _embed(self, tokens: Sequence[Tokens]) -> tuple[Tensor, Tensor]:
+    def _embed(self, encoders: Sequence[Any], tokens: Sequence[Tokens]) -> tuple[Tensor, Tensor]:
         """The text encoders' sequence [tokens, width] and pooled output [pooled width]. tokens: for each encoder."""
 
     # ------------------------------------------------------------------------------------------------------- images
@@ -231,7 +227,12 @@ class UnetFamily(VaeFamily):
     # ---------------------------------------------------------------------------------------------------- denoising
 
     def modulation(
-        self, pooled_prompt_embeds: Tensor, guidance_scale: float, sigmas: Tensor, num_rows: int
+        self,
+        pooled_prompt_embeds: Tensor,
+        guidance_scale: float,
+        sigmas: Tensor,
+        num_rows: int,
+        patches: PatchSet = (),
     ) -> Tensor | None:
         """None: embedding the timestep takes a negligible part of a step."""
         return None
@@ -308,9 +309,9 @@ class StableDiffusion(UnetFamily):
         scheduler.register_to_config(**{name: value for name, value in wanted.items() if name in scheduler.config})
         return scheduler
 
-    def _embed(self, tokens: Sequence[Tokens]) -> tuple[Tensor, Tensor]:
+    def _embed(self, encoders: Sequence[Any], tokens: Sequence[Tokens]) -> tuple[Tensor, Tensor]:
         """As encode_prompt: the last layer's sequence, without a pooled output."""
-        sequence: Tensor = self._parts["text_encoder"](tokens[0].ids.to(self._device))[0][0]
+        sequence: Tensor = encoders[0](tokens[0].ids.to(self._device))[0][0]
         return sequence, sequence.new_empty(0)
 
 
@@ -351,8 +352,10 @@ class StableDiffusionXL(UnetFamily):
     def text_recipe(self) -> str:
         return f"{super().text_recipe} {self._has_zero_prompt}"
 
-    def encode_text(self, prompt: str, max_sequence_length: int, template: Tensor | None = None) -> EncodedText:
-        text = super().encode_text(prompt, max_sequence_length, template)
+    def encode_text(
+        self, prompt: str, max_sequence_length: int, template: Tensor | None = None, patches: PatchSet = ()
+    ) -> EncodedText:
+        text = super().encode_text(prompt, max_sequence_length, template, patches)
         if prompt or not self._has_zero_prompt:
             return text
         return EncodedText(
@@ -362,9 +365,8 @@ class StableDiffusionXL(UnetFamily):
             truncated=False,
         )
 
-    def _embed(self, tokens: Sequence[Tokens]) -> tuple[Tensor, Tensor]:
+    def _embed(self, encoders: Sequence[Any], tokens: Sequence[Tokens]) -> tuple[Tensor, Tensor]:
         """As encode_prompt: both encoders' last but one layers side by side, and the second's pooled projection."""
-        encoders = (self._parts[part] for part in self.text_parts)
         outputs = [
             encoder(t.ids.to(self._device), output_hidden_states=True)
             for encoder, t in zip(encoders, tokens, strict=True)

@@ -3,16 +3,15 @@
 Convolutions need whole pictures, so only pictures of one size can share a pass. Rows that compute every token go
 through the diffusers module itself. Rows with active tokens, and templates that are primed, go layer by layer (see
 `unet_layers.py` and `unet_blocks.py`). What shares a pass: on a GPU, whole rows of one size, templates of one size, and
-the rows of one masked request; on a CPU, only the whole rows of one request.
+the rows of one masked request, each with the same adapters; on a CPU, only the whole rows of one request.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Hashable, Mapping, Sequence
-from copy import copy
 from functools import cache, lru_cache
 from math import prod
-from typing import Any, Self, TypeVar, get_args
+from typing import Any, NamedTuple, TypeVar, get_args
 
 import torch
 from diffusers.models.attention import BasicTransformerBlock
@@ -29,8 +28,7 @@ from model_executor.models.unet_blocks import Block, Source, Walk, pooled
 from model_executor.models.unet_layers import TOKEN_SIDE, Layers
 from model_executor.models.vae_family import pack, unpack
 from model_executor.page_cache.pages import Entry
-from model_executor.patches.adapters import Adapter
-from model_executor.patches.module_adapters import adapt_module
+from model_executor.patches.module_patches import ModulePatches
 
 CACHED_GRIDS = 32
 """Picture sizes whose `time_ids` are cached."""
@@ -45,6 +43,13 @@ AnyRow = TypeVar("AnyRow", Row, PrimeRow)
 
 Numbers = Sequence[int]
 """Indices of rows in a batch, ascending."""
+
+
+class Arranged(NamedTuple):
+    """A UNet, with certain adapters or none, and its layers in the order they run, compiled where operators do."""
+
+    module: Any
+    layers: Layers
 
 
 class Unet:
@@ -72,28 +77,20 @@ class Unet:
         self._token_size = token_size
         self._operators = operators or best_operators(module.device)
         self._ids = lru_cache(maxsize=CACHED_GRIDS)(self._make_ids)
-        self._layers = self._arrange()
+        self.patches = ModulePatches(module, module.device, module.dtype, self._arrange)
 
-    def _arrange(self) -> Layers:
-        """The module's layers in the order they run, compiled where `operators` do."""
-        modules = self.module.modules()
-        self._operators.compile_(m for m in modules if isinstance(m, ResnetBlock2D | BasicTransformerBlock))
-        return Layers(self.module, self._operators.compiled)
-
-    def adapted(self, adapter: Adapter) -> Self:
-        """A copy of this denoiser with an adapter; they share all weights. Raises ConfigError if it does not fit."""
-        twin = copy(self)
-        twin.module = adapt_module(self.module, adapter.layers, adapter)
-        twin._layers = twin._arrange()
-        return twin
+    def _arrange(self, module: Any) -> Arranged:
+        blocks = (m for m in module.modules() if isinstance(m, ResnetBlock2D | BasicTransformerBlock))
+        self._operators.compile_(blocks)
+        return Arranged(module, Layers(module, self._operators.compiled))
 
     def page_layout(self, dtype: PageDtype) -> PageLayout:
         """The shape of this model's pages."""
-        return self._layers.page_layout(dtype)
+        return self.patches.plain.layers.page_layout(dtype)
 
     def block_runs(self, num_tokens: int) -> tuple[BlockRun, ...]:
         """The shares of compute of this model's blocks, for a picture of `num_tokens`."""
-        return self._layers.block_runs(num_tokens)
+        return self.patches.plain.layers.block_runs(num_tokens)
 
     def forward(self, rows: Sequence[Row]) -> list[Tensor]:
         """Prediction for each row's active tokens, [active tokens, latent width]."""
@@ -115,33 +112,35 @@ class Unet:
         return [hidden[number] for number in range(len(rows))]
 
     def _prime(self, rows: Sequence[PrimeRow], start: int, stop: int) -> Sequence[tuple[Tensor, ...]]:
-        """rows: of one size, before the same chunk."""
-        walk = self._start(rows, Templates(rows, self._layers, self._operators))
+        """rows: of one size, with the same patches, before the same chunk."""
+        module, layers = self.patches.under(rows[0].patches)
+        walk = self._start(module, rows, Templates(rows, layers, self._operators))
         if before := [row.hidden for row in rows if row.hidden is not None]:
             walk.unpack([torch.cat(parts) for parts in zip(*before, strict=True)])
-        self._layers.run(walk, start, stop)
-        if stop == self._layers.num_pages:
+        layers.run(walk, start, stop)
+        if stop == layers.num_pages:
             return [()] * len(rows)
         return list(zip(*(part.split(1) for part in walk.pack()), strict=True))
 
     def _run_masked(self, rows: Sequence[Row]) -> Sequence[Tensor]:
         """Predictions for the active tokens of each row. rows: of one request."""
-        walk = self._start(rows, Edit(rows[0], self._operators))
-        self._layers.run(walk)
-        module = self.module
+        module, layers = self.patches.under(rows[0].patches)
+        walk = self._start(module, rows, Edit(rows[0], self._operators))
+        layers.run(walk)
         prediction = module.conv_out(module.conv_act(module.conv_norm_out(walk.map)))
         return [pack(image, TOKEN_SIDE)[rows[0].active] for image in prediction.split(1)]
 
-    def _start(self, rows: Sequence[Row | PrimeRow], source: Source) -> Walk:
-        """The state before the first layer, as in UNet2DConditionModel.forward. rows: of one size."""
-        module, pictures, text = self.module, self._pictures(rows), _texts(rows)
+    def _start(self, module: Any, rows: Sequence[Row | PrimeRow], source: Source) -> Walk:
+        """The state before the first layer, as in UNet2DConditionModel.forward. module: with the patches of the rows,
+        which are of one size."""
+        pictures, text = self._pictures(rows), _texts(rows)
         time = module.time_embedding(module.get_time_embed(pictures, self._timesteps(rows)))
         added = module.get_aug_embed(time, text, self._added(rows))
         return Walk(module.conv_in(pictures), time if added is None else time + added, text, source)
 
     def _run(self, rows: Sequence[Row]) -> Sequence[Tensor]:
-        """Predictions for all tokens of each row. rows: of one size."""
-        prediction: Tensor = self.module(
+        """Predictions for all tokens of each row. rows: of one size, with the same patches."""
+        prediction: Tensor = self.patches.under(rows[0].patches).module(
             self._pictures(rows),
             self._timesteps(rows),
             encoder_hidden_states=_texts(rows),
@@ -179,8 +178,9 @@ def _texts(rows: Sequence[Row | PrimeRow]) -> Tensor:
 
 
 def _size(row: Row | PrimeRow) -> Hashable:
-    """Key of rows of one size: image tokens as (rows, columns), and number of text tokens."""
-    return row.grid, len(row.prompt_embeds)
+    """Key of rows of one size, image tokens as (rows, columns) and number of text tokens, and with the same patches:
+    convolutions compute all pictures of a pass alike."""
+    return row.grid, len(row.prompt_embeds), row.patches
 
 
 def _request(row: Row) -> Hashable:

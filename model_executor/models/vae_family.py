@@ -6,7 +6,8 @@ Latents are packed: a token's row holds its patch, channel by channel. Random nu
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from abc import abstractmethod
+from collections.abc import Collection, Mapping, Sequence
 from functools import lru_cache
 from typing import Any, ClassVar
 
@@ -15,13 +16,16 @@ from diffusers.utils.torch_utils import randn_tensor
 from torch import Tensor, nn
 
 from core.errors import ConfigError
+from core.patches import PatchSet
 from model_executor.checkpoint.loader import Checkpoint, cpu_has_bfloat16
 from model_executor.kernels.operators import chosen_operators
-from model_executor.models.base import Family
+from model_executor.models.base import Family, PreparedAdapter
 from model_executor.models.boxes import Box, around, times
 from model_executor.models.parts import Classes
 from model_executor.models.vae import ImageVae, Vae
-from model_executor.patches.adapters import LoraFormat
+from model_executor.patches.adapters import Adapter, LoraFormat
+from model_executor.patches.module_patches import unarranged
+from model_executor.patches.part_patches import AnyPatches
 
 PATCH = 2
 """Default latent pixels per token side."""
@@ -61,6 +65,7 @@ class VaeFamily(Family):
         self._vae_config = checkpoint.config("vae")
         self._vae_scale, self._latent_channels = self.vae.scale_and_channels(self._vae_config)
         self._parts: dict[str, Any] = {}  # part name -> what `prepare` made of it
+        self._patch_ids = set[str]()  # of adapters in use
         self._noise_of = lru_cache(maxsize=KEPT_NOISES)(self._draw_noise_of)
 
     # ------------------------------------------------------------------------------------------------------- parts
@@ -77,7 +82,7 @@ class VaeFamily(Family):
         return type(self).encode_text.__qualname__
 
     def prepare(self, part: str, module: nn.Module) -> Any:
-        return self.vae(module) if part == "vae" else module
+        return self.vae(module) if part == "vae" else unarranged(module)
 
     def put(self, part: str, prepared: Any) -> None:
         self._parts[part] = prepared
@@ -93,6 +98,42 @@ class VaeFamily(Family):
         if name not in self._parts:
             raise KeyError(f"the {name} is not loaded")
         return self._parts[name]
+
+    # ---------------------------------------------------------------------------------------------------- adapters
+
+    def _patches_of(self, part: str) -> AnyPatches:
+        """The adapters of a denoiser or text encoder. Raises KeyError if it is not loaded."""
+        loaded = self._part(part)
+        patches: AnyPatches = loaded.patches if part == self.denoiser_part else loaded
+        return patches
+
+    @abstractmethod
+    def _outline_patches_of(self, part: str) -> AnyPatches:
+        """The same, none, of the part without weights."""
+
+    def _encoder(self, part: str, patches: PatchSet = ()) -> Any:
+        """A text encoder, to be used before the next call."""
+        return self._part(part).under(patches)
+
+    def patches_of_text(self, patches: PatchSet) -> PatchSet:
+        changed = {patch for part in self.text_parts for patch in self._part(part).changed_by(patches)}
+        return tuple(patch for patch in patches if patch in changed)
+
+    def check_adapter(self, adapter: Adapter) -> None:
+        for part, layers in adapter.parts.items():
+            self._outline_patches_of(part).prepare(adapter, layers)
+
+    def prepare_adapter(self, adapter: Adapter, parts: Collection[str]) -> PreparedAdapter:
+        changed = {part: layers for part, layers in adapter.parts.items() if part in parts}
+        return {part: self._patches_of(part).prepare(adapter, layers) for part, layers in changed.items()}
+
+    def put_adapter(self, patch: str, prepared: PreparedAdapter) -> None:
+        for part, its in prepared.items():
+            self._patches_of(part).put(patch, its)
+        self._patch_ids.add(patch)
+
+    def lacking(self, patches: PatchSet) -> PatchSet:
+        return tuple(patch for patch in patches if patch.id not in self._patch_ids)
 
     @property
     def _vae(self) -> Vae:

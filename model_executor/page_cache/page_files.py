@@ -39,7 +39,7 @@ from pathlib import Path
 import numpy as np
 import numpy.typing as npt
 
-from core.page_scheme import template_of
+from core.page_scheme import unpatched
 
 logger = logging.getLogger("stencil.worker")
 
@@ -153,7 +153,8 @@ class PageFiles:
         _remove(self._path(key))
 
     def delete_template(self, template_key: str) -> None:
-        """Remove the files of all entries of a template, of any process, and those being written."""
+        """Remove the files of all entries of a template with all patch sets, of any process, and those being written.
+        template_key: the one without patches."""
         prefix = f"{_digest(template_key)}-"
         with suppress(OSError):
             for file in self._files():
@@ -165,7 +166,7 @@ class PageFiles:
         return sum(file.nbytes for file in self._files())
 
     def _path(self, key: str) -> Path:
-        return self.directory / f"{_digest(template_of(key))}-{_digest(key)}.page"
+        return self.directory / f"{_digest(unpatched(key))}-{_digest(key)}.page"
 
     @contextmanager
     def _temporary(self, path: Path, nbytes: int) -> Iterator[tuple[Path, int]]:

@@ -1,8 +1,8 @@
-"""LoRA adapters: reads a file into low-rank additions to a model's layers, and fits them to a transformer's.
+"""LoRA adapters: reads a file into low-rank additions to a model's layers.
 
 Files are read by the loaders of diffusers' pipelines, which know the formats of many trainers. The scale of each layer,
 which the loaders leave open, follows `diffusers/utils/peft_utils.py`. Adapters are not merged into the weights, because
-all adapters, and requests without one, share these.
+all adapters, and requests without one, share these. `group_patches.py` and `module_patches.py` fit them to modules.
 """
 
 from __future__ import annotations
@@ -11,13 +11,11 @@ import hashlib
 import json
 import re
 from collections import Counter
-from collections.abc import Callable, Mapping
-from copy import deepcopy
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import torch
 from diffusers.loaders import lora_pipeline
 from diffusers.utils import (
     convert_state_dict_to_diffusers,
@@ -25,14 +23,13 @@ from diffusers.utils import (
     convert_unet_state_dict_to_peft,
 )
 from safetensors import safe_open
-from torch import Tensor, nn
+from torch import Tensor
 
 from core.config import AdapterConfig
 from core.errors import ConfigError
 from model_executor.checkpoint.loader import LOAD_ERRORS
-from model_executor.checkpoint.quantization import unquantized
 from model_executor.checkpoint.weights import PICKLES
-from model_executor.kernels.linear import AdaptedGroup, Group, LinearGroup, is_plain
+from model_executor.kernels.low_rank import LowRank
 
 PEFT_PREFIX, PEFT_CONFIG = "base_model.model.", "adapter_config.json"
 """The prefix of tensor names in files of `PeftModel.save_pretrained`, and the file with their scale."""
@@ -62,19 +59,8 @@ class LoraFormat:
     unet: Any = None  # a UNet's configuration, since some trainers number its blocks differently
 
 
-@dataclass(frozen=True, slots=True)
-class LowRank:
-    """An addition to a layer's output: x [rows, in] times `down` [rank, in] transposed, times `up` [out, rank]
-    transposed, which includes the scale. Both are float32 on the CPU. For a convolution, `in` is channels * kernel
-    pixels.
-    """
-
-    down: Tensor
-    up: Tensor
-
-
 Layers = Mapping[str, LowRank]
-"""Layer's name within its part -> the addition to it."""
+"""Layer's name within its part -> the addition to it, float32 on the CPU; `up` includes the scale of its file."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -83,9 +69,8 @@ class Adapter:
 
     name: str
     source: Path
-    digest: str  # hex sha256 of its file
-    layers: Layers  # the denoiser's
-    text_layers: Mapping[str, Layers]  # text encoder -> its layers
+    patch: str  # the id of its patch: hex sha256 of its file
+    parts: Mapping[str, Layers]  # part of the checkpoint -> the layers that it changes
 
     def refuse(self, reason: str) -> ConfigError:
         """The error that this adapter cannot be used."""
@@ -110,7 +95,7 @@ def read_adapter(config: AdapterConfig, lora_format: LoraFormat) -> Adapter:
     try:
         file = _find(path)
         layers = _read_layers(file, lora_format)
-        return Adapter(config.name, file, _digest(file), layers.pop(lora_format.denoiser), layers)
+        return Adapter(config.name, file, _digest(file), layers)
     except CONVERT_ERRORS as error:
         reason = next(iter(str(error).strip().splitlines()), type(error).__name__)
         raise _refuse(config.name, path, reason) from error
@@ -148,7 +133,7 @@ def _digest(file: Path) -> str:
 
 
 def _read_layers(file: Path, lora_format: LoraFormat) -> dict[str, Layers]:
-    """Part -> its layers; text encoders are contained only if changed."""
+    """Part -> its layers; without parts that it does not change."""
     with safe_open(file, "pt") as tensors:
         names = list(tensors.keys())
         is_peft = file.with_name(PEFT_CONFIG).is_file() and all(name.startswith(PEFT_PREFIX) for name in names)
@@ -187,9 +172,9 @@ def _by_part(state: Mapping[str, Tensor], lora_format: LoraFormat) -> dict[str, 
             raise ValueError(f"it changes the text encoder ({key}), which is not supported: {only}")
         else:
             raise ValueError(f"{key} is no part of a LoRA for this model's layers")
-    if not any(parts.values()):
+    if not (found := {part: own for part, own in parts.items() if own}):
         raise ValueError("it holds nothing for this model")
-    return parts
+    return found
 
 
 def _as_peft(state: dict[str, Tensor], is_denoiser: bool) -> dict[str, Tensor]:
@@ -253,83 +238,3 @@ class _Scales:
 def _matching(patterns: Mapping[str, Any], name: str) -> Any:
     """The value of the first pattern that matches the end of a layer's name, as in peft's `get_pattern_key`."""
     return next((value for key, value in patterns.items() if re.match(rf"(.*\.)?({key})$", name)), None)
-
-
-# ------------------------------------------------------------------------------------------------------------ fitting
-
-
-class FittedAdapter:
-    """Fits an adapter to one transformer, layer by layer; `check` raises if some of it was not used."""
-
-    def __init__(self, adapter: Adapter, module: nn.Module, device: torch.device, dtype: torch.dtype) -> None:
-        """device, dtype: the transformer's; its packed layers may no longer hold weights to read them from."""
-        self._adapter, self._device, self._dtype = adapter, device, dtype
-        self._names = {layer: name for name, layer in module.named_modules()}
-        self._left = set(adapter.layers)
-
-    def extend(
-        self, group: LinearGroup, layers: tuple[nn.Module, ...], make_group: Callable[..., LinearGroup]
-    ) -> Group:
-        """The group of these layers with the adapter's additions; the group itself if there are none."""
-        added = [self._take(self._names[layer], layer) for layer in layers]
-        if not any(added):
-            return group
-        down = torch.cat([low.down for low in added if low])
-        up = torch.block_diag(*(_up(low, layer) for low, layer in zip(added, layers, strict=True)))
-        factors = (_linear(factor.to(self._device, self._dtype)) for factor in (down, up))
-        return AdaptedGroup(group, *map(make_group, factors))
-
-    def merge(self, part: nn.Module) -> nn.Module:
-        """For a small part that runs as a whole: a copy with the additions merged into its weights; the part itself if
-        there are none."""
-        prefix = f"{self._names[part]}."
-        names = [name for name in self._adapter.layers if name.startswith(prefix)]
-        if not names:
-            return part
-        merged = deepcopy(part)
-        for name, layer in part.named_modules():
-            if (low := self._take(prefix + name, layer)) is not None:
-                linear = self._plain(prefix + name, merged.get_submodule(name))
-                merged.set_submodule(name, linear)
-                linear.weight.data.copy_(linear.weight.float() + (low.up @ low.down).to(linear.weight.device))
-        return merged
-
-    def check(self) -> None:
-        """Raises ConfigError if some of the adapter's layers were not used."""
-        if self._left:
-            raise self._adapter.refuse(f"it changes {min(self._left)}, which is no linear layer of this transformer")
-
-    def _plain(self, name: str, layer: nn.Module) -> nn.Linear:
-        """The layer, dequantised if it is quantised."""
-        try:
-            return layer if is_plain(layer) else unquantized(layer).to(self._dtype)
-        except ValueError as error:
-            raise self._adapter.refuse(f"it changes {name}, {error}") from error
-
-    def _take(self, name: str, layer: nn.Module) -> LowRank | None:
-        low = self._adapter.layers.get(name)
-        if low is None:
-            return None
-        self._left.discard(name)
-        inputs, outputs = _sizes(layer)
-        # As diffusers does with an adapter of FLUX.1 dev in Fill, whose first layer reads more.
-        low = LowRank(nn.functional.pad(low.down, (0, max(0, inputs - low.down.shape[1]))), low.up)
-        self._adapter.check_size(name, low, inputs, outputs)
-        return low
-
-
-def _sizes(layer: Any) -> tuple[int, int]:
-    """(inputs, outputs) of a layer, per row."""
-    if isinstance(layer, nn.Conv2d):
-        return layer.weight[0].numel(), layer.out_channels
-    return layer.in_features, layer.out_features
-
-
-def _up(low: LowRank | None, layer: nn.Module) -> Tensor:
-    return torch.empty(_sizes(layer)[1], 0) if low is None else low.up
-
-
-def _linear(weight: Tensor) -> nn.Linear:
-    linear = nn.Linear(weight.shape[1], weight.shape[0], bias=False, device="meta")
-    linear.weight = nn.Parameter(weight.contiguous(), requires_grad=False)
-    return linear

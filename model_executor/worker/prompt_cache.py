@@ -7,12 +7,14 @@ from collections import OrderedDict
 
 from torch import Tensor
 
+from core.patches import PatchSet
 from model_executor.models.base import EncodedText, Family
 
 DEFAULT_BYTES = 64 * 1024 * 1024
 
-Key = tuple[str, int, str, str]
-"""(prompt, max_sequence_length, content id of the picture if the embedding depends on it, cache salt)."""
+Key = tuple[str, int, str, str, PatchSet]
+"""(prompt, max_sequence_length, content id of the picture if the embedding depends on it, cache salt, patches on which
+the embedding depends)."""
 
 
 class PromptCache:
@@ -31,14 +33,16 @@ class PromptCache:
         content_id: str = "",
         template: Tensor | None = None,
         cache_salt: str = "",
+        patches: PatchSet = (),
     ) -> EncodedText:
         """As `Family.encode_text`, bit-identical. content_id: the template's. The tensors are shared with later calls
         of the same `cache_salt` and must not be modified."""
-        key = (prompt, max_sequence_length, content_id if self._family.text_sees_template else "", cache_salt)
+        picture = content_id if self._family.text_sees_template else ""
+        key = (prompt, max_sequence_length, picture, cache_salt, self._family.patches_of_text(patches))
         if key in self._texts:
             self._texts.move_to_end(key)
             return self._texts[key]
-        text = self._family.encode_text(prompt, max_sequence_length, template)
+        text = self._family.encode_text(prompt, max_sequence_length, template, patches)
         if _nbytes(prompt, text) <= self._max_bytes:
             self._keep(key, text)
         return text

@@ -1,8 +1,7 @@
-"""ResidentModels: opens, loads, unloads and warms up the models of a worker and their adapters."""
+"""ResidentModels: opens, loads, unloads and warms up the models of a worker, with their adapters."""
 
 from __future__ import annotations
 
-import hashlib
 import logging
 import os
 from collections.abc import Callable, Collection, Mapping, Sequence
@@ -15,11 +14,12 @@ import torch
 from torch import nn
 
 from core.cache_folder import user_cache_folder
-from core.config import ModelConfig
+from core.config import AdapterConfig, ModelConfig
 from core.handles import LoadedComponent, ModelKey
 from core.ipc.heap import keep_freed_memory
 from core.messages.worker import WorkerReady
 from core.model_info import ModelInfo
+from core.patches import PatchSet
 from model_executor.checkpoint.loader import Checkpoint
 from model_executor.checkpoint.parameter_count import expected_bytes
 from model_executor.models.base import Family, PrimeRow, Row, Sample
@@ -43,7 +43,10 @@ KEPT_BYTES = 256 * 1024**2
 
 class ResidentModels:
     """The served models by name; loads and unloads their components, of which models with equal keys share one. Create
-    it with `open`, which reads adapters but no other weights. Raises ConfigError for an adapter that cannot be used."""
+    it with `open`, which reads adapters but no other weights. Raises ConfigError for an adapter that cannot be used.
+
+    families: model's name -> its family, with its adapters once it is loaded.
+    """
 
     def __init__(
         self, configs: Sequence[ModelConfig], opened: Mapping[str, Opened], keys: Mapping[str, Mapping[str, ModelKey]]
@@ -51,25 +54,24 @@ class ResidentModels:
         """keys: from `component_keys`."""
         self._configs = {config.name: config for config in configs}
         self._checkpoints = {name: each.checkpoint for name, each in opened.items()}
-        families = {name: each.family for name, each in opened.items()}
+        self.families = {name: each.family for name, each in opened.items()}
         self.keys = keys  # model -> part of its checkpoint -> the component
         self._loaded: dict[ModelKey, LoadedComponent] = {}  # in the order of loading
-        self._adapters = [  # (name of its model, adapter)
-            (config.name, read_adapter(adapter, families[config.name].lora_format))
-            for config in configs
-            for adapter in config.adapters
-        ]
-        twins = prompt_twins(opened, keys)
-        self._prompts_of = twins | {
-            read.name: twins.get(name, name) for name, read in self._adapters if not read.text_layers
+        self._adapters = {  # model's name -> its adapters
+            config.name: [self._read(config.name, adapter) for adapter in config.adapters] for config in configs
         }
-        for name, read in self._adapters:  # before minutes are spent on loading
-            families[name].check_adapter(read)
-        self.families = dict(families)  # name -> family; includes adapters once they are loaded
+        self._prompts_of = prompt_twins(opened, keys)
+
+    def _read(self, model: str, config: AdapterConfig) -> Adapter:
+        """Read an adapter and check that it fits, before minutes are spent on loading. Raises ConfigError."""
+        family = self.families[model]
+        adapter = read_adapter(config, family.lora_format)
+        family.check_adapter(adapter)
+        return adapter
 
     @property
     def prompts_of(self) -> dict[str, str]:
-        """Model or adapter -> the first model that embeds prompts alike; without those that are this first one."""
+        """Model -> the first model that embeds prompts alike; without those that are this first one."""
         return dict(self._prompts_of)
 
     @classmethod
@@ -111,16 +113,10 @@ class ResidentModels:
         default `Checkpoint.load`. Raises ConfigError."""
         for key in dict.fromkeys(key for name in names or self._configs for key in self.keys[name].values()):
             self.load(key) if read is None else self.install(key, read(key))
-        for name, adapter in self._adapters:
-            if self.is_loaded(name):
-                self.families[adapter.name] = self.families[name].adapted(adapter)
-        self._adapters = [
-            (name, replace(adapter, layers={}, text_layers={})) for name, adapter in self._adapters
-        ]  # the families now hold the layers
 
     def load(self, key: ModelKey) -> LoadedComponent:
-        """Load a component's weights once, for all models that share it. Raises ConfigError; KeyError for a component
-        of no model."""
+        """Load a component's weights once, for all models that share it, with what their adapters change in them.
+        Raises ConfigError; KeyError for a component of no model."""
         (name, part), *_ = self._users(key)
         return self.install(key, self._checkpoints[name].load(part))
 
@@ -137,8 +133,30 @@ class ResidentModels:
         prepared = self.families[name].prepare(part, module)
         for name, part in self._users(key):
             self.families[name].put(part, prepared)
+            for adapter in self._adapters[name]:
+                self._adapt(name, part, adapter)
         self._loaded[key] = loaded
+        self._forget_layers()
         return loaded
+
+    def _forget_layers(self) -> None:
+        """Drop the layers of adapters whose models are loaded: the families have copies of them."""
+        for name, adapters in self._adapters.items():
+            if self.is_loaded(name):
+                self._adapters[name] = [replace(adapter, parts={}) for adapter in adapters]
+
+    def _adapt(self, name: str, part: str, adapter: Adapter) -> None:
+        family, whole = self.families[name], self._with_layers(name, adapter)
+        family.put_adapter(adapter.patch, family.prepare_adapter(whole, {part}))
+
+    def _with_layers(self, model: str, adapter: Adapter) -> Adapter:
+        """The adapter with its layers, read again if they were dropped. Raises ConfigError if its file has changed."""
+        if adapter.parts:
+            return adapter
+        again = self._read(model, AdapterConfig(adapter.name, str(adapter.source)))
+        if again.patch != adapter.patch:
+            raise again.refuse("the file has changed since it was loaded; restart the server")
+        return again
 
     def unload(self, key: ModelKey) -> None:
         """Drop a component's weights. Raises KeyError if it is not loaded."""
@@ -161,8 +179,8 @@ class ResidentModels:
 
     @property
     def first(self) -> list[str]:
-        """The models to load before the worker is ready, if others may follow: the first, and those with adapters."""
-        return [name for name, config in self._configs.items() if config.adapters or name == next(iter(self._configs))]
+        """The models to load before the worker is ready, if others may follow."""
+        return [next(iter(self._configs))]
 
     @property
     def sizes(self) -> tuple[LoadedComponent, ...]:
@@ -190,7 +208,7 @@ class ResidentModels:
     def ready(self, rank: int) -> WorkerReady:
         """The message that describes what this worker serves, models before their adapters. Raises ConfigError."""
         models = {name: self._info(name) for name in self._configs}
-        adapters = (_adapted(models[name], adapter) for name, adapter in self._adapters)
+        adapters = (_adapted(models[name], adapter) for name, its in self._adapters.items() for adapter in its)
         return WorkerReady(rank=rank, models=(*models.values(), *adapters), components=self.loaded, sizes=self.sizes)
 
     def _info(self, name: str) -> ModelInfo:
@@ -223,19 +241,15 @@ def _stored_bytes(tensor: Any) -> int:
 
 
 def _adapted(model: ModelInfo, adapter: Adapter) -> ModelInfo:
-    """The info of a model with an adapter. Its fingerprint differs, because its pages do."""
-    scheme = model.page_scheme
-    if scheme is not None:
-        fingerprint = hashlib.sha256(f"{scheme.fingerprint} {adapter.digest}".encode()).hexdigest()
-        scheme = msgspec.structs.replace(scheme, fingerprint=fingerprint)
-    return msgspec.structs.replace(model, name=adapter.name, parent=model.name, page_scheme=scheme)
+    """The info of a model under the name of an adapter."""
+    return msgspec.structs.replace(model, name=adapter.name, parent=model.name, patch=adapter.patch)
 
 
 @torch.inference_mode()
-def edit_once(family: Family, side: int, text_tokens: int) -> torch.Tensor:
+def edit_once(family: Family, side: int, text_tokens: int, patches: PatchSet = ()) -> torch.Tensor:
     """Run a one-step edit of an empty square; returns uint8 [side, side, 3]."""
     empty = torch.zeros(side, side, 3, dtype=torch.uint8)
-    text = family.encode_text("", text_tokens, empty)
+    text = family.encode_text("", text_tokens, empty, patches)
     mask = torch.ones_like(empty[..., 0])
     steps = family.info("").min_inference_steps
     image = family.encode_image(empty, mask, seed=0, num_inference_steps=steps, num_denoising_steps=1)
@@ -247,6 +261,7 @@ def edit_once(family: Family, side: int, text_tokens: int) -> torch.Tensor:
         sigma=image.sigmas[0],
         guidance_scale=1.0,
         grid=family.grid(side, side),
+        patches=patches,
     )
     sample = Sample(
         latents=image.latents, outside=image.outside, sigmas=image.sigmas, step=0, state=image.state, grid=row.grid

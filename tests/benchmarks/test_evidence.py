@@ -19,10 +19,12 @@ from benchmarks.baselines.diffusers_server import server_config
 from benchmarks.baselines.systems import SYSTEMS, Setting
 from benchmarks.benchmark_serving import as_json
 from benchmarks.evidence.document import MEASURING, write_document
+from benchmarks.evidence.fleet import Fleet
 from benchmarks.evidence.markdown import fill
 from benchmarks.evidence.plan import SHORT
 from benchmarks.evidence.results import Result, Results
-from benchmarks.evidence.serving_part import Fleet, ServingPart
+from benchmarks.evidence.serving_part import ServingPart
+from benchmarks.evidence.steps_part import Way, ways
 from benchmarks.load.client import Outcome, Run, Target
 from benchmarks.load.server import ROOT
 from benchmarks.load.summary import Context, summarise
@@ -103,6 +105,59 @@ def test_the_document_says_what_the_files_say(results: Results, tmp_path: Path) 
     assert "| **worker, all** | **200.0** |" in text
     assert "## Quality" not in text  # nothing was measured
     assert text.endswith(MEASURING.read_text())
+
+
+def found(family: str, ssim: float, seconds: float, **facts: object) -> Result:
+    """A way, as `benchmarks.quality step-skipping` reports it."""
+    kinds = {"computed": None, "first_block_cache": None, "num_inference_steps": None}
+    return {"family": family, "steps": 9.0, "ssim_mean": ssim, "ssim_p10": 0.9, "seconds": seconds} | kinds | facts
+
+
+LINE: Result = {
+    "num_edits": 12,
+    "calibrated": [0, 1, 3],
+    "ways": [
+        found("diffusers, schedule", 1.0, 1.4),
+        found("diffusers, schedule", 0.99, 0.6, computed=[0, 1, 3]),
+        found("diffusers, schedule", 0.97, 0.4, computed=[0, 3]),
+        found("diffusers, first-block cache", 0.99, 0.9, first_block_cache=0.1),
+        found("diffusers, first-block cache", 0.98, 0.8, first_block_cache=0.2),
+        found("diffusers, first-block cache", 0.97, 0.7, first_block_cache=0.3),
+        found("diffusers, fewer steps", 0.98, 0.5, num_inference_steps=5),
+        found("Stencil, schedule", 0.985, 0.4),
+        found("Stencil, schedule", 0.98, 0.2, computed=[0, 1, 3]),
+    ],
+}
+
+
+def test_diffusers_is_served_in_its_fastest_ways_of_equal_ssim() -> None:
+    served: dict[str, Way] = {way.label: way for way in ways(LINE)}
+    assert {label.removeprefix("diffusers, "): way.fields for label, way in served.items() if "batch" not in label} == {
+        "all steps, one at a time": {},
+        "the same noise levels, one at a time": {"computed_steps": [0, 1, 3]},
+        "first-block cache 0.2, one at a time": {"first_block_cache": 0.2},
+        "5 even steps, one at a time": {"num_inference_steps": 5},
+        "Stencil": {},
+        "Stencil, calibrated schedule": {"step_schedule": "calibrated"},
+    }
+    assert {way.system for way in served.values()} == {"diffusers", "diffusers-batch", "stencil"}
+    assert len({way.name for way in served.values()}) == len(served) == 10
+
+
+def test_the_document_names_the_fastest_diffusers_of_equal_ssim(results: Results, tmp_path: Path) -> None:
+    results.put("steps/quality", {"lines": [LINE]})
+    for number in range(2):
+        for way in ways(LINE):
+            rate = {"stencil": 2.0, "stencil-calibrated": 4.0, "diffusers-batch-5-even-steps": 1.25}.get(way.name, 1.0)
+            facts = {"way": way.name, "label": way.label, **way.facts}
+            slower = rate / (1 + number)  # of a machine that slows down, ratios are the same
+            results.put(f"steps/round-{number}-{way.name}", facts | run(way.system, slower, 1.0, 1.0))
+    write_document(results, tmp_path)
+    text = (tmp_path / "benchmarks.md").read_text()
+    assert "| diffusers, all steps, one at a time | 9.0 | 0.75 | 4.00x | 1.0000 / 0.9000 |  | 0 |" in text
+    assert "| Stencil | 9.0 | 1.50 | 2.00x | 0.9850 / 0.9000 |" in text
+    assert "3.20x the edits of the fastest diffusers system of equal or" in text
+    assert "(diffusers, 5 even steps, static batches of 8), and 4.00x those of diffusers with the same" in text
 
 
 class CountingServer(ThreadingHTTPServer):

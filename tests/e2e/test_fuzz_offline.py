@@ -50,7 +50,7 @@ edit_fields: dict[str, st.SearchStrategy[Any]] = {
     "size": st.one_of(st.tuples(sides, sides), st.lists(sides, max_size=3), values),
     "template_id": values,
     "padding_mask_crop": st.one_of(st.integers(-2, 70_000), numpy_scalars, values),
-    "lora": values,
+    "lora": st.one_of(values, st.lists(st.dictionaries(st.sampled_from(["name", "scale"]), values))),
 }
 small = st.one_of(st.integers(-1, 4), st.integers(0, 4).map(np.int64), st.integers(0, 4).map(np.float32), values)
 sampling_fields = {name: small for name in SamplingParams.__struct_fields__ if name != "timeout"}

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import base64
-from collections.abc import AsyncIterator, Callable, Collection
+from collections.abc import AsyncIterator, Callable, Collection, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import replace
 
@@ -14,8 +14,10 @@ import msgspec
 from core.config import StencilConfig
 from core.costs.load_report import EngineStats, LoadReport, StepSample
 from core.errors import OverloadedError
+from core.lora import Lora
 from core.model_choice import choose_model
 from core.model_info import ModelInfo
+from core.patches import PatchSet
 from engine.client.edit_types import EditInput, EditReport, ImageOutput
 from engine.client.template_store import Template, TemplateStore
 from engine.client.upload import KeptUpload, Upload
@@ -67,6 +69,7 @@ class FakeEngine:
         self.files: dict[str, bytes] = {}  # content of the last edit's uploads
         self.num_open = 0
         self.templates = TemplateStore(1000)
+        self.primed_for: PatchSet = ()  # of the last template
         self.loads: tuple[LoadReport | None, ...] = (None, None)
         self.stats: tuple[EngineStats | None, ...] = (None, None)
         self.recent_steps: tuple[tuple[StepSample, ...], ...] = ((), ())
@@ -104,14 +107,15 @@ class FakeEngine:
             self.num_open -= 1
 
     async def prime_template(
-        self, request_id: str, image: Upload, *, model: str = "", lora: str = "", owner: str = ""
+        self, request_id: str, image: Upload, *, model: str = "", loras: Sequence[Lora] = (), owner: str = ""
     ) -> Template:
-        info = choose_model(self.models, model, lora)
+        choice = choose_model(self.models, model, loras)
+        self.primed_for = choice.patches
         await self.gate.wait()
         template = Template(
             upload=await KeptUpload.of(image),
             owner=owner,
-            model=info.name,
+            model=choice.model.name,
             width=48,
             height=32,
             image_tokens=6,

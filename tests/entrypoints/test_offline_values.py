@@ -15,6 +15,7 @@ from hypothesis import strategies as st
 
 from core.config import AdapterConfig, CacheConfig, EngineConfig, ImageConfig, ModelConfig, SchedulerConfig
 from core.errors import ConfigError, InvalidRequestError
+from core.lora import Lora
 from core.sampling_params import SamplingParams
 from entrypoints.image_engine import Edit, ImageEngine
 
@@ -33,7 +34,7 @@ def is_plain(value: object) -> bool:
     """Whether a value survives encoding and decoding unchanged: only Python's own types do."""
     if isinstance(value, tuple):
         return all(map(is_plain, value))
-    return type(value) in (int, float, bool, str, type(None), *STRUCTS)
+    return type(value) in (int, float, bool, str, type(None), Lora, *STRUCTS)
 
 
 def made_or_refused(kind: type, given: dict[str, object]) -> Any:
@@ -73,6 +74,8 @@ def test_any_value_in_a_struct_is_refused_by_name_or_can_be_encoded(one: tuple[t
 @example((Edit, {"size": (-512, 512)}))
 @example((Edit, {"size": "512x512"}))
 @example((Edit, {"prompt": ""}))
+@example((Edit, {"lora": ["hat", Lora("shirt", 0.5)]}))
+@example((Edit, {"lora": {"name": "hat", "scale": float("nan")}}))
 def test_any_value_in_an_edit_is_refused_by_name_or_has_its_type(one: tuple[type, dict[str, object]]) -> None:
     kind, given_values = one
     made = made_or_refused(kind, given_values)

@@ -10,6 +10,7 @@ from core.graph.workflow import Node
 from core.handles import ArrayRef, EntryRef
 from core.messages.message import Message
 from core.messages.worker import PageSpan
+from core.patches import PatchSet
 from core.scheduling.ops.request_op import RequestOp
 
 if TYPE_CHECKING:
@@ -30,6 +31,7 @@ class Denoise(Message, OpWork, frozen=True, omit_defaults=True):
     guidance_scale: float
     keep_clean: bool  # also store `clean`, the predicted clean latents (z - sigma * v), for a partial image
     true_cfg_scale: float = 1.0  # of classifier-free guidance, with a negative prompt
+    patches: PatchSet = ()
     # Mask-aware steps: where inactive tokens come from.
     pages: PageSpan | None = None
     full_blocks: tuple[int, ...] = ()  # compute all tokens nevertheless; leading ones if pages hold keys and values
@@ -60,6 +62,7 @@ def _make(request: Request, node: Node, pages: NodePages) -> Denoise:
         template=pages.latents,
         content_id=spec.content_id,
         cache_salt=spec.cache_salt,
+        patches=spec.patches,
     )
 
 

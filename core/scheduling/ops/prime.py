@@ -7,6 +7,7 @@ from core.graph.work import Work
 from core.handles import ArrayRef, EntryRef
 from core.messages.message import Message
 from core.page_scheme import PageDtype
+from core.patches import PatchSet
 
 
 class Prime(Message, OpWork, frozen=True, omit_defaults=True):
@@ -30,6 +31,7 @@ class Prime(Message, OpWork, frozen=True, omit_defaults=True):
     out: EntryRef
     template: ArrayRef | None = None  # its pixels, for text encoders that see them
     cache_salt: str = ""  # embeddings are cached, and reused only with the same salt
+    patches: PatchSet = ()
 
 
 def _size(sizes: Sizes) -> Work:

@@ -9,6 +9,7 @@ from core.graph.work import Work
 from core.graph.workflow import Node
 from core.handles import ArrayRef
 from core.messages.message import Message
+from core.patches import PatchSet
 from core.scheduling.ops.request_op import RequestOp
 
 if TYPE_CHECKING:
@@ -29,6 +30,7 @@ class TextEncode(Message, OpWork, frozen=True, omit_defaults=True):
     template: ArrayRef | None = None  # the picture, for encoders that see it
     content_id: str = ""  # of the picture
     cache_salt: str = ""  # embeddings are cached, and reused only with the same salt
+    patches: PatchSet = ()
 
 
 def _size(sizes: Sizes) -> Work:
@@ -44,6 +46,7 @@ def _make(request: Request, node: Node, pages: NodePages) -> TextEncode:
         template=spec.template,
         content_id=spec.content_id,
         cache_salt=spec.cache_salt,
+        patches=spec.patches,
     )
 
 

@@ -8,8 +8,10 @@ from types import MappingProxyType
 import torch
 from torch import Tensor
 
+from core.errors import InvalidRequestError
 from core.handles import ArrayRef, EntryRef, TensorKey, TensorRef
 from core.messages.worker import Item
+from core.patches import PatchSet
 from model_executor.models.base import Family
 from model_executor.page_cache.page_store import PageStore
 from model_executor.worker.exchange import Exchange
@@ -43,6 +45,13 @@ class WorkerContext:
         prompts = {name: PromptCache(family) for name, family in models.items() if name not in prompts_of}
         self.prompts = {name: prompts[prompts_of.get(name, name)] for name in models}  # model -> its prompt cache
         self._dtypes = {name: getattr(torch, family.info(name).dtype) for name, family in models.items()}
+
+    def family(self, model: str, patches: PatchSet) -> Family:
+        """A model, for an item with these patches. Raises InvalidRequestError if one of them is not in use."""
+        family = self.models[model]
+        if family.lacking(patches):
+            raise InvalidRequestError("Its adapter is not loaded any more; load it again.", param="lora")
+        return family
 
     def shared(self, ref: ArrayRef) -> Tensor:
         """A tensor over an array in shared memory, without a copy."""

@@ -59,7 +59,7 @@ def _step(context: WorkerContext, model: str, item: Item) -> _Step:
     work, state = item.work, context.read_series(refs.pop("sampler"))
     inputs = {name: context.read(ref) for name, ref in refs.items()}
     assert isinstance(work, Denoise)
-    family = context.models[model]
+    family = context.family(model, work.patches)
     grid, sigma = family.grid(work.width, work.height), inputs["sigmas"][work.step]
     sample = Sample(
         latents=inputs["latents"],
@@ -89,6 +89,7 @@ def _step(context: WorkerContext, model: str, item: Item) -> _Step:
             box=box,
             pages=pages,
             full_blocks=work.full_blocks,
+            patches=work.patches,
             modulation=_modulation(context, family, item, work, (number, len(lengths)), pooled, inputs["sigmas"]),
         )
         for number, (embeds, pooled) in enumerate(prompts)
@@ -110,7 +111,7 @@ def _modulation(
     number, num_rows = row
     key = TensorKey(item.request_id, item.node, TABLES[1 + number])
     if not (kept := context.store.get_series(key)):
-        table = family.modulation(pooled, work.guidance_scale, sigmas[:-1], num_rows)
+        table = family.modulation(pooled, work.guidance_scale, sigmas[:-1], num_rows, work.patches)
         kept = () if table is None else (table,)
         context.store.put_series(key, kept)
     return kept[0][work.step : work.step + 1] if kept else None

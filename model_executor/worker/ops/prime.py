@@ -24,9 +24,9 @@ def prime(context: WorkerContext, model: str, items: Sequence[Item]) -> list[Ite
 
 
 def _prime_row(context: WorkerContext, model: str, item: Item, work: Prime) -> PrimeRow:
-    family, cache = context.models[model], context.prompts[model]
+    family, cache = context.family(model, work.patches), context.prompts[model]
     template = None if work.template is None else context.shared(work.template)
-    text = cache.encode(work.prompt, work.max_sequence_length, work.content_id, template, work.cache_salt)
+    text = cache.encode(work.prompt, work.max_sequence_length, work.content_id, template, work.cache_salt, work.patches)
     grid = family.grid(work.width, work.height)
     sigma = torch.tensor(work.sigma, dtype=torch.float32, device=text.prompt_embeds.device)
     clean = context.clean_latents(model, work.latents, grid[0] * grid[1])
@@ -39,6 +39,7 @@ def _prime_row(context: WorkerContext, model: str, item: Item, work: Prime) -> P
         pooled_prompt_embeds=text.pooled_prompt_embeds,
         sigma=sigma,
         guidance_scale=work.guidance_scale,
+        patches=work.patches,
         grid=grid,
         hidden=None if is_first else context.store.get_series(_hidden_key(item, work)),
         entry=context.pages.create(work.out) if is_first else context.pages.entry(work.out),

@@ -19,8 +19,9 @@ def encode_text(context: WorkerContext, model: str, items: Sequence[Item]) -> li
     assert isinstance(work, TextEncode)
     prompts = [work.prompt] if work.negative_prompt is None else [work.prompt, work.negative_prompt]
     picture = (work.content_id, None if work.template is None else context.shared(work.template))
+    context.family(model, work.patches)
     cache, length = context.prompts[model], work.max_sequence_length
-    texts = [cache.encode(prompt, length, *picture, work.cache_salt) for prompt in prompts]
+    texts = [cache.encode(prompt, length, *picture, work.cache_salt, work.patches) for prompt in prompts]
     named = {
         "prompt_embeds": _below([text.prompt_embeds for text in texts]),
         "text_lengths": torch.tensor([len(text.prompt_embeds) for text in texts]),

@@ -38,7 +38,7 @@ def stencil(checkpoint: str) -> Iterator[Server]:
 
 @pytest.fixture(scope="module")
 def diffusers(checkpoint: str) -> Iterator[Server]:
-    with running("diffusers-skip", Setting(checkpoint)) as server:
+    with running("diffusers-batch", Setting(checkpoint)) as server:
         yield server
 
 
@@ -109,9 +109,10 @@ async def test_latency_counts_from_the_due_time(stencil: Server) -> None:
     assert max(outcome.latency for outcome in run.outcomes) == pytest.approx(ends[-1])
 
 
-async def test_diffusers_batches_statically_and_skips_steps(diffusers: Server) -> None:
+@pytest.mark.parametrize("fields", [{}, {"first_block_cache": 0.5}, {"computed_steps": [0]}], ids=str)
+async def test_diffusers_batches_statically_and_leaves_out_steps(diffusers: Server, fields: dict[str, object]) -> None:
     calls = synthetic(MIX, 5, np.random.default_rng(0))
-    target = Target(diffusers.url)
+    target = Target(diffusers.url, extra=fields)
     run = await send_in_turn(target, calls, 5)
     assert [outcome.error for outcome in run.outcomes] == [""] * 5
     assert all(outcome.facts["ms"]["queue"] >= 0 for outcome in run.outcomes)
@@ -119,4 +120,8 @@ async def test_diffusers_batches_statically_and_skips_steps(diffusers: Server) -
 
 
 def test_a_baseline_refuses_what_it_cannot_read(diffusers: Server) -> None:
-    assert httpx.post(f"{diffusers.url}/v1/images/edits", data={"prompt": "a"}).status_code == 400
+    (call,) = synthetic(MIX, 1, np.random.default_rng(0))
+    files = {"image": call.image, "mask": call.mask}
+    for data in ({"prompt": "a"}, {"prompt": "a", "computed_steps": "0 1"}, {"prompt": "a", "first_block_cache": "x"}):
+        given = files if len(data) > 1 else {}
+        assert httpx.post(f"{diffusers.url}/v1/images/edits", data=data, files=given).status_code == 400

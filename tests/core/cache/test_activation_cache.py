@@ -588,7 +588,7 @@ def test_an_entry_dropped_while_copied_down_is_freed_after_the_copy(make: Maker)
     cache.manager.release(["a"])
     cache.take()
     assert [(copy.source, copy.target) for copy in cache.in_flight] == [("host", "disk")]
-    cache.manager.drop("a", [])
+    cache.manager.drop("a")
     assert cache.manager.tier_of("a") == "device"
     cache.carry_out()
     assert cache.manager.tier_of("a") is None
@@ -644,7 +644,7 @@ def test_a_dropped_template_leaves_every_tier(make: Maker) -> None:
     cache.use("t-1", "t-2")
     cache.use("t-1", "t-2")
     assert cache.disk == {"t-1", "t-2"}
-    cache.manager.drop("t", ["t-3"])
+    cache.manager.drop("t")
     orders = cache.take()
     assert orders is not None
     assert orders == CacheOrders((), (PageForget("t-1"), PageForget("t-2")), ("t",))
@@ -655,7 +655,7 @@ def test_a_dropped_template_leaves_every_tier(make: Maker) -> None:
 def test_a_dropped_template_in_use_goes_with_its_last_pin(make: Maker) -> None:
     cache = make(("host", 2))
     cache.prime("t-1")
-    cache.manager.drop("t", [])
+    cache.manager.drop("t")
     assert cache.states("t-1") == ["ready"]
     cache.manager.release(["t-1"])
     assert cache.states("t-1") == ["absent"]
@@ -666,7 +666,7 @@ def test_an_entry_dropped_while_it_is_primed_is_not_kept(make: Maker) -> None:
     cache = make(("host", 2), disk=True)
     assert cache.reserve("t-1", loads=False)
     assert cache.reserve("t-1")
-    cache.manager.drop("t", [])
+    cache.manager.drop("t")
     cache.manager.fill("t-1")
     cache.manager.release(["t-1", "t-1"])
     assert cache.states("t-1") == ["absent"]
@@ -679,7 +679,7 @@ def test_a_file_being_written_is_deleted_afterwards(make: Maker) -> None:
     assert cache.reserve("t-1")
     cache.take()
     cache.manager.release(["t-1"])
-    cache.manager.drop("t", ["t-1"])
+    cache.manager.drop("t")
     assert cache.take() == CacheOrders((), (), ("t",))
     cache.finish(cache.in_flight[0])
     assert cache.take() == CacheOrders((), (), ("t-1",))
@@ -691,7 +691,7 @@ def test_a_file_being_read_is_deleted_afterwards_and_written_again_if_registered
     cache.disk = {"t-1"}
     assert cache.reserve("t-1")
     cache.take()
-    cache.manager.drop("t", [])
+    cache.manager.drop("t")
     cache.manager.register(["t-1"])
     cache.finish(cache.in_flight[0])
     assert cache.states("t-1") == ["ready"]
@@ -706,7 +706,7 @@ def test_a_deleted_file_is_written_again_if_registered_again(make: Maker) -> Non
     cache.prime("t-1")
     cache.manager.register(["t-1"])
     assert cache.carry_out() == [("t-1", "host", "disk")]
-    cache.manager.drop("t", [])
+    cache.manager.drop("t")
     cache.manager.register(["t-1"])
     assert cache.carry_out() == [("t-1", "host", "disk")]
     assert cache.disk == {"t-1"}
@@ -718,15 +718,31 @@ def test_files_that_memory_no_longer_names_are_deleted_with_their_template(make:
     """Keyframes of an earlier process, or of edits with other steps."""
     cache = make(("host", 2), disk=True)
     cache.disk = {"t-0x1.8p-1", "tt-0x1.8p-1"}
-    cache.manager.drop("t", [])
+    cache.manager.drop("t")
     cache.carry_out()
     assert cache.disk == {"tt-0x1.8p-1"}
+
+
+def test_a_template_is_dropped_with_all_patch_sets(make: Maker) -> None:
+    """Also their files, and what is registered and not there yet."""
+    cache = make(("host", 8), disk=True, keep_all=False)
+    keys = ("t-1", "t+a-1", "t+b-latents", "u+a-1")
+    cache.manager.register([*keys, "t+c-1"])
+    cache.use(*keys)
+    assert cache.disk == set(keys)
+    cache.manager.drop("t")
+    orders = cache.take()
+    assert orders is not None
+    assert orders.delete == ("t",)
+    assert cache.states(*keys) == ["absent", "absent", "absent", "ready"]
+    cache.use("t+c-1")
+    assert cache.states("t+c-1") == ["absent"]
 
 
 def test_only_the_named_template_is_dropped(make: Maker) -> None:
     cache = make(("host", 3))
     cache.use("t-0x1.0p-1", "t-latents", "tt-latents")
-    cache.manager.drop("t", [])
+    cache.manager.drop("t")
     assert cache.states("t-0x1.0p-1", "t-latents", "tt-latents") == ["absent", "absent", "ready"]
 
 

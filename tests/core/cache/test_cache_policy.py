@@ -144,7 +144,7 @@ class AnyOrder(RuleBasedStateMachine):
     def drop(self, template: str) -> None:
         keys = [want.key for want in self.wants[template]]
         self.registered.difference_update(keys)
-        self.manager.drop(template, keys)
+        self.manager.drop(template)
         self.carry_out_orders()
         for key in keys:
             if not self.model.pins[key] and not self.copies_of(key):

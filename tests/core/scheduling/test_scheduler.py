@@ -19,8 +19,10 @@ from core.graph.work import Work
 from core.graph.workflow import INPAINT
 from core.messages.engine import Aborted, Failed, Finished, PartialImage
 from core.messages.worker import BatchResult, StepPlan
+from core.patches import Patch
 from core.scheduling.ops.decode import Decode
 from core.scheduling.ops.denoise import Denoise
+from core.scheduling.ops.text_encode import TextEncode
 from core.scheduling.scheduler import StepScheduler
 
 TERMINAL = (Finished, Failed, Aborted)
@@ -90,6 +92,27 @@ def test_a_newcomer_joins_at_the_next_step_and_leaves_after_its_last() -> None:
     assert step(scheduler, workers) == ["long", "short"]
     assert step(scheduler, workers) == ["long", "short"]
     assert step(scheduler, workers) == ["long"]
+
+
+def test_requests_with_different_patches_and_without_share_a_step() -> None:
+    """Each with its own, which its text encoder gets too."""
+    scheduler, workers = make_scheduler(), FakeWorkers()
+    sets = {"a": (), "b": (Patch("shirt"),), "c": (Patch("hat", 0.5), Patch("shirt", -1.0))}
+    for name, patches in sets.items():
+        scheduler.add(with_spec(make_edit(name, steps=2), patches=patches))
+    told: dict[str, dict[str, object]] = {TextEncode.__name__: {}, Denoise.__name__: {}}
+    while scheduler.num_requests:
+        plan = scheduler.schedule(now=0.0)
+        assert plan is not None
+        for batch in plan.batches:
+            for item in batch.items:
+                if isinstance(item.work, TextEncode | Denoise):
+                    told[type(item.work).__name__][item.request_id] = item.work.patches
+            assert batch.op != "denoise" or len(batch.items) == 3
+        workers.submit(plan)
+        apply_all(scheduler, workers.run_one(0))
+        scheduler.take_outputs()
+    assert list(told.values()) == [sets, sets]
 
 
 def test_a_step_is_sent_behind_a_short_one_and_no_further() -> None:

@@ -25,6 +25,7 @@ from core.handles import ArrayRef
 from core.ipc.shared_array import Arena
 from core.messages.engine import Aborted, EngineRequest, Failed, Finished
 from core.messages.image_processor import ComposedImage, ComposeImage, PreparedImages, PrepareImages
+from core.model_choice import ModelChoice
 from core.routing.request_shape import RequestShape
 from core.sampling_params import SamplingParams
 from core.scheduling.deadlines import TOO_LATE
@@ -123,7 +124,7 @@ class Server:
     ) -> EditSession:
         sampling = SamplingParams(n=n, timeout=seconds, priority=priority)
         edit = EditInput(prompt="a cat", sampling=sampling, model="m", owner=owner)
-        session = EditSession(self.services, self.results, name, edit, MODEL)
+        session = EditSession(self.services, self.results, name, edit, ModelChoice(MODEL))
         await session.begin()
         return session
 
@@ -448,7 +449,7 @@ async def test_two_passes_have_memory_and_a_least_work_of_their_own(server: Serv
     def session_of(**fields: object) -> EditSession:
         sampling = SamplingParams(num_inference_steps=5, **fields)  # type: ignore[arg-type]
         edit = EditInput(prompt="a cat", sampling=sampling, model="m")
-        return EditSession(server.services, server.results, "edit", edit, MODEL)
+        return EditSession(server.services, server.results, "edit", edit, ModelChoice(MODEL))
 
     one, two = session_of(hires_strength=0.6)._preparation, session_of(hires_scale=2.0, hires_strength=0.6)._preparation
     assert (one.smallest_shape.num_steps, one.smallest_shape.first_steps) == (5, 0)

@@ -11,6 +11,7 @@ from core.graph.workflow import INPAINT
 from core.handles import ArrayRef
 from core.messages.engine import EngineRequest
 from core.messages.image_processor import PreparedCanvas, PreparedImages
+from core.model_choice import ModelChoice
 from core.model_info import ModelInfo
 from core.sampling_params import SamplingParams
 from core.vision_tokens import VisionTokens
@@ -44,7 +45,7 @@ def prepared(model: ModelInfo = fakes.MODEL, *, partial_images: int = 0, **field
     edit = EditInput(prompt="p", sampling=sampling, partial_images=partial_images)
     first = FIRST if sampling.hires_scale else None
     images = msgspec.structs.replace(FINAL, first_pass=first)
-    return PreparedEdit.of(edit, model, resolve(sampling, model), images, EngineConfig())
+    return PreparedEdit.of(edit, ModelChoice(model), resolve(sampling, model), images, EngineConfig())
 
 
 def request_of(edit: PreparedEdit) -> EngineRequest:

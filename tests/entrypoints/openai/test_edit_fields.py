@@ -16,6 +16,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from core.errors import InvalidRequestError
+from core.lora import named_loras
 from core.sampling_params import SamplingParams
 from entrypoints.openai.fields import EDIT_FIELDS
 
@@ -577,7 +578,7 @@ def test_any_text_is_parsed_or_refused(name: str, text: str) -> None:
         assert value.param == name
     else:
         kinds = {"string": str, "integer": int, "number": float, "boolean": bool}
-        assert type(value) is kinds[EDIT_FIELDS[name].kind]
+        assert type(value) is (tuple if name == "lora" else kinds[EDIT_FIELDS[name].kind])
 
 
 @given(
@@ -590,4 +591,4 @@ def test_any_json_is_parsed_or_refused(name: str, value: Any) -> None:
     if isinstance(parsed, InvalidRequestError):
         assert parsed.param == name
     else:
-        assert parsed == value
+        assert parsed == (named_loras(value) if name == "lora" else value)

@@ -14,7 +14,7 @@ from torch import nn
 from core.config import ModelConfig
 from core.errors import ConfigError, InvalidRequestError
 from model_executor.checkpoint import quantization
-from model_executor.checkpoint.quantization import QUANTIZED, check_method, check_quantized, stored_method, unquantized
+from model_executor.checkpoint.quantization import QUANTIZED, check_method, check_quantized, stored_method
 from model_executor.models.registry import FAMILIES
 from model_executor.worker.resident import ResidentModels
 from tools.random_unet_checkpoints import make_sd
@@ -99,8 +99,3 @@ def test_a_quantization_that_changed_no_layer_is_an_error() -> None:
 )
 def test_how_weights_are_stored(config: dict[str, Any], method: str | None) -> None:
     assert stored_method(config) == method
-
-
-def test_a_layer_of_an_unknown_kind_cannot_be_dequantised() -> None:
-    with pytest.raises(ValueError, match="which is quantised with torch and runs as a whole"):
-        unquantized(nn.Bilinear(2, 2, 2))

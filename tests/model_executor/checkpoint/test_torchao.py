@@ -30,10 +30,11 @@ from torch import nn
 
 from core.config import AdapterConfig, ModelConfig
 from core.ipc.shared_array import Arena
+from core.patches import Patch, PatchSet, patch_set
 from model_executor.checkpoint.fingerprint import fingerprint
 from model_executor.checkpoint.loader import Checkpoint
 from model_executor.checkpoint.parameter_count import count_parameters
-from model_executor.checkpoint.quantization import Int8Linear, for_device, unquantized
+from model_executor.checkpoint.quantization import Int8Linear, for_device
 from model_executor.worker.resident import ResidentModels, edit_once
 from tools.random_checkpoints import make_flux, make_sd3
 from tools.random_unet_checkpoints import make_sd, make_sdxl
@@ -72,8 +73,9 @@ class QuantizedRig(Rig):
             decode, shift = vae.decode, vae.config.shift_factor
             vae.decode = lambda latents, **options: decode(latents + shift, **options)
 
-    def make(self, name: str, model: str, size: tuple[int, int], steps: int = 4) -> Edit:
-        edit = self.edit(name, seed=steps, steps=steps, size=size, model=model, prompt="a red hat")
+    def make(self, name: str, size: tuple[int, int], steps: int = 4, *, is_adapted: bool = False) -> Edit:
+        edit = self.edit(name, seed=steps, steps=steps, size=size, prompt="a red hat")
+        edit.patches = patches_of(self.models) if is_adapted else ()
         if self.part == "unet":
             edit.strength = 1.0
         if self.family.info("tiny").is_guidance_cfg:
@@ -82,11 +84,16 @@ class QuantizedRig(Rig):
         return edit
 
     def check(self, edit: Edit, ours: Any) -> None:
-        if edit.model == "shirt":
+        if edit.patches:
             self.pipeline.load_lora_weights(str(self.lora))
         assert_same(ours, self.expected(edit))
-        if edit.model == "shirt":
+        if edit.patches:
             self.pipeline.unload_lora_weights()
+
+
+def patches_of(models: ResidentModels) -> PatchSet:
+    """All adapters."""
+    return patch_set(Patch(info.patch) for info in models.ready(0).models if info.parent)
 
 
 @pytest.fixture(scope="module", params=FAMILIES)
@@ -101,16 +108,16 @@ def rig(
     rig.pages.close()
 
 
-@pytest.mark.parametrize("model", ["tiny", "shirt"])
+@pytest.mark.parametrize("is_adapted", [False, True])
 @pytest.mark.parametrize("size", [(128, 128), (96, 64)])  # multiples of a token of any of them
-def test_edit_equals_the_pipeline(rig: QuantizedRig, model: str, size: tuple[int, int]) -> None:
-    edit = rig.make(f"{model}-{size}", model, size)
+def test_edit_equals_the_pipeline(rig: QuantizedRig, size: tuple[int, int], is_adapted: bool) -> None:
+    edit = rig.make(f"{is_adapted}-{size}", size, is_adapted=is_adapted)
     rig.check(edit, rig.run(edit))
 
 
 def test_batch_of_others_at_different_steps_changes_nothing(rig: QuantizedRig) -> None:
-    shapes = [("tiny", (96, 64)), ("shirt", (64, 64)), ("tiny", (32, 96)), ("shirt", (96, 64))]
-    edits = [rig.make(f"mixed-{i}", model, size, 3 + i) for i, (model, size) in enumerate(shapes)]
+    sizes = [(96, 64), (64, 64), (32, 96), (96, 64)]
+    edits = [rig.make(f"mixed-{i}", size, 3 + i, is_adapted=i % 2 == 1) for i, size in enumerate(sizes)]
     alone = [rig.run(edit) for edit in edits]
     for before, together in zip(alone, rig.run_together(edits), strict=True):
         assert np.array_equal(together, before)
@@ -155,9 +162,9 @@ def stored(rig: QuantizedRig, tmp_path: Path) -> Path:
 def test_a_checkpoint_that_is_stored_quantised_paints_the_same(rig: QuantizedRig, stored: Path, arena: Arena) -> None:
     again = Rig(stored, arena, type(rig.pipeline), **rig.others)
     size = (96, 64)
-    painted = again.run(rig.make("stored", "tiny", size))
+    painted = again.run(rig.make("stored", size))
     again.pages.close()
-    assert np.array_equal(painted, rig.run(rig.make("now", "tiny", size)))
+    assert np.array_equal(painted, rig.run(rig.make("now", size)))
 
 
 def test_a_quantised_checkpoint_has_as_many_parameters_as_the_plain_one(rig: QuantizedRig, stored: Path) -> None:
@@ -170,7 +177,7 @@ def test_it_runs_in_another_dtype_too(rig: QuantizedRig, stored: Path) -> None:
     model = ModelConfig(model=str(stored), served_model_name="tiny", dtype="bfloat16", device="cpu", adapters=adapters)
     models = ResidentModels.open([model])
     models.load_all()
-    painted = [edit_once(models.families[name], 64, 16).float() for name in ("tiny", "shirt")]
+    painted = [edit_once(models.families["tiny"], 64, 16, each).float() for each in ((), patches_of(models))]
     assert all(picture.std() > 10 for picture in painted)
     assert not torch.equal(*painted)
 
@@ -201,16 +208,6 @@ def test_a_row_does_not_depend_on_the_others(layer: nn.Linear) -> None:
     whole = ours(x)
     for number in (1, 2, 3, 17):
         assert torch.equal(ours(x[:number]), whole[:number])
-
-
-def test_dequantised_weights_equal_torchaos(layer: nn.Linear) -> None:
-    """Our code and torchao's, which runs on a GPU."""
-    x = torch.randn(5, 96)
-    for quantized in (layer, Int8Linear(layer)):
-        plain = unquantized(quantized)
-        assert type(plain.weight) is nn.Parameter
-        torch.testing.assert_close(plain(x), layer(x), rtol=1e-5, atol=1e-5)
-    assert unquantized(plain) is plain
 
 
 def test_other_layers_of_torchao_run_as_they_are() -> None:

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from model_executor.kernels import cpu_kernels as module
 from model_executor.kernels.attention import normalise_and_rotate_
-from model_executor.kernels.cpu_kernels import Kernels, best_kernels, can_attend, pack
+from model_executor.kernels.cpu_kernels import Kernels, best_kernels, can_attend, can_gelu, pack
 from model_executor.kernels.linear import fused_linear
 from model_executor.kernels.operators import Operators
 from model_executor.models.base import PrimeRow, Row
@@ -49,24 +49,21 @@ def test_linear(kernels: Kernels, rows: int, inputs: int, outputs: int, gelu: bo
         assert torch.equal(kernels.linear(x[chosen], pack(weight), bias, gelu=gelu), out[chosen])
 
 
-@pytest.mark.parametrize("gelu", [False, True])
-@pytest.mark.parametrize("inputs", [16, 1280])
-def test_linear_onto_another_product(kernels: Kernels, inputs: int, gelu: bool) -> None:
-    x, weight, before = torch.randn(27, inputs), torch.randn(128, inputs) / inputs**0.5, torch.randn(27, 128)
-    exact = before.double() + F.linear(x.double(), weight.double())
-    exact = F.gelu(exact, approximate="tanh") if gelu else exact
-    onto = before.clone()
-    out = kernels.linear(x, pack(weight), torch.zeros(128), gelu=gelu, onto=onto)
-    assert out is onto
-    torch.testing.assert_close(out.double(), exact, rtol=1e-5, atol=1e-5)
-    few = kernels.linear(x[3:8], pack(weight), torch.zeros(128), gelu=gelu, onto=before[3:8].clone())
-    assert torch.equal(few, out[3:8])
-
-
 def test_gelu_far_from_zero(kernels: Kernels) -> None:
     x = torch.tensor([[-1e4], [-90.0], [-6.0], [-0.0], [6.0], [90.0], [1e4]])
     out = kernels.linear(x, pack(torch.ones(64, 1)), torch.zeros(64), gelu=True)
     torch.testing.assert_close(out, F.gelu(x, approximate="tanh").expand(-1, 64), rtol=1e-6, atol=1e-7)
+
+
+@pytest.mark.parametrize(("dtype", "tolerance"), [(torch.float32, 1e-6), (torch.bfloat16, 2**-8)])
+def test_gelu_in_place(kernels: Kernels, dtype: torch.dtype, tolerance: float) -> None:
+    x = torch.cat([torch.linspace(-12, 12, 4000), torch.tensor([-90.0, 90.0, -0.0, 0.0] * 4)]).to(dtype).view(-1, 16)
+    assert can_gelu(x)
+    exact = F.gelu(x.double(), approximate="tanh")
+    assert kernels.gelu_(x) is x
+    torch.testing.assert_close(x.double(), exact, rtol=tolerance, atol=1e-6)
+    assert not can_gelu(x[:, :8])
+    assert not can_gelu(x.half())
 
 
 @pytest.mark.parametrize("head_dim", [64, 128])

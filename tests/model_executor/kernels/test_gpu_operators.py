@@ -27,7 +27,8 @@ from model_executor.kernels import gpu_attention, gpu_operators, gpu_tables
 from model_executor.kernels.gpu_attention import Together, attend_alike, attend_each, best_attend, varlen_attend
 from model_executor.kernels.gpu_operators import GpuOperators
 from model_executor.kernels.gpu_tables import offsets, places, table
-from model_executor.kernels.linear import LinearGroup, fused_linear, gpu_linear, plain_linear
+from model_executor.kernels.linear import fused_linear, gpu_linear, plain_linear
+from model_executor.kernels.linear_groups import ProductGroup
 from model_executor.kernels.operators import Operators, chosen_operators
 from model_executor.kernels.ragged import spans
 from model_executor.models.base import PrimeRow, Row
@@ -242,7 +243,7 @@ def test_merged_layers_equal_the_single_ones() -> None:
     """Each layer still works by itself, and no weight is stored twice."""
     layers, x = [torch.nn.Linear(8, n, bias=n != 4) for n in (3, 4, 5)], torch.randn(6, 8)
     expected = torch.cat([layer(x) for layer in layers], dim=1)
-    group = LinearGroup(layers, gpu_linear, True)
+    group = ProductGroup(layers, gpu_linear)
     torch.testing.assert_close(group(x), expected)
     torch.testing.assert_close(torch.cat([layer(x) for layer in layers], dim=1), expected)
     assert len({layer.weight.untyped_storage().data_ptr() for layer in layers}) == 1

@@ -4,13 +4,16 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
+from core.patches import Patch
 from model_executor.kernels.linear import plain_linear
+from model_executor.kernels.low_rank import LowRank
 from model_executor.kernels.operators import Operators
 from model_executor.models.base import PrimeRow, Row
 from model_executor.models.denoiser import Denoiser
@@ -19,6 +22,7 @@ from model_executor.models.qwen_transformer import QwenEditTransformer, QwenTran
 from model_executor.models.sd3_transformer import SD3Transformer
 from model_executor.models.vae_family import pack, unpack
 from model_executor.page_cache.pages import Pages
+from model_executor.patches.adapters import Adapter
 from tools.random_checkpoints import flux_transformer, qwen_transformer, sd3_transformer
 
 WIDTH = 64
@@ -141,7 +145,7 @@ def prime_row(denoiser: Denoiser, row: Row) -> PrimeRow:
     """A row that primes the same inputs; its pages start with values that would be noticed."""
     entry = torch.full([denoiser.page_layout("float32").entry_bytes(len(row.latents))], 0x7F, dtype=torch.uint8)
     shared = ("latents", "condition", "prompt_embeds", "pooled_prompt_embeds", "sigma", "guidance_scale", "grid")
-    return PrimeRow(**{name: getattr(row, name) for name in shared}, hidden=None, entry=entry)
+    return PrimeRow(**{name: getattr(row, name) for name in (*shared, "patches")}, hidden=None, entry=entry)
 
 
 @torch.inference_mode()
@@ -182,6 +186,66 @@ def test_bits_do_not_depend_on_the_batch(denoiser: Denoiser) -> None:
     for order in ([0, 1, 2, 3, 4, 5], [5, 3, 1, 4, 0, 2], [4, 4]):
         for index, output in zip(order, forward(denoiser, [rows[i] for i in order]), strict=True):
             assert torch.equal(output, alone[index])
+
+
+SETS = [(), (Patch("a"),), (Patch("a"), Patch("b", -0.5)), (Patch("b", 0.7),), (Patch("a", 0.3),), ()]
+
+
+@pytest.fixture(scope="module")
+def adapted(case: Case, module: Any) -> Denoiser:
+    """With two adapters, one of every layer and one of every other one."""
+    denoiser, generator = case.denoiser(module, 1000), torch.Generator().manual_seed(3)
+    for patch, step in (("a", 1), ("b", 2)):
+        layers = {
+            name: LowRank(
+                torch.randn(3, layer.weight[0].numel(), generator=generator) / layer.weight[0].numel() ** 0.5,
+                torch.randn(len(layer.weight), 3, generator=generator) / 2,
+            )
+            for name, layer in list(module.named_modules())[::step]
+            if isinstance(layer, nn.Linear | nn.Conv2d)
+        }
+        adapter = Adapter(patch, Path(f"{patch}.safetensors"), patch, {})
+        denoiser.patches.put(patch, denoiser.patches.prepare(adapter, layers))
+    return denoiser
+
+
+@torch.inference_mode()
+def test_bits_do_not_depend_on_the_patches_of_others(denoiser: Denoiser, adapted: Denoiser) -> None:
+    """Exact and mask-aware, with and without a modulation table; a row without patches is as in a model without."""
+    shapes = [*ROWS, ((6, 8), 8), ((6, 8), 8)]
+    rows = [
+        replace(make_row(denoiser, number, *shape), patches=patches)
+        for number, (shape, patches) in enumerate(zip(shapes, SETS, strict=True))
+    ]
+    rows += [primed(adapted, replace(make_row(denoiser, 7), patches=patches)) for patches in SETS[:3]]
+    rows.append(replace(rows[-1], full_blocks=range(1)))
+    alone = [forward(adapted, [row])[0] for row in rows]
+    for index, plain in [(0, rows[0]), (5, rows[5]), (6, rows[6])]:
+        assert torch.equal(alone[index], forward(denoiser, [plain])[0])
+    with_table = [tabled(adapted, row) for row in rows]
+    for order in (range(10), [9, 1, 8, 2, 7, 3, 6, 4, 5, 0], [3, 3, 4, 1]):
+        for some in (rows, with_table):
+            for index, output in zip(order, forward(adapted, [some[i] for i in order]), strict=True):
+                assert torch.equal(output, alone[index])
+    assert len({output.numpy().tobytes() for output in alone[6:]}) == 3
+
+
+def tabled(denoiser: Denoiser, row: Row) -> Row:
+    """The row with its modulation computed before."""
+    of_row = row.pooled_prompt_embeds, row.guidance_scale, row.sigma[None], 1, row.patches
+    return replace(row, modulation=denoiser.modulation(*of_row))
+
+
+@torch.inference_mode()
+def test_templates_of_other_patches_are_primed_together(adapted: Denoiser) -> None:
+    rows = [replace(make_row(adapted, number), patches=patches) for number, patches in enumerate(SETS)]
+    alone, together = ([prime_row(adapted, row) for row in rows] for _ in range(2))
+    for row in alone:
+        prime(adapted, row)
+    hidden = adapted.prime(together, (0, 1))
+    adapted.prime([replace(row, hidden=its) for row, its in zip(together, hidden, strict=True)], (1, adapted.num_pages))
+    for one, other in zip(alone, together, strict=True):
+        assert torch.equal(one.entry, other.entry)
 
 
 @pytest.mark.parametrize("active", [ACTIVE, torch.arange(1, 48), torch.tensor([17])])

@@ -21,11 +21,13 @@ from diffusers.models.upsampling import Upsample2D
 from torch import Tensor, nn
 
 from core.page_scheme import PageDtype
+from core.patches import Patch
+from model_executor.kernels.low_rank import LowRank
 from model_executor.models.base import PrimeRow, Row
 from model_executor.models.boxes import Box, Size, Window, around, grown, share
 from model_executor.models.unet import GROWTH, WORTH, Unet
 from model_executor.page_cache.pages import Entry, Pages
-from model_executor.patches.adapters import Adapter, LowRank
+from model_executor.patches.adapters import Adapter
 from tools.random_unet_checkpoints import sd_unet, sdxl_unet
 
 WIDTH = 24
@@ -107,6 +109,7 @@ def primed(unet: Unet, row: Row, dtype: PageDtype = "float32") -> Tensor:
         sigma=row.sigma,
         guidance_scale=row.guidance_scale,
         grid=row.grid,
+        patches=row.patches,
         hidden=None,
         entry=entry,
     )
@@ -178,7 +181,8 @@ class Reference:
 
     @contextmanager
     def _hooks(self, of_layer: Callable[..., Any], of_norm: Callable[..., Any]) -> Iterator[None]:
-        layers = [module for module in self.unet.module.modules() if isinstance(module, KEPT)]
+        used = self.unet.patches.under(self.template.patches).module
+        layers = [module for module in used.modules() if isinstance(module, KEPT)]
         hooks = [layer.register_forward_hook(of_layer) for layer in layers]
         hooks += [each.norm2.register_forward_hook(of_norm) for each in layers if isinstance(each, ResnetBlock2D)]
         yield
@@ -286,12 +290,14 @@ def test_adapted_convolutions(unet: Unet) -> None:
         layer: Any = modules[name]
         down, up = numbers_of(layer)
         layers[name] = LowRank(torch.randn(2, down, generator=generator), torch.randn(up, 2, generator=generator))
-    adapted = unet.adapted(Adapter("red", Path("red.safetensors"), "", layers, {}))
     template, active = make_row(unet, 0), torch.tensor(MASKS["middle"])
-    edit = make_edit(adapted, template, active)
-    (ours,) = adapted.forward([edit])
-    assert_close(ours, Reference(adapted, template)(edit))
     (plain,) = unet.forward([make_edit(unet, template, active)])
+    unet.patches.put("red", unet.patches.prepare(Adapter("red", Path("red.safetensors"), "red", {}), layers))
+    template = replace(template, patches=(Patch("red", 0.8),))
+    edit = make_edit(unet, template, active)
+    (ours,) = unet.forward([edit])
+    assert_close(ours, Reference(unet, template)(edit))
+    unet.patches.drop("red")
     assert (ours - plain).abs().max() > 0.1 * plain.std()
 
 

@@ -12,10 +12,12 @@ import torch
 from torch import Tensor
 
 from core.page_scheme import PageDtype, PageLayout
+from core.patches import Patch
+from model_executor.kernels.low_rank import LowRank
 from model_executor.models.base import PrimeRow, Row
 from model_executor.models.unet import Unet
 from model_executor.page_cache.pages import Pages
-from model_executor.patches.adapters import Adapter, LowRank
+from model_executor.patches.adapters import Adapter
 from tools.random_unet_checkpoints import sd_unet, sdxl_unet
 
 GRID = (3, 4)
@@ -200,7 +202,7 @@ def test_own_content_in_bfloat16(name: str) -> None:
 
 @torch.inference_mode()
 def test_an_adapter_has_effect_in_every_kind_of_pass(unet: Unet) -> None:
-    """Exact, primed and mask-aware; the base UNet is unchanged."""
+    """Exact, primed and mask-aware; beside other rows, and in proportion to its scale. Rows without are unchanged."""
     inputs, generator = make_inputs(unet, 0), torch.Generator().manual_seed(5)
     block = "mid_block.attentions.0.transformer_blocks.0"
     layers = {
@@ -212,12 +214,34 @@ def test_an_adapter_has_effect_in_every_kind_of_pass(unet: Unet) -> None:
         )
     }
     (before,) = unet.forward([Row(**inputs)])
-    adapted = unet.adapted(Adapter("red", Path("red.safetensors"), "", layers, {}))
-    (whole,) = adapted.forward([Row(**inputs)])
-    (some,) = adapted.forward([Row(**inputs, active=ACTIVE, pages=pages_of(adapted, inputs))])
+    unet.patches.put("red", unet.patches.prepare(Adapter("red", Path("red.safetensors"), "red", {}), layers))
+    red, pale = ({**inputs, "patches": (Patch("red", scale),)} for scale in (1.0, 0.01))
+    masked = Row(**red, active=ACTIVE, pages=pages_of(unet, red))
+    plain, whole, some, weak = unet.forward([Row(**inputs), Row(**red), masked, Row(**pale)])
+    unet.patches.drop("red")
     assert (whole - before).abs().max() > 0.1 * before.std()
     assert (some - whole[ACTIVE]).abs().max() < 1e-4 * whole.std()
-    assert torch.equal(unet.forward([Row(**inputs)])[0], before)
+    assert 0 < (weak - before).abs().max() < 0.1 * (whole - before).abs().max()
+    assert torch.equal(plain, before)
+
+
+@torch.inference_mode()
+def test_the_sum_of_two_adapters_is_one_with_both(unet: Unet) -> None:
+    """Their scales count, and their order does not."""
+    inputs, generator, name = make_inputs(unet, 0), torch.Generator().manual_seed(5), "mid_block.resnets.0.conv1"
+    one, two = (
+        LowRank(torch.randn(2, 288, generator=generator), torch.randn(32, 2, generator=generator)) for _ in range(2)
+    )
+    both = LowRank(torch.cat([one.down, two.down]), torch.cat([0.5 * one.up, -2.0 * two.up], dim=1))
+    for patch, low in (("one", one), ("two", two), ("both", both)):
+        adapter = Adapter(patch, Path(f"{patch}.safetensors"), patch, {})
+        unet.patches.put(patch, unet.patches.prepare(adapter, {name: low}))
+    chosen = ((Patch("both"),), (Patch("one", 0.5), Patch("two", -2.0)), (Patch("two", -2.0), Patch("one", 0.5)))
+    whole, sum_, reversed_ = unet.forward([Row(**inputs, patches=patches) for patches in chosen])
+    for patch in ("one", "two", "both"):
+        unet.patches.drop(patch)
+    torch.testing.assert_close(sum_, whole, rtol=1e-4, atol=1e-4)
+    torch.testing.assert_close(reversed_, whole, rtol=1e-4, atol=1e-4)
 
 
 def test_an_entry_of_another_size_is_refused(unet: Unet) -> None:

@@ -92,11 +92,12 @@ def test_deleted_entries_are_gone(files: PageFiles) -> None:
 
 
 def test_a_templates_files_go_together(files: PageFiles) -> None:
-    keys = ("t-latents", "t-0x1.0p+0", "t", "tt-latents", "../t-x/../y")
+    """Those of edits with adapters, too."""
+    keys = ("t-latents", "t-0x1.0p+0", "t", "t+a-latents", "tt-latents", "../t-x/../y")
     for key in keys:
         assert files.write(key, random_bytes(), BLOCK)
     files.delete_template("t")
-    assert [read(files, key)[0] for key in keys] == [False, False, False, True, True]
+    assert [read(files, key)[0] for key in keys] == [False, False, False, False, True, True]
 
 
 def test_one_entrys_file_goes_alone(files: PageFiles) -> None:

@@ -6,9 +6,10 @@ from __future__ import annotations
 
 import pickle
 import shutil
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
+from warnings import catch_warnings, simplefilter
 
 import numpy as np
 import peft
@@ -29,7 +30,9 @@ from safetensors.torch import load_file, save_file
 
 from core.config import AdapterConfig, ModelConfig
 from core.errors import ConfigError
+from core.handles import TensorKey
 from core.ipc.shared_array import Arena
+from core.patches import Patch, patch_set
 from model_executor.worker.resident import ResidentModels
 from tools.random_checkpoints import make_flux, make_flux_fill, make_qwen, make_sd3
 from tools.random_unet_checkpoints import make_sd, make_sdxl
@@ -49,13 +52,22 @@ UNETS: dict[Any, dict[str, Any]] = {
 TEXT_PARTS = {"sd-inpaint": ("text_encoder",), "sdxl": ("text_encoder", "text_encoder_2")}
 
 
+Scales = Mapping[str, float]
+"""Adapter's name -> its scale."""
+
+
+class AdaptedEdit(Edit):
+    scales: Scales
+
+
 class AdaptedRig(Rig):
-    """A rig with adapters, of which diffusers' pipeline loads one at a time. files: adapter name -> file."""
+    """A rig with adapters, of which diffusers' pipeline loads those that an edit has. files: adapter name -> file."""
 
     def __init__(self, checkpoint: Path, arena: Arena, pipeline: Any, files: dict[str, Path]) -> None:
         adapters = [AdapterConfig(name, str(path)) for name, path in files.items()]
         super().__init__(checkpoint, arena, pipeline, adapters, **UNETS.get(pipeline, {}))
         self.files = files
+        self.patch_ids = {info.name: info.patch for info in self.models.ready(0).models if info.parent}
         self._fix_shift()
 
     def _fix_shift(self) -> None:
@@ -65,19 +77,25 @@ class AdaptedRig(Rig):
             decode, shift = vae.decode, vae.config.shift_factor
             vae.decode = lambda latents, **options: decode(latents + shift, **options)
 
-    def make(self, name: str, model: str, size: tuple[int, int] = (96, 64), steps: int = 4) -> Edit:
+    def make(self, name: str, scales: Scales, size: tuple[int, int] = (96, 64), steps: int = 4) -> AdaptedEdit:
         """An edit, with guidance for families with classifier-free guidance."""
-        edit = self.edit(name, seed=steps, steps=steps, size=size, model=model, prompt="a red hat")
+        edit = AdaptedEdit(self.arena, self.space, name, seed=steps, steps=steps, size=size, prompt="a red hat")
+        edit.scales = scales
+        edit.patches = patch_set(Patch(self.patch_ids[adapter], scale) for adapter, scale in scales.items())
         if self.family.info("").is_guidance_cfg:
             edit.guidance_scale = edit.true_cfg_scale = 3.0
             edit.negative_prompt = ""
         return edit
 
-    def check(self, edit: Edit, ours: np.ndarray[Any, np.dtype[np.uint8]]) -> None:
-        if edit.model == "tiny":
+    def check(self, edit: AdaptedEdit, ours: np.ndarray[Any, np.dtype[np.uint8]]) -> None:
+        if not edit.scales:
             assert_same(ours, self.expected(edit))
             return
-        self.pipeline.load_lora_weights(str(self.files[edit.model]))
+        with catch_warnings():
+            simplefilter("ignore")  # peft asks whether several adapters are meant
+            for name in edit.scales:
+                self.pipeline.load_lora_weights(str(self.files[name]), adapter_name=name)
+        self.pipeline.set_adapters(list(edit.scales), list(edit.scales.values()))
         assert_same(ours, self.expected(edit))
         self.pipeline.unload_lora_weights()
 
@@ -100,16 +118,27 @@ def rig(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
     rig.pages.close()
 
 
-@pytest.mark.parametrize("model", ["tiny", "whole", "attention"])
-def test_edit_equals_the_pipeline_with_the_adapter(rig: AdaptedRig, model: str) -> None:
-    edit = rig.make(f"alone-{model}", model)
+CHOICES: dict[str, Scales] = {
+    "none": {},
+    "one of every layer": {"whole": 1.0},
+    "one of attention": {"attention": 1.0},
+    "weaker": {"whole": 0.4},
+    "reversed": {"attention": -0.5},
+    "two": {"whole": 0.7, "attention": 1.2},
+}
+
+
+@pytest.mark.parametrize("choice", CHOICES)
+def test_edit_equals_the_pipeline_with_its_adapters(rig: AdaptedRig, choice: str) -> None:
+    edit = rig.make(f"alone-{choice}", CHOICES[choice])
     rig.check(edit, rig.run(edit))
 
 
 def test_edits_of_other_adapters_and_of_none_change_nothing(rig: AdaptedRig) -> None:
-    """They join and leave at other steps with other sizes; two edits with one adapter share batches."""
-    shapes = [("whole", (96, 64)), ("tiny", (64, 64)), ("attention", (96, 64)), ("whole", (32, 96)), ("tiny", (96, 64))]
-    edits = [rig.make(f"mixed-{i}", model, size, 3 + i) for i, (model, size) in enumerate(shapes)]
+    """All share each step. They join and leave at other steps, with other sizes."""
+    sizes = [(96, 64), (64, 64), (96, 64), (32, 96), (96, 64), (64, 32)]
+    each = zip(CHOICES.values(), sizes, strict=True)
+    edits = [rig.make(f"mixed-{i}", scales, size, 3 + i) for i, (scales, size) in enumerate(each)]
     alone = [rig.run(edit) for edit in edits]
     for edit, before, together in zip(edits, alone, rig.run_together(edits), strict=True):
         assert np.array_equal(together, before)
@@ -117,17 +146,34 @@ def test_edits_of_other_adapters_and_of_none_change_nothing(rig: AdaptedRig) -> 
     assert len(rig.store) == 0
 
 
-def test_an_adapter_shares_all_weights_and_prompts(rig: AdaptedRig) -> None:
-    model, adapted = rig.models.families["tiny"], rig.models.families["whole"]
-    assert adapted is not model
-    assert adapted.components == model.components
+def test_an_adapter_that_is_not_loaded_fails_its_own_request(rig: AdaptedRig) -> None:
+    """No pass leaves it out without a word."""
+    good, bad = rig.make("good", {"whole": 1.0}), rig.make("bad", {})
+    rig.do(good.encode_plan())
+    rig.do(bad.encode_plan())
+    bad.patches = (Patch("gone"),)
+    for batch in bad.encode_plan().batches[:1], (Edit.denoise_batch([bad, good], {good: 0, bad: 0}),):
+        failures = {item.request_id: item.failure for item in rig.runner.run(*batch).items}
+        failure = failures.pop("bad")
+        assert failure is not None
+        assert (failure.kind, failure.param) == ("invalid_request", "lora")
+        assert failures in ({}, {"good": None})
+    for edit in (good, bad):
+        rig.store.free(TensorKey(edit.request_id, "", ""))
+
+
+def test_prompts_are_embedded_again_only_where_text_encoders_change(rig: AdaptedRig) -> None:
     changes_text = isinstance(rig.pipeline, tuple(UNETS))
-    assert rig.models.prompts_of == ({} if changes_text else {"whole": "tiny"}) | {"attention": "tiny"}
+    patches = rig.make("text", {"whole": 0.5, "attention": 1.0}).patches
+    whole = tuple(patch for patch in patches if patch.id == rig.patch_ids["whole"])
+    assert rig.family.patches_of_text(patches) == (whole if changes_text else ())
+
+
+def test_adapters_are_listed_after_their_model(rig: AdaptedRig) -> None:
     infos = {info.name: info for info in rig.models.ready(0).models}
     assert list(infos) == ["tiny", "whole", "attention"]
     assert [info.parent for info in infos.values()] == ["", "tiny", "tiny"]
-    schemes = [info.page_scheme for info in infos.values()]
-    assert len({scheme.template_key("content") for scheme in schemes if scheme}) == 3
+    assert [info.patch for info in infos.values()] == ["", *rig.patch_ids.values()]
 
 
 # ---------------------------------------------------------------------------------------------------- kinds of files
@@ -140,7 +186,7 @@ def fill(tiny_checkpoint: Path) -> Path:
 
 def test_layers_named_by_kohya_are_found(fill: Path, tmp_path: Path, arena: Arena) -> None:
     rig = AdaptedRig(fill, arena, FluxFillPipeline, {"kohya": make_kohya_lora(tmp_path / "kohya.safetensors")})
-    edit = rig.make("kohya", "kohya")
+    edit = rig.make("kohya", {"kohya": 1.0})
     rig.check(edit, rig.run(edit))
     rig.pages.close()
 
@@ -190,7 +236,7 @@ def test_kohyas_unets_and_text_encoders_are_found(
     checkpoint = make(tmp_path / "model")
     file = make_kohya_unet_lora(tmp_path / "kohya.safetensors", checkpoint, layers)
     rig = AdaptedRig(checkpoint, arena, pipeline, {"kohya": file})
-    edit, plain = rig.make("kohya", "kohya"), rig.make("plain", "tiny")
+    edit, plain = rig.make("kohya", {"kohya": 1.0}), rig.make("plain", {})
     rig.check(edit, ours := rig.run(edit))
     assert np.abs(ours.astype(int) - rig.run(plain)).mean() > 1
     rig.pages.close()
@@ -200,7 +246,7 @@ def test_an_adapter_of_dev_fits_fill(fill: Path, tmp_path: Path, arena: Arena) -
     """Fill's first layer has more inputs, which the adapter does not cover."""
     dev = make_flux(tmp_path / "dev", guidance_embeds=True)
     rig = AdaptedRig(fill, arena, FluxFillPipeline, {"dev": make_lora(tmp_path / "dev.safetensors", dev)})
-    edit = rig.make("dev", "dev")
+    edit = rig.make("dev", {"dev": 1.0})
     rig.check(edit, rig.run(edit))
     rig.pages.close()
 
@@ -209,7 +255,7 @@ def test_a_folder_of_peft_is_read_with_its_scales(fill: Path, tmp_path: Path, ar
     folder = make_peft_lora(tmp_path / "peft", fill, r".*(to_q|proj_mlp)", alpha=6.0)
     config = peft.LoraConfig(r=4, lora_alpha=6.0, target_modules=["to_q", "proj_mlp"], alpha_pattern={"proj_mlp": 12.0})
     rig = AdaptedRig(fill, arena, FluxFillPipeline, {"peft": folder})
-    edit = rig.make("peft", "peft")
+    edit = rig.make("peft", {"peft": 1.0})
     ours = rig.run(edit)
     model = peft.PeftModel(rig.pipeline.transformer, config)
     weights = load_file(folder / "adapter_model.safetensors")

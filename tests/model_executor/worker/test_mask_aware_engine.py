@@ -20,6 +20,7 @@ from core.handles import PAGE_ARENA, ArrayRef
 from core.ipc.shared_array import Arena, ArenaAllocator, carve
 from core.messages.engine import EditSpec, EngineRequest, Finished
 from core.messages.worker import PageCopied
+from core.patches import Patch, PatchSet
 from core.sampling_params import SamplingParams
 from core.scheduling.scheduler import StepScheduler
 from engine.images.image_ops import content_id
@@ -72,6 +73,7 @@ class Rig:
 
     def __init__(self, models: ResidentModels, cache: CacheConfig, files: PageFiles | None) -> None:
         infos = {info.name: info for info in models.ready(0).models}
+        self._patches = {name: (Patch(info.patch),) if info.parent else () for name, info in infos.items()}
         self.scheduler = StepScheduler(SchedulerConfig(), infos, cache=cache)
         self.copied: queue.SimpleQueue[PageCopied] = queue.SimpleQueue()
         self._arena, pages = Arena.create(0, 2**26), Arena.create(PAGE_ARENA, cache.host_bytes)
@@ -79,12 +81,12 @@ class Rig:
         self.store = PageStore(models.device, pages, files, self.copied.put)
         memory: SharedMemory = Arenas(self._arena)
         tensors = TensorStore(0, models.device, memory)
-        self._runner = Runner(0, WorkerContext(models.families, tensors, memory, self.store, models.prompts_of))
+        self._runner = Runner(0, WorkerContext(models.families, tensors, memory, self.store))
         self._info = next(iter(infos.values()))
 
     def edit(self, name: str, template: Pixels, *, mask_aware: bool = True, model: str = "") -> tuple[Pixels, Finished]:
-        """Run one edit of the ACTIVE tokens; its pixels. model: "" for the first."""
-        request = self._request(name, template, mask_aware, model or self._info.name)
+        """Run one edit of the ACTIVE tokens; its pixels. model: or an adapter; "" for the first."""
+        request = self._request(name, template, mask_aware, self._patches[model or self._info.name])
         self.scheduler.add(request)
         while True:
             self._iterate()
@@ -112,17 +114,18 @@ class Rig:
         while not self.copied.empty():
             self.scheduler.apply_copy(self.copied.get())
 
-    def _request(self, name: str, template: Pixels, mask_aware: bool, model: str) -> EngineRequest:
+    def _request(self, name: str, template: Pixels, mask_aware: bool, patches: PatchSet) -> EngineRequest:
         mask = np.zeros((SIDE, SIDE), np.uint8)
         mask[34:60, 34:60] = 1
         return EngineRequest(
             request_id=name,
-            model=model,
+            model=self._info.name,
             arrival=time.monotonic(),
             workflow=INPAINT.name,
             rounds=(4,),
             spec=EditSpec(
                 prompt="a red hat",
+                patches=patches,
                 sampling=SamplingParams(num_inference_steps=4, guidance_scale=30.0, seed=3, full_steps=0),
                 width=SIDE,
                 height=SIDE,

@@ -7,11 +7,14 @@ from pathlib import Path
 
 import pytest
 import torch
+from adapters import make_lora
 
-from core.config import ModelConfig
+from core.config import AdapterConfig, ModelConfig
 from core.costs.cost_model import CostModel
+from core.errors import ConfigError
 from core.handles import VALUE_ARENA
 from core.ipc.shared_array import Arena
+from core.patches import Patch, PatchSet
 from core.scheduling.ops.decode import DECODE
 from core.scheduling.ops.denoise import DENOISE
 from core.scheduling.ops.image_encode import IMAGE_ENCODE
@@ -27,9 +30,17 @@ from tools.random_unet_checkpoints import make_sd
 SHARED = {"text_encoder", "text_encoder_2", "vae"}
 
 
-def load(**paths: Path) -> ResidentModels:
+def load(*, adapters: tuple[AdapterConfig, ...] = (), **paths: Path) -> ResidentModels:
+    """adapters: of the last model."""
+    names = list(paths)
     configs = [
-        ModelConfig(model=str(path), served_model_name=name, dtype="float32", device="cpu")
+        ModelConfig(
+            model=str(path),
+            served_model_name=name,
+            dtype="float32",
+            device="cpu",
+            adapters=adapters if name == names[-1] else (),
+        )
         for name, path in paths.items()
     ]
     models = ResidentModels.open(configs)
@@ -54,9 +65,9 @@ def models(paths: dict[str, Path]) -> ResidentModels:
     return load(**paths)
 
 
-def picture(family: Family) -> torch.Tensor:
+def picture(family: Family, patches: PatchSet = ()) -> torch.Tensor:
     torch.manual_seed(0)
-    return edit_once(family, 64, 12)
+    return edit_once(family, 64, 12, patches)
 
 
 def test_what_is_equal_is_in_memory_once(models: ResidentModels) -> None:
@@ -97,6 +108,30 @@ def test_a_shared_component_is_dropped_and_loaded_for_all(models: ResidentModels
     picture(models.families["sd"])
     models.load(key)
     assert torch.equal(picture(models.families["dev"]), before)
+
+
+@pytest.mark.parametrize("name", ["dev", "sd"])
+def test_an_adapter_of_one_model_is_not_the_others_and_survives_a_reload(
+    paths: dict[str, Path], tmp_path: Path, name: str
+) -> None:
+    """They share all components; the second alone has the adapter, which changes a UNet's text encoder too."""
+    text_parts = ("text_encoder",) if name == "sd" else ()
+    file = make_lora(tmp_path / "red.safetensors", paths[name], text_parts=text_parts)
+    models = load(adapters=(AdapterConfig("red", str(file)),), plain=paths[name], adapted=paths[name])
+    assert models.keys["plain"] == models.keys["adapted"]
+    plain, adapted = models.families["plain"], models.families["adapted"]
+    red = tuple(Patch(info.patch) for info in models.ready(0).models if info.parent)
+    assert (plain.lacking(red), adapted.lacking(red)) == (red, ())
+    before, changed = picture(plain), picture(adapted, red)
+    assert torch.equal(picture(adapted), before)
+    assert not torch.equal(changed, before)
+    for key in {key for part, key in models.keys["adapted"].items() if part != "vae"}:
+        models.unload(key)
+        models.load(key)
+    assert torch.equal(picture(adapted, red), changed)
+    file.write_bytes(make_lora(tmp_path / "other.safetensors", paths[name], seed=2).read_bytes())
+    with pytest.raises(ConfigError, match=r"cannot use adapter red of .*the file has changed since it was loaded"):
+        models.load(key)
 
 
 @pytest.fixture

@@ -1,0 +1,206 @@
+"""Groups of linear layers that share an input, computed as one product, with low-rank additions for some rows."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Sequence
+from typing import Any, Generic, TypeVar
+
+import torch
+from torch import Tensor, nn
+
+from model_executor.kernels.cpu_kernels import PANEL, Kernels, can_gelu, pack
+from model_executor.kernels.linear import Linear, fused_linear, gpu_linear, has_onednn, is_plain, onednn_product
+from model_executor.kernels.low_rank import AddedPanels, AddedProducts, LowRank, Segments, runs
+from model_executor.kernels.ragged import Span
+
+USUAL_ROWS = 64
+"""Number of rows that oneDNN optimizes the order of packed weights for; from 2 to 1,088 rows the order was the same."""
+
+PACKED_BYTES = 1 << 30
+"""Largest denoiser, in bytes of weights, whose weights are packed in oneDNN's order. Larger ones stay as they are,
+mapped from the checkpoint's file where the dtype is the same."""
+
+Addition = TypeVar("Addition", AddedPanels, AddedProducts)
+
+
+class LinearGroup(ABC, Generic[Addition]):
+    """Layers that read the same input, computed as one product. Made after weights are loaded; later changes to them
+    have no effect.
+
+    A patch may add low-rank products to the outputs of some rows. All other rows keep their bits.
+    """
+
+    def __init__(self, layers: Sequence[Any]) -> None:
+        self._outputs: list[int] = [layer.out_features for layer in layers]
+        self._additions: dict[str, Addition] = {}  # patch -> what it adds
+
+    def __call__(self, x: Tensor, where: Segments = (), *, gelu: bool = False) -> Tensor:
+        """x: [rows, in] -> [rows, sum of out], outputs in the order of the layers; gelu applies the tanh approximation.
+        where: the rows that patches change; patches that add nothing to these layers have no effect."""
+        segments = tuple(each for each in where if each.patch in self._additions)
+        return self._patched(x, segments, gelu=gelu) if segments else self._product(x, gelu=gelu)
+
+    @abstractmethod
+    def addition(self, lows: Sequence[LowRank | None]) -> Addition:
+        """What a patch adds to these layers, as `put` takes it. lows: for each layer, in the group's dtype on its
+        device; None for nothing. Changes nothing: any thread may call it."""
+
+    def put(self, patch: str, addition: Addition) -> None:
+        """Have this addition change the rows of a patch."""
+        self._additions[patch] = addition
+
+    def drop(self, patch: str) -> None:
+        """Drop a patch's addition, if it has one."""
+        self._additions.pop(patch, None)
+
+    @abstractmethod
+    def _product(self, x: Tensor, *, gelu: bool = False) -> Tensor:
+        """The layers alone."""
+
+    @abstractmethod
+    def _patched(self, x: Tensor, segments: Segments, *, gelu: bool) -> Tensor:
+        """The layers with the additions of these segments, of which there are some."""
+
+
+AnyGroup = LinearGroup[Any]
+
+MakeGroup = Callable[..., AnyGroup]
+"""(*layers) -> the group of these layers."""
+
+
+def group_layers(
+    layers: Sequence[nn.Module],
+    linear: Linear,
+    keep_packed: bool,
+    kernels: Kernels | None = None,
+    *,
+    owns_layers: bool = False,
+) -> AnyGroup:
+    """The group of these layers. keep_packed: on a CPU, keep the weights in the order that products read. kernels: the
+    compiled ones, to be used where they apply. owns_layers: the layers' own weights are freed if copies are kept, and
+    they can no longer run by themselves."""
+    plain = [layer for layer in layers if is_plain(layer)]
+    if not keep_packed or linear is not fused_linear or len(plain) < len(layers) or not has_onednn(plain[0].weight):
+        return ProductGroup(layers, linear, kernels)
+    group = PackedGroup(plain, kernels) if kernels is None or not _suits_kernels(plain) else KernelGroup(plain, kernels)
+    if owns_layers:
+        for layer in plain:
+            layer.to("meta")
+    return group
+
+
+class ProductGroup(LinearGroup[AddedProducts]):
+    """Layers of any kind, on any device, which run one after the other. On a GPU the weights of plain layers are
+    concatenated, and the layers' own become views."""
+
+    def __init__(self, layers: Sequence[nn.Module], linear: Linear, kernels: Kernels | None = None) -> None:
+        """kernels: to activate rows that have been added to."""
+        super().__init__(layers)
+        plain = [layer for layer in layers if is_plain(layer)]
+        self._linear, self._layers, self._kernels = linear, layers, kernels
+        if linear is gpu_linear and len(plain) == len(layers) > 1:
+            self._layers = [_joined(plain)]
+
+    def addition(self, lows: Sequence[LowRank | None]) -> AddedProducts:
+        return AddedProducts(lows, self._outputs, self._linear_of)
+
+    def _linear_of(self, layer: nn.Linear) -> AnyGroup:
+        return ProductGroup([layer], self._linear)
+
+    def _product(self, x: Tensor, *, gelu: bool = False) -> Tensor:
+        outputs = [self._linear(layer, x, gelu=gelu) for layer in self._layers]
+        return outputs[0] if len(outputs) == 1 else torch.cat(outputs, dim=1)
+
+    def _patched(self, x: Tensor, segments: Segments, *, gelu: bool) -> Tensor:
+        if not gelu:
+            y = self._product(x)
+            for each in segments:
+                rows = slice(*each.rows)
+                self._additions[each.patch].add_(y[rows], x[rows], each.scale)
+            return y
+        # Rows without additions must keep the bits of a product that applies the activation before it rounds.
+        parts = [self._activated(x, rows, its) for rows, its in runs(len(x), segments)]
+        return parts[0] if len(parts) == 1 else torch.cat(parts)
+
+    def _activated(self, x: Tensor, rows: Span, segments: Segments) -> Tensor:
+        """These rows of the output with GELU, all of which have all of these segments."""
+        x = x[slice(*rows)]
+        y = self._product(x, gelu=not segments)
+        for each in segments:
+            self._additions[each.patch].add_(y, x, each.scale_of(rows))
+        return self._gelu_(y) if segments else y
+
+    def _gelu_(self, y: Tensor) -> Tensor:
+        if self._kernels is not None and can_gelu(y):
+            return self._kernels.gelu_(y)
+        activated: Tensor = torch.ops.aten.gelu_(y, approximate="tanh")
+        return activated
+
+
+class PackedGroup(ProductGroup):
+    """Plain layers on a CPU, whose weights are concatenated in oneDNN's order. This saves it from rearranging them in
+    every call: products of some tens of tokens took 0.5 to 0.9 of the time, with the same bits."""
+
+    def __init__(self, layers: Sequence[nn.Linear], kernels: Kernels | None = None) -> None:
+        super().__init__(layers, fused_linear, kernels)
+        weight, self._bias = _concatenated(layers)
+        self._weight: Tensor = torch.ops.mkldnn._reorder_linear_weight(weight, USUAL_ROWS)
+
+    def _linear_of(self, layer: nn.Linear) -> AnyGroup:
+        return PackedGroup([layer])
+
+    def _product(self, x: Tensor, *, gelu: bool = False) -> Tensor:
+        return onednn_product(x, self._weight, self._bias, gelu=gelu)
+
+
+class KernelGroup(LinearGroup[AddedPanels]):
+    """Plain layers on a CPU, whose concatenated weights our compiled kernels read."""
+
+    def __init__(self, layers: Sequence[nn.Linear], kernels: Kernels) -> None:
+        super().__init__(layers)
+        self._kernels = kernels
+        weight, self._bias = _concatenated(layers)
+        self._weight = pack(weight)
+
+    def addition(self, lows: Sequence[LowRank | None]) -> AddedPanels:
+        return AddedPanels(lows, self._outputs)
+
+    def _product(self, x: Tensor, *, gelu: bool = False) -> Tensor:
+        return self._kernels.linear(x, self._weight, self._bias, gelu=gelu)
+
+    def _patched(self, x: Tensor, segments: Segments, *, gelu: bool) -> Tensor:
+        lows = {
+            each: self._additions[each.patch].low(self._kernels, x[slice(*each.rows)], each.scale) for each in segments
+        }
+        pieces = [
+            (*rows, [self._additions[each.patch].of(lows[each][rows[0] - each.rows[0] :]) for each in its])
+            for rows, its in runs(len(x), segments)
+        ]
+        return self._kernels.linear(x, self._weight, self._bias, gelu=gelu, pieces=pieces)
+
+
+@torch.no_grad()
+def _concatenated(layers: Sequence[nn.Linear]) -> tuple[Tensor, Tensor]:
+    """(weight, bias) of all layers together; zeros for a layer without bias."""
+    weights: list[Tensor] = [layer.weight for layer in layers]
+    biases: list[Tensor] = [
+        w.new_zeros(len(w)) if (b := layer.bias) is None else b for layer, w in zip(layers, weights, strict=True)
+    ]
+    return torch.cat(weights), torch.cat(biases)
+
+
+@torch.no_grad()
+def _joined(layers: Sequence[nn.Linear]) -> nn.Linear:
+    """One layer that computes the outputs of all, side by side. The layers' own weights become views of its weight."""
+    weight, bias = _concatenated(layers)
+    joined = nn.Linear(weight.shape[1], len(weight), device="meta")
+    joined.weight, joined.bias = nn.Parameter(weight, requires_grad=False), nn.Parameter(bias, requires_grad=False)
+    parts = joined.weight.split([layer.out_features for layer in layers])
+    for layer, part in zip(layers, parts, strict=True):
+        layer.weight = nn.Parameter(part, requires_grad=False)
+    return joined
+
+
+def _suits_kernels(layers: Sequence[nn.Linear]) -> bool:
+    return layers[0].weight.dtype == torch.float32 and sum(layer.out_features for layer in layers) % PANEL == 0
