@@ -110,6 +110,7 @@ class StepPlan(Message, frozen=True):
     # Models.
     load: tuple[ModelKey, ...] = ()  # started, not awaited; answered by ModelLoaded or ModelFailed
     unload: tuple[ModelKey, ...] = ()
+    model_ranks: tuple[int, ...] = ()  # the ranks that load and unload
 
 
 class Shutdown(Message, frozen=True):

@@ -362,6 +362,7 @@ class StepScheduler:
             free=free,
             load=models.load,
             unload=models.unload,
+            model_ranks=self.ranks.up if models.has_any else (),
         )
 
     def _apply_item(self, request: Request, item: ItemResult, result: BatchResult, batch: Batch) -> None:

@@ -221,8 +221,9 @@ def component(executor: Executor, kind: str) -> ModelKey:
 
 async def reload(executor: Executor, key: ModelKey) -> list[ModelLoaded | ModelFailed]:
     """Drop and load a component on all ranks; their answers."""
-    executor.submit(StepPlan(seq=0, unload=(key,)))
-    executor.submit(StepPlan(seq=1, load=(key,)))
+    ranks = tuple(executor.components)
+    executor.submit(StepPlan(seq=0, unload=(key,), model_ranks=ranks))
+    executor.submit(StepPlan(seq=1, load=(key,), model_ranks=ranks))
     told = []
     for _ in executor.components:
         message = await asyncio.wait_for(anext(executor.results()), PATIENCE)
@@ -241,7 +242,7 @@ async def test_components_are_loaded_and_unloaded(executor: Executor, arena: Are
 
 
 async def test_a_component_that_no_model_has_cannot_be_loaded(executor: Executor) -> None:
-    executor.submit(StepPlan(seq=0, load=(ModelKey("0f", "unheard of"),)))
+    executor.submit(StepPlan(seq=0, load=(ModelKey("0f", "unheard of"),), model_ranks=tuple(executor.components)))
     for _ in executor.components:
         message = await asyncio.wait_for(anext(executor.results()), PATIENCE)
         assert isinstance(message, ModelFailed)
@@ -391,7 +392,7 @@ async def test_the_workers_end_while_one_is_restarted(
 
 async def test_plan_that_cannot_be_done_ends_the_worker_with_its_cause(executor: Executor) -> None:
     """An order that no engine should give is not a request's fault: the worker reports it and exits."""
-    executor.submit(StepPlan(seq=0, unload=(ModelKey("0f", "unheard of"),)))
+    executor.submit(StepPlan(seq=0, unload=(ModelKey("0f", "unheard of"),), model_ranks=(0,)))
     message = await asyncio.wait_for(anext(executor.results()), PATIENCE)
     assert isinstance(message, WorkerFailed)
     assert "unheard of" in message.failure.message
