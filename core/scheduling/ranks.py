@@ -13,7 +13,7 @@ class Ranks:
     """Owned by one scheduler. residency: of its components."""
 
     def __init__(self, num_ranks: int, residency: Residency) -> None:
-        self._residency = residency
+        self.residency = residency
         self._busy_seconds = [0.0] * num_ranks
         self._deaths = [0] * num_ranks
         self.up = tuple(range(num_ranks))  # those whose worker lives and accepts plans, ascending
@@ -22,13 +22,13 @@ class Ranks:
         """Note that a rank's worker has died."""
         self.up = tuple(other for other in self.up if other != rank)
         self._deaths[rank] += 1
-        self._residency.lose(rank)
+        self.residency.lose(rank)
 
     def join(self, rank: int, components: Iterable[LoadedComponent]) -> None:
         """Note that a worker that was started anew accepts plans, and has loaded these components."""
         assert rank not in self.up, f"rank {rank} is up already"
         self.up = tuple(sorted([*self.up, rank]))
-        self._residency.join(rank, components)
+        self.residency.join(rank, components)
 
     def note_answer(self, rank: int, seconds: float) -> None:
         """Note worker time spent on a batch."""
@@ -38,6 +38,6 @@ class Ranks:
         """By rank."""
         facts = enumerate(zip(self._busy_seconds, self._deaths, strict=True))
         return tuple(
-            RankStats(self._residency.components(rank), seconds, deaths, is_up=rank in self.up)
+            RankStats(self.residency.components(rank), seconds, deaths, is_up=rank in self.up)
             for rank, (seconds, deaths) in facts
         )

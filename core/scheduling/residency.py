@@ -12,6 +12,7 @@ from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from itertools import islice
 
+from core.costs.load_report import ModelState
 from core.failure import Failure
 from core.handles import LoadedComponent, ModelKey
 from core.model_info import ModelInfo
@@ -133,6 +134,18 @@ class Residency:
     def components(self, rank: int) -> tuple[LoadedComponent, ...]:
         """What a rank has loaded."""
         return tuple(self._of(rank).values())
+
+    def states(self) -> dict[str, ModelState]:
+        """Model -> state of its weights, without adapters."""
+        return {name: self._state(info) for name, info in self.models.items() if not info.parent}
+
+    def _state(self, info: ModelInfo) -> ModelState:
+        lacking = self.lacking(info.name)
+        if not lacking:
+            return "loaded"
+        if any(key in self._awaited for key in lacking):
+            return "loading"
+        return "failed" if any(key in self._failed for key in lacking) else "unloaded"
 
     @property
     def is_complete(self) -> bool:
