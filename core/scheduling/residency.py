@@ -127,6 +127,10 @@ class Residency:
                 return failure
         return None
 
+    def has_failed(self, keys: Iterable[ModelKey]) -> bool:
+        """Whether any of these components could not be loaded the last time."""
+        return any(key in self._failed for key in keys)
+
     def seconds_left(self, model: str) -> float:
         """Predicted seconds of loading what a model lacks."""
         return sum(self._predict(self.size_of(key)) for key in self.lacking(model))
@@ -145,7 +149,7 @@ class Residency:
             return "loaded"
         if any(key in self._awaited for key in lacking):
             return "loading"
-        return "failed" if any(key in self._failed for key in lacking) else "unloaded"
+        return "failed" if self.has_failed(lacking) else "unloaded"
 
     @property
     def is_complete(self) -> bool:
@@ -261,11 +265,11 @@ class _Choice:
         return True
 
     def _consider_idle(self, model: str) -> None:
-        """Take up a model that no request waits for: nothing is dropped for it."""
+        """Take up a model that no request waits for: nothing is dropped for it, nor what has failed tried again."""
         lacking = self._lacking(model)
         if not lacking:
             self.startable.add(model)
-        elif self._may_load(model) and self._residency.excess(lacking) <= 0:
+        elif self._may_load(model) and not self._residency.has_failed(lacking) and self._residency.excess(lacking) <= 0:
             self._load(lacking, ())
 
     def _lacking(self, model: str) -> list[ModelKey]:

@@ -107,6 +107,7 @@ class EngineCore:
         keeps dying, after every request got its terminal output."""
         for restarts in self._restarts:
             restarts.note_up(time.monotonic())
+        self._step()  # models that no request waits for are loaded from here on
         self._send_report()
         try:
             while not (self._is_draining and self._scheduler.num_requests == 0):

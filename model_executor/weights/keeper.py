@@ -10,7 +10,7 @@ import socket
 import traceback
 from dataclasses import dataclass, field
 
-from core.errors import MessageError
+from core.errors import ConfigError, MessageError
 from core.failure import Failure
 from core.handles import ModelKey
 from core.ipc.local_sockets import is_own, receive, send
@@ -87,8 +87,10 @@ class Keeper:
             try:
                 module = Checkpoint.open(wanted.model).load(wanted.part)
                 kept = self._kept[wanted.key] = _Kept(*write_image(module))
+            except ConfigError as error:
+                return WeightsFailed(Failure.of(error)), None
             except Exception as error:  # whatever a library raises fails this component alone
-                logger.warning("%s: %s\n%s", wanted.part, error, traceback.format_exc(), extra=of_request(""))
+                logger.error("%s: %s\n%s", wanted.part, error, traceback.format_exc(), extra=of_request(""))
                 return WeightsFailed(Failure.of(error)), None
         kept.users.add(user)
         return WeightsTaken(kept.image.start, kept.image.nbytes), kept.fd

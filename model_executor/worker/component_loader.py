@@ -17,7 +17,7 @@ from collections.abc import Callable
 import torch
 from torch import nn
 
-from core.errors import OutOfMemoryError
+from core.errors import OutOfMemoryError, StencilError
 from core.failure import Failure
 from core.handles import LoadedComponent, ModelKey
 from core.ipc.logs import of_request
@@ -91,10 +91,9 @@ class ComponentLoader:
         try:
             loaded = self._loaded(key)
         except Exception as error:  # whatever it is, it fails the requests that need this component, not the worker
-            logger.error(
-                "%s %s: %s\n%s", key.component, key.content, error, traceback.format_exc(), extra=of_request("")
-            )
             error = OutOfMemoryError(NO_ROOM) if is_out_of_memory(error) else error
+            where = "" if isinstance(error, StencilError) else f"\n{traceback.format_exc()}"
+            logger.error("a model cannot be loaded: %s%s", error, where, extra=of_request(""))
             self._report(ModelFailed(self._rank, key, Failure.of(error)))
             return
         self._report(ModelLoaded(self._rank, loaded, time.monotonic() - started))

@@ -20,7 +20,7 @@ from core.config import CacheConfig, EngineConfig, ModelConfig
 from core.errors import ConfigError
 from core.handles import PAGE_ARENA, VALUE_ARENA, ArrayRef, EntryRef, ModelKey
 from core.ipc import local_sockets
-from core.ipc.process import spawn
+from core.ipc.process import ChildProcess, spawn
 from core.ipc.shared_array import Arena, ArenaAllocator
 from core.messages.worker import (
     Batch,
@@ -219,17 +219,22 @@ def component(executor: Executor, kind: str) -> ModelKey:
     return key
 
 
-async def reload(executor: Executor, key: ModelKey) -> list[ModelLoaded | ModelFailed]:
-    """Drop and load a component on all ranks; their answers."""
+async def reload(executor: Executor, key: ModelKey, keeper: ChildProcess | None = None) -> list[FromWorker]:
+    """Drop and load a component on all ranks; their answers. keeper: to wait until it has freed what all have dropped,
+    so that it loads it again."""
     ranks = tuple(executor.components)
+    kept = num_kept(keeper)
     executor.submit(StepPlan(seq=0, unload=(key,), model_ranks=ranks))
+    while keeper is not None and num_kept(keeper) == kept:
+        await asyncio.sleep(0.01)
     executor.submit(StepPlan(seq=1, load=(key,), model_ranks=ranks))
-    told = []
-    for _ in executor.components:
-        message = await asyncio.wait_for(anext(executor.results()), PATIENCE)
-        assert isinstance(message, ModelLoaded | ModelFailed), message
-        told.append(message)
-    return told
+    return [await asyncio.wait_for(anext(executor.results()), PATIENCE) for _ in ranks]
+
+
+def num_kept(keeper: ChildProcess | None) -> int:
+    """Components that a keeper holds."""
+    folder = Path(f"/proc/{keeper.pid}/fd") if keeper else Path("/nowhere")
+    return sum("memfd:stencil-weights" in str(link.readlink()) for link in folder.glob("*") if link.is_symlink())
 
 
 async def test_components_are_loaded_and_unloaded(executor: Executor, arena: Arena, space: ArenaAllocator) -> None:
@@ -262,11 +267,13 @@ async def test_components_are_taken_from_the_keeper_beside_batches(
             for kind in ("vae", "transformer"):
                 told = await reload(taking, component(taking, kind))
                 assert {message.rank for message in told if isinstance(message, ModelLoaded)} == {0, 1}, told
+            while num_kept(keeper) != 3:  # all but the transformer, whose packed form each rank has for itself
+                await asyncio.sleep(0.01)
             assert np.array_equal(await run(taking, edit), before)
             (weights,) = (copy / "text_encoder_2").glob("*.safetensors")
             weights.write_bytes(weights.read_bytes()[:1000])
             damaged = taking.components[0][1].key
-            for failed in await reload(taking, damaged):
+            for failed in await reload(taking, damaged, keeper):
                 assert isinstance(failed, ModelFailed)
                 assert failed.failure.kind == "config"
                 assert "cut short" in failed.failure.message
