@@ -235,7 +235,7 @@ class StencilConfig(msgspec.Struct, frozen=True, kw_only=True):
     image: ImageConfig = ImageConfig()
     max_queue: int = 256  # images waiting or running, beyond which new ones are refused
     slo_seconds: float = 0.0  # latency objective of edits; 0 = none
-    step_schedule: StepScheduleName = "full"  # of mask-aware requests that name none, of models with one
+    step_schedule: StepScheduleName = "full"  # of requests that name none and do not ask to be exact
     arena_bytes: int = 8 * 1024**3  # address space of the shared arena; memory is taken only while in use
     template_bytes: int = 256 * 1024**2  # encoded uploads kept for registered templates
 

@@ -6,6 +6,7 @@
     |-- InvalidRequestError    the request is wrong; the field and the remedy are named
     |   |-- InvalidImageError  an uploaded picture cannot be used
     |   |-- ModelNotFoundError no such model is served
+    |   |-- AdapterNotFoundError no such adapter is served
     |   `-- TemplateNotFoundError no such template is kept for this owner
     |-- OverloadedError        refused by admission control, try again after `retry_after` seconds
     |-- DeadlineExceededError  the request's own timeout passed
@@ -63,6 +64,14 @@ class ModelNotFoundError(InvalidRequestError):
 
     def __init__(self, model: str) -> None:
         super().__init__(f"The model '{model}' does not exist.", param="model", code="model_not_found")
+
+
+class AdapterNotFoundError(InvalidRequestError):
+    """The request unloads an adapter that is not served."""
+
+    def __init__(self, name: str) -> None:
+        message = f"No adapter is called '{name}'; GET /v1/models lists those that are loaded."
+        super().__init__(message, param="lora_name", code="adapter_not_found")
 
 
 class TemplateNotFoundError(InvalidRequestError):

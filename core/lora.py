@@ -65,4 +65,4 @@ def _remedy(members: Mapping[object, object]) -> str:
     """What to do about members of other servers' objects."""
     if not {"path", "lora_path", "local_path"} & members.keys():
         return ""
-    return " Files are given to the server with --lora."
+    return " A file is loaded beforehand: --lora, POST /v1/load_lora_adapter."

@@ -89,6 +89,7 @@ async def _serve(options: ServeOptions, listener: socket.socket, tracer: Tracer)
         max_upload_bytes=options.config.image.max_upload_bytes,
         rate_limit=options.rate_limit,
         allowed_origins=options.allowed_origins,
+        runtime_lora=options.runtime_lora,
         playground=options.playground,
         allowed_hosts=hosts_served(options, listener),
     )

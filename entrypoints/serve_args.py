@@ -25,11 +25,11 @@ from core.errors import ConfigError
 from core.ipc.logs import LogFormat
 from entrypoints.api_keys import KeySource
 from entrypoints.catalog import read_catalog
+from entrypoints.model_flags import add_model_flags
 from entrypoints.serve_flags import (
     add_cache_flags,
     add_engine_flags,
     add_image_flags,
-    add_model_flags,
     add_server_flags,
 )
 
@@ -45,6 +45,7 @@ class ServeOptions:
     allowed_origins: tuple[str, ...]  # of web pages other than the server's own
     allowed_hosts: tuple[str, ...]  # in `Host` headers, besides the server's own
     rate_limit: int  # requests per minute and caller; 0: no limit
+    runtime_lora: bool  # whether callers may load adapters from files of this machine
     playground: bool  # whether to serve the playground's pages
     log_level: str
     log_format: LogFormat
@@ -74,6 +75,7 @@ def parse_options(argv: Sequence[str] | None) -> ServeOptions:
         allowed_origins=tuple(args.allowed_origins),
         allowed_hosts=tuple(args.allowed_hosts),
         rate_limit=args.rate_limit,
+        runtime_lora=args.runtime_lora,
         playground=args.playground,
         log_level=args.log_level,
         log_format=args.log_format,

@@ -1,4 +1,4 @@
-"""Defines the server's flags, group by group: names, types, defaults and help texts."""
+"""Defines the server's flags, group by group, except those of models: names, types, defaults and help texts."""
 
 from __future__ import annotations
 
@@ -10,9 +10,7 @@ from core.config import (
     CacheScope,
     EngineConfig,
     ImageConfig,
-    KernelChoice,
     ModelConfig,
-    Quantization,
     RouterPolicy,
     SchedulerConfig,
     SchedulingPolicyName,
@@ -24,96 +22,13 @@ from entrypoints.flag_types import (
     auto_or_bytes,
     byte_count,
     decimal,
-    device,
     host,
     http_url,
     keyframes,
-    named_adapter,
     page_dtype,
     web_origin,
     whole_number,
 )
-from entrypoints.model_paths import named_model
-
-
-def add_model_flags(parser: argparse.ArgumentParser) -> None:
-    group, default = parser.add_argument_group("model"), ModelConfig()
-    group.add_argument(
-        "--model",
-        dest="models",
-        action="append",
-        default=[],
-        type=named_model,
-        metavar="[NAME=]DIR_OR_HUB_ID",
-        help="diffusers checkpoint to serve, under this name; may be repeated, and requests choose by `model`, without "
-        "which the first is meant; default: stencil-embedded, the embedded model",
-    )
-    group.add_argument(
-        "--catalog",
-        default="",
-        metavar="FILE",
-        help="TOML file that lists several models, each with settings of its own, instead of --model",
-    )
-    group.add_argument(
-        "--served-model-name",
-        default="",
-        metavar="NAME",
-        help="model id shown to clients, of a single model; empty: the value of --model, or stencil-embedded",
-    )
-    group.add_argument(
-        "--variant",
-        default=default.variant,
-        metavar="NAME",
-        help="variant of the checkpoint's weight files, such as fp16; parts without it load their plain files",
-    )
-    group.add_argument(
-        "--lora",
-        dest="loras",
-        action="append",
-        default=[],
-        type=named_adapter,
-        metavar="NAME=PATH",
-        help="a LoRA adapter that requests may choose by this name: a safetensors file, or a folder with one; "
-        "may be repeated",
-    )
-    group.add_argument(
-        "--dtype",
-        default=default.dtype,
-        choices=("auto", "float32", "bfloat16", "float16"),
-        help="data type of weights and computation; auto: the fastest that is safe on the device",
-    )
-    group.add_argument(
-        "--quantization",
-        default=default.quantization,
-        choices=get_args(Quantization),
-        help="quantise the denoiser's linear layers at load time; torchao-int8 runs on any device and needs the extra "
-        "'quantization'; bitsandbytes-8bit and bitsandbytes-4bit need a GPU and the package bitsandbytes",
-    )
-    group.add_argument(
-        "--device", default=default.device, type=device, metavar="DEVICE", help="auto, cpu, cuda or cuda:N"
-    )
-    group.add_argument(
-        "--kernels",
-        default=default.kernels,
-        choices=get_args(KernelChoice),
-        help="operators of denoisers; auto: the fastest for the device; torch: PyTorch's only, slower, but need no "
-        "compiler; compile: auto, and on a GPU a UNet's layers are compiled, which takes minutes at the first start",
-    )
-    group.add_argument(
-        "--model-bytes",
-        default=SchedulerConfig().model_bytes,
-        type=byte_count,
-        metavar="BYTES",
-        help="weights that each worker may hold; a model beyond it is loaded when a request needs it, in place of what "
-        "was not used for longest; 0: no limit; a number of bytes, or with K, M or G",
-    )
-    group.add_argument(
-        "--threads",
-        default=default.threads,
-        type=whole_number(0, 1024),
-        metavar="N",
-        help="CPU threads per worker; 0: all cores but one, split between the workers of all engines",
-    )
 
 
 def add_server_flags(parser: argparse.ArgumentParser) -> None:
@@ -264,8 +179,8 @@ def _add_queue_flags(group: argparse._ArgumentGroup) -> None:
         "--step-schedule",
         default=default.step_schedule,
         choices=get_args(StepScheduleName),
-        help="denoising steps of mask-aware requests that do not say: full, or calibrated: of a model with a "
-        "calibrated schedule, only those that matter",
+        help="denoising steps of requests that do not say and do not ask to be exact: full, or calibrated: of a model "
+        "with a calibrated schedule, only those that matter",
     )
     group.add_argument(
         "--max-retries",

@@ -1,5 +1,5 @@
 """Executor: manages an engine's worker processes. It spawns them, sends them plans, merges their results, reports their
-deaths, and starts them anew.
+deaths, and restarts them.
 
 It runs in the EngineCore's process and therefore does not import torch.
 """
@@ -31,7 +31,9 @@ from core.messages.salvage import WithheldItems, readable_result, sendable_plan
 from core.messages.worker import (
     BatchResult,
     CostSample,
+    DropAdapter,
     FromWorker,
+    LoadAdapter,
     Shutdown,
     StepPlan,
     ToWorker,
@@ -116,7 +118,7 @@ class Executor:
 
     def submit(self, plan: StepPlan) -> None:
         """Send each rank its part of the plan, without waiting. A rank that died is reported by `results`, not here;
-        one that is started anew gets nothing until it is ready.
+        one that is restarted gets nothing until it is ready.
         """
         self._next_seq = plan.seq + 1
         for rank, part in parts_of(plan, len(self._workers)).items():
@@ -135,12 +137,16 @@ class Executor:
             for answer in saved.answers:
                 self._mailbox.put_nowait(answer)
 
+    def tell(self, rank: int, message: LoadAdapter | DropAdapter) -> None:
+        """Send a rank what is no plan. One that died is reported by `results`, not here."""
+        self._workers[rank].send(message)
+
     def kill(self, rank: int) -> None:
         """Kill a worker that does not answer; its death is then reported by `results`."""
         self._workers[rank].kill()
 
     def restart(self, rank: int, wait_seconds: float) -> None:
-        """Start a worker anew whose death was reported, after this wait. Ends with a WorkerReady among `results`, or
+        """Restart a worker whose death was reported, after this wait. Ends with a WorkerReady among `results`, or
         with another WorkerFailed. Other ranks wait no more for what the dead one was to send.
         """
         assert self._tasks is not None

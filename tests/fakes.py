@@ -127,7 +127,7 @@ class FakePages:
     device_reads: set[int] = field(default_factory=set)  # ranks that have read pages on their device
 
     def write(self, ref: EntryRef, blocks: range, rank: int) -> None:
-        """A rank writes blocks of an entry; the first one makes it anew."""
+        """A rank writes blocks of an entry; the first one makes it again."""
         if blocks.start == 0:
             self.failed.discard((rank, ref.key))
         if ref.host is None:
@@ -287,7 +287,7 @@ class FakeWorkers:
         self.pages.lose(rank)
 
     def join(self, rank: int) -> None:
-        """A rank that had died was started anew."""
+        """A rank that had died was restarted."""
         self.dead.remove(rank)
 
     def run_one(self, rank: int) -> list[BatchResult | TransferDone]:

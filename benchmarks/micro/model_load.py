@@ -29,6 +29,7 @@ from model_executor.checkpoint.libraries import quiet_libraries
 from model_executor.weights.taking import TakenWeights
 from model_executor.worker.component_loader import ComponentLoader
 from model_executor.worker.cost_probe import Batches
+from model_executor.worker.loader_thread import LoaderThread
 from model_executor.worker.resident import ResidentModels, set_threads
 from tools.random_checkpoints import make_flux
 
@@ -70,7 +71,7 @@ class _Loading:
     def __init__(self, models: ResidentModels, address: str) -> None:
         self._models, self._key = models, models.keys[LARGE]["transformer"]
         self._answers: list[ModelLoaded | ModelFailed] = []
-        self._loader = ComponentLoader(0, models, self._answers.append, TakenWeights(address))
+        self._loader = ComponentLoader(0, models, self._answers.append, LoaderThread(), TakenWeights(address))
 
     def __call__(self) -> Callable[[], bool]:
         if self._models.find(self._key) is not None:

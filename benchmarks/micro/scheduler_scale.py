@@ -26,7 +26,7 @@ from core.graph.workflow import Node
 from core.messages.codec import MessageDecoder, encode
 from core.messages.engine import EngineOutputs, EngineRequest, FromEngine, ToEngine
 from core.messages.plan_parts import parts_of
-from core.messages.worker import Batch, BatchResult, FromWorker, StepPlan
+from core.messages.worker import Batch, BatchResult, DropAdapter, FromWorker, LoadAdapter, StepPlan
 from core.scheduling.dispatch import Decision, Dispatch
 from core.scheduling.policies.policy import SchedulingPolicy
 from core.scheduling.request import Request
@@ -106,6 +106,9 @@ class Loop:
             encode(part)
             if part.batches:
                 self._plans[rank].append(part)
+
+    def tell(self, rank: int, message: LoadAdapter | DropAdapter) -> None:
+        raise AssertionError("no adapter is loaded")
 
     def kill(self, rank: int) -> None:
         raise AssertionError("a fake rank is never late")

@@ -8,6 +8,7 @@ evenly spaced, and of all levels with other draws in the steps.
 from __future__ import annotations
 
 import argparse
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -41,29 +42,8 @@ NEARLY_ONE = 1 - 1e-6
 """The first noise level of solvers that need the logarithm of what it leaves of the picture; UniPC's own choice."""
 
 
-class _FromNoise:
+class _FromNoise(ABC):
     """What FluxFillPipeline asks of a scheduler beside its steps."""
-
-    def scale_noise(self, sample: torch.Tensor, timestep: torch.Tensor, noise: torch.Tensor) -> torch.Tensor:
-        """The first latents of an edit of strength 1."""
-        return noise
-
-
-class FlowUniPC(_FromNoise, UniPCMultistepScheduler):  # type: ignore[misc]  # untyped
-    """UniPC on a flow model's noise levels, given as a list."""
-
-    def set_timesteps(
-        self,
-        num_inference_steps: int | None = None,
-        device: str | torch.device | None = None,
-        sigmas: Sequence[float] = (),
-        mu: float | None = None,
-    ) -> None:
-        super().set_timesteps(device=device, sigmas=np.array(sigmas), mu=mu)
-
-
-class FlowDPMSolver(_FromNoise, DPMSolverMultistepScheduler):  # type: ignore[misc]  # untyped
-    """DPM-Solver++ on given noise levels of a flow model; diffusers' own spaces them itself."""
 
     def set_timesteps(
         self,
@@ -73,7 +53,29 @@ class FlowDPMSolver(_FromNoise, DPMSolverMultistepScheduler):  # type: ignore[mi
         mu: float | None = None,
     ) -> None:
         """sigmas: falling from 1, none of them 0. mu: not used, since the embedded model's levels are not shifted."""
-        super().set_timesteps(len(sigmas), device)
+        self._take(sigmas, device)
+
+    @abstractmethod
+    def _take(self, sigmas: Sequence[float], device: str | torch.device | None) -> None:
+        """Step through these noise levels."""
+
+    def scale_noise(self, sample: torch.Tensor, timestep: torch.Tensor, noise: torch.Tensor) -> torch.Tensor:
+        """The first latents of an edit of strength 1."""
+        return noise
+
+
+class FlowUniPC(_FromNoise, UniPCMultistepScheduler):  # type: ignore[misc]  # untyped
+    """UniPC on a flow model's noise levels, given as a list."""
+
+    def _take(self, sigmas: Sequence[float], device: str | torch.device | None) -> None:
+        UniPCMultistepScheduler.set_timesteps(self, device=device, sigmas=np.array(sigmas))
+
+
+class FlowDPMSolver(_FromNoise, DPMSolverMultistepScheduler):  # type: ignore[misc]  # untyped
+    """DPM-Solver++ on given noise levels of a flow model; diffusers' own spaces them itself."""
+
+    def _take(self, sigmas: Sequence[float], device: str | torch.device | None) -> None:
+        DPMSolverMultistepScheduler.set_timesteps(self, len(sigmas), device)
         levels = torch.tensor(sigmas, dtype=torch.float32).clamp(max=NEARLY_ONE)
         self.sigmas = torch.cat([levels, torch.zeros(1)])
         self.timesteps = (levels * self.config.num_train_timesteps).to(device)

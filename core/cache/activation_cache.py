@@ -251,7 +251,7 @@ class ActivationCacheManager:
         self._table.lose_device(rank)
 
     def join_rank(self, rank: int) -> None:
-        """Note that a rank that had died was started anew."""
+        """Note that a rank that had died was restarted."""
         self._orders.down.remove(rank)
 
     def lose_all(self) -> None:

@@ -12,7 +12,7 @@ class PendingOrders:
     def __init__(self, *, has_disk: bool) -> None:
         """has_disk: without it there are no files, and delete orders are ignored."""
         self.copies: list[PageCopy] = []
-        self.down: set[int] = set()  # ranks that have died and are not started anew yet; orders to them wait
+        self.down: set[int] = set()  # ranks that have died and are not restarted yet; orders to them wait
         self._forget: list[PageForget] = []
         self._delete: list[str] = []
         self._has_disk = has_disk

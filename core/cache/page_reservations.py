@@ -181,7 +181,7 @@ class PageReservations:
 
     def lose_rank(self, rank: int) -> list[Reservation]:
         """Note that a rank has died: what it has computed of passes under way is computed again. Returns the
-        reservations of pages on its device, which are lost; they are to be released and made anew.
+        reservations of pages on its device, which are lost; they are to be released and made again.
         """
         self.cache.lose_rank(rank)
         for job in self._jobs.values():

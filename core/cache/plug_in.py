@@ -66,7 +66,7 @@ class ActivationCache(NodeCache):
             models, self._pages, self._templates, 2 * max_num_seqs if has_slow_tier else 0
         )
         self._out: dict[str, Chunk | None] = {}  # id of a job in flight -> its chunk; None: its template is encoded
-        self._pageless: set[str] = set()  # ids of requests whose pages were lost, until they are reserved anew
+        self._pageless: set[str] = set()  # ids of requests whose pages were lost, until they are reserved again
 
     # ------------------------------------------------------------------------------------------------- requests
 

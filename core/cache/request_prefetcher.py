@@ -56,7 +56,7 @@ class RequestPrefetcher:
         self._pages.trim(mine.reservation, _masked(request, mine.sigmas, _masked_done(request)))
 
     def set_back(self, request: Request, *, are_lost: bool) -> None:
-        """Reserve anew what the remaining steps of a request with a record read, after it was set back, unless it has
+        """Reserve again what the remaining steps of a request with a record read, after it was set back, unless it has
         all of it. are_lost: its pages are.
         """
         mine = self.records[request.id]

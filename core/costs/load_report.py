@@ -103,7 +103,7 @@ class LoadReport(msgspec.Struct, frozen=True, kw_only=True):
     num_received: int  # edits and template requests since start; anything sent later is not in this report
     num_running: int  # edits
     num_waiting: int  # edits
-    num_ranks: int = 1  # workers that live; with none nothing runs until one was started anew
+    num_ranks: int = 1  # live workers; while there are none, nothing runs
     running: dict[str, RequestLoad] = {}  # id -> remaining work of each edit that has begun and not ended
     # Predicted seconds.
     base_seconds: float = 0.0  # the constant part of a step, whichever requests are in it; 0 without requests
@@ -160,7 +160,7 @@ class RankStats(msgspec.Struct, frozen=True):
 
     resident_models: tuple[LoadedComponent, ...]  # as its worker has said
     busy_seconds: float  # since start: worker time
-    deaths: int = 0  # since start: of its worker, which was started anew each time
+    deaths: int = 0  # since start: of its worker, which was restarted each time
     is_up: bool = True  # its worker lives and accepts plans
 
 

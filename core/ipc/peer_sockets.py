@@ -2,7 +2,7 @@
 
 Each rank has one inbox, a datagram socket whose sending end all ranks have. A message is a small header; the data is in
 a memfd whose descriptor travels with it, so a sender never waits until the receiver has read, and the kernel frees what
-is not received. The engine keeps all ends: a rank that is started anew gets the inbox of the one that has died, with
+is not received. The engine keeps all ends: a rank that is restarted gets the inbox of the one that has died, with
 what was sent to that one, and the engine sends messages about the dead.
 """
 

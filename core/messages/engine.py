@@ -10,6 +10,7 @@ from core.costs.load_report import EngineStats, LoadReport
 from core.failure import Failure
 from core.handles import ArrayRef, Tier
 from core.messages.message import Message
+from core.messages.worker import DropAdapter, LoadAdapter
 from core.model_info import ModelInfo
 from core.patches import PatchSet
 from core.sampling_params import SamplingParams
@@ -156,7 +157,7 @@ class Drain(Message, frozen=True):
     """Finish all accepted requests, then exit. New ones are refused by the sender, not here."""
 
 
-ToEngine = EngineRequest | PrimeTemplate | DropTemplate | Abort | Drain
+ToEngine = EngineRequest | PrimeTemplate | DropTemplate | LoadAdapter | DropAdapter | Abort | Drain
 
 
 class EngineReady(Message, frozen=True):
@@ -195,6 +196,13 @@ class TemplatePrimed(Message, frozen=True):
     ms: float  # worker time spent on it
 
 
+class AdapterAdded(Message, frozen=True):
+    """Terminal, for LoadAdapter: every rank of the engine has it."""
+
+    request_id: str
+    patch: str  # its id
+
+
 class Failed(Message, frozen=True):
     """Terminal."""
 
@@ -211,7 +219,7 @@ class Aborted(Message, frozen=True):
 class EngineOutputs(Message, frozen=True):
     """The outputs of one iteration of the engine, with its load."""
 
-    outputs: tuple[PartialImage | Finished | TemplatePrimed | Failed | Aborted, ...]
+    outputs: tuple[PartialImage | Finished | TemplatePrimed | AdapterAdded | Failed | Aborted, ...]
     load: LoadReport
     stats: EngineStats | None = None  # None if the last ones are recent enough
 
@@ -225,7 +233,7 @@ class EngineFailed(Message, frozen=True):
 
     failure: Failure
     # Terminal messages of the requests it held; the receiver fails all others.
-    outputs: tuple[Finished | TemplatePrimed | PartialImage | Failed | Aborted, ...] = ()
+    outputs: tuple[Finished | TemplatePrimed | AdapterAdded | PartialImage | Failed | Aborted, ...] = ()
 
 
 FromEngine = EngineReady | EngineOutputs | EngineAlive | EngineFailed

@@ -16,11 +16,20 @@ from core.errors import MessageError, StencilError
 from core.failure import Failure
 from core.handles import Tier
 from core.messages.codec import DECODE_ERRORS, ENCODE_ERRORS, MessageDecoder, decode_member, encode
-from core.messages.engine import Aborted, EngineFailed, EngineOutputs, Failed, Finished, PartialImage, TemplatePrimed
+from core.messages.engine import (
+    Aborted,
+    AdapterAdded,
+    EngineFailed,
+    EngineOutputs,
+    Failed,
+    Finished,
+    PartialImage,
+    TemplatePrimed,
+)
 from core.messages.worker import Batch, BatchResult, Item, ItemResult, PageCopied, StepPlan
 
 T = TypeVar("T")
-RequestOutput = PartialImage | Finished | TemplatePrimed | Failed | Aborted
+RequestOutput = PartialImage | Finished | TemplatePrimed | AdapterAdded | Failed | Aborted
 
 _OUTPUTS: MessageDecoder[RequestOutput] = MessageDecoder(RequestOutput)
 

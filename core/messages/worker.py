@@ -113,11 +113,30 @@ class StepPlan(Message, frozen=True):
     model_ranks: tuple[int, ...] = ()  # the ranks that load and unload
 
 
+class LoadAdapter(Message, frozen=True):
+    """Read an adapter's file and put it in use for a model, beside the plans. Answered with an AdapterLoaded. The API
+    server sends it to EngineCores, and these to all their ranks.
+    """
+
+    request_id: str
+    model: str  # name of a served model
+    name: str
+    path: str  # a safetensors file, or a folder with one
+    patch: str = ""  # id that its file must have; "": any, as it is not known yet
+
+
+class DropAdapter(Message, frozen=True):
+    """Free an adapter that no request uses, nor will: it has no name any more. No answer."""
+
+    model: str
+    patch: str
+
+
 class Shutdown(Message, frozen=True):
     """Exit after the plans already queued."""
 
 
-ToWorker = StepPlan | Shutdown
+ToWorker = StepPlan | LoadAdapter | DropAdapter | Shutdown
 
 
 class WorkerConfig(msgspec.Struct, frozen=True):
@@ -219,6 +238,15 @@ class ModelFailed(Message, frozen=True):
     failure: Failure
 
 
+class AdapterLoaded(Message, frozen=True):
+    """A LoadAdapter is over on this rank."""
+
+    rank: int
+    request_id: str
+    patch: str = ""  # the adapter's id
+    failure: Failure | None = None  # why it is not in use; None: it is
+
+
 class WorkerFailed(Message, frozen=True):
     """The worker could not start or cannot continue; it exits after this message."""
 
@@ -226,4 +254,6 @@ class WorkerFailed(Message, frozen=True):
     failure: Failure
 
 
-FromWorker = WorkerReady | BatchResult | TransferDone | PageCopied | ModelLoaded | ModelFailed | WorkerFailed
+FromWorker = (
+    WorkerReady | BatchResult | TransferDone | PageCopied | ModelLoaded | ModelFailed | AdapterLoaded | WorkerFailed
+)

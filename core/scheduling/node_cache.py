@@ -123,7 +123,7 @@ class NodeCache(ABC):
 
     @abstractmethod
     def set_back(self, request: Request) -> None:
-        """Reserve anew what a request reads that runs some steps again, or whose pages were lost. Nothing of it may be
+        """Reserve again what a request reads that runs some steps again, or whose pages were lost. Nothing of it may be
         in flight. To be called after its progress is changed.
         """
 
@@ -206,7 +206,7 @@ class NodeCache(ABC):
 
     @abstractmethod
     def join_rank(self, rank: int) -> None:
-        """Note that a rank that had died was started anew; its device is empty."""
+        """Note that a rank that had died was restarted; its device is empty."""
 
     @abstractmethod
     def abandon(self, failure: Failure) -> None:

@@ -1,12 +1,12 @@
-"""The messages that a scheduler sends to clients about their requests."""
+"""The messages that an engine sends to clients about their requests."""
 
 from __future__ import annotations
 
-from core.messages.engine import Aborted, Failed, Finished, PartialImage, TemplatePrimed
+from core.messages.engine import Aborted, AdapterAdded, Failed, Finished, PartialImage, TemplatePrimed
 from core.scheduling.node_cache import CacheOutcome
 from core.scheduling.request import Request
 
-Output = PartialImage | Finished | TemplatePrimed | Failed | Aborted
+Output = PartialImage | Finished | TemplatePrimed | AdapterAdded | Failed | Aborted
 
 
 def finished(request: Request, cache: CacheOutcome) -> Finished:

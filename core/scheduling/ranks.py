@@ -25,7 +25,7 @@ class Ranks:
         self.residency.lose(rank)
 
     def join(self, rank: int, components: Iterable[LoadedComponent]) -> None:
-        """Note that a worker that was started anew accepts plans, and has loaded these components."""
+        """Note that a worker that was restarted accepts plans, and has loaded these components."""
         assert rank not in self.up, f"rank {rank} is up already"
         self.up = tuple(sorted([*self.up, rank]))
         self.residency.join(rank, components)

@@ -34,7 +34,7 @@ class Recovery:
     sent, and what the other ranks still have of it does not count. Once they have answered, it goes on: the nodes that
     made what was lost run again, from the last values that survive.
 
-    The requests whose batch a rank ran when it died are suspects. One that has been so twice begins anew when no other
+    The requests whose batch a rank ran when it died are suspects. One that has been so twice starts over when no other
     runs, and no other runs beside it; after more deaths than it may have retries it fails.
     """
 

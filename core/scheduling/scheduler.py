@@ -193,7 +193,7 @@ class StepScheduler:
             self._settle(request)
 
     def join_rank(self, rank: int, components: Iterable[LoadedComponent]) -> None:
-        """Note that the worker of a rank that was lost has been started anew, and has loaded these components."""
+        """Note that the worker of a rank that was lost has been restarted, and has loaded these components."""
         self.ranks.join(rank, components)
         self.cache.join_rank(rank)
 

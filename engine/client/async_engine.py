@@ -28,6 +28,7 @@ from engine.client.edit_types import EditInput, ImageOutput
 from engine.client.page_folder import check_page_folder
 from engine.client.result_templates import ResultTemplates
 from engine.client.running_sessions import RunningSessions
+from engine.client.runtime_adapters import RuntimeAdapters
 from engine.client.served_models import ServedModels
 from engine.client.services import Services
 from engine.client.template_session import TemplateSession
@@ -46,8 +47,9 @@ SETTLE_SECONDS = 4.0
 class AsyncEngine:
     """start, ready, edit and prime_template (many at once), shutdown. All methods belong to one event loop."""
 
-    services: Services  # set by `start`, and `_results` with it
+    services: Services  # set by `start`, and those below with it
     _results: ResultTemplates
+    _adapters: RuntimeAdapters
 
     def __init__(self, config: StencilConfig, metrics: Metrics | None = None) -> None:
         self.config = config
@@ -68,7 +70,7 @@ class AsyncEngine:
         check_limits(self.config.arena_bytes, self.config.engine.cache.host_bytes)
         await asyncio.to_thread(check_page_folder, self.config.engine.cache)
         services = Services.create(self.config, self.metrics, self._served, self._sessions, self.templates)
-        self.services, self._results = services, ResultTemplates(services)
+        self.services, self._results, self._adapters = services, ResultTemplates(services), RuntimeAdapters(services)
         self.metrics.watch_queue(lambda: self.num_requests_running, lambda: self.num_requests_waiting)
         self.metrics.watch_image_processors(services.images, lambda: services.admission.drain_seconds)
         try:
@@ -158,13 +160,17 @@ class AsyncEngine:
         self.services.admission.check_upload(owner, uploads)
 
     def _choose_model(self, name: str, loras: Sequence[Lora]) -> ModelChoice:
+        self._check_open()
+        return choose_model(self._served.by_name, name, loras)
+
+    def _check_open(self) -> None:
+        """Raises OverloadedError while no model is served."""
         if self.is_closing:
             self.metrics.observe_rejected("shutting_down")
             raise OverloadedError("The server is shutting down.", retry_after=MIN_RETRY_SECONDS)
         if not self._served.by_name:
             self.metrics.observe_rejected("not_ready")
             raise OverloadedError("The model is still loading.", retry_after=MIN_RETRY_SECONDS)
-        return choose_model(self._served.by_name, name, loras)
 
     # ---------------------------------------------------------------------------------- templates
 
@@ -204,6 +210,18 @@ class AsyncEngine:
     def delete_template(self, template_id: str, owner: str) -> None:
         """Delete a template and its pages. Raises TemplateNotFoundError."""
         self.services.templates.remove(template_id, owner)
+
+    # ---------------------------------------------------------------------------------- adapters
+
+    async def load_adapter(self, name: str, path: str, model: str = "") -> ModelInfo:
+        """See `RuntimeAdapters.load`. Raises OverloadedError while no engine serves, too."""
+        self._check_open()
+        return await self._adapters.load(name, path, model)
+
+    def unload_adapter(self, name: str) -> None:
+        """See `RuntimeAdapters.unload`."""
+        self._check_open()
+        self._adapters.unload(name)
 
     # ---------------------------------------------------------------------------------- state
 

@@ -6,11 +6,11 @@ import asyncio
 import time
 from dataclasses import dataclass
 
-from core.messages.engine import Aborted, EngineRequest, Failed, Finished, PartialImage, TemplatePrimed
+from core.messages.engine import Aborted, AdapterAdded, EngineRequest, Failed, Finished, PartialImage, TemplatePrimed
 from engine.router.engine_client import RequestOutput
 from engine.router.router import Router
 
-Ending = Finished | TemplatePrimed | Failed | Aborted
+Ending = Finished | TemplatePrimed | AdapterAdded | Failed | Aborted
 """The terminal output of a request."""
 
 

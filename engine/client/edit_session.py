@@ -14,7 +14,7 @@ from contextlib import asynccontextmanager
 import msgspec
 
 from core.errors import DeadlineExceededError, OverloadedError, StencilError
-from core.messages.engine import Aborted, Failed, Finished, PartialImage, TemplatePrimed
+from core.messages.engine import Aborted, AdapterAdded, Failed, Finished, PartialImage, TemplatePrimed
 from core.model_choice import ModelChoice
 from core.routing.request_shape import RequestShape
 from engine.client.admission_ticket import AdmissionTicket
@@ -50,7 +50,7 @@ class EditSession(Session):
         self, services: Services, results: ResultTemplates, request_id: str, edit: EditInput, choice: ModelChoice
     ) -> None:
         """Raises InvalidRequestError, TemplateNotFoundError."""
-        super().__init__(edit.owner, edit.sampling.n, edit.sampling.priority)
+        super().__init__(choice, edit.owner, edit.sampling.n, edit.sampling.priority)
         self._services = services
         self._results = results
         self._model = choice.model
@@ -129,7 +129,7 @@ class EditSession(Session):
                 raise self._displaced(self.displaced_for)
             case Aborted():
                 raise OverloadedError("The server shut down before the request finished.", retry_after=1.0)
-            case TemplatePrimed():
+            case TemplatePrimed() | AdapterAdded():
                 raise AssertionError(f"{output.request_id} is an edit, and was answered as a template")
 
     def _note_objective(self, image: EditImage) -> None:

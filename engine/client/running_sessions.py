@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Collection, Coroutine, Iterator
+from collections.abc import Callable, Collection, Coroutine, Iterator
 from contextlib import contextmanager, suppress
 from typing import Any
 
@@ -22,6 +22,7 @@ class RunningSessions:
         self._tasks: asyncio.TaskGroup | None = None  # of the engine's actor, while it runs
         self._idle = asyncio.Event()
         self._idle.set()
+        self._ended = asyncio.Event()  # set whenever one is cleaned up
 
     def __iter__(self) -> Iterator[Session]:
         return iter(tuple(self._sessions))
@@ -47,6 +48,7 @@ class RunningSessions:
             await session.close()
         finally:
             self._sessions.remove(session)
+            self._ended.set()
             if not self._sessions:
                 self._idle.set()
 
@@ -80,6 +82,12 @@ class RunningSessions:
         with suppress(TimeoutError):
             async with asyncio.timeout(seconds):
                 await self._idle.wait()
+
+    async def wait_while_any(self, is_meant: Callable[[Session], bool]) -> None:
+        """Wait until all sessions that are meant are cleaned up."""
+        while any(map(is_meant, self._sessions)):
+            self._ended.clear()
+            await self._ended.wait()
 
     # ---------------------------------------------------------------------------------- places in the queue
 

@@ -21,6 +21,14 @@ class ServedModels:
         """The engines' limits for cached pages."""
         return self.engine.cache
 
+    def add(self, info: ModelInfo) -> None:
+        """Serve one more adapter."""
+        self.by_name = self.by_name | {info.name: info}
+
+    def remove(self, name: str) -> None:
+        """Serve an adapter no more."""
+        self.by_name = {other: info for other, info in self.by_name.items() if other != name}
+
     def set(self, models: dict[str, ModelInfo], engine: EngineConfig) -> None:
         """Set what the engines reported; called once, when all are ready."""
         self.by_name, self.engine = models, engine

@@ -43,11 +43,11 @@ class TemplateSession(Session):
         owner: str,
         is_idle_work: bool = False,
     ) -> None:
-        super().__init__(owner, num_images=0 if is_idle_work else 1, is_idle_work=is_idle_work)
+        super().__init__(choice, owner, num_images=0 if is_idle_work else 1, is_idle_work=is_idle_work)
         self._services = services
         self._id = request_id
         self._upload = upload
-        self._model, self._patches = choice.model, choice.patches
+        self._model = choice.model
         self._cache_salt = services.served.cache.salt(owner)
         self._span = NO_SPAN if is_idle_work else current_span()  # the request's span has ended when idle work begins
         self._memory = SessionMemory(services)
@@ -122,7 +122,7 @@ class TemplateSession(Session):
             arrival=time.monotonic(),
             is_idle_work=self.is_idle_work,
             cache_salt=self._cache_salt,
-            patches=self._patches,
+            patches=self.patches,
         )
 
     def _hear(self, output: RequestOutput) -> None:

@@ -29,8 +29,11 @@ from core.messages.engine import (
     ToEngine,
 )
 from core.messages.worker import (
+    AdapterLoaded,
     BatchResult,
+    DropAdapter,
     FromWorker,
+    LoadAdapter,
     ModelFailed,
     ModelLoaded,
     PageCopied,
@@ -42,6 +45,7 @@ from core.messages.worker import (
 from core.restarts import MAX_RESTARTS, Restarts
 from core.scheduling.outputs import Output
 from core.scheduling.scheduler import StepScheduler
+from engine.engine_core.rank_adapters import RankAdapters
 from engine.engine_core.watchdog import Watchdog
 from engine.observability.engine_trace import EngineTrace
 from engine.observability.tracing import NoTracer
@@ -60,6 +64,7 @@ class PlanSink(Protocol):
     """Sends plans to the workers; implemented by `model_executor.executor.Executor`."""
 
     def submit(self, plan: StepPlan) -> None: ...
+    def tell(self, rank: int, message: LoadAdapter | DropAdapter) -> None: ...
     def kill(self, rank: int) -> None: ...
     def restart(self, rank: int, wait_seconds: float) -> None: ...
 
@@ -92,6 +97,12 @@ class EngineCore:
         self._executor = executor
         self._emit = emit
         self._trace = trace or EngineTrace(NoTracer())
+        self._adapters = RankAdapters(
+            scheduler.num_workers,
+            executor.tell,
+            [(info.parent, info.patch) for info in scheduler.models.values() if info.parent],
+        )
+        self._answers: list[Output] = []  # of adapters that were loaded
         self._watchdog = Watchdog(hang_seconds, self._on_hang)
         self._restarts = [Restarts() for _ in range(scheduler.num_workers)]  # by rank
         self._unwatched: set[int] = set()  # ranks that have answered, or were sent something, since the last look
@@ -143,7 +154,8 @@ class EngineCore:
         """Report outputs and requests that begin at once, and all else within REPORT_SECONDS. A new request need not be
         reported, as the router knows what it has sent.
         """
-        outputs = self._scheduler.take_outputs()
+        outputs = (*self._scheduler.take_outputs(), *self._answers)
+        self._answers.clear()
         num_running, _ = self._scheduler.counts
         if outputs or self._is_report_due or num_running != self._num_running_told:
             self._num_running_told = num_running
@@ -191,6 +203,12 @@ class EngineCore:
                 self._scheduler.add_template(message)
             case DropTemplate():
                 self._scheduler.drop_template(message)
+            case LoadAdapter():
+                self._answers += filter(None, [self._adapters.load(message)])
+            case DropAdapter():
+                self._adapters.drop(message)
+            case AdapterLoaded():
+                self._answers += filter(None, [self._adapters.note(message)])
             case Abort():
                 self._scheduler.abort(message.request_ids)
             case Drain():
@@ -211,7 +229,7 @@ class EngineCore:
                 self._join(message)
 
     def _lose(self, message: WorkerFailed) -> None:
-        """Have a dead worker started anew, while the others go on; or give up if it keeps dying."""
+        """Restart a dead worker, while the others go on; or give up if it keeps dying."""
         rank, failure, restarts = message.rank, message.failure, self._restarts[message.rank]
         self._watchdog.heard(rank)
         self._unwatched.discard(rank)
@@ -221,6 +239,7 @@ class EngineCore:
             logger.error("worker %d failed: %s\n%s", rank, failure.message, failure.detail, extra=of_request(""))
         if rank in self._scheduler.ranks.up:  # else its restart has failed
             self._scheduler.lose_rank(rank, failure)
+            self._answers += self._adapters.lose(rank)
             self._trace.lost(rank)
         seconds = restarts.next_wait()
         text = "worker %d is restarted in %.0f s, restart %d of at most %d in a row: %s"
@@ -229,12 +248,13 @@ class EngineCore:
         self._is_report_due = True
 
     def _join(self, message: WorkerReady) -> None:
-        """Give work to a worker that was started anew."""
+        """Give work to a worker that was restarted."""
         if {info.name: info for info in message.models} != self._scheduler.models:
             why = f"worker {message.rank} no longer serves its models in the same way"
             self._fail(WorkerFailed(rank=message.rank, failure=Failure("config", why)))
         logger.info("worker %d serves again", message.rank, extra=of_request(""))
         self._restarts[message.rank].note_up(time.monotonic())
+        self._adapters.join(message.rank)
         self._scheduler.join_rank(message.rank, message.components)
         self._is_report_due = True
 

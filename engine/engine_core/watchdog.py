@@ -48,7 +48,7 @@ class Watchdog:
             del self._seconds[rank]
 
     def extend(self) -> None:
-        """Start the time limits of all workers anew: they may have waited for one that hangs."""
+        """Restart the time limits of all workers: they may have waited for one that hangs."""
         for rank, seconds in list(self._seconds.items()):
             self._start(rank, seconds)
 

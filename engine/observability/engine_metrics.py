@@ -85,7 +85,7 @@ class EngineMetrics:
     def _make_engine_collectors(self, registry: MetricRegistry) -> None:
         self._alive = registry.gauge("engine_alive", "1 while an engine serves, 0 while it does not.", "engine")
         self._rank_restarts = registry.counter(
-            "rank_restarts", "Workers that died and were started anew while their engine lived on.", "engine"
+            "rank_restarts", "Workers that died and were restarted while their engine lived on.", "engine"
         )
         self._restarts = registry.counter("engine_restarts", "Starts of an engine after its death.", "engine")
         self._running = registry.gauge("engine_requests_running", "Images that an engine has begun.", "engine")

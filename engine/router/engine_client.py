@@ -28,6 +28,7 @@ from core.messages.codec import MessageDecoder, encode
 from core.messages.engine import (
     Abort,
     Aborted,
+    AdapterAdded,
     Drain,
     DropTemplate,
     EngineAlive,
@@ -44,6 +45,7 @@ from core.messages.engine import (
     ToEngine,
 )
 from core.messages.salvage import read_member, readable_outputs
+from core.messages.worker import DropAdapter, LoadAdapter
 from core.model_info import ModelInfo
 from engine.engine_core.engine_process import EngineProcessConfig
 from engine.engine_core.watchdog import SilenceWatch
@@ -56,7 +58,7 @@ STOP_SECONDS = 5.0
 LAST_WORDS_SECONDS = 0.1
 """How long the socket is read after the engine's exit, for its last messages."""
 
-RequestOutput = PartialImage | Finished | TemplatePrimed | Failed | Aborted
+RequestOutput = PartialImage | Finished | TemplatePrimed | AdapterAdded | Failed | Aborted
 Waiter = Callable[[RequestOutput], None]
 """Called in the event loop with every output of one request; must not block or raise."""
 
@@ -205,7 +207,7 @@ class EngineClient:
 
     # ---------------------------------------------------------------------------------- messages
 
-    def submit(self, request: EngineRequest | PrimeTemplate, waiter: Waiter) -> None:
+    def submit(self, request: EngineRequest | PrimeTemplate | LoadAdapter, waiter: Waiter) -> None:
         """Send a request; `waiter` is called with every output, the last one terminal. Raises EngineDeadError;
         MessageError for a request that cannot be encoded, which is not registered then.
         """
@@ -215,10 +217,10 @@ class EngineClient:
         self._waiters[request.request_id] = waiter
         self._send_bytes(payload)
 
-    def drop(self, template: DropTemplate) -> None:
-        """Have the engine drop a template's pages on every tier."""
+    def drop(self, what: DropTemplate | DropAdapter) -> None:
+        """Have the engine drop a template's pages on every tier, or an adapter."""
         if self.error is None:
-            self._send(template)
+            self._send(what)
 
     def abort(self, request_ids: tuple[str, ...]) -> None:
         """Abort requests; the terminal output of each still follows."""

@@ -31,6 +31,7 @@ from core.routing.policies import make_policy, outlook, work_seconds
 from core.routing.request_shape import RequestShape
 from core.scheduling.reporter import MAX_RECENT_STEPS
 from engine.observability.metrics import Metrics
+from engine.router.adapter_loads import AdapterLoads
 from engine.router.engine_client import RequestOutput, Waiter
 from engine.router.engine_replica import EngineReplica, ReplicaState
 
@@ -70,6 +71,7 @@ class Router:
             EngineReplica(msgspec.structs.replace(config.engine, data_parallel_rank=rank), arena, self)
             for rank in range(size)
         ]
+        self.adapters = AdapterLoads(self._replicas)
         self._models: dict[str, ModelInfo] = {}
         self._fleet = Fleet(size, config.engine.scheduler.max_num_seqs)
         self._policy = make_policy(config.router_policy)
@@ -328,7 +330,8 @@ class Router:
     # ---------------------------------------------------------------------------------- callbacks of the replicas
 
     def on_up(self, rank: int) -> None:
-        """Send it the requests that wait for an engine."""
+        """Send it the requests that wait for an engine, after the adapters that they may use."""
+        self.adapters.restore(self._replicas[rank])
         self._fleet.restore(rank)
         self._place_waiting()
 

@@ -23,6 +23,7 @@ from engine.client.model_state import model_state
 from engine.client.template_store import Template
 from engine.observability.metrics import CONTENT_TYPE
 from engine.observability.tracing import NoTracer, Tracer
+from entrypoints.openai.adapter_routes import adapter_router
 from entrypoints.openai.edit_request import LOADING_RETRY_SECONDS, Operation, build_call, chosen_loras, missing
 from entrypoints.openai.edit_response import EditResponse, disconnected
 from entrypoints.openai.engine_stats import engine_stats
@@ -42,7 +43,7 @@ from entrypoints.openai.schema import (
     TEMPLATE_ANSWERS,
     TEMPLATE_BODY,
 )
-from entrypoints.openai.submission import Submission, read_edit, read_generation, read_template
+from entrypoints.openai.submission import Submission, read_edit, read_json, read_template
 from entrypoints.openai.upload_slots import UploadSlots
 from entrypoints.playground.pages import playground_router
 from entrypoints.run_until import run_until
@@ -67,6 +68,7 @@ class ServerSettings:
     max_upload_bytes: int  # per file
     rate_limit: int = 0  # requests per minute and caller; 0: no limit
     allowed_origins: tuple[str, ...] = ()  # of web pages that may use the API, besides the server's own; "*": any
+    runtime_lora: bool = False  # whether callers may load adapters from files of this machine
     playground: bool = False  # whether to serve its pages, at / and /status
     allowed_hosts: tuple[str, ...] = ()  # in `Host` headers, besides loopback; empty: any
 
@@ -80,6 +82,7 @@ def create_app(engine: AsyncEngine, settings: ServerSettings, tracer: Tracer | N
     _add_image_routes(app, engine, settings, places, owners)
     _add_template_routes(app, engine, settings, places)
     _add_model_routes(app, engine)
+    app.include_router(adapter_router(engine, is_allowed=settings.runtime_lora))
     _add_operator_routes(app, engine, owners)
     if settings.playground:
         app.include_router(playground_router())
@@ -126,7 +129,7 @@ def _add_image_routes(
         """Paint a whole image: an edit of an empty canvas."""
         _admit(engine)
         async with places.take(_owner(request)):
-            submission = await read_generation(request, GENERATION_FIELDS)
+            submission = await read_json(request, GENERATION_FIELDS)
         owners.note(request.scope[REQUEST_ID], _owner(request))
         return _answer(engine, request, "image_generation", submission)
 

@@ -13,6 +13,7 @@ from starlette.responses import Response
 
 from core.errors import (
     AbortedError,
+    AdapterNotFoundError,
     DeadlineExceededError,
     EngineDeadError,
     InvalidImageError,
@@ -88,6 +89,16 @@ class HostNotAllowedError(StencilError):
         super().__init__(f"This server does not answer for the host {host[:100]!r}.{remedy}")
 
 
+class AdapterLoadingOffError(StencilError):
+    """The operator does not let callers load adapters."""
+
+    def __init__(self) -> None:
+        super().__init__(
+            "This server does not load adapters on request, since that reads files of its machine. Start it with "
+            "--allow-runtime-lora, or give it the adapters with --lora."
+        )
+
+
 class RateLimitError(StencilError):
     """The caller exceeded its rate limit; its next request is accepted in `retry_after` seconds."""
 
@@ -124,10 +135,12 @@ _TABLE: tuple[tuple[type[BaseException], int, str | None, str | None], ...] = (
     (InvalidApiKeyError, 401, INVALID_REQUEST, "invalid_api_key"),
     (ForeignOriginError, 403, INVALID_REQUEST, "foreign_origin"),
     (HostNotAllowedError, 403, INVALID_REQUEST, "host_not_allowed"),
+    (AdapterLoadingOffError, 403, INVALID_REQUEST, "adapter_loading_off"),
     (RateLimitError, 429, "requests", "rate_limit_exceeded"),
     (RequestTooLargeError, 413, INVALID_REQUEST, None),
     (UnsupportedContentTypeError, 415, INVALID_REQUEST, None),
     (ModelNotFoundError, 404, INVALID_REQUEST, None),
+    (AdapterNotFoundError, 404, INVALID_REQUEST, None),
     (TemplateNotFoundError, 404, INVALID_REQUEST, None),
     (InvalidImageError, 400, None, None),
     (InvalidRequestError, 400, INVALID_REQUEST, None),

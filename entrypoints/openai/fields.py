@@ -117,6 +117,14 @@ GENERATION_FIELDS: dict[str, Field] = {
         Field("style", "string", "Not used.", choices=("vivid", "natural"), has_effect=False),
     )
 }
+ADAPTER_FIELDS: dict[str, Field] = {
+    field.name: field
+    for field in (
+        Field("lora_name", "string", "The name that requests choose it by: letters, digits and _ . : -"),
+        Field("lora_path", "string", "A safetensors file on the server's machine, or a folder with one."),
+        Field("model", "string", "The model id that it is for; empty or omitted: the first one."),
+    )
+}
 TEMPLATE_FIELDS: dict[str, Field] = {field.name: field for field in _COMMON if field.name in ("model", "lora")}
 
 

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from entrypoints.openai.field import Field
-from entrypoints.openai.fields import EDIT_FIELDS, GENERATION_FIELDS, TEMPLATE_FIELDS
+from entrypoints.openai.fields import ADAPTER_FIELDS, EDIT_FIELDS, GENERATION_FIELDS, TEMPLATE_FIELDS
 
 _FILE = {"type": "string", "format": "binary"}
 _TEXT = {"type": "string"}
@@ -54,6 +54,11 @@ TEMPLATE_BODY = _body(
     }
 )
 
+LOAD_ADAPTER_BODY = _body({"application/json": _object(_properties(ADAPTER_FIELDS), "lora_name", "lora_path")})
+UNLOAD_ADAPTER_BODY = _body(
+    {"application/json": _object({"lora_name": ADAPTER_FIELDS["lora_name"].schema()}, "lora_name")}
+)
+
 _FAILURES: dict[int | str, dict[str, Any]] = {
     "4XX": {"description": "The request is wrong.", "content": {"application/json": {"schema": _ERROR}}},
     "5XX": {"description": "The server failed or is busy.", "content": {"application/json": {"schema": _ERROR}}},
@@ -79,6 +84,23 @@ TEMPLATE_ANSWERS: dict[int | str, dict[str, Any]] = {
                     "page_bytes": {"type": "integer", "description": "Size of what was computed from it."},
                     "primed": {"type": "boolean", "description": "Whether that was computed."},
                     "created": {"type": "integer", "description": "Unix seconds."},
+                }
+            )
+        },
+    },
+    **_FAILURES,
+}
+MODEL_ANSWERS: dict[int | str, dict[str, Any]] = {
+    200: {
+        "description": "The adapter.",
+        "content": {
+            "application/json": _object(
+                {
+                    "id": _TEXT,
+                    "object": _TEXT,
+                    "parent": _TEXT | {"description": "The model that it is for, once it is loaded."},
+                    "deleted": {"type": "boolean", "description": "True once it is not served any more."},
+                    "ignored": {"type": "array", "items": _TEXT, "description": "Fields without effect."},
                 }
             )
         },

@@ -70,8 +70,8 @@ async def read_template(request: Request, max_upload_bytes: int) -> Submission:
     return await _read_multipart(request, content_type, max_upload_bytes, _TEMPLATE_FORM)
 
 
-async def read_generation(request: Request, fields: Mapping[str, Field]) -> Submission:
-    """Read the body of POST /v1/images/generations: JSON. Raises as `read_edit`."""
+async def read_json(request: Request, fields: Mapping[str, Field]) -> Submission:
+    """Read a JSON body without pictures. Raises as `read_edit`."""
     media_type = _media_type(request.headers.get("content-type", ""))
     if media_type != JSON:
         raise UnsupportedContentTypeError(media_type, JSON)

@@ -28,7 +28,7 @@ class KnownHash(msgspec.Struct, frozen=True):
 
 class FileHashes:
     """A cache of weight files' hashes by real path, kept in one file of this folder between starts. A damaged one is
-    made anew.
+    made again.
     """
 
     def __init__(self, cache_folder: Path) -> None:

@@ -303,8 +303,14 @@ def resolve_dtype(name: str, device: torch.device) -> torch.dtype:
 
 
 def cpu_has_bfloat16() -> bool:
-    """Whether this CPU multiplies bfloat16 natively, several times as fast as float32."""
-    return torch.cpu._is_avx512_bf16_supported() or torch.cpu._is_amx_tile_supported()
+    """Whether this CPU multiplies bfloat16 natively."""
+    return torch.cpu._is_avx512_bf16_supported() or cpu_has_amx()
+
+
+def cpu_has_amx() -> bool:
+    """Whether this CPU has AMX, which multiplies bfloat16 several times as fast as float32; AVX-512 alone does not."""
+    supported: bool = torch.cpu._is_amx_tile_supported()
+    return supported
 
 
 def _locate(model: str, variant: str) -> Path:

@@ -178,6 +178,10 @@ class Family(ABC):
         """Use a prepared adapter for requests with this patch."""
 
     @abstractmethod
+    def drop_adapter(self, patch: str, parts: Collection[str]) -> None:
+        """Stop using a patch's adapter, and drop it from these loaded parts."""
+
+    @abstractmethod
     def lacking(self, patches: PatchSet) -> PatchSet:
         """Those of these patches whose adapters are not in use: a pass would leave them out without a word."""
 

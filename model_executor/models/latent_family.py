@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from core.page_scheme import PageDtype, PageLayout
 from core.patches import PatchSet
 from model_executor.checkpoint.loader import Checkpoint
-from model_executor.kernels.operators import chosen_operators
+from model_executor.kernels.operators import Operators
 from model_executor.models.base import EncodedImage, PrimeRow, Row, Sample
 from model_executor.models.denoiser import Denoiser
 from model_executor.models.vae_family import VaeFamily, pack, refuse, to_image, unpack
@@ -52,15 +52,11 @@ class LatentFamily(VaeFamily):
 
     # ------------------------------------------------------------------------------------------------------- parts
 
-    def recipe(self, part: str) -> str:
-        if part != "transformer":
-            return super().recipe(part)
-        return f"{self.denoiser.__name__} {self._sampling.num_train_timesteps} {self._checkpoint.kernels}"
+    @property
+    def _denoiser_recipe(self) -> str:
+        return f"{self.denoiser.__name__} {self._sampling.num_train_timesteps}"
 
-    def prepare(self, part: str, module: nn.Module) -> Any:
-        if part != "transformer":
-            return super().prepare(part, module)
-        operators = chosen_operators(self._checkpoint.kernels, self._device)
+    def _make_denoiser(self, module: nn.Module, operators: Operators) -> Denoiser:
         return self.denoiser(module, self._sampling.num_train_timesteps, operators, owns_module=True)
 
     def _outline_patches_of(self, part: str) -> AnyPatches:

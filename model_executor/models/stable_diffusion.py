@@ -21,7 +21,7 @@ from core.model_info import ModelInfo
 from core.page_scheme import PageDtype, PageLayout
 from core.patches import PatchSet
 from model_executor.checkpoint.loader import Checkpoint
-from model_executor.kernels.operators import chosen_operators
+from model_executor.kernels.operators import Operators
 from model_executor.models.base import EncodedImage, EncodedText, PrimeRow, Row, Sample
 from model_executor.models.parts import CLIP, TIMESTEP_SCHEDULERS, Classes, projected_clip
 from model_executor.models.text import Tokens, tokenize
@@ -115,15 +115,11 @@ class UnetFamily(VaeFamily):
     def _load_scheduler(self) -> Any:
         return self._checkpoint.load("scheduler")
 
-    def recipe(self, part: str) -> str:
-        if part != "unet":
-            return super().recipe(part)
-        return f"Unet {self._sampling.num_train_timesteps} {self._token_size} {self._checkpoint.kernels}"
+    @property
+    def _denoiser_recipe(self) -> str:
+        return f"Unet {self._sampling.num_train_timesteps} {self._token_size}"
 
-    def prepare(self, part: str, module: nn.Module) -> Any:
-        if part != "unet":
-            return super().prepare(part, module)
-        operators = chosen_operators(self._checkpoint.kernels, self._device)
+    def _make_denoiser(self, module: nn.Module, operators: Operators) -> Unet:
         return Unet(module, self._sampling.num_train_timesteps, self._token_size, operators)
 
     @property

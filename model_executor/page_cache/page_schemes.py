@@ -21,7 +21,7 @@ from core.model_info import ModelInfo
 from core.page_scheme import PageDtype, PageScheme
 from core.sampling_params import SamplingParams
 from model_executor.checkpoint.fingerprint import fingerprint
-from model_executor.checkpoint.loader import Checkpoint, cpu_has_bfloat16
+from model_executor.checkpoint.loader import Checkpoint, cpu_has_amx, cpu_has_bfloat16
 from model_executor.kernels.operators import chosen_operators
 from model_executor.models.base import Family
 
@@ -98,7 +98,7 @@ def _device_name(device: torch.device) -> str:
     """The GPU's name, or the CPU's with the instruction sets that PyTorch uses."""
     if device.type == "cuda":
         return torch.cuda.get_device_name(device)
-    bfloat16 = " bfloat16" if cpu_has_bfloat16() else ""
+    bfloat16 = (" bfloat16" if cpu_has_bfloat16() else "") + (" amx" if cpu_has_amx() else "")
     return f"{_cpu_name()} {torch.backends.cpu.get_cpu_capability()}{bfloat16}"
 
 

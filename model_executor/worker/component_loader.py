@@ -8,8 +8,6 @@ of 57 blocks. A component is put in use by an assignment; no batch uses it befor
 from __future__ import annotations
 
 import logging
-import queue
-import threading
 import time
 import traceback
 from collections.abc import Callable
@@ -24,6 +22,7 @@ from core.ipc.logs import of_request
 from core.messages.worker import ModelFailed, ModelLoaded
 from model_executor.weights.taking import TakenWeights
 from model_executor.worker.device_failures import is_out_of_memory
+from model_executor.worker.loader_thread import LoaderThread
 from model_executor.worker.resident import ResidentModels
 
 logger = logging.getLogger("stencil.worker")
@@ -34,18 +33,16 @@ Report = Callable[[ModelLoaded | ModelFailed], None]
 
 
 class ComponentLoader:
-    """report: called in the thread, or without a keeper in the caller's. taken: None: there is no keeper, so components
-    are loaded at once, while nothing is computed."""
+    """report: called in the thread. taken: None: there is no keeper, and everything is loaded from the start."""
 
-    def __init__(self, rank: int, models: ResidentModels, report: Report, taken: TakenWeights | None = None) -> None:
+    def __init__(
+        self, rank: int, models: ResidentModels, report: Report, thread: LoaderThread, taken: TakenWeights | None = None
+    ) -> None:
         self._rank = rank
         self._models = models
         self._report = report
+        self._thread = thread
         self._taken = taken
-        self._orders: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
-        self._thread = threading.Thread(target=self._run, name="component-loader", daemon=True)
-        if taken is not None:
-            self._thread.start()
 
     def load_first(self, num_workers: int) -> None:
         """Load, in the caller's thread, what is served from the start: everything, or with a keeper the first models.
@@ -54,37 +51,27 @@ class ComponentLoader:
             self._models.load_all()
         else:
             self._models.load_all(self._models.first, self._read if num_workers > 1 else None)
-            self._orders.put(self._taken.drop_unused)
+            self._taken.drop_unused()
 
     def load(self, key: ModelKey) -> None:
         """Load a component, unless it is loaded; the report says when it is there, or why it is not."""
-        if self._taken is None or not self._can_be_taken(key):
-            self._load(key)
-        else:
-            self._orders.put(lambda: self._load(key))
+        wait = self._thread.put(lambda: self._load(key))
+        if not self._can_be_taken(key):
+            wait()  # what reads the files changes settings of the whole process
 
     def unload(self, key: ModelKey) -> None:
-        """Drop a component that no batch uses any more. Its memory may be freed a little later."""
-        self._models.unload(key)
-        if self._taken is not None:
-            self._orders.put(self._taken.drop_unused)
-
-    def close(self) -> None:
-        """Stop after the load that is under way, and wait for none: the process is about to end."""
-        self._orders.put(None)
+        """Drop a component that no batch uses any more, once the loads before it are over."""
+        self._thread.put(lambda: self._unload(key))
 
     def _can_be_taken(self, key: ModelKey) -> bool:
-        """Not what is quantised on a GPU, layer by layer while it is loaded."""
+        """Whether the keeper can load it: not what is quantised on a GPU, layer by layer while it is loaded."""
+        if self._taken is None:
+            return False
         try:
             checkpoint, part = self._models.origin(key)
         except KeyError:
             return False  # which loading will report
         return checkpoint.device.type == "cpu" or not checkpoint.is_quantized(part)
-
-    def _run(self) -> None:
-        torch.set_num_threads(1)  # of this thread
-        while (order := self._orders.get()) is not None:
-            order()
 
     def _load(self, key: ModelKey) -> None:
         started = time.monotonic()
@@ -105,6 +92,13 @@ class ComponentLoader:
         if self._taken is not None:
             self._taken.drop_unused()
         return loaded
+
+    def _unload(self, key: ModelKey) -> None:
+        if self._models.find(key) is None:
+            return  # its load has failed
+        self._models.unload(key)
+        if self._taken is not None:
+            self._taken.drop_unused()
 
     def _read(self, key: ModelKey) -> nn.Module:
         checkpoint, part = self._models.origin(key)

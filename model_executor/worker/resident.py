@@ -149,6 +149,35 @@ class ResidentModels:
         family, whole = self.families[name], self._with_layers(name, adapter)
         family.put_adapter(adapter.patch, family.prepare_adapter(whole, {part}))
 
+    def add_adapter(self, model: str, config: AdapterConfig, patch: str = "") -> str:
+        """Read an adapter and put it in use for a model, whatever runs meanwhile; returns its patch. Requests must not
+        name it before. patch: that its file must have; "": any. Raises ConfigError; KeyError for an unknown model.
+
+        May be called in a thread: what other adapters change is not touched, and the rows of a pass under way are not
+        of this one.
+        """
+        family, parts = self.families[model], self._loaded_parts(model)
+        adapter = read_adapter(config, family.lora_format)
+        if not adapter.parts.keys() <= set(parts):
+            family.check_adapter(adapter)
+        if patch and adapter.patch != patch:
+            raise adapter.refuse("the file has changed since it was loaded")
+        family.put_adapter(adapter.patch, family.prepare_adapter(adapter, parts))
+        if adapter.patch not in {other.patch for other in self._adapters[model]}:
+            self._adapters[model].append(replace(adapter, parts={}))
+        return adapter.patch
+
+    def drop_adapter(self, model: str, patch: str) -> None:
+        """Drop an adapter of a model, in parts that models share once no other one has it."""
+        self._adapters[model] = [adapter for adapter in self._adapters[model] if adapter.patch != patch]
+        users = {name for name, its in self._adapters.items() if patch in {adapter.patch for adapter in its}}
+        kept = {key for name in users for key in self.keys[name].values()}
+        parts = [part for part in self._loaded_parts(model) if self.keys[model][part] not in kept]
+        self.families[model].drop_adapter(patch, parts)
+
+    def _loaded_parts(self, model: str) -> list[str]:
+        return [part for part, key in self.keys[model].items() if key in self._loaded]
+
     def _with_layers(self, model: str, adapter: Adapter) -> Adapter:
         """The adapter with its layers, read again if they were dropped. Raises ConfigError if its file has changed."""
         if adapter.parts:

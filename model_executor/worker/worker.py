@@ -33,8 +33,11 @@ from core.memory_budget import CPU_REMEDIES, REMEDIES, bytes_to_come, check_fits
 from core.messages.codec import MessageDecoder, encode
 from core.messages.salvage import WithheldItems, readable_plan, sendable_result
 from core.messages.worker import (
+    AdapterLoaded,
     BatchResult,
+    DropAdapter,
     FromWorker,
+    LoadAdapter,
     ModelFailed,
     ModelLoaded,
     PageCopied,
@@ -49,6 +52,7 @@ from core.messages.worker import (
 if TYPE_CHECKING:
     from model_executor.page_cache.page_files import PageFiles
     from model_executor.page_cache.page_store import PageStore
+    from model_executor.worker.adapter_loader import AdapterLoader
     from model_executor.worker.component_loader import ComponentLoader
     from model_executor.worker.exchange import Exchange
     from model_executor.worker.runner import Runner
@@ -104,9 +108,11 @@ def _start(settings: WorkerConfig, link: EngineLink, arenas: Sequence[Arena], so
     from model_executor.checkpoint.libraries import quiet_libraries
     from model_executor.page_cache.page_store import PageStore
     from model_executor.weights.taking import TakenWeights
+    from model_executor.worker.adapter_loader import AdapterLoader
     from model_executor.worker.component_loader import ComponentLoader
     from model_executor.worker.cost_probe import known_or_probed
     from model_executor.worker.exchange import Exchange
+    from model_executor.worker.loader_thread import LoaderThread
     from model_executor.worker.memory_probe import device_page_bytes, gauge_of, room_for
     from model_executor.worker.ops.context import WorkerContext
     from model_executor.worker.resident import ResidentModels, set_threads
@@ -126,7 +132,8 @@ def _start(settings: WorkerConfig, link: EngineLink, arenas: Sequence[Arena], so
     budget = settings.scheduler.model_bytes
     check_fits({name: keys.values() for name, keys in models.keys.items()}, models.sizes, budget)
     gauge, taken = gauge_of(models.device), TakenWeights(settings.keeper) if settings.keeper else None
-    loader = ComponentLoader(settings.rank, models, link.report, taken)
+    thread = LoaderThread()
+    loader = ComponentLoader(settings.rank, models, link.report, thread, taken)
     with room_for("the model", CPU_REMEDIES if models.device.type == "cpu" else REMEDIES):
         loader.load_first(settings.num_workers)
         models.warm_up()
@@ -150,10 +157,11 @@ def _start(settings: WorkerConfig, link: EngineLink, arenas: Sequence[Arena], so
         models.device, page_arena, files, link.report, settings.rank, has_device_tier=ready.device_page_bytes > 0
     )
     exchange = Exchange(store, sockets)
-    context = WorkerContext(models.families, store, arena, pages, models.prompts_of, exchange)
+    adapters = AdapterLoader(settings.rank, models, link.report, thread)
+    context = WorkerContext(models.families, store, arena, pages, models.prompts_of, exchange, adapters.wait)
     runner = Runner(settings.rank, context)
     link.send(ready)
-    return Worker(settings.rank, link, loader, store, pages, runner, exchange)
+    return Worker(settings.rank, link, loader, store, pages, runner, exchange, adapters)
 
 
 def _page_files(cache: CacheConfig) -> PageFiles | None:
@@ -194,7 +202,7 @@ class EngineLink:
         with self._sending:
             self._channel.send(payload)
 
-    def report(self, message: PageCopied | ModelLoaded | ModelFailed) -> None:
+    def report(self, message: PageCopied | ModelLoaded | ModelFailed | AdapterLoaded) -> None:
         """`send` for other threads, which leave it to the main thread to notice that the engine is gone."""
         with suppress(PeerClosedError):
             self.send(message)
@@ -216,6 +224,7 @@ class Worker:
         pages: PageStore,
         runner: Runner,
         exchange: Exchange,
+        adapters: AdapterLoader,
     ) -> None:
         self._rank = rank
         self._link = link
@@ -224,15 +233,21 @@ class Worker:
         self._pages = pages
         self._runner = runner
         self._exchange = exchange
+        self._adapters = adapters
         self._decoder: MessageDecoder[ToWorker] = MessageDecoder(ToWorker)
         self._withheld = WithheldItems()
 
     def run(self) -> None:
-        """Execute plans until a Shutdown. Raises PeerClosedError when the engine is gone, and errors that do not belong
-        to one request, such as a tensor to move that is missing."""
-        while isinstance(plan := self._next(), StepPlan):
-            self._execute(plan)
-        assert isinstance(plan, Shutdown)
+        """Do as the engine says, until a Shutdown. Raises PeerClosedError when the engine is gone, and errors that do
+        not belong to one request, such as a tensor to move that is missing."""
+        while not isinstance(message := self._next(), Shutdown):
+            match message:
+                case StepPlan():
+                    self._execute(message)
+                case LoadAdapter():
+                    self._adapters.load(message)
+                case DropAdapter():
+                    self._adapters.drop(message)
 
     def _next(self) -> ToWorker:
         """The next message. Of a plan that cannot be decoded, the part that can be executed; if there is none, skips
@@ -251,8 +266,7 @@ class Worker:
                 return saved.plan
 
     def close(self) -> None:
-        """End the other threads; queued copies and loads are dropped."""
-        self._loader.close()
+        """End the I/O thread; queued copies are dropped, and no load is waited for."""
         self._pages.close()
         self._exchange.close()
 

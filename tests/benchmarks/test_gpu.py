@@ -242,7 +242,7 @@ def test_a_run_that_was_cut_off_leaves_what_it_had(tmp_path: Path) -> None:
 
 
 def test_a_run_of_some_sections_adds_to_what_there_is(tmp_path: Path) -> None:
-    """Of the same device; what is run anew is forgotten before, and what is said of it."""
+    """Of the same device; what is run again is forgotten before, and what is said of it."""
     path = tmp_path / "results.json"
     first = Report(path, {"device": "d"})
     first.put("a", old_ms=1)

@@ -10,7 +10,7 @@ def test_restarts_in_a_row_wait_twice_as_long_each_up_to_a_bound() -> None:
     assert wait_before(50) == MAX_WAIT_SECONDS
 
 
-def test_a_process_that_keeps_dying_is_given_up_and_one_that_has_served_a_while_begins_anew() -> None:
+def test_a_process_that_keeps_dying_is_given_up_and_one_that_has_served_a_while_starts_over() -> None:
     restarts, waits = Restarts(), []
     restarts.note_up(0.0)
     while restarts.may_restart(1.0, proven_seconds=10.0):

@@ -31,7 +31,7 @@ from core.messages.engine import (
     Finished,
     FromEngine,
 )
-from core.messages.worker import StepPlan
+from core.messages.worker import DropAdapter, LoadAdapter, StepPlan
 from core.model_info import ModelInfo
 from core.sampling_params import SamplingParams
 from core.scheduling.outputs import Output
@@ -63,6 +63,9 @@ class Recorder:
     def submit(self, plan: StepPlan) -> None:
         self.plans.append(plan)
         self._executor.submit(plan)
+
+    def tell(self, rank: int, message: LoadAdapter | DropAdapter) -> None:
+        self._executor.tell(rank, message)
 
     def kill(self, rank: int) -> None:
         self._executor.kill(rank)

@@ -13,7 +13,7 @@ import msgspec
 
 from core.config import StencilConfig
 from core.costs.load_report import EngineStats, LoadReport, StepSample
-from core.errors import OverloadedError
+from core.errors import AdapterNotFoundError, OverloadedError
 from core.lora import Lora
 from core.model_choice import choose_model
 from core.model_info import ModelInfo
@@ -70,6 +70,7 @@ class FakeEngine:
         self.num_open = 0
         self.templates = TemplateStore(1000)
         self.primed_for: PatchSet = ()  # of the last template
+        self.loaded: dict[str, tuple[str, str]] = {}  # adapter -> (path, model)
         self.loads: tuple[LoadReport | None, ...] = (None, None)
         self.stats: tuple[EngineStats | None, ...] = (None, None)
         self.recent_steps: tuple[tuple[StepSample, ...], ...] = ((), ())
@@ -126,6 +127,16 @@ class FakeEngine:
         )
         self.templates.add(template)
         return template
+
+    async def load_adapter(self, name: str, path: str, model: str = "") -> ModelInfo:
+        info = msgspec.structs.replace(choose_model(self.models, model).model, name=name, parent=MODEL.name)
+        self.loaded[name] = path, model
+        return info
+
+    def unload_adapter(self, name: str) -> None:
+        if name not in self.loaded:
+            raise AdapterNotFoundError(name)
+        del self.loaded[name]
 
     def delete_template(self, template_id: str, owner: str) -> None:
         self.templates.remove(template_id, owner)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from types import MappingProxyType
 
 import torch
@@ -25,7 +25,8 @@ class WorkerContext:
     """The state of one worker that its ops share. Ops themselves have none.
 
     models: name -> family, whose components the worker loads. prompts_of: model -> the model that embeds prompts alike,
-    whose prompt cache it shares. exchange: with other ranks; None: there are none.
+    whose prompt cache it shares. exchange: with other ranks; None: there are none. wait_for_adapters: until those
+    that are being loaded are in use.
     """
 
     def __init__(
@@ -36,12 +37,14 @@ class WorkerContext:
         pages: PageStore,
         prompts_of: Mapping[str, str] = _NONE,
         exchange: Exchange | None = None,
+        wait_for_adapters: Callable[[], None] = lambda: None,
     ) -> None:
         self.models = models
         self.store = store
         self.pages = pages
         self.exchange = exchange or Exchange(store)
         self._arena = arena
+        self._wait_for_adapters = wait_for_adapters
         prompts = {name: PromptCache(family) for name, family in models.items() if name not in prompts_of}
         self.prompts = {name: prompts[prompts_of.get(name, name)] for name in models}  # model -> its prompt cache
         self._dtypes = {name: getattr(torch, family.info(name).dtype) for name, family in models.items()}
@@ -49,6 +52,8 @@ class WorkerContext:
     def family(self, model: str, patches: PatchSet) -> Family:
         """A model, for an item with these patches. Raises InvalidRequestError if one of them is not in use."""
         family = self.models[model]
+        if family.lacking(patches):
+            self._wait_for_adapters()
         if family.lacking(patches):
             raise InvalidRequestError("Its adapter is not loaded any more; load it again.", param="lora")
         return family

@@ -99,9 +99,9 @@ class MaskAwareMachine(RuleBasedStateMachine):
     @precondition(lambda self: self.engine.workers.dead)
     @rule(data=st.data())
     def join(self, data: st.DataObject) -> None:
-        self.start_anew(data.draw(st.sampled_from(sorted(self.engine.workers.dead))))
+        self.restart(data.draw(st.sampled_from(sorted(self.engine.workers.dead))))
 
-    def start_anew(self, rank: int) -> None:
+    def restart(self, rank: int) -> None:
         self.engine.workers.join(rank)
         self.engine.scheduler.join_rank(rank, ())
 
@@ -115,7 +115,7 @@ class MaskAwareMachine(RuleBasedStateMachine):
 
     def teardown(self) -> None:
         for rank in sorted(self.engine.workers.dead):
-            self.start_anew(rank)
+            self.restart(rank)
         while any(self.engine.workers.queues):
             for rank in range(len(self.device_bytes)):
                 self.engine.finish_plan(rank)

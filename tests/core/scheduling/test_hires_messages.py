@@ -1,9 +1,10 @@
-"""The messages of an edit of two passes: each pass has its own canvas and number of steps."""
+"""What an edit's nodes tell the worker, with one pass and two: each pass has its own canvas and number of steps."""
 
 from __future__ import annotations
 
 import pytest
-from fakes import PIXELS, make_edit, make_hires_edit
+from cache_kit import make_masked
+from fakes import PIXELS, make_edit, make_hires_edit, with_spec
 
 from core.graph.catalog import WORKFLOWS
 from core.messages.engine import EngineRequest
@@ -45,3 +46,13 @@ def test_an_edit_of_one_pass_runs_the_steps_of_its_strength() -> None:
     work = message(IMAGE_ENCODE, "image_encode", make_edit("a", steps=3))
     assert isinstance(work, ImageEncode)
     assert (work.num_denoising_steps, work.width) == (3, 256)
+
+
+def test_the_encoder_is_exact_unless_the_edit_is_mask_aware() -> None:
+    exact = [make_edit("a"), make_hires_edit("b"), with_spec(make_masked("c"), is_mask_aware=False)]
+    for edit, is_exact in [*((edit, True) for edit in exact), (make_masked("d"), False)]:
+        for node in WORKFLOWS[edit.workflow].nodes:
+            if node.op == "image_encode":
+                work = message(IMAGE_ENCODE, node.name, edit)
+                assert isinstance(work, ImageEncode)
+                assert work.is_exact is is_exact

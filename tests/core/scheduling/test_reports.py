@@ -134,7 +134,7 @@ class Pair:
         assert not self.copy.loads()
 
     def lose_rank(self) -> None:
-        """A worker dies, and is started anew. What it ran may be sent back to the queue."""
+        """A worker dies, and is restarted. What it ran may be sent back to the queue."""
         rank = self.random.randrange(2)
         self.workers.lose(rank)
         self.scheduler.lose_rank(rank, Failure("engine_dead", "it died"))

@@ -7,7 +7,9 @@ from collections.abc import AsyncIterator, Iterator
 from contextlib import ExitStack, contextmanager
 
 import pytest
+from fakes import MODEL
 
+from core.model_choice import ModelChoice
 from engine.client.running_sessions import RunningSessions
 from engine.client.session import Session
 
@@ -16,6 +18,9 @@ class Edit(Session):
     """One that has its places until its caller leaves."""
 
     has_begun = False
+
+    def __init__(self, owner: str, num_images: int, priority: int = 0) -> None:
+        super().__init__(ModelChoice(MODEL), owner, num_images, priority)
 
     @property
     def can_be_displaced(self) -> bool:

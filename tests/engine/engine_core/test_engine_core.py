@@ -16,6 +16,7 @@ from core.failure import NEVER_BEGUN, Failure
 from core.messages.engine import (
     Abort,
     Aborted,
+    AdapterAdded,
     Drain,
     DropTemplate,
     EngineFailed,
@@ -25,7 +26,15 @@ from core.messages.engine import (
     FromEngine,
     ToEngine,
 )
-from core.messages.worker import FromWorker, StepPlan, WorkerFailed, WorkerReady
+from core.messages.worker import (
+    AdapterLoaded,
+    DropAdapter,
+    FromWorker,
+    LoadAdapter,
+    StepPlan,
+    WorkerFailed,
+    WorkerReady,
+)
 from core.scheduling.scheduler import StepScheduler
 from engine.engine_core import engine_core
 from engine.engine_core.engine_core import EngineCore, RefusedRequest
@@ -38,12 +47,18 @@ class Loopback:
         self.core: EngineCore | None = None
         self.workers = FakeWorkers()
         self.killed: list[int] = []
+        self.told: list[tuple[int, LoadAdapter | DropAdapter]] = []
         self.restarted: list[tuple[int, float]] = []  # (rank, seconds to wait before)
         self.is_hung = False
 
     def submit(self, plan: StepPlan) -> None:
         self.workers.submit(plan)
         asyncio.get_running_loop().call_soon(self._run)
+
+    def tell(self, rank: int, message: LoadAdapter | DropAdapter) -> None:
+        self.told.append((rank, message))
+        if isinstance(message, LoadAdapter):
+            self.say(AdapterLoaded(rank, message.request_id, f"of {message.path}"))
 
     def kill(self, rank: int) -> None:
         self.killed.append(rank)
@@ -53,13 +68,13 @@ class Loopback:
 
     def die(self, rank: int = 0) -> None:
         self.workers.lose(rank)
-        self.tell(WorkerFailed(rank=rank, failure=Failure("engine_dead", f"worker {rank} died")))
+        self.say(WorkerFailed(rank=rank, failure=Failure("engine_dead", f"worker {rank} died")))
 
     def join(self, rank: int = 0) -> None:
         self.workers.join(rank)
-        self.tell(WorkerReady(rank=rank, models=(MODEL,)))
+        self.say(WorkerReady(rank=rank, models=(MODEL,)))
 
-    def tell(self, message: FromWorker) -> None:
+    def say(self, message: FromWorker) -> None:
         assert self.core is not None
         self.core.mailbox.put_nowait(message)
 
@@ -85,6 +100,19 @@ def core(said: list[FromEngine]) -> EngineCore:
 
 def outputs(said: list[FromEngine]) -> list[object]:
     return [out for message in said if isinstance(message, EngineOutputs | EngineFailed) for out in message.outputs]
+
+
+async def test_an_adapter_is_loaded_beside_requests(core: EngineCore, said: list[FromEngine]) -> None:
+    core.mailbox.put_nowait(make_edit("r", steps=3))
+    core.mailbox.put_nowait(LoadAdapter("load", "m", "hat", "hat.safetensors"))
+    core.mailbox.put_nowait(DropAdapter("m", "x"))
+    running = asyncio.create_task(core.run())
+    async with asyncio.timeout(5):
+        while len(outputs(said)) < 2:
+            await asyncio.sleep(0)
+    core.mailbox.put_nowait(Drain())
+    await running
+    assert AdapterAdded("load", "of hat.safetensors") in outputs(said)
 
 
 async def test_it_serves_then_drains(core: EngineCore, said: list[FromEngine]) -> None:
@@ -239,20 +267,42 @@ async def test_a_dead_worker_is_restarted_while_its_requests_wait(sturdy: Loopba
     assert (last.stats.ranks[0].deaths, last.stats.ranks[0].is_up) == (1, True)
 
 
+async def test_a_worker_that_was_restarted_loads_the_adapters_that_came_later(
+    sturdy: Loopback, said: list[FromEngine]
+) -> None:
+    assert sturdy.core is not None
+    running = await serve(sturdy.core, said, num_edits=0)
+    sturdy.core.mailbox.put_nowait(LoadAdapter("load", "m", "hat", "hat"))
+    await until(lambda: len(outputs(said)) == 1)
+    sturdy.die()
+    await until(lambda: len(sturdy.restarted) == 1)
+    sturdy.told.clear()
+    sturdy.core.mailbox.put_nowait(LoadAdapter("late", "m", "cap", "cap"))
+    await until(lambda: len(outputs(said)) == 2)
+    late = outputs(said)[-1]
+    assert isinstance(late, Failed)
+    assert late.failure.kind == "engine_dead"
+    assert not sturdy.told
+    sturdy.join()
+    sturdy.core.mailbox.put_nowait(Drain())
+    await asyncio.wait_for(running, 5)
+    assert sturdy.told == [(0, LoadAdapter("load", "m", "hat", "hat", "of hat"))]
+
+
 async def test_a_worker_that_keeps_dying_ends_the_engine(sturdy: Loopback, said: list[FromEngine]) -> None:
     """Also while it starts. It waits longer each time; in the end every request is answered."""
     assert sturdy.core is not None
     running = await serve(sturdy.core, said)
     sturdy.die()
     await until(lambda: len(sturdy.restarted) == 1)
-    sturdy.tell(WorkerFailed(rank=0, failure=Failure("config", "no such file")))
+    sturdy.say(WorkerFailed(rank=0, failure=Failure("config", "no such file")))
     await until(lambda: len(sturdy.restarted) == 2)
     for number in (3, 4):
         sturdy.join()
         sturdy.die()
         await until(lambda number=number: len(sturdy.restarted) == number)
     assert [seconds for _, seconds in sturdy.restarted] == [0.0, 1.0, 2.0, 4.0]
-    sturdy.tell(WorkerFailed(rank=0, failure=Failure("engine_dead", "worker 0 died")))
+    sturdy.say(WorkerFailed(rank=0, failure=Failure("engine_dead", "worker 0 died")))
     with pytest.raises(EngineDeadError, match="worker 0 died"):
         await asyncio.wait_for(running, 5)
     assert {output.request_id for output in outputs(said) if isinstance(output, Failed)} == {"a", "b"}
@@ -282,7 +332,7 @@ async def test_a_worker_that_serves_something_else_after_its_restart_ends_the_en
     assert sturdy.core is not None
     running = await serve(sturdy.core, said)
     sturdy.die()
-    sturdy.tell(WorkerReady(rank=0, models=()))
+    sturdy.say(WorkerReady(rank=0, models=()))
     with pytest.raises(EngineDeadError, match="no longer serves its models"):
         await asyncio.wait_for(running, 5)
 
@@ -321,7 +371,7 @@ async def test_requests_that_no_worker_had_begun_are_marked_so(
     running = asyncio.create_task(core.run())
     await asyncio.sleep(0.01)
     monkeypatch.setattr(restarts, "MAX_RESTARTS", 0)
-    loopback.tell(WorkerFailed(rank=0, failure=Failure("engine", "RuntimeError: broken", detail="a traceback")))
+    loopback.say(WorkerFailed(rank=0, failure=Failure("engine", "RuntimeError: broken", detail="a traceback")))
     with pytest.raises(EngineDeadError):
         await asyncio.wait_for(running, 5)
     failures = {output.request_id: output.failure for output in outputs(said) if isinstance(output, Failed)}

@@ -98,7 +98,11 @@ async def test_several_adapters_have_a_scale_each(client: httpx.AsyncClient, eng
         ({"name": "hat", "scale": True}, "invalid_type", "'lora'"),
         ({"name": "hat", "scale": 101}, "decimal_above_max_value", "<= 100"),
         ({"scale": 1}, "invalid_value", "expected a name, an object"),
-        ({"name": "hat", "path": "/etc/hat"}, "invalid_value", "Files are given to the server with --lora"),
+        (
+            {"name": "hat", "path": "/etc/hat"},
+            "invalid_value",
+            "A file is loaded beforehand: --lora, POST /v1/load_lora_adapter",
+        ),
         (["hat", "shirt", {"name": "hat"}], "invalid_value", "'hat' is named twice"),
         (["hat"] * 9, "array_above_max_length", "at most 8 adapters, but got 9"),
         ([{"name": "x" * 513}], "string_above_max_length", "512"),

@@ -205,7 +205,7 @@ async def test_a_wait_for_a_rank_that_has_died_ends_at_once(ranks: list[Rank], i
     assert target.store.find(STATE) is not None
 
 
-async def test_the_rank_that_was_started_anew_is_waited_for(ranks: list[Rank], inboxes: Inboxes) -> None:
+async def test_the_rank_that_was_restarted_is_waited_for(ranks: list[Rank], inboxes: Inboxes) -> None:
     """It has the inbox of the dead one, and drops what was sent to that one; it is sent nothing of old plans."""
     source, target = ranks
     target.store.put(STATE, torch.zeros(1))
@@ -213,16 +213,16 @@ async def test_the_rank_that_was_started_anew_is_waited_for(ranks: list[Rank], i
     inboxes.tell(1, gone(0, seq=4))
     target.exchange._receive_all()
     target.exchange._send(Delivery(STATE, 1, 0))
-    anew = Exchange(source.store, sockets_of(inboxes, 0))
-    anew.begin_plan(4, [], [])
-    assert anew._early == []
+    fresh = Exchange(source.store, sockets_of(inboxes, 0))
+    fresh.begin_plan(4, [], [])
+    assert fresh._early == []
     source.store.put(HINT, torch.ones(3))
-    anew.begin_plan(4, [Delivery(HINT, 0, 1)], [])
+    fresh.begin_plan(4, [Delivery(HINT, 0, 1)], [])
     target.exchange.begin_plan(4, [], [])
     target.exchange.begin_batch(batch("step", HINT))
     target.exchange.wait(HINT)
     assert torch.equal(target.store.get(HINT), torch.ones(3))
-    anew.close()
+    fresh.close()
 
 
 async def test_a_rank_that_sends_to_a_dead_one_without_room_goes_on(ranks: list[Rank], inboxes: Inboxes) -> None:

@@ -1,0 +1,111 @@
+"""Loading adapters on the ranks of one engine: answered once, when all have answered, and kept by all or by none."""
+
+from __future__ import annotations
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from core.failure import Failure
+from core.messages.engine import AdapterAdded, Failed
+from core.messages.worker import AdapterLoaded, DropAdapter, LoadAdapter
+from engine.engine_core.rank_adapters import RankAdapters
+
+Told = list[tuple[int, LoadAdapter | DropAdapter]]
+BAD = Failure("invalid_request", "no such file", param="lora_path")
+LOAD = LoadAdapter("load", "m", "hat", "hat.safetensors")
+
+
+def make(num_ranks: int, *configured: tuple[str, str]) -> tuple[RankAdapters, Told]:
+    told: Told = []
+    return RankAdapters(num_ranks, lambda rank, message: told.append((rank, message)), configured), told
+
+
+@given(st.lists(st.sampled_from(["p", "q", ""]), min_size=1, max_size=4), st.data())
+def test_a_load_is_answered_once_and_kept_by_all_ranks_or_none(patches: list[str], data: st.DataObject) -> None:
+    """ "": the rank could not load it. Ranks answer in any order."""
+    adapters, told = make(len(patches))
+    adapters.load(LOAD)
+    assert told == [(rank, LOAD) for rank in range(len(patches))]
+    told.clear()
+    order = data.draw(st.permutations(range(len(patches))))
+    answers = [
+        adapters.note(AdapterLoaded(rank, "load", patches[rank], None if patches[rank] else BAD)) for rank in order
+    ]
+    assert answers[:-1] == [None] * (len(patches) - 1)
+    dropped = {message.patch for _, message in told if isinstance(message, DropAdapter)}
+    if set(patches) in ({"p"}, {"q"}):
+        assert answers[-1] == AdapterAdded("load", patches[0])
+        assert not told
+    else:
+        assert isinstance(answers[-1], Failed)
+        assert dropped == set(patches) - {""}
+        assert len(told) == len(dropped) * len(patches)
+
+
+def test_a_failed_load_drops_no_adapter_that_has_another_name() -> None:
+    """Neither a configured one nor one loaded before."""
+    adapters, told = make(2, ("m", "configured"))
+    adapters.load(LOAD)
+    for rank in range(2):
+        adapters.note(AdapterLoaded(rank, "load", "before"))
+    for number, patch in enumerate(("configured", "before", "new")):
+        again = LoadAdapter(f"again-{number}", "m", "cap", "cap.safetensors")
+        adapters.load(again)
+        adapters.note(AdapterLoaded(0, again.request_id, patch))
+        assert isinstance(adapters.note(AdapterLoaded(1, again.request_id, failure=BAD)), Failed)
+    assert {message.patch for _, message in told if isinstance(message, DropAdapter)} == {"new"}
+
+
+def test_a_dropped_adapter_is_dropped_by_all() -> None:
+    adapters, told = make(3, ("m", "p"))
+    adapters.drop(DropAdapter("m", "p"))
+    assert told == [(rank, DropAdapter("m", "p")) for rank in range(3)]
+
+
+def test_a_rank_that_dies_fails_what_it_was_loading_and_is_asked_no_more() -> None:
+    adapters, told = make(2)
+    adapters.load(LOAD)
+    assert adapters.note(AdapterLoaded(0, "load", "p")) is None
+    (failed,) = adapters.lose(1)
+    assert isinstance(failed, Failed)
+    assert failed.failure.kind == "engine_dead"
+    assert told[2:] == [(0, DropAdapter("m", "p"))]
+    adapters.load(LOAD)
+    assert adapters.note(AdapterLoaded(0, "load", "p")) == AdapterAdded("load", "p")
+    assert told[3:] == [(0, LOAD)]
+
+
+def test_no_rank_is_left_to_load_an_adapter() -> None:
+    adapters, told = make(1)
+    assert adapters.lose(0) == []
+    assert isinstance(adapters.load(LOAD), Failed)
+    assert not told
+
+
+def test_a_rank_that_joins_loads_what_the_others_have() -> None:
+    """By the patch that they have: its file may have changed. What is being loaded is loaded there too."""
+    adapters, told = make(2, ("m", "configured"))
+    for number, patch in enumerate(("p", "q")):
+        adapters.load(LoadAdapter(str(number), "m", patch, patch))
+        for rank in range(2):
+            adapters.note(AdapterLoaded(rank, str(number), patch))
+    adapters.drop(DropAdapter("m", "p"))
+    adapters.lose(1)
+    adapters.load(LOAD)
+    told.clear()
+    adapters.join(1)
+    assert told == [(1, LoadAdapter("1", "m", "q", "q", "q")), (1, LOAD)]
+    assert adapters.note(AdapterLoaded(1, "1", "q")) is None
+    assert adapters.note(AdapterLoaded(0, "load", "r")) is None
+    assert adapters.note(AdapterLoaded(1, "load", "r")) == AdapterAdded("load", "r")
+
+
+def test_a_rank_that_joins_and_cannot_read_a_file_again_is_reported(caplog: pytest.LogCaptureFixture) -> None:
+    adapters, _ = make(1)
+    adapters.load(LOAD)
+    adapters.note(AdapterLoaded(0, "load", "p"))
+    adapters.lose(0)
+    adapters.join(0)
+    assert adapters.note(AdapterLoaded(0, "load", failure=BAD)) is None
+    assert "requests with an adapter will fail: no such file" in caplog.text

@@ -1,0 +1,120 @@
+"""Loading adapters on several engines, some of which die or start again meanwhile."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Callable
+
+import pytest
+
+from core.errors import ConfigError, EngineDeadError, InvalidRequestError
+from core.failure import Failure
+from core.messages.engine import AdapterAdded, Failed
+from core.messages.worker import DropAdapter, LoadAdapter
+from engine.router.adapter_loads import AdapterLoads
+from engine.router.engine_client import RequestOutput
+
+BAD = Failure("invalid_request", "Invalid 'lora_path': no such file.", param="lora_path")
+DEAD = Failure("engine_dead", "it died")
+
+
+class Engine:
+    """Answers loads with `answer`, or when told to."""
+
+    def __init__(self, rank: int, answer: str | Failure | None = "p", *, is_alive: bool = True) -> None:
+        self.rank, self.answer, self.is_alive = rank, answer, is_alive
+        self.loads: list[LoadAdapter] = []
+        self.dropped: list[DropAdapter] = []
+        self._waiters: list[Callable[[RequestOutput], None]] = []
+
+    def submit(self, load: LoadAdapter, waiter: Callable[[RequestOutput], None]) -> None:
+        if not self.is_alive:
+            raise EngineDeadError("it is gone")
+        self.loads.append(load)
+        self._waiters.append(waiter)
+        if self.answer is not None:
+            self.tell(self.answer)
+
+    def tell(self, answer: str | Failure) -> None:
+        request_id, waiter = self.loads[-1].request_id, self._waiters.pop()
+        waiter(Failed(request_id, answer) if isinstance(answer, Failure) else AdapterAdded(request_id, answer))
+
+    def drop_adapter(self, adapter: DropAdapter) -> None:
+        self.dropped.append(adapter)
+
+
+def make(*engines: Engine) -> AdapterLoads:
+    return AdapterLoads(engines)  # type: ignore[arg-type]
+
+
+async def load(loads: AdapterLoads, *keep: str) -> str:
+    return await loads.load("m", "hat", "hat.safetensors", keep)
+
+
+async def test_all_engines_load_it_and_those_that_start_again() -> None:
+    engines = [Engine(0), Engine(1), Engine(2, is_alive=False)]
+    loads = make(*engines)
+    assert await load(loads) == "p"
+    assert [len(engine.loads) for engine in engines] == [1, 1, 0]
+    engines[2].is_alive = True
+    loads.restore(engines[2])  # type: ignore[arg-type]
+    (again,) = engines[2].loads
+    assert (again.model, again.path, again.patch) == ("m", "hat.safetensors", "p")
+    ids = [each.request_id for engine in engines for each in engine.loads]
+    assert len(set(ids)) == len(ids)
+
+
+async def test_an_engine_that_starts_again_meanwhile_loads_it_afterwards() -> None:
+    slow, late, reborn = Engine(0, None), Engine(1, is_alive=False), Engine(2, DEAD)
+    loads = make(slow, late, reborn)
+    loading = asyncio.create_task(load(loads))
+    while not slow.loads:
+        await asyncio.sleep(0)
+    late.is_alive, late.answer, reborn.answer = True, "p", "p"
+    slow.tell("p")
+    assert await loading == "p"
+    assert [len(engine.loads) for engine in (slow, late, reborn)] == [1, 1, 2]
+    assert late.loads[0].patch == reborn.loads[1].patch == "p"
+
+
+@pytest.mark.parametrize("keep", [(), ("p",)])
+async def test_a_refusal_is_everyones(keep: tuple[str, ...]) -> None:
+    """The adapter stays only where its file has another name."""
+    engines = [Engine(0), Engine(1, BAD)]
+    loads = make(*engines)
+    with pytest.raises(InvalidRequestError, match="no such file") as caught:
+        await load(loads, *keep)
+    assert caught.value.param == "lora_path"
+    assert [engine.dropped for engine in engines] == [[] if keep else [DropAdapter("m", "p")]] * 2
+    loads.restore(engines[0])  # type: ignore[arg-type]
+    assert len(engines[0].loads) == 1
+
+
+async def test_engines_that_read_different_files() -> None:
+    engines = [Engine(0), Engine(1, "q")]
+    with pytest.raises(ConfigError, match="different files"):
+        await load(make(*engines))
+    assert {adapter.patch for adapter in engines[0].dropped} == {"p", "q"}
+
+
+async def test_deaths_are_no_refusals_unless_no_engine_is_left() -> None:
+    assert await load(make(Engine(0), Engine(1, DEAD, is_alive=True))) == "p"
+    with pytest.raises(EngineDeadError, match="it died"):
+        await load(make(Engine(0, DEAD)))
+    with pytest.raises(EngineDeadError, match="no engine is up"):
+        await load(make(Engine(0, is_alive=False)))
+
+
+async def test_a_dropped_adapter_is_not_loaded_again(caplog: pytest.LogCaptureFixture) -> None:
+    engine = Engine(0)
+    loads = make(engine)
+    await load(loads)
+    engine.answer = BAD
+    with caplog.at_level(logging.ERROR):
+        loads.restore(engine)  # type: ignore[arg-type]
+    assert "requests with adapter hat will fail" in caplog.text
+    loads.drop("m", "p")
+    assert engine.dropped == [DropAdapter("m", "p")]
+    loads.restore(engine)  # type: ignore[arg-type]
+    assert len(engine.loads) == 2
