@@ -20,7 +20,9 @@ HEAD_SECONDS = 30.0
 """Time limit from a request's first byte, or for the first request from connecting, to the end of its headers."""
 REST_SECONDS = 30.0
 """How long the rest of a body is read and discarded after its request was answered. Clients that read the answer only
-after sending everything would otherwise see a broken connection."""
+after sending everything would otherwise see a broken connection, also where the connection closes after the answer:
+closing a socket with unread input resets it, and a reset destroys an answer that the client has not read yet (RFC 9112,
+9.6)."""
 
 
 class _Parser:
@@ -54,6 +56,33 @@ class _Parser:
         return getattr(self._parser, name)
 
 
+class _Transport:
+    """A connection's transport whose `close` only ends the sending direction while the client may still send."""
+
+    def __init__(self, transport: asyncio.Transport, protocol: GuardedProtocol) -> None:
+        self._transport = transport
+        self._protocol = protocol
+        self.is_discarding = False
+
+    def close(self) -> None:
+        if self._protocol.is_input_complete or self.is_closing():
+            self._transport.close()
+        else:
+            self.is_discarding = True
+            self._transport.write_eof()
+            self._protocol.discard_input()
+
+    def write(self, data: bytes) -> None:
+        if not self.is_discarding:  # a request that was refused in the middle of its body may still be answered
+            self._transport.write(data)
+
+    def is_closing(self) -> bool:
+        return self.is_discarding or self._transport.is_closing()
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._transport, name)
+
+
 class GuardedProtocol(HttpToolsProtocol):
     """uvicorn's connection handler with the limits of this module: answers what it refuses, then closes."""
 
@@ -66,7 +95,8 @@ class GuardedProtocol(HttpToolsProtocol):
         self._is_refused = False  # the connection is closing; further input is ignored
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
-        super().connection_made(transport)
+        self._socket = transport
+        super().connection_made(_Transport(transport, self))  # type: ignore[arg-type]
         self._wait(HEAD_SECONDS)
 
     def connection_lost(self, exc: Exception | None) -> None:
@@ -74,6 +104,8 @@ class GuardedProtocol(HttpToolsProtocol):
         super().connection_lost(exc)
 
     def data_received(self, data: bytes) -> None:
+        if self.transport.is_closing():
+            return
         self._head_bytes += len(data)
         super().data_received(data)
         if self.transport.is_closing():
@@ -122,6 +154,16 @@ class GuardedProtocol(HttpToolsProtocol):
         self._refuse(400, "invalid_http", msg)
 
     @property
+    def is_input_complete(self) -> bool:
+        """Whether the client has sent its requests whole, as far as is known here."""
+        return self._is_in_head and not self._head_bytes and not self._is_refused
+
+    def discard_input(self) -> None:
+        """Read what the client still sends, until it closes the connection or REST_SECONDS have passed."""
+        self.flow.resume_reading()
+        self._wait(REST_SECONDS)
+
+    @property
     def _is_answered(self) -> bool:
         return self.cycle is None or self.cycle.response_complete
 
@@ -142,7 +184,7 @@ class GuardedProtocol(HttpToolsProtocol):
 
     def _wait(self, seconds: float) -> None:
         self._end_wait()
-        self._patience = self.loop.call_later(seconds, self.transport.close)
+        self._patience = self.loop.call_later(seconds, self._socket.close)
 
     def _end_wait(self) -> None:
         if self._patience is not None:

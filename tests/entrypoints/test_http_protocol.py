@@ -79,7 +79,7 @@ async def test_a_head_without_end_is_refused_and_takes_no_memory(kind: str) -> N
     begin, more = ENDLESS_HEADS[kind]
     async with running(FakeEngine()) as (server, address):
         answer = await talk(address, begin, *[more] * 40)
-        assert not answer or answer.startswith((b"HTTP/1.1 431 ", b"HTTP/1.1 400 ")), answer[:200]
+        assert answer.startswith((b"HTTP/1.1 431 ", b"HTTP/1.1 400 ")), answer[:200]
         await until(lambda: not server.server_state.connections)
         assert (await ask(address)).startswith(b"HTTP/1.1 200 ")
 
@@ -210,6 +210,64 @@ async def test_the_rest_of_a_refused_body_is_read_for_a_while_only(monkeypatch: 
         answer = await talk(address, request, *[b"4\r\nbody\r\n"] * 60)
         assert answer.startswith(b"HTTP/1.1 401 ")
         await until(lambda: not server.server_state.connections)
+
+
+async def test_an_answer_that_comes_after_the_connection_was_refused_is_dropped(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    engine = FakeEngine()
+    engine.gate.clear()
+    request = HEAD + b"content-length: %d\r\n\r\n" % len(GENERATION) + GENERATION
+    async with running(engine) as (server, address):
+        answer = asyncio.ensure_future(talk(address, request, b"\x16\x03\x01 this is no HTTP"))
+        await until(lambda: engine.num_open == 1)
+        assert error_code(await answer) == "invalid_http"
+        engine.gate.set()
+        await until(lambda: not server.server_state.tasks)
+    assert not [record for record in caplog.records if record.levelname == "ERROR"]
+
+
+REFUSED_EARLY = {
+    "before its body": (
+        b"POST /v1/images/edits HTTP/1.1\r\nhost: a\r\nconnection: close\r\ncontent-length: 20000000\r\n\r\n",
+        401,
+    ),
+    "in its head": (b"GET /health HTTP/1.1\r\n" + b"x: a\r\n" * (MAX_HEADERS + 1) + b"\r\n", 431),
+    "as no HTTP": (b"\x16\x03\x01\x02\x00\x01\x00\x01\xfc\x03\x03", 400),
+}
+
+
+@pytest.mark.parametrize("when", REFUSED_EARLY)
+async def test_a_client_that_reads_only_after_sending_everything_gets_its_answer(when: str) -> None:
+    """A socket that is closed while it has unread input is reset, which would destroy the answer."""
+    head, status = REFUSED_EARLY[when]
+
+    def send_then_read(address: tuple[str, int]) -> bytes:
+        said = b""
+        with socket.create_connection(address, timeout=20) as client:
+            client.sendall(head)
+            time.sleep(0.1)  # the answer and the end of the connection are on their way
+            client.sendall(bytes(20_000_000))
+            while piece := client.recv(65536):
+                said += piece
+        return said
+
+    async with running(FakeEngine(), api_keys=("k",)) as (server, address):
+        answer = await asyncio.to_thread(send_then_read, address)
+        assert answer.startswith(b"HTTP/1.1 %d " % status), answer[:200]
+        await until(lambda: not server.server_state.connections)
+
+
+async def test_a_client_that_never_stops_sending_is_cut_off(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(http_protocol, "REST_SECONDS", 0.3)
+    async with running(FakeEngine(), api_keys=("k",)) as (server, address):
+        reader, writer = await asyncio.open_connection(*address)
+        writer.write(REFUSED_EARLY["before its body"][0])
+        assert (await reader.read()).startswith(b"HTTP/1.1 401 ")  # up to the end, which does not wait for the body
+        while server.server_state.connections:
+            writer.write(b"body")
+            await asyncio.sleep(0.01)
+        writer.close()
 
 
 async def test_a_connection_whose_body_arrives_too_slowly_is_closed(monkeypatch: pytest.MonkeyPatch) -> None:
