@@ -15,6 +15,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from itertools import pairwise
 from pathlib import Path
 
 import torch
@@ -43,6 +44,10 @@ ALLOWED_SECONDS, ALLOWED_RATIO = 0.020, 1.3
 OTHER_RANK = "--as-other-rank"
 
 
+BeginLoad = Callable[[], Callable[[], bool]]
+"""Begins a load; returns a function that says whether it is over."""
+
+
 def main(argv: Sequence[str] | None = None) -> None:
     parser = command(__doc__, dtype="float32", threads=1, rounds=6)
     parser.add_argument("--edits", type=int, default=1, help="exact edits that share each step")
@@ -51,18 +56,19 @@ def main(argv: Sequence[str] | None = None) -> None:
     set_threads(args.threads)
     quiet_libraries()
     if args.as_other_rank:
-        _load_for_each_line(*args.as_other_rank, args.dtype)
+        address, path = args.as_other_rank
+        _load_for_each_line(address, path, args.dtype)
         return
     with tempfile.TemporaryDirectory() as folder, _keeper() as address:
         checkpoint = _make_checkpoint(Path(folder) / LARGE)
         models = _open(checkpoint, args.dtype)
         models.load_all([EMBEDDED_NAME])
         step = _step(models, args.edits)
-        figures = [
-            ("same rank", _Loading(models, address), args.rounds),
-            ("other rank", _OtherRank(address, checkpoint, args.dtype), args.rounds),
-        ]
-        _report(args.dtype, {name: _in_turns(step, load, rounds) for name, load, rounds in figures})
+        loads: dict[str, BeginLoad] = {
+            "same rank": _Loading(models, address),
+            "other rank": _OtherRank(address, checkpoint, args.dtype),
+        }
+        _report(args.dtype, {name: _in_turns(step, load, args.rounds) for name, load in loads.items()})
 
 
 class _Loading:
@@ -143,9 +149,7 @@ def _step(models: ResidentModels, num_edits: int) -> Callable[[], object]:
 
 
 @torch.inference_mode()
-def _in_turns(
-    step: Callable[[], object], load: Callable[[], Callable[[], bool]], rounds: int
-) -> tuple[list[float], list[float], list[float]]:
+def _in_turns(step: Callable[[], object], load: BeginLoad, rounds: int) -> tuple[list[float], list[float], list[float]]:
     """(seconds of steps alone, of steps beside loads, of loads)."""
     alone, beside, loads = list[float](), list[float](), list[float]()
     for number in range(rounds + 1):
@@ -167,7 +171,7 @@ def _steps_until(step: Callable[[], object], is_over: Callable[[], bool]) -> lis
     while not is_over():
         step()
         times.append(time.monotonic())
-    return [after - before for before, after in zip(times, times[1:], strict=False)]
+    return [after - before for before, after in pairwise(times)]
 
 
 def _report(dtype: str, measured: dict[str, tuple[list[float], list[float], list[float]]]) -> None:
