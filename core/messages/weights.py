@@ -9,11 +9,14 @@ from core.messages.message import Message
 
 
 class TakeWeights(Message, frozen=True):
-    """Load a component, unless it is kept already, and send it."""
+    """Load a component, unless it is kept already, and send it; for use on a CPU in the form that it is computed with,
+    so that weights are packed once.
+    """
 
     key: ModelKey
     model: ModelConfig  # one that it is part of, as the worker has opened it
     part: str  # of the checkpoint
+    cpu_threads: int  # with which the sender computes, on which the form depends; 0: it computes on another device
 
 
 class DropWeights(Message, frozen=True):

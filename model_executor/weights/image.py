@@ -5,11 +5,13 @@
 
 The structure is the pickled module without its tensors, in which their places stand: some kilobytes, made again in
 milliseconds. Everything is as the loader left it: tied weights, buffers that no file contains, layers that were
-replaced, tensors that are plain attributes. Both ends are our own processes; nothing from a checkpoint is unpickled.
+replaced, tensors that are plain attributes, weights that were packed for the CPU (`linear_groups.py`,
+`cpu_layers.py`). Both ends are our own processes; nothing from a checkpoint is unpickled.
 """
 
 from __future__ import annotations
 
+import ctypes
 import io
 import mmap
 import os
@@ -20,6 +22,7 @@ import torch
 from torch import Tensor, nn
 
 from core.free_list import round_up
+from model_executor.weights import opaque
 from model_executor.weights.mapping import map_private
 
 _ALIGNMENT = 64
@@ -36,11 +39,12 @@ class _Place(NamedTuple):
     """A tensor in an image."""
 
     offset: int
-    span: int  # elements from its first to its last one in memory
+    nbytes: int
     dtype: torch.dtype
     shape: tuple[int, ...]
     stride: tuple[int, ...]
     is_parameter: bool
+    description: bytes  # of its order, for weights in oneDNN's
 
 
 def write_image(module: nn.Module) -> tuple[int, Image]:
@@ -56,9 +60,9 @@ def write_image(module: nn.Module) -> tuple[int, Image]:
         os.posix_fallocate(fd, 0, image.nbytes)  # fails here instead of ending the process at a write
         memory = mmap.mmap(fd, image.nbytes)
         memory[image.start :] = content
+        buffer = (ctypes.c_ubyte * image.nbytes).from_buffer(memory)
         for place, tensor in zip(places.listed, places.tensors, strict=True):
-            _flat(memory, place).copy_(torch.as_strided(tensor, (place.span,), (1,)))
-            tensor.data = tensor.new_empty(0)
+            _write(buffer, place, tensor)
     except BaseException:
         os.close(fd)
         raise
@@ -72,6 +76,15 @@ def read_image(fd: int, image: Image) -> tuple[nn.Module, Any]:
     listed, structure = pickle.loads(memoryview(memory)[image.start :])
     module: nn.Module = _Unpickler(structure, memory, listed).load()
     return module, memory
+
+
+def _write(buffer: Any, place: _Place, tensor: Tensor) -> None:
+    if place.description:
+        opaque.copy_to(tensor, ctypes.addressof(buffer) + place.offset)
+        return
+    flat = _flat(buffer, place)
+    flat.copy_(torch.as_strided(tensor, flat.shape, (1,)))
+    tensor.data = tensor.new_empty(0)
 
 
 class _Places:
@@ -93,14 +106,25 @@ class _Places:
         return self._numbers[id(tensor)]
 
     def _place(self, tensor: Tensor) -> _Place:
-        shape, stride = tuple(tensor.shape), tuple(tensor.stride())
-        span = 1 + sum((n - 1) * step for n, step in zip(shape, stride, strict=True)) if tensor.numel() else 0
-        key = tensor.data_ptr(), span * tensor.itemsize
+        is_opaque = opaque.is_opaque(tensor)
+        stride = () if is_opaque else tuple(tensor.stride())
+        key = _opaque_memory(tensor) if is_opaque else _memory(tensor)
         if key not in self._offsets:
             self._offsets[key] = self.nbytes
             self.nbytes = round_up(self.nbytes + key[1], _ALIGNMENT)
-        is_parameter = type(tensor) is nn.Parameter
-        return _Place(self._offsets[key], span, tensor.dtype, shape, stride, is_parameter)
+        kind = tensor.dtype, tuple(tensor.shape), stride, type(tensor) is nn.Parameter
+        return _Place(self._offsets[key], key[1], *kind, opaque.description(tensor) if is_opaque else b"")
+
+
+def _memory(tensor: Tensor) -> tuple[int, int]:
+    """(address, bytes) from its first to its last number."""
+    steps = zip(tensor.shape, tensor.stride(), strict=True)
+    span = 1 + sum((n - 1) * step for n, step in steps) if tensor.numel() else 0
+    return tensor.data_ptr(), span * tensor.itemsize
+
+
+def _opaque_memory(tensor: Tensor) -> tuple[int, int]:
+    return torch.ops.mkldnn.data_ptr(tensor), opaque.size_of(tensor)
 
 
 class _Pickler(pickle.Pickler):
@@ -109,8 +133,9 @@ class _Pickler(pickle.Pickler):
         self._places = places
 
     def persistent_id(self, obj: Any) -> int | None:
-        """Plain tensors; a quantised one is a class of its own that consists of plain ones."""
-        return self._places.number(obj) if type(obj) in (Tensor, nn.Parameter) else None
+        """Plain tensors with memory; a quantised one is a class of its own that consists of plain ones."""
+        is_plain = type(obj) in (Tensor, nn.Parameter) and not obj.is_meta
+        return self._places.number(obj) if is_plain else None
 
 
 class _Unpickler(pickle.Unpickler):
@@ -126,12 +151,15 @@ class _Unpickler(pickle.Unpickler):
         return self._made[number]
 
     def _make(self, place: _Place) -> Tensor:
+        if place.description:
+            return opaque.over(self._memory, place.offset, place.shape, place.dtype, place.description)
         tensor = torch.as_strided(_flat(self._memory, place), place.shape, place.stride)
         return nn.Parameter(tensor, requires_grad=False) if place.is_parameter else tensor
 
 
 def _flat(memory: Any, place: _Place) -> Tensor:
-    """The memory of a place, [span]."""
-    if not place.span:
+    """The memory of a place, one number after the other."""
+    if not place.nbytes:
         return torch.empty(0, dtype=place.dtype)
-    return torch.frombuffer(memory, dtype=place.dtype, count=place.span, offset=place.offset)
+    count = place.nbytes // place.dtype.itemsize
+    return torch.frombuffer(memory, dtype=place.dtype, count=count, offset=place.offset)

@@ -28,10 +28,11 @@ class TakenWeights:
         self._decoder: MessageDecoder[FromKeeper] = MessageDecoder(FromKeeper)
         self._mappings: dict[ModelKey, weakref.ref[Any]] = {}  # of what this worker has taken and not dropped
 
-    def take(self, key: ModelKey, model: ModelConfig, part: str) -> nn.Module:
-        """A component over memory that all its users share; waits until it is loaded. model, part: as in TakeWeights.
-        Raises ConfigError for weights that cannot be loaded, EngineError if the keeper dies."""
-        payload = encode(TakeWeights(key, model, part))
+    def take(self, key: ModelKey, model: ModelConfig, part: str, cpu_threads: int = 0) -> tuple[nn.Module, int]:
+        """(a component over memory that all its users share, its bytes); waits until it is loaded. model, part,
+        cpu_threads: as in TakeWeights. Raises ConfigError for weights that cannot be loaded, EngineError if the keeper
+        dies twice."""
+        payload = encode(TakeWeights(key, model, part, cpu_threads))
         try:
             answer, fd = self._ask(payload)
         except OSError:
@@ -50,11 +51,11 @@ class TakenWeights:
         finally:
             os.close(fd)
         self._mappings[key] = weakref.ref(memory)
-        return module
+        return module, message.start
 
     def drop_unused(self) -> None:
         """Tell the keeper of components whose memory this worker maps no more: it has dropped them, or keeps them in
-        another form, such as packed weights."""
+        another form."""
         for key in [key for key, mapping in self._mappings.items() if mapping() is None]:
             del self._mappings[key]
             if self._connection is not None:

@@ -1,8 +1,7 @@
 """ComponentLoader: loads and drops components of a worker's models beside its batches.
 
-The keeper of weights reads the files. Here, in a thread, its memory is mapped and brought into the form that is
-computed with, such as packed weights: copies that do not hold the interpreter's lock, and some 20 ms that do in a model
-of 57 blocks. A component is put in use by an assignment; no batch uses it before the engine was told.
+The keeper of weights reads the files and packs the weights. Here, in a thread, its memory is mapped, and layers are
+made over it. A component is put in use by an assignment; no batch uses it before the engine was told.
 """
 
 from __future__ import annotations
@@ -44,13 +43,11 @@ class ComponentLoader:
         self._thread = thread
         self._taken = taken
 
-    def load_first(self, num_workers: int) -> None:
-        """Load, in the caller's thread, what is served from the start: everything, or with a keeper the first models.
-        Several workers have the keeper load these once for all. Raises ConfigError."""
-        if self._taken is None:
-            self._models.load_all()
-        else:
-            self._models.load_all(self._models.first, self._read if num_workers > 1 else None)
+    def load_first(self) -> None:
+        """Load, in the caller's thread, what is served from the start: everything, or with a keeper the first model.
+        Raises ConfigError, and EngineError if the keeper dies."""
+        self._models.load_all(() if self._taken is None else self._models.first, self._read)
+        if self._taken is not None:
             self._taken.drop_unused()
 
     def load(self, key: ModelKey) -> None:
@@ -88,7 +85,7 @@ class ComponentLoader:
     def _loaded(self, key: ModelKey) -> LoadedComponent:
         if (known := self._models.find(key)) is not None:
             return known
-        loaded = self._models.install(key, self._read(key))
+        loaded = self._models.install(key, *self._read(key))
         if self._taken is not None:
             self._taken.drop_unused()
         return loaded
@@ -100,12 +97,13 @@ class ComponentLoader:
         if self._taken is not None:
             self._taken.drop_unused()
 
-    def _read(self, key: ModelKey) -> nn.Module:
-        checkpoint, part = self._models.origin(key)
+    def _read(self, key: ModelKey) -> tuple[nn.Module, int]:
         if self._taken is None or not self._can_be_taken(key):
-            module: nn.Module = checkpoint.load(part)
-            return module
-        return _on(self._taken.take(key, checkpoint.config_as_opened, part), checkpoint.device)
+            return self._models.read(key)
+        checkpoint, part = self._models.origin(key)
+        cpu_threads = torch.get_num_threads() if checkpoint.device.type == "cpu" else 0
+        module, nbytes = self._taken.take(key, checkpoint.config_as_opened, part, cpu_threads)
+        return _on(module, checkpoint.device), nbytes
 
 
 def _on(module: nn.Module, device: torch.device) -> nn.Module:

@@ -7,8 +7,6 @@ import queue
 import threading
 from collections.abc import Callable
 
-import torch
-
 from core.ipc.logs import of_request
 
 logger = logging.getLogger("stencil.worker")
@@ -34,7 +32,6 @@ class LoaderThread:
         return is_done.wait
 
     def _run(self) -> None:
-        torch.set_num_threads(1)  # of this thread
         while True:
             job, is_done = self._jobs.get()
             try:

@@ -31,8 +31,8 @@ from model_executor.worker.component_keys import Opened, component_keys, prompt_
 
 logger = logging.getLogger("stencil.worker")
 
-Read = Callable[[ModelKey], nn.Module]
-"""Loads the module of a component."""
+Read = Callable[[ModelKey], tuple[nn.Module, int]]
+"""Loads a component; (module, bytes of its weights)."""
 
 WARM_UP_SIDE = 256
 """Largest side in pixels of the picture that `warm_up` edits."""
@@ -109,16 +109,21 @@ class ResidentModels:
         return next(iter(self._checkpoints.values())).device
 
     def load_all(self, names: Collection[str] = (), read: Read | None = None) -> None:
-        """Load every component of these models, by default of all, and their adapters. read: key -> its module; by
-        default `Checkpoint.load`. Raises ConfigError."""
+        """Load every component of these models, by default of all, and their adapters. read: by default `self.read`.
+        Raises ConfigError."""
         for key in dict.fromkeys(key for name in names or self._configs for key in self.keys[name].values()):
-            self.load(key) if read is None else self.install(key, read(key))
+            self.install(key, *(read or self.read)(key))
 
     def load(self, key: ModelKey) -> LoadedComponent:
         """Load a component's weights once, for all models that share it, with what their adapters change in them.
         Raises ConfigError; KeyError for a component of no model."""
-        (name, part), *_ = self._users(key)
-        return self.install(key, self._checkpoints[name].load(part))
+        return self.install(key, *self.read(key))
+
+    def read(self, key: ModelKey) -> tuple[nn.Module, int]:
+        """(module, bytes of its weights) of a component, read from its files. Raises ConfigError."""
+        checkpoint, part = self.origin(key)
+        module: nn.Module = checkpoint.load(part)
+        return module, weight_bytes(module)
 
     def origin(self, key: ModelKey) -> tuple[Checkpoint, str]:
         """(a checkpoint that contains this component, the part of it that is the component). Raises KeyError for a
@@ -126,10 +131,10 @@ class ResidentModels:
         (name, part), *_ = self._users(key)
         return self._checkpoints[name], part
 
-    def install(self, key: ModelKey, module: nn.Module) -> LoadedComponent:
-        """Put a component that was just loaded in use, for all models that share it."""
+    def install(self, key: ModelKey, module: nn.Module, nbytes: int) -> LoadedComponent:
+        """Put a component that was just loaded in use, for all models that share it. nbytes: of its weights."""
         (name, part), *_ = self._users(key)
-        loaded = LoadedComponent(key, weight_bytes(module))
+        loaded = LoadedComponent(key, nbytes)
         prepared = self.families[name].prepare(part, module)
         for name, part in self._users(key):
             self.families[name].put(part, prepared)

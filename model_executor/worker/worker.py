@@ -135,7 +135,7 @@ def _start(settings: WorkerConfig, link: EngineLink, arenas: Sequence[Arena], so
     thread = LoaderThread()
     loader = ComponentLoader(settings.rank, models, link.report, thread, taken)
     with room_for("the model", CPU_REMEDIES if models.device.type == "cpu" else REMEDIES):
-        loader.load_first(settings.num_workers)
+        loader.load_first()
         models.warm_up()
     ready = models.ready(settings.rank)
     page_bytes = device_page_bytes(
