@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import ctypes
 import gc
 import os
 import shutil
@@ -10,6 +11,7 @@ import socket
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -20,8 +22,13 @@ from core.errors import ConfigError, EngineError
 from core.handles import ModelKey
 from core.ipc import local_sockets
 from core.ipc.process import ChildProcess, spawn
+from model_executor.checkpoint.loader import Checkpoint
+from model_executor.kernels.cpu_kernels import best_kernels
+from model_executor.kernels.cpu_layers import FastConv
+from model_executor.models.registry import make_family
 from model_executor.weights.taking import TakenWeights
 from tools.random_checkpoints import make_flux
+from tools.random_unet_checkpoints import make_sd
 
 VAE, TRANSFORMER = ModelKey("0f", "vae"), ModelKey("1e", "transformer")
 PATIENCE = 60.0
@@ -34,7 +41,7 @@ def listener() -> Iterator[socket.socket]:
 
 
 def started(listener: socket.socket) -> ChildProcess:
-    return spawn("model_executor.weights.process:main", b"", [os.dup(listener.fileno())], "stencil-weights")
+    return spawn("brief_keeper:main", b"", [os.dup(listener.fileno())], "stencil-weights")
 
 
 @pytest.fixture(scope="module")
@@ -80,7 +87,8 @@ def test_two_workers_share_what_one_has_loaded(
     listener: socket.socket, keeper: ChildProcess, worker: TakenWeights, config: ModelConfig
 ) -> None:
     other = TakenWeights(local_sockets.address_of(listener))
-    mine, theirs = worker.take(VAE, config, "vae"), other.take(VAE, config, "vae")
+    (mine, nbytes), (theirs, same) = worker.take(VAE, config, "vae"), other.take(VAE, config, "vae")
+    assert nbytes == same >= sum(parameter.nbytes for parameter in mine.parameters())
     assert kept(keeper) == 1
     for one, another in zip(mine.parameters(), theirs.parameters(), strict=True):
         assert torch.equal(one, another)
@@ -94,7 +102,8 @@ def test_two_workers_share_what_one_has_loaded(
 
 
 def test_what_is_not_mapped_any_more_is_freed(keeper: ChildProcess, worker: TakenWeights, config: ModelConfig) -> None:
-    vae: nn.Module | None = worker.take(VAE, config, "vae")
+    vae: nn.Module | None
+    vae, _ = worker.take(VAE, config, "vae")
     transformer = worker.take(TRANSFORMER, config, "transformer")
     worker.drop_unused()
     assert kept(keeper) == 2
@@ -106,13 +115,54 @@ def test_what_is_not_mapped_any_more_is_freed(keeper: ChildProcess, worker: Take
     assert transformer is not None
 
 
-def test_a_worker_that_is_gone_uses_nothing(listener: socket.socket, keeper: ChildProcess, config: ModelConfig) -> None:
-    gone = TakenWeights(local_sockets.address_of(listener))
-    module = gone.take(VAE, config, "vae")
-    assert kept(keeper) == 1
-    gone._connection.close()  # type: ignore[union-attr]
+def test_a_worker_that_is_restarted_finds_what_it_had(
+    listener: socket.socket, keeper: ChildProcess, config: ModelConfig, tmp_path: Path
+) -> None:
+    """No file is read again. What nobody comes back for is freed."""
+    moved = Path(shutil.copytree(config.model, tmp_path / "moved"))
+    model = ModelConfig(model=str(moved), dtype="float32")
+    gone, anew = (TakenWeights(local_sockets.address_of(listener)) for _ in range(2))
+    before, _ = gone.take(VAE, model, "vae", cpu_threads=1)
+    shutil.rmtree(moved)
+    gone.close()
+    after, _ = anew.take(VAE, model, "vae", cpu_threads=1)
+    for one, another in zip(before.parameters(), after.parameters(), strict=True):
+        assert torch.equal(one, another)
+    anew.close()
     until(lambda: kept(keeper) == 0)
-    assert module is not None
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("part", ["transformer", "unet"])
+def test_workers_share_packed_weights(
+    listener: socket.socket, worker: TakenWeights, config: ModelConfig, tmp_path: Path, part: str, dtype: str
+) -> None:
+    """What a worker computes with is the shared memory itself."""
+    path = config.model if part == "transformer" else str(make_sd(tmp_path / "sd"))
+    model = ModelConfig(model=path, dtype=dtype, device="cpu")
+    module, nbytes = worker.take(ModelKey(dtype, part), model, part, torch.get_num_threads())
+    family = make_family(Checkpoint.open(model))
+    family.prepare(part, module)
+    (memory,) = (mapping() for mapping in worker._mappings.values())
+    start = ctypes.addressof(memory)
+    layers: list[Any] = list(module.modules())
+    packed = [layer.packed.weight for layer in layers if hasattr(layer, "packed")]
+    packed += [layer._packed for layer in layers if isinstance(layer, FastConv)]
+    assert len(packed) > 5
+    for weight in packed:
+        address = torch.ops.mkldnn.data_ptr(weight) if weight.is_mkldnn else weight.data_ptr()
+        assert start <= address < start + nbytes
+    for parameter in module.parameters():
+        assert parameter.is_meta or start <= parameter.data_ptr() < start + nbytes
+
+
+def test_weights_packed_for_others_are_refused(worker: TakenWeights, config: ModelConfig) -> None:
+    """Computing with them would give no picture, but noise."""
+    if best_kernels() is None:
+        pytest.skip("the order does not depend on the number of threads here")
+    module, _ = worker.take(TRANSFORMER, config, "transformer", cpu_threads=2)
+    with pytest.raises(RuntimeError, match="packed in the order of oneDNN"):
+        make_family(Checkpoint.open(config)).prepare("transformer", module)
 
 
 def test_weights_that_cannot_be_loaded_are_told_with_their_cause(
@@ -132,7 +182,7 @@ def test_a_keeper_started_anew_serves_on(listener: socket.socket, config: ModelC
     with local_sockets.listen() as own:
         first = started(own)
         worker = TakenWeights(local_sockets.address_of(own))
-        vae = worker.take(VAE, config, "vae")
+        vae, _ = worker.take(VAE, config, "vae")
         first.kill()
         asyncio.run(first.wait())
         second = started(own)
