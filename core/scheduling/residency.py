@@ -44,7 +44,7 @@ class Orders:
 
 
 class Residency:
-    """One per scheduler. All ranks have the same components, except while they load or start anew.
+    """One per scheduler. All ranks have the same components, except while they load or are restarted.
 
     models: name -> info. sizes: predicted, of components that are not loaded. budget: bytes for all components of a
     rank; 0: no limit. predict: bytes -> predicted seconds of loading.
@@ -234,20 +234,30 @@ class _Choice:
     def __init__(self, residency: Residency, running: Iterable[str], now: float) -> None:
         self._residency = residency
         self._now = now
-        self._needed = {key for model in running for key in residency.models[model].components}  # not to be dropped
+        self._running = list(running)
+        self._needed = {key for model in self._running for key in residency.models[model].components}  # not dropped
         self._seen: set[str] = set()
         self._is_loading = residency.is_loading
         self.startable: set[str] = set()
         self.orders = Orders()
 
     def run(self, waiting: Iterable[tuple[str, float]]) -> None:
-        """Consider the models that requests wait for, and if none is to go first, those that none waits for."""
+        """Consider what running requests have lost with a rank, then the models that requests wait for, and if none is
+        to go first, those that none waits for."""
+        for model in self._running:
+            self._restore(model)
         for model, arrival in waiting:
             if model not in self._seen and not self._consider(model, arrival):
                 return
         for model in self._residency.models:
             if model not in self._seen:
                 self._consider_idle(model)
+
+    def _restore(self, model: str) -> None:
+        """Load what a model that runs lacks. Others wait for its requests, and not the reverse."""
+        lacking = self._lacking(model)
+        if lacking and self._may_load(model) and (dropped := self._room_for(model, lacking)) is not None:
+            self._load(lacking, dropped)
 
     def _consider(self, model: str, arrival: float) -> bool:
         """Take up a model that a request waits for; False if no later one may begin before it."""

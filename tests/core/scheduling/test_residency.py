@@ -102,6 +102,18 @@ def test_what_runs_is_not_dropped_and_later_requests_go_ahead_for_a_while() -> N
     assert orders.load == MODELS["c"].components
 
 
+def test_what_runs_is_restored_first_when_its_rank_is_restarted() -> None:
+    """Room is made for it, and requests wait that would take the room away: else its own would never end."""
+    residency = make("a", "b", budget=24)
+    waiting = [("b", 0.0)]
+    orders = residency.order(["c"], waiting, LEAST_PATIENCE_SECONDS)
+    assert orders.load == MODELS["c"].components
+    assert sum(map(SIZES.get, orders.unload)) >= 12  # type: ignore[arg-type]
+    answer(residency, orders)
+    assert residency.has("c", "transformer", [0])
+    assert residency.order(["c"], waiting, LEAST_PATIENCE_SECONDS) == Orders()
+
+
 def test_a_short_load_has_some_patience_too() -> None:
     residency = make("a", budget=14)
     residency.order(["a"], [("c", 0.0), ("a", 0.5)], LEAST_PATIENCE_SECONDS - 0.1)
