@@ -1,6 +1,6 @@
 """KeeperProcess: the process that loads weights and keeps them in shared memory for all workers of a server.
 
-It is started anew whenever it dies, under the same address; workers keep what they have mapped.
+It is restarted whenever it dies, under the same address; workers keep what they have mapped.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ MAIN = "model_executor.weights.process:main"
 """What the process runs."""
 
 PROVEN_SECONDS = 60.0
-"""A keeper that has lived for this long is started anew at once."""
+"""A keeper that has lived for this long is restarted at once."""
 
 WORTH_BYTES = 1024**3
 """Least size of a checkpoint that several workers do not load each for itself: the process itself takes 0.3 GB."""
@@ -49,7 +49,7 @@ class KeeperProcess:
         self._process = spawn(MAIN, b"", [os.dup(self._listener.fileno())], "stencil-weights")
 
     async def run(self) -> None:
-        """Start it anew whenever it dies, until it is closed."""
+        """Restart it whenever it dies, until it is closed."""
         num_deaths = 0
         while not self._is_closed.is_set():
             assert self._process is not None
@@ -59,7 +59,7 @@ class KeeperProcess:
                 return
             num_deaths = 1 if time.monotonic() - started > PROVEN_SECONDS else num_deaths + 1
             seconds, how = wait_before(num_deaths - 1), self._process.describe_exit()
-            text = "the process that loads weights died (%s) and is started anew in %.0f s"
+            text = "the process that loads weights died (%s) and is restarted in %.0f s"
             logger.error(text, how, seconds, extra=of_request(""))
             with suppress(TimeoutError):
                 await asyncio.wait_for(self._is_closed.wait(), seconds)

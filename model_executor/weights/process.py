@@ -24,13 +24,13 @@ def main(config: bytes, fds: list[int]) -> None:
     """Entry point for `core.ipc.process.spawn`. config: empty. fds: a socket from `core.ipc.local_sockets.listen`."""
     signal.signal(signal.SIGTERM, signal.SIG_IGN)  # one to the whole group: the parent leads the shutdown
     die_with_parent()
-    os.nice(NICENESS)
     os.environ["OMP_NUM_THREADS"] = os.environ["MKL_NUM_THREADS"] = "1"
     # Importing diffusers creates this folder, by default one that is left behind; nothing is compiled into it.
     os.environ.setdefault("TORCHINDUCTOR_CACHE_DIR", tempfile.gettempdir())
     from model_executor.checkpoint.libraries import quiet_libraries
     from model_executor.weights.keeper import Keeper
 
+    os.nice(NICENESS)  # not while libraries are imported: a server that starts waits for them
     return_freed_memory()
     quiet_libraries()
     Keeper(socket.socket(fileno=fds[0])).run()

@@ -18,9 +18,12 @@ from core.messages.codec import MessageDecoder, encode
 from core.messages.weights import DropWeights, FromKeeper, TakeWeights, WeightsFailed
 from model_executor.weights.image import Image, read_image
 
+PATIENCE_SECONDS = 1800.0
+"""How long the keeper may take for a component, as a server for its start."""
+
 
 class TakenWeights:
-    """Used by one thread. A keeper that died is connected to again: it is started anew under the same address."""
+    """Used by one thread. A keeper that died is connected to again: it is restarted under the same address."""
 
     def __init__(self, address: str) -> None:
         self._address = address
@@ -31,17 +34,14 @@ class TakenWeights:
     def take(self, key: ModelKey, model: ModelConfig, part: str, cpu_threads: int = 0) -> tuple[nn.Module, int]:
         """(a component over memory that all its users share, its bytes); waits until it is loaded. model, part,
         cpu_threads: as in TakeWeights. Raises ConfigError for weights that cannot be loaded, EngineError if the keeper
-        dies twice."""
+        dies twice or hangs."""
         payload = encode(TakeWeights(key, model, part, cpu_threads))
         try:
-            answer, fd = self._ask(payload)
-        except OSError:
+            answer, fd = self._ask_again(payload)
+        except OSError as error:
             self.close()
-            try:
-                answer, fd = self._ask(payload)
-            except OSError as error:
-                self.close()
-                raise EngineError(f"the process that loads weights has died ({error})") from error
+            how = "does not answer" if isinstance(error, TimeoutError) else "has died"
+            raise EngineError(f"the process that loads weights {how} ({error})") from error
         message = self._decoder.decode(answer)
         if isinstance(message, WeightsFailed):
             raise message.failure.to_error()
@@ -69,9 +69,18 @@ class TakenWeights:
             self._connection = None
             self._mappings.clear()
 
+    def _ask_again(self, payload: bytes) -> tuple[bytes, int | None]:
+        """The answer, at the second attempt if the keeper dies in the first."""
+        try:
+            return self._ask(payload)
+        except ConnectionError:
+            self.close()
+            return self._ask(payload)
+
     def _ask(self, payload: bytes) -> tuple[bytes, int | None]:
         if self._connection is None:
             self._connection = connect(self._address)
+            self._connection.settimeout(PATIENCE_SECONDS)
         send(self._connection, payload)
         answer, fd = receive(self._connection)
         if not answer:

@@ -26,6 +26,7 @@ from model_executor.checkpoint.loader import Checkpoint
 from model_executor.kernels.cpu_kernels import best_kernels
 from model_executor.kernels.cpu_layers import FastConv
 from model_executor.models.registry import make_family
+from model_executor.weights import taking
 from model_executor.weights.taking import TakenWeights
 from tools.random_checkpoints import make_flux
 from tools.random_unet_checkpoints import make_sd
@@ -177,7 +178,15 @@ def test_weights_that_cannot_be_loaded_are_told_with_their_cause(
     assert worker.take(VAE, config, "vae") is not None, "it serves on"
 
 
-def test_a_keeper_started_anew_serves_on(listener: socket.socket, config: ModelConfig) -> None:
+def test_a_keeper_that_hangs_is_told(monkeypatch: pytest.MonkeyPatch, config: ModelConfig) -> None:
+    monkeypatch.setattr(taking, "PATIENCE_SECONDS", 0.1)
+    with local_sockets.listen() as listener:  # nobody accepts
+        worker = TakenWeights(local_sockets.address_of(listener))
+        with pytest.raises(EngineError, match="the process that loads weights does not answer"):
+            worker.take(VAE, config, "vae")
+
+
+def test_a_keeper_that_was_restarted_serves_on(listener: socket.socket, config: ModelConfig) -> None:
     """The last test: it ends the shared one. Workers keep what they have, under the same address."""
     with local_sockets.listen() as own:
         first = started(own)
