@@ -15,8 +15,10 @@ from torch import nn
 
 from core.cache_folder import user_cache_folder
 from core.config import AdapterConfig, ModelConfig
+from core.errors import ConfigError
 from core.handles import LoadedComponent, ModelKey
 from core.ipc.heap import keep_freed_memory
+from core.ipc.logs import of_request
 from core.messages.worker import WorkerReady
 from core.model_info import ModelInfo
 from core.patches import PatchSet
@@ -138,7 +140,7 @@ class ResidentModels:
         prepared = self.families[name].prepare(part, module)
         for name, part in self._users(key):
             self.families[name].put(part, prepared)
-            for adapter in self._adapters[name]:
+            for adapter in list(self._adapters[name]):
                 self._adapt(name, part, adapter)
         self._loaded[key] = loaded
         self._forget_layers()
@@ -151,7 +153,13 @@ class ResidentModels:
                 self._adapters[name] = [replace(adapter, parts={}) for adapter in adapters]
 
     def _adapt(self, name: str, part: str, adapter: Adapter) -> None:
-        family, whole = self.families[name], self._with_layers(name, adapter)
+        family = self.families[name]
+        try:
+            whole = self._with_layers(name, adapter)
+        except ConfigError as error:  # it fails its own requests, not the model's
+            logger.error("adapter %s is not in use any more: %s", adapter.name, error, extra=of_request(""))
+            self.drop_adapter(name, adapter.patch)
+            return
         family.put_adapter(adapter.patch, family.prepare_adapter(whole, {part}))
 
     def add_adapter(self, model: str, config: AdapterConfig, patch: str = "") -> str:
@@ -169,7 +177,8 @@ class ResidentModels:
             raise adapter.refuse("the file has changed since it was loaded")
         family.put_adapter(adapter.patch, family.prepare_adapter(adapter, parts))
         if adapter.patch not in {other.patch for other in self._adapters[model]}:
-            self._adapters[model].append(replace(adapter, parts={}))
+            self._adapters[model].append(adapter)
+            self._forget_layers()
         return adapter.patch
 
     def drop_adapter(self, model: str, patch: str) -> None:

@@ -66,6 +66,19 @@ def test_models_take_turns_in_a_budget_for_one(tmp_path: Path, paths: dict[str, 
         assert "the process that loads weights died" in server.log.read_text()
 
 
+def test_deaths_change_no_picture_and_leave_nothing(tmp_path: Path, paths: dict[str, Path]) -> None:
+    """Of a worker, which takes its models up again, and of the server itself, whose other processes end with it."""
+    flags = [flag for name, path in paths.items() for flag in ("--model", f"{name}={path}")]
+    server = start(tmp_path / "scratch", *flags, "--threads", "1", "--dtype", "float32", "--no-playground")
+    with client_of(server) as client:
+        before = {name: edit(client, model=name)[0] for name in paths}
+        (worker,) = (child for child in server.children() if "stencil-worker" in " ".join(child.cmdline()))
+        worker.send_signal(signal.SIGKILL)
+        for name in paths:
+            np.testing.assert_array_equal(edit(client, model=name)[0], before[name])
+    assert server.stop(signal.SIGKILL) == -signal.SIGKILL
+
+
 def test_a_model_that_cannot_be_loaded_fails_its_own_requests(tmp_path: Path, paths: dict[str, Path]) -> None:
     broken = Path(shutil.copytree(paths["fill"], tmp_path / "broken"))
     config = broken / "transformer" / "config.json"

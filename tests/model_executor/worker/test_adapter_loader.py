@@ -88,6 +88,31 @@ def test_it_is_as_one_that_was_loaded_at_the_start(
     assert torch.equal(picture(models, "a", answer.patch), painted), "a component loaded again has it too"
 
 
+def test_a_component_is_loaded_again_without_an_adapter_whose_file_is_gone(
+    loader: Loader, models: ResidentModels, file: Path
+) -> None:
+    """Requests with the adapter fail, and no others."""
+    plain, patch = picture(models, "a"), loader.load(file).patch
+    file.unlink()
+    key = models.keys["a"]["transformer" if "transformer" in models.keys["a"] else "unet"]
+    models.unload(key)
+    models.load(key)
+    assert models.families["a"].lacking((Patch(patch),))
+    assert torch.equal(picture(models, "a"), plain)
+
+
+def test_one_of_a_model_that_is_not_loaded_is_read_once(loader: Loader, models: ResidentModels, file: Path) -> None:
+    keys = dict.fromkeys(models.keys["a"].values())
+    for key in keys:
+        models.unload(key)
+    patch = loader.load(file).patch
+    file.unlink()
+    for key in keys:
+        models.load(key)
+    assert not models.families["a"].lacking((Patch(patch),))
+    assert not torch.equal(picture(models, "a", patch), picture(models, "a"))
+
+
 def test_it_is_dropped_from_shared_components_with_its_last_model(
     loader: Loader, models: ResidentModels, file: Path
 ) -> None:

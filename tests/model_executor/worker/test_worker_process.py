@@ -231,6 +231,21 @@ async def reload(executor: Executor, key: ModelKey, keeper: ChildProcess | None 
     return [await asyncio.wait_for(anext(executor.results()), PATIENCE) for _ in ranks]
 
 
+def make_blank(weights: Path) -> None:
+    """Set all weights in a file to 0."""
+    content = weights.read_bytes()
+    start = 8 + int.from_bytes(content[:8], "little")
+    weights.write_bytes(content[:start] + bytes(len(content) - start))
+
+
+async def restarted(executor: Executor, rank: int) -> FromWorker:
+    """Kill a worker and start another one; what that says first."""
+    executor.kill(rank)
+    assert isinstance(await asyncio.wait_for(anext(executor.results()), PATIENCE), WorkerFailed)
+    executor.restart(rank, 0.0)
+    return await asyncio.wait_for(anext(executor.results()), PATIENCE)
+
+
 def num_kept(keeper: ChildProcess | None) -> int:
     """Components that a keeper holds."""
     folder = Path(f"/proc/{keeper.pid}/fd") if keeper else Path("/nowhere")
@@ -257,7 +272,8 @@ async def test_a_component_that_no_model_has_cannot_be_loaded(executor: Executor
 async def test_components_are_taken_from_the_keeper_beside_batches(
     tiny_checkpoint: Path, executor: Executor, arena: Arena, space: ArenaAllocator, pages: Arena, tmp_path: Path
 ) -> None:
-    """Two ranks, with the same picture as by weights that they loaded themselves. What is damaged fails alone."""
+    """Two ranks, with the same picture as by weights that they loaded themselves. One that is restarted reads no file.
+    What is damaged fails alone."""
     copy = Path(shutil.copytree(tiny_checkpoint, tmp_path / "copy"))
     edit = Edit(arena, space, "taken", seed=1)
     before = await run(executor, edit)
@@ -267,8 +283,11 @@ async def test_components_are_taken_from_the_keeper_beside_batches(
             for kind in ("vae", "transformer"):
                 told = await reload(taking, component(taking, kind))
                 assert {message.rank for message in told if isinstance(message, ModelLoaded)} == {0, 1}, told
-            while num_kept(keeper) != 3:  # all but the transformer, whose packed form each rank has for itself
-                await asyncio.sleep(0.01)
+            assert num_kept(keeper) == 4, "packed weights are shared, too"
+            assert np.array_equal(await run(taking, edit), before)
+            (weights,) = (copy / "vae").glob("*.safetensors")
+            make_blank(weights)
+            assert isinstance(await restarted(taking, 0), WorkerReady)
             assert np.array_equal(await run(taking, edit), before)
             (weights,) = (copy / "text_encoder_2").glob("*.safetensors")
             weights.write_bytes(weights.read_bytes()[:1000])
