@@ -18,7 +18,7 @@ from edits import Edit
 
 from core.config import CacheConfig, EngineConfig, ModelConfig
 from core.errors import ConfigError
-from core.handles import PAGE_ARENA, VALUE_ARENA, ArrayRef, EntryRef, ModelKey
+from core.handles import PAGE_ARENA, VALUE_ARENA, ArrayRef, EntryRef, ModelKey, TensorKey, TensorRef
 from core.ipc import local_sockets
 from core.ipc.process import ChildProcess, spawn
 from core.ipc.shared_array import Arena, ArenaAllocator
@@ -232,10 +232,11 @@ async def reload(executor: Executor, key: ModelKey, keeper: ChildProcess | None 
 
 
 def make_blank(weights: Path) -> None:
-    """Set all weights in a file to 0."""
-    content = weights.read_bytes()
+    """Set all weights in a file to 0; its time of change stays, so that it counts as the same."""
+    content, before = weights.read_bytes(), weights.stat()
     start = 8 + int.from_bytes(content[:8], "little")
     weights.write_bytes(content[:start] + bytes(len(content) - start))
+    os.utime(weights, ns=(before.st_atime_ns, before.st_mtime_ns))
 
 
 async def restarted(executor: Executor, rank: int) -> FromWorker:
@@ -418,7 +419,10 @@ async def test_the_workers_end_while_one_is_restarted(
 
 async def test_plan_that_cannot_be_done_ends_the_worker_with_its_cause(executor: Executor) -> None:
     """An order that no engine should give is not a request's fault: the worker reports it and exits."""
-    executor.submit(StepPlan(seq=0, unload=(ModelKey("0f", "unheard of"),), model_ranks=(0,)))
+    missing = TensorRef(
+        TensorKey("unheard of", "denoise", "latents"), 0, handle=ArrayRef(VALUE_ARENA, 64, (8,), "uint8")
+    )
+    executor.submit(StepPlan(seq=0, transfers=(Transfer(missing, 0),)))
     message = await asyncio.wait_for(anext(executor.results()), PATIENCE)
     assert isinstance(message, WorkerFailed)
     assert "unheard of" in message.failure.message
