@@ -8,6 +8,7 @@ import os
 import shutil
 import subprocess
 import sys
+from contextlib import ExitStack, closing
 from pathlib import Path
 
 import pytest
@@ -112,9 +113,9 @@ def test_models_take_the_memory_of_their_distinct_components(
 def test_weights_of_the_keeper_are_in_memory_once_for_all_workers(large: tuple[Path, int], dtype: str) -> None:
     """Packed as they are on a CPU, they are no worker's own memory, nor the keeper's beside what it shares."""
     config = ModelConfig(model=str(large[0]), dtype=dtype, device="cpu")
-    with local_sockets.listen() as listener:
+    with local_sockets.listen() as listener, ExitStack() as stack:
         keeper = spawn("model_executor.weights.process:main", b"", [os.dup(listener.fileno())], "stencil-weights")
-        taken = TakenWeights(local_sockets.address_of(listener))
+        taken = stack.enter_context(closing(TakenWeights(local_sockets.address_of(listener))))
         taken.take(ModelKey("0", "vae"), config, "vae", torch.get_num_threads())  # what comes with the first one
         denoisers, before = [], [private(pid) for pid in (os.getpid(), keeper.pid)]
         for _ in range(2):
