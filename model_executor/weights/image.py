@@ -22,6 +22,7 @@ import torch
 from torch import Tensor, nn
 
 from core.free_list import round_up
+from model_executor.checkpoint.libraries import register_classes
 from model_executor.weights import opaque
 from model_executor.weights.mapping import map_private
 
@@ -75,6 +76,7 @@ def read_image(fd: int, image: Image) -> tuple[nn.Module, Any]:
     memory = map_private(fd, image.nbytes)
     listed, structure = pickle.loads(memoryview(memory)[image.start :])
     module: nn.Module = _Unpickler(structure, memory, listed).load()
+    register_classes(module)
     return module, memory
 
 
