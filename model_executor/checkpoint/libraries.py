@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from copy import deepcopy
+from typing import Any
 
 import diffusers.utils.logging
 import transformers.utils.logging
@@ -21,6 +22,8 @@ def quiet_libraries() -> None:
 def register_classes(module: nn.Module) -> None:
     """Let transformers know the classes of a module that was made in another process. Their constructor notes, by
     class, which hidden states can be asked for; without it there are none."""
-    found = {type(part): part for part in module.modules() if isinstance(part, PreTrainedModel)}
+    found: dict[Any, PreTrainedModel] = {
+        type(part): part for part in module.modules() if isinstance(part, PreTrainedModel)
+    }
     for cls, part in found.items():
         PreTrainedModel.__init__(cls.__new__(cls), deepcopy(part.config))
