@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import argparse
 import asyncio
+import gc
 import os
 import statistics
 import subprocess
@@ -78,6 +79,7 @@ def main(argv: Sequence[str] | None = None) -> None:
         checkpoint = _make_checkpoint(Path(folder) / LARGE)
         models = _open(checkpoint, args.dtype)
         models.load_all([EMBEDDED_NAME])
+        gc.freeze()  # as a worker does after its imports
         step = _step(models)
         same = _in_turns(step, _Loading(models, address), args.rounds)
         with closing(_OtherRank(address, checkpoint, args.dtype)) as rank:

@@ -6,6 +6,7 @@ made over it. A component is put in use by an assignment; no batch uses it befor
 
 from __future__ import annotations
 
+import gc
 import logging
 import time
 import traceback
@@ -94,6 +95,7 @@ class ComponentLoader:
         if self._models.find(key) is None:
             return  # its load has failed
         self._models.unload(key)
+        gc.collect()  # denoisers refer to themselves
         if self._taken is not None:
             self._taken.drop_unused()
 
