@@ -15,6 +15,9 @@ from core.scheduling.node_cache import NodeCache
 from core.scheduling.request import Status
 from core.scheduling.residency import Orders, Residency
 
+LoadAnswer = ModelLoaded | ModelFailed
+"""A rank's, to an order to load a component."""
+
 
 @dataclass(frozen=True, slots=True)
 class ModelLoads:
@@ -47,7 +50,7 @@ class ModelLoads:
         """Note a batch that is sent."""
         self.residency.note_use(batch.model, OPS[batch.op].component)
 
-    def apply(self, answer: ModelLoaded | ModelFailed, now: float) -> None:
+    def apply(self, answer: LoadAnswer, now: float) -> None:
         """Process a rank's answer to an order. Requests that need what cannot be loaded fail."""
         if isinstance(answer, ModelLoaded):
             self.residency.note_loaded(answer.rank, answer.loaded)

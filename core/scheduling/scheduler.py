@@ -13,6 +13,8 @@ from collections.abc import Iterable, Mapping, Sequence
 from functools import partial
 from itertools import count
 
+import msgspec
+
 from core.config import CacheConfig, SchedulerConfig
 from core.costs.cost_model import CostKey, CostModel
 from core.costs.load_report import EngineStats, LoadReport
@@ -24,28 +26,18 @@ from core.graph.op import OPS
 from core.graph.workflow import op_of
 from core.handles import LoadedComponent
 from core.messages.engine import Aborted, DropTemplate, EngineRequest, Failed, PrimeTemplate
-from core.messages.worker import (
-    Batch,
-    BatchResult,
-    CostSample,
-    Free,
-    ItemResult,
-    ModelFailed,
-    ModelLoaded,
-    PageCopied,
-    StepPlan,
-    TransferDone,
-)
+from core.messages.worker import Batch, BatchResult, CostSample, Free, ItemResult, PageCopied, StepPlan, TransferDone
 from core.model_info import ModelInfo
 from core.scheduling.advancing import advance
 from core.scheduling.cache_factory import make_cache
+from core.scheduling.checkpoints import Checkpoints
 from core.scheduling.deadlines import Deadlines
 from core.scheduling.dispatcher import Dispatched, Dispatcher
 from core.scheduling.endings import Endings
 from core.scheduling.in_flight import Flight, InFlight
 from core.scheduling.inputs import is_ahead
 from core.scheduling.live_requests import LiveRequests
-from core.scheduling.model_loads import ModelLoads
+from core.scheduling.model_loads import LoadAnswer, ModelLoads
 from core.scheduling.new_request import new_request
 from core.scheduling.node_cache import CacheOrders
 from core.scheduling.outputs import Output
@@ -53,7 +45,7 @@ from core.scheduling.policies import make_policy
 from core.scheduling.policies.policy import SchedulingPolicy
 from core.scheduling.predictor import Predictor
 from core.scheduling.ranks import Ranks
-from core.scheduling.recovery import Recovery
+from core.scheduling.recovery import Recovery, Resumed
 from core.scheduling.reporter import Reporter
 from core.scheduling.request import Request, Status
 from core.scheduling.residency import Orders, Residency, Started
@@ -105,12 +97,12 @@ class StepScheduler:
         self._plan_seqs = count()
         self._dispatcher = Dispatcher(self.cache, self.values, self._predictor.of_batch, count())
         self._policy = policy or make_policy(config.policy)
+        self._checkpoints = Checkpoints(self.values)
         parts = self._requests, self.values, self.cache
-        self._endings = Endings(*parts, self._policy.on_end, self._outputs, self._free)
+        self._endings = Endings(*parts, self._note_end, self._outputs, self._free)
         self._loads = ModelLoads(residency, self._requests, self.cache, self._endings, self.cost)
-        self._recovery = Recovery(
-            self._requests, self.values, self._out, self.cache, self._predictor.left_of, config.max_retries
-        )
+        left_of, retries = self._predictor.left_of, config.max_retries
+        self._recovery = Recovery(*parts, self._out, self._checkpoints, left_of, retries)
 
     def learn(self, samples: Iterable[CostSample], loaded: Iterable[Started] = ()) -> None:
         """Train the cost model with what was measured before the first batch. loaded: by the workers."""
@@ -212,6 +204,7 @@ class StepScheduler:
         models, view = self._loads.order(now), self._view(now)
         chosen = self._dispatcher.carry_out(self._policy.choose(view, now), view)
         self._note_sent(chosen.flights)
+        chosen.transfers += self._checkpoints.transfers(chosen.ranks | view.idle_ranks)
         for request_id in chosen.begun:
             self._requests.begin(request_id, lambda request: self._predictor.left_of(request).seconds)
         orders = self.cache.take_orders()
@@ -262,6 +255,7 @@ class StepScheduler:
         request = self._requests[done.ref.key.request_id]
         request.num_moving -= 1
         self.values.end_move(done.ref.key)
+        self._checkpoints.note_moved(request)
         self._settle(request)
 
     def apply_copy(self, done: PageCopied) -> None:
@@ -273,7 +267,7 @@ class StepScheduler:
         for request in () if done.ok else self._requests.running:
             self._settle(request)
 
-    def apply_load(self, answer: ModelLoaded | ModelFailed, now: float) -> None:
+    def apply_load(self, answer: LoadAnswer, now: float) -> None:
         """Process a rank's answer to an order to load a component."""
         self._loads.apply(answer, now)
         self._outputs += self.cache.take_answers()
@@ -282,6 +276,10 @@ class StepScheduler:
         """Messages for clients since the last call, in order."""
         outputs, self._outputs[:] = tuple(self._outputs), ()
         return outputs
+
+    def take_resumed(self) -> list[Resumed]:
+        """Requests that go on after ranks' deaths since the last call."""
+        return self._recovery.take_resumed()
 
     # ------------------------------------------------------------------------------------------------- what it knows
 
@@ -299,7 +297,7 @@ class StepScheduler:
 
     def stats(self) -> EngineStats:
         """Totals since start."""
-        return self._reporter.stats(self._requests)
+        return self._reporter.stats(self._requests, self._recovery.steps_repeated)
 
     def check_integrity(self) -> None:
         """Raise AssertionError unless all counts agree. Cheap enough to run when idle."""
@@ -314,6 +312,7 @@ class StepScheduler:
         assert len(out) == sum(request.progress.num_in_flight for request in self._requests)
         self._out.check_integrity(self.values.num_moving)
         self.values.check_integrity(ids)
+        self._checkpoints.check_integrity(self._requests)
 
     # ------------------------------------------------------------------------------------------------- inside
 
@@ -344,26 +343,14 @@ class StepScheduler:
             self._requests.note_progress(self._requests[item.request_id])
 
     def _send(self, chosen: Dispatched, orders: CacheOrders, models: Orders) -> StepPlan:
-        seq = next(self._plan_seqs)
+        plan = chosen.plan(next(self._plan_seqs), orders, self._free, self.ranks.up[0])
+        self._free.clear()
         for flight in chosen.flights:
-            self._out.send(seq, flight)
+            self._out.send(plan.seq, flight)
             self._loads.note_batch(flight.batch)
-        self._out.send_transfers(seq, chosen.transfers)
-        free, self._free[:] = tuple(self._free), ()
-        return StepPlan(
-            seq=seq,
-            forget=orders.forget,
-            delete=orders.delete,
-            file_rank=self.ranks.up[0],
-            copies=orders.copies,
-            batches=tuple(flight.batch for flight in chosen.flights),
-            transfers=tuple(chosen.transfers),
-            deliveries=tuple(chosen.deliveries),
-            free=free,
-            load=models.load,
-            unload=models.unload,
-            model_ranks=self.ranks.up if models.has_any else (),
-        )
+        self._out.send_transfers(plan.seq, chosen.transfers)
+        ranks = self.ranks.up if models.has_any else ()
+        return msgspec.structs.replace(plan, load=models.load, unload=models.unload, model_ranks=ranks)
 
     def _apply_item(self, request: Request, item: ItemResult, result: BatchResult, batch: Batch) -> None:
         node = request.workflow.node(item.node)
@@ -380,13 +367,19 @@ class StepScheduler:
             self._endings.fail(request, item.failure)
         else:
             advance(request, node, item, batch, self.values, self.cache, self._endings)
+            if node.region and request.is_live:
+                self._checkpoints.note_round(request, node, result.seconds / len(batch.items))
         self._requests.note_progress(request)
         self._settle(request)
 
     def _settle(self, request: Request) -> None:
         """After something of a request has ended: let it go on, or end, if it waits for that."""
-        self._reporter.note_repeated(self._recovery.settle(request))
+        self._recovery.settle(request)
         self._endings.finish(request)
+
+    def _note_end(self, request_id: str) -> None:
+        self._policy.on_end(request_id)
+        self._checkpoints.forget(request_id)
 
     def _give_up_lost(self, now: float) -> None:
         live = list(self._requests.live()) if self._requests.has_due else []
