@@ -13,6 +13,7 @@
     |-- AbortedError           the client or the operator cancelled the request
     `-- EngineError            the server's fault
         |-- OutOfMemoryError   the device or an arena had no room
+        |-- ModelUnavailableError  the weights of the request's model cannot be loaded
         |-- PagesLostError     cached activations on their way to a step did not arrive
         |-- MessageError       a message between processes cannot be encoded or decoded
         `-- EngineDeadError    a process that held the request died
@@ -104,6 +105,10 @@ class EngineError(StencilError):
 
 class OutOfMemoryError(EngineError):
     """A device, a shared arena or the host had no room for this request."""
+
+
+class ModelUnavailableError(EngineError):
+    """A component of the request's model cannot be loaded. Other models are served."""
 
 
 class PagesLostError(EngineError):

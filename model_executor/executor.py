@@ -70,6 +70,7 @@ class Executor:
         self.cost_samples: tuple[CostSample, ...] = ()
         self.device_page_bytes = [0] * config.workers_per_engine  # by rank
         self.components: dict[int, tuple[LoadedComponent, ...]] = {}  # rank -> what it has loaded
+        self.sizes: tuple[LoadedComponent, ...] = ()  # of all components, loaded or not
         self._config = config
         self._arenas = pictures, pages, values
         self._workers: list[_Worker] = []
@@ -107,7 +108,7 @@ class Executor:
                     models |= {info.name: info for info in message.models}
                     self.cost_samples += message.samples
                     self.device_page_bytes[message.rank] = message.device_page_bytes
-                    self.components[message.rank] = message.components
+                    self.components[message.rank], self.sizes = message.components, message.sizes
                 case WorkerFailed():
                     raise message.failure.to_error()
                 case _:
@@ -206,6 +207,7 @@ class Executor:
             config.scheduler,
             num_workers=config.num_workers,
             device_index=config.device_index(rank),
+            keeper=config.keeper,
             measures_costs=measures,
         )
 

@@ -6,16 +6,14 @@ from collections.abc import Iterable
 
 from core.costs.load_report import RankStats
 from core.handles import LoadedComponent
-
-Loaded = tuple[int, Iterable[LoadedComponent]]
-"""(rank, the components that it has loaded)."""
+from core.scheduling.residency import Residency
 
 
 class Ranks:
-    """Owned by one scheduler."""
+    """Owned by one scheduler. residency: of its components."""
 
-    def __init__(self, num_ranks: int) -> None:
-        self._resident: list[tuple[LoadedComponent, ...]] = [()] * num_ranks
+    def __init__(self, num_ranks: int, residency: Residency) -> None:
+        self.residency = residency
         self._busy_seconds = [0.0] * num_ranks
         self._deaths = [0] * num_ranks
         self.up = tuple(range(num_ranks))  # those whose worker lives and accepts plans, ascending
@@ -24,16 +22,13 @@ class Ranks:
         """Note that a rank's worker has died."""
         self.up = tuple(other for other in self.up if other != rank)
         self._deaths[rank] += 1
-        self._resident[rank] = ()
+        self.residency.lose(rank)
 
-    def join(self, rank: int) -> None:
-        """Note that a worker that was restarted accepts plans."""
+    def join(self, rank: int, components: Iterable[LoadedComponent]) -> None:
+        """Note that a worker that was restarted accepts plans, and has loaded these components."""
         assert rank not in self.up, f"rank {rank} is up already"
         self.up = tuple(sorted([*self.up, rank]))
-
-    def note_loaded(self, rank: int, components: Iterable[LoadedComponent]) -> None:
-        """Note the components that a worker has loaded."""
-        self._resident[rank] = tuple(components)
+        self.residency.join(rank, components)
 
     def note_answer(self, rank: int, seconds: float) -> None:
         """Note worker time spent on a batch."""
@@ -41,5 +36,8 @@ class Ranks:
 
     def stats(self) -> tuple[RankStats, ...]:
         """By rank."""
-        facts = enumerate(zip(self._resident, self._busy_seconds, self._deaths, strict=True))
-        return tuple(RankStats(*of_rank, is_up=rank in self.up) for rank, of_rank in facts)
+        facts = enumerate(zip(self._busy_seconds, self._deaths, strict=True))
+        return tuple(
+            RankStats(self.residency.components(rank), seconds, deaths, is_up=rank in self.up)
+            for rank, (seconds, deaths) in facts
+        )
