@@ -98,6 +98,7 @@ class SchedulerConfig(msgspec.Struct, frozen=True, kw_only=True):
     # Another plan is sent to a busy worker only if its work is predicted to take less: an extra wait of new requests.
     max_ahead_ms: float = 10.0
     degree: int = 1  # ranks that compute each step together, as far as so many live and its pages are in host memory
+    model_bytes: int = 0  # weights that each worker may hold; 0: no limit
     max_retries: int = 2  # how often an image is run again after the engine or worker that ran it has died
 
     def __post_init__(self) -> None:
@@ -109,6 +110,7 @@ class SchedulerConfig(msgspec.Struct, frozen=True, kw_only=True):
         check_integer("degree", self.degree, 1, 64)
         check_integer("max_retries", self.max_retries, 0, 100)
         check_decimal("max_ahead_ms", self.max_ahead_ms, 0)
+        check_integer("model_bytes", self.model_bytes, 0, MAX_CACHE_BYTES)
 
 
 CacheScope = Literal["owner", "server"]
@@ -167,6 +169,8 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True):
     # times the predicted time of its work.
     hang_seconds: float = 10.0
     start_seconds: float = 1800.0  # an engine that does not serve after this long is killed
+    # Weights.
+    keeper: str = ""  # address of the process that loads and keeps weights, set by the process that starts it
     # Tracing.
     otlp_traces_endpoint: str = ""  # URL that spans are sent to; "" = no tracing
 

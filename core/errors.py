@@ -13,6 +13,7 @@
     |-- AbortedError           the client or the operator cancelled the request
     `-- EngineError            the server's fault
         |-- OutOfMemoryError   the device or an arena had no room
+        |-- ModelUnavailableError  the weights of the request's model cannot be loaded
         |-- PagesLostError     cached activations on their way to a step did not arrive
         |-- GroupBrokenError   a batch of several ranks failed on one of them
         |-- MessageError       a message between processes cannot be encoded or decoded
@@ -111,6 +112,10 @@ class GroupBrokenError(EngineError):
     """A batch that several ranks compute together failed on one of them, so it failed on all. It is tried again on one
     rank.
     """
+
+
+class ModelUnavailableError(EngineError):
+    """A component of the request's model cannot be loaded. Other models are served."""
 
 
 class PagesLostError(EngineError):

@@ -20,6 +20,7 @@ FailureKind = Literal[
     "engine",
     "engine_dead",
     "rank_dead",
+    "model_unavailable",
     "config",
 ]
 
@@ -62,6 +63,8 @@ class Failure(msgspec.Struct, frozen=True):
                 return cls("aborted", str(error), detail=detail)
             case errors.EngineDeadError():
                 return cls("engine_dead", str(error), detail=detail)
+            case errors.ModelUnavailableError():
+                return cls("model_unavailable", str(error), detail=detail)
             case errors.ConfigError():
                 return cls("config", str(error), detail=detail)
             case _:
@@ -88,6 +91,8 @@ class Failure(msgspec.Struct, frozen=True):
                 return errors.AbortedError(self.message)
             case "engine_dead" | "rank_dead":
                 return errors.EngineDeadError(self.message)
+            case "model_unavailable":
+                return errors.ModelUnavailableError(self.message)
             case "config":
                 return errors.ConfigError(self.message)
             case "engine":

@@ -71,6 +71,7 @@ class Executor:
         self.device_page_bytes = [0] * config.workers_per_engine  # by rank
         self.components: dict[int, tuple[LoadedComponent, ...]] = {}  # rank -> what it has loaded
         self.ports: dict[int, int] = {}  # rank -> where groups meet of which it is the first
+        self.sizes: tuple[LoadedComponent, ...] = ()  # of all components, loaded or not
         self._config = config
         self._arenas = pictures, pages, values
         self._workers: list[_Worker] = []
@@ -108,7 +109,7 @@ class Executor:
                     models |= {info.name: info for info in message.models}
                     self.cost_samples += message.samples
                     self.device_page_bytes[message.rank] = message.device_page_bytes
-                    self.components[message.rank] = message.components
+                    self.components[message.rank], self.sizes = message.components, message.sizes
                     self.ports[message.rank] = message.port
                 case WorkerFailed():
                     raise message.failure.to_error()
@@ -209,6 +210,7 @@ class Executor:
             num_workers=config.num_workers,
             group_seconds=config.hang_seconds / 2,
             device_index=config.device_index(rank),
+            keeper=config.keeper,
             measures_costs=measures,
         )
 

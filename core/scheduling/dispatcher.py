@@ -144,6 +144,7 @@ def _check_dispatch(dispatch: Dispatch, view: View) -> list[tuple[str, str]]:
     for request, node in dispatch.items:
         assert (request.head.model, node.op) == key, "a batch has one op and one model"
         assert node in view.ready(request), f"{node.name} of {request.id} is not ready"
+        assert view.has_components(request, node, dispatch.ranks), f"{node.name} of {request.id} lacks its model"
         assert view.inputs(request, node, dispatch.ranks).are_there, f"{node.name} of {request.id} lacks inputs"
     return [(request.id, node.name) for request, node in dispatch.items]
 

@@ -152,6 +152,7 @@ class Reporter:
         return EngineStats(
             op_seconds=self._op_seconds_left(requests),
             ranks=self._ranks.stats(),
+            models=self._ranks.residency.states(),
             r_squared=self._r_squared(),
             steps=counters.steps,
             batch_tokens=counters.batch_tokens,

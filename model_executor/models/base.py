@@ -150,7 +150,8 @@ class Family(ABC):
 
     @abstractmethod
     def prepare(self, part: str, module: nn.Module) -> Any:
-        """A loaded part in the form that it is computed with. Changes the module, which must not be used any more."""
+        """A loaded part in the form that it is computed with. Changes the module, which must not be used any more, but
+        may be prepared again: weights that are packed for a CPU stay in it, and are found there."""
 
     @abstractmethod
     def put(self, part: str, prepared: Any) -> None:

@@ -64,7 +64,8 @@ class Denoiser(ABC):
         self, module: Any, num_train_timesteps: int, operators: Operators | None = None, *, owns_module: bool = False
     ) -> None:
         self.module = module
-        self._device: torch.device = module.device
+        # Of layers that have come packed, and of an outline, the parameters are on the meta device.
+        self._device: torch.device = next((p.device for p in module.parameters() if not p.is_meta), module.device)
         self._owns_module = owns_module
         self.dtype: torch.dtype = module.dtype  # kept, because diffusers searches all modules for it, 0.6 ms each time
         self._num_train_timesteps = num_train_timesteps
@@ -316,9 +317,12 @@ def _in_order(rows: Sequence[AnyRow], run: Callable[[Sequence[AnyRow]], list[Res
     return [results[number] for number in range(len(rows))]
 
 
-def _unmap(module: nn.Module) -> None:
+def _unmap(module: Any) -> None:
     """Copy the few remaining parameters: as views they would keep the whole checkpoint file mapped, which counts as
-    memory."""
+    memory. Not of a module for which another process has done so (`model_executor/weights`), which shares them."""
+    if getattr(module, "is_unmapped", False):
+        return
+    module.is_unmapped = True
     for parameter in module.parameters():
         if not parameter.is_meta and type(parameter) is nn.Parameter:  # quantised ones are not views of the file
             parameter.data = parameter.data.clone()

@@ -57,8 +57,9 @@ class _Pass:
         return self._cache_work[key] if isinstance(key, str) else Dispatch(tuple(self._batches[key]), key[2])
 
     def _admit(self) -> list[Request]:
-        """The running requests, and as many waiting ones as there are free slots. A request that would make others late
-        waits; one with `runs_alone` waits until nothing runs. No later request overtakes either of them.
+        """The running requests, and as many waiting ones as there are free slots. A request whose model is not loaded
+        waits, and others go ahead. One that would make others late waits; one with `runs_alone` waits until nothing
+        runs. No later request overtakes either of them.
         """
         running = self.view.requests.running
         num_unseen, is_idle = len(running), not running
@@ -72,6 +73,8 @@ class _Pass:
             if request.status is Status.RUNNING:
                 admitted.append(request)
                 num_unseen -= 1
+            elif not self.view.may_begin(request):
+                continue
             elif request.runs_alone:
                 if is_idle and not admitted:
                     return [request]
