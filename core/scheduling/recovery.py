@@ -79,8 +79,8 @@ class Recovery:
         return loss
 
     def set_back_alone(self, request: Request, node: Node) -> None:
-        """Note that a batch of several ranks with a node has failed, which changed nothing. What failed in it, if no rank died, is
-        found on one rank, where a batch is halved until it fails alone.
+        """Note that a batch of several ranks with this node has failed, which changed nothing. What failed in it, if no
+        rank died, is found on one rank, where a batch is halved until it fails alone.
         """
         request.progress.land(node)
         request.runs_on_one_rank = request.is_set_back = request.progress.is_restarting = True
