@@ -153,6 +153,7 @@ class StepSample(msgspec.Struct, frozen=True, array_like=True):
     bound_seconds: float  # the part of the prediction that grows with the tokens, which batching cannot save
     started: float = 0.0  # monotonic seconds, the same clock in all processes of a host
     request_ids: tuple[str, ...] = ()  # one per image
+    degree: int = 1  # ranks that computed it together
 
 
 class RankStats(msgspec.Struct, frozen=True):

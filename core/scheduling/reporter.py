@@ -112,6 +112,7 @@ class Reporter:
                 bound_seconds=bound,
                 started=result.started,
                 request_ids=tuple(item.request_id for item in result.items),
+                degree=len(flight.batch.ranks),
             )
         )
         del self._recent_steps[:-MAX_RECENT_STEPS]

@@ -109,6 +109,7 @@ class Request:
     # Set by the scheduler from results of batches.
     started: float | None = None  # when a worker began its first stage, monotonic seconds
     part_seconds: dict[str, float] = field(default_factory=dict)  # Part -> worker seconds spent in it
+    degrees: dict[tuple[str, int], int] = field(default_factory=dict)  # (step node, round) -> ranks that computed it
     # Set by the Predictor.
     waiting_load: RequestLoad | None = None  # remaining work, computed once while it waits
     # From the text encoder.
