@@ -62,14 +62,14 @@ def engines(name: str, dtype: str) -> dict[str, dict[str, int]]:
     return found
 
 
-def hashes(path: str, dtype: str, image: Path, engine: Mapping[str, int]) -> Iterator[tuple[str, str]]:
+def hashes(path: str, dtype: str, image: Path, flags: Mapping[str, int]) -> Iterator[tuple[str, str]]:
     """(edit, hash) of every edit alone, and once more with all of them in one batch.
 
     The second time every template is cached, so each mask-aware edit is hashed both cold and warm. In bfloat16 there is
     no second time: matrix products round differently there with the number of rows, so that a picture depends on which
     edits happen to share its steps.
     """
-    settings: dict[str, Any] = {"model": path, **engine} if path else {**engine}
+    settings: dict[str, Any] = {"model": path, **flags} if path else {**flags}
     names, edits, samplings = zip(*cases(image), strict=True)
     with ImageEngine(**settings, dtype=dtype, image_workers=1) as engine:
         for name, edit, sampling in zip(names, edits, samplings, strict=True):
