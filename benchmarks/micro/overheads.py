@@ -32,7 +32,7 @@ from core.ipc.ring import Channel, PeerClosedError
 from core.ipc.shared_array import Arena
 from core.messages.codec import MessageDecoder, encode
 from core.messages.engine import Finished
-from core.messages.worker import BatchResult, StepPlan
+from core.messages.worker import BatchResult, StepPlan, TransferDone
 from core.scheduling.ops.denoise import Denoise
 from core.scheduling.scheduler import StepScheduler
 
@@ -84,6 +84,8 @@ def _one_step(scheduler: StepScheduler, channel: Channel) -> tuple[float, bool, 
     assert plan is not None
     channel.send(encode(plan))
     received = _PLAN.decode(channel.recv())
+    for transfer in received.transfers:
+        scheduler.apply_transfer(TransferDone(transfer.source, transfer.ref))
     results = [BatchResult(b.id, b.ranks[0], 0.0, 0.05, Ranks().run(b, b.ranks[0])) for b in received.batches]
     for result in msgspec.msgpack.decode(msgspec.msgpack.encode(results), type=list[BatchResult]):
         scheduler.apply(result)

@@ -18,7 +18,7 @@ from model_executor.checkpoint.loader import Checkpoint, resolve_dtype
 from model_executor.models.flux import FluxFill
 from model_executor.models.parts import FLOW_SCHEDULERS, MODULES
 from model_executor.models.registry import FAMILIES, make_family
-from model_executor.worker.resident import ResidentModels
+from model_executor.worker.resident import ResidentModels, edit_once
 from tools.random_checkpoints import make_flux, make_flux_fill, make_qwen, make_qwen_edit, make_sd3
 
 WEIGHTS = "transformer/diffusion_pytorch_model.safetensors"
@@ -289,7 +289,9 @@ def test_components_can_be_unloaded_and_loaded_again(tiny_checkpoint: Path) -> N
     models = load(tiny_checkpoint, dtype="float32")
     key = models.keys["tiny"]["transformer"]
     models.unload(key)
+    assert not models.is_loaded("tiny")
     with pytest.raises(KeyError, match="the transformer is not loaded"):
-        models.warm_up()
+        edit_once(models.families["tiny"], 64, 8)
     models.load(key)
+    assert models.is_loaded("tiny")
     models.warm_up()
