@@ -45,6 +45,11 @@ class Predictor:
         """Time to run an op once over this much work."""
         return self.cost.predict(self.key(model, op), work)
 
+    def largest_batch(self, model: str, op: Op) -> int | None:
+        """Rows of the largest batch in the op's profile; None without one."""
+        profile = self.cost.profile(self.key(model, op))
+        return profile.table.largest if profile else None
+
     def learn(self, samples: Iterable[CostSample]) -> None:
         """Train the cost model with batches measured before the first request."""
         for sample in samples:

@@ -197,6 +197,8 @@ class StepScheduler:
         view = self._view(now)
         chosen = self._dispatcher.carry_out(self._policy.choose(view, now), view)
         self._note_sent(chosen.flights)
+        for request, failure in chosen.given_up:
+            self._endings.fail(request, failure)
         for request_id in chosen.begun:
             self._requests.begin(request_id, lambda request: self._predictor.left_of(request).seconds)
         orders = self.cache.take_orders()
@@ -307,10 +309,11 @@ class StepScheduler:
             open_ranks=idle | self._nearly_idle_ranks(),
             idle_ranks=idle,
             max_step_tokens=self._step_limit.tokens,
-            may_join=self._deadlines.joining(list(self._requests.live()), now) if self._requests.has_due else None,
+            may_join=self._deadlines.joining(list(self._requests.live()), now) if self._judges_lateness else None,
             _cache=self.cache,
             _values=self.values,
             _predict=self._predictor.of_op,
+            _largest=self._predictor.largest_batch,
         )
 
     def _nearly_idle_ranks(self) -> frozenset[int]:
@@ -384,9 +387,13 @@ class StepScheduler:
         self._endings.finish(request)
 
     def _give_up_lost(self, now: float) -> None:
-        live = list(self._requests.live()) if self._requests.has_due else []
+        live = list(self._requests.live()) if self._judges_lateness else []
         for request, failure in self._deadlines.lost(live, now):
             self._endings.fail(request, failure)
+
+    @property
+    def _judges_lateness(self) -> bool:
+        return self._requests.has_due and not self._policy.gives_up
 
     def _apply_job(self, job_id: str, result: BatchResult) -> None:
         for request_id, failure in self.cache.finish(job_id, result).items():
