@@ -15,7 +15,7 @@ from core.scheduling.view import View
 
 
 class Clockwork(SchedulingPolicy):
-    """On one rank. A batch of requests runs from its first op to its last with no other beside it. Of the batches that
+    """On the first rank. A batch of requests runs from its first op to its last with no other beside it. Of the batches that
     would be in time, that starts which has to start first; requests that would be late even alone are dropped.
 
     equal_steps: requests share a batch only if they have the same number of steps, as in the authors' program. Without
@@ -38,7 +38,7 @@ class Clockwork(SchedulingPolicy):
             late = [request for request in waiting if now + _seconds(view, [request]) > _due(request)]
             given_up = [GiveUp(request, MISSED) for request in late]
             in_time = [request for request in waiting if request not in late]
-            self._batch = self._choose_batch(view, in_time, now) if view.idle_ranks else []
+            self._batch = self._choose_batch(view, in_time, now) if view.ranks[0] in view.idle_ranks else []
         return [*given_up, *self._dispatches(view)]
 
     def _choose_batch(self, view: View, waiting: Sequence[Request], now: float) -> list[Request]:
@@ -52,7 +52,7 @@ class Clockwork(SchedulingPolicy):
     def _dispatches(self, view: View) -> Iterator[Decision]:
         """The first op that any request of the batch waits for, for all that do: no request overtakes another."""
         ready = {node.name for request in self._batch for node in view.ready(request)}
-        if not self._batch or not view.idle_ranks:
+        if not self._batch or view.ranks[0] not in view.idle_ranks:
             return
         node = next((node for node in self._batch[0].workflow.nodes if node.name in ready), None)
         if node is not None:

@@ -70,6 +70,9 @@ class RankClocks:
             made = {(item.request_id, item.node, item.version) for item in batch.items}
             self._send(each for each in to_send if each.source in batch.ranks and _producer(each) in made)
         for transfer in plan.transfers:
+            if self._durations.shares_memory:
+                events.append(TransferEnded(now, transfer))
+                continue
             self._free_at[transfer.source] += self._durations.transfer_seconds(transfer)
             events.append(TransferEnded(self._free_at[transfer.source], transfer))
         return events

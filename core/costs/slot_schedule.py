@@ -18,7 +18,7 @@ class Turn(NamedTuple):
 
     steps: int  # above 0
     size: float  # that it adds to the steps of its batch, in the unit of a Pace
-    before: float = 0.0  # seconds of other work before its first step, during which the rank makes no steps
+    before: float = 0.0  # seconds of other work before its first step
     after: float = 0.0  # seconds of other work after its last step
     left: float = inf  # seconds until it is due; inf: it has no due time, or is late already
     must: bool = False  # it is served whoever becomes late because of it
@@ -60,7 +60,7 @@ class _Linear(Pace):
 
 def ends(turns: Sequence[Turn], num_slots: int, pace: Pace, *, blocks: bool) -> list[float]:
     """Seconds until each is done, if they take the slots in this order. blocks: whether the rank that makes the steps
-    also does the work after them, and makes no steps meanwhile.
+    also does the work before and after them, and makes no steps meanwhile.
     """
     found = [0.0] * len(turns)
     for index, end in _ends(turns, num_slots, pace, blocks=blocks):
@@ -82,13 +82,13 @@ def _ends(turns: Sequence[Turn], num_slots: int, pace: Pace, *, blocks: bool) ->
             turn = turns[following]
             heappush(heap, (made + turn.steps, following))
             size += turn.size
-            elapsed += turn.before
+            elapsed += turn.before if blocks else 0.0
             following += 1
         end, index = heappop(heap)
         elapsed += (end - made) * pace.seconds(len(heap) + 1, size)
         made, turn = end, turns[index]
         size -= turn.size
-        yield index, elapsed + turn.after
+        yield index, elapsed + turn.after + (0.0 if blocks else turn.before)
         elapsed += turn.after if blocks else 0.0
 
 

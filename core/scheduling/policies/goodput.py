@@ -101,7 +101,6 @@ class Planner:
     work: WorkLeft
 
     def plan(self) -> Plan:
-        self.work.forget()
         cases = [self._judge(request) for request in eligible(self.view)]
         given_up = tuple(self._given_up(cases))
         gone = {each.request.id for each in given_up}
@@ -173,7 +172,7 @@ class Planner:
         fixed, slope = list[float](), list[float]()
         for number in range(1, most + 1):
             below = self._step_seconds(head, step, number * rows, low / rows, keys / rows)
-            above = self._step_seconds(head, step, number * rows, high / rows, keys / rows)
+            above = self._step_seconds(head, step, number * rows, high / rows, keys / rows) if high > low else below
             slope.append((above - below) / (number * (high - low)) if high > low else 0.0)
             fixed.append(below - slope[-1] * number * low)
         return Pace(tuple(fixed), tuple(slope))
@@ -210,6 +209,10 @@ class GoodputPass(StepPass):
                     continue
             admitted.append(request)
         return admitted
+
+    def _rank(self, request: Request, node: Node) -> int:
+        """Steps have a rank of their own."""
+        return StepPass._rank(self, request, node) if node.name in request.workflow.step_names else self.view.ranks[-1]
 
     def _choose_nodes(self, request: Request, nodes: Sequence[Node]) -> None:
         """Work of requests with a due time was accounted for when they got a slot: it has no budget."""

@@ -77,7 +77,9 @@ class NeuStream(SchedulingPolicy):
         time = due(request.head)
         if time is None:
             return None
-        end = now + alone.left(request) + TRANSFER_SECONDS
+        is_in_steps = request.progress.steps_left > 0
+        seconds = alone.left(request) + TRANSFER_SECONDS if is_in_steps else self._work.of(view, request).after
+        end = now + seconds
         failure = why_late(request.head, end)
         return None if failure is None else GiveUp(request, failure)
 
@@ -105,6 +107,10 @@ class NeuStreamPass(StepPass):
 
     def _admit(self) -> list[Request]:
         return list(self.stays)
+
+    def _rank(self, request: Request, node: Node) -> int:
+        """Steps have a rank of their own."""
+        return StepPass._rank(self, request, node) if node.name in request.workflow.step_names else self.view.ranks[-1]
 
     def _choose_nodes(self, request: Request, nodes: Sequence[Node]) -> None:
         for node in nodes:

@@ -151,9 +151,9 @@ class StepPass:
         return self.view.ranks[0] if job.rank is None else job.rank
 
     def _fetches(self) -> Iterator[Fetch]:
-        """Fetches of what running requests read on the other rank."""
-        for request in self.view.requests.running_in_order() if len(self.view.ranks) > 1 else ():
-            for node in self.view.ready(request):
+        """Fetches of what candidates read on the other rank."""
+        for request, ready in self._candidates if len(self.view.ranks) > 1 else ():
+            for node in ready:
                 ranks = (self._rank(request, node),)
                 if self.view.can_fetch(request, node, ranks):
                     yield Fetch(request, node, ranks)

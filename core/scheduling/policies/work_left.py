@@ -10,8 +10,8 @@ from core.graph.workflow import Node, op_of
 from core.scheduling.request import Request
 from core.scheduling.view import View
 
-MAX_KNOWN = 4096
-"""Predictions kept. All are forgotten together, so that drifts of the machine are followed."""
+FORGET_EVERY = 4096
+"""Questions after which all predictions are asked for anew, so that drifts of the machine are followed."""
 
 
 class Left(NamedTuple):
@@ -30,6 +30,7 @@ class WorkLeft:
 
     def __init__(self) -> None:
         self._known: dict[tuple[str, str, Work], float] = {}
+        self._questions = 0
 
     def of(self, view: View, request: Request) -> Left:
         """What is not sent yet."""
@@ -67,16 +68,14 @@ class WorkLeft:
 
     def _seconds(self, view: View, model: str, op: Op, work: Work) -> float:
         key = model, op.name, work
+        self._questions += 1
+        if self._questions >= FORGET_EVERY:
+            self._questions = 0
+            self._known.clear()
         seconds = self._known.get(key)
         if seconds is None:
-            if len(self._known) >= MAX_KNOWN:
-                self._known.clear()
             seconds = self._known[key] = view.batch_seconds(model, op, work)
         return seconds
-
-    def forget(self) -> None:
-        """Ask for all predictions anew."""
-        self._known.clear()
 
 
 def _steps_of(request: Request, node: Node) -> list[tuple[int, Work]]:
