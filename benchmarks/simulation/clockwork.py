@@ -15,8 +15,8 @@ from core.scheduling.view import View
 
 
 class Clockwork(SchedulingPolicy):
-    """On the first rank. A batch of requests runs from its first op to its last with no other beside it. Of the batches that
-    would be in time, that starts which has to start first; requests that would be late even alone are dropped.
+    """On the first rank. A batch of requests runs from its first op to its last with no other beside it. Of the batches
+    that would be in time, that starts which has to start first; requests that would be late even alone are dropped.
 
     equal_steps: requests share a batch only if they have the same number of steps, as in the authors' program. Without
     it, one with fewer steps waits for the others of its batch.

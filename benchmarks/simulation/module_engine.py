@@ -36,7 +36,7 @@ from core.scheduling.scheduler import StepScheduler
 NUM_RANKS = 2
 
 OVERHEAD = 0.036
-"""Share of time that NeuStream spends on scheduling (1.02 %) and communication (2.6 %) for Stable Diffusion: table 2."""
+"""Share of time that NeuStream spends on scheduling (1.02 %) and communication (2.6 %): its table 2."""
 
 TOKENS = 256
 """Of every request: the tables are for one size of picture."""

@@ -108,7 +108,7 @@ def largest_set(turns: Sequence[Turn], num_slots: int, pace: Pace, *, blocks: bo
         chosen.append(index)
         if turn.must or in_time(chosen):
             continue
-        longest = max(chosen, key=lambda other: _weight(turns[other], turn))
+        longest = max(chosen, key=lambda other: (_weight(turns[other], turn), other))
         without = [other for other in chosen if other != longest]
         chosen = without if longest == index or in_time(without) else chosen[:-1]
     return chosen

@@ -11,7 +11,7 @@ share of the objective and serves first what came first.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from math import inf
 
@@ -113,16 +113,18 @@ class Planner:
         seconds = inf if time is None else time - self.now
         return Case(request, left, seconds, left.alone > seconds)
 
-    def _given_up(self, cases: Iterable[Case]) -> Iterable[GiveUp]:
-        """Late requests that are certain to miss their timeout, or any due time if late ones are dropped."""
+    def _given_up(self, cases: Sequence[Case]) -> Iterator[GiveUp]:
+        """Late requests that are certain to miss their timeout, or any due time if late ones are dropped. One that has
+        begun may miss its objective as long as no other needs the rank.
+        """
+        is_needed = any(not case.is_late for case in cases)
         for case in cases:
-            head = case.request.head
-            if case.is_late and CERTAIN * case.left.alone > case.seconds:
-                end = self.now + CERTAIN * case.left.alone
-                is_useless = head.deadline is not None and end > head.deadline
-                failure = why_late(head, end) if is_useless or self.view.config.on_late == "drop" else None
-                if failure is not None:
-                    yield GiveUp(case.request, failure)
+            head, end = case.request.head, self.now + CERTAIN * case.left.alone
+            failure = why_late(head, end) if case.is_late else None
+            is_useless = head.deadline is not None and end > head.deadline
+            is_in_the_way = is_needed or case.request.status is Status.WAITING
+            if failure is not None and (is_useless or (self.view.config.on_late == "drop" and is_in_the_way)):
+                yield GiveUp(case.request, failure)
 
     # ------------------------------------------------------------------------------------------------ the set
 

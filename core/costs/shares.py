@@ -1,0 +1,110 @@
+"""Shares of ranks by normalised goodput, and their placement (NeuStream, section 4.2: equations 1-2, Algorithm 2).
+
+A rank is cut into equal units of its time (the paper's SPUs). Every kind of work gets some of them, so that the slowest
+one becomes as fast as it can be.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+
+from core.costs.latency_table import largest_batch
+
+UNITS = 16
+"""Units of a rank."""
+
+
+@dataclass(frozen=True)
+class Demand:
+    """One kind of work."""
+
+    seconds: Callable[[int], float]  # latency by batch size, of a whole rank
+    most: int  # largest batch
+    objective: float  # seconds that a batch may take: its partial SLO
+    times: float  # mean number of runs for a request, above 0
+    least_units: int = 1  # that it needs for its memory
+
+    def latency(self, number: int, units: int) -> float:
+        """Of a batch on so many units: in proportion to the time that it has."""
+        return self.seconds(number) * UNITS / units
+
+    def goodput(self, units: int) -> float:
+        """Normalised goodput (equation 1): requests per second that stay within the objective; 0 if none does."""
+        if not units:
+            return 0.0
+        limit = largest_batch(lambda number: self.latency(number, min(units, UNITS)), self.objective, self.most)
+        return limit * max(1.0, units / UNITS) / (self.objective * self.times)
+
+
+def allot(demands: Mapping[str, Demand], num_ranks: int) -> dict[str, int]:
+    """Units of each kind of work (Algorithm 2): one after the other goes to the slowest. Raises ValueError if the ranks
+    have too few for what they need at least.
+
+    Of several that serve nothing yet, that gets a unit which needs fewest to serve something: with the paper's rule
+    alone, each of them might get some and none enough.
+    """
+    units = {name: demand.least_units for name, demand in demands.items()}
+    free = num_ranks * UNITS - sum(units.values())
+    if free < 0:
+        raise ValueError(f"{num_ranks} ranks have too few units for {units}")
+    for _ in range(free):
+        units[min(demands, key=lambda name: _need(demands[name], units[name]))] += 1
+    return units
+
+
+def _need(demand: Demand, units: int) -> tuple[float, float]:
+    """Least first: normalised goodput, then units that it lacks to serve anything."""
+    goodput = demand.goodput(units)
+    lacks = demand.seconds(1) * UNITS / demand.objective - units if goodput == 0 else 0.0
+    return goodput, lacks
+
+
+Placement = dict[str, dict[int, int]]
+"""Kind of work -> rank -> units there."""
+
+
+def place(units: Mapping[str, int], num_ranks: int) -> Placement:
+    """Ranks for these units. The largest allotment first, each on the fullest rank that has room for it, or evenly on
+    as few ranks as possible. What does not fit evenly takes what is left.
+    """
+    free = dict.fromkeys(range(num_ranks), UNITS)
+    placement: Placement = {}
+    for name in sorted(units, key=lambda name: (-units[name], name)):
+        placement[name] = _fit(units[name], free)
+        for rank, number in placement[name].items():
+            free[rank] -= number
+    return placement
+
+
+def _fit(units: int, free: Mapping[int, int]) -> dict[int, int]:
+    whole = [rank for rank in free if free[rank] >= units]
+    if whole:
+        return {min(whole, key=lambda rank: (free[rank], rank)): units}
+    most_free = sorted(free, key=lambda rank: (-free[rank], rank))
+    for number in range(2, len(free) + 1):
+        parts = _evenly(units, most_free[:number])
+        if all(part <= free[rank] for rank, part in parts.items()):
+            return parts
+    return _greedily(units, most_free, free)
+
+
+def _evenly(units: int, ranks: Sequence[int]) -> dict[int, int]:
+    part, more = divmod(units, len(ranks))
+    return {rank: part + (index < more) for index, rank in enumerate(ranks)}
+
+
+def _greedily(units: int, ranks: Sequence[int], free: Mapping[int, int]) -> dict[int, int]:
+    parts: dict[int, int] = {}
+    for rank in ranks:
+        if taken := min(units, free[rank]):
+            parts[rank] = taken
+            units -= taken
+    return parts
+
+
+def together(placement: Placement, first: str, second: str) -> Placement:
+    """The placement with two kinds of work on all ranks of both, each with its units spread over them evenly."""
+    ranks = sorted(placement[first].keys() | placement[second].keys())
+    spread = {name: _evenly(sum(placement[name].values()), ranks) for name in (first, second)}
+    return placement | {name: {rank: part for rank, part in parts.items() if part} for name, parts in spread.items()}
