@@ -8,6 +8,7 @@ run of a fleet prints one line of JSON; a table by scenario follows. With --trac
 from __future__ import annotations
 
 import argparse
+import os
 import statistics
 import time
 from collections.abc import Sequence
@@ -105,16 +106,17 @@ def main(argv: Sequence[str] | None = None) -> None:
     traces.add_argument("--paper", choices=PAPERS, help="serve the traces of this paper's authors")
     traces.add_argument("--trace", type=Path, metavar="FILE", help="serve the trace of a file of the same form")
     parser.add_argument("--plots", type=Path, metavar="FOLDER", help="with --paper or --trace: write plots there")
+    parser.add_argument("--processes", type=int, default=os.cpu_count(), help="with --paper or --trace: runs at once")
     args = parser.parse_args(argv)
     files = [DATA / name for name in PAPERS[args.paper]] if args.paper else [args.trace] if args.trace else []
     if files:
-        serve_traces(files, args.output, args.plots)
+        serve_traces(files, args.output, args.plots, args.processes)
     else:
         simulate_fleets(args)
 
 
-def serve_traces(files: Sequence[Path], output: Path | None, plots: Path | None) -> None:
-    results = {path: compare(path) for path in files}
+def serve_traces(files: Sequence[Path], output: Path | None, plots: Path | None, processes: int) -> None:
+    results = {path: compare(path, processes) for path in files}
     if output is not None:
         output.write_text(as_json([result for of_file in results.values() for result in of_file]))
     if plots is not None:

@@ -29,6 +29,7 @@ from core.scheduling.node_cache import NodePages
 from core.scheduling.ops.request_op import RequestOp
 from core.scheduling.outputs import Output
 from core.scheduling.policies import make_policy
+from core.scheduling.policies.goodput import Goodput
 from core.scheduling.policies.policy import SchedulingPolicy
 from core.scheduling.request import Request
 from core.scheduling.scheduler import StepScheduler
@@ -46,7 +47,7 @@ POLICIES: dict[str, Callable[[], SchedulingPolicy]] = {
     "clockwork": lambda: Clockwork(equal_steps=True),
     "clockwork_ideal": lambda: Clockwork(equal_steps=False),
     "step_batching": lambda: make_policy("step_batching"),
-    "goodput": lambda: make_policy("goodput"),
+    "goodput": lambda: Goodput(steps_apart=True),
 }
 """What is compared, by name."""
 

@@ -6,10 +6,9 @@ The traces, latency tables and measurements in `data/` are NeuStream's authors',
 from __future__ import annotations
 
 import json
-import os
 from collections.abc import Iterator, Mapping, Sequence
-from concurrent.futures import ProcessPoolExecutor
 from dataclasses import dataclass
+from itertools import islice
 from multiprocessing import get_context
 from pathlib import Path
 from typing import Any
@@ -38,18 +37,26 @@ class Result:
     batches: Mapping[str, float]  # policy -> mean requests in a batch of the loop's module
 
 
-def run(trace: ModuleTrace, policies: Sequence[str], processes: int | None = None) -> Iterator[Result]:
-    """All cells of a trace, as they are done, in order. processes: at once, by default one per CPU."""
-    with ProcessPoolExecutor(processes or os.cpu_count(), mp_context=get_context("forkserver")) as pool:
-        cells = list(trace.cells())
-        runs = {(cell, policy): pool.submit(_run, trace, cell, policy) for cell in cells for policy in policies}
-        for cell in cells:
-            found = {policy: runs[cell, policy].result() for policy in policies}
-            goodput = {policy: goodput for policy, (goodput, _) in found.items()}
-            yield Result(cell, goodput, {policy: batch for policy, (_, batch) in found.items()})
+def run(trace: ModuleTrace, policies: Sequence[str], processes: int) -> Iterator[Result]:
+    """All cells of a trace, as they are done, in order. processes: that run them; 1: this one."""
+    cells = list(trace.cells())
+    runs = [(trace, cell, policy) for cell in cells for policy in policies]
+    if processes == 1:
+        yield from _results(cells, policies, map(_run, runs))
+        return
+    with get_context("forkserver").Pool(processes) as pool:
+        yield from _results(cells, policies, pool.imap(_run, runs))
 
 
-def _run(trace: ModuleTrace, cell: Cell, policy: str) -> tuple[int, float]:
+def _results(cells: Sequence[Cell], policies: Sequence[str], found: Iterator[tuple[int, float]]) -> Iterator[Result]:
+    for cell in cells:
+        of_cell = dict(zip(policies, islice(found, len(policies)), strict=True))
+        goodput = {policy: goodput for policy, (goodput, _) in of_cell.items()}
+        yield Result(cell, goodput, {policy: batch for policy, (_, batch) in of_cell.items()})
+
+
+def _run(run: tuple[ModuleTrace, Cell, str]) -> tuple[int, float]:
+    trace, cell, policy = run
     served = serve(trace, cell, policy)
     sizes = [size for _, module, size in served.batches if module == trace.loop]
     return served.goodput, sum(sizes) / max(1, len(sizes))
@@ -58,14 +65,14 @@ def _run(trace: ModuleTrace, cell: Cell, policy: str) -> tuple[int, float]:
 # ------------------------------------------------------------------------------------------------------ reports
 
 
-def compare(path: Path, policies: Sequence[str] = tuple(POLICIES)) -> list[Result]:
+def compare(path: Path, processes: int, policies: Sequence[str] = tuple(POLICIES)) -> list[Result]:
     """Run a file's cells and print a table of them."""
     trace = ModuleTrace.read(path)
     print(f"\n{trace.model}, {trace.num_requests} requests a cell. Measured: {trace.source}")
     print(f"{'requests in time':<28}{'measured':>20}   {'simulated':<10}")
     print(_row("", ["neustream", "clockwork"], policies))
     results = list[Result]()
-    for result in run(trace, policies):
+    for result in run(trace, policies, processes):
         results.append(result)
         measured = [trace.measured(result.cell, system) for system in ("neustream", "clockwork")]
         print(_row(result.cell.name, measured, [result.goodput[policy] for policy in policies]), flush=True)

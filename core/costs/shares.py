@@ -8,11 +8,15 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from math import inf
 
 from core.costs.latency_table import largest_batch
 
 UNITS = 16
 """Units of a rank."""
+
+GAIN = 1.01
+"""Two kinds of work share ranks if the slower one gains at least this much."""
 
 
 @dataclass(frozen=True)
@@ -28,6 +32,12 @@ class Demand:
     def latency(self, number: int, units: int) -> float:
         """Of a batch on so many units: in proportion to the time that it has."""
         return self.seconds(number) * UNITS / units
+
+    @property
+    def cost(self) -> float:
+        """Seconds of a whole rank for each request, in the largest batches that are within the objective."""
+        number = max(1, largest_batch(self.seconds, self.objective, self.most))
+        return self.times * self.seconds(number) / number
 
     def goodput(self, units: int) -> float:
         """Normalised goodput (equation 1): requests per second that stay within the objective; 0 if none does."""
@@ -103,8 +113,32 @@ def _greedily(units: int, ranks: Sequence[int], free: Mapping[int, int]) -> dict
     return parts
 
 
-def together(placement: Placement, first: str, second: str) -> Placement:
-    """The placement with two kinds of work on all ranks of both, each with its units spread over them evenly."""
-    ranks = sorted(placement[first].keys() | placement[second].keys())
-    spread = {name: _evenly(sum(placement[name].values()), ranks) for name in (first, second)}
-    return placement | {name: {rank: part for rank, part in parts.items() if part} for name, parts in spread.items()}
+def colocated(demands: Mapping[str, Demand], units: Mapping[str, int]) -> list[tuple[str, ...]]:
+    """Kinds of work that are to share their ranks: two groups are joined where that raises the lower one of their
+    goodputs (section 4.2, co-locating modules). On a rank they take turns, each batch on the whole rank, so that a
+    group's units serve whichever of its kinds is behind.
+    """
+    groups: list[tuple[str, ...]] = [(name,) for name in demands]
+
+    def rate(group: Sequence[str]) -> float:
+        cost = sum(demands[name].cost for name in group)
+        return sum(units[name] for name in group) / UNITS / cost if cost else inf
+
+    while len(groups) > 1:
+        slowest = min(groups, key=rate)
+        others = [group for group in groups if group != slowest]
+        best = max(others, key=lambda group: rate((*slowest, *group)))
+        if rate((*slowest, *best)) <= GAIN * rate(slowest):
+            break
+        groups = [group for group in others if group != best] + [(*slowest, *best)]
+    return groups
+
+
+def ranks_of(demands: Mapping[str, Demand], num_ranks: int) -> dict[str, tuple[int, ...]]:
+    """Kind of work -> the ranks that do it, ascending: allotted, co-located and placed."""
+    units = allot(demands, num_ranks)
+    groups = colocated(demands, units)
+    names = [" ".join(group) for group in groups]
+    sums = {name: sum(units[kind] for kind in group) for name, group in zip(names, groups, strict=True)}
+    placed = place(sums, num_ranks)
+    return {kind: tuple(sorted(placed[name])) for name, group in zip(names, groups, strict=True) for kind in group}

@@ -24,6 +24,7 @@ from core.messages.worker import Batch, BatchResult
 from core.scheduling.deadlines import due, why_late
 from core.scheduling.dispatch import Decision, GiveUp
 from core.scheduling.policies.policy import SchedulingPolicy
+from core.scheduling.policies.rank_shares import RankShares
 from core.scheduling.policies.step_batching import StepPass, eligible
 from core.scheduling.policies.work_left import Left, WorkLeft
 from core.scheduling.request import Request, Status
@@ -57,12 +58,17 @@ class Case:
 
 
 class Goodput(SchedulingPolicy):
-    """Keeps its plan between passes."""
+    """Keeps its plan between passes.
+
+    steps_apart: whether ranks are processes of one device, of which the first makes the steps and the last does all
+    else. By default each has a device, and ops are spread over them by `RankShares`.
+    """
 
     gives_up = True
 
-    def __init__(self) -> None:
+    def __init__(self, *, steps_apart: bool = False) -> None:
         self._work = WorkLeft()
+        self._shares = None if steps_apart else RankShares()
         self._requests: dict[str, Request] = {}  # id -> request that has steps left
         self._plan = Plan()
         self._passes_left = 0  # until the plan is made again
@@ -80,16 +86,18 @@ class Goodput(SchedulingPolicy):
     def on_end(self, request_id: str) -> None:
         self._requests.pop(request_id, None)
         self._passes_left = 0
+        if self._shares is not None:
+            self._shares.forget(request_id)
 
     def choose(self, view: View, now: float) -> Sequence[Decision]:
         self._passes_left -= 1
         if self._passes_left < 0:
             self._passes_left = PLAN_EVERY
-            self._plan = Planner(view, now, self._work).plan()
+            self._plan = Planner(view, now, self._work, self._shares).plan()
         plan = self._plan
         given_up = [each for each in plan.given_up if each.request.is_live]
         gone = frozenset(each.request.id for each in given_up)
-        return [*given_up, *GoodputPass(view, served=plan.served, gone=gone).run()]
+        return [*given_up, *GoodputPass(view, served=plan.served, gone=gone, shares=self._shares).run()]
 
 
 @dataclass(slots=True)
@@ -99,13 +107,17 @@ class Planner:
     view: View
     now: float
     work: WorkLeft
+    shares: RankShares | None
 
     def plan(self) -> Plan:
-        cases = [self._judge(request) for request in eligible(self.view)]
+        requests = eligible(self.view)
+        if self.shares is not None:
+            self.shares.update(self.view, requests, self.work)
+        cases = [self._judge(request) for request in requests]
         given_up = tuple(self._given_up(cases))
         gone = {each.request.id for each in given_up}
         staying = [case for case in cases if case.request.id not in gone and case.left.steps]
-        served = [request for model in _models(staying) for request in self._served(model, staying)]
+        served = [request for group in self._groups(staying) for request in self._served(group)]
         return Plan(tuple(served), given_up)
 
     def _judge(self, request: Request) -> Case:
@@ -128,27 +140,41 @@ class Planner:
 
     # ------------------------------------------------------------------------------------------------ the set
 
-    def _served(self, model: str, cases: Sequence[Case]) -> list[Request]:
-        """The requests of a model that have a slot now. Late ones have it if no other could be served."""
-        mine = [case for case in cases if case.request.head.model == model]
+    def _groups(self, cases: Iterable[Case]) -> list[list[Case]]:
+        """Cases by rank and model: those of one group share steps."""
+        groups: dict[tuple[int, str], list[Case]] = {}
+        for case in cases:
+            groups.setdefault((self._home(case.request), case.request.head.model), []).append(case)
+        return list(groups.values())
+
+    def _home(self, request: Request) -> int:
+        return self.view.ranks[0] if self.shares is None else self.shares.home(self.view, request)
+
+    def _served(self, mine: Sequence[Case]) -> list[Request]:
+        """The requests of a group that have a slot now. Late ones have it if no other could be served."""
         in_time = [case for case in mine if not case.is_late or self._is_patient(case)]
         late = [case for case in mine if case.is_late and not self._is_patient(case)]
-        return self._scheduled(model, in_time) or self._scheduled(model, late)
+        return self._scheduled(in_time) or self._scheduled(late)
 
     def _is_patient(self, case: Case) -> bool:
         """Whether a request is to be served though it is late, or has no due time, because it has waited so long."""
         has_no_due = case.is_late or case.seconds == inf
         return has_no_due and self.now - case.request.head.arrival > PATIENCE_SECONDS * (1 + case.request.head.priority)
 
-    def _scheduled(self, model: str, cases: Sequence[Case]) -> list[Request]:
+    def _scheduled(self, cases: Sequence[Case]) -> list[Request]:
         if not cases:
             return []
         most = self._most_slots(cases[0].request)
         cases = cases[: LOOK_AHEAD * most]
         num_models = max(1, len({request.head.model for request in self.view.requests.live()}))
         turns = [self._turn(case, num_models) for case in cases]
-        schedule = best_schedule(turns, most, self._pace(cases, most), blocks=len(self.view.ranks) == 1)
+        schedule = best_schedule(turns, most, self._pace(cases, most), blocks=self._blocks)
         return [cases[index].request for index in schedule.chosen[: schedule.num_slots]]
+
+    @property
+    def _blocks(self) -> bool:
+        """Whether the rank that makes steps also does what is before and after them."""
+        return self.shares is not None or len(self.view.ranks) == 1
 
     def _turn(self, case: Case, num_models: int) -> Turn:
         """All times are of the rank: with several models each has it for a share of the time."""
@@ -185,16 +211,13 @@ class Planner:
         )
 
 
-def _models(cases: Iterable[Case]) -> list[str]:
-    return list(dict.fromkeys(case.request.head.model for case in cases))
-
-
 @dataclass(slots=True)
 class GoodputPass(StepPass):
     """One pass: what finishes requests, then what the served ones need."""
 
     served: Sequence[Request] = ()
     gone: frozenset[str] = frozenset()  # ids of those that are given up
+    shares: RankShares | None = None
 
     def _admit(self) -> list[Request]:
         """Those that have made all of their steps, and those that have a slot, if there is memory for new ones."""
@@ -213,7 +236,8 @@ class GoodputPass(StepPass):
         return admitted
 
     def _rank(self, request: Request, node: Node) -> int:
-        """Steps have a rank of their own."""
+        if self.shares is not None:
+            return self.shares.rank(self.view, request, node)
         return StepPass._rank(self, request, node) if node.name in request.workflow.step_names else self.view.ranks[-1]
 
     def _choose_nodes(self, request: Request, nodes: Sequence[Node]) -> None:

@@ -7,7 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from core.costs.finish_order import Piece, spatial_ends, temporal_ends
-from core.costs.shares import UNITS, Demand, allot, place, together
+from core.costs.shares import UNITS, Demand, allot, colocated, place, ranks_of
 
 
 def demand(seconds: float, objective: float, times: float = 1.0, most: int = 8) -> Demand:
@@ -69,9 +69,24 @@ def test_too_few_units_are_refused() -> None:
         allot({str(number): demand(1, 1) for number in range(UNITS + 1)}, 1)
 
 
-def test_two_kinds_together_have_all_ranks_of_both() -> None:
-    placement = together({"a": {0: 16}, "b": {1: 10}, "c": {1: 6}}, "a", "b")
-    assert placement == {"a": {0: 8, 1: 8}, "b": {0: 5, 1: 5}, "c": {1: 6}}
+def test_a_fixed_split_is_given_up_where_the_slower_kind_gains() -> None:
+    """Denoising takes far more than half of the time: it gets both ranks, and the others share them with it."""
+    demands = {"denoise": demand(0.1, 0.3, times=20), "decode": demand(0.1, 0.3), "encode": demand(0.05, 0.15)}
+    assert ranks_of(demands, 2) == dict.fromkeys(demands, (0, 1))
+
+
+def test_kinds_that_are_equally_fast_keep_ranks_of_their_own() -> None:
+    demands = {"one": demand(0.1, 0.3), "other": demand(0.1, 0.3)}
+    assert sorted(colocated(demands, {"one": UNITS, "other": UNITS})) == [("one",), ("other",)]
+    assert len(colocated(demands, {"one": UNITS + 2, "other": UNITS - 2})) == 1
+
+
+@given(DEMANDS, st.integers(1, 4))
+def test_every_kind_has_a_rank_once_and_no_rank_is_without_work(demands: dict[str, Demand], num_ranks: int) -> None:
+    ranks = ranks_of(demands, num_ranks)
+    assert set(ranks) == set(demands)
+    assert all(of and len(set(of)) == len(of) for of in ranks.values())
+    assert {rank for of in ranks.values() for rank in of} == set(range(num_ranks))
 
 
 # ------------------------------------------------------------------------------------------------- the finish order
