@@ -72,8 +72,8 @@ class TensorRef(msgspec.Struct, frozen=True, omit_defaults=True):
     handle: ArrayRef | None = None  # uint8 [nbytes], its place in shared memory
     port: str = ""  # the reader's input that gets it; "": the one named as the value
     is_deferred: bool = False  # another rank sends it, perhaps while the reader already runs
-    # Set by the worker: of a series, (PyTorch's dtype, shape) of each tensor.
-    parts: tuple[tuple[str, tuple[int, ...]], ...] = ()
+    # Set by the worker: of a series, (PyTorch's dtype, shape, whether it is in host memory) of each tensor.
+    parts: tuple[tuple[str, tuple[int, ...], bool], ...] = ()
 
     @property
     def input(self) -> str:

@@ -26,7 +26,7 @@ from core.graph.workflow import Node
 from core.messages.codec import MessageDecoder, encode
 from core.messages.engine import EngineOutputs, EngineRequest, FromEngine, ToEngine
 from core.messages.plan_parts import parts_of
-from core.messages.worker import Batch, BatchResult, DropAdapter, FromWorker, LoadAdapter, StepPlan
+from core.messages.worker import Batch, BatchResult, DropAdapter, FromWorker, LoadAdapter, StepPlan, TransferDone
 from core.scheduling.dispatch import Decision, Dispatch
 from core.scheduling.policies.policy import SchedulingPolicy
 from core.scheduling.request import Request
@@ -104,7 +104,7 @@ class Loop:
     def submit(self, plan: StepPlan) -> None:
         for rank, part in parts_of(plan, len(self._plans)).items():
             encode(part)
-            if part.batches:
+            if part.batches or part.transfers:
                 self._plans[rank].append(part)
 
     def tell(self, rank: int, message: LoadAdapter | DropAdapter) -> None:
@@ -129,13 +129,14 @@ class Loop:
         encode(message)
         self._num_due += len(message.outputs) if isinstance(message, EngineOutputs) else 0
 
-    def _answer(self) -> list[BatchResult]:
+    def _answer(self) -> list[BatchResult | TransferDone]:
         """The results of any rank's oldest plan."""
         rank = self._random.choice([rank for rank, plans in enumerate(self._plans) if plans])
-        batches = self._plans[rank].popleft().batches
-        return [BatchResult(batch.id, rank, 0.0, 0.05, Ranks().run(batch, rank)) for batch in batches]
+        plan = self._plans[rank].popleft()
+        moved = [TransferDone(rank, transfer.ref) for transfer in plan.transfers]
+        return [*moved, *(BatchResult(each.id, rank, 0.0, 0.05, Ranks().run(each, rank)) for each in plan.batches)]
 
-    async def _turn(self, results: Sequence[BatchResult]) -> tuple[float, int]:
+    async def _turn(self, results: Sequence[BatchResult | TransferDone]) -> tuple[float, int]:
         """The loop with these results and the requests that are due."""
         answers = [encode(result) for result in results]
         requests = [encode(next(self._requests)) for _ in range(self._num_due)]
@@ -148,7 +149,7 @@ class Loop:
         await asyncio.sleep(0)  # the engine's task runs until it waits for a message again
         seconds = time.thread_time() - start
         assert self._core.mailbox.empty(), "the engine's task has ended"
-        return seconds, sum(len(result.items) for result in results)
+        return seconds, sum(len(result.items) for result in results if isinstance(result, BatchResult))
 
 
 def _requests() -> Iterator[EngineRequest]:

@@ -28,11 +28,6 @@ class Durations(ABC):
         """To write a value to shared memory; its source does nothing else meanwhile."""
         return 0.0
 
-    @property
-    def shares_memory(self) -> bool:
-        """Whether ranks are on one device: what one has made, the others can read at once, without a transfer by it."""
-        return False
-
     def delivery_seconds(self, delivery: Delivery) -> float:
         """From when the source has a value until the rank that it is sent to has it."""
         return 0.0
@@ -70,14 +65,9 @@ class TableDurations(Durations):
     size: Callable[[Batch, Work], float] = lambda batch, work: len(batch.items)
     transfer: float = 0.0
     delivery: float = 0.0
-    is_one_device: bool = False
 
     def batch_seconds(self, batch: Batch, work: Work) -> float:
         return self.table.seconds(self.kind(batch, work), len(batch.ranks), self.size(batch, work))
-
-    @property
-    def shares_memory(self) -> bool:
-        return self.is_one_device
 
     def transfer_seconds(self, transfer: Transfer) -> float:
         return self.transfer

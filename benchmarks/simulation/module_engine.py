@@ -13,6 +13,7 @@ from dataclasses import dataclass, field
 from benchmarks.simulation.clockwork import Clockwork
 from benchmarks.simulation.durations import Latencies, TableDurations
 from benchmarks.simulation.engine import Clock, Ranks, SimulatedEngine
+from benchmarks.simulation.machine import FrozenCosts
 from benchmarks.simulation.module_trace import Cell, ModuleTrace
 from benchmarks.simulation.scenario import MODEL, PIXELS
 from core.config import SchedulerConfig
@@ -50,6 +51,9 @@ POLICIES: dict[str, Callable[[], SchedulingPolicy]] = {
     "goodput": lambda: Goodput(steps_apart=True),
 }
 """What is compared, by name."""
+
+STATIC = frozenset({"neustream", "clockwork", "clockwork_ideal"})
+"""Those that predict from the tables alone, as their published programs do; the others learn from every batch."""
 
 
 class ModuleWork(Message, OpWork, frozen=True):
@@ -96,7 +100,7 @@ def serve(trace: ModuleTrace, cell: Cell, policy: str) -> Served:
             for name, table in trace.modules.items()
         }
     )
-    engine = SimulatedEngine(clock, scheduler, TableDurations(tables, is_one_device=True), note, recorder)
+    engine = SimulatedEngine(clock, scheduler, TableDurations(tables), note, recorder)
     for request in requests_of(trace, cell, workflow):
         assert request.objective is not None
         due[request.request_id] = request.objective
@@ -154,9 +158,11 @@ def _scheduler(trace: ModuleTrace, workflow: Workflow, policy: str) -> StepSched
     # step_batching has as many slots as the largest batch measured; the others keep more requests begun.
     slots = largest if policy == "step_batching" else 4 * largest
     config = SchedulerConfig(max_num_seqs=slots, max_plans_in_flight=1, max_num_batched_tokens=2**31 - 1)
-    scheduler = StepScheduler(config, {MODEL.name: MODEL}, NUM_RANKS, policy=POLICIES[policy]())
+    cost = FrozenCosts()
+    scheduler = StepScheduler(config, {MODEL.name: MODEL}, NUM_RANKS, cost=cost, policy=POLICIES[policy]())
     scheduler.workflows[workflow.name] = workflow
     scheduler.learn(_samples(trace))
+    cost.is_frozen = policy in STATIC
     for name, table in trace.modules.items():
         measured = LatencyTable((number, float(TOKENS), seconds) for number, seconds in table.items())
         scheduler.cost.add_profile(scheduler.cost_key(MODEL.name, name), measured)

@@ -65,16 +65,13 @@ class RankClocks:
             self._free_at[rank] = max(now, self._free_at[rank])
             events.append(PlanBegun(self._free_at[rank], part, rank))
         to_send = self._send_what_is_there(plan)
+        for transfer in plan.transfers:
+            self._free_at[transfer.source] += self._durations.transfer_seconds(transfer)
+            events.append(TransferEnded(self._free_at[transfer.source], transfer))
         for batch in plan.batches:
             events.append(self._run(batch, seconds_of(batch)))
             made = {(item.request_id, item.node, item.version) for item in batch.items}
             self._send(each for each in to_send if each.source in batch.ranks and _producer(each) in made)
-        for transfer in plan.transfers:
-            if self._durations.shares_memory:
-                events.append(TransferEnded(now, transfer))
-                continue
-            self._free_at[transfer.source] += self._durations.transfer_seconds(transfer)
-            events.append(TransferEnded(self._free_at[transfer.source], transfer))
         return events
 
     def _run(self, batch: Batch, seconds: float) -> BatchEnded:

@@ -1,7 +1,8 @@
-"""Soak: minutes of mixed traffic on a server with two engines, with a fault every half minute.
+"""Soak: minutes of mixed traffic on a server with two engines, with a fault every half minute; or, with
+--single-deaths, on one engine with two workers, one of which is killed every 20 seconds.
 
 Every returned picture is compared with that of an undisturbed run of the same edit. Prints requests, lost, wrong,
-restarts and memory slope, and a line of JSON. Exit status 1 if a bar is missed.
+restarts, steps repeated and memory slope, and a line of JSON. Exit status 1 if a bar is missed.
 """
 
 from __future__ import annotations
@@ -27,7 +28,7 @@ from benchmarks.command import command
 from benchmarks.load.server import STOP_SECONDS, Server, start_server
 from benchmarks.report import Value, percentile, print_report
 from benchmarks.soak.checking import Ledger, References
-from benchmarks.soak.faults import FAULTS, NUM_ENGINES, Site, inject
+from benchmarks.soak.faults import FAULTS, Act, Site, inject
 from benchmarks.soak.memory import (
     MB,
     ROLES,
@@ -39,21 +40,22 @@ from benchmarks.soak.memory import (
     processes_of,
     shared_memory_files,
 )
+from benchmarks.soak.resumes import Resumes
 from benchmarks.soak.sending import Sender
+from benchmarks.soak.setups import ENGINES, SINGLE_DEATHS, Setup
 from benchmarks.soak.users import Crowd
 
 FLAGS = (
-    *("--data-parallel-size", str(NUM_ENGINES), "--threads", "1", "--max-queue", "32"),
+    *("--threads", "1", "--dtype", "float32", "--max-queue", "32", "--log-level", "info", "--log-format", "json"),
     *("--cache-host-bytes", "12M", "--cache-disk-bytes", "24M", "--template-bytes", "2M"),
 )
-"""Each tier holds a few templates, so that pages are primed, evicted, written and loaded all the time."""
-FAULT_SECONDS = 30.0
-CALM_SECONDS = 15.0
+"""Each tier holds a few templates, so that pages are primed, evicted, written and loaded all the time. In bfloat16 a
+picture depends on the edits that share its steps, so it could not be compared."""
 SAMPLE_SECONDS = 5.0
 WARM_UP_SHARE, WARM_UP_SECONDS = 0.3, 300.0
 """Memory is judged after this share of the time, at the latest after these seconds."""
 QUIET_SECONDS = 15.0  # time limit for the queue to be empty after the traffic
-MAX_SLOPE = 1.0  # MB per minute, of all processes together
+MAX_SLOPE = 1.0  # MB per minute, of all processes together that are judged
 SLOPE_MINUTES = 10.0  # a soak this long must give a slope; shorter ones may end before there is one
 
 
@@ -64,14 +66,18 @@ class Record:
     samples: Samples
     recoveries: list[float] = field(default_factory=list)
     failures: list[str] = field(default_factory=list)  # of the server as a whole, for people
-    restarts: int = 0
+    restarts: int = 0  # of engines
+    steps_repeated: int = 0  # as the server's metrics say
+    resumes: Resumes = field(default_factory=Resumes)
     num_faults: int = 0
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     parser = command(__doc__, seed=0)
     parser.add_argument("--minutes", type=float, default=20.0, help="of traffic")
-    parser.add_argument("--faults", nargs="+", choices=FAULTS, metavar="NAME", help=f"only: {', '.join(FAULTS)}")
+    faults = parser.add_mutually_exclusive_group()
+    faults.add_argument("--faults", nargs="+", choices=FAULTS, metavar="NAME", help=f"only: {', '.join(FAULTS)}")
+    faults.add_argument("--single-deaths", action="store_true", help="kill single workers of one engine, and no more")
     args = parser.parse_args(argv)
     folder = Path(tempfile.mkdtemp(prefix="stencil-soak-"))
     ledger = Ledger(folder)
@@ -85,17 +91,23 @@ def main(argv: Sequence[str] | None = None) -> int:
     return 0 if is_good else 1
 
 
+def _setup(args: argparse.Namespace) -> Setup:
+    return SINGLE_DEATHS if args.single_deaths else ENGINES
+
+
 def _soak(args: argparse.Namespace, folder: Path, ledger: Ledger, record: Record) -> None:
     scratch, pages = folder / "scratch", folder / "pages"
     scratch.mkdir()
     pages.mkdir(mode=0o700)
-    shared = shared_memory_files()
+    shared, flags = shared_memory_files(), [*FLAGS, *_setup(args).flags, "--cache-dir", str(pages)]
     with (folder / "server.log").open("wb") as log:
         environment = {"TMPDIR": str(scratch), "XDG_CACHE_HOME": str(folder / "cache")}
-        with start_server([*FLAGS, "--cache-dir", str(pages)], environment=environment, log=log) as server:
+        with start_server(flags, environment=environment, log=log) as server:
             server.wait_for("/ready")
             asyncio.run(_disturb(args, server, pages, ledger, record))
             _end(server, record)
+    record.resumes = Resumes.of_log(folder / "server.log")
+    _check_resumes(_setup(args), record)
     _look_for_leftovers(scratch, shared, record)
 
 
@@ -104,7 +116,9 @@ async def _disturb(args: argparse.Namespace, server: Server, pages: Path, ledger
     sender = Sender(server.url, ledger)
     crowd = Crowd(server.url, sender, References(ledger), ledger, args.seed)
     async with httpx.AsyncClient(base_url=server.url, timeout=60) as probe:
-        site = Site(Tree(server.process.pid), pages, crowd, probe, random.Random(args.seed))
+        setup = _setup(args)
+        sizes = setup.num_engines, setup.num_ranks
+        site = Site(Tree(server.process.pid), pages, crowd, probe, random.Random(args.seed), *sizes)
         await site.recovered()
         await crowd.learn()
         print(f"{ledger.seconds:6.0f} s  references taken, {_told(ledger)}", flush=True)
@@ -115,7 +129,8 @@ async def _disturb(args: argparse.Namespace, server: Server, pages: Path, ledger
             crowd.stopping.set()
             sampling.cancel()
         await _check_quiet(site, record)
-        record.restarts = await _restarts(probe)
+        record.restarts = await _total(probe, "engine_restarts")
+        record.steps_repeated = await _total(probe, "steps_repeated")
     await sender.aclose()
 
 
@@ -131,28 +146,27 @@ def _begin_traffic(group: asyncio.TaskGroup, crowd: Crowd) -> None:
 
 
 async def _inject_faults(args: argparse.Namespace, site: Site, record: Record) -> None:
-    """One every FAULT_SECONDS, later if the one before takes long. A request that is in three deaths is given up, so
-    there is a calm time after each fault for requests to finish.
-    """
-    faults = args.faults or list(FAULTS)
+    """One every `fault_seconds`, later if the one before takes long."""
+    setup = _setup(args)
+    faults = args.faults or list(setup.faults)
     due = time.monotonic()
     end = due + args.minutes * 60
     for number in count():
-        due = max(due + FAULT_SECONDS, time.monotonic() + CALM_SECONDS)
-        if due > end - FAULT_SECONDS:
+        due = max(due + setup.fault_seconds, time.monotonic() + setup.calm_seconds)
+        if due > end - setup.fault_seconds:
             break
         await asyncio.sleep(due - time.monotonic())
         fault = faults[number % len(faults)]
-        await _inject(fault, site, number // len(faults), record)
+        await _inject(fault, setup.faults[fault], site, number // len(faults), record)
     await asyncio.sleep(end - time.monotonic())
 
 
-async def _inject(fault: str, site: Site, turn: int, record: Record) -> None:
+async def _inject(fault: str, act: Act, site: Site, turn: int, record: Record) -> None:
     ledger = site.crowd.ledger
     ledger.note("fault", fault)
     record.num_faults += 1
     try:
-        seconds = await inject(FAULTS[fault], site, turn)
+        seconds = await inject(act, site, turn)
         record.recoveries.append(seconds)
         outcome = f"well again after {seconds:.1f} s"
     except (TimeoutError, httpx.HTTPError) as error:
@@ -193,9 +207,10 @@ async def _check_quiet(site: Site, record: Record) -> None:
     record.failures.append(f"still in the queue: {queue}")
 
 
-async def _restarts(probe: httpx.AsyncClient) -> int:
+async def _total(probe: httpx.AsyncClient, name: str) -> int:
+    """The sum of a counter's series."""
     lines = (await probe.get("/metrics")).text.splitlines()
-    return int(sum(float(line.split()[-1]) for line in lines if line.startswith("stencil:engine_restarts_total")))
+    return int(sum(float(line.split()[-1]) for line in lines if line.startswith(f"stencil:{name}_total")))
 
 
 def _end(server: Server, record: Record) -> None:
@@ -206,6 +221,18 @@ def _end(server: Server, record: Record) -> None:
         record.failures.append(f"exit status {status} after SIGTERM")
     if time.monotonic() - started > 30:
         record.failures.append(f"left only {time.monotonic() - started:.0f} s after SIGTERM")
+
+
+def _check_resumes(setup: Setup, record: Record) -> None:
+    resumes = record.resumes
+    if resumes.num_beyond_bound:
+        record.failures.append(f"{resumes.num_beyond_bound} times too many steps were repeated after a death")
+    if setup.may_restart:
+        return
+    if record.restarts:
+        record.failures.append(f"{record.restarts} restarts of engines, although only workers died")
+    if not resumes.every or resumes.steps_repeated != record.steps_repeated:
+        record.failures.append(f"the metrics say {record.steps_repeated} steps repeated, the log: {resumes}")
 
 
 def _look_for_leftovers(scratch: Path, shared: set[str], record: Record) -> None:
@@ -224,7 +251,7 @@ def _told(ledger: Ledger) -> str:
 def _report(args: argparse.Namespace, ledger: Ledger, record: Record) -> bool:
     """Prints everything; returns whether all bars are met."""
     counts, samples = ledger.counts, record.samples
-    slope, slopes = samples.memory_slope(), {role: samples.memory_slope(role) for role in ROLES}
+    slope, slopes = samples.memory_slope(*_setup(args).judged), {role: samples.memory_slope(role) for role in ROLES}
     growth = samples.worker_growth()
     if not counts["compared"]:
         record.failures.append("no picture was compared")
@@ -242,6 +269,7 @@ def _report(args: argparse.Namespace, ledger: Ledger, record: Record) -> bool:
         ("faults", f"{record.num_faults}; well again after {percentile(recoveries, 0.5):.1f} s, P95 "
                    f"{percentile(recoveries, 0.95):.1f} s, at most {max(recoveries):.1f} s"),
         ("restarts", f"{record.restarts} of engines"),
+        ("single deaths", f"{record.resumes}"),
         ("memory slope", f"{slope:+.2f} MB/min: " + ", ".join(f"{role} {slopes[role]:+.2f}" for role in slopes)),
         ("of a worker", f"{growth:+.2f} MB/min after its first {WORKER_WARM_UP_SECONDS:g} s, in "
                         f"{samples.num_worker_lives()} lives"),
@@ -255,9 +283,9 @@ def _report(args: argparse.Namespace, ledger: Ledger, record: Record) -> bool:
     result: dict[str, Value] = {"benchmark": "soak", "minutes": args.minutes, "faults": record.num_faults}
     result |= {name: counts[name] for name in ("requests", "refused", "compared", "rounded", "lost", "wrong")}
     result |= {"failures": len(record.failures), "restarts": record.restarts}
+    result |= {"resumed": len(record.resumes.every), "steps_repeated": record.resumes.steps_repeated}
     result |= {f"{name}_mb_per_min": value for name, value in measured.items() if not math.isnan(value)}
-    title = f"Soak: {args.minutes:g} minutes, {NUM_ENGINES} engines, a fault every {FAULT_SECONDS:g} s"
-    print_report(title, rows, result, args.output)
+    print_report(f"Soak: {args.minutes:g} minutes, {_setup(args)}", rows, result, args.output)
     return not (counts["lost"] or counts["wrong"] or record.failures or slope > MAX_SLOPE)
 
 

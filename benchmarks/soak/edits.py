@@ -108,7 +108,8 @@ PLAIN = Delivery()
 def catalogue() -> tuple[Edit, ...]:
     """The edits that are repeated, the same in every run."""
     random = np.random.default_rng(5)
-    return (*(_edit(number, random) for number in range(26)), *(_generation(number) for number in range(4)))
+    edits = [_edit(number, random) for number in range(26)]
+    return (*edits, *(_generation(number) for number in range(4)), *(_long(number) for number in range(4)))
 
 
 def fresh(number: int) -> Edit:
@@ -135,6 +136,12 @@ def _generation(number: int) -> Edit:
     size: tuple[tuple[str, Value], ...] = (("size", CANVASES[number % len(CANVASES)]),)
     n = 2 if number == 1 else 1
     return Edit(f"generation-{number}", None, "all", prompt(number), 100 + number, 6, n, size, 1 if number == 2 else 0)
+
+
+def _long(number: int) -> Edit:
+    """One that is under way when a process dies, more often than not."""
+    extras: tuple[tuple[str, Value], ...] = (("mask_aware", False),) if number % 2 else ()
+    return Edit(f"long-{number}", number, SHAPES[number], prompt(number), 200 + number, 100, extras=extras)
 
 
 @lru_cache(64)

@@ -26,7 +26,6 @@ from benchmarks.soak.memory import Member, Role, Tree
 from benchmarks.soak.misbehaviour import hang_up
 from benchmarks.soak.users import Crowd
 
-NUM_ENGINES = 2
 BURST = 60
 RECOVERY_SECONDS = 240.0
 """Time limit for all engines to serve again after a fault; the machine may be shared."""
@@ -37,22 +36,36 @@ MAX_FILE_BYTES = 64 * 1024
 
 @dataclass
 class Site:
-    """The server under test. pages: the folder of the disk tier."""
+    """The server under test. pages: the folder of the disk tier. num_ranks: workers of each engine."""
 
     tree: Tree
     pages: Path
     crowd: Crowd
     probe: httpx.AsyncClient
     pick: random.Random
+    num_engines: int
+    num_ranks: int
 
     async def ask(self, path: str) -> dict[str, Any]:
         """The JSON answer of a path that always works."""
         return (await self.probe.get(path)).json()  # type: ignore[no-any-return]
 
     async def all_serve(self) -> bool:
-        """Whether every engine has its worker and serves. Processes show a death earlier than /health."""
-        has_all = len(self.tree.of("worker")) == NUM_ENGINES
-        return has_all and (await self.ask("/health"))["status"] == "ok"
+        """Whether every engine has its workers and serves. Processes show a death earlier than the server's pages."""
+        if len(self.tree.of("worker")) != self.num_engines * self.num_ranks:
+            return False
+        ranks = await self.ranks()
+        are_up = len(ranks) == self.num_engines * self.num_ranks and all(rank["alive"] for rank in ranks)
+        return are_up and (await self.ask("/health"))["status"] == "ok"
+
+    async def ranks(self) -> list[dict[str, Any]]:
+        """What the server says of all workers."""
+        engines = (await self.ask("/v1/engine/stats"))["engines"]
+        return [rank for engine in engines for rank in engine["ranks"] or ()]
+
+    async def num_deaths(self) -> int:
+        """Of workers whose engine lives, as the server has noticed them."""
+        return sum(rank["deaths"] for rank in await self.ranks())
 
     async def recovered(self) -> None:
         """Waits until every engine serves. Raises TimeoutError after RECOVERY_SECONDS."""
@@ -81,7 +94,7 @@ def strike(role: Role, number: signal.Signals, shift: int = 0) -> Act:
     """Kill or stop this process of one engine while it is busy. shift: added to the turn to select the engine."""
 
     async def act(site: Site, turn: int) -> None:
-        rank = (turn + shift) % NUM_ENGINES
+        rank = (turn + shift) % site.num_engines
         await site.wait_busy(rank)
         await _end(site, role, rank, number)
 
@@ -90,7 +103,7 @@ def strike(role: Role, number: signal.Signals, shift: int = 0) -> Act:
 
 async def kill_engine_twice(site: Site, turn: int) -> None:
     """The second time as soon as it serves again."""
-    rank = turn % NUM_ENGINES
+    rank = turn % site.num_engines
     for _ in range(2):
         await _end(site, "engine", rank, signal.SIGKILL)
         await site.recovered()
@@ -98,8 +111,18 @@ async def kill_engine_twice(site: Site, turn: int) -> None:
 
 async def kill_all_engines(site: Site, turn: int) -> None:
     async with asyncio.TaskGroup() as group:
-        for rank in range(NUM_ENGINES):
+        for rank in range(site.num_engines):
             group.create_task(_end(site, "engine", rank, signal.SIGKILL))
+
+
+async def kill_one_worker(site: Site, turn: int) -> None:
+    """While its engine is busy; until the server says so. The others live on."""
+    await site.wait_busy(0)
+    deaths = await site.num_deaths()
+    _signal([site.pick.choice(site.tree.of("worker", 0))], signal.SIGKILL)
+    async with asyncio.timeout(RECOVERY_SECONDS):
+        while await site.num_deaths() == deaths:
+            await asyncio.sleep(0.1)
 
 
 async def kill_image_processor(site: Site, turn: int) -> None:

@@ -69,6 +69,11 @@ class Progress:
         """Steps not yet scheduled, of all regions."""
         return sum([self.times_left(node) for node in self.workflow.steps])
 
+    @property
+    def steps_done(self) -> int:
+        """Steps that are done, of all regions."""
+        return sum([self.done[node.name] for node in self.workflow.steps])
+
     def round_of(self, node: Node) -> int:
         """The next run of a node: of a node that repeats the round (from 0), of a side node the number of rounds that
         are done in what it shows.

@@ -113,6 +113,27 @@ class Workflow:
         }
 
     @cached_property
+    def followed(self) -> frozenset[str]:
+        """Names of the regions after which other regions' rounds come."""
+        return frozenset(
+            region.name
+            for region in self.regions
+            if any(
+                self.node(name).region not in ("", region.name)
+                for name in self.downstream(node.name for node in self.nodes_of(region.name))
+            )
+        )
+
+    def nodes_of(self, region: str) -> tuple[Node, ...]:
+        """The nodes of a region."""
+        return self._by_region[region]
+
+    @cached_property
+    def _by_region(self) -> Mapping[str, tuple[Node, ...]]:
+        names = [region.name for region in self.regions]
+        return {name: tuple(node for node in self.nodes if node.region == name) for name in names}
+
+    @cached_property
     def links(self) -> Mapping[str, Links]:
         """Node name -> the nodes that it waits for."""
         return {node.name: self._links_of(node) for node in self.nodes}

@@ -91,7 +91,7 @@ class PageForget(msgspec.Struct, frozen=True):
 
 
 class StepPlan(Message, frozen=True):
-    """What one rank does next: free, load, forget, delete, copies, batches, transfers, unload, in this order; each
+    """What one rank does next: free, load, forget, delete, copies, transfers, batches, unload, in this order; each
     delivery as soon as its value is there. Made by the StepScheduler for all ranks at once; `core.messages.plan_parts`
     gives each its part.
     """
@@ -103,8 +103,8 @@ class StepPlan(Message, frozen=True):
     file_rank: int = 0  # the rank that deletes them, which all ranks share
     copies: tuple[PageCopy, ...] = ()  # started, not awaited
     # Requests.
+    transfers: tuple[Transfer, ...] = ()  # of values that this rank has
     batches: tuple[Batch, ...] = ()
-    transfers: tuple[Transfer, ...] = ()
     deliveries: tuple[Delivery, ...] = ()  # of values that this rank has, or that its batches make
     free: tuple[Free, ...] = ()
     # Models.

@@ -8,12 +8,12 @@ from dataclasses import dataclass, field
 from core.failure import Failure
 from core.graph.work import Work
 from core.graph.workflow import op_of
-from core.messages.worker import Batch, Delivery, Transfer
+from core.messages.worker import Batch, Delivery, Free, StepPlan, Transfer
 from core.scheduling.batch_items import make_item, node_work
 from core.scheduling.dispatch import CacheDispatch, Decision, Dispatch, Fetch, GiveUp
 from core.scheduling.in_flight import Flight
 from core.scheduling.inputs import deliveries
-from core.scheduling.node_cache import NodeCache
+from core.scheduling.node_cache import CacheOrders, NodeCache
 from core.scheduling.request import Request, Status
 from core.scheduling.values import ValueTable
 from core.scheduling.view import View
@@ -31,6 +31,25 @@ class Dispatched:
     deliveries: list[Delivery] = field(default_factory=list)
     begun: list[str] = field(default_factory=list)  # ids of requests that were waiting before
     given_up: list[tuple[Request, Failure]] = field(default_factory=list)
+
+    @property
+    def ranks(self) -> set[int]:
+        """Those that get batches."""
+        return {rank for flight in self.flights for rank in flight.batch.ranks}
+
+    def plan(self, seq: int, orders: CacheOrders, free: Iterable[Free], file_rank: int) -> StepPlan:
+        """The plan that does this, and more. orders: of the cache. file_rank: deletes its files."""
+        return StepPlan(
+            seq=seq,
+            forget=orders.forget,
+            delete=orders.delete,
+            file_rank=file_rank,
+            copies=orders.copies,
+            transfers=tuple(self.transfers),
+            batches=tuple(flight.batch for flight in self.flights),
+            deliveries=tuple(self.deliveries),
+            free=tuple(free),
+        )
 
 
 @dataclass(frozen=True, slots=True)

@@ -9,6 +9,7 @@ from dataclasses import dataclass, field
 from core.costs.load_report import RequestLoad
 from core.failure import Failure
 from core.messages.worker import BatchResult, ItemResult
+from core.scheduling.checkpoints import Checkpoints
 from core.scheduling.in_flight import Flight, InFlight, Lost
 from core.scheduling.live_requests import LiveRequests
 from core.scheduling.node_cache import NodeCache
@@ -27,6 +28,16 @@ class Loss:
 
 
 @dataclass(frozen=True, slots=True)
+class Resumed:
+    """A request that goes on after a rank's death. Steps are rounds of all its loops."""
+
+    request_id: str
+    steps_done: int  # that it need not repeat
+    steps_repeated: int
+    steps_between: int  # from one checkpoint to the next, at the last one; 0: it had none
+
+
+@dataclass(slots=True)
 class Recovery:
     """The mechanism of one scheduler.
 
@@ -34,17 +45,20 @@ class Recovery:
     sent, and what the other ranks still have of it does not count. Once they have answered, it goes on: the nodes that
     made what was lost run again, from the last values that survive.
 
-    The requests whose batch a rank ran when it died are suspects. One that has been so twice starts over when no other
+    The requests whose batch a rank ran when it died are suspects. One that has been so twice goes on when no other
     runs, and no other runs beside it; after more deaths than it may have retries it fails.
     """
 
     requests: LiveRequests
     values: ValueTable
-    out: InFlight
     cache: NodeCache
+    out: InFlight
+    checkpoints: Checkpoints
     left_of: Callable[[Request], RequestLoad]  # a request's remaining work
     max_retries: int
+    steps_repeated: int = 0  # since start
     _job_deaths: Counter[str] = field(default_factory=Counter)  # id of a job of the cache -> deaths it may have caused
+    _resumed: list[Resumed] = field(default_factory=list)  # since they were taken
 
     # ------------------------------------------------------------------------------------------------- a death
 
@@ -58,6 +72,8 @@ class Recovery:
         loss = Loss({name: self.requests[name] for name in names})
         for request in loss.requests.values():
             request.is_set_back = request.progress.is_restarting = True
+        for request in self.requests:
+            self.checkpoints.note_loss(request)
         self._judge(lost, loss, failure)
         return loss
 
@@ -120,27 +136,37 @@ class Recovery:
 
     # ------------------------------------------------------------------------------------------------- going on
 
-    def settle(self, request: Request) -> int:
+    def take_resumed(self) -> list[Resumed]:
+        """Requests that go on since the last call."""
+        resumed, self._resumed = self._resumed, []
+        return resumed
+
+    def settle(self, request: Request) -> None:
         """Let a request go on that was set back, or begin again because pages were lost that it did not wait for, if
-        nothing of it is in flight. Returns how many of its steps are repeated because of deaths.
+        nothing of it is in flight.
         """
         if self.cache.is_spoilt(request):
             request.progress.is_restarting = True
         if not request.is_live or not request.progress.is_restarting or request.has_work_out:
-            return 0
-        repeated = self._go_on(request) if request.is_set_back else 0
+            return
+        if request.is_set_back:
+            self._go_on(request)
         if self.cache.is_spoilt(request):
+            self.checkpoints.drop(request)
             self.cache.begin_again(request)
             begin_again(self.values, request)
             self.cache.set_back(request)
         self.requests.note_progress(request)
-        return repeated
 
-    def _go_on(self, request: Request) -> int:
-        repeated = go_on(self.values, request)
+    def _go_on(self, request: Request) -> None:
+        done = request.progress.steps_done
+        go_on(self.values, request)
+        self.checkpoints.note_loss(request)
         self.cache.set_back(request)
+        repeated, between = done - request.progress.steps_done, max(request.rounds_between.values(), default=0)
+        self.steps_repeated += repeated
+        self._resumed.append(Resumed(request.id, request.progress.steps_done, repeated, between))
         if request.runs_alone and request.status is Status.RUNNING:
             request.move_to(Status.WAITING)
             request.waiting_load = None
             self.requests.send_back(request.id, self.left_of(request))
-        return repeated

@@ -42,7 +42,6 @@ class Counters:
     batch_tokens: int = 0  # computed tokens, summed over steps
     batch_requests: int = 0  # requests, summed over steps
     tokens_skipped: int = 0  # tokens that mask-aware steps read from pages
-    steps_repeated: int = 0  # of requests, because a rank died
     busy_seconds: dict[str, float] = field(default_factory=dict)  # op -> worker seconds
 
 
@@ -75,10 +74,6 @@ class Reporter:
     def note_received(self) -> None:
         """Note that an edit or a template request was received."""
         self._num_received += 1
-
-    def note_repeated(self, steps: int) -> None:
-        """Note how many steps of a request are repeated because a rank died."""
-        self._counters.steps_repeated += steps
 
     def note_batch(self, key: CostKey, flight: Flight, result: BatchResult, *, is_ok: bool) -> None:
         """Note a batch that all its ranks have finished. It trains the cost model, unless part of it failed."""
@@ -147,8 +142,10 @@ class Reporter:
             costs=self._take_costs(),
         )
 
-    def stats(self, requests: LiveRequests) -> EngineStats:
-        """Totals since start and the accuracy of predictions. Recent steps are contained once."""
+    def stats(self, requests: LiveRequests, steps_repeated: int) -> EngineStats:
+        """Totals since start and the accuracy of predictions. Recent steps are contained once. steps_repeated: total,
+        of requests that lost a rank.
+        """
         self._follow(requests)
         counters = self._counters
         recent, self._recent_steps = tuple(self._recent_steps), []
@@ -160,7 +157,7 @@ class Reporter:
             batch_tokens=counters.batch_tokens,
             batch_requests=counters.batch_requests,
             tokens_skipped=counters.tokens_skipped,
-            steps_repeated=counters.steps_repeated,
+            steps_repeated=steps_repeated,
             prime_chunks=self._cache.num_chunks,
             busy_seconds=dict(counters.busy_seconds),
             recent_steps=recent,

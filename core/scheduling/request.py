@@ -64,6 +64,15 @@ class NodeSizes:
         return self.canvas.num_all_tokens
 
 
+@dataclass(frozen=True, slots=True)
+class Checkpoint:
+    """The state of a region after some rounds, which a rank's death cannot take once it is in shared memory."""
+
+    region: str
+    round: int  # number of rounds done
+    keys: tuple[TensorKey, ...]  # of its values, which are pinned
+
+
 @dataclass(slots=True)
 class Request:
     """The scheduler's record of one image being made. Written only by the StepScheduler and its parts."""
@@ -89,6 +98,11 @@ class Request:
     num_deaths: int = field(init=False)  # of processes that died while they ran it
     is_set_back: bool = False  # a rank died that it needs: what is in flight does not count, then it goes on
     lost: list[TensorKey] = field(default_factory=list)  # its values that are nowhere any more, since it was set back
+    # Set by the scheduler's Checkpoints. Keys are regions.
+    checkpoints: dict[str, Checkpoint] = field(default_factory=dict)  # the last complete one
+    unwritten: list[Checkpoint] = field(default_factory=list)  # later ones that are not complete yet
+    saved_rounds: dict[str, int] = field(default_factory=dict)  # rounds done at the last one of both
+    rounds_between: dict[str, int] = field(default_factory=dict)  # from one to the next
     # Set by the scheduler from results of batches.
     started: float | None = None  # when a worker began its first stage, monotonic seconds
     part_seconds: dict[str, float] = field(default_factory=dict)  # Part -> worker seconds spent in it

@@ -66,22 +66,19 @@ def note_choice(values: ValueTable, request: Request, chooser: Node, reader: str
             values.done_reading(key)
 
 
-def go_on(values: ValueTable, request: Request) -> int:
+def go_on(values: ValueTable, request: Request) -> None:
     """Let a request that was set back go on from what is left. Nothing of it may be in flight. Nodes run again if they
-    are to make what was lost; what they made later than that is freed. Returns how many rounds of its steps are
-    repeated.
+    are to make what was lost; what they made later than that is freed.
     """
     progress = request.progress
     lost = [key for key in request.lost if values.get(key) is None]
     kept = runs_to_keep(request.id, progress, lost, lambda key: values.get(key) is not None)
-    repeated = sum(progress.done[name] - kept[name] for name in kept.keys() & request.workflow.step_names)
     progress.rewind(kept)
     request.is_set_back = False
     for each in (request.lost, request.fixed_inputs, request.sent_to):
         each.clear()
     values.discard([key for key in values.keys(request.id) if key.node in kept and _is_made_again(key, kept)])
     _renew_all(values, request)
-    return repeated
 
 
 def _is_made_again(key: TensorKey, kept: Mapping[str, int]) -> bool:

@@ -27,6 +27,7 @@ from core.messages.engine import Aborted, DropTemplate, EngineRequest, Failed, P
 from core.messages.worker import Batch, BatchResult, CostSample, Free, ItemResult, PageCopied, StepPlan, TransferDone
 from core.model_info import ModelInfo
 from core.scheduling.cache_factory import make_cache
+from core.scheduling.checkpoints import Checkpoints
 from core.scheduling.deadlines import Deadlines
 from core.scheduling.dispatcher import Dispatched, Dispatcher
 from core.scheduling.endings import Endings
@@ -41,7 +42,7 @@ from core.scheduling.policies import make_policy
 from core.scheduling.policies.policy import SchedulingPolicy
 from core.scheduling.predictor import Predictor
 from core.scheduling.ranks import Loaded, Ranks
-from core.scheduling.recovery import Recovery
+from core.scheduling.recovery import Recovery, Resumed
 from core.scheduling.reporter import Reporter
 from core.scheduling.request import Request, Status
 from core.scheduling.request_values import note_choice, note_rounds, note_values
@@ -91,11 +92,11 @@ class StepScheduler:
         self._plan_seqs = count()
         self._dispatcher = Dispatcher(self.cache, self.values, self._predictor.of_batch, count())
         self._policy = policy or make_policy(config.policy)
+        self._checkpoints = Checkpoints(self.values)
         parts = self._requests, self.values, self.cache
-        self._endings = Endings(*parts, self._policy.on_end, self._outputs, self._free)
-        self._recovery = Recovery(
-            self._requests, self.values, self._out, self.cache, self._predictor.left_of, config.max_retries
-        )
+        self._endings = Endings(*parts, self._note_end, self._outputs, self._free)
+        left_of, retries = self._predictor.left_of, config.max_retries
+        self._recovery = Recovery(*parts, self._out, self._checkpoints, left_of, retries)
 
     def learn(self, samples: Iterable[CostSample], loaded: Iterable[Loaded] = ()) -> None:
         """Train the cost model with what was measured before the first batch. loaded: by the workers."""
@@ -186,7 +187,7 @@ class StepScheduler:
 
     def schedule(self, now: float) -> StepPlan | None:
         """The next plan; None when nothing can start before the next result or request arrives."""
-        self._give_up_lost(now)
+        self._endings.fail_each(self._deadlines.lost(self._judged(), now))
         if not self.ranks.up:
             return None
         page_rank = partial(self._policy.page_rank, ranks=self.ranks.up)
@@ -197,8 +198,8 @@ class StepScheduler:
         view = self._view(now)
         chosen = self._dispatcher.carry_out(self._policy.choose(view, now), view)
         self._note_sent(chosen.flights)
-        for request, failure in chosen.given_up:
-            self._endings.fail(request, failure)
+        self._endings.fail_each(chosen.given_up)
+        chosen.transfers += self._checkpoints.transfers(chosen.ranks | view.idle_ranks)
         for request_id in chosen.begun:
             self._requests.begin(request_id, lambda request: self._predictor.left_of(request).seconds)
         orders = self.cache.take_orders()
@@ -249,6 +250,7 @@ class StepScheduler:
         request = self._requests[done.ref.key.request_id]
         request.num_moving -= 1
         self.values.end_move(done.ref.key)
+        self._checkpoints.note_moved(request)
         self._settle(request)
 
     def apply_copy(self, done: PageCopied) -> None:
@@ -266,6 +268,10 @@ class StepScheduler:
         self._outputs.clear()
         return outputs
 
+    def take_resumed(self) -> list[Resumed]:
+        """Requests that go on after ranks' deaths since the last call."""
+        return self._recovery.take_resumed()
+
     # ------------------------------------------------------------------------------------------------- what it knows
 
     def predict_out(self, ranks: Iterable[int]) -> dict[int, float]:
@@ -282,7 +288,7 @@ class StepScheduler:
 
     def stats(self) -> EngineStats:
         """Totals since start."""
-        return self._reporter.stats(self._requests)
+        return self._reporter.stats(self._requests, self._recovery.steps_repeated)
 
     def check_integrity(self) -> None:
         """Raise AssertionError unless all counts agree. Cheap enough to run when idle."""
@@ -297,6 +303,7 @@ class StepScheduler:
         assert len(out) == sum(request.progress.num_in_flight for request in self._requests)
         self._out.check_integrity(self.values.num_moving)
         self.values.check_integrity(ids)
+        self._checkpoints.check_integrity(self._requests)
 
     # ------------------------------------------------------------------------------------------------- inside
 
@@ -309,7 +316,7 @@ class StepScheduler:
             open_ranks=idle | self._nearly_idle_ranks(),
             idle_ranks=idle,
             max_step_tokens=self._step_limit.tokens,
-            may_join=self._deadlines.joining(list(self._requests.live()), now) if self._judges_lateness else None,
+            may_join=self._deadlines.joining(judged, now) if (judged := self._judged()) else None,
             _cache=self.cache,
             _values=self.values,
             _predict=self._predictor.of_op,
@@ -327,23 +334,12 @@ class StepScheduler:
             self._requests.note_progress(self._requests[item.request_id])
 
     def _send(self, chosen: Dispatched, orders: CacheOrders) -> StepPlan:
-        seq = next(self._plan_seqs)
-        for flight in chosen.flights:
-            self._out.send(seq, flight)
-        self._out.send_transfers(seq, chosen.transfers)
-        free = tuple(self._free)
+        plan = chosen.plan(next(self._plan_seqs), orders, self._free, self.ranks.up[0])
         self._free.clear()
-        return StepPlan(
-            seq=seq,
-            forget=orders.forget,
-            delete=orders.delete,
-            file_rank=self.ranks.up[0],
-            copies=orders.copies,
-            batches=tuple(flight.batch for flight in chosen.flights),
-            transfers=tuple(chosen.transfers),
-            deliveries=tuple(chosen.deliveries),
-            free=free,
-        )
+        for flight in chosen.flights:
+            self._out.send(plan.seq, flight)
+        self._out.send_transfers(plan.seq, chosen.transfers)
+        return plan
 
     def _apply_item(self, request: Request, item: ItemResult, result: BatchResult, batch: Batch) -> None:
         node = request.workflow.node(item.node)
@@ -360,6 +356,8 @@ class StepScheduler:
             self._endings.fail(request, item.failure)
         else:
             self._advance(request, node, item, batch)
+            if node.region and request.is_live:
+                self._checkpoints.note_round(request, node, result.seconds / len(batch.items))
         self._requests.note_progress(request)
         self._settle(request)
 
@@ -383,17 +381,16 @@ class StepScheduler:
 
     def _settle(self, request: Request) -> None:
         """After something of a request has ended: let it go on, or end, if it waits for that."""
-        self._reporter.note_repeated(self._recovery.settle(request))
+        self._recovery.settle(request)
         self._endings.finish(request)
 
-    def _give_up_lost(self, now: float) -> None:
-        live = list(self._requests.live()) if self._judges_lateness else []
-        for request, failure in self._deadlines.lost(live, now):
-            self._endings.fail(request, failure)
+    def _note_end(self, request_id: str) -> None:
+        self._policy.on_end(request_id)
+        self._checkpoints.forget(request_id)
 
-    @property
-    def _judges_lateness(self) -> bool:
-        return self._requests.has_due and not self._policy.gives_up
+    def _judged(self) -> list[Request]:
+        """The live requests, if `Deadlines` is to judge them."""
+        return list(self._requests.live()) if self._requests.has_due and not self._policy.gives_up else []
 
     def _apply_job(self, job_id: str, result: BatchResult) -> None:
         for request_id, failure in self.cache.finish(job_id, result).items():

@@ -30,6 +30,7 @@ class Value:
     readers_left: int  # how often nodes have yet to read it
     handle: ArrayRef | None = None  # uint8, its space in the arena once it has been asked to move
     is_moving: bool = False  # a worker is writing it to the handle
+    is_pinned: bool = False  # it stays when it has no reader left
 
     @property
     def exported(self) -> ArrayRef | None:
@@ -45,6 +46,11 @@ class ValueTable:
         self._values: dict[str, dict[TensorKey, Value]] = {}  # request id -> its values
         self._space = FreeList(num_bytes)
         self._freed: list[Free] = []
+
+    @property
+    def num_bytes(self) -> int:
+        """Size of the arena."""
+        return self._space.size
 
     def get(self, key: TensorKey) -> Value | None:
         """A value; None if it is not made yet or freed."""
@@ -72,8 +78,7 @@ class ValueTable:
         if value is None:
             return
         value.readers_left -= 1
-        if not value.readers_left and not value.is_moving:
-            self._free(key)
+        self._free_if_unused(value)
 
     def note_copy(self, key: TensorKey, ranks: Iterable[int]) -> None:
         """Note that these ranks have got a copy of a value, if it is there still."""
@@ -85,8 +90,20 @@ class ValueTable:
         """Set how often nodes will read a value that is there, as that has changed; without any it is freed."""
         value = self._values[key.request_id][key]
         value.readers_left = readers
-        if not readers and not value.is_moving:
-            self._free(key)
+        self._free_if_unused(value)
+
+    def pin(self, keys: Iterable[TensorKey]) -> None:
+        """Keep values that are there, also when they have no reader left."""
+        for key in keys:
+            self._values[key.request_id][key].is_pinned = True
+
+    def unpin(self, keys: Iterable[TensorKey]) -> None:
+        """Keep values no longer; those that are gone are ignored."""
+        for key in keys:
+            value = self.get(key)
+            if value is not None:
+                value.is_pinned = False
+                self._free_if_unused(value)
 
     def discard(self, keys: Iterable[TensorKey]) -> None:
         """Free values whose readers will not come. None of them may be moving."""
@@ -100,15 +117,15 @@ class ValueTable:
         self._freed = [free for free in self._freed if free.key.request_id != request_id]
 
     def lose(self, rank: int) -> list[TensorKey]:
-        """Note that a rank is gone with all that it had, after `fail_move` for what it was writing. Returns the keys of
-        the values that are nowhere else; they are dropped.
+        """Note that a rank is gone with all that it had, after `fail_move` for what it was writing. Values that are
+        nowhere else are dropped; returns the keys of those that nodes still read.
         """
         lost = []
         for value in [value for values in self._values.values() for value in values.values() if rank in value.ranks]:
             value.ranks -= {rank}
             if not value.ranks and value.handle is None:
-                lost.append(value.ref.key)
                 self._drop(value.ref.key)
+                lost += [value.ref.key] if value.readers_left else []
         return lost
 
     def clear(self) -> None:
@@ -126,12 +143,13 @@ class ValueTable:
 
     # ------------------------------------------------------------------------------------------------- moving
 
-    def move(self, keys: Sequence[TensorKey], ranks: Set[int]) -> list[Transfer] | None:
+    def move(self, keys: Sequence[TensorKey], ranks: Set[int], leave: int = 0) -> list[Transfer] | None:
         """Begin to move values into shared memory: all of them or, if there is no room, none (None). Those that are
-        there or on their way are left out. ranks: from which they may be copied; each value is on one of them.
+        there or on their way are left out. ranks: from which they may be copied; each value is on one of them. leave:
+        bytes of the arena that are to stay free.
         """
         values = [value for key in keys if (value := self._values[key.request_id][key]).handle is None]
-        places = self._allocate([max(1, value.ref.nbytes) for value in values])
+        places = self._allocate([max(1, value.ref.nbytes) for value in values], leave)
         if places is None:
             return None
         pairs = zip(values, places, strict=True)
@@ -141,8 +159,7 @@ class ValueTable:
         """Note that a value is in shared memory. It is freed if its last reader has read it elsewhere meanwhile."""
         value = self._values[key.request_id][key]
         value.is_moving = False
-        if not value.readers_left:
-            self._free(key)
+        self._free_if_unused(value)
 
     def fail_move(self, key: TensorKey) -> None:
         """Note that a value will not come to shared memory, because the rank that was to write it there is gone."""
@@ -150,8 +167,12 @@ class ValueTable:
         assert value.handle is not None
         self._give_back(value.handle)
         value.handle, value.is_moving = None, False
-        if not value.readers_left:
-            self._free(key)
+        self._free_if_unused(value)
+
+    @property
+    def pinned(self) -> set[TensorKey]:
+        """Keys of the values that are kept for more than their readers."""
+        return {key for values in self._values.values() for key, value in values.items() if value.is_pinned}
 
     @property
     def num_moving(self) -> int:
@@ -162,12 +183,14 @@ class ValueTable:
         is exactly that of the values in it.
         """
         values = [value for values in self._values.values() for value in values.values()]
-        assert all(value.readers_left > 0 or value.is_moving for value in values)
+        assert all(value.readers_left > 0 or value.is_moving or value.is_pinned for value in values)
         assert set(self._values) <= set(request_ids)
         handles = [value.handle for value in values if value.handle is not None]
         self._space.check_integrity((ref.offset, ref.offset + self._space.extent(ref.size)) for ref in handles)
 
-    def _allocate(self, sizes: Sequence[int]) -> list[int] | None:
+    def _allocate(self, sizes: Sequence[int], leave: int) -> list[int] | None:
+        if self._space.used_bytes + sum(map(self._space.extent, sizes)) > self._space.size - leave:
+            return None
         places: list[int] = []
         for nbytes in sizes:
             place = self._space.alloc(nbytes)
@@ -181,6 +204,10 @@ class ValueTable:
     def _begin_move(self, value: Value, place: int, source: int) -> Transfer:
         value.handle, value.is_moving = ArrayRef(VALUE_ARENA, place, (max(1, value.ref.nbytes),), "uint8"), True
         return Transfer(msgspec.structs.replace(value.ref, handle=value.handle), source)
+
+    def _free_if_unused(self, value: Value) -> None:
+        if not value.readers_left and not value.is_moving and not value.is_pinned:
+            self._free(value.ref.key)
 
     def _free(self, key: TensorKey) -> None:
         value = self._drop(key)

@@ -10,13 +10,13 @@ import asyncio
 import logging
 import time
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from typing import NoReturn, Protocol
 
 from core.config import EngineConfig
 from core.errors import EngineDeadError
 from core.failure import Failure
-from core.ipc.logs import of_request
+from core.ipc.logs import of_request, with_facts
 from core.messages.engine import (
     Abort,
     Drain,
@@ -122,6 +122,7 @@ class EngineCore:
                 await self._drain_mailbox()
                 self._step()
                 self._report()
+                self._tell_resumed()
         finally:
             self._watchdog.close()
             if self._next_report is not None:
@@ -164,6 +165,12 @@ class EngineCore:
         was_idle, self._is_idle = self._is_idle, self._scheduler.num_requests == 0
         if self._is_idle and not was_idle:  # once per idle period: it visits all cached entries
             self._scheduler.check_integrity()
+
+    def _tell_resumed(self) -> None:
+        for each in self._scheduler.take_resumed():
+            facts = asdict(each)
+            extra = of_request(facts.pop("request_id")) | with_facts(**facts)
+            logger.info("goes on after a worker's death", extra=extra)
 
     def _send_report(self, outputs: tuple[Output, ...] = ()) -> None:
         if self._next_report is not None:

@@ -68,7 +68,12 @@ def _engine(
 
 
 def _rank(rank: RankStats, models: Iterable[ModelInfo]) -> dict[str, Any]:
-    return {"resident_models": _components(rank.resident_models, models), "busy_seconds": rank.busy_seconds}
+    return {
+        "alive": rank.is_up,
+        "deaths": rank.deaths,
+        "resident_models": _components(rank.resident_models, models),
+        "busy_seconds": rank.busy_seconds,
+    }
 
 
 def _components(loaded: Iterable[LoadedComponent], models: Iterable[ModelInfo]) -> list[dict[str, Any]]:

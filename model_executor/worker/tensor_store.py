@@ -17,8 +17,10 @@ from torch import Tensor
 
 from core.handles import ArrayRef, TensorKey, TensorRef
 
-Parts = tuple[tuple[str, tuple[int, ...]], ...]
-"""(PyTorch's dtype, shape) of tensors whose bytes lie one after the other, each aligned to ALIGNMENT."""
+Parts = tuple[tuple[str, tuple[int, ...], bool], ...]
+"""(PyTorch's dtype, shape, whether it belongs in host memory) of tensors whose bytes lie one after the other, each
+aligned to ALIGNMENT. A random generator's state, part of some samplers', is in host memory on any device.
+"""
 
 ALIGNMENT = 64  # bytes
 
@@ -101,7 +103,7 @@ class TensorStore:
         """
         if ref.handle is None or ref.key in self._tensors.get(ref.key.request_id, {}):
             return self.get(ref.key)
-        (tensor,) = self._read(self._arena.view(ref.handle), ((ref.dtype, ref.shape),))
+        (tensor,) = self._read(self._arena.view(ref.handle), ((ref.dtype, ref.shape, False),))
         return tensor
 
     def resolve_series(self, ref: TensorRef) -> tuple[Tensor, ...]:
@@ -139,21 +141,22 @@ class TensorStore:
         if ref.parts:
             self.put_series(ref.key, self._read(there, ref.parts))
         else:
-            self.put(ref.key, *self._read(there, ((ref.dtype, ref.shape),)))
+            self.put(ref.key, *self._read(there, ((ref.dtype, ref.shape, False),)))
 
     def _read(self, there: npt.NDArray[Any], parts: Parts) -> tuple[Tensor, ...]:
         source, tensors, start = torch.from_numpy(there), list[Tensor](), 0
-        for name, shape in parts:
+        for name, shape, is_in_host_memory in parts:
             dtype: torch.dtype = getattr(torch, name)
             nbytes = prod(shape) * dtype.itemsize
-            tensors.append(source[start : start + nbytes].clone().view(dtype).view(shape).to(self._device))
+            tensor = source[start : start + nbytes].clone().view(dtype).view(shape)
+            tensors.append(tensor if is_in_host_memory else tensor.to(self._device))
             start += _padded(nbytes)
         return tuple(tensors)
 
     # ------------------------------------------------------------------------------------------------ descriptions
 
     def _ref(self, key: TensorKey, tensor: Tensor) -> TensorRef:
-        dtype, shape = _part(tensor)
+        dtype, shape, _ = _part(tensor)
         return TensorRef(key, self.rank, shape, dtype, tensor.nbytes)
 
     def _series_ref(self, key: TensorKey, series: Sequence[Tensor]) -> TensorRef:
@@ -166,8 +169,8 @@ class TensorStore:
         return MissingValueError(f"rank {self.rank} holds no tensor {name}")
 
 
-def _part(tensor: Tensor) -> tuple[str, tuple[int, ...]]:
-    return str(tensor.dtype).removeprefix("torch."), tuple(tensor.shape)
+def _part(tensor: Tensor) -> tuple[str, tuple[int, ...], bool]:
+    return str(tensor.dtype).removeprefix("torch."), tuple(tensor.shape), tensor.device.type == "cpu"
 
 
 def _padded(nbytes: int) -> int:

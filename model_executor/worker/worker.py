@@ -266,11 +266,11 @@ class Worker:
         for copy in plan.copies:
             self._pages.start(copy)
         self._exchange.begin_plan(plan.seq, plan.deliveries, plan.batches)
+        for transfer in plan.transfers:
+            self._link.send(TransferDone(rank=self._rank, ref=self._store.export(transfer.ref)))
         for batch in plan.batches:
             result = self._runner.run(batch)
             self._exchange.end_batch(batch)
             self._link.send(self._withheld.complete(result))
-        for transfer in plan.transfers:
-            self._link.send(TransferDone(rank=self._rank, ref=self._store.export(transfer.ref)))
         for component in plan.unload:
             self._models.unload(component)

@@ -43,7 +43,7 @@ def test_every_policy_serves_a_trace(path: Path) -> None:
     (cell,) = trace.cells()
     served = {policy: serve(trace, cell, policy) for policy in POLICIES}
     assert all(0 < result.goodput <= NUM_REQUESTS for result in served.values())
-    assert served["goodput"].goodput >= served["neustream"].goodput >= served["clockwork"].goodput
+    assert served["goodput"].goodput == max(result.goodput for result in served.values())
     for result in served.values():
         assert {module for _, module, _ in result.batches} == set(trace.modules)
         assert all(

@@ -16,10 +16,12 @@ from PIL import Image
 
 from benchmarks.load.client import Answer
 from benchmarks.load.pictures import Pixels
-from benchmarks.soak.__main__ import Record, _report
+from benchmarks.soak.__main__ import Record, _check_resumes, _report
 from benchmarks.soak.checking import Ledger, References
 from benchmarks.soak.edits import PLAIN, Delivery, Edit, catalogue, fresh, template
 from benchmarks.soak.memory import MB, Holdings, Sample, Samples, WorkerMemory
+from benchmarks.soak.resumes import MESSAGE, Resumes
+from benchmarks.soak.setups import SINGLE_DEATHS
 
 EDIT = Edit("some", template=1, shape="small", prompt="a hat", seed=5, steps=4, n=2)
 
@@ -213,4 +215,37 @@ def test_a_soak_that_measured_nothing_is_not_good(
     ledger: Ledger, minutes: float, samples: Samples, compared: int, is_good: bool
 ) -> None:
     ledger.count("compared", compared)
-    assert _report(argparse.Namespace(minutes=minutes, output=None), ledger, Record(samples)) is is_good
+    args = argparse.Namespace(minutes=minutes, output=None, single_deaths=False)
+    assert _report(args, ledger, Record(samples)) is is_good
+
+
+# ------------------------------------------------------------------------------------------------- single deaths
+
+
+def logged(*repeated: int) -> str:
+    """A server's log of requests that went on after a death, with a checkpoint every 8 steps."""
+    facts = [{"steps_done": 16, "steps_repeated": number, "steps_between": 8} for number in repeated]
+    lines = [{"level": "info", "message": MESSAGE, **each} for each in facts]
+    return "\n".join(["no JSON", *map(json.dumps, lines), json.dumps({"message": "worker 0 serves again"})])
+
+
+@pytest.mark.parametrize(
+    ("repeated", "by_metrics", "restarts", "failures"),
+    [
+        ((0, 9), 9, 0, []),
+        ((3, 10), 13, 0, ["1 times too many steps were repeated after a death"]),
+        ((3, 4), 7, 1, ["1 restarts of engines, although only workers died"]),
+        ((3, 4), 20, 0, ["the metrics say 20 steps repeated, the log: 2 requests went on, 7 steps repeated"]),
+        ((), 0, 0, ["the metrics say 0 steps repeated, the log: 0 requests went on, 0 steps repeated"]),
+    ],
+    ids=["good", "too many steps", "an engine restarted", "not all logged", "nobody was hit"],
+)
+def test_single_deaths_take_a_bounded_number_of_steps(
+    tmp_path: Path, repeated: tuple[int, ...], by_metrics: int, restarts: int, failures: list[str]
+) -> None:
+    log = tmp_path / "server.log"
+    log.write_text(logged(*repeated))
+    record = Record(Samples(0.0), restarts=restarts, steps_repeated=by_metrics, resumes=Resumes.of_log(log))
+    _check_resumes(SINGLE_DEATHS, record)
+    assert len(record.failures) == len(failures)
+    assert all(told.startswith(expected) for told, expected in zip(record.failures, failures, strict=True))

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import pytest
 from cache_kit import ROOMY, TEMPLATE_BYTES, Engine, make_masked, make_registration
+from ranks_that_die import checkpoints_every
 
 from core.config import CacheConfig
 from core.failure import Failure
-from core.messages.engine import Failed, TemplatePrimed
+from core.messages.engine import Failed, Finished, TemplatePrimed
 from core.messages.worker import StepPlan
 
 DIED = Failure("engine_dead", "worker 0 died")
@@ -56,6 +57,23 @@ def test_device_pages_are_made_again_where_their_edits_run_next(rejoins: bool) -
     assert engine.finished("a").cache == "miss"
     assert len(engine.workers.primed) > primed
     assert {rank for rank, _ in engine.workers.pages.devices} == {0 if rejoins else 1}
+
+
+@pytest.mark.parametrize(("device_bytes", "are_lost"), [(0, False), (TEMPLATE_BYTES, True)])
+def test_an_edit_goes_on_from_its_checkpoint_with_pages_as_before(device_bytes: int, are_lost: bool) -> None:
+    """Those of the steps that it repeats had been released, or were lost with the device."""
+    engine = Engine(device_bytes=(device_bytes,))
+    with checkpoints_every(4):
+        engine.scheduler.add(make_masked("a", steps=16))
+        engine.run(until=lambda: steps_of(engine, "a") == 8)
+        engine.scheduler.schedule(0.0)  # lost with the checkpoint after step 8
+        primed = len(engine.workers.primed)
+        kill(engine, 0)
+        join(engine, 0)
+        engine.run()
+    assert engine.workers.denoised["a"] == [*range(8), *range(4, 16)]
+    assert (len(engine.workers.primed) > primed) is are_lost
+    assert isinstance(engine.result("a"), Finished)
 
 
 def test_pages_of_a_device_that_have_gone_down_are_loaded_from_host_memory() -> None:

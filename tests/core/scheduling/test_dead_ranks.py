@@ -2,145 +2,30 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from itertools import groupby
 from random import Random
 
 import msgspec
 import pytest
-from any_ranks import AnyRanks, answer_of, in_workflow, toy_op
-from fakes import MODEL, FakeWorkers, make_edit, make_hires_edit
+from any_ranks import AnyRanks, in_workflow, toy_op
+from fakes import make_edit, make_hires_edit
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from ranks_that_die import DIED, Site, alone, check_finished, checkpoints_every, make_site, run_until
 from workflows import ACCEPTANCE, workflows
 
-from core.config import SchedulerConfig
-from core.failure import Failure
 from core.graph.workflow import HIRES, INPAINT, Workflow
-from core.messages.engine import EngineRequest, Failed, Finished, PartialImage
-from core.messages.worker import BatchResult, StepPlan
-from core.scheduling.outputs import Output
-from core.scheduling.policies.policy import SchedulingPolicy
+from core.messages.engine import EngineRequest, Failed
+from core.messages.worker import StepPlan
 from core.scheduling.policies.step_batching import StepBatching
-from core.scheduling.scheduler import StepScheduler
 from core.scheduling.view import View
-
-DIED = Failure("engine_dead", "worker 0 died (killed by signal 9)")
-NEVER = 100
-"""More retries than any request needs, for tests of something else."""
 
 
 @pytest.fixture(autouse=True, scope="module")
 def toy() -> Iterator[None]:
     with toy_op():
         yield
-
-
-class Site:
-    """A scheduler with workers on some ranks, which die and join again when they are told to."""
-
-    def __init__(
-        self, random: Random, num_ranks: int, policy: SchedulingPolicy, served: Sequence[Workflow] = (), **limits: int
-    ) -> None:
-        self._random = random
-        settings = {"max_num_seqs": 8, "max_ahead_ms": 1e6, "max_plans_in_flight": 3, "max_retries": NEVER} | limits
-        self.scheduler = StepScheduler(SchedulerConfig(**settings), {"m": MODEL}, num_ranks, policy=policy)
-        self.scheduler.workflows |= {workflow.name: workflow for workflow in served}
-        self.workers = FakeWorkers(num_ranks, omitted={"sampler"}, answers=answer_of)
-        self.outputs: list[Output] = []
-        self._num_idle = 0
-
-    def step(self) -> None:
-        """Schedule, and let one rank answer."""
-        self.schedule()
-        ranks = [rank for rank in range(self.workers.num_ranks) if self.workers.queues[rank]]
-        self._random.shuffle(ranks)
-        self._num_idle = 0 if any(self.answer(rank) for rank in ranks) else self._num_idle + 1
-        assert self._num_idle < 50 or self.workers.dead, "all ranks wait"
-        self.outputs += self.scheduler.take_outputs()
-
-    def schedule(self) -> None:
-        while (plan := self.scheduler.schedule(0.0)) is not None:
-            self.workers.submit(plan)
-
-    def answer(self, rank: int) -> bool:
-        """Whether a rank has answered its oldest plan."""
-        results = self.workers.run_one(rank)
-        for result in results:
-            if isinstance(result, BatchResult):
-                self.scheduler.apply(result)
-            else:
-                self.scheduler.apply_transfer(result)
-        return bool(results)
-
-    def kill(self, rank: int) -> None:
-        self.workers.lose(rank)
-        self.scheduler.lose_rank(rank, DIED)
-        self.check()
-
-    def join(self, rank: int) -> None:
-        self.workers.join(rank)
-        self.scheduler.join_rank(rank, ())
-        self.check()
-
-    def check(self) -> None:
-        self.outputs += self.scheduler.take_outputs()
-        self.scheduler.check_integrity()
-
-    def disturb(self, num_deaths: int) -> None:
-        """Let ranks die and join at random, this many times, while requests run."""
-        while num_deaths and self.scheduler.num_requests:
-            for _ in range(self._random.randint(0, 12)):
-                self.step()
-            if self._random.random() < 0.5:
-                self.schedule()
-            up, dead = self.scheduler.ranks.up, sorted(self.workers.dead)
-            if up and self._random.random() < 0.6:
-                self.kill(self._random.choice(up))
-                num_deaths -= 1
-            elif dead:
-                self.join(self._random.choice(dead))
-
-    def finish(self) -> None:
-        """Let all ranks join, run to the end, and check that nothing is left."""
-        for rank in sorted(self.workers.dead):
-            self.join(rank)
-        while self.scheduler.num_requests:
-            self.step()
-        self.check()
-        self.schedule()
-        for rank in range(self.workers.num_ranks):
-            while self.workers.queues[rank]:
-                self.workers.run_one(rank)
-        assert not any(self.workers.stored), "values are left"
-        assert self.scheduler.values.num_moving == 0
-
-    @property
-    def ended(self) -> list[str]:
-        return [output.request_id for output in self.outputs if not isinstance(output, PartialImage)]
-
-    def made(self, request: EngineRequest) -> int:
-        """A digest of all that a request's output was made from."""
-        return self.workers.made[request.request_id, self.scheduler.workflows[request.workflow].output]
-
-
-def alone(request: EngineRequest, served: Sequence[Workflow] = ()) -> int:
-    """What a request makes undisturbed on one rank."""
-    site = Site(Random(0), 1, StepBatching(), served)
-    site.scheduler.add(request)
-    site.finish()
-    return site.made(request)
-
-
-def check_finished(site: Site, request: EngineRequest, served: Sequence[Workflow] = ()) -> None:
-    """It has made what it makes alone, and has told each of its previews once, in order."""
-    mine = [output for output in site.outputs if output.request_id == request.request_id]
-    assert isinstance(mine[-1], Finished), mine[-1]
-    assert site.made(request) == alone(request, served)
-    shown = [output.index for output in mine if isinstance(output, PartialImage)]
-    if not site.scheduler.workflows[request.workflow].adaptive:
-        sides = len(site.scheduler.workflows[request.workflow].side_nodes)
-        assert shown == list(range(min(len(request.spec.pixels) - 1, request.rounds[-1] - 1))) * sides
 
 
 @settings(deadline=None)
@@ -150,9 +35,10 @@ def check_finished(site: Site, request: EngineRequest, served: Sequence[Workflow
     st.integers(0, 1 << 30),
     st.integers(1, 4),
     st.integers(1, 6),
+    st.sampled_from([1, 2, None]),
 )
 def test_any_workflow_on_any_ranks_survives_their_deaths(
-    drawn: list[Workflow], data: st.DataObject, seed: int, num_ranks: int, num_deaths: int
+    drawn: list[Workflow], data: st.DataObject, seed: int, num_ranks: int, num_deaths: int, rounds: int | None
 ) -> None:
     served = [Workflow(f"random{i}", w.nodes, w.output, w.regions) for i, w in enumerate(drawn)]
     random = Random(seed)
@@ -165,8 +51,9 @@ def test_any_workflow_on_any_ranks_survives_their_deaths(
     ]
     for request in requests:
         site.scheduler.add(request)
-    site.disturb(num_deaths)
-    site.finish()
+    with checkpoints_every(rounds):
+        site.disturb(num_deaths)
+        site.finish()
     assert sorted(site.ended) == sorted(request.request_id for request in requests)
     for request in requests:
         assert site.made(request) == alone(request, served)
@@ -203,18 +90,6 @@ def draw_edit(data: st.DataObject, name: str) -> EngineRequest:
 
 
 # ------------------------------------------------------------------------------------------------------ one by one
-
-
-def make_site(num_ranks: int, **limits: int) -> Site:
-    return Site(Random(0), num_ranks, StepBatching(), **limits)
-
-
-def run_until(site: Site, is_done: Callable[[], bool]) -> None:
-    for _ in range(1000):
-        if is_done():
-            return
-        site.step()
-    raise AssertionError("it never came")
 
 
 def ranks_of_steps(site: Site, request_id: str) -> Callable[[], set[int]]:

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 import msgspec
 import pytest
-from fakes import MODEL, FakeWorkers, make_edit
+from fakes import MODEL, FakeWorkers, apply, make_edit
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -17,7 +17,6 @@ from core.costs.load_report import RequestLoad
 from core.costs.slot_forecast import SlotForecast, alone
 from core.graph.work import Work
 from core.messages.engine import EngineRequest, Failed, Finished
-from core.messages.worker import BatchResult
 from core.scheduling.outputs import Output
 from core.scheduling.scheduler import StepScheduler
 
@@ -90,8 +89,7 @@ class Engine:
             sizes = [len(batch.items) for batch in plan.batches if batch.op == "denoise"]
             self.now += STEP * sum(sizes)
             for result in self.workers.run_one(0):
-                assert isinstance(result, BatchResult)
-                self.scheduler.apply(result)
+                apply(self.scheduler, result)
             self.scheduler.check_integrity()
             outputs |= {output.request_id: output for output in self.scheduler.take_outputs()}
         return outputs

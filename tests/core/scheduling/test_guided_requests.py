@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import msgspec
 import pytest
-from fakes import MODEL, FakeWorkers, make_edit, with_spec
+from fakes import MODEL, FakeWorkers, apply, make_edit, with_spec
 
 from core.config import SchedulerConfig
 from core.messages.engine import EngineRequest, Finished
@@ -33,7 +33,7 @@ def plans(scheduler: StepScheduler, *edits: EngineRequest) -> list[list[tuple[st
         workers.submit(plan)
         seen.append([(item.request_id, item.work) for batch in plan.batches for item in batch.items])
         for result in workers.run_one(0):
-            scheduler.apply(result)  # type: ignore[arg-type]
+            apply(scheduler, result)
         scheduler.check_integrity()
     assert all(isinstance(output, Finished) for output in scheduler.take_outputs())
     return seen

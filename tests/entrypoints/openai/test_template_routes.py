@@ -281,14 +281,15 @@ async def test_components_are_listed_with_the_models_that_share_them(
     model = msgspec.structs.replace(model, components=(vae,))
     twin = msgspec.structs.replace(model, name="twin")
     engine.models = {name: model, "twin": twin, "shirt": msgspec.structs.replace(model, name="shirt", parent=name)}
-    rank = RankStats((LoadedComponent(vae, 1000), LoadedComponent(unused, 10)), 0.5)
+    rank = RankStats((LoadedComponent(vae, 1000), LoadedComponent(unused, 10)), 0.5, deaths=3, is_up=False)
     engine.stats = (msgspec.structs.replace(STATS, ranks=(rank, rank)), None)
     first, _ = (await client.get("/v1/engine/stats")).json()["engines"]
     assert first["resident_models"] == [
         {"component": "vae", "content": "0f", "bytes": 1000, "models": [name, "twin"]},
         {"component": "vae", "content": "1e", "bytes": 10, "models": []},
     ]
-    assert first["ranks"] == [{"resident_models": first["resident_models"], "busy_seconds": 0.5}] * 2
+    told = {"alive": False, "deaths": 3, "resident_models": first["resident_models"], "busy_seconds": 0.5}
+    assert first["ranks"] == [told] * 2
 
 
 async def test_totals_are_summed_over_engines(client: httpx.AsyncClient, engine: FakeEngine) -> None:

@@ -65,7 +65,7 @@ def test_versions_and_series_are_kept_apart(arena: Arena) -> None:
     tensors.put(KEY, torch.zeros(1))
     tensors.put(later, torch.ones(1))
     ref = tensors.put_series(TensorKey("r1", "denoise", "sampler", 1), (torch.zeros(2), torch.ones(3)))
-    assert (ref.shape, ref.dtype, ref.parts) == ((2,), "series", (("float32", (2,)), ("float32", (3,))))
+    assert (ref.shape, ref.dtype, ref.parts) == ((2,), "series", (("float32", (2,), True), ("float32", (3,), True)))
     assert tensors.get(KEY) == 0
     assert tensors.get(later) == 1
     tensors.free(KEY)
@@ -109,6 +109,15 @@ def test_a_series_of_any_tensors_moves(arena: Arena) -> None:
     assert [(tensor.dtype, tensor.shape) for tensor in moved] == [(tensor.dtype, tensor.shape) for tensor in state]
     assert all(torch.equal(one, other) for one, other in zip(moved, state, strict=True))
     assert there.resolve_series(TensorRef(SAMPLER, 0)) == ()
+
+
+def test_what_a_series_has_in_host_memory_stays_there(arena: Arena) -> None:
+    """A generator's state is of no use elsewhere; the tensors beside it belong on the device that computes."""
+    here, there = store(arena, 0), TensorStore(1, torch.device("meta"), arena)
+    ref = here.put_series(SAMPLER, (torch.ones(3), torch.arange(7).byte()))
+    on_device = (("float32", (3,), False), ref.parts[1])
+    exported = here.export(replace(ref, handle=handle(arena, ref.nbytes), parts=on_device))
+    assert [tensor.device.type for tensor in there.resolve_series(exported)] == ["meta", "cpu"]
 
 
 def test_resolve_takes_local_tensors_from_the_store(arena: Arena) -> None:

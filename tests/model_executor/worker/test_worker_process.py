@@ -161,6 +161,20 @@ async def test_decode_on_another_worker_gives_the_same_bytes(
     assert np.array_equal(there.result(), here)
 
 
+async def test_a_value_is_written_before_the_batches_of_its_plan(
+    executor: Executor, arena: Arena, space: ArenaAllocator
+) -> None:
+    """So a checkpoint is complete before the step that is sent with it, even if that kills the worker."""
+    edit = Edit(arena, space, "checkpoint", seed=3)
+    for plan in (edit.encode_plan(), edit.denoise_plan(0)):
+        results = await answers(executor, plan, len(plan.batches))
+    assert isinstance(results[0], BatchResult)
+    made = {ref.key: ref for ref in results[0].items[0].tensors}[edit.state_key("latents", 1)]
+    there = msgspec.structs.replace(made, handle=ArrayRef(VALUE_ARENA, 0, (made.nbytes,), "uint8"))
+    both = msgspec.structs.replace(edit.denoise_plan(1), transfers=(Transfer(there, 0),))
+    assert [type(answer) for answer in await answers(executor, both, 2)] == [TransferDone, BatchResult]
+
+
 async def test_failed_item_is_a_message(executor: Executor, arena: Arena, space: ArenaAllocator) -> None:
     """Impossible work fails its item with a cause, also after a free; the worker continues."""
     edit = Edit(arena, space, "stray", seed=1)
