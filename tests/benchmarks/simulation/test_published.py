@@ -17,7 +17,7 @@ FILES = [DATA / name for names in PAPERS.values() for name in names]
 NUM_REQUESTS = 40
 
 
-def short(path: Path, slo: float = 1.2) -> ModuleTrace:
+def short(path: Path, slo: float = 1.5) -> ModuleTrace:
     """The first requests of one cell, with a fifth of their steps, and that much faster."""
     trace = ModuleTrace.read(path)
     cell = next(cell for cell in trace.cells() if cell.slo == slo)
@@ -43,7 +43,8 @@ def test_every_policy_serves_a_trace(path: Path) -> None:
     (cell,) = trace.cells()
     served = {policy: serve(trace, cell, policy) for policy in POLICIES}
     assert all(0 < result.goodput <= NUM_REQUESTS for result in served.values())
-    assert served["goodput"].goodput == max(result.goodput for result in served.values())
+    best = max(result.goodput for result in served.values())
+    assert served["goodput"].goodput == best > served["clockwork"].goodput
     for result in served.values():
         assert {module for _, module, _ in result.batches} == set(trace.modules)
         assert all(
