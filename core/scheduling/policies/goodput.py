@@ -20,7 +20,6 @@ from core.costs.prediction_margin import CERTAIN
 from core.costs.slot_schedule import Pace, Turn, best_schedule
 from core.graph.work import Work
 from core.graph.workflow import Node, op_of
-from core.messages.worker import Batch, BatchResult
 from core.scheduling.deadlines import due, why_late
 from core.scheduling.dispatch import Decision, GiveUp
 from core.scheduling.policies.policy import SchedulingPolicy
@@ -30,7 +29,7 @@ from core.scheduling.policies.work_left import Left, WorkLeft
 from core.scheduling.request import Request, Status
 from core.scheduling.view import View
 
-PLAN_EVERY = 32
+PLAN_EVERY = 8
 """Passes after which a plan is made again though no request came or went, since predictions are not exact."""
 
 LOOK_AHEAD = 4
@@ -69,29 +68,20 @@ class Goodput(SchedulingPolicy):
     def __init__(self, *, steps_apart: bool = False) -> None:
         self._work = WorkLeft()
         self._shares = None if steps_apart else RankShares()
-        self._requests: dict[str, Request] = {}  # id -> request that has steps left
         self._plan = Plan()
         self._passes_left = 0  # until the plan is made again
 
     def on_arrival(self, request: Request) -> None:
-        self._requests[request.id] = request
         self._passes_left = 0
 
-    def on_result(self, batch: Batch, result: BatchResult) -> None:
-        for item in batch.items:
-            request = self._requests.get(item.request_id)
-            if request is not None and not request.progress.steps_left:
-                self._passes_left = 0
-
     def on_end(self, request_id: str) -> None:
-        self._requests.pop(request_id, None)
         self._passes_left = 0
         if self._shares is not None:
             self._shares.forget(request_id)
 
     def choose(self, view: View, now: float) -> Sequence[Decision]:
         self._passes_left -= 1
-        if self._passes_left < 0:
+        if self._passes_left < 0 or not all(request.progress.steps_left for request in self._plan.served):
             self._passes_left = PLAN_EVERY
             self._plan = Planner(view, now, self._work, self._shares).plan()
         plan = self._plan
@@ -169,7 +159,8 @@ class Planner:
         num_models = max(1, len({request.head.model for request in self.view.requests.live()}))
         turns = [self._turn(case, num_models) for case in cases]
         schedule = best_schedule(turns, most, self._pace(cases, most), blocks=self._blocks)
-        return [cases[index].request for index in schedule.chosen[: schedule.num_slots]]
+        chosen = schedule.chosen or (0,)  # by a hair: one that would be in time alone, where predictions are rounded
+        return [cases[index].request for index in chosen[: schedule.num_slots]]
 
     @property
     def _blocks(self) -> bool:
