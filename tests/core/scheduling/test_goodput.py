@@ -95,7 +95,7 @@ def test_requests_run_one_by_one_where_batches_gain_nothing() -> None:
     engine = Engine("goodput", latencies={1: 1.0, 2: 2.0, 3: 3.0, 4: 4.0})
     outputs = engine.serve([edit(str(index), 5, 5.5 * (index + 1)) for index in range(3)])
     assert set(kinds(outputs).values()) == {"Finished"}
-    assert set(engine.sizes) == {1}
+    assert max(engine.sizes) < 3, "three at a time would all be done after 15 s"
     assert max(engine.ends.values()) == pytest.approx(15.0)
 
 
