@@ -21,6 +21,7 @@ import numpy as np
 from benchmarks.command import command
 from benchmarks.report import print_line
 from benchmarks.simulation.cluster import Cluster
+from benchmarks.simulation.module_engine import OVERHEAD
 from benchmarks.simulation.module_trace import ModuleTrace
 from benchmarks.simulation.published import DATA, PAPERS, as_json, compare
 from benchmarks.simulation.published_plots import write_plots
@@ -107,21 +108,22 @@ def main(argv: Sequence[str] | None = None) -> None:
     traces.add_argument("--trace", type=Path, metavar="FILE", help="serve the trace of a file of the same form")
     parser.add_argument("--plots", type=Path, metavar="FOLDER", help="with --paper or --trace: write plots there")
     parser.add_argument("--processes", type=int, default=os.cpu_count(), help="with --paper or --trace: runs at once")
+    parser.add_argument("--overhead", type=float, default=OVERHEAD, help="share by which batches exceed their tables")
     args = parser.parse_args(argv)
     files = [DATA / name for name in PAPERS[args.paper]] if args.paper else [args.trace] if args.trace else []
     if files:
-        serve_traces(files, args.output, args.plots, args.processes)
+        serve_traces(files, args)
     else:
         simulate_fleets(args)
 
 
-def serve_traces(files: Sequence[Path], output: Path | None, plots: Path | None, processes: int) -> None:
-    results = {path: compare(path, processes) for path in files}
-    if output is not None:
-        output.write_text(as_json([result for of_file in results.values() for result in of_file]))
-    if plots is not None:
+def serve_traces(files: Sequence[Path], args: argparse.Namespace) -> None:
+    results = {path: compare(path, args.processes, args.overhead) for path in files}
+    if args.output is not None:
+        args.output.write_text(as_json([result for of_file in results.values() for result in of_file]))
+    if args.plots is not None:
         for path in files:
-            write_plots(plots, ModuleTrace.read(path), results[path])
+            write_plots(args.plots, ModuleTrace.read(path), results[path])
 
 
 def simulate_fleets(args: argparse.Namespace) -> None:

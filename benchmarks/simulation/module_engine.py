@@ -80,8 +80,9 @@ class Recorder(Ranks):
         return super().run(batch, rank)
 
 
-def serve(trace: ModuleTrace, cell: Cell, policy: str) -> Served:
-    """Run a cell's requests under a policy of POLICIES. Raises KeyError if the trace lacks the cell's arrivals."""
+def serve(trace: ModuleTrace, cell: Cell, policy: str, overhead: float = OVERHEAD) -> Served:
+    """Run a cell's requests under a policy of POLICIES. overhead: of all batches. Raises
+    KeyError if the trace lacks the cell's arrivals."""
     clock = Clock()
     workflow = register(trace)
     scheduler = _scheduler(trace, workflow, policy)
@@ -96,7 +97,7 @@ def serve(trace: ModuleTrace, cell: Cell, policy: str) -> Served:
     recorder = Recorder(clock)
     tables = Latencies(
         {
-            (name, 1): {float(size): (1 + OVERHEAD) * seconds for size, seconds in table.items()}
+            (name, 1): {float(size): (1 + overhead) * seconds for size, seconds in table.items()}
             for name, table in trace.modules.items()
         }
     )

@@ -13,7 +13,7 @@ from multiprocessing import get_context
 from pathlib import Path
 from typing import Any
 
-from benchmarks.simulation.module_engine import POLICIES, serve
+from benchmarks.simulation.module_engine import OVERHEAD, POLICIES, serve
 from benchmarks.simulation.module_trace import Cell, ModuleTrace
 
 DATA = Path(__file__).parent / "data"
@@ -37,10 +37,10 @@ class Result:
     batches: Mapping[str, float]  # policy -> mean requests in a batch of the loop's module
 
 
-def run(trace: ModuleTrace, policies: Sequence[str], processes: int) -> Iterator[Result]:
+def run(trace: ModuleTrace, policies: Sequence[str], processes: int, overhead: float) -> Iterator[Result]:
     """All cells of a trace, as they are done, in order. processes: that run them; 1: this one."""
     cells = list(trace.cells())
-    runs = [(trace, cell, policy) for cell in cells for policy in policies]
+    runs = [(trace, cell, policy, overhead) for cell in cells for policy in policies]
     if processes == 1:
         yield from _results(cells, policies, map(_run, runs))
         return
@@ -55,9 +55,9 @@ def _results(cells: Sequence[Cell], policies: Sequence[str], found: Iterator[tup
         yield Result(cell, goodput, {policy: batch for policy, (_, batch) in of_cell.items()})
 
 
-def _run(run: tuple[ModuleTrace, Cell, str]) -> tuple[int, float]:
-    trace, cell, policy = run
-    served = serve(trace, cell, policy)
+def _run(run: tuple[ModuleTrace, Cell, str, float]) -> tuple[int, float]:
+    trace, cell, policy, overhead = run
+    served = serve(trace, cell, policy, overhead)
     sizes = [size for _, module, size in served.batches if module == trace.loop]
     return served.goodput, sum(sizes) / max(1, len(sizes))
 
@@ -65,14 +65,16 @@ def _run(run: tuple[ModuleTrace, Cell, str]) -> tuple[int, float]:
 # ------------------------------------------------------------------------------------------------------ reports
 
 
-def compare(path: Path, processes: int, policies: Sequence[str] = tuple(POLICIES)) -> list[Result]:
+def compare(
+    path: Path, processes: int, overhead: float = OVERHEAD, policies: Sequence[str] = tuple(POLICIES)
+) -> list[Result]:
     """Run a file's cells and print a table of them."""
     trace = ModuleTrace.read(path)
     print(f"\n{trace.model}, {trace.num_requests} requests a cell. Measured: {trace.source}")
     print(f"{'requests in time':<28}{'measured':>20}   {'simulated':<10}")
     print(_row("", ["neustream", "clockwork"], policies))
     results = list[Result]()
-    for result in run(trace, policies, processes):
+    for result in run(trace, policies, processes, overhead):
         results.append(result)
         measured = [trace.measured(result.cell, system) for system in ("neustream", "clockwork")]
         print(_row(result.cell.name, measured, [result.goodput[policy] for policy in policies]), flush=True)
