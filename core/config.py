@@ -102,6 +102,8 @@ class SchedulerConfig(msgspec.Struct, frozen=True, kw_only=True):
     max_plans_in_flight: int = 2  # per worker, the running one included; above 1 hides round trips behind computing
     # Another plan is sent to a busy worker only if its work is predicted to take less: an extra wait of new requests.
     max_ahead_ms: float = 10.0
+    degree: int = 1  # ranks that compute each step together, as far as so many live and its pages are in host memory
+    model_bytes: int = 0  # weights that each worker may hold; 0: no limit
     max_retries: int = 2  # how often an image is run again after the engine or worker that ran it has died
 
     def __post_init__(self) -> None:
@@ -110,8 +112,10 @@ class SchedulerConfig(msgspec.Struct, frozen=True, kw_only=True):
         check_integer("max_num_batched_tokens", self.max_num_batched_tokens, 1, 2**31)
         check_decimal("max_stage_ms", self.max_stage_ms, 0, 60000)
         check_integer("max_plans_in_flight", self.max_plans_in_flight, 1, 64)
+        check_integer("degree", self.degree, 1, 64)
         check_integer("max_retries", self.max_retries, 0, 100)
         check_decimal("max_ahead_ms", self.max_ahead_ms, 0)
+        check_integer("model_bytes", self.model_bytes, 0, MAX_CACHE_BYTES)
 
 
 CacheScope = Literal["owner", "server"]
@@ -170,6 +174,8 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True):
     # times the predicted time of its work.
     hang_seconds: float = 10.0
     start_seconds: float = 1800.0  # an engine that does not serve after this long is killed
+    # Weights.
+    keeper: str = ""  # address of the process that loads and keeps weights, set by the process that starts it
     # Tracing.
     otlp_traces_endpoint: str = ""  # URL that spans are sent to; "" = no tracing
 
@@ -180,6 +186,11 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True):
         check_integer("data_parallel_rank", self.data_parallel_rank, 0, self.data_parallel_size - 1)
         for name in ("drain_seconds", "hang_seconds", "start_seconds"):
             check_decimal(name, getattr(self, name), 0)
+        if self.scheduler.degree > self.workers_per_engine:
+            raise ConfigError(
+                f"--degree {self.scheduler.degree} needs as many workers: give --workers-per-engine "
+                f"{self.scheduler.degree} or more"
+            )
         _check_models(self.models)
         numbered = next((model.device for model in self.models if ":" in model.device), None)
         if numbered and self.num_workers > 1:

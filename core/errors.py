@@ -13,7 +13,9 @@
     |-- AbortedError           the client or the operator cancelled the request
     `-- EngineError            the server's fault
         |-- OutOfMemoryError   the device or an arena had no room
+        |-- ModelUnavailableError  the weights of the request's model cannot be loaded
         |-- PagesLostError     cached activations on their way to a step did not arrive
+        |-- GroupBrokenError   a batch of several ranks failed on one of them
         |-- MessageError       a message between processes cannot be encoded or decoded
         `-- EngineDeadError    a process that held the request died
 
@@ -104,6 +106,16 @@ class EngineError(StencilError):
 
 class OutOfMemoryError(EngineError):
     """A device, a shared arena or the host had no room for this request."""
+
+
+class GroupBrokenError(EngineError):
+    """A batch that several ranks compute together failed on one of them, so it failed on all. It is tried again on one
+    rank.
+    """
+
+
+class ModelUnavailableError(EngineError):
+    """A component of the request's model cannot be loaded. Other models are served."""
 
 
 class PagesLostError(EngineError):

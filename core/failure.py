@@ -13,12 +13,14 @@ FailureKind = Literal[
     "invalid_image",
     "out_of_memory",
     "pages_lost",
+    "group_broken",
     "overloaded",
     "deadline_exceeded",
     "aborted",
     "engine",
     "engine_dead",
     "rank_dead",
+    "model_unavailable",
     "config",
 ]
 
@@ -51,6 +53,8 @@ class Failure(msgspec.Struct, frozen=True):
                 return cls("out_of_memory", str(error) or "out of memory", detail=detail)
             case errors.PagesLostError():
                 return cls("pages_lost", str(error), detail=detail)
+            case errors.GroupBrokenError():
+                return cls("group_broken", str(error), detail=detail)
             case errors.OverloadedError():
                 return cls("overloaded", error.message, detail=detail)
             case errors.DeadlineExceededError():
@@ -59,6 +63,8 @@ class Failure(msgspec.Struct, frozen=True):
                 return cls("aborted", str(error), detail=detail)
             case errors.EngineDeadError():
                 return cls("engine_dead", str(error), detail=detail)
+            case errors.ModelUnavailableError():
+                return cls("model_unavailable", str(error), detail=detail)
             case errors.ConfigError():
                 return cls("config", str(error), detail=detail)
             case _:
@@ -75,6 +81,8 @@ class Failure(msgspec.Struct, frozen=True):
                 return errors.OutOfMemoryError(self.message)
             case "pages_lost":
                 return errors.PagesLostError(self.message)
+            case "group_broken":
+                return errors.GroupBrokenError(self.message)
             case "overloaded":
                 return errors.OverloadedError(self.message, retry_after=LEAST_RETRY_SECONDS)
             case "deadline_exceeded":
@@ -83,6 +91,8 @@ class Failure(msgspec.Struct, frozen=True):
                 return errors.AbortedError(self.message)
             case "engine_dead" | "rank_dead":
                 return errors.EngineDeadError(self.message)
+            case "model_unavailable":
+                return errors.ModelUnavailableError(self.message)
             case "config":
                 return errors.ConfigError(self.message)
             case "engine":

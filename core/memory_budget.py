@@ -1,10 +1,15 @@
-"""Computes how much device memory is left for cached pages beside the models and their largest batches."""
+"""Computes how much device memory is left for cached pages beside the models and their largest batches, and whether
+models fit into a budget.
+"""
 
 from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
 
 import msgspec
 
 from core.errors import ConfigError
+from core.handles import LoadedComponent, ModelKey
 
 _GIB = 1024**3
 _WHOLE = 1024**2
@@ -28,6 +33,23 @@ class DeviceMemory(msgspec.Struct, frozen=True, kw_only=True):
     def needed(self) -> int:
         """Bytes needed beside the model and pages."""
         return self.peak + self.kept
+
+
+def check_fits(models: Mapping[str, Iterable[ModelKey]], sizes: Iterable[LoadedComponent], budget: int) -> None:
+    """Raises ConfigError for a model that exceeds a budget of bytes by itself. models: name -> components. sizes: of
+    all of these. budget: 0: none.
+    """
+    nbytes = {each.key: each.nbytes for each in sizes}
+    for name, keys in models.items():
+        needed = sum(nbytes[key] for key in set(keys))
+        if budget and needed > budget:
+            raise ConfigError(f"--model-bytes {budget}: the weights of {name} alone take {needed}; give at least that")
+
+
+def bytes_to_come(sizes: Iterable[LoadedComponent], loaded: Iterable[LoadedComponent], budget: int) -> int:
+    """Bytes of weights that may be loaded later. sizes: of all components. budget: 0: none."""
+    every = sum(each.nbytes for each in sizes)
+    return max(0, min(every, budget or every) - sum(each.nbytes for each in loaded))
 
 
 def page_bytes(memory: DeviceMemory, utilization: float, least: int) -> int:

@@ -101,12 +101,13 @@ class ImageEngine:
     """Loaded models, ready to edit. Use it as a context manager, or call `close`.
 
     model: diffusers directory or hub id; default: the embedded model. models: several models, each with settings of its
-    own, instead of `model` and all other arguments up to `loras`; `Edit.model` names one of them. variant, dtype,
-    quantization, device, threads, mask_aware, cache_keyframes, cache_dtype, priming_prompt: see ModelConfig. loras:
-    name -> file of each adapter, see AdapterConfig. cache: see CacheConfig. data_parallel_size: number of engines,
-    between which edits are distributed. workers_per_engine: ranks of each, the last of which decodes. Raises
-    InvalidRequestError for an argument of the wrong type or out of range, and ConfigError if a model or an adapter
-    cannot be loaded.
+    own, instead of `model` and all other arguments up to `loras`; `Edit.model` names one of them. model_bytes: weights
+    that each worker may hold, see SchedulerConfig. variant, dtype, quantization, device, threads, mask_aware,
+    cache_keyframes, cache_dtype, priming_prompt: see ModelConfig. loras: name -> file of each adapter, see
+    AdapterConfig. cache: see CacheConfig. data_parallel_size: number of engines, between which edits are distributed.
+    workers_per_engine: ranks of each, the last of which decodes. degree: ranks that compute each denoising step
+    together. Raises InvalidRequestError for an argument of the wrong type or out of range, and ConfigError if a model
+    or an adapter cannot be loaded.
 
     Usable only in the process that created it, since a forked child has neither its thread nor its child processes.
     Methods raise EngineError in a fork and after `close`.
@@ -127,11 +128,13 @@ class ImageEngine:
         priming_prompt: str = "",
         loras: Mapping[str, str | Path] = _NO_ADAPTERS,
         models: Sequence[ModelConfig] = (),
+        model_bytes: int = SchedulerConfig().model_bytes,
         cache: CacheConfig = _CACHE,
         max_num_seqs: int = SchedulerConfig().max_num_seqs,
         image_workers: int = ImageConfig().image_workers,
         data_parallel_size: int = EngineConfig().data_parallel_size,
         workers_per_engine: int = EngineConfig().workers_per_engine,
+        degree: int = SchedulerConfig().degree,
     ) -> None:
         only = ModelConfig(
             model=model,
@@ -149,7 +152,7 @@ class ImageEngine:
         config = StencilConfig(
             engine=EngineConfig(
                 models=_all_models(only, models),
-                scheduler=SchedulerConfig(max_num_seqs=max_num_seqs),
+                scheduler=SchedulerConfig(max_num_seqs=max_num_seqs, model_bytes=model_bytes, degree=degree),
                 cache=cache,
                 data_parallel_size=data_parallel_size,
                 workers_per_engine=workers_per_engine,

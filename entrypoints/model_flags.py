@@ -5,8 +5,8 @@ from __future__ import annotations
 import argparse
 from typing import get_args
 
-from core.config import KernelChoice, ModelConfig, Quantization
-from entrypoints.flag_types import device, named_adapter, whole_number
+from core.config import KernelChoice, ModelConfig, Quantization, SchedulerConfig
+from entrypoints.flag_types import byte_count, device, named_adapter, whole_number
 from entrypoints.model_paths import named_model
 
 
@@ -91,6 +91,14 @@ def _add_computing_flags(group: argparse._ArgumentGroup) -> None:
         choices=get_args(KernelChoice),
         help="operators of denoisers; auto: the fastest for the device; torch: PyTorch's only, slower, but need no "
         "compiler; compile: auto, and on a GPU a UNet's layers are compiled, which takes minutes at the first start",
+    )
+    group.add_argument(
+        "--model-bytes",
+        default=SchedulerConfig().model_bytes,
+        type=byte_count,
+        metavar="BYTES",
+        help="weights that each worker may hold; a model beyond it is loaded when a request needs it, in place of what "
+        "was not used for longest; 0: no limit; a number of bytes, or with K, M or G",
     )
     group.add_argument(
         "--threads",

@@ -101,6 +101,8 @@ def _config(args: argparse.Namespace) -> StencilConfig:
         max_num_seqs=args.max_num_seqs,
         max_num_batched_tokens=args.max_num_batched_tokens,
         max_stage_ms=args.max_stage_ms,
+        degree=args.degree,
+        model_bytes=args.model_bytes,
         max_retries=args.max_retries,
     )
     engine = EngineConfig(

@@ -217,6 +217,13 @@ def _add_process_flags(group: argparse._ArgumentGroup) -> None:
         help="worker processes of each engine",
     )
     group.add_argument(
+        "--degree",
+        default=default.scheduler.degree,
+        type=whole_number(1, 64),
+        metavar="N",
+        help="workers of an engine that compute each denoising step together",
+    )
+    group.add_argument(
         "--data-parallel-size",
         default=default.data_parallel_size,
         type=whole_number(1, 256),

@@ -70,6 +70,8 @@ class Executor:
         self.cost_samples: tuple[CostSample, ...] = ()
         self.device_page_bytes = [0] * config.workers_per_engine  # by rank
         self.components: dict[int, tuple[LoadedComponent, ...]] = {}  # rank -> what it has loaded
+        self.ports: dict[int, int] = {}  # rank -> where groups meet of which it is the first
+        self.sizes: tuple[LoadedComponent, ...] = ()  # of all components, loaded or not
         self._config = config
         self._arenas = pictures, pages, values
         self._workers: list[_Worker] = []
@@ -107,7 +109,8 @@ class Executor:
                     models |= {info.name: info for info in message.models}
                     self.cost_samples += message.samples
                     self.device_page_bytes[message.rank] = message.device_page_bytes
-                    self.components[message.rank] = message.components
+                    self.components[message.rank], self.sizes = message.components, message.sizes
+                    self.ports[message.rank] = message.port
                 case WorkerFailed():
                     raise message.failure.to_error()
                 case _:
@@ -205,7 +208,9 @@ class Executor:
             cache,
             config.scheduler,
             num_workers=config.num_workers,
+            group_seconds=config.hang_seconds / 2,
             device_index=config.device_index(rank),
+            keeper=config.keeper,
             measures_costs=measures,
         )
 

@@ -11,7 +11,7 @@ import msgspec
 from core.failure import Failure
 from core.graph.op import OPS
 from core.graph.workflow import HIRES, INPAINT
-from core.handles import ArrayRef, EntryRef, TensorKey, TensorRef
+from core.handles import ArrayRef, EntryRef, ModelKey, TensorKey, TensorRef
 from core.messages.engine import Canvas, EditSpec, EngineRequest
 from core.messages.plan_parts import parts_of
 from core.messages.worker import (
@@ -256,6 +256,8 @@ class FakeWorkers:
     # By rank: plans submitted before it died last.
     num_plans_before: dict[int, int] = field(default_factory=dict)
     num_deaths: int = 0
+    loading: list[tuple[int, ModelKey]] = field(default_factory=list)  # ordered and not answered: (rank, component)
+    loaded: list[set[ModelKey]] = field(default_factory=list)  # by rank: components
 
     def __post_init__(self) -> None:
         self.queues = [deque() for _ in range(self.num_ranks)]
@@ -264,6 +266,7 @@ class FakeWorkers:
         self.delivered = [[] for _ in range(self.num_ranks)]
         self.to_deliver = [[] for _ in range(self.num_ranks)]
         self.stored = [{} for _ in range(self.num_ranks)]
+        self.loaded = [set() for _ in range(self.num_ranks)]
 
     def submit(self, plan: StepPlan) -> None:
         self.num_plans = plan.seq + 1
@@ -287,7 +290,8 @@ class FakeWorkers:
                 self.delivered[each.target].append((each.key, None))
         self.queues[rank].clear()
         self.num_run[rank], self.results[rank], self.to_deliver[rank] = None, [], []
-        self.stored[rank], self.delivered[rank] = {}, []
+        self.stored[rank], self.delivered[rank], self.loaded[rank] = {}, [], set()
+        self.loading = [each for each in self.loading if each[0] != rank]
         self.to_deliver = [[each for each in of if each.target != rank] for of in self.to_deliver]
         self.pages.lose(rank)
 
@@ -326,6 +330,9 @@ class FakeWorkers:
         for free in plan.free:
             if rank in free.ranks:
                 self._free(free.key, rank)
+        if rank in plan.model_ranks:
+            self.loaded[rank] -= set(plan.unload)
+            self.loading += [(rank, key) for key in plan.load]
         for gone in plan.forget:
             if gone.rank == rank:
                 self.pages.forget(gone)

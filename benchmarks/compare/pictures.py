@@ -11,7 +11,7 @@ import dataclasses
 import hashlib
 import inspect
 import json
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -22,10 +22,12 @@ from entrypoints import Edit, ImageEngine, SamplingParams
 
 STEPS = 4
 DTYPES = ("float32", "bfloat16")
-RANKS = (1, 2, 3)
-HAS_RANKS = "workers_per_engine" in inspect.signature(ImageEngine.__init__).parameters
+RANKS = (2, 3)
+PARAMETERS = inspect.signature(ImageEngine.__init__).parameters
+HAS_RANKS, HAS_DEGREES = "workers_per_engine" in PARAMETERS, "degree" in PARAMETERS
 ON_SEVERAL_RANKS = ("embedded", "sd_inpaint")
-"""Families whose pictures are also made by engines with several workers."""
+"""Families whose pictures are also made by engines with several workers; those of all families by two that compute each
+step together."""
 COMMON: dict[str, Any] = {"num_inference_steps": STEPS, "seed": 7}
 GUIDED: dict[str, Any] = {"guidance_scale": 3.0, "true_cfg_scale": 2.5, "negative_prompt": "a hat"}
 """Families use what they support: distilled guidance, classifier-free guidance, or both."""
@@ -40,22 +42,35 @@ def main() -> None:
     for model in args.models:
         name, _, path = model.partition("=")
         for dtype in DTYPES:
-            for ranks in RANKS if HAS_RANKS and name in ON_SEVERAL_RANKS and dtype == "float32" else RANKS[:1]:
-                kind = f"{name}/{dtype}" if ranks == 1 else f"{name}/{dtype}/{ranks} ranks"
-                found |= {f"{kind}/{edit}": digest for edit, digest in hashes(path, dtype, args.image, ranks)}
+            for kind, settings in engines(name, dtype).items():
+                found |= {f"{kind}/{edit}": digest for edit, digest in hashes(path, dtype, args.image, settings)}
     print(json.dumps(found))
 
 
-def hashes(path: str, dtype: str, image: Path, ranks: int) -> Iterator[tuple[str, str]]:
+def engines(name: str, dtype: str) -> dict[str, dict[str, int]]:
+    """Start of the names of its pictures -> settings, of every engine that is to serve this family."""
+    kind = f"{name}/{dtype}"
+    found: dict[str, dict[str, int]] = {kind: {}}
+    if dtype != "float32":
+        return found
+    several = RANKS if name in ON_SEVERAL_RANKS else ()
+    if HAS_RANKS:
+        found |= {f"{kind}/{ranks} ranks": {"workers_per_engine": ranks} for ranks in several}
+    if HAS_DEGREES:
+        joint = {ranks: {"workers_per_engine": ranks, "degree": ranks} for ranks in {2, *several}}
+        found |= {f"{kind}/{ranks} joint ranks": settings for ranks, settings in joint.items()}
+    return found
+
+
+def hashes(path: str, dtype: str, image: Path, flags: Mapping[str, int]) -> Iterator[tuple[str, str]]:
     """(edit, hash) of every edit alone, and once more with all of them in one batch.
 
     The second time every template is cached, so each mask-aware edit is hashed both cold and warm. In bfloat16 there is
     no second time: matrix products round differently there with the number of rows, so that a picture depends on which
     edits happen to share its steps.
     """
-    settings: dict[str, Any] = {"model": path} if path else {}
+    settings: dict[str, Any] = {"model": path, **flags} if path else {**flags}
     names, edits, samplings = zip(*cases(image), strict=True)
-    settings |= {"workers_per_engine": ranks} if ranks > 1 else {}
     with ImageEngine(**settings, dtype=dtype, image_workers=1) as engine:
         for name, edit, sampling in zip(names, edits, samplings, strict=True):
             yield f"{name}/alone", _digest(engine.generate([edit], sampling, use_tqdm=False)[0])

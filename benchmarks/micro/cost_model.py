@@ -26,9 +26,10 @@ from core.messages.worker import CostSample
 from core.model_info import ModelInfo
 from core.scheduling.ops.denoise import DENOISE
 from core.scheduling.ops.prime import PRIME
+from model_executor.checkpoint.libraries import quiet_libraries
 from model_executor.models.base import Family
 from model_executor.worker.cost_probe import BUDGET_SECONDS, Batches, Timed, probe
-from model_executor.worker.resident import ResidentModels, quiet_libraries, set_threads
+from model_executor.worker.resident import ResidentModels, set_threads
 
 MAX_REQUESTS = 8
 EXACT_SHARE, PRIME_SHARE = 0.25, 0.2  # of requests, and of batches

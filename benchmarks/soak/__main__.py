@@ -17,7 +17,7 @@ import tempfile
 import time
 from collections.abc import Sequence
 from contextlib import suppress
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from itertools import count
 from pathlib import Path
 
@@ -78,7 +78,12 @@ def main(argv: Sequence[str] | None = None) -> int:
     faults = parser.add_mutually_exclusive_group()
     faults.add_argument("--faults", nargs="+", choices=FAULTS, metavar="NAME", help=f"only: {', '.join(FAULTS)}")
     faults.add_argument("--single-deaths", action="store_true", help="kill single workers of one engine, and no more")
+    parser.add_argument(
+        "--joint-steps", action="store_true", help="with --single-deaths: both compute each step together"
+    )
     args = parser.parse_args(argv)
+    if args.joint_steps and not args.single_deaths:
+        parser.error("--joint-steps needs --single-deaths")
     folder = Path(tempfile.mkdtemp(prefix="stencil-soak-"))
     ledger = Ledger(folder)
     record = Record(Samples(min(WARM_UP_SECONDS, args.minutes * 60 * WARM_UP_SHARE)))
@@ -92,7 +97,9 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _setup(args: argparse.Namespace) -> Setup:
-    return SINGLE_DEATHS if args.single_deaths else ENGINES
+    if not args.single_deaths:
+        return ENGINES
+    return replace(SINGLE_DEATHS, degree=SINGLE_DEATHS.num_ranks) if args.joint_steps else SINGLE_DEATHS
 
 
 def _soak(args: argparse.Namespace, folder: Path, ledger: Ledger, record: Record) -> None:

@@ -23,16 +23,22 @@ class Setup:
     faults: Mapping[str, Act]
     may_restart: bool
     judged: tuple[Role, ...]
+    degree: int = 1  # workers that compute each step together
 
     @property
     def flags(self) -> tuple[str, ...]:
         """The server's."""
-        sizes = {"--data-parallel-size": self.num_engines, "--workers-per-engine": self.num_ranks}
+        sizes = {
+            "--data-parallel-size": self.num_engines,
+            "--workers-per-engine": self.num_ranks,
+            "--degree": self.degree,
+        }
         return tuple(str(word) for flag in sizes.items() for word in flag)
 
     def __str__(self) -> str:
         engines = "one engine" if self.num_engines == 1 else f"{self.num_engines} engines"
         ranks = "" if self.num_ranks == 1 else f" with {self.num_ranks} workers"
+        ranks += "" if self.degree == 1 else f", {self.degree} for each step"
         return f"{engines}{ranks}, a fault every {self.fault_seconds:g} s"
 
 

@@ -200,6 +200,10 @@ class ActivationCache(NodeCache):
         return sum(self._costs.priming(job.template, self._pages.tokens_left(job)) for job in self._pages.all_jobs())
 
     @property
+    def models_in_use(self) -> Collection[str]:
+        return {self._pages.job(job_id).template.model for job_id in self._out}
+
+    @property
     def num_chunks(self) -> int:
         return self._pages.num_chunks
 
@@ -256,6 +260,9 @@ class ActivationCache(NodeCache):
 
     def abort_template(self, request_id: str) -> None:
         self._templates.give_up(request_id)
+
+    def fail_templates(self, failures: Mapping[str, Failure]) -> None:
+        self._templates.fail_models(failures)
 
     def drop_template(self, drop: DropTemplate) -> None:
         self._pages.drop(drop, self._models[drop.model])

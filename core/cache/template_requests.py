@@ -5,7 +5,7 @@ A template request reserves its template's pages as an edit does, until all of t
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator
+from collections.abc import Collection, Iterator, Mapping
 
 from core.cache.page_reservations import PageReservations
 from core.cache.priming import TemplateInfo
@@ -72,6 +72,12 @@ class TemplateRequests(Collection[str]):
 
     def fail(self, request_id: str, failure: Failure) -> None:
         self._failures.setdefault(request_id, failure)
+
+    def fail_models(self, failures: Mapping[str, Failure]) -> None:
+        """Fail the requests of these models. failures: model -> why."""
+        for reservation in self._reservations.values():
+            if (failure := failures.get(reservation.template.model)) is not None:
+                self.fail(reservation.owner_id, failure)
 
     def take_answers(self) -> list[Ending]:
         """Answers to the requests that are primed, failed or aborted, except while a worker reads their pixels."""

@@ -168,6 +168,7 @@ class CostModel:
         self._lines: dict[CostKey, Line] = {}
         self._profiles: dict[CostKey, Profile] = {}
         self._copies: dict[tuple[Tier, Tier], Line] = {}
+        self._loads = Line(len(COPY_FEATURES))  # of models' components
 
     def observe(self, key: CostKey, work: Work, seconds: float) -> None:
         self._lines.setdefault(key, Line(len(FEATURES))).observe(features_of(work), seconds)
@@ -198,6 +199,13 @@ class CostModel:
         """Seconds that a copy of pages from this tier to the next faster one will take; 0 if none was observed."""
         line = self._copies.get((source, _NEXT_FASTER[source]))
         return line.predict(_copy_features(nbytes)) if line else 0.0
+
+    def observe_load(self, nbytes: int, seconds: float) -> None:
+        self._loads.observe(_copy_features(nbytes), seconds)
+
+    def predict_load(self, nbytes: int) -> float:
+        """Seconds that loading a component of this many bytes will take; 0 if none was observed."""
+        return self._loads.predict(_copy_features(nbytes))
 
     def coefficients(self, key: CostKey) -> tuple[float, ...]:
         """Seconds per feature of FEATURES; zeros if this kind was never observed."""

@@ -10,6 +10,7 @@ otherwise.
 from __future__ import annotations
 
 from collections.abc import Iterator
+from typing import Literal
 
 import msgspec
 
@@ -152,6 +153,7 @@ class StepSample(msgspec.Struct, frozen=True, array_like=True):
     bound_seconds: float  # the part of the prediction that grows with the tokens, which batching cannot save
     started: float = 0.0  # monotonic seconds, the same clock in all processes of a host
     request_ids: tuple[str, ...] = ()  # one per image
+    degree: int = 1  # ranks that computed it together
 
 
 class RankStats(msgspec.Struct, frozen=True):
@@ -163,12 +165,18 @@ class RankStats(msgspec.Struct, frozen=True):
     is_up: bool = True  # its worker lives and accepts plans
 
 
+ModelState = Literal["loaded", "loading", "failed", "unloaded"]
+"""Of a model's weights. loaded: all ranks that live have them. failed: some could not be loaded when they were asked
+for last. unloaded: they are loaded when a request needs them."""
+
+
 class EngineStats(msgspec.Struct, frozen=True, kw_only=True):
     """Statistics of an engine, made by its Reporter."""
 
     # Now.
     op_seconds: dict[str, float]  # op -> predicted work left
     ranks: tuple[RankStats, ...]
+    models: dict[str, ModelState] = {}  # name -> state, without adapters
     r_squared: dict[str, float]  # op -> quality of its predictions, 1 = exact; of the worst model
     # Since start.
     steps: int

@@ -19,8 +19,9 @@ Sharing = Literal["together", "stacked", "single"]
 """How items share a pass. together: all in one ragged pass, whatever their sizes; stacked: those of the same shape;
 single: one pass per item."""
 
-Parallel = Literal["none", "rows", "sequence"]
-"""How several ranks compute one pass. rows: each has some guidance rows; sequence: each has some tokens."""
+Parallel = Literal["none", "sequence"]
+"""How several ranks compute one pass. none: each computes all of it; sequence: each has some rows, or some tokens of
+every row, as is faster."""
 
 PageUse = Literal["none", "latents", "span"]
 """What an op reads of the activation cache for a mask-aware request. latents: its template's clean latents; span: also
@@ -82,7 +83,6 @@ class Op:
     # How batches are formed.
     sharing: Sharing = "single"
     parallel: Parallel = "none"
-    max_degree: int = 1  # most ranks that are of use for one pass
     # What it reads and makes.
     inputs: tuple[Port, ...] = ()
     outputs: tuple[Port, ...] = ()

@@ -12,9 +12,9 @@ T = TypeVar("T")
 
 
 def parts_of(plan: StepPlan, num_ranks: int) -> dict[int, StepPlan]:
-    """Rank -> its part of a plan, ascending, for ranks that have one. Loads and unloads go to every rank, files to
-    delete to the plan's file rank, a batch to each of its ranks, and all else to the ranks that it names. Costs by the
-    size of the parts.
+    """Rank -> its part of a plan, ascending, for ranks that have one. Loads and unloads go to the plan's model ranks,
+    files to delete to its file rank, a batch to each of its ranks, and all else to the ranks that it names. Costs by
+    the size of the parts.
     """
     batches = _by_rank((rank, batch) for batch in plan.batches for rank in batch.ranks)
     transfers = _by_rank((transfer.source, transfer) for transfer in plan.transfers)
@@ -23,8 +23,7 @@ def parts_of(plan: StepPlan, num_ranks: int) -> dict[int, StepPlan]:
     forgets = _by_rank((forget.rank, forget) for forget in plan.forget)
     copies = _by_rank((copy.rank, copy) for copy in plan.copies)
     ranks = set(chain(batches, transfers, deliveries, frees, forgets, copies))
-    if plan.load or plan.unload:
-        ranks.update(range(num_ranks))
+    ranks.update(plan.model_ranks)
     if plan.delete:
         ranks.add(plan.file_rank)
     return {
@@ -37,8 +36,9 @@ def parts_of(plan: StepPlan, num_ranks: int) -> dict[int, StepPlan]:
             transfers=tuple(transfers.get(rank, ())),
             deliveries=tuple(deliveries.get(rank, ())),
             free=tuple(frees.get(rank, ())),
-            load=plan.load,
-            unload=plan.unload,
+            load=plan.load if rank in plan.model_ranks else (),
+            unload=plan.unload if rank in plan.model_ranks else (),
+            model_ranks=(rank,) if rank in plan.model_ranks else (),
         )
         for rank in sorted(ranks)
     }

@@ -41,8 +41,10 @@ class Batch(msgspec.Struct, frozen=True):
     id: int
     op: str  # name
     model: str  # name of a served model
-    ranks: tuple[int, ...]
+    ranks: tuple[int, ...]  # several compute it together
     items: tuple[Item, ...]
+    epoch: int = 0  # of their group: it is formed again when this changes, see `model_executor.parallel.groups`
+    port: int = 0  # on loopback, where they meet; 0: one rank
 
 
 class Transfer(msgspec.Struct, frozen=True):
@@ -91,7 +93,7 @@ class PageForget(msgspec.Struct, frozen=True):
 
 
 class StepPlan(Message, frozen=True):
-    """What one rank does next: free, load, forget, delete, copies, transfers, batches, unload, in this order; each
+    """What one rank does next: free, unload, load, forget, delete, copies, transfers, batches, in this order; each
     delivery as soon as its value is there. Made by the StepScheduler for all ranks at once; `core.messages.plan_parts`
     gives each its part.
     """
@@ -108,8 +110,9 @@ class StepPlan(Message, frozen=True):
     deliveries: tuple[Delivery, ...] = ()  # of values that this rank has, or that its batches make
     free: tuple[Free, ...] = ()
     # Models.
-    load: tuple[ModelKey, ...] = ()
+    load: tuple[ModelKey, ...] = ()  # started, not awaited; answered by ModelLoaded or ModelFailed
     unload: tuple[ModelKey, ...] = ()
+    model_ranks: tuple[int, ...] = ()  # the ranks that load and unload
 
 
 class LoadAdapter(Message, frozen=True):
@@ -151,7 +154,9 @@ class WorkerConfig(msgspec.Struct, frozen=True):
     cache: CacheConfig
     scheduler: SchedulerConfig = SchedulerConfig()  # limits of a batch
     num_workers: int = 1  # worker processes that share this machine's cores
+    group_seconds: float = 5.0  # how long it waits for the other ranks of a batch; less than until it counts as hanging
     device_index: int = 0  # its number among them: the GPU that it uses unless one is configured
+    keeper: str = ""  # address of the keeper of weights, see `core.ipc.local_sockets`; "": the worker loads by itself
     measures_costs: bool = False  # its WorkerReady has samples for the cost model
 
 
@@ -167,13 +172,15 @@ class CostSample(msgspec.Struct, frozen=True):
 
 
 class WorkerReady(Message, frozen=True):
-    """The worker has loaded its models and accepts plans."""
+    """The worker has loaded its first models and accepts plans. Plans say when it is to load the others."""
 
     rank: int
     models: tuple[ModelInfo, ...]
     samples: tuple[CostSample, ...] = ()  # measured once per model and device, and kept on disk
     device_page_bytes: int = 0  # device memory for pages
+    port: int = 0  # on loopback, where groups of which it is the first rank meet; 0: the engine has one rank
     components: tuple[LoadedComponent, ...] = ()
+    sizes: tuple[LoadedComponent, ...] = ()  # of every model, loaded or not; predicted bytes of what is not
 
 
 class ItemResult(msgspec.Struct, frozen=True):
@@ -220,6 +227,22 @@ class PageCopied(Message, frozen=True):
     seconds: float  # duration of the copy
 
 
+class ModelLoaded(Message, frozen=True):
+    """A component that a plan asked for is loaded: batches may use it."""
+
+    rank: int
+    loaded: LoadedComponent
+    seconds: float  # duration of loading
+
+
+class ModelFailed(Message, frozen=True):
+    """A component that a plan asked for cannot be loaded."""
+
+    rank: int
+    key: ModelKey
+    failure: Failure
+
+
 class AdapterLoaded(Message, frozen=True):
     """A LoadAdapter is over on this rank."""
 
@@ -236,4 +259,6 @@ class WorkerFailed(Message, frozen=True):
     failure: Failure
 
 
-FromWorker = WorkerReady | BatchResult | TransferDone | PageCopied | AdapterLoaded | WorkerFailed
+FromWorker = (
+    WorkerReady | BatchResult | TransferDone | PageCopied | ModelLoaded | ModelFailed | AdapterLoaded | WorkerFailed
+)

@@ -14,6 +14,7 @@ from core.scheduling.dispatch import CacheDispatch, Decision, Dispatch, Fetch, G
 from core.scheduling.in_flight import Flight
 from core.scheduling.inputs import deliveries
 from core.scheduling.node_cache import CacheOrders, NodeCache
+from core.scheduling.ranks import Ranks
 from core.scheduling.request import Request, Status
 from core.scheduling.values import ValueTable
 from core.scheduling.view import View
@@ -58,6 +59,7 @@ class Dispatcher:
 
     cache: NodeCache
     values: ValueTable
+    ranks: Ranks
     predict: PredictBatch
     batch_ids: Iterator[int]
 
@@ -93,7 +95,7 @@ class Dispatcher:
         work = sum((node_work(request, node) for request, node in dispatch.items), Work((), ()))
         for request, node in dispatch.items:
             request.send(node, ranks)
-        batch = Batch(next(self.batch_ids), op.name, model, ranks, items)
+        batch = Batch(next(self.batch_ids), op.name, model, ranks, items, *self.ranks.meeting(ranks))
         return Flight(batch, work, self.predict(batch, work), is_step=node.name in request.workflow.step_names)
 
     def _begin(self, dispatch: Dispatch) -> list[str]:
@@ -148,6 +150,7 @@ def _check_dispatch(dispatch: Dispatch, view: View) -> list[tuple[str, str]]:
     for request, node in dispatch.items:
         assert (request.head.model, node.op) == key, "a batch has one op and one model"
         assert node in view.ready(request), f"{node.name} of {request.id} is not ready"
+        assert view.has_components(request, node, dispatch.ranks), f"{node.name} of {request.id} lacks its model"
         assert view.inputs(request, node, dispatch.ranks).are_there, f"{node.name} of {request.id} lacks inputs"
     return [(request.id, node.name) for request, node in dispatch.items]
 

@@ -68,6 +68,11 @@ class CacheOrders:
     delete: tuple[str, ...]  # keys of entries or templates, for their files
     free: tuple[TensorKey, ...] = ()  # values of jobs that have ended
 
+    @property
+    def has_any(self) -> bool:
+        """Whether there are any besides `free`, which can wait."""
+        return bool(self.copies or self.forget or self.delete)
+
 
 @dataclass(frozen=True, slots=True)
 class CacheOutcome:
@@ -175,6 +180,11 @@ class NodeCache(ABC):
 
     @property
     @abstractmethod
+    def models_in_use(self) -> Collection[str]:
+        """Models of which a piece of a job is in flight."""
+
+    @property
+    @abstractmethod
     def num_chunks(self) -> int:
         """Pieces of divisible jobs started since start."""
 
@@ -216,6 +226,10 @@ class NodeCache(ABC):
     @abstractmethod
     def abort_template(self, request_id: str) -> None:
         """Abort a template request."""
+
+    @abstractmethod
+    def fail_templates(self, failures: Mapping[str, Failure]) -> None:
+        """Fail all template requests of these models. failures: model -> why."""
 
     @abstractmethod
     def drop_template(self, drop: DropTemplate) -> None:

@@ -24,4 +24,5 @@ def finished(request: Request, cache: CacheOutcome) -> Finished:
         tier=cache.tier,
         is_primed=cache.result == "miss",
         full_blocks=cache.full_blocks,
+        degrees=tuple(request.degrees.values()),
     )

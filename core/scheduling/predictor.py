@@ -5,7 +5,7 @@ It translates requests into the keys and sizes of work that the cost model knows
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 
 from core.costs.cost_model import CostKey, CostModel, extra_seconds
 from core.costs.latency_table import LatencyTable
@@ -22,8 +22,12 @@ from core.scheduling.request import Request, Status
 class Predictor:
     """All results are seconds; 0 for work unlike anything observed so far."""
 
-    def __init__(self, cost: CostModel, models: Mapping[str, ModelInfo]) -> None:
+    def __init__(
+        self, cost: CostModel, models: Mapping[str, ModelInfo], load_seconds: Callable[[str], float] = lambda model: 0.0
+    ) -> None:
+        """load_seconds: model -> seconds until its weights are loaded."""
         self.cost = cost
+        self._load_seconds = load_seconds
         self._models = models
         self._keys: dict[tuple[str, str, int], CostKey] = {}  # (model, op, degree) -> key
 
@@ -126,7 +130,7 @@ class Predictor:
     def _make_request_load(self, request: Request) -> RequestLoad:
         steps = request.progress.steps_left
         step_seconds = self.steps_of(request) / steps if steps else 0.0
-        other_seconds = sum(seconds for _, seconds in self.others_of(request))
+        other_seconds = sum(seconds for _, seconds in self.others_of(request)) + self._load_seconds(request.head.model)
         is_running = request.status is Status.RUNNING
         head = request.head
         return RequestLoad(steps, step_seconds, other_seconds, head.priority, is_running, head.arrival, head.owner)

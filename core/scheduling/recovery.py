@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 
 from core.costs.load_report import RequestLoad
 from core.failure import Failure
+from core.graph.workflow import Node
 from core.messages.worker import BatchResult, ItemResult
 from core.scheduling.checkpoints import Checkpoints
 from core.scheduling.in_flight import Flight, InFlight, Lost
@@ -76,6 +77,13 @@ class Recovery:
             self.checkpoints.note_loss(request)
         self._judge(lost, loss, failure)
         return loss
+
+    def set_back_alone(self, request: Request, node: Node) -> None:
+        """Note that a batch of several ranks with this node has failed, which changed nothing. What failed in it, if no
+        rank died, is found on one rank, where a batch is halved until it fails alone.
+        """
+        request.progress.land(node)
+        request.runs_on_one_rank = request.is_set_back = request.progress.is_restarting = True
 
     def forget_job(self, job_id: str) -> None:
         """Note that a job of the cache has ended."""

@@ -112,6 +112,7 @@ class Reporter:
                 bound_seconds=bound,
                 started=result.started,
                 request_ids=tuple(item.request_id for item in result.items),
+                degree=len(flight.batch.ranks),
             )
         )
         del self._recent_steps[:-MAX_RECENT_STEPS]
@@ -152,6 +153,7 @@ class Reporter:
         return EngineStats(
             op_seconds=self._op_seconds_left(requests),
             ranks=self._ranks.stats(),
+            models=self._ranks.residency.states(),
             r_squared=self._r_squared(),
             steps=counters.steps,
             batch_tokens=counters.batch_tokens,

@@ -96,7 +96,10 @@ class Request:
     has_lost_rank: bool = False  # one of these has died: values may be in shared memory alone
     num_moving: int = 0  # its values that a worker is writing to shared memory
     num_deaths: int = field(init=False)  # of processes that died while they ran it
-    is_set_back: bool = False  # a rank died that it needs: what is in flight does not count, then it goes on
+    runs_on_one_rank: bool = False  # its batch failed on several ranks
+    is_set_back: bool = (
+        False  # a rank died that it needs, or its group broke: what is in flight does not count, then it goes on
+    )
     lost: list[TensorKey] = field(default_factory=list)  # its values that are nowhere any more, since it was set back
     # Set by the scheduler's Checkpoints. Keys are regions.
     checkpoints: dict[str, Checkpoint] = field(default_factory=dict)  # the last complete one
@@ -106,6 +109,7 @@ class Request:
     # Set by the scheduler from results of batches.
     started: float | None = None  # when a worker began its first stage, monotonic seconds
     part_seconds: dict[str, float] = field(default_factory=dict)  # Part -> worker seconds spent in it
+    degrees: dict[tuple[str, int], int] = field(default_factory=dict)  # (step node, round) -> ranks that computed it
     # Set by the Predictor.
     waiting_load: RequestLoad | None = None  # remaining work, computed once while it waits
     # From the text encoder.

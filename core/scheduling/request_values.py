@@ -25,6 +25,8 @@ def note_values(
         for ref in _deferred(batch, request.id, node.name):
             values.note_copy(ref.key, batch.ranks)
     progress = request.progress
+    if node.name in request.workflow.step_names:
+        request.degrees[node.name, round_] = len(batch.ranks)
     for ref in made:
         values.add(ref, batch.ranks, num_reads(progress, node, ref.key.name, ref.key.version))
     for key in keys_done(request.id, progress, node, round_):

@@ -13,6 +13,8 @@ from collections.abc import Iterable, Mapping, Sequence
 from functools import partial
 from itertools import count
 
+import msgspec
+
 from core.config import CacheConfig, SchedulerConfig
 from core.costs.cost_model import CostKey, CostModel
 from core.costs.load_report import EngineStats, LoadReport
@@ -21,11 +23,12 @@ from core.failure import Failure
 from core.graph.catalog import WORKFLOWS
 from core.graph.check import check_workflow
 from core.graph.op import OPS
-from core.graph.workflow import Node, op_of
+from core.graph.workflow import op_of
 from core.handles import LoadedComponent
-from core.messages.engine import Aborted, DropTemplate, EngineRequest, Failed, PartialImage, PrimeTemplate
+from core.messages.engine import Aborted, DropTemplate, EngineRequest, Failed, PrimeTemplate
 from core.messages.worker import Batch, BatchResult, CostSample, Free, ItemResult, PageCopied, StepPlan, TransferDone
 from core.model_info import ModelInfo
+from core.scheduling.advancing import advance
 from core.scheduling.cache_factory import make_cache
 from core.scheduling.checkpoints import Checkpoints
 from core.scheduling.deadlines import Deadlines
@@ -34,18 +37,18 @@ from core.scheduling.endings import Endings
 from core.scheduling.in_flight import Flight, InFlight
 from core.scheduling.inputs import is_ahead
 from core.scheduling.live_requests import LiveRequests
+from core.scheduling.model_loads import LoadAnswer, ModelLoads
 from core.scheduling.new_request import new_request
 from core.scheduling.node_cache import CacheOrders
-from core.scheduling.ops.request_op import request_op
-from core.scheduling.outputs import Output, finished
+from core.scheduling.outputs import Output
 from core.scheduling.policies import make_policy
 from core.scheduling.policies.policy import SchedulingPolicy
 from core.scheduling.predictor import Predictor
-from core.scheduling.ranks import Loaded, Ranks
+from core.scheduling.ranks import Ranks
 from core.scheduling.recovery import Recovery, Resumed
 from core.scheduling.reporter import Reporter
 from core.scheduling.request import Request, Status
-from core.scheduling.request_values import note_choice, note_rounds, note_values
+from core.scheduling.residency import Orders, Residency, Started
 from core.scheduling.step_limit import StepLimit
 from core.scheduling.values import ValueTable
 from core.scheduling.view import View
@@ -63,10 +66,11 @@ class StepScheduler:
         cost: CostModel | None = None,
         device_page_bytes: Sequence[int] | None = None,
         policy: SchedulingPolicy | None = None,
+        sizes: Iterable[LoadedComponent] = (),
     ) -> None:
         """cost: the model to predict with and to train; by default an empty one. device_page_bytes: by rank, device
         memory for pages; by default as `cache` says of each. policy: by default a new one of the name in `config`.
-        Raises WorkflowError.
+        sizes: predicted, of components that may not be loaded yet. Raises WorkflowError.
         """
         self.config = config
         self.models = dict(models)
@@ -74,7 +78,8 @@ class StepScheduler:
         for workflow in self.workflows.values():
             check_workflow(workflow)
         self.cost = cost or CostModel()
-        self._predictor = Predictor(self.cost, self.models)
+        residency = Residency(self.models, num_workers, sizes, config.model_bytes, self.cost.predict_load)
+        self._predictor = Predictor(self.cost, self.models, residency.seconds_left)
         self._step_limit = StepLimit(config.max_num_batched_tokens)
         cache = cache or CacheConfig()
         device_bytes = device_page_bytes or [cache.device_bytes or 0] * num_workers
@@ -86,23 +91,26 @@ class StepScheduler:
         self.values = ValueTable()
         self._free: list[Free] = []
         self._outputs: list[Output] = []
-        self.ranks = Ranks(num_workers)
+        self.ranks = Ranks(num_workers, residency)
         self._reporter = Reporter(config, self.ranks, self._predictor, self.cache)
         self._deadlines = Deadlines(config.max_num_seqs, self._predictor.left_of, self._predictor.base_seconds)
         self._plan_seqs = count()
-        self._dispatcher = Dispatcher(self.cache, self.values, self._predictor.of_batch, count())
+        self._dispatcher = Dispatcher(self.cache, self.values, self.ranks, self._predictor.of_batch, count())
         self._policy = policy or make_policy(config.policy)
         self._checkpoints = Checkpoints(self.values)
         parts = self._requests, self.values, self.cache
         self._endings = Endings(*parts, self._note_end, self._outputs, self._free)
+        self._loads = ModelLoads(residency, self._requests, self.cache, self._endings, self.cost)
         left_of, retries = self._predictor.left_of, config.max_retries
         self._recovery = Recovery(*parts, self._out, self._checkpoints, left_of, retries)
 
-    def learn(self, samples: Iterable[CostSample], loaded: Iterable[Loaded] = ()) -> None:
-        """Train the cost model with what was measured before the first batch. loaded: by the workers."""
+    def learn(
+        self, samples: Iterable[CostSample], loaded: Iterable[Started] = (), ports: Mapping[int, int] | None = None
+    ) -> None:
+        """Train the cost model with what was measured before the first batch. loaded, ports: of the workers."""
         self._predictor.learn(samples)
-        for rank, components in loaded:
-            self.ranks.note_loaded(rank, components)
+        self._loads.residency.join_all(loaded)
+        self.ranks.note_ports(ports or {})
 
     # ------------------------------------------------------------------------------------------------- requests
 
@@ -114,6 +122,8 @@ class StepScheduler:
             request = new_request(head, self.workflows)
         except InvalidRequestError as error:
             return self.refuse(head.request_id, Failure.of(error))
+        if (failure := self._loads.refusal(head.model, head.arrival)) is not None:
+            return self.refuse(head.request_id, failure)
         self._reporter.note_received()
         self._policy.on_arrival(request)
         self._requests.add(request, self._predictor.left_of(request))
@@ -177,10 +187,9 @@ class StepScheduler:
         for request in loss.requests.values():
             self._settle(request)
 
-    def join_rank(self, rank: int, components: Iterable[LoadedComponent]) -> None:
+    def join_rank(self, rank: int, components: Iterable[LoadedComponent], port: int = 0) -> None:
         """Note that the worker of a rank that was lost has been restarted, and has loaded these components."""
-        self.ranks.join(rank)
-        self.ranks.note_loaded(rank, components)
+        self.ranks.join(rank, components, port)
         self.cache.join_rank(rank)
 
     # ------------------------------------------------------------------------------------------------- one iteration
@@ -195,7 +204,7 @@ class StepScheduler:
         while answers := self.cache.take_answers():  # the next idle work may be answered at once, too
             self._outputs += answers
             self.cache.reserve(self._requests, page_rank)
-        view = self._view(now)
+        models, view = self._loads.order(now), self._view(now)
         chosen = self._dispatcher.carry_out(self._policy.choose(view, now), view)
         self._note_sent(chosen.flights)
         self._endings.fail_each(chosen.given_up)
@@ -207,11 +216,11 @@ class StepScheduler:
             self._free.append(Free(key, tuple(range(self.num_workers))))
             self._recovery.forget_job(key.request_id)
         self._free += self.values.take_freed()
-        has_work = bool(chosen.flights or chosen.transfers or orders.copies or orders.forget or orders.delete)
+        has_work = bool(chosen.flights or chosen.transfers or orders.has_any or models.has_any)
         # Freeing alone can wait for the next plan with work, unless none is expected.
         if not has_work and (not self._free or self._out.has_busy):
             return None
-        return self._send(chosen, orders)
+        return self._send(chosen, orders, models)
 
     def apply(self, result: BatchResult) -> None:
         """Process one rank's result of a batch, which is complete when all its ranks have answered. An unknown batch
@@ -234,6 +243,8 @@ class StepScheduler:
 
     def _apply(self, flight: Flight, result: BatchResult) -> None:
         is_ok, key = not any(item.failure for item in result.items), self._predictor.key_of(flight.batch)
+        if not is_ok and len(flight.batch.ranks) > 1:
+            self.ranks.break_groups()
         self._reporter.note_batch(key, flight, result, is_ok=is_ok and flight.is_whole and result.num_parts == 1)
         self._policy.on_result(flight.batch, result)
         if is_ok and flight.is_step:
@@ -262,10 +273,14 @@ class StepScheduler:
         for request in () if done.ok else self._requests.running:
             self._settle(request)
 
+    def apply_load(self, answer: LoadAnswer, now: float) -> None:
+        """Process a rank's answer to an order to load a component."""
+        self._loads.apply(answer, now)
+        self._outputs += self.cache.take_answers()
+
     def take_outputs(self) -> tuple[Output, ...]:
         """Messages for clients since the last call, in order."""
-        outputs = tuple(self._outputs)
-        self._outputs.clear()
+        outputs, self._outputs[:] = tuple(self._outputs), ()
         return outputs
 
     def take_resumed(self) -> list[Resumed]:
@@ -317,6 +332,7 @@ class StepScheduler:
             idle_ranks=idle,
             max_step_tokens=self._step_limit.tokens,
             may_join=self._deadlines.joining(judged, now) if (judged := self._judged()) else None,
+            _residency=self._loads.residency,
             _cache=self.cache,
             _values=self.values,
             _predict=self._predictor.of_op,
@@ -333,13 +349,15 @@ class StepScheduler:
         for item in (item for flight in flights if not flight.job_id for item in flight.batch.items):
             self._requests.note_progress(self._requests[item.request_id])
 
-    def _send(self, chosen: Dispatched, orders: CacheOrders) -> StepPlan:
+    def _send(self, chosen: Dispatched, orders: CacheOrders, models: Orders) -> StepPlan:
         plan = chosen.plan(next(self._plan_seqs), orders, self._free, self.ranks.up[0])
         self._free.clear()
         for flight in chosen.flights:
             self._out.send(plan.seq, flight)
+            self._loads.note_batch(flight.batch)
         self._out.send_transfers(plan.seq, chosen.transfers)
-        return plan
+        ranks = self.ranks.up if models.has_any else ()
+        return msgspec.structs.replace(plan, load=models.load, unload=models.unload, model_ranks=ranks)
 
     def _apply_item(self, request: Request, item: ItemResult, result: BatchResult, batch: Batch) -> None:
         node = request.workflow.node(item.node)
@@ -351,33 +369,17 @@ class StepScheduler:
             request.progress.land(node)
         elif item.failure is not None and item.failure.kind == "pages_lost":
             request.progress.retry(node)
+        elif item.failure is not None and item.failure.kind == "group_broken":
+            self._recovery.set_back_alone(request, node)
         elif item.failure is not None:
             request.progress.land(node)
             self._endings.fail(request, item.failure)
         else:
-            self._advance(request, node, item, batch)
+            advance(request, node, item, batch, self.values, self.cache, self._endings)
             if node.region and request.is_live:
                 self._checkpoints.note_round(request, node, result.seconds / len(batch.items))
         self._requests.note_progress(request)
         self._settle(request)
-
-    def _advance(self, request: Request, node: Node, item: ItemResult, batch: Batch) -> None:
-        progress = request.progress
-        round_, index = progress.round_done(node), progress.pending.get(node.name, 0)
-        if item.rounds and node.region in request.workflow.adaptive:
-            note_rounds(self.values, request, node, item.rounds)
-        progress.finish(node)
-        note_values(self.values, request, node, round_, item.tensors, batch)
-        if node.chooses:
-            note_choice(self.values, request, node, item.chosen)
-        request_op(node).note(request, item)
-        self.cache.note_result(request, node, item)
-        if not request.is_live:
-            return
-        if node.shows:
-            self._outputs.append(PartialImage(request_id=request.id, index=index, step=round_))
-        elif node.name == request.workflow.output and not self.cache.is_spoilt(request):
-            self._endings.end(request, Status.FINISHED, finished(request, self.cache.outcome(request)))
 
     def _settle(self, request: Request) -> None:
         """After something of a request has ended: let it go on, or end, if it waits for that."""
@@ -389,7 +391,6 @@ class StepScheduler:
         self._checkpoints.forget(request_id)
 
     def _judged(self) -> list[Request]:
-        """The live requests, if `Deadlines` is to judge them."""
         return list(self._requests.live()) if self._requests.has_due and not self._policy.gives_up else []
 
     def _apply_job(self, job_id: str, result: BatchResult) -> None:

@@ -16,6 +16,7 @@ from core.scheduling.inputs import Inputs, Ranks, find_inputs
 from core.scheduling.live_requests import LiveRequests
 from core.scheduling.node_cache import CacheJob, NodeCache
 from core.scheduling.request import Request
+from core.scheduling.residency import Residency
 from core.scheduling.values import ValueTable
 
 PredictWork = Callable[[str, Op, Work], float]
@@ -36,6 +37,7 @@ class View:
     idle_ranks: frozenset[int]  # those of them that have none
     max_step_tokens: int  # token budget of a step together with what is primed beside it
     may_join: MayJoin | None  # to be asked once per waiting request, in order; None: no request has a due time
+    _residency: Residency
     _cache: NodeCache
     _values: ValueTable
     _predict: PredictWork
@@ -53,9 +55,19 @@ class View:
         return ready
 
     def can_run(self, request: Request, node: Node, ranks: Ranks) -> bool:
-        """Whether a ready node can be dispatched to these ranks now: they are open, and have its inputs and pages."""
-        is_open = self.open_ranks.issuperset(ranks)
+        """Whether a ready node can be dispatched to these ranks now: they are open, and have its model's components,
+        its inputs and its pages."""
+        is_open = self.open_ranks.issuperset(ranks) and self.has_components(request, node, ranks)
         return is_open and self.inputs(request, node, ranks).are_there and self.has_pages(request, node, ranks)
+
+    def may_begin(self, request: Request) -> bool:
+        """Whether a waiting request may begin as far as its model is concerned: it is loaded, and makes no room for
+        another one."""
+        return self._residency.may_start(request.head.model)
+
+    def has_components(self, request: Request, node: Node, ranks: Ranks) -> bool:
+        """Whether these ranks have the components of its model that a node needs."""
+        return self._residency.has(request.head.model, op_of(node).component, ranks)
 
     def inputs(self, request: Request, node: Node, ranks: Ranks) -> Inputs:
         """Where the inputs of a ready node are, as seen from these ranks."""
@@ -98,7 +110,8 @@ class View:
 
     def jobs(self) -> list[CacheJob]:
         """Jobs of the cache that can be dispatched now to an open rank, if they name one to theirs; oldest first."""
-        return self._cache.jobs()
+        has = self._residency.has
+        return [job for job in self._cache.jobs() if has(job.model, job.op.component, self.ranks)]
 
     def tokens_within(self, job: CacheJob, token_budget: int) -> int:
         """See `NodeCache.tokens_within`."""

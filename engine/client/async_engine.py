@@ -74,6 +74,8 @@ class AsyncEngine:
         self.metrics.watch_queue(lambda: self.num_requests_running, lambda: self.num_requests_waiting)
         self.metrics.watch_image_processors(services.images, lambda: services.admission.drain_seconds)
         try:
+            if services.keeper is not None:
+                services.keeper.start()
             services.router.start()
             await services.images.start()
         except BaseException:
@@ -105,16 +107,20 @@ class AsyncEngine:
 
     async def _run(self) -> None:
         """The actor: all background tasks of the engine are in this task group; its end is the engine's end."""
-        router, images = self.services.router, self.services.images
+        router, images, keeper = self.services.router, self.services.images, self.services.keeper
         try:
             async with asyncio.TaskGroup() as tasks:
                 self._sessions.start(tasks)
                 tasks.create_task(router.run())
                 tasks.create_task(images.closed())
+                if keeper is not None:
+                    tasks.create_task(keeper.run())
                 await self._stopping.wait()
                 # When the router has stopped, every request has its terminal output; callers get time to take it.
                 await asyncio.gather(router.stop(), self._sessions.wait_idle(SETTLE_SECONDS))
                 await images.stop()
+                if keeper is not None:
+                    await keeper.close()
         except Exception as error:  # the actor's edge: swallowed, a bug here would leave every caller waiting
             logger.exception("the engine's client failed")
             router.fail(EngineError(f"internal error: {error}"))
@@ -126,6 +132,8 @@ class AsyncEngine:
         await self.services.router.close()
         with suppress(Exception):  # its failure was raised by `start` or logged by `_run`
             await self.services.images.stop()
+        if self.services.keeper is not None:
+            await self.services.keeper.close()
         self.services.arena.close()
 
     # ---------------------------------------------------------------------------------- edits

@@ -101,6 +101,7 @@ class EditDelivery:
             full_blocks=output.full_blocks,
             partial_images=known.num_partial_images,
             engine=image.engine,
+            degrees=output.degrees,
             template_id=template_id,
             crop=prepared.crop,
             colour_lost=composed.colour_lost,

@@ -70,6 +70,7 @@ class EditReport:
     colour_lost: tuple[str, ...] = ()  # colour information that the file cannot hold, see `Colour.lost_in`
     # Execution.
     engine: int | None = None  # number of the engine that made it
+    degrees: tuple[int, ...] = ()  # of each computed step, the number of its workers that computed it together
     ms: dict[str, float]  # milliseconds by part
 
     @property

@@ -4,9 +4,12 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+import msgspec
+
 from core.config import StencilConfig
 from engine.client.admission_controller import AdmissionController
 from engine.client.client_arena import ClientArena
+from engine.client.keeper_process import KeeperProcess, needs_keeper
 from engine.client.running_sessions import RunningSessions
 from engine.client.served_models import ServedModels
 from engine.client.template_registry import TemplateRegistry
@@ -29,6 +32,7 @@ class Services:
     router: Router  # sends requests to the engines
     templates: TemplateRegistry  # registered templates and their pages
     admission: AdmissionController  # admits or refuses requests
+    keeper: KeeperProcess | None  # loads weights for the engines' workers; None: each loads its own
 
     @classmethod
     def create(
@@ -41,7 +45,10 @@ class Services:
     ) -> Services:
         """Make all services; starts no process. Raises ConfigError if there is no room for the arena."""
         arena = ClientArena(config.arena_bytes)
-        router = Router(config, arena.shared, metrics)
+        keeper = KeeperProcess() if needs_keeper(config.engine) else None
+        address = "" if keeper is None else keeper.address
+        engine = msgspec.structs.replace(config.engine, keeper=address)
+        router = Router(msgspec.structs.replace(config, engine=engine), arena.shared, metrics)
         return cls(
             config=config,
             metrics=metrics,
@@ -52,4 +59,5 @@ class Services:
             router=router,
             templates=TemplateRegistry(templates, served, router),
             admission=AdmissionController(config, sessions, router, metrics),
+            keeper=keeper,
         )

@@ -34,6 +34,8 @@ from core.messages.worker import (
     DropAdapter,
     FromWorker,
     LoadAdapter,
+    ModelFailed,
+    ModelLoaded,
     PageCopied,
     StepPlan,
     TransferDone,
@@ -116,6 +118,7 @@ class EngineCore:
         keeps dying, after every request got its terminal output."""
         for restarts in self._restarts:
             restarts.note_up(time.monotonic())
+        self._step()  # models that no request waits for are loaded from here on
         self._send_report()
         try:
             while not (self._is_draining and self._scheduler.num_requests == 0):
@@ -225,6 +228,8 @@ class EngineCore:
                 self._scheduler.apply_transfer(message)
             case PageCopied():
                 self._scheduler.apply_copy(message)
+            case ModelLoaded() | ModelFailed():
+                self._scheduler.apply_load(message, time.monotonic())
             case WorkerFailed():
                 self._lose(message)
             case WorkerReady():
@@ -257,7 +262,7 @@ class EngineCore:
         logger.info("worker %d serves again", message.rank, extra=of_request(""))
         self._restarts[message.rank].note_up(time.monotonic())
         self._adapters.join(message.rank)
-        self._scheduler.join_rank(message.rank, message.components)
+        self._scheduler.join_rank(message.rank, message.components, message.port)
         self._is_report_due = True
 
     def _fail(self, message: WorkerFailed) -> NoReturn:

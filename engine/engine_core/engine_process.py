@@ -109,9 +109,14 @@ async def _run_engine(config: EngineConfig, executor: Executor, link: _Link, tra
     models = await executor.ready()
     page_bytes = executor.device_page_bytes
     scheduler = StepScheduler(
-        config.scheduler, models, config.workers_per_engine, cache=config.cache, device_page_bytes=page_bytes
+        config.scheduler,
+        models,
+        config.workers_per_engine,
+        cache=config.cache,
+        device_page_bytes=page_bytes,
+        sizes=executor.sizes,
     )
-    scheduler.learn(executor.cost_samples, executor.components.items())
+    scheduler.learn(executor.cost_samples, executor.components.items(), executor.ports)
     core = EngineCore(scheduler, executor, link.emit, trace, config.hang_seconds)
     link.emit(EngineReady(models=tuple(models.values()), device_page_bytes=min(filter(None, page_bytes), default=0)))
     async with asyncio.TaskGroup() as tasks:

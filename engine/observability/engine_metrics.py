@@ -19,6 +19,7 @@ from engine.observability.metric_registry import MetricRegistry
 
 STEP_SECONDS = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0)
 _BATCH_SIZES = (1, 2, 4, 8, 16, 32, 64, 128)
+_DEGREES = (1, 2, 4, 8, 16, 32, 64)
 _STEP_TOKENS = tuple(2.0**power for power in range(4, 18))
 
 _NO_STATS = EngineStats(
@@ -101,6 +102,7 @@ class EngineMetrics:
     def _make_step_collectors(self, registry: MetricRegistry) -> None:
         self._batch_size = registry.histogram("step_batch_size", "Images in one denoising step.", _BATCH_SIZES)
         self._step_tokens = registry.histogram("step_tokens", "Tokens computed in one denoising step.", _STEP_TOKENS)
+        self._degree = registry.histogram("step_degree", "Workers that computed one denoising step together.", _DEGREES)
         self._step_seconds = registry.histogram("step_time_seconds", "Time of one denoising step.", STEP_SECONDS)
         self._predicted_seconds = registry.counter(
             "step_predicted_seconds", "What the cost model predicted for the steps of step_time_seconds."
@@ -172,6 +174,7 @@ class EngineMetrics:
         for step in steps:
             self._batch_size.observe(step.num_requests)
             self._step_tokens.observe(step.num_tokens)
+            self._degree.observe(step.degree)
             self._step_seconds.observe(step.seconds)
         self._predicted_seconds.inc(sum(step.predicted_seconds for step in steps))
         self._bound_seconds.inc(sum(step.bound_seconds for step in steps))

@@ -25,11 +25,12 @@ class _Steps:
     seconds: float = 0.0
     events: list[Event] = field(default_factory=list)
 
-    def add(self, result: BatchResult, num_requests: int) -> None:
+    def add(self, batch: Batch, result: BatchResult) -> None:
         self.started = self.started or result.started
         self.ended = result.started + result.seconds
         self.seconds += result.seconds
-        what = {"stencil.batch_size": num_requests, "stencil.ms": result.seconds * 1e3}
+        about_batch = {"stencil.batch_size": len(batch.items), "stencil.degree": len(batch.ranks)}
+        what = about_batch | {"stencil.ms": result.seconds * 1e3}
         self.events.append(Event("step", self.ended, what))
 
 
@@ -41,13 +42,13 @@ class _Traced:
     span: Span
     steps: _Steps = field(default_factory=_Steps)
 
-    def add(self, node: str, result: BatchResult, num_requests: int) -> None:
+    def add(self, node: str, batch: Batch, result: BatchResult) -> None:
         workflow = WORKFLOWS.get(self.request.workflow)
         if workflow is not None and node in workflow.step_names:
-            self.steps.add(result, num_requests)
+            self.steps.add(batch, result)
         else:
             ended = result.started + result.seconds
-            self.span.child(node, result.started, ended, {"stencil.batch_size": num_requests})
+            self.span.child(node, result.started, ended, {"stencil.batch_size": len(batch.items)})
 
     def end(self, output: Output) -> None:
         if self.steps.events:
@@ -105,4 +106,4 @@ class EngineTrace:
     def _note(self, batch: Batch, result: BatchResult) -> None:
         for item in batch.items:
             if traced := self._traced.get(item.request_id):
-                traced.add(item.node, result, len(batch.items))
+                traced.add(item.node, batch, result)

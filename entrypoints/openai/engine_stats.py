@@ -107,6 +107,7 @@ def _step(sample: StepSample, now: float, shown: Callable[[str], str]) -> dict[s
         "ms_ago": round((now - sample.started) * 1e3, 1),
         "ms": round(sample.seconds * 1e3, 3),
         "tokens": sample.num_tokens,
+        "degree": sample.degree,
         "requests": [shown(image_id) for image_id in sample.request_ids],
     }
 

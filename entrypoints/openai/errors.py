@@ -19,11 +19,13 @@ from core.errors import (
     InvalidImageError,
     InvalidRequestError,
     ModelNotFoundError,
+    ModelUnavailableError,
     OutOfMemoryError,
     OverloadedError,
     StencilError,
     TemplateNotFoundError,
 )
+from core.scheduling.residency import RETRY_SECONDS
 
 INVALID_REQUEST = "invalid_request_error"
 SERVER_ERROR = "server_error"
@@ -31,6 +33,7 @@ NO_DISK_SECONDS = 10.0  # retry-after when the disk is full; an operator has to 
 FAILURES = {
     "internal_error": "The server had an error while processing your request. Sorry about that!",
     "out_of_memory": "The server did not have enough memory for this request. Try a smaller image or fewer images.",
+    "model_unavailable": "The server could not load this model's weights. Try another model, or this one again later.",
     "engine_died": "The engine that worked on this request died at every attempt. Try again later.",
 }
 """Messages to clients for internal failures, by code. The exceptions' own messages are only logged, since they may name
@@ -146,6 +149,7 @@ _TABLE: tuple[tuple[type[BaseException], int, str | None, str | None], ...] = (
     (DeadlineExceededError, 504, SERVER_ERROR, "deadline_exceeded"),
     (AbortedError, 499, INVALID_REQUEST, "request_cancelled"),
     (OutOfMemoryError, 500, SERVER_ERROR, "out_of_memory"),
+    (ModelUnavailableError, 503, SERVER_ERROR, "model_unavailable"),
     (EngineDeadError, 500, SERVER_ERROR, "engine_died"),
     (Exception, 500, SERVER_ERROR, "internal_error"),
 )
@@ -162,7 +166,7 @@ def describe(error: BaseException) -> ErrorReply:
         status=status,
         type=kind or _image_error_type(error),
         code=code or getattr(error, "code", None),
-        message=FAILURES[code] if status == 500 and code else str(error),
+        message=FAILURES.get(code or "", str(error)),
         param=getattr(error, "param", None),
         headers=_headers(error),
     )
@@ -196,6 +200,8 @@ def _headers(error: BaseException) -> dict[str, str]:
         case OverloadedError() | RateLimitError():
             # OpenAI's client libraries ignore 0, and ignore values above 120 s.
             return {"retry-after": str(min(120, max(1, math.ceil(error.retry_after))))}
+        case ModelUnavailableError():
+            return {"retry-after": str(math.ceil(RETRY_SECONDS))}
         case DeadlineExceededError():
             return {"x-should-retry": "false"}
         case BodyTimeoutError():

@@ -66,9 +66,9 @@ def usage(call: ImagesCall, reports: Sequence[EditReport]) -> dict[str, Any]:
 
 
 def stencil(call: ImagesCall, images: Sequence[ImageOutput]) -> dict[str, Any]:
-    """The `stencil` object of an answer. With several images, `seed` is the first one's, each part of `ms` is the
-    maximum, `template_ids` has an entry for each, `primed` and `full_blocks` cover all of them; the rest is equal for
-    all.
+    """The `stencil` object of an answer. With several images, `seed` and `degrees` are the first one's, each part of
+    `ms` is the maximum, `template_ids` has an entry for each, `primed` and `full_blocks` cover all of them; the rest is
+    equal for all.
     """
     reports = [_report(image) for image in images]
     first = reports[0]
@@ -89,6 +89,7 @@ def stencil(call: ImagesCall, images: Sequence[ImageOutput]) -> dict[str, Any]:
         "primed": any(report.primed for report in reports),
         "full_steps": first.full_steps,
         "full_blocks": max(report.full_blocks for report in reports),
+        "degrees": first.degrees,
         **_template_ids(reports),
         "ms": {part: round(max(report.ms[part] for report in reports), 3) for part in first.ms},
     }

@@ -177,6 +177,22 @@ class Checkpoint:
         except LOAD_ERRORS as error:
             raise ConfigError(f"cannot make {part} of {self.path}: {first_line(error)}") from error
 
+    def is_quantized(self, part: str) -> bool:
+        """Whether a part is quantised, in its files or while it is loaded."""
+        return (self.quantization != "none" and part in QUANTIZED) or self._stored_method(part) is not None
+
+    @property
+    def config_as_opened(self) -> ModelConfig:
+        """A ModelConfig that opens the same checkpoint with the same settings, on the CPU."""
+        return ModelConfig(
+            model=str(self.path),
+            variant=self.variant,
+            dtype=str(self.dtype).removeprefix("torch."),
+            quantization=self.quantization,
+            kernels=self.kernels,
+            device="cpu",
+        )
+
     def _load_tokenizer(self, cls: Any, part: str) -> Any:
         """Raises ValueError for a tokenizer that is damaged or would not distinguish prompts."""
         folder = self.path / part
@@ -202,7 +218,7 @@ class Checkpoint:
 
     def _load_module(self, cls: Any, part: str) -> torch.nn.Module:
         wish = self.quantization if part in QUANTIZED else "none"
-        is_quantized = wish != "none" or self._stored_method(part) is not None
+        is_quantized = self.is_quantized(part)
         options = load_options(wish, self.device, self.dtype) if is_quantized else {}
         module = self._read_module(cls, part, options)
         if wish != "none":

@@ -14,13 +14,32 @@ from typing import Any
 
 from safetensors import SafetensorError, safe_open
 
+from core.config import Quantization
 from core.errors import ConfigError
+from model_executor.checkpoint.loader import Checkpoint
+from model_executor.checkpoint.quantization import QUANTIZED
 from model_executor.checkpoint.weights import usual_variant, weight_files
+
+BYTES_PER_WEIGHT: dict[Quantization, float | None] = {
+    "none": None,
+    "torchao-int8": 1.0,
+    "bitsandbytes-8bit": 1.0,
+    "bitsandbytes-4bit": 0.5,
+}
+"""Of a denoiser's weights when they are quantised; None: as of their dtype."""
 
 
 def count_parameters(folder: Path) -> int:
     """Parameters in a part's folder, counting one variant. Raises ConfigError for a file that cannot be read."""
     return sum(map(_count_file, weight_files(folder, usual_variant(folder, ""))))
+
+
+def expected_bytes(checkpoint: Checkpoint, part: str) -> int:
+    """Bytes that a part will take when it is loaded. Raises ConfigError for a file that cannot be read."""
+    folder = checkpoint.path / part
+    files = weight_files(folder, usual_variant(folder, checkpoint.variant))
+    itemsize = BYTES_PER_WEIGHT[checkpoint.quantization] if part in QUANTIZED else None
+    return int(sum(map(_count_file, files)) * (itemsize or checkpoint.dtype.itemsize))
 
 
 def _count_file(file: Path) -> int:

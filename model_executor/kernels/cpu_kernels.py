@@ -139,8 +139,14 @@ class Kernels:
 
     def interpolate(self, near: Tensor, near_scale: Tensor, far: Tensor, far_scale: Tensor, out: Tensor) -> None:
         """Write near_scale * near + far_scale * far to out. near, far: int8 [2, heads, tokens, head dim]; scales: [2,
-        heads, tokens, 1]; out: the shape of near, with a constant stride between heads."""
+        heads, tokens, 1]; out: the shape of near, with a constant stride between heads, also of keys and values."""
         kinds, heads, tokens, width = near.shape
+        if not near.is_contiguous():  # a part of the heads
+            for each in zip(
+                near.split(1), near_scale.split(1), far.split(1), far_scale.split(1), out.split(1), strict=True
+            ):
+                self.interpolate(*each)
+            return
         pages = near.data_ptr(), near_scale.data_ptr(), far.data_ptr(), far_scale.data_ptr()
         self._interpolate(*pages, kinds * heads, tokens, width, out.data_ptr(), out.stride(1))
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
-from typing import Any, Generic, TypeVar
+from typing import Any, Generic, Literal, NamedTuple, TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -22,6 +22,21 @@ PACKED_BYTES = 1 << 30
 mapped from the checkpoint's file where the dtype is the same."""
 
 Addition = TypeVar("Addition", AddedPanels, AddedProducts)
+
+
+Order = Literal["oneDNN", "panels"]
+"""Of packed weights: the one that oneDNN reads, or our kernels."""
+
+
+class Packed(NamedTuple):
+    """The weights and biases of a group's layers, side by side. If the layers' own are freed, it is the attribute
+    `packed` of the first layer: a module that comes from another process with it (`model_executor/weights`) is packed
+    already.
+    """
+
+    order: Order  # of the weights
+    weight: Tensor
+    bias: Tensor
 
 
 class LinearGroup(ABC, Generic[Addition]):
@@ -79,12 +94,13 @@ def group_layers(
 ) -> AnyGroup:
     """The group of these layers. keep_packed: on a CPU, keep the weights in the order that products read. kernels: the
     compiled ones, to be used where they apply. owns_layers: the layers' own weights are freed if copies are kept, and
-    they can no longer run by themselves."""
-    plain = [layer for layer in layers if is_plain(layer)]
-    if not keep_packed or linear is not fused_linear or len(plain) < len(layers) or not has_onednn(plain[0].weight):
+    they can no longer run by themselves. Raises RuntimeError for layers that were packed for other kernels."""
+    plain: list[Any] = [layer for layer in layers if is_plain(layer)]
+    if not keep_packed or linear is not fused_linear or len(plain) < len(layers) or not _can_pack(plain[0]):
         return ProductGroup(layers, linear, kernels)
     group = PackedGroup(plain, kernels) if kernels is None or not _suits_kernels(plain) else KernelGroup(plain, kernels)
     if owns_layers:
+        plain[0].packed = group.packed
         for layer in plain:
             layer.to("meta")
     return group
@@ -144,14 +160,15 @@ class PackedGroup(ProductGroup):
 
     def __init__(self, layers: Sequence[nn.Linear], kernels: Kernels | None = None) -> None:
         super().__init__(layers, fused_linear, kernels)
-        weight, self._bias = _concatenated(layers)
-        self._weight: Tensor = torch.ops.mkldnn._reorder_linear_weight(weight, USUAL_ROWS)
+        self.packed = _packed(
+            layers, "oneDNN", lambda weight: torch.ops.mkldnn._reorder_linear_weight(weight, USUAL_ROWS)
+        )
 
     def _linear_of(self, layer: nn.Linear) -> AnyGroup:
         return PackedGroup([layer])
 
     def _product(self, x: Tensor, *, gelu: bool = False) -> Tensor:
-        return onednn_product(x, self._weight, self._bias, gelu=gelu)
+        return onednn_product(x, self.packed.weight, self.packed.bias, gelu=gelu)
 
 
 class KernelGroup(LinearGroup[AddedPanels]):
@@ -160,14 +177,13 @@ class KernelGroup(LinearGroup[AddedPanels]):
     def __init__(self, layers: Sequence[nn.Linear], kernels: Kernels) -> None:
         super().__init__(layers)
         self._kernels = kernels
-        weight, self._bias = _concatenated(layers)
-        self._weight = pack(weight)
+        self.packed = _packed(layers, "panels", pack)
 
     def addition(self, lows: Sequence[LowRank | None]) -> AddedPanels:
         return AddedPanels(lows, self._outputs)
 
     def _product(self, x: Tensor, *, gelu: bool = False) -> Tensor:
-        return self._kernels.linear(x, self._weight, self._bias, gelu=gelu)
+        return self._kernels.linear(x, self.packed.weight, self.packed.bias, gelu=gelu)
 
     def _patched(self, x: Tensor, segments: Segments, *, gelu: bool) -> Tensor:
         lows = {
@@ -177,7 +193,22 @@ class KernelGroup(LinearGroup[AddedPanels]):
             (*rows, [self._additions[each.patch].of(lows[each][rows[0] - each.rows[0] :]) for each in its])
             for rows, its in runs(len(x), segments)
         ]
-        return self._kernels.linear(x, self._weight, self._bias, gelu=gelu, pieces=pieces)
+        return self._kernels.linear(x, self.packed.weight, self.packed.bias, gelu=gelu, pieces=pieces)
+
+
+def _can_pack(layer: nn.Linear) -> bool:
+    return hasattr(layer, "packed") or has_onednn(layer.weight)
+
+
+def _packed(layers: Sequence[nn.Linear], order: Order, pack: Callable[[Tensor], Tensor]) -> Packed:
+    """The weights of these layers in an order, which `pack` brings about if they are not packed already."""
+    packed: Packed | None = getattr(layers[0], "packed", None)
+    if packed is None:
+        weight, bias = _concatenated(layers)
+        return Packed(order, pack(weight), bias)
+    if packed.order != order:
+        raise RuntimeError(f"weights were packed in the order of {packed.order}, and that of {order} is read here")
+    return packed
 
 
 @torch.no_grad()

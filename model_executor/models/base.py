@@ -20,6 +20,7 @@ from core.page_scheme import PageDtype, PageLayout
 from core.patches import PatchSet
 from model_executor.models.boxes import Box
 from model_executor.page_cache.pages import Pages
+from model_executor.parallel.group import Group
 from model_executor.patches.adapters import Adapter, LoraFormat
 from model_executor.samplers.sampling import State
 
@@ -149,7 +150,8 @@ class Family(ABC):
 
     @abstractmethod
     def prepare(self, part: str, module: nn.Module) -> Any:
-        """A loaded part in the form that it is computed with. Changes the module, which must not be used any more."""
+        """A loaded part in the form that it is computed with. Changes the module, which must not be used any more, but
+        may be prepared again: weights that are packed for a CPU stay in it, and are found there."""
 
     @abstractmethod
     def put(self, part: str, prepared: Any) -> None:
@@ -266,8 +268,12 @@ class Family(ABC):
         """The sample's latents as the denoiser takes them: a sampler may keep them at another scale."""
 
     @abstractmethod
-    def predict(self, rows: Sequence[Row]) -> list[Tensor]:
-        """Prediction for each row's active tokens, [active tokens, latent width], in one forward pass over all rows."""
+    def predict(self, rows: Sequence[Row], group: Group | None = None) -> list[Tensor]:
+        """Prediction for each row's active tokens, [active tokens, latent width], in one forward pass over all rows.
+
+        group: of ranks that compute it together. All of them call this with the same rows and get the same tensors.
+        Raises GroupBrokenError if the group is broken.
+        """
 
     @abstractmethod
     def combine_guidance(self, predictions: Sequence[Tensor], scale: float) -> Tensor:

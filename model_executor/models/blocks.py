@@ -30,7 +30,11 @@ FLOAT16_MAX = 65504.0
 
 
 class Source(attention.Source, Protocol):
-    """One request in a pass. num_tokens: its image tokens, and the condition tokens that follow them."""
+    """One request in a pass. text_tokens: of its prompt. num_tokens: its image tokens, and the condition tokens that
+    follow them."""
+
+    @property
+    def text_tokens(self) -> int: ...
 
     @property
     def num_tokens(self) -> int: ...
@@ -48,17 +52,21 @@ class Edit:
     def __init__(self, row: Row, num_tokens: int, first_pages: Sequence[int], operators: Operators) -> None:
         """first_pages: each block's first page; where it is among the row's `full_blocks`, the block computes all
         tokens. Raises ValueError for a row with active tokens but without pages."""
-        self.num_tokens = num_tokens
+        self.num_tokens, self.text_tokens = num_tokens, row.prompt_embeds.shape[0]
         self._active, self._full_blocks = row.active, sum(page in row.full_blocks for page in first_pages)
         if row.active is None or len(row.active) == self.num_tokens:
             self._active, self._full_blocks = None, len(first_pages)
         elif row.pages is None and self._full_blocks < len(first_pages):
             raise ValueError("a request that leaves tokens out needs the template's pages")
         else:
-            text_tokens = row.prompt_embeds.shape[0]
-            text = torch.arange(text_tokens, device=row.active.device)
-            self._rows = torch.cat([text, row.active + text_tokens])
+            text = torch.arange(self.text_tokens, device=row.active.device)
+            self._rows = torch.cat([text, row.active + self.text_tokens])
         self._pages: Reader | None = None if row.pages is None else operators.open(row.pages)
+
+    @property
+    def active(self) -> Tensor | None:
+        """The image tokens that the last block computes, None for all."""
+        return self._active
 
     def computed(self, number: int) -> Tensor | None:
         return None if number < self._full_blocks else self._active
@@ -75,8 +83,12 @@ class Edit:
         if rows is None:
             keys_values.put(fresh, None)
         else:
-            assert self._pages is not None
-            self._pages.read_over(page, keys_values, fresh, rows)
+            self.read_over(page, keys_values, fresh, rows)
+
+    def read_over(self, page: int, keys_values: KeysValues, fresh: Tensor, rows: Tensor) -> None:
+        """See `Reader.read_over`."""
+        assert self._pages is not None
+        self._pages.read_over(page, keys_values, fresh, rows)
 
     def store(self, page: int, image: Tensor) -> None:
         """Does nothing: an edit writes no pages."""
@@ -87,6 +99,7 @@ class Template:
     """A template that is being primed: what a block computes is written as its page."""
 
     entry: Entry
+    text_tokens: int
     num_tokens: int
 
     def load(self, number: int, page: int, keys_values: KeysValues, fresh: Tensor) -> None:
@@ -213,7 +226,7 @@ class Projection:
 
     def split(self, qkv: Tensor) -> Tensor:
         """[tokens, 3 * hidden] -> [tokens, 3, heads, head dim]."""
-        return qkv.view(len(qkv), 3, self._heads, -1)
+        return qkv.view(len(qkv), 3, self._heads, qkv.shape[1] // (3 * self._heads))
 
     def heads(self, x: Tensor, where: Segments) -> Tensor:
         """As `__call__`, [tokens, 3, heads, head dim]."""

@@ -11,6 +11,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from copy import copy
+from dataclasses import replace
 from functools import lru_cache, partial
 from typing import Any, ClassVar, Self, TypeVar, get_args
 
@@ -24,10 +25,12 @@ from model_executor.kernels.attention import Attention
 from model_executor.kernels.linear import as_linear
 from model_executor.kernels.linear_groups import PACKED_BYTES, AnyGroup, group_layers
 from model_executor.kernels.operators import Operators, best_operators
-from model_executor.kernels.ragged import Packing
+from model_executor.kernels.ragged import Packing, Span
 from model_executor.models.base import PrimeRow, Row
 from model_executor.models.blocks import Block, Edit, Modulation, Source, Stream, Template
 from model_executor.page_cache.pages import Entry
+from model_executor.parallel.group import Group, shares
+from model_executor.parallel.sequence import Shard, Team
 from model_executor.patches.batch_patches import BatchPatches, Where, by_patches
 from model_executor.patches.group_patches import GroupPatches
 
@@ -61,7 +64,8 @@ class Denoiser(ABC):
         self, module: Any, num_train_timesteps: int, operators: Operators | None = None, *, owns_module: bool = False
     ) -> None:
         self.module = module
-        self._device: torch.device = module.device
+        # Of layers that have come packed, and of an outline, the parameters are on the meta device.
+        self._device: torch.device = next((p.device for p in module.parameters() if not p.is_meta), module.device)
         self._owns_module = owns_module
         self.dtype: torch.dtype = module.dtype  # kept, because diffusers searches all modules for it, 0.6 ms each time
         self._num_train_timesteps = num_train_timesteps
@@ -148,23 +152,41 @@ class Denoiser(ABC):
 
     # ------------------------------------------------------------------------------------------------------- passes
 
-    def forward(self, rows: Sequence[Row]) -> list[Tensor]:
+    def forward(self, rows: Sequence[Row], group: Group | None = None) -> list[Tensor]:
         """Velocity of each row's active tokens, [active tokens, latent width].
 
-        Raises ValueError for a row with active tokens but without pages.
+        group: of ranks that compute the tokens together, all of which call this with the same rows and get the same
+        result. Raises ValueError for a row with active tokens but without pages, GroupBrokenError.
         """
-        return _in_order(rows, self._forward)
+        return _in_order(rows, self._forward if group is None else partial(self._forward_together, group=group))
 
     def _forward(self, rows: Sequence[Row]) -> list[Tensor]:
         edits = [Edit(row, self._num_tokens(row), self._first_pages, self._operators) for row in rows]
-        stream = self._start(rows, edits, [edit.computed(0) for edit in edits])
+        velocities = zip(rows, self._pass(self._start(rows, edits), edits), strict=True)
+        return [velocity[: len(row.latents)] for row, velocity in velocities]
+
+    def _forward_together(self, rows: Sequence[Row], group: Group) -> list[Tensor]:
+        heads = shares(self.module.config.num_attention_heads, group.degree)
+        mine = [with_heads(row, heads[group.me]) for row in rows]
+        edits = [Edit(row, self._num_tokens(row), self._first_pages, self._operators) for row in mine]
+        shards = [Shard(edit, group, self._device) for edit in edits]
+        parts = [
+            replace(row, prompt_embeds=row.prompt_embeds[shard.text]) for row, shard in zip(rows, shards, strict=True)
+        ]
+        stream = self._start(parts, shards, Team(group, heads))
+        return [
+            group.gather(velocity, shard.final_lengths())[: len(row.latents)]
+            for row, shard, velocity in zip(rows, shards, self._pass(stream, shards), strict=True)
+        ]
+
+    def _pass(self, stream: Stream, edits: Sequence[Edit | Shard]) -> list[Tensor]:
+        """Velocity of the image tokens that the last block computes, of each row."""
         for number, block in enumerate(self._blocks):
             stream.keep([edit.kept(number) for edit in edits])
             block.run(stream, number)
         stream.keep([edit.kept(len(self._blocks)) for edit in edits])
         velocity = self._project_out(stream)
-        spans = zip(rows, stream.packing.image, strict=True)
-        return [velocity[start:stop][: len(row.latents)] for row, (start, stop) in spans]
+        return [velocity[start:stop] for start, stop in stream.packing.image]
 
     def prime(self, rows: Sequence[PrimeRow], pages: tuple[int, int]) -> list[tuple[Tensor, ...]]:
         """Run all image tokens of each row through the blocks whose last page is in [start, stop), and write these
@@ -176,8 +198,8 @@ class Denoiser(ABC):
         return _in_order(rows, partial(self._prime, pages=pages))
 
     def _prime(self, rows: Sequence[PrimeRow], pages: tuple[int, int]) -> list[tuple[Tensor, ...]]:
-        templates = [Template(self._entry(row), self._num_tokens(row)) for row in rows]
-        stream = self._start(rows, templates, [None] * len(rows))
+        templates = [Template(self._entry(row), len(row.prompt_embeds), self._num_tokens(row)) for row in rows]
+        stream = self._start(rows, templates)
         for number, block in enumerate(self._blocks):
             if pages[0] <= block.page + block.num_pages - 1 < pages[1]:
                 if number == len(self._blocks) - 1:
@@ -209,34 +231,42 @@ class Denoiser(ABC):
 
     # ------------------------------------------------------------------------------------------------------- inputs
 
-    def _start(
-        self, rows: Sequence[Row | PrimeRow], sources: Sequence[Source], computed: Sequence[Tensor | None]
-    ) -> Stream:
-        """The stream before its first block. computed: per row, the image tokens that it contains, None for all."""
+    def _start(self, rows: Sequence[Row | PrimeRow], sources: Sequence[Source], team: Team | None = None) -> Stream:
+        """The stream before its first block. rows: with the text tokens that it contains."""
+        computed = [source.computed(0) for source in sources]
         packing = Packing.of(
-            [row.prompt_embeds.shape[0] for row in rows],
+            [len(row.prompt_embeds) for row in rows],
             [
-                self._num_tokens(row) if tokens is None else len(tokens)
-                for row, tokens in zip(rows, computed, strict=True)
+                source.num_tokens if tokens is None else len(tokens)
+                for source, tokens in zip(sources, computed, strict=True)
             ],
         )
         hidden = [row.hidden[0] for row in rows if isinstance(row, PrimeRow) and row.hidden is not None]
-        rotary = torch.cat([self._rotary(row, source.rows(0)) for row, source in zip(rows, sources, strict=True)])
+        rotary = torch.cat([self._rotary(row, source) for row, source in zip(rows, sources, strict=True)])
         patches = BatchPatches([row.patches for row in rows], self._device)
         where = patches.on(packing)
         joint = torch.cat(hidden) if hidden else self._embed(rows, computed, packing, where)
-        modulation, attentions = self._modulation_of(rows, patches), self._attentions(rows, joint)
+        modulation, attentions = self._modulation_of(rows, patches), self._attentions(sources, joint, team)
         return Stream(joint, packing, patches, where, rotary, modulation, sources, *attentions, self._operators)
 
-    def _attentions(self, rows: Sequence[Row | PrimeRow], like: Tensor) -> tuple[Attention, Attention | None]:
+    def _attentions(
+        self, sources: Sequence[Source], like: Tensor, team: Team | None
+    ) -> tuple[Attention, Attention | None]:
         """Attention over text and image together, and over the image alone where blocks have it; dtype and device of
         `like`."""
         heads, head_dim = self.module.config.num_attention_heads, self.module.config.attention_head_dim
-        sizes = [(row.prompt_embeds.shape[0], self._num_tokens(row)) for row in rows]
-        joint = self._operators.attention(sizes, heads, head_dim, like)
-        if self.num_pages == len(self._blocks):
-            return joint, None
-        return joint, self._operators.attention([(0, image) for _, image in sizes], heads, head_dim, like, joint)
+        if team is not None:
+            heads = team.num_heads
+        sizes = [(source.text_tokens, source.num_tokens) for source in sources]
+        joint, image = self._operators.attention(sizes, heads, head_dim, like), None
+        if self.num_pages > len(self._blocks):
+            alone = [(0, num_tokens) for _, num_tokens in sizes]
+            image = self._operators.attention(alone, heads, head_dim, like, joint)
+        return (
+            (joint, image)
+            if team is None
+            else (team.attention(joint), image and team.attention(image, with_text=False))
+        )
 
     def _modulation_of(
         self, rows: Sequence[Row | PrimeRow], patches: BatchPatches
@@ -258,9 +288,9 @@ class Denoiser(ABC):
         """Image and condition tokens of a row."""
         return self.rows_per_token * len(row.latents)
 
-    def _rotary(self, row: Row | PrimeRow, tokens: Tensor | None) -> Tensor:
-        """Rotations of these tokens of a request, None for all: complex64 [tokens, 1, 1, head dim / 2]."""
-        return select(self._rotary_table(row.prompt_embeds.shape[0], row.grid), tokens)
+    def _rotary(self, row: Row | PrimeRow, source: Source) -> Tensor:
+        """Rotations of a request's tokens before the first block: complex64 [tokens, 1, 1, head dim / 2]."""
+        return select(self._rotary_table(source.text_tokens, row.grid), source.rows(0))
 
     def _entry(self, row: PrimeRow) -> Entry:
         """The entry to write. The dtype of its pages follows from its size."""
@@ -287,12 +317,20 @@ def _in_order(rows: Sequence[AnyRow], run: Callable[[Sequence[AnyRow]], list[Res
     return [results[number] for number in range(len(rows))]
 
 
-def _unmap(module: nn.Module) -> None:
+def _unmap(module: Any) -> None:
     """Copy the few remaining parameters: as views they would keep the whole checkpoint file mapped, which counts as
-    memory."""
+    memory. Not of a module for which another process has done so (`model_executor/weights`), which shares them."""
+    if getattr(module, "is_unmapped", False):
+        return
+    module.is_unmapped = True
     for parameter in module.parameters():
         if not parameter.is_meta and type(parameter) is nn.Parameter:  # quantised ones are not views of the file
             parameter.data = parameter.data.clone()
+
+
+def with_heads(row: Row, heads: Span) -> Row:
+    """A row that reads these heads of its pages only."""
+    return row if row.pages is None else replace(row, pages=replace(row.pages, heads=heads))
 
 
 def select(x: Tensor, tokens: Tensor | None) -> Tensor:

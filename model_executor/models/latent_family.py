@@ -20,6 +20,8 @@ from model_executor.kernels.operators import Operators
 from model_executor.models.base import EncodedImage, PrimeRow, Row, Sample
 from model_executor.models.denoiser import Denoiser
 from model_executor.models.vae_family import VaeFamily, pack, refuse, to_image, unpack
+from model_executor.parallel.group import Group
+from model_executor.parallel.rows import are_even, predict_rows
 from model_executor.patches.part_patches import AnyPatches
 from model_executor.samplers.sampling import Sampling, State, predict_clean
 
@@ -95,8 +97,11 @@ class LatentFamily(VaeFamily):
     def denoiser_input(self, sample: Sample) -> Tensor:
         return sample.latents
 
-    def predict(self, rows: Sequence[Row]) -> list[Tensor]:
-        return self._denoiser.forward(rows)
+    def predict(self, rows: Sequence[Row], group: Group | None = None) -> list[Tensor]:
+        denoiser = self._denoiser
+        if group is None or not are_even(rows, group.degree):
+            return denoiser.forward(rows, group)
+        return predict_rows(rows, group, denoiser.forward, denoiser.dtype)
 
     def predict_clean(self, sample: Sample, prediction: Tensor) -> Tensor:
         return predict_clean(sample.latents, prediction, sample.sigmas[sample.step])

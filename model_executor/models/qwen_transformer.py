@@ -62,7 +62,7 @@ class QwenEditTransformer(QwenTransformer):
     rows_per_token = 2
 
     def _inputs(self, row: Row | PrimeRow, tokens: Tensor | None) -> Tensor:
-        return torch.cat([row.latents, row.condition]) if tokens is None else row.latents[tokens]
+        return select(torch.cat([row.latents, row.condition]), tokens)
 
 
 def _renamed(block: Any) -> SimpleNamespace:

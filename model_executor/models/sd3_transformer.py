@@ -71,4 +71,5 @@ class SD3Transformer(Denoiser):
     def _project_out(self, stream: Stream) -> Tensor:
         """Also reorders patches, which have their channels last in the module and first in latents."""
         velocity = super()._project_out(stream)
-        return velocity.view(len(velocity), self._patch, self._patch, -1).permute(0, 3, 1, 2).flatten(1)
+        channels = velocity.shape[1] // self._patch**2
+        return velocity.view(len(velocity), self._patch, self._patch, channels).permute(0, 3, 1, 2).flatten(1)

@@ -28,6 +28,8 @@ from model_executor.models.text import Tokens, tokenize
 from model_executor.models.unet import Unet
 from model_executor.models.unet_layers import TOKEN_SIDE, Layers
 from model_executor.models.vae_family import VaeFamily, pack, refuse, to_image, unpack
+from model_executor.parallel.group import Group
+from model_executor.parallel.rows import predict_rows
 from model_executor.patches.adapters import LoraFormat
 from model_executor.patches.module_patches import unarranged
 from model_executor.patches.part_patches import AnyPatches
@@ -236,8 +238,9 @@ class UnetFamily(VaeFamily):
     def denoiser_input(self, sample: Sample) -> Tensor:
         return self._sampling.scaled(sample.latents, sample.state[0], sample.step)
 
-    def predict(self, rows: Sequence[Row]) -> list[Tensor]:
-        return self._denoiser.forward(rows)
+    def predict(self, rows: Sequence[Row], group: Group | None = None) -> list[Tensor]:
+        forward = self._denoiser.forward
+        return forward(rows) if group is None else predict_rows(rows, group, forward, self._checkpoint.dtype)
 
     @property
     def _denoiser(self) -> Unet:

@@ -6,9 +6,10 @@ what a block's attention needs.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from copy import copy
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Protocol, Self
 
 import torch
 from torch import Tensor
@@ -40,6 +41,7 @@ class Pages:
     far: Tensor | None  # that of the keyframe to interpolate with; None exactly at a keyframe
     weight: float  # of far, 0..1
     wait: Callable[[int], None] | None = None  # blocks until a block may be read; None: all are loaded
+    heads: tuple[int, int] | None = None  # (first, after the last) of those that are read; None: all
 
     def open(self, kernels: Kernels | None = None) -> PageReader:
         """A reader of these pages. The entries' bytes must not change while it is used."""
@@ -67,8 +69,8 @@ class PageReader:
 
     def __init__(self, pages: Pages, kernels: Kernels | None) -> None:
         self._kernels = kernels
-        near = Entry(pages.near, pages.layout, pages.num_tokens)
-        far = None if pages.far is None else Entry(pages.far, pages.layout, pages.num_tokens)
+        near = Entry(pages.near, pages.layout, pages.num_tokens).of_heads(pages.heads)
+        far = None if pages.far is None else Entry(pages.far, pages.layout, pages.num_tokens).of_heads(pages.heads)
         self._wait, self._weight = pages.wait, pages.weight
         near_weight, all_blocks = (1.0 if far is None else 1.0 - pages.weight), pages.wait is None
         self._near, self._near_scales = near.values, near.weighted_scales(near_weight, at_once=all_blocks)
@@ -140,7 +142,9 @@ class Entry:
         blocks = entry.view(layout.num_blocks, layout.block_bytes(num_tokens))
         shape = (layout.num_blocks, 2, layout.num_heads, layout.num_rows(num_tokens))
         end = layout.value_bytes(num_tokens)
-        self.values = blocks[:, :end].view(_DTYPES[layout.dtype]).view(*shape, layout.head_dim).unbind()
+        self.values: Sequence[Tensor] = (
+            blocks[:, :end].view(_DTYPES[layout.dtype]).view(*shape, layout.head_dim).unbind()
+        )
         self.scales: Tensor | None = None
         if layout.dtype == "int8":
             scales = blocks[:, end : end + layout.scale_bytes(num_tokens)]
@@ -148,6 +152,15 @@ class Entry:
         end += layout.scale_bytes(num_tokens)
         moments = blocks[:, end : end + layout.moment_bytes(num_tokens)].view(_MOMENT_DTYPES[layout.dtype])
         self.moments = moments.view(layout.num_blocks, layout.num_moments, num_tokens)
+
+    def of_heads(self, heads: tuple[int, int] | None) -> Self:
+        """The same entry, to be read for these heads only; None: all."""
+        if heads is None:
+            return self
+        part, chosen = copy(self), slice(*heads)
+        part.values = [values[:, chosen] for values in self.values]
+        part.scales = None if self.scales is None else self.scales[:, :, chosen]
+        return part
 
     def weighted_scales(self, weight: float, *, at_once: bool) -> Callable[[int], Tensor] | None:
         """A function: block -> weight * its scales. at_once: multiply all now, else each block when it is asked for."""

@@ -66,8 +66,9 @@ class ModulePatches(PartPatches[PreparedModule], Generic[T]):
 
     def drop(self, patch: str) -> None:
         self._adapters.pop(patch, None)
-        for patches in [patches for patches in self._twins if patch in patches]:
-            del self._twins[patches]
+        for patches in list(self._twins):  # in one operation: another thread may compute with other patches
+            if patch in patches:
+                self._twins.pop(patches, None)
 
     def changed_by(self, patches: PatchSet) -> PatchSet:
         """Those of these patches that change this module."""

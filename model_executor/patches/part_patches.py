@@ -24,7 +24,7 @@ class PartPatches(ABC, Generic[Prepared]):
 
     @abstractmethod
     def drop(self, patch: str) -> None:
-        """Drop a patch's adapter, if it has one here."""
+        """Drop a patch's adapter, if it has one here. No request uses it; others' passes may run meanwhile."""
 
 
 AnyPatches = PartPatches[Any]

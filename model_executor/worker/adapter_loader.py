@@ -1,10 +1,8 @@
-"""AdapterLoader: reads adapters' files in a thread of its own, while the worker computes, and puts them in use."""
+"""AdapterLoader: reads adapters' files in the loader's thread, while the worker computes, and puts them in use."""
 
 from __future__ import annotations
 
 import logging
-import queue
-import threading
 import traceback
 from collections.abc import Callable
 
@@ -15,6 +13,7 @@ from core.errors import ConfigError, InvalidRequestError
 from core.failure import Failure
 from core.ipc.logs import of_request
 from core.messages.worker import AdapterLoaded, DropAdapter, LoadAdapter
+from model_executor.worker.loader_thread import LoaderThread
 from model_executor.worker.resident import ResidentModels
 
 logger = logging.getLogger("stencil.worker")
@@ -23,41 +22,25 @@ logger = logging.getLogger("stencil.worker")
 class AdapterLoader:
     """The order of loads and drops is kept. `report` is called in the thread, with the answer to each load."""
 
-    def __init__(self, rank: int, models: ResidentModels, report: Callable[[AdapterLoaded], None]) -> None:
-        self._rank, self._models, self._report = rank, models, report
-        self._jobs: queue.SimpleQueue[LoadAdapter | None] = queue.SimpleQueue()
-        self._idle = threading.Condition()
-        self._num_pending = 0
-        self._is_started = False
+    def __init__(
+        self, rank: int, models: ResidentModels, report: Callable[[AdapterLoaded], None], thread: LoaderThread
+    ) -> None:
+        self._rank, self._models, self._report, self._thread = rank, models, report, thread
+        self._wait_for_last: Callable[[], object] = lambda: None
 
     def load(self, message: LoadAdapter) -> None:
         """Begin to load an adapter. Main thread only, as the others."""
-        if not self._is_started:  # most workers never need the thread
-            threading.Thread(target=self._run, name="adapters", daemon=True).start()
-            self._is_started = True
-        with self._idle:
-            self._num_pending += 1
-        self._jobs.put(message)
+        self._wait_for_last = self._thread.put(lambda: self._report(self._answer(message)))
 
     def drop(self, message: DropAdapter) -> None:
-        """Drop an adapter that no request uses any more."""
-        self.wait()
-        self._models.drop_adapter(message.model, message.patch)
+        """Drop an adapter that no request uses any more, once the loads before it are over."""
+        self._wait_for_last = self._thread.put(lambda: self._models.drop_adapter(message.model, message.patch))
 
     def wait(self) -> None:
-        """Wait until all loads begun are over: an engine that starts again is sent requests at once."""
-        with self._idle:
-            self._idle.wait_for(lambda: not self._num_pending)
+        """Wait until all of these that have begun are over: an engine that starts again is sent requests at once."""
+        self._wait_for_last()
 
     @torch.inference_mode()  # as in the main thread
-    def _run(self) -> None:
-        while (message := self._jobs.get()) is not None:
-            answer = self._answer(message)
-            with self._idle:
-                self._num_pending -= 1
-                self._idle.notify_all()
-            self._report(answer)
-
     def _answer(self, message: LoadAdapter) -> AdapterLoaded:
         try:
             config = AdapterConfig(message.name, message.path)

@@ -62,14 +62,15 @@ def known_or_probed(
     """Cost samples of all models: cached ones of an earlier start, else new ones. If the folder cannot be written, the
     next start measures again. An adapter has the costs of its model, though it takes a few percent longer.
 
-    infos: as the worker is about to report them. kernels: model's name -> choice, `auto` where missing.
+    families: of the models that are loaded; others have the samples of an earlier start, or none. infos: as the worker
+    is about to report them. kernels: model's name -> choice, `auto` where missing.
     """
     chosen = kernels or {}
     return tuple(
         sample
         for info in infos
         if not info.parent
-        for sample in _samples(families[info.name], info, cache_folder, chosen.get(info.name, "auto"))
+        for sample in _samples(families.get(info.name), info, cache_folder, chosen.get(info.name, "auto"))
     )
 
 
@@ -90,10 +91,13 @@ def probe(family: Family, info: ModelInfo, budget_seconds: float) -> list[CostSa
     return samples
 
 
-def _samples(family: Family, info: ModelInfo, cache_folder: Path, kernels: KernelChoice) -> list[CostSample]:
+def _samples(family: Family | None, info: ModelInfo, cache_folder: Path, kernels: KernelChoice) -> list[CostSample]:
     path = _path(info, kernels, cache_folder)
     samples = _read(path)
+    if samples is None and family is None:
+        return []
     if samples is None:
+        assert family is not None
         samples = probe(family, info, BUDGET_SECONDS)
         with suppress(OSError):
             write_atomically(path, msgspec.json.encode(samples))

@@ -83,20 +83,22 @@ def device_page_bytes(
     infos: Sequence[ModelInfo],
     cache: CacheConfig,
     scheduler: SchedulerConfig,
+    to_come: int = 0,
 ) -> int:
     """Bytes of device memory for pages: what the configuration asks for, else what is left. 0 without a gauge (on a
-    CPU), and if no model has pages. Raises ConfigError if nothing is left.
+    CPU), and if no model has pages. families: the models that are loaded, of which batches are measured. to_come: bytes
+    of weights that may be loaded later. Raises ConfigError if nothing is left.
     """
     schemes = [(info, info.page_scheme) for info in infos if info.page_scheme is not None and not info.parent]
     if cache.device_bytes is not None or gauge is None or not schemes:
         return cache.device_bytes or 0
-    models = [Batches(families[info.name], info) for info in infos if not info.parent]
+    models = [Batches(families[info.name], info) for info in infos if info.name in families and not info.parent]
     runs = (run for batches in models for run in heaviest(batches, scheduler))
     with room_for("what a request keeps beside the model"):
         # A plan frees what the results before it have made useless; plans that are under way have theirs still.
         num_states = scheduler.max_plans_in_flight + 1
         kept = scheduler.max_num_seqs * max(batches.kept_bytes(num_states) for batches in models)
-    memory = measure(gauge, runs, kept)
+    memory = measure(gauge, runs, kept + to_come)
     least = max(scheme.template_bytes(_native_tokens(info), len(scheme.keyframes) or 2) for info, scheme in schemes)
     pages = page_bytes(memory, cache.gpu_memory_utilization, least)
     logger.info("%s", describe(memory, pages))

@@ -21,10 +21,11 @@ from core.config import EMBEDDED_MODEL, ModelConfig, SchedulerConfig
 from core.ipc.atomic_file import write_atomically
 from core.messages.worker import CostSample
 from core.model_info import ModelInfo
+from model_executor.checkpoint.libraries import quiet_libraries
 from model_executor.models.base import Family
 from model_executor.worker.cost_probe import Batches, Timed, profile_path
 from model_executor.worker.device_failures import is_out_of_memory
-from model_executor.worker.resident import ResidentModels, quiet_libraries, set_threads
+from model_executor.worker.resident import ResidentModels, set_threads
 from model_executor.worker.worker import default_threads
 
 SHARES = (0.05, 0.1, 0.2, 0.4, 0.7, 1.0)

@@ -4,25 +4,26 @@ from __future__ import annotations
 
 import logging
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import replace
 from itertools import chain
 from typing import Any
 
-import diffusers.utils.logging
 import msgspec
 import torch
-import transformers.utils.logging
 from torch import nn
 
 from core.cache_folder import user_cache_folder
 from core.config import AdapterConfig, ModelConfig
+from core.errors import ConfigError
 from core.handles import LoadedComponent, ModelKey
 from core.ipc.heap import keep_freed_memory
+from core.ipc.logs import of_request
 from core.messages.worker import WorkerReady
 from core.model_info import ModelInfo
 from core.patches import PatchSet
 from model_executor.checkpoint.loader import Checkpoint
+from model_executor.checkpoint.parameter_count import expected_bytes
 from model_executor.models.base import Family, PrimeRow, Row, Sample
 from model_executor.models.registry import make_family
 from model_executor.page_cache.page_schemes import with_calibration
@@ -31,6 +32,9 @@ from model_executor.patches.adapters import Adapter, read_adapter
 from model_executor.worker.component_keys import Opened, component_keys, prompt_twins
 
 logger = logging.getLogger("stencil.worker")
+
+Read = Callable[[ModelKey], tuple[nn.Module, int]]
+"""Loads a component; (module, bytes of its weights)."""
 
 WARM_UP_SIDE = 256
 """Largest side in pixels of the picture that `warm_up` edits."""
@@ -106,28 +110,56 @@ class ResidentModels:
         """The device that all models run on."""
         return next(iter(self._checkpoints.values())).device
 
-    def load_all(self) -> None:
-        """Load every component of every model, and every adapter. Raises ConfigError."""
-        for key in dict.fromkeys(key for keys in self.keys.values() for key in keys.values()):
-            self.load(key)
-        for name, adapters in self._adapters.items():  # the families have copies of the layers
-            self._adapters[name] = [replace(adapter, parts={}) for adapter in adapters]
+    def load_all(self, names: Collection[str] = (), read: Read | None = None) -> None:
+        """Load every component of these models, by default of all, and their adapters. read: by default `self.read`.
+        Raises ConfigError."""
+        for key in dict.fromkeys(key for name in names or self._configs for key in self.keys[name].values()):
+            self.install(key, *(read or self.read)(key))
 
-    def load(self, key: ModelKey) -> None:
+    def load(self, key: ModelKey) -> LoadedComponent:
         """Load a component's weights once, for all models that share it, with what their adapters change in them.
         Raises ConfigError; KeyError for a component of no model."""
+        return self.install(key, *self.read(key))
+
+    def read(self, key: ModelKey) -> tuple[nn.Module, int]:
+        """(module, bytes of its weights) of a component, read from its files. Raises ConfigError."""
+        checkpoint, part = self.origin(key)
+        module: nn.Module = checkpoint.load(part)
+        return module, weight_bytes(module)
+
+    def origin(self, key: ModelKey) -> tuple[Checkpoint, str]:
+        """(a checkpoint that contains this component, the part of it that is the component). Raises KeyError for a
+        component of no model."""
         (name, part), *_ = self._users(key)
-        module = self._checkpoints[name].load(part)
-        loaded = LoadedComponent(key, weight_bytes(module))
+        return self._checkpoints[name], part
+
+    def install(self, key: ModelKey, module: nn.Module, nbytes: int) -> LoadedComponent:
+        """Put a component that was just loaded in use, for all models that share it. nbytes: of its weights."""
+        (name, part), *_ = self._users(key)
+        loaded = LoadedComponent(key, nbytes)
         prepared = self.families[name].prepare(part, module)
         for name, part in self._users(key):
             self.families[name].put(part, prepared)
-            for adapter in self._adapters[name]:
+            for adapter in list(self._adapters[name]):
                 self._adapt(name, part, adapter)
         self._loaded[key] = loaded
+        self._forget_layers()
+        return loaded
+
+    def _forget_layers(self) -> None:
+        """Drop the layers of adapters whose models are loaded: the families have copies of them."""
+        for name, adapters in self._adapters.items():
+            if self.is_loaded(name):
+                self._adapters[name] = [replace(adapter, parts={}) for adapter in adapters]
 
     def _adapt(self, name: str, part: str, adapter: Adapter) -> None:
-        family, whole = self.families[name], self._with_layers(name, adapter)
+        family = self.families[name]
+        try:
+            whole = self._with_layers(name, adapter)
+        except ConfigError as error:  # it fails its own requests, not the model's
+            logger.error("adapter %s is not in use any more: %s", adapter.name, error, extra=of_request(""))
+            self.drop_adapter(name, adapter.patch)
+            return
         family.put_adapter(adapter.patch, family.prepare_adapter(whole, {part}))
 
     def add_adapter(self, model: str, config: AdapterConfig, patch: str = "") -> str:
@@ -145,7 +177,8 @@ class ResidentModels:
             raise adapter.refuse("the file has changed since it was loaded")
         family.put_adapter(adapter.patch, family.prepare_adapter(adapter, parts))
         if adapter.patch not in {other.patch for other in self._adapters[model]}:
-            self._adapters[model].append(replace(adapter, parts={}))
+            self._adapters[model].append(adapter)
+            self._forget_layers()
         return adapter.patch
 
     def drop_adapter(self, model: str, patch: str) -> None:
@@ -169,10 +202,39 @@ class ResidentModels:
         return again
 
     def unload(self, key: ModelKey) -> None:
-        """Drop a component's weights."""
+        """Drop a component's weights. Raises KeyError if it is not loaded."""
         for name, part in self._users(key):
             self.families[name].drop(part)
         del self._loaded[key]
+
+    def find(self, key: ModelKey) -> LoadedComponent | None:
+        """A component, if it is loaded."""
+        return self._loaded.get(key)
+
+    def is_loaded(self, name: str) -> bool:
+        """Whether every component of a model is loaded."""
+        return self._loaded.keys() >= {*self.keys[name].values()}
+
+    @property
+    def loaded_families(self) -> dict[str, Family]:
+        """The families of the models that are loaded, by name."""
+        return {name: self.families[name] for name in self._configs if self.is_loaded(name)}
+
+    @property
+    def first(self) -> list[str]:
+        """The models to load before the worker is ready, if others may follow."""
+        return [next(iter(self._configs))]
+
+    @property
+    def sizes(self) -> tuple[LoadedComponent, ...]:
+        """Every component of every model, with its bytes; of those that are not loaded, as their files say."""
+        known = {key: self._expected_bytes(key) for keys in self.keys.values() for key in keys.values()}
+        known |= {loaded.key: loaded.nbytes for loaded in self.loaded}
+        return tuple(LoadedComponent(key, nbytes) for key, nbytes in known.items())
+
+    def _expected_bytes(self, key: ModelKey) -> int:
+        checkpoint, part = self.origin(key)
+        return expected_bytes(checkpoint, part)
 
     def _users(self, key: ModelKey) -> list[tuple[str, str]]:
         """The (model, part) that are this component; at least one."""
@@ -187,11 +249,10 @@ class ResidentModels:
         return tuple(self._loaded.values())
 
     def ready(self, rank: int) -> WorkerReady:
-        """The message that describes what this worker serves, models before their adapters. Every component must be
-        loaded. Raises ConfigError."""
+        """The message that describes what this worker serves, models before their adapters. Raises ConfigError."""
         models = {name: self._info(name) for name in self._configs}
         adapters = (_adapted(models[name], adapter) for name, its in self._adapters.items() for adapter in its)
-        return WorkerReady(rank=rank, models=(*models.values(), *adapters), components=self.loaded)
+        return WorkerReady(rank=rank, models=(*models.values(), *adapters), components=self.loaded, sizes=self.sizes)
 
     def _info(self, name: str) -> ModelInfo:
         family, folder = self.families[name], user_cache_folder(os.environ)
@@ -199,10 +260,10 @@ class ResidentModels:
         return with_calibration(info, self._configs[name], self._checkpoints[name], family, folder)
 
     def warm_up(self) -> None:
-        """Edit one small picture with every model, so that the first request does not pay for first calls and for
-        untouched memory."""
+        """Edit one small picture with every loaded model, so that the first request does not pay for first calls and
+        for untouched memory."""
         keep_freed_memory(KEPT_BYTES)
-        for name in self._configs:
+        for name in filter(self.is_loaded, self._configs):
             family = self.families[name]
             info = family.info(name)
             side = min(info.native_size, WARM_UP_SIDE) // info.token_size * info.token_size
@@ -287,11 +348,3 @@ def set_threads(num_threads: int) -> None:
     """Set PyTorch's threads per operator; operators do not run in parallel."""
     torch.set_num_threads(num_threads)
     torch.set_num_interop_threads(1)
-
-
-def quiet_libraries() -> None:
-    """Turn off progress bars and advice of the libraries, which do not belong in a server's log; their errors still
-    arrive as exceptions."""
-    for library in (diffusers.utils.logging, transformers.utils.logging):
-        library.set_verbosity_error()
-        library.disable_progress_bar()

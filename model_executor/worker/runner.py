@@ -4,6 +4,9 @@ The runner has no state per request: inputs and outputs are named by the plan an
 compute one item at a time, so an error fails that item only. Denoising steps and priming chunks compute all items in
 one forward pass, which fails as a whole and is then tried in halves (`attempt_in_halves`).
 
+A batch of several ranks is computed by all of them together and is not halved: where one fails, it leaves the group,
+and so the batch fails on all.
+
 A pass that fails leaves nothing behind, so it can be repeated. Steps store new tensors only after all are computed.
 Pages and pixels, which are written in place, are not read before the result reports them done, and the next attempt
 writes them from the start. What is computed once for all steps (modulation, active tokens, a prompt's embedding) is
@@ -15,29 +18,36 @@ from __future__ import annotations
 import logging
 import time
 import traceback
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
 
+import msgspec
 import torch
 
+from core.errors import GroupBrokenError
 from core.failure import Failure
 from core.graph.op import OPS
 from core.ipc.logs import of_request
 from core.messages.worker import Batch, BatchResult, Item, ItemResult
 from core.scheduling.halving import attempt_in_halves
+from model_executor.parallel.groups import Groups
 from model_executor.worker.device_failures import free_memory, our_error, wait_for_device
 from model_executor.worker.ops import HANDLERS, Handler
 from model_executor.worker.ops.context import WorkerContext
 
 logger = logging.getLogger("stencil.worker")
 
+Attempt = Callable[[Sequence[Item]], list[ItemResult] | Failure]
+
 
 class Runner:
     """Runs the batches of one worker."""
 
-    def __init__(self, rank: int, context: WorkerContext) -> None:
+    def __init__(self, rank: int, context: WorkerContext, groups: Groups | None = None) -> None:
+        """groups: None in an engine with one rank."""
         self._rank = rank
         self._context = context
+        self._groups = groups
 
     @torch.inference_mode()
     def run(self, batch: Batch) -> BatchResult:
@@ -46,9 +56,12 @@ class Runner:
         started = time.monotonic()
         attempt = partial(self._attempt, HANDLERS[batch.op], batch.model)
         share_pass = OPS[batch.op].sharing == "together"
-        groups = [batch.items] if share_pass else [(item,) for item in batch.items]
+        passes = [batch.items] if share_pass else [(item,) for item in batch.items]
         self._context.exchange.begin_batch(batch)
-        done = [attempt_in_halves(group, attempt, free_memory) for group in groups]
+        if len(batch.ranks) == 1 or OPS[batch.op].parallel == "none":
+            done = [attempt_in_halves(items, attempt, free_memory) for items in passes]
+        else:
+            done = [(self._attempt_together(batch, attempt), 1)]
         self._context.exchange.finish_batch()
         return BatchResult(
             batch_id=batch.id,
@@ -58,6 +71,22 @@ class Runner:
             items=tuple(result for results, _ in done for result in results),
             num_parts=1 + sum(num_parts - 1 for _, num_parts in done),
         )
+
+    def _attempt_together(self, batch: Batch, attempt: Attempt) -> list[ItemResult]:
+        """The results of a batch of several ranks, which succeed or fail together."""
+        assert self._groups is not None, "an engine with one rank has no groups"
+        try:
+            self._context.group = self._groups.of(batch.ranks, batch.epoch, batch.port)
+            results = attempt(batch.items)
+        except GroupBrokenError as error:
+            results = Failure.of(error)
+        finally:
+            self._context.group = None
+        if not isinstance(results, Failure):
+            return results
+        self._groups.abort(batch.ranks)
+        failure = msgspec.structs.replace(results, kind="group_broken")
+        return [ItemResult(item.request_id, item.node, failure=failure) for item in batch.items]
 
     def _attempt(self, handler: Handler, model: str, items: Sequence[Item]) -> list[ItemResult] | Failure:
         """The results of items that succeed or fail together. After a failure nothing refers to what was computed.

@@ -29,7 +29,7 @@ from core.ipc.peer_sockets import PeerSockets
 from core.ipc.process import die_with_parent
 from core.ipc.ring import Channel, PeerClosedError
 from core.ipc.shared_array import Arena
-from core.memory_budget import CPU_REMEDIES, REMEDIES
+from core.memory_budget import CPU_REMEDIES, REMEDIES, bytes_to_come, check_fits
 from core.messages.codec import MessageDecoder, encode
 from core.messages.salvage import WithheldItems, readable_plan, sendable_result
 from core.messages.worker import (
@@ -38,6 +38,8 @@ from core.messages.worker import (
     DropAdapter,
     FromWorker,
     LoadAdapter,
+    ModelFailed,
+    ModelLoaded,
     PageCopied,
     Shutdown,
     StepPlan,
@@ -51,8 +53,8 @@ if TYPE_CHECKING:
     from model_executor.page_cache.page_files import PageFiles
     from model_executor.page_cache.page_store import PageStore
     from model_executor.worker.adapter_loader import AdapterLoader
+    from model_executor.worker.component_loader import ComponentLoader
     from model_executor.worker.exchange import Exchange
-    from model_executor.worker.resident import ResidentModels
     from model_executor.worker.runner import Runner
     from model_executor.worker.tensor_store import TensorStore
 
@@ -103,13 +105,18 @@ def _start(settings: WorkerConfig, link: EngineLink, arenas: Sequence[Arena], so
     # Importing diffusers creates this folder, by default one that is left behind; nothing is compiled into it.
     os.environ.setdefault("TORCHINDUCTOR_CACHE_DIR", tempfile.gettempdir())
     gc.disable()  # otherwise a quarter of the libraries' import time goes to collections that find nothing
+    from model_executor.checkpoint.libraries import quiet_libraries
     from model_executor.page_cache.page_store import PageStore
+    from model_executor.parallel.groups import Groups
+    from model_executor.weights.taking import TakenWeights
     from model_executor.worker.adapter_loader import AdapterLoader
+    from model_executor.worker.component_loader import ComponentLoader
     from model_executor.worker.cost_probe import known_or_probed
     from model_executor.worker.exchange import Exchange
+    from model_executor.worker.loader_thread import LoaderThread
     from model_executor.worker.memory_probe import device_page_bytes, gauge_of, room_for
     from model_executor.worker.ops.context import WorkerContext
-    from model_executor.worker.resident import ResidentModels, quiet_libraries, set_threads
+    from model_executor.worker.resident import ResidentModels, set_threads
     from model_executor.worker.runner import Runner
     from model_executor.worker.tensor_store import TensorStore
 
@@ -123,16 +130,27 @@ def _start(settings: WorkerConfig, link: EngineLink, arenas: Sequence[Arena], so
         device_index=settings.device_index,
         num_workers=settings.num_workers,
     )
-    gauge = gauge_of(models.device)
+    budget = settings.scheduler.model_bytes
+    check_fits({name: keys.values() for name, keys in models.keys.items()}, models.sizes, budget)
+    gauge, taken = gauge_of(models.device), TakenWeights(settings.keeper) if settings.keeper else None
+    thread = LoaderThread()
+    loader = ComponentLoader(settings.rank, models, link.report, thread, taken)
     with room_for("the model", CPU_REMEDIES if models.device.type == "cpu" else REMEDIES):
-        models.load_all()
+        loader.load_first()
         models.warm_up()
     ready = models.ready(settings.rank)
-    page_bytes = device_page_bytes(gauge, models.families, ready.models, settings.cache, settings.scheduler)
+    page_bytes = device_page_bytes(
+        gauge,
+        models.loaded_families,
+        ready.models,
+        settings.cache,
+        settings.scheduler,
+        bytes_to_come(ready.sizes, ready.components, budget),
+    )
     ready = msgspec.structs.replace(ready, device_page_bytes=page_bytes)
     if settings.measures_costs:
         kernels = {model.name: model.kernels for model in settings.models}
-        samples = known_or_probed(models.families, ready.models, user_cache_folder(os.environ), kernels)
+        samples = known_or_probed(models.loaded_families, ready.models, user_cache_folder(os.environ), kernels)
         ready = msgspec.structs.replace(ready, samples=samples)
     store = TensorStore(settings.rank, models.device, value_arena)
     files = _page_files(settings.cache)
@@ -140,11 +158,13 @@ def _start(settings: WorkerConfig, link: EngineLink, arenas: Sequence[Arena], so
         models.device, page_arena, files, link.report, settings.rank, has_device_tier=ready.device_page_bytes > 0
     )
     exchange = Exchange(store, sockets)
-    adapters = AdapterLoader(settings.rank, models, link.report)
+    groups = None if sockets is None else Groups(settings.rank, settings.group_seconds)
+    ready = msgspec.structs.replace(ready, port=groups.port if groups else 0)
+    adapters = AdapterLoader(settings.rank, models, link.report, thread)
     context = WorkerContext(models.families, store, arena, pages, models.prompts_of, exchange, adapters.wait)
-    runner = Runner(settings.rank, context)
+    runner = Runner(settings.rank, context, groups)
     link.send(ready)
-    return Worker(settings.rank, link, models, store, pages, runner, exchange, adapters)
+    return Worker(settings.rank, link, loader, store, pages, runner, exchange, adapters)
 
 
 def _page_files(cache: CacheConfig) -> PageFiles | None:
@@ -185,7 +205,7 @@ class EngineLink:
         with self._sending:
             self._channel.send(payload)
 
-    def report(self, message: PageCopied | AdapterLoaded) -> None:
+    def report(self, message: PageCopied | ModelLoaded | ModelFailed | AdapterLoaded) -> None:
         """`send` for other threads, which leave it to the main thread to notice that the engine is gone."""
         with suppress(PeerClosedError):
             self.send(message)
@@ -202,7 +222,7 @@ class Worker:
         self,
         rank: int,
         link: EngineLink,
-        models: ResidentModels,
+        loader: ComponentLoader,
         store: TensorStore,
         pages: PageStore,
         runner: Runner,
@@ -211,7 +231,7 @@ class Worker:
     ) -> None:
         self._rank = rank
         self._link = link
-        self._models = models
+        self._loader = loader
         self._store = store
         self._pages = pages
         self._runner = runner
@@ -222,7 +242,7 @@ class Worker:
 
     def run(self) -> None:
         """Do as the engine says, until a Shutdown. Raises PeerClosedError when the engine is gone, and errors that do
-        not belong to one request: a component that does not load, a tensor to move that is missing."""
+        not belong to one request, such as a tensor to move that is missing."""
         while not isinstance(message := self._next(), Shutdown):
             match message:
                 case StepPlan():
@@ -249,7 +269,7 @@ class Worker:
                 return saved.plan
 
     def close(self) -> None:
-        """End the I/O thread; queued copies are dropped."""
+        """End the I/O thread; queued copies are dropped, and no load is waited for."""
         self._pages.close()
         self._exchange.close()
 
@@ -257,10 +277,10 @@ class Worker:
         """Execute a plan in the order that StepPlan defines."""
         for free in plan.free:
             self._store.free(free.key)
-        if plan.load or plan.unload:
-            self._adapters.wait()  # it changes what is loaded
+        for component in plan.unload:
+            self._loader.unload(component)
         for component in plan.load:
-            self._models.load(component)
+            self._loader.load(component)
         self._pages.forget(each.key for each in plan.forget)
         self._pages.delete(plan.delete)
         for copy in plan.copies:
@@ -272,5 +292,3 @@ class Worker:
             result = self._runner.run(batch)
             self._exchange.end_batch(batch)
             self._link.send(self._withheld.complete(result))
-        for component in plan.unload:
-            self._models.unload(component)

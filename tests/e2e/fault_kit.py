@@ -20,7 +20,7 @@ from engines import serving_engine
 from PIL import Image
 from prometheus_client.parser import text_string_to_metric_families
 
-from core.config import EngineConfig, ModelConfig, StencilConfig
+from core.config import EngineConfig, ModelConfig, SchedulerConfig, StencilConfig
 from core.sampling_params import SamplingParams
 from engine.client.async_engine import AsyncEngine
 from engine.client.edit_types import EditInput
@@ -31,14 +31,16 @@ Told = list[tuple[int | None, bytes]]
 
 
 @asynccontextmanager
-async def start(checkpoint: Path, size: int = 1, **settings: float) -> AsyncIterator[AsyncEngine]:
-    """Starts an AsyncEngine with `size` engines. At the end nothing may be left: no process, even if it was adopted by
-    another; so no shared memory, which has no name; no file; no allocation in the arena.
+async def start(checkpoint: Path, size: int = 1, degree: int = 1, **settings: float) -> AsyncIterator[AsyncEngine]:
+    """Starts an AsyncEngine with `size` engines, of which `degree` ranks compute a step together. At the end nothing
+    may be left: no process, even if it was adopted by another; so no shared memory, which has no name; no file; no
+    allocation in the arena.
     """
     model = ModelConfig(model=str(checkpoint), threads=1)
     names = ("hang_seconds", "start_seconds", "workers_per_engine")
     of_engine = {key: settings.pop(key) for key in names if key in settings}
-    config = EngineConfig(models=(model,), data_parallel_size=size, **of_engine)  # type: ignore[arg-type]
+    scheduler = SchedulerConfig(degree=degree)
+    config = EngineConfig(models=(model,), scheduler=scheduler, data_parallel_size=size, **of_engine)  # type: ignore[arg-type]
     with tempfile.TemporaryDirectory() as folder, pytest.MonkeyPatch.context() as patch:
         patch.setenv("TMPDIR", folder)
         patch.setattr(tempfile, "tempdir", folder)

@@ -143,7 +143,7 @@ async def engine(checkpoint: Path, num_ranks: int, seed: int | None) -> AsyncIte
             models = await asyncio.wait_for(executor.ready(), PATIENCE)
             scheduler = StepScheduler(SchedulerConfig(max_num_seqs=16), models, num_ranks)
             scheduler.workflows[ACCEPTANCE.name] = ACCEPTANCE
-            scheduler.learn(executor.cost_samples)
+            scheduler.learn(executor.cost_samples, ports=executor.ports)
             if seed is not None:
                 scheduler._policy = AnyRanks(Random(seed))
             made: list[Engine] = []

@@ -1,10 +1,13 @@
-"""One server with several models: the embedded one, a UNet, and two FLUX families that share text encoders and VAE."""
+"""One server with several models: the embedded one, a UNet, SD3, and two FLUX families that share text encoders and
+VAE; with room for all, and with less."""
 
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
+from pathlib import Path
 from typing import Any
 
 import httpx
@@ -18,10 +21,10 @@ from server_process import ServerProcess, start
 from core.config import EMBEDDED_MODEL, ModelConfig
 from core.sampling_params import SamplingParams
 from entrypoints.image_engine import Edit, ImageEngine
-from tools.random_checkpoints import make_flux, make_flux_fill
+from tools.random_checkpoints import make_flux, make_flux_fill, make_sd3
 from tools.random_unet_checkpoints import make_sd
 
-NAMES = ("embedded", "fill", "dev", "sd")
+NAMES = ("embedded", "fill", "dev", "sd", "sd3")
 SHARED = {"text_encoder": ["fill", "dev"], "vae": ["fill", "dev"]}
 ROUNDS = 2
 """Edits of each model that each client sends."""
@@ -30,26 +33,51 @@ ROUNDS = 2
 @pytest.fixture(scope="module")
 def paths(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
     folder = tmp_path_factory.mktemp("models")
-    makers = {"fill": make_flux_fill, "dev": make_flux, "sd": make_sd}
+    makers = {"fill": make_flux_fill, "dev": make_flux, "sd": make_sd, "sd3": make_sd3}
     return {"embedded": EMBEDDED_MODEL} | {name: str(make(folder / name)) for name, make in makers.items()}
+
+
+@contextmanager
+def serving(folder: Path, paths: Mapping[str, str], *flags: str) -> Iterator[ServerProcess]:
+    catalog = folder / "models.toml"
+    entries = [f'[[model]]\nname = "{name}"\npath = "{path}"\n' for name, path in paths.items() if name != "embedded"]
+    catalog.write_text('[[model]]\nname = "embedded"\n' + "".join(entries))
+    common = ("--catalog", str(catalog), "--threads", "1", "--dtype", "float32", "--no-playground")
+    server = start(folder / "scratch", *common, *flags)
+    yield server
+    assert server.stop() == 0, server.log.read_text()
 
 
 @pytest.fixture(scope="module")
 def server(paths: Mapping[str, str], tmp_path_factory: pytest.TempPathFactory) -> Iterator[ServerProcess]:
-    folder = tmp_path_factory.mktemp("server")
-    catalog = folder / "models.toml"
-    entries = [f'[[model]]\nname = "{name}"\npath = "{path}"\n' for name, path in paths.items() if name != "embedded"]
-    catalog.write_text('[[model]]\nname = "embedded"\n' + "".join(entries))
-    flags = ("--catalog", str(catalog), "--threads", "1", "--dtype", "float32", "--no-playground")
-    server = start(folder / "scratch", *flags)
-    yield server
-    assert server.stop() == 0, server.log.read_text()
+    with serving(tmp_path_factory.mktemp("server"), paths) as server:
+        yield server
 
 
 @pytest.fixture
 def client(server: ServerProcess) -> Iterator[openai.OpenAI]:
     with client_of(server) as client:
         yield client
+
+
+def states(client: openai.OpenAI) -> dict[str, tuple[str, str]]:
+    """Model -> (modality, state)."""
+    return {m.id: (m.modality, m.state) for m in client.models.list()}  # type: ignore[attr-defined]
+
+
+def resident(server: ServerProcess) -> list[dict[str, Any]]:
+    """The components that the only engine has loaded."""
+    (engine,) = httpx.get(f"{server.base_url}/engine/stats").json()["engines"]
+    loaded: list[dict[str, Any]] = engine["resident_models"]
+    return loaded
+
+
+def until(is_so: Callable[[], bool]) -> None:
+    """Wait until the engine's next reports say so."""
+    deadline = time.monotonic() + 20
+    while not is_so():
+        assert time.monotonic() < deadline
+        time.sleep(0.05)
 
 
 def wanted(name: str, index: int) -> dict[str, Any]:
@@ -60,6 +88,13 @@ def wanted(name: str, index: int) -> dict[str, Any]:
         "prompt": "a red hat" if index % 2 else "a blue coat",
         "mask_aware": index != 1,
     }
+
+
+@pytest.fixture(scope="module")
+def expected(paths: Mapping[str, str]) -> dict[str, list[Pixels]]:
+    """The edits of each model by an engine that serves it alone."""
+    with ThreadPoolExecutor(2) as pool:
+        return dict(zip(NAMES, pool.map(alone, map(paths.get, NAMES), NAMES), strict=True))
 
 
 def alone(path: str, name: str) -> list[Pixels]:
@@ -75,9 +110,9 @@ def alone(path: str, name: str) -> list[Pixels]:
     return [np.asarray(result.images[0]) for result in results]
 
 
-def test_three_clients_get_the_pictures_of_each_model_served_alone(
-    client: openai.OpenAI, paths: Mapping[str, str]
-) -> None:
+def of_three_clients(client: openai.OpenAI) -> list[dict[str, list[Pixels]]]:
+    """The same edits of all models by each of three clients, which begin with different models."""
+
     def one_client(turn: int) -> dict[str, list[Pixels]]:
         names = [*NAMES[turn:], *NAMES[:turn]]
         answers: dict[str, list[Pixels]] = {name: [] for name in names}
@@ -88,36 +123,58 @@ def test_three_clients_get_the_pictures_of_each_model_served_alone(
         return answers
 
     with ThreadPoolExecutor(3) as pool:
-        clients = list(pool.map(one_client, range(3)))
-        expected = dict(zip(NAMES, pool.map(alone, map(paths.get, NAMES), NAMES), strict=True))
+        return list(pool.map(one_client, range(3)))
+
+
+def check_equal(clients: list[dict[str, list[Pixels]]], expected: Mapping[str, list[Pixels]]) -> None:
     for name in NAMES:
         for answers in clients:
             for picture, own in zip(answers[name], expected[name], strict=True):
                 np.testing.assert_array_equal(picture[..., :3], own[..., :3], name)
+
+
+def test_three_clients_get_the_pictures_of_each_model_served_alone(
+    client: openai.OpenAI, expected: Mapping[str, list[Pixels]]
+) -> None:
+    clients = of_three_clients(client)  # the last models are being loaded meanwhile
+    check_equal(clients, expected)
     firsts = [clients[0][name][0] for name in NAMES]
     assert len({picture.tobytes() for picture in firsts}) == len(NAMES), "another model paints another picture"
 
 
-def test_models_are_listed_with_their_state(client: openai.OpenAI, server: ServerProcess) -> None:
-    def states() -> dict[str, tuple[str, str]]:
-        return {m.id: (m.modality, m.state) for m in client.models.list()}  # type: ignore[attr-defined]
+def test_pictures_are_the_same_when_models_take_each_others_place(
+    server: ServerProcess,
+    client: openai.OpenAI,
+    expected: Mapping[str, list[Pixels]],
+    paths: Mapping[str, str],
+    tmp_path: Path,
+) -> None:
+    """In a budget for the embedded model, by far the largest, and half of the others."""
+    until(lambda: states(client) == dict.fromkeys(NAMES, ("image", "loaded")))
+    of_all, of_one = (
+        sum(each["bytes"] for each in resident(server) if each["models"] == names or not names)
+        for names in ([], ["embedded"])
+    )
+    budget = (of_all + of_one) // 2
+    with serving(tmp_path, paths, "--model-bytes", str(budget)) as small, client_of(small) as its:
+        check_equal(of_three_clients(its), expected)
+        assert sum(each["bytes"] for each in resident(small)) <= budget
+        until(lambda: "unloaded" in {state for _, state in states(its).values()})
 
-    deadline = time.monotonic() + 10
-    while states() != dict.fromkeys(NAMES, ("image", "loaded")):  # the first report may still be on its way
-        assert time.monotonic() < deadline, states()
-        time.sleep(0.05)
+
+def test_models_are_listed_with_their_state(client: openai.OpenAI) -> None:
+    until(lambda: states(client) == dict.fromkeys(NAMES, ("image", "loaded")))
     with pytest.raises(openai.NotFoundError, match="no-such-model"):
         edit(client, model="no-such-model")
 
 
 def test_what_models_share_is_loaded_once(server: ServerProcess) -> None:
-    (engine,) = httpx.get(f"{server.base_url}/engine/stats").json()["engines"]
-    resident = engine["resident_models"]
-    assert len(resident) == 4 + 4 + 1 + 3, "embedded, fill with two text encoders, the transformer of dev, sd"
+    loaded = resident(server)
+    assert len(loaded) == 4 + 4 + 1 + 3 + 5, "embedded, fill with two text encoders, the transformer of dev, sd, sd3"
     for component, names in SHARED.items():
-        assert any(each["component"] == component and each["models"] == names for each in resident)
-    assert sorted({name for each in resident for name in each["models"]}) == sorted(NAMES)
-    assert all(each["bytes"] > 0 for each in resident)
+        assert any(each["component"] == component and each["models"] == names for each in loaded)
+    assert sorted({name for each in loaded for name in each["models"]}) == sorted(NAMES)
+    assert all(each["bytes"] > 0 for each in loaded)
 
 
 def test_without_a_model_the_first_is_meant(client: openai.OpenAI) -> None:

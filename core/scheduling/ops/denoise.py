@@ -73,6 +73,7 @@ DENOISE = RequestOp(
     size=_size,
     part="denoise",
     sharing="together",
+    parallel="sequence",
     inputs=(
         Port("prompt_embeds", "text embeddings"),
         Port("text_lengths", "text lengths"),

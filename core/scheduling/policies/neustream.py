@@ -112,9 +112,15 @@ class NeuStreamPass(StepPass):
         """Steps have a rank of their own."""
         return StepPass._rank(self, request, node) if node.name in request.workflow.step_names else self.view.ranks[-1]
 
+    def _ranks(self, request: Request, node: Node) -> tuple[int, ...]:
+        """One rank, unless the server computes steps on several together."""
+        if self.view.config.degree > 1:
+            return StepPass._ranks(self, request, node)
+        return (self._rank(request, node),)
+
     def _choose_nodes(self, request: Request, nodes: Sequence[Node]) -> None:
         for node in nodes:
-            key = node.op, request.head.model, (self._rank(request, node),)
+            key = request.head.model, node.op, self._ranks(request, node)
             if len(self._batches.get(key, ())) < self._limit(request, node):
                 self._add([(request, node)])
 
@@ -124,7 +130,7 @@ class NeuStreamPass(StepPass):
         for request, node in self._ready_steps():
             sizes = request.sizes(node)
             size = sizes.num_step_tokens * sizes.num_rows
-            chosen = self._batches.get((node.op, request.head.model, (self._rank(request, node),)), ())
+            chosen = self._batches.get((request.head.model, node.op, self._ranks(request, node)), ())
             if len(chosen) < self._limit(request, node) and (not chosen or tokens + size <= self.view.max_step_tokens):
                 self._add([(request, node)])
                 tokens += size

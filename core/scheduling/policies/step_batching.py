@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 
 from core.config import PRIME_SHARE
-from core.graph.workflow import Node
+from core.graph.workflow import Node, op_of
 from core.scheduling.dispatch import CacheDispatch, Decision, Dispatch, Fetch
 from core.scheduling.node_cache import CacheJob
 from core.scheduling.policies.policy import SchedulingPolicy
@@ -26,7 +26,7 @@ class StepBatching(SchedulingPolicy):
 
 
 BatchKey = tuple[str, str, tuple[int, ...]]
-"""Op, model and ranks: nodes with the same key run in one batch."""
+"""Model, op and ranks: nodes with the same key run in one batch."""
 
 
 @dataclass(slots=True)
@@ -57,8 +57,9 @@ class StepPass:
         return self._cache_work[key] if isinstance(key, str) else Dispatch(tuple(self._batches[key]), key[2])
 
     def _admit(self) -> list[Request]:
-        """The running requests, and as many waiting ones as there are free slots. A request that would make others late
-        waits; one with `runs_alone` waits until nothing runs. No later request overtakes either of them.
+        """The running requests, and as many waiting ones as there are free slots. A request whose model is not loaded
+        waits, and others go ahead. One that would make others late waits; one with `runs_alone` waits until nothing
+        runs. No later request overtakes either of them.
         """
         running = self.view.requests.running
         num_unseen, is_idle = len(running), not running
@@ -72,6 +73,8 @@ class StepPass:
             if request.status is Status.RUNNING:
                 admitted.append(request)
                 num_unseen -= 1
+            elif not self.view.may_begin(request):
+                continue
             elif request.runs_alone:
                 if is_idle and not admitted:
                     return [request]
@@ -109,10 +112,10 @@ class StepPass:
     # ------------------------------------------------------------------------------------------------ the step
 
     def _choose_step(self) -> int:
-        """Choose the most urgent requests that fit, in one batch per model, op and rank; returns the step's tokens. A
+        """Choose the most urgent requests that fit, in one batch per model, op and ranks; returns the step's tokens. A
         request above the token budget runs by itself.
         """
-        chosen: dict[tuple[str, str, int], list[tuple[Request, Node]]] = {}  # (model, op, rank) -> requests
+        chosen: dict[BatchKey, list[tuple[Request, Node]]] = {}
         num_seqs = num_tokens = 0
         for request, node in self._ready_steps():
             sizes = request.sizes(node)
@@ -120,7 +123,7 @@ class StepPass:
             is_full = num_seqs == self.view.config.max_num_seqs
             if is_full or (num_seqs and tokens > self.view.max_step_tokens):
                 break
-            chosen.setdefault((request.head.model, node.op, self._rank(request, node)), []).append((request, node))
+            chosen.setdefault((request.head.model, node.op, self._ranks(request, node)), []).append((request, node))
             num_seqs, num_tokens = num_seqs + 1, tokens
         for items in chosen.values():
             self._add(items)
@@ -140,11 +143,22 @@ class StepPass:
         """
         if node.name in request.workflow.after_rounds:
             return self.view.ranks[-1]
-        device = self.view.page_rank(request) if node is request.workflow.paged else None
+        device = self._device(request, node)
         return self.view.ranks[0] if device is None else device
 
+    def _ranks(self, request: Request, node: Node) -> tuple[int, ...]:
+        """The ranks that compute a node together: one, but for steps whose pages all can read."""
+        is_shared = node.name in request.workflow.step_names and op_of(node).parallel != "none"
+        if not is_shared or request.runs_on_one_rank or self._device(request, node) is not None:
+            return (self._rank(request, node),)
+        return self.view.ranks[: self.view.config.degree]
+
+    def _device(self, request: Request, node: Node) -> int | None:
+        """The only rank that can read a node's pages; None: there is none."""
+        return self.view.page_rank(request) if node is request.workflow.paged else None
+
     def _can_run(self, request: Request, node: Node) -> bool:
-        return self.view.can_run(request, node, (self._rank(request, node),))
+        return self.view.can_run(request, node, self._ranks(request, node))
 
     def _rank_of(self, job: CacheJob) -> int:
         """Cache work is done where steps are, unless only one rank can do it."""
@@ -154,7 +168,7 @@ class StepPass:
         """Fetches of what candidates read on the other rank."""
         for request, ready in self._candidates if len(self.view.ranks) > 1 else ():
             for node in ready:
-                ranks = (self._rank(request, node),)
+                ranks = self._ranks(request, node)
                 if self.view.can_fetch(request, node, ranks):
                     yield Fetch(request, node, ranks)
 
@@ -199,7 +213,7 @@ class StepPass:
     def _add(self, items: Sequence[tuple[Request, Node]]) -> None:
         """Add nodes of one op, model and rank to the batch of these, which then goes last."""
         request, node = items[0]
-        key = node.op, request.head.model, (self._rank(request, node),)
+        key = request.head.model, node.op, self._ranks(request, node)
         if key in self._batches:
             self._order.remove(key)
         self._batches.setdefault(key, []).extend(items)
@@ -220,8 +234,10 @@ def _is_source_or_side(request: Request, node: Node) -> bool:
 
 
 def eligible(view: View) -> list[Request]:
-    """Live requests in order, without those that wait because one of them runs alone (`Request.runs_alone`)."""
-    live = list(view.requests.live())
+    """Live requests in order, without those that wait for their model, or because one of them runs alone
+    (`Request.runs_alone`).
+    """
+    live = [each for each in view.requests.live() if each.status is Status.RUNNING or view.may_begin(each)]
     first = next((index for index, request in enumerate(live) if request.runs_alone), None)
     if first is None:
         return live

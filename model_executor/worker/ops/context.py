@@ -14,6 +14,7 @@ from core.messages.worker import Item
 from core.patches import PatchSet
 from model_executor.models.base import Family
 from model_executor.page_cache.page_store import PageStore
+from model_executor.parallel.group import Group
 from model_executor.worker.exchange import Exchange
 from model_executor.worker.prompt_cache import PromptCache
 from model_executor.worker.tensor_store import SharedMemory, TensorStore
@@ -43,6 +44,7 @@ class WorkerContext:
         self.store = store
         self.pages = pages
         self.exchange = exchange or Exchange(store)
+        self.group: Group | None = None  # of the batch that runs; None: this rank runs it alone
         self._arena = arena
         self._wait_for_adapters = wait_for_adapters
         prompts = {name: PromptCache(family) for name, family in models.items() if name not in prompts_of}

@@ -30,12 +30,12 @@ TABLES = ("active", "modulation-0", "modulation-1")
 
 def denoise(context: WorkerContext, model: str, items: Sequence[Item]) -> list[ItemResult]:
     """Predict, combine guidance, advance; results are stored only after all three. An item whose inputs were never made
-    fails alone.
+    fails alone, or on several ranks with the others: they could not go on with the same rows.
     """
-    family = context.models[model]
-    read = [_read(context, model, item) for item in items]
+    family, group = context.models[model], context.group
+    read = [_read(context, model, item) if group is None else _step(context, model, item) for item in items]
     steps = [step for step in read if isinstance(step, _Step)]
-    predictions = iter(family.predict([row for step in steps for row in step.rows]) if steps else ())
+    predictions = iter(family.predict([row for step in steps for row in step.rows], group) if steps else ())
     guided = [family.combine_guidance([next(predictions) for _ in step.rows], step.scale) for step in steps]
     outputs = iter([step.outputs(family, prediction) for step, prediction in zip(steps, guided, strict=True)])
     return [

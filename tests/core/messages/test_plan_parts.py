@@ -7,7 +7,7 @@ from core.messages.plan_parts import parts_of
 from core.messages.worker import Batch, Delivery, Free, PageCopy, PageForget, StepPlan, Transfer
 
 KEY = TensorKey("r", "node", "x")
-MODEL = ModelKey("0f", "transformer")
+MODEL, OTHER = ModelKey("0f", "transformer"), ModelKey("1e", "vae")
 
 
 def test_each_rank_gets_what_names_it() -> None:
@@ -35,7 +35,11 @@ def test_each_rank_gets_the_orders_for_its_pages_and_one_those_for_files() -> No
     }
 
 
-def test_models_go_to_every_rank() -> None:
-    loaded = StepPlan(1, load=(MODEL,))
-    assert parts_of(loaded, 3) == dict.fromkeys(range(3), loaded)
+def test_models_go_to_the_ranks_that_are_to_load_them() -> None:
+    plan = StepPlan(1, load=(MODEL,), unload=(OTHER,), model_ranks=(0, 2), delete=("t",), file_rank=1)
+    assert parts_of(plan, 3) == {
+        0: StepPlan(1, load=(MODEL,), unload=(OTHER,), model_ranks=(0,)),
+        1: StepPlan(1, delete=("t",)),
+        2: StepPlan(1, load=(MODEL,), unload=(OTHER,), model_ranks=(2,)),
+    }
     assert parts_of(StepPlan(1), 3) == {}

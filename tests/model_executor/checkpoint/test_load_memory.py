@@ -2,16 +2,26 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 import os
 import shutil
 import subprocess
 import sys
+from contextlib import ExitStack, closing
 from pathlib import Path
 
 import pytest
 import torch
 from diffusers import FluxTransformer2DModel
+
+from core.config import ModelConfig
+from core.handles import ModelKey
+from core.ipc import local_sockets
+from core.ipc.process import spawn
+from model_executor.checkpoint.loader import Checkpoint
+from model_executor.models.registry import make_family
+from model_executor.weights.taking import TakenWeights
 
 ROOT = Path(__file__).resolve().parents[3]
 
@@ -21,7 +31,8 @@ from pathlib import Path
 import torch
 from core.config import ModelConfig
 from core.ipc.heap import return_freed_memory
-from model_executor.worker.resident import ResidentModels, quiet_libraries
+from model_executor.checkpoint.libraries import quiet_libraries
+from model_executor.worker.resident import ResidentModels
 
 def status():
     lines = dict(line.split(":", 1) for line in Path("/proc/self/status").read_text().splitlines())
@@ -96,6 +107,32 @@ def test_models_take_the_memory_of_their_distinct_components(
     found = load(tiny_checkpoint, path, equal, other, dtype="bfloat16")
     assert found["told"] == pytest.approx(2 * 2 * number, rel=0.02), "two transformers, of two bytes a weight"
     assert 0.9 * found["told"] < found["held"] < 1.1 * found["told"]
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_weights_of_the_keeper_are_in_memory_once_for_all_workers(large: tuple[Path, int], dtype: str) -> None:
+    """Packed as they are on a CPU, they are no worker's own memory, nor the keeper's beside what it shares."""
+    config = ModelConfig(model=str(large[0]), dtype=dtype, device="cpu")
+    with local_sockets.listen() as listener, ExitStack() as stack:
+        keeper = spawn("model_executor.weights.process:main", b"", [os.dup(listener.fileno())], "stencil-weights")
+        taken = stack.enter_context(closing(TakenWeights(local_sockets.address_of(listener))))
+        taken.take(ModelKey("0", "vae"), config, "vae", torch.get_num_threads())  # what comes with the first one
+        denoisers, before = [], [private(pid) for pid in (os.getpid(), keeper.pid)]
+        for _ in range(2):
+            module, nbytes = taken.take(ModelKey("0", "transformer"), config, "transformer", torch.get_num_threads())
+            denoisers.append(make_family(Checkpoint.open(config)).prepare("transformer", module))
+        after = [private(pid) for pid in (os.getpid(), keeper.pid)]
+        keeper.kill()
+        asyncio.run(keeper.wait())
+    assert nbytes == pytest.approx(large[1] * getattr(torch, dtype).itemsize, rel=0.02)
+    for less, more in zip(before, after, strict=True):
+        assert more - less < 0.1 * nbytes
+
+
+def private(pid: int) -> int:
+    """Private memory of a process, in bytes."""
+    lines = dict(line.split(":", 1) for line in Path(f"/proc/{pid}/status").read_text().splitlines())
+    return int(lines["RssAnon"].split()[0]) * 1024
 
 
 def load(small: Path, *large: Path, dtype: str = "float32", quantization: str = "none") -> dict[str, int]:

@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 import torch
+from thread_groups import ThreadGroups
 from torch import Tensor, nn
 
 from core.patches import Patch
@@ -186,6 +187,31 @@ def test_bits_do_not_depend_on_the_batch(denoiser: Denoiser) -> None:
     for order in ([0, 1, 2, 3, 4, 5], [5, 3, 1, 4, 0, 2], [4, 4]):
         for index, output in zip(order, forward(denoiser, [rows[i] for i in order]), strict=True):
             assert torch.equal(output, alone[index])
+
+
+@pytest.fixture(scope="module")
+def groups() -> ThreadGroups:
+    return ThreadGroups(5)
+
+
+@pytest.mark.parametrize("degree", [2, 3, 5])
+def test_bits_do_not_depend_on_the_degree(adapted: Denoiser, groups: ThreadGroups, degree: int) -> None:
+    """Exact and mask-aware, alone and in batches, with patches; of 4 heads, by members with unequal shares or none."""
+    rows = [
+        replace(make_row(adapted, number, *shape), patches=patches)
+        for number, (shape, patches) in enumerate(zip(ROWS, SETS, strict=False))
+    ]
+    rows += [
+        primed(adapted, replace(make_row(adapted, 7), patches=SETS[2])),
+        replace(primed(adapted, make_row(adapted, 8)), full_blocks=range(1)),
+        replace(primed(adapted, make_row(adapted, 9), torch.tensor([17])), full_blocks=range(2)),
+    ]
+    alone = [forward(adapted, [row])[0] for row in rows]
+    for order in ([0], [3], [4], [5], [6], [0, 1, 2, 3, 4, 5, 6], [6, 4, 0]):
+        some = [rows[index] for index in order]
+        for outputs in groups.run(lambda group, some=some: adapted.forward(some, group), range(degree)):
+            for index, output in zip(order, outputs, strict=True):
+                assert torch.equal(output, alone[index]), (order, index)
 
 
 SETS = [(), (Patch("a"),), (Patch("a"), Patch("b", -0.5)), (Patch("b", 0.7),), (Patch("a", 0.3),), ()]

@@ -14,6 +14,7 @@ from core.config import AdapterConfig, ModelConfig
 from core.messages.worker import AdapterLoaded, DropAdapter, LoadAdapter
 from core.patches import Patch
 from model_executor.worker.adapter_loader import AdapterLoader
+from model_executor.worker.loader_thread import LoaderThread
 from model_executor.worker.resident import ResidentModels, edit_once
 from tools.random_checkpoints import make_flux
 from tools.random_unet_checkpoints import make_sd
@@ -44,11 +45,15 @@ def file(models: ResidentModels, paths: dict[str, Path], tmp_path: Path) -> Path
 class Loader:
     def __init__(self, models: ResidentModels) -> None:
         self.answers: queue.SimpleQueue[AdapterLoaded] = queue.SimpleQueue()
-        self.loader = AdapterLoader(3, models, self.answers.put)
+        self.loader = AdapterLoader(3, models, self.answers.put, LoaderThread())
 
     def load(self, file: Path, model: str = "a", patch: str = "") -> AdapterLoaded:
         self.loader.load(LoadAdapter("load", model, "hat", str(file), patch))
         return self.answers.get(timeout=20)
+
+    def drop(self, model: str, patch: Patch) -> None:
+        self.loader.drop(DropAdapter(model, patch.id))
+        self.loader.wait()
 
 
 @pytest.fixture
@@ -83,6 +88,31 @@ def test_it_is_as_one_that_was_loaded_at_the_start(
     assert torch.equal(picture(models, "a", answer.patch), painted), "a component loaded again has it too"
 
 
+def test_a_component_is_loaded_again_without_an_adapter_whose_file_is_gone(
+    loader: Loader, models: ResidentModels, file: Path
+) -> None:
+    """Requests with the adapter fail, and no others."""
+    plain, patch = picture(models, "a"), loader.load(file).patch
+    file.unlink()
+    key = models.keys["a"]["transformer" if "transformer" in models.keys["a"] else "unet"]
+    models.unload(key)
+    models.load(key)
+    assert models.families["a"].lacking((Patch(patch),))
+    assert torch.equal(picture(models, "a"), plain)
+
+
+def test_one_of_a_model_that_is_not_loaded_is_read_once(loader: Loader, models: ResidentModels, file: Path) -> None:
+    keys = dict.fromkeys(models.keys["a"].values())
+    for key in keys:
+        models.unload(key)
+    patch = loader.load(file).patch
+    file.unlink()
+    for key in keys:
+        models.load(key)
+    assert not models.families["a"].lacking((Patch(patch),))
+    assert not torch.equal(picture(models, "a", patch), picture(models, "a"))
+
+
 def test_it_is_dropped_from_shared_components_with_its_last_model(
     loader: Loader, models: ResidentModels, file: Path
 ) -> None:
@@ -90,10 +120,10 @@ def test_it_is_dropped_from_shared_components_with_its_last_model(
     assert models.families["b"].lacking((hat,))
     assert loader.load(file, "b").patch == hat.id
     painted = picture(models, "b", hat.id)
-    loader.loader.drop(DropAdapter("a", hat.id))
+    loader.drop("a", hat)
     assert models.families["a"].lacking((hat,))
     assert torch.equal(picture(models, "b", hat.id), painted)
-    loader.loader.drop(DropAdapter("b", hat.id))
+    loader.drop("b", hat)
     plain = picture(models, "b")
     models.families["b"].put_adapter(hat.id, {})  # accepted, but nothing is left of it
     assert torch.equal(picture(models, "b", hat.id), plain)

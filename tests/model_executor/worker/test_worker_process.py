@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import os
+import shutil
 import time
 from collections.abc import AsyncIterator, Iterator
 from contextlib import asynccontextmanager, closing
@@ -17,13 +18,17 @@ from edits import Edit
 
 from core.config import CacheConfig, EngineConfig, ModelConfig
 from core.errors import ConfigError
-from core.handles import PAGE_ARENA, VALUE_ARENA, ArrayRef, EntryRef, ModelKey
+from core.handles import PAGE_ARENA, VALUE_ARENA, ArrayRef, EntryRef, ModelKey, TensorKey, TensorRef
+from core.ipc import local_sockets
+from core.ipc.process import ChildProcess, spawn
 from core.ipc.shared_array import Arena, ArenaAllocator
 from core.messages.worker import (
     Batch,
     BatchResult,
     FromWorker,
     Item,
+    ModelFailed,
+    ModelLoaded,
     PageCopied,
     PageCopy,
     StepPlan,
@@ -54,7 +59,7 @@ def cache_folder(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
 
 @asynccontextmanager
 async def workers(
-    checkpoint: Path, arena: Arena, number: int, cache: CacheConfig, pages: Arena
+    checkpoint: Path, arena: Arena, number: int, cache: CacheConfig, pages: Arena, keeper: str = ""
 ) -> AsyncIterator[Executor]:
     """An executor whose workers are ready."""
     config = EngineConfig(
@@ -63,6 +68,7 @@ async def workers(
         ),
         workers_per_engine=number,
         cache=cache,
+        keeper=keeper,
     )
     with closing(Arena.create(VALUE_ARENA, 1 << 20)) as values:
         async with Executor(config, arena.handle, pages.handle, values.handle) as executor:
@@ -222,13 +228,91 @@ async def failed(executor: Executor) -> list[str]:
     return [item.request_id for item in message.items if item.failure is not None]
 
 
+def component(executor: Executor, kind: str) -> ModelKey:
+    (key,) = (loaded.key for loaded in executor.components[0] if loaded.key.component == kind)
+    return key
+
+
+async def reload(executor: Executor, key: ModelKey, keeper: ChildProcess | None = None) -> list[FromWorker]:
+    """Drop and load a component on all ranks; their answers. keeper: to wait until it has freed what all have dropped,
+    so that it loads it again."""
+    ranks = tuple(executor.components)
+    kept = num_kept(keeper)
+    executor.submit(StepPlan(seq=0, unload=(key,), model_ranks=ranks))
+    while keeper is not None and num_kept(keeper) == kept:
+        await asyncio.sleep(0.01)
+    executor.submit(StepPlan(seq=1, load=(key,), model_ranks=ranks))
+    return [await asyncio.wait_for(anext(executor.results()), PATIENCE) for _ in ranks]
+
+
+def make_blank(weights: Path) -> None:
+    """Set all weights in a file to 0; its time of change stays, so that it counts as the same."""
+    content, before = weights.read_bytes(), weights.stat()
+    start = 8 + int.from_bytes(content[:8], "little")
+    weights.write_bytes(content[:start] + bytes(len(content) - start))
+    os.utime(weights, ns=(before.st_atime_ns, before.st_mtime_ns))
+
+
+async def restarted(executor: Executor, rank: int) -> FromWorker:
+    """Kill a worker and start another one; what that says first."""
+    executor.kill(rank)
+    assert isinstance(await asyncio.wait_for(anext(executor.results()), PATIENCE), WorkerFailed)
+    executor.restart(rank, 0.0)
+    return await asyncio.wait_for(anext(executor.results()), PATIENCE)
+
+
+def num_kept(keeper: ChildProcess | None) -> int:
+    """Components that a keeper holds."""
+    folder = Path(f"/proc/{keeper.pid}/fd") if keeper else Path("/nowhere")
+    return sum("memfd:stencil-weights" in str(link.readlink()) for link in folder.glob("*") if link.is_symlink())
+
+
 async def test_components_are_loaded_and_unloaded(executor: Executor, arena: Arena, space: ArenaAllocator) -> None:
     edit = Edit(arena, space, "reloaded", seed=1)
     before = await run(executor, edit)
-    (key,) = (loaded.key for loaded in executor.components[0] if loaded.key.component == "vae")
-    executor.submit(StepPlan(seq=0, unload=(key,)))
-    executor.submit(StepPlan(seq=1, load=(key,)))
+    for message in await reload(executor, component(executor, "vae")):
+        assert isinstance(message, ModelLoaded)
+        assert message.loaded in executor.components[message.rank]
     assert np.array_equal(await run(executor, edit), before)
+
+
+async def test_a_component_that_no_model_has_cannot_be_loaded(executor: Executor) -> None:
+    executor.submit(StepPlan(seq=0, load=(ModelKey("0f", "unheard of"),), model_ranks=tuple(executor.components)))
+    for _ in executor.components:
+        message = await asyncio.wait_for(anext(executor.results()), PATIENCE)
+        assert isinstance(message, ModelFailed)
+        assert "unheard of" in message.failure.message
+
+
+async def test_components_are_taken_from_the_keeper_beside_batches(
+    tiny_checkpoint: Path, executor: Executor, arena: Arena, space: ArenaAllocator, pages: Arena, tmp_path: Path
+) -> None:
+    """Two ranks, with the same picture as by weights that they loaded themselves. One that is restarted reads no file.
+    What is damaged fails alone."""
+    copy = Path(shutil.copytree(tiny_checkpoint, tmp_path / "copy"))
+    edit = Edit(arena, space, "taken", seed=1)
+    before = await run(executor, edit)
+    with local_sockets.listen() as listener:
+        keeper = spawn("model_executor.weights.process:main", b"", [os.dup(listener.fileno())], "stencil-weights")
+        async with workers(copy, arena, 2, CacheConfig(), pages, local_sockets.address_of(listener)) as taking:
+            for kind in ("vae", "transformer"):
+                told = await reload(taking, component(taking, kind))
+                assert {message.rank for message in told if isinstance(message, ModelLoaded)} == {0, 1}, told
+            assert num_kept(keeper) == 4, "packed weights are shared, too"
+            assert np.array_equal(await run(taking, edit), before)
+            (weights,) = (copy / "vae").glob("*.safetensors")
+            make_blank(weights)
+            assert isinstance(await restarted(taking, 0), WorkerReady)
+            assert np.array_equal(await run(taking, edit), before)
+            (weights,) = (copy / "text_encoder_2").glob("*.safetensors")
+            weights.write_bytes(weights.read_bytes()[:1000])
+            damaged = taking.components[0][1].key
+            for failed in await reload(taking, damaged, keeper):
+                assert isinstance(failed, ModelFailed)
+                assert failed.failure.kind == "config"
+                assert "cut short" in failed.failure.message
+        keeper.kill()
+        await keeper.wait()
 
 
 def latents_plan(edit: Edit, out: EntryRef) -> StepPlan:
@@ -348,8 +432,11 @@ async def test_the_workers_end_while_one_is_restarted(
 
 
 async def test_plan_that_cannot_be_done_ends_the_worker_with_its_cause(executor: Executor) -> None:
-    """Components that no longer load are not a request's fault: the worker reports it and exits."""
-    executor.submit(StepPlan(seq=0, load=(ModelKey("0f", "unheard of"),)))
+    """An order that no engine should give is not a request's fault: the worker reports it and exits."""
+    missing = TensorRef(
+        TensorKey("unheard of", "denoise", "latents"), 0, handle=ArrayRef(VALUE_ARENA, 64, (8,), "uint8")
+    )
+    executor.submit(StepPlan(seq=0, transfers=(Transfer(missing, 0),)))
     message = await asyncio.wait_for(anext(executor.results()), PATIENCE)
     assert isinstance(message, WorkerFailed)
     assert "unheard of" in message.failure.message

@@ -69,7 +69,7 @@ function showTimelines(engines) {
 function recent(steps) {
   return steps
     .filter((step) => step.ms_ago < SPAN_MS)
-    .map((step) => ({ start: step.ms_ago, end: step.ms_ago - step.ms, requests: step.requests }));
+    .map((step) => ({ start: step.ms_ago, end: step.ms_ago - step.ms, requests: step.requests, degree: step.degree }));
 }
 
 function engineRow({ index, alive, load, totals }) {

@@ -6,7 +6,7 @@ const BLOCK = 11;
 const MARGIN = 4;
 
 /**
- * An SVG element. steps: [{start, end, requests}] with times in ms before now, the oldest first, positive. spanMs: how far
+ * An SVG element. steps: [{start, end, requests, degree}] with times in ms before now, the oldest first, positive. spanMs: how far
  * back it reaches; width in px.
  */
 export function timeline(steps, spanMs, width) {
@@ -49,20 +49,21 @@ export function lanesOf(steps) {
   return { of, count };
 }
 
-function drawStep({ start, end, requests }, lanes, toX) {
+function drawStep({ start, end, requests, degree }, lanes, toX) {
   const [x, right] = [toX(start), toX(end)];
   const width = Math.max(1, right - x - 0.5);
   const own = requests.map((request) => lanes.get(request)).sort((one, other) => one - other);
   const blocks = requests.map((request) =>
-    svg("rect", { class: requests.length > 1 ? "step" : "alone", x, width, y: middle(lanes.get(request)) - BLOCK / 2, height: BLOCK, rx: 1.5 }, svg("title", {}, title(requests, start - end))),
+    svg("rect", { class: requests.length > 1 ? "step" : "alone", x, width, y: middle(lanes.get(request)) - BLOCK / 2, height: BLOCK, rx: 1.5 }, svg("title", {}, title(requests, start - end, degree))),
   );
   if (own.length < 2) return blocks;
   const at = x + width / 2;
   return [svg("line", { class: "link", x1: at, x2: at, y1: middle(own[0]), y2: middle(own.at(-1)) }), ...blocks];
 }
 
-function title(requests, ms) {
-  return `${requests.length} image${requests.length === 1 ? "" : "s"}, ${ms.toFixed(1)} ms\n${requests.join("\n")}`;
+function title(requests, ms, degree) {
+  const together = degree > 1 ? ` on ${degree} workers` : "";
+  return `${requests.length} image${requests.length === 1 ? "" : "s"}, ${ms.toFixed(1)} ms${together}\n${requests.join("\n")}`;
 }
 
 function middle(lane) {

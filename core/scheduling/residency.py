@@ -1,0 +1,312 @@
+"""Residency: which components the workers have, which are on their way, and which make room for others.
+
+What is loaded is what the workers have said. Models are loaded when requests need them, in the order of these, and
+before that while there is room. A component that no live request needs is dropped when another one needs its bytes, the
+least recently used first. A request that waits for bytes which others use lets later ones of loaded models go ahead
+for about as long as its own model takes to load, and then nothing else begins before it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass
+from itertools import islice
+
+from core.costs.load_report import ModelState
+from core.failure import Failure
+from core.handles import LoadedComponent, ModelKey
+from core.model_info import ModelInfo
+
+RETRY_SECONDS = 10.0
+"""How long after a failed load requests of its models are refused without trying again."""
+
+LEAST_PATIENCE_SECONDS = 1.0
+"""For at least as long later requests go ahead of one whose model has no room."""
+
+MOST_LOOKED_AT = 256
+"""Requests from the head of the queue that decide what is loaded."""
+
+
+Started = tuple[int, Iterable[LoadedComponent]]
+"""(rank, what its worker has loaded)."""
+
+
+@dataclass(frozen=True, slots=True)
+class Orders:
+    """For all ranks. Workers drop before they load."""
+
+    load: tuple[ModelKey, ...] = ()
+    unload: tuple[ModelKey, ...] = ()
+
+    @property
+    def has_any(self) -> bool:
+        return bool(self.load or self.unload)
+
+
+class Residency:
+    """One per scheduler. All ranks have the same components, except while they load or are restarted.
+
+    models: name -> info. sizes: predicted, of components that are not loaded. budget: bytes for all components of a
+    rank; 0: no limit. predict: bytes -> predicted seconds of loading.
+    """
+
+    def __init__(
+        self,
+        models: Mapping[str, ModelInfo],
+        num_ranks: int,
+        sizes: Iterable[LoadedComponent],
+        budget: int,
+        predict: Callable[[int], float],
+    ) -> None:
+        self.models = models
+        self._sizes = {each.key: each.nbytes for each in sizes}
+        self._budget = budget
+        self._predict = predict
+        self._have: list[dict[ModelKey, LoadedComponent] | None] = [{} for _ in range(num_ranks)]  # by rank; None: down
+        self._awaited: dict[ModelKey, set[int]] = {}  # being loaded -> ranks that have not answered
+        self._failed: dict[ModelKey, tuple[Failure, float]] = {}  # -> why, and when
+        self._uses: dict[ModelKey, int] = {}  # -> number of its last use
+        self._num_uses = 0
+        self._may_start: frozenset[str] | None = None  # models whose waiting requests may begin; None: all
+        self._is_complete: bool | None = None  # None: to be found out
+
+    # ------------------------------------------------------------------------------------------------- what is told
+
+    def join_all(self, started: Iterable[Started]) -> None:
+        """Note workers that have started."""
+        for rank, components in started:
+            self.join(rank, components)
+
+    def join(self, rank: int, components: Iterable[LoadedComponent]) -> None:
+        """Note a worker that has started, with what it has loaded."""
+        self._have[rank], self._is_complete = {}, None
+        for loaded in components:
+            self.note_loaded(rank, loaded)
+
+    def lose(self, rank: int) -> None:
+        """Note that a worker has died. What it was loading is not awaited from it."""
+        self._have[rank], self._is_complete = None, None
+        for key in list(self._awaited):
+            self._settle(key, rank)
+
+    def note_loaded(self, rank: int, loaded: LoadedComponent) -> None:
+        """Note a component that a worker has loaded."""
+        self._of(rank)[loaded.key] = loaded
+        self._sizes[loaded.key] = loaded.nbytes
+        self._failed.pop(loaded.key, None)
+        self._settle(loaded.key, rank)
+
+    def note_failed(self, rank: int, key: ModelKey, failure: Failure, now: float) -> list[str]:
+        """Note a component that a worker could not load; the models that cannot be used."""
+        self._settle(key, rank)
+        self._failed[key] = failure, now
+        return [name for name, info in self.models.items() if key in info.components]
+
+    def note_use(self, model: str, component: str) -> None:
+        """Note that a batch uses a model's components of this kind."""
+        self._num_uses += 1
+        for key in self.models[model].keys_of(component):
+            self._uses[key] = self._num_uses
+
+    # ------------------------------------------------------------------------------------------------- what is asked
+
+    def has(self, model: str, component: str, ranks: Iterable[int]) -> bool:
+        """Whether all of these ranks have a model's components of this kind."""
+        keys = self.models[model].keys_of(component)
+        return all((have := self._have[rank]) is not None and have.keys() >= {*keys} for rank in ranks)
+
+    def may_start(self, model: str) -> bool:
+        """Whether waiting requests of a model may begin, as of the last `order`."""
+        return self._may_start is None or model in self._may_start
+
+    def failure_of(self, model: str, now: float) -> Failure | None:
+        """Why a model cannot be used; None if it can be, or if it is time to try again."""
+        for key in self.models[model].components:
+            failure, since = self._failed.get(key, (None, 0.0))
+            if failure is not None and now - since < RETRY_SECONDS:
+                return failure
+        return None
+
+    def has_failed(self, keys: Iterable[ModelKey]) -> bool:
+        """Whether any of these components could not be loaded the last time."""
+        return any(key in self._failed for key in keys)
+
+    def seconds_left(self, model: str) -> float:
+        """Predicted seconds of loading what a model lacks."""
+        return sum(self._predict(self.size_of(key)) for key in self.lacking(model))
+
+    def components(self, rank: int) -> tuple[LoadedComponent, ...]:
+        """What a rank has loaded."""
+        return tuple(self._of(rank).values())
+
+    def states(self) -> dict[str, ModelState]:
+        """Model -> state of its weights, without adapters."""
+        return {name: self._state(info) for name, info in self.models.items() if not info.parent}
+
+    def _state(self, info: ModelInfo) -> ModelState:
+        lacking = self.lacking(info.name)
+        if not lacking:
+            return "loaded"
+        if any(key in self._awaited for key in lacking):
+            return "loading"
+        return "failed" if self.has_failed(lacking) else "unloaded"
+
+    @property
+    def is_complete(self) -> bool:
+        """Whether everything is loaded everywhere."""
+        if self._is_complete is None:
+            self._is_complete = not self._awaited and not any(map(self.lacking, self.models))
+            self._may_start = None if self._is_complete else self._may_start
+        return self._is_complete
+
+    @property
+    def is_loading(self) -> bool:
+        """Whether any component is being loaded."""
+        return bool(self._awaited)
+
+    # ------------------------------------------------------------------------------------------------- decisions
+
+    def order(self, running: Iterable[str], waiting: Iterable[tuple[str, float]], now: float) -> Orders:
+        """What to load and drop now. running: models that are in use. waiting: (model, arrival) of other requests, the
+        most urgent first.
+        """
+        if self.is_complete:
+            return Orders()
+        choice = _Choice(self, running, now)
+        choice.run(islice(waiting, MOST_LOOKED_AT))
+        self._may_start = frozenset(choice.startable)
+        self._send(choice.orders)
+        return choice.orders
+
+    def lacking(self, model: str) -> list[ModelKey]:
+        """Components of a model that a living rank lacks."""
+        up = [have for have in self._have if have is not None]
+        return [key for key in self.models[model].components if not all(key in have for have in up)]
+
+    def excess(self, further: Iterable[ModelKey]) -> int:
+        """Bytes by which these components, and all that is there or on its way, would exceed the budget; at most 0 if
+        there is room."""
+        return sum(map(self.size_of, self.present.union(further))) - self._budget if self._budget else 0
+
+    @property
+    def present(self) -> set[ModelKey]:
+        """Components that take memory of any rank, now or soon."""
+        return set(self._awaited).union(*(have for have in self._have if have is not None))
+
+    def size_of(self, key: ModelKey) -> int:
+        """Bytes of a component; predicted, until it has been loaded once."""
+        return self._sizes.get(key, 0)
+
+    def least_used(self, keys: Iterable[ModelKey]) -> list[ModelKey]:
+        """These components, the one whose last use is longest ago first."""
+        return sorted(keys, key=lambda key: (self._uses.get(key, 0), key.component, key.content))
+
+    # ------------------------------------------------------------------------------------------------- inside
+
+    def _send(self, orders: Orders) -> None:
+        """Note orders that are sent to all ranks."""
+        up = [rank for rank, have in enumerate(self._have) if have is not None]
+        for key in orders.unload:
+            for rank in up:
+                self._of(rank).pop(key, None)
+        for key in orders.load:
+            self._awaited[key] = set(up)
+        self._is_complete = None
+
+    def _of(self, rank: int) -> dict[ModelKey, LoadedComponent]:
+        """What a rank has; of one that is down, nothing."""
+        have = self._have[rank]
+        return {} if have is None else have
+
+    def _settle(self, key: ModelKey, rank: int) -> None:
+        """Note that an answer of a rank is not awaited any more."""
+        self._is_complete = None
+        waits_for = self._awaited.get(key)
+        if waits_for is not None:
+            waits_for.discard(rank)
+            if not waits_for:
+                del self._awaited[key]
+
+
+class _Choice:
+    """What one pass loads and drops."""
+
+    def __init__(self, residency: Residency, running: Iterable[str], now: float) -> None:
+        self._residency = residency
+        self._now = now
+        self._running = list(running)
+        self._needed = {key for model in self._running for key in residency.models[model].components}  # not dropped
+        self._seen: set[str] = set()
+        self._is_loading = residency.is_loading
+        self.startable: set[str] = set()
+        self.orders = Orders()
+
+    def run(self, waiting: Iterable[tuple[str, float]]) -> None:
+        """Consider what running requests have lost with a rank, then the models that requests wait for, and if none is
+        to go first, those that none waits for."""
+        for model in self._running:
+            self._restore(model)
+        for model, arrival in waiting:
+            if model not in self._seen and not self._consider(model, arrival):
+                return
+        for model in self._residency.models:
+            if model not in self._seen:
+                self._consider_idle(model)
+
+    def _restore(self, model: str) -> None:
+        """Load what a model that runs lacks. Others wait for its requests, and not the reverse."""
+        lacking = self._lacking(model)
+        if lacking and self._may_load(model) and (dropped := self._room_for(model, lacking)) is not None:
+            self._load(lacking, dropped)
+
+    def _consider(self, model: str, arrival: float) -> bool:
+        """Take up a model that a request waits for; False if no later one may begin before it."""
+        self._seen.add(model)
+        lacking = self._lacking(model)
+        if not lacking:
+            self.startable.add(model)
+        elif self._may_load(model):
+            dropped = self._room_for(model, lacking)
+            if dropped is None:
+                patience = max(LEAST_PATIENCE_SECONDS, self._residency.seconds_left(model))
+                return self._now - arrival < patience
+            self._load(lacking, dropped)
+        self._needed.update(self._residency.models[model].components)
+        return True
+
+    def _consider_idle(self, model: str) -> None:
+        """Take up a model that no request waits for: nothing is dropped for it, nor what has failed tried again."""
+        lacking = self._lacking(model)
+        if not lacking:
+            self.startable.add(model)
+        elif self._may_load(model) and not self._residency.has_failed(lacking) and self._residency.excess(lacking) <= 0:
+            self._load(lacking, ())
+
+    def _lacking(self, model: str) -> list[ModelKey]:
+        """Components that a model lacks, or will after these orders."""
+        dropped = set(self.orders.unload).intersection(self._residency.models[model].components)
+        return [*self._residency.lacking(model), *dropped]
+
+    def _may_load(self, model: str) -> bool:
+        """One model at a time: more would only be queued, in front of what is more urgent then."""
+        return not self._is_loading and self._residency.failure_of(model, self._now) is None
+
+    def _load(self, lacking: Iterable[ModelKey], dropped: Iterable[ModelKey]) -> None:
+        self.orders = Orders(tuple(lacking), tuple(dropped))
+        self._is_loading = True
+
+    def _room_for(self, model: str, lacking: Iterable[ModelKey]) -> list[ModelKey] | None:
+        """What to drop for these components of a model; None if too much is in use."""
+        residency, missing = self._residency, self._residency.excess(lacking)
+        idle = residency.present - self._needed.union(residency.models[model].components)
+        dropped: list[ModelKey] = []
+        for key in residency.least_used(idle):
+            if missing <= 0:
+                break
+            missing -= residency.size_of(key)
+            dropped.append(key)
+        for key in list(dropped):
+            if missing + residency.size_of(key) <= 0:  # a large one alone makes the room
+                missing += residency.size_of(key)
+                dropped.remove(key)
+        return dropped if missing <= 0 else None

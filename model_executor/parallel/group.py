@@ -1,0 +1,45 @@
+"""Group: the ranks that compute one batch together, as one of them sees it."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+from torch.distributed import AllToAllOptions, ProcessGroup
+
+from core.errors import GroupBrokenError
+from model_executor.kernels.ragged import Span
+
+
+def shares(number: int, degree: int) -> list[Span]:
+    """`number` things as consecutive spans for `degree` members, as even as they go."""
+    return [(number * member // degree, number * (member + 1) // degree) for member in range(degree)]
+
+
+class Group:
+    """Collective operations of one member. All members call the same operations in the same order.
+
+    me: this member's number, 0..degree - 1. A failed operation raises GroupBrokenError: a member died, left the group,
+    or did not come in time. The group is of no use then.
+    """
+
+    def __init__(self, process_group: ProcessGroup, me: int, degree: int) -> None:
+        self._process_group = process_group
+        self.me, self.degree = me, degree
+
+    def exchange(self, parts: Sequence[Tensor], shapes: Sequence[Sequence[int]]) -> list[Tensor]:
+        """Send parts[i] to member i; returns what each member has sent, of these shapes. All of one dtype."""
+        sent, counts = torch.cat([part.reshape(-1) for part in parts]), [part.numel() for part in parts]
+        expected = [torch.Size(shape).numel() for shape in shapes]
+        received = sent.new_empty(sum(expected))
+        try:
+            self._process_group.alltoall_base(received, sent, expected, counts, AllToAllOptions()).wait()
+        except RuntimeError as error:
+            raise GroupBrokenError(f"a rank has left the group: {error}") from error
+        return [part.view(tuple(shape)) for part, shape in zip(received.split(expected), shapes, strict=True)]
+
+    def gather(self, mine: Tensor, lengths: Sequence[int]) -> Tensor:
+        """The rows of all members, one member below the other. mine: [rows, ...]; lengths: every member's rows."""
+        received = self.exchange([mine] * self.degree, [(length, *mine.shape[1:]) for length in lengths])
+        return torch.cat(received)

@@ -1,0 +1,172 @@
+"""Sequence parallelism (Ulysses): the members of a group each compute a share of every request's tokens, and attend for
+a share of the heads.
+
+All layers but attention work token by token, so they need nothing of other members. For attention the members exchange
+twice: tokens with all heads become all tokens with a share of the heads, and back. What a head computes for a query
+depends neither on other heads nor on other queries, and keys are put into their order before: so bits do not depend on
+the number of members. Jacobs et al., DeepSpeed Ulysses, 2023; DDiT uses it for its steps (section 5).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from model_executor.kernels import attention
+from model_executor.kernels.attention import Attention, KeysValues
+from model_executor.kernels.ragged import Span
+from model_executor.kernels.ragged import spans as spans_of
+from model_executor.models.blocks import Edit
+from model_executor.parallel.group import Group, shares
+
+Lengths = Sequence[Sequence[int]]
+"""request -> the number of its tokens that each member has."""
+
+
+class Shard:
+    """One request's tokens on this member. A member has a share of its text tokens, one of its active image tokens, and
+    one of the others, which only leading blocks compute, in this order.
+    """
+
+    def __init__(self, edit: Edit, group: Group, device: torch.device) -> None:
+        self._edit, self._me = edit, group.me
+        self.num_tokens, self.text_tokens = edit.num_tokens, edit.text_tokens
+        self._text = shares(edit.text_tokens, group.degree)
+        active = torch.arange(edit.num_tokens, device=device) if edit.active is None else edit.active
+        others = torch.ones(edit.num_tokens, dtype=torch.bool, device=device).index_fill_(0, active, False).nonzero()
+        both = zip(shares(len(active), group.degree), shares(len(others), group.degree), strict=True)
+        self._active = [active[start:stop] for start, stop in shares(len(active), group.degree)]
+        self._every = [torch.cat([active[slice(*a)], others[slice(*o), 0]]) for a, o in both]
+        self._orders = {
+            (number, joint): self._order(tokens, joint=joint)
+            for number, tokens in enumerate((self._active, self._every))
+            for joint in (False, True)
+        }
+
+    @property
+    def text(self) -> slice:
+        """This member's text tokens."""
+        return slice(*self._text[self._me])
+
+    def lengths(self, number: int) -> list[tuple[int, int]]:
+        """(text tokens, image tokens) of every member in block `number`."""
+        return [
+            (stop - start, len(tokens)) for (start, stop), tokens in zip(self._text, self._tokens(number), strict=True)
+        ]
+
+    def final_lengths(self) -> list[int]:
+        """Of every member, the number of image tokens that the last block computes, which are in order."""
+        return [len(tokens) for tokens in self._active]
+
+    def _tokens(self, number: int) -> Sequence[Tensor]:
+        return self._every if self._edit.computed(number) is None else self._active
+
+    def _order(self, tokens: Sequence[Tensor], *, joint: bool) -> Tensor:
+        """Where the tokens of all members, one after the other, belong."""
+        if not joint:
+            return torch.cat(list(tokens))
+        pieces = zip(self._text, tokens, strict=True)
+        return torch.cat(
+            [
+                part
+                for (start, stop), image in pieces
+                for part in (torch.arange(start, stop, device=image.device), image + self.text_tokens)
+            ]
+        )
+
+    # ------------------------------------------------------------------------- a source of this member's stream
+
+    def computed(self, number: int) -> Tensor | None:
+        return self._tokens(number)[self._me]
+
+    def kept(self, number: int) -> Tensor | None:
+        """Of this member's tokens before block `number`, those that this block still computes, None for all."""
+        if self._edit.kept(number) is None:
+            return None
+        start, stop = self._text[self._me]
+        return torch.arange(stop - start + len(self._active[self._me]), device=self._active[0].device)
+
+    def rows(self, number: int) -> Tensor | None:
+        start, stop = self._text[self._me]
+        image = self._tokens(number)[self._me] + self.text_tokens
+        return torch.cat([torch.arange(start, stop, device=image.device), image])
+
+    # ------------------------------------------------------------- a source of attention, for some of the heads
+
+    def load(self, number: int, page: int, keys_values: KeysValues, fresh: Tensor) -> None:
+        """fresh: of all members' tokens, one member after the other."""
+        is_whole = self._edit.computed(number) is None
+        order = self._orders[int(is_whole), bool(keys_values.text_tokens)]
+        if is_whole:
+            keys_values.put(fresh, order)
+        else:
+            self._edit.read_over(page, keys_values, fresh, order)
+
+    def store(self, page: int, image: Tensor) -> None:
+        """Does nothing: a step writes no pages."""
+
+
+@dataclass(frozen=True, slots=True)
+class Team:
+    """A group in one pass of a model. heads: of every member."""
+
+    group: Group
+    heads: Sequence[Span]
+
+    @property
+    def num_heads(self) -> int:
+        """This member's heads."""
+        start, stop = self.heads[self.group.me]
+        return stop - start
+
+    def attention(self, attention: Attention, *, with_text: bool = True) -> Attention:
+        """Attention of the group. attention: of this member's heads, over all tokens. with_text: text tokens attend,
+        too."""
+        return SequenceAttention(attention, self, with_text=with_text)
+
+
+class SequenceAttention:
+    """Attention of a pass over a group: exchanges, attends for this member's heads, and exchanges back."""
+
+    def __init__(self, attention: Attention, team: Team, *, with_text: bool) -> None:
+        """See `Team.attention`."""
+        self._attention = attention
+        self._group, self._heads = team.group, team.heads
+        self._with_text = with_text
+
+    def __call__(
+        self, number: int, page: int, qkv: Tensor, where: Sequence[Span], sources: Sequence[attention.Source]
+    ) -> Sequence[Tensor]:
+        """As `Attention`. qkv: of this member's tokens, all heads; sources: shards."""
+        lengths = [self._lengths(source, number) for source in sources]  # request -> of every member
+        every = self._in_order(self._own_heads(qkv, lengths), lengths)
+        spans = spans_of(map(sum, lengths))
+        blocks = list(self._attention(number, page, every, spans, sources)) if every.shape[2] else []
+        attended = torch.cat(blocks, dim=1) if blocks else every.new_empty(len(every), 0)
+        return self._own_tokens(attended, lengths, len(qkv), qkv.shape[3])
+
+    def _own_heads(self, qkv: Tensor, lengths: Lengths) -> list[Tensor]:
+        """All tokens with this member's heads, as each member has sent its own: [tokens, 3, heads, head dim]."""
+        start, stop = self._heads[self._group.me]
+        parts = [qkv[:, :, first:last] for first, last in self._heads]
+        counts = [sum(of_member) for of_member in zip(*lengths, strict=True)]
+        return self._group.exchange(parts, [(count, 3, stop - start, qkv.shape[3]) for count in counts])
+
+    def _in_order(self, received: Sequence[Tensor], lengths: Lengths) -> Tensor:
+        """The same tokens, request by request."""
+        of_members = zip(received, zip(*lengths, strict=True), strict=True)
+        pieces = [part.split(of_member) for part, of_member in of_members]
+        return torch.cat([piece for of_request in zip(*pieces, strict=True) for piece in of_request])
+
+    def _own_tokens(self, attended: Tensor, lengths: Lengths, num_tokens: int, head_dim: int) -> list[Tensor]:
+        """This member's tokens, as each member has computed its heads: [tokens, heads * head dim] of every member."""
+        degree, pieces = self._group.degree, attended.split([length for of in lengths for length in of])
+        parts = [torch.cat(pieces[member::degree]) for member in range(degree)]
+        return self._group.exchange(parts, [(num_tokens, (stop - start) * head_dim) for start, stop in self._heads])
+
+    def _lengths(self, source: attention.Source, number: int) -> list[int]:
+        assert isinstance(source, Shard)
+        return [text * self._with_text + image for text, image in source.lengths(number)]

@@ -1,0 +1,41 @@
+"""LoaderThread: changes what a worker has loaded, components and adapters, in one order, while the worker computes."""
+
+from __future__ import annotations
+
+import logging
+import queue
+import threading
+from collections.abc import Callable
+
+from core.ipc.logs import of_request
+
+logger = logging.getLogger("stencil.worker")
+
+Job = Callable[[], None]
+"""Reports its own failures."""
+
+
+class LoaderThread:
+    """Its thread begins with the first job: most workers never have one."""
+
+    def __init__(self) -> None:
+        self._jobs: queue.SimpleQueue[tuple[Job, threading.Event]] = queue.SimpleQueue()
+        self._thread: threading.Thread | None = None
+
+    def put(self, job: Job) -> Callable[[], object]:
+        """Do a job after those before it; returns a function that waits until it is done. Main thread only."""
+        if self._thread is None:  # a daemon: the process ends while a load is under way
+            self._thread = threading.Thread(target=self._run, name="loader", daemon=True)
+            self._thread.start()
+        is_done = threading.Event()
+        self._jobs.put((job, is_done))
+        return is_done.wait
+
+    def _run(self) -> None:
+        while True:
+            job, is_done = self._jobs.get()
+            try:
+                job()
+            except Exception:  # the thread's outermost handler: later jobs are not to wait for ever
+                logger.exception("a change to the loaded models failed", extra=of_request(""))
+            is_done.set()

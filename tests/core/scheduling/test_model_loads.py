@@ -1,0 +1,216 @@
+"""Requests whose model is not loaded: what is ordered for them, what goes on beside, what fails."""
+
+from __future__ import annotations
+
+import msgspec
+from cache_kit import SCHEME
+from fakes import MODEL, FakeWorkers, make_edit
+
+from core.config import SchedulerConfig
+from core.costs.load_report import Queued
+from core.failure import Failure
+from core.graph.op import OPS
+from core.handles import LoadedComponent, ModelKey
+from core.messages.engine import EngineRequest, Failed, Finished, PrimeTemplate
+from core.messages.worker import BatchResult, ModelFailed, ModelLoaded, StepPlan
+from core.model_info import ModelInfo
+from core.scheduling.residency import RETRY_SECONDS
+from core.scheduling.scheduler import StepScheduler
+
+SHARED = tuple(ModelKey("0", kind) for kind in ("text_encoder", "vae"))
+BROKEN = Failure("config", "cannot load transformer: cut short")
+NBYTES = 1000
+
+
+def model(name: str) -> ModelInfo:
+    return msgspec.structs.replace(MODEL, name=name, components=(*SHARED, ModelKey(name, "transformer")))
+
+
+class Rig:
+    """A scheduler with models a and b, of which a is loaded; they share all but the denoiser."""
+
+    def __init__(self, *, num_ranks: int = 1, budget: int = 0) -> None:
+        models = {name: model(name) for name in ("a", "b")}
+        sizes = {LoadedComponent(key, NBYTES) for info in models.values() for key in info.components}
+        config = SchedulerConfig(model_bytes=budget)
+        self.scheduler = StepScheduler(config, models, num_ranks, sizes=sizes)
+        self.workers = FakeWorkers(num_ranks)
+        self.outputs: dict[str, object] = {}
+        self.plans: list[StepPlan] = []
+        self.now = 0.0
+        for rank in range(num_ranks):
+            self.workers.loaded[rank] = set(models["a"].components)
+        loaded = [LoadedComponent(key, NBYTES) for key in models["a"].components]
+        self.scheduler.learn((), [(rank, loaded) for rank in range(num_ranks)])
+
+    def add(self, name: str, of: str, **fields: object) -> None:
+        head: EngineRequest = make_edit(name, **fields)  # type: ignore[arg-type]
+        self.scheduler.add(msgspec.structs.replace(head, model=of, arrival=self.now))
+
+    def step(self) -> None:
+        """Schedule all that can be, and have every rank do one plan."""
+        self.now += 0.01
+        while (plan := self.scheduler.schedule(self.now)) is not None:
+            self.plans.append(plan)
+            self.workers.submit(plan)
+        for rank in self.scheduler.ranks.up:
+            for batch in self.workers.queues[rank][0].batches if self.workers.queues[rank] else ():
+                keys = self.scheduler.models[batch.model].keys_of(OPS[batch.op].component)
+                assert self.workers.loaded[rank].issuperset(keys), f"{batch.op} of {batch.model} has no weights"
+            for result in self.workers.run_one(rank):
+                if isinstance(result, BatchResult):
+                    self.scheduler.apply(result)
+                else:
+                    self.scheduler.apply_transfer(result)
+        self.outputs |= {each.request_id: each for each in self.scheduler.take_outputs()}  # type: ignore[union-attr]
+
+    def run(self, number: int = 100) -> None:
+        for _ in range(number):
+            self.step()
+
+    def answer(self, failure: Failure | None = None) -> None:
+        """All ranks have loaded what was ordered, or could not."""
+        for rank, key in self.workers.loading:
+            if failure is None:
+                self.workers.loaded[rank].add(key)
+                told: ModelLoaded | ModelFailed = ModelLoaded(rank, LoadedComponent(key, NBYTES), 2.0)
+            else:
+                told = ModelFailed(rank, key, failure)
+            self.scheduler.apply_load(told, self.now)
+        self.workers.loading.clear()
+
+    @property
+    def finished(self) -> set[str]:
+        return {name for name, told in self.outputs.items() if isinstance(told, Finished)}
+
+
+def test_others_go_ahead_of_a_request_whose_model_is_being_loaded() -> None:
+    rig = Rig()
+    rig.add("1", "b")
+    rig.add("2", "a")
+    rig.run()
+    assert rig.finished == {"2"}
+    assert rig.workers.loading == [(0, ModelKey("b", "transformer"))], "what they share is there"
+    assert rig.scheduler.counts == (0, 1)
+    rig.answer()
+    rig.run()
+    assert rig.finished == {"1", "2"}
+    rig.scheduler.check_integrity()
+
+
+def test_a_request_waits_for_every_rank() -> None:
+    rig = Rig(num_ranks=2)
+    rig.add("1", "b")
+    rig.step()
+    key = ModelKey("b", "transformer")
+    assert rig.workers.loading == [(0, key), (1, key)]
+    rig.scheduler.apply_load(ModelLoaded(0, LoadedComponent(key, NBYTES), 1.0), rig.now)
+    rig.run()
+    assert not rig.finished
+    rig.answer()
+    rig.run()
+    assert rig.finished == {"1"}
+    ranks = rig.scheduler.stats().ranks
+    everything = {*SHARED, key, ModelKey("a", key.component)}
+    assert [{each.key for each in rank.resident_models} for rank in ranks] == [everything] * 2
+
+
+def test_models_without_requests_are_loaded_while_there_is_room() -> None:
+    for budget, is_loaded in ((0, True), (4 * NBYTES, True), (4 * NBYTES - 1, False)):
+        rig = Rig(budget=budget)
+        rig.run(3)
+        assert bool(rig.workers.loading) is is_loaded
+
+
+def test_a_model_makes_room_for_another_when_its_last_request_has_ended() -> None:
+    rig = Rig(budget=3 * NBYTES)
+    rig.add("1", "a", steps=8)
+    rig.step()
+    rig.add("2", "b")
+    rig.step()
+    assert not rig.workers.loading
+    rig.run()
+    assert rig.finished == {"1"}
+    assert rig.workers.loaded[0] == set(SHARED)
+    rig.answer()
+    rig.run()
+    assert rig.finished == {"1", "2"}
+    rig.add("3", "a")
+    rig.run()
+    rig.answer()
+    rig.run()
+    assert rig.finished == {"1", "2", "3"}
+    assert sum(len(plan.load) for plan in rig.plans) == sum(len(plan.unload) for plan in rig.plans) == 2
+
+
+def test_a_failed_load_fails_the_requests_of_its_model_with_the_cause() -> None:
+    rig = Rig()
+    for name, of in (("1", "b"), ("2", "a"), ("3", "b")):
+        rig.add(name, of, steps=3)
+    rig.step()
+    rig.answer(BROKEN)
+    rig.run()
+    for name in ("1", "3"):
+        told = rig.outputs[name]
+        assert isinstance(told, Failed)
+        assert told.failure.kind == "model_unavailable"
+        assert told.failure.message == f"the model b cannot be loaded: {BROKEN.message}"
+    assert rig.finished == {"2"}
+    rig.add("4", "b")
+    rig.step()
+    assert isinstance(rig.outputs["4"], Failed), "at once, without another try"
+    assert not rig.workers.loading
+    rig.now += RETRY_SECONDS
+    rig.add("5", "b")
+    rig.step()
+    rig.answer()
+    rig.run()
+    assert rig.finished == {"2", "5"}
+    rig.scheduler.check_integrity()
+
+
+def test_templates_of_a_model_that_cannot_be_loaded_fail() -> None:
+    rig = Rig()
+    for name in ("a", "b"):
+        rig.scheduler.models[name] = msgspec.structs.replace(rig.scheduler.models[name], page_scheme=SCHEME)
+    head = make_edit("x")
+    prime = PrimeTemplate("t", "b", head.spec.template, 256, 256, "0", 256, 0.0)
+    rig.scheduler.add_template(prime)
+    rig.step()
+    assert rig.workers.loading
+    rig.answer(BROKEN)
+    rig.step()
+    told = rig.outputs["t"]
+    assert isinstance(told, Failed)
+    assert told.failure.kind == "model_unavailable"
+
+
+def test_the_time_to_load_is_predicted_and_reported() -> None:
+    rig = Rig()
+    rig.scheduler.cost.observe_load(NBYTES, 2.0)
+    rig.add("1", "b")
+    rig.add("2", "a")
+    waiting, ready = [change.load for change in rig.scheduler.load_report().queue if isinstance(change, Queued)]
+    assert waiting.other_seconds - ready.other_seconds > 1.9
+
+
+def test_a_rank_that_joins_again_loads_what_the_others_have() -> None:
+    rig = Rig(num_ranks=2)
+    rig.step()
+    rig.answer()
+    rig.scheduler.lose_rank(1, Failure("rank_dead", "gone"))
+    rig.workers.lose(1)
+    rig.add("1", "b")
+    rig.run()
+    assert rig.finished == {"1"}, "one rank is enough"
+    rig.workers.join(1)
+    rig.scheduler.join_rank(1, [LoadedComponent(key, NBYTES) for key in SHARED])
+    rig.workers.loaded[1] = set(SHARED)
+    rig.step()
+    assert {key.content for rank, key in rig.workers.loading if rank == 1} == {"a"}
+    rig.answer()
+    rig.step()
+    rig.answer()
+    rig.add("2", "b")
+    rig.run()
+    assert rig.finished == {"1", "2"}

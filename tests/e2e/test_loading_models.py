@@ -1,0 +1,106 @@
+"""Models that are loaded while others serve: in a budget, with one that cannot be loaded, after the keeper's death."""
+
+from __future__ import annotations
+
+import json
+import shutil
+import signal
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import numpy as np
+import openai
+import pytest
+from served_edits import client_of, edit
+from server_process import ServerProcess, spawn, start
+
+from tools.random_checkpoints import make_flux_fill
+from tools.random_unet_checkpoints import make_sd
+
+PATIENCE = 60.0
+
+
+@pytest.fixture(scope="module")
+def paths(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+    folder = tmp_path_factory.mktemp("models")
+    return {"fill": make_flux_fill(folder / "fill"), "sd": make_sd(folder / "sd")}
+
+
+def weight_bytes(path: Path) -> int:
+    return sum(file.stat().st_size for file in path.glob("*/*.safetensors"))
+
+
+@contextmanager
+def serving(folder: Path, paths: dict[str, Path], *flags: str) -> Iterator[ServerProcess]:
+    models = [flag for name, path in paths.items() for flag in ("--model", f"{name}={path}")]
+    server = start(folder / "scratch", *models, "--threads", "1", "--dtype", "float32", "--no-playground", *flags)
+    yield server
+    assert server.stop() == 0, server.log.read_text()
+
+
+def states(client: openai.OpenAI) -> dict[str, str]:
+    return {model.id: model.state for model in client.models.list()}  # type: ignore[attr-defined]
+
+
+def until(is_so: Callable[[], bool]) -> None:
+    deadline = time.monotonic() + PATIENCE
+    while not is_so():
+        assert time.monotonic() < deadline
+        time.sleep(0.05)
+
+
+def test_models_take_turns_in_a_budget_for_one(tmp_path: Path, paths: dict[str, Path]) -> None:
+    """Pictures do not depend on it, nor on the death of the process that loads weights."""
+    budget = max(weight_bytes(path) for path in paths.values())
+    with serving(tmp_path, paths, "--model-bytes", str(budget)) as server, client_of(server) as client:
+        until(lambda: states(client) == {"fill": "loaded", "sd": "unloaded"})
+        first = {name: edit(client, model=name)[0] for name in paths}
+        until(lambda: states(client) == {"fill": "unloaded", "sd": "loaded"})
+        for name in ("fill", "sd", "fill"):
+            np.testing.assert_array_equal(edit(client, model=name)[0], first[name])
+        (keeper,) = (child for child in server.children() if "stencil-weights" in " ".join(child.cmdline()))
+        keeper.send_signal(signal.SIGKILL)
+        np.testing.assert_array_equal(edit(client, model="sd")[0], first["sd"])
+        assert "the process that loads weights died" in server.log.read_text()
+
+
+def test_deaths_change_no_picture_and_leave_nothing(tmp_path: Path, paths: dict[str, Path]) -> None:
+    """Of a worker, which takes its models up again, and of the server itself, whose other processes end with it."""
+    flags = [flag for name, path in paths.items() for flag in ("--model", f"{name}={path}")]
+    server = start(tmp_path / "scratch", *flags, "--threads", "1", "--dtype", "float32", "--no-playground")
+    with client_of(server) as client:
+        before = {name: edit(client, model=name)[0] for name in paths}
+        (worker,) = (child for child in server.children() if "stencil-worker" in " ".join(child.cmdline()))
+        worker.send_signal(signal.SIGKILL)
+        for name in paths:
+            np.testing.assert_array_equal(edit(client, model=name)[0], before[name])
+    assert server.stop(signal.SIGKILL) == -signal.SIGKILL
+
+
+def test_a_model_that_cannot_be_loaded_fails_its_own_requests(tmp_path: Path, paths: dict[str, Path]) -> None:
+    broken = Path(shutil.copytree(paths["fill"], tmp_path / "broken"))
+    config = broken / "transformer" / "config.json"
+    config.write_text(json.dumps(json.loads(config.read_text()) | {"num_single_layers": 3}))
+    with serving(tmp_path, paths | {"broken": broken}) as server, client_of(server) as client:
+        until(lambda: states(client) == {"fill": "loaded", "sd": "loaded", "broken": "failed"})
+        with pytest.raises(openai.APIStatusError) as caught:
+            edit(client, model="broken")
+        assert caught.value.status_code == 503
+        assert caught.value.code == "model_unavailable"
+        assert caught.value.response.headers["retry-after"] == "10"
+        assert str(broken) not in caught.value.message, "files are named in the log alone"
+        assert "the weights lack" in server.log.read_text()
+        for name in paths:
+            assert edit(client, model=name)[0].any()
+
+
+def test_a_budget_that_no_order_could_meet_ends_the_start(tmp_path: Path, paths: dict[str, Path]) -> None:
+    flags = [flag for name, path in paths.items() for flag in ("--model", f"{name}={path}")]
+    process = spawn(tmp_path / "scratch", *flags, "--model-bytes", "100K")
+    assert process.wait(PATIENCE) == 1
+    assert process.stdout is not None
+    process.stdout.close()
+    (line,) = (tmp_path / "scratch.log").read_text().splitlines()
+    assert line.startswith("stencil: error: --model-bytes 102400: the weights of fill alone take ")

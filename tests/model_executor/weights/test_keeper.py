@@ -1,0 +1,203 @@
+"""The keeper as a real process: what it shares, what it frees, what is told when it cannot."""
+
+from __future__ import annotations
+
+import asyncio
+import ctypes
+import gc
+import os
+import shutil
+import socket
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from core.config import ModelConfig
+from core.errors import ConfigError, EngineError
+from core.handles import ModelKey
+from core.ipc import local_sockets
+from core.ipc.process import ChildProcess, spawn
+from model_executor.checkpoint.loader import Checkpoint
+from model_executor.kernels.cpu_kernels import best_kernels
+from model_executor.kernels.cpu_layers import FastConv
+from model_executor.models.registry import make_family
+from model_executor.weights import taking
+from model_executor.weights.taking import TakenWeights
+from tools.random_checkpoints import make_flux
+from tools.random_unet_checkpoints import make_sd
+
+VAE, TRANSFORMER = ModelKey("0f", "vae"), ModelKey("1e", "transformer")
+PATIENCE = 60.0
+
+
+@pytest.fixture(scope="module")
+def listener() -> Iterator[socket.socket]:
+    with local_sockets.listen() as listener:
+        yield listener
+
+
+def started(listener: socket.socket) -> ChildProcess:
+    return spawn("brief_keeper:main", b"", [os.dup(listener.fileno())], "stencil-weights")
+
+
+@pytest.fixture(scope="module")
+def keeper(listener: socket.socket) -> Iterator[ChildProcess]:
+    child = started(listener)
+    yield child
+    child.kill()
+    asyncio.run(child.wait())
+
+
+@pytest.fixture(scope="module")
+def config(tmp_path_factory: pytest.TempPathFactory) -> ModelConfig:
+    return ModelConfig(model=str(make_flux(tmp_path_factory.mktemp("flux") / "flux")), dtype="float32")
+
+
+@pytest.fixture
+def worker(listener: socket.socket, keeper: ChildProcess) -> Iterator[TakenWeights]:
+    taken = TakenWeights(local_sockets.address_of(listener))
+    yield taken
+    taken.close()
+    until(lambda: kept(keeper) == 0)
+
+
+def kept(keeper: ChildProcess) -> int:
+    """Number of memfds that the keeper has open."""
+    links = []
+    for name in os.listdir(f"/proc/{keeper.pid}/fd"):
+        try:
+            links.append(os.readlink(f"/proc/{keeper.pid}/fd/{name}"))
+        except FileNotFoundError:
+            continue
+    return sum("memfd:stencil-weights" in link for link in links)
+
+
+def until(is_so: Callable[[], bool]) -> None:
+    deadline = time.monotonic() + PATIENCE
+    while not is_so():
+        assert time.monotonic() < deadline
+        time.sleep(0.01)
+
+
+def test_two_workers_share_what_one_has_loaded(
+    listener: socket.socket, keeper: ChildProcess, worker: TakenWeights, config: ModelConfig
+) -> None:
+    other = TakenWeights(local_sockets.address_of(listener))
+    (mine, nbytes), (theirs, same) = worker.take(VAE, config, "vae"), other.take(VAE, config, "vae")
+    assert nbytes == same >= sum(parameter.nbytes for parameter in mine.parameters())
+    assert kept(keeper) == 1
+    for one, another in zip(mine.parameters(), theirs.parameters(), strict=True):
+        assert torch.equal(one, another)
+    worker.close()
+    del mine
+    gc.collect()
+    assert all(torch.isfinite(parameter).all() for parameter in theirs.parameters())
+    assert kept(keeper) == 1, "the other one uses it still"
+    other.close()
+    until(lambda: kept(keeper) == 0)
+
+
+def test_what_is_not_mapped_any_more_is_freed(keeper: ChildProcess, worker: TakenWeights, config: ModelConfig) -> None:
+    vae: nn.Module | None
+    vae, _ = worker.take(VAE, config, "vae")
+    transformer = worker.take(TRANSFORMER, config, "transformer")
+    worker.drop_unused()
+    assert kept(keeper) == 2
+    vae = None
+    gc.collect()
+    worker.drop_unused()
+    until(lambda: kept(keeper) == 1)
+    assert vae is None
+    assert transformer is not None
+
+
+def test_a_worker_that_is_restarted_finds_what_it_had(
+    listener: socket.socket, keeper: ChildProcess, config: ModelConfig, tmp_path: Path
+) -> None:
+    """No file is read again. What nobody comes back for is freed."""
+    moved = Path(shutil.copytree(config.model, tmp_path / "moved"))
+    model = ModelConfig(model=str(moved), dtype="float32")
+    gone, anew = (TakenWeights(local_sockets.address_of(listener)) for _ in range(2))
+    before, _ = gone.take(VAE, model, "vae", cpu_threads=1)
+    shutil.rmtree(moved)
+    gone.close()
+    after, _ = anew.take(VAE, model, "vae", cpu_threads=1)
+    for one, another in zip(before.parameters(), after.parameters(), strict=True):
+        assert torch.equal(one, another)
+    anew.close()
+    until(lambda: kept(keeper) == 0)
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("part", ["transformer", "unet"])
+def test_workers_share_packed_weights(
+    listener: socket.socket, worker: TakenWeights, config: ModelConfig, tmp_path: Path, part: str, dtype: str
+) -> None:
+    """What a worker computes with is the shared memory itself."""
+    path = config.model if part == "transformer" else str(make_sd(tmp_path / "sd"))
+    model = ModelConfig(model=path, dtype=dtype, device="cpu")
+    module, nbytes = worker.take(ModelKey(dtype, part), model, part, torch.get_num_threads())
+    family = make_family(Checkpoint.open(model))
+    family.prepare(part, module)
+    (memory,) = (mapping() for mapping in worker._mappings.values())
+    start = ctypes.addressof(memory)
+    layers: list[Any] = list(module.modules())
+    packed = [layer.packed.weight for layer in layers if hasattr(layer, "packed")]
+    packed += [layer._packed for layer in layers if isinstance(layer, FastConv)]
+    assert len(packed) > 5
+    for weight in packed:
+        address = torch.ops.mkldnn.data_ptr(weight) if weight.is_mkldnn else weight.data_ptr()
+        assert start <= address < start + nbytes
+    for parameter in module.parameters():
+        assert parameter.is_meta or start <= parameter.data_ptr() < start + nbytes
+
+
+def test_weights_packed_for_others_are_refused(worker: TakenWeights, config: ModelConfig) -> None:
+    """Computing with them would give no picture, but noise."""
+    if best_kernels() is None:
+        pytest.skip("the order does not depend on the number of threads here")
+    module, _ = worker.take(TRANSFORMER, config, "transformer", cpu_threads=2)
+    with pytest.raises(RuntimeError, match="packed in the order of oneDNN"):
+        make_family(Checkpoint.open(config)).prepare("transformer", module)
+
+
+def test_weights_that_cannot_be_loaded_are_told_with_their_cause(
+    keeper: ChildProcess, worker: TakenWeights, config: ModelConfig, tmp_path: Path
+) -> None:
+    damaged = Path(shutil.copytree(config.model, tmp_path / "damaged"))
+    (weights,) = (damaged / "vae").glob("*.safetensors")
+    weights.write_bytes(weights.read_bytes()[:1000])
+    with pytest.raises(ConfigError, match=r"cannot load vae of .*damaged.*cut short"):
+        worker.take(VAE, ModelConfig(model=str(damaged), dtype="float32"), "vae")
+    assert kept(keeper) == 0
+    assert worker.take(VAE, config, "vae") is not None, "it serves on"
+
+
+def test_a_keeper_that_hangs_is_told(monkeypatch: pytest.MonkeyPatch, config: ModelConfig) -> None:
+    monkeypatch.setattr(taking, "PATIENCE_SECONDS", 0.1)
+    with local_sockets.listen() as listener:  # nobody accepts
+        worker = TakenWeights(local_sockets.address_of(listener))
+        with pytest.raises(EngineError, match="the process that loads weights does not answer"):
+            worker.take(VAE, config, "vae")
+
+
+def test_a_keeper_that_was_restarted_serves_on(listener: socket.socket, config: ModelConfig) -> None:
+    """The last test: it ends the shared one. Workers keep what they have, under the same address."""
+    with local_sockets.listen() as own:
+        first = started(own)
+        worker = TakenWeights(local_sockets.address_of(own))
+        vae, _ = worker.take(VAE, config, "vae")
+        first.kill()
+        asyncio.run(first.wait())
+        second = started(own)
+        assert torch.isfinite(next(vae.parameters())).all()
+        worker.take(TRANSFORMER, config, "transformer")
+        second.kill()
+        asyncio.run(second.wait())
+    with pytest.raises(EngineError, match="the process that loads weights has died"):
+        worker.take(VAE, config, "vae")
