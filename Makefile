@@ -12,7 +12,7 @@ ARGS ?=
 BENCHMARKS := bench compare bench-quick bench-serving bench-throughput bench-startup bench-responsiveness bench-edit bench-overload bench-step bench-lora-step bench-model-load bench-parallel-step bench-unet bench-vae bench-cache bench-block-plan bench-cost-model bench-router-decision bench-scheduler-scale bench-quality simulate gpu-check soak
 
 .DEFAULT_GOAL := help
-.PHONY: $(BENCHMARKS) help serve test test-latest test-browser fuzz lint types format wheel train-embedded train-unet bench-playground calibrate clean
+.PHONY: $(BENCHMARKS) help serve test test-latest test-browser fuzz lint types format wheel train-embedded train-unet bench-playground calibrate profile clean
 
 help:  ## Show this list
 	@sed -n 's/^\([a-z-]*\):.*## /\1\t/p' $(MAKEFILE_LIST) | expand -t 24
@@ -80,7 +80,7 @@ bench-cost-model: MODULE := benchmarks.micro.cost_model  ## How well the cost mo
 bench-router-decision: MODULE := benchmarks.micro.router_decision  ## Time of a routing decision, and what the router costs
 bench-scheduler-scale: MODULE := benchmarks.micro.scheduler_scale  ## CPU time of an engine's loop with 16 to 256 ranks and up to 5,000 waiting requests
 bench-quality: MODULE := benchmarks.quality  ## SSIM and accuracy of mask-aware edits against exact ones, and what every knob does
-simulate: MODULE := benchmarks.simulation  ## Latency by routing policy on simulated fleets of 8 to 256 engines
+simulate: MODULE := benchmarks.simulation  ## Latency by routing policy on simulated fleets; ARGS="--paper neustream": goodput by scheduling policy
 gpu-check: MODULE := benchmarks.gpu  ## On a GPU machine, 10 minutes: correctness, speed and bars, written up as docs/gpu.md
 soak: MODULE := benchmarks.soak  ## 20 minutes of mixed traffic with a fault every 30 s: requests, lost, wrong, restarts, memory slope; ARGS="--minutes 10 --single-deaths" kills single workers of one engine
 
@@ -92,6 +92,9 @@ bench-playground: $(RUNTIME) $(BROWSER)  ## A person's first edit in the playgro
 
 calibrate: $(RUNTIME)  ## Choose keyframes, page dtype, margin and full_steps on your images; flags by ARGS
 	$(BIN)/python -m entrypoints.calibrate $(ARGS)
+
+profile: $(RUNTIME)  ## Measure a model's latencies by batch size and tokens, kept for the server's next start; flags by ARGS
+	$(BIN)/python -m model_executor.worker.profiler $(ARGS)
 
 clean:  ## Remove .venv and all build products
 	rm -rf $(VENV) $(LATEST) tests/browser/node_modules build dist *.egg-info .mypy_cache .pytest_cache .ruff_cache .hypothesis

@@ -83,14 +83,19 @@ class ModelConfig(msgspec.Struct, frozen=True, kw_only=True):
         return EMBEDDED_NAME if self.model == EMBEDDED_MODEL else self.model
 
 
-SchedulingPolicyName = Literal["step_batching"]
+SchedulingPolicyName = Literal["step_batching", "goodput", "neustream"]
 """Policies that decide what runs together, see core.scheduling.policies."""
+
+OnLate = Literal["drop", "last"]
+"""What becomes of requests that are predicted to miss the latency objective. drop: they end with an error; last: they
+are served when no other needs the rank."""
 
 
 class SchedulerConfig(msgspec.Struct, frozen=True, kw_only=True):
     """Limits of one iteration of the scheduler. Set by flags."""
 
     policy: SchedulingPolicyName = "step_batching"
+    on_late: OnLate = "drop"  # of the policies goodput and neustream
     max_num_seqs: int = 8  # requests in a step: the number of slots, 1..4096
     max_num_batched_tokens: int = 65536  # active image tokens plus text tokens in a step's batch
     max_stage_ms: float = 20.0  # predicted encoding and decoding that may delay a step; a single item always may

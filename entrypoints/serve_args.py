@@ -97,6 +97,7 @@ def _config(args: argparse.Namespace) -> StencilConfig:
     )
     scheduler = SchedulerConfig(
         policy=args.scheduling_policy,
+        on_late=args.on_late,
         max_num_seqs=args.max_num_seqs,
         max_num_batched_tokens=args.max_num_batched_tokens,
         max_stage_ms=args.max_stage_ms,

@@ -11,6 +11,7 @@ from core.config import (
     EngineConfig,
     ImageConfig,
     ModelConfig,
+    OnLate,
     RouterPolicy,
     SchedulerConfig,
     SchedulingPolicyName,
@@ -133,7 +134,15 @@ def _add_batch_flags(group: argparse._ArgumentGroup) -> None:
         "--scheduling-policy",
         choices=get_args(SchedulingPolicyName),
         default=default.policy,
-        help="what decides which requests run together; step_batching: the most urgent ones share a denoising step",
+        help="what decides which requests run together; step_batching: the most urgent ones share a denoising step; "
+        "goodput: those of which most meet the latency objective (--slo-ms); neustream: a baseline",
+    )
+    group.add_argument(
+        "--on-late",
+        choices=get_args(OnLate),
+        default=default.on_late,
+        help="of the policies goodput and neustream: requests that cannot meet the latency objective end with an "
+        "error, or run when no other needs the worker",
     )
     group.add_argument(
         "--max-num-seqs",

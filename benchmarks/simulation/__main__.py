@@ -1,14 +1,18 @@
-"""Latency by routing policy on simulated fleets: P95 and mean over seeds.
+"""Latency by routing policy on simulated fleets: P95 and mean over seeds; with --paper or --trace instead goodput by
+scheduling policy on published traces.
 
 Schedulers, caches, cost models, reports and the router are the code that serves; time and workers are simulated. Each
-run prints one line of JSON; a table by scenario follows.
+run of a fleet prints one line of JSON; a table by scenario follows. With --trace, --output gets one JSON object.
 """
 
 from __future__ import annotations
 
+import argparse
+import os
 import statistics
 import time
 from collections.abc import Sequence
+from pathlib import Path
 from typing import get_args
 
 import msgspec
@@ -17,6 +21,10 @@ import numpy as np
 from benchmarks.command import command
 from benchmarks.report import print_line
 from benchmarks.simulation.cluster import Cluster
+from benchmarks.simulation.module_engine import OVERHEAD
+from benchmarks.simulation.module_trace import ModuleTrace
+from benchmarks.simulation.published import DATA, PAPERS, as_json, compare
+from benchmarks.simulation.published_plots import write_plots
 from benchmarks.simulation.scenario import SCENARIOS
 from core.config import RouterPolicy
 
@@ -95,7 +103,30 @@ def main(argv: Sequence[str] | None = None) -> None:
     parser.add_argument("--scenarios", nargs="+", default=["reference", "mix"], choices=SCENARIOS, help="by name")
     parser.add_argument("--seeds", type=int, default=5, help="traces of each scenario")
     parser.add_argument("--policies", nargs="+", default=POLICIES, choices=POLICIES, help="of the router")
+    traces = parser.add_mutually_exclusive_group()
+    traces.add_argument("--paper", choices=PAPERS, help="serve the traces of this paper's authors")
+    traces.add_argument("--trace", type=Path, metavar="FILE", help="serve the trace of a file of the same form")
+    parser.add_argument("--plots", type=Path, metavar="FOLDER", help="with --paper or --trace: write plots there")
+    parser.add_argument("--processes", type=int, default=os.cpu_count(), help="with --paper or --trace: runs at once")
+    parser.add_argument("--overhead", type=float, default=OVERHEAD, help="share by which batches exceed their tables")
     args = parser.parse_args(argv)
+    files = [DATA / name for name in PAPERS[args.paper]] if args.paper else [args.trace] if args.trace else []
+    if files:
+        serve_traces(files, args)
+    else:
+        simulate_fleets(args)
+
+
+def serve_traces(files: Sequence[Path], args: argparse.Namespace) -> None:
+    results = {path: compare(path, args.processes, args.overhead) for path in files}
+    if args.output is not None:
+        args.output.write_text(as_json([result for of_file in results.values() for result in of_file]))
+    if args.plots is not None:
+        for path in files:
+            write_plots(args.plots, ModuleTrace.read(path), results[path])
+
+
+def simulate_fleets(args: argparse.Namespace) -> None:
     runs = list[Run]()
     for seed in range(args.seeds):
         for scenario in args.scenarios:

@@ -1,12 +1,12 @@
-"""Durations: how long a simulated rank takes for what it is sent; LatencyTable: latencies by op, degree and size."""
+"""Durations: how long a simulated rank takes for what it is sent; Latencies: tables by op, degree and size."""
 
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from bisect import bisect_left
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
+from core.costs.latency_table import interpolated
 from core.graph.op import OPS
 from core.graph.work import Work
 from core.graph.workflow import Workflow
@@ -37,8 +37,8 @@ class Durations(ABC):
         return 0.0
 
 
-class LatencyTable:
-    """Measured or published latencies."""
+class Latencies:
+    """Measured or published latencies of several kinds of work."""
 
     def __init__(self, points: Mapping[tuple[str, int], Mapping[float, float]]) -> None:
         """points: (kind of work, degree) -> size -> seconds. Raises ValueError where one has no size, or a size that is
@@ -50,18 +50,8 @@ class LatencyTable:
                 raise ValueError(f"{key} needs latencies at one or more sizes above 0, not {line}")
 
     def seconds(self, kind: str, degree: int, size: float) -> float:
-        """Linear between the sizes of the table and beyond the largest; below the smallest as at the smallest. With one
-        size alone, in proportion to it. Raises KeyError for a kind and degree that are not in the table.
-        """
-        line = self._points[kind, degree]
-        if len(line) == 1:
-            ((only, seconds),) = line
-            return seconds * size / only
-        if size <= line[0][0]:
-            return line[0][1]
-        after = min(bisect_left(line, (size,)), len(line) - 1)
-        (low, below), (high, above) = line[after - 1], line[after]
-        return below + (above - below) * (size - low) / (high - low)
+        """See `interpolated`. Raises KeyError for a kind and degree that are not in the table."""
+        return interpolated(self._points[kind, degree], size)
 
 
 @dataclass(frozen=True)
@@ -70,7 +60,7 @@ class TableDurations(Durations):
     number of tokens. transfer, delivery: seconds of each.
     """
 
-    table: LatencyTable
+    table: Latencies
     kind: Callable[[Batch, Work], str] = lambda batch, work: batch.op
     size: Callable[[Batch, Work], float] = lambda batch, work: len(batch.items)
     transfer: float = 0.0

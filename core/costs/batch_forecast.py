@@ -5,7 +5,9 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
+from core.costs import slot_schedule
 from core.costs.load_report import RequestLoad
+from core.costs.slot_schedule import Turn, linear_pace
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,13 +42,5 @@ class BatchForecast:
 
 def ends(loads: Sequence[RequestLoad], base_seconds: float) -> list[float]:
     """Seconds until each of these is done if they share their steps and no other request joins."""
-    pace = base_seconds + sum(load.step_seconds for load in loads)
-    seconds = [0.0] * len(loads)
-    elapsed = made = 0.0
-    for index in sorted(range(len(loads)), key=lambda index: loads[index].steps_left):
-        load = loads[index]
-        elapsed += (load.steps_left - made) * pace
-        made = load.steps_left
-        pace -= load.step_seconds
-        seconds[index] = elapsed + load.other_seconds
-    return seconds
+    turns = [Turn(load.steps_left, load.step_seconds, after=load.other_seconds) for load in loads]
+    return slot_schedule.ends(turns, len(turns), linear_pace(base_seconds), blocks=False)

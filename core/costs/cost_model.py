@@ -1,7 +1,8 @@
 """CostModel: predicts how long work takes, by a linear model per kind of work that every result refines.
 
 Seconds are predicted from a few features of a batch (requests, tokens, attention, a constant), and for a copy from its
-bytes. A kind of work is named by everything that changes its line: family, components, op, device, number of ranks.
+bytes. A kind of work that was profiled is predicted from its table of latencies instead, as far as that reaches. A
+kind of work is named by everything that changes its line: family, components, op, device, number of ranks.
 """
 
 from __future__ import annotations
@@ -13,6 +14,8 @@ import msgspec
 import numpy as np
 import numpy.typing as npt
 
+from core.costs.latency_table import LatencyTable
+from core.costs.profile import Profile
 from core.graph.work import Work
 from core.handles import ModelKey, Tier
 
@@ -159,18 +162,33 @@ class Line:
 
 
 class CostModel:
-    """One fitted line per kind of work and per copy. Owned by one scheduler."""
+    """One fitted line per kind of work and per copy, and the profiles. Owned by one scheduler."""
 
     def __init__(self) -> None:
         self._lines: dict[CostKey, Line] = {}
+        self._profiles: dict[CostKey, Profile] = {}
         self._copies: dict[tuple[Tier, Tier], Line] = {}
         self._loads = Line(len(COPY_FEATURES))  # of models' components
 
     def observe(self, key: CostKey, work: Work, seconds: float) -> None:
         self._lines.setdefault(key, Line(len(FEATURES))).observe(features_of(work), seconds)
+        if key in self._profiles:
+            self._profiles[key].observe(work, seconds)
+
+    def add_profile(self, key: CostKey, table: LatencyTable) -> None:
+        """Predict this kind of work from a table, as far as it reaches."""
+        self._profiles[key] = Profile(table)
+
+    def profile(self, key: CostKey) -> Profile | None:
+        """The profile of this kind of work; None if it has none."""
+        return self._profiles.get(key)
 
     def predict(self, key: CostKey, work: Work) -> float:
         """Seconds that this work will take; 0 if its kind was never observed."""
+        profile = self._profiles.get(key)
+        seconds = profile.seconds(work) if profile else None
+        if seconds is not None:
+            return seconds
         line = self._lines.get(key)
         return line.predict(features_of(work)) if line else 0.0
 

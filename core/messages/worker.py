@@ -168,6 +168,7 @@ class CostSample(msgspec.Struct, frozen=True):
     op: str  # name of its cost line, see Op
     work: Work
     seconds: float
+    is_profile: bool = False  # it belongs to a table of latencies
 
 
 class WorkerReady(Message, frozen=True):

@@ -82,7 +82,7 @@ class Deadlines:
             elif num_looked_at < self.max_num_seqs:
                 num_looked_at += 1
                 seconds = slot_forecast.seconds(self.left(request))
-                failure = _why_drop(head, now + seconds) if running else _why_stop(head, now, now + CERTAIN * seconds)
+                failure = why_late(head, now + seconds) if running else _why_stop(head, now, now + CERTAIN * seconds)
                 if failure is not None:
                     yield request, failure
 
@@ -104,8 +104,8 @@ def _why_stop(head: EngineRequest, now: float, end: float) -> Failure | None:
     return PASSED if head.deadline <= now else TOO_LATE
 
 
-def _why_drop(head: EngineRequest, end: float) -> Failure | None:
-    """Why to drop a waiting request that is predicted to finish at `end` while it delays others."""
+def why_late(head: EngineRequest, end: float) -> Failure | None:
+    """Why to give up a request that is predicted to finish at `end` while it delays others; None if that is in time."""
     if head.deadline is not None and end > head.deadline:
         return TOO_LATE
     return MISSED if head.objective is not None and end > head.objective else None

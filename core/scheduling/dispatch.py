@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from core.failure import Failure
 from core.graph.workflow import Node
 from core.scheduling.node_cache import CacheJob
 from core.scheduling.request import Request
@@ -35,4 +36,12 @@ class CacheDispatch:
     rank: int
 
 
-Decision = Dispatch | Fetch | CacheDispatch
+@dataclass(frozen=True, slots=True)
+class GiveUp:
+    """End a request, because it is late or certain to be."""
+
+    request: Request
+    failure: Failure  # told to the client
+
+
+Decision = Dispatch | Fetch | CacheDispatch | GiveUp

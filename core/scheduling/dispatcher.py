@@ -5,16 +5,17 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
 
+from core.failure import Failure
 from core.graph.work import Work
 from core.graph.workflow import op_of
 from core.messages.worker import Batch, Delivery, Free, StepPlan, Transfer
 from core.scheduling.batch_items import make_item, node_work
-from core.scheduling.dispatch import CacheDispatch, Decision, Dispatch, Fetch
+from core.scheduling.dispatch import CacheDispatch, Decision, Dispatch, Fetch, GiveUp
 from core.scheduling.in_flight import Flight
 from core.scheduling.inputs import deliveries
 from core.scheduling.node_cache import CacheOrders, NodeCache
 from core.scheduling.ranks import Ranks
-from core.scheduling.request import Status
+from core.scheduling.request import Request, Status
 from core.scheduling.values import ValueTable
 from core.scheduling.view import View
 
@@ -30,6 +31,7 @@ class Dispatched:
     transfers: list[Transfer] = field(default_factory=list)
     deliveries: list[Delivery] = field(default_factory=list)
     begun: list[str] = field(default_factory=list)  # ids of requests that were waiting before
+    given_up: list[tuple[Request, Failure]] = field(default_factory=list)
 
     @property
     def ranks(self) -> set[int]:
@@ -79,6 +81,8 @@ class Dispatcher:
                     done.transfers += self._fetch(decision, view)
                 case CacheDispatch():
                     done.flights.append(self._dispatch_job(decision))
+                case GiveUp():
+                    done.given_up.append((decision.request, decision.failure))
         return done
 
     # ------------------------------------------------------------------------------------------------ requests
@@ -130,6 +134,8 @@ def check(decisions: Iterable[Decision], view: View) -> None:
                 names = _check_fetch(decision, view)
             case CacheDispatch():
                 names = _check_job(decision, view)
+            case GiveUp():
+                names = _check_give_up(decision)
         for name in names:
             assert name not in seen, f"{name} is dispatched twice"
             seen.add(name)
@@ -161,3 +167,9 @@ def _check_job(dispatch: CacheDispatch, view: View) -> list[tuple[str, str]]:
     assert dispatch.job in view.jobs(), f"{dispatch.job.id} is not offered"
     assert dispatch.job.rank in (None, dispatch.rank), f"{dispatch.job.id} can run on rank {dispatch.job.rank} alone"
     return [(dispatch.job.id, "")]
+
+
+def _check_give_up(decision: GiveUp) -> list[tuple[str, str]]:
+    """A request that is given up runs nothing more."""
+    assert decision.request.is_live, f"{decision.request.id} has ended"
+    return [(decision.request.id, node.name) for node in decision.request.workflow.nodes]

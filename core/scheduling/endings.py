@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 
 import msgspec
@@ -42,6 +42,11 @@ class Endings:
         """End a request that has failed, unless it has ended already."""
         if request.is_live:
             self.end(request, Status.FAILED, Failed(request_id=request.id, failure=failure))
+
+    def fail_each(self, failed: Iterable[tuple[Request, Failure]]) -> None:
+        """End these requests, unless they have ended already."""
+        for request, failure in failed:
+            self.fail(request, failure)
 
     def finish(self, request: Request) -> None:
         """Send the message of a request that has ended, if nothing of it is in flight."""

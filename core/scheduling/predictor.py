@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 
 from core.costs.cost_model import CostKey, CostModel, extra_seconds
+from core.costs.latency_table import LatencyTable
 from core.costs.load_report import RequestLoad
 from core.graph.op import OPS, Op
 from core.graph.work import Work
@@ -49,10 +50,21 @@ class Predictor:
         """Time to run an op once over this much work."""
         return self.cost.predict(self.key(model, op), work)
 
+    def largest_batch(self, model: str, op: Op) -> int | None:
+        """Rows of the largest batch in the op's profile; None without one."""
+        profile = self.cost.profile(self.key(model, op))
+        return profile.table.largest if profile else None
+
     def learn(self, samples: Iterable[CostSample]) -> None:
-        """Train the cost model with batches measured before the first request."""
+        """Train the cost model with batches measured before the first request, and give it the profiles."""
+        tables: dict[CostKey, list[tuple[int, float, float]]] = {}
         for sample in samples:
-            self.cost.observe(self._key(sample.model, sample.component, sample.op, 1), sample.work, sample.seconds)
+            key, rows = self._key(sample.model, sample.component, sample.op, 1), len(sample.work.queries)
+            self.cost.observe(key, sample.work, sample.seconds)
+            if sample.is_profile:
+                tables.setdefault(key, []).append((rows, sum(sample.work.queries) / rows, sample.seconds))
+        for key, measured in tables.items():
+            self.cost.add_profile(key, LatencyTable(measured))
 
     def key_of(self, batch: Batch) -> CostKey:
         """The key of a batch in the cost model."""

@@ -121,7 +121,10 @@ class Request:
 
     def sizes(self, node: Node) -> NodeSizes:
         """The sizes of running a node next."""
-        is_masked = self.is_masked(node)
+        return self.sizes_of(node, is_masked=self.is_masked(node))
+
+    def sizes_of(self, node: Node, *, is_masked: bool) -> NodeSizes:
+        """The sizes of running a node, as a mask-aware step or as one of all tokens."""
         sizes = self.known_sizes.get((node.canvas, is_masked))
         if sizes is None:
             canvas = self.spec.canvas(node.canvas)

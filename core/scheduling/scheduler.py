@@ -196,7 +196,7 @@ class StepScheduler:
 
     def schedule(self, now: float) -> StepPlan | None:
         """The next plan; None when nothing can start before the next result or request arrives."""
-        self._give_up_lost(now)
+        self._endings.fail_each(self._deadlines.lost(self._judged(), now))
         if not self.ranks.up:
             return None
         page_rank = partial(self._policy.page_rank, ranks=self.ranks.up)
@@ -207,6 +207,7 @@ class StepScheduler:
         models, view = self._loads.order(now), self._view(now)
         chosen = self._dispatcher.carry_out(self._policy.choose(view, now), view)
         self._note_sent(chosen.flights)
+        self._endings.fail_each(chosen.given_up)
         chosen.transfers += self._checkpoints.transfers(chosen.ranks | view.idle_ranks)
         for request_id in chosen.begun:
             self._requests.begin(request_id, lambda request: self._predictor.left_of(request).seconds)
@@ -330,11 +331,12 @@ class StepScheduler:
             open_ranks=idle | self._nearly_idle_ranks(),
             idle_ranks=idle,
             max_step_tokens=self._step_limit.tokens,
-            may_join=self._deadlines.joining(list(self._requests.live()), now) if self._requests.has_due else None,
+            may_join=self._deadlines.joining(judged, now) if (judged := self._judged()) else None,
             _residency=self._loads.residency,
             _cache=self.cache,
             _values=self.values,
             _predict=self._predictor.of_op,
+            _largest=self._predictor.largest_batch,
         )
 
     def _nearly_idle_ranks(self) -> frozenset[int]:
@@ -388,10 +390,8 @@ class StepScheduler:
         self._policy.on_end(request_id)
         self._checkpoints.forget(request_id)
 
-    def _give_up_lost(self, now: float) -> None:
-        live = list(self._requests.live()) if self._requests.has_due else []
-        for request, failure in self._deadlines.lost(live, now):
-            self._endings.fail(request, failure)
+    def _judged(self) -> list[Request]:
+        return list(self._requests.live()) if self._requests.has_due and not self._policy.gives_up else []
 
     def _apply_job(self, job_id: str, result: BatchResult) -> None:
         for request_id, failure in self.cache.finish(job_id, result).items():

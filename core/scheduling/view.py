@@ -22,6 +22,9 @@ from core.scheduling.values import ValueTable
 PredictWork = Callable[[str, Op, Work], float]
 """(model, op, work) -> predicted seconds of running the op once."""
 
+LargestBatch = Callable[[str, Op], int | None]
+"""(model, op) -> rows of the largest batch in the op's profile; None without one."""
+
 
 @dataclass(frozen=True, slots=True)
 class View:
@@ -38,6 +41,7 @@ class View:
     _cache: NodeCache
     _values: ValueTable
     _predict: PredictWork
+    _largest: LargestBatch
     _inputs: dict[tuple[str, str, Ranks], Inputs] = field(default_factory=dict)  # once asked for
     _ready: dict[str, list[Node]] = field(default_factory=dict)  # request id -> its ready nodes, once asked for
 
@@ -85,6 +89,14 @@ class View:
     def seconds(self, request: Request, node: Node) -> float:
         """Predicted time of running a node next, alone."""
         return self._predict(request.head.model, op_of(node), node_work(request, node))
+
+    def batch_seconds(self, model: str, op: Op, work: Work) -> float:
+        """Predicted time of a batch; 0 for work unlike any observed so far."""
+        return self._predict(model, op, work)
+
+    def largest_batch(self, model: str, op: Op) -> int | None:
+        """The largest batch in the op's profile, in rows; None without one."""
+        return self._largest(model, op)
 
     def page_rank(self, request: Request) -> int | None:
         """The one rank that can read the pages reserved for a request, which are on its device; None: any rank can."""

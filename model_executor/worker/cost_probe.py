@@ -92,15 +92,32 @@ def probe(family: Family, info: ModelInfo, budget_seconds: float) -> list[CostSa
 
 
 def _samples(family: Family | None, info: ModelInfo, cache_folder: Path, kernels: KernelChoice) -> list[CostSample]:
-    path = cache_folder / "costs" / f"{_conditions(info, kernels)}.json"
+    path = _path(info, kernels, cache_folder)
+    samples = _read(path)
+    if samples is None and family is None:
+        return []
+    if samples is None:
+        assert family is not None
+        samples = probe(family, info, BUDGET_SECONDS)
+        with suppress(OSError):
+            write_atomically(path, msgspec.json.encode(samples))
+    return [*samples, *(_read(profile_path(info, kernels, cache_folder)) or ())]
+
+
+def _read(path: Path) -> list[CostSample] | None:
+    """The samples in a file; None if there is none, or a damaged one."""
     with suppress(OSError, msgspec.DecodeError):
         return msgspec.json.decode(path.read_bytes(), type=list[CostSample])
-    if family is None:
-        return []
-    samples = probe(family, info, BUDGET_SECONDS)
-    with suppress(OSError):
-        write_atomically(path, msgspec.json.encode(samples))
-    return samples
+    return None
+
+
+def _path(info: ModelInfo, kernels: KernelChoice, cache_folder: Path) -> Path:
+    return cache_folder / "costs" / f"{_conditions(info, kernels)}.json"
+
+
+def profile_path(info: ModelInfo, kernels: KernelChoice, cache_folder: Path) -> Path:
+    """Where a model's profile is kept, see `model_executor.worker.profiler`."""
+    return _path(info, kernels, cache_folder).with_suffix(".profile.json")
 
 
 def _conditions(info: ModelInfo, kernels: KernelChoice) -> str:
@@ -154,13 +171,18 @@ class Batches:
     def all(self) -> Iterator[Timed]:
         """All batches, ops in turn and smaller ones first, so that every op is sampled even if time runs out."""
         by_op: list[list[Timed]] = [
-            [(TEXT_ENCODE, Work.of([self._text_tokens]), self._encode_text)],
+            [self._prompt],
             [self.denoise(mix) for mix in MIXES if self._has_pages or min(mix) == 1.0],
             [self.prime(*priming) for priming in PRIMINGS if self._has_pages],
             [self._picture(IMAGE_ENCODE, self._encode_image, share) for share in PICTURES],
             [self._picture(DECODE, self._decode, share) for share in PICTURES],
         ]
         return (batch for turn in zip_longest(*by_op) for batch in turn if batch is not None)
+
+    def once(self) -> list[Timed]:
+        """What is done once for a request, one item each."""
+        pictures = [(IMAGE_ENCODE, self._encode_image), (DECODE, self._decode)]
+        return [self._prompt, *(self._picture(op, run, share) for op, run in pictures for share in PICTURES)]
 
     @property
     def most_rows(self) -> int:
@@ -185,6 +207,10 @@ class Batches:
         return self.info.page_scheme is not None
 
     # ------------------------------------------------------------------------------------------------ encode, decode
+
+    @property
+    def _prompt(self) -> Timed:
+        return TEXT_ENCODE, Work.of([self._text_tokens]), self._encode_text
 
     def _picture(self, op: Op, run: Callable[[int], object], share: float) -> Timed:
         side = self._side(share)

@@ -17,6 +17,9 @@ class SchedulingPolicy(ABC):
     them out.
     """
 
+    gives_up = False
+    """Whether it decides which requests are too late (`GiveUp`); otherwise `Deadlines` does."""
+
     @abstractmethod
     def choose(self, view: View, now: float) -> Sequence[Decision]:
         """What to dispatch now, in the order in which ranks are to run it. now: monotonic seconds."""

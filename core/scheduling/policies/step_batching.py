@@ -22,7 +22,7 @@ class StepBatching(SchedulingPolicy):
     """The default policy. It keeps no state between passes."""
 
     def choose(self, view: View, now: float) -> Sequence[Decision]:
-        return _Pass(view).run()
+        return StepPass(view).run()
 
 
 BatchKey = tuple[str, str, tuple[int, ...]]
@@ -30,8 +30,8 @@ BatchKey = tuple[str, str, tuple[int, ...]]
 
 
 @dataclass(slots=True)
-class _Pass:
-    """One pass over a view; `run` is called once."""
+class StepPass:
+    """One pass over a view; `run` is called once. Other policies override what they do otherwise."""
 
     view: View
     _candidates: list[tuple[Request, list[Node]]] = field(default_factory=list)  # most urgent first, with ready nodes
@@ -165,9 +165,9 @@ class _Pass:
         return self.view.ranks[0] if job.rank is None else job.rank
 
     def _fetches(self) -> Iterator[Fetch]:
-        """Fetches of what running requests read on the other rank."""
-        for request in self.view.requests.running_in_order() if len(self.view.ranks) > 1 else ():
-            for node in self.view.ready(request):
+        """Fetches of what candidates read on the other rank."""
+        for request, ready in self._candidates if len(self.view.ranks) > 1 else ():
+            for node in ready:
                 ranks = self._ranks(request, node)
                 if self.view.can_fetch(request, node, ranks):
                     yield Fetch(request, node, ranks)
@@ -231,3 +231,18 @@ def _is_output(request: Request, node: Node) -> bool:
 def _is_source_or_side(request: Request, node: Node) -> bool:
     """Chosen together, so that encodings of new requests do not delay a preview that its request waits for."""
     return node.name not in request.workflow.step_names and not _is_output(request, node)
+
+
+def eligible(view: View) -> list[Request]:
+    """Live requests in order, without those that wait for their model, or because one of them runs alone
+    (`Request.runs_alone`).
+    """
+    live = [each for each in view.requests.live() if each.status is Status.RUNNING or view.may_begin(each)]
+    first = next((index for index, request in enumerate(live) if request.runs_alone), None)
+    if first is None:
+        return live
+    alone, others = live[first], live[:first] + live[first + 1 :]
+    running = [request for request in others if request.status is Status.RUNNING]
+    if alone.status is Status.RUNNING or (first == 0 and not running):
+        return [alone]
+    return [request for index, request in enumerate(others) if index < first or request.status is Status.RUNNING]

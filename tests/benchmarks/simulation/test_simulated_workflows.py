@@ -10,7 +10,7 @@ from any_ranks import AnyRanks, answer_of, in_workflow, toy_op
 from fakes import MODEL, FakeWorkers, make_hires_edit
 from workflows import ACCEPTANCE
 
-from benchmarks.simulation.durations import LatencyTable, TableDurations
+from benchmarks.simulation.durations import Latencies, TableDurations
 from benchmarks.simulation.engine import Clock, Ranks, SimulatedEngine
 from benchmarks.simulation.ranks import BatchEnded, RankClocks
 from core.config import SchedulerConfig
@@ -24,7 +24,7 @@ from core.scheduling.scheduler import StepScheduler
 from core.scheduling.view import View
 
 OPS_OF_ALL = ("toy", "text_encode", "image_encode", "denoise", "upscale", "decode")
-TABLE = LatencyTable({(op, degree): {1: 1.0 / degree, 4: 2.0 / degree} for op in OPS_OF_ALL for degree in (1, 2, 3)})
+TABLE = Latencies({(op, degree): {1: 1.0 / degree, 4: 2.0 / degree} for op in OPS_OF_ALL for degree in (1, 2, 3)})
 
 
 @pytest.fixture(autouse=True, scope="module")
@@ -165,7 +165,7 @@ def test_a_small_case_takes_exactly_as_long_as_by_hand() -> None:
     clock, ends = Clock(), list[tuple[float, Output]]()
     scheduler = StepScheduler(SchedulerConfig(), {"m": MODEL}, 2, policy=Placed())
     scheduler.workflows[SMALL.name] = SMALL
-    table = LatencyTable({(name, len(PLACES[name])): {1: seconds} for name, seconds in BY_HAND.items()})
+    table = Latencies({(name, len(PLACES[name])): {1: seconds} for name, seconds in BY_HAND.items()})
     durations = TableDurations(table, kind=lambda batch, work: batch.items[0].node, transfer=0.5, delivery=0.25)
     engine = SimulatedEngine(clock, scheduler, durations, lambda told: ends.extend((clock.now, each) for each in told))
     engine.add(in_workflow("0", SMALL, []))
@@ -190,10 +190,10 @@ def test_ranks_run_their_plans_in_order_and_wait_for_each_other() -> None:
 
 
 def test_a_table_is_linear_between_its_sizes() -> None:
-    table = LatencyTable({("step", 1): {1: 1.0, 2: 1.5, 4: 3.5}, ("step", 2): {512: 2.0}})
+    table = Latencies({("step", 1): {1: 1.0, 2: 1.5, 4: 3.5}, ("step", 2): {512: 2.0}})
     assert [table.seconds("step", 1, size) for size in (0.5, 1, 1.5, 3, 4, 6)] == [1.0, 1.0, 1.25, 2.5, 3.5, 5.5]
     assert table.seconds("step", 2, 1024) == 4.0
     with pytest.raises(KeyError):
         table.seconds("step", 4, 1)
     with pytest.raises(ValueError, match="sizes above 0"):
-        LatencyTable({("step", 1): {}})
+        Latencies({("step", 1): {}})

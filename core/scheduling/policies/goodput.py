@@ -1,0 +1,246 @@
+"""goodput: as many requests as possible meet their latency objective.
+
+Each rank and model has a set of requests that is predicted to be in time as a whole, at the speed that its batches will
+really have (`core.costs.slot_schedule`). A newcomer joins it only if all stay in time; otherwise the one of them with
+most work left goes, and is served if the others are done sooner than predicted. Those that could not even be in time
+alone end early (`--on-late drop`) or run when no other request needs the rank (`--on-late last`).
+
+It starts from NeuStream's scheduling (EuroSys 2025, section 4; policy `neustream`), which limits batches by an op's
+share of the objective and serves first what came first.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from math import inf
+
+from core.config import PATIENCE_SECONDS
+from core.costs.prediction_margin import CERTAIN
+from core.costs.slot_schedule import Pace, Turn, best_schedule
+from core.graph.work import Work
+from core.graph.workflow import Node, op_of
+from core.scheduling.deadlines import due, why_late
+from core.scheduling.dispatch import Decision, GiveUp
+from core.scheduling.policies.policy import SchedulingPolicy
+from core.scheduling.policies.rank_shares import RankShares
+from core.scheduling.policies.step_batching import StepPass, eligible
+from core.scheduling.policies.work_left import Left, WorkLeft
+from core.scheduling.request import Request, Status
+from core.scheduling.view import View
+
+PLAN_EVERY = 8
+"""Passes after which a plan is made again though no request came or went, since predictions are not exact."""
+
+LOOK_AHEAD = 4
+"""Requests that a plan considers, the most urgent first, as a multiple of the slots: more of them would come too late
+for any slot.
+"""
+
+
+@dataclass(frozen=True, slots=True)
+class Plan:
+    """Which requests are to be served."""
+
+    served: tuple[Request, ...] = ()  # those that have a slot now, the one that is due first first
+    given_up: tuple[GiveUp, ...] = ()
+
+
+@dataclass(slots=True)
+class Case:
+    """A request with steps left, as judged for a plan."""
+
+    request: Request
+    left: Left
+    seconds: float  # until it is due; inf: it has no due time
+    is_late: bool  # it cannot be in time
+
+
+class Goodput(SchedulingPolicy):
+    """Keeps its plan between passes.
+
+    steps_apart: whether ranks are processes of one device, of which the first makes the steps and the last does all
+    else. By default each has a device, and ops are spread over them by `RankShares`.
+    """
+
+    gives_up = True
+
+    def __init__(self, *, steps_apart: bool = False) -> None:
+        self._work = WorkLeft()
+        self._shares = None if steps_apart else RankShares()
+        self._plan = Plan()
+        self._passes_left = 0  # until the plan is made again
+
+    def on_arrival(self, request: Request) -> None:
+        self._passes_left = 0
+
+    def on_end(self, request_id: str) -> None:
+        self._passes_left = 0
+        if self._shares is not None:
+            self._shares.forget(request_id)
+
+    def choose(self, view: View, now: float) -> Sequence[Decision]:
+        self._passes_left -= 1
+        if self._passes_left < 0 or not all(request.progress.steps_left for request in self._plan.served):
+            self._passes_left = PLAN_EVERY
+            self._plan = Planner(view, now, self._work, self._shares).plan()
+        plan = self._plan
+        given_up = [each for each in plan.given_up if each.request.is_live]
+        gone = frozenset(each.request.id for each in given_up)
+        return [*given_up, *GoodputPass(view, served=plan.served, gone=gone, shares=self._shares).run()]
+
+
+@dataclass(slots=True)
+class Planner:
+    """Makes one plan; `plan` is called once."""
+
+    view: View
+    now: float
+    work: WorkLeft
+    shares: RankShares | None
+
+    def plan(self) -> Plan:
+        requests = eligible(self.view)
+        if self.shares is not None:
+            self.shares.update(self.view, requests, self.work)
+        cases = [self._judge(request) for request in requests]
+        given_up = tuple(self._given_up(cases))
+        gone = {each.request.id for each in given_up}
+        staying = [case for case in cases if case.request.id not in gone and case.left.steps]
+        served = [request for group in self._groups(staying) for request in self._served(group)]
+        return Plan(tuple(served), given_up)
+
+    def _judge(self, request: Request) -> Case:
+        left, time = self.work.of(self.view, request), due(request.head)
+        seconds = inf if time is None else time - self.now
+        return Case(request, left, seconds, left.alone > seconds)
+
+    def _given_up(self, cases: Sequence[Case]) -> Iterator[GiveUp]:
+        """Late requests that are certain to miss their timeout, or any due time if late ones are dropped. One that has
+        begun may miss its objective as long as no other needs the rank.
+        """
+        is_needed = any(not case.is_late for case in cases)
+        for case in cases:
+            head, end = case.request.head, self.now + CERTAIN * case.left.alone
+            failure = why_late(head, end) if case.is_late else None
+            is_useless = head.deadline is not None and end > head.deadline
+            is_in_the_way = is_needed or case.request.status is Status.WAITING
+            if failure is not None and (is_useless or (self.view.config.on_late == "drop" and is_in_the_way)):
+                yield GiveUp(case.request, failure)
+
+    # ------------------------------------------------------------------------------------------------ the set
+
+    def _groups(self, cases: Iterable[Case]) -> list[list[Case]]:
+        """Cases by rank and model: those of one group share steps."""
+        groups: dict[tuple[int, str], list[Case]] = {}
+        for case in cases:
+            groups.setdefault((self._home(case.request), case.request.head.model), []).append(case)
+        return list(groups.values())
+
+    def _home(self, request: Request) -> int:
+        return self.view.ranks[0] if self.shares is None else self.shares.home(self.view, request)
+
+    def _served(self, mine: Sequence[Case]) -> list[Request]:
+        """The requests of a group that have a slot now. Late ones have it if no other could be served."""
+        in_time = [case for case in mine if not case.is_late or self._is_patient(case)]
+        late = [case for case in mine if case.is_late and not self._is_patient(case)]
+        return self._scheduled(in_time) or self._scheduled(late)
+
+    def _is_patient(self, case: Case) -> bool:
+        """Whether a request is to be served though it is late, or has no due time, because it has waited so long."""
+        has_no_due = case.is_late or case.seconds == inf
+        return has_no_due and self.now - case.request.head.arrival > PATIENCE_SECONDS * (1 + case.request.head.priority)
+
+    def _scheduled(self, cases: Sequence[Case]) -> list[Request]:
+        if not cases:
+            return []
+        most = self._most_slots(cases[0].request)
+        cases = cases[: LOOK_AHEAD * most]
+        num_models = max(1, len({request.head.model for request in self.view.requests.live()}))
+        turns = [self._turn(case, num_models) for case in cases]
+        schedule = best_schedule(turns, most, self._pace(cases, most), blocks=self._blocks)
+        chosen = schedule.chosen or (0,)  # by a hair: one that would be in time alone, where predictions are rounded
+        return [cases[index].request for index in chosen[: schedule.num_slots]]
+
+    @property
+    def _blocks(self) -> bool:
+        """Whether the rank that makes steps also does what is before and after them."""
+        return self.shares is not None or len(self.view.ranks) == 1
+
+    def _turn(self, case: Case, num_models: int) -> Turn:
+        """All times are of the rank: with several models each has it for a share of the time."""
+        head, left = case.request.head, case.left
+        seconds = inf if case.is_late else case.seconds / num_models
+        group = head.owner, head.priority
+        return Turn(left.steps, left.tokens, left.before, left.after, seconds, self._is_patient(case), group)
+
+    def _most_slots(self, request: Request) -> int:
+        step = request.workflow.steps[-1]
+        largest = self.view.largest_batch(request.head.model, op_of(step))
+        slots = self.view.config.max_num_seqs
+        return slots if largest is None else max(1, min(slots, largest // request.spec.num_rows))
+
+    def _pace(self, cases: Sequence[Case], most: int) -> Pace:
+        """Seconds of steps by number of requests and sum of their tokens: exact for the least and the most tokens that
+        a request has, linear between.
+        """
+        head = cases[0].request
+        step, rows = head.workflow.steps[-1], head.spec.num_rows
+        keys = max(case.left.keys for case in cases)
+        low, high = min(case.left.tokens for case in cases), max(case.left.tokens for case in cases)
+        fixed, slope = list[float](), list[float]()
+        for number in range(1, most + 1):
+            below = self._step_seconds(head, step, number * rows, low / rows, keys / rows)
+            above = self._step_seconds(head, step, number * rows, high / rows, keys / rows) if high > low else below
+            slope.append((above - below) / (number * (high - low)) if high > low else 0.0)
+            fixed.append(below - slope[-1] * number * low)
+        return Pace(tuple(fixed), tuple(slope))
+
+    def _step_seconds(self, request: Request, step: Node, rows: int, tokens: float, keys: float) -> float:
+        return self.work.seconds(
+            self.view, request.head.model, op_of(step), Work((round(tokens),), (round(keys),)), rows
+        )
+
+
+@dataclass(slots=True)
+class GoodputPass(StepPass):
+    """One pass: what finishes requests, then what the served ones need."""
+
+    served: Sequence[Request] = ()
+    gone: frozenset[str] = frozenset()  # ids of those that are given up
+    shares: RankShares | None = None
+
+    def _admit(self) -> list[Request]:
+        """Those that have made all of their steps, and those that have a slot, if there is memory for new ones."""
+        running = self.view.requests.running
+        done = [each for each in running if not each.progress.steps_left and each.id not in self.gone]
+        room = self.view.config.max_num_seqs - sum(1 for request in running if request.progress.steps_left)
+        admitted = done
+        for request in self.served:
+            if not request.is_live or not request.progress.steps_left:
+                continue
+            if request.status is Status.WAITING:
+                room -= 1
+                if room < 0:
+                    continue
+            admitted.append(request)
+        return admitted
+
+    def _rank(self, request: Request, node: Node) -> int:
+        if self.shares is not None:
+            return self.shares.rank(self.view, request, node)
+        return StepPass._rank(self, request, node) if node.name in request.workflow.step_names else self.view.ranks[-1]
+
+    def _ranks(self, request: Request, node: Node) -> tuple[int, ...]:
+        """One rank, unless the server computes steps on several together."""
+        if self.view.config.degree > 1:
+            return StepPass._ranks(self, request, node)
+        return (self._rank(request, node),)
+
+    def _choose_nodes(self, request: Request, nodes: Sequence[Node]) -> None:
+        """Work of requests with a due time was accounted for when they got a slot: it has no budget."""
+        if due(request.head) is None:
+            StepPass._choose_nodes(self, request, nodes)
+            return
+        for node in nodes:
+            self._add([(request, node)])

@@ -1,0 +1,93 @@
+"""WorkLeft: what requests have left to do before, in and after their steps, in predicted seconds."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+from core.graph.op import Op
+from core.graph.work import Work
+from core.graph.workflow import Node, op_of
+from core.scheduling.request import Request
+from core.scheduling.view import View
+
+FORGET_EVERY = 4096
+"""Questions after which all predictions are asked for anew, so that drifts of the machine are followed."""
+
+
+class Left(NamedTuple):
+    """What one request has left to do."""
+
+    steps: int
+    tokens: float  # computed by one of these steps, the mean over them; of all rows
+    keys: float  # that these attend to, likewise
+    before: float  # seconds of nodes that run once, before the last steps
+    after: float  # seconds of nodes that read what rounds have made
+    alone: float  # seconds of all of it, with no other request
+
+
+class WorkLeft:
+    """Predictions are kept between passes: there are few different ones."""
+
+    def __init__(self) -> None:
+        self._known: dict[tuple[str, str, Work], float] = {}
+        self._questions = 0
+
+    def of(self, view: View, request: Request) -> Left:
+        """What is not sent yet."""
+        before, after = self._others(view, request)
+        steps, seconds, tokens, keys = 0, 0.0, 0, 0
+        for node in request.workflow.steps:
+            for times, work in _steps_of(request, node):
+                steps += times
+                seconds += times * self._seconds(view, request.head.model, op_of(node), work)
+                tokens += times * sum(work.queries)
+                keys += times * sum(work.keys)
+        mean = max(steps, 1)
+        return Left(steps, tokens / mean, keys / mean, before, after, before + seconds + after)
+
+    def seconds(self, view: View, model: str, op: Op, work: Work, times: int = 1) -> float:
+        """Predicted time of a batch of several items, each of this work."""
+        return self._seconds(view, model, op, Work(work.queries * times, work.keys * times))
+
+    def alone(self, view: View, request: Request, node: Node) -> float:
+        """Predicted time of running a node next, alone."""
+        return self._seconds(view, request.head.model, op_of(node), op_of(node).size(request.sizes(node)))
+
+    def _others(self, view: View, request: Request) -> tuple[float, float]:
+        before = after = 0.0
+        workflow, progress = request.workflow, request.progress
+        for node in workflow.nodes:
+            if node.name in workflow.step_names or not (times := progress.times_left(node)):
+                continue
+            seconds = times * self.alone(view, request, node)
+            if node.name in workflow.after_rounds:
+                after += seconds
+            else:
+                before += seconds
+        return before, after
+
+    def _seconds(self, view: View, model: str, op: Op, work: Work) -> float:
+        key = model, op.name, work
+        self._questions += 1
+        if self._questions >= FORGET_EVERY:
+            self._questions = 0
+            self._known.clear()
+        seconds = self._known.get(key)
+        if seconds is None:
+            seconds = self._known[key] = view.batch_seconds(model, op, work)
+        return seconds
+
+
+def _steps_of(request: Request, node: Node) -> list[tuple[int, Work]]:
+    """(number, work of one) of a node's steps that are left: those that compute all tokens, and mask-aware ones."""
+    times, op, spec = request.progress.times_left(node), op_of(node), request.spec
+    if not times:
+        return []
+    if node.canvas or not spec.is_mask_aware:
+        return [(times, op.size(request.sizes(node)))]
+    num_full = min(times, max(0, spec.num_full_steps - request.progress.scheduled[node.name]))
+    kinds = [
+        (num_full, request.sizes_of(node, is_masked=False)),
+        (times - num_full, request.sizes_of(node, is_masked=True)),
+    ]
+    return [(number, op.size(sizes)) for number, sizes in kinds if number]

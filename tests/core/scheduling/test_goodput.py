@@ -1,0 +1,177 @@
+"""The policies goodput and neustream: what they serve, what they give up, and in which order."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import msgspec
+import pytest
+from fakes import MODEL, make_edit
+from hypothesis import given
+from hypothesis import strategies as st
+
+from benchmarks.simulation.durations import Latencies, TableDurations
+from benchmarks.simulation.engine import Clock, Ranks, SimulatedEngine
+from benchmarks.simulation.machine import FrozenCosts
+from core.config import OnLate, SchedulerConfig, SchedulingPolicyName
+from core.costs.latency_table import LatencyTable
+from core.graph.work import Work
+from core.messages.engine import EngineRequest, Failed, Finished
+from core.messages.worker import Batch, ItemResult
+from core.scheduling.outputs import Output
+from core.scheduling.scheduler import StepScheduler
+
+TOKENS = 280
+LATENCIES = {1: 1.0, 2: 1.2, 3: 1.4, 4: 1.6}
+"""Requests in a step -> seconds; encoding and decoding take none."""
+
+
+@dataclass
+class Engine(Ranks):
+    """A simulated engine of one rank that knows these latencies."""
+
+    policy: SchedulingPolicyName
+    on_late: OnLate = "drop"
+    latencies: dict[int, float] = field(default_factory=lambda: LATENCIES)
+
+    def __post_init__(self) -> None:
+        config = SchedulerConfig(policy=self.policy, on_late=self.on_late, max_num_seqs=8, max_plans_in_flight=1)
+        cost = FrozenCosts()
+        self.scheduler = StepScheduler(config, {"m": MODEL}, cost=cost)
+        cost.is_frozen = True
+        table = LatencyTable([(number, TOKENS, seconds) for number, seconds in self.latencies.items()])
+        cost.add_profile(self.scheduler.cost_key("m", "denoise"), table)
+        of_steps = {("denoise", 1): {float(number): seconds for number, seconds in self.latencies.items()}}
+        others = {(op, 1): {1.0: 0.0} for op in ("text_encode", "image_encode", "decode")}
+        self.clock, self.sizes, self.ends = Clock(), list[int](), dict[str, float]()
+        self.outputs: dict[str, Output] = {}
+        durations = TableDurations(Latencies(of_steps | others))
+        self.engine = SimulatedEngine(self.clock, self.scheduler, durations, self._note, self)
+
+    def run(self, batch: Batch, rank: int) -> tuple[ItemResult, ...]:
+        if batch.op == "denoise":
+            self.sizes.append(len(batch.items))
+        return super().run(batch, rank)
+
+    def _note(self, outputs: tuple[Output, ...]) -> None:
+        for output in outputs:
+            assert output.request_id not in self.outputs, "a second terminal output"
+            self.outputs[output.request_id] = output
+            self.ends[output.request_id] = self.clock.now
+
+    def serve(self, arrivals: Sequence[EngineRequest]) -> dict[str, Output]:
+        """Request id -> terminal output in the order of the ends, after all have come and ended."""
+        for request in arrivals:
+            self.clock.at(request.arrival, lambda request=request: self.engine.add(request))  # type: ignore[misc]
+        self.clock.run()
+        self.scheduler.check_integrity()
+        assert not self.scheduler.num_requests
+        return self.outputs
+
+
+def edit(name: str, steps: int, objective: float | None, arrival: float = 0.0, **fields: Any) -> EngineRequest:
+    """objective: seconds after the arrival."""
+    made = make_edit(name, steps=steps, arrival=arrival, **fields)
+    return msgspec.structs.replace(made, objective=None if objective is None else arrival + objective)
+
+
+def kinds(outputs: dict[str, Output]) -> dict[str, str]:
+    return {
+        name: each.failure.kind if isinstance(each, Failed) else type(each).__name__ for name, each in outputs.items()
+    }
+
+
+def test_a_batch_grows_as_long_as_all_of_it_stay_in_time() -> None:
+    """Three together take 14 s; four would take 16 s."""
+    engine = Engine("goodput")
+    outputs = engine.serve([edit(str(index), 10, 15.0) for index in range(4)])
+    assert sorted(kinds(outputs).values()) == ["Finished"] * 3 + ["overloaded"]
+    assert max(engine.sizes) == 3
+
+
+def test_requests_run_one_by_one_where_batches_gain_nothing() -> None:
+    engine = Engine("goodput", latencies={1: 1.0, 2: 2.0, 3: 3.0, 4: 4.0})
+    outputs = engine.serve([edit(str(index), 5, 5.5 * (index + 1)) for index in range(3)])
+    assert set(kinds(outputs).values()) == {"Finished"}
+    assert max(engine.sizes) < 3, "three at a time would all be done after 15 s"
+    assert max(engine.ends.values()) == pytest.approx(15.0)
+
+
+def test_a_hopeless_request_leaves_early() -> None:
+    engine = Engine("goodput")
+    assert kinds(engine.serve([edit("hopeless", 10, 5.0)])) == {"hopeless": "overloaded"}
+    assert engine.sizes == [], "no step was made for it"
+
+
+def test_a_request_that_is_doubtful_alone_is_served_while_no_other_needs_the_rank() -> None:
+    engine = Engine("goodput")
+    assert kinds(engine.serve([edit("doubtful", 10, 9.5)])) == {"doubtful": "Finished"}
+
+
+def test_late_requests_are_served_last_if_the_server_says_so() -> None:
+    engine = Engine("goodput", on_late="last")
+    outputs = engine.serve([edit("late", 10, 2.0), edit("in time", 4, 6.0)])
+    assert set(kinds(outputs).values()) == {"Finished"}
+    assert list(outputs) == ["in time", "late"]
+    assert engine.sizes[:4] == [1] * 4, "it does not slow the other down"
+
+
+def test_a_late_request_ends_when_its_timeout_has_passed() -> None:
+    engine = Engine("goodput", on_late="last")
+    assert kinds(engine.serve([edit("late", 10, None, deadline=5.0)])) == {"late": "deadline_exceeded"}
+
+
+def test_of_requests_that_cannot_all_be_in_time_those_with_least_work_are() -> None:
+    long, short = edit("long", 12, 13.0), [edit(str(index), 4, 13.0) for index in range(3)]
+    engine = Engine("goodput", latencies={number: float(number) for number in range(1, 9)})
+    outputs = kinds(engine.serve([long, *short]))
+    assert outputs == {"long": "overloaded", "0": "Finished", "1": "Finished", "2": "Finished"}
+
+
+@pytest.mark.parametrize("policy", ["goodput", "neustream"])
+def test_requests_without_an_objective_are_served_under_a_stream_of_others(policy: SchedulingPolicyName) -> None:
+    """Others come all the time for five minutes, as many as the rank can do."""
+    engine = Engine(policy, latencies={number: float(number) for number in range(1, 9)})
+    others = [edit(f"other {index}", 5, 8.0, arrival=5.0 * index) for index in range(60)]
+    outputs = engine.serve([*others, edit("patient", 5, None)])
+    assert isinstance(outputs["patient"], Finished)
+    assert list(outputs).index("patient") < 50
+
+
+def test_late_requests_that_run_last_do_not_starve() -> None:
+    engine = Engine("goodput", on_late="last", latencies={number: float(number) for number in range(1, 9)})
+    others = [edit(f"other {index}", 5, 8.0, arrival=5.0 * index) for index in range(60)]
+    outputs = engine.serve([*others, edit("late", 5, 1.0)])
+    assert isinstance(outputs["late"], Finished)
+    assert list(outputs).index("late") < 50
+
+
+@pytest.mark.parametrize("policy", ["goodput", "neustream"])
+@given(
+    drawn=st.lists(st.tuples(st.integers(1, 12), st.floats(0.5, 40.0) | st.none(), st.floats(0, 60)), max_size=25),
+    on_late=st.sampled_from(["drop", "last"]),
+)
+def test_every_request_ends_once(policy: SchedulingPolicyName, drawn: list[Any], on_late: OnLate) -> None:
+    engine = Engine(policy, on_late, latencies={number: 0.5 + 0.5 * number for number in range(1, 9)})
+    requests = [edit(str(index), *values) for index, values in enumerate(drawn)]
+    outputs = engine.serve(requests)
+    assert sorted(outputs, key=int) == [request.request_id for request in requests]
+    if on_late == "last":
+        assert all(isinstance(output, Finished) for output in outputs.values())
+
+
+def test_neustream_limits_a_batch_by_its_share_of_the_objective_and_serves_in_order_of_arrival() -> None:
+    """An objective of 1.5 times the time alone: a step may take 0.95 * 1.5 s, which three do."""
+    engine = Engine("neustream")
+    outputs = engine.serve([edit(str(index), 10, 15.0) for index in range(4)])
+    assert max(engine.sizes) == 3
+    assert kinds(outputs) == {"0": "Finished", "1": "Finished", "2": "Finished", "3": "overloaded"}
+
+
+def test_a_profile_is_used_for_work_that_it_has_and_the_line_for_other_work() -> None:
+    engine = Engine("goodput", latencies={1: 1.0, 2: 1.2})
+    key = engine.scheduler.cost_key("m", "denoise")
+    assert engine.scheduler.cost.predict(key, Work.of([TOKENS] * 2)) == 1.2
+    assert engine.scheduler.cost.predict(key, Work.of([TOKENS] * 3)) == 0.0, "no line was fitted"
