@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 import struct
+import threading
 import zlib
 from pathlib import Path
 
@@ -30,6 +31,9 @@ _PILLOW_ERRORS = (
     struct.error,
     zlib.error,
 )
+_DECODING = threading.Lock()
+"""Held while an opened file is decoded, which Pillow does lazily, and not safely if several edits share the picture."""
+
 _TURNED = range(2, 9)  # EXIF orientations that ask for a rotation or reflection; 1 is upright
 
 
@@ -51,7 +55,10 @@ def _to_png(image: Image.Image | npt.NDArray[np.uint8], name: str) -> bytes:
     buffer = io.BytesIO()
     try:
         picture = image if isinstance(image, Image.Image) else _from_array(image)
-        picture.save(buffer, "PNG", compress_level=1, exif=_orientation(picture))
+        with _DECODING:
+            picture.load()
+            orientation = _orientation(picture)
+        picture.save(buffer, "PNG", compress_level=1, exif=orientation)
     except _PILLOW_ERRORS as error:
         raise _unusable(name, str(error)) from error
     return buffer.getvalue()
