@@ -1,4 +1,4 @@
-"""Shares of ranks, their placement, and the order of batches that share a rank."""
+"""Shares of ranks, and their placement."""
 
 from __future__ import annotations
 
@@ -6,7 +6,6 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from core.costs.finish_order import Piece, spatial_ends, temporal_ends
 from core.costs.shares import UNITS, Demand, allot, colocated, place, ranks_of
 
 
@@ -90,18 +89,3 @@ def test_every_kind_has_a_rank_once_and_no_rank_is_without_work(demands: dict[st
 
 
 # ------------------------------------------------------------------------------------------------- the finish order
-
-
-@given(st.lists(st.tuples(st.sampled_from("abc"), st.floats(0.0, 20.0), st.floats(0.01, 5.0)), max_size=10))
-def test_no_batch_ends_later_than_with_a_share_of_its_own(drawn: list[tuple[str, float, float]]) -> None:
-    shares = {"a": 0.5, "b": 0.3, "c": 0.2}
-    pieces = [Piece(kind, ready, seconds, shares[kind]) for kind, ready, seconds in sorted(drawn, key=lambda p: p[1])]
-    spatial, temporal = spatial_ends(pieces), temporal_ends(pieces)
-    assert all(end <= limit + 1e-6 for end, limit in zip(temporal, spatial, strict=True))
-
-
-def test_the_first_case_of_the_figure() -> None:
-    """Three batches of A end before one of B does with half of the rank each; on the whole rank, A's go first."""
-    pieces = [Piece("A", 0.0, 1.0, 0.5)] * 3 + [Piece("B", 0.0, 3.5, 0.5)]
-    assert spatial_ends(pieces) == [2.0, 4.0, 6.0, 7.0]
-    assert temporal_ends(pieces) == [1.0, 2.0, 3.0, 6.5]
