@@ -57,7 +57,8 @@ class _Parser:
 
 
 class _Transport:
-    """A connection's transport whose `close` only ends the sending direction while the client may still send."""
+    """A connection's transport whose `close` only ends the sending direction, since the client may still send: the rest
+    of a body, or more than the length that it announced."""
 
     def __init__(self, transport: asyncio.Transport, protocol: GuardedProtocol) -> None:
         self._transport = transport
@@ -65,12 +66,12 @@ class _Transport:
         self.is_discarding = False
 
     def close(self) -> None:
-        if self._protocol.is_input_complete or self.is_closing():
+        if self.is_closing():
             self._transport.close()
-        else:
-            self.is_discarding = True
-            self._transport.write_eof()
-            self._protocol.discard_input()
+            return
+        self.is_discarding = True
+        self._transport.write_eof()
+        self._protocol.discard_input()
 
     def write(self, data: bytes) -> None:
         if not self.is_discarding:  # a request that was refused in the middle of its body may still be answered
@@ -149,14 +150,17 @@ class GuardedProtocol(HttpToolsProtocol):
         if not self._is_in_head and self._is_answered and not self.transport.is_closing():
             self._wait(REST_SECONDS)
 
+    def shutdown(self) -> None:
+        super().shutdown()
+        if self._is_answered:
+            self._socket.close()
+
+    def timeout_keep_alive_handler(self) -> None:
+        self._socket.close()
+
     def send_400_response(self, msg: str) -> None:
         """Called by uvicorn for input that is not valid HTTP."""
         self._refuse(400, "invalid_http", msg)
-
-    @property
-    def is_input_complete(self) -> bool:
-        """Whether the client has sent its requests whole, as far as is known here."""
-        return self._is_in_head and not self._head_bytes and not self._is_refused
 
     def discard_input(self) -> None:
         """Read what the client still sends, until it closes the connection or REST_SECONDS have passed."""

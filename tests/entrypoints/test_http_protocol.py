@@ -227,20 +227,21 @@ async def test_an_answer_that_comes_after_the_connection_was_refused_is_dropped(
     assert not [record for record in caplog.records if record.levelname == "ERROR"]
 
 
-REFUSED_EARLY = {
+REFUSED = {
     "before its body": (
         b"POST /v1/images/edits HTTP/1.1\r\nhost: a\r\nconnection: close\r\ncontent-length: 20000000\r\n\r\n",
         401,
     ),
     "in its head": (b"GET /health HTTP/1.1\r\n" + b"x: a\r\n" * (MAX_HEADERS + 1) + b"\r\n", 431),
     "as no HTTP": (b"\x16\x03\x01\x02\x00\x01\x00\x01\xfc\x03\x03", 400),
+    "after which more follows": (b"GET /v1/models HTTP/1.1\r\nhost: a\r\nconnection: close\r\n\r\n", 401),
 }
 
 
-@pytest.mark.parametrize("when", REFUSED_EARLY)
+@pytest.mark.parametrize("when", REFUSED)
 async def test_a_client_that_reads_only_after_sending_everything_gets_its_answer(when: str) -> None:
     """A socket that is closed while it has unread input is reset, which would destroy the answer."""
-    head, status = REFUSED_EARLY[when]
+    head, status = REFUSED[when]
 
     def send_then_read(address: tuple[str, int]) -> bytes:
         said = b""
@@ -262,7 +263,7 @@ async def test_a_client_that_never_stops_sending_is_cut_off(monkeypatch: pytest.
     monkeypatch.setattr(http_protocol, "REST_SECONDS", 0.3)
     async with running(FakeEngine(), api_keys=("k",)) as (server, address):
         reader, writer = await asyncio.open_connection(*address)
-        writer.write(REFUSED_EARLY["before its body"][0])
+        writer.write(REFUSED["before its body"][0])
         assert (await reader.read()).startswith(b"HTTP/1.1 401 ")  # up to the end, which does not wait for the body
         while server.server_state.connections:
             writer.write(b"body")
