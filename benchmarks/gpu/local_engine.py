@@ -13,12 +13,13 @@ import numpy.typing as npt
 
 from core.config import CacheConfig, ModelConfig, SchedulerConfig
 from core.graph.workflow import INPAINT
-from core.handles import PAGE_ARENA, ArrayRef
+from core.handles import PAGE_ARENA, VALUE_ARENA, ArrayRef
 from core.ipc.shared_array import Arena, ArenaAllocator, carve
 from core.messages.engine import EditSpec, EngineRequest, Finished
-from core.messages.worker import Batch, BatchResult, PageCopied
+from core.messages.worker import Batch, BatchResult, PageCopied, TransferDone
 from core.sampling_params import SamplingParams
 from core.scheduling.scheduler import StepScheduler
+from core.scheduling.values import VALUE_BYTES
 from engine.client.sampling_defaults import resolve
 from engine.images.image_ops import content_id
 from model_executor.models.base import Family
@@ -50,10 +51,13 @@ class LocalEngine:
         config = ModelConfig(model=str(checkpoint), served_model_name="checked", device=device, dtype=dtype)
         models = ResidentModels.open([config], has_device_tier=bool(cache.device_bytes))
         models.load_all()
-        (self.info,) = models.ready(0).models
+        ready = models.ready(0)
+        (self.info,) = ready.models
         self.family = watched(models.families["checked"])
         self.scheduler = StepScheduler(SchedulerConfig(), {self.info.name: self.info}, cache=cache)
-        self._arenas = Arenas(Arena.create(0, ARENA_BYTES), Arena.create(PAGE_ARENA, cache.host_bytes))
+        self.scheduler.learn((), [(0, ready.components)])
+        values = Arena.create(VALUE_ARENA, VALUE_BYTES)
+        self._arenas = Arenas(Arena.create(0, ARENA_BYTES), Arena.create(PAGE_ARENA, cache.host_bytes), values)
         self._space = ArenaAllocator(self._arenas.own)
         self._copied: queue.SimpleQueue[PageCopied] = queue.SimpleQueue()
         self._pages = PageStore(models.device, self._arenas.pages, None, self._copied.put)
@@ -95,6 +99,8 @@ class LocalEngine:
             self._pages.forget(each.key for each in plan.forget)
             for copy in plan.copies:
                 self._pages.start(copy)
+            for transfer in plan.transfers:
+                self.scheduler.apply_transfer(TransferDone(0, self._tensors.export(transfer.ref)))
             for batch in plan.batches:
                 self.scheduler.apply(self.run(batch))
         while not self._copied.empty():
@@ -143,11 +149,11 @@ class LocalEngine:
 
 
 class Arenas:
-    """The edits' arena and the pages', as a worker sees them."""
+    """The arenas of edits, pages and values, as a worker sees them."""
 
-    def __init__(self, own: Arena, pages: Arena) -> None:
+    def __init__(self, own: Arena, pages: Arena, values: Arena) -> None:
         self.own, self.pages = own, pages
-        self._by_id = {arena.id: arena for arena in (own, pages)}
+        self._by_id = {arena.id: arena for arena in (own, pages, values)}
 
     def view(self, ref: ArrayRef) -> npt.NDArray[np.generic]:
         view: npt.NDArray[np.generic] = self._by_id[ref.arena].view(ref)

@@ -1,7 +1,7 @@
 """When requests that take turns in the slots of a batch are done, and the largest set of them that can be in time.
 
-One rank makes the steps. All requests that have a slot share each of them; whoever has made its last step gives its
-slot to the next in line. Pure arithmetic, in seconds from now.
+One rank makes the steps. All requests that have a slot share each of them; a request that has made its last step gives
+its slot to the next in line. Pure arithmetic, in seconds from now.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ class Turn(NamedTuple):
     before: float = 0.0  # seconds of other work before its first step
     after: float = 0.0  # seconds of other work after its last step
     left: float = inf  # seconds until it is due; inf: it has no due time, or is late already
-    must: bool = False  # it is served whoever becomes late because of it
+    must: bool = False  # it is served even if others become late because of it
     group: tuple[str, int] = ("", 0)  # owner and priority class: it gives way only within these
 
     @property

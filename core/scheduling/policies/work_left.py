@@ -11,7 +11,7 @@ from core.scheduling.request import Request
 from core.scheduling.view import View
 
 FORGET_EVERY = 4096
-"""Questions after which all predictions are asked for anew, so that drifts of the machine are followed."""
+"""Questions after which all predictions are made again, so that drifts of the machine are followed."""
 
 
 class Left(NamedTuple):

@@ -16,13 +16,14 @@ from adapters import make_lora
 from core.config import AdapterConfig, CacheConfig, ModelConfig, SchedulerConfig
 from core.graph.work import Work
 from core.graph.workflow import INPAINT
-from core.handles import PAGE_ARENA, ArrayRef
+from core.handles import PAGE_ARENA, VALUE_ARENA, ArrayRef
 from core.ipc.shared_array import Arena, ArenaAllocator, carve
 from core.messages.engine import EditSpec, EngineRequest, Finished
-from core.messages.worker import PageCopied
+from core.messages.worker import PageCopied, TransferDone
 from core.patches import Patch, PatchSet
 from core.sampling_params import SamplingParams
 from core.scheduling.scheduler import StepScheduler
+from core.scheduling.values import VALUE_BYTES
 from engine.images.image_ops import content_id
 from model_executor.page_cache.page_files import PageFiles
 from model_executor.page_cache.page_store import PageStore
@@ -72,16 +73,18 @@ class Rig:
     """An engine without processes. files: its disk tier."""
 
     def __init__(self, models: ResidentModels, cache: CacheConfig, files: PageFiles | None) -> None:
-        infos = {info.name: info for info in models.ready(0).models}
+        ready = models.ready(0)
+        infos = {info.name: info for info in ready.models}
         self._patches = {name: (Patch(info.patch),) if info.parent else () for name, info in infos.items()}
         self.scheduler = StepScheduler(SchedulerConfig(), infos, cache=cache)
+        self.scheduler.learn((), [(0, ready.components)])
         self.copied: queue.SimpleQueue[PageCopied] = queue.SimpleQueue()
         self._arena, pages = Arena.create(0, 2**26), Arena.create(PAGE_ARENA, cache.host_bytes)
         self._space = ArenaAllocator(self._arena)
         self.store = PageStore(models.device, pages, files, self.copied.put)
-        memory: SharedMemory = Arenas(self._arena)
-        tensors = TensorStore(0, models.device, memory)
-        self._runner = Runner(0, WorkerContext(models.families, tensors, memory, self.store))
+        memory: SharedMemory = Arenas(self._arena, Arena.create(VALUE_ARENA, VALUE_BYTES))
+        self._tensors = TensorStore(0, models.device, memory)
+        self._runner = Runner(0, WorkerContext(models.families, self._tensors, memory, self.store))
         self._info = next(iter(infos.values()))
 
     def edit(self, name: str, template: Pixels, *, mask_aware: bool = True, model: str = "") -> tuple[Pixels, Finished]:
@@ -109,6 +112,8 @@ class Rig:
         plan = self.scheduler.schedule(time.monotonic())
         for copy in plan.copies if plan else ():
             self.store.start(copy)
+        for transfer in plan.transfers if plan else ():
+            self.scheduler.apply_transfer(TransferDone(0, self._tensors.export(transfer.ref)))
         for batch in plan.batches if plan else ():
             self.scheduler.apply(self._runner.run(batch))
         while not self.copied.empty():

@@ -46,7 +46,7 @@ function now({ queue, engines, totals }) {
   return [
     fact("Running", count(queue.running), "images that a worker has begun"),
     fact("Waiting", count(queue.waiting), `${count(queue.admitted)} of at most ${count(queue.limit)} admitted`),
-    fact("Engines", `${alive} of ${engines.length}`, alive === engines.length ? "all serve" : "others are being started anew"),
+    fact("Engines", `${alive} of ${engines.length}`, alive === engines.length ? "all serve" : "others are being restarted"),
     fact("Tokens skipped", tokens ? percent(totals.tokens_skipped / tokens) : "–", `${count(totals.batch_tokens)} computed, ${count(totals.tokens_skipped)} skipped`),
   ];
 }
