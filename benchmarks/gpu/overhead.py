@@ -19,6 +19,7 @@ from core.config import EMBEDDED_MODEL, CacheConfig
 from core.messages.worker import Batch, BatchResult
 from core.sampling_params import SamplingParams
 from model_executor.models.base import Family, Row
+from model_executor.parallel.group import Group
 
 SIDE = 256
 STEPS = 24
@@ -68,6 +69,6 @@ class _Noting:
     def __getattr__(self, name: str) -> Any:
         return getattr(self._family, name)
 
-    def predict(self, rows: Sequence[Row]) -> list[Tensor]:
+    def predict(self, rows: Sequence[Row], group: Group | None = None) -> list[Tensor]:
         self._note(rows)
-        return self._family.predict(rows)
+        return self._family.predict(rows, group)

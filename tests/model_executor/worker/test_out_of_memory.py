@@ -39,7 +39,7 @@ class SmallDevice:
         self.tensors: list[weakref.ref[torch.Tensor]] = []
         self.sizes: list[int] = []
 
-    def predict(self, rows: Sequence[Row]) -> list[torch.Tensor]:
+    def predict(self, rows: Sequence[Row], group: None) -> list[torch.Tensor]:
         assert all(tensor() is None for tensor in self.tensors), "the attempt before holds on to memory"
         predictions = self._predict(rows)
         self.sizes.append(len(rows))
@@ -85,7 +85,7 @@ def test_a_step_is_halved_until_it_fits_and_paints_the_same(rig: Rig, monkeypatc
 def test_errors_of_libraries_without_memory_are_recognised(
     rig: Rig, monkeypatch: pytest.MonkeyPatch, words: str
 ) -> None:
-    def predict(rows: Sequence[Row]) -> list[torch.Tensor]:
+    def predict(rows: Sequence[Row], group: None) -> list[torch.Tensor]:
         raise RuntimeError(words)
 
     (edit,) = begun(rig, 1)
