@@ -18,9 +18,10 @@ TURNS = st.lists(
 ).map(lambda drawn: sorted((Turn(*values) for values in drawn), key=lambda turn: turn.left))
 
 
-def step_by_step(turns: list[Turn], num_slots: int, pace: Pace, *, blocks: bool) -> list[float]:
-    """The ends, found by making every step."""
+def step_by_step(turns: list[Turn], num_slots: int, pace: Pace, *, blocks: bool) -> tuple[list[float], bool]:
+    """(the ends, found by making every step; whether several requests end with one step)."""
     now, waiting, running, done = 0.0, list(range(len(turns))), dict[int, int](), [0.0] * len(turns)
+    has_ties = False
     while waiting or running:
         while waiting and len(running) < num_slots:
             index = waiting.pop(0)
@@ -28,19 +29,21 @@ def step_by_step(turns: list[Turn], num_slots: int, pace: Pace, *, blocks: bool)
             now += turns[index].before if blocks else 0.0
         now += pace.seconds(len(running), sum(turns[index].size for index in running))
         running = {index: steps - 1 for index, steps in running.items()}
-        for index in sorted(index for index, steps in running.items() if not steps):
+        ended = sorted(index for index, steps in running.items() if not steps)
+        has_ties |= len(ended) > 1
+        for index in ended:
             done[index] = now + turns[index].after + (0.0 if blocks else turns[index].before)
             now += turns[index].after if blocks else 0.0
             del running[index]
-    return done
+    return done, has_ties
 
 
 @given(TURNS, st.integers(1, 4), st.booleans())
 def test_ends_are_those_of_a_run_made_step_by_step(turns: list[Turn], num_slots: int, blocks: bool) -> None:
     """Ends of one step may take the slots of each other at the same time: their order does not matter."""
     found = ends(turns, num_slots, PACE, blocks=blocks)
-    steps = step_by_step(turns, num_slots, PACE, blocks=blocks)
-    if not blocks or len({turn.steps for turn in turns}) == len(turns):
+    steps, has_ties = step_by_step(turns, num_slots, PACE, blocks=blocks)
+    if not blocks or not has_ties:
         assert found == pytest.approx(steps)
     assert max(found, default=0.0) == pytest.approx(max(steps, default=0.0), rel=0.5)
 
@@ -51,7 +54,7 @@ def test_more_requests_than_measured_cost_in_proportion() -> None:
 
 
 @given(TURNS, st.integers(1, 4), st.booleans())
-def test_whoever_is_chosen_is_in_time(turns: list[Turn], num_slots: int, blocks: bool) -> None:
+def test_those_that_are_chosen_are_in_time(turns: list[Turn], num_slots: int, blocks: bool) -> None:
     chosen = largest_set(turns, num_slots, PACE, blocks=blocks)
     assert chosen == sorted(set(chosen))
     assert are_in_time([turns[index] for index in chosen], num_slots, PACE, blocks=blocks)
