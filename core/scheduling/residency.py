@@ -70,7 +70,7 @@ class Residency:
         self._may_start: frozenset[str] | None = None  # models whose waiting requests may begin; None: all
         self._is_complete: bool | None = None  # None: to be found out
 
-    # ------------------------------------------------------------------------------------------------- what is told
+    # ------------------------------------------------------------------------------------------------- notes
 
     def join_all(self, started: Iterable[Started]) -> None:
         """Note workers that have started."""

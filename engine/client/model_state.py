@@ -1,4 +1,4 @@
-"""What is told of a served model's weights, from the statistics of the engines."""
+"""The state of a served model's weights, from the statistics of the engines."""
 
 from __future__ import annotations
 

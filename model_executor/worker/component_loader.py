@@ -1,7 +1,7 @@
 """ComponentLoader: loads and drops components of a worker's models beside its batches.
 
 The keeper of weights reads the files and packs the weights. Here, in a thread, its memory is mapped, and layers are
-made over it. A component is put in use by an assignment; no batch uses it before the engine was told.
+made over it. A component is put in use by an assignment; no batch uses it before the engine has its ModelLoaded.
 """
 
 from __future__ import annotations
