@@ -169,6 +169,7 @@ class CostSample(msgspec.Struct, frozen=True):
     work: Work
     seconds: float
     is_profile: bool = False  # it belongs to a table of latencies
+    degree: int = 1  # ranks that computed it together
 
 
 class WorkerReady(Message, frozen=True):

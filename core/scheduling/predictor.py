@@ -50,6 +50,10 @@ class Predictor:
         """Time to run an op once over this much work."""
         return self.cost.predict(self.key(model, op), work)
 
+    def of_step(self, model: str, op: Op, work: Work, degree: int) -> float:
+        """Time of a step of one request on this many ranks; 0 if unknown."""
+        return self.cost.predict_step(self.key(model, op, degree), work)
+
     def largest_batch(self, model: str, op: Op) -> int | None:
         """Rows of the largest batch in the op's profile; None without one."""
         profile = self.cost.profile(self.key(model, op))
@@ -57,14 +61,16 @@ class Predictor:
 
     def learn(self, samples: Iterable[CostSample]) -> None:
         """Train the cost model with batches measured before the first request, and give it the profiles."""
-        tables: dict[CostKey, list[tuple[int, float, float]]] = {}
+        tables: dict[CostKey, list[CostSample]] = {}
         for sample in samples:
-            key, rows = self._key(sample.model, sample.component, sample.op, 1), len(sample.work.queries)
+            key = self._key(sample.model, sample.component, sample.op, sample.degree)
             self.cost.observe(key, sample.work, sample.seconds)
             if sample.is_profile:
-                tables.setdefault(key, []).append((rows, sum(sample.work.queries) / rows, sample.seconds))
+                tables.setdefault(key, []).append(sample)
         for key, measured in tables.items():
-            self.cost.add_profile(key, LatencyTable(measured))
+            self.cost.add_profile(key, LatencyTable(map(_row, measured)))
+            for sample in measured:
+                self.cost.add_step(key, sample.work, sample.seconds)
 
     def key_of(self, batch: Batch) -> CostKey:
         """The key of a batch in the cost model."""
@@ -137,6 +143,12 @@ class Predictor:
 
     def _coefficients(self, request: Request, node: Node) -> tuple[float, ...]:
         return self.cost.coefficients(self.key(request.head.model, op_of(node)))
+
+
+def _row(sample: CostSample) -> tuple[int, float, float]:
+    """A measurement of a LatencyTable."""
+    rows = len(sample.work.queries)
+    return rows, sum(sample.work.queries) / rows, sample.seconds
 
 
 def _has(info: ModelInfo, key: CostKey) -> bool:
