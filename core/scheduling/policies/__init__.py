@@ -1,6 +1,8 @@
 """Scheduling policies by name, one per file."""
 
 from core.config import SchedulingPolicyName
+from core.scheduling.policies.ddit import Ddit
+from core.scheduling.policies.elastic import Elastic
 from core.scheduling.policies.goodput import Goodput
 from core.scheduling.policies.neustream import NeuStream
 from core.scheduling.policies.policy import SchedulingPolicy
@@ -10,6 +12,8 @@ _POLICIES: dict[SchedulingPolicyName, type[SchedulingPolicy]] = {
     "step_batching": StepBatching,
     "goodput": Goodput,
     "neustream": NeuStream,
+    "elastic": Elastic,
+    "ddit": Ddit,
 }
 
 

@@ -1,0 +1,182 @@
+"""elastic: how many ranks compute which request's steps, decided anew between any two of its steps.
+
+It starts from DDiT (policy `ddit`). Beyond that: short requests may overtake long ones, for a time that is bounded;
+ranks leave requests as soon as others need them; ranks that nobody needs are used beyond a request's useful degree, and
+small requests share steps on one rank, as with `step_batching`, while large ones have the others.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+from core.graph.workflow import Node
+from core.messages.worker import Batch, BatchResult
+from core.scheduling.deadlines import due
+from core.scheduling.dispatch import Decision
+from core.scheduling.policies.buddies import Ranks
+from core.scheduling.policies.group_pass import GroupPass
+from core.scheduling.policies.policy import SchedulingPolicy
+from core.scheduling.policies.rank_plan import Want, moves, plan
+from core.scheduling.policies.step_batching import StepPass, eligible
+from core.scheduling.policies.step_speeds import StepSpeeds
+from core.scheduling.policies.work_left import WorkLeft
+from core.scheduling.request import Request, Status
+from core.scheduling.view import View
+
+AGING = 0.25
+"""Seconds of work by which a request may be longer than a later one, for every second that it came before it, and go
+first nevertheless. So no request that comes R / AGING seconds after one with R seconds of work overtakes it.
+"""
+
+EFFICIENT = 0.95
+"""Ranks are given to a request before later ones get any as long as each does at least this share of what one alone
+would do: nothing is lost by it, and it ends sooner.
+"""
+
+
+FORGET_EVERY = 64
+"""Passes after which what is known of waiting requests is predicted again."""
+
+
+@dataclass(frozen=True, slots=True)
+class Case:
+    """Predictions for one request."""
+
+    seconds: Mapping[int, float]  # degree -> of a step
+    efficient: int  # degree up to which all ranks are efficient
+    is_small: bool
+    before: float  # seconds before the steps
+    after: float  # and after them
+    alone: float  # all that it had left when this was made, on one rank
+
+    def left(self, request: Request, degree: int) -> float:
+        """Seconds of all that it has left to do."""
+        before = self.before if request.status is Status.WAITING else 0.0
+        return before + request.progress.steps_left * self.seconds[degree] + self.after
+
+
+class Elastic(SchedulingPolicy):
+    """Keeps on which ranks the states of requests are, and predictions."""
+
+    def __init__(self) -> None:
+        self._speeds = StepSpeeds()
+        self._work = WorkLeft()
+        self._places: dict[str, Ranks] = {}  # request id -> ranks of its last batch that is done
+        self._cases: dict[str, Case] = {}  # by request id
+        self._passes = 0
+
+    def on_result(self, batch: Batch, result: BatchResult) -> None:
+        for item in batch.items:
+            self._places[item.request_id] = batch.ranks
+
+    def on_end(self, request_id: str) -> None:
+        self._places.pop(request_id, None)
+        self._cases.pop(request_id, None)
+
+    def choose(self, view: View, now: float) -> Sequence[Decision]:
+        self._passes += 1
+        if self._passes % FORGET_EVERY == 0:
+            self._cases.clear()
+        requests = eligible(view)
+        large = [] if len(view.ranks) == 1 else [each for each in requests if not self._case(view, each).is_small]
+        if not large:
+            return ElasticPass(view).run()
+        ranks = view.ranks[len(requests) > len(large) :]
+        ordered = self._in_order(view, large)
+        wants = {
+            request.id: self._want(view, request, now)
+            for index, request in enumerate(ordered)
+            if index < len(ranks) or request.progress.num_in_flight
+        }
+        places = plan(list(wants.values()), ranks)
+        groups = moves(list(wants.values()), places, ranks)
+        for name, want in wants.items():
+            if want.is_running and places.get(name) == want.held:
+                groups[name] = want.held  # its next step may be sent behind the one that runs
+        admitted = [request for request in ordered if request.id in groups]
+        apart = frozenset(request.id for request in large)
+        return ElasticPass(view, apart=apart, groups=groups, admitted=admitted).run()
+
+    # ------------------------------------------------------------------------------------------------ order
+
+    def _in_order(self, view: View, requests: Sequence[Request]) -> list[Request]:
+        """Requests that have done their steps, which makes room, then as scheduled. Requests of one owner and class
+        without a due time change places with each other: short ones go first, see AGING. Waiting ones are left out
+        for which there is no memory.
+        """
+        lines: dict[tuple[str, int], list[Request]] = {}
+        for request in requests:
+            if due(request.head) is None:
+                lines.setdefault((request.head.owner, request.head.priority), []).append(request)
+        turns = {key: iter(sorted(line, key=self._rank_in_line)) for key, line in lines.items()}
+        slots = view.config.max_num_seqs - sum(each.progress.steps_left > 0 for each in view.requests.running)
+        done, others = list[Request](), list[Request]()
+        for request in requests:
+            if due(request.head) is None:
+                request = next(turns[request.head.owner, request.head.priority])
+            if request.status is Status.WAITING:
+                slots -= 1
+                if slots < 0:
+                    continue
+            (others if request.progress.steps_left else done).append(request)
+        return done + others
+
+    def _rank_in_line(self, request: Request) -> tuple[float, str]:
+        case = self._cases[request.id]
+        left = case.alone if request.status is Status.WAITING else case.left(request, 1)
+        return left + AGING * request.head.arrival, request.id
+
+    # ------------------------------------------------------------------------------------------------ wants
+
+    def _want(self, view: View, request: Request, now: float) -> Want:
+        is_running = request.progress.num_in_flight > 0
+        held = max(request.sent_to.values(), key=len, default=()) if is_running else self._places.get(request.id, ())
+        if not set(held) <= set(view.ranks):
+            held = ()
+        case = self._cases[request.id]
+        degrees = case.seconds if _makes_steps(view, request) else (1,)
+        seconds = {degree: case.left(request, degree) for degree in degrees}
+        first, time = case.efficient, due(request.head)
+        if time is not None:
+            first = max(first, next((degree for degree in degrees if now + seconds[degree] <= time), 1))
+        return Want(request.id, seconds, min(first, max(degrees)), held, is_running)
+
+    def _case(self, view: View, request: Request) -> Case:
+        case = self._cases.get(request.id)
+        if case is None:
+            speeds, left = self._speeds.of(view, request), self._work.of(view, request)
+            efficient = max(d for d, s in speeds.seconds.items() if d == 1 or d * s * EFFICIENT <= speeds.seconds[1])
+            is_small = speeds.is_small or (speeds.useful == 1 and request.spec.is_mask_aware)
+            case = Case(speeds.seconds, efficient, is_small, left.before, left.after, left.alone)
+            self._cases[request.id] = case
+        return case
+
+
+def _makes_steps(view: View, request: Request) -> bool:
+    """Whether steps are what it does now."""
+    names, progress = request.workflow.step_names, request.progress
+    if not progress.steps_left:
+        return any(name in progress.in_flight for name in names)
+    return progress.steps_done > 0 or any(node.name in names for node in view.ready(request))
+
+
+@dataclass(slots=True)
+class ElasticPass(GroupPass):
+    """Large requests have groups; the others run as with `step_batching`, on one rank each, and decode on none of these
+    groups.
+    """
+
+    def _admit(self) -> list[Request]:
+        return GroupPass._admit(self) + StepPass._admit(self)
+
+    def _rank(self, request: Request, node: Node) -> int:
+        if request.id in self.groups:
+            return GroupPass._rank(self, request, node)
+        rank = StepPass._rank(self, request, node)
+        return self.view.ranks[0] if any(rank in group for group in self.groups.values()) else rank
+
+    def _ranks(self, request: Request, node: Node) -> Ranks:
+        if request.id in self.groups:
+            return GroupPass._ranks(self, request, node)
+        return (self._rank(request, node),)
