@@ -102,7 +102,9 @@ class SchedulerConfig(msgspec.Struct, frozen=True, kw_only=True):
     max_plans_in_flight: int = 2  # per worker, the running one included; above 1 hides round trips behind computing
     # Another plan is sent to a busy worker only if its work is predicted to take less: an extra wait of new requests.
     max_ahead_ms: float = 10.0
-    degree: int = 1  # ranks that compute each step together, as far as so many live and its pages are in host memory
+    # Ranks that compute each step together, as far as so many live and its pages are in host memory. The policies
+    # elastic and ddit choose themselves.
+    degree: int = 1
     model_bytes: int = 0  # weights that each worker may hold; 0: no limit
     max_retries: int = 2  # how often an image is run again after the engine or worker that ran it has died
 

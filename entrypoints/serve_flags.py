@@ -135,7 +135,8 @@ def _add_batch_flags(group: argparse._ArgumentGroup) -> None:
         choices=get_args(SchedulingPolicyName),
         default=default.policy,
         help="what decides which requests run together; step_batching: the most urgent ones share a denoising step; "
-        "goodput: those of which most meet the latency objective (--slo-ms); neustream: a baseline",
+        "goodput: those of which most meet the latency objective (--slo-ms); elastic: each on as many of the engine's "
+        "workers as are useful and free; neustream, ddit: baselines",
     )
     group.add_argument(
         "--on-late",
@@ -221,7 +222,8 @@ def _add_process_flags(group: argparse._ArgumentGroup) -> None:
         default=default.scheduler.degree,
         type=whole_number(1, 64),
         metavar="N",
-        help="workers of an engine that compute each denoising step together",
+        help="workers of an engine that compute each denoising step together; with the policies elastic and ddit these "
+        "decide",
     )
     group.add_argument(
         "--data-parallel-size",

@@ -5,6 +5,7 @@ Where the printed algorithm is wrong, this differs:
 
 - Line 19 takes a minimum over one value and so keeps the last choice of k and p; this keeps the least.
 - Lines 3 and 4 begin with 0, which is the least of all; this begins with infinity.
+- It gives every device behind the first class's to some class; this may leave any of them out.
 - Equation 7 halves all of an M/M/c queue's time for M/D/c. Constant service halves the wait alone: the service itself
   takes its time.
 """
@@ -12,6 +13,7 @@ Where the printed algorithm is wrong, this differs:
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from itertools import pairwise
 from math import ceil, factorial, inf
 from typing import NamedTuple
 
@@ -44,6 +46,7 @@ def optimum(machines: Sequence[int], seconds: Sequence[Mapping[int, float]], occ
         best[i][0] = 0.0
     for j, of_class in enumerate(seconds, start=1):
         for i in range(1, num_devices + 1):
+            best[i][j] = best[i - 1][j]
             for k in range(1, i + 1):
                 if best[i - k][j - 1] == inf:
                     continue
@@ -60,10 +63,11 @@ def optimum(machines: Sequence[int], seconds: Sequence[Mapping[int, float]], occ
 def _traced(choice: Mapping[tuple[int, int], Share], num_devices: int, num_classes: int) -> tuple[Share, ...]:
     shares = list[Share]()
     for j in range(num_classes, 0, -1):
-        share = choice.get((num_devices, j))
-        if share is None:
+        while num_devices and (num_devices, j) not in choice:
+            num_devices -= 1  # a device that is left out
+        if not num_devices:
             return ()
-        shares.append(share)
+        shares.append(share := choice[num_devices, j])
         num_devices -= share.num_devices
     return tuple(reversed(shares))
 
@@ -80,7 +84,7 @@ def partition(starts: Sequence[int], first: int, end: int, degree: int) -> int:
     """BandwidthAwarePartition: how many groups of `degree` devices are in the devices from `first` to before `end`,
     where each is within one machine. starts: where machines begin, and the last one ends.
     """
-    pairs = zip(starts, starts[1:], strict=False)
+    pairs = pairwise(starts)
     return sum(max(0, min(end, after) - max(first, before)) // degree for before, after in pairs)
 
 

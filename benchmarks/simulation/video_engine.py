@@ -84,7 +84,7 @@ class VideoWork(Message, OpWork, frozen=True):
 
 @dataclass(frozen=True)
 class VideoDurations(Durations):
-    """Of requests whose steps are counted as `steps`. Items of one batch run one after the other (insight 1 of DDiT)."""
+    """Of requests whose steps are counted as `steps`. Items of a batch run one after the other (insight 1 of DDiT)."""
 
     load: VideoLoad
     steps: int

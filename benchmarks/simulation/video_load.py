@@ -79,9 +79,8 @@ class Assumed(NamedTuple):
 
 
 def assumed(load: VideoLoad) -> Iterator[Assumed]:
-    """Every number of the load that the paper's text does not state and that does not follow from it. Of a speed at
-    a degree half and twice the gain (or loss) against half the degree is taken, of all service times their difference
-    from each other is kept: they are scaled one by one.
+    """Every number of the load that the paper's text does not state and that does not follow from it. Of a speed half
+    and twice the gain (or loss) against half as many devices is taken.
     """
     for name in load.service_seconds:
         yield Assumed(f"service seconds of {name}", *(_with_service(load, name, factor) for factor in (0.5, 2.0)))
@@ -105,9 +104,7 @@ def _with_share(load: VideoLoad, name: str, factor: float) -> VideoLoad:
 
 
 def _with_gain(load: VideoLoad, name: str, degree: int, factor: float) -> VideoLoad:
-    """A speed is at most the degree. Where the speed at twice the degree is known, it stays; otherwise it changes
-    with this one.
-    """
+    """A speed is at most the degree; those at other degrees stay."""
     speed = dict(load.speed[name])
     before = speed[degree // 2]
     speed[degree] = min(before + factor * (speed[degree] - before), float(degree))

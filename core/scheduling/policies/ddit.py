@@ -25,6 +25,8 @@ class Ddit(SchedulingPolicy):
     promotes: whether groups grow; without it requests stay on the ranks with which they have started.
     """
 
+    shares_steps = True
+
     def __init__(self, *, promotes: bool = True) -> None:
         self._promotes = promotes
         self._speeds = StepSpeeds()

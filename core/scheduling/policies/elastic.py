@@ -8,7 +8,7 @@ small requests share steps on one rank, as with `step_batching`, while large one
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from core.graph.workflow import Node
 from core.messages.worker import Batch, BatchResult
@@ -48,16 +48,21 @@ class Case:
     is_small: bool
     before: float  # seconds before the steps
     after: float  # and after them
-    alone: float  # all that it had left when this was made, on one rank
+    place: float  # its place in line when this was made
 
-    def left(self, request: Request, degree: int) -> float:
-        """Seconds of all that it has left to do."""
-        before = self.before if request.status is Status.WAITING else 0.0
-        return before + request.progress.steps_left * self.seconds[degree] + self.after
+    def others(self, request: Request) -> float:
+        """Seconds of what it has left to do besides steps."""
+        return self.before + self.after if request.status is Status.WAITING else self.after
+
+    def place_in_line(self, request: Request, steps: int) -> float:
+        """By what requests are ordered, see AGING. steps: that it has left."""
+        return self.others(request) + steps * self.seconds[1] + AGING * request.head.arrival
 
 
 class Elastic(SchedulingPolicy):
     """Keeps on which ranks the states of requests are, and predictions."""
+
+    shares_steps = True
 
     def __init__(self) -> None:
         self._speeds = StepSpeeds()
@@ -75,6 +80,8 @@ class Elastic(SchedulingPolicy):
         self._cases.pop(request_id, None)
 
     def choose(self, view: View, now: float) -> Sequence[Decision]:
+        if not view.open_ranks:
+            return ()
         self._passes += 1
         if self._passes % FORGET_EVERY == 0:
             self._cases.clear()
@@ -85,62 +92,66 @@ class Elastic(SchedulingPolicy):
         ranks = view.ranks[len(requests) > len(large) :]
         ordered = self._in_order(view, large)
         wants = {
-            request.id: self._want(view, request, now)
-            for index, request in enumerate(ordered)
-            if index < len(ranks) or request.progress.num_in_flight
+            request.id: self._want(view, request, steps, now)
+            for index, (request, steps) in enumerate(ordered)
+            if index < len(ranks) or request.progress.in_flight
         }
         places = plan(list(wants.values()), ranks)
         groups = moves(list(wants.values()), places, ranks)
         for name, want in wants.items():
             if want.is_running and places.get(name) == want.held:
                 groups[name] = want.held  # its next step may be sent behind the one that runs
-        admitted = [request for request in ordered if request.id in groups]
+        admitted = [request for request, _ in ordered if request.id in groups]
         apart = frozenset(request.id for request in large)
         return ElasticPass(view, apart=apart, groups=groups, admitted=admitted).run()
 
     # ------------------------------------------------------------------------------------------------ order
 
-    def _in_order(self, view: View, requests: Sequence[Request]) -> list[Request]:
-        """Requests that have done their steps, which makes room, then as scheduled. Requests of one owner and class
-        without a due time change places with each other: short ones go first, see AGING. Waiting ones are left out
-        for which there is no memory.
+    def _in_order(self, view: View, requests: Sequence[Request]) -> list[tuple[Request, int]]:
+        """Requests with the steps that they have left. Those that have done their steps go first, which makes room;
+        then all as scheduled. But requests of one owner and class without a due time change places with each other:
+        short ones go first, see AGING. Waiting ones for which there is no memory are left out.
         """
-        lines: dict[tuple[str, int], list[Request]] = {}
+        lines: dict[tuple[str, int], list[tuple[float, str, Request, int]]] = {}
+        places = list[tuple[Request, tuple[str, int] | None]]()
+        slots = view.config.max_num_seqs
         for request in requests:
-            if due(request.head) is None:
-                lines.setdefault((request.head.owner, request.head.priority), []).append(request)
-        turns = {key: iter(sorted(line, key=self._rank_in_line)) for key, line in lines.items()}
-        slots = view.config.max_num_seqs - sum(each.progress.steps_left > 0 for each in view.requests.running)
-        done, others = list[Request](), list[Request]()
-        for request in requests:
-            if due(request.head) is None:
-                request = next(turns[request.head.owner, request.head.priority])
+            head, is_waiting, case = request.head, request.status is Status.WAITING, self._cases[request.id]
+            line = (head.owner, head.priority) if due(head) is None else None
+            places.append((request, line))
+            steps = -1 if is_waiting else request.progress.steps_left
+            slots -= steps > 0
+            if line is not None:
+                place = case.place if is_waiting else case.place_in_line(request, steps)
+                lines.setdefault(line, []).append((place, request.id, request, steps))
+        for of in lines.values():
+            of.sort(key=lambda each: each[:2], reverse=True)
+        done, others = list[tuple[Request, int]](), list[tuple[Request, int]]()
+        for request, line in places:
+            steps = -1
+            if line is not None:
+                _, _, request, steps = lines[line].pop()
             if request.status is Status.WAITING:
                 slots -= 1
                 if slots < 0:
                     continue
-            (others if request.progress.steps_left else done).append(request)
+            steps = request.progress.steps_left if steps < 0 else steps
+            (others if steps else done).append((request, steps))
         return done + others
-
-    def _rank_in_line(self, request: Request) -> tuple[float, str]:
-        case = self._cases[request.id]
-        left = case.alone if request.status is Status.WAITING else case.left(request, 1)
-        return left + AGING * request.head.arrival, request.id
 
     # ------------------------------------------------------------------------------------------------ wants
 
-    def _want(self, view: View, request: Request, now: float) -> Want:
-        is_running = request.progress.num_in_flight > 0
+    def _want(self, view: View, request: Request, steps: int, now: float) -> Want:
+        is_running = bool(request.progress.in_flight)
         held = max(request.sent_to.values(), key=len, default=()) if is_running else self._places.get(request.id, ())
         if not set(held) <= set(view.ranks):
             held = ()
         case = self._cases[request.id]
-        degrees = case.seconds if _makes_steps(view, request) else (1,)
-        seconds = {degree: case.left(request, degree) for degree in degrees}
-        first, time = case.efficient, due(request.head)
-        if time is not None:
-            first = max(first, next((degree for degree in degrees if now + seconds[degree] <= time), 1))
-        return Want(request.id, seconds, min(first, max(degrees)), held, is_running)
+        if not _makes_steps(view, request, steps):
+            return Want(request.id, 0, case.seconds, 0.0, 1, held, is_running)
+        want = Want(request.id, steps, case.seconds, case.others(request), case.efficient, held, is_running)
+        time = due(request.head)
+        return want if time is None else replace(want, first=max(want.first, want.degree_within(time - now)))
 
     def _case(self, view: View, request: Request) -> Case:
         case = self._cases.get(request.id)
@@ -148,17 +159,18 @@ class Elastic(SchedulingPolicy):
             speeds, left = self._speeds.of(view, request), self._work.of(view, request)
             efficient = max(d for d, s in speeds.seconds.items() if d == 1 or d * s * EFFICIENT <= speeds.seconds[1])
             is_small = speeds.is_small or (speeds.useful == 1 and request.spec.is_mask_aware)
-            case = Case(speeds.seconds, efficient, is_small, left.before, left.after, left.alone)
-            self._cases[request.id] = case
+            case = Case(speeds.seconds, efficient, is_small, left.before, left.after, 0.0)
+            place = case.place_in_line(request, request.progress.steps_left)
+            case = self._cases[request.id] = replace(case, place=place)
         return case
 
 
-def _makes_steps(view: View, request: Request) -> bool:
-    """Whether steps are what it does now."""
+def _makes_steps(view: View, request: Request, steps: int) -> bool:
+    """Whether steps are what it does now. steps: that it has left."""
     names, progress = request.workflow.step_names, request.progress
-    if not progress.steps_left:
-        return any(name in progress.in_flight for name in names)
-    return progress.steps_done > 0 or any(node.name in names for node in view.ready(request))
+    if any(name in progress.in_flight for name in names):
+        return True
+    return steps > 0 and (progress.steps_done > 0 or any(node.name in names for node in view.ready(request)))
 
 
 @dataclass(slots=True)

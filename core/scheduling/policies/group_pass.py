@@ -29,5 +29,3 @@ class GroupPass(StepPass):
     def _ranks(self, request: Request, node: Node) -> Ranks:
         is_step = node.name in request.workflow.step_names and self._device(request, node) is None
         return self.groups[request.id] if is_step else (self._rank(request, node),)
-
-

@@ -20,6 +20,9 @@ class SchedulingPolicy(ABC):
     gives_up = False
     """Whether it decides which requests are too late (`GiveUp`); otherwise `Deadlines` does."""
 
+    shares_steps = False
+    """Whether several ranks compute a step together where that is useful, whatever `SchedulerConfig.degree` says."""
+
     @abstractmethod
     def choose(self, view: View, now: float) -> Sequence[Decision]:
         """What to dispatch now, in the order in which ranks are to run it. now: monotonic seconds."""

@@ -19,18 +19,35 @@ class Want:
     """A request that could use ranks now."""
 
     name: str
-    seconds: Mapping[int, float]  # degree 1, 2, 4, ... -> of all that it has left to do
+    steps: int  # left to do; 0: it does something else, on one rank
+    step_seconds: Mapping[int, float]  # degree 1, 2, 4, ... -> of a step
+    other_seconds: float  # of what it has left to do besides
     first: int  # degree that it gets before any later request gets a rank
     held: Ranks  # where its state is; () if it has none, or a rank of these is dead
     is_running: bool  # they compute it now, so that it cannot have others
+
+    def seconds(self, degree: int) -> float | None:
+        """Of all that it has left to do; None for a degree that it cannot have."""
+        of_step = self.step_seconds.get(degree) if self.steps or degree == 1 else None
+        return None if of_step is None else self.other_seconds + self.steps * of_step
+
+    def degree_within(self, limit: float) -> int:
+        """The least degree at which it is done within so many seconds; 1 if there is none."""
+        times = ((degree, self.seconds(degree)) for degree in sorted(self.step_seconds))
+        return next((degree for degree, seconds in times if seconds is not None and seconds <= limit), 1)
 
 
 def plan(wants: Sequence[Want], ranks: Sequence[int]) -> dict[str, Ranks]:
     """Name -> the ranks that it is to have, all different, as if nothing was running. wants: the most urgent first.
     ranks: that may be used, ascending.
     """
-    given = degrees(wants, len(ranks))
-    return _placed([(want, degree) for want, degree in zip(wants, given, strict=False) if degree], ranks)
+    buddies, given = Buddies(ranks), degrees(wants, len(ranks))
+    places = _placed(list(zip(wants, given, strict=False)), buddies)
+    for want in wants[len(given) :]:
+        if not buddies.num_free:  # otherwise sets are missing, since ranks are dead or not to be used
+            break
+        places |= _placed([(want, 1)], buddies)
+    return places
 
 
 def degrees(wants: Sequence[Want], num_ranks: int) -> list[int]:
@@ -56,17 +73,17 @@ def degrees(wants: Sequence[Want], num_ranks: int) -> list[int]:
 
 def _gain(want: Want, degree: int, num_free: int) -> float:
     """Seconds saved for each rank by doubling a degree; 0 if it is not worth it, or not possible."""
-    after = want.seconds.get(2 * degree)
-    if after is None or degree > num_free or after > (1 - MIN_REDUCTION) * want.seconds[degree]:
+    before, after = want.seconds(degree), want.seconds(2 * degree)
+    if before is None or after is None or degree > num_free or after > (1 - MIN_REDUCTION) * before:
         return 0.0
-    return (want.seconds[degree] - after) / degree * (KEEP if len(want.held) >= 2 * degree else 1.0)
+    return (before - after) / degree * (KEEP if len(want.held) >= 2 * degree else 1.0)
 
 
-def _placed(wants: Sequence[tuple[Want, int]], ranks: Sequence[int]) -> dict[str, Ranks]:
+def _placed(wants: Sequence[tuple[Want, int]], buddies: Buddies) -> dict[str, Ranks]:
     """Sets of ranks for these degrees: large ones first, so that all find room; where a request's state is if that is
     possible, otherwise where the fewest others are.
     """
-    buddies, places = Buddies(ranks), dict[str, Ranks]()
+    places = dict[str, Ranks]()
     in_order = sorted(wants, key=lambda pair: (-pair[1], not pair[0].held))
     holders = {rank: want.name for want, _ in wants for rank in want.held}
     for want, degree in in_order:
