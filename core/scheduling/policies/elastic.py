@@ -24,14 +24,15 @@ from core.scheduling.policies.work_left import WorkLeft
 from core.scheduling.request import Request, Status
 from core.scheduling.view import View
 
-AGING = 0.25
+AGING = 4.0
 """Seconds of work by which a request may be longer than a later one, for every second that it came before it, and go
 first nevertheless. So no request that comes R / AGING seconds after one with R seconds of work overtakes it.
 """
 
-EFFICIENT = 0.95
+EFFICIENT, LOSSLESS = 0.95, 0.99
 """Ranks are given to a request before later ones get any as long as each does at least this share of what one alone
-would do: nothing is lost by it, and it ends sooner.
+would do, so that little is lost by it, and it ends sooner. While more requests are there than ranks the second one
+counts: where work comes faster than it is done, what is lost adds up.
 """
 
 
@@ -44,7 +45,8 @@ class Case:
     """Predictions for one request."""
 
     seconds: Mapping[int, float]  # degree -> of a step
-    efficient: int  # degree up to which all ranks are efficient
+    efficient: int  # degree up to which ranks are EFFICIENT
+    lossless: int  # and LOSSLESS
     is_small: bool
     before: float  # seconds before the steps
     after: float  # and after them
@@ -92,7 +94,7 @@ class Elastic(SchedulingPolicy):
         ranks = view.ranks[len(requests) > len(large) :]
         ordered = self._in_order(view, large)
         wants = {
-            request.id: self._want(view, request, steps, now)
+            request.id: self._want(view, request, steps, now, has_many=len(ordered) > len(ranks))
             for index, (request, steps) in enumerate(ordered)
             if index < len(ranks) or request.progress.in_flight
         }
@@ -141,7 +143,7 @@ class Elastic(SchedulingPolicy):
 
     # ------------------------------------------------------------------------------------------------ wants
 
-    def _want(self, view: View, request: Request, steps: int, now: float) -> Want:
+    def _want(self, view: View, request: Request, steps: int, now: float, *, has_many: bool) -> Want:
         is_running = bool(request.progress.in_flight)
         held = max(request.sent_to.values(), key=len, default=()) if is_running else self._places.get(request.id, ())
         if not set(held) <= set(view.ranks):
@@ -149,7 +151,8 @@ class Elastic(SchedulingPolicy):
         case = self._cases[request.id]
         if not _makes_steps(view, request, steps):
             return Want(request.id, 0, case.seconds, 0.0, 1, held, is_running)
-        want = Want(request.id, steps, case.seconds, case.others(request), case.efficient, held, is_running)
+        first = case.lossless if has_many else case.efficient
+        want = Want(request.id, steps, case.seconds, case.others(request), first, held, is_running)
         time = due(request.head)
         return want if time is None else replace(want, first=max(want.first, want.degree_within(time - now)))
 
@@ -157,12 +160,17 @@ class Elastic(SchedulingPolicy):
         case = self._cases.get(request.id)
         if case is None:
             speeds, left = self._speeds.of(view, request), self._work.of(view, request)
-            efficient = max(d for d, s in speeds.seconds.items() if d == 1 or d * s * EFFICIENT <= speeds.seconds[1])
+            efficient, lossless = (_degree(speeds.seconds, share) for share in (EFFICIENT, LOSSLESS))
             is_small = speeds.is_small or (speeds.useful == 1 and request.spec.is_mask_aware)
-            case = Case(speeds.seconds, efficient, is_small, left.before, left.after, 0.0)
+            case = Case(speeds.seconds, efficient, lossless, is_small, left.before, left.after, 0.0)
             place = case.place_in_line(request, request.progress.steps_left)
             case = self._cases[request.id] = replace(case, place=place)
         return case
+
+
+def _degree(seconds: Mapping[int, float], share: float) -> int:
+    """The largest degree at which each rank does at least this share of what one alone does."""
+    return max(degree for degree, of_step in seconds.items() if degree * of_step * share <= seconds[1])
 
 
 def _makes_steps(view: View, request: Request, steps: int) -> bool:

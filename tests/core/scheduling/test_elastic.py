@@ -11,7 +11,7 @@ import msgspec
 import pytest
 from cache_kit import SCHEME, make_masked
 from fakes import MODEL, FakeWorkers, make_edit
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from benchmarks.simulation.durations import Durations
@@ -153,8 +153,7 @@ class Site:
 
 def picture(name: str, tokens: int, steps: int = 6, arrival: float = 0.0, **changes: Any) -> EngineRequest:
     """An exact picture whose steps have so many tokens."""
-    edit = make_edit(name, steps=steps, arrival=arrival, num_tokens=tokens - 24, **changes)
-    return edit
+    return make_edit(name, steps=steps, arrival=arrival, num_tokens=tokens - 24, **changes)
 
 
 POLICIES: list[SchedulingPolicyName] = ["ddit", "elastic"]
@@ -170,6 +169,7 @@ DRAWN = st.lists(
 
 
 @pytest.mark.parametrize("policy", POLICIES)
+@settings(max_examples=40, deadline=None)
 @given(drawn=DRAWN, num_ranks=st.integers(1, 9), slots=st.sampled_from([2, 64]), ahead=st.booleans())
 def test_every_request_ends_and_groups_are_sets_of_buddies(
     policy: SchedulingPolicyName, drawn: list[Any], num_ranks: int, slots: int, ahead: bool
@@ -185,6 +185,7 @@ def test_every_request_ends_and_groups_are_sets_of_buddies(
             assert {len(ranks) for ranks in site.ranks_of(str(index))} == {1}
 
 
+@settings(max_examples=40, deadline=None)
 @given(drawn=DRAWN, num_ranks=st.integers(2, 8))
 def test_a_request_is_overtaken_for_a_bounded_time(drawn: list[Any], num_ranks: int) -> None:
     """No request that comes R / AGING seconds after one with R seconds of work starts before it, but for the one step
@@ -327,6 +328,7 @@ def test_the_ranks_of_one_that_dies_are_left_and_the_request_goes_on() -> None:
 # ------------------------------------------------------------------------------------------------------ masked edits
 
 
+@settings(max_examples=40, deadline=None)
 @given(
     drawn=st.lists(
         st.tuples(st.integers(1, 60), st.integers(1, 5), st.integers(0, 12), st.sampled_from(["c0", "c1"])),
@@ -342,7 +344,7 @@ def test_masked_edits_alone_are_served_exactly_as_with_step_batching(drawn: list
         scheduler = StepScheduler(config, {"m": model}, num_ranks, CacheConfig(host_bytes=10**9))
         scheduler.learn(Site("elastic", 4)._samples())
         workers, made = FakeWorkers(num_ranks), list[StepPlan | None]()
-        for turn in range(60):
+        for turn in range(40):
             for index, (active, steps, when, content) in enumerate(drawn):
                 if when == turn:
                     scheduler.add(make_masked(str(index), content=content, steps=steps, active=active, arrival=when))
