@@ -10,6 +10,7 @@ from core.model_choice import ModelChoice
 from core.routing.request_shape import RequestShape
 from core.sampling_params import MAX_PADDING_MASK_CROP, MAX_PROMPT_CHARACTERS
 from core.validation import check_integer, check_length
+from engine.client.class_label import chosen_class
 from engine.client.edit_images import EditImage
 from engine.client.edit_types import EditInput
 from engine.client.image_work import ImageSeconds, compose_work, num_files, prepare_work
@@ -44,6 +45,7 @@ class EditPreparation:
         self._model = model = choice.model
         self._memory = memory
         self._span = span
+        self._class_label = chosen_class(edit, model)
         self._sampling = resolve(edit.sampling, model, services.config.step_schedule)
         check_length("prompt", edit.prompt, MAX_PROMPT_CHARACTERS)
         if edit.padding_mask_crop is not None:
@@ -83,10 +85,12 @@ class EditPreparation:
 
     @property
     def _canvas_size(self) -> tuple[int, int] | None:
-        """(width, height) of the empty canvas; None if there is a picture to edit."""
+        """(width, height) of the empty canvas; None if there is a picture to edit. Pictures of classes have one size,
+        and are resized when they are made."""
         if self._upload is not None:
             return None
-        return self._edit.canvas_size or (self._model.native_size, self._model.native_size)
+        native = (self._model.native_size, self._model.native_size)
+        return native if self._class_label is not None else self._edit.canvas_size or native
 
     async def store(self) -> PrepareImages:
         """Copy the uploads to shared memory; the job for `prepare`. Raises InvalidRequestError, OverloadedError."""
@@ -115,7 +119,9 @@ class EditPreparation:
         InvalidRequestError, EngineError.
         """
         images = await self._services.images.prepare(job, self._caller)
-        prepared = PreparedEdit.of(self._edit, self._choice, self._sampling, images, self._services.served.engine)
+        prepared = PreparedEdit.of(
+            self._edit, self._choice, self._sampling, images, self._services.served.engine, self._class_label
+        )
         image_ops.check_output_size(*prepared.output_size, self._edit.output_format)
         self._note_content(images)
         self._ready_at = time.monotonic()

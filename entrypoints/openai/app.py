@@ -126,7 +126,7 @@ def _add_image_routes(
 
     @app.post("/v1/images/generations", response_model=None, openapi_extra=GENERATION_BODY, responses=IMAGE_ANSWERS)
     async def generate_image(request: Request) -> Response:
-        """Paint a whole image: an edit of an empty canvas."""
+        """Paint a whole image: an edit of an empty canvas, or with models that have classes a picture of one."""
         _admit(engine)
         async with places.take(_owner(request)):
             submission = await read_json(request, GENERATION_FIELDS)
@@ -213,11 +213,12 @@ def _add_model_routes(app: FastAPI, engine: AsyncEngine) -> None:
 
     @app.get("/v1/models/{model_id:path}", response_model=None)
     async def retrieve_model(model_id: str) -> Response:
-        """One model or adapter; its id may contain slashes."""
+        """One model or adapter, with the names of its classes; its id may contain slashes."""
         _require_ready(engine)
         if model_id not in engine.models:
             raise ModelNotFoundError(model_id)
-        return _json(_model_object(engine, engine.models[model_id], started))
+        model = engine.models[model_id]
+        return _json(_model_object(engine, model, started) | {"class_names": model.class_names})
 
 
 def _add_operator_routes(app: FastAPI, engine: AsyncEngine, owners: RequestOwners) -> None:
@@ -284,6 +285,7 @@ def _model_object(engine: AsyncEngine, model: ModelInfo, created: int) -> dict[s
         "owned_by": "stencil",
         "parent": model.parent or None,
         "modality": model.modality,
+        "num_classes": model.num_classes,
         "state": model_state(model, alive),
     }
 

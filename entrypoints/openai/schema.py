@@ -45,7 +45,7 @@ EDIT_BODY = _body(
         ),
     }
 )
-GENERATION_BODY = _body({"application/json": _object(_properties(GENERATION_FIELDS), "prompt")})
+GENERATION_BODY = _body({"application/json": _object(_properties(GENERATION_FIELDS))})
 TEMPLATE_BODY = _body(
     {
         "multipart/form-data": _object(
