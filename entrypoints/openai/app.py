@@ -213,12 +213,11 @@ def _add_model_routes(app: FastAPI, engine: AsyncEngine) -> None:
 
     @app.get("/v1/models/{model_id:path}", response_model=None)
     async def retrieve_model(model_id: str) -> Response:
-        """One model or adapter, with the names of its classes; its id may contain slashes."""
+        """One model or adapter; its id may contain slashes."""
         _require_ready(engine)
         if model_id not in engine.models:
             raise ModelNotFoundError(model_id)
-        model = engine.models[model_id]
-        return _json(_model_object(engine, model, started) | {"class_names": model.class_names})
+        return _json(_model_object(engine, engine.models[model_id], started))
 
 
 def _add_operator_routes(app: FastAPI, engine: AsyncEngine, owners: RequestOwners) -> None:
@@ -286,6 +285,7 @@ def _model_object(engine: AsyncEngine, model: ModelInfo, created: int) -> dict[s
         "parent": model.parent or None,
         "modality": model.modality,
         "num_classes": model.num_classes,
+        "class_names": model.class_names,
         "state": model_state(model, alive),
     }
 

@@ -355,4 +355,5 @@ def select(x: Tensor, tokens: Tensor | None) -> Tensor:
 def channels_first(patches: Tensor, side: int) -> Tensor:
     """Patches whose channels come last, [tokens, side * side * channels], as latents have them: [tokens, channels *
     side * side]."""
-    return patches.view(len(patches), side, side, -1).permute(0, 3, 1, 2).flatten(1)
+    channels = patches.shape[1] // side**2
+    return patches.view(len(patches), side, side, channels).permute(0, 3, 1, 2).flatten(1)

@@ -52,8 +52,8 @@ class DiT(TransformerFamily, TimestepFamily):
         super().__init__(checkpoint)
         self._check()
         config = self._transformer_config
-        self.patch = config["patch_size"]
-        self._num_classes: int = config["num_embeds_ada_norm"]
+        self.patch = int(config["patch_size"])
+        self._num_classes = int(config["num_embeds_ada_norm"])
 
     def _check(self) -> None:
         """Raises ConfigError for a denoiser or a VAE that is not supported."""
