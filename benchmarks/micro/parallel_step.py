@@ -55,8 +55,8 @@ class Case:
     def operations(self) -> int:
         """Floating point operations of the step's blocks: 24 H^2 a token in the linear layers of a block of either
         kind, and 4 H for each pair of tokens in its attention."""
-        hidden = FLUX_SHAPE["num_attention_heads"] * FLUX_SHAPE["attention_head_dim"]
-        blocks = FLUX_SHAPE["num_layers"] + FLUX_SHAPE["num_single_layers"]
+        hidden: int = FLUX_SHAPE["num_attention_heads"] * FLUX_SHAPE["attention_head_dim"]
+        blocks: int = FLUX_SHAPE["num_layers"] + FLUX_SHAPE["num_single_layers"]
         tokens = self.side**2 + TEXT_TOKENS
         return self.num_rows * blocks * (24 * hidden**2 * tokens + 4 * hidden * tokens**2)
 
