@@ -260,9 +260,11 @@ class Batches:
         return DENOISE, work, lambda: self.family.predict(rows, self.group)
 
     def steps(self, numbers: Iterable[int]) -> Iterator[Timed]:
-        """Denoising steps of each of these numbers of like rows: exact ones by SIDES, mask-aware ones by SHARES."""
+        """Denoising steps of each of these numbers of like rows: exact ones by SIDES, mask-aware ones by SHARES. Models
+        that edit nothing have pictures of one size."""
+        sides = SIDES if self.info.can_edit else (1.0,)
         for number in numbers:
-            yield from (self.whole_pictures(side, number) for side in SIDES)
+            yield from (self.whole_pictures(side, number) for side in sides)
             if self._has_pages:
                 yield from (self.denoise((share,) * number) for share in SHARES)
 
