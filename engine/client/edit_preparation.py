@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from dataclasses import replace
 
 from core.errors import InvalidRequestError
 from core.messages.image_processor import PreparedImages, PrepareImages
@@ -40,12 +41,14 @@ class EditPreparation:
         """memory: for all that it allocates. Raises InvalidRequestError, TemplateNotFoundError."""
         self._services = services
         self._caller = caller
-        self._edit = edit
         self._choice = choice
         self._model = model = choice.model
+        self._class_label = chosen_class(edit, model)
+        if self._class_label is not None:  # made at the model's own size
+            edit = replace(edit, canvas_size=None, output_size=edit.canvas_size)
+        self._edit = edit
         self._memory = memory
         self._span = span
-        self._class_label = chosen_class(edit, model)
         self._sampling = resolve(edit.sampling, model, services.config.step_schedule)
         check_length("prompt", edit.prompt, MAX_PROMPT_CHARACTERS)
         if edit.padding_mask_crop is not None:
@@ -85,12 +88,10 @@ class EditPreparation:
 
     @property
     def _canvas_size(self) -> tuple[int, int] | None:
-        """(width, height) of the empty canvas; None if there is a picture to edit. Pictures of classes have one size,
-        and are resized when they are made."""
+        """(width, height) of the empty canvas; None if there is a picture to edit."""
         if self._upload is not None:
             return None
-        native = (self._model.native_size, self._model.native_size)
-        return native if self._class_label is not None else self._edit.canvas_size or native
+        return self._edit.canvas_size or (self._model.native_size, self._model.native_size)
 
     async def store(self) -> PrepareImages:
         """Copy the uploads to shared memory; the job for `prepare`. Raises InvalidRequestError, OverloadedError."""

@@ -56,8 +56,7 @@ class PreparedEdit:
     @property
     def output_size(self) -> tuple[int, int]:
         """(width, height) of the encoded results."""
-        uploaded = (self.prepared.upload_width, self.prepared.upload_height)
-        return self.edit.output_size or self.edit.canvas_size or uploaded
+        return self.edit.output_size or (self.prepared.upload_width, self.prepared.upload_height)
 
     @property
     def num_tokens(self) -> int:
