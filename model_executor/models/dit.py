@@ -99,13 +99,13 @@ class DiT(TransformerFamily, TimestepFamily):
     # -------------------------------------------------------------------------------------------------- conditions
 
     def encode_class(self, label: int | None) -> EncodedText:
-        embeds = self._denoiser_of_classes.embed_class(self._num_classes if label is None else label)
+        embeds = self._denoiser.embed_class(self._num_classes if label is None else label)
         return EncodedText(
             prompt_embeds=embeds.new_empty(0, 0), pooled_prompt_embeds=embeds, num_tokens=0, truncated=False
         )
 
     @property
-    def _denoiser_of_classes(self) -> DiTTransformer:
+    def _denoiser(self) -> DiTTransformer:
         denoiser: DiTTransformer = self._part("transformer")
         return denoiser
 
