@@ -37,7 +37,7 @@ class WorkLeft:
         before, after = self._others(view, request)
         steps, seconds, tokens, keys = 0, 0.0, 0, 0
         for node in request.workflow.steps:
-            for times, work in _steps_of(request, node):
+            for times, work in steps_of(request, node):
                 steps += times
                 seconds += times * self._seconds(view, request.head.model, op_of(node), work)
                 tokens += times * sum(work.queries)
@@ -78,7 +78,7 @@ class WorkLeft:
         return seconds
 
 
-def _steps_of(request: Request, node: Node) -> list[tuple[int, Work]]:
+def steps_of(request: Request, node: Node) -> list[tuple[int, Work]]:
     """(number, work of one) of a node's steps that are left: those that compute all tokens, and mask-aware ones."""
     times, op, spec = request.progress.times_left(node), op_of(node), request.spec
     if not times:
