@@ -29,7 +29,8 @@ MULTIPART = f"multipart/form-data; boundary={BOUNDARY}"
 @dataclass(frozen=True)
 class Target:
     """A server. url: with or without /v1 at its end. extra: fields added to every edit. partial_images: asked for, as
-    events of a stream; 0: no stream. timeout: seconds for one edit.
+    events of a stream; 0: no stream. timeout: seconds for one edit. sends_slo: whether the server is told the SLO of
+    edits that have one, as their `timeout`.
     """
 
     url: str
@@ -38,6 +39,7 @@ class Target:
     extra: Mapping[str, Any] = field(default_factory=dict)
     partial_images: int = 0
     timeout: float = 600.0
+    sends_slo: bool = False
 
     @property
     def root(self) -> str:
@@ -228,6 +230,7 @@ def _message(target: Target, call: EditCall) -> Message:
     fields: dict[str, Any] = {"prompt": call.prompt, "seed": call.seed, "num_inference_steps": call.steps}
     fields |= {} if target.model is None else {"model": target.model}
     fields |= {"stream": True, "partial_images": target.partial_images} if target.partial_images else {}
+    fields |= {"timeout": call.slo_ms / 1e3} if target.sends_slo and call.slo_ms is not None else {}
     files = {"image": call.image} | ({} if call.mask is None else {"mask": call.mask})
     return Message(target.edits, multipart(fields | dict(target.extra), files), is_stream=target.partial_images > 0)
 
