@@ -18,6 +18,7 @@ from benchmarks.simulation.module_trace import Cell, ModuleTrace
 from benchmarks.simulation.scenario import MODEL, PIXELS
 from core.config import SchedulerConfig
 from core.costs.latency_table import LatencyTable
+from core.costs.profile import Profile
 from core.graph.op import OPS, OpWork, Port, Sizes
 from core.graph.work import Work
 from core.graph.workflow import Edge, Node, Region, Workflow
@@ -166,7 +167,7 @@ def _scheduler(trace: ModuleTrace, workflow: Workflow, policy: str) -> StepSched
     cost.is_frozen = policy in STATIC
     for name, table in trace.modules.items():
         measured = LatencyTable((number, float(TOKENS), seconds) for number, seconds in table.items())
-        scheduler.cost.add_profile(scheduler.cost_key(MODEL.name, name), measured)
+        scheduler.cost.add_profile(scheduler.cost_key(MODEL.name, name), Profile(measured))
     return scheduler
 
 

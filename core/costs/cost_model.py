@@ -14,7 +14,6 @@ import msgspec
 import numpy as np
 import numpy.typing as npt
 
-from core.costs.latency_table import LatencyTable
 from core.costs.profile import Profile
 from core.graph.work import Work
 from core.handles import ModelKey, Tier
@@ -175,9 +174,9 @@ class CostModel:
         if key in self._profiles:
             self._profiles[key].observe(work, seconds)
 
-    def add_profile(self, key: CostKey, table: LatencyTable) -> None:
-        """Predict this kind of work from a table, as far as it reaches."""
-        self._profiles[key] = Profile(table)
+    def add_profile(self, key: CostKey, profile: Profile) -> None:
+        """Predict this kind of work from its tables, as far as they reach."""
+        self._profiles[key] = profile
 
     def profile(self, key: CostKey) -> Profile | None:
         """The profile of this kind of work; None if it has none."""

@@ -10,9 +10,9 @@ import hashlib
 import os
 import platform
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property, partial
 from itertools import zip_longest
 from pathlib import Path
@@ -35,6 +35,7 @@ from core.scheduling.ops.text_encode import TEXT_ENCODE
 from model_executor.kernels.operators import chosen_operators
 from model_executor.models.base import EncodedImage, EncodedText, Family, PrimeRow, Row
 from model_executor.page_cache.pages import Pages
+from model_executor.parallel.group import Group
 from model_executor.worker.device_failures import is_out_of_memory
 
 BUDGET_SECONDS = 2.0
@@ -48,6 +49,12 @@ PRIMINGS = ((1, 0.5), (1, 1.0), (2, 1.0))
 
 PICTURES = (0.5, 1.0)
 """Pictures to encode and decode: their side as a share of the native one."""
+
+SHARES = (0.05, 0.1, 0.2, 0.4, 0.7)
+"""Mask-aware steps of a profile: their active tokens as shares of all."""
+
+SIDES = (0.25, 0.5, 0.75, 1.0)
+"""Exact steps of a profile: the side of their pictures as a share of the native one."""
 
 Timed = tuple[Op, Work, Callable[[], object]]
 """(op, size of the batch, function that runs it)."""
@@ -163,10 +170,12 @@ def _expected(samples: Sequence[CostSample], op: Op, work: Work) -> float:
 
 @dataclass
 class Batches:
-    """Makes batches of every op, over an empty picture of the native size."""
+    """Makes batches of every op, over an empty picture of the native size. group: of ranks that compute steps together,
+    all of which make the same batches; None: one rank."""
 
     family: Family
     info: ModelInfo
+    group: Group | None = None
 
     def all(self) -> Iterator[Timed]:
         """All batches, ops in turn and smaller ones first, so that every op is sampled even if time runs out."""
@@ -247,7 +256,22 @@ class Batches:
         keys = self.num_row_tokens
         queries = [keys if row.active is None else self._text_tokens + len(row.active) for row in rows]
         work = Work.of_pairs((number, keys) for number in queries)
-        return DENOISE, work, lambda: self.family.predict(rows)
+        return DENOISE, work, lambda: self.family.predict(rows, self.group)
+
+    def steps(self, numbers: Iterable[int]) -> Iterator[Timed]:
+        """Denoising steps of each of these numbers of like rows: exact ones by SIDES, mask-aware ones by SHARES."""
+        for number in numbers:
+            yield from (self.whole_pictures(side, number) for side in SIDES)
+            if self._has_pages:
+                yield from (self.denoise((share,) * number) for share in SHARES)
+
+    def whole_pictures(self, share: float, number: int) -> Timed:
+        """One denoising step of exact requests for pictures of this share of the native side."""
+        side = self._side(share)
+        image, grid = self._encode_image(side), self.family.grid(side, side)
+        row = replace(self._row(1.0), latents=image.latents, condition=image.condition, grid=grid)
+        tokens = self._text_tokens + (1 + self.info.conditions_per_token) * grid[0] * grid[1]
+        return DENOISE, Work.of([tokens] * number), lambda: self.family.predict([row] * number, self.group)
 
     def _row(self, share: float) -> Row:
         """The row of a request with this share of its tokens active, or of an exact one."""
