@@ -6,8 +6,6 @@ import statistics
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
-import numpy as np
-
 from benchmarks.load.client import Target, warm_up
 from benchmarks.load.dataset import EditCall
 
@@ -39,7 +37,6 @@ async def measure_lone(target: Target, calls: Sequence[EditCall], steps: Sequenc
     for number in sorted({min(steps), max(steps)}):
         run = await warm_up(target, [replace(call, steps=number) for call in calls[:LONE_EDITS]], 1)
         points.append((number, statistics.median(outcome.latency for outcome in run.outcomes)))
-    if len(points) == 1:
-        return LoneLatency(points[0][1], 0.0)
-    per_step, seconds = np.polyfit(*zip(*points, strict=True), 1).tolist()
-    return LoneLatency(seconds, per_step)
+    (least, below), (most, above) = points[0], points[-1]
+    per_step = (above - below) / (most - least) if most > least else 0.0
+    return LoneLatency(below - per_step * least, per_step)
