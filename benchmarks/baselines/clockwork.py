@@ -46,7 +46,8 @@ class Clockwork(SchedulingPolicy):
         ranks = view.ranks[: self._num_ranks]
         free = [rank for rank in ranks if not self._batches.get(rank) and rank in view.idle_ranks]
         if free:
-            waiting = [request for request in eligible(view) if request.status is Status.WAITING]
+            taken = {request.id for batch in self._batches.values() for request in batch}
+            waiting = [each for each in eligible(view) if each.status is Status.WAITING and each.id not in taken]
             given_up = list(_late(view, waiting, now))
             gone = {each.request.id for each in given_up}
             in_time = [request for request in waiting if request.id not in gone]
