@@ -1,8 +1,9 @@
 """Latency and throughput of a running images server under load: `python -m benchmarks.benchmark_serving`.
 
-Works with any server of OpenAI's `/v1/images/edits`. What a server does not report is n/a: queue times, mask ratio and
-cache hits come from Stencil's `stencil` object, worker seconds from its /metrics. An open loop: edits are sent when
-they are due, whatever has come back, and latency counts from then. A failed edit counts as infinite and misses its SLO.
+Works with any server of OpenAI's `/v1/images/edits` or `/v1/images/generations`. What a server does not report is n/a:
+queue times, mask ratio and cache hits come from Stencil's `stencil` object, worker seconds from its /metrics. An open
+loop: edits are sent when they are due, whatever has come back, and latency counts from then. A failed edit counts as
+infinite and misses its SLO.
 """
 
 from __future__ import annotations
@@ -23,12 +24,12 @@ from tqdm import tqdm
 
 from benchmarks.load.arrivals import due_times
 from benchmarks.load.client import Run, Target, WarmUpError, send_on_time, spent_between, warm_up, worker_seconds
-from benchmarks.load.dataset import EditCall, Mix, from_folder, from_trace, read_trace, synthetic
+from benchmarks.load.dataset import EditCall, Mix, from_folder, from_trace, generations, read_trace, synthetic
 from benchmarks.load.lone import measure_lone
 from benchmarks.load.summary import Context, Spread, Summary, summarise
 from benchmarks.report import print_report
 
-DATASETS = ("synthetic", "folder", "trace")
+DATASETS = ("synthetic", "folder", "trace", "generations")
 
 
 def main(argv: Sequence[str] | None = None) -> None:
@@ -94,6 +95,8 @@ def _calls(args: argparse.Namespace) -> list[EditCall]:
         raise ValueError("--slo-scale needs --num-warmups, which tell how long a lone edit takes")
     if args.dataset == "synthetic":
         return synthetic(mix, number, random)
+    if args.dataset == "generations":
+        return generations(mix, number, random)
     if args.dataset_path is None:
         raise ValueError(f"--dataset {args.dataset} needs --dataset-path")
     if args.dataset == "folder":

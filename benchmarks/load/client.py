@@ -49,6 +49,10 @@ class Target:
     def edits(self) -> str:
         return f"{self.root}/v1/images/edits"
 
+    @property
+    def generations(self) -> str:
+        return f"{self.root}/v1/images/generations"
+
 
 @dataclass(frozen=True)
 class Message:
@@ -121,11 +125,14 @@ class Outcome:
 
 @dataclass(frozen=True)
 class Run:
-    """seconds: from the start to the last answer. cpu_seconds: of this process meanwhile."""
+    """seconds: from the start to the last answer. cpu_seconds: of this process meanwhile. started: the start, in
+    seconds of time.perf_counter.
+    """
 
     outcomes: list[Outcome]
     seconds: float
     cpu_seconds: float
+    started: float = 0.0
 
     @property
     def latencies(self) -> list[float]:
@@ -231,8 +238,12 @@ def _message(target: Target, call: EditCall) -> Message:
     fields |= {} if target.model is None else {"model": target.model}
     fields |= {"stream": True, "partial_images": target.partial_images} if target.partial_images else {}
     fields |= {"timeout": call.slo_ms / 1e3} if target.sends_slo and call.slo_ms is not None else {}
+    fields, is_stream = fields | dict(target.extra), target.partial_images > 0
+    if call.image is None:
+        body = msgspec.json.encode(fields)
+        return Message(target.generations, body, content_type="application/json", is_stream=is_stream)
     files = {"image": call.image} | ({} if call.mask is None else {"mask": call.mask})
-    return Message(target.edits, multipart(fields | dict(target.extra), files), is_stream=target.partial_images > 0)
+    return Message(target.edits, multipart(fields, files), is_stream=is_stream)
 
 
 async def send_on_time(
@@ -261,7 +272,7 @@ async def send_on_time(
             await asyncio.sleep(max(0.0, start + when - time.perf_counter()))
             tasks.append(group.create_task(one(call, message, when)))
     seconds = time.perf_counter() - start
-    return Run([task.result() for task in tasks], seconds, time.process_time() - cpu)
+    return Run([task.result() for task in tasks], seconds, time.process_time() - cpu, start)
 
 
 async def send_in_turn(
@@ -291,7 +302,7 @@ async def send_in_turn(
 
         for _ in range(concurrency):
             group.create_task(one_client())
-    return Run(outcomes, time.perf_counter() - start, time.process_time() - cpu)
+    return Run(outcomes, time.perf_counter() - start, time.process_time() - cpu, start)
 
 
 async def send_alone(http: httpx.AsyncClient, target: Target, call: EditCall) -> Outcome:
