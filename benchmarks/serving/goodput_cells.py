@@ -14,9 +14,11 @@ import statistics
 import sys
 import tempfile
 from collections.abc import Iterator, Mapping, Sequence
+from concurrent.futures import ProcessPoolExecutor
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from functools import cached_property
+from multiprocessing import get_context
 from pathlib import Path
 from typing import Any
 
@@ -198,7 +200,9 @@ class Bench:
 
     @cached_property
     def known(self) -> Known:
-        return Known.of(ModelConfig(model=self.args.model, dtype=self.args.dtype, threads=1))
+        config = ModelConfig(model=self.args.model, dtype=self.args.dtype, threads=1)
+        with ProcessPoolExecutor(1, get_context("spawn")) as pool:  # torch's threads can be set once in a process
+            return pool.submit(Known.of, config).result()
 
 
 def _recorded(policy: str) -> str:
