@@ -8,6 +8,7 @@ due.
 from __future__ import annotations
 
 import asyncio
+import hashlib
 import re
 import secrets
 import time
@@ -101,7 +102,8 @@ class Refusal(Exception):
 @dataclass(frozen=True)
 class Outcome:
     """The outcome of one edit; times in seconds after the start. first_image: see Answer. error: why there is no
-    picture, empty if there is one. refusal: set if the server answered without a picture.
+    picture, empty if there is one. refusal: set if the server answered without a picture. digest: of the picture's
+    file; empty without one.
     """
 
     due: float
@@ -112,6 +114,7 @@ class Outcome:
     facts: Mapping[str, Any]
     slo_ms: float | None = None
     refusal: Refusal | None = None
+    digest: str = ""
 
     @property
     def is_failed(self) -> bool:
@@ -329,7 +332,8 @@ async def _send(http: httpx.AsyncClient, message: Message, call: EditCall, start
         refusal = failure if isinstance(failure, Refusal) else None
     done = time.perf_counter() - start
     first = None if answer.first_image is None else answer.first_image - start
-    return Outcome(due, sent, done, first, error, answer.facts, call.slo_ms, refusal)
+    digest = hashlib.sha256(answer.pictures[0].encode()).hexdigest() if answer.pictures else ""
+    return Outcome(due, sent, done, first, error, answer.facts, call.slo_ms, refusal, digest)
 
 
 async def worker_seconds(target: Target) -> dict[str, float] | None:

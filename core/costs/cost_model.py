@@ -15,6 +15,7 @@ import numpy as np
 import numpy.typing as npt
 
 from core.costs.profile import Profile
+from core.costs.step_profiles import StepProfiles
 from core.graph.work import Work
 from core.handles import ModelKey, Tier
 
@@ -166,6 +167,7 @@ class CostModel:
     def __init__(self) -> None:
         self._lines: dict[CostKey, Line] = {}
         self._profiles: dict[CostKey, Profile] = {}
+        self._steps = StepProfiles()
         self._copies: dict[tuple[Tier, Tier], Line] = {}
         self._loads = Line(len(COPY_FEATURES))  # of models' components
 
@@ -173,10 +175,23 @@ class CostModel:
         self._lines.setdefault(key, Line(len(FEATURES))).observe(features_of(work), seconds)
         if key in self._profiles:
             self._profiles[key].observe(work, seconds)
+        if work.queries and _is_even(work):
+            self._steps.observe(_kind(key), key.degree, len(work.queries), work.queries[0], seconds)
 
     def add_profile(self, key: CostKey, profile: Profile) -> None:
         """Predict this kind of work from its tables, as far as they reach."""
         self._profiles[key] = profile
+
+    def add_step(self, key: CostKey, work: Work, seconds: float) -> None:
+        """Predict steps of this kind of work from this measurement of one request's, at the key's degree."""
+        self._steps.add(_kind(key), key.degree, len(work.queries), work.queries[0], seconds)
+
+    def predict_step(self, key: CostKey, work: Work) -> float:
+        """Seconds of a step of one request at the key's degree; 0 for a degree that was neither measured nor, at degree
+        1, observed.
+        """
+        seconds = self._steps.seconds(_kind(key), key.degree, len(work.queries), work.queries[0])
+        return seconds if seconds is not None else self.predict(key, work) if key.degree == 1 else 0.0
 
     def profile(self, key: CostKey) -> Profile | None:
         """The profile of this kind of work; None if it has none."""
@@ -222,6 +237,16 @@ class CostModel:
 
     def r_squared(self) -> dict[CostKey, float]:
         return {key: line.r_squared for key, line in self._lines.items()}
+
+
+def _kind(key: CostKey) -> CostKey:
+    """The same kind of work at any degree."""
+    return key if key.degree == 1 else msgspec.structs.replace(key, degree=1)
+
+
+def _is_even(work: Work) -> bool:
+    """Whether this could be the rows of one request."""
+    return work.queries.count(work.queries[0]) == len(work.queries)
 
 
 def _copy_features(nbytes: int) -> Vector:

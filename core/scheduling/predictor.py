@@ -50,6 +50,10 @@ class Predictor:
         """Time to run an op once over this much work."""
         return self.cost.predict(self.key(model, op), work)
 
+    def of_step(self, model: str, op: Op, work: Work, degree: int) -> float:
+        """Time of a step of one request on this many ranks; 0 if unknown."""
+        return self.cost.predict_step(self.key(model, op, degree), work)
+
     def largest_batch(self, model: str, op: Op) -> int | None:
         """Rows of the largest batch in the op's profile; None without one."""
         profile = self.cost.profile(self.key(model, op))
@@ -66,6 +70,8 @@ class Predictor:
         for key, measured in profiled.items():
             if (profile := profile_of(measured)) is not None:
                 self.cost.add_profile(key, profile)
+            for work, seconds in measured:
+                self.cost.add_step(key, work, seconds)
 
     def key_of(self, batch: Batch) -> CostKey:
         """The key of a batch in the cost model."""

@@ -336,6 +336,7 @@ class StepScheduler:
             _cache=self.cache,
             _values=self.values,
             _predict=self._predictor.of_op,
+            _predict_step=self._predictor.of_step,
             _largest=self._predictor.largest_batch,
         )
 

@@ -22,6 +22,9 @@ from core.scheduling.values import ValueTable
 PredictWork = Callable[[str, Op, Work], float]
 """(model, op, work) -> predicted seconds of running the op once."""
 
+PredictStep = Callable[[str, Op, Work, int], float]
+"""(model, op, work, degree) -> predicted seconds of a step of one request; 0 if unknown."""
+
 LargestBatch = Callable[[str, Op], int | None]
 """(model, op) -> rows of the largest batch in the op's profile; None without one."""
 
@@ -41,6 +44,7 @@ class View:
     _cache: NodeCache
     _values: ValueTable
     _predict: PredictWork
+    _predict_step: PredictStep
     _largest: LargestBatch
     _inputs: dict[tuple[str, str, Ranks], Inputs] = field(default_factory=dict)  # once asked for
     _ready: dict[str, list[Node]] = field(default_factory=dict)  # request id -> its ready nodes, once asked for
@@ -93,6 +97,13 @@ class View:
     def batch_seconds(self, model: str, op: Op, work: Work) -> float:
         """Predicted time of a batch; 0 for work unlike any observed so far."""
         return self._predict(model, op, work)
+
+    def step_seconds(self, request: Request, node: Node, degree: int, *, is_masked: bool) -> float:
+        """Predicted time of a step of a request alone on this many ranks; 0 if that is unknown, as it is at degrees
+        that were not profiled. is_masked: of a mask-aware step.
+        """
+        op = op_of(node)
+        return self._predict_step(request.head.model, op, op.size(request.sizes_of(node, is_masked=is_masked)), degree)
 
     def largest_batch(self, model: str, op: Op) -> int | None:
         """The largest batch in the op's profile, in rows; None without one."""

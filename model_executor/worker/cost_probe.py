@@ -180,7 +180,7 @@ class Batches:
     def all(self) -> Iterator[Timed]:
         """All batches, ops in turn and smaller ones first, so that every op is sampled even if time runs out."""
         by_op: list[list[Timed]] = [
-            [self._prompt],
+            self._prompts,
             [self.denoise(mix) for mix in MIXES if self._has_pages or min(mix) == 1.0],
             [self.prime(*priming) for priming in PRIMINGS if self._has_pages],
             [self._picture(IMAGE_ENCODE, self._encode_image, share) for share in PICTURES],
@@ -191,7 +191,7 @@ class Batches:
     def once(self) -> list[Timed]:
         """What is done once for a request, one item each."""
         pictures = [(IMAGE_ENCODE, self._encode_image), (DECODE, self._decode)]
-        return [self._prompt, *(self._picture(op, run, share) for op, run in pictures for share in PICTURES)]
+        return [*self._prompts, *(self._picture(op, run, share) for op, run in pictures for share in PICTURES)]
 
     @property
     def most_rows(self) -> int:
@@ -218,8 +218,9 @@ class Batches:
     # ------------------------------------------------------------------------------------------------ encode, decode
 
     @property
-    def _prompt(self) -> Timed:
-        return TEXT_ENCODE, Work.of([self._text_tokens]), self._encode_text
+    def _prompts(self) -> list[Timed]:
+        """A prompt of full length, if the model reads prompts."""
+        return [(TEXT_ENCODE, Work.of([self._text_tokens]), self._encode_text)] if self.info.max_text_tokens else []
 
     def _picture(self, op: Op, run: Callable[[int], object], share: float) -> Timed:
         side = self._side(share)
@@ -228,7 +229,7 @@ class Batches:
     def _encode_text(self) -> EncodedText:
         side = self._side(1.0)
         empty = torch.zeros(side, side, 3, dtype=torch.uint8)
-        return self.family.encode_text("", self.info.max_text_tokens, empty)
+        return self.family.encode_nothing(self.info.max_text_tokens, empty)
 
     def _encode_image(self, side: int) -> EncodedImage:
         empty = torch.zeros(side, side, 3, dtype=torch.uint8)
@@ -259,9 +260,11 @@ class Batches:
         return DENOISE, work, lambda: self.family.predict(rows, self.group)
 
     def steps(self, numbers: Iterable[int]) -> Iterator[Timed]:
-        """Denoising steps of each of these numbers of like rows: exact ones by SIDES, mask-aware ones by SHARES."""
+        """Denoising steps of each of these numbers of like rows: exact ones by SIDES, mask-aware ones by SHARES. Models
+        that edit nothing have pictures of one size."""
+        sides = SIDES if self.info.can_edit else (1.0,)
         for number in numbers:
-            yield from (self.whole_pictures(side, number) for side in SIDES)
+            yield from (self.whole_pictures(side, number) for side in sides)
             if self._has_pages:
                 yield from (self.denoise((share,) * number) for share in SHARES)
 

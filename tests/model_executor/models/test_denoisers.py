@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from copy import deepcopy
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -18,6 +19,7 @@ from model_executor.kernels.low_rank import LowRank
 from model_executor.kernels.operators import Operators
 from model_executor.models.base import PrimeRow, Row
 from model_executor.models.denoiser import Denoiser
+from model_executor.models.dit_transformer import DiTTransformer
 from model_executor.models.flux_transformer import FluxTransformer
 from model_executor.models.qwen_transformer import QwenEditTransformer, QwenTransformer
 from model_executor.models.sd3_transformer import SD3Transformer
@@ -25,6 +27,7 @@ from model_executor.models.vae_family import pack, unpack
 from model_executor.page_cache.pages import Pages
 from model_executor.patches.adapters import Adapter
 from tools.random_checkpoints import flux_transformer, qwen_transformer, sd3_transformer
+from tools.random_dit_checkpoints import TINY, dit_transformer
 
 WIDTH = 64
 ROWS = [((6, 8), 8), ((3, 5), 8), ((8, 2), 11), ((1, 1), 5)]
@@ -41,6 +44,7 @@ class Case:
     denoiser: type[Denoiser]
     reference: Callable[[Any, Row], Tensor]
     num_pages: int
+    only_squares: bool = False  # the module takes no other pictures
 
 
 def of_flux(module: Any, row: Row) -> Tensor:
@@ -84,8 +88,25 @@ def of_qwen(module: Any, row: Row) -> Tensor:
     return output[: len(row.latents)]
 
 
+def of_dit(module: Any, row: Row) -> Tensor:
+    """With the row's embeddings of a class, which it has of no label."""
+    module, embeds = deepcopy(module), row.pooled_prompt_embeds.chunk(len(module.transformer_blocks))
+    for block, embed in zip(module.transformer_blocks, embeds, strict=True):
+        block.norm1.emb.class_embedder = nn.Module()
+        block.norm1.emb.class_embedder.forward = lambda labels, embed=embed: embed[None]
+    output = module(unpack(row.latents, row.grid), (row.sigma * 1000).round()[None], torch.zeros(1), return_dict=False)
+    return pack(output[0])[:, : row.latents.shape[1]]
+
+
 def sd3(**options: Any) -> Callable[[], Any]:
     return lambda: sd3_transformer(WIDTH, WIDTH, **options)
+
+
+DIT_BLOCKS = 3
+
+
+def dit() -> Any:
+    return dit_transformer(**TINY | {"num_layers": DIT_BLOCKS, "in_channels": 16, "out_channels": 32})
 
 
 CASES = {
@@ -97,6 +118,7 @@ CASES = {
     "second-attention-last": Case(sd3(dual_attention_layers=(2,)), SD3Transformer, of_sd3, 4),
     "qwen": Case(qwen_transformer, QwenTransformer, of_qwen, 3),
     "qwen-edit": Case(qwen_transformer, QwenEditTransformer, of_qwen, 3),
+    "dit": Case(dit, DiTTransformer, of_dit, DIT_BLOCKS, only_squares=True),
 }
 
 
@@ -125,12 +147,12 @@ def make_row(kind: Kind, seed: int, grid: tuple[int, int] = (6, 8), text_tokens:
     def draw(*shape: int) -> Tensor:
         return torch.randn(shape, generator=generator)
 
-    tokens = grid[0] * grid[1]
+    tokens, has_text = grid[0] * grid[1], not issubclass(kind if isinstance(kind, type) else type(kind), DiTTransformer)
     return Row(
         latents=draw(tokens, 64),
         condition=draw(tokens, 64) if kind.rows_per_token == 2 else torch.empty(tokens, 0),
-        prompt_embeds=draw(text_tokens, WIDTH),
-        pooled_prompt_embeds=draw(WIDTH),
+        prompt_embeds=draw(text_tokens, WIDTH) if has_text else torch.empty(0, 0),
+        pooled_prompt_embeds=draw(WIDTH if has_text else DIT_BLOCKS * WIDTH),
         sigma=torch.rand((), generator=generator),
         guidance_scale=1.0 + seed,
         grid=grid,
@@ -168,7 +190,8 @@ def primed(denoiser: Denoiser, row: Row, active: Tensor = ACTIVE) -> Row:
 
 @pytest.mark.parametrize("number", range(len(ROWS)))
 def test_one_request_equals_the_module(case: Case, module: Any, number: int) -> None:
-    row = make_row(case.denoiser, number, *ROWS[number])
+    (rows, columns), text_tokens = ROWS[number]
+    row = make_row(case.denoiser, number, (rows, rows if case.only_squares else columns), text_tokens)
     with torch.inference_mode():
         expected = case.reference(module, row)
     (output,) = forward(case.denoiser(module, 1000, Operators(plain_linear)), [row])

@@ -20,6 +20,7 @@ from model_executor.worker.cost_probe import SHARES, SIDES, known_or_probed
 from model_executor.worker.joint_profiler import ROWS, joint_samples
 from model_executor.worker.profiler import keep, profile
 from model_executor.worker.resident import ResidentModels
+from tools.random_dit_checkpoints import make_dit
 
 LARGEST = 3
 
@@ -63,6 +64,21 @@ def test_the_next_start_predicts_from_the_tables(models: ResidentModels, info: M
 def test_a_model_without_pages_is_measured_with_exact_steps_alone(family: Family, info: ModelInfo) -> None:
     samples = profile(family, msgspec.structs.replace(info, page_scheme=None), 2)
     assert all(sample.work.queries == sample.work.keys for sample in samples if is_step(sample))
+
+
+def test_a_model_of_classes_is_measured_at_its_size_without_prompts(tmp_path: Path) -> None:
+    path = make_dit(tmp_path / "dit")
+    models = ResidentModels.open([ModelConfig(model=str(path), dtype="float32", device="cpu")])
+    models.load_all()
+    (info,) = models.ready(0).models
+    samples = profile(models.families[info.name], info, LARGEST)
+    tokens = info.num_image_tokens(info.native_size, info.native_size)
+    assert [each.work for each in samples if is_step(each)] == [
+        Work.of([tokens] * number) for number in range(1, LARGEST + 1)
+    ]
+    assert {sample.op for sample in samples} == {"image_encode", "decode", "denoise"}
+    probed = known_or_probed(models.families, [info], tmp_path)
+    assert {sample.op for sample in probed} == {"image_encode", "decode", "denoise"}
 
 
 def test_joint_steps_are_measured_by_degree(config: ModelConfig, info: ModelInfo) -> None:
