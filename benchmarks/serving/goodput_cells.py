@@ -261,7 +261,7 @@ def _cell_report(bench: Bench, cell: Cell, measured: Mapping[str, Outcomes], alo
         off = (of.in_time - simulated.in_time) / max(1, simulated.in_time)
         yield (
             f"  {policy:<15}{of.in_time:>8}{simulated.in_time:>11}{off:>8.1%}{of.engine_cpu / worker:>9.2%}"
-            f"{of.policy_cpu / worker:>8.2%}{simulated.scheduler_cpu / simulated.busy_seconds:>11.2%}"
+            f"{of.policy_cpu / worker:>8.2%}{simulated.scheduler_seconds / simulated.busy_seconds:>11.2%}"
             f"{of.switching / worker:>8.2%}  " + " ".join(f"{size:.1f}" for _, size in of.batches)
         )
     yield from _compare(measured, predicted)
