@@ -76,6 +76,7 @@ class Goodput(SchedulingPolicy):
 
     def on_end(self, request_id: str) -> None:
         self._passes_left = 0
+        self._work.forget(request_id)
         if self._shares is not None:
             self._shares.forget(request_id)
 

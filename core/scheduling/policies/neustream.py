@@ -58,6 +58,7 @@ class NeuStream(SchedulingPolicy):
 
     def on_end(self, request_id: str) -> None:
         self._alone.pop(request_id, None)
+        self._work.forget(request_id)
 
     def choose(self, view: View, now: float) -> Sequence[Decision]:
         streams = sorted(eligible(view), key=lambda request: (request.head.arrival, request.id))

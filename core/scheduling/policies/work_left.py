@@ -7,7 +7,7 @@ from typing import NamedTuple
 from core.graph.op import Op
 from core.graph.work import Work
 from core.graph.workflow import Node, op_of
-from core.scheduling.request import Request
+from core.scheduling.request import Request, Status
 from core.scheduling.view import View
 
 FORGET_EVERY = 4096
@@ -30,10 +30,25 @@ class WorkLeft:
 
     def __init__(self) -> None:
         self._known: dict[tuple[str, str, Work], float] = {}
+        self._waiting: dict[str, Left] = {}  # request id -> what it has left: all, while it waits
         self._questions = 0
 
+    def forget(self, request_id: str) -> None:
+        """Note that a request has ended."""
+        self._waiting.pop(request_id, None)
+
     def of(self, view: View, request: Request) -> Left:
-        """What is not sent yet."""
+        """What is not sent yet. Queues may be long, and are asked for often."""
+        if request.status is not Status.WAITING:
+            self._waiting.pop(request.id, None)
+            return self._of(view, request)
+        left = self._waiting.get(request.id)
+        if left is None:
+            left = self._of(view, request)
+            self._waiting[request.id] = left
+        return left
+
+    def _of(self, view: View, request: Request) -> Left:
         before, after = self._others(view, request)
         steps, seconds, tokens, keys = 0, 0.0, 0, 0
         for node in request.workflow.steps:
@@ -72,6 +87,7 @@ class WorkLeft:
         if self._questions >= FORGET_EVERY:
             self._questions = 0
             self._known.clear()
+            self._waiting.clear()
         seconds = self._known.get(key)
         if seconds is None:
             seconds = self._known[key] = view.batch_seconds(model, op, work)
