@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 
-from benchmarks.simulation.clockwork import Clockwork
+from benchmarks.baselines.clockwork import Clockwork
 from benchmarks.simulation.durations import Latencies, TableDurations
 from benchmarks.simulation.engine import Clock, Ranks, SimulatedEngine
 from benchmarks.simulation.machine import FrozenCosts
@@ -46,8 +46,8 @@ TOKENS = 256
 
 POLICIES: dict[str, Callable[[], SchedulingPolicy]] = {
     "neustream": lambda: make_policy("neustream"),
-    "clockwork": lambda: Clockwork(equal_steps=True),
-    "clockwork_ideal": lambda: Clockwork(equal_steps=False),
+    "clockwork": lambda: Clockwork(equal_steps=True, num_ranks=1),
+    "clockwork_ideal": lambda: Clockwork(num_ranks=1),
     "step_batching": lambda: make_policy("step_batching"),
     "goodput": lambda: Goodput(steps_apart=True),
 }

@@ -139,17 +139,16 @@ class EditPreparation:
         else:
             templates.add_crop(template.id, images.content_id)
 
-    def make_images(self, prepared: PreparedEdit, deadline: float | None) -> list[EditImage]:
+    def make_images(self, prepared: PreparedEdit) -> list[EditImage]:
         """Make the n images with their requests, and allocate their pixels. Raises OverloadedError."""
-        return [self._make_image(prepared, deadline, index) for index in range(self._edit.sampling.n)]
+        return [self._make_image(prepared, index) for index in range(self._edit.sampling.n)]
 
-    def _make_image(self, prepared: PreparedEdit, deadline: float | None, index: int) -> EditImage:
+    def _make_image(self, prepared: PreparedEdit, index: int) -> EditImage:
         request = prepared.make_request(
             index,
             f"{self._caller.edit_id}-{index}",
             self._memory.alloc,
             arrival=self._ready_at,
-            deadline=deadline,
             trace_context=self._span.traceparent,
         )
         assert request.spec.sampling.seed is not None

@@ -118,7 +118,6 @@ class PreparedEdit:
         alloc: Callable[[int], ArrayRef],
         *,
         arrival: float,
-        deadline: float | None,
         trace_context: str,
     ) -> EngineRequest:
         """The request for image `index`. alloc: allocates bytes of shared memory. The rest: as in EngineRequest."""
@@ -130,7 +129,6 @@ class PreparedEdit:
             rounds=self.rounds,
             arrival=arrival,
             priority=self.sampling.priority,
-            deadline=deadline,
             owner=self.edit.owner,
             trace_context=trace_context,
         )

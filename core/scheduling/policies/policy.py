@@ -18,7 +18,8 @@ class SchedulingPolicy(ABC):
     """
 
     gives_up = False
-    """Whether it decides which requests are too late (`GiveUp`); otherwise `Deadlines` does."""
+    """Whether it decides which requests are too late (`GiveUp`), and is shown all that are not hopeless; otherwise
+    `Deadlines` does, and admission refuses those that are predicted to be late."""
 
     @abstractmethod
     def choose(self, view: View, now: float) -> Sequence[Decision]:
