@@ -9,7 +9,7 @@ DEV := $(VENV)/.installed-dev
 BROWSER := tests/browser/node_modules/.installed
 TYPED := core engine model_executor entrypoints benchmarks tools
 ARGS ?=
-BENCHMARKS := bench compare bench-quick bench-serving bench-throughput bench-startup bench-responsiveness bench-edit bench-overload bench-step bench-lora-step bench-model-load bench-parallel-step bench-unet bench-vae bench-cache bench-block-plan bench-cost-model bench-router-decision bench-scheduler-scale bench-quality simulate gpu-check soak
+BENCHMARKS := bench compare bench-quick bench-serving bench-throughput bench-startup bench-responsiveness bench-edit bench-overload bench-goodput bench-step bench-lora-step bench-model-load bench-parallel-step bench-elastic bench-unet bench-vae bench-cache bench-block-plan bench-cost-model bench-router-decision bench-scheduler-scale bench-quality simulate gpu-check soak
 
 .DEFAULT_GOAL := help
 .PHONY: $(BENCHMARKS) help serve test test-latest test-browser fuzz lint types format wheel train-embedded train-unet bench-playground calibrate profile clean
@@ -68,10 +68,12 @@ bench-startup: MODULE := benchmarks.serving.startup  ## Time to alive and ready,
 bench-responsiveness: MODULE := benchmarks.serving.responsiveness  ## Latency of /health while 12-megapixel edits pass through
 bench-edit: MODULE := benchmarks.serving.latency  ## Latency of exact, warm and cold edits through HTTP
 bench-overload: MODULE := benchmarks.serving.overload  ## Goodput under a latency objective: at the knee, and at twice its rate
+bench-goodput: MODULE := benchmarks.serving.goodput_cells  ## Goodput by scheduling policy on two ranks in six cells, beside what the simulation predicts; ARGS="--cells 3 --policies goodput"
 bench-step: MODULE := benchmarks.micro.denoiser_step  ## One denoising step, mask-aware against exact and against diffusers
 bench-lora-step: MODULE := benchmarks.micro.lora_step  ## One denoising step of 8 requests with up to three LoRA adapters against the same without
 bench-model-load: MODULE := benchmarks.micro.model_load  ## Steps beside which a component of 500 MB is loaded, on the same rank and on another one
 bench-parallel-step: MODULE := benchmarks.micro.parallel_step  ## One denoising step on several ranks, against one
+bench-elastic: MODULE := benchmarks.serving.elastic_mix  ## Latency of a mix of large and small edits: the policy elastic against fixed degrees
 bench-unet: MODULE := benchmarks.micro.unet_step  ## One denoising step of a UNet: what the mask leaves of its FLOPs; timed by ARGS="--time 512"
 bench-vae: MODULE := benchmarks.micro.vae_region  ## Decoding the region of an edit against the whole picture: time and error by mask ratio
 bench-cache: MODULE := benchmarks.micro.cache_policy  ## Cost of the cache manager's bookkeeping, and its hit ratio against LRU and the optimum

@@ -1,8 +1,9 @@
 """Latency and throughput of a running images server under load: `python -m benchmarks.benchmark_serving`.
 
-Works with any server of OpenAI's `/v1/images/edits`. What a server does not report is n/a: queue times, mask ratio and
-cache hits come from Stencil's `stencil` object, worker seconds from its /metrics. An open loop: edits are sent when
-they are due, whatever has come back, and latency counts from then. A failed edit counts as infinite and misses its SLO.
+Works with any server of OpenAI's `/v1/images/edits` or `/v1/images/generations`. What a server does not report is n/a:
+queue times, mask ratio and cache hits come from Stencil's `stencil` object, worker seconds from its /metrics. An open
+loop: edits are sent when they are due, whatever has come back, and latency counts from then. A failed edit counts as
+infinite and misses its SLO.
 """
 
 from __future__ import annotations
@@ -11,7 +12,6 @@ import argparse
 import asyncio
 import json
 import math
-import statistics
 from collections.abc import Coroutine, Mapping, Sequence
 from dataclasses import replace
 from datetime import UTC, datetime
@@ -24,12 +24,12 @@ from tqdm import tqdm
 
 from benchmarks.load.arrivals import due_times
 from benchmarks.load.client import Run, Target, WarmUpError, send_on_time, spent_between, warm_up, worker_seconds
-from benchmarks.load.dataset import EditCall, Mix, from_folder, from_trace, read_trace, synthetic
+from benchmarks.load.dataset import EditCall, Mix, from_folder, from_trace, generations, read_trace, synthetic
+from benchmarks.load.lone import measure_lone
 from benchmarks.load.summary import Context, Spread, Summary, summarise
 from benchmarks.report import print_report
 
-DATASETS = ("synthetic", "folder", "trace")
-LONE_EDITS = 5  # sent one by one to know what an edit takes alone, for --slo-scale
+DATASETS = ("synthetic", "folder", "trace", "generations")
 
 
 def main(argv: Sequence[str] | None = None) -> None:
@@ -57,13 +57,17 @@ async def _run(args: argparse.Namespace, calls: Sequence[EditCall], due: Sequenc
         extra=args.extra_body,
         partial_images=args.partial_images,
         timeout=args.timeout,
+        sends_slo=args.send_slo,
     )
     first, calls = calls[: args.num_warmups], calls[args.num_warmups :]
     await warm_up(target, first, args.warmup_concurrency)
-    slo_ms = args.slo_ms if args.slo_scale is None else await _scaled_slo(target, first, args.slo_scale)
+    if args.slo_scale is not None:
+        lone = await measure_lone(target, first, [call.steps for call in calls])
+        calls = lone.scaled(calls, args.slo_scale)
+    elif args.slo_ms is not None:
+        calls = [replace(call, slo_ms=call.slo_ms or args.slo_ms) for call in calls]
     context = Context(
         percents=args.metric_percentiles,
-        slo_ms=slo_ms,
         request_rate=_offered(args, due),
         wants_first_image=args.partial_images > 0,
     )
@@ -83,12 +87,6 @@ async def measure(
     return summarise(run, replace(context, areas=areas, worker_seconds=spent))
 
 
-async def _scaled_slo(target: Target, calls: Sequence[EditCall], scale: float) -> float:
-    """scale times the median latency of lone edits, in milliseconds. Raises WarmUpError where one failed."""
-    run = await warm_up(target, calls[:LONE_EDITS], 1)
-    return scale * 1e3 * statistics.median(outcome.latency for outcome in run.outcomes)
-
-
 def _calls(args: argparse.Namespace) -> list[EditCall]:
     """Warm-ups first. A trace's are its first lines, which then come once more."""
     number, random = args.num_warmups + args.num_prompts, np.random.default_rng(args.seed)
@@ -97,6 +95,8 @@ def _calls(args: argparse.Namespace) -> list[EditCall]:
         raise ValueError("--slo-scale needs --num-warmups, which tell how long a lone edit takes")
     if args.dataset == "synthetic":
         return synthetic(mix, number, random)
+    if args.dataset == "generations":
+        return generations(mix, number, random)
     if args.dataset_path is None:
         raise ValueError(f"--dataset {args.dataset} needs --dataset-path")
     if args.dataset == "folder":
@@ -128,7 +128,7 @@ def rows(summary: Summary) -> list[tuple[str, str]]:
         ("edits, failed", f"{summary.num_edits}, {summary.num_failed}"),
         ("duration", f"{summary.seconds:.2f} s"),
         ("offered, throughput", f"{_number(summary.request_rate)}, {summary.throughput:.3f} edits/s"),
-        ("goodput", f"{_number(summary.goodput)} edits/s within {_number(summary.slo_ms, 0)} ms"),
+        ("goodput, median SLO", f"{_number(summary.goodput)} edits/s, {_number(summary.slo_ms, 0)} ms"),
         ("SLO attainment", _number(summary.slo_attainment)),
         ("achieved, less the shortest latency", f"{summary.achieved:.3f} edits/s"),
         ("keeps up", "n/a" if summary.keeps_up is None else "yes" if summary.keeps_up else "no"),
@@ -175,6 +175,7 @@ def _settings(args: argparse.Namespace) -> dict[str, Any]:
     names = [
         *("base_url", "model", "dataset", "num_prompts", "burstiness", "max_concurrency", "mask_ratio_dist"),
         *("template_reuse", "num_inference_steps", "sizes", "arrivals", "seed", "extra_body"),
+        *("slo_scale", "send_slo"),
     ]
     return {name: getattr(args, name) for name in names}
 
@@ -214,13 +215,14 @@ def make_parser() -> argparse.ArgumentParser:
     load = parser.add_argument_group("load")
     load.add_argument("--request-rate", type=float, default=math.inf, help="edits per second; inf: all at once")
     load.add_argument("--burstiness", type=float, default=1.0, help="shape of the Gamma law of intervals; 1 = Poisson")
-    load.add_argument("--arrivals", default="poisson", help="poisson or trace:FILE")
+    load.add_argument("--arrivals", default="poisson", help="poisson, windows:RATE/CV/SECONDS,.. or trace:FILE")
     load.add_argument("--max-concurrency", type=int, help="edits under way at once; waiting for a place is latency")
     load.add_argument("--num-warmups", type=int, default=4, help="edits sent before, not counted")
     load.add_argument("--warmup-concurrency", type=int, default=4, help="of these")
     slo = parser.add_argument_group("report")
     slo.add_argument("--slo-ms", type=float, help="latency that an edit should keep")
-    slo.add_argument("--slo-scale", type=float, help="instead: so many times the median latency of lone edits")
+    slo.add_argument("--slo-scale", type=float, help="instead: so many times what an edit of its steps takes alone")
+    slo.add_argument("--send-slo", action="store_true", help="tell the server each edit's SLO, as its `timeout`")
     slo.add_argument("--metric-percentiles", type=_percents, default=[95.0, 99.0], help="P,P,.. of latencies")
     slo.add_argument("--save-result", action="store_true", help="write the JSON to --result-dir as well")
     slo.add_argument("--result-dir", type=Path, default=Path("results"), help="folder")

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Literal
+from typing import Literal, get_args
 
 import msgspec
 
@@ -84,7 +84,7 @@ class ModelConfig(msgspec.Struct, frozen=True, kw_only=True):
 
 
 SchedulingPolicyName = Literal["step_batching", "goodput", "neustream", "elastic", "ddit"]
-"""Policies that decide what runs together, see core.scheduling.policies."""
+"""Policies that decide what runs together, see core.scheduling.policies. A user's own has an import path instead."""
 
 OnLate = Literal["drop", "last"]
 """What becomes of requests that are predicted to miss the latency objective. drop: they end with an error; last: they
@@ -94,7 +94,7 @@ are served when no other needs the rank."""
 class SchedulerConfig(msgspec.Struct, frozen=True, kw_only=True):
     """Limits of one iteration of the scheduler. Set by flags."""
 
-    policy: SchedulingPolicyName = "step_batching"
+    policy: str = "step_batching"  # a SchedulingPolicyName, or a class by its import path, `module:Class`
     on_late: OnLate = "drop"  # of the policies goodput and neustream
     max_num_seqs: int = 8  # requests in a step: the number of slots, 1..4096
     max_num_batched_tokens: int = 65536  # active image tokens plus text tokens in a step's batch
@@ -110,6 +110,8 @@ class SchedulerConfig(msgspec.Struct, frozen=True, kw_only=True):
 
     def __post_init__(self) -> None:
         conform(self)
+        if ":" not in self.policy:
+            check_choice("policy", self.policy, get_args(SchedulingPolicyName))
         check_integer("max_num_seqs", self.max_num_seqs, 1, 4096)
         check_integer("max_num_batched_tokens", self.max_num_batched_tokens, 1, 2**31)
         check_decimal("max_stage_ms", self.max_stage_ms, 0, 60000)

@@ -36,7 +36,7 @@ class CheckpointCard(msgspec.Struct, frozen=True, kw_only=True):
     info: ModelInfo
     parameters: dict[str, int]  # part with weights -> number of parameters
     # How its templates are cached unless a flag or calibration sets something else, see PageScheme.
-    layout: PageLayout
+    layout: PageLayout | None  # None: it edits nothing, and has no templates
     num_keyframes: int
     latent_bytes: int
     adapters: tuple[AdapterCard, ...] = ()
@@ -46,6 +46,8 @@ class CheckpointCard(msgspec.Struct, frozen=True, kw_only=True):
         return self.info.num_image_tokens(width, height)
 
     def template_bytes(self, width: int, height: int) -> int:
-        """Bytes cached for a picture of this size in pixels."""
+        """Bytes cached for a picture of this size in pixels; 0 if it edits nothing."""
+        if self.layout is None:
+            return 0
         num_tokens = self.tokens(width, height)
         return self.num_keyframes * self.layout.entry_bytes(num_tokens) + num_tokens * self.latent_bytes

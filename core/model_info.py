@@ -41,8 +41,11 @@ class ModelInfo(msgspec.Struct, frozen=True, kw_only=True):
     max_side: int | None = None  # most tokens of a picture's longer side; None: no limit
     latent_width: int  # floats per token of the packed latents
     conditions_per_token: int = 0  # condition tokens per image token; 1: the clean template has tokens of its own
+    # Classes. A model that has some makes pictures of one of them, of the native size, and edits none.
+    num_classes: int = 0  # 0: it makes pictures of a prompt
+    class_names: dict[str, int] = {}  # name -> class, 0 .. num_classes - 1; a class may have several, or none
     # Text.
-    max_text_tokens: int  # sequence length of the text encoder
+    max_text_tokens: int  # sequence length of the text encoder; 0: there is none
     extra_text_tokens: int = 0  # further text tokens in the denoiser, for a prompt of any length
     vision: VisionTokens | None = None  # for a text encoder that sees the template: its size in tokens
     # Guidance.
@@ -62,6 +65,11 @@ class ModelInfo(msgspec.Struct, frozen=True, kw_only=True):
     # Caching.
     page_scheme: PageScheme | None = None  # set by the worker: how templates are cached; None: never mask-aware
     block_runs: tuple[BlockRun, ...] = ()  # of families that cache the outputs of blocks: the cost of each block
+
+    @property
+    def can_edit(self) -> bool:
+        """Whether it edits pictures, besides making new ones."""
+        return not self.num_classes
 
     def keys_of(self, component: str) -> tuple[ModelKey, ...]:
         """Its components of one kind, all of which an op of this kind needs."""

@@ -62,7 +62,8 @@ class Edit:
     runs.
     """
 
-    prompt: str  # what to paint
+    prompt: str = ""  # what to paint; may be empty with models that make pictures of a class
+    class_label: int | str | None = None  # which class, by number or name; None: the prompt is its name
     image: ImageLike | None = None
     mask: ImageLike | None = None  # transparent = edit, as in OpenAI's API
     mask_image: ImageLike | None = None  # white = edit, as in diffusers
@@ -75,7 +76,8 @@ class Edit:
     def __post_init__(self) -> None:
         object.__setattr__(self, "lora", named_loras(self.lora))
         conform(self)
-        check_filled("prompt", self.prompt)
+        if self.class_label is None:
+            check_filled("prompt", self.prompt)
         check_length("prompt", self.prompt, MAX_PROMPT_CHARACTERS)
         for side in self.size or ():
             check_integer("size", side, MIN_SIDE, MAX_SIDE)
@@ -331,6 +333,7 @@ def _to_input(edit: Edit, sampling: SamplingParams) -> EditInput:
     mask_name = "mask" if edit.mask is not None else "mask_image"
     return EditInput(
         prompt=edit.prompt,
+        class_label=edit.class_label,
         sampling=sampling,
         image=None if edit.image is None else BytesUpload(encode_picture(edit.image, "image")),
         mask=None if mask is None else BytesUpload(encode_picture(mask, mask_name)),

@@ -56,12 +56,16 @@ def _describe(card: CheckpointCard) -> Iterable[str]:
     yield f"{info.name}: {card.pipeline}, family {info.family}"
     total = sum(card.parameters.values())
     yield f"parameters {_short(total)}: {', '.join(f'{part} {_short(n)}' for part, n in card.parameters.items())}"
-    yield f"{card.scheduler}, {info.default_num_inference_steps} steps, up to {info.max_text_tokens} text tokens"
+    reads = f"up to {info.max_text_tokens} text tokens" if info.max_text_tokens else f"{info.num_classes} classes"
+    yield f"{card.scheduler}, {info.default_num_inference_steps} steps, {reads}"
     yield f"takes {', '.join(_fields(info))}"
     for adapter in card.adapters:
         rank = "-".join(map(str, sorted(set(adapter.ranks))))
         size = f"{adapter.num_layers} layers, rank {rank}, {_short(adapter.parameters)} parameters"
         yield f"adapter {adapter.name}: {size}"
+    if card.layout is None:
+        yield f"pictures of {info.native_size} x {info.native_size} px"
+        return
     pages = f"{card.layout.num_blocks} {card.layout.dtype} pages"
     yield f"cached per template: {card.num_keyframes} keyframes of {pages}"
     for width, height in _sizes(info):
@@ -73,13 +77,16 @@ def _describe(card: CheckpointCard) -> Iterable[str]:
 
 def _fields(info: ModelInfo) -> Iterable[str]:
     """The request fields that this model takes, of those that depend on the model."""
-    yield from ("mask_aware", "strength", "hires_scale")
+    if info.num_classes:
+        yield f"class_label (0 to {info.num_classes - 1})"
+    else:
+        yield from ("mask_aware", "strength", "hires_scale")
     if info.has_guidance:
         kind = "classifier-free" if info.is_guidance_cfg else "distilled"
         yield f"guidance_scale ({kind}, default {info.default_guidance_scale:g})"
     if info.has_true_cfg:
         yield f"true_cfg_scale (default {info.default_true_cfg_scale:g})"
-    if info.has_true_cfg or info.is_guidance_cfg:
+    if info.can_edit and (info.has_true_cfg or info.is_guidance_cfg):
         yield "negative_prompt"
 
 

@@ -23,6 +23,7 @@ from core.config import (
 )
 from core.errors import ConfigError
 from core.ipc.logs import LogFormat
+from core.scheduling.policies import make_policy
 from entrypoints.api_keys import KeySource
 from entrypoints.catalog import read_catalog
 from entrypoints.model_flags import add_model_flags
@@ -84,7 +85,9 @@ def parse_options(argv: Sequence[str] | None) -> ServeOptions:
 
 
 def _config(args: argparse.Namespace) -> StencilConfig:
-    """The engine's configuration. Raises ConfigError for flags that exclude each other."""
+    """The engine's configuration. Raises ConfigError for flags that exclude each other, and for a policy that cannot be
+    made.
+    """
     cache = CacheConfig(
         device_bytes=args.cache_device_bytes,
         gpu_memory_utilization=args.gpu_memory_utilization,
@@ -95,6 +98,7 @@ def _config(args: argparse.Namespace) -> StencilConfig:
         block_plan=args.block_plan,
         scope=args.cache_scope,
     )
+    make_policy(args.scheduling_policy)
     scheduler = SchedulerConfig(
         policy=args.scheduling_policy,
         on_late=args.on_late,

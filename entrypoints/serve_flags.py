@@ -132,11 +132,12 @@ def _add_batch_flags(group: argparse._ArgumentGroup) -> None:
     default = SchedulerConfig()
     group.add_argument(
         "--scheduling-policy",
-        choices=get_args(SchedulingPolicyName),
         default=default.policy,
-        help="what decides which requests run together; step_batching: the most urgent ones share a denoising step; "
-        "goodput: those of which most meet the latency objective (--slo-ms); elastic: each on as many of the engine's "
-        "workers as are useful and free; neustream, ddit: baselines",
+        metavar="NAME",
+        help=f"what decides which requests run together: {', '.join(get_args(SchedulingPolicyName))}, or module:Class, "
+        "a policy of your own; step_batching: the most urgent ones share a denoising step; goodput: those of which "
+        "most meet the latency objective (--slo-ms); elastic: each on as many of the engine's workers as are useful "
+        "and free; neustream, ddit: baselines",
     )
     group.add_argument(
         "--on-late",

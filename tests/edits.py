@@ -61,6 +61,7 @@ class Edit:
         self.guidance_scale = 30.0
         self.true_cfg_scale = 1.0
         self.negative_prompt: str | None = None
+        self.class_label: int | None = None  # instead of a prompt
         self.patches: PatchSet = ()
         self.solver_order = 1
         self.extra_steps = 0
@@ -115,10 +116,9 @@ class Edit:
             computed_steps=tuple(range(self.num_denoising_steps)),
             is_exact=True,
         )
-        return _plan(
-            self._batch("text_encode", [self._item("text_encode", text)]),
-            self._batch("image_encode", [self._item("image_encode", image, () if start is None else (start,))]),
-        )
+        texts = [self._batch("text_encode", [self._item("text_encode", text)])] if self.class_label is None else []
+        images = self._batch("image_encode", [self._item("image_encode", image, () if start is None else (start,))])
+        return _plan(*texts, images)
 
     def denoise_plan(self, step: int, *, keep_clean: bool = False) -> StepPlan:
         return _plan(self._batch("denoise", [self._denoise_item(step, keep_clean)]))
@@ -145,13 +145,13 @@ class Edit:
             active=None,
             guidance_scale=self.guidance_scale,
             true_cfg_scale=self.true_cfg_scale,
+            class_label=self.class_label,
             keep_clean=keep_clean,
             patches=self.patches,
         )
+        texts = ("prompt_embeds", "text_lengths", "pooled_prompt_embeds") if self.class_label is None else ()
         inputs = (
-            self._ref("text_encode", "prompt_embeds"),
-            self._ref("text_encode", "text_lengths"),
-            self._ref("text_encode", "pooled_prompt_embeds"),
+            *(self._ref("text_encode", name) for name in texts),
             TensorRef(self.state_key("latents", step), 0),
             TensorRef(self.state_key("sampler", step), 0),
             self._ref("image_encode", "condition"),

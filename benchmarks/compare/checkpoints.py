@@ -6,6 +6,7 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 
 from tools.random_checkpoints import make_flux, make_flux_fill, make_qwen, make_qwen_edit, make_sd3
+from tools.random_dit_checkpoints import make_dit
 from tools.random_unet_checkpoints import make_sd, make_sdxl
 
 MAKERS: Mapping[str, Callable[[Path], Path]] = {
@@ -17,6 +18,7 @@ MAKERS: Mapping[str, Callable[[Path], Path]] = {
     "sd": make_sd,
     "sd_inpaint": lambda path: make_sd(path, in_channels=9),
     "sdxl": make_sdxl,
+    "dit": make_dit,
 }
 
 

@@ -25,7 +25,10 @@ DTYPES = ("float32", "bfloat16")
 RANKS = (2, 3)
 PARAMETERS = inspect.signature(ImageEngine.__init__).parameters
 HAS_RANKS, HAS_DEGREES = "workers_per_engine" in PARAMETERS, "degree" in PARAMETERS
-ON_SEVERAL_RANKS = ("embedded", "sd_inpaint")
+OF_CLASSES = ("dit",)
+"""Families that make pictures of a class. Trees without `class_label` do not serve them."""
+HAS_CLASSES = "class_label" in Edit.__dataclass_fields__
+ON_SEVERAL_RANKS = ("embedded", "sd_inpaint", "dit")
 """Families whose pictures are also made by engines with several workers; those of all families by two that compute each
 step together."""
 COMMON: dict[str, Any] = {"num_inference_steps": STEPS, "seed": 7}
@@ -41,9 +44,12 @@ def main() -> None:
     found: dict[str, str] = {}
     for model in args.models:
         name, _, path = model.partition("=")
+        if name in OF_CLASSES and not HAS_CLASSES:
+            continue
         for dtype in DTYPES:
             for kind, settings in engines(name, dtype).items():
-                found |= {f"{kind}/{edit}": digest for edit, digest in hashes(path, dtype, args.image, settings)}
+                asked = of_classes() if name in OF_CLASSES else cases(args.image)
+                found |= {f"{kind}/{edit}": digest for edit, digest in hashes(path, dtype, asked, settings)}
     print(json.dumps(found))
 
 
@@ -62,7 +68,10 @@ def engines(name: str, dtype: str) -> dict[str, dict[str, int]]:
     return found
 
 
-def hashes(path: str, dtype: str, image: Path, flags: Mapping[str, int]) -> Iterator[tuple[str, str]]:
+Case = tuple[str, Edit, SamplingParams]
+
+
+def hashes(path: str, dtype: str, asked: Sequence[Case], flags: Mapping[str, int]) -> Iterator[tuple[str, str]]:
     """(edit, hash) of every edit alone, and once more with all of them in one batch.
 
     The second time every template is cached, so each mask-aware edit is hashed both cold and warm. In bfloat16 there is
@@ -70,7 +79,7 @@ def hashes(path: str, dtype: str, image: Path, flags: Mapping[str, int]) -> Iter
     edits happen to share its steps.
     """
     settings: dict[str, Any] = {"model": path, **flags} if path else {**flags}
-    names, edits, samplings = zip(*cases(image), strict=True)
+    names, edits, samplings = zip(*asked, strict=True)
     with ImageEngine(**settings, dtype=dtype, image_workers=1) as engine:
         for name, edit, sampling in zip(names, edits, samplings, strict=True):
             yield f"{name}/alone", _digest(engine.generate([edit], sampling, use_tqdm=False)[0])
@@ -80,11 +89,21 @@ def hashes(path: str, dtype: str, image: Path, flags: Mapping[str, int]) -> Iter
         yield from ((f"{name}/together", _digest(result)) for name, result in zip(names, together, strict=True))
 
 
-def cases(image: Path) -> list[tuple[str, Edit, SamplingParams]]:
+def of_classes() -> list[Case]:
+    """Pictures of classes, with guidance and without, of other numbers of steps."""
+    plain = SamplingParams(**COMMON, guidance_scale=1.0)
+    longer = SamplingParams(**COMMON | {"num_inference_steps": STEPS + 2})
+    classes: dict[str, dict[str, Any]] = {"plain": {"class_label": 3}, "guided": {"class_label": 207}}
+    samplings = {"plain": plain, "guided": SamplingParams(**COMMON)}
+    found = [(name, Edit(**asked), samplings[name]) for name, asked in classes.items()]
+    return [*found, ("longer", Edit(**classes["plain"]), longer)]
+
+
+def cases(image: Path) -> list[Case]:
     """Edits under a box, exact and mask-aware: plain, guided, weaker, of a picture with odd sides; one from nothing."""
     picture, odd = _resized(image, (128, 128)), _resized(image, (150, 99))
     plain = Edit(prompt="a red striped shirt", image=picture, mask_image=_box(picture))
-    found: list[tuple[str, Edit, SamplingParams]] = []
+    found: list[Case] = []
     for is_masked in (False, True):
         kind = "mask_aware" if is_masked else "exact"
         sampling = SamplingParams(**COMMON, mask_aware=is_masked)

@@ -8,6 +8,7 @@ due.
 from __future__ import annotations
 
 import asyncio
+import hashlib
 import re
 import secrets
 import time
@@ -29,7 +30,8 @@ MULTIPART = f"multipart/form-data; boundary={BOUNDARY}"
 @dataclass(frozen=True)
 class Target:
     """A server. url: with or without /v1 at its end. extra: fields added to every edit. partial_images: asked for, as
-    events of a stream; 0: no stream. timeout: seconds for one edit.
+    events of a stream; 0: no stream. timeout: seconds for one edit. sends_slo: whether the server is told the SLO of
+    edits that have one, as their `timeout`.
     """
 
     url: str
@@ -38,6 +40,7 @@ class Target:
     extra: Mapping[str, Any] = field(default_factory=dict)
     partial_images: int = 0
     timeout: float = 600.0
+    sends_slo: bool = False
 
     @property
     def root(self) -> str:
@@ -46,6 +49,10 @@ class Target:
     @property
     def edits(self) -> str:
         return f"{self.root}/v1/images/edits"
+
+    @property
+    def generations(self) -> str:
+        return f"{self.root}/v1/images/generations"
 
 
 @dataclass(frozen=True)
@@ -95,7 +102,8 @@ class Refusal(Exception):
 @dataclass(frozen=True)
 class Outcome:
     """The outcome of one edit; times in seconds after the start. first_image: see Answer. error: why there is no
-    picture, empty if there is one. refusal: set if the server answered without a picture.
+    picture, empty if there is one. refusal: set if the server answered without a picture. digest: of the picture's
+    file; empty without one.
     """
 
     due: float
@@ -106,6 +114,7 @@ class Outcome:
     facts: Mapping[str, Any]
     slo_ms: float | None = None
     refusal: Refusal | None = None
+    digest: str = ""
 
     @property
     def is_failed(self) -> bool:
@@ -119,11 +128,14 @@ class Outcome:
 
 @dataclass(frozen=True)
 class Run:
-    """seconds: from the start to the last answer. cpu_seconds: of this process meanwhile."""
+    """seconds: from the start to the last answer. cpu_seconds: of this process meanwhile. started: the start, in
+    seconds of time.perf_counter.
+    """
 
     outcomes: list[Outcome]
     seconds: float
     cpu_seconds: float
+    started: float = 0.0
 
     @property
     def latencies(self) -> list[float]:
@@ -228,8 +240,13 @@ def _message(target: Target, call: EditCall) -> Message:
     fields: dict[str, Any] = {"prompt": call.prompt, "seed": call.seed, "num_inference_steps": call.steps}
     fields |= {} if target.model is None else {"model": target.model}
     fields |= {"stream": True, "partial_images": target.partial_images} if target.partial_images else {}
+    fields |= {"timeout": call.slo_ms / 1e3} if target.sends_slo and call.slo_ms is not None else {}
+    fields, is_stream = fields | dict(target.extra), target.partial_images > 0
+    if call.image is None:
+        body = msgspec.json.encode(fields)
+        return Message(target.generations, body, content_type="application/json", is_stream=is_stream)
     files = {"image": call.image} | ({} if call.mask is None else {"mask": call.mask})
-    return Message(target.edits, multipart(fields | dict(target.extra), files), is_stream=target.partial_images > 0)
+    return Message(target.edits, multipart(fields, files), is_stream=is_stream)
 
 
 async def send_on_time(
@@ -258,7 +275,7 @@ async def send_on_time(
             await asyncio.sleep(max(0.0, start + when - time.perf_counter()))
             tasks.append(group.create_task(one(call, message, when)))
     seconds = time.perf_counter() - start
-    return Run([task.result() for task in tasks], seconds, time.process_time() - cpu)
+    return Run([task.result() for task in tasks], seconds, time.process_time() - cpu, start)
 
 
 async def send_in_turn(
@@ -288,7 +305,7 @@ async def send_in_turn(
 
         for _ in range(concurrency):
             group.create_task(one_client())
-    return Run(outcomes, time.perf_counter() - start, time.process_time() - cpu)
+    return Run(outcomes, time.perf_counter() - start, time.process_time() - cpu, start)
 
 
 async def send_alone(http: httpx.AsyncClient, target: Target, call: EditCall) -> Outcome:
@@ -315,7 +332,8 @@ async def _send(http: httpx.AsyncClient, message: Message, call: EditCall, start
         refusal = failure if isinstance(failure, Refusal) else None
     done = time.perf_counter() - start
     first = None if answer.first_image is None else answer.first_image - start
-    return Outcome(due, sent, done, first, error, answer.facts, call.slo_ms, refusal)
+    digest = hashlib.sha256(answer.pictures[0].encode()).hexdigest() if answer.pictures else ""
+    return Outcome(due, sent, done, first, error, answer.facts, call.slo_ms, refusal, digest)
 
 
 async def worker_seconds(target: Target) -> dict[str, float] | None:

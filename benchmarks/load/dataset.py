@@ -21,14 +21,14 @@ IMAGE_SUFFIXES = (".png", ".jpg", ".jpeg", ".webp")
 
 @dataclass(frozen=True)
 class EditCall:
-    """One edit as it will be sent. image, mask: files; the mask is transparent where it edits. area: share of the
-    picture under the mask; None: not known. slo_ms: of this edit alone.
+    """One edit as it will be sent. image, mask: files; the mask is transparent where it edits; without image it is a
+    generation. area: share of the picture under the mask; None: not known. slo_ms: of this edit alone.
     """
 
     prompt: str
     steps: int
     seed: int
-    image: bytes
+    image: bytes | None
     mask: bytes | None
     area: float | None
     slo_ms: float | None = None
@@ -68,6 +68,12 @@ def example(first: int, number: int, steps: int) -> list[EditCall]:
 def synthetic(mix: Mix, number: int, random: np.random.Generator) -> list[EditCall]:
     """Edits of the example picture in many contents, under boxes. Raises ValueError."""
     return from_trace(mix, [TraceLine()] * number, random)
+
+
+def generations(mix: Mix, number: int, random: np.random.Generator) -> list[EditCall]:
+    """New pictures, of which the mix gives the steps. Raises ValueError."""
+    steps = draws.step_counts(mix.num_inference_steps)(random, number).tolist()
+    return [EditCall(prompt(seed), steps[seed], seed, None, None, None) for seed in range(number)]
 
 
 def from_trace(mix: Mix, lines: Sequence[TraceLine], random: np.random.Generator) -> list[EditCall]:

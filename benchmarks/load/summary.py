@@ -31,9 +31,10 @@ class Spread(msgspec.Struct, frozen=True):
 class Summary(msgspec.Struct, frozen=True, kw_only=True):
     """One run. Rates in edits per second, throughput and goodput from the start of arrivals to the last answer.
     achieved: the same less the shortest latency, since no server answers the last arrival at once. goodput: edits
-    within their SLO. latency: from due to picture, infinite for a failed edit. latency_completed_ms: mean of successful
-    ones. queue: reported by the server. keeps_up: achieved at least 0.98 of the offered rate without a failure; None
-    without a rate. client_late_ms: P99 of how long after their due times edits were sent.
+    within their SLO; None if one has none. slo_ms: the median of these. latency: from due to picture, infinite for
+    a failed edit. latency_completed_ms: mean of successful ones. queue: reported by the server. keeps_up: achieved
+    at least 0.98 of the offered rate without a failure; None without a rate. client_late_ms: P99 of how long after
+    their due times edits were sent.
     """
 
     num_edits: int
@@ -68,7 +69,6 @@ class Context:
     worker_seconds: computing time of the workers during the run, by stage."""
 
     percents: Sequence[float] = (95.0, 99.0)
-    slo_ms: float | None = None
     request_rate: float | None = None
     areas: Sequence[float] = ()
     worker_seconds: Mapping[str, float] | None = None
@@ -79,8 +79,8 @@ def summarise(run: Run, context: Context) -> Summary:
     outcomes = run.outcomes
     seconds = max(run.seconds, 1e-9)
     completed = [outcome for outcome in outcomes if not outcome.is_failed]
-    slos = [_slo(outcome, context) for outcome in outcomes]
-    within = None if None in slos or not slos else sum(map(_is_within, outcomes, slos))
+    known = [outcome.slo_ms for outcome in outcomes if outcome.slo_ms is not None]
+    within = sum(map(_is_within, outcomes, known)) if known and len(known) == len(outcomes) else None
     achieved = _achieved(completed, seconds)
     return Summary(
         num_edits=len(outcomes),
@@ -91,7 +91,7 @@ def summarise(run: Run, context: Context) -> Summary:
         achieved=achieved,
         goodput=None if within is None else within / seconds,
         slo_attainment=None if within is None else within / len(outcomes),
-        slo_ms=context.slo_ms,
+        slo_ms=statistics.median(known) if known else None,
         keeps_up=_keeps_up(achieved, context.request_rate, len(outcomes) - len(completed)),
         latency=Spread.of([outcome.latency for outcome in outcomes], context.percents),
         latency_completed_ms=_mean([1e3 * outcome.latency for outcome in completed]),
@@ -107,12 +107,8 @@ def summarise(run: Run, context: Context) -> Summary:
     )
 
 
-def _slo(outcome: Outcome, context: Context) -> float | None:
-    return context.slo_ms if outcome.slo_ms is None else outcome.slo_ms
-
-
-def _is_within(outcome: Outcome, slo_ms: float | None) -> bool:
-    return slo_ms is not None and not outcome.is_failed and outcome.latency * 1e3 <= slo_ms
+def _is_within(outcome: Outcome, slo_ms: float) -> bool:
+    return not outcome.is_failed and outcome.latency * 1e3 <= slo_ms
 
 
 def _achieved(completed: Sequence[Outcome], seconds: float) -> float:

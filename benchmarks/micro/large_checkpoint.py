@@ -7,14 +7,16 @@ does: at 1024 image tokens of width 512, overheads that matter beside the embedd
 from __future__ import annotations
 
 import argparse
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
 SIDE = 512
 
 
-def write_checkpoint(path: Path) -> None:
-    """A FluxFillPipeline in the diffusers layout."""
+def write_checkpoint(path: Path, side: int = SIDE, shape: Mapping[str, Any] | None = None) -> None:
+    """A FluxFillPipeline in the diffusers layout, for pictures of `side` px. shape: arguments of its transformer; by
+    default hidden size 512, 4 + 8 blocks."""
     import torch
     from diffusers import FluxFillPipeline, FluxTransformer2DModel
 
@@ -25,9 +27,9 @@ def write_checkpoint(path: Path) -> None:
     own = pipeline.transformer.config
     names = ("patch_size", "in_channels", "out_channels", "joint_attention_dim", "pooled_projection_dim")
     torch.manual_seed(0)
-    transformer = FluxTransformer2DModel(**FLUX_SHAPE | {name: own[name] for name in names})
+    transformer = FluxTransformer2DModel(**FLUX_SHAPE | dict(shape or {}) | {name: own[name] for name in names})
     pipeline.register_modules(transformer=transformer)
-    pipeline.vae.register_to_config(sample_size=SIDE)
+    pipeline.vae.register_to_config(sample_size=side)
     pipeline.save_pretrained(path)
 
 

@@ -2,8 +2,9 @@
 
 A step: StepScheduler.schedule for a full batch, the plan to a worker process and the result back over the ring, and
 `apply`; the worker computes nothing. A hand-over: a finished picture is copied into shared memory, and announced by
-messages: worker to engine (ring), engine to API server (ZeroMQ), API server to image processor (ring). Routing is
-measured by `benchmarks.micro.router_decision`.
+messages: worker to engine (ring), engine to API server (ZeroMQ), API server to image processor (ring). A request that
+goes on with more ranks: one writes its state to shared memory and says so (ring), and the plan that follows (ring) lets
+each of the others copy it, here one after the other. Routing is measured by `benchmarks.micro.router_decision`.
 """
 
 from __future__ import annotations
@@ -18,6 +19,7 @@ from dataclasses import replace
 
 import msgspec
 import numpy as np
+import torch
 
 from benchmarks.command import command
 from benchmarks.report import Value, percentile, print_report
@@ -26,7 +28,7 @@ from benchmarks.simulation.machine import Machine
 from benchmarks.simulation.scenario import MODEL, REFERENCE, make_trace
 from benchmarks.turns import in_turns, timed
 from core.config import CacheConfig, SchedulerConfig
-from core.handles import ArrayRef
+from core.handles import ArrayRef, TensorKey
 from core.ipc.process import spawn
 from core.ipc.ring import Channel, PeerClosedError
 from core.ipc.shared_array import Arena
@@ -35,9 +37,11 @@ from core.messages.engine import Finished
 from core.messages.worker import BatchResult, StepPlan, TransferDone
 from core.scheduling.ops.denoise import Denoise
 from core.scheduling.scheduler import StepScheduler
+from model_executor.worker.tensor_store import TensorStore
 
 BATCH = 8
 SIDE = 1024  # of the finished picture
+STATE_BYTES, NEW_RANKS = 2**20, 3  # of a request's state, and ranks that get it
 CACHE = CacheConfig(host_bytes=200 * 10**9)
 _PLAN: MessageDecoder[StepPlan] = MessageDecoder(StepPlan)
 
@@ -50,7 +54,9 @@ def main(argv: Sequence[str] | None = None) -> None:
     steps = step_seconds(args.steps)
     copies, hops, messages = _copies(args.repeats), _ring_hops(args.repeats), asyncio.run(_zmq_hops(args.repeats))
     handover = [copy + 2 * hop + message for copy, hop, message in zip(copies, hops, messages, strict=True)]
+    moves = [copies + 2 * hop for copies, hop in zip(_state_copies(args.repeats), hops, strict=True)]
     named = {"step_batch_8": steps, "copy_picture": copies, "ring_hop": hops, "zmq_hop": messages, "handover": handover}
+    named[f"{STATE_BYTES // 2**20}_MB_of_state_to_{NEW_RANKS}_ranks"] = moves
     rows, result = list[tuple[str, str]](), dict[str, Value]({"benchmark": "overheads"})
     for name, seconds in named.items():
         median, p99 = 1e3 * statistics.median(seconds), 1e3 * percentile(seconds, 0.99)
@@ -101,6 +107,21 @@ def _copies(number: int) -> list[float]:
     pixels = np.random.default_rng(0).integers(0, 256, (SIDE, SIDE, 3), np.uint8)
     into = arena.view(ArrayRef(0, 0, pixels.shape, "uint8"))
     return _times(lambda: np.copyto(into, pixels), number)
+
+
+def _state_copies(number: int) -> list[float]:
+    """A request's state into an arena, and out of it for each new rank."""
+    arena, cpu = Arena.create(0, STATE_BYTES), torch.device("cpu")
+    ours, theirs = TensorStore(0, cpu, arena), [TensorStore(1 + rank, cpu, arena) for rank in range(NEW_RANKS)]
+    ref = ours.put(TensorKey("request", "denoise", "latents"), torch.randn(STATE_BYTES // 4))
+    ref = msgspec.structs.replace(ref, handle=ArrayRef(0, 0, (ref.nbytes,), "uint8"))
+
+    def move() -> None:
+        ours.export(ref)
+        for store in theirs:
+            store.resolve(ref)
+
+    return _times(move, number)
 
 
 def _ring_hops(number: int) -> list[float]:

@@ -51,6 +51,15 @@ class Case:
         rows = ", 2 guidance rows" if self.num_rows > 1 else ""
         return f"{self.side**2} tokens{rows}"
 
+    @property
+    def operations(self) -> int:
+        """Floating point operations of the step's blocks: 24 H^2 a token in the linear layers of a block of either
+        kind, and 4 H for each pair of tokens in its attention."""
+        hidden: int = FLUX_SHAPE["num_attention_heads"] * FLUX_SHAPE["attention_head_dim"]
+        blocks: int = FLUX_SHAPE["num_layers"] + FLUX_SHAPE["num_single_layers"]
+        tokens = self.side**2 + TEXT_TOKENS
+        return self.num_rows * blocks * (24 * hidden**2 * tokens + 4 * hidden * tokens**2)
+
 
 CASES = [*(Case(side, 1) for side in SIDES), Case(32, 2)]
 
@@ -115,9 +124,8 @@ class Bench:
         self.step(rows, group)
         seconds, sent = group.seconds, group.sent
         figures = in_turns(ways, rounds, warm_ups=0)
-        return Measured(
-            figures["alone"], figures["together"], seconds / statistics.median(figures["together"]), sent, is_equal
-        )
+        exchanged = seconds / statistics.median(figures["together"])
+        return Measured(figures["alone"], figures["together"], exchanged, sent, is_equal)
 
 
 def _timed(group: Group, call: Callable[[], object]) -> float:
@@ -183,11 +191,13 @@ def print_measured(found: Sequence[tuple[int, Case, Measured]], args: argparse.N
             (
                 f"{case.name}, degree {degree}",
                 f"{alone * 1e3:7.1f} ms alone, {together * 1e3:7.1f} ms together: {speed:4.2f}x; exchanged "
-                f"{measured.exchanged:4.0%} of it, {measured.sent / 1e6:6.2f} MB",
+                f"{measured.exchanged:4.0%} of it, {measured.sent / 1e6:6.2f} MB; "
+                f"{case.operations / 1e9:4.0f} GFLOP, {case.operations / together / 1e9:4.0f} GFLOP/s",
             )
         )
         key = f"{case.side**2}_tokens_{case.num_rows}_rows_degree_{degree}"
         result |= {f"{key}_speed": speed, f"{key}_exchanged": measured.exchanged, f"{key}_sent_bytes": measured.sent}
+        result |= {f"{key}_flop": case.operations, f"{key}_flop_per_s": case.operations / together}
     title = f"A step of FLUX-shaped blocks on several ranks, {args.threads} thread(s) each, {args.dtype}"
     print_report(title, rows, result, args.output)
 

@@ -45,7 +45,9 @@ def main(argv: Sequence[str] | None = None) -> None:
 
 def _loop(pipeline: Executor, calls: Sequence[EditCall]) -> float:
     """Seconds of these edits, one after the other."""
-    edits = [FillEdit.of_files(call.prompt, call.image, call.mask or b"", call.steps, call.seed) for call in calls]
+    edits = [
+        FillEdit.of_files(call.prompt, call.image or b"", call.mask or b"", call.steps, call.seed) for call in calls
+    ]
     _, seconds = pipeline.submit(run_edits, edits).result()
     return seconds
 

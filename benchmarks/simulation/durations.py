@@ -32,6 +32,10 @@ class Durations(ABC):
         """From when the source has a value until the rank that it is sent to has it."""
         return 0.0
 
+    def trip_seconds(self) -> float:
+        """From when a plan is sent until a rank that has nothing to do begins it."""
+        return 0.0
+
     def copy_seconds(self, copy: PageCopy) -> float:
         """To copy an entry of the activation cache, without the wait for earlier copies."""
         return 0.0

@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 
-from benchmarks.simulation.clockwork import Clockwork
+from benchmarks.baselines.clockwork import Clockwork
 from benchmarks.simulation.durations import Latencies, TableDurations
 from benchmarks.simulation.engine import Clock, Ranks, SimulatedEngine
 from benchmarks.simulation.machine import FrozenCosts
@@ -18,6 +18,7 @@ from benchmarks.simulation.module_trace import Cell, ModuleTrace
 from benchmarks.simulation.scenario import MODEL, PIXELS
 from core.config import SchedulerConfig
 from core.costs.latency_table import LatencyTable
+from core.costs.profile import Profile
 from core.graph.op import OPS, OpWork, Port, Sizes
 from core.graph.work import Work
 from core.graph.workflow import Edge, Node, Region, Workflow
@@ -45,8 +46,8 @@ TOKENS = 256
 
 POLICIES: dict[str, Callable[[], SchedulingPolicy]] = {
     "neustream": lambda: make_policy("neustream"),
-    "clockwork": lambda: Clockwork(equal_steps=True),
-    "clockwork_ideal": lambda: Clockwork(equal_steps=False),
+    "clockwork": lambda: Clockwork(equal_steps=True, num_ranks=1),
+    "clockwork_ideal": lambda: Clockwork(num_ranks=1),
     "step_batching": lambda: make_policy("step_batching"),
     "goodput": lambda: Goodput(steps_apart=True),
 }
@@ -166,7 +167,7 @@ def _scheduler(trace: ModuleTrace, workflow: Workflow, policy: str) -> StepSched
     cost.is_frozen = policy in STATIC
     for name, table in trace.modules.items():
         measured = LatencyTable((number, float(TOKENS), seconds) for number, seconds in table.items())
-        scheduler.cost.add_profile(scheduler.cost_key(MODEL.name, name), measured)
+        scheduler.cost.add_profile(scheduler.cost_key(MODEL.name, name), Profile(measured))
     return scheduler
 
 

@@ -11,9 +11,12 @@ from dataclasses import dataclass
 from itertools import islice
 from multiprocessing import get_context
 from pathlib import Path
+from statistics import fmean
 from typing import Any
 
-from benchmarks.simulation.module_engine import OVERHEAD, POLICIES, serve
+import msgspec
+
+from benchmarks.simulation.module_engine import OVERHEAD, POLICIES, Served, serve
 from benchmarks.simulation.module_trace import Cell, ModuleTrace
 
 DATA = Path(__file__).parent / "data"
@@ -34,7 +37,7 @@ class Result:
 
     cell: Cell
     goodput: Mapping[str, int]  # policy -> requests in time
-    batches: Mapping[str, float]  # policy -> mean requests in a batch of the loop's module
+    batches: Mapping[str, Mapping[str, float]]  # policy -> module -> mean requests in its batches
 
 
 def run(trace: ModuleTrace, policies: Sequence[str], processes: int, overhead: float) -> Iterator[Result]:
@@ -48,18 +51,26 @@ def run(trace: ModuleTrace, policies: Sequence[str], processes: int, overhead: f
         yield from _results(cells, policies, pool.imap(_run, runs))
 
 
-def _results(cells: Sequence[Cell], policies: Sequence[str], found: Iterator[tuple[int, float]]) -> Iterator[Result]:
+def _results(
+    cells: Sequence[Cell], policies: Sequence[str], found: Iterator[tuple[int, dict[str, float]]]
+) -> Iterator[Result]:
     for cell in cells:
         of_cell = dict(zip(policies, islice(found, len(policies)), strict=True))
         goodput = {policy: goodput for policy, (goodput, _) in of_cell.items()}
         yield Result(cell, goodput, {policy: batch for policy, (_, batch) in of_cell.items()})
 
 
-def _run(run: tuple[ModuleTrace, Cell, str, float]) -> tuple[int, float]:
-    trace, cell, policy, overhead = run
-    served = serve(trace, cell, policy, overhead)
-    sizes = [size for _, module, size in served.batches if module == trace.loop]
-    return served.goodput, sum(sizes) / max(1, len(sizes))
+def _run(run: tuple[ModuleTrace, Cell, str, float]) -> tuple[int, dict[str, float]]:
+    served = serve(*run)
+    return served.goodput, mean_batches(served)
+
+
+def mean_batches(served: Served) -> dict[str, float]:
+    """Module -> mean requests in its batches."""
+    sizes: dict[str, list[int]] = {}
+    for _, module, size in served.batches:
+        sizes.setdefault(module, []).append(size)
+    return {module: fmean(of) for module, of in sizes.items()}
 
 
 # ------------------------------------------------------------------------------------------------------ reports
@@ -78,7 +89,7 @@ def compare(
         results.append(result)
         measured = [trace.measured(result.cell, system) for system in ("neustream", "clockwork")]
         print(_row(result.cell.name, measured, [result.goodput[policy] for policy in policies]), flush=True)
-    for line in summary(trace, results, policies):
+    for line in (*summary(trace, results, policies), *batching(trace, results, policies, overhead)):
         print(line)
     return results
 
@@ -93,7 +104,7 @@ def summary(trace: ModuleTrace, results: Sequence[Result], policies: Sequence[st
     measured = {system: _total_measured(trace, results, system) for system in ("neustream", "clockwork")}
     totals = [sum(result.goodput[policy] for result in results) for policy in policies]
     yield _row("total", [measured["neustream"], measured["clockwork"]], totals)
-    batches = [sum(result.batches[policy] for result in results) / len(results) for policy in policies]
+    batches = [fmean(result.batches[policy].get(trace.loop, 0.0) for result in results) for policy in policies]
     yield _row("mean batch of the loop", [None, None], [f"{batch:.2f}" for batch in batches])
     for system in ("neustream", "clockwork"):
         if measured[system] is not None and system in policies:
@@ -127,6 +138,48 @@ def advantage(trace: ModuleTrace, results: Sequence[Result]) -> str:
     return (
         f"{gain} over the {len(low)} cells where it serves under {OVERLOADED:.0%}; least {least:+d} ({worst.cell.name})"
     )
+
+
+# ------------------------------------------------------------------------------------------------------ batches
+
+
+def middle(results: Sequence[Result]) -> Cell:
+    """The cell that most others differ from in one value only."""
+    cells = [result.cell for result in results]
+    return max(cells, key=lambda cell: sum(_num_equal(cell, other) == 2 for other in cells))
+
+
+def _num_equal(one: Cell, other: Cell) -> int:
+    return (one.rate == other.rate) + (one.cv == other.cv) + (one.slo == other.slo)
+
+
+def batching(
+    trace: ModuleTrace, results: Sequence[Result], policies: Sequence[str], overhead: float = OVERHEAD
+) -> Iterator[str]:
+    """Batches of the middle cell (figure 13) as multiples of Clockwork's, also where all requests have the mean number
+    of steps, and the modules' normalised goodput (figure 16).
+    """
+    if "clockwork" not in policies:
+        return
+    cell = middle(results)
+    of_cell = next(result for result in results if result.cell == cell).batches
+    equal = msgspec.structs.replace(trace, steps=[round(fmean(trace.steps))] * trace.num_requests)
+    of_equal = {policy: mean_batches(serve(equal, cell, policy, overhead)) for policy in policies}
+    yield f"{cell.name}, mean batch of the loop and its multiple of clockwork's:"
+    for name, batches in (("steps as drawn", of_cell), ("equal steps", of_equal)):
+        loop = {policy: batches[policy].get(trace.loop, 0.0) for policy in policies}
+        texts = [f"{loop[policy]:.2f} ({loop[policy] / loop['clockwork']:.2f}x)" for policy in policies]
+        yield _row(name, [None, None], texts)
+    yield f"{cell.name}, normalised goodput of modules, requests per second:"
+    for module in (name for name in trace.modules if name in trace.latency_seconds):
+        normalised = [_normalised(trace, cell, module, of_cell[policy].get(module, 0.0)) for policy in policies]
+        yield _row(module, [None, None], [f"{value:.2f}" for value in normalised])
+
+
+def _normalised(trace: ModuleTrace, cell: Cell, module: str, batch: float) -> float:
+    """Equation 1 of the paper, with the mean batch that was run in place of the largest one that could be."""
+    times = fmean(trace.steps) if module == trace.loop else 1.0
+    return batch / (cell.slo * trace.latency_seconds[module][1] * times)
 
 
 def as_json(results: Sequence[Result]) -> str:

@@ -11,7 +11,7 @@ from matplotlib.figure import Figure
 
 from benchmarks.simulation.module_engine import serve
 from benchmarks.simulation.module_trace import Cell, ModuleTrace
-from benchmarks.simulation.published import Result
+from benchmarks.simulation.published import Result, middle
 
 AXES: tuple[tuple[str, str, Callable[[Cell], float]], ...] = (
     ("rate", "requests per second", lambda cell: cell.rate),
@@ -31,25 +31,15 @@ def write_plots(folder: Path, trace: ModuleTrace, results: Sequence[Result]) -> 
     """Write `goodput_<model>.svg` and `batches_<model>.svg`."""
     folder.mkdir(parents=True, exist_ok=True)
     _save(_goodput(trace, results), folder / f"goodput_{trace.model}.svg")
-    _save(_batches(trace, _middle(results)), folder / f"batches_{trace.model}.svg")
-
-
-def _middle(results: Sequence[Result]) -> Cell:
-    """The cell that most others differ from in one value only."""
-    cells = [result.cell for result in results]
-    return max(cells, key=lambda cell: sum(_num_equal(cell, other) == 2 for other in cells))
-
-
-def _num_equal(one: Cell, other: Cell) -> int:
-    return sum(value(one) == value(other) for _, _, value in AXES)
+    _save(_batches(trace, middle(results)), folder / f"batches_{trace.model}.svg")
 
 
 def _goodput(trace: ModuleTrace, results: Sequence[Result]) -> Figure:
-    figure, middle = Figure(figsize=(11.0, 3.6), layout="constrained"), _middle(results)
+    figure, centre = Figure(figsize=(11.0, 3.6), layout="constrained"), middle(results)
     for axes, (name, label, value) in zip(figure.subplots(1, 3, sharey=True), AXES, strict=True):
         others = [of for other, _, of in AXES if other != name]
         line = sorted(
-            (result for result in results if all(of(result.cell) == of(middle) for of in others)),
+            (result for result in results if all(of(result.cell) == of(centre) for of in others)),
             key=lambda result, value=value: value(result.cell),  # type: ignore[misc]
         )
         _draw(axes, trace, line, value)

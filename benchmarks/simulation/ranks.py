@@ -62,7 +62,7 @@ class RankClocks:
         """
         events: list[RankEvent] = []
         for rank, part in parts_of(plan, len(self._free_at)).items():
-            self._free_at[rank] = max(now, self._free_at[rank])
+            self._free_at[rank] = max(now + self._durations.trip_seconds(), self._free_at[rank])
             events.append(PlanBegun(self._free_at[rank], part, rank))
         to_send = self._send_what_is_there(plan)
         for transfer in plan.transfers:

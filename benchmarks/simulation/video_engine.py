@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
 
-from benchmarks.simulation.clusters import by_class, isolated, static
+from benchmarks.baselines.clusters import by_class, isolated, static
 from benchmarks.simulation.durations import Durations
 from benchmarks.simulation.engine import Clock, SimulatedEngine
 from benchmarks.simulation.machine import FrozenCosts

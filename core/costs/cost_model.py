@@ -14,7 +14,6 @@ import msgspec
 import numpy as np
 import numpy.typing as npt
 
-from core.costs.latency_table import LatencyTable
 from core.costs.profile import Profile
 from core.costs.step_profiles import StepProfiles
 from core.graph.work import Work
@@ -179,9 +178,9 @@ class CostModel:
         if work.queries and _is_even(work):
             self._steps.observe(_kind(key), key.degree, len(work.queries), work.queries[0], seconds)
 
-    def add_profile(self, key: CostKey, table: LatencyTable) -> None:
-        """Predict this kind of work from a table, as far as it reaches."""
-        self._profiles[key] = Profile(table)
+    def add_profile(self, key: CostKey, profile: Profile) -> None:
+        """Predict this kind of work from its tables, as far as they reach."""
+        self._profiles[key] = profile
 
     def add_step(self, key: CostKey, work: Work, seconds: float) -> None:
         """Predict steps of this kind of work from this measurement of one request's, at the key's degree."""

@@ -293,6 +293,19 @@ INPAINT = Workflow(
 )
 """Masked editing with one denoising loop."""
 
+CLASS_CONDITIONAL = Workflow(
+    name="class_conditional",
+    nodes=(
+        Node("image_encode", "image_encode"),
+        replace(_DENOISE, inputs=tuple(edge for edge in _DENOISE.inputs if edge.source != "text_encode")),
+        _PREVIEW,
+        _DECODE,
+    ),
+    output="decode",
+    regions=(Region("denoise"),),
+)
+"""A picture of a class, without a prompt to encode: every step knows the class."""
+
 HIRES = Workflow(
     name="hires",
     nodes=(

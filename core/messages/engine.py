@@ -55,6 +55,7 @@ class EditSpec(Canvas, frozen=True, kw_only=True, tag="edit"):
     # The user's wishes.
     prompt: str
     sampling: SamplingParams  # resolved, without a None that the model needs
+    class_label: int | None = None  # instead of a prompt: the class to make a picture of, see `ModelInfo.num_classes`
     patches: PatchSet = ()  # adapters that change the model's layers
     # From PreparedImages.
     content_id: str

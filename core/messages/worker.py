@@ -168,8 +168,8 @@ class CostSample(msgspec.Struct, frozen=True):
     op: str  # name of its cost line, see Op
     work: Work
     seconds: float
-    is_profile: bool = False  # it belongs to a table of latencies
-    degree: int = 1  # ranks that computed it together
+    is_profile: bool = False  # it belongs to a table of latencies; all rows of the batch are alike
+    degree: int = 1  # ranks that have computed it together
 
 
 class WorkerReady(Message, frozen=True):

@@ -43,18 +43,20 @@ class Verdict:
     has_objective: bool = False  # admitted because it will meet the objective; to be dropped once it cannot any more
 
 
-def judge(outlook: Outlook, terms: Terms, margin: PredictionMargin) -> Verdict:
-    """Decide whether to admit an edit.
+def judge(outlook: Outlook, terms: Terms, margin: PredictionMargin, *, gives_up: bool = False) -> Verdict:
+    """Decide whether to admit an edit. gives_up: whether the engines' policy decides which ones are too late. Then all
+    are admitted that are not hopeless: it may serve one that comes later first, and predicts more exactly.
 
     An idle server never refuses because of the objective, and because of a timeout only if that would be missed even
     with a prediction that is far too long.
     """
     likely = outlook.seconds * margin.high
-    if terms.timeout is not None:
-        if outlook.alone * CERTAIN > terms.timeout:
-            return Verdict("hopeless")
-        if not outlook.is_idle and likely > terms.timeout:
-            return Verdict("timeout", likely - terms.timeout)
+    if terms.timeout is not None and outlook.alone * CERTAIN > terms.timeout:
+        return Verdict("hopeless")
+    if gives_up:
+        return Verdict(has_objective=terms.slo is not None)
+    if terms.timeout is not None and not outlook.is_idle and likely > terms.timeout:
+        return Verdict("timeout", likely - terms.timeout)
     if terms.slo is None or likely <= terms.slo:
         return Verdict(has_objective=terms.slo is not None)
     if outlook.is_idle:

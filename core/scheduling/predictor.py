@@ -8,8 +8,8 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 
 from core.costs.cost_model import CostKey, CostModel, extra_seconds
-from core.costs.latency_table import LatencyTable
 from core.costs.load_report import RequestLoad
+from core.costs.profile import profile_of
 from core.costs.step_profiles import useful_degree
 from core.graph.op import OPS, Op
 from core.graph.work import Work
@@ -65,20 +65,21 @@ class Predictor:
     def largest_batch(self, model: str, op: Op) -> int | None:
         """Rows of the largest batch in the op's profile; None without one."""
         profile = self.cost.profile(self.key(model, op))
-        return profile.table.largest if profile else None
+        return profile.largest if profile else None
 
     def learn(self, samples: Iterable[CostSample]) -> None:
         """Train the cost model with batches measured before the first request, and give it the profiles."""
-        tables: dict[CostKey, list[CostSample]] = {}
+        profiled: dict[CostKey, list[tuple[Work, float]]] = {}
         for sample in samples:
             key = self._key(sample.model, sample.component, sample.op, sample.degree)
             self.cost.observe(key, sample.work, sample.seconds)
             if sample.is_profile:
-                tables.setdefault(key, []).append(sample)
-        for key, measured in tables.items():
-            self.cost.add_profile(key, LatencyTable(map(_row, measured)))
-            for sample in measured:
-                self.cost.add_step(key, sample.work, sample.seconds)
+                profiled.setdefault(key, []).append((sample.work, sample.seconds))
+        for key, measured in profiled.items():
+            if (profile := profile_of(measured)) is not None:
+                self.cost.add_profile(key, profile)
+            for work, seconds in measured:
+                self.cost.add_step(key, work, seconds)
 
     def key_of(self, batch: Batch) -> CostKey:
         """The key of a batch in the cost model."""
@@ -164,12 +165,6 @@ class Predictor:
 
     def _coefficients(self, request: Request, node: Node) -> tuple[float, ...]:
         return self.cost.coefficients(self.key(request.head.model, op_of(node)))
-
-
-def _row(sample: CostSample) -> tuple[int, float, float]:
-    """A measurement of a LatencyTable."""
-    rows = len(sample.work.queries)
-    return rows, sum(sample.work.queries) / rows, sample.seconds
 
 
 def _has(info: ModelInfo, key: CostKey) -> bool:

@@ -17,6 +17,7 @@ from core.errors import DeadlineExceededError, EngineDeadError, InvalidRequestEr
 from core.routing.admission import Outlook, RefusedFor, Terms, Verdict, judge
 from core.routing.queue_places import Newcomer
 from core.routing.request_shape import RequestShape
+from core.scheduling.policies import policy_class
 from engine.client.edit_types import EditInput
 from engine.client.image_work import ImageSeconds
 from engine.client.running_sessions import RunningSessions
@@ -58,6 +59,7 @@ class AdmissionController:
         self.image_backlog = ImageBacklog()
         self._max_queue = config.max_queue
         self._image_workers = config.image.image_workers
+        self._gives_up = policy_class(config.engine.scheduler.policy).gives_up
         self._sessions = sessions
         self._router = router
         self._metrics = metrics
@@ -131,7 +133,7 @@ class AdmissionController:
         return outlook, self._judge(outlook, terms)
 
     def _judge(self, outlook: Outlook, terms: Terms) -> Verdict:
-        verdict = judge(outlook, terms, self.margin)
+        verdict = judge(outlook, terms, self.margin, gives_up=self._gives_up)
         if verdict.refused:
             raise self._refuse(verdict.refused, outlook, verdict)
         return verdict

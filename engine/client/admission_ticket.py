@@ -64,8 +64,13 @@ class AdmissionTicket:
         self._controller.image_backlog.set(self._caller.edit_id, self._caller.share(seconds))
 
     @property
+    def worker_deadline(self) -> float | None:
+        """The latest time for a worker to finish before its timeout, so that there is time left to encode the file."""
+        return None if self.deadline is None else self.deadline - self._compose_seconds
+
+    @property
     def worker_objective(self) -> float | None:
-        """The latest time for a worker to finish, so that there is time left to encode the file."""
+        """The same before its objective."""
         return None if self.objective is None else self.objective - self._compose_seconds
 
     def finished(self, ended: float) -> None:

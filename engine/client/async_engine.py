@@ -23,6 +23,7 @@ from core.lora import Lora
 from core.model_choice import ModelChoice, choose_model
 from core.model_info import ModelInfo
 from engine.client.admission_controller import MIN_RETRY_SECONDS
+from engine.client.class_label import edits_nothing
 from engine.client.edit_session import EditSession
 from engine.client.edit_types import EditInput, ImageOutput
 from engine.client.page_folder import check_page_folder
@@ -183,6 +184,8 @@ class AsyncEngine:
         Raises InvalidRequestError and its subclasses, OverloadedError, EngineError; then nothing is registered.
         """
         choice = self._choose_model(model, loras)
+        if not choice.model.can_edit:
+            raise edits_nothing(choice.model, "model")
         self.templates.check_size(image.size)
         upload = await KeptUpload.of(image)
         services = self.services

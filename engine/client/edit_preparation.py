@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from dataclasses import replace
 
 from core.errors import InvalidRequestError
 from core.messages.image_processor import PreparedImages, PrepareImages
@@ -10,6 +11,7 @@ from core.model_choice import ModelChoice
 from core.routing.request_shape import RequestShape
 from core.sampling_params import MAX_PADDING_MASK_CROP, MAX_PROMPT_CHARACTERS
 from core.validation import check_integer, check_length
+from engine.client.class_label import chosen_class
 from engine.client.edit_images import EditImage
 from engine.client.edit_types import EditInput
 from engine.client.image_work import ImageSeconds, compose_work, num_files, prepare_work
@@ -39,9 +41,12 @@ class EditPreparation:
         """memory: for all that it allocates. Raises InvalidRequestError, TemplateNotFoundError."""
         self._services = services
         self._caller = caller
-        self._edit = edit
         self._choice = choice
         self._model = model = choice.model
+        self._class_label = chosen_class(edit, model)
+        if self._class_label is not None:  # made at the model's own size
+            edit = replace(edit, canvas_size=None, output_size=edit.canvas_size)
+        self._edit = edit
         self._memory = memory
         self._span = span
         self._sampling = resolve(edit.sampling, model, services.config.step_schedule)
@@ -115,7 +120,9 @@ class EditPreparation:
         InvalidRequestError, EngineError.
         """
         images = await self._services.images.prepare(job, self._caller)
-        prepared = PreparedEdit.of(self._edit, self._choice, self._sampling, images, self._services.served.engine)
+        prepared = PreparedEdit.of(
+            self._edit, self._choice, self._sampling, images, self._services.served.engine, self._class_label
+        )
         image_ops.check_output_size(*prepared.output_size, self._edit.output_format)
         self._note_content(images)
         self._ready_at = time.monotonic()
@@ -132,17 +139,16 @@ class EditPreparation:
         else:
             templates.add_crop(template.id, images.content_id)
 
-    def make_images(self, prepared: PreparedEdit, deadline: float | None) -> list[EditImage]:
+    def make_images(self, prepared: PreparedEdit) -> list[EditImage]:
         """Make the n images with their requests, and allocate their pixels. Raises OverloadedError."""
-        return [self._make_image(prepared, deadline, index) for index in range(self._edit.sampling.n)]
+        return [self._make_image(prepared, index) for index in range(self._edit.sampling.n)]
 
-    def _make_image(self, prepared: PreparedEdit, deadline: float | None, index: int) -> EditImage:
+    def _make_image(self, prepared: PreparedEdit, index: int) -> EditImage:
         request = prepared.make_request(
             index,
             f"{self._caller.edit_id}-{index}",
             self._memory.alloc,
             arrival=self._ready_at,
-            deadline=deadline,
             trace_context=self._span.traceparent,
         )
         assert request.spec.sampling.seed is not None

@@ -75,13 +75,15 @@ class EditSession(Session):
             prepared = await self._preparation.prepare(uploads)
         if self.displaced_for:
             raise self._displaced(self.displaced_for)
-        images = self._preparation.make_images(prepared, self._ticket.deadline)
+        images = self._preparation.make_images(prepared)
         self._delivery = EditDelivery(
             self._services, self._results, self._caller, uploads, prepared, self._memory, self._span
         )
         self._ticket.look_at_edit(RequestShape.of_request(images[0].request, self._model), self._delivery.image_seconds)
         for image in images:
-            image.request = msgspec.structs.replace(image.request, objective=self._ticket.worker_objective)
+            image.request = msgspec.structs.replace(
+                image.request, deadline=self._ticket.worker_deadline, objective=self._ticket.worker_objective
+            )
             self._images.submit(image)
             self.is_submitted = True
 

@@ -19,6 +19,7 @@ class EditInput:
 
     # What to paint. Set by the caller.
     prompt: str
+    class_label: int | str | None = None  # for models with classes: a class, or its name; None: the prompt is its name
     sampling: SamplingParams = field(default_factory=SamplingParams)
     # The model.
     model: str = ""  # served name; "" = the first model served

@@ -9,7 +9,7 @@ import msgspec
 
 from core.config import EngineConfig
 from core.graph.progress import preview_steps
-from core.graph.workflow import HIRES, INPAINT
+from core.graph.workflow import CLASS_CONDITIONAL, HIRES, INPAINT
 from core.handles import ArrayRef
 from core.ipc.shared_array import carve
 from core.messages.engine import Canvas, EditSpec, EngineRequest
@@ -23,13 +23,15 @@ from engine.client.mask_aware import ExactReason, resolve_full_steps, why_exact
 
 @dataclass(frozen=True, slots=True)
 class PreparedEdit:
-    """sampling: of its first image, resolved: all values that the model needs are set. config: of the engines."""
+    """sampling: of its first image, resolved: all values that the model needs are set. config: of the engines.
+    class_label: the class that it asks a picture of, None for a prompt."""
 
     edit: EditInput
     choice: ModelChoice
     sampling: SamplingParams
     prepared: PreparedImages
     config: EngineConfig
+    class_label: int | None = None
 
     @classmethod
     def of(
@@ -39,11 +41,13 @@ class PreparedEdit:
         sampling: SamplingParams,
         prepared: PreparedImages,
         config: EngineConfig,
+        class_label: int | None = None,
     ) -> PreparedEdit:
         """sampling: as returned by `sampling_defaults.resolve`; its full_steps are set here, from the mask."""
-        known = cls(edit, choice, sampling, prepared, config)
+        known = cls(edit, choice, sampling, prepared, config, class_label)
         full_steps = resolve_full_steps(sampling, choice.model, known.mask_ratio)
-        return cls(edit, choice, msgspec.structs.replace(sampling, full_steps=full_steps), prepared, config)
+        sampling = msgspec.structs.replace(sampling, full_steps=full_steps)
+        return cls(edit, choice, sampling, prepared, config, class_label)
 
     @property
     def model(self) -> ModelInfo:
@@ -78,6 +82,8 @@ class PreparedEdit:
     @property
     def workflow(self) -> str:
         """Name of the workflow that makes each image."""
+        if self.class_label is not None:
+            return CLASS_CONDITIONAL.name
         return INPAINT.name if self.prepared.first_pass is None else HIRES.name
 
     @property
@@ -112,7 +118,6 @@ class PreparedEdit:
         alloc: Callable[[int], ArrayRef],
         *,
         arrival: float,
-        deadline: float | None,
         trace_context: str,
     ) -> EngineRequest:
         """The request for image `index`. alloc: allocates bytes of shared memory. The rest: as in EngineRequest."""
@@ -124,7 +129,6 @@ class PreparedEdit:
             rounds=self.rounds,
             arrival=arrival,
             priority=self.sampling.priority,
-            deadline=deadline,
             owner=self.edit.owner,
             trace_context=trace_context,
         )
@@ -139,6 +143,7 @@ class PreparedEdit:
         return EditSpec(
             prompt=self.edit.prompt,
             sampling=sampling,
+            class_label=self.class_label,
             patches=self.choice.patches,
             width=width,
             height=height,

@@ -21,8 +21,11 @@ def resolve(sampling: SamplingParams, model: ModelInfo, step_schedule: StepSched
     the server's, which models without a calibrated one and edits that ask to be exact do not follow. Raises
     InvalidRequestError for values that the model does not support.
     """
-    length = sampling.max_sequence_length or model.max_text_tokens
-    check_integer("max_sequence_length", length, high=model.max_text_tokens)
+    if model.num_classes:  # there is neither text nor a picture
+        sampling = msgspec.structs.replace(sampling, max_sequence_length=None, negative_prompt=None, strength=1.0)
+    length = sampling.max_sequence_length or model.max_text_tokens or None
+    if length is not None:
+        check_integer("max_sequence_length", length, high=model.max_text_tokens)
     steps = sampling.num_inference_steps or model.default_num_inference_steps
     check_integer("num_inference_steps", steps, low=model.min_inference_steps)
     schedule, computed = _computed_steps(sampling, model, steps, step_schedule)

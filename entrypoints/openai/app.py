@@ -126,7 +126,7 @@ def _add_image_routes(
 
     @app.post("/v1/images/generations", response_model=None, openapi_extra=GENERATION_BODY, responses=IMAGE_ANSWERS)
     async def generate_image(request: Request) -> Response:
-        """Paint a whole image: an edit of an empty canvas."""
+        """Paint a whole image: an edit of an empty canvas, or with models that have classes a picture of one."""
         _admit(engine)
         async with places.take(_owner(request)):
             submission = await read_json(request, GENERATION_FIELDS)
@@ -284,6 +284,8 @@ def _model_object(engine: AsyncEngine, model: ModelInfo, created: int) -> dict[s
         "owned_by": "stencil",
         "parent": model.parent or None,
         "modality": model.modality,
+        "num_classes": model.num_classes,
+        "class_names": model.class_names,
         "state": model_state(model, alive),
     }
 

@@ -67,7 +67,7 @@ def build_call(
     choice = _choose_model(values, models)
     model = choice.model
     _refuse_unsupported(values)
-    prompt = _require_prompt(values)
+    prompt = _require_prompt(values, model)
     is_edit = operation == "image_edit"
     if is_edit:
         _require_image(submission)
@@ -77,6 +77,7 @@ def build_call(
     stream = bool(values.get("stream", False))
     edit = EditInput(
         prompt=prompt,
+        class_label=_class_label(values),
         sampling=_sampling(values, model),
         model=model.name,
         loras=choice.loras,
@@ -124,12 +125,21 @@ def _refuse_unsupported(values: Mapping[str, Value]) -> None:
             raise InvalidRequestError(message, param=name, code="unsupported_value")
 
 
-def _require_prompt(values: Mapping[str, Value]) -> str:
+def _require_prompt(values: Mapping[str, Value], model: ModelInfo) -> str:
+    """The prompt; models with classes need none."""
+    if model.num_classes:
+        return str(values.get("prompt", ""))
     if "prompt" not in values:
         raise missing("prompt")
     prompt = str(values["prompt"])
     check_filled("prompt", prompt)
     return prompt
+
+
+def _class_label(values: Mapping[str, Value]) -> int | str | None:
+    """The class, by number or name; None if there is none, or an empty name."""
+    given = values.get("class_label", "")
+    return None if given == "" else cast(int | str, given)
 
 
 def _require_image(submission: Submission) -> None:
@@ -192,6 +202,10 @@ def _ignored(operation: Operation, values: Mapping[str, Value], model: ModelInfo
 
 def _has_effect(field: Field, values: Mapping[str, Value], model: ModelInfo, operation: Operation) -> bool:
     match field.name:
+        case "prompt":
+            return not model.num_classes or not values["prompt"] or _class_label(values) is None
+        case "negative_prompt" | "strength" | "max_sequence_length" | "hires_strength" if model.num_classes:
+            return False
         case "guidance_scale":
             return model.has_guidance
         case "true_cfg_scale":

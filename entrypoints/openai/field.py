@@ -17,7 +17,7 @@ Scalar = str | int | float | bool
 Value = Scalar | tuple[Lora, ...]
 
 T = TypeVar("T")
-_INTEGER = re.compile(r"[+-]?[0-9]{1,30}")
+INTEGER = re.compile(r"[+-]?[0-9]{1,30}")
 _DECIMAL = re.compile(r"[+-]?([0-9]{1,30}(\.[0-9]{0,40})?|\.[0-9]{1,40})([eE][+-]?[0-9]{1,4})?")
 _NOT_FINITE = re.compile(r"[+-]?(nan|inf|infinity)", re.IGNORECASE)
 _KIND_OF_JSON = {str: "string", int: "integer", float: "number", bool: "boolean"}
@@ -53,7 +53,7 @@ class Field:
         match self.kind:
             case "string":
                 return self._checked(text)
-            case "integer" if _INTEGER.fullmatch(text):
+            case "integer" if INTEGER.fullmatch(text):
                 return self._checked(int(text))
             case "number" if _DECIMAL.fullmatch(text) or _NOT_FINITE.fullmatch(text):
                 return self._checked(float(text))

@@ -24,6 +24,7 @@ from core.sampling_params import (
 )
 from core.step_schedule import StepScheduleName
 from core.validation import shorten
+from entrypoints.openai.class_field import ClassField
 from entrypoints.openai.field import Field
 from entrypoints.openai.lora_field import LoraField
 
@@ -31,7 +32,15 @@ QUALITY_FACTORS = {"low": 0.5, "medium": 1.0, "high": 2.0, "hd": 2.0, "xhigh": 3
 """`quality` -> factor on the model's default number of steps."""
 
 _COMMON = (
-    Field("prompt", "string", "What to paint.", max_length=MAX_PROMPT_CHARACTERS),
+    Field(
+        "prompt",
+        "string",
+        "What to paint; of models with classes the name of one, unless class_label is given.",
+        max_length=MAX_PROMPT_CHARACTERS,
+    ),
+    ClassField(
+        "class_label", "integer", "Of models with classes: which to make a picture of, by number or name.", low=0
+    ),
     Field("model", "string", "A model id of /v1/models; empty or omitted: the loaded model."),
     LoraField("lora", "string", "Adapters of the model, each with a scale, by default 1; empty or omitted: none."),
     Field("n", "integer", "Images to make.", 1, MAX_IMAGES),

@@ -23,6 +23,11 @@ def _object(properties: dict[str, Any], *required: str) -> dict[str, Any]:
     return {"schema": {"type": "object", "properties": properties, "required": list(required)}}
 
 
+def _with_any(content: dict[str, Any], *required: str) -> dict[str, Any]:
+    """The content, of which at least one of these fields must be there."""
+    return {"schema": content["schema"] | {"anyOf": [{"required": [name]} for name in required]}}
+
+
 def _body(content: dict[str, Any]) -> dict[str, Any]:
     return {"requestBody": {"required": True, "content": content}}
 
@@ -45,7 +50,9 @@ EDIT_BODY = _body(
         ),
     }
 )
-GENERATION_BODY = _body({"application/json": _object(_properties(GENERATION_FIELDS), "prompt")})
+GENERATION_BODY = _body(
+    {"application/json": _with_any(_object(_properties(GENERATION_FIELDS)), "prompt", "class_label")}
+)
 TEMPLATE_BODY = _body(
     {
         "multipart/form-data": _object(

@@ -55,7 +55,7 @@ def describe(model: str, adapters: Sequence[str] = ()) -> CheckpointCard:
         scheduler=str(checkpoint.index["scheduler"][1]),
         info=info,
         parameters={part: count_parameters(checkpoint.path / part) for part in parts},
-        layout=family.page_layout(DEFAULT_DTYPE),
+        layout=family.page_layout(DEFAULT_DTYPE) if info.can_edit else None,
         num_keyframes=DEFAULT_KEYFRAMES,
         latent_bytes=info.latent_width * checkpoint.dtype.itemsize,
         adapters=tuple(_describe_adapter(family, *adapter.split("=", 1)) for adapter in adapters),

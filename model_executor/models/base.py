@@ -15,6 +15,7 @@ from typing import Any, ClassVar
 
 from torch import Tensor, nn
 
+from core.errors import InvalidRequestError
 from core.model_info import ModelInfo
 from core.page_scheme import PageDtype, PageLayout
 from core.patches import PatchSet
@@ -30,7 +31,7 @@ PreparedAdapter = Mapping[str, Any]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EncodedText:
-    """An embedded prompt, as `Family.encode_text` returns it."""
+    """An embedded prompt or class, as `Family.encode_text` and `encode_class` return it."""
 
     prompt_embeds: Tensor  # [text tokens, width]; padded to the length asked for, or as long as the prompt: per family
     pooled_prompt_embeds: Tensor  # [pooled width]; empty in families without a pooled prompt
@@ -74,7 +75,7 @@ class Row:
     condition: Tensor  # [image tokens, condition width], of `EncodedImage`; may be the template as tokens of its own
     grid: tuple[int, int]  # image tokens as (rows, columns)
 
-    # From the request's prompt, one of the two: `EncodedText`.
+    # From the request's prompt, one of the two, or its class: `EncodedText`.
     prompt_embeds: Tensor  # [text tokens, width]
     pooled_prompt_embeds: Tensor  # [pooled width]
 
@@ -199,6 +200,16 @@ class Family(ABC):
     ) -> EncodedText:
         """Embed a prompt, padded or cut to `max_sequence_length` tokens. template: uint8 [height, width, 3], the
         picture that the prompt is for; required where `text_sees_template`."""
+
+    def encode_class(self, label: int | None) -> EncodedText:
+        """What rows of a class are conditioned on, without text tokens. label: 0 .. `ModelInfo.num_classes` - 1; None
+        stands for any class. Raises InvalidRequestError in families without classes."""
+        raise InvalidRequestError("This model makes pictures of a prompt, not of a class.", param="class_label")
+
+    def encode_nothing(self, text_tokens: int, template: Tensor, patches: PatchSet = ()) -> EncodedText:
+        """What a row that asks for nothing is conditioned on: an empty prompt, or any class. text_tokens, template: as
+        for `encode_text`."""
+        return self.encode_text("", text_tokens, template, patches)
 
     @abstractmethod
     def encode_image(

@@ -150,9 +150,9 @@ class Modulation:
     over some blocks must give the same bits as a pass over all.
     """
 
-    def __init__(self, norms: Sequence[Any], scales: Sequence[int], group: MakeGroup) -> None:
-        """norms: diffusers' adaptive norms that read the same conditioning. scales: which of their parts are scales."""
-        layers = [norm.linear for norm in norms]
+    def __init__(self, layers: Sequence[Any], scales: Sequence[int], group: MakeGroup) -> None:
+        """layers: the linear ones of adaptive norms that read the same conditioning. scales: which of their parts are
+        scales."""
         self._group, self._scales = group(*layers), scales
         self.width = sum(layer.out_features for layer in layers)
         self._num_parts = self.width // layers[0].in_features
@@ -177,12 +177,13 @@ class Block(ABC):
 
     num_pages = 1
 
-    def __init__(self, block: Any, norms: Sequence[Any], scales: Sequence[int], group: MakeGroup) -> None:
-        """norms, scales: as for `Modulation`, the image tokens' first norm first."""
+    def __init__(self, attn: Any, norms: Sequence[Any], scales: Sequence[int], group: MakeGroup) -> None:
+        """attn, norms: diffusers' attention and adaptive norms, the image tokens' first norm first. scales: as for
+        `Modulation`."""
         self.page = 0  # its first page; set by the Denoiser
-        self.modulation = Modulation(norms, scales, group)
+        self.modulation = Modulation([norm.linear for norm in norms], scales, group)
         self._norm_eps = norms[0].norm.eps
-        self._image = Projection(block.attn, "", group)
+        self._image = Projection(attn, "", group)
 
     @abstractmethod
     def run(self, stream: Stream, number: int) -> None:
@@ -252,7 +253,7 @@ class DoubleBlock(Block):
         self._num_image_parts = 6 if second is None else 9
         text_scales = (0,) if self._is_last else (1, 4)
         scales = [*range(1, self._num_image_parts, 3), *(self._num_image_parts + scale for scale in text_scales)]
-        super().__init__(block, [block.norm1, block.norm1_context], scales, group)
+        super().__init__(attn, [block.norm1, block.norm1_context], scales, group)
         self._text = Projection(attn, "added", group)
         self._out = group(attn.to_out[0])
         self._up, self._down = group(block.ff.net[0].proj), group(block.ff.net[2])
@@ -327,7 +328,7 @@ class SingleBlock(Block):
     """All tokens share all layers; attention and MLP read the same input."""
 
     def __init__(self, block: Any, group: MakeGroup) -> None:
-        super().__init__(block, [block.norm], [1], group)
+        super().__init__(block.attn, [block.norm], [1], group)
         self._up, self._out = group(block.proj_mlp), group(block.proj_out)
 
     def run(self, stream: Stream, number: int) -> None:
@@ -341,6 +342,27 @@ class SingleBlock(Block):
         out = self._out(_side_by_side([*attended, inner]), where)
         stream.operators.add_gated_(stream.hidden, joint, out, gate)
         _clip_float16_(stream.hidden)
+
+
+class ImageBlock(Block):
+    """Image tokens alone, in models without text tokens: attention, then MLP, each with shift, scale and gate."""
+
+    def __init__(self, block: Any, group: MakeGroup) -> None:
+        """block: diffusers' `BasicTransformerBlock` with `ada_norm_zero`."""
+        super().__init__(block.attn1, [block.norm1], [1, 4], group)
+        self._second_eps = block.norm3.eps
+        self._out = group(block.attn1.to_out[0])
+        self._up, self._down = group(block.ff.net[0].proj), group(block.ff.net[2])
+
+    def run(self, stream: Stream, number: int) -> None:
+        shift, factor, gate, second_shift, second_factor, second_gate = stream.modulation(number)
+        image, where = stream.packing.joint_image, stream.where.image
+        qkv = self._image.heads(self._normed(stream, image, factor, shift), where)
+        attended = stream.joint_attention(number, self.page, qkv, image, stream.sources)
+        stream.operators.add_gated_(stream.hidden, image, self._out(_side_by_side(attended), where), gate)
+        normed = stream.operators.norm_modulate(stream.hidden, image, self._second_eps, second_factor, second_shift)
+        out = self._down(self._up(normed, where, gelu=True), where)
+        stream.operators.add_gated_(stream.hidden, image, out, second_gate)
 
 
 def _side_by_side(parts: Sequence[Tensor]) -> Tensor:

@@ -11,12 +11,11 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from copy import copy
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from functools import lru_cache, partial
 from typing import Any, ClassVar, Self, TypeVar, get_args
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 
 from core.page_scheme import PageDtype, PageLayout
@@ -24,6 +23,7 @@ from core.patches import PatchSet
 from model_executor.kernels.attention import Attention
 from model_executor.kernels.linear import as_linear
 from model_executor.kernels.linear_groups import PACKED_BYTES, AnyGroup, group_layers
+from model_executor.kernels.low_rank import Segments
 from model_executor.kernels.operators import Operators, best_operators
 from model_executor.kernels.ragged import Packing, Span
 from model_executor.models.base import PrimeRow, Row
@@ -44,8 +44,19 @@ at 28 steps."""
 AnyRow = TypeVar("AnyRow", Row, PrimeRow)
 Result = TypeVar("Result")
 
-EMBEDDING = "time_text_embed"
-"""The part of all transformers that embeds noise level, pooled prompt and guidance. It runs as a whole, row by row."""
+
+@dataclass(frozen=True, slots=True)
+class Conditions:
+    """What the modulation of one row is computed from, at one noise level. The members are those of `Row`."""
+
+    sigma: Tensor
+    pooled_prompt_embeds: Tensor
+    guidance_scale: float
+    patches: PatchSet
+
+    @classmethod
+    def of(cls, row: Row | PrimeRow) -> Conditions:
+        return cls(row.sigma, row.pooled_prompt_embeds, row.guidance_scale, row.patches)
 
 
 class Denoiser(ABC):
@@ -60,6 +71,10 @@ class Denoiser(ABC):
     """As in `PageLayout`. With 2, a row's condition tokens follow its image tokens, and only blocks that compute all
     tokens compute them."""
 
+    embedding: ClassVar[str] = ""
+    """The part of the transformer that runs as a whole, row by row, to embed noise level and prompt; "": there is
+    none."""
+
     def __init__(
         self, module: Any, num_train_timesteps: int, operators: Operators | None = None, *, owns_module: bool = False
     ) -> None:
@@ -73,7 +88,7 @@ class Denoiser(ABC):
         self._pack = sum(parameter.nbytes for parameter in module.parameters()) <= PACKED_BYTES
         self._groups: dict[tuple[nn.Module, ...], AnyGroup] = {}  # layers -> their group
         self._build()
-        self.patches = GroupPatches(module, self._groups, EMBEDDING, self._device, self.dtype)
+        self.patches = GroupPatches(module, self._groups, self.embedding, self._device, self.dtype)
         if owns_module and self._pack:
             _unmap(module)
         self._rotary_table = lru_cache(maxsize=CACHED_GRIDS)(self._make_rotary_table)
@@ -86,8 +101,8 @@ class Denoiser(ABC):
             self.num_pages += block.num_pages
         self._first_pages = [block.page for block in self._blocks]
         self._modulations = [block.modulation for block in self._blocks]
-        self._modulations.append(Modulation([self.module.norm_out], [0], self._group))
-        self._image_out = self._group(self.module.proj_out)
+        last, self._image_out = self._make_output()
+        self._modulations.append(last)
 
     def computing_with(self, operators: Operators) -> Self:
         """A copy of this denoiser that computes with other operators; the layers are shared and packed as they were."""
@@ -106,6 +121,10 @@ class Denoiser(ABC):
     def _make_blocks(self) -> list[Block]:
         """The blocks in the order they run. Called once `_group` can be used."""
 
+    def _make_output(self) -> tuple[Modulation, AnyGroup]:
+        """The modulation of the last norm, and the layer after it."""
+        return Modulation([self.module.norm_out.linear], [0], self._group), self._group(self.module.proj_out)
+
     @abstractmethod
     def _embed(
         self, rows: Sequence[Row | PrimeRow], computed: Sequence[Tensor | None], packing: Packing, where: Where
@@ -114,17 +133,15 @@ class Denoiser(ABC):
         None for all, with the condition tokens. where: the rows that patches change."""
 
     @abstractmethod
-    def _embedding(self, embed: Any, sigma: Tensor, pooled_prompt_embeds: Tensor, guidance_scale: float) -> Tensor:
-        """The embedding from which one request's modulation is computed, [1, hidden]. embed: the module's EMBEDDING,
-        with the request's patches.
+    def _conditioning(self, rows: Sequence[Conditions], where: Segments) -> Sequence[Tensor]:
+        """What each block's modulation is computed from, and last the output norm's: each [rows, hidden]. A row's bits
+        do not depend on the other rows. where: the rows that patches change."""
 
-        One request at a time, because with few rows a product's rounding may depend on their number.
-        """
-
-    @abstractmethod
     def _make_rotary_table(self, text_tokens: int, grid: tuple[int, int]) -> Tensor:
         """Rotations of the text tokens, then the image tokens row by row, then the condition tokens: complex64 [tokens,
-        1, 1, head dim / 2]."""
+        1, 1, head dim / 2]. By default the identity, for models that add positions to their tokens."""
+        tokens, head_dim = text_tokens + grid[0] * grid[1], self.module.config.attention_head_dim
+        return torch.ones(tokens, 1, 1, head_dim // 2, dtype=torch.complex64, device=self._device)
 
     # ------------------------------------------------------------------------------------------------------- pages
 
@@ -223,11 +240,10 @@ class Denoiser(ABC):
         width = sum(part.width for part in self._modulations)
         if num_rows * len(sigmas) * width * self.dtype.itemsize > MODULATION_BYTES:
             return None
-        embed = self.patches.whole.under(patches)
-        embeddings = [self._embedding(embed, sigma, pooled_prompt_embeds, guidance_scale) for sigma in sigmas]
-        conditioning = F.silu(torch.cat(embeddings))
+        levels = [Conditions(sigma, pooled_prompt_embeds, guidance_scale, patches) for sigma in sigmas]
         where = BatchPatches([patches], self._device).segments([(0, len(sigmas))])
-        return torch.cat([part.product(conditioning, where) for part in self._modulations], dim=1)
+        parts = zip(self._modulations, self._conditioning(levels, where), strict=True)
+        return torch.cat([part.product(conditioning, where) for part, conditioning in parts], dim=1)
 
     # ------------------------------------------------------------------------------------------------------- inputs
 
@@ -276,13 +292,11 @@ class Denoiser(ABC):
         if len(known) == len(rows):
             tables = torch.cat(known).split([part.width for part in self._modulations], dim=1)
             return lambda number: self._modulations[number].parts(tables[number])
-        conditioning = F.silu(torch.cat([self._embedding_of(row) for row in rows]))
         where = patches.segments([(number, number + 1) for number in range(len(rows))])
-        return lambda number: self._modulations[number].parts(self._modulations[number].product(conditioning, where))
-
-    def _embedding_of(self, row: Row | PrimeRow) -> Tensor:
-        embed = self.patches.whole.under(row.patches)
-        return self._embedding(embed, row.sigma, row.pooled_prompt_embeds, row.guidance_scale)
+        conditioning = self._conditioning([Conditions.of(row) for row in rows], where)
+        return lambda number: self._modulations[number].parts(
+            self._modulations[number].product(conditioning[number], where)
+        )
 
     def _num_tokens(self, row: Row | PrimeRow) -> int:
         """Image and condition tokens of a row."""
@@ -336,3 +350,10 @@ def with_heads(row: Row, heads: Span) -> Row:
 def select(x: Tensor, tokens: Tensor | None) -> Tensor:
     """The rows of x for these tokens, None for all."""
     return x if tokens is None else x[tokens]
+
+
+def channels_first(patches: Tensor, side: int) -> Tensor:
+    """Patches whose channels come last, [tokens, side * side * channels], as latents have them: [tokens, channels *
+    side * side]."""
+    channels = patches.shape[1] // side**2
+    return patches.view(len(patches), side, side, channels).permute(0, 3, 1, 2).flatten(1)

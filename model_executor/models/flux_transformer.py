@@ -15,11 +15,12 @@ from torch import Tensor
 from model_executor.kernels.ragged import Packing
 from model_executor.models.base import PrimeRow, Row
 from model_executor.models.blocks import Block, DoubleBlock, SingleBlock
-from model_executor.models.denoiser import Denoiser, select
+from model_executor.models.denoiser import select
+from model_executor.models.text_denoiser import TextDenoiser
 from model_executor.patches.batch_patches import Where
 
 
-class FluxTransformer(Denoiser):
+class FluxTransformer(TextDenoiser):
     """Double blocks, then single ones; rotary positions; guidance, where the model has an embedding for it."""
 
     @staticmethod

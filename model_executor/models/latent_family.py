@@ -1,42 +1,33 @@
-"""LatentFamily: the code that families with a transformer as denoiser share: FLUX, Stable Diffusion 3, Qwen-Image.
+"""LatentFamily: the code that FLUX, Stable Diffusion 3 and Qwen-Image share: a transformer, sampled by flow matching.
 
-The transformer works on patches of a VAE's latents and is sampled by flow matching. `NoisedTemplate` adds inpainting
-for denoisers that see no mask.
+`NoisedTemplate` adds inpainting for denoisers that see no mask.
 """
 
 from __future__ import annotations
 
 from abc import abstractmethod
-from collections.abc import Sequence
-from typing import Any, ClassVar
+from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
-from core.page_scheme import PageDtype, PageLayout
-from core.patches import PatchSet
 from model_executor.checkpoint.loader import Checkpoint
-from model_executor.kernels.operators import Operators
-from model_executor.models.base import EncodedImage, PrimeRow, Row, Sample
-from model_executor.models.denoiser import Denoiser
-from model_executor.models.vae_family import VaeFamily, pack, refuse, to_image, unpack
-from model_executor.parallel.group import Group
-from model_executor.parallel.rows import are_even, predict_rows
-from model_executor.patches.part_patches import AnyPatches
+from model_executor.models.base import EncodedImage, Sample
+from model_executor.models.transformer_family import TransformerFamily
+from model_executor.models.vae_family import pack, refuse, to_image, unpack
 from model_executor.samplers.sampling import Sampling, State, predict_clean
 
 
-class LatentFamily(VaeFamily):
-    """Implements sampling, priming and the calls of the denoiser; subclasses add text, conditions and the denoiser."""
+class LatentFamily(TransformerFamily):
+    """Implements sampling; subclasses add text, conditions and the denoiser."""
 
-    denoiser: ClassVar[type[Denoiser]]
+    _sampling: Sampling
 
     samples_packed = True
     """Whether the diffusers pipeline samples packed latents: a sampler that draws noise draws it in that shape."""
 
     def __init__(self, checkpoint: Checkpoint) -> None:
         super().__init__(checkpoint)
-        self._transformer_config = checkpoint.config("transformer")
         try:
             self._sampling = Sampling(checkpoint.load("scheduler"))
         except ValueError as error:
@@ -52,56 +43,17 @@ class LatentFamily(VaeFamily):
     def _unmasked_condition(self, clean: Tensor) -> Tensor:
         """The condition of a template with nothing masked. clean: its clean latents, [image tokens, latent width]."""
 
-    # ------------------------------------------------------------------------------------------------------- parts
-
-    @property
-    def _denoiser_recipe(self) -> str:
-        return f"{self.denoiser.__name__} {self._sampling.num_train_timesteps}"
-
-    def _make_denoiser(self, module: nn.Module, operators: Operators) -> Denoiser:
-        return self.denoiser(module, self._sampling.num_train_timesteps, operators, owns_module=True)
-
-    def _outline_patches_of(self, part: str) -> AnyPatches:
-        return self.denoiser(self._checkpoint.outline(part), self._sampling.num_train_timesteps).patches
-
-    @property
-    def _denoiser(self) -> Denoiser:
-        denoiser: Denoiser = self._part("transformer")
-        return denoiser
-
     # ------------------------------------------------------------------------------------------------------ priming
-
-    def page_layout(self, dtype: PageDtype) -> PageLayout:
-        return self.denoiser.layout_of(self._transformer_config, dtype)
 
     def prime_inputs(self, clean: Tensor, noise_id: str, sigma: Tensor) -> tuple[Tensor, Tensor]:
         noise = self._content_noise(clean, noise_id)
         sigma = sigma.to(clean.device, clean.dtype)
         return (1.0 - sigma) * clean + sigma * noise, self._unmasked_condition(clean)
 
-    def prime(self, rows: Sequence[PrimeRow], blocks: tuple[int, int]) -> list[tuple[Tensor, ...]]:
-        return self._denoiser.prime(rows, blocks)
-
     # ---------------------------------------------------------------------------------------------------- denoising
-
-    def modulation(
-        self,
-        pooled_prompt_embeds: Tensor,
-        guidance_scale: float,
-        sigmas: Tensor,
-        num_rows: int,
-        patches: PatchSet = (),
-    ) -> Tensor | None:
-        return self._denoiser.modulation(pooled_prompt_embeds, guidance_scale, sigmas, num_rows, patches)
 
     def denoiser_input(self, sample: Sample) -> Tensor:
         return sample.latents
-
-    def predict(self, rows: Sequence[Row], group: Group | None = None) -> list[Tensor]:
-        denoiser = self._denoiser
-        if group is None or not are_even(rows, group.degree):
-            return denoiser.forward(rows, group)
-        return predict_rows(rows, group, denoiser.forward, denoiser.dtype)
 
     def predict_clean(self, sample: Sample, prediction: Tensor) -> Tensor:
         return predict_clean(sample.latents, prediction, sample.sigmas[sample.step])

@@ -6,6 +6,8 @@ MODULES = {
     "FluxTransformer2DModel": "diffusers.models.transformers.transformer_flux",
     "SD3Transformer2DModel": "diffusers.models.transformers.transformer_sd3",
     "QwenImageTransformer2DModel": "diffusers.models.transformers.transformer_qwenimage",
+    "DiTTransformer2DModel": "diffusers.models.transformers.dit_transformer_2d",
+    "Transformer2DModel": "diffusers.models.transformers.dit_transformer_2d",
     "UNet2DConditionModel": "diffusers.models.unets.unet_2d_condition",
     "AutoencoderKL": "diffusers.models.autoencoders.autoencoder_kl",
     "AutoencoderKLQwenImage": "diffusers.models.autoencoders.autoencoder_kl_qwenimage",
@@ -31,9 +33,14 @@ MODULES = {
 }
 """Class named by model_index.json -> the module that defines it, or its substitute in `IN_PLACE_OF`."""
 
-IN_PLACE_OF = {"Qwen2VLProcessor": "Qwen2VLImageProcessorPil", "Qwen2_5_VLProcessor": "Qwen2VLImageProcessorPil"}
+IN_PLACE_OF = {
+    "Qwen2VLProcessor": "Qwen2VLImageProcessorPil",
+    "Qwen2_5_VLProcessor": "Qwen2VLImageProcessorPil",
+    "Transformer2DModel": "DiTTransformer2DModel",
+}
 """Class named by model_index.json -> the class loaded instead: of a processor of pictures, videos and chats the image
-processor alone, in the form that works without torchvision."""
+processor alone, in the form that works without torchvision; a DiT's transformer, as it was named before
+it had a class of its own."""
 
 FLOW_SCHEDULERS = ("FlowMatchEulerDiscreteScheduler", "FlowMatchHeunDiscreteScheduler", "FlowMatchLCMScheduler")
 """Schedulers of transformer denoisers."""
@@ -45,7 +52,7 @@ TIMESTEP_SCHEDULERS = (
     "EulerAncestralDiscreteScheduler",
     "DPMSolverMultistepScheduler",
 )
-"""Schedulers of UNets."""
+"""Schedulers of UNets; DiTs have some of them."""
 
 Classes = Mapping[str, tuple[str, ...]]
 """Part of a checkpoint, named as in model_index.json -> the classes it may have."""

@@ -16,11 +16,12 @@ from torch import Tensor
 from model_executor.kernels.ragged import Packing
 from model_executor.models.base import PrimeRow, Row
 from model_executor.models.blocks import Block, DoubleBlock
-from model_executor.models.denoiser import Denoiser, select
+from model_executor.models.denoiser import select
+from model_executor.models.text_denoiser import TextDenoiser
 from model_executor.patches.batch_patches import Where
 
 
-class QwenTransformer(Denoiser):
+class QwenTransformer(TextDenoiser):
     """Double blocks only. Rotary positions count from the middle of the picture, and for text from beyond its edge. Has
     neither pooled text nor guidance."""
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 from core.errors import ConfigError
 from model_executor.checkpoint.loader import CONFIGURATION_ERRORS, Checkpoint, first_line
 from model_executor.models.base import Family
+from model_executor.models.dit import DiT
 from model_executor.models.flux import FluxFill, FluxInpaint
 from model_executor.models.qwen import QwenEdit, QwenInpaint
 from model_executor.models.sd3 import StableDiffusion3
@@ -23,6 +24,7 @@ FAMILIES: dict[str, type[VaeFamily]] = {
     "StableDiffusionXLInpaintPipeline": StableDiffusionXL,
     "StableDiffusion3Pipeline": StableDiffusion3,
     "StableDiffusion3InpaintPipeline": StableDiffusion3,
+    "DiTPipeline": DiT,
     "QwenImagePipeline": QwenInpaint,
     "QwenImageInpaintPipeline": QwenInpaint,
     "QwenImageEditPipeline": QwenEdit,

@@ -18,11 +18,12 @@ from model_executor.kernels.operators import Operators
 from model_executor.kernels.ragged import Packing
 from model_executor.models.base import PrimeRow, Row
 from model_executor.models.blocks import Block, DoubleBlock, Stream
-from model_executor.models.denoiser import CACHED_GRIDS, Denoiser, select
+from model_executor.models.denoiser import CACHED_GRIDS, channels_first, select
+from model_executor.models.text_denoiser import TextDenoiser
 from model_executor.patches.batch_patches import Where
 
 
-class SD3Transformer(Denoiser):
+class SD3Transformer(TextDenoiser):
     """Double blocks only, some with a second attention. Positions are added to the tokens, not rotated into queries and
     keys. Does not read guidance."""
 
@@ -63,13 +64,6 @@ class SD3Transformer(Denoiser):
         positions: Tensor = self.module.pos_embed.cropped_pos_embed(*(side * self._patch for side in grid))
         return positions[0]
 
-    def _make_rotary_table(self, text_tokens: int, grid: tuple[int, int]) -> Tensor:
-        """The identity: this model has no rotary positions."""
-        tokens, head_dim = text_tokens + grid[0] * grid[1], self.module.config.attention_head_dim
-        return torch.ones(tokens, 1, 1, head_dim // 2, dtype=torch.complex64, device=self._device)
-
     def _project_out(self, stream: Stream) -> Tensor:
         """Also reorders patches, which have their channels last in the module and first in latents."""
-        velocity = super()._project_out(stream)
-        channels = velocity.shape[1] // self._patch**2
-        return velocity.view(len(velocity), self._patch, self._patch, channels).permute(0, 3, 1, 2).flatten(1)
+        return channels_first(super()._project_out(stream), self._patch)

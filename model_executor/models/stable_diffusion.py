@@ -25,16 +25,16 @@ from model_executor.kernels.operators import Operators
 from model_executor.models.base import EncodedImage, EncodedText, PrimeRow, Row, Sample
 from model_executor.models.parts import CLIP, TIMESTEP_SCHEDULERS, Classes, projected_clip
 from model_executor.models.text import Tokens, tokenize
+from model_executor.models.timestep_family import TimestepFamily
 from model_executor.models.unet import Unet
 from model_executor.models.unet_layers import TOKEN_SIDE, Layers
-from model_executor.models.vae_family import VaeFamily, pack, refuse, to_image, unpack
+from model_executor.models.vae_family import pack, refuse, to_image, unpack
 from model_executor.parallel.group import Group
 from model_executor.parallel.rows import predict_rows
 from model_executor.patches.adapters import LoraFormat
 from model_executor.patches.module_patches import unarranged
 from model_executor.patches.part_patches import AnyPatches
 from model_executor.samplers.sampling import State
-from model_executor.samplers.timestep_sampling import TimestepSampling
 
 BLOCKS = {
     "down_block_types": {"CrossAttnDownBlock2D", "DownBlock2D"},
@@ -58,7 +58,7 @@ UNSUPPORTED = (
 that take guidance as an embedding."""
 
 
-class UnetFamily(VaeFamily):
+class UnetFamily(TimestepFamily):
     """What all UNet families share. Guidance is classifier-free.
 
     Random draws: posterior noise of the image, initial noise, posterior noise of the masked image. A plain checkpoint
@@ -81,10 +81,6 @@ class UnetFamily(VaeFamily):
         super().__init__(checkpoint)
         self._unet_config = checkpoint.config("unet")
         self._check()
-        try:
-            self._sampling = TimestepSampling(self._load_scheduler())
-        except ValueError as error:
-            raise refuse(checkpoint, str(error)) from error
         self._tokenizers = [checkpoint.load(part.replace("text_encoder", "tokenizer")) for part in self.text_parts]
 
     def _check(self) -> None:
@@ -113,9 +109,6 @@ class UnetFamily(VaeFamily):
             raise refuse(self._checkpoint, f"a denoiser of other than {wanted} is not supported")
         if self._vae_config.get("latents_mean") is not None:
             raise refuse(self._checkpoint, "a VAE with latents_mean is not supported")
-
-    def _load_scheduler(self) -> Any:
-        return self._checkpoint.load("scheduler")
 
     @property
     def _denoiser_recipe(self) -> str:
@@ -235,9 +228,6 @@ class UnetFamily(VaeFamily):
         """None: embedding the timestep takes a negligible part of a step."""
         return None
 
-    def denoiser_input(self, sample: Sample) -> Tensor:
-        return self._sampling.scaled(sample.latents, sample.state[0], sample.step)
-
     def predict(self, rows: Sequence[Row], group: Group | None = None) -> list[Tensor]:
         forward = self._denoiser.forward
         return forward(rows) if group is None else predict_rows(rows, group, forward, self._checkpoint.dtype)
@@ -247,12 +237,8 @@ class UnetFamily(VaeFamily):
         unet: Unet = self._part("unet")
         return unet
 
-    def predict_clean(self, sample: Sample, prediction: Tensor) -> Tensor:
-        return self._sampling.clean(sample.latents, prediction, sample.state[0], sample.step)
-
     def advance(self, sample: Sample, prediction: Tensor) -> tuple[Tensor, State]:
-        latents, output = (unpack(x, sample.grid, TOKEN_SIDE) for x in (sample.latents, prediction))
-        moved, state = self._sampling.step(latents, output, sample.state, sample.step)
+        moved, state = self._moved(sample, prediction)
         if not self._sees_mask:
             moved = self._keep_outside(sample, moved)
         return pack(moved, TOKEN_SIDE), state

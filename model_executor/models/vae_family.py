@@ -48,7 +48,7 @@ class VaeFamily(Family):
     lora_loader: ClassVar[str]
     """The class of `diffusers.loaders.lora_pipeline` that reads its adapters."""
 
-    patch: ClassVar[int] = PATCH
+    patch: int = PATCH
     """Latent pixels per token side."""
 
     vae: ClassVar[type[Vae]] = ImageVae

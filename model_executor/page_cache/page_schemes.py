@@ -43,7 +43,7 @@ def with_calibration(
     flags.
     """
     # Reading all weights takes time, which pages need, and else only the users' own calibrations.
-    is_hash_needed = config.mask_aware or calibration_file(cache_folder, "").parent.exists()
+    is_hash_needed = (config.mask_aware and info.can_edit) or calibration_file(cache_folder, "").parent.exists()
     checkpoint_hash = fingerprint(checkpoint, cache_folder) if is_hash_needed else ""
     calibration = find_calibration(checkpoint.path, cache_folder, checkpoint_hash)
     schedules = calibration.step_schedules if calibration is not None and info.can_skip_steps else ()
@@ -59,10 +59,10 @@ def _page_scheme(
     checkpoint_hash: str,
     calibration: Calibration | None,
 ) -> PageScheme | None:
-    """None if it is served without mask-aware execution: by flag, or because its calibration found edits too different
-    and no flag overrides that.
+    """None if it is served without mask-aware execution: by flag, because it edits nothing, or because its calibration
+    found edits too different and no flag overrides that.
     """
-    if not config.mask_aware:
+    if not (config.mask_aware and info.can_edit):
         return None
     if calibration is not None and not calibration.safe and not _overrides(config):
         logger.warning(

@@ -29,15 +29,19 @@ class Group:
         self.me, self.degree = me, degree
 
     def exchange(self, parts: Sequence[Tensor], shapes: Sequence[Sequence[int]]) -> list[Tensor]:
-        """Send parts[i] to member i; returns what each member has sent, of these shapes. All of one dtype."""
-        sent, counts = torch.cat([part.reshape(-1) for part in parts]), [part.numel() for part in parts]
+        """Send parts[i] to member i; returns what each member has sent, of these shapes. All of one dtype, on one
+        device: what is on a GPU goes through host memory, since gloo exchanges nothing else.
+        """
+        device, counts = parts[0].device, [part.numel() for part in parts]
+        sent = torch.cat([part.reshape(-1) for part in parts]).cpu()
         expected = [torch.Size(shape).numel() for shape in shapes]
         received = sent.new_empty(sum(expected))
         try:
             self._process_group.alltoall_base(received, sent, expected, counts, AllToAllOptions()).wait()
         except RuntimeError as error:
             raise GroupBrokenError(f"a rank has left the group: {error}") from error
-        return [part.view(tuple(shape)) for part, shape in zip(received.split(expected), shapes, strict=True)]
+        split = received.to(device).split(expected)
+        return [part.view(tuple(shape)) for part, shape in zip(split, shapes, strict=True)]
 
     def gather(self, mine: Tensor, lengths: Sequence[int]) -> Tensor:
         """The rows of all members, one member below the other. mine: [rows, ...]; lengths: every member's rows."""

@@ -31,9 +31,10 @@ class GroupPatches(PartPatches[PreparedGroups]):
     """The adapters of one denoiser."""
 
     def __init__(self, module: nn.Module, groups: Groups, whole: str, device: torch.device, dtype: torch.dtype) -> None:
-        """whole: name of the part that runs as a whole, row by row. device, dtype: of computing; packed layers may no
-        longer hold weights to read them from."""
-        self.whole: ModulePatches[Any] = ModulePatches(module.get_submodule(whole), device, dtype, lambda part: part)
+        """whole: name of the part that runs as a whole, row by row; "": there is none. device, dtype: of computing;
+        packed layers may no longer hold weights to read them from."""
+        part = module.get_submodule(whole) if whole else nn.Module()
+        self.whole: ModulePatches[Any] = ModulePatches(part, device, dtype, lambda part: part)
         self._groups, self._prefix, self._device, self._dtype = groups, f"{whole}.", device, dtype
         self._names = {layer: name for name, layer in module.named_modules()}
 

@@ -10,9 +10,9 @@ import hashlib
 import os
 import platform
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property, partial
 from itertools import zip_longest
 from pathlib import Path
@@ -35,6 +35,7 @@ from core.scheduling.ops.text_encode import TEXT_ENCODE
 from model_executor.kernels.operators import chosen_operators
 from model_executor.models.base import EncodedImage, EncodedText, Family, PrimeRow, Row
 from model_executor.page_cache.pages import Pages
+from model_executor.parallel.group import Group
 from model_executor.worker.device_failures import is_out_of_memory
 
 BUDGET_SECONDS = 2.0
@@ -48,6 +49,12 @@ PRIMINGS = ((1, 0.5), (1, 1.0), (2, 1.0))
 
 PICTURES = (0.5, 1.0)
 """Pictures to encode and decode: their side as a share of the native one."""
+
+SHARES = (0.05, 0.1, 0.2, 0.4, 0.7)
+"""Mask-aware steps of a profile: their active tokens as shares of all."""
+
+SIDES = (0.25, 0.5, 0.75, 1.0)
+"""Exact steps of a profile: the side of their pictures as a share of the native one."""
 
 Timed = tuple[Op, Work, Callable[[], object]]
 """(op, size of the batch, function that runs it)."""
@@ -163,15 +170,17 @@ def _expected(samples: Sequence[CostSample], op: Op, work: Work) -> float:
 
 @dataclass
 class Batches:
-    """Makes batches of every op, over an empty picture of the native size."""
+    """Makes batches of every op, over an empty picture of the native size. group: of ranks that compute steps together,
+    all of which make the same batches; None: one rank."""
 
     family: Family
     info: ModelInfo
+    group: Group | None = None
 
     def all(self) -> Iterator[Timed]:
         """All batches, ops in turn and smaller ones first, so that every op is sampled even if time runs out."""
         by_op: list[list[Timed]] = [
-            [self._prompt],
+            self._prompts,
             [self.denoise(mix) for mix in MIXES if self._has_pages or min(mix) == 1.0],
             [self.prime(*priming) for priming in PRIMINGS if self._has_pages],
             [self._picture(IMAGE_ENCODE, self._encode_image, share) for share in PICTURES],
@@ -182,7 +191,7 @@ class Batches:
     def once(self) -> list[Timed]:
         """What is done once for a request, one item each."""
         pictures = [(IMAGE_ENCODE, self._encode_image), (DECODE, self._decode)]
-        return [self._prompt, *(self._picture(op, run, share) for op, run in pictures for share in PICTURES)]
+        return [*self._prompts, *(self._picture(op, run, share) for op, run in pictures for share in PICTURES)]
 
     @property
     def most_rows(self) -> int:
@@ -209,8 +218,9 @@ class Batches:
     # ------------------------------------------------------------------------------------------------ encode, decode
 
     @property
-    def _prompt(self) -> Timed:
-        return TEXT_ENCODE, Work.of([self._text_tokens]), self._encode_text
+    def _prompts(self) -> list[Timed]:
+        """A prompt of full length, if the model reads prompts."""
+        return [(TEXT_ENCODE, Work.of([self._text_tokens]), self._encode_text)] if self.info.max_text_tokens else []
 
     def _picture(self, op: Op, run: Callable[[int], object], share: float) -> Timed:
         side = self._side(share)
@@ -219,7 +229,7 @@ class Batches:
     def _encode_text(self) -> EncodedText:
         side = self._side(1.0)
         empty = torch.zeros(side, side, 3, dtype=torch.uint8)
-        return self.family.encode_text("", self.info.max_text_tokens, empty)
+        return self.family.encode_nothing(self.info.max_text_tokens, empty)
 
     def _encode_image(self, side: int) -> EncodedImage:
         empty = torch.zeros(side, side, 3, dtype=torch.uint8)
@@ -247,7 +257,24 @@ class Batches:
         keys = self.num_row_tokens
         queries = [keys if row.active is None else self._text_tokens + len(row.active) for row in rows]
         work = Work.of_pairs((number, keys) for number in queries)
-        return DENOISE, work, lambda: self.family.predict(rows)
+        return DENOISE, work, lambda: self.family.predict(rows, self.group)
+
+    def steps(self, numbers: Iterable[int]) -> Iterator[Timed]:
+        """Denoising steps of each of these numbers of like rows: exact ones by SIDES, mask-aware ones by SHARES. Models
+        that edit nothing have pictures of one size."""
+        sides = SIDES if self.info.can_edit else (1.0,)
+        for number in numbers:
+            yield from (self.whole_pictures(side, number) for side in sides)
+            if self._has_pages:
+                yield from (self.denoise((share,) * number) for share in SHARES)
+
+    def whole_pictures(self, share: float, number: int) -> Timed:
+        """One denoising step of exact requests for pictures of this share of the native side."""
+        side = self._side(share)
+        image, grid = self._encode_image(side), self.family.grid(side, side)
+        row = replace(self._row(1.0), latents=image.latents, condition=image.condition, grid=grid)
+        tokens = self._text_tokens + (1 + self.info.conditions_per_token) * grid[0] * grid[1]
+        return DENOISE, Work.of([tokens] * number), lambda: self.family.predict([row] * number, self.group)
 
     def _row(self, share: float) -> Row:
         """The row of a request with this share of its tokens active, or of an exact one."""

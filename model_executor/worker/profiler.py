@@ -1,4 +1,5 @@
-"""Measures the latency tables of a model on this machine: every op by batch size, steps by computed tokens too.
+"""Measures the latency tables of a model on this machine: every op by batch size, steps by computed tokens, size of
+the picture and number of ranks, too.
 
 A worker starts from what its cost probe measures in two seconds. A profile takes minutes and is exact: `make profile`
 makes one, kept beside the probe's samples per model and device, and the next start of a server reads it.
@@ -8,9 +9,7 @@ from __future__ import annotations
 
 import argparse
 import os
-import statistics
-import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 import msgspec
@@ -25,14 +24,10 @@ from model_executor.checkpoint.libraries import quiet_libraries
 from model_executor.models.base import Family
 from model_executor.worker.cost_probe import Batches, Timed, profile_path
 from model_executor.worker.device_failures import is_out_of_memory
+from model_executor.worker.joint_profiler import joint_samples
 from model_executor.worker.resident import ResidentModels, set_threads
+from model_executor.worker.timing import median_seconds
 from model_executor.worker.worker import default_threads
-
-SHARES = (0.05, 0.1, 0.2, 0.4, 0.7, 1.0)
-"""Active tokens of the steps that are measured, as shares of all; 1 is an exact step."""
-
-TIMES = 3
-"""Calls of a batch after the first one, whose median counts."""
 
 
 def main(argv: Sequence[str] | None = None) -> None:
@@ -43,17 +38,22 @@ def main(argv: Sequence[str] | None = None) -> None:
     parser.add_argument("--device", default="auto", help="as for the server")
     parser.add_argument("--threads", type=int, default=default_threads(1), help="as for the server")
     parser.add_argument("--max-num-seqs", type=int, default=SchedulerConfig().max_num_seqs, help="largest batch")
+    parser.add_argument(
+        "--degrees", type=int, nargs="+", default=[1], help="numbers of ranks that compute a step together; 1 always"
+    )
     args = parser.parse_args(argv)
     quiet_libraries()
     set_threads(args.threads)
     config = ModelConfig(
         model=args.model, served_model_name=args.served_model_name, dtype=args.dtype, device=args.device
     )
+    joint = joint_samples(config, degrees, args.threads) if (degrees := sorted({*args.degrees} - {1})) else []
     models = ResidentModels.open((config,))
     models.load_all()
     models.warm_up()
     for info in models.ready(0).models:
         samples = profile(models.families[info.name], info, args.max_num_seqs)
+        samples += [sample for sample in joint if sample.model == info.name]
         path = keep(samples, info, user_cache_folder(os.environ))
         print(f"{info.name}: {len(samples)} batches measured, {path.stat().st_size / 1e3:.0f} kB in {path}")
 
@@ -64,7 +64,7 @@ def profile(family: Family, info: ModelInfo, largest: int) -> list[CostSample]:
     samples = list[CostSample]()
     for op, work, run in _batches(family, info, largest):
         try:
-            seconds = _seconds(run)
+            seconds = median_seconds(run)
         except (RuntimeError, MemoryError) as error:
             if not is_out_of_memory(error):
                 raise
@@ -84,23 +84,7 @@ def _batches(family: Family, info: ModelInfo, largest: int) -> Iterator[Timed]:
     """Ops that run their items one after the other are measured alone: their batches cost as the sum of them."""
     batches = Batches(family, info)
     yield from batches.once()
-    shares = SHARES if info.page_scheme is not None else (1.0,)
-    for share in shares:
-        for number in range(1, largest + 1):
-            yield batches.denoise((share,) * number)
-
-
-def _seconds(run: Callable[[], object]) -> float:
-    _timed(run)  # at a new size the first call takes longer
-    return statistics.median(_timed(run) for _ in range(TIMES))
-
-
-def _timed(run: Callable[[], object]) -> float:
-    started = time.monotonic()
-    run()
-    if torch.cuda.is_available():
-        torch.cuda.synchronize()
-    return time.monotonic() - started
+    yield from batches.steps(range(1, largest + 1))
 
 
 if __name__ == "__main__":

@@ -268,7 +268,7 @@ class ResidentModels:
             info = family.info(name)
             side = min(info.native_size, WARM_UP_SIDE) // info.token_size * info.token_size
             edit_once(family, side, info.max_text_tokens)
-            if self._configs[name].mask_aware:
+            if self._configs[name].mask_aware and info.can_edit:
                 edit_masked_once(family, side, info.max_text_tokens)
 
 
@@ -292,7 +292,7 @@ def _adapted(model: ModelInfo, adapter: Adapter) -> ModelInfo:
 def edit_once(family: Family, side: int, text_tokens: int, patches: PatchSet = ()) -> torch.Tensor:
     """Run a one-step edit of an empty square; returns uint8 [side, side, 3]."""
     empty = torch.zeros(side, side, 3, dtype=torch.uint8)
-    text = family.encode_text("", text_tokens, empty, patches)
+    text = family.encode_nothing(text_tokens, empty, patches)
     mask = torch.ones_like(empty[..., 0])
     steps = family.info("").min_inference_steps
     image = family.encode_image(empty, mask, seed=0, num_inference_steps=steps, num_denoising_steps=1)

@@ -6,7 +6,10 @@ from __future__ import annotations
 
 import asyncio
 import signal
+import time
 from collections.abc import AsyncIterator
+from itertools import pairwise
+from operator import attrgetter
 from pathlib import Path
 from random import Random
 
@@ -29,6 +32,7 @@ from fault_kit import (
     until,
 )
 
+from core.costs.load_report import StepSample
 from core.errors import EngineError
 from engine.client.async_engine import AsyncEngine
 
@@ -101,6 +105,30 @@ async def test_a_member_that_dies_or_hangs_takes_no_other_with_it(
     assert_alike(await ends(tasks), expected)
     await until(lambda: is_whole(engine) and count(engine, "rank_restarts") == deaths + 1)
     assert [old == new for old, new in zip(before, processes("worker"), strict=True)].count(False) == 1
+
+
+@pytest.mark.slow
+async def test_twenty_members_killed_at_random(engine: AsyncEngine, expected: dict[str, Told]) -> None:
+    """Nothing is lost or wrong, and steps go on within a second, whatever the killed one was in the middle of."""
+    random, gaps, steps = Random(20), list[float](), dict[float, StepSample]()
+    for _ in range(20):
+        await until(lambda: is_whole(engine))
+        tasks = await begin(engine, EDITS)
+        await asyncio.sleep(random.uniform(0.0, 0.5))
+        started = time.monotonic()
+        random.choice(processes("worker")[:2]).kill()
+        assert_alike(await ends(tasks), expected)
+        steps |= {step.started: step for of_engine in engine.recent_steps for step in of_engine}
+        gaps.append(longest_gap([step for step in steps.values() if step.started + step.seconds > started - 0.1]))
+    assert 2 in {step.degree for step in steps.values()}
+    print(f"longest gaps between steps in ms: {[round(gap * 1e3) for gap in sorted(gaps)]}")
+    assert max(gaps) <= 1.0 + max(step.seconds for step in steps.values())
+
+
+def longest_gap(steps: list[StepSample]) -> float:
+    """The longest time in seconds between the end of a step and the start of the next."""
+    steps.sort(key=attrgetter("started"))
+    return max((after.started - before.started - before.seconds for before, after in pairwise(steps)), default=0.0)
 
 
 async def test_a_step_in_which_a_member_fails_is_computed_by_one_rank(

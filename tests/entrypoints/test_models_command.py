@@ -19,6 +19,7 @@ from core.page_scheme import PageLayout
 from entrypoints.models import _describe, main
 from model_executor.checkpoint.describe import describe
 from tools.random_checkpoints import make_sd3
+from tools.random_dit_checkpoints import make_dit
 from tools.random_unet_checkpoints import make_sdxl
 
 
@@ -63,6 +64,13 @@ def test_a_unet_is_described(tmp_path: Path) -> None:
         in told
     )
     assert "5 keyframes of 81 int8 pages" in told
+
+
+def test_a_model_of_classes_is_described_without_pages(tmp_path: Path) -> None:
+    told = told_of(make_dit(tmp_path / "dit"))
+    assert "DDIMScheduler, 50 steps, 1000 classes\n" in told
+    assert "takes class_label (0 to 999), guidance_scale (classifier-free, default 4)\n" in told
+    assert told.endswith("pictures of 64 x 64 px\n")
 
 
 def test_variants_in_parts_are_counted_once(tmp_path: Path) -> None:

@@ -203,3 +203,11 @@ def test_an_adapter_has_a_name_of_its_own(tmp_path: Path, capsys: pytest.Capture
     with pytest.raises(SystemExit):
         parse_options(["--served-model-name", "hat", "--lora", f"hat={tmp_path}"])
     assert "--lora hat: adapters need names of their own" in capsys.readouterr().err
+
+
+def test_a_scheduling_policy_is_checked_before_anything_starts(capsys: pytest.CaptureFixture[str]) -> None:
+    path = "benchmarks.baselines.clockwork:Clockwork"
+    assert parse_options(["--scheduling-policy", path]).config.engine.scheduler.policy == path
+    with pytest.raises(SystemExit):
+        parse_options(["--scheduling-policy", "benchmarks.baselines.clockwork:Watch"])
+    assert "has no attribute 'Watch'" in capsys.readouterr().err

@@ -19,8 +19,8 @@ if TYPE_CHECKING:
 
 
 class Denoise(Message, OpWork, frozen=True, omit_defaults=True):
-    """One step: reads `condition`, `outside`, `sigmas` of `image_encode`, the text encoder's outputs, and `latents` and
-    `sampler` (the sampler's state, a series) as the step before has made them; makes new ones.
+    """One step: reads `condition`, `outside`, `sigmas` of `image_encode`, the text encoder's outputs unless it is of a
+    class, and `latents` and `sampler` (the sampler's state, a series) as the step before has made them; makes new ones.
     """
 
     # Every step.
@@ -30,7 +30,8 @@ class Denoise(Message, OpWork, frozen=True, omit_defaults=True):
     active: ArrayRef | None  # int32 indices of the tokens to compute; None: all, without pages
     guidance_scale: float
     keep_clean: bool  # also store `clean`, the predicted clean latents (z - sigma * v), for a partial image
-    true_cfg_scale: float = 1.0  # of classifier-free guidance, with a negative prompt
+    true_cfg_scale: float = 1.0  # of classifier-free guidance, with a negative prompt or class
+    class_label: int | None = None  # what it is a picture of, without text encoder; with guidance also of any class
     patches: PatchSet = ()
     # Mask-aware steps: where inactive tokens come from.
     pages: PageSpan | None = None
@@ -56,6 +57,7 @@ def _make(request: Request, node: Node, pages: NodePages) -> Denoise:
         active=canvas.active if pages.span else None,
         guidance_scale=spec.sampling.guidance_scale,
         true_cfg_scale=spec.sampling.true_cfg_scale or 1.0,
+        class_label=spec.class_label,
         keep_clean=progress.is_shown_next(node),
         pages=pages.span,
         full_blocks=pages.full_blocks,
@@ -75,9 +77,10 @@ DENOISE = RequestOp(
     sharing="together",
     parallel="sequence",
     inputs=(
-        Port("prompt_embeds", "text embeddings"),
-        Port("text_lengths", "text lengths"),
-        Port("pooled_prompt_embeds", "pooled text embeddings"),
+        # All three, or none in a picture of a class.
+        Port("prompt_embeds", "text embeddings", is_optional=True),
+        Port("text_lengths", "text lengths", is_optional=True),
+        Port("pooled_prompt_embeds", "pooled text embeddings", is_optional=True),
         Port("latents", "latents"),
         Port("condition", "condition"),
         Port("outside", "outside"),

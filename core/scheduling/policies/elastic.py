@@ -80,6 +80,7 @@ class Elastic(SchedulingPolicy):
     def on_end(self, request_id: str) -> None:
         self._places.pop(request_id, None)
         self._cases.pop(request_id, None)
+        self._work.forget(request_id)
 
     def choose(self, view: View, now: float) -> Sequence[Decision]:
         if not view.open_ranks:

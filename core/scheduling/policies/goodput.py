@@ -76,6 +76,7 @@ class Goodput(SchedulingPolicy):
 
     def on_end(self, request_id: str) -> None:
         self._passes_left = 0
+        self._work.forget(request_id)
         if self._shares is not None:
             self._shares.forget(request_id)
 
@@ -229,13 +230,7 @@ class GoodputPass(StepPass):
     def _rank(self, request: Request, node: Node) -> int:
         if self.shares is not None:
             return self.shares.rank(self.view, request, node)
-        return StepPass._rank(self, request, node) if node.name in request.workflow.step_names else self.view.ranks[-1]
-
-    def _ranks(self, request: Request, node: Node) -> tuple[int, ...]:
-        """One rank, unless the server computes steps on several together."""
-        if self.view.config.degree > 1:
-            return StepPass._ranks(self, request, node)
-        return (self._rank(request, node),)
+        return self._rank_apart(request, node)
 
     def _choose_nodes(self, request: Request, nodes: Sequence[Node]) -> None:
         """Work of requests with a due time was accounted for when they got a slot: it has no budget."""

@@ -58,6 +58,7 @@ class NeuStream(SchedulingPolicy):
 
     def on_end(self, request_id: str) -> None:
         self._alone.pop(request_id, None)
+        self._work.forget(request_id)
 
     def choose(self, view: View, now: float) -> Sequence[Decision]:
         streams = sorted(eligible(view), key=lambda request: (request.head.arrival, request.id))
@@ -109,14 +110,7 @@ class NeuStreamPass(StepPass):
         return list(self.stays)
 
     def _rank(self, request: Request, node: Node) -> int:
-        """Steps have a rank of their own."""
-        return StepPass._rank(self, request, node) if node.name in request.workflow.step_names else self.view.ranks[-1]
-
-    def _ranks(self, request: Request, node: Node) -> tuple[int, ...]:
-        """One rank, unless the server computes steps on several together."""
-        if self.view.config.degree > 1:
-            return StepPass._ranks(self, request, node)
-        return (self._rank(request, node),)
+        return self._rank_apart(request, node)
 
     def _choose_nodes(self, request: Request, nodes: Sequence[Node]) -> None:
         for node in nodes:

@@ -18,7 +18,8 @@ class SchedulingPolicy(ABC):
     """
 
     gives_up = False
-    """Whether it decides which requests are too late (`GiveUp`); otherwise `Deadlines` does."""
+    """Whether it decides which requests are too late (`GiveUp`), and is shown all that are not hopeless; otherwise
+    `Deadlines` does, and admission refuses those that are predicted to be late."""
 
     shares_steps = False
     """Whether several ranks compute a step together where that is useful, whatever `SchedulerConfig.degree` says."""

@@ -152,12 +152,17 @@ class StepPass:
         device = self._device(request, node)
         return self.view.ranks[0] if device is None else device
 
+    def _rank_apart(self, request: Request, node: Node) -> int:
+        """As `_rank`, but all other than steps goes to the last rank: these have the first to themselves."""
+        return StepPass._rank(self, request, node) if node.name in request.workflow.step_names else self.view.ranks[-1]
+
     def _ranks(self, request: Request, node: Node) -> tuple[int, ...]:
         """The ranks that compute a node together: one, but for steps whose pages all can read."""
         is_shared = node.name in request.workflow.step_names and op_of(node).parallel != "none"
-        if not is_shared or request.runs_on_one_rank or self._device(request, node) is not None:
+        degree = self.view.config.degree
+        if degree == 1 or not is_shared or request.runs_on_one_rank or self._device(request, node) is not None:
             return (self._rank(request, node),)
-        return self.view.ranks[: self.view.config.degree]
+        return self.view.ranks[:degree]
 
     def _device(self, request: Request, node: Node) -> int | None:
         """The only rank that can read a node's pages; None: there is none."""

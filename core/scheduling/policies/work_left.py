@@ -7,7 +7,7 @@ from typing import NamedTuple
 from core.graph.op import Op
 from core.graph.work import Work
 from core.graph.workflow import Node, op_of
-from core.scheduling.request import Request
+from core.scheduling.request import Request, Status
 from core.scheduling.view import View
 
 FORGET_EVERY = 4096
@@ -30,14 +30,29 @@ class WorkLeft:
 
     def __init__(self) -> None:
         self._known: dict[tuple[str, str, Work], float] = {}
+        self._waiting: dict[str, Left] = {}  # request id -> what it has left: all, while it waits
         self._questions = 0
 
+    def forget(self, request_id: str) -> None:
+        """Note that a request has ended."""
+        self._waiting.pop(request_id, None)
+
     def of(self, view: View, request: Request) -> Left:
-        """What is not sent yet."""
+        """What is not sent yet. Queues may be long, and are asked for often."""
+        if request.status is not Status.WAITING:
+            self._waiting.pop(request.id, None)
+            return self._of(view, request)
+        left = self._waiting.get(request.id)
+        if left is None:
+            left = self._of(view, request)
+            self._waiting[request.id] = left
+        return left
+
+    def _of(self, view: View, request: Request) -> Left:
         before, after = self._others(view, request)
         steps, seconds, tokens, keys = 0, 0.0, 0, 0
         for node in request.workflow.steps:
-            for times, work in _steps_of(request, node):
+            for times, work in steps_of(request, node):
                 steps += times
                 seconds += times * self._seconds(view, request.head.model, op_of(node), work)
                 tokens += times * sum(work.queries)
@@ -72,13 +87,14 @@ class WorkLeft:
         if self._questions >= FORGET_EVERY:
             self._questions = 0
             self._known.clear()
+            self._waiting.clear()
         seconds = self._known.get(key)
         if seconds is None:
             seconds = self._known[key] = view.batch_seconds(model, op, work)
         return seconds
 
 
-def _steps_of(request: Request, node: Node) -> list[tuple[int, Work]]:
+def steps_of(request: Request, node: Node) -> list[tuple[int, Work]]:
     """(number, work of one) of a node's steps that are left: those that compute all tokens, and mask-aware ones."""
     times, op, spec = request.progress.times_left(node), op_of(node), request.spec
     if not times:

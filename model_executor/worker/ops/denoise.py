@@ -73,8 +73,7 @@ def _step(context: WorkerContext, model: str, item: Item) -> _Step:
     active, box = (None, None) if work.active is None else _active(context, item, work.active, grid, latents.device)
     if active is not None and (work.full_blocks or family.sees_all_latents):
         latents, condition = _fill_inactive(context, model, work, sigma, active, latents, condition)
-    lengths = inputs["text_lengths"].long().tolist()
-    prompts = zip(inputs["prompt_embeds"].split(lengths), inputs["pooled_prompt_embeds"], strict=True)
+    prompts = _prompts(inputs) if work.class_label is None else _classes(family, work, work.class_label)
     pages = None if work.pages is None else _page_span(context, family, work, work.pages)
     rows = [
         Row(
@@ -90,11 +89,23 @@ def _step(context: WorkerContext, model: str, item: Item) -> _Step:
             pages=pages,
             full_blocks=work.full_blocks,
             patches=work.patches,
-            modulation=_modulation(context, family, item, work, (number, len(lengths)), pooled, inputs["sigmas"]),
+            modulation=_modulation(context, family, item, work, (number, len(prompts)), pooled, inputs["sigmas"]),
         )
         for number, (embeds, pooled) in enumerate(prompts)
     ]
     return _Step(rows, sample, work.true_cfg_scale, work.keep_clean)
+
+
+def _prompts(inputs: Mapping[str, Tensor]) -> list[tuple[Tensor, Tensor]]:
+    """(prompt_embeds, pooled_prompt_embeds) of each row, as the text encoder has made them."""
+    lengths = inputs["text_lengths"].long().tolist()
+    return list(zip(inputs["prompt_embeds"].split(lengths), inputs["pooled_prompt_embeds"], strict=True))
+
+
+def _classes(family: Family, work: Denoise, label: int) -> list[tuple[Tensor, Tensor]]:
+    """The same of a class, with guidance followed by any class."""
+    labels = [label] if work.true_cfg_scale <= 1.0 else [label, None]
+    return [(each.prompt_embeds, each.pooled_prompt_embeds) for each in map(family.encode_class, labels)]
 
 
 def _modulation(
@@ -185,7 +196,7 @@ def _put_step(
 class _Step:
     """One request's denoising step: its inputs, and how its prediction advances the sampler."""
 
-    rows: Sequence[Row]  # one for each prompt
+    rows: Sequence[Row]  # one for each prompt or class
     sample: Sample
     scale: float  # of classifier-free guidance, for two rows
     keep_clean: bool  # whether to output the clean prediction too, for a preview

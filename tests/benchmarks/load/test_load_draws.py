@@ -61,11 +61,27 @@ def test_arrivals_have_the_rate_and_spread_asked_for(burstiness: float, cv: floa
 
 
 @pytest.mark.parametrize(
-    ("arrivals", "rate", "burstiness"), [("gauss", 1.0, 1.0), ("poisson", 0.0, 1.0), ("poisson", 1.0, 0.0)]
+    ("arrivals", "rate", "burstiness"),
+    [
+        *[("gauss", 1.0, 1.0), ("poisson", 0.0, 1.0), ("poisson", 1.0, 0.0)],
+        *[("windows:1/1", 1.0, 1.0), ("windows:1/0/5", 1.0, 1.0), ("windows:1/1/inf", 1.0, 1.0)],
+    ],
 )
 def test_arrivals_that_cannot_be_drawn_are_refused(arrivals: str, rate: float, burstiness: float) -> None:
     with pytest.raises(ValueError, match="arrivals"):
         due_times(arrivals, 3, rate, burstiness, random())
+
+
+def test_each_window_of_arrivals_has_its_own_rate_and_spread() -> None:
+    due = np.array(due_times("windows:2/1/1000,20/4/1000", MANY, 1.0, 1.0, random()))
+    assert (np.diff(due) >= 0).all()
+    inside, busy = due % 2000, due % 2000 >= 1000
+    first = np.diff(due[~busy])[np.diff(inside[~busy]) > 0]
+    assert first.mean() == pytest.approx(1 / 2, rel=0.05)
+    assert first.std() / first.mean() == pytest.approx(1, rel=0.05)
+    second = np.diff(due[busy])[np.diff(inside[busy]) > 0]
+    assert second.mean() == pytest.approx(1 / 20, rel=0.2)
+    assert second.std() / second.mean() == pytest.approx(4, rel=0.1)
 
 
 def test_arrivals_at_once_and_from_a_trace(tmp_path: Path) -> None:

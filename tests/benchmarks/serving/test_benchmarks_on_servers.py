@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import get_args
 
@@ -56,6 +57,14 @@ def test_the_command_measures_a_server(stencil: Server, tmp_path: Path, capsys: 
     assert 0.1 < result["mask_ratio"] < 1
     (saved,) = tmp_path.glob("*.json")
     assert json.loads(saved.read_text())["num_edits"] == 6
+
+
+async def test_the_server_is_told_the_slo_of_an_edit(stencil: Server) -> None:
+    (call,) = (replace(call, slo_ms=1.0) for call in synthetic(MIX, 1, np.random.default_rng(0)))
+    for target, is_failed in ((Target(stencil.url, sends_slo=True), True), (Target(stencil.url), False)):
+        (outcome,) = (await send_on_time(target, [call], [0.0])).outcomes
+        assert outcome.is_failed is is_failed
+        assert outcome.refusal is None or outcome.refusal.status == 504
 
 
 async def test_failures_are_counted_and_not_raised(stencil: Server) -> None:

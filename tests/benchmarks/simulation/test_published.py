@@ -11,7 +11,7 @@ import pytest
 from benchmarks.simulation.__main__ import main
 from benchmarks.simulation.module_engine import OVERHEAD, POLICIES, serve
 from benchmarks.simulation.module_trace import Cell, ModuleTrace
-from benchmarks.simulation.published import DATA, PAPERS, Result, advantage, closeness
+from benchmarks.simulation.published import DATA, PAPERS, Result, advantage, closeness, mean_batches
 
 FILES = [DATA / name for names in PAPERS.values() for name in names]
 NUM_REQUESTS = 40
@@ -52,6 +52,14 @@ def test_every_policy_serves_a_trace(path: Path) -> None:
         )
 
 
+@pytest.mark.parametrize("path", FILES, ids=lambda path: path.stem)
+def test_clockwork_batches_requests_whose_objective_allows_it(path: Path) -> None:
+    trace = short(path, slo=5.0)
+    (cell,) = trace.cells()
+    mixed, equal = (mean_batches(serve(trace, cell, policy)) for policy in ("clockwork_ideal", "clockwork"))
+    assert mixed[trace.loop] > equal[trace.loop] >= 1
+
+
 def test_a_request_takes_as_long_as_the_tables_say() -> None:
     trace = short(FILES[0])
     (cell,) = trace.cells()
@@ -71,7 +79,12 @@ def test_the_command_writes_the_goodput_of_every_cell(tmp_path: Path, capsys: py
     (cell,) = json.loads(output.read_text())["cells"].items()
     assert cell[0] == next(trace.cells()).name
     assert set(cell[1]) == set(POLICIES)
-    assert "total" in capsys.readouterr().out
+    table = capsys.readouterr().out
+    assert "total" in table
+    for line in ("steps as drawn", "equal steps"):
+        (batches,) = (each for each in table.splitlines() if each.startswith(line))
+        assert batches.count("(1.00x)") >= 1, "clockwork's own"
+    assert all(any(line.startswith(module) for line in table.splitlines()) for module in trace.latency_seconds)
     assert len(list(tmp_path.glob("*.svg"))) == 2
 
 

@@ -13,9 +13,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from benchmarks.baselines.clusters import by_class, isolated
 from benchmarks.simulation import videos
 from benchmarks.simulation.__main__ import main
-from benchmarks.simulation.clusters import by_class, isolated
 from benchmarks.simulation.optimum import Share, batch_model, optimum, partition, queue_model, queue_seconds
 from benchmarks.simulation.video_engine import POLICIES, SIZES, serve
 from benchmarks.simulation.video_load import TOKENS, Arrival, VideoLoad, assumed

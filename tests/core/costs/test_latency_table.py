@@ -10,6 +10,7 @@ from hypothesis import strategies as st
 
 from core.costs.cost_model import CostKey, CostModel
 from core.costs.latency_table import LatencyTable, largest_batch
+from core.costs.profile import Profile, profile_of
 from core.graph.work import Work
 
 KEY = CostKey("f", (), "denoise", "cpu", 1)
@@ -64,7 +65,7 @@ def model() -> CostModel:
     cost = CostModel()
     for rows in (1, 2, 3, 4):
         cost.observe(KEY, work(rows, 100), 0.1 * rows)
-    cost.add_profile(KEY, LatencyTable([(1, 100.0, 0.2), (4, 100.0, 0.5)]))
+    cost.add_profile(KEY, Profile(LatencyTable([(1, 100.0, 0.2), (4, 100.0, 0.5)])))
     return cost
 
 
@@ -74,6 +75,19 @@ def test_profiled_work_is_predicted_from_its_table_and_other_work_by_the_line() 
     assert cost.predict(KEY, work(8, 100)) == pytest.approx(0.8, rel=0.05)
     assert cost.predict(CostKey("f", (), "decode", "cpu", 1), work(1, 100)) == 0.0
     assert cost.predict(KEY, Work((), ())) >= 0.0
+
+
+def test_masked_rows_are_predicted_from_the_table_of_their_number_of_tokens() -> None:
+    """Of 50 tokens computed, those that attend to 400 cost more than a picture that has no others."""
+    exact = [(work(rows, tokens), 1e-3 * rows * tokens) for rows in (1, 2) for tokens in (50, 100)]
+    masked = [(Work.of_pairs([(tokens, 400)] * rows), 1e-2 * rows * tokens) for rows in (1, 2) for tokens in (50, 400)]
+    profile = profile_of(exact + masked + [(work(rows, 400), 1.0) for rows in (1, 2)])
+    assert profile is not None
+    assert profile.largest == 2
+    assert profile.seconds(work(2, 75)) == pytest.approx(0.15)
+    assert profile.seconds(Work.of_pairs([(75, 400)])) == pytest.approx(0.5 + (25 / 350) * (2.5 - 0.5))
+    assert profile.seconds(Work.of_pairs([(75, 300)])) is None
+    assert profile_of(masked[:1]) is None, "without exact rows"
 
 
 def test_a_slower_machine_stretches_the_table() -> None:

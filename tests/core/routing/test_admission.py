@@ -73,3 +73,11 @@ def test_a_timeout_and_the_objective_hold_together() -> None:
     terms = Terms(timeout=4.0, slo=10.0)
     assert judge(Outlook(6.0, 1.0, is_idle=False), terms, EXACT).refused == "timeout"
     assert judge(Outlook(6.0, 1.0, is_idle=False), Terms(timeout=40.0, slo=5.0), EXACT).refused == "slo"
+
+
+def test_a_policy_that_gives_up_requests_itself_is_shown_all_that_are_not_hopeless() -> None:
+    busy, terms = Outlook(60.0, 5.0, is_idle=False), Terms(timeout=6.0, slo=10.0)
+    assert judge(busy, terms, EXACT).refused == "timeout"
+    verdict = judge(busy, terms, EXACT, gives_up=True)
+    assert (verdict.refused, verdict.has_objective) == (None, True)
+    assert judge(busy, Terms(timeout=3.0, slo=None), EXACT, gives_up=True).refused == "hopeless"

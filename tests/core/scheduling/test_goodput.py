@@ -17,6 +17,7 @@ from benchmarks.simulation.engine import Clock, Ranks, SimulatedEngine
 from benchmarks.simulation.machine import FrozenCosts
 from core.config import OnLate, SchedulerConfig, SchedulingPolicyName
 from core.costs.latency_table import LatencyTable
+from core.costs.profile import Profile
 from core.graph.work import Work
 from core.messages.engine import EngineRequest, Failed, Finished
 from core.messages.worker import Batch, ItemResult
@@ -42,7 +43,7 @@ class Engine(Ranks):
         self.scheduler = StepScheduler(config, {"m": MODEL}, cost=cost)
         cost.is_frozen = True
         table = LatencyTable([(number, TOKENS, seconds) for number, seconds in self.latencies.items()])
-        cost.add_profile(self.scheduler.cost_key("m", "denoise"), table)
+        cost.add_profile(self.scheduler.cost_key("m", "denoise"), Profile(table))
         of_steps = {("denoise", 1): {float(number): seconds for number, seconds in self.latencies.items()}}
         others = {(op, 1): {1.0: 0.0} for op in ("text_encode", "image_encode", "decode")}
         self.clock, self.sizes, self.ends = Clock(), list[int](), dict[str, float]()

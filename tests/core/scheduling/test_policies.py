@@ -13,8 +13,9 @@ from fakes import MODEL, FakeWorkers, make_edit
 from hypothesis import given
 from hypothesis import strategies as st
 
+from benchmarks.baselines.clockwork import Clockwork
 from core.config import SchedulerConfig, SchedulingPolicyName
-from core.errors import InvalidRequestError
+from core.errors import ConfigError, InvalidRequestError
 from core.messages.engine import Aborted, Finished
 from core.messages.worker import Batch, BatchResult
 from core.scheduling.dispatch import Decision, Dispatch
@@ -67,10 +68,10 @@ class Observed(SchedulingPolicy):
         self.inner.on_end(request_id)
 
 
-@pytest.mark.parametrize("name", POLICIES)
+@pytest.mark.parametrize("name", [*POLICIES, "benchmarks.baselines.clockwork:Clockwork"])
 @given(data=st.data(), num_ranks=st.integers(1, 3))
 def test_every_policy_ends_every_request_and_changes_nothing_itself(
-    name: SchedulingPolicyName, data: st.DataObject, num_ranks: int
+    name: str, data: st.DataObject, num_ranks: int
 ) -> None:
     """Requests come, abort and end at random moments, on ranks that answer in any order."""
     policy, workers = Observed(make_policy(name)), FakeWorkers(num_ranks)
@@ -146,3 +147,29 @@ def test_a_batch_of_two_ops_is_refused() -> None:
 def test_an_unknown_policy_is_refused_by_name() -> None:
     with pytest.raises(InvalidRequestError, match="Supported values are: 'step_batching'"):
         msgspec.structs.replace(SchedulerConfig(), policy="fastest")
+
+
+def test_a_policy_is_named_by_the_path_of_its_class() -> None:
+    config = SchedulerConfig(policy="benchmarks.baselines.clockwork:Clockwork")
+    assert isinstance(StepScheduler(config, {"m": MODEL})._policy, Clockwork)
+
+
+class NeedsArguments(Fixed):
+    def __init__(self, number: int) -> None:
+        super().__init__()
+
+
+@pytest.mark.parametrize(
+    ("name", "reason"),
+    [
+        ("fastest", "the policies are step_batching, goodput, neustream, and module:Class"),
+        ("no.such.module:Policy", "No module named 'no'"),
+        ("core.scheduling.policies.policy:NoPolicy", "no attribute 'NoPolicy'"),
+        ("core.scheduling.policies.policy:SchedulingPolicy", "SchedulingPolicy is no policy"),
+        ("core.scheduling.request:Request", "Request is no policy"),
+        (f"{__name__}:NeedsArguments", "made without arguments"),
+    ],
+)
+def test_a_name_that_is_no_policys_is_refused(name: str, reason: str) -> None:
+    with pytest.raises(ConfigError, match=reason):
+        make_policy(name)

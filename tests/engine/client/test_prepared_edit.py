@@ -52,7 +52,7 @@ def request_of(edit: PreparedEdit) -> EngineRequest:
     def alloc(nbytes: int) -> ArrayRef:
         return ArrayRef(0, 0, (nbytes,), "uint8")
 
-    return edit.make_request(0, "a", alloc, arrival=0.0, deadline=None, trace_context="")
+    return edit.make_request(0, "a", alloc, arrival=0.0, trace_context="")
 
 
 def test_two_passes_have_two_canvases() -> None:

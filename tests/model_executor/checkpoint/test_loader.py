@@ -122,7 +122,7 @@ def test_directory_without_index(tmp_path: Path) -> None:
 
 def test_unsupported_pipeline_names_the_supported(copy: Path) -> None:
     edit_json(copy / "model_index.json", _class_name="KandinskyPipeline")
-    assert_refused(copy, "KandinskyPipeline is not supported; supported: FluxFillPipeline, ")
+    assert_refused(copy, "KandinskyPipeline is not supported; supported: DiTPipeline, FluxFillPipeline, ")
 
 
 def test_unsupported_part(copy: Path) -> None:

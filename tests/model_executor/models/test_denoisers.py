@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from copy import deepcopy
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -12,12 +13,15 @@ import torch
 from thread_groups import ThreadGroups
 from torch import Tensor, nn
 
+from core.page_scheme import PageDtype
 from core.patches import Patch
+from model_executor.checkpoint.quantization import for_device
 from model_executor.kernels.linear import plain_linear
 from model_executor.kernels.low_rank import LowRank
 from model_executor.kernels.operators import Operators
 from model_executor.models.base import PrimeRow, Row
 from model_executor.models.denoiser import Denoiser
+from model_executor.models.dit_transformer import DiTTransformer
 from model_executor.models.flux_transformer import FluxTransformer
 from model_executor.models.qwen_transformer import QwenEditTransformer, QwenTransformer
 from model_executor.models.sd3_transformer import SD3Transformer
@@ -25,6 +29,7 @@ from model_executor.models.vae_family import pack, unpack
 from model_executor.page_cache.pages import Pages
 from model_executor.patches.adapters import Adapter
 from tools.random_checkpoints import flux_transformer, qwen_transformer, sd3_transformer
+from tools.random_dit_checkpoints import TINY, dit_transformer
 
 WIDTH = 64
 ROWS = [((6, 8), 8), ((3, 5), 8), ((8, 2), 11), ((1, 1), 5)]
@@ -41,6 +46,7 @@ class Case:
     denoiser: type[Denoiser]
     reference: Callable[[Any, Row], Tensor]
     num_pages: int
+    only_squares: bool = False  # the module takes no other pictures
 
 
 def of_flux(module: Any, row: Row) -> Tensor:
@@ -84,8 +90,25 @@ def of_qwen(module: Any, row: Row) -> Tensor:
     return output[: len(row.latents)]
 
 
+def of_dit(module: Any, row: Row) -> Tensor:
+    """With the row's embeddings of a class, which it has of no label."""
+    module, embeds = deepcopy(module), row.pooled_prompt_embeds.chunk(len(module.transformer_blocks))
+    for block, embed in zip(module.transformer_blocks, embeds, strict=True):
+        block.norm1.emb.class_embedder = nn.Module()
+        block.norm1.emb.class_embedder.forward = lambda labels, embed=embed: embed[None]
+    output = module(unpack(row.latents, row.grid), (row.sigma * 1000).round()[None], torch.zeros(1), return_dict=False)
+    return pack(output[0])[:, : row.latents.shape[1]]
+
+
 def sd3(**options: Any) -> Callable[[], Any]:
     return lambda: sd3_transformer(WIDTH, WIDTH, **options)
+
+
+DIT_BLOCKS = 3
+
+
+def dit() -> Any:
+    return dit_transformer(**TINY | {"num_layers": DIT_BLOCKS, "in_channels": 16, "out_channels": 32})
 
 
 CASES = {
@@ -97,6 +120,7 @@ CASES = {
     "second-attention-last": Case(sd3(dual_attention_layers=(2,)), SD3Transformer, of_sd3, 4),
     "qwen": Case(qwen_transformer, QwenTransformer, of_qwen, 3),
     "qwen-edit": Case(qwen_transformer, QwenEditTransformer, of_qwen, 3),
+    "dit": Case(dit, DiTTransformer, of_dit, DIT_BLOCKS, only_squares=True),
 }
 
 
@@ -125,12 +149,12 @@ def make_row(kind: Kind, seed: int, grid: tuple[int, int] = (6, 8), text_tokens:
     def draw(*shape: int) -> Tensor:
         return torch.randn(shape, generator=generator)
 
-    tokens = grid[0] * grid[1]
+    tokens, has_text = grid[0] * grid[1], not issubclass(kind if isinstance(kind, type) else type(kind), DiTTransformer)
     return Row(
         latents=draw(tokens, 64),
         condition=draw(tokens, 64) if kind.rows_per_token == 2 else torch.empty(tokens, 0),
-        prompt_embeds=draw(text_tokens, WIDTH),
-        pooled_prompt_embeds=draw(WIDTH),
+        prompt_embeds=draw(text_tokens, WIDTH) if has_text else torch.empty(0, 0),
+        pooled_prompt_embeds=draw(WIDTH if has_text else DIT_BLOCKS * WIDTH),
         sigma=torch.rand((), generator=generator),
         guidance_scale=1.0 + seed,
         grid=grid,
@@ -142,9 +166,9 @@ def forward(denoiser: Denoiser, rows: Sequence[Row]) -> list[Tensor]:
     return denoiser.forward(rows)
 
 
-def prime_row(denoiser: Denoiser, row: Row) -> PrimeRow:
+def prime_row(denoiser: Denoiser, row: Row, dtype: PageDtype = "float32") -> PrimeRow:
     """A row that primes the same inputs; its pages start with values that would be noticed."""
-    entry = torch.full([denoiser.page_layout("float32").entry_bytes(len(row.latents))], 0x7F, dtype=torch.uint8)
+    entry = torch.full([denoiser.page_layout(dtype).entry_bytes(len(row.latents))], 0x7F, dtype=torch.uint8)
     shared = ("latents", "condition", "prompt_embeds", "pooled_prompt_embeds", "sigma", "guidance_scale", "grid")
     return PrimeRow(**{name: getattr(row, name) for name in (*shared, "patches")}, hidden=None, entry=entry)
 
@@ -158,17 +182,18 @@ def prime(denoiser: Denoiser, row: PrimeRow, cuts: Sequence[int] = ()) -> None:
     assert row.hidden == ()
 
 
-def primed(denoiser: Denoiser, row: Row, active: Tensor = ACTIVE) -> Row:
+def primed(denoiser: Denoiser, row: Row, active: Tensor = ACTIVE, dtype: PageDtype = "float32") -> Row:
     """The row with these tokens active, over pages of its own inputs."""
-    template = prime_row(denoiser, row)
+    template = prime_row(denoiser, row, dtype)
     prime(denoiser, template)
-    layout = denoiser.page_layout("float32")
+    layout = denoiser.page_layout(dtype)
     return replace(row, active=active, pages=Pages(layout, len(row.latents), template.entry, None, 0.0))
 
 
 @pytest.mark.parametrize("number", range(len(ROWS)))
 def test_one_request_equals_the_module(case: Case, module: Any, number: int) -> None:
-    row = make_row(case.denoiser, number, *ROWS[number])
+    (rows, columns), text_tokens = ROWS[number]
+    row = make_row(case.denoiser, number, (rows, rows if case.only_squares else columns), text_tokens)
     with torch.inference_mode():
         expected = case.reference(module, row)
     (output,) = forward(case.denoiser(module, 1000, Operators(plain_linear)), [row])
@@ -212,6 +237,20 @@ def test_bits_do_not_depend_on_the_degree(adapted: Denoiser, groups: ThreadGroup
         for outputs in groups.run(lambda group, some=some: adapted.forward(some, group), range(degree)):
             for index, output in zip(order, outputs, strict=True):
                 assert torch.equal(output, alone[index]), (order, index)
+
+
+def test_bits_do_not_depend_on_the_degree_with_int8_weights_and_pages(case: Case, groups: ThreadGroups) -> None:
+    quantization = pytest.importorskip("torchao.quantization")
+    torch.manual_seed(0)
+    module = case.module().eval()
+    plain = forward(case.denoiser(module, 1000), [row := make_row(case.denoiser, 0)])[0]
+    quantization.quantize_(module, quantization.Int8WeightOnlyConfig(set_inductor_config=False))
+    denoiser = case.denoiser(for_device(module, torch.device("cpu")), 1000)
+    rows = [row, primed(denoiser, make_row(denoiser, 7), dtype="int8"), make_row(denoiser, 3, (4, 4), 11)]
+    alone = [forward(denoiser, [row])[0] for row in rows]
+    assert not torch.equal(alone[0], plain), "weights are quantised"
+    for outputs in groups.run(lambda group: denoiser.forward(rows, group), range(3)):
+        assert all(map(torch.equal, outputs, alone))
 
 
 SETS = [(), (Patch("a"),), (Patch("a"), Patch("b", -0.5)), (Patch("b", 0.7),), (Patch("a", 0.3),), ()]

@@ -5,27 +5,44 @@ from __future__ import annotations
 from pathlib import Path
 
 import msgspec
+import pytest
 
+from core.config import ModelConfig
 from core.costs.cost_model import CostModel
 from core.graph.work import Work
+from core.messages.worker import CostSample
 from core.model_info import ModelInfo
 from core.scheduling.ops.decode import DECODE
 from core.scheduling.ops.denoise import DENOISE
 from core.scheduling.predictor import Predictor
 from model_executor.models.base import Family
-from model_executor.worker.cost_probe import known_or_probed
-from model_executor.worker.profiler import SHARES, keep, profile
+from model_executor.worker.cost_probe import SHARES, SIDES, known_or_probed
+from model_executor.worker.joint_profiler import ROWS, joint_samples
+from model_executor.worker.profiler import keep, profile
 from model_executor.worker.resident import ResidentModels
+from tools.random_dit_checkpoints import make_dit
 
 LARGEST = 3
 
 
+@pytest.fixture
+def config(tiny_checkpoint: Path) -> ModelConfig:
+    return ModelConfig(model=str(tiny_checkpoint), served_model_name="tiny", dtype="float32", device="cpu")
+
+
+def is_step(sample: CostSample) -> bool:
+    return sample.op == "denoise"
+
+
 def test_steps_are_measured_by_batch_size_and_tokens(family: Family, info: ModelInfo) -> None:
     samples = profile(family, info, LARGEST)
-    steps = {(len(sample.work.queries), sample.work.queries[0]) for sample in samples if sample.op == "denoise"}
-    tokens = {number for _, number in steps}
-    assert steps == {(number, each) for number in range(1, LARGEST + 1) for each in tokens}
-    assert 2 <= len(tokens) <= len(SHARES)
+    steps = {(len(each.work.queries), each.work.queries[0], each.work.keys[0]) for each in samples if is_step(each)}
+    sizes = {(queries, keys) for _, queries, keys in steps}
+    assert steps == {(number, *size) for number in range(1, LARGEST + 1) for size in sizes}
+    exact = {queries for queries, keys in sizes if queries == keys}
+    assert len(exact) == len(SIDES)
+    assert {keys for queries, keys in sizes if queries < keys} == {max(exact)}, "masks are those of native pictures"
+    assert 2 <= len(sizes) - len(exact) <= len(SHARES)
     assert {sample.op for sample in samples} == {"text_encode", "image_encode", "decode", "denoise"}
     assert all(sample.seconds > 0 and sample.is_profile for sample in samples)
 
@@ -46,4 +63,37 @@ def test_the_next_start_predicts_from_the_tables(models: ResidentModels, info: M
 
 def test_a_model_without_pages_is_measured_with_exact_steps_alone(family: Family, info: ModelInfo) -> None:
     samples = profile(family, msgspec.structs.replace(info, page_scheme=None), 2)
-    assert all(sample.work.queries == sample.work.keys for sample in samples if sample.op == "denoise")
+    assert all(sample.work.queries == sample.work.keys for sample in samples if is_step(sample))
+
+
+def test_a_model_of_classes_is_measured_at_its_size_without_prompts(tmp_path: Path) -> None:
+    path = make_dit(tmp_path / "dit")
+    models = ResidentModels.open([ModelConfig(model=str(path), dtype="float32", device="cpu")])
+    models.load_all()
+    (info,) = models.ready(0).models
+    samples = profile(models.families[info.name], info, LARGEST)
+    tokens = info.num_image_tokens(info.native_size, info.native_size)
+    assert [each.work for each in samples if is_step(each)] == [
+        Work.of([tokens] * number) for number in range(1, LARGEST + 1)
+    ]
+    assert {sample.op for sample in samples} == {"image_encode", "decode", "denoise"}
+    probed = known_or_probed(models.families, [info], tmp_path)
+    assert {sample.op for sample in probed} == {"image_encode", "decode", "denoise"}
+
+
+def test_joint_steps_are_measured_by_degree(config: ModelConfig, info: ModelInfo) -> None:
+    """By two processes that are a group."""
+    samples = joint_samples(config, [2], threads=1)
+    assert {(sample.op, sample.degree, sample.is_profile) for sample in samples} == {("denoise", 2, True)}
+    assert {len(sample.work.queries) for sample in samples} == {*ROWS}
+    predictor = Predictor(CostModel(), {info.name: info})
+    predictor.learn(samples)
+    measured, key = samples[-1], predictor.key(info.name, DENOISE, degree=2)
+    assert predictor.cost.predict(key, measured.work) == measured.seconds
+    assert predictor.of_op(info.name, DENOISE, measured.work) == 0.0, "nothing is known of one rank"
+
+
+def test_a_rank_that_ends_early_is_reported(config: ModelConfig) -> None:
+    missing = msgspec.structs.replace(config, model=config.model + "-gone")
+    with pytest.raises(RuntimeError, match="a rank has ended"):
+        joint_samples(missing, [2], threads=1)

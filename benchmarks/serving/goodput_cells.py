@@ -1,0 +1,346 @@
+"""Goodput of scheduling policies on a server of several ranks, beside what the simulation predicts for the same cells.
+
+Cells differ in load, burstiness and objective; all policies get the same requests at the same times. First it is
+measured what requests take alone. Results are kept in a file: an interrupted command continues, and cells can be run
+one by one. Predictions come from the model's profile on this machine (`make profile ARGS="--threads 1"`).
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import base64
+import statistics
+import sys
+import tempfile
+from collections.abc import Iterator, Mapping, Sequence
+from concurrent.futures import ProcessPoolExecutor
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass
+from functools import cached_property
+from multiprocessing import get_context
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import numpy as np
+import psutil
+
+from benchmarks.load.arrivals import due_times
+from benchmarks.load.client import Target, send_on_time, warm_up
+from benchmarks.load.dataset import EditCall, Mix, generations, synthetic
+from benchmarks.load.lone import LoneLatency, measure_lone
+from benchmarks.load.process_tree import processes
+from benchmarks.load.server import start_server
+from benchmarks.load.workload import available_cores
+from benchmarks.serving.cell_outcomes import Outcomes, means_by_op, outcomes_of, surroundings_of
+from benchmarks.serving.recorded import CLOCKWORK, FILE, Recorded, read
+from benchmarks.simulation.server_engine import Known, Simulated, Surroundings, serve
+from core.config import EMBEDDED_MODEL, ModelConfig
+from core.ipc.atomic_file import write_atomically
+from core.messages.codec import MessageDecoder, encode
+from core.messages.engine import EngineRequest
+
+
+class Cell(msgspec.Struct, frozen=True):
+    """One load."""
+
+    load: float  # as a share of what the ranks would do one request at a time
+    cv: float  # coefficient of variation of the times between arrivals
+    slo: float  # objective, as a multiple of what a request takes alone
+
+    @property
+    def name(self) -> str:
+        return f"load={self.load:g} cv={self.cv:g} slo={self.slo:g}"
+
+
+CELLS = (
+    *(Cell(0.8, 1, 1.5), Cell(0.8, 4, 1.5)),
+    *(Cell(1.2, 1, 1.5), Cell(1.2, 4, 1.5), Cell(1.2, 1, 3), Cell(1.2, 4, 3)),
+)
+"""Two loads around capacity, steady and bursty, tight and loose objectives; without the two that any policy serves:
+little load with a loose objective."""
+
+POLICIES = {
+    "goodput": "goodput",
+    "clockwork": CLOCKWORK,
+    "step_batching": "step_batching",
+}
+"""Name -> scheduling policy."""
+
+STAGES = ("text_encode", "image_encode", "denoise", "decode")
+"""Ops whose normalised goodput is told."""
+
+SETTLE_SECONDS = 2.0
+"""For idle work, such as priming, after the warm-ups."""
+
+
+class Alone(msgspec.Struct, frozen=True):
+    """What requests take that have the server alone."""
+
+    lone: tuple[float, float]  # of LoneLatency: seconds, and seconds per step
+    surroundings: Surroundings
+    op_seconds: dict[str, float]  # op -> mean seconds of its batches
+    warm_ups: list[str]  # messages to the engine, as base64: of the requests that warm the cache
+    requests: list[str]  # likewise, of the calls in their order
+
+    @property
+    def latency(self) -> LoneLatency:
+        return LoneLatency(*self.lone)
+
+
+class Results(msgspec.Struct):
+    """The file."""
+
+    settings: dict[str, Any]
+    alone: Alone | None = None
+    measured: dict[str, dict[str, Outcomes]] = {}  # cell -> policy
+
+
+_DECODER: MessageDecoder[EngineRequest] = MessageDecoder(EngineRequest)
+
+
+@dataclass(frozen=True)
+class Bench:
+    """The workload, and the server that it is sent to."""
+
+    args: argparse.Namespace
+
+    @cached_property
+    def calls(self) -> list[EditCall]:
+        """The requests of every cell."""
+        args, random = self.args, np.random.default_rng(self.args.seed)
+        mix = Mix(
+            args.mask_ratio_dist,
+            f"fixed:{args.num_templates}",
+            num_inference_steps=args.num_inference_steps,
+            sizes=args.sizes,
+        )
+        make = synthetic if args.workload == "edits" else generations
+        return make(mix, args.num_prompts, random)
+
+    @property
+    def warm_ups(self) -> list[EditCall]:
+        """One edit of each template, twice; and as many generations."""
+        return 2 * self.calls[: self.args.num_templates]
+
+    def due(self, cell: Cell, alone: Alone) -> list[float]:
+        """When requests are due: Gamma arrivals, stretched so that the last comes when the rate says."""
+        mean = statistics.fmean(alone.latency.of(call.steps) for call in self.calls)
+        rate, number = cell.load * self.args.workers_per_engine / mean, len(self.calls)
+        random = np.random.default_rng([self.args.seed, round(1e3 * cell.cv)])
+        times = due_times("poisson", number, rate, cell.cv**-2, random)
+        return [time * number / rate / times[-1] for time in times]
+
+    @contextmanager
+    def server(self, policy: str) -> Iterator[tuple[Target, int, Path]]:
+        """A server with this policy, warm; (target, its process, file of its records)."""
+        args = self.args
+        flags = ["--model", args.model, "--dtype", args.dtype, "--threads", "1"]
+        flags += ["--workers-per-engine", str(args.workers_per_engine), "--scheduling-policy", policy]
+        with tempfile.TemporaryDirectory() as folder:
+            record = Path(folder) / "record"
+            with start_server(flags, environment={FILE: str(record)}) as server:
+                server.wait_for("/ready")
+                target = Target(server.url, extra=args.extra_body, sends_slo=True)
+                asyncio.run(self._warm(target))
+                yield target, server.process.pid, record
+
+    async def _warm(self, target: Target) -> None:
+        await warm_up(target, self.warm_ups, 1)
+        await asyncio.sleep(SETTLE_SECONDS)
+
+    # ------------------------------------------------------------------------------------------------ alone
+
+    def measure_alone(self) -> Alone:
+        """Send requests one by one: all edits, since each has its own mask, and the first generations."""
+        calls = self.calls if self.args.workload == "edits" else self.calls[: self.args.num_templates]
+        with self.server(_recorded("step_batching")) as (target, process, record):
+            lone = asyncio.run(measure_lone(target, self.calls, [call.steps for call in self.calls]))
+            before = _cpu_beside_workers(process)
+            run = asyncio.run(warm_up(target, calls, 1))
+            outside = (_cpu_beside_workers(process) - before + run.cpu_seconds) / len(calls)
+            arrivals, batches = read(record)
+        batches = [batch for batch in batches if batch.started >= run.started]
+        last = [arrival.head for arrival in arrivals[-len(calls) :]]
+        heads = last if len(last) == len(self.calls) else [_with_steps(last[0], call.steps) for call in self.calls]
+        return Alone(
+            lone=(lone.seconds, lone.per_step),
+            surroundings=surroundings_of(run, arrivals[-len(calls) :], batches, outside),
+            op_seconds=means_by_op(batches, lambda batch: batch.seconds),
+            warm_ups=[arrival.head for arrival in arrivals[: len(self.warm_ups)]],
+            requests=heads,
+        )
+
+    # ------------------------------------------------------------------------------------------------ a cell
+
+    def measure(self, cell: Cell, policy: str, alone: Alone) -> Outcomes:
+        calls = alone.latency.scaled(self.calls, cell.slo)
+        with self.server(_recorded(policy)) as (target, _, record):
+            run = asyncio.run(send_on_time(target, calls, self.due(cell, alone)))
+            _, batches = read(record)
+        before = [batch for batch in batches if batch.started < run.started]
+        return outcomes_of(run, before[-1], [batch for batch in batches if batch.started >= run.started])
+
+    def predict(self, cell: Cell, policy: str, alone: Alone, known: Known) -> Simulated:
+        slos = [call.slo_ms for call in alone.latency.scaled(self.calls, cell.slo)]
+        requests = [
+            msgspec.structs.replace(_decode(head), request_id=str(index), arrival=due, deadline=due + (slo or 0) / 1e3)
+            for index, (head, due, slo) in enumerate(zip(alone.requests, self.due(cell, alone), slos, strict=True))
+        ]
+        return serve(
+            known,
+            alone.surroundings,
+            POLICIES[policy],
+            requests,
+            [_decode(head) for head in alone.warm_ups],
+            num_ranks=self.args.workers_per_engine,
+            has_spare_cores=available_cores() > self.args.workers_per_engine,
+        )
+
+    @cached_property
+    def known(self) -> Known:
+        config = ModelConfig(model=self.args.model, dtype=self.args.dtype, threads=1)
+        with ProcessPoolExecutor(1, get_context("spawn")) as pool:  # torch's threads can be set once in a process
+            return pool.submit(Known.of, config).result()
+
+
+def _recorded(policy: str) -> str:
+    """The import path of the policy of POLICIES that also writes records."""
+    kinds: list[type[Recorded]] = [Recorded, *Recorded.__subclasses__()]
+    found = next(kind for kind in kinds if kind.inner == POLICIES[policy])
+    return f"{found.__module__}:{found.__name__}"
+
+
+def _decode(head: str) -> EngineRequest:
+    return _DECODER.decode(base64.b64decode(head))
+
+
+def _with_steps(head: str, steps: int) -> str:
+    request = _decode(head)
+    sampling = msgspec.structs.replace(request.spec.sampling, num_inference_steps=steps)
+    spec = msgspec.structs.replace(request.spec, sampling=sampling)
+    return base64.b64encode(encode(msgspec.structs.replace(request, spec=spec, rounds=(steps,)))).decode()
+
+
+def _cpu_beside_workers(root: int) -> float:
+    """CPU seconds so far of all processes of a server that are no workers."""
+    others = [process for process in processes(root) if not any("stencil-worker" in arg for arg in process.cmdline())]
+    return sum(times.user + times.system for times in map(psutil.Process.cpu_times, others))
+
+
+# ------------------------------------------------------------------------------------------------------ report
+
+
+def report(bench: Bench, results: Results) -> Iterator[str]:
+    """The table, of what is measured so far."""
+    alone = results.alone
+    if alone is None:
+        return
+    line = alone.latency
+    around = {name: f"{value * 1e3:.1f}" for name, value in asdict(alone.surroundings).items()}
+    yield (
+        f"alone: {line.seconds * 1e3:.0f} ms and {line.per_step * 1e3:.1f} ms a step; of these {around['prepare']} ms "
+        f"before and {around['deliver']} ms after the engine; {around['outside_cpu']} ms of CPU beside the workers; "
+        f"{around['trip']} ms between batches"
+    )
+    yield "predictions are from the profile" if bench.known.has_profile else "there is no profile: run `make profile`"
+    for cell in CELLS:
+        if of_cell := results.measured.get(cell.name):
+            yield from _cell_report(bench, cell, of_cell, alone)
+
+
+def _cell_report(bench: Bench, cell: Cell, measured: Mapping[str, Outcomes], alone: Alone) -> Iterator[str]:
+    predicted = {policy: bench.predict(cell, policy, alone, bench.known) for policy in measured}
+    number = len(bench.calls)
+    yield f"\n{cell.name}, {number} requests, {bench.due(cell, alone)[-1]:.0f} s"
+    names = f"{'in time':>8}{'predicted':>11}{'off by':>8}{'engine':>9}{'policy':>8}{'scheduler':>11}{'switch':>8}"
+    yield f"  {'':<15}{names}  batches"
+    for policy, of in measured.items():
+        simulated, worker = predicted[policy], of.worker_seconds
+        off = (of.in_time - simulated.in_time) / max(1, simulated.in_time)
+        yield (
+            f"  {policy:<15}{of.in_time:>8}{simulated.in_time:>11}{off:>8.1%}{of.engine_cpu / worker:>9.2%}"
+            f"{of.policy_cpu / worker:>8.2%}{simulated.scheduler_seconds / simulated.busy_seconds:>11.2%}"
+            f"{of.switching / worker:>8.2%}  " + " ".join(f"{size:.1f}" for _, size in of.batches)
+        )
+    yield from _compare(measured, predicted)
+    for policy, of in measured.items():
+        ends = {name: getattr(of, name) for name in ("late", "refused", "given_up", "failed")}
+        rates = {op: _normalised(bench, cell, alone, of, op) for op in STAGES if op in of.mean_batch}
+        others = ", ".join(f"{count} {name}" for name, count in ends.items() if count) or "none late"
+        yield f"  {policy:<15}{others}; normalised goodput " + ", ".join(f"{op} {g:.1f}" for op, g in rates.items())
+
+
+def _compare(measured: Mapping[str, Outcomes], predicted: Mapping[str, Simulated]) -> Iterator[str]:
+    ours = measured.get("goodput")
+    for policy, of in measured.items():
+        if ours is not None and policy != "goodput":
+            real = ours.in_time / max(1, of.in_time)
+            simulated = predicted["goodput"].in_time / max(1, predicted[policy].in_time)
+            batch = ours.mean_batch.get("denoise", 0.0) / of.mean_batch.get("denoise", 1.0)
+            yield f"  goodput against {policy}: {real:.3f} (predicted {simulated:.3f}), batches {batch:.2f}x"
+
+
+def _normalised(bench: Bench, cell: Cell, alone: Alone, of: Outcomes, op: str) -> float:
+    """NeuStream's equation 1 with the mean batch that was run: requests per second of all ranks."""
+    times = statistics.fmean(call.steps for call in bench.calls) if op == "denoise" else 1.0
+    num_ranks: int = bench.args.workers_per_engine
+    seconds: float = alone.op_seconds[op]
+    return of.mean_batch[op] * num_ranks / (cell.slo * seconds * times)
+
+
+# ------------------------------------------------------------------------------------------------------ command
+
+
+def main(argv: Sequence[str] | None = None) -> None:
+    args = _parser().parse_args(argv)
+    bench, kept = Bench(args), set(vars(args)) - {"results", "cells", "policies"}
+    settings = {name: str(getattr(args, name)) for name in sorted(kept)}
+    results = Results(settings)
+    if args.results.exists():
+        results = msgspec.json.decode(args.results.read_bytes(), type=Results)
+        if results.settings != settings:
+            sys.exit(f"error: {args.results} holds results of other settings: {results.settings}")
+    if results.alone is None:
+        results.alone = bench.measure_alone()
+        _keep(results, args.results)
+    for number in args.cells:
+        cell = CELLS[number - 1]
+        for policy in args.policies:
+            of_cell = results.measured.setdefault(cell.name, {})
+            if policy not in of_cell:
+                of_cell[policy] = bench.measure(cell, policy, results.alone)
+                _keep(results, args.results)
+                print(f"{cell.name} {policy}: {of_cell[policy].in_time} of {len(bench.calls)} in time", flush=True)
+    for line in report(bench, results):
+        print(line)
+
+
+def _keep(results: Results, path: Path) -> None:
+    write_atomically(path, msgspec.json.format(msgspec.json.encode(results)))
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.ArgumentDefaultsHelpFormatter)
+    parser.add_argument("--workload", choices=("edits", "generations"), default="edits", help="what is sent")
+    parser.add_argument("--model", default=EMBEDDED_MODEL, help="as for the server")
+    parser.add_argument("--dtype", default="auto", help="as for the server")
+    parser.add_argument("--workers-per-engine", type=int, default=2, help="ranks, of one thread each")
+    parser.add_argument("--results", type=Path, default=Path("goodput-cells.json"), help="where they are kept")
+    parser.add_argument(
+        "--cells", type=int, nargs="+", default=range(1, len(CELLS) + 1), help="numbers of cells, from 1 on"
+    )
+    parser.add_argument("--policies", nargs="+", default=list(POLICIES), choices=POLICIES, help="by name")
+    parser.add_argument("--num-prompts", type=int, default=150, help="requests of a cell")
+    parser.add_argument("--num-inference-steps", default="uniform:8-50", help="N, uniform:LOW-HIGH or choice:A,B,..")
+    parser.add_argument("--mask-ratio-dist", default="flashps-prod", help="of edits, see benchmark_serving")
+    parser.add_argument("--num-templates", type=int, default=8, help="of edits, all of them warm")
+    parser.add_argument("--sizes", default="256x256", help="of edits")
+    parser.add_argument("--extra-body", type=msgspec.json.decode, default={}, metavar="JSON", help="more fields")
+    parser.add_argument("--seed", type=int, default=0, help="of all draws")
+    return parser
+
+
+if __name__ == "__main__":
+    main()

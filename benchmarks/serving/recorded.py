@@ -1,0 +1,149 @@
+"""Scheduling policies that write down what they are shown: requests as they reach the engine, batches as they end.
+
+For `--scheduling-policy benchmarks.serving.recorded:Goodput` and so on; the file is named by the environment of the
+server. Every record is a line of JSON; what they mean: `Batch`, `Arrival`.
+"""
+
+from __future__ import annotations
+
+import base64
+import os
+import time
+from collections import defaultdict, deque
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import ClassVar
+
+import msgspec
+
+from core.messages.codec import MessageDecoder, encode
+from core.messages.engine import EngineRequest
+from core.messages.worker import Batch as SentBatch
+from core.messages.worker import BatchResult
+from core.scheduling.dispatch import Decision, Dispatch
+from core.scheduling.policies import make_policy, policy_class
+from core.scheduling.policies.policy import SchedulingPolicy
+from core.scheduling.request import Request
+from core.scheduling.view import View
+
+FILE = "STENCIL_POLICY_RECORD"
+"""Environment variable: the file to append to."""
+
+CLOCKWORK = "benchmarks.baselines.clockwork:Clockwork"
+
+
+class Arrival(msgspec.Struct, frozen=True, tag="arrival"):
+    """A request has reached the engine."""
+
+    head: str  # the EngineRequest, as base64 of its message
+    now: float  # seconds of CLOCK_MONOTONIC
+
+    @property
+    def request(self) -> EngineRequest:
+        return _DECODER.decode(base64.b64decode(self.head))
+
+
+class Batch(msgspec.Struct, frozen=True, tag="batch"):
+    """A batch of one rank has ended. Times are seconds of CLOCK_MONOTONIC."""
+
+    rank: int
+    op: str
+    requests: tuple[str, ...]  # ids; none for work of the activation cache
+    sent: float | None  # None: not known
+    started: float
+    seconds: float
+    # CPU seconds of the engine's process since it started: all of them, and those of the policy alone.
+    engine_cpu: float
+    policy_cpu: float
+
+    @property
+    def ended(self) -> float:
+        return self.started + self.seconds
+
+
+_DECODER: MessageDecoder[EngineRequest] = MessageDecoder(EngineRequest)
+
+
+def read(path: Path) -> tuple[list[Arrival], list[Batch]]:
+    """The records of a file, in the order of time."""
+    lines = [msgspec.json.decode(line, type=Arrival | Batch) for line in path.read_bytes().splitlines()]
+    batches = [line for line in lines if isinstance(line, Batch)]
+    return [line for line in lines if isinstance(line, Arrival)], sorted(batches, key=lambda batch: batch.started)
+
+
+class Recorded(SchedulingPolicy):
+    """Asks another policy. Subclasses name it."""
+
+    inner: ClassVar[str] = "step_batching"
+
+    def __init__(self) -> None:
+        self._policy = make_policy(self.inner)
+        self._file = Path(os.environ[FILE]).open("a", buffering=1)  # noqa: SIM115 - as long as its process
+        self._cpu = 0.0
+        self._sent: defaultdict[tuple[str, str], deque[float]] = defaultdict(deque)  # (request, node) -> times
+
+    def choose(self, view: View, now: float) -> Sequence[Decision]:
+        before = time.thread_time()
+        decisions = self._policy.choose(view, now)
+        self._cpu += time.thread_time() - before
+        for request, node in _items(decisions):
+            self._sent[request.id, node].append(now)
+        return decisions
+
+    def page_rank(self, template: str, ranks: Sequence[int]) -> int:
+        return self._policy.page_rank(template, ranks)
+
+    def on_arrival(self, request: Request) -> None:
+        self._write(Arrival(base64.b64encode(encode(request.head)).decode(), time.monotonic()))
+        self._policy.on_arrival(request)
+
+    def on_result(self, batch: SentBatch, result: BatchResult) -> None:
+        places = [(item.request_id, item.node) for item in batch.items]
+        sent = [self._sent[place].popleft() for place in places if self._sent[place]]
+        ids = tuple(name for name, _ in places) if sent else ()
+        for rank in batch.ranks:
+            self._write(
+                Batch(
+                    rank=rank,
+                    op=batch.op,
+                    requests=ids,
+                    sent=max(sent, default=None),
+                    started=result.started,
+                    seconds=result.seconds,
+                    engine_cpu=time.process_time(),
+                    policy_cpu=self._cpu,
+                )
+            )
+        self._policy.on_result(batch, result)
+
+    def on_end(self, request_id: str) -> None:
+        self._policy.on_end(request_id)
+        for place in [place for place in self._sent if place[0] == request_id and not self._sent[place]]:
+            del self._sent[place]
+
+    def _write(self, line: Arrival | Batch) -> None:
+        self._file.write(msgspec.json.encode(line).decode() + "\n")
+
+
+def _items(decisions: Sequence[Decision]) -> Iterator[tuple[Request, str]]:
+    for decision in decisions:
+        if isinstance(decision, Dispatch):
+            yield from ((request, node.name) for request, node in decision.items)
+
+
+class StepBatching(Recorded):
+    """`step_batching`."""
+
+
+class Goodput(Recorded):
+    """`goodput`."""
+
+    inner = "goodput"
+    gives_up = policy_class(inner).gives_up
+
+
+class Clockwork(Recorded):
+    """Clockwork on equal ranks."""
+
+    inner = CLOCKWORK
+    gives_up = policy_class(inner).gives_up

@@ -1,0 +1,100 @@
+"""The worker's loop: executes the engine's plans in order. `runner.py` computes their batches."""
+
+from __future__ import annotations
+
+import logging
+import time
+
+from core.errors import MessageError
+from core.ipc.logs import of_request
+from core.messages.codec import MessageDecoder
+from core.messages.salvage import WithheldItems, readable_plan
+from core.messages.worker import DropAdapter, LoadAdapter, Shutdown, StepPlan, ToWorker, TransferDone
+from model_executor.page_cache.page_store import PageStore
+from model_executor.worker.adapter_loader import AdapterLoader
+from model_executor.worker.component_loader import ComponentLoader
+from model_executor.worker.engine_link import EngineLink
+from model_executor.worker.exchange import Exchange
+from model_executor.worker.runner import Runner
+from model_executor.worker.tensor_store import TensorStore
+
+logger = logging.getLogger("stencil.worker")
+
+
+class Worker:
+    """Executes one plan after the other, and sends each batch's result as soon as it is done."""
+
+    def __init__(
+        self,
+        rank: int,
+        link: EngineLink,
+        loader: ComponentLoader,
+        store: TensorStore,
+        pages: PageStore,
+        runner: Runner,
+        exchange: Exchange,
+        adapters: AdapterLoader,
+    ) -> None:
+        self._rank = rank
+        self._link = link
+        self._loader = loader
+        self._store = store
+        self._pages = pages
+        self._runner = runner
+        self._exchange = exchange
+        self._adapters = adapters
+        self._decoder: MessageDecoder[ToWorker] = MessageDecoder(ToWorker)
+        self._withheld = WithheldItems()
+
+    def run(self) -> None:
+        """Do as the engine says, until a Shutdown. Raises PeerClosedError when the engine is gone, and errors that do
+        not belong to one request, such as a tensor to move that is missing."""
+        while not isinstance(message := self._next(), Shutdown):
+            match message:
+                case StepPlan():
+                    self._execute(message)
+                case LoadAdapter():
+                    self._adapters.load(message)
+                case DropAdapter():
+                    self._adapters.drop(message)
+
+    def _next(self) -> ToWorker:
+        """The next message. Of a plan that cannot be decoded, the part that can be executed; if there is none, skips
+        it."""
+        while True:
+            payload = self._link.recv()
+            try:
+                return self._decoder.decode(payload)
+            except MessageError as error:
+                logger.error("%s", error, extra=of_request(""))
+                saved = readable_plan(payload, self._rank, time.monotonic(), error)
+            if saved is not None:
+                self._withheld.update(saved.withheld)
+                for answer in saved.answers:
+                    self._link.send(answer)
+                return saved.plan
+
+    def close(self) -> None:
+        """End the I/O thread; queued copies are dropped, and no load is waited for."""
+        self._pages.close()
+        self._exchange.close()
+
+    def _execute(self, plan: StepPlan) -> None:
+        """Execute a plan in the order that StepPlan defines."""
+        for free in plan.free:
+            self._store.free(free.key)
+        for component in plan.unload:
+            self._loader.unload(component)
+        for component in plan.load:
+            self._loader.load(component)
+        self._pages.forget(each.key for each in plan.forget)
+        self._pages.delete(plan.delete)
+        for copy in plan.copies:
+            self._pages.start(copy)
+        self._exchange.begin_plan(plan.seq, plan.deliveries, plan.batches)
+        for transfer in plan.transfers:
+            self._link.send(TransferDone(rank=self._rank, ref=self._store.export(transfer.ref)))
+        for batch in plan.batches:
+            result = self._runner.run(batch)
+            self._exchange.end_batch(batch)
+            self._link.send(self._withheld.complete(result))

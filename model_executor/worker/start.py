@@ -1,0 +1,109 @@
+"""Starts a worker: loads its models, runs every op once, measures, and reports ready.
+
+Importing this module imports PyTorch, which reads its settings once: `worker.py` makes them before.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Sequence
+
+import msgspec
+
+from core.cache_folder import page_folder, user_cache_folder
+from core.config import CacheConfig
+from core.ipc.peer_sockets import PeerSockets
+from core.ipc.shared_array import Arena
+from core.memory_budget import CPU_REMEDIES, REMEDIES, bytes_to_come, check_fits
+from core.messages.worker import WorkerConfig, WorkerReady
+from model_executor.checkpoint.libraries import quiet_libraries
+from model_executor.page_cache.page_files import PageFiles
+from model_executor.page_cache.page_store import PageStore
+from model_executor.parallel.groups import Groups
+from model_executor.weights.taking import TakenWeights
+from model_executor.worker.adapter_loader import AdapterLoader
+from model_executor.worker.component_loader import ComponentLoader
+from model_executor.worker.cost_probe import known_or_probed
+from model_executor.worker.engine_link import EngineLink
+from model_executor.worker.exchange import Exchange
+from model_executor.worker.loader_thread import LoaderThread
+from model_executor.worker.memory_probe import device_page_bytes, gauge_of, room_for
+from model_executor.worker.ops.context import WorkerContext
+from model_executor.worker.plan_loop import Worker
+from model_executor.worker.resident import ResidentModels, set_threads
+from model_executor.worker.runner import Runner
+from model_executor.worker.tensor_store import TensorStore
+
+
+def start(
+    settings: WorkerConfig, link: EngineLink, arenas: Sequence[Arena], sockets: PeerSockets | None, num_threads: int
+) -> Worker:
+    """A worker that has reported ready. arenas: of pictures, pages and values. sockets: None in an engine of one rank.
+    Raises StencilError for a model that cannot be served.
+    """
+    arena, page_arena, value_arena = arenas
+    set_threads(num_threads)
+    quiet_libraries()
+    models = _opened(settings)
+    thread = LoaderThread()
+    taken = TakenWeights(settings.keeper) if settings.keeper else None
+    loader = ComponentLoader(settings.rank, models, link.report, thread, taken)
+    ready = _loaded(settings, models, loader)
+    store = TensorStore(settings.rank, models.device, value_arena)
+    pages = PageStore(
+        models.device,
+        page_arena,
+        _page_files(settings.cache),
+        link.report,
+        settings.rank,
+        has_device_tier=ready.device_page_bytes > 0,
+    )
+    exchange = Exchange(store, sockets)
+    groups = None if sockets is None else Groups(settings.rank, settings.group_seconds)
+    adapters = AdapterLoader(settings.rank, models, link.report, thread)
+    context = WorkerContext(models.families, store, arena, pages, models.prompts_of, exchange, adapters.wait)
+    runner = Runner(settings.rank, context, groups)
+    link.send(msgspec.structs.replace(ready, port=groups.port if groups else 0))
+    return Worker(settings.rank, link, loader, store, pages, runner, exchange, adapters)
+
+
+def _opened(settings: WorkerConfig) -> ResidentModels:
+    """The models, without their weights. Raises ConfigError for one whose weights exceed --model-bytes."""
+    models = ResidentModels.open(
+        settings.models,
+        has_device_tier=settings.cache.device_bytes != 0,
+        device_index=settings.device_index,
+        num_workers=settings.num_workers,
+    )
+    keys = {name: keys.values() for name, keys in models.keys.items()}
+    check_fits(keys, models.sizes, settings.scheduler.model_bytes)
+    return models
+
+
+def _loaded(settings: WorkerConfig, models: ResidentModels, loader: ComponentLoader) -> WorkerReady:
+    """Load what is served from the start, and measure how much memory that leaves and what batches cost."""
+    gauge = gauge_of(models.device)
+    with room_for("the model", CPU_REMEDIES if models.device.type == "cpu" else REMEDIES):
+        loader.load_first()
+        models.warm_up()
+    ready = models.ready(settings.rank)
+    page_bytes = device_page_bytes(
+        gauge,
+        models.loaded_families,
+        ready.models,
+        settings.cache,
+        settings.scheduler,
+        bytes_to_come(ready.sizes, ready.components, settings.scheduler.model_bytes),
+    )
+    samples = ready.samples
+    if settings.measures_costs:
+        kernels = {model.name: model.kernels for model in settings.models}
+        samples = known_or_probed(models.loaded_families, ready.models, user_cache_folder(os.environ), kernels)
+    return msgspec.structs.replace(ready, device_page_bytes=page_bytes, samples=samples)
+
+
+def _page_files(cache: CacheConfig) -> PageFiles | None:
+    """The disk tier, None if it is off."""
+    if cache.disk_bytes <= 0:
+        return None
+    return PageFiles(page_folder(cache.directory, os.environ), cache.disk_bytes)

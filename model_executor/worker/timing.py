@@ -1,0 +1,26 @@
+"""Times calls, for profiles."""
+
+from __future__ import annotations
+
+import statistics
+import time
+from collections.abc import Callable
+
+import torch
+
+TIMES = 3
+"""Calls after the first one, whose median counts."""
+
+
+def median_seconds(run: Callable[[], object]) -> float:
+    """Seconds of a call, of a median one. The first is not counted: at a new size it takes longer."""
+    _seconds(run)
+    return statistics.median(_seconds(run) for _ in range(TIMES))
+
+
+def _seconds(run: Callable[[], object]) -> float:
+    started = time.monotonic()
+    run()
+    if torch.cuda.is_available():
+        torch.cuda.synchronize()
+    return time.monotonic() - started

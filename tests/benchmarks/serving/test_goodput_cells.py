@@ -1,0 +1,138 @@
+"""Goodput of policies on a server, small; and what is made of records whose outcome is known."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import msgspec
+import pytest
+from fakes import MODEL, make_edit
+
+from benchmarks.load.client import Outcome, Refusal, Run
+from benchmarks.serving.cell_outcomes import outcomes_of
+from benchmarks.serving.goodput_cells import CELLS, main
+from benchmarks.serving.recorded import CLOCKWORK, Batch
+from benchmarks.simulation.server_engine import Known, Surroundings, serve
+from core.graph.op import OPS
+from core.graph.work import Work
+from core.messages.engine import EngineRequest
+from core.messages.worker import CostSample
+from tools.random_checkpoints import make_flux_fill
+
+SECONDS = {"text_encode": 0.1, "image_encode": 0.2, "denoise": 1.0, "decode": 0.4}
+"""Of one item of each op, whatever its size."""
+
+
+def batch(started: float, op: str = "denoise", rank: int = 0, sent: float | None = None, size: int = 1) -> Batch:
+    """One of a second."""
+    requests = tuple(map(str, range(size)))
+    sent = started if sent is None else sent
+    return Batch(rank, op, requests, sent, started, 1.0, engine_cpu=started / 100, policy_cpu=started / 1000)
+
+
+def outcome(latency: float, slo: float, status: int = 0) -> Outcome:
+    refusal = Refusal(status, "no") if status else None
+    return Outcome(0.0, 0.0, latency, None, "no" if status else "", {}, 1e3 * slo, refusal)
+
+
+def test_every_request_has_one_end() -> None:
+    every = [outcome(1.0, 2.0), outcome(3.0, 2.0), outcome(0.1, 2.0, 503), outcome(0.1, 2.0, 504), outcome(0, 2.0, 500)]
+    found = outcomes_of(Run(every, 9.0, 0.1), batch(0.0), [batch(1.0)])
+    ends = (found.in_time, found.late, found.refused, found.given_up, found.failed)
+    assert ends == (1, 1, 1, 1, 1)
+    assert found.sent == 5
+
+
+def test_a_rank_switches_where_it_had_another_op_to_do_and_waited() -> None:
+    batches = [
+        batch(0.0),
+        batch(1.01, "decode", sent=0.5),  # counts: it was there already
+        batch(2.51, sent=2.5),  # was sent after the end of the one before: the rank had no work
+        batch(3.6, sent=3.0),  # the same op
+        batch(0.0, "decode", rank=1),
+    ]
+    found = outcomes_of(Run([outcome(1.0, 2.0)], 5.0, 0.1), batch(0.0), batches)
+    assert found.switching == pytest.approx(0.01)
+    assert found.worker_seconds == pytest.approx(5.0)
+    assert (found.engine_cpu, found.policy_cpu) == (pytest.approx(0.036), pytest.approx(0.0036))
+
+
+def test_batches_are_told_by_op_and_over_time() -> None:
+    batches = [batch(0.0, size=2), batch(1.0, size=4), batch(7.0, size=6), batch(8.0, "decode", size=3)]
+    found = outcomes_of(Run([outcome(1.0, 2.0)], 9.0, 0.1), batch(0.0), batches)
+    assert found.mean_batch == {"denoise": 4.0, "decode": 3.0}
+    assert found.batches == [(2.5, 3.0), (7.5, 6.0)]
+
+
+# ------------------------------------------------------------------------------------------------------ the simulation
+
+
+def known() -> Known:
+    """Costs of one item each, learnt often enough to be exact."""
+    samples = [
+        CostSample(MODEL.name, OPS[op].component, op, Work.of([tokens] * number), number * seconds)
+        for op, seconds in SECONDS.items()
+        for tokens in (24, 256, 280)
+        for number in (1, 2, 4)
+        for _ in range(20)
+    ]
+    return Known(MODEL, (), tuple(samples))
+
+
+AROUND = Surroundings(prepare=0.5, deliver=0.25, trip=0.0, outside_cpu=0.125)
+ALONE = sum(SECONDS.values()) + 3 * SECONDS["denoise"] + AROUND.prepare + AROUND.deliver
+"""Seconds of a request of four steps."""
+
+
+def request(name: str, arrival: float, seconds: float) -> EngineRequest:
+    return msgspec.structs.replace(make_edit(name, steps=4, arrival=arrival), model=MODEL.name, deadline=seconds)
+
+
+@pytest.mark.parametrize(("seconds", "in_time"), [(1.05 * ALONE, 1), (0.95 * ALONE, 0)])
+def test_a_lone_request_takes_what_was_measured(seconds: float, in_time: int) -> None:
+    requests = [request("a", 2.0, 2.0 + seconds)]
+    served = serve(known(), AROUND, CLOCKWORK, requests, [], num_ranks=2, has_spare_cores=True)
+    assert served.in_time == in_time
+
+
+def test_without_spare_cores_other_processes_delay_the_ranks() -> None:
+    requests = [request("a", 2.0, 100.0)]
+    spare, scarce = (
+        serve(known(), AROUND, "goodput", requests, [request("w", 0.0, 0.0)], num_ranks=2, has_spare_cores=has)
+        for has in (True, False)
+    )
+    assert scarce.busy_seconds - spare.busy_seconds == pytest.approx(AROUND.outside_cpu)
+    assert spare.busy_seconds == pytest.approx(ALONE - AROUND.prepare - AROUND.deliver, rel=0.05)
+    assert [op for _, op, _ in spare.batches].count("denoise") == 4, "warm-ups do not count"
+
+
+# ------------------------------------------------------------------------------------------------------ a server
+
+
+def test_cells_are_measured_one_by_one_and_kept(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model, results = make_flux_fill(tmp_path / "flux"), tmp_path / "results.json"
+    flags = ["--model", str(model), "--results", str(results), "--num-prompts", "6", "--sizes", "64x64"]
+    flags += ["--num-inference-steps", "uniform:2-4", "--num-templates", "2", "--cells", "3"]
+    main([*flags, "--policies", "clockwork"])
+    main([*flags, "--policies", "clockwork", "goodput"])
+    kept = json.loads(results.read_text())
+    assert list(kept["measured"]) == [CELLS[2].name]
+    for of in kept["measured"][CELLS[2].name].values():
+        assert of["sent"] == 6 == sum(of[end] for end in ("in_time", "late", "refused", "given_up", "failed"))
+        assert of["failed"] == 0
+        assert of["busy"]["denoise"] > 0
+        assert 0 < of["policy_cpu"] < of["engine_cpu"]
+    around = kept["alone"]["surroundings"]
+    assert min(around[name] for name in ("prepare", "deliver", "outside_cpu")) > 0
+    assert len(kept["alone"]["requests"]) == 6
+    capsys.readouterr()
+    monkeypatch.setattr("benchmarks.serving.goodput_cells.start_server", None)  # all is kept
+    main([*flags, "--policies", "clockwork", "goodput"])
+    table = capsys.readouterr().out
+    assert "there is no profile" in table
+    assert "goodput against clockwork" in table
+    with pytest.raises(SystemExit, match="other settings"):
+        main([*flags, "--seed", "1"])
