@@ -30,9 +30,9 @@ MACHINE = 8
 MORE_MIXES = ((0.8, 0.1, 0.1), (0.1, 0.1, 0.8))
 """Beside those of the load: nearly all small, nearly all large."""
 
-VARIED_STEPS, VARIED_SHARE = 10, 2
-"""Where numbers are varied, requests make fewer and longer steps, cells have half of the requests and the mixes of the
-load alone, and policies that no conclusion needs are left out.
+VARIED_STEPS, VARIED_SHARE, VARIED_RATES = 5, 2, (0.0, 0.5, 1.0)
+"""Where numbers are varied, requests make fewer and longer steps, there are these cells with half of the requests and
+the mixes of the load alone, and policies that no conclusion needs are left out.
 """
 
 
@@ -222,7 +222,7 @@ NEEDED = (*STATIC, "SDoP 2 decoupled", "ddit", "ddit, no promotion", "elastic")
 def vary(load: VideoLoad, processes: int, cells: Sequence[Cell] = CELLS) -> Iterator[str]:
     """Which conclusions change with each assumed number."""
     load = msgspec.structs.replace(load, steps=VARIED_STEPS)
-    cells = [cell._replace(number=cell.number // VARIED_SHARE) for cell in cells]
+    cells = [cell._replace(number=cell.number // VARIED_SHARE) for cell in cells if cell.rate in VARIED_RATES]
 
     def found(load: VideoLoad) -> list[Conclusion]:
         return list(conclusions(list(run(load, cells, load.mixes, NEEDED, 1, processes))))
