@@ -35,7 +35,6 @@ would do, so that little is lost by it, and it ends sooner. While more requests 
 counts: where work comes faster than it is done, what is lost adds up.
 """
 
-
 FORGET_EVERY = 64
 """Passes after which what is known of waiting requests is predicted again."""
 
@@ -75,7 +74,8 @@ class Elastic(SchedulingPolicy):
 
     def on_result(self, batch: Batch, result: BatchResult) -> None:
         for item in batch.items:
-            self._places[item.request_id] = batch.ranks
+            if item.request_id in self._cases:  # neither work of the cache nor of a request that has ended
+                self._places[item.request_id] = batch.ranks
 
     def on_end(self, request_id: str) -> None:
         self._places.pop(request_id, None)
@@ -195,7 +195,8 @@ class ElasticPass(GroupPass):
         if request.id in self.groups:
             return GroupPass._rank(self, request, node)
         rank = StepPass._rank(self, request, node)
-        return self.view.ranks[0] if any(rank in group for group in self.groups.values()) else rank
+        is_taken = node.name in request.workflow.after_rounds and any(rank in of for of in self.groups.values())
+        return self.view.ranks[0] if is_taken else rank
 
     def _ranks(self, request: Request, node: Node) -> Ranks:
         if request.id in self.groups:

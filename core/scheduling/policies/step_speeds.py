@@ -14,7 +14,6 @@ from core.scheduling.view import View
 FORGET_EVERY = 1024
 """Questions after which all predictions are made again, so that what is learnt of steps is followed."""
 
-
 MIN_GAIN = 0.8
 """A rank gains by computing two steps together if that takes less than this share of their time one by one."""
 
