@@ -227,6 +227,13 @@ def _add_process_flags(group: argparse._ArgumentGroup) -> None:
         "decide",
     )
     group.add_argument(
+        "--max-degree",
+        default=default.scheduler.max_degree,
+        type=whole_number(1, 64),
+        metavar="N",
+        help="most workers that the policies elastic and ddit let compute a step together",
+    )
+    group.add_argument(
         "--data-parallel-size",
         default=default.data_parallel_size,
         type=whole_number(1, 256),

@@ -80,7 +80,7 @@ class StepScheduler:
         self.cost = cost or CostModel()
         residency = Residency(self.models, num_workers, sizes, config.model_bytes, self.cost.predict_load)
         self._policy = policy or make_policy(config.policy)
-        most_ranks = num_workers if self._policy.shares_steps else 1
+        most_ranks = min(num_workers, config.max_degree) if self._policy.shares_steps else 1
         self._predictor = Predictor(self.cost, self.models, residency.seconds_left, most_ranks)
         self._step_limit = StepLimit(config.max_num_batched_tokens)
         cache = cache or CacheConfig()

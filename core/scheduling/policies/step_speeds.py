@@ -47,7 +47,7 @@ class StepSpeeds:
         node = request.workflow.steps[-1]
         op, is_masked = op_of(node), request.spec.is_mask_aware and not node.canvas
         work = op.size(request.sizes_of(node, is_masked=is_masked))
-        most = len(view.ranks) if _can_be_shared(view, request, node) else 1
+        most = min(len(view.ranks), view.config.max_degree) if _can_be_shared(view, request, node) else 1
         key = request.head.model, op.name, work, most
         self._questions += 1
         if self._questions >= FORGET_EVERY:

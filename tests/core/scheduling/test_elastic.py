@@ -101,6 +101,7 @@ class Site:
     slots: int = 64
     is_profiled: bool = True
     ahead: bool = False
+    max_degree: int = 64
 
     def __post_init__(self) -> None:
         config = SchedulerConfig(
@@ -108,6 +109,7 @@ class Site:
             max_num_seqs=self.slots,
             max_plans_in_flight=2 if self.ahead else 1,
             max_ahead_ms=60000.0,
+            max_degree=self.max_degree,
         )
         model = msgspec.structs.replace(MODEL, page_scheme=SCHEME)
         cache = CacheConfig(host_bytes=10**9)
@@ -276,6 +278,13 @@ def test_requests_that_are_due_keep_their_place() -> None:
         site.serve(requests)
         is_first = _start(site, "urgent") <= min(_start(site, "0"), _start(site, "1"))
         assert is_first == (requests[-1].objective is not None)
+
+
+@pytest.mark.parametrize("policy", POLICIES)
+def test_no_more_ranks_than_allowed_compute_a_step(policy: SchedulingPolicyName) -> None:
+    site = Site(policy, 8, max_degree=2)
+    site.serve([picture("large", LARGE)])
+    assert {len(step.ranks) for step in site.clocks.steps} == {1, 2}
 
 
 def test_without_a_profile_every_step_has_one_rank() -> None:
