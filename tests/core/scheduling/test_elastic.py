@@ -284,7 +284,7 @@ def test_requests_that_are_due_keep_their_place() -> None:
 def test_no_more_ranks_than_allowed_compute_a_step(policy: SchedulingPolicyName) -> None:
     site = Site(policy, 8, max_degree=2)
     site.serve([picture("large", LARGE)])
-    assert {len(step.ranks) for step in site.clocks.steps} == {1, 2}
+    assert max(len(step.ranks) for step in site.clocks.steps) == 2
 
 
 def test_without_a_profile_every_step_has_one_rank() -> None:
