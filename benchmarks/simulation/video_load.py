@@ -87,6 +87,8 @@ def assumed(load: VideoLoad) -> Iterator[Assumed]:
     for name in ("144p", "240p"):
         yield Assumed(f"decode share of {name}", *(_with_share(load, name, factor) for factor in (0.5, 2.0)))
     for name, degree in ASSUMED_SPEEDS:
+        if load.speed[name][degree] == load.speed[name][degree // 2]:
+            continue  # half and twice of no gain are the same
         yield Assumed(f"gain of {name} at degree {degree}", *(_with_gain(load, name, degree, f) for f in (0.5, 2.0)))
 
 
@@ -104,10 +106,12 @@ def _with_share(load: VideoLoad, name: str, factor: float) -> VideoLoad:
 
 
 def _with_gain(load: VideoLoad, name: str, degree: int, factor: float) -> VideoLoad:
-    """A speed is at most the degree; those at other degrees stay."""
-    speed = dict(load.speed[name])
-    before = speed[degree // 2]
-    speed[degree] = min(before + factor * (speed[degree] - before), float(degree))
+    """A speed is at most the degree. Gains at higher degrees stay, up to one that is not assumed."""
+    speed, higher = dict(load.speed[name]), degree
+    more = (factor - 1) * (speed[degree] - speed[degree // 2])
+    while (name, higher) in ASSUMED_SPEEDS:
+        speed[higher] = min(speed[higher] + more, float(higher))
+        higher *= 2
     return msgspec.structs.replace(load, speed=load.speed | {name: speed})
 
 
