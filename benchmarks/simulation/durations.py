@@ -61,7 +61,7 @@ class Latencies:
 @dataclass(frozen=True)
 class TableDurations(Durations):
     """From a table. kind, size: of a batch in it; by default its op and its number of items, `sum(work.queries)` is its
-    number of tokens. transfer, delivery: seconds of each.
+    number of tokens. transfer, delivery, trip: seconds of each.
     """
 
     table: Latencies
@@ -69,6 +69,7 @@ class TableDurations(Durations):
     size: Callable[[Batch, Work], float] = lambda batch, work: len(batch.items)
     transfer: float = 0.0
     delivery: float = 0.0
+    trip: float = 0.0
 
     def batch_seconds(self, batch: Batch, work: Work) -> float:
         return self.table.seconds(self.kind(batch, work), len(batch.ranks), self.size(batch, work))
@@ -78,6 +79,9 @@ class TableDurations(Durations):
 
     def delivery_seconds(self, delivery: Delivery) -> float:
         return self.delivery
+
+    def trip_seconds(self) -> float:
+        return self.trip
 
 
 def batch_work(batch: Batch, requests: Mapping[str, EngineRequest], workflows: Mapping[str, Workflow]) -> Work:

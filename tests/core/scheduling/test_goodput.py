@@ -36,6 +36,7 @@ class Engine(Ranks):
     policy: SchedulingPolicyName
     on_late: OnLate = "drop"
     latencies: dict[int, float] = field(default_factory=lambda: LATENCIES)
+    trip: float = 0.0
 
     def __post_init__(self) -> None:
         config = SchedulerConfig(policy=self.policy, on_late=self.on_late, max_num_seqs=8, max_plans_in_flight=1)
@@ -48,7 +49,7 @@ class Engine(Ranks):
         others = {(op, 1): {1.0: 0.0} for op in ("text_encode", "image_encode", "decode")}
         self.clock, self.sizes, self.ends = Clock(), list[int](), dict[str, float]()
         self.outputs: dict[str, Output] = {}
-        durations = TableDurations(Latencies(of_steps | others))
+        durations = TableDurations(Latencies(of_steps | others), trip=self.trip)
         self.engine = SimulatedEngine(self.clock, self.scheduler, durations, self._note, self)
 
     def run(self, batch: Batch, rank: int) -> tuple[ItemResult, ...]:
@@ -85,9 +86,9 @@ def kinds(outputs: dict[str, Output]) -> dict[str, str]:
 
 
 def test_a_batch_grows_as_long_as_all_of_it_stay_in_time() -> None:
-    """Three together take 14 s; four would take 16 s."""
+    """Three together take 14 s, after a step of the first one alone; four would take 16 s."""
     engine = Engine("goodput")
-    outputs = engine.serve([edit(str(index), 10, 15.0) for index in range(4)])
+    outputs = engine.serve([edit(str(index), 10, 15.5) for index in range(4)])
     assert sorted(kinds(outputs).values()) == ["Finished"] * 3 + ["overloaded"]
     assert max(engine.sizes) == 3
 
@@ -176,3 +177,13 @@ def test_a_profile_is_used_for_work_that_it_has_and_the_line_for_other_work() ->
     key = engine.scheduler.cost_key("m", "denoise")
     assert engine.scheduler.cost.predict(key, Work.of([TOKENS] * 2)) == 1.2
     assert engine.scheduler.cost.predict(key, Work.of([TOKENS] * 3)) == 0.0, "no line was fitted"
+
+
+def test_pauses_between_batches_are_learnt_and_reckoned_with() -> None:
+    """A plan takes half as long to reach a rank as a step to compute, so two requests take 30 s in place of 20 s."""
+    linear = {number: float(number) for number in range(1, 9)}
+    for trip, most in ((0.0, 2), (0.5, 1)):
+        engine = Engine("goodput", latencies=linear, trip=trip)
+        engine.serve([edit("before", 60, None), *(edit(name, 10, 22.0, arrival=200.0) for name in "ab")])
+        assert max(engine.sizes) == most, "a second one is not begun"
+        assert sum(engine.ends[name] <= 222.0 for name in "ab") == most
