@@ -1,8 +1,8 @@
 """This tree against another commit: `make compare REF=<commit>`.
 
 Pictures: every family, exact and mask-aware, in float32 and bfloat16, alone and in a batch, on two ranks that compute
-each step together, two families on up to three ranks, compared by hash. Speeds: two servers, asked in turns. Exits with
-status 1 if a picture differs; speeds are printed, since a busy machine says little.
+each step together, some families on up to three ranks, compared by hash. Speeds: two servers, asked in turns. Exits
+with status 1 if a picture differs; speeds are printed, since a busy machine says little.
 """
 
 from __future__ import annotations

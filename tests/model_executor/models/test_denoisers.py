@@ -13,7 +13,9 @@ import torch
 from thread_groups import ThreadGroups
 from torch import Tensor, nn
 
+from core.page_scheme import PageDtype
 from core.patches import Patch
+from model_executor.checkpoint.quantization import for_device
 from model_executor.kernels.linear import plain_linear
 from model_executor.kernels.low_rank import LowRank
 from model_executor.kernels.operators import Operators
@@ -164,9 +166,9 @@ def forward(denoiser: Denoiser, rows: Sequence[Row]) -> list[Tensor]:
     return denoiser.forward(rows)
 
 
-def prime_row(denoiser: Denoiser, row: Row) -> PrimeRow:
+def prime_row(denoiser: Denoiser, row: Row, dtype: PageDtype = "float32") -> PrimeRow:
     """A row that primes the same inputs; its pages start with values that would be noticed."""
-    entry = torch.full([denoiser.page_layout("float32").entry_bytes(len(row.latents))], 0x7F, dtype=torch.uint8)
+    entry = torch.full([denoiser.page_layout(dtype).entry_bytes(len(row.latents))], 0x7F, dtype=torch.uint8)
     shared = ("latents", "condition", "prompt_embeds", "pooled_prompt_embeds", "sigma", "guidance_scale", "grid")
     return PrimeRow(**{name: getattr(row, name) for name in (*shared, "patches")}, hidden=None, entry=entry)
 
@@ -180,11 +182,11 @@ def prime(denoiser: Denoiser, row: PrimeRow, cuts: Sequence[int] = ()) -> None:
     assert row.hidden == ()
 
 
-def primed(denoiser: Denoiser, row: Row, active: Tensor = ACTIVE) -> Row:
+def primed(denoiser: Denoiser, row: Row, active: Tensor = ACTIVE, dtype: PageDtype = "float32") -> Row:
     """The row with these tokens active, over pages of its own inputs."""
-    template = prime_row(denoiser, row)
+    template = prime_row(denoiser, row, dtype)
     prime(denoiser, template)
-    layout = denoiser.page_layout("float32")
+    layout = denoiser.page_layout(dtype)
     return replace(row, active=active, pages=Pages(layout, len(row.latents), template.entry, None, 0.0))
 
 
@@ -235,6 +237,20 @@ def test_bits_do_not_depend_on_the_degree(adapted: Denoiser, groups: ThreadGroup
         for outputs in groups.run(lambda group, some=some: adapted.forward(some, group), range(degree)):
             for index, output in zip(order, outputs, strict=True):
                 assert torch.equal(output, alone[index]), (order, index)
+
+
+def test_bits_do_not_depend_on_the_degree_with_int8_weights_and_pages(case: Case, groups: ThreadGroups) -> None:
+    quantization = pytest.importorskip("torchao.quantization")
+    torch.manual_seed(0)
+    module = case.module().eval()
+    plain = forward(case.denoiser(module, 1000), [row := make_row(case.denoiser, 0)])[0]
+    quantization.quantize_(module, quantization.Int8WeightOnlyConfig(set_inductor_config=False))
+    denoiser = case.denoiser(for_device(module, torch.device("cpu")), 1000)
+    rows = [row, primed(denoiser, make_row(denoiser, 7), dtype="int8"), make_row(denoiser, 3, (4, 4), 11)]
+    alone = [forward(denoiser, [row])[0] for row in rows]
+    assert not torch.equal(alone[0], plain), "weights are quantised"
+    for outputs in groups.run(lambda group: denoiser.forward(rows, group), range(3)):
+        assert all(map(torch.equal, outputs, alone))
 
 
 SETS = [(), (Patch("a"),), (Patch("a"), Patch("b", -0.5)), (Patch("b", 0.7),), (Patch("a", 0.3),), ()]
