@@ -83,7 +83,7 @@ class ModelConfig(msgspec.Struct, frozen=True, kw_only=True):
         return EMBEDDED_NAME if self.model == EMBEDDED_MODEL else self.model
 
 
-SchedulingPolicyName = Literal["step_batching", "goodput", "neustream"]
+SchedulingPolicyName = Literal["step_batching", "goodput", "neustream", "elastic", "ddit"]
 """Policies that decide what runs together, see core.scheduling.policies. A user's own has an import path instead."""
 
 OnLate = Literal["drop", "last"]
@@ -102,7 +102,10 @@ class SchedulerConfig(msgspec.Struct, frozen=True, kw_only=True):
     max_plans_in_flight: int = 2  # per worker, the running one included; above 1 hides round trips behind computing
     # Another plan is sent to a busy worker only if its work is predicted to take less: an extra wait of new requests.
     max_ahead_ms: float = 10.0
-    degree: int = 1  # ranks that compute each step together, as far as so many live and its pages are in host memory
+    # Ranks that compute each step together, as far as so many live and its pages are in host memory. The policies
+    # elastic and ddit choose themselves.
+    degree: int = 1
+    max_degree: int = 64  # most ranks that the policies elastic and ddit let compute a step together
     model_bytes: int = 0  # weights that each worker may hold; 0: no limit
     max_retries: int = 2  # how often an image is run again after the engine or worker that ran it has died
 
@@ -115,6 +118,7 @@ class SchedulerConfig(msgspec.Struct, frozen=True, kw_only=True):
         check_decimal("max_stage_ms", self.max_stage_ms, 0, 60000)
         check_integer("max_plans_in_flight", self.max_plans_in_flight, 1, 64)
         check_integer("degree", self.degree, 1, 64)
+        check_integer("max_degree", self.max_degree, 1, 64)
         check_integer("max_retries", self.max_retries, 0, 100)
         check_decimal("max_ahead_ms", self.max_ahead_ms, 0)
         check_integer("model_bytes", self.model_bytes, 0, MAX_CACHE_BYTES)

@@ -106,6 +106,7 @@ def _config(args: argparse.Namespace) -> StencilConfig:
         max_num_batched_tokens=args.max_num_batched_tokens,
         max_stage_ms=args.max_stage_ms,
         degree=args.degree,
+        max_degree=args.max_degree,
         model_bytes=args.model_bytes,
         max_retries=args.max_retries,
     )

@@ -136,7 +136,8 @@ def _add_batch_flags(group: argparse._ArgumentGroup) -> None:
         metavar="NAME",
         help=f"what decides which requests run together: {', '.join(get_args(SchedulingPolicyName))}, or module:Class, "
         "a policy of your own; step_batching: the most urgent ones share a denoising step; goodput: those of which "
-        "most meet the latency objective (--slo-ms); neustream: a baseline",
+        "most meet the latency objective (--slo-ms); elastic: each on as many of the engine's workers as are useful "
+        "and free; neustream, ddit: baselines",
     )
     group.add_argument(
         "--on-late",
@@ -222,7 +223,15 @@ def _add_process_flags(group: argparse._ArgumentGroup) -> None:
         default=default.scheduler.degree,
         type=whole_number(1, 64),
         metavar="N",
-        help="workers of an engine that compute each denoising step together",
+        help="workers of an engine that compute each denoising step together; with the policies elastic and ddit these "
+        "decide",
+    )
+    group.add_argument(
+        "--max-degree",
+        default=default.scheduler.max_degree,
+        type=whole_number(1, 64),
+        metavar="N",
+        help="most workers that the policies elastic and ddit let compute a step together",
     )
     group.add_argument(
         "--data-parallel-size",

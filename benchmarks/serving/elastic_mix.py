@@ -11,6 +11,8 @@ from __future__ import annotations
 import argparse
 import asyncio
 import statistics
+import subprocess
+import sys
 import tempfile
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -23,7 +25,7 @@ from benchmarks.command import command, model_flags
 from benchmarks.load.arrivals import due_times
 from benchmarks.load.client import Run, Target, send_on_time, warm_up
 from benchmarks.load.dataset import EditCall, Mix, TraceLine, from_trace
-from benchmarks.load.server import ready_server
+from benchmarks.load.server import ROOT, ready_server
 from benchmarks.micro.large_checkpoint import write_checkpoint
 from benchmarks.report import Value, percentile, print_report
 
@@ -102,6 +104,8 @@ def main(argv: Sequence[str] | None = None) -> None:
         write_checkpoint(Path(args.model), NATIVE_SIDE, SHAPE)
         chosen = systems(args.ranks)
         chosen = {name: flags for name, flags in chosen.items() if not args.systems or name in args.systems}
+        if "elastic" in chosen:
+            _profile(args)
         lone = _lone_seconds(args)
         rate = args.load * args.ranks / sum(kind.share * lone[name] for name, kind in KINDS.items())
         measured = _measure(args, chosen, rate)
@@ -124,6 +128,13 @@ def _line(kind: Kind, random: np.random.Generator, templates: Iterator[int]) -> 
 
 def _with_steps(calls: Sequence[EditCall], steps: int) -> list[EditCall]:
     return [EditCall(call.prompt, steps, call.seed, call.image, call.mask, call.area) for call in calls]
+
+
+def _profile(args: argparse.Namespace) -> None:
+    """Measure steps by degree, from which `elastic` predicts."""
+    degrees = [str(degree) for degree in (1, 2, 4) if degree <= args.ranks]
+    flags = [*model_flags(args), "--max-num-seqs", "2", "--degrees", *degrees]
+    subprocess.run([sys.executable, "-m", "model_executor.worker.profiler", *flags], cwd=ROOT, check=True)
 
 
 def _lone_seconds(args: argparse.Namespace) -> dict[str, float]:

@@ -1,5 +1,5 @@
 """Latency by routing policy on simulated fleets: P95 and mean over seeds; with --paper or --trace instead goodput by
-scheduling policy on published traces.
+scheduling policy on published traces, or latency by scheduling policy of videos on several devices.
 
 Schedulers, caches, cost models, reports and the router are the code that serves; time and workers are simulated. Each
 run of a fleet prints one line of JSON; a table by scenario follows. With --trace, --output gets one JSON object.
@@ -20,12 +20,14 @@ import numpy as np
 
 from benchmarks.command import command
 from benchmarks.report import print_line
+from benchmarks.simulation import videos
 from benchmarks.simulation.cluster import Cluster
 from benchmarks.simulation.module_engine import OVERHEAD
 from benchmarks.simulation.module_trace import ModuleTrace
 from benchmarks.simulation.published import DATA, PAPERS, as_json, compare
 from benchmarks.simulation.published_plots import write_plots
 from benchmarks.simulation.scenario import SCENARIOS
+from benchmarks.simulation.video_load import VideoLoad
 from core.config import RouterPolicy
 
 POLICIES: tuple[RouterPolicy, ...] = get_args(RouterPolicy)
@@ -101,15 +103,19 @@ def _spread(values: Sequence[float]) -> str:
 def main(argv: Sequence[str] | None = None) -> None:
     parser = command(__doc__)
     parser.add_argument("--scenarios", nargs="+", default=["reference", "mix"], choices=SCENARIOS, help="by name")
-    parser.add_argument("--seeds", type=int, default=5, help="traces of each scenario")
+    parser.add_argument("--seeds", type=int, help="traces of each scenario; without this 5, of videos 1")
     parser.add_argument("--policies", nargs="+", default=POLICIES, choices=POLICIES, help="of the router")
     traces = parser.add_mutually_exclusive_group()
-    traces.add_argument("--paper", choices=PAPERS, help="serve the traces of this paper's authors")
+    traces.add_argument("--paper", choices=[*PAPERS, "ddit"], help="serve what this paper's authors have served")
     traces.add_argument("--trace", type=Path, metavar="FILE", help="serve the trace of a file of the same form")
     parser.add_argument("--plots", type=Path, metavar="FOLDER", help="with --paper or --trace: write plots there")
     parser.add_argument("--processes", type=int, default=os.cpu_count(), help="with --paper or --trace: runs at once")
     parser.add_argument("--overhead", type=float, default=OVERHEAD, help="share by which batches exceed their tables")
+    parser.add_argument("--vary", action="store_true", help="with --paper ddit: halve and double each assumed number")
     args = parser.parse_args(argv)
+    if args.paper == "ddit":
+        serve_videos(args)
+        return
     files = [DATA / name for name in PAPERS[args.paper]] if args.paper else [args.trace] if args.trace else []
     if files:
         serve_traces(files, args)
@@ -126,9 +132,19 @@ def serve_traces(files: Sequence[Path], args: argparse.Namespace) -> None:
             write_plots(args.plots, ModuleTrace.read(path), results[path])
 
 
+def serve_videos(args: argparse.Namespace) -> None:
+    if args.vary:
+        for line in videos.vary(VideoLoad.read(), args.processes):
+            print(line, flush=True)
+        return
+    results = videos.compare(args.seeds or 1, args.processes)
+    if args.output is not None:
+        args.output.write_text(videos.as_json(results))
+
+
 def simulate_fleets(args: argparse.Namespace) -> None:
     runs = list[Run]()
-    for seed in range(args.seeds):
+    for seed in range(args.seeds or 5):
         for scenario in args.scenarios:
             for policy in args.policies:
                 runs.append(simulate(scenario, policy, seed))

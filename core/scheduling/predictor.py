@@ -10,6 +10,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from core.costs.cost_model import CostKey, CostModel, extra_seconds
 from core.costs.load_report import RequestLoad
 from core.costs.profile import profile_of
+from core.costs.step_profiles import useful_degree
 from core.graph.op import OPS, Op
 from core.graph.work import Work
 from core.graph.workflow import Node, op_of
@@ -23,10 +24,17 @@ class Predictor:
     """All results are seconds; 0 for work unlike anything observed so far."""
 
     def __init__(
-        self, cost: CostModel, models: Mapping[str, ModelInfo], load_seconds: Callable[[str], float] = lambda model: 0.0
+        self,
+        cost: CostModel,
+        models: Mapping[str, ModelInfo],
+        load_seconds: Callable[[str], float] = lambda model: 0.0,
+        most_ranks: int = 1,
     ) -> None:
-        """load_seconds: model -> seconds until its weights are loaded."""
+        """load_seconds: model -> seconds until its weights are loaded. most_ranks: that compute a step together where
+        that is useful; what requests have left is predicted so.
+        """
         self.cost = cost
+        self._most_ranks = most_ranks
         self._load_seconds = load_seconds
         self._models = models
         self._keys: dict[tuple[str, str, int], CostKey] = {}  # (model, op, degree) -> key
@@ -100,7 +108,20 @@ class Predictor:
             num_full = min(steps, max(0, request.spec.num_full_steps - request.progress.scheduled[node.name]))
         line = self._coefficients(request, node)
         full, masked = extra_seconds(line, every, every), extra_seconds(line, active, every)
+        if self._most_ranks > 1 and steps:
+            full *= self._share_left(request, node, every, every)
+            masked *= self._share_left(request, node, active, every)
         return request.spec.num_rows * (num_full * full + (steps - num_full) * masked)
+
+    def _share_left(self, request: Request, node: Node, queries: int, keys: int) -> float:
+        """Time of a step on as many ranks as are useful, as a share of its time on one."""
+        if op_of(node).parallel == "none" or request.runs_on_one_rank:
+            return 1.0
+        work, seconds, degree = Work.of_pairs([(queries, keys)] * request.spec.num_rows), dict[int, float](), 1
+        while degree <= self._most_ranks and (found := self.of_step(request.head.model, op_of(node), work, degree)):
+            seconds[degree] = found
+            degree *= 2
+        return seconds[useful_degree(seconds)] / seconds[1] if seconds else 1.0
 
     def others_of(self, request: Request) -> Iterable[tuple[str, float]]:
         """(op, seconds) of a request's remaining work other than its steps."""

@@ -79,7 +79,9 @@ class StepScheduler:
             check_workflow(workflow)
         self.cost = cost or CostModel()
         residency = Residency(self.models, num_workers, sizes, config.model_bytes, self.cost.predict_load)
-        self._predictor = Predictor(self.cost, self.models, residency.seconds_left)
+        self._policy = policy or make_policy(config.policy)
+        most_ranks = min(num_workers, config.max_degree) if self._policy.shares_steps else 1
+        self._predictor = Predictor(self.cost, self.models, residency.seconds_left, most_ranks)
         self._step_limit = StepLimit(config.max_num_batched_tokens)
         cache = cache or CacheConfig()
         device_bytes = device_page_bytes or [cache.device_bytes or 0] * num_workers
@@ -96,7 +98,6 @@ class StepScheduler:
         self._deadlines = Deadlines(config.max_num_seqs, self._predictor.left_of, self._predictor.base_seconds)
         self._plan_seqs = count()
         self._dispatcher = Dispatcher(self.cache, self.values, self.ranks, self._predictor.of_batch, count())
-        self._policy = policy or make_policy(config.policy)
         self._checkpoints = Checkpoints(self.values)
         parts = self._requests, self.values, self.cache
         self._endings = Endings(*parts, self._note_end, self._outputs, self._free)

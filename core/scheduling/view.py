@@ -98,12 +98,11 @@ class View:
         """Predicted time of a batch; 0 for work unlike any observed so far."""
         return self._predict(model, op, work)
 
-    def step_seconds(self, request: Request, node: Node, degree: int, *, is_masked: bool) -> float:
-        """Predicted time of a step of a request alone on this many ranks; 0 if that is unknown, as it is at degrees
-        that were not profiled. is_masked: of a mask-aware step.
+    def step_seconds(self, model: str, op: Op, work: Work, degree: int) -> float:
+        """Predicted time of a step of one request alone on this many ranks; 0 if that is unknown, as it is at degrees
+        that were not profiled.
         """
-        op = op_of(node)
-        return self._predict_step(request.head.model, op, op.size(request.sizes_of(node, is_masked=is_masked)), degree)
+        return self._predict_step(model, op, work, degree)
 
     def largest_batch(self, model: str, op: Op) -> int | None:
         """The largest batch in the op's profile, in rows; None without one."""

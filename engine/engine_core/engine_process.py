@@ -11,6 +11,7 @@ import mmap
 import shutil
 import signal
 import traceback
+from collections.abc import Iterable
 from contextlib import closing
 from pathlib import Path
 from typing import Any
@@ -30,6 +31,8 @@ from core.ipc.shared_array import Arena, ArenaFd
 from core.messages.codec import MessageDecoder, encode
 from core.messages.engine import EngineAlive, EngineFailed, EngineOutputs, EngineReady, FromEngine, ToEngine
 from core.messages.salvage import failure_of, read_member, sendable_outputs
+from core.messages.worker import CostSample
+from core.scheduling.policies import policy_class
 from core.scheduling.scheduler import StepScheduler
 from core.scheduling.values import VALUE_BYTES
 from engine.engine_core.engine_core import EngineCore, RefusedRequest
@@ -117,6 +120,7 @@ async def _run_engine(config: EngineConfig, executor: Executor, link: _Link, tra
         sizes=executor.sizes,
     )
     scheduler.learn(executor.cost_samples, executor.components.items(), executor.ports)
+    _warn_of_missing_profile(config, executor.cost_samples)
     core = EngineCore(scheduler, executor, link.emit, trace, config.hang_seconds)
     link.emit(EngineReady(models=tuple(models.values()), device_page_bytes=min(filter(None, page_bytes), default=0)))
     async with asyncio.TaskGroup() as tasks:
@@ -124,6 +128,16 @@ async def _run_engine(config: EngineConfig, executor: Executor, link: _Link, tra
         await core.run()
         for feeder in feeders:
             feeder.cancel()
+
+
+def _warn_of_missing_profile(config: EngineConfig, samples: Iterable[CostSample]) -> None:
+    may_share = policy_class(config.scheduler.policy).shares_steps and config.scheduler.max_degree > 1
+    if may_share and config.workers_per_engine > 1 and all(sample.degree == 1 for sample in samples):
+        logger.warning(
+            "--scheduling-policy %s gives every request one worker, since no step was measured on several: make a "
+            "profile with --degrees (docs/parallelism.md)",
+            config.scheduler.policy,
+        )
 
 
 async def _feed_results(executor: Executor, core: EngineCore) -> None:

@@ -5,6 +5,8 @@ from importlib import import_module
 
 from core.config import SchedulingPolicyName
 from core.errors import ConfigError
+from core.scheduling.policies.ddit import Ddit
+from core.scheduling.policies.elastic import Elastic
 from core.scheduling.policies.goodput import Goodput
 from core.scheduling.policies.neustream import NeuStream
 from core.scheduling.policies.policy import SchedulingPolicy
@@ -14,6 +16,8 @@ _POLICIES: dict[SchedulingPolicyName, type[SchedulingPolicy]] = {
     "step_batching": StepBatching,
     "goodput": Goodput,
     "neustream": NeuStream,
+    "elastic": Elastic,
+    "ddit": Ddit,
 }
 
 

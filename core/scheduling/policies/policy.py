@@ -21,6 +21,9 @@ class SchedulingPolicy(ABC):
     """Whether it decides which requests are too late (`GiveUp`), and is shown all that are not hopeless; otherwise
     `Deadlines` does, and admission refuses those that are predicted to be late."""
 
+    shares_steps = False
+    """Whether several ranks compute a step together where that is useful, whatever `SchedulerConfig.degree` says."""
+
     @abstractmethod
     def choose(self, view: View, now: float) -> Sequence[Decision]:
         """What to dispatch now, in the order in which ranks are to run it. now: monotonic seconds."""

@@ -34,6 +34,7 @@ class StepPass:
     """One pass over a view; `run` is called once. Other policies override what they do otherwise."""
 
     view: View
+    apart: frozenset[str] = frozenset()  # ids of requests that are not admitted by the rule of `_admit`
     _candidates: list[tuple[Request, list[Node]]] = field(default_factory=list)  # most urgent first, with ready nodes
     _batches: dict[BatchKey, list[tuple[Request, Node]]] = field(default_factory=dict)  # in the order of dispatch
     _jobs: Sequence[CacheJob] = ()  # of the cache, oldest first
@@ -62,7 +63,7 @@ class StepPass:
         runs. No later request overtakes either of them.
         """
         running = self.view.requests.running
-        num_unseen, is_idle = len(running), not running
+        num_unseen, is_idle = sum(request.id not in self.apart for request in running), not running
         slots = self.view.config.max_num_seqs - sum(request.progress.steps_left > 0 for request in running)
         if any(request.runs_alone for request in running):
             slots = 0
@@ -70,6 +71,8 @@ class StepPass:
         for request in self.view.requests.live():
             if num_unseen == 0 and slots <= 0:
                 break  # all others wait; there may be thousands
+            if request.id in self.apart:
+                continue
             if request.status is Status.RUNNING:
                 admitted.append(request)
                 num_unseen -= 1
@@ -112,22 +115,25 @@ class StepPass:
     # ------------------------------------------------------------------------------------------------ the step
 
     def _choose_step(self) -> int:
-        """Choose the most urgent requests that fit, in one batch per model, op and ranks; returns the step's tokens. A
-        request above the token budget runs by itself.
+        """Choose the most urgent requests that fit, in one batch per model, op and ranks; returns the tokens of the
+        first rank's step. A request above the token budget runs by itself.
         """
         chosen: dict[BatchKey, list[tuple[Request, Node]]] = {}
-        num_seqs = num_tokens = 0
+        steps: dict[tuple[int, ...], tuple[int, int]] = {}  # ranks -> (requests, tokens) chosen for them
+        full: set[tuple[int, ...]] = set()
         for request, node in self._ready_steps():
-            sizes = request.sizes(node)
+            sizes, ranks = request.sizes(node), self._ranks(request, node)
+            num_seqs, num_tokens = steps.get(ranks, (0, 0))
             tokens = num_tokens + sizes.num_step_tokens * sizes.num_rows
-            is_full = num_seqs == self.view.config.max_num_seqs
+            is_full = ranks in full or num_seqs == self.view.config.max_num_seqs
             if is_full or (num_seqs and tokens > self.view.max_step_tokens):
-                break
-            chosen.setdefault((request.head.model, node.op, self._ranks(request, node)), []).append((request, node))
-            num_seqs, num_tokens = num_seqs + 1, tokens
+                full.add(ranks)
+                continue
+            chosen.setdefault((request.head.model, node.op, ranks), []).append((request, node))
+            steps[ranks] = num_seqs + 1, tokens
         for items in chosen.values():
             self._add(items)
-        return num_tokens
+        return sum(tokens for ranks, (_, tokens) in steps.items() if self.view.ranks[0] in ranks)
 
     def _ready_steps(self) -> Iterator[tuple[Request, Node]]:
         for request, ready in self._candidates:

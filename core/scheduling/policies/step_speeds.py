@@ -1,0 +1,74 @@
+"""StepSpeeds: what a request's steps take on one, two, four, ... ranks, and how many are useful."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from core.costs.step_profiles import useful_degree
+from core.graph.op import Op
+from core.graph.work import Work
+from core.graph.workflow import Node, op_of
+from core.scheduling.request import Request
+from core.scheduling.view import View
+
+FORGET_EVERY = 1024
+"""Questions after which all predictions are made again, so that what is learnt of steps is followed."""
+
+MIN_GAIN = 0.8
+"""A rank gains by computing two steps together if that takes less than this share of their time one by one."""
+
+
+@dataclass(frozen=True, slots=True)
+class Speeds:
+    """Of the steps of one size."""
+
+    seconds: dict[int, float]  # degree -> predicted seconds of a step; of 1 at least, 0: unknown
+    useful: int  # degree up to which every doubling saves much, B of DDiT
+    is_small: bool  # no more than one rank is useful, and it gains by computing two of them together
+
+
+NO_STEPS = Speeds({1: 0.0}, 1, is_small=True)
+"""Of a request without steps."""
+
+
+class StepSpeeds:
+    """Predictions are kept between passes: there are few different ones."""
+
+    def __init__(self) -> None:
+        self._known: dict[tuple[str, str, Work, int], Speeds] = {}
+        self._questions = 0
+
+    def of(self, view: View, request: Request) -> Speeds:
+        """Of a request's steps: of a mask-aware one those of its active tokens. More than one rank is of no use where
+        they cannot share its steps.
+        """
+        if not request.workflow.steps:
+            return NO_STEPS
+        node = request.workflow.steps[-1]
+        op, is_masked = op_of(node), request.spec.is_mask_aware and not node.canvas
+        work = op.size(request.sizes_of(node, is_masked=is_masked))
+        most = min(len(view.ranks), view.config.max_degree) if _can_be_shared(view, request, node) else 1
+        key = request.head.model, op.name, work, most
+        self._questions += 1
+        if self._questions >= FORGET_EVERY:
+            self._questions = 0
+            self._known.clear()
+        found = self._known.get(key)
+        if found is None:
+            found = self._known[key] = _speeds(view, request.head.model, op, work, most)
+        return found
+
+
+def _can_be_shared(view: View, request: Request, node: Node) -> bool:
+    has_pages_on_one_rank = node is request.workflow.paged and view.page_rank(request) is not None
+    return op_of(node).parallel != "none" and not request.runs_on_one_rank and not has_pages_on_one_rank
+
+
+def _speeds(view: View, model: str, op: Op, work: Work, most: int) -> Speeds:
+    seconds, degree = {1: view.step_seconds(model, op, work, 1)}, 2
+    while degree <= most and seconds[1] and (found := view.step_seconds(model, op, work, degree)):
+        seconds[degree] = found
+        degree *= 2
+    useful = useful_degree(seconds)
+    one, two = view.batch_seconds(model, op, work), view.batch_seconds(model, op, work + work)
+    return Speeds(seconds, useful, is_small=useful == 1 and (one == 0.0 or two < MIN_GAIN * 2 * one))
