@@ -61,6 +61,9 @@ CELLS = (
 """Two loads around capacity, steady and bursty, tight and loose objectives; without the two that any policy serves:
 little load with a loose objective."""
 
+NUMBERS = range(1, len(CELLS) + 1)
+"""Of cells, for the command line."""
+
 POLICIES = {
     "goodput": "goodput",
     "clockwork": CLOCKWORK,
@@ -207,8 +210,7 @@ class Bench:
 
 def _recorded(policy: str) -> str:
     """The import path of the policy of POLICIES that also writes records."""
-    kinds: list[type[Recorded]] = [Recorded, *Recorded.__subclasses__()]
-    found = next(kind for kind in kinds if kind.inner == POLICIES[policy])
+    found = next(kind for kind in Recorded.__subclasses__() if kind.inner == POLICIES[policy])
     return f"{found.__module__}:{found.__name__}"
 
 
@@ -328,9 +330,7 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--dtype", default="auto", help="as for the server")
     parser.add_argument("--workers-per-engine", type=int, default=2, help="ranks, of one thread each")
     parser.add_argument("--results", type=Path, default=Path("goodput-cells.json"), help="where they are kept")
-    parser.add_argument(
-        "--cells", type=int, nargs="+", default=range(1, len(CELLS) + 1), help="numbers of cells, from 1 on"
-    )
+    parser.add_argument("--cells", type=int, nargs="+", default=NUMBERS, choices=NUMBERS, help="numbers of cells")
     parser.add_argument("--policies", nargs="+", default=list(POLICIES), choices=POLICIES, help="by name")
     parser.add_argument("--num-prompts", type=int, default=150, help="requests of a cell")
     parser.add_argument("--num-inference-steps", default="uniform:8-50", help="N, uniform:LOW-HIGH or choice:A,B,..")

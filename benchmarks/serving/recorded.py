@@ -74,7 +74,7 @@ def read(path: Path) -> tuple[list[Arrival], list[Batch]]:
 class Recorded(SchedulingPolicy):
     """Asks another policy. Subclasses name it."""
 
-    inner: ClassVar[str] = "step_batching"
+    inner: ClassVar[str]
 
     def __init__(self) -> None:
         self._policy = make_policy(self.inner)
@@ -133,6 +133,8 @@ def _items(decisions: Sequence[Decision]) -> Iterator[tuple[Request, str]]:
 
 class StepBatching(Recorded):
     """`step_batching`."""
+
+    inner = "step_batching"
 
 
 class Goodput(Recorded):

@@ -8,13 +8,14 @@ batch takes OVERHEAD longer than in the tables.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 from benchmarks.baselines.clockwork import Clockwork
 from benchmarks.simulation.durations import Latencies, TableDurations
-from benchmarks.simulation.engine import Clock, Ranks, SimulatedEngine
+from benchmarks.simulation.engine import Clock, SimulatedEngine
 from benchmarks.simulation.machine import FrozenCosts
 from benchmarks.simulation.module_trace import Cell, ModuleTrace
+from benchmarks.simulation.recorder import BatchNote, Recorder
 from benchmarks.simulation.scenario import MODEL, PIXELS
 from core.config import SchedulerConfig
 from core.costs.latency_table import LatencyTable
@@ -25,7 +26,7 @@ from core.graph.workflow import Edge, Node, Region, Workflow
 from core.handles import ArrayRef
 from core.messages.engine import EditSpec, EngineRequest, Finished
 from core.messages.message import Message
-from core.messages.worker import Batch, CostSample, ItemResult
+from core.messages.worker import CostSample
 from core.sampling_params import SamplingParams
 from core.scheduling.node_cache import NodePages
 from core.scheduling.ops.request_op import RequestOp
@@ -66,19 +67,7 @@ class Served:
     """What one policy made of one cell."""
 
     goodput: int  # requests done in time
-    batches: list[tuple[float, str, int]]  # (seconds, module, requests) of every batch, when it ended
-
-
-@dataclass
-class Recorder(Ranks):
-    """Ranks that note the batches that they run."""
-
-    clock: Clock
-    batches: list[tuple[float, str, int]] = field(default_factory=list)
-
-    def run(self, batch: Batch, rank: int) -> tuple[ItemResult, ...]:
-        self.batches.append((self.clock.now, batch.op, len(batch.items)))
-        return super().run(batch, rank)
+    batches: list[BatchNote]  # modules are ops
 
 
 def serve(trace: ModuleTrace, cell: Cell, policy: str, overhead: float = OVERHEAD) -> Served:

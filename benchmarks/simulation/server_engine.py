@@ -9,12 +9,13 @@ from __future__ import annotations
 import os
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 import msgspec
 
 from benchmarks.simulation.durations import Durations
-from benchmarks.simulation.engine import Clock, Ranks, SimulatedEngine
+from benchmarks.simulation.engine import Clock, SimulatedEngine
+from benchmarks.simulation.recorder import BatchNote, Recorder
 from core.cache_folder import user_cache_folder
 from core.config import ModelConfig, SchedulerConfig
 from core.costs.cost_model import CostModel
@@ -22,7 +23,7 @@ from core.graph.op import OPS
 from core.graph.work import Work
 from core.handles import LoadedComponent
 from core.messages.engine import EngineRequest, Finished
-from core.messages.worker import Batch, BatchResult, CostSample, ItemResult, StepPlan
+from core.messages.worker import Batch, BatchResult, CostSample, StepPlan
 from core.model_info import ModelInfo
 from core.scheduling.outputs import Output
 from core.scheduling.predictor import Predictor
@@ -85,18 +86,6 @@ class Measured(Durations):
         return self._trip
 
 
-@dataclass
-class Recorder(Ranks):
-    """Ranks that note their batches."""
-
-    clock: Clock
-    batches: list[tuple[float, str, int]] = field(default_factory=list)
-
-    def run(self, batch: Batch, rank: int) -> tuple[ItemResult, ...]:
-        self.batches.append((self.clock.now, batch.op, len(batch.items)))
-        return super().run(batch, rank)
-
-
 class TimedScheduler(StepScheduler):
     """Counts the time that it takes."""
 
@@ -119,7 +108,7 @@ class Simulated:
     """What became of the requests."""
 
     in_time: int
-    batches: list[tuple[float, str, int]]  # (seconds, op, requests) of every batch, when it ended
+    batches: list[BatchNote]
     busy_seconds: float  # of all ranks
     scheduler_seconds: float  # of the real machine
 
