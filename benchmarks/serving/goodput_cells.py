@@ -78,6 +78,10 @@ SETTLE_SECONDS = 2.0
 """For idle work, such as priming, after the warm-ups."""
 
 
+LONG = 1000.0
+"""Seconds that are enough for any request alone."""
+
+
 class Alone(msgspec.Struct, frozen=True):
     """What requests take that have the server alone."""
 
@@ -185,20 +189,37 @@ class Bench:
         before = [batch for batch in batches if batch.started < run.started]
         return outcomes_of(run, before[-1], [batch for batch in batches if batch.started >= run.started])
 
-    def predict(self, cell: Cell, policy: str, alone: Alone, known: Known) -> Simulated:
-        slos = [call.slo_ms for call in alone.latency.scaled(self.calls, cell.slo)]
+    def predict(self, cell: Cell, policy: str, alone: Alone, stretch: Mapping[str, float]) -> Simulated:
+        """stretch: of `stretch`."""
+        slos = [call.slo_ms or 0.0 for call in alone.latency.scaled(self.calls, cell.slo)]
+        due = self.due(cell, alone)
+        until = [when + slo / 1e3 for when, slo in zip(due, slos, strict=True)]
+        return self._simulate(POLICIES[policy], alone, due, until, stretch)
+
+    def stretch(self, alone: Alone) -> dict[str, float]:
+        """Op -> what batches took of requests that had the server alone, as a multiple of the profile: on a server they
+        do not find their weights and pages in the processor's cache.
+        """
+        due = [LONG * index for index in range(len(alone.requests))]
+        simulated = self._simulate("step_batching", alone, due, [when + LONG for when in due], {})
+        return {op: alone.op_seconds[op] / seconds for op, seconds in simulated.op_seconds.items() if seconds}
+
+    def _simulate(
+        self, policy: str, alone: Alone, due: Sequence[float], until: Sequence[float], stretch: Mapping[str, float]
+    ) -> Simulated:
         requests = [
-            msgspec.structs.replace(_decode(head), request_id=str(index), arrival=due, deadline=due + (slo or 0) / 1e3)
-            for index, (head, due, slo) in enumerate(zip(alone.requests, self.due(cell, alone), slos, strict=True))
+            msgspec.structs.replace(_decode(head), request_id=str(index), arrival=when, deadline=end)
+            for index, (head, when, end) in enumerate(zip(alone.requests, due, until, strict=True))
         ]
         return serve(
-            known,
+            self.known,
             alone.surroundings,
-            POLICIES[policy],
+            policy,
             requests,
             [_decode(head) for head in alone.warm_ups],
             num_ranks=self.args.workers_per_engine,
             has_spare_cores=available_cores() > self.args.workers_per_engine,
+            stretch=stretch,
         )
 
     @cached_property
@@ -247,13 +268,17 @@ def report(bench: Bench, results: Results) -> Iterator[str]:
         f"{around['trip']} ms between batches"
     )
     yield "predictions are from the profile" if bench.known.has_profile else "there is no profile: run `make profile`"
+    stretch = bench.stretch(alone)
+    yield "batches alone, as a multiple of it: " + ", ".join(f"{op} {value:.2f}" for op, value in stretch.items())
     for cell in CELLS:
         if of_cell := results.measured.get(cell.name):
-            yield from _cell_report(bench, cell, of_cell, alone)
+            yield from _cell_report(bench, cell, of_cell, alone, stretch)
 
 
-def _cell_report(bench: Bench, cell: Cell, measured: Mapping[str, Outcomes], alone: Alone) -> Iterator[str]:
-    predicted = {policy: bench.predict(cell, policy, alone, bench.known) for policy in measured}
+def _cell_report(
+    bench: Bench, cell: Cell, measured: Mapping[str, Outcomes], alone: Alone, stretch: Mapping[str, float]
+) -> Iterator[str]:
+    predicted = {policy: bench.predict(cell, policy, alone, stretch) for policy in measured}
     number = len(bench.calls)
     yield f"\n{cell.name}, {number} requests, {bench.due(cell, alone)[-1]:.0f} s"
     names = f"{'in time':>8}{'predicted':>11}{'off by':>8}{'engine':>9}{'policy':>8}{'scheduler':>11}{'switch':>8}"

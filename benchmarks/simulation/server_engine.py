@@ -8,8 +8,9 @@ from __future__ import annotations
 
 import os
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from statistics import fmean
 
 import msgspec
 
@@ -70,17 +71,24 @@ class Measured(Durations):
     delays a rank as well: it counts with the batch that decodes the picture.
     """
 
-    def __init__(self, known: Known, surroundings: Surroundings, *, has_spare_cores: bool) -> None:
+    def __init__(
+        self, known: Known, surroundings: Surroundings, stretch: Mapping[str, float], *, has_spare_cores: bool
+    ) -> None:
         self._predictor = Predictor(CostModel(), {known.info.name: known.info})
         self._predictor.learn(known.samples)
+        self._stretch = stretch
         self._trip = surroundings.trip
         self._outside = 0.0 if has_spare_cores else surroundings.outside_cpu
+        self.seconds: dict[str, list[float]] = {}
+        """Op -> what its batches have taken, without such delays."""
 
     def batch_seconds(self, batch: Batch, work: Work) -> float:
         if not work.queries:  # of the activation cache: templates are warm
             return 0.0
         delay = self._outside * len(batch.items) if OPS[batch.op].part == "decode" else 0.0
-        return self._predictor.of_batch(batch, work) + delay
+        seconds = self._predictor.of_batch(batch, work) * self._stretch.get(batch.op, 1.0)
+        self.seconds.setdefault(batch.op, []).append(seconds)
+        return seconds + delay
 
     def trip_seconds(self) -> float:
         return self._trip
@@ -110,6 +118,7 @@ class Simulated:
     in_time: int
     batches: list[BatchNote]
     busy_seconds: float  # of all ranks
+    op_seconds: dict[str, float]  # op -> mean of its batches
     scheduler_seconds: float  # of the real machine
 
 
@@ -122,16 +131,18 @@ def serve(
     *,
     num_ranks: int,
     has_spare_cores: bool,
+    stretch: Mapping[str, float] | None = None,
 ) -> Simulated:
     """requests: their arrivals are when they are sent, in seconds after the start, and so are their deadlines, by which
-    their senders must have the picture. warm_ups: served before.
+    their senders must have the picture. warm_ups: served before. stretch: op -> what its batches take, as a multiple of
+    what the samples say.
     """
     clock = Clock()
     scheduler = TimedScheduler(SchedulerConfig(policy=policy), {known.info.name: known.info}, num_ranks)
     scheduler.learn(known.samples, [(rank, known.components) for rank in range(num_ranks)])
     in_time = list[str]()
     recorder = Recorder(clock)
-    durations = Measured(known, surroundings, has_spare_cores=has_spare_cores)
+    durations = Measured(known, surroundings, stretch or {}, has_spare_cores=has_spare_cores)
     deadlines: dict[str, float] = {}
 
     def note(outputs: tuple[Output, ...]) -> None:
@@ -145,6 +156,7 @@ def serve(
         clock.run()
     start, busy, own = clock.now, sum(engine.clocks.busy_seconds), scheduler.own_seconds
     recorder.batches.clear()
+    durations.seconds.clear()
     for request in requests:
         assert request.deadline is not None
         arrival = start + request.arrival + surroundings.prepare
@@ -157,5 +169,6 @@ def serve(
         in_time=len(in_time),
         batches=[(when - start, op, number) for when, op, number in recorder.batches],
         busy_seconds=sum(engine.clocks.busy_seconds) - busy,
+        op_seconds={op: fmean(seconds) for op, seconds in durations.seconds.items()},
         scheduler_seconds=scheduler.own_seconds - own,
     )

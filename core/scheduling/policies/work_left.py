@@ -10,8 +10,8 @@ from core.graph.workflow import Node, op_of
 from core.scheduling.request import Request, Status
 from core.scheduling.view import View
 
-FORGET_EVERY = 4096
-"""Questions after which all predictions are made again, so that drifts of the machine are followed."""
+FORGET_EVERY = 64
+"""Passes after which all predictions are made again, so that what batches have taken meanwhile is reckoned with."""
 
 
 class Left(NamedTuple):
@@ -26,12 +26,20 @@ class Left(NamedTuple):
 
 
 class WorkLeft:
-    """Predictions are kept between passes: there are few different ones."""
+    """Predictions are kept for some passes: there are few different ones."""
 
     def __init__(self) -> None:
         self._known: dict[tuple[str, str, Work], float] = {}
         self._waiting: dict[str, Left] = {}  # request id -> what it has left: all, while it waits
-        self._questions = 0
+        self._passes = 0
+
+    def next_pass(self) -> None:
+        """Note that a pass begins."""
+        self._passes += 1
+        if self._passes >= FORGET_EVERY:
+            self._passes = 0
+            self._known.clear()
+            self._waiting.clear()
 
     def forget(self, request_id: str) -> None:
         """Note that a request has ended."""
@@ -83,11 +91,6 @@ class WorkLeft:
 
     def _seconds(self, view: View, model: str, op: Op, work: Work) -> float:
         key = model, op.name, work
-        self._questions += 1
-        if self._questions >= FORGET_EVERY:
-            self._questions = 0
-            self._known.clear()
-            self._waiting.clear()
         seconds = self._known.get(key)
         if seconds is None:
             seconds = self._known[key] = view.batch_seconds(model, op, work)
