@@ -85,6 +85,7 @@ class Elastic(SchedulingPolicy):
     def choose(self, view: View, now: float) -> Sequence[Decision]:
         if not view.open_ranks:
             return ()
+        self._work.next_pass()
         self._passes += 1
         if self._passes % FORGET_EVERY == 0:
             self._cases.clear()
