@@ -3,7 +3,8 @@
 FLUX-shaped blocks of random weights serve exact edits of 256, 512 and 1,024 px and small masks of templates, by a
 Poisson process at a share of what ranks that each serve whole edits could do. The policy `elastic` chooses the number
 of ranks of each step; beside it are engines of a fixed degree. All get the same edits at the same times, in turns, and
-must answer with the same pictures.
+must answer with the same pictures. What one engine serves is also predicted, in simulated time from the model's profile
+on this machine; what the policies of these systems are shown is written down for that.
 """
 
 from __future__ import annotations
@@ -28,10 +29,19 @@ from benchmarks.load.dataset import EditCall, Mix, TraceLine, from_trace
 from benchmarks.load.server import ROOT, ready_server
 from benchmarks.micro.large_checkpoint import write_checkpoint
 from benchmarks.report import Value, percentile, print_report
+from benchmarks.serving.mix_prediction import Alone, OneEngine, by_seed, predict
+from benchmarks.serving.recorded import read
+from benchmarks.serving.recorded_server import SETTLE_SECONDS, recorded_server
+from benchmarks.simulation.server_engine import Known
+from core.config import ModelConfig
+from core.messages.engine import EngineRequest
 
 SHAPE = {"num_layers": 2, "num_single_layers": 4, "num_attention_heads": 4}
 """Hidden size 256."""
 NATIVE_SIDE = 1024
+
+LONE_EDITS = 4
+"""Of each kind."""
 
 
 class Kind(NamedTuple):
@@ -51,6 +61,15 @@ KINDS: Mapping[str, Kind] = {
 }
 
 
+class Recorded(NamedTuple):
+    """A round on a system that can be predicted."""
+
+    warm_ups: list[EngineRequest]
+    requests: list[EngineRequest]
+    kinds: Sequence[str]
+    due: Sequence[float]
+
+
 @dataclass
 class Measured:
     """Seconds of every edit of all rounds, and of each kind's."""
@@ -58,6 +77,8 @@ class Measured:
     seconds: list[float] = field(default_factory=list)
     by_kind: dict[str, list[float]] = field(default_factory=dict)
     degrees: dict[int, int] = field(default_factory=dict)  # degree -> steps
+    recorded: list[Recorded] = field(default_factory=list)  # by round
+    predicted: list[float] = field(default_factory=list)  # seconds; none where a system is not predicted
 
     def add(self, kinds: Sequence[str], run: Run) -> None:
         for kind, outcome in zip(kinds, run.outcomes, strict=True):
@@ -83,13 +104,21 @@ class Measured:
         return f"mean {self.mean:6.2f} s, P99 {self.p99:6.2f} s; mean of {kinds}; steps by degree {degrees}"
 
 
-def systems(num_ranks: int) -> dict[str, list[str]]:
-    """Flags by system. Of a fixed degree there are as many engines as ranks allow."""
-    found = {"elastic": ["--workers-per-engine", str(num_ranks), "--scheduling-policy", "elastic"]}
+class System(NamedTuple):
+    """Workers, and how they share steps. one_engine: if there are not several, behind a router."""
+
+    flags: list[str]
+    one_engine: OneEngine | None
+
+
+def systems(num_ranks: int) -> dict[str, System]:
+    """By name. Of a fixed degree there are as many engines as ranks allow."""
+    found = {"elastic": System(["--workers-per-engine", str(num_ranks)], OneEngine("elastic", num_ranks))}
     for degree in (1, 2, 4):
         if degree <= num_ranks:
             sizes = {"--data-parallel-size": num_ranks // degree, "--workers-per-engine": degree, "--degree": degree}
-            found[f"degree {degree}"] = [str(word) for flag in sizes.items() for word in flag]
+            one_engine = OneEngine("step_batching", degree, degree) if degree == num_ranks else None
+            found[f"degree {degree}"] = System([str(word) for flag in sizes.items() for word in flag], one_engine)
     return found
 
 
@@ -103,13 +132,15 @@ def main(argv: Sequence[str] | None = None) -> None:
         args.model = str(Path(folder) / "large")
         write_checkpoint(Path(args.model), NATIVE_SIDE, SHAPE)
         chosen = systems(args.ranks)
-        chosen = {name: flags for name, flags in chosen.items() if not args.systems or name in args.systems}
-        if "elastic" in chosen:
+        chosen = {name: system for name, system in chosen.items() if not args.systems or name in args.systems}
+        if any(system.one_engine for system in chosen.values()):
             _profile(args)
-        lone = _lone_seconds(args)
+        alone = _measure_alone(args)
+        lone = {name: statistics.median(each.run.latencies) for name, each in alone.by_kind.items()}
         rate = args.load * args.ranks / sum(kind.share * lone[name] for name, kind in KINDS.items())
         measured = _measure(args, chosen, rate)
-    print_measured(measured, lone, rate, args)
+        stretch = _predict(args, chosen, measured, alone)
+    print_measured(measured, lone, stretch, rate, args)
 
 
 def draw(number: int, seed: int) -> tuple[list[str], list[EditCall]]:
@@ -137,35 +168,59 @@ def _profile(args: argparse.Namespace) -> None:
     subprocess.run([sys.executable, "-m", "model_executor.worker.profiler", *flags], cwd=ROOT, check=True)
 
 
-def _lone_seconds(args: argparse.Namespace) -> dict[str, float]:
-    """What an edit of each kind takes alone on one rank, pages loaded."""
-    with ready_server(model_flags(args)) as server:
-        return {name: _lone(Target(server.url), kind, args.steps) for name, kind in KINDS.items()}
+def _measure_alone(args: argparse.Namespace) -> Alone:
+    """Edits of each kind, one by one on one rank, pages loaded."""
+    random, templates = np.random.default_rng(0), iter(range(100, 1000))
+    with recorded_server(model_flags(args), "step_batching") as recorded:
+        target = Target(recorded.server.url)
+        asyncio.run(_prepare(target, args.steps))
+        warm_ups = [arrival.request for arrival in read(recorded.path)[0]]
+        by_kind = {}
+        for name, kind in KINDS.items():
+            calls = from_trace(Mix(), [_line(kind, random, templates) for _ in range(LONE_EDITS)], random)
+            by_kind[name] = recorded.send_one_by_one(target, _with_steps(calls, args.steps))
+    return Alone(by_kind, warm_ups)
 
 
-def _lone(target: Target, kind: Kind, steps: int) -> float:
-    random = np.random.default_rng(0)
-    line = TraceLine(template=0, mask_ratio=kind.mask_ratio, size=f"{kind.side}x{kind.side}")
-    calls = _with_steps(from_trace(Mix(), [line] * 4, random), steps)
-    return statistics.median(asyncio.run(warm_up(target, calls, 1)).latencies[1:])
-
-
-def _measure(args: argparse.Namespace, chosen: Mapping[str, Sequence[str]], rate: float) -> dict[str, Measured]:
+def _measure(args: argparse.Namespace, chosen: Mapping[str, System], rate: float) -> dict[str, Measured]:
     measured = {name: Measured() for name in chosen}
     for number in range(args.rounds):
         kinds, calls = draw(args.edits, args.seed + number)
         calls = _with_steps(calls, args.steps)
         due = due_times("poisson", args.edits, rate, 1.0, np.random.default_rng([args.seed + number, 1]))
         digests = set[tuple[str, ...]]()
-        for name, flags in chosen.items():
-            with ready_server([*model_flags(args), *flags]) as server:
-                target = Target(server.url)
-                asyncio.run(_prepare(target, args.steps))
-                run = asyncio.run(send_on_time(target, calls, due))
+        for name, (flags, one_engine) in chosen.items():
+            flags = [*model_flags(args), *flags]
+            if one_engine is None:
+                with ready_server(flags) as server:
+                    run = _serve(Target(server.url), calls, due)
+            else:
+                with recorded_server(flags, one_engine.policy) as recorded:
+                    run = _serve(Target(recorded.server.url), calls, due)
+                    measured[name].recorded.append(Recorded(*by_seed(run, read(recorded.path)[0]), kinds, due))
             measured[name].add(kinds, run)
             digests.add(tuple(outcome.digest for outcome in run.outcomes))
         assert len(digests) == 1, "pictures depend on the degree"
     return measured
+
+
+def _serve(target: Target, calls: Sequence[EditCall], due: Sequence[float]) -> Run:
+    asyncio.run(_prepare(target, calls[0].steps))
+    return asyncio.run(send_on_time(target, calls, due))
+
+
+def _predict(
+    args: argparse.Namespace, chosen: Mapping[str, System], measured: Mapping[str, Measured], alone: Alone
+) -> dict[str, float]:
+    """Adds to what was measured what is predicted of it; see `Alone.stretch`."""
+    if not any(system.one_engine for system in chosen.values()):
+        return {}
+    known = Known.of_new_process(ModelConfig(model=args.model, dtype=args.dtype, threads=args.threads))
+    stretch = alone.stretch(known)
+    for name, (_, one_engine) in chosen.items():
+        for each in measured[name].recorded if one_engine else ():
+            measured[name].predicted += predict(known, alone, one_engine, *each, stretch)
+    return stretch
 
 
 async def _prepare(target: Target, steps: int) -> None:
@@ -176,10 +231,15 @@ async def _prepare(target: Target, steps: int) -> None:
         for which in range(max(1, kind.templates))
     ]
     await warm_up(target, _with_steps(from_trace(Mix(), lines * 2, np.random.default_rng(0)), steps), 1)
+    await asyncio.sleep(SETTLE_SECONDS)
 
 
 def print_measured(
-    measured: Mapping[str, Measured], lone: Mapping[str, float], rate: float, args: argparse.Namespace
+    measured: Mapping[str, Measured],
+    lone: Mapping[str, float],
+    stretch: Mapping[str, float],
+    rate: float,
+    args: argparse.Namespace,
 ) -> None:
     rows = [(name, str(each)) for name, each in measured.items()]
     rows.append(("alone on one rank", ", ".join(f"{name} {seconds:.2f} s" for name, seconds in lone.items())))
@@ -187,6 +247,12 @@ def print_measured(
     for name, each in measured.items():
         key = name.replace(" ", "_")
         result |= {f"{key}_mean_s": each.mean, f"{key}_p99_s": each.p99}
+        line, found = _compared(each)
+        rows.append((f"prediction of {name}", line))
+        result |= {f"{key}_{name}": value for name, value in found.items()}
+    if stretch:
+        rows.append(("batches alone by the profile", ", ".join(f"{op} {value:.2f}" for op, value in stretch.items())))
+        result |= {f"stretch_{op}": value for op, value in stretch.items()}
     fixed = [each for name, each in measured.items() if name != "elastic"]
     if "elastic" in measured and fixed:
         own = measured["elastic"]
@@ -195,6 +261,19 @@ def print_measured(
         result |= {"mean_ratio": mean, "p99_ratio": p99}
     title = f"{args.edits} edits x {args.rounds} rounds, {rate:.2f} a second on {args.ranks} ranks, {args.steps} steps"
     print_report(title, rows, result, args.output)
+
+
+def _compared(measured: Measured) -> tuple[str, dict[str, float]]:
+    """What is predicted beside what was measured, to print and as results."""
+    if not measured.predicted:
+        return "none: several engines behind a router", {}
+    mean, p99 = statistics.mean(measured.predicted), percentile(measured.predicted, 0.99)
+    mean_off, p99_off = mean / measured.mean - 1, p99 / measured.p99 - 1
+    line = (
+        f"mean {mean:6.2f} s, measured {measured.mean:6.2f} s, off by {mean_off:+.1%}; "
+        f"P99 {p99:6.2f} s, measured {measured.p99:6.2f} s, off by {p99_off:+.1%}"
+    )
+    return line, {"predicted_mean_s": mean, "predicted_p99_s": p99, "mean_off": mean_off, "p99_off": p99_off}
 
 
 if __name__ == "__main__":

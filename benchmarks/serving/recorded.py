@@ -144,6 +144,13 @@ class Goodput(Recorded):
     gives_up = policy_class(inner).gives_up
 
 
+class Elastic(Recorded):
+    """`elastic`."""
+
+    inner = "elastic"
+    shares_steps = policy_class(inner).shares_steps
+
+
 class Clockwork(Recorded):
     """Clockwork on equal ranks."""
 

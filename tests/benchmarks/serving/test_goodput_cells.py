@@ -129,7 +129,7 @@ def test_cells_are_measured_one_by_one_and_kept(
     assert min(around[name] for name in ("prepare", "deliver", "outside_cpu")) > 0
     assert len(kept["alone"]["requests"]) == 6
     capsys.readouterr()
-    monkeypatch.setattr("benchmarks.serving.goodput_cells.start_server", None)  # all is kept
+    monkeypatch.setattr("benchmarks.serving.goodput_cells.recorded_server", None)  # all is kept
     main([*flags, "--policies", "clockwork", "goodput"])
     table = capsys.readouterr().out
     assert "there is no profile" in table
