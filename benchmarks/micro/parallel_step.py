@@ -39,7 +39,8 @@ SIDES = (8, 16, 23, 32, 64)
 BATCH_SIDES = (8, 16, 32)
 """With --rows."""
 TEXT_TOKENS = 64
-TIMEOUT = 60.0
+TIMEOUT = 1800.0
+"""Seconds: some ranks wait while others measure groups that these are not in."""
 
 
 @dataclass(frozen=True)
