@@ -5,7 +5,7 @@ from __future__ import annotations
 LEAST, MOST = 1.03, 1.13
 """Bounds of the time that requests have, as a multiple of what they may be planned to take. With the published traces
 (docs/scheduling.md) the least loses nothing anywhere, and a constant 1.05 a tenth of the goodput where objectives are
-1.2 times the time alone; on two ranks of a CPU that batches gain little on, the most is best.
+1.2 times the time alone. On a server more is better, as its steps vary.
 """
 
 RISE, FALL = 0.01, 0.003
