@@ -148,11 +148,10 @@ def best_schedule(
 
 
 def _schedule(turns: Sequence[Turn], num_slots: int, pace: Pace, *, blocks: bool) -> tuple[int, float, int, Schedule]:
-    if are_in_time(turns, num_slots, pace, blocks=blocks):
-        chosen = list(range(len(turns)))
-    else:
+    chosen, when = list(range(len(turns))), ends(turns, num_slots, pace, blocks=blocks)
+    if any(end > turn.left for turn, end in zip(turns, when, strict=True)):
         chosen = largest_set(turns, num_slots, pace, blocks=blocks)
-    when = ends([turns[index] for index in chosen], num_slots, pace, blocks=blocks)
+        when = ends([turns[index] for index in chosen], num_slots, pace, blocks=blocks)
     return len(chosen), -sum(when) / max(1, len(when)), num_slots, Schedule(tuple(chosen), num_slots)
 
 

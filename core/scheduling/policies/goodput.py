@@ -32,7 +32,7 @@ from core.scheduling.policies.work_left import Left, WorkLeft
 from core.scheduling.request import Request, Status
 from core.scheduling.view import View
 
-PLAN_EVERY = 8
+PLAN_EVERY = 16
 """Passes after which a plan is made again though no request came or went, since predictions are not exact."""
 
 LOOK_AHEAD = 4
@@ -175,7 +175,7 @@ class Planner:
         cases = cases[: LOOK_AHEAD * most]
         num_models = max(1, len({request.head.model for request in self.view.requests.live()}))
         turns = [self._turn(case, num_models) for case in cases]
-        schedule = best_schedule(turns, most, self._pace(cases, most), blocks=self._blocks)
+        schedule = best_schedule(turns, most, self._pace(cases, min(most, len(cases))), blocks=self._blocks)
         chosen = schedule.chosen or (0,)  # by a hair: one that would be in time alone, where predictions are rounded
         return [cases[index].request for index in chosen[: schedule.num_slots]]
 
