@@ -135,7 +135,7 @@ def serve(
 ) -> Simulated:
     """requests: their arrivals are when they are sent, in seconds after the start, and so are their deadlines, by which
     their senders must have the picture. warm_ups: served before. stretch: op -> what its batches take, as a multiple of
-    what the samples say.
+    what the samples say. Requests that come at once are received one after the other.
     """
     clock = Clock()
     scheduler = TimedScheduler(SchedulerConfig(policy=policy), {known.info.name: known.info}, num_ranks)
@@ -157,9 +157,10 @@ def serve(
     start, busy, own = clock.now, sum(engine.clocks.busy_seconds), scheduler.own_seconds
     recorder.batches.clear()
     durations.seconds.clear()
+    arrival = start
     for request in requests:
         assert request.deadline is not None
-        arrival = start + request.arrival + surroundings.prepare
+        arrival = max(arrival, start + request.arrival) + surroundings.prepare
         deadline = deadlines[request.request_id] = start + request.deadline - surroundings.deliver
         moved = msgspec.structs.replace(request, arrival=arrival, deadline=deadline)
         clock.at(arrival, lambda moved=moved: engine.add(moved))  # type: ignore[misc]
