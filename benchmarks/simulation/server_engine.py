@@ -160,7 +160,7 @@ def serve(
     """requests: their arrivals are when they are sent, in seconds after the start, and so are their deadlines, by which
     their senders must have the picture. warm_ups: served before. degree: see SchedulerConfig. own: request id -> what
     it costs beside its batches, if that is not as with others; its trip does not count. stretch: op -> what its batches
-    take, as a multiple of what the samples say.
+    take, as a multiple of what the samples say. Requests that come at once are received one after the other.
     """
     clock = Clock()
     around = {request.request_id: surroundings for request in requests} | dict(own or {})
@@ -182,9 +182,10 @@ def serve(
     recorder.batches.clear()
     durations.seconds.clear()
     ends.clear()
+    arrival = start
     for request in requests:
         beside = around[request.request_id]
-        arrival = start + request.arrival + beside.prepare
+        arrival = max(arrival, start + request.arrival) + beside.prepare
         deadline = None if request.deadline is None else start + request.deadline - beside.deliver
         moved = msgspec.structs.replace(request, arrival=arrival, deadline=deadline)
         clock.at(arrival, lambda moved=moved: engine.add(moved))  # type: ignore[misc]
