@@ -3,8 +3,8 @@
 FLUX-shaped blocks of random weights serve exact edits of 256, 512 and 1,024 px and small masks of templates, by a
 Poisson process at a share of what ranks that each serve whole edits could do. The policy `elastic` chooses the number
 of ranks of each step; beside it are engines of a fixed degree. All get the same edits at the same times, in turns, and
-must answer with the same pictures. What one engine serves is also predicted, in simulated time from the model's profile
-on this machine; what the policies of these systems are shown is written down for that.
+must answer with the same pictures. Beside each is what is predicted of the same edits in simulated time, from the
+model's profile on this machine; what the policies of all systems are shown is written down for that.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ import subprocess
 import sys
 import tempfile
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import NamedTuple
 
@@ -26,19 +26,21 @@ from benchmarks.command import command, model_flags
 from benchmarks.load.arrivals import due_times
 from benchmarks.load.client import Run, Target, send_on_time, warm_up
 from benchmarks.load.dataset import EditCall, Mix, TraceLine, from_trace
-from benchmarks.load.server import ROOT, ready_server
+from benchmarks.load.server import ROOT
+from benchmarks.load.workload import available_cores
 from benchmarks.micro.large_checkpoint import write_checkpoint
-from benchmarks.report import Value, percentile, print_report
-from benchmarks.serving.mix_prediction import Alone, OneEngine, by_seed, predict
-from benchmarks.serving.recorded import read
-from benchmarks.serving.recorded_server import SETTLE_SECONDS, recorded_server
+from benchmarks.report import Row, Value, percentile, print_report
+from benchmarks.serving.mix_prediction import Alone, Round, System, predict
+from benchmarks.serving.recorded import Batch, read
+from benchmarks.serving.recorded_server import SETTLE_SECONDS, Lone, recorded_server
 from benchmarks.simulation.server_engine import Known
 from core.config import ModelConfig
-from core.messages.engine import EngineRequest
 
 SHAPE = {"num_layers": 2, "num_single_layers": 4, "num_attention_heads": 4}
 """Hidden size 256."""
 NATIVE_SIDE = 1024
+
+DEGREES = (1, 2, 4)
 
 LONE_EDITS = 4
 """Of each kind."""
@@ -61,65 +63,96 @@ KINDS: Mapping[str, Kind] = {
 }
 
 
-class Recorded(NamedTuple):
-    """A round on a system that can be predicted."""
-
-    warm_ups: list[EngineRequest]
-    requests: list[EngineRequest]
-    kinds: Sequence[str]
-    due: Sequence[float]
-
-
 @dataclass
-class Measured:
-    """Seconds of every edit of all rounds, and of each kind's."""
+class Seconds:
+    """Of the edits of all rounds, by kind. worker: of all ranks."""
 
-    seconds: list[float] = field(default_factory=list)
     by_kind: dict[str, list[float]] = field(default_factory=dict)
-    degrees: dict[int, int] = field(default_factory=dict)  # degree -> steps
-    recorded: list[Recorded] = field(default_factory=list)  # by round
-    predicted: list[float] = field(default_factory=list)  # seconds; none where a system is not predicted
+    worker: float = 0.0
 
-    def add(self, kinds: Sequence[str], run: Run) -> None:
-        for kind, outcome in zip(kinds, run.outcomes, strict=True):
-            if outcome.is_failed:
-                raise RuntimeError(f"an edit of {kind} failed: {outcome.error}")
-            self.seconds.append(outcome.latency)
-            self.by_kind.setdefault(kind, []).append(outcome.latency)
-            for degree in outcome.facts["degrees"]:
-                self.degrees[degree] = self.degrees.get(degree, 0) + 1
+    def add(self, kinds: Sequence[str], latencies: Sequence[float], worker: float) -> None:
+        for kind, seconds in zip(kinds, latencies, strict=True):
+            self.by_kind.setdefault(kind, []).append(seconds)
+        self.worker += worker
+
+    @property
+    def every(self) -> list[float]:
+        return [seconds for of_kind in self.by_kind.values() for seconds in of_kind]
 
     @property
     def mean(self) -> float:
-        return statistics.mean(self.seconds)
+        return statistics.mean(self.every)
 
     @property
     def p99(self) -> float:
-        return percentile(self.seconds, 0.99)
+        return percentile(self.every, 0.99)
 
     def __str__(self) -> str:
         kinds = ", ".join(f"{kind} {statistics.mean(self.by_kind[kind]):.2f}" for kind in KINDS if kind in self.by_kind)
+        return f"mean {self.mean:6.2f} s, P99 {self.p99:6.2f} s; mean of {kinds}; {self.worker:.1f} s of worker time"
+
+
+@dataclass
+class Comparison:
+    """What was measured of one system, beside what is predicted."""
+
+    measured: Seconds = field(default_factory=Seconds)
+    predicted: Seconds = field(default_factory=Seconds)
+    degrees: dict[int, int] = field(default_factory=dict)  # degree -> steps
+    cache_seconds: float = 0.0  # worker time of the activation cache, which predictions leave out
+    rounds: list[Round] = field(default_factory=list)
+
+    def add(self, kinds: Sequence[str], run: Run, batches: Sequence[Batch]) -> None:
+        """batches: of this run."""
+        for kind, outcome in zip(kinds, run.outcomes, strict=True):
+            if outcome.is_failed:
+                raise RuntimeError(f"an edit of {kind} failed: {outcome.error}")
+            for degree in outcome.facts["degrees"]:
+                self.degrees[degree] = self.degrees.get(degree, 0) + 1
+        self.measured.add(kinds, run.latencies, sum(batch.seconds for batch in batches))
+        self.cache_seconds += sum(batch.seconds for batch in batches if not batch.requests)
+
+    def predict(self, known: Known, alone: Alone, system: System, stretch: Mapping[str, float]) -> None:
+        for edits in self.rounds:
+            self.predicted.add(edits.kinds, *predict(known, alone, system, edits, stretch))
+
+    @property
+    def mean_off(self) -> float:
+        """Of what was measured from what was predicted, as a share of that."""
+        return self.measured.mean / self.predicted.mean - 1
+
+    @property
+    def p99_off(self) -> float:
+        return self.measured.p99 / self.predicted.p99 - 1
+
+    def rows(self, name: str) -> Iterator[Row]:
         total = sum(self.degrees.values())
         degrees = ", ".join(f"{degree}: {number / total:.0%}" for degree, number in sorted(self.degrees.items()))
-        return f"mean {self.mean:6.2f} s, P99 {self.p99:6.2f} s; mean of {kinds}; steps by degree {degrees}"
+        yield name, f"{self.measured}, of which {self.cache_seconds:.1f} s for the cache; steps by degree {degrees}"
+        yield "  predicted", str(self.predicted)
+        yield "  measured is off by", f"mean {self.mean_off:+.1%}, P99 {self.p99_off:+.1%}"
 
-
-class System(NamedTuple):
-    """Workers, and how they share steps. one_engine: if there are not several, behind a router."""
-
-    flags: list[str]
-    one_engine: OneEngine | None
+    def result(self, name: str) -> dict[str, float]:
+        """To be printed as JSON."""
+        values = {
+            "mean_s": self.measured.mean,
+            "p99_s": self.measured.p99,
+            "predicted_mean_s": self.predicted.mean,
+            "predicted_p99_s": self.predicted.p99,
+            "mean_off": self.mean_off,
+            "p99_off": self.p99_off,
+            "worker_s": self.measured.worker,
+            "predicted_worker_s": self.predicted.worker,
+            "cache_s": self.cache_seconds,
+        }
+        return {f"{_key(name)}_{key}": value for key, value in values.items()}
 
 
 def systems(num_ranks: int) -> dict[str, System]:
     """By name. Of a fixed degree there are as many engines as ranks allow."""
-    found = {"elastic": System(["--workers-per-engine", str(num_ranks)], OneEngine("elastic", num_ranks))}
-    for degree in (1, 2, 4):
-        if degree <= num_ranks:
-            sizes = {"--data-parallel-size": num_ranks // degree, "--workers-per-engine": degree, "--degree": degree}
-            one_engine = OneEngine("step_batching", degree, degree) if degree == num_ranks else None
-            found[f"degree {degree}"] = System([str(word) for flag in sizes.items() for word in flag], one_engine)
-    return found
+    degrees = [degree for degree in DEGREES if degree <= num_ranks]
+    fixed = {f"degree {each}": System("step_batching", num_ranks // each, each, each) for each in degrees}
+    return {"elastic": System("elastic", 1, num_ranks)} | fixed
 
 
 def main(argv: Sequence[str] | None = None) -> None:
@@ -133,14 +166,17 @@ def main(argv: Sequence[str] | None = None) -> None:
         write_checkpoint(Path(args.model), NATIVE_SIDE, SHAPE)
         chosen = systems(args.ranks)
         chosen = {name: system for name, system in chosen.items() if not args.systems or name in args.systems}
-        if any(system.one_engine for system in chosen.values()):
-            _profile(args)
+        _profile(args)
         alone = _measure_alone(args)
         lone = {name: statistics.median(each.run.latencies) for name, each in alone.by_kind.items()}
         rate = args.load * args.ranks / sum(kind.share * lone[name] for name, kind in KINDS.items())
-        measured = _measure(args, chosen, rate)
-        stretch = _predict(args, chosen, measured, alone)
-    print_measured(measured, lone, stretch, rate, args)
+        compared = _measure(args, chosen, rate)
+        known = Known.of_new_process(ModelConfig(model=args.model, dtype=args.dtype, threads=args.threads))
+    assert known.has_profile, "the profile that was made is not found"
+    stretch = alone.stretch(known)
+    for name, comparison in compared.items():
+        comparison.predict(known, alone, chosen[name], stretch)
+    print_compared(compared, alone, stretch, rate, args)
 
 
 def draw(number: int, seed: int) -> tuple[list[str], list[EditCall]]:
@@ -163,7 +199,7 @@ def _with_steps(calls: Sequence[EditCall], steps: int) -> list[EditCall]:
 
 def _profile(args: argparse.Namespace) -> None:
     """Measure steps by degree, from which `elastic` predicts."""
-    degrees = [str(degree) for degree in (1, 2, 4) if degree <= args.ranks]
+    degrees = [str(degree) for degree in DEGREES if degree <= args.ranks]
     flags = [*model_flags(args), "--max-num-seqs", "2", "--degrees", *degrees]
     subprocess.run([sys.executable, "-m", "model_executor.worker.profiler", *flags], cwd=ROOT, check=True)
 
@@ -182,45 +218,24 @@ def _measure_alone(args: argparse.Namespace) -> Alone:
     return Alone(by_kind, warm_ups)
 
 
-def _measure(args: argparse.Namespace, chosen: Mapping[str, System], rate: float) -> dict[str, Measured]:
-    measured = {name: Measured() for name in chosen}
+def _measure(args: argparse.Namespace, chosen: Mapping[str, System], rate: float) -> dict[str, Comparison]:
+    compared = {name: Comparison() for name in chosen}
     for number in range(args.rounds):
         kinds, calls = draw(args.edits, args.seed + number)
         calls = _with_steps(calls, args.steps)
         due = due_times("poisson", args.edits, rate, 1.0, np.random.default_rng([args.seed + number, 1]))
         digests = set[tuple[str, ...]]()
-        for name, (flags, one_engine) in chosen.items():
-            flags = [*model_flags(args), *flags]
-            if one_engine is None:
-                with ready_server(flags) as server:
-                    run = _serve(Target(server.url), calls, due)
-            else:
-                with recorded_server(flags, one_engine.policy) as recorded:
-                    run = _serve(Target(recorded.server.url), calls, due)
-                    measured[name].recorded.append(Recorded(*by_seed(run, read(recorded.path)[0]), kinds, due))
-            measured[name].add(kinds, run)
+        for name, system in chosen.items():
+            with recorded_server([*model_flags(args), *system.flags], system.policy) as recorded:
+                target = Target(recorded.server.url)
+                asyncio.run(_prepare(target, args.steps))
+                run = asyncio.run(send_on_time(target, calls, due))
+                arrivals, batches = read(recorded.path)
+            compared[name].add(kinds, run, [batch for batch in batches if batch.started >= run.started])
+            compared[name].rounds.append(Round.of(run, arrivals, kinds, due))
             digests.add(tuple(outcome.digest for outcome in run.outcomes))
         assert len(digests) == 1, "pictures depend on the degree"
-    return measured
-
-
-def _serve(target: Target, calls: Sequence[EditCall], due: Sequence[float]) -> Run:
-    asyncio.run(_prepare(target, calls[0].steps))
-    return asyncio.run(send_on_time(target, calls, due))
-
-
-def _predict(
-    args: argparse.Namespace, chosen: Mapping[str, System], measured: Mapping[str, Measured], alone: Alone
-) -> dict[str, float]:
-    """Adds to what was measured what is predicted of it; see `Alone.stretch`."""
-    if not any(system.one_engine for system in chosen.values()):
-        return {}
-    known = Known.of_new_process(ModelConfig(model=args.model, dtype=args.dtype, threads=args.threads))
-    stretch = alone.stretch(known)
-    for name, (_, one_engine) in chosen.items():
-        for each in measured[name].recorded if one_engine else ():
-            measured[name].predicted += predict(known, alone, one_engine, *each, stretch)
-    return stretch
+    return compared
 
 
 async def _prepare(target: Target, steps: int) -> None:
@@ -234,28 +249,27 @@ async def _prepare(target: Target, steps: int) -> None:
     await asyncio.sleep(SETTLE_SECONDS)
 
 
-def print_measured(
-    measured: Mapping[str, Measured],
-    lone: Mapping[str, float],
+def print_compared(
+    compared: Mapping[str, Comparison],
+    alone: Alone,
     stretch: Mapping[str, float],
     rate: float,
     args: argparse.Namespace,
 ) -> None:
-    rows = [(name, str(each)) for name, each in measured.items()]
-    rows.append(("alone on one rank", ", ".join(f"{name} {seconds:.2f} s" for name, seconds in lone.items())))
+    rows = [row for name, comparison in compared.items() for row in comparison.rows(name)]
     result: dict[str, Value] = {"benchmark": "elastic_mix", "ranks": args.ranks, "rate_per_s": rate}
-    for name, each in measured.items():
-        key = name.replace(" ", "_")
-        result |= {f"{key}_mean_s": each.mean, f"{key}_p99_s": each.p99}
-        line, found = _compared(each)
-        rows.append((f"prediction of {name}", line))
-        result |= {f"{key}_{name}": value for name, value in found.items()}
-    if stretch:
-        rows.append(("batches alone by the profile", ", ".join(f"{op} {value:.2f}" for op, value in stretch.items())))
-        result |= {f"stretch_{op}": value for op, value in stretch.items()}
-    fixed = [each for name, each in measured.items() if name != "elastic"]
-    if "elastic" in measured and fixed:
-        own = measured["elastic"]
+    for name, comparison in compared.items():
+        result |= comparison.result(name)
+    rows += [(f"alone on one rank, {kind}", _told(lone)) for kind, lone in alone.by_kind.items()]
+    for kind, lone in alone.by_kind.items():
+        result |= {f"{_key(kind)}_{name}_s": value for name, value in asdict(lone.surroundings).items()}
+    rows.append(("batches alone, by the profile", ", ".join(f"{op} {value:.2f}" for op, value in stretch.items())))
+    result |= {f"stretch_{op}": value for op, value in stretch.items()}
+    if args.ranks > available_cores():
+        rows.append(("predicted", "as if all ranks outside of a batch did nothing; but they share cores with it"))
+    fixed = [comparison.measured for name, comparison in compared.items() if name != "elastic"]
+    if "elastic" in compared and fixed:
+        own = compared["elastic"].measured
         mean, p99 = own.mean / min(each.mean for each in fixed), own.p99 / min(each.p99 for each in fixed)
         rows.append(("elastic by the best fixed degree", f"mean {mean:.3f}, P99 {p99:.3f} of it"))
         result |= {"mean_ratio": mean, "p99_ratio": p99}
@@ -263,17 +277,16 @@ def print_measured(
     print_report(title, rows, result, args.output)
 
 
-def _compared(measured: Measured) -> tuple[str, dict[str, float]]:
-    """What is predicted beside what was measured, to print and as results."""
-    if not measured.predicted:
-        return "none: several engines behind a router", {}
-    mean, p99 = statistics.mean(measured.predicted), percentile(measured.predicted, 0.99)
-    mean_off, p99_off = mean / measured.mean - 1, p99 / measured.p99 - 1
-    line = (
-        f"mean {mean:6.2f} s, measured {measured.mean:6.2f} s, off by {mean_off:+.1%}; "
-        f"P99 {p99:6.2f} s, measured {measured.p99:6.2f} s, off by {p99_off:+.1%}"
+def _told(lone: Lone) -> str:
+    around = lone.surroundings
+    return (
+        f"{statistics.median(lone.run.latencies):.2f} s, of these {around.prepare * 1e3:.0f} ms before and "
+        f"{around.deliver * 1e3:.0f} ms after the engine; {around.outside_cpu * 1e3:.0f} ms of CPU beside the workers"
     )
-    return line, {"predicted_mean_s": mean, "predicted_p99_s": p99, "mean_off": mean_off, "p99_off": p99_off}
+
+
+def _key(name: str) -> str:
+    return name.replace(" ", "_")
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""Predictions of a mix of edits on one engine: the same requests in simulated time, with latencies of this machine."""
+"""Predictions of a mix of edits: the requests of a run once more in simulated time, with latencies of this machine."""
 
 from __future__ import annotations
 
@@ -18,17 +18,28 @@ from benchmarks.simulation.server_engine import Known, Surroundings, serve, stre
 from core.messages.engine import EngineRequest
 
 
-class OneEngine(NamedTuple):
-    """A system that can be predicted. degree: of its steps, if the policy does not choose it."""
+class System(NamedTuple):
+    """Engines behind a router, all alike. degree: of steps, if the policy does not choose it."""
 
     policy: str
-    num_ranks: int
+    num_engines: int
+    ranks_per_engine: int
     degree: int = 1
+
+    @property
+    def flags(self) -> list[str]:
+        """Of its server, without the policy's."""
+        flags = {"--data-parallel-size": self.num_engines, "--workers-per-engine": self.ranks_per_engine}
+        return [str(word) for flag in (flags | {"--degree": self.degree}).items() for word in flag]
+
+    @property
+    def has_spare_cores(self) -> bool:
+        return available_cores() > self.num_engines * self.ranks_per_engine
 
 
 @dataclass(frozen=True)
 class Alone:
-    """What edits take that have one rank alone, by kind; what it prepared them with."""
+    """What edits take that have one rank alone, by kind; what it was prepared with."""
 
     by_kind: Mapping[str, Lone]
     warm_ups: Sequence[EngineRequest]
@@ -40,54 +51,71 @@ class Alone:
         return {kind: replace(lone.surroundings, trip=trip) for kind, lone in self.by_kind.items()}
 
     def stretch(self, known: Known) -> dict[str, float]:
-        """See `stretch_of`; of all kinds together."""
+        """See `stretch_of`; of all kinds together, and so with the weight of large ones. Batches of several ranks are
+        assumed to take the same multiple.
+        """
         batches = [batch for lone in self.by_kind.values() for batch in lone.batches]
         requests = [arrival.request for lone in self.by_kind.values() for arrival in lone.arrivals]
         seconds = means_by_op(batches, lambda batch: batch.seconds)
         return stretch_of(known, seconds, requests, self.warm_ups, num_ranks=1)
 
 
-def by_seed(run: Run, arrivals: Sequence[Arrival]) -> tuple[list[EngineRequest], list[EngineRequest]]:
-    """(warm-ups, requests of a run) of an engine's records. The seeds of the run's edits are their numbers, by which
-    they are ordered: on their way to the engine small ones overtake large ones.
-    """
-    warm_ups = [arrival.request for arrival in arrivals if arrival.now < run.started]
-    requests = [arrival.request for arrival in arrivals if arrival.now >= run.started]
-    requests.sort(key=lambda request: request.spec.sampling.seed)
-    assert [request.spec.sampling.seed for request in requests] == list(range(len(run.outcomes)))
-    return warm_ups, requests
+@dataclass(frozen=True)
+class Round:
+    """Edits as they have reached the engines of a system. kinds, due: of each edit; due in seconds after the start."""
+
+    warm_ups: list[Arrival]
+    arrivals: list[Arrival]  # in the order of the edits
+    kinds: Sequence[str]
+    due: Sequence[float]
+
+    @classmethod
+    def of(cls, run: Run, arrivals: Sequence[Arrival], kinds: Sequence[str], due: Sequence[float]) -> Round:
+        """arrivals: all since the server's start. The seeds of the run's edits are their numbers, by which they are
+        ordered: on their way to an engine small ones overtake large ones.
+        """
+        warm_ups = [arrival for arrival in arrivals if arrival.now < run.started]
+        of_run = [arrival for arrival in arrivals if arrival.now >= run.started]
+        of_run.sort(key=_seed)
+        assert list(map(_seed, of_run)) == list(range(len(run.outcomes)))
+        return cls(warm_ups, of_run, kinds, due)
 
 
-def predict(
-    known: Known,
-    alone: Alone,
-    system: OneEngine,
-    warm_ups: Sequence[EngineRequest],
-    requests: Sequence[EngineRequest],
-    kinds: Sequence[str],
-    due: Sequence[float],
-    stretch: Mapping[str, float],
-) -> list[float]:
-    """Seconds of each request from when it is due. kinds, due: of each, `due` in seconds after the start. The templates
-    of masked requests must be among those of the warm-ups: their pages count as being there.
+class Prediction(NamedTuple):
+    """latencies: of each edit, from when it is due. worker_seconds: of all ranks."""
+
+    latencies: list[float]
+    worker_seconds: float
+
+
+def predict(known: Known, alone: Alone, system: System, edits: Round, stretch: Mapping[str, float]) -> Prediction:
+    """Each engine has the edits that it was given by the router of the run: routing is not predicted. Pages of
+    templates count as being there. stretch: of `Alone.stretch`.
     """
-    warm = {request.spec.content_id for request in warm_ups if request.spec.is_mask_aware}
-    assert all(request.spec.content_id in warm for request in requests if request.spec.is_mask_aware), "cold templates"
-    named = [
-        msgspec.structs.replace(request, request_id=str(index), arrival=when)
-        for index, (request, when) in enumerate(zip(requests, due, strict=True))
-    ]
     surroundings = alone.surroundings
-    served = serve(
-        known,
-        next(iter(surroundings.values())),
-        system.policy,
-        named,
-        warm_ups,
-        num_ranks=system.num_ranks,
-        has_spare_cores=available_cores() > system.num_ranks,
-        degree=system.degree,
-        own={str(index): surroundings[kind] for index, kind in enumerate(kinds)},
-        stretch=stretch,
-    )
-    return [served.latencies[request.request_id] for request in named]
+    latencies, worker_seconds = dict[str, float](), 0.0
+    for engine in {arrival.engine for arrival in edits.arrivals}:
+        numbers = [number for number, arrival in enumerate(edits.arrivals) if arrival.engine == engine]
+        requests = [
+            msgspec.structs.replace(edits.arrivals[number].request, request_id=str(number), arrival=edits.due[number])
+            for number in numbers
+        ]
+        served = serve(
+            known,
+            next(iter(surroundings.values())),
+            system.policy,
+            requests,
+            [arrival.request for arrival in edits.warm_ups if arrival.engine == engine],
+            num_ranks=system.ranks_per_engine,
+            has_spare_cores=system.has_spare_cores,
+            degree=system.degree,
+            own={str(number): surroundings[edits.kinds[number]] for number in numbers},
+            stretch=stretch,
+        )
+        latencies |= served.latencies
+        worker_seconds += served.busy_seconds
+    return Prediction([latencies[str(number)] for number in range(len(edits.arrivals))], worker_seconds)
+
+
+def _seed(arrival: Arrival) -> int:
+    return arrival.request.spec.sampling.seed

@@ -33,10 +33,11 @@ CLOCKWORK = "benchmarks.baselines.clockwork:Clockwork"
 
 
 class Arrival(msgspec.Struct, frozen=True, tag="arrival"):
-    """A request has reached the engine."""
+    """A request has reached an engine."""
 
     head: str  # the EngineRequest, as base64 of its message
     now: float  # seconds of CLOCK_MONOTONIC
+    engine: int  # id of its process
 
     @property
     def request(self) -> EngineRequest:
@@ -44,7 +45,7 @@ class Arrival(msgspec.Struct, frozen=True, tag="arrival"):
 
 
 class Batch(msgspec.Struct, frozen=True, tag="batch"):
-    """A batch of one rank has ended. Times are seconds of CLOCK_MONOTONIC."""
+    """A rank's part of a batch has ended. Times are seconds of CLOCK_MONOTONIC."""
 
     rank: int
     op: str
@@ -78,7 +79,8 @@ class Recorded(SchedulingPolicy):
 
     def __init__(self) -> None:
         self._policy = make_policy(self.inner)
-        self._file = Path(os.environ[FILE]).open("a", buffering=1)  # noqa: SIM115 - as long as its process
+        # Unbuffered: lines of several engines stay whole. Open as long as its process.
+        self._file = Path(os.environ[FILE]).open("ab", buffering=0)  # noqa: SIM115
         self._cpu = 0.0
         self._sent: defaultdict[tuple[str, str], deque[float]] = defaultdict(deque)  # (request, node) -> times
 
@@ -94,7 +96,7 @@ class Recorded(SchedulingPolicy):
         return self._policy.page_rank(template, ranks)
 
     def on_arrival(self, request: Request) -> None:
-        self._write(Arrival(base64.b64encode(encode(request.head)).decode(), time.monotonic()))
+        self._write(Arrival(base64.b64encode(encode(request.head)).decode(), time.monotonic(), os.getpid()))
         self._policy.on_arrival(request)
 
     def on_result(self, batch: SentBatch, result: BatchResult) -> None:
@@ -122,7 +124,7 @@ class Recorded(SchedulingPolicy):
             del self._sent[place]
 
     def _write(self, line: Arrival | Batch) -> None:
-        self._file.write(msgspec.json.encode(line).decode() + "\n")
+        self._file.write(msgspec.json.encode(line) + b"\n")
 
 
 def _items(decisions: Sequence[Decision]) -> Iterator[tuple[Request, str]]:

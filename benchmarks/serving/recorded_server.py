@@ -35,13 +35,13 @@ class Lone:
 
 @dataclass(frozen=True)
 class RecordedServer:
-    """path: of the records of its one engine."""
+    """path: of the records of its engines."""
 
     server: Server
     path: Path
 
     def send_one_by_one(self, target: Target, calls: Sequence[EditCall]) -> Lone:
-        """target: this server. Raises WarmUpError if a request fails."""
+        """target: this server, of one engine. Raises WarmUpError if a request fails."""
         root = self.server.process.pid
         before = _cpu_beside_workers(root)
         run = asyncio.run(warm_up(target, calls, 1))
@@ -57,7 +57,7 @@ class RecordedServer:
 
 @contextmanager
 def recorded_server(flags: Sequence[str], policy: str) -> Iterator[RecordedServer]:
-    """Its model is loaded. flags: without the policy's, with one engine. policy: one that a Recorded asks."""
+    """Its model is loaded. flags: without the policy's. policy: one that a Recorded asks."""
     kind = next(kind for kind in Recorded.__subclasses__() if kind.inner == policy)
     flags = [*flags, "--scheduling-policy", f"{kind.__module__}:{kind.__name__}"]
     with tempfile.TemporaryDirectory() as folder:

@@ -8,20 +8,15 @@ from pathlib import Path
 import msgspec
 import pytest
 from fakes import MODEL, make_edit
+from known_costs import AROUND, SECONDS, known
 
 from benchmarks.load.client import Outcome, Refusal, Run
 from benchmarks.serving.cell_outcomes import outcomes_of
 from benchmarks.serving.goodput_cells import CELLS, main
 from benchmarks.serving.recorded import CLOCKWORK, Batch
-from benchmarks.simulation.server_engine import Known, Surroundings, serve
-from core.graph.op import OPS
-from core.graph.work import Work
+from benchmarks.simulation.server_engine import serve
 from core.messages.engine import EngineRequest
-from core.messages.worker import CostSample
 from tools.random_checkpoints import make_flux_fill
-
-SECONDS = {"text_encode": 0.1, "image_encode": 0.2, "denoise": 1.0, "decode": 0.4}
-"""Of one item of each op, whatever its size."""
 
 
 def batch(started: float, op: str = "denoise", rank: int = 0, sent: float | None = None, size: int = 1) -> Batch:
@@ -68,19 +63,6 @@ def test_batches_are_told_by_op_and_over_time() -> None:
 # ------------------------------------------------------------------------------------------------------ the simulation
 
 
-def known() -> Known:
-    """Costs of one item each, learnt often enough to be exact."""
-    samples = [
-        CostSample(MODEL.name, OPS[op].component, op, Work.of([tokens] * number), number * seconds)
-        for op, seconds in SECONDS.items()
-        for tokens in (24, 256, 280)
-        for number in (1, 2, 4)
-        for _ in range(20)
-    ]
-    return Known(MODEL, (), tuple(samples))
-
-
-AROUND = Surroundings(prepare=0.5, deliver=0.25, trip=0.0, outside_cpu=0.125)
 ALONE = sum(SECONDS.values()) + 3 * SECONDS["denoise"] + AROUND.prepare + AROUND.deliver
 """Seconds of a request of four steps."""
 
