@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from pathlib import Path
 
 import msgspec
@@ -76,6 +77,15 @@ def test_a_lone_request_takes_what_was_measured(seconds: float, in_time: int) ->
     requests = [request("a", 2.0, 2.0 + seconds)]
     served = serve(known(), AROUND, CLOCKWORK, requests, [], num_ranks=2, has_spare_cores=True)
     assert served.in_time == in_time
+    assert served.latencies["a"] == pytest.approx(ALONE, rel=0.05)
+
+
+def test_requests_that_come_at_once_are_received_one_after_the_other() -> None:
+    requests = [msgspec.structs.replace(request(name, 0.0, 0.0), deadline=None) for name in "ab"]
+    own = {"a": replace(AROUND, prepare=30.0)}
+    served = serve(known(), AROUND, "step_batching", requests, [], num_ranks=2, has_spare_cores=True, own=own)
+    assert served.in_time == 2
+    assert served.latencies == pytest.approx({"a": ALONE + 29.5, "b": ALONE + 30.0}, rel=0.05)
 
 
 def test_without_spare_cores_other_processes_delay_the_ranks() -> None:
