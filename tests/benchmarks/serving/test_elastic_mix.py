@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import json
-from argparse import Namespace
 from collections import Counter
 
 import pytest
@@ -67,24 +65,3 @@ def test_every_system_has_all_ranks(num_ranks: int) -> None:
 def test_an_edit_that_fails_ends_the_measurement() -> None:
     with pytest.raises(RuntimeError, match="256 px failed: refused"):
         Comparison().add(["256 px"], Run([outcome(1.0, [], "refused")], 1.0, 0.0), [])
-
-
-@pytest.mark.parametrize(("ranks", "predicted"), [(1, {"elastic", "degree 1"}), (4, {"elastic", "degree 4"})])
-def test_what_one_engine_serves_can_be_predicted(ranks: int, predicted: set[str]) -> None:
-    found = systems(ranks)
-    assert {name for name, system in found.items() if system.one_engine is not None} == predicted
-    assert all(system.one_engine.num_ranks == ranks for system in found.values() if system.one_engine is not None)
-
-
-def test_predictions_stand_beside_what_was_measured(capsys: pytest.CaptureFixture[str]) -> None:
-    elastic, several = Measured([2.0, 4.0], predicted=[2.1, 4.5]), Measured([3.0, 5.0])
-    args = Namespace(ranks=2, edits=2, rounds=1, steps=8, output=None)
-    print_measured({"elastic": elastic, "degree 1": several}, {"256 px": 1.0}, {"denoise": 1.25}, 0.5, args)
-    table = capsys.readouterr().out
-    result = json.loads(table.splitlines()[-1])
-    assert (result["elastic_mean_s"], result["elastic_predicted_mean_s"], result["elastic_mean_off"]) == (3.0, 3.3, 0.1)
-    assert (result["elastic_predicted_p99_s"], result["elastic_p99_off"]) == (4.5, 0.125)
-    assert "off by +10.0%" in table
-    assert "several engines behind a router" in table
-    assert not [name for name in result if name.startswith("degree_1_predicted")]
-    assert result["stretch_denoise"] == 1.25

@@ -99,29 +99,6 @@ def test_without_spare_cores_other_processes_delay_the_ranks() -> None:
     assert [op for _, op, _ in spare.batches].count("denoise") == 4, "warm-ups do not count"
 
 
-def test_latencies_are_as_the_sender_sees_them_also_without_a_deadline() -> None:
-    first, second = request("a", 2.0, 100.0), msgspec.structs.replace(request("b", 50.0, 0.0), deadline=None)
-    own = {"b": Surroundings(prepare=1.5, deliver=2.25, trip=0.0, outside_cpu=0.0)}
-    served = serve(known(), AROUND, "step_batching", [first, second], [], num_ranks=1, has_spare_cores=True, own=own)
-    assert served.latencies == {"a": pytest.approx(ALONE, rel=0.05), "b": pytest.approx(ALONE + 3.0, rel=0.05)}
-    assert served.latencies["b"] - served.latencies["a"] == pytest.approx(3.0), "1 s more before the engine, 2 s after"
-    assert served.in_time == 2
-
-
-def test_a_request_delays_ranks_by_what_it_costs_other_processes_itself() -> None:
-    requests = [request("a", 2.0, 100.0), request("b", 50.0, 100.0)]
-    own = {"b": replace(AROUND, outside_cpu=1.0)}
-    served = serve(known(), AROUND, "step_batching", requests, [], num_ranks=1, has_spare_cores=False, own=own)
-    assert served.latencies["b"] - served.latencies["a"] == pytest.approx(1.0 - AROUND.outside_cpu)
-
-
-def test_stretch_is_what_batches_took_by_what_the_samples_say() -> None:
-    took = {op: 1.5 * seconds for op, seconds in SECONDS.items()}
-    requests = [msgspec.structs.replace(request(name, 0.0, 0.0), deadline=None) for name in ("a", "b")]
-    stretch = stretch_of(known(), took, requests, [], num_ranks=1)
-    assert stretch == {op: pytest.approx(1.5, rel=0.05) for op in SECONDS}
-
-
 # ------------------------------------------------------------------------------------------------------ a server
 
 
