@@ -99,6 +99,13 @@ def test_without_spare_cores_other_processes_delay_the_ranks() -> None:
     assert [op for _, op, _ in spare.batches].count("denoise") == 4, "warm-ups do not count"
 
 
+def test_a_request_delays_ranks_by_what_it_costs_other_processes_itself() -> None:
+    requests = [request("a", 2.0, 100.0), request("b", 50.0, 100.0)]
+    own = {"b": replace(AROUND, outside_cpu=1.0)}
+    served = serve(known(), AROUND, "step_batching", requests, [], num_ranks=1, has_spare_cores=False, own=own)
+    assert served.latencies["b"] - served.latencies["a"] == pytest.approx(1.0 - AROUND.outside_cpu)
+
+
 # ------------------------------------------------------------------------------------------------------ a server
 
 

@@ -9,7 +9,7 @@ from dataclasses import replace
 import msgspec
 import pytest
 from fakes import MODEL, make_edit, with_spec
-from known_costs import AROUND, SECONDS, known
+from known_costs import AROUND, SECONDS, TWO_RANKS, known
 
 from benchmarks.load.client import Outcome, Run
 from benchmarks.serving.mix_prediction import Alone, Round, System, predict
@@ -56,12 +56,19 @@ def test_edits_of_a_run_are_in_their_order_without_the_warm_ups() -> None:
     assert [each.request.spec.sampling.seed for each in found.warm_ups] == [3]
 
 
-def test_each_kind_has_its_own_costs_beside_its_batches(alone: Alone) -> None:
-    found = predict(known(), alone, ONE_RANK, edits(["small", "large"], [7, 7], [0.0, 50.0]), {})
+@pytest.mark.parametrize("policy", ["elastic", "step_batching"])
+def test_each_kind_has_its_own_costs_beside_its_batches(alone: Alone, policy: str) -> None:
+    found = predict(known(), alone, System(policy, 1, 1), edits(["small", "large"], [7, 7], [0.0, 50.0]), {})
     expected = [WORK + around.prepare + around.deliver for around in (AROUND, LARGE)]
     delay = 0.0 if ONE_RANK.has_spare_cores else AROUND.outside_cpu
     assert found.latencies == pytest.approx([seconds + delay for seconds in expected], rel=0.05)
     assert found.worker_seconds == pytest.approx(2 * (WORK + delay), rel=0.05)
+
+
+def test_steps_of_a_fixed_degree_are_shared(alone: Alone) -> None:
+    systems = [System("step_batching", 1, 2, degree) for degree in (1, 2)]
+    one, two = (predict(known(), alone, system, edits(["small"], [7], [0.0]), {}).latencies[0] for system in systems)
+    assert one - two == pytest.approx((1 - TWO_RANKS) * STEPS * SECONDS["denoise"], rel=0.1)
 
 
 def test_edits_wait_for_those_of_their_own_engine_alone(alone: Alone) -> None:
