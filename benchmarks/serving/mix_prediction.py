@@ -118,4 +118,6 @@ def predict(known: Known, alone: Alone, system: System, edits: Round, stretch: M
 
 
 def _seed(arrival: Arrival) -> int:
-    return arrival.request.spec.sampling.seed
+    seed = arrival.request.spec.sampling.seed
+    assert seed is not None, "edits of the mix have seeds"
+    return seed
