@@ -15,6 +15,7 @@ import statistics
 import subprocess
 import sys
 import tempfile
+from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
@@ -33,7 +34,7 @@ from benchmarks.report import Row, Value, percentile, print_report
 from benchmarks.serving.mix_prediction import Alone, Round, System, predict
 from benchmarks.serving.recorded import Batch, read
 from benchmarks.serving.recorded_server import SETTLE_SECONDS, Lone, recorded_server
-from benchmarks.simulation.server_engine import Known
+from benchmarks.simulation.server_engine import Known, OpAtDegree
 from core.config import ModelConfig
 
 SHAPE = {"num_layers": 2, "num_single_layers": 4, "num_attention_heads": 4}
@@ -43,7 +44,7 @@ NATIVE_SIDE = 1024
 DEGREES = (1, 2, 4)
 
 LONE_EDITS = 4
-"""Of each kind."""
+"""Of each kind and degree."""
 
 
 class Kind(NamedTuple):
@@ -64,16 +65,20 @@ KINDS: Mapping[str, Kind] = {
 
 
 @dataclass
-class Seconds:
-    """Of the edits of all rounds, by kind. worker: of all ranks."""
+class Served:
+    """Seconds of the edits of all rounds, by kind; their denoising steps, by degree. worker_seconds: of all ranks."""
 
     by_kind: dict[str, list[float]] = field(default_factory=dict)
-    worker: float = 0.0
+    num_steps: Counter[int] = field(default_factory=Counter)
+    worker_seconds: float = 0.0
 
-    def add(self, kinds: Sequence[str], latencies: Sequence[float], worker: float) -> None:
+    def add(
+        self, kinds: Sequence[str], latencies: Sequence[float], num_steps: Mapping[int, int], worker_seconds: float
+    ) -> None:
         for kind, seconds in zip(kinds, latencies, strict=True):
             self.by_kind.setdefault(kind, []).append(seconds)
-        self.worker += worker
+        self.num_steps.update(num_steps)
+        self.worker_seconds += worker_seconds
 
     @property
     def every(self) -> list[float]:
@@ -89,17 +94,22 @@ class Seconds:
 
     def __str__(self) -> str:
         kinds = ", ".join(f"{kind} {statistics.mean(self.by_kind[kind]):.2f}" for kind in KINDS if kind in self.by_kind)
-        return f"mean {self.mean:6.2f} s, P99 {self.p99:6.2f} s; mean of {kinds}; {self.worker:.1f} s of worker time"
+        total = self.num_steps.total()
+        degrees = ", ".join(f"{degree}: {number / total:.0%}" for degree, number in sorted(self.num_steps.items()))
+        return (
+            f"mean {self.mean:6.2f} s, P99 {self.p99:6.2f} s; mean of {kinds}; steps by degree {degrees}; "
+            f"{self.worker_seconds:.1f} s of worker time"
+        )
 
 
 @dataclass
 class Comparison:
     """What was measured of one system, beside what is predicted."""
 
-    measured: Seconds = field(default_factory=Seconds)
-    predicted: Seconds = field(default_factory=Seconds)
-    degrees: dict[int, int] = field(default_factory=dict)  # degree -> steps
+    measured: Served = field(default_factory=Served)
+    predicted: Served = field(default_factory=Served)
     cache_seconds: float = 0.0  # worker time of the activation cache, which predictions leave out
+    num_primed: int = 0  # edits whose pages were not there, as predictions assume
     rounds: list[Round] = field(default_factory=list)
 
     def add(self, kinds: Sequence[str], run: Run, batches: Sequence[Batch]) -> None:
@@ -107,12 +117,12 @@ class Comparison:
         for kind, outcome in zip(kinds, run.outcomes, strict=True):
             if outcome.is_failed:
                 raise RuntimeError(f"an edit of {kind} failed: {outcome.error}")
-            for degree in outcome.facts["degrees"]:
-                self.degrees[degree] = self.degrees.get(degree, 0) + 1
-        self.measured.add(kinds, run.latencies, sum(batch.seconds for batch in batches))
+        num_steps = Counter(degree for outcome in run.outcomes for degree in outcome.facts["degrees"])
+        self.measured.add(kinds, run.latencies, num_steps, sum(batch.seconds for batch in batches))
         self.cache_seconds += sum(batch.seconds for batch in batches if not batch.requests)
+        self.num_primed += sum(outcome.facts["primed"] for outcome in run.outcomes)
 
-    def predict(self, known: Known, alone: Alone, system: System, stretch: Mapping[str, float]) -> None:
+    def predict(self, known: Known, alone: Alone, system: System, stretch: Mapping[OpAtDegree, float]) -> None:
         for edits in self.rounds:
             self.predicted.add(edits.kinds, *predict(known, alone, system, edits, stretch))
 
@@ -126,9 +136,10 @@ class Comparison:
         return self.measured.p99 / self.predicted.p99 - 1
 
     def rows(self, name: str) -> Iterator[Row]:
-        total = sum(self.degrees.values())
-        degrees = ", ".join(f"{degree}: {number / total:.0%}" for degree, number in sorted(self.degrees.items()))
-        yield name, f"{self.measured}, of which {self.cache_seconds:.1f} s for the cache; steps by degree {degrees}"
+        yield (
+            name,
+            f"{self.measured}, {self.cache_seconds:.1f} s of it for the cache; {self.num_primed} waited for pages",
+        )
         yield "  predicted", str(self.predicted)
         yield "  measured is off by", f"mean {self.mean_off:+.1%}, P99 {self.p99_off:+.1%}"
 
@@ -141,18 +152,25 @@ class Comparison:
             "predicted_p99_s": self.predicted.p99,
             "mean_off": self.mean_off,
             "p99_off": self.p99_off,
-            "worker_s": self.measured.worker,
-            "predicted_worker_s": self.predicted.worker,
+            "worker_s": self.measured.worker_seconds,
+            "predicted_worker_s": self.predicted.worker_seconds,
             "cache_s": self.cache_seconds,
+            "primed": self.num_primed,
         }
         return {f"{_key(name)}_{key}": value for key, value in values.items()}
 
 
 def systems(num_ranks: int) -> dict[str, System]:
     """By name. Of a fixed degree there are as many engines as ranks allow."""
-    degrees = [degree for degree in DEGREES if degree <= num_ranks]
-    fixed = {f"degree {each}": System("step_batching", num_ranks // each, each, each) for each in degrees}
+    fixed = {
+        f"degree {degree}": System("step_batching", num_ranks // degree, degree, degree)
+        for degree in _degrees(num_ranks)
+    }
     return {"elastic": System("elastic", 1, num_ranks)} | fixed
+
+
+def _degrees(num_ranks: int) -> list[int]:
+    return [degree for degree in DEGREES if degree <= num_ranks]
 
 
 def main(argv: Sequence[str] | None = None) -> None:
@@ -167,15 +185,18 @@ def main(argv: Sequence[str] | None = None) -> None:
         chosen = systems(args.ranks)
         chosen = {name: system for name, system in chosen.items() if not args.systems or name in args.systems}
         _profile(args)
-        alone = _measure_alone(args)
-        lone = {name: statistics.median(each.run.latencies) for name, each in alone.by_kind.items()}
-        rate = args.load * args.ranks / sum(kind.share * lone[name] for name, kind in KINDS.items())
-        compared = _measure(args, chosen, rate)
         known = Known.of_new_process(ModelConfig(model=args.model, dtype=args.dtype, threads=args.threads))
-    assert known.has_profile, "the profile that was made is not found"
-    stretch = alone.stretch(known)
+        assert known.has_profile, "the profile that was made is not found"
+        alone = {degree: _measure_alone(args, degree) for degree in _degrees(args.ranks)}
+        stretch = dict[OpAtDegree, float]()
+        for each in alone.values():
+            stretch = each.stretch(known) | stretch  # of an op that ranks do not share: as with one rank
+        rate = (
+            args.load * args.ranks / sum(kind.share * _seconds(alone[1].by_kind[name]) for name, kind in KINDS.items())
+        )
+        compared = _measure(args, chosen, rate)
     for name, comparison in compared.items():
-        comparison.predict(known, alone, chosen[name], stretch)
+        comparison.predict(known, alone[chosen[name].degree], chosen[name], stretch)
     print_compared(compared, alone, stretch, rate, args)
 
 
@@ -199,15 +220,16 @@ def _with_steps(calls: Sequence[EditCall], steps: int) -> list[EditCall]:
 
 def _profile(args: argparse.Namespace) -> None:
     """Measure steps by degree, from which `elastic` predicts."""
-    degrees = [str(degree) for degree in DEGREES if degree <= args.ranks]
+    degrees = map(str, _degrees(args.ranks))
     flags = [*model_flags(args), "--max-num-seqs", "2", "--degrees", *degrees]
     subprocess.run([sys.executable, "-m", "model_executor.worker.profiler", *flags], cwd=ROOT, check=True)
 
 
-def _measure_alone(args: argparse.Namespace) -> Alone:
-    """Edits of each kind, one by one on one rank, pages loaded."""
+def _measure_alone(args: argparse.Namespace, degree: int) -> Alone:
+    """Edits of each kind, one by one on so many ranks, pages loaded."""
     random, templates = np.random.default_rng(0), iter(range(100, 1000))
-    with recorded_server(model_flags(args), "step_batching") as recorded:
+    system = System("step_batching", 1, degree, degree)
+    with recorded_server([*model_flags(args), *system.flags], system.policy) as recorded:
         target = Target(recorded.server.url)
         asyncio.run(_prepare(target, args.steps))
         warm_ups = [arrival.request for arrival in read(recorded.path)[0]]
@@ -215,7 +237,7 @@ def _measure_alone(args: argparse.Namespace) -> Alone:
         for name, kind in KINDS.items():
             calls = from_trace(Mix(), [_line(kind, random, templates) for _ in range(LONE_EDITS)], random)
             by_kind[name] = recorded.send_one_by_one(target, _with_steps(calls, args.steps))
-    return Alone(by_kind, warm_ups)
+    return Alone(degree, by_kind, warm_ups)
 
 
 def _measure(args: argparse.Namespace, chosen: Mapping[str, System], rate: float) -> dict[str, Comparison]:
@@ -251,8 +273,8 @@ async def _prepare(target: Target, steps: int) -> None:
 
 def print_compared(
     compared: Mapping[str, Comparison],
-    alone: Alone,
-    stretch: Mapping[str, float],
+    alone: Mapping[int, Alone],
+    stretch: Mapping[OpAtDegree, float],
     rate: float,
     args: argparse.Namespace,
 ) -> None:
@@ -260,11 +282,14 @@ def print_compared(
     result: dict[str, Value] = {"benchmark": "elastic_mix", "ranks": args.ranks, "rate_per_s": rate}
     for name, comparison in compared.items():
         result |= comparison.result(name)
-    rows += [(f"alone on one rank, {kind}", _told(lone)) for kind, lone in alone.by_kind.items()]
-    for kind, lone in alone.by_kind.items():
-        result |= {f"{_key(kind)}_{name}_s": value for name, value in asdict(lone.surroundings).items()}
-    rows.append(("batches alone, by the profile", ", ".join(f"{op} {value:.2f}" for op, value in stretch.items())))
-    result |= {f"stretch_{op}": value for op, value in stretch.items()}
+    for degree, each in alone.items():
+        for kind, lone in each.by_kind.items():
+            rows.append((f"alone at degree {degree}, {kind}", _told(lone)))
+            values = {"latency": _seconds(lone)} | asdict(lone.surroundings)
+            result |= {f"alone_{degree}_{_key(kind)}_{name}_s": value for name, value in values.items()}
+    multiples = ", ".join(f"{op} at degree {degree} {value:.2f}" for (op, degree), value in stretch.items())
+    rows.append(("batches alone, by the profile", multiples))
+    result |= {f"stretch_{op}_{degree}": value for (op, degree), value in stretch.items()}
     if args.ranks > available_cores():
         rows.append(("predicted", "as if all ranks outside of a batch did nothing; but they share cores with it"))
     fixed = [comparison.measured for name, comparison in compared.items() if name != "elastic"]
@@ -277,10 +302,14 @@ def print_compared(
     print_report(title, rows, result, args.output)
 
 
+def _seconds(lone: Lone) -> float:
+    return statistics.median(lone.run.latencies)
+
+
 def _told(lone: Lone) -> str:
     around = lone.surroundings
     return (
-        f"{statistics.median(lone.run.latencies):.2f} s, of these {around.prepare * 1e3:.0f} ms before and "
+        f"{_seconds(lone):.2f} s, of these {around.prepare * 1e3:.0f} ms before and "
         f"{around.deliver * 1e3:.0f} ms after the engine; {around.outside_cpu * 1e3:.0f} ms of CPU beside the workers"
     )
 

@@ -30,7 +30,7 @@ from benchmarks.load.workload import available_cores
 from benchmarks.serving.cell_outcomes import Outcomes, means_by_op, outcomes_of
 from benchmarks.serving.recorded import CLOCKWORK, read
 from benchmarks.serving.recorded_server import SETTLE_SECONDS, RecordedServer, recorded_server
-from benchmarks.simulation.server_engine import Known, Simulated, Surroundings, serve, stretch_of
+from benchmarks.simulation.server_engine import Known, OpAtDegree, Simulated, Surroundings, serve, stretch_of
 from core.config import EMBEDDED_MODEL, ModelConfig
 from core.ipc.atomic_file import write_atomically
 from core.messages.codec import MessageDecoder, encode
@@ -172,7 +172,7 @@ class Bench:
         before = [batch for batch in batches if batch.started < run.started]
         return outcomes_of(run, before[-1], [batch for batch in batches if batch.started >= run.started])
 
-    def predict(self, cell: Cell, policy: str, alone: Alone, stretch: Mapping[str, float]) -> Simulated:
+    def predict(self, cell: Cell, policy: str, alone: Alone, stretch: Mapping[OpAtDegree, float]) -> Simulated:
         """stretch: of `stretch`."""
         slos = [call.slo_ms or 0.0 for call in alone.latency.scaled(self.calls, cell.slo)]
         due = self.due(cell, alone)
@@ -192,10 +192,11 @@ class Bench:
             stretch=stretch,
         )
 
-    def stretch(self, alone: Alone) -> dict[str, float]:
+    def stretch(self, alone: Alone) -> dict[OpAtDegree, float]:
         """See `stretch_of`."""
         requests, warm_ups = list(map(_decode, alone.requests)), list(map(_decode, alone.warm_ups))
-        return stretch_of(self.known, alone.op_seconds, requests, warm_ups, num_ranks=self.args.workers_per_engine)
+        seconds = {(op, 1): seconds for op, seconds in alone.op_seconds.items()}
+        return stretch_of(self.known, seconds, requests, warm_ups, num_ranks=self.args.workers_per_engine)
 
     @cached_property
     def known(self) -> Known:
@@ -230,14 +231,14 @@ def report(bench: Bench, results: Results) -> Iterator[str]:
     )
     yield "predictions are from the profile" if bench.known.has_profile else "there is no profile: run `make profile`"
     stretch = bench.stretch(alone)
-    yield "batches alone, as a multiple of it: " + ", ".join(f"{op} {value:.2f}" for op, value in stretch.items())
+    yield "batches alone, as a multiple of it: " + ", ".join(f"{op} {value:.2f}" for (op, _), value in stretch.items())
     for cell in CELLS:
         if of_cell := results.measured.get(cell.name):
             yield from _cell_report(bench, cell, of_cell, alone, stretch)
 
 
 def _cell_report(
-    bench: Bench, cell: Cell, measured: Mapping[str, Outcomes], alone: Alone, stretch: Mapping[str, float]
+    bench: Bench, cell: Cell, measured: Mapping[str, Outcomes], alone: Alone, stretch: Mapping[OpAtDegree, float]
 ) -> Iterator[str]:
     predicted = {policy: bench.predict(cell, policy, alone, stretch) for policy in measured}
     number = len(bench.calls)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from statistics import fmean
@@ -11,10 +12,10 @@ import msgspec
 
 from benchmarks.load.client import Run
 from benchmarks.load.workload import available_cores
-from benchmarks.serving.cell_outcomes import means_by_op
+from benchmarks.serving.cell_outcomes import seconds_by_op
 from benchmarks.serving.recorded import Arrival
 from benchmarks.serving.recorded_server import Lone
-from benchmarks.simulation.server_engine import Known, Surroundings, serve, stretch_of
+from benchmarks.simulation.server_engine import Known, OpAtDegree, Surroundings, serve, stretch_of
 from core.messages.engine import EngineRequest
 
 
@@ -39,8 +40,9 @@ class System(NamedTuple):
 
 @dataclass(frozen=True)
 class Alone:
-    """What edits take that have one rank alone, by kind; what it was prepared with."""
+    """What edits take, by kind, that have a server alone whose ranks compute all steps together; what prepared it."""
 
+    degree: int
     by_kind: Mapping[str, Lone]
     warm_ups: Sequence[EngineRequest]
 
@@ -50,14 +52,12 @@ class Alone:
         trip = fmean(lone.surroundings.trip for lone in self.by_kind.values())
         return {kind: replace(lone.surroundings, trip=trip) for kind, lone in self.by_kind.items()}
 
-    def stretch(self, known: Known) -> dict[str, float]:
-        """See `stretch_of`; of all kinds together, and so with the weight of large ones. Batches of several ranks are
-        assumed to take the same multiple.
-        """
+    def stretch(self, known: Known) -> dict[OpAtDegree, float]:
+        """See `stretch_of`; of all kinds together, and so with the weight of large ones."""
         batches = [batch for lone in self.by_kind.values() for batch in lone.batches]
         requests = [arrival.request for lone in self.by_kind.values() for arrival in lone.arrivals]
-        seconds = means_by_op(batches, lambda batch: batch.seconds)
-        return stretch_of(known, seconds, requests, self.warm_ups, num_ranks=1)
+        seconds = seconds_by_op(batches)
+        return stretch_of(known, seconds, requests, self.warm_ups, num_ranks=self.degree, degree=self.degree)
 
 
 @dataclass(frozen=True)
@@ -82,18 +82,23 @@ class Round:
 
 
 class Prediction(NamedTuple):
-    """latencies: of each edit, from when it is due. worker_seconds: of all ranks."""
+    """latencies: of each edit, from when it is due. num_steps: degree -> denoising steps of edits. worker_seconds: of
+    all ranks.
+    """
 
     latencies: list[float]
+    num_steps: Mapping[int, int]
     worker_seconds: float
 
 
-def predict(known: Known, alone: Alone, system: System, edits: Round, stretch: Mapping[str, float]) -> Prediction:
+def predict(
+    known: Known, alone: Alone, system: System, edits: Round, stretch: Mapping[OpAtDegree, float]
+) -> Prediction:
     """Each engine has the edits that it was given by the router of the run: routing is not predicted. Pages of
     templates count as being there. stretch: of `Alone.stretch`.
     """
     surroundings = alone.surroundings
-    latencies, worker_seconds = dict[str, float](), 0.0
+    latencies, num_steps, worker_seconds = dict[str, float](), Counter[int](), 0.0
     for engine in {arrival.engine for arrival in edits.arrivals}:
         numbers = [number for number, arrival in enumerate(edits.arrivals) if arrival.engine == engine]
         requests = [
@@ -113,8 +118,9 @@ def predict(known: Known, alone: Alone, system: System, edits: Round, stretch: M
             stretch=stretch,
         )
         latencies |= served.latencies
+        num_steps += served.num_steps
         worker_seconds += served.busy_seconds
-    return Prediction([latencies[str(number)] for number in range(len(edits.arrivals))], worker_seconds)
+    return Prediction([latencies[str(number)] for number in range(len(edits.arrivals))], num_steps, worker_seconds)
 
 
 def _seed(arrival: Arrival) -> int:

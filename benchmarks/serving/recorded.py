@@ -53,6 +53,7 @@ class Batch(msgspec.Struct, frozen=True, tag="batch"):
     sent: float | None  # None: not known
     started: float
     seconds: float
+    degree: int  # number of ranks that computed it together
     # CPU seconds of the engine's process since it started: all of them, and those of the policy alone.
     engine_cpu: float
     policy_cpu: float
@@ -112,6 +113,7 @@ class Recorded(SchedulingPolicy):
                     sent=max(sent, default=None),
                     started=result.started,
                     seconds=result.seconds,
+                    degree=len(batch.ranks),
                     engine_cpu=time.process_time(),
                     policy_cpu=self._cpu,
                 )

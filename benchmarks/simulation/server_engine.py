@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import os
 import time
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from concurrent.futures import ProcessPoolExecutor
 from dataclasses import dataclass
@@ -33,6 +34,9 @@ from core.scheduling.predictor import Predictor
 from core.scheduling.scheduler import StepScheduler
 from model_executor.worker.cost_probe import known_or_probed
 from model_executor.worker.resident import ResidentModels, set_threads
+
+OpAtDegree = tuple[str, int]
+"""An op, and the number of ranks that compute it together."""
 
 APART = 1000.0
 """Seconds between requests that have a simulated server alone: enough for any."""
@@ -87,7 +91,7 @@ class Measured(Durations):
         known: Known,
         surroundings: Surroundings,
         own: Mapping[str, Surroundings],
-        stretch: Mapping[str, float],
+        stretch: Mapping[OpAtDegree, float],
         *,
         has_spare_cores: bool,
     ) -> None:
@@ -97,15 +101,20 @@ class Measured(Durations):
         self._stretch = stretch
         self._surroundings, self._own = surroundings, own
         self._has_spare_cores = has_spare_cores
-        self.seconds: dict[str, list[float]] = {}
-        """Op -> what its batches have taken, without such delays."""
+        self.seconds: dict[OpAtDegree, list[float]] = {}
+        """What batches have taken, without such delays."""
+        self.num_steps: Counter[int] = Counter()
+        """Degree -> denoising steps of requests."""
 
     def batch_seconds(self, batch: Batch, work: Work) -> float:
         if not work.queries:  # of the activation cache: templates are warm
             return 0.0
         delay = 0.0 if self._has_spare_cores or OPS[batch.op].part != "decode" else self._outside_cpu(batch)
-        seconds = self._predictor.of_batch(batch, work) * self._stretch.get(batch.op, 1.0)
-        self.seconds.setdefault(batch.op, []).append(seconds)
+        key = batch.op, len(batch.ranks)
+        seconds = self._predictor.of_batch(batch, work) * self._stretch.get(key, 1.0)
+        self.seconds.setdefault(key, []).append(seconds)
+        if OPS[batch.op].part == "denoise":
+            self.num_steps[len(batch.ranks)] += len(batch.items)
         return seconds + delay
 
     def _outside_cpu(self, batch: Batch) -> float:
@@ -140,7 +149,8 @@ class Simulated:
     latencies: dict[str, float]  # by id of those with a picture: seconds from when it is sent until its sender has it
     batches: list[BatchNote]
     busy_seconds: float  # of all ranks
-    op_seconds: dict[str, float]  # op -> mean of its batches
+    op_seconds: dict[OpAtDegree, float]  # mean of its batches
+    num_steps: Counter[int]  # degree -> denoising steps of requests
     scheduler_seconds: float  # of the real machine
 
 
@@ -155,12 +165,12 @@ def serve(
     has_spare_cores: bool,
     degree: int = 1,
     own: Mapping[str, Surroundings] | None = None,
-    stretch: Mapping[str, float] | None = None,
+    stretch: Mapping[OpAtDegree, float] | None = None,
 ) -> Simulated:
     """requests: their arrivals are when they are sent, in seconds after the start, and so are their deadlines, by which
     their senders must have the picture. warm_ups: served before. degree: see SchedulerConfig. own: request id -> what
-    it costs beside its batches, if that is not as with others; its trip does not count. stretch: op -> what its batches
-    take, as a multiple of what the samples say. Requests that come at once are received one after the other.
+    it costs beside its batches, if that is not as with others; its trip does not count. stretch: what batches take, as
+    a multiple of what the samples say. Requests that come at once are received one after the other.
     """
     clock = Clock()
     around = {request.request_id: surroundings for request in requests} | dict(own or {})
@@ -181,6 +191,7 @@ def serve(
     start, busy, own_seconds = clock.now, sum(engine.clocks.busy_seconds), scheduler.own_seconds
     recorder.batches.clear()
     durations.seconds.clear()
+    durations.num_steps.clear()
     ends.clear()
     arrival = start
     for request in requests:
@@ -199,26 +210,30 @@ def serve(
         latencies={each.request_id: until[each.request_id] - each.arrival for each in done},
         batches=[(when - start, op, number) for when, op, number in recorder.batches],
         busy_seconds=sum(engine.clocks.busy_seconds) - busy,
-        op_seconds={op: fmean(seconds) for op, seconds in durations.seconds.items()},
+        op_seconds={key: fmean(seconds) for key, seconds in durations.seconds.items()},
+        num_steps=durations.num_steps,
         scheduler_seconds=scheduler.own_seconds - own_seconds,
     )
 
 
 def stretch_of(
     known: Known,
-    op_seconds: Mapping[str, float],
+    op_seconds: Mapping[OpAtDegree, float],
     requests: Sequence[EngineRequest],
     warm_ups: Sequence[EngineRequest],
     *,
     num_ranks: int,
-) -> dict[str, float]:
-    """Op -> what batches took of requests that had the server alone, as a multiple of the samples: on a server they do
-    not find their weights and pages in the processor's cache. op_seconds: what they took, op -> mean.
+    degree: int = 1,
+) -> dict[OpAtDegree, float]:
+    """What batches took of requests that had the server alone, as a multiple of the samples: on a server they do not
+    find their weights and pages in the processor's cache. op_seconds: what they took, the mean. degree: of the server.
     """
     alone = [
         msgspec.structs.replace(request, request_id=str(index), arrival=APART * index, deadline=None)
         for index, request in enumerate(requests)
     ]
     nothing = Surroundings(prepare=0.0, deliver=0.0, trip=0.0, outside_cpu=0.0)
-    served = serve(known, nothing, "step_batching", alone, warm_ups, num_ranks=num_ranks, has_spare_cores=True)
-    return {op: op_seconds[op] / seconds for op, seconds in served.op_seconds.items() if seconds}
+    served = serve(
+        known, nothing, "step_batching", alone, warm_ups, num_ranks=num_ranks, has_spare_cores=True, degree=degree
+    )
+    return {key: op_seconds[key] / seconds for key, seconds in served.op_seconds.items() if seconds}

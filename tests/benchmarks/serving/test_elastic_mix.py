@@ -28,11 +28,11 @@ def test_edits_share_pictures_only_where_their_kind_has_templates() -> None:
 
 
 def outcome(latency: float, degrees: list[int], error: str = "") -> Outcome:
-    return Outcome(0.0, 0.0, latency, None, error, {"degrees": degrees})
+    return Outcome(0.0, 0.0, latency, None, error, {"degrees": degrees, "primed": len(degrees) == 1})
 
 
 def batch(seconds: float, *requests: str) -> Batch:
-    return Batch(0, "denoise", requests, 0.0, 0.0, seconds, 0.0, 0.0)
+    return Batch(0, "denoise", requests, 0.0, 0.0, seconds, 1, 0.0, 0.0)
 
 
 def test_steps_are_counted_by_degree_and_latencies_by_kind() -> None:
@@ -40,18 +40,20 @@ def test_steps_are_counted_by_degree_and_latencies_by_kind() -> None:
     compared.add(["256 px", "1024 px"], run, [batch(1.5, "a", "b"), batch(0.25)])
     assert (compared.measured.mean, compared.measured.p99) == (2.0, 3.0)
     assert compared.measured.by_kind == {"256 px": [1.0], "1024 px": [3.0]}
-    assert compared.degrees == {1: 3, 2: 1}
-    assert (compared.measured.worker, compared.cache_seconds) == (1.75, 0.25)
+    assert compared.measured.num_steps == {1: 3, 2: 1}
+    assert (compared.measured.worker_seconds, compared.cache_seconds) == (1.75, 0.25)
+    assert compared.num_primed == 0
 
 
 def test_what_was_measured_is_told_beside_what_is_predicted() -> None:
     compared = Comparison()
     compared.add(["256 px", "1024 px"], Run([outcome(1.0, [1]), outcome(4.0, [2])], 4.0, 0.0), [])
-    compared.predicted.add(["256 px", "1024 px"], [1.0, 3.0], 2.5)
+    compared.predicted.add(["256 px", "1024 px"], [1.0, 3.0], {1: 2}, 2.5)
     result = compared.result("degree 2")
     assert (result["degree_2_mean_s"], result["degree_2_predicted_mean_s"]) == (2.5, 2.0)
     assert result["degree_2_mean_off"] == pytest.approx(0.25)
     assert result["degree_2_p99_off"] == pytest.approx(1 / 3)
+    assert result["degree_2_primed"] == 2
     assert "mean +25.0%, P99 +33.3%" in dict(compared.rows("degree 2")).values()
 
 

@@ -43,11 +43,11 @@ def edits(kinds: Sequence[str], engines: Sequence[int], due: Sequence[float]) ->
 def alone() -> Alone:
     """Batches that take twice what is known."""
     batches = [
-        Batch(0, op, ("a",), 0.0, started, 2 * SECONDS[op], 0.0, 0.0)
+        Batch(0, op, ("a",), 0.0, started, 2 * SECONDS[op], 1, 0.0, 0.0)
         for started, op in enumerate(["text_encode", "image_encode", *["denoise"] * STEPS, "decode"])
     ]
     around = {"small": AROUND, "large": LARGE}
-    return Alone({kind: Lone(Run([], 0.0, 0.0), [arrival(0)], batches, each) for kind, each in around.items()}, [])
+    return Alone(1, {kind: Lone(Run([], 0.0, 0.0), [arrival(0)], batches, each) for kind, each in around.items()}, [])
 
 
 def test_edits_of_a_run_are_in_their_order_without_the_warm_ups() -> None:
@@ -67,8 +67,10 @@ def test_each_kind_has_its_own_costs_beside_its_batches(alone: Alone, policy: st
 
 def test_steps_of_a_fixed_degree_are_shared(alone: Alone) -> None:
     systems = [System("step_batching", 1, 2, degree) for degree in (1, 2)]
-    one, two = (predict(known(), alone, system, edits(["small"], [7], [0.0]), {}).latencies[0] for system in systems)
-    assert one - two == pytest.approx((1 - TWO_RANKS) * STEPS * SECONDS["denoise"], rel=0.1)
+    one, two = (predict(known(), alone, system, edits(["small"], [7], [0.0]), {}) for system in systems)
+    assert (one.num_steps, two.num_steps) == ({1: STEPS}, {2: STEPS})
+    saved = (1 - TWO_RANKS) * STEPS * SECONDS["denoise"]
+    assert one.latencies[0] - two.latencies[0] == pytest.approx(saved, rel=0.1)
 
 
 def test_edits_wait_for_those_of_their_own_engine_alone(alone: Alone) -> None:
@@ -82,7 +84,7 @@ def test_edits_wait_for_those_of_their_own_engine_alone(alone: Alone) -> None:
 
 def test_batches_take_what_they_took_alone(alone: Alone) -> None:
     stretch = alone.stretch(known())
-    assert stretch == pytest.approx(dict.fromkeys(SECONDS, 2.0), rel=0.05)
+    assert stretch == pytest.approx({(op, 1): 2.0 for op in SECONDS}, rel=0.05)
     run = edits(["small"], [7], [0.0])
     plain, stretched = (predict(known(), alone, ONE_RANK, run, each) for each in ({}, stretch))
     assert stretched.latencies[0] - plain.latencies[0] == pytest.approx(WORK, rel=0.05)
