@@ -228,11 +228,13 @@ class GoodputPass(StepPass):
     shares: RankShares | None = None
 
     def _admit(self) -> list[Request]:
-        """Those that have made all of their steps, and those that have a slot, if there is memory for new ones."""
+        """Those that have made all of their steps, and those that have a slot, if there is memory for new ones. Where
+        others that have begun take all of it, the one of them that has fewest steps left goes on, to make room.
+        """
         running = self.view.requests.running
-        done = [each for each in running if not each.progress.steps_left and each.id not in self.gone]
-        room = self.view.config.max_num_seqs - sum(1 for request in running if request.progress.steps_left)
-        admitted = done
+        admitted = [each for each in running if not each.progress.steps_left and each.id not in self.gone]
+        begun = [each for each in running if each.progress.steps_left]
+        room, num_done = self.view.config.max_num_seqs - len(begun), len(admitted)
         for request in self.served:
             if not request.is_live or not request.progress.steps_left:
                 continue
@@ -241,6 +243,9 @@ class GoodputPass(StepPass):
                 if room < 0:
                     continue
             admitted.append(request)
+        others = [each for each in begun if each.id not in self.gone]
+        if room < 0 and len(admitted) == num_done and others:
+            admitted.append(min(others, key=lambda request: (request.progress.steps_left, request.id)))
         return admitted
 
     def _rank(self, request: Request, node: Node) -> int:
