@@ -136,10 +136,8 @@ class Comparison:
         return self.measured.p99 / self.predicted.p99 - 1
 
     def rows(self, name: str) -> Iterator[Row]:
-        yield (
-            name,
-            f"{self.measured}, {self.cache_seconds:.1f} s of it for the cache; {self.num_primed} waited for pages",
-        )
+        cache = f"{self.cache_seconds:.1f} s of it for the activation cache; {self.num_primed} edits waited for pages"
+        yield name, f"{self.measured}, {cache}"
         yield "  predicted", str(self.predicted)
         yield "  measured is off by", f"mean {self.mean_off:+.1%}, P99 {self.p99_off:+.1%}"
 
@@ -191,9 +189,8 @@ def main(argv: Sequence[str] | None = None) -> None:
         stretch = dict[OpAtDegree, float]()
         for each in alone.values():
             stretch = each.stretch(known) | stretch  # of an op that ranks do not share: as with one rank
-        rate = (
-            args.load * args.ranks / sum(kind.share * _seconds(alone[1].by_kind[name]) for name, kind in KINDS.items())
-        )
+        mean = sum(kind.share * _seconds(alone[1].by_kind[name]) for name, kind in KINDS.items())
+        rate = args.load * args.ranks / mean
         compared = _measure(args, chosen, rate)
     for name, comparison in compared.items():
         comparison.predict(known, alone[chosen[name].degree], chosen[name], stretch)
