@@ -243,9 +243,9 @@ class GoodputPass(StepPass):
                 if room < 0:
                     continue
             admitted.append(request)
-        others = [each for each in begun if each.id not in self.gone]
-        if room < 0 and len(admitted) == num_done and others:
-            admitted.append(min(others, key=lambda request: (request.progress.steps_left, request.id)))
+        if room < 0 and len(admitted) == num_done:
+            others = [each for each in begun if each.id not in self.gone]
+            admitted += sorted(others, key=lambda request: (request.progress.steps_left, request.id))[:1]
         return admitted
 
     def _rank(self, request: Request, node: Node) -> int:
