@@ -7,7 +7,7 @@ small requests share steps on one rank, as with `step_batching`, while large one
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from core.graph.workflow import Node
@@ -24,9 +24,9 @@ from core.scheduling.policies.work_left import WorkLeft
 from core.scheduling.request import Request, Status
 from core.scheduling.view import View
 
-AGING = 4.0
-"""Seconds of work by which a request may be longer than a later one, for every second that it came before it, and go
-first nevertheless. So no request that comes R / AGING seconds after one with R seconds of work overtakes it.
+OVERTAKEN = 1.5
+"""Shorter requests overtake a longer one if they come after it by no more than so many times the seconds that all ranks
+together would need for what it has left to do.
 """
 
 EFFICIENT, LOSSLESS = 0.95, 0.99
@@ -34,6 +34,12 @@ EFFICIENT, LOSSLESS = 0.95, 0.99
 would do, so that little is lost by it, and it ends sooner. While more requests are there than ranks the second one
 counts: where work comes faster than it is done, what is lost adds up.
 """
+
+SMALL = ""
+"""Stands for the small requests together, which take turns with the large ones."""
+
+Turn = tuple[Request, int]
+"""A request, and the steps that it has left."""
 
 FORGET_EVERY = 64
 """Passes after which what is known of waiting requests is predicted again."""
@@ -55,9 +61,10 @@ class Case:
         """Seconds of what it has left to do besides steps."""
         return self.before + self.after if request.status is Status.WAITING else self.after
 
-    def place_in_line(self, request: Request, steps: int) -> float:
-        """By what requests are ordered, see AGING. steps: that it has left."""
-        return self.others(request) + steps * self.seconds[1] + AGING * request.head.arrival
+    def place_in_line(self, request: Request, steps: int, num_ranks: int) -> float:
+        """By what requests are ordered, in seconds, see OVERTAKEN. steps: that it has left."""
+        work = self.others(request) + steps * self.seconds[1]
+        return request.head.arrival + OVERTAKEN * work / num_ranks
 
 
 class Elastic(SchedulingPolicy):
@@ -71,6 +78,7 @@ class Elastic(SchedulingPolicy):
         self._places: dict[str, Ranks] = {}  # request id -> ranks of its last batch that is done
         self._cases: dict[str, Case] = {}  # by request id
         self._passes = 0
+        self._shared = 0  # rank of the small requests
 
     def on_result(self, batch: Batch, result: BatchResult) -> None:
         for item in batch.items:
@@ -90,31 +98,41 @@ class Elastic(SchedulingPolicy):
         if self._passes % FORGET_EVERY == 0:
             self._cases.clear()
         requests = eligible(view)
-        large = [] if len(view.ranks) == 1 else [each for each in requests if not self._case(view, each).is_small]
-        if not large:
-            return ElasticPass(view).run()
-        ranks = view.ranks[len(requests) > len(large) :]
-        ordered = self._in_order(view, large)
-        wants = {
-            request.id: self._want(view, request, steps, now, has_many=len(ordered) > len(ranks))
-            for index, (request, steps) in enumerate(ordered)
-            if index < len(ranks) or request.progress.in_flight
-        }
-        places = plan(list(wants.values()), ranks)
-        groups = moves(list(wants.values()), places, ranks)
-        for name, want in wants.items():
-            if want.is_running and places.get(name) == want.held:
-                groups[name] = want.held  # its next step may be sent behind the one that runs
+        small = {each.id for each in requests if len(view.ranks) == 1 or self._case(view, each).is_small}
+        if len(small) == len(requests):
+            self._shared = view.ranks[0]
+            return ElasticPass(view, shared=self._shared).run()
+        ordered = self._in_order(view, requests)
+        groups = self._groups(view, _turns(ordered, small), small, now)
+        if shared := groups.pop(SMALL, ()):
+            (self._shared,) = shared
+        apart = frozenset(each.id for each in requests if not shared or each.id not in small)
         admitted = [request for request, _ in ordered if request.id in groups]
-        apart = frozenset(request.id for request in large)
-        return ElasticPass(view, apart=apart, groups=groups, admitted=admitted).run()
+        return ElasticPass(view, apart=apart, groups=groups, admitted=admitted, shared=self._shared).run()
+
+    def _groups(self, view: View, turns: Sequence[Turn], small: Collection[str], now: float) -> dict[str, Ranks]:
+        """Request id -> ranks that it may be given work on; SMALL for the small ones."""
+        wants = list[Want]()
+        for index, (request, steps) in enumerate(turns):
+            if request.id in small:
+                want = self._want_of_small(view, small)
+            else:
+                want = self._want(view, request, steps, now, has_many=len(turns) > len(view.ranks))
+            if index < len(view.ranks) or want.is_running:
+                wants.append(want)
+        places = plan(wants, view.ranks)
+        groups = moves(wants, places, view.ranks)
+        for want in wants:
+            if want.is_running and places.get(want.name) == want.held:
+                groups[want.name] = want.held  # its next step may be sent behind the one that runs
+        return groups
 
     # ------------------------------------------------------------------------------------------------ order
 
-    def _in_order(self, view: View, requests: Sequence[Request]) -> list[tuple[Request, int]]:
+    def _in_order(self, view: View, requests: Sequence[Request]) -> list[Turn]:
         """Requests with the steps that they have left. Those that have done their steps go first, which makes room;
         then all as scheduled. But requests of one owner and class without a due time change places with each other:
-        short ones go first, see AGING. Waiting ones for which there is no memory are left out.
+        short ones go first, see OVERTAKEN. Waiting ones for which there is no memory are left out.
         """
         lines: dict[tuple[str, int], list[tuple[float, str, Request, int]]] = {}
         places = list[tuple[Request, tuple[str, int] | None]]()
@@ -126,11 +144,11 @@ class Elastic(SchedulingPolicy):
             steps = -1 if is_waiting else request.progress.steps_left
             slots -= steps > 0
             if line is not None:
-                place = case.place if is_waiting else case.place_in_line(request, steps)
+                place = case.place if is_waiting else case.place_in_line(request, steps, len(view.ranks))
                 lines.setdefault(line, []).append((place, request.id, request, steps))
         for of in lines.values():
             of.sort(key=lambda each: each[:2], reverse=True)
-        done, others = list[tuple[Request, int]](), list[tuple[Request, int]]()
+        done, others = list[Turn](), list[Turn]()
         for request, line in places:
             steps = -1
             if line is not None:
@@ -144,6 +162,12 @@ class Elastic(SchedulingPolicy):
         return done + others
 
     # ------------------------------------------------------------------------------------------------ wants
+
+    def _want_of_small(self, view: View, small: Collection[str]) -> Want:
+        """One rank, if possible that which they had."""
+        held = (self._shared,) if self._shared in view.ranks else ()
+        is_running = any(each.progress.in_flight for each in view.requests.running if each.id in small)
+        return Want(SMALL, 0, {1: 0.0}, 0.0, 1, held, is_running)
 
     def _want(self, view: View, request: Request, steps: int, now: float, *, has_many: bool) -> Want:
         is_running = bool(request.progress.in_flight)
@@ -165,9 +189,15 @@ class Elastic(SchedulingPolicy):
             efficient, lossless = (_degree(speeds.seconds, share) for share in (EFFICIENT, LOSSLESS))
             is_small = speeds.is_small or (speeds.useful == 1 and request.spec.is_mask_aware)
             case = Case(speeds.seconds, efficient, lossless, is_small, left.before, left.after, 0.0)
-            place = case.place_in_line(request, request.progress.steps_left)
+            place = case.place_in_line(request, request.progress.steps_left, len(view.ranks))
             case = self._cases[request.id] = replace(case, place=place)
         return case
+
+
+def _turns(ordered: Sequence[Turn], small: Collection[str]) -> list[Turn]:
+    """The same, of all small requests only the first: when it is its turn all of them share a rank."""
+    first = next((turn for turn in ordered if turn[0].id in small), None)
+    return [turn for turn in ordered if turn is first or turn[0].id not in small]
 
 
 def _degree(seconds: Mapping[int, float], share: float) -> int:
@@ -185,9 +215,11 @@ def _makes_steps(view: View, request: Request, steps: int) -> bool:
 
 @dataclass(slots=True)
 class ElasticPass(GroupPass):
-    """Large requests have groups; the others run as with `step_batching`, on one rank each, and decode on none of these
+    """Large requests have groups; the others run as with `step_batching`, on one rank, and decode on none of these
     groups.
     """
+
+    shared: int = 0  # rank of these
 
     def _admit(self) -> list[Request]:
         return GroupPass._admit(self) + StepPass._admit(self)
@@ -195,9 +227,11 @@ class ElasticPass(GroupPass):
     def _rank(self, request: Request, node: Node) -> int:
         if request.id in self.groups:
             return GroupPass._rank(self, request, node)
-        rank = StepPass._rank(self, request, node)
-        is_taken = node.name in request.workflow.after_rounds and any(rank in of for of in self.groups.values())
-        return self.view.ranks[0] if is_taken else rank
+        if node.name in request.workflow.after_rounds:
+            last = self.view.ranks[-1]
+            return self.shared if any(last in of for of in self.groups.values()) else last
+        device = self._device(request, node)
+        return self.shared if device is None else device
 
     def _ranks(self, request: Request, node: Node) -> Ranks:
         if request.id in self.groups:

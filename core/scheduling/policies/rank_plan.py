@@ -112,9 +112,8 @@ def moves(wants: Sequence[Want], places: Mapping[str, Ranks], ranks: Sequence[in
     it goes on where it is, or takes what is free, at most as many ranks.
     """
     buddies, now = Buddies(ranks), dict[str, Ranks]()
-    for want in wants:
-        if want.is_running:
-            buddies.hold(rank for rank in want.held if rank in ranks)
+    # Several may run on one rank: where a second rank comes back, or small requests have become large ones.
+    buddies.hold({rank for want in wants if want.is_running for rank in want.held if rank in ranks})
     blocked = list[Want]()
     for want in wants:
         place = places.get(want.name)

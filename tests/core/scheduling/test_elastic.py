@@ -25,7 +25,7 @@ from core.messages.engine import EngineRequest, Finished
 from core.messages.worker import Batch, BatchResult, CostSample, StepPlan, Transfer
 from core.scheduling.outputs import Output
 from core.scheduling.policies.buddies import Buddies
-from core.scheduling.policies.elastic import AGING
+from core.scheduling.policies.elastic import OVERTAKEN
 from core.scheduling.scheduler import StepScheduler
 
 SMALL, MIDDLE, LARGE = 88, 280, 1048
@@ -172,11 +172,14 @@ DRAWN = st.lists(
 
 @pytest.mark.parametrize("policy", POLICIES)
 @settings(max_examples=40, deadline=None)
-@given(drawn=DRAWN, num_ranks=st.integers(1, 9), slots=st.sampled_from([2, 64]), ahead=st.booleans())
+@given(
+    drawn=DRAWN, num_ranks=st.integers(1, 9), slots=st.sampled_from([2, 64]), ahead=st.booleans(), shares=st.booleans()
+)
 def test_every_request_ends_and_groups_are_sets_of_buddies(
-    policy: SchedulingPolicyName, drawn: list[Any], num_ranks: int, slots: int, ahead: bool
+    policy: SchedulingPolicyName, drawn: list[Any], num_ranks: int, slots: int, ahead: bool, shares: bool
 ) -> None:
-    site = Site(policy, num_ranks, slots=slots, ahead=ahead)
+    """shares: small ones are computed together."""
+    site = Site(policy, num_ranks, Times(shares), slots=slots, ahead=ahead)
     site.serve([picture(str(i), t, steps, at, owner=owner) for i, (t, steps, at, owner) in enumerate(drawn)])
     assert {type(output) for output in site.outputs} == {Finished}
     sets = [each for size in (1, 2, 4, 8) for each in Buddies(range(num_ranks)).sets(size)]
@@ -190,14 +193,14 @@ def test_every_request_ends_and_groups_are_sets_of_buddies(
 @settings(max_examples=40, deadline=None)
 @given(drawn=DRAWN, num_ranks=st.integers(2, 8))
 def test_a_request_is_overtaken_for_a_bounded_time(drawn: list[Any], num_ranks: int) -> None:
-    """No request that comes R / AGING seconds after one with R seconds of work starts before it, but for the one step
-    for which the ranks of this may be busy.
+    """No request starts before one that came earlier by more than OVERTAKEN says, but for the one step for which the
+    ranks of this may be busy.
     """
     site = Site("elastic", num_ranks)
     site.serve([picture(str(index), *values[:3]) for index, values in enumerate(drawn)])
     starts = {str(index): site.ranks_of(str(index)) and _start(site, str(index)) for index in range(len(drawn))}
     for first, (tokens, steps, arrival, _) in enumerate(drawn):
-        patience = (steps * SECONDS[tokens] + DECODE) / AGING
+        patience = OVERTAKEN * (steps * SECONDS[tokens] + DECODE) / num_ranks
         for second, (_, _, later, _) in enumerate(drawn):
             if later > arrival + patience:
                 assert starts[str(first)] <= starts[str(second)] + SECONDS[LARGE]
@@ -214,7 +217,7 @@ def test_a_stream_of_short_requests_starves_no_long_one(policy: SchedulingPolicy
     work = 10 * SECONDS[LARGE] + DECODE
     stream = [picture(f"short {index}", MIDDLE, 2, arrival=0.35 * index) for index in range(300)]
     ends = site.serve([*stream, long])
-    assert ends["long"] < 2 * (work / AGING + work)
+    assert ends["long"] < 2 * (OVERTAKEN * work / 2 + work)
     assert ends["long"] < max(ends.values()) / 1.1
 
 
@@ -298,13 +301,48 @@ def test_small_requests_share_a_rank_beside_a_large_one() -> None:
     small = [picture(f"small {index}", SMALL, 8, arrival=3.0) for index in range(4)]
     site.serve([picture("large", LARGE, 30), *small])
     shared = [step for step in site.clocks.steps if step.requests[0].startswith("small")]
-    assert {step.ranks for step in shared} == {(0,)}
+    ((rank,),) = {step.ranks for step in shared}
     assert max(len(step.requests) for step in shared) == 4
     first, last = shared[0].ended, shared[-1].started
     beside = [s.ranks for s in site.clocks.steps if "large" in s.requests and first < s.started < last]
     assert beside
-    assert all(0 not in ranks for ranks in beside)
+    assert all(rank not in ranks for ranks in beside)
     assert site.ranks_of("large")[-1] == (0, 1, 2, 3)
+
+
+def test_small_requests_wait_for_their_turn() -> None:
+    """The second of them comes long after the large ones."""
+    large = [picture(name, LARGE, 4) for name in ("a", "b")]
+    small = [picture(f"small {at}", SMALL, 2, arrival=at) for at in (0.5, 3.0)]
+    site = Site("elastic", 2, Times(shares=True))
+    ends = site.serve([*large, *small])
+    assert _start(site, "small 0.5") < 0.5 + SECONDS[LARGE] + DECODE
+    assert _start(site, "small 3.0") >= min(ends["a"], ends["b"]) - DECODE
+
+
+def test_requests_that_shared_the_last_rank_part_when_another_is_back() -> None:
+    workers, scheduler = FakeWorkers(2), StepScheduler(SchedulerConfig(policy="elastic"), {"m": MODEL}, 2)
+    scheduler.learn(Site("elastic", 2)._samples())
+    scheduler.lose_rank(1, Failure("rank_dead", "killed"))
+    for name in "abc":
+        scheduler.add(picture(name, LARGE, 8))
+    finished, used = list[Output](), set[tuple[int, ...]]()
+    for turn in range(100):
+        while (plan := scheduler.schedule(float(turn))) is not None:
+            workers.submit(plan)
+            used |= {batch.ranks for batch in plan.batches if turn > 5}
+        if turn == 5:
+            scheduler.join_rank(1, [])  # while they compute
+            assert scheduler.schedule(5.5) is None
+        for rank in range(2):
+            for result in workers.run_one(rank):
+                if isinstance(result, BatchResult):
+                    scheduler.apply(result)
+                else:
+                    scheduler.apply_transfer(result)
+        finished += scheduler.take_outputs()
+    assert [type(output) for output in finished] == [Finished] * 3
+    assert (1,) in used
 
 
 def test_the_ranks_of_one_that_dies_are_left_and_the_request_goes_on() -> None:
