@@ -22,6 +22,7 @@ from core.scheduling.deadlines import due, why_late
 from core.scheduling.dispatch import Decision, GiveUp
 from core.scheduling.policies.policy import SchedulingPolicy
 from core.scheduling.policies.step_batching import StepPass, eligible
+from core.scheduling.policies.turns import Turns
 from core.scheduling.policies.work_left import WorkLeft
 from core.scheduling.request import Request, Status
 from core.scheduling.view import View
@@ -54,6 +55,7 @@ class NeuStream(SchedulingPolicy):
 
     def __init__(self) -> None:
         self._work = WorkLeft()
+        self._turns = Turns(self._work)
         self._alone: dict[str, Alone] = {}  # request id -> predicted when it was first seen
 
     def on_end(self, request_id: str) -> None:
@@ -69,7 +71,8 @@ class NeuStream(SchedulingPolicy):
         useless = [each for each in late if view.config.on_late == "drop" or _is_useless(each.request, now)]
         dropped = {each.request.id for each in useless}
         stays += [each.request for each in late if each.request.id not in dropped]
-        return [*useless, *NeuStreamPass(view, stays=stays, alone=self._alone, work=self._work).run()]
+        batches = NeuStreamPass(view, stays=stays, alone=self._alone, work=self._work).run()
+        return [*useless, *self._turns.choose(view, batches, now)]
 
     def _late(self, view: View, request: Request, now: float) -> GiveUp | None:
         """The request, if its budget is spent."""
