@@ -1,7 +1,8 @@
 """neustream: module-level batches, limited by each op's share of the objective (NeuStream, EuroSys 2025, section 4.1).
 
 A baseline to compare with; `goodput` serves more. Every op takes what came first, up to its batch limit: the largest
-batch whose latency is within the op's share of the objective, its partial SLO (Algorithm 1).
+batch whose latency is within the op's share of the objective, its partial SLO (Algorithm 1). Where ops share a rank,
+that batch goes first which would end first if each had its share of the rank (section 5; `turns.py`).
 
 Taken literally, the paper's budget drops every request that waits at its first op, as no partial SLO has been granted
 before. The authors' published program drops a request when what is left of its objective is less than what it has left
@@ -101,7 +102,7 @@ def _is_useless(request: Request, now: float) -> bool:
 
 @dataclass(slots=True)
 class NeuStreamPass(StepPass):
-    """One pass: of every op one batch, in the order of arrival, those that finish requests first."""
+    """One pass: of every op one batch, in the order of arrival; `Turns` chooses between them."""
 
     stays: Sequence[Request] = ()
     alone: Mapping[str, Alone] = field(default_factory=dict)

@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
-from functools import reduce
-from operator import add
 from typing import NamedTuple
 
 from core.costs.finish_order import FinishOrder
 from core.costs.shares import allot
+from core.graph.work import Work
 from core.graph.workflow import op_of
 from core.scheduling.batch_items import node_work
 from core.scheduling.dispatch import Decision, Dispatch
@@ -58,13 +57,15 @@ class Turns:
     """Of one policy. A rank gets one batch in a pass, so that nothing waits for more than the batches that it has.
 
     An op's share of a rank is its units (`core.costs.shares.allot`), of those that the ops with work for this rank
-    have. A batch waits from the first pass on in which its rank could run it; requests that come later join it.
+    have. Where units are too few for all ops to be within their partial SLOs, all shares are equal, since these are the
+    same multiple of each op's latency. A batch waits from the first pass on in which its rank could run it; requests
+    that come later join it.
     """
 
     def __init__(self, work: WorkLeft) -> None:
         self._work = work
         self._ranks: dict[int, RankTurns] = {}
-        self._shares: dict[str, float] = {}  # op -> units
+        self._shares: dict[str, int] = {}  # by op
         self._passes_left = 0  # until these are computed again
 
     def choose(self, view: View, decisions: Sequence[Decision], now: float) -> list[Decision]:
@@ -73,27 +74,33 @@ class Turns:
         if batches:
             self._update_shares(view, {op for _, op, _ in batches})
         seconds = {key: _seconds(view, batch) for key, batch in batches.items()}
-        begun, free = set[BatchKey](), set(view.ranks)
-        for rank in view.ranks:
-            mine = {key: seconds[key] for key in batches if rank in key[2]}
-            if mine:
-                self._ranks.setdefault(rank, RankTurns()).note(mine, self._shares, now)
-        for rank in view.ranks:
-            able = [key for key in batches if rank in key[2] and free.issuperset(key[2])]
-            if able:
-                first = self._ranks[rank].first(able)
-                begun.add(first)
-                free.difference_update(first[2])
+        begun = self._first(view.ranks, seconds, now)
         for key in begun:
             for rank in key[2]:
                 self._ranks[rank].begin(key, seconds[key], self._shares[key[1]], now)
         return [each for each in decisions if not isinstance(each, Dispatch) or _key(each) in begun]
 
+    def _first(self, ranks: Sequence[int], batches: Mapping[BatchKey, float], now: float) -> set[BatchKey]:
+        """Of each rank's batches that which goes first, unless one of its ranks has another by then."""
+        chosen, free = set[BatchKey](), set(ranks)
+        for rank in ranks:
+            mine = {key: seconds for key, seconds in batches.items() if rank in key[2]}
+            if mine:
+                self._ranks.setdefault(rank, RankTurns()).note(mine, self._shares, now)
+            if able := [key for key in mine if free.issuperset(key[2])]:
+                first = self._ranks[rank].first(able)
+                chosen.add(first)
+                free.difference_update(first[2])
+        return chosen
+
     def _update_shares(self, view: View, ops: set[str]) -> None:
         self._passes_left -= 1
         if self._passes_left < 0 or not self._shares.keys() >= ops:
             self._passes_left = ALLOT_EVERY
-            self._shares |= allot(demands_of(view, eligible(view), self._work), len(view.ranks))
+            demands = demands_of(view, eligible(view), self._work)
+            units = allot(demands, len(view.ranks))
+            are_enough = all(demand.goodput(units[op]) for op, demand in demands.items())
+            self._shares = units if are_enough else dict.fromkeys(demands, 1)
 
 
 def _key(batch: Dispatch) -> BatchKey:
@@ -103,5 +110,5 @@ def _key(batch: Dispatch) -> BatchKey:
 
 def _seconds(view: View, batch: Dispatch) -> float:
     request, node = batch.items[0]
-    work = reduce(add, (node_work(*item) for item in batch.items))
+    work = sum((node_work(*item) for item in batch.items), Work((), ()))
     return view.batch_seconds(request.head.model, op_of(node), work)
