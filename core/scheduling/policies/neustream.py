@@ -56,7 +56,7 @@ class NeuStream(SchedulingPolicy):
 
     def __init__(self) -> None:
         self._work = WorkLeft()
-        self._turns = Turns(self._work)
+        self._turns = Turns()
         self._alone: dict[str, Alone] = {}  # request id -> predicted when it was first seen
 
     def on_end(self, request_id: str) -> None:

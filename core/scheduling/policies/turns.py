@@ -2,22 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import NamedTuple
 
 from core.costs.finish_order import FinishOrder
-from core.costs.shares import allot
 from core.graph.work import Work
-from core.graph.workflow import op_of
-from core.scheduling.batch_items import node_work
+from core.graph.workflow import Node, op_of
 from core.scheduling.dispatch import Decision, Dispatch
-from core.scheduling.policies.op_demands import demands_of
-from core.scheduling.policies.step_batching import BatchKey, eligible
-from core.scheduling.policies.work_left import WorkLeft
+from core.scheduling.policies.step_batching import BatchKey
+from core.scheduling.request import Request
 from core.scheduling.view import View
 
-ALLOT_EVERY = 64
-"""Passes after which shares are computed again: requests drift, and so does the machine."""
+SHARE = 1.0
+"""Of each op on a rank: all are equal. With those of `core.costs.shares.allot` fewer requests are in time
+(docs/scheduling.md, limits)."""
 
 
 class Wait(NamedTuple):
@@ -34,73 +32,70 @@ class RankTurns:
         self._order: FinishOrder[BatchKey] = FinishOrder()
         self._waits: dict[BatchKey, Wait] = {}  # in the order in which they were first seen
 
-    def note(self, batches: Mapping[BatchKey, float], shares: Mapping[str, float], now: float) -> None:
-        """Note what could run now. batches: predicted seconds. shares: by op."""
+    def note(self, batches: Mapping[BatchKey, float], now: float) -> None:
+        """Note what could run now. batches: predicted seconds."""
         self._waits = {key: wait for key, wait in self._waits.items() if key in batches}
         for key, seconds in batches.items():
             if key not in self._waits:
-                self._waits[key] = Wait(self._order.add(key, seconds, shares[key[1]], now), seconds)
+                self._waits[key] = Wait(self._order.add(key, seconds, SHARE, now), seconds)
 
-    def first(self, keys: Iterable[BatchKey]) -> BatchKey:
+    def first(self, keys: Sequence[BatchKey]) -> BatchKey:
         """Of these, at least one, that which goes first."""
-        among = set(keys)
-        return min((key for key in self._waits if key in among), key=lambda key: self._waits[key].finish)
+        return min((key for key in self._waits if key in keys), key=lambda key: self._waits[key].finish)
 
-    def begin(self, key: BatchKey, seconds: float, share: float, now: float) -> None:
+    def begin(self, key: BatchKey, seconds: float, now: float) -> None:
         """Note that a batch is sent. What has joined it while it waited counts as its op's next work."""
-        more = seconds - self._waits.pop(key).seconds
-        if more > 0:
-            self._order.add(key, more, share, now)
+        wait = self._waits.pop(key)
+        self._order.add(key, max(0.0, seconds - wait.seconds), SHARE, now)
+
+
+class Choice(NamedTuple):
+    """A batch that was to be sent."""
+
+    key: BatchKey
+    seconds: float  # predicted
+    request: Request  # one of it
+    node: Node
+    scheduled: int  # how often the node had been sent before
+
+    @property
+    def is_sent(self) -> bool:
+        return self.request.progress.scheduled[self.node.name] > self.scheduled
 
 
 class Turns:
-    """Of one policy. A rank gets one batch in a pass, so that nothing waits for more than the batches that it has.
+    """Of one policy. A rank gets one batch in a pass, so that the next one is chosen when that is nearly done.
 
-    An op's share of a rank is its units (`core.costs.shares.allot`), of those that the ops with work for this rank
-    have. Where units are too few for all ops to be within their partial SLOs, all shares are equal, since these are the
-    same multiple of each op's latency. A batch waits from the first pass on in which its rank could run it; requests
-    that come later join it.
+    A batch waits from the first pass on in which its rank could run it; requests that come later join it.
     """
 
-    def __init__(self, work: WorkLeft) -> None:
-        self._work = work
+    def __init__(self) -> None:
         self._ranks: dict[int, RankTurns] = {}
-        self._shares: dict[str, int] = {}  # by op
-        self._passes_left = 0  # until these are computed again
+        self._choices: list[Choice] = []  # of the last pass
 
     def choose(self, view: View, decisions: Sequence[Decision], now: float) -> list[Decision]:
         """These decisions; but of the batches of a rank only the one that goes first."""
+        for choice in self._choices:
+            if choice.is_sent:
+                for rank in choice.key[2]:
+                    self._ranks[rank].begin(choice.key, choice.seconds, now)
         batches = {_key(each): each for each in decisions if isinstance(each, Dispatch)}
-        if batches:
-            self._update_shares(view, {op for _, op, _ in batches})
         seconds = {key: _seconds(view, batch) for key, batch in batches.items()}
-        begun = self._first(view.ranks, seconds, now)
-        for key in begun:
-            for rank in key[2]:
-                self._ranks[rank].begin(key, seconds[key], self._shares[key[1]], now)
-        return [each for each in decisions if not isinstance(each, Dispatch) or _key(each) in begun]
+        first = self._first(view.ranks, seconds, now)
+        self._choices = [_choice(batches[key], seconds[key]) for key in first]
+        return [each for each in decisions if not isinstance(each, Dispatch) or _key(each) in first]
 
-    def _first(self, ranks: Sequence[int], batches: Mapping[BatchKey, float], now: float) -> set[BatchKey]:
-        """Of each rank's batches that which goes first, unless one of its ranks has another by then."""
-        chosen, free = set[BatchKey](), set(ranks)
+    def _first(self, ranks: Sequence[int], batches: Mapping[BatchKey, float], now: float) -> list[BatchKey]:
+        """Of each rank's batches that which goes first, without those that share a rank with one chosen before."""
+        chosen, free = list[BatchKey](), set(ranks)
         for rank in ranks:
             mine = {key: seconds for key, seconds in batches.items() if rank in key[2]}
             if mine:
-                self._ranks.setdefault(rank, RankTurns()).note(mine, self._shares, now)
+                self._ranks.setdefault(rank, RankTurns()).note(mine, now)
             if able := [key for key in mine if free.issuperset(key[2])]:
-                first = self._ranks[rank].first(able)
-                chosen.add(first)
-                free.difference_update(first[2])
+                chosen.append(self._ranks[rank].first(able))
+                free.difference_update(chosen[-1][2])
         return chosen
-
-    def _update_shares(self, view: View, ops: set[str]) -> None:
-        self._passes_left -= 1
-        if self._passes_left < 0 or not self._shares.keys() >= ops:
-            self._passes_left = ALLOT_EVERY
-            demands = demands_of(view, eligible(view), self._work)
-            units = allot(demands, len(view.ranks))
-            are_enough = all(demand.goodput(units[op]) for op, demand in demands.items())
-            self._shares = units if are_enough else dict.fromkeys(demands, 1)
 
 
 def _key(batch: Dispatch) -> BatchKey:
@@ -110,5 +105,11 @@ def _key(batch: Dispatch) -> BatchKey:
 
 def _seconds(view: View, batch: Dispatch) -> float:
     request, node = batch.items[0]
-    work = sum((node_work(*item) for item in batch.items), Work((), ()))
-    return view.batch_seconds(request.head.model, op_of(node), work)
+    op = op_of(node)
+    work = sum((op.size(each.sizes(of)) for each, of in batch.items), Work((), ()))
+    return view.batch_seconds(request.head.model, op, work)
+
+
+def _choice(batch: Dispatch, seconds: float) -> Choice:
+    request, node = batch.items[0]
+    return Choice(_key(batch), seconds, request, node, request.progress.scheduled[node.name])
