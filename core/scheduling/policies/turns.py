@@ -14,8 +14,7 @@ from core.scheduling.request import Request
 from core.scheduling.view import View
 
 SHARE = 1.0
-"""Of each op on a rank: all are equal. With those of `core.costs.shares.allot` fewer requests are in time
-(docs/scheduling.md, limits)."""
+"""Of each op on a rank: all are equal, as partial SLOs are the same multiple of each op's latency."""
 
 
 class Wait(NamedTuple):
