@@ -19,8 +19,10 @@ SECONDS = 30.0
 class ThreadGroups:
     """The ranks of an engine, each a thread with its own Groups."""
 
-    def __init__(self, num_ranks: int) -> None:
-        self._ranks = [Groups(rank, SECONDS) for rank in range(num_ranks)]
+    def __init__(self, num_ranks: int, device: str = "cpu") -> None:
+        """device: type of the ranks' devices."""
+        self._devices = [torch.device(device, rank) for rank in range(num_ranks)]
+        self._ranks = [Groups(rank, SECONDS, device) for rank, device in enumerate(self._devices)]
         self._epoch = 0
 
     def run(self, function: Callable[[Group], T], ranks: Sequence[int]) -> list[T]:
@@ -30,6 +32,8 @@ class ThreadGroups:
 
         def member(rank: int) -> T:
             torch.set_num_threads(1)
+            if self._devices[rank].type == "cuda":
+                torch.cuda.set_device(self._devices[rank])
             with torch.inference_mode():
                 try:
                     return function(self._ranks[rank].of(members, self._epoch, port))

@@ -1,4 +1,5 @@
-"""One denoising step computed by several ranks together, against one rank: by number of tokens, and of guidance rows.
+"""One denoising step computed by several ranks together, against one rank: by number of tokens, and of rows, such as
+the two of a request with classifier-free guidance, or a batch of edits.
 
 FLUX-shaped blocks of random weights (hidden size 512, 4 + 8 of them), exact, in as many processes as the largest degree
 has. One rank and the group take turns; figures are medians over rounds, and the bits must be equal. `exchanged`: the
@@ -35,20 +36,23 @@ from model_executor.parallel.rows import are_even, predict_rows
 
 SIDES = (8, 16, 23, 32, 64)
 """Of pictures, in tokens."""
+BATCH_SIDES = (8, 16, 32)
+"""With --rows."""
 TEXT_TOKENS = 64
-TIMEOUT = 60.0
+TIMEOUT = 1800.0
+"""Seconds: some ranks wait while others measure groups that these are not in."""
 
 
 @dataclass(frozen=True)
 class Case:
-    """The rows of a step: of one picture, for one prompt or two."""
+    """The rows of a step, all of one size."""
 
     side: int
     num_rows: int
 
     @property
     def name(self) -> str:
-        rows = ", 2 guidance rows" if self.num_rows > 1 else ""
+        rows = f", {self.num_rows} rows" if self.num_rows > 1 else ""
         return f"{self.side**2} tokens{rows}"
 
     @property
@@ -79,7 +83,7 @@ class CountingGroup(Group):
     """Counts the time and the bytes of its exchanges."""
 
     def __init__(self, group: Group) -> None:
-        super().__init__(group._process_group, group.me, group.degree)
+        super().__init__(group._process_group, group.me, group.degree, group._device)
         self.seconds, self.sent = 0.0, 0
 
     def exchange(self, parts: Sequence[Tensor], shapes: Sequence[Sequence[int]]) -> list[Tensor]:
@@ -136,7 +140,9 @@ def _timed(group: Group, call: Callable[[], object]) -> float:
     return time.perf_counter() - started
 
 
-def run_rank(rank: int, pipe: Connection, dtype: str, threads: int, degrees: Sequence[int], rounds: int) -> None:
+def run_rank(
+    rank: int, pipe: Connection, dtype: str, threads: int, degrees: Sequence[int], rounds: int, cases: Sequence[Case]
+) -> None:
     """Entry point of a rank's process; the first one sends what it has measured."""
     torch.set_num_threads(threads)
     groups = Groups(rank, TIMEOUT)
@@ -146,7 +152,7 @@ def run_rank(rank: int, pipe: Connection, dtype: str, threads: int, degrees: Seq
         bench = Bench(getattr(torch, dtype))
         for degree in degrees:
             ranks = tuple(range(degree))
-            for case in CASES if rank in ranks else ():
+            for case in cases if rank in ranks else ():
                 measured = bench.measure(case, CountingGroup(groups.of(ranks, 0, ports[0])), rounds)
                 if rank == 0:
                     pipe.send((degree, case, measured))
@@ -157,6 +163,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     """Entry point of the command."""
     parser = command(__doc__, dtype="float32", threads=1, rounds=5)
     parser.add_argument("--degrees", type=int, nargs="+", default=[2], help="numbers of ranks")
+    parser.add_argument("--rows", type=int, nargs="+", help="tokens by so many rows, in place of the usual cases")
     args = parser.parse_args(argv)
     print_measured(list(measure(args)), args)
 
@@ -165,7 +172,8 @@ def measure(args: argparse.Namespace) -> Sequence[tuple[int, Case, Measured]]:
     """(degree, case, figures) of all."""
     processes = get_context("spawn")
     pipes = [processes.Pipe() for _ in range(max(args.degrees))]
-    settings = args.dtype, args.threads, args.degrees, args.rounds
+    cases = [Case(side, number) for side in BATCH_SIDES for number in args.rows] if args.rows else CASES
+    settings = args.dtype, args.threads, args.degrees, args.rounds, cases
     ranks = [
         processes.Process(target=run_rank, args=(rank, theirs, *settings), daemon=True)
         for rank, (_, theirs) in enumerate(pipes)

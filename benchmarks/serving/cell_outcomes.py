@@ -11,7 +11,7 @@ import msgspec
 
 from benchmarks.load.client import Outcome, Run
 from benchmarks.serving.recorded import Arrival, Batch
-from benchmarks.simulation.server_engine import Surroundings
+from benchmarks.simulation.server_engine import OpAtDegree, Surroundings
 
 WINDOW = 5.0
 """Seconds over which a batch size is the mean."""
@@ -125,6 +125,17 @@ def means_by_op(batches: Sequence[Batch], value: Callable[[Batch], float]) -> di
         if batch.requests:
             by_op[batch.op].append(value(batch))
     return {op: statistics.fmean(values) for op, values in by_op.items()}
+
+
+def seconds_by_op(batches: Sequence[Batch]) -> dict[OpAtDegree, float]:
+    """Op and degree -> mean seconds of its batches, those of the activation cache left out."""
+    degrees = {batch.degree for batch in batches}
+    by_degree = {degree: [batch for batch in batches if batch.degree == degree] for degree in degrees}
+    return {
+        (op, degree): seconds
+        for degree, of_degree in by_degree.items()
+        for op, seconds in means_by_op(of_degree, lambda batch: batch.seconds).items()
+    }
 
 
 def _windows(steps: Sequence[Batch], start: float) -> list[tuple[float, float]]:

@@ -3,7 +3,8 @@
 FLUX-shaped blocks of random weights serve exact edits of 256, 512 and 1,024 px and small masks of templates, by a
 Poisson process at a share of what ranks that each serve whole edits could do. The policy `elastic` chooses the number
 of ranks of each step; beside it are engines of a fixed degree. All get the same edits at the same times, in turns, and
-must answer with the same pictures.
+must answer with the same pictures. Beside each is what is predicted of the same edits in simulated time, from the
+model's profile on this machine; what the policies of all systems are shown is written down for that.
 """
 
 from __future__ import annotations
@@ -14,8 +15,9 @@ import statistics
 import subprocess
 import sys
 import tempfile
+from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import NamedTuple
 
@@ -25,13 +27,24 @@ from benchmarks.command import command, model_flags
 from benchmarks.load.arrivals import due_times
 from benchmarks.load.client import Run, Target, send_on_time, warm_up
 from benchmarks.load.dataset import EditCall, Mix, TraceLine, from_trace
-from benchmarks.load.server import ROOT, ready_server
+from benchmarks.load.server import ROOT
+from benchmarks.load.workload import available_cores
 from benchmarks.micro.large_checkpoint import write_checkpoint
-from benchmarks.report import Value, percentile, print_report
+from benchmarks.report import Row, Value, percentile, print_report
+from benchmarks.serving.mix_prediction import Alone, Round, System, predict
+from benchmarks.serving.recorded import Batch, read
+from benchmarks.serving.recorded_server import SETTLE_SECONDS, Lone, recorded_server
+from benchmarks.simulation.server_engine import Known, OpAtDegree
+from core.config import ModelConfig
 
 SHAPE = {"num_layers": 2, "num_single_layers": 4, "num_attention_heads": 4}
 """Hidden size 256."""
 NATIVE_SIDE = 1024
+
+DEGREES = (1, 2, 4)
+
+LONE_EDITS = 4
+"""Of each kind and degree."""
 
 
 class Kind(NamedTuple):
@@ -52,45 +65,110 @@ KINDS: Mapping[str, Kind] = {
 
 
 @dataclass
-class Measured:
-    """Seconds of every edit of all rounds, and of each kind's."""
+class Served:
+    """Seconds of the edits of all rounds, by kind; their denoising steps, by degree. worker_seconds: of all ranks."""
 
-    seconds: list[float] = field(default_factory=list)
     by_kind: dict[str, list[float]] = field(default_factory=dict)
-    degrees: dict[int, int] = field(default_factory=dict)  # degree -> steps
+    num_steps: Counter[int] = field(default_factory=Counter)
+    worker_seconds: float = 0.0
 
-    def add(self, kinds: Sequence[str], run: Run) -> None:
-        for kind, outcome in zip(kinds, run.outcomes, strict=True):
-            if outcome.is_failed:
-                raise RuntimeError(f"an edit of {kind} failed: {outcome.error}")
-            self.seconds.append(outcome.latency)
-            self.by_kind.setdefault(kind, []).append(outcome.latency)
-            for degree in outcome.facts["degrees"]:
-                self.degrees[degree] = self.degrees.get(degree, 0) + 1
+    def add(
+        self, kinds: Sequence[str], latencies: Sequence[float], num_steps: Mapping[int, int], worker_seconds: float
+    ) -> None:
+        for kind, seconds in zip(kinds, latencies, strict=True):
+            self.by_kind.setdefault(kind, []).append(seconds)
+        self.num_steps.update(num_steps)
+        self.worker_seconds += worker_seconds
+
+    @property
+    def every(self) -> list[float]:
+        return [seconds for of_kind in self.by_kind.values() for seconds in of_kind]
 
     @property
     def mean(self) -> float:
-        return statistics.mean(self.seconds)
+        return statistics.mean(self.every)
 
     @property
     def p99(self) -> float:
-        return percentile(self.seconds, 0.99)
+        return percentile(self.every, 0.99)
 
     def __str__(self) -> str:
         kinds = ", ".join(f"{kind} {statistics.mean(self.by_kind[kind]):.2f}" for kind in KINDS if kind in self.by_kind)
-        total = sum(self.degrees.values())
-        degrees = ", ".join(f"{degree}: {number / total:.0%}" for degree, number in sorted(self.degrees.items()))
-        return f"mean {self.mean:6.2f} s, P99 {self.p99:6.2f} s; mean of {kinds}; steps by degree {degrees}"
+        total = self.num_steps.total()
+        degrees = ", ".join(f"{degree}: {number / total:.0%}" for degree, number in sorted(self.num_steps.items()))
+        return (
+            f"mean {self.mean:6.2f} s, P99 {self.p99:6.2f} s; mean of {kinds}; steps by degree {degrees}; "
+            f"{self.worker_seconds:.1f} s of worker time"
+        )
 
 
-def systems(num_ranks: int) -> dict[str, list[str]]:
-    """Flags by system. Of a fixed degree there are as many engines as ranks allow."""
-    found = {"elastic": ["--workers-per-engine", str(num_ranks), "--scheduling-policy", "elastic"]}
-    for degree in (1, 2, 4):
-        if degree <= num_ranks:
-            sizes = {"--data-parallel-size": num_ranks // degree, "--workers-per-engine": degree, "--degree": degree}
-            found[f"degree {degree}"] = [str(word) for flag in sizes.items() for word in flag]
-    return found
+@dataclass
+class Comparison:
+    """What was measured of one system, beside what is predicted."""
+
+    measured: Served = field(default_factory=Served)
+    predicted: Served = field(default_factory=Served)
+    cache_seconds: float = 0.0  # worker time of the activation cache, which predictions leave out
+    num_primed: int = 0  # edits whose pages were not there, as predictions assume
+    rounds: list[Round] = field(default_factory=list)
+
+    def add(self, kinds: Sequence[str], run: Run, batches: Sequence[Batch]) -> None:
+        """batches: of this run."""
+        for kind, outcome in zip(kinds, run.outcomes, strict=True):
+            if outcome.is_failed:
+                raise RuntimeError(f"an edit of {kind} failed: {outcome.error}")
+        num_steps = Counter(degree for outcome in run.outcomes for degree in outcome.facts["degrees"])
+        self.measured.add(kinds, run.latencies, num_steps, sum(batch.seconds for batch in batches))
+        self.cache_seconds += sum(batch.seconds for batch in batches if not batch.requests)
+        self.num_primed += sum(outcome.facts["primed"] for outcome in run.outcomes)
+
+    def predict(self, known: Known, alone: Alone, system: System, stretch: Mapping[OpAtDegree, float]) -> None:
+        for edits in self.rounds:
+            self.predicted.add(edits.kinds, *predict(known, alone, system, edits, stretch))
+
+    @property
+    def mean_off(self) -> float:
+        """Of what was measured from what was predicted, as a share of that."""
+        return self.measured.mean / self.predicted.mean - 1
+
+    @property
+    def p99_off(self) -> float:
+        return self.measured.p99 / self.predicted.p99 - 1
+
+    def rows(self, name: str) -> Iterator[Row]:
+        cache = f"{self.cache_seconds:.1f} s of it for the activation cache; {self.num_primed} edits waited for pages"
+        yield name, f"{self.measured}, {cache}"
+        yield "  predicted", str(self.predicted)
+        yield "  measured is off by", f"mean {self.mean_off:+.1%}, P99 {self.p99_off:+.1%}"
+
+    def result(self, name: str) -> dict[str, float]:
+        """To be printed as JSON."""
+        values = {
+            "mean_s": self.measured.mean,
+            "p99_s": self.measured.p99,
+            "predicted_mean_s": self.predicted.mean,
+            "predicted_p99_s": self.predicted.p99,
+            "mean_off": self.mean_off,
+            "p99_off": self.p99_off,
+            "worker_s": self.measured.worker_seconds,
+            "predicted_worker_s": self.predicted.worker_seconds,
+            "cache_s": self.cache_seconds,
+            "primed": self.num_primed,
+        }
+        return {f"{_key(name)}_{key}": value for key, value in values.items()}
+
+
+def systems(num_ranks: int) -> dict[str, System]:
+    """By name. Of a fixed degree there are as many engines as ranks allow."""
+    fixed = {
+        f"degree {degree}": System("step_batching", num_ranks // degree, degree, degree)
+        for degree in _degrees(num_ranks)
+    }
+    return {"elastic": System("elastic", 1, num_ranks)} | fixed
+
+
+def _degrees(num_ranks: int) -> list[int]:
+    return [degree for degree in DEGREES if degree <= num_ranks]
 
 
 def main(argv: Sequence[str] | None = None) -> None:
@@ -103,13 +181,20 @@ def main(argv: Sequence[str] | None = None) -> None:
         args.model = str(Path(folder) / "large")
         write_checkpoint(Path(args.model), NATIVE_SIDE, SHAPE)
         chosen = systems(args.ranks)
-        chosen = {name: flags for name, flags in chosen.items() if not args.systems or name in args.systems}
-        if "elastic" in chosen:
-            _profile(args)
-        lone = _lone_seconds(args)
-        rate = args.load * args.ranks / sum(kind.share * lone[name] for name, kind in KINDS.items())
-        measured = _measure(args, chosen, rate)
-    print_measured(measured, lone, rate, args)
+        chosen = {name: system for name, system in chosen.items() if not args.systems or name in args.systems}
+        _profile(args)
+        known = Known.of_new_process(ModelConfig(model=args.model, dtype=args.dtype, threads=args.threads))
+        assert known.has_profile, "the profile that was made is not found"
+        alone = {degree: _measure_alone(args, degree) for degree in _degrees(args.ranks)}
+        stretch = dict[OpAtDegree, float]()
+        for each in alone.values():
+            stretch = each.stretch(known) | stretch  # of an op that ranks do not share: as with one rank
+        mean = sum(kind.share * _seconds(alone[1].by_kind[name]) for name, kind in KINDS.items())
+        rate = args.load * args.ranks / mean
+        compared = _measure(args, chosen, rate)
+    for name, comparison in compared.items():
+        comparison.predict(known, alone[chosen[name].degree], chosen[name], stretch)
+    print_compared(compared, alone, stretch, rate, args)
 
 
 def draw(number: int, seed: int) -> tuple[list[str], list[EditCall]]:
@@ -132,40 +217,44 @@ def _with_steps(calls: Sequence[EditCall], steps: int) -> list[EditCall]:
 
 def _profile(args: argparse.Namespace) -> None:
     """Measure steps by degree, from which `elastic` predicts."""
-    degrees = [str(degree) for degree in (1, 2, 4) if degree <= args.ranks]
+    degrees = map(str, _degrees(args.ranks))
     flags = [*model_flags(args), "--max-num-seqs", "2", "--degrees", *degrees]
     subprocess.run([sys.executable, "-m", "model_executor.worker.profiler", *flags], cwd=ROOT, check=True)
 
 
-def _lone_seconds(args: argparse.Namespace) -> dict[str, float]:
-    """What an edit of each kind takes alone on one rank, pages loaded."""
-    with ready_server(model_flags(args)) as server:
-        return {name: _lone(Target(server.url), kind, args.steps) for name, kind in KINDS.items()}
+def _measure_alone(args: argparse.Namespace, degree: int) -> Alone:
+    """Edits of each kind, one by one on so many ranks, pages loaded."""
+    random, templates = np.random.default_rng(0), iter(range(100, 1000))
+    system = System("step_batching", 1, degree, degree)
+    with recorded_server([*model_flags(args), *system.flags], system.policy) as recorded:
+        target = Target(recorded.server.url)
+        asyncio.run(_prepare(target, args.steps))
+        warm_ups = [arrival.request for arrival in read(recorded.path)[0]]
+        by_kind = {}
+        for name, kind in KINDS.items():
+            calls = from_trace(Mix(), [_line(kind, random, templates) for _ in range(LONE_EDITS)], random)
+            by_kind[name] = recorded.send_one_by_one(target, _with_steps(calls, args.steps))
+    return Alone(degree, by_kind, warm_ups)
 
 
-def _lone(target: Target, kind: Kind, steps: int) -> float:
-    random = np.random.default_rng(0)
-    line = TraceLine(template=0, mask_ratio=kind.mask_ratio, size=f"{kind.side}x{kind.side}")
-    calls = _with_steps(from_trace(Mix(), [line] * 4, random), steps)
-    return statistics.median(asyncio.run(warm_up(target, calls, 1)).latencies[1:])
-
-
-def _measure(args: argparse.Namespace, chosen: Mapping[str, Sequence[str]], rate: float) -> dict[str, Measured]:
-    measured = {name: Measured() for name in chosen}
+def _measure(args: argparse.Namespace, chosen: Mapping[str, System], rate: float) -> dict[str, Comparison]:
+    compared = {name: Comparison() for name in chosen}
     for number in range(args.rounds):
         kinds, calls = draw(args.edits, args.seed + number)
         calls = _with_steps(calls, args.steps)
         due = due_times("poisson", args.edits, rate, 1.0, np.random.default_rng([args.seed + number, 1]))
         digests = set[tuple[str, ...]]()
-        for name, flags in chosen.items():
-            with ready_server([*model_flags(args), *flags]) as server:
-                target = Target(server.url)
+        for name, system in chosen.items():
+            with recorded_server([*model_flags(args), *system.flags], system.policy) as recorded:
+                target = Target(recorded.server.url)
                 asyncio.run(_prepare(target, args.steps))
                 run = asyncio.run(send_on_time(target, calls, due))
-            measured[name].add(kinds, run)
+                arrivals, batches = read(recorded.path)
+            compared[name].add(kinds, run, [batch for batch in batches if batch.started >= run.started])
+            compared[name].rounds.append(Round.of(run, arrivals, kinds, due))
             digests.add(tuple(outcome.digest for outcome in run.outcomes))
         assert len(digests) == 1, "pictures depend on the degree"
-    return measured
+    return compared
 
 
 async def _prepare(target: Target, steps: int) -> None:
@@ -176,25 +265,54 @@ async def _prepare(target: Target, steps: int) -> None:
         for which in range(max(1, kind.templates))
     ]
     await warm_up(target, _with_steps(from_trace(Mix(), lines * 2, np.random.default_rng(0)), steps), 1)
+    await asyncio.sleep(SETTLE_SECONDS)
 
 
-def print_measured(
-    measured: Mapping[str, Measured], lone: Mapping[str, float], rate: float, args: argparse.Namespace
+def print_compared(
+    compared: Mapping[str, Comparison],
+    alone: Mapping[int, Alone],
+    stretch: Mapping[OpAtDegree, float],
+    rate: float,
+    args: argparse.Namespace,
 ) -> None:
-    rows = [(name, str(each)) for name, each in measured.items()]
-    rows.append(("alone on one rank", ", ".join(f"{name} {seconds:.2f} s" for name, seconds in lone.items())))
+    rows = [row for name, comparison in compared.items() for row in comparison.rows(name)]
     result: dict[str, Value] = {"benchmark": "elastic_mix", "ranks": args.ranks, "rate_per_s": rate}
-    for name, each in measured.items():
-        key = name.replace(" ", "_")
-        result |= {f"{key}_mean_s": each.mean, f"{key}_p99_s": each.p99}
-    fixed = [each for name, each in measured.items() if name != "elastic"]
-    if "elastic" in measured and fixed:
-        own = measured["elastic"]
+    for name, comparison in compared.items():
+        result |= comparison.result(name)
+    for degree, each in alone.items():
+        for kind, lone in each.by_kind.items():
+            rows.append((f"alone at degree {degree}, {kind}", _told(lone)))
+            values = {"latency": _seconds(lone)} | asdict(lone.surroundings)
+            result |= {f"alone_{degree}_{_key(kind)}_{name}_s": value for name, value in values.items()}
+    multiples = ", ".join(f"{op} at degree {degree} {value:.2f}" for (op, degree), value in stretch.items())
+    rows.append(("batches alone, by the profile", multiples))
+    result |= {f"stretch_{op}_{degree}": value for (op, degree), value in stretch.items()}
+    if args.ranks > available_cores():
+        rows.append(("predicted", "as if all ranks outside of a batch did nothing; but they share cores with it"))
+    fixed = [comparison.measured for name, comparison in compared.items() if name != "elastic"]
+    if "elastic" in compared and fixed:
+        own = compared["elastic"].measured
         mean, p99 = own.mean / min(each.mean for each in fixed), own.p99 / min(each.p99 for each in fixed)
         rows.append(("elastic by the best fixed degree", f"mean {mean:.3f}, P99 {p99:.3f} of it"))
         result |= {"mean_ratio": mean, "p99_ratio": p99}
     title = f"{args.edits} edits x {args.rounds} rounds, {rate:.2f} a second on {args.ranks} ranks, {args.steps} steps"
     print_report(title, rows, result, args.output)
+
+
+def _seconds(lone: Lone) -> float:
+    return statistics.median(lone.run.latencies)
+
+
+def _told(lone: Lone) -> str:
+    around = lone.surroundings
+    return (
+        f"{_seconds(lone):.2f} s, of these {around.prepare * 1e3:.0f} ms before and "
+        f"{around.deliver * 1e3:.0f} ms after the engine; {around.outside_cpu * 1e3:.0f} ms of CPU beside the workers"
+    )
+
+
+def _key(name: str) -> str:
+    return name.replace(" ", "_")
 
 
 if __name__ == "__main__":

@@ -12,30 +12,25 @@ import asyncio
 import base64
 import statistics
 import sys
-import tempfile
 from collections.abc import Iterator, Mapping, Sequence
-from concurrent.futures import ProcessPoolExecutor
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from functools import cached_property
-from multiprocessing import get_context
 from pathlib import Path
 from typing import Any
 
 import msgspec
 import numpy as np
-import psutil
 
 from benchmarks.load.arrivals import due_times
 from benchmarks.load.client import Target, send_on_time, warm_up
 from benchmarks.load.dataset import EditCall, Mix, generations, synthetic
 from benchmarks.load.lone import LoneLatency, measure_lone
-from benchmarks.load.process_tree import processes
-from benchmarks.load.server import start_server
 from benchmarks.load.workload import available_cores
-from benchmarks.serving.cell_outcomes import Outcomes, means_by_op, outcomes_of, surroundings_of
-from benchmarks.serving.recorded import CLOCKWORK, FILE, Recorded, read
-from benchmarks.simulation.server_engine import Known, Simulated, Surroundings, serve
+from benchmarks.serving.cell_outcomes import Outcomes, means_by_op, outcomes_of
+from benchmarks.serving.recorded import CLOCKWORK, read
+from benchmarks.serving.recorded_server import SETTLE_SECONDS, RecordedServer, recorded_server
+from benchmarks.simulation.server_engine import Known, OpAtDegree, Simulated, Surroundings, serve, stretch_of
 from core.config import EMBEDDED_MODEL, ModelConfig
 from core.ipc.atomic_file import write_atomically
 from core.messages.codec import MessageDecoder, encode
@@ -73,13 +68,6 @@ POLICIES = {
 
 STAGES = ("text_encode", "image_encode", "denoise", "decode")
 """Ops whose normalised goodput is told."""
-
-SETTLE_SECONDS = 2.0
-"""For idle work, such as priming, after the warm-ups."""
-
-
-LONG = 1000.0
-"""Seconds that are enough for any request alone."""
 
 
 class Alone(msgspec.Struct, frozen=True):
@@ -140,18 +128,15 @@ class Bench:
         return [time * number / rate / times[-1] for time in times]
 
     @contextmanager
-    def server(self, policy: str) -> Iterator[tuple[Target, int, Path]]:
-        """A server with this policy, warm; (target, its process, file of its records)."""
+    def server(self, policy: str) -> Iterator[tuple[Target, RecordedServer]]:
+        """A server with this policy of POLICIES, warm."""
         args = self.args
         flags = ["--model", args.model, "--dtype", args.dtype, "--threads", "1"]
-        flags += ["--workers-per-engine", str(args.workers_per_engine), "--scheduling-policy", policy]
-        with tempfile.TemporaryDirectory() as folder:
-            record = Path(folder) / "record"
-            with start_server(flags, environment={FILE: str(record)}) as server:
-                server.wait_for("/ready")
-                target = Target(server.url, extra=args.extra_body, sends_slo=True)
-                asyncio.run(self._warm(target))
-                yield target, server.process.pid, record
+        flags += ["--workers-per-engine", str(args.workers_per_engine)]
+        with recorded_server(flags, POLICIES[policy]) as recorded:
+            target = Target(recorded.server.url, extra=args.extra_body, sends_slo=True)
+            asyncio.run(self._warm(target))
+            yield target, recorded
 
     async def _warm(self, target: Target) -> None:
         await warm_up(target, self.warm_ups, 1)
@@ -162,20 +147,18 @@ class Bench:
     def measure_alone(self) -> Alone:
         """Send requests one by one: all edits, since each has its own mask, and the first generations."""
         calls = self.calls if self.args.workload == "edits" else self.calls[: self.args.num_templates]
-        with self.server(_recorded("step_batching")) as (target, process, record):
+        with self.server("step_batching") as (target, recorded):
             lone = asyncio.run(measure_lone(target, self.calls, [call.steps for call in self.calls]))
-            before = _cpu_beside_workers(process)
-            run = asyncio.run(warm_up(target, calls, 1))
-            outside = (_cpu_beside_workers(process) - before + run.cpu_seconds) / len(calls)
-            arrivals, batches = read(record)
-        batches = [batch for batch in batches if batch.started >= run.started]
-        last = [arrival.head for arrival in arrivals[-len(calls) :]]
-        heads = last if len(last) == len(self.calls) else [_with_steps(last[0], call.steps) for call in self.calls]
+            alone = recorded.send_one_by_one(target, calls)
+            warm_ups = read(recorded.path)[0][: len(self.warm_ups)]
+        heads = [arrival.head for arrival in alone.arrivals]
+        if len(heads) < len(self.calls):
+            heads = [_with_steps(heads[0], call.steps) for call in self.calls]
         return Alone(
             lone=(lone.seconds, lone.per_step),
-            surroundings=surroundings_of(run, arrivals[-len(calls) :], batches, outside),
-            op_seconds=means_by_op(batches, lambda batch: batch.seconds),
-            warm_ups=[arrival.head for arrival in arrivals[: len(self.warm_ups)]],
+            surroundings=alone.surroundings,
+            op_seconds=means_by_op(alone.batches, lambda batch: batch.seconds),
+            warm_ups=[arrival.head for arrival in warm_ups],
             requests=heads,
         )
 
@@ -183,30 +166,17 @@ class Bench:
 
     def measure(self, cell: Cell, policy: str, alone: Alone) -> Outcomes:
         calls = alone.latency.scaled(self.calls, cell.slo)
-        with self.server(_recorded(policy)) as (target, _, record):
+        with self.server(policy) as (target, recorded):
             run = asyncio.run(send_on_time(target, calls, self.due(cell, alone)))
-            _, batches = read(record)
+            _, batches = read(recorded.path)
         before = [batch for batch in batches if batch.started < run.started]
         return outcomes_of(run, before[-1], [batch for batch in batches if batch.started >= run.started])
 
-    def predict(self, cell: Cell, policy: str, alone: Alone, stretch: Mapping[str, float]) -> Simulated:
+    def predict(self, cell: Cell, policy: str, alone: Alone, stretch: Mapping[OpAtDegree, float]) -> Simulated:
         """stretch: of `stretch`."""
         slos = [call.slo_ms or 0.0 for call in alone.latency.scaled(self.calls, cell.slo)]
         due = self.due(cell, alone)
         until = [when + slo / 1e3 for when, slo in zip(due, slos, strict=True)]
-        return self._simulate(POLICIES[policy], alone, due, until, stretch)
-
-    def stretch(self, alone: Alone) -> dict[str, float]:
-        """Op -> what batches took of requests that had the server alone, as a multiple of the profile: on a server they
-        do not find their weights and pages in the processor's cache.
-        """
-        due = [LONG * index for index in range(len(alone.requests))]
-        simulated = self._simulate("step_batching", alone, due, [when + LONG for when in due], {})
-        return {op: alone.op_seconds[op] / seconds for op, seconds in simulated.op_seconds.items() if seconds}
-
-    def _simulate(
-        self, policy: str, alone: Alone, due: Sequence[float], until: Sequence[float], stretch: Mapping[str, float]
-    ) -> Simulated:
         requests = [
             msgspec.structs.replace(_decode(head), request_id=str(index), arrival=when, deadline=end)
             for index, (head, when, end) in enumerate(zip(alone.requests, due, until, strict=True))
@@ -214,25 +184,23 @@ class Bench:
         return serve(
             self.known,
             alone.surroundings,
-            policy,
+            POLICIES[policy],
             requests,
-            [_decode(head) for head in alone.warm_ups],
+            list(map(_decode, alone.warm_ups)),
             num_ranks=self.args.workers_per_engine,
             has_spare_cores=available_cores() > self.args.workers_per_engine,
             stretch=stretch,
         )
 
+    def stretch(self, alone: Alone) -> dict[OpAtDegree, float]:
+        """See `stretch_of`."""
+        requests, warm_ups = list(map(_decode, alone.requests)), list(map(_decode, alone.warm_ups))
+        seconds = {(op, 1): seconds for op, seconds in alone.op_seconds.items()}
+        return stretch_of(self.known, seconds, requests, warm_ups, num_ranks=self.args.workers_per_engine)
+
     @cached_property
     def known(self) -> Known:
-        config = ModelConfig(model=self.args.model, dtype=self.args.dtype, threads=1)
-        with ProcessPoolExecutor(1, get_context("spawn")) as pool:  # torch's threads can be set once in a process
-            return pool.submit(Known.of, config).result()
-
-
-def _recorded(policy: str) -> str:
-    """The import path of the policy of POLICIES that also writes records."""
-    found = next(kind for kind in Recorded.__subclasses__() if kind.inner == POLICIES[policy])
-    return f"{found.__module__}:{found.__name__}"
+        return Known.of_new_process(ModelConfig(model=self.args.model, dtype=self.args.dtype, threads=1))
 
 
 def _decode(head: str) -> EngineRequest:
@@ -244,12 +212,6 @@ def _with_steps(head: str, steps: int) -> str:
     sampling = msgspec.structs.replace(request.spec.sampling, num_inference_steps=steps)
     spec = msgspec.structs.replace(request.spec, sampling=sampling)
     return base64.b64encode(encode(msgspec.structs.replace(request, spec=spec, rounds=(steps,)))).decode()
-
-
-def _cpu_beside_workers(root: int) -> float:
-    """CPU seconds so far of all processes of a server that are no workers."""
-    others = [process for process in processes(root) if not any("stencil-worker" in arg for arg in process.cmdline())]
-    return sum(times.user + times.system for times in map(psutil.Process.cpu_times, others))
 
 
 # ------------------------------------------------------------------------------------------------------ report
@@ -269,14 +231,14 @@ def report(bench: Bench, results: Results) -> Iterator[str]:
     )
     yield "predictions are from the profile" if bench.known.has_profile else "there is no profile: run `make profile`"
     stretch = bench.stretch(alone)
-    yield "batches alone, as a multiple of it: " + ", ".join(f"{op} {value:.2f}" for op, value in stretch.items())
+    yield "batches alone, as a multiple of it: " + ", ".join(f"{op} {value:.2f}" for (op, _), value in stretch.items())
     for cell in CELLS:
         if of_cell := results.measured.get(cell.name):
             yield from _cell_report(bench, cell, of_cell, alone, stretch)
 
 
 def _cell_report(
-    bench: Bench, cell: Cell, measured: Mapping[str, Outcomes], alone: Alone, stretch: Mapping[str, float]
+    bench: Bench, cell: Cell, measured: Mapping[str, Outcomes], alone: Alone, stretch: Mapping[OpAtDegree, float]
 ) -> Iterator[str]:
     predicted = {policy: bench.predict(cell, policy, alone, stretch) for policy in measured}
     number = len(bench.calls)

@@ -33,10 +33,11 @@ CLOCKWORK = "benchmarks.baselines.clockwork:Clockwork"
 
 
 class Arrival(msgspec.Struct, frozen=True, tag="arrival"):
-    """A request has reached the engine."""
+    """A request has reached an engine."""
 
     head: str  # the EngineRequest, as base64 of its message
     now: float  # seconds of CLOCK_MONOTONIC
+    engine: int  # id of its process
 
     @property
     def request(self) -> EngineRequest:
@@ -44,7 +45,7 @@ class Arrival(msgspec.Struct, frozen=True, tag="arrival"):
 
 
 class Batch(msgspec.Struct, frozen=True, tag="batch"):
-    """A batch of one rank has ended. Times are seconds of CLOCK_MONOTONIC."""
+    """A rank's part of a batch has ended. Times are seconds of CLOCK_MONOTONIC."""
 
     rank: int
     op: str
@@ -52,6 +53,7 @@ class Batch(msgspec.Struct, frozen=True, tag="batch"):
     sent: float | None  # None: not known
     started: float
     seconds: float
+    degree: int  # number of ranks that computed it together
     # CPU seconds of the engine's process since it started: all of them, and those of the policy alone.
     engine_cpu: float
     policy_cpu: float
@@ -78,7 +80,8 @@ class Recorded(SchedulingPolicy):
 
     def __init__(self) -> None:
         self._policy = make_policy(self.inner)
-        self._file = Path(os.environ[FILE]).open("a", buffering=1)  # noqa: SIM115 - as long as its process
+        # Unbuffered: lines of several engines stay whole. Open as long as its process.
+        self._file = Path(os.environ[FILE]).open("ab", buffering=0)  # noqa: SIM115
         self._cpu = 0.0
         self._sent: defaultdict[tuple[str, str], deque[float]] = defaultdict(deque)  # (request, node) -> times
 
@@ -94,7 +97,7 @@ class Recorded(SchedulingPolicy):
         return self._policy.page_rank(template, ranks)
 
     def on_arrival(self, request: Request) -> None:
-        self._write(Arrival(base64.b64encode(encode(request.head)).decode(), time.monotonic()))
+        self._write(Arrival(base64.b64encode(encode(request.head)).decode(), time.monotonic(), os.getpid()))
         self._policy.on_arrival(request)
 
     def on_result(self, batch: SentBatch, result: BatchResult) -> None:
@@ -110,6 +113,7 @@ class Recorded(SchedulingPolicy):
                     sent=max(sent, default=None),
                     started=result.started,
                     seconds=result.seconds,
+                    degree=len(batch.ranks),
                     engine_cpu=time.process_time(),
                     policy_cpu=self._cpu,
                 )
@@ -122,7 +126,7 @@ class Recorded(SchedulingPolicy):
             del self._sent[place]
 
     def _write(self, line: Arrival | Batch) -> None:
-        self._file.write(msgspec.json.encode(line).decode() + "\n")
+        self._file.write(msgspec.json.encode(line) + b"\n")
 
 
 def _items(decisions: Sequence[Decision]) -> Iterator[tuple[Request, str]]:
@@ -142,6 +146,13 @@ class Goodput(Recorded):
 
     inner = "goodput"
     gives_up = policy_class(inner).gives_up
+
+
+class Elastic(Recorded):
+    """`elastic`."""
+
+    inner = "elastic"
+    shares_steps = policy_class(inner).shares_steps
 
 
 class Clockwork(Recorded):

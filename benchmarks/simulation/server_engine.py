@@ -8,8 +8,11 @@ from __future__ import annotations
 
 import os
 import time
+from collections import Counter
 from collections.abc import Mapping, Sequence
+from concurrent.futures import ProcessPoolExecutor
 from dataclasses import dataclass
+from multiprocessing import get_context
 from statistics import fmean
 
 import msgspec
@@ -31,6 +34,12 @@ from core.scheduling.predictor import Predictor
 from core.scheduling.scheduler import StepScheduler
 from model_executor.worker.cost_probe import known_or_probed
 from model_executor.worker.resident import ResidentModels, set_threads
+
+OpAtDegree = tuple[str, int]
+"""An op, and the number of ranks that compute it together."""
+
+APART = 1000.0
+"""Seconds between requests that have a simulated server alone: enough for any."""
 
 
 @dataclass(frozen=True)
@@ -61,6 +70,12 @@ class Known:
         samples = known_or_probed(models.families, ready.models, user_cache_folder(os.environ))
         return cls(ready.models[0], ready.components, samples)
 
+    @classmethod
+    def of_new_process(cls, config: ModelConfig) -> Known:
+        """The same, in a process of its own: torch's threads can be set once in a process."""
+        with ProcessPoolExecutor(1, get_context("spawn")) as pool:
+            return pool.submit(cls.of, config).result()
+
     @property
     def has_profile(self) -> bool:
         return any(sample.is_profile for sample in self.samples)
@@ -72,26 +87,41 @@ class Measured(Durations):
     """
 
     def __init__(
-        self, known: Known, surroundings: Surroundings, stretch: Mapping[str, float], *, has_spare_cores: bool
+        self,
+        known: Known,
+        surroundings: Surroundings,
+        own: Mapping[str, Surroundings],
+        stretch: Mapping[OpAtDegree, float],
+        *,
+        has_spare_cores: bool,
     ) -> None:
+        """own, stretch: see `serve`."""
         self._predictor = Predictor(CostModel(), {known.info.name: known.info})
         self._predictor.learn(known.samples)
         self._stretch = stretch
-        self._trip = surroundings.trip
-        self._outside = 0.0 if has_spare_cores else surroundings.outside_cpu
-        self.seconds: dict[str, list[float]] = {}
-        """Op -> what its batches have taken, without such delays."""
+        self._surroundings, self._own = surroundings, own
+        self._has_spare_cores = has_spare_cores
+        self.seconds: dict[OpAtDegree, list[float]] = {}
+        """What batches have taken, without such delays."""
+        self.num_steps: Counter[int] = Counter()
+        """Degree -> denoising steps of requests."""
 
     def batch_seconds(self, batch: Batch, work: Work) -> float:
         if not work.queries:  # of the activation cache: templates are warm
             return 0.0
-        delay = self._outside * len(batch.items) if OPS[batch.op].part == "decode" else 0.0
-        seconds = self._predictor.of_batch(batch, work) * self._stretch.get(batch.op, 1.0)
-        self.seconds.setdefault(batch.op, []).append(seconds)
+        delay = 0.0 if self._has_spare_cores or OPS[batch.op].part != "decode" else self._outside_cpu(batch)
+        key = batch.op, len(batch.ranks)
+        seconds = self._predictor.of_batch(batch, work) * self._stretch.get(key, 1.0)
+        self.seconds.setdefault(key, []).append(seconds)
+        if OPS[batch.op].part == "denoise":
+            self.num_steps[len(batch.ranks)] += len(batch.items)
         return seconds + delay
 
+    def _outside_cpu(self, batch: Batch) -> float:
+        return sum(self._own.get(item.request_id, self._surroundings).outside_cpu for item in batch.items)
+
     def trip_seconds(self) -> float:
-        return self._trip
+        return self._surroundings.trip
 
 
 class TimedScheduler(StepScheduler):
@@ -115,10 +145,12 @@ class TimedScheduler(StepScheduler):
 class Simulated:
     """What became of the requests."""
 
-    in_time: int
+    in_time: int  # that ended by their deadlines; one without a deadline is in time
+    latencies: dict[str, float]  # by id of those with a picture: seconds from when it is sent until its sender has it
     batches: list[BatchNote]
     busy_seconds: float  # of all ranks
-    op_seconds: dict[str, float]  # op -> mean of its batches
+    op_seconds: dict[OpAtDegree, float]  # mean of its batches
+    num_steps: Counter[int]  # degree -> denoising steps of requests
     scheduler_seconds: float  # of the real machine
 
 
@@ -131,44 +163,77 @@ def serve(
     *,
     num_ranks: int,
     has_spare_cores: bool,
-    stretch: Mapping[str, float] | None = None,
+    degree: int = 1,
+    own: Mapping[str, Surroundings] | None = None,
+    stretch: Mapping[OpAtDegree, float] | None = None,
 ) -> Simulated:
     """requests: their arrivals are when they are sent, in seconds after the start, and so are their deadlines, by which
-    their senders must have the picture. warm_ups: served before. stretch: op -> what its batches take, as a multiple of
-    what the samples say.
+    their senders must have the picture. warm_ups: served before. degree: see SchedulerConfig. own: request id -> what
+    it costs beside its batches, if that is not as with others; its trip does not count. stretch: what batches take, as
+    a multiple of what the samples say. Requests that come at once are received one after the other.
     """
     clock = Clock()
-    scheduler = TimedScheduler(SchedulerConfig(policy=policy), {known.info.name: known.info}, num_ranks)
+    around = {request.request_id: surroundings for request in requests} | dict(own or {})
+    config = SchedulerConfig(policy=policy, degree=degree)
+    scheduler = TimedScheduler(config, {known.info.name: known.info}, num_ranks)
     scheduler.learn(known.samples, [(rank, known.components) for rank in range(num_ranks)])
-    in_time = list[str]()
     recorder = Recorder(clock)
-    durations = Measured(known, surroundings, stretch or {}, has_spare_cores=has_spare_cores)
-    deadlines: dict[str, float] = {}
+    durations = Measured(known, surroundings, around, stretch or {}, has_spare_cores=has_spare_cores)
+    ends: dict[str, float] = {}  # request id -> when its last batch had ended
 
     def note(outputs: tuple[Output, ...]) -> None:
-        for output in outputs:
-            if isinstance(output, Finished) and clock.now <= deadlines.get(output.request_id, 0.0):
-                in_time.append(output.request_id)
+        ends.update({output.request_id: clock.now for output in outputs if isinstance(output, Finished)})
 
     engine = SimulatedEngine(clock, scheduler, durations, note, recorder)
     for request in warm_ups:
         engine.add(msgspec.structs.replace(request, arrival=clock.now, deadline=None))
         clock.run()
-    start, busy, own = clock.now, sum(engine.clocks.busy_seconds), scheduler.own_seconds
+    start, busy, own_seconds = clock.now, sum(engine.clocks.busy_seconds), scheduler.own_seconds
     recorder.batches.clear()
     durations.seconds.clear()
+    durations.num_steps.clear()
+    ends.clear()
+    arrival = start
     for request in requests:
-        assert request.deadline is not None
-        arrival = start + request.arrival + surroundings.prepare
-        deadline = deadlines[request.request_id] = start + request.deadline - surroundings.deliver
+        beside = around[request.request_id]
+        arrival = max(arrival, start + request.arrival) + beside.prepare
+        deadline = None if request.deadline is None else start + request.deadline - beside.deliver
         moved = msgspec.structs.replace(request, arrival=arrival, deadline=deadline)
         clock.at(arrival, lambda moved=moved: engine.add(moved))  # type: ignore[misc]
     clock.run()
     assert not scheduler.num_requests, "requests are left"
+    done = [request for request in requests if request.request_id in ends]
+    until = {name: end + around[name].deliver - start for name, end in ends.items()}
+    late = [each for each in done if each.deadline is not None and until[each.request_id] > each.deadline]
     return Simulated(
-        in_time=len(in_time),
+        in_time=len(done) - len(late),
+        latencies={each.request_id: until[each.request_id] - each.arrival for each in done},
         batches=[(when - start, op, number) for when, op, number in recorder.batches],
         busy_seconds=sum(engine.clocks.busy_seconds) - busy,
-        op_seconds={op: fmean(seconds) for op, seconds in durations.seconds.items()},
-        scheduler_seconds=scheduler.own_seconds - own,
+        op_seconds={key: fmean(seconds) for key, seconds in durations.seconds.items()},
+        num_steps=durations.num_steps,
+        scheduler_seconds=scheduler.own_seconds - own_seconds,
     )
+
+
+def stretch_of(
+    known: Known,
+    op_seconds: Mapping[OpAtDegree, float],
+    requests: Sequence[EngineRequest],
+    warm_ups: Sequence[EngineRequest],
+    *,
+    num_ranks: int,
+    degree: int = 1,
+) -> dict[OpAtDegree, float]:
+    """What batches took of requests that had the server alone, as a multiple of the samples: on a server they do not
+    find their weights and pages in the processor's cache. op_seconds: what they took, the mean. degree: of the server.
+    """
+    alone = [
+        msgspec.structs.replace(request, request_id=str(index), arrival=APART * index, deadline=None)
+        for index, request in enumerate(requests)
+    ]
+    nothing = Surroundings(prepare=0.0, deliver=0.0, trip=0.0, outside_cpu=0.0)
+    served = serve(
+        known, nothing, "step_batching", alone, warm_ups, num_ranks=num_ranks, has_spare_cores=True, degree=degree
+    )
+    return {key: op_seconds[key] / seconds for key, seconds in served.op_seconds.items() if seconds}

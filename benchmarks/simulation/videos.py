@@ -11,14 +11,14 @@ import json
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from itertools import product
+from itertools import accumulate, product
 from multiprocessing import get_context
 from statistics import mean
 from typing import NamedTuple
 
 from benchmarks.simulation.optimum import batch_model, optimum
 from benchmarks.simulation.video_engine import POLICIES, serve
-from benchmarks.simulation.video_load import TOKENS, Arrival, Assumed, VideoLoad, assumed
+from benchmarks.simulation.video_load import DEGREES, TOKENS, Arrival, Assumed, VideoLoad, assumed
 
 STATIC = ("SDoP 1", "SDoP 2", "SDoP 4")
 
@@ -66,6 +66,7 @@ class Result:
     mix: tuple[float, ...]
     figures: Mapping[str, Figures]  # by policy
     optimum: float  # least device-seconds, where all that comes is known before
+    least_mean: float  # latency that no policy is below, of a burst; 0 for other cells
 
     def ratio(self, policy: str, others: Iterable[str], value: Callable[[Figures], float]) -> float:
         """The best of other policies, as a multiple of this one."""
@@ -105,8 +106,9 @@ def _results(
 ) -> Iterator[Result]:
     for cell, mix in pairs:
         figures = {policy: _mean([next(found) for _ in range(num_seeds)]) for policy in policies}
-        least = mean(_optimum(load, cell, _arrivals(load, cell, mix, seed)) for seed in range(num_seeds))
-        yield Result(cell, mix, figures, least)
+        every = [_arrivals(load, cell, mix, seed) for seed in range(num_seeds)]
+        least = mean(_optimum(load, cell, arrivals) for arrivals in every)
+        yield Result(cell, mix, figures, least, mean(least_mean(load, cell, arrivals) for arrivals in every))
 
 
 def _run(run: Run) -> Figures:
@@ -131,6 +133,23 @@ def _optimum(load: VideoLoad, cell: Cell, arrivals: Sequence[Arrival]) -> float:
     seconds = [{degree: load.request_seconds(name, degree) for degree in load.speed[name]} for name in names]
     machines = [MACHINE] * (cell.devices // MACHINE)
     return optimum(machines, seconds, batch_model([numbers[name] for name in names])).occupied
+
+
+def least_mean(load: VideoLoad, cell: Cell, arrivals: Sequence[Arrival]) -> float:
+    """The shortest first, on all devices as one that is so many times as fast, which loses nothing by sharing; but no
+    request is faster than on as many devices as are best for it.
+    """
+    if cell.rate:
+        return 0.0
+    loads = sorted(_device_seconds(load, arrival.name) for arrival in arrivals)
+    alone = sorted(min(load.request_seconds(each.name, degree) for degree in DEGREES) for each in arrivals)
+    ends = accumulate(seconds / cell.devices for seconds in loads)
+    return mean(map(max, ends, alone))
+
+
+def _device_seconds(load: VideoLoad, name: str) -> float:
+    """The least that one request takes."""
+    return load.decode_seconds(name) + load.steps * min(degree * load.step_seconds(name, degree) for degree in DEGREES)
 
 
 # ------------------------------------------------------------------------------------------------------ conclusions
@@ -189,8 +208,11 @@ def conclusions(results: Sequence[Result]) -> Iterator[Conclusion]:
         yield Conclusion(f"rate {rate:g}, best mix: p99 of the best static degree", best, 1 / (1 - PAPER_P99[rate]))
     for devices in sorted({each.cell.devices for each in results if not each.cell.rate}):
         bursts = [each for each in results if not each.cell.rate and each.cell.devices == devices]
-        least = min(each.ratio("elastic", STATIC, _of_mean) for each in bursts)
-        yield Conclusion(f"{devices} devices, burst, worst mix: mean of the best static degree", least, 1.2)
+        worst = min(bursts, key=lambda each: each.ratio("elastic", STATIC, _of_mean))
+        least = worst.ratio("elastic", STATIC, _of_mean)
+        yield Conclusion(f"{devices} devices, burst, worst mix {worst.mix}: mean of the best static degree", least, 1.2)
+        bound = min(worst.figures[each].mean for each in STATIC) / worst.least_mean
+        yield Conclusion("... and no policy could have more than", bound)
         least = min(each.ratio("elastic", STATIC, _of_p99) for each in bursts)
         yield Conclusion("... and its p99", least, 1 / 1.05)
         most = max(each.figures["elastic"].device_seconds / each.optimum for each in bursts)

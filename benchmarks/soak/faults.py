@@ -205,6 +205,12 @@ FAULTS: dict[str, Act] = {
 }
 
 
+SPARE_WORKERS = frozenset(
+    ("pages damaged", "image processor killed", "page folder away", "burst", "clients gone", "disk full")
+)
+"""Those that end no worker."""
+
+
 async def inject(act: Act, site: Site, turn: int) -> float:
     """Inject a fault; seconds until all engines serve again. Raises TimeoutError after RECOVERY_SECONDS."""
     start = time.monotonic()

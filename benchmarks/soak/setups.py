@@ -6,14 +6,12 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 from benchmarks.soak.faults import FAULTS, Act, kill_one_worker
-from benchmarks.soak.memory import ROLES, Role
 
 
 @dataclass(frozen=True)
 class Setup:
     """calm_seconds: least time from the end of a fault to the next. A request that is in three deaths is given up, so
-    there must be time for requests to finish. may_restart: whether the faults end engines. judged: the roles whose
-    memory must not grow.
+    there must be time for requests to finish. may_restart: whether the faults end engines.
     """
 
     num_engines: int
@@ -22,7 +20,6 @@ class Setup:
     calm_seconds: float
     faults: Mapping[str, Act]
     may_restart: bool
-    judged: tuple[Role, ...]
     degree: int = 1  # workers that compute each step together
 
     @property
@@ -42,16 +39,8 @@ class Setup:
         return f"{engines}{ranks}, a fault every {self.fault_seconds:g} s"
 
 
-ENGINES = Setup(2, 1, 30.0, 15.0, FAULTS, may_restart=True, judged=ROLES)
+ENGINES = Setup(2, 1, 30.0, 15.0, FAULTS, may_restart=True)
 """Every fault, on two engines."""
 
-SINGLE_DEATHS = Setup(
-    1,
-    2,
-    20.0,
-    10.0,
-    {"one worker killed": kill_one_worker},
-    may_restart=False,
-    judged=("server", "engine", "images"),
-)
-"""One of two workers is killed, while the other goes on. None lives long enough to be warm: its memory says nothing."""
+SINGLE_DEATHS = Setup(1, 2, 20.0, 10.0, {"one worker killed": kill_one_worker}, may_restart=False)
+"""One of two workers is killed, while the other goes on."""

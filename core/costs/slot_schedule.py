@@ -136,22 +136,23 @@ def best_schedule(
     blocks: bool,
     slots: Callable[[int], Iterable[int]] | None = None,
 ) -> Schedule:
-    """The schedule that serves most requests in time, and of those the one that is done first. turns: the one that is
-    due first first. slots: numbers of slots to try, given the largest useful one; by default `slots_to_try`.
+    """The schedule that serves most requests in time, and of those the one whose requests are done first, the mean over
+    them: where steps take unequal times, requests that are done early are safe. turns: the one that is due first first.
+    slots: numbers of slots to try, given the largest useful one; by default `slots_to_try`.
 
     Many slots make the rank efficient, few of them let those that are due first finish early.
     """
     most = max(1, min(most_slots, len(turns)))
-    if are_in_time(turns, most, pace, blocks=blocks):
-        return Schedule(tuple(range(len(turns))), most)
     found = [_schedule(turns, number, pace, blocks=blocks) for number in (slots or slots_to_try)(most)]
     return max(found)[-1]
 
 
 def _schedule(turns: Sequence[Turn], num_slots: int, pace: Pace, *, blocks: bool) -> tuple[int, float, int, Schedule]:
-    chosen = largest_set(turns, num_slots, pace, blocks=blocks)
-    last = max(ends([turns[index] for index in chosen], num_slots, pace, blocks=blocks), default=0.0)
-    return len(chosen), -last, num_slots, Schedule(tuple(chosen), num_slots)
+    chosen, when = list(range(len(turns))), ends(turns, num_slots, pace, blocks=blocks)
+    if any(end > turn.left for turn, end in zip(turns, when, strict=True)):
+        chosen = largest_set(turns, num_slots, pace, blocks=blocks)
+        when = ends([turns[index] for index in chosen], num_slots, pace, blocks=blocks)
+    return len(chosen), -sum(when) / max(1, len(when)), num_slots, Schedule(tuple(chosen), num_slots)
 
 
 def slots_to_try(most: int) -> list[int]:

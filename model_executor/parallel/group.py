@@ -20,20 +20,20 @@ def shares(number: int, degree: int) -> list[Span]:
 class Group:
     """Collective operations of one member. All members call the same operations in the same order.
 
-    me: this member's number, 0..degree - 1. A failed operation raises GroupBrokenError: a member died, left the group,
-    or did not come in time. The group is of no use then.
+    me: this member's number, 0..degree - 1. device: in whose memory the process group exchanges. A failed operation
+    raises GroupBrokenError: a member died, left the group, or did not come in time. The group is of no use then. With
+    NCCL, an operation returns before it is done; PyTorch ends the process of a member that has waited for too long.
     """
 
-    def __init__(self, process_group: ProcessGroup, me: int, degree: int) -> None:
-        self._process_group = process_group
+    def __init__(self, process_group: ProcessGroup, me: int, degree: int, device: torch.device) -> None:
+        self._process_group, self._device = process_group, device
         self.me, self.degree = me, degree
 
     def exchange(self, parts: Sequence[Tensor], shapes: Sequence[Sequence[int]]) -> list[Tensor]:
         """Send parts[i] to member i; returns what each member has sent, of these shapes. All of one dtype, on one
-        device: what is on a GPU goes through host memory, since gloo exchanges nothing else.
-        """
+        device."""
         device, counts = parts[0].device, [part.numel() for part in parts]
-        sent = torch.cat([part.reshape(-1) for part in parts]).cpu()
+        sent = torch.cat([part.reshape(-1) for part in parts]).to(self._device)
         expected = [torch.Size(shape).numel() for shape in shapes]
         received = sent.new_empty(sum(expected))
         try:

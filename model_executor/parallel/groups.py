@@ -3,6 +3,8 @@
 Made directly over a store, not by `torch.distributed.new_group`, which needs all processes of the engine to take part,
 or hangs when a set grows. Each rank hosts a store on loopback; a group meets at the store of its first member, so one
 that cannot be reached has lost a member anyway. After a failure a set of ranks meets again under a new epoch.
+
+Ranks on GPUs, of which each has its own, exchange with NCCL, others with gloo.
 """
 
 from __future__ import annotations
@@ -12,22 +14,25 @@ from datetime import timedelta
 from typing import Any
 
 import torch
-from torch._C._distributed_c10d import PrefixStore, ProcessGroupGloo, TCPStore
+from torch._C._distributed_c10d import PrefixStore, ProcessGroupGloo, Store, TCPStore
+from torch.distributed import ProcessGroup, is_nccl_available
 
 from core.errors import GroupBrokenError
 from model_executor.parallel.group import Group
 
 LOOPBACK = "127.0.0.1"
+CPU = torch.device("cpu")
 
 
 class Groups:
     """One rank's groups.
 
-    timeout_seconds: how long a member waits for the others within an operation.
+    timeout_seconds: how long a member waits for the others within an operation. device: the rank's.
     """
 
-    def __init__(self, rank: int, timeout_seconds: float) -> None:
+    def __init__(self, rank: int, timeout_seconds: float, device: torch.device = CPU) -> None:
         self._rank = rank
+        self._device = device if device.type == "cuda" and is_nccl_available() else CPU  # gloo: through host memory
         self._timeout = timedelta(seconds=timeout_seconds)
         with socket.create_server((LOOPBACK, 0)) as listener:
             self.port: int = listener.getsockname()[1]
@@ -68,11 +73,27 @@ class Groups:
     def _make(self, ranks: tuple[int, ...], epoch: int, port: int) -> Group:
         me = ranks.index(self._rank)
         store = self._own if me == 0 else TCPStore(LOOPBACK, port, is_master=False, timeout=self._timeout)
-        gloo: Any = ProcessGroupGloo  # PyTorch's stubs lack its options
-        options = gloo._Options()
-        options._timeout = self._timeout
-        options._devices = [gloo.create_device(hostname=LOOPBACK)]
-        name = f"{epoch}:{'-'.join(map(str, ranks))}"
-        group = Group(gloo(PrefixStore(name, store), me, len(ranks), options), me, len(ranks))
+        meeting = PrefixStore(f"{epoch}:{'-'.join(map(str, ranks))}", store)
+        make = _nccl if self._device.type == "cuda" else _gloo
+        group = Group(make(meeting, me, len(ranks), self._timeout), me, len(ranks), self._device)
         group.exchange([torch.zeros(1)] * len(ranks), [(1,)] * len(ranks))  # connects
         return group
+
+
+def _gloo(store: Store, me: int, degree: int, timeout: timedelta) -> ProcessGroup:
+    gloo: Any = ProcessGroupGloo  # PyTorch's stubs lack its options
+    options = gloo._Options()
+    options._timeout = timeout
+    options._devices = [gloo.create_device(hostname=LOOPBACK)]
+    made: ProcessGroup = gloo(store, me, degree, options)
+    return made
+
+
+def _nccl(store: Store, me: int, degree: int, timeout: timedelta) -> ProcessGroup:
+    from torch._C._distributed_c10d import ProcessGroupNCCL  # only builds for GPUs have it
+
+    nccl: Any = ProcessGroupNCCL
+    options = nccl.Options()
+    options._timeout = timeout
+    made: ProcessGroup = nccl(store, me, degree, options)
+    return made

@@ -63,9 +63,9 @@ def _run(rank: int, pipe: Connection, config: ModelConfig, degrees: Sequence[int
     """Entry point of a rank's process."""
     quiet_libraries()
     set_threads(threads)
-    models = ResidentModels.open((config,))
+    models = ResidentModels.open((config,), device_index=rank, num_workers=max(degrees))
     models.load_all()
-    groups = Groups(rank, GROUP_SECONDS)
+    groups = Groups(rank, GROUP_SECONDS, models.device)
     pipe.send(groups.port)
     ports: list[int] = pipe.recv()
     samples = list[CostSample]()

@@ -59,7 +59,7 @@ def start(
         has_device_tier=ready.device_page_bytes > 0,
     )
     exchange = Exchange(store, sockets)
-    groups = None if sockets is None else Groups(settings.rank, settings.group_seconds)
+    groups = None if sockets is None else Groups(settings.rank, settings.group_seconds, models.device)
     adapters = AdapterLoader(settings.rank, models, link.report, thread)
     context = WorkerContext(models.families, store, arena, pages, models.prompts_of, exchange, adapters.wait)
     runner = Runner(settings.rank, context, groups)

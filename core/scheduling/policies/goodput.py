@@ -23,6 +23,7 @@ from core.graph.workflow import Node, op_of
 from core.messages.worker import Batch, BatchResult
 from core.scheduling.deadlines import due, why_late
 from core.scheduling.dispatch import Decision, GiveUp
+from core.scheduling.policies.headroom import Headroom
 from core.scheduling.policies.pauses import Pauses
 from core.scheduling.policies.policy import SchedulingPolicy
 from core.scheduling.policies.rank_shares import RankShares
@@ -31,14 +32,8 @@ from core.scheduling.policies.work_left import Left, WorkLeft
 from core.scheduling.request import Request, Status
 from core.scheduling.view import View
 
-PLAN_EVERY = 8
+PLAN_EVERY = 16
 """Passes after which a plan is made again though no request came or went, since predictions are not exact."""
-
-HEADROOM = 1.03
-"""Requests are to be done in as much less than the time they have, since newcomers wait for a step to end and plans are
-not exact. With the published traces (docs/scheduling.md) this loses nothing anywhere, and 1.05 a tenth of the goodput
-where objectives are 1.2 times the time alone.
-"""
 
 LOOK_AHEAD = 4
 """Requests that a plan considers, the most urgent first, as a multiple of the slots: more of them would come too late
@@ -77,6 +72,7 @@ class Goodput(SchedulingPolicy):
         self._work = WorkLeft()
         self._shares = None if steps_apart else RankShares()
         self._pauses = Pauses()
+        self._headroom = Headroom()
         self._plan = Plan()
         self._passes_left = 0  # until the plan is made again
 
@@ -89,6 +85,7 @@ class Goodput(SchedulingPolicy):
     def on_end(self, request_id: str) -> None:
         self._passes_left = 0
         self._work.forget(request_id)
+        self._headroom.note_end()
         if self._shares is not None:
             self._shares.forget(request_id)
 
@@ -97,10 +94,15 @@ class Goodput(SchedulingPolicy):
         self._passes_left -= 1
         if self._passes_left < 0 or not all(request.progress.steps_left for request in self._plan.served):
             self._passes_left = PLAN_EVERY
-            self._plan = Planner(view, now, self._work, self._shares, HEADROOM * self._pauses.stretch).plan()
+            self._plan = Planner(
+                view, now, self._work, self._shares, self._headroom.value * self._pauses.stretch
+            ).plan()
         plan = self._plan
         given_up = [each for each in plan.given_up if each.request.is_live]
         gone = frozenset(each.request.id for each in given_up)
+        for each in given_up:
+            if each.request.status is Status.RUNNING:
+                self._headroom.note_wasted()
         return [*given_up, *GoodputPass(view, served=plan.served, gone=gone, shares=self._shares).run()]
 
 
@@ -173,7 +175,7 @@ class Planner:
         cases = cases[: LOOK_AHEAD * most]
         num_models = max(1, len({request.head.model for request in self.view.requests.live()}))
         turns = [self._turn(case, num_models) for case in cases]
-        schedule = best_schedule(turns, most, self._pace(cases, most), blocks=self._blocks)
+        schedule = best_schedule(turns, most, self._pace(cases, min(most, len(cases))), blocks=self._blocks)
         chosen = schedule.chosen or (0,)  # by a hair: one that would be in time alone, where predictions are rounded
         return [cases[index].request for index in chosen[: schedule.num_slots]]
 
@@ -226,11 +228,13 @@ class GoodputPass(StepPass):
     shares: RankShares | None = None
 
     def _admit(self) -> list[Request]:
-        """Those that have made all of their steps, and those that have a slot, if there is memory for new ones."""
+        """Those that have made all of their steps, and those that have a slot, if there is memory for new ones. Where
+        others that have begun take all of it, the one of them that has fewest steps left goes on, to make room.
+        """
         running = self.view.requests.running
-        done = [each for each in running if not each.progress.steps_left and each.id not in self.gone]
-        room = self.view.config.max_num_seqs - sum(1 for request in running if request.progress.steps_left)
-        admitted = done
+        admitted = [each for each in running if not each.progress.steps_left and each.id not in self.gone]
+        begun = [each for each in running if each.progress.steps_left]
+        room, num_done = self.view.config.max_num_seqs - len(begun), len(admitted)
         for request in self.served:
             if not request.is_live or not request.progress.steps_left:
                 continue
@@ -239,6 +243,9 @@ class GoodputPass(StepPass):
                 if room < 0:
                     continue
             admitted.append(request)
+        if room < 0 and len(admitted) == num_done:
+            others = [each for each in begun if each.id not in self.gone]
+            admitted += sorted(others, key=lambda request: (request.progress.steps_left, request.id))[:1]
         return admitted
 
     def _rank(self, request: Request, node: Node) -> int:

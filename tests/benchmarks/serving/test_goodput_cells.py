@@ -3,32 +3,28 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from pathlib import Path
 
 import msgspec
 import pytest
 from fakes import MODEL, make_edit
+from known_costs import AROUND, SECONDS, known
 
 from benchmarks.load.client import Outcome, Refusal, Run
 from benchmarks.serving.cell_outcomes import outcomes_of
 from benchmarks.serving.goodput_cells import CELLS, main
 from benchmarks.serving.recorded import CLOCKWORK, Batch
-from benchmarks.simulation.server_engine import Known, Surroundings, serve
-from core.graph.op import OPS
-from core.graph.work import Work
+from benchmarks.simulation.server_engine import serve
 from core.messages.engine import EngineRequest
-from core.messages.worker import CostSample
 from tools.random_checkpoints import make_flux_fill
-
-SECONDS = {"text_encode": 0.1, "image_encode": 0.2, "denoise": 1.0, "decode": 0.4}
-"""Of one item of each op, whatever its size."""
 
 
 def batch(started: float, op: str = "denoise", rank: int = 0, sent: float | None = None, size: int = 1) -> Batch:
     """One of a second."""
     requests = tuple(map(str, range(size)))
     sent = started if sent is None else sent
-    return Batch(rank, op, requests, sent, started, 1.0, engine_cpu=started / 100, policy_cpu=started / 1000)
+    return Batch(rank, op, requests, sent, started, 1.0, 1, engine_cpu=started / 100, policy_cpu=started / 1000)
 
 
 def outcome(latency: float, slo: float, status: int = 0) -> Outcome:
@@ -68,19 +64,6 @@ def test_batches_are_told_by_op_and_over_time() -> None:
 # ------------------------------------------------------------------------------------------------------ the simulation
 
 
-def known() -> Known:
-    """Costs of one item each, learnt often enough to be exact."""
-    samples = [
-        CostSample(MODEL.name, OPS[op].component, op, Work.of([tokens] * number), number * seconds)
-        for op, seconds in SECONDS.items()
-        for tokens in (24, 256, 280)
-        for number in (1, 2, 4)
-        for _ in range(20)
-    ]
-    return Known(MODEL, (), tuple(samples))
-
-
-AROUND = Surroundings(prepare=0.5, deliver=0.25, trip=0.0, outside_cpu=0.125)
 ALONE = sum(SECONDS.values()) + 3 * SECONDS["denoise"] + AROUND.prepare + AROUND.deliver
 """Seconds of a request of four steps."""
 
@@ -96,6 +79,14 @@ def test_a_lone_request_takes_what_was_measured(seconds: float, in_time: int) ->
     assert served.in_time == in_time
 
 
+def test_requests_that_come_at_once_are_received_one_after_the_other() -> None:
+    requests = [msgspec.structs.replace(request(name, 0.0, 0.0), deadline=None) for name in "ab"]
+    own = {"a": replace(AROUND, prepare=30.0)}
+    served = serve(known(), AROUND, "step_batching", requests, [], num_ranks=2, has_spare_cores=True, own=own)
+    assert served.in_time == 2
+    assert min(served.latencies.values()) > 30.0
+
+
 def test_without_spare_cores_other_processes_delay_the_ranks() -> None:
     requests = [request("a", 2.0, 100.0)]
     spare, scarce = (
@@ -105,6 +96,13 @@ def test_without_spare_cores_other_processes_delay_the_ranks() -> None:
     assert scarce.busy_seconds - spare.busy_seconds == pytest.approx(AROUND.outside_cpu)
     assert spare.busy_seconds == pytest.approx(ALONE - AROUND.prepare - AROUND.deliver, rel=0.05)
     assert [op for _, op, _ in spare.batches].count("denoise") == 4, "warm-ups do not count"
+
+
+def test_a_request_delays_ranks_by_what_it_costs_other_processes_itself() -> None:
+    requests = [request("a", 2.0, 100.0), request("b", 50.0, 100.0)]
+    own = {"b": replace(AROUND, outside_cpu=1.0)}
+    served = serve(known(), AROUND, "step_batching", requests, [], num_ranks=1, has_spare_cores=False, own=own)
+    assert served.latencies["b"] - served.latencies["a"] == pytest.approx(1.0 - AROUND.outside_cpu)
 
 
 # ------------------------------------------------------------------------------------------------------ a server
@@ -129,7 +127,7 @@ def test_cells_are_measured_one_by_one_and_kept(
     assert min(around[name] for name in ("prepare", "deliver", "outside_cpu")) > 0
     assert len(kept["alone"]["requests"]) == 6
     capsys.readouterr()
-    monkeypatch.setattr("benchmarks.serving.goodput_cells.start_server", None)  # all is kept
+    monkeypatch.setattr("benchmarks.serving.goodput_cells.recorded_server", None)  # all is kept
     main([*flags, "--policies", "clockwork", "goodput"])
     table = capsys.readouterr().out
     assert "there is no profile" in table

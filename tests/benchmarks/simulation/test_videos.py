@@ -7,6 +7,7 @@ from collections.abc import Mapping, Sequence
 from itertools import product
 from math import ceil, inf
 from pathlib import Path
+from statistics import mean
 
 import msgspec
 import pytest
@@ -19,7 +20,7 @@ from benchmarks.simulation.__main__ import main
 from benchmarks.simulation.optimum import Share, batch_model, optimum, partition, queue_model, queue_seconds
 from benchmarks.simulation.video_engine import POLICIES, SIZES, serve
 from benchmarks.simulation.video_load import TOKENS, Arrival, VideoLoad, assumed
-from benchmarks.simulation.videos import Cell, Conclusion, Figures, Result, conclusions
+from benchmarks.simulation.videos import Cell, Conclusion, Figures, Result, conclusions, least_mean
 
 LOAD = msgspec.structs.replace(VideoLoad.read(), steps=4)
 MIX = LOAD.mixes[0]
@@ -33,6 +34,14 @@ def test_every_policy_serves_all(policy: str, rate: float) -> None:
     fastest = [min(LOAD.request_seconds(name, degree) for degree in (1, 2, 4, 8)) for _, name in arrivals]
     assert all(latency >= least - 1e-9 for latency, least in zip(served.latencies, fastest, strict=True))
     assert served.device_seconds >= sum(LOAD.request_seconds(name, 1) for _, name in arrivals) * 0.97
+    assert mean(served.latencies) >= least_mean(LOAD, Cell(8, rate, 24), arrivals)
+
+
+def test_the_least_mean_is_that_of_the_shortest_first() -> None:
+    """Many of one class, without loss: half of all work, and of their own."""
+    lone, many = (least_mean(LOAD, Cell(8, 0.0, number), [Arrival(0.0, "360p")] * number) for number in (1, 200))
+    assert lone == min(LOAD.request_seconds("360p", degree) for degree in (1, 2, 4, 8))
+    assert many == pytest.approx(LOAD.request_seconds("360p", 1) * 200.5 / 16, rel=0.05)
 
 
 @pytest.mark.parametrize(
@@ -139,7 +148,7 @@ def test_the_optimum_of_a_queue_serves_all_classes() -> None:
 def test_conclusions_compare_what_they_say() -> None:
     def result(cell: Cell, elastic: float, static: float) -> Result:
         others = {policy: Figures(static, 2 * static, 20.0) for policy in videos.NEEDED}
-        return Result(cell, MIX, others | {"elastic": Figures(elastic, 2 * elastic, 11.0)}, 10.0)
+        return Result(cell, MIX, others | {"elastic": Figures(elastic, 2 * elastic, 11.0)}, 10.0, 1.0)
 
     cells = [Cell(8, 0.5, 9), Cell(8, 0.0, 9), Cell(64, 0.0, 9)]
     found = {each.name: each for each in conclusions([result(cell, 5.0, 10.0) for cell in cells])}

@@ -200,22 +200,23 @@ def growing(server: float, worker: float, minutes: int) -> Samples:
 
 
 @pytest.mark.parametrize(
-    ("minutes", "samples", "compared", "is_good"),
+    ("minutes", "samples", "compared", "faults", "is_good"),
     [
-        (10.0, growing(0.0, 0.0, 10), 5, True),
-        (10.0, growing(2.0, 0.0, 10), 5, False),
-        (10.0, growing(0.0, 1.2, 10), 5, False),
-        (10.0, growing(0.0, 0.0, 2), 5, False),
-        (9.0, growing(0.0, 0.0, 2), 5, True),
-        (10.0, growing(0.0, 0.0, 10), 0, False),
+        (10.0, growing(0.0, 0.0, 10), 5, None, True),
+        (10.0, growing(2.0, 0.0, 10), 5, None, False),
+        (10.0, growing(0.0, 1.2, 10), 5, ["burst", "disk full"], False),
+        (10.0, growing(0.0, 1.2, 10), 5, ["burst", "worker killed"], True),
+        (10.0, growing(0.0, 0.0, 2), 5, None, False),
+        (9.0, growing(0.0, 0.0, 2), 5, None, True),
+        (10.0, growing(0.0, 0.0, 10), 0, None, False),
     ],
-    ids=["good", "leak", "a worker leaks", "no slope", "too short for one", "nothing compared"],
+    ids=["good", "leak", "a worker leaks", "none gets warm", "no slope", "too short for one", "nothing compared"],
 )
 def test_a_soak_that_measured_nothing_is_not_good(
-    ledger: Ledger, minutes: float, samples: Samples, compared: int, is_good: bool
+    ledger: Ledger, minutes: float, samples: Samples, compared: int, faults: list[str] | None, is_good: bool
 ) -> None:
     ledger.count("compared", compared)
-    args = argparse.Namespace(minutes=minutes, output=None, single_deaths=False, joint_steps=False)
+    args = argparse.Namespace(minutes=minutes, output=None, single_deaths=False, joint_steps=False, faults=faults)
     assert _report(args, ledger, Record(samples)) is is_good
 
 

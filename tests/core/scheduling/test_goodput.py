@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from random import Random
 from typing import Any
 
 import msgspec
@@ -198,11 +199,27 @@ def test_a_profile_is_used_for_work_that_it_has_and_the_line_for_other_work() ->
     assert engine.scheduler.cost.predict(key, Work.of([TOKENS] * 3)) == 0.0, "no line was fitted"
 
 
+@pytest.mark.parametrize("seed", [384, 413, 698, 732, 824])
+def test_requests_that_have_begun_and_were_overtaken_go_on_where_newcomers_find_no_place(seed: int) -> None:
+    """All places are taken by requests without a slot: nobody could go on."""
+    random = Random(seed)
+    requests = [
+        edit(
+            str(index),
+            random.randint(1, 12),
+            random.choice([None, None, 0.5, 1.1, random.uniform(0, 60)]),
+            arrival=random.choice([0.0, random.uniform(0, 60)]),
+        )
+        for index in range(random.randint(10, 20))
+    ]
+    engine = Engine("goodput", "last", latencies={number: 0.5 + 0.5 * number for number in range(1, 9)})
+    assert len(engine.serve(requests)) == len(requests)
+
+
 def test_pauses_between_batches_are_learnt_and_reckoned_with() -> None:
-    """A plan takes half as long to reach a rank as a step to compute, so two requests take 30 s in place of 20 s."""
-    linear = {number: float(number) for number in range(1, 9)}
+    """A plan takes half as long to reach a rank as a step to compute: two together take 21 s in place of 16 s."""
     for trip, most in ((0.0, 2), (0.5, 1)):
-        engine = Engine("goodput", latencies=linear, trip=trip)
-        engine.serve([edit("before", 60, None), *(edit(name, 10, 22.0, arrival=200.0) for name in "ab")])
-        assert max(engine.sizes) == most, "a second one is not begun"
-        assert sum(engine.ends[name] <= 222.0 for name in "ab") == most
+        engine = Engine("goodput", latencies={1: 1.0, 2: 1.6}, trip=trip)
+        outputs = engine.serve([edit("before", 60, None), *(edit(name, 10, 20.0, arrival=200.0) for name in "ab")])
+        assert max(engine.sizes) == most, "two together would both be late"
+        assert sum(isinstance(outputs[name], Finished) for name in "ab") == most

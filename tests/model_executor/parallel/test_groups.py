@@ -51,6 +51,20 @@ def test_every_member_gets_what_was_sent_to_it(groups: ThreadGroups) -> None:
     assert found == [[[10.0 * source + me] * (me + 1) for source in range(3)] for me in range(3)]
 
 
+@pytest.mark.gpu
+def test_ranks_on_gpus_exchange_with_nccl() -> None:
+    if torch.cuda.device_count() < 2:
+        pytest.skip("needs two GPUs")
+
+    def exchange(group: Group) -> tuple[str, list[list[float]]]:
+        parts = [torch.full((to + 1,), 10.0 * group.me + to, device="cuda") for to in range(group.degree)]
+        found = group.exchange(parts, [(group.me + 1,)] * group.degree)
+        return found[0].device.type, [part.tolist() for part in found]
+
+    found = ThreadGroups(2, "cuda").run(exchange, [0, 1])
+    assert found == [("cuda", [[10.0 * source + me] * (me + 1) for source in range(2)]) for me in range(2)]
+
+
 def test_a_member_that_leaves_frees_those_that_wait_and_all_meet_again_in_another_epoch() -> None:
     ranks = [Groups(rank, 30.0) for rank in range(3)]
     everyone, port = (0, 1, 2), ranks[0].port

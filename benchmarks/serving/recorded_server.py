@@ -1,0 +1,73 @@
+"""RecordedServer: a server whose policy writes down what it is shown; what requests take that have it alone."""
+
+from __future__ import annotations
+
+import asyncio
+import tempfile
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+
+import psutil
+
+from benchmarks.load.client import Run, Target, warm_up
+from benchmarks.load.dataset import EditCall
+from benchmarks.load.process_tree import processes
+from benchmarks.load.server import Server, start_server
+from benchmarks.serving.cell_outcomes import surroundings_of
+from benchmarks.serving.recorded import FILE, Arrival, Batch, Recorded, read
+from benchmarks.simulation.server_engine import Surroundings
+
+SETTLE_SECONDS = 2.0
+"""For idle work, such as priming, after the warm-ups."""
+
+
+@dataclass(frozen=True)
+class Lone:
+    """Requests that came one after the other. arrivals, batches: of these alone."""
+
+    run: Run
+    arrivals: list[Arrival]
+    batches: list[Batch]
+    surroundings: Surroundings
+
+
+@dataclass(frozen=True)
+class RecordedServer:
+    """path: of the records of its engines."""
+
+    server: Server
+    path: Path
+
+    def send_one_by_one(self, target: Target, calls: Sequence[EditCall]) -> Lone:
+        """target: this server, of one engine. Raises WarmUpError if a request fails."""
+        root = self.server.process.pid
+        before = _cpu_beside_workers(root)
+        run = asyncio.run(warm_up(target, calls, 1))
+        outside = (_cpu_beside_workers(root) - before + run.cpu_seconds) / len(calls)
+        arrivals, batches = self.since(run.started)
+        return Lone(run, arrivals, batches, surroundings_of(run, arrivals, batches, outside))
+
+    def since(self, start: float) -> tuple[list[Arrival], list[Batch]]:
+        """What has come and begun since `start`, in seconds of CLOCK_MONOTONIC."""
+        arrivals, batches = read(self.path)
+        return [each for each in arrivals if each.now >= start], [each for each in batches if each.started >= start]
+
+
+@contextmanager
+def recorded_server(flags: Sequence[str], policy: str) -> Iterator[RecordedServer]:
+    """Its model is loaded. flags: without the policy's. policy: one that a Recorded asks."""
+    kind = next(kind for kind in Recorded.__subclasses__() if kind.inner == policy)
+    flags = [*flags, "--scheduling-policy", f"{kind.__module__}:{kind.__name__}"]
+    with tempfile.TemporaryDirectory() as folder:
+        path = Path(folder) / "record"
+        with start_server(flags, environment={FILE: str(path)}) as server:
+            server.wait_for("/ready")
+            yield RecordedServer(server, path)
+
+
+def _cpu_beside_workers(root: int) -> float:
+    """CPU seconds so far of all processes of a server that are no workers."""
+    others = [process for process in processes(root) if not any("stencil-worker" in arg for arg in process.cmdline())]
+    return sum(times.user + times.system for times in map(psutil.Process.cpu_times, others))
