@@ -1,7 +1,8 @@
 """neustream: module-level batches, limited by each op's share of the objective (NeuStream, EuroSys 2025, section 4.1).
 
 A baseline to compare with; `goodput` serves more. Every op takes what came first, up to its batch limit: the largest
-batch whose latency is within the op's share of the objective, its partial SLO (Algorithm 1).
+batch whose latency is within the op's share of the objective, its partial SLO (Algorithm 1). Where ops share a rank,
+that batch goes first which would end first if each had its share of the rank (section 5; `turns.py`).
 
 Taken literally, the paper's budget drops every request that waits at its first op, as no partial SLO has been granted
 before. The authors' published program drops a request when what is left of its objective is less than what it has left
@@ -22,6 +23,7 @@ from core.scheduling.deadlines import due, why_late
 from core.scheduling.dispatch import Decision, GiveUp
 from core.scheduling.policies.policy import SchedulingPolicy
 from core.scheduling.policies.step_batching import StepPass, eligible
+from core.scheduling.policies.turns import Turns
 from core.scheduling.policies.work_left import WorkLeft
 from core.scheduling.request import Request, Status
 from core.scheduling.view import View
@@ -54,6 +56,7 @@ class NeuStream(SchedulingPolicy):
 
     def __init__(self) -> None:
         self._work = WorkLeft()
+        self._turns = Turns()
         self._alone: dict[str, Alone] = {}  # request id -> predicted when it was first seen
 
     def on_end(self, request_id: str) -> None:
@@ -69,7 +72,8 @@ class NeuStream(SchedulingPolicy):
         useless = [each for each in late if view.config.on_late == "drop" or _is_useless(each.request, now)]
         dropped = {each.request.id for each in useless}
         stays += [each.request for each in late if each.request.id not in dropped]
-        return [*useless, *NeuStreamPass(view, stays=stays, alone=self._alone, work=self._work).run()]
+        batches = NeuStreamPass(view, stays=stays, alone=self._alone, work=self._work).run()
+        return [*useless, *self._turns.choose(view, batches, now)]
 
     def _late(self, view: View, request: Request, now: float) -> GiveUp | None:
         """The request, if its budget is spent."""
@@ -98,7 +102,7 @@ def _is_useless(request: Request, now: float) -> bool:
 
 @dataclass(slots=True)
 class NeuStreamPass(StepPass):
-    """One pass: of every op one batch, in the order of arrival, those that finish requests first."""
+    """One pass: of every op one batch, in the order of arrival; `Turns` chooses between them."""
 
     stays: Sequence[Request] = ()
     alone: Mapping[str, Alone] = field(default_factory=dict)

@@ -27,7 +27,7 @@ from core.scheduling.scheduler import StepScheduler
 
 TOKENS = 280
 LATENCIES = {1: 1.0, 2: 1.2, 3: 1.4, 4: 1.6}
-"""Requests in a step -> seconds; encoding and decoding take none."""
+"""Requests in a step -> seconds; encoding takes none, and decoding by default."""
 
 
 @dataclass
@@ -38,6 +38,7 @@ class Engine(Ranks):
     on_late: OnLate = "drop"
     latencies: dict[int, float] = field(default_factory=lambda: LATENCIES)
     trip: float = 0.0
+    decode: float = 0.0  # seconds of each
 
     def __post_init__(self) -> None:
         config = SchedulerConfig(policy=self.policy, on_late=self.on_late, max_num_seqs=8, max_plans_in_flight=1)
@@ -46,14 +47,19 @@ class Engine(Ranks):
         cost.is_frozen = True
         table = LatencyTable([(number, TOKENS, seconds) for number, seconds in self.latencies.items()])
         cost.add_profile(self.scheduler.cost_key("m", "denoise"), Profile(table))
+        if self.decode:
+            decodes = LatencyTable([(number, size, number * self.decode) for number in (1, 8) for size in (1, TOKENS)])
+            cost.add_profile(self.scheduler.cost_key("m", "decode"), Profile(decodes))
         of_steps = {("denoise", 1): {float(number): seconds for number, seconds in self.latencies.items()}}
-        others = {(op, 1): {1.0: 0.0} for op in ("text_encode", "image_encode", "decode")}
+        others = {(op, 1): {1.0: 0.0} for op in ("text_encode", "image_encode")} | {("decode", 1): {1.0: self.decode}}
         self.clock, self.sizes, self.ends = Clock(), list[int](), dict[str, float]()
+        self.ops = list[str]()  # of batches
         self.outputs: dict[str, Output] = {}
         durations = TableDurations(Latencies(of_steps | others), trip=self.trip)
         self.engine = SimulatedEngine(self.clock, self.scheduler, durations, self._note, self)
 
     def run(self, batch: Batch, rank: int) -> tuple[ItemResult, ...]:
+        self.ops.append(batch.op)
         if batch.op == "denoise":
             self.sizes.append(len(batch.items))
         return super().run(batch, rank)
@@ -171,6 +177,19 @@ def test_neustream_limits_a_batch_by_its_share_of_the_objective_and_serves_in_or
     outputs = engine.serve([edit(str(index), 10, 15.0) for index in range(4)])
     assert max(engine.sizes) == 3
     assert kinds(outputs) == {"0": "Finished", "1": "Finished", "2": "Finished", "3": "overloaded"}
+
+
+def test_neustream_decodes_after_steps_that_would_end_before_if_each_op_had_its_share() -> None:
+    engine = Engine("neustream", decode=20.0)
+    engine.serve([edit("short", 1, None), edit("long", 8, None)])
+    assert engine.ops[-8:] == [*["denoise"] * 7, "decode"], "both are decoded together"
+
+
+def test_neustream_decodes_within_its_share_while_others_make_steps_without_end() -> None:
+    """With half of the rank it would take 40 s; it waits for one step more at most."""
+    engine = Engine("neustream", decode=20.0)
+    engine.serve([edit("short", 1, None), edit("long", 200, None)])
+    assert engine.ends["short"] <= 1.2 + 40.0 + 1.0
 
 
 def test_a_profile_is_used_for_work_that_it_has_and_the_line_for_other_work() -> None:
