@@ -28,6 +28,7 @@ from core.scheduling.policies.pauses import Pauses
 from core.scheduling.policies.policy import SchedulingPolicy
 from core.scheduling.policies.rank_shares import RankShares
 from core.scheduling.policies.step_batching import StepPass, eligible
+from core.scheduling.policies.turns import Turns
 from core.scheduling.policies.work_left import Left, WorkLeft
 from core.scheduling.request import Request, Status
 from core.scheduling.view import View
@@ -73,6 +74,7 @@ class Goodput(SchedulingPolicy):
         self._shares = None if steps_apart else RankShares()
         self._pauses = Pauses()
         self._headroom = Headroom()
+        self._turns = Turns()
         self._plan = Plan()
         self._passes_left = 0  # until the plan is made again
 
@@ -103,7 +105,16 @@ class Goodput(SchedulingPolicy):
         for each in given_up:
             if each.request.status is Status.RUNNING:
                 self._headroom.note_wasted()
-        return [*given_up, *GoodputPass(view, served=plan.served, gone=gone, shares=self._shares).run()]
+        decisions = GoodputPass(view, served=plan.served, gone=gone, shares=self._shares).run()
+        return [*given_up, *self._turns.choose(view, decisions, now, besides=self._step_ranks(view))]
+
+    def _step_ranks(self, view: View) -> set[int]:
+        """Where steps are made: there, plans count on the order of `StepPass`, by which what finishes requests goes
+        first. On other ranks ops take turns.
+        """
+        if self._shares is None:
+            return {view.ranks[0]}
+        return {self._shares.home(view, request) for request in self._plan.served if request.is_live}
 
 
 @dataclass(slots=True)

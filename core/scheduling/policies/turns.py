@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from typing import NamedTuple
 
 from core.costs.finish_order import FinishOrder
@@ -72,17 +72,23 @@ class Turns:
         self._ranks: dict[int, RankTurns] = {}
         self._choices: list[Choice] = []  # of the last pass
 
-    def choose(self, view: View, decisions: Sequence[Decision], now: float) -> list[Decision]:
-        """These decisions; but of the batches of a rank only the one that goes first."""
+    def choose(
+        self, view: View, decisions: Sequence[Decision], now: float, besides: Collection[int] = ()
+    ) -> list[Decision]:
+        """These decisions; but of the batches of a rank only the one that goes first. besides: ranks that take no turns:
+        they get all of their batches.
+        """
         for choice in self._choices:
             if choice.is_sent:
                 for rank in choice.key[2]:
                     self._ranks[rank].begin(choice.key, choice.seconds, now)
-        batches = {_key(each): each for each in decisions if isinstance(each, Dispatch)}
+        dispatches = [each for each in decisions if isinstance(each, Dispatch)]
+        batches = {_key(each): each for each in dispatches if not set(each.ranks) <= set(besides)}
         seconds = {key: _seconds(view, batch) for key, batch in batches.items()}
         first = self._first(view.ranks, seconds, now)
         self._choices = [_choice(batches[key], seconds[key]) for key in first]
-        return [each for each in decisions if not isinstance(each, Dispatch) or _key(each) in first]
+        put_off = batches.keys() - set(first)
+        return [each for each in decisions if not isinstance(each, Dispatch) or _key(each) not in put_off]
 
     def _first(self, ranks: Sequence[int], batches: Mapping[BatchKey, float], now: float) -> list[BatchKey]:
         """Of each rank's batches that which goes first, without those that share a rank with one chosen before."""
