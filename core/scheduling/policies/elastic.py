@@ -41,9 +41,6 @@ SMALL = ""
 Turn = tuple[Request, int]
 """A request, and the steps that it has left."""
 
-FORGET_EVERY = 64
-"""Passes after which what is known of waiting requests is predicted again."""
-
 
 @dataclass(frozen=True, slots=True)
 class Case:
@@ -77,7 +74,6 @@ class Elastic(SchedulingPolicy):
         self._work = WorkLeft()
         self._places: dict[str, Ranks] = {}  # request id -> ranks of its last batch that is done
         self._cases: dict[str, Case] = {}  # by request id
-        self._passes = 0
         self._shared = 0  # rank of the small requests
 
     def on_result(self, batch: Batch, result: BatchResult) -> None:
@@ -93,9 +89,7 @@ class Elastic(SchedulingPolicy):
     def choose(self, view: View, now: float) -> Sequence[Decision]:
         if not view.open_ranks:
             return ()
-        self._work.next_pass()
-        self._passes += 1
-        if self._passes % FORGET_EVERY == 0:
+        if self._work.next_pass(now):
             self._cases.clear()
         requests = eligible(view)
         small = {each.id for each in requests if len(view.ranks) == 1 or self._case(view, each).is_small}

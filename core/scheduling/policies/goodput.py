@@ -92,7 +92,7 @@ class Goodput(SchedulingPolicy):
             self._shares.forget(request_id)
 
     def choose(self, view: View, now: float) -> Sequence[Decision]:
-        self._work.next_pass()
+        self._work.next_pass(now)
         self._passes_left -= 1
         if self._passes_left < 0 or not all(request.progress.steps_left for request in self._plan.served):
             self._passes_left = PLAN_EVERY

@@ -64,7 +64,7 @@ class NeuStream(SchedulingPolicy):
         self._work.forget(request_id)
 
     def choose(self, view: View, now: float) -> Sequence[Decision]:
-        self._work.next_pass()
+        self._work.next_pass(now)
         streams = sorted(eligible(view), key=lambda request: (request.head.arrival, request.id))
         late = [each for request in streams if (each := self._late(view, request, now)) is not None]
         gone = {each.request.id for each in late}

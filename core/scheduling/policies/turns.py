@@ -75,8 +75,8 @@ class Turns:
     def choose(
         self, view: View, decisions: Sequence[Decision], now: float, besides: Collection[int] = ()
     ) -> list[Decision]:
-        """These decisions; but of the batches of a rank only the one that goes first. besides: ranks that take no turns:
-        they get all of their batches.
+        """These decisions; but of the batches of a rank only the one that goes first. besides: ranks that get all of
+        theirs.
         """
         for choice in self._choices:
             if choice.is_sent:

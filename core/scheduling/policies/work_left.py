@@ -32,14 +32,18 @@ class WorkLeft:
         self._known: dict[tuple[str, str, Work], float] = {}
         self._waiting: dict[str, Left] = {}  # request id -> what it has left: all, while it waits
         self._passes = 0
+        self._now = 0.0
 
-    def next_pass(self) -> None:
-        """Note that a pass begins."""
-        self._passes += 1
-        if self._passes >= FORGET_EVERY:
-            self._passes = 0
-            self._known.clear()
-            self._waiting.clear()
+    def next_pass(self, now: float) -> bool:
+        """Note that a pass begins, unless it is asked for once more; whether predictions are made again from now on."""
+        self._passes += now != self._now
+        self._now = now
+        if self._passes < FORGET_EVERY:
+            return False
+        self._passes = 0
+        self._known.clear()
+        self._waiting.clear()
+        return True
 
     def forget(self, request_id: str) -> None:
         """Note that a request has ended."""
