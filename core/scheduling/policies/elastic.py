@@ -31,9 +31,12 @@ together would need for what it has left to do.
 
 EFFICIENT, LOSSLESS = 0.95, 0.99
 """Ranks are given to a request before later ones get any as long as each does at least this share of what one alone
-would do, so that little is lost by it, and it ends sooner. While more requests are there than ranks the second one
-counts: where work comes faster than it is done, what is lost adds up.
+would do, so that little is lost by it, and it ends sooner. In a crowd the second one counts: where work comes faster
+than it is done, what is lost adds up.
 """
+
+CROWD = 2
+"""More requests for each rank than this are a crowd, if they did not come all at once."""
 
 SMALL = ""
 """Stands for the small requests together, which take turns with the large ones."""
@@ -107,11 +110,12 @@ class Elastic(SchedulingPolicy):
     def _groups(self, view: View, turns: Sequence[Turn], small: Collection[str], now: float) -> dict[str, Ranks]:
         """Request id -> ranks that it may be given work on; SMALL for the small ones."""
         wants = list[Want]()
+        is_crowd = len(turns) > CROWD * len(view.ranks) and _keep_coming([request for request, _ in turns], now)
         for index, (request, steps) in enumerate(turns):
             if request.id in small:
                 want = self._want_of_small(view, small)
             else:
-                want = self._want(view, request, steps, now, has_many=len(turns) > len(view.ranks))
+                want = self._want(view, request, steps, now, is_crowd=is_crowd)
             if index < len(view.ranks) or want.is_running:
                 wants.append(want)
         places = plan(wants, view.ranks)
@@ -163,7 +167,7 @@ class Elastic(SchedulingPolicy):
         is_running = any(each.progress.in_flight for each in view.requests.running if each.id in small)
         return Want(SMALL, 0, {1: 0.0}, 0.0, 1, held, is_running)
 
-    def _want(self, view: View, request: Request, steps: int, now: float, *, has_many: bool) -> Want:
+    def _want(self, view: View, request: Request, steps: int, now: float, *, is_crowd: bool) -> Want:
         is_running = bool(request.progress.in_flight)
         held = max(request.sent_to.values(), key=len, default=()) if is_running else self._places.get(request.id, ())
         if not set(held) <= set(view.ranks):
@@ -171,7 +175,7 @@ class Elastic(SchedulingPolicy):
         case = self._cases[request.id]
         if not _makes_steps(view, request, steps):
             return Want(request.id, 0, case.seconds, 0.0, 1, held, is_running)
-        first = case.lossless if has_many else case.efficient
+        first = case.lossless if is_crowd else case.efficient
         want = Want(request.id, steps, case.seconds, case.others(request), first, held, is_running)
         time = due(request.head)
         return want if time is None else replace(want, first=max(want.first, want.degree_within(time - now)))
@@ -192,6 +196,12 @@ def _turns(ordered: Sequence[Turn], small: Collection[str]) -> list[Turn]:
     """The same, of all small requests only the first: when it is its turn all of them share a rank."""
     first = next((turn for turn in ordered if turn[0].id in small), None)
     return [turn for turn in ordered if turn is first or turn[0].id not in small]
+
+
+def _keep_coming(requests: Sequence[Request], now: float) -> bool:
+    """Whether the last of them came less than half as long ago as the first. requests: at least one."""
+    arrivals = [request.head.arrival for request in requests]
+    return now - max(arrivals) < (now - min(arrivals)) / 2
 
 
 def _degree(seconds: Mapping[int, float], share: float) -> int:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from random import Random
+from statistics import mode
 from typing import Any
 
 import msgspec
@@ -270,6 +271,18 @@ def test_short_requests_go_first_in_a_burst() -> None:
     assert sum(ends.values()) < 0.8 * sum(fifo.values())
     assert max(ends.values()) < 1.05 * max(fifo.values())
     assert max(end for name, end in ends.items() if "short" in name) < 6.0
+
+
+def test_ranks_that_cost_little_are_used_unless_more_requests_keep_coming() -> None:
+    """Of two ranks each does 0.97 of one alone."""
+    at_once = [picture(str(index), MIDDLE, 10) for index in range(9)]
+    one_by_one = [picture(str(index), MIDDLE, 10, arrival=0.3 * index) for index in range(40)]
+    degrees = list[int]()
+    for requests in (at_once, one_by_one):
+        site = Site("elastic", 2)
+        site.serve(requests)
+        degrees.append(mode(len(step.ranks) for step in site.clocks.steps if 6.0 < step.started < 11.0))
+    assert degrees == [2, 1]
 
 
 def test_requests_that_are_due_keep_their_place() -> None:
