@@ -112,12 +112,13 @@ class Elastic(SchedulingPolicy):
         wants = list[Want]()
         is_crowd = len(turns) > CROWD * len(view.ranks) and _keep_coming([request for request, _ in turns], now)
         for index, (request, steps) in enumerate(turns):
+            has_turn = index < len(view.ranks)
             if request.id in small:
                 want = self._want_of_small(view, small)
-            else:
-                want = self._want(view, request, steps, now, is_crowd=is_crowd)
-            if index < len(view.ranks) or want.is_running:
-                wants.append(want)
+                if has_turn or want.is_running:
+                    wants.append(want)
+            elif has_turn or request.progress.in_flight:
+                wants.append(self._want(view, request, steps, now, is_crowd=is_crowd))
         places = plan(wants, view.ranks)
         groups = moves(wants, places, view.ranks)
         for want in wants:
