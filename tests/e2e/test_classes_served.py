@@ -141,23 +141,28 @@ def test_edits_and_templates_are_refused(client: openai.OpenAI, server: ServerPr
     assert "edits none" in answer.json()["error"]["message"]
 
 
-def test_pictures_do_not_depend_on_the_degree(checkpoint: Path) -> None:
-    """Of 1, 2 and 3 ranks: with two rows, which two ranks share, and with one, whose tokens they share."""
-    edits = [Edit(class_label=label) for label in (1, LABEL, 5)]
+def test_pictures_do_not_depend_on_the_degree(client: openai.OpenAI, checkpoint: Path) -> None:
+    """Of one rank, the server's, and of 2 and 3: with two rows, which two ranks share, and with one, whose tokens they
+    share.
+    """
+    labels, all_steps, scales = (1, LABEL, 5), (4, 5, 4), (1.0, 4.0, 2.0)
+    edits = [Edit(class_label=label) for label in labels]
     samplings = [
         SamplingParams(seed=3, num_inference_steps=steps, guidance_scale=scale)
-        for steps, scale in ((4, 1.0), (5, 4.0), (4, 2.0))
+        for steps, scale in zip(all_steps, scales, strict=True)
     ]
-    made = []
-    for degree in (1, 2, 3):
+    made = [
+        generate(client, class_label=label, seed=3, num_inference_steps=steps, guidance_scale=scale)[0]
+        for label, steps, scale in zip(labels, all_steps, scales, strict=True)
+    ]
+    for degree in (2, 3):
         with ImageEngine(str(checkpoint), dtype="float32", workers_per_engine=degree, degree=degree) as engine:
             alone = [engine.generate([e], [s], use_tqdm=False)[0] for e, s in zip(edits, samplings, strict=True)]
             together = engine.generate(edits, samplings, use_tqdm=False)
-            assert {max(result.reports[0].degrees) for result in alone} == {degree}
-            made += [[np.asarray(result.images[0]) for result in results] for results in (alone, together)]
-    for pictures in made[1:]:
-        for picture, expected in zip(pictures, made[0], strict=True):
-            np.testing.assert_array_equal(picture, expected)
+        assert {max(result.reports[0].degrees) for result in alone} == {degree}
+        for results in (alone, together):
+            for result, expected in zip(results, made, strict=True):
+                np.testing.assert_array_equal(np.asarray(result.images[0]), expected)
 
 
 def test_offline_edits_are_refused_one_by_one(checkpoint: Path) -> None:
