@@ -20,15 +20,15 @@ help:  ## Show this list
 serve: $(RUNTIME)  ## Start the server on 127.0.0.1:8000; flags by ARGS="--port 9000"
 	$(BIN)/python -m entrypoints.serve $(ARGS)
 
-test: $(DEV)  ## Run the tests, two at a time; pytest options by ARGS="-k scheduler"
-	$(BIN)/python -m pytest -q -n 2 --dist loadfile $(ARGS)
+test: $(DEV)  ## Run the tests, three at a time, since many of them wait; pytest options by ARGS="-k scheduler"
+	$(BIN)/python -m pytest -q -n 3 --dist loadfile $(ARGS)
 
 test-latest:  ## Run the tests with the newest releases that pyproject.toml allows, in .venv-latest: once a week
 	rm -rf $(LATEST)
 	$(PYTHON) -m venv $(LATEST)
 	$(LATEST)/bin/python -m pip install --disable-pip-version-check --editable ".[dev]"
 	$(LATEST)/bin/python -m pip freeze --exclude-editable
-	$(LATEST)/bin/python -m pytest -q -n 2 --dist loadfile $(ARGS)
+	$(LATEST)/bin/python -m pytest -q -n 3 --dist loadfile $(ARGS)
 
 test-browser: $(DEV) $(BROWSER)  ## Run the playground's tests in Chromium, which is installed where it may be
 	npm --prefix tests/browser test
