@@ -182,6 +182,7 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True):
     start_seconds: float = 1800.0  # an engine that does not serve after this long is killed
     # Weights.
     keeper: str = ""  # address of the process that loads and keeps weights, set by the process that starts it
+    launcher: str = ""  # address of the process that forks workers, set likewise; "": the engine spawns them
     # Tracing.
     otlp_traces_endpoint: str = ""  # URL that spans are sent to; "" = no tracing
 

@@ -19,6 +19,7 @@ from core.config import CacheConfig, EngineConfig
 from core.errors import EngineDeadError, MessageError
 from core.failure import Failure
 from core.handles import LoadedComponent
+from core.ipc.launched_process import launch
 from core.ipc.logs import of_request
 from core.ipc.peer_sockets import Inboxes
 from core.ipc.process import ChildProcess, spawn
@@ -193,7 +194,8 @@ class Executor:
         ring_bytes = RING_BYTES + PROMPT_BYTES * self._config.scheduler.max_num_seqs
         fds = [*(arena.fd for arena in self._arenas), *self._inboxes.ends_of(rank)]
         # Measuring in several workers at once would disturb the measurements.
-        worker = _Worker(self._worker_config(rank, cache, measures=is_first and rank == 0), fds, ring_bytes)
+        config = self._worker_config(rank, cache, measures=is_first and rank == 0)
+        worker = _Worker(config, fds, ring_bytes, self._config.launcher)
         self._tasks.create_task(worker.receive(self._mailbox), name=f"worker-{rank}")
         return worker
 
@@ -223,17 +225,12 @@ class Executor:
 class _Worker:
     """One worker process and the channel to it."""
 
-    def __init__(self, config: WorkerConfig, fds: Sequence[int], ring_bytes: int) -> None:
-        """fds: of the arenas and of the ranks' inboxes, for the child to inherit."""
+    def __init__(self, config: WorkerConfig, fds: Sequence[int], ring_bytes: int, launcher: str) -> None:
+        """fds: of the arenas and of the ranks' inboxes, for the child to inherit. launcher: its address; "": none."""
         self.rank = config.rank
         self.withheld = WithheldItems()
         self._channel, child_fds = Channel.create(ring_bytes)
-        self._process: ChildProcess = spawn(
-            WORKER_MAIN,
-            msgspec.msgpack.encode(config),
-            [*child_fds, *fds],
-            name=f"stencil-worker-{config.device_index}",
-        )
+        self._process = _start(config, [*child_fds, *fds], launcher)
         self._channel.close_child_fds()
 
     def send(self, message: ToWorker) -> None:
@@ -274,3 +271,12 @@ class _Worker:
         self.send(Shutdown())
         await self._process.stop(STOP_SECONDS)
         self._channel.close()
+
+
+def _start(config: WorkerConfig, fds: Sequence[int], launcher: str) -> ChildProcess:
+    """Fork a worker from the launcher; spawn one if there is none, or no longer."""
+    payload, name = msgspec.msgpack.encode(config), f"stencil-worker-{config.device_index}"
+    if launcher:
+        with suppress(ConnectionRefusedError):
+            return launch(launcher, WORKER_MAIN, payload, fds, name)
+    return spawn(WORKER_MAIN, payload, fds, name)

@@ -20,7 +20,7 @@ def listen() -> socket.socket:
     """A listening socket with a name that the kernel chose; see `address_of`."""
     listener = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
     listener.bind("")
-    listener.listen(64)
+    listener.listen(1024)
     return listener
 
 

@@ -23,6 +23,7 @@ import stat
 import subprocess
 import sys
 import threading
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
@@ -43,39 +44,31 @@ _PR_SET_PDEATHSIG, _PR_SET_NAME = 1, 15
 _when_parent_gone = contextlib.ExitStack()
 
 
-class ChildProcess:
-    """A running or finished child, seen from its parent. Made by `spawn`."""
+class ChildProcess(ABC):
+    """A running or finished child, seen from the process that asked for it. Made by `spawn`, or by `launch` of
+    `launched_process.py`."""
 
-    def __init__(self, name: str, popen: subprocess.Popen[bytes], lifeline: int) -> None:
-        """lifeline: the write end of the child's lifeline; owned by this object until the child has ended."""
+    def __init__(self, name: str, pid: int) -> None:
+        """pid: 0 = not known yet."""
         self.name = name
-        self.pid = popen.pid
-        self._popen = popen
-        self._open_fds = [lifeline, os.pidfd_open(popen.pid)]
+        self.pid = pid
 
     @property
+    @abstractmethod
     def returncode(self) -> int | None:
         """Exit code; minus the signal's number if a signal ended it; None while it runs."""
-        code = self._popen.poll()
-        if code is not None:
-            self._close_fds()
-        return code
 
+    @abstractmethod
     async def wait(self) -> int:
         """Wait until the child has ended; its `returncode`. Any number of tasks may wait."""
-        if self.returncode is None:
-            await _readable(self._open_fds[1])
-        code = self._popen.wait()  # does not block: the pidfd shows that it has ended
-        self._close_fds()
-        return code
 
+    @abstractmethod
     def terminate(self) -> None:
         """Send SIGTERM, unless it has ended."""
-        self._popen.terminate()
 
+    @abstractmethod
     def kill(self) -> None:
         """Send SIGKILL, unless it has ended."""
-        self._popen.kill()
 
     async def stop(self, grace: float) -> int:
         """End the child and return its `returncode`. grace: seconds in which it may exit by itself.
@@ -102,12 +95,50 @@ class ChildProcess:
             return f"killed by signal {-code} ({signal.Signals(-code).name})"
         return f"exit code {code}" + (" (its parent is gone)" if code == EX_PARENT_GONE else "")
 
+
+class SpawnedProcess(ChildProcess):
+    """A child that is an interpreter of its own, started by this process."""
+
+    def __init__(self, name: str, popen: subprocess.Popen[bytes], lifeline: int) -> None:
+        """lifeline: the write end of the child's lifeline; owned by this object until the child has ended."""
+        super().__init__(name, popen.pid)
+        self._popen = popen
+        self._open_fds = [lifeline, os.pidfd_open(popen.pid)]
+
+    @property
+    def returncode(self) -> int | None:
+        """Exit code; minus the signal's number if a signal ended it; None while it runs."""
+        code = self._popen.poll()
+        if code is not None:
+            self._close_fds()
+        return code
+
+    async def wait(self) -> int:
+        """Wait until the child has ended; its `returncode`. Any number of tasks may wait."""
+        if self.returncode is None:
+            await readable(self._open_fds[1])
+        self.reap()  # does not block: the pidfd shows that it has ended
+        return self._popen.returncode
+
+    def terminate(self) -> None:
+        """Send SIGTERM, unless it has ended."""
+        self._popen.terminate()
+
+    def kill(self) -> None:
+        """Send SIGKILL, unless it has ended."""
+        self._popen.kill()
+
+    def reap(self) -> None:
+        """Wait for its end, and block until then."""
+        self._popen.wait()
+        self._close_fds()
+
     def _close_fds(self) -> None:
         while self._open_fds:
             os.close(self._open_fds.pop())
 
 
-def spawn(target: str, config: bytes, fds: Sequence[int], name: str, *, remove: Sequence[str] = ()) -> ChildProcess:
+def spawn(target: str, config: bytes, fds: Sequence[int], name: str, *, remove: Sequence[str] = ()) -> SpawnedProcess:
     """Start a new interpreter that calls `target` ("package.module:function") with (config, list of fds).
 
     config is passed in a memfd, never in argv. The child has `fds` under the same numbers. **Sockets among them are
@@ -118,24 +149,37 @@ def spawn(target: str, config: bytes, fds: Sequence[int], name: str, *, remove: 
     """
     theirs, ours = os.pipe2(os.O_CLOEXEC)
     try:
-        header = {
-            "path": sys.path,
-            "target": target,
-            "fds": list(fds),
-            "lifeline": theirs,
-            "remove": list(remove),
-            "logs": msgspec.to_builtins(logs.current()),
-        }
-        popen = _popen(name, json.dumps(header).encode() + b"\n" + config, [*fds, theirs])
+        header = {**header_of(target), "fds": list(fds), "lifeline": theirs, "remove": list(remove)}
+        popen = _popen(name, header, config, [*fds, theirs])
     except BaseException:
         os.close(ours)
         raise
     finally:
         os.close(theirs)
+    close_sockets(fds)
+    return SpawnedProcess(name, popen, ours)
+
+
+def header_of(target: str) -> dict[str, Any]:
+    """What a child needs to know of its parent, for `run_child`; JSON can encode it."""
+    return {"path": sys.path, "target": target, "logs": msgspec.to_builtins(logs.current())}
+
+
+def sealed(header: dict[str, Any], config: bytes) -> int:
+    """A memfd with a line of JSON, the header, and the config after it; the caller owns it."""
+    memfd = os.memfd_create("stencil-config", os.MFD_CLOEXEC)
+    with open(memfd, "wb", closefd=False) as file:
+        file.write(json.dumps(header).encode() + b"\n" + config)
+        file.flush()
+        file.seek(0)  # the offset is shared with the child
+    return memfd
+
+
+def close_sockets(fds: Sequence[int]) -> None:
+    """Close the sockets among descriptors that a child has got."""
     for fd in set(fds):
         if stat.S_ISSOCK(os.fstat(fd).st_mode):
             os.close(fd)
-    return ChildProcess(name, popen, ours)
 
 
 def on_parent_gone(cleanup: Callable[[], object]) -> None:
@@ -175,21 +219,19 @@ def _leave_with_parent(fd: int) -> None:
         os._exit(EX_PARENT_GONE)
 
 
-def _popen(name: str, sealed: bytes, fds: list[int]) -> subprocess.Popen[bytes]:
-    """Start the bootstrap with `sealed` in a memfd, and with SIGINT and SIGHUP blocked until it can ignore them."""
-    memfd = os.memfd_create("stencil-config", os.MFD_CLOEXEC)
-    with open(memfd, "wb") as file:
-        file.write(sealed)
-        file.seek(0)  # the offset is shared with the child
-        argv = [sys.executable, "-P", _BOOTSTRAP, name, str(memfd)]
-        mask = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT, signal.SIGHUP})
-        try:
-            return subprocess.Popen(argv, stdin=subprocess.DEVNULL, pass_fds=[*fds, memfd])
-        finally:
-            signal.pthread_sigmask(signal.SIG_SETMASK, mask)
+def _popen(name: str, header: dict[str, Any], config: bytes, fds: list[int]) -> subprocess.Popen[bytes]:
+    """Start the bootstrap with SIGINT and SIGHUP blocked until it can ignore them."""
+    memfd = sealed(header, config)
+    argv = [sys.executable, "-P", _BOOTSTRAP, name, str(memfd)]
+    mask = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT, signal.SIGHUP})
+    try:
+        return subprocess.Popen(argv, stdin=subprocess.DEVNULL, pass_fds=[*fds, memfd])
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, mask)
+        os.close(memfd)
 
 
-async def _readable(fd: int) -> None:
+async def readable(fd: int) -> None:
     """Wait until `fd` is readable. Watches a duplicate, since a loop keeps one reader per descriptor."""
     loop = asyncio.get_running_loop()
     watched = os.dup(fd)

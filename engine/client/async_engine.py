@@ -135,6 +135,7 @@ class AsyncEngine:
             await self.services.images.stop()
         if self.services.keeper is not None:
             await self.services.keeper.close()
+        self.services.launcher.close()
         self.services.arena.close()
 
     # ---------------------------------------------------------------------------------- edits

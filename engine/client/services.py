@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from contextlib import ExitStack
 from dataclasses import dataclass
 
 import msgspec
@@ -14,6 +15,7 @@ from engine.client.running_sessions import RunningSessions
 from engine.client.served_models import ServedModels
 from engine.client.template_registry import TemplateRegistry
 from engine.client.template_store import TemplateStore
+from engine.client.worker_launcher import needs_launcher, worker_launcher
 from engine.images.image_pool import ImagePool
 from engine.observability.metrics import Metrics
 from engine.router.router import Router
@@ -33,6 +35,7 @@ class Services:
     templates: TemplateRegistry  # registered templates and their pages
     admission: AdmissionController  # admits or refuses requests
     keeper: KeeperProcess | None  # loads weights for the engines' workers; None: each loads its own
+    launcher: ExitStack  # closed when no engine needs the process any more that forks workers
 
     @classmethod
     def create(
@@ -43,11 +46,16 @@ class Services:
         sessions: RunningSessions,
         templates: TemplateStore,
     ) -> Services:
-        """Make all services; starts no process. Raises ConfigError if there is no room for the arena."""
+        """Make all services; starts no process but the launcher of workers, which takes longest to start. Raises
+        ConfigError if there is no room for the arena."""
         arena = ClientArena(config.arena_bytes)
         keeper = KeeperProcess() if needs_keeper(config.engine) else None
-        address = "" if keeper is None else keeper.address
-        engine = msgspec.structs.replace(config.engine, keeper=address)
+        launcher = ExitStack()
+        engine = msgspec.structs.replace(
+            config.engine,
+            keeper="" if keeper is None else keeper.address,
+            launcher=launcher.enter_context(worker_launcher.used()) if needs_launcher(config.engine) else "",
+        )
         router = Router(msgspec.structs.replace(config, engine=engine), arena.shared, metrics)
         return cls(
             config=config,
@@ -60,4 +68,5 @@ class Services:
             templates=TemplateRegistry(templates, served, router),
             admission=AdmissionController(config, sessions, router, metrics),
             keeper=keeper,
+            launcher=launcher,
         )

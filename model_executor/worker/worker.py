@@ -63,7 +63,7 @@ def main(config: bytes, fds: list[int]) -> None:
 
 def _start(settings: WorkerConfig, link: EngineLink, arenas: Sequence[Arena], sockets: PeerSockets | None) -> Worker:
     num_threads = settings.models[0].threads or default_threads(settings.num_workers)
-    _set_up_libraries(settings, num_threads)
+    set_up_libraries(num_threads, compiles=any(model.kernels == "compile" for model in settings.models))
     gc.disable()  # otherwise a quarter of the libraries' import time goes to collections that find nothing
     from model_executor.worker.start import start
 
@@ -72,13 +72,14 @@ def _start(settings: WorkerConfig, link: EngineLink, arenas: Sequence[Arena], so
     return start(settings, link, arenas, sockets, num_threads)
 
 
-def _set_up_libraries(settings: WorkerConfig, num_threads: int) -> None:
-    """Set the environment variables that libraries read when they are imported."""
+def set_up_libraries(num_threads: int, *, compiles: bool) -> None:
+    """Set the environment variables that libraries read when they are imported. compiles: whether a model's layers will
+    be compiled."""
     os.environ["OMP_NUM_THREADS"] = os.environ["MKL_NUM_THREADS"] = str(num_threads)
     for cache, capacity in CACHED_OPERATORS.items():
         os.environ.setdefault(cache, str(capacity))
     os.environ.setdefault("TRITON_CACHE_DIR", str(user_cache_folder(os.environ) / "triton"))
-    if any(model.kernels == "compile" for model in settings.models):
+    if compiles:
         os.environ.setdefault("TORCHINDUCTOR_CACHE_DIR", str(user_cache_folder(os.environ) / "inductor"))
     # Importing diffusers creates this folder, by default one that is left behind; nothing is compiled into it.
     os.environ.setdefault("TORCHINDUCTOR_CACHE_DIR", tempfile.gettempdir())

@@ -1,0 +1,72 @@
+"""The launcher process of this process: it forks workers for every engine that is started from here.
+
+A worker that is forked has nothing to import, which takes a spawned one seconds of processor time: an engine replaces a
+dead worker sooner, and starts several in little more time than one. If the launcher dies, its workers die with it;
+engines then spawn workers as they would without one.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+from core.config import EngineConfig
+from core.ipc.local_sockets import address_of, listen
+from core.ipc.process import SpawnedProcess, spawn
+
+MAIN = "model_executor.worker.launcher:main"
+"""What the process runs."""
+
+GPU_DRIVERS = [Path("/dev/nvidiactl"), Path("/dev/kfd"), Path("/dev/dxg")]
+"""One of these files is there on a machine with a GPU that PyTorch may use: of NVIDIA, AMD, or under Windows."""
+
+
+class WorkerLauncher:
+    """A launcher that runs as long as somebody uses it."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()  # offline engines run in threads
+        self._num_users = 0
+        self._process: SpawnedProcess | None = None
+        self._address = ""
+
+    @contextmanager
+    def used(self) -> Iterator[str]:
+        """Its address, for `core.ipc.launched_process.launch`; starts it if it does not run. It ends after the last
+        user."""
+        with self._lock:
+            self._num_users += 1
+            if self._process is None or self._process.returncode is not None:
+                self._start()
+            address = self._address
+        try:
+            yield address
+        finally:
+            with self._lock:
+                self._num_users -= 1
+                if not self._num_users:
+                    self._end()
+
+    def _start(self) -> None:
+        listener = listen()
+        self._address = address_of(listener)
+        self._process = spawn(MAIN, b"", [listener.detach()], "stencil-launcher")  # closes the socket here
+
+    def _end(self) -> None:
+        """Kill it, and wait: the kernel ends a process that sleeps at once."""
+        if self._process is not None:
+            self._process.kill()
+            self._process.reap()
+        self._process = None
+
+
+worker_launcher = WorkerLauncher()
+"""The one of this process."""
+
+
+def needs_launcher(config: EngineConfig) -> bool:
+    """Whether an engine's workers are forked: if they compute on CPUs. A process that has touched a GPU cannot be
+    forked, and libraries may touch one when they are imported."""
+    return not any(map(Path.exists, GPU_DRIVERS)) or all(model.device == "cpu" for model in config.models)

@@ -1,0 +1,24 @@
+"""The launcher of workers: imports what every worker imports, once, and forks them (`core/ipc/launcher.py`)."""
+
+from __future__ import annotations
+
+import gc
+import importlib
+import socket
+from contextlib import suppress
+
+from core.ipc.launcher import serve
+from model_executor.worker.worker import set_up_libraries
+
+
+def main(_config: bytes, fds: list[int]) -> None:
+    """Entry point for `core.ipc.process.spawn`. config: empty. fds: a socket from `core.ipc.local_sockets.listen`.
+
+    Returns in each child when its target has returned.
+    """
+    set_up_libraries(num_threads=1, compiles=False)  # no thread may run when it forks; workers set their own number
+    gc.disable()
+    with suppress(Exception):  # a worker imports it once more, and reports why that fails
+        importlib.import_module("model_executor.worker.start")
+    gc.freeze()  # so that a worker's collections do not write to memory that it shares with the others
+    serve(socket.socket(fileno=fds[0]), "stencil-launcher")
