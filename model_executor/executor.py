@@ -274,9 +274,9 @@ class _Worker:
 
 
 def _start(config: WorkerConfig, fds: Sequence[int], launcher: str) -> ChildProcess:
-    """Fork a worker from the launcher; spawn one if there is none, or no longer."""
+    """Fork a worker from the launcher; spawn one if there is none, or it has died."""
     payload, name = msgspec.msgpack.encode(config), f"stencil-worker-{config.device_index}"
     if launcher:
-        with suppress(ConnectionRefusedError):
+        with suppress(OSError):
             return launch(launcher, WORKER_MAIN, payload, fds, name)
     return spawn(WORKER_MAIN, payload, fds, name)

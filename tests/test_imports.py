@@ -107,6 +107,7 @@ LAWS = {
     CACHE_FACTORY: pure(*MESSAGES, "core.scheduling", PLUG_IN),
     POLICIES: pure(*MESSAGES, *SEEN_BY_POLICIES, OPS, POLICIES),
     "core.ipc": Law(("core", "core.ipc"), SMALL),
+    "core.ipc.launcher": Law(("core", "core.ipc"), frozenset({"setproctitle"})),
     EXECUTOR: Law((*MESSAGES, "core.ipc"), SMALL),
     "model_executor": Law((*SHARED, *MODEL), TORCH),
     "model_executor.kernels.gpu_operators": Law((*CORE, *MODEL), frozenset({"torch", "triton"})),

@@ -5,12 +5,13 @@ from __future__ import annotations
 import os
 import signal
 import socket
-import sys
 from collections.abc import Sequence
 from contextlib import suppress
 
 from core.ipc.local_sockets import MESSAGE_BYTES, connect
 from core.ipc.process import ChildProcess, close_sockets, header_of, readable, sealed
+
+STDOUT, STDERR = 1, 2
 
 
 class LaunchedProcess(ChildProcess):
@@ -83,7 +84,7 @@ def launch(address: str, target: str, config: bytes, fds: Sequence[int], name: s
         header = {**header_of(target), "remove": [], "environment": dict(os.environ), "folder": os.getcwd()}
         memfd = sealed(header, config)
         try:
-            passed = [memfd, theirs, sys.__stdout__.fileno(), sys.__stderr__.fileno(), *fds]
+            passed = [memfd, theirs, STDOUT, STDERR, *fds]
             socket.send_fds(connection, [name.encode()], passed, socket.MSG_NOSIGNAL)
         finally:
             os.close(memfd)

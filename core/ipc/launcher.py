@@ -150,4 +150,3 @@ def _run(job: Job, launcher_pid: int) -> None:
     os.chdir(header["folder"])
     setproctitle.setproctitle(job.name)
     run_child(job.name, {**header, "fds": fds, "lifeline": lifeline}, config)
-

@@ -69,4 +69,9 @@ worker_launcher = WorkerLauncher()
 def needs_launcher(config: EngineConfig) -> bool:
     """Whether an engine's workers are forked: if they compute on CPUs. A process that has touched a GPU cannot be
     forked, and libraries may touch one when they are imported."""
-    return not any(map(Path.exists, GPU_DRIVERS)) or all(model.device == "cpu" for model in config.models)
+    return not has_gpu_driver() or all(model.device == "cpu" for model in config.models)
+
+
+def has_gpu_driver() -> bool:
+    """Whether this machine may have a GPU that PyTorch computes on; it is not asked, since it takes seconds to import."""
+    return any(map(Path.exists, GPU_DRIVERS))

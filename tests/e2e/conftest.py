@@ -9,11 +9,19 @@ import pytest
 from diffusers import FluxFillPipeline
 from server_process import ServerProcess, start
 
+from engine.client.worker_launcher import worker_launcher
 from entrypoints import ImageEngine
 from tools.random_checkpoints import make_flux_fill
 
 API_KEY = "sk-local"
 NUM_STEPS = 4  # the checkpoint's default
+
+
+@pytest.fixture(scope="session", autouse=True)
+def _launcher() -> Iterator[None]:
+    """One launcher of workers for the engines of all tests, so that PyTorch is imported once."""
+    with worker_launcher.used():
+        yield
 
 
 @pytest.fixture(scope="session")

@@ -22,6 +22,7 @@ from prometheus_client.parser import text_string_to_metric_families
 
 from core.config import EngineConfig, ModelConfig, SchedulerConfig, StencilConfig
 from core.sampling_params import SamplingParams
+from engine.client import services
 from engine.client.async_engine import AsyncEngine
 from engine.client.edit_types import EditInput
 from engine.client.upload import BytesUpload
@@ -41,6 +42,7 @@ async def start(checkpoint: Path, size: int = 1, degree: int = 1, **settings: fl
     of_engine = {key: settings.pop(key) for key in names if key in settings}
     scheduler = SchedulerConfig(degree=degree)
     config = EngineConfig(models=(model,), scheduler=scheduler, data_parallel_size=size, **of_engine)  # type: ignore[arg-type]
+    others = processes("worker")  # those that the launcher of all tests has forked for other engines
     with tempfile.TemporaryDirectory() as folder, pytest.MonkeyPatch.context() as patch:
         patch.setenv("TMPDIR", folder)
         patch.setattr(tempfile, "tempdir", folder)
@@ -52,7 +54,8 @@ async def start(checkpoint: Path, size: int = 1, degree: int = 1, **settings: fl
                         await asyncio.sleep(0.01)
                 engine.services.arena.check_integrity()
         finally:
-            _, left = psutil.wait_procs([p for p in psutil.process_iter() if folder_of(p) == folder], timeout=10)
+            own = [process for process in psutil.process_iter() if folder_of(process) == folder]
+            _, left = psutil.wait_procs([*own, *set(processes("worker")).difference(others)], timeout=10)
         assert not left
         assert not os.listdir(folder)
 
@@ -208,6 +211,13 @@ def shim(folder: Path, patch: pytest.MonkeyPatch, inject: str = "inject = None")
     hooks = 'INJECTED = {"model_executor.worker.runner": inject} if inject else {}\n'
     (folder / "sitecustomize.py").write_text(inject + "\n" + hooks + EACH_DEATH_IS_THE_FIRST + _SHIM)
     patch.setenv("PYTHONPATH", str(folder))
+    without_launcher(patch)
+
+
+def without_launcher(patch: pytest.MonkeyPatch) -> None:
+    """Have engines that are started from now on spawn workers that import everything themselves, not fork them from the
+    launcher of all tests, which has."""
+    patch.setattr(services, "needs_launcher", lambda config: False)
 
 
 class Fault:

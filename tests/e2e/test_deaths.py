@@ -19,7 +19,9 @@ from core.errors import DeadlineExceededError
 from core.ipc.process import ChildProcess
 from core.messages.image_processor import ComposeImage, PrepareImages, ToImageProcessor
 from core.sampling_params import SamplingParams
+from engine.client import services
 from engine.client.async_engine import AsyncEngine
+from engine.client.worker_launcher import WorkerLauncher
 from engine.router import engine_replica
 
 pytestmark = pytest.mark.asyncio(loop_scope="module")
@@ -79,6 +81,23 @@ async def test_after_a_death_every_request_ends_with_the_picture_of_an_undisturb
     assert (count(engine, "rank_restarts"), count(engine, "engine_restarts")) == (1, 1)
     assert 1 <= count(engine, "request_retries") <= len(EDITS), "of the engine's death"
     assert count(engine, "request_success") == done + 2 * len(EDITS) + 1
+
+
+async def test_when_the_launcher_dies_its_worker_is_replaced_without_it(
+    tiny_checkpoint: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(services, "worker_launcher", WorkerLauncher())
+    others = processes("worker")
+    async with start(tiny_checkpoint) as engine:
+        expected = await run_each(engine, EDITS)
+        tasks = await begin(engine, EDITS)
+        (worker,) = set(processes("worker")) - set(others)
+        launcher = worker.parent()
+        assert launcher is not None
+        assert launcher.name() == "stencil-launche"
+        launcher.kill()
+        assert_alike(await ends(tasks), expected)
+        assert (count(engine, "rank_restarts"), count(engine, "engine_restarts")) == (1, 0)
 
 
 async def test_waiting_for_an_engine_deadlines_hold_and_aborts_are_answered_at_once(

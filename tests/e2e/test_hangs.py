@@ -24,6 +24,7 @@ from fault_kit import (
     shim,
     start,
     until,
+    without_launcher,
 )
 
 from core import restarts
@@ -54,6 +55,7 @@ async def engine(tiny_checkpoint: Path) -> AsyncIterator[AsyncEngine]:
         patch.setattr(engine_replica, "PROVEN_SECONDS", 0.0)
         patch.setattr(restarts, "MIN_RESTART_SECONDS", 0.0)
         patch.setattr(restarts, "RESTART_PATIENCE", 1.0)
+        without_launcher(patch)
         async with start(tiny_checkpoint, hang_seconds=HANG_SECONDS) as engine:
             yield engine
 

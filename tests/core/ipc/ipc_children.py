@@ -10,6 +10,7 @@ import json
 import logging
 import os
 import signal
+import socket
 import sys
 import time
 from pathlib import Path
@@ -17,6 +18,8 @@ from pathlib import Path
 import uvloop
 
 from core.handles import ArrayRef
+from core.ipc.launched_process import launch
+from core.ipc.launcher import serve
 from core.ipc.process import on_parent_gone, spawn
 from core.ipc.ring import Channel, PeerClosedError
 from core.ipc.shared_array import Arena
@@ -141,3 +144,34 @@ def log_and_spawn(config: bytes, fds: list[int]) -> None:
     if left := int(config):
         child = spawn("ipc_children:log_and_spawn", str(left - 1).encode(), [], f"generation-{left - 1}")
         asyncio.run(child.wait())
+
+
+def launcher(_config: bytes, fds: list[int]) -> None:
+    """A launcher that listens at the socket fds[0]."""
+    serve(socket.socket(fileno=fds[0]), "stencil-launcher")
+
+
+def slow_launcher(config: bytes, fds: list[int]) -> None:
+    """A launcher that forks nothing until the file named by `config` is there, as one that imports."""
+    while not Path(config.decode()).exists():
+        time.sleep(0.005)
+    launcher(config, fds)
+
+
+def launches(config: bytes, fds: list[int]) -> None:
+    """Have the launcher at the address `config` fork a child that sleeps, and sleep too."""
+    child = launch(config.decode(), "ipc_children:tell_pid", b"", fds, "stencil-worker-0")
+    time.sleep(600)
+    child.kill()
+
+
+def tell_pid(_config: bytes, fds: list[int]) -> None:
+    """Write the pid to the pipe fds[0] and sleep."""
+    os.write(fds[0], b"%d\n" % os.getpid())
+    time.sleep(600)
+
+
+def look_around(_config: bytes, fds: list[int]) -> None:
+    """Write to the pipe fds[0] what is inherited from the process that asked for the child; say so to stderr."""
+    sys.stderr.write("looked around\n")
+    os.write(fds[0], json.dumps({"folder": os.getcwd(), "environment": dict(os.environ)}).encode())

@@ -1,0 +1,208 @@
+"""Children that a launcher forks: what they inherit, how their exit is noticed, and that they end with the launcher and
+with the process that asked for them.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+import select
+import signal
+import sys
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import ipc_children
+import psutil
+import pytest
+
+from core.ipc.launched_process import LaunchedProcess, launch
+from core.ipc.local_sockets import address_of, listen
+from core.ipc.process import SpawnedProcess, spawn
+from core.ipc.ring import Channel
+
+LEAST_SECONDS = 2.0
+"""In which a process that must end has ended."""
+
+
+class Launcher:
+    """A launcher process and its address."""
+
+    def __init__(self, target: str = "launcher", config: str = "") -> None:
+        listener = listen()
+        self.address = address_of(listener)
+        self.process: SpawnedProcess = spawn(
+            f"{ipc_children.__name__}:{target}", config.encode(), [listener.detach()], "stencil-launcher"
+        )
+
+    def child(self, target: str, config: bytes = b"", fds: tuple[int, ...] = ()) -> LaunchedProcess:
+        return launch(self.address, f"{ipc_children.__name__}:{target}", config, fds, "stencil-worker-0")
+
+    def num_fds(self) -> int:
+        return psutil.Process(self.process.pid).num_fds()
+
+    def end(self) -> None:
+        self.process.kill()
+        self.process.reap()
+
+
+@pytest.fixture
+def launcher() -> Iterator[Launcher]:
+    launcher = Launcher()
+    yield launcher
+    launcher.end()
+
+
+def read_all(fd: int) -> bytes:
+    with open(fd, "rb") as file:
+        return file.read()
+
+
+def is_gone(pidfd: int) -> bool:
+    """Whether a process ends in time. Closes the descriptor."""
+    ended, _, _ = select.select([pidfd], [], [], LEAST_SECONDS)
+    os.close(pidfd)
+    return bool(ended)
+
+
+def test_a_child_gets_config_path_and_descriptors(launcher: Launcher) -> None:
+    read_end, write_end = os.pipe()
+    child = launcher.child("report", b"the prompt\nin two lines", (write_end,))
+    os.close(write_end)
+    report = json.loads(read_all(read_end))
+    assert report["config"] == "the prompt\nin two lines"
+    assert report["path"] == sys.path
+    assert report["inheritable"] == [0, 1, 2]
+    assert "stencil-worker-0" in report["argv"]
+    assert not any("prompt" in argument for argument in report["argv"])
+    assert report["comm"] == "stencil-worker-"
+    assert (report["sigint"], report["sighup"], report["sigterm"]) == (True, True, False)
+    assert report["blocked"] == []
+    assert asyncio.run(child.wait()) == 0
+
+
+def test_a_child_sees_what_the_process_that_asks_sees(
+    launcher: Launcher, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    """Not what the launcher saw when it was started."""
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("TINY_FLAG", "on")
+    monkeypatch.delenv("HOME", raising=False)
+    read_end, write_end = os.pipe()
+    child = launcher.child("look_around", fds=(write_end,))
+    os.close(write_end)
+    seen = json.loads(read_all(read_end))
+    assert asyncio.run(child.wait()) == 0
+    assert seen["folder"] == str(tmp_path)
+    assert seen["environment"]["TINY_FLAG"] == "on"
+    assert "HOME" not in seen["environment"]
+    assert "looked around" in capfd.readouterr().err
+
+
+async def test_every_waiter_learns_the_exit(launcher: Launcher) -> None:
+    child = launcher.child("leave", b"3")
+    assert child.describe_exit() == "running"
+    assert await asyncio.gather(*(child.wait() for _ in range(5))) == [3] * 5
+    assert await child.wait() == child.returncode == 3
+    child.kill()  # harmless now
+
+
+async def test_a_failing_target_is_exit_code_1(launcher: Launcher, capfd: pytest.CaptureFixture[str]) -> None:
+    assert await launch(launcher.address, "no_such_module:main", b"", [], "lost").wait() == 1
+    assert "no_such_module" in capfd.readouterr().err
+    assert await launcher.child("leave", b"0").wait() == 0, "the launcher goes on"
+
+
+async def test_signals_arrive(launcher: Launcher) -> None:
+    """SIGTERM is ignored, as the launcher ignores it; a stopped child can be killed."""
+    read_end, write_end = os.pipe()
+    child = launcher.child("tell_pid", fds=(write_end,))
+    os.close(write_end)
+    pid = int(os.read(read_end, 20))
+    child.terminate()
+    os.kill(pid, signal.SIGSTOP)
+    await asyncio.sleep(0.05)
+    assert child.returncode is None
+    assert child.pid == pid
+    child.kill()
+    assert await child.wait() == -signal.SIGKILL
+    assert child.describe_exit() == "killed by signal 9 (SIGKILL)"
+    os.close(read_end)
+
+
+async def test_a_killed_launcher_takes_its_children_along(launcher: Launcher) -> None:
+    read_end, write_end = os.pipe()
+    child = launcher.child("tell_pid", fds=(write_end,))
+    os.close(write_end)
+    pidfd = os.pidfd_open(int(os.read(read_end, 20)))
+    launcher.process.kill()
+    assert await asyncio.wait_for(child.wait(), LEAST_SECONDS) == -signal.SIGKILL
+    assert is_gone(pidfd)
+    os.close(read_end)
+    with pytest.raises(ConnectionRefusedError):
+        launcher.child("sleep")
+
+
+@pytest.mark.parametrize("stopped", [False, True])
+def test_a_child_does_not_outlive_the_process_that_asked_for_it(launcher: Launcher, stopped: bool) -> None:
+    """Also one that cannot run. Its sibling, which this process asked for, does."""
+    read_end, write_end = os.pipe()
+    parent = spawn(f"{ipc_children.__name__}:launches", launcher.address.encode(), [write_end], "parent")
+    pid = int(os.read(read_end, 20))
+    sibling = launcher.child("tell_pid", fds=(write_end,))
+    os.read(read_end, 20)
+    pidfd = os.pidfd_open(pid)
+    if stopped:
+        os.kill(pid, signal.SIGSTOP)
+    parent.kill()
+    parent.reap()
+    assert is_gone(pidfd)
+    assert sibling.returncode is None
+    sibling.kill()
+    assert asyncio.run(sibling.wait()) == -signal.SIGKILL
+    os.close(read_end)
+    os.close(write_end)
+
+
+async def test_a_child_that_is_killed_before_it_starts_never_lives_on(tmp_path: Path) -> None:
+    """The launcher is still importing: the exit is known at once all the same, and the next child is forked."""
+    launcher = Launcher("slow_launcher", str(tmp_path / "go"))
+    read_end, write_end = os.pipe()
+    first, second = (launcher.child("tell_pid", fds=(write_end,)) for _ in range(2))
+    first.kill()
+    assert await asyncio.wait_for(first.wait(), LEAST_SECONDS) == -signal.SIGKILL
+    (tmp_path / "go").touch()
+    await asyncio.to_thread(os.read, read_end, 20)
+    await settled(lambda: len(psutil.Process(launcher.process.pid).children()) == 1)
+    assert second.returncode is None
+    assert [child.pid for child in psutil.Process(launcher.process.pid).children()] == [second.pid]
+    second.kill()
+    await second.wait()
+    launcher.end()
+    os.close(read_end)
+    os.close(write_end)
+
+
+async def test_no_descriptor_is_left_open(launcher: Launcher) -> None:
+    await launcher.child("leave", b"0").wait()
+    before, theirs = len(os.listdir("/proc/self/fd")), launcher.num_fds()
+    for _ in range(3):
+        channel, fds = Channel.create()
+        child = launcher.child("echo", fds=fds)
+        channel.close_child_fds()
+        channel.send(b"x")
+        assert await anext(channel.messages()) == b"x"
+        channel.close()
+        assert await child.stop(grace=20) == 0
+    await settled(lambda: launcher.num_fds() == theirs)
+    assert len(os.listdir("/proc/self/fd")) == before
+
+
+async def settled(condition: Callable[[], bool]) -> None:
+    """Wait until a condition holds."""
+    deadline = time.monotonic() + 10
+    while not condition():
+        assert time.monotonic() < deadline
+        await asyncio.sleep(0.005)

@@ -1,0 +1,52 @@
+"""The launcher of a process runs while somebody uses it, and is shared."""
+
+from __future__ import annotations
+
+import pytest
+
+from core.config import EngineConfig, ModelConfig
+from core.ipc.local_sockets import connect
+from engine.client import worker_launcher
+from engine.client.worker_launcher import WorkerLauncher, needs_launcher
+
+
+def serves(address: str) -> bool:
+    try:
+        connect(address).close()
+    except ConnectionRefusedError:
+        return False
+    return True
+
+
+def test_it_is_shared_and_ends_with_its_last_user() -> None:
+    launcher = WorkerLauncher()
+    with launcher.used() as first:
+        with launcher.used() as second:
+            assert second == first
+        assert serves(first)
+    assert not serves(first)
+    with launcher.used() as third:
+        assert serves(third)
+    assert not serves(third)
+
+
+def test_a_dead_one_is_replaced_for_the_next_user() -> None:
+    launcher = WorkerLauncher()
+    with launcher.used() as first:
+        assert launcher._process is not None
+        launcher._process.kill()
+        launcher._process.reap()
+        assert not serves(first)
+        with launcher.used() as second:
+            assert serves(second)
+
+
+@pytest.mark.parametrize(
+    ("device", "has_driver", "needed"),
+    [("auto", False, True), ("cpu", True, True), ("auto", True, False), ("cuda", True, False)],
+)
+def test_only_workers_of_cpus_are_forked(
+    monkeypatch: pytest.MonkeyPatch, device: str, has_driver: bool, needed: bool
+) -> None:
+    monkeypatch.setattr(worker_launcher, "has_gpu_driver", lambda: has_driver)
+    assert needs_launcher(EngineConfig(models=(ModelConfig(device=device),))) is needed
