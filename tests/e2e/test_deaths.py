@@ -94,7 +94,7 @@ async def test_when_the_launcher_dies_its_worker_is_replaced_without_it(
         (worker,) = set(processes("worker")) - set(others)
         launcher = worker.parent()
         assert launcher is not None
-        assert launcher.name() == "stencil-launche"
+        assert "stencil-launcher" in launcher.cmdline()
         launcher.kill()
         assert_alike(await ends(tasks), expected)
         assert (count(engine, "rank_restarts"), count(engine, "engine_restarts")) == (1, 0)
