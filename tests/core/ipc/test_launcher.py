@@ -196,7 +196,7 @@ async def test_no_descriptor_is_left_open(launcher: Launcher) -> None:
         assert await anext(channel.messages()) == b"x"
         channel.close()
         assert await child.stop(grace=20) == 0
-    await settled(lambda: launcher.num_fds() == theirs)
+    await settled(lambda: launcher.num_fds() <= theirs)  # what is left of the first is closed after its exit is known
     assert len(os.listdir("/proc/self/fd")) == before
 
 
