@@ -73,5 +73,5 @@ def needs_launcher(config: EngineConfig) -> bool:
 
 
 def has_gpu_driver() -> bool:
-    """Whether this machine may have a GPU that PyTorch computes on. PyTorch is not asked: importing it takes a second."""
+    """Whether this machine may have a GPU that PyTorch computes on. To ask PyTorch would take its import."""
     return any(map(Path.exists, GPU_DRIVERS))

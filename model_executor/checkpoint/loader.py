@@ -41,6 +41,7 @@ from model_executor.checkpoint.weights import (
     variants,
     weight_files,
 )
+from model_executor.cpu import cpu_has_bfloat16
 from model_executor.models.parts import IN_PLACE_OF, MODULES, Classes
 from model_executor.worker.device_failures import is_out_of_memory
 from model_executor.worker.devices import resolve_device
@@ -300,17 +301,6 @@ def resolve_dtype(name: str, device: torch.device) -> torch.dtype:
     if name not in DTYPES:
         raise ConfigError(f"unknown dtype {name!r}; use auto, {', '.join(DTYPES)}")
     return DTYPES[name]
-
-
-def cpu_has_bfloat16() -> bool:
-    """Whether this CPU multiplies bfloat16 natively."""
-    return torch.cpu._is_avx512_bf16_supported() or cpu_has_amx()
-
-
-def cpu_has_amx() -> bool:
-    """Whether this CPU has AMX, which multiplies bfloat16 several times as fast as float32; AVX-512 alone does not."""
-    supported: bool = torch.cpu._is_amx_tile_supported()
-    return supported
 
 
 def _locate(model: str, variant: str) -> Path:

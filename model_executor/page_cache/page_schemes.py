@@ -6,7 +6,6 @@ from __future__ import annotations
 
 import hashlib
 import logging
-import platform
 from pathlib import Path
 from typing import get_args
 
@@ -21,7 +20,8 @@ from core.model_info import ModelInfo
 from core.page_scheme import PageDtype, PageScheme
 from core.sampling_params import SamplingParams
 from model_executor.checkpoint.fingerprint import fingerprint
-from model_executor.checkpoint.loader import Checkpoint, cpu_has_amx, cpu_has_bfloat16
+from model_executor.checkpoint.loader import Checkpoint
+from model_executor.cpu import cpu_gains_by_bfloat16, cpu_has_bfloat16, cpu_name
 from model_executor.kernels.operators import chosen_operators
 from model_executor.models.base import Family
 
@@ -98,17 +98,8 @@ def _device_name(device: torch.device) -> str:
     """The GPU's name, or the CPU's with the instruction sets that PyTorch uses."""
     if device.type == "cuda":
         return torch.cuda.get_device_name(device)
-    bfloat16 = (" bfloat16" if cpu_has_bfloat16() else "") + (" amx" if cpu_has_amx() else "")
-    return f"{_cpu_name()} {torch.backends.cpu.get_cpu_capability()}{bfloat16}"
-
-
-def _cpu_name() -> str:
-    try:
-        lines = Path("/proc/cpuinfo").read_text().splitlines()
-    except OSError:
-        return platform.processor()
-    names = (line.partition(":")[2].strip() for line in lines if line.startswith("model name"))
-    return next(names, platform.processor())
+    bfloat16 = (" bfloat16" if cpu_has_bfloat16() else "") + (" fast" if cpu_gains_by_bfloat16() else "")
+    return f"{cpu_name()} {torch.backends.cpu.get_cpu_capability()}{bfloat16}"
 
 
 def find_calibration(checkpoint: Path, cache_folder: Path, checkpoint_hash: str) -> Calibration | None:

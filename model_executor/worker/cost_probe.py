@@ -32,6 +32,7 @@ from core.scheduling.ops.denoise import DENOISE
 from core.scheduling.ops.image_encode import IMAGE_ENCODE
 from core.scheduling.ops.prime import PRIME
 from core.scheduling.ops.text_encode import TEXT_ENCODE
+from model_executor.cpu import cpu_name
 from model_executor.kernels.operators import chosen_operators
 from model_executor.models.base import EncodedImage, EncodedText, Family, PrimeRow, Row
 from model_executor.page_cache.pages import Pages
@@ -131,18 +132,11 @@ def _conditions(info: ModelInfo, kernels: KernelChoice) -> str:
     """Hex digest of everything that costs depend on: the model as served, processor, threads, PyTorch, kernels."""
     info = msgspec.structs.replace(info, components=())  # which depend on the other models
     device = torch.device(info.device)
-    processor = torch.cuda.get_device_name(device) if device.type == "cuda" else _cpu_name()
+    cores = f"{cpu_name()} x {len(os.sched_getaffinity(0))}"
+    processor = torch.cuda.get_device_name(device) if device.type == "cuda" else cores
     digest = chosen_operators(kernels, device).digest
     parts = [processor, platform.node(), torch.get_num_threads(), torch.__version__, digest]
     return hashlib.sha256(msgspec.json.encode(info) + repr(parts).encode()).hexdigest()
-
-
-def _cpu_name() -> str:
-    with suppress(OSError):
-        for line in Path("/proc/cpuinfo").read_text().splitlines():
-            if line.startswith("model name"):
-                return f"{line.partition(':')[2].strip()} x {len(os.sched_getaffinity(0))}"
-    return platform.processor()
 
 
 def _time(batch: Callable[[], object], ends: float, expected: float) -> float | None:

@@ -17,13 +17,13 @@ from tools.random_checkpoints import make_flux_fill
 @pytest.fixture
 def slow_bfloat16(monkeypatch: pytest.MonkeyPatch) -> None:
     """On any CPU, models in float32 compute in float32 alone."""
-    monkeypatch.setattr(vae_family, "cpu_has_amx", lambda: False)
+    monkeypatch.setattr(vae_family, "cpu_gains_by_bfloat16", lambda: False)
 
 
 @pytest.fixture
 def fast_bfloat16(monkeypatch: pytest.MonkeyPatch) -> None:
     """On any CPU, mask-aware edits encode and decode in bfloat16."""
-    monkeypatch.setattr(vae_family, "cpu_has_amx", lambda: True)
+    monkeypatch.setattr(vae_family, "cpu_gains_by_bfloat16", lambda: True)
 
 
 @pytest.fixture(scope="session")

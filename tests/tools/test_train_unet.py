@@ -68,7 +68,7 @@ def test_its_export_is_served(
     trained: tuple[Path, list[float], Trainer], tmp_path: Path, arena: Arena, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """With the latents that it was trained on, which are not centred."""
-    monkeypatch.setattr(vae_family, "cpu_has_amx", lambda: False)  # compared in float32
+    monkeypatch.setattr(vae_family, "cpu_gains_by_bfloat16", lambda: False)  # compared in float32
     export(trained[0], tmp_path / "model")
     parts = {"safety_checker": None, "requires_safety_checker": False}
     rig = Rig(tmp_path / "model", arena, StableDiffusionInpaintPipeline, **parts)

@@ -62,12 +62,12 @@ def test_a_mask_aware_edit_has_the_noise_of_the_exact_one_and_nearly_its_conditi
 
 @torch.inference_mode()
 def test_exact_edits_compute_in_the_models_own_dtype(float32: VaeFamily, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(vae_family, "cpu_has_amx", lambda: False)
+    monkeypatch.setattr(vae_family, "cpu_gains_by_bfloat16", lambda: False)
     slow = encode(float32, is_exact=True), encode(float32, is_exact=False)
     assert all(map(torch.equal, *slow)), "there is one VAE"
     latents = float32.encode_template(example())
     picture = float32.decode(latents, SIDE, SIDE)
-    monkeypatch.setattr(vae_family, "cpu_has_amx", lambda: True)
+    monkeypatch.setattr(vae_family, "cpu_gains_by_bfloat16", lambda: True)
     assert all(map(torch.equal, slow[0], encode(float32, is_exact=True)))
     assert torch.equal(float32.decode(latents, SIDE, SIDE), picture)
 
