@@ -67,6 +67,8 @@ class LaunchedProcess(ChildProcess):
             self.pid = int(message)
             return
         self._code = int(message or -signal.SIGKILL)
+        with suppress(OSError):
+            self._connection.shutdown(socket.SHUT_RDWR)  # wakes all waiters: each watches a duplicate
         self._connection.close()
         os.close(self._lifeline)
 

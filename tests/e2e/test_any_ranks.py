@@ -9,6 +9,7 @@ from contextlib import asynccontextmanager, closing
 from pathlib import Path
 from random import Random
 
+import msgspec
 import numpy as np
 import numpy.typing as npt
 import pytest
@@ -36,6 +37,7 @@ from core.model_info import ModelInfo
 from core.sampling_params import SamplingParams
 from core.scheduling.outputs import Output
 from core.scheduling.scheduler import StepScheduler
+from engine.client.worker_launcher import worker_launcher
 from engine.engine_core.engine_core import EngineCore
 from model_executor import executor as executors
 from model_executor.executor import Executor
@@ -138,7 +140,9 @@ async def engine(checkpoint: Path, num_ranks: int, seed: int | None) -> AsyncIte
         closing(Arena.create(0, 1 << 26)) as arena,
         closing(Arena.create(PAGE_ARENA, 1 << 20)) as pages,
         closing(Arena.create(VALUE_ARENA, 1 << 26)) as values,
+        worker_launcher.used() as launcher,
     ):
+        config = msgspec.structs.replace(config, launcher=launcher)
         async with Executor(config, arena.handle, pages.handle, values.handle) as executor:
             models = await asyncio.wait_for(executor.ready(), PATIENCE)
             scheduler = StepScheduler(SchedulerConfig(max_num_seqs=16), models, num_ranks)

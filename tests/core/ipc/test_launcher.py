@@ -171,8 +171,11 @@ async def test_a_child_that_is_killed_before_it_starts_never_lives_on(tmp_path: 
     launcher = Launcher("slow_launcher", str(tmp_path / "go"))
     read_end, write_end = os.pipe()
     first, second = (launcher.child("tell_pid", fds=(write_end,)) for _ in range(2))
+    waiter = asyncio.create_task(first.wait())
+    await asyncio.sleep(0.01)
     first.kill()
-    assert await asyncio.wait_for(first.wait(), LEAST_SECONDS) == -signal.SIGKILL
+    assert first.returncode == -signal.SIGKILL
+    assert await asyncio.wait_for(waiter, LEAST_SECONDS) == -signal.SIGKILL
     (tmp_path / "go").touch()
     await asyncio.to_thread(os.read, read_end, 20)
     await settled(lambda: len(psutil.Process(launcher.process.pid).children()) == 1)

@@ -38,6 +38,7 @@ from core.messages.worker import (
     WorkerReady,
 )
 from core.scheduling.ops.template_encode import TemplateEncode
+from engine.client.worker_launcher import worker_launcher
 from model_executor import executor as executors
 from model_executor.executor import Executor
 
@@ -61,7 +62,7 @@ def cache_folder(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
 async def workers(
     checkpoint: Path, arena: Arena, number: int, cache: CacheConfig, pages: Arena, keeper: str = ""
 ) -> AsyncIterator[Executor]:
-    """An executor whose workers are ready."""
+    """An executor whose workers are ready; a launcher forks them, as in a server."""
     config = EngineConfig(
         models=(
             ModelConfig(model=str(checkpoint), served_model_name="tiny", dtype="float32", device="cpu", threads=1),
@@ -70,7 +71,8 @@ async def workers(
         cache=cache,
         keeper=keeper,
     )
-    with closing(Arena.create(VALUE_ARENA, 1 << 20)) as values:
+    with closing(Arena.create(VALUE_ARENA, 1 << 20)) as values, worker_launcher.used() as launcher:
+        config = msgspec.structs.replace(config, launcher=launcher)
         async with Executor(config, arena.handle, pages.handle, values.handle) as executor:
             models = await asyncio.wait_for(executor.ready(), PATIENCE)
             assert set(models) == {"tiny"}
