@@ -15,6 +15,7 @@ import selectors
 import signal
 import socket
 import sys
+import tempfile
 from contextlib import closing, suppress
 from typing import NamedTuple
 
@@ -149,4 +150,6 @@ def _run(job: Job, launcher_pid: int) -> None:
     os.environ.update(header["environment"])
     os.chdir(header["folder"])
     setproctitle.setproctitle(job.name)
+    logging.getLogger().handlers.clear()  # of the launcher: the child logs by its own name
+    tempfile.tempdir = None  # chosen anew by its own environment
     run_child(job.name, {**header, "fds": fds, "lifeline": lifeline}, config)

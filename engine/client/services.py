@@ -50,23 +50,24 @@ class Services:
         ConfigError if there is no room for the arena."""
         arena = ClientArena(config.arena_bytes)
         keeper = KeeperProcess() if needs_keeper(config.engine) else None
-        launcher = ExitStack()
-        engine = msgspec.structs.replace(
-            config.engine,
-            keeper="" if keeper is None else keeper.address,
-            launcher=launcher.enter_context(worker_launcher.used()) if needs_launcher(config.engine) else "",
-        )
-        router = Router(msgspec.structs.replace(config, engine=engine), arena.shared, metrics)
-        return cls(
-            config=config,
-            metrics=metrics,
-            served=served,
-            sessions=sessions,
-            arena=arena,
-            images=ImagePool(config.image, arena.shared),
-            router=router,
-            templates=TemplateRegistry(templates, served, router),
-            admission=AdmissionController(config, sessions, router, metrics),
-            keeper=keeper,
-            launcher=launcher,
-        )
+        with ExitStack() as stack:  # the launcher ends unless all are made
+            address = stack.enter_context(worker_launcher.used()) if needs_launcher(config.engine) else ""
+            engine = msgspec.structs.replace(
+                config.engine,
+                keeper="" if keeper is None else keeper.address,
+                launcher=address,
+            )
+            router = Router(msgspec.structs.replace(config, engine=engine), arena.shared, metrics)
+            return cls(
+                config=config,
+                metrics=metrics,
+                served=served,
+                sessions=sessions,
+                arena=arena,
+                images=ImagePool(config.image, arena.shared),
+                router=router,
+                templates=TemplateRegistry(templates, served, router),
+                admission=AdmissionController(config, sessions, router, metrics),
+                keeper=keeper,
+                launcher=stack.pop_all(),
+            )

@@ -172,6 +172,6 @@ def tell_pid(_config: bytes, fds: list[int]) -> None:
 
 
 def look_around(_config: bytes, fds: list[int]) -> None:
-    """Write to the pipe fds[0] what is inherited from the process that asked for the child; say so to stderr."""
-    sys.stderr.write("looked around\n")
+    """Write to the pipe fds[0] what is inherited from the process that asked for the child; log that."""
+    logging.getLogger("stencil.engine").warning("looked around")
     os.write(fds[0], json.dumps({"folder": os.getcwd(), "environment": dict(os.environ)}).encode())

@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import logging
 import os
 import select
 import signal
@@ -20,6 +21,7 @@ import pytest
 
 from core.ipc.launched_process import LaunchedProcess, launch
 from core.ipc.local_sockets import address_of, listen
+from core.ipc.logs import JsonFormatter
 from core.ipc.process import SpawnedProcess, spawn
 from core.ipc.ring import Channel
 
@@ -87,6 +89,8 @@ def test_a_child_sees_what_the_process_that_asks_sees(
     launcher: Launcher, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:
     """Not what the launcher saw when it was started."""
+    monkeypatch.setattr(logging.getLogger(), "handlers", [handler := logging.StreamHandler()])
+    handler.setFormatter(JsonFormatter("test"))
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("TINY_FLAG", "on")
     monkeypatch.delenv("HOME", raising=False)
@@ -98,7 +102,8 @@ def test_a_child_sees_what_the_process_that_asks_sees(
     assert seen["folder"] == str(tmp_path)
     assert seen["environment"]["TINY_FLAG"] == "on"
     assert "HOME" not in seen["environment"]
-    assert "looked around" in capfd.readouterr().err
+    (line,) = capfd.readouterr().err.splitlines()
+    assert {"message": "looked around", "process": "stencil-worker-0"}.items() <= json.loads(line).items()
 
 
 async def test_every_waiter_learns_the_exit(launcher: Launcher) -> None:
