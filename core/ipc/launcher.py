@@ -23,7 +23,7 @@ import setproctitle
 
 from core.ipc.local_sockets import MESSAGE_BYTES, is_own
 from core.ipc.logs import of_request
-from core.ipc.process import die_with_parent, run_child
+from core.ipc.process import EX_PARENT_GONE, die_with_parent, run_child
 
 logger = logging.getLogger("stencil.engine")
 
@@ -63,7 +63,7 @@ class _Launcher:
         """Serve. Returns in each child, with its job."""
         while True:
             for key, _ in self._selector.select():
-                if key.fd in self._selector.get_map():  # what came before it may have closed it
+                if self._selector.get_map().get(key.fd) is key:  # what came before may have closed it
                     key.data()
                 if self._job is not None:
                     return self._job
@@ -137,7 +137,7 @@ def _run(job: Job, launcher_pid: int) -> None:
     """In the child: take over the settings of the process that asked for it, and run the target."""
     die_with_parent()
     if os.getppid() != launcher_pid:
-        os._exit(-signal.SIGKILL)  # the launcher ended before the kernel was asked
+        os._exit(EX_PARENT_GONE)  # the launcher ended before the kernel was asked
     memfd, lifeline, stdout, stderr, *fds = job.fds
     with open(memfd, "rb") as file:
         header = json.loads(file.readline())
