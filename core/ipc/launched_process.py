@@ -23,6 +23,7 @@ class LaunchedProcess(ChildProcess):
         super().__init__(name, pid=0)
         self._connection = connection
         self._lifeline = lifeline
+        self._pidfds: list[int] = []  # of the child, once it is forked
         self._code: int | None = None
         connection.setblocking(False)
 
@@ -32,7 +33,8 @@ class LaunchedProcess(ChildProcess):
         None while it runs."""
         while self._code is None:
             try:
-                message = self._connection.recv(MESSAGE_BYTES)
+                message, fds, _, _ = socket.recv_fds(self._connection, MESSAGE_BYTES, 1)
+                self._pidfds += fds
             except BlockingIOError:
                 return None
             except ConnectionError:
@@ -58,8 +60,11 @@ class LaunchedProcess(ChildProcess):
 
     def _signal(self, number: signal.Signals) -> None:
         if self.returncode is None:
-            with suppress(OSError):  # the launcher is gone, and the child with it
-                self._connection.send(b"%d" % number)
+            with suppress(OSError):  # it has ended, or the launcher is gone, and the child with it
+                if self._pidfds:  # pending when this returns, also if the launcher is busy
+                    signal.pidfd_send_signal(self._pidfds[0], number)
+                else:
+                    self._connection.send(b"%d" % number)
 
     def _take(self, message: bytes) -> None:
         """A message of the launcher: the child's pid, and then its exit code; empty: the launcher is gone."""
@@ -70,7 +75,8 @@ class LaunchedProcess(ChildProcess):
         with suppress(OSError):
             self._connection.shutdown(socket.SHUT_RDWR)  # wakes all waiters: each watches a duplicate
         self._connection.close()
-        os.close(self._lifeline)
+        for fd in (self._lifeline, *self._pidfds):
+            os.close(fd)
 
 
 def launch(address: str, target: str, config: bytes, fds: Sequence[int], name: str) -> LaunchedProcess:

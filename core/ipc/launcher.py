@@ -21,7 +21,7 @@ from typing import NamedTuple
 
 import setproctitle
 
-from core.ipc.local_sockets import MESSAGE_BYTES, is_own
+from core.ipc.local_sockets import MESSAGE_BYTES, is_own, send
 from core.ipc.logs import of_request
 from core.ipc.process import EX_PARENT_GONE, die_with_parent, run_child
 
@@ -104,7 +104,7 @@ class _Launcher:
             return
         pidfd = os.pidfd_open(pid)
         with suppress(OSError):  # who asked is gone, which `_listen` sees
-            connection.send(b"%d" % pid)
+            send(connection, b"%d" % pid, pidfd)
         self._selector.register(connection, selectors.EVENT_READ, lambda: self._listen(connection, pid))
         self._selector.register(pidfd, selectors.EVENT_READ, lambda: self._bury(connection, pid, pidfd))
 

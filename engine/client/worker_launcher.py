@@ -69,7 +69,8 @@ worker_launcher = WorkerLauncher()
 def needs_launcher(config: EngineConfig) -> bool:
     """Whether an engine's workers are forked: if they compute on CPUs. A process that has touched a GPU cannot be
     forked, and libraries may touch one when they are imported."""
-    return not has_gpu_driver() or all(model.device == "cpu" for model in config.models)
+    devices = {model.device for model in config.models}
+    return devices == {"cpu"} or (devices <= {"cpu", "auto"} and not has_gpu_driver())
 
 
 def has_gpu_driver() -> bool:

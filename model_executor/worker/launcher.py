@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import importlib
+import signal
 import socket
 from contextlib import suppress
 
@@ -16,6 +17,7 @@ def main(_config: bytes, fds: list[int]) -> None:
 
     Returns in each child when its target has returned.
     """
+    signal.signal(signal.SIGTERM, signal.SIG_IGN)  # the parent leads the shutdown, also while this imports
     set_up_libraries(num_threads=1, compiles=False)  # no thread may run when it forks; workers set their own number
     gc.disable()
     with suppress(Exception):  # a worker imports it once more, and reports why that fails

@@ -131,7 +131,11 @@ async def test_signals_arrive(launcher: Launcher) -> None:
     await asyncio.sleep(0.05)
     assert child.returncode is None
     assert child.pid == pid
+    pidfd = os.pidfd_open(pid)
+    os.kill(launcher.process.pid, signal.SIGSTOP)
     child.kill()
+    assert is_gone(pidfd), "also while the launcher is busy"
+    os.kill(launcher.process.pid, signal.SIGCONT)
     assert await child.wait() == -signal.SIGKILL
     assert child.describe_exit() == "killed by signal 9 (SIGKILL)"
     os.close(read_end)

@@ -43,7 +43,7 @@ def test_a_dead_one_is_replaced_for_the_next_user() -> None:
 
 @pytest.mark.parametrize(
     ("device", "has_driver", "needed"),
-    [("auto", False, True), ("cpu", True, True), ("auto", True, False), ("cuda", True, False)],
+    [("auto", False, True), ("cpu", True, True), ("auto", True, False), ("cuda", True, False), ("cuda", False, False)],
 )
 def test_only_workers_of_cpus_are_forked(
     monkeypatch: pytest.MonkeyPatch, device: str, has_driver: bool, needed: bool
