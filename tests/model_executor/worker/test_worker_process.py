@@ -399,7 +399,7 @@ async def test_a_killed_worker_is_reported_and_another_takes_its_place(
     assert isinstance(ready, WorkerReady)
     assert (ready.rank, ready.components, ready.samples) == (0, lone.components[0], ())
     assert np.array_equal(await run(lone, Edit(arena, space, "after", seed=1)), expected)
-    assert len(os.listdir("/proc/self/fd")) == num_fds
+    assert len(os.listdir("/proc/self/fd")) <= num_fds  # one less while nobody has asked for its worker's
 
 
 async def test_a_worker_that_does_not_come_up_is_killed_and_reported(
