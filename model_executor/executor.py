@@ -56,6 +56,9 @@ PROMPT_BYTES = 2 * 4 * MAX_PROMPT_CHARACTERS
 WORKER_MAIN = "model_executor.worker.worker:main"
 """What a worker process runs."""
 
+LAST_WORDS_SECONDS = 5.0
+"""How long messages of a worker that has ended are still read; they are in shared memory already."""
+
 STOP_SECONDS = 5.0
 """Time for a worker to finish its step and exit before it is killed."""
 
@@ -83,6 +86,7 @@ class Executor:
         self._inboxes = Inboxes(config.workers_per_engine)
         self._next_seq = 0  # after the last plan
         self._start_seconds = config.start_seconds  # time limit of the next start
+        self._launcher = config.launcher  # its address; "" = workers are spawned
 
     async def __aenter__(self) -> Self:
         """Spawn the workers. They load their models in the background; see `ready`."""
@@ -177,6 +181,11 @@ class Executor:
 
     async def _restart(self, rank: int, wait_seconds: float) -> None:
         await self._workers[rank].stop()
+        if self._launcher and not self._workers[rank].was_started:
+            logger.warning(
+                "the launcher forked no worker %d; workers are spawned from now on", rank, extra=of_request("")
+            )
+            self._launcher = ""
         await asyncio.sleep(wait_seconds)
         # Its device tier stays as large as at first, so that the same pages fit.
         cache = msgspec.structs.replace(self._config.cache, device_bytes=self.device_page_bytes[rank])
@@ -195,7 +204,7 @@ class Executor:
         fds = [*(arena.fd for arena in self._arenas), *self._inboxes.ends_of(rank)]
         # Measuring in several workers at once would disturb the measurements.
         config = self._worker_config(rank, cache, measures=is_first and rank == 0)
-        worker = _Worker(config, fds, ring_bytes, self._config.launcher)
+        worker = _Worker(config, fds, ring_bytes, self._launcher)
         self._tasks.create_task(worker.receive(self._mailbox), name=f"worker-{rank}")
         return worker
 
@@ -229,6 +238,7 @@ class _Worker:
         """fds: of the arenas and of the ranks' inboxes, for the child to inherit. launcher: its address; "": none."""
         self.rank = config.rank
         self.withheld = WithheldItems()
+        self._why: WorkerFailed | None = None  # said by the worker
         self._channel, child_fds = Channel.create(ring_bytes)
         self._process = _start(config, [*child_fds, *fds], launcher)
         self._channel.close_child_fds()
@@ -238,22 +248,33 @@ class _Worker:
         with suppress(PeerClosedError):
             self._channel.send(encode(message))
 
+    @property
+    def was_started(self) -> bool:
+        """Whether there has been a process, as far as is known."""
+        return bool(self._process.pid)
+
     async def receive(self, mailbox: asyncio.Queue[FromWorker]) -> None:
         """Forward the worker's messages. When its process has ended, add a WorkerFailed after all that it has sent: its
         own, if it has said why.
         """
+        async with asyncio.TaskGroup() as tasks:
+            reader = tasks.create_task(self._forward(mailbox))
+            await self._process.wait()
+            # The channel ends with the process, unless a launcher that hangs still holds the child's end.
+            await asyncio.wait([reader], timeout=LAST_WORDS_SECONDS)
+            reader.cancel()
+        error = EngineDeadError(f"worker {self.rank} died ({self._process.describe_exit()})")
+        mailbox.put_nowait(self._why or WorkerFailed(rank=self.rank, failure=Failure.of(error)))
+
+    async def _forward(self, mailbox: asyncio.Queue[FromWorker]) -> None:
         decoder: MessageDecoder[FromWorker] = MessageDecoder(FromWorker)
-        why: WorkerFailed | None = None
         async for payload in self._channel.messages():
             message = self._read(decoder, payload)
             if isinstance(message, WorkerFailed):
-                why = message
+                self._why = message
                 self.kill()  # it has nothing more to say, and must not touch anything any more
             elif message is not None:
                 mailbox.put_nowait(message)
-        await self._process.wait()
-        error = EngineDeadError(f"worker {self.rank} died ({self._process.describe_exit()})")
-        mailbox.put_nowait(why or WorkerFailed(rank=self.rank, failure=Failure.of(error)))
 
     def _read(self, decoder: MessageDecoder[FromWorker], payload: bytes) -> FromWorker | None:
         """The decoded message; for one that cannot be decoded, the part that can be saved, or None."""
@@ -277,6 +298,8 @@ def _start(config: WorkerConfig, fds: Sequence[int], launcher: str) -> ChildProc
     """Fork a worker from the launcher; spawn one if there is none, or it has died."""
     payload, name = msgspec.msgpack.encode(config), f"stencil-worker-{config.device_index}"
     if launcher:
-        with suppress(OSError):
+        try:
             return launch(launcher, WORKER_MAIN, payload, fds, name)
+        except OSError as error:
+            logger.warning("no launcher answers (%s); %s is spawned", error, name, extra=of_request(""))
     return spawn(WORKER_MAIN, payload, fds, name)

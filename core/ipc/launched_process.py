@@ -2,50 +2,64 @@
 
 from __future__ import annotations
 
+import asyncio
 import os
+import select
 import signal
 import socket
 from collections.abc import Sequence
 from contextlib import suppress
 
-from core.ipc.local_sockets import MESSAGE_BYTES, connect
-from core.ipc.process import ChildProcess, close_sockets, header_of, readable, sealed
+from core.ipc.local_sockets import MESSAGE_BYTES, connect, send
+from core.ipc.process import ChildProcess, close_sockets, config_file, header_of, lifeline, readable
 
 STDOUT, STDERR = 1, 2
+
+ANSWER_SECONDS = 1.0
+"""How long a launcher may take to report a child that has ended."""
 
 
 class LaunchedProcess(ChildProcess):
     """A child that a launcher forked. It ends with the process that asked for it, and with the launcher."""
 
     def __init__(self, name: str, connection: socket.socket, lifeline: int) -> None:
-        """connection: to the launcher, which knows no other child by it. lifeline: as of a `SpawnedProcess`. Both are
-        owned by this object until the child has ended."""
+        """connection: to the launcher, about this child alone. lifeline: as of a `SpawnedProcess`. Both are owned by
+        this object until the child has ended."""
         super().__init__(name, pid=0)
         self._connection = connection
         self._lifeline = lifeline
         self._pidfds: list[int] = []  # of the child, once it is forked
         self._code: int | None = None
+        self._is_reported = True  # whether the launcher has said how it ended
         connection.setblocking(False)
 
     @property
     def returncode(self) -> int | None:
-        """Exit code; minus the signal's number if a signal ended it, or if the launcher is gone, with which it ends;
-        None while it runs."""
+        """Exit code; minus the signal's number if a signal ended it; None while it runs. -SIGKILL also if the launcher
+        did not report its end, see `describe_exit`."""
         while self._code is None:
             try:
                 message, fds, _, _ = socket.recv_fds(self._connection, MESSAGE_BYTES, 1)
-                self._pidfds += fds
             except BlockingIOError:
                 return None
             except ConnectionError:
-                message = b""
+                message, fds = b"", []
+            self._pidfds += fds
             self._take(message)
         return self._code
 
     async def wait(self) -> int:
-        """Wait until the child has ended; its `returncode`. Any number of tasks may wait."""
+        """Wait until the child has ended; its `returncode`. Any number of tasks may wait. Needs the launcher only to
+        learn the exit code."""
         while (code := self.returncode) is None:
-            await readable(self._connection.fileno())
+            connection = self._connection.fileno()
+            await readable(connection, *self._pidfds)
+            if self._has_ended() and self.returncode is None:
+                with suppress(TimeoutError):
+                    async with asyncio.timeout(ANSWER_SECONDS):  # `wait_for` would let others close it first
+                        await readable(connection)
+                if self.returncode is None:
+                    self._take(b"")
         return code
 
     def terminate(self) -> None:
@@ -53,10 +67,17 @@ class LaunchedProcess(ChildProcess):
         self._signal(signal.SIGTERM)
 
     def kill(self) -> None:
-        """Send SIGKILL, unless it has ended. One that has not started never will."""
+        """Send SIGKILL, unless it has ended. A child that was not forked yet counts as ended: if the launcher forks it
+        later, it kills it at once."""
         self._signal(signal.SIGKILL)
         if self.returncode is None and not self.pid:
-            self._take(b"")  # the launcher may be busy for long; it kills whom nobody waits for
+            self._take(b"")
+
+    def describe_exit(self) -> str:
+        """Human-readable, as of any child; or that the launcher did not report how it ended."""
+        if self.returncode is None or self._is_reported:
+            return super().describe_exit()
+        return "ended with its launcher" if self.pid else "was never forked by its launcher"
 
     def _signal(self, number: signal.Signals) -> None:
         if self.returncode is None:
@@ -66,12 +87,20 @@ class LaunchedProcess(ChildProcess):
                 else:
                     self._connection.send(b"%d" % number)
 
+    def _has_ended(self) -> bool:
+        """Whether it was forked and has ended, whether or not the launcher has reported it."""
+        poll = select.poll()
+        for fd in self._pidfds:
+            poll.register(fd, select.POLLIN)
+        return bool(poll.poll(0))
+
     def _take(self, message: bytes) -> None:
-        """A message of the launcher: the child's pid, and then its exit code; empty: the launcher is gone."""
+        """A message of the launcher: the child's pid, and then its exit code. Empty: there will be none."""
         if message and not self.pid:
             self.pid = int(message)
             return
-        self._code = int(message or -signal.SIGKILL)
+        self._is_reported = bool(message)
+        self._code = int(message) if message else -signal.SIGKILL
         with suppress(OSError):
             self._connection.shutdown(socket.SHUT_RDWR)  # wakes all waiters: each watches a duplicate
         self._connection.close()
@@ -83,24 +112,13 @@ def launch(address: str, target: str, config: bytes, fds: Sequence[int], name: s
     """Have the launcher at `address` (see `local_sockets`) fork a child that calls `target` with (config, fds).
 
     As `process.spawn`, but the descriptors have other numbers in the child, and it ignores SIGTERM. It has the current
-    environment, working directory, stdout and stderr of this process. Takes less than a millisecond and does not wait
-    for the launcher. Raises OSError if there is none.
+    environment, working directory, stdout and stderr of this process; but what a library reads when it is imported,
+    and limits, CPU affinity and umask are the launcher's. Takes less than a millisecond and does not wait for the
+    launcher. Raises OSError if there is none.
     """
-    connection = connect(address)
-    theirs, ours = os.pipe2(os.O_CLOEXEC)
-    try:
+    with connect(address) as connection, lifeline() as (theirs, ours):
         header = {**header_of(target), "remove": [], "environment": dict(os.environ), "folder": os.getcwd()}
-        memfd = sealed(header, config)
-        try:
-            passed = [memfd, theirs, STDOUT, STDERR, *fds]
-            socket.send_fds(connection, [name.encode()], passed, socket.MSG_NOSIGNAL)
-        finally:
-            os.close(memfd)
-    except BaseException:
-        connection.close()
-        os.close(ours)
-        raise
-    finally:
-        os.close(theirs)
-    close_sockets(fds)
-    return LaunchedProcess(name, connection, ours)
+        with config_file(header, config) as memfd:
+            send(connection, name.encode(), [memfd, theirs, STDOUT, STDERR, *fds])
+        close_sockets(fds)
+        return LaunchedProcess(name, connection.dup(), ours)

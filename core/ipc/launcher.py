@@ -3,7 +3,8 @@
 Importing PyTorch and diffusers takes seconds of processor time; a fork takes milliseconds. Children have the guarantees
 of spawned ones (`process.py`): each ends with the process that asked for it, by its lifeline and, if it hangs, by the
 launcher, which sees the connection end; and the kernel ends it with the launcher. The launcher must stay free to fork:
-what it imports may start no thread and must leave GPUs alone.
+what it imports may start no thread and must leave GPUs alone. (Its own lifeline's thread sleeps in a system call and
+holds no lock.)
 """
 
 from __future__ import annotations
@@ -16,6 +17,7 @@ import signal
 import socket
 import sys
 import tempfile
+import time
 from contextlib import closing, suppress
 from typing import NamedTuple
 
@@ -30,6 +32,9 @@ logger = logging.getLogger("stencil.engine")
 MAX_FDS = 250
 """Most descriptors that the kernel passes with a message (SCM_MAX_FD is 253)."""
 
+RETRY_SECONDS = 0.1
+"""After an order could not be accepted."""
+
 
 class Job(NamedTuple):
     """What a child is to run, and its descriptors: a memfd with header and config, the lifeline, stdout, stderr and
@@ -42,7 +47,8 @@ class Job(NamedTuple):
 def serve(listener: socket.socket, name: str) -> None:
     """Fork a child for each job that arrives, until this process is ended. In the child: run the job and return. name:
     what `ps` shows of the launcher itself."""
-    signal.signal(signal.SIGTERM, signal.SIG_IGN)  # as SIGINT: whoever asked for the children ends them
+    # A supervisor signals the whole process group, but the parent leads the shutdown. Children inherit this.
+    signal.signal(signal.SIGTERM, signal.SIG_IGN)
     os.environ["SPT_NOENV"] = "1"  # setproctitle leaves alone the memory that shows the environment
     setproctitle.setproctitle(name)  # finds its memory, which it cannot any more when the environment has changed
     launcher_pid = os.getpid()
@@ -78,7 +84,12 @@ class _Launcher:
         self._selector.close()
 
     def _accept(self, listener: socket.socket) -> None:
-        connection, _ = listener.accept()
+        try:
+            connection, _ = listener.accept()
+        except OSError as error:  # too many descriptors are open: some are closed when a child ends
+            logger.error("cannot accept an order for a child: %s", error, extra=of_request(""))
+            time.sleep(RETRY_SECONDS)
+            return
         if is_own(connection):
             self._selector.register(connection, selectors.EVENT_READ, lambda: self._fork(connection))
         else:
@@ -102,14 +113,21 @@ class _Launcher:
         if pid is None:
             connection.close()
             return
-        pidfd = os.pidfd_open(pid)
+        try:
+            pidfd = os.pidfd_open(pid)
+        except OSError as error:
+            logger.error("cannot watch %s: %s", name.decode(), error, extra=of_request(""))
+            os.kill(pid, signal.SIGKILL)
+            os.waitpid(pid, 0)
+            connection.close()
+            return
         with suppress(OSError):  # who asked is gone, which `_listen` sees
-            send(connection, b"%d" % pid, pidfd)
+            send(connection, b"%d" % pid, [pidfd])
         self._selector.register(connection, selectors.EVENT_READ, lambda: self._listen(connection, pid))
         self._selector.register(pidfd, selectors.EVENT_READ, lambda: self._bury(connection, pid, pidfd))
 
     def _listen(self, connection: socket.socket, pid: int) -> None:
-        """Pass a signal on. A child that nobody waits for any more is killed."""
+        """Pass a signal on. If the connection has ended, kill the child: who asked for it is gone, or has killed it."""
         try:
             message = connection.recv(MESSAGE_BYTES)
         except ConnectionError:
@@ -150,6 +168,6 @@ def _run(job: Job, launcher_pid: int) -> None:
     os.environ.update(header["environment"])
     os.chdir(header["folder"])
     setproctitle.setproctitle(job.name)
-    logging.getLogger().handlers.clear()  # of the launcher: the child logs by its own name
-    tempfile.tempdir = None  # chosen anew by its own environment
+    logging.getLogger().handlers.clear()  # those of the launcher log under its name; `run_child` adds others
+    tempfile.tempdir = None  # the folder for temporary files is chosen by the environment that was just set
     run_child(job.name, {**header, "fds": fds, "lifeline": lifeline}, config)

@@ -9,6 +9,7 @@ import os
 import socket
 import struct
 from array import array
+from collections.abc import Sequence
 
 MESSAGE_BYTES = 1 << 16
 """Longest message."""
@@ -50,9 +51,9 @@ def is_own(connection: socket.socket) -> bool:
     return bool(uid == os.geteuid())
 
 
-def send(connection: socket.socket, message: bytes, fd: int | None = None) -> None:
-    """Send a message, and with it a copy of a descriptor. Raises OSError if the other end is gone."""
-    rights = [] if fd is None else [(socket.SOL_SOCKET, socket.SCM_RIGHTS, array("i", [fd]))]
+def send(connection: socket.socket, message: bytes, fds: Sequence[int] = ()) -> None:
+    """Send a message, and with it copies of descriptors. Raises OSError if the other end is gone."""
+    rights = [(socket.SOL_SOCKET, socket.SCM_RIGHTS, array("i", fds))] if fds else []
     connection.sendmsg([message], rights, socket.MSG_NOSIGNAL)
 
 

@@ -24,7 +24,7 @@ import subprocess
 import sys
 import threading
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -147,17 +147,25 @@ def spawn(target: str, config: bytes, fds: Sequence[int], name: str, *, remove: 
     if this process does. When this process ends, the child deletes the folders `remove` and exits with EX_PARENT_GONE.
     Takes a few milliseconds and does not wait for the child to start.
     """
-    theirs, ours = os.pipe2(os.O_CLOEXEC)
-    try:
+    with lifeline() as (theirs, ours):
         header = {**header_of(target), "fds": list(fds), "lifeline": theirs, "remove": list(remove)}
         popen = _popen(name, header, config, [*fds, theirs])
+    close_sockets(fds)
+    return SpawnedProcess(name, popen, ours)
+
+
+@contextlib.contextmanager
+def lifeline() -> Iterator[tuple[int, int]]:
+    """A new pipe: the child's end, which this process closes afterwards, and its own, which it closes only if the child
+    could not be started."""
+    theirs, ours = os.pipe2(os.O_CLOEXEC)
+    try:
+        yield theirs, ours
     except BaseException:
         os.close(ours)
         raise
     finally:
         os.close(theirs)
-    close_sockets(fds)
-    return SpawnedProcess(name, popen, ours)
 
 
 def header_of(target: str) -> dict[str, Any]:
@@ -165,14 +173,13 @@ def header_of(target: str) -> dict[str, Any]:
     return {"path": sys.path, "target": target, "logs": msgspec.to_builtins(logs.current())}
 
 
-def sealed(header: dict[str, Any], config: bytes) -> int:
-    """A memfd with a line of JSON, the header, and the config after it; the caller owns it."""
-    memfd = os.memfd_create("stencil-config", os.MFD_CLOEXEC)
-    with open(memfd, "wb", closefd=False) as file:
+@contextlib.contextmanager
+def config_file(header: dict[str, Any], config: bytes) -> Iterator[int]:
+    """A memfd for a child, closed in this process afterwards: the header as a line of JSON, and then the config."""
+    with open(os.memfd_create("stencil-config", os.MFD_CLOEXEC), "wb") as file:
         file.write(json.dumps(header).encode() + b"\n" + config)
-        file.flush()
-        file.seek(0)  # the offset is shared with the child
-    return memfd
+        file.seek(0)  # writes what is buffered; the offset is shared with the child
+        yield file.fileno()
 
 
 def close_sockets(fds: Sequence[int]) -> None:
@@ -221,24 +228,25 @@ def _leave_with_parent(fd: int) -> None:
 
 def _popen(name: str, header: dict[str, Any], config: bytes, fds: list[int]) -> subprocess.Popen[bytes]:
     """Start the bootstrap with SIGINT and SIGHUP blocked until it can ignore them."""
-    memfd = sealed(header, config)
-    argv = [sys.executable, "-P", _BOOTSTRAP, name, str(memfd)]
-    mask = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT, signal.SIGHUP})
-    try:
-        return subprocess.Popen(argv, stdin=subprocess.DEVNULL, pass_fds=[*fds, memfd])
-    finally:
-        signal.pthread_sigmask(signal.SIG_SETMASK, mask)
-        os.close(memfd)
+    with config_file(header, config) as memfd:
+        argv = [sys.executable, "-P", _BOOTSTRAP, name, str(memfd)]
+        mask = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT, signal.SIGHUP})
+        try:
+            return subprocess.Popen(argv, stdin=subprocess.DEVNULL, pass_fds=[*fds, memfd])
+        finally:
+            signal.pthread_sigmask(signal.SIG_SETMASK, mask)
 
 
-async def readable(fd: int) -> None:
-    """Wait until `fd` is readable. Watches a duplicate, since a loop keeps one reader per descriptor."""
+async def readable(*fds: int) -> None:
+    """Wait until one of these is readable. Watches duplicates, since a loop keeps one reader per descriptor."""
     loop = asyncio.get_running_loop()
-    watched = os.dup(fd)
+    watched = [os.dup(fd) for fd in fds]
     ready = asyncio.Event()
-    loop.add_reader(watched, ready.set)
+    for fd in watched:
+        loop.add_reader(fd, ready.set)
     try:
         await ready.wait()
     finally:
-        loop.remove_reader(watched)
-        os.close(watched)
+        for fd in watched:
+            loop.remove_reader(fd)
+            os.close(fd)

@@ -135,7 +135,7 @@ class AsyncEngine:
             await self.services.images.stop()
         if self.services.keeper is not None:
             await self.services.keeper.close()
-        self.services.launcher.close()
+        await asyncio.to_thread(self.services.launcher.close)  # waits until the process has ended
         self.services.arena.close()
 
     # ---------------------------------------------------------------------------------- edits

@@ -7,6 +7,8 @@ engines then spawn workers as they would without one.
 
 from __future__ import annotations
 
+import logging
+import os
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -14,7 +16,10 @@ from pathlib import Path
 
 from core.config import EngineConfig
 from core.ipc.local_sockets import address_of, listen
+from core.ipc.logs import of_request
 from core.ipc.process import SpawnedProcess, spawn
+
+logger = logging.getLogger("stencil.engine")
 
 MAIN = "model_executor.worker.launcher:main"
 """What the process runs."""
@@ -35,35 +40,51 @@ class WorkerLauncher:
     @contextmanager
     def used(self) -> Iterator[str]:
         """Its address, for `core.ipc.launched_process.launch`; starts it if it does not run. It ends after the last
-        user."""
-        with self._lock:
+        user. "": it could not be started."""
+        lock = self._lock
+        with lock:
             self._num_users += 1
             if self._process is None or self._process.returncode is not None:
                 self._start()
-            address = self._address
+            address = "" if self._process is None else self._address
         try:
             yield address
         finally:
-            with self._lock:
-                self._num_users -= 1
-                if not self._num_users:
-                    self._end()
+            if lock is self._lock:  # not in a forked copy of this process
+                with lock:
+                    self._num_users -= 1
+                    if not self._num_users:
+                        self._end()
 
     def _start(self) -> None:
-        listener = listen()
-        self._address = address_of(listener)
-        self._process = spawn(MAIN, b"", [listener.detach()], "stencil-launcher")  # closes the socket here
+        """Spawn the process. Without it engines serve, too: what keeps it from starting is logged."""
+        self._process = None
+        try:
+            with listen() as listener:
+                self._address = address_of(listener)
+                self._process = spawn(MAIN, b"", [listener.fileno()], "stencil-launcher")
+                listener.detach()  # `spawn` has closed it
+        except OSError as error:
+            logger.warning("no launcher of workers can be started: %s", error, extra=of_request(""))
 
     def _end(self) -> None:
-        """Kill it, and wait: the kernel ends a process that sleeps at once."""
+        """Kill it, and block until the kernel has ended it: milliseconds."""
         if self._process is not None:
             self._process.kill()
             self._process.reap()
         self._process = None
 
+    def forget(self) -> None:
+        """In a forked copy of this process: the launcher and its users are the original's."""
+        self._lock = threading.Lock()
+        self._num_users = 0
+        self._process = None
+
 
 worker_launcher = WorkerLauncher()
 """The one of this process."""
+
+os.register_at_fork(after_in_child=worker_launcher.forget)
 
 
 def needs_launcher(config: EngineConfig) -> bool:

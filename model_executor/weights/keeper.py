@@ -90,7 +90,7 @@ class Keeper:
         match message:
             case TakeWeights():
                 answer, fd = self._take(user, message)
-                send(user, encode(answer), fd)
+                send(user, encode(answer), () if fd is None else (fd,))
             case DropWeights():
                 self._drop(user, message.key)
 

@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import gc
 import importlib
+import logging
 import signal
 import socket
-from contextlib import suppress
 
 from core.ipc.launcher import serve
+from core.ipc.logs import of_request
 from model_executor.worker.worker import set_up_libraries
+
+logger = logging.getLogger("stencil.engine")
 
 
 def main(_config: bytes, fds: list[int]) -> None:
@@ -20,7 +23,9 @@ def main(_config: bytes, fds: list[int]) -> None:
     signal.signal(signal.SIGTERM, signal.SIG_IGN)  # the parent leads the shutdown, also while this imports
     set_up_libraries(num_threads=1, compiles=False)  # no thread may run when it forks; workers set their own number
     gc.disable()
-    with suppress(Exception):  # a worker imports it once more, and reports why that fails
+    try:
         importlib.import_module("model_executor.worker.start")
+    except Exception:  # whatever a library raises; the workers, which then import it themselves, report what they see
+        logger.exception("the launcher cannot import what workers need", extra=of_request(""))
     gc.freeze()  # so that a worker's collections do not write to memory that it shares with the others
     serve(socket.socket(fileno=fds[0]), "stencil-launcher")

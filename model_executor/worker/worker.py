@@ -38,14 +38,15 @@ next 40. With 256 of each it was 185 MB, in 0.99 of the processor time; with 128
 
 
 def main(config: bytes, fds: list[int]) -> None:
-    """Entry point for `core.ipc.process.spawn`. config: an encoded WorkerConfig. fds: channel memory, channel socket,
-    arena, page arena, value arena; with several ranks also this rank's inbox and the sending ends of all inboxes.
+    """Entry point for `spawn` and `launch` of `core.ipc`. config: an encoded WorkerConfig. fds: channel memory, channel
+    socket, arena, page arena, value arena; with several ranks also this rank's inbox and the sending ends of all
+    inboxes.
 
     Returns after a Shutdown message, or when the engine is gone.
     """
     # A supervisor signals the whole process group, but the parent leads the shutdown: running edits must finish first.
     signal.signal(signal.SIGTERM, signal.SIG_IGN)
-    die_with_parent()  # also a worker that hangs in a kernel must not outlive a killed engine
+    die_with_parent()  # also one that hangs in a kernel; if a launcher is the parent, that kills it with the engine
     settings = msgspec.msgpack.decode(config, type=WorkerConfig)
     link = EngineLink(Channel.attach(fds[0], fds[1]))
     with suppress(PeerClosedError):

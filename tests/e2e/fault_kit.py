@@ -26,6 +26,7 @@ from engine.client import services
 from engine.client.async_engine import AsyncEngine
 from engine.client.edit_types import EditInput
 from engine.client.upload import BytesUpload
+from engine.client.worker_launcher import WorkerLauncher
 
 Told = list[tuple[int | None, bytes]]
 """(index of a partial image, or None for the final one; file), in the order of arrival."""
@@ -211,7 +212,7 @@ def shim(folder: Path, patch: pytest.MonkeyPatch, inject: str = "inject = None")
     hooks = 'INJECTED = {"model_executor.worker.runner": inject} if inject else {}\n'
     (folder / "sitecustomize.py").write_text(inject + "\n" + hooks + EACH_DEATH_IS_THE_FIRST + _SHIM)
     patch.setenv("PYTHONPATH", str(folder))
-    without_launcher(patch)
+    patch.setattr(services, "worker_launcher", WorkerLauncher())  # that of all tests has imported the runner before
 
 
 def without_launcher(patch: pytest.MonkeyPatch) -> None:

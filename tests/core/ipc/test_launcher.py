@@ -19,6 +19,7 @@ import ipc_children
 import psutil
 import pytest
 
+from core.ipc import launched_process
 from core.ipc.launched_process import LaunchedProcess, launch
 from core.ipc.local_sockets import address_of, listen
 from core.ipc.logs import JsonFormatter
@@ -139,6 +140,25 @@ async def test_signals_arrive(launcher: Launcher) -> None:
     assert await child.wait() == -signal.SIGKILL
     assert child.describe_exit() == "killed by signal 9 (SIGKILL)"
     os.close(read_end)
+
+
+async def test_a_launcher_that_hangs_hides_no_exit(launcher: Launcher, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(launched_process, "ANSWER_SECONDS", 0.2)
+    read_end, write_end = os.pipe()
+    child = launcher.child("tell_pid", fds=(write_end,))
+    waiters = [asyncio.create_task(child.wait()) for _ in range(3)]
+    pid = int(await asyncio.to_thread(os.read, read_end, 20))
+    await settled(lambda: child.pid == pid)
+    os.kill(launcher.process.pid, signal.SIGSTOP)
+    await asyncio.sleep(0.5)
+    assert child.returncode is None
+    os.kill(pid, signal.SIGKILL)
+    assert await asyncio.wait_for(asyncio.gather(*waiters), LEAST_SECONDS) == [-signal.SIGKILL] * 3
+    assert child.describe_exit() == "ended with its launcher"
+    os.kill(launcher.process.pid, signal.SIGCONT)
+    os.close(read_end)
+    os.close(write_end)
+    assert await launcher.child("leave", b"0").wait() == 0, "it goes on"
 
 
 async def test_a_killed_launcher_takes_its_children_along(launcher: Launcher) -> None:

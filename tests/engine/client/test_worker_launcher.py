@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import errno
+import os
+from contextlib import suppress
+
 import pytest
 
 from core.config import EngineConfig, ModelConfig
@@ -39,6 +43,36 @@ def test_a_dead_one_is_replaced_for_the_next_user() -> None:
         assert not serves(first)
         with launcher.used() as second:
             assert serves(second)
+
+
+def test_without_one_there_is_no_address(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
+    def full(*_: object) -> None:
+        raise OSError(errno.ENOMEM, "no memory")
+
+    launcher, before = WorkerLauncher(), len(os.listdir("/proc/self/fd"))
+    with monkeypatch.context() as patch:
+        patch.setattr(worker_launcher, "spawn", full)
+        with launcher.used() as address:
+            assert address == ""
+    assert "no memory" in caplog.text
+    assert len(os.listdir("/proc/self/fd")) == before
+    with launcher.used() as address:
+        assert serves(address)
+    assert not serves(address)
+
+
+def test_a_forked_copy_has_its_own() -> None:
+    launcher = worker_launcher.worker_launcher
+    with launcher.used() as address:
+        pid = os.fork()
+        if not pid:
+            with suppress(BaseException):
+                with launcher.used() as other:
+                    is_own = other != address and serves(other)
+                os._exit(0 if is_own and not serves(other) and serves(address) else 1)
+            os._exit(2)
+        assert os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) == 0
+        assert serves(address), "the copy ended its own"
 
 
 @pytest.mark.parametrize(

@@ -5,6 +5,8 @@ from __future__ import annotations
 import asyncio
 import os
 import shutil
+import signal
+import sys
 import time
 from collections.abc import AsyncIterator, Iterator
 from contextlib import asynccontextmanager, closing
@@ -20,7 +22,7 @@ from core.config import CacheConfig, EngineConfig, ModelConfig
 from core.errors import ConfigError
 from core.handles import PAGE_ARENA, VALUE_ARENA, ArrayRef, EntryRef, ModelKey, TensorKey, TensorRef
 from core.ipc import local_sockets
-from core.ipc.process import ChildProcess, spawn
+from core.ipc.process import ChildProcess, SpawnedProcess, spawn
 from core.ipc.shared_array import Arena, ArenaAllocator
 from core.messages.worker import (
     Batch,
@@ -38,7 +40,7 @@ from core.messages.worker import (
     WorkerReady,
 )
 from core.scheduling.ops.template_encode import TemplateEncode
-from engine.client.worker_launcher import worker_launcher
+from engine.client.worker_launcher import WorkerLauncher, worker_launcher
 from model_executor import executor as executors
 from model_executor.executor import Executor
 
@@ -400,6 +402,28 @@ async def test_a_killed_worker_is_reported_and_another_takes_its_place(
     assert (ready.rank, ready.components, ready.samples) == (0, lone.components[0], ())
     assert np.array_equal(await run(lone, Edit(arena, space, "after", seed=1)), expected)
     assert len(os.listdir("/proc/self/fd")) <= num_fds  # one less while nobody has asked for its worker's
+
+
+async def test_without_an_answer_of_the_launcher_workers_are_spawned(
+    tiny_checkpoint: Path, arena: Arena, pages: Arena, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    launcher = WorkerLauncher()
+    monkeypatch.setattr(sys.modules[__name__], "worker_launcher", launcher)
+    monkeypatch.setattr(executors, "LAST_WORDS_SECONDS", 0.1)
+    async with workers(tiny_checkpoint, arena, 1, CacheConfig(), pages) as executor:
+        assert launcher._process is not None
+        os.kill(launcher._process.pid, signal.SIGSTOP)
+        executor.kill(0)
+        assert isinstance(await next_of(executor), WorkerFailed)
+        patient, executor._start_seconds = executor._start_seconds, 0.5
+        executor.restart(0, 0.0)
+        failed = await next_of(executor)
+        assert isinstance(failed, WorkerFailed)
+        assert "never forked" in failed.failure.message
+        executor._start_seconds = patient
+        executor.restart(0, 0.0)
+        assert isinstance(await next_of(executor), WorkerReady)
+        assert isinstance(executor._workers[0]._process, SpawnedProcess)
 
 
 async def test_a_worker_that_does_not_come_up_is_killed_and_reported(
