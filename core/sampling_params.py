@@ -52,6 +52,9 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True):
     mask_aware: bool = True
     mask_margin: int | None = None  # px, 0..MAX_MASK_MARGIN
     full_steps: int | None = None  # leading steps that compute every token, 0..MAX_INFERENCE_STEPS
+    # Steps that compute every token, whose pages the steps after them read instead of the template's: numbers among the
+    # computed steps, rising from 0; (): none. None: full_steps, else what the schedule was calibrated with.
+    own_page_steps: tuple[int, ...] | None = None
     # Scheduling.
     priority: int = 0  # -MAX_PRIORITY..MAX_PRIORITY; lower goes first
     timeout: float | None = None  # seconds, MIN_TIMEOUT..MAX_TIMEOUT
@@ -125,6 +128,10 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True):
             check_integer("mask_margin", self.mask_margin, 0, MAX_MASK_MARGIN)
         if self.full_steps is not None:
             check_integer("full_steps", self.full_steps, 0, MAX_INFERENCE_STEPS)
+        own = self.own_page_steps
+        if own and (own[0] != 0 or sorted({*own}) != [*own] or own[-1] >= MAX_INFERENCE_STEPS):
+            message = f"Invalid 'own_page_steps': must rise from 0 to below {MAX_INFERENCE_STEPS}."
+            raise InvalidRequestError(message, param="own_page_steps")
 
     def _check_scheduling(self) -> None:
         check_integer("priority", self.priority, -MAX_PRIORITY, MAX_PRIORITY)

@@ -4,6 +4,10 @@ The sampler goes from each computed step to the next in one larger step: a sched
 
 The steps that lay out a picture come first and change much; later ones change little, and most can be left out. Which
 ones is measured per checkpoint by `python -m entrypoints.calibrate`.
+
+A mask-aware edit reads the tokens that it does not compute from its template's pages. With a large mask, whose edit
+changes what its surroundings look like to the model, they are not close enough: then some steps compute every token
+(full steps), and the others read what the last one of these has computed: the edit's own pages.
 """
 
 from __future__ import annotations
@@ -25,8 +29,9 @@ class StepSchedule(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
 
     num_inference_steps: Annotated[int, msgspec.Meta(ge=1)]
     computed: tuple[int, ...]  # numbers of the steps that are computed
-    # Leading computed steps that compute every token of a mask-aware edit whose mask ratio (0..1) is at least this.
-    full_steps: Annotated[int, msgspec.Meta(ge=0)] = 0
+    # Of these, the full steps of a mask-aware edit whose mask ratio (0..1) is at least full_steps_from: the first one
+    # and any others. (): there are none, and every edit reads its template's pages.
+    full_steps: tuple[int, ...] = ()
     full_steps_from: Annotated[float, msgspec.Meta(ge=0, le=1)] = 0.0
     # The measurement: similarity inside the mask's box to edits with every step and every token.
     ssim_mean: float
@@ -38,6 +43,9 @@ class StepSchedule(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
             raise ValueError(
                 f"computed steps must rise from 0 to below {self.num_inference_steps}, and not be {self.computed}"
             )
+        full = self.full_steps
+        if full and (full[0] != 0 or tuple(sorted({*full})) != full or not {*full} <= {*self.computed}):
+            raise ValueError(f"full steps must rise from 0 and be computed ones, and not be {full}")
 
     def steps_of(self, num_inference_steps: int) -> tuple[int, ...]:
         """Numbers of the computed steps of a run with any number of steps.
@@ -50,13 +58,15 @@ class StepSchedule(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
             chosen.append(following)
         return tuple(chosen)
 
-    def full_steps_at(self, mask_ratio: float, num_computed: int) -> int:
-        """Leading steps, of `num_computed` computed ones, that compute every token: the same share as measured, rounded
-        up. mask_ratio: 0..1.
+    def full_steps_at(self, mask_ratio: float, num_computed: int) -> tuple[int, ...]:
+        """Which of `num_computed` computed steps, numbered from 0, are full: those as far into them as was measured,
+        rounded up. mask_ratio: 0..1.
         """
         if mask_ratio < self.full_steps_from:
-            return 0
-        return -(-self.full_steps * num_computed // len(self.computed))
+            return ()
+        places = (self.computed.index(step) for step in self.full_steps)
+        found = dict.fromkeys(-(-place * num_computed // len(self.computed)) for place in places)
+        return tuple(place for place in found if place < num_computed)
 
     def _next(self, step: int, num_inference_steps: int) -> int:
         """The computed step after a computed one; num_inference_steps: there is none."""

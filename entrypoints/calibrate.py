@@ -111,12 +111,13 @@ def _schedule(setting: Setting, num_steps: int, trials: Trials, target: float) -
     if found is None:
         print(f"{num_steps} steps: all of them are needed")
         return None
-    assert found.setting.computed is not None
-    print(f"{num_steps} steps, {len(found.setting.computed)} of them computed: {found.describe(num_steps)}")
+    computed = found.setting.computed
+    assert computed is not None
+    print(f"{num_steps} steps, {len(computed)} of them computed: {found.describe(num_steps)}")
     return StepSchedule(
         num_inference_steps=num_steps,
-        computed=found.setting.computed,
-        full_steps=found.setting.full_steps,
+        computed=computed,
+        full_steps=tuple(computed[place] for place in found.setting.own_page_steps_of(found.setting.full_from)),
         full_steps_from=round(found.full_steps_from, 4),
         ssim_mean=round(found.ssim_mean, 5),
         ssim_p10=round(found.ssim_p10, 5),

@@ -160,8 +160,8 @@ class Stencil:
             self._mask_ratios[seed] = self._prime(case)
         if computed is None:
             return self._edit(case, seed, None, mask_aware=True)
-        full_steps = self._schedule.full_steps_at(self._mask_ratios[seed], len(computed))
-        return self._edit(case, seed, computed, mask_aware=True, full_steps=full_steps)
+        own_page_steps = self._schedule.full_steps_at(self._mask_ratios[seed], len(computed))
+        return self._edit(case, seed, computed, mask_aware=True, own_page_steps=own_page_steps)
 
     def _prime(self, case: Case) -> float:
         """The mask ratio of a short edit, which leaves the template's pages in the cache."""
@@ -175,14 +175,14 @@ class Stencil:
         seed: int,
         computed: Computed | None,
         mask_aware: bool = False,
-        full_steps: int | None = None,
+        own_page_steps: tuple[int, ...] | None = None,
     ) -> Made:
         params = SamplingParams(
             seed=seed,
             num_inference_steps=self._steps,
             computed_steps=computed,
             mask_aware=mask_aware,
-            full_steps=full_steps,
+            own_page_steps=own_page_steps,
         )
         edit = _edit_of(case)
         began = time.perf_counter()

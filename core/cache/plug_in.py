@@ -75,7 +75,7 @@ class ActivationCache(NodeCache):
 
     def has_pages(self, request: Request, node: Node, ranks: tuple[int, ...]) -> bool:
         use, mine = op_of(node).pages, self._record(request)
-        if use == "span" and not request.is_masked(node):
+        if use == "span" and not request.reads_template_pages(node):
             return True
         if mine is None:
             return use == "latents"
@@ -90,7 +90,7 @@ class ActivationCache(NodeCache):
 
     def read(self, request: Request, node: Node) -> NodePages:
         use, mine = op_of(node).pages, self._record(request)
-        if mine is None or (use == "span" and not request.is_masked(node)):
+        if mine is None or (use == "span" and not request.reads_template_pages(node)):
             return NO_PAGES
         latents = self._pages.latents(mine.reservation.template)
         if use == "latents":
@@ -134,7 +134,7 @@ class ActivationCache(NodeCache):
 
     def outcome(self, request: Request) -> CacheOutcome:
         mine = self._record(request)
-        if mine is None:
+        if mine is None or request.spec.has_own_pages:
             return CacheOutcome()
         reservation = mine.reservation
         return CacheOutcome(

@@ -64,9 +64,7 @@ class EditSpec(Canvas, frozen=True, kw_only=True, tag="edit"):
     # Two passes, see workflow "hires": the smaller canvas of the first; None: one pass.
     first_pass: Canvas | None = None
     # Mask-aware execution, decided from the request and the server's flags alone.
-    is_mask_aware: bool = (
-        False  # steps after the first `sampling.full_steps` compute only the active tokens, over pages
-    )
+    is_mask_aware: bool = False  # steps compute only the active tokens, over pages, except full ones
     cache_salt: str = ""  # see `CacheConfig.salt`
 
     @property
@@ -75,9 +73,26 @@ class EditSpec(Canvas, frozen=True, kw_only=True, tag="edit"):
         return self.sampling.num_rows
 
     @property
-    def num_full_steps(self) -> int:
-        """Leading steps of a mask-aware run that compute all tokens."""
-        return self.sampling.full_steps or 0
+    def has_own_pages(self) -> bool:
+        """Whether it is mask-aware over its own pages and not over its template's."""
+        return self.is_mask_aware and bool(self.sampling.own_page_steps)
+
+    def is_full_step(self, step: int) -> bool:
+        """Whether a step of a mask-aware run computes all tokens."""
+        sampling = self.sampling
+        return step in sampling.own_page_steps if sampling.own_page_steps else step < (sampling.full_steps or 0)
+
+    def num_full_steps(self, first: int, end: int) -> int:
+        """How many of a mask-aware run's steps from `first` to before `end` compute all tokens."""
+        if self.sampling.own_page_steps:
+            return sum(first <= step < end for step in self.sampling.own_page_steps)
+        return max(0, min(end, self.sampling.full_steps or 0) - first)
+
+    def own_page_step(self, step: int) -> int | None:
+        """The step whose pages a step reads, or makes if it is that step itself; None: it has no pages of its own."""
+        if not self.has_own_pages:
+            return None
+        return max(full for full in self.sampling.own_page_steps or () if full <= step)
 
     @property
     def num_partial_images(self) -> int:
@@ -90,10 +105,6 @@ class EditSpec(Canvas, frozen=True, kw_only=True, tag="edit"):
         if name != "first" or self.first_pass is None:
             raise KeyError(f"the request has no canvas {name!r}")
         return self.first_pass
-
-    def is_masked_step(self, step: int) -> bool:
-        """Whether `step` computes only the active tokens."""
-        return self.is_mask_aware and step >= self.num_full_steps
 
 
 Spec = EditSpec

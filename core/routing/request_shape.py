@@ -18,13 +18,13 @@ class RequestShape:
     model: str
     # Steps.
     num_steps: int  # denoising steps
-    full_steps: int  # leading steps that compute all tokens; the others compute active and text tokens
+    full_steps: int  # steps that compute all tokens; the others compute active and text tokens
     # Tokens of a row.
     active_tokens: int
     image_tokens: int
     text_tokens: int
     # The template.
-    template: str | None = None  # PageScheme.template_key; None for an edit that is computed exactly
+    template: str | None = None  # PageScheme.template_key; None for an edit that reads no template's pages
     num_keyframes: int = 0  # most keyframes of its template that it reads
     entry_bytes: int = 0  # bytes of a keyframe's pages
     # The rest.
@@ -43,7 +43,8 @@ class RequestShape:
         full_steps, active_tokens = num_steps, num_tokens
         pages: tuple[str | None, int, int] = None, 0, 0
         if spec.is_mask_aware and scheme is not None:
-            full_steps, active_tokens = min(num_steps, spec.num_full_steps), spec.active.size
+            full_steps, active_tokens = spec.num_full_steps(0, num_steps), spec.active.size
+        if spec.is_mask_aware and not spec.has_own_pages and scheme is not None:
             template = scheme.template_key(spec.content_id, spec.cache_salt, spec.patches)
             num_keyframes = len(scheme.keyframes) or num_steps - full_steps
             pages = template, num_keyframes, scheme.layout.entry_bytes(num_tokens)

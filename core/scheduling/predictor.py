@@ -105,7 +105,8 @@ class Predictor:
         canvas, steps = request.spec.canvas(node.canvas), request.progress.times_left(node)
         every, active, num_full = canvas.num_all_tokens, canvas.num_active_tokens, steps
         if request.spec.is_mask_aware and not node.canvas:
-            num_full = min(steps, max(0, request.spec.num_full_steps - request.progress.scheduled[node.name]))
+            first = request.progress.scheduled[node.name]
+            num_full = request.spec.num_full_steps(first, first + steps)
         line = self._coefficients(request, node)
         full, masked = extra_seconds(line, every, every), extra_seconds(line, active, every)
         if self._most_ranks > 1 and steps:

@@ -136,7 +136,11 @@ class Request:
         """Whether the next run of a node is a mask-aware step."""
         if not node.region or node.canvas or not self.spec.is_mask_aware:
             return False
-        return self.progress.scheduled[node.name] >= self.spec.num_full_steps
+        return not self.spec.is_full_step(self.progress.scheduled[node.name])
+
+    def reads_template_pages(self, node: Node) -> bool:
+        """Whether the next run of a node reads its template's pages."""
+        return self.is_masked(node) and not self.spec.has_own_pages
 
     def send(self, node: Node, ranks: tuple[int, ...]) -> None:
         """Note that the next run of a node is sent to these ranks."""

@@ -7,6 +7,8 @@ from __future__ import annotations
 
 from typing import Literal
 
+import msgspec
+
 from core.config import CacheConfig, EngineConfig
 from core.model_info import ModelInfo
 from core.page_scheme import PageScheme
@@ -28,19 +30,21 @@ def resolve_margin(sampling: SamplingParams, model: ModelInfo) -> int:
     return model.page_scheme.mask_margin if sampling.mask_margin is None else sampling.mask_margin
 
 
-def resolve_full_steps(sampling: SamplingParams, model: ModelInfo, mask_ratio: float) -> int:
-    """Number of leading steps that compute every token. sampling: with num_inference_steps set. mask_ratio: active
-    tokens / image tokens, margin included.
+def resolve_full_steps(sampling: SamplingParams, model: ModelInfo, mask_ratio: float) -> SamplingParams:
+    """sampling with its full steps set: the leading ones, before steps that read the template's pages, or those whose
+    own pages the others read. sampling: with num_inference_steps set. mask_ratio: active tokens / image tokens, margin
+    included.
     """
-    if sampling.full_steps is not None:
-        return sampling.full_steps
-    if model.page_scheme is None:
-        return 0
-    num_steps = model.num_steps(sampling)
-    if sampling.step_schedule == "calibrated":
+    num_steps, own, full = model.num_steps(sampling), sampling.own_page_steps, sampling.full_steps
+    is_calibrated = sampling.step_schedule == "calibrated"
+    if own is None and full is None and is_calibrated and model.page_scheme is not None:
         assert sampling.num_inference_steps is not None
-        return schedule_for(model.step_schedules, sampling.num_inference_steps).full_steps_at(mask_ratio, num_steps)
-    return model.page_scheme.full_steps_at(mask_ratio, num_steps)
+        own = schedule_for(model.step_schedules, sampling.num_inference_steps).full_steps_at(mask_ratio, num_steps)
+    own = tuple(step for step in own or () if step < num_steps)
+    if full is None:
+        has_default = model.page_scheme is not None and not (own or is_calibrated)
+        full = model.page_scheme.full_steps_at(mask_ratio, num_steps) if has_default and model.page_scheme else 0
+    return msgspec.structs.replace(sampling, own_page_steps=own, full_steps=full)
 
 
 def why_exact(
@@ -50,7 +54,7 @@ def why_exact(
 
     sampling: resolved.
     """
-    scheme = model.page_scheme
+    scheme, num_steps = model.page_scheme, model.num_steps(sampling)
     if not sampling.mask_aware:
         return "asked"
     if sampling.hires_scale is not None:
@@ -59,11 +63,26 @@ def why_exact(
         return "unsafe" if _is_wanted(model, engine) else "disabled"
     if num_active >= num_tokens:
         return "mask_covers_all"
-    if resolve_full_steps(sampling, model, num_active / num_tokens) >= model.num_steps(sampling):
+    full = resolve_full_steps(sampling, model, num_active / num_tokens)
+    if (len(full.own_page_steps or ()) or full.full_steps or 0) >= num_steps:
         return "full_steps"
-    if not fits(scheme, engine.cache, engine.workers_per_engine, num_tokens, model.num_steps(sampling)):
-        return "too_large"
-    return None
+    num_ranks = engine.workers_per_engine
+    has_room = (
+        own_pages_fit(scheme, engine, num_tokens, sampling.num_rows)
+        if full.own_page_steps
+        else fits(scheme, engine.cache, num_ranks, num_tokens, num_steps)
+    )
+    return None if has_room else "too_large"
+
+
+def own_pages_fit(scheme: PageScheme, engine: EngineConfig, num_tokens: int, num_rows: int) -> bool:
+    """Whether as many requests as may run together can have pages of their own: they get as much memory as the tier
+    that other edits compute from. num_rows: of a request."""
+    cache, entry_bytes = engine.cache, scheme.layout.entry_bytes(num_tokens)
+    most = engine.scheduler.max_num_seqs * num_rows * entry_bytes
+    return (
+        most <= (cache.device_bytes or cache.host_bytes) and scheme.latent_entry_bytes(num_tokens) <= cache.host_bytes
+    )
 
 
 def fits(scheme: PageScheme, cache: CacheConfig, num_ranks: int, num_tokens: int, num_steps: int) -> bool:

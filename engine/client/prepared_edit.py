@@ -45,8 +45,7 @@ class PreparedEdit:
     ) -> PreparedEdit:
         """sampling: as returned by `sampling_defaults.resolve`; its full_steps are set here, from the mask."""
         known = cls(edit, choice, sampling, prepared, config, class_label)
-        full_steps = resolve_full_steps(sampling, choice.model, known.mask_ratio)
-        sampling = msgspec.structs.replace(sampling, full_steps=full_steps)
+        sampling = resolve_full_steps(sampling, choice.model, known.mask_ratio)
         return cls(edit, choice, sampling, prepared, config, class_label)
 
     @property
@@ -108,8 +107,9 @@ class PreparedEdit:
     @property
     def num_full_steps(self) -> int:
         """Steps that compute every token."""
-        assert self.sampling.full_steps is not None
-        return sum(self.rounds) if self.exact_reason else self.sampling.full_steps
+        if self.exact_reason:
+            return sum(self.rounds)
+        return len(self.sampling.own_page_steps or ()) or self.sampling.full_steps or 0
 
     def make_request(
         self,

@@ -29,6 +29,8 @@ def resolve(sampling: SamplingParams, model: ModelInfo, step_schedule: StepSched
     steps = sampling.num_inference_steps or model.default_num_inference_steps
     check_integer("num_inference_steps", steps, low=model.min_inference_steps)
     schedule, computed = _computed_steps(sampling, model, steps, step_schedule)
+    if sampling.own_page_steps and not model.can_skip_steps:
+        raise _cannot("own_page_steps", f"{model.name} reads its template's pages only")
     guidance = model.default_guidance_scale if sampling.guidance_scale is None else sampling.guidance_scale
     true_cfg_scale, negative_prompt = _classifier_free(sampling, model, guidance)
     resolved = msgspec.structs.replace(

@@ -110,8 +110,9 @@ class Trials:
         return [
             SamplingParams(
                 mask_margin=setting.margin,
-                full_steps=setting.full_steps_of(class_of[index]),
+                full_steps=setting.full_steps_of(class_of[index]) if setting.computed is None else 0,
                 computed_steps=setting.computed,
+                own_page_steps=setting.own_page_steps_of(class_of[index]),
             )
             for index in range(len(self._samples))
         ]

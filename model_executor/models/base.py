@@ -20,6 +20,7 @@ from core.model_info import ModelInfo
 from core.page_scheme import PageDtype, PageLayout
 from core.patches import PatchSet
 from model_executor.models.boxes import Box
+from model_executor.page_cache.own_pages import OwnPages
 from model_executor.page_cache.pages import Pages
 from model_executor.parallel.group import Group
 from model_executor.patches.adapters import Adapter, LoraFormat
@@ -66,7 +67,8 @@ class Sample:
 class Row:
     """One prompt of one request in a forward pass: a request with classifier-free guidance has two rows.
 
-    Without `active` every token is computed. With it, `pages` supply the tokens that are not.
+    Without `active` every token is computed, and with `own` kept as pages. With it, `pages` supply the tokens that are
+    not computed.
     """
 
     # From the request's image, set by the runner. Tokens that are not active are the template's where a block computes
@@ -87,7 +89,8 @@ class Row:
     # Of a mask-aware step, set by the runner from the engine's plan.
     active: Tensor | None = None  # int64 [active tokens], ascending indices of the tokens to compute
     box: Box | None = None  # around `active`, in tokens; None: found when needed, which waits for a GPU
-    pages: Pages | None = None  # the template's at this noise level
+    pages: Pages | None = None  # the template's at this noise level, or its own
+    own: OwnPages | None = None  # its own: made by a step without `active`, and there before a step with it reads them
     full_blocks: Collection[int] = ()  # pages of blocks that compute every token; in transformers the leading blocks
 
     # Of the request.

@@ -62,6 +62,8 @@ class Edit:
             text = torch.arange(self.text_tokens, device=row.active.device)
             self._rows = torch.cat([text, row.active + self.text_tokens])
         self._pages: Reader | None = None if row.pages is None else operators.open(row.pages)
+        self._made = row.own.writer(operators.quantise) if row.own is not None and row.active is None else None
+        self.needs_order = self._made is not None
 
     @property
     def active(self) -> Tensor | None:
@@ -91,7 +93,9 @@ class Edit:
         self._pages.read_over(page, keys_values, fresh, rows)
 
     def store(self, page: int, image: Tensor) -> None:
-        """Does nothing: an edit writes no pages."""
+        """Keep them as the request's own pages, if this pass makes these."""
+        if self._made is not None:
+            self._made.write(page, image)
 
 
 @dataclass(frozen=True, slots=True)
@@ -101,6 +105,7 @@ class Template:
     entry: Entry
     text_tokens: int
     num_tokens: int
+    needs_order: bool = True
 
     def load(self, number: int, page: int, keys_values: KeysValues, fresh: Tensor) -> None:
         keys_values.put(fresh, None)

@@ -175,7 +175,21 @@ class Denoiser(ABC):
         group: of ranks that compute the tokens together, all of which call this with the same rows and get the same
         result. Raises ValueError for a row with active tokens but without pages, GroupBrokenError.
         """
-        return _in_order(rows, self._forward if group is None else partial(self._forward_together, group=group))
+        mine = rows
+        if any(row.own is not None for row in rows):
+            heads = None if group is None else self._shares(group)[group.me]
+            mine = [with_own_heads(row, heads) for row in rows]
+            self._run(lacking_pages(mine, group), group)
+        return self._run(mine, group)
+
+    def _run(self, rows: Sequence[Row], group: Group | None) -> list[Tensor]:
+        if not rows:
+            return []
+        results = _in_order(rows, self._forward if group is None else partial(self._forward_together, group=group))
+        for row in rows:
+            if row.own is not None and row.active is None:
+                row.own.note_made()
+        return results
 
     def _forward(self, rows: Sequence[Row]) -> list[Tensor]:
         edits = [Edit(row, self._num_tokens(row), self._first_pages, self._operators) for row in rows]
@@ -183,7 +197,7 @@ class Denoiser(ABC):
         return [velocity[: len(row.latents)] for row, velocity in velocities]
 
     def _forward_together(self, rows: Sequence[Row], group: Group) -> list[Tensor]:
-        heads = shares(self.module.config.num_attention_heads, group.degree)
+        heads = self._shares(group)
         mine = [with_heads(row, heads[group.me]) for row in rows]
         edits = [Edit(row, self._num_tokens(row), self._first_pages, self._operators) for row in mine]
         shards = [Shard(edit, group, self._device) for edit in edits]
@@ -195,6 +209,10 @@ class Denoiser(ABC):
             group.gather(velocity, shard.final_lengths())[: len(row.latents)]
             for row, shard, velocity in zip(rows, shards, self._pass(stream, shards), strict=True)
         ]
+
+    def _shares(self, group: Group) -> list[Span]:
+        """Every member's heads."""
+        return shares(self.module.config.num_attention_heads, group.degree)
 
     def _pass(self, stream: Stream, edits: Sequence[Edit | Shard]) -> list[Tensor]:
         """Velocity of the image tokens that the last block computes, of each row."""
@@ -345,6 +363,33 @@ def _unmap(module: Any) -> None:
 def with_heads(row: Row, heads: Span) -> Row:
     """A row that reads these heads of its pages only."""
     return row if row.pages is None else replace(row, pages=replace(row.pages, heads=heads))
+
+
+def with_own_heads(row: Row, heads: Span | None) -> Row:
+    """A row whose own pages, if it has any, are of these heads only; None: of all."""
+    return row if row.own is None else replace(row, own=row.own.with_heads(heads))
+
+
+def lacking_pages(rows: Sequence[Row], group: Group | None) -> list[Row]:
+    """For those of these rows that read their own pages, which this rank or another one of the group lacks, the row of
+    the step that makes them."""
+    readers = [(row, row.own) for row in rows if row.own is not None and row.active is not None]
+    missing = torch.tensor([not own.are_there for _, own in readers])
+    if group is not None and readers:
+        missing = group.gather(missing[None].float(), [1] * group.degree).any(dim=0)
+    return [
+        replace(
+            row,
+            latents=own.latents,
+            sigma=own.sigma,
+            modulation=own.modulation,
+            active=None,
+            box=None,
+            pages=None,
+        )
+        for (row, own), is_missing in zip(readers, missing.tolist(), strict=True)
+        if is_missing
+    ]
 
 
 def select(x: Tensor, tokens: Tensor | None) -> Tensor:

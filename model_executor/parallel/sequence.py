@@ -33,7 +33,7 @@ class Shard:
 
     def __init__(self, edit: Edit, group: Group, device: torch.device) -> None:
         self._edit, self._me = edit, group.me
-        self.num_tokens, self.text_tokens = edit.num_tokens, edit.text_tokens
+        self.num_tokens, self.text_tokens, self.needs_order = edit.num_tokens, edit.text_tokens, edit.needs_order
         self._text = shares(edit.text_tokens, group.degree)
         active = torch.arange(edit.num_tokens, device=device) if edit.active is None else edit.active
         others = torch.ones(edit.num_tokens, dtype=torch.bool, device=device).index_fill_(0, active, False).nonzero()
@@ -106,7 +106,7 @@ class Shard:
             self._edit.read_over(page, keys_values, fresh, order)
 
     def store(self, page: int, image: Tensor) -> None:
-        """Does nothing: a step writes no pages."""
+        self._edit.store(page, image)
 
 
 @dataclass(frozen=True, slots=True)

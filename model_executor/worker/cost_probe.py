@@ -35,6 +35,7 @@ from core.scheduling.ops.text_encode import TEXT_ENCODE
 from model_executor.cpu import cpu_name
 from model_executor.kernels.operators import chosen_operators
 from model_executor.models.base import EncodedImage, EncodedText, Family, PrimeRow, Row
+from model_executor.page_cache.own_pages import DTYPE as OWN_DTYPE
 from model_executor.page_cache.pages import Pages
 from model_executor.parallel.group import Group
 from model_executor.worker.device_failures import is_out_of_memory
@@ -203,7 +204,13 @@ class Batches:
         of_row = [text.prompt_embeds, text.pooled_prompt_embeds, *([] if table is None else [table])]
         of_request = [*num_states * [image.latents, *image.state], image.condition, image.outside, image.sigmas]
         on_device = [tensor for tensor in of_request + self.most_rows * of_row if tensor.device == image.latents.device]
-        return sum(tensor.nbytes for tensor in on_device)
+        own = self.family.page_layout(OWN_DTYPE).entry_bytes(len(image.latents)) if self._makes_own_pages else 0
+        return sum(tensor.nbytes for tensor in on_device) + self.most_rows * own
+
+    @property
+    def _makes_own_pages(self) -> bool:
+        """Whether requests may keep pages of their own between steps."""
+        return self._has_pages and any(schedule.full_steps for schedule in self.info.step_schedules)
 
     @property
     def _has_pages(self) -> bool:

@@ -21,20 +21,23 @@ if TYPE_CHECKING:
 class Denoise(Message, OpWork, frozen=True, omit_defaults=True):
     """One step: reads `condition`, `outside`, `sigmas` of `image_encode`, the text encoder's outputs unless it is of a
     class, and `latents` and `sampler` (the sampler's state, a series) as the step before has made them; makes new ones.
+    Of a request with its own pages, `sampler` ends with two tensors more: the latents before the step that makes its
+    pages, and the last velocity of every token.
     """
 
     # Every step.
     step: int  # from 0
     width: int  # px
     height: int  # px
-    active: ArrayRef | None  # int32 indices of the tokens to compute; None: all, without pages
+    active: ArrayRef | None  # int32 indices of the tokens to compute; None: all
     guidance_scale: float
     keep_clean: bool  # also store `clean`, the predicted clean latents (z - sigma * v), for a partial image
     true_cfg_scale: float = 1.0  # of classifier-free guidance, with a negative prompt or class
     class_label: int | None = None  # what it is a picture of, without text encoder; with guidance also of any class
     patches: PatchSet = ()
-    # Mask-aware steps: where inactive tokens come from.
+    # Mask-aware steps: where inactive tokens come from, the template's pages or the request's own.
     pages: PageSpan | None = None
+    own_page_step: int | None = None  # the step that makes its own pages; if it is this one, all tokens are computed
     full_blocks: tuple[int, ...] = ()  # compute all tokens nevertheless; leading ones if pages hold keys and values
     # In full blocks inactive tokens are made as in priming, from:
     template: EntryRef | None = None  # its clean latents
@@ -50,16 +53,19 @@ def _make(request: Request, node: Node, pages: NodePages) -> Denoise:
     spec, progress = request.spec, request.progress
     assert spec.sampling.guidance_scale is not None
     step, canvas = progress.scheduled[node.name], spec.canvas(node.canvas)
+    own_page_step = spec.own_page_step(step)
+    is_masked = pages.span is not None or own_page_step not in (None, step)
     return Denoise(
         step=step,
         width=canvas.width,
         height=canvas.height,
-        active=canvas.active if pages.span else None,
+        active=canvas.active if is_masked else None,
         guidance_scale=spec.sampling.guidance_scale,
         true_cfg_scale=spec.sampling.true_cfg_scale or 1.0,
         class_label=spec.class_label,
         keep_clean=progress.is_shown_next(node),
         pages=pages.span,
+        own_page_step=own_page_step,
         full_blocks=pages.full_blocks,
         template=pages.latents,
         content_id=spec.content_id,

@@ -108,7 +108,8 @@ def steps_of(request: Request, node: Node) -> list[tuple[int, Work]]:
         return []
     if node.canvas or not spec.is_mask_aware:
         return [(times, op.size(request.sizes(node)))]
-    num_full = min(times, max(0, spec.num_full_steps - request.progress.scheduled[node.name]))
+    first = request.progress.scheduled[node.name]
+    num_full = spec.num_full_steps(first, first + times)
     kinds = [
         (num_full, request.sizes_of(node, is_masked=False)),
         (times - num_full, request.sizes_of(node, is_masked=True)),

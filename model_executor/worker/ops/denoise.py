@@ -17,6 +17,8 @@ from core.messages.worker import Item, ItemResult, PageSpan
 from core.scheduling.ops.denoise import Denoise
 from model_executor.models.base import Family, Row, Sample
 from model_executor.models.boxes import Box, around
+from model_executor.page_cache import own_pages
+from model_executor.page_cache.own_pages import OwnPages
 from model_executor.page_cache.pages import Pages
 from model_executor.samplers.sampling import State
 from model_executor.worker.ops.context import WorkerContext, noise_id
@@ -25,7 +27,9 @@ from model_executor.worker.tensor_store import MissingValueError
 logger = logging.getLogger("stencil.worker")
 
 TABLES = ("active", "modulation-0", "modulation-1")
-"""What this rank keeps from the first step of a loop to its last: names in the tensor store."""
+OWN_PAGES = ("pages-0", "pages-1")
+"""What this rank keeps from the first step of a loop to its last: names in the tensor store. Those with a number are of
+this row of a request."""
 
 
 def denoise(context: WorkerContext, model: str, items: Sequence[Item]) -> list[ItemResult]:
@@ -59,6 +63,9 @@ def _step(context: WorkerContext, model: str, item: Item) -> _Step:
     work, state = item.work, context.read_series(refs.pop("sampler"))
     inputs = {name: context.read(ref) for name, ref in refs.items()}
     assert isinstance(work, Denoise)
+    last: tuple[Tensor, ...] = ()  # of a request with its own pages, after its first step
+    if work.own_page_step is not None and work.step:
+        state, last = state[:-2], state[-2:]
     family = context.family(model, work.patches)
     grid, sigma = family.grid(work.width, work.height), inputs["sigmas"][work.step]
     sample = Sample(
@@ -75,6 +82,17 @@ def _step(context: WorkerContext, model: str, item: Item) -> _Step:
         latents, condition = _fill_inactive(context, model, work, sigma, active, latents, condition)
     prompts = _prompts(inputs) if work.class_label is None else _classes(family, work, work.class_label)
     pages = None if work.pages is None else _page_span(context, family, work, work.pages)
+    tables = [
+        _modulation(context, family, item, work, (number, len(prompts)), pooled, inputs["sigmas"])
+        for number, (_, pooled) in enumerate(prompts)
+    ]
+    own: Sequence[OwnPages | None] = [None] * len(prompts)
+    if work.own_page_step is not None:
+        before = latents if work.own_page_step == work.step else last[0]
+        own = [
+            _own_pages(context, family, item, work, number, before, inputs["sigmas"], table)
+            for number, table in enumerate(tables)
+        ]
     rows = [
         Row(
             latents=latents,
@@ -86,14 +104,15 @@ def _step(context: WorkerContext, model: str, item: Item) -> _Step:
             grid=grid,
             active=active,
             box=box,
-            pages=pages,
+            pages=mine.pages if mine is not None and active is not None else pages,
+            own=mine,
             full_blocks=work.full_blocks,
             patches=work.patches,
-            modulation=_modulation(context, family, item, work, (number, len(prompts)), pooled, inputs["sigmas"]),
+            modulation=None if table is None else table[work.step : work.step + 1],
         )
-        for number, (embeds, pooled) in enumerate(prompts)
+        for (embeds, pooled), table, mine in zip(prompts, tables, own, strict=True)
     ]
-    return _Step(rows, sample, work.true_cfg_scale, work.keep_clean)
+    return _Step(rows, sample, work.true_cfg_scale, work.keep_clean, last[1] if last else None)
 
 
 def _prompts(inputs: Mapping[str, Tensor]) -> list[tuple[Tensor, Tensor]]:
@@ -117,15 +136,37 @@ def _modulation(
     pooled: Tensor,
     sigmas: Tensor,
 ) -> Tensor | None:
-    """The row of the family's modulation table for this step, None if it keeps no table. row: (index, count) of the
-    request's rows. The table is computed for the whole run at its first step."""
+    """The family's modulation table of a row, None if it keeps none. row: (index, count) of the request's rows. The
+    table is computed for the whole run at its first step."""
     number, num_rows = row
     key = TensorKey(item.request_id, item.node, TABLES[1 + number])
     if not (kept := context.store.get_series(key)):
         table = family.modulation(pooled, work.guidance_scale, sigmas[:-1], num_rows, work.patches)
         kept = () if table is None else (table,)
         context.store.put_series(key, kept)
-    return kept[0][work.step : work.step + 1] if kept else None
+    return kept[0] if kept else None
+
+
+def _own_pages(
+    context: WorkerContext,
+    family: Family,
+    item: Item,
+    work: Denoise,
+    number: int,
+    latents: Tensor,
+    sigmas: Tensor,
+    table: Tensor | None,
+) -> OwnPages:
+    """The own pages of row `number`. latents: before the step that makes them. table: of its modulation."""
+    step, (rows, columns) = work.own_page_step, family.grid(work.width, work.height)
+    assert step is not None
+    key, layout = TensorKey(item.request_id, item.node, OWN_PAGES[number]), family.page_layout(own_pages.DTYPE)
+    if not (kept := context.store.get_series(key)):
+        kept = OwnPages.room(layout, rows * columns, latents.device)
+        context.store.put_series(key, kept)
+    entry, made = kept
+    modulation = None if table is None else table[step : step + 1]
+    return OwnPages(layout, rows * columns, entry, made, step, latents, sigmas[step], modulation)
 
 
 def _fill_inactive(
@@ -187,7 +228,7 @@ def _put_step(
     step drops the tables that are kept for all of them.
     """
     tensors = context.put(item, named) + context.put_state(item, state)
-    for name in TABLES if is_last else ():
+    for name in (*TABLES, *OWN_PAGES) if is_last else ():
         context.store.free(TensorKey(item.request_id, item.node, name))
     return ItemResult(item.request_id, item.node, tensors)
 
@@ -200,6 +241,7 @@ class _Step:
     sample: Sample
     scale: float  # of classifier-free guidance, for two rows
     keep_clean: bool  # whether to output the clean prediction too, for a preview
+    velocity: Tensor | None  # of a request with its own pages, after its first step: the last one of every token
 
     @property
     def is_last(self) -> bool:
@@ -208,15 +250,17 @@ class _Step:
 
     def outputs(self, family: Family, prediction: Tensor) -> tuple[dict[str, Tensor], State]:
         """(`latents` after the step and, with keep_clean, `clean`; the sampler's state). Tokens that are not active are
-        unchanged. prediction: of the active tokens."""
-        sample, active = self.sample, self.rows[0].active
+        unchanged, or with own pages go on with their last velocity, since a later step may compute them again.
+        prediction: of the active tokens."""
+        sample, active, own = self.sample, self.rows[0].active, self.rows[0].own
         if active is not None:
-            prediction = prediction.new_zeros(sample.latents.shape).index_copy_(0, active, prediction)
+            others = prediction.new_zeros(sample.latents.shape) if self.velocity is None else self.velocity
+            prediction = others.index_copy(0, active, prediction)
         moved, state = family.advance(sample, prediction)
-        named = {"latents": self._of_active(moved)}
+        named = {"latents": self._of_active(moved) if own is None else moved}
         if self.keep_clean:
             named["clean"] = self._of_active(family.predict_clean(sample, prediction))
-        return named, state
+        return named, state if own is None else (*state, own.latents, prediction)
 
     def _of_active(self, moved: Tensor) -> Tensor:
         latents, active = self.sample.latents, self.rows[0].active
