@@ -11,6 +11,11 @@ Tier = Literal["device", "host", "disk"]
 unless it is configured.
 """
 
+CacheResult = Literal["hit", "miss", "own", "off"]
+"""Where the pages that a request read came from. hit: all were cached. miss: some had to be primed. own: from its own
+full steps. off: it read none, as in an exact run.
+"""
+
 
 PAGE_ARENA = 1
 """Id of the arena with an engine's cached pages; 0 is the arena of its client."""

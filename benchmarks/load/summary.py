@@ -99,7 +99,7 @@ def summarise(run: Run, context: Context) -> Summary:
         first_image=_first_image(completed, context),
         mask_area=_mean(context.areas),
         mask_ratio=_mean(_facts(completed, "mask_ratio")),
-        hit_ratio=_mean([fact == "hit" for fact in _facts(completed, "cache") if fact != "off"]),
+        hit_ratio=_mean([fact == "hit" for fact in _facts(completed, "cache") if fact in ("hit", "miss")]),
         worker_seconds=None if context.worker_seconds is None else dict(context.worker_seconds),
         client_late_ms=1e3 * percentile([outcome.sent - outcome.due for outcome in outcomes] or [0.0], 0.99),
         client_cpu_ms=1e3 * run.cpu_seconds / max(1, len(outcomes)),

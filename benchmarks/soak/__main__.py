@@ -20,6 +20,7 @@ from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from itertools import count
 from pathlib import Path
+from typing import get_args
 
 import httpx
 import psutil
@@ -45,6 +46,7 @@ from benchmarks.soak.resumes import Resumes
 from benchmarks.soak.sending import Sender
 from benchmarks.soak.setups import ENGINES, SINGLE_DEATHS, Setup
 from benchmarks.soak.users import Crowd
+from core.handles import CacheResult
 
 FLAGS = (
     *("--threads", "1", "--dtype", "float32", "--max-queue", "32", "--log-level", "info", "--log-format", "json"),
@@ -267,7 +269,7 @@ def _report(args: argparse.Namespace, ledger: Ledger, record: Record) -> bool:
     if math.isnan(slope) and args.minutes >= SLOPE_MINUTES:
         record.failures.append("too few samples for a memory slope")
     recoveries = record.recoveries or [float("nan")]
-    cache = " ".join(f"{counts[f'cache_{kind}']} {kind}" for kind in ("hit", "miss", "off"))
+    cache = " ".join(f"{counts[f'cache_{kind}']} {kind}" for kind in get_args(CacheResult))
     rows = [
         ("requests", f"{counts['requests']} in {counts['attempts']} attempts, {counts['refused']} of them refused"),
         ("pictures", f"{counts['pictures']}; cache: {cache}"),

@@ -134,7 +134,9 @@ class ActivationCache(NodeCache):
 
     def outcome(self, request: Request) -> CacheOutcome:
         mine = self._record(request)
-        if mine is None or request.spec.has_own_pages:
+        if request.spec.has_own_pages:
+            return CacheOutcome("own")
+        if mine is None:
             return CacheOutcome()
         reservation = mine.reservation
         return CacheOutcome(

@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-from typing import Literal
-
 import msgspec
 
 from core.costs.load_report import EngineStats, LoadReport
 from core.failure import Failure
-from core.handles import ArrayRef, Tier
+from core.handles import ArrayRef, CacheResult, Tier
 from core.messages.message import Message
 from core.messages.worker import DropAdapter, LoadAdapter
 from core.model_info import ModelInfo
@@ -194,7 +192,7 @@ class Finished(Message, frozen=True):
     ms: dict[str, float]  # milliseconds by part, as in the API's `stencil.ms`
     text_tokens: int  # of the prompt
     prompt_truncated: bool
-    cache: Literal["hit", "miss", "off"]  # whether no page had to be primed for it; off: an exact run
+    cache: CacheResult
     tier: Tier | None  # the slowest tier that its pages came from; None unless a hit
     is_primed: bool  # pages were primed for it, by itself or by an earlier edit of its template
     full_blocks: int  # most blocks that one of its mask-aware steps computed in full

@@ -9,9 +9,9 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING
 
-from core.handles import EntryRef, TensorKey, Tier
+from core.handles import CacheResult, EntryRef, TensorKey, Tier
 
 if TYPE_CHECKING:
     from core.costs.load_report import CacheStats, Residency
@@ -78,7 +78,7 @@ class CacheOrders:
 class CacheOutcome:
     """What the cache did for a request, for its terminal message. By default: it had no part in it."""
 
-    result: Literal["off", "hit", "miss"] = "off"  # miss: something that it reads had to be computed
+    result: CacheResult = "off"
     tier: Tier | None = None  # of a hit: the slowest tier that anything it reads came from
     prime_seconds: float = 0.0  # worker time of jobs while it waited for them
     full_blocks: int = 0  # most blocks that one of its finished steps computed in full

@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import Literal
 
-from core.handles import Tier
+from core.handles import CacheResult, Tier
 from core.lora import Lora
 from core.messages.image_processor import Box, MaskKind, OutputFormat
 from core.sampling_params import SamplingParams
@@ -60,7 +59,7 @@ class EditReport:
     prompt_truncated: bool
     # Mask-aware execution and the activation cache, see `core.messages.engine.Finished`.
     exact_reason: ExactReason | None = None  # why every token was computed; None = the edit ran mask-aware
-    cache: Literal["hit", "miss", "off"] = "off"
+    cache: CacheResult = "off"
     tier: Tier | None = None
     primed: bool = False
     full_steps: int = 0  # steps that computed every token

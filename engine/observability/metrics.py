@@ -11,15 +11,15 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Literal, Protocol, get_args
 
 from core.costs.load_report import EngineStats, LoadReport
+from core.handles import CacheResult
 from engine.observability.engine_metrics import EngineMetrics
 from engine.observability.metric_registry import CONTENT_TYPE, PREFIX, MetricRegistry
 
-__all__ = ["CONTENT_TYPE", "CacheResult", "Metrics", "RejectReason"]
+__all__ = ["CONTENT_TYPE", "Metrics", "RejectReason"]
 
 RejectReason = Literal[
     "queue_full", "not_ready", "shutting_down", "invalid", "unauthorized", "rate_limit", "no_disk", "slo", "timeout"
 ]
-CacheResult = Literal["hit", "miss", "off"]
 DropReason = Literal["timeout", "slo", "displaced"]
 FinishedReason = Literal["stop", "abort", "error"]
 

@@ -25,7 +25,7 @@ from model_executor.kernels.gpu_tables import places, table
 from model_executor.kernels.linear import gpu_linear
 from model_executor.kernels.operators import Operators
 from model_executor.kernels.ragged import Span
-from model_executor.page_cache.pages import Entry, Pages, Quantise, Reader
+from model_executor.page_cache.pages import Entry, Pages, Quantise, Reader, quantise
 
 logger = logging.getLogger("stencil.worker")
 
@@ -133,7 +133,8 @@ class TritonOperators(GpuOperators):
         return self._quantise
 
     def open(self, pages: Pages) -> Reader:
-        return TritonReader(pages, self._kernels)
+        """As `Operators.open`; the kernel reads all heads of a page, so PyTorch reads a share of them."""
+        return TritonReader(pages, self._kernels) if pages.heads is None else super().open(pages)
 
     def norm_modulate(self, x: Tensor, where: Sequence[Span], eps: float, factor: Tensor, shift: Tensor) -> Tensor:
         rows, requests = table(tuple(where), x.device)
@@ -171,6 +172,9 @@ class TritonOperators(GpuOperators):
             )
 
     def _quantise(self, x: Tensor, values: Tensor, scales: Tensor) -> None:
+        if not values.is_contiguous():  # a share of a page's heads
+            quantise(x, values, scales)
+            return
         kinds, heads, tokens, width = x.shape
         block = power_of_two(width)
         together = max(1, TILE // block)

@@ -123,11 +123,11 @@ class FluxFill(Flux):
         for a third of the smaller half of the VAE's time.
         """
         generator = torch.Generator("cpu").manual_seed(seed)
-        image, mask = to_image(template), mask[None, None].float()
+        image, mask = to_image(template), mask[None, None]
         rows, columns = self.grid(image.shape[3], image.shape[2])
         sigmas = self._schedule(num_inference_steps, num_denoising_steps, rows * columns)
         latents = pack(self._initial_latents(image, sigmas[0], generator, start, is_exact))
-        masked = pack(self._posterior_sample(image * (1 - mask), generator, is_exact))
+        masked = pack(self._posterior_sample(image * (1 - mask.float()), generator, is_exact))
         return EncodedImage(
             latents=latents,
             condition=torch.cat([masked, self._pack_mask(mask).to(masked)], dim=1),

@@ -15,8 +15,8 @@ from torch import Tensor, nn
 
 from model_executor.kernels.cpu_kernels import Kernels
 from model_executor.models.boxes import Box, times
-from model_executor.models.vae_norms import fuse
 from model_executor.models.vae_region import RegionDecoder
+from model_executor.models.vae_resnets import fuse
 
 
 class Vae(ABC):

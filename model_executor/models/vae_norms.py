@@ -74,7 +74,7 @@ def normed_at(
     return activation(batch_norm(x, mean, variance, weight, bias, eps=norm.eps))
 
 
-def fuse(vae: nn.Module, kernels: Kernels) -> None:
+def fuse_norms(vae: nn.Module, kernels: Kernels) -> None:
     """Put `NormSilu` in place of the norms and activations of an `AutoencoderKL` in bfloat16 whose weights do not
     change any more, where their number of channels allows it."""
     for layer in vae.modules():

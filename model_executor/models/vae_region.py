@@ -30,6 +30,7 @@ from torch import Tensor, nn
 from model_executor.kernels.cpu_kernels import Kernels
 from model_executor.models.boxes import Box, cut, times
 from model_executor.models.vae_norms import NormSilu, moments, normed_at, per_channel, tile_moments
+from model_executor.models.vae_resnets import add
 
 CROPPED_BLOCKS = 2
 """How many of the last up blocks, which take most of the time, are computed for a crop only."""
@@ -181,8 +182,8 @@ class _Maps:
     def through(self, layer: Callable[[Tensor], Tensor]) -> _Maps:
         return replace(self, parts=tuple(layer(part) for part in self.parts))
 
-    def plus(self, other: _Maps) -> _Maps:
-        return replace(self, parts=tuple(a + b for a, b in zip(self.parts, other.parts, strict=True)))
+    def joined(self, other: _Maps, join: Callable[[Tensor, Tensor], Tensor]) -> _Maps:
+        return replace(self, parts=tuple(join(a, b) for a, b in zip(self.parts, other.parts, strict=True)))
 
     def normed(self, norm: nn.GroupNorm | NormSilu, activation: Callable[[Tensor], Tensor]) -> _Maps:
         """Group norm with the whole picture's statistics, and an activation."""
@@ -197,8 +198,9 @@ def _resnets(block: Any, maps: _Maps) -> _Maps:
     """All residual blocks of an up block, as diffusers' ResnetBlock2D.forward without a time embedding."""
     for resnet in block.resnets:
         hidden = maps.normed(resnet.norm1, resnet.nonlinearity).through(resnet.conv1)
-        hidden = hidden.normed(resnet.norm2, resnet.nonlinearity).through(resnet.conv2)
-        maps = (maps if resnet.conv_shortcut is None else maps.through(resnet.conv_shortcut)).plus(hidden)
+        hidden = hidden.normed(resnet.norm2, resnet.nonlinearity)
+        shortcut = maps if resnet.conv_shortcut is None else maps.through(resnet.conv_shortcut)
+        maps = shortcut.joined(hidden, partial(add, resnet))
     return maps
 
 

@@ -9,7 +9,9 @@ from hypothesis import strategies as st
 from core.step_schedule import StepSchedule, schedule_for
 
 
-def make(num_steps: int, *computed: int, full_steps: int = 0, full_steps_from: float = 0.0) -> StepSchedule:
+def make(
+    num_steps: int, *computed: int, full_steps: tuple[int, ...] = (), full_steps_from: float = 0.0
+) -> StepSchedule:
     return StepSchedule(
         num_inference_steps=num_steps,
         computed=computed,
@@ -20,7 +22,7 @@ def make(num_steps: int, *computed: int, full_steps: int = 0, full_steps_from: f
     )
 
 
-SPARSE = make(28, 0, 1, 2, 3, 4, 8, 12, 16, 20, 24, full_steps=2, full_steps_from=0.2)
+SPARSE = make(28, 0, 1, 2, 3, 4, 8, 12, 16, 20, 24, full_steps=(0, 3), full_steps_from=0.2)
 
 
 @st.composite
@@ -53,9 +55,17 @@ def test_short_runs_compute_every_step_and_long_ones_no_more_than_needed() -> No
     assert SPARSE.steps_of(56) == (0, 2, 4, 6, 8, 16, 24, 32, 40, 48)
 
 
-def test_full_steps_keep_their_share() -> None:
-    assert [SPARSE.full_steps_at(0.3, num) for num in (10, 8, 20)] == [2, 2, 4]
-    assert SPARSE.full_steps_at(0.19, 10) == 0
+def test_full_steps_keep_their_places() -> None:
+    assert [SPARSE.full_steps_at(0.3, num) for num in (10, 8, 20)] == [(0, 3), (0, 3), (0, 6)]
+    assert [SPARSE.full_steps_at(0.2, num) for num in (1, 2, 3)] == [(0,), (0, 1), (0, 1)]
+    assert SPARSE.full_steps_at(0.19, 10) == ()
+    assert make(28, 0, 1).full_steps_at(1.0, 2) == ()
+
+
+@pytest.mark.parametrize("full", [(1,), (0, 2), (0, 3, 1), (0, 0)])
+def test_full_steps_must_be_computed_and_rise_from_the_first(full: tuple[int, ...]) -> None:
+    with pytest.raises(ValueError, match="full steps must rise from 0"):
+        make(28, 0, 1, 3, full_steps=full)
 
 
 def test_the_schedule_of_the_same_number_of_steps_is_used_else_that_of_most() -> None:

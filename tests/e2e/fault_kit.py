@@ -110,7 +110,12 @@ def file_of(pixels: object) -> bytes:
 
 
 def make_input(
-    seed: int = 0, steps: int = 30, prompt: str = "a red shirt", partial_images: int = 0, side: int = 96
+    seed: int = 0,
+    steps: int = 30,
+    prompt: str = "a red shirt",
+    partial_images: int = 0,
+    side: int = 96,
+    own_page_steps: tuple[int, ...] | None = None,
 ) -> EditInput:
     """An edit of the middle third of a random picture, determined by `seed`."""
     pixels = np.random.default_rng(seed).integers(0, 256, (side, side, 3), np.uint8)
@@ -121,12 +126,13 @@ def make_input(
         image=BytesUpload(file_of(pixels)),
         mask=BytesUpload(file_of(mask)),
         mask_kind="luminance",
-        sampling=SamplingParams(num_inference_steps=steps, seed=7 + seed),
+        sampling=SamplingParams(num_inference_steps=steps, seed=7 + seed, own_page_steps=own_page_steps),
         partial_images=partial_images,
     )
 
 
-EDITS = {f"r{seed}": make_input(seed, steps=60 + 10 * seed, partial_images=seed) for seed in range(4)}
+EDITS = {f"r{seed}": make_input(seed, steps=60 + 10 * seed, partial_images=seed) for seed in range(3)}
+EDITS["r3"] = make_input(3, steps=90, partial_images=3, own_page_steps=(0, 20, 45))
 BRIEF = {f"r{seed}": make_input(seed, steps=20 + 5 * seed) for seed in range(4)}
 
 

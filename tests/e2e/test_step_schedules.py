@@ -33,7 +33,7 @@ def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
     schedule = StepSchedule(
         num_inference_steps=NUM_STEPS,
         computed=COMPUTED,
-        full_steps=2,
+        full_steps=(0, 2),
         full_steps_from=0.1,
         ssim_mean=0.99,
         ssim_p10=0.98,
@@ -111,6 +111,7 @@ def test_a_mask_aware_edit_computes_the_calibrated_steps_and_full_ones(image_eng
     (report,) = generate(image_engine, step_schedule="calibrated").reports
     assert report.exact_reason is None
     assert (report.steps_computed, report.full_steps) == (len(COMPUTED), 2)
+    assert (report.cache, report.tier, report.primed) == ("own", None, False)
     (every,) = generate(image_engine).reports
     assert (every.steps_computed, every.full_steps) == (NUM_STEPS, 0), "full unless the request says otherwise"
 
@@ -118,3 +119,25 @@ def test_a_mask_aware_edit_computes_the_calibrated_steps_and_full_ones(image_eng
 def test_a_list_of_all_steps_changes_no_byte(image_engine: ImageEngine) -> None:
     listed = generate(image_engine, computed_steps=tuple(range(NUM_STEPS)))
     assert np.array_equal(pixels_of(listed), pixels_of(generate(image_engine)))
+
+
+def test_over_its_own_pages_an_edit_comes_near_to_exact(image_engine: ImageEngine) -> None:
+    """The more full steps the nearer; no pixel outside the mask changes; the same whatever is cached."""
+    exact = pixels_of(generate(image_engine, 3, mask_aware=False)).astype(int)
+    every, errors = tuple(range(NUM_STEPS)), []
+    for own in ((0,), (0, 2), (0, 1, 2, 3, 6), every[:-1]):
+        ours = pixels_of(generate(image_engine, 3, own_page_steps=own))
+        assert np.array_equal(ours, pixels_of(generate(image_engine, 3, own_page_steps=own)))
+        assert np.array_equal(ours[box_mask(SIZE) == 0], picture(3, SIZE)[box_mask(SIZE) == 0])
+        errors.append(float(np.abs(ours - exact).mean()))
+    assert errors == sorted(errors, reverse=True)
+    (whole,) = generate(image_engine, 3, own_page_steps=every).reports
+    assert whole.exact_reason == "full_steps"
+
+
+def test_images_of_one_edit_have_pages_of_their_own(image_engine: ImageEngine) -> None:
+    edit = Edit(prompt=PROMPT, image=picture(0, SIZE), mask_image=box_mask(SIZE) * 255)
+    fields = {"seed": 0, "num_inference_steps": NUM_STEPS, "own_page_steps": (0, 3), "n": 2}
+    (result,) = image_engine.generate([edit], SamplingParams(**fields), use_tqdm=False)
+    assert [report.full_steps for report in result.reports] == [2, 2]
+    assert np.array_equal(np.asarray(result.images[0]), pixels_of(generate(image_engine, own_page_steps=(0, 3))))

@@ -6,9 +6,11 @@ import fakes
 import msgspec
 import pytest
 
-from core.config import CacheConfig, EngineConfig, ModelConfig
+from core.config import CacheConfig, EngineConfig, ModelConfig, SchedulerConfig
+from core.model_info import ModelInfo
 from core.page_scheme import PageLayout, PageScheme
 from core.sampling_params import SamplingParams
+from core.step_schedule import StepSchedule
 from engine.client.mask_aware import can_prime_ahead, fits, resolve_full_steps, resolve_margin, why_exact
 
 SCHEME = PageScheme(
@@ -110,35 +112,42 @@ def test_per_step_pages_count_by_the_steps_that_run() -> None:
     assert why_exact(sampling(), model, engine(host_bytes=need), 9, TOKENS) == "too_large"
 
 
+def leading(asked: SamplingParams, model: ModelInfo, mask_ratio: float) -> int | None:
+    """Number of leading full steps."""
+    resolved = resolve_full_steps(asked, model, mask_ratio)
+    assert not resolved.own_page_steps
+    return resolved.full_steps
+
+
 def test_defaults_come_from_the_scheme_and_zero_is_a_value() -> None:
-    assert (resolve_margin(sampling(), MODEL), resolve_full_steps(sampling(), MODEL, 0.5)) == (8, 1)
+    assert (resolve_margin(sampling(), MODEL), leading(sampling(), MODEL, 0.5)) == (8, 1)
     given = sampling(mask_margin=0, full_steps=0)
-    assert (resolve_margin(given, MODEL), resolve_full_steps(given, MODEL, 0.5)) == (0, 0)
+    assert (resolve_margin(given, MODEL), leading(given, MODEL, 0.5)) == (0, 0)
     assert resolve_margin(sampling(mask_aware=False, mask_margin=5), MODEL) == 0
     assert resolve_margin(sampling(mask_margin=5), fakes.MODEL) == 0
-    assert resolve_full_steps(sampling(), fakes.MODEL, 0.5) == 0
+    assert leading(sampling(), fakes.MODEL, 0.5) == 0
 
 
 @pytest.mark.parametrize(("mask_ratio", "expected"), [(0.0, 0), (0.2499, 0), (0.25, 1), (1.0, 1)])
 def test_large_masks_get_full_steps(mask_ratio: float, expected: int) -> None:
-    assert resolve_full_steps(sampling(), MODEL, mask_ratio) == expected
-    assert resolve_full_steps(sampling(full_steps=3), MODEL, mask_ratio) == 3
+    assert leading(sampling(), MODEL, mask_ratio) == expected
+    assert leading(sampling(full_steps=3), MODEL, mask_ratio) == 3
 
 
 @pytest.mark.parametrize(("num_steps", "expected"), [(1, 1), (4, 1), (8, 1), (9, 2), (16, 2), (28, 4), (200, 25)])
 def test_full_steps_are_a_share_of_all_steps(num_steps: int, expected: int) -> None:
     asked = SamplingParams(num_inference_steps=num_steps)
-    assert resolve_full_steps(asked, MODEL, 0.5) == expected
-    assert resolve_full_steps(asked, MODEL, 0.2) == 0
+    assert leading(asked, MODEL, 0.5) == expected
+    assert leading(asked, MODEL, 0.2) == 0
 
 
 def test_a_weak_edit_has_full_steps_of_those_it_runs() -> None:
-    assert resolve_full_steps(SamplingParams(num_inference_steps=28, strength=0.5), MODEL, 0.5) == 2
+    assert leading(SamplingParams(num_inference_steps=28, strength=0.5), MODEL, 0.5) == 2
 
 
 def test_without_a_ratio_every_mask_gets_full_steps() -> None:
     model = msgspec.structs.replace(MODEL, page_scheme=msgspec.structs.replace(SCHEME, full_steps_from=0.0))
-    assert resolve_full_steps(sampling(), model, 1 / TOKENS) == 1
+    assert leading(sampling(), model, 1 / TOKENS) == 1
 
 
 def test_pages_can_be_primed_before_any_edit_if_they_fit() -> None:
@@ -148,3 +157,56 @@ def test_pages_can_be_primed_before_any_edit_if_they_fit() -> None:
     assert not can_prime_ahead(MODEL, CacheConfig(host_bytes=need - 1), 1, TOKENS)
     assert not can_prime_ahead(per_step, CacheConfig(), 1, TOKENS)
     assert not can_prime_ahead(fakes.MODEL, CacheConfig(), 1, TOKENS)
+
+
+SCHEDULE = StepSchedule(
+    num_inference_steps=8,
+    computed=(0, 1, 2, 4, 6),
+    full_steps=(0, 2),
+    full_steps_from=0.5,
+    ssim_mean=0.99,
+    ssim_p10=0.98,
+)
+SKIPPING = msgspec.structs.replace(MODEL, step_schedules=(SCHEDULE,))
+
+
+def calibrated(**fields: object) -> SamplingParams:
+    return sampling(step_schedule="calibrated", computed_steps=SCHEDULE.computed, **fields)
+
+
+@pytest.mark.parametrize(
+    ("asked", "mask_ratio", "expected"),
+    [
+        (calibrated(), 0.5, ((0, 2), 0)),
+        (calibrated(), 0.49, ((), 0)),
+        (calibrated(strength=0.5), 0.5, ((0, 1), 0)),  # of two steps
+        (calibrated(full_steps=1), 0.5, ((), 1)),
+        (calibrated(own_page_steps=()), 0.5, ((), 0)),
+        (calibrated(own_page_steps=(0, 4, 7)), 0.1, ((0, 4), 0)),
+        (sampling(own_page_steps=(0, 4)), 0.5, ((0, 4), 0)),
+        (sampling(), 0.5, ((), 1)),
+    ],
+)
+def test_large_masks_with_a_schedule_have_pages_of_their_own(
+    asked: SamplingParams, mask_ratio: float, expected: tuple[tuple[int, ...], int]
+) -> None:
+    resolved = resolve_full_steps(asked, SKIPPING, mask_ratio)
+    assert (resolved.own_page_steps, resolved.full_steps) == expected
+    assert resolve_full_steps(resolved, SKIPPING, mask_ratio) == resolved
+
+
+def test_steps_that_all_make_own_pages_are_exact() -> None:
+    assert why_exact(calibrated(own_page_steps=(0, 1, 2, 3)), SKIPPING, engine(), 9, TOKENS) is None
+    assert why_exact(calibrated(own_page_steps=(0, 1, 2, 3, 4)), SKIPPING, engine(), 9, TOKENS) == "full_steps"
+
+
+def test_own_pages_of_all_slots_must_fit_and_templates_need_not() -> None:
+    need = SchedulerConfig().max_num_seqs * SCHEME.layout.entry_bytes(TOKENS)
+    assert need > SCHEME.template_bytes(TOKENS, 3)
+    assert why_exact(calibrated(), SKIPPING, engine(host_bytes=need), TOKENS // 2, TOKENS) is None
+    assert why_exact(calibrated(), SKIPPING, engine(host_bytes=need - 1), TOKENS // 2, TOKENS) == "too_large"
+    assert why_exact(calibrated(), SKIPPING, engine(host_bytes=need - 1), 9, TOKENS) is None
+    long = msgspec.structs.replace(SCHEME, keyframes=tuple(1 - i / 40 for i in range(41)))
+    wide = msgspec.structs.replace(SKIPPING, page_scheme=long)
+    assert why_exact(calibrated(), wide, engine(host_bytes=need), TOKENS // 2, TOKENS) is None
+    assert why_exact(calibrated(), wide, engine(host_bytes=need), 9, TOKENS) == "too_large"

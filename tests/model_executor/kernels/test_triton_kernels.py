@@ -220,6 +220,22 @@ def test_pages_are_written(operators: Operators, dtype: torch.dtype, tokens: int
     assert (values[0, 0, 0] == 0).all()
 
 
+def test_a_share_of_the_heads_is_written_and_read(operators: Operators) -> None:
+    """As ranks do that compute a step together."""
+    layout = PageLayout(num_blocks=2, num_heads=HEADS, head_dim=64, dtype="int8")
+    whole, mine = entry(layout, 9, 1), entry(layout, 9, 1)
+    x = torch.randn(2, 2, 9, 64)
+    for memory, quantised_by in ((whole, quantise), (mine, operators.quantise)):
+        Entry(memory, layout, 9, quantised_by).of_heads((1, 3)).write(1, x)
+    assert torch.equal(mine, whole)
+    pages = Pages(layout, 9, mine, None, 0.0, heads=(1, 3))
+    ours, expected = (torch.empty(2, 2, 9, 64) for _ in range(2))
+    operators.open(pages).read(1, ours)
+    pages.open().read(1, expected)
+    torch.testing.assert_close(ours, expected)
+    torch.testing.assert_close(ours, x, rtol=0.02, atol=0.02)
+
+
 def test_rows_without_a_scale_are_zeros(operators: Operators) -> None:
     x = torch.zeros(2, 1, 2, 64)
     x[0, 0, 0, 3], x[0, 0, 1, 3], x[1, 0, 0, 3] = 1e-44, float("inf"), 127.0

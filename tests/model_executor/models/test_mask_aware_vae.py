@@ -16,7 +16,8 @@ from model_executor.kernels.cpu_kernels import best_kernels
 from model_executor.models import vae_family
 from model_executor.models.vae import copied_in_bfloat16
 from model_executor.models.vae_family import VaeFamily
-from model_executor.models.vae_norms import fuse, moments, tile_moments
+from model_executor.models.vae_norms import moments, tile_moments
+from model_executor.models.vae_resnets import fuse
 from model_executor.worker.resident import ResidentModels
 
 EXAMPLE = Path(__file__).parents[3] / "examples" / "person.png"

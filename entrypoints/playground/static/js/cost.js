@@ -39,12 +39,14 @@ function facts(stencil, ms, firstMs) {
 
 function cacheName(stencil) {
   if (stencil.cache === "off") return "exact";
+  if (stencil.cache === "own") return "own";
   if (stencil.primed) return "primed";
   return stencil.cache === "hit" ? "warm" : "joined";
 }
 
 function cacheMeaning(stencil) {
   if (stencil.cache === "off") return "nothing was taken from the cache";
+  if (stencil.cache === "own") return "its full steps made what the others read";
   if (stencil.primed) return "this picture was new: edit it again";
   return stencil.cache === "hit" ? `all was there (${stencil.tier})` : "waited for another edit's priming";
 }
@@ -56,7 +58,8 @@ function inWords(stencil) {
   if (!skipped) return `In ${steps} all ${count(computed)} tokens were computed.`;
   const share = percent(skipped / (computed + skipped));
   const full = stencil.full_steps ? ` ${stencil.full_steps} of the steps computed every token, since the mask is large.` : "";
-  return `In ${steps} ${count(computed)} tokens were computed and ${count(skipped)} skipped: ${share} came from the picture's cached activations.${full}`;
+  const whose = stencil.cache === "own" ? "the edit's own full steps" : "the picture's cached activations";
+  return `In ${steps} ${count(computed)} tokens were computed and ${count(skipped)} skipped: ${share} came from ${whose}.${full}`;
 }
 
 /** A bar of the parts and a list that names them. */
