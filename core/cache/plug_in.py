@@ -105,7 +105,7 @@ class ActivationCache(NodeCache):
             mine.most_full_blocks = max(mine.most_full_blocks, len(mine.full_blocks))
         if not request.is_live or (mine is not None and mine.is_spoilt):
             return
-        if result.sigmas and not node.canvas and request.spec.is_mask_aware:
+        if result.sigmas and not node.canvas and request.spec.reads_template:
             self._prefetcher.need(request, result.sigmas)
         elif mine is not None and node is request.workflow.paged:
             self._prefetcher.trim(request)

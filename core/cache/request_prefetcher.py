@@ -82,7 +82,7 @@ class RequestPrefetcher:
         overtaking, so that none waits for room forever. page_rank: see `NodeCache.reserve`.
         """
         for request in islice(requests.live(), self._num_prefetched):
-            if request.status is Status.WAITING and _reads_pages(request) and request.id not in self.records:
+            if request.status is Status.WAITING and request.spec.reads_template and request.id not in self.records:
                 self._prefetch(request)
         running, waiting = self._missing(requests)
         for reservation in [*running, *waiting, *self._template_requests.wanting_room(is_idle=not len(requests))]:
@@ -144,14 +144,9 @@ class RequestPrefetcher:
         return TemplateInfo.of(request.spec, self._models[request.head.model])
 
 
-def _reads_pages(request: Request) -> bool:
-    return request.spec.is_mask_aware and not request.spec.has_own_pages
-
-
 def _masked(request: Request, sigmas: tuple[float, ...], first: int) -> tuple[float, ...]:
     """Noise levels of the steps from `first` on that read the template's pages."""
-    spec, steps = request.spec, range(first, len(sigmas) - 1)
-    return () if spec.has_own_pages else tuple(sigmas[step] for step in steps if not spec.is_full_step(step))
+    return sigmas[first + request.spec.num_full_steps(first, len(sigmas) - 1) : -1]
 
 
 def _masked_done(request: Request) -> int:

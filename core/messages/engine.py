@@ -75,6 +75,11 @@ class EditSpec(Canvas, frozen=True, kw_only=True, tag="edit"):
         """Whether it is mask-aware over its own pages and not over its template's."""
         return self.is_mask_aware and bool(self.sampling.own_page_steps)
 
+    @property
+    def reads_template(self) -> bool:
+        """Whether it is mask-aware over its template's pages."""
+        return self.is_mask_aware and not self.sampling.own_page_steps
+
     def is_full_step(self, step: int) -> bool:
         """Whether a step of a mask-aware run computes all tokens."""
         sampling = self.sampling

@@ -44,7 +44,7 @@ class RequestShape:
         pages: tuple[str | None, int, int] = None, 0, 0
         if spec.is_mask_aware and scheme is not None:
             full_steps, active_tokens = spec.num_full_steps(0, num_steps), spec.active.size
-        if spec.is_mask_aware and not spec.has_own_pages and scheme is not None:
+        if spec.reads_template and scheme is not None:
             template = scheme.template_key(spec.content_id, spec.cache_salt, spec.patches)
             num_keyframes = len(scheme.keyframes) or num_steps - full_steps
             pages = template, num_keyframes, scheme.layout.entry_bytes(num_tokens)

@@ -140,7 +140,7 @@ class Request:
 
     def reads_template_pages(self, node: Node) -> bool:
         """Whether the next run of a node reads its template's pages."""
-        return self.is_masked(node) and not self.spec.has_own_pages
+        return self.is_masked(node) and self.spec.reads_template
 
     def send(self, node: Node, ranks: tuple[int, ...]) -> None:
         """Note that the next run of a node is sent to these ranks."""

@@ -80,9 +80,7 @@ def own_pages_fit(scheme: PageScheme, engine: EngineConfig, num_tokens: int, num
     that other edits compute from. num_rows: of a request."""
     cache, entry_bytes = engine.cache, scheme.layout.entry_bytes(num_tokens)
     most = engine.scheduler.max_num_seqs * num_rows * entry_bytes
-    return (
-        most <= (cache.device_bytes or cache.host_bytes) and scheme.latent_entry_bytes(num_tokens) <= cache.host_bytes
-    )
+    return most <= (cache.device_bytes or cache.host_bytes)
 
 
 def fits(scheme: PageScheme, cache: CacheConfig, num_ranks: int, num_tokens: int, num_steps: int) -> bool:

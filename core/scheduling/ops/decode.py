@@ -23,7 +23,7 @@ class Decode(Message, OpWork, frozen=True, omit_defaults=True):
     height: int
     pixels: ArrayRef  # uint8 [height, width, 3] in shared memory, written by the worker
     active: ArrayRef | None = None  # int32 indices of the computed tokens; None: all
-    template_latents: EntryRef | None = None  # the latents of all other tokens
+    template_latents: EntryRef | None = None  # the latents of all other tokens; None: the request has its own
     template: ArrayRef | None = None  # pixels far from every active token are copied from it
 
 
@@ -33,13 +33,14 @@ def _size(sizes: Sizes) -> Work:
 
 def _make(request: Request, node: Node, pages: NodePages) -> Decode:
     spec = request.spec
+    is_part = spec.has_own_pages or pages.latents is not None
     return Decode(
         width=spec.width,
         height=spec.height,
         pixels=spec.pixels[request.progress.pending[node.name] if node.shows else -1],
-        active=spec.active if pages.latents else None,
+        active=spec.active if is_part else None,
         template_latents=pages.latents,
-        template=spec.template if pages.latents else None,
+        template=spec.template if is_part else None,
     )
 
 

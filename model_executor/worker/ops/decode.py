@@ -27,12 +27,11 @@ def decode(context: WorkerContext, model: str, items: Sequence[Item]) -> list[It
 def _decode_region(context: WorkerContext, model: str, work: Decode, latents: Tensor) -> None:
     assert work.active is not None
     assert work.template is not None
-    assert work.template_latents is not None
     family, pixels = context.models[model], context.shared(work.pixels)
     active, template = context.shared(work.active).long().to(latents.device), context.shared(work.template)
-    clean = context.clean_latents(model, work.template_latents, latents.shape[0])
-    whole = clean.to(latents.device, copy=True)
-    whole[active] = latents[active].to(whole.dtype)
-    region, (left, top, right, bottom) = family.decode_region(whole, active, work.width, work.height)
+    if work.template_latents is not None:
+        clean = context.clean_latents(model, work.template_latents, latents.shape[0])
+        latents = clean.to(latents.device).index_copy(0, active, latents[active].to(clean.dtype))
+    region, (left, top, right, bottom) = family.decode_region(latents, active, work.width, work.height)
     pixels.copy_(template)
     pixels[top:bottom, left:right] = region

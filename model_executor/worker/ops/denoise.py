@@ -257,10 +257,12 @@ class _Step:
             others = prediction.new_zeros(sample.latents.shape) if self.velocity is None else self.velocity
             prediction = others.index_copy(0, active, prediction)
         moved, state = family.advance(sample, prediction)
-        named = {"latents": self._of_active(moved) if own is None else moved}
+        named = {"latents": moved}
         if self.keep_clean:
-            named["clean"] = self._of_active(family.predict_clean(sample, prediction))
-        return named, state if own is None else (*state, own.latents, prediction)
+            named["clean"] = family.predict_clean(sample, prediction)
+        if own is not None:
+            return named, (*state, own.latents, prediction)
+        return {name: self._of_active(latents) for name, latents in named.items()}, state
 
     def _of_active(self, moved: Tensor) -> Tensor:
         latents, active = self.sample.latents, self.rows[0].active
