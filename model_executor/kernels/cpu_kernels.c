@@ -12,7 +12,7 @@
 #define PANEL 64   /* output columns at a time: four vectors */
 #define ROWS 6     /* rows at a time: 6 x 4 accumulators, which with operands fill the 32 vector registers */
 #define NARROW_ROWS 12
-#define DEPTH 256  /* inputs at a time: a panel's weights fit the second-level cache */
+#define DEPTH 640  /* inputs at a time: a panel's weights fit the second-level cache */
 #define QUERIES 64 /* queries at a time */
 
 typedef float vec __attribute__((vector_size(64), aligned(4)));
@@ -320,6 +320,30 @@ void stencil_interpolate(const int8_t *near, const float *near_scale, const int8
             float x = *near_scale++, y = *far_scale++, *row = out + g * group_step + (long)t * width;
             for (int d = 0; d < width; d++) row[d] = x * near[d] + y * far[d];
         }
+}
+
+/* Symmetric int8: scales = largest magnitude of a row / 127, values = x / scales; 0 where a scale is 0 or not finite.
+ * x: [kinds, heads, tokens, width] by its steps; values: [kinds, heads, tokens, width], scales: [kinds, heads, tokens],
+ * kinds values_step and scales_step numbers apart; width: a multiple of LANES. */
+void stencil_quantise(const float *x, long kind_step, long head_step, long token_step, int kinds, int heads, int tokens,
+                      int width, int8_t *values, long values_step, float *scales, long scales_step) {
+    for (int kind = 0; kind < kinds; kind++)
+        for (int h = 0; h < heads; h++)
+            for (int t = 0; t < tokens; t++) {
+                const float *row = x + kind * kind_step + h * head_step + t * token_step;
+                long place = (long)h * tokens + t;
+                int8_t *to = values + kind * values_step + place * width;
+                __m512 top = _mm512_setzero_ps();
+                for (int d = 0; d < width; d += LANES)
+                    top = _mm512_max_ps(_mm512_abs_ps((__m512)load(row + d)), top);
+                float scale = _mm512_reduce_max_ps(top) / 127.0f;
+                scales[kind * scales_step + place] = scale;
+                int is_scale = scale > 0.0f && scale < INFINITY;
+                for (int d = 0; d < width; d += LANES) {
+                    __m512i whole = _mm512_cvtps_epi32((__m512)(load(row + d) / all(is_scale ? scale : 1.0f)));
+                    _mm_storeu_si128((__m128i *)(to + d), _mm512_cvtsepi32_epi8(is_scale ? whole : (__m512i){}));
+                }
+            }
 }
 
 /* --------------------------------------------------------------------------------------------------- group norms */

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from core.config import KernelChoice
 from core.errors import ConfigError
 from model_executor.kernels.attention import Attention, OneByOne, Sizes, attend, normalise_and_rotate_
-from model_executor.kernels.cpu_kernels import Kernels, best_kernels
+from model_executor.kernels.cpu_kernels import Kernels, best_kernels, can_quantise
 from model_executor.kernels.linear import Linear, best_linear, plain_linear
 from model_executor.kernels.ragged import Span, add_gated_, norm_modulate
 from model_executor.page_cache.pages import Pages, Quantise, Reader, quantise
@@ -55,7 +55,7 @@ class Operators:
     @property
     def quantise(self) -> Quantise:
         """How int8 pages are made; see `pages.quantise`."""
-        return quantise
+        return quantise if self.kernels is None else partial(_quantise, self.kernels)
 
     def compiled(self, function: Callable[..., Tensor]) -> Callable[..., Tensor]:
         """A function of modules and tensors, compiled for tensors of any size; as it is unless compiling."""
@@ -97,6 +97,13 @@ class Operators:
         """
         one: Callable[..., Sequence[Tensor]] = partial(attend, linear=self.linear, kernels=self.kernels)
         return OneByOne(sizes, heads, head_dim, like, one, beside.room if isinstance(beside, OneByOne) else None)
+
+
+def _quantise(kernels: Kernels, x: Tensor, values: Tensor, scales: Tensor) -> None:
+    if can_quantise(x):
+        kernels.quantise(x, values, scales)
+    else:
+        quantise(x, values, scales)
 
 
 def best_operators(device: torch.device) -> Operators:

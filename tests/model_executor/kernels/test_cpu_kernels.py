@@ -14,12 +14,12 @@ from torch import Tensor
 
 from model_executor.kernels import cpu_kernels as module
 from model_executor.kernels.attention import normalise_and_rotate_
-from model_executor.kernels.cpu_kernels import Kernels, best_kernels, can_attend, can_gelu, pack
+from model_executor.kernels.cpu_kernels import Kernels, best_kernels, can_attend, can_gelu, can_quantise, pack
 from model_executor.kernels.linear import fused_linear
 from model_executor.kernels.operators import Operators
 from model_executor.models.base import PrimeRow, Row
 from model_executor.models.flux_transformer import FluxTransformer
-from model_executor.page_cache.pages import Pages
+from model_executor.page_cache.pages import Pages, quantise
 
 GRID, TEXT = (6, 8), 8
 TOKENS = GRID[0] * GRID[1]
@@ -108,6 +108,22 @@ def test_interpolate(kernels: Kernels) -> None:
     kernels.interpolate(near, near_scale, far, far_scale, room[:, :, 4:])
     torch.testing.assert_close(room[:, :, 4:], near * near_scale + far * far_scale, rtol=1e-5, atol=1e-4)
     assert (room[:, :, :4] == 7.0).all()
+
+
+@pytest.mark.parametrize("width", [16, 48, 64])
+def test_quantise(kernels: Kernels, width: int) -> None:
+    """With PyTorch's bits, from any memory order, into a part of the heads; rows without a scale are zeros."""
+    x = (torch.randn(13, 3, 5, width) * 10 ** torch.randint(-3, 4, (13, 3, 5, 1))).permute(1, 2, 0, 3)[1:]
+    x[0, 0, 0], x[1, 2, 4] = 0.0, 1e-44
+    x[0, 1, 3, 2], x[0, 1, 4, :3] = float("inf"), torch.tensor([0.5, 127.0, 126.5])
+    whole = [torch.full((2, 5, 13, width), 99, dtype=torch.int8) for _ in range(2)]
+    scales = [torch.full((2, 5, 13, 1), 9.0) for _ in range(2)]
+    for way, values, its in zip((quantise, kernels.quantise), whole, scales, strict=True):
+        way(x[:, 1:4], values[:, 1:4], its[:, 1:4])
+    assert can_quantise(x)
+    assert torch.equal(*whole)
+    assert torch.equal(*scales)
+    assert (whole[1][:, 4] == 99).all()
 
 
 @pytest.mark.parametrize(
