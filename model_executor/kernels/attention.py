@@ -68,16 +68,16 @@ class Source(Protocol):
     """Supplies and takes keys and values of one request: an edit reads pages, a template being primed writes them."""
 
     @property
-    def needs_order(self) -> bool:
-        """Whether it takes them, in the order of the tokens, in which `load` puts them."""
+    def is_in_order(self) -> bool:
+        """Whether `store` can take what a block has computed for all tokens as it is. Otherwise `load` must have put it
+        into the order of the tokens."""
 
     def load(self, number: int, page: int, keys_values: KeysValues, fresh: Tensor) -> None:
         """Fill `keys_values` in block `number`: with `fresh`, [computed tokens, 2, heads, head dim], for the tokens it
         computed, and with a page for the others."""
 
     def store(self, page: int, image: Tensor) -> None:
-        """Take the keys and values of all image tokens, [2, heads, image tokens, head dim], unless it does not need
-        them."""
+        """Take the keys and values of all image tokens, [2, heads, image tokens, head dim]."""
 
 
 class Attention(Protocol):

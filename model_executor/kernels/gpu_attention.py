@@ -74,7 +74,9 @@ class Together:
         self, number: int, page: int, qkv: Tensor, where: Sequence[Span], sources: Sequence[Source]
     ) -> Sequence[Tensor]:
         fresh = qkv[:, 1:]
-        if tuple(where) == self._where and not any(source.needs_order for source in sources):
+        if tuple(where) == self._where and all(source.is_in_order for source in sources):
+            for (start, stop), (text, _), source in zip(where, self._sizes, sources, strict=True):
+                source.store(page, head_major(fresh[start + text : stop]))
             joint = fresh
         else:
             for (start, stop), keys_values, source in zip(where, self._keys_values, sources, strict=True):

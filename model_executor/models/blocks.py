@@ -11,7 +11,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any, ClassVar, Protocol
 
 import torch
 from torch import Tensor
@@ -49,6 +49,8 @@ class Source(attention.Source, Protocol):
 class Edit:
     """A request whose leading blocks compute all image tokens, and whose other blocks compute the active ones."""
 
+    is_in_order: ClassVar[bool] = True
+
     def __init__(self, row: Row, num_tokens: int, first_pages: Sequence[int], operators: Operators) -> None:
         """first_pages: each block's first page; where it is among the row's `full_blocks`, the block computes all
         tokens. Raises ValueError for a row with active tokens but without pages."""
@@ -63,7 +65,11 @@ class Edit:
             self._rows = torch.cat([text, row.active + self.text_tokens])
         self._pages: Reader | None = None if row.pages is None else operators.open(row.pages)
         self._made = row.own.writer(operators.quantise) if row.own is not None and row.active is None else None
-        self.needs_order = self._made is not None
+
+    @property
+    def makes_pages(self) -> bool:
+        """Whether this pass makes the request's own pages."""
+        return self._made is not None
 
     @property
     def active(self) -> Tensor | None:
@@ -105,7 +111,7 @@ class Template:
     entry: Entry
     text_tokens: int
     num_tokens: int
-    needs_order: bool = True
+    is_in_order: ClassVar[bool] = True
 
     def load(self, number: int, page: int, keys_values: KeysValues, fresh: Tensor) -> None:
         keys_values.put(fresh, None)

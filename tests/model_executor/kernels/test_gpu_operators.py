@@ -167,6 +167,8 @@ def test_where_all_tokens_are_computed_nothing_is_copied() -> None:
 class Unused:
     """A page source from which nothing may be loaded."""
 
+    is_in_order = True
+
     def load(self, *_: object) -> None:
         raise AssertionError
 

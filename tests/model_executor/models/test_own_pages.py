@@ -13,6 +13,7 @@ from test_denoisers import ACTIVE, CASES, Case, forward, make_row
 from thread_groups import ThreadGroups
 from torch import Tensor
 
+from model_executor.kernels.gpu_operators import GpuOperators
 from model_executor.models.base import Row
 from model_executor.models.denoiser import Denoiser
 from model_executor.page_cache.own_pages import DTYPE, OwnPages
@@ -109,6 +110,18 @@ def test_bits_do_not_depend_on_the_ranks_of_either_step(
     run_on(groups, degrees[0], denoiser, [kept.full for kept in ranks])
     for output in run_on(groups, degrees[1], denoiser, [kept.later for kept in ranks]):
         assert torch.equal(output, expected)
+
+
+def test_ranks_whose_requests_share_one_attention_keep_the_order_of_tokens(case: Case, groups: ThreadGroups) -> None:
+    """As on GPUs, where keys and values of a step of all tokens are not copied."""
+    torch.manual_seed(0)
+    denoiser = case.denoiser(case.module().eval(), 1000, GpuOperators())
+    alone = Kept(denoiser)
+    forward(denoiser, [alone.full])
+    ranks = [Kept(denoiser) for _ in range(2)]
+    run_on(groups, 2, denoiser, [kept.full for kept in ranks])
+    for output in run_on(groups, 2, denoiser, [kept.later for kept in ranks]):
+        torch.testing.assert_close(output, forward(denoiser, [alone.later])[0], rtol=1e-4, atol=1e-4)
 
 
 def run_on(groups: ThreadGroups, degree: int, denoiser: Denoiser, rows: list[Row]) -> list[Tensor]:
