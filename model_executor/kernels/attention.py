@@ -84,10 +84,17 @@ class Attention(Protocol):
     """The attention of one forward pass, over the same tokens in every block."""
 
     def __call__(
-        self, number: int, page: int, qkv: Tensor, where: Sequence[Span], sources: Sequence[Source]
-    ) -> Sequence[Tensor]:
+        self,
+        number: int,
+        page: int,
+        qkv: Tensor,
+        where: Sequence[Span],
+        sources: Sequence[Source],
+        out: Tensor | None = None,
+    ) -> Tensor:
         """Attend in block `number`, with keys and values of other tokens from `page`. qkv: [tokens, 3, heads, head dim]
-        of all requests; where: each request's rows. Returns column blocks of [tokens, heads * head dim], left to right.
+        of all requests; where: each request's rows. Returns [tokens, heads * head dim], which is `out`, with contiguous
+        rows, if that is given.
         """
 
 
@@ -100,10 +107,10 @@ class OneByOne:
         heads: int,
         head_dim: int,
         like: Tensor,
-        attend: Callable[[Tensor, KeysValues], Sequence[Tensor]],
+        attend: Callable[[Tensor, KeysValues, Tensor], None],
         room: Tensor | None = None,
     ) -> None:
-        """like: has the dtype and device to compute in. attend: (query, keys and values) -> as `attend` returns. room:
+        """like: has the dtype and device to compute in. attend: as the function `attend`. room:
         the buffer of another attention of the same pass with at least as many tokens, to share."""
         self.room = like.new_empty(2 * heads * max(map(sum, sizes)) * head_dim) if room is None else room
         self._keys_values = [
@@ -113,36 +120,39 @@ class OneByOne:
         self._attend = attend
 
     def __call__(
-        self, number: int, page: int, qkv: Tensor, where: Sequence[Span], sources: Sequence[Source]
-    ) -> Sequence[Tensor]:
-        outputs = []
+        self,
+        number: int,
+        page: int,
+        qkv: Tensor,
+        where: Sequence[Span],
+        sources: Sequence[Source],
+        out: Tensor | None = None,
+    ) -> Tensor:
+        if out is None:
+            out = qkv.new_empty(len(qkv), qkv.shape[2] * qkv.shape[3])
         for (start, stop), source, keys_values in zip(where, sources, self._keys_values, strict=True):
             source.load(number, page, keys_values, qkv[start:stop, 1:])
             source.store(page, keys_values.image)
-            outputs.append(self._attend(qkv[start:stop, 0], keys_values))
-        return _one_below_the_other(outputs)
+            self._attend(qkv[start:stop, 0], keys_values, out[start:stop])
+        return out
 
 
-def _one_below_the_other(outputs: Sequence[Sequence[Tensor]]) -> Sequence[Tensor]:
-    """Column blocks for the rows of all requests, from each request's own."""
-    return outputs[0] if len(outputs) == 1 else [torch.cat([torch.cat(list(parts), dim=1) for parts in outputs])]
-
-
-def attend(query: Tensor, keys_values: KeysValues, linear: Linear, kernels: Kernels | None = None) -> Sequence[Tensor]:
-    """Attention of one request. query: [queries, heads, head dim] -> column blocks of [queries, heads * head dim], left
-    to right.
+def attend(query: Tensor, keys_values: KeysValues, out: Tensor, linear: Linear, kernels: Kernels | None = None) -> None:
+    """Attention of one request. query: [queries, heads, head dim]. Writes to out, [queries, heads * head dim].
 
     With `fused_linear` or kernels, a query's bits do not depend on the number of other queries.
     """
     if kernels is not None and can_attend(query, keys_values.num_tokens):
-        return [kernels.attend(query, keys_values.joint)]
-    if linear is fused_linear and has_onednn(query):
-        return _attend_by_products(query, keys_values)
-    key, value = keys_values.joint[None].unbind(1)
-    return [F.scaled_dot_product_attention(query.transpose(0, 1)[None], key, value)[0].transpose(0, 1).flatten(1)]
+        kernels.attend(query, keys_values.joint, out)
+    elif linear is fused_linear and has_onednn(query):
+        _attend_by_products(query, keys_values, out)
+    else:
+        key, value = keys_values.joint[None].unbind(1)
+        attended = F.scaled_dot_product_attention(query.transpose(0, 1)[None], key, value)[0]
+        out.copy_(attended.transpose(0, 1).flatten(1))
 
 
-def _attend_by_products(query: Tensor, keys_values: KeysValues) -> Sequence[Tensor]:
+def _attend_by_products(query: Tensor, keys_values: KeysValues, out: Tensor) -> None:
     """Attention as two oneDNN products per head. Relative to PyTorch's scaled-dot-product attention, which multiplies
     with MKL, it took on one Zen 5 core 0.5 to 0.7 of the time from 100 queries over 1,100 keys up (float32 and
     bfloat16), 0.7 with 280 queries over 280 keys, 1.2 with 50; `torch.bmm` took 2 in float32 with many keys.
@@ -152,7 +162,8 @@ def _attend_by_products(query: Tensor, keys_values: KeysValues) -> Sequence[Tens
     scaled.copy_(query.transpose(0, 1)).mul_(head_dim**-0.5)
     step = max(2, SCORE_BYTES // (keys_values.num_tokens * scaled.element_size()))
     parts = zip(scaled.unbind(), keys_values.keys.float().unbind(), keys_values.value_heads, strict=True)
-    return [_attend_head(*part, step) for part in parts]
+    for part, columns in zip(parts, out.split(head_dim, dim=1), strict=True):
+        columns.copy_(_attend_head(*part, step))
 
 
 def _attend_head(query: Tensor, key: Tensor, value: Tensor, step: int) -> Tensor:

@@ -120,10 +120,10 @@ static void finish(int m, const float *x, long x_step, int depth, const float *p
 }
 
 /* out [rows, outputs] = x [rows, inputs] times weight, plus bias [outputs] and the pieces' additions; and its GELU.
- * weight: [outputs / PANEL, inputs, PANEL]; outputs is a multiple of PANEL. x_step: numbers from one row of x to the
+ * weight: [outputs / PANEL, inputs, PANEL]; outputs is a multiple of PANEL. x_step, out_step: numbers from one row to the
  * next. pieces: all rows, in order; their additions' `low` begins at the piece's first row. */
 void stencil_linear(const float *x, long x_step, int inputs, const float *weight, const float *bias, int outputs,
-                    int gelu, const Piece *pieces, int num_pieces, const Addition *additions, float *out) {
+                    int gelu, const Piece *pieces, int num_pieces, const Addition *additions, float *out, long out_step) {
     for (int k = 0; k < inputs; k += DEPTH) {
         int depth = inputs - k < DEPTH ? inputs - k : DEPTH, last = k + depth == inputs;
         for (int n = 0; n < outputs; n += PANEL) {
@@ -134,12 +134,12 @@ void stencil_linear(const float *x, long x_step, int inputs, const float *weight
                     int m = p->stop - r < ROWS ? (int)(p->stop - r) : ROWS;
                     const float *fetched = r < 4 * ROWS ? next + r / ROWS * LANES : panel;
                     const float *rows = x + r * x_step + k;
-                    float *to = out + r * outputs + n;
+                    float *to = out + r * out_step + n;
                     if (last && p->count)
                         finish(m, rows, x_step, depth, panel, fetched, bias + n, k == 0, gelu, n / PANEL, r, p,
-                               additions, to, outputs);
+                               additions, to, out_step);
                     else
-                        tiles[m](rows, x_step, depth, panel, fetched, bias + n, k == 0, last, gelu, to, outputs);
+                        tiles[m](rows, x_step, depth, panel, fetched, bias + n, k == 0, last, gelu, to, out_step);
                 }
         }
     }
@@ -259,13 +259,12 @@ static void soften(float *scores, int keys, int step, float *inverse) {
     }
 }
 
-/* out [queries, heads * width] = softmax(scale * query key^T) value, head by head. query: [queries, heads, width], rows
- * query_step numbers apart; key, value: [heads, keys, width]; width is a multiple of PANEL; at least 16 keys.
+/* out [queries, heads * width] = softmax(scale * query key^T) value, head by head. query: [queries, heads, width]; rows
+ * of query and out are query_step and out_step numbers apart; key, value: [heads, keys, width]; width is a multiple of PANEL; at least 16 keys.
  * room: (width + keys + 1) * QUERIES numbers to work in. */
 void stencil_attend(const float *query, long query_step, int queries, int heads, int width, float scale,
-                    const float *key, const float *value, int keys, float *room, float *out) {
+                    const float *key, const float *value, int keys, float *room, float *out, long out_step) {
     float *turned = room, *scores = turned + width * QUERIES, *inverse = scores + (long)keys * QUERIES;
-    long out_step = (long)heads * width;
     for (int h = 0; h < heads; h++, key += (long)keys * width, value += (long)keys * width) {
         for (int first = 0; first < queries; first += QUERIES) {
             int count = queries - first < QUERIES ? queries - first : QUERIES;

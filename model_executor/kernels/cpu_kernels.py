@@ -53,12 +53,12 @@ class _Piece(Structure):
 _SIGNATURES: dict[str, list[Any]] = {
     "stencil_linear": [
         *(c_void_p, c_long, c_int, c_void_p, c_void_p, c_int, c_int),
-        *(POINTER(_Piece), c_int, POINTER(_Addition), c_void_p),
+        *(POINTER(_Piece), c_int, POINTER(_Addition), c_void_p, c_long),
     ],
     "stencil_narrow_linear": [c_void_p, c_long, c_int, c_int, c_void_p, c_int, c_void_p, c_void_p],
     "stencil_attend": [
         *(c_void_p, c_long, c_int, c_int, c_int, c_float),
-        *(c_void_p, c_void_p, c_int, c_void_p, c_void_p),
+        *(c_void_p, c_void_p, c_int, c_void_p, c_void_p, c_long),
     ],
     "stencil_normalise_and_rotate": [c_void_p, c_long, c_int, c_int, c_int, c_float, c_void_p, c_void_p],
     "stencil_interpolate": [c_void_p, c_void_p, c_void_p, c_void_p, c_int, c_int, c_int, c_void_p, c_long],
@@ -98,14 +98,25 @@ class Kernels:
         self._normalise_and_rotate, self._interpolate, self._quantise, *others = others
         self._tile_sums, self._scale_silu, self._gelu = others
 
-    def linear(self, x: Tensor, weight: Tensor, bias: Tensor, *, gelu: bool, pieces: Sequence[Piece] = ()) -> Tensor:
+    def linear(
+        self,
+        x: Tensor,
+        weight: Tensor,
+        bias: Tensor,
+        *,
+        gelu: bool,
+        pieces: Sequence[Piece] = (),
+        out: Tensor | None = None,
+    ) -> Tensor:
         """x [rows, in] times weight, as `pack` returns it, plus bias [out]; gelu applies the tanh approximation to the
-        result. pieces: all rows, in order, with what is added to each before that; (): nothing."""
+        result. pieces: all rows, in order, with what is added to each before that; (): nothing. out: [rows, out] with
+        contiguous rows, to write to; None: a new tensor."""
         x = x if x.stride(1) == 1 else x.contiguous()
         (rows, inputs), outputs = x.shape, len(bias)
-        out, (table, additions) = x.new_empty(rows, outputs), _tables(pieces or ((0, rows, ()),))
+        out = x.new_empty(rows, outputs) if out is None else out
+        table, additions = _tables(pieces or ((0, rows, ()),))
         operands = x.data_ptr(), x.stride(0), inputs, weight.data_ptr(), bias.data_ptr()
-        self._linear(*operands, outputs, gelu, table, len(table), additions, out.data_ptr())
+        self._linear(*operands, outputs, gelu, table, len(table), additions, out.data_ptr(), out.stride(0))
         return out
 
     def narrow_linear(self, x: Tensor, weight: Tensor, scale: Tensor | None) -> Tensor:
@@ -118,17 +129,16 @@ class Kernels:
         self._narrow_linear(x.data_ptr(), *sizes, weight.data_ptr(), outputs, factors, out.data_ptr())
         return out
 
-    def attend(self, query: Tensor, key_value: Tensor) -> Tensor:
-        """Attention. query: [queries, heads, head dim], each query contiguous; key_value: [2, heads, keys, head dim] ->
-        [queries, heads * head dim]."""
+    def attend(self, query: Tensor, key_value: Tensor, out: Tensor) -> None:
+        """Attention. query: [queries, heads, head dim], each query contiguous; key_value: [2, heads, keys, head dim].
+        Writes to out, [queries, heads * head dim] with contiguous rows."""
         queries, heads, width = query.shape
         keys = key_value.shape[2]
-        out, room = query.new_empty(queries, heads * width), query.new_empty((width + keys + 1) * QUERIES)
+        room = query.new_empty((width + keys + 1) * QUERIES)
         key = key_value.data_ptr()
         value = key + key_value.stride(0) * key_value.element_size()
         sizes = query.stride(0), queries, heads, width, width**-0.5
-        self._attend(query.data_ptr(), *sizes, key, value, keys, room.data_ptr(), out.data_ptr())
-        return out
+        self._attend(query.data_ptr(), *sizes, key, value, keys, room.data_ptr(), out.data_ptr(), out.stride(0))
 
     def gelu_(self, x: Tensor) -> Tensor:
         """The tanh approximation of GELU in place, see `can_gelu`. 6 million numbers took 0.28 of PyTorch's time."""

@@ -71,8 +71,14 @@ class Together:
         return [KeysValues(head_major(self._joint[start:stop]), text) for (start, stop), (text, _) in requests]
 
     def __call__(
-        self, number: int, page: int, qkv: Tensor, where: Sequence[Span], sources: Sequence[Source]
-    ) -> Sequence[Tensor]:
+        self,
+        number: int,
+        page: int,
+        qkv: Tensor,
+        where: Sequence[Span],
+        sources: Sequence[Source],
+        out: Tensor | None = None,
+    ) -> Tensor:
         fresh = qkv[:, 1:]
         if tuple(where) == self._where and all(source.is_in_order for source in sources):
             for (start, stop), (text, _), source in zip(where, self._sizes, sources, strict=True):
@@ -83,7 +89,8 @@ class Together:
                 source.load(number, page, keys_values, fresh[start:stop])
                 source.store(page, keys_values.image)
             joint = self._joint
-        return [self._attend(qkv[:, 0], joint[:, 0], joint[:, 1], where, self._where)]
+        attended = self._attend(qkv[:, 0], joint[:, 0], joint[:, 1], where, self._where)
+        return attended if out is None else out.copy_(attended)
 
 
 def has_flash(like: Tensor, head_dim: int) -> bool:

@@ -50,11 +50,17 @@ class LinearGroup(ABC, Generic[Addition]):
         self._outputs: list[int] = [layer.out_features for layer in layers]
         self._additions: dict[str, Addition] = {}  # patch -> what it adds
 
-    def __call__(self, x: Tensor, where: Segments = (), *, gelu: bool = False) -> Tensor:
+    @property
+    def num_outputs(self) -> int:
+        """Of all layers together."""
+        return sum(self._outputs)
+
+    def __call__(self, x: Tensor, where: Segments = (), *, gelu: bool = False, out: Tensor | None = None) -> Tensor:
         """x: [rows, in] -> [rows, sum of out], outputs in the order of the layers; gelu applies the tanh approximation.
-        where: the rows that patches change; patches that add nothing to these layers have no effect."""
+        where: the rows that patches change; patches that add nothing to these layers have no effect. out: of the
+        result's shape, with contiguous rows, to write to; None: a new tensor."""
         segments = tuple(each for each in where if each.patch in self._additions)
-        return self._patched(x, segments, gelu=gelu) if segments else self._product(x, gelu=gelu)
+        return self._patched(x, segments, gelu=gelu, out=out) if segments else self._product(x, gelu=gelu, out=out)
 
     @abstractmethod
     def addition(self, lows: Sequence[LowRank | None]) -> Addition:
@@ -70,11 +76,11 @@ class LinearGroup(ABC, Generic[Addition]):
         self._additions.pop(patch, None)
 
     @abstractmethod
-    def _product(self, x: Tensor, *, gelu: bool = False) -> Tensor:
+    def _product(self, x: Tensor, *, gelu: bool = False, out: Tensor | None = None) -> Tensor:
         """The layers alone."""
 
     @abstractmethod
-    def _patched(self, x: Tensor, segments: Segments, *, gelu: bool) -> Tensor:
+    def _patched(self, x: Tensor, segments: Segments, *, gelu: bool, out: Tensor | None) -> Tensor:
         """The layers with the additions of these segments, of which there are some."""
 
 
@@ -124,20 +130,20 @@ class ProductGroup(LinearGroup[AddedProducts]):
     def _linear_of(self, layer: nn.Linear) -> AnyGroup:
         return ProductGroup([layer], self._linear)
 
-    def _product(self, x: Tensor, *, gelu: bool = False) -> Tensor:
+    def _product(self, x: Tensor, *, gelu: bool = False, out: Tensor | None = None) -> Tensor:
         outputs = [self._linear(layer, x, gelu=gelu) for layer in self._layers]
-        return outputs[0] if len(outputs) == 1 else torch.cat(outputs, dim=1)
+        return _joined_in(out, outputs, dim=1)
 
-    def _patched(self, x: Tensor, segments: Segments, *, gelu: bool) -> Tensor:
+    def _patched(self, x: Tensor, segments: Segments, *, gelu: bool, out: Tensor | None) -> Tensor:
         if not gelu:
-            y = self._product(x)
+            y = self._product(x, out=out)
             for each in segments:
                 rows = slice(*each.rows)
                 self._additions[each.patch].add_(y[rows], x[rows], each.scale)
             return y
         # Rows without additions must keep the bits of a product that applies the activation before it rounds.
         parts = [self._activated(x, rows, its) for rows, its in runs(len(x), segments)]
-        return parts[0] if len(parts) == 1 else torch.cat(parts)
+        return _joined_in(out, parts, dim=0)
 
     def _activated(self, x: Tensor, rows: Span, segments: Segments) -> Tensor:
         """These rows of the output with GELU, all of which have all of these segments."""
@@ -167,8 +173,8 @@ class PackedGroup(ProductGroup):
     def _linear_of(self, layer: nn.Linear) -> AnyGroup:
         return PackedGroup([layer])
 
-    def _product(self, x: Tensor, *, gelu: bool = False) -> Tensor:
-        return onednn_product(x, self.packed.weight, self.packed.bias, gelu=gelu)
+    def _product(self, x: Tensor, *, gelu: bool = False, out: Tensor | None = None) -> Tensor:
+        return _joined_in(out, [onednn_product(x, self.packed.weight, self.packed.bias, gelu=gelu)], dim=0)
 
 
 class KernelGroup(LinearGroup[AddedPanels]):
@@ -182,10 +188,10 @@ class KernelGroup(LinearGroup[AddedPanels]):
     def addition(self, lows: Sequence[LowRank | None]) -> AddedPanels:
         return AddedPanels(lows, self._outputs)
 
-    def _product(self, x: Tensor, *, gelu: bool = False) -> Tensor:
-        return self._kernels.linear(x, self.packed.weight, self.packed.bias, gelu=gelu)
+    def _product(self, x: Tensor, *, gelu: bool = False, out: Tensor | None = None) -> Tensor:
+        return self._kernels.linear(x, self.packed.weight, self.packed.bias, gelu=gelu, out=out)
 
-    def _patched(self, x: Tensor, segments: Segments, *, gelu: bool) -> Tensor:
+    def _patched(self, x: Tensor, segments: Segments, *, gelu: bool, out: Tensor | None) -> Tensor:
         lows = {
             each: self._additions[each.patch].low(self._kernels, x[slice(*each.rows)], each.scale) for each in segments
         }
@@ -193,7 +199,14 @@ class KernelGroup(LinearGroup[AddedPanels]):
             (*rows, [self._additions[each.patch].of(lows[each][rows[0] - each.rows[0] :]) for each in its])
             for rows, its in runs(len(x), segments)
         ]
-        return self._kernels.linear(x, self.packed.weight, self.packed.bias, gelu=gelu, pieces=pieces)
+        return self._kernels.linear(x, self.packed.weight, self.packed.bias, gelu=gelu, pieces=pieces, out=out)
+
+
+def _joined_in(out: Tensor | None, parts: Sequence[Tensor], dim: int) -> Tensor:
+    """The parts side by side (dim 1) or one below the other (dim 0), in `out` if that is given."""
+    if len(parts) > 1:
+        return torch.cat(list(parts), dim=dim, out=out)
+    return parts[0] if out is None else out.copy_(parts[0])
 
 
 def _can_pack(layer: nn.Linear) -> bool:

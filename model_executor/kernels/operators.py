@@ -95,7 +95,7 @@ class Operators:
         """Attention for one pass over a batch. like: has the dtype and device to compute in. beside: another attention
         of the same pass with at least as many tokens, whose buffer this one may share: they never run at the same time.
         """
-        one: Callable[..., Sequence[Tensor]] = partial(attend, linear=self.linear, kernels=self.kernels)
+        one: Callable[..., None] = partial(attend, linear=self.linear, kernels=self.kernels)
         return OneByOne(sizes, heads, head_dim, like, one, beside.room if isinstance(beside, OneByOne) else None)
 
 

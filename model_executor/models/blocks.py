@@ -285,7 +285,7 @@ class DoubleBlock(Block):
         beside = self._image_alone(stream, number, mlp[3:])
         qkv = self._joint_qkv(stream, text, image)
         attended = stream.joint_attention(number, self.page, qkv, packing.joint, stream.sources)
-        text, image = packing.split(_side_by_side(attended))
+        text, image = packing.split(attended)
         if not self._is_last:
             self._add_text(stream, self._text_out(text, where.text), text_parts[2])
         self._add_image(stream, self._out(image, where.image), gate)
@@ -314,7 +314,7 @@ class DoubleBlock(Block):
         qkv = self._second.heads(self._normed(stream, spans, parts[1], parts[0]), where)
         self._second.turn_(qkv[:, :2], gather(stream.rotary, spans), stream.operators)
         attended = stream.image_attention(number, self.page + 1, qkv, packing.image, stream.sources)
-        return self._second_out(_side_by_side(attended), where)
+        return self._second_out(attended, where)
 
     def _joint_qkv(self, stream: Stream, text: Tensor, image: Tensor) -> Tensor:
         """Queries, keys and values after norm and rotary, [tokens, 3, heads, head dim]."""
@@ -346,11 +346,13 @@ class SingleBlock(Block):
         shift, factor, gate = stream.modulation(number)
         joint, where = stream.packing.joint, stream.where.joint
         normed = self._normed(stream, joint, factor, shift)
-        inner = self._up(normed, where, gelu=True)
         qkv = self._image.heads(normed, where)
         self._image.turn_(qkv[:, :2], stream.rotary, stream.operators)
-        attended = stream.joint_attention(number, self.page, qkv, joint, stream.sources)
-        out = self._out(_side_by_side([*attended, inner]), where)
+        width = qkv.shape[2] * qkv.shape[3]
+        both = normed.new_empty(len(normed), width + self._up.num_outputs)
+        self._up(normed, where, gelu=True, out=both[:, width:])
+        stream.joint_attention(number, self.page, qkv, joint, stream.sources, both[:, :width])
+        out = self._out(both, where)
         stream.operators.add_gated_(stream.hidden, joint, out, gate)
         _clip_float16_(stream.hidden)
 
@@ -370,14 +372,10 @@ class ImageBlock(Block):
         image, where = stream.packing.joint_image, stream.where.image
         qkv = self._image.heads(self._normed(stream, image, factor, shift), where)
         attended = stream.joint_attention(number, self.page, qkv, image, stream.sources)
-        stream.operators.add_gated_(stream.hidden, image, self._out(_side_by_side(attended), where), gate)
+        stream.operators.add_gated_(stream.hidden, image, self._out(attended, where), gate)
         normed = stream.operators.norm_modulate(stream.hidden, image, self._second_eps, second_factor, second_shift)
         out = self._down(self._up(normed, where, gelu=True), where)
         stream.operators.add_gated_(stream.hidden, image, out, second_gate)
-
-
-def _side_by_side(parts: Sequence[Tensor]) -> Tensor:
-    return parts[0] if len(parts) == 1 else torch.cat(list(parts), dim=1)
 
 
 def _qk_weight(query_norm: Any, key_norm: Any, heads: int) -> Tensor:

@@ -139,15 +139,22 @@ class SequenceAttention:
         self._with_text = with_text
 
     def __call__(
-        self, number: int, page: int, qkv: Tensor, where: Sequence[Span], sources: Sequence[attention.Source]
-    ) -> Sequence[Tensor]:
+        self,
+        number: int,
+        page: int,
+        qkv: Tensor,
+        where: Sequence[Span],
+        sources: Sequence[attention.Source],
+        out: Tensor | None = None,
+    ) -> Tensor:
         """As `Attention`. qkv: of this member's tokens, all heads; sources: shards."""
         lengths = [self._lengths(source, number) for source in sources]  # request -> of every member
         every = self._in_order(self._own_heads(qkv, lengths), lengths)
         spans = spans_of(map(sum, lengths))
-        blocks = list(self._attention(number, page, every, spans, sources)) if every.shape[2] else []
-        attended = torch.cat(blocks, dim=1) if blocks else every.new_empty(len(every), 0)
-        return self._own_tokens(attended, lengths, len(qkv), qkv.shape[3])
+        attended = every.new_empty(len(every), every.shape[2] * every.shape[3])
+        if every.shape[2]:
+            self._attention(number, page, every, spans, sources, attended)
+        return torch.cat(self._own_tokens(attended, lengths, len(qkv), qkv.shape[3]), dim=1, out=out)
 
     def _own_heads(self, qkv: Tensor, lengths: Lengths) -> list[Tensor]:
         """All tokens with this member's heads, as each member has sent its own: [tokens, 3, heads, head dim]."""

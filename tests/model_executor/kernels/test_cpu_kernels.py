@@ -47,6 +47,11 @@ def test_linear(kernels: Kernels, rows: int, inputs: int, outputs: int, gelu: bo
     for count in range(1, min(rows, 8)):
         chosen = torch.randperm(rows)[:count]
         assert torch.equal(kernels.linear(x[chosen], pack(weight), bias, gelu=gelu), out[chosen])
+    within = torch.full((rows, outputs + 5), 7.0)
+    kernels.linear(x, pack(weight), bias, gelu=gelu, out=within[:, 2:-3])
+    assert torch.equal(within[:, 2:-3], out)
+    assert (within[:, :2] == 7.0).all()
+    assert (within[:, -3:] == 7.0).all()
 
 
 def test_gelu_far_from_zero(kernels: Kernels) -> None:
@@ -66,6 +71,14 @@ def test_gelu_in_place(kernels: Kernels, dtype: torch.dtype, tolerance: float) -
     assert not can_gelu(x.half())
 
 
+def attend(kernels: Kernels, query: Tensor, key_value: Tensor) -> Tensor:
+    """Written to a part of a wider matrix, of which nothing else changes."""
+    wide = torch.full((len(query), query[0].numel() + 8), 7.0)
+    kernels.attend(query, key_value, wide[:, 8:])
+    assert (wide[:, :8] == 7.0).all()
+    return wide[:, 8:]
+
+
 @pytest.mark.parametrize("head_dim", [64, 128])
 @pytest.mark.parametrize(("queries", "keys"), [(1, 16), (50, 280), (70, 17), (49, 33), (130, 100)])
 def test_attend(kernels: Kernels, queries: int, keys: int, head_dim: int) -> None:
@@ -74,18 +87,18 @@ def test_attend(kernels: Kernels, queries: int, keys: int, head_dim: int) -> Non
     query = qkv[:, 0] * 3
     weights = query.double().transpose(0, 1) @ key_value[0].double().transpose(1, 2) / head_dim**0.5
     exact = (weights.softmax(-1) @ key_value[1].double()).transpose(0, 1).flatten(1)
-    out = kernels.attend(query, key_value)
+    out = attend(kernels, query, key_value)
     torch.testing.assert_close(out.double(), exact, rtol=1e-5, atol=1e-5)
     for count in (1, 2, 17, 33, 48, 64):
         chosen = torch.randperm(queries)[:count]
-        assert torch.equal(kernels.attend(query[chosen], key_value), out[chosen])
+        assert torch.equal(attend(kernels, query[chosen], key_value), out[chosen])
 
 
 def test_attend_survives_large_scores(kernels: Kernels) -> None:
     key_value = torch.ones(2, 1, 20, 64)
     key_value[0, 0, 3] = 100.0
     key_value[1, 0, 3] = 5.0
-    out = kernels.attend(torch.full((2, 1, 64), 100.0), key_value)
+    out = attend(kernels, torch.full((2, 1, 64), 100.0), key_value)
     torch.testing.assert_close(out, torch.full((2, 64), 5.0))
 
 
