@@ -50,8 +50,9 @@ class Setting:
         """Full steps by number among the computed ones, if the others read their pages."""
         if self.computed is None:
             return ()
-        places = FULL_PLACES[self.full_steps_of(mask_class)]
-        return tuple(dict.fromkeys(math.ceil(place * len(self.computed) - 1e-9) for place in places))
+        number, places = len(self.computed), FULL_PLACES[self.full_steps_of(mask_class)]
+        found = dict.fromkeys(math.ceil(place * number - 1e-9) for place in places)  # 1e-9: of rounding
+        return tuple(place for place in found if place < number)
 
     def num_computed(self, num_steps: int) -> int:
         """Computed steps of an edit with `num_steps` steps."""
@@ -286,6 +287,17 @@ class StepSearch(Search):
     @property
     def _ladder(self) -> list[tuple[int, ...]]:
         return schedules(self.num_steps)
+
+
+def search_steps(measure: Measure, num_steps: int, target: float, found: Setting) -> Trial:
+    """The cheapest result of two searches that reaches the target, else the closest one: full steps for the mask
+    classes that have them in `found`, or for all, so that no template is primed. found: of a CacheSearch."""
+    every = replace(found, full_steps=max(1, found.full_steps), full_from=0)
+    trials = [StepSearch(measure, num_steps, target, each).run() for each in dict.fromkeys((found, every))]
+    close = [trial for trial in trials if trial.reaches(target)]
+    if close:
+        return min(close, key=lambda trial: trial.cost(num_steps))
+    return max(trials, key=lambda trial: trial.ssim_p10)
 
 
 def schedules(num_steps: int) -> list[tuple[int, ...]]:

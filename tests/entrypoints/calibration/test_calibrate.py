@@ -31,6 +31,7 @@ from entrypoints.calibration.search import (
     by_size,
     describe_full_steps,
     schedules,
+    search_steps,
 )
 
 STEPS = 8
@@ -263,7 +264,7 @@ def test_costs_count_full_steps_where_they_are_run() -> None:
 FOUND = replace(CHEAPEST, keyframes=3, margin=8, full_steps=2, full_from=2)
 
 
-def search_steps(checkpoint: Checkpoint, found: Setting = FOUND) -> Trial:
+def search_some(checkpoint: Checkpoint, found: Setting = FOUND) -> Trial:
     return StepSearch(checkpoint.measure, 28, 0.96, found).run()
 
 
@@ -279,7 +280,7 @@ def test_schedules_begin_small_and_grow_from_sparse_to_dense(num_steps: int) -> 
 
 
 def test_the_sparsest_schedule_that_is_close_enough_is_taken_and_nothing_else_changes() -> None:
-    found = search_steps(Checkpoint(lambda setting: 0.97 if setting.num_computed(28) >= 8 else 0.9))
+    found = search_some(Checkpoint(lambda setting: 0.97 if setting.num_computed(28) >= 8 else 0.9))
     assert found.setting == replace(FOUND, full_steps=0, computed=found.setting.computed)
     assert found.setting.num_computed(28) == 8
 
@@ -289,19 +290,37 @@ def test_the_schedule_suits_small_masks_and_large_ones_get_full_steps_among_its_
         missing = max(0, 2 - setting.full_steps_of(size)) if size == 2 else 0
         return 0.9 + 0.01 * setting.num_computed(28) - 0.02 * missing
 
-    found = search_steps(Sized(p10))
+    found = search_some(Sized(p10))
     assert (found.setting.num_computed(28), found.setting.full_steps, found.setting.full_from) == (6, 2, 2)
 
 
 def test_masks_that_all_need_full_steps_get_them_or_a_denser_schedule() -> None:
     every = replace(FOUND, full_from=0)
-    found = search_steps(Checkpoint(lambda setting: 0.9 + 0.035 * min(setting.full_steps, 2)), every)
+    found = search_some(Checkpoint(lambda setting: 0.9 + 0.035 * min(setting.full_steps, 2)), every)
     assert found.reaches(0.96)
     assert found.setting.full_steps == 2
 
 
+def test_full_steps_are_spread_over_the_computed_ones() -> None:
+    two = replace(FOUND, computed=(0, 1, 2, 3, 5, 8, 12, 17, 22))
+    assert [two.own_page_steps_of(size) for size in range(3)] == [(), (), (0, 3)]
+    assert replace(two, full_steps=4).own_page_steps_of(2) == (0, 1, 3, 6)
+    assert replace(two, full_steps=4, computed=(0, 2)).own_page_steps_of(2) == (0, 1)
+    assert FOUND.own_page_steps_of(2) == (), "leading ones of all steps read the template's pages"
+
+
+def test_own_pages_for_all_are_chosen_where_that_costs_less() -> None:
+    """Priming three keyframes costs more than two full steps of small masks."""
+    close = Sized(lambda setting, size: 0.97 if setting.full_steps_of(size) >= 2 or size < 2 else 0.9)
+    found = search_steps(close.measure, 28, 0.96, FOUND)
+    assert (found.setting.full_steps, found.setting.full_from) == (2, 0)
+    assert found.cost(28) < search_some(close).cost(28)
+    never = Sized(lambda setting, size: 0.9)
+    assert not search_steps(never.measure, 28, 0.96, FOUND).reaches(0.96)
+
+
 def test_without_a_close_schedule_every_step_is_needed() -> None:
-    found = search_steps(Checkpoint(lambda setting: 0.9 if setting.computed else 0.97))
+    found = search_some(Checkpoint(lambda setting: 0.9 if setting.computed else 0.97))
     assert found.setting.computed is None or not found.reaches(0.96)
 
 
