@@ -68,6 +68,12 @@ class PageLayout(msgspec.Struct, frozen=True, kw_only=True):
         return self.num_blocks * self.block_bytes(num_tokens)
 
 
+OWN_PAGES_DTYPE: PageDtype = "int8"
+"""Of the pages that an edit's full steps make for its other steps. On 24 edits under boxes the mean SSIM to exact ones
+was the same with int8 and with float32.
+"""
+
+
 class PageScheme(msgspec.Struct, frozen=True, kw_only=True):
     """How templates of one model are cached. Made by the worker from the model, its calibration and the flags."""
 
@@ -108,6 +114,10 @@ class PageScheme(msgspec.Struct, frozen=True, kw_only=True):
             parts.append(cache_salt)
         key = hashlib.sha256(repr(parts).encode()).hexdigest()
         return f"{key}+{patch_digest(patches)}" if patches else key
+
+    def own_page_bytes(self, num_tokens: int) -> int:
+        """Bytes of one row's own pages."""
+        return msgspec.structs.replace(self.layout, dtype=OWN_PAGES_DTYPE).entry_bytes(num_tokens)
 
     def latent_entry_bytes(self, num_tokens: int) -> int:
         """Bytes of the entry with a template's clean latents."""

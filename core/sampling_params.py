@@ -132,6 +132,9 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True):
         if own and (own[0] != 0 or sorted({*own}) != [*own] or own[-1] >= MAX_INFERENCE_STEPS):
             message = f"Invalid 'own_page_steps': must rise from 0 to below {MAX_INFERENCE_STEPS}."
             raise InvalidRequestError(message, param="own_page_steps")
+        if own and self.full_steps:
+            message = "Invalid 'own_page_steps': give it or 'full_steps', not both."
+            raise InvalidRequestError(message, param="own_page_steps")
 
     def _check_scheduling(self) -> None:
         check_integer("priority", self.priority, -MAX_PRIORITY, MAX_PRIORITY)

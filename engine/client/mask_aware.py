@@ -78,8 +78,7 @@ def why_exact(
 def own_pages_fit(scheme: PageScheme, engine: EngineConfig, num_tokens: int, num_rows: int) -> bool:
     """Whether as many requests as may run together can have pages of their own: they get as much memory as the tier
     that other edits compute from. num_rows: of a request."""
-    cache, entry_bytes = engine.cache, scheme.layout.entry_bytes(num_tokens)
-    most = engine.scheduler.max_num_seqs * num_rows * entry_bytes
+    cache, most = engine.cache, engine.scheduler.max_num_seqs * num_rows * scheme.own_page_bytes(num_tokens)
     return most <= (cache.device_bytes or cache.host_bytes)
 
 

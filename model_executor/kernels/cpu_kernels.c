@@ -321,7 +321,8 @@ void stencil_interpolate(const int8_t *near, const float *near_scale, const int8
         }
 }
 
-/* Symmetric int8: scales = largest magnitude of a row / 127, values = x / scales; 0 where a scale is 0 or not finite.
+/* Symmetric int8: scales = largest magnitude of a row / 127, NaN if it has one; values = x / scales, 0 where a scale is 0
+ * or not finite.
  * x: [kinds, heads, tokens, width] by its steps; values: [kinds, heads, tokens, width], scales: [kinds, heads, tokens],
  * kinds values_step and scales_step numbers apart; width: a multiple of LANES. */
 void stencil_quantise(const float *x, long kind_step, long head_step, long token_step, int kinds, int heads, int tokens,
@@ -333,13 +334,18 @@ void stencil_quantise(const float *x, long kind_step, long head_step, long token
                 long place = (long)h * tokens + t;
                 int8_t *to = values + kind * values_step + place * width;
                 __m512 top = _mm512_setzero_ps();
-                for (int d = 0; d < width; d += LANES)
-                    top = _mm512_max_ps(_mm512_abs_ps((__m512)load(row + d)), top);
-                float scale = _mm512_reduce_max_ps(top) / 127.0f;
+                int is_number = 1;
+                for (int d = 0; d < width; d += LANES) {
+                    __m512 part = (__m512)load(row + d);
+                    is_number &= !_mm512_cmp_ps_mask(part, part, _CMP_UNORD_Q);
+                    top = _mm512_max_ps(_mm512_abs_ps(part), top);
+                }
+                float scale = is_number ? _mm512_reduce_max_ps(top) / 127.0f : NAN;
                 scales[kind * scales_step + place] = scale;
                 int is_scale = scale > 0.0f && scale < INFINITY;
                 for (int d = 0; d < width; d += LANES) {
-                    __m512i whole = _mm512_cvtps_epi32((__m512)(load(row + d) / all(is_scale ? scale : 1.0f)));
+                    vec share = load(row + d) / all(is_scale ? scale : 1.0f);
+                    __m512i whole = _mm512_cvtps_epi32((__m512)smaller(larger(share, all(-127.0f)), all(127.0f)));
                     _mm_storeu_si128((__m128i *)(to + d), _mm512_cvtsepi32_epi8(is_scale ? whole : (__m512i){}));
                 }
             }

@@ -301,7 +301,7 @@ class Family(ABC):
     @abstractmethod
     def advance(self, sample: Sample, prediction: Tensor) -> tuple[Tensor, State]:
         """Latents and sampler state after a step. prediction: of all tokens, [image tokens, latent width]; the latents
-        of tokens that were not computed are undefined."""
+        of tokens that were not computed are undefined, unless a velocity was given for them too."""
 
     # ------------------------------------------------------------------------------------------------------ decoding
 
@@ -314,4 +314,4 @@ class Family(ABC):
         self, latents: Tensor, active: Tensor, width: int, height: int
     ) -> tuple[Tensor, tuple[int, int, int, int]]:
         """Pixels around the active tokens: (uint8 [bottom - top, right - left, 3], (left, top, right, bottom) in
-        pixels). latents: of all tokens, the template's where not active."""
+        pixels). latents: of all tokens, where not active the template's or what the edit has made of them."""

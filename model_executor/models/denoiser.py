@@ -179,12 +179,11 @@ class Denoiser(ABC):
         if any(row.own is not None for row in rows):
             heads = None if group is None else self._shares(group)[group.me]
             mine = [with_own_heads(row, heads) for row in rows]
-            self._run(lacking_pages(mine, group), group)
+            for row in lacking_pages(mine, group):  # one by one: the batch was sized by the tokens that it computes
+                self._run([row], group)
         return self._run(mine, group)
 
     def _run(self, rows: Sequence[Row], group: Group | None) -> list[Tensor]:
-        if not rows:
-            return []
         results = _in_order(rows, self._forward if group is None else partial(self._forward_together, group=group))
         for row in rows:
             if row.own is not None and row.active is None:

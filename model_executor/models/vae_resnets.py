@@ -32,7 +32,8 @@ class FusedResnet(nn.Module):
         return self.add_(x if self.conv_shortcut is None else self.conv_shortcut(x), hidden)
 
     def add_(self, x: Tensor, hidden: Tensor) -> Tensor:
-        """x + conv2(hidden), written to x."""
+        """x + conv2(hidden), written to x. Both are channels last."""
+        assert x.is_contiguous(memory_format=torch.channels_last), "the convolution would write to a copy"
         conv = self.conv2
         add: Tensor = torch.ops.mkldnn._convolution_pointwise_.binary(
             *(x, hidden, conv.weight, conv.bias, conv.padding, conv.stride, conv.dilation, conv.groups),

@@ -12,11 +12,8 @@ from typing import Self
 import torch
 from torch import Tensor
 
-from core.page_scheme import PageDtype, PageLayout
+from core.page_scheme import PageLayout
 from model_executor.page_cache.pages import Entry, Pages, Quantise
-
-DTYPE: PageDtype = "int8"
-"""Of these pages. Of 24 edits under boxes the mean SSIM to exact ones was the same with int8 and with float32."""
 
 
 @dataclass(frozen=True, slots=True)

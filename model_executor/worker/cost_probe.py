@@ -35,7 +35,6 @@ from core.scheduling.ops.text_encode import TEXT_ENCODE
 from model_executor.cpu import cpu_name
 from model_executor.kernels.operators import chosen_operators
 from model_executor.models.base import EncodedImage, EncodedText, Family, PrimeRow, Row
-from model_executor.page_cache.own_pages import DTYPE as OWN_DTYPE
 from model_executor.page_cache.pages import Pages
 from model_executor.parallel.group import Group
 from model_executor.worker.device_failures import is_out_of_memory
@@ -204,13 +203,16 @@ class Batches:
         of_row = [text.prompt_embeds, text.pooled_prompt_embeds, *([] if table is None else [table])]
         of_request = [*num_states * [image.latents, *image.state], image.condition, image.outside, image.sigmas]
         on_device = [tensor for tensor in of_request + self.most_rows * of_row if tensor.device == image.latents.device]
-        own = self.family.page_layout(OWN_DTYPE).entry_bytes(len(image.latents)) if self._makes_own_pages else 0
-        return sum(tensor.nbytes for tensor in on_device) + self.most_rows * own
+        return sum(tensor.nbytes for tensor in on_device) + self._own_page_bytes(image, num_states)
 
-    @property
-    def _makes_own_pages(self) -> bool:
-        """Whether requests may keep pages of their own between steps."""
-        return self._has_pages and any(schedule.full_steps for schedule in self.info.step_schedules)
+    def _own_page_bytes(self, image: EncodedImage, num_states: int) -> int:
+        """Bytes of a request's own pages, and of the latents and the velocity that its state has then besides; 0 if no
+        step schedule asks for them."""
+        scheme = self.info.page_scheme
+        if scheme is None or not any(schedule.full_steps for schedule in self.info.step_schedules):
+            return 0
+        pages = scheme.own_page_bytes(len(image.latents))
+        return self.most_rows * pages + 2 * num_states * image.latents.nbytes
 
     @property
     def _has_pages(self) -> bool:

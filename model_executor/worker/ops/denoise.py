@@ -14,10 +14,10 @@ from core.failure import Failure
 from core.handles import ArrayRef, TensorKey
 from core.ipc.logs import of_request
 from core.messages.worker import Item, ItemResult, PageSpan
+from core.page_scheme import OWN_PAGES_DTYPE
 from core.scheduling.ops.denoise import Denoise
 from model_executor.models.base import Family, Row, Sample
 from model_executor.models.boxes import Box, around
-from model_executor.page_cache import own_pages
 from model_executor.page_cache.own_pages import OwnPages
 from model_executor.page_cache.pages import Pages
 from model_executor.samplers.sampling import State
@@ -160,7 +160,7 @@ def _own_pages(
     """The own pages of row `number`. latents: before the step that makes them. table: of its modulation."""
     step, (rows, columns) = work.own_page_step, family.grid(work.width, work.height)
     assert step is not None
-    key, layout = TensorKey(item.request_id, item.node, OWN_PAGES[number]), family.page_layout(own_pages.DTYPE)
+    key, layout = TensorKey(item.request_id, item.node, OWN_PAGES[number]), family.page_layout(OWN_PAGES_DTYPE)
     if not (kept := context.store.get_series(key)):
         kept = OwnPages.room(layout, rows * columns, latents.device)
         context.store.put_series(key, kept)

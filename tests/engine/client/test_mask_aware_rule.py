@@ -201,7 +201,10 @@ def test_steps_that_all_make_own_pages_are_exact() -> None:
 
 
 def test_own_pages_of_all_slots_must_fit_and_templates_need_not() -> None:
+    """They are int8 whatever the template's are."""
     need = SchedulerConfig().max_num_seqs * SCHEME.layout.entry_bytes(TOKENS)
+    wide = msgspec.structs.replace(SCHEME, layout=msgspec.structs.replace(SCHEME.layout, dtype="float32"))
+    assert wide.own_page_bytes(TOKENS) == SCHEME.layout.entry_bytes(TOKENS) < wide.layout.entry_bytes(TOKENS)
     assert need > SCHEME.template_bytes(TOKENS, 3)
     assert why_exact(calibrated(), SKIPPING, engine(host_bytes=need), TOKENS // 2, TOKENS) is None
     assert why_exact(calibrated(), SKIPPING, engine(host_bytes=need - 1), TOKENS // 2, TOKENS) == "too_large"

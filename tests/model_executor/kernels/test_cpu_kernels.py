@@ -129,13 +129,15 @@ def test_quantise(kernels: Kernels, width: int) -> None:
     x = (torch.randn(13, 3, 5, width) * 10 ** torch.randint(-3, 4, (13, 3, 5, 1))).permute(1, 2, 0, 3)[1:]
     x[0, 0, 0], x[1, 2, 4] = 0.0, 1e-44
     x[0, 1, 3, 2], x[0, 1, 4, :3] = float("inf"), torch.tensor([0.5, 127.0, 126.5])
+    x[1, 1, 5, 0], x[1, 1, 5, 5], x[1, 1, 6] = float("nan"), 3.0, 2e-43
     whole = [torch.full((2, 5, 13, width), 99, dtype=torch.int8) for _ in range(2)]
     scales = [torch.full((2, 5, 13, 1), 9.0) for _ in range(2)]
     for way, values, its in zip((quantise, kernels.quantise), whole, scales, strict=True):
         way(x[:, 1:4], values[:, 1:4], its[:, 1:4])
     assert can_quantise(x)
     assert torch.equal(*whole)
-    assert torch.equal(*scales)
+    torch.testing.assert_close(*scales, rtol=0, atol=0, equal_nan=True)
+    assert scales[0][1, 1, 5].isnan()
     assert (whole[1][:, 4] == 99).all()
 
 

@@ -13,10 +13,11 @@ from test_denoisers import ACTIVE, CASES, Case, forward, make_row
 from thread_groups import ThreadGroups
 from torch import Tensor
 
+from core.page_scheme import OWN_PAGES_DTYPE
 from model_executor.kernels.gpu_operators import GpuOperators
 from model_executor.models.base import Row
 from model_executor.models.denoiser import Denoiser
-from model_executor.page_cache.own_pages import DTYPE, OwnPages
+from model_executor.page_cache.own_pages import OwnPages
 
 STEP = 3
 STEERABLE = [name for name in CASES if name != "dit"]  # it edits nothing
@@ -43,7 +44,7 @@ class Kept:
 
     def __init__(self, denoiser: Denoiser, seed: int = 0, active: Tensor = ACTIVE) -> None:
         row, later = make_row(denoiser, seed), make_row(denoiser, seed + 100)
-        layout = denoiser.page_layout(DTYPE)
+        layout = denoiser.page_layout(OWN_PAGES_DTYPE)
         entry, made = OwnPages.room(layout, len(row.latents), torch.device("cpu"))
         entry.fill_(0x7F)  # values that would be noticed
         self.own = OwnPages(layout, len(row.latents), entry, made, STEP, row.latents, row.sigma, row.modulation)
