@@ -28,6 +28,9 @@ HAS_RANKS, HAS_DEGREES = "workers_per_engine" in PARAMETERS, "degree" in PARAMET
 OF_CLASSES = ("dit",)
 """Families that make pictures of a class. Trees without `class_label` do not serve them."""
 HAS_CLASSES = "class_label" in Edit.__dataclass_fields__
+UNETS = ("sd", "sd_inpaint", "sdxl")
+"""Families whose edits read their template's pages only."""
+HAS_OWN_PAGES = "own_page_steps" in SamplingParams.__struct_fields__
 ON_SEVERAL_RANKS = ("embedded", "sd_inpaint", "dit")
 """Families whose pictures are also made by engines with several workers; those of all families by two that compute each
 step together."""
@@ -48,7 +51,7 @@ def main() -> None:
             continue
         for dtype in DTYPES:
             for kind, settings in engines(name, dtype).items():
-                asked = of_classes() if name in OF_CLASSES else cases(args.image)
+                asked = of_classes() if name in OF_CLASSES else cases(args.image, name not in UNETS and HAS_OWN_PAGES)
                 found |= {f"{kind}/{edit}": digest for edit, digest in hashes(path, dtype, asked, settings)}
     print(json.dumps(found))
 
@@ -99,8 +102,9 @@ def of_classes() -> list[Case]:
     return [*found, ("longer", Edit(**classes["plain"]), longer)]
 
 
-def cases(image: Path) -> list[Case]:
-    """Edits under a box, exact and mask-aware: plain, guided, weaker, of a picture with odd sides; one from nothing."""
+def cases(image: Path, has_own_pages: bool) -> list[Case]:
+    """Edits under a box, exact and mask-aware: plain, guided, weaker, of a picture with odd sides; one from nothing.
+    has_own_pages: also over pages of their own."""
     picture, odd = _resized(image, (128, 128)), _resized(image, (150, 99))
     plain = Edit(prompt="a red striped shirt", image=picture, mask_image=_box(picture))
     found: list[Case] = []
@@ -116,6 +120,11 @@ def cases(image: Path) -> list[Case]:
             (f"{kind}/weaker", plain, weaker),
             (f"{kind}/full_steps", plain, with_full_steps),
             (f"{kind}/odd", dataclasses.replace(plain, image=odd, mask_image=_box(odd)), sampling),
+        ]
+    if has_own_pages:
+        found += [
+            ("own_pages/plain", plain, SamplingParams(**COMMON, own_page_steps=(0, 2))),
+            ("own_pages/guided", plain, SamplingParams(**COMMON, own_page_steps=(0,), **GUIDED)),
         ]
     generation = Edit(prompt="a blue plain coat", size=(128, 128))
     found.append(("generation", generation, SamplingParams(**COMMON)))
