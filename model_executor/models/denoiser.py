@@ -28,6 +28,7 @@ from model_executor.kernels.operators import Operators, best_operators
 from model_executor.kernels.ragged import Packing, Span
 from model_executor.models.base import PrimeRow, Row
 from model_executor.models.blocks import Block, Edit, Modulation, Source, Stream, Template
+from model_executor.models.rows import lacking_pages, with_heads, with_own_heads
 from model_executor.page_cache.pages import Entry
 from model_executor.parallel.group import Group, shares
 from model_executor.parallel.sequence import Shard, Team
@@ -357,38 +358,6 @@ def _unmap(module: Any) -> None:
     for parameter in module.parameters():
         if not parameter.is_meta and type(parameter) is nn.Parameter:  # quantised ones are not views of the file
             parameter.data = parameter.data.clone()
-
-
-def with_heads(row: Row, heads: Span) -> Row:
-    """A row that reads these heads of its pages only."""
-    return row if row.pages is None else replace(row, pages=replace(row.pages, heads=heads))
-
-
-def with_own_heads(row: Row, heads: Span | None) -> Row:
-    """A row whose own pages, if it has any, are of these heads only; None: of all."""
-    return row if row.own is None else replace(row, own=row.own.with_heads(heads))
-
-
-def lacking_pages(rows: Sequence[Row], group: Group | None) -> list[Row]:
-    """For those of these rows that read their own pages, which this rank or another one of the group lacks, the row of
-    the step that makes them."""
-    readers = [(row, row.own) for row in rows if row.own is not None and row.active is not None]
-    missing = torch.tensor([not own.are_there for _, own in readers])
-    if group is not None and readers:
-        missing = group.gather(missing[None].float(), [1] * group.degree).any(dim=0)
-    return [
-        replace(
-            row,
-            latents=own.latents,
-            sigma=own.sigma,
-            modulation=own.modulation,
-            active=None,
-            box=None,
-            pages=None,
-        )
-        for (row, own), is_missing in zip(readers, missing.tolist(), strict=True)
-        if is_missing
-    ]
 
 
 def select(x: Tensor, tokens: Tensor | None) -> Tensor:
