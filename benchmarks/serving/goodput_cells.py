@@ -1,8 +1,9 @@
 """Goodput of scheduling policies on a server of several ranks, beside what the simulation predicts for the same cells.
 
-Cells differ in load, burstiness and objective; all policies get the same requests at the same times. First it is
-measured what requests take alone. Results are kept in a file: an interrupted command continues, and cells can be run
-one by one. Predictions come from the model's profile on this machine (`make profile ARGS="--threads 1"`).
+Cells differ in load, burstiness and objective; all policies get the same requests at the same times. Runs of one cell
+differ by chance, so rounds repeat all of them with other arrivals, policies in turns. First it is measured what
+requests take alone. Results are kept in a file: an interrupted command continues, and cells can be run one by one.
+Predictions come from the model's profile on this machine (`make profile ARGS="--threads 1"`).
 """
 
 from __future__ import annotations
@@ -10,6 +11,7 @@ from __future__ import annotations
 import argparse
 import asyncio
 import base64
+import math
 import statistics
 import sys
 from collections.abc import Iterator, Mapping, Sequence
@@ -89,7 +91,7 @@ class Results(msgspec.Struct):
 
     settings: dict[str, Any]
     alone: Alone | None = None
-    measured: dict[str, dict[str, Outcomes]] = {}  # cell -> policy
+    measured: dict[str, dict[str, list[Outcomes]]] = {}  # cell -> policy -> by round
 
 
 _DECODER: MessageDecoder[EngineRequest] = MessageDecoder(EngineRequest)
@@ -119,11 +121,13 @@ class Bench:
         """One edit of each template, twice; and as many generations."""
         return 2 * self.calls[: self.args.num_templates]
 
-    def due(self, cell: Cell, alone: Alone) -> list[float]:
-        """When requests are due: Gamma arrivals, stretched so that the last comes when the rate says."""
+    def due(self, cell: Cell, alone: Alone, number_of_round: int) -> list[float]:
+        """When requests are due: Gamma arrivals, stretched so that the last comes when the rate says. Every round has
+        others.
+        """
         mean = statistics.fmean(alone.latency.of(call.steps) for call in self.calls)
         rate, number = cell.load * self.args.workers_per_engine / mean, len(self.calls)
-        random = np.random.default_rng([self.args.seed, round(1e3 * cell.cv)])
+        random = np.random.default_rng([self.args.seed, round(1e3 * cell.cv), number_of_round])
         times = due_times("poisson", number, rate, cell.cv**-2, random)
         return [time * number / rate / times[-1] for time in times]
 
@@ -164,18 +168,20 @@ class Bench:
 
     # ------------------------------------------------------------------------------------------------ a cell
 
-    def measure(self, cell: Cell, policy: str, alone: Alone) -> Outcomes:
+    def measure(self, cell: Cell, policy: str, alone: Alone, number_of_round: int) -> Outcomes:
         calls = alone.latency.scaled(self.calls, cell.slo)
         with self.server(policy) as (target, recorded):
-            run = asyncio.run(send_on_time(target, calls, self.due(cell, alone)))
+            run = asyncio.run(send_on_time(target, calls, self.due(cell, alone, number_of_round)))
             _, batches = read(recorded.path)
         before = [batch for batch in batches if batch.started < run.started]
         return outcomes_of(run, before[-1], [batch for batch in batches if batch.started >= run.started])
 
-    def predict(self, cell: Cell, policy: str, alone: Alone, stretch: Mapping[OpAtDegree, float]) -> Simulated:
+    def predict(
+        self, cell: Cell, policy: str, alone: Alone, stretch: Mapping[OpAtDegree, float], number_of_round: int
+    ) -> Simulated:
         """stretch: of `stretch`."""
         slos = [call.slo_ms or 0.0 for call in alone.latency.scaled(self.calls, cell.slo)]
-        due = self.due(cell, alone)
+        due = self.due(cell, alone, number_of_round)
         until = [when + slo / 1e3 for when, slo in zip(due, slos, strict=True)]
         requests = [
             msgspec.structs.replace(_decode(head), request_id=str(index), arrival=when, deadline=end)
@@ -238,37 +244,69 @@ def report(bench: Bench, results: Results) -> Iterator[str]:
 
 
 def _cell_report(
-    bench: Bench, cell: Cell, measured: Mapping[str, Outcomes], alone: Alone, stretch: Mapping[OpAtDegree, float]
+    bench: Bench,
+    cell: Cell,
+    measured: Mapping[str, Sequence[Outcomes]],
+    alone: Alone,
+    stretch: Mapping[OpAtDegree, float],
 ) -> Iterator[str]:
-    predicted = {policy: bench.predict(cell, policy, alone, stretch) for policy in measured}
-    number = len(bench.calls)
-    yield f"\n{cell.name}, {number} requests, {bench.due(cell, alone)[-1]:.0f} s"
-    names = f"{'in time':>8}{'predicted':>11}{'off by':>8}{'engine':>9}{'policy':>8}{'scheduler':>11}{'switch':>8}"
-    yield f"  {'':<15}{names}  batches"
+    """Means over the rounds of a policy, and in brackets its least and greatest."""
+    predicted = {
+        policy: [bench.predict(cell, policy, alone, stretch, number) for number in range(len(of))]
+        for policy, of in measured.items()
+    }
+    yield f"\n{cell.name}, {len(bench.calls)} requests, {bench.due(cell, alone, 0)[-1]:.0f} s"
+    names = f"{'in time':>8}{'rounds':>14}{'predicted':>11}{'off by':>8}{'engine':>9}{'policy':>8}{'scheduler':>11}"
+    yield f"  {'':<15}{names}{'switch':>8}  batches of the first round"
     for policy, of in measured.items():
-        simulated, worker = predicted[policy], of.worker_seconds
-        off = (of.in_time - simulated.in_time) / max(1, simulated.in_time)
-        yield (
-            f"  {policy:<15}{of.in_time:>8}{simulated.in_time:>11}{off:>8.1%}{of.engine_cpu / worker:>9.2%}"
-            f"{of.policy_cpu / worker:>8.2%}{simulated.scheduler_seconds / simulated.busy_seconds:>11.2%}"
-            f"{of.switching / worker:>8.2%}  " + " ".join(f"{size:.1f}" for _, size in of.batches)
-        )
-    yield from _compare(measured, predicted)
+        yield f"  {policy:<15}" + _policy_line(of, predicted[policy])
+    yield from compared(measured, predicted)
     for policy, of in measured.items():
-        ends = {name: getattr(of, name) for name in ("late", "refused", "given_up", "failed")}
-        rates = {op: _normalised(bench, cell, alone, of, op) for op in STAGES if op in of.mean_batch}
+        ends = {name: sum(getattr(each, name) for each in of) for name in ("late", "refused", "given_up", "failed")}
+        rates = {op: _normalised(bench, cell, alone, of[0], op) for op in STAGES if op in of[0].mean_batch}
         others = ", ".join(f"{count} {name}" for name, count in ends.items() if count) or "none late"
         yield f"  {policy:<15}{others}; normalised goodput " + ", ".join(f"{op} {g:.1f}" for op, g in rates.items())
 
 
-def _compare(measured: Mapping[str, Outcomes], predicted: Mapping[str, Simulated]) -> Iterator[str]:
+def _policy_line(measured: Sequence[Outcomes], predicted: Sequence[Simulated]) -> str:
+    found, expected = _in_time(measured), _in_time(predicted)
+    worker = sum(each.worker_seconds for each in measured)
+    shares = {name: sum(getattr(each, name) for each in measured) / worker for name in _SHARES}
+    scheduler = sum(each.scheduler_seconds for each in predicted) / sum(each.busy_seconds for each in predicted)
+    spread = f"({min(each.in_time for each in measured)} - {max(each.in_time for each in measured)})"
+    off = (found - expected) / max(1.0, expected)
+    return (
+        f"{found:>8.1f}{spread:>14}{expected:>11.1f}{off:>8.1%}{shares['engine_cpu']:>9.2%}{shares['policy_cpu']:>8.2%}"
+        f"{scheduler:>11.2%}{shares['switching']:>8.2%}  " + " ".join(f"{size:.1f}" for _, size in measured[0].batches)
+    )
+
+
+_SHARES = ("engine_cpu", "policy_cpu", "switching")
+"""Of Outcomes: told as shares of worker time."""
+
+
+def _in_time(runs: Sequence[Outcomes] | Sequence[Simulated]) -> float:
+    return statistics.fmean(run.in_time for run in runs)
+
+
+def compared(measured: Mapping[str, Sequence[Outcomes]], predicted: Mapping[str, Sequence[Simulated]]) -> Iterator[str]:
+    """Over the rounds that both policies have run; a ratio's standard error is that of its rounds' mean difference."""
     ours = measured.get("goodput")
     for policy, of in measured.items():
-        if ours is not None and policy != "goodput":
-            real = ours.in_time / max(1, of.in_time)
-            simulated = predicted["goodput"].in_time / max(1, predicted[policy].in_time)
-            batch = ours.mean_batch.get("denoise", 0.0) / of.mean_batch.get("denoise", 1.0)
-            yield f"  goodput against {policy}: {real:.3f} (predicted {simulated:.3f}), batches {batch:.2f}x"
+        if ours is None or policy == "goodput":
+            continue
+        number = min(len(ours), len(of))
+        real = _in_time(ours[:number]) / max(1.0, _in_time(of[:number]))
+        simulated = _in_time(predicted["goodput"][:number]) / max(1.0, _in_time(predicted[policy][:number]))
+        batch = ours[0].mean_batch.get("denoise", 0.0) / of[0].mean_batch.get("denoise", 1.0)
+        gains = [one.in_time - other.in_time for one, other in zip(ours, of, strict=False)]
+        error = f" +- {_standard_error(gains) / max(1.0, _in_time(of[:number])):.3f}" if number > 1 else ""
+        yield f"  goodput against {policy}: {real:.3f}{error} (predicted {simulated:.3f}), batches {batch:.2f}x"
+
+
+def _standard_error(values: Sequence[float]) -> float:
+    """Of their mean; two values or more."""
+    return statistics.stdev(values) / math.sqrt(len(values))
 
 
 def _normalised(bench: Bench, cell: Cell, alone: Alone, of: Outcomes, op: str) -> float:
@@ -284,7 +322,7 @@ def _normalised(bench: Bench, cell: Cell, alone: Alone, of: Outcomes, op: str) -
 
 def main(argv: Sequence[str] | None = None) -> None:
     args = _parser().parse_args(argv)
-    bench, kept = Bench(args), set(vars(args)) - {"results", "cells", "policies"}
+    bench, kept = Bench(args), set(vars(args)) - {"results", "cells", "policies", "rounds"}
     settings = {name: str(getattr(args, name)) for name in sorted(kept)}
     results = Results(settings)
     if args.results.exists():
@@ -294,16 +332,24 @@ def main(argv: Sequence[str] | None = None) -> None:
     if results.alone is None:
         results.alone = bench.measure_alone()
         _keep(results, args.results)
-    for number in args.cells:
-        cell = CELLS[number - 1]
-        for policy in args.policies:
-            of_cell = results.measured.setdefault(cell.name, {})
-            if policy not in of_cell:
-                of_cell[policy] = bench.measure(cell, policy, results.alone)
-                _keep(results, args.results)
-                print(f"{cell.name} {policy}: {of_cell[policy].in_time} of {len(bench.calls)} in time", flush=True)
+    for number_of_round in range(args.rounds):
+        for number in args.cells:
+            _measure_cell(bench, results, CELLS[number - 1], number_of_round)
     for line in report(bench, results):
         print(line)
+
+
+def _measure_cell(bench: Bench, results: Results, cell: Cell, number_of_round: int) -> None:
+    """What a round of a cell lacks. In every other round policies come in the reverse order."""
+    assert results.alone is not None
+    of_cell = results.measured.setdefault(cell.name, {})
+    for policy in bench.args.policies[:: 1 if number_of_round % 2 == 0 else -1]:
+        rounds = of_cell.setdefault(policy, [])
+        if len(rounds) > number_of_round:
+            continue
+        rounds.append(bench.measure(cell, policy, results.alone, number_of_round))
+        _keep(results, bench.args.results)
+        print(f"{cell.name} {policy}: {rounds[-1].in_time} of {len(bench.calls)} in time", flush=True)
 
 
 def _keep(results: Results, path: Path) -> None:
@@ -319,6 +365,7 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--results", type=Path, default=Path("goodput-cells.json"), help="where they are kept")
     parser.add_argument("--cells", type=int, nargs="+", default=NUMBERS, choices=NUMBERS, help="numbers of cells")
     parser.add_argument("--policies", nargs="+", default=list(POLICIES), choices=POLICIES, help="by name")
+    parser.add_argument("--rounds", type=int, default=1, help="of all cells, each with other arrivals")
     parser.add_argument("--num-prompts", type=int, default=150, help="requests of a cell")
     parser.add_argument("--num-inference-steps", default="uniform:8-50", help="N, uniform:LOW-HIGH or choice:A,B,..")
     parser.add_argument("--mask-ratio-dist", default="flashps-prod", help="of edits, see benchmark_serving")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections import Counter
 from dataclasses import replace
 from pathlib import Path
 
@@ -12,10 +13,10 @@ from fakes import MODEL, make_edit
 from known_costs import AROUND, SECONDS, known
 
 from benchmarks.load.client import Outcome, Refusal, Run
-from benchmarks.serving.cell_outcomes import outcomes_of
-from benchmarks.serving.goodput_cells import CELLS, main
+from benchmarks.serving.cell_outcomes import Outcomes, outcomes_of
+from benchmarks.serving.goodput_cells import CELLS, compared, main
 from benchmarks.serving.recorded import CLOCKWORK, Batch
-from benchmarks.simulation.server_engine import serve
+from benchmarks.simulation.server_engine import Simulated, serve
 from core.messages.engine import EngineRequest
 from tools.random_checkpoints import make_flux_fill
 
@@ -105,6 +106,20 @@ def test_a_request_delays_ranks_by_what_it_costs_other_processes_itself() -> Non
     assert served.latencies["b"] - served.latencies["a"] == pytest.approx(1.0 - AROUND.outside_cpu)
 
 
+def test_rounds_are_compared_one_by_one() -> None:
+    def rounds(*in_time: int) -> list[Outcomes]:
+        every = [outcomes_of(Run([outcome(1.0, 2.0)], 9.0, 0.1), batch(0.0), [batch(1.0)])]
+        return [msgspec.structs.replace(every[0], in_time=number) for number in in_time]
+
+    simulated = [Simulated(8, {}, [], 1.0, {}, Counter(), 0.01)] * 3
+    measured = {"goodput": rounds(12, 14, 10), "clockwork": rounds(10, 12, 8)}
+    (line,) = compared(measured, dict.fromkeys(measured, simulated))
+    assert "goodput against clockwork: 1.200 +- 0.000 (predicted 1.000)" in line
+    measured["clockwork"] = rounds(10, 16)  # a round is left to be run
+    (line,) = compared(measured, dict.fromkeys(measured, simulated))
+    assert "goodput against clockwork: 1.000 +- 0.154" in line
+
+
 # ------------------------------------------------------------------------------------------------------ a server
 
 
@@ -116,9 +131,12 @@ def test_cells_are_measured_one_by_one_and_kept(
     flags += ["--num-inference-steps", "uniform:2-4", "--num-templates", "2", "--cells", "3"]
     main([*flags, "--policies", "clockwork"])
     main([*flags, "--policies", "clockwork", "goodput"])
+    main([*flags, "--policies", "clockwork", "--rounds", "2"])
     kept = json.loads(results.read_text())
     assert list(kept["measured"]) == [CELLS[2].name]
-    for of in kept["measured"][CELLS[2].name].values():
+    rounds = kept["measured"][CELLS[2].name]
+    assert {policy: len(of) for policy, of in rounds.items()} == {"clockwork": 2, "goodput": 1}
+    for of in [*rounds["clockwork"], *rounds["goodput"]]:
         assert of["sent"] == 6 == sum(of[end] for end in ("in_time", "late", "refused", "given_up", "failed"))
         assert of["failed"] == 0
         assert of["busy"]["denoise"] > 0
