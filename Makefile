@@ -68,7 +68,7 @@ bench-startup: MODULE := benchmarks.serving.startup  ## Time to alive and ready,
 bench-responsiveness: MODULE := benchmarks.serving.responsiveness  ## Latency of /health while 12-megapixel edits pass through
 bench-edit: MODULE := benchmarks.serving.latency  ## Latency of exact, warm and cold edits through HTTP
 bench-overload: MODULE := benchmarks.serving.overload  ## Goodput under a latency objective: at the knee, and at twice its rate
-bench-goodput: MODULE := benchmarks.serving.goodput_cells  ## Goodput by scheduling policy on two ranks in six cells, beside what the simulation predicts; ARGS="--cells 3 --policies goodput"
+bench-goodput: MODULE := benchmarks.serving.goodput_cells  ## Goodput by scheduling policy on two ranks in six cells, beside what the simulation predicts; ARGS="--cells 3 --rounds 5"
 bench-step: MODULE := benchmarks.micro.denoiser_step  ## One denoising step, mask-aware against exact and against diffusers
 bench-lora-step: MODULE := benchmarks.micro.lora_step  ## One denoising step of 8 requests with up to three LoRA adapters against the same without
 bench-model-load: MODULE := benchmarks.micro.model_load  ## Steps beside which a component of 500 MB is loaded, on the same rank and on another one
