@@ -256,7 +256,9 @@ def _cell_report(
         for policy, of in measured.items()
     }
     yield f"\n{cell.name}, {len(bench.calls)} requests, {bench.due(cell, alone, 0)[-1]:.0f} s"
-    names = f"{'in time':>8}{'rounds':>14}{'predicted':>11}{'off by':>8}{'engine':>9}{'policy':>8}{'scheduler':>11}"
+    names = (
+        f"{'in time':>8}{'least - most':>14}{'predicted':>11}{'off by':>8}{'engine':>9}{'policy':>8}{'scheduler':>11}"
+    )
     yield f"  {'':<15}{names}{'switch':>8}  batches of the first round"
     for policy, of in measured.items():
         yield f"  {policy:<15}" + _policy_line(of, predicted[policy])
@@ -265,7 +267,13 @@ def _cell_report(
         ends = {name: sum(getattr(each, name) for each in of) for name in ("late", "refused", "given_up", "failed")}
         rates = {op: _normalised(bench, cell, alone, of[0], op) for op in STAGES if op in of[0].mean_batch}
         others = ", ".join(f"{count} {name}" for name, count in ends.items() if count) or "none late"
-        yield f"  {policy:<15}{others}; normalised goodput " + ", ".join(f"{op} {g:.1f}" for op, g in rates.items())
+        yield f"  {policy:<15}{others}; in the first round normalised goodput " + ", ".join(
+            f"{op} {g:.1f}" for op, g in rates.items()
+        )
+
+
+_SHARES = ("engine_cpu", "policy_cpu", "switching")
+"""Of Outcomes: told as shares of worker time."""
 
 
 def _policy_line(measured: Sequence[Outcomes], predicted: Sequence[Simulated]) -> str:
@@ -281,16 +289,14 @@ def _policy_line(measured: Sequence[Outcomes], predicted: Sequence[Simulated]) -
     )
 
 
-_SHARES = ("engine_cpu", "policy_cpu", "switching")
-"""Of Outcomes: told as shares of worker time."""
-
-
 def _in_time(runs: Sequence[Outcomes] | Sequence[Simulated]) -> float:
     return statistics.fmean(run.in_time for run in runs)
 
 
 def compared(measured: Mapping[str, Sequence[Outcomes]], predicted: Mapping[str, Sequence[Simulated]]) -> Iterator[str]:
-    """Over the rounds that both policies have run; a ratio's standard error is that of its rounds' mean difference."""
+    """Lines: goodput against each other policy, over the rounds that both have run. The standard error of a ratio is
+    that of the mean difference of its rounds.
+    """
     ours = measured.get("goodput")
     for policy, of in measured.items():
         if ours is None or policy == "goodput":
@@ -326,7 +332,12 @@ def main(argv: Sequence[str] | None = None) -> None:
     settings = {name: str(getattr(args, name)) for name in sorted(kept)}
     results = Results(settings)
     if args.results.exists():
-        results = msgspec.json.decode(args.results.read_bytes(), type=Results)
+        try:
+            results = msgspec.json.decode(args.results.read_bytes(), type=Results)
+        except msgspec.DecodeError as error:
+            sys.exit(
+                f"error: {args.results} holds no results of this command ({error}): remove it, or name another file"
+            )
         if results.settings != settings:
             sys.exit(f"error: {args.results} holds results of other settings: {results.settings}")
     if results.alone is None:

@@ -152,3 +152,6 @@ def test_cells_are_measured_one_by_one_and_kept(
     assert "goodput against clockwork" in table
     with pytest.raises(SystemExit, match="other settings"):
         main([*flags, "--seed", "1"])
+    results.write_text('{"settings": {}, "measured": {"cell": {"goodput": {}}}}')
+    with pytest.raises(SystemExit, match="remove it"):
+        main(flags)
