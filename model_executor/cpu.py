@@ -9,13 +9,16 @@ from pathlib import Path
 
 import torch
 
-ZEN_3_AND_4 = "25"
-"""AMD's number of their family, of which only Zen 4 has bfloat16."""
-
 
 def cpu_name() -> str:
     """The CPU's model name, as "AMD EPYC 9654 96-Core Processor"."""
     return _fact("model name") or platform.processor()
+
+
+def cpu_description() -> str:
+    """Its name, and what decides how it computes: the instruction sets that PyTorch uses, and what is in bfloat16."""
+    bfloat16 = (" bfloat16" if cpu_has_bfloat16() else "") + (" fast" if cpu_gains_by_bfloat16() else "")
+    return f"{cpu_name()} {torch.backends.cpu.get_cpu_capability()}{bfloat16}"
 
 
 def cpu_has_bfloat16() -> bool:
@@ -32,11 +35,10 @@ def cpu_has_amx() -> bool:
 def cpu_gains_by_bfloat16() -> bool:
     """Whether this CPU multiplies bfloat16 so much faster than float32 that converting to it and back is worth it.
 
-    That is so with AMX, and on AMD's Zen 4, where a VAE's convolutions take half of the time. Another AMD CPU with
-    AVX-512's bfloat16 was slower with it, probably of Zen 5, whose float32 units are twice as wide.
+    That is so with AMX, and on AMD's CPUs since Zen 4: on Zen 4 and Zen 5 a VAE's convolutions take half of the time.
+    With AVX-512's bfloat16 alone, another CPU was slower.
     """
-    is_zen4 = (_fact("vendor_id"), _fact("cpu family")) == ("AuthenticAMD", ZEN_3_AND_4) and cpu_has_bfloat16()
-    return cpu_has_amx() or is_zen4
+    return cpu_has_amx() or (_fact("vendor_id") == "AuthenticAMD" and cpu_has_bfloat16())
 
 
 @functools.cache

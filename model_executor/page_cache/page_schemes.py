@@ -21,7 +21,7 @@ from core.page_scheme import PageDtype, PageScheme
 from core.sampling_params import SamplingParams
 from model_executor.checkpoint.fingerprint import fingerprint
 from model_executor.checkpoint.loader import Checkpoint
-from model_executor.cpu import cpu_gains_by_bfloat16, cpu_has_bfloat16, cpu_name
+from model_executor.cpu import cpu_description
 from model_executor.kernels.operators import chosen_operators
 from model_executor.models.base import Family
 
@@ -95,11 +95,8 @@ def environment(device: torch.device, kernels: KernelChoice = "auto") -> str:
 
 
 def _device_name(device: torch.device) -> str:
-    """The GPU's name, or the CPU's with the instruction sets that PyTorch uses."""
-    if device.type == "cuda":
-        return torch.cuda.get_device_name(device)
-    bfloat16 = (" bfloat16" if cpu_has_bfloat16() else "") + (" fast" if cpu_gains_by_bfloat16() else "")
-    return f"{cpu_name()} {torch.backends.cpu.get_cpu_capability()}{bfloat16}"
+    """The GPU's name, or the CPU's description."""
+    return torch.cuda.get_device_name(device) if device.type == "cuda" else cpu_description()
 
 
 def find_calibration(checkpoint: Path, cache_folder: Path, checkpoint_hash: str) -> Calibration | None:

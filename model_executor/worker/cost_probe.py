@@ -32,7 +32,7 @@ from core.scheduling.ops.denoise import DENOISE
 from core.scheduling.ops.image_encode import IMAGE_ENCODE
 from core.scheduling.ops.prime import PRIME
 from core.scheduling.ops.text_encode import TEXT_ENCODE
-from model_executor.cpu import cpu_name
+from model_executor.cpu import cpu_description
 from model_executor.kernels.operators import chosen_operators
 from model_executor.models.base import EncodedImage, EncodedText, Family, PrimeRow, Row
 from model_executor.page_cache.pages import Pages
@@ -132,7 +132,7 @@ def _conditions(info: ModelInfo, kernels: KernelChoice) -> str:
     """Hex digest of everything that costs depend on: the model as served, processor, threads, PyTorch, kernels."""
     info = msgspec.structs.replace(info, components=())  # which depend on the other models
     device = torch.device(info.device)
-    cores = f"{cpu_name()} x {len(os.sched_getaffinity(0))}"
+    cores = f"{cpu_description()} x {len(os.sched_getaffinity(0))}"
     processor = torch.cuda.get_device_name(device) if device.type == "cuda" else cores
     digest = chosen_operators(kernels, device).digest
     parts = [processor, platform.node(), torch.get_num_threads(), torch.__version__, digest]
