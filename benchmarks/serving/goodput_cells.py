@@ -194,7 +194,7 @@ class Bench:
             requests,
             list(map(_decode, alone.warm_ups)),
             num_ranks=self.args.workers_per_engine,
-            has_spare_cores=available_cores() > self.args.workers_per_engine,
+            num_cores=available_cores(),
             stretch=stretch,
         )
 

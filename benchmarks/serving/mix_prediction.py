@@ -34,8 +34,9 @@ class System(NamedTuple):
         return [str(word) for flag in (flags | {"--degree": self.degree}).items() for word in flag]
 
     @property
-    def has_spare_cores(self) -> bool:
-        return available_cores() > self.num_engines * self.ranks_per_engine
+    def num_cores(self) -> float:
+        """Of each engine."""
+        return available_cores() / self.num_engines
 
 
 @dataclass(frozen=True)
@@ -112,7 +113,7 @@ def predict(
             requests,
             [arrival.request for arrival in edits.warm_ups if arrival.engine == engine],
             num_ranks=system.ranks_per_engine,
-            has_spare_cores=system.has_spare_cores,
+            num_cores=system.num_cores,
             degree=system.degree,
             own={str(number): surroundings[edits.kinds[number]] for number in numbers},
             stretch=stretch,

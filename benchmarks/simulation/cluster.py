@@ -13,7 +13,8 @@ from functools import partial
 
 import msgspec
 
-from benchmarks.simulation.engine import Clock, SimulatedEngine
+from benchmarks.simulation.clock import Clock
+from benchmarks.simulation.engine import SimulatedEngine
 from benchmarks.simulation.machine import FrozenCosts
 from benchmarks.simulation.scenario import MODEL, Scenario, make_trace, prime_template
 from core.config import RouterPolicy, SchedulerConfig

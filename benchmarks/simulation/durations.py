@@ -24,6 +24,10 @@ class Durations(ABC):
         `batch_work`.
         """
 
+    def crowded_seconds(self, batch: Batch, seconds: float, num_others: int) -> float:
+        """How much longer a batch of so many seconds takes as other ranks have work when it begins."""
+        return 0.0
+
     def transfer_seconds(self, transfer: Transfer) -> float:
         """To write a value to shared memory; its source does nothing else meanwhile."""
         return 0.0

@@ -1,12 +1,11 @@
-"""SimulatedEngine: a StepScheduler, with ranks that let time pass and compute nothing; Clock: simulated time."""
+"""SimulatedEngine: a StepScheduler, with ranks that let time pass and compute nothing."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from functools import cache, partial
-from heapq import heappop, heappush
-from itertools import count
 
+from benchmarks.simulation.clock import Clock
 from benchmarks.simulation.durations import Durations, batch_work
 from benchmarks.simulation.ranks import BatchEnded, PlanBegun, RankClocks, RankEvent, TransferEnded
 from core.graph.op import OPS
@@ -26,27 +25,6 @@ from core.messages.worker import (
 from core.scheduling.ops.image_encode import ImageEncode
 from core.scheduling.outputs import Output
 from core.scheduling.scheduler import StepScheduler
-
-
-class Clock:
-    """Simulated seconds, and a queue of events."""
-
-    def __init__(self) -> None:
-        self.now = 0.0
-        self._events: list[tuple[float, int, Callable[[], None]]] = []
-        self._order = count()  # of events at one time: as they were made
-
-    def at(self, when: float, event: Callable[[], None]) -> None:
-        heappush(self._events, (when, next(self._order), event))
-
-    def after(self, seconds: float, event: Callable[[], None]) -> None:
-        self.at(self.now + seconds, event)
-
-    def run(self) -> None:
-        """Run until no event is left."""
-        while self._events:
-            self.now, _, event = heappop(self._events)
-            event()
 
 
 class Ranks:

@@ -11,8 +11,9 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
 from benchmarks.baselines.clockwork import Clockwork
+from benchmarks.simulation.clock import Clock
 from benchmarks.simulation.durations import Latencies, TableDurations
-from benchmarks.simulation.engine import Clock, SimulatedEngine
+from benchmarks.simulation.engine import SimulatedEngine
 from benchmarks.simulation.machine import FrozenCosts
 from benchmarks.simulation.module_trace import Cell, ModuleTrace
 from benchmarks.simulation.recorder import BatchNote, Recorder

@@ -74,8 +74,13 @@ class RankClocks:
             self._send(each for each in to_send if each.source in batch.ranks and _producer(each) in made)
         return events
 
+    def num_busy(self, when: float) -> int:
+        """Ranks that have work at a time, of what they were sent so far."""
+        return sum(free_at > when for free_at in self._free_at)
+
     def _run(self, batch: Batch, seconds: float) -> BatchEnded:
         started = max(self._free_at[rank] for rank in batch.ranks)
+        seconds += self._durations.crowded_seconds(batch, seconds, self.num_busy(started))
         end, arrived = started + seconds, max(self._take_arrivals(batch), default=0.0)
         if arrived > end:
             end, seconds = arrived, arrived - started

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
-from benchmarks.simulation.engine import Clock, Ranks
+from benchmarks.simulation.clock import Clock
+from benchmarks.simulation.engine import Ranks
 from core.messages.worker import Batch, ItemResult
 
 BatchNote = tuple[float, str, int]

@@ -12,23 +12,29 @@ from collections import Counter
 from collections.abc import Mapping, Sequence
 from concurrent.futures import ProcessPoolExecutor
 from dataclasses import dataclass
+from functools import partial
+from math import inf
 from multiprocessing import get_context
 from statistics import fmean
 
 import msgspec
 
+from benchmarks.simulation.clock import Clock
+from benchmarks.simulation.cores import Cores
 from benchmarks.simulation.durations import Durations
-from benchmarks.simulation.engine import Clock, SimulatedEngine
+from benchmarks.simulation.engine import SimulatedEngine
 from benchmarks.simulation.recorder import BatchNote, Recorder
 from core.cache_folder import user_cache_folder
 from core.config import ModelConfig, SchedulerConfig
 from core.costs.cost_model import CostModel
+from core.graph.catalog import WORKFLOWS
 from core.graph.op import OPS
 from core.graph.work import Work
 from core.handles import LoadedComponent
 from core.messages.engine import EngineRequest, Finished
 from core.messages.worker import Batch, BatchResult, CostSample, StepPlan
 from core.model_info import ModelInfo
+from core.scheduling.new_request import new_request
 from core.scheduling.outputs import Output
 from core.scheduling.predictor import Predictor
 from core.scheduling.scheduler import StepScheduler
@@ -82,25 +88,24 @@ class Known:
 
 
 class Measured(Durations):
-    """Batches take what the samples say. Where ranks have all cores, what the other processes compute for a request
-    delays a rank as well: it counts with the batch that decodes the picture.
+    """Batches take what the samples say, and longer where other ranks and processes leave no core free. What these
+    compute for a request while it is prepared and delivered are tasks of `cores`; the rest, most of which the engine
+    does with every batch, delays all of its batches alike.
     """
 
     def __init__(
         self,
         known: Known,
         surroundings: Surroundings,
-        own: Mapping[str, Surroundings],
+        cores: Cores,
+        beside: Mapping[str, float],
         stretch: Mapping[OpAtDegree, float],
-        *,
-        has_spare_cores: bool,
     ) -> None:
-        """own, stretch: see `serve`."""
+        """beside: request id -> CPU seconds of other processes with each of its batches. stretch: see `serve`."""
         self._predictor = Predictor(CostModel(), {known.info.name: known.info})
         self._predictor.learn(known.samples)
         self._stretch = stretch
-        self._surroundings, self._own = surroundings, own
-        self._has_spare_cores = has_spare_cores
+        self._surroundings, self._cores, self._beside = surroundings, cores, beside
         self.seconds: dict[OpAtDegree, list[float]] = {}
         """What batches have taken, without such delays."""
         self.num_steps: Counter[int] = Counter()
@@ -109,16 +114,18 @@ class Measured(Durations):
     def batch_seconds(self, batch: Batch, work: Work) -> float:
         if not work.queries:  # of the activation cache: templates are warm
             return 0.0
-        delay = 0.0 if self._has_spare_cores or OPS[batch.op].part != "decode" else self._outside_cpu(batch)
         key = batch.op, len(batch.ranks)
         seconds = self._predictor.of_batch(batch, work) * self._stretch.get(key, 1.0)
         self.seconds.setdefault(key, []).append(seconds)
         if OPS[batch.op].part == "denoise":
             self.num_steps[len(batch.ranks)] += len(batch.items)
-        return seconds + delay
+        return seconds
 
-    def _outside_cpu(self, batch: Batch) -> float:
-        return sum(self._own.get(item.request_id, self._surroundings).outside_cpu for item in batch.items)
+    def crowded_seconds(self, batch: Batch, seconds: float, num_others: int) -> float:
+        num_ranks = num_others + len(batch.ranks)
+        beside = sum(self._beside.get(item.request_id, 0.0) for item in batch.items)
+        delay = beside if self._cores.are_all_taken(num_ranks) else 0.0
+        return seconds * (self._cores.slowness(num_ranks) - 1.0) + delay
 
     def trip_seconds(self) -> float:
         return self._surroundings.trip
@@ -162,15 +169,15 @@ def serve(
     warm_ups: Sequence[EngineRequest],
     *,
     num_ranks: int,
-    has_spare_cores: bool,
+    num_cores: float,
     degree: int = 1,
     own: Mapping[str, Surroundings] | None = None,
     stretch: Mapping[OpAtDegree, float] | None = None,
 ) -> Simulated:
     """requests: their arrivals are when they are sent, in seconds after the start, and so are their deadlines, by which
-    their senders must have the picture. warm_ups: served before. degree: see SchedulerConfig. own: request id -> what
-    it costs beside its batches, if that is not as with others; its trip does not count. stretch: what batches take, as
-    a multiple of what the samples say. Requests that come at once are received one after the other.
+    their senders must have the picture. warm_ups: served before. num_cores: that ranks and all other processes share.
+    degree: see SchedulerConfig. own: request id -> what it costs beside its batches, if that is not as with others; its
+    trip does not count. stretch: what batches take, as a multiple of what the samples say.
     """
     clock = Clock()
     around = {request.request_id: surroundings for request in requests} | dict(own or {})
@@ -178,11 +185,24 @@ def serve(
     scheduler = TimedScheduler(config, {known.info.name: known.info}, num_ranks)
     scheduler.learn(known.samples, [(rank, known.components) for rank in range(num_ranks)])
     recorder = Recorder(clock)
-    durations = Measured(known, surroundings, around, stretch or {}, has_spare_cores=has_spare_cores)
-    ends: dict[str, float] = {}  # request id -> when its last batch had ended
+    cores = Cores(clock, num_cores, lambda: engine.clocks.num_busy(clock.now))
+    beside = {each.request_id: _cpu_beside_batches(each, around[each.request_id]) for each in requests}
+    durations = Measured(known, surroundings, cores, beside, stretch or {})
+    ends: dict[str, float] = {}  # request id -> when its sender had the picture
 
     def note(outputs: tuple[Output, ...]) -> None:
-        ends.update({output.request_id: clock.now for output in outputs if isinstance(output, Finished)})
+        for output in outputs:
+            if isinstance(output, Finished):
+                deliver(output.request_id)
+
+    def deliver(name: str) -> None:
+        beside = around[name].deliver if name in around else 0.0  # of a warm-up
+        cores.run(beside, lambda: ends.update({name: clock.now}))
+
+    def prepare(request: EngineRequest) -> None:
+        cores.run(
+            around[request.request_id].prepare, lambda: engine.add(msgspec.structs.replace(request, arrival=clock.now))
+        )
 
     engine = SimulatedEngine(clock, scheduler, durations, note, recorder)
     for request in warm_ups:
@@ -193,17 +213,15 @@ def serve(
     durations.seconds.clear()
     durations.num_steps.clear()
     ends.clear()
-    arrival = start
     for request in requests:
-        beside = around[request.request_id]
-        arrival = max(arrival, start + request.arrival) + beside.prepare
-        deadline = None if request.deadline is None else start + request.deadline - beside.deliver
-        moved = msgspec.structs.replace(request, arrival=arrival, deadline=deadline)
-        clock.at(arrival, lambda moved=moved: engine.add(moved))  # type: ignore[misc]
+        deliver_seconds = around[request.request_id].deliver
+        deadline = None if request.deadline is None else start + request.deadline - deliver_seconds
+        moved = msgspec.structs.replace(request, deadline=deadline)
+        clock.at(start + request.arrival, partial(prepare, moved))
     clock.run()
     assert not scheduler.num_requests, "requests are left"
     done = [request for request in requests if request.request_id in ends]
-    until = {name: end + around[name].deliver - start for name, end in ends.items()}
+    until = {name: end - start for name, end in ends.items()}
     late = [each for each in done if each.deadline is not None and until[each.request_id] > each.deadline]
     return Simulated(
         in_time=len(done) - len(late),
@@ -214,6 +232,13 @@ def serve(
         num_steps=durations.num_steps,
         scheduler_seconds=scheduler.own_seconds - own_seconds,
     )
+
+
+def _cpu_beside_batches(request: EngineRequest, around: Surroundings) -> float:
+    """CPU seconds of other processes with each of a request's batches, one for each run of a node."""
+    run = new_request(request, WORKFLOWS)
+    num_batches = sum(map(run.progress.times, run.workflow.nodes))
+    return max(0.0, around.outside_cpu - around.prepare - around.deliver) / num_batches
 
 
 def stretch_of(
@@ -233,7 +258,5 @@ def stretch_of(
         for index, request in enumerate(requests)
     ]
     nothing = Surroundings(prepare=0.0, deliver=0.0, trip=0.0, outside_cpu=0.0)
-    served = serve(
-        known, nothing, "step_batching", alone, warm_ups, num_ranks=num_ranks, has_spare_cores=True, degree=degree
-    )
+    served = serve(known, nothing, "step_batching", alone, warm_ups, num_ranks=num_ranks, num_cores=inf, degree=degree)
     return {key: op_seconds[key] / seconds for key, seconds in served.op_seconds.items() if seconds}

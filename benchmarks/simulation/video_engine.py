@@ -7,8 +7,9 @@ from dataclasses import dataclass
 from functools import partial
 
 from benchmarks.baselines.clusters import by_class, isolated, static
+from benchmarks.simulation.clock import Clock
 from benchmarks.simulation.durations import Durations
-from benchmarks.simulation.engine import Clock, SimulatedEngine
+from benchmarks.simulation.engine import SimulatedEngine
 from benchmarks.simulation.machine import FrozenCosts
 from benchmarks.simulation.scenario import MODEL, PIXELS
 from benchmarks.simulation.video_load import TOKENS, Arrival, VideoLoad

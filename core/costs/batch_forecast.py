@@ -5,9 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
-from core.costs import slot_schedule
 from core.costs.load_report import RequestLoad
-from core.costs.slot_schedule import Turn, linear_pace
+from core.costs.slot_schedule import Slots, Turn, linear_pace
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,4 +42,4 @@ class BatchForecast:
 def ends(loads: Sequence[RequestLoad], base_seconds: float) -> list[float]:
     """Seconds until each of these is done if they share their steps and no other request joins."""
     turns = [Turn(load.steps_left, load.step_seconds, after=load.other_seconds) for load in loads]
-    return slot_schedule.ends(turns, len(turns), linear_pace(base_seconds), blocks=False)
+    return Slots(len(turns), linear_pace(base_seconds), blocks=False).ends(turns)

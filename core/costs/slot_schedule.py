@@ -1,13 +1,13 @@
 """When requests that take turns in the slots of a batch are done, and the largest set of them that can be in time.
 
-One rank makes the steps. All requests that have a slot share each of them; a request that has made its last step gives
-its slot to the next in line. Pure arithmetic, in seconds from now.
+A rank makes the steps of its requests. All of them that have a slot share each step; a request that has made its last
+step gives its slot to the next in line. Pure arithmetic, in seconds from now.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
 from heapq import heappop, heappush
 from math import inf
 from typing import NamedTuple
@@ -23,6 +23,7 @@ class Turn(NamedTuple):
     left: float = inf  # seconds until it is due; inf: it has no due time, or is late already
     must: bool = False  # it is served even if others become late because of it
     group: tuple[str, int] = ("", 0)  # owner and priority class: it gives way only within these
+    ranks: tuple[int, ...] = ()  # indexes of the ranks that can serve it; none: all can
 
     @property
     def work(self) -> float:
@@ -58,60 +59,93 @@ class _Linear(Pace):
         return self.fixed[0] + size
 
 
-def ends(turns: Sequence[Turn], num_slots: int, pace: Pace, *, blocks: bool) -> list[float]:
-    """Seconds until each is done, if they take the slots in this order. blocks: whether the rank that makes the steps
-    also does the work before and after them, and makes no steps meanwhile.
+@dataclass(frozen=True, slots=True)
+class Slots:
+    """Those of one rank."""
+
+    number: int
+    pace: Pace
+    blocks: bool = True  # the rank also does the work before and after the steps, and makes none meanwhile
+    start: float = 0.0  # seconds until it is free
+
+    def ends(self, turns: Sequence[Turn]) -> list[float]:
+        """Seconds until each is done, if they take the slots in this order."""
+        found = [0.0] * len(turns)
+        for index, end in self._ends(turns):
+            found[index] = end
+        return found
+
+    def end_of_last(self, turns: Sequence[Turn]) -> float:
+        """Seconds until the last of them is done, of one or more; inf if any would be late. See `ends`."""
+        last, found = len(turns) - 1, 0.0
+        for index, end in self._ends(turns):
+            if end > turns[index].left:
+                return inf
+            if index == last:
+                found = end
+        return found
+
+    def _ends(self, turns: Sequence[Turn]) -> Iterator[tuple[int, float]]:
+        """(index, end), the earliest last step first. All ends are counted in steps from now on and kept in a heap."""
+        heap: list[tuple[int, int]] = []  # (steps made when it is done, index)
+        elapsed, made, size, following = self.start, 0, 0.0, 0
+        while heap or following < len(turns):
+            while following < len(turns) and len(heap) < self.number:
+                turn = turns[following]
+                heappush(heap, (made + turn.steps, following))
+                size += turn.size
+                elapsed += turn.before if self.blocks else 0.0
+                following += 1
+            end, index = heappop(heap)
+            elapsed += (end - made) * self.pace.seconds(len(heap) + 1, size)
+            made, turn = end, turns[index]
+            size -= turn.size
+            yield index, elapsed + turn.after + (0.0 if self.blocks else turn.before)
+            elapsed += turn.after if self.blocks else 0.0
+
+
+# ------------------------------------------------------------------------------------------------ the largest set
+
+
+@dataclass(slots=True)
+class Line:
+    """What one rank is to serve."""
+
+    slots: Slots
+    turns: Sequence[Turn]  # of all ranks
+    chosen: list[int] = field(default_factory=list)  # indexes of its own, ascending
+
+    def end_with(self, index: int) -> float:
+        """Seconds until another one is done, which is due last; inf if it or one of them would be late."""
+        return self.slots.end_of_last([self.turns[other] for other in (*self.chosen, index)])
+
+    def replace(self, old: int, new: int) -> None:
+        """Serve another one instead of this one, if all are in time with it."""
+        without = [other for other in self.chosen if other != old]
+        if self.slots.end_of_last([self.turns[other] for other in (*without, new)]) < inf:
+            self.chosen = [*without, new]
+
+
+def largest_sets(turns: Sequence[Turn], ranks: Sequence[Slots]) -> list[list[int]]:
+    """Of each rank, indexes of the requests that it serves, as many of all as can be in time; ascending. turns: the one
+    that is due first first.
+
+    Moore and Hodgson's algorithm: requests are added by due time, each to the rank where it is done first while all
+    stay in time; if there is none, the one with most work left goes. For one rank it is optimal where a step takes as
+    much longer as it has more requests; where batches are worth it, the number of slots matters, see `best_schedules`.
     """
-    found = [0.0] * len(turns)
-    for index, end in _ends(turns, num_slots, pace, blocks=blocks):
-        found[index] = end
-    return found
-
-
-def are_in_time(turns: Sequence[Turn], num_slots: int, pace: Pace, *, blocks: bool) -> bool:
-    """Whether every one of them that has a due time is done by then; see `ends`."""
-    return all(end <= turns[index].left for index, end in _ends(turns, num_slots, pace, blocks=blocks))
-
-
-def _ends(turns: Sequence[Turn], num_slots: int, pace: Pace, *, blocks: bool) -> Iterator[tuple[int, float]]:
-    """(index, end), the earliest last step first. All ends are counted in steps from now on and kept in a heap."""
-    heap: list[tuple[int, int]] = []  # (steps made when it is done, index)
-    elapsed, made, size, following = 0.0, 0, 0.0, 0
-    while heap or following < len(turns):
-        while following < len(turns) and len(heap) < num_slots:
-            turn = turns[following]
-            heappush(heap, (made + turn.steps, following))
-            size += turn.size
-            elapsed += turn.before if blocks else 0.0
-            following += 1
-        end, index = heappop(heap)
-        elapsed += (end - made) * pace.seconds(len(heap) + 1, size)
-        made, turn = end, turns[index]
-        size -= turn.size
-        yield index, elapsed + turn.after + (0.0 if blocks else turn.before)
-        elapsed += turn.after if blocks else 0.0
-
-
-def largest_set(turns: Sequence[Turn], num_slots: int, pace: Pace, *, blocks: bool) -> list[int]:
-    """Indexes of as many requests as can be served in time; ascending. turns: the one that is due first first.
-
-    Moore and Hodgson's algorithm for one machine: requests are added by due time, and when one becomes late, the one
-    with most work left goes. It is optimal where a step takes as much longer as it has more requests; where batches are
-    worth it, the number of slots matters, see `best_schedule`.
-    """
-
-    def in_time(indexes: Sequence[int]) -> bool:
-        return are_in_time([turns[index] for index in indexes], num_slots, pace, blocks=blocks)
-
-    chosen: list[int] = []
+    lines = [Line(slots, turns) for slots in ranks]
     for index, turn in enumerate(turns):
-        chosen.append(index)
-        if turn.must or in_time(chosen):
+        able = [lines[rank] for rank in turn.ranks] if turn.ranks else lines
+        end, _, place = min((line.end_with(index), len(line.chosen), place) for place, line in enumerate(able))
+        if end < inf or turn.must:
+            able[place].chosen.append(index)
             continue
-        longest = max(chosen, key=lambda other: (_weight(turns[other], turn), other))
-        without = [other for other in chosen if other != longest]
-        chosen = without if longest == index or in_time(without) else chosen[:-1]
-    return chosen
+        members = [(_weight(turns[other], turn), other, line) for line in able for other in line.chosen]
+        weight, longest, line = max(members, key=lambda member: member[:2], default=((False, False, 0.0), -1, able[0]))
+        if (weight, longest) > (_weight(turn, turn), index):
+            line.replace(longest, index)
+    return [line.chosen for line in lines]
 
 
 def _weight(turn: Turn, newcomer: Turn) -> tuple[bool, bool, float]:
@@ -120,39 +154,36 @@ def _weight(turn: Turn, newcomer: Turn) -> tuple[bool, bool, float]:
     return may_give_way, turn.left == inf, turn.work
 
 
-@dataclass(frozen=True, slots=True)
-class Schedule:
-    """Which requests are served, and how many at a time."""
+class Schedule(NamedTuple):
+    """Which requests a rank serves, and how many at a time."""
 
     chosen: tuple[int, ...]  # indexes, in the order in which they get slots
     num_slots: int
 
 
-def best_schedule(
-    turns: Sequence[Turn],
-    most_slots: int,
-    pace: Pace,
-    *,
-    blocks: bool,
-    slots: Callable[[int], Iterable[int]] | None = None,
-) -> Schedule:
-    """The schedule that serves most requests in time, and of those the one whose requests are done first, the mean over
-    them: where steps take unequal times, requests that are done early are safe. turns: the one that is due first first.
-    slots: numbers of slots to try, given the largest useful one; by default `slots_to_try`.
+def best_schedules(
+    turns: Sequence[Turn], most_slots: int, pace: Pace, starts: Sequence[float], *, blocks: bool = True
+) -> list[Schedule]:
+    """The schedules of all ranks that serve most requests in time, and of those the ones whose requests are done first,
+    the mean over them: where steps take unequal times, requests that are done early are safe. turns: the one that is
+    due first first. starts: of each rank, seconds until it is free. blocks: see `Slots`.
 
-    Many slots make the rank efficient, few of them let those that are due first finish early.
+    Many slots make a rank efficient, few of them let those that are due first finish early.
     """
     most = max(1, min(most_slots, len(turns)))
-    found = [_schedule(turns, number, pace, blocks=blocks) for number in (slots or slots_to_try)(most)]
+    found = [
+        _schedules(turns, [Slots(number, pace, blocks, start) for start in starts]) for number in slots_to_try(most)
+    ]
     return max(found)[-1]
 
 
-def _schedule(turns: Sequence[Turn], num_slots: int, pace: Pace, *, blocks: bool) -> tuple[int, float, int, Schedule]:
-    chosen, when = list(range(len(turns))), ends(turns, num_slots, pace, blocks=blocks)
-    if any(end > turn.left for turn, end in zip(turns, when, strict=True)):
-        chosen = largest_set(turns, num_slots, pace, blocks=blocks)
-        when = ends([turns[index] for index in chosen], num_slots, pace, blocks=blocks)
-    return len(chosen), -sum(when) / max(1, len(when)), num_slots, Schedule(tuple(chosen), num_slots)
+def _schedules(turns: Sequence[Turn], ranks: Sequence[Slots]) -> tuple[int, float, int, list[Schedule]]:
+    sets = largest_sets(turns, ranks)
+    ends = [
+        end for slots, chosen in zip(ranks, sets, strict=True) for end in slots.ends([turns[index] for index in chosen])
+    ]
+    schedules = [Schedule(tuple(chosen), slots.number) for slots, chosen in zip(ranks, sets, strict=True)]
+    return len(ends), -sum(ends) / max(1, len(ends)), ranks[0].number, schedules
 
 
 def slots_to_try(most: int) -> list[int]:

@@ -98,16 +98,21 @@ class InFlight:
         self.landed: list[Flight] = []  # answered by all their ranks, and not applied yet
         self._awaited: list[dict[int, int]] = [{} for _ in range(num_ranks)]  # per rank: plan seq -> answers awaited
         self._seconds = [0.0] * num_ranks  # per rank: predicted seconds of the batches that it has
+        self._known = [0.0] * num_ranks  # per rank: the same, without batches of which nothing is known
+        self._since = [0.0] * num_ranks  # per rank: when it began the first of these, in monotonic seconds
         self._plan_of: dict[tuple[int, int | TensorKey], int] = {}  # (rank, batch id or tensor under transfer) -> seq
         # Kept at every change, as there may be many ranks.
         self._idle = set(range(num_ranks))
         self._nearly_idle: set[int] = set()
 
-    def send(self, seq: int, flight: Flight) -> None:
+    def send(self, seq: int, flight: Flight, now: float) -> None:
         """Note a batch that is sent with plan `seq`. All that one rank gets of a plan counts as one plan of it."""
         self._flights[flight.batch.id] = flight
         for rank in flight.batch.ranks:
+            if rank in self._idle:
+                self._since[rank] = now
             self._seconds[rank] += flight.predicted or UNKNOWN_SECONDS
+            self._known[rank] += flight.predicted
             self._await(seq, rank, flight.batch.id)
 
     def send_transfers(self, seq: int, transfers: Iterable[Transfer]) -> None:
@@ -122,6 +127,8 @@ class InFlight:
         flight = self._flights[result.batch_id]
         seq = self._plan_of.pop((result.rank, result.batch_id))
         self._seconds[result.rank] -= flight.predicted or UNKNOWN_SECONDS
+        self._known[result.rank] -= flight.predicted
+        self._since[result.rank] = result.started + result.seconds
         self._forget(seq, result.rank)
         flight.answers[result.rank] = result
         if flight.is_complete:
@@ -139,7 +146,7 @@ class InFlight:
         running = next((flight for flight in self._flights.values() if rank in flight.waits_for), None)
         transfers = tuple(what for of, what in self._plan_of if of == rank and isinstance(what, TensorKey))
         self._plan_of = {place: seq for place, seq in self._plan_of.items() if place[0] != rank}
-        self._awaited[rank], self._seconds[rank] = {}, 0.0
+        self._awaited[rank], self._seconds[rank], self._known[rank] = {}, 0.0, 0.0
         self._note_load(rank)
         for flight in [*self._flights.values(), *self.landed]:
             flight.lose(rank)
@@ -156,7 +163,7 @@ class InFlight:
         self.landed.clear()
         self._plan_of.clear()
         self._awaited = [{} for _ in self._awaited]
-        self._seconds = [0.0] * len(self._seconds)
+        self._seconds, self._known = [0.0] * len(self._seconds), [0.0] * len(self._known)
         self._idle, self._nearly_idle = set(range(len(self._seconds))), set()
 
     @property
@@ -166,6 +173,12 @@ class InFlight:
     def busy_ranks(self, ranks: Iterable[int]) -> dict[int, float]:
         """Those of these ranks that have unanswered plans -> predicted seconds of the work that they have."""
         return {rank: self._seconds[rank] for rank in ranks if rank not in self._idle}
+
+    def wait(self, rank: int, now: float) -> float:
+        """Predicted seconds until a rank has done what it has; 0 if it has nothing, or if that was to be done before.
+        Work unlike any observed so far counts as none.
+        """
+        return max(0.0, self._since[rank] + self._known[rank] - now) if rank not in self._idle else 0.0
 
     @property
     def has_busy(self) -> bool:

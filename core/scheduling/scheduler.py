@@ -206,7 +206,7 @@ class StepScheduler:
             self._outputs += answers
             self.cache.reserve(self._requests, page_rank)
         models, view = self._loads.order(now), self._view(now)
-        chosen = self._dispatcher.carry_out(self._policy.choose(view, now), view)
+        chosen = self._dispatcher.carry_out(self._policy.choose(view, now) if view.open_ranks else (), view)
         self._note_sent(chosen.flights)
         self._endings.fail_each(chosen.given_up)
         chosen.transfers += self._checkpoints.transfers(chosen.ranks | view.idle_ranks)
@@ -221,7 +221,7 @@ class StepScheduler:
         # Freeing alone can wait for the next plan with work, unless none is expected.
         if not has_work and (not self._free or self._out.has_busy):
             return None
-        return self._send(chosen, orders, models)
+        return self._send(chosen, orders, models, now)
 
     def apply(self, result: BatchResult) -> None:
         """Process one rank's result of a batch, which is complete when all its ranks have answered. An unknown batch
@@ -333,6 +333,7 @@ class StepScheduler:
             idle_ranks=idle,
             max_step_tokens=self._step_limit.tokens,
             may_join=self._deadlines.joining(judged, now) if (judged := self._judged()) else None,
+            _wait=partial(self._out.wait, now=now),
             _residency=self._loads.residency,
             _cache=self.cache,
             _values=self.values,
@@ -351,11 +352,11 @@ class StepScheduler:
         for item in (item for flight in flights if not flight.job_id for item in flight.batch.items):
             self._requests.note_progress(self._requests[item.request_id])
 
-    def _send(self, chosen: Dispatched, orders: CacheOrders, models: Orders) -> StepPlan:
+    def _send(self, chosen: Dispatched, orders: CacheOrders, models: Orders, now: float) -> StepPlan:
         plan = chosen.plan(next(self._plan_seqs), orders, self._free, self.ranks.up[0])
         self._free.clear()
         for flight in chosen.flights:
-            self._out.send(plan.seq, flight)
+            self._out.send(plan.seq, flight, now)
             self._loads.note_batch(flight.batch)
         self._out.send_transfers(plan.seq, chosen.transfers)
         ranks = self.ranks.up if models.has_any else ()

@@ -11,13 +11,14 @@ share of the objective and serves first what came first.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from itertools import islice
 from math import inf
 
 from core.config import PATIENCE_SECONDS
 from core.costs.prediction_margin import CERTAIN
-from core.costs.slot_schedule import Pace, Turn, best_schedule
+from core.costs.slot_schedule import Pace, Turn, best_schedules
 from core.graph.work import Work
 from core.graph.workflow import Node, op_of
 from core.messages.worker import Batch, BatchResult
@@ -134,73 +135,93 @@ class Planner:
         cases = [self._judge(request) for request in requests]
         given_up = tuple(self._given_up(cases))
         gone = {each.request.id for each in given_up}
-        staying = [case for case in cases if case.request.id not in gone and case.left.steps]
-        served = [request for group in self._groups(staying) for request in self._served(group)]
+        groups: dict[str, list[Case]] = {}  # by model: those of one share steps
+        for case in cases:
+            if case.request.id not in gone and case.left.steps:
+                groups.setdefault(case.request.head.model, []).append(case)
+        served = [request for group in groups.values() for request in self._served(group)]
         return Plan(tuple(served), given_up)
 
     def _judge(self, request: Request) -> Case:
         left, time = self.work.of(self.view, request), due(request.head)
+
         seconds = inf if time is None else (time - self.now) / self.stretch
         return Case(request, left, seconds, left.alone > seconds)
 
     def _given_up(self, cases: Sequence[Case]) -> Iterator[GiveUp]:
-        """Late requests that are certain to miss their timeout, or any due time if late ones are dropped. One that has
-        begun may miss its objective as long as no other needs the rank.
+        """Late requests that are certain to miss their timeout, or any due time if late ones are dropped. While other
+        requests can be in time, one that has not begun is not begun any more: it would only slow them down. One that
+        has begun may miss its objective as long as no other needs the rank.
         """
         is_needed = any(not case.is_late for case in cases)
         for case in cases:
-            head, end = case.request.head, self.now + CERTAIN * case.left.alone
+            head, is_waiting = case.request.head, case.request.status is Status.WAITING
+            end = self.now + case.left.alone * (1.0 if is_waiting and is_needed else CERTAIN)
             failure = why_late(head, end) if case.is_late else None
             is_useless = head.deadline is not None and end > head.deadline
-            is_in_the_way = is_needed or case.request.status is Status.WAITING
+            is_in_the_way = is_needed or is_waiting
             if failure is not None and (is_useless or (self.view.config.on_late == "drop" and is_in_the_way)):
                 yield GiveUp(case.request, failure)
 
     # ------------------------------------------------------------------------------------------------ the set
 
-    def _groups(self, cases: Iterable[Case]) -> list[list[Case]]:
-        """Cases by rank and model: those of one group share steps."""
-        groups: dict[tuple[int, str], list[Case]] = {}
-        for case in cases:
-            groups.setdefault((self._home(case.request), case.request.head.model), []).append(case)
-        return list(groups.values())
-
-    def _home(self, request: Request) -> int:
-        return self.view.ranks[0] if self.shares is None else self.shares.home(self.view, request)
-
-    def _served(self, mine: Sequence[Case]) -> list[Request]:
-        """The requests of a group that have a slot now. Late ones have it if no other could be served."""
+    def _served(self, mine: Sequence[Case]) -> Iterator[Request]:
+        """The requests of a model that have a slot now. Late ones have it on ranks where no other could be served."""
         in_time = [case for case in mine if not case.is_late or self._is_patient(case)]
         late = [case for case in mine if case.is_late and not self._is_patient(case)]
-        return self._scheduled(in_time) or self._scheduled(late)
+        ranks = self.view.ranks if self.shares is not None else self.view.ranks[:1]
+        served = self._scheduled(in_time, ranks)
+        served |= self._scheduled(late, [rank for rank in ranks if not served.get(rank)])
+        for rank, cases in served.items():
+            for case in cases:
+                if self.shares is not None:
+                    self.shares.settle(case.request, rank)
+                yield case.request
 
     def _is_patient(self, case: Case) -> bool:
         """Whether a request is to be served though it is late, or has no due time, because it has waited so long."""
         has_no_due = case.is_late or case.seconds == inf
         return has_no_due and self.now - case.request.head.arrival > PATIENCE_SECONDS * (1 + case.request.head.priority)
 
-    def _scheduled(self, cases: Sequence[Case]) -> list[Request]:
+    def _scheduled(self, cases: Sequence[Case], ranks: Sequence[int]) -> dict[int, list[Case]]:
+        """Rank -> those of these that have a slot there. ranks: those that may serve them."""
+        able = {case.request.id: self._able(case.request, ranks) for case in cases}
+        cases = [case for case in cases if able[case.request.id]]
         if not cases:
-            return []
+            return {}
         most = self._most_slots(cases[0].request)
-        cases = cases[: LOOK_AHEAD * most]
+        cases = cases[: LOOK_AHEAD * most * len(ranks)]
         num_models = max(1, len({request.head.model for request in self.view.requests.live()}))
-        turns = [self._turn(case, num_models) for case in cases]
-        schedule = best_schedule(turns, most, self._pace(cases, min(most, len(cases))), blocks=self._blocks)
-        chosen = schedule.chosen or (0,)  # by a hair: one that would be in time alone, where predictions are rounded
-        return [cases[index].request for index in chosen[: schedule.num_slots]]
+        turns = [self._turn(case, num_models, able[case.request.id]) for case in cases]
+        pace, starts = self._pace(cases, min(most, len(cases))), [self.view.wait_seconds(rank) for rank in ranks]
+        schedules = best_schedules(turns, most, pace, starts, blocks=self._blocks)
+        chosen = {index for schedule in schedules for index in schedule.chosen}
+        found = dict[int, list[Case]]()
+        for place, (rank, schedule) in enumerate(zip(ranks, schedules, strict=True)):
+            indexes = schedule.chosen[: schedule.num_slots]
+            if not indexes:  # one that would be in time alone may seem late where predictions are rounded
+                others = (index for index, turn in enumerate(turns) if place in turn.ranks and index not in chosen)
+                indexes = tuple(islice(others, 1))
+                chosen.update(indexes)
+            found[rank] = [cases[index] for index in indexes]
+        return found
+
+    def _able(self, request: Request, ranks: Sequence[int]) -> tuple[int, ...]:
+        """Places of those of these ranks that can make a request's steps."""
+        able = ranks if self.shares is None else self.shares.able(self.view, request)
+        return tuple(place for place, rank in enumerate(ranks) if rank in able)
 
     @property
     def _blocks(self) -> bool:
         """Whether the rank that makes steps also does what is before and after them."""
         return self.shares is not None or len(self.view.ranks) == 1
 
-    def _turn(self, case: Case, num_models: int) -> Turn:
+    def _turn(self, case: Case, num_models: int, able: tuple[int, ...]) -> Turn:
         """All times are of the rank: with several models each has it for a share of the time."""
         head, left = case.request.head, case.left
         seconds = inf if case.is_late else case.seconds / num_models
         group = head.owner, head.priority
-        return Turn(left.steps, left.tokens, left.before, left.after, seconds, self._is_patient(case), group)
+        return Turn(left.steps, left.tokens, left.before, left.after, seconds, self._is_patient(case), group, able)
 
     def _most_slots(self, request: Request) -> int:
         step = request.workflow.steps[-1]

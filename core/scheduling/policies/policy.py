@@ -26,7 +26,9 @@ class SchedulingPolicy(ABC):
 
     @abstractmethod
     def choose(self, view: View, now: float) -> Sequence[Decision]:
-        """What to dispatch now, in the order in which ranks are to run it. now: monotonic seconds."""
+        """What to dispatch now, in the order in which ranks are to run it. Called while a rank may be given work. now:
+        monotonic seconds.
+        """
 
     def page_rank(self, template: str, ranks: Sequence[int]) -> int:
         """The rank on whose device the pages of a template are to be, if they are on none: where the steps that read

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from collections import defaultdict
-from collections.abc import Iterable
 from statistics import mean
 
 from core.costs.shares import Demand, ranks_of
@@ -42,27 +40,19 @@ class RankShares:
             self._plans_left, self._live = ALLOT_EVERY, view.ranks
             chosen = ranks_of(_demands(view, requests, work), len(view.ranks))
             self._ranks |= {op: tuple(view.ranks[index] for index in of) for op, of in chosen.items()}
-        self._settle(view, requests, work)
 
-    def _settle(self, view: View, requests: Iterable[Request], work: WorkLeft) -> None:
-        """Homes of requests. One that has not begun may get another: it goes where least is left to do."""
-        load: defaultdict[int, float] = defaultdict(float)
-        homeless = list[tuple[Request, float]]()
-        for request in requests:
-            seconds, home = work.of(view, request).alone, self._homes.get(request.id)
-            if home in view.ranks and request.status is Status.RUNNING:
-                load[home] += seconds
-            else:
-                homeless.append((request, seconds))
-        for request, seconds in homeless:
-            home = view.page_rank(request)
-            if home is None:
-                home = min(self._of_steps(view, request), key=lambda rank: (load[rank], rank))
-            self._homes[request.id] = home
-            load[home] += seconds
+    def settle(self, request: Request, rank: int) -> None:
+        """Note the home of a request."""
+        self._homes[request.id] = rank
 
-    def _of_steps(self, view: View, request: Request) -> tuple[int, ...]:
-        steps = request.workflow.steps
+    def able(self, view: View, request: Request) -> tuple[int, ...]:
+        """Ranks that can make a request's steps: one that has begun stays where it is."""
+        home = self._homes.get(request.id)
+        if request.status is Status.RUNNING and home in view.ranks:
+            return (home,)
+        page_rank, steps = view.page_rank(request), request.workflow.steps
+        if page_rank is not None:
+            return (page_rank,)
         return self._of(view, steps[-1]) if steps else view.ranks
 
     def _of(self, view: View, node: Node) -> tuple[int, ...]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from collections import Counter
 from dataclasses import replace
+from math import inf
 from pathlib import Path
 
 import msgspec
@@ -16,7 +17,7 @@ from benchmarks.load.client import Outcome, Refusal, Run
 from benchmarks.serving.cell_outcomes import Outcomes, outcomes_of
 from benchmarks.serving.goodput_cells import CELLS, compared, main
 from benchmarks.serving.recorded import CLOCKWORK, Batch
-from benchmarks.simulation.server_engine import Simulated, serve
+from benchmarks.simulation.server_engine import Simulated, Surroundings, serve
 from core.messages.engine import EngineRequest
 from tools.random_checkpoints import make_flux_fill
 
@@ -76,34 +77,39 @@ def request(name: str, arrival: float, seconds: float) -> EngineRequest:
 @pytest.mark.parametrize(("seconds", "in_time"), [(1.05 * ALONE, 1), (0.95 * ALONE, 0)])
 def test_a_lone_request_takes_what_was_measured(seconds: float, in_time: int) -> None:
     requests = [request("a", 2.0, 2.0 + seconds)]
-    served = serve(known(), AROUND, CLOCKWORK, requests, [], num_ranks=2, has_spare_cores=True)
+    served = serve(known(), AROUND, CLOCKWORK, requests, [], num_ranks=2, num_cores=inf)
     assert served.in_time == in_time
 
 
-def test_requests_that_come_at_once_are_received_one_after_the_other() -> None:
+@pytest.mark.parametrize(("num_cores", "seconds"), [(1.0, 4.0), (2.0, 2.0), (8.0, 2.0)])
+def test_requests_that_come_at_once_are_prepared_on_the_cores_there_are(num_cores: float, seconds: float) -> None:
     requests = [msgspec.structs.replace(request(name, 0.0, 0.0), deadline=None) for name in "ab"]
-    own = {"a": replace(AROUND, prepare=30.0)}
-    served = serve(known(), AROUND, "step_batching", requests, [], num_ranks=2, has_spare_cores=True, own=own)
-    assert served.in_time == 2
-    assert min(served.latencies.values()) > 30.0
+    around = Surroundings(prepare=2.0, deliver=0.0, trip=0.0, outside_cpu=2.0)
+    served = serve(known(), around, "goodput", requests, [], num_ranks=2, num_cores=num_cores)
+    work = ALONE - AROUND.prepare - AROUND.deliver
+    first = min(served.latencies.values())
+    assert first == pytest.approx(seconds + work * (2 if num_cores < 2 else 1), rel=0.1)
 
 
-def test_without_spare_cores_other_processes_delay_the_ranks() -> None:
+def test_other_processes_delay_ranks_that_leave_no_core_free() -> None:
     requests = [request("a", 2.0, 100.0)]
+    around = replace(AROUND, outside_cpu=1.0)
     spare, scarce = (
-        serve(known(), AROUND, "goodput", requests, [request("w", 0.0, 0.0)], num_ranks=2, has_spare_cores=has)
-        for has in (True, False)
+        serve(known(), around, "goodput", requests, [request("w", 0.0, 0.0)], num_ranks=2, num_cores=number)
+        for number in (2.0, 1.0)
     )
-    assert scarce.busy_seconds - spare.busy_seconds == pytest.approx(AROUND.outside_cpu)
+    beside = around.outside_cpu - around.prepare - around.deliver
+    assert scarce.busy_seconds - spare.busy_seconds == pytest.approx(beside, rel=0.01)
     assert spare.busy_seconds == pytest.approx(ALONE - AROUND.prepare - AROUND.deliver, rel=0.05)
     assert [op for _, op, _ in spare.batches].count("denoise") == 4, "warm-ups do not count"
 
 
 def test_a_request_delays_ranks_by_what_it_costs_other_processes_itself() -> None:
     requests = [request("a", 2.0, 100.0), request("b", 50.0, 100.0)]
-    own = {"b": replace(AROUND, outside_cpu=1.0)}
-    served = serve(known(), AROUND, "step_batching", requests, [], num_ranks=1, has_spare_cores=False, own=own)
-    assert served.latencies["b"] - served.latencies["a"] == pytest.approx(1.0 - AROUND.outside_cpu)
+    own = {"b": replace(AROUND, outside_cpu=AROUND.prepare + AROUND.deliver + 1.0)}
+    around = replace(AROUND, outside_cpu=0.0)
+    served = serve(known(), around, "step_batching", requests, [], num_ranks=1, num_cores=1, own=own)
+    assert served.latencies["b"] - served.latencies["a"] == pytest.approx(1.0)
 
 
 def test_rounds_are_compared_one_by_one() -> None:

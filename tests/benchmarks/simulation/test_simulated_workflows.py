@@ -10,8 +10,9 @@ from any_ranks import AnyRanks, answer_of, in_workflow, toy_op
 from fakes import MODEL, FakeWorkers, make_hires_edit
 from workflows import ACCEPTANCE
 
+from benchmarks.simulation.clock import Clock
 from benchmarks.simulation.durations import Latencies, TableDurations
-from benchmarks.simulation.engine import Clock, Ranks, SimulatedEngine
+from benchmarks.simulation.engine import Ranks, SimulatedEngine
 from benchmarks.simulation.ranks import BatchEnded, RankClocks
 from core.config import SchedulerConfig
 from core.graph.workflow import HIRES, INPAINT, Edge, Node, Workflow

@@ -15,8 +15,9 @@ from fakes import MODEL, FakeWorkers, make_edit
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from benchmarks.simulation.clock import Clock
 from benchmarks.simulation.durations import Durations
-from benchmarks.simulation.engine import Clock, Ranks, SimulatedEngine
+from benchmarks.simulation.engine import Ranks, SimulatedEngine
 from benchmarks.simulation.ranks import BatchEnded, RankClocks
 from core.config import CacheConfig, SchedulerConfig, SchedulingPolicyName
 from core.costs.step_profiles import useful_degree

@@ -13,8 +13,9 @@ from fakes import MODEL, make_edit
 from hypothesis import given
 from hypothesis import strategies as st
 
+from benchmarks.simulation.clock import Clock
 from benchmarks.simulation.durations import Latencies, TableDurations
-from benchmarks.simulation.engine import Clock, Ranks, SimulatedEngine
+from benchmarks.simulation.engine import Ranks, SimulatedEngine
 from benchmarks.simulation.machine import FrozenCosts
 from core.config import OnLate, SchedulerConfig, SchedulingPolicyName
 from core.costs.latency_table import LatencyTable

@@ -38,8 +38,8 @@ def answer(number: int, rank: int, *, seconds: float = 1.0, failed: tuple[str, .
 
 def test_a_batch_is_complete_when_all_its_ranks_have_answered() -> None:
     out = InFlight(RANKS)
-    out.send(0, flight(7, 0, 2))
-    out.send(0, flight(8, 1))
+    out.send(0, flight(7, 0, 2), 0.0)
+    out.send(0, flight(8, 1), 0.0)
     assert list(out.busy_ranks(range(RANKS))) == [0, 1, 2]
     landed = out.land(answer(7, 2, seconds=3.0, failed=("b",)))
     assert (landed.is_complete, landed.waits_for, out.busy_ranks(range(RANKS))) == (False, [0], {0: 2.0, 1: 2.0})
@@ -58,20 +58,35 @@ def test_a_batch_is_complete_when_all_its_ranks_have_answered() -> None:
 
 def test_ranks_with_little_work_are_nearly_idle() -> None:
     out = InFlight(RANKS, max_plans=2, max_seconds=3.0)
-    out.send(0, flight(7, 0, 1))
-    out.send(0, flight(8, 1))
+    out.send(0, flight(7, 0, 1), 0.0)
+    out.send(0, flight(8, 1), 0.0)
     assert (out.idle_ranks, out.nearly_idle_ranks, out.has_busy) == ({2, 3}, {0}, True)
     out.land(answer(8, 1))
     assert out.nearly_idle_ranks == {0, 1}
-    out.send(1, flight(9, 0))
+    out.send(1, flight(9, 0), 0.0)
     assert out.nearly_idle_ranks == {1}, "two plans are enough"
     out.clear()
     assert (out.idle_ranks, out.nearly_idle_ranks, out.has_busy) == (set(range(RANKS)), set(), False)
 
 
+def test_a_rank_is_awaited_as_long_as_what_it_has_is_predicted_to_take() -> None:
+    out = InFlight(RANKS)
+    out.send(0, flight(7, 0), 10.0)
+    out.send(1, flight(8, 0), 11.0)
+    unknown = flight(9, 1)
+    unknown.predicted = 0.0
+    out.send(1, unknown, 11.0)
+    assert [out.wait(rank, 11.5) for rank in range(3)] == [2.5, 0.0, 0.0], "of rank 1 nothing is known"
+    out.land(msgspec.structs.replace(answer(7, 0), started=10.0, seconds=3.0))
+    assert out.wait(0, 13.5) == 1.5
+    assert out.wait(0, 20.0) == 0.0, "it takes longer than predicted"
+    out.lose(0)
+    assert out.wait(0, 13.5) == 0.0
+
+
 def test_an_answer_that_was_not_awaited_is_an_error() -> None:
     out = InFlight(RANKS)
-    out.send(0, flight(7, 0, 2))
+    out.send(0, flight(7, 0, 2), 0.0)
     with pytest.raises(KeyError):
         out.land(answer(7, 1))
     with pytest.raises(KeyError):
@@ -88,7 +103,7 @@ def test_any_order_of_answers_ends_every_batch_once(data: st.DataObject) -> None
     for seq in range(data.draw(st.integers(1, 4))):
         for _ in range(data.draw(st.integers(0, 3))):
             ranks = tuple(data.draw(st.lists(st.integers(0, RANKS - 1), min_size=1, unique=True)))
-            out.send(seq, flight(number, *ranks))
+            out.send(seq, flight(number, *ranks), 0.0)
             waiting += [(number, rank) for rank in ranks]
             number += 1
     completed = []
