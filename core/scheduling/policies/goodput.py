@@ -144,7 +144,6 @@ class Planner:
 
     def _judge(self, request: Request) -> Case:
         left, time = self.work.of(self.view, request), due(request.head)
-
         seconds = inf if time is None else (time - self.now) / self.stretch
         return Case(request, left, seconds, left.alone > seconds)
 

@@ -33,7 +33,7 @@ class RankShares:
         self._homes.pop(request_id, None)
 
     def update(self, view: View, requests: list[Request], work: WorkLeft) -> None:
-        """Choose ranks for ops if that is due, and a home for every request that has none."""
+        """Choose ranks for ops if that is due."""
         self._plans_left -= 1
         is_new = {node.op for request in requests for node in request.workflow.nodes} - self._ranks.keys()
         if requests and (self._plans_left < 0 or is_new or self._live != view.ranks):
@@ -51,7 +51,7 @@ class RankShares:
         if request.status is Status.RUNNING and home in view.ranks:
             return (home,)
         page_rank, steps = view.page_rank(request), request.workflow.steps
-        if page_rank is not None:
+        if page_rank in view.ranks:
             return (page_rank,)
         return self._of(view, steps[-1]) if steps else view.ranks
 
