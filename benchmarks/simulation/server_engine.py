@@ -131,6 +131,36 @@ class Measured(Durations):
         return self._surroundings.trip
 
 
+class Outside:
+    """What other processes do for requests: they prepare them for the engine, and deliver its pictures."""
+
+    def __init__(self, clock: Clock, cores: Cores, around: Mapping[str, Surroundings]) -> None:
+        """around: by request id; of others, such as warm-ups, pictures are delivered at once."""
+        self.ends: dict[str, float] = {}
+        """Request id -> when its sender had the picture."""
+        self._clock, self._cores, self._around = clock, cores, around
+
+    def prepare(self, request: EngineRequest, start: float, engine: SimulatedEngine) -> None:
+        """Prepare a request now, and give it to the engine. start: its deadline is in seconds after that."""
+        beside = self._around[request.request_id]
+        deadline = None if request.deadline is None else start + request.deadline - beside.deliver
+
+        def add() -> None:
+            engine.add(msgspec.structs.replace(request, arrival=self._clock.now, deadline=deadline))
+
+        self._cores.run(beside.prepare, add)
+
+    def note(self, outputs: tuple[Output, ...]) -> None:
+        """Deliver what the engine has made."""
+        for output in outputs:
+            if isinstance(output, Finished):
+                beside = self._around.get(output.request_id)
+                self._cores.run(0.0 if beside is None else beside.deliver, partial(self._end, output.request_id))
+
+    def _end(self, request_id: str) -> None:
+        self.ends[request_id] = self._clock.now
+
+
 class TimedScheduler(StepScheduler):
     """Counts the time that it takes."""
 
@@ -181,45 +211,25 @@ def serve(
     """
     clock = Clock()
     around = {request.request_id: surroundings for request in requests} | dict(own or {})
-    config = SchedulerConfig(policy=policy, degree=degree)
-    scheduler = TimedScheduler(config, {known.info.name: known.info}, num_ranks)
+    scheduler = TimedScheduler(SchedulerConfig(policy=policy, degree=degree), {known.info.name: known.info}, num_ranks)
     scheduler.learn(known.samples, [(rank, known.components) for rank in range(num_ranks)])
     recorder = Recorder(clock)
     cores = Cores(clock, num_cores, lambda: engine.clocks.num_busy(clock.now))
     beside = {each.request_id: _cpu_beside_batches(each, around[each.request_id]) for each in requests}
     durations = Measured(known, surroundings, cores, beside, stretch or {})
-    ends: dict[str, float] = {}  # request id -> when its sender had the picture
-
-    def note(outputs: tuple[Output, ...]) -> None:
-        for output in outputs:
-            if isinstance(output, Finished):
-                deliver(output.request_id)
-
-    def deliver(name: str) -> None:
-        beside = around[name].deliver if name in around else 0.0  # of a warm-up
-        cores.run(beside, lambda: ends.update({name: clock.now}))
-
-    def prepare(request: EngineRequest) -> None:
-        cores.run(
-            around[request.request_id].prepare, lambda: engine.add(msgspec.structs.replace(request, arrival=clock.now))
-        )
-
-    engine = SimulatedEngine(clock, scheduler, durations, note, recorder)
+    outside = Outside(clock, cores, around)
+    engine = SimulatedEngine(clock, scheduler, durations, outside.note, recorder)
     for request in warm_ups:
         engine.add(msgspec.structs.replace(request, arrival=clock.now, deadline=None))
         clock.run()
     start, busy, own_seconds = clock.now, sum(engine.clocks.busy_seconds), scheduler.own_seconds
-    recorder.batches.clear()
-    durations.seconds.clear()
-    durations.num_steps.clear()
-    ends.clear()
+    for noted in (recorder.batches, durations.seconds, durations.num_steps, outside.ends):
+        noted.clear()
     for request in requests:
-        deliver_seconds = around[request.request_id].deliver
-        deadline = None if request.deadline is None else start + request.deadline - deliver_seconds
-        moved = msgspec.structs.replace(request, deadline=deadline)
-        clock.at(start + request.arrival, partial(prepare, moved))
+        clock.at(start + request.arrival, partial(outside.prepare, request, start, engine))
     clock.run()
     assert not scheduler.num_requests, "requests are left"
+    ends = outside.ends
     done = [request for request in requests if request.request_id in ends]
     until = {name: end - start for name, end in ends.items()}
     late = [each for each in done if each.deadline is not None and until[each.request_id] > each.deadline]

@@ -51,7 +51,7 @@ from core.scheduling.request import Request, Status
 from core.scheduling.residency import Orders, Residency, Started
 from core.scheduling.step_limit import StepLimit
 from core.scheduling.values import ValueTable
-from core.scheduling.view import View
+from core.scheduling.views import Views
 
 
 class StepScheduler:
@@ -95,7 +95,6 @@ class StepScheduler:
         self._outputs: list[Output] = []
         self.ranks = Ranks(num_workers, residency)
         self._reporter = Reporter(config, self.ranks, self._predictor, self.cache)
-        self._deadlines = Deadlines(config.max_num_seqs, self._predictor.left_of, self._predictor.base_seconds)
         self._plan_seqs = count()
         self._dispatcher = Dispatcher(self.cache, self.values, self.ranks, self._predictor.of_batch, count())
         self._checkpoints = Checkpoints(self.values)
@@ -104,6 +103,19 @@ class StepScheduler:
         self._loads = ModelLoads(residency, self._requests, self.cache, self._endings, self.cost)
         left_of, retries = self._predictor.left_of, config.max_retries
         self._recovery = Recovery(*parts, self._out, self._checkpoints, left_of, retries)
+        deadlines = Deadlines(config.max_num_seqs, left_of, self._predictor.base_seconds)
+        self._views = Views(
+            config=config,
+            requests=self._requests,
+            ranks=self.ranks,
+            out=self._out,
+            residency=residency,
+            cache=self.cache,
+            values=self.values,
+            predictor=self._predictor,
+            step_limit=self._step_limit,
+            deadlines=None if self._policy.gives_up else deadlines,
+        )
 
     def learn(
         self, samples: Iterable[CostSample], loaded: Iterable[Started] = (), ports: Mapping[int, int] | None = None
@@ -197,7 +209,7 @@ class StepScheduler:
 
     def schedule(self, now: float) -> StepPlan | None:
         """The next plan; None when nothing can start before the next result or request arrives."""
-        self._endings.fail_each(self._deadlines.lost(self._judged(), now))
+        self._endings.fail_each(self._views.lost(now))
         if not self.ranks.up:
             return None
         page_rank = partial(self._policy.page_rank, ranks=self.ranks.up)
@@ -205,7 +217,7 @@ class StepScheduler:
         while answers := self.cache.take_answers():  # the next idle work may be answered at once, too
             self._outputs += answers
             self.cache.reserve(self._requests, page_rank)
-        models, view = self._loads.order(now), self._view(now)
+        models, view = self._loads.order(now), self._views.view(now)
         chosen = self._dispatcher.carry_out(self._policy.choose(view, now) if view.open_ranks else (), view)
         self._note_sent(chosen.flights)
         self._endings.fail_each(chosen.given_up)
@@ -323,31 +335,6 @@ class StepScheduler:
 
     # ------------------------------------------------------------------------------------------------- inside
 
-    def _view(self, now: float) -> View:
-        idle = self._out.idle_ranks.intersection(self.ranks.up)
-        return View(
-            config=self.config,
-            requests=self._requests,
-            ranks=self.ranks.up,
-            open_ranks=idle | self._nearly_idle_ranks(),
-            idle_ranks=idle,
-            max_step_tokens=self._step_limit.tokens,
-            may_join=self._deadlines.joining(judged, now) if (judged := self._judged()) else None,
-            _wait=partial(self._out.wait, now=now),
-            _residency=self._loads.residency,
-            _cache=self.cache,
-            _values=self.values,
-            _predict=self._predictor.of_op,
-            _predict_step=self._predictor.of_step,
-            _largest=self._predictor.largest_batch,
-        )
-
-    def _nearly_idle_ranks(self) -> frozenset[int]:
-        """Busy ranks that may be given work: nearly done, so that the round trip of a small step is hidden behind their
-        work, and new requests do not wait long. Nothing is sent ahead while a preview is pending, which would delay it.
-        """
-        return frozenset() if self._requests.has_pending_previews else self._out.nearly_idle_ranks
-
     def _note_sent(self, flights: Iterable[Flight]) -> None:
         for item in (item for flight in flights if not flight.job_id for item in flight.batch.items):
             self._requests.note_progress(self._requests[item.request_id])
@@ -392,9 +379,6 @@ class StepScheduler:
     def _note_end(self, request_id: str) -> None:
         self._policy.on_end(request_id)
         self._checkpoints.forget(request_id)
-
-    def _judged(self) -> list[Request]:
-        return list(self._requests.live()) if self._requests.has_due and not self._policy.gives_up else []
 
     def _apply_job(self, job_id: str, result: BatchResult) -> None:
         for request_id, failure in self.cache.finish(job_id, result).items():
