@@ -378,6 +378,28 @@ static inline vec silu_of(vec x) {
     return x * (vec)_mm512_rcp14_ps((__m512)(1.0f + e));
 }
 
+/* Adds weight times the sums of n pixels and of their squares to sums[0..channels) and to those `squares` on. */
+static inline void add_sums(const uint16_t *x, int n, int channels, float weight, float *sums, long squares) {
+    for (int c = 0; c < channels; c += LANES) {
+        vec total = all(0), other = all(0), square = all(0), another = all(0);
+        int k = 0;
+        for (; k + 1 < n; k += 2) { /* two at a time: an addition waits for the one before */
+            vec first = widen(x + (long)k * channels + c), second = widen(x + (long)(k + 1) * channels + c);
+            total += first;
+            other += second;
+            square += first * first;
+            another += second * second;
+        }
+        if (k < n) {
+            vec last = widen(x + (long)k * channels + c);
+            total += last;
+            square += last * last;
+        }
+        store(sums + c, load(sums + c) + weight * (total + other));
+        store(sums + squares + c, load(sums + squares + c) + weight * (square + another));
+    }
+}
+
 /* Sums of x and of its squares over tiles. x: [rows, columns, channels], whole tiles, channels a multiple of LANES;
  * sums: [2, rows / tile_rows, columns / tile_columns, channels]. */
 void stencil_tile_sums(const uint16_t *x, int rows, int columns, int channels, int tile_rows, int tile_columns,
@@ -389,22 +411,41 @@ void stencil_tile_sums(const uint16_t *x, int rows, int columns, int channels, i
         for (int t = 0; t < across; t++) {
             const uint16_t *first = x + ((long)row * columns + (long)t * tile_columns) * channels;
             float *sum = sums + ((long)(row / tile_rows) * across + t) * channels;
-            for (int c = 0; c < channels; c += LANES) {
-                vec total = all(0), squares = all(0);
-                for (int k = 0; k < tile_columns; k++) {
-                    vec value = widen(first + (long)k * channels + c);
-                    total += value;
-                    squares += value * value;
-                }
-                store(sum + c, load(sum + c) + total);
-                store(sum + tiles * channels + c, load(sum + tiles * channels + c) + squares);
-            }
+            add_sums(first, tile_columns, channels, 1, sum, tiles * channels);
         }
 }
 
-/* SiLU of x * scale + shift. x, out: [pixels, channels]; scale, shift: [channels], a multiple of LANES. */
-void stencil_scale_silu(const uint16_t *x, long pixels, int channels, const float *scale, const float *shift,
-                        uint16_t *out) {
+/* Means of x and of its squares by group of channels, [2, groups]: of each tile, times its weight, in sum. x: as above;
+ * weights: [rows / tile_rows, columns / tile_columns]. */
+void stencil_moments(const uint16_t *x, int rows, int columns, int channels, int tile_rows, int tile_columns,
+                     const float *weights, int groups, float *moments) {
+    int across = columns / tile_columns, width = channels / groups;
+    float sums[2 * channels];
+    for (int c = 0; c < 2 * channels; c++) sums[c] = 0;
+    for (int row = 0; row < rows; row++)
+        for (int t = 0; t < across; t++) {
+            const uint16_t *first = x + ((long)row * columns + (long)t * tile_columns) * channels;
+            float weight = weights[(row / tile_rows) * across + t];
+            if (weight != 0) add_sums(first, tile_columns, channels, weight, sums, channels);
+        }
+    for (int g = 0; g < 2 * groups; g++) {
+        float sum = 0;
+        for (int c = g * width; c < (g + 1) * width; c++) sum += sums[c];
+        moments[g] = sum / ((float)width * tile_rows * tile_columns);
+    }
+}
+
+/* Group norm with given moments, [2, groups], and SiLU. x, out: [pixels, channels]; weight, bias: [channels], a
+ * multiple of LANES. */
+void stencil_norm_silu(const uint16_t *x, long pixels, int channels, const float *moments, int groups,
+                       const float *weight, const float *bias, float eps, uint16_t *out) {
+    float scale[channels], shift[channels];
+    for (int c = 0; c < channels; c++) {
+        int group = c / (channels / groups);
+        float mean = moments[group], variance = moments[groups + group] - mean * mean;
+        scale[c] = weight[c] / sqrtf((variance > 0 ? variance : 0) + eps);
+        shift[c] = bias[c] - mean * scale[c];
+    }
     for (long i = 0; i < pixels; i++, x += channels, out += channels)
         for (int c = 0; c < channels; c += LANES)
             narrow(out + c, silu_of(widen(x + c) * load(scale + c) + load(shift + c)));

@@ -67,7 +67,8 @@ _SIGNATURES: dict[str, list[Any]] = {
         *(c_void_p, c_long, c_void_p, c_long),
     ],
     "stencil_tile_sums": [c_void_p, c_int, c_int, c_int, c_int, c_int, c_void_p],
-    "stencil_scale_silu": [c_void_p, c_long, c_int, c_void_p, c_void_p, c_void_p],
+    "stencil_moments": [c_void_p, c_int, c_int, c_int, c_int, c_int, c_void_p, c_int, c_void_p],
+    "stencil_norm_silu": [c_void_p, c_long, c_int, c_void_p, c_int, c_void_p, c_void_p, c_float, c_void_p],
     "stencil_gelu": [c_void_p, c_long, c_int],
 }
 
@@ -96,7 +97,7 @@ class Kernels:
         functions = (_function(library, name) for name in _SIGNATURES)
         self._linear, self._narrow_linear, self._attend, *others = functions
         self._normalise_and_rotate, self._interpolate, self._quantise, *others = others
-        self._tile_sums, self._scale_silu, self._gelu = others
+        self._tile_sums, self._moments, self._norm_silu, self._gelu = others
 
     def linear(
         self,
@@ -180,12 +181,23 @@ class Kernels:
         self._tile_sums(x.data_ptr(), rows, columns, channels, *tile, sums.data_ptr())
         return sums.permute(0, 3, 1, 2)
 
-    def scale_silu(self, x: Tensor, scale: Tensor, shift: Tensor) -> Tensor:
-        """SiLU of x * scale + shift. x: as for `tile_sums`; scale, shift: [channels]."""
+    def moments(self, x: Tensor, num_groups: int, weights: Tensor) -> Tensor:
+        """Means of the values and of their squares by group of channels, [2, groups]: those of each tile, times its
+        weight, in sum. x: as for `tile_sums`; weights: [tile rows, tile columns], contiguous."""
+        _, channels, rows, columns = x.shape
+        tile = rows // weights.shape[0], columns // weights.shape[1]
+        moments = torch.empty(2, num_groups, dtype=torch.float32)
+        sizes = rows, columns, channels, *tile
+        self._moments(x.data_ptr(), *sizes, weights.data_ptr(), num_groups, moments.data_ptr())
+        return moments
+
+    def norm_silu(self, x: Tensor, moments: Tensor, weight: Tensor, bias: Tensor, eps: float) -> Tensor:
+        """Group norm with given moments, [2, groups], contiguous, and SiLU. x: as for `tile_sums`; weight, bias:
+        [channels]."""
         _, channels, rows, columns = x.shape
         out = torch.empty_like(x)
-        factors = scale.data_ptr(), shift.data_ptr()
-        self._scale_silu(x.data_ptr(), rows * columns, channels, *factors, out.data_ptr())
+        factors = moments.data_ptr(), moments.shape[1], weight.data_ptr(), bias.data_ptr(), eps
+        self._norm_silu(x.data_ptr(), rows * columns, channels, *factors, out.data_ptr())
         return out
 
 
@@ -231,7 +243,7 @@ def can_attend(query: Tensor, keys: int) -> bool:
 
 
 def can_normalise(x: Tensor) -> bool:
-    """Whether `Kernels.tile_sums` and `Kernels.scale_silu` support this map."""
+    """Whether `Kernels.tile_sums`, `moments` and `norm_silu` support this map."""
     is_packed = x.is_contiguous(memory_format=torch.channels_last)
     return x.dtype == torch.bfloat16 and len(x) == 1 and x.shape[1] % LANES == 0 and is_packed
 

@@ -19,11 +19,10 @@ from model_executor.kernels.cpu_kernels import LANES, Kernels, can_normalise
 
 def moments(x: Tensor, num_groups: int, kernels: Kernels | None = None) -> Tensor:
     """Mean of each group's values and of their squares, float32 [2, groups]. x: [1, channels, height, width]."""
-    if kernels is None or not can_normalise(x):
-        x = x.float()
-        sums = torch.stack([x.sum((0, 2, 3)), x.square().sum((0, 2, 3))])
-    else:
-        sums = kernels.tile_sums(x, (x.shape[2], x.shape[3]))
+    if kernels is not None and can_normalise(x):
+        return kernels.moments(x, num_groups, torch.ones(1, 1))
+    x = x.float()
+    sums = torch.stack([x.sum((0, 2, 3)), x.square().sum((0, 2, 3))])
     return sums.reshape(2, num_groups, -1).sum(2) / (x.numel() // num_groups)
 
 
@@ -37,6 +36,13 @@ def tile_moments(x: Tensor, num_groups: int, grid: Sequence[int], kernels: Kerne
     else:
         means = kernels.tile_sums(x, (size, size)) / size**2
     return means.reshape(2, num_groups, -1, *grid).mean(2)
+
+
+def weighted_moments(x: Tensor, num_groups: int, weights: Tensor, kernels: Kernels | None = None) -> Tensor:
+    """The moments of all tiles in sum, each times its weight: float32 [2, groups]. weights: float32 [rows, columns]."""
+    if kernels is not None and can_normalise(x):
+        return kernels.moments(x, num_groups, weights)
+    return (tile_moments(x, num_groups, weights.shape) * weights).sum((2, 3))
 
 
 def per_channel(moments: Tensor, num_channels: int) -> tuple[Tensor, Tensor]:
@@ -55,20 +61,20 @@ class NormSilu(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         x = x.contiguous(memory_format=torch.channels_last)
-        return self.at(x, *per_channel(moments(x, self.num_groups, self.kernels), x.shape[1]))
+        return self.at(x, moments(x, self.num_groups, self.kernels))
 
-    def at(self, x: Tensor, mean: Tensor, variance: Tensor) -> Tensor:
-        """With given statistics, float32 [channels]. x: channels last."""
-        scale = self._weight * torch.rsqrt(variance + self._eps)
-        return self.kernels.scale_silu(x, scale, torch.addcmul(self._bias, mean, scale, value=-1.0))
+    def at(self, x: Tensor, moments: Tensor) -> Tensor:
+        """With given moments, float32 [2, groups]. x: channels last."""
+        return self.kernels.norm_silu(x, moments, self._weight, self._bias, self._eps)
 
 
 def normed_at(
-    norm: nn.GroupNorm | NormSilu, activation: Callable[[Tensor], Tensor], x: Tensor, mean: Tensor, variance: Tensor
+    norm: nn.GroupNorm | NormSilu, activation: Callable[[Tensor], Tensor], x: Tensor, moments: Tensor
 ) -> Tensor:
-    """Norm and activation of a map with given statistics, float32 [channels]."""
+    """Norm and activation of a map with given moments, float32 [2, groups]."""
     if isinstance(norm, NormSilu):
-        return norm.at(x, mean, variance)
+        return norm.at(x, moments)
+    mean, variance = per_channel(moments, x.shape[1])
     weight, bias = norm.weight.float(), norm.bias.float()
     batch_norm = nn.functional.batch_norm  # at given statistics: one pass over the map
     return activation(batch_norm(x, mean, variance, weight, bias, eps=norm.eps))

@@ -151,13 +151,37 @@ def test_tile_sums(kernels: Kernels, channels: int, size: tuple[int, int], tile:
     torch.testing.assert_close(kernels.tile_sums(x, tile).double(), expected, rtol=1e-5, atol=1e-4)
 
 
-@pytest.mark.parametrize(("channels", "size"), [(16, (7, 5)), (48, (1, 1)), (64, (9, 2))])
-def test_scale_silu(kernels: Kernels, channels: int, size: tuple[int, int]) -> None:
-    """Nearly as close to float64 as bfloat16 can be, also far from zero."""
-    x, scale, shift = make_map(channels, size), torch.randn(channels), torch.randn(channels)
+@pytest.mark.parametrize(
+    ("channels", "groups", "size", "tiles"),
+    [(16, 4, (12, 21), (1, 1)), (48, 48, (16, 8), (4, 2)), (64, 1, (3, 9), (1, 3)), (16, 2, (1, 1), (1, 1))],
+)
+def test_moments(kernels: Kernels, channels: int, groups: int, size: tuple[int, int], tiles: tuple[int, int]) -> None:
+    """Of tiles of which one weighs nothing, whatever its values."""
+    x, weights = make_map(channels, size), torch.rand(tiles)
+    values = torch.stack([x[0].double(), x[0].double().square()])
+    each = F.avg_pool2d(values, (size[0] // tiles[0], size[1] // tiles[1])).reshape(2, groups, -1, *tiles).mean(2)
+    if weights.numel() > 1:
+        weights[0, 0] = 0.0
+        x[:, :, 0, 0] = float("nan")
+    expected = (each * weights).sum((2, 3))
+    torch.testing.assert_close(kernels.moments(x, groups, weights).double(), expected, rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize(
+    ("channels", "groups", "size"), [(16, 4, (7, 5)), (48, 48, (1, 1)), (48, 3, (2, 2)), (64, 1, (9, 2))]
+)
+def test_norm_silu(kernels: Kernels, channels: int, groups: int, size: tuple[int, int]) -> None:
+    """Nearly as close to float64 as bfloat16 can be, also far from zero; a variance that rounds to less than 0 is 0."""
+    x, weight, bias = make_map(channels, size), torch.randn(channels), torch.randn(channels)
     x[:, :, 0, 0] = torch.linspace(-300, 300, channels)
-    moved = x.double() * scale.double()[:, None, None] + shift.double()[:, None, None]
-    torch.testing.assert_close(kernels.scale_silu(x, scale, shift).double(), F.silu(moved), rtol=2**-8, atol=1e-5)
+    mean = torch.randn(groups)
+    moments = torch.stack([mean, mean.square() + torch.rand(groups)])
+    moments[1, 0] = mean[0] ** 2 - 1e-3
+    variance = (moments[1] - mean.square()).clamp_min(0.0)
+    statistics = (each.repeat_interleave(channels // groups).double() for each in (mean, variance))
+    expected = F.silu(F.batch_norm(x.double(), *statistics, weight.double(), bias.double(), eps=1e-2))
+    out = kernels.norm_silu(x, moments, weight, bias, 1e-2)
+    torch.testing.assert_close(out.double(), expected, rtol=2**-8, atol=2e-5)
 
 
 def make_map(channels: int, size: tuple[int, int]) -> Tensor:

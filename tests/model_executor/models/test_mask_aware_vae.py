@@ -16,7 +16,7 @@ from model_executor.kernels.cpu_kernels import best_kernels
 from model_executor.models import vae_family
 from model_executor.models.vae import copied_in_bfloat16
 from model_executor.models.vae_family import VaeFamily
-from model_executor.models.vae_norms import moments, tile_moments
+from model_executor.models.vae_norms import moments, tile_moments, weighted_moments
 from model_executor.models.vae_resnets import fuse
 from model_executor.worker.resident import ResidentModels
 
@@ -124,3 +124,6 @@ def test_moments_by_kernels_are_those_by_pytorch() -> None:
     x = torch.randn(1, 32, 8, 24).to(torch.bfloat16, memory_format=torch.channels_last)
     torch.testing.assert_close(moments(x, 8, kernels), moments(x, 8), rtol=1e-5, atol=1e-6)
     torch.testing.assert_close(tile_moments(x, 8, (2, 6), kernels), tile_moments(x, 8, (2, 6)), rtol=1e-5, atol=1e-6)
+    weights = torch.rand(2, 6)
+    expected = weighted_moments(x, 8, weights)
+    torch.testing.assert_close(weighted_moments(x, 8, weights, kernels), expected, rtol=1e-5, atol=1e-6)
