@@ -1,8 +1,9 @@
-"""PredictionMargin: the factor by which actual times exceed predicted ones, learnt from the last requests."""
+"""How much actual times exceed predicted ones, learnt from the last requests: as a factor, and in seconds."""
 
 from __future__ import annotations
 
 from collections import deque
+from collections.abc import Collection
 
 WINDOW = 32
 """Number of outcomes remembered: a disturbance is forgotten after this many."""
@@ -31,8 +32,29 @@ class PredictionMargin:
     @property
     def high(self) -> float:
         """The ratio that most requests stay below."""
-        return sorted(self._ratios)[int(HIGH * len(self._ratios))]
+        return _least_above(self._ratios, HIGH)
 
     def observe(self, predicted: float, actual: float) -> None:
         """Note an outcome, in seconds. predicted: above 0."""
         self._ratios.append(actual / predicted)
+
+
+class UsualDelay:
+    """Seconds by which the last results came later than predicted: what their computing does not explain."""
+
+    def __init__(self) -> None:
+        self._seconds = deque((0.0,), WINDOW)
+
+    @property
+    def seconds(self) -> float:
+        """The median."""
+        return _least_above(self._seconds, 0.5)
+
+    def observe(self, predicted: float, actual: float) -> None:
+        """Note an outcome, in seconds."""
+        self._seconds.append(max(0.0, actual - predicted))
+
+
+def _least_above(values: Collection[float], share: float) -> float:
+    """The least of them that is above this share of them, which is under 1."""
+    return sorted(values)[int(share * len(values))]

@@ -12,7 +12,7 @@ from dataclasses import dataclass, replace
 
 from core.config import StencilConfig
 from core.costs.image_backlog import ImageBacklog, Share
-from core.costs.prediction_margin import PredictionMargin
+from core.costs.prediction_margin import PredictionMargin, UsualDelay
 from core.errors import DeadlineExceededError, EngineDeadError, InvalidRequestError, OverloadedError
 from core.routing.admission import Outlook, RefusedFor, Terms, Verdict, judge
 from core.routing.queue_places import Newcomer
@@ -54,6 +54,7 @@ class AdmissionController:
     def __init__(self, config: StencilConfig, sessions: RunningSessions, router: Router, metrics: Metrics) -> None:
         self.slo_seconds = config.slo_seconds
         self.margin = PredictionMargin()
+        self.delivery = UsualDelay()  # of files, beyond an image processor's time for them
         self.preparing: dict[Hashable, float] = {}  # ticket of an edit in preparation -> seconds of engine time
         self.sizes: deque[tuple[int, int]] = deque(maxlen=RECENT_EDITS)  # (image tokens, active tokens) of recent edits
         self.image_backlog = ImageBacklog()

@@ -65,13 +65,22 @@ class AdmissionTicket:
 
     @property
     def worker_deadline(self) -> float | None:
-        """The latest time for a worker to finish before its timeout, so that there is time left to encode the file."""
-        return None if self.deadline is None else self.deadline - self._compose_seconds
+        """The latest time for a worker to finish before its timeout, so that there is time left to deliver the file."""
+        return None if self.deadline is None else self.deadline - self._delivery_seconds
 
     @property
     def worker_objective(self) -> float | None:
         """The same before its objective."""
-        return None if self.objective is None else self.objective - self._compose_seconds
+        return None if self.objective is None else self.objective - self._delivery_seconds
+
+    @property
+    def _delivery_seconds(self) -> float:
+        """Under load files wait for an image processor, and it for a core."""
+        return self._compose_seconds + self._controller.delivery.seconds
+
+    def note_delivered(self, seconds: float) -> None:
+        """Learn from a file that took so long to be made after the workers had finished."""
+        self._controller.delivery.observe(self._compose_seconds, seconds)
 
     def finished(self, ended: float) -> None:
         """Learn from an edit whose last picture the workers finished at `ended`."""

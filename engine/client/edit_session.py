@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import time
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 
@@ -122,7 +123,9 @@ class EditSession(Session):
             case PartialImage():
                 return await delivery.partial(image, output)
             case Finished():
+                start = time.monotonic()
                 file = await delivery.finished(image, output)
+                self._ticket.note_delivered(time.monotonic() - start)
                 self._note_objective(image)
                 return file
             case Failed():

@@ -7,7 +7,7 @@ Session, admission and router are real; the engine's process, the image processo
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable
 from contextlib import AsyncExitStack
 from dataclasses import replace
 from types import SimpleNamespace
@@ -29,7 +29,7 @@ from core.model_choice import ModelChoice
 from core.routing.request_shape import RequestShape
 from core.sampling_params import SamplingParams
 from core.scheduling.deadlines import TOO_LATE
-from engine.client import admission_ticket, edit_delivery, edit_images, edit_preparation, session
+from engine.client import admission_ticket, edit_delivery, edit_images, edit_preparation, edit_session, session
 from engine.client.async_engine import AsyncEngine
 from engine.client.edit_session import EditSession
 from engine.client.edit_types import EditInput, ImageOutput
@@ -77,9 +77,10 @@ class Replica:
 
 
 class Images:
-    """Image processors that take no time, and report that they took COMPOSE_SECONDS."""
+    """Image processors that take no time but that of `advance`, and report that they took COMPOSE_SECONDS."""
 
-    def __init__(self) -> None:
+    def __init__(self, advance: Callable[[], None]) -> None:
+        self._advance = advance  # called while a file is made
         self.gate = asyncio.Event()  # preparations wait for it
         self.gate.set()
         self.costs = SimpleNamespace(predict=lambda work: 0.0 if work.kind == "prepare" else COMPOSE_SECONDS)
@@ -91,6 +92,7 @@ class Images:
 
     async def compose(self, job: ComposeImage, work: ImageWork, caller: Caller, room: Room) -> ComposedImage:
         out = room.take()
+        self._advance()
         return ComposedImage(0, ArrayRef(out.arena, out.offset, (1,), "uint8"), 256, 256)
 
     def forget(self, edit_id: str) -> None:
@@ -109,7 +111,8 @@ class Server:
         services = Services.create(
             config, self.engine.metrics, self.engine._served, self.engine._sessions, self.engine.templates
         )
-        self.images = Images()
+        self.compose_seconds = 0.0
+        self.images = Images(self._compose)
         self.services = replace(services, images=self.images)  # type: ignore[arg-type]
         self.results = ResultTemplates(self.services)
         self.engine.services, self.engine._results = self.services, self.results
@@ -127,6 +130,9 @@ class Server:
         session = EditSession(self.services, self.results, name, edit, ModelChoice(MODEL))
         await session.begin()
         return session
+
+    def _compose(self) -> None:
+        self.clock.now += self.compose_seconds
 
     def learnt(self) -> list[float]:
         """Ratios that the prediction margin has observed."""
@@ -150,7 +156,7 @@ class Server:
 @pytest.fixture
 async def server(monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[Server]:
     clock = SimpleNamespace(now=1e9)  # no timeout passes on the event loop's own
-    for module in (session, admission_ticket, edit_preparation, edit_delivery, edit_images, router):
+    for module in (session, edit_session, admission_ticket, edit_preparation, edit_delivery, edit_images, router):
         monkeypatch.setattr(module, "time", SimpleNamespace(monotonic=lambda: clock.now))
     monkeypatch.setattr(router, "EngineReplica", Replica)
     served = Server(clock)
@@ -179,6 +185,25 @@ async def test_a_slow_client_does_not_count_as_server_time(server: Server) -> No
     assert server.learnt() == [pytest.approx((4.0 + COMPOSE_SECONDS) / outlook[1])]
     rendered = server.engine.metrics.exposition().decode()
     assert 'stencil:request_slo_total{result="met"} 2.0' in rendered, "both were done within 10 s"
+
+
+async def test_workers_are_to_finish_so_early_that_files_are_delivered_in_time(server: Server) -> None:
+    """Files take as long as predicted at first, and then a second longer."""
+    left = []
+    for seconds in (*[COMPOSE_SECONDS] * 3, *[COMPOSE_SECONDS + 1.0] * 5):
+        server.compose_seconds = seconds
+        arrival = server.clock.now
+        edit = await server.begin(seconds=100.0)
+        (request, _), *_ = server.busy.sent
+        assert request.deadline is not None
+        assert request.objective is not None
+        assert request.deadline - request.objective == pytest.approx(90.0)
+        left.append(request.deadline - arrival)
+        server.clock.now += 5.0
+        server.busy.finish_first()
+        await take_all(edit, server, reader_seconds=50.0)
+    assert left[:4] == pytest.approx([100.0 - COMPOSE_SECONDS] * 4)
+    assert left[-1] == pytest.approx(99.0 - COMPOSE_SECONDS)
 
 
 @pytest.mark.parametrize("code", [None, NEVER_BEGUN])
