@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections import deque
 from collections.abc import Callable
 from itertools import count
 
@@ -11,14 +10,12 @@ from benchmarks.simulation.clock import Clock
 
 class Cores:
     """Every process that computes has one core, or an even share of them all if there are fewer. Batches of ranks take
-    as much longer as when they begin; tasks of other processes (`run`) with every task that begins or ends. These
-    processes do one task each, together as many as there are cores; more tasks wait, the first comes first.
+    as much longer as when they begin; tasks of other processes (`run`) with every task that begins or ends.
     """
 
     def __init__(self, clock: Clock, number: float, num_busy_ranks: Callable[[], int]) -> None:
         self._clock, self._number, self._num_busy_ranks = clock, number, num_busy_ranks
         self._tasks: dict[int, tuple[float, Callable[[], None]]] = {}  # seconds left, and what to call when it is done
-        self._waiting: deque[tuple[float, Callable[[], None]]] = deque()
         self._ids = count()
         self._since, self._slowness = 0.0, 1.0  # of the tasks, since then
         self._changes = 0
@@ -34,7 +31,7 @@ class Cores:
     def run(self, seconds: float, done: Callable[[], None]) -> None:
         """Run a task of so much processor time, and then call `done`."""
         self._advance()
-        self._waiting.append((seconds, done))
+        self._tasks[next(self._ids)] = seconds, done
         self._go_on()
 
     def _advance(self) -> None:
@@ -42,9 +39,7 @@ class Cores:
         self._tasks = {name: (seconds - passed, done) for name, (seconds, done) in self._tasks.items()}
 
     def _go_on(self) -> None:
-        """Begin tasks, and wait for the one that ends first, at the present speed."""
-        while self._waiting and len(self._tasks) < self._number:
-            self._tasks[next(self._ids)] = self._waiting.popleft()
+        """Wait for the task that ends first, at the present speed."""
         self._since, self._slowness = self._clock.now, self.slowness(self._num_busy_ranks())
         self._changes += 1
         if self._tasks:

@@ -43,7 +43,7 @@ class UsualDelay:
     """Seconds by which the last results came later than predicted: what their computing does not explain."""
 
     def __init__(self) -> None:
-        self._seconds = deque((0.0,), WINDOW)
+        self._seconds = deque((0.0,) * len(START_RATIOS), WINDOW)
 
     @property
     def seconds(self) -> float:

@@ -161,47 +161,29 @@ class Schedule(NamedTuple):
     num_slots: int
 
 
-class _Found(NamedTuple):
-    """The schedules of all ranks with one number of slots. The better one is the larger."""
-
-    num_served: int = -1
-    earliness: float = 0.0  # minus the mean end, in seconds
-    num_slots: int = 0
-    schedules: Sequence[Schedule] = ()
-
-
-MOST_WORSE = 2
-"""Numbers of slots in turn that serve fewer than the best, after which no more are tried."""
-
-
 def best_schedules(
     turns: Sequence[Turn], most_slots: int, pace: Pace, starts: Sequence[float], *, blocks: bool = True
-) -> Sequence[Schedule]:
+) -> list[Schedule]:
     """The schedules of all ranks that serve most requests in time, and of those the ones whose requests are done first,
     the mean over them: where steps take unequal times, requests that are done early are safe. turns: the one that is
     due first first. starts: of each rank, seconds until it is free. blocks: see `Slots`.
 
-    Many slots make a rank efficient, few of them let those that are due first finish early: between, one number is
-    best, and the search ends when two in turn have served fewer than the best before.
+    Many slots make a rank efficient, few of them let those that are due first finish early.
     """
     most = max(1, min(most_slots, len(turns)))
-    best, num_worse = _Found(), 0
-    for number in slots_to_try(most):
-        found = _schedules(turns, [Slots(number, pace, blocks, start) for start in starts])
-        num_worse = num_worse + 1 if found.num_served < best.num_served else 0
-        best = max(best, found)
-        if num_worse == MOST_WORSE:
-            break
-    return best.schedules
+    found = [
+        _schedules(turns, [Slots(number, pace, blocks, start) for start in starts]) for number in slots_to_try(most)
+    ]
+    return max(found)[-1]
 
 
-def _schedules(turns: Sequence[Turn], ranks: Sequence[Slots]) -> _Found:
+def _schedules(turns: Sequence[Turn], ranks: Sequence[Slots]) -> tuple[int, float, int, list[Schedule]]:
     sets = largest_sets(turns, ranks)
     ends = [
         end for slots, chosen in zip(ranks, sets, strict=True) for end in slots.ends([turns[index] for index in chosen])
     ]
     schedules = [Schedule(tuple(chosen), slots.number) for slots, chosen in zip(ranks, sets, strict=True)]
-    return _Found(len(ends), -sum(ends) / max(1, len(ends)), ranks[0].number, schedules)
+    return len(ends), -sum(ends) / max(1, len(ends)), ranks[0].number, schedules
 
 
 def slots_to_try(most: int) -> list[int]:

@@ -13,7 +13,8 @@ from engine.images.image_jobs import Caller
 
 
 class AdmissionTicket:
-    """Called by EditSession: look_at_upload, look_at_edit, then finished or missed; leave at any time.
+    """Called by EditSession: look_at_upload, look_at_edit, note_delivered for each final picture's file, then finished or
+    missed; leave at any time.
 
     deadline: end of its own timeout, None = none. objective: when its pictures should be finished, None = no limit; set
     by look_at_edit. Both are seconds of CLOCK_MONOTONIC.
@@ -75,8 +76,10 @@ class AdmissionTicket:
 
     @property
     def _delivery_seconds(self) -> float:
-        """Under load files wait for an image processor, and it for a core."""
-        return self._compose_seconds + self._controller.delivery.seconds
+        """Under load files wait for an image processor, and it for a core. That counts as much as making the file at
+        most: else a backlog of files that has long gone could leave no time at all for the next edits.
+        """
+        return self._compose_seconds + min(self._compose_seconds, self._controller.delivery.seconds)
 
     def note_delivered(self, seconds: float) -> None:
         """Learn from a file that took so long to be made after the workers had finished."""

@@ -20,7 +20,7 @@ from model_executor.kernels.cpu_kernels import LANES, Kernels, can_normalise
 def moments(x: Tensor, num_groups: int, kernels: Kernels | None = None) -> Tensor:
     """Mean of each group's values and of their squares, float32 [2, groups]. x: [1, channels, height, width]."""
     if kernels is not None and can_normalise(x):
-        return kernels.moments(x, num_groups, torch.ones(1, 1))
+        return kernels.moments(x, num_groups, torch.ones(1, 1, dtype=torch.float32))
     x = x.float()
     sums = torch.stack([x.sum((0, 2, 3)), x.square().sum((0, 2, 3))])
     return sums.reshape(2, num_groups, -1).sum(2) / (x.numel() // num_groups)
