@@ -13,8 +13,8 @@ from engine.images.image_jobs import Caller
 
 
 class AdmissionTicket:
-    """Called by EditSession: look_at_upload, look_at_edit, note_delivered for each final picture's file, then finished or
-    missed; leave at any time.
+    """Called by EditSession: look_at_upload, look_at_edit, note_delivered for each final file, then finished or missed;
+    leave at any time.
 
     deadline: end of its own timeout, None = none. objective: when its pictures should be finished, None = no limit; set
     by look_at_edit. Both are seconds of CLOCK_MONOTONIC.

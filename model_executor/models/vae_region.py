@@ -250,8 +250,8 @@ def _halo(blocks: list[Any]) -> int:
 
 
 def _span(start: int, stop: int, halo: int, size: int) -> tuple[int, int]:
-    """Start and stop with a halo on both sides. At the map's edge both are moved inwards, so that their distance depends
-    on the box alone: crops then have fewer shapes, and oneDNN takes 0.2 ms more for a convolution of a new one."""
+    """Start and stop with a halo on both sides. At the map's edge both are moved inwards, so that their distance
+    depends on the box alone: crops have fewer shapes, and oneDNN takes 0.2 ms more for a convolution of a new one."""
     length = min(stop - start + 2 * halo, size)
     first = min(max(start - halo, 0), size - length)
     return first, first + length
