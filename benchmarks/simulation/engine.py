@@ -75,9 +75,11 @@ class SimulatedEngine:
 
     def step(self) -> None:
         """What EngineCore does after each message. To be called after the scheduler was given one, such as an abort."""
-        while (plan := self.scheduler.schedule(self._clock.now)) is not None:
+        plan = self.scheduler.schedule(self._clock.now)
+        while plan is not None:
             for event in self.clocks.submit(plan, self._batch_seconds, self._clock.now):
                 self._clock.at(event.when, partial(self._handle, event))
+            plan = self.scheduler.schedule(self._clock.now, again=True)
         outputs = self.scheduler.take_outputs()
         for output in outputs:
             if not isinstance(output, PartialImage):

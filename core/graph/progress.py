@@ -67,7 +67,11 @@ class Progress:
     @property
     def steps_left(self) -> int:
         """Steps not yet scheduled, of all regions."""
-        return sum([self.times_left(node) for node in self.workflow.steps])
+        left = 0
+        for node in self.workflow.steps:  # asked for several times in every pass
+            if node.name not in self.skipped:
+                left += self.rounds[node.region] - self.scheduled[node.name]
+        return left
 
     @property
     def steps_done(self) -> int:
@@ -90,11 +94,13 @@ class Progress:
 
     def ready(self) -> list[Node]:
         """Nodes that can be scheduled now, in graph order."""
-        return [] if self.is_restarting else [node for node in self.workflow.nodes if self._is_ready(node)]
+        if self.is_restarting:
+            return []
+        return [node for node in self.workflow.nodes if node.name not in self.over and self._is_ready(node)]
 
     def _is_ready(self, node: Node) -> bool:
         name, links = node.name, self.workflow.links[node.name]
-        if name in self.over or not self.over.issuperset(links.before):
+        if not self.over.issuperset(links.before):
             return False
         if node.shows:
             return self._is_shown_round_done(node) and name not in self.in_flight

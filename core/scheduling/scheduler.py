@@ -92,6 +92,7 @@ class StepScheduler:
         self._out = InFlight(num_workers, self._max_plans_out, config.max_ahead_ms / 1e3)
         self.values = ValueTable()
         self._free: list[Free] = []
+        self._left: frozenset[int] = frozenset()  # ranks that might have been given work since the last event
         self._outputs: list[Output] = []
         self.ranks = Ranks(num_workers, residency)
         self._reporter = Reporter(config, self.ranks, self._predictor, self.cache)
@@ -207,8 +208,14 @@ class StepScheduler:
 
     # ------------------------------------------------------------------------------------------------- one iteration
 
-    def schedule(self, now: float) -> StepPlan | None:
-        """The next plan; None when nothing can start before the next result or request arrives."""
+    def schedule(self, now: float, *, again: bool = False) -> StepPlan | None:
+        """The next plan; None when nothing can start before the next result or request arrives. again: nothing has
+        happened since the last plan, so that ranks which it left without work are not asked about.
+        """
+        if not again:
+            self._left = frozenset()
+        elif self._out.has_busy and self._views.open_ranks <= self._left:
+            return None
         self._endings.fail_each(self._views.lost(now))
         if not self.ranks.up:
             return None
@@ -217,8 +224,9 @@ class StepScheduler:
         while answers := self.cache.take_answers():  # the next idle work may be answered at once, too
             self._outputs += answers
             self.cache.reserve(self._requests, page_rank)
-        models, view = self._loads.order(now), self._views.view(now)
+        models, view = self._loads.order(now), self._views.view(now, self._left)
         chosen = self._dispatcher.carry_out(self._policy.choose(view, now) if view.open_ranks else (), view)
+        self._left |= view.open_ranks - chosen.ranks
         self._note_sent(chosen.flights)
         self._endings.fail_each(chosen.given_up)
         chosen.transfers += self._checkpoints.transfers(chosen.ranks | view.idle_ranks)
@@ -230,6 +238,8 @@ class StepScheduler:
             self._recovery.forget_job(key.request_id)
         self._free += self.values.take_freed()
         has_work = bool(chosen.flights or chosen.transfers or orders.has_any or models.has_any)
+        if not has_work and chosen.given_up:
+            return self.schedule(now)  # others may begin in their place
         # Freeing alone can wait for the next plan with work, unless none is expected.
         if not has_work and (not self._free or self._out.has_busy):
             return None

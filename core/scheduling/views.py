@@ -40,16 +40,20 @@ class Views:
         """Requests that are too late, with the reason, unless the policy decides that."""
         return iter(()) if self.deadlines is None else self.deadlines.lost(self._judged(), now)
 
-    def view(self, now: float) -> View:
-        """What can be decided now."""
-        idle = self.out.idle_ranks.intersection(self.ranks.up)
+    @property
+    def open_ranks(self) -> frozenset[int]:
+        """Ranks that may be given work."""
+        return self._idle_ranks | self._nearly_idle_ranks
+
+    def view(self, now: float, left: frozenset[int] = frozenset()) -> View:
+        """What can be decided now. left: ranks that are to get no work."""
         judged = [] if self.deadlines is None else self._judged()
         return View(
             config=self.config,
             requests=self.requests,
             ranks=self.ranks.up,
-            open_ranks=idle | self._nearly_idle_ranks(),
-            idle_ranks=idle,
+            open_ranks=self.open_ranks - left,
+            idle_ranks=self._idle_ranks - left,
             max_step_tokens=self.step_limit.tokens,
             may_join=self.deadlines.joining(judged, now) if self.deadlines is not None and judged else None,
             _wait=partial(self.out.wait, now=now),
@@ -65,6 +69,11 @@ class Views:
         """Those that deadlines are about: none, where no request has a due time."""
         return list(self.requests.live()) if self.requests.has_due else []
 
+    @property
+    def _idle_ranks(self) -> frozenset[int]:
+        return self.out.idle_ranks.intersection(self.ranks.up)
+
+    @property
     def _nearly_idle_ranks(self) -> frozenset[int]:
         """Busy ranks that may be given work: nearly done, so that the round trip of a small step is hidden behind their
         work, and new requests do not wait long. Nothing is sent ahead while a preview is pending, which would delay it.

@@ -132,11 +132,13 @@ class EngineCore:
                 self._next_report.cancel()
 
     def _step(self) -> None:
-        while (plan := self._scheduler.schedule(time.monotonic())) is not None:
+        plan = self._scheduler.schedule(time.monotonic())
+        while plan is not None:
             self._trace.planned(plan)
             self._executor.submit(plan)
             self._unwatched.update(rank for batch in plan.batches for rank in batch.ranks)
             self._unwatched.update(transfer.source for transfer in plan.transfers)
+            plan = self._scheduler.schedule(time.monotonic(), again=True)
         for rank, seconds in self._scheduler.predict_out(self._unwatched).items():
             if not self._watchdog.is_watching(rank):
                 self._watchdog.expect(rank, seconds)

@@ -86,7 +86,8 @@ class Goodput(SchedulingPolicy):
         self._pauses.note(batch, result)
 
     def on_end(self, request_id: str) -> None:
-        self._passes_left = 0
+        if any(request.id == request_id for request in self._plan.served):
+            self._passes_left = 0
         self._work.forget(request_id)
         self._headroom.note_end()
         if self._shares is not None:
@@ -262,9 +263,12 @@ class GoodputPass(StepPass):
         """Those that have made all of their steps, and those that have a slot, if there is memory for new ones. Where
         others that have begun take all of it, the one of them that has fewest steps left goes on, to make room.
         """
-        running = self.view.requests.running
-        admitted = [each for each in running if not each.progress.steps_left and each.id not in self.gone]
-        begun = [each for each in running if each.progress.steps_left]
+        admitted, begun = list[Request](), list[Request]()
+        for request in self.view.requests.running:
+            if request.progress.steps_left:
+                begun.append(request)
+            elif request.id not in self.gone:
+                admitted.append(request)
         room, num_done = self.view.config.max_num_seqs - len(begun), len(admitted)
         for request in self.served:
             if not request.is_live or not request.progress.steps_left:

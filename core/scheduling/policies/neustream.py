@@ -119,7 +119,7 @@ class NeuStreamPass(StepPass):
 
     def _choose_nodes(self, request: Request, nodes: Sequence[Node]) -> None:
         for node in nodes:
-            key = request.head.model, node.op, self._ranks(request, node)
+            key = request.head.model, node.op, self._ranks_of(request, node)
             if len(self._batches.get(key, ())) < self._limit(request, node):
                 self._add([(request, node)])
 
@@ -129,7 +129,7 @@ class NeuStreamPass(StepPass):
         for request, node in self._ready_steps():
             sizes = request.sizes(node)
             size = sizes.num_step_tokens * sizes.num_rows
-            chosen = self._batches.get((request.head.model, node.op, self._ranks(request, node)), ())
+            chosen = self._batches.get((request.head.model, node.op, self._ranks_of(request, node)), ())
             if len(chosen) < self._limit(request, node) and (not chosen or tokens + size <= self.view.max_step_tokens):
                 self._add([(request, node)])
                 tokens += size

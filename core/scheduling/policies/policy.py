@@ -26,8 +26,8 @@ class SchedulingPolicy(ABC):
 
     @abstractmethod
     def choose(self, view: View, now: float) -> Sequence[Decision]:
-        """What to dispatch now, in the order in which ranks are to run it. Called while a rank may be given work. now:
-        monotonic seconds.
+        """What to dispatch now, in the order in which ranks are to run it. Called while a rank may be given work; of
+        one that gets none the view says so again only when something has happened. now: monotonic seconds.
         """
 
     def page_rank(self, template: str, ranks: Sequence[int]) -> int:

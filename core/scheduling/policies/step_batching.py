@@ -41,6 +41,7 @@ class StepPass:
     _cache_work: dict[str, CacheDispatch] = field(default_factory=dict)  # job id -> its work
     _order: list[BatchKey | str] = field(default_factory=list)  # keys of `_batches` and `_cache_work`, as dispatched
     _stage_ms: dict[int, float] = field(default_factory=dict)  # rank -> predicted milliseconds of stage work chosen
+    _known_ranks: dict[tuple[str, str], tuple[int, ...]] = field(default_factory=dict)  # of `_ranks`, once asked for
 
     def run(self) -> list[Decision]:
         """Choose work that finishes requests (it frees memory), indivisible work of the cache, encodings and previews,
@@ -122,7 +123,7 @@ class StepPass:
         steps: dict[tuple[int, ...], tuple[int, int]] = {}  # ranks -> (requests, tokens) chosen for them
         full: set[tuple[int, ...]] = set()
         for request, node in self._ready_steps():
-            sizes, ranks = request.sizes(node), self._ranks(request, node)
+            sizes, ranks = request.sizes(node), self._ranks_of(request, node)
             num_seqs, num_tokens = steps.get(ranks, (0, 0))
             tokens = num_tokens + sizes.num_step_tokens * sizes.num_rows
             is_full = ranks in full or num_seqs == self.view.config.max_num_seqs
@@ -164,12 +165,20 @@ class StepPass:
             return (self._rank(request, node),)
         return self.view.ranks[:degree]
 
+    def _ranks_of(self, request: Request, node: Node) -> tuple[int, ...]:
+        """The same; asked for several times in a pass."""
+        key = request.id, node.name
+        ranks = self._known_ranks.get(key)
+        if ranks is None:
+            ranks = self._known_ranks[key] = self._ranks(request, node)
+        return ranks
+
     def _device(self, request: Request, node: Node) -> int | None:
         """The only rank that can read a node's pages; None: there is none."""
         return self.view.page_rank(request) if node is request.workflow.paged else None
 
     def _can_run(self, request: Request, node: Node) -> bool:
-        return self.view.can_run(request, node, self._ranks(request, node))
+        return self.view.can_run(request, node, self._ranks_of(request, node))
 
     def _rank_of(self, job: CacheJob) -> int:
         """Cache work is done where steps are, unless only one rank can do it."""
@@ -179,7 +188,7 @@ class StepPass:
         """Fetches of what candidates read on the other rank."""
         for request, ready in self._candidates if len(self.view.ranks) > 1 else ():
             for node in ready:
-                ranks = self._ranks(request, node)
+                ranks = self._ranks_of(request, node)
                 if self.view.can_fetch(request, node, ranks):
                     yield Fetch(request, node, ranks)
 
@@ -211,9 +220,14 @@ class StepPass:
                 self._choose_whole_piece(job)
 
     def _can_prime(self, job: CacheJob) -> bool:
+        rank = self._rank_of(job)
         if job.is_idle_work:
-            return self._rank_of(job) in self.view.idle_ranks and not self._order
-        return self._rank_of(job) in self.view.open_ranks
+            return rank in self.view.idle_ranks and not self._has_work(rank)
+        return rank in self.view.open_ranks
+
+    def _has_work(self, rank: int) -> bool:
+        """Whether any was chosen for it."""
+        return any(rank in key[2] for key in self._batches) or any(rank == of.rank for of in self._cache_work.values())
 
     def _choose_whole_piece(self, job: CacheJob) -> None:
         if self._spend_stage_ms(self._rank_of(job), self.view.seconds_of_piece(job) * 1e3):
@@ -224,7 +238,7 @@ class StepPass:
     def _add(self, items: Sequence[tuple[Request, Node]]) -> None:
         """Add nodes of one op, model and rank to the batch of these, which then goes last."""
         request, node = items[0]
-        key = request.head.model, node.op, self._ranks(request, node)
+        key = request.head.model, node.op, self._ranks_of(request, node)
         if key in self._batches:
             self._order.remove(key)
         self._batches.setdefault(key, []).extend(items)

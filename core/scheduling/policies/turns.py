@@ -83,7 +83,10 @@ class Turns:
                 for rank in choice.key[2]:
                     self._ranks[rank].begin(choice.key, choice.seconds, now)
         dispatches = [each for each in decisions if isinstance(each, Dispatch)]
-        batches = {_key(each): each for each in dispatches if not set(each.ranks) <= set(besides)}
+        batches = {_key(each): each for each in dispatches if any(rank not in besides for rank in each.ranks)}
+        if not batches:
+            self._choices = []
+            return list(decisions)
         seconds = {key: _seconds(view, batch) for key, batch in batches.items()}
         first = self._first(view.ranks, seconds, now)
         self._choices = [_choice(batches[key], seconds[key]) for key in first]
