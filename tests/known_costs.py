@@ -15,7 +15,7 @@ SECONDS = {"text_encode": 0.1, "image_encode": 0.2, "denoise": 1.0, "decode": 0.
 TWO_RANKS = 0.6
 """What a step takes on two ranks, as a share of this."""
 
-AROUND = Surroundings(prepare=0.5, deliver=0.25, trip=0.0, outside_cpu=0.125)
+AROUND = Surroundings(prepare=0.5, deliver=0.25, trip=0.0, pause=0.0, outside_cpu=0.125)
 
 
 def known() -> Known:

@@ -31,9 +31,10 @@ from benchmarks.load.server import ROOT
 from benchmarks.load.workload import available_cores
 from benchmarks.micro.large_checkpoint import write_checkpoint
 from benchmarks.report import Row, Value, percentile, print_report
+from benchmarks.serving.lone_run import LoneRun
 from benchmarks.serving.mix_prediction import Alone, Round, System, predict
 from benchmarks.serving.recorded import Batch, read
-from benchmarks.serving.recorded_server import SETTLE_SECONDS, Lone, recorded_server
+from benchmarks.serving.recorded_server import SETTLE_SECONDS, recorded_server
 from benchmarks.simulation.server_engine import Known, OpAtDegree
 from core.config import ModelConfig
 
@@ -299,11 +300,11 @@ def print_compared(
     print_report(title, rows, result, args.output)
 
 
-def _seconds(lone: Lone) -> float:
+def _seconds(lone: LoneRun) -> float:
     return statistics.median(lone.run.latencies)
 
 
-def _told(lone: Lone) -> str:
+def _told(lone: LoneRun) -> str:
     around = lone.surroundings
     return (
         f"{_seconds(lone):.2f} s, of these {around.prepare * 1e3:.0f} ms before and "

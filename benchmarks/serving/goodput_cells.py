@@ -2,8 +2,11 @@
 
 Cells differ in load, burstiness and objective; all policies get the same requests at the same times. Runs of one cell
 differ by chance, so rounds repeat all of them with other arrivals, policies in turns. First it is measured what
-requests take alone. Results are kept in a file: an interrupted command continues, and cells can be run one by one.
-Predictions come from the model's profile on this machine (`make profile ARGS="--threads 1"`).
+requests take alone, and how much slower ranks are that have work at the same time. Before and after each run some
+requests are sent one by one: a machine's speed may drift by a fifth within minutes, so objectives and times between
+arrivals are multiples of what requests take just before, and predictions count with the mean of both. Results are kept
+in a file: an interrupted command continues, and cells can be run one by one. Predictions come from the model's profile
+on this machine (`make profile ARGS="--threads 1"`).
 """
 
 from __future__ import annotations
@@ -16,7 +19,7 @@ import statistics
 import sys
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
 from typing import Any
@@ -29,10 +32,11 @@ from benchmarks.load.client import Target, send_on_time, warm_up
 from benchmarks.load.dataset import EditCall, Mix, generations, synthetic
 from benchmarks.load.lone import LoneLatency, measure_lone
 from benchmarks.load.workload import available_cores
-from benchmarks.serving.cell_outcomes import Outcomes, means_by_op, outcomes_of
+from benchmarks.serving.cell_outcomes import Outcomes, outcomes_of
+from benchmarks.serving.lone_run import Probe, crowding_of
 from benchmarks.serving.recorded import CLOCKWORK, read
 from benchmarks.serving.recorded_server import SETTLE_SECONDS, RecordedServer, recorded_server
-from benchmarks.simulation.server_engine import Known, OpAtDegree, Simulated, Surroundings, serve, stretch_of
+from benchmarks.simulation.server_engine import Crowding, Known, OpAtDegree, Simulated, Surroundings, serve, stretch_of
 from core.config import EMBEDDED_MODEL, ModelConfig
 from core.ipc.atomic_file import write_atomically
 from core.messages.codec import MessageDecoder, encode
@@ -68,6 +72,9 @@ POLICIES = {
 }
 """Name -> scheduling policy."""
 
+PROBES = 8
+"""Requests sent one by one before and after each run, always the same."""
+
 STAGES = ("text_encode", "image_encode", "denoise", "decode")
 """Ops whose normalised goodput is told."""
 
@@ -76,8 +83,8 @@ class Alone(msgspec.Struct, frozen=True):
     """What requests take that have the server alone."""
 
     lone: tuple[float, float]  # of LoneLatency: seconds, and seconds per step
-    surroundings: Surroundings
-    op_seconds: dict[str, float]  # op -> mean seconds of its batches
+    probe: Probe  # with the first PROBES of them
+    crowding: Crowding
     warm_ups: list[str]  # messages to the engine, as base64: of the requests that warm the cache
     requests: list[str]  # likewise, of the calls in their order
 
@@ -150,58 +157,72 @@ class Bench:
 
     def measure_alone(self) -> Alone:
         """Send requests one by one: all edits, since each has its own mask, and the first generations."""
-        calls = self.calls if self.args.workload == "edits" else self.calls[: self.args.num_templates]
+        calls = self.calls if self.args.workload == "edits" else self.calls[:PROBES]
         with self.server("step_batching") as (target, recorded):
             lone = asyncio.run(measure_lone(target, self.calls, [call.steps for call in self.calls]))
-            alone = recorded.send_one_by_one(target, calls)
+            heads = [arrival.head for arrival in recorded.send_one_by_one(target, calls).arrivals]
             warm_ups = read(recorded.path)[0][: len(self.warm_ups)]
-        heads = [arrival.head for arrival in alone.arrivals]
         if len(heads) < len(self.calls):
             heads = [_with_steps(heads[0], call.steps) for call in self.calls]
+        probe, crowding = self._measure_crowding()
         return Alone(
             lone=(lone.seconds, lone.per_step),
-            surroundings=alone.surroundings,
-            op_seconds=means_by_op(alone.batches, lambda batch: batch.seconds),
+            probe=probe,
+            crowding=crowding,
             warm_ups=[arrival.head for arrival in warm_ups],
             requests=heads,
         )
 
+    def _measure_crowding(self) -> tuple[Probe, Crowding]:
+        """Send the first requests one by one, then one more at a time than there are ranks, with one request each."""
+        calls = self.calls[:PROBES]
+        with self.server("clockwork") as (target, recorded):
+            alone = recorded.send_one_by_one(target, calls)
+            together = recorded.send(target, 2 * calls, self.args.workers_per_engine + 1)
+        return alone.probe, crowding_of(alone, together)
+
     # ------------------------------------------------------------------------------------------------ a cell
 
     def measure(self, cell: Cell, policy: str, alone: Alone, number_of_round: int) -> Outcomes:
-        calls = alone.latency.scaled(self.calls, cell.slo)
+        calls = self.calls[:PROBES]
         with self.server(policy) as (target, recorded):
-            run = asyncio.run(send_on_time(target, calls, self.due(cell, alone, number_of_round)))
-            _, batches = read(recorded.path)
-        before = [batch for batch in batches if batch.started < run.started]
-        return outcomes_of(run, before[-1], [batch for batch in batches if batch.started >= run.started])
+            first = recorded.send_one_by_one(target, calls).probe
+            load = self._load(cell, alone, first, number_of_round)
+            before = recorded.since(0.0)[1][-1]
+            run = asyncio.run(send_on_time(target, *load))
+            batches = recorded.since(run.started)[1]
+            last = recorded.send_one_by_one(target, calls).probe
+        return msgspec.structs.replace(outcomes_of(run, before, batches), probes=(first, last))
 
-    def predict(
-        self, cell: Cell, policy: str, alone: Alone, stretch: Mapping[OpAtDegree, float], number_of_round: int
-    ) -> Simulated:
-        """stretch: of `stretch`."""
-        slos = [call.slo_ms or 0.0 for call in alone.latency.scaled(self.calls, cell.slo)]
+    def _load(self, cell: Cell, alone: Alone, now: Probe, number_of_round: int) -> tuple[list[EditCall], list[float]]:
+        """The requests with their objectives, and when they are due, as fast as the machine is now."""
+        speed = now.seconds / alone.probe.seconds
         due = self.due(cell, alone, number_of_round)
-        until = [when + slo / 1e3 for when, slo in zip(due, slos, strict=True)]
+        return alone.latency.scaled(self.calls, cell.slo * speed), [when * speed for when in due]
+
+    def predict(self, cell: Cell, policy: str, alone: Alone, of: Outcomes, number_of_round: int) -> Simulated:
+        """of: the run."""
+        calls, due = self._load(cell, alone, of.probes[0], number_of_round)
+        until = [when + (call.slo_ms or 0.0) / 1e3 for when, call in zip(due, calls, strict=True)]
         requests = [
             msgspec.structs.replace(_decode(head), request_id=str(index), arrival=when, deadline=end)
             for index, (head, when, end) in enumerate(zip(alone.requests, due, until, strict=True))
         ]
         return serve(
             self.known,
-            alone.surroundings,
+            replace(_mean([probe.surroundings for probe in of.probes]), crowding=alone.crowding),
             POLICIES[policy],
             requests,
             list(map(_decode, alone.warm_ups)),
             num_ranks=self.args.workers_per_engine,
             num_cores=available_cores(),
-            stretch=stretch,
+            stretch=self.stretch(alone, of.probes),
         )
 
-    def stretch(self, alone: Alone) -> dict[OpAtDegree, float]:
+    def stretch(self, alone: Alone, probes: Sequence[Probe]) -> dict[OpAtDegree, float]:
         """See `stretch_of`."""
-        requests, warm_ups = list(map(_decode, alone.requests)), list(map(_decode, alone.warm_ups))
-        seconds = {(op, 1): seconds for op, seconds in alone.op_seconds.items()}
+        requests, warm_ups = list(map(_decode, alone.requests[:PROBES])), list(map(_decode, alone.warm_ups))
+        seconds = {(op, 1): statistics.fmean(probe.op_seconds[op] for probe in probes) for op in alone.probe.op_seconds}
         return stretch_of(self.known, seconds, requests, warm_ups, num_ranks=self.args.workers_per_engine)
 
     @cached_property
@@ -211,6 +232,16 @@ class Bench:
 
 def _decode(head: str) -> EngineRequest:
     return _DECODER.decode(base64.b64decode(head))
+
+
+def _mean(every: Sequence[Surroundings]) -> Surroundings:
+    return Surroundings(
+        prepare=statistics.fmean(each.prepare for each in every),
+        deliver=statistics.fmean(each.deliver for each in every),
+        trip=statistics.fmean(each.trip for each in every),
+        pause=statistics.fmean(each.pause for each in every),
+        outside_cpu=statistics.fmean(each.outside_cpu for each in every),
+    )
 
 
 def _with_steps(head: str, steps: int) -> str:
@@ -228,19 +259,20 @@ def report(bench: Bench, results: Results) -> Iterator[str]:
     alone = results.alone
     if alone is None:
         return
-    line = alone.latency
-    around = {name: f"{value * 1e3:.1f}" for name, value in asdict(alone.surroundings).items()}
+    line, around = alone.latency, alone.probe.surroundings
     yield (
-        f"alone: {line.seconds * 1e3:.0f} ms and {line.per_step * 1e3:.1f} ms a step; of these {around['prepare']} ms "
-        f"before and {around['deliver']} ms after the engine; {around['outside_cpu']} ms of CPU beside the workers; "
-        f"{around['trip']} ms between batches"
+        f"alone: {line.seconds * 1e3:.0f} ms and {line.per_step * 1e3:.1f} ms a step; of these "
+        f"{around.prepare * 1e3:.1f} ms before and {around.deliver * 1e3:.1f} ms after the engine; "
+        f"{around.outside_cpu * 1e3:.1f} ms of CPU beside the workers; {around.trip * 1e3:.1f} ms between batches, "
+        f"{around.pause * 1e3:.2f} if sent before; with all ranks at work steps take {alone.crowding.steps:.2f} times "
+        f"as long, and new requests wait for {alone.crowding.wait * 1e3:.1f} ms"
     )
     yield "predictions are from the profile" if bench.known.has_profile else "there is no profile: run `make profile`"
-    stretch = bench.stretch(alone)
+    stretch = bench.stretch(alone, [alone.probe])
     yield "batches alone, as a multiple of it: " + ", ".join(f"{op} {value:.2f}" for (op, _), value in stretch.items())
     for cell in CELLS:
         if of_cell := results.measured.get(cell.name):
-            yield from _cell_report(bench, cell, of_cell, alone, stretch)
+            yield from _cell_report(bench, cell, of_cell, alone)
 
 
 def _cell_report(
@@ -248,20 +280,20 @@ def _cell_report(
     cell: Cell,
     measured: Mapping[str, Sequence[Outcomes]],
     alone: Alone,
-    stretch: Mapping[OpAtDegree, float],
 ) -> Iterator[str]:
     """Means over the rounds of a policy, and in brackets its least and greatest."""
     predicted = {
-        policy: [bench.predict(cell, policy, alone, stretch, number) for number in range(len(of))]
+        policy: [bench.predict(cell, policy, alone, each, number) for number, each in enumerate(of)]
         for policy, of in measured.items()
     }
     yield f"\n{cell.name}, {len(bench.calls)} requests, {bench.due(cell, alone, 0)[-1]:.0f} s"
     names = (
-        f"{'in time':>8}{'least - most':>14}{'predicted':>11}{'off by':>8}{'engine':>9}{'policy':>8}{'scheduler':>11}"
+        f"{'speed':>7}{'in time':>9}{'least - most':>14}{'predicted':>11}{'off by':>8}{'engine':>9}{'policy':>8}"
+        f"{'scheduler':>11}"
     )
     yield f"  {'':<15}{names}{'switch':>8}  batches of the first round"
     for policy, of in measured.items():
-        yield f"  {policy:<15}" + _policy_line(of, predicted[policy])
+        yield f"  {policy:<15}{_speed(alone, of):>7.2f}" + _policy_line(of, predicted[policy])
     yield from compared(measured, predicted)
     for policy, of in measured.items():
         ends = {name: sum(getattr(each, name) for each in of) for name in ("late", "refused", "given_up", "failed")}
@@ -276,6 +308,11 @@ _SHARES = ("engine_cpu", "policy_cpu", "switching")
 """Of Outcomes: told as shares of worker time."""
 
 
+def _speed(alone: Alone, of: Sequence[Outcomes]) -> float:
+    """What requests alone took before and after these runs, as a multiple of what they took at first; the mean."""
+    return statistics.fmean(probe.seconds for each in of for probe in each.probes) / alone.probe.seconds
+
+
 def _policy_line(measured: Sequence[Outcomes], predicted: Sequence[Simulated]) -> str:
     found, expected = _in_time(measured), _in_time(predicted)
     worker = sum(each.worker_seconds for each in measured)
@@ -284,7 +321,7 @@ def _policy_line(measured: Sequence[Outcomes], predicted: Sequence[Simulated]) -
     spread = f"({min(each.in_time for each in measured)} - {max(each.in_time for each in measured)})"
     off = (found - expected) / max(1.0, expected)
     return (
-        f"{found:>8.1f}{spread:>14}{expected:>11.1f}{off:>8.1%}{shares['engine_cpu']:>9.2%}{shares['policy_cpu']:>8.2%}"
+        f"{found:>9.1f}{spread:>14}{expected:>11.1f}{off:>8.1%}{shares['engine_cpu']:>9.2%}{shares['policy_cpu']:>8.2%}"
         f"{scheduler:>11.2%}{shares['switching']:>8.2%}  " + " ".join(f"{size:.1f}" for _, size in measured[0].batches)
     )
 
@@ -319,7 +356,7 @@ def _normalised(bench: Bench, cell: Cell, alone: Alone, of: Outcomes, op: str) -
     """NeuStream's equation 1 with the mean batch that was run: requests per second of all ranks."""
     times = statistics.fmean(call.steps for call in bench.calls) if op == "denoise" else 1.0
     num_ranks: int = bench.args.workers_per_engine
-    seconds: float = alone.op_seconds[op]
+    seconds: float = alone.probe.op_seconds[op]
     return of.mean_batch[op] * num_ranks / (cell.slo * seconds * times)
 
 

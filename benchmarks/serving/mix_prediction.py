@@ -13,8 +13,8 @@ import msgspec
 from benchmarks.load.client import Run
 from benchmarks.load.workload import available_cores
 from benchmarks.serving.cell_outcomes import seconds_by_op
+from benchmarks.serving.lone_run import LoneRun
 from benchmarks.serving.recorded import Arrival
-from benchmarks.serving.recorded_server import Lone
 from benchmarks.simulation.server_engine import Known, OpAtDegree, Surroundings, serve, stretch_of
 from core.messages.engine import EngineRequest
 
@@ -44,7 +44,7 @@ class Alone:
     """What edits take, by kind, that have a server alone whose ranks compute all steps together; what prepared it."""
 
     degree: int
-    by_kind: Mapping[str, Lone]
+    by_kind: Mapping[str, LoneRun]
     warm_ups: Sequence[EngineRequest]
 
     @property

@@ -11,6 +11,7 @@ import os
 import time
 from collections import defaultdict, deque
 from collections.abc import Iterator, Sequence
+from itertools import pairwise
 from pathlib import Path
 from typing import ClassVar
 
@@ -62,6 +63,10 @@ class Batch(msgspec.Struct, frozen=True, tag="batch"):
     def ended(self) -> float:
         return self.started + self.seconds
 
+    def has_next(self, following: Batch) -> bool:
+        """Whether the next batch of its rank had been sent when this one ended."""
+        return following.sent is None or following.sent <= self.ended
+
 
 _DECODER: MessageDecoder[EngineRequest] = MessageDecoder(EngineRequest)
 
@@ -71,6 +76,15 @@ def read(path: Path) -> tuple[list[Arrival], list[Batch]]:
     lines = [msgspec.json.decode(line, type=Arrival | Batch) for line in path.read_bytes().splitlines()]
     batches = [line for line in lines if isinstance(line, Batch)]
     return [line for line in lines if isinstance(line, Arrival)], sorted(batches, key=lambda batch: batch.started)
+
+
+def successive(batches: Sequence[Batch]) -> Iterator[tuple[Batch, Batch]]:
+    """Each batch with the next one of its rank."""
+    by_rank = defaultdict[int, list[Batch]](list)
+    for batch in batches:
+        by_rank[batch.rank].append(batch)
+    for of_rank in by_rank.values():
+        yield from pairwise(of_rank)
 
 
 class Recorded(SchedulingPolicy):

@@ -11,26 +11,15 @@ from pathlib import Path
 
 import psutil
 
-from benchmarks.load.client import Run, Target, warm_up
+from benchmarks.load.client import Target, warm_up
 from benchmarks.load.dataset import EditCall
 from benchmarks.load.process_tree import processes
 from benchmarks.load.server import Server, start_server
-from benchmarks.serving.cell_outcomes import surroundings_of
+from benchmarks.serving.lone_run import LoneRun
 from benchmarks.serving.recorded import FILE, Arrival, Batch, Recorded, read
-from benchmarks.simulation.server_engine import Surroundings
 
 SETTLE_SECONDS = 2.0
 """For idle work, such as priming, after the warm-ups."""
-
-
-@dataclass(frozen=True)
-class Lone:
-    """Requests that came one after the other. arrivals, batches: of these alone."""
-
-    run: Run
-    arrivals: list[Arrival]
-    batches: list[Batch]
-    surroundings: Surroundings
 
 
 @dataclass(frozen=True)
@@ -40,14 +29,17 @@ class RecordedServer:
     server: Server
     path: Path
 
-    def send_one_by_one(self, target: Target, calls: Sequence[EditCall]) -> Lone:
+    def send_one_by_one(self, target: Target, calls: Sequence[EditCall]) -> LoneRun:
         """target: this server, of one engine. Raises WarmUpError if a request fails."""
+        return self.send(target, calls, 1)
+
+    def send(self, target: Target, calls: Sequence[EditCall], number: int) -> LoneRun:
+        """The same, so many at a time."""
         root = self.server.process.pid
         before = _cpu_beside_workers(root)
-        run = asyncio.run(warm_up(target, calls, 1))
+        run = asyncio.run(warm_up(target, calls, number))
         outside = (_cpu_beside_workers(root) - before + run.cpu_seconds) / len(calls)
-        arrivals, batches = self.since(run.started)
-        return Lone(run, arrivals, batches, surroundings_of(run, arrivals, batches, outside))
+        return LoneRun(run, *self.since(run.started), outside)
 
     def since(self, start: float) -> tuple[list[Arrival], list[Batch]]:
         """What has come and begun since `start`, in seconds of CLOCK_MONOTONIC."""

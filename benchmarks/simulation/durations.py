@@ -28,6 +28,10 @@ class Durations(ABC):
         """How much longer a batch of so many seconds takes as other ranks have work when it begins."""
         return 0.0
 
+    def pause_seconds(self) -> float:
+        """From the end of a batch until its ranks begin what they were sent before."""
+        return 0.0
+
     def transfer_seconds(self, transfer: Transfer) -> float:
         """To write a value to shared memory; its source does nothing else meanwhile."""
         return 0.0

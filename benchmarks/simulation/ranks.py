@@ -85,7 +85,7 @@ class RankClocks:
         if arrived > end:
             end, seconds = arrived, arrived - started
         for rank in batch.ranks:
-            self._free_at[rank] = end
+            self._free_at[rank] = end + self._durations.pause_seconds()
             self.busy_seconds[rank] += seconds
         return BatchEnded(end, batch, started, seconds)
 

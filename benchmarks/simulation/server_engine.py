@@ -49,13 +49,23 @@ APART = 1000.0
 
 
 @dataclass(frozen=True)
+class Crowding:
+    """What it costs that all ranks have work."""
+
+    steps: float  # what a step takes, with the pause after it, as a multiple of what it takes alone
+    wait: float  # seconds until another process takes up a new request
+
+
+@dataclass(frozen=True)
 class Surroundings:
     """What a request costs beside its batches, in seconds; measured with requests that have the server alone."""
 
     prepare: float  # from when it is sent until the engine has it
     deliver: float  # from the end of its last batch until its sender has the picture
     trip: float  # from the end of a batch until its rank begins the next one, if that was not sent before
+    pause: float  # the same, if it was
     outside_cpu: float  # CPU time of all processes but the workers
+    crowding: Crowding | None = None  # None: it is estimated from `outside_cpu`
 
 
 @dataclass(frozen=True)
@@ -90,7 +100,7 @@ class Known:
 class Measured(Durations):
     """Batches take what the samples say, and longer where other ranks and processes leave no core free. What these
     compute for a request while it is prepared and delivered are tasks of `cores`; the rest, most of which the engine
-    does with every batch, delays all of its batches alike.
+    does with every batch, delays all of its batches alike, unless it was measured how much slower ranks are together.
     """
 
     def __init__(
@@ -100,12 +110,13 @@ class Measured(Durations):
         cores: Cores,
         beside: Mapping[str, float],
         stretch: Mapping[OpAtDegree, float],
+        num_ranks: int,
     ) -> None:
         """beside: request id -> CPU seconds of other processes with each of its batches. stretch: see `serve`."""
         self._predictor = Predictor(CostModel(), {known.info.name: known.info})
         self._predictor.learn(known.samples)
         self._stretch = stretch
-        self._surroundings, self._cores, self._beside = surroundings, cores, beside
+        self._surroundings, self._cores, self._beside, self._num_ranks = surroundings, cores, beside, num_ranks
         self.seconds: dict[OpAtDegree, list[float]] = {}
         """What batches have taken, without such delays."""
         self.num_steps: Counter[int] = Counter()
@@ -122,23 +133,33 @@ class Measured(Durations):
         return seconds
 
     def crowded_seconds(self, batch: Batch, seconds: float, num_others: int) -> float:
-        num_ranks = num_others + len(batch.ranks)
-        beside = sum(self._beside.get(item.request_id, 0.0) for item in batch.items)
-        delay = beside if self._cores.are_all_taken(num_ranks) else 0.0
-        return seconds * (self._cores.slowness(num_ranks) - 1.0) + delay
+        slowness = self._cores.slowness(num_others + len(batch.ranks))
+        return seconds * (slowness - 1.0) + self._delay(batch, seconds, num_others)
+
+    def _delay(self, batch: Batch, seconds: float, num_others: int) -> float:
+        """By ranks that have work, and what other processes do for their batches."""
+        crowding = self._surroundings.crowding
+        if crowding is None:
+            beside = sum(self._beside.get(item.request_id, 0.0) for item in batch.items)
+            return beside if self._cores.are_all_taken(num_others + len(batch.ranks)) else 0.0
+        share = num_others / max(1, self._num_ranks - len(batch.ranks))
+        return (seconds + self._surroundings.pause) * (crowding.steps - 1.0) * share
 
     def trip_seconds(self) -> float:
         return self._surroundings.trip
+
+    def pause_seconds(self) -> float:
+        return self._surroundings.pause
 
 
 class Outside:
     """What other processes do for requests: they prepare them for the engine, and deliver its pictures."""
 
-    def __init__(self, clock: Clock, cores: Cores, around: Mapping[str, Surroundings]) -> None:
+    def __init__(self, clock: Clock, cores: Cores, around: Mapping[str, Surroundings], num_ranks: int) -> None:
         """around: by request id; of others, such as warm-ups, pictures are delivered at once."""
         self.ends: dict[str, float] = {}
         """Request id -> when its sender had the picture."""
-        self._clock, self._cores, self._around = clock, cores, around
+        self._clock, self._cores, self._around, self._num_ranks = clock, cores, around, num_ranks
 
     def prepare(self, request: EngineRequest, start: float, engine: SimulatedEngine) -> None:
         """Prepare a request now, and give it to the engine. start: its deadline is in seconds after that."""
@@ -148,7 +169,9 @@ class Outside:
         def add() -> None:
             engine.add(msgspec.structs.replace(request, arrival=self._clock.now, deadline=deadline))
 
-        self._cores.run(beside.prepare, add)
+        are_busy = engine.clocks.num_busy(self._clock.now) == self._num_ranks
+        wait = beside.crowding.wait if are_busy and beside.crowding is not None else 0.0
+        self._clock.after(wait, lambda: self._cores.run(beside.prepare, add))
 
     def note(self, outputs: tuple[Output, ...]) -> None:
         """Deliver what the engine has made."""
@@ -166,9 +189,9 @@ class TimedScheduler(StepScheduler):
 
     own_seconds = 0.0
 
-    def schedule(self, now: float) -> StepPlan | None:
+    def schedule(self, now: float, *, again: bool = False) -> StepPlan | None:
         before = time.perf_counter()
-        plan = super().schedule(now)
+        plan = super().schedule(now, again=again)
         self.own_seconds += time.perf_counter() - before
         return plan
 
@@ -207,7 +230,7 @@ def serve(
     """requests: their arrivals are when they are sent, in seconds after the start, and so are their deadlines, by which
     their senders must have the picture. warm_ups: served before. num_cores: that ranks and all other processes share.
     degree: see SchedulerConfig. own: request id -> what it costs beside its batches, if that is not as with others; its
-    trip does not count. stretch: what batches take, as a multiple of what the samples say.
+    trip, pause and crowding do not count. stretch: what batches take, as a multiple of what the samples say.
     """
     clock = Clock()
     around = {request.request_id: surroundings for request in requests} | dict(own or {})
@@ -216,8 +239,8 @@ def serve(
     recorder = Recorder(clock)
     cores = Cores(clock, num_cores, lambda: engine.clocks.num_busy(clock.now))
     beside = {each.request_id: _cpu_beside_batches(each, around[each.request_id]) for each in requests}
-    durations = Measured(known, surroundings, cores, beside, stretch or {})
-    outside = Outside(clock, cores, around)
+    durations = Measured(known, surroundings, cores, beside, stretch or {}, num_ranks)
+    outside = Outside(clock, cores, around, num_ranks)
     engine = SimulatedEngine(clock, scheduler, durations, outside.note, recorder)
     for request in warm_ups:
         engine.add(msgspec.structs.replace(request, arrival=clock.now, deadline=None))
@@ -267,6 +290,6 @@ def stretch_of(
         msgspec.structs.replace(request, request_id=str(index), arrival=APART * index, deadline=None)
         for index, request in enumerate(requests)
     ]
-    nothing = Surroundings(prepare=0.0, deliver=0.0, trip=0.0, outside_cpu=0.0)
+    nothing = Surroundings(prepare=0.0, deliver=0.0, trip=0.0, pause=0.0, outside_cpu=0.0)
     served = serve(known, nothing, "step_batching", alone, warm_ups, num_ranks=num_ranks, num_cores=inf, degree=degree)
     return {key: op_seconds[key] / seconds for key, seconds in served.op_seconds.items() if seconds}

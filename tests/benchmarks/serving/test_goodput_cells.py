@@ -16,8 +16,9 @@ from known_costs import AROUND, SECONDS, known
 from benchmarks.load.client import Outcome, Refusal, Run
 from benchmarks.serving.cell_outcomes import Outcomes, outcomes_of
 from benchmarks.serving.goodput_cells import CELLS, compared, main
-from benchmarks.serving.recorded import CLOCKWORK, Batch
-from benchmarks.simulation.server_engine import Simulated, Surroundings, serve
+from benchmarks.serving.lone_run import LoneRun, crowding_of
+from benchmarks.serving.recorded import CLOCKWORK, Arrival, Batch
+from benchmarks.simulation.server_engine import Crowding, Simulated, Surroundings, serve
 from core.messages.engine import EngineRequest
 from tools.random_checkpoints import make_flux_fill
 
@@ -84,7 +85,7 @@ def test_a_lone_request_takes_what_was_measured(seconds: float, in_time: int) ->
 @pytest.mark.parametrize(("num_cores", "seconds"), [(1.0, 4.0), (2.0, 2.0), (8.0, 2.0)])
 def test_requests_that_come_at_once_are_prepared_on_the_cores_there_are(num_cores: float, seconds: float) -> None:
     requests = [msgspec.structs.replace(request(name, 0.0, 0.0), deadline=None) for name in "ab"]
-    around = Surroundings(prepare=2.0, deliver=0.0, trip=0.0, outside_cpu=2.0)
+    around = Surroundings(prepare=2.0, deliver=0.0, trip=0.0, pause=0.0, outside_cpu=2.0)
     served = serve(known(), around, "goodput", requests, [], num_ranks=2, num_cores=num_cores)
     work = ALONE - AROUND.prepare - AROUND.deliver
     first = min(served.latencies.values())
@@ -110,6 +111,49 @@ def test_a_request_delays_ranks_by_what_it_costs_other_processes_itself() -> Non
     around = replace(AROUND, outside_cpu=0.0)
     served = serve(known(), around, "step_batching", requests, [], num_ranks=1, num_cores=1, own=own)
     assert served.latencies["b"] - served.latencies["a"] == pytest.approx(1.0)
+
+
+def test_ranks_that_have_work_at_once_are_as_much_slower_as_was_measured() -> None:
+    requests = [request(name, 2.0, 200.0) for name in "ab"]
+    alone, crowded = (
+        serve(known(), replace(AROUND, crowding=Crowding(by, 0.0)), CLOCKWORK, requests, [], num_ranks=2, num_cores=inf)
+        for by in (1.0, 1.5)
+    )
+    assert crowded.busy_seconds == pytest.approx(1.5 * alone.busy_seconds, rel=0.1)
+    around = replace(AROUND, crowding=Crowding(1.5, 0.0))
+    lone = serve(known(), around, CLOCKWORK, requests[:1], [], num_ranks=2, num_cores=inf)
+    assert 2 * lone.busy_seconds == pytest.approx(alone.busy_seconds)
+
+
+def test_a_rank_pauses_between_its_batches() -> None:
+    served = [
+        serve(known(), replace(AROUND, pause=pause), CLOCKWORK, [request("a", 2.0, 99.0)], [], num_ranks=1, num_cores=9)
+        for pause in (0.0, 0.25)
+    ]
+    num_batches = len(served[0].batches)
+    longer = served[1].latencies["a"] - served[0].latencies["a"]
+    assert longer == pytest.approx(0.25 * (num_batches - 1))
+
+
+def test_a_new_request_waits_while_all_ranks_have_work() -> None:
+    around = replace(AROUND, crowding=Crowding(1.0, 3.0))
+    requests = [request("a", 2.0, 200.0), request("b", 2.0 + 0.3 * ALONE, 200.0)]
+    served = serve(known(), around, CLOCKWORK, requests, [], num_ranks=2, num_cores=9)
+    assert served.latencies == pytest.approx({"a": served.latencies["b"], "b": served.latencies["b"]})
+    served = serve(known(), around, CLOCKWORK, requests, [], num_ranks=1, num_cores=9)
+    lone = serve(known(), AROUND, CLOCKWORK, requests, [], num_ranks=1, num_cores=9)
+    assert served.latencies["b"] >= lone.latencies["b"]
+
+
+def test_crowding_is_told_by_the_steps_of_each_request() -> None:
+    def lone(slower: float, ranks: int, prepared: float) -> LoneRun:
+        ops = ["image_encode", "denoise", "denoise", "denoise", "decode"]
+        batches = [batch(slower * place, op, rank) for place, op in enumerate(ops) for rank in range(ranks)]
+        arrivals = [Arrival("", 5.0 + prepared, 1)]
+        return LoneRun(Run([outcome(1.0, 2.0)], 9.0, 0.1, 5.0), arrivals, batches, 0.0)
+
+    assert crowding_of(lone(1.0, 1, 0.5), lone(1.5, 2, 0.75)) == Crowding(pytest.approx(1.5), pytest.approx(0.25))
+    assert crowding_of(lone(1.5, 2, 0.5), lone(1.0, 1, 0.25)) == Crowding(1.0, 0.0)
 
 
 def test_rounds_are_compared_one_by_one() -> None:
@@ -147,7 +191,9 @@ def test_cells_are_measured_one_by_one_and_kept(
         assert of["failed"] == 0
         assert of["busy"]["denoise"] > 0
         assert 0 < of["policy_cpu"] < of["engine_cpu"]
-    around = kept["alone"]["surroundings"]
+        assert len(of["probes"]) == 2
+    assert kept["alone"]["crowding"]["steps"] >= 1
+    around = kept["alone"]["probe"]["surroundings"]
     assert min(around[name] for name in ("prepare", "deliver", "outside_cpu")) > 0
     assert len(kept["alone"]["requests"]) == 6
     capsys.readouterr()

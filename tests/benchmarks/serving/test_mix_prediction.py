@@ -5,6 +5,7 @@ from __future__ import annotations
 import base64
 from collections.abc import Sequence
 from dataclasses import replace
+from itertools import accumulate
 
 import msgspec
 import pytest
@@ -12,9 +13,10 @@ from fakes import MODEL, make_edit, with_spec
 from known_costs import AROUND, SECONDS, TWO_RANKS, known
 
 from benchmarks.load.client import Outcome, Run
+from benchmarks.serving.lone_run import LoneRun
 from benchmarks.serving.mix_prediction import Alone, Round, System, predict
 from benchmarks.serving.recorded import Arrival, Batch, Recorded
-from benchmarks.serving.recorded_server import Lone
+from benchmarks.simulation.server_engine import Surroundings
 from core.messages.codec import encode
 from core.scheduling.policies import policy_class
 
@@ -42,12 +44,18 @@ def edits(kinds: Sequence[str], engines: Sequence[int], due: Sequence[float]) ->
 @pytest.fixture
 def alone() -> Alone:
     """Batches that take twice what is known."""
+    return Alone(1, {"small": lone(AROUND), "large": lone(LARGE)}, [])
+
+
+def lone(around: Surroundings) -> LoneRun:
+    ops = ["text_encode", "image_encode", *["denoise"] * STEPS, "decode"]
+    ends = list(accumulate((2 * SECONDS[op] for op in ops), initial=around.prepare))
     batches = [
-        Batch(0, op, ("a",), 0.0, started, 2 * SECONDS[op], 1, 0.0, 0.0)
-        for started, op in enumerate(["text_encode", "image_encode", *["denoise"] * STEPS, "decode"])
+        Batch(0, op, ("of seed 0",), 0.0, start, end - start, 1, 0.0, 0.0)
+        for op, start, end in zip(ops, ends, ends[1:], strict=False)
     ]
-    around = {"small": AROUND, "large": LARGE}
-    return Alone(1, {kind: Lone(Run([], 0.0, 0.0), [arrival(0)], batches, each) for kind, each in around.items()}, [])
+    outcome = Outcome(0.0, 0.0, ends[-1] + around.deliver, None, "", {})
+    return LoneRun(Run([outcome], 9.0, 0.0, 0.0), [arrival(0, around.prepare)], batches, around.outside_cpu)
 
 
 def test_edits_of_a_run_are_in_their_order_without_the_warm_ups() -> None:

@@ -1,0 +1,92 @@
+"""LoneRun: requests that have a server alone, and what is learnt from them about it and about the machine."""
+
+from __future__ import annotations
+
+import statistics
+from collections import defaultdict
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+import msgspec
+
+from benchmarks.load.client import Run
+from benchmarks.serving.recorded import Arrival, Batch, successive
+from benchmarks.simulation.server_engine import Crowding, Surroundings
+
+
+class Probe(msgspec.Struct, frozen=True):
+    """How fast the machine is at a time: what some requests take that come one after the other. Seconds."""
+
+    seconds: float  # from when a request is sent, the mean
+    op_seconds: dict[str, float]  # op -> of its batches, the mean
+    surroundings: Surroundings
+
+
+@dataclass(frozen=True)
+class LoneRun:
+    """Requests of which some were sent at first, and each other one when one of these was done."""
+
+    run: Run
+    arrivals: list[Arrival]  # of these alone, and so are batches
+    batches: list[Batch]
+    outside_cpu: float  # see Surroundings
+
+    @property
+    def prepared(self) -> list[float]:
+        """Seconds from when each was sent until the engine had it."""
+        sent = sorted(self.run.started + outcome.sent for outcome in self.run.outcomes)
+        return [arrival.now - when for arrival, when in zip(self.arrivals, sent, strict=True)]
+
+    @property
+    def step_period(self) -> float:
+        """Mean seconds from the begin of a request's step to that of its next one, on the same rank."""
+        steps = [batch for batch in self.batches if batch.op == "denoise"]
+        return statistics.fmean(
+            after.started - before.started for before, after in successive(steps) if _is_same(before, after)
+        )
+
+    @property
+    def surroundings(self) -> Surroundings:
+        """Of requests that came one after the other."""
+        ends = {name: batch.ended for batch in self.batches for name in batch.requests}
+        deliver = [
+            self.run.started + outcome.done - ends[arrival.request.request_id]
+            for outcome, arrival in zip(self.run.outcomes, self.arrivals, strict=True)
+        ]
+        same = [pair for pair in successive(self.batches) if _is_same(*pair)]
+        trips = [after.started - before.ended for before, after in same if not before.has_next(after)]
+        pauses = [after.started - before.ended for before, after in same if before.has_next(after)]
+        return Surroundings(
+            prepare=statistics.median(self.prepared),
+            deliver=statistics.median(deliver),
+            trip=statistics.median(trips) if trips else 0.0,
+            pause=statistics.fmean(pauses) if pauses else 0.0,
+            outside_cpu=self.outside_cpu,
+        )
+
+    @property
+    def probe(self) -> Probe:
+        """Of requests that came one after the other."""
+        seconds = statistics.fmean(outcome.latency for outcome in self.run.outcomes)
+        return Probe(seconds, means_by_op(self.batches, lambda batch: batch.seconds), self.surroundings)
+
+
+def crowding_of(alone: LoneRun, together: LoneRun) -> Crowding:
+    """alone: requests that came one after the other. together: the same, one more at a time than there are ranks; each
+    rank had one of them.
+    """
+    wait = statistics.median(together.prepared) - statistics.median(alone.prepared)
+    return Crowding(max(1.0, together.step_period / alone.step_period), max(0.0, wait))
+
+
+def _is_same(before: Batch, after: Batch) -> bool:
+    return bool(before.requests) and before.requests == after.requests
+
+
+def means_by_op(batches: Sequence[Batch], value: Callable[[Batch], float]) -> dict[str, float]:
+    """Op -> mean of a value of its batches, those of the activation cache left out."""
+    by_op = defaultdict[str, list[float]](list)
+    for batch in batches:
+        if batch.requests:
+            by_op[batch.op].append(value(batch))
+    return {op: statistics.fmean(values) for op, values in by_op.items()}
