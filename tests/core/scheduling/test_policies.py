@@ -16,9 +16,10 @@ from hypothesis import strategies as st
 from benchmarks.baselines.clockwork import Clockwork
 from core.config import SchedulerConfig, SchedulingPolicyName
 from core.errors import ConfigError, InvalidRequestError
+from core.failure import Failure
 from core.messages.engine import Aborted, Finished
 from core.messages.worker import Batch, BatchResult
-from core.scheduling.dispatch import Decision, Dispatch
+from core.scheduling.dispatch import Decision, Dispatch, GiveUp
 from core.scheduling.policies import make_policy
 from core.scheduling.policies.policy import SchedulingPolicy
 from core.scheduling.request import Request
@@ -85,9 +86,10 @@ def test_every_policy_ends_every_request_and_changes_nothing_itself(
         if turn < 12 and added and data.draw(st.integers(0, 5)) == 0:
             scheduler.abort([data.draw(st.sampled_from(added))])
         plan = scheduler.schedule(float(turn))
-        if plan is not None:
+        while plan is not None:
             workers.submit(plan)
             batches += [batch.id for batch in plan.batches]
+            plan = scheduler.schedule(float(turn), again=True)
         for rank in data.draw(st.permutations(range(num_ranks))) if turn < 12 else range(num_ranks):
             for result in workers.run_one(rank):
                 if isinstance(result, BatchResult):
@@ -102,6 +104,53 @@ def test_every_policy_ends_every_request_and_changes_nothing_itself(
     assert policy.arrived == added
     assert sorted(policy.ended) == sorted(added)
     assert sorted(policy.batches) == sorted(batches)
+
+
+class FirstRank(SchedulingPolicy):
+    """Gives all that can run there to rank 0; after what it is told to give up."""
+
+    def __init__(self, *give_up: str) -> None:
+        self.give_up = set(give_up)
+        self.shown = list[frozenset[int]]()  # open ranks, by pass
+
+    def choose(self, view: View, now: float) -> Sequence[Decision]:
+        self.shown.append(view.open_ranks)
+        hopeless = [each for each in view.requests.live() if each.id in self.give_up]
+        if hopeless:
+            return [GiveUp(each, Failure("overloaded", "too late")) for each in hopeless]
+        return [
+            Dispatch(((request, node),), (0,))
+            for request in view.requests.live()
+            for node in view.ready(request)
+            if view.can_run(request, node, (0,))
+        ]
+
+
+def test_a_rank_that_got_nothing_is_asked_about_again_when_something_has_happened() -> None:
+    policy, workers = FirstRank(), FakeWorkers(2)
+    scheduler = StepScheduler(SchedulerConfig(), {"m": MODEL}, 2, policy=policy)
+    scheduler.add(make_edit("a"))
+    plan = scheduler.schedule(0.0)
+    assert plan is not None
+    workers.submit(plan)
+    while (plan := scheduler.schedule(0.0, again=True)) is not None:
+        workers.submit(plan)
+    assert policy.shown[0] == {0, 1}
+    assert all(1 not in open_ranks for open_ranks in policy.shown[1:])
+    for result in workers.run_one(0):
+        assert isinstance(result, BatchResult)
+        scheduler.apply(result)
+    scheduler.schedule(1.0)
+    assert 1 in policy.shown[-1]
+
+
+def test_others_begin_at_once_in_the_place_of_a_request_that_is_given_up() -> None:
+    scheduler = StepScheduler(SchedulerConfig(max_num_seqs=1), {"m": MODEL}, policy=FirstRank("a"))
+    scheduler.add(make_edit("a"))
+    scheduler.add(make_edit("b"))
+    plan = scheduler.schedule(0.0)
+    assert plan is not None
+    assert {item.request_id for batch in plan.batches for item in batch.items} == {"b"}
 
 
 class Fixed(SchedulingPolicy):
