@@ -231,6 +231,14 @@ class Workflow:
         is_inside = bool(node.region) and self.node(edge.source).region == node.region
         return bool(edge.carried) or is_inside or edge.source == node.shows
 
+    def is_read_early(self, name: str) -> bool:
+        """Whether a node may begin while this one, which it reads, is in flight."""
+        return name in self._read_early
+
+    @cached_property
+    def _read_early(self) -> frozenset[str]:
+        return frozenset(edge.source for node in self.nodes for edge in node.inputs if edge.deferred)
+
     def _links_of(self, node: Node) -> Links:
         mine: dict[str, dict[str, None]] = {kind: {} for kind in Links.__slots__}
         for edge in node.inputs:

@@ -96,7 +96,8 @@ class Goodput(SchedulingPolicy):
     def choose(self, view: View, now: float) -> Sequence[Decision]:
         self._work.next_pass(now)
         self._passes_left -= 1
-        if self._passes_left < 0 or not all(request.progress.steps_left for request in self._plan.served):
+        served = self._plan.served
+        if self._passes_left < 0 or not served or not all(request.progress.steps_left for request in served):
             self._passes_left = PLAN_EVERY
             self._plan = Planner(
                 view, now, self._work, self._shares, self._headroom.value * self._pauses.stretch

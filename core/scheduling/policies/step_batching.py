@@ -166,7 +166,7 @@ class StepPass:
         return self.view.ranks[:degree]
 
     def _ranks_of(self, request: Request, node: Node) -> tuple[int, ...]:
-        """The same; asked for several times in a pass."""
+        """See `_ranks`, which is asked once for each node of a pass."""
         key = request.id, node.name
         ranks = self._known_ranks.get(key)
         if ranks is None:
@@ -195,23 +195,27 @@ class StepPass:
     # ------------------------------------------------------------------------------------------------ the cache
 
     def _choose_cache_work(self, step_tokens: int) -> None:
-        """Choose pieces of jobs, oldest first, within the tokens that the step leaves; at least the smallest one."""
-        budget = self.view.max_step_tokens - step_tokens
-        if step_tokens:
-            budget = min(budget, int(PRIME_SHARE * step_tokens))
-        has_primed = False
+        """Choose pieces of jobs, oldest first, within the tokens that a rank's step leaves; at least the smallest."""
+        left: dict[int, int] = {}  # rank -> tokens left, once a piece was chosen there
         for job in self._jobs:
             if job.id in self._cache_work or not self._can_prime(job):
                 continue
+            rank = self._rank_of(job)
             if job.size is not None:
                 if job.is_idle_work:
                     self._choose_whole_piece(job)
-            elif not has_primed or budget > 0:
+            elif left.get(rank, 1) > 0:
+                budget = left[rank] if rank in left else self._budget_beside(rank, step_tokens)
                 # Idle work runs in the smallest pieces, so that a new request waits for at most one of them.
                 within = 0 if job.is_idle_work else budget
-                self._add_cache_work(CacheDispatch(job, within, self._rank_of(job)))
-                budget -= self.view.tokens_within(job, within)
-                has_primed = True
+                self._add_cache_work(CacheDispatch(job, within, rank))
+                left[rank] = budget - self.view.tokens_within(job, within)
+
+    def _budget_beside(self, rank: int, step_tokens: int) -> int:
+        """Tokens that a step leaves. step_tokens: of the first rank's; others have none."""
+        if rank != self.view.ranks[0] or not step_tokens:
+            return self.view.max_step_tokens
+        return min(self.view.max_step_tokens - step_tokens, int(PRIME_SHARE * step_tokens))
 
     def _choose_waited_for_pieces(self) -> None:
         """Runs before new requests are encoded: those that wait for a template's encoding arrived earlier."""
