@@ -59,8 +59,10 @@ class Site:
         self.outputs += self.scheduler.take_outputs()
 
     def schedule(self) -> None:
-        while (plan := self.scheduler.schedule(0.0)) is not None:
+        plan = self.scheduler.schedule(0.0)
+        while plan is not None:
             self.workers.submit(plan)
+            plan = self.scheduler.schedule(0.0, again=True)
 
     def answer(self, rank: int) -> bool:
         """Whether a rank has answered its oldest plan."""

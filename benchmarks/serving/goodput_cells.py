@@ -1,10 +1,11 @@
 """Goodput of scheduling policies on a server of several ranks, beside what the simulation predicts for the same cells.
 
-Cells differ in load, burstiness and objective; all policies get the same requests at the same times. Runs of one cell
+Cells differ in load, burstiness and objective; all policies get the same requests at the same times but for the
+machine's speed. Runs of one cell
 differ by chance, so rounds repeat all of them with other arrivals, policies in turns. First it is measured what
 requests take alone, and how much slower ranks are that have work at the same time. Before and after each run some
-requests are sent one by one: a machine's speed may drift by a fifth within minutes, so objectives and times between
-arrivals are multiples of what requests take just before, and predictions count with the mean of both. Results are kept
+requests are sent one by one: the speed may drift by a fifth within minutes, so objectives and times between arrivals
+follow what steps take just before, and predictions count with the mean of both. Results are kept
 in a file: an interrupted command continues, and cells can be run one by one. Predictions come from the model's profile
 on this machine (`make profile ARGS="--threads 1"`).
 """
@@ -160,26 +161,26 @@ class Bench:
         calls = self.calls if self.args.workload == "edits" else self.calls[:PROBES]
         with self.server("step_batching") as (target, recorded):
             lone = asyncio.run(measure_lone(target, self.calls, [call.steps for call in self.calls]))
+            probe = recorded.send_one_by_one(target, calls[:PROBES]).probe
             heads = [arrival.head for arrival in recorded.send_one_by_one(target, calls).arrivals]
             warm_ups = read(recorded.path)[0][: len(self.warm_ups)]
         if len(heads) < len(self.calls):
             heads = [_with_steps(heads[0], call.steps) for call in self.calls]
-        probe, crowding = self._measure_crowding()
         return Alone(
             lone=(lone.seconds, lone.per_step),
             probe=probe,
-            crowding=crowding,
+            crowding=self._measure_crowding(),
             warm_ups=[arrival.head for arrival in warm_ups],
             requests=heads,
         )
 
-    def _measure_crowding(self) -> tuple[Probe, Crowding]:
+    def _measure_crowding(self) -> Crowding:
         """Send the first requests one by one, then one more at a time than there are ranks, with one request each."""
         calls = self.calls[:PROBES]
         with self.server("clockwork") as (target, recorded):
             alone = recorded.send_one_by_one(target, calls)
             together = recorded.send(target, 2 * calls, self.args.workers_per_engine + 1)
-        return alone.probe, crowding_of(alone, together)
+        return crowding_of(alone, together)
 
     # ------------------------------------------------------------------------------------------------ a cell
 
@@ -196,7 +197,7 @@ class Bench:
 
     def _load(self, cell: Cell, alone: Alone, now: Probe, number_of_round: int) -> tuple[list[EditCall], list[float]]:
         """The requests with their objectives, and when they are due, as fast as the machine is now."""
-        speed = now.seconds / alone.probe.seconds
+        speed = now.step_seconds / alone.probe.step_seconds
         due = self.due(cell, alone, number_of_round)
         return alone.latency.scaled(self.calls, cell.slo * speed), [when * speed for when in due]
 
@@ -286,7 +287,7 @@ def _cell_report(
         policy: [bench.predict(cell, policy, alone, each, number) for number, each in enumerate(of)]
         for policy, of in measured.items()
     }
-    yield f"\n{cell.name}, {len(bench.calls)} requests, {bench.due(cell, alone, 0)[-1]:.0f} s"
+    yield f"\n{cell.name}, {len(bench.calls)} requests in {bench.due(cell, alone, 0)[-1]:.0f} s, times the speed"
     names = (
         f"{'speed':>7}{'in time':>9}{'least - most':>14}{'predicted':>11}{'off by':>8}{'engine':>9}{'policy':>8}"
         f"{'scheduler':>11}"
@@ -297,7 +298,7 @@ def _cell_report(
     yield from compared(measured, predicted)
     for policy, of in measured.items():
         ends = {name: sum(getattr(each, name) for each in of) for name in ("late", "refused", "given_up", "failed")}
-        rates = {op: _normalised(bench, cell, alone, of[0], op) for op in STAGES if op in of[0].mean_batch}
+        rates = {op: _normalised(bench, cell, of[0], op) for op in STAGES if op in of[0].mean_batch}
         others = ", ".join(f"{count} {name}" for name, count in ends.items() if count) or "none late"
         yield f"  {policy:<15}{others}; in the first round normalised goodput " + ", ".join(
             f"{op} {g:.1f}" for op, g in rates.items()
@@ -309,8 +310,8 @@ _SHARES = ("engine_cpu", "policy_cpu", "switching")
 
 
 def _speed(alone: Alone, of: Sequence[Outcomes]) -> float:
-    """What requests alone took before and after these runs, as a multiple of what they took at first; the mean."""
-    return statistics.fmean(probe.seconds for each in of for probe in each.probes) / alone.probe.seconds
+    """What steps alone took before and after these runs, as a multiple of what they took at first; the mean."""
+    return statistics.fmean(probe.step_seconds for each in of for probe in each.probes) / alone.probe.step_seconds
 
 
 def _policy_line(measured: Sequence[Outcomes], predicted: Sequence[Simulated]) -> str:
@@ -352,11 +353,11 @@ def _standard_error(values: Sequence[float]) -> float:
     return statistics.stdev(values) / math.sqrt(len(values))
 
 
-def _normalised(bench: Bench, cell: Cell, alone: Alone, of: Outcomes, op: str) -> float:
+def _normalised(bench: Bench, cell: Cell, of: Outcomes, op: str) -> float:
     """NeuStream's equation 1 with the mean batch that was run: requests per second of all ranks."""
     times = statistics.fmean(call.steps for call in bench.calls) if op == "denoise" else 1.0
     num_ranks: int = bench.args.workers_per_engine
-    seconds: float = alone.probe.op_seconds[op]
+    seconds: float = of.probes[0].op_seconds[op]
     return of.mean_batch[op] * num_ranks / (cell.slo * seconds * times)
 
 

@@ -17,9 +17,12 @@ from benchmarks.simulation.server_engine import Crowding, Surroundings
 class Probe(msgspec.Struct, frozen=True):
     """How fast the machine is at a time: what some requests take that come one after the other. Seconds."""
 
-    seconds: float  # from when a request is sent, the mean
     op_seconds: dict[str, float]  # op -> of its batches, the mean
     surroundings: Surroundings
+
+    @property
+    def step_seconds(self) -> float:
+        return self.op_seconds["denoise"]
 
 
 @dataclass(frozen=True)
@@ -39,8 +42,8 @@ class LoneRun:
 
     @property
     def step_period(self) -> float:
-        """Mean seconds from the begin of a request's step to that of its next one, on the same rank."""
-        steps = [batch for batch in self.batches if batch.op == "denoise"]
+        """Mean seconds from the begin of a request's step to that of its next one, of requests that share none."""
+        steps = [batch for batch in self.batches if batch.op == "denoise" and len(batch.requests) == 1]
         return statistics.fmean(
             after.started - before.started for before, after in successive(steps) if _is_same(before, after)
         )
@@ -67,8 +70,7 @@ class LoneRun:
     @property
     def probe(self) -> Probe:
         """Of requests that came one after the other."""
-        seconds = statistics.fmean(outcome.latency for outcome in self.run.outcomes)
-        return Probe(seconds, means_by_op(self.batches, lambda batch: batch.seconds), self.surroundings)
+        return Probe(means_by_op(self.batches, lambda batch: batch.seconds), self.surroundings)
 
 
 def crowding_of(alone: LoneRun, together: LoneRun) -> Crowding:

@@ -170,8 +170,16 @@ class Outside:
             engine.add(msgspec.structs.replace(request, arrival=self._clock.now, deadline=deadline))
 
         are_busy = engine.clocks.num_busy(self._clock.now) == self._num_ranks
-        wait = beside.crowding.wait if are_busy and beside.crowding is not None else 0.0
+        wait = self._wait(beside) if are_busy else 0.0
         self._clock.after(wait, lambda: self._cores.run(beside.prepare, add))
+
+    def _wait(self, beside: Surroundings) -> float:
+        """Until a request is taken up while all ranks have work: what was measured, without the part of it by which an
+        even share of the cores makes preparing it take longer.
+        """
+        if beside.crowding is None:
+            return 0.0
+        return max(0.0, beside.crowding.wait - beside.prepare * (self._cores.slowness(self._num_ranks + 1) - 1.0))
 
     def note(self, outputs: tuple[Output, ...]) -> None:
         """Deliver what the engine has made."""

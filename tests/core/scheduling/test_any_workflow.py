@@ -45,9 +45,11 @@ class Site:
 
     def step(self) -> None:
         """Schedule, and let one rank answer."""
-        while (plan := self.scheduler.schedule(0.0)) is not None:
+        plan = self.scheduler.schedule(0.0)
+        while plan is not None:
             self.plans.append(plan)
             self.workers.submit(plan)
+            plan = self.scheduler.schedule(0.0, again=True)
         ranks = [rank for rank in range(self.workers.num_ranks) if self.workers.queues[rank]]
         self._random.shuffle(ranks)
         for rank in ranks:
@@ -68,8 +70,10 @@ class Site:
             self.step()
         self.outputs += self.scheduler.take_outputs()
         self.scheduler.check_integrity()
-        while (plan := self.scheduler.schedule(0.0)) is not None:
+        plan = self.scheduler.schedule(0.0)
+        while plan is not None:
             self.workers.submit(plan)
+            plan = self.scheduler.schedule(0.0, again=True)
         for rank in range(self.workers.num_ranks):
             while self.workers.queues[rank]:
                 self.workers.run_one(rank)

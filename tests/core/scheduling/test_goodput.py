@@ -24,6 +24,7 @@ from core.graph.work import Work
 from core.messages.engine import EngineRequest, Failed, Finished
 from core.messages.worker import Batch, ItemResult
 from core.scheduling.outputs import Output
+from core.scheduling.request import SUSPECT_DEATHS
 from core.scheduling.scheduler import StepScheduler
 
 TOKENS = 280
@@ -215,6 +216,15 @@ def test_requests_that_have_begun_and_were_overtaken_go_on_where_newcomers_find_
     ]
     engine = Engine("goodput", "last", latencies={number: 0.5 + 0.5 * number for number in range(1, 9)})
     assert len(engine.serve(requests)) == len(requests)
+
+
+def test_requests_go_on_after_one_that_had_to_run_alone() -> None:
+    """Its end, and that of the one that it waits for, are the last events: nothing else would wake the engine."""
+    engine = Engine("goodput", decode=0.5)
+    suspect = msgspec.structs.replace(edit("suspect", 3, None, arrival=1.0), num_deaths=SUSPECT_DEATHS)
+    engine.serve([edit("first", 3, None), suspect, edit("last", 3, None, arrival=1.5)])
+    assert list(engine.ends) == ["first", "suspect", "last"]
+    assert list(engine.ends.values()) == pytest.approx([3.5, 7.0, 10.5])
 
 
 def test_pauses_between_batches_are_learnt_and_reckoned_with() -> None:

@@ -50,9 +50,11 @@ class Rig:
     def step(self) -> None:
         """Schedule all that can be, and have every rank do one plan."""
         self.now += 0.01
-        while (plan := self.scheduler.schedule(self.now)) is not None:
+        plan = self.scheduler.schedule(self.now)
+        while plan is not None:
             self.plans.append(plan)
             self.workers.submit(plan)
+            plan = self.scheduler.schedule(self.now, again=True)
         for rank in self.scheduler.ranks.up:
             for batch in self.workers.queues[rank][0].batches if self.workers.queues[rank] else ():
                 keys = self.scheduler.models[batch.model].keys_of(OPS[batch.op].component)
