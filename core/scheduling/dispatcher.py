@@ -32,11 +32,18 @@ class Dispatched:
     deliveries: list[Delivery] = field(default_factory=list)
     begun: list[str] = field(default_factory=list)  # ids of requests that were waiting before
     given_up: list[tuple[Request, Failure]] = field(default_factory=list)
+    are_read_early: bool = False  # other nodes may begin before some of those that were sent end
 
     @property
     def ranks(self) -> set[int]:
         """Those that get batches."""
         return {rank for flight in self.flights for rank in flight.batch.ranks}
+
+    def left(self, view: View, before: frozenset[int]) -> frozenset[int]:
+        """Ranks that this pass, or one before it, left without work; none, if there may be some for them because of
+        what it did.
+        """
+        return frozenset() if self.given_up or self.are_read_early else before | (view.open_ranks - self.ranks)
 
     def plan(self, seq: int, orders: CacheOrders, free: Iterable[Free], file_rank: int) -> StepPlan:
         """The plan that does this, and more. orders: of the cache. file_rank: deletes its files."""
@@ -76,6 +83,7 @@ class Dispatcher:
                     flight = self._dispatch(decision)
                     done.flights.append(flight)
                     done.begun += self._begin(decision)
+                    done.are_read_early |= any(each.workflow.is_read_early(of.name) for each, of in decision.items)
                     done.deliveries += deliveries(flight.batch)
                 case Fetch():
                     done.transfers += self._fetch(decision, view)

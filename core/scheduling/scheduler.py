@@ -51,7 +51,6 @@ from core.scheduling.request import Request, Status
 from core.scheduling.residency import Orders, Residency, Started
 from core.scheduling.step_limit import StepLimit
 from core.scheduling.values import ValueTable
-from core.scheduling.view import View
 from core.scheduling.views import Views
 
 
@@ -211,8 +210,7 @@ class StepScheduler:
 
     def schedule(self, now: float, *, again: bool = False) -> StepPlan | None:
         """The next plan; None when nothing can start before the next result or request arrives. again: nothing has
-        happened since the last plan, so that ranks which it left without work are not asked about.
-        """
+        happened since the last one, so that ranks that it left without work are not asked about."""
         if not again:
             self._left = frozenset()
         elif self._out.has_busy and self._views.open_ranks <= self._left:
@@ -234,7 +232,7 @@ class StepScheduler:
             self.cache.reserve(self._requests, page_rank)
         models, view = self._loads.order(now), self._views.view(now, self._left)
         chosen = self._dispatcher.carry_out(self._policy.choose(view, now) if view.open_ranks else (), view)
-        self._note_left(view, chosen)
+        self._left = chosen.left(view, self._left)
         self._note_sent(chosen.flights)
         self._endings.fail_each(chosen.given_up)
         chosen.transfers += self._checkpoints.transfers(chosen.ranks | view.idle_ranks)
@@ -245,22 +243,11 @@ class StepScheduler:
             self._free.append(Free(key, tuple(range(self.num_workers))))
             self._recovery.forget_job(key.request_id)
         self._free += self.values.take_freed()
-        has_given_up = bool(chosen.given_up)
         has_work = bool(chosen.flights or chosen.transfers or orders.has_any or models.has_any)
         # Freeing alone can wait for the next plan with work, unless none is expected.
         if not has_work and (not self._free or self._out.has_busy):
-            return None, has_given_up
-        return self._send(chosen, orders, models, now), has_given_up
-
-    def _note_left(self, view: View, chosen: Dispatched) -> None:
-        """Note ranks that a pass has left without work. If requests were given up, or nodes sent of which others may
-        begin before they end, there may be some for these ranks now.
-        """
-        items = (item for flight in chosen.flights if not flight.job_id for item in flight.batch.items)
-        if chosen.given_up or any(self._requests[each.request_id].workflow.is_read_early(each.node) for each in items):
-            self._left = frozenset()
-        else:
-            self._left |= view.open_ranks - chosen.ranks
+            return None, bool(chosen.given_up)
+        return self._send(chosen, orders, models, now), bool(chosen.given_up)
 
     def apply(self, result: BatchResult) -> None:
         """Process one rank's result of a batch, which is complete when all its ranks have answered. An unknown batch

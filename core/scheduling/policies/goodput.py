@@ -86,8 +86,7 @@ class Goodput(SchedulingPolicy):
         self._pauses.note(batch, result)
 
     def on_end(self, request_id: str) -> None:
-        if any(request.id == request_id for request in self._plan.served):
-            self._passes_left = 0
+        self._passes_left = 0
         self._work.forget(request_id)
         self._headroom.note_end()
         if self._shares is not None:

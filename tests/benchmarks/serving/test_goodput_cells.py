@@ -15,7 +15,8 @@ from known_costs import AROUND, SECONDS, known
 
 from benchmarks.load.client import Outcome, Refusal, Run
 from benchmarks.serving.cell_outcomes import Outcomes, outcomes_of
-from benchmarks.serving.goodput_cells import CELLS, compared, main
+from benchmarks.serving.goodput_bench import CELLS
+from benchmarks.serving.goodput_cells import compared, main
 from benchmarks.serving.lone_run import LoneRun, crowding_of
 from benchmarks.serving.recorded import CLOCKWORK, Arrival, Batch
 from benchmarks.simulation.server_engine import Crowding, Simulated, Surroundings, serve
@@ -197,7 +198,7 @@ def test_cells_are_measured_one_by_one_and_kept(
     assert min(around[name] for name in ("prepare", "deliver", "outside_cpu")) > 0
     assert len(kept["alone"]["requests"]) == 6
     capsys.readouterr()
-    monkeypatch.setattr("benchmarks.serving.goodput_cells.recorded_server", None)  # all is kept
+    monkeypatch.setattr("benchmarks.serving.goodput_bench.recorded_server", None)  # all is kept
     main([*flags, "--policies", "clockwork", "goodput"])
     table = capsys.readouterr().out
     assert "there is no profile" in table
