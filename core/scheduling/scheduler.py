@@ -211,9 +211,8 @@ class StepScheduler:
     def schedule(self, now: float, *, again: bool = False) -> StepPlan | None:
         """The next plan; None when nothing can start before the next result or request arrives. again: nothing has
         happened since the last one, so that ranks that it left without work are not asked about."""
-        if not again:
-            self._left = frozenset()
-        elif self._out.has_busy and self._views.open_ranks <= self._left:
+        self._left = self._left if again else frozenset()
+        if again and self._out.has_busy and self._views.open_ranks <= self._left:
             return None
         plan, has_given_up = self._pass(now)
         while plan is None and has_given_up:  # others may begin in their place
@@ -339,9 +338,10 @@ class StepScheduler:
         assert ids == {request.id for request in self._requests}
         self._endings.check_integrity()
         self.cache.check_integrity()
-        flights = [*self._out.flights, *self._out.landed]
-        out = [item for flight in flights if not flight.job_id for item in flight.batch.items]
-        assert len(out) == sum(request.progress.num_in_flight for request in self._requests)
+        assert self._out.flights or not self._out.landed, "results wait for runs that are not in flight"
+        flights = (each for each in (*self._out.flights, *self._out.landed) if not each.job_id)
+        num_out = sum(len(flight.batch.items) for flight in flights)
+        assert num_out == sum(request.progress.num_in_flight for request in self._requests)
         self._out.check_integrity(self.values.num_moving)
         self.values.check_integrity(ids)
         self._checkpoints.check_integrity(self._requests)
