@@ -11,6 +11,7 @@ from core.validation import check_decimal, check_integer, check_length, conform
 MAX_PROMPT_CHARACTERS = 32000  # the images API's own limit
 MAX_SEED = 2**63 - 1
 MAX_INFERENCE_STEPS = 200
+MAX_SEQUENCE_LENGTH = 2**20  # text tokens; more than any text encoder takes
 MAX_IMAGES = 10  # made by one request
 MAX_GUIDANCE = 100
 MIN_TIMEOUT, MAX_TIMEOUT = 0.001, 86400.0  # seconds
@@ -115,7 +116,7 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True):
         if self.hires_scale is not None:
             check_decimal("hires_scale", self.hires_scale, MIN_HIRES_SCALE, MAX_HIRES_SCALE)
         if self.max_sequence_length is not None:
-            check_integer("max_sequence_length", self.max_sequence_length, 1)
+            check_integer("max_sequence_length", self.max_sequence_length, 1, MAX_SEQUENCE_LENGTH)
 
     def _check_computed_steps(self) -> None:
         steps, limit = self.computed_steps, self.num_inference_steps or MAX_INFERENCE_STEPS

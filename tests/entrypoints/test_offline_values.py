@@ -58,6 +58,7 @@ def made_or_refused(kind: type, given: dict[str, object]) -> Any:
 @example((SamplingParams, {"seed": 1.0}))
 @example((SamplingParams, {"guidance_scale": 10**400}))
 @example((SamplingParams, {"seed": 10**5000}))
+@example((SamplingParams, {"max_sequence_length": 2**64}))
 @example((SamplingParams, {"negative_prompt": "x" * 40_000}))
 def test_any_value_in_a_struct_is_refused_by_name_or_can_be_encoded(one: tuple[type, dict[str, object]]) -> None:
     kind, given_values = one
