@@ -32,6 +32,7 @@ class Dispatched:
     deliveries: list[Delivery] = field(default_factory=list)
     begun: list[str] = field(default_factory=list)  # ids of requests that were waiting before
     given_up: list[tuple[Request, Failure]] = field(default_factory=list)
+    without_room: Request | None = None  # the first whose inputs could not be fetched, as the arena was full
     are_read_early: bool = False  # other nodes may begin before some of those that were sent end
 
     @property
@@ -41,9 +42,10 @@ class Dispatched:
 
     def left(self, view: View, before: frozenset[int]) -> frozenset[int]:
         """Ranks that this pass, or one before it, left without work; none, if there may be some for them because of
-        what it did.
+        what it did, or of room that is made.
         """
-        return frozenset() if self.given_up or self.are_read_early else before | (view.open_ranks - self.ranks)
+        may_change = self.given_up or self.are_read_early or self.without_room
+        return frozenset() if may_change else before | (view.open_ranks - self.ranks)
 
     def plan(self, seq: int, orders: CacheOrders, free: Iterable[Free], file_rank: int) -> StepPlan:
         """The plan that does this, and more. orders: of the cache. file_rank: deletes its files."""
@@ -86,7 +88,7 @@ class Dispatcher:
                     done.are_read_early |= any(each.workflow.is_read_early(of.name) for each, of in decision.items)
                     done.deliveries += deliveries(flight.batch)
                 case Fetch():
-                    done.transfers += self._fetch(decision, view)
+                    self._fetch(decision, view, done)
                 case CacheDispatch():
                     done.flights.append(self._dispatch_job(decision))
                 case GiveUp():
@@ -115,12 +117,15 @@ class Dispatcher:
                 begun.append(request.id)
         return begun
 
-    def _fetch(self, fetch: Fetch, view: View) -> list[Transfer]:
-        """Transfers of the inputs that other ranks have; none if the arena has no room for all of them now."""
+    def _fetch(self, fetch: Fetch, view: View, done: Dispatched) -> None:
+        """Make transfers of the inputs that other ranks have; none if the arena has no room for all of them now."""
         elsewhere = view.inputs(fetch.request, fetch.node, fetch.ranks).elsewhere
-        transfers = self.values.move(elsewhere, view.open_ranks) or []
+        transfers = self.values.move(elsewhere, view.open_ranks)
+        if transfers is None:
+            done.without_room = done.without_room or fetch.request
+            return
         fetch.request.num_moving += len(transfers)
-        return transfers
+        done.transfers += transfers
 
     # ------------------------------------------------------------------------------------------------ the cache
 

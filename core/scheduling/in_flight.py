@@ -181,6 +181,11 @@ class InFlight:
         return max(0.0, self._since[rank] + self._known[rank] - now) if rank not in self._idle else 0.0
 
     @property
+    def has_any(self) -> bool:
+        """Whether anything is in flight, or answered and not noted yet."""
+        return bool(self._plan_of or self._flights or self.landed)
+
+    @property
     def has_busy(self) -> bool:
         """Whether any rank has work."""
         return len(self._idle) < len(self._awaited)

@@ -85,6 +85,23 @@ class Recovery:
         request.progress.land(node)
         request.runs_on_one_rank = request.is_set_back = request.progress.is_restarting = True
 
+    def make_room(self, waiting: Request | None) -> bool:
+        """Let the last request but this one that has values in the arena leave it, if the inputs of this one find no
+        room there and nothing is in flight: so none would ever be made. What leaves goes back to what ranks have.
+        waiting: None: none does. Returns whether one has left.
+        """
+        if waiting is None or self.out.has_any:
+            return False
+        others = [each for each in self.requests.live() if each is not waiting and self.values.is_in_arena(each.id)]
+        if not others:
+            return False
+        request = others[-1]
+        self.checkpoints.drop(request)
+        request.lost += self.values.leave_arena(request.id)
+        request.is_set_back = request.progress.is_restarting = bool(request.lost)
+        self.settle(request)
+        return True
+
     def forget_job(self, job_id: str) -> None:
         """Note that a job of the cache has ended."""
         self._job_deaths.pop(job_id, None)

@@ -209,18 +209,18 @@ class StepScheduler:
     # ------------------------------------------------------------------------------------------------- one iteration
 
     def schedule(self, now: float, *, again: bool = False) -> StepPlan | None:
-        """The next plan; None when nothing can start before the next result or request arrives. again: nothing has
-        happened since the last one, so that ranks that it left without work are not asked about."""
+        """The next plan; None when nothing can start before the next event. again: there was none since the last one,
+        so that ranks that it left without work are not asked about."""
         self._left = self._left if again else frozenset()
         if again and self._out.has_busy and self._views.open_ranks <= self._left:
             return None
-        plan, has_given_up = self._pass(now)
-        while plan is None and has_given_up:  # others may begin in their place
-            plan, has_given_up = self._pass(now)
+        plan, is_freed = self._pass(now)
+        while plan is None and is_freed:
+            plan, is_freed = self._pass(now)
         return plan
 
     def _pass(self, now: float) -> tuple[StepPlan | None, bool]:
-        """A plan, if there is anything to do, and whether requests were given up."""
+        """A plan, if there is anything to do, and whether others may begin in the place of what some have given up."""
         self._endings.fail_each(self._views.lost(now))
         if not self.ranks.up:
             return None, False
@@ -243,10 +243,11 @@ class StepScheduler:
             self._recovery.forget_job(key.request_id)
         self._free += self.values.take_freed()
         has_work = bool(chosen.flights or chosen.transfers or orders.has_any or models.has_any)
+        is_freed = bool(chosen.given_up) or (not has_work and self._recovery.make_room(chosen.without_room))
         # Freeing alone can wait for the next plan with work, unless none is expected.
-        if not has_work and (not self._free or self._out.has_busy):
-            return None, bool(chosen.given_up)
-        return self._send(chosen, orders, models, now), bool(chosen.given_up)
+        if not has_work and (is_freed or not self._free or self._out.has_busy):
+            return None, is_freed
+        return self._send(chosen, orders, models, now), is_freed
 
     def apply(self, result: BatchResult) -> None:
         """Process one rank's result of a batch, which is complete when all its ranks have answered. An unknown batch
@@ -264,8 +265,7 @@ class StepScheduler:
 
     def _is_in_turn(self, flight: Flight) -> bool:
         """Whether the runs that a batch has read from are noted. These were done before, but may be answered later."""
-        items = () if flight.job_id else flight.batch.items
-        return not any(is_ahead(self._requests[item.request_id], item) for item in items)
+        return bool(flight.job_id) or not any(is_ahead(self._requests[of.request_id], of) for of in flight.batch.items)
 
     def _apply(self, flight: Flight, result: BatchResult) -> None:
         is_ok, key = not any(item.failure for item in result.items), self._predictor.key_of(flight.batch)

@@ -169,6 +169,26 @@ class ValueTable:
         value.handle, value.is_moving = None, False
         self._free_if_unused(value)
 
+    def leave_arena(self, request_id: str) -> list[TensorKey]:
+        """Give back what a request takes of the arena. Its values there that no rank has are dropped; returns their
+        keys. None may be moving, be pinned, or be an input of a batch in flight.
+        """
+        lost = []
+        for key, value in list(self._values.get(request_id, {}).items()):
+            if value.handle is None:
+                continue
+            if value.ranks:
+                self._give_back(value.handle)
+                value.handle = None
+            else:
+                self._drop(key)
+                lost.append(key)
+        return lost
+
+    def is_in_arena(self, request_id: str) -> bool:
+        """Whether any value of a request takes space there."""
+        return any(value.handle is not None for value in self._values.get(request_id, {}).values())
+
     @property
     def pinned(self) -> set[TensorKey]:
         """Keys of the values that are kept for more than their readers."""

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from random import Random
 
 from fakes import make_edit, make_hires_edit
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from ranks_that_die import Site, check_finished, checkpoints_every, make_site, run_until
 from workflows import ACCEPTANCE
@@ -161,7 +161,9 @@ def test_a_death_repeats_no_more_steps_than_lie_between_two_checkpoints(
 
 
 @settings(deadline=None)
-@given(st.integers(0, 1 << 30), st.integers(1, 3), st.integers(0, 6), st.integers(20, 60))
+@given(st.integers(0, 1 << 30), st.integers(1, 3), st.integers(0, 6), st.integers(10, 60))
+@example(5, 2, 4, 28)  # copies of what waiting requests read fill it
+@example(2091, 2, 4, 10)  # so do values whose rank is gone
 def test_a_small_arena_costs_steps_but_no_request(seed: int, num_ranks: int, num_deaths: int, room: int) -> None:
     """room: for so many values, half of it for those that move from rank to rank."""
     random = Random(seed)
