@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from heapq import heappop, heappush
 from itertools import count
 
 from benchmarks.simulation.clock import Clock
@@ -13,9 +14,11 @@ class Cores:
     as much longer as when they begin; tasks of other processes (`run`) with every task that begins or ends.
     """
 
-    def __init__(self, clock: Clock, number: float, num_busy_ranks: Callable[[], int]) -> None:
-        self._clock, self._number, self._num_busy_ranks = clock, number, num_busy_ranks
+    def __init__(self, clock: Clock, number: float, num_busy_ranks: Callable[[], int], num_others: int) -> None:
+        """num_others: processes that do tasks, one at a time."""
+        self._clock, self._number, self._num_busy_ranks, self._num_others = clock, number, num_busy_ranks, num_others
         self._tasks: dict[int, tuple[float, Callable[[], None]]] = {}  # seconds left, and what to call when it is done
+        self._waiting: list[tuple[float, int, float, Callable[[], None]]] = []  # heap: order, id, and as for `_tasks`
         self._ids = count()
         self._since, self._slowness = 0.0, 1.0  # of the tasks, since then
         self._changes = 0
@@ -28,10 +31,12 @@ class Cores:
         """Whether so many ranks and all tasks leave no core free."""
         return num_ranks + len(self._tasks) >= self._number
 
-    def run(self, seconds: float, done: Callable[[], None]) -> None:
-        """Run a task of so much processor time, and then call `done`."""
+    def run(self, seconds: float, done: Callable[[], None], order: float) -> None:
+        """Run a task of so much processor time, and then call `done`. Of tasks that wait for a process the one with the
+        least order begins first.
+        """
         self._advance()
-        self._tasks[next(self._ids)] = seconds, done
+        heappush(self._waiting, (order, next(self._ids), seconds, done))
         self._go_on()
 
     def _advance(self) -> None:
@@ -39,7 +44,10 @@ class Cores:
         self._tasks = {name: (seconds - passed, done) for name, (seconds, done) in self._tasks.items()}
 
     def _go_on(self) -> None:
-        """Wait for the task that ends first, at the present speed."""
+        """Begin those that find a process, and wait for the task that ends first, at the present speed."""
+        while self._waiting and len(self._tasks) < self._num_others:
+            _, name, seconds, done = heappop(self._waiting)
+            self._tasks[name] = seconds, done
         self._since, self._slowness = self._clock.now, self.slowness(self._num_busy_ranks())
         self._changes += 1
         if self._tasks:

@@ -25,8 +25,9 @@ from benchmarks.simulation.durations import Durations
 from benchmarks.simulation.engine import SimulatedEngine
 from benchmarks.simulation.recorder import BatchNote, Recorder
 from core.cache_folder import user_cache_folder
-from core.config import ModelConfig, SchedulerConfig
+from core.config import ImageConfig, ModelConfig, SchedulerConfig
 from core.costs.cost_model import CostModel
+from core.costs.prediction_margin import UsualDelay
 from core.graph.catalog import WORKFLOWS
 from core.graph.op import OPS
 from core.graph.work import Work
@@ -153,25 +154,33 @@ class Measured(Durations):
 
 
 class Outside:
-    """What other processes do for requests: they prepare them for the engine, and deliver its pictures."""
+    """What other processes do for requests: they prepare them for the engine, what is due first first, and before that
+    they deliver its pictures (`engine.images.image_jobs`).
+    """
 
     def __init__(self, clock: Clock, cores: Cores, around: Mapping[str, Surroundings], num_ranks: int) -> None:
         """around: by request id; of others, such as warm-ups, pictures are delivered at once."""
         self.ends: dict[str, float] = {}
         """Request id -> when its sender had the picture."""
         self._clock, self._cores, self._around, self._num_ranks = clock, cores, around, num_ranks
+        self._delay = UsualDelay()
 
     def prepare(self, request: EngineRequest, start: float, engine: SimulatedEngine) -> None:
         """Prepare a request now, and give it to the engine. start: its deadline is in seconds after that."""
         beside = self._around[request.request_id]
-        deadline = None if request.deadline is None else start + request.deadline - beside.deliver
 
         def add() -> None:
+            deadline = None if request.deadline is None else start + request.deadline - self._delivery(beside)
             engine.add(msgspec.structs.replace(request, arrival=self._clock.now, deadline=deadline))
 
         are_busy = engine.clocks.num_busy(self._clock.now) == self._num_ranks
         wait = self._wait(beside) if are_busy else 0.0
-        self._clock.after(wait, lambda: self._cores.run(beside.prepare, add))
+        due = inf if request.deadline is None else start + request.deadline
+        self._clock.after(wait, lambda: self._cores.run(beside.prepare, add, due))
+
+    def _delivery(self, beside: Surroundings) -> float:
+        """Seconds that are left for it, as `engine.client.admission_ticket` reckons."""
+        return beside.deliver + min(beside.deliver, self._delay.seconds)
 
     def _wait(self, beside: Surroundings) -> float:
         """Until a request is taken up while all ranks have work: what was measured, without the part of it by which an
@@ -186,10 +195,14 @@ class Outside:
         for output in outputs:
             if isinstance(output, Finished):
                 beside = self._around.get(output.request_id)
-                self._cores.run(0.0 if beside is None else beside.deliver, partial(self._end, output.request_id))
+                seconds = 0.0 if beside is None else beside.deliver
+                self._cores.run(seconds, partial(self._end, output.request_id, self._clock.now), -inf)
 
-    def _end(self, request_id: str) -> None:
+    def _end(self, request_id: str, made: float) -> None:
+        """made: when the engine had made its picture."""
         self.ends[request_id] = self._clock.now
+        if request_id in self._around:
+            self._delay.observe(self._around[request_id].deliver, self._clock.now - made)
 
 
 class TimedScheduler(StepScheduler):
@@ -245,7 +258,7 @@ def serve(
     scheduler = TimedScheduler(SchedulerConfig(policy=policy, degree=degree), {known.info.name: known.info}, num_ranks)
     scheduler.learn(known.samples, [(rank, known.components) for rank in range(num_ranks)])
     recorder = Recorder(clock)
-    cores = Cores(clock, num_cores, lambda: engine.clocks.num_busy(clock.now))
+    cores = Cores(clock, num_cores, lambda: engine.clocks.num_busy(clock.now), ImageConfig().image_workers)
     beside = {each.request_id: _cpu_beside_batches(each, around[each.request_id]) for each in requests}
     durations = Measured(known, surroundings, cores, beside, stretch or {}, num_ranks)
     outside = Outside(clock, cores, around, num_ranks)
