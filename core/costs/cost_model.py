@@ -39,10 +39,10 @@ OUTLIER = 3.0
 moment shows nothing about the work.
 """
 
-FEW, MOST_UNSOLVED = 32, 7
-"""A line is solved again when it is asked for after an observation; once it has many, after several: at most one more
-than MOST_UNSOLVED, which is reached after FEW * MOST_UNSOLVED observations. Solving takes as long as all else that a
-scheduler does for two requests of a step, and eight of some hundred observations change little.
+FEW, MOST_WAITING = 32, 15
+"""A line is fitted again after every observation, and once it has many, after several: at most one more than
+MOST_WAITING, which is reached after FEW * MOST_WAITING observations. Fitting takes as long as all else that a scheduler
+does for two requests of a step, and sixteen of some hundred observations change little.
 """
 
 MIN_SECONDS = 1e-6
@@ -65,13 +65,13 @@ class CostKey(msgspec.Struct, frozen=True):
     degree: int  # ranks that share the work
 
 
-def features_of(work: Work) -> Vector:
-    """A batch's features, shape [6], in the order of FEATURES."""
+def features_of(work: Work) -> tuple[float, ...]:
+    """A batch's features, in the order of FEATURES."""
     pairs = list(zip(work.queries, work.keys, strict=True))
     attention = sum(q * k for q, k in pairs) / 1e6
     cached = [k - q for q, k in pairs if k > q]
     tokens = sum(work.queries) / 1e3
-    return np.array([1.0, len(pairs), tokens, attention, len(cached), sum(cached) / 1e3])
+    return 1.0, len(pairs), tokens, attention, len(cached), sum(cached) / 1e3
 
 
 def extra_seconds(coefficients: Sequence[float], queries: int, keys: int) -> float:
@@ -97,9 +97,8 @@ class Line:
     def __init__(self, size: int) -> None:
         self._normal: Vector = np.zeros((size, size))
         self._moment: Vector = np.zeros(size)
-        self._coefficients: Vector = np.zeros(size)
-        self._listed = (0.0,) * size
-        self._num_unsolved = 0  # observations since the coefficients were solved
+        self._coefficients: tuple[float, ...] = (0.0,) * size
+        self._waiting: list[tuple[Sequence[float], float]] = []  # observations that it is not fitted to yet
         self._num_observed = 0
         self._spread = 1.0  # usual deviation, relative to what was expected
         self._weight = 0.0
@@ -107,37 +106,44 @@ class Line:
         self._sum_squares = 0.0
         self._residual = 0.0
 
-    def observe(self, features: Vector, seconds: float) -> None:
-        """Add one measurement. features: shape [size]."""
-        seconds = max(seconds, MIN_SECONDS)
-        expected = self.predict(features) if self._weight else seconds
-        self._note_error(expected, seconds)
-        # Between absolute errors, which matter to waiting clients, and relative ones: with 2, relative errors alone,
-        # R^2 on 200 held-out batches was 0.965 and the median error 6.3 %, with 1.5 they were 0.985 and 3.9 %.
-        weight = self._trust(expected, seconds) / seconds**1.5
-        self._normal *= FORGET
-        self._normal += np.outer(features, weight * features)
-        self._moment *= FORGET
-        self._moment += features * (weight * seconds)
-        self._num_unsolved += 1
+    def observe(self, features: Sequence[float], seconds: float) -> None:
+        """Add one measurement. features: as many as the line's size."""
+        self._waiting.append((features, max(seconds, MIN_SECONDS)))
         self._num_observed += 1
+        if len(self._waiting) > min(MOST_WAITING, self._num_observed // FEW):
+            self._fit()
 
-    def coefficients(self) -> Vector:
-        """Seconds per feature, shape [size], none below zero."""
-        if self._num_unsolved > min(MOST_UNSOLVED, self._num_observed // FEW):
-            self._coefficients = _solve_non_negative(self._normal, self._moment, self._coefficients)
-            self._num_unsolved = 0
-            self._listed = tuple(self._coefficients.tolist())
+    def coefficients(self) -> tuple[float, ...]:
+        """Seconds per feature, none below zero."""
         return self._coefficients
 
-    def listed(self) -> tuple[float, ...]:
-        """`coefficients` as plain numbers."""
-        self.coefficients()
-        return self._listed
-
-    def predict(self, features: Vector) -> float:
+    def predict(self, features: Sequence[float]) -> float:
         """Seconds; 0 before the first observation."""
-        return float(self.coefficients() @ features)
+        return sum(each * by for each, by in zip(self._coefficients, features, strict=True))
+
+    def _fit(self) -> None:
+        """Take in all observations that wait, of which the last one counts in full."""
+        features = np.array([each for each, _ in self._waiting])
+        # Between absolute errors, which matter to waiting clients, and relative ones: with 2, relative errors alone,
+        # R^2 on 200 held-out batches was 0.965 and the median error 6.3 %, with 1.5 they were 0.985 and 3.9 %.
+        trust = [self._note(each, seconds) for each, seconds in self._waiting]
+        seconds = np.array([seconds for _, seconds in self._waiting])
+        self._waiting.clear()
+        number = len(seconds)
+        weights = trust / seconds**1.5 * FORGET ** np.arange(number - 1, -1, -1)
+        weighted = features * weights[:, None]
+        self._normal *= FORGET**number
+        self._normal += weighted.T @ features
+        self._moment *= FORGET**number
+        self._moment += weighted.T @ seconds
+        before = np.array(self._coefficients)
+        self._coefficients = tuple(_solve_non_negative(self._normal, self._moment, before).tolist())
+
+    def _note(self, features: Sequence[float], seconds: float) -> float:
+        """Note the error of an observation's prediction; returns how much it counts, see `_trust`."""
+        expected = self.predict(features) if self._weight else seconds
+        self._note_error(expected, seconds)
+        return self._trust(expected, seconds)
 
     @property
     def r_squared(self) -> float:
@@ -224,7 +230,7 @@ class CostModel:
     def coefficients(self, key: CostKey) -> tuple[float, ...]:
         """Seconds per feature of FEATURES; zeros if this kind was never observed."""
         line = self._lines.get(key)
-        return line.listed() if line else (0.0,) * len(FEATURES)
+        return line.coefficients() if line else (0.0,) * len(FEATURES)
 
     def lines(self) -> dict[CostKey, tuple[float, ...]]:
         """The seconds per feature of every kind of work observed."""
@@ -233,7 +239,7 @@ class CostModel:
     def copy_lines(self) -> dict[Tier, tuple[float, ...]]:
         """Tier that pages were copied from, to the next faster one -> seconds per feature of COPY_FEATURES."""
         loads = {source: line for (source, target), line in self._copies.items() if _NEXT_FASTER.get(source) == target}
-        return {source: tuple(line.coefficients().tolist()) for source, line in loads.items()}
+        return {source: line.coefficients() for source, line in loads.items()}
 
     def r_squared(self) -> dict[CostKey, float]:
         return {key: line.r_squared for key, line in self._lines.items()}
@@ -249,8 +255,8 @@ def _is_even(work: Work) -> bool:
     return work.queries.count(work.queries[0]) == len(work.queries)
 
 
-def _copy_features(nbytes: int) -> Vector:
-    return np.array([1.0, nbytes / 1e6])
+def _copy_features(nbytes: int) -> tuple[float, ...]:
+    return 1.0, nbytes / 1e6
 
 
 def _solve_non_negative(normal: Vector, moment: Vector, before: Vector) -> Vector:

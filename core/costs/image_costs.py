@@ -5,9 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal
 
-import numpy as np
-
-from core.costs.cost_model import Line, Vector
+from core.costs.cost_model import Line
 
 Kind = Literal["prepare", "png", "webp", "jpeg"]
 """prepare: decoding and checking an upload; the others: encoding a result in that format."""
@@ -34,9 +32,8 @@ class ImageWork:
     output: float = 0.0  # megapixels made
 
     @property
-    def features(self) -> Vector:
-        """Shape [3]."""
-        return np.array([1.0, self.source, self.output])
+    def features(self) -> tuple[float, float, float]:
+        return 1.0, self.source, self.output
 
 
 class ImageCosts:
@@ -58,5 +55,5 @@ def _first_line(kind: Kind) -> Line:
     line = Line(3)
     for source, output in _FIRST_SIZES:
         features = ImageWork(kind, source, output).features
-        line.observe(features, float(features @ _FIRST_SECONDS[kind]))
+        line.observe(features, sum(each * by for each, by in zip(features, _FIRST_SECONDS[kind], strict=True)))
     return line

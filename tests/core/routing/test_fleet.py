@@ -65,7 +65,7 @@ def test_the_next_free_slot_is_that_of_a_step_by_step_run(
 
 def test_features_are_those_of_the_cost_model() -> None:
     work = Work.of_pairs([(300, 1024)])
-    assert work_features(300, 1024) == pytest.approx(features_of(work).tolist())
+    assert work_features(300, 1024) == pytest.approx(features_of(work))
     assert len(FEATURES) == len(work_features(1, 1))
 
 
@@ -76,7 +76,7 @@ def test_a_shape_costs_what_the_cost_model_predicts() -> None:
             work = Work.of_pairs([(active + 512, 4608)] * number)
             model.observe(key, work, 0.006 + 2e-5 * (active + 512) * number + 1e-4 * number)
     fleet, shape = Fleet(1, 8), make_shape(active_tokens=900)
-    coefficients = tuple(model._lines[key].coefficients().tolist())
+    coefficients = model.coefficients(key)
     line = COSTS.lines[0].__class__("m", "denoise", coefficients)
     fleet.observe(0, make_report(costs=EngineCosts((line,), ())), 0.0)
     seconds = fleet.size_costs(shape).base + 3 * fleet.step_seconds(shape)
@@ -109,7 +109,7 @@ def test_an_edit_of_two_passes_costs_what_both_do(conditions_per_token: int) -> 
             work = Work.of([tokens] * number)
             model.observe(key, work, 0.006 + 2e-5 * tokens * number + 1e-8 * tokens**2 * number + 1e-4 * number)
     others = [line for line in make_costs(other=0.5).lines if line.op != "denoise"]
-    steps = others[0].__class__("m", "denoise", tuple(model._lines[key].coefficients().tolist()))
+    steps = others[0].__class__("m", "denoise", model.coefficients(key))
     fleet = Fleet(1, 8)
     fleet.observe(0, make_report(costs=EngineCosts((steps, *others), ())), 0.0)
     costs = fleet.size_costs(shape)
