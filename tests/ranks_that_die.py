@@ -52,9 +52,11 @@ class Site:
     def step(self) -> None:
         """Schedule, and let one rank answer."""
         self.schedule()
-        ranks = [rank for rank in range(self.workers.num_ranks) if self.workers.queues[rank]]
+        queues = self.workers.queues
+        ranks, num_queued = [rank for rank, queue in enumerate(queues) if queue], sum(map(len, queues))
         self._random.shuffle(ranks)
-        self._num_idle = 0 if any(self.answer(rank) for rank in ranks) else self._num_idle + 1
+        has_moved = any(self.answer(rank) for rank in ranks) or sum(map(len, queues)) < num_queued
+        self._num_idle = 0 if has_moved else self._num_idle + 1
         assert self._num_idle < 50 or self.workers.dead, "all ranks wait"
         self.outputs += self.scheduler.take_outputs()
 

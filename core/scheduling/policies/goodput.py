@@ -28,13 +28,14 @@ from core.scheduling.policies.headroom import Headroom
 from core.scheduling.policies.pauses import Pauses
 from core.scheduling.policies.policy import SchedulingPolicy
 from core.scheduling.policies.rank_shares import RankShares
+from core.scheduling.policies.repeated_steps import RepeatedSteps
 from core.scheduling.policies.step_batching import StepPass, eligible
 from core.scheduling.policies.turns import Turns
 from core.scheduling.policies.work_left import Left, WorkLeft
 from core.scheduling.request import Request, Status
 from core.scheduling.view import View
 
-PLAN_EVERY = 16
+PLAN_EVERY = 64
 """Passes after which a plan is made again though no request came or went, since predictions are not exact."""
 
 LOOK_AHEAD = 4
@@ -48,6 +49,7 @@ class Plan:
     """Which requests are to be served."""
 
     served: tuple[Request, ...] = ()  # those that have a slot now, the one that is due first first
+    others: tuple[Request, ...] = ()  # that wait and need none: all of their steps were made before ranks died
     given_up: tuple[GiveUp, ...] = ()
 
 
@@ -76,6 +78,7 @@ class Goodput(SchedulingPolicy):
         self._pauses = Pauses()
         self._headroom = Headroom()
         self._turns = Turns()
+        self._repeated = RepeatedSteps()
         self._plan = Plan()
         self._passes_left = 0  # until the plan is made again
 
@@ -86,7 +89,8 @@ class Goodput(SchedulingPolicy):
         self._pauses.note(batch, result)
 
     def on_end(self, request_id: str) -> None:
-        self._passes_left = 0
+        if all(request_id != each.request.id for each in self._plan.given_up):  # the plan is made without these
+            self._passes_left = 0
         self._work.forget(request_id)
         self._headroom.note_end()
         if self._shares is not None:
@@ -98,6 +102,7 @@ class Goodput(SchedulingPolicy):
         served = self._plan.served
         if self._passes_left < 0 or not served or not all(request.progress.steps_left for request in served):
             self._passes_left = PLAN_EVERY
+            self._repeated.forget()
             self._plan = Planner(
                 view, now, self._work, self._shares, self._headroom.value * self._pauses.stretch
             ).plan()
@@ -107,8 +112,14 @@ class Goodput(SchedulingPolicy):
         for each in given_up:
             if each.request.status is Status.RUNNING:
                 self._headroom.note_wasted()
-        decisions = GoodputPass(view, served=plan.served, gone=gone, shares=self._shares).run()
-        return [*given_up, *self._turns.choose(view, decisions, now, besides=self._step_ranks(view))]
+        again = self._repeated.next(view, plan.served)
+        if again is not None and not plan.others:
+            self._turns.note_sent(now)
+            return [*given_up, *again]
+        decisions = GoodputPass(view, served=plan.served, others=plan.others, gone=gone, shares=self._shares).run()
+        decisions = self._turns.choose(view, decisions, now, besides=self._step_ranks(view))
+        self._repeated.note(decisions)
+        return [*given_up, *decisions]
 
     def _step_ranks(self, view: View) -> set[int]:
         """Where steps are made: there, plans count on the order of `StepPass`, by which what finishes requests goes
@@ -141,7 +152,8 @@ class Planner:
             if case.request.id not in gone and case.left.steps:
                 groups.setdefault(case.request.head.model, []).append(case)
         served = [request for group in groups.values() for request in self._served(group)]
-        return Plan(tuple(served), given_up)
+        others = [case.request for case in cases if case.request.id not in gone and not case.left.steps]
+        return Plan(tuple(served), tuple(each for each in others if each.status is Status.WAITING), given_up)
 
     def _judge(self, request: Request) -> Case:
         left, time = self.work.of(self.view, request), due(request.head)
@@ -256,6 +268,7 @@ class GoodputPass(StepPass):
     """One pass: what finishes requests, then what the served ones need."""
 
     served: Sequence[Request] = ()
+    others: Sequence[Request] = ()  # see Plan
     gone: frozenset[str] = frozenset()  # ids of those that are given up
     shares: RankShares | None = None
 
@@ -269,6 +282,7 @@ class GoodputPass(StepPass):
                 begun.append(request)
             elif request.id not in self.gone:
                 admitted.append(request)
+        admitted += [each for each in self.others if each.status is Status.WAITING]
         room, num_done = self.view.config.max_num_seqs - len(begun), len(admitted)
         for request in self.served:
             if not request.is_live or not request.progress.steps_left:

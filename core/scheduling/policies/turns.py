@@ -78,20 +78,26 @@ class Turns:
         """These decisions; but of the batches of a rank only the one that goes first. besides: ranks that get all of
         theirs.
         """
-        for choice in self._choices:
-            if choice.is_sent:
-                for rank in choice.key[2]:
-                    self._ranks[rank].begin(choice.key, choice.seconds, now)
+        self.note_sent(now)
         dispatches = [each for each in decisions if isinstance(each, Dispatch)]
         batches = {_key(each): each for each in dispatches if any(rank not in besides for rank in each.ranks)}
         if not batches:
-            self._choices = []
             return list(decisions)
         seconds = {key: _seconds(view, batch) for key, batch in batches.items()}
         first = self._first(view.ranks, seconds, now)
         self._choices = [_choice(batches[key], seconds[key]) for key in first]
         put_off = batches.keys() - set(first)
         return [each for each in decisions if not isinstance(each, Dispatch) or _key(each) not in put_off]
+
+    def note_sent(self, now: float) -> None:
+        """Note which of the batches were sent that were chosen in the pass before. To be called in every pass in which
+        `choose` is not.
+        """
+        for choice in self._choices:
+            if choice.is_sent:
+                for rank in choice.key[2]:
+                    self._ranks[rank].begin(choice.key, choice.seconds, now)
+        self._choices = []
 
     def _first(self, ranks: Sequence[int], batches: Mapping[BatchKey, float], now: float) -> list[BatchKey]:
         """Of each rank's batches that which goes first, without those that share a rank with one chosen before."""

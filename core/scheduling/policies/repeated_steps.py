@@ -1,0 +1,68 @@
+"""RepeatedSteps: the batch of steps that each rank made last, made once more while no request needs anything else.
+
+Most passes come to that, and finding it out again costs a policy several times as much as checking that nothing has
+changed.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+
+from core.scheduling.dispatch import Decision, Dispatch
+from core.scheduling.request import Request, Status
+from core.scheduling.view import View
+
+
+class RepeatedSteps:
+    """Of one policy whose requests make all of their steps on one rank."""
+
+    def __init__(self) -> None:
+        self._batches: dict[int, Dispatch] = {}  # rank -> its last one, if that was of steps
+
+    def forget(self) -> None:
+        """Note that other requests may be served from now on."""
+        self._batches.clear()
+
+    def note(self, decisions: Iterable[Decision]) -> None:
+        """Note what ranks are given."""
+        for each in decisions:
+            if isinstance(each, Dispatch):
+                request, node = each.items[0]
+                names = {request.id for request, _ in each.items}
+                self._batches = {rank: last for rank, last in self._batches.items() if not _is_of(last, names)}
+                for rank in each.ranks:
+                    self._batches.pop(rank, None)
+                    if node.name in request.workflow.step_names:
+                        self._batches[rank] = each
+
+    def next(self, view: View, served: Sequence[Request]) -> list[Dispatch] | None:
+        """What the open ranks are to make again; None if there may be anything else to do. served: requests with steps
+        left, those that are to make them.
+        """
+        known = {request.id for batch in self._batches.values() for request, _ in batch.items}
+        if not known.issuperset([request.id for request in served]) or not self._batches.keys() <= set(view.ranks):
+            return None
+        if view.jobs() or not all(_needs_only_steps(view, request) for request in view.requests.running):
+            return None
+        batches = [self._batches[rank] for rank in view.open_ranks if rank in self._batches]
+        return batches if all(_can_be_repeated(view, batch) for batch in batches) else None
+
+
+def _is_of(batch: Dispatch, names: set[str]) -> bool:
+    """Whether any of these requests is in it."""
+    return any(request.id in names for request, _ in batch.items)
+
+
+def _needs_only_steps(view: View, request: Request) -> bool:
+    """Of one that has lost a rank, inputs may have to be fetched."""
+    names = request.workflow.step_names
+    return not request.has_lost_rank and all(node.name in names for node in view.ready(request))
+
+
+def _can_be_repeated(view: View, batch: Dispatch) -> bool:
+    for request, node in batch.items:
+        is_running = request.status is Status.RUNNING
+        if not is_running or node not in view.ready(request) or not view.can_run(request, node, batch.ranks):
+            return False
+    sizes = [request.sizes(node) for request, node in batch.items] if len(batch.items) > 1 else []
+    return sum(each.num_step_tokens * each.num_rows for each in sizes) <= view.max_step_tokens

@@ -1,0 +1,86 @@
+"""RepeatedSteps: a batch is made again only where a whole pass would choose it, too."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from random import Random
+
+import msgspec
+import pytest
+from fakes import make_edit, make_hires_edit
+from hypothesis import example, given, settings
+from hypothesis import strategies as st
+from ranks_that_die import Site, run_until
+
+from core.scheduling.dispatch import Decision, Dispatch
+from core.scheduling.policies.goodput import Goodput, GoodputPass
+from core.scheduling.policies.repeated_steps import RepeatedSteps
+from core.scheduling.request import Request
+from core.scheduling.view import View
+
+
+def _told(decision: Decision) -> tuple[tuple[int, ...], list[tuple[str, str]]]:
+    assert isinstance(decision, Dispatch)
+    return decision.ranks, [(request.id, node.name) for request, node in decision.items]
+
+
+@contextmanager
+def compared(policy: Goodput) -> Iterator[list[bool]]:
+    """While each pass of this policy is made in both ways; for each, whether it was a repetition."""
+    were_repeated, find = list[bool](), RepeatedSteps.next
+
+    def both(self: RepeatedSteps, view: View, served: Sequence[Request]) -> list[Dispatch] | None:
+        found = find(self, view, served)
+        if found is not None:
+            gone = frozenset(each.request.id for each in policy._plan.given_up)
+            whole = GoodputPass(view, served=served, gone=gone, shares=policy._shares).run()
+            assert sorted(map(_told, whole)) == sorted(map(_told, found))
+        were_repeated.append(found is not None)
+        return found
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(RepeatedSteps, "next", both)
+        yield were_repeated
+
+
+@settings(deadline=None)
+@given(st.integers(0, 1 << 30), st.integers(1, 3), st.integers(0, 4), st.integers(1, 8))
+@example(1402, 2, 2, 3)  # a request moves to another rank
+@example(2134, 2, 4, 7)  # one waits again that has made all of its steps
+def test_a_repeated_batch_is_what_a_whole_pass_would_choose(
+    seed: int, num_ranks: int, num_deaths: int, most: int
+) -> None:
+    random, policy = Random(seed), Goodput()
+    site = Site(random, num_ranks, policy, max_num_seqs=most)
+    with compared(policy):
+        for number in range(random.randint(1, 8)):
+            steps, previews = random.randint(2, 20), random.choice([0, 0, 1, 2])
+            edit = make_edit(f"{number}", steps=steps, partial_images=previews)
+            hires = make_hires_edit(f"{number}", steps=steps)
+            made = random.choice([edit, edit, hires])
+            objective = random.choice([None, 0.0, random.uniform(0.0, 100.0)])
+            site.scheduler.add(msgspec.structs.replace(made, objective=objective))
+            for _ in range(random.randint(0, 6)):
+                site.step()
+        site.disturb(num_deaths)
+        site.finish()
+
+
+def test_most_passes_of_a_long_request_are_repetitions() -> None:
+    policy = Goodput()
+    site = Site(Random(0), 2, policy, max_plans_in_flight=1)
+    with compared(policy) as were_repeated:
+        site.scheduler.add(make_edit("a", steps=40))
+        site.finish()
+    assert sum(were_repeated) >= 35
+
+
+def test_steps_of_a_dead_ranks_request_go_on_elsewhere() -> None:
+    policy = Goodput()
+    site = Site(Random(0), 2, policy, max_plans_in_flight=1)
+    for name in "ab":
+        site.scheduler.add(make_edit(name, steps=40))
+    run_until(site, lambda: min(site.workers.steps_done(name) for name in "ab") >= 5)
+    site.kill(1)
+    run_until(site, lambda: len(site.ended) == 2)
