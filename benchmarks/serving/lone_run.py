@@ -18,11 +18,8 @@ class Probe(msgspec.Struct, frozen=True):
     """How fast the machine is at a time: what some requests take that come one after the other. Seconds."""
 
     op_seconds: dict[str, float]  # op -> of its batches, the mean
+    step_seconds: float  # of steps, the median: what delays some of them for a moment does not count
     surroundings: Surroundings
-
-    @property
-    def step_seconds(self) -> float:
-        return self.op_seconds["denoise"]
 
 
 @dataclass(frozen=True)
@@ -70,7 +67,9 @@ class LoneRun:
     @property
     def probe(self) -> Probe:
         """Of requests that came one after the other."""
-        return Probe(means_by_op(self.batches, lambda batch: batch.seconds), self.surroundings)
+        steps = [batch.seconds for batch in self.batches if batch.op == "denoise"]
+        op_seconds = means_by_op(self.batches, lambda batch: batch.seconds)
+        return Probe(op_seconds, statistics.median(steps), self.surroundings)
 
 
 def crowding_of(alone: LoneRun, together: LoneRun) -> Crowding:

@@ -98,7 +98,8 @@ class Recovery:
         request = others[-1]
         self.checkpoints.drop(request)
         request.lost += self.values.leave_arena(request.id)
-        request.is_set_back = request.progress.is_restarting = bool(request.lost)
+        if request.lost:
+            request.is_set_back = request.progress.is_restarting = True
         self.settle(request)
         return True
 
