@@ -65,7 +65,6 @@ class Alone(msgspec.Struct, frozen=True):
 
     lone: tuple[float, float]  # of LoneLatency: seconds, and seconds per step
     probe: Probe  # with the first PROBES of them
-    crowding: Crowding
     warm_ups: list[str]  # messages to the engine, as base64: of the requests that warm the cache
     requests: list[str]  # likewise, of the calls in their order
 
@@ -79,7 +78,14 @@ class Results(msgspec.Struct):
 
     settings: dict[str, Any]
     alone: Alone | None = None
+    crowding: list[Crowding] = []  # by round
     measured: dict[str, dict[str, list[Outcomes]]] = {}  # cell -> policy -> by round
+
+    @property
+    def mean_crowding(self) -> Crowding:
+        """Over the rounds: that of one differs from the next one's by as much as what is to be predicted."""
+        steps, wait = ([getattr(each, name) for each in self.crowding] for name in ("steps", "wait"))
+        return Crowding(statistics.fmean(steps), statistics.fmean(wait))
 
 
 _DECODER: MessageDecoder[EngineRequest] = MessageDecoder(EngineRequest)
@@ -149,14 +155,13 @@ class Bench:
         return Alone(
             lone=(lone.seconds, lone.per_step),
             probe=probe,
-            crowding=self._measure_crowding(),
             warm_ups=[arrival.head for arrival in warm_ups],
             requests=heads,
         )
 
-    def _measure_crowding(self) -> Crowding:
+    def measure_crowding(self) -> Crowding:
         """Send the first requests one by one, then one more at a time than there are ranks, with one request each."""
-        calls = self.calls[:PROBES]
+        calls = self.calls[: 2 * PROBES]
         with self.server("clockwork") as (target, recorded):
             alone = recorded.send_one_by_one(target, calls)
             together = recorded.send(target, 2 * calls, self.args.workers_per_engine + 1)
@@ -181,8 +186,10 @@ class Bench:
         due = self.due(cell, alone, number_of_round)
         return alone.latency.scaled(self.calls, cell.slo * speed), [when * speed for when in due]
 
-    def predict(self, cell: Cell, policy: str, alone: Alone, of: Outcomes, number_of_round: int) -> Simulated:
-        """of: the run."""
+    def predict(self, cell: Cell, policy: str, results: Results, of: Outcomes, number_of_round: int) -> Simulated:
+        """of: a run of these results."""
+        alone = results.alone
+        assert alone is not None
         calls, due = self._load(cell, alone, of.probes[0], number_of_round)
         until = [when + (call.slo_ms or 0.0) / 1e3 for when, call in zip(due, calls, strict=True)]
         requests = [
@@ -191,7 +198,7 @@ class Bench:
         ]
         return serve(
             self.known,
-            replace(_mean([probe.surroundings for probe in of.probes]), crowding=alone.crowding),
+            replace(_mean([probe.surroundings for probe in of.probes]), crowding=results.mean_crowding),
             POLICIES[policy],
             requests,
             list(map(_decode, alone.warm_ups)),

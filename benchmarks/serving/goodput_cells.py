@@ -2,11 +2,11 @@
 
 Cells differ in load, burstiness and objective; all policies get the same requests at the same times but for the
 machine's speed. Runs of one cell differ by chance, so rounds repeat all of them with other arrivals, policies in turns.
-First it is measured what requests take alone, and how much slower ranks are that have work at the same time. Before and
-after each run some requests are sent one by one: the speed may drift by a fifth within minutes, so objectives and times
-between arrivals follow what steps take just before, and predictions count with the mean of both. Results are kept in a
-file: an interrupted command continues, and cells can be run one by one. Predictions come from the model's profile on
-this machine (`make profile ARGS="--threads 1"`).
+First it is measured what requests take alone, and in every round how much slower ranks are that have work at the same
+time. Before and after each run some requests are sent one by one: the speed may drift by a fifth within minutes, so
+objectives and times between arrivals follow what steps take just before, and predictions count with the mean of both.
+Results are kept in a file: an interrupted command continues, and cells can be run one by one. Predictions come from the
+model's profile on this machine (`make profile ARGS="--threads 1"`).
 """
 
 from __future__ import annotations
@@ -41,31 +41,32 @@ def report(bench: Bench, results: Results) -> Iterator[str]:
     alone = results.alone
     if alone is None:
         return
-    line, around = alone.latency, alone.probe.surroundings
+    line, around, crowding = alone.latency, alone.probe.surroundings, results.mean_crowding
     yield (
         f"alone: {line.seconds * 1e3:.0f} ms and {line.per_step * 1e3:.1f} ms a step; of these "
         f"{around.prepare * 1e3:.1f} ms before and {around.deliver * 1e3:.1f} ms after the engine; "
         f"{around.outside_cpu * 1e3:.1f} ms of CPU beside the workers; {around.trip * 1e3:.1f} ms between batches, "
-        f"{around.pause * 1e3:.2f} if sent before; with all ranks at work steps take {alone.crowding.steps:.2f} times "
-        f"as long, and new requests wait for {alone.crowding.wait * 1e3:.1f} ms"
+        f"{around.pause * 1e3:.2f} if sent before; with all ranks at work steps take {crowding.steps:.2f} times "
+        f"as long, and new requests wait for {crowding.wait * 1e3:.1f} ms"
     )
     yield "predictions are from the profile" if bench.known.has_profile else "there is no profile: run `make profile`"
     stretch = bench.stretch(alone, [alone.probe])
     yield "batches alone, as a multiple of it: " + ", ".join(f"{op} {value:.2f}" for (op, _), value in stretch.items())
     for cell in CELLS:
         if of_cell := results.measured.get(cell.name):
-            yield from _cell_report(bench, cell, of_cell, alone)
+            yield from _cell_report(bench, cell, of_cell, results, alone)
 
 
 def _cell_report(
     bench: Bench,
     cell: Cell,
     measured: Mapping[str, Sequence[Outcomes]],
+    results: Results,
     alone: Alone,
 ) -> Iterator[str]:
     """Means over the rounds of a policy, and in brackets its least and greatest."""
     predicted = {
-        policy: [bench.predict(cell, policy, alone, each, number) for number, each in enumerate(of)]
+        policy: [bench.predict(cell, policy, results, each, number) for number, each in enumerate(of)]
         for policy, of in measured.items()
     }
     yield f"\n{cell.name}, {len(bench.calls)} requests in {bench.due(cell, alone, 0)[-1]:.0f} s, times the speed"
@@ -163,6 +164,9 @@ def main(argv: Sequence[str] | None = None) -> None:
         results.alone = bench.measure_alone()
         _keep(results, args.results)
     for number_of_round in range(args.rounds):
+        if len(results.crowding) <= number_of_round:
+            results.crowding.append(bench.measure_crowding())
+            _keep(results, args.results)
         for number in args.cells:
             _measure_cell(bench, results, CELLS[number - 1], number_of_round)
     for line in report(bench, results):
