@@ -114,9 +114,11 @@ class Line:
     slots: Slots
     turns: Sequence[Turn]  # of all ranks
     chosen: list[int] = field(default_factory=list)  # indexes of its own, ascending
+    most: int = 0  # the largest number of requests that were looked at together
 
     def end_with(self, index: int) -> float:
         """Seconds until another one is done, which is due last; inf if it or one of them would be late."""
+        self.most = max(self.most, len(self.chosen) + 1)
         return self.slots.end_of_last([self.turns[other] for other in (*self.chosen, index)])
 
     def replace(self, old: int, new: int) -> None:
@@ -134,6 +136,11 @@ def largest_sets(turns: Sequence[Turn], ranks: Sequence[Slots]) -> list[list[int
     stay in time; if there is none, the one with most work left goes. For one rank it is optimal where a step takes as
     much longer as it has more requests; where batches are worth it, the number of slots matters, see `best_schedules`.
     """
+    return [line.chosen for line in _lines(turns, ranks)]
+
+
+def _lines(turns: Sequence[Turn], ranks: Sequence[Slots]) -> list[Line]:
+    """See `largest_sets`."""
     lines = [Line(slots, turns) for slots in ranks]
     for index, turn in enumerate(turns):
         able = [lines[rank] for rank in turn.ranks] if turn.ranks else lines
@@ -145,7 +152,7 @@ def largest_sets(turns: Sequence[Turn], ranks: Sequence[Slots]) -> list[list[int
         weight, longest, line = max(members, key=lambda member: member[:2], default=((False, False, 0.0), -1, able[0]))
         if (weight, longest) > (_weight(turn, turn), index):
             line.replace(longest, index)
-    return [line.chosen for line in lines]
+    return lines
 
 
 def _weight(turn: Turn, newcomer: Turn) -> tuple[bool, bool, float]:
@@ -170,20 +177,15 @@ def best_schedules(
 
     Many slots make a rank efficient, few of them let those that are due first finish early.
     """
-    most = max(1, min(most_slots, len(turns)))
-    found = [
-        _schedules(turns, [Slots(number, pace, blocks, start) for start in starts]) for number in slots_to_try(most)
-    ]
+    found = list[tuple[int, float, int, list[Schedule]]]()
+    for number in slots_to_try(max(1, min(most_slots, len(turns)))):
+        lines = _lines(turns, [Slots(number, pace, blocks, start) for start in starts])
+        ends = [end for line in lines for end in line.slots.ends([turns[index] for index in line.chosen])]
+        schedules = [Schedule(tuple(line.chosen), number) for line in lines]
+        found.append((len(ends), -sum(ends) / max(1, len(ends)), number, schedules))
+        if all(line.most <= number for line in lines):
+            break  # with more slots all would be the same
     return max(found)[-1]
-
-
-def _schedules(turns: Sequence[Turn], ranks: Sequence[Slots]) -> tuple[int, float, int, list[Schedule]]:
-    sets = largest_sets(turns, ranks)
-    ends = [
-        end for slots, chosen in zip(ranks, sets, strict=True) for end in slots.ends([turns[index] for index in chosen])
-    ]
-    schedules = [Schedule(tuple(chosen), slots.number) for slots, chosen in zip(ranks, sets, strict=True)]
-    return len(ends), -sum(ends) / max(1, len(ends)), ranks[0].number, schedules
 
 
 def slots_to_try(most: int) -> list[int]:

@@ -18,10 +18,12 @@ class RepeatedSteps:
 
     def __init__(self) -> None:
         self._batches: dict[int, Dispatch] = {}  # rank -> its last one, if that was of steps
+        self._names = set[str]()  # ids of the requests in these
 
     def forget(self) -> None:
         """Note that other requests may be served from now on."""
         self._batches.clear()
+        self._names.clear()
 
     def note(self, decisions: Iterable[Decision]) -> None:
         """Note what ranks are given."""
@@ -34,15 +36,17 @@ class RepeatedSteps:
                     self._batches.pop(rank, None)
                     if node.name in request.workflow.step_names:
                         self._batches[rank] = each
+        self._names = {request.id for batch in self._batches.values() for request, _ in batch.items}
 
     def next(self, view: View, served: Sequence[Request]) -> list[Dispatch] | None:
         """What the open ranks are to make again; None if there may be anything else to do. served: requests with steps
         left, those that are to make them.
         """
-        known = {request.id for batch in self._batches.values() for request, _ in batch.items}
-        if not known.issuperset([request.id for request in served]) or not self._batches.keys() <= set(view.ranks):
+        if not self._names.issuperset([request.id for request in served]) or view.jobs():
             return None
-        if view.jobs() or not all(_needs_only_steps(view, request) for request in view.requests.running):
+        if not self._batches.keys() <= set(view.ranks):
+            return None
+        if not all(_needs_only_steps(view, request) for request in view.requests.running):
             return None
         batches = [self._batches[rank] for rank in view.open_ranks if rank in self._batches]
         return batches if all(_can_be_repeated(view, batch) for batch in batches) else None
