@@ -25,7 +25,11 @@ class Cores:
 
     def slowness(self, num_ranks: int) -> float:
         """Time that passes while so many ranks and all tasks compute, as a multiple of what each would take alone."""
-        return max(1.0, (num_ranks + len(self._tasks)) / self._number)
+        return self.slowness_of(num_ranks + len(self._tasks))
+
+    def slowness_of(self, num_processes: int) -> float:
+        """The same of so many processes."""
+        return max(1.0, num_processes / self._number)
 
     def are_all_taken(self, num_ranks: int) -> bool:
         """Whether so many ranks and all tasks leave no core free."""

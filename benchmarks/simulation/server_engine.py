@@ -54,7 +54,7 @@ class Crowding:
     """What it costs that all ranks have work."""
 
     steps: float  # what a step takes, with the pause after it, as a multiple of what it takes alone
-    wait: float  # seconds until another process takes up a new request
+    wait: float  # seconds by which preparing a new request takes longer
 
 
 @dataclass(frozen=True)
@@ -174,21 +174,21 @@ class Outside:
             engine.add(msgspec.structs.replace(request, arrival=self._clock.now, deadline=deadline))
 
         are_busy = engine.clocks.num_busy(self._clock.now) == self._num_ranks
-        wait = self._wait(beside) if are_busy else 0.0
         due = inf if request.deadline is None else start + request.deadline
-        self._clock.after(wait, lambda: self._cores.run(beside.prepare, add, due))
+        self._cores.run(self._crowded(beside) if are_busy else beside.prepare, add, due)
 
     def _delivery(self, beside: Surroundings) -> float:
         """Seconds that are left for it, as `engine.client.admission_ticket` reckons."""
         return beside.deliver + min(beside.deliver, self._delay.seconds)
 
-    def _wait(self, beside: Surroundings) -> float:
-        """Until a request is taken up while all ranks have work: what was measured, without the part of it by which an
-        even share of the cores makes preparing it take longer.
+    def _crowded(self, beside: Surroundings) -> float:
+        """Processor time of preparing a request while all ranks have work: so much that, on an even share of the cores,
+        it takes as long as was measured. It is more than alone, as other processes have used the cores' caches.
         """
         if beside.crowding is None:
-            return 0.0
-        return max(0.0, beside.crowding.wait - beside.prepare * (self._cores.slowness(self._num_ranks + 1) - 1.0))
+            return beside.prepare
+        seconds = (beside.prepare + beside.crowding.wait) / self._cores.slowness_of(self._num_ranks + 1)
+        return max(beside.prepare, seconds)
 
     def note(self, outputs: tuple[Output, ...]) -> None:
         """Deliver what the engine has made."""

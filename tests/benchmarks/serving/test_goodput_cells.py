@@ -136,14 +136,17 @@ def test_a_rank_pauses_between_its_batches() -> None:
     assert longer == pytest.approx(0.25 * (num_batches - 1))
 
 
-@pytest.mark.parametrize(("num_cores", "shared"), [(9.0, 0.0), (1.0, 1.0)])
-def test_a_new_request_waits_while_all_ranks_have_work(num_cores: float, shared: float) -> None:
-    """shared: how much longer preparing takes on an even share of the cores, which the measured wait contains."""
-    requests = [request("a", 2.0, 200.0), request("b", 2.0 + 0.5 * ALONE, 200.0)]
-    around = replace(AROUND, deliver=0.0, crowding=Crowding(1.0, 30.0))
-    served = serve(known(), around, CLOCKWORK, requests, [], num_ranks=1, num_cores=num_cores)
-    wait = 30.0 - shared * AROUND.prepare
-    assert served.latencies["b"] == pytest.approx(served.latencies["a"] + wait)
+def test_a_new_request_takes_longer_to_prepare_while_all_ranks_have_work() -> None:
+    """As much longer as was measured. With one core that is because the rank has half of it, and is slower itself."""
+    requests = [request("a", 2.0, 200.0), request("b", 2.75, 200.0)]
+    around = replace(AROUND, deliver=0.0, crowding=Crowding(1.0, 6.0))
+    spare, scarce = (
+        serve(known(), around, CLOCKWORK, requests, [], num_ranks=1, num_cores=number) for number in (9.0, 1.0)
+    )
+    prepared = AROUND.prepare + 6.0
+    assert spare.latencies["b"] == pytest.approx(prepared + ALONE - AROUND.prepare - AROUND.deliver)
+    step = SECONDS["denoise"]
+    assert scarce.latencies["a"] - spare.latencies["a"] == pytest.approx(prepared / 2, abs=step)
 
 
 def test_crowding_is_told_by_the_steps_of_each_request() -> None:
