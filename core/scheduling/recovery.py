@@ -98,6 +98,7 @@ class Recovery:
         request = others[-1]
         self.checkpoints.drop(request)
         request.lost += self.values.leave_arena(request.id)
+        request.fixed_inputs.clear()  # these name places in the arena
         if request.lost:
             request.is_set_back = request.progress.is_restarting = True
         self.settle(request)

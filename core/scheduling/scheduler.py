@@ -220,7 +220,7 @@ class StepScheduler:
         return plan
 
     def _pass(self, now: float) -> tuple[StepPlan | None, bool]:
-        """A plan, if there is anything to do, and whether others may begin in the place of what some have given up."""
+        """A plan, if there is anything to do, and whether others may begin, as some were given up or left the arena."""
         self._endings.fail_each(self._views.lost(now))
         if not self.ranks.up:
             return None, False

@@ -48,7 +48,7 @@ for any slot.
 class Plan:
     """Which requests are to be served."""
 
-    served: tuple[Request, ...] = ()  # those that have a slot now, the one that is due first first
+    served: tuple[Request, ...] = ()  # those that have a slot now; of a model and rank the one that is due first first
     others: tuple[Request, ...] = ()  # that wait and need none: all of their steps were made before ranks died
     given_up: tuple[GiveUp, ...] = ()
 
@@ -81,6 +81,7 @@ class Goodput(SchedulingPolicy):
         self._repeated = RepeatedSteps()
         self._plan = Plan()
         self._passes_left = 0  # until the plan is made again
+        self._ranks: tuple[int, ...] = ()  # that lived when it was made
 
     def on_arrival(self, request: Request) -> None:
         self._passes_left = 0
@@ -99,9 +100,8 @@ class Goodput(SchedulingPolicy):
     def choose(self, view: View, now: float) -> Sequence[Decision]:
         self._work.next_pass(now)
         self._passes_left -= 1
-        served = self._plan.served
-        if self._passes_left < 0 or not served or not all(request.progress.steps_left for request in served):
-            self._passes_left = PLAN_EVERY
+        if self._is_stale(view):
+            self._passes_left, self._ranks = PLAN_EVERY, view.ranks
             self._repeated.forget()
             self._plan = Planner(
                 view, now, self._work, self._shares, self._headroom.value * self._pauses.stretch
@@ -121,6 +121,15 @@ class Goodput(SchedulingPolicy):
         self._repeated.note(decisions)
         return [*given_up, *decisions]
 
+    def _is_stale(self, view: View) -> bool:
+        """Whether a plan has to be made. What ranks take with them when they die may put requests back to where no plan
+        has seen them, at any time until these have ended.
+        """
+        served = self._plan.served
+        if self._passes_left < 0 or view.ranks != self._ranks or not all(each.progress.steps_left for each in served):
+            return True
+        return not served or any(request.has_lost_rank for request in (*served, *view.requests.running))
+
     def _step_ranks(self, view: View) -> set[int]:
         """Where steps are made: there, plans count on the order of `StepPass`, by which what finishes requests goes
         first. On other ranks ops take turns.
@@ -139,6 +148,7 @@ class Planner:
     work: WorkLeft
     shares: RankShares | None
     stretch: float  # time that passes, as a multiple of predicted computing
+    num_models: int = 1  # that requests need
 
     def plan(self) -> Plan:
         requests = eligible(self.view)
@@ -147,6 +157,7 @@ class Planner:
         cases = [self._judge(request) for request in requests]
         given_up = tuple(self._given_up(cases))
         gone = {each.request.id for each in given_up}
+        self.num_models = len({each.head.model for each in self.view.requests.live() if each.id not in gone}) or 1
         groups: dict[str, list[Case]] = {}  # by model: those of one share steps
         for case in cases:
             if case.request.id not in gone and case.left.steps:
@@ -203,8 +214,7 @@ class Planner:
             return {}
         most = self._most_slots(cases[0].request)
         cases = cases[: LOOK_AHEAD * most * len(ranks)]
-        num_models = max(1, len({request.head.model for request in self.view.requests.live()}))
-        turns = [self._turn(case, num_models, able[case.request.id]) for case in cases]
+        turns = [self._turn(case, able[case.request.id]) for case in cases]
         pace, starts = self._pace(cases, min(most, len(cases))), [self.view.wait_seconds(rank) for rank in ranks]
         schedules = best_schedules(turns, most, pace, starts, blocks=self._blocks)
         chosen = {index for schedule in schedules for index in schedule.chosen}
@@ -228,10 +238,10 @@ class Planner:
         """Whether the rank that makes steps also does what is before and after them."""
         return self.shares is not None or len(self.view.ranks) == 1
 
-    def _turn(self, case: Case, num_models: int, able: tuple[int, ...]) -> Turn:
+    def _turn(self, case: Case, able: tuple[int, ...]) -> Turn:
         """All times are of the rank: with several models each has it for a share of the time."""
         head, left = case.request.head, case.left
-        seconds = inf if case.is_late else case.seconds / num_models
+        seconds = inf if case.is_late else case.seconds / self.num_models
         group = head.owner, head.priority
         return Turn(left.steps, left.tokens, left.before, left.after, seconds, self._is_patient(case), group, able)
 

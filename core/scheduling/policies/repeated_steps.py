@@ -14,7 +14,7 @@ from core.scheduling.view import View
 
 
 class RepeatedSteps:
-    """Of one policy whose requests make all of their steps on one rank."""
+    """Of one policy. Steps that several ranks share are not repeated."""
 
     def __init__(self) -> None:
         self._batches: dict[int, Dispatch] = {}  # rank -> its last one, if that was of steps
@@ -34,7 +34,7 @@ class RepeatedSteps:
                 self._batches = {rank: last for rank, last in self._batches.items() if not _is_of(last, names)}
                 for rank in each.ranks:
                     self._batches.pop(rank, None)
-                    if node.name in request.workflow.step_names:
+                    if node.name in request.workflow.step_names and len(each.ranks) == 1:
                         self._batches[rank] = each
         self._names = {request.id for batch in self._batches.values() for request, _ in batch.items}
 

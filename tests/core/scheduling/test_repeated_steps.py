@@ -11,7 +11,7 @@ import pytest
 from fakes import make_edit, make_hires_edit
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
-from ranks_that_die import Site, run_until
+from ranks_that_die import Site, check_finished, run_until
 
 from core.scheduling.dispatch import Decision, Dispatch
 from core.scheduling.policies.goodput import Goodput, GoodputPass
@@ -77,10 +77,22 @@ def test_most_passes_of_a_long_request_are_repetitions() -> None:
 
 
 def test_steps_of_a_dead_ranks_request_go_on_elsewhere() -> None:
-    policy = Goodput()
-    site = Site(Random(0), 2, policy, max_plans_in_flight=1)
-    for name in "ab":
-        site.scheduler.add(make_edit(name, steps=40))
-    run_until(site, lambda: min(site.workers.steps_done(name) for name in "ab") >= 5)
-    site.kill(1)
+    site = Site(Random(0), 2, Goodput(), max_plans_in_flight=1)
+    requests = [make_edit(name, steps=40) for name in "ab"]
+    for request in requests:
+        site.scheduler.add(request)
+    run_until(site, lambda: site.workers.steps_done("a") >= 5)
+    (rank,) = site.scheduler._requests["a"].ranks
+    site.kill(rank)
     run_until(site, lambda: len(site.ended) == 2)
+    for request in requests:
+        check_finished(site, request)
+
+
+def test_steps_that_ranks_share_are_made_once() -> None:
+    policy = Goodput()
+    site, request = Site(Random(0), 2, policy, degree=2), make_edit("a", steps=10)
+    site.scheduler.add(request)
+    with compared(policy):
+        site.finish()
+    check_finished(site, request)
