@@ -175,6 +175,26 @@ def test_a_small_arena_costs_steps_but_no_request(seed: int, num_ranks: int, num
         run_all(site, requests, num_deaths)
 
 
+def test_what_leaves_the_arena_is_not_read_there_any_more() -> None:
+    """Other values will lie there; what ranks have is fetched again."""
+    site = Site(Random(0), 2, Goodput(steps_apart=True), max_plans_in_flight=1)
+    requests = [make_edit("a", steps=40), make_edit("b", steps=40)]
+    site.scheduler.add(requests[0])
+    run_until(site, lambda: site.workers.steps_done("a") == 3)
+    while site.workers.queues[0] or site.workers.queues[1]:
+        for rank in (0, 1):
+            site.answer(rank)
+    first, values = site.scheduler._requests["a"], site.scheduler.values
+    assert values.is_in_arena("a")
+    site.scheduler.add(requests[1])
+    assert site.scheduler._recovery.make_room(site.scheduler._requests["b"])
+    assert not values.is_in_arena("a")
+    assert not first.fixed_inputs
+    site.finish()
+    for request in requests:
+        check_finished(site, request)
+
+
 def run_all(site: Site, requests: Sequence[EngineRequest], num_deaths: int) -> None:
     """Run them while ranks die. All finish."""
     for request in requests:
