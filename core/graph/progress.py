@@ -74,6 +74,11 @@ class Progress:
         return left
 
     @property
+    def is_ending(self) -> bool:
+        """Whether all that is left is in flight."""
+        return bool(self.in_flight) and all(self._has_begun(node.name) for node in self.workflow.nodes)
+
+    @property
     def steps_done(self) -> int:
         """Steps that are done, of all regions."""
         return sum([self.done[node.name] for node in self.workflow.steps])

@@ -174,11 +174,14 @@ class InFlight:
         """Those of these ranks that have unanswered plans -> predicted seconds of the work that they have."""
         return {rank: self._seconds[rank] for rank in ranks if rank not in self._idle}
 
-    def wait(self, rank: int, now: float) -> float:
+    def wait(self, rank: int, now: float) -> float | None:
         """Predicted seconds until a rank has done what it has; 0 if it has nothing, or if that was to be done before.
-        Work unlike any observed so far counts as none.
+        None: it has work unlike any observed so far.
         """
-        return max(0.0, self._since[rank] + self._known[rank] - now) if rank not in self._idle else 0.0
+        if rank in self._idle:
+            return 0.0
+        is_known = self._seconds[rank] - self._known[rank] < UNKNOWN_SECONDS / 2
+        return max(0.0, self._since[rank] + self._known[rank] - now) if is_known else None
 
     @property
     def has_any(self) -> bool:

@@ -111,16 +111,20 @@ class Elastic(SchedulingPolicy):
         """Request id -> ranks that it may be given work on; SMALL for the small ones."""
         wants = list[Want]()
         is_crowd = len(turns) > CROWD * len(view.ranks) and _keep_coming([request for request, _ in turns], now)
-        for index, (request, steps) in enumerate(turns):
-            has_turn = index < len(view.ranks)
+        num_turns = len(view.ranks)
+        for request, steps in turns:
+            has_turn = num_turns > 0
             if request.id in small:
                 want = self._want_of_small(view, small)
-                if has_turn or want.is_running:
-                    wants.append(want)
             elif has_turn or request.progress.in_flight:
-                wants.append(self._want(view, request, steps, now, is_crowd=is_crowd))
+                want = self._want(view, request, steps, now, is_crowd=is_crowd)
+            else:
+                continue
+            num_turns -= not want.is_ending
+            if has_turn or want.is_running:
+                wants.append(want)
         places = plan(wants, view.ranks)
-        groups = moves(wants, places, view.ranks)
+        groups = moves(wants, places, view.ranks, view.wait_seconds)
         for want in wants:
             if want.is_running and places.get(want.name) == want.held:
                 groups[want.name] = want.held  # its next step may be sent behind the one that runs
@@ -175,7 +179,7 @@ class Elastic(SchedulingPolicy):
             held = ()
         case = self._cases[request.id]
         if not _makes_steps(view, request, steps):
-            return Want(request.id, 0, case.seconds, 0.0, 1, held, is_running)
+            return Want(request.id, 0, case.seconds, 0.0, 1, held, is_running, request.progress.is_ending)
         first = case.lossless if is_crowd else case.efficient
         want = Want(request.id, steps, case.seconds, case.others(request), first, held, is_running)
         time = due(request.head)

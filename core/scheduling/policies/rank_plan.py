@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
 from core.scheduling.policies.buddies import Buddies, Ranks, power_of_two
@@ -25,6 +25,7 @@ class Want:
     first: int  # degree that it gets before any later request gets a rank
     held: Ranks  # where its state is; () if it has none, or a rank of these is dead
     is_running: bool  # they compute it now, so that it cannot have others
+    is_ending: bool = False  # and that is all it has left to do
 
     def seconds(self, degree: int) -> float | None:
         """Of all that it has left to do; None for a degree that it cannot have."""
@@ -38,15 +39,17 @@ class Want:
 
 
 def plan(wants: Sequence[Want], ranks: Sequence[int]) -> dict[str, Ranks]:
-    """Name -> the ranks that it is to have, all different, as if nothing was running. wants: the most urgent first.
-    ranks: that may be used, ascending.
+    """Name -> the ranks that it is to have, all different, as if nothing was running; those that are ending need none.
+    wants: the most urgent first. ranks: that may be used, ascending.
     """
+    holders = {rank: want.name for want in wants for rank in want.held}
+    wants = [want for want in wants if not want.is_ending]
     buddies, given = Buddies(ranks), degrees(wants, len(ranks))
-    places = _placed(list(zip(wants, given, strict=False)), buddies)
+    places = _placed(list(zip(wants, given, strict=False)), buddies, holders)
     for want in wants[len(given) :]:
         if not buddies.num_free:  # otherwise sets are missing, since ranks are dead or not to be used
             break
-        places |= _placed([(want, 1)], buddies)
+        places |= _placed([(want, 1)], buddies, holders)
     return places
 
 
@@ -79,13 +82,12 @@ def _gain(want: Want, degree: int, num_free: int) -> float:
     return (before - after) / degree * (KEEP if len(want.held) >= 2 * degree else 1.0)
 
 
-def _placed(wants: Sequence[tuple[Want, int]], buddies: Buddies) -> dict[str, Ranks]:
+def _placed(wants: Sequence[tuple[Want, int]], buddies: Buddies, holders: Mapping[int, str]) -> dict[str, Ranks]:
     """Sets of ranks for these degrees: large ones first, so that all find room; where a request's state is if that is
-    possible, otherwise where the fewest others are.
+    possible, otherwise where the fewest others are. holders: rank -> who has state there.
     """
     places = dict[str, Ranks]()
     in_order = sorted(wants, key=lambda pair: (-pair[1], not pair[0].held))
-    holders = {rank: want.name for want, _ in wants for rank in want.held}
     for want, degree in in_order:
         places[want.name] = _place(want, degree, buddies, holders)
     return places
@@ -107,9 +109,12 @@ def _cost(want: Want, ranks: Ranks, holders: Mapping[int, str]) -> tuple[int, bo
     return sum(holders.get(rank, want.name) != want.name for rank in ranks), ranks[0] not in want.held
 
 
-def moves(wants: Sequence[Want], places: Mapping[str, Ranks], ranks: Sequence[int]) -> dict[str, Ranks]:
+def moves(
+    wants: Sequence[Want], places: Mapping[str, Ranks], ranks: Sequence[int], wait: Callable[[int], float | None]
+) -> dict[str, Ranks]:
     """Name -> the ranks on which it can run next, for those that are not running. Where others still run on its ranks
-    it goes on where it is, or takes what is free, at most as many ranks.
+    it goes on where it is, or takes what is free, at most as many ranks; or it waits for all of them, if that saves
+    time. wait: rank -> predicted seconds until it has done what it has; None: unknown.
     """
     buddies, now = Buddies(ranks), dict[str, Ranks]()
     # Several may run on one rank: where a second rank comes back, or small requests have become large ones.
@@ -125,9 +130,22 @@ def moves(wants: Sequence[Want], places: Mapping[str, Ranks], ranks: Sequence[in
         else:
             blocked.append(want)
     for want in blocked:
+        place = places[want.name]
         if want.held and set(want.held) <= set(ranks) and buddies.are_free(want.held):
-            buddies.hold(want.held)
-            now[want.name] = want.held
-        elif taken := buddies.take_at_most(len(places[want.name])):
+            buddies.hold(taken := want.held)
+        else:
+            taken = buddies.take_at_most(len(place)) or ()
+        if taken and not _is_sooner(want, place, taken, wait):
             now[want.name] = taken
     return now
+
+
+def _is_sooner(want: Want, place: Ranks, taken: Ranks, wait: Callable[[int], float | None]) -> bool:
+    """Whether a step on the ranks of `place`, begun when all of them are free, is done before one that begins now on
+    those of `taken`.
+    """
+    soon, now = want.step_seconds.get(len(place)), want.step_seconds.get(len(taken))
+    if not (want.steps and soon and now):
+        return False
+    waits = [wait(rank) for rank in place]
+    return all(each is not None and each + soon < now for each in waits)

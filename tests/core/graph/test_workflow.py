@@ -56,6 +56,19 @@ def test_steps_may_be_scheduled_ahead_of_their_results_but_decoding_may_not() ->
     assert ready(progress) == []
 
 
+def test_a_request_is_ending_when_all_that_is_left_is_in_flight() -> None:
+    progress = inpaint(1)
+    run(progress, "text_encode", "image_encode")
+    progress.start(INPAINT.node("denoise"))
+    assert not progress.is_ending, "decoding is left"
+    progress.finish(INPAINT.node("denoise"))
+    assert not progress.is_ending
+    progress.start(INPAINT.node("decode"))
+    assert progress.is_ending
+    progress.finish(INPAINT.node("decode"))
+    assert not progress.is_ending
+
+
 def test_a_second_region_begins_when_the_first_is_over() -> None:
     progress = Progress(HIRES, {"first_denoise": 2, "denoise": 1})
     run(progress, "text_encode", "first_encode", "first_denoise")
