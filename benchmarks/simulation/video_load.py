@@ -11,8 +11,6 @@ import msgspec
 
 DATA = Path(__file__).parent / "data" / "ddit.json"
 
-DEGREES = (1, 2, 4, 8)
-
 TOKENS = {"144p": 144, "240p": 399, "360p": 900}
 """In proportion to the pixels: what tells sizes apart."""
 

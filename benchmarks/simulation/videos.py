@@ -11,14 +11,15 @@ import json
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from itertools import accumulate, product
+from itertools import product
 from multiprocessing import get_context
 from statistics import mean
 from typing import NamedTuple
 
+from benchmarks.simulation.least_mean import least_mean
 from benchmarks.simulation.optimum import batch_model, optimum
 from benchmarks.simulation.video_engine import POLICIES, serve
-from benchmarks.simulation.video_load import DEGREES, TOKENS, Arrival, Assumed, VideoLoad, assumed
+from benchmarks.simulation.video_load import TOKENS, Arrival, Assumed, VideoLoad, assumed
 
 STATIC = ("SDoP 1", "SDoP 2", "SDoP 4")
 
@@ -111,7 +112,7 @@ def _results(
         figures = {policy: _mean([next(found) for _ in range(num_seeds)]) for policy in policies}
         every = [_arrivals(load, cell, mix, seed) for seed in range(num_seeds)]
         least = mean(_optimum(load, cell, arrivals) for arrivals in every)
-        yield Result(cell, mix, figures, least, mean(least_mean(load, cell, arrivals) for arrivals in every))
+        yield Result(cell, mix, figures, least, mean(_least_mean(load, cell, arrivals) for arrivals in every))
 
 
 def _run(run: Run) -> Figures:
@@ -138,21 +139,8 @@ def _optimum(load: VideoLoad, cell: Cell, arrivals: Sequence[Arrival]) -> float:
     return optimum(machines, seconds, batch_model([numbers[name] for name in names])).occupied
 
 
-def least_mean(load: VideoLoad, cell: Cell, arrivals: Sequence[Arrival]) -> float:
-    """The shortest first, on all devices as one that is so many times as fast, which loses nothing by sharing; but no
-    request is faster than on as many devices as are best for it.
-    """
-    if cell.rate:
-        return 0.0
-    loads = sorted(_device_seconds(load, arrival.name) for arrival in arrivals)
-    alone = sorted(min(load.request_seconds(each.name, degree) for degree in DEGREES) for each in arrivals)
-    ends = accumulate(seconds / cell.devices for seconds in loads)
-    return mean(map(max, ends, alone))
-
-
-def _device_seconds(load: VideoLoad, name: str) -> float:
-    """The least that one request takes."""
-    return load.decode_seconds(name) + load.steps * min(degree * load.step_seconds(name, degree) for degree in DEGREES)
+def _least_mean(load: VideoLoad, cell: Cell, arrivals: Sequence[Arrival]) -> float:
+    return 0.0 if cell.rate else least_mean(load, cell.devices, (arrival.name for arrival in arrivals))
 
 
 # ------------------------------------------------------------------------------------------------------ conclusions
@@ -315,8 +303,8 @@ def _rows(result: Result) -> Iterator[str]:
     mix = " ".join(f"{share:g}" for share in result.mix)
     for index, what in enumerate(Figures._fields):
         values = [f"{each[index]:.1f}" for each in result.figures.values()]
-        least = [f"{result.optimum:.0f}"] if what == "device_seconds" else []
-        yield _row(f"{mix}  {what}", values + least)
+        least = {"device_seconds": f"{result.optimum:.0f}", "mean": f"{result.least_mean:.1f}"}.get(what, "")
+        yield _row(f"{mix}  {what}", [*values, least])
 
 
 def _row(name: str, values: Sequence[str]) -> str:

@@ -17,10 +17,11 @@ from hypothesis import strategies as st
 from benchmarks.baselines.clusters import by_class, isolated
 from benchmarks.simulation import videos
 from benchmarks.simulation.__main__ import main
+from benchmarks.simulation.least_mean import least_mean
 from benchmarks.simulation.optimum import Share, batch_model, optimum, partition, queue_model, queue_seconds
 from benchmarks.simulation.video_engine import POLICIES, SIZES, serve
 from benchmarks.simulation.video_load import TOKENS, Arrival, VideoLoad, assumed
-from benchmarks.simulation.videos import Cell, Conclusion, Figures, Result, conclusions, least_mean
+from benchmarks.simulation.videos import Cell, Conclusion, Figures, Result, conclusions
 
 LOAD = msgspec.structs.replace(VideoLoad.read(), steps=4)
 MIX = LOAD.mixes[0]
@@ -34,14 +35,28 @@ def test_every_policy_serves_all(policy: str, rate: float) -> None:
     fastest = [min(LOAD.request_seconds(name, degree) for degree in (1, 2, 4, 8)) for _, name in arrivals]
     assert all(latency >= least - 1e-9 for latency, least in zip(served.latencies, fastest, strict=True))
     assert served.device_seconds >= sum(LOAD.request_seconds(name, 1) for _, name in arrivals) * 0.97
-    assert mean(served.latencies) >= least_mean(LOAD, Cell(8, rate, 24), arrivals)
+    assert rate or mean(served.latencies) >= least_mean(LOAD, 8, (name for _, name in arrivals))
 
 
-def test_the_least_mean_is_that_of_the_shortest_first() -> None:
-    """Many of one class, without loss: half of all work, and of their own."""
-    lone, many = (least_mean(LOAD, Cell(8, 0.0, number), [Arrival(0.0, "360p")] * number) for number in (1, 200))
-    assert lone == min(LOAD.request_seconds("360p", degree) for degree in (1, 2, 4, 8))
-    assert many == pytest.approx(LOAD.request_seconds("360p", 1) * 200.5 / 16, rel=0.05)
+def test_the_least_mean_of_many_is_that_of_the_shortest_first() -> None:
+    """Of one class, hardly with loss: half of all work, and of their own."""
+    many = least_mean(LOAD, 8, ["144p"] * 400)
+    assert many == pytest.approx(LOAD.request_seconds("144p", 1) * (400 / 8 + 1) / 2, rel=0.01)
+    assert many <= LOAD.request_seconds("144p", 1) * (400 / 8 + 1) / 2
+
+
+@pytest.mark.parametrize("name", TOKENS)
+def test_the_least_mean_of_one_is_what_it_takes_alone(name: str) -> None:
+    alone = min(LOAD.request_seconds(name, degree) for degree in (1, 2, 4, 8))
+    assert 0.9 * alone <= least_mean(LOAD, 8, [name]) <= alone
+
+
+@settings(max_examples=10, deadline=None)
+@given(numbers=st.tuples(*[st.integers(0, 12)] * 3).filter(any), degree=st.sampled_from([1, 2, 4]))
+def test_no_schedule_has_less_than_the_least_mean(numbers: tuple[int, ...], degree: int) -> None:
+    names = [name for name, number in zip(TOKENS, numbers, strict=True) for _ in range(number)]
+    served = serve(LOAD, MIX, [Arrival(0.0, name) for name in names], f"SDoP {degree}", 8)
+    assert mean(served.latencies) >= least_mean(LOAD, 8, names)
 
 
 @pytest.mark.parametrize(
