@@ -200,7 +200,8 @@ def conclusions(results: Sequence[Result]) -> Iterator[Conclusion]:
     for devices in sorted({each.cell.devices for each in results if not each.cell.rate}):
         bursts = [each for each in results if not each.cell.rate and each.cell.devices == devices]
         for name, of in (("", mixes), ("mixes beside these, ", set(MORE_MIXES))):
-            yield from _of_worst(f"{devices} devices, burst, {name}worst mix", [each for each in bursts if each.mix in of])
+            some = [each for each in bursts if each.mix in of]
+            yield from _of_worst(f"{devices} devices, burst, {name}worst mix", some)
         least = min(each.ratio("elastic", STATIC, _of_p99) for each in bursts)
         yield Conclusion(f"{devices} devices, burst: least p99 of the best static degree", least, 1 / 1.05)
         most = max(each.figures["elastic"].device_seconds / each.optimum for each in bursts)
