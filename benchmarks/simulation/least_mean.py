@@ -25,7 +25,7 @@ Array = npt.NDArray[np.float64]
 
 
 def least_mean(load: VideoLoad, num_devices: int, names: Iterable[str]) -> float:
-    """Seconds. names: the class of each request; all come at once."""
+    """Seconds. names: the class of each request, of one or more; all come at once."""
     numbers = {name: number for name, number in Counter(names).items() if number}
     classes = sorted(numbers, key=lambda name: load.request_seconds(name, 1))
     best = 0.0
@@ -41,7 +41,7 @@ def least_mean(load: VideoLoad, num_devices: int, names: Iterable[str]) -> float
 class Prices:
     """Of a device, by time."""
 
-    of_bin: Array  # of a second of one device, in requests that wait for so long; it never rises
+    of_bin: Array  # of a second of one device, in seconds of latency; it never rises
     width: float  # seconds of a bin
 
     @property
@@ -62,7 +62,8 @@ def _prices(load: VideoLoad, num_devices: int, queue: Sequence[tuple[int, float]
     """
     ends = np.cumsum([number * taken for number, taken in queue]) / num_devices
     longest = max(min(load.request_seconds(name, degree) for degree in of) for name, of in load.speed.items())
-    width = float(ends[-1] + longest) / BINS  # later than this none has to end, as at last devices cost nothing
+    # Later than this none has to end: devices cost nothing in the last bins, which are long enough for any request.
+    width = float(ends[-1] + longest) / (BINS - 2)
     middles = (np.arange(BINS) + 0.5) * width
     of_class = np.searchsorted(ends, middles)
     falls = np.where(of_class < len(queue), 1.0 / np.array([*(taken for _, taken in queue), np.inf])[of_class], 0.0)
@@ -81,7 +82,7 @@ def _least(load: VideoLoad, name: str, prices: Prices) -> float:
     of_bin = np.tile(np.arange(bins), len(pieces))
     cheapest = np.argsort(cost, kind="stable")
     cost, work, of_bin = cost[cheapest], work[cheapest], of_bin[cheapest]
-    needed = load.steps * load.step_seconds(name, 1)
+    needed = load.steps * load.step_seconds(name, 1) * load.speed[name][1]
     ends: Array = np.linspace(prices.width, bins * prices.width, bins)
     decode = load.decode_seconds(name)
     after = prices.until(ends + decode) - prices.until(ends) + ends - prices.width + decode

@@ -76,7 +76,8 @@ class Progress:
     @property
     def is_ending(self) -> bool:
         """Whether all that is left is in flight."""
-        return bool(self.in_flight) and all(self._has_begun(node.name) for node in self.workflow.nodes)
+        is_going_on = self.in_flight and not self.is_restarting
+        return bool(is_going_on) and all(self._has_begun(node.name) for node in self.workflow.nodes)
 
     @property
     def steps_done(self) -> int:

@@ -174,14 +174,21 @@ class InFlight:
         """Those of these ranks that have unanswered plans -> predicted seconds of the work that they have."""
         return {rank: self._seconds[rank] for rank in ranks if rank not in self._idle}
 
-    def wait(self, rank: int, now: float) -> float | None:
+    def wait(self, rank: int, now: float) -> float:
         """Predicted seconds until a rank has done what it has; 0 if it has nothing, or if that was to be done before.
-        None: it has work unlike any observed so far.
+        Work unlike any observed so far counts as none.
         """
-        if rank in self._idle:
-            return 0.0
+        return max(0.0, self._left(rank, now)) if rank not in self._idle else 0.0
+
+    def left(self, rank: int, now: float) -> float | None:
+        """The same of a rank that has work: below 0 if that was to be done before, None if some of it is unlike any
+        observed so far.
+        """
         is_known = self._seconds[rank] - self._known[rank] < UNKNOWN_SECONDS / 2
-        return max(0.0, self._since[rank] + self._known[rank] - now) if is_known else None
+        return self._left(rank, now) if is_known else None
+
+    def _left(self, rank: int, now: float) -> float:
+        return self._since[rank] + self._known[rank] - now
 
     @property
     def has_any(self) -> bool:

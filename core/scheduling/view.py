@@ -40,7 +40,8 @@ class View:
     idle_ranks: frozenset[int]  # those of them that have none
     max_step_tokens: int  # token budget of a step together with what is primed beside it
     may_join: MayJoin | None  # to be asked once per waiting request, in order; None: no request has a due time
-    _wait: Callable[[int], float | None]  # rank -> predicted seconds until it has done what it has; None: unknown
+    _wait: Callable[[int], float]  # rank -> predicted seconds until it has done what it has
+    _left: Callable[[int], float | None]  # the same of a busy one: below 0 if it is overdue, None if it is unknown
     _residency: Residency
     _cache: NodeCache
     _values: ValueTable
@@ -105,9 +106,15 @@ class View:
         """
         return self._predict_step(model, op, work, degree)
 
-    def wait_seconds(self, rank: int) -> float | None:
-        """Predicted time until a rank has done what it was sent; None if some of it is unlike any observed so far."""
+    def wait_seconds(self, rank: int) -> float:
+        """Predicted time until a rank has done what it was sent."""
         return self._wait(rank)
+
+    def seconds_left(self, rank: int) -> float | None:
+        """Predicted time until a busy rank has done what it was sent: below 0 if that was to be done before, None if
+        some of it is unlike any observed so far.
+        """
+        return self._left(rank)
 
     def largest_batch(self, model: str, op: Op) -> int | None:
         """The largest batch in the op's profile, in rows; None without one."""

@@ -57,6 +57,7 @@ class Views:
             max_step_tokens=self.step_limit.tokens,
             may_join=self.deadlines.joining(judged, now) if self.deadlines is not None and judged else None,
             _wait=partial(self.out.wait, now=now),
+            _left=partial(self.out.left, now=now),
             _residency=self.residency,
             _cache=self.cache,
             _values=self.values,

@@ -17,7 +17,7 @@ from core.scheduling.dispatch import Decision
 from core.scheduling.policies.buddies import Ranks
 from core.scheduling.policies.group_pass import GroupPass
 from core.scheduling.policies.policy import SchedulingPolicy
-from core.scheduling.policies.rank_plan import Want, moves, plan
+from core.scheduling.policies.rank_plan import Want, moves, plan, waiting
 from core.scheduling.policies.step_batching import StepPass, eligible
 from core.scheduling.policies.step_speeds import StepSpeeds
 from core.scheduling.policies.work_left import WorkLeft
@@ -111,20 +111,18 @@ class Elastic(SchedulingPolicy):
         """Request id -> ranks that it may be given work on; SMALL for the small ones."""
         wants = list[Want]()
         is_crowd = len(turns) > CROWD * len(view.ranks) and _keep_coming([request for request, _ in turns], now)
-        num_turns = len(view.ranks)
-        for request, steps in turns:
-            has_turn = num_turns > 0
+        for index, (request, steps) in enumerate(turns):
+            has_turn = index < len(view.ranks)
             if request.id in small:
                 want = self._want_of_small(view, small)
+                if has_turn or want.is_running:
+                    wants.append(want)
             elif has_turn or request.progress.in_flight:
-                want = self._want(view, request, steps, now, is_crowd=is_crowd)
-            else:
-                continue
-            num_turns -= not want.is_ending
-            if has_turn or want.is_running:
-                wants.append(want)
+                wants.append(self._want(view, request, steps, now, is_crowd=is_crowd))
         places = plan(wants, view.ranks)
-        groups = moves(wants, places, view.ranks, view.wait_seconds)
+        groups = moves(wants, places, view.ranks)
+        for name in waiting(wants, places, groups, view.seconds_left):
+            del groups[name]
         for want in wants:
             if want.is_running and places.get(want.name) == want.held:
                 groups[want.name] = want.held  # its next step may be sent behind the one that runs

@@ -215,7 +215,7 @@ class Planner:
         most = self._most_slots(cases[0].request)
         cases = cases[: LOOK_AHEAD * most * len(ranks)]
         turns = [self._turn(case, able[case.request.id]) for case in cases]
-        pace, starts = self._pace(cases, min(most, len(cases))), [self.view.wait_seconds(rank) or 0.0 for rank in ranks]
+        pace, starts = self._pace(cases, min(most, len(cases))), [self.view.wait_seconds(rank) for rank in ranks]
         schedules = best_schedules(turns, most, pace, starts, blocks=self._blocks)
         chosen = {index for schedule in schedules for index in schedule.chosen}
         found = dict[int, list[Case]]()

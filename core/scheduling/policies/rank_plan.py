@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 
 from core.scheduling.policies.buddies import Buddies, Ranks, power_of_two
@@ -39,17 +39,15 @@ class Want:
 
 
 def plan(wants: Sequence[Want], ranks: Sequence[int]) -> dict[str, Ranks]:
-    """Name -> the ranks that it is to have, all different, as if nothing was running; those that are ending need none.
-    wants: the most urgent first. ranks: that may be used, ascending.
+    """Name -> the ranks that it is to have, all different, as if nothing was running. wants: the most urgent first.
+    ranks: that may be used, ascending.
     """
-    holders = {rank: want.name for want in wants for rank in want.held}
-    wants = [want for want in wants if not want.is_ending]
     buddies, given = Buddies(ranks), degrees(wants, len(ranks))
-    places = _placed(list(zip(wants, given, strict=False)), buddies, holders)
+    places = _placed(list(zip(wants, given, strict=False)), buddies)
     for want in wants[len(given) :]:
         if not buddies.num_free:  # otherwise sets are missing, since ranks are dead or not to be used
             break
-        places |= _placed([(want, 1)], buddies, holders)
+        places |= _placed([(want, 1)], buddies)
     return places
 
 
@@ -82,12 +80,13 @@ def _gain(want: Want, degree: int, num_free: int) -> float:
     return (before - after) / degree * (KEEP if len(want.held) >= 2 * degree else 1.0)
 
 
-def _placed(wants: Sequence[tuple[Want, int]], buddies: Buddies, holders: Mapping[int, str]) -> dict[str, Ranks]:
-    """Sets of ranks for these degrees: large ones first, so that all find room; where a request's state is if that is
-    possible, otherwise where the fewest others are. holders: rank -> who has state there.
+def _placed(wants: Sequence[tuple[Want, int]], buddies: Buddies) -> dict[str, Ranks]:
+    """Sets of ranks for these degrees: requests that are ending stay where they are, then large sets first, so that all
+    find room; where a request's state is if that is possible, otherwise where the fewest others are.
     """
     places = dict[str, Ranks]()
-    in_order = sorted(wants, key=lambda pair: (-pair[1], not pair[0].held))
+    in_order = sorted(wants, key=lambda pair: (not pair[0].is_ending, -pair[1], not pair[0].held))
+    holders = {rank: want.name for want, _ in wants for rank in want.held}
     for want, degree in in_order:
         places[want.name] = _place(want, degree, buddies, holders)
     return places
@@ -109,12 +108,9 @@ def _cost(want: Want, ranks: Ranks, holders: Mapping[int, str]) -> tuple[int, bo
     return sum(holders.get(rank, want.name) != want.name for rank in ranks), ranks[0] not in want.held
 
 
-def moves(
-    wants: Sequence[Want], places: Mapping[str, Ranks], ranks: Sequence[int], wait: Callable[[int], float | None]
-) -> dict[str, Ranks]:
+def moves(wants: Sequence[Want], places: Mapping[str, Ranks], ranks: Sequence[int]) -> dict[str, Ranks]:
     """Name -> the ranks on which it can run next, for those that are not running. Where others still run on its ranks
-    it goes on where it is, or takes what is free, at most as many ranks; or it waits for all of them, if that saves
-    time. wait: rank -> predicted seconds until it has done what it has; None: unknown.
+    it goes on where it is, or takes what is free, at most as many ranks.
     """
     buddies, now = Buddies(ranks), dict[str, Ranks]()
     # Several may run on one rank: where a second rank comes back, or small requests have become large ones.
@@ -130,22 +126,58 @@ def moves(
         else:
             blocked.append(want)
     for want in blocked:
-        place = places[want.name]
         if want.held and set(want.held) <= set(ranks) and buddies.are_free(want.held):
-            buddies.hold(taken := want.held)
-        else:
-            taken = buddies.take_at_most(len(place)) or ()
-        if taken and not _is_sooner(want, place, taken, wait):
+            buddies.hold(want.held)
+            now[want.name] = want.held
+        elif taken := buddies.take_at_most(len(places[want.name])):
             now[want.name] = taken
     return now
 
 
-def _is_sooner(want: Want, place: Ranks, taken: Ranks, wait: Callable[[int], float | None]) -> bool:
-    """Whether a step on the ranks of `place`, begun when all of them are free, is done before one that begins now on
-    those of `taken`.
+def waiting(
+    wants: Sequence[Want],
+    places: Mapping[str, Ranks],
+    now: Mapping[str, Ranks],
+    left: Callable[[int], float | None],
+) -> set[str]:
+    """Names of requests that had better wait than use the ranks that they can have now: as many beside these will soon
+    be free for them, and a step on all of these is done sooner. Their ranks wait with them.
+
+    places, now: from `plan` and `moves`. left: busy rank -> predicted seconds until it has done what it has; below 0:
+    that is overdue; None: unknown.
     """
-    soon, now = want.step_seconds.get(len(place)), want.step_seconds.get(len(taken))
+    owners = {rank: name for name, place in places.items() for rank in place}
+    soon_free = {
+        rank: want.name
+        for want in wants
+        if want.is_running
+        for rank in want.held
+        if want.is_ending or owners.get(rank) != want.name
+    }
+    found = set[str]()
+    for want in wants:
+        if want.is_running:
+            continue
+        if (taken := now.get(want.name)) is None:
+            break  # this one gets what will be free
+        degree = 2 * len(taken)
+        others = set(range(first := taken[0] & -degree, first + degree)) - set(taken)
+        are_for_it = all(owners.get(rank) in (want.name, soon_free.get(rank, ""), None) for rank in others)
+        if (
+            degree <= want.first
+            and others <= soon_free.keys()
+            and are_for_it
+            and _is_sooner(want, degree, others, left)
+        ):
+            found.add(want.name)
+    return found
+
+
+def _is_sooner(want: Want, degree: int, others: Collection[int], left: Callable[[int], float | None]) -> bool:
+    """Whether a step on so many ranks, begun when these others are free, is done before one that begins now on half as
+    many. What is overdue is expected to take as much longer as it is overdue now.
+    """
+    soon, now = want.step_seconds.get(degree), want.step_seconds.get(degree // 2)
     if not (want.steps and soon and now):
         return False
-    waits = [wait(rank) for rank in place]
-    return all(each is not None and each + soon < now for each in waits)
+    return all((seconds := left(rank)) is not None and abs(seconds) + soon < now for rank in others)

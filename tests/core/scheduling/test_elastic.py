@@ -48,10 +48,11 @@ class Times(Durations):
 
     shares: bool = False
     decode: float = DECODE
+    overrun: float = 1.0  # of decoding, as a multiple of what is predicted
 
     def batch_seconds(self, batch: Batch, work: Work) -> float:
         if batch.op != "denoise":
-            return self.decode if batch.op == "decode" else 0.0
+            return self.decode * self.overrun if batch.op == "decode" else 0.0
         seconds = [SECONDS[tokens] / SPEED[tokens].get(len(batch.ranks), 1.0) for tokens in work.queries]
         return max(seconds) if self.shares else sum(seconds)
 
@@ -176,13 +177,16 @@ DRAWN = st.lists(
 @pytest.mark.parametrize("policy", POLICIES)
 @settings(max_examples=40, deadline=None)
 @given(
-    drawn=DRAWN, num_ranks=st.integers(1, 9), slots=st.sampled_from([2, 64]), ahead=st.booleans(), shares=st.booleans()
+    drawn=DRAWN,
+    num_ranks=st.integers(1, 9),
+    slots=st.sampled_from([2, 64]),
+    ahead=st.booleans(),
+    times=st.builds(Times, st.booleans(), st.sampled_from([DECODE, 0.5]), st.sampled_from([0.5, 1.0, 8.0])),
 )
 def test_every_request_ends_and_groups_are_sets_of_buddies(
-    policy: SchedulingPolicyName, drawn: list[Any], num_ranks: int, slots: int, ahead: bool, shares: bool
+    policy: SchedulingPolicyName, drawn: list[Any], num_ranks: int, slots: int, ahead: bool, times: Times
 ) -> None:
-    """shares: small ones are computed together."""
-    site = Site(policy, num_ranks, Times(shares), slots=slots, ahead=ahead)
+    site = Site(policy, num_ranks, times, slots=slots, ahead=ahead)
     site.serve([picture(str(i), t, steps, at, owner=owner) for i, (t, steps, at, owner) in enumerate(drawn)])
     assert {type(output) for output in site.outputs} == {Finished}
     sets = [each for size in (1, 2, 4, 8) for each in Buddies(range(num_ranks)).sets(size)]

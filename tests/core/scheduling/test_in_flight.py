@@ -76,10 +76,12 @@ def test_a_rank_is_awaited_as_long_as_what_it_has_is_predicted_to_take() -> None
     unknown = flight(9, 1)
     unknown.predicted = 0.0
     out.send(1, unknown, 11.0)
-    assert [out.wait(rank, 11.5) for rank in range(3)] == [2.5, None, 0.0], "of rank 1 nothing is known"
+    assert [out.wait(rank, 11.5) for rank in range(3)] == [2.5, 0.0, 0.0], "of rank 1 nothing is known"
+    assert [out.left(rank, 11.5) for rank in range(2)] == [2.5, None]
     out.land(msgspec.structs.replace(answer(7, 0), started=10.0, seconds=3.0))
     assert out.wait(0, 13.5) == 1.5
     assert out.wait(0, 20.0) == 0.0, "it takes longer than predicted"
+    assert out.left(0, 20.0) == -5.0
     out.lose(0)
     assert out.wait(0, 13.5) == 0.0
 

@@ -7,26 +7,18 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from core.scheduling.policies.buddies import Buddies
-from core.scheduling.policies.rank_plan import Want, degrees, moves, plan
+from core.scheduling.policies.rank_plan import Want, degrees, moves, plan, waiting
 
 SPEEDS = {1: 1.0, 2: 1.9, 4: 3.5, 8: 5.0}
 
 
-def want(
-    name: str,
-    steps: int = 10,
-    first: int = 1,
-    held: tuple[int, ...] = (),
-    *,
-    is_running: bool = False,
-    is_ending: bool = False,
-) -> Want:
+def want(name: str, steps: int = 10, first: int = 1, held: tuple[int, ...] = (), *, is_running: bool = False) -> Want:
     seconds = {degree: 1.0 / speed for degree, speed in SPEEDS.items()}
-    return Want(name, steps, seconds, 1.0, first, held, is_running, is_ending)
+    return Want(name, steps, seconds, 1.0, first, held, is_running)
 
 
-def unknown(rank: int) -> None:
-    """Nothing is predicted of what a rank has."""
+def ending(name: str, rank: int) -> Want:
+    return Want(name, 0, {1: 1.0}, 0.0, 1, (rank,), is_running=True, is_ending=True)
 
 
 @st.composite
@@ -37,10 +29,11 @@ def states(draw: st.DrawFn) -> tuple[list[Want], list[int]]:
     for index in range(draw(st.integers(0, 20))):
         held = buddies.take(draw(st.sampled_from([1, 2, 4]))) if draw(st.booleans()) else None
         is_running = held is not None and draw(st.booleans())
+        if is_running and held is not None and len(held) == 1 and draw(st.booleans()):
+            wants.append(ending(str(index), held[0]))
+            continue
         steps, first = draw(st.integers(0, 30)), draw(st.sampled_from([1, 2, 4]))
-        is_ending = is_running and not steps and draw(st.booleans())
-        first = first if steps else 1
-        wants.append(want(str(index), steps, first, held or (), is_running=is_running, is_ending=is_ending))
+        wants.append(want(str(index), steps, first if steps else 1, held or (), is_running=is_running))
     usable = draw(st.sets(st.sampled_from(range(num_ranks)), min_size=1))
     return wants, sorted(usable)
 
@@ -54,20 +47,50 @@ def test_plans_are_disjoint_sets_of_buddies_for_the_first_requests(state: tuple[
     assert set(used) <= set(ranks)
     for place in places.values():
         assert place in list(Buddies(ranks).sets(len(place)))
-    wants = [each for each in wants if not each.is_ending]
     assert set(places) == {each.name for each in wants[: len(places)]}, "nobody is passed over"
     assert len(places) == len(wants) or len(used) == len(ranks), "no rank is idle while a request waits for one"
 
 
-@given(states(), st.sampled_from([None, 0.0, 0.2, 5.0]))
-def test_moves_leave_alone_what_runs(state: tuple[list[Want], list[int]], wait: float | None) -> None:
+@given(states())
+def test_moves_leave_alone_what_runs(state: tuple[list[Want], list[int]]) -> None:
     wants, ranks = state
-    now = moves(wants, plan(wants, ranks), ranks, lambda rank: wait)
+    now = moves(wants, plan(wants, ranks), ranks)
     running = {rank for each in wants if each.is_running for rank in each.held}
     used = [rank for place in now.values() for rank in place]
     assert len(used) == len(set(used))
     assert set(used) <= set(ranks) - running
     assert not {each.name for each in wants if each.is_running} & set(now)
+
+
+@given(states())
+def test_requests_that_are_ending_stay_where_they_are(state: tuple[list[Want], list[int]]) -> None:
+    wants, ranks = state
+    places = plan(wants, ranks)
+    for each in wants:
+        if each.is_ending and each.name in places and each.held[0] in ranks:
+            assert places[each.name] == each.held
+
+
+@given(states(), st.lists(st.one_of(st.none(), st.floats(-1.0, 1.0)), min_size=16, max_size=16))
+def test_a_request_waits_for_ranks_that_its_buddies_leave_alone(
+    state: tuple[list[Want], list[int]], left: list[float | None]
+) -> None:
+    """And none while an earlier one has no ranks at all, which will get those."""
+    wants, ranks = state
+    places = plan(wants, ranks)
+    now = moves(wants, places, ranks)
+    names = waiting(wants, places, now, left.__getitem__)
+    assert names <= set(now)
+    running = {rank: each for each in wants if each.is_running for rank in each.held}
+    for index, each in enumerate(wants):
+        if each.name not in names:
+            continue
+        taken = now[each.name]
+        buddies = set(range(first := taken[0] & -2 * len(taken), first + 2 * len(taken))) - set(taken)
+        assert buddies <= running.keys()
+        assert all(left[rank] is not None for rank in buddies)
+        assert each.first >= 2 * len(taken)
+        assert all(other.is_running or other.name in now for other in wants[:index])
 
 
 def test_ranks_that_nobody_wants_go_to_those_that_save_most() -> None:
@@ -87,22 +110,28 @@ def test_a_request_stays_where_its_state_is_and_shrinks_to_its_first_ranks() -> 
 
 def test_a_request_waits_for_ranks_on_which_another_one_still_runs() -> None:
     grows, leaves = want("grows", first=2, held=(0,)), want("leaves", held=(1,), is_running=True)
-    assert moves([grows, leaves], {"grows": (0, 1)}, range(2), unknown) == {"grows": (0,)}
-    assert moves([grows], {"grows": (0, 1)}, range(2), unknown) == {"grows": (0, 1)}
+    assert moves([grows, leaves], {"grows": (0, 1)}, range(2)) == {"grows": (0,)}
+    assert moves([grows], {"grows": (0, 1)}, range(2)) == {"grows": (0, 1)}
 
 
-@pytest.mark.parametrize(("wait", "ranks"), [(0.0, None), (0.46, None), (0.48, (0,)), (None, (0,))])
-def test_a_step_waits_for_more_ranks_where_it_is_done_sooner(wait: float | None, ranks: tuple[int, ...] | None) -> None:
+@pytest.mark.parametrize(("left", "waits"), [(0.46, True), (0.48, False), (-0.46, True), (-0.48, False), (None, False)])
+def test_a_step_waits_for_a_second_rank_if_it_is_done_sooner_with_it(left: float | None, waits: bool) -> None:
     """A step takes 1 s on one rank, and 0.53 on two."""
-    grows, leaves = want("grows", first=2, held=(0,)), want("leaves", steps=0, held=(1,), is_running=True)
-    now = moves([grows, leaves], {"grows": (0, 1)}, range(2), {0: 0.0, 1: wait}.get)
-    assert now == ({} if ranks is None else {"grows": ranks})
+    wants = [ending("ends", 1), want("grows", first=2, held=(0,))]
+    places = plan(wants, range(2))
+    now = moves(wants, places, range(2))
+    assert now == {"grows": (0,)}
+    assert waiting(wants, places, now, {1: left}.get) == ({"grows"} if waits else set())
 
 
-def test_ranks_of_what_is_ending_are_planned_for_others_which_use_them_last() -> None:
-    ending = want("ending", steps=0, held=(0,), is_running=True, is_ending=True)
-    assert plan([ending, want("grows", first=2, held=(1,))], range(2)) == {"grows": (0, 1)}
-    assert plan([ending, want("a"), want("b")], range(2)) == {"a": (1,), "b": (0,)}
+def test_no_step_waits_for_ranks_that_others_keep_or_get() -> None:
+    soon = dict.fromkeys(range(4), 0.0).get
+    grows, stays = want("grows", first=2, held=(0,)), want("stays", held=(1,), is_running=True)
+    assert not waiting([grows, stays], {"grows": (0,), "stays": (1,)}, {"grows": (0,)}, soon)
+    assert waiting([grows, stays], {"grows": (0, 1), "stays": (2,)}, {"grows": (0,)}, soon) == {"grows"}
+    first = want("first")
+    assert not waiting([stays, first, grows], {"first": (1,), "stays": (2,)}, {"grows": (0,)}, soon), "first gets it"
+    assert not waiting([want("one", first=1, held=(0,)), ending("ends", 1)], {}, {"one": (0,)}, soon)
 
 
 def test_a_request_that_is_due_asks_for_the_ranks_that_it_needs() -> None:
