@@ -121,8 +121,10 @@ class Elastic(SchedulingPolicy):
                 wants.append(self._want(view, request, steps, now, is_crowd=is_crowd))
         places = plan(wants, view.ranks)
         groups = moves(wants, places, view.ranks)
+        by_id = {request.id: request for request, _ in turns}
         for name in waiting(wants, places, groups, view.seconds_left):
-            del groups[name]
+            if _only_makes_steps(view, by_id[name]):
+                del groups[name]
         for want in wants:
             if want.is_running and places.get(want.name) == want.held:
                 groups[want.name] = want.held  # its next step may be sent behind the one that runs
@@ -178,7 +180,7 @@ class Elastic(SchedulingPolicy):
         case = self._cases[request.id]
         if not _makes_steps(view, request, steps):
             return Want(request.id, 0, case.seconds, 0.0, 1, held, is_running, request.progress.is_ending)
-        first = case.lossless if is_crowd else case.efficient
+        first = 1 if not steps else case.lossless if is_crowd else case.efficient
         want = Want(request.id, steps, case.seconds, case.others(request), first, held, is_running)
         time = due(request.head)
         return want if time is None else replace(want, first=max(want.first, want.degree_within(time - now)))
@@ -218,6 +220,11 @@ def _makes_steps(view: View, request: Request, steps: int) -> bool:
     if any(name in progress.in_flight for name in names):
         return True
     return steps > 0 and (progress.steps_done > 0 or any(node.name in names for node in view.ready(request)))
+
+
+def _only_makes_steps(view: View, request: Request) -> bool:
+    """Whether all that it could do now is a step, of the kind that is predicted."""
+    return view.ready(request) == [request.workflow.steps[-1]]
 
 
 @dataclass(slots=True)

@@ -39,11 +39,17 @@ class Want:
 
 
 def plan(wants: Sequence[Want], ranks: Sequence[int]) -> dict[str, Ranks]:
-    """Name -> the ranks that it is to have, all different, as if nothing was running. wants: the most urgent first.
-    ranks: that may be used, ascending.
+    """Name -> the ranks that it is to have, all different, as if nothing was running but what is ending, which stays.
+    wants: the most urgent first. ranks: that may be used, ascending.
     """
-    buddies, given = Buddies(ranks), degrees(wants, len(ranks))
-    places = _placed(list(zip(wants, given, strict=False)), buddies)
+    buddies, places = Buddies(ranks), dict[str, Ranks]()
+    for want in wants:
+        if want.is_ending and buddies.are_free(want.held):
+            buddies.hold(want.held)
+            places[want.name] = want.held
+    wants = [want for want in wants if not want.is_ending]
+    given = degrees(wants, buddies.num_free)
+    places |= _placed(list(zip(wants, given, strict=False)), buddies)
     for want in wants[len(given) :]:
         if not buddies.num_free:  # otherwise sets are missing, since ranks are dead or not to be used
             break
@@ -81,11 +87,11 @@ def _gain(want: Want, degree: int, num_free: int) -> float:
 
 
 def _placed(wants: Sequence[tuple[Want, int]], buddies: Buddies) -> dict[str, Ranks]:
-    """Sets of ranks for these degrees: requests that are ending stay where they are, then large sets first, so that all
-    find room; where a request's state is if that is possible, otherwise where the fewest others are.
+    """Sets of ranks for these degrees: large ones first, so that all find room; where a request's state is if that is
+    possible, otherwise where the fewest others are.
     """
     places = dict[str, Ranks]()
-    in_order = sorted(wants, key=lambda pair: (not pair[0].is_ending, -pair[1], not pair[0].held))
+    in_order = sorted(wants, key=lambda pair: (-pair[1], not pair[0].held))
     holders = {rank: want.name for want, _ in wants for rank in want.held}
     for want, degree in in_order:
         places[want.name] = _place(want, degree, buddies, holders)
@@ -147,13 +153,13 @@ def waiting(
     that is overdue; None: unknown.
     """
     owners = {rank: name for name, place in places.items() for rank in place}
-    soon_free = {
-        rank: want.name
-        for want in wants
-        if want.is_running
-        for rank in want.held
-        if want.is_ending or owners.get(rank) != want.name
-    }
+    running = [want for want in wants if want.is_running]
+    busy = {rank for want in running for rank in want.held}
+    soon_free = dict[int, str]()
+    for want in running:
+        leaves_for = set(places.get(want.name, ())) - set(want.held)
+        if want.is_ending or not leaves_for & busy:  # otherwise it may have to stay
+            soon_free |= {rank: want.name for rank in want.held if want.is_ending or owners.get(rank) != want.name}
     found = set[str]()
     for want in wants:
         if want.is_running:

@@ -65,6 +65,8 @@ def test_a_request_is_ending_when_all_that_is_left_is_in_flight() -> None:
     assert not progress.is_ending
     progress.start(INPAINT.node("decode"))
     assert progress.is_ending
+    progress.is_restarting = True
+    assert not progress.is_ending
     progress.finish(INPAINT.node("decode"))
     assert not progress.is_ending
 

@@ -47,8 +47,11 @@ def test_plans_are_disjoint_sets_of_buddies_for_the_first_requests(state: tuple[
     assert set(used) <= set(ranks)
     for place in places.values():
         assert place in list(Buddies(ranks).sets(len(place)))
-    assert set(places) == {each.name for each in wants[: len(places)]}, "nobody is passed over"
-    assert len(places) == len(wants) or len(used) == len(ranks), "no rank is idle while a request waits for one"
+    assert all(places[each.name] == each.held for each in wants if each.is_ending and each.held[0] in ranks)
+    others = [each.name for each in wants if not each.is_ending]
+    placed = [name for name in others if name in places]
+    assert placed == others[: len(placed)], "nobody is passed over"
+    assert placed == others or len(used) == len(ranks), "no rank is idle while a request waits for one"
 
 
 @given(states())
@@ -60,15 +63,6 @@ def test_moves_leave_alone_what_runs(state: tuple[list[Want], list[int]]) -> Non
     assert len(used) == len(set(used))
     assert set(used) <= set(ranks) - running
     assert not {each.name for each in wants if each.is_running} & set(now)
-
-
-@given(states())
-def test_requests_that_are_ending_stay_where_they_are(state: tuple[list[Want], list[int]]) -> None:
-    wants, ranks = state
-    places = plan(wants, ranks)
-    for each in wants:
-        if each.is_ending and each.name in places and each.held[0] in ranks:
-            assert places[each.name] == each.held
 
 
 @given(states(), st.lists(st.one_of(st.none(), st.floats(-1.0, 1.0)), min_size=16, max_size=16))
@@ -129,8 +123,14 @@ def test_no_step_waits_for_ranks_that_others_keep_or_get() -> None:
     grows, stays = want("grows", first=2, held=(0,)), want("stays", held=(1,), is_running=True)
     assert not waiting([grows, stays], {"grows": (0,), "stays": (1,)}, {"grows": (0,)}, soon)
     assert waiting([grows, stays], {"grows": (0, 1), "stays": (2,)}, {"grows": (0,)}, soon) == {"grows"}
-    first = want("first")
-    assert not waiting([stays, first, grows], {"first": (1,), "stays": (2,)}, {"grows": (0,)}, soon), "first gets it"
+    other, leaves = want("other"), {"stays": (2,)}
+    assert waiting([stays, grows, other], leaves, {"grows": (0,)}, soon) == {"grows"}
+    assert not waiting([stays, grows, other], leaves | {"other": (1,)}, {"grows": (0,)}, soon), "it is the other's"
+    assert not waiting([stays, other, grows], leaves, {"grows": (0,)}, soon), "the other, which has none, comes first"
+    blocks = want("blocks", held=(2,), is_running=True)
+    assert not waiting([stays, grows, blocks], leaves | {"blocks": (2,)}, {"grows": (0,)}, soon), "it may have to stay"
+    done = want("done", steps=0, first=2, held=(0,))
+    assert not waiting([stays, done], leaves, {"done": (0,)}, soon)
     assert not waiting([want("one", first=1, held=(0,)), ending("ends", 1)], {}, {"one": (0,)}, soon)
 
 
