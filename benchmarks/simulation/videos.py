@@ -277,7 +277,7 @@ def compare(num_seeds: int, processes: int) -> list[Result]:
         if result.cell != cell:
             cell = result.cell
             print(f"\n{cell.name}, {cell.number} requests, {num_seeds} seeds")
-            print(_row("shares of 144p, 240p, 360p", [*POLICIES, "optimum"]))
+            print(_row("shares of 144p, 240p, 360p", [*POLICIES, "least"]))
         for line in _rows(result):
             print(line, flush=True)
     print()
@@ -311,12 +311,12 @@ def _rows(result: Result) -> Iterator[str]:
     mix = " ".join(f"{share:g}" for share in result.mix)
     for index, what in enumerate(Figures._fields):
         values = [f"{each[index]:.1f}" for each in result.figures.values()]
-        least = {"device_seconds": f"{result.optimum:.0f}", "mean": f"{result.least_mean:.1f}"}.get(what, "")
-        yield _row(f"{mix}  {what}", [*values, least])
+        least = {"device_seconds": result.optimum, "mean": result.least_mean}.get(what, 0.0)
+        yield _row(f"{mix}  {what}", [*values, f"{least:.1f}" if least else ""])
 
 
 def _row(name: str, values: Sequence[str]) -> str:
-    widths = (max(8, len(column) + 2) for column in (*POLICIES, "optimum"))
+    widths = (max(8, len(column) + 2) for column in (*POLICIES, "least"))
     return f"{name:<32}" + "".join(f"{value:>{width}}" for value, width in zip(values, widths, strict=False))
 
 
