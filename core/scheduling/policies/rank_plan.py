@@ -44,7 +44,7 @@ def plan(wants: Sequence[Want], ranks: Sequence[int]) -> dict[str, Ranks]:
     """
     buddies, places = Buddies(ranks), dict[str, Ranks]()
     for want in wants:
-        if want.is_ending and buddies.are_free(want.held):
+        if want.is_ending and want.held and buddies.are_free(want.held):
             buddies.hold(want.held)
             places[want.name] = want.held
     wants = [want for want in wants if not want.is_ending]
@@ -152,15 +152,8 @@ def waiting(
     places, now: from `plan` and `moves`. left: busy rank -> predicted seconds until it has done what it has; below 0:
     that is overdue; None: unknown.
     """
-    owners = {rank: name for name, place in places.items() for rank in place}
-    running = [want for want in wants if want.is_running]
-    busy = {rank for want in running for rank in want.held}
-    soon_free = dict[int, str]()
-    for want in running:
-        leaves_for = set(places.get(want.name, ())) - set(want.held)
-        if want.is_ending or not leaves_for & busy:  # otherwise it may have to stay
-            soon_free |= {rank: want.name for rank in want.held if want.is_ending or owners.get(rank) != want.name}
-    found = set[str]()
+    soon_free, found = _soon_free(wants, places), set[str]()
+    owners = {rank: want.name for want in wants if not want.is_ending for rank in places.get(want.name, ())}
     for want in wants:
         if want.is_running:
             continue
@@ -168,14 +161,22 @@ def waiting(
             break  # this one gets what will be free
         degree = 2 * len(taken)
         others = set(range(first := taken[0] & -degree, first + degree)) - set(taken)
-        are_for_it = all(owners.get(rank) in (want.name, soon_free.get(rank, ""), None) for rank in others)
-        if (
-            degree <= want.first
-            and others <= soon_free.keys()
-            and are_for_it
-            and _is_sooner(want, degree, others, left)
-        ):
+        are_for_it = others <= soon_free and all(owners.get(rank, want.name) == want.name for rank in others)
+        if degree <= want.first and are_for_it and _is_sooner(want, degree, others, left):
             found.add(want.name)
+    return found
+
+
+def _soon_free(wants: Sequence[Want], places: Mapping[str, Ranks]) -> set[int]:
+    """Ranks that those that run now leave, if where they go nobody runs, or that those that are ending have."""
+    running = [want for want in wants if want.is_running]
+    busy, found = {rank for want in running for rank in want.held}, set[int]()
+    for want in running:
+        place = set(places.get(want.name, ()))
+        if want.is_ending:
+            found.update(want.held)
+        elif not busy & (place - set(want.held)):  # otherwise it may have to stay
+            found.update(set(want.held) - place)
     return found
 
 
