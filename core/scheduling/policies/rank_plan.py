@@ -168,7 +168,9 @@ def waiting(
 
 
 def _soon_free(wants: Sequence[Want], places: Mapping[str, Ranks]) -> set[int]:
-    """Ranks that those that run now leave, if where they go nobody runs, or that those that are ending have."""
+    """Ranks that will be free when their batch ends: those of requests that are ending, and those that a request leaves
+    for others. A request whose new ranks are still busy may have to stay, so its ranks do not count.
+    """
     running = [want for want in wants if want.is_running]
     busy, found = {rank for want in running for rank in want.held}, set[int]()
     for want in running:
