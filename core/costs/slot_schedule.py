@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
+from functools import cache
 from heapq import heappop, heappush
 from math import inf
 from typing import NamedTuple
@@ -188,6 +189,7 @@ def best_schedules(
     return max(found)[-1]
 
 
+@cache
 def slots_to_try(most: int) -> list[int]:
     """1, 2, 3, 4, 6, 8, 12, 16, ... and the most."""
     powers = [1 << power for power in range(most.bit_length())]

@@ -201,6 +201,7 @@ class Finished(Message, frozen=True):
     tier: Tier | None  # the slowest tier that its pages came from; None unless a hit
     is_primed: bool  # pages were primed for it, by itself or by an earlier edit of its template
     full_blocks: int  # most blocks that one of its mask-aware steps computed in full
+    made: float  # when the workers had finished it, seconds of CLOCK_MONOTONIC
     degrees: tuple[int, ...] = ()  # of each computed step, the number of ranks that computed it together
 
 

@@ -30,11 +30,14 @@ class Inputs:
         return not self.awaited and not self.elsewhere
 
 
+_ALL_THERE = Inputs()
+
+
 def find_inputs(request: Request, node: Node, ranks: Ranks, values: ValueTable) -> Inputs:
     """Where the inputs of a ready node are that these ranks need at its start."""
-    found = Inputs()
     if _is_at_home(request, ranks):
-        return found
+        return _ALL_THERE
+    found = Inputs()
     reads = request.workflow.reads[node.name]
     is_fixed_there = (node.name, ranks) in request.fixed_inputs  # since an earlier round
     edges = edges_read(request.progress, reads.of_round if is_fixed_there else node.inputs)

@@ -12,6 +12,7 @@ Output = PartialImage | Finished | TemplatePrimed | AdapterAdded | Failed | Abor
 def finished(request: Request, cache: CacheOutcome) -> Finished:
     """The terminal message of a request whose last node is done. cache: what the cache has done for it."""
     assert request.started is not None
+    assert request.made is not None
     ms = {"queue": (request.started - request.head.arrival) * 1e3}
     ms |= {part: seconds * 1e3 for part, seconds in request.part_seconds.items()}
     ms["prime"] = cache.prime_seconds * 1e3
@@ -24,5 +25,6 @@ def finished(request: Request, cache: CacheOutcome) -> Finished:
         tier=cache.tier,
         is_primed=cache.result == "miss",
         full_blocks=cache.full_blocks,
+        made=request.made,
         degrees=tuple(request.degrees.values()),
     )

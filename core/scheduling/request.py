@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from core.costs.load_report import RequestLoad
     from core.graph.progress import Progress
+    from core.graph.work import Work
     from core.graph.workflow import Node, Workflow
     from core.handles import TensorKey, TensorRef
     from core.messages.engine import Canvas, EngineRequest, Spec
@@ -93,6 +94,8 @@ class Request:
     fixed_inputs: dict[tuple[str, tuple[int, ...]], tuple[TensorRef, ...]] = field(default_factory=dict)
     # (canvas, whether a step is mask-aware) -> sizes
     known_sizes: dict[tuple[str, bool], NodeSizes] = field(default_factory=dict)
+    # (node, whether it is a mask-aware step) -> its work
+    known_work: dict[tuple[str, bool], Work] = field(default_factory=dict)
     has_lost_rank: bool = False  # one of these has died: values may be in shared memory alone
     num_moving: int = 0  # its values that a worker is writing to shared memory
     num_deaths: int = field(init=False)  # of processes that died while they ran it
@@ -108,6 +111,7 @@ class Request:
     rounds_between: dict[str, int] = field(default_factory=dict)  # from one to the next
     # Set by the scheduler from results of batches.
     started: float | None = None  # when a worker began its first stage, monotonic seconds
+    made: float | None = None  # when a worker ended its last one so far
     part_seconds: dict[str, float] = field(default_factory=dict)  # Part -> worker seconds spent in it
     degrees: dict[tuple[str, int], int] = field(default_factory=dict)  # (step node, round) -> ranks that computed it
     # Set by the Predictor.
@@ -151,6 +155,11 @@ class Request:
     def note_answer(self, node: Node) -> None:
         """Note that the oldest run in flight of a node has been answered. To be called before progress is changed."""
         self.sent_to.pop((node.name, self.progress.done[node.name] + 1 if node.region else 0), None)
+
+    def note_run(self, start: float, end: float) -> None:
+        """Note that a worker has run a node of it."""
+        self.started = start if self.started is None else min(self.started, start)
+        self.made = end if self.made is None else max(self.made, end)
 
     def lose_rank(self, rank: int) -> None:
         """Note that a rank is gone with all that it had."""

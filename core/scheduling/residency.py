@@ -112,6 +112,8 @@ class Residency:
 
     def has(self, model: str, component: str, ranks: Iterable[int]) -> bool:
         """Whether all of these ranks have a model's components of this kind."""
+        if self.is_complete:  # most of the time
+            return None not in [self._have[rank] for rank in ranks]
         keys = self.models[model].keys_of(component)
         return all((have := self._have[rank]) is not None and have.keys() >= {*keys} for rank in ranks)
 
@@ -153,7 +155,7 @@ class Residency:
 
     @property
     def is_complete(self) -> bool:
-        """Whether everything is loaded everywhere."""
+        """Whether everything is loaded on all ranks that live."""
         if self._is_complete is None:
             self._is_complete = not self._awaited and not any(map(self.lacking, self.models))
             self._may_start = None if self._is_complete else self._may_start

@@ -367,7 +367,7 @@ class StepScheduler:
         request.note_answer(node)
         seconds, part = request.part_seconds, op_of(node).part
         seconds[part] = seconds.get(part, 0.0) + result.seconds
-        request.started = min(request.started or result.started, result.started)
+        request.note_run(result.started, result.started + result.seconds)
         if request.is_set_back:
             request.progress.land(node)
         elif item.failure is not None and item.failure.kind == "pages_lost":

@@ -12,6 +12,10 @@ from engine.client.image_work import ImageSeconds
 from engine.images.image_jobs import Caller
 
 
+MOST_DELAY = 0.25
+"""Share of the time that an edit has in which its file waits to be made, at most."""
+
+
 class AdmissionTicket:
     """Called by EditSession: look_at_upload, look_at_edit, note_delivered for each final file, then finished or missed;
     leave at any time.
@@ -67,22 +71,22 @@ class AdmissionTicket:
     @property
     def worker_deadline(self) -> float | None:
         """The latest time for a worker to finish before its timeout, so that there is time left to deliver the file."""
-        return None if self.deadline is None else self.deadline - self._delivery_seconds
+        return None if self.deadline is None else self.deadline - self._delivery_seconds(self.deadline)
 
     @property
     def worker_objective(self) -> float | None:
         """The same before its objective."""
-        return None if self.objective is None else self.objective - self._delivery_seconds
+        return None if self.objective is None else self.objective - self._delivery_seconds(self.objective)
 
-    @property
-    def _delivery_seconds(self) -> float:
-        """Under load files wait for an image processor, and it for a core. That counts as much as making the file at
-        most: else a backlog of files that has long gone could leave no time at all for the next edits.
+    def _delivery_seconds(self, end: float) -> float:
+        """What pictures wait for on their way, and files for an image processor or it for a core, counts as a share of
+        the time until `end` at most: else a backlog of files that has long gone could leave none for the next edits.
         """
-        return self._compose_seconds + min(self._compose_seconds, self._controller.delivery.seconds)
+        most = MOST_DELAY * (end - self._caller.arrival)
+        return self._compose_seconds + min(most, self._controller.delivery.seconds)
 
     def note_delivered(self, seconds: float) -> None:
-        """Learn from a file that took so long to be made after the workers had finished."""
+        """Learn from a file that was made so long after the workers had finished."""
         self._controller.delivery.observe(self._compose_seconds, seconds)
 
     def finished(self, ended: float) -> None:

@@ -123,9 +123,10 @@ class EditSession(Session):
             case PartialImage():
                 return await delivery.partial(image, output)
             case Finished():
-                start = time.monotonic()
+                assert image.ended is not None
+                way, start = image.ended - output.made, time.monotonic()
                 file = await delivery.finished(image, output)
-                self._ticket.note_delivered(time.monotonic() - start)
+                self._ticket.note_delivered(way + time.monotonic() - start)
                 self._note_objective(image)
                 return file
             case Failed():

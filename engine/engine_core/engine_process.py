@@ -6,6 +6,7 @@ Started by EngineClient through core.ipc.process; exits when drained, when a wor
 from __future__ import annotations
 
 import asyncio
+import gc
 import logging
 import mmap
 import shutil
@@ -122,6 +123,8 @@ async def _run_engine(config: EngineConfig, executor: Executor, link: _Link, tra
     scheduler.learn(executor.cost_samples, executor.components.items(), executor.ports)
     _warn_of_missing_profile(config, executor.cost_samples)
     core = EngineCore(scheduler, executor, link.emit, trace, config.hang_seconds)
+    gc.collect()
+    gc.freeze()  # so that collections do not walk what stays, such as modules
     link.emit(EngineReady(models=tuple(models.values()), device_page_bytes=min(filter(None, page_bytes), default=0)))
     async with asyncio.TaskGroup() as tasks:
         feeders = [tasks.create_task(link.feed(core)), tasks.create_task(_feed_results(executor, core))]

@@ -11,8 +11,8 @@ share of the objective and serves first what came first.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass, field
 from itertools import islice
 from math import inf
 
@@ -45,12 +45,39 @@ for any slot.
 
 
 @dataclass(frozen=True, slots=True)
+class Line:
+    """Requests of one model that make their steps on one rank."""
+
+    requests: tuple[Request, ...]  # in the order in which they get slots
+    num_slots: int
+
+    @property
+    def served(self) -> list[Request]:
+        """Those that have a slot now."""
+        return [request for request in self.requests if _has_steps(request)][: self.num_slots]
+
+
+@dataclass(slots=True)
 class Plan:
     """Which requests are to be served."""
 
-    served: tuple[Request, ...] = ()  # those that have a slot now; of a model and rank the one that is due first first
-    others: tuple[Request, ...] = ()  # that wait and need none: all of their steps were made before ranks died
+    lines: tuple[Line, ...] = ()
+    others: tuple[Request, ...] = ()  # that wait and need no slot: all of their steps were made before ranks died
     given_up: tuple[GiveUp, ...] = ()
+    served: list[Request] = field(init=False)  # those that have a slot now; of a line the one that is due first first
+
+    def __post_init__(self) -> None:
+        self.served = [request for line in self.lines for request in line.served]
+
+    def go_on(self) -> bool:
+        """Give slots of requests that have no steps left to the next ones in their lines; whether all are taken."""
+        num_slots = len(self.served)
+        self.served = [request for line in self.lines for request in line.served]
+        return len(self.served) == num_slots
+
+
+def _has_steps(request: Request) -> bool:
+    return request.is_live and request.progress.steps_left > 0
 
 
 @dataclass(slots=True)
@@ -81,6 +108,7 @@ class Goodput(SchedulingPolicy):
         self._repeated = RepeatedSteps()
         self._plan = Plan()
         self._passes_left = 0  # until the plan is made again
+        self._has_room = False  # a request has ended since then, or a slot was left that no other of its line took
         self._ranks: tuple[int, ...] = ()  # that lived when it was made
 
     def on_arrival(self, request: Request) -> None:
@@ -91,7 +119,7 @@ class Goodput(SchedulingPolicy):
 
     def on_end(self, request_id: str) -> None:
         if all(request_id != each.request.id for each in self._plan.given_up):  # the plan is made without these
-            self._passes_left = 0
+            self._has_room = True
         self._work.forget(request_id)
         self._headroom.note_end()
         if self._shares is not None:
@@ -101,34 +129,57 @@ class Goodput(SchedulingPolicy):
         self._work.next_pass(now)
         self._passes_left -= 1
         if self._is_stale(view):
-            self._passes_left, self._ranks = PLAN_EVERY, view.ranks
-            self._repeated.forget()
-            self._plan = Planner(
-                view, now, self._work, self._shares, self._headroom.value * self._pauses.stretch
-            ).plan()
-        plan = self._plan
-        given_up = [each for each in plan.given_up if each.request.is_live]
-        gone = frozenset(each.request.id for each in given_up)
-        for each in given_up:
-            if each.request.status is Status.RUNNING:
-                self._headroom.note_wasted()
-        again = self._repeated.next(view, plan.served)
+            self._make_plan(view, now)
+        again = self._repeated.next(view, self._plan.served)
+        if again is None and self._may_be_set_back(view):
+            self._make_plan(view, now)
+        plan, given_up = self._plan, self._given_up()
         if again is not None and not plan.others:
             self._turns.note_sent(now)
             return [*given_up, *again]
+        gone = frozenset(each.request.id for each in given_up)
         decisions = GoodputPass(view, served=plan.served, others=plan.others, gone=gone, shares=self._shares).run()
         decisions = self._turns.choose(view, decisions, now, besides=self._step_ranks(view))
         self._repeated.note(decisions)
         return [*given_up, *decisions]
 
     def _is_stale(self, view: View) -> bool:
-        """Whether a plan has to be made. What ranks take with them when they die may put requests back to where no plan
-        has seen them, at any time until these have ended.
-        """
-        served = self._plan.served
-        if self._passes_left < 0 or view.ranks != self._ranks or not all(each.progress.steps_left for each in served):
+        """Whether a plan has to be made, unless ranks have died."""
+        plan = self._plan
+        if self._passes_left < 0 or view.ranks != self._ranks:
             return True
-        return not served or any(request.has_lost_rank for request in (*served, *view.requests.running))
+        if not all([each.progress.steps_left for each in plan.served]) and not plan.go_on():
+            self._has_room = True
+        if self._has_room or not plan.served:
+            self._has_room = self._is_any_left_out(view)
+        return self._has_room
+
+    def _is_any_left_out(self, view: View) -> bool:
+        """Whether a plan might serve a request that this one does not."""
+        served = {request.id for request in self._plan.served}
+        return any(
+            request.id not in served and (request.progress.steps_left or request.status is Status.WAITING)
+            for request in view.requests.live()
+        )
+
+    def _may_be_set_back(self, view: View) -> bool:
+        """Whether what ranks take with them when they die may put requests back to where no plan has seen them, which
+        it may do at any time until these have ended.
+        """
+        return any(request.has_lost_rank for request in (*self._plan.served, *view.requests.running))
+
+    def _make_plan(self, view: View, now: float) -> None:
+        self._passes_left, self._has_room, self._ranks = PLAN_EVERY, False, view.ranks
+        self._repeated.forget()
+        self._plan = Planner(view, now, self._work, self._shares, self._headroom.value * self._pauses.stretch).plan()
+
+    def _given_up(self) -> list[GiveUp]:
+        """Of the plan, unless they have ended since."""
+        given_up = [each for each in self._plan.given_up if each.request.is_live]
+        for each in given_up:
+            if each.request.status is Status.RUNNING:
+                self._headroom.note_wasted()
+        return given_up
 
     def _step_ranks(self, view: View) -> set[int]:
         """Where steps are made: there, plans count on the order of `StepPass`, by which what finishes requests goes
@@ -162,9 +213,9 @@ class Planner:
         for case in cases:
             if case.request.id not in gone and case.left.steps:
                 groups.setdefault(case.request.head.model, []).append(case)
-        served = [request for group in groups.values() for request in self._served(group)]
+        lines = [line for group in groups.values() for line in self._lines(group)]
         others = [case.request for case in cases if case.request.id not in gone and not case.left.steps]
-        return Plan(tuple(served), tuple(each for each in others if each.status is Status.WAITING), given_up)
+        return Plan(tuple(lines), tuple(each for each in others if each.status is Status.WAITING), given_up)
 
     def _judge(self, request: Request) -> Case:
         left, time = self.work.of(self.view, request), due(request.head)
@@ -188,26 +239,26 @@ class Planner:
 
     # ------------------------------------------------------------------------------------------------ the set
 
-    def _served(self, mine: Sequence[Case]) -> Iterator[Request]:
-        """The requests of a model that have a slot now. Late ones have it on ranks where no other could be served."""
+    def _lines(self, mine: Sequence[Case]) -> Iterable[Line]:
+        """Of a model. Late requests have slots on ranks where no other could be served."""
         in_time = [case for case in mine if not case.is_late or self._is_patient(case)]
         late = [case for case in mine if case.is_late and not self._is_patient(case)]
         ranks = self.view.ranks if self.shares is not None else self.view.ranks[:1]
-        served = self._scheduled(in_time, ranks)
-        served |= self._scheduled(late, [rank for rank in ranks if not served.get(rank)])
-        for rank, cases in served.items():
-            for case in cases:
-                if self.shares is not None:
-                    self.shares.settle(case.request, rank)
-                yield case.request
+        lines = self._scheduled(in_time, ranks)
+        lines |= self._scheduled(late, [rank for rank in ranks if rank not in lines])
+        if self.shares is not None:
+            for rank, line in lines.items():
+                for request in line.requests:
+                    self.shares.settle(request, rank)
+        return lines.values()
 
     def _is_patient(self, case: Case) -> bool:
         """Whether a request is to be served though it is late, or has no due time, because it has waited so long."""
         has_no_due = case.is_late or case.seconds == inf
         return has_no_due and self.now - case.request.head.arrival > PATIENCE_SECONDS * (1 + case.request.head.priority)
 
-    def _scheduled(self, cases: Sequence[Case], ranks: Sequence[int]) -> dict[int, list[Case]]:
-        """Rank -> those of these that have a slot there. ranks: those that may serve them."""
+    def _scheduled(self, cases: Sequence[Case], ranks: Sequence[int]) -> dict[int, Line]:
+        """By rank, where any of these is served. ranks: those that may serve them."""
         able = {case.request.id: self._able(case.request, ranks) for case in cases}
         cases = [case for case in cases if able[case.request.id]]
         if not cases:
@@ -218,14 +269,15 @@ class Planner:
         pace, starts = self._pace(cases, min(most, len(cases))), [self.view.wait_seconds(rank) for rank in ranks]
         schedules = best_schedules(turns, most, pace, starts, blocks=self._blocks)
         chosen = {index for schedule in schedules for index in schedule.chosen}
-        found = dict[int, list[Case]]()
+        found = dict[int, Line]()
         for place, (rank, schedule) in enumerate(zip(ranks, schedules, strict=True)):
-            indexes = schedule.chosen[: schedule.num_slots]
+            indexes = schedule.chosen
             if not indexes:  # one that would be in time alone may seem late where predictions are rounded
                 others = (index for index, turn in enumerate(turns) if place in turn.ranks and index not in chosen)
                 indexes = tuple(islice(others, 1))
                 chosen.update(indexes)
-            found[rank] = [cases[index] for index in indexes]
+            if indexes:
+                found[rank] = Line(tuple(cases[index].request for index in indexes), schedule.num_slots)
         return found
 
     def _able(self, request: Request, ranks: Sequence[int]) -> tuple[int, ...]:

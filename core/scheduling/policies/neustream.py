@@ -19,6 +19,7 @@ from typing import NamedTuple
 from core.costs.latency_table import largest_batch
 from core.graph.work import Work
 from core.graph.workflow import Node, op_of
+from core.scheduling.batch_items import node_work
 from core.scheduling.deadlines import due, why_late
 from core.scheduling.dispatch import Decision, GiveUp
 from core.scheduling.policies.policy import SchedulingPolicy
@@ -138,7 +139,7 @@ class NeuStreamPass(StepPass):
     def _limit(self, request: Request, node: Node) -> int:
         """Largest batch within the request's partial SLO for this op; 1 if none is."""
         op, model = op_of(node), request.head.model
-        work = op.size(request.sizes(node))
+        work = node_work(request, node)
         key = node.op, work, self.alone[request.id].stretch
         limit = self._limits.get(key)
         if limit is None:

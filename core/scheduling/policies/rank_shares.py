@@ -7,6 +7,7 @@ from statistics import mean
 from core.costs.shares import Demand, ranks_of
 from core.graph.work import Work
 from core.graph.workflow import Node, op_of
+from core.scheduling.batch_items import node_work
 from core.scheduling.deadlines import due
 from core.scheduling.policies.work_left import WorkLeft
 from core.scheduling.request import Request, Status
@@ -86,7 +87,7 @@ def _demands(view: View, requests: list[Request], work: WorkLeft) -> dict[str, D
 
 def _demand(view: View, runs: list[tuple[Request, Node]], num_requests: int, stretch: float, work: WorkLeft) -> Demand:
     request, node = runs[0]
-    model, op, size = request.head.model, op_of(node), op_of(node).size(request.sizes(node))
+    model, op, size = request.head.model, op_of(node), node_work(request, node)
     most = view.largest_batch(model, op)
     times = sum(request.progress.times(node) for request, node in runs) / num_requests
 

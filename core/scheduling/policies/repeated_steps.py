@@ -44,10 +44,13 @@ class RepeatedSteps:
         """
         if not self._names.issuperset([request.id for request in served]) or view.jobs():
             return None
-        if not self._batches.keys() <= set(view.ranks):
-            return None
-        if not all(_needs_only_steps(view, request) for request in view.requests.running):
-            return None
+        for request in view.requests.running:
+            if request.has_lost_rank:  # inputs may have to be fetched
+                return None
+            names = request.workflow.step_names
+            for node in view.ready(request):
+                if node.name not in names:
+                    return None
         batches = [self._batches[rank] for rank in view.open_ranks if rank in self._batches]
         return batches if all(_can_be_repeated(view, batch) for batch in batches) else None
 
@@ -55,12 +58,6 @@ class RepeatedSteps:
 def _is_of(batch: Dispatch, names: set[str]) -> bool:
     """Whether any of these requests is in it."""
     return any(request.id in names for request, _ in batch.items)
-
-
-def _needs_only_steps(view: View, request: Request) -> bool:
-    """Of one that has lost a rank, inputs may have to be fetched."""
-    names = request.workflow.step_names
-    return not request.has_lost_rank and all(node.name in names for node in view.ready(request))
 
 
 def _can_be_repeated(view: View, batch: Dispatch) -> bool:

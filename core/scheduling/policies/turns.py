@@ -8,6 +8,7 @@ from typing import NamedTuple
 from core.costs.finish_order import FinishOrder
 from core.graph.work import Work
 from core.graph.workflow import Node, op_of
+from core.scheduling.batch_items import node_work
 from core.scheduling.dispatch import Decision, Dispatch
 from core.scheduling.policies.step_batching import BatchKey
 from core.scheduling.request import Request
@@ -120,7 +121,7 @@ def _key(batch: Dispatch) -> BatchKey:
 def _seconds(view: View, batch: Dispatch) -> float:
     request, node = batch.items[0]
     op = op_of(node)
-    work = sum((op.size(each.sizes(of)) for each, of in batch.items), Work((), ()))
+    work = sum((node_work(each, of) for each, of in batch.items), Work((), ()))
     return view.batch_seconds(request.head.model, op, work)
 
 

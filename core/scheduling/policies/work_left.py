@@ -7,6 +7,7 @@ from typing import NamedTuple
 from core.graph.op import Op
 from core.graph.work import Work
 from core.graph.workflow import Node, op_of
+from core.scheduling.batch_items import node_work, work_of
 from core.scheduling.request import Request, Status
 from core.scheduling.view import View
 
@@ -78,7 +79,7 @@ class WorkLeft:
 
     def alone(self, view: View, request: Request, node: Node) -> float:
         """Predicted time of running a node next, alone."""
-        return self._seconds(view, request.head.model, op_of(node), op_of(node).size(request.sizes(node)))
+        return self._seconds(view, request.head.model, op_of(node), node_work(request, node))
 
     def _others(self, view: View, request: Request) -> tuple[float, float]:
         before = after = 0.0
@@ -103,15 +104,12 @@ class WorkLeft:
 
 def steps_of(request: Request, node: Node) -> list[tuple[int, Work]]:
     """(number, work of one) of a node's steps that are left: those that compute all tokens, and mask-aware ones."""
-    times, op, spec = request.progress.times_left(node), op_of(node), request.spec
+    times, spec = request.progress.times_left(node), request.spec
     if not times:
         return []
     if node.canvas or not spec.is_mask_aware:
-        return [(times, op.size(request.sizes(node)))]
+        return [(times, node_work(request, node))]
     first = request.progress.scheduled[node.name]
     num_full = spec.num_full_steps(first, first + times)
-    kinds = [
-        (num_full, request.sizes_of(node, is_masked=False)),
-        (times - num_full, request.sizes_of(node, is_masked=True)),
-    ]
-    return [(number, op.size(sizes)) for number, sizes in kinds if number]
+    kinds = (num_full, False), (times - num_full, True)
+    return [(number, work_of(request, node, is_masked=is_masked)) for number, is_masked in kinds if number]

@@ -56,6 +56,7 @@ def finished(request_id: str, **changes: Any) -> Finished:
         "tier": None,
         "is_primed": False,
         "full_blocks": 0,
+        "made": 1.0,
     }
     return Finished(request_id=request_id, **fields | changes)
 
