@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from fakes import MODEL
 
-from benchmarks.simulation.server_engine import Known, Surroundings
+from benchmarks.simulation.outside import Surroundings
+from benchmarks.simulation.server_engine import Known
 from core.graph.op import OPS
 from core.graph.work import Work
 from core.messages.worker import CostSample

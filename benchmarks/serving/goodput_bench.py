@@ -24,7 +24,8 @@ from benchmarks.serving.cell_outcomes import Outcomes, outcomes_of
 from benchmarks.serving.lone_run import Probe, crowding_of
 from benchmarks.serving.recorded import CLOCKWORK, read
 from benchmarks.serving.recorded_server import SETTLE_SECONDS, RecordedServer, recorded_server
-from benchmarks.simulation.server_engine import Crowding, Known, OpAtDegree, Simulated, Surroundings, serve, stretch_of
+from benchmarks.simulation.outside import Crowding, Surroundings
+from benchmarks.simulation.server_engine import Known, OpAtDegree, Simulated, serve, stretch_of
 from core.config import ModelConfig
 from core.messages.codec import MessageDecoder, encode
 from core.messages.engine import EngineRequest
@@ -58,6 +59,9 @@ POLICIES = {
 
 PROBES = 8
 """Requests sent one by one before and after each run, always the same."""
+
+PROBE_MS = 600_000.0
+"""Their timeout."""
 
 
 class Alone(msgspec.Struct, frozen=True):
@@ -111,6 +115,11 @@ class Bench:
         return make(mix, args.num_prompts, random)
 
     @property
+    def probes(self) -> list[EditCall]:
+        """The requests that tell how fast the machine is. All have a timeout, which does not matter."""
+        return [replace(call, slo_ms=PROBE_MS) for call in self.calls[:PROBES]]
+
+    @property
     def warm_ups(self) -> list[EditCall]:
         """One edit of each template, twice; and as many generations."""
         return 2 * self.calls[: self.args.num_templates]
@@ -147,7 +156,7 @@ class Bench:
         calls = self.calls if self.args.workload == "edits" else self.calls[:PROBES]
         with self.server("step_batching") as (target, recorded):
             lone = asyncio.run(measure_lone(target, self.calls, [call.steps for call in self.calls]))
-            probe = recorded.send_one_by_one(target, calls[:PROBES]).probe
+            probe = recorded.send_one_by_one(target, self.probes).probe
             heads = [arrival.head for arrival in recorded.send_one_by_one(target, calls).arrivals]
             warm_ups = read(recorded.path)[0][: len(self.warm_ups)]
         if len(heads) < len(self.calls):
@@ -170,14 +179,13 @@ class Bench:
     # ------------------------------------------------------------------------------------------------ a cell
 
     def measure(self, cell: Cell, policy: str, alone: Alone, number_of_round: int) -> Outcomes:
-        calls = self.calls[:PROBES]
         with self.server(policy) as (target, recorded):
-            first = recorded.send_one_by_one(target, calls).probe
+            first = recorded.send_one_by_one(target, self.probes).probe
             load = self._load(cell, alone, first, number_of_round)
             before = recorded.since(0.0)[1][-1]
             run = asyncio.run(send_on_time(target, *load))
             batches = recorded.since(run.started)[1]
-            last = recorded.send_one_by_one(target, calls).probe
+            last = recorded.send_one_by_one(target, self.probes).probe
         return msgspec.structs.replace(outcomes_of(run, before, batches), probes=(first, last))
 
     def _load(self, cell: Cell, alone: Alone, now: Probe, number_of_round: int) -> tuple[list[EditCall], list[float]]:
@@ -196,9 +204,10 @@ class Bench:
             msgspec.structs.replace(_decode(head), request_id=str(index), arrival=when, deadline=end)
             for index, (head, when, end) in enumerate(zip(alone.requests, due, until, strict=True))
         ]
+        around = _mean([probe.surroundings for probe in of.probes])
         return serve(
             self.known,
-            replace(_mean([probe.surroundings for probe in of.probes]), crowding=results.mean_crowding),
+            replace(around, send=of.sending, crowding=results.mean_crowding),
             POLICIES[policy],
             requests,
             list(map(_decode, alone.warm_ups)),
@@ -223,12 +232,15 @@ def _decode(head: str) -> EngineRequest:
 
 
 def _mean(every: Sequence[Surroundings]) -> Surroundings:
+    """What the server does not know of a delivery can be told before a run only: it learns from the last ones."""
     return Surroundings(
         prepare=statistics.fmean(each.prepare for each in every),
         deliver=statistics.fmean(each.deliver for each in every),
         trip=statistics.fmean(each.trip for each in every),
         pause=statistics.fmean(each.pause for each in every),
         outside_cpu=statistics.fmean(each.outside_cpu for each in every),
+        arrive=statistics.fmean(each.arrive for each in every),
+        hand_over=every[0].hand_over,
     )
 
 

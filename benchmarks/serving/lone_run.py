@@ -9,9 +9,9 @@ from dataclasses import dataclass
 
 import msgspec
 
-from benchmarks.load.client import Run
+from benchmarks.load.client import Outcome, Run
 from benchmarks.serving.recorded import Arrival, Batch, successive
-from benchmarks.simulation.server_engine import Crowding, Surroundings
+from benchmarks.simulation.outside import Crowding, Surroundings
 
 
 class Probe(msgspec.Struct, frozen=True):
@@ -56,13 +56,27 @@ class LoneRun:
         same = [pair for pair in successive(self.batches) if _is_same(*pair)]
         trips = [after.started - before.ended for before, after in same if not before.has_next(after)]
         pauses = [after.started - before.ended for before, after in same if before.has_next(after)]
+        waits = [self._clock_starts(*pair) for pair in zip(self.run.outcomes, self.arrivals, strict=True)]
+        arrive = [clock - self.run.started - of.sent for clock, of in zip(waits, self.run.outcomes, strict=True)]
+        reserves = [
+            clock + of.slo_ms / 1e3 - arrival.request.deadline
+            for clock, of, arrival in zip(waits, self.run.outcomes, self.arrivals, strict=True)
+            if of.slo_ms is not None and arrival.request.deadline is not None
+        ]
         return Surroundings(
             prepare=statistics.median(self.prepared),
             deliver=statistics.median(deliver),
+            arrive=statistics.median(arrive),
+            hand_over=statistics.median(deliver) - statistics.median(reserves) if reserves else 0.0,
             trip=statistics.median(trips) if trips else 0.0,
             pause=statistics.fmean(pauses) if pauses else 0.0,
             outside_cpu=self.outside_cpu,
         )
+
+    def _clock_starts(self, outcome: Outcome, arrival: Arrival) -> float:
+        """When the server began to count the time that a request has, in seconds of CLOCK_MONOTONIC."""
+        seconds: float = outcome.facts["ms"]["preprocess"] / 1e3
+        return arrival.request.arrival - seconds
 
     @property
     def probe(self) -> Probe:

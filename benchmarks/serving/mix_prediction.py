@@ -15,7 +15,8 @@ from benchmarks.load.workload import available_cores
 from benchmarks.serving.cell_outcomes import seconds_by_op
 from benchmarks.serving.lone_run import LoneRun
 from benchmarks.serving.recorded import Arrival
-from benchmarks.simulation.server_engine import Known, OpAtDegree, Surroundings, serve, stretch_of
+from benchmarks.simulation.outside import Surroundings
+from benchmarks.simulation.server_engine import Known, OpAtDegree, serve, stretch_of
 from core.messages.engine import EngineRequest
 
 

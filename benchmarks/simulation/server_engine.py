@@ -23,20 +23,19 @@ from benchmarks.simulation.clock import Clock
 from benchmarks.simulation.cores import Cores
 from benchmarks.simulation.durations import Durations
 from benchmarks.simulation.engine import SimulatedEngine
+from benchmarks.simulation.outside import Outside, Surroundings
 from benchmarks.simulation.recorder import BatchNote, Recorder
 from core.cache_folder import user_cache_folder
 from core.config import ImageConfig, ModelConfig, SchedulerConfig
 from core.costs.cost_model import CostModel
-from core.costs.prediction_margin import UsualDelay
 from core.graph.catalog import WORKFLOWS
 from core.graph.op import OPS
 from core.graph.work import Work
 from core.handles import LoadedComponent
-from core.messages.engine import EngineRequest, Finished
+from core.messages.engine import EngineRequest
 from core.messages.worker import Batch, BatchResult, CostSample, StepPlan
 from core.model_info import ModelInfo
 from core.scheduling.new_request import new_request
-from core.scheduling.outputs import Output
 from core.scheduling.predictor import Predictor
 from core.scheduling.scheduler import StepScheduler
 from model_executor.worker.cost_probe import known_or_probed
@@ -47,26 +46,6 @@ OpAtDegree = tuple[str, int]
 
 APART = 1000.0
 """Seconds between requests that have a simulated server alone: enough for any."""
-
-
-@dataclass(frozen=True)
-class Crowding:
-    """What it costs that all ranks have work."""
-
-    steps: float  # what a step takes, with the pause after it, as a multiple of what it takes alone
-    wait: float  # seconds by which preparing a new request takes longer
-
-
-@dataclass(frozen=True)
-class Surroundings:
-    """What a request costs beside its batches, in seconds; measured with requests that have the server alone."""
-
-    prepare: float  # from when it is sent until the engine has it
-    deliver: float  # from the end of its last batch until its sender has the picture
-    trip: float  # from the end of a batch until its rank begins the next one, if that was not sent before
-    pause: float  # the same, if it was
-    outside_cpu: float  # CPU time of all processes but the workers
-    crowding: Crowding | None = None  # None: it is estimated from `outside_cpu`
 
 
 @dataclass(frozen=True)
@@ -153,58 +132,6 @@ class Measured(Durations):
         return self._surroundings.pause
 
 
-class Outside:
-    """What other processes do for requests: they prepare them for the engine, what is due first first, and before that
-    they deliver its pictures (`engine.images.image_jobs`).
-    """
-
-    def __init__(self, clock: Clock, cores: Cores, around: Mapping[str, Surroundings], num_ranks: int) -> None:
-        """around: by request id; of others, such as warm-ups, pictures are delivered at once."""
-        self.ends: dict[str, float] = {}
-        """Request id -> when its sender had the picture."""
-        self._clock, self._cores, self._around, self._num_ranks = clock, cores, around, num_ranks
-        self._delay = UsualDelay()
-
-    def prepare(self, request: EngineRequest, start: float, engine: SimulatedEngine) -> None:
-        """Prepare a request now, and give it to the engine. start: its deadline is in seconds after that."""
-        beside = self._around[request.request_id]
-
-        def add() -> None:
-            deadline = None if request.deadline is None else start + request.deadline - self._delivery(beside)
-            engine.add(msgspec.structs.replace(request, arrival=self._clock.now, deadline=deadline))
-
-        are_busy = engine.clocks.num_busy(self._clock.now) == self._num_ranks
-        due = inf if request.deadline is None else start + request.deadline
-        self._cores.run(self._crowded(beside) if are_busy else beside.prepare, add, due)
-
-    def _delivery(self, beside: Surroundings) -> float:
-        """Seconds that are left for it, as `engine.client.admission_ticket` reckons."""
-        return beside.deliver + min(beside.deliver, self._delay.seconds)
-
-    def _crowded(self, beside: Surroundings) -> float:
-        """Processor time of preparing a request while all ranks have work: so much that, on an even share of the cores,
-        it takes as long as was measured. It is more than alone, as other processes have used the cores' caches.
-        """
-        if beside.crowding is None:
-            return beside.prepare
-        seconds = (beside.prepare + beside.crowding.wait) / self._cores.slowness_of(self._num_ranks + 1)
-        return max(beside.prepare, seconds)
-
-    def note(self, outputs: tuple[Output, ...]) -> None:
-        """Deliver what the engine has made."""
-        for output in outputs:
-            if isinstance(output, Finished):
-                beside = self._around.get(output.request_id)
-                seconds = 0.0 if beside is None else beside.deliver
-                self._cores.run(seconds, partial(self._end, output.request_id, self._clock.now), -inf)
-
-    def _end(self, request_id: str, made: float) -> None:
-        """made: when the engine had made its picture."""
-        self.ends[request_id] = self._clock.now
-        if request_id in self._around:
-            self._delay.observe(self._around[request_id].deliver, self._clock.now - made)
-
-
 class TimedScheduler(StepScheduler):
     """Counts the time that it takes."""
 
@@ -227,7 +154,7 @@ class Simulated:
     """What became of the requests."""
 
     in_time: int  # that ended by their deadlines; one without a deadline is in time
-    latencies: dict[str, float]  # by id of those with a picture: seconds from when it is sent until its sender has it
+    latencies: dict[str, float]  # by id of those with a picture: seconds from when it is due until its sender has it
     batches: list[BatchNote]
     busy_seconds: float  # of all ranks
     op_seconds: dict[OpAtDegree, float]  # mean of its batches
@@ -248,10 +175,11 @@ def serve(
     own: Mapping[str, Surroundings] | None = None,
     stretch: Mapping[OpAtDegree, float] | None = None,
 ) -> Simulated:
-    """requests: their arrivals are when they are sent, in seconds after the start, and so are their deadlines, by which
-    their senders must have the picture. warm_ups: served before. num_cores: that ranks and all other processes share.
-    degree: see SchedulerConfig. own: request id -> what it costs beside its batches, if that is not as with others; its
-    trip, pause and crowding do not count. stretch: what batches take, as a multiple of what the samples say.
+    """requests: their arrivals are when they are due, in seconds after the start, and so are their deadlines, by which
+    their senders must have the picture; from one to the other is their timeout. warm_ups: served before. num_cores:
+    that ranks and all other processes share. degree: see SchedulerConfig. own: request id -> what it costs beside its
+    batches, if that is not as with others; its trip, pause and crowding do not count. stretch: what batches take, as a
+    multiple of what the samples say.
     """
     clock = Clock()
     around = {request.request_id: surroundings for request in requests} | dict(own or {})
@@ -261,7 +189,7 @@ def serve(
     cores = Cores(clock, num_cores, lambda: engine.clocks.num_busy(clock.now), ImageConfig().image_workers)
     beside = {each.request_id: _cpu_beside_batches(each, around[each.request_id]) for each in requests}
     durations = Measured(known, surroundings, cores, beside, stretch or {}, num_ranks)
-    outside = Outside(clock, cores, around, num_ranks)
+    outside = Outside(clock, cores, around, surroundings.deliver, num_ranks)
     engine = SimulatedEngine(clock, scheduler, durations, outside.note, recorder)
     for request in warm_ups:
         engine.add(msgspec.structs.replace(request, arrival=clock.now, deadline=None))
@@ -270,7 +198,8 @@ def serve(
     for noted in (recorder.batches, durations.seconds, durations.num_steps, outside.ends):
         noted.clear()
     for request in requests:
-        clock.at(start + request.arrival, partial(outside.prepare, request, start, engine))
+        due = start + request.arrival
+        clock.at(due + around[request.request_id].send, partial(outside.prepare, request, due, engine))
     clock.run()
     assert not scheduler.num_requests, "requests are left"
     ends = outside.ends

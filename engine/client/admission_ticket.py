@@ -11,7 +11,6 @@ from engine.client.admission_controller import AdmissionController, EditWork
 from engine.client.image_work import ImageSeconds
 from engine.images.image_jobs import Caller
 
-
 MOST_DELAY = 0.25
 """Share of the time that an edit has in which its file waits to be made, at most."""
 

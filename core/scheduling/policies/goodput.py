@@ -148,7 +148,7 @@ class Goodput(SchedulingPolicy):
         plan = self._plan
         if self._passes_left < 0 or view.ranks != self._ranks:
             return True
-        if not all([each.progress.steps_left for each in plan.served]) and not plan.go_on():
+        if not all(each.progress.steps_left for each in plan.served) and not plan.go_on():
             self._has_room = True
         if self._has_room or not plan.served:
             self._has_room = self._is_any_left_out(view)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import base64
 import json
 from collections import Counter
 from dataclasses import replace
@@ -19,7 +20,9 @@ from benchmarks.serving.goodput_bench import CELLS
 from benchmarks.serving.goodput_cells import compared, main
 from benchmarks.serving.lone_run import LoneRun, crowding_of
 from benchmarks.serving.recorded import CLOCKWORK, Arrival, Batch
-from benchmarks.simulation.server_engine import Crowding, Simulated, Surroundings, serve
+from benchmarks.simulation.outside import Crowding, Surroundings
+from benchmarks.simulation.server_engine import Simulated, serve
+from core.messages.codec import encode
 from core.messages.engine import EngineRequest
 from tools.random_checkpoints import make_flux_fill
 
@@ -147,6 +150,57 @@ def test_a_new_request_takes_longer_to_prepare_while_all_ranks_have_work() -> No
     assert spare.latencies["b"] == pytest.approx(prepared + ALONE - AROUND.prepare - AROUND.deliver)
     step = SECONDS["denoise"]
     assert scarce.latencies["a"] - spare.latencies["a"] == pytest.approx(prepared / 2, abs=step)
+
+
+def test_requests_without_time_left_are_aborted() -> None:
+    """Steps take longer than a policy knows that does not end them itself."""
+    around = replace(AROUND, crowding=Crowding(3.0, 0.0))
+    short, long = (
+        serve(known(), around, CLOCKWORK, [request(name, 0.0, of) for name in "ab"], [], num_ranks=2, num_cores=inf)
+        for of in (1.05 * ALONE, 9 * ALONE)
+    )
+    assert (long.in_time, len(long.latencies)) == (2, 2)
+    assert (short.in_time, short.latencies) == (0, {})
+    assert 0 < short.busy_seconds < 0.7 * long.busy_seconds
+
+
+@pytest.mark.parametrize(("hand_over", "is_begun"), [(0.0, False), (AROUND.deliver, True)])
+def test_servers_reckon_with_what_they_know_of_deliveries(hand_over: float, is_begun: bool) -> None:
+    requests = [request("a", 0.0, ALONE - AROUND.deliver / 2)]
+    around = replace(AROUND, hand_over=hand_over)
+    served = serve(known(), around, CLOCKWORK, requests, [], num_ranks=1, num_cores=inf)
+    assert served.in_time == 0
+    assert (served.busy_seconds > 0) == is_begun
+
+
+def test_what_passes_before_a_request_has_arrived_is_not_known_to_the_server() -> None:
+    requests = [request("a", 0.0, ALONE - 0.1)]
+    known_of, unknown = (
+        serve(known(), replace(AROUND, arrive=arrive), CLOCKWORK, requests, [], num_ranks=1, num_cores=inf)
+        for arrive in (0.0, 0.2)
+    )
+    assert not known_of.busy_seconds, "it is hopeless"
+    assert unknown.busy_seconds > 0
+    assert unknown.in_time == 0
+
+
+def test_a_request_that_is_sent_late_is_done_as_much_later() -> None:
+    soon, late = (
+        serve(known(), replace(AROUND, send=send), CLOCKWORK, [request("a", 1.0, 99.0)], [], num_ranks=1, num_cores=inf)
+        for send in (0.0, 0.5)
+    )
+    assert late.latencies["a"] == pytest.approx(soon.latencies["a"] + 0.5)
+
+
+def test_lone_requests_tell_what_the_server_does_not_know() -> None:
+    """Sent at 5, there for the server at 5.5, in the engine at 6, made at 8, with its sender at 9, of which the server
+    reckons with 0.75.
+    """
+    head = msgspec.structs.replace(make_edit("0"), arrival=6.0, deadline=5.5 + 100.0 - 0.75)
+    arrival = Arrival(base64.b64encode(encode(head)).decode(), 6.0, 1)
+    of = Outcome(0.0, 0.0, 4.0, None, "", {"ms": {"preprocess": 500.0}}, 100e3)
+    found = LoneRun(Run([of], 9.0, 0.1, 5.0), [arrival], [batch(7.0)], 0.0).surroundings
+    assert (found.prepare, found.arrive, found.deliver, found.hand_over) == pytest.approx((1.0, 0.5, 1.0, 0.25))
 
 
 def test_crowding_is_told_by_the_steps_of_each_request() -> None:

@@ -16,7 +16,7 @@ from benchmarks.load.client import Outcome, Run
 from benchmarks.serving.lone_run import LoneRun
 from benchmarks.serving.mix_prediction import Alone, Round, System, predict
 from benchmarks.serving.recorded import Arrival, Batch, Recorded
-from benchmarks.simulation.server_engine import Surroundings
+from benchmarks.simulation.outside import Surroundings
 from core.messages.codec import encode
 from core.scheduling.policies import policy_class
 
@@ -54,7 +54,7 @@ def lone(around: Surroundings) -> LoneRun:
         Batch(0, op, ("of seed 0",), 0.0, start, end - start, 1, 0.0, 0.0)
         for op, start, end in zip(ops, ends, ends[1:], strict=False)
     ]
-    outcome = Outcome(0.0, 0.0, ends[-1] + around.deliver, None, "", {})
+    outcome = Outcome(0.0, 0.0, ends[-1] + around.deliver, None, "", {"ms": {"preprocess": 0.0}})
     return LoneRun(Run([outcome], 9.0, 0.0, 0.0), [arrival(0, around.prepare)], batches, around.outside_cpu)
 
 

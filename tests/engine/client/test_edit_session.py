@@ -59,8 +59,8 @@ class Replica:
     def finish_first(self, way: float = 0.0) -> None:
         """way: seconds that the message has taken."""
         request, waiter = self.sent.pop(0)
-        stages = ("queue", "encode", "prime", "denoise", "decode")
-        waiter(Finished(request.request_id, dict.fromkeys(stages, 0.0), 3, False, "off", None, False, 0, edit_images.time.monotonic() - way))
+        stages, made = ("queue", "encode", "prime", "denoise", "decode"), edit_images.time.monotonic() - way
+        waiter(Finished(request.request_id, dict.fromkeys(stages, 0.0), 3, False, "off", None, False, 0, made))
 
     def abort(self, request_ids: tuple[str, ...]) -> None:
         self.aborted += request_ids
