@@ -90,7 +90,7 @@ def crowding_of(alone: LoneRun, together: LoneRun) -> Crowding:
     """alone: requests that came one after the other. together: the same, one more at a time than there are ranks; each
     rank had one of them.
     """
-    wait = statistics.median(together.prepared) - statistics.median(alone.prepared)
+    wait = statistics.fmean(together.prepared) - statistics.fmean(alone.prepared)
     return Crowding(max(1.0, together.step_period / alone.step_period), max(0.0, wait))
 
 

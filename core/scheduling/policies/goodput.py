@@ -108,7 +108,7 @@ class Goodput(SchedulingPolicy):
         self._repeated = RepeatedSteps()
         self._plan = Plan()
         self._passes_left = 0  # until the plan is made again
-        self._has_room = False  # a request has ended since then, or a slot was left that no other of its line took
+        self._has_room = False  # since then a request has ended, or has left a slot that no other of its line took
         self._ranks: tuple[int, ...] = ()  # that lived when it was made
 
     def on_arrival(self, request: Request) -> None:
@@ -128,10 +128,10 @@ class Goodput(SchedulingPolicy):
     def choose(self, view: View, now: float) -> Sequence[Decision]:
         self._work.next_pass(now)
         self._passes_left -= 1
-        if self._is_stale(view):
+        if self._passes_left < 0 or view.ranks != self._ranks or self._is_any_left_out(view):
             self._make_plan(view, now)
         again = self._repeated.next(view, self._plan.served)
-        if again is None and self._may_be_set_back(view):
+        if again is None and self._is_stale(view):
             self._make_plan(view, now)
         plan, given_up = self._plan, self._given_up()
         if again is not None and not plan.others:
@@ -143,30 +143,26 @@ class Goodput(SchedulingPolicy):
         self._repeated.note(decisions)
         return [*given_up, *decisions]
 
-    def _is_stale(self, view: View) -> bool:
-        """Whether a plan has to be made, unless ranks have died."""
-        plan = self._plan
-        if self._passes_left < 0 or view.ranks != self._ranks:
-            return True
-        if not all(each.progress.steps_left for each in plan.served) and not plan.go_on():
-            self._has_room = True
-        if self._has_room or not plan.served:
-            self._has_room = self._is_any_left_out(view)
-        return self._has_room
-
     def _is_any_left_out(self, view: View) -> bool:
-        """Whether a plan might serve a request that this one does not."""
+        """Whether there may be room for a request that is not served."""
+        if not self._has_room and self._plan.served:
+            return False
         served = {request.id for request in self._plan.served}
-        return any(
+        self._has_room = any(
             request.id not in served and (request.progress.steps_left or request.status is Status.WAITING)
             for request in view.requests.live()
         )
+        return self._has_room
 
-    def _may_be_set_back(self, view: View) -> bool:
-        """Whether what ranks take with them when they die may put requests back to where no plan has seen them, which
-        it may do at any time until these have ended.
+    def _is_stale(self, view: View) -> bool:
+        """Whether a plan has to be made, as is looked at where a batch cannot be repeated. What ranks take with them
+        when they die may put requests back to where no plan has seen them, at any time until these have ended.
         """
-        return any(request.has_lost_rank for request in (*self._plan.served, *view.requests.running))
+        served = self._plan.served
+        if not all(each.progress.steps_left for each in served) and not self._plan.go_on():
+            self._has_room = True
+            return self._is_any_left_out(view)
+        return any(request.has_lost_rank for request in (*served, *view.requests.running))
 
     def _make_plan(self, view: View, now: float) -> None:
         self._passes_left, self._has_room, self._ranks = PLAN_EVERY, False, view.ranks
@@ -175,6 +171,8 @@ class Goodput(SchedulingPolicy):
 
     def _given_up(self) -> list[GiveUp]:
         """Of the plan, unless they have ended since."""
+        if not self._plan.given_up:
+            return []
         given_up = [each for each in self._plan.given_up if each.request.is_live]
         for each in given_up:
             if each.request.status is Status.RUNNING:

@@ -65,5 +65,7 @@ def _can_be_repeated(view: View, batch: Dispatch) -> bool:
         is_running = request.status is Status.RUNNING
         if not is_running or node not in view.ready(request) or not view.can_run(request, node, batch.ranks):
             return False
-    sizes = [request.sizes(node) for request, node in batch.items] if len(batch.items) > 1 else []
+    if len(batch.items) == 1:
+        return True
+    sizes = [request.sizes(node) for request, node in batch.items]
     return sum(each.num_step_tokens * each.num_rows for each in sizes) <= view.max_step_tokens
