@@ -128,7 +128,7 @@ class Goodput(SchedulingPolicy):
     def choose(self, view: View, now: float) -> Sequence[Decision]:
         self._work.next_pass(now)
         self._passes_left -= 1
-        if self._passes_left < 0 or view.ranks != self._ranks or self._is_any_left_out(view):
+        if self._passes_left < 0 or view.ranks != self._ranks or self._may_be_better(view):
             self._make_plan(view, now)
         again = self._repeated.next(view, self._plan.served)
         if again is None and self._is_stale(view):
@@ -143,12 +143,13 @@ class Goodput(SchedulingPolicy):
         self._repeated.note(decisions)
         return [*given_up, *decisions]
 
-    def _is_any_left_out(self, view: View) -> bool:
-        """Whether there may be room for a request that is not served."""
-        if not self._has_room and self._plan.served:
+    def _may_be_better(self, view: View) -> bool:
+        """Whether there may be room for a request that is not served, or better not as many share steps."""
+        plan = self._plan
+        if not self._has_room and plan.served:
             return False
-        served = {request.id for request in self._plan.served}
-        self._has_room = any(
+        served = {request.id for request in plan.served}
+        self._has_room = len(served) > len(plan.lines) or any(
             request.id not in served and (request.progress.steps_left or request.status is Status.WAITING)
             for request in view.requests.live()
         )
@@ -161,7 +162,7 @@ class Goodput(SchedulingPolicy):
         served = self._plan.served
         if not all(each.progress.steps_left for each in served) and not self._plan.go_on():
             self._has_room = True
-            return self._is_any_left_out(view)
+            return self._may_be_better(view)
         return any(request.has_lost_rank for request in (*served, *view.requests.running))
 
     def _make_plan(self, view: View, now: float) -> None:
