@@ -57,8 +57,9 @@ class Outside:
         self._clock, self._cores, self._around, self._num_ranks = clock, cores, around, num_ranks
         self._delay = UsualDelay()
         self._running = set[str]()
+        self._until: dict[str, float] = {}  # request id -> when its time is over
         for _ in range(WINDOW):
-            self._delay.observe(0.0, deliver)
+            self._delay.observe(0.0, deliver, clock.now)
 
     def prepare(self, request: EngineRequest, due: float, engine: SimulatedEngine) -> None:
         """Prepare a request that is sent now, and give it to the engine. due: when it was to be sent."""
@@ -67,8 +68,9 @@ class Outside:
         timeout = inf if request.deadline is None else request.deadline - request.arrival
 
         def add() -> None:
+            # In bursts both take as many times as long: the server reads what comes one after the other.
             slowness = (self._clock.now - sent) / beside.prepare if beside.prepare else 1.0
-            end = sent + slowness * beside.arrive + timeout
+            end = self._until[name] = sent + slowness * beside.arrive + timeout
             if end <= self._clock.now:
                 return
             deadline = None if end == inf else end - self._reserve(beside, timeout)
@@ -81,8 +83,10 @@ class Outside:
         self._cores.run(self._crowded(beside) if are_busy else beside.prepare, add, due + timeout)
 
     def _reserve(self, beside: Surroundings, timeout: float) -> float:
-        """Seconds that are left for delivery, as `engine.client.admission_ticket` reckons."""
-        return min(MOST_DELAY * timeout, max(0.0, self._delay.seconds - beside.hand_over))
+        """Seconds that are left for delivery: `engine.client.admission_ticket` leaves as many, as to edits that were
+        delivered in time.
+        """
+        return min(MOST_DELAY * timeout, max(0.0, self._delay.seconds(self._clock.now) - beside.hand_over))
 
     def _crowded(self, beside: Surroundings) -> float:
         """Processor time of preparing a request while all ranks have work: so much that, on an even share of the cores,
@@ -111,5 +115,5 @@ class Outside:
     def _end(self, request_id: str, made: float) -> None:
         """made: when the engine had made its picture."""
         self.ends[request_id] = self._clock.now
-        if request_id in self._around:
-            self._delay.observe(0.0, self._clock.now - made)
+        if self._clock.now <= self._until.get(request_id, -inf):
+            self._delay.observe(0.0, self._clock.now - made, self._clock.now)

@@ -39,20 +39,26 @@ class PredictionMargin:
         self._ratios.append(actual / predicted)
 
 
+FORGET_SECONDS = 60.0
+"""After so long a delay does not count any more: while it makes all results hopeless, none tells that it has gone."""
+
+
 class UsualDelay:
-    """Seconds by which the last results came later than predicted: what their computing does not explain."""
+    """Seconds by which the last results came later than predicted: what their computing does not explain. All times are
+    seconds of one clock.
+    """
 
     def __init__(self) -> None:
-        self._seconds = deque((0.0,) * len(START_RATIOS), WINDOW)
+        self._outcomes = deque[tuple[float, float]](maxlen=WINDOW)  # (when, delay)
 
-    @property
-    def seconds(self) -> float:
-        """The median."""
-        return _least_above(self._seconds, 0.5)
+    def seconds(self, now: float) -> float:
+        """The median; at first as if some had come without any delay."""
+        recent = [delay for when, delay in self._outcomes if now - when <= FORGET_SECONDS]
+        return _least_above([*(0.0,) * len(START_RATIOS), *recent][-WINDOW:], 0.5)
 
-    def observe(self, predicted: float, actual: float) -> None:
+    def observe(self, predicted: float, actual: float, now: float) -> None:
         """Note an outcome, in seconds."""
-        self._seconds.append(max(0.0, actual - predicted))
+        self._outcomes.append((now, max(0.0, actual - predicted)))
 
 
 def _least_above(values: Collection[float], share: float) -> float:

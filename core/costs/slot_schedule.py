@@ -190,8 +190,8 @@ def best_schedules(
 
 
 @cache
-def slots_to_try(most: int) -> list[int]:
+def slots_to_try(most: int) -> tuple[int, ...]:
     """1, 2, 3, 4, 6, 8, 12, 16, ... and the most."""
     powers = [1 << power for power in range(most.bit_length())]
     between = [3 * power // 2 for power in powers[1:]]
-    return sorted({number for number in [*powers, *between, most] if number <= most})
+    return tuple(sorted({number for number in [*powers, *between, most] if number <= most}))

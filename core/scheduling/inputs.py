@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 import msgspec
 
@@ -17,12 +17,12 @@ from core.scheduling.values import ValueTable
 Ranks = tuple[int, ...]
 
 
-@dataclass(slots=True)
+@dataclass(frozen=True, slots=True)
 class Inputs:
     """The inputs of a node's next run."""
 
-    awaited: list[TensorKey] = field(default_factory=list)  # on their way, or not made yet by a batch of other ranks
-    elsewhere: list[TensorKey] = field(default_factory=list)  # only on other ranks, and not in shared memory
+    awaited: tuple[TensorKey, ...] = ()  # on their way, or not made yet by a batch of other ranks
+    elsewhere: tuple[TensorKey, ...] = ()  # only on other ranks, and not in shared memory
 
     @property
     def are_there(self) -> bool:
@@ -37,24 +37,20 @@ def find_inputs(request: Request, node: Node, ranks: Ranks, values: ValueTable) 
     """Where the inputs of a ready node are that these ranks need at its start."""
     if _is_at_home(request, ranks):
         return _ALL_THERE
-    found = Inputs()
     reads = request.workflow.reads[node.name]
     is_fixed_there = (node.name, ranks) in request.fixed_inputs  # since an earlier round
     edges = edges_read(request.progress, reads.of_round if is_fixed_there else node.inputs)
     edges = [edge for edge in edges if not edge.deferred]
     round_ = request.progress.round_of(node)
+    awaited, elsewhere = list[TensorKey](), list[TensorKey]()
     for key in {key_read(request.id, request.progress, node, edge, round_) for edge in edges}:
-        _place(request, key, ranks, values, found)
-    return found
-
-
-def _place(request: Request, key: TensorKey, ranks: Ranks, values: ValueTable, found: Inputs) -> None:
-    value = values.get(key)
-    if value is None:
-        if not _is_made(request, key) and not set(ranks) <= set(request.sent_to.get((key.node, key.version), ())):
-            found.awaited.append(key)
-    elif not value.ranks.issuperset(ranks) and value.exported is None:
-        (found.awaited if value.is_moving else found.elsewhere).append(key)
+        value = values.get(key)
+        if value is None:
+            if not _is_made(request, key) and not set(ranks) <= set(request.sent_to.get((key.node, key.version), ())):
+                awaited.append(key)
+        elif not value.ranks.issuperset(ranks) and value.exported is None:
+            (awaited if value.is_moving else elsewhere).append(key)
+    return Inputs(tuple(awaited), tuple(elsewhere))
 
 
 def _is_at_home(request: Request, ranks: Ranks) -> bool:

@@ -54,7 +54,7 @@ class AdmissionController:
     def __init__(self, config: StencilConfig, sessions: RunningSessions, router: Router, metrics: Metrics) -> None:
         self.slo_seconds = config.slo_seconds
         self.margin = PredictionMargin()
-        self.delivery = UsualDelay()  # of files, beyond an image processor's time for them
+        self.delivery = UsualDelay()  # of files after the workers' end, beyond an image processor's time for them
         self.preparing: dict[Hashable, float] = {}  # ticket of an edit in preparation -> seconds of engine time
         self.sizes: deque[tuple[int, int]] = deque(maxlen=RECENT_EDITS)  # (image tokens, active tokens) of recent edits
         self.image_backlog = ImageBacklog()

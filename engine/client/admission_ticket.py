@@ -12,7 +12,7 @@ from engine.client.image_work import ImageSeconds
 from engine.images.image_jobs import Caller
 
 MOST_DELAY = 0.25
-"""Share of the time that an edit has in which its file waits to be made, at most."""
+"""Share of the time that an edit has for the way of its picture to its file, at most."""
 
 
 class AdmissionTicket:
@@ -82,11 +82,11 @@ class AdmissionTicket:
         the time until `end` at most: else a backlog of files that has long gone could leave none for the next edits.
         """
         most = MOST_DELAY * (end - self._caller.arrival)
-        return self._compose_seconds + min(most, self._controller.delivery.seconds)
+        return self._compose_seconds + min(most, self._controller.delivery.seconds(time.monotonic()))
 
     def note_delivered(self, seconds: float) -> None:
         """Learn from a file that was made so long after the workers had finished."""
-        self._controller.delivery.observe(self._compose_seconds, seconds)
+        self._controller.delivery.observe(self._compose_seconds, seconds, time.monotonic())
 
     def finished(self, ended: float) -> None:
         """Learn from an edit whose last picture the workers finished at `ended`."""

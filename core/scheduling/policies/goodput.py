@@ -45,7 +45,7 @@ for any slot.
 
 
 @dataclass(frozen=True, slots=True)
-class Line:
+class RankLine:
     """Requests of one model that make their steps on one rank."""
 
     requests: tuple[Request, ...]  # in the order in which they get slots
@@ -61,19 +61,20 @@ class Line:
 class Plan:
     """Which requests are to be served."""
 
-    lines: tuple[Line, ...] = ()
+    lines: tuple[RankLine, ...] = ()
     others: tuple[Request, ...] = ()  # that wait and need no slot: all of their steps were made before ranks died
     given_up: tuple[GiveUp, ...] = ()
-    served: list[Request] = field(init=False)  # those that have a slot now; of a line the one that is due first first
+    # Those that had a slot when it was looked at the last time; of a line the one that is due first first.
+    served: list[Request] = field(default_factory=list)
 
     def __post_init__(self) -> None:
-        self.served = [request for line in self.lines for request in line.served]
+        self.go_on()
 
     def go_on(self) -> bool:
         """Give slots of requests that have no steps left to the next ones in their lines; whether all are taken."""
         num_slots = len(self.served)
         self.served = [request for line in self.lines for request in line.served]
-        return len(self.served) == num_slots
+        return len(self.served) >= num_slots
 
 
 def _has_steps(request: Request) -> bool:
@@ -108,7 +109,9 @@ class Goodput(SchedulingPolicy):
         self._repeated = RepeatedSteps()
         self._plan = Plan()
         self._passes_left = 0  # until the plan is made again
-        self._has_room = False  # since then a request has ended, or has left a slot that no other of its line took
+        # Since this was looked at the last time:
+        self._is_slot_left = False  # a request may have left its slot
+        self._has_room = False  # a request has ended, or no other of its line took its slot
         self._ranks: tuple[int, ...] = ()  # that lived when it was made
 
     def on_arrival(self, request: Request) -> None:
@@ -119,7 +122,8 @@ class Goodput(SchedulingPolicy):
 
     def on_end(self, request_id: str) -> None:
         if all(request_id != each.request.id for each in self._plan.given_up):  # the plan is made without these
-            self._has_room = True
+            self._is_slot_left = self._has_room = True
+        self._repeated.drop(request_id)
         self._work.forget(request_id)
         self._headroom.note_end()
         if self._shares is not None:
@@ -128,45 +132,54 @@ class Goodput(SchedulingPolicy):
     def choose(self, view: View, now: float) -> Sequence[Decision]:
         self._work.next_pass(now)
         self._passes_left -= 1
-        if self._passes_left < 0 or view.ranks != self._ranks or self._may_be_better(view):
+        is_new = self._passes_left < 0 or view.ranks != self._ranks or self._may_be_better(view)
+        if is_new:
             self._make_plan(view, now)
         again = self._repeated.next(view, self._plan.served)
-        if again is None and self._is_stale(view):
+        if again is None and not is_new and self._is_stale(view):
             self._make_plan(view, now)
         plan, given_up = self._plan, self._given_up()
         if again is not None and not plan.others:
             self._turns.note_sent(now)
+            self._is_slot_left |= any(each.progress.steps_left == 1 for batch in again for each, _ in batch.items)
             return [*given_up, *again]
         gone = frozenset(each.request.id for each in given_up)
         decisions = GoodputPass(view, served=plan.served, others=plan.others, gone=gone, shares=self._shares).run()
         decisions = self._turns.choose(view, decisions, now, besides=self._step_ranks(view))
         self._repeated.note(decisions)
+        self._is_slot_left = True
         return [*given_up, *decisions]
 
     def _may_be_better(self, view: View) -> bool:
-        """Whether there may be room for a request that is not served, or better not as many share steps."""
+        """Whether another plan may be better: there may be room for a request without a slot, or fewer should share
+        steps. A slot that is left goes to the next in line before.
+        """
         plan = self._plan
+        if self._is_slot_left:
+            self._is_slot_left = False
+            self._has_room |= not plan.go_on()
         if not self._has_room and plan.served:
             return False
+        self._has_room = False
         served = {request.id for request in plan.served}
-        self._has_room = len(served) > len(plan.lines) or any(
+        return len(served) > len(plan.lines) or any(
             request.id not in served and (request.progress.steps_left or request.status is Status.WAITING)
             for request in view.requests.live()
         )
-        return self._has_room
 
     def _is_stale(self, view: View) -> bool:
-        """Whether a plan has to be made, as is looked at where a batch cannot be repeated. What ranks take with them
-        when they die may put requests back to where no plan has seen them, at any time until these have ended.
+        """The same where a batch cannot be repeated, as one of it may have ended, or be set back: what ranks take with
+        them when they die may put requests back to where no plan has seen them, at any time until these have ended.
         """
         served = self._plan.served
-        if not all(each.progress.steps_left for each in served) and not self._plan.go_on():
-            self._has_room = True
-            return self._may_be_better(view)
-        return any(request.has_lost_rank for request in (*served, *view.requests.running))
+        if any(request.has_lost_rank for request in (*served, *view.requests.running)):
+            return True
+        self._is_slot_left = not all(map(_has_steps, served))
+        return self._is_slot_left and self._may_be_better(view)
 
     def _make_plan(self, view: View, now: float) -> None:
-        self._passes_left, self._has_room, self._ranks = PLAN_EVERY, False, view.ranks
+        self._passes_left, self._ranks = PLAN_EVERY, view.ranks
+        self._is_slot_left = self._has_room = False
         self._repeated.forget()
         self._plan = Planner(view, now, self._work, self._shares, self._headroom.value * self._pauses.stretch).plan()
 
@@ -238,7 +251,7 @@ class Planner:
 
     # ------------------------------------------------------------------------------------------------ the set
 
-    def _lines(self, mine: Sequence[Case]) -> Iterable[Line]:
+    def _lines(self, mine: Sequence[Case]) -> Iterable[RankLine]:
         """Of a model. Late requests have slots on ranks where no other could be served."""
         in_time = [case for case in mine if not case.is_late or self._is_patient(case)]
         late = [case for case in mine if case.is_late and not self._is_patient(case)]
@@ -256,7 +269,7 @@ class Planner:
         has_no_due = case.is_late or case.seconds == inf
         return has_no_due and self.now - case.request.head.arrival > PATIENCE_SECONDS * (1 + case.request.head.priority)
 
-    def _scheduled(self, cases: Sequence[Case], ranks: Sequence[int]) -> dict[int, Line]:
+    def _scheduled(self, cases: Sequence[Case], ranks: Sequence[int]) -> dict[int, RankLine]:
         """By rank, where any of these is served. ranks: those that may serve them."""
         able = {case.request.id: self._able(case.request, ranks) for case in cases}
         cases = [case for case in cases if able[case.request.id]]
@@ -268,7 +281,7 @@ class Planner:
         pace, starts = self._pace(cases, min(most, len(cases))), [self.view.wait_seconds(rank) for rank in ranks]
         schedules = best_schedules(turns, most, pace, starts, blocks=self._blocks)
         chosen = {index for schedule in schedules for index in schedule.chosen}
-        found = dict[int, Line]()
+        found = dict[int, RankLine]()
         for place, (rank, schedule) in enumerate(zip(ranks, schedules, strict=True)):
             indexes = schedule.chosen
             if not indexes:  # one that would be in time alone may seem late where predictions are rounded
@@ -276,7 +289,7 @@ class Planner:
                 indexes = tuple(islice(others, 1))
                 chosen.update(indexes)
             if indexes:
-                found[rank] = Line(tuple(cases[index].request for index in indexes), schedule.num_slots)
+                found[rank] = RankLine(tuple(cases[index].request for index in indexes), schedule.num_slots)
         return found
 
     def _able(self, request: Request, ranks: Sequence[int]) -> tuple[int, ...]:
@@ -349,6 +362,8 @@ class GoodputPass(StepPass):
             if not request.is_live or not request.progress.steps_left:
                 continue
             if request.status is Status.WAITING:
+                if not self.view.may_begin(request):
+                    continue
                 room -= 1
                 if room < 0:
                     continue

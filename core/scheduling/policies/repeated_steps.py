@@ -25,6 +25,12 @@ class RepeatedSteps:
         self._batches.clear()
         self._names.clear()
 
+    def drop(self, request_id: str) -> None:
+        """Note that a request has ended."""
+        if request_id in self._names:
+            self._batches = {rank: last for rank, last in self._batches.items() if not _is_of(last, {request_id})}
+            self._names = {request.id for batch in self._batches.values() for request, _ in batch.items}
+
     def note(self, decisions: Iterable[Decision]) -> None:
         """Note what ranks are given."""
         for each in decisions:
@@ -39,8 +45,8 @@ class RepeatedSteps:
         self._names = {request.id for batch in self._batches.values() for request, _ in batch.items}
 
     def next(self, view: View, served: Sequence[Request]) -> list[Dispatch] | None:
-        """What the open ranks are to make again; None if there may be anything else to do. served: requests with steps
-        left, those that are to make them.
+        """What the open ranks are to make again; None if there may be anything else to do. served: requests that are to
+        make their steps.
         """
         if not self._names.issuperset([request.id for request in served]) or view.jobs():
             return None

@@ -24,6 +24,7 @@ from core.graph.work import Work
 from core.messages.engine import EngineRequest, Failed, Finished
 from core.messages.worker import Batch, ItemResult
 from core.scheduling.outputs import Output
+from core.scheduling.policies.goodput import Plan, Planner
 from core.scheduling.request import SUSPECT_DEATHS
 from core.scheduling.scheduler import StepScheduler
 
@@ -108,6 +109,23 @@ def test_requests_run_one_by_one_where_batches_gain_nothing() -> None:
     assert set(kinds(outputs).values()) == {"Finished"}
     assert max(engine.sizes) < 3, "three at a time would all be done after 15 s"
     assert max(engine.ends.values()) == pytest.approx(15.0)
+
+
+def test_a_slot_that_is_left_goes_to_the_next_in_line_without_a_new_plan(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Three requests of five steps and a decoding, one after the other: the last step is sent half a second before it
+    begins, and the next request has its first one right after.
+    """
+    plans, make = list[float](), Planner.plan
+
+    def plan(self: Planner) -> Plan:
+        plans.append(self.now)
+        return make(self)
+
+    monkeypatch.setattr(Planner, "plan", plan)
+    engine = Engine("goodput", latencies={1: 1.0, 2: 2.0, 3: 3.0, 4: 4.0}, decode=0.5)
+    engine.serve([edit(str(index), 5, 100.0) for index in range(3)])
+    assert sorted(engine.ends.values()) == pytest.approx([5.5, 11.0, 16.5])
+    assert set(plans) == {0.0, 5.5, 11.0}, "when they come, and when one ends while another waits"
 
 
 def test_a_hopeless_request_leaves_early() -> None:

@@ -34,7 +34,8 @@ def compared(policy: Goodput) -> Iterator[list[bool]]:
         found = find(self, view, served)
         if found is not None:
             gone = frozenset(each.request.id for each in policy._plan.given_up)
-            whole = GoodputPass(view, served=served, gone=gone, shares=policy._shares).run()
+            now_served = [request for line in policy._plan.lines for request in line.served]
+            whole = GoodputPass(view, served=now_served, gone=gone, shares=policy._shares).run()
             assert sorted(map(_told, whole)) == sorted(map(_told, found))
         were_repeated.append(found is not None)
         return found

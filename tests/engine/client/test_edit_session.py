@@ -10,6 +10,7 @@ import asyncio
 from collections.abc import AsyncIterator, Callable
 from contextlib import AsyncExitStack
 from dataclasses import replace
+from math import inf
 from types import SimpleNamespace
 
 import pytest
@@ -17,6 +18,7 @@ from fakes import MODEL
 from load_reports import COSTS, make_report
 
 from core.config import EngineConfig, StencilConfig
+from core.costs import prediction_margin
 from core.costs.image_costs import ImageWork
 from core.costs.prediction_margin import START_RATIOS
 from core.errors import DeadlineExceededError, InvalidRequestError, OverloadedError, StencilError
@@ -188,10 +190,13 @@ async def test_a_slow_client_does_not_count_as_server_time(server: Server) -> No
     assert 'stencil:request_slo_total{result="met"} 2.0' in rendered, "both were done within 10 s"
 
 
-async def test_workers_are_to_finish_so_early_that_files_are_delivered_in_time(server: Server) -> None:
+async def test_workers_are_to_finish_so_early_that_files_are_delivered_in_time(
+    server: Server, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Most files take as long as predicted; then most take longer, and at last so long that no time would be left. All
     pictures are on their way for a while.
     """
+    monkeypatch.setattr(prediction_margin, "FORGET_SECONDS", inf)  # the edits come minutes apart
     delays = [0.0, 90.0, 90.0, *[0.3] * 24, *[90.0] * 32]
     left, until_objective = list[float](), list[float]()
     for delay in delays:
