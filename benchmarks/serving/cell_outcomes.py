@@ -34,7 +34,7 @@ class Outcomes(msgspec.Struct, frozen=True):
     mean_batch: dict[str, float]  # op -> requests in its batches
     batches: list[tuple[float, float]]  # (seconds, mean batch of the steps), by window
     late_sending: float  # P99 of how long after their due times requests were sent
-    sending: float = 0.0  # the mean of that
+    sending: list[float] = []  # these times, in the order of the requests
     probes: tuple[Probe, ...] = ()  # before the run, and after it
 
     @property
@@ -78,7 +78,7 @@ def outcomes_of(run: Run, before: Batch, batches: Sequence[Batch]) -> Outcomes:
         mean_batch=means_by_op(batches, lambda batch: len(batch.requests)),
         batches=_windows([batch for batch in batches if batch.op == "denoise"], run.started),
         late_sending=lateness[int(0.99 * len(lateness))],
-        sending=statistics.fmean(lateness),
+        sending=[outcome.sent - outcome.due for outcome in run.outcomes],
     )
 
 

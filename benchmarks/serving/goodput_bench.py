@@ -204,15 +204,16 @@ class Bench:
             msgspec.structs.replace(_decode(head), request_id=str(index), arrival=when, deadline=end)
             for index, (head, when, end) in enumerate(zip(alone.requests, due, until, strict=True))
         ]
-        around = _mean([probe.surroundings for probe in of.probes])
+        around = replace(_mean([probe.surroundings for probe in of.probes]), crowding=results.mean_crowding)
         return serve(
             self.known,
-            replace(around, send=of.sending, crowding=results.mean_crowding),
+            around,
             POLICIES[policy],
             requests,
             list(map(_decode, alone.warm_ups)),
             num_ranks=self.args.workers_per_engine,
             num_cores=available_cores(),
+            own={str(index): replace(around, send=late) for index, late in enumerate(of.sending)},
             stretch=self.stretch(alone, of.probes),
         )
 

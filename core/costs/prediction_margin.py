@@ -43,6 +43,10 @@ FORGET_SECONDS = 60.0
 """After so long a delay does not count any more: while it makes all results hopeless, none tells that it has gone."""
 
 
+LEAST_OUTCOMES = 8
+"""Fewer tell little."""
+
+
 class UsualDelay:
     """Seconds by which the last results came later than predicted: what their computing does not explain. All times are
     seconds of one clock.
@@ -52,9 +56,9 @@ class UsualDelay:
         self._outcomes = deque[tuple[float, float]](maxlen=WINDOW)  # (when, delay)
 
     def seconds(self, now: float) -> float:
-        """The median; at first as if some had come without any delay."""
+        """The median; with few outcomes as if there were others without any delay."""
         recent = [delay for when, delay in self._outcomes if now - when <= FORGET_SECONDS]
-        return _least_above([*(0.0,) * len(START_RATIOS), *recent][-WINDOW:], 0.5)
+        return _least_above([*recent, *(0.0,) * (LEAST_OUTCOMES - len(recent))], 0.5)
 
     def observe(self, predicted: float, actual: float, now: float) -> None:
         """Note an outcome, in seconds."""

@@ -4,15 +4,17 @@ from __future__ import annotations
 
 import pytest
 
-from core.costs.prediction_margin import FORGET_SECONDS, START_RATIOS, WINDOW, UsualDelay
+from core.costs.prediction_margin import FORGET_SECONDS, LEAST_OUTCOMES, WINDOW, UsualDelay
 
 
 def test_the_usual_delay_is_the_median_of_the_last_results() -> None:
     delay = UsualDelay()
     assert delay.seconds(0.0) == 0.0
-    for number in range(len(START_RATIOS)):
-        delay.observe(1.0, 3.0, float(number))
-    assert delay.seconds(9.0) == 2.0, "as many as are assumed at first"
+    for _ in range(LEAST_OUTCOMES // 2 - 1):
+        delay.observe(1.0, 3.0, 0.0)
+    assert delay.seconds(0.0) == 0.0, "most may have none"
+    delay.observe(1.0, 3.0, 0.0)
+    assert delay.seconds(0.0) == 2.0
     for _ in range(WINDOW):
         delay.observe(1.0, 0.5, 10.0)
     assert delay.seconds(10.0) == 0.0, "none comes too early"
