@@ -108,11 +108,11 @@ class Goodput(SchedulingPolicy):
         self._turns = Turns()
         self._repeated = RepeatedSteps()
         self._plan = Plan()
-        self._passes_left = 0  # until the plan is made again
+        self._ranks: tuple[int, ...] = ()  # that lived when it was made
+        self._passes_left = 0  # until it is made again
         # Since this was looked at the last time:
         self._is_slot_left = False  # a request may have left its slot
         self._has_room = False  # a request has ended, or no other of its line took its slot
-        self._ranks: tuple[int, ...] = ()  # that lived when it was made
 
     def on_arrival(self, request: Request) -> None:
         self._passes_left = 0
