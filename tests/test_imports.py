@@ -70,7 +70,8 @@ OPS, POLICIES = "core.scheduling.ops", "core.scheduling.policies"
 NODE_CACHE, CACHE_FACTORY = "core.scheduling.node_cache", "core.scheduling.cache_factory"
 PLUG_IN = "core.cache.plug_in"
 SEEN_BY_POLICIES = tuple(
-    f"core.scheduling.{name}" for name in ("deadlines", "dispatch", "live_requests", "node_cache", "request", "view")
+    f"core.scheduling.{name}"
+    for name in ("deadlines", "dispatch", "live_requests", "node_cache", "node_work", "request", "view")
 )
 """Modules that a policy may know besides messages, costs and graphs."""
 SEEN_BY_PLUG_IN = (NODE_CACHE, OPS, *(f"core.scheduling.{name}" for name in ("live_requests", "predictor", "request")))

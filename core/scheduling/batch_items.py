@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from core.graph.work import Work
-from core.graph.workflow import Node, op_of
+from core.graph.workflow import Node
 from core.messages.worker import Item
 from core.scheduling.inputs import Ranks, input_refs
 from core.scheduling.node_cache import NO_PAGES, NodeCache
@@ -18,17 +17,3 @@ def make_item(request: Request, node: Node, ranks: Ranks, cache: NodeCache, valu
     work = op.make(request, node, NO_PAGES if op.pages == "none" else cache.read(request, node))
     version = request.progress.scheduled[node.name] + 1 if node.region else 0
     return Item(request.id, node.name, work, input_refs(request, node, ranks, values), version)
-
-
-def node_work(request: Request, node: Node) -> Work:
-    """Tokens that running `node` next computes, and those they attend to."""
-    return work_of(request, node, is_masked=request.is_masked(node))
-
-
-def work_of(request: Request, node: Node, *, is_masked: bool) -> Work:
-    """The same of running it as a mask-aware step, or as one of all tokens."""
-    key = node.name, is_masked
-    work = request.known_work.get(key)
-    if work is None:  # asked for in every pass
-        work = request.known_work[key] = op_of(node).size(request.sizes_of(node, is_masked=is_masked))
-    return work

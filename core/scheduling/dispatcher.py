@@ -9,11 +9,12 @@ from core.failure import Failure
 from core.graph.work import Work
 from core.graph.workflow import op_of
 from core.messages.worker import Batch, Delivery, Free, StepPlan, Transfer
-from core.scheduling.batch_items import make_item, node_work
+from core.scheduling.batch_items import make_item
 from core.scheduling.dispatch import CacheDispatch, Decision, Dispatch, Fetch, GiveUp
 from core.scheduling.in_flight import Flight
 from core.scheduling.inputs import deliveries
 from core.scheduling.node_cache import CacheOrders, NodeCache
+from core.scheduling.node_work import node_work
 from core.scheduling.ranks import Ranks
 from core.scheduling.request import Request, Status
 from core.scheduling.values import ValueTable

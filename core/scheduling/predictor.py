@@ -16,7 +16,7 @@ from core.graph.work import Work
 from core.graph.workflow import Node, op_of
 from core.messages.worker import Batch, CostSample
 from core.model_info import ModelInfo
-from core.scheduling.batch_items import node_work
+from core.scheduling.node_work import node_work
 from core.scheduling.request import Request, Status
 
 

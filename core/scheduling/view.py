@@ -10,11 +10,11 @@ from core.graph.op import Op
 from core.graph.work import Work
 from core.graph.workflow import Node, op_of
 from core.handles import TensorKey
-from core.scheduling.batch_items import node_work
 from core.scheduling.deadlines import MayJoin
 from core.scheduling.inputs import Inputs, Ranks, find_inputs
 from core.scheduling.live_requests import LiveRequests
 from core.scheduling.node_cache import CacheJob, NodeCache
+from core.scheduling.node_work import node_work
 from core.scheduling.request import Request
 from core.scheduling.residency import Residency
 from core.scheduling.values import ValueTable

@@ -19,9 +19,9 @@ from typing import NamedTuple
 from core.costs.latency_table import largest_batch
 from core.graph.work import Work
 from core.graph.workflow import Node, op_of
-from core.scheduling.batch_items import node_work
 from core.scheduling.deadlines import due, why_late
 from core.scheduling.dispatch import Decision, GiveUp
+from core.scheduling.node_work import node_work
 from core.scheduling.policies.policy import SchedulingPolicy
 from core.scheduling.policies.step_batching import StepPass, eligible
 from core.scheduling.policies.turns import Turns

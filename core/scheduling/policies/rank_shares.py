@@ -7,8 +7,8 @@ from statistics import mean
 from core.costs.shares import Demand, ranks_of
 from core.graph.work import Work
 from core.graph.workflow import Node, op_of
-from core.scheduling.batch_items import node_work
 from core.scheduling.deadlines import due
+from core.scheduling.node_work import node_work
 from core.scheduling.policies.work_left import WorkLeft
 from core.scheduling.request import Request, Status
 from core.scheduling.view import View

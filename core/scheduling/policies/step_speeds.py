@@ -8,7 +8,7 @@ from core.costs.step_profiles import useful_degree
 from core.graph.op import Op
 from core.graph.work import Work
 from core.graph.workflow import Node, op_of
-from core.scheduling.batch_items import work_of
+from core.scheduling.node_work import work_of
 from core.scheduling.request import Request
 from core.scheduling.view import View
 

@@ -8,8 +8,8 @@ from typing import NamedTuple
 from core.costs.finish_order import FinishOrder
 from core.graph.work import Work
 from core.graph.workflow import Node, op_of
-from core.scheduling.batch_items import node_work
 from core.scheduling.dispatch import Decision, Dispatch
+from core.scheduling.node_work import node_work
 from core.scheduling.policies.step_batching import BatchKey
 from core.scheduling.request import Request
 from core.scheduling.view import View

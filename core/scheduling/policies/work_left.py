@@ -7,7 +7,7 @@ from typing import NamedTuple
 from core.graph.op import Op
 from core.graph.work import Work
 from core.graph.workflow import Node, op_of
-from core.scheduling.batch_items import node_work, work_of
+from core.scheduling.node_work import node_work, work_of
 from core.scheduling.request import Request, Status
 from core.scheduling.view import View
 
