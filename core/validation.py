@@ -93,9 +93,16 @@ def _members(annotation: Any) -> tuple[Any, ...]:
 @functools.cache
 def _classes(annotation: Any) -> tuple[type, ...] | None:
     """The classes of a union that msgspec cannot distinguish; None for annotations that it can check."""
-    classes = tuple(typing.get_origin(one) or one for one in _members(annotation))
+    classes = tuple(map(_class, _members(annotation)))
     others = [one for one in classes if isinstance(one, type) and one not in (*_SCALARS, tuple)]
     return classes if others else None
+
+
+def _class(annotation: Any) -> Any:
+    """An annotation without its parameters. Python 3.12's `type` statement, by which NumPy 2.5 defines NDArray, makes a
+    name that stands for a class and is none."""
+    plain = typing.get_origin(annotation) or annotation
+    return _class(plain.__value__) if hasattr(plain, "__value__") else plain
 
 
 def _plain(value: object) -> object:

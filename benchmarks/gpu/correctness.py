@@ -1,4 +1,8 @@
-"""The sections on correctness: edits against a CPU's in float32, an edit by a server's processes, and tests."""
+"""The sections on correctness: edits against a CPU's, an edit by a server's processes, and tests.
+
+The CPU computes with PyTorch's operators, in the dtype that it is compared with: noise is drawn in that dtype, and
+in PyTorch 2.11 it then has other values.
+"""
 
 from __future__ import annotations
 
@@ -19,7 +23,7 @@ from benchmarks.gpu.bench import Bench
 from benchmarks.gpu.local_engine import LocalEngine, Pixels
 from benchmarks.gpu.report import Figures
 from benchmarks.load.server import ROOT
-from core.config import EMBEDDED_MODEL, CacheConfig
+from core.config import EMBEDDED_MODEL, CacheConfig, KernelChoice, ModelConfig
 from core.sampling_params import SamplingParams
 
 STEPS = 4
@@ -56,19 +60,19 @@ def _checkpoint(name: str, folder: Path) -> Path:
 
 
 def _compare(checkpoint: Path, bench: Bench, scale: int) -> Figures:
-    expected = _edit(checkpoint, "cpu", "float32", scale)
-    painted = {dtype: _edit(checkpoint, str(bench.device), dtype, scale) for dtype in ("float32", "bfloat16")}
-    return {
-        dtype: {way: difference(pictures, expected[way]) for way, pictures in ways.items()}
-        for dtype, ways in painted.items()
-    }
+    figures: Figures = {}
+    for dtype in ("float32", "bfloat16"):
+        expected = _edit(checkpoint, "cpu", dtype, scale)
+        painted = _edit(checkpoint, str(bench.device), dtype, scale)
+        figures[dtype] = {way: difference(pictures, expected[way]) for way, pictures in painted.items()}
+    return figures
 
 
 def _edit(checkpoint: Path, device: str, dtype: str, scale: int) -> dict[str, list[Pixels]]:
     """Exact and mask-aware edits of pictures of two sizes, which share steps; on a device pages lie in its memory."""
     templates = [soft_picture(scale * side, seed) for seed, side in enumerate(SIDES)]
     cache = CacheConfig(device_bytes=CACHE_BYTES if device != "cpu" else 0, host_bytes=CACHE_BYTES)
-    with closing(LocalEngine(checkpoint, device, dtype, cache)) as engine:
+    with closing(LocalEngine(checkpoint, device, dtype, cache, kernels=_kernels(device))) as engine:
         return {
             way: engine.edit(
                 templates,
@@ -76,6 +80,10 @@ def _edit(checkpoint: Path, device: str, dtype: str, scale: int) -> dict[str, li
             )
             for way, is_mask_aware in (("exact", False), ("mask-aware", True))
         }
+
+
+def _kernels(device: str) -> KernelChoice:
+    return "torch" if device == "cpu" else "auto"
 
 
 def difference(painted: list[Pixels], expected: list[Pixels]) -> Figures:
@@ -129,7 +137,8 @@ def _serve(checkpoint: Path, device: str) -> tuple[list[Pixels], Figures]:
     mask = np.zeros((SERVED_SIDE, SERVED_SIDE), np.uint8)
     mask[80:160, 80:160] = 255
     started = time.monotonic()
-    with ImageEngine(str(checkpoint), device=device, dtype="float32") as engine:
+    model = ModelConfig(model=str(checkpoint), device=device, dtype="float32", kernels=_kernels(device))
+    with ImageEngine(models=[model]) as engine:
         ready_s = time.monotonic() - started
         edit = Edit(prompt="a red striped shirt", image=soft_picture(SERVED_SIDE, 0), mask_image=mask)
         sampling = SamplingParams(num_inference_steps=STEPS, seed=7)

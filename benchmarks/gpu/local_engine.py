@@ -11,7 +11,7 @@ import msgspec
 import numpy as np
 import numpy.typing as npt
 
-from core.config import CacheConfig, ModelConfig, SchedulerConfig
+from core.config import CacheConfig, KernelChoice, ModelConfig, SchedulerConfig
 from core.graph.workflow import INPAINT
 from core.handles import PAGE_ARENA, VALUE_ARENA, ArrayRef
 from core.ipc.shared_array import Arena, ArenaAllocator, carve
@@ -46,9 +46,12 @@ class LocalEngine:
         dtype: str,
         cache: CacheConfig,
         watched: Callable[[Family], Family] = lambda family: family,
+        kernels: KernelChoice = "auto",
     ) -> None:
-        """device, dtype: as in ModelConfig. watched: wraps the model's family."""
-        config = ModelConfig(model=str(checkpoint), served_model_name="checked", device=device, dtype=dtype)
+        """device, dtype, kernels: as in ModelConfig. watched: wraps the model's family."""
+        config = ModelConfig(
+            model=str(checkpoint), served_model_name="checked", device=device, dtype=dtype, kernels=kernels
+        )
         models = ResidentModels.open([config], has_device_tier=bool(cache.device_bytes))
         models.load_all()
         ready = models.ready(0)

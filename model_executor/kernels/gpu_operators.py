@@ -81,7 +81,7 @@ def _few(operators: Operators, device: torch.device) -> Sequence[Tensor]:
     qkv, where = torch.linspace(-1.0, 1.0, 192, device=device).view(2, 3, 2, 16), ((0, 2),)
     hidden, gate = qkv[:, 0].flatten(1).clone(), qkv[1:, 2].flatten(1)
     normed = operators.norm_modulate(hidden, where, 1e-6, gate, gate)
-    operators.add_gated_(hidden, where, normed, gate)
+    operators.add_gated_(hidden, where, normed.clone(), gate)  # which PyTorch's overwrites
     turns = torch.polar(torch.ones(2, 1, 1, 8, device=device), qkv[:, :1, :1, :8])
     operators.normalise_and_rotate_(qkv[:, :2], turns, 1e-6, [(where, torch.ones(2, 2, 16, device=device))])
     layout = PageLayout(num_blocks=1, num_heads=2, head_dim=16, dtype="int8")

@@ -162,13 +162,13 @@ class VaeFamily(Family):
     @property
     def _mask_aware_vae(self) -> Vae:
         """What mask-aware edits encode and decode with. On CPUs that gain by it, it computes in bfloat16 also for a
-        model in float32: with the embedded one in 0.4 of the time with AMX; its pixels differ by 0.16 of 255 on average
-        and by 3 at most."""
-        vae = self._vae
+        model in float32, unless PyTorch's operators are asked for: with the embedded one in 0.4 of the time with AMX;
+        its pixels differ by 0.16 of 255 on average and by 3 at most."""
+        vae, kernels = self._vae, self._checkpoint.kernels
         is_float = vae.dtype in (torch.float32, torch.bfloat16)
-        if self._device.type != "cpu" or not is_float or not cpu_gains_by_bfloat16():
+        if self._device.type != "cpu" or kernels == "torch" or not is_float or not cpu_gains_by_bfloat16():
             return vae
-        return vae.in_bfloat16(chosen_operators(self._checkpoint.kernels, self._device).kernels)
+        return vae.in_bfloat16(chosen_operators(kernels, self._device).kernels)
 
     # ------------------------------------------------------------------------------------------------------- shapes
 

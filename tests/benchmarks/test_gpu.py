@@ -90,8 +90,7 @@ def test_every_section_runs_without_a_gpu(ran: tuple[subprocess.CompletedProcess
     assert sections["flux_steps"]["masked_from_exact"] < 0.02
     assert all(batch["diffusers_compiled_ms"] > 0 for batch in sections["flux_steps"]["batches"].values())
     alike = sections["correctness"]["checkpoints"]["flux_fill"]["float32"]
-    same = {"max_levels": 0, "mean_levels": 0.0, "share_within_1": 1.0}
-    assert alike == {"exact": same, "mask-aware": same}, "it is the same CPU"
+    assert all(way["max_levels"] <= 1 for way in alike.values()), "the same CPU, with and without its own kernels"
 
 
 def test_a_line_for_every_bar_and_the_document(ran: tuple[subprocess.CompletedProcess[str], Path]) -> None:

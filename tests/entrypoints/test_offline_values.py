@@ -12,11 +12,13 @@ import pytest
 from arbitrary_values import objects, values
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
+from typing_extensions import TypeAliasType
 
 from core.config import AdapterConfig, CacheConfig, EngineConfig, ImageConfig, ModelConfig, SchedulerConfig
 from core.errors import ConfigError, InvalidRequestError
 from core.lora import Lora
 from core.sampling_params import SamplingParams
+from core.validation import conformed
 from entrypoints.image_engine import Edit, ImageEngine
 
 REQUIRED: dict[type, dict[str, object]] = {Edit: {"prompt": "x"}, AdapterConfig: {"name": "a", "path": "b"}}
@@ -50,6 +52,18 @@ def made_or_refused(kind: type, given: dict[str, object]) -> Any:
     else:
         assert refused in given or {refused, *given} >= {"seed", "n"}, "only seed and n are checked together"
     return None
+
+
+Number = typing.TypeVar("Number", bound=np.generic)
+Array = TypeAliasType("Array", np.ndarray[Any, np.dtype[Number]], type_params=(Number,))
+
+
+def test_a_name_for_a_class_stands_for_it() -> None:
+    """As the `type` statement makes them, with which newer releases of NumPy define NDArray."""
+    annotation, array = typing.Union[bytes, Array[np.uint8]], np.zeros(3, np.uint8)  # noqa: UP007  `|` fails before 3.12
+    assert conformed("image", array, annotation) is array
+    with pytest.raises(InvalidRequestError, match=r"expected `bytes \| ndarray`, got `int`"):
+        conformed("image", 1, annotation)
 
 
 @settings(max_examples=600, deadline=None)
