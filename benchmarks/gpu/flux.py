@@ -63,10 +63,10 @@ class FluxBench:
         attention = 2 * tokens * hidden * (config.num_layers + config.num_single_layers)
         return float(2 * tokens * (products + attention))
 
-    def bound(self, ratio: float) -> float:
-        """How much faster a step can be that computes this share of the image tokens."""
-        tokens = self.size.image_tokens
-        return (tokens + self.size.text_tokens) / (self.num_active(ratio) + self.size.text_tokens)
+    def bound(self, *ratios: float) -> float:
+        """How much faster a step of edits can be that compute these shares of the image tokens."""
+        tokens, text = self.size.image_tokens, self.size.text_tokens
+        return len(ratios) * (tokens + text) / sum(self.num_active(ratio) + text for ratio in ratios)
 
     def num_active(self, ratio: float) -> int:
         return max(1, round(ratio * self.size.image_tokens))
@@ -86,7 +86,11 @@ class FluxBench:
 
     def edits(self, ratio: float, entries: Sequence[tuple[Tensor, Tensor]]) -> Call:
         """A step of an edit for each of the entries, which are those of the two keyframes around it."""
-        rows = [self._edit(ratio, near, far) for near, far in entries]
+        return self.mixed([ratio] * len(entries), entries)
+
+    def mixed(self, ratios: Sequence[float], entries: Sequence[tuple[Tensor, Tensor]]) -> Call:
+        """The same with a mask ratio for each."""
+        rows = [self._edit(ratio, near, far) for ratio, (near, far) in zip(ratios, entries, strict=True)]
         return lambda: self.denoiser.forward(rows)
 
     def _edit(self, ratio: float, near: Tensor, far: Tensor) -> Row:

@@ -24,6 +24,7 @@ class FluxSize(msgspec.Struct, frozen=True):
     keyframes: int
     ratios: tuple[float, ...]  # mask ratios of timed steps; 1 is an exact one
     batches: tuple[int, ...]  # requests that share a step
+    mixed: tuple[float, ...]  # mask ratios of edits that share a step, as many as the largest batch
 
     @property
     def image_tokens(self) -> int:

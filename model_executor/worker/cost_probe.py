@@ -37,7 +37,7 @@ from model_executor.kernels.operators import chosen_operators
 from model_executor.models.base import EncodedImage, EncodedText, Family, PrimeRow, Row
 from model_executor.page_cache.pages import Pages
 from model_executor.parallel.group import Group
-from model_executor.worker.device_failures import is_out_of_memory
+from model_executor.worker.device_failures import is_out_of_memory, wait_for_device
 
 BUDGET_SECONDS = 2.0
 """Time budget per model, at its first start. A batch that is expected to exceed what is left is skipped."""
@@ -148,8 +148,7 @@ def _time(batch: Callable[[], object], ends: float, expected: float) -> float | 
         if started + expected > ends:
             return None
         batch()
-        if torch.cuda.is_available():
-            torch.cuda.synchronize()
+        wait_for_device()
         expected = time.monotonic() - started
     return expected
 

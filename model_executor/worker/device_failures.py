@@ -19,7 +19,7 @@ NO_ROOM = (
 
 def wait_for_device() -> None:
     """Wait until all queued computation is done; copies of pages, on another stream, continue."""
-    if torch.cuda.is_initialized():
+    if torch.cuda.is_initialized():  # a forked worker, which computes on the CPU, could not initialise it
         torch.cuda.current_stream().synchronize()
 
 

@@ -6,7 +6,7 @@ import statistics
 import time
 from collections.abc import Callable
 
-import torch
+from model_executor.worker.device_failures import wait_for_device
 
 TIMES = 3
 """Calls after the first one, whose median counts."""
@@ -21,6 +21,5 @@ def median_seconds(run: Callable[[], object]) -> float:
 def _seconds(run: Callable[[], object]) -> float:
     started = time.monotonic()
     run()
-    if torch.cuda.is_available():
-        torch.cuda.synchronize()
+    wait_for_device()
     return time.monotonic() - started

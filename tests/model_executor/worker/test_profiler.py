@@ -6,6 +6,7 @@ from pathlib import Path
 
 import msgspec
 import pytest
+import torch
 
 from core.config import ModelConfig
 from core.costs.cost_model import CostModel
@@ -20,6 +21,7 @@ from model_executor.worker.cost_probe import SHARES, SIDES, known_or_probed
 from model_executor.worker.joint_profiler import ROWS, joint_samples
 from model_executor.worker.profiler import keep, profile
 from model_executor.worker.resident import ResidentModels
+from model_executor.worker.timing import median_seconds
 from tools.random_dit_checkpoints import make_dit
 
 LARGEST = 3
@@ -97,3 +99,10 @@ def test_a_rank_that_ends_early_is_reported(config: ModelConfig) -> None:
     missing = msgspec.structs.replace(config, model=config.model + "-gone")
     with pytest.raises(RuntimeError, match="a rank has ended"):
         joint_samples(missing, [2], threads=1)
+
+
+def test_a_cpus_worker_asks_no_gpu_that_is_there(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It is forked, where CUDA cannot begin."""
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "synchronize", pytest.fail)
+    assert median_seconds(lambda: None) < 1.0
