@@ -62,6 +62,18 @@ class Bench:
         call()
         return time.perf_counter() - started
 
+    def graph_ms(self, call: Call) -> float | None:
+        """Milliseconds of a call as a CUDA graph, whose kernels the host launches at once: what the device alone takes,
+        however slowly the host launches. None on a CPU."""
+        if self.device.type != "cuda":
+            return None
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.stream(torch.cuda.Stream()):
+            self.seconds(call)  # what is chosen and compiled at first use cannot be captured
+        with torch.cuda.graph(graph):
+            call()
+        return 1e3 * self.median(graph.replay)
+
     def wait(self) -> None:
         """Until the device is idle."""
         if self.device.type == "cuda":

@@ -71,13 +71,16 @@ def _step_figures(bench: Bench, flux: FluxBench, batch: int, near: Tensor, far: 
     masked = {f"{ratio:g}": flux.edits(ratio, entries) for ratio in flux.size.ratios if ratio < 1}
     mixed = {"mixed": flux.mixed(flux.size.mixed, entries)} if batch == len(flux.size.mixed) else {}
     seconds = bench.medians(calls | masked | mixed)
+    step = masked[f"{STEP_RATIO:g}"]
     return {
         "diffusers_ms": 1e3 * seconds["diffusers"],
         "exact_ms": 1e3 * seconds["exact"],
         "exact_tflops": batch * flux.flop / 1e12 / seconds["exact"],
         "ratios": {ratio: {"ms": 1e3 * seconds[ratio], "bound": flux.bound(float(ratio))} for ratio in masked},
-        "launch_ms": bench.launch_ms(masked[f"{STEP_RATIO:g}"]),
-    } | {f"{name}_ms": 1e3 * seconds[name] for name in mixed}
+        "launch_ms": bench.launch_ms(step),
+        "graph_ms": bench.graph_ms(step),
+        **{f"{name}_ms": 1e3 * seconds[name] for name in mixed},
+    }
 
 
 def _compiled_figures(bench: Bench, call: Call) -> Figures:

@@ -35,6 +35,7 @@ def run(bench: Bench) -> None:
     put(ratio=size.ratio, steps=size.steps, bound=bound)
     put(**{f"{name}_ms": 1e3 * taken for name, taken in seconds.items()})
     put(launch_ms=bench.launch_ms(steps["masked"]))
+    put(**{f"{name}_graph_ms": bench.graph_ms(steps[name]) for name in ("exact", "masked")})
     vae = Autoencoder(bench, size.autoencoder, size.side * TOKEN)
     decode_box = vae.decode_box(sdxl.active, size.side)
 
