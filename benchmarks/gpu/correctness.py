@@ -1,7 +1,7 @@
 """The sections on correctness: edits against a CPU's, an edit by a server's processes, and tests.
 
 The CPU computes with PyTorch's operators, in the dtype that it is compared with: noise is drawn in that dtype, and
-in PyTorch 2.11 it then has other values.
+before PyTorch 2.12 it then has other values.
 """
 
 from __future__ import annotations
