@@ -24,12 +24,13 @@ from core.graph.workflow import Node, op_of
 from core.messages.worker import Batch, BatchResult
 from core.scheduling.deadlines import due, why_late
 from core.scheduling.dispatch import Decision, GiveUp
+from core.scheduling.policies.goodput_pass import GoodputPass
 from core.scheduling.policies.headroom import Headroom
 from core.scheduling.policies.pauses import Pauses
 from core.scheduling.policies.policy import SchedulingPolicy
 from core.scheduling.policies.rank_shares import RankShares
 from core.scheduling.policies.repeated_steps import RepeatedSteps
-from core.scheduling.policies.step_batching import StepPass, eligible
+from core.scheduling.policies.step_batching import eligible
 from core.scheduling.policies.turns import Turns
 from core.scheduling.policies.work_left import Left, WorkLeft
 from core.scheduling.request import Request, Status
@@ -235,19 +236,26 @@ class Planner:
         return Case(request, left, seconds, left.alone > seconds)
 
     def _given_up(self, cases: Sequence[Case]) -> Iterator[GiveUp]:
-        """Late requests that are certain to miss their timeout, or any due time if late ones are dropped. While other
-        requests can be in time, one that has not begun is not begun any more: it would only slow them down. One that
-        has begun may miss its objective as long as no other needs the rank.
+        """Late requests that are predicted to miss their timeout, or any due time if late ones are dropped: even on a
+        rank of its own, such a request would only slow others down, and newcomers wait for its step. One that has begun
+        may miss its objective as long as no other needs the rank, or that is not certain. While none can be in time,
+        the one that is due first is tried unless it is certain to miss it: predictions may be wrong, and only batches
+        put them right.
         """
         is_needed = any(not case.is_late for case in cases)
+        share = 1.0 if is_needed else CERTAIN
         for case in cases:
             head, is_waiting = case.request.head, case.request.status is Status.WAITING
-            end = self.now + case.left.alone * (1.0 if is_waiting and is_needed else CERTAIN)
-            failure = why_late(head, end) if case.is_late else None
+            end = self.now + share * case.left.alone
             is_useless = head.deadline is not None and end > head.deadline
+            if not (is_useless or is_waiting):
+                end = self.now + CERTAIN * case.left.alone
+            failure = why_late(head, end) if case.is_late else None
             is_in_the_way = is_needed or is_waiting
             if failure is not None and (is_useless or (self.view.config.on_late == "drop" and is_in_the_way)):
                 yield GiveUp(case.request, failure)
+            else:
+                share = 1.0
 
     # ------------------------------------------------------------------------------------------------ the set
 
@@ -335,53 +343,3 @@ class Planner:
         return self.work.seconds(
             self.view, request.head.model, op_of(step), Work((round(tokens),), (round(keys),)), rows
         )
-
-
-@dataclass(slots=True)
-class GoodputPass(StepPass):
-    """One pass: what finishes requests, then what the served ones need."""
-
-    served: Sequence[Request] = ()
-    others: Sequence[Request] = ()  # see Plan
-    gone: frozenset[str] = frozenset()  # ids of those that are given up
-    shares: RankShares | None = None
-
-    def _admit(self) -> list[Request]:
-        """Those that have made all of their steps, and those that have a slot, if there is memory for new ones. Where
-        others that have begun take all of it, the one of them that has fewest steps left goes on, to make room.
-        """
-        admitted, begun = list[Request](), list[Request]()
-        for request in self.view.requests.running:
-            if request.progress.steps_left:
-                begun.append(request)
-            elif request.id not in self.gone:
-                admitted.append(request)
-        admitted += [each for each in self.others if each.status is Status.WAITING]
-        room, num_done = self.view.config.max_num_seqs - len(begun), len(admitted)
-        for request in self.served:
-            if not request.is_live or not request.progress.steps_left:
-                continue
-            if request.status is Status.WAITING:
-                if not self.view.may_begin(request):
-                    continue
-                room -= 1
-                if room < 0:
-                    continue
-            admitted.append(request)
-        if room < 0 and len(admitted) == num_done:
-            others = [each for each in begun if each.id not in self.gone]
-            admitted += sorted(others, key=lambda request: (request.progress.steps_left, request.id))[:1]
-        return admitted
-
-    def _rank(self, request: Request, node: Node) -> int:
-        if self.shares is not None:
-            return self.shares.rank(self.view, request, node)
-        return self._rank_apart(request, node)
-
-    def _choose_nodes(self, request: Request, nodes: Sequence[Node]) -> None:
-        """Work of requests with a due time was accounted for when they got a slot: it has no budget."""
-        if due(request.head) is None:
-            StepPass._choose_nodes(self, request, nodes)
-            return
-        for node in nodes:
-            self._add([(request, node)])

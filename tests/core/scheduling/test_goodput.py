@@ -42,9 +42,12 @@ class Engine(Ranks):
     latencies: dict[int, float] = field(default_factory=lambda: LATENCIES)
     trip: float = 0.0
     decode: float = 0.0  # seconds of each
+    max_plans: int = 1  # that a rank has at a time
 
     def __post_init__(self) -> None:
-        config = SchedulerConfig(policy=self.policy, on_late=self.on_late, max_num_seqs=8, max_plans_in_flight=1)
+        config = SchedulerConfig(
+            policy=self.policy, on_late=self.on_late, max_num_seqs=8, max_plans_in_flight=self.max_plans
+        )
         cost = FrozenCosts()
         self.scheduler = StepScheduler(config, {"m": MODEL}, cost=cost)
         cost.is_frozen = True
@@ -137,6 +140,27 @@ def test_a_hopeless_request_leaves_early() -> None:
 def test_a_request_that_is_doubtful_alone_is_served_while_no_other_needs_the_rank() -> None:
     engine = Engine("goodput")
     assert kinds(engine.serve([edit("doubtful", 10, 9.5)])) == {"doubtful": "Finished"}
+
+
+def test_a_request_that_has_begun_leaves_when_it_is_late_and_another_is_in_time() -> None:
+    engine = Engine("goodput")
+    outputs = engine.serve([edit("doubtful", 10, None, deadline=9.5), edit("in time", 4, 6.0, arrival=2.0)])
+    assert kinds(outputs) == {"doubtful": "deadline_exceeded", "in time": "Finished"}
+    assert engine.ends["doubtful"] == 2.0
+
+
+def test_of_requests_that_are_all_late_the_one_that_is_due_first_is_tried() -> None:
+    engine = Engine("goodput")
+    outputs = engine.serve([edit("first", 10, 9.5), edit("second", 10, 9.6)])
+    assert kinds(outputs) == {"first": "Finished", "second": "overloaded"}
+    assert engine.ends["second"] == 0.0
+
+
+def test_a_decode_waits_for_no_step_that_was_sent_ahead() -> None:
+    """The second request has made three steps when the first one begins, which is due sooner."""
+    engine = Engine("goodput", latencies={1: 0.008, 2: 0.016}, decode=0.02, max_plans=2)
+    engine.serve([edit("second", 9, 1.0), edit("first", 3, 0.07, arrival=0.012)])
+    assert engine.ends["first"] == pytest.approx(3 * 0.008 + 3 * 0.008 + 0.02)
 
 
 def test_late_requests_are_served_last_if_the_server_says_so() -> None:
