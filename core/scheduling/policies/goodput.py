@@ -19,10 +19,11 @@ from math import inf
 from core.config import PATIENCE_SECONDS
 from core.costs.prediction_margin import CERTAIN
 from core.costs.slot_schedule import Pace, Turn, best_schedules
+from core.failure import Failure
 from core.graph.work import Work
 from core.graph.workflow import Node, op_of
 from core.messages.worker import Batch, BatchResult
-from core.scheduling.deadlines import due, why_late
+from core.scheduling.deadlines import TOO_LATE, due, why_late
 from core.scheduling.dispatch import Decision, GiveUp
 from core.scheduling.policies.goodput_pass import GoodputPass
 from core.scheduling.policies.headroom import Headroom
@@ -65,6 +66,7 @@ class Plan:
     lines: tuple[RankLine, ...] = ()
     others: tuple[Request, ...] = ()  # that wait and need no slot: all of their steps were made before ranks died
     given_up: tuple[GiveUp, ...] = ()
+    tried: str | None = None  # id of one that is served though it is predicted to be late
     # Those that had a slot when it was looked at the last time; of a line the one that is due first first.
     served: list[Request] = field(default_factory=list)
 
@@ -111,6 +113,7 @@ class Goodput(SchedulingPolicy):
         self._plan = Plan()
         self._ranks: tuple[int, ...] = ()  # that lived when it was made
         self._passes_left = 0  # until it is made again
+        self._tried = set[str]()  # ids of those that a plan has served though they were late
         # Since this was looked at the last time:
         self._is_slot_left = False  # a request may have left its slot
         self._has_room = False  # a request has ended, or no other of its line took its slot
@@ -124,6 +127,7 @@ class Goodput(SchedulingPolicy):
     def on_end(self, request_id: str) -> None:
         if all(request_id != each.request.id for each in self._plan.given_up):  # the plan is made without these
             self._is_slot_left = self._has_room = True
+        self._tried.discard(request_id)
         self._repeated.drop(request_id)
         self._work.forget(request_id)
         self._headroom.note_end()
@@ -183,6 +187,8 @@ class Goodput(SchedulingPolicy):
         self._is_slot_left = self._has_room = False
         self._repeated.forget()
         self._plan = Planner(view, now, self._work, self._shares, self._headroom.value * self._pauses.stretch).plan()
+        if self._plan.tried is not None:
+            self._tried.add(self._plan.tried)
 
     def _given_up(self) -> list[GiveUp]:
         """Of the plan, unless they have ended since."""
@@ -190,7 +196,7 @@ class Goodput(SchedulingPolicy):
             return []
         given_up = [each for each in self._plan.given_up if each.request.is_live]
         for each in given_up:
-            if each.request.status is Status.RUNNING:
+            if each.request.status is Status.RUNNING and each.request.id not in self._tried:
                 self._headroom.note_wasted()
         return given_up
 
@@ -219,7 +225,8 @@ class Planner:
         if self.shares is not None:
             self.shares.update(self.view, requests, self.work)
         cases = [self._judge(request) for request in requests]
-        given_up = tuple(self._given_up(cases))
+        tried = self._tried(cases)
+        given_up = tuple(self._given_up(cases, tried))
         gone = {each.request.id for each in given_up}
         self.num_models = len({each.head.model for each in self.view.requests.live() if each.id not in gone}) or 1
         groups: dict[str, list[Case]] = {}  # by model: those of one share steps
@@ -228,34 +235,47 @@ class Planner:
                 groups.setdefault(case.request.head.model, []).append(case)
         lines = [line for group in groups.values() for line in self._lines(group)]
         others = [case.request for case in cases if case.request.id not in gone and not case.left.steps]
-        return Plan(tuple(lines), tuple(each for each in others if each.status is Status.WAITING), given_up)
+        waiting = tuple(each for each in others if each.status is Status.WAITING)
+        return Plan(tuple(lines), waiting, given_up, None if tried is None else tried.request.id)
 
     def _judge(self, request: Request) -> Case:
         left, time = self.work.of(self.view, request), due(request.head)
         seconds = inf if time is None else (time - self.now) / self.stretch
         return Case(request, left, seconds, left.alone > seconds)
 
-    def _given_up(self, cases: Sequence[Case]) -> Iterator[GiveUp]:
-        """Late requests that are predicted to miss their timeout, or any due time if late ones are dropped: even on a
-        rank of its own, such a request would only slow others down, and newcomers wait for its step. One that has begun
-        may miss its objective as long as no other needs the rank, or that is not certain. While none can be in time,
-        the one that is due first is tried unless it is certain to miss it: predictions may be wrong, and only batches
-        put them right.
+    def _tried(self, cases: Sequence[Case]) -> Case | None:
+        """While none can be in time, the first one that yet may be, of those that have begun if there are any:
+        predictions may be wrong, and only batches put them right.
+        """
+        if any(not case.is_late for case in cases):
+            return None
+        doubtful = (case for case in cases if why_late(case.request.head, self._end(case, CERTAIN)) is None)
+        return min(doubtful, key=lambda case: case.request.status is Status.WAITING, default=None)
+
+    def _end(self, case: Case, share: float) -> float:
+        """When a request is done that has a rank for itself and takes this share of what is predicted."""
+        return self.now + share * case.left.alone
+
+    def _given_up(self, cases: Sequence[Case], tried: Case | None) -> Iterator[GiveUp]:
+        """Of the late requests those that are not worth a rank, even one that no other needs: they would slow other
+        ranks down, and newcomers would wait for their steps.
         """
         is_needed = any(not case.is_late for case in cases)
-        share = 1.0 if is_needed else CERTAIN
         for case in cases:
-            head, is_waiting = case.request.head, case.request.status is Status.WAITING
-            end = self.now + share * case.left.alone
-            is_useless = head.deadline is not None and end > head.deadline
-            if not (is_useless or is_waiting):
-                end = self.now + CERTAIN * case.left.alone
-            failure = why_late(head, end) if case.is_late else None
-            is_in_the_way = is_needed or is_waiting
-            if failure is not None and (is_useless or (self.view.config.on_late == "drop" and is_in_the_way)):
+            failure = self._why_given_up(case, is_needed) if case.is_late and case is not tried else None
+            if failure is not None:
                 yield GiveUp(case.request, failure)
-            else:
-                share = 1.0
+
+    def _why_given_up(self, case: Case, is_needed: bool) -> Failure | None:
+        """It is predicted to miss its timeout, or its objective, where requests are dropped for that. One that has
+        begun may miss its objective while no other needs the rank, and until that is certain.
+        """
+        head, has_begun = case.request.head, case.request.status is Status.RUNNING
+        if head.deadline is not None and self._end(case, 1.0) > head.deadline:
+            return TOO_LATE
+        if self.view.config.on_late != "drop" or (has_begun and not is_needed):
+            return None
+        return why_late(head, self._end(case, CERTAIN if has_begun else 1.0))
 
     # ------------------------------------------------------------------------------------------------ the set
 

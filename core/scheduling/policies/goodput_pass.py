@@ -52,11 +52,13 @@ class GoodputPass(StepPass):
         return admitted
 
     def _finishing_rank(self, request: Request) -> set[int]:
-        """The rank that makes a request's last steps, if what is left after them is done there too. It cannot be sent
-        ahead; but what is sent meanwhile would go first, and delay it by more than a result and a plan travel.
+        """The rank that makes a request's last step, if its picture is decoded there too. The decode can be sent only
+        when the step's result is here; work that is sent to the rank before goes first, and takes longer than the
+        result and the plan travel.
         """
+        progress = request.progress
         ranks = self._ranks_of(request, request.workflow.node(request.workflow.output))
-        is_next = set(request.sent_to.values()) == {ranks} and not request.progress.is_ending
+        is_next = set(request.sent_to.values()) == {ranks} and not (progress.is_ending or progress.is_restarting)
         return set(ranks) if is_next else set()
 
     def _can_run(self, request: Request, node: Node) -> bool:

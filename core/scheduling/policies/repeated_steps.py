@@ -53,12 +53,19 @@ class RepeatedSteps:
         for request in view.requests.running:
             if request.has_lost_rank:  # inputs may have to be fetched
                 return None
+            if not request.progress.steps_left and _is_sent_to(request, view.open_ranks):  # its decode is next
+                return None
             names = request.workflow.step_names
             for node in view.ready(request):
                 if node.name not in names:
                     return None
         batches = [self._batches[rank] for rank in view.open_ranks if rank in self._batches]
         return batches if all(_can_be_repeated(view, batch) for batch in batches) else None
+
+
+def _is_sent_to(request: Request, ranks: frozenset[int]) -> bool:
+    """Whether work of this request is on its way to one of these ranks, or being done there."""
+    return not all(map(ranks.isdisjoint, request.sent_to.values()))
 
 
 def _is_of(batch: Dispatch, names: set[str]) -> bool:

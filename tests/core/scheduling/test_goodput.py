@@ -149,11 +149,27 @@ def test_a_request_that_has_begun_leaves_when_it_is_late_and_another_is_in_time(
     assert engine.ends["doubtful"] == 2.0
 
 
-def test_of_requests_that_are_all_late_the_one_that_is_due_first_is_tried() -> None:
+def test_of_requests_that_are_all_late_one_is_tried() -> None:
     engine = Engine("goodput")
     outputs = engine.serve([edit("first", 10, 9.5), edit("second", 10, 9.6)])
     assert kinds(outputs) == {"first": "Finished", "second": "overloaded"}
     assert engine.ends["second"] == 0.0
+
+
+def test_one_that_has_begun_is_tried_before_others() -> None:
+    engine = Engine("goodput")
+    newcomer = edit("newcomer", 10, None, arrival=2.0, deadline=11.5, priority=-1)
+    outputs = engine.serve([edit("begun", 10, None, deadline=9.5), newcomer])
+    assert kinds(outputs)["newcomer"] == "deadline_exceeded"
+    assert engine.ends["newcomer"] == 2.0
+    assert engine.ends["begun"] > 9.0
+
+
+def test_one_that_is_certain_to_be_late_is_not_the_one_that_is_tried() -> None:
+    """The first may go on, as no other is in time; after nine steps there is no doubt any more that it is late."""
+    engine = Engine("goodput")
+    outputs = engine.serve([edit("late", 10, 9.5), edit("doubtful", 10, 9.5, arrival=9.0)])
+    assert kinds(outputs) == {"late": "Finished", "doubtful": "Finished"}
 
 
 def test_a_decode_waits_for_no_step_that_was_sent_ahead() -> None:
