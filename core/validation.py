@@ -86,23 +86,22 @@ def _exact_types(annotation: Any) -> frozenset[type]:
 
 
 def _members(annotation: Any) -> tuple[Any, ...]:
-    is_union = typing.get_origin(annotation) in (typing.Union, types.UnionType)
-    return typing.get_args(annotation) if is_union else (annotation,)
+    """The annotations that a union allows, else the annotation alone. Names that Python 3.12's `type` statement gives,
+    as NumPy 2.5 does with NDArray, are replaced by what they stand for."""
+    origin = typing.get_origin(annotation)
+    if hasattr(named := origin or annotation, "__value__"):
+        return _members(named.__value__)
+    if origin not in (typing.Union, types.UnionType):
+        return (annotation,)
+    return tuple(member for one in typing.get_args(annotation) for member in _members(one))
 
 
 @functools.cache
 def _classes(annotation: Any) -> tuple[type, ...] | None:
     """The classes of a union that msgspec cannot distinguish; None for annotations that it can check."""
-    classes = tuple(map(_class, _members(annotation)))
+    classes = tuple(typing.get_origin(one) or one for one in _members(annotation))
     others = [one for one in classes if isinstance(one, type) and one not in (*_SCALARS, tuple)]
     return classes if others else None
-
-
-def _class(annotation: Any) -> Any:
-    """An annotation without its parameters. Python 3.12's `type` statement, by which NumPy 2.5 defines NDArray, makes a
-    name that stands for a class and is none."""
-    plain = typing.get_origin(annotation) or annotation
-    return _class(plain.__value__) if hasattr(plain, "__value__") else plain
 
 
 def _plain(value: object) -> object:

@@ -144,7 +144,7 @@ def _add_batch_flags(group: argparse._ArgumentGroup) -> None:
         choices=get_args(OnLate),
         default=default.on_late,
         help="of the policies goodput and neustream: requests that cannot meet the latency objective end with an "
-        "error, or run when no other needs the worker",
+        "error, or run when no other needs the worker, unless they would miss their timeout",
     )
     group.add_argument(
         "--max-num-seqs",

@@ -1,7 +1,7 @@
 """The sections on correctness: edits against a CPU's, an edit by a server's processes, and tests.
 
-The CPU computes with PyTorch's operators, in the dtype that it is compared with: noise is drawn in that dtype, and
-before PyTorch 2.12 it then has other values.
+The CPU computes with PyTorch's operators. Every dtype is compared with a CPU's in the same dtype: before PyTorch 2.12,
+noise that is drawn in bfloat16 has other values than in float32.
 """
 
 from __future__ import annotations

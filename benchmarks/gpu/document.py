@@ -78,9 +78,10 @@ def _steps(figures: Figures) -> Figures:
 
 
 def _batch(batch: str, figures: Figures) -> Figures:
-    compiled = figures.get("diffusers_compiled_ms")
+    compiled, mixed = figures.get("diffusers_compiled_ms"), figures.get("mixed")
     return figures | {
         "batch": batch,
+        "mixed": "" if mixed is None else _step(mixed, compiled),
         "by_ratio": {ratio: _step(step, compiled) for ratio, step in figures["ratios"].items()},
     }
 

@@ -62,6 +62,8 @@ def steps(bench: Bench, flux: FluxBench) -> None:
             break
         batches[str(batch)] |= _compiled_figures(bench, flux.diffusers(batch))
         put(batches=batches)
+    batches["1"]["graph_ms"] = bench.graph_ms(flux.edits(STEP_RATIO, [(near, far)]))
+    put(batches=batches)
 
 
 def _step_figures(bench: Bench, flux: FluxBench, batch: int, near: Tensor, far: Tensor) -> Figures:
@@ -69,17 +71,17 @@ def _step_figures(bench: Bench, flux: FluxBench, batch: int, near: Tensor, far: 
     entries = [(near.clone(), far.clone()) for _ in range(batch)]  # every edit is of another template
     calls: dict[str, Call] = {"diffusers": flux.diffusers(batch), "exact": flux.exact(batch)}
     masked = {f"{ratio:g}": flux.edits(ratio, entries) for ratio in flux.size.ratios if ratio < 1}
-    mixed = {"mixed": flux.mixed(flux.size.mixed, entries)} if batch == len(flux.size.mixed) else {}
-    seconds = bench.medians(calls | masked | mixed)
-    step = masked[f"{STEP_RATIO:g}"]
+    if batch == len(flux.size.mixed):
+        calls["mixed"] = flux.mixed(flux.size.mixed, entries)
+    seconds = bench.medians(calls | masked)
+    mixed = {"ms": 1e3 * seconds["mixed"], "bound": flux.bound(*flux.size.mixed)} if "mixed" in calls else None
     return {
         "diffusers_ms": 1e3 * seconds["diffusers"],
         "exact_ms": 1e3 * seconds["exact"],
         "exact_tflops": batch * flux.flop / 1e12 / seconds["exact"],
         "ratios": {ratio: {"ms": 1e3 * seconds[ratio], "bound": flux.bound(float(ratio))} for ratio in masked},
-        "launch_ms": bench.launch_ms(step),
-        "graph_ms": bench.graph_ms(step),
-        **{f"{name}_ms": 1e3 * seconds[name] for name in mixed},
+        "launch_ms": bench.launch_ms(masked[f"{STEP_RATIO:g}"]),
+        "mixed": mixed,
     }
 
 

@@ -12,6 +12,7 @@ from PIL import Image
 from torch import Tensor, nn
 
 from core.config import EMBEDDED_MODEL, KernelChoice, ModelConfig
+from model_executor.kernels import operators
 from model_executor.kernels.cpu_kernels import best_kernels
 from model_executor.models import vae_family
 from model_executor.models.vae import copied_in_bfloat16
@@ -73,11 +74,22 @@ def test_exact_edits_compute_in_the_models_own_dtype(float32: VaeFamily, monkeyp
     assert torch.equal(float32.decode(latents, SIDE, SIDE), picture)
 
 
-@pytest.mark.parametrize("kernels", ["auto", "torch"])
 @torch.inference_mode()
-def test_the_error_of_bfloat16_is_below_one_level_of_255(kernels: KernelChoice, fast_bfloat16: None) -> None:
-    """A box too large for a crop is decoded whole, so that nothing but the dtype differs."""
-    embedded = family("float32", kernels)
+def test_with_pytorchs_operators_alone_there_is_one_vae(fast_bfloat16: None) -> None:
+    plain = family("float32", "torch")
+    assert all(map(torch.equal, encode(plain, is_exact=True), encode(plain, is_exact=False)))
+
+
+@pytest.mark.parametrize("has_compiler", [True, False])
+@torch.inference_mode()
+def test_the_error_of_bfloat16_is_below_one_level_of_255(
+    has_compiler: bool, fast_bfloat16: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """With and without compiled kernels. A box too large for a crop is decoded whole, so that nothing but the dtype
+    differs."""
+    if not has_compiler:
+        monkeypatch.setattr(operators, "best_kernels", lambda: None)
+    embedded = family("float32")
     latents = embedded.encode_template(example())
     active = torch.arange(len(latents))[: len(latents) - 16]
     region, (left, top, right, bottom) = embedded.decode_region(latents, active, SIDE, SIDE)
