@@ -62,6 +62,14 @@ def test_ends_are_those_of_a_run_made_step_by_step(turns: list[Turn], num_slots:
     assert max(found, default=0.0) == pytest.approx(max(steps, default=0.0), rel=0.5)
 
 
+@given(TURNS.filter(bool), st.integers(1, 3), st.booleans(), SECONDS)
+def test_the_end_of_the_last_one_of_all_that_are_in_time(
+    turns: list[Turn], num_slots: int, blocks: bool, start: float
+) -> None:
+    slots = Slots(num_slots, PACE, blocks, start)
+    assert slots.end_of_last(turns) == (slots.ends(turns)[-1] if are_in_time(turns, slots) else inf)
+
+
 def test_more_requests_than_measured_cost_in_proportion() -> None:
     assert PACE.seconds(8, 8.0) == pytest.approx(2 * PACE.seconds(4, 4.0))
     assert linear_pace(1.0).seconds(3, 2.5) == 3.5
