@@ -80,6 +80,8 @@ class ActivationCache(NodeCache):
         if mine is None:
             return use == "latents"
         reservation = mine.reservation
+        if reservation.is_complete and not self._has_devices:
+            return True  # most of the time: all of it is in host memory, which every rank reads
         latents_key = reservation.template.latents_key
         if not reservation.is_reserved or not self._manager.is_readable(latents_key, ranks):
             return False

@@ -140,7 +140,7 @@ class Goodput(SchedulingPolicy):
         is_new = self._passes_left < 0 or view.ranks != self._ranks or self._may_be_better(view)
         if is_new:
             self._make_plan(view, now)
-        again = self._repeated.next(view, self._plan.served)
+        again = self._repeated.next(view, self._plan.served, self._shares)
         if again is None and not is_new and self._is_stale(view):
             self._make_plan(view, now)
         plan, given_up = self._plan, self._given_up()

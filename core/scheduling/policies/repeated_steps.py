@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 
 from core.scheduling.dispatch import Decision, Dispatch
+from core.scheduling.policies.rank_shares import RankShares
 from core.scheduling.request import Request, Status
 from core.scheduling.view import View
 
@@ -44,11 +45,14 @@ class RepeatedSteps:
                         self._batches[rank] = each
         self._names = {request.id for batch in self._batches.values() for request, _ in batch.items}
 
-    def next(self, view: View, served: Sequence[Request]) -> list[Dispatch] | None:
+    def next(self, view: View, served: Sequence[Request], shares: RankShares | None) -> list[Dispatch] | None:
         """What the open ranks are to make again; None if there may be anything else to do. served: requests that are to
-        make their steps.
+        make their steps. shares: by which ranks are chosen for them; None: by another rule.
         """
-        if not self._names.issuperset([request.id for request in served]) or view.jobs():
+        for request in served:
+            if request.id not in self._names and not _is_elsewhere(view, request, shares):
+                return None
+        if view.jobs():
             return None
         for request in view.requests.running:
             if request.has_lost_rank:  # inputs may have to be fetched
@@ -57,10 +61,17 @@ class RepeatedSteps:
                 return None
             names = request.workflow.step_names
             for node in view.ready(request):
-                if node.name not in names:
+                if node.name not in names and not _is_elsewhere(view, request, shares):
                     return None
         batches = [self._batches[rank] for rank in view.open_ranks if rank in self._batches]
         return batches if all(_can_be_repeated(view, batch) for batch in batches) else None
+
+
+def _is_elsewhere(view: View, request: Request, shares: RankShares | None) -> bool:
+    """Whether all that a request has, and all ranks that it needs next, are other than the open ranks."""
+    if shares is None or view.config.degree > 1 or not view.open_ranks.isdisjoint(request.ranks):
+        return False
+    return all(shares.rank(view, request, node) not in view.open_ranks for node in view.ready(request))
 
 
 def _is_sent_to(request: Request, ranks: frozenset[int]) -> bool:

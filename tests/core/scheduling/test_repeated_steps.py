@@ -15,6 +15,7 @@ from ranks_that_die import Site, check_finished, run_until
 
 from core.scheduling.dispatch import Decision, Dispatch
 from core.scheduling.policies.goodput import Goodput, GoodputPass
+from core.scheduling.policies.rank_shares import RankShares
 from core.scheduling.policies.repeated_steps import RepeatedSteps
 from core.scheduling.request import Request
 from core.scheduling.view import View
@@ -30,8 +31,10 @@ def compared(policy: Goodput) -> Iterator[list[bool]]:
     """While each pass of this policy is made in both ways; for each, whether it was a repetition."""
     were_repeated, find = list[bool](), RepeatedSteps.next
 
-    def both(self: RepeatedSteps, view: View, served: Sequence[Request]) -> list[Dispatch] | None:
-        found = find(self, view, served)
+    def both(
+        self: RepeatedSteps, view: View, served: Sequence[Request], shares: RankShares | None
+    ) -> list[Dispatch] | None:
+        found = find(self, view, served, shares)
         if found is not None:
             gone = frozenset(each.request.id for each in policy._plan.given_up)
             now_served = [request for line in policy._plan.lines for request in line.served]
