@@ -284,10 +284,11 @@ async def send_in_turn(
     concurrency: int,
     *,
     seconds: float | None = None,
+    pause: float = 0.0,
     on_done: Callable[[], object] = lambda: None,
 ) -> Run:
     """A closed loop: `concurrency` clients, each sending its next edit when its last one is back. seconds: edits are
-    repeated, and none is sent after this time; None: each is sent once.
+    repeated, and none is sent after this time; None: each is sent once. pause: seconds that a client waits before each.
     """
     outcomes = list[Outcome]()
     start, cpu = time.perf_counter(), time.process_time()
@@ -297,6 +298,7 @@ async def send_in_turn(
 
         async def one_client() -> None:
             for call, message in queue:
+                await asyncio.sleep(pause)
                 due = time.perf_counter() - start
                 if seconds is not None and due > seconds:
                     break
@@ -313,9 +315,13 @@ async def send_alone(http: httpx.AsyncClient, target: Target, call: EditCall) ->
     return await _send(http, _message(target, call), call, time.perf_counter(), 0.0)
 
 
-async def warm_up(target: Target, calls: Sequence[EditCall], concurrency: int) -> Run:
+async def warm_up(target: Target, calls: Sequence[EditCall], concurrency: int, *, pause: float = 0.0) -> Run:
     """send_in_turn, of edits that must succeed. Raises WarmUpError."""
-    run = await send_in_turn(target, calls, concurrency)
+    return checked(await send_in_turn(target, calls, concurrency, pause=pause))
+
+
+def checked(run: Run) -> Run:
+    """The same. Raises WarmUpError if an edit failed."""
     failed = [outcome for outcome in run.outcomes if outcome.is_failed]
     if failed:
         raise WarmUpError(f"{len(failed)} of {len(run.outcomes)} warm-ups failed: {failed[0].error}")

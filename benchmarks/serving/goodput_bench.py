@@ -63,6 +63,9 @@ PROBES = 8
 PROBE_MS = 600_000.0
 """Their timeout."""
 
+CROWD_LOAD, CROWD_REPEATS = 1.2, 3
+"""Of the requests that tell what it costs that all ranks have work: their load, and how often each is sent."""
+
 
 class Alone(msgspec.Struct, frozen=True):
     """What requests take that have the server alone."""
@@ -168,13 +171,16 @@ class Bench:
             requests=heads,
         )
 
-    def measure_crowding(self) -> Crowding:
-        """Send the first requests one by one, then one more at a time than there are ranks, with one request each."""
-        calls = self.calls[: 2 * PROBES]
+    def measure_crowding(self, number_of_round: int) -> Crowding:
+        """Send the first requests one by one, then some times in an open loop, to ranks with one request each."""
+        calls, num_ranks = self.calls[: 2 * PROBES], self.args.workers_per_engine
         with self.server("clockwork") as (target, recorded):
             alone = recorded.send_one_by_one(target, calls)
-            together = recorded.send(target, 2 * calls, self.args.workers_per_engine + 1)
-        return crowding_of(alone, together)
+            rate = CROWD_LOAD * num_ranks / statistics.fmean(alone.run.latencies)
+            random = np.random.default_rng([self.args.seed, number_of_round])
+            due = due_times("poisson", CROWD_REPEATS * len(calls), rate, 1.0, random)
+            together = recorded.send_on_time(target, CROWD_REPEATS * calls, due)
+        return crowding_of(alone, together, num_ranks)
 
     # ------------------------------------------------------------------------------------------------ a cell
 

@@ -165,7 +165,7 @@ def main(argv: Sequence[str] | None = None) -> None:
         _keep(results, args.results)
     for number_of_round in range(args.rounds):
         if len(results.crowding) <= number_of_round:
-            results.crowding.append(bench.measure_crowding())
+            results.crowding.append(bench.measure_crowding(number_of_round))
             _keep(results, args.results)
         for number in args.cells:
             _measure_cell(bench, results, CELLS[number - 1], number_of_round)

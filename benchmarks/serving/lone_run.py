@@ -24,7 +24,7 @@ class Probe(msgspec.Struct, frozen=True):
 
 @dataclass(frozen=True)
 class LoneRun:
-    """Requests of which some were sent at first, and each other one when one of these was done."""
+    """Requests that had a server to themselves: one after the other, or together in an open loop."""
 
     run: Run
     arrivals: list[Arrival]  # of these alone, and so are batches
@@ -86,11 +86,15 @@ class LoneRun:
         return Probe(op_seconds, statistics.median(steps), self.surroundings)
 
 
-def crowding_of(alone: LoneRun, together: LoneRun) -> Crowding:
-    """alone: requests that came one after the other. together: the same, one more at a time than there are ranks; each
-    rank had one of them.
+def crowding_of(alone: LoneRun, together: LoneRun, num_ranks: int) -> Crowding:
+    """alone: requests that came one after the other. together: the same in an open loop, more than the ranks can do;
+    each rank had one of them at a time. Of these, those tell how long new ones wait that were sent while others kept
+    all ranks busy.
     """
-    wait = statistics.fmean(together.prepared) - statistics.fmean(alone.prepared)
+    outcomes = sorted(together.run.outcomes, key=lambda outcome: outcome.sent)
+    under_way = [sum(other.sent < each.sent < other.done for other in outcomes) for each in outcomes]
+    waits = [seconds for seconds, number in zip(together.prepared, under_way, strict=True) if number >= num_ranks]
+    wait = statistics.fmean(waits) - statistics.fmean(alone.prepared) if waits else 0.0
     return Crowding(max(1.0, together.step_period / alone.step_period), max(0.0, wait))
 
 

@@ -4,14 +4,15 @@ from __future__ import annotations
 
 import asyncio
 import tempfile
-from collections.abc import Iterator, Sequence
+from collections.abc import Coroutine, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import psutil
 
-from benchmarks.load.client import Target, warm_up
+from benchmarks.load.client import Run, Target, checked, send_on_time, warm_up
 from benchmarks.load.dataset import EditCall
 from benchmarks.load.process_tree import processes
 from benchmarks.load.server import Server, start_server
@@ -22,23 +23,32 @@ SETTLE_SECONDS = 2.0
 """For idle work, such as priming, after the warm-ups."""
 
 
+PAUSE_SECONDS = 0.1
+"""Between requests that are sent one by one. A server that has done nothing for 50 ms and more, as before most requests
+of an open loop, takes a millisecond and a half longer to prepare one.
+"""
+
+
 @dataclass(frozen=True)
 class RecordedServer:
-    """path: of the records of its engines."""
+    """path: of the records of its engines. Its methods raise WarmUpError if a request fails."""
 
     server: Server
     path: Path
 
     def send_one_by_one(self, target: Target, calls: Sequence[EditCall]) -> LoneRun:
-        """target: this server, of one engine. Raises WarmUpError if a request fails."""
-        return self.send(target, calls, 1)
+        """target: this server, of one engine."""
+        return self._recorded(warm_up(target, calls, 1, pause=PAUSE_SECONDS), len(calls))
 
-    def send(self, target: Target, calls: Sequence[EditCall], number: int) -> LoneRun:
-        """The same, so many at a time."""
+    def send_on_time(self, target: Target, calls: Sequence[EditCall], due: Sequence[float]) -> LoneRun:
+        """The same in an open loop."""
+        return self._recorded(send_on_time(target, calls, due), len(calls))
+
+    def _recorded(self, sending: Coroutine[Any, Any, Run], number: int) -> LoneRun:
         root = self.server.process.pid
         before = _cpu_beside_workers(root)
-        run = asyncio.run(warm_up(target, calls, number))
-        outside = (_cpu_beside_workers(root) - before + run.cpu_seconds) / len(calls)
+        run = checked(asyncio.run(sending))
+        outside = (_cpu_beside_workers(root) - before + run.cpu_seconds) / number
         return LoneRun(run, *self.since(run.started), outside)
 
     def since(self, start: float) -> tuple[list[Arrival], list[Batch]]:

@@ -203,15 +203,18 @@ def test_lone_requests_tell_what_the_server_does_not_know() -> None:
     assert (found.prepare, found.arrive, found.deliver, found.hand_over) == pytest.approx((1.0, 0.5, 1.0, 0.25))
 
 
-def test_crowding_is_told_by_the_steps_of_each_request() -> None:
-    def lone(slower: float, ranks: int, prepared: float) -> LoneRun:
+def test_crowding_is_told_by_each_requests_steps_and_by_those_that_come_while_all_ranks_have_work() -> None:
+    def lone(slower: float, ranks: int, *prepared: float) -> LoneRun:
         ops = ["image_encode", "denoise", "denoise", "denoise", "decode"]
         batches = [batch(slower * place, op, rank) for place, op in enumerate(ops) for rank in range(ranks)]
-        arrivals = [Arrival("", 5.0 + prepared, 1)]
-        return LoneRun(Run([outcome(1.0, 2.0)], 9.0, 0.1, 5.0), arrivals, batches, 0.0)
+        outcomes = [Outcome(0.0, 0.1 * number, 2.0, None, "", {}) for number in range(len(prepared))]
+        arrivals = [Arrival("", 5.0 + of.sent + seconds, 1) for of, seconds in zip(outcomes, prepared, strict=True)]
+        return LoneRun(Run(outcomes, 9.0, 0.1, 5.0), arrivals, batches, 0.0)
 
-    assert crowding_of(lone(1.0, 1, 0.5), lone(1.5, 2, 0.75)) == Crowding(pytest.approx(1.5), pytest.approx(0.25))
-    assert crowding_of(lone(1.5, 2, 0.5), lone(1.0, 1, 0.25)) == Crowding(1.0, 0.0)
+    alone = lone(1.0, 1, 0.5)
+    assert crowding_of(alone, lone(1.5, 2, 9.0, 9.0, 0.7, 0.8), 2) == Crowding(pytest.approx(1.5), pytest.approx(0.25))
+    assert crowding_of(alone, lone(1.5, 2, 9.0, 9.0), 2).wait == 0.0, "none came while both had work"
+    assert crowding_of(lone(1.5, 2, 0.5), lone(1.0, 1, 9.0, 0.25), 1) == Crowding(1.0, 0.0)
 
 
 def test_rounds_are_compared_one_by_one() -> None:
