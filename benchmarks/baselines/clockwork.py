@@ -145,11 +145,12 @@ def _node_seconds(view: View, batch: Sequence[Request], node: Node) -> float:
 
 def _most(view: View, request: Request) -> int:
     """The largest batch that all ops were profiled with, but for those that were profiled alone: they run their items
-    one after the other.
+    one after the other; `max_num_seqs` at most.
     """
+    most = view.config.max_num_seqs
     sizes = (view.largest_batch(request.head.model, op_of(node)) for node in request.workflow.nodes)
     rows = [size for size in sizes if size is not None and size > 1]
-    return max(1, min(rows) // request.spec.num_rows) if rows else view.config.max_num_seqs
+    return max(1, min(most, min(rows) // request.spec.num_rows)) if rows else most
 
 
 def _due(request: Request) -> float:

@@ -143,7 +143,7 @@ class Run:
 
 
 class WarmUpError(Exception):
-    """An edit that prepares a measurement failed, so that the measurement would mean nothing."""
+    """An edit failed that a measurement rests on, so that it would mean nothing."""
 
 
 class _Picture(msgspec.Struct):
@@ -321,10 +321,10 @@ async def warm_up(target: Target, calls: Sequence[EditCall], concurrency: int, *
 
 
 def checked(run: Run) -> Run:
-    """The same. Raises WarmUpError if an edit failed."""
+    """This run. Raises WarmUpError if an edit of it failed."""
     failed = [outcome for outcome in run.outcomes if outcome.is_failed]
     if failed:
-        raise WarmUpError(f"{len(failed)} of {len(run.outcomes)} warm-ups failed: {failed[0].error}")
+        raise WarmUpError(f"{len(failed)} of {len(run.outcomes)} requests failed: {failed[0].error}")
     return run
 
 

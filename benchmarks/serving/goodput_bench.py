@@ -128,20 +128,17 @@ class Bench:
         return 2 * self.calls[: self.args.num_templates]
 
     def due(self, cell: Cell, alone: Alone, number_of_round: int) -> list[float]:
-        """When requests are due: Gamma arrivals, stretched so that the last comes when the rate says. Every round has
-        others.
-        """
+        """When requests are due. Every round has others."""
         mean = statistics.fmean(alone.latency.of(call.steps) for call in self.calls)
         rate, number = cell.load * self.args.workers_per_engine / mean, len(self.calls)
         random = np.random.default_rng([self.args.seed, round(1e3 * cell.cv), number_of_round])
-        times = due_times("poisson", number, rate, cell.cv**-2, random)
-        return [time * number / rate / times[-1] for time in times]
+        return _arrivals(number, rate, cell.cv, random)
 
     @contextmanager
-    def server(self, policy: str) -> Iterator[tuple[Target, RecordedServer]]:
-        """A server with this policy of POLICIES, warm."""
+    def server(self, policy: str, *more: str) -> Iterator[tuple[Target, RecordedServer]]:
+        """A server with this policy of POLICIES, warm. more: flags."""
         args = self.args
-        flags = ["--model", args.model, "--dtype", args.dtype, "--threads", "1"]
+        flags = ["--model", args.model, "--dtype", args.dtype, "--threads", "1", *more]
         flags += ["--workers-per-engine", str(args.workers_per_engine)]
         with recorded_server(flags, POLICIES[policy]) as recorded:
             target = Target(recorded.server.url, extra=args.extra_body, sends_slo=True)
@@ -172,13 +169,13 @@ class Bench:
         )
 
     def measure_crowding(self, number_of_round: int) -> Crowding:
-        """Send the first requests one by one, then some times in an open loop, to ranks with one request each."""
+        """Send the first requests one by one, then some times in an open loop, to ranks that make one at a time."""
         calls, num_ranks = self.calls[: 2 * PROBES], self.args.workers_per_engine
-        with self.server("clockwork") as (target, recorded):
+        with self.server("clockwork", "--max-num-seqs", "1") as (target, recorded):
             alone = recorded.send_one_by_one(target, calls)
             rate = CROWD_LOAD * num_ranks / statistics.fmean(alone.run.latencies)
             random = np.random.default_rng([self.args.seed, number_of_round])
-            due = due_times("poisson", CROWD_REPEATS * len(calls), rate, 1.0, random)
+            due = _arrivals(CROWD_REPEATS * len(calls), rate, 1.0, random)
             together = recorded.send_on_time(target, CROWD_REPEATS * calls, due)
         return crowding_of(alone, together, num_ranks)
 
@@ -232,6 +229,12 @@ class Bench:
     @cached_property
     def known(self) -> Known:
         return Known.of_new_process(ModelConfig(model=self.args.model, dtype=self.args.dtype, threads=1))
+
+
+def _arrivals(number: int, rate: float, cv: float, random: np.random.Generator) -> list[float]:
+    """Gamma arrivals, stretched so that the last comes when the rate says."""
+    times = due_times("poisson", number, rate, cv**-2, random)
+    return [time * number / rate / times[-1] for time in times]
 
 
 def _decode(head: str) -> EngineRequest:

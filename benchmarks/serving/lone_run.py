@@ -6,6 +6,7 @@ import statistics
 from collections import defaultdict
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 
 import msgspec
 
@@ -37,20 +38,36 @@ class LoneRun:
         sent = sorted(self.run.started + outcome.sent for outcome in self.run.outcomes)
         return [arrival.now - when for arrival, when in zip(self.arrivals, sent, strict=True)]
 
-    @property
-    def step_period(self) -> float:
-        """Mean seconds from the begin of a request's step to that of its next one, of requests that share none."""
+    def step_period(self, least: int = 0) -> float:
+        """Mean seconds from the begin of a request's step to that of its next one, of requests that share none. least:
+        of the steps that begin while the engine has so many requests.
+        """
         steps = [batch for batch in self.batches if batch.op == "denoise" and len(batch.requests) == 1]
-        return statistics.fmean(
-            after.started - before.started for before, after in successive(steps) if _is_same(before, after)
-        )
+        pairs = [pair for pair in successive(steps) if _is_same(*pair) and self._num_at(pair[0].started) >= least]
+        return statistics.fmean(after.started - before.started for before, after in pairs)
+
+    def prepare_seconds(self, least: int = 0) -> float:
+        """Mean seconds from when a request is sent until the engine has it, of those that are sent while the engine has
+        so many others.
+        """
+        pairs = zip(self.arrivals, self.prepared, strict=True)
+        return statistics.fmean(seconds for arrival, seconds in pairs if self._num_at(arrival.now - seconds) >= least)
+
+    def _num_at(self, when: float) -> int:
+        """Requests that the engine had at a time, and whose last batch had not ended."""
+        ends = self._ends
+        return sum(each.now <= when < ends[each.request.request_id] for each in self.arrivals)
+
+    @cached_property
+    def _ends(self) -> dict[str, float]:
+        """Request id -> when its last batch ended."""
+        return {name: batch.ended for batch in self.batches for name in batch.requests}
 
     @property
     def surroundings(self) -> Surroundings:
         """Of requests that came one after the other."""
-        ends = {name: batch.ended for batch in self.batches for name in batch.requests}
         deliver = [
-            self.run.started + outcome.done - ends[arrival.request.request_id]
+            self.run.started + outcome.done - self._ends[arrival.request.request_id]
             for outcome, arrival in zip(self.run.outcomes, self.arrivals, strict=True)
         ]
         same = [pair for pair in successive(self.batches) if _is_same(*pair)]
@@ -88,14 +105,12 @@ class LoneRun:
 
 def crowding_of(alone: LoneRun, together: LoneRun, num_ranks: int) -> Crowding:
     """alone: requests that came one after the other. together: the same in an open loop, more than the ranks can do;
-    each rank had one of them at a time. Of these, those tell how long new ones wait that were sent while others kept
-    all ranks busy.
+    each rank had one of them at a time. What counts is what happens while all ranks have one. Raises
+    statistics.StatisticsError where nothing does.
     """
-    outcomes = sorted(together.run.outcomes, key=lambda outcome: outcome.sent)
-    under_way = [sum(other.sent < each.sent < other.done for other in outcomes) for each in outcomes]
-    waits = [seconds for seconds, number in zip(together.prepared, under_way, strict=True) if number >= num_ranks]
-    wait = statistics.fmean(waits) - statistics.fmean(alone.prepared) if waits else 0.0
-    return Crowding(max(1.0, together.step_period / alone.step_period), max(0.0, wait))
+    steps = together.step_period(num_ranks) / alone.step_period()
+    wait = together.prepare_seconds(num_ranks) - alone.prepare_seconds()
+    return Crowding(max(1.0, steps), max(0.0, wait))
 
 
 def _is_same(before: Batch, after: Batch) -> bool:

@@ -22,10 +22,9 @@ from benchmarks.serving.recorded import FILE, Arrival, Batch, Recorded, read
 SETTLE_SECONDS = 2.0
 """For idle work, such as priming, after the warm-ups."""
 
-
 PAUSE_SECONDS = 0.1
-"""Between requests that are sent one by one. A server that has done nothing for 50 ms and more, as before most requests
-of an open loop, takes a millisecond and a half longer to prepare one.
+"""Between requests that are sent one by one. In an open loop most find a server whose processes rest, which takes a
+millisecond and a half longer to prepare one.
 """
 
 
@@ -38,17 +37,17 @@ class RecordedServer:
 
     def send_one_by_one(self, target: Target, calls: Sequence[EditCall]) -> LoneRun:
         """target: this server, of one engine."""
-        return self._recorded(warm_up(target, calls, 1, pause=PAUSE_SECONDS), len(calls))
+        return self._recorded(warm_up(target, calls, 1, pause=PAUSE_SECONDS))
 
     def send_on_time(self, target: Target, calls: Sequence[EditCall], due: Sequence[float]) -> LoneRun:
-        """The same in an open loop."""
-        return self._recorded(send_on_time(target, calls, due), len(calls))
+        """In an open loop. due: seconds after the start."""
+        return self._recorded(send_on_time(target, calls, due))
 
-    def _recorded(self, sending: Coroutine[Any, Any, Run], number: int) -> LoneRun:
+    def _recorded(self, sending: Coroutine[Any, Any, Run]) -> LoneRun:
         root = self.server.process.pid
         before = _cpu_beside_workers(root)
         run = checked(asyncio.run(sending))
-        outside = (_cpu_beside_workers(root) - before + run.cpu_seconds) / number
+        outside = (_cpu_beside_workers(root) - before + run.cpu_seconds) / len(run.outcomes)
         return LoneRun(run, *self.since(run.started), outside)
 
     def since(self, start: float) -> tuple[list[Arrival], list[Batch]]:

@@ -380,4 +380,7 @@ class PageReservations:
         assert set(self._left) <= {job.id for job in self._jobs.values() if job.is_in_flight}
         for reservation in self._reservations.values():
             assert reservation.is_reserved
-            assert all(self.cache.state(key) is not EntryState.ABSENT for key in reservation.entry_keys())
+            states = {key: self.cache.state(key) for key in reservation.entry_keys()}
+            assert EntryState.ABSENT not in states.values()
+            stays = [state for key, state in states.items() if self.cache.writer(key) is None]  # on no device
+            assert not reservation.is_complete or set(stays) <= {EntryState.READY}

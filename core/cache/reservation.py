@@ -23,7 +23,8 @@ class Reservation:
     entries_at: dict[float, tuple[tuple[str, ...], float]] = field(default_factory=dict)
     # Its state.
     is_reserved: bool = False  # its entries are pinned
-    is_complete: bool = False  # all its entries are filled; none can be evicted while they are pinned
+    # All its entries have been filled. They are pinned: none is evicted, but a device's may be lost with its rank.
+    is_complete: bool = False
     is_read: bool = False  # a worker reads `pixels` for a priming job
     is_idle_work: bool = False  # set by its maker: primed only when there is no other work
     is_prefetch: bool = False  # set by its maker: its owner waits for a slot; entries are loaded, but not primed

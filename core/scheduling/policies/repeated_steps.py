@@ -1,4 +1,5 @@
-"""RepeatedSteps: the batch of steps that each rank made last, made once more while no request needs anything else.
+"""RepeatedSteps: the batch of steps that each rank made last, made once more while no request needs anything else of
+the ranks that may get work.
 
 Most passes come to that, and finding it out again costs a policy several times as much as checking that nothing has
 changed.
@@ -49,9 +50,10 @@ class RepeatedSteps:
         """What the open ranks are to make again; None if there may be anything else to do. served: requests that are to
         make their steps. shares: by which ranks are chosen for them; None: by another rule.
         """
-        for request in served:
-            if request.id not in self._names and not _is_elsewhere(view, request, shares):
-                return None
+        ids = {request.id for request in served}
+        newcomers = [request for request in served if request.id not in self._names]
+        if any(not each.progress.steps_left or not _is_elsewhere(view, each, shares) for each in newcomers):
+            return None
         if view.jobs():
             return None
         for request in view.requests.running:
@@ -64,12 +66,16 @@ class RepeatedSteps:
                 if node.name not in names and not _is_elsewhere(view, request, shares):
                     return None
         batches = [self._batches[rank] for rank in view.open_ranks if rank in self._batches]
-        return batches if all(_can_be_repeated(view, batch) for batch in batches) else None
+        return batches if all(_can_be_repeated(view, batch, ids) for batch in batches) else None
 
 
 def _is_elsewhere(view: View, request: Request, shares: RankShares | None) -> bool:
-    """Whether all that a request has, and all ranks that it needs next, are other than the open ranks."""
-    if shares is None or view.config.degree > 1 or not view.open_ranks.isdisjoint(request.ranks):
+    """Whether a request that has begun has nothing on the open ranks, and needs none of them next. A waiting one may
+    need room, for which a whole pass lets another go on; where several ranks share steps, this is not looked into.
+    """
+    if shares is None or view.config.degree > 1 or request.status is not Status.RUNNING:
+        return False
+    if not view.open_ranks.isdisjoint(request.ranks):
         return False
     return all(shares.rank(view, request, node) not in view.open_ranks for node in view.ready(request))
 
@@ -84,8 +90,11 @@ def _is_of(batch: Dispatch, names: set[str]) -> bool:
     return any(request.id in names for request, _ in batch.items)
 
 
-def _can_be_repeated(view: View, batch: Dispatch) -> bool:
+def _can_be_repeated(view: View, batch: Dispatch, served: set[str]) -> bool:
+    """served: ids. Others may have gone on to make room, as long as that was needed."""
     for request, node in batch.items:
+        if request.id not in served:
+            return False
         is_running = request.status is Status.RUNNING
         if not is_running or node not in view.ready(request) or not view.can_run(request, node, batch.ranks):
             return False

@@ -104,7 +104,7 @@ def test_slos_are_multiples_of_what_edits_take_alone_by_their_steps() -> None:
 
 
 async def test_no_slo_is_scaled_from_edits_that_failed() -> None:
-    with pytest.raises(WarmUpError, match=r"5 of 5 warm-ups failed: ConnectError"):
+    with pytest.raises(WarmUpError, match=r"5 of 5 requests failed: ConnectError"):
         await measure_lone(Target("http://127.0.0.1:9"), edits(LONE_EDITS), [8])
 
 
@@ -113,7 +113,7 @@ def test_warm_ups_that_fail_end_the_command(capsys: pytest.CaptureFixture[str]) 
     with pytest.raises(SystemExit) as left:
         main(["--base-url", "http://127.0.0.1:9", *flags])
     assert left.value.code == 1
-    assert capsys.readouterr().err.startswith("error: 2 of 2 warm-ups failed: ConnectError")
+    assert capsys.readouterr().err.startswith("error: 2 of 2 requests failed: ConnectError")
 
 
 def test_what_a_server_does_not_tell_is_left_out(capsys: pytest.CaptureFixture[str]) -> None:

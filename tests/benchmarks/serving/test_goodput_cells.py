@@ -5,9 +5,11 @@ from __future__ import annotations
 import base64
 import json
 from collections import Counter
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from math import inf
 from pathlib import Path
+from statistics import StatisticsError
 
 import msgspec
 import pytest
@@ -203,18 +205,31 @@ def test_lone_requests_tell_what_the_server_does_not_know() -> None:
     assert (found.prepare, found.arrive, found.deliver, found.hand_over) == pytest.approx((1.0, 0.5, 1.0, 0.25))
 
 
-def test_crowding_is_told_by_each_requests_steps_and_by_those_that_come_while_all_ranks_have_work() -> None:
-    def lone(slower: float, ranks: int, *prepared: float) -> LoneRun:
-        ops = ["image_encode", "denoise", "denoise", "denoise", "decode"]
-        batches = [batch(slower * place, op, rank) for place, op in enumerate(ops) for rank in range(ranks)]
-        outcomes = [Outcome(0.0, 0.1 * number, 2.0, None, "", {}) for number in range(len(prepared))]
-        arrivals = [Arrival("", 5.0 + of.sent + seconds, 1) for of, seconds in zip(outcomes, prepared, strict=True)]
-        return LoneRun(Run(outcomes, 9.0, 0.1, 5.0), arrivals, batches, 0.0)
+def _lone_run(sent: Mapping[str, float], prepared: Mapping[str, float], batches: Sequence[Batch]) -> LoneRun:
+    """sent, prepared: by request, seconds."""
+    outcomes = [Outcome(0.0, when, 99.0, None, "", {}) for when in sent.values()]
+    heads = {name: base64.b64encode(encode(make_edit(name))).decode() for name in sent}
+    arrivals = [Arrival(heads[name], when + prepared[name], 1) for name, when in sent.items()]
+    return LoneRun(Run(outcomes, 9.0, 0.1), arrivals, list(batches), 0.0)
 
-    alone = lone(1.0, 1, 0.5)
-    assert crowding_of(alone, lone(1.5, 2, 9.0, 9.0, 0.7, 0.8), 2) == Crowding(pytest.approx(1.5), pytest.approx(0.25))
-    assert crowding_of(alone, lone(1.5, 2, 9.0, 9.0), 2).wait == 0.0, "none came while both had work"
-    assert crowding_of(lone(1.5, 2, 0.5), lone(1.0, 1, 9.0, 0.25), 1) == Crowding(1.0, 0.0)
+
+def _steps(name: str, rank: int, *started: float) -> list[Batch]:
+    """Of one request, a second each."""
+    return [msgspec.structs.replace(batch(when, rank=rank), requests=(name,)) for when in started]
+
+
+def test_crowding_is_told_by_what_happens_while_all_ranks_have_work() -> None:
+    """A request takes half a second to be prepared, and a second for a step; while both ranks have one, a quarter of a
+    second more, and 1.5 seconds.
+    """
+    alone = _lone_run({"a": 0.5}, {"a": 0.5}, _steps("a", 0, 1.0, 2.0, 3.0))
+    steps = [*_steps("a", 0, 1.0, 2.0, 3.0, 4.5, 6.0), *_steps("b", 1, 3.0, 4.5, 6.0), *_steps("c", 0, 7.0, 8.0, 9.0)]
+    sent, prepared = {"a": 0.5, "b": 2.0, "c": 4.0}, {"a": 0.5, "b": 1.0, "c": 0.75}
+    together = _lone_run(sent, prepared, sorted(steps, key=lambda each: each.started))
+    assert crowding_of(alone, together, 2) == Crowding(pytest.approx(1.5), pytest.approx(0.25))
+    assert crowding_of(together, alone, 0) == Crowding(1.0, 0.0)
+    with pytest.raises(StatisticsError):
+        crowding_of(alone, together, 3)
 
 
 def test_rounds_are_compared_one_by_one() -> None:

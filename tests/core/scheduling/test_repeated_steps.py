@@ -80,6 +80,42 @@ def test_most_passes_of_a_long_request_are_repetitions() -> None:
     assert sum(were_repeated) >= 35
 
 
+def test_steps_are_repeated_while_another_rank_prepares_a_request() -> None:
+    policy = Goodput()
+    site = Site(Random(0), 2, policy, max_plans_in_flight=1)
+    site.scheduler.add(make_edit("a", steps=40))
+    run_until(site, lambda: site.workers.steps_done("a") >= 5)
+    (rank,) = site.scheduler._requests["a"].ranks
+    with compared(policy) as were_repeated:
+        site.scheduler.add(make_edit("b", steps=40))
+        for _ in range(10):
+            site.schedule()
+            site.answer(rank)
+    assert site.scheduler._requests["b"].ranks == {1 - rank}
+    assert site.workers.steps_done("b") == 0
+    assert sum(were_repeated) >= 8
+
+
+def test_steps_of_a_request_without_a_slot_are_not_repeated() -> None:
+    """It went on to make room, which may be there now."""
+    site, find, found = Site(Random(0), 2, Goodput(), max_plans_in_flight=1), RepeatedSteps.next, list[object]()
+    site.scheduler.add(make_edit("a", steps=40))
+    run_until(site, lambda: site.workers.steps_done("a") >= 5)
+
+    def asked(
+        self: RepeatedSteps, view: View, served: Sequence[Request], shares: RankShares | None
+    ) -> list[Dispatch] | None:
+        if again := find(self, view, served, shares):
+            found.append(find(self, view, [], shares))
+        return again
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(RepeatedSteps, "next", asked)
+        run_until(site, lambda: site.workers.steps_done("a") >= 15)
+    assert len(found) >= 8
+    assert set(found) == {None}
+
+
 def test_steps_of_a_dead_ranks_request_go_on_elsewhere() -> None:
     site = Site(Random(0), 2, Goodput(), max_plans_in_flight=1)
     requests = [make_edit(name, steps=40) for name in "ab"]
