@@ -32,6 +32,15 @@ _MOMENT_DTYPES: dict[PageDtype, torch.dtype] = {
 
 
 @dataclass(frozen=True, slots=True)
+class PageTable:
+    """Where a GPU's kernels find the entries of two keyframes, and their weights. Kernels read it at run time, so a CUDA
+    graph can be replayed with other pages."""
+
+    addresses: Tensor  # int64 [2], of the near and the far entry in device memory; any readable ones at weight 0
+    weights: Tensor  # float32 [2], of near and far; what has weight 0 is not read
+
+
+@dataclass(frozen=True, slots=True)
 class Pages:
     """A template's pages at one noise level: (1 - weight) * near + weight * far."""
 
@@ -42,6 +51,7 @@ class Pages:
     weight: float  # of far, 0..1
     wait: Callable[[int], None] | None = None  # blocks until a block may be read; None: all are loaded
     heads: tuple[int, int] | None = None  # (first, after the last) of those that are read; None: all
+    table: PageTable | None = None  # read instead of `near`, `far` and `weight` by a GPU's kernels; None: they make one
 
     def open(self, kernels: Kernels | None = None) -> PageReader:
         """A reader of these pages. The entries' bytes must not change while it is used."""
