@@ -41,65 +41,82 @@ def find_places(active, places, number, steps, tokens, TOKENS: tl.constexpr):
     tl.store(places + token, tl.where(found == token, low, -1), mask=token < tokens)
 
 
+@triton.jit
+def _layer_norm(x, weight, bias, column, width, eps):
+    """Layer norm of rows x, float32 [rows, columns], zero beyond `width`."""
+    inside = (column < width)[None, :]
+    centred = tl.where(inside, x - (tl.sum(x, axis=1) / width)[:, None], 0.0)
+    scale = tl.rsqrt(tl.sum(centred * centred, axis=1) / width + eps)
+    factor = tl.load(weight + column, mask=column < width, other=0.0).to(tl.float32)
+    shift = tl.load(bias + column, mask=column < width, other=0.0).to(tl.float32)
+    return centred * scale[:, None] * factor[None, :] + shift[None, :]
+
+
 @triton.jit(do_not_specialize=["tokens", "number", "grid_columns"])
 def norm_and_gather(
-    x, weight, bias, active, normed, some, some_normed, tokens, number, grid_columns, width, eps, SIDE: tl.constexpr,
+    x,
+    weight,
+    bias,
+    active,
+    normed,
+    some,
+    some_normed,
+    tokens,
+    number,
+    grid_columns,
+    width,
+    eps,
+    SIDE: tl.constexpr,
+    ROWS: tl.constexpr,
     BLOCK: tl.constexpr,
-):  # fmt: skip
-    """Layer norm of one token of x, [images, tokens, width], to `normed`, of the same shape. Programs from `tokens` on
-    take an active one instead, and write it and its norm to `some` and `some_normed`, [images, number, width]. active:
-    int64, tokens of the picture, whose SIDE * SIDE pixels each are tokens of x, in rows of grid_columns * SIDE. BLOCK:
-    a power of two, >= width."""
-    token, image = tl.program_id(0), tl.program_id(1).to(tl.int64)
-    row = token
-    if token >= tokens:
-        chosen = tl.load(active + (token - tokens) // (SIDE * SIDE)).to(tl.int32)
-        within = (token - tokens) % (SIDE * SIDE)
-        line = chosen // grid_columns * SIDE + within // SIDE
-        row = line * (grid_columns * SIDE) + chosen % grid_columns * SIDE + within % SIDE
+):
+    """Layer norm of ROWS tokens of x, [images, tokens, width], to `normed`, of the same shape. After the last one come
+    the active ones again: they and their norms go to `some` and `some_normed`, [images, number, width].
+
+    active: int64, tokens of the picture, whose SIDE * SIDE pixels each are tokens of x, in rows of grid_columns * SIDE.
+    BLOCK: a power of two, >= width.
+    """
+    token, image = tl.program_id(0) * ROWS + tl.arange(0, ROWS), tl.program_id(1).to(tl.int64)
+    index = token - tokens
+    is_some = (index >= 0) & (index < number)
+    chosen = tl.load(active + index // (SIDE * SIDE), mask=is_some, other=0).to(tl.int32)
+    within = index % (SIDE * SIDE)
+    line, place = chosen // grid_columns * SIDE + within // SIDE, chosen % grid_columns * SIDE + within % SIDE
+    row = tl.where(is_some, line * (grid_columns * SIDE) + place, token)
     column = tl.arange(0, BLOCK)
-    inside = column < width
-    raw = tl.load(x + (image * tokens + row) * width + column, mask=inside, other=0.0)
-    value = raw.to(tl.float32)
-    centred = tl.where(inside, value - tl.sum(value, axis=0) / width, 0.0)
-    scaled = centred * tl.rsqrt(tl.sum(centred * centred, axis=0) / width + eps)
-    factor = tl.load(weight + column, mask=inside, other=0.0).to(tl.float32)
-    shift = tl.load(bias + column, mask=inside, other=0.0).to(tl.float32)
-    result = (scaled * factor + shift).to(normed.dtype.element_ty)
-    if token < tokens:
-        tl.store(normed + (image * tokens + row) * width + column, result, mask=inside)
-    else:
-        place = (image * number + token - tokens) * width + column
-        tl.store(some + place, raw, mask=inside)
-        tl.store(some_normed + place, result, mask=inside)
+    inside = (column < width)[None, :]
+    is_token = is_some | (index < 0)
+    source = (image * tokens + row)[:, None] * width + column[None, :]
+    own = tl.load(x + source, mask=is_token[:, None] & inside, other=0.0)
+    result = _layer_norm(own.to(tl.float32), weight, bias, column, width, eps).to(normed.dtype.element_ty)
+    tl.store(normed + source, result, mask=(index < 0)[:, None] & inside)
+    target = (image * number + index)[:, None] * width + column[None, :]
+    tl.store(some + target, own, mask=is_some[:, None] & inside)
+    tl.store(some_normed + target, result, mask=is_some[:, None] & inside)
 
 
-@triton.jit
-def add_and_norm(x, y, weight, bias, normed, width, eps, BLOCK: tl.constexpr):
-    """x += y for one row of width numbers, then layer norm of that row of x to `normed`. All [rows, width]. BLOCK: a
+@triton.jit(do_not_specialize=["rows"])
+def add_and_norm(x, y, weight, bias, normed, rows, width, eps, ROWS: tl.constexpr, BLOCK: tl.constexpr):
+    """x += y for ROWS rows of width numbers, then layer norm of these rows of x to `normed`. All [rows, width]. BLOCK: a
     power of two, >= width."""
-    column = tl.arange(0, BLOCK)
-    inside = column < width
-    place = tl.program_id(0).to(tl.int64) * width + column
+    row, column = tl.program_id(0) * ROWS + tl.arange(0, ROWS), tl.arange(0, BLOCK)
+    inside = (row < rows)[:, None] & (column < width)[None, :]
+    place = row.to(tl.int64)[:, None] * width + column[None, :]
     added = tl.load(x + place, mask=inside, other=0.0).to(tl.float32)
     added += tl.load(y + place, mask=inside, other=0.0).to(tl.float32)
     rounded = added.to(x.dtype.element_ty)
     tl.store(x + place, rounded, mask=inside)
-    value = rounded.to(tl.float32)
-    centred = tl.where(inside, value - tl.sum(value, axis=0) / width, 0.0)
-    scaled = centred * tl.rsqrt(tl.sum(centred * centred, axis=0) / width + eps)
-    factor = tl.load(weight + column, mask=inside, other=0.0).to(tl.float32)
-    shift = tl.load(bias + column, mask=inside, other=0.0).to(tl.float32)
-    tl.store(normed + place, (scaled * factor + shift).to(normed.dtype.element_ty), mask=inside)
+    result = _layer_norm(rounded.to(tl.float32), weight, bias, column, width, eps)
+    tl.store(normed + place, result.to(normed.dtype.element_ty), mask=inside)
 
 
-@triton.jit
-def geglu(x, out, width, BLOCK: tl.constexpr):
-    """A part of one row of: the first half of x, [rows, 2 * width], times GELU of its second half. out: [rows,
+@triton.jit(do_not_specialize=["rows"])
+def geglu(x, out, rows, width, ROWS: tl.constexpr, BLOCK: tl.constexpr):
+    """The first half of x, [rows, 2 * width], times GELU of its second half, for a part of ROWS rows. out: [rows,
     width]."""
-    row = tl.program_id(0).to(tl.int64)
-    column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
-    inside = column < width
+    row = (tl.program_id(0) * ROWS + tl.arange(0, ROWS)).to(tl.int64)[:, None]
+    column = (tl.program_id(1) * BLOCK + tl.arange(0, BLOCK))[None, :]
+    inside = (row < rows) & (column < width)
     value = tl.load(x + row * 2 * width + column, mask=inside, other=0.0).to(tl.float32)
     gate = tl.load(x + row * 2 * width + width + column, mask=inside, other=0.0).to(tl.float32)
     result = value * (0.5 * gate * (1.0 + tl.erf(gate * ROOT_HALF)))
@@ -370,16 +387,19 @@ def normalise_groups(
 # --------------------------------------------------------------------------------------------------------------- maps
 
 
-@triton.jit
-def add_biased(own, change, bias, out, channels, scale, HAS_BIAS: tl.constexpr, BLOCK: tl.constexpr):
-    """A part of one pixel of (own + change + bias) * scale. All [pixels, channels], bias [channels]."""
+@triton.jit(do_not_specialize=["pixels"])
+def add_biased(
+    own, change, bias, out, pixels, channels, scale, HAS_BIAS: tl.constexpr, PIXELS: tl.constexpr, BLOCK: tl.constexpr
+):
+    """A part of PIXELS pixels of (own + change + bias) * scale. All [pixels, channels], bias [channels]."""
+    pixel = tl.program_id(0) * PIXELS + tl.arange(0, PIXELS)
     channel = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
-    inside = channel < channels
-    place = tl.program_id(0).to(tl.int64) * channels + channel
+    inside = (pixel < pixels)[:, None] & (channel < channels)[None, :]
+    place = pixel.to(tl.int64)[:, None] * channels + channel[None, :]
     result = tl.load(own + place, mask=inside, other=0.0).to(tl.float32)
     result += tl.load(change + place, mask=inside, other=0.0).to(tl.float32)
     if HAS_BIAS:
-        result += tl.load(bias + channel, mask=inside, other=0.0).to(tl.float32)
+        result += tl.load(bias + channel, mask=channel < channels, other=0.0).to(tl.float32)[None, :]
     tl.store(out + place, (result * scale).to(out.dtype.element_ty), mask=inside)
 
 

@@ -29,12 +29,12 @@ def variants(every: bool) -> Iterator[Variant]:
         norm = {"weight": floats, "bias": floats, "eps": "fp32"}
         gathered = {name: floats for name in ("x", "normed", "some", "some_normed")}
         for side in (1, 2):
-            constants = {"SIDE": side, "BLOCK": 2048}
+            constants = {"SIDE": side, "ROWS": 1, "BLOCK": 2048}
             yield kernels.norm_and_gather, {**gathered, **norm, "active": "*i64"}, constants
-        yield kernels.add_and_norm, {"x": floats, "y": floats, "normed": floats, **norm}, {"BLOCK": 2048}
-        yield kernels.geglu, {"x": floats, "out": floats}, {"BLOCK": 1024}
+        yield kernels.add_and_norm, {"x": floats, "y": floats, "normed": floats, **norm}, {"ROWS": 2, "BLOCK": 1024}
+        yield kernels.geglu, {"x": floats, "out": floats}, {"ROWS": 1, "BLOCK": 1024}
         added = {name: floats for name in ("own", "change", "bias", "out")}
-        yield kernels.add_biased, {**added, "scale": "fp32"}, {"HAS_BIAS": True, "BLOCK": 1024}
+        yield kernels.add_biased, {**added, "scale": "fp32"}, {"HAS_BIAS": True, "PIXELS": 64, "BLOCK": 64}
         yield kernels.cut_twice_as_large, {"x": floats, "out": floats}, {"PIXELS": 64, "BLOCK": 64}
         for page in kernels.VALUES if every else ("int8",):
             yield from _group_norms(floats, page)
