@@ -97,8 +97,8 @@ def norm_and_gather(
 
 @triton.jit(do_not_specialize=["rows"])
 def add_and_norm(x, y, weight, bias, normed, rows, width, eps, ROWS: tl.constexpr, BLOCK: tl.constexpr):
-    """x += y for ROWS rows of width numbers, then layer norm of these rows of x to `normed`. All [rows, width]. BLOCK: a
-    power of two, >= width."""
+    """x += y for ROWS rows of width numbers, then layer norm of these rows of x to `normed`. All [rows, width]. BLOCK:
+    a power of two, >= width."""
     row, column = tl.program_id(0) * ROWS + tl.arange(0, ROWS), tl.arange(0, BLOCK)
     inside = (row < rows)[:, None] & (column < width)[None, :]
     place = row.to(tl.int64)[:, None] * width + column[None, :]
@@ -163,9 +163,22 @@ def _outside_box(token, tokens, grid_columns, left, top, right, bottom):
 
 @triton.jit
 def _pool_outside(
-    outside, table, weights, page_byte, groups, each, tokens, grid_columns, left, top, right, bottom, GROUPS: tl.constexpr,
-    TOKENS: tl.constexpr, MOMENT: tl.constexpr,
-):  # fmt: skip
+    outside,
+    table,
+    weights,
+    page_byte,
+    groups,
+    each,
+    tokens,
+    grid_columns,
+    left,
+    top,
+    right,
+    bottom,
+    GROUPS: tl.constexpr,
+    TOKENS: tl.constexpr,
+    MOMENT: tl.constexpr,
+):
     """Writes mean and variance of some groups over all tokens outside the box to `outside`, float32 [2, groups]."""
     near, far = tl.load(table) + page_byte, tl.load(table + 1) + page_byte
     near_weight, far_weight = tl.load(weights), tl.load(weights + 1)
@@ -272,11 +285,25 @@ def group_moments(
         tl.store(target, mean, mask=each < groups)
         tl.store(target + 1, spread, mask=each < groups)
     elif HAS_OUTSIDE:
-        if image == 0:
+        is_first = image == 0
+        if is_first:
             _pool_outside(
-                outside, table, weights, page_byte, groups, each, tokens, grid_columns, left, top, right, bottom,
-                GROUPS, TOKENS, MOMENT,
-            )  # fmt: skip
+                outside,
+                table,
+                weights,
+                page_byte,
+                groups,
+                each,
+                tokens,
+                grid_columns,
+                left,
+                top,
+                right,
+                bottom,
+                GROUPS,
+                TOKENS,
+                MOMENT,
+            )
 
 
 @triton.jit(
@@ -405,9 +432,20 @@ def add_biased(
 
 @triton.jit(do_not_specialize=["rows", "columns", "left", "top", "out_columns", "out_pixels"])
 def cut_twice_as_large(
-    x, out, rows, columns, channels, left, top, out_columns, out_pixels, large_rows, large_columns, PIXELS: tl.constexpr,
+    x,
+    out,
+    rows,
+    columns,
+    channels,
+    left,
+    top,
+    out_columns,
+    out_pixels,
+    large_rows,
+    large_columns,
+    PIXELS: tl.constexpr,
     BLOCK: tl.constexpr,
-):  # fmt: skip
+):
     """A box of a map that is enlarged by repetition: out, [images, out_pixels, channels] in rows of out_columns, begins
     at left, top of the map of large_rows, large_columns; zero beyond it. x: [images, rows, columns, channels]."""
     image = tl.program_id(2).to(tl.int64)
@@ -422,9 +460,21 @@ def cut_twice_as_large(
 
 
 @triton.jit
-def _page_values(base, page, number, first, d, weight, mask, block_bytes, value_bytes, SIZE: tl.constexpr,
-    VALUE: tl.constexpr, HAS_SCALES: tl.constexpr, ALIGNED: tl.constexpr,
-):  # fmt: skip
+def _page_values(
+    base,
+    page,
+    number,
+    first,
+    d,
+    weight,
+    mask,
+    block_bytes,
+    value_bytes,
+    SIZE: tl.constexpr,
+    VALUE: tl.constexpr,
+    HAS_SCALES: tl.constexpr,
+    ALIGNED: tl.constexpr,
+):
     """Numbers of an entry times `weight`, float32 [rows, SIZE]. base: the entry's block, an integer; page: int64, each
     row's page from there on; first: of each row, where its SIZE numbers begin in the page."""
     start = base + page * block_bytes
@@ -487,8 +537,9 @@ def fill(
     apart. ALIGNED: every SIZE numbers begin at a multiple of 16 bytes. BLOCK: a power of two, >= SIZE.
 
     What was computed is (own + change + bias) * scale. change: [images, fresh_rows, channels]. Its rows are, with BOX,
-    the pixels of the box left, top, right, bottom; else the pixels of tokens, the first of those with places >= 0, int32
-    [tokens]. OWN: 0 for none, 1 if it is of the shape of `change`, 2 of that of `out`. bias: [channels], HAS_BIAS.
+    the pixels of the box left, top, right, bottom; else those of the active tokens, each of which has its index among
+    them in places, int32 [tokens], where other tokens have -1. OWN: 0 for none, 1 if it is of the shape of `change`, 2
+    of that of `out`. bias: [channels], HAS_BIAS.
     """
     pixel = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
     is_pixel = pixel < pixels

@@ -419,7 +419,9 @@ def try_out(operators: UnetOperators, device: torch.device) -> None:
 def _tokens(operators: UnetOperators, device: torch.device) -> list[tuple[Tensor, Tensor]]:
     """(ours, PyTorch's) of 4 tokens, of which one of 2 * 2 pixels is active."""
     x, norm = torch.linspace(-1.0, 1.0, 128, device=device).view(1, 4, 32), nn.LayerNorm(32, device=device)
-    normed, some, some_normed = operators.norm_and_gather(norm, x, torch.zeros_like(x[0, 0, :1], dtype=torch.int64), 2, 1)
+    normed, some, some_normed = operators.norm_and_gather(
+        norm, x, torch.zeros_like(x[0, 0, :1], dtype=torch.int64), 2, 1
+    )
     change, gates = x.flip(0, 1), x.chunk(2, dim=2)
     added = x.clone()
     places = operators.places(torch.tensor([1, 1], device=device), 3).float()

@@ -254,8 +254,8 @@ class Family(ABC):
 
     @abstractmethod
     def content_noise(self, clean: Tensor, noise_id: str) -> Tensor:
-        """The noise that a template is primed with, decided by its content alone; shape, device, dtype of `clean`, [image
-        tokens, latent width]. Copied to a GPU, which waits for it. noise_id: content id and cache salt; the first 16 hex
+        """The noise that a template is primed with, decided by its content alone; shape, device, dtype of `clean`,
+        [image tokens, latent width]. A GPU waits for its copy. noise_id: content id and cache salt; the first 16 hex
         digits (of the content id) seed the noise, and all of it is the key it is cached by."""
 
     @abstractmethod
