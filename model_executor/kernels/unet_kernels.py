@@ -430,7 +430,11 @@ def add_biased(
     tl.store(out + place, (result * scale).to(out.dtype.element_ty), mask=inside)
 
 
-@triton.jit(do_not_specialize=["rows", "columns", "left", "top", "out_columns", "out_pixels"])
+@triton.jit(
+    do_not_specialize=[
+        *("rows", "columns", "left", "top", "out_columns", "out_pixels", "large_rows", "large_columns"),
+    ]
+)
 def cut_twice_as_large(
     x,
     out,

@@ -27,6 +27,7 @@ from model_executor.worker.cost_probe import Batches
 from model_executor.worker.memory_probe import CudaGauge, device_page_bytes, gauge_of, heaviest, measure
 from model_executor.worker.resident import ResidentModels
 from tools.random_checkpoints import make_sd3
+from tools.random_unet_checkpoints import make_sd
 
 LIMITS = SchedulerConfig(max_num_seqs=4, max_num_batched_tokens=400)
 MIB, GIB = 1024**2, 1024**3
@@ -156,6 +157,21 @@ def test_the_bytes_kept_per_request_equal_those_in_the_tensor_store(tiny_checkpo
         held = [*tensors.values(), *chain.from_iterable(series.values())]
         kept = Batches(engine.family, info).kept_bytes(num_states=2)
         assert 0.99 < kept / sum(tensor.nbytes for tensor in held) <= 1.0
+
+
+def test_a_mask_aware_run_of_a_unet_keeps_the_templates_latents_and_noise(tmp_path: Path) -> None:
+    """On the device from its first step to its last: otherwise every step would upload them."""
+    with closing(LocalEngine(make_sd(tmp_path / "sd"), "cpu", "float32", CacheConfig(host_bytes=GIB))) as engine:
+        engine.begin(np.zeros((256, 256, 3), np.uint8), SamplingParams(num_inference_steps=4))
+        store, seen = engine.runner._context.store, list[tuple[int, ...]]()
+        for _ in range(100):
+            if any(batch.op == "denoise" for batch in engine.step()):
+                series = {key.name: tensors for each in store._series.values() for key, tensors in each.items()}
+                seen.append(tuple(tensor.data_ptr() for tensor in series.get("template", ())))
+        assert len(seen) == 4
+        assert len(set(seen[:3])) == 1
+        assert len(seen[0]) == 2
+        assert seen[3] == ()
 
 
 def page_bytes(models: ResidentModels, info: ModelInfo, gauge: CpuGauge | None, cache: CacheConfig) -> int:
