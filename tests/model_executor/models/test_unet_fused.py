@@ -235,8 +235,8 @@ def sdxl() -> tuple[UnetCounter, Unet]:
 @pytest.mark.parametrize(("is_masked", "most"), [(True, 1245), (False, 1170)])
 @torch.inference_mode()
 def test_a_guided_step_launches_few_kernels(sdxl: tuple[UnetCounter, Unet], is_masked: bool, most: int) -> None:
-    """And neither mixes devices nor waits. About 1,240 launches of a masked step, 1,165 of an exact one. Of the layers as
-    diffusers has them they were 3,393 and 1,857."""
+    """And neither mixes devices nor waits. About 1,240 launches of a masked step, 1,165 of an exact one. Of the layers
+    as diffusers has them they were 3,393 and 1,857."""
     (counter, unet), side = sdxl, 32
     row = row_of_benchmarks(unet, side, TEXT_TOKENS, lambda *size: torch.empty(size, dtype=torch.bfloat16, device=META))
     if is_masked:
