@@ -19,6 +19,9 @@ from core.validation import check_choice, check_decimal, check_integer, check_ma
 Quantization = Literal["none", "torchao-int8", "bitsandbytes-8bit", "bitsandbytes-4bit"]
 """How a transformer's weights are quantised while they are loaded: package and format."""
 
+CudaGraphs = Literal["auto", "off"]
+"""Whether a GPU's steps are captured as CUDA graphs. auto: steps that take longer to launch than to run."""
+
 KernelChoice = Literal["auto", "torch", "compile"]
 """Kernels of denoisers and VAEs. auto: the fastest for the device; torch: PyTorch's operators only; compile: as auto,
 with a UNet's layers compiled by `torch.compile`, which takes minutes at the first start."""
@@ -54,6 +57,7 @@ class ModelConfig(msgspec.Struct, frozen=True, kw_only=True):
     quantization: Quantization = "none"  # of the denoiser's linear layers; products are computed in dtype
     device: str = "auto"  # auto, cpu, cuda or cuda:N
     kernels: KernelChoice = "auto"
+    cuda_graphs: CudaGraphs = "auto"
     threads: int = 0  # CPU threads per worker, 0..1024; 0 = its share of all cores but one
     # Mask-aware execution.
     mask_aware: bool = True  # whether edits may skip untouched tokens

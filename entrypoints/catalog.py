@@ -27,6 +27,7 @@ SETTINGS = (
     "dtype",
     "quantization",
     "kernels",
+    "cuda_graphs",
     "mask_aware",
     "cache_keyframes",
     "cache_dtype",

@@ -19,7 +19,7 @@ import torch
 from huggingface_hub.errors import StrictDataclassError
 from safetensors import SafetensorError
 
-from core.config import KernelChoice, ModelConfig, Quantization
+from core.config import CudaGraphs, KernelChoice, ModelConfig, Quantization
 from core.errors import ConfigError
 from model_executor.checkpoint.hub import DEFAULTS, INDEX, download
 from model_executor.checkpoint.quantization import (
@@ -94,6 +94,7 @@ class Checkpoint:
     variant: str = ""  # of the weights, for parts that have it
     quantization: Quantization = "none"  # of the denoiser, done while it is loaded
     kernels: KernelChoice = "auto"  # that the denoiser computes with
+    cuda_graphs: CudaGraphs = "auto"  # of its steps
 
     @classmethod
     def open(cls, model: ModelConfig, device_index: int = 0, num_workers: int = 1) -> Checkpoint:
@@ -106,7 +107,15 @@ class Checkpoint:
         if "_class_name" not in index:
             raise ConfigError(f"{path / INDEX} names no _class_name; is this a diffusers checkpoint?")
         dtype = resolve_dtype(model.dtype, device)
-        defaults, wishes = _read_defaults(path), (model.variant, model.quantization, model.kernels)
+        defaults, wishes = (
+            _read_defaults(path),
+            (
+                model.variant,
+                model.quantization,
+                model.kernels,
+                model.cuda_graphs,
+            ),
+        )
         checkpoint = cls(path, index, defaults, dtype, device, *wishes)
         checkpoint._check_variant()
         return checkpoint
@@ -191,6 +200,7 @@ class Checkpoint:
             dtype=str(self.dtype).removeprefix("torch."),
             quantization=self.quantization,
             kernels=self.kernels,
+            cuda_graphs=self.cuda_graphs,
             device="cpu",
         )
 

@@ -20,7 +20,7 @@ from torch import Tensor
 
 from core.page_scheme import PageLayout
 from model_executor.kernels.attention import Attention, KeysValues, Sizes, head_major
-from model_executor.kernels.gpu_attention import Attend, Together, best_attend, take_flash_3
+from model_executor.kernels.gpu_attention import ROWS, Attend, Together, best_attend, take_flash_3
 from model_executor.kernels.gpu_tables import places, table
 from model_executor.kernels.linear import gpu_linear
 from model_executor.kernels.operators import Operators
@@ -100,6 +100,10 @@ class GpuOperators(Operators):
         super().__init__(gpu_linear)
         self._choose = best_attend
 
+    @property
+    def query_tile(self) -> int:
+        return ROWS
+
     def attending(self, attend: Attend) -> Self:
         """A copy of these operators that uses this attention function."""
         twin = copy(self)
@@ -127,6 +131,10 @@ class TritonOperators(GpuOperators):
     @property
     def _kernels_digest(self) -> str:
         return f"triton {importlib.metadata.version('triton')} {super()._kernels_digest}".rstrip()
+
+    @property
+    def reads_page_tables(self) -> bool:
+        return True
 
     @property
     def quantise(self) -> Quantise:

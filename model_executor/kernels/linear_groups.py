@@ -60,6 +60,8 @@ class LinearGroup(ABC, Generic[Addition]):
         where: the rows that patches change; patches that add nothing to these layers have no effect. out: of the
         result's shape, with contiguous rows, to write to; None: a new tensor."""
         segments = tuple(each for each in where if each.patch in self._additions)
+        if not len(x):  # a rank whose share of the tokens is empty
+            segments = ()
         return self._patched(x, segments, gelu=gelu, out=out) if segments else self._product(x, gelu=gelu, out=out)
 
     @abstractmethod

@@ -43,6 +43,16 @@ class Operators:
         return twin
 
     @property
+    def reads_page_tables(self) -> bool:
+        """Whether readers find pages by `Pages.table`, which a CUDA graph needs."""
+        return False
+
+    @property
+    def query_tile(self) -> int:
+        """Queries that attention processes at a time: fewer take as long."""
+        return 1
+
+    @property
     def digest(self) -> str:
         """Identifies the code that computes, besides PyTorch's kernels, because other code may round differently."""
         parts = ["" if self._is_fused else "plain", self._kernels_digest, "compiled" if self._compiles else ""]

@@ -165,6 +165,10 @@ class Family(ABC):
     def drop(self, part: str) -> None:
         """Stop using a part; its memory is freed once nothing else refers to it."""
 
+    @abstractmethod
+    def drop_graphs(self) -> None:
+        """Free the memory of the denoiser's CUDA graphs, if there are any; steps are captured again as they come."""
+
     @property
     @abstractmethod
     def lora_format(self) -> LoraFormat:

@@ -20,7 +20,11 @@ from torch import Tensor, nn
 
 from core.page_scheme import PageDtype, PageLayout
 from core.patches import PatchSet
+from model_executor.graphs.cuda_capture import capture_on
+from model_executor.graphs.static_rows import is_of_one_request, is_repeatable
+from model_executor.graphs.step_graphs import StepGraphs
 from model_executor.kernels.attention import Attention
+from model_executor.kernels.held import hold
 from model_executor.kernels.linear import as_linear
 from model_executor.kernels.linear_groups import PACKED_BYTES, AnyGroup, group_layers
 from model_executor.kernels.low_rank import Segments
@@ -41,6 +45,10 @@ CACHED_GRIDS = 32
 MODULATION_BYTES = 64 * 1024**2
 """Limit on a request's modulation tables, all noise levels and rows together. The embedded model needs 1.2 MB per row
 at 28 steps."""
+
+SMALL_PASS = 2048
+"""Largest exact step, in tokens, that is captured as a CUDA graph: a larger one keeps a GPU busy for longer than the
+host takes to launch it."""
 
 AnyRow = TypeVar("AnyRow", Row, PrimeRow)
 Result = TypeVar("Result")
@@ -93,6 +101,7 @@ class Denoiser(ABC):
         if owns_module and self._pack:
             _unmap(module)
         self._rotary_table = lru_cache(maxsize=CACHED_GRIDS)(self._make_rotary_table)
+        self.graphs = StepGraphs(capture_on(self._device))
 
     def _build(self) -> None:
         self._blocks = self._make_blocks()
@@ -109,6 +118,7 @@ class Denoiser(ABC):
         """A copy of this denoiser that computes with other operators; the layers are shared and packed as they were."""
         twin = copy(self)
         twin._operators = operators
+        twin.graphs = StepGraphs(capture_on(self._device))  # a graph repeats the operators that were captured
         return twin
 
     # ------------------------------------------------------------------------------------------- each model's own
@@ -185,11 +195,34 @@ class Denoiser(ABC):
         return self._run(mine, group)
 
     def _run(self, rows: Sequence[Row], group: Group | None) -> list[Tensor]:
-        results = _in_order(rows, self._forward if group is None else partial(self._forward_together, group=group))
+        if group is None and self._is_captured(rows):
+            results = self.graphs.run(rows, self._num_active(rows[0]), self._forward)
+        else:
+            results = _in_order(rows, self._forward if group is None else partial(self._forward_together, group=group))
         for row in rows:
             if row.own is not None and row.active is None:
                 row.own.note_made()
         return results
+
+    def _is_captured(self, rows: Sequence[Row]) -> bool:
+        """Whether this step may be a CUDA graph: a mask-aware one of one request, or an exact one of a small picture.
+        Larger steps keep a GPU busy for longer than the host takes to launch them."""
+        if not self.graphs.enabled or not is_of_one_request(rows) or not self._operators.reads_page_tables:
+            return False
+        if not all(is_repeatable(row) and row.modulation is not None for row in rows):
+            return False
+        if rows[0].active is None:
+            return sum(self._num_tokens(row) + len(row.prompt_embeds) for row in rows) <= SMALL_PASS
+        return len(rows[0].active) < self._num_tokens(rows[0])
+
+    def _num_active(self, row: Row) -> int | None:
+        """To how many tokens those of a captured step are filled up: with the text to whole tiles of attention, but to
+        less than all, which would be an exact step."""
+        if row.active is None:
+            return None
+        text, tile = len(row.prompt_embeds), self._operators.query_tile
+        tiles = -(-(text + len(row.active)) // tile)
+        return max(len(row.active), min(tiles * tile - text, self._num_tokens(row) - 1))
 
     def _forward(self, rows: Sequence[Row]) -> list[Tensor]:
         edits = [Edit(row, self._num_tokens(row), self._first_pages, self._operators) for row in rows]
@@ -322,7 +355,7 @@ class Denoiser(ABC):
 
     def _rotary(self, row: Row | PrimeRow, source: Source) -> Tensor:
         """Rotations of a request's tokens before the first block: complex64 [tokens, 1, 1, head dim / 2]."""
-        return select(self._rotary_table(source.text_tokens, row.grid), source.rows(0))
+        return select(hold(self._rotary_table(source.text_tokens, row.grid)), source.rows(0))
 
     def _entry(self, row: PrimeRow) -> Entry:
         """The entry to write. The dtype of its pages follows from its size."""

@@ -9,6 +9,7 @@ the rows of one masked request, each with the same adapters; on a CPU, only the 
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Hashable, Mapping, Sequence
+from dataclasses import replace
 from functools import cache, lru_cache
 from math import prod
 from typing import Any, NamedTuple, TypeVar, get_args
@@ -20,7 +21,11 @@ from torch import Tensor
 
 from core.model_info import BlockRun
 from core.page_scheme import PageDtype, PageLayout
+from model_executor.graphs.cuda_capture import capture_on
+from model_executor.graphs.static_rows import is_of_one_request, is_repeatable
+from model_executor.graphs.step_graphs import StepGraphs
 from model_executor.kernels.cpu_layers import use_onednn
+from model_executor.kernels.held import hold
 from model_executor.kernels.operators import Operators, best_operators
 from model_executor.models.base import PrimeRow, Row
 from model_executor.models.boxes import Window, around, grown, inside, share, times
@@ -78,6 +83,7 @@ class Unet:
         self._operators = operators or best_operators(module.device)
         self._ids = lru_cache(maxsize=CACHED_GRIDS)(self._make_ids)
         self.patches = ModulePatches(module, module.device, module.dtype, self._arrange)
+        self.graphs = StepGraphs(capture_on(module.device))
 
     def _arrange(self, module: Any) -> Arranged:
         blocks = (m for m in module.modules() if isinstance(m, ResnetBlock2D | BasicTransformerBlock))
@@ -98,10 +104,26 @@ class Unet:
         whole = [number for number, row in enumerate(rows) if row.active is None or len(row.active) == len(row.latents)]
         masked = [number for number in range(len(rows)) if number not in whole]
         for numbers in _alike(rows, whole, _size if self._is_shared else _request):
-            predictions |= dict(zip(numbers, self._run([rows[number] for number in numbers]), strict=True))
+            predictions |= dict(zip(numbers, self._repeated([rows[n] for n in numbers], None), strict=True))
         for numbers in _alike(rows, masked, _edit if self._is_shared else id):
-            predictions |= dict(zip(numbers, self._run_masked([rows[number] for number in numbers]), strict=True))
+            active = rows[numbers[0]].active
+            assert active is not None
+            predictions |= dict(zip(numbers, self._repeated([rows[n] for n in numbers], len(active)), strict=True))
         return [predictions[number] for number in range(len(rows))]
+
+    def _repeated(self, rows: Sequence[Row], num_active: int | None) -> Sequence[Tensor]:
+        """Predictions of rows that share a pass, by a CUDA graph where that can be: all rows of one request, since
+        launching its many small kernels takes longer than running them. num_active: None computes all tokens."""
+        forward = self._run if num_active is None else self._run_masked
+        if not self.graphs.enabled:
+            return forward(rows)
+        if num_active is None:
+            rows = [replace(row, active=None, box=None, pages=None) for row in rows]
+        elif any(row.box is None for row in rows) or not self._operators.reads_page_tables:
+            return forward(rows)
+        if not is_of_one_request(rows) or not all(map(is_repeatable, rows)):
+            return forward(rows)
+        return self.graphs.run(rows, num_active, forward)
 
     def prime(self, rows: Sequence[PrimeRow], pages: tuple[int, int]) -> list[tuple[Tensor, ...]]:
         """Run all image tokens of each row through the blocks whose last page is in [start, stop), and write their
@@ -122,7 +144,7 @@ class Unet:
             return [()] * len(rows)
         return list(zip(*(part.split(1) for part in walk.pack()), strict=True))
 
-    def _run_masked(self, rows: Sequence[Row]) -> Sequence[Tensor]:
+    def _run_masked(self, rows: Sequence[Row]) -> list[Tensor]:
         """Predictions for the active tokens of each row. rows: of one request."""
         module, layers = self.patches.under(rows[0].patches)
         walk = self._start(module, rows, Edit(rows[0], self._operators))
@@ -138,7 +160,7 @@ class Unet:
         added = module.get_aug_embed(time, text, self._added(rows))
         return Walk(module.conv_in(pictures), time if added is None else time + added, text, source)
 
-    def _run(self, rows: Sequence[Row]) -> Sequence[Tensor]:
+    def _run(self, rows: Sequence[Row]) -> list[Tensor]:
         """Predictions for all tokens of each row. rows: of one size, with the same patches."""
         prediction: Tensor = self.patches.under(rows[0].patches).module(
             self._pictures(rows),
@@ -164,7 +186,10 @@ class Unet:
         """SDXL's additional inputs: the pooled prompt, and `time_ids`: original size, crop corner and target size, here
         those of an uncropped picture. Other UNets ignore them."""
         pooled = torch.stack([row.pooled_prompt_embeds for row in rows])
-        return {"text_embeds": pooled, "time_ids": torch.stack([self._ids(row.grid) for row in rows]).to(pooled.dtype)}
+        return {
+            "text_embeds": pooled,
+            "time_ids": torch.stack([hold(self._ids(row.grid)) for row in rows]).to(pooled.dtype),
+        }
 
     def _make_ids(self, grid: tuple[int, int]) -> Tensor:
         """SDXL's time_ids for a picture size, made once on the device: copying them there would wait for a GPU."""

@@ -77,7 +77,7 @@ class VaeFamily(Family):
 
     def recipe(self, part: str) -> str:
         if part == self.denoiser_part:
-            return f"{self._denoiser_recipe} {self._checkpoint.kernels}"
+            return f"{self._denoiser_recipe} {self._checkpoint.kernels} {self._checkpoint.cuda_graphs}"
         return self.vae.__name__ if part == "vae" else ""
 
     @property
@@ -91,7 +91,9 @@ class VaeFamily(Family):
 
     def prepare(self, part: str, module: nn.Module) -> Any:
         if part == self.denoiser_part:
-            return self._make_denoiser(module, chosen_operators(self._checkpoint.kernels, self._device))
+            denoiser = self._make_denoiser(module, chosen_operators(self._checkpoint.kernels, self._device))
+            denoiser.graphs.enabled &= self._checkpoint.cuda_graphs == "auto"
+            return denoiser
         return self.vae(module) if part == "vae" else unarranged(module)
 
     @abstractmethod
@@ -100,6 +102,10 @@ class VaeFamily(Family):
 
     def put(self, part: str, prepared: Any) -> None:
         self._parts[part] = prepared
+
+    def drop_graphs(self) -> None:
+        if self.denoiser_part in self._parts:
+            self._parts[self.denoiser_part].graphs.clear()
 
     @property
     def lora_format(self) -> LoraFormat:

@@ -59,7 +59,7 @@ class Runner:
         passes = [batch.items] if share_pass else [(item,) for item in batch.items]
         self._context.exchange.begin_batch(batch)
         if len(batch.ranks) == 1 or OPS[batch.op].parallel == "none":
-            done = [attempt_in_halves(items, attempt, free_memory) for items in passes]
+            done = [attempt_in_halves(items, attempt, self._free_memory) for items in passes]
         else:
             done = [(self._attempt_together(batch, attempt), 1)]
         self._context.exchange.finish_batch()
@@ -71,6 +71,12 @@ class Runner:
             items=tuple(result for results, _ in done for result in results),
             num_parts=1 + sum(num_parts - 1 for _, num_parts in done),
         )
+
+    def _free_memory(self) -> None:
+        """Free what only makes things faster before the next attempt: graphs of steps, and unused memory."""
+        for family in self._context.models.values():
+            family.drop_graphs()
+        free_memory()
 
     def _attempt_together(self, batch: Batch, attempt: Attempt) -> list[ItemResult]:
         """The results of a batch of several ranks, which succeed or fail together."""
