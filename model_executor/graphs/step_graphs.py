@@ -138,6 +138,7 @@ class StepGraphs:
         while len(self._graphs) >= MAX_GRAPHS:
             self._graphs.popitem(last=False)
         started, static, held = time.monotonic(), StaticRows(rows, num_active), list[Tensor]()
+        static.take(rows)
         try:
             with holding(held):
                 graph, outputs = self._capture(lambda: forward(static.rows))
