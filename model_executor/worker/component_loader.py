@@ -114,8 +114,7 @@ def _on(module: nn.Module, device: torch.device) -> nn.Module:
     if device.type == "cpu":
         return module
     stream = _load_stream(device)
-    # The allocator gives what was loaded on a stream to that stream alone again. By then no batch uses it any more; what
-    # is queued may.
+    # The allocator gives what was loaded on a stream to that stream alone again: what is still queued must not read it.
     stream.wait_stream(torch.cuda.default_stream(device))
     with torch.cuda.stream(stream):
         module = module.to(device)

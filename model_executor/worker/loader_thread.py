@@ -37,7 +37,7 @@ class LoaderThread:
 
     def _run(self) -> None:
         if self._device.type == "cuda":
-            torch.cuda.set_device(self._device)  # per thread; kernels that are tried out run on the current one
+            torch.cuda.set_device(self._device)  # per thread; what names no device runs there
         while True:
             job, is_done = self._jobs.get()
             try:

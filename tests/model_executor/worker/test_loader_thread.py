@@ -23,7 +23,7 @@ def test_jobs_are_done_in_order_also_after_one_that_fails() -> None:
 
 
 def test_it_chooses_the_workers_gpu_before_its_first_job(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The current device is per thread: kernels that a load tries out would run on the first GPU."""
+    """The current device is per thread: what a load runs without naming one would run on the first GPU."""
     chosen: list[tuple[str, torch.device]] = []
     monkeypatch.setattr(
         torch.cuda, "set_device", lambda device: chosen.append((threading.current_thread().name, device))
