@@ -107,6 +107,8 @@ class HostedRun:
         keys = [_key(interval), _key(interval + 1)]
         near, far = (self._store.entry(EntryRef(key, self._flux.entry_bytes, None)) for key in keys)
         coming = [key for key in keys if self._store.is_loading(key)]
+        for key in coming:
+            self._store.put_last(key, ())
         wait = partial(self._await, coming) if coming else None
         return Pages(self._flux.layout, self._flux.size.image_tokens, near, far, weight, wait)
 

@@ -45,7 +45,7 @@ def start(
     set_threads(num_threads)
     quiet_libraries()
     models = _opened(settings)
-    thread = LoaderThread()
+    thread = LoaderThread(models.device)
     taken = TakenWeights(settings.keeper) if settings.keeper else None
     loader = ComponentLoader(settings.rank, models, link.report, thread, taken)
     ready = _loaded(settings, models, loader)
