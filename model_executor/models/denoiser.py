@@ -21,11 +21,13 @@ from torch import Tensor, nn
 from core.page_scheme import PageDtype, PageLayout
 from core.patches import PatchSet
 from model_executor.kernels.attention import Attention
+from model_executor.kernels.held import hold
 from model_executor.kernels.linear import as_linear
 from model_executor.kernels.linear_groups import PACKED_BYTES, AnyGroup, group_layers
 from model_executor.kernels.low_rank import Segments
 from model_executor.kernels.operators import Operators, best_operators
-from model_executor.kernels.ragged import Packing, Span
+from model_executor.kernels.ragged import Packing, Span, together
+from model_executor.kernels.residual import Norm
 from model_executor.models.base import PrimeRow, Row
 from model_executor.models.blocks import Block, Edit, Modulation, Source, Stream, Template
 from model_executor.models.rows import lacking_pages, with_heads, with_own_heads
@@ -276,12 +278,13 @@ class Denoiser(ABC):
             ],
         )
         hidden = [row.hidden[0] for row in rows if isinstance(row, PrimeRow) and row.hidden is not None]
-        rotary = torch.cat([self._rotary(row, source) for row, source in zip(rows, sources, strict=True)])
+        rotary = together([self._rotary(row, source) for row, source in zip(rows, sources, strict=True)])
         patches = BatchPatches([row.patches for row in rows], self._device)
         where = patches.on(packing)
         joint = torch.cat(hidden) if hidden else self._embed(rows, computed, packing, where)
         modulation, attentions = self._modulation_of(rows, patches), self._attentions(sources, joint, team)
-        return Stream(joint, packing, patches, where, rotary, modulation, sources, *attentions, self._operators)
+        residual = self._operators.residual(joint)
+        return Stream(residual, packing, patches, where, rotary, modulation, sources, *attentions, self._operators)
 
     def _attentions(
         self, sources: Sequence[Source], like: Tensor, team: Team | None
@@ -308,7 +311,7 @@ class Denoiser(ABC):
         """Block number -> its shifts, scales and gates, each [requests, hidden]; the last number: the output norm's."""
         known = [row.modulation for row in rows if isinstance(row, Row) and row.modulation is not None]
         if len(known) == len(rows):
-            tables = torch.cat(known).split([part.width for part in self._modulations], dim=1)
+            tables = together(known).split([part.width for part in self._modulations], dim=1)
             return lambda number: self._modulations[number].parts(tables[number])
         where = patches.segments([(number, number + 1) for number in range(len(rows))])
         conditioning = self._conditioning([Conditions.of(row) for row in rows], where)
@@ -322,7 +325,7 @@ class Denoiser(ABC):
 
     def _rotary(self, row: Row | PrimeRow, source: Source) -> Tensor:
         """Rotations of a request's tokens before the first block: complex64 [tokens, 1, 1, head dim / 2]."""
-        return select(self._rotary_table(source.text_tokens, row.grid), source.rows(0))
+        return select(hold(self._rotary_table(source.text_tokens, row.grid)), source.rows(0))
 
     def _entry(self, row: PrimeRow) -> Entry:
         """The entry to write. The dtype of its pages follows from its size."""
@@ -337,8 +340,8 @@ class Denoiser(ABC):
     def _project_out(self, stream: Stream) -> Tensor:
         """Velocity of all image tokens, [tokens, latent width]."""
         factor, shift = stream.modulation(len(self._blocks))
-        where, eps = stream.packing.joint_image, self.module.norm_out.norm.eps
-        normed = self._operators.norm_modulate(stream.hidden, where, eps, factor, shift)
+        norm = Norm(stream.packing.joint_image, factor, shift)
+        (normed,) = stream.residual.normed(self.module.norm_out.norm.eps, norm)
         return self._image_out(normed, stream.where.image)
 
 

@@ -20,6 +20,7 @@ from model_executor.kernels.attention import Attention, KeysValues
 from model_executor.kernels.ragged import Span
 from model_executor.kernels.ragged import spans as spans_of
 from model_executor.models.blocks import Edit
+from model_executor.page_cache.pages import Pages
 from model_executor.parallel.group import Group, shares
 
 Lengths = Sequence[Sequence[int]]
@@ -46,6 +47,11 @@ class Shard:
             for number, tokens in enumerate((self._active, self._every))
             for joint in (False, True)
         }
+
+    @property
+    def pages(self) -> Pages | None:
+        """Those of this member's heads."""
+        return self._edit.pages
 
     @property
     def text(self) -> slice:
