@@ -11,30 +11,28 @@ import logging
 import subprocess
 from collections.abc import Sequence
 from copy import copy
+from dataclasses import dataclass
 from functools import cache
 from types import ModuleType
-from typing import Self
+from typing import ClassVar, Self
 
 import torch
 from torch import Tensor
 
 from core.page_scheme import PageLayout
-from model_executor.kernels.attention import Attention, KeysValues, Sizes, head_major
+from model_executor.kernels.attention import Attention, KeysValues, Projected, Sizes, Source, head_major
 from model_executor.kernels.gpu_attention import ROWS, Attend, Together, best_attend, take_flash_3
+from model_executor.kernels.gpu_inputs import TritonTogether
+from model_executor.kernels.gpu_residual import TritonResidual
+from model_executor.kernels.gpu_sizes import TILE, power_of_two, warps
 from model_executor.kernels.gpu_tables import places, table
 from model_executor.kernels.linear import gpu_linear
 from model_executor.kernels.operators import Operators
 from model_executor.kernels.ragged import Span
+from model_executor.kernels.residual import Addition, Norm, Residual
 from model_executor.page_cache.pages import Entry, Pages, Quantise, Reader, quantise
 
 logger = logging.getLogger("stencil.worker")
-
-CHUNK = 1024
-"""Numbers of a row that one program of `add_gated` processes."""
-
-TILE = 4096
-"""Numbers of a page that one program of `read_page` or `quantise` processes."""
-
 
 LACKING = (AssertionError, ImportError, OSError, RuntimeError, subprocess.SubprocessError)
 """Raised by Triton if it is not installed, or finds no C compiler, no Python header or no driver."""
@@ -79,18 +77,60 @@ def _try_out(operators: Operators, device: torch.device) -> None:
 def _few(operators: Operators, device: torch.device) -> Sequence[Tensor]:
     """The results of all operators for the same few numbers: 2 tokens, 2 heads of 16."""
     qkv, where = torch.linspace(-1.0, 1.0, 192, device=device).view(2, 3, 2, 16), ((0, 2),)
-    hidden, gate = qkv[:, 0].flatten(1).clone(), qkv[1:, 2].flatten(1)
-    normed = operators.norm_modulate(hidden, where, 1e-6, gate, gate)
-    operators.add_gated_(hidden, where, normed.clone(), gate)  # which PyTorch's overwrites
     turns = torch.polar(torch.ones(2, 1, 1, 8, device=device), qkv[:, :1, :1, :8])
-    operators.normalise_and_rotate_(qkv[:, :2], turns, 1e-6, [(where, torch.ones(2, 2, 16, device=device))])
     layout = PageLayout(num_blocks=1, num_heads=2, head_dim=16, dtype="int8")
     entry = torch.zeros(layout.entry_bytes(2), dtype=torch.uint8, device=device)
     Entry(entry, layout, 2, operators.quantise).write(0, head_major(qkv[:, 1:]))
     keys_values = KeysValues(head_major(torch.zeros(2, 2, 2, 16, device=device)), 0)
     pages = Pages(layout, 2, entry, entry, 0.25)
-    operators.open(pages).read_over(0, keys_values, qkv[:1, 1:], torch.ones(1, dtype=torch.int64, device=device))
-    return [normed, hidden, qkv, keys_values.joint]
+    second = torch.ones(1, dtype=torch.int64, device=device)
+    operators.open(pages).read_over(0, keys_values, qkv[:1, 1:], second)
+    attended = _few_attended(operators, qkv, turns, Trial(pages, second, operators))
+    operators.normalise_and_rotate_(qkv[:, :2], turns, 1e-6, [(where, torch.ones(2, 2, 16, device=device))])
+    return [*_few_normed(operators, qkv, where), qkv, keys_values.joint, *attended]
+
+
+def _few_normed(operators: Operators, qkv: Tensor, where: Sequence[Span]) -> Sequence[Tensor]:
+    """A hidden state that is normed, added to and normed, and added to."""
+    hidden, gate = qkv[:, 0].flatten(1).clone(), qkv[1:, 2].flatten(1)
+    residual, norm = operators.residual(hidden), Norm(where, gate, gate)
+    results = residual.normed(1e-6, norm)
+    for _ in range(2):  # PyTorch's operators overwrite what they add
+        residual.add(Addition(where, results[0].clone(), gate))
+        results += residual.normed(1e-6, norm)
+    residual.add(Addition(where, results[0].clone(), gate))
+    return [*results, residual.hidden]
+
+
+def _few_attended(operators: Operators, qkv: Tensor, turns: Tensor, source: Trial) -> Sequence[Tensor]:
+    """The attention of two requests with a text token and two image tokens each, one of which is computed."""
+    attention = operators.attention([(1, 2), (1, 2)], 2, 16, qkv)
+    weight, turns = torch.ones(2, 2, 16, device=qkv.device), torch.cat([turns, turns])
+    parts = [
+        Projected(part.clone(), where, weight, 1e-6)
+        for part, where in ((qkv, ((0, 1), (2, 3))), (qkv.flip(0), ((1, 2), (3, 4))))
+    ]
+    return operators.attend(attention, 0, 0, parts, turns, [source, source])
+
+
+@dataclass(frozen=True, slots=True)
+class Trial:
+    """A request of one text token that reads pages."""
+
+    pages: Pages
+    active: Tensor  # the image tokens that it computes
+    operators: Operators
+    is_in_order: ClassVar[bool] = True
+
+    def computed(self, number: int) -> Tensor | None:
+        return self.active
+
+    def load(self, number: int, page: int, keys_values: KeysValues, fresh: Tensor) -> None:
+        rows = torch.cat([torch.zeros_like(self.active), self.active + 1])
+        self.operators.open(self.pages).read_over(page, keys_values, fresh, rows)
+
+    def store(self, page: int, image: Tensor) -> None:
+        """Nothing is kept."""
 
 
 class GpuOperators(Operators):
@@ -132,9 +172,8 @@ class TritonOperators(GpuOperators):
     def _kernels_digest(self) -> str:
         return f"triton {importlib.metadata.version('triton')} {super()._kernels_digest}".rstrip()
 
-    @property
-    def reads_page_tables(self) -> bool:
-        return True
+    def reads_page_tables(self, head_dim: int, *, has_norm: bool) -> bool:
+        return not has_norm or head_dim == power_of_two(head_dim)
 
     @property
     def quantise(self) -> Quantise:
@@ -144,23 +183,30 @@ class TritonOperators(GpuOperators):
         """As `Operators.open`; the kernel reads all heads of a page, so PyTorch reads a share of them."""
         return TritonReader(pages, self._kernels) if pages.heads is None else super().open(pages)
 
-    def norm_modulate(self, x: Tensor, where: Sequence[Span], eps: float, factor: Tensor, shift: Tensor) -> Tensor:
-        rows, requests = table(tuple(where), x.device)
-        width = x.shape[1]
-        out = x.new_empty(len(rows), width)
-        steps = x.stride(0), factor.stride(0), shift.stride(0)
-        block = power_of_two(width)
-        self._kernels.norm_modulate[len(rows),](
-            x, rows, requests, factor, shift, out, *steps, width, eps, BLOCK=block, num_warps=warps(block)
-        )
-        return out
+    def residual(self, hidden: Tensor) -> Residual:
+        return TritonResidual(hidden, self._kernels)
 
-    def add_gated_(self, x: Tensor, where: Sequence[Span], y: Tensor, gate: Tensor) -> None:
-        rows, requests = table(tuple(where), x.device)
-        width = x.shape[1]
-        steps = x.stride(0), y.stride(0), gate.stride(0)
-        grid = len(rows), -(-width // CHUNK)
-        self._kernels.add_gated[grid](x, rows, requests, y, gate, *steps, width, BLOCK=CHUNK)
+    def attention(
+        self, sizes: Sizes, heads: int, head_dim: int, like: Tensor, beside: Attention | None = None
+    ) -> Attention:
+        other = beside if isinstance(beside, TritonTogether) else None
+        attend = self._choose(like, head_dim)
+        return TritonTogether(sizes, heads, head_dim, like, attend, self._kernels, other)
+
+    def attend(
+        self,
+        attention: Attention,
+        number: int,
+        page: int,
+        parts: Sequence[Projected],
+        rotary: Tensor,
+        sources: Sequence[Source],
+        out: Tensor | None = None,
+    ) -> list[Tensor]:
+        if not isinstance(attention, TritonTogether) or not attention.takes(number, parts, rotary, sources):
+            return super().attend(attention, number, page, parts, rotary, sources, out)
+        outputs = attention.of_projections(number, page, parts, rotary, sources)
+        return outputs if out is None else [out.copy_(outputs[0])]
 
     def normalise_and_rotate_(
         self, x: Tensor, rotary: Tensor, eps: float, weights: Sequence[tuple[Sequence[Span], Tensor]]
@@ -236,13 +282,3 @@ class TritonReader:
             HAS_SCALES=self._near.scales is not None,
             HAS_FRESH=fresh is not None,
         )
-
-
-def power_of_two(number: int) -> int:
-    """The smallest power of two >= number."""
-    return 1 << (number - 1).bit_length()
-
-
-def warps(numbers: int) -> int:
-    """Warps, of 32 threads each, for a program that processes `numbers` at a time."""
-    return max(1, min(16, numbers // 512))

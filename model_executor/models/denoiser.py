@@ -29,7 +29,8 @@ from model_executor.kernels.linear import as_linear
 from model_executor.kernels.linear_groups import PACKED_BYTES, AnyGroup, group_layers
 from model_executor.kernels.low_rank import Segments
 from model_executor.kernels.operators import Operators, best_operators
-from model_executor.kernels.ragged import Packing, Span
+from model_executor.kernels.ragged import Packing, Span, together
+from model_executor.kernels.residual import Norm
 from model_executor.models.base import PrimeRow, Row
 from model_executor.models.blocks import Block, Edit, Modulation, Source, Stream, Template
 from model_executor.models.rows import lacking_pages, with_heads, with_own_heads
@@ -207,13 +208,18 @@ class Denoiser(ABC):
     def _is_captured(self, rows: Sequence[Row]) -> bool:
         """Whether this step may be a CUDA graph: a mask-aware one of one request, or an exact one of a small picture.
         Larger steps keep a GPU busy for longer than the host takes to launch them."""
-        if not self.graphs.enabled or not is_of_one_request(rows) or not self._operators.reads_page_tables:
+        if not self.graphs.enabled or not is_of_one_request(rows) or not self._reads_page_tables:
             return False
         if not all(is_repeatable(row) and row.modulation is not None for row in rows):
             return False
         if rows[0].active is None:
             return sum(self._num_tokens(row) + len(row.prompt_embeds) for row in rows) <= SMALL_PASS
         return len(rows[0].active) < self._num_tokens(rows[0])
+
+    @property
+    def _reads_page_tables(self) -> bool:
+        has_norm = any(block.has_norm for block in self._blocks)
+        return self._operators.reads_page_tables(self.module.config.attention_head_dim, has_norm=has_norm)
 
     def _num_active(self, row: Row) -> int | None:
         """To how many tokens those of a captured step are filled up: with the text to whole tiles of attention, but to
@@ -309,12 +315,13 @@ class Denoiser(ABC):
             ],
         )
         hidden = [row.hidden[0] for row in rows if isinstance(row, PrimeRow) and row.hidden is not None]
-        rotary = torch.cat([self._rotary(row, source) for row, source in zip(rows, sources, strict=True)])
+        rotary = together([self._rotary(row, source) for row, source in zip(rows, sources, strict=True)])
         patches = BatchPatches([row.patches for row in rows], self._device)
         where = patches.on(packing)
         joint = torch.cat(hidden) if hidden else self._embed(rows, computed, packing, where)
         modulation, attentions = self._modulation_of(rows, patches), self._attentions(sources, joint, team)
-        return Stream(joint, packing, patches, where, rotary, modulation, sources, *attentions, self._operators)
+        residual = self._operators.residual(joint)
+        return Stream(residual, packing, patches, where, rotary, modulation, sources, *attentions, self._operators)
 
     def _attentions(
         self, sources: Sequence[Source], like: Tensor, team: Team | None
@@ -341,7 +348,7 @@ class Denoiser(ABC):
         """Block number -> its shifts, scales and gates, each [requests, hidden]; the last number: the output norm's."""
         known = [row.modulation for row in rows if isinstance(row, Row) and row.modulation is not None]
         if len(known) == len(rows):
-            tables = torch.cat(known).split([part.width for part in self._modulations], dim=1)
+            tables = together(known).split([part.width for part in self._modulations], dim=1)
             return lambda number: self._modulations[number].parts(tables[number])
         where = patches.segments([(number, number + 1) for number in range(len(rows))])
         conditioning = self._conditioning([Conditions.of(row) for row in rows], where)
@@ -370,8 +377,8 @@ class Denoiser(ABC):
     def _project_out(self, stream: Stream) -> Tensor:
         """Velocity of all image tokens, [tokens, latent width]."""
         factor, shift = stream.modulation(len(self._blocks))
-        where, eps = stream.packing.joint_image, self.module.norm_out.norm.eps
-        normed = self._operators.norm_modulate(stream.hidden, where, eps, factor, shift)
+        norm = Norm(stream.packing.joint_image, factor, shift)
+        (normed,) = stream.residual.normed(self.module.norm_out.norm.eps, norm)
         return self._image_out(normed, stream.where.image)
 
 

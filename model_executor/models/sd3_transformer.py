@@ -14,6 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from model_executor.kernels.held import hold
 from model_executor.kernels.operators import Operators
 from model_executor.kernels.ragged import Packing
 from model_executor.models.base import PrimeRow, Row
@@ -49,7 +50,7 @@ class SD3Transformer(TextDenoiser):
     ) -> Tensor:
         chosen = list(zip(rows, computed, strict=True))
         image = self._image_in(torch.cat([select(row.latents, tokens) for row, tokens in chosen]), where.image)
-        positions = torch.cat([select(self._positions(row.grid), tokens) for row, tokens in chosen])
+        positions = torch.cat([select(hold(self._positions(row.grid)), tokens) for row, tokens in chosen])
         text = self._text_in(torch.cat([row.prompt_embeds for row in rows]), where.text)
         return packing.join(text, (image + positions).to(image.dtype))
 

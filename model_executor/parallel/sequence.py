@@ -21,6 +21,7 @@ from model_executor.kernels.attention import Attention, KeysValues
 from model_executor.kernels.ragged import Span
 from model_executor.kernels.ragged import spans as spans_of
 from model_executor.models.blocks import Edit
+from model_executor.page_cache.pages import Pages
 from model_executor.parallel.group import Group, shares
 
 Lengths = Sequence[Sequence[int]]
@@ -49,6 +50,11 @@ class Shard:
         others = _without(self._edit.active, self.num_tokens)
         share = zip(self._active, shares(len(others), len(self._active)), strict=True)
         return [torch.cat([mine, others[start:stop]]) for mine, (start, stop) in share]
+
+    @property
+    def pages(self) -> Pages | None:
+        """Those of this member's heads."""
+        return self._edit.pages
 
     @property
     def text(self) -> slice:

@@ -8,6 +8,8 @@ from typing import Any
 
 import pytest
 import torch
+from diffusers.models.transformers.transformer_flux import FluxTransformer2DModel
+from diffusers.models.transformers.transformer_sd3 import SD3Transformer2DModel
 from torch import Tensor
 
 from core.patches import Patch
@@ -23,7 +25,6 @@ from model_executor.models.sd3_transformer import SD3Transformer
 from model_executor.models.unet import Unet
 from model_executor.page_cache.pages import Pages
 from tests.model_executor.graphs.simulator import SimulatedCapture, owned_by, storage
-from tests.model_executor.kernels.test_gpu_operators import make_flux, make_sd3
 from tools.random_unet_checkpoints import sd_unet, sdxl_unet
 
 CPU = torch.device("cpu")
@@ -37,6 +38,40 @@ def operators() -> TritonOperators:
     chosen = gpu_operators(CPU)
     assert isinstance(chosen, TritonOperators)
     return chosen
+
+
+def make_flux() -> FluxTransformer2DModel:
+    return FluxTransformer2DModel(
+        in_channels=2 * WIDTH,
+        out_channels=WIDTH,
+        num_layers=1,
+        num_single_layers=1,
+        attention_head_dim=16,
+        num_attention_heads=1,
+        joint_attention_dim=32,
+        pooled_projection_dim=32,
+        guidance_embeds=True,
+        axes_dims_rope=(4, 6, 6),
+    )
+
+
+def make_sd3() -> SD3Transformer2DModel:
+    """With a second attention, over the image alone, in its first block."""
+    return SD3Transformer2DModel(
+        sample_size=16,
+        patch_size=2,
+        in_channels=WIDTH // 4,
+        out_channels=WIDTH // 4,
+        num_layers=2,
+        attention_head_dim=16,
+        num_attention_heads=1,
+        joint_attention_dim=32,
+        caption_projection_dim=16,
+        pooled_projection_dim=32,
+        pos_embed_max_size=16,
+        dual_attention_layers=(0,),
+        qk_norm="rms_norm",
+    )
 
 
 Maker = tuple[Callable[[], Any], Callable[..., Denoiser]]
