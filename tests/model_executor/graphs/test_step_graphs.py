@@ -18,19 +18,20 @@ from model_executor.graphs.static_rows import StaticRows, is_of_one_request, is_
 from model_executor.graphs.step_graphs import StepGraphs
 from model_executor.kernels.gpu_operators import TritonOperators, gpu_operators
 from model_executor.kernels.held import hold, holding
-from model_executor.models.base import PrimeRow, Row
+from model_executor.kernels.linear import plain_linear
+from model_executor.kernels.operators import Operators
+from model_executor.models.base import Row
 from model_executor.models.denoiser import Denoiser
 from model_executor.models.flux_transformer import FluxTransformer
 from model_executor.models.sd3_transformer import SD3Transformer
 from model_executor.models.unet import Unet
-from model_executor.page_cache.pages import Pages
+from model_executor.page_cache.pages import Entry, Pages
 from tests.model_executor.graphs.simulator import SimulatedCapture, owned_by, storage
 from tools.random_unet_checkpoints import sd_unet, sdxl_unet
 
 CPU = torch.device("cpu")
-GRID, TEXT, WIDTH = (4, 6), 3, 16
+GRID, TEXT, WIDTH = (4, 3), 2, 16
 TOKENS = GRID[0] * GRID[1]
-SHARED = ("latents", "condition", "prompt_embeds", "pooled_prompt_embeds", "sigma", "guidance_scale", "grid")
 
 
 def operators() -> TritonOperators:
@@ -79,13 +80,17 @@ TRANSFORMERS: dict[str, Maker] = {"flux": (make_flux, FluxTransformer), "sd3": (
 UNETS = {"sd": sd_unet, "sdxl": sdxl_unet}
 
 
-@pytest.fixture(params=TRANSFORMERS)
-def denoiser(request: pytest.FixtureRequest) -> Denoiser:
-    make, cls = TRANSFORMERS[request.param]
+def make_denoiser(name: str) -> Denoiser:
+    make, cls = TRANSFORMERS[name]
     torch.manual_seed(0)
     denoiser = cls(make().eval().requires_grad_(False), 1000, operators())
     denoiser.graphs = StepGraphs(SimulatedCapture())
     return denoiser
+
+
+@pytest.fixture(params=TRANSFORMERS)
+def denoiser(request: pytest.FixtureRequest) -> Denoiser:
+    return make_denoiser(request.param)
 
 
 @pytest.fixture(params=UNETS)
@@ -130,108 +135,96 @@ def unet_row(unet: Unet, seed: int) -> Row:
     )
 
 
-def entry_of(model: Denoiser | Unet, row: Row) -> Tensor:
-    layout = model.page_layout("int8")
-    entry = torch.zeros(layout.entry_bytes(TOKENS), dtype=torch.uint8)
-    model.prime([PrimeRow(**{n: getattr(row, n) for n in SHARED}, hidden=None, entry=entry)], (0, layout.num_blocks))
-    return entry
+def entry_of(model: Denoiser | Unet, seed: int) -> Tensor:
+    """int8 pages of a template, made of random numbers."""
+    layout, draw = model.page_layout("int8"), draws(seed)
+    data = torch.zeros(layout.entry_bytes(TOKENS), dtype=torch.uint8)
+    entry = Entry(data, layout, TOKENS)
+    for block in range(layout.num_blocks):
+        moments = draw(layout.num_moments, TOKENS).abs() if layout.num_moments else None
+        entry.write(block, draw(2, layout.num_heads, layout.num_rows(TOKENS), layout.head_dim), moments)
+    return data
 
 
 def masked(model: Denoiser | Unet, row: Row, seed: int, active: Sequence[int], weight: float | None) -> Row:
     """An edit over pages of its own templates; a weight of None stands exactly at a keyframe."""
-    make = row_of if isinstance(model, Denoiser) else unet_row
-    near, far = (entry_of(model, make(model, 10 * seed + n)) for n in range(2))  # type: ignore[arg-type]
-    layout = model.page_layout("int8")
-    pages = Pages(layout, TOKENS, near, None if weight is None else far, weight or 0.0)
-    return replace(row, active=torch.tensor(active), box=(1, 1, 4, 3), pages=pages)
-
-
-def run(model: Denoiser | Unet, rows: Sequence[Row]) -> list[Tensor]:
-    return model.forward(rows)
+    near, far = (entry_of(model, 100 + 2 * seed + number) for number in range(2))
+    pages = Pages(model.page_layout("int8"), TOKENS, near, None if weight is None else far, weight or 0.0)
+    return replace(row, active=torch.tensor(active), box=BOX, pages=pages)
 
 
 def as_it_is(model: Denoiser | Unet, rows: Sequence[Row]) -> list[Tensor]:
-    """The same step, neither captured nor filled up."""
-    model.graphs.enabled = False
-    try:
-        return model.forward(rows)
-    finally:
-        model.graphs.enabled = True
+    """The same step by PyTorch's operators, neither captured nor filled up."""
+    if isinstance(model, Denoiser):
+        return model.computing_with(Operators(plain_linear)).forward(rows)
+    return Unet(model.module, 1000, 32, Operators(plain_linear)).forward(rows)
 
 
-EDITS = [([8, 9, 13], 0.4), ([7, 8, 9, 14, 15], 0.9), ([8], None), ([7, 9, 10, 13], 0.0)]
+EDITS = [([5, 6, 10], 0.4), ([4, 5, 6, 9, 10], 0.9), ([6], None), ([4, 6, 9, 10], 0.0)]
 """Active tokens and weights of steps that share a graph."""
+BOX = (0, 1, 3, 3)
 
 
 @torch.inference_mode()
 def test_replays_of_masked_steps_equal_the_steps(denoiser: Denoiser) -> None:
     """With other latents, prompts, noise levels, masks, pages and weights; what was there at the capture is gone."""
-    steps = [[masked(denoiser, row_of(denoiser, n), n, *edit)] for n, edit in enumerate(EDITS * 2)]
-    expected = [as_it_is(denoiser, rows)[0] for rows in steps]
-    for number, rows in enumerate(steps):
-        (output,) = run(denoiser, rows)
-        torch.testing.assert_close(output, expected[number], rtol=1e-4, atol=1e-4)
+    for seed, edit in enumerate(EDITS):
+        rows = [masked(denoiser, row_of(denoiser, seed), seed, *edit)]
+        (expected,) = as_it_is(denoiser, rows)
+        (output,) = denoiser.forward(rows)
+        torch.testing.assert_close(output, expected, rtol=1e-4, atol=1e-4)
+        if edit is EDITS[-1]:
+            (again,) = denoiser.forward(rows)
+            assert torch.equal(again, output)
+            assert again.untyped_storage().data_ptr() != output.untyped_storage().data_ptr()
         _poison(rows)
     assert denoiser.graphs.stats.captures == 1
-    assert denoiser.graphs.stats.replays == len(steps) - 1
+    assert denoiser.graphs.stats.replays == len(EDITS)
+    (captured,) = denoiser.graphs._graphs.values()
+    _check_owned(denoiser, captured)
 
 
-@torch.inference_mode()
-def test_a_replay_has_the_bits_of_the_pass_that_it_repeats(denoiser: Denoiser) -> None:
-    rows = [masked(denoiser, row_of(denoiser, 1), 1, *EDITS[0])]
-    first, second, third = (run(denoiser, rows)[0] for _ in range(3))
-    assert torch.equal(first, second)
-    assert torch.equal(first, third)
-    assert second.untyped_storage().data_ptr() != third.untyped_storage().data_ptr()
+def _check_owned(denoiser: Denoiser, captured: Any) -> None:
+    """A graph reads weights, its static rows, cached tables that it keeps alive, and nothing else that it has not made."""
+    static = [getattr(row, name) for row in captured.rows.rows for name in ("latents", "active", "pages")]
+    owned = owned_by([denoiser.module, denoiser._groups, denoiser._blocks, captured.rows, captured.held, static])
+    assert [x.shape for x in captured.graph.read if storage(x) not in owned] == []
 
 
 @torch.inference_mode()
 def test_small_exact_steps_are_replayed(denoiser: Denoiser) -> None:
-    steps = [[row_of(denoiser, seed)] for seed in range(4)]
-    expected = [as_it_is(denoiser, rows)[0] for rows in steps]
-    for rows, wanted in zip(steps, expected, strict=True):
-        torch.testing.assert_close(run(denoiser, rows)[0], wanted, rtol=1e-5, atol=1e-5)
-    assert denoiser.graphs.stats.replays == 3
-
-
-@torch.inference_mode()
-def test_both_rows_of_a_guided_step_share_a_graph(denoiser: Denoiser) -> None:
-    """They have the same latents and active tokens, and each its own prompt."""
     for seed in range(3):
-        edit = masked(denoiser, row_of(denoiser, seed), seed, *EDITS[0])
-        other = row_of(denoiser, seed + 5)
-        negative = replace(edit, prompt_embeds=other.prompt_embeds, modulation=other.modulation)
-        expected = as_it_is(denoiser, [edit, negative])
-        for output, wanted in zip(run(denoiser, [edit, negative]), expected, strict=True):
-            torch.testing.assert_close(output, wanted, rtol=1e-4, atol=1e-4)
+        rows = [row_of(denoiser, seed)]
+        torch.testing.assert_close(denoiser.forward(rows)[0], as_it_is(denoiser, rows)[0], rtol=1e-4, atol=1e-4)
     assert denoiser.graphs.stats.replays == 2
 
 
 @torch.inference_mode()
-def test_a_graph_owns_every_tensor_that_it_reads(denoiser: Denoiser) -> None:
-    """Weights, its static rows, and cached tables that it keeps alive: nothing of the step that was captured."""
-    rows = [masked(denoiser, row_of(denoiser, 1), 1, *EDITS[0])]
-    for _ in range(2):
-        run(denoiser, rows)
-    (captured,) = denoiser.graphs._graphs.values()
-    static = [getattr(row, name) for row in captured.rows.rows for name in ("latents", "active", "pages")]
-    owned = owned_by([denoiser.module, denoiser._groups, denoiser._blocks, captured.rows, captured.held, static])
-    assert [x.shape for x in captured.graph.read if storage(x) not in owned] == []  # type: ignore[attr-defined]
+def test_both_rows_of_a_guided_step_share_a_graph() -> None:
+    """They have the same latents and active tokens, and each its own prompt."""
+    denoiser = make_denoiser("flux")
+    for seed in range(2):
+        edit = masked(denoiser, row_of(denoiser, seed), seed, *EDITS[0])
+        other = row_of(denoiser, seed + 5)
+        rows = [edit, replace(edit, prompt_embeds=other.prompt_embeds, modulation=other.modulation)]
+        for output, expected in zip(denoiser.forward(rows), as_it_is(denoiser, rows), strict=True):
+            torch.testing.assert_close(output, expected, rtol=1e-4, atol=1e-4)
+    assert denoiser.graphs.stats.replays == 1
 
 
+@pytest.mark.parametrize("is_masked", [False, True])
 @torch.inference_mode()
-def test_replays_of_a_unets_steps_equal_the_steps(unet: Unet) -> None:
-    """Both rows of guided edits, masked with one box, and exact ones."""
-    for num_masked in (0, 3):
-        for seed in range(4):
-            row = unet_row(unet, seed)
-            edit = masked(unet, row, seed, EDITS[0][0], EDITS[seed][1]) if num_masked else row
-            rows = [edit, replace(edit, prompt_embeds=unet_row(unet, seed + 5).prompt_embeds)]
-            expected = as_it_is(unet, rows)
-            for output, wanted in zip(run(unet, rows), expected, strict=True):
-                torch.testing.assert_close(output, wanted, rtol=1e-4, atol=1e-4)
-            _poison(rows)
-    assert unet.graphs.stats.replays == 6
+def test_replays_of_a_unets_steps_equal_the_steps(unet: Unet, is_masked: bool) -> None:
+    """Both rows of guided edits, masked with one box, or exact ones."""
+    for seed in range(3):
+        row = unet_row(unet, seed)
+        edit = masked(unet, row, seed, EDITS[0][0], EDITS[seed][1]) if is_masked else row
+        rows = [edit, replace(edit, prompt_embeds=unet_row(unet, seed + 5).prompt_embeds)]
+        expected = as_it_is(unet, rows)
+        for output, wanted in zip(unet.forward(rows), expected, strict=True):
+            torch.testing.assert_close(output, wanted, rtol=1e-4, atol=1e-4)
+        _poison(rows)
+    assert unet.graphs.stats.replays == 2
 
 
 def _poison(rows: Sequence[Row]) -> None:
