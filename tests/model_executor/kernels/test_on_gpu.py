@@ -109,7 +109,7 @@ def test_a_load_into_memory_that_was_just_freed_waits_for_those_who_still_read_i
     arena, done = Arena.create(7, 4 * nbytes), Queue[PageCopied]()
     store, space = PageStore(device(), arena, None, done.put), ArenaAllocator(arena)
     hosts = {key: space.alloc(nbytes) for key in "ab"}
-    for number, (key, host) in enumerate(hosts.items()):
+    for number, host in enumerate(hosts.values()):
         torch.from_numpy(arena.view(host)).fill_(number)
     store.start(PageCopy("a", nbytes, nbytes, "host", "device", hosts["a"]))
     assert done.get(timeout=PATIENCE).ok
