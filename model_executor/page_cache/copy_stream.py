@@ -3,6 +3,10 @@
 The page arena is registered (pinned) with CUDA once, as a whole, so that copies need no staging buffer. This allocates
 all of its memory at once. A registered arena must never return memory to the kernel, since the device would then read
 stale data; the host tier's arena does not.
+
+Device memory is the computing stream's: allocated and freed there, so it needs no `record_stream`. A copy into an entry
+follows `ready`, recorded after its allocation, and thus after all kernels that read what was in that memory before. And
+an entry's tensor is held until its copy is over, as the host has seen, whoever forgets it meanwhile.
 """
 
 from __future__ import annotations

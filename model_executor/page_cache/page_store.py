@@ -102,9 +102,9 @@ class PageStore:
         has_device_tier: bool = True,
     ) -> None:
         """pages: the page arena. files: None without a disk tier. on_copied: called once for every copy that was
-        started, from the I/O thread, in their order; of loads to a GPU that are under way together, as each ends. Not
-        called for those still queued when the store is closed. has_device_tier: whether a GPU's memory may hold pages;
-        the arena is then pinned. Raises ConfigError if pinning fails."""
+        started, from the I/O thread, as it ends: in their order, but for loads to a GPU, which overtake other entries'
+        copies and each other. Not called for those still queued when the store is closed. has_device_tier: whether a
+        GPU's memory may hold pages; the arena is then pinned. Raises ConfigError if pinning fails."""
         self._device = device
         self._pages = pages
         self._files = files
@@ -263,7 +263,7 @@ class PageStore:
             if self._stream is not None:
                 self._stream.enter()
             while self._has_job():
-                if self._stream is not None and self._is_load_next():
+                if self._stream is not None and self._next_load() is not None:
                     self._load(Uploads(self._stream))
                 else:
                     self._do(self._jobs.popleft())
@@ -278,9 +278,17 @@ class PageStore:
             self._changed.wait_for(lambda: self._jobs or self._is_closed)
             return not self._is_closed
 
-    def _is_load_next(self) -> bool:
+    def _next_load(self) -> int | None:
+        """The place of the first load to the device that is not behind another copy of its entry. It overtakes others'
+        copies: no edit waits for what is copied down, which may take seconds, as to a disk."""
         with self._changed:
-            return bool(self._jobs) and isinstance(job := self._jobs[0], _Job) and job.is_load
+            before = set[str]()
+            for place, job in enumerate(self._jobs):
+                if isinstance(job, _Job):
+                    if job.is_load and job.copy.key not in before:
+                        return place
+                    before.add(job.copy.key)
+        return None
 
     def _do(self, job: _Job | Sequence[str]) -> None:
         if isinstance(job, _Job):
@@ -358,7 +366,7 @@ class PageStore:
         return True
 
     def _load(self, uploads: Uploads) -> None:
-        """Load entries to a GPU: those that come next, and those that come directly behind them meanwhile."""
+        """Load entries to a GPU: those that are to be loaded now, and those that come meanwhile."""
         self._begin_next(uploads)
         while uploads.advance():
             self._begin_next(uploads)
@@ -367,8 +375,10 @@ class PageStore:
 
     def _begin_next(self, uploads: Uploads) -> None:
         """Jobs are let go of when their upload has ended: they hold device memory."""
-        while self._is_load_next():
-            job = self._jobs.popleft()
+        while (place := self._next_load()) is not None:
+            with self._changed:
+                job = self._jobs[place]
+                del self._jobs[place]
             assert isinstance(job, _Job)
             self._begin(uploads, job)
 
