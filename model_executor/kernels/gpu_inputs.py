@@ -6,8 +6,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import cached_property
-from itertools import accumulate
 from types import ModuleType
 
 import torch
@@ -16,8 +14,9 @@ from torch import Tensor
 from core.page_scheme import PageDtype
 from model_executor.kernels.attention import Projected, Sizes, Source
 from model_executor.kernels.gpu_attention import Attend, Together, rows_together
+from model_executor.kernels.gpu_pages import page_table
 from model_executor.kernels.gpu_sizes import CHUNK, TILE, power_of_two
-from model_executor.kernels.gpu_tables import Request, input_tables, rows_of, upload
+from model_executor.kernels.gpu_tables import Request, input_tables, rows_of
 from model_executor.kernels.ragged import Span, spans, together
 from model_executor.page_cache.pages import Pages, PageTable
 
@@ -117,6 +116,7 @@ class TritonTogether(Together):
             HAS_SECOND=len(parts) > 1,
             HAS_NORM=first.weight is not None,
             PAGE="" if layout.is_exact else _page_dtype(sources),
+            num_warps=8,
         )
 
     def page_table(self, sources: Sequence[Source]) -> PageTable:
@@ -124,7 +124,7 @@ class TritonTogether(Together):
         if self._beside is not None:
             return self._beside.page_table(sources)
         if self._table is None:
-            self._table = _page_table([source.pages for source in sources], self._like.device)
+            self._table = page_table([source.pages for source in sources], self._like.device)
         return self._table
 
     def _queries_for(self, number: int) -> Tensor:
@@ -237,42 +237,3 @@ def _padded(lengths: Sequence[int], rows: int) -> list[int]:
 
 def _page_dtype(sources: Sequence[Source]) -> PageDtype:
     return next(source.pages.layout.dtype for source in sources if source.pages is not None)
-
-
-def _page_table(pages: Sequence[Pages | None], device: torch.device) -> PageTable:
-    """Those of the requests that have one, and one upload for all others."""
-    given = [None if each is None else each.table for each in pages]
-    lacking = [number for number, table in enumerate(given) if table is None]
-    tables = [table for table in given if table is not None]
-    if not lacking:
-        return PageTable(_stacked([t.addresses for t in tables]), _stacked([t.weights for t in tables]))
-    made = _uploaded([pages[number] for number in lacking], device)
-    if not tables:
-        return made
-    places = dict(zip(lacking, zip(made.addresses, made.weights, strict=True), strict=True))
-    both = [places[number] if table is None else (table.addresses, table.weights) for number, table in enumerate(given)]
-    addresses, weights = zip(*both, strict=True)
-    return PageTable(_stacked(addresses), _stacked(weights))
-
-
-def _stacked(rows: Sequence[Tensor]) -> Tensor:
-    return rows[0][None] if len(rows) == 1 else torch.stack(list(rows))
-
-
-def _uploaded(pages: Sequence[Pages | None], device: torch.device) -> PageTable:
-    """Addresses and weights of these, zeros for those without pages."""
-    addresses, weights = list[list[int]](), list[list[float]]()
-    for each in pages:
-        if each is None:
-            addresses.append([0, 0])
-            weights.append([0.0, 0.0])
-        elif each.far is None:
-            addresses.append([each.near.data_ptr()] * 2)
-            weights.append([1.0, 0.0])
-        else:
-            addresses.append([each.near.data_ptr(), each.far.data_ptr()])
-            weights.append([1.0 - each.weight, each.weight])
-    parts = torch.tensor(addresses, device="cpu"), torch.tensor(weights, device="cpu")
-    both = upload(torch.cat([part.view(torch.uint8).flatten() for part in parts]), device)
-    of_addresses, of_weights = both.split([part.nbytes for part in parts])
-    return PageTable(of_addresses.view(torch.int64).view(-1, 2), of_weights.view(torch.float32).view(-1, 2))

@@ -23,9 +23,10 @@ from core.page_scheme import PageLayout
 from model_executor.kernels.attention import Attention, KeysValues, Projected, Sizes, Source, head_major
 from model_executor.kernels.gpu_attention import ROWS, Attend, Together, best_attend, take_flash_3
 from model_executor.kernels.gpu_inputs import TritonTogether
+from model_executor.kernels.gpu_pages import TritonReader
 from model_executor.kernels.gpu_residual import TritonResidual
 from model_executor.kernels.gpu_sizes import TILE, power_of_two, warps
-from model_executor.kernels.gpu_tables import places, table
+from model_executor.kernels.gpu_tables import table
 from model_executor.kernels.linear import gpu_linear
 from model_executor.kernels.operators import Operators
 from model_executor.kernels.ragged import Span
@@ -234,51 +235,4 @@ class TritonOperators(GpuOperators):
         together = max(1, TILE // block)
         self._kernels.quantise[-(-tokens // together), kinds * heads](
             *(x, values, scales, tokens, heads, *x.stride()[:3]), WIDTH=width, BLOCK=block, TOKENS=together
-        )
-
-
-class TritonReader:
-    """Reads pages, interpolates them and overwrites computed tokens, all in one pass."""
-
-    def __init__(self, pages: Pages, kernels: ModuleType) -> None:
-        self._near = Entry(pages.near, pages.layout, pages.num_tokens)
-        self._far = self._near if pages.far is None else Entry(pages.far, pages.layout, pages.num_tokens)
-        self._has_far, self._wait, self._kernels = pages.far is not None, pages.wait, kernels
-        self._weights = (1.0 - pages.weight, pages.weight) if self._has_far else (1.0, 0.0)
-        self._moments = self._near.moments_towards(self._far if self._has_far else None, pages.weight)
-        self._places: dict[int, Tensor] = {}  # text tokens before the image -> as `gpu_tables.places`
-
-    def read(self, block: int, out: Tensor) -> None:
-        self._run(block, out, 0, None, None)
-
-    def read_over(self, block: int, keys_values: KeysValues, fresh: Tensor, rows: Tensor) -> None:
-        text_tokens = keys_values.text_tokens
-        if text_tokens not in self._places:
-            self._places[text_tokens] = places(rows, keys_values.num_tokens)
-        self._run(block, keys_values.joint, text_tokens, fresh, self._places[text_tokens])
-
-    def moments(self, block: int) -> Tensor:
-        if self._wait is not None:
-            self._wait(block)
-        return self._moments(block)
-
-    def _run(self, block: int, out: Tensor, first: int, fresh: Tensor | None, where: Tensor | None) -> None:
-        if self._wait is not None:
-            self._wait(block)
-        near, far = self._near.values[block], self._far.values[block]
-        near_scale, far_scale = near, far
-        if self._near.scales is not None and self._far.scales is not None:
-            near_scale, far_scale = self._near.scales[block], self._far.scales[block]
-        kinds, heads, tokens, width = out.shape
-        computed, block_width = near if fresh is None else fresh, power_of_two(width)
-        together = max(1, TILE // block_width)
-        self._kernels.read_page[-(-tokens // together), kinds * heads](
-            *(near, near_scale, far, far_scale, *self._weights, computed, near if where is None else where, out),
-            *(tokens, near.shape[2], first, heads, *computed.stride()[:2], *out.stride()[:3]),
-            WIDTH=width,
-            BLOCK=block_width,
-            TOKENS=together,
-            HAS_FAR=self._has_far,
-            HAS_SCALES=self._near.scales is not None,
-            HAS_FRESH=fresh is not None,
         )

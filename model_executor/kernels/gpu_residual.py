@@ -1,4 +1,4 @@
-"""The hidden state of transformer blocks on a GPU: what a layer adds is added by the kernel of the norm that follows."""
+"""The hidden state of transformer blocks on a GPU: the kernel of a norm also makes the additions before it."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from model_executor.kernels.residual import Addition, Norm, Residual
 
 
 class TritonResidual(Residual):
-    """Additions wait for a norm of the same rows. Where another one follows, they have a launch of their own."""
+    """Additions wait for a norm of the same rows. If something else follows, they are launched by themselves."""
 
     def __init__(self, hidden: Tensor, kernels: ModuleType) -> None:
         super().__init__(hidden, fused=True)

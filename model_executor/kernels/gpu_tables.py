@@ -54,8 +54,8 @@ def _rows_of(spans: Spans, device: torch.device) -> Tensor:
 
 
 def norm_rows(norms: tuple[Spans, ...], sums: tuple[Spans, ...], device: torch.device) -> Tensor | None:
-    """The table `rows` of the kernel `add_norm`, int32 [3, rows]. norms: the spans of one norm or two; sums: those of up
-    to two additions. None if there are additions, to other rows than are normed."""
+    """The table `rows` of the kernel `add_norm`, int32 [3, rows]. norms: the spans of one norm or two. sums: those of
+    up to two additions. None if there are additions, but to other rows than are normed."""
     rows = _norm_rows(norms, sums, device)
     return None if rows is None else hold(rows)
 

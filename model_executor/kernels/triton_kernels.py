@@ -128,17 +128,46 @@ def normalise_and_rotate(
     tl.store(place, tl.reshape(turned, [HEADS, WIDTH]).to(x.dtype.element_ty), mask=inside)
 
 
-@triton.jit(do_not_specialize=["tokens", "page_tokens", "first"])
+@triton.jit
+def interpolated(
+    addresses, shares, start, scales, row, of_page, d, WIDTH: tl.constexpr, BLOCK: tl.constexpr, PAGE: tl.constexpr
+):
+    """Rows of a page, dequantised and interpolated: float32 [rows, BLOCK], zeros where `of_page` is not set.
+
+    addresses: int64 [2], of near and far entry, aligned to 16 bytes; shares: float32 [2], the weight of each; what has
+    weight 0 is not read. start, scales: bytes of an entry before the page's values, and before its scales. PAGE: dtype
+    of the entries.
+    """
+    value = tl.zeros([of_page.shape[0], BLOCK], tl.float32)
+    for number in tl.static_range(2):
+        address = tl.load(addresses + number)
+        weight = tl.where(of_page, tl.load(shares + number), 0.0)
+        is_read = weight != 0.0
+        if PAGE == "int8":
+            entry = (address + start).to(tl.pointer_type(tl.int8))
+        elif PAGE == "bfloat16":
+            entry = (address + start).to(tl.pointer_type(tl.bfloat16))
+        else:
+            entry = (address + start).to(tl.pointer_type(tl.float32))
+        source = tl.multiple_of(entry, 16) + row[:, None] * WIDTH + d
+        content = tl.load(source, mask=is_read[:, None] & (d < WIDTH), other=0.0)
+        if PAGE == "int8":
+            entry_scales = (address + scales).to(tl.pointer_type(tl.float32))
+            weight *= tl.load(tl.multiple_of(entry_scales, 16) + row, mask=is_read, other=0.0)
+        value += weight[:, None] * content.to(tl.float32)
+    return value
+
+
+@triton.jit(do_not_specialize=["page", "block_bytes", "value_bytes", "tokens", "page_tokens", "first"])
 def read_page(
-    near,
-    near_scale,
-    far,
-    far_scale,
-    near_weight,
-    far_weight,
+    addresses,
+    shares,
     fresh,
     places,
     out,
+    page,
+    block_bytes,
+    value_bytes,
     tokens,
     page_tokens,
     first,
@@ -151,17 +180,16 @@ def read_page(
     WIDTH: tl.constexpr,
     BLOCK: tl.constexpr,
     TOKENS: tl.constexpr,
-    HAS_FAR: tl.constexpr,
-    HAS_SCALES: tl.constexpr,
+    PAGE: tl.constexpr,
     HAS_FRESH: tl.constexpr,
 ):
     """Keys or values of one head at some tokens: from a page, dequantised and interpolated, or from what was computed.
 
-    near, far: [2, heads, page_tokens, WIDTH]; their scales: float32 [2, heads, page_tokens], HAS_SCALES; without
-    HAS_FAR there is no far page. fresh: [computed tokens, 2, heads, WIDTH], fresh_step from token to token and
-    fresh_kind_step from keys to values; places: int32 [tokens], which of them a token's is, -1 for the page's;
-    HAS_FRESH. out: [2, heads, tokens, WIDTH] by its steps; the page's tokens begin at `first`. BLOCK: a power of two,
-    >= WIDTH.
+    addresses, shares, PAGE: as for `interpolated`. page: its number in the entries, block_bytes from one to the next,
+    with value_bytes of values, [2, heads, page_tokens, WIDTH], and then scales. fresh: [computed tokens, 2, heads,
+    WIDTH], fresh_step from token to token and fresh_kind_step from keys to values; places: int32 [tokens], which of
+    them a token's is, -1 for the page's; HAS_FRESH. out: [2, heads, tokens, WIDTH] by its steps; the page's tokens
+    begin at `first`. BLOCK: a power of two, >= WIDTH.
     """
     token = tl.program_id(0) * TOKENS + tl.arange(0, TOKENS)
     group = tl.program_id(1)
@@ -176,16 +204,8 @@ def read_page(
         source = fresh + place[:, None] * fresh_step + kind * fresh_kind_step + head * WIDTH + d
         result += tl.load(source, mask=is_fresh[:, None] & (d < WIDTH), other=0.0).to(tl.float32)
     row = group.to(tl.int64) * page_tokens + token - first
-    inside = of_page[:, None] & (d < WIDTH)
-    weight = tl.where(of_page, near_weight, 0.0)
-    if HAS_SCALES:
-        weight *= tl.load(near_scale + row, mask=of_page, other=0.0)
-    result += weight[:, None] * tl.load(near + row[:, None] * WIDTH + d, mask=inside, other=0.0).to(tl.float32)
-    if HAS_FAR:
-        weight = tl.where(of_page, far_weight, 0.0)
-        if HAS_SCALES:
-            weight *= tl.load(far_scale + row, mask=of_page, other=0.0)
-        result += weight[:, None] * tl.load(far + row[:, None] * WIDTH + d, mask=inside, other=0.0).to(tl.float32)
+    start = page.to(tl.int64) * block_bytes
+    result += interpolated(addresses, shares, start, start + value_bytes, row, of_page, d, WIDTH, BLOCK, PAGE)
     target = out + kind * out_kind_step + head * out_head_step + token.to(tl.int64)[:, None] * out_step + d
     tl.store(target, result.to(out.dtype.element_ty), mask=(token < tokens)[:, None] & (d < WIDTH))
 
@@ -305,11 +325,12 @@ def attention_inputs(
         10 bytes of a page's values, which its scales follow
         11, 12 first of its tokens in `active`, and their number, -1 if all are computed; see `find_places`
     PAGE: dtype of the entries, "" if all tokens are computed. places: int32 [keys], for each row of `joint` its token's
-    number among the computed ones, -1 for one of the pages. first, second: [rows, 3, heads, WIDTH], first_step and second_step from row to
-    row; HAS_SECOND. Their weights: float32 [2, heads, WIDTH]; rotary: float32 [rows, WIDTH], cosine and sine in turn;
-    HAS_NORM, and then WIDTH is a power of two. addresses: int64 [requests, 2], of near and far entry, aligned to 16
-    bytes; shares: float32 [requests, 2], the weight of each; what has weight 0 is not read. joint: [keys, 2, heads, WIDTH], and queries: [queries, heads, WIDTH], contiguous, are written. page: its
-    number in the entries. BLOCK: a power of two, >= WIDTH.
+    number among the computed ones, -1 for one of the pages. first, second: [rows, 3, heads, WIDTH], first_step and
+    second_step from row to row; HAS_SECOND. Their weights: float32 [2, heads, WIDTH]; rotary: float32 [rows, WIDTH],
+    cosine and sine in turn; HAS_NORM, and then WIDTH is a power of two. addresses: int64 [requests, 2], of near and far
+    entry, aligned to 16 bytes; shares: float32 [requests, 2], the weight of each; what has weight 0 is not read. page:
+    its number in the entries. joint: [keys, 2, heads, WIDTH], and queries: [queries, heads, WIDTH], contiguous, are
+    written. BLOCK: a power of two, >= WIDTH.
     """
     tile = tiles + 3 * tl.program_id(0)
     kind, number, start = tl.load(tile), tl.load(tile + 1), tl.load(tile + 2)
@@ -340,7 +361,7 @@ def attention_inputs(
         row = tl.load(request + 3) + place
         value = tl.load(first + row[:, None] * first_step + column, mask=from_first, other=0.0).to(tl.float32)
 
-    if HAS_NORM:
+    if HAS_NORM:  # noqa: SIM102 (decided when it is compiled; what follows, when it runs)
         if kind < 2:
             scale = tl.rsqrt(tl.sum(value * value, axis=1) / WIDTH + eps)
             factor = tl.load(first_weight + column)
@@ -353,30 +374,17 @@ def attention_inputs(
             turned = tl.join(even * cosine - odd * sine, even * sine + odd * cosine)
             value = tl.reshape(turned, [TOKENS, WIDTH])
 
-    if PAGE != "":
+    if PAGE != "":  # noqa: SIM102
         if kind > 0:
             is_page = (place < 0) & (token < limit)
             group = (kind - 1).to(tl.int64) * heads + head
             page_row = group * tl.load(request + 8) + token - text
             block = page.to(tl.int64) * tl.load(request + 9)
             scales = block + tl.load(request + 10)
-            for index in tl.static_range(2):
-                share = tl.load(shares + 2 * number + index)
-                address = tl.load(addresses + 2 * number + index)
-                weight = tl.where(is_page, share, 0.0)
-                is_read = weight != 0.0
-                if PAGE == "int8":
-                    entry = (address + block).to(tl.pointer_type(tl.int8))
-                elif PAGE == "bfloat16":
-                    entry = (address + block).to(tl.pointer_type(tl.bfloat16))
-                else:
-                    entry = (address + block).to(tl.pointer_type(tl.float32))
-                source = tl.multiple_of(entry, 16) + page_row[:, None] * WIDTH + d
-                content = tl.load(source, mask=is_read[:, None] & inside, other=0.0)
-                if PAGE == "int8":
-                    entry_scales = (address + scales).to(tl.pointer_type(tl.float32))
-                    weight *= tl.load(tl.multiple_of(entry_scales, 16) + page_row, mask=is_read, other=0.0)
-                value += weight[:, None] * content.to(tl.float32)
+            pair = 2 * number
+            value += interpolated(
+                addresses + pair, shares + pair, block, scales, page_row, is_page, d, WIDTH, BLOCK, PAGE
+            )
 
     result = value.to(joint.dtype.element_ty)
     if kind == 0:

@@ -34,16 +34,14 @@ class Source(attention.Source, Protocol):
     follow them."""
 
     @property
+    def text(self) -> slice:
+        """The text tokens that the pass computes."""
+
+    @property
     def text_tokens(self) -> int: ...
 
     @property
     def num_tokens(self) -> int: ...
-
-    def computed(self, number: int) -> Tensor | None:
-        """The image tokens that block `number` computes, None for all."""
-
-    def rows(self, number: int) -> Tensor | None:
-        """Which of the request's tokens, text before image, block `number` computes; None for all."""
 
 
 class Edit:
@@ -63,6 +61,10 @@ class Edit:
         self.pages = row.pages
         self._operators = operators
         self._made = row.own.writer(operators.quantise) if row.own is not None and row.active is None else None
+
+    @property
+    def text(self) -> slice:
+        return slice(0, self.text_tokens)
 
     @property
     def makes_pages(self) -> bool:
@@ -93,15 +95,12 @@ class Edit:
         """Of the request's tokens before block `number`, those that this block still computes, None for all."""
         return self._rows if number == self._full_blocks > 0 and self._active is not None else None
 
-    def rows(self, number: int) -> Tensor | None:
-        return None if self.computed(number) is None else self._rows
-
     def load(self, number: int, page: int, keys_values: KeysValues, fresh: Tensor) -> None:
-        rows = self.rows(number) if keys_values.text_tokens else self.computed(number)
-        if rows is None:
+        computed = self.computed(number)
+        if computed is None:
             keys_values.put(fresh, None)
         else:
-            self.read_over(page, keys_values, fresh, rows)
+            self.read_over(page, keys_values, fresh, self._rows if keys_values.text_tokens else computed)
 
     def read_over(self, page: int, keys_values: KeysValues, fresh: Tensor, rows: Tensor) -> None:
         """See `Reader.read_over`."""
@@ -129,10 +128,11 @@ class Template:
     def store(self, page: int, image: Tensor) -> None:
         self.entry.write(page, image)
 
-    def computed(self, number: int) -> Tensor | None:
-        return None
+    @property
+    def text(self) -> slice:
+        return slice(0, self.text_tokens)
 
-    def rows(self, number: int) -> Tensor | None:
+    def computed(self, number: int) -> Tensor | None:
         return None
 
 

@@ -44,8 +44,10 @@ CACHED_GRIDS = 32
 """Tables of positions cached, one per image size and text length; FLUX's takes 8 bytes * tokens * head dim / 2."""
 
 MODULATION_BYTES = 64 * 1024**2
-"""Limit on a request's modulation tables, all noise levels and rows together. The embedded model needs 1.2 MB per row
-at 28 steps."""
+GPU_MODULATION_BYTES = 256 * 1024**2
+"""Limit on a request's modulation tables, all noise levels and rows together, on a CPU and on a GPU, where computing
+them in every step would be a launch for each of several hundred products. The embedded model needs 1.2 MB per row at 28
+steps; FLUX.1-dev 106 MB at 50 steps."""
 
 SMALL_PASS = 2048
 """Largest exact step, in tokens, that is captured as a CUDA graph: a larger one keeps a GPU busy for longer than the
@@ -292,10 +294,11 @@ class Denoiser(ABC):
     ) -> Tensor | None:
         """All blocks' shifts, scales and gates at each of these noise levels, [levels, width], for `Row.modulation`;
         bit-identical to what each step would compute. None if the tables of `num_rows` rows would take more than
-        MODULATION_BYTES.
+        MODULATION_BYTES, or GPU_MODULATION_BYTES.
         """
         width = sum(part.width for part in self._modulations)
-        if num_rows * len(sigmas) * width * self.dtype.itemsize > MODULATION_BYTES:
+        limit = MODULATION_BYTES if self._device.type == "cpu" else GPU_MODULATION_BYTES
+        if num_rows * len(sigmas) * width * self.dtype.itemsize > limit:
             return None
         levels = [Conditions(sigma, pooled_prompt_embeds, guidance_scale, patches) for sigma in sigmas]
         where = BatchPatches([patches], self._device).segments([(0, len(sigmas))])
@@ -315,7 +318,7 @@ class Denoiser(ABC):
             ],
         )
         hidden = [row.hidden[0] for row in rows if isinstance(row, PrimeRow) and row.hidden is not None]
-        rotary = together([self._rotary(row, source) for row, source in zip(rows, sources, strict=True)])
+        rotary = together([part for each in zip(rows, sources, strict=True) for part in self._rotary(*each)])
         patches = BatchPatches([row.patches for row in rows], self._device)
         where = patches.on(packing)
         joint = torch.cat(hidden) if hidden else self._embed(rows, computed, packing, where)
@@ -360,9 +363,12 @@ class Denoiser(ABC):
         """Image and condition tokens of a row."""
         return self.rows_per_token * len(row.latents)
 
-    def _rotary(self, row: Row | PrimeRow, source: Source) -> Tensor:
-        """Rotations of a request's tokens before the first block: complex64 [tokens, 1, 1, head dim / 2]."""
-        return select(hold(self._rotary_table(source.text_tokens, row.grid)), source.rows(0))
+    def _rotary(self, row: Row | PrimeRow, source: Source) -> list[Tensor]:
+        """Rotations of a request's tokens before the first block, in parts: complex64 [tokens, 1, 1, head dim / 2]."""
+        table, tokens = hold(self._rotary_table(source.text_tokens, row.grid)), source.computed(0)
+        if tokens is None:
+            return [table]
+        return [table[: source.text_tokens][source.text], table[source.text_tokens :][tokens]]
 
     def _entry(self, row: PrimeRow) -> Entry:
         """The entry to write. The dtype of its pages follows from its size."""

@@ -20,7 +20,7 @@ from model_executor.kernels.held import hold
 from model_executor.kernels.linear_groups import AnyGroup
 from model_executor.kernels.low_rank import Segments
 from model_executor.kernels.operators import Operators
-from model_executor.kernels.ragged import Packing
+from model_executor.kernels.ragged import Packing, together
 from model_executor.kernels.residual import Norm
 from model_executor.models.base import PrimeRow, Row
 from model_executor.models.blocks import Block, ImageBlock, Modulation, Stream
@@ -67,8 +67,8 @@ class DiTTransformer(Denoiser):
         self, rows: Sequence[Row | PrimeRow], computed: Sequence[Tensor | None], packing: Packing, where: Where
     ) -> Tensor:
         chosen = list(zip(rows, computed, strict=True))
-        image = self._image_in(torch.cat([select(row.latents, tokens) for row, tokens in chosen]), where.image)
-        positions = torch.cat([select(hold(self._positions(row.grid)), tokens) for row, tokens in chosen])
+        image = self._image_in(together([select(row.latents, tokens) for row, tokens in chosen]), where.image)
+        positions = together([select(hold(self._positions(row.grid)), tokens) for row, tokens in chosen])
         return (image + positions).to(image.dtype)
 
     def _make_positions(self, grid: tuple[int, int]) -> Tensor:

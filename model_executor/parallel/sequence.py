@@ -105,11 +105,6 @@ class Shard:
         start, stop = self._text[self._me]
         return torch.arange(stop - start + len(self._active[self._me]), device=self._active[0].device)
 
-    def rows(self, number: int) -> Tensor | None:
-        start, stop = self._text[self._me]
-        image = self._tokens(number)[self._me] + self.text_tokens
-        return torch.cat([torch.arange(start, stop, device=image.device), image])
-
     # ------------------------------------------------------------- a source of attention, for some of the heads
 
     def load(self, number: int, page: int, keys_values: KeysValues, fresh: Tensor) -> None:

@@ -18,7 +18,7 @@ from triton.compiler import ASTSource
 from model_executor.kernels import triton_kernels as kernels
 
 FLOATS = ("*bf16", "*fp16", "*fp32")
-PAGES = ("*i8", "*bf16", "*fp32")
+PAGES = ("int8", "bfloat16", "float32")
 INTEGERS, LONGS, COUNT, NUMBER = "*i32", "*i64", "i32", "fp32"
 
 Variant = tuple[Any, Mapping[str, str], Mapping[str, Any]]
@@ -40,8 +40,8 @@ def variants(every: bool) -> Iterator[Variant]:
             yield kernels.quantise, {"x": floats, "values": "*i8", "scales": "*fp32"}, sizes
             for page in PAGES if every else PAGES[:1]:
                 yield from _page_variants(floats, page, sizes)
-            for page in ("int8", "bfloat16", "float32", "") if every else ("int8", ""):
                 yield from _input_variants(floats, page, sizes)
+            yield from _input_variants(floats, "", sizes)
 
 
 def _residual_variants(floats: str, blocks: Sequence[int]) -> Iterator[Variant]:
@@ -67,15 +67,10 @@ def _input_variants(floats: str, page: str, sizes: Mapping[str, int]) -> Iterato
 
 
 def _page_variants(floats: str, page: str, sizes: Mapping[str, int]) -> Iterator[Variant]:
-    for has_far, has_fresh in product((False, True), (False, True)):
-        has_scales = page == "*i8"
-        scale = "*fp32" if has_scales else page
-        types = {
-            **{"near": page, "near_scale": scale, "far": page, "far_scale": scale},
-            **{"near_weight": NUMBER, "far_weight": NUMBER, "out": floats},
-            **({"fresh": floats, "places": INTEGERS} if has_fresh else {"fresh": page, "places": page}),
-        }
-        yield kernels.read_page, types, {**sizes, "HAS_FAR": has_far, "HAS_SCALES": has_scales, "HAS_FRESH": has_fresh}
+    for has_fresh in (False, True):
+        types = {"addresses": LONGS, "shares": "*fp32", "out": floats, "fresh": floats, "places": LONGS}
+        types |= {"places": INTEGERS} if has_fresh else {}
+        yield kernels.read_page, types, {**sizes, "PAGE": page, "HAS_FRESH": has_fresh}
 
 
 def compile_variant(variant: Variant, capability: int) -> int:
