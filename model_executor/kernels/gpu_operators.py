@@ -14,7 +14,7 @@ from copy import copy
 from dataclasses import dataclass
 from functools import cache
 from types import ModuleType
-from typing import ClassVar, Self
+from typing import TYPE_CHECKING, ClassVar, Self
 
 import torch
 from torch import Tensor
@@ -32,6 +32,9 @@ from model_executor.kernels.operators import Operators
 from model_executor.kernels.ragged import Span
 from model_executor.kernels.residual import Addition, Norm, Residual
 from model_executor.page_cache.pages import Entry, Pages, Quantise, Reader, quantise
+
+if TYPE_CHECKING:
+    from model_executor.kernels.unet_operators import UnetOperators
 
 logger = logging.getLogger("stencil.worker")
 
@@ -56,6 +59,21 @@ def gpu_operators(device: torch.device) -> Operators:
     except _lacking() as error:
         logger.warning("no Triton kernels, so PyTorch's operators compute instead, and take longer: %r", error)
         return GpuOperators()
+    return operators
+
+
+@cache
+def _unet_operators(device: torch.device) -> UnetOperators | None:
+    """Triton's operators of UNets where they work; else None, with a warning in the log."""
+    try:
+        from model_executor.kernels import unet_kernels
+        from model_executor.kernels.unet_operators import UnetOperators, try_out
+
+        operators = UnetOperators(unet_kernels)
+        try_out(operators, device)
+    except _lacking() as error:
+        logger.warning("no Triton kernels for UNets, whose layers run as diffusers has them, and longer: %r", error)
+        return None
     return operators
 
 
@@ -179,6 +197,10 @@ class TritonOperators(GpuOperators):
     @property
     def quantise(self) -> Quantise:
         return self._quantise
+
+    def of_unets(self, device: torch.device) -> UnetOperators | None:
+        """Not while layers are compiled, which the compiler sees whole."""
+        return None if self._compiles else _unet_operators(device)
 
     def open(self, pages: Pages) -> Reader:
         """As `Operators.open`; the kernel reads all heads of a page, so PyTorch reads a share of them."""

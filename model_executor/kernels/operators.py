@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Sequence
 from copy import copy
 from functools import partial
-from typing import Self
+from typing import TYPE_CHECKING, Self
 
 import torch
 from torch import Tensor, nn
@@ -30,6 +30,9 @@ from model_executor.kernels.linear import Linear, best_linear, plain_linear
 from model_executor.kernels.ragged import Span, gather, interleave, spans
 from model_executor.kernels.residual import Residual
 from model_executor.page_cache.pages import Pages, Quantise, Reader, quantise
+
+if TYPE_CHECKING:
+    from model_executor.kernels.unet_operators import UnetOperators
 
 RECOMPILES = 64
 """Limit on torch.compile's recompilations of a function: Stable Diffusion XL has a dozen shapes of residual blocks,
@@ -89,6 +92,10 @@ class Operators:
             allow_recompiles()
             for layer in layers:
                 layer.compile(dynamic=True)
+
+    def of_unets(self, device: torch.device) -> UnetOperators | None:
+        """What computes the layers of UNets besides; None: they run as diffusers has them."""
+        return None
 
     def open(self, pages: Pages) -> Reader:
         """A reader of these pages. The entries' bytes must not change while it is used."""

@@ -95,6 +95,7 @@ class Row:
 
     # Of the request.
     patches: PatchSet = ()  # the adapters that change the layers for this row
+    keys_values: Tensor | None = None  # [text tokens, width], its prompt's `Family.keys_values`; None: made in the pass
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -280,6 +281,11 @@ class Family(ABC):
         """What the steps of a run compute from noise level and pooled prompt alone, for all levels at once, [levels,
         width]: one pass over those weights instead of one per step. None if tables for all `num_rows` rows of the
         request would take too much memory."""
+
+    def keys_values(self, prompt_embeds: Tensor, patches: PatchSet = ()) -> Tensor | None:
+        """What the steps of a run compute from a row's prompt alone, [text tokens, width]: keys and values of attention
+        to it, where it does not change from block to block. None where steps compute it as they go."""
+        return None
 
     @abstractmethod
     def denoiser_input(self, sample: Sample) -> Tensor:

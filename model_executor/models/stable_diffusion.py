@@ -228,6 +228,9 @@ class UnetFamily(TimestepFamily):
         """None: embedding the timestep takes a negligible part of a step."""
         return None
 
+    def keys_values(self, prompt_embeds: Tensor, patches: PatchSet = ()) -> Tensor | None:
+        return self._denoiser.keys_values(prompt_embeds, patches)
+
     def predict(self, rows: Sequence[Row], group: Group | None = None) -> list[Tensor]:
         forward = self._denoiser.forward
         return forward(rows) if group is None else predict_rows(rows, group, forward, self._checkpoint.dtype)

@@ -1,8 +1,8 @@
 """The forward pass of UNet denoisers, over diffusers' `UNet2DConditionModel`.
 
 Convolutions need whole pictures, so only pictures of one size can share a pass. Rows that compute every token go
-through the diffusers module itself. Rows with active tokens, and templates that are primed, go layer by layer (see
-`unet_layers.py` and `unet_blocks.py`). What shares a pass: on a GPU, whole rows of one size, templates of one size, and
+through the diffusers module itself, or where its blocks are fused (see `unet_fused.py`) layer by layer, as do rows with
+active tokens and templates that are primed (see `unet_layers.py` and `unet_blocks.py`). What shares a pass: on a GPU, whole rows of one size, templates of one size, and
 the rows of one masked request, each with the same adapters; on a CPU, only the whole rows of one request.
 """
 
@@ -10,9 +10,8 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Hashable, Mapping, Sequence
 from dataclasses import replace
-from functools import cache, lru_cache
-from math import prod
-from typing import Any, NamedTuple, TypeVar, get_args
+from functools import lru_cache
+from typing import Any, NamedTuple, TypeVar
 
 import torch
 from diffusers.models.attention import BasicTransformerBlock
@@ -21,6 +20,7 @@ from torch import Tensor
 
 from core.model_info import BlockRun
 from core.page_scheme import PageDtype, PageLayout
+from core.patches import PatchSet
 from model_executor.graphs.cuda_capture import capture_on
 from model_executor.graphs.static_rows import is_of_one_request, is_repeatable
 from model_executor.graphs.step_graphs import StepGraphs
@@ -28,21 +28,15 @@ from model_executor.kernels.cpu_layers import use_onednn
 from model_executor.kernels.held import hold
 from model_executor.kernels.operators import Operators, best_operators
 from model_executor.models.base import PrimeRow, Row
-from model_executor.models.boxes import Window, around, grown, inside, share, times
-from model_executor.models.unet_blocks import Block, Source, Walk, pooled
+from model_executor.models.unet_blocks import Source, Walk
+from model_executor.models.unet_fused import FusedEdit, finish, is_affine
 from model_executor.models.unet_layers import TOKEN_SIDE, Layers
+from model_executor.models.unet_sources import Edit, Templates, Whole
 from model_executor.models.vae_family import pack, unpack
-from model_executor.page_cache.pages import Entry
 from model_executor.patches.module_patches import ModulePatches
 
 CACHED_GRIDS = 32
 """Picture sizes whose `time_ids` are cached."""
-
-GROWTH = 1
-"""Tokens by which the box that convolutions compute extends beyond the active tokens' box, on every side."""
-
-WORTH = 0.8
-"""Largest share of a picture worth computing as a box; above it, convolutions of everything take no longer."""
 
 AnyRow = TypeVar("AnyRow", Row, PrimeRow)
 
@@ -76,11 +70,12 @@ class Unet:
             convolution.to(memory_format=torch.channels_last)
         self.module = module
         self._is_shared = module.device.type != "cpu"  # whether all rows of one size share a pass
-        if module.device.type == "cpu":
+        self._operators = operators or best_operators(module.device)
+        self._fused = self._operators.of_unets(module.device)
+        if module.device.type == "cpu" and self._fused is None:
             use_onednn(module)
         self._num_train_timesteps = num_train_timesteps
         self._token_size = token_size
-        self._operators = operators or best_operators(module.device)
         self._ids = lru_cache(maxsize=CACHED_GRIDS)(self._make_ids)
         self.patches = ModulePatches(module, module.device, module.dtype, self._arrange)
         self.graphs = StepGraphs(capture_on(module.device))
@@ -88,7 +83,7 @@ class Unet:
     def _arrange(self, module: Any) -> Arranged:
         blocks = (m for m in module.modules() if isinstance(m, ResnetBlock2D | BasicTransformerBlock))
         self._operators.compile_(blocks)
-        return Arranged(module, Layers(module, self._operators.compiled))
+        return Arranged(module, Layers(module, self._operators.compiled, self._fused))
 
     def page_layout(self, dtype: PageDtype) -> PageLayout:
         """The shape of this model's pages."""
@@ -135,8 +130,8 @@ class Unet:
 
     def _prime(self, rows: Sequence[PrimeRow], start: int, stop: int) -> Sequence[tuple[Tensor, ...]]:
         """rows: of one size, with the same patches, before the same chunk."""
-        module, layers = self.patches.under(rows[0].patches)
-        walk = self._start(module, rows, Templates(rows, layers, self._operators))
+        module, layers = arranged = self.patches.under(rows[0].patches)
+        walk = self._start(arranged, rows, Templates(rows, layers, self._operators))
         if before := [row.hidden for row in rows if row.hidden is not None]:
             walk.unpack([torch.cat(parts) for parts in zip(*before, strict=True)])
         layers.run(walk, start, stop)
@@ -146,22 +141,28 @@ class Unet:
 
     def _run_masked(self, rows: Sequence[Row]) -> list[Tensor]:
         """Predictions for the active tokens of each row. rows: of one request."""
-        module, layers = self.patches.under(rows[0].patches)
-        walk = self._start(module, rows, Edit(rows[0], self._operators))
-        layers.run(walk)
-        prediction = module.conv_out(module.conv_act(module.conv_norm_out(walk.map)))
-        return [pack(image, TOKEN_SIDE)[rows[0].active] for image in prediction.split(1)]
-
-    def _start(self, module: Any, rows: Sequence[Row | PrimeRow], source: Source) -> Walk:
-        """The state before the first layer, as in UNet2DConditionModel.forward. module: with the patches of the rows,
-        which are of one size."""
-        pictures, text = self._pictures(rows), _texts(rows)
-        time = module.time_embedding(module.get_time_embed(pictures, self._timesteps(rows)))
-        added = module.get_aug_embed(time, text, self._added(rows))
-        return Walk(module.conv_in(pictures), time if added is None else time + added, text, source)
+        row, fused = rows[0], self._fused
+        source = Edit(row, self._operators) if fused is None else FusedEdit(row, self._operators, fused)
+        prediction = self._by_layers(rows, source)
+        return [pack(image, TOKEN_SIDE)[row.active] for image in prediction.split(1)]
 
     def _run(self, rows: Sequence[Row]) -> list[Tensor]:
         """Predictions for all tokens of each row. rows: of one size, with the same patches."""
+        prediction = self._by_module(rows) if self._fused is None else self._by_layers(rows, Whole())
+        return [pack(image, TOKEN_SIDE) for image in prediction.split(1)]
+
+    def _by_layers(self, rows: Sequence[Row], source: Source) -> Tensor:
+        """The UNet's output, [rows, channels, height / 8, width / 8]. rows: of one size, with the same patches."""
+        module, layers = arranged = self.patches.under(rows[0].patches)
+        walk = self._start(arranged, rows, source)
+        layers.run(walk)
+        if self._fused is not None and is_affine(module.conv_norm_out) and isinstance(module.conv_act, torch.nn.SiLU):
+            return finish(self._fused, module, walk.map)
+        prediction: Tensor = module.conv_out(module.conv_act(module.conv_norm_out(walk.map)))
+        return prediction
+
+    def _by_module(self, rows: Sequence[Row]) -> Tensor:
+        """The same by the diffusers module as it is."""
         prediction: Tensor = self.patches.under(rows[0].patches).module(
             self._pictures(rows),
             self._timesteps(rows),
@@ -169,7 +170,22 @@ class Unet:
             added_cond_kwargs=self._added(rows),
             return_dict=False,
         )[0]
-        return [pack(image, TOKEN_SIDE) for image in prediction.split(1)]
+        return prediction
+
+    def _start(self, arranged: Arranged, rows: Sequence[Row | PrimeRow], source: Source) -> Walk:
+        """The state before the first layer, as in UNet2DConditionModel.forward. arranged: with the patches of the rows,
+        which are of one size."""
+        module, layers = arranged
+        pictures, text = self._pictures(rows), _texts(rows)
+        time = module.time_embedding(module.get_time_embed(pictures, self._timesteps(rows)))
+        added = module.get_aug_embed(time, text, self._added(rows))
+        time = time if added is None else time + added
+        return Walk(module.conv_in(pictures), time, text, source, layers.project(time), _keys_values(rows))
+
+    def keys_values(self, prompt_embeds: Tensor, patches: PatchSet) -> Tensor | None:
+        """What the steps of a run compute from a row's prompt alone, for `Row.keys_values`, [text tokens, width]; None
+        where they compute it as they go."""
+        return self.patches.under(patches).layers.keys_values(prompt_embeds)
 
     @staticmethod
     def _pictures(rows: Sequence[Row | PrimeRow]) -> Tensor:
@@ -202,6 +218,12 @@ def _texts(rows: Sequence[Row | PrimeRow]) -> Tensor:
     return torch.stack([row.prompt_embeds for row in rows])
 
 
+def _keys_values(rows: Sequence[Row | PrimeRow]) -> Tensor | None:
+    """Keys and values of the prompts, [rows, text tokens, width]; None unless all rows have them."""
+    known = [row.keys_values for row in rows if isinstance(row, Row) and row.keys_values is not None]
+    return torch.stack(known) if len(known) == len(rows) else None
+
+
 def _size(row: Row | PrimeRow) -> Hashable:
     """Key of rows of one size, image tokens as (rows, columns) and number of text tokens, and with the same patches:
     convolutions compute all pictures of a pass alike."""
@@ -224,103 +246,3 @@ def _alike(rows: Sequence[AnyRow], numbers: Numbers, key: Callable[[AnyRow], Has
     for number in numbers:
         alike.setdefault(key(rows[number]), []).append(number)
     return alike.values()
-
-
-class Edit:
-    """The source of a masked request: blocks compute the active tokens, or the box around them, and take the rest from
-    the template's pages. A block whose first page is among the row's `full_blocks` computes all tokens. Raises
-    ValueError for a row without active tokens or pages."""
-
-    keeps = False
-
-    def __init__(self, row: Row, operators: Operators) -> None:
-        if row.pages is None or row.active is None:
-            raise ValueError("a request that leaves tokens out needs the template's pages")
-        self._pages, self._full_blocks, self._layout = operators.open(row.pages), row.full_blocks, row.pages.layout
-        self._grid, self._active = row.grid, row.active
-        self._box = grown(around(row.active, row.grid[1]) if row.box is None else row.box, GROWTH, row.grid)
-        self._is_worth = share(self._box, row.grid) <= WORTH
-        self._enlarged, self._windows, self._outside = cache(self._enlarge), cache(self._window), cache(self._weigh)
-
-    def active(self, block: Block) -> Tensor | None:
-        return None if block.page in self._full_blocks else self._enlarged(block.side)
-
-    def window(self, block: Block) -> Window | None:
-        return self._windows(block.side) if self._is_worth and block.page not in self._full_blocks else None
-
-    def load(self, block: Block, tokens: Tensor) -> None:
-        for page, part in zip(range(block.page, block.page + block.num_pages), self._parts(tokens[0]), strict=True):
-            self._pages.read(page, part)
-        tokens[1:] = tokens[:1]
-
-    def moments(self, block: Block) -> Tensor:
-        mean, deviation = self._pages.moments(block.page).chunk(2)
-        return pooled(mean, deviation.square(), self._outside())
-
-    def store(self, block: Block, tokens: Tensor, moments: Tensor | None = None) -> None:
-        """Does nothing: an edit writes no pages."""
-
-    def _parts(self, tokens: Tensor) -> Tensor:
-        return as_pages(tokens, self._layout, prod(self._grid))
-
-    def _enlarge(self, side: int) -> Tensor:
-        """Indices of the active tokens' pixels in a map with side * side pixels per token."""
-        num_columns = self._grid[1]
-        row, column = self._active // num_columns, self._active % num_columns
-        within = torch.arange(side, device=self._active.device)
-        rows, columns = (row[:, None] * side + within), (column[:, None] * side + within)
-        return (rows[:, :, None] * (num_columns * side) + columns[:, None, :]).flatten()
-
-    def _window(self, side: int) -> Window:
-        """The box in a map with side * side pixels per token."""
-        rows, columns = self._grid
-        return Window.on(times(self._box, side), (rows * side, columns * side), self._active.device)
-
-    def _weigh(self) -> Tensor:
-        """Equal weights for the tokens outside the box, float32 [image tokens], that sum to 1 if there are any."""
-        outside = ~inside(self._box, self._grid, self._active.device).flatten()
-        return outside / outside.sum().clamp(min=1)
-
-
-class Templates:
-    """The source of templates that are primed together: blocks compute everything, and their outputs become pages."""
-
-    keeps = True
-
-    def __init__(self, rows: Sequence[PrimeRow], layers: Layers, operators: Operators) -> None:
-        """The dtype of an entry's pages follows from its size. Raises ValueError for a size that matches none."""
-        self._num_tokens = len(rows[0].latents)
-        layouts = [layers.page_layout(dtype) for dtype in get_args(PageDtype)]
-        of_size = {layout.entry_bytes(self._num_tokens): layout for layout in layouts}
-        size = next((row.entry.numel() for row in rows if row.entry.numel() not in of_size), None)
-        if size is not None:
-            raise ValueError(f"an entry of {size} bytes holds no pages of {self._num_tokens} tokens of this model")
-        self._layout = of_size[rows[0].entry.numel()]
-        self._entries = [
-            Entry(row.entry, of_size[row.entry.numel()], self._num_tokens, operators.quantise) for row in rows
-        ]
-
-    def active(self, block: Block) -> Tensor | None:
-        return None
-
-    def window(self, block: Block) -> Window | None:
-        return None
-
-    def load(self, block: Block, tokens: Tensor) -> None:
-        raise AssertionError("every token is computed")
-
-    def moments(self, block: Block) -> Tensor:
-        raise AssertionError("every token is computed")
-
-    def store(self, block: Block, tokens: Tensor, moments: Tensor | None = None) -> None:
-        """Write the block's output to its pages, with moments beside the first page."""
-        for number, (entry, of_row) in enumerate(zip(self._entries, tokens, strict=True)):
-            first, *others = as_pages(of_row, self._layout, self._num_tokens)
-            entry.write(block.page, first, None if moments is None else moments[number])
-            for page, part in enumerate(others, block.page + 1):
-                entry.write(page, part)
-
-
-def as_pages(tokens: Tensor, layout: PageLayout, num_tokens: int) -> Tensor:
-    """A view of a block's output, [map tokens, channels], as its pages: [pages, 2, heads, image tokens, head dim]."""
-    return tokens.view(-1, 2, layout.num_heads, num_tokens, layout.head_dim)

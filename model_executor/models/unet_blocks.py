@@ -61,6 +61,8 @@ class Walk:
     time: Tensor  # the timesteps' embedding, [n, width]
     text: Tensor  # [n, text tokens, width]
     source: Source
+    shifts: Tensor | None = None  # `time` as `Layers.project` returns it; None: each block projects it
+    keys_values: Tensor | None = None  # `text` as `Layers.keys_values` returns it; None: each block projects it
     tokens: Tensor | None = None  # [n, rows * columns, channels], within a transformer only
     skips: list[Tensor] = field(default_factory=list)  # maps of the way down that the way up will read
 
@@ -145,8 +147,12 @@ def compute_active(module: Any, tokens: Tensor, active: Tensor, text: Tensor) ->
 
 def _attend(attention: Any, queries: Tensor, context: Tensor) -> Tensor:
     """As AttnProcessor2_0, with queries computed from other tokens than keys and values."""
-    layers = (attention.to_q(queries), attention.to_k(context), attention.to_v(context))
-    heads = (x.unflatten(2, (attention.heads, -1)).transpose(1, 2) for x in layers)
+    return attended_by(attention, attention.to_q(queries), attention.to_k(context), attention.to_v(context))
+
+
+def attended_by(attention: Any, queries: Tensor, keys: Tensor, values: Tensor) -> Tensor:
+    """What an attention layer makes of its products, [n, tokens, channels] each."""
+    heads = (x.unflatten(2, (attention.heads, -1)).transpose(1, 2) for x in (queries, keys, values))
     attended: Tensor = attention.to_out[0](F.scaled_dot_product_attention(*heads).transpose(1, 2).flatten(2))
     return attended
 

@@ -8,16 +8,30 @@ small, and several where it is larger. Down-samplers and the deepest maps are co
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import dataclass
 from functools import cache, partial
-from itertools import groupby
+from itertools import accumulate, groupby
 from math import gcd
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from diffusers.models.transformers.transformer_2d import Transformer2DModel
+from torch import Tensor
 
 from core.model_info import BlockRun
 from core.page_scheme import PageDtype, PageLayout
+from model_executor.kernels.unet_operators import UnetOperators
+from model_executor.models import unet_fused
+from model_executor.models.unet_fused import (
+    FusedResidualBlock,
+    FusedTransformerBlock,
+    FusedUpSampler,
+    fits_residual,
+    fits_transformer,
+    is_affine,
+    joined,
+)
 from model_executor.models.unet_blocks import Block, Compiled, Layer, ResidualBlock, TransformerBlock, UpSampler, Walk
 
 TOKEN_SIDE = 4
@@ -30,10 +44,11 @@ MAX_GROUP = 64
 class Layers:
     """All layers between conv_in and conv_norm_out, in the order they run, with pages assigned to each `Block`."""
 
-    def __init__(self, unet: Any, compiled: Compiled | None = None) -> None:
-        """compiled: compiles the blocks' functions; None leaves them as they are."""
-        deepest = len(unet.down_blocks) - 1
-        self._layers = [*_down(unet), *_middle(unet.mid_block, deepest), *_up(unet, deepest)]
+    def __init__(self, unet: Any, compiled: Compiled | None = None, fused: UnetOperators | None = None) -> None:
+        """compiled: compiles the blocks' functions; None leaves them as they are. fused: the operators of blocks that
+        are fused, where they are of the usual kind; None: none are."""
+        make, deepest = _Maker(fused), len(unet.down_blocks) - 1
+        self._layers = [*_down(unet, make), *_middle(unet.mid_block, deepest, make), *_up(unet, deepest, make)]
         self._kept = [layer for layer in self._layers if isinstance(layer, Block) and layer.side]
         self._unit = min(block.width for block in self._kept)
         self.num_pages = 0
@@ -46,6 +61,25 @@ class Layers:
                 block.compute = once(block.compute)
         blocks = ((n, layer) for n, layer in enumerate(self._layers) if isinstance(layer, Block) and layer.side)
         self._ends = [(block.page + block.num_pages, n + 1) for n, block in blocks]  # pages and layers up to each
+        self._transformers = [layer for layer in self._layers if isinstance(layer, FusedTransformerBlock)]
+        starts = accumulate((2 * block.channels for block in self._transformers), initial=0)
+        for transformer, start in zip(self._transformers, starts, strict=False):
+            transformer.text_start = start
+        residuals = [layer for layer in self._layers if isinstance(layer, FusedResidualBlock)]
+        self._projections = joined([block.projection for block in residuals])
+        if self._projections is not None:
+            for block, start in zip(residuals, self._projections.starts, strict=False):
+                block.shift_start = start
+
+    def project(self, time: Tensor) -> Tensor | None:
+        """What the fused residual blocks add of the embedding of time, [n, channels of all], in one product; None if
+        their layers are not plain, or there are none. time: [n, width]."""
+        return None if self._projections is None else self._projections(F.silu(time))
+
+    def keys_values(self, text: Tensor) -> Tensor | None:
+        """Keys and values of prompts in all fused transformer blocks, side by side, [..., text tokens, width]; None if
+        there are none. text: [..., text tokens, width]."""
+        return torch.cat([block.keys_values(text) for block in self._transformers], dim=-1) if self._transformers else None
 
     @property
     def uneven_width(self) -> tuple[int, int] | None:
@@ -81,49 +115,67 @@ class Layers:
         return max((behind for end, behind in self._ends if end <= page), default=0)
 
 
-def _down(unet: Any) -> Iterator[Layer]:
+@dataclass(frozen=True, slots=True)
+class _Maker:
+    """Makes layers, fused ones where `fused` is given and they are of the usual kind."""
+
+    fused: UnetOperators | None
+
+    def residual(self, resnet: Any, level: int) -> Layer:
+        """A residual block; computed whole (side 0) unless time is simply added to it."""
+        if self.fused is not None and fits_residual(resnet):
+            return FusedResidualBlock(resnet, TOKEN_SIDE >> level, self.fused)
+        is_plain = resnet.time_embedding_norm == "default" and not resnet.skip_time_act
+        return ResidualBlock(resnet, TOKEN_SIDE >> level if is_plain else 0)
+
+    def transformer(self, transformer: Transformer2DModel, level: int) -> Iterator[Layer]:
+        enters, leaves = partial(_enter, transformer), partial(_leave, transformer)
+        if self.fused is not None and is_affine(transformer.norm):
+            enters, leaves = partial(unet_fused.enter, self.fused, transformer), partial(unet_fused.leave, transformer)
+        yield enters
+        yield from (self._block(block, TOKEN_SIDE >> level) for block in transformer.transformer_blocks)
+        yield leaves
+
+    def _block(self, block: Any, side: int) -> Layer:
+        if self.fused is not None and fits_transformer(block):
+            return FusedTransformerBlock(block, side, self.fused)
+        return TransformerBlock(block, side)
+
+    def up_sampler(self, sampler: Any, side: int) -> Layer:
+        return UpSampler(sampler, side) if self.fused is None else FusedUpSampler(sampler, side, self.fused)
+
+
+def _down(unet: Any, make: _Maker) -> Iterator[Layer]:
     yield _keep
     for level, block in enumerate(unet.down_blocks):
         for number, resnet in enumerate(block.resnets):
-            yield _residual(resnet, level)
+            yield make.residual(resnet, level)
             if hasattr(block, "attentions"):
-                yield from _transformer(block.attentions[number], level)
+                yield from make.transformer(block.attentions[number], level)
             yield _keep
         for sampler in block.downsamplers or ():
             yield partial(_sample, sampler)
             yield _keep
 
 
-def _middle(block: Any, level: int) -> Iterator[Layer]:
+def _middle(block: Any, level: int, make: _Maker) -> Iterator[Layer]:
     first, *others = block.resnets
-    yield _residual(first, level)
+    yield make.residual(first, level)
     for transformer, resnet in zip(block.attentions, others, strict=True):
-        yield from _transformer(transformer, level)
-        yield _residual(resnet, level)
+        yield from make.transformer(transformer, level)
+        yield make.residual(resnet, level)
 
 
-def _up(unet: Any, deepest: int) -> Iterator[Layer]:
+def _up(unet: Any, deepest: int, make: _Maker) -> Iterator[Layer]:
     for number, block in enumerate(unet.up_blocks):
         level = deepest - number
         for i, resnet in enumerate(block.resnets):
             yield _join
-            yield _residual(resnet, level)
+            yield make.residual(resnet, level)
             if hasattr(block, "attentions"):
-                yield from _transformer(block.attentions[i], level)
+                yield from make.transformer(block.attentions[i], level)
         for sampler in block.upsamplers or ():
-            yield UpSampler(sampler, TOKEN_SIDE >> (level - 1))
-
-
-def _residual(resnet: Any, level: int) -> Layer:
-    """A residual block; computed whole (side 0) unless time is simply added to it."""
-    is_plain = resnet.time_embedding_norm == "default" and not resnet.skip_time_act
-    return ResidualBlock(resnet, TOKEN_SIDE >> level if is_plain else 0)
-
-
-def _transformer(transformer: Transformer2DModel, level: int) -> Iterator[Layer]:
-    yield partial(_enter, transformer)
-    yield from (TransformerBlock(block, TOKEN_SIDE >> level) for block in transformer.transformer_blocks)
-    yield partial(_leave, transformer)
+            yield make.up_sampler(sampler, TOKEN_SIDE >> (level - 1))
 
 
 def _keep(walk: Walk) -> None:

@@ -185,7 +185,7 @@ def test_replays_of_masked_steps_equal_the_steps(denoiser: Denoiser) -> None:
 
 
 def _check_owned(denoiser: Denoiser, captured: Any) -> None:
-    """A graph reads weights, its static rows, cached tables that it keeps alive, and nothing else that it has not made."""
+    """A graph reads weights, its static rows, cached tables that it keeps alive, and no other that it has not made."""
     static = [getattr(row, name) for row in captured.rows.rows for name in ("latents", "active", "pages")]
     owned = owned_by([denoiser.module, denoiser._groups, denoiser._blocks, captured.rows, captured.held, static])
     assert [x.shape for x in captured.graph.read if storage(x) not in owned] == []

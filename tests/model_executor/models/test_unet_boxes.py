@@ -25,7 +25,8 @@ from core.patches import Patch
 from model_executor.kernels.low_rank import LowRank
 from model_executor.models.base import PrimeRow, Row
 from model_executor.models.boxes import Box, Size, Window, around, grown, share
-from model_executor.models.unet import GROWTH, WORTH, Unet
+from model_executor.models.unet import Unet
+from model_executor.models.unet_sources import GROWTH, WORTH
 from model_executor.page_cache.pages import Entry, Pages
 from model_executor.patches.adapters import Adapter
 from tools.random_unet_checkpoints import sd_unet, sdxl_unet
