@@ -9,7 +9,7 @@ import importlib.metadata
 import importlib.util
 import logging
 import subprocess
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from copy import copy
 from functools import cache
 from types import ModuleType
@@ -22,7 +22,7 @@ from core.page_scheme import PageLayout
 from model_executor.kernels.attention import Attention, KeysValues, Sizes, head_major
 from model_executor.kernels.gpu_attention import Attend, Together, best_attend, take_flash_3
 from model_executor.kernels.gpu_tables import places, table
-from model_executor.kernels.linear import gpu_linear
+from model_executor.kernels.linear import Linear, gpu_linear
 from model_executor.kernels.operators import Operators
 from model_executor.kernels.ragged import Span
 from model_executor.page_cache.pages import Entry, Pages, Quantise, Reader, quantise
@@ -94,11 +94,12 @@ def _few(operators: Operators, device: torch.device) -> Sequence[Tensor]:
 
 
 class GpuOperators(Operators):
-    """PyTorch's operators, with attention over whole batches."""
+    """PyTorch's operators, with attention over whole batches. choose: the attention function for tensors like one, with
+    this head dim."""
 
-    def __init__(self) -> None:
-        super().__init__(gpu_linear)
-        self._choose = best_attend
+    def __init__(self, linear: Linear = gpu_linear, choose: Callable[[Tensor, int], Attend] = best_attend) -> None:
+        super().__init__(linear)
+        self._choose = choose
 
     def attending(self, attend: Attend) -> Self:
         """A copy of these operators that uses this attention function."""
@@ -119,9 +120,14 @@ class GpuOperators(Operators):
 class TritonOperators(GpuOperators):
     """Triton's kernels, with PyTorch's operators for shapes that they do not support."""
 
-    def __init__(self, kernels: ModuleType) -> None:
-        """kernels: the module `triton_kernels`."""
-        super().__init__()
+    def __init__(
+        self,
+        kernels: ModuleType,
+        linear: Linear = gpu_linear,
+        choose: Callable[[Tensor, int], Attend] = best_attend,
+    ) -> None:
+        """kernels: the module `triton_kernels`. linear, choose: as for `GpuOperators`."""
+        super().__init__(linear, choose)
         self._kernels = kernels
 
     @property

@@ -31,6 +31,9 @@ class Operators:
     """PyTorch's operators. linear: how linear layers run; with `plain_linear` everything is rounded as in diffusers,
     with others less often. kernels: compiled kernels to use where they apply, None for none."""
 
+    is_invariant = False
+    """Whether they are those of `--batch-invariant` on a GPU, see `invariant.py`."""
+
     def __init__(self, linear: Linear, kernels: Kernels | None = None) -> None:
         self.linear, self.kernels = linear, kernels
         self._is_fused = linear is not plain_linear
@@ -82,6 +85,11 @@ class Operators:
     def add_gated_(self, x: Tensor, where: Sequence[Span], y: Tensor, gate: Tensor) -> None:
         """See `ragged.add_gated_`."""
         add_gated_(x, where, y, gate)
+
+    def rms_norm(self, norm: nn.Module, x: Tensor) -> Tensor:
+        """A root-mean-square norm with weights, of each row of x, [rows, width]."""
+        normed: Tensor = norm(x)
+        return normed
 
     def normalise_and_rotate_(
         self, x: Tensor, rotary: Tensor, eps: float, weights: Sequence[tuple[Sequence[Span], Tensor]]
