@@ -27,6 +27,7 @@ SETTINGS = (
     "dtype",
     "quantization",
     "kernels",
+    "batch_invariant",
     "mask_aware",
     "cache_keyframes",
     "cache_dtype",

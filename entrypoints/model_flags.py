@@ -93,6 +93,12 @@ def _add_computing_flags(group: argparse._ArgumentGroup) -> None:
         "compiler; compile: auto, and on a GPU a UNet's layers are compiled, which takes minutes at the first start",
     )
     group.add_argument(
+        "--batch-invariant",
+        action="store_true",
+        help="on a GPU, compute a picture with the same bits whatever shares its steps and however many workers "
+        "compute them, which takes longer; on a CPU it changes nothing: in float32 this holds there anyway",
+    )
+    group.add_argument(
         "--model-bytes",
         default=SchedulerConfig().model_bytes,
         type=byte_count,

@@ -141,6 +141,7 @@ def _models(args: argparse.Namespace) -> tuple[ModelConfig, ...]:
         dtype=args.dtype,
         quantization=args.quantization,
         kernels=args.kernels,
+        batch_invariant=args.batch_invariant,
         device=args.device,
         threads=args.threads,
         mask_aware=args.mask_aware,

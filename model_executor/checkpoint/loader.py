@@ -94,6 +94,7 @@ class Checkpoint:
     variant: str = ""  # of the weights, for parts that have it
     quantization: Quantization = "none"  # of the denoiser, done while it is loaded
     kernels: KernelChoice = "auto"  # that the denoiser computes with
+    batch_invariant: bool = False  # whether its bits must not depend on what shares a step
 
     @classmethod
     def open(cls, model: ModelConfig, device_index: int = 0, num_workers: int = 1) -> Checkpoint:
@@ -107,7 +108,7 @@ class Checkpoint:
             raise ConfigError(f"{path / INDEX} names no _class_name; is this a diffusers checkpoint?")
         dtype = resolve_dtype(model.dtype, device)
         defaults, wishes = _read_defaults(path), (model.variant, model.quantization, model.kernels)
-        checkpoint = cls(path, index, defaults, dtype, device, *wishes)
+        checkpoint = cls(path, index, defaults, dtype, device, *wishes, model.batch_invariant)
         checkpoint._check_variant()
         return checkpoint
 
@@ -162,6 +163,9 @@ class Checkpoint:
         minutes are spent on loading."""
         denoiser = next(part for part in QUANTIZED if self.has(part))
         check_wish(self.quantization, denoiser, self._stored_method(denoiser), self.device)
+        if self.batch_invariant and self.device.type == "cuda" and self.is_quantized(denoiser):
+            remedy = "serve it unquantised, or leave --batch-invariant out"
+            raise ConfigError(f"--batch-invariant cannot hold where the {denoiser} is quantised; {remedy}")
         for part, value in self.index.items():
             if isinstance(value, list) and (method := self._stored_method(part)) is not None:
                 check_method(method, f"{part} of {self.path} is quantised with {method}", self.device)
@@ -191,6 +195,7 @@ class Checkpoint:
             dtype=str(self.dtype).removeprefix("torch."),
             quantization=self.quantization,
             kernels=self.kernels,
+            batch_invariant=self.batch_invariant,
             device="cpu",
         )
 

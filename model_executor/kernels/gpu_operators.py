@@ -18,6 +18,7 @@ from typing import Self
 import torch
 from torch import Tensor
 
+from core.errors import ConfigError
 from core.page_scheme import PageLayout
 from model_executor.kernels.attention import Attention, KeysValues, Sizes, head_major
 from model_executor.kernels.gpu_attention import Attend, Together, best_attend, take_flash_3
@@ -57,6 +58,25 @@ def gpu_operators(device: torch.device) -> Operators:
     except _lacking() as error:
         logger.warning("no Triton kernels, so PyTorch's operators compute instead, and take longer: %r", error)
         return GpuOperators()
+    return operators
+
+
+@cache
+def invariant_operators(device: torch.device) -> Operators:
+    """Triton's operators for `--batch-invariant`; they have PyTorch choose deterministic convolutions in this process.
+    Raises ConfigError where Triton does not work, since nothing else computes so."""
+    remedy = "give Triton a C compiler and Python's headers, or leave --batch-invariant out"
+    if not isinstance(gpu_operators(device), TritonOperators):
+        raise ConfigError(f"--batch-invariant needs Triton, which does not work here, as the log says; {remedy}")
+    from model_executor.kernels import invariant, triton_kernels
+
+    operators = invariant.InvariantOperators(triton_kernels)
+    try:
+        _try_out(operators, device)
+        invariant.try_out(device)
+    except _lacking() as error:
+        raise ConfigError(f"--batch-invariant: its kernels do not work here: {error!r}; {remedy}") from error
+    torch.backends.cudnn.benchmark, torch.backends.cudnn.deterministic = False, True
     return operators
 
 

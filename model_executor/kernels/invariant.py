@@ -1,28 +1,28 @@
-"""Operators of `--batch-invariant`: on a GPU, a picture's bits depend neither on what shares its steps nor on the number
-of ranks that compute them.
+"""Operators of `--batch-invariant`: on a GPU, a picture's bits depend neither on what shares its steps nor on how many
+ranks compute them.
 
 The fastest products and attention choose tiles, and how they divide their sums, by the number of rows and requests, and
 so the order of summation differs. What depends on company in a transformer, and what is done about it:
 
 - products and low-rank additions: `product`, of one size of tile for each dtype
 - attention: `attend`, whose programs each see one head and queries of one request
-- pages of a share of the heads, as ranks have them that compute a step together: read and made by the same kernels as
-  those of all heads, through copies
+- pages of a share of the heads, as ranks have them that compute a step together: read and made by the kernels for all
+  heads, through copies
 - a norm of PyTorch's over all prompts: `rms_norm`
 - keys of several ranks: put into the order of the tokens (`Shard` of `parallel/sequence.py`)
 
-The other Triton kernels work row by row, with tiles by the width alone; noise levels and pooled prompts are embedded one
-row at a time; text encoders and VAEs, and by this option UNets, compute one item at a time, with deterministic
-convolutions: their shapes, from which libraries choose kernels, are the lone request's. One case is left: heads whose
-size is no power of two and that have norms, which PyTorch computes.
+The other Triton kernels work row by row, with tiles by the width alone; noise levels and pooled prompts are embedded
+one row at a time; text encoders and VAEs, and by this option UNets, compute one item at a time, with deterministic
+convolutions: their shapes, from which libraries choose kernels, are the lone request's. One case is left: norms of heads
+whose size is no power of two, which PyTorch computes.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from functools import cache
-from math import log2
+from math import e, log2
 from types import ModuleType
 from typing import Any, NamedTuple
 
@@ -32,9 +32,10 @@ from torch import Tensor, nn
 
 from core.errors import ConfigError
 from model_executor.kernels import invariant_kernels as kernels
-from model_executor.kernels.gpu_operators import TritonOperators, power_of_two, warps
+from model_executor.kernels.gpu_attention import attend_each
+from model_executor.kernels.gpu_operators import CLOSE, TritonOperators, power_of_two, warps
 from model_executor.kernels.gpu_tables import longest, offsets
-from model_executor.kernels.linear import is_plain
+from model_executor.kernels.linear import is_plain, plain_linear
 from model_executor.kernels.ragged import Span
 from model_executor.page_cache.pages import Entry, Pages, Reader
 
@@ -60,11 +61,8 @@ PRODUCT_TILES = {
 }
 GROUP = 8  # rows of tiles whose programs run at the same time
 
-NUM_QUERIES, NUM_KEYS = {2: 128, 4: 64}, {2: 64, 4: 32}
-"""By bytes of a number: the queries of a program of `attend`, and the keys that it reads at a time."""
-
 WIDE = 128
-"""Head dims above this take half as many keys at a time, for which there is room in shared memory."""
+"""With head dims above this, `attend` reads half as many keys at a time, for which there is room in shared memory."""
 
 
 class InvariantOperators(TritonOperators):
@@ -96,6 +94,26 @@ class InvariantOperators(TritonOperators):
         super()._quantise(x, *made)
         values.copy_(made[0])
         scales.copy_(made[1])
+
+
+def try_out(device: torch.device) -> None:
+    """Run the kernels on a few numbers, in bfloat16, of which tiles take most memory. Raises RuntimeError if results
+    differ from those of PyTorch's operators, and what Triton raises if a kernel does not compile or fit the device."""
+    few = torch.linspace(-1.0, 1.0, 768, dtype=torch.bfloat16, device=device).view(6, 128)
+    layer = nn.Linear(128, 6, device=device, dtype=few.dtype)
+    layer.weight, layer.bias = (
+        nn.Parameter(few / 32, requires_grad=False),
+        nn.Parameter(few[:, 0].clone(), requires_grad=False),
+    )
+    heads, where = few.view(3, 2, 128), ((0, 1), (1, 3))
+    norm = nn.RMSNorm(128, 1e-6, device=device, dtype=few.dtype).requires_grad_(False)
+    pairs = [
+        (invariant_linear(layer, few, gelu=True), plain_linear(layer, few, gelu=True)),
+        (attend(heads, heads, heads, where, where), attend_each(heads, heads, heads, where, where)),
+        (rms_norm(norm, few), norm(few)),
+    ]
+    if not all(torch.allclose(ours, theirs, rtol=0.0, atol=CLOSE) for ours, theirs in pairs):
+        raise RuntimeError(f"its kernels compute wrongly on {device}")
 
 
 def own_heads(pages: Pages) -> Pages:
@@ -139,7 +157,7 @@ def product(x: Tensor, weight: Tensor, bias: Tensor | None = None, *, gelu: bool
     x, weight = _rows(x), _rows(weight)
     grid = min(-(-rows // tiles.rows) * -(-columns // tiles.columns), _processors(x.device))
     kernels.product[grid,](
-        *(x, weight, out if bias is None else bias, out),
+        *(x, weight, out if bias is None else bias.contiguous(), out),
         *(rows, columns, depth, x.stride(0), weight.stride(0)),
         ROWS=tiles.rows,
         COLUMNS=tiles.columns,
@@ -148,7 +166,7 @@ def product(x: Tensor, weight: Tensor, bias: Tensor | None = None, *, gelu: bool
         IS_WHOLE=depth % tiles.depth == 0,
         HAS_BIAS=bias is not None,
         HAS_GELU=gelu,
-        PRECISION=_precision(x.dtype),
+        PRECISION=precision(x.dtype),
         num_warps=tiles.num_warps,
         num_stages=tiles.num_stages,
     )
@@ -171,21 +189,30 @@ def attend(query: Tensor, key: Tensor, value: Tensor, where: Sequence[Span], key
     head_dim = query.shape[2]
     query, key, value = (_in_heads(x) for x in (query, key, value))
     steps = [step // head_dim for x in (query, key, value) for step in x.stride()[:2]]
-    size, is_wide = query.element_size(), head_dim > WIDE
+    sizes, options = attend_sizes(query.dtype, head_dim)
     out = query.new_empty(len(query), query.shape[1] * head_dim)
-    grid = -(-longest(where) // NUM_QUERIES[size]), query.shape[1], len(where)
+    grid = -(-longest(where) // int(sizes["QUERIES"])), query.shape[1], len(where)
     kernels.attend[grid](
         *(query, key, value, out, offsets(tuple(where), query.device), offsets(tuple(keys), query.device)),
-        *(head_dim**-0.5 * log2(2.718281828459045), *steps, query.shape[1]),
-        HEAD_DIM=head_dim,
-        WIDTH=max(16, power_of_two(head_dim)),
-        QUERIES=NUM_QUERIES[size],
-        KEYS=NUM_KEYS[size] // (2 if is_wide else 1),
-        PRECISION=_precision(query.dtype),
-        num_warps=8 if size == 2 else 4,
-        num_stages=3 if size == 2 and not is_wide else 2,
+        *(head_dim**-0.5 * log2(e), *steps, query.shape[1]),
+        **sizes,
+        **options,
     )
     return out
+
+
+@cache
+def attend_sizes(dtype: torch.dtype, head_dim: int) -> tuple[Mapping[str, int | str], Mapping[str, int]]:
+    """(constants of the kernel, how its programs run) for these tensors."""
+    is_half, is_wide = dtype.itemsize == 2, head_dim > WIDE
+    sizes: Mapping[str, int | str] = {
+        "HEAD_DIM": head_dim,
+        "WIDTH": max(16, power_of_two(head_dim)),
+        "QUERIES": 128 if is_half else 64,
+        "KEYS": (64 if is_half else 32) // (2 if is_wide else 1),
+        "PRECISION": precision(dtype),
+    }
+    return sizes, {"num_warps": 8 if is_half else 4, "num_stages": 3 if is_half and not is_wide else 2}
 
 
 def _in_heads(x: Tensor) -> Tensor:
@@ -207,7 +234,7 @@ def rms_norm(norm: Any, x: Tensor) -> Tensor:
     return out
 
 
-def _precision(dtype: torch.dtype) -> str:
+def precision(dtype: torch.dtype) -> str:
     """Of products inside a kernel: float32 is not rounded to what tensor cores multiply."""
     return "ieee" if dtype == torch.float32 else "tf32"
 

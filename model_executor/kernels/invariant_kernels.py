@@ -13,7 +13,7 @@ import triton.language as tl
 
 @triton.jit
 def gelu(x):
-    """GELU's tanh approximation; (1 + tanh(z)) / 2 is written as the logistic function of 2 z, which cannot overflow."""
+    """GELU's tanh approximation; (1 + tanh(z)) / 2 is the logistic function of 2 z, which is exact at both ends."""
     return x * tl.sigmoid(1.5957691216057308 * (x + 0.044715 * x * x * x))
 
 
@@ -120,7 +120,9 @@ def attend(
     first_key, last_key = tl.load(key_starts + request), tl.load(key_starts + request + 1)
     d = tl.arange(0, WIDTH)
     inside = d < HEAD_DIM
-    queries = query + ((tl.minimum(row, last - 1).to(tl.int64) * query_step + head * query_head_step) * HEAD_DIM)[:, None]
+    queries = (
+        query + ((tl.minimum(row, last - 1).to(tl.int64) * query_step + head * query_head_step) * HEAD_DIM)[:, None]
+    )
     q = tl.load(queries + d[None, :], mask=inside[None, :], other=0.0)
     keys, values = key + head * key_head_step * HEAD_DIM, value + head * value_head_step * HEAD_DIM
     top = tl.full([QUERIES], float("-inf"), tl.float32)

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from model_executor.kernels.cpu_kernels import PANEL, Kernels, can_gelu, pack
-from model_executor.kernels.linear import Linear, fused_linear, gpu_linear, has_onednn, is_plain, onednn_product
+from model_executor.kernels.linear import Linear, fused_linear, has_onednn, is_plain, onednn_product, plain_linear
 from model_executor.kernels.low_rank import AddedPanels, AddedProducts, LowRank, Segments, runs
 from model_executor.kernels.ragged import Span
 
@@ -121,7 +121,8 @@ class ProductGroup(LinearGroup[AddedProducts]):
         super().__init__(layers)
         plain = [layer for layer in layers if is_plain(layer)]
         self._linear, self._layers, self._kernels = linear, layers, kernels
-        if linear is gpu_linear and len(plain) == len(layers) > 1:
+        is_on_cpu = linear is plain_linear or linear is fused_linear
+        if not is_on_cpu and len(plain) == len(layers) > 1:
             self._layers = [_joined(plain)]
 
     def addition(self, lows: Sequence[LowRank | None]) -> AddedProducts:

@@ -123,10 +123,15 @@ def best_operators(device: torch.device) -> Operators:
     return gpu_operators(device)
 
 
-def chosen_operators(choice: KernelChoice, device: torch.device) -> Operators:
-    """The operators that `--kernels` names. Raises ConfigError for `compile` on a CPU: PyTorch cannot compile oneDNN's
-    layers."""
+def chosen_operators(choice: KernelChoice, device: torch.device, *, batch_invariant: bool = False) -> Operators:
+    """The operators that `--kernels` names. batch_invariant: those of `--batch-invariant`, which on a GPU are others
+    than those of `auto`. Raises ConfigError for `compile` on a CPU, since PyTorch cannot compile oneDNN's layers, and
+    for batch_invariant where Triton does not work."""
     match choice:
+        case "auto" if batch_invariant and device.type == "cuda":
+            from model_executor.kernels.gpu_operators import invariant_operators
+
+            return invariant_operators(device)
         case "torch":
             return Operators(plain_linear)
         case "auto":

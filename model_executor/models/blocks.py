@@ -64,6 +64,7 @@ class Edit:
             text = torch.arange(self.text_tokens, device=row.active.device)
             self._rows = torch.cat([text, row.active + self.text_tokens])
         self._pages: Reader | None = None if row.pages is None else operators.open(row.pages)
+        self.keeps_order = operators.is_invariant
         self._made = row.own.writer(operators.quantise) if row.own is not None and row.active is None else None
 
     @property

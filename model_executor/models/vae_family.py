@@ -77,7 +77,8 @@ class VaeFamily(Family):
 
     def recipe(self, part: str) -> str:
         if part == self.denoiser_part:
-            return f"{self._denoiser_recipe} {self._checkpoint.kernels}"
+            wishes = (self._checkpoint.kernels, "batch-invariant" if self._checkpoint.batch_invariant else "")
+            return " ".join(filter(None, (self._denoiser_recipe, *wishes)))
         return self.vae.__name__ if part == "vae" else ""
 
     @property
@@ -91,7 +92,9 @@ class VaeFamily(Family):
 
     def prepare(self, part: str, module: nn.Module) -> Any:
         if part == self.denoiser_part:
-            return self._make_denoiser(module, chosen_operators(self._checkpoint.kernels, self._device))
+            kernels, batch_invariant = self._checkpoint.kernels, self._checkpoint.batch_invariant
+            operators = chosen_operators(kernels, self._device, batch_invariant=batch_invariant)
+            return self._make_denoiser(module, operators)
         return self.vae(module) if part == "vae" else unarranged(module)
 
     @abstractmethod

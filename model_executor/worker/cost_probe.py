@@ -21,7 +21,7 @@ import msgspec
 import torch
 from torch import Tensor
 
-from core.config import KernelChoice
+from core.config import ModelConfig
 from core.graph.op import Op
 from core.graph.work import Work
 from core.ipc.atomic_file import write_atomically
@@ -65,20 +65,20 @@ def known_or_probed(
     families: Mapping[str, Family],
     infos: Sequence[ModelInfo],
     cache_folder: Path,
-    kernels: Mapping[str, KernelChoice] | None = None,
+    configs: Mapping[str, ModelConfig] | None = None,
 ) -> tuple[CostSample, ...]:
     """Cost samples of all models: cached ones of an earlier start, else new ones. If the folder cannot be written, the
     next start measures again. An adapter has the costs of its model, though it takes a few percent longer.
 
     families: of the models that are loaded; others have the samples of an earlier start, or none. infos: as the worker
-    is about to report them. kernels: model's name -> choice, `auto` where missing.
+    is about to report them. configs: model's name -> its settings, the default ones where missing.
     """
-    chosen = kernels or {}
+    known = configs or {}
     return tuple(
         sample
         for info in infos
         if not info.parent
-        for sample in _samples(families.get(info.name), info, cache_folder, chosen.get(info.name, "auto"))
+        for sample in _samples(families.get(info.name), info, cache_folder, known.get(info.name, ModelConfig()))
     )
 
 
@@ -99,8 +99,8 @@ def probe(family: Family, info: ModelInfo, budget_seconds: float) -> list[CostSa
     return samples
 
 
-def _samples(family: Family | None, info: ModelInfo, cache_folder: Path, kernels: KernelChoice) -> list[CostSample]:
-    path = _path(info, kernels, cache_folder)
+def _samples(family: Family | None, info: ModelInfo, cache_folder: Path, config: ModelConfig) -> list[CostSample]:
+    path = _path(info, config, cache_folder)
     samples = _read(path)
     if samples is None and family is None:
         return []
@@ -109,7 +109,7 @@ def _samples(family: Family | None, info: ModelInfo, cache_folder: Path, kernels
         samples = probe(family, info, BUDGET_SECONDS)
         with suppress(OSError):
             write_atomically(path, msgspec.json.encode(samples))
-    return [*samples, *(_read(profile_path(info, kernels, cache_folder)) or ())]
+    return [*samples, *(_read(profile_path(info, config, cache_folder)) or ())]
 
 
 def _read(path: Path) -> list[CostSample] | None:
@@ -119,22 +119,22 @@ def _read(path: Path) -> list[CostSample] | None:
     return None
 
 
-def _path(info: ModelInfo, kernels: KernelChoice, cache_folder: Path) -> Path:
-    return cache_folder / "costs" / f"{_conditions(info, kernels)}.json"
+def _path(info: ModelInfo, config: ModelConfig, cache_folder: Path) -> Path:
+    return cache_folder / "costs" / f"{_conditions(info, config)}.json"
 
 
-def profile_path(info: ModelInfo, kernels: KernelChoice, cache_folder: Path) -> Path:
+def profile_path(info: ModelInfo, config: ModelConfig, cache_folder: Path) -> Path:
     """Where a model's profile is kept, see `model_executor.worker.profiler`."""
-    return _path(info, kernels, cache_folder).with_suffix(".profile.json")
+    return _path(info, config, cache_folder).with_suffix(".profile.json")
 
 
-def _conditions(info: ModelInfo, kernels: KernelChoice) -> str:
+def _conditions(info: ModelInfo, config: ModelConfig) -> str:
     """Hex digest of everything that costs depend on: the model as served, processor, threads, PyTorch, kernels."""
     info = msgspec.structs.replace(info, components=())  # which depend on the other models
     device = torch.device(info.device)
     cores = f"{cpu_description()} x {len(os.sched_getaffinity(0))}"
     processor = torch.cuda.get_device_name(device) if device.type == "cuda" else cores
-    digest = chosen_operators(kernels, device).digest
+    digest = chosen_operators(config.kernels, device, batch_invariant=config.batch_invariant).digest
     parts = [processor, platform.node(), torch.get_num_threads(), torch.__version__, digest]
     return hashlib.sha256(msgspec.json.encode(info) + repr(parts).encode()).hexdigest()
 
