@@ -13,8 +13,8 @@ so the order of summation differs. What depends on company in a transformer, and
 
 The other Triton kernels work row by row, with tiles by the width alone; noise levels and pooled prompts are embedded
 one row at a time; text encoders and VAEs, and by this option UNets, compute one item at a time, with deterministic
-convolutions: their shapes, from which libraries choose kernels, are the lone request's. One case is left: norms of heads
-whose size is no power of two, which PyTorch computes.
+convolutions: their shapes, from which libraries choose kernels, are the lone request's. One case is left: norms of
+heads whose size is no power of two, which PyTorch computes.
 """
 
 from __future__ import annotations
