@@ -28,6 +28,7 @@ SETTINGS = (
     "quantization",
     "kernels",
     "cuda_graphs",
+    "batch_invariant",
     "mask_aware",
     "cache_keyframes",
     "cache_dtype",

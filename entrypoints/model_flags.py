@@ -100,6 +100,12 @@ def _add_computing_flags(group: argparse._ArgumentGroup) -> None:
         "comes for the second time, and replayed; off: none is, which saves up to 2 GB of the GPU's memory",
     )
     group.add_argument(
+        "--batch-invariant",
+        action="store_true",
+        help="on a GPU, compute a picture with the same bits whatever shares its steps and however many workers "
+        "compute them, which takes longer; on a CPU it changes nothing: in float32 this holds there anyway",
+    )
+    group.add_argument(
         "--model-bytes",
         default=SchedulerConfig().model_bytes,
         type=byte_count,

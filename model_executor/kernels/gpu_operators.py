@@ -9,7 +9,7 @@ import importlib.metadata
 import importlib.util
 import logging
 import subprocess
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from copy import copy
 from dataclasses import dataclass
 from functools import cache
@@ -19,6 +19,7 @@ from typing import TYPE_CHECKING, ClassVar, Self
 import torch
 from torch import Tensor
 
+from core.errors import ConfigError
 from core.page_scheme import PageLayout
 from model_executor.kernels.attention import Attention, KeysValues, Projected, Sizes, Source, head_major
 from model_executor.kernels.gpu_attention import ROWS, Attend, Together, best_attend, take_flash_3
@@ -27,7 +28,7 @@ from model_executor.kernels.gpu_pages import TritonReader
 from model_executor.kernels.gpu_residual import TritonResidual
 from model_executor.kernels.gpu_sizes import TILE, power_of_two, warps
 from model_executor.kernels.gpu_tables import table
-from model_executor.kernels.linear import gpu_linear
+from model_executor.kernels.linear import Linear, gpu_linear
 from model_executor.kernels.operators import Operators
 from model_executor.kernels.ragged import Span
 from model_executor.kernels.residual import Addition, Norm, Residual
@@ -74,6 +75,25 @@ def _unet_operators(device: torch.device) -> UnetOperators | None:
     except _lacking() as error:
         logger.warning("no Triton kernels for UNets, whose layers run as diffusers has them, and longer: %r", error)
         return None
+    return operators
+
+
+@cache
+def invariant_operators(device: torch.device) -> Operators:
+    """Triton's operators for `--batch-invariant`; they have PyTorch choose deterministic convolutions in this process.
+    Raises ConfigError where Triton does not work, since nothing else computes so."""
+    remedy = "give Triton a C compiler and Python's headers, or leave --batch-invariant out"
+    if not isinstance(gpu_operators(device), TritonOperators):
+        raise ConfigError(f"--batch-invariant needs Triton, which does not work here, as the log says; {remedy}")
+    from model_executor.kernels import invariant, triton_kernels
+
+    operators = invariant.InvariantOperators(triton_kernels)
+    try:
+        _try_out(operators, device)
+        invariant.try_out(device)
+    except _lacking() as error:
+        raise ConfigError(f"--batch-invariant: its kernels do not work here: {error!r}; {remedy}") from error
+    torch.backends.cudnn.benchmark, torch.backends.cudnn.deterministic = False, True
     return operators
 
 
@@ -153,11 +173,12 @@ class Trial:
 
 
 class GpuOperators(Operators):
-    """PyTorch's operators, with attention over whole batches."""
+    """PyTorch's operators, with attention over whole batches. choose: the attention function for tensors like one, with
+    this head dim."""
 
-    def __init__(self) -> None:
-        super().__init__(gpu_linear)
-        self._choose = best_attend
+    def __init__(self, linear: Linear = gpu_linear, choose: Callable[[Tensor, int], Attend] = best_attend) -> None:
+        super().__init__(linear)
+        self._choose = choose
 
     @property
     def query_tile(self) -> int:
@@ -182,9 +203,14 @@ class GpuOperators(Operators):
 class TritonOperators(GpuOperators):
     """Triton's kernels, with PyTorch's operators for shapes that they do not support."""
 
-    def __init__(self, kernels: ModuleType) -> None:
-        """kernels: the module `triton_kernels`."""
-        super().__init__()
+    def __init__(
+        self,
+        kernels: ModuleType,
+        linear: Linear = gpu_linear,
+        choose: Callable[[Tensor, int], Attend] = best_attend,
+    ) -> None:
+        """kernels: the module `triton_kernels`. linear, choose: as for `GpuOperators`."""
+        super().__init__(linear, choose)
         self._kernels = kernels
 
     @property

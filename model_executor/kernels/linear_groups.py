@@ -18,6 +18,7 @@ from model_executor.kernels.linear import (
     has_onednn,
     is_plain,
     onednn_product,
+    plain_linear,
 )
 from model_executor.kernels.low_rank import AddedPanels, AddedProducts, LowRank, Segments, runs
 from model_executor.kernels.ragged import Span
@@ -140,7 +141,8 @@ class ProductGroup(LinearGroup[AddedProducts]):
         super().__init__(layers)
         plain = [layer for layer in layers if is_plain(layer)]
         self._linear, self._layers, self._kernels = linear, layers, kernels
-        if linear is gpu_linear and len(plain) == len(layers) > 1:
+        is_on_cpu = linear is plain_linear or linear is fused_linear
+        if not is_on_cpu and len(plain) == len(layers) > 1:
             self._layers = [_joined(plain)]
 
     def addition(self, lows: Sequence[LowRank | None]) -> AddedProducts:

@@ -43,6 +43,9 @@ class Operators:
     """PyTorch's operators. linear: how linear layers run; with `plain_linear` everything is rounded as in diffusers,
     with others less often. kernels: compiled kernels to use where they apply, None for none."""
 
+    is_invariant = False
+    """Whether they are those of `--batch-invariant` on a GPU, see `invariant.py`."""
+
     def __init__(self, linear: Linear, kernels: Kernels | None = None) -> None:
         self.linear, self.kernels = linear, kernels
         self._is_fused = linear is not plain_linear
@@ -104,6 +107,11 @@ class Operators:
     def residual(self, hidden: Tensor) -> Residual:
         """The hidden state of transformer blocks. hidden: [tokens, width], changed in place."""
         return Residual(hidden, fused=self._is_fused)
+
+    def rms_norm(self, norm: nn.Module, x: Tensor) -> Tensor:
+        """A root-mean-square norm with weights, of each row of x, [rows, width]."""
+        normed: Tensor = norm(x)
+        return normed
 
     def normalise_and_rotate_(
         self, x: Tensor, rotary: Tensor, eps: float, weights: Sequence[tuple[Sequence[Span], Tensor]]
@@ -169,10 +177,15 @@ def best_operators(device: torch.device) -> Operators:
     return gpu_operators(device)
 
 
-def chosen_operators(choice: KernelChoice, device: torch.device) -> Operators:
-    """The operators that `--kernels` names. Raises ConfigError for `compile` on a CPU: PyTorch cannot compile oneDNN's
-    layers."""
+def chosen_operators(choice: KernelChoice, device: torch.device, *, batch_invariant: bool = False) -> Operators:
+    """The operators that `--kernels` names. batch_invariant: those of `--batch-invariant`, which on a GPU are others
+    than those of `auto`. Raises ConfigError for `compile` on a CPU, since PyTorch cannot compile oneDNN's layers, and
+    for batch_invariant where Triton does not work."""
     match choice:
+        case "auto" if batch_invariant and device.type == "cuda":
+            from model_executor.kernels.gpu_operators import invariant_operators
+
+            return invariant_operators(device)
         case "torch":
             return Operators(plain_linear)
         case "auto":

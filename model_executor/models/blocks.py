@@ -60,6 +60,7 @@ class Edit:
             raise ValueError("a request that leaves tokens out needs the template's pages")
         self.pages = row.pages
         self._operators = operators
+        self.keeps_order = operators.is_invariant
         self._made = row.own.writer(operators.quantise) if row.own is not None and row.active is None else None
 
     @property

@@ -39,7 +39,8 @@ class QwenTransformer(TextDenoiser):
     ) -> Tensor:
         chosen = zip(rows, computed, strict=True)
         image = self._image_in(together([self._inputs(row, tokens) for row, tokens in chosen]), where.image)
-        text = self._text_in(self.module.txt_norm(together([row.prompt_embeds for row in rows])), where.text)
+        prompts = together([row.prompt_embeds for row in rows])
+        text = self._text_in(self._operators.rms_norm(self.module.txt_norm, prompts), where.text)
         return packing.join(text, image)
 
     def _inputs(self, row: Row | PrimeRow, tokens: Tensor | None) -> Tensor:

@@ -69,8 +69,9 @@ class Unet:
         for convolution in convolutions:  # faster, as in `vae.ImageVae`; quantised layers stay
             convolution.to(memory_format=torch.channels_last)
         self.module = module
-        self._is_shared = module.device.type != "cpu"  # whether all rows of one size share a pass
         self._operators = operators or best_operators(module.device)
+        # Whether all rows of one size share a pass, and whether no two rows ever do.
+        self._is_shared = module.device.type != "cpu" and not self._operators.is_invariant
         self._fused = self._operators.of_unets(module.device)
         if module.device.type == "cpu" and self._fused is None:
             use_onednn(module)
@@ -98,7 +99,8 @@ class Unet:
         predictions: dict[int, Tensor] = {}  # row's number -> its prediction
         whole = [number for number, row in enumerate(rows) if row.active is None or len(row.active) == len(row.latents)]
         masked = [number for number in range(len(rows)) if number not in whole]
-        for numbers in _alike(rows, whole, _size if self._is_shared else _request):
+        alone = id if self._operators.is_invariant else _request  # other ranks may have the other rows of a request
+        for numbers in _alike(rows, whole, _size if self._is_shared else alone):
             predictions |= dict(zip(numbers, self._repeated([rows[n] for n in numbers], None), strict=True))
         for numbers in _alike(rows, masked, _edit if self._is_shared else id):
             active = rows[numbers[0]].active

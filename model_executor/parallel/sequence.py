@@ -36,7 +36,8 @@ class Shard:
     def __init__(self, edit: Edit, group: Group, device: torch.device) -> None:
         self._edit, self._me = edit, group.me
         self.num_tokens, self.text_tokens = edit.num_tokens, edit.text_tokens
-        self.is_in_order = not edit.makes_pages  # members' tokens come one member after the other
+        # Members' tokens come one member after the other; as keys, they would be summed up in that order.
+        self.is_in_order = not edit.makes_pages and not edit.keeps_order
         self._text = shares(edit.text_tokens, group.degree)
         active = torch.arange(edit.num_tokens, device=device) if edit.active is None else edit.active
         self._active = [active[start:stop] for start, stop in shares(len(active), group.degree)]

@@ -75,7 +75,7 @@ def known_or_probed(
     next start measures again. An adapter has the costs of its model, though it takes a few percent longer.
 
     families: of the models that are loaded; others have the samples of an earlier start, or none. infos: as the worker
-    is about to report them. configs: model's name -> how it computes, by default where missing.
+    is about to report them. configs: model's name -> its settings, the default ones where missing.
     """
     known = configs or {}
     return tuple(
@@ -139,7 +139,7 @@ def _conditions(info: ModelInfo, config: ModelConfig) -> str:
     device = torch.device(info.device)
     cores = f"{cpu_description()} x {len(os.sched_getaffinity(0))}"
     processor = torch.cuda.get_device_name(device) if device.type == "cuda" else cores
-    digest = chosen_operators(config.kernels, device).digest
+    digest = chosen_operators(config.kernels, device, batch_invariant=config.batch_invariant).digest
     graphs = config.cuda_graphs if device.type == "cuda" else ""
     parts = [processor, platform.node(), torch.get_num_threads(), torch.__version__, digest, graphs]
     return hashlib.sha256(msgspec.json.encode(info) + repr(parts).encode()).hexdigest()
