@@ -98,6 +98,11 @@ def _compiled(sections: Sections) -> Any:
     return _batch(sections)["diffusers_compiled_ms"]
 
 
+def _faster(sections: Sections, ratio: str) -> Any:
+    """Over diffusers compiled."""
+    return _compiled(sections) / _masked(sections, ratio)
+
+
 def _mixed(sections: Sections) -> Any:
     """Over diffusers eager."""
     batch = _batch(sections, "8")
@@ -141,17 +146,29 @@ def _graph_memory(sections: Sections) -> Any:
 
 
 _BARS: list[tuple[str, Figure, dict[str, float]]] = [
-    ("FLUX step at mask ratio 0.2, x our exact step", lambda s: _exact(s) / _masked(s, "0.2"), {"at_least": 3}),
-    ("FLUX step at mask ratio 0.2, x diffusers compiled", lambda s: _compiled(s) / _masked(s, "0.2"), {"at_least": 2.8}),
-    ("FLUX step at mask ratio 0.1, x diffusers compiled", lambda s: _compiled(s) / _masked(s, "0.1"), {"at_least": 3.8}),
+    ("FLUX step at ratio 0.2, x our exact step", lambda s: _exact(s) / _masked(s, "0.2"), {"at_least": 3}),
+    (
+        "FLUX step at ratio 0.2, x diffusers compiled",
+        lambda s: _faster(s, "0.2"),
+        {"at_least": 2.8},
+    ),
+    (
+        "FLUX step at ratio 0.1, x diffusers compiled",
+        lambda s: _faster(s, "0.1"),
+        {"at_least": 3.8},
+    ),
     ("our exact FLUX step, x diffusers compiled", lambda s: _compiled(s) / _exact(s), {"at_least": 1}),
     ("FLUX step of 8 edits, mean mask ratio 0.13, x diffusers eager", _mixed, {"at_least": 5}),
     ("FLUX masked step, launches", _launches("flux", "masked"), {"at_most": 560}),
     ("FLUX masked step of 8 edits, launches", _launches("flux", "masked, batch of 8"), {"at_most": 700}),
-    ("FLUX edit through an engine at mask ratio 0.2, 28 steps, x the exact one", _warm_edit, {"at_least": 2.5}),
-    ("FLUX first edit of a new picture at mask ratio 0.1, of the exact edit's time", _first_edit, {"at_most": 0.45}),
+    ("FLUX edit through an engine at ratio 0.2, 28 steps, x the exact one", _warm_edit, {"at_least": 2.5}),
+    ("FLUX first edit of a new picture at ratio 0.1, of the exact edit's time", _first_edit, {"at_most": 0.45}),
     ("copies of pages from the host, share of their time under kernels", _hidden_share, {"at_least": 0.9}),
-    ("SDXL warm edit at mask ratio 0.2, x diffusers eager", _sdxl("diffusers_edit_s", "masked_edit_s"), {"at_least": 2.2}),
+    (
+        "SDXL warm edit at ratio 0.2, x diffusers eager",
+        _sdxl("diffusers_edit_s", "masked_edit_s"),
+        {"at_least": 2.2},
+    ),
     ("SDXL exact step, x diffusers eager", _sdxl("diffusers_ms", "exact_ms"), {"at_least": 1.3}),
     ("SDXL masked step, launches", _launches("sdxl", "masked"), {"at_most": 1950}),
     ("memory of CUDA graphs, GB", _graph_memory, {"at_most": 2}),

@@ -108,4 +108,8 @@ class Bench:
 def rotating(calls: Sequence[Call]) -> Call:
     """Makes the next of these calls each time, and begins again after the last."""
     turn = cycle(calls)
-    return lambda: next(turn)()
+
+    def call() -> object:
+        return next(turn)()
+
+    return call

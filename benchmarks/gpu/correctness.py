@@ -166,7 +166,7 @@ def kernel_tests(bench: Bench) -> None:
     has_gpu = bench.device.type == "cuda"
     chosen = ["-m", "not slow", "-k", f"{Path(KERNEL_TESTS).stem} or gpu"]  # by file or mark: others need no GPU
     options = ["-q", *chosen, "-W", "default", "-p", "no:cacheprovider"]
-    command = [sys.executable, "-m", "pytest", *options, *test_files(), *([] if has_gpu else ["--collect-only"])]
+    command = [sys.executable, "-m", "pytest", *options, *files_of_tests(), *([] if has_gpu else ["--collect-only"])]
     environment = os.environ | ({"TRITON_INTERPRET": "0"} if has_gpu else {})
     done = subprocess.run(
         command, check=False, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=TEST_SECONDS
@@ -175,7 +175,7 @@ def kernel_tests(bench: Bench) -> None:
     bench.report.put("kernel_tests", passed=done.returncode == 0, has_run=has_gpu, said="\n".join(said))
 
 
-def test_files() -> list[str]:
+def files_of_tests() -> list[str]:
     """Those of the kernels, and all that have tests for a GPU."""
     found = (path for path in sorted((ROOT / "tests").rglob("test_*.py")) if GPU_MARK in path.read_text())
     return [KERNEL_TESTS, *(str(path.relative_to(ROOT)) for path in found)]

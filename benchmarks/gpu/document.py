@@ -176,11 +176,12 @@ def _engine(figures: Figures) -> Figures:
 
 def _kernel_times(figures: Figures) -> Figures:
     steps = [
-        {"step": f"{model.upper()}, {name}"} | step for model in ("flux", "sdxl") for name, step in figures.get(model, {}).items()
+        step | {"model": model.upper(), "step": name}
+        for model in ("flux", "sdxl")
+        for name, step in figures.get(model, {}).items()
     ]
-    kernels = [
-        {"step": step["step"], **kernel} for step in steps if step["step"].endswith("masked") for kernel in step["kernels"]
-    ]
+    masked = [step for step in steps if step["step"] == "masked"]
+    kernels = [kernel | {"model": step["model"]} for step in masked for kernel in step["kernels"]]
     return {"step_launches": steps, "kernels": kernels}
 
 

@@ -1,8 +1,8 @@
 """Whole edits through an engine's own scheduler, runner and page store, at FLUX.1-dev's shape.
 
-Beside the runs of steps in `flux_sections.py`, an edit here pays for all that a worker does: the plan of every step, the
-wait for the device after each of them, tables and stored tensors, previews left out. What is missing of a server is the
-way between processes and the images on their way in and out, which section `overhead` and docs/benchmarks.md tell.
+An edit here pays for all that a worker does: the plan of every step, the wait for the device after it, tables, stored
+tensors. What is missing of a server is the way between processes (section `overhead`) and images on their way in and
+out.
 """
 
 from __future__ import annotations
@@ -18,6 +18,7 @@ from benchmarks.gpu.bench import Bench, Call
 from benchmarks.gpu.boxes import box_at
 from benchmarks.gpu.correctness import soft_picture
 from benchmarks.gpu.flux import PIXELS
+from benchmarks.gpu.flux_runs import ALIGNMENT
 from benchmarks.gpu.local_engine import LocalEngine
 from benchmarks.gpu.random_flux import RandomFlux
 from benchmarks.gpu.report import Figures
@@ -28,23 +29,27 @@ from core.sampling_params import SamplingParams
 WARM_RATIO, COLD_RATIO = 0.2, 0.1
 """Mask ratios of a later edit of a picture, and of its first one."""
 ROUNDS = 2
-TEMPLATES = 2.2
-"""Pictures whose pages the device has room for: the one that is edited again, and a new one."""
+TEMPLATES = 2
+"""Pictures whose pages the cache has room for: the one that is edited again, and a new one."""
 GUIDANCE = 3.5
 SPARE = 12 * 10**9
 """Bytes that steps, the VAE and the text encoders take beside weights and pages."""
 
 
+def page_bytes(bench: Bench, entry: int) -> int:
+    """Of the cache. entry: bytes of one keyframe's pages; beside them a picture has its clean latents, as one more."""
+    return TEMPLATES * (bench.size.flux.keyframes + 1) * -(-entry // ALIGNMENT) * ALIGNMENT
+
+
 def needed_bytes(bench: Bench, weights: int, entry: int) -> int:
     """Of a GPU's memory. weights, entry: bytes of the transformer and of one keyframe's pages."""
-    return int(weights + TEMPLATES * bench.size.flux.keyframes * entry + SPARE)
+    return weights + page_bytes(bench, entry) + SPARE
 
 
 def run(bench: Bench, entry_bytes: int) -> None:
-    """A lone exact edit, a later edit of a picture eagerly and with CUDA graphs, and the first edit of a new picture, in
-    turns. entry_bytes: of one keyframe's pages."""
-    pages = int(TEMPLATES * bench.size.flux.keyframes * entry_bytes)
-    is_cuda = bench.device.type == "cuda"
+    """A lone exact edit, a later edit of a picture eagerly and with CUDA graphs, and the first edit of a new picture,
+    in turns. entry_bytes: of one keyframe's pages."""
+    pages, is_cuda = page_bytes(bench, entry_bytes), bench.device.type == "cuda"
     cache = CacheConfig(device_bytes=pages) if is_cuda else CacheConfig(device_bytes=0, host_bytes=pages)
     parts = RandomFlux(bench)
     with tempfile.TemporaryDirectory() as folder:

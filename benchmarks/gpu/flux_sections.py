@@ -96,7 +96,7 @@ def _step_figures(bench: Bench, flux: FluxBench, batch: int, near: Tensor, far: 
     masked = [name for name in eager if name not in ("exact", "mixed")]
     mixed = {"ms": 1e3 * seconds["mixed"], "bound": flux.bound(*flux.size.mixed)} if "mixed" in eager else None
     timed = f"{STEP_RATIO:g}"
-    figures = {
+    figures: Figures = {
         "diffusers_ms": 1e3 * seconds["diffusers"],
         "exact_ms": 1e3 * seconds["exact"],
         "exact_tflops": batch * flux.flop / 1e12 / seconds["exact"],
@@ -171,9 +171,7 @@ def cold(bench: Bench, flux: FluxBench, entries: Sequence[Tensor]) -> None:
 
     def edits(kind: Callable[[Call, Call], Call], ratio: float) -> Call:
         boxes = [flux.box(ratio, place) for place in range(PLACES)]
-        return rotating(
-            [kind(resident_run(flux, box, entries), vae.decode_box(box, size.side)) for box in boxes]
-        )
+        return rotating([kind(resident_run(flux, box, entries), vae.decode_box(box, size.side)) for box in boxes])
 
     calls = {
         "cold": edits(cold_edit, STEP_RATIO),

@@ -10,7 +10,6 @@ from typing import Any, Protocol
 from benchmarks.gpu.report import Figures
 from core.config import ModelConfig
 
-
 Call = Callable[[], object]
 
 

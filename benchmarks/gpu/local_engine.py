@@ -82,11 +82,9 @@ class LocalEngine:
         self._pages.close()
         self._arenas.close()
 
-    def edit(
-        self, templates: Sequence[Pixels], sampling: SamplingParams, box: Box | None = None
-    ) -> list[Pixels]:
-        """Edit a box of each, together; uint8 [height, width, 3], sides multiples of a token's. box: in tokens; None: in
-        the middle. Raises RuntimeError if an edit fails."""
+    def edit(self, templates: Sequence[Pixels], sampling: SamplingParams, box: Box | None = None) -> list[Pixels]:
+        """Edit a box of each, together; uint8 [height, width, 3], sides multiples of a token's. box: in tokens; None:
+        in the middle. Raises RuntimeError if an edit fails."""
         requests = [self.begin(template, sampling, box) for template in templates]
         left = {request.request_id for request in requests}
         while left:

@@ -42,8 +42,8 @@ class Report:
         return self._sections
 
     def begin(self, section: str, *, goes_on_without_graphs: bool = False) -> None:
-        """Delete an earlier run's figures of the section. goes_on_without_graphs: this run had CUDA graphs at first, and
-        keeps why it has them no more."""
+        """Delete an earlier run's figures of the section. goes_on_without_graphs: this run had CUDA graphs at first,
+        and keeps why it has them no more."""
         self._forget(section, (SKIPPED, BROKEN) if goes_on_without_graphs else (SKIPPED, BROKEN, WITHOUT_GRAPHS))
 
     def begin_again(self, section: str, why: str) -> None:

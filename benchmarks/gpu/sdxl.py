@@ -1,5 +1,4 @@
-"""Stable Diffusion XL's UNet with random weights: a guided step, and edits' steps apart from the VAE, against diffusers'
-own UNet."""
+"""Stable Diffusion XL's UNet with random weights against diffusers' own: guided steps, and edits with the VAE apart."""
 
 from __future__ import annotations
 
@@ -33,8 +32,8 @@ PLACES = ROUNDS + 1
 
 @torch.inference_mode()
 def run(bench: Bench, sdxl: Sdxl) -> None:
-    """Steps: ours eagerly and as a CUDA graph, and eager diffusers, in turns. Then the steps of whole edits, with graphs
-    that are captured when an edit needs them, and the VAE apart."""
+    """Steps: ours eagerly and as a CUDA graph, and eager diffusers, in turns. Then the steps of whole edits, with
+    graphs that are captured when an edit needs them, and the VAE apart."""
     put, size = partial(bench.report.put, "sdxl"), sdxl.size
     bound = Sdxl(replace(bench, device=torch.device("meta"))).bound()
     put(ratio=size.ratio, steps=size.steps, bound=bound)
