@@ -54,7 +54,8 @@ class Edit:
         tokens. Raises ValueError for a row with active tokens but without pages."""
         self.num_tokens, self.text_tokens = num_tokens, row.prompt_embeds.shape[0]
         self._active, self._full_blocks = row.active, sum(page in row.full_blocks for page in first_pages)
-        if row.active is None or len(row.active) == self.num_tokens:
+        may_repeat = row.pages is not None and row.pages.table is not None
+        if row.active is None or (len(row.active) == self.num_tokens and not may_repeat):
             self._active, self._full_blocks = None, len(first_pages)
         elif row.pages is None and self._full_blocks < len(first_pages):
             raise ValueError("a request that leaves tokens out needs the template's pages")

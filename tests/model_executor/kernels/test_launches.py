@@ -67,12 +67,11 @@ def masked(row: Row, number: int, pages: Any) -> Row:
 
 @pytest.mark.parametrize(
     ("active", "budget"),
-    [([ACTIVE], 560), ([512], 560), ([ACTIVE] * 8, 700), ([205, 410, 819, 1229] * 2, 800), ([None], 799)],
-    ids=["masked", "without padding", "8 alike", "8 mixed", "exact"],
+    [([ACTIVE], 520), ([ACTIVE] * 8, 620), ([None], 520)],
+    ids=["masked", "8 masked", "exact"],
 )
 def test_a_flux_step_stays_within_its_budget(
     module: Any, kernels: ModuleType, active: Sequence[int | None], budget: int
 ) -> None:
     counts = launches(module, kernels, active)
-    print(active, counts.total(), counts.most_common())
     assert counts.total() <= budget, counts.most_common()
