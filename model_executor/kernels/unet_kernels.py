@@ -41,65 +41,82 @@ def find_places(active, places, number, steps, tokens, TOKENS: tl.constexpr):
     tl.store(places + token, tl.where(found == token, low, -1), mask=token < tokens)
 
 
+@triton.jit
+def _layer_norm(x, weight, bias, column, width, eps):
+    """Layer norm of rows x, float32 [rows, columns], zero beyond `width`."""
+    inside = (column < width)[None, :]
+    centred = tl.where(inside, x - (tl.sum(x, axis=1) / width)[:, None], 0.0)
+    scale = tl.rsqrt(tl.sum(centred * centred, axis=1) / width + eps)
+    factor = tl.load(weight + column, mask=column < width, other=0.0).to(tl.float32)
+    shift = tl.load(bias + column, mask=column < width, other=0.0).to(tl.float32)
+    return centred * scale[:, None] * factor[None, :] + shift[None, :]
+
+
 @triton.jit(do_not_specialize=["tokens", "number", "grid_columns"])
 def norm_and_gather(
-    x, weight, bias, active, normed, some, some_normed, tokens, number, grid_columns, width, eps, SIDE: tl.constexpr,
+    x,
+    weight,
+    bias,
+    active,
+    normed,
+    some,
+    some_normed,
+    tokens,
+    number,
+    grid_columns,
+    width,
+    eps,
+    SIDE: tl.constexpr,
+    ROWS: tl.constexpr,
     BLOCK: tl.constexpr,
-):  # fmt: skip
-    """Layer norm of one token of x, [images, tokens, width], to `normed`, of the same shape. Programs from `tokens` on
-    take an active one instead, and write it and its norm to `some` and `some_normed`, [images, number, width]. active:
-    int64, tokens of the picture, whose SIDE * SIDE pixels each are tokens of x, in rows of grid_columns * SIDE. BLOCK:
+):
+    """Layer norm of ROWS tokens of x, [images, tokens, width], to `normed`, of the same shape. After the last one come
+    the active ones again: they and their norms go to `some` and `some_normed`, [images, number, width].
+
+    active: int64, tokens of the picture, whose SIDE * SIDE pixels each are tokens of x, in rows of grid_columns * SIDE.
+    BLOCK: a power of two, >= width.
+    """
+    token, image = tl.program_id(0) * ROWS + tl.arange(0, ROWS), tl.program_id(1).to(tl.int64)
+    index = token - tokens
+    is_some = (index >= 0) & (index < number)
+    chosen = tl.load(active + index // (SIDE * SIDE), mask=is_some, other=0).to(tl.int32)
+    within = index % (SIDE * SIDE)
+    line, place = chosen // grid_columns * SIDE + within // SIDE, chosen % grid_columns * SIDE + within % SIDE
+    row = tl.where(is_some, line * (grid_columns * SIDE) + place, token)
+    column = tl.arange(0, BLOCK)
+    inside = (column < width)[None, :]
+    is_token = is_some | (index < 0)
+    source = (image * tokens + row)[:, None] * width + column[None, :]
+    own = tl.load(x + source, mask=is_token[:, None] & inside, other=0.0)
+    result = _layer_norm(own.to(tl.float32), weight, bias, column, width, eps).to(normed.dtype.element_ty)
+    tl.store(normed + source, result, mask=(index < 0)[:, None] & inside)
+    target = (image * number + index)[:, None] * width + column[None, :]
+    tl.store(some + target, own, mask=is_some[:, None] & inside)
+    tl.store(some_normed + target, result, mask=is_some[:, None] & inside)
+
+
+@triton.jit(do_not_specialize=["rows"])
+def add_and_norm(x, y, weight, bias, normed, rows, width, eps, ROWS: tl.constexpr, BLOCK: tl.constexpr):
+    """x += y for ROWS rows of width numbers, then layer norm of these rows of x to `normed`. All [rows, width]. BLOCK:
     a power of two, >= width."""
-    token, image = tl.program_id(0), tl.program_id(1).to(tl.int64)
-    row = token
-    if token >= tokens:
-        chosen = tl.load(active + (token - tokens) // (SIDE * SIDE)).to(tl.int32)
-        within = (token - tokens) % (SIDE * SIDE)
-        line = chosen // grid_columns * SIDE + within // SIDE
-        row = line * (grid_columns * SIDE) + chosen % grid_columns * SIDE + within % SIDE
-    column = tl.arange(0, BLOCK)
-    inside = column < width
-    raw = tl.load(x + (image * tokens + row) * width + column, mask=inside, other=0.0)
-    value = raw.to(tl.float32)
-    centred = tl.where(inside, value - tl.sum(value, axis=0) / width, 0.0)
-    scaled = centred * tl.rsqrt(tl.sum(centred * centred, axis=0) / width + eps)
-    factor = tl.load(weight + column, mask=inside, other=0.0).to(tl.float32)
-    shift = tl.load(bias + column, mask=inside, other=0.0).to(tl.float32)
-    result = (scaled * factor + shift).to(normed.dtype.element_ty)
-    if token < tokens:
-        tl.store(normed + (image * tokens + row) * width + column, result, mask=inside)
-    else:
-        place = (image * number + token - tokens) * width + column
-        tl.store(some + place, raw, mask=inside)
-        tl.store(some_normed + place, result, mask=inside)
-
-
-@triton.jit
-def add_and_norm(x, y, weight, bias, normed, width, eps, BLOCK: tl.constexpr):
-    """x += y for one row of width numbers, then layer norm of that row of x to `normed`. All [rows, width]. BLOCK: a
-    power of two, >= width."""
-    column = tl.arange(0, BLOCK)
-    inside = column < width
-    place = tl.program_id(0).to(tl.int64) * width + column
+    row, column = tl.program_id(0) * ROWS + tl.arange(0, ROWS), tl.arange(0, BLOCK)
+    inside = (row < rows)[:, None] & (column < width)[None, :]
+    place = row.to(tl.int64)[:, None] * width + column[None, :]
     added = tl.load(x + place, mask=inside, other=0.0).to(tl.float32)
     added += tl.load(y + place, mask=inside, other=0.0).to(tl.float32)
     rounded = added.to(x.dtype.element_ty)
     tl.store(x + place, rounded, mask=inside)
-    value = rounded.to(tl.float32)
-    centred = tl.where(inside, value - tl.sum(value, axis=0) / width, 0.0)
-    scaled = centred * tl.rsqrt(tl.sum(centred * centred, axis=0) / width + eps)
-    factor = tl.load(weight + column, mask=inside, other=0.0).to(tl.float32)
-    shift = tl.load(bias + column, mask=inside, other=0.0).to(tl.float32)
-    tl.store(normed + place, (scaled * factor + shift).to(normed.dtype.element_ty), mask=inside)
+    result = _layer_norm(rounded.to(tl.float32), weight, bias, column, width, eps)
+    tl.store(normed + place, result.to(normed.dtype.element_ty), mask=inside)
 
 
-@triton.jit
-def geglu(x, out, width, BLOCK: tl.constexpr):
-    """A part of one row of: the first half of x, [rows, 2 * width], times GELU of its second half. out: [rows,
+@triton.jit(do_not_specialize=["rows"])
+def geglu(x, out, rows, width, ROWS: tl.constexpr, BLOCK: tl.constexpr):
+    """The first half of x, [rows, 2 * width], times GELU of its second half, for a part of ROWS rows. out: [rows,
     width]."""
-    row = tl.program_id(0).to(tl.int64)
-    column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
-    inside = column < width
+    row = (tl.program_id(0) * ROWS + tl.arange(0, ROWS)).to(tl.int64)[:, None]
+    column = (tl.program_id(1) * BLOCK + tl.arange(0, BLOCK))[None, :]
+    inside = (row < rows) & (column < width)
     value = tl.load(x + row * 2 * width + column, mask=inside, other=0.0).to(tl.float32)
     gate = tl.load(x + row * 2 * width + width + column, mask=inside, other=0.0).to(tl.float32)
     result = value * (0.5 * gate * (1.0 + tl.erf(gate * ROOT_HALF)))
@@ -146,9 +163,22 @@ def _outside_box(token, tokens, grid_columns, left, top, right, bottom):
 
 @triton.jit
 def _pool_outside(
-    outside, table, weights, page_byte, groups, each, tokens, grid_columns, left, top, right, bottom, GROUPS: tl.constexpr,
-    TOKENS: tl.constexpr, MOMENT: tl.constexpr,
-):  # fmt: skip
+    outside,
+    table,
+    weights,
+    page_byte,
+    groups,
+    each,
+    tokens,
+    grid_columns,
+    left,
+    top,
+    right,
+    bottom,
+    GROUPS: tl.constexpr,
+    TOKENS: tl.constexpr,
+    MOMENT: tl.constexpr,
+):
     """Writes mean and variance of some groups over all tokens outside the box to `outside`, float32 [2, groups]."""
     near, far = tl.load(table) + page_byte, tl.load(table + 1) + page_byte
     near_weight, far_weight = tl.load(weights), tl.load(weights + 1)
@@ -255,11 +285,25 @@ def group_moments(
         tl.store(target, mean, mask=each < groups)
         tl.store(target + 1, spread, mask=each < groups)
     elif HAS_OUTSIDE:
-        if image == 0:
+        is_first = image == 0
+        if is_first:
             _pool_outside(
-                outside, table, weights, page_byte, groups, each, tokens, grid_columns, left, top, right, bottom,
-                GROUPS, TOKENS, MOMENT,
-            )  # fmt: skip
+                outside,
+                table,
+                weights,
+                page_byte,
+                groups,
+                each,
+                tokens,
+                grid_columns,
+                left,
+                top,
+                right,
+                bottom,
+                GROUPS,
+                TOKENS,
+                MOMENT,
+            )
 
 
 @triton.jit(
@@ -370,24 +414,38 @@ def normalise_groups(
 # --------------------------------------------------------------------------------------------------------------- maps
 
 
-@triton.jit
-def add_biased(own, change, bias, out, channels, scale, HAS_BIAS: tl.constexpr, BLOCK: tl.constexpr):
-    """A part of one pixel of (own + change + bias) * scale. All [pixels, channels], bias [channels]."""
+@triton.jit(do_not_specialize=["pixels"])
+def add_biased(
+    own, change, bias, out, pixels, channels, scale, HAS_BIAS: tl.constexpr, PIXELS: tl.constexpr, BLOCK: tl.constexpr
+):
+    """A part of PIXELS pixels of (own + change + bias) * scale. All [pixels, channels], bias [channels]."""
+    pixel = tl.program_id(0) * PIXELS + tl.arange(0, PIXELS)
     channel = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
-    inside = channel < channels
-    place = tl.program_id(0).to(tl.int64) * channels + channel
+    inside = (pixel < pixels)[:, None] & (channel < channels)[None, :]
+    place = pixel.to(tl.int64)[:, None] * channels + channel[None, :]
     result = tl.load(own + place, mask=inside, other=0.0).to(tl.float32)
     result += tl.load(change + place, mask=inside, other=0.0).to(tl.float32)
     if HAS_BIAS:
-        result += tl.load(bias + channel, mask=inside, other=0.0).to(tl.float32)
+        result += tl.load(bias + channel, mask=channel < channels, other=0.0).to(tl.float32)[None, :]
     tl.store(out + place, (result * scale).to(out.dtype.element_ty), mask=inside)
 
 
 @triton.jit(do_not_specialize=["rows", "columns", "left", "top", "out_columns", "out_pixels"])
 def cut_twice_as_large(
-    x, out, rows, columns, channels, left, top, out_columns, out_pixels, large_rows, large_columns, PIXELS: tl.constexpr,
+    x,
+    out,
+    rows,
+    columns,
+    channels,
+    left,
+    top,
+    out_columns,
+    out_pixels,
+    large_rows,
+    large_columns,
+    PIXELS: tl.constexpr,
     BLOCK: tl.constexpr,
-):  # fmt: skip
+):
     """A box of a map that is enlarged by repetition: out, [images, out_pixels, channels] in rows of out_columns, begins
     at left, top of the map of large_rows, large_columns; zero beyond it. x: [images, rows, columns, channels]."""
     image = tl.program_id(2).to(tl.int64)
@@ -402,9 +460,21 @@ def cut_twice_as_large(
 
 
 @triton.jit
-def _page_values(base, page, number, first, d, weight, mask, block_bytes, value_bytes, SIZE: tl.constexpr,
-    VALUE: tl.constexpr, HAS_SCALES: tl.constexpr, ALIGNED: tl.constexpr,
-):  # fmt: skip
+def _page_values(
+    base,
+    page,
+    number,
+    first,
+    d,
+    weight,
+    mask,
+    block_bytes,
+    value_bytes,
+    SIZE: tl.constexpr,
+    VALUE: tl.constexpr,
+    HAS_SCALES: tl.constexpr,
+    ALIGNED: tl.constexpr,
+):
     """Numbers of an entry times `weight`, float32 [rows, SIZE]. base: the entry's block, an integer; page: int64, each
     row's page from there on; first: of each row, where its SIZE numbers begin in the page."""
     start = base + page * block_bytes
@@ -467,8 +537,9 @@ def fill(
     apart. ALIGNED: every SIZE numbers begin at a multiple of 16 bytes. BLOCK: a power of two, >= SIZE.
 
     What was computed is (own + change + bias) * scale. change: [images, fresh_rows, channels]. Its rows are, with BOX,
-    the pixels of the box left, top, right, bottom; else the pixels of tokens, the first of those with places >= 0, int32
-    [tokens]. OWN: 0 for none, 1 if it is of the shape of `change`, 2 of that of `out`. bias: [channels], HAS_BIAS.
+    the pixels of the box left, top, right, bottom; else those of the active tokens, each of which has its index among
+    them in places, int32 [tokens], where other tokens have -1. OWN: 0 for none, 1 if it is of the shape of `change`, 2
+    of that of `out`. bias: [channels], HAS_BIAS.
     """
     pixel = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
     is_pixel = pixel < pixels

@@ -17,7 +17,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from core.page_scheme import PageDtype, PageLayout
-from model_executor.kernels.gpu_operators import power_of_two, warps
+from model_executor.kernels.gpu_operators import power_of_two
 from model_executor.kernels.gpu_tables import upload
 from model_executor.page_cache.pages import Pages, PageTable
 
@@ -153,22 +153,22 @@ class UnetOperators:
         images, tokens, width = x.shape
         x, number = x.contiguous(), len(active) * side * side
         normed, (some, some_normed) = torch.empty_like(x), x.new_empty(2, images, number, width)
-        block = power_of_two(width)
-        self._kernels.norm_and_gather[tokens + number, images](
+        together, block = _rows_of(width)
+        self._kernels.norm_and_gather[-(-(tokens + number) // together), images](
             *(x, norm.weight, norm.bias, active, normed, some, some_normed),
             *(tokens, number, grid_columns, width, norm.eps),
             SIDE=side,
+            ROWS=together,
             BLOCK=block,
-            num_warps=warps(block),
         )
         return normed, some, some_normed
 
     def add_and_norm_(self, norm: nn.LayerNorm, x: Tensor, y: Tensor) -> Tensor:
         """x += y, then layer norm of x. Both are contiguous, [..., width]."""
         normed, y, width = torch.empty_like(x), y.contiguous(), x.shape[-1]
-        block = power_of_two(width)
-        self._kernels.add_and_norm[x.numel() // width,](
-            x, y, norm.weight, norm.bias, normed, width, norm.eps, BLOCK=block, num_warps=warps(block)
+        (together, block), number = _rows_of(width), x.numel() // width
+        self._kernels.add_and_norm[-(-number // together),](
+            x, y, norm.weight, norm.bias, normed, number, width, norm.eps, ROWS=together, BLOCK=block
         )
         return normed
 
@@ -176,7 +176,10 @@ class UnetOperators:
         """The first half of x, [..., 2 * width], times GELU of its second half."""
         x, width = x.contiguous(), x.shape[-1] // 2
         out, block = x.new_empty(*x.shape[:-1], width), min(1024, power_of_two(width))
-        self._kernels.geglu[out.numel() // width, -(-width // block)](x, out, width, BLOCK=block)
+        together, number = TILE // 4 // block, out.numel() // width
+        self._kernels.geglu[-(-number // together), -(-width // block)](
+            x, out, number, width, ROWS=together, BLOCK=block
+        )
         return out
 
     # --------------------------------------------------------------------------------------------------- group norm
@@ -210,7 +213,7 @@ class UnetOperators:
             HAS_TIME=added.time is not None,
             HAS_OUTSIDE=outside is not None,
             TOKENS=TOKENS,
-            MOMENT=self._type_of("float32" if outside is None else outside.pages.layout.dtype, is_moment=True),
+            MOMENT=_type_of("float32" if outside is None else outside.pages.layout.dtype, is_moment=True),
         )
         return Moments(partial, pixels, tiles * tiling.pixels, None if outside is None else pooled, share)
 
@@ -280,9 +283,13 @@ class UnetOperators:
     def add(self, x: Tensor, y: Tensor, bias: Tensor | None, scale: float) -> Tensor:
         """(x + y + bias) * scale. x, y: [..., channels], contiguous."""
         out, channels = torch.empty_like(x), x.shape[-1]
-        block = min(1024, power_of_two(channels))
-        self._kernels.add_biased[x.numel() // channels, -(-channels // block)](
-            x, y, x if bias is None else bias, out, channels, scale, HAS_BIAS=bias is not None, BLOCK=block
+        block, number = min(COLUMNS, power_of_two(channels)), x.numel() // channels
+        together = TILE // block
+        self._kernels.add_biased[-(-number // together), -(-channels // block)](
+            *(x, y, x if bias is None else bias, out, number, channels, scale),
+            HAS_BIAS=bias is not None,
+            PIXELS=together,
+            BLOCK=block,
         )
         return out
 
@@ -324,7 +331,7 @@ class UnetOperators:
             *(change if fresh.bias is None else fresh.bias, out, fresh.scale),
             *(first_page * pages.block_bytes, pages.block_bytes, pages.value_bytes, pages.numbers),
             *(pixels, channels, images, change.shape[1], grid_columns, *box),
-            VALUE=self._type_of(layout.dtype),
+            VALUE=_type_of(layout.dtype),
             HAS_SCALES=has_scales,
             ALIGNED=size * _ITEM_BYTES[layout.dtype] % 16 == 0 and pages.block_bytes % 16 == 0,
             BOX=not isinstance(where, Tensor),
@@ -336,11 +343,6 @@ class UnetOperators:
             BLOCK=block,
         )
         return out
-
-    def _type_of(self, dtype: PageDtype, *, is_moment: bool = False) -> Any:
-        """Triton's type of pages' values, or of their moments."""
-        types = self._kernels.MOMENTS if is_moment else self._kernels.VALUES
-        return types[dtype]
 
 
 _ITEM_BYTES: dict[PageDtype, int] = {"int8": 1, "bfloat16": 2, "float32": 4}
@@ -364,6 +366,19 @@ class Tiling:
         width = power_of_two(size)
         groups = max(1, min(power_of_two(num_groups), COLUMNS // width))
         return cls(size, width, groups, -(-num_groups // groups), max(16, TILE // (groups * width)))
+
+
+def _type_of(dtype: PageDtype, *, is_moment: bool = False) -> Any:
+    """Triton's type of pages' values, or of their moments."""
+    from model_executor.kernels.unet_kernels import MOMENTS, VALUES  # Triton is not everywhere
+
+    return MOMENTS[dtype] if is_moment else VALUES[dtype]
+
+
+def _rows_of(width: int) -> tuple[int, int]:
+    """Rows that a program of a layer norm processes at a time, and the power of two >= their width."""
+    block = power_of_two(width)
+    return max(1, TILE // 2 // block), block
 
 
 def _added(added: Added, x: Tensor) -> tuple[Tensor, Tensor]:
@@ -404,7 +419,9 @@ def try_out(operators: UnetOperators, device: torch.device) -> None:
 def _tokens(operators: UnetOperators, device: torch.device) -> list[tuple[Tensor, Tensor]]:
     """(ours, PyTorch's) of 4 tokens, of which one of 2 * 2 pixels is active."""
     x, norm = torch.linspace(-1.0, 1.0, 128, device=device).view(1, 4, 32), nn.LayerNorm(32, device=device)
-    normed, some, some_normed = operators.norm_and_gather(norm, x, torch.zeros_like(x[0, 0, :1], dtype=torch.int64), 2, 1)
+    normed, some, some_normed = operators.norm_and_gather(
+        norm, x, torch.zeros_like(x[0, 0, :1], dtype=torch.int64), 2, 1
+    )
     change, gates = x.flip(0, 1), x.chunk(2, dim=2)
     added = x.clone()
     places = operators.places(torch.tensor([1, 1], device=device), 3).float()

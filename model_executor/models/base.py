@@ -258,10 +258,15 @@ class Family(ABC):
         """The shape of this model's pages."""
 
     @abstractmethod
-    def prime_inputs(self, clean: Tensor, noise_id: str, sigma: Tensor) -> tuple[Tensor, Tensor]:
+    def content_noise(self, clean: Tensor, noise_id: str) -> Tensor:
+        """The noise that a template is primed with, decided by its content alone; shape, device, dtype of `clean`,
+        [image tokens, latent width]. A GPU waits for its copy. noise_id: content id and cache salt; the first 16 hex
+        digits (of the content id) seed the noise, and all of it is the key it is cached by."""
+
+    @abstractmethod
+    def prime_inputs(self, clean: Tensor, noise: Tensor, sigma: Tensor) -> tuple[Tensor, Tensor]:
         """(latents, condition) of a template at noise level `sigma`: (1 - sigma) * clean + sigma * noise, and the
-        condition of an image with nothing masked. clean: [image tokens, latent width]. noise_id: content id and cache
-        salt; the first 16 hex digits (of the content id) seed the noise, and all of it is the key it is cached by."""
+        condition of an image with nothing masked. clean: [image tokens, latent width]. noise: its `content_noise`."""
 
     @abstractmethod
     def prime(self, rows: Sequence[PrimeRow], blocks: tuple[int, int]) -> list[tuple[Tensor, ...]]:

@@ -145,7 +145,7 @@ class DiT(TransformerFamily, TimestepFamily):
 
     # ---------------------------------------------------------------------------------------------------- denoising
 
-    def prime_inputs(self, clean: Tensor, noise_id: str, sigma: Tensor) -> tuple[Tensor, Tensor]:
+    def prime_inputs(self, clean: Tensor, noise: Tensor, sigma: Tensor) -> tuple[Tensor, Tensor]:
         """Raises InvalidRequestError: there are no edits that would read pages."""
         raise InvalidRequestError("This model makes pictures of a class, and edits none.", param="model")
 

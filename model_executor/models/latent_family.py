@@ -45,8 +45,7 @@ class LatentFamily(TransformerFamily):
 
     # ------------------------------------------------------------------------------------------------------ priming
 
-    def prime_inputs(self, clean: Tensor, noise_id: str, sigma: Tensor) -> tuple[Tensor, Tensor]:
-        noise = self._content_noise(clean, noise_id)
+    def prime_inputs(self, clean: Tensor, noise: Tensor, sigma: Tensor) -> tuple[Tensor, Tensor]:
         sigma = sigma.to(clean.device, clean.dtype)
         return (1.0 - sigma) * clean + sigma * noise, self._unmasked_condition(clean)
 

@@ -264,9 +264,8 @@ class UnetFamily(TimestepFamily):
         """The UNet's layers, without weights."""
         return Layers(self._checkpoint.outline("unet"))
 
-    def prime_inputs(self, clean: Tensor, noise_id: str, sigma: Tensor) -> tuple[Tensor, Tensor]:
+    def prime_inputs(self, clean: Tensor, noise: Tensor, sigma: Tensor) -> tuple[Tensor, Tensor]:
         """Latents are scaled to unit variance, as the denoiser takes them."""
-        noise = self._content_noise(clean, noise_id)
         signal, share = self._sampling.shares(sigma)
         mask = clean.new_zeros(len(clean), TOKEN_SIDE**2)
         condition = torch.cat([mask, clean], dim=1) if self._sees_mask else clean[:, :0]

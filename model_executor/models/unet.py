@@ -1,9 +1,10 @@
 """The forward pass of UNet denoisers, over diffusers' `UNet2DConditionModel`.
 
-Convolutions need whole pictures, so only pictures of one size can share a pass. Rows that compute every token go
-through the diffusers module itself, or where its blocks are fused (see `unet_fused.py`) layer by layer, as do rows with
-active tokens and templates that are primed (see `unet_layers.py` and `unet_blocks.py`). What shares a pass: on a GPU, whole rows of one size, templates of one size, and
-the rows of one masked request, each with the same adapters; on a CPU, only the whole rows of one request.
+Convolutions need whole pictures, so only pictures of one size can share a pass. Rows with active tokens, and templates
+that are primed, go layer by layer (see `unet_layers.py` and `unet_blocks.py`). So do rows that compute every token where
+blocks are fused (`unet_fused.py`); elsewhere they go through the diffusers module itself. What shares a pass: on a GPU,
+whole rows of one size, templates of one size, and the rows of one masked request, each with the same adapters; on a
+CPU, only the whole rows of one request.
 """
 
 from __future__ import annotations
@@ -132,8 +133,9 @@ class Unet:
 
     def _prime(self, rows: Sequence[PrimeRow], start: int, stop: int) -> Sequence[tuple[Tensor, ...]]:
         """rows: of one size, with the same patches, before the same chunk."""
-        module, layers = arranged = self.patches.under(rows[0].patches)
-        walk = self._start(arranged, rows, Templates(rows, layers, self._operators))
+        arranged = self.patches.under(rows[0].patches)
+        layers = arranged.layers
+        walk = self._start(arranged, rows, Templates(rows, layers.page_layout, self._operators))
         if before := [row.hidden for row in rows if row.hidden is not None]:
             walk.unpack([torch.cat(parts) for parts in zip(*before, strict=True)])
         layers.run(walk, start, stop)

@@ -2,8 +2,9 @@
 convolutions and attention, which take fewer launches, and fewer passes over memory.
 
 Maps stay in the memory format channels_last throughout. A convolution's bias, the embedding of time and residuals are
-added by the kernel that reads the result next. Layers may be wrapped ones with adapters, or quantised ones: those run as
-they are, and what is known to be plain is joined: the products of self-attention, and of all blocks' embeddings of time.
+added by the kernel that reads the result next. Layers may be wrapped ones with adapters, or quantised ones: those run
+as they are, and what is known to be plain is joined: the products of self-attention, and of all blocks' embeddings of
+time.
 """
 
 from __future__ import annotations
@@ -72,7 +73,9 @@ class FusedEdit(Edit):
         """Where the moments of a block's second norm are, outside the box."""
         return Outside(self._opened, block.page, self._box, self._grid)
 
-    def fill(self, block: TransformerBlock | FusedResidualBlock | FusedUpSampler, num_pixels: int, fresh: Fresh) -> Tensor:
+    def fill(
+        self, block: TransformerBlock | FusedResidualBlock | FusedUpSampler, num_pixels: int, fresh: Fresh
+    ) -> Tensor:
         """A block's whole output, [n, pixels, channels]: its pages, and what was computed of the active tokens or, for
         a convolutional block, of the box."""
         shape = len(fresh.change), num_pixels, block.channels
@@ -103,7 +106,7 @@ def joined(layers: Sequence[Any]) -> Joined | None:
     plain = [layer for layer in layers if is_plain(layer)]
     if len(plain) < len(layers) or not plain:
         return None
-    weights = [layer.weight for layer in plain]
+    weights = list[Tensor](layer.weight for layer in plain)
     starts = [0, *accumulate(map(len, weights))]
     weight = _adjacent(weights)
     if weight is None:
@@ -111,7 +114,9 @@ def joined(layers: Sequence[Any]) -> Joined | None:
         for layer, (start, stop) in zip(plain, pairwise(starts), strict=True):
             layer.weight = nn.Parameter(weight[start:stop], requires_grad=False)
     has_bias = any(layer.bias is not None for layer in plain)
-    biases = [w.new_zeros(len(w)) if layer.bias is None else layer.bias for layer, w in zip(plain, weights, strict=True)]
+    biases: list[Tensor] = [
+        w.new_zeros(len(w)) if layer.bias is None else layer.bias for layer, w in zip(plain, weights, strict=True)
+    ]
     return Joined(weight, torch.cat(biases) if has_bias else None, starts)
 
 
@@ -121,7 +126,9 @@ def _adjacent(weights: Sequence[Tensor]) -> Tensor | None:
     starts = accumulate((weight.numel() for weight in weights), initial=first.storage_offset())
     storage = first.untyped_storage()
     are_adjacent = all(
-        weight.untyped_storage()._cdata == storage._cdata and weight.storage_offset() == start and weight.is_contiguous()
+        weight.untyped_storage()._cdata == storage._cdata
+        and weight.storage_offset() == start
+        and weight.is_contiguous()
         for weight, start in zip(weights, starts, strict=False)
     )
     return first.as_strided((rows, columns), (columns, 1)) if are_adjacent else None
@@ -147,7 +154,11 @@ def pointwise(layer: Any, x: Tensor, *, is_linear: bool) -> Tensor:
     if is_linear:
         result: Tensor = layer(x)
         return result
-    return F.linear(x, layer.weight.flatten(1), layer.bias) if type(layer) is nn.Conv2d else pixels_last(layer(channels_first(x)))
+    return (
+        F.linear(x, layer.weight.flatten(1), layer.bias)
+        if type(layer) is nn.Conv2d
+        else pixels_last(layer(channels_first(x)))
+    )
 
 
 # --------------------------------------------------------------------------------------------------------------- blocks
@@ -224,6 +235,12 @@ class FusedResidualBlock(ResidualBlock):
         self._padded = Convolution(module.conv1), Convolution(module.conv2)
         self._unpadded = Convolution(self._convolutions[0]), Convolution(self._convolutions[1])
         self._shortcut = None if module.conv_shortcut is None else Convolution(module.conv_shortcut)
+        biases = [
+            layer.bias.float()
+            for layer in (self._padded[1], self._shortcut)
+            if layer is not None and layer.bias is not None
+        ]
+        self._last_bias = sum(biases[1:], biases[0]) if biases else None  # what is added to a pixel of the output
         self._scale = 1.0 / float(module.output_scale_factor)
 
     @property
@@ -231,13 +248,6 @@ class FusedResidualBlock(ResidualBlock):
         """The layer that projects the embedding of time."""
         layer: nn.Module = self._module.time_emb_proj
         return layer
-
-    @cached_property
-    def _last_bias(self) -> Tensor | None:
-        """What is added to a pixel of the output."""
-        layers = [self._padded[1], *([] if self._shortcut is None else [self._shortcut])]
-        biases = [layer.bias.float() for layer in layers if layer.bias is not None]
-        return sum(biases[1:], biases[0]) if biases else None
 
     def __call__(self, walk: Walk) -> None:
         source = walk.source
@@ -259,10 +269,8 @@ class FusedResidualBlock(ResidualBlock):
 
     def _of_box(self, walk: Walk, x: Tensor, edit: FusedEdit) -> Fresh:
         norms, operators = (self._module.norm1, self._module.norm2), self._operators
-        left, top, right, bottom = box = edit.box(self.side)
-        normed, raw = operators.normalised_and_cut(
-            norms[0], x, operators.moments(x, norms[0].num_groups), box, MARGIN
-        )
+        left, top, *_ = box = edit.box(self.side)
+        normed, raw = operators.normalised_and_cut(norms[0], x, operators.moments(x, norms[0].num_groups), box, MARGIN)
         hidden, added = self._unpadded[0](normed), Added(self._padded[0].bias, self._shift(walk))
         rows, columns = hidden.shape[1:3]  # of the box and one pixel around it
         moments = operators.moments(

@@ -23,6 +23,7 @@ from core.model_info import BlockRun
 from core.page_scheme import PageDtype, PageLayout
 from model_executor.kernels.unet_operators import UnetOperators
 from model_executor.models import unet_fused
+from model_executor.models.unet_blocks import Block, Compiled, Layer, ResidualBlock, TransformerBlock, UpSampler, Walk
 from model_executor.models.unet_fused import (
     FusedResidualBlock,
     FusedTransformerBlock,
@@ -32,7 +33,6 @@ from model_executor.models.unet_fused import (
     is_affine,
     joined,
 )
-from model_executor.models.unet_blocks import Block, Compiled, Layer, ResidualBlock, TransformerBlock, UpSampler, Walk
 
 TOKEN_SIDE = 4
 """Latent pixels per token side. Maps with fewer pixels than tokens are computed whole, at negligible cost."""
@@ -79,7 +79,9 @@ class Layers:
     def keys_values(self, text: Tensor) -> Tensor | None:
         """Keys and values of prompts in all fused transformer blocks, side by side, [..., text tokens, width]; None if
         there are none. text: [..., text tokens, width]."""
-        return torch.cat([block.keys_values(text) for block in self._transformers], dim=-1) if self._transformers else None
+        return (
+            torch.cat([block.keys_values(text) for block in self._transformers], dim=-1) if self._transformers else None
+        )
 
     @property
     def uneven_width(self) -> tuple[int, int] | None:

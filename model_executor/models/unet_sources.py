@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from functools import cache, cached_property
 from math import prod
 from typing import get_args
@@ -15,7 +15,7 @@ from model_executor.kernels.operators import Operators
 from model_executor.models.base import PrimeRow, Row
 from model_executor.models.boxes import Window, around, grown, inside, share, times
 from model_executor.models.unet_blocks import Block, pooled
-from model_executor.page_cache.pages import Entry, Pages, Reader
+from model_executor.page_cache.pages import Entry, Reader
 
 GROWTH = 1
 """Tokens by which the box that convolutions compute extends beyond the active tokens' box, on every side."""
@@ -119,10 +119,13 @@ class Templates(Whole):
 
     keeps = True
 
-    def __init__(self, rows: Sequence[PrimeRow], layers: Layers, operators: Operators) -> None:
-        """The dtype of an entry's pages follows from its size. Raises ValueError for a size that matches none."""
+    def __init__(
+        self, rows: Sequence[PrimeRow], layout_of: Callable[[PageDtype], PageLayout], operators: Operators
+    ) -> None:
+        """layout_of: the model's. The dtype of an entry's pages follows from its size. Raises ValueError for a size
+        that matches none."""
         self._num_tokens = len(rows[0].latents)
-        layouts = [layers.page_layout(dtype) for dtype in get_args(PageDtype)]
+        layouts = [layout_of(dtype) for dtype in get_args(PageDtype)]
         of_size = {layout.entry_bytes(self._num_tokens): layout for layout in layouts}
         size = next((row.entry.numel() for row in rows if row.entry.numel() not in of_size), None)
         if size is not None:

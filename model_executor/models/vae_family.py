@@ -251,8 +251,7 @@ class VaeFamily(Family):
 
     # ---------------------------------------------------------------------------------------------------- denoising
 
-    def _content_noise(self, clean: Tensor, noise_id: str) -> Tensor:
-        """The noise that a template is primed with, decided by its content alone; shape, device, dtype of `clean`."""
+    def content_noise(self, clean: Tensor, noise_id: str) -> Tensor:
         return self._noise_of(noise_id, tuple(clean.shape)).to(clean.device, clean.dtype)
 
     def _draw_noise_of(self, noise_id: str, shape: tuple[int, ...]) -> Tensor:

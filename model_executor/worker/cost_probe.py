@@ -35,6 +35,7 @@ from core.scheduling.ops.text_encode import TEXT_ENCODE
 from model_executor.cpu import cpu_description
 from model_executor.kernels.operators import chosen_operators
 from model_executor.models.base import EncodedImage, EncodedText, Family, PrimeRow, Row
+from model_executor.models.boxes import around
 from model_executor.page_cache.pages import Pages
 from model_executor.parallel.group import Group
 from model_executor.worker.device_failures import is_out_of_memory, wait_for_device
@@ -205,8 +206,11 @@ class Batches:
         image, text, info = self._image, self._text, self.info
         levels = torch.linspace(1.0, 0.0, info.default_num_inference_steps, device=image.latents.device)
         table = self.family.modulation(text.pooled_prompt_embeds, info.default_guidance_scale, levels, self.most_rows)
-        of_row = [text.prompt_embeds, text.pooled_prompt_embeds, *([] if table is None else [table])]
+        made_once = (table, self.family.keys_values(text.prompt_embeds))
+        of_row = [text.prompt_embeds, text.pooled_prompt_embeds, *(each for each in made_once if each is not None)]
         of_request = [*num_states * [image.latents, *image.state], image.condition, image.outside, image.sigmas]
+        if self._has_pages and self.family.sees_all_latents:
+            of_request += 2 * [image.latents]  # the template's clean latents and noise
         on_device = [tensor for tensor in of_request + self.most_rows * of_row if tensor.device == image.latents.device]
         return sum(tensor.nbytes for tensor in on_device) + self._own_page_bytes(image, num_states)
 
@@ -292,7 +296,7 @@ class Batches:
     def _row(self, share: float) -> Row:
         """The row of a request with this share of its tokens active, or of an exact one."""
         number = max(1, int(share * self._num_tokens))
-        is_exact = number == self._num_tokens
+        is_exact, active = number == self._num_tokens, torch.arange(number)
         return Row(
             latents=self._image.latents,
             condition=self._image.condition,
@@ -301,7 +305,8 @@ class Batches:
             sigma=self._image.sigmas[0],
             guidance_scale=self.info.default_guidance_scale,
             grid=self._grid,
-            active=None if is_exact else torch.arange(number, device=self._image.latents.device),
+            active=None if is_exact else active.to(self._image.latents.device),
+            box=None if is_exact else around(active, self._grid[1]),
             pages=None if is_exact else self._pages,
         )
 

@@ -321,7 +321,7 @@ def edit_masked_once(family: Family, side: int, text_tokens: int) -> None:
     text = family.encode_text("", text_tokens, template)
     clean, grid, layout = family.encode_template(template), family.grid(side, side), family.page_layout("int8")
     sigma = torch.ones((), device=clean.device)
-    latents, condition = family.prime_inputs(clean, "0" * 64, sigma)
+    latents, condition = family.prime_inputs(clean, family.content_noise(clean, "0" * 64), sigma)
     entry = torch.empty(layout.entry_bytes(len(clean)), dtype=torch.uint8, device=clean.device)
     common: dict[str, Any] = {
         "latents": latents,

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 
@@ -27,7 +27,7 @@ from model_executor.worker.tensor_store import MissingValueError
 
 logger = logging.getLogger("stencil.worker")
 
-TABLES = ("active", "modulation-0", "modulation-1")
+TABLES = ("active", "template", "modulation-0", "modulation-1", "keys-values-0", "keys-values-1")
 OWN_PAGES = ("pages-0", "pages-1")
 """What this rank keeps from the first step of a loop to its last: names in the tensor store. Those with a number are of
 this row of a request."""
@@ -80,12 +80,20 @@ def _step(context: WorkerContext, model: str, item: Item) -> _Step:
     latents, condition = family.denoiser_input(sample), inputs["condition"]
     active, box = (None, None) if work.active is None else _active(context, item, work.active, grid, latents.device)
     if active is not None and (work.full_blocks or family.sees_all_latents):
-        latents, condition = _fill_inactive(context, model, work, sigma, active, latents, condition)
+        template = _template(context, model, item, work, len(latents))
+        primed = family.prime_inputs(*template, sigma)  # as the template's pages are
+        latents, condition = (
+            its.index_copy(0, active, own[active]) for its, own in zip(primed, (latents, condition), strict=True)
+        )
     prompts = _prompts(inputs) if work.class_label is None else _classes(family, work, work.class_label)
     pages = None if work.pages is None else _page_span(context, family, work, work.pages)
     tables = [
         _modulation(context, family, item, work, (number, len(prompts)), pooled, inputs["sigmas"])
         for number, (_, pooled) in enumerate(prompts)
+    ]
+    keys_values = [
+        _once(context, item, f"keys-values-{number}", partial(family.keys_values, embeds, work.patches))
+        for number, (embeds, _) in enumerate(prompts)
     ]
     own: Sequence[OwnPages | None] = [None] * len(prompts)
     if work.own_page_step is not None:
@@ -110,8 +118,9 @@ def _step(context: WorkerContext, model: str, item: Item) -> _Step:
             full_blocks=work.full_blocks,
             patches=work.patches,
             modulation=None if table is None else table[work.step : work.step + 1],
+            keys_values=known,
         )
-        for (embeds, pooled), table, mine in zip(prompts, tables, own, strict=True)
+        for (embeds, pooled), table, known, mine in zip(prompts, tables, keys_values, own, strict=True)
     ]
     return _Step(rows, sample, work.true_cfg_scale, work.keep_clean, last[1] if last else None)
 
@@ -138,13 +147,18 @@ def _modulation(
     pooled: Tensor,
     sigmas: Tensor,
 ) -> Tensor | None:
-    """The family's modulation table of a row, None if it keeps none. row: (index, count) of the request's rows. The
-    table is computed for the whole run at its first step."""
+    """The family's modulation table of a row, None if it keeps none. row: (index, count) of the request's rows."""
     number, num_rows = row
-    key = TensorKey(item.request_id, item.node, TABLES[1 + number])
+    make = partial(family.modulation, pooled, work.guidance_scale, sigmas[:-1], num_rows, work.patches)
+    return _once(context, item, f"modulation-{number}", make)
+
+
+def _once(context: WorkerContext, item: Item, name: str, make: Callable[[], Tensor | None]) -> Tensor | None:
+    """What `make` computes for the whole run at its first step; None if it makes nothing. name: one of TABLES."""
+    key = TensorKey(item.request_id, item.node, name)
     if not (kept := context.store.get_series(key)):
-        table = family.modulation(pooled, work.guidance_scale, sigmas[:-1], num_rows, work.patches)
-        kept = () if table is None else (table,)
+        made = make()
+        kept = () if made is None else (made,)
         context.store.put_series(key, kept)
     return kept[0] if kept else None
 
@@ -171,18 +185,17 @@ def _own_pages(
     return OwnPages(layout, rows * columns, entry, made, step, latents, sigmas[step], modulation)
 
 
-def _fill_inactive(
-    context: WorkerContext, model: str, work: Denoise, sigma: Tensor, active: Tensor, latents: Tensor, condition: Tensor
-) -> tuple[Tensor, Tensor]:
-    """Latents and condition in which inactive tokens are replaced by the template's, as in priming."""
+def _template(context: WorkerContext, model: str, item: Item, work: Denoise, num_tokens: int) -> tuple[Tensor, Tensor]:
+    """Clean latents of a request's template, and its noise. Both are copied to the device at the run's first step only:
+    uploading waits for a GPU."""
     assert work.template is not None
-    clean = context.clean_latents(model, work.template, latents.shape[0])
-    primed, own = (
-        context.models[model].prime_inputs(clean, noise_id(work.content_id, work.cache_salt), sigma),
-        (latents, condition),
-    )
-    filled = [its.index_copy(0, active, mine[active]) for its, mine in zip(primed, own, strict=True)]
-    return filled[0], filled[1]
+    key = TensorKey(item.request_id, item.node, "template")
+    if not (kept := context.store.get_series(key)):
+        clean = context.clean_latents(model, work.template, num_tokens)
+        noise = context.models[model].content_noise(clean, noise_id(work.content_id, work.cache_salt))
+        kept = (clean.clone(), noise)  # what the page store has may move before the next step
+        context.store.put_series(key, kept)
+    return kept[0], kept[1]
 
 
 def _page_span(context: WorkerContext, family: Family, work: Denoise, span: PageSpan) -> Pages:

@@ -30,7 +30,8 @@ def _prime_row(context: WorkerContext, model: str, item: Item, work: Prime) -> P
     grid = family.grid(work.width, work.height)
     sigma = torch.full((), work.sigma, dtype=torch.float32, device=text.prompt_embeds.device)  # without an upload
     clean = context.clean_latents(model, work.latents, grid[0] * grid[1])
-    latents, condition = family.prime_inputs(clean, noise_id(work.content_id, work.cache_salt), sigma)
+    noise = family.content_noise(clean, noise_id(work.content_id, work.cache_salt))
+    latents, condition = family.prime_inputs(clean, noise, sigma)
     is_first = work.blocks[0] == 0
     return PrimeRow(
         latents=latents,

@@ -27,24 +27,24 @@ def variants(every: bool) -> Iterator[Variant]:
     yield kernels.find_places, {"active": "*i64", "places": "*i32"}, {"TOKENS": 256}
     for floats in FLOATS if every else FLOATS[:1]:
         norm = {"weight": floats, "bias": floats, "eps": "fp32"}
-        gathered = {name: floats for name in ("x", "normed", "some", "some_normed")}
-        for side in (1, 2):
-            constants = {"SIDE": side, "BLOCK": 2048}
+        gathered = dict.fromkeys(("x", "normed", "some", "some_normed"), floats)
+        for side in (1, 2) if every else (2,):
+            constants = {"SIDE": side, "ROWS": 1, "BLOCK": 2048}
             yield kernels.norm_and_gather, {**gathered, **norm, "active": "*i64"}, constants
-        yield kernels.add_and_norm, {"x": floats, "y": floats, "normed": floats, **norm}, {"BLOCK": 2048}
-        yield kernels.geglu, {"x": floats, "out": floats}, {"BLOCK": 1024}
-        added = {name: floats for name in ("own", "change", "bias", "out")}
-        yield kernels.add_biased, {**added, "scale": "fp32"}, {"HAS_BIAS": True, "BLOCK": 1024}
+        yield kernels.add_and_norm, {"x": floats, "y": floats, "normed": floats, **norm}, {"ROWS": 2, "BLOCK": 1024}
+        yield kernels.geglu, {"x": floats, "out": floats}, {"ROWS": 1, "BLOCK": 1024}
+        added = dict.fromkeys(("own", "change", "bias", "out"), floats)
+        yield kernels.add_biased, {**added, "scale": "fp32"}, {"HAS_BIAS": True, "PIXELS": 64, "BLOCK": 64}
         yield kernels.cut_twice_as_large, {"x": floats, "out": floats}, {"PIXELS": 64, "BLOCK": 64}
         for page in kernels.VALUES if every else ("int8",):
-            yield from _group_norms(floats, page)
-            yield from _fills(floats, page)
+            variants = [*_group_norms(floats, page), *_fills(floats, page)]
+            yield from variants if every else variants[::3]
 
 
 def _group_norms(floats: str, page: str) -> Iterator[Variant]:
-    maps = {name: floats for name in ("x", "bias", "time", "weight", "shift", "out", "raw")}
+    maps = dict.fromkeys(("x", "bias", "time", "weight", "shift", "out", "raw"), floats)
     types = {**maps, **TABLE, "moments": "*fp32", "outside": "*fp32", "eps": "fp32", "share": "fp32"}
-    for (groups, size, width), has_more in product(((4, 10, 16), (1, 40, 64), (1, 80, 128)), (False, True)):
+    for has_more, (groups, size, width) in product((False, True), ((4, 10, 16), (1, 40, 64), (1, 80, 128))):
         sizes = {"PIXELS": 4096 // (groups * width), "GROUPS": groups, "SIZE": size, "WIDTH": width}
         flags = {"HAS_BIAS": has_more, "HAS_TIME": has_more, "HAS_OUTSIDE": has_more}
         moments = {"TOKENS": 256, "MOMENT": kernels.MOMENTS[page]}
@@ -54,7 +54,7 @@ def _group_norms(floats: str, page: str) -> Iterator[Variant]:
 
 
 def _fills(floats: str, page: str) -> Iterator[Variant]:
-    maps = {name: floats for name in ("own", "change", "bias", "out")}
+    maps = dict.fromkeys(("own", "change", "bias", "out"), floats)
     types = {**maps, **TABLE, "places": "*i32", "scale": "fp32", "block_byte": "i64"}
     for is_box, own in ((False, 1), (True, 2), (True, 1), (True, 0)):
         constants = {

@@ -151,12 +151,12 @@ def test_priming_noise_depends_on_the_content_only(rig: Rig) -> None:
     """On a straight line between clean latents and noise; the noise does not depend on the picture or the level."""
     clean = rig.family.encode_template(templates()[0])
     one, half, other = "3f" * 32, torch.tensor(0.5), "40" * 32
-    noise = rig.family.prime_inputs(torch.zeros_like(clean), one, torch.tensor(1.0))[0]
-    assert torch.equal(rig.family.prime_inputs(clean, one, torch.tensor(0.0))[0], clean)
-    assert torch.equal(rig.family.prime_inputs(clean, one, torch.tensor(1.0))[0], noise)
-    torch.testing.assert_close(rig.family.prime_inputs(clean, one, half)[0], 0.5 * clean + 0.5 * noise)
-    assert not torch.equal(rig.family.prime_inputs(clean, other, torch.tensor(1.0))[0], noise)
-    anothers = rig.family.prime_inputs(torch.zeros_like(clean), one + "5a" * 32, torch.tensor(1.0))[0]
+    noise = rig.family.content_noise(torch.zeros_like(clean), one)
+    assert torch.equal(rig.family.prime_inputs(clean, noise, torch.tensor(0.0))[0], clean)
+    assert torch.equal(rig.family.prime_inputs(clean, noise, torch.tensor(1.0))[0], noise)
+    torch.testing.assert_close(rig.family.prime_inputs(clean, noise, half)[0], 0.5 * clean + 0.5 * noise)
+    assert not torch.equal(rig.family.content_noise(clean, other), noise)
+    anothers = rig.family.content_noise(clean, one + "5a" * 32)
     assert torch.equal(anothers, noise), "whosever it is"
     assert abs(float(noise.mean())) < 0.1
     assert abs(float(noise.std()) - 1.0) < 0.1
@@ -167,7 +167,7 @@ def test_priming_condition_is_that_of_an_image_with_nothing_masked(rig: Rig) -> 
     """As in the pipeline for an empty mask, but with the posterior's mode instead of a sample."""
     template, empty = templates()
     clean = rig.family.encode_template(template)
-    _, condition = rig.family.prime_inputs(clean, "00" * 32, torch.tensor(0.25))
+    _, condition = rig.family.prime_inputs(clean, torch.zeros_like(clean), torch.tensor(0.25))
     sampled = rig.family.encode_image(template, empty, seed=0, num_inference_steps=1, num_denoising_steps=1).condition
     assert torch.equal(condition[:, :64], clean)
     assert torch.equal(condition[:, 64:], sampled[:, 64:])
