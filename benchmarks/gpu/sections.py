@@ -63,10 +63,10 @@ def sections(bench: Bench) -> dict[str, Section]:
         flux().switch.clear()
         entries.cache_clear()
         bench.clear()
-        if bench.free_bytes < needed_bytes(bench, weights, entry):
-            flux.cache_clear()
-            unet.cache_clear()
-            bench.clear()
+        for model in (unet, flux):
+            if bench.free_bytes < needed_bytes(bench, weights, entry):
+                model.cache_clear()
+                bench.clear()
         engine_edits.run(bench, entry)
 
     table = {

@@ -110,7 +110,7 @@ def best_attend(like: Tensor, head_dim: int) -> Attend:
 
 
 def prefers_cudnn(device: torch.device) -> bool:
-    """Whether PyTorch uses cuDNN's attention on this device. gpu-check measures which of the two is faster."""
+    """Whether PyTorch uses cuDNN's attention on this device. gpu-run measures which of the two is faster."""
     version = torch.backends.cudnn.version()
     return _capability(device)[0] in CUDNN_MAJORS and version is not None and version > CUDNN_VERSION
 

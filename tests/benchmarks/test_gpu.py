@@ -63,7 +63,7 @@ report.Report.put = put_and_render
 def check(before: str, folder: Path, *options: str) -> subprocess.CompletedProcess[str]:
     """A run of the program in a process where this was run before."""
     program = f"import sys\n{before}\nfrom benchmarks.gpu.__main__ import main\nsys.exit(main(sys.argv[1:]))"
-    arguments = ["--device", "cpu", "--size", "tiny", "--out", str(folder), *options]
+    arguments = ["--device", "cpu", "--size", "tiny", "--minutes", "9", "--out", str(folder), *options]
     command = [sys.executable, "-c", program, *arguments]
     return subprocess.run(command, check=False, cwd=ROOT, capture_output=True, text=True, timeout=600)
 
@@ -84,9 +84,8 @@ def test_every_section_runs_without_a_gpu(ran: tuple[subprocess.CompletedProcess
     assert sections["flux_steps"]["exact_from_diffusers"] < 1e-5
     assert sections["flux_steps"]["masked_from_exact"] < 0.02
     assert all(batch["diffusers_compiled_ms"] > 0 for batch in sections["flux_steps"]["batches"].values())
-    assert all(
-        step["launches"] > 100 for model in ("flux", "sdxl") for step in sections["kernel_times"][model].values()
-    )
+    launches = [step["launches"] for model in ("flux", "sdxl") for step in sections["kernel_times"][model].values()]
+    assert min(launches) > 100
     alike = sections["correctness"]["checkpoints"]["flux_fill"]["float32"]
     same = {"max_levels": 0, "mean_levels": 0.0, "share_within_1": 1.0}
     assert alike == {"exact": same, "mask-aware": same}, "it is the same CPU"
@@ -670,7 +669,7 @@ def test_flop_and_bounds_are_the_shapes(tmp_path: Path) -> None:
 
 
 def test_the_full_size_has_the_bounds_of_the_bars() -> None:
-    document = render(None)
+    document = render([])
     assert "| 0.1 | 410 | 5.00x |" in document
     assert "| 0.2 | 819 | 3.46x |" in document
     assert (FULL.flux.image_tokens, FULL.flux.steps, FULL.flux.keyframes) == (4096, 28, 5)
@@ -705,6 +704,6 @@ def test_flux_mixes_no_devices(on_meta: Bench) -> None:
 @torch.inference_mode()
 def test_sdxl_mixes_no_devices(on_meta: Bench) -> None:
     sdxl = Sdxl(on_meta)
-    for call in (sdxl.exact(), sdxl.masked(), sdxl.masked_runs(2), sdxl.exact_run(), sdxl.diffusers()):
+    for call in (sdxl.exact(), sdxl.masked(), sdxl.masked_runs(1), sdxl.diffusers()):
         call()
     assert sdxl.bound() > 1
