@@ -5,31 +5,13 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
-from typing import Any, Protocol
+from typing import Any
 
 from benchmarks.gpu.report import Figures
-from core.config import ModelConfig
+from model_executor.models.denoiser import Denoiser
+from model_executor.models.unet import Unet
 
 Call = Callable[[], object]
-
-
-class Stats(Protocol):
-    """Counts since the model was made. capture_seconds: of all captures; pool_bytes: memory that graphs hold now."""
-
-    captures: int
-    replays: int
-    failed: int
-    capture_seconds: float
-    pool_bytes: int
-
-
-class Graphs(Protocol):
-    """The part of a denoiser's graphs that is used here."""
-
-    enabled: bool
-    stats: Stats
-
-    def clear(self) -> None: ...
 
 
 @dataclass
@@ -41,28 +23,24 @@ class GraphChoice:
 
 def model_options(choice: GraphChoice) -> dict[str, Any]:
     """The fields of a ModelConfig that say so."""
-    if "cuda_graphs" not in ModelConfig.__struct_fields__:
-        return {}
     return {"cuda_graphs": "auto" if choice.are_on else "off"}
 
 
 class GraphSwitch:
     """Turns the graphs of a denoiser or UNet on and off."""
 
-    def __init__(self, model: object, choice: GraphChoice) -> None:
-        self._graphs: Graphs | None = getattr(model, "graphs", None)
-        self._choice = choice
+    def __init__(self, model: Denoiser | Unet, choice: GraphChoice) -> None:
+        self._graphs, self._choice, self._can_capture = model.graphs, choice, model.graphs.enabled
         self.set(True)
 
     @property
     def works(self) -> bool:
         """Whether steps can be captured: the model has graphs, and the run may use them."""
-        return self._graphs is not None and self._choice.are_on
+        return self._can_capture and self._choice.are_on
 
     def set(self, is_on: bool) -> None:
         """Have steps captured and replayed, if they can be, or computed eagerly."""
-        if self._graphs is not None:
-            self._graphs.enabled = is_on and self._choice.are_on
+        self._graphs.enabled = is_on and self._choice.are_on
 
     def eager(self, call: Call) -> Call:
         """A call whose steps are computed eagerly."""
@@ -78,18 +56,17 @@ class GraphSwitch:
 
     def clear(self) -> None:
         """Drop all graphs, as of a model that was just loaded."""
-        if self._graphs is not None:
-            self._graphs.clear()
+        self._graphs.clear()
 
     def figures(self) -> Figures:
         """What captures have cost since the model was made; empty without any."""
-        if self._graphs is None or not self._graphs.stats.captures:
-            return {}
         stats = self._graphs.stats
+        if not stats.captures:
+            return {}
         return {
             "captures": stats.captures,
             "replays": stats.replays,
             "failed": stats.failed,
             "capture_ms": 1e3 * stats.capture_seconds / stats.captures,
-            "pool_gb": stats.pool_bytes / 1e9,
+            "pool_gb": self._graphs.taken_bytes / 1e9,
         }

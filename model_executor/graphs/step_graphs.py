@@ -75,17 +75,24 @@ class _Captured:
 
 
 class StepGraphs:
-    """The graphs of one denoiser, by shape of the step. enabled: whether steps are captured and replayed; may be
-    set."""
+    """The graphs of one denoiser, by shape of the step."""
 
     def __init__(self, capture: Capture | None) -> None:
         """capture: None where there are no graphs, as on a CPU."""
-        self._capture = capture
-        self.enabled = capture is not None
+        self._capture, self._is_wanted = capture, True
         self.stats = GraphStats()
         self._graphs: OrderedDict[Hashable, _Captured] = OrderedDict()
         self._seen: OrderedDict[Hashable, None] = OrderedDict()
         self._refused: OrderedDict[Hashable, None] = OrderedDict()
+
+    @property
+    def enabled(self) -> bool:
+        """Whether steps are captured and replayed."""
+        return self._is_wanted and self._capture is not None
+
+    @enabled.setter
+    def enabled(self, is_wanted: bool) -> None:
+        self._is_wanted = is_wanted
 
     @property
     def taken_bytes(self) -> int:

@@ -33,7 +33,8 @@ from torch import Tensor, nn
 from core.errors import ConfigError
 from model_executor.kernels import invariant_kernels as kernels
 from model_executor.kernels.gpu_attention import attend_each
-from model_executor.kernels.gpu_operators import CLOSE, TritonOperators, power_of_two, warps
+from model_executor.kernels.gpu_operators import CLOSE, TritonOperators
+from model_executor.kernels.gpu_sizes import power_of_two, warps
 from model_executor.kernels.gpu_tables import longest, offsets
 from model_executor.kernels.linear import is_plain, plain_linear
 from model_executor.kernels.ragged import Span

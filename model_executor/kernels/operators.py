@@ -58,8 +58,8 @@ class Operators:
         return twin
 
     def reads_page_tables(self, head_dim: int, *, has_norm: bool) -> bool:
-        """Whether attention with heads of this size finds pages by `Pages.table`, which a CUDA graph needs. has_norm: of
-        queries and keys, followed by rotary embedding."""
+        """Whether attention with heads of this size finds pages by `Pages.table`, which a CUDA graph needs. has_norm:
+        of queries and keys, followed by rotary embedding."""
         return False
 
     @property

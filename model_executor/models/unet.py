@@ -1,10 +1,10 @@
 """The forward pass of UNet denoisers, over diffusers' `UNet2DConditionModel`.
 
 Convolutions need whole pictures, so only pictures of one size can share a pass. Rows with active tokens, and templates
-that are primed, go layer by layer (see `unet_layers.py` and `unet_blocks.py`). So do rows that compute every token where
-blocks are fused (`unet_fused.py`); elsewhere they go through the diffusers module itself. What shares a pass: on a GPU,
-whole rows of one size, templates of one size, and the rows of one masked request, each with the same adapters; on a
-CPU, only the whole rows of one request.
+that are primed, go layer by layer (see `unet_layers.py` and `unet_blocks.py`). So do rows that compute every token
+where blocks are fused (`unet_fused.py`); elsewhere they go through the diffusers module itself. What shares a pass: on
+a GPU, whole rows of one size, templates of one size, and the rows of one masked request, each with the same adapters;
+on a CPU, only the whole rows of one request.
 """
 
 from __future__ import annotations
