@@ -177,7 +177,7 @@ def _reader(models: ResidentModels, make: Callable[[str], nn.Module]) -> Read:
     return read
 
 
-def _denoiser(family: Any) -> object:
+def _denoiser(family: Any) -> Any:
     """What computes the steps of a family that is loaded."""
     return family._part(family.denoiser_part)
 
