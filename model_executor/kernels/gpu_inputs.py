@@ -101,13 +101,15 @@ class TritonTogether(Together):
         """Launch the kernel `attention_inputs`."""
         first, second = parts[0], parts[-1]
         _, _, heads, width = self._shape
-        table = self.page_table(sources)
-        nothing = first.qkv
+        nothing, addresses, weights = first.qkv, layout.requests, first.qkv
+        if not layout.is_exact:
+            table = self.page_table(sources)
+            addresses, weights = table.addresses, table.weights
         self._kernels.attention_inputs[len(layout.tiles), heads](
             *(layout.tiles, layout.requests, layout.places, first.qkv, second.qkv),
             *(nothing if part.weight is None else part.weight for part in (first, second)),
             nothing if first.weight is None else torch.view_as_real(rotary),
-            *(table.addresses, table.weights, self._joint, queries, page),
+            *(addresses, weights, self._joint, queries, page),
             *(first.qkv.stride(0), second.qkv.stride(0), heads, first.eps),
             COLUMNS=len(Request._fields),
             WIDTH=width,

@@ -153,7 +153,7 @@ def interpolated(
         content = tl.load(source, mask=is_read[:, None] & (d < WIDTH), other=0.0)
         if PAGE == "int8":
             entry_scales = (address + scales).to(tl.pointer_type(tl.float32))
-            weight *= tl.load(tl.multiple_of(entry_scales, 16) + row, mask=is_read, other=0.0)
+            weight *= tl.load(entry_scales + row, mask=is_read, other=0.0)
         value += weight[:, None] * content.to(tl.float32)
     return value
 

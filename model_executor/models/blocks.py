@@ -318,22 +318,29 @@ class DoubleBlock(Block):
             self._text.project(text, where.text, packing.joint_text),
             self._image.project(image, where.image, packing.joint_image),
         )
-        added = [Addition(packing.joint_image, self._out(image, where.image), gate)]
+        image = self._out(image, where.image)
         if beside is not None:
-            stream.residual.add(*added)
-            added = [Addition(packing.joint_image, beside, mlp[5])]
+            stream.residual.add(Addition(packing.joint_image, image, gate))
+            image, gate = beside, mlp[5]
         norms = [Norm(packing.joint_image, mlp[1], mlp[0])]
-        if not self._is_last:
-            text = self._text_out(text, where.text)
-            added.insert(0, Addition(packing.joint_text, text, text_parts[2], is_clipped=True))
+        if self._is_last:
+            self._add(stream, image, gate)
+        else:
+            self._add(stream, image, gate, self._text_out(text, where.text), text_parts[2])
             norms.insert(0, Norm(packing.joint_text, text_parts[4], text_parts[3]))
-        stream.residual.add(*added)
         *texts, image = stream.residual.normed(self._norm_eps, *norms)
+        of_text = [self._text_down(self._text_up(text, where.text, gelu=True), where.text) for text in texts]
         image = self._down(self._up(image, where.image, gelu=True), where.image)
-        added = [Addition(packing.joint_image, image, mlp[2])]
-        for text in texts:
-            text = self._text_down(self._text_up(text, where.text, gelu=True), where.text)
-            added.insert(0, Addition(packing.joint_text, text, text_parts[5], is_clipped=True))
+        self._add(stream, image, mlp[2], *of_text, *text_parts[5:])
+
+    @staticmethod
+    def _add(
+        stream: Stream, image: Tensor, gate: Tensor, text: Tensor | None = None, text_gate: Tensor | None = None
+    ) -> None:
+        """Add a layer's output for the image tokens, and that for the text tokens where there is one."""
+        added = [Addition(stream.packing.joint_image, image, gate)]
+        if text is not None and text_gate is not None:
+            added.insert(0, Addition(stream.packing.joint_text, text, text_gate, is_clipped=True))
         stream.residual.add(*added)
 
     def finish(self, stream: Stream, number: int) -> None:

@@ -56,7 +56,13 @@ def _residual_variants(floats: str, blocks: Sequence[int]) -> Iterator[Variant]:
 
 def _input_variants(floats: str, page: str, sizes: Mapping[str, int]) -> Iterator[Variant]:
     types = {"tiles": INTEGERS, "requests": LONGS, "places": INTEGERS, "first": floats, "second": floats, "eps": NUMBER}
-    types |= {"rotary": "*fp32", "addresses": LONGS, "shares": "*fp32", "joint": floats, "queries": floats}
+    types |= {
+        "rotary": "*fp32",
+        "addresses": LONGS,
+        "shares": "*fp32" if page else floats,
+        "joint": floats,
+        "queries": floats,
+    }
     for has_norm, has_second in product((False, True), (False, True)):
         if has_norm and sizes["WIDTH"] != sizes["BLOCK"]:
             continue

@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import replace
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
 from functools import cache
 from itertools import product
+from threading import Lock
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
-from test_denoisers import CASES, forward, make_row, prime, prime_row
+from test_denoisers import CASES, SETS, forward, make_row, prime, prime_row, put_adapters
+from thread_groups import ThreadGroups
 from torch import Tensor
 
 from core.page_scheme import PageDtype
@@ -37,6 +40,10 @@ ACTIVE = torch.tensor([1, 2, 5])
 
 @cache
 def model(name: str) -> Model:
+    return make_model(name)
+
+
+def make_model(name: str) -> Model:
     from model_executor.kernels import triton_kernels
 
     case = CASES[name]
@@ -73,6 +80,49 @@ def test_requests_of_every_kind_in_one_batch(name: str) -> None:
     ours, theirs = model(name)
     rows = [edit(theirs, 1), exact(theirs, 3), edit(theirs, 4, ACTIVE[1:], full_blocks=range(1))]
     assert_close(forward(ours, rows), forward(theirs, rows))
+
+
+def test_requests_with_patches() -> None:
+    """Beside one without."""
+    ours, theirs = make_model("flux-dev")
+    put_adapters(theirs)  # of the groups of layers, which both have
+    rows = [edit(theirs, 1, patches=SETS[1]), exact(theirs, 3), edit(theirs, 4, patches=SETS[2])]
+    alone = forward(theirs, [replace(rows[0], patches=())])[0]
+    outputs = forward(theirs, rows)
+    assert not torch.allclose(outputs[0], alone, atol=1e-2)
+    assert_close(forward(ours, rows), outputs)
+
+
+@dataclass(frozen=True)
+class InTurn:
+    """A kernel whose launches take turns: the interpreter runs in one thread at a time."""
+
+    kernel: Any
+    lock: Lock
+
+    def __getitem__(self, grid: Any) -> Callable[..., None]:
+        def launch(*args: Any, **constants: Any) -> None:
+            with self.lock:
+                self.kernel[grid](*args, **constants)
+
+        return launch
+
+
+@torch.inference_mode()
+def test_ranks_that_compute_together() -> None:
+    """Each attends for one of the heads, without the kernel that prepares those of all."""
+    from model_executor.kernels import triton_kernels
+
+    lock, launched = Lock(), vars(triton_kernels).items()
+    kernels: Any = SimpleNamespace(
+        **{name: InTurn(each, lock) for name, each in launched if hasattr(each, "arg_names")}
+    )
+    _, theirs = model("flux-dev")
+    ours = theirs.computing_with(TritonOperators(kernels))
+    rows = [edit(theirs, 1), exact(theirs, 3)]
+    expected = theirs.forward(rows)
+    for outputs in ThreadGroups(2).run(lambda group: ours.forward(rows, group), range(2)):
+        assert_close(outputs, expected)
 
 
 @pytest.mark.parametrize("dtypes", [["bfloat16"], ["float32", "int8"]])
