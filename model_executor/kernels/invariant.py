@@ -32,12 +32,15 @@ from torch import Tensor, nn
 
 from core.errors import ConfigError
 from model_executor.kernels import invariant_kernels as kernels
-from model_executor.kernels.gpu_attention import attend_each
+from model_executor.kernels.attention import Attention, Sizes
+from model_executor.kernels.gpu_attention import Together, attend_each
 from model_executor.kernels.gpu_operators import CLOSE, TritonOperators
+from model_executor.kernels.gpu_residual import TritonResidual
 from model_executor.kernels.gpu_sizes import power_of_two, warps
 from model_executor.kernels.gpu_tables import longest, offsets
 from model_executor.kernels.linear import is_plain, plain_linear
 from model_executor.kernels.ragged import Span
+from model_executor.kernels.residual import Addition, Residual
 from model_executor.page_cache.pages import Entry, Pages, Reader
 
 ALIGNED = 16
@@ -79,6 +82,17 @@ class InvariantOperators(TritonOperators):
     def digest(self) -> str:
         return f"{super().digest} batch-invariant"
 
+    def attention(
+        self, sizes: Sizes, heads: int, head_dim: int, like: Tensor, beside: Attention | None = None
+    ) -> Attention:
+        """As `Operators.attention`, with one kernel for norms and rotations, whatever else a batch needs: two kernels
+        that sum the same numbers may do so in another order."""
+        return Together(sizes, heads, head_dim, like, attend)
+
+    def residual(self, hidden: Tensor) -> Residual:
+        """As `Operators.residual`; additions are never made by the kernel of a norm, for the same reason."""
+        return SeparateResidual(hidden, self._kernels)
+
     def rms_norm(self, norm: nn.Module, x: Tensor) -> Tensor:
         return rms_norm(norm, x)
 
@@ -95,6 +109,14 @@ class InvariantOperators(TritonOperators):
         super()._quantise(x, *made)
         values.copy_(made[0])
         scales.copy_(made[1])
+
+
+class SeparateResidual(TritonResidual):
+    """Launches every addition by itself."""
+
+    def add(self, *additions: Addition) -> None:
+        super().add(*additions)
+        self._add_waiting()
 
 
 def try_out(device: torch.device) -> None:

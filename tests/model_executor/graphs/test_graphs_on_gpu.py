@@ -43,19 +43,19 @@ def device() -> torch.device:
 
 def make_flux() -> FluxTransformer:
     torch.manual_seed(0)
-    module = FluxTransformer2DModel(
-        in_channels=2 * WIDTH,
-        out_channels=WIDTH,
-        num_layers=2,
-        num_single_layers=3,
-        attention_head_dim=64,
-        num_attention_heads=4,
-        joint_attention_dim=32,
-        pooled_projection_dim=32,
-        guidance_embeds=True,
-        axes_dims_rope=(16, 24, 24),
-    )
     with torch.inference_mode(False):
+        module = FluxTransformer2DModel(
+            in_channels=2 * WIDTH,
+            out_channels=WIDTH,
+            num_layers=2,
+            num_single_layers=3,
+            attention_head_dim=64,
+            num_attention_heads=4,
+            joint_attention_dim=32,
+            pooled_projection_dim=32,
+            guidance_embeds=True,
+            axes_dims_rope=(16, 24, 24),
+        )
         module = module.to(device(), torch.bfloat16).eval().requires_grad_(False)
     return FluxTransformer(module, 1000, best_operators(device()))
 

@@ -135,11 +135,13 @@ def test_two_entries_of_a_step_arrive_in_turns_ahead_of_the_kernels_that_read_th
     arena, done = Arena.create(7, 4 * nbytes), Queue[PageCopied]()
     store, space = PageStore(device(), arena, None, done.put), ArenaAllocator(arena)
     contents = {key: torch.randint(0, 256, [nbytes], dtype=torch.uint8) for key in ("other", "near", "far")}
+    hosts = {key: space.alloc(nbytes) for key in contents}
     for key, content in contents.items():
-        host = space.alloc(nbytes)
-        torch.from_numpy(arena.view(host)).copy_(content)
+        torch.from_numpy(arena.view(hosts[key])).copy_(content)
+    loads = {}
+    for key, host in hosts.items():
         store.start(PageCopy(key, nbytes, block, "host", "device", host))
-    loads = {key: store._loads[key][0] for key in contents}
+        loads[key] = store._loads[key][0]
     store.put_last("near", {0})
     store.put_last("far", {0})
     read: dict[str, list[torch.Tensor]] = {"near": [], "far": []}
