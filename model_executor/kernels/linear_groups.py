@@ -141,8 +141,7 @@ class ProductGroup(LinearGroup[AddedProducts]):
         super().__init__(layers)
         plain = [layer for layer in layers if is_plain(layer)]
         self._linear, self._layers, self._kernels = linear, layers, kernels
-        is_on_cpu = linear is plain_linear or linear is fused_linear
-        if not is_on_cpu and len(plain) == len(layers) > 1:
+        if linear not in (plain_linear, fused_linear) and len(plain) == len(layers) > 1:
             self._layers = [_joined(plain)]
 
     def addition(self, lows: Sequence[LowRank | None]) -> AddedProducts:

@@ -4,7 +4,8 @@ Convolutions need whole pictures, so only pictures of one size can share a pass.
 that are primed, go layer by layer (see `unet_layers.py` and `unet_blocks.py`). So do rows that compute every token
 where blocks are fused (`unet_fused.py`); elsewhere they go through the diffusers module itself. What shares a pass: on
 a GPU, whole rows of one size, templates of one size, and the rows of one masked request, each with the same adapters;
-on a CPU, only the whole rows of one request.
+on a CPU, only the whole rows of one request; on a GPU with `--batch-invariant` no rows, since ranks may share out the
+rows of a request.
 """
 
 from __future__ import annotations
@@ -71,7 +72,7 @@ class Unet:
             convolution.to(memory_format=torch.channels_last)
         self.module = module
         self._operators = operators or best_operators(module.device)
-        # Whether all rows of one size share a pass, and whether no two rows ever do.
+        # Whether all rows of one size share a pass; with `--batch-invariant` no two rows do.
         self._is_shared = module.device.type != "cpu" and not self._operators.is_invariant
         self._fused = self._operators.of_unets(module.device)
         if module.device.type == "cpu" and self._fused is None:
