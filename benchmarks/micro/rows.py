@@ -53,16 +53,18 @@ def modulated(denoiser: Denoiser, row: Row) -> Row:
 
 
 def unet_row(unet: Unet, side: int, text_tokens: int, draw: Draw) -> Row:
-    """An exact row of a square picture with this many tokens a side, of 32 pixels each."""
+    """An exact row of a square picture with this many tokens a side, of 32 pixels each, with what a run computes once."""
     config: Any = unet.module.config
     pooled = 0
     if config.addition_embed_type:
         pooled = config.projection_class_embeddings_input_dim - 6 * config.addition_time_embed_dim
     latents = draw(side * side, 16 * config.in_channels)
+    prompt_embeds = draw(text_tokens, config.cross_attention_dim)
     return Row(
         latents=latents,
         condition=draw(side * side, 0),
-        prompt_embeds=draw(text_tokens, config.cross_attention_dim),
+        prompt_embeds=prompt_embeds,
+        keys_values=unet.keys_values(prompt_embeds, ()),
         pooled_prompt_embeds=draw(pooled),
         sigma=torch.tensor(0.5, device=latents.device),
         guidance_scale=5.0,

@@ -368,7 +368,7 @@ def test_a_box_of_the_whole_picture_would_be_right(unet: Unet, monkeypatch: pyte
     template = make_row(unet, 0)
     edit = make_edit(unet, template, torch.tensor([0, 41]))
     (whole,) = unet.forward([edit])
-    monkeypatch.setattr("model_executor.models.unet.WORTH", 1.0)
+    monkeypatch.setattr("model_executor.models.unet_sources.WORTH", 1.0)
     assert_close(unet.forward([edit])[0], whole)
 
 

@@ -238,7 +238,6 @@ def test_a_guided_step_launches_few_kernels(sdxl: tuple[UnetCounter, Unet], is_m
     """About 1,240 of a masked step, 1,165 of an exact one. As diffusers has the layers they were 3,393 and 1,857."""
     (counter, unet), side = sdxl, 32
     row = row_of_benchmarks(unet, side, TEXT_TOKENS, lambda *size: torch.empty(size, dtype=torch.bfloat16, device=META))
-    row = replace(row, keys_values=unet.keys_values(row.prompt_embeds, ()))
     if is_masked:
         entry = torch.empty(unet.page_layout("int8").entry_bytes(side * side), dtype=torch.uint8, device=META)
         left, top, right, bottom = box = middle_box(0.2, side)
