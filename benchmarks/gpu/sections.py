@@ -7,13 +7,21 @@ import traceback
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import cache, partial
-from importlib import import_module
-from importlib.util import find_spec
 from typing import NamedTuple
 
 import torch
 
-from benchmarks.gpu import correctness, engine_edits, flux_sections, fp8, kernel_times, machine, overhead, sdxl
+from benchmarks.gpu import (
+    correctness,
+    engine_edits,
+    flux_sections,
+    fp8,
+    invariance,
+    kernel_times,
+    machine,
+    overhead,
+    sdxl,
+)
 from benchmarks.gpu.bench import Bench
 from benchmarks.gpu.engine_edits import needed_bytes
 from benchmarks.gpu.flux import FluxBench
@@ -27,8 +35,6 @@ GoOn = Callable[[Sequence[str]], None]
 
 CPU_PATIENCE = 10
 """Times a section's time limit: on a CPU it is as slow as other processes make it."""
-
-INVARIANCE = "benchmarks.gpu.invariance"
 
 
 class Section(NamedTuple):
@@ -79,7 +85,7 @@ def sections(bench: Bench) -> dict[str, Section]:
         "flux_host_pages": Section(lambda: flux_sections.host_pages(bench, flux(), entries()), 60, has_graphs=True),
         "kernel_times": Section(lambda: kernel_times.run(bench, flux(), (entries()[0], entries()[1]), unet()), 60),
         "overhead": Section(lambda: overhead.run(bench), 30, has_graphs=True),
-        **_invariance(bench, flux),
+        "invariance": Section(lambda: invariance.run(bench, flux()), 45),
         "fp8": Section(lambda: fp8.run(bench), 20),
         "served": Section(lambda: correctness.served(bench), 70, has_graphs=True),
         "correctness": Section(lambda: correctness.edits(bench), 150, has_graphs=True),
@@ -87,13 +93,6 @@ def sections(bench: Bench) -> dict[str, Section]:
     }
     patience = 1 if bench.device.type == "cuda" else CPU_PATIENCE
     return {name: section._replace(seconds=patience * section.seconds) for name, section in table.items()}
-
-
-def _invariance(bench: Bench, flux: Callable[[], FluxBench]) -> dict[str, Section]:
-    """What it costs that an edit's bits do not depend on its batch; none where the engine has no such option."""
-    if find_spec(INVARIANCE) is None:
-        return {}
-    return {"invariance": Section(lambda: import_module(INVARIANCE).run(bench, flux()), 45)}
 
 
 def run_sections(bench: Bench, only: Sequence[str], go_on: GoOn) -> None:
