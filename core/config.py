@@ -19,6 +19,9 @@ from core.validation import check_choice, check_decimal, check_integer, check_ma
 Quantization = Literal["none", "torchao-int8", "bitsandbytes-8bit", "bitsandbytes-4bit"]
 """How a transformer's weights are quantised while they are loaded: package and format."""
 
+CudaGraphs = Literal["auto", "off"]
+"""Whether a GPU's steps are captured as CUDA graphs. auto: steps that take longer to launch than to run."""
+
 KernelChoice = Literal["auto", "torch", "compile"]
 """Kernels of denoisers and VAEs. auto: the fastest for the device; torch: PyTorch's operators only; compile: as auto,
 with a UNet's layers compiled by `torch.compile`, which takes minutes at the first start."""
@@ -54,6 +57,9 @@ class ModelConfig(msgspec.Struct, frozen=True, kw_only=True):
     quantization: Quantization = "none"  # of the denoiser's linear layers; products are computed in dtype
     device: str = "auto"  # auto, cpu, cuda or cuda:N
     kernels: KernelChoice = "auto"
+    cuda_graphs: CudaGraphs = "auto"
+    # On a GPU, a picture's bits depend neither on what shares its steps nor on the number of ranks that compute them.
+    batch_invariant: bool = False
     threads: int = 0  # CPU threads per worker, 0..1024; 0 = its share of all cores but one
     # Mask-aware execution.
     mask_aware: bool = True  # whether edits may skip untouched tokens
@@ -71,6 +77,11 @@ class ModelConfig(msgspec.Struct, frozen=True, kw_only=True):
         keyframes = "auto, per-step or a number from 2 to 64"
         check_matches("cache_keyframes", self.cache_keyframes, r"auto|per-step|0?[2-9]|[1-5][0-9]|6[0-4]", keyframes)
         check_integer("threads", self.threads, 0, 1024)
+        if self.batch_invariant and self.kernels != "auto":
+            raise ConfigError(
+                f"--batch-invariant cannot hold with --kernels {self.kernels}, whose products sum in another order for "
+                "other numbers of rows; give --kernels auto, or leave --batch-invariant out"
+            )
         names = [self.name, *(adapter.name for adapter in self.adapters)]
         if twice := next((name for name in names if names.count(name) > 1), None):
             raise ConfigError(f"--lora {twice}: adapters need names of their own, other than the model's")

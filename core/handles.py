@@ -79,6 +79,7 @@ class TensorRef(msgspec.Struct, frozen=True, omit_defaults=True):
     is_deferred: bool = False  # another rank sends it, perhaps while the reader already runs
     # Set by the worker: of a series, (PyTorch's dtype, shape, whether it is in host memory) of each tensor.
     parts: tuple[tuple[str, tuple[int, ...], bool], ...] = ()
+    stays_on_host: bool = False  # set by a worker on a GPU: a tensor in host memory, and so on every rank
 
     @property
     def input(self) -> str:

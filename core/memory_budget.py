@@ -27,12 +27,13 @@ class DeviceMemory(msgspec.Struct, frozen=True, kw_only=True):
     taken: int  # by this worker: weights and libraries
     peak: int  # additionally needed by its largest batch
     kept: int  # needed by requests between their steps, for the most that may run
+    graphs: int = 0  # needed by CUDA graphs of steps, for the most that are kept
     free: int  # not taken by any program
 
     @property
     def needed(self) -> int:
         """Bytes needed beside the model and pages."""
-        return self.peak + self.kept
+        return self.peak + self.kept + self.graphs
 
 
 def check_fits(models: Mapping[str, Iterable[ModelKey]], sizes: Iterable[LoadedComponent], budget: int) -> None:
@@ -67,8 +68,8 @@ def page_bytes(memory: DeviceMemory, utilization: float, least: int) -> int:
 
 def _why(memory: DeviceMemory, utilization: float, least: int, is_others: bool) -> str:
     own = (
-        f"the model takes {_gib(memory.taken)}, its largest batch {_gib(memory.peak)} and what requests keep between "
-        f"their steps {_gib(memory.kept)}"
+        f"the model takes {_gib(memory.taken)}, its largest batch {_gib(memory.peak)}, graphs of steps "
+        f"{_gib(memory.graphs)} and what requests keep between their steps {_gib(memory.kept)}"
     )
     if is_others:
         return (
@@ -86,7 +87,8 @@ def describe(memory: DeviceMemory, pages: int) -> str:
     """One line for the log."""
     return (
         f"device memory: {_gib(memory.total)}, of which the model takes {_gib(memory.taken)}, its largest batch "
-        f"{_gib(memory.peak)}, what requests keep between their steps {_gib(memory.kept)}, pages {_gib(pages)}"
+        f"{_gib(memory.peak)}, graphs of steps {_gib(memory.graphs)}, what requests keep between their steps "
+        f"{_gib(memory.kept)}, pages {_gib(pages)}"
     )
 
 

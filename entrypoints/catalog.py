@@ -27,6 +27,8 @@ SETTINGS = (
     "dtype",
     "quantization",
     "kernels",
+    "cuda_graphs",
+    "batch_invariant",
     "mask_aware",
     "cache_keyframes",
     "cache_dtype",

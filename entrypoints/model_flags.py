@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 from typing import get_args
 
-from core.config import KernelChoice, ModelConfig, Quantization, SchedulerConfig
+from core.config import CudaGraphs, KernelChoice, ModelConfig, Quantization, SchedulerConfig
 from entrypoints.flag_types import byte_count, device, named_adapter, whole_number
 from entrypoints.model_paths import named_model
 
@@ -91,6 +91,19 @@ def _add_computing_flags(group: argparse._ArgumentGroup) -> None:
         choices=get_args(KernelChoice),
         help="operators of denoisers; auto: the fastest for the device; torch: PyTorch's only, slower, but need no "
         "compiler; compile: auto, and on a GPU a UNet's layers are compiled, which takes minutes at the first start",
+    )
+    group.add_argument(
+        "--cuda-graphs",
+        default=default.cuda_graphs,
+        choices=get_args(CudaGraphs),
+        help="auto: on a GPU, a denoising step that takes longer to launch than to run is captured when its shape "
+        "comes for the second time, and replayed; off: none is, which saves up to 2 GB of the GPU's memory",
+    )
+    group.add_argument(
+        "--batch-invariant",
+        action="store_true",
+        help="on a GPU, compute a picture with the same bits whatever shares its steps and however many workers "
+        "compute them, which takes longer; on a CPU it changes nothing: in float32 this holds there anyway",
     )
     group.add_argument(
         "--model-bytes",

@@ -141,6 +141,8 @@ def _models(args: argparse.Namespace) -> tuple[ModelConfig, ...]:
         dtype=args.dtype,
         quantization=args.quantization,
         kernels=args.kernels,
+        cuda_graphs=args.cuda_graphs,
+        batch_invariant=args.batch_invariant,
         device=args.device,
         threads=args.threads,
         mask_aware=args.mask_aware,

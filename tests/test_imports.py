@@ -112,7 +112,9 @@ LAWS = {
     EXECUTOR: Law((*MESSAGES, "core.ipc"), SMALL),
     "model_executor": Law((*SHARED, *MODEL), TORCH),
     "model_executor.kernels.gpu_operators": Law((*CORE, *MODEL), frozenset({"torch", "triton"})),
+    "model_executor.kernels.invariant_kernels": Law((), frozenset({"triton"})),
     "model_executor.kernels.triton_kernels": Law((), frozenset({"triton"})),
+    "model_executor.kernels.unet_kernels": Law((), frozenset({"triton"})),
     "engine.images": Law((*SHARED, "engine.images"), ENGINE),
     "engine.observability": Law((*SHARED, "engine.observability"), ENGINE),
     "engine.observability.otlp_tracing": Law(("engine.observability",), frozenset({"opentelemetry"})),
@@ -127,6 +129,7 @@ LAWS = {
 LAZY = {
     ("engine.observability.tracing", "engine.observability.otlp_tracing"),
     ("model_executor.kernels.operators", "model_executor.kernels.gpu_operators"),
+    ("model_executor.kernels.gpu_operators", "model_executor.kernels.invariant"),
 }
 """Factories that import an implementation of their own interface, inside a function, when it is asked for."""
 

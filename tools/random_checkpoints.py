@@ -114,7 +114,7 @@ def _make_flux(
             vae=_vae(native_size).to(dtype),
             text_encoder=clip_encoder(tokenizer, clip_tokens, width).to(dtype),
             tokenizer=tokenizer,
-            text_encoder_2=_t5(tokenizer_2, width).to(dtype),
+            text_encoder_2=t5_encoder(tokenizer_2, width).to(dtype),
             tokenizer_2=tokenizer_2,
             transformer=flux_transformer(width, guidance_embeds, in_channels).to(dtype),
         )
@@ -149,7 +149,7 @@ def make_sd3(
             tokenizer=tokenizer,
             text_encoder_2=clips[1],
             tokenizer_2=tokenizer,
-            text_encoder_3=_t5(tokenizer_3, width) if has_t5 else None,
+            text_encoder_3=t5_encoder(tokenizer_3, width) if has_t5 else None,
             tokenizer_3=tokenizer_3 if has_t5 else None,
             transformer=sd3_transformer(width, 2 * clip_width, qk_norm, dual_attention_layers, native_size // 8),
         )
@@ -289,7 +289,7 @@ def clip_encoder(tokenizer: CLIPTokenizer, length: int, width: int, model: Any =
     return model(config)
 
 
-def _t5(tokenizer: T5TokenizerFast, width: int) -> T5EncoderModel:
+def t5_encoder(tokenizer: T5TokenizerFast, width: int) -> T5EncoderModel:
     config = T5Config(
         vocab_size=len(tokenizer),
         d_model=width,

@@ -1,9 +1,9 @@
-"""`make gpu-check`: checks a GPU machine within --minutes; needs nothing from the internet.
+"""`make gpu-run`: checks and measures a GPU machine within --minutes; needs nothing from the internet.
 
-The most important sections run first. The file of results is rewritten after every figure, so that an interrupted run
-keeps them; a run of some sections (--only) adds to it. `--device cpu --size tiny` runs everything on any machine in
-seconds, for figures that mean nothing. Results and document go to --out: by default docs/ from a GPU at full size, else
-a folder that git ignores.
+The most important sections run first. Each card has a file of results, which is rewritten after every figure, so that
+an interrupted run keeps them; a run of some sections (--only) adds to it. `--device cpu --size tiny` runs everything on
+any machine in seconds, for figures that mean nothing. Results and document go to --out: by default docs/ from a GPU at
+full size, else a folder that git ignores.
 """
 
 from __future__ import annotations
@@ -11,8 +11,10 @@ from __future__ import annotations
 import argparse
 import os
 import platform
+import shutil
 import sys
 from collections.abc import Sequence
+from datetime import date
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 
@@ -22,7 +24,8 @@ import transformers.utils.logging
 
 from benchmarks.gpu.bars import bars
 from benchmarks.gpu.bench import Bench
-from benchmarks.gpu.document import DOCUMENT, RESULTS, write_document
+from benchmarks.gpu.document import DOCUMENT, results_file, write_document
+from benchmarks.gpu.graphs import GraphChoice
 from benchmarks.gpu.report import BROKEN, Figures, Report, read
 from benchmarks.gpu.sections import run_sections
 from benchmarks.gpu.sizes import SIZES
@@ -38,32 +41,38 @@ def main(argv: Sequence[str] | None = None) -> int:
     """The exit status: 1 if a section failed; a missed bar is a result."""
     args = _parse(argv)
     out = args.out or _folder(args)
-    out.mkdir(parents=True, exist_ok=True)
-    if not args.write_only:
-        _run(args, out)
-    results = read(out / RESULTS)
-    sections = {} if results is None else results["sections"]
-    if not args.write_only:
-        for bar in bars(sections):
-            print(bar.line, flush=True)
-    write_document(out)
-    print(f"written: {out / DOCUMENT}, from {out / RESULTS}")
-    return 0 if args.write_only or BROKEN not in sections else 1
-
-
-def _run(args: argparse.Namespace, out: Path) -> None:
+    if args.write_only:
+        write_document(out)
+        return 0
     device = torch.device(args.device)
     if device.index is not None:
         torch.cuda.set_device(device)
+    about = _about(device, args.size)
+    file = results_file(out, about["device"])
+    file.parent.mkdir(parents=True, exist_ok=True)
+    kept = results_file(ROOT / "docs", about["device"])
+    if args.only and kept.exists() and not file.exists():
+        shutil.copy(kept, file)
+    _run(args, device, Report(file, about, goes_on=bool(args.only)), out)
+    results = read(file)
+    sections = {} if results is None else results["sections"]
+    for bar in bars(sections):
+        print(bar.line, flush=True)
+    write_document(out)
+    print(f"written: {out / DOCUMENT}, from {file}")
+    return int(BROKEN in sections)
+
+
+def _run(args: argparse.Namespace, device: torch.device, report: Report, out: Path) -> None:
     dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
-    report = Report(out / RESULTS, _about(device, args.size), goes_on=bool(args.only))
     _quieten(device)
-    bench = Bench(device, dtype, SIZES[args.size], report, args.minutes)
+    bench = Bench(device, dtype, SIZES[args.size], report, args.minutes, GraphChoice(not args.no_graphs))
 
     def go_on(rest: Sequence[str]) -> None:
         """Replace this process, which may hang or have broken the device."""
         minutes = max(0.0, bench.seconds_left / 60)
         options = ["--device", args.device, "--size", args.size, "--minutes", f"{minutes}", "--out", str(out)]
+        options += [] if bench.graphs.are_on else ["--no-graphs"]
         command = [sys.executable, "-m", "benchmarks.gpu", *options, "--only", *(rest or [LAST])]
         sys.stdout.flush()
         sys.stderr.flush()
@@ -74,8 +83,9 @@ def _run(args: argparse.Namespace, out: Path) -> None:
 
 
 def _about(device: torch.device, size: str) -> Figures:
-    """The machine and the size that figures are of."""
+    """The machine, the size and the day that figures are of."""
     return {
+        "day": date.today().isoformat(),
         "device": torch.cuda.get_device_name(device) if device.type == "cuda" else platform.machine(),
         "device_type": device.type,
         "memory_gb": torch.cuda.get_device_properties(device).total_memory / 1e9 if device.type == "cuda" else 0.0,
@@ -102,7 +112,7 @@ def _quieten(device: torch.device) -> None:
 
 def _folder(args: argparse.Namespace) -> Path:
     is_real = args.size == "full" and (args.write_only or torch.device(args.device).type == "cuda")
-    return ROOT / "docs" if is_real else ROOT / "bench-results" / "gpu-check"
+    return ROOT / "docs" if is_real else ROOT / "bench-results" / "gpu-run"
 
 
 def _parse(argv: Sequence[str] | None) -> argparse.Namespace:
@@ -113,11 +123,12 @@ def _parse(argv: Sequence[str] | None) -> argparse.Namespace:
     )
     parser.add_argument("--device", default="cuda", help="cuda, cuda:N or cpu")
     parser.add_argument("--size", default="full", choices=SIZES, help="tiny: only shows that everything runs")
-    parser.add_argument("--minutes", type=float, default=10.0, help="time limit")
+    parser.add_argument("--minutes", type=float, default=7.5, help="time limit, without the time to import libraries")
     parser.add_argument(
         "--only", nargs="+", default=[], metavar="SECTION", help="run these; others keep what the file has"
     )
     parser.add_argument("--out", type=Path, metavar="DIR", help="folder of results and document")
+    parser.add_argument("--no-graphs", action="store_true", help="without CUDA graphs")
     parser.add_argument("--write-only", action="store_true", help="only write the document, from the results there are")
     args = parser.parse_args(argv)
     if not args.write_only and torch.device(args.device).type == "cuda" and not torch.cuda.is_available():

@@ -5,13 +5,15 @@ from __future__ import annotations
 import gc
 import statistics
 import time
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
 from functools import partial
+from itertools import cycle
 from typing import Any
 
 import torch
 
+from benchmarks.gpu.graphs import GraphChoice
 from benchmarks.gpu.report import Report
 from benchmarks.gpu.sizes import Size
 from benchmarks.turns import medians
@@ -30,6 +32,7 @@ class Bench:
     size: Size
     report: Report
     minutes: float
+    graphs: GraphChoice = field(default_factory=GraphChoice)
 
     @property
     def seconds_left(self) -> float:
@@ -52,6 +55,11 @@ class Bench:
         number = min(self.size.rounds, rounds or self.size.rounds)
         return medians({name: partial(self.seconds, call) for name, call in calls.items()}, number)
 
+    @property
+    def free_bytes(self) -> int:
+        """Of the device's memory; on a CPU more than anything needs."""
+        return torch.cuda.mem_get_info(self.device)[0] if self.device.type == "cuda" else 2**62
+
     def launch_ms(self, call: Call) -> float:
         """Milliseconds until a call returns, with the device's work still queued; median."""
         return 1e3 * statistics.median(self._launch_seconds(call) for _ in range(self.size.rounds))
@@ -61,18 +69,6 @@ class Bench:
         started = time.perf_counter()
         call()
         return time.perf_counter() - started
-
-    def graph_ms(self, call: Call) -> float | None:
-        """Milliseconds of a call as a CUDA graph, whose kernels the host launches at once: what the device alone takes,
-        however slowly the host launches. None on a CPU."""
-        if self.device.type != "cuda":
-            return None
-        graph = torch.cuda.CUDAGraph()
-        with torch.cuda.stream(torch.cuda.Stream()):
-            self.seconds(call)  # what is chosen and compiled at first use cannot be captured
-        with torch.cuda.graph(graph):
-            call()
-        return 1e3 * self.median(graph.replay)
 
     def wait(self) -> None:
         """Until the device is idle."""
@@ -107,3 +103,13 @@ class Bench:
         gc.collect()
         if self.device.type == "cuda":
             torch.cuda.empty_cache()
+
+
+def rotating(calls: Sequence[Call]) -> Call:
+    """Makes the next of these calls each time, and begins again after the last."""
+    turn = cycle(calls)
+
+    def call() -> object:
+        return next(turn)()
+
+    return call

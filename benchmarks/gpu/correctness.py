@@ -11,15 +11,17 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import closing, contextmanager
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import torch
 
 from benchmarks.compare.checkpoints import MAKERS
 from benchmarks.gpu.bench import Bench
+from benchmarks.gpu.graphs import GraphChoice, model_options
 from benchmarks.gpu.local_engine import LocalEngine, Pixels
 from benchmarks.gpu.report import Figures
 from benchmarks.load.server import ROOT
@@ -33,8 +35,10 @@ CACHE_BYTES = 2**30
 
 SERVED_SIDE = 256  # px
 
-TEST_FILES = ("tests/model_executor/kernels/test_triton_kernels.py", "tests/model_executor/kernels/test_on_gpu.py")
-TEST_SECONDS = 180.0
+KERNEL_TESTS = "tests/model_executor/kernels/test_triton_kernels.py"
+GPU_MARK = "pytest.mark.gpu"
+"""In the files of tests that need a GPU."""
+TEST_SECONDS = 85.0
 TEST_LINES = 15  # kept of the end of the tests' output
 
 
@@ -63,16 +67,18 @@ def _compare(checkpoint: Path, bench: Bench, scale: int) -> Figures:
     figures: Figures = {}
     for dtype in ("float32", "bfloat16"):
         expected = _edit(checkpoint, "cpu", dtype, scale)
-        painted = _edit(checkpoint, str(bench.device), dtype, scale)
+        painted = _edit(checkpoint, str(bench.device), dtype, scale, bench.graphs)
         figures[dtype] = {way: difference(pictures, expected[way]) for way, pictures in painted.items()}
     return figures
 
 
-def _edit(checkpoint: Path, device: str, dtype: str, scale: int) -> dict[str, list[Pixels]]:
+def _edit(
+    checkpoint: Path, device: str, dtype: str, scale: int, graphs: GraphChoice | None = None
+) -> dict[str, list[Pixels]]:
     """Exact and mask-aware edits of pictures of two sizes, which share steps; on a device pages lie in its memory."""
     templates = [soft_picture(scale * side, seed) for seed, side in enumerate(SIDES)]
     cache = CacheConfig(device_bytes=CACHE_BYTES if device != "cpu" else 0, host_bytes=CACHE_BYTES)
-    with closing(LocalEngine(checkpoint, device, dtype, cache, kernels=_kernels(device))) as engine:
+    with closing(LocalEngine(checkpoint, device, dtype, cache, kernels=_kernels(device), graphs=graphs)) as engine:
         return {
             way: engine.edit(
                 templates,
@@ -123,21 +129,21 @@ def served(bench: Bench) -> None:
     with tempfile.TemporaryDirectory() as folder:
         name = bench.size.checkpoints[0]
         checkpoint = _checkpoint(name, Path(folder))
-        painted, figures = _serve(checkpoint, str(bench.device))
+        painted, figures = _serve(checkpoint, str(bench.device), model_options(bench.graphs))
         bench.report.put("served", **figures)
-        expected = painted if bench.device.type == "cpu" else _serve(checkpoint, "cpu")[0]
+        expected = painted if bench.device.type == "cpu" else _serve(checkpoint, "cpu", {})[0]
     bench.report.put("served", **difference(painted, expected))
 
 
-def _serve(checkpoint: Path, device: str) -> tuple[list[Pixels], Figures]:
-    """Edits the picture twice; the second edit finds its pages."""
+def _serve(checkpoint: Path, device: str, options: Mapping[str, Any]) -> tuple[list[Pixels], Figures]:
+    """Edits the picture twice; the second edit finds its pages. options: of the ModelConfig."""
     # Needs packages that no other section does.
     from entrypoints.image_engine import Edit, ImageEngine
 
     mask = np.zeros((SERVED_SIDE, SERVED_SIDE), np.uint8)
     mask[80:160, 80:160] = 255
     started = time.monotonic()
-    model = ModelConfig(model=str(checkpoint), device=device, dtype="float32", kernels=_kernels(device))
+    model = ModelConfig(model=str(checkpoint), device=device, dtype="float32", kernels=_kernels(device), **options)
     with ImageEngine(models=[model]) as engine:
         ready_s = time.monotonic() - started
         edit = Edit(prompt="a red striped shirt", image=soft_picture(SERVED_SIDE, 0), mask_image=mask)
@@ -155,14 +161,21 @@ def _serve(checkpoint: Path, device: str) -> tuple[list[Pixels], Figures]:
 
 
 def kernel_tests(bench: Bench) -> None:
-    """The project's tests of kernels, attention and copies; without a GPU they are only collected. Warnings are not
+    """The project's tests of kernels and of what needs a GPU; without a GPU they are only collected. Warnings are not
     errors here: another PyTorch may have others. Raises subprocess.TimeoutExpired where they hang."""
     has_gpu = bench.device.type == "cuda"
-    options = ["-q", "-m", "not slow", "-W", "default", "-p", "no:cacheprovider"]
-    command = [sys.executable, "-m", "pytest", *options, *TEST_FILES, *([] if has_gpu else ["--collect-only"])]
+    chosen = ["-m", "not slow", "-k", f"{Path(KERNEL_TESTS).stem} or gpu"]  # by file or mark: others need no GPU
+    options = ["-q", *chosen, "-W", "default", "-p", "no:cacheprovider"]
+    command = [sys.executable, "-m", "pytest", *options, *files_of_tests(), *([] if has_gpu else ["--collect-only"])]
     environment = os.environ | ({"TRITON_INTERPRET": "0"} if has_gpu else {})
     done = subprocess.run(
         command, check=False, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=TEST_SECONDS
     )
     said = (done.stdout + done.stderr).rstrip().splitlines()[-TEST_LINES:]
     bench.report.put("kernel_tests", passed=done.returncode == 0, has_run=has_gpu, said="\n".join(said))
+
+
+def files_of_tests() -> list[str]:
+    """Those of the kernels, and all that have tests for a GPU."""
+    found = (path for path in sorted((ROOT / "tests").rglob("test_*.py")) if GPU_MARK in path.read_text())
+    return [KERNEL_TESTS, *(str(path.relative_to(ROOT)) for path in found)]

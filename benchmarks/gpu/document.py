@@ -1,38 +1,69 @@
-"""docs/gpu.md: prose and tables' columns from page.md, figures from the file of results or computed from shapes."""
+"""docs/gpu.md: prose from page.md; for each card, tables from card.md and its file of results."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import re
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from benchmarks.evidence.markdown import fill
-from benchmarks.gpu.bars import bars
-from benchmarks.gpu.report import Figures, read
+from benchmarks.evidence.markdown import fill, table_row
+from benchmarks.gpu.bars import Bar, bars
+from benchmarks.gpu.report import BROKEN, SKIPPED, WITHOUT_GRAPHS, Figures, read
 from benchmarks.gpu.sizes import FULL
 from core.page_scheme import PageLayout
 
-PAGE = Path(__file__).with_name("page.md")
-RESULTS, DOCUMENT = "gpu_results.json", "gpu.md"
+PAGE, CARD = (Path(__file__).with_name(name) for name in ("page.md", "card.md"))
+RESULTS, DOCUMENT = "gpu_results", "gpu.md"
 
 FLUX_BLOCKS, FLUX_HEADS, FLUX_HEAD_DIM = 57, 24, 128
 """Of FLUX.1-dev: 19 double and 38 single blocks."""
 LINK_BYTES_PER_SECOND = 50e9  # of PCI Express 5 with 16 lanes, about
 
+SECTIONS = {
+    "machine": "bandwidths, products, launches",
+    "kernel_tests": "tests that need a GPU",
+    "flux_steps": "steps of FLUX",
+    "sdxl": "steps and edits of SDXL",
+    "flux_cold": "first and later edits of FLUX",
+    "engine_edits": "edits of FLUX through an engine",
+    "flux_host_pages": "pages from host memory",
+    "kernel_times": "launches, time by kernel",
+    "overhead": "what comes before a step's first kernel",
+    "invariance": "edits whose bits do not depend on their batch",
+    "fp8": "products in 8-bit floats",
+    "served": "an edit by a server's processes",
+    "correctness": "edits against a CPU's",
+    "attention": "ways of attention",
+}
+"""Section -> what it measures, in the order in which they run."""
+
+
+def results_file(folder: Path, device: str) -> Path:
+    """Where a card's results are. device: its name."""
+    return folder / RESULTS / f"{re.sub('[^a-z0-9]+', '-', device.lower()).strip('-')}.json"
+
 
 def write_document(folder: Path) -> None:
     """From the folder's results, if there are any."""
-    (folder / DOCUMENT).write_text(render(read(folder / RESULTS)))
+    (folder / DOCUMENT).write_text(render(all_results(folder)))
 
 
-def render(results: Figures | None) -> str:
-    """Markdown. results: None before the first run."""
+def all_results(folder: Path) -> list[Figures]:
+    """Of all cards, by name."""
+    found = (read(path) for path in sorted((folder / RESULTS).glob("*.json")))
+    return [results for results in found if results is not None]
+
+
+def render(cards: Sequence[Figures]) -> str:
+    """Markdown. cards: results of each."""
     values = _expected()
-    if results is None or results["about"]["device_type"] != "cuda":
+    if not any(card["about"]["device_type"] == "cuda" for card in cards):
         values["cpu_only"] = ""
-    if results is not None:
-        values |= _measured(results["about"], results["sections"])
-    return fill(PAGE.read_text(), values)
+    if cards:
+        values |= {"bars": _bars(cards), "coverage": _coverage(cards)}
+    page = fill(PAGE.read_text(), values)
+    return "\n".join([page, *(fill(CARD.read_text(), _measured(card["about"], card["sections"])) for card in cards)])
 
 
 def _expected() -> Figures:
@@ -54,7 +85,39 @@ def _expected() -> Figures:
     }
 
 
-# ---------------------------------------------------------------------------------------------------- what was measured
+# ----------------------------------------------------------------------------------------------------------- all cards
+
+
+def _bars(cards: Sequence[Figures]) -> str:
+    """A table with a line for each bar and a column for each card."""
+    columns = [bars(card["sections"]) for card in cards]
+    rows = [(each[0].name, each[0].target, *map(_result, each)) for each in zip(*columns, strict=True)]
+    return _table(["", "target", *(card["about"]["device"] for card in cards)], rows)
+
+
+def _result(bar: Bar) -> str:
+    return bar.verdict if bar.measured is None else f"{bar.measured:.3g}: {bar.verdict}"
+
+
+def _coverage(cards: Sequence[Figures]) -> str:
+    """A table with a line for each section: on which cards it has run."""
+    rows = [(f"`{name}`", what, *(_state(name, card["sections"]) for card in cards)) for name, what in SECTIONS.items()]
+    return _table(["section", "what", *(card["about"]["device"] for card in cards)], rows)
+
+
+def _state(section: str, sections: Mapping[str, Any]) -> str:
+    if section in sections.get(BROKEN, {}):
+        return "failed"
+    if section in sections.get(SKIPPED, {}):
+        return "in part" if section in sections else "no"
+    return "yes" if section in sections else "no"
+
+
+def _table(head: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
+    return "\n".join(map(table_row, [head, ["---"] * len(head), *rows]))
+
+
+# ------------------------------------------------------------------------------------------------------------ one card
 
 
 def _measured(about: Figures, sections: Mapping[str, Any]) -> Figures:
@@ -63,10 +126,6 @@ def _measured(about: Figures, sections: Mapping[str, Any]) -> Figures:
     values: Figures = {**sections, "about": about | {"versions": versions, "cuda": about["cuda"] or "none"}}
     if about["device_type"] != "cuda" or about["size"] != FULL.name:
         values["trial"] = about
-    values["bars"] = [
-        {"name": bar.name, "measured": bar.measured, "target": bar.target, "verdict": bar.verdict}
-        for bar in bars(sections)
-    ]
     for name, rows in _ROWS.items():
         if name in sections:
             values |= rows(sections[name])
@@ -74,15 +133,24 @@ def _measured(about: Figures, sections: Mapping[str, Any]) -> Figures:
 
 
 def _steps(figures: Figures) -> Figures:
-    return {"steps": [_batch(batch, one) for batch, one in figures["batches"].items()]}
+    rows = [_batch(batch, one) for batch, one in figures["batches"].items()]
+    return {"steps": rows} | _graphs(figures)
+
+
+def _graphs(figures: Figures) -> Figures:
+    """The captures of a section's CUDA graphs, where there are any."""
+    graphs = figures.get("graphs") or {}
+    return {"flux_graphs": graphs} if graphs else {}
 
 
 def _batch(batch: str, figures: Figures) -> Figures:
     compiled, mixed = figures.get("diffusers_compiled_ms"), figures.get("mixed")
+    graphs = {ratio: step | {"ms": step["graph_ms"]} for ratio, step in figures["ratios"].items() if "graph_ms" in step}
     return figures | {
         "batch": batch,
         "mixed": "" if mixed is None else _step(mixed, compiled),
         "by_ratio": {ratio: _step(step, compiled) for ratio, step in figures["ratios"].items()},
+        "as_graph": {ratio: _step(step, compiled) for ratio, step in graphs.items()},
     }
 
 
@@ -98,14 +166,23 @@ def _cold(figures: Figures) -> Figures:
     return {"flux_cold": figures | {"cold_share": share}}
 
 
-def _host_pages(figures: Figures) -> Figures:
-    ratios = figures.get("ratios", {})
-    return {
-        "host_pages": [
-            one | {"ratio": ratio, "slower": one["host_step_ms"] / one["device_step_ms"]}
-            for ratio, one in ratios.items()
-        ]
-    }
+def _engine(figures: Figures) -> Figures:
+    if "exact_s" not in figures:
+        return {}
+    exact = figures["exact_s"]
+    faster = {f"{name}_x": exact / figures[f"{name}_s"] for name in ("warm", "warm_graph") if f"{name}_s" in figures}
+    return {"engine_edits": figures | faster | {"cold_share": figures["cold_s"] / exact}}
+
+
+def _kernel_times(figures: Figures) -> Figures:
+    steps = [
+        step | {"model": model.upper(), "step": name}
+        for model in ("flux", "sdxl")
+        for name, step in figures.get(model, {}).items()
+    ]
+    masked = [step for step in steps if step["step"] == "masked"]
+    kernels = [kernel | {"model": step["model"]} for step in masked for kernel in step["kernels"]]
+    return {"step_launches": steps, "kernels": kernels}
 
 
 def _checkpoints(figures: Figures) -> Figures:
@@ -133,20 +210,35 @@ def _attention(figures: Figures) -> Figures:
     }
 
 
+def _fp8(figures: Figures) -> Figures:
+    return {"fp8_products": figures["products"]}
+
+
 def _unfinished(reasons: Mapping[str, str]) -> Figures:
     return {"unfinished": "\n".join(f"- `{name}`: {why}" for name, why in reasons.items())}
 
 
 def _failures(traces: Mapping[str, str]) -> Figures:
-    return {"failures": "\n\n".join(f"`{name}`:\n\n```\n{trace.rstrip()}\n```" for name, trace in traces.items())}
+    return {"failures": _traces(traces)}
+
+
+def _graph_failures(traces: Mapping[str, str]) -> Figures:
+    return {"graph_failures": _traces(traces)}
+
+
+def _traces(traces: Mapping[str, str]) -> str:
+    return "\n\n".join(f"`{name}`:\n\n```\n{trace.rstrip()}\n```" for name, trace in traces.items())
 
 
 _ROWS = {
     "flux_steps": _steps,
     "flux_cold": _cold,
-    "flux_host_pages": _host_pages,
+    "engine_edits": _engine,
+    "kernel_times": _kernel_times,
     "correctness": _checkpoints,
     "attention": _attention,
-    "skipped": _unfinished,
-    "broken": _failures,
+    "fp8": _fp8,
+    SKIPPED: _unfinished,
+    BROKEN: _failures,
+    WITHOUT_GRAPHS: _graph_failures,
 }

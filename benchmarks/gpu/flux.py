@@ -13,6 +13,7 @@ from torch import Tensor
 
 from benchmarks.gpu.bench import Bench, Call
 from benchmarks.gpu.boxes import box_tokens
+from benchmarks.gpu.graphs import GraphSwitch
 from benchmarks.gpu.sizes import FluxSize
 from benchmarks.micro.rows import (
     PAGES,
@@ -43,6 +44,7 @@ class FluxBench:
         self.module = bench.make(lambda: FluxTransformer2DModel(**self.size.transformer))
         self._operators = best_operators(bench.device)
         self.denoiser = FluxTransformer(self.module, 1000, self._operators)
+        self.switch = GraphSwitch(self.denoiser, bench.graphs)
         self.layout = self.denoiser.page_layout(PAGES)
         self.entry_bytes = self.layout.entry_bytes(self.size.image_tokens)
         self.row = transformer_row(self.denoiser, self.size.side, self.size.text_tokens, bench.draw, GUIDANCE)
@@ -110,18 +112,18 @@ class FluxBench:
         """A row at another noise level."""
         return modulated(self.denoiser, replace(row, sigma=torch.tensor(sigma, device=self._bench.device)))
 
-    def box(self, ratio: float) -> Tensor:
-        """Token indices of an upright box with this share of the picture."""
-        return box_tokens(self.num_active(ratio), self.size.side, self._bench.device)
+    def box(self, ratio: float, place: int = 0) -> Tensor:
+        """Token indices of an upright box with this share of the picture, at one of many places."""
+        return box_tokens(self.num_active(ratio), self.size.side, self._bench.device, place)
 
     def entry(self) -> Tensor:
         """Room for the pages of one keyframe."""
         return torch.empty(self.entry_bytes, dtype=torch.uint8, device=self._bench.device)
 
-    def keyframes(self) -> list[float]:
+    def keyframes(self) -> tuple[float, ...]:
         """Noise levels, falling from 1 to 0."""
         last = self.size.keyframes - 1
-        return [1 - number / last for number in range(last + 1)]
+        return tuple(1 - number / last for number in range(last + 1))
 
     def sigmas(self) -> list[float]:
         """Noise levels of a run's steps."""

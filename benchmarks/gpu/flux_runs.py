@@ -1,4 +1,7 @@
-"""Whole runs of FLUX's transformer: all steps of an edit, with pages on the device or copied from host memory."""
+"""Whole runs of FLUX's transformer: all steps of an edit, with pages on the device or copied from host memory.
+
+The keyframes of each step are chosen as in an engine. Rows are made step by step, as the worker makes them.
+"""
 
 from __future__ import annotations
 
@@ -6,7 +9,6 @@ import time
 from collections.abc import Sequence
 from dataclasses import replace
 from functools import partial
-from itertools import pairwise
 
 import torch
 from torch import Tensor
@@ -14,40 +16,22 @@ from torch import Tensor
 from benchmarks.gpu.bench import Bench, Call
 from benchmarks.gpu.flux import FluxBench
 from benchmarks.gpu.overlap import Span
+from core.cache.page_reservations import bracket
 from core.handles import PAGE_ARENA, ArrayRef, EntryRef
 from core.ipc.shared_array import Arena
 from core.messages.worker import PageCopied, PageCopy
-from model_executor.models.base import Row
 from model_executor.page_cache.page_store import PageStore
 from model_executor.page_cache.pages import Pages
 
 ALIGNMENT = 4096
-
-
-def between(sigma: float, keyframes: Sequence[float]) -> tuple[int, float]:
-    """(i, weight) with `sigma` = (1 - weight) * keyframe[i] + weight * keyframe[i + 1]; they fall from 1 to 0."""
-    for number, (near, far) in enumerate(pairwise(keyframes)):
-        if sigma >= far:
-            return number, (near - sigma) / (near - far)
-    raise ValueError(f"noise level {sigma} lies below all keyframes")
+LOADED_AHEAD = 3
+"""Keyframes that are on the device or on their way: the two around a step and the next one."""
 
 
 def exact_run(flux: FluxBench) -> Call:
     """All steps of an edit that computes every token."""
-    return _run(flux, [flux.at(sigma, flux.row) for sigma in flux.sigmas()])
+    rows = [flux.at(sigma, flux.row) for sigma in flux.sigmas()]
 
-
-def resident_run(flux: FluxBench, ratio: float, entries: Sequence[Tensor]) -> Call:
-    """All steps of an edit whose pages are on the device. entries: of every keyframe, noise falling."""
-    rows = list[Row]()
-    for sigma in flux.sigmas():
-        interval, weight = between(sigma, flux.keyframes())
-        pages = Pages(flux.layout, flux.size.image_tokens, entries[interval], entries[interval + 1], weight)
-        rows.append(flux.at(sigma, replace(flux.row, active=flux.box(ratio), pages=pages)))
-    return _run(flux, rows)
-
-
-def _run(flux: FluxBench, rows: Sequence[Row]) -> Call:
     def run() -> None:
         for row in rows:
             flux.denoiser.forward([row])
@@ -55,19 +39,35 @@ def _run(flux: FluxBench, rows: Sequence[Row]) -> Call:
     return run
 
 
+def resident_run(flux: FluxBench, active: Tensor, entries: Sequence[Tensor]) -> Call:
+    """All steps of an edit whose pages are on the device. active: its tokens. entries: of every keyframe, noise
+    falling."""
+    keyframes = flux.keyframes()
+    steps = [(bracket(keyframes, sigma), flux.at(sigma, flux.row)) for sigma in flux.sigmas()]
+
+    def run() -> None:
+        for around, row in steps:
+            near, *far = (entries[keyframes.index(keyframe)] for keyframe in around.keyframes)
+            pages = Pages(flux.layout, flux.size.image_tokens, near, far[0] if far else None, around.weight)
+            flux.denoiser.forward([replace(row, active=active, pages=pages)])
+
+    return run
+
+
 class HostedRun:
-    """All steps of an edit whose pages are in host memory: as in an engine, the two keyframes around a step are on the
-    device while the next one is copied. copies, compute: times on the host, without a GPU's queued work.
+    """Steps of edits whose pages are in host memory. As in an engine, loads begin before the picture is encoded, and
+    the keyframes around a step are on the device while the next one is copied.
+
+    copies, compute: times on the host, without a GPU's queued work.
     """
 
-    def __init__(self, flux: FluxBench, ratio: float, entries: Sequence[Tensor], bench: Bench) -> None:
+    def __init__(self, flux: FluxBench, entries: Sequence[Tensor], bench: Bench, encode: Call) -> None:
+        """entries: of every keyframe, noise falling; copied to the host here. encode: the picture."""
         self.copies: list[Span] = []
         self.compute: list[Span] = []
-        self._flux, self._bench = flux, bench
-        self._steps = [
-            (between(sigma, flux.keyframes()), flux.at(sigma, replace(flux.row, active=flux.box(ratio))))
-            for sigma in flux.sigmas()
-        ]
+        self._flux, self._bench, self._encode = flux, bench, encode
+        keyframes = flux.keyframes()
+        self._steps = [(bracket(keyframes, sigma), flux.at(sigma, flux.row)) for sigma in flux.sigmas()]
         room = -(-flux.entry_bytes // ALIGNMENT) * ALIGNMENT
         self._arena = Arena.create(PAGE_ARENA, room * len(entries))
         self._refs = [ArrayRef(PAGE_ARENA, room * n, (flux.entry_bytes,), "uint8") for n in range(len(entries))]
@@ -75,20 +75,22 @@ class HostedRun:
             torch.from_numpy(self._arena.view(ref)).copy_(entry)
         self._store = PageStore(bench.device, self._arena, None, self._note)
 
-    @property
-    def num_steps(self) -> int:
-        return len(self._steps)
-
-    def run(self) -> None:
-        num_started = 0
-        for (interval, weight), row in self._steps:
-            while num_started < min(interval + 3, len(self._refs)):
+    def run(self, active: Tensor) -> None:
+        """Encode a picture and make all steps. active: tokens of the edit."""
+        keyframes, num_started = self._flux.keyframes(), 0
+        for number in range(LOADED_AHEAD):
+            self._start(number)
+            num_started += 1
+        self._timed(self._encode)
+        for around, row in self._steps:
+            first = keyframes.index(around.near)
+            while num_started < min(first + LOADED_AHEAD, len(self._refs)):
                 self._start(num_started)
                 num_started += 1
-            started = time.monotonic()
-            self._flux.denoiser.forward([replace(row, pages=self._pages(interval, weight))])
-            self.compute.append((started, time.monotonic()))
-            self._store.forget(map(_key, range(interval)))
+            pages = self._pages([keyframes.index(keyframe) for keyframe in around.keyframes], around.weight)
+            step = replace(row, active=active, pages=pages)
+            self._timed(partial(self._flux.denoiser.forward, [step]))
+            self._store.forget(map(_key, range(first)))
         self._bench.wait()
         self._store.forget(map(_key, range(len(self._refs))))
 
@@ -97,18 +99,26 @@ class HostedRun:
         self._store.close()
         self._arena.close()
 
+    def _timed(self, call: Call) -> None:
+        started = time.monotonic()
+        call()
+        self.compute.append((started, time.monotonic()))
+
     def _start(self, number: int) -> None:
         """Start copying a keyframe's pages to the device."""
         block = self._flux.layout.block_bytes(self._flux.size.image_tokens)
         copy = PageCopy(_key(number), self._flux.entry_bytes, block, "host", "device", self._refs[number])
         self._store.start(copy)
 
-    def _pages(self, interval: int, weight: float) -> Pages:
-        keys = [_key(interval), _key(interval + 1)]
-        near, far = (self._store.entry(EntryRef(key, self._flux.entry_bytes, None)) for key in keys)
+    def _pages(self, numbers: Sequence[int], weight: float) -> Pages:
+        """Of these keyframes, one or two."""
+        keys = [_key(number) for number in numbers]
+        near, *far = (self._store.entry(EntryRef(key, self._flux.entry_bytes, None)) for key in keys)
         coming = [key for key in keys if self._store.is_loading(key)]
+        for key in coming:
+            self._store.put_last(key, ())
         wait = partial(self._await, coming) if coming else None
-        return Pages(self._flux.layout, self._flux.size.image_tokens, near, far, weight, wait)
+        return Pages(self._flux.layout, self._flux.size.image_tokens, near, far[0] if far else None, weight, wait)
 
     def _await(self, keys: Sequence[str], block: int) -> None:
         for key in keys:

@@ -6,14 +6,17 @@ import queue
 import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
+from typing import Any
 
 import msgspec
 import numpy as np
 import numpy.typing as npt
+from torch import nn
 
+from benchmarks.gpu.graphs import GraphChoice, GraphSwitch
 from core.config import CacheConfig, KernelChoice, ModelConfig, SchedulerConfig
 from core.graph.workflow import INPAINT
-from core.handles import PAGE_ARENA, VALUE_ARENA, ArrayRef
+from core.handles import PAGE_ARENA, VALUE_ARENA, ArrayRef, ModelKey
 from core.ipc.shared_array import Arena, ArenaAllocator, carve
 from core.messages.engine import EditSpec, EngineRequest, Finished
 from core.messages.worker import Batch, BatchResult, PageCopied, TransferDone
@@ -23,9 +26,10 @@ from core.scheduling.values import VALUE_BYTES
 from engine.client.sampling_defaults import resolve
 from engine.images.image_ops import content_id
 from model_executor.models.base import Family
+from model_executor.models.boxes import Box
 from model_executor.page_cache.page_store import PageStore
 from model_executor.worker.ops.context import WorkerContext
-from model_executor.worker.resident import ResidentModels
+from model_executor.worker.resident import Read, ResidentModels, weight_bytes
 from model_executor.worker.runner import Runner
 from model_executor.worker.tensor_store import TensorStore
 
@@ -33,7 +37,7 @@ Pixels = npt.NDArray[np.uint8]
 
 ARENA_BYTES = 2**30
 MASKED_SHARE = 0.4
-"""Of a side: the box in the middle that is edited."""
+"""Of a side: the box in the middle that is edited, unless others are given."""
 
 
 class LocalEngine:
@@ -47,16 +51,20 @@ class LocalEngine:
         cache: CacheConfig,
         watched: Callable[[Family], Family] = lambda family: family,
         kernels: KernelChoice = "auto",
+        make: Callable[[str], nn.Module] | None = None,
+        graphs: GraphChoice | None = None,
     ) -> None:
-        """device, dtype, kernels: as in ModelConfig. watched: wraps the model's family."""
+        """device, dtype, kernels: as in ModelConfig. watched: wraps the model's family. make: makes a part's module, by
+        its name in model_index.json, in place of reading its weights. graphs: whether steps may be CUDA graphs."""
         config = ModelConfig(
             model=str(checkpoint), served_model_name="checked", device=device, dtype=dtype, kernels=kernels
         )
         models = ResidentModels.open([config], has_device_tier=bool(cache.device_bytes))
-        models.load_all()
+        models.load_all(read=None if make is None else _reader(models, make))
         ready = models.ready(0)
         (self.info,) = ready.models
         self.family = watched(models.families["checked"])
+        self.graphs = GraphSwitch(_denoiser(self.family), graphs or GraphChoice())
         self.scheduler = StepScheduler(SchedulerConfig(), {self.info.name: self.info}, cache=cache)
         self.scheduler.learn((), [(0, ready.components)])
         values = Arena.create(VALUE_ARENA, VALUE_BYTES)
@@ -74,10 +82,10 @@ class LocalEngine:
         self._pages.close()
         self._arenas.close()
 
-    def edit(self, templates: Sequence[Pixels], sampling: SamplingParams) -> list[Pixels]:
-        """Edit the box in the middle of each, together; uint8 [height, width, 3], sides multiples of a token's. Raises
-        RuntimeError if an edit fails."""
-        requests = [self.begin(template, sampling) for template in templates]
+    def edit(self, templates: Sequence[Pixels], sampling: SamplingParams, box: Box | None = None) -> list[Pixels]:
+        """Edit a box of each, together; uint8 [height, width, 3], sides multiples of a token's. box: in tokens; None:
+        in the middle. Raises RuntimeError if an edit fails."""
+        requests = [self.begin(template, sampling, box) for template in templates]
         left = {request.request_id for request in requests}
         while left:
             self.step()
@@ -87,9 +95,9 @@ class LocalEngine:
                 left.discard(output.request_id)
         return [self._arenas.own.view(request.spec.pixels[-1]).copy() for request in requests]
 
-    def begin(self, template: Pixels, sampling: SamplingParams) -> EngineRequest:
-        """Add an edit to the scheduler."""
-        request = self._request(template, resolve(sampling, self.info))
+    def begin(self, template: Pixels, sampling: SamplingParams, box: Box | None = None) -> EngineRequest:
+        """Add an edit to the scheduler. box: as for `edit`."""
+        request = self._request(template, self._mask(template, box), resolve(sampling, self.info))
         self.scheduler.add(request)
         return request
 
@@ -114,12 +122,21 @@ class LocalEngine:
         """Run a batch as the worker does."""
         return self.runner.run(batch)
 
-    def _request(self, template: Pixels, sampling: SamplingParams) -> EngineRequest:
+    def _mask(self, template: Pixels, box: Box | None) -> Pixels:
+        """1 in the box that is edited, uint8 [height, width]."""
+        (height, width), token = template.shape[:2], self.info.token_size
+        if box is None:
+            top, left = (int(side * (1 - MASKED_SHARE) / 2) for side in (height, width))
+            right, bottom = width - left, height - top
+        else:
+            left, top, right, bottom = (token * edge for edge in box)
+        mask = np.zeros((height, width), np.uint8)
+        mask[top:bottom, left:right] = 1
+        return mask
+
+    def _request(self, template: Pixels, mask: Pixels, sampling: SamplingParams) -> EngineRequest:
         info, (height, width) = self.info, template.shape[:2]
         self._num_edits += 1
-        mask = np.zeros((height, width), np.uint8)
-        top, left = (int(side * (1 - MASKED_SHARE) / 2) for side in (height, width))
-        mask[top:-top, left:-left] = 1
         tokens = mask.reshape(height // info.token_size, info.token_size, width // info.token_size, -1).any(axis=(1, 3))
         return EngineRequest(
             request_id=f"edit-{self._num_edits}",
@@ -149,6 +166,20 @@ class LocalEngine:
         ref = carve(self._space.alloc(array.nbytes), 0, array.shape, array.dtype.name)
         self._arenas.own.view(ref)[...] = array
         return ref
+
+
+def _reader(models: ResidentModels, make: Callable[[str], nn.Module]) -> Read:
+    def read(key: ModelKey) -> tuple[nn.Module, int]:
+        _, part = models.origin(key)
+        module = make(part)
+        return module, weight_bytes(module)
+
+    return read
+
+
+def _denoiser(family: Any) -> Any:
+    """What computes the steps of a family that is loaded."""
+    return family._part(family.denoiser_part)
 
 
 class Arenas:

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 
-from torch._C._autograd import DeviceType
-from torch.profiler import profile
+from benchmarks.gpu.trace import Work
 
 Span = tuple[float, float]
 """Begin and end, in seconds of one clock."""
@@ -35,15 +34,14 @@ def _common(span: Span, others: Sequence[Span]) -> float:
     return sum(max(0.0, min(span[1], end) - max(span[0], start)) for start, end in others)
 
 
-def device_spans(trace: profile) -> tuple[list[Span], list[Span]]:
-    """Copies from the host, and kernels, of what a profiler saw on a GPU."""
+def device_spans(works: Iterable[Work]) -> tuple[list[Span], list[Span]]:
+    """Copies from the host, and kernels, of what a GPU has done."""
     copies: list[Span] = []
     kernels: list[Span] = []
-    for event in trace.events() or ():
-        if event.device_type == DeviceType.CUDA:
-            name, span = event.name.lower(), (event.time_range.start / 1e6, event.time_range.end / 1e6)
-            if COPY in name:
-                copies.append(span)
-            elif not name.startswith(("memcpy", "memset")):
-                kernels.append(span)
+    for work in works:
+        name = work.name.lower()
+        if COPY in name:
+            copies.append((work.start, work.end))
+        elif not name.startswith(("memcpy", "memset")):
+            kernels.append((work.start, work.end))
     return copies, kernels

@@ -4,14 +4,19 @@ from __future__ import annotations
 
 import json
 import time
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 Figures = dict[str, Any]
 """JSON: plain numbers under names with units."""
 
-SKIPPED, BROKEN = "skipped", "broken"
-"""Sections of text about other sections, by name: why they were not finished, and how they failed."""
+SKIPPED, BROKEN, WITHOUT_GRAPHS = "skipped", "broken", "without_graphs"
+"""Sections of text about other sections, by name: why they were not finished, how they failed, and how they failed with
+CUDA graphs before they ran without."""
+
+ABOUT_RUNS = ("seconds", "day")
+"""What of `about` differs between runs on one machine."""
 
 
 class Report:
@@ -21,7 +26,7 @@ class Report:
         """goes_on: adds to what the file has, if that has the same `about`."""
         self._path = path
         before = read(path) if goes_on else None
-        is_same = before is not None and _without_seconds(before["about"]) == about
+        is_same = before is not None and _machine(before["about"]) == _machine(about)
         self._sections: dict[str, Figures] = before["sections"] if before is not None and is_same else {}
         self._seconds_before: float = before["about"]["seconds"] if before is not None and is_same else 0.0
         self._about = about
@@ -36,10 +41,19 @@ class Report:
     def sections(self) -> dict[str, Figures]:
         return self._sections
 
-    def begin(self, section: str) -> None:
-        """Delete an earlier run's figures of the section."""
+    def begin(self, section: str, *, goes_on_without_graphs: bool = False) -> None:
+        """Delete an earlier run's figures of the section. goes_on_without_graphs: this run had CUDA graphs at first,
+        and keeps why it has them no more."""
+        self._forget(section, (SKIPPED, BROKEN) if goes_on_without_graphs else (SKIPPED, BROKEN, WITHOUT_GRAPHS))
+
+    def begin_again(self, section: str, why: str) -> None:
+        """Delete the figures of a section that failed with CUDA graphs and is run again without. why: it failed."""
+        self._forget(section, (SKIPPED, BROKEN))
+        self.put(WITHOUT_GRAPHS, **{section: why})
+
+    def _forget(self, section: str, texts: Sequence[str]) -> None:
         self._sections.pop(section, None)
-        for words in (SKIPPED, BROKEN):
+        for words in texts:
             self._sections.get(words, {}).pop(section, None)
             if words in self._sections and not self._sections[words]:
                 del self._sections[words]
@@ -58,8 +72,8 @@ def read(path: Path) -> Figures | None:
     return json.loads(path.read_text()) if path.exists() else None
 
 
-def _without_seconds(about: Figures) -> Figures:
-    return {name: value for name, value in about.items() if name != "seconds"}
+def _machine(about: Figures) -> Figures:
+    return {name: value for name, value in about.items() if name not in ABOUT_RUNS}
 
 
 def _rounded(value: Any) -> Any:

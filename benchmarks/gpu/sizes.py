@@ -39,6 +39,7 @@ class SdxlSize(msgspec.Struct, frozen=True):
     side: int  # image tokens of a side, of 32 pixels each
     text_tokens: int
     steps: int
+    keyframes: int
     ratio: float
 
     @property
@@ -58,6 +59,8 @@ class Size(msgspec.Struct, frozen=True):
     backend: str  # of torch.compile
     checkpoints: tuple[str, ...]  # whose edits are compared with a CPU's
     overhead_steps: int  # steps whose scheduling is timed
+    copy_bytes: int  # of the copy whose bandwidth is measured
+    product_side: int  # of the square product that is timed
 
 
 def _merged(base: Mapping[str, Any], changes: Mapping[str, Any]) -> dict[str, Any]:

@@ -93,7 +93,9 @@ class _Loading:
     def __init__(self, models: ResidentModels, address: str) -> None:
         self._models, self._key = models, models.keys[LARGE]["transformer"]
         self._answers: list[ModelLoaded | ModelFailed] = []
-        self._loader = ComponentLoader(0, models, self._answers.append, LoaderThread(), TakenWeights(address))
+        self._loader = ComponentLoader(
+            0, models, self._answers.append, LoaderThread(models.device), TakenWeights(address)
+        )
 
     def __call__(self) -> Callable[[], bool]:
         if self._models.find(self._key) is not None:

@@ -53,7 +53,7 @@ def modulated(denoiser: Denoiser, row: Row) -> Row:
 
 
 def unet_row(unet: Unet, side: int, text_tokens: int, draw: Draw) -> Row:
-    """An exact row of a square picture with this many tokens a side, of 32 pixels each, and what its run keeps."""
+    """An exact row of a square picture, `side` tokens of 32 pixels a side, with what a run computes once."""
     config: Any = unet.module.config
     pooled = 0
     if config.addition_embed_type:

@@ -19,7 +19,7 @@ import torch
 from huggingface_hub.errors import StrictDataclassError
 from safetensors import SafetensorError
 
-from core.config import KernelChoice, ModelConfig, Quantization
+from core.config import CudaGraphs, KernelChoice, ModelConfig, Quantization
 from core.errors import ConfigError
 from model_executor.checkpoint.hub import DEFAULTS, INDEX, download
 from model_executor.checkpoint.quantization import (
@@ -94,6 +94,8 @@ class Checkpoint:
     variant: str = ""  # of the weights, for parts that have it
     quantization: Quantization = "none"  # of the denoiser, done while it is loaded
     kernels: KernelChoice = "auto"  # that the denoiser computes with
+    cuda_graphs: CudaGraphs = "auto"  # of its steps
+    batch_invariant: bool = False  # whether its bits must not depend on what shares a step
 
     @classmethod
     def open(cls, model: ModelConfig, device_index: int = 0, num_workers: int = 1) -> Checkpoint:
@@ -106,7 +108,8 @@ class Checkpoint:
         if "_class_name" not in index:
             raise ConfigError(f"{path / INDEX} names no _class_name; is this a diffusers checkpoint?")
         dtype = resolve_dtype(model.dtype, device)
-        defaults, wishes = _read_defaults(path), (model.variant, model.quantization, model.kernels)
+        computing = model.kernels, model.cuda_graphs, model.batch_invariant
+        defaults, wishes = _read_defaults(path), (model.variant, model.quantization, *computing)
         checkpoint = cls(path, index, defaults, dtype, device, *wishes)
         checkpoint._check_variant()
         return checkpoint
@@ -162,6 +165,9 @@ class Checkpoint:
         minutes are spent on loading."""
         denoiser = next(part for part in QUANTIZED if self.has(part))
         check_wish(self.quantization, denoiser, self._stored_method(denoiser), self.device)
+        if self.batch_invariant and self.device.type == "cuda" and self.is_quantized(denoiser):
+            remedy = "serve it unquantised, or leave --batch-invariant out"
+            raise ConfigError(f"--batch-invariant cannot hold where the {denoiser} is quantised; {remedy}")
         for part, value in self.index.items():
             if isinstance(value, list) and (method := self._stored_method(part)) is not None:
                 check_method(method, f"{part} of {self.path} is quantised with {method}", self.device)
@@ -191,6 +197,8 @@ class Checkpoint:
             dtype=str(self.dtype).removeprefix("torch."),
             quantization=self.quantization,
             kernels=self.kernels,
+            cuda_graphs=self.cuda_graphs,
+            batch_invariant=self.batch_invariant,
             device="cpu",
         )
 

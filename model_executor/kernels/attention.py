@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from functools import cached_property
-from typing import Protocol
+from typing import TYPE_CHECKING, NamedTuple, Protocol
 
 import torch
 import torch.nn.functional as F
@@ -18,12 +18,25 @@ from model_executor.kernels.cpu_kernels import Kernels, can_attend, can_rotate
 from model_executor.kernels.linear import Linear, fused_linear, has_onednn, onednn_product
 from model_executor.kernels.ragged import Span, pieces
 
+if TYPE_CHECKING:
+    from model_executor.page_cache.pages import Pages
+
 SCORE_BYTES = 5 << 18
 """Bytes of scores computed at a time. Each product rearranges its keys, so fewer and larger products are faster, as
 long as the scores fit a core's cache: with 166 queries over 1,088 keys, this took 0.82 of the time of 512 KiB."""
 
 Sizes = Sequence[tuple[int, int]]
 """(text tokens, image tokens with condition tokens) of each request in a batch."""
+
+
+class Projected(NamedTuple):
+    """What the projections of one kind of token give: queries, keys and values of all requests, before norm and rotary
+    embedding. In one attention, kinds are text and image, in this order, or one kind alone."""
+
+    qkv: Tensor  # [rows, 3, heads, head dim], one request after the other
+    where: Sequence[Span]  # each request's rows in the matrix of rotations
+    weight: Tensor | None  # of the norms of queries and keys, float32 [2, heads, head dim]; None: no norm, no rotation
+    eps: float
 
 
 class KeysValues:
@@ -66,6 +79,14 @@ def head_major(x: Tensor) -> Tensor:
 
 class Source(Protocol):
     """Supplies and takes keys and values of one request: an edit reads pages, a template being primed writes them."""
+
+    @property
+    def pages(self) -> Pages | None:
+        """What `load` reads, None if nothing."""
+
+    def computed(self, number: int) -> Tensor | None:
+        """The image tokens that block `number` computes, ascending, None for all. The last may be there more than once:
+        then its first place counts."""
 
     @property
     def is_in_order(self) -> bool:

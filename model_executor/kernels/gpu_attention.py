@@ -110,7 +110,7 @@ def best_attend(like: Tensor, head_dim: int) -> Attend:
 
 
 def prefers_cudnn(device: torch.device) -> bool:
-    """Whether PyTorch uses cuDNN's attention on this device. gpu-check measures which of the two is faster."""
+    """Whether PyTorch uses cuDNN's attention on this device. gpu-run measures which of the two is faster."""
     version = torch.backends.cudnn.version()
     return _capability(device)[0] in CUDNN_MAJORS and version is not None and version > CUDNN_VERSION
 
@@ -150,8 +150,16 @@ def attend_alike(query: Tensor, key: Tensor, value: Tensor, where: Sequence[Span
         k, v = (x[first:last].view(shape).transpose(1, 2) for x in (key, value))
         q = _padded(query, queries, rows).transpose(1, 2)
         attended = F.scaled_dot_product_attention(q, k, v).transpose(1, 2).flatten(2)
-        outputs += [each[: stop - start] for each, (start, stop) in zip(attended, queries, strict=True)]
+        if queries[-1][1] - queries[0][0] == len(queries) * rows:
+            outputs.append(attended.flatten(0, 1))
+        else:
+            outputs += [each[: stop - start] for each, (start, stop) in zip(attended, queries, strict=True)]
     return outputs[0] if len(outputs) == 1 else torch.cat(outputs)
+
+
+def rows_together(attend: Attend) -> int:
+    """The number of queries that a request's are padded to a multiple of, for an attention function to copy none."""
+    return ROWS if attend is attend_alike else 1
 
 
 def _shape(request: tuple[Span, Span]) -> tuple[int, int]:

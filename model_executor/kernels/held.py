@@ -1,6 +1,5 @@
-"""Notes the tensors that a pass reads from caches. A CUDA graph reads them again whenever it is replayed, so whoever
-captures one keeps them alive beyond their time in the cache.
-"""
+"""Notes which cached tensors a pass reads: a CUDA graph reads them again at every replay, so it must keep them
+alive."""
 
 from __future__ import annotations
 
@@ -10,23 +9,22 @@ from contextlib import contextmanager
 
 from torch import Tensor
 
-_noting = threading.local()
+_local = threading.local()
 
 
 def hold(x: Tensor) -> Tensor:
-    """Return x, and note it if this thread is `holding`."""
-    into: list[Tensor] | None = getattr(_noting, "into", None)
-    if into is not None:
-        into.append(x)
+    """Return x, which comes out of a cache, and note it if a capture is under way in this thread."""
+    noted: list[Tensor] | None = getattr(_local, "noted", None)
+    if noted is not None:
+        noted.append(x)
     return x
 
 
 @contextmanager
 def holding(into: list[Tensor]) -> Iterator[None]:
-    """Have `hold` append what this thread passes to it to `into`, and not to the list of an outer `holding`."""
-    before = getattr(_noting, "into", None)
-    _noting.into = into
+    """Have `hold` append to this list, in this thread, until the body ends."""
+    _local.noted = into
     try:
         yield
     finally:
-        _noting.into = before
+        _local.noted = None

@@ -10,7 +10,16 @@ import torch
 from torch import Tensor, nn
 
 from model_executor.kernels.cpu_kernels import PANEL, Kernels, can_gelu, pack
-from model_executor.kernels.linear import Linear, fused_linear, gpu_linear, has_onednn, is_plain, onednn_product
+from model_executor.kernels.linear import (
+    Linear,
+    fused_linear,
+    gpu_linear,
+    gpu_product,
+    has_onednn,
+    is_plain,
+    onednn_product,
+    plain_linear,
+)
 from model_executor.kernels.low_rank import AddedPanels, AddedProducts, LowRank, Segments, runs
 from model_executor.kernels.ragged import Span
 
@@ -60,7 +69,18 @@ class LinearGroup(ABC, Generic[Addition]):
         where: the rows that patches change; patches that add nothing to these layers have no effect. out: of the
         result's shape, with contiguous rows, to write to; None: a new tensor."""
         segments = tuple(each for each in where if each.patch in self._additions)
+        if not len(x):  # a rank whose share of the tokens is empty
+            segments = ()
         return self._patched(x, segments, gelu=gelu, out=out) if segments else self._product(x, gelu=gelu, out=out)
+
+    def takes_columns(self, where: Segments) -> bool:
+        """Whether `of_columns` can be used. where: the rows that patches change."""
+        return False
+
+    def of_columns(self, parts: Sequence[Tensor]) -> Tensor:
+        """The layer for an input whose columns are those of the parts, [rows, some of in] each, side by side: one
+        product for each part, which saves a copy. What they sum up is rounded in between."""
+        raise NotImplementedError
 
     @abstractmethod
     def addition(self, lows: Sequence[LowRank | None]) -> Addition:
@@ -121,11 +141,25 @@ class ProductGroup(LinearGroup[AddedProducts]):
         super().__init__(layers)
         plain = [layer for layer in layers if is_plain(layer)]
         self._linear, self._layers, self._kernels = linear, layers, kernels
-        if linear is gpu_linear and len(plain) == len(layers) > 1:
+        if linear not in (plain_linear, fused_linear) and len(plain) == len(layers) > 1:
             self._layers = [_joined(plain)]
 
     def addition(self, lows: Sequence[LowRank | None]) -> AddedProducts:
         return AddedProducts(lows, self._outputs, self._linear_of)
+
+    def takes_columns(self, where: Segments) -> bool:
+        """On a GPU, a single plain layer, where no patch adds to it."""
+        is_single = len(self._layers) == 1 and is_plain(self._layers[0])
+        return self._linear is gpu_linear and is_single and not any(each.patch in self._additions for each in where)
+
+    def of_columns(self, parts: Sequence[Tensor]) -> Tensor:
+        (layer,) = self._layers
+        assert is_plain(layer)
+        weights = layer.weight.split([part.shape[1] for part in parts], dim=1)
+        y = gpu_product(parts[0], weights[0], layer.bias)
+        for part, weight in zip(parts[1:], weights[1:], strict=True):
+            y.addmm_(part, weight.t())
+        return y
 
     def _linear_of(self, layer: nn.Linear) -> AnyGroup:
         return ProductGroup([layer], self._linear)

@@ -16,10 +16,19 @@ from torch import Tensor, nn
 
 from core.config import KernelChoice
 from core.errors import ConfigError
-from model_executor.kernels.attention import Attention, OneByOne, Sizes, attend, normalise_and_rotate_
+from model_executor.kernels.attention import (
+    Attention,
+    OneByOne,
+    Projected,
+    Sizes,
+    Source,
+    attend,
+    normalise_and_rotate_,
+)
 from model_executor.kernels.cpu_kernels import Kernels, best_kernels, can_quantise
 from model_executor.kernels.linear import Linear, best_linear, plain_linear
-from model_executor.kernels.ragged import Span, add_gated_, norm_modulate
+from model_executor.kernels.ragged import Span, gather, interleave, spans
+from model_executor.kernels.residual import Residual
 from model_executor.page_cache.pages import Pages, Quantise, Reader, quantise
 
 if TYPE_CHECKING:
@@ -34,6 +43,9 @@ class Operators:
     """PyTorch's operators. linear: how linear layers run; with `plain_linear` everything is rounded as in diffusers,
     with others less often. kernels: compiled kernels to use where they apply, None for none."""
 
+    is_invariant = False
+    """Whether they are those of `--batch-invariant` on a GPU, see `invariant.py`."""
+
     def __init__(self, linear: Linear, kernels: Kernels | None = None) -> None:
         self.linear, self.kernels = linear, kernels
         self._is_fused = linear is not plain_linear
@@ -44,6 +56,16 @@ class Operators:
         twin = copy(self)
         twin._compiles = True
         return twin
+
+    def reads_page_tables(self, head_dim: int, *, has_norm: bool) -> bool:
+        """Whether attention with heads of this size finds pages by `Pages.table`, which a CUDA graph needs. has_norm:
+        of queries and keys, followed by rotary embedding."""
+        return False
+
+    @property
+    def query_tile(self) -> int:
+        """Queries that attention processes at a time: fewer take as long."""
+        return 1
 
     @property
     def digest(self) -> str:
@@ -82,13 +104,14 @@ class Operators:
         """A reader of these pages. The entries' bytes must not change while it is used."""
         return pages.open(self.kernels)
 
-    def norm_modulate(self, x: Tensor, where: Sequence[Span], eps: float, factor: Tensor, shift: Tensor) -> Tensor:
-        """See `ragged.norm_modulate`."""
-        return norm_modulate(x, where, eps, factor, shift, fused=self._is_fused)
+    def residual(self, hidden: Tensor) -> Residual:
+        """The hidden state of transformer blocks. hidden: [tokens, width], changed in place."""
+        return Residual(hidden, fused=self._is_fused)
 
-    def add_gated_(self, x: Tensor, where: Sequence[Span], y: Tensor, gate: Tensor) -> None:
-        """See `ragged.add_gated_`."""
-        add_gated_(x, where, y, gate)
+    def rms_norm(self, norm: nn.Module, x: Tensor) -> Tensor:
+        """A root-mean-square norm with weights, of each row of x, [rows, width]."""
+        normed: Tensor = norm(x)
+        return normed
 
     def normalise_and_rotate_(
         self, x: Tensor, rotary: Tensor, eps: float, weights: Sequence[tuple[Sequence[Span], Tensor]]
@@ -104,6 +127,38 @@ class Operators:
         """
         one: Callable[..., None] = partial(attend, linear=self.linear, kernels=self.kernels)
         return OneByOne(sizes, heads, head_dim, like, one, beside.room if isinstance(beside, OneByOne) else None)
+
+    def attend(
+        self,
+        attention: Attention,
+        number: int,
+        page: int,
+        parts: Sequence[Projected],
+        rotary: Tensor,
+        sources: Sequence[Source],
+        out: Tensor | None = None,
+    ) -> list[Tensor]:
+        """Norm, rotary embedding and attention of block `number`. parts: of each kind of token, whose `qkv` may be
+        overwritten. rotary: complex64 [tokens, 1, 1, head dim / 2]. number, page, sources: as for `Attention`.
+
+        Returns for each part [rows, heads * head dim]; of one part alone this is `out`, with contiguous rows, if that
+        is given.
+        """
+        first, *others = parts
+        if not others:
+            qkv = first.qkv
+            if first.weight is not None:
+                turns = rotary if len(rotary) == len(qkv) else gather(rotary, first.where)
+                self.normalise_and_rotate_(qkv[:, :2], turns, first.eps, [([(0, len(qkv))], first.weight)])
+            where = spans(stop - start for start, stop in first.where)
+            return [attention(number, page, qkv, where, sources, out)]
+        qkv = interleave([part.qkv for part in parts], [part.where for part in parts])
+        weights = [(part.where, part.weight) for part in parts if part.weight is not None]
+        if len(weights) == len(parts):
+            self.normalise_and_rotate_(qkv[:, :2], rotary, first.eps, weights)
+        where = tuple((start, stop) for (start, _), (_, stop) in zip(first.where, others[-1].where, strict=True))
+        attended = attention(number, page, qkv, where, sources)
+        return [gather(attended, part.where) for part in parts]
 
 
 def _quantise(kernels: Kernels, x: Tensor, values: Tensor, scales: Tensor) -> None:
@@ -122,10 +177,15 @@ def best_operators(device: torch.device) -> Operators:
     return gpu_operators(device)
 
 
-def chosen_operators(choice: KernelChoice, device: torch.device) -> Operators:
-    """The operators that `--kernels` names. Raises ConfigError for `compile` on a CPU: PyTorch cannot compile oneDNN's
-    layers."""
+def chosen_operators(choice: KernelChoice, device: torch.device, *, batch_invariant: bool = False) -> Operators:
+    """The operators that `--kernels` names. batch_invariant: those of `--batch-invariant`, which on a GPU are others
+    than those of `auto`. Raises ConfigError for `compile` on a CPU, since PyTorch cannot compile oneDNN's layers, and
+    for batch_invariant where Triton does not work."""
     match choice:
+        case "auto" if batch_invariant and device.type == "cuda":
+            from model_executor.kernels.gpu_operators import invariant_operators
+
+            return invariant_operators(device)
         case "torch":
             return Operators(plain_linear)
         case "auto":

@@ -46,17 +46,21 @@ class Packing:
 
     def join(self, text: Tensor, image: Tensor) -> Tensor:
         """Text and image matrices -> joint matrix."""
-        return torch.cat(
-            [
-                part
-                for (t0, t1), (i0, i1) in zip(self.text, self.image, strict=True)
-                for part in (text[t0:t1], image[i0:i1])
-            ]
-        )
+        return interleave([text, image], [self.text, self.image])
 
-    def split(self, joint: Tensor) -> tuple[Tensor, Tensor]:
-        """Joint matrix -> text and image matrices; views when there is one request."""
-        return gather(joint, self.joint_text), gather(joint, self.joint_image)
+
+def interleave(matrices: Sequence[Tensor], where: Sequence[Sequence[Span]]) -> Tensor:
+    """Rows of matrices with the same requests, one request after the other. where: of each matrix, spans as long as its
+    requests' rows, which lie back to back."""
+    parts = [
+        matrix.split([stop - start for start, stop in spans]) for matrix, spans in zip(matrices, where, strict=True)
+    ]
+    return torch.cat([part for of_request in zip(*parts, strict=True) for part in of_request])
+
+
+def together(parts: Sequence[Tensor]) -> Tensor:
+    """The parts one below the other; one alone is returned as it is."""
+    return parts[0] if len(parts) == 1 else torch.cat(list(parts))
 
 
 def pieces(x: Tensor, where: Sequence[Span]) -> list[Tensor]:

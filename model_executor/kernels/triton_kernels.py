@@ -12,33 +12,85 @@ import triton
 import triton.language as tl
 
 INT8_MAX = tl.constexpr(127.0)
+FLOAT16_MAX = tl.constexpr(65504.0)
 
 ROUNDER = tl.constexpr(12582912.0)
 """1.5 * 2^23: adding it to a float32 below 2^22 rounds that to an integer, halves to even."""
 
 
-@triton.jit
-def norm_modulate(
-    x, rows, requests, factor, shift, out, x_step, factor_step, shift_step, width, eps, BLOCK: tl.constexpr
+@triton.jit(do_not_specialize=["number_of_rows", "number_of_first"])
+def add_norm(
+    x,
+    rows,
+    sums,
+    gate,
+    second_sums,
+    second_gate,
+    factor,
+    shift,
+    second_factor,
+    second_shift,
+    out,
+    number_of_rows,
+    number_of_first,
+    x_step,
+    sum_step,
+    second_sum_step,
+    gate_step,
+    factor_step,
+    width,
+    eps,
+    BLOCK: tl.constexpr,
+    HAS_SUMS: tl.constexpr,
+    IS_CLIPPED: tl.constexpr,
 ):
-    """One row of layer norm, times factor, plus shift. x: rows x_step numbers apart; rows, requests: int32, for each
-    row of `out`, [rows, width], its row in x and its request. BLOCK: a power of two, >= width."""
+    """One row of x += gate * sums, then of layer norm, times factor, plus shift.
+
+    x: rows x_step numbers apart. rows: int32 [3, number_of_rows], for each row of `out`, [number_of_rows, width], its
+    row in x, its request, and its row in `sums`, or -1 - its row in `second_sums`; HAS_SUMS. Gates, factors and shifts:
+    one row per request; the first `number_of_first` rows of `out` have `factor` and `shift`, the others the second
+    ones. IS_CLIPPED: sums are clipped to the range of float16. BLOCK: a power of two, >= width.
+    """
     number = tl.program_id(0)
-    row, request = tl.load(rows + number).to(tl.int64), tl.load(requests + number).to(tl.int64)
+    row, request = tl.load(rows + number).to(tl.int64), tl.load(rows + number_of_rows + number).to(tl.int64)
     column = tl.arange(0, BLOCK)
     inside = column < width
-    value = tl.load(x + row * x_step + column, mask=inside, other=0.0).to(tl.float32)
+    place = x + row * x_step + column
+    value = tl.load(place, mask=inside, other=0.0).to(tl.float32)
+    if HAS_SUMS:
+        source = tl.load(rows + 2 * number_of_rows + number).to(tl.int64)
+        of_first = inside & (source >= 0)
+        of_second = inside & (source < 0)
+        added = tl.load(sums + source * sum_step + column, mask=of_first, other=0.0).to(tl.float32)
+        added += tl.load(second_sums - (1 + source) * second_sum_step + column, mask=of_second, other=0.0).to(
+            tl.float32
+        )
+        weight = tl.load(gate + request * gate_step + column, mask=of_first, other=0.0).to(tl.float32)
+        weight += tl.load(second_gate + request * gate_step + column, mask=of_second, other=0.0).to(tl.float32)
+        value += weight * added
+        if IS_CLIPPED:  # NaN stays
+            value = tl.where(value > FLOAT16_MAX, FLOAT16_MAX, tl.where(value < -FLOAT16_MAX, -FLOAT16_MAX, value))
+        rounded = value.to(x.dtype.element_ty)
+        tl.store(place, rounded, mask=inside)
+        value = rounded.to(tl.float32)
     centred = tl.where(inside, value - tl.sum(value, axis=0) / width, 0.0)
     normed = centred * tl.rsqrt(tl.sum(centred * centred, axis=0) / width + eps)
-    weight = tl.load(factor + request * factor_step + column, mask=inside, other=0.0).to(tl.float32)
-    bias = tl.load(shift + request * shift_step + column, mask=inside, other=0.0).to(tl.float32)
-    result = normed * weight + bias
+    by_first = inside & (number < number_of_first)
+    by_second = inside & (number >= number_of_first)
+    scale = tl.load(factor + request * factor_step + column, mask=by_first, other=0.0).to(tl.float32)
+    scale += tl.load(second_factor + request * factor_step + column, mask=by_second, other=0.0).to(tl.float32)
+    bias = tl.load(shift + request * factor_step + column, mask=by_first, other=0.0).to(tl.float32)
+    bias += tl.load(second_shift + request * factor_step + column, mask=by_second, other=0.0).to(tl.float32)
+    result = normed * scale + bias
     tl.store(out + number.to(tl.int64) * width + column, result.to(out.dtype.element_ty), mask=inside)
 
 
 @triton.jit
-def add_gated(x, rows, requests, y, gate, x_step, y_step, gate_step, width, BLOCK: tl.constexpr):
-    """x += gate * y for a part of one row of y. rows, requests: as for `norm_modulate`, for each row of y."""
+def add_gated(
+    x, rows, requests, y, gate, x_step, y_step, gate_step, width, BLOCK: tl.constexpr, IS_CLIPPED: tl.constexpr
+):
+    """x += gate * y for a part of one row of y. rows, requests: int32, for each row of y, its row in x and its request.
+    IS_CLIPPED: sums are clipped to the range of float16."""
     number = tl.program_id(0)
     row, request = tl.load(rows + number).to(tl.int64), tl.load(requests + number).to(tl.int64)
     column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
@@ -47,6 +99,8 @@ def add_gated(x, rows, requests, y, gate, x_step, y_step, gate_step, width, BLOC
     change = tl.load(y + number.to(tl.int64) * y_step + column, mask=inside, other=0.0).to(tl.float32)
     factor = tl.load(gate + request * gate_step + column, mask=inside, other=0.0).to(tl.float32)
     result = tl.load(place, mask=inside, other=0.0).to(tl.float32) + factor * change
+    if IS_CLIPPED:
+        result = tl.where(result > FLOAT16_MAX, FLOAT16_MAX, tl.where(result < -FLOAT16_MAX, -FLOAT16_MAX, result))
     tl.store(place, result.to(x.dtype.element_ty), mask=inside)
 
 
@@ -74,17 +128,46 @@ def normalise_and_rotate(
     tl.store(place, tl.reshape(turned, [HEADS, WIDTH]).to(x.dtype.element_ty), mask=inside)
 
 
-@triton.jit(do_not_specialize=["tokens", "page_tokens", "first"])
+@triton.jit
+def interpolated(
+    addresses, shares, start, scales, row, of_page, d, WIDTH: tl.constexpr, BLOCK: tl.constexpr, PAGE: tl.constexpr
+):
+    """Rows of a page, dequantised and interpolated: float32 [rows, BLOCK], zeros where `of_page` is not set.
+
+    addresses: int64 [2], of near and far entry, aligned to 16 bytes; shares: float32 [2], the weight of each; what has
+    weight 0 is not read. start, scales: bytes of an entry before the page's values, and before its scales. PAGE: dtype
+    of the entries.
+    """
+    value = tl.zeros([of_page.shape[0], BLOCK], tl.float32)
+    for number in tl.static_range(2):
+        address = tl.load(addresses + number)
+        weight = tl.where(of_page, tl.load(shares + number), 0.0)
+        is_read = weight != 0.0
+        if PAGE == "int8":
+            entry = (address + start).to(tl.pointer_type(tl.int8))
+        elif PAGE == "bfloat16":
+            entry = (address + start).to(tl.pointer_type(tl.bfloat16))
+        else:
+            entry = (address + start).to(tl.pointer_type(tl.float32))
+        source = tl.multiple_of(entry, 16) + row[:, None] * WIDTH + d
+        content = tl.load(source, mask=is_read[:, None] & (d < WIDTH), other=0.0)
+        if PAGE == "int8":
+            entry_scales = (address + scales).to(tl.pointer_type(tl.float32))
+            weight *= tl.load(entry_scales + row, mask=is_read, other=0.0)
+        value += weight[:, None] * content.to(tl.float32)
+    return value
+
+
+@triton.jit(do_not_specialize=["page", "block_bytes", "value_bytes", "tokens", "page_tokens", "first"])
 def read_page(
-    near,
-    near_scale,
-    far,
-    far_scale,
-    near_weight,
-    far_weight,
+    addresses,
+    shares,
     fresh,
     places,
     out,
+    page,
+    block_bytes,
+    value_bytes,
     tokens,
     page_tokens,
     first,
@@ -97,17 +180,16 @@ def read_page(
     WIDTH: tl.constexpr,
     BLOCK: tl.constexpr,
     TOKENS: tl.constexpr,
-    HAS_FAR: tl.constexpr,
-    HAS_SCALES: tl.constexpr,
+    PAGE: tl.constexpr,
     HAS_FRESH: tl.constexpr,
 ):
     """Keys or values of one head at some tokens: from a page, dequantised and interpolated, or from what was computed.
 
-    near, far: [2, heads, page_tokens, WIDTH]; their scales: float32 [2, heads, page_tokens], HAS_SCALES; without
-    HAS_FAR there is no far page. fresh: [computed tokens, 2, heads, WIDTH], fresh_step from token to token and
-    fresh_kind_step from keys to values; places: int32 [tokens], which of them a token's is, -1 for the page's;
-    HAS_FRESH. out: [2, heads, tokens, WIDTH] by its steps; the page's tokens begin at `first`. BLOCK: a power of two,
-    >= WIDTH.
+    addresses, shares, PAGE: as for `interpolated`. page: its number in the entries, block_bytes from one to the next,
+    with value_bytes of values, [2, heads, page_tokens, WIDTH], and then scales. fresh: [computed tokens, 2, heads,
+    WIDTH], fresh_step from token to token and fresh_kind_step from keys to values; places: int32 [tokens], which of
+    them a token's is, -1 for the page's; HAS_FRESH. out: [2, heads, tokens, WIDTH] by its steps; the page's tokens
+    begin at `first`. BLOCK: a power of two, >= WIDTH.
     """
     token = tl.program_id(0) * TOKENS + tl.arange(0, TOKENS)
     group = tl.program_id(1)
@@ -122,16 +204,8 @@ def read_page(
         source = fresh + place[:, None] * fresh_step + kind * fresh_kind_step + head * WIDTH + d
         result += tl.load(source, mask=is_fresh[:, None] & (d < WIDTH), other=0.0).to(tl.float32)
     row = group.to(tl.int64) * page_tokens + token - first
-    inside = of_page[:, None] & (d < WIDTH)
-    weight = tl.where(of_page, near_weight, 0.0)
-    if HAS_SCALES:
-        weight *= tl.load(near_scale + row, mask=of_page, other=0.0)
-    result += weight[:, None] * tl.load(near + row[:, None] * WIDTH + d, mask=inside, other=0.0).to(tl.float32)
-    if HAS_FAR:
-        weight = tl.where(of_page, far_weight, 0.0)
-        if HAS_SCALES:
-            weight *= tl.load(far_scale + row, mask=of_page, other=0.0)
-        result += weight[:, None] * tl.load(far + row[:, None] * WIDTH + d, mask=inside, other=0.0).to(tl.float32)
+    start = page.to(tl.int64) * block_bytes
+    result += interpolated(addresses, shares, start, start + value_bytes, row, of_page, d, WIDTH, BLOCK, PAGE)
     target = out + kind * out_kind_step + head * out_head_step + token.to(tl.int64)[:, None] * out_step + d
     tl.store(target, result.to(out.dtype.element_ty), mask=(token < tokens)[:, None] & (d < WIDTH))
 
@@ -167,3 +241,155 @@ def quantise(
     row = group.to(tl.int64) * tokens + token
     tl.store(scales + row, scale, mask=token < tokens)
     tl.store(values + row[:, None] * WIDTH + d, whole.to(tl.int8), mask=inside)
+
+
+@triton.jit
+def take_rows(x, rows, out, x_step, width, BLOCK: tl.constexpr):
+    """A part of one row of out = x[rows]. rows: int32, for each row of `out`, [rows, width], its row in x."""
+    number, column = tl.program_id(0), tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    row = tl.load(rows + number).to(tl.int64)
+    value = tl.load(x + row * x_step + column, mask=column < width, other=0.0)
+    tl.store(out + number.to(tl.int64) * width + column, value, mask=column < width)
+
+
+@triton.jit(do_not_specialize=["rounds"])
+def find_places(requests, active, places, rounds, COLUMNS: tl.constexpr, BLOCK: tl.constexpr):
+    """For some tokens of one request, their places among those that a block computes, -1 where it does not.
+
+    requests: as for `attention_inputs`. active: int64, the active image tokens of all requests, in ascending order per
+    request; of equal ones the first counts. places: int32 [keys of all requests]. rounds: 2^rounds is more than the
+    active tokens of any request.
+    """
+    request = requests + tl.program_id(0) * COLUMNS
+    first_key, keys, text = tl.load(request), tl.load(request + 1), tl.load(request + 2)
+    first, number = tl.load(request + 11), tl.load(request + 12)
+    token = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    image = token - text
+    low = tl.zeros([BLOCK], tl.int64)
+    high = tl.zeros([BLOCK], tl.int64) + number
+    for _ in range(rounds):
+        middle = (low + high) // 2
+        is_open = low < high
+        is_below = tl.load(active + first + middle, mask=is_open, other=0) < image
+        low = tl.where(is_open & is_below, middle + 1, low)
+        high = tl.where(is_open & (is_below == 0), middle, high)
+    found = tl.load(active + first + low, mask=low < number, other=-1)
+    place = tl.where((low < number) & (found == image), text + low, -1)
+    place = tl.where((token < text) | (number < 0), token, place)
+    tl.store(places + first_key + token, place.to(tl.int32), mask=token < keys)
+
+
+@triton.jit(do_not_specialize=["page"])
+def attention_inputs(
+    tiles,
+    requests,
+    places,
+    first,
+    second,
+    first_weight,
+    second_weight,
+    rotary,
+    addresses,
+    shares,
+    joint,
+    queries,
+    page,
+    first_step,
+    second_step,
+    heads,
+    eps,
+    COLUMNS: tl.constexpr,
+    WIDTH: tl.constexpr,
+    BLOCK: tl.constexpr,
+    TOKENS: tl.constexpr,
+    HAS_SECOND: tl.constexpr,
+    HAS_NORM: tl.constexpr,
+    PAGE: tl.constexpr,
+):
+    """Queries, keys or values of one head at some tokens of one request, as attention reads them: of tokens that the
+    block computes with norm and rotary embedding, of others from pages, dequantised and interpolated.
+
+    tiles: int32 [tiles, 3], for each program along the first axis 0 (queries), 1 (keys) or 2 (values), the request and
+    the first token: among those that the block computes, for queries, else among all. The second axis are heads.
+    requests: int64 [requests, COLUMNS], for each request
+        0  row of `joint` of its first token
+        1  number of its tokens
+        2  of them text tokens, which come first and are all computed
+        3  row of `first` of the first text token
+        4  row of `second` of the first computed image token; without HAS_SECOND, row of `first`
+        5  row of `rotary` of the first computed token
+        6  row of `queries` of the first computed token
+        7  number of computed tokens
+        8  rows of its pages
+        9  bytes from one page to the next
+        10 bytes of a page's values, which its scales follow
+        11, 12 first of its tokens in `active`, and their number, -1 if all are computed; see `find_places`
+    PAGE: dtype of the entries, "" if all tokens are computed. places: int32 [keys], for each row of `joint` its token's
+    number among the computed ones, -1 for one of the pages. first, second: [rows, 3, heads, WIDTH], first_step and
+    second_step from row to row; HAS_SECOND. Their weights: float32 [2, heads, WIDTH]; rotary: float32 [rows, WIDTH],
+    cosine and sine in turn; HAS_NORM, and then WIDTH is a power of two. addresses: int64 [requests, 2], of near and far
+    entry, aligned to 16 bytes; shares: float32 [requests, 2], the weight of each; what has weight 0 is not read. page:
+    its number in the entries. joint: [keys, 2, heads, WIDTH], and queries: [queries, heads, WIDTH], contiguous, are
+    written. BLOCK: a power of two, >= WIDTH.
+    """
+    tile = tiles + 3 * tl.program_id(0)
+    kind, number, start = tl.load(tile), tl.load(tile + 1), tl.load(tile + 2)
+    request = requests + number * COLUMNS
+    head = tl.program_id(1).to(tl.int64)
+    first_key, text, computed = tl.load(request), tl.load(request + 2), tl.load(request + 7)
+    limit = tl.where(kind == 0, computed, tl.load(request + 1))
+    token = start + tl.arange(0, TOKENS)
+    d = tl.arange(0, BLOCK)[None, :]
+    inside = (token < limit)[:, None] & (d < WIDTH)
+
+    place = token.to(tl.int64)
+    if PAGE != "":
+        is_key = (kind != 0) & (token < limit)
+        place = tl.where(kind == 0, place, tl.load(places + first_key + token, mask=is_key, other=-1).to(tl.int64))
+    is_text = place < text
+    from_first = (place >= 0)[:, None] & inside
+    column = (kind.to(tl.int64) * heads + head) * WIDTH + d
+    if HAS_SECOND:
+        row = tl.load(request + 4) + place - text
+        value = tl.load(
+            second + row[:, None] * second_step + column, mask=from_first & (is_text == 0)[:, None], other=0.0
+        ).to(tl.float32)
+        from_first = from_first & is_text[:, None]
+        row = tl.load(request + 3) + place
+        value += tl.load(first + row[:, None] * first_step + column, mask=from_first, other=0.0).to(tl.float32)
+    else:
+        row = tl.load(request + 3) + place
+        value = tl.load(first + row[:, None] * first_step + column, mask=from_first, other=0.0).to(tl.float32)
+
+    if HAS_NORM:  # noqa: SIM102 (decided when it is compiled; what follows, when it runs)
+        if kind < 2:
+            scale = tl.rsqrt(tl.sum(value * value, axis=1) / WIDTH + eps)
+            factor = tl.load(first_weight + column)
+            if HAS_SECOND:
+                factor = tl.where(is_text[:, None], factor, tl.load(second_weight + column))
+            turn_row = (tl.load(request + 5) + place)[:, None] * WIDTH + d
+            turn = tl.load(rotary + turn_row, mask=(place >= 0)[:, None] & inside, other=0.0)
+            even, odd = tl.split(tl.reshape(value * scale[:, None] * factor, [TOKENS, WIDTH // 2, 2]))
+            cosine, sine = tl.split(tl.reshape(turn, [TOKENS, WIDTH // 2, 2]))
+            turned = tl.join(even * cosine - odd * sine, even * sine + odd * cosine)
+            value = tl.reshape(turned, [TOKENS, WIDTH])
+
+    if PAGE != "":  # noqa: SIM102
+        if kind > 0:
+            is_page = (place < 0) & (token < limit)
+            group = (kind - 1).to(tl.int64) * heads + head
+            page_row = group * tl.load(request + 8) + token - text
+            block = page.to(tl.int64) * tl.load(request + 9)
+            scales = block + tl.load(request + 10)
+            pair = 2 * number
+            value += interpolated(
+                addresses + pair, shares + pair, block, scales, page_row, is_page, d, WIDTH, BLOCK, PAGE
+            )
+
+    result = value.to(joint.dtype.element_ty)
+    if kind == 0:
+        target = tl.load(request + 6) + token
+        tl.store(queries + target[:, None] * heads * WIDTH + head * WIDTH + d, result, mask=inside)
+    else:
+        target = 2 * (first_key + token) + kind - 1
+        tl.store(joint + target[:, None] * heads * WIDTH + head * WIDTH + d, result, mask=inside)

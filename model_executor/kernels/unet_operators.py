@@ -17,7 +17,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from core.page_scheme import PageDtype, PageLayout
-from model_executor.kernels.gpu_operators import power_of_two
+from model_executor.kernels.gpu_sizes import power_of_two
 from model_executor.kernels.gpu_tables import upload
 from model_executor.page_cache.pages import Pages, PageTable
 

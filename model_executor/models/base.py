@@ -87,7 +87,8 @@ class Row:
     modulation: Tensor | None = None  # [1, width], this level's row of `Family.modulation`; None: computed in the pass
 
     # Of a mask-aware step, set by the runner from the engine's plan.
-    active: Tensor | None = None  # int64 [active tokens], ascending indices of the tokens to compute
+    active: Tensor | None = None  # int64 [active tokens], ascending indices of the tokens to compute; where pages have
+    # a table, the last one may be repeated
     box: Box | None = None  # around `active`, in tokens; None: found when needed, which waits for a GPU
     pages: Pages | None = None  # the template's at this noise level, or its own
     own: OwnPages | None = None  # its own: made by a step without `active`, and there before a step with it reads them
@@ -165,6 +166,10 @@ class Family(ABC):
     @abstractmethod
     def drop(self, part: str) -> None:
         """Stop using a part; its memory is freed once nothing else refers to it."""
+
+    @abstractmethod
+    def drop_graphs(self) -> None:
+        """Free the memory of the denoiser's CUDA graphs, if there are any; steps are captured again as they come."""
 
     @property
     @abstractmethod

@@ -11,22 +11,22 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any, ClassVar, Protocol
 
 import torch
 from torch import Tensor
 
 from model_executor.kernels import attention
-from model_executor.kernels.attention import Attention, KeysValues, head_major
+from model_executor.kernels.attention import Attention, KeysValues, Projected, head_major
 from model_executor.kernels.linear_groups import MakeGroup
 from model_executor.kernels.low_rank import Segments
 from model_executor.kernels.operators import Operators
-from model_executor.kernels.ragged import Packing, Span, gather
+from model_executor.kernels.ragged import Packing, Span, gather, together
+from model_executor.kernels.residual import Addition, Norm, Residual
 from model_executor.models.base import Row
-from model_executor.page_cache.pages import Entry, Reader
+from model_executor.page_cache.pages import Entry, Pages, Reader
 from model_executor.patches.batch_patches import BatchPatches, Where
-
-FLOAT16_MAX = 65504.0
 
 
 class Source(attention.Source, Protocol):
@@ -34,16 +34,14 @@ class Source(attention.Source, Protocol):
     follow them."""
 
     @property
+    def text(self) -> slice:
+        """The text tokens that the pass computes."""
+
+    @property
     def text_tokens(self) -> int: ...
 
     @property
     def num_tokens(self) -> int: ...
-
-    def computed(self, number: int) -> Tensor | None:
-        """The image tokens that block `number` computes, None for all."""
-
-    def rows(self, number: int) -> Tensor | None:
-        """Which of the request's tokens, text before image, block `number` computes; None for all."""
 
 
 class Edit:
@@ -56,15 +54,19 @@ class Edit:
         tokens. Raises ValueError for a row with active tokens but without pages."""
         self.num_tokens, self.text_tokens = num_tokens, row.prompt_embeds.shape[0]
         self._active, self._full_blocks = row.active, sum(page in row.full_blocks for page in first_pages)
-        if row.active is None or len(row.active) == self.num_tokens:
+        may_repeat = row.pages is not None and row.pages.table is not None
+        if row.active is None or (len(row.active) == self.num_tokens and not may_repeat):
             self._active, self._full_blocks = None, len(first_pages)
         elif row.pages is None and self._full_blocks < len(first_pages):
             raise ValueError("a request that leaves tokens out needs the template's pages")
-        else:
-            text = torch.arange(self.text_tokens, device=row.active.device)
-            self._rows = torch.cat([text, row.active + self.text_tokens])
-        self._pages: Reader | None = None if row.pages is None else operators.open(row.pages)
+        self.pages = row.pages
+        self._operators = operators
+        self.keeps_order = operators.is_invariant
         self._made = row.own.writer(operators.quantise) if row.own is not None and row.active is None else None
+
+    @property
+    def text(self) -> slice:
+        return slice(0, self.text_tokens)
 
     @property
     def makes_pages(self) -> bool:
@@ -76,6 +78,18 @@ class Edit:
         """The image tokens that the last block computes, None for all."""
         return self._active
 
+    @cached_property
+    def _rows(self) -> Tensor:
+        """The tokens that the last block computes, text before image."""
+        assert self._active is not None
+        text = torch.arange(self.text_tokens, device=self._active.device)
+        return torch.cat([text, self._active + self.text_tokens])
+
+    @cached_property
+    def _reader(self) -> Reader:
+        assert self.pages is not None
+        return self._operators.open(self.pages)
+
     def computed(self, number: int) -> Tensor | None:
         return None if number < self._full_blocks else self._active
 
@@ -83,20 +97,16 @@ class Edit:
         """Of the request's tokens before block `number`, those that this block still computes, None for all."""
         return self._rows if number == self._full_blocks > 0 and self._active is not None else None
 
-    def rows(self, number: int) -> Tensor | None:
-        return None if self.computed(number) is None else self._rows
-
     def load(self, number: int, page: int, keys_values: KeysValues, fresh: Tensor) -> None:
-        rows = self.rows(number) if keys_values.text_tokens else self.computed(number)
-        if rows is None:
+        computed = self.computed(number)
+        if computed is None:
             keys_values.put(fresh, None)
         else:
-            self.read_over(page, keys_values, fresh, rows)
+            self.read_over(page, keys_values, fresh, self._rows if keys_values.text_tokens else computed)
 
     def read_over(self, page: int, keys_values: KeysValues, fresh: Tensor, rows: Tensor) -> None:
         """See `Reader.read_over`."""
-        assert self._pages is not None
-        self._pages.read_over(page, keys_values, fresh, rows)
+        self._reader.read_over(page, keys_values, fresh, rows)
 
     def store(self, page: int, image: Tensor) -> None:
         """Keep them as the request's own pages, if this pass makes these."""
@@ -111,6 +121,7 @@ class Template:
     entry: Entry
     text_tokens: int
     num_tokens: int
+    pages: ClassVar[Pages | None] = None
     is_in_order: ClassVar[bool] = True
 
     def load(self, number: int, page: int, keys_values: KeysValues, fresh: Tensor) -> None:
@@ -119,10 +130,11 @@ class Template:
     def store(self, page: int, image: Tensor) -> None:
         self.entry.write(page, image)
 
-    def computed(self, number: int) -> Tensor | None:
-        return None
+    @property
+    def text(self) -> slice:
+        return slice(0, self.text_tokens)
 
-    def rows(self, number: int) -> Tensor | None:
+    def computed(self, number: int) -> Tensor | None:
         return None
 
 
@@ -130,7 +142,7 @@ class Template:
 class Stream:
     """The state of a batch as it passes through the blocks."""
 
-    hidden: Tensor  # joint matrix [tokens, hidden], changed in place
+    residual: Residual  # the hidden state: joint matrix [tokens, hidden], changed in place
     packing: Packing  # the rows of each request in it
     patches: BatchPatches  # of each request
     where: Where  # the rows that they change
@@ -141,17 +153,29 @@ class Stream:
     image_attention: Attention | None  # over the image tokens alone, None if no block has it
     operators: Operators
 
+    @property
+    def hidden(self) -> Tensor:
+        """The hidden state, [tokens, hidden]."""
+        return self.residual.hidden
+
+    def attend(
+        self, attention: Attention, number: int, page: int, *parts: Projected, out: Tensor | None = None
+    ) -> list[Tensor]:
+        """See `Operators.attend`."""
+        return self.operators.attend(attention, number, page, parts, self.rotary, self.sources, out)
+
     def keep(self, tokens: Sequence[Tensor | None]) -> None:
         """Drop all but these tokens of each request, numbered text before image; None keeps all."""
         if all(kept is None for kept in tokens):
             return
         packing = self.packing
-        rows = [_rows_of(span, kept, self.hidden.device) for span, kept in zip(packing.joint, tokens, strict=True)]
-        chosen = torch.cat(rows)
+        hidden = self.residual.hidden
+        rows = [_rows_of(span, kept, hidden.device) for span, kept in zip(packing.joint, tokens, strict=True)]
+        chosen = together(rows)
         lengths = [stop - start for start, stop in packing.joint_text]
         self.packing = Packing.of(lengths, [len(r) - length for r, length in zip(rows, lengths, strict=True)])
         self.where = self.patches.on(self.packing)
-        self.hidden, self.rotary = self.hidden[chosen], self.rotary[chosen]
+        self.residual, self.rotary = self.operators.residual(hidden[chosen]), self.rotary[chosen]
 
 
 class Modulation:
@@ -196,6 +220,11 @@ class Block(ABC):
         self._norm_eps = norms[0].norm.eps
         self._image = Projection(attn, "", group)
 
+    @property
+    def has_norm(self) -> bool:
+        """Whether it normalises and rotates queries and keys."""
+        return self._image.weight is not None
+
     @abstractmethod
     def run(self, stream: Stream, number: int) -> None:
         """Advance the stream through this block, the `number`-th."""
@@ -203,7 +232,8 @@ class Block(ABC):
     def finish(self, stream: Stream, number: int) -> None:
         """Compute only the image tokens' keys and values, and write them to the pages of the stream's templates."""
         shift, factor, *_ = stream.modulation(number)
-        self._keep(stream, self.page, self._image, self._normed(stream, stream.packing.joint_image, factor, shift))
+        (image,) = stream.residual.normed(self._norm_eps, Norm(stream.packing.joint_image, factor, shift))
+        self._keep(stream, self.page, self._image, image)
 
     def _keep(self, stream: Stream, page: int, projection: Projection, image: Tensor) -> None:
         """Write keys and values of normed image tokens to this page of each template."""
@@ -213,10 +243,6 @@ class Block(ABC):
         projection.turn_(key_value[:, :1], gather(stream.rotary, packing.joint_image), stream.operators, first=1)
         for source, (start, stop) in zip(stream.sources, packing.image, strict=True):
             source.store(page, head_major(key_value[start:stop]))
-
-    def _normed(self, stream: Stream, where: Sequence[Span], factor: Tensor, shift: Tensor) -> Tensor:
-        """These rows of the stream, after norm and modulation."""
-        return stream.operators.norm_modulate(stream.hidden, where, self._norm_eps, factor, shift)
 
 
 class Projection:
@@ -236,13 +262,14 @@ class Projection:
         change."""
         return self._layers(x, where)
 
-    def split(self, qkv: Tensor) -> Tensor:
-        """[tokens, 3 * hidden] -> [tokens, 3, heads, head dim]."""
-        return qkv.view(len(qkv), 3, self._heads, qkv.shape[1] // (3 * self._heads))
-
     def heads(self, x: Tensor, where: Segments) -> Tensor:
         """As `__call__`, [tokens, 3, heads, head dim]."""
-        return self.split(self(x, where))
+        qkv = self(x, where)
+        return qkv.view(len(qkv), 3, self._heads, qkv.shape[1] // (3 * self._heads))
+
+    def project(self, x: Tensor, where: Segments, rows: Sequence[Span]) -> Projected:
+        """Queries, keys and values for attention. rows: each request's rows of the stream."""
+        return Projected(self.heads(x, where), rows, self.weight, self.eps)
 
     def turn_(self, x: Tensor, rotary: Tensor, operators: Operators, first: int = 0) -> None:
         """Apply norm and rotary embedding in place. x: [tokens, n, heads, head dim], queries (0) and keys (1), starting
@@ -280,59 +307,58 @@ class DoubleBlock(Block):
         (shift, factor, gate, *mlp), text_parts = parts[: self._num_image_parts], parts[self._num_image_parts :]
         # A last norm gives scale before shift, the others shift before scale.
         text_factor, text_shift = (text_parts[0], text_parts[1]) if self._is_last else (text_parts[1], text_parts[0])
-        text = self._normed(stream, packing.joint_text, text_factor, text_shift)
-        image = self._normed(stream, packing.joint_image, factor, shift)
+        text, image = stream.residual.normed(
+            self._norm_eps, Norm(packing.joint_text, text_factor, text_shift), Norm(packing.joint_image, factor, shift)
+        )
         beside = self._image_alone(stream, number, mlp[3:])
-        qkv = self._joint_qkv(stream, text, image)
-        attended = stream.joint_attention(number, self.page, qkv, packing.joint, stream.sources)
-        text, image = packing.split(attended)
-        if not self._is_last:
-            self._add_text(stream, self._text_out(text, where.text), text_parts[2])
-        self._add_image(stream, self._out(image, where.image), gate)
+        text, image = stream.attend(
+            stream.joint_attention,
+            number,
+            self.page,
+            self._text.project(text, where.text, packing.joint_text),
+            self._image.project(image, where.image, packing.joint_image),
+        )
+        image = self._out(image, where.image)
         if beside is not None:
-            self._add_image(stream, beside, mlp[5])
-        image = self._normed(stream, packing.joint_image, mlp[1], mlp[0])
-        if not self._is_last:
-            text = self._normed(stream, packing.joint_text, text_parts[4], text_parts[3])
-            text = self._text_down(self._text_up(text, where.text, gelu=True), where.text)
-            self._add_text(stream, text, text_parts[5])
+            stream.residual.add(Addition(packing.joint_image, image, gate))
+            image, gate = beside, mlp[5]
+        norms = [Norm(packing.joint_image, mlp[1], mlp[0])]
+        if self._is_last:
+            self._add(stream, image, gate)
+        else:
+            self._add(stream, image, gate, self._text_out(text, where.text), text_parts[2])
+            norms.insert(0, Norm(packing.joint_text, text_parts[4], text_parts[3]))
+        *texts, image = stream.residual.normed(self._norm_eps, *norms)
+        of_text = [self._text_down(self._text_up(text, where.text, gelu=True), where.text) for text in texts]
         image = self._down(self._up(image, where.image, gelu=True), where.image)
-        self._add_image(stream, image, mlp[2])
+        self._add(stream, image, mlp[2], *of_text, *text_parts[5:])
+
+    @staticmethod
+    def _add(
+        stream: Stream, image: Tensor, gate: Tensor, text: Tensor | None = None, text_gate: Tensor | None = None
+    ) -> None:
+        """Add a layer's output for the image tokens, and that for the text tokens where there is one."""
+        added = [Addition(stream.packing.joint_image, image, gate)]
+        if text is not None and text_gate is not None:
+            added.insert(0, Addition(stream.packing.joint_text, text, text_gate, is_clipped=True))
+        stream.residual.add(*added)
 
     def finish(self, stream: Stream, number: int) -> None:
         super().finish(stream, number)
         if self._second is not None:
             shift, factor, _ = stream.modulation(number)[6:9]
-            image = self._normed(stream, stream.packing.joint_image, factor, shift)
+            (image,) = stream.residual.normed(self._norm_eps, Norm(stream.packing.joint_image, factor, shift))
             self._keep(stream, self.page + 1, self._second, image)
 
     def _image_alone(self, stream: Stream, number: int, parts: Sequence[Tensor]) -> Tensor | None:
         """The second attention's output for the image tokens, before its gate. parts: its shift, scale and gate."""
         if self._second is None or self._second_out is None or stream.image_attention is None:
             return None
-        packing, spans, where = stream.packing, stream.packing.joint_image, stream.where.image
-        qkv = self._second.heads(self._normed(stream, spans, parts[1], parts[0]), where)
-        self._second.turn_(qkv[:, :2], gather(stream.rotary, spans), stream.operators)
-        attended = stream.image_attention(number, self.page + 1, qkv, packing.image, stream.sources)
+        spans, where = stream.packing.joint_image, stream.where.image
+        (image,) = stream.residual.normed(self._norm_eps, Norm(spans, parts[1], parts[0]))
+        projected = self._second.project(image, where, spans)
+        (attended,) = stream.attend(stream.image_attention, number, self.page + 1, projected)
         return self._second_out(attended, where)
-
-    def _joint_qkv(self, stream: Stream, text: Tensor, image: Tensor) -> Tensor:
-        """Queries, keys and values after norm and rotary, [tokens, 3, heads, head dim]."""
-        packing, where = stream.packing, stream.where
-        qkv = self._image.split(packing.join(self._text(text, where.text), self._image(image, where.image)))
-        if self._image.weight is not None and self._text.weight is not None:
-            weights = [(packing.joint_text, self._text.weight), (packing.joint_image, self._image.weight)]
-            stream.operators.normalise_and_rotate_(qkv[:, :2], stream.rotary, self._image.eps, weights)
-        return qkv
-
-    def _add_text(self, stream: Stream, text: Tensor, gate: Tensor) -> None:
-        where = stream.packing.joint_text
-        stream.operators.add_gated_(stream.hidden, where, text, gate)
-        for start, stop in where:
-            _clip_float16_(stream.hidden[start:stop])
-
-    def _add_image(self, stream: Stream, image: Tensor, gate: Tensor) -> None:
-        stream.operators.add_gated_(stream.hidden, stream.packing.joint_image, image, gate)
 
 
 class SingleBlock(Block):
@@ -345,16 +371,18 @@ class SingleBlock(Block):
     def run(self, stream: Stream, number: int) -> None:
         shift, factor, gate = stream.modulation(number)
         joint, where = stream.packing.joint, stream.where.joint
-        normed = self._normed(stream, joint, factor, shift)
-        qkv = self._image.heads(normed, where)
-        self._image.turn_(qkv[:, :2], stream.rotary, stream.operators)
-        width = qkv.shape[2] * qkv.shape[3]
-        both = normed.new_empty(len(normed), width + self._up.num_outputs)
-        self._up(normed, where, gelu=True, out=both[:, width:])
-        stream.joint_attention(number, self.page, qkv, joint, stream.sources, both[:, :width])
-        out = self._out(both, where)
-        stream.operators.add_gated_(stream.hidden, joint, out, gate)
-        _clip_float16_(stream.hidden)
+        (normed,) = stream.residual.normed(self._norm_eps, Norm(joint, factor, shift))
+        projected = self._image.project(normed, where, joint)
+        if self._out.takes_columns(where):
+            (attended,) = stream.attend(stream.joint_attention, number, self.page, projected)
+            out = self._out.of_columns([attended, self._up(normed, where, gelu=True)])
+        else:
+            width = projected.qkv.shape[2] * projected.qkv.shape[3]
+            both = normed.new_empty(len(normed), width + self._up.num_outputs)
+            self._up(normed, where, gelu=True, out=both[:, width:])
+            stream.attend(stream.joint_attention, number, self.page, projected, out=both[:, :width])
+            out = self._out(both, where)
+        stream.residual.add(Addition(joint, out, gate, is_clipped=True))
 
 
 class ImageBlock(Block):
@@ -370,12 +398,13 @@ class ImageBlock(Block):
     def run(self, stream: Stream, number: int) -> None:
         shift, factor, gate, second_shift, second_factor, second_gate = stream.modulation(number)
         image, where = stream.packing.joint_image, stream.where.image
-        qkv = self._image.heads(self._normed(stream, image, factor, shift), where)
-        attended = stream.joint_attention(number, self.page, qkv, image, stream.sources)
-        stream.operators.add_gated_(stream.hidden, image, self._out(attended, where), gate)
-        normed = stream.operators.norm_modulate(stream.hidden, image, self._second_eps, second_factor, second_shift)
+        (normed,) = stream.residual.normed(self._norm_eps, Norm(image, factor, shift))
+        projected = self._image.project(normed, where, image)
+        (attended,) = stream.attend(stream.joint_attention, number, self.page, projected)
+        stream.residual.add(Addition(image, self._out(attended, where), gate))
+        (normed,) = stream.residual.normed(self._second_eps, Norm(image, second_factor, second_shift))
         out = self._down(self._up(normed, where, gelu=True), where)
-        stream.operators.add_gated_(stream.hidden, image, out, second_gate)
+        stream.residual.add(Addition(image, out, second_gate))
 
 
 def _qk_weight(query_norm: Any, key_norm: Any, heads: int) -> Tensor:
@@ -388,8 +417,3 @@ def _qk_weight(query_norm: Any, key_norm: Any, heads: int) -> Tensor:
 def _rows_of(span: Span, tokens: Tensor | None, device: torch.device) -> Tensor:
     """Rows of the joint matrix that hold these tokens of a request, None for all."""
     return torch.arange(*span, device=device) if tokens is None else span[0] + tokens
-
-
-def _clip_float16_(x: Tensor) -> None:
-    if x.dtype == torch.float16:
-        x.clip_(-FLOAT16_MAX, FLOAT16_MAX)

@@ -20,12 +20,17 @@ from torch import Tensor, nn
 
 from core.page_scheme import PageDtype, PageLayout
 from core.patches import PatchSet
+from model_executor.graphs.cuda_capture import capture_on
+from model_executor.graphs.static_rows import is_of_one_request, is_repeatable
+from model_executor.graphs.step_graphs import StepGraphs
 from model_executor.kernels.attention import Attention
+from model_executor.kernels.held import hold
 from model_executor.kernels.linear import as_linear
 from model_executor.kernels.linear_groups import PACKED_BYTES, AnyGroup, group_layers
 from model_executor.kernels.low_rank import Segments
 from model_executor.kernels.operators import Operators, best_operators
-from model_executor.kernels.ragged import Packing, Span
+from model_executor.kernels.ragged import Packing, Span, together
+from model_executor.kernels.residual import Norm
 from model_executor.models.base import PrimeRow, Row
 from model_executor.models.blocks import Block, Edit, Modulation, Source, Stream, Template
 from model_executor.models.rows import lacking_pages, with_heads, with_own_heads
@@ -39,8 +44,14 @@ CACHED_GRIDS = 32
 """Tables of positions cached, one per image size and text length; FLUX's takes 8 bytes * tokens * head dim / 2."""
 
 MODULATION_BYTES = 64 * 1024**2
-"""Limit on a request's modulation tables, all noise levels and rows together. The embedded model needs 1.2 MB per row
-at 28 steps."""
+GPU_MODULATION_BYTES = 256 * 1024**2
+"""Limit on a request's modulation tables, all noise levels and rows together, on a CPU and on a GPU, where computing
+them in every step would be a launch for each of several hundred products. The embedded model needs 1.2 MB per row at 28
+steps; FLUX.1-dev 106 MB at 50 steps."""
+
+SMALL_PASS = 2048
+"""Largest exact step, in tokens, that is captured as a CUDA graph: a larger one keeps a GPU busy for longer than the
+host takes to launch it."""
 
 AnyRow = TypeVar("AnyRow", Row, PrimeRow)
 Result = TypeVar("Result")
@@ -93,6 +104,7 @@ class Denoiser(ABC):
         if owns_module and self._pack:
             _unmap(module)
         self._rotary_table = lru_cache(maxsize=CACHED_GRIDS)(self._make_rotary_table)
+        self.graphs = StepGraphs(capture_on(self._device))
 
     def _build(self) -> None:
         self._blocks = self._make_blocks()
@@ -109,6 +121,7 @@ class Denoiser(ABC):
         """A copy of this denoiser that computes with other operators; the layers are shared and packed as they were."""
         twin = copy(self)
         twin._operators = operators
+        twin.graphs = StepGraphs(capture_on(self._device))  # a graph repeats the operators that were captured
         return twin
 
     # ------------------------------------------------------------------------------------------- each model's own
@@ -185,11 +198,39 @@ class Denoiser(ABC):
         return self._run(mine, group)
 
     def _run(self, rows: Sequence[Row], group: Group | None) -> list[Tensor]:
-        results = _in_order(rows, self._forward if group is None else partial(self._forward_together, group=group))
+        if group is None and self._is_captured(rows):
+            results = self.graphs.run(rows, self._num_active(rows[0]), self._forward)
+        else:
+            results = _in_order(rows, self._forward if group is None else partial(self._forward_together, group=group))
         for row in rows:
             if row.own is not None and row.active is None:
                 row.own.note_made()
         return results
+
+    def _is_captured(self, rows: Sequence[Row]) -> bool:
+        """Whether this step may be a CUDA graph: a mask-aware one of one request, or an exact one of a small picture.
+        Larger steps keep a GPU busy for longer than the host takes to launch them."""
+        if not self.graphs.enabled or not is_of_one_request(rows) or not self._reads_page_tables:
+            return False
+        if not all(is_repeatable(row) and row.modulation is not None for row in rows):
+            return False
+        if rows[0].active is None:
+            return sum(self._num_tokens(row) + len(row.prompt_embeds) for row in rows) <= SMALL_PASS
+        return len(rows[0].active) < self._num_tokens(rows[0])
+
+    @property
+    def _reads_page_tables(self) -> bool:
+        has_norm = any(block.has_norm for block in self._blocks)
+        return self._operators.reads_page_tables(self.module.config.attention_head_dim, has_norm=has_norm)
+
+    def _num_active(self, row: Row) -> int | None:
+        """To how many tokens those of a captured step are filled up: with the text to whole tiles of attention, but to
+        less than all, which would be an exact step."""
+        if row.active is None:
+            return None
+        text, tile = len(row.prompt_embeds), self._operators.query_tile
+        tiles = -(-(text + len(row.active)) // tile)
+        return max(len(row.active), min(tiles * tile - text, self._num_tokens(row) - 1))
 
     def _forward(self, rows: Sequence[Row]) -> list[Tensor]:
         edits = [Edit(row, self._num_tokens(row), self._first_pages, self._operators) for row in rows]
@@ -253,10 +294,11 @@ class Denoiser(ABC):
     ) -> Tensor | None:
         """All blocks' shifts, scales and gates at each of these noise levels, [levels, width], for `Row.modulation`;
         bit-identical to what each step would compute. None if the tables of `num_rows` rows would take more than
-        MODULATION_BYTES.
+        MODULATION_BYTES, or GPU_MODULATION_BYTES.
         """
         width = sum(part.width for part in self._modulations)
-        if num_rows * len(sigmas) * width * self.dtype.itemsize > MODULATION_BYTES:
+        limit = MODULATION_BYTES if self._device.type == "cpu" else GPU_MODULATION_BYTES
+        if num_rows * len(sigmas) * width * self.dtype.itemsize > limit:
             return None
         levels = [Conditions(sigma, pooled_prompt_embeds, guidance_scale, patches) for sigma in sigmas]
         where = BatchPatches([patches], self._device).segments([(0, len(sigmas))])
@@ -276,12 +318,13 @@ class Denoiser(ABC):
             ],
         )
         hidden = [row.hidden[0] for row in rows if isinstance(row, PrimeRow) and row.hidden is not None]
-        rotary = torch.cat([self._rotary(row, source) for row, source in zip(rows, sources, strict=True)])
+        rotary = together([part for each in zip(rows, sources, strict=True) for part in self._rotary(*each)])
         patches = BatchPatches([row.patches for row in rows], self._device)
         where = patches.on(packing)
         joint = torch.cat(hidden) if hidden else self._embed(rows, computed, packing, where)
         modulation, attentions = self._modulation_of(rows, patches), self._attentions(sources, joint, team)
-        return Stream(joint, packing, patches, where, rotary, modulation, sources, *attentions, self._operators)
+        residual = self._operators.residual(joint)
+        return Stream(residual, packing, patches, where, rotary, modulation, sources, *attentions, self._operators)
 
     def _attentions(
         self, sources: Sequence[Source], like: Tensor, team: Team | None
@@ -308,7 +351,7 @@ class Denoiser(ABC):
         """Block number -> its shifts, scales and gates, each [requests, hidden]; the last number: the output norm's."""
         known = [row.modulation for row in rows if isinstance(row, Row) and row.modulation is not None]
         if len(known) == len(rows):
-            tables = torch.cat(known).split([part.width for part in self._modulations], dim=1)
+            tables = together(known).split([part.width for part in self._modulations], dim=1)
             return lambda number: self._modulations[number].parts(tables[number])
         where = patches.segments([(number, number + 1) for number in range(len(rows))])
         conditioning = self._conditioning([Conditions.of(row) for row in rows], where)
@@ -320,9 +363,12 @@ class Denoiser(ABC):
         """Image and condition tokens of a row."""
         return self.rows_per_token * len(row.latents)
 
-    def _rotary(self, row: Row | PrimeRow, source: Source) -> Tensor:
-        """Rotations of a request's tokens before the first block: complex64 [tokens, 1, 1, head dim / 2]."""
-        return select(self._rotary_table(source.text_tokens, row.grid), source.rows(0))
+    def _rotary(self, row: Row | PrimeRow, source: Source) -> list[Tensor]:
+        """Rotations of a request's tokens before the first block, in parts: complex64 [tokens, 1, 1, head dim / 2]."""
+        table, tokens = hold(self._rotary_table(source.text_tokens, row.grid)), source.computed(0)
+        if tokens is None:
+            return [table]
+        return [table[: source.text_tokens][source.text], table[source.text_tokens :][tokens]]
 
     def _entry(self, row: PrimeRow) -> Entry:
         """The entry to write. The dtype of its pages follows from its size."""
@@ -337,8 +383,8 @@ class Denoiser(ABC):
     def _project_out(self, stream: Stream) -> Tensor:
         """Velocity of all image tokens, [tokens, latent width]."""
         factor, shift = stream.modulation(len(self._blocks))
-        where, eps = stream.packing.joint_image, self.module.norm_out.norm.eps
-        normed = self._operators.norm_modulate(stream.hidden, where, eps, factor, shift)
+        norm = Norm(stream.packing.joint_image, factor, shift)
+        (normed,) = stream.residual.normed(self.module.norm_out.norm.eps, norm)
         return self._image_out(normed, stream.where.image)
 
 

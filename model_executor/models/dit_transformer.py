@@ -16,10 +16,12 @@ import torch.nn.functional as F
 from diffusers.models.embeddings import get_2d_sincos_pos_embed
 from torch import Tensor
 
+from model_executor.kernels.held import hold
 from model_executor.kernels.linear_groups import AnyGroup
 from model_executor.kernels.low_rank import Segments
 from model_executor.kernels.operators import Operators
-from model_executor.kernels.ragged import Packing
+from model_executor.kernels.ragged import Packing, together
+from model_executor.kernels.residual import Norm
 from model_executor.models.base import PrimeRow, Row
 from model_executor.models.blocks import Block, ImageBlock, Modulation, Stream
 from model_executor.models.denoiser import CACHED_GRIDS, Conditions, Denoiser, channels_first, select
@@ -65,8 +67,8 @@ class DiTTransformer(Denoiser):
         self, rows: Sequence[Row | PrimeRow], computed: Sequence[Tensor | None], packing: Packing, where: Where
     ) -> Tensor:
         chosen = list(zip(rows, computed, strict=True))
-        image = self._image_in(torch.cat([select(row.latents, tokens) for row, tokens in chosen]), where.image)
-        positions = torch.cat([select(self._positions(row.grid), tokens) for row, tokens in chosen])
+        image = self._image_in(together([select(row.latents, tokens) for row, tokens in chosen]), where.image)
+        positions = together([select(hold(self._positions(row.grid)), tokens) for row, tokens in chosen])
         return (image + positions).to(image.dtype)
 
     def _make_positions(self, grid: tuple[int, int]) -> Tensor:
@@ -100,7 +102,7 @@ class DiTTransformer(Denoiser):
     def _project_out(self, stream: Stream) -> Tensor:
         """Noise of all image tokens, without its variance: [tokens, latent width]."""
         shift, factor = stream.modulation(len(self._blocks))
-        where, eps = stream.packing.joint_image, self.module.norm_out.eps
-        normed = self._operators.norm_modulate(stream.hidden, where, eps, factor, shift)
+        norm = Norm(stream.packing.joint_image, factor, shift)
+        (normed,) = stream.residual.normed(self.module.norm_out.eps, norm)
         patch, channels = self.module.config.patch_size, self.module.config.in_channels
         return channels_first(self._image_out(normed, stream.where.image), patch)[:, : channels * patch**2]

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from model_executor.kernels.ragged import Packing
+from model_executor.kernels.ragged import Packing, together
 from model_executor.models.base import PrimeRow, Row
 from model_executor.models.blocks import Block, DoubleBlock, SingleBlock
 from model_executor.models.denoiser import select
@@ -36,12 +36,9 @@ class FluxTransformer(TextDenoiser):
     def _embed(
         self, rows: Sequence[Row | PrimeRow], computed: Sequence[Tensor | None], packing: Packing, where: Where
     ) -> Tensor:
-        inputs = [
-            torch.cat([select(row.latents, tokens), select(row.condition, tokens)], dim=1)
-            for row, tokens in zip(rows, computed, strict=True)
-        ]
-        image = self._image_in(torch.cat(inputs), where.image)
-        text = self._text_in(torch.cat([row.prompt_embeds for row in rows]), where.text)
+        inputs = [_inputs(row, tokens) for row, tokens in zip(rows, computed, strict=True)]
+        image = self._image_in(together(inputs), where.image)
+        text = self._text_in(together([row.prompt_embeds for row in rows]), where.text)
         return packing.join(text, image)
 
     def _embedding(self, embed: Any, sigma: Tensor, pooled_prompt_embeds: Tensor, guidance_scale: float) -> Tensor:
@@ -65,3 +62,9 @@ class FluxTransformer(TextDenoiser):
         cos, sin = self.module.pos_embed(ids.to(self.dtype))
         table = torch.complex(cos[:, ::2].contiguous(), sin[:, ::2].contiguous())  # each angle is stored twice
         return table[:, None, None].to(self._device)
+
+
+def _inputs(row: Row | PrimeRow, tokens: Tensor | None) -> Tensor:
+    """The denoiser's input for these tokens, None for all."""
+    latents = select(row.latents, tokens)
+    return torch.cat([latents, select(row.condition, tokens)], dim=1) if row.condition.shape[1] else latents

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from model_executor.kernels.ragged import Packing
+from model_executor.kernels.ragged import Packing, together
 from model_executor.models.base import PrimeRow, Row
 from model_executor.models.blocks import Block, DoubleBlock
 from model_executor.models.denoiser import select
@@ -38,8 +38,9 @@ class QwenTransformer(TextDenoiser):
         self, rows: Sequence[Row | PrimeRow], computed: Sequence[Tensor | None], packing: Packing, where: Where
     ) -> Tensor:
         chosen = zip(rows, computed, strict=True)
-        image = self._image_in(torch.cat([self._inputs(row, tokens) for row, tokens in chosen]), where.image)
-        text = self._text_in(self.module.txt_norm(torch.cat([row.prompt_embeds for row in rows])), where.text)
+        image = self._image_in(together([self._inputs(row, tokens) for row, tokens in chosen]), where.image)
+        prompts = together([row.prompt_embeds for row in rows])
+        text = self._text_in(self._operators.rms_norm(self.module.txt_norm, prompts), where.text)
         return packing.join(text, image)
 
     def _inputs(self, row: Row | PrimeRow, tokens: Tensor | None) -> Tensor:

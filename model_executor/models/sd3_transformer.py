@@ -11,11 +11,11 @@ from collections.abc import Mapping, Sequence
 from functools import lru_cache
 from typing import Any
 
-import torch
 from torch import Tensor
 
+from model_executor.kernels.held import hold
 from model_executor.kernels.operators import Operators
-from model_executor.kernels.ragged import Packing
+from model_executor.kernels.ragged import Packing, together
 from model_executor.models.base import PrimeRow, Row
 from model_executor.models.blocks import Block, DoubleBlock, Stream
 from model_executor.models.denoiser import CACHED_GRIDS, channels_first, select
@@ -48,9 +48,9 @@ class SD3Transformer(TextDenoiser):
         self, rows: Sequence[Row | PrimeRow], computed: Sequence[Tensor | None], packing: Packing, where: Where
     ) -> Tensor:
         chosen = list(zip(rows, computed, strict=True))
-        image = self._image_in(torch.cat([select(row.latents, tokens) for row, tokens in chosen]), where.image)
-        positions = torch.cat([select(self._positions(row.grid), tokens) for row, tokens in chosen])
-        text = self._text_in(torch.cat([row.prompt_embeds for row in rows]), where.text)
+        image = self._image_in(together([select(row.latents, tokens) for row, tokens in chosen]), where.image)
+        positions = together([select(hold(self._positions(row.grid)), tokens) for row, tokens in chosen])
+        text = self._text_in(together([row.prompt_embeds for row in rows]), where.text)
         return packing.join(text, (image + positions).to(image.dtype))
 
     def _embedding(self, embed: Any, sigma: Tensor, pooled_prompt_embeds: Tensor, guidance_scale: float) -> Tensor:

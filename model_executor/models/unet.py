@@ -4,12 +4,14 @@ Convolutions need whole pictures, so only pictures of one size can share a pass.
 that are primed, go layer by layer (see `unet_layers.py` and `unet_blocks.py`). So do rows that compute every token
 where blocks are fused (`unet_fused.py`); elsewhere they go through the diffusers module itself. What shares a pass: on
 a GPU, whole rows of one size, templates of one size, and the rows of one masked request, each with the same adapters;
-on a CPU, only the whole rows of one request.
+on a CPU, only the whole rows of one request; on a GPU with `--batch-invariant` no rows, since ranks may share out the
+rows of a request.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Hashable, Mapping, Sequence
+from dataclasses import replace
 from functools import lru_cache
 from typing import Any, NamedTuple, TypeVar
 
@@ -21,6 +23,9 @@ from torch import Tensor
 from core.model_info import BlockRun
 from core.page_scheme import PageDtype, PageLayout
 from core.patches import PatchSet
+from model_executor.graphs.cuda_capture import capture_on
+from model_executor.graphs.static_rows import is_of_one_request, is_repeatable
+from model_executor.graphs.step_graphs import StepGraphs
 from model_executor.kernels.cpu_layers import use_onednn
 from model_executor.kernels.held import hold
 from model_executor.kernels.operators import Operators, best_operators
@@ -66,8 +71,9 @@ class Unet:
         for convolution in convolutions:  # faster, as in `vae.ImageVae`; quantised layers stay
             convolution.to(memory_format=torch.channels_last)
         self.module = module
-        self._is_shared = module.device.type != "cpu"  # whether all rows of one size share a pass
         self._operators = operators or best_operators(module.device)
+        # Whether all rows of one size share a pass; with `--batch-invariant` no two rows do.
+        self._is_shared = module.device.type != "cpu" and not self._operators.is_invariant
         self._fused = self._operators.of_unets(module.device)
         if module.device.type == "cpu" and self._fused is None:
             use_onednn(module)
@@ -75,6 +81,7 @@ class Unet:
         self._token_size = token_size
         self._ids = lru_cache(maxsize=CACHED_GRIDS)(self._make_ids)
         self.patches = ModulePatches(module, module.device, module.dtype, self._arrange)
+        self.graphs = StepGraphs(capture_on(module.device))
 
     def _arrange(self, module: Any) -> Arranged:
         blocks = (m for m in module.modules() if isinstance(m, ResnetBlock2D | BasicTransformerBlock))
@@ -94,11 +101,28 @@ class Unet:
         predictions: dict[int, Tensor] = {}  # row's number -> its prediction
         whole = [number for number, row in enumerate(rows) if row.active is None or len(row.active) == len(row.latents)]
         masked = [number for number in range(len(rows)) if number not in whole]
-        for numbers in _alike(rows, whole, _size if self._is_shared else _request):
-            predictions |= dict(zip(numbers, self._run([rows[number] for number in numbers]), strict=True))
+        alone = id if self._operators.is_invariant else _request  # other ranks may have the other rows of a request
+        for numbers in _alike(rows, whole, _size if self._is_shared else alone):
+            predictions |= dict(zip(numbers, self._repeated([rows[n] for n in numbers], None), strict=True))
         for numbers in _alike(rows, masked, _edit if self._is_shared else id):
-            predictions |= dict(zip(numbers, self._run_masked([rows[number] for number in numbers]), strict=True))
+            active = rows[numbers[0]].active
+            assert active is not None
+            predictions |= dict(zip(numbers, self._repeated([rows[n] for n in numbers], len(active)), strict=True))
         return [predictions[number] for number in range(len(rows))]
+
+    def _repeated(self, rows: Sequence[Row], num_active: int | None) -> Sequence[Tensor]:
+        """Predictions of rows that share a pass, by a CUDA graph where that can be: all rows of one request, since
+        launching its many small kernels takes longer than running them. num_active: None computes all tokens."""
+        forward = self._run if num_active is None else self._run_masked
+        if not self.graphs.enabled:
+            return forward(rows)
+        if num_active is None:
+            rows = [replace(row, active=None, box=None, pages=None) for row in rows]
+        elif any(row.box is None for row in rows) or self._fused is None:  # what is not fused reads no page tables
+            return forward(rows)
+        if not is_of_one_request(rows) or not all(map(is_repeatable, rows)):
+            return forward(rows)
+        return self.graphs.run(rows, num_active, forward)
 
     def prime(self, rows: Sequence[PrimeRow], pages: tuple[int, int]) -> list[tuple[Tensor, ...]]:
         """Run all image tokens of each row through the blocks whose last page is in [start, stop), and write their
@@ -120,14 +144,14 @@ class Unet:
             return [()] * len(rows)
         return list(zip(*(part.split(1) for part in walk.pack()), strict=True))
 
-    def _run_masked(self, rows: Sequence[Row]) -> Sequence[Tensor]:
+    def _run_masked(self, rows: Sequence[Row]) -> list[Tensor]:
         """Predictions for the active tokens of each row. rows: of one request."""
         row, fused = rows[0], self._fused
         source = Edit(row, self._operators) if fused is None else FusedEdit(row, self._operators, fused)
         prediction = self._by_layers(rows, source)
         return [pack(image, TOKEN_SIDE)[row.active] for image in prediction.split(1)]
 
-    def _run(self, rows: Sequence[Row]) -> Sequence[Tensor]:
+    def _run(self, rows: Sequence[Row]) -> list[Tensor]:
         """Predictions for all tokens of each row. rows: of one size, with the same patches."""
         prediction = self._by_module(rows) if self._fused is None else self._by_layers(rows, Whole())
         return [pack(image, TOKEN_SIDE) for image in prediction.split(1)]

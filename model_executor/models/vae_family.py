@@ -77,7 +77,9 @@ class VaeFamily(Family):
 
     def recipe(self, part: str) -> str:
         if part == self.denoiser_part:
-            return f"{self._denoiser_recipe} {self._checkpoint.kernels}"
+            chosen = self._checkpoint
+            wishes = (chosen.kernels, "batch-invariant" if chosen.batch_invariant else "", chosen.cuda_graphs)
+            return " ".join(filter(None, (self._denoiser_recipe, *wishes)))
         return self.vae.__name__ if part == "vae" else ""
 
     @property
@@ -91,7 +93,11 @@ class VaeFamily(Family):
 
     def prepare(self, part: str, module: nn.Module) -> Any:
         if part == self.denoiser_part:
-            return self._make_denoiser(module, chosen_operators(self._checkpoint.kernels, self._device))
+            kernels, batch_invariant = self._checkpoint.kernels, self._checkpoint.batch_invariant
+            operators = chosen_operators(kernels, self._device, batch_invariant=batch_invariant)
+            denoiser = self._make_denoiser(module, operators)
+            denoiser.graphs.enabled &= self._checkpoint.cuda_graphs == "auto"
+            return denoiser
         return self.vae(module) if part == "vae" else unarranged(module)
 
     @abstractmethod
@@ -100,6 +106,10 @@ class VaeFamily(Family):
 
     def put(self, part: str, prepared: Any) -> None:
         self._parts[part] = prepared
+
+    def drop_graphs(self) -> None:
+        if self.denoiser_part in self._parts:
+            self._parts[self.denoiser_part].graphs.clear()
 
     @property
     def lora_format(self) -> LoraFormat:

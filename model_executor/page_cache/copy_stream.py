@@ -3,22 +3,20 @@
 The page arena is registered (pinned) with CUDA once, as a whole, so that copies need no staging buffer. This allocates
 all of its memory at once. A registered arena must never return memory to the kernel, since the device would then read
 stale data; the host tier's arena does not.
+
+Device memory is the computing stream's: allocated and freed there, so it needs no `record_stream`. A copy into an entry
+follows `ready`, recorded after its allocation, and thus after all kernels that read what was in that memory before. And
+an entry's tensor is held until its copy is over, as the host has seen, whoever forgets it meanwhile.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from core.errors import ConfigError
-
-BLOCKS_AHEAD = 2
-"""Copies of blocks queued at a time: enough to keep the bus busy, few enough that a step can still change which block
-comes next."""
 
 
 class CopyStream:
@@ -47,32 +45,29 @@ class CopyStream:
         """Make computation queued from now on wait for a copy."""
         self._gpu.current_stream(self._device).wait_event(event)
 
-    def load(
-        self,
-        host: Tensor,
-        device: Tensor,
-        block_bytes: int,
-        order: Iterable[int],
-        ready: torch.Event,
-        on_queued: Callable[[int, torch.Event], None],
-    ) -> None:
-        """Copy host to device, block by block in this order, after `ready`. on_queued: called when a block's copy is
-        queued, with the block and the event after it. Returns when all copies are done."""
-        queued: list[torch.Event] = []
-        with self._after(ready):
-            for index in order:
-                if len(queued) >= BLOCKS_AHEAD:
-                    queued[-BLOCKS_AHEAD].synchronize()
-                block = slice(index * block_bytes, (index + 1) * block_bytes)
-                device[block].copy_(host[block], non_blocking=True)
-                queued.append(event := self._gpu.Event(blocking=True))  # a thread that waits for it sleeps
-                event.record(self._stream)
-                on_queued(index, event)
+    def follow(self, ready: torch.Event) -> None:
+        """Make all copies that are queued from now on wait for an event of `ready`."""
+        self._stream.wait_event(ready)
 
-    def store(self, device: Tensor, host: Tensor, ready: torch.Event) -> None:
-        """Copy device to host after `ready`. Returns when it is done."""
-        with self._after(ready):
-            host.copy_(device, non_blocking=True)
+    def load(self, host: Tensor, device: Tensor) -> torch.Event:
+        """Queue a copy from host to device; returns the event after it."""
+        with self._gpu.stream(self._stream):
+            device.copy_(host, non_blocking=True)
+        event: torch.Event = self._gpu.Event(blocking=True)  # a thread that waits for it sleeps
+        event.record(self._stream)
+        return event
+
+    def store(self, device: Tensor, host: Tensor) -> None:
+        """Copy device to host. Returns when it is done."""
+        try:
+            with self._gpu.stream(self._stream):
+                host.copy_(device, non_blocking=True)
+        finally:
+            self.finish()
+
+    def finish(self) -> None:
+        """Wait for all copies: memory that one still writes or reads must not be freed."""
+        self._stream.synchronize()
 
     def close(self) -> None:
         """Unregister the arena; call it after the I/O thread has ended. Errors are ignored: on a broken device the
@@ -87,13 +82,3 @@ class CopyStream:
                 f"CUDA cannot pin {nbytes / 1024**3:.1f} GiB of host memory for cached pages (cudaError "
                 f"{int(error)}); give a smaller --cache-host-bytes, 0 for device memory alone"
             )
-
-    @contextmanager
-    def _after(self, ready: torch.Event) -> Iterator[None]:
-        """Queues copies after `ready`, and waits for all of them at the end, also after an exception."""
-        self._stream.wait_event(ready)
-        with self._gpu.stream(self._stream):
-            try:
-                yield
-            finally:
-                self._stream.synchronize()

@@ -83,13 +83,13 @@ def _page_scheme(
         full_steps=DEFAULT_FULL_STEPS if calibration is None else calibration.full_steps,
         full_steps_of=1 if calibration is None else _num_steps(calibration, info),
         full_steps_from=0.0 if calibration is None else calibration.full_steps_from,
-        environment=environment(checkpoint.device, config.kernels),
+        environment=environment(checkpoint.device, config.kernels, batch_invariant=config.batch_invariant),
     )
 
 
-def environment(device: torch.device, kernels: KernelChoice = "auto") -> str:
+def environment(device: torch.device, kernels: KernelChoice = "auto", *, batch_invariant: bool = False) -> str:
     """`PageScheme.environment` of this process as configured now: other threads or kernels sum in another order."""
-    digest = chosen_operators(kernels, device).digest
+    digest = chosen_operators(kernels, device, batch_invariant=batch_invariant).digest
     parts = [device.type, _device_name(device), torch.get_num_threads(), torch.__version__, digest]
     return hashlib.sha256(repr(parts).encode()).hexdigest()
 

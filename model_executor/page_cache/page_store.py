@@ -4,7 +4,8 @@ Host pages are read and written in place, in shared memory; device pages are ten
 files. The engine decides which page lies where and for how long; the store holds, copies and reports.
 
 One I/O thread does the copies in order. A copy to a faster tier can be read before it is complete: `wait_block` returns
-once a block has arrived. On a GPU, copies run on their own stream (`copy_stream.py`).
+once a block has arrived. On a GPU, copies run on their own stream (`copy_stream.py`), where loads that a step waits for
+come first (`uploads.py`).
 """
 
 from __future__ import annotations
@@ -12,9 +13,10 @@ from __future__ import annotations
 import logging
 import threading
 import time
+from collections import deque
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
-from queue import SimpleQueue
+from functools import partial
 from typing import Protocol
 
 import numpy as np
@@ -27,6 +29,7 @@ from core.handles import ArrayRef, EntryRef, Tier
 from core.messages.worker import PageCopied, PageCopy
 from core.page_scheme import template_of
 from model_executor.page_cache.copy_stream import CopyStream
+from model_executor.page_cache.uploads import Upload, Uploads
 from model_executor.worker.tensor_store import SharedMemory
 
 logger = logging.getLogger("stencil.worker")
@@ -67,6 +70,7 @@ class _Load:
     arrived: set[int] = field(default_factory=set)  # blocks that are copied, or queued on the device
     events: dict[int, torch.Event] = field(default_factory=dict)  # arrived block -> what the device must wait for
     has_failed: bool = False
+    is_awaited: bool = False  # a step has begun to wait for it, so the order of its blocks will not change
 
 
 @dataclass(frozen=True, slots=True)
@@ -77,6 +81,11 @@ class _Job:
     load: _Load | None  # None for a copy to a slower tier
     device: Tensor | None  # the entry in device memory, if that is source or target
     ready: torch.Event | None  # recorded after the work that the device must finish before
+
+    @property
+    def is_load(self) -> bool:
+        """Whether it goes from host to device."""
+        return (self.copy.source, self.copy.target) == ("host", "device")
 
 
 class PageStore:
@@ -93,9 +102,9 @@ class PageStore:
         has_device_tier: bool = True,
     ) -> None:
         """pages: the page arena. files: None without a disk tier. on_copied: called once for every copy that was
-        started, in their order, from the I/O thread (not for those still queued when the store is closed).
-        has_device_tier: whether a GPU's memory may hold pages; the arena is then pinned. Raises ConfigError if
-        pinning fails."""
+        started, from the I/O thread, as it ends: in their order, but for loads to a GPU, which overtake other entries'
+        copies and each other. Not called for those still queued when the store is closed. has_device_tier: whether a
+        GPU's memory may hold pages; the arena is then pinned. Raises ConfigError if pinning fails."""
         self._device = device
         self._pages = pages
         self._files = files
@@ -103,9 +112,10 @@ class PageStore:
         self._rank = rank
         self._tensors: dict[str, Tensor] = {}  # key -> uint8 [nbytes] in device memory
         self._loads: dict[str, list[_Load]] = {}  # key -> under way, or failed
+        self._announced: list[_Load] = []  # what the next step reads, until it waits for a block
         self._changed = threading.Condition()
         self._is_closed = False
-        self._jobs: SimpleQueue[_Job | Sequence[str] | None] = SimpleQueue()
+        self._jobs: deque[_Job | Sequence[str]] = deque()  # guarded by the condition
         is_pinned = device.type == "cuda" and has_device_tier
         self._stream = CopyStream(device, self._whole_arena()) if is_pinned else None
         self._thread = threading.Thread(target=self._run, name="page-io", daemon=True)
@@ -153,7 +163,7 @@ class PageStore:
             self._make_target(copy)
         ready = self._stream.ready() if self._stream is not None else None
         device = self._tensors.get(copy.key) if "device" in (copy.source, copy.target) else None
-        self._jobs.put(_Job(copy, load, device, ready))
+        self._put(_Job(copy, load, device, ready))
 
     def is_loading(self, key: str) -> bool:
         """Whether an entry is being loaded, or its load failed: `wait_block` must be called for its blocks."""
@@ -161,10 +171,13 @@ class PageStore:
             return bool(self._loads.get(key))
 
     def put_last(self, key: str, blocks: Collection[int]) -> None:
-        """Copy these blocks, which a step computes in full, after all others, if the entry is being loaded."""
+        """Announce that the next step reads an entry, and computes these blocks in full. If the entry is being loaded,
+        they are copied after its other blocks, and its blocks in turns with those of the step's other entries.
+        """
         with self._changed:
             for load in self._loads.get(key, ()):
                 load.last = blocks
+                self._announced.append(load)
 
     def wait_block(self, key: str, block: int) -> None:
         """Wait until a block of an entry may be read; returns at once if the entry is not being loaded.
@@ -172,8 +185,10 @@ class PageStore:
         Raises PagesLostError if the load failed before this block.
         """
         with self._changed:
+            loads = tuple(self._loads.get(key, ()))
+            self._note_awaited(loads)
             # All loads in turn: an entry may be copied from disk to host and then on to the device.
-            for load in tuple(self._loads.get(key, ())):
+            for load in loads:
                 self._wait_load(load, block)
                 if block not in load.arrived:
                     raise PagesLostError(f"pages {key} did not arrive")
@@ -191,17 +206,29 @@ class PageStore:
     def delete(self, keys: Sequence[str]) -> None:
         """Remove entries' files after the copies started before; a key without "-" means all files of that template."""
         if self._files is not None and keys:
-            self._jobs.put(tuple(keys))
+            self._put(tuple(keys))
 
     def close(self) -> None:
-        """Finish the current copy, drop queued ones, end the thread. Waiting `wait_block` calls raise PagesLostError.
+        """Finish the current copies, drop queued ones, end the thread. Waiting `wait_block` calls raise PagesLostError.
         May be called again."""
-        self._is_closed = True
-        self._jobs.put(None)
+        with self._changed:
+            self._is_closed = True
+            self._changed.notify_all()
         self._thread.join()
         if self._stream is not None:
             self._stream.close()
             self._stream = None
+
+    def _put(self, job: _Job | Sequence[str]) -> None:
+        with self._changed:
+            self._jobs.append(job)
+            self._changed.notify_all()
+
+    def _note_awaited(self, loads: Iterable[_Load]) -> None:
+        """Note that a step has begun to wait for these, and thus for all that were announced."""
+        for load in (*loads, *self._announced):
+            load.is_awaited = True
+        self._announced.clear()
 
     def _wait_load(self, load: _Load, block: int) -> None:
         self._changed.wait_for(lambda: block in load.arrived or load.has_failed or self._is_closed)
@@ -235,17 +262,37 @@ class PageStore:
         try:
             if self._stream is not None:
                 self._stream.enter()
-            while not self._is_closed and (job := self._jobs.get()) is not None:
-                self._do(job)
-                del job  # else it would hold its device memory until the next job comes
+            while self._has_job():
+                if self._stream is not None and self._next_load() is not None:
+                    self._load(Uploads(self._stream))
+                else:
+                    self._do(self._jobs.popleft())
         finally:
             with self._changed:
                 self._is_closed = True
                 self._changed.notify_all()
 
+    def _has_job(self) -> bool:
+        """Wait for a job. False: the store is closed."""
+        with self._changed:
+            self._changed.wait_for(lambda: self._jobs or self._is_closed)
+            return not self._is_closed
+
+    def _next_load(self) -> int | None:
+        """The place of the first load to the device that is not behind another copy of its entry. It overtakes others'
+        copies: no edit waits for what is copied down, which may take seconds, as to a disk."""
+        with self._changed:
+            before = set[str]()
+            for place, job in enumerate(self._jobs):
+                if isinstance(job, _Job):
+                    if job.is_load and job.copy.key not in before:
+                        return place
+                    before.add(job.copy.key)
+        return None
+
     def _do(self, job: _Job | Sequence[str]) -> None:
         if isinstance(job, _Job):
-            self._on_copied(self._copy(job))
+            self._copy(job)
         elif self._files is not None:
             for key in job:
                 self._delete(self._files, key)
@@ -256,16 +303,22 @@ class PageStore:
         else:
             files.delete(key)
 
-    def _copy(self, job: _Job) -> PageCopied:
-        copy, started = job.copy, time.monotonic()
+    def _copy(self, job: _Job) -> None:
+        started, is_ok, error = time.monotonic(), False, None
         try:
             is_ok = not self._follows_failure(job) and self._move(job)
-        except Exception:  # the thread's outermost handler: the copy has ended, and waiting readers must be woken
-            logger.warning("pages %s were not copied from %s to %s", copy.key, copy.source, copy.target, exc_info=True)
-            is_ok = False
+        except Exception as raised:  # the thread's outermost handler: waiting readers must be woken
+            error = raised
+        self._report(job, time.monotonic() - started, error, is_ok=is_ok)
+
+    def _report(self, job: _Job, seconds: float, error: Exception | None = None, *, is_ok: bool = True) -> None:
+        """End a copy, and tell of it. error: why it failed, if the log is to say so."""
+        copy = job.copy
+        if error is not None:
+            is_ok, ends = False, (copy.source, copy.target)
+            logger.warning("pages %s were not copied from %s to %s", copy.key, *ends, exc_info=error)
         self._end(job, is_ok)
-        seconds = time.monotonic() - started
-        return PageCopied(self._rank, copy.key, copy.nbytes, copy.source, copy.target, is_ok, seconds)
+        self._on_copied(PageCopied(self._rank, copy.key, copy.nbytes, copy.source, copy.target, is_ok, seconds))
 
     def _follows_failure(self, job: _Job) -> bool:
         """Whether the copy's source failed to load."""
@@ -274,10 +327,7 @@ class PageStore:
             return job.copy.source == "host" and any(load.has_failed and load.target == "host" for load in loads)
 
     def _move(self, job: _Job) -> bool:
-        copy = job.copy
-        if copy.host is None:
-            raise ValueError(f"copies go by way of the host, not from {copy.source} to {copy.target}")
-        host = self._host(copy.host)
+        copy, host = job.copy, self._host_side(job.copy)
         match copy.source, copy.target:
             case "disk", "host":
                 arrived = self._arrival(job)
@@ -286,37 +336,86 @@ class PageStore:
             case "host", "disk":
                 return self._files is not None and self._files.write(copy.key, host, copy.block_bytes)
             case "host", "device":
-                return job.device is not None and self._upload(job, host, job.device)
+                return job.device is not None and self._copy_up(job, host, job.device)
             case "device", "host":
-                return job.device is not None and self._download(job, job.device, host)
+                return job.device is not None and self._copy_down(job, job.device, host)
             case _:
                 raise ValueError(f"no such copy: {copy.source} to {copy.target}")
 
-    def _upload(self, job: _Job, host: Bytes, device: Tensor) -> bool:
+    def _host_side(self, copy: PageCopy) -> Bytes:
+        if copy.host is None:
+            raise ValueError(f"copies go by way of the host, not from {copy.source} to {copy.target}")
+        return self._host(copy.host)
+
+    def _copy_up(self, job: _Job, host: Bytes, device: Tensor) -> bool:
+        """Load an entry where the device is a CPU."""
         arrived, nbytes = self._arrival(job), job.copy.block_bytes
-        if self._stream is None:
-            for index in self._order(job):
-                start, stop = index * nbytes, (index + 1) * nbytes
-                np.copyto(device.numpy()[start:stop], host[start:stop])  # PyTorch would start its threads here too
-                arrived(index)
-            return True
-
-        def queued(index: int, event: torch.Event) -> None:
-            assert job.load is not None
-            job.load.events[index] = event
+        for index in self._order(job):
+            start, stop = index * nbytes, (index + 1) * nbytes
+            np.copyto(device.numpy()[start:stop], host[start:stop])  # PyTorch would start its threads here too
             arrived(index)
-
-        assert job.ready is not None
-        self._stream.load(torch.from_numpy(host), device, nbytes, self._order(job), job.ready, queued)
         return True
 
-    def _download(self, job: _Job, device: Tensor, host: Bytes) -> bool:
+    def _copy_down(self, job: _Job, device: Tensor, host: Bytes) -> bool:
         if self._stream is None:
             np.copyto(host, device.numpy())
             return True
         assert job.ready is not None
-        self._stream.store(device, torch.from_numpy(host), job.ready)
+        self._stream.follow(job.ready)
+        self._stream.store(device, torch.from_numpy(host))
         return True
+
+    def _load(self, uploads: Uploads) -> None:
+        """Load entries to a GPU: those that are to be loaded now, and those that come meanwhile."""
+        self._begin_next(uploads)
+        while uploads.advance():
+            self._begin_next(uploads)
+            if self._is_closed:
+                uploads.drop_waiting()
+
+    def _begin_next(self, uploads: Uploads) -> None:
+        """Jobs are let go of when their upload has ended: they hold device memory."""
+        while (place := self._next_load()) is not None:
+            with self._changed:
+                job = self._jobs[place]
+                del self._jobs[place]
+            assert isinstance(job, _Job)
+            self._begin(uploads, job)
+
+    def _begin(self, uploads: Uploads, job: _Job) -> None:
+        """Begin to load an entry to a GPU, unless that cannot succeed."""
+        try:
+            upload = None if self._follows_failure(job) else self._upload_of(job)
+        except Exception as error:  # as in `_copy`
+            self._report(job, 0.0, error)
+            return
+        if upload is None:
+            self._report(job, 0.0, is_ok=False)
+        else:
+            uploads.add(upload)
+
+    def _upload_of(self, job: _Job) -> Upload | None:
+        """None: there was no device memory for it."""
+        host, load, arrived = torch.from_numpy(self._host_side(job.copy)), job.load, self._arrival(job)
+        if job.device is None:
+            return None
+        assert load is not None
+        assert job.ready is not None
+
+        def queued(index: int, event: torch.Event) -> None:
+            load.events[index] = event
+            arrived(index)
+
+        return Upload(
+            host=host,
+            device=job.device,
+            block_bytes=job.copy.block_bytes,
+            ready=job.ready,
+            order=self._order(job),
+            is_awaited=lambda: load.is_awaited,
+            on_queued=queued,
+            on_end=partial(self._report, job),
+        )
 
     def _order(self, job: _Job) -> Iterator[int]:
         """The blocks of a load in the order to copy them; each is chosen when the previous one is done."""

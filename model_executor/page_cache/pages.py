@@ -33,8 +33,8 @@ _MOMENT_DTYPES: dict[PageDtype, torch.dtype] = {
 
 @dataclass(frozen=True, slots=True)
 class PageTable:
-    """Where a GPU's kernels find the entries of two keyframes, and their weights. Kernels read it at run time, so a CUDA
-    graph can be replayed with other pages."""
+    """Where a GPU's kernels find the entries of two keyframes, and their weights. Kernels read it at run time, so a
+    CUDA graph can be replayed with other pages."""
 
     addresses: Tensor  # int64 [2], of the near and the far entry in device memory; any readable ones at weight 0
     weights: Tensor  # float32 [2], of near and far; what has weight 0 is not read

@@ -4,7 +4,7 @@ Made directly over a store, not by `torch.distributed.new_group`, which needs al
 or hangs when a set grows. Each rank hosts a store on loopback; a group meets at the store of its first member, so one
 that cannot be reached has lost a member anyway. After a failure a set of ranks meets again under a new epoch.
 
-Ranks on GPUs, of which each has its own, exchange with NCCL, others with gloo.
+Ranks on GPUs, of which each has its own, exchange with NCCL what is there, and with gloo what is in host memory.
 """
 
 from __future__ import annotations
@@ -69,15 +69,23 @@ class Groups:
         known = self._groups.pop(ranks, None)
         if known is not None:
             self._left[ranks] = known[0]
+            known[1].leave()
 
     def _make(self, ranks: tuple[int, ...], epoch: int, port: int) -> Group:
         me = ranks.index(self._rank)
         store = self._own if me == 0 else TCPStore(LOOPBACK, port, is_master=False, timeout=self._timeout)
         meeting = PrefixStore(f"{epoch}:{'-'.join(map(str, ranks))}", store)
-        make = _nccl if self._device.type == "cuda" else _gloo
-        group = Group(make(meeting, me, len(ranks), self._timeout), me, len(ranks), self._device)
-        group.exchange([torch.zeros(1)] * len(ranks), [(1,)] * len(ranks))  # connects
+        group = self._group(meeting, me, len(ranks))
+        group.meet()  # first: NCCL would wait longer for members that do not come
+        group.exchange([torch.zeros(1, device=self._device)] * len(ranks), [(1,)] * len(ranks))  # connects
         return group
+
+    def _group(self, meeting: Store, me: int, degree: int) -> Group:
+        if self._device.type != "cuda":
+            return Group(_gloo(meeting, me, degree, self._timeout), me, degree, CPU)
+        on_host = _gloo(PrefixStore("host", meeting), me, degree, self._timeout)
+        on_device = _nccl(PrefixStore("device", meeting), me, degree, self._timeout)
+        return Group(on_device, me, degree, self._device, on_host)
 
 
 def _gloo(store: Store, me: int, degree: int, timeout: timedelta) -> ProcessGroup:

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import cached_property
 
 import torch
 from torch import Tensor
@@ -20,6 +21,7 @@ from model_executor.kernels.attention import Attention, KeysValues
 from model_executor.kernels.ragged import Span
 from model_executor.kernels.ragged import spans as spans_of
 from model_executor.models.blocks import Edit
+from model_executor.page_cache.pages import Pages
 from model_executor.parallel.group import Group, shares
 
 Lengths = Sequence[Sequence[int]]
@@ -34,18 +36,26 @@ class Shard:
     def __init__(self, edit: Edit, group: Group, device: torch.device) -> None:
         self._edit, self._me = edit, group.me
         self.num_tokens, self.text_tokens = edit.num_tokens, edit.text_tokens
-        self.is_in_order = not edit.makes_pages  # members' tokens come one member after the other
+        # Members' tokens come one member after the other; as keys, they would be summed up in that order.
+        self.is_in_order = not edit.makes_pages and not edit.keeps_order
         self._text = shares(edit.text_tokens, group.degree)
         active = torch.arange(edit.num_tokens, device=device) if edit.active is None else edit.active
-        others = torch.ones(edit.num_tokens, dtype=torch.bool, device=device).index_fill_(0, active, False).nonzero()
-        both = zip(shares(len(active), group.degree), shares(len(others), group.degree), strict=True)
         self._active = [active[start:stop] for start, stop in shares(len(active), group.degree)]
-        self._every = [torch.cat([active[slice(*a)], others[slice(*o), 0]]) for a, o in both]
-        self._orders = {
-            (number, joint): self._order(tokens, joint=joint)
-            for number, tokens in enumerate((self._active, self._every))
-            for joint in (False, True)
-        }
+        self._orders: dict[tuple[bool, bool], Tensor] = {}
+
+    @cached_property
+    def _every(self) -> list[Tensor]:
+        """What each member computes in blocks that compute all tokens: of steps that have any."""
+        if self._edit.active is None:
+            return self._active
+        others = _without(self._edit.active, self.num_tokens)
+        share = zip(self._active, shares(len(others), len(self._active)), strict=True)
+        return [torch.cat([mine, others[start:stop]]) for mine, (start, stop) in share]
+
+    @property
+    def pages(self) -> Pages | None:
+        """Those of this member's heads."""
+        return self._edit.pages
 
     @property
     def text(self) -> slice:
@@ -65,8 +75,14 @@ class Shard:
     def _tokens(self, number: int) -> Sequence[Tensor]:
         return self._every if self._edit.computed(number) is None else self._active
 
-    def _order(self, tokens: Sequence[Tensor], *, joint: bool) -> Tensor:
-        """Where the tokens of all members, one after the other, belong."""
+    def _order(self, *, is_whole: bool, joint: bool) -> Tensor:
+        """Where the tokens of all members, one after the other, belong. is_whole: in a block that computes all tokens.
+        Kept for all blocks of the pass."""
+        if (is_whole, joint) not in self._orders:
+            self._orders[is_whole, joint] = self._order_of(self._every if is_whole else self._active, joint=joint)
+        return self._orders[is_whole, joint]
+
+    def _order_of(self, tokens: Sequence[Tensor], *, joint: bool) -> Tensor:
         if not joint:
             return torch.cat(list(tokens))
         pieces = zip(self._text, tokens, strict=True)
@@ -90,17 +106,12 @@ class Shard:
         start, stop = self._text[self._me]
         return torch.arange(stop - start + len(self._active[self._me]), device=self._active[0].device)
 
-    def rows(self, number: int) -> Tensor | None:
-        start, stop = self._text[self._me]
-        image = self._tokens(number)[self._me] + self.text_tokens
-        return torch.cat([torch.arange(start, stop, device=image.device), image])
-
     # ------------------------------------------------------------- a source of attention, for some of the heads
 
     def load(self, number: int, page: int, keys_values: KeysValues, fresh: Tensor) -> None:
         """fresh: of all members' tokens, one member after the other."""
         is_whole = self._edit.computed(number) is None
-        order = self._orders[int(is_whole), bool(keys_values.text_tokens)]
+        order = self._order(is_whole=is_whole, joint=bool(keys_values.text_tokens))
         if is_whole:
             keys_values.put(fresh, order)
         else:
@@ -108,6 +119,12 @@ class Shard:
 
     def store(self, page: int, image: Tensor) -> None:
         self._edit.store(page, image)
+
+
+def _without(tokens: Tensor, num_tokens: int) -> Tensor:
+    """The other tokens, ascending, by a stable sort: the host would wait for a GPU to know how many `nonzero` finds."""
+    is_there = torch.zeros(num_tokens, dtype=torch.uint8, device=tokens.device).index_fill_(0, tokens, 1)
+    return is_there.argsort(stable=True)[: num_tokens - len(tokens)]
 
 
 @dataclass(frozen=True, slots=True)

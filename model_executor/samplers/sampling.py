@@ -80,7 +80,9 @@ class Sampling:
 
     def noised(self, clean: Tensor, noise: Tensor, sigmas: Tensor, step: int) -> Tensor:
         """Clean latents at the noise level before `step`; `len(sigmas) - 1` is the level after the last step."""
-        noised: Tensor = self._at(sigmas, step).scale_noise(clean, sigmas[step : step + 1], noise)
+        scheduler = self._at(sigmas, step)
+        scheduler.sigmas = _Levels(sigmas)
+        noised: Tensor = scheduler.scale_noise(clean, sigmas[step : step + 1], noise)
         return noised
 
     def step(self, latents: Tensor, velocity: Tensor, sigmas: Tensor, step: int, state: State) -> tuple[Tensor, State]:
@@ -123,6 +125,23 @@ class Sampling:
         changed = (name for name, value in vars(trial).items() if value is not before.get(name))
         names = tuple(sorted(name for name in changed if isinstance(vars(trial)[name], Tensor)))
         return names, not torch.equal(generator.get_state(), drawn)
+
+
+class _Levels:
+    """Noise levels as `scale_noise` reads them, by a number or a list of one: PyTorch would upload the list, for which
+    the host waits until a GPU has done all that is queued."""
+
+    def __init__(self, levels: Tensor) -> None:
+        self._levels = levels
+
+    def to(self, *args: Any, **options: Any) -> _Levels:
+        return _Levels(self._levels.to(*args, **options))
+
+    def __getitem__(self, index: int | Sequence[int]) -> Tensor:
+        if isinstance(index, int):
+            return self._levels[index]
+        (number,) = index
+        return self._levels[number : number + 1]
 
 
 def dynamic_shift(config: Any, image_tokens: int, max_shift: float = 1.15) -> float:

@@ -90,12 +90,18 @@ class TimestepSampling:
         return started
 
     def noised(self, clean: Tensor, noise: Tensor, run: Tensor, step: int) -> Tensor:
-        """Clean latents at the noise level before `step`; unchanged after the last step."""
+        """Clean latents at the noise level before `step`; unchanged after the last step.
+
+        The factors of both are read off the scheduler's result for ones, on the host: it would upload its tables and
+        the timestep at every step, and each upload waits for a GPU.
+        """
         scheduler, begin = self._of_run(run)
         timestep = scheduler.timesteps[begin + step : begin + step + 1]
         if not len(timestep):
             return clean
-        noised: Tensor = self._at(run, step).add_noise(clean, noise, timestep)
+        one, none = torch.eye(2, dtype=clean.dtype)
+        of_clean, of_noise = self._at(run, step).add_noise(one, none, timestep).tolist()
+        noised: Tensor = of_clean * clean + of_noise * noise
         return noised
 
     def shares(self, level: Tensor) -> tuple[Tensor, Tensor]:

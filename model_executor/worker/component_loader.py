@@ -11,6 +11,7 @@ import logging
 import time
 import traceback
 from collections.abc import Callable
+from functools import cache
 
 import torch
 from torch import nn
@@ -112,7 +113,17 @@ def _on(module: nn.Module, device: torch.device) -> nn.Module:
     """The module on its device. On a GPU it is copied beside what is computed."""
     if device.type == "cpu":
         return module
-    with torch.cuda.stream(torch.cuda.Stream(device)):
+    stream = _load_stream(device)
+    # The allocator gives what was loaded on a stream to that stream alone again: what is still queued must not read it.
+    stream.wait_stream(torch.cuda.default_stream(device))
+    with torch.cuda.stream(stream):
         module = module.to(device)
-        torch.cuda.current_stream().synchronize()
+        stream.synchronize()
     return module
+
+
+@cache
+def _load_stream(device: torch.device) -> torch.cuda.Stream:
+    """The stream of all loads. With one for each load, the memory of an unloaded component would go to none of the next
+    ones until the allocator has run out."""
+    return torch.cuda.Stream(device)

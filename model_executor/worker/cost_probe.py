@@ -21,7 +21,7 @@ import msgspec
 import torch
 from torch import Tensor
 
-from core.config import KernelChoice
+from core.config import ModelConfig
 from core.graph.op import Op
 from core.graph.work import Work
 from core.ipc.atomic_file import write_atomically
@@ -42,6 +42,10 @@ from model_executor.worker.device_failures import is_out_of_memory, wait_for_dev
 
 BUDGET_SECONDS = 2.0
 """Time budget per model, at its first start. A batch that is expected to exceed what is left is skipped."""
+
+CPU_CALLS, GPU_CALLS = 2, 3
+"""Calls of a batch, of which the last is timed. On a GPU a step of a new shape may be captured as a CUDA graph in its
+second call."""
 
 MIXES = ((0.05,), (1.0,), (0.1,) * 4, (0.3,), (1.0, 0.1), (0.2,) * 8, (1.0, 1.0), (0.1, 0.1), (0.5, 0.2), (0.7,) * 3)
 """Denoising batches to time: each request's share of active tokens; 1 is an exact request."""
@@ -66,31 +70,31 @@ def known_or_probed(
     families: Mapping[str, Family],
     infos: Sequence[ModelInfo],
     cache_folder: Path,
-    kernels: Mapping[str, KernelChoice] | None = None,
+    configs: Mapping[str, ModelConfig] | None = None,
 ) -> tuple[CostSample, ...]:
     """Cost samples of all models: cached ones of an earlier start, else new ones. If the folder cannot be written, the
     next start measures again. An adapter has the costs of its model, though it takes a few percent longer.
 
     families: of the models that are loaded; others have the samples of an earlier start, or none. infos: as the worker
-    is about to report them. kernels: model's name -> choice, `auto` where missing.
+    is about to report them. configs: model's name -> its settings, the default ones where missing.
     """
-    chosen = kernels or {}
+    known = configs or {}
     return tuple(
         sample
         for info in infos
         if not info.parent
-        for sample in _samples(families.get(info.name), info, cache_folder, chosen.get(info.name, "auto"))
+        for sample in _samples(families.get(info.name), info, cache_folder, known.get(info.name, ModelConfig()))
     )
 
 
 @torch.inference_mode()
 def probe(family: Family, info: ModelInfo, budget_seconds: float) -> list[CostSample]:
     """Time batches of every op, small ones first, until the time budget is spent."""
-    ends = time.monotonic() + budget_seconds
+    ends, calls = time.monotonic() + budget_seconds, GPU_CALLS if info.device == "cuda" else CPU_CALLS
     samples: list[CostSample] = []
     for op, work, batch in Batches(family, info).all():
         try:
-            seconds = _time(batch, ends, _expected(samples, op, work))
+            seconds = _time(batch, ends, _expected(samples, op, work), calls)
         except (RuntimeError, MemoryError) as error:
             if not is_out_of_memory(error):
                 raise
@@ -100,8 +104,8 @@ def probe(family: Family, info: ModelInfo, budget_seconds: float) -> list[CostSa
     return samples
 
 
-def _samples(family: Family | None, info: ModelInfo, cache_folder: Path, kernels: KernelChoice) -> list[CostSample]:
-    path = _path(info, kernels, cache_folder)
+def _samples(family: Family | None, info: ModelInfo, cache_folder: Path, config: ModelConfig) -> list[CostSample]:
+    path = _path(info, config, cache_folder)
     samples = _read(path)
     if samples is None and family is None:
         return []
@@ -110,7 +114,7 @@ def _samples(family: Family | None, info: ModelInfo, cache_folder: Path, kernels
         samples = probe(family, info, BUDGET_SECONDS)
         with suppress(OSError):
             write_atomically(path, msgspec.json.encode(samples))
-    return [*samples, *(_read(profile_path(info, kernels, cache_folder)) or ())]
+    return [*samples, *(_read(profile_path(info, config, cache_folder)) or ())]
 
 
 def _read(path: Path) -> list[CostSample] | None:
@@ -120,31 +124,33 @@ def _read(path: Path) -> list[CostSample] | None:
     return None
 
 
-def _path(info: ModelInfo, kernels: KernelChoice, cache_folder: Path) -> Path:
-    return cache_folder / "costs" / f"{_conditions(info, kernels)}.json"
+def _path(info: ModelInfo, config: ModelConfig, cache_folder: Path) -> Path:
+    return cache_folder / "costs" / f"{_conditions(info, config)}.json"
 
 
-def profile_path(info: ModelInfo, kernels: KernelChoice, cache_folder: Path) -> Path:
+def profile_path(info: ModelInfo, config: ModelConfig, cache_folder: Path) -> Path:
     """Where a model's profile is kept, see `model_executor.worker.profiler`."""
-    return _path(info, kernels, cache_folder).with_suffix(".profile.json")
+    return _path(info, config, cache_folder).with_suffix(".profile.json")
 
 
-def _conditions(info: ModelInfo, kernels: KernelChoice) -> str:
-    """Hex digest of everything that costs depend on: the model as served, processor, threads, PyTorch, kernels."""
+def _conditions(info: ModelInfo, config: ModelConfig) -> str:
+    """Hex digest of everything that costs depend on: the model as served, processor, threads, PyTorch, kernels,
+    CUDA graphs."""
     info = msgspec.structs.replace(info, components=())  # which depend on the other models
     device = torch.device(info.device)
     cores = f"{cpu_description()} x {len(os.sched_getaffinity(0))}"
     processor = torch.cuda.get_device_name(device) if device.type == "cuda" else cores
-    digest = chosen_operators(kernels, device).digest
-    parts = [processor, platform.node(), torch.get_num_threads(), torch.__version__, digest]
+    digest = chosen_operators(config.kernels, device, batch_invariant=config.batch_invariant).digest
+    graphs = config.cuda_graphs if device.type == "cuda" else ""
+    parts = [processor, platform.node(), torch.get_num_threads(), torch.__version__, digest, graphs]
     return hashlib.sha256(msgspec.json.encode(info) + repr(parts).encode()).hexdigest()
 
 
-def _time(batch: Callable[[], object], ends: float, expected: float) -> float | None:
-    """Seconds of a batch's second call; None if there is no time for it. The first is not counted: at a new size it
-    took 1.2 to 1.3 times as long (one Zen 5 core), which a request pays once in its many steps.
+def _time(batch: Callable[[], object], ends: float, expected: float, calls: int) -> float | None:
+    """Seconds of the last of these calls of a batch; None if there is no time for it. The first is not counted: at a
+    new size it took 1.2 to 1.3 times as long (one Zen 5 core), which a request pays once in its many steps.
     """
-    for _ in range(2):
+    for _ in range(calls):
         started = time.monotonic()
         if started + expected > ends:
             return None
@@ -264,6 +270,11 @@ class Batches:
         queries = [keys if row.active is None else self._text_tokens + len(row.active) for row in rows]
         work = Work.of_pairs((number, keys) for number in queries)
         return DENOISE, work, lambda: self.family.predict(rows, self.group)
+
+    def of_one_request(self, share: float) -> Callable[[], object]:
+        """One denoising step of a request with this share of active tokens, and with most rows."""
+        rows = [self._row(share)] * self.most_rows
+        return lambda: self.family.predict(rows, self.group)
 
     def steps(self, numbers: Iterable[int]) -> Iterator[Timed]:
         """Denoising steps of each of these numbers of like rows: exact ones by SIDES, mask-aware ones by SHARES. Models

@@ -21,7 +21,8 @@ def main(_config: bytes, fds: list[int]) -> None:
     Returns in each child when its target has returned.
     """
     signal.signal(signal.SIGTERM, signal.SIG_IGN)  # the parent leads the shutdown, also while this imports
-    set_up_libraries(num_threads=1, compiles=False)  # no thread may run when it forks; workers set their own number
+    # No thread may run when it forks; workers set their own number. They compute on CPUs.
+    set_up_libraries(num_threads=1, compiles=False, may_use_gpu=False)
     gc.disable()
     try:
         importlib.import_module("model_executor.worker.start")

@@ -7,6 +7,8 @@ import queue
 import threading
 from collections.abc import Callable
 
+import torch
+
 from core.ipc.logs import of_request
 
 logger = logging.getLogger("stencil.worker")
@@ -18,7 +20,9 @@ Job = Callable[[], None]
 class LoaderThread:
     """Its thread begins with the first job: most workers never have one."""
 
-    def __init__(self) -> None:
+    def __init__(self, device: torch.device) -> None:
+        """device: the worker's."""
+        self._device = device
         self._jobs: queue.SimpleQueue[tuple[Job, threading.Event]] = queue.SimpleQueue()
         self._thread: threading.Thread | None = None
 
@@ -32,6 +36,8 @@ class LoaderThread:
         return is_done.wait
 
     def _run(self) -> None:
+        if self._device.type == "cuda":
+            torch.cuda.set_device(self._device)  # per thread; what names no device runs there
         while True:
             job, is_done = self._jobs.get()
             try:

@@ -13,19 +13,24 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Protocol
 
+import msgspec
 import torch
 
 from core.config import CacheConfig, SchedulerConfig
 from core.errors import ConfigError
 from core.memory_budget import REMEDIES, DeviceMemory, describe, page_bytes
 from core.model_info import ModelInfo
+from model_executor.graphs.step_graphs import MAX_GRAPHS
 from model_executor.models.base import Family
-from model_executor.worker.cost_probe import Batches
+from model_executor.worker.cost_probe import GPU_CALLS, Batches
 from model_executor.worker.device_failures import is_out_of_memory
 
 logger = logging.getLogger("stencil.worker")
 
 Run = Callable[[], object]
+
+GRAPH_SHARES = (0.9, 0.5)
+"""Active tokens of the steps whose graphs are measured, as shares of all: a large one first."""
 
 
 class Gauge(Protocol):
@@ -99,6 +104,9 @@ def device_page_bytes(
         num_states = scheduler.max_plans_in_flight + 1
         kept = scheduler.max_num_seqs * max(batches.kept_bytes(num_states) for batches in models)
     memory = measure(gauge, runs, kept + to_come)
+    with room_for("CUDA graphs of steps beside the model", f"turn them off (--cuda-graphs off), or {REMEDIES}"):
+        graphs = sum(graph_bytes(gauge, batches) for batches in models if batches.info.page_scheme is not None)
+    memory = msgspec.structs.replace(memory, graphs=graphs)
     least = max(scheme.template_bytes(_native_tokens(info), len(scheme.keyframes) or 2) for info, scheme in schemes)
     pages = page_bytes(memory, cache.gpu_memory_utilization, least)
     logger.info("%s", describe(memory, pages))
@@ -125,6 +133,22 @@ def measure(gauge: Gauge, runs: Iterable[Run], kept: int) -> DeviceMemory:
     with room_for("the largest batch beside the model"):
         peak = _peak(gauge, runs)  # its tensors are freed when it returns
     return DeviceMemory(total=gauge.total, taken=gauge.taken(), peak=peak, kept=kept, free=gauge.free())
+
+
+@torch.inference_mode()
+def graph_bytes(gauge: Gauge, batches: Batches) -> int:
+    """Bytes that a model's CUDA graphs take when there are most of them: those of the first, whose memory all share,
+    and what each further one adds. 0 where steps are not captured."""
+    before = gauge.taken()
+    taken = []
+    for share in GRAPH_SHARES:
+        step = batches.of_one_request(share)
+        for _ in range(GPU_CALLS):
+            step()
+        taken.append(gauge.taken() - before)
+    batches.family.drop_graphs()
+    first, both = taken
+    return max(0, first) + (MAX_GRAPHS - 1) * max(0, both - first)
 
 
 def _peak(gauge: Gauge, runs: Iterable[Run]) -> int:

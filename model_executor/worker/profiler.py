@@ -75,7 +75,7 @@ def profile(family: Family, info: ModelInfo, largest: int) -> list[CostSample]:
 
 def keep(samples: Sequence[CostSample], info: ModelInfo, cache_folder: Path) -> Path:
     """Write a profile where workers look for it; the file. Raises OSError if that fails."""
-    path = profile_path(info, "auto", cache_folder)
+    path = profile_path(info, ModelConfig(), cache_folder)
     write_atomically(path, msgspec.json.encode(samples))
     return path
 

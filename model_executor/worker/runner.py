@@ -54,12 +54,12 @@ class Runner:
         """Run a batch. Items that fail carry their Failure in the result. Raises only errors of a broken device, on
         which everything would fail."""
         started = time.monotonic()
-        attempt = partial(self._attempt, HANDLERS[batch.op], batch.model)
+        attempt = partial(self._attempt, HANDLERS[batch.op], batch)
         share_pass = OPS[batch.op].sharing == "together"
         passes = [batch.items] if share_pass else [(item,) for item in batch.items]
         self._context.exchange.begin_batch(batch)
         if len(batch.ranks) == 1 or OPS[batch.op].parallel == "none":
-            done = [attempt_in_halves(items, attempt, free_memory) for items in passes]
+            done = [attempt_in_halves(items, attempt, self._free_memory) for items in passes]
         else:
             done = [(self._attempt_together(batch, attempt), 1)]
         self._context.exchange.finish_batch()
@@ -71,6 +71,12 @@ class Runner:
             items=tuple(result for results, _ in done for result in results),
             num_parts=1 + sum(num_parts - 1 for _, num_parts in done),
         )
+
+    def _free_memory(self) -> None:
+        """Free what only makes things faster before the next attempt: graphs of steps, and unused memory."""
+        for family in self._context.models.values():
+            family.drop_graphs()
+        free_memory()
 
     def _attempt_together(self, batch: Batch, attempt: Attempt) -> list[ItemResult]:
         """The results of a batch of several ranks, which succeed or fail together."""
@@ -88,18 +94,24 @@ class Runner:
         failure = msgspec.structs.replace(results, kind="group_broken")
         return [ItemResult(item.request_id, item.node, failure=failure) for item in batch.items]
 
-    def _attempt(self, handler: Handler, model: str, items: Sequence[Item]) -> list[ItemResult] | Failure:
+    def _attempt(self, handler: Handler, batch: Batch, items: Sequence[Item]) -> list[ItemResult] | Failure:
         """The results of items that succeed or fail together. After a failure nothing refers to what was computed.
         Raises if the device itself is broken: after a failed kernel all later ones fail, and only a new process helps.
         """
         try:
-            results = handler(self._context, model, items)
+            results = handler(self._context, batch.model, items)
+            if self._context.group is not None:
+                self._context.group.meet()
             wait_for_device()  # results contain the time taken, and a failed kernel raises only here
             return results
         except Exception as error:  # the outermost handler: every failure becomes a message to the waiting requests
             failure, cause = Failure.of(our_error(error), traceback.format_exc()), f"{type(error).__name__}: {error}"
         names = ", ".join(item.request_id for item in items)
         logger.warning("%s of %s failed: %s", items[0].node, names, cause, extra=of_request(""))
+        if self._context.group is not None and self._groups is not None:
+            # First: what is queued may wait for members that have failed, too, and they for this one.
+            self._context.group = None  # its connections close with the last reference
+            self._groups.abort(batch.ranks)
         if torch.cuda.is_initialized():
             torch.cuda.synchronize()
         return failure

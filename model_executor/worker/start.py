@@ -45,7 +45,7 @@ def start(
     set_threads(num_threads)
     quiet_libraries()
     models = _opened(settings)
-    thread = LoaderThread()
+    thread = LoaderThread(models.device)
     taken = TakenWeights(settings.keeper) if settings.keeper else None
     loader = ComponentLoader(settings.rank, models, link.report, thread, taken)
     ready = _loaded(settings, models, loader)
@@ -97,8 +97,8 @@ def _loaded(settings: WorkerConfig, models: ResidentModels, loader: ComponentLoa
     )
     samples = ready.samples
     if settings.measures_costs:
-        kernels = {model.name: model.kernels for model in settings.models}
-        samples = known_or_probed(models.loaded_families, ready.models, user_cache_folder(os.environ), kernels)
+        configs = {model.name: model for model in settings.models}
+        samples = known_or_probed(models.loaded_families, ready.models, user_cache_folder(os.environ), configs)
     return msgspec.structs.replace(ready, device_page_bytes=page_bytes, samples=samples)
 
 

@@ -19,7 +19,8 @@ from core.handles import ArrayRef, TensorKey, TensorRef
 
 Parts = tuple[tuple[str, tuple[int, ...], bool], ...]
 """(PyTorch's dtype, shape, whether it belongs in host memory) of tensors whose bytes lie one after the other, each
-aligned to ALIGNMENT. A random generator's state, part of some samplers', is in host memory on any device.
+aligned to ALIGNMENT. A random generator's state, part of some samplers', is in host memory on any device, and so are
+numbers that steps read on the host, such as the lengths of prompts: reading them on a GPU waits for it.
 """
 
 ALIGNMENT = 64  # bytes
@@ -103,7 +104,7 @@ class TensorStore:
         """
         if ref.handle is None or ref.key in self._tensors.get(ref.key.request_id, {}):
             return self.get(ref.key)
-        (tensor,) = self._read(self._arena.view(ref.handle), ((ref.dtype, ref.shape, False),))
+        (tensor,) = self._read(self._arena.view(ref.handle), ((ref.dtype, ref.shape, ref.stays_on_host),))
         return tensor
 
     def resolve_series(self, ref: TensorRef) -> tuple[Tensor, ...]:
@@ -141,7 +142,7 @@ class TensorStore:
         if ref.parts:
             self.put_series(ref.key, self._read(there, ref.parts))
         else:
-            self.put(ref.key, *self._read(there, ((ref.dtype, ref.shape, False),)))
+            self.put(ref.key, *self._read(there, ((ref.dtype, ref.shape, ref.stays_on_host),)))
 
     def _read(self, there: npt.NDArray[Any], parts: Parts) -> tuple[Tensor, ...]:
         source, tensors, start = torch.from_numpy(there), list[Tensor](), 0
@@ -156,8 +157,9 @@ class TensorStore:
     # ------------------------------------------------------------------------------------------------ descriptions
 
     def _ref(self, key: TensorKey, tensor: Tensor) -> TensorRef:
-        dtype, shape, _ = _part(tensor)
-        return TensorRef(key, self.rank, shape, dtype, tensor.nbytes)
+        dtype, shape, is_in_host_memory = _part(tensor)
+        stays_on_host = is_in_host_memory and self._device.type != "cpu"
+        return TensorRef(key, self.rank, shape, dtype, tensor.nbytes, stays_on_host=stays_on_host)
 
     def _series_ref(self, key: TensorKey, series: Sequence[Tensor]) -> TensorRef:
         parts = tuple(_part(tensor) for tensor in series)

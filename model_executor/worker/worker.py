@@ -36,6 +36,16 @@ over some hundred edits and kept growing. With these limits it grows by 120 MB w
 next 40. With 256 of each it was 185 MB, in 0.99 of the processor time; with 128 and 64, 82 MB in 1.02; with 32 of each,
 30 MB in 1.12."""
 
+ALLOCATOR_SETTINGS = ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF")
+"""Environment variables with settings of PyTorch's allocator for GPUs: its name, and the one before."""
+
+GROWING_SEGMENTS = "expandable_segments:True"
+"""Unless the user has chosen otherwise. Cached pages fill what a GPU's memory has left, and are counted in bytes, not
+in places. An entry is one allocation of up to gigabytes, and pictures differ in size: in segments of a fixed size, what
+a large entry leaves behind a smaller one is lost, and a later entry that should fit does not. Segments that grow have
+their memory mapped page by page, so what is free can be used for any entry. What is mapped counts as reserved, as the
+memory probe reads it."""
+
 
 def main(config: bytes, fds: list[int]) -> None:
     """Entry point for `spawn` and `launch` of `core.ipc`. config: an encoded WorkerConfig. fds: channel memory, channel
@@ -64,7 +74,11 @@ def main(config: bytes, fds: list[int]) -> None:
 
 def _start(settings: WorkerConfig, link: EngineLink, arenas: Sequence[Arena], sockets: PeerSockets | None) -> Worker:
     num_threads = settings.models[0].threads or default_threads(settings.num_workers)
-    set_up_libraries(num_threads, compiles=any(model.kernels == "compile" for model in settings.models))
+    set_up_libraries(
+        num_threads,
+        compiles=any(model.kernels == "compile" for model in settings.models),
+        may_use_gpu=any(model.device != "cpu" for model in settings.models),
+    )
     gc.disable()  # otherwise a quarter of the libraries' import time goes to collections that find nothing
     from model_executor.worker.start import start
 
@@ -73,13 +87,15 @@ def _start(settings: WorkerConfig, link: EngineLink, arenas: Sequence[Arena], so
     return start(settings, link, arenas, sockets, num_threads)
 
 
-def set_up_libraries(num_threads: int, *, compiles: bool) -> None:
+def set_up_libraries(num_threads: int, *, compiles: bool, may_use_gpu: bool) -> None:
     """Set the environment variables that libraries read when they are imported. compiles: whether a model's layers will
-    be compiled."""
+    be compiled. may_use_gpu: whether the device may be one."""
     os.environ["OMP_NUM_THREADS"] = os.environ["MKL_NUM_THREADS"] = str(num_threads)
     for cache, capacity in CACHED_OPERATORS.items():
         os.environ.setdefault(cache, str(capacity))
     os.environ.setdefault("TRITON_CACHE_DIR", str(user_cache_folder(os.environ) / "triton"))
+    if may_use_gpu and not any(name in os.environ for name in ALLOCATOR_SETTINGS):
+        os.environ[ALLOCATOR_SETTINGS[0]] = GROWING_SEGMENTS
     if compiles:
         os.environ.setdefault("TORCHINDUCTOR_CACHE_DIR", str(user_cache_folder(os.environ) / "inductor"))
     # Importing diffusers creates this folder, by default one that is left behind; nothing is compiled into it.

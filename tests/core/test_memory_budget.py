@@ -71,8 +71,8 @@ def test_without_memory_left_the_error_names_the_remedy(memory: DeviceMemory, wo
 
 def test_the_log_shows_how_memory_is_used() -> None:
     assert describe(H200, 84 * GIB) == (
-        "device memory: 140.00 GiB, of which the model takes 34.00 GiB, its largest batch 7.00 GiB, what requests keep "
-        "between their steps 1.00 GiB, pages 84.00 GiB"
+        "device memory: 140.00 GiB, of which the model takes 34.00 GiB, its largest batch 7.00 GiB, graphs of "
+        "steps 0.00 GiB, what requests keep between their steps 1.00 GiB, pages 84.00 GiB"
     )
 
 

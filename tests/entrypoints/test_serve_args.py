@@ -50,6 +50,16 @@ def test_every_flag_sets_its_option() -> None:
     assert "'k'" not in repr(options)
 
 
+def test_a_pictures_bits_may_depend_on_its_company_unless_a_flag_says_otherwise(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    assert not parse_options([]).models[0].batch_invariant
+    assert parse_options(["--batch-invariant"]).models[0].batch_invariant
+    with pytest.raises(SystemExit):
+        parse_options(["--batch-invariant", "--kernels", "torch"])
+    assert "give --kernels auto" in capsys.readouterr().err
+
+
 def test_cache_flags_set_their_options() -> None:
     flags = (
         "--no-mask-aware --cache-keyframes per-step --cache-dtype bf16 --cache-device-bytes 1G --cache-host-bytes 512M"

@@ -16,6 +16,7 @@ from core.ipc.logs import of_request
 from core.messages.worker import Item, ItemResult, PageSpan
 from core.page_scheme import OWN_PAGES_DTYPE
 from core.scheduling.ops.denoise import Denoise
+from model_executor.kernels.gpu_tables import upload
 from model_executor.models.base import Family, Row, Sample
 from model_executor.models.boxes import Box, around
 from model_executor.page_cache.own_pages import OwnPages
@@ -125,7 +126,8 @@ def _step(context: WorkerContext, model: str, item: Item) -> _Step:
 
 
 def _prompts(inputs: Mapping[str, Tensor]) -> list[tuple[Tensor, Tensor]]:
-    """(prompt_embeds, pooled_prompt_embeds) of each row, as the text encoder has made them."""
+    """(prompt_embeds, pooled_prompt_embeds) of each row, as the text encoder has made them. The lengths are in host
+    memory."""
     lengths = inputs["text_lengths"].long().tolist()
     return list(zip(inputs["prompt_embeds"].split(lengths), inputs["pooled_prompt_embeds"], strict=True))
 
@@ -224,11 +226,11 @@ def _active(
     context: WorkerContext, item: Item, ref: ArrayRef, grid: tuple[int, int], device: torch.device
 ) -> tuple[Tensor, Box]:
     """Token indices, int64 on the device, and the box around them, found on the host. Computed at the run's first
-    step only: uploading waits for a GPU, and finding the box takes time."""
+    step only: both take time."""
     key = TensorKey(item.request_id, item.node, TABLES[0])
     if not (kept := context.store.get_series(key)):
         tokens = context.shared(ref).long()
-        kept = (tokens.to(device), torch.tensor(around(tokens, grid[1])))
+        kept = (upload(tokens, device), torch.tensor(around(tokens, grid[1])))
         context.store.put_series(key, kept)
     active, (left, top, right, bottom) = kept[0], kept[1].tolist()
     return active, (left, top, right, bottom)

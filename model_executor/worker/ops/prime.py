@@ -28,7 +28,7 @@ def _prime_row(context: WorkerContext, model: str, item: Item, work: Prime) -> P
     template = None if work.template is None else context.shared(work.template)
     text = cache.encode(work.prompt, work.max_sequence_length, work.content_id, template, work.cache_salt, work.patches)
     grid = family.grid(work.width, work.height)
-    sigma = torch.tensor(work.sigma, dtype=torch.float32, device=text.prompt_embeds.device)
+    sigma = torch.full((), work.sigma, dtype=torch.float32, device=text.prompt_embeds.device)  # without an upload
     clean = context.clean_latents(model, work.latents, grid[0] * grid[1])
     noise = family.content_noise(clean, noise_id(work.content_id, work.cache_salt))
     latents, condition = family.prime_inputs(clean, noise, sigma)

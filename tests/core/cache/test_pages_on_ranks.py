@@ -92,6 +92,26 @@ def test_pages_used_twice_go_down_from_a_ranks_device_and_come_up_again() -> Non
     assert (engine.finished("a3").cache, engine.finished("a3").tier) == ("hit", "host")
 
 
+def test_copies_to_a_device_begin_with_the_plan_that_encodes_and_primed_pages_need_none() -> None:
+    """So that they are under way while prompt and picture are encoded."""
+    cache = CacheConfig(host_bytes=8 * TEMPLATE_BYTES)
+    engine, plans = make_engine((0, TEMPLATE_BYTES), nodes=1, jobs=0, pages=1, cache=cache)
+    engine.scheduler.add(make_masked("a1", content="a"))
+    engine.run()
+    assert [copy for plan in plans for copy in plan.copies] == [], "its steps read what was primed where it is"
+    for name, content in [("a2", "a"), ("b1", "b")]:
+        engine.scheduler.add(make_masked(name, content=content))
+        engine.run()
+    plans.clear()
+    engine.scheduler.add(make_masked("a3", content="a"))
+    engine.run()
+    first = plans[0]
+    assert {batch.op for batch in first.batches} == {"text_encode", "image_encode"}
+    ups = [copy.key for plan in plans for copy in plan.copies if copy.target == "device"]
+    assert [copy.key for copy in first.copies if copy.target == "device"] == ups
+    assert len(ups) == 5, "all keyframes; ranks share clean latents, in host memory"
+
+
 def test_a_rank_reads_what_another_has_primed_after_its_own_load_has_failed() -> None:
     """It remembers failed loads, for steps that wait for them, until it is told to forget them."""
     cache = CacheConfig(host_bytes=TEMPLATE_BYTES, disk_bytes=1 << 40)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import shutil
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +15,7 @@ from torch import nn
 from core.config import ModelConfig
 from core.errors import ConfigError, InvalidRequestError
 from model_executor.checkpoint import quantization
+from model_executor.checkpoint.loader import Checkpoint
 from model_executor.checkpoint.quantization import QUANTIZED, check_method, check_quantized, stored_method
 from model_executor.models.registry import FAMILIES
 from model_executor.worker.resident import ResidentModels
@@ -75,6 +77,17 @@ def test_a_quantised_checkpoint_is_not_quantised_again(stored: Path, tmp_path: P
     unet = make_sd(tmp_path / "sd")
     say_stored(unet, "unet", quant_method="torchao")
     refused(unet, why.format("unet"), quantization="torchao-int8")
+
+
+def test_quantised_layers_cannot_be_batch_invariant_on_a_gpu(stored: Path) -> None:
+    """On a CPU, where the option changes nothing, they may be quantised."""
+    say_stored(stored, quant_method="torchao")
+    on_cpu = Checkpoint.open(ModelConfig(model=str(stored), device="cpu", batch_invariant=True))
+    with pytest.raises(ConfigError, match=r"transformer is quantised; serve it unquantised, or leave --batch-inv"):
+        replace(on_cpu, device=GPU).check_quantization()
+    with pytest.MonkeyPatch.context() as patches:
+        patches.setattr(quantization, "find_spec", lambda name: name)
+        on_cpu.check_quantization()
 
 
 def test_the_denoiser_of_every_family_is_quantised() -> None:

@@ -7,7 +7,7 @@ A separate program, because within a process Triton either interprets or compile
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from itertools import product
 from typing import Any
 
@@ -18,8 +18,8 @@ from triton.compiler import ASTSource
 from model_executor.kernels import triton_kernels as kernels
 
 FLOATS = ("*bf16", "*fp16", "*fp32")
-PAGES = ("*i8", "*bf16", "*fp32")
-INTEGERS, COUNT, NUMBER = "*i32", "i32", "fp32"
+PAGES = ("int8", "bfloat16", "float32")
+INTEGERS, LONGS, COUNT, NUMBER = "*i32", "*i64", "i32", "fp32"
 
 Variant = tuple[Any, Mapping[str, str], Mapping[str, Any]]
 """A kernel, its arguments' types, its constants."""
@@ -27,12 +27,10 @@ Variant = tuple[Any, Mapping[str, str], Mapping[str, Any]]
 
 def variants(every: bool) -> Iterator[Variant]:
     """The variants that FLUX uses, or those of every dtype and a few sizes."""
+    yield kernels.find_places, {"requests": LONGS, "active": LONGS, "places": INTEGERS}, {"COLUMNS": 13, "BLOCK": 1024}
     for floats in FLOATS if every else FLOATS[:1]:
-        where = {"rows": INTEGERS, "requests": INTEGERS}
-        modulation = {"x": floats, **where, "factor": floats, "shift": floats, "out": floats, "eps": NUMBER}
-        for block in (64, 4096) if every else (4096,):
-            yield kernels.norm_modulate, modulation, {"BLOCK": block}
-        yield kernels.add_gated, {"x": floats, **where, "y": floats, "gate": floats}, {"BLOCK": 1024}
+        yield from _residual_variants(floats, (64, 4096) if every else (4096,))
+        yield kernels.take_rows, {"x": floats, "rows": INTEGERS, "out": floats}, {"BLOCK": 1024}
         turned = {"x": floats, "rows": INTEGERS, "weight": "*fp32", "rotary": "*fp32", "eps": NUMBER}
         for width, heads in ((64, 1), (64, 64), (128, 32)) if every else ((128, 32),):
             yield kernels.normalise_and_rotate, turned, {"WIDTH": width, "HEADS": heads}
@@ -42,18 +40,43 @@ def variants(every: bool) -> Iterator[Variant]:
             yield kernels.quantise, {"x": floats, "values": "*i8", "scales": "*fp32"}, sizes
             for page in PAGES if every else PAGES[:1]:
                 yield from _page_variants(floats, page, sizes)
+                yield from _input_variants(floats, page, sizes)
+            yield from _input_variants(floats, "", sizes)
+
+
+def _residual_variants(floats: str, blocks: Sequence[int]) -> Iterator[Variant]:
+    columns = ("x", "y", "sums", "gate", "second_sums", "second_gate", "factor", "shift", "second_factor")
+    types = {"rows": INTEGERS, "requests": INTEGERS, "eps": NUMBER, "second_shift": floats, "out": floats}
+    types |= dict.fromkeys(columns, floats)
+    is_clipped = {"IS_CLIPPED": floats == "*fp16"}
+    yield kernels.add_gated, types, {"BLOCK": 1024, **is_clipped}
+    for block, has_sums in product(blocks, (False, True)):
+        yield kernels.add_norm, types, {"BLOCK": block, "HAS_SUMS": has_sums, **is_clipped}
+
+
+def _input_variants(floats: str, page: str, sizes: Mapping[str, int]) -> Iterator[Variant]:
+    types = {"tiles": INTEGERS, "requests": LONGS, "places": INTEGERS, "first": floats, "second": floats, "eps": NUMBER}
+    types |= {
+        "rotary": "*fp32",
+        "addresses": LONGS,
+        "shares": "*fp32" if page else floats,
+        "joint": floats,
+        "queries": floats,
+    }
+    for has_norm, has_second in product((False, True), (False, True)):
+        if has_norm and sizes["WIDTH"] != sizes["BLOCK"]:
+            continue
+        weight = "*fp32" if has_norm else floats
+        norm = {"first_weight": weight, "second_weight": weight, **({} if has_norm else {"rotary": floats})}
+        constants = {"COLUMNS": 13, "HAS_SECOND": has_second, "HAS_NORM": has_norm, "PAGE": page, **sizes}
+        yield kernels.attention_inputs, types | norm, constants
 
 
 def _page_variants(floats: str, page: str, sizes: Mapping[str, int]) -> Iterator[Variant]:
-    for has_far, has_fresh in product((False, True), (False, True)):
-        has_scales = page == "*i8"
-        scale = "*fp32" if has_scales else page
-        types = {
-            **{"near": page, "near_scale": scale, "far": page, "far_scale": scale},
-            **{"near_weight": NUMBER, "far_weight": NUMBER, "out": floats},
-            **({"fresh": floats, "places": INTEGERS} if has_fresh else {"fresh": page, "places": page}),
-        }
-        yield kernels.read_page, types, {**sizes, "HAS_FAR": has_far, "HAS_SCALES": has_scales, "HAS_FRESH": has_fresh}
+    for has_fresh in (False, True):
+        types = {"addresses": LONGS, "shares": "*fp32", "out": floats, "fresh": floats, "places": LONGS}
+        types |= {"places": INTEGERS} if has_fresh else {}
+        yield kernels.read_page, types, {**sizes, "PAGE": page, "HAS_FRESH": has_fresh}
 
 
 def compile_variant(variant: Variant, capability: int) -> int:

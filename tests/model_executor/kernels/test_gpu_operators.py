@@ -430,19 +430,27 @@ def test_without_kernels_that_work_pytorch_computes_and_the_log_says_why(
     assert cause in caplog.text
 
 
+KERNELS = [
+    *("add_gated", "add_norm", "attention_inputs", "find_places", "normalise_and_rotate"),
+    *("quantise", "read_page", "take_rows"),
+]
+
+
 class SignallingMemory(TorchDispatchMode):
     """Fills new float32 tensors without content with the worst that may lie in that memory: signalling NaN, at which
-    numpy, and so Triton's interpreter, warns.
+    numpy, and so Triton's interpreter, warns. Those of int32, which are indices, with zeros.
     """
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         output = func(*args, **(kwargs or {}))
         if "empty" in func.name() and output.dtype == torch.float32:
             output.view(torch.int32).fill_(0x7F800001)
+        if "empty" in func.name() and output.dtype == torch.int32:
+            output.zero_()
         return output
 
 
-@pytest.mark.parametrize("name", ["norm_modulate", "add_gated", "normalise_and_rotate", "read_page", "quantise"])
+@pytest.mark.parametrize("name", KERNELS)
 @pytest.mark.parametrize("fault", ["does nothing", "does not compile"])
 def test_each_kernel_is_tried(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, name: str, fault: str

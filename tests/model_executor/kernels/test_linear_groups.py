@@ -126,6 +126,14 @@ def test_a_rows_bits_depend_on_it_and_its_additions_alone(name: str, outputs: tu
     assert torch.equal(together[:3], plain[:3])
 
 
+@pytest.mark.parametrize("gelu", [False, True])
+@torch.inference_mode()
+def test_no_rows_give_no_rows(make: Callable[[Sequence[nn.Linear]], AnyGroup], gelu: bool) -> None:
+    """A rank's share of a request's tokens may be empty."""
+    setting = Setting(make, (64, 128))
+    assert setting.group(setting.x[:0], (Segment("a", (0, 0), None),), gelu=gelu).shape == (0, 192)
+
+
 @torch.inference_mode()
 def test_a_dropped_patch_has_no_effect(make: Callable[[Sequence[nn.Linear]], AnyGroup]) -> None:
     setting = Setting(make, (64,))

@@ -102,3 +102,57 @@ def test_pages_load_during_a_computation_and_are_read_after_their_events() -> No
     assert np.array_equal(arena.view(host), ~content.numpy())
     store.close()
     arena.close()
+
+
+def test_a_load_into_memory_that_was_just_freed_waits_for_those_who_still_read_it() -> None:
+    nbytes = 1 << 26
+    arena, done = Arena.create(7, 4 * nbytes), Queue[PageCopied]()
+    store, space = PageStore(device(), arena, None, done.put), ArenaAllocator(arena)
+    hosts = {key: space.alloc(nbytes) for key in "ab"}
+    for number, host in enumerate(hosts.values()):
+        torch.from_numpy(arena.view(host)).fill_(number)
+    store.start(PageCopy("a", nbytes, nbytes, "host", "device", hosts["a"]))
+    assert done.get(timeout=PATIENCE).ok
+    busy, entry = torch.randn(8192, 8192, device=device()), EntryRef("a", nbytes, None)
+    address = store.entry(entry).data_ptr()
+    for _ in range(20):
+        busy = busy @ busy
+    read = store.entry(entry).float()  # behind all that; of another size
+    store.forget(["a"])
+    store.start(PageCopy("b", nbytes, nbytes, "host", "device", hosts["b"]))
+    assert store.entry(EntryRef("b", nbytes, None)).data_ptr() == address, "nothing was put to the test"
+    assert done.get(timeout=PATIENCE).ok
+    assert not read.any()
+    assert store.entry(EntryRef("b", nbytes, None)).eq(1).all()
+    store.close()
+    arena.close()
+
+
+def test_two_entries_of_a_step_arrive_in_turns_ahead_of_the_kernels_that_read_them() -> None:
+    """The host queues all kernels while copies are under way, and does not wait for one."""
+    block, num_blocks = 1 << 24, 12
+    nbytes = block * num_blocks
+    arena, done = Arena.create(7, 4 * nbytes), Queue[PageCopied]()
+    store, space = PageStore(device(), arena, None, done.put), ArenaAllocator(arena)
+    contents = {key: torch.randint(0, 256, [nbytes], dtype=torch.uint8) for key in ("other", "near", "far")}
+    hosts = {key: space.alloc(nbytes) for key in contents}
+    for key, content in contents.items():
+        torch.from_numpy(arena.view(hosts[key])).copy_(content)
+    loads = {}
+    for key, host in hosts.items():
+        store.start(PageCopy(key, nbytes, block, "host", "device", host))
+        loads[key] = store._loads[key][0]
+    store.put_last("near", {0})
+    store.put_last("far", {0})
+    read: dict[str, list[torch.Tensor]] = {"near": [], "far": []}
+    for number in [*range(1, num_blocks), 0]:
+        for key, blocks in read.items():
+            store.wait_block(key, number)
+            blocks.append(store.entry(EntryRef(key, nbytes, None))[number * block : (number + 1) * block].clone())
+    assert all(done.get(timeout=PATIENCE).ok for _ in contents)
+    for key, blocks in read.items():
+        assert torch.equal(torch.cat([blocks[-1], *blocks[:-1]]).cpu(), contents[key])
+    assert torch.equal(store.entry(EntryRef("other", nbytes, None)).cpu(), contents["other"])
+    assert list(loads["near"].events) == list(loads["far"].events) == [*range(1, num_blocks), 0]
+    store.close()
+    arena.close()

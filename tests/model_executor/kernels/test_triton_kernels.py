@@ -9,20 +9,26 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from itertools import product
 from pathlib import Path
 from types import ModuleType
+from typing import ClassVar
 
+import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
 from core.page_scheme import PageDtype, PageLayout
-from model_executor.kernels.attention import KeysValues, head_major, normalise_and_rotate_
-from model_executor.kernels.gpu_operators import TritonOperators
+from model_executor.kernels.attention import KeysValues, Projected, head_major, normalise_and_rotate_
+from model_executor.kernels.gpu_attention import Attend, attend_alike, attend_each
+from model_executor.kernels.gpu_operators import GpuOperators, TritonOperators
 from model_executor.kernels.operators import Operators
-from model_executor.kernels.ragged import spans
+from model_executor.kernels.ragged import Packing, Span
+from model_executor.kernels.residual import Addition, Norm
 from model_executor.page_cache.pages import Entry, Pages, quantise
 
 pytest.importorskip("triton")  # interpreted: see conftest.py
@@ -30,6 +36,7 @@ pytest.importorskip("triton")  # interpreted: see conftest.py
 DTYPES = [torch.float32, torch.bfloat16, torch.float16]
 TOLERANCE = {torch.float32: 1e-5, torch.bfloat16: 2**-7, torch.float16: 2**-10}
 EPS = 1e-6
+HEADS, TEXT = 3, 5
 
 
 @pytest.fixture(autouse=True)
@@ -51,7 +58,7 @@ def operators(kernels: ModuleType) -> Operators:
     return TritonOperators(kernels)
 
 
-def test_kernels_compile_for_a_gpu(tmp_path: Path) -> None:
+def test_kernels_compile_for_a_gpu(tmp_path: Path, kernels: ModuleType) -> None:
     """For an H200, without one: the compiler may refuse what the interpreter accepts."""
     program = Path(__file__).with_name("compile_kernels.py")
     settings = {"TRITON_INTERPRET": "0", "TRITON_CACHE_DIR": str(tmp_path), "PYTHONPATH": os.pathsep.join(sys.path)}
@@ -60,7 +67,12 @@ def test_kernels_compile_for_a_gpu(tmp_path: Path) -> None:
     )
     assert done.returncode == 0, done.stderr
     compiled = {line.split()[0] for line in done.stdout.splitlines()}
-    assert compiled == {"norm_modulate", "add_gated", "normalise_and_rotate", "read_page", "quantise"}
+    assert compiled == {name for name, kernel in vars(kernels).items() if is_launched(name, kernel)}
+
+
+def is_launched(name: str, kernel: object) -> bool:
+    """Whether it is a kernel, not a function of kernels or of Triton's."""
+    return hasattr(kernel, "arg_names") and name != "interpolated"
 
 
 def assert_near(actual: Tensor, exact: Tensor) -> None:
@@ -74,14 +86,22 @@ def assert_near(actual: Tensor, exact: Tensor) -> None:
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("width", [48, 64, 200])
 def test_norm_and_modulation(operators: Operators, dtype: torch.dtype, width: int) -> None:
-    """Of selected rows; factors and shifts are in wider tables, and one request has a single row."""
+    """Of selected rows, by one norm or two; factors and shifts lie in wider tables, one request has a single row."""
     x, table = torch.randn(20, width).to(dtype), torch.randn(3, 5 * width).to(dtype)
-    where, (shift, factor) = ((2, 5), (5, 6), (9, 20)), table.chunk(5, dim=1)[1:3]
-    out = operators.norm_modulate(x, where, EPS, factor, shift)
-    assert out.dtype == dtype
-    for number, ((start, stop), (first, last)) in enumerate(zip(where, spans([3, 1, 11]), strict=True)):
-        normed = F.layer_norm(x[start:stop].double(), [width], eps=EPS)
-        assert_near(out[first:last], normed * factor[number] + shift[number])
+    where, (shift, factor, *others) = ((2, 5), (5, 6), (9, 20)), table.chunk(5, dim=1)
+    norms = [Norm(where, factor, shift), Norm(((0, 1), (6, 7), (7, 8)), *others[:2])]
+    for number in (1, 2):
+        outputs = operators.residual(x).normed(EPS, *norms[:number])
+        for out, norm in zip(outputs, norms[:number], strict=True):
+            assert out.dtype == dtype
+            assert_near(out, exactly_normed(x.double(), norm))
+
+
+def exactly_normed(x: Tensor, norm: Norm) -> Tensor:
+    parts = zip(norm.where, norm.factor.double(), norm.shift.double(), strict=True)
+    return torch.cat(
+        [F.layer_norm(x[start:stop], x.shape[1:], eps=EPS) * factor + shift for (start, stop), factor, shift in parts]
+    )
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
@@ -90,12 +110,48 @@ def test_gated_sum(operators: Operators, dtype: torch.dtype, width: int) -> None
     """In place; other rows and the added tensor are unchanged."""
     x, y, gate = torch.randn(20, width).to(dtype), torch.randn(6, width).to(dtype), torch.randn(2, 2 * width).to(dtype)
     where, before, added = ((1, 2), (9, 14)), x.clone(), y.clone()
-    operators.add_gated_(x, where, y, gate[:, width:])
+    residual = operators.residual(x)
+    residual.add(Addition(where, y, gate[:, width:]))
+    assert residual.hidden is x
     assert torch.equal(y, added)
     rest = torch.tensor([row for row in range(20) if row != 1 and not 9 <= row < 14])
     assert torch.equal(x[rest], before[rest])
     for (start, stop), part, factor in zip(where, y.split([1, 5]), gate[:, width:], strict=True):
         assert_near(x[start:stop], before[start:stop].double() + factor.double() * part.double())
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_sums_with_the_norm_that_follows(operators: Operators, dtype: torch.dtype) -> None:
+    """With the bits of one after the other: by two layers, by one, and of rows that are not all normed."""
+    width, text, image = 48, ((0, 2), (5, 6)), ((2, 5), (6, 9))
+    x, (y, z) = torch.randn(9, width).to(dtype), torch.randn(2, 9, width).to(dtype)
+    parts = torch.randn(2, 6 * width).to(dtype).chunk(6, dim=1)
+    both = [Addition(text, y[:3], parts[0]), Addition(image, z[:6], parts[1])]
+    norms = [Norm(text, *parts[2:4]), Norm(image, *parts[4:])]
+    joint = Addition(((0, 5), (5, 9)), y, parts[0])
+    for additions, following in ((both, norms), ([joint], norms), (both, norms[1:]), ([joint], norms[1:])):
+        together, apart = (operators.residual(x.clone()) for _ in range(2))
+        together.add(*additions)
+        apart.add(*additions)
+        assert apart.hidden is not None  # nothing is left for the norm to add
+        for one, other in zip(together.normed(EPS, *following), apart.normed(EPS, *following), strict=True):
+            assert torch.equal(one, other)
+        assert torch.equal(together.hidden, apart.hidden)
+        assert not torch.equal(together.hidden, x)
+
+
+def test_sums_are_clipped_where_that_is_asked_for(operators: Operators) -> None:
+    """To the range of float16, by themselves and with a norm."""
+    where, large = ((0, 3),), torch.full([3, 48], 6e4, dtype=torch.float16)
+    gate, norm = torch.ones(1, 48, dtype=torch.float16), Norm(where, *torch.ones(2, 1, 48, dtype=torch.float16))
+    for is_clipped, has_norm in product((False, True), (False, True)):
+        residual = operators.residual(large.clone())
+        residual.add(Addition(where, large, gate, is_clipped))
+        with np.errstate(over="ignore", invalid="ignore"):  # a GPU overflows in silence
+            if has_norm:
+                residual.normed(EPS, norm)
+            hidden = residual.hidden
+        assert (hidden == (65504.0 if is_clipped else float("inf"))).all()
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
@@ -129,9 +185,75 @@ def test_keys_without_queries_are_normed_by_their_own_weights(operators: Operato
     torch.testing.assert_close(qkv, expected, rtol=1e-5, atol=1e-5)
 
 
-# -------------------------------------------------------------------------------------------------------------- pages
+# -------------------------------------------------------------------------------------------------- attention's inputs
 
-HEADS, TEXT = 3, 5
+
+@dataclass(frozen=True)
+class Request:
+    """Reads these pages, with three tokens of its own."""
+
+    pages: Pages
+    active: Tensor
+    is_in_order: ClassVar[bool] = True
+
+    def computed(self, number: int) -> Tensor:
+        return self.active
+
+    def load(self, number: int, page: int, keys_values: KeysValues, fresh: Tensor) -> None:
+        rows = self.active + keys_values.text_tokens
+        rows = torch.cat([torch.arange(keys_values.text_tokens), rows])
+        self.pages.open().read_over(page, keys_values, fresh, rows)
+
+    def store(self, page: int, image: Tensor) -> None:
+        """Nothing is kept."""
+
+
+@pytest.mark.parametrize(
+    ("attend", "dtype", "head_dim", "has_norm"),
+    [
+        (attend_alike, torch.float32, 64, True),
+        (attend_each, torch.bfloat16, 128, True),
+        (attend_each, torch.float16, 24, False),
+        (attend_alike, torch.float32, 48, True),
+    ],
+)
+def test_attention_over_projections(
+    kernels: ModuleType, attend: Attend, dtype: torch.dtype, head_dim: int, has_norm: bool
+) -> None:
+    """Of two kinds of token, of one, and of the image alone; heads of 48 numbers with a norm are left to PyTorch."""
+    ours, theirs = TritonOperators(kernels).attending(attend), GpuOperators().attending(attend_each)
+    layout, tokens = PageLayout(num_blocks=2, num_heads=HEADS, head_dim=head_dim, dtype="int8"), 40
+    entries = [entry(layout, tokens, seed) for seed in range(3)]
+    actives = [torch.tensor([0, 7, 39]), torch.arange(1, 39, 2)]
+    sources = [Request(Pages(layout, tokens, *entries[n : n + 2], 0.3), active) for n, active in enumerate(actives)]
+    lengths = [len(active) for active in actives]
+    packing = Packing.of([TEXT, 2], lengths)
+    rotary = torch.polar(torch.ones(sum(lengths) + TEXT + 2, 1, 1, head_dim // 2), torch.rand(head_dim // 2))
+    rotary = rotary * torch.polar(torch.ones(len(rotary)), torch.arange(len(rotary)).float())[:, None, None, None]
+
+    def part(where: Sequence[Span]) -> Projected:
+        rows = sum(stop - start for start, stop in where)
+        weight = torch.rand(2, HEADS, head_dim) if has_norm else None
+        return Projected(torch.randn(rows, 3, HEADS, head_dim).to(dtype), where, weight, EPS)
+
+    for texts, parts in (
+        ((TEXT, 2), [part(packing.joint_text), part(packing.joint_image)]),
+        ((TEXT, 2), [part(packing.joint)]),
+        ((0, 0), [part(packing.joint_image)]),
+    ):
+        sizes = [(text, tokens) for text in texts]
+        results = []
+        for operators in (ours, theirs):
+            attention = operators.attention(sizes, HEADS, head_dim, torch.empty(0, dtype=dtype))
+            copies = [each._replace(qkv=each.qkv.clone()) for each in parts]
+            results.append(operators.attend(attention, 0, 1, copies, rotary, sources))
+        for one, other, each in zip(*results, parts, strict=True):
+            assert len(one) == len(each.qkv)
+            tolerance = 1e-4 if dtype == torch.float32 else 2e-2
+            torch.testing.assert_close(one, other, rtol=tolerance, atol=tolerance)
+
+
+# -------------------------------------------------------------------------------------------------------------- pages
 
 
 def entry(layout: PageLayout, tokens: int, seed: int) -> Tensor:

@@ -190,13 +190,13 @@ def test_each_kernel_is_tried(monkeypatch: pytest.MonkeyPatch, caplog: pytest.Lo
     monkeypatch.setattr(unet_kernels, name, Launcher())
     memory: Any = SignallingMemory()  # type: ignore[no-untyped-call]
     with memory, np.errstate(invalid="ignore"):  # a GPU computes with NaN in silence
-        assert gpu_operators._unet_operators.__wrapped__(torch.device("cpu")) is None
+        assert gpu_operators._unet_operators.__wrapped__(torch.get_default_device()) is None
     assert "compute wrongly" in caplog.text
 
 
 def test_kernels_that_work_are_used_unless_layers_are_compiled(monkeypatch: pytest.MonkeyPatch) -> None:
     from model_executor.kernels import triton_kernels
 
-    operators, device = gpu_operators.TritonOperators(triton_kernels), torch.device("cpu")
+    operators, device = gpu_operators.TritonOperators(triton_kernels), torch.get_default_device()
     assert isinstance(operators.of_unets(device), UnetOperators)
     assert operators.compiling().of_unets(device) is None

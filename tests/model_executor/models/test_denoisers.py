@@ -258,8 +258,14 @@ SETS = [(), (Patch("a"),), (Patch("a"), Patch("b", -0.5)), (Patch("b", 0.7),), (
 
 @pytest.fixture(scope="module")
 def adapted(case: Case, module: Any) -> Denoiser:
-    """With two adapters, one of every layer and one of every other one."""
-    denoiser, generator = case.denoiser(module, 1000), torch.Generator().manual_seed(3)
+    denoiser = case.denoiser(module, 1000)
+    put_adapters(denoiser)
+    return denoiser
+
+
+def put_adapters(denoiser: Denoiser) -> None:
+    """Two adapters, one of every layer and one of every other one."""
+    module, generator = denoiser.module, torch.Generator().manual_seed(3)
     for patch, step in (("a", 1), ("b", 2)):
         layers = {
             name: LowRank(
@@ -271,7 +277,6 @@ def adapted(case: Case, module: Any) -> Denoiser:
         }
         adapter = Adapter(patch, Path(f"{patch}.safetensors"), patch, {})
         denoiser.patches.put(patch, denoiser.patches.prepare(adapter, layers))
-    return denoiser
 
 
 @torch.inference_mode()

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Iterator
+import time
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from queue import Queue
 from typing import Any
@@ -17,8 +18,9 @@ from core.errors import ConfigError
 from core.handles import EntryRef, Tier
 from core.ipc.shared_array import Arena, ArenaAllocator
 from core.messages.worker import PageCopied, PageCopy
-from model_executor.page_cache.copy_stream import BLOCKS_AHEAD, CopyStream
+from model_executor.page_cache.copy_stream import CopyStream
 from model_executor.page_cache.page_store import PageStore
+from model_executor.page_cache.uploads import BLOCKS_AHEAD
 
 CPU = torch.device("cpu")
 BLOCK, NUM_BLOCKS = 4096, 5
@@ -38,6 +40,8 @@ class Event:
 
     def synchronize(self) -> None:
         assert self.blocking, "a thread that waits would spin"
+        if self.gpu.gate is not None:
+            assert self.gpu.gate.acquire(timeout=PATIENCE)
         self.is_over = True
 
 
@@ -63,6 +67,7 @@ class Gpu:
         self._current = threading.local()
         self.registered: dict[int, int] = {}  # address -> bytes
         self.register_error = 0
+        self.gate: threading.Semaphore | None = None  # copies after which a thread has waited must pass it
         self.devices: dict[str, torch.device] = {}  # thread -> the one it has chosen
 
     def set_device(self, device: torch.device) -> None:
@@ -105,43 +110,36 @@ def gpu(monkeypatch: pytest.MonkeyPatch) -> Gpu:
     return gpu
 
 
+def wait_until(is_so: Callable[[], bool]) -> None:
+    ends = time.monotonic() + PATIENCE
+    while not is_so():
+        assert time.monotonic() < ends
+        time.sleep(0.001)
+
+
 def content() -> Tensor:
     return torch.randint(0, 256, [NBYTES], dtype=torch.uint8, generator=torch.Generator().manual_seed(1))
 
 
-def test_a_load_waits_for_earlier_computation_and_announces_each_block(gpu: Gpu) -> None:
+def test_a_load_waits_for_earlier_computation_and_later_computation_for_a_load(gpu: Gpu) -> None:
     stream, device = CopyStream(CPU, torch.empty(1)), torch.zeros(NBYTES, dtype=torch.uint8)
-    ready, told = stream.ready(), list[int]()
-
-    def queued(index: int, event: Any) -> None:
-        """Whether its copy was queued on the copying stream before its event."""
-        told.append(index)
-        block = slice(index * BLOCK, (index + 1) * BLOCK)
-        assert torch.equal(device[block], content()[block])
-        assert event is gpu.copying.events[-1]
-        assert gpu.copying.waited_for == [ready]
-        assert sum(not event.is_over for event in gpu.copying.events) <= BLOCKS_AHEAD
-
-    stream.load(content(), device, BLOCK, iter([3, 4, 0, 1, 2]), ready, queued)
-    assert told == [3, 4, 0, 1, 2]
+    ready: Any = stream.ready()
+    stream.follow(ready)
+    event: Any = stream.load(content(), device)
     assert torch.equal(device, content())
-    assert all(event.is_over for event in gpu.copying.events)
-    assert gpu.computing.events == [ready]
+    assert gpu.copying.waited_for == gpu.computing.events == [ready]
+    assert gpu.copying.events == [event]
     assert gpu.current_stream(CPU) is gpu.computing
+    stream.wait(event)
+    assert gpu.computing.waited_for == [event]
 
 
-def test_later_computation_waits_for_a_block(gpu: Gpu) -> None:
-    stream, events = CopyStream(CPU, torch.empty(1)), list[Any]()
-    stream.load(content(), content(), BLOCK, [0, 1], stream.ready(), lambda index, event: events.append(event))
-    stream.wait(events[1])
-    assert gpu.computing.waited_for == [events[1]]
-
-
-def test_copies_before_a_failure_are_done_when_it_is_reported(gpu: Gpu) -> None:
+def test_a_copy_down_that_fails_leaves_none_under_way(gpu: Gpu) -> None:
     stream = CopyStream(CPU, torch.empty(1))
+    queued: Any = stream.load(content(), content())
     with pytest.raises(RuntimeError, match="must match"):
-        stream.load(content(), content()[: BLOCK + 9], BLOCK, [0, 1], stream.ready(), lambda index, event: None)
-    assert [event.is_over for event in gpu.copying.events] == [True]
+        stream.store(content(), content()[:9])
+    assert queued.is_over
 
 
 def test_an_arena_that_cannot_be_pinned_is_a_config_error(gpu: Gpu) -> None:
@@ -186,4 +184,75 @@ def test_a_page_store_uses_the_copy_stream(gpu: Gpu) -> None:
     assert gpu.copying.waited_for == gpu.computing.events  # one for each copy
     store.close()
     assert gpu.registered == {}
+    arena.close()
+
+
+def test_the_entries_of_a_step_come_in_turns_before_others_that_were_ordered_earlier(gpu: Gpu) -> None:
+    """Those blocks that the step computes in full come last."""
+    arena, done = Arena.create(7, 1 << 20), Queue[PageCopied]()
+    store, space = PageStore(CPU, arena, None, done.put), ArenaAllocator(arena)
+    store._stream, gpu.gate = CopyStream(CPU, store._whole_arena()), threading.Semaphore(0)
+    for key in "abc":
+        host = space.alloc(NBYTES)
+        torch.from_numpy(arena.view(host)).copy_(content())
+        store.start(PageCopy(key, NBYTES, BLOCK, "host", "device", host))
+    loads = {key: store._loads[key][0] for key in "abc"}
+    wait_until(lambda: len(loads["a"].arrived) == BLOCKS_AHEAD)
+    store.put_last("b", {0})
+    store.put_last("c", ())
+    waiter = threading.Thread(target=store.wait_block, args=("b", 0))
+    waiter.start()
+    wait_until(lambda: loads["c"].is_awaited)
+    gpu.gate.release(3 * NUM_BLOCKS)
+    waiter.join(PATIENCE)
+    assert {done.get(timeout=PATIENCE).key for _ in "abc"} == set("abc")
+    names: dict[Any, str] = {event: f"{key}{n}" for key in "abc" for n, event in loads[key].events.items()}
+    overtaken, turns = (
+        [f"a{n}" for n in range(NUM_BLOCKS)],
+        ["b1", "c0", "b2", "c1", "b3", "c2", "b4", "c3", "b0", "c4"],
+    )
+    assert [names[event] for event in gpu.copying.events] == [
+        *overtaken[:BLOCKS_AHEAD],
+        *turns,
+        *overtaken[BLOCKS_AHEAD:],
+    ]
+    assert all(torch.equal(store.entry(EntryRef(key, NBYTES, None)), content()) for key in "abc")
+    store.close()
+    arena.close()
+
+
+def test_loads_overtake_copies_down_of_other_entries_alone(gpu: Gpu) -> None:
+    arena, done = Arena.create(7, 1 << 20), Queue[PageCopied]()
+    store, space = PageStore(CPU, arena, None, done.put), ArenaAllocator(arena)
+    store._stream, gpu.gate = CopyStream(CPU, store._whole_arena()), threading.Semaphore(0)
+    hosts = {key: space.alloc(NBYTES) for key in "abc"}
+    store.start(PageCopy("a", NBYTES, BLOCK, "host", "device", hosts["a"]))
+    load = store._loads["a"][0]
+    wait_until(lambda: len(load.arrived) == BLOCKS_AHEAD)  # then the thread waits at the gate
+    for key in "bc":
+        store.create(EntryRef(key, NBYTES, None)).zero_()
+        store.start(PageCopy(key, NBYTES, BLOCK, "device", "host", hosts[key]))
+    for key in "ba":
+        store.start(PageCopy(key, NBYTES, BLOCK, "host", "device", hosts[key]))
+    gpu.gate.release(3 * NUM_BLOCKS)
+    ended = [done.get(timeout=PATIENCE) for _ in range(5)]
+    assert [copied.key for copied in ended] == ["a", "a", "b", "b", "c"]
+    assert [copied.target for copied in ended] == ["device", "device", "host", "device", "host"]
+    store.close()
+    arena.close()
+
+
+def test_a_load_that_finds_no_device_memory_or_follows_a_failed_one_fails_alone(gpu: Gpu) -> None:
+    arena, done = Arena.create(7, 1 << 20), Queue[PageCopied]()
+    store, space = PageStore(CPU, arena, None, done.put), ArenaAllocator(arena)
+    store._stream = CopyStream(CPU, store._whole_arena())
+    host = space.alloc(NBYTES)
+    store.start(PageCopy("large", 1 << 60, BLOCK, "host", "device", host))
+    store.start(PageCopy("lost", NBYTES, BLOCK, "disk", "host", host))
+    store.start(PageCopy("lost", NBYTES, BLOCK, "host", "device", host))
+    store.start(PageCopy("fine", NBYTES, BLOCK, "host", "device", host))
+    ended = [done.get(timeout=PATIENCE) for _ in range(4)]
+    of_each = {key: [copied.ok for copied in ended if copied.key == key] for key in ("large", "lost", "fine")}
+    assert of_each == {"large": [False], "lost": [False, False], "fine": [True]}
+    store.close()
     arena.close()

@@ -13,6 +13,7 @@ from diffusers.schedulers.scheduling_flow_match_euler_discrete import FlowMatchE
 from diffusers.schedulers.scheduling_flow_match_heun_discrete import FlowMatchHeunDiscreteScheduler
 from diffusers.schedulers.scheduling_flow_match_lcm import FlowMatchLCMScheduler
 from fakes import MODEL
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from core.sampling_params import SamplingParams
 from model_executor.samplers.sampling import Sampling, dynamic_shift, predict_clean
@@ -73,6 +74,36 @@ def test_the_trajectory_equals_the_schedulers(scheduler: Any, steps: int, left_o
         if step < len(left) - 1:
             noised = theirs.scale_noise(clean, left[step + 1 : step + 2], noise)
             assert torch.equal(sampling.noised(clean, noise, sigmas, step + 1), noised)
+
+
+class Uploads(TorchDispatchMode):
+    """Counts what would be uploaded to a GPU: indices that are given as a list, and numbers as a tensor."""
+
+    def __init__(self) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.count = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.count += func in (torch.ops.aten.index.Tensor, torch.ops.aten.lift_fresh.default)
+        return func(*args, **(kwargs or {}))
+
+
+@pytest.mark.parametrize("scheduler", SCHEDULERS)
+def test_a_step_uploads_nothing(scheduler: Any) -> None:
+    """An upload waits for all that a GPU has to do."""
+    sampling, theirs = make(scheduler)
+    sigmas, clean, noise = sampling.schedule(4, 4, timesteps(sampling, 4)), torch.ones(1, 6, 4), torch.zeros(1, 6, 4)
+    state = sampling.begin(torch.Generator())
+    with Uploads() as uploads:
+        sampling.step(clean, noise, sigmas, 0, state)
+        sampling.noised(clean, noise, sigmas, 1)
+    assert not uploads.count
+    if "Heun" not in type(scheduler).__name__:
+        theirs.set_timesteps(**timesteps(sampling, 4))
+        theirs.set_begin_index(0)
+        with Uploads() as uploads:
+            theirs.scale_noise(clean, theirs.timesteps[:1], noise)
+        assert uploads.count, "diffusers uploads nothing any more: the wrapper of noise levels is of no use"
 
 
 @pytest.mark.parametrize("scheduler", SCHEDULERS)

@@ -45,7 +45,7 @@ def file(models: ResidentModels, paths: dict[str, Path], tmp_path: Path) -> Path
 class Loader:
     def __init__(self, models: ResidentModels) -> None:
         self.answers: queue.SimpleQueue[AdapterLoaded] = queue.SimpleQueue()
-        self.loader = AdapterLoader(3, models, self.answers.put, LoaderThread())
+        self.loader = AdapterLoader(3, models, self.answers.put, LoaderThread(models.device))
 
     def load(self, file: Path, model: str = "a", patch: str = "") -> AdapterLoaded:
         self.loader.load(LoadAdapter("load", model, "hat", str(file), patch))

@@ -91,9 +91,9 @@ def test_another_page_dtype_is_another_measurement(models: ResidentModels, info:
 
 def test_other_kernels_are_another_measurement(models: ResidentModels, info: ModelInfo, tmp_path: Path) -> None:
     known_or_probed(models.families, [info], tmp_path)
-    known_or_probed(models.families, [info], tmp_path, {"tiny": "auto"})
+    known_or_probed(models.families, [info], tmp_path, {"tiny": ModelConfig(kernels="auto", batch_invariant=True)})
     assert len(list((tmp_path / "costs").iterdir())) == 1
-    known_or_probed(models.families, [info], tmp_path, {"tiny": "torch"})
+    known_or_probed(models.families, [info], tmp_path, {"tiny": ModelConfig(kernels="torch")})
     assert len(list((tmp_path / "costs").iterdir())) == 2
 
 

@@ -120,6 +120,17 @@ def test_what_a_series_has_in_host_memory_stays_there(arena: Arena) -> None:
     assert [tensor.device.type for tensor in there.resolve_series(exported)] == ["meta", "cpu"]
 
 
+def test_a_gpus_tensor_in_host_memory_stays_there_on_other_ranks(arena: Arena) -> None:
+    """Steps read it on the host, such as the lengths of prompts: from the device they would wait for it."""
+    here, there = (TensorStore(rank, torch.device("meta"), arena) for rank in range(2))
+    ref = here.put(KEY, torch.arange(3))
+    exported = here.export(replace(ref, handle=handle(arena, ref.nbytes)))
+    assert there.resolve(exported).tolist() == [0, 1, 2]
+    there.put_bytes(exported, arena.view(exported.handle))  # type: ignore[arg-type]
+    assert there.get(KEY).tolist() == [0, 1, 2]
+    assert not here.put(KEY, torch.empty(3, device="meta")).stays_on_host
+
+
 def test_resolve_takes_local_tensors_from_the_store(arena: Arena) -> None:
     """Also if the reference is of another rank: a batch on several ranks has the same inputs on all of them."""
     tensors = store(arena, 1)

@@ -1,0 +1,174 @@
+"""CUDA graphs of denoising steps: the host launches all kernels of a step at once.
+
+Launching a FLUX step's kernels one by one can take longer than running them. A step is captured when its shape comes
+for the second time: the first pass compiles kernels and chooses plans, which a capture cannot. Later steps of that
+shape copy their contents to the addresses that the graph reads, and replay it. The results are those of the same pass,
+bit for bit.
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections import OrderedDict
+from collections.abc import Callable, Hashable, Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+from torch import Tensor
+
+from core.ipc.logs import of_request
+from model_executor.graphs.static_rows import StaticRows, key_of
+from model_executor.kernels.held import holding
+from model_executor.models.base import Row
+
+logger = logging.getLogger("stencil.worker")
+
+MAX_GRAPHS = 24
+"""Graphs that a denoiser keeps; the least recently replayed one goes first. One of a FLUX step has some 600 nodes."""
+
+MAX_SHAPES = 256
+"""Shapes that are remembered: those that came once, and those that could not be captured."""
+
+Forward = Callable[[Sequence[Row]], list[Tensor]]
+"""A pass over rows, which neither waits for the device nor reads what a tensor contains."""
+
+
+class Graph(Protocol):
+    """Work that was captured on a device."""
+
+    def replay(self) -> None:
+        """Queue the work again, with whatever its inputs now contain."""
+
+
+class Capture(Protocol):
+    """Captures the work that a function queues, on one device."""
+
+    def __call__(self, run: Callable[[], list[Tensor]]) -> tuple[Graph, list[Tensor]]:
+        """The graph of this function's work, which does not run yet, and the tensors that it writes. Raises
+        RuntimeError if it cannot be captured; nothing is left of it then."""
+
+    @property
+    def taken_bytes(self) -> int:
+        """Device memory taken by the graphs there are."""
+
+    def forget(self) -> None:
+        """All graphs are gone: the memory that they shared may be freed."""
+
+
+@dataclass
+class GraphStats:
+    """Counts since the start. capture_seconds: of all captures together."""
+
+    captures: int = 0
+    replays: int = 0
+    failed: int = 0
+    capture_seconds: float = 0.0
+
+
+@dataclass(frozen=True, slots=True)
+class _Captured:
+    graph: Graph
+    rows: StaticRows  # what it reads
+    outputs: list[Tensor]  # what it writes; a later replay of any graph may overwrite them
+    held: list[Tensor]  # cached tensors that it reads
+
+
+class StepGraphs:
+    """The graphs of one denoiser, by shape of the step."""
+
+    def __init__(self, capture: Capture | None) -> None:
+        """capture: None where there are no graphs, as on a CPU."""
+        self._capture, self._is_wanted = capture, True
+        self.stats = GraphStats()
+        self._graphs: OrderedDict[Hashable, _Captured] = OrderedDict()
+        self._seen: OrderedDict[Hashable, None] = OrderedDict()
+        self._refused: OrderedDict[Hashable, None] = OrderedDict()
+
+    @property
+    def enabled(self) -> bool:
+        """Whether steps are captured and replayed."""
+        return self._is_wanted and self._capture is not None
+
+    @enabled.setter
+    def enabled(self, is_wanted: bool) -> None:
+        self._is_wanted = is_wanted
+
+    @property
+    def taken_bytes(self) -> int:
+        """Device memory taken by the graphs there are."""
+        return 0 if self._capture is None else self._capture.taken_bytes
+
+    def __len__(self) -> int:
+        return len(self._graphs)
+
+    def run(self, rows: Sequence[Row], num_active: int | None, forward: Forward) -> list[Tensor]:
+        """What `forward` gives for the rows of one request, in tensors that are the caller's. num_active: to which
+        their active tokens are filled up, with repetitions of the last one, so that masks of similar size share a
+        graph; None for rows without.
+
+        Only for rows that `is_repeatable`.
+        """
+        key = key_of(rows, num_active)
+        if not self.enabled or key in self._refused:
+            return forward(rows)
+        captured = self._graphs.get(key)
+        if captured is None and key in self._seen:
+            captured = self._captured(key, rows, num_active, forward)
+        if captured is None:
+            _note(self._seen, key)
+            return _own_part(self._passed(rows, num_active, forward), rows, is_copied=False)
+        self._graphs.move_to_end(key)
+        captured.rows.take(rows)
+        captured.graph.replay()
+        self.stats.replays += 1
+        return _own_part(captured.outputs, rows, is_copied=True)
+
+    def clear(self) -> None:
+        """Drop all graphs; their shapes may be captured again."""
+        self._graphs.clear()
+        self._seen.clear()
+        if self._capture is not None:
+            self._capture.forget()
+
+    def _passed(self, rows: Sequence[Row], num_active: int | None, forward: Forward) -> list[Tensor]:
+        """The results of the pass that a graph would repeat, kernel by kernel."""
+        static = StaticRows(rows, num_active)
+        static.take(rows)
+        return forward(static.rows)
+
+    def _captured(
+        self, key: Hashable, rows: Sequence[Row], num_active: int | None, forward: Forward
+    ) -> _Captured | None:
+        """The graph of a step of this shape; None if it cannot be captured, which is not tried again."""
+        assert self._capture is not None
+        while len(self._graphs) >= MAX_GRAPHS:
+            self._graphs.popitem(last=False)
+        started, static, held = time.monotonic(), StaticRows(rows, num_active), list[Tensor]()
+        static.take(rows)
+        try:
+            with holding(held):
+                graph, outputs = self._capture(lambda: forward(static.rows))
+        except RuntimeError as error:  # out of memory among them
+            self.stats.failed += 1
+            _note(self._refused, key)
+            logger.warning("a step is not captured as a CUDA graph, and runs as it is: %s", error, extra=of_request(""))
+            self.clear()
+            return None
+        self.stats.captures += 1
+        self.stats.capture_seconds += time.monotonic() - started
+        captured = self._graphs[key] = _Captured(graph, static, outputs, held)
+        return captured
+
+
+def _note(shapes: OrderedDict[Hashable, None], key: Hashable) -> None:
+    shapes[key] = None
+    shapes.move_to_end(key)
+    while len(shapes) > MAX_SHAPES:
+        shapes.popitem(last=False)
+
+
+def _own_part(outputs: Sequence[Tensor], rows: Sequence[Row], *, is_copied: bool) -> list[Tensor]:
+    """The outputs without those of repeated tokens."""
+    parts = [x if row.active is None else x[: len(row.active)] for x, row in zip(outputs, rows, strict=True)]
+    return [part.clone() for part in parts] if is_copied else parts

@@ -1,0 +1,57 @@
+"""The hidden state of transformer blocks: layers add to it, and norms read it."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from model_executor.kernels.ragged import Span, add_gated_, norm_modulate, pieces
+
+FLOAT16_MAX = 65504.0
+
+
+class Addition(NamedTuple):
+    """What a layer adds to some rows of the hidden state: gate * y."""
+
+    where: Sequence[Span]  # of each request, the rows of the hidden state
+    y: Tensor  # [rows, width], one span after the other; may be overwritten
+    gate: Tensor  # [requests, width]
+    is_clipped: bool = False  # whether the sum is clipped to the range of float16, if that is the dtype
+
+
+class Norm(NamedTuple):
+    """A layer norm of some rows of the hidden state, times factor, plus shift."""
+
+    where: Sequence[Span]  # of each request, the rows of the hidden state
+    factor: Tensor  # [requests, width]
+    shift: Tensor  # [requests, width]
+
+
+class Residual:
+    """The hidden state, with PyTorch's operators."""
+
+    def __init__(self, hidden: Tensor, *, fused: bool) -> None:
+        """hidden: [tokens, width], changed in place. fused: see `ragged.norm_modulate`."""
+        self._hidden, self._fused = hidden, fused
+
+    @property
+    def hidden(self) -> Tensor:
+        """The state after all additions, [tokens, width]."""
+        return self._hidden
+
+    def add(self, *additions: Addition) -> None:
+        """Add to rows, of which no two additions have the same."""
+        for each in additions:
+            add_gated_(self._hidden, each.where, each.y, each.gate)
+            if each.is_clipped and self._hidden.dtype == torch.float16:
+                for piece in pieces(self._hidden, each.where):
+                    piece.clip_(-FLOAT16_MAX, FLOAT16_MAX)
+
+    def normed(self, eps: float, *norms: Norm) -> list[Tensor]:
+        """For each norm its rows, normed: [rows, width], one span after the other."""
+        return [
+            norm_modulate(self._hidden, each.where, eps, each.factor, each.shift, fused=self._fused) for each in norms
+        ]

@@ -1,0 +1,109 @@
+"""How many kernels a step launches: launching takes the host longer than the GPU takes to run many of them."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from functools import partial
+from types import ModuleType
+from typing import Any
+
+import pytest
+import torch
+from diffusers.models.transformers.transformer_flux import FluxTransformer2DModel
+from launches import META, LaunchCounter
+from torch import Tensor
+
+from benchmarks.micro.rows import pages_between, transformer_row
+from model_executor.kernels import gpu_pages, gpu_tables
+from model_executor.kernels.gpu_attention import attend_alike
+from model_executor.kernels.gpu_operators import TritonOperators
+from model_executor.kernels.held import holding
+from model_executor.models.base import Row
+from model_executor.models.flux_transformer import FluxTransformer
+from model_executor.page_cache.pages import PageTable
+
+SIDE, TEXT, ACTIVE = 64, 512, 410
+"""Image tokens a side, text tokens, and the active tokens at mask ratio 0.1."""
+
+
+@pytest.fixture(scope="module")
+def kernels() -> ModuleType:
+    pytest.importorskip("triton")
+    from model_executor.kernels import triton_kernels
+
+    return triton_kernels
+
+
+@pytest.fixture(scope="module")
+def module() -> Any:
+    """FLUX.1-dev's transformer without weights."""
+    with META:
+        torch.set_default_dtype(torch.bfloat16)
+        try:
+            return FluxTransformer2DModel(guidance_embeds=True).eval()
+        finally:
+            torch.set_default_dtype(torch.float32)
+
+
+Step = tuple[FluxTransformer, Row]
+"""A denoiser, and a row that computes all tokens."""
+
+
+@torch.inference_mode()
+def make_step(module: Any, kernels: ModuleType, counter: LaunchCounter) -> Step:
+    denoiser = FluxTransformer(module, 1000, TritonOperators(counter.kernels(kernels)).attending(attend_alike))
+    table = torch.empty(TEXT + SIDE**2, 1, 1, 64, dtype=torch.complex64, device=META)
+    denoiser._rotary_table = lambda text, grid: table  # type: ignore[assignment,misc]
+    draw = partial(torch.empty, device=META, dtype=torch.bfloat16)
+    return denoiser, transformer_row(denoiser, SIDE, TEXT, lambda *shape: draw(shape), 3.5)
+
+
+def masked(step: Step) -> Row:
+    denoiser, row = step
+    entry = torch.empty(denoiser.page_layout("int8").entry_bytes(SIDE**2), dtype=torch.uint8, device=META)
+    active = torch.empty(ACTIVE, dtype=torch.int64, device=META)
+    return replace(row, active=active, pages=pages_between(denoiser, row, entry, entry))
+
+
+@pytest.mark.parametrize(("number", "is_masked", "budget"), [(1, True, 520), (8, True, 620), (1, False, 520)])
+@torch.inference_mode()
+def test_a_flux_step_stays_within_its_budget(
+    module: Any, kernels: ModuleType, number: int, is_masked: bool, budget: int
+) -> None:
+    counter = LaunchCounter()
+    step = make_step(module, kernels, counter)
+    rows = [masked(step) if is_masked else step[1]] * number
+    step[0].forward(rows)  # index tables, which are kept for all steps
+    counter.counts.clear()
+    with counter:
+        step[0].forward(rows)
+    assert counter.total <= budget, counter.counts.most_common()
+    assert counter.counts["triton.attention_inputs"] == (57 if is_masked else 19)
+
+
+@torch.inference_mode()
+def test_a_step_whose_pages_have_a_table_uploads_nothing(
+    module: Any, kernels: ModuleType, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """So it can be captured as a CUDA graph, once there was one of the same shape."""
+    step = make_step(module, kernels, LaunchCounter())
+    row = masked(step)
+    assert row.pages is not None
+    table = PageTable(torch.empty(2, dtype=torch.int64, device=META), torch.empty(2, device=META))
+    row = replace(row, pages=replace(row.pages, table=table))
+    step[0].forward([row])
+    for module_of_upload in (gpu_tables, gpu_pages):
+        monkeypatch.setattr(module_of_upload, "upload", None)
+    held = list[Tensor]()
+    with holding(held):
+        step[0].forward([row])
+    assert held
+
+
+@torch.inference_mode()
+def test_the_modulation_of_many_steps_is_kept(module: Any, kernels: ModuleType) -> None:
+    """On a GPU: a launch for each block and norm less in every step."""
+    denoiser, row = make_step(module, kernels, LaunchCounter())
+    table = denoiser.modulation(row.pooled_prompt_embeds, 3.5, torch.empty(50, device=META), 2)
+    assert table is not None
+    assert len(table) == 50
