@@ -10,6 +10,7 @@ import pytest
 import torch
 from diffusers.models.transformers.transformer_flux import FluxTransformer2DModel
 from diffusers.models.transformers.transformer_sd3 import SD3Transformer2DModel
+from graph_simulator import SimulatedCapture, owned_by, storage
 from torch import Tensor
 
 from core.patches import Patch
@@ -26,7 +27,6 @@ from model_executor.models.flux_transformer import FluxTransformer
 from model_executor.models.sd3_transformer import SD3Transformer
 from model_executor.models.unet import Unet
 from model_executor.page_cache.pages import Entry, Pages
-from tests.model_executor.graphs.simulator import SimulatedCapture, owned_by, storage
 from tools.random_unet_checkpoints import sd_unet, sdxl_unet
 
 CPU = torch.device("cpu")
