@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from core.page_scheme import PageDtype
-from model_executor.kernels.attention import Projected, Sizes, Source
+from model_executor.kernels.attention import Projected, Sizes, Source, head_major
 from model_executor.kernels.gpu_attention import Attend, Together, rows_together
 from model_executor.kernels.gpu_pages import page_table
 from model_executor.kernels.gpu_sizes import CHUNK, TILE, power_of_two
@@ -26,13 +26,16 @@ SEARCHED = 1024
 
 @dataclass(frozen=True, slots=True)
 class Layout:
-    """Where the rows of a batch lie in one kind of block."""
+    """Where the rows of a batch lie in one kind of block. Requests that an attention function computes in one call lie
+    side by side."""
 
-    queries: tuple[Span, ...]  # each request's, padded to what the attention function processes at a time
+    order: Sequence[int]  # of the requests
+    queries: Sequence[Span]  # each request's, padded to what the attention function processes at a time
+    keys: Sequence[Span]  # each request's
     requests: Tensor  # tables of the kernel `attention_inputs`
     tiles: Tensor
     places: Tensor
-    parts: Sequence[tuple[Span, ...]]  # of each part of the output, each request's rows among the queries
+    parts: Sequence[Sequence[Span]]  # of each part of the output, each request's rows among the queries
     is_exact: bool  # all requests compute all tokens
 
 
@@ -53,7 +56,9 @@ class TritonTogether(Together):
         super().__init__(sizes, heads, head_dim, like, attend)
         self._kernels, self._beside = kernels, beside
         self._layouts: dict[object, Layout] = {}
-        self._places: dict[tuple[int, ...], Tensor] = {}  # numbers of computed tokens -> as the kernel reads it
+        self._places: dict[
+            tuple[int, ...], Tensor
+        ] = {}  # numbers of active tokens and first rows -> as the kernel reads it
         self._table: PageTable | None = None
         self._queries: Tensor | None = None
 
@@ -82,11 +87,12 @@ class TritonTogether(Together):
         for source in sources:
             if source.computed(number) is not None and source.pages is not None and source.pages.wait is not None:
                 source.pages.wait(page)
-        queries = self._queries_for(layout.queries[-1][1])
+        queries = self._queries_for(max(stop for _, stop in layout.queries))
         self._prepare(layout, page, parts, rotary, sources, queries)
-        for keys_values, source in zip(self._keys_values, sources, strict=True):
-            source.store(page, keys_values.image)
-        attended = self._attend(queries, self._joint[:, 0], self._joint[:, 1], layout.queries, self._where)
+        for (start, stop), (text, _), source in zip(layout.keys, self._sizes, sources, strict=True):
+            source.store(page, head_major(self._joint[start + text : stop]))
+        where, keys = ([spans[request] for request in layout.order] for spans in (layout.queries, layout.keys))
+        attended = self._attend(queries, self._joint[:, 0], self._joint[:, 1], where, keys)
         return self._taken(attended, layout)
 
     def _prepare(
@@ -147,23 +153,28 @@ class TritonTogether(Together):
         self, wheres: Sequence[tuple[Span, ...]], computed: Sequence[Tensor | None], pages: Sequence[Pages | None]
     ) -> Layout:
         lengths = [sum(stop - start for start, stop in of_request) for of_request in zip(*wheres, strict=True)]
-        queries = spans(_padded(lengths, rows_together(self._attend)))
-        requests = self._requests(wheres, computed, pages, lengths, [start for start, _ in queries])
+        padded = _padded(lengths, rows_together(self._attend))
+        totals = [text + image for text, image in self._sizes]
+        order = list(range(len(lengths)))
+        if rows_together(self._attend) > 1:
+            order.sort(key=lambda request: (padded[request], totals[request]))
+        queries, keys = _in_order(padded, order), _in_order(totals, order)
+        requests = self._requests(wheres, computed, pages, lengths, queries, keys)
         described, tiles = input_tables(requests, _tokens_of_tile(self._shape[3]), self._like.device)
         active = [tokens for tokens in computed if tokens is not None]
-        key = tuple(request.num_active for request in requests)
+        key = tuple(number for request in requests for number in (request.num_active, request.key))
         if key not in self._places and active:
             self._places[key] = self._find_places(described, together(active), max(map(len, active)))
         texts = [text for text, _ in self._sizes]
         if len(wheres) == 1:
-            outputs = [tuple((start, start + n) for (start, _), n in zip(queries, lengths, strict=True))]
+            outputs = [[(start, start + n) for (start, _), n in zip(queries, lengths, strict=True)]]
         else:
             rows = list(zip(queries, texts, lengths, strict=True))
             outputs = [
-                tuple((start, start + text) for (start, _), text, _ in rows),
-                tuple((start + text, start + n) for (start, _), text, n in rows),
+                [(start, start + text) for (start, _), text, _ in rows],
+                [(start + text, start + n) for (start, _), text, n in rows],
             ]
-        return Layout(queries, described, tiles, self._places.get(key, tiles), outputs, not active)
+        return Layout(order, queries, keys, described, tiles, self._places.get(key, tiles), outputs, not active)
 
     def _requests(
         self,
@@ -171,9 +182,10 @@ class TritonTogether(Together):
         computed: Sequence[Tensor | None],
         pages: Sequence[Pages | None],
         lengths: Sequence[int],
-        queries: Sequence[int],
+        queries: Sequence[Span],
+        keys: Sequence[Span],
     ) -> tuple[Request, ...]:
-        """What the kernels read of each request. lengths: numbers of computed tokens; queries: their first rows."""
+        """What the kernels read of each request. lengths: numbers of computed tokens."""
         starts = [[start for start, _ in spans(stop - first for first, stop in where)] for where in wheres]
         actives = [0 if tokens is None else len(tokens) for tokens in computed]
         requests = []
@@ -189,13 +201,13 @@ class TritonTogether(Together):
                 )
             requests.append(
                 Request(
-                    self._where[number][0],
+                    keys[number][0],
                     text + image,
                     text,
                     starts[0][number],
                     starts[1][number] if len(starts) > 1 else starts[0][number] + text,
                     wheres[0][number][0],
-                    queries[number],
+                    queries[number][0],
                     lengths[number],
                     *layout_sizes,
                     sum(actives[:number]),
@@ -218,7 +230,7 @@ class TritonTogether(Together):
             return [attended[start:stop] for part in layout.parts for start, stop in part]
         wanted = tuple(span for part in layout.parts for span in part)
         lengths = [sum(stop - start for start, stop in part) for part in layout.parts]
-        if len(lengths) == 1 and lengths[0] == len(attended):
+        if layout.parts == [layout.queries] and layout.order == sorted(layout.order):
             return [attended]
         rows = rows_of(wanted, attended.device)
         out = attended.new_empty(len(rows), attended.shape[1])
@@ -230,6 +242,12 @@ class TritonTogether(Together):
 
 def _tokens_of_tile(width: int) -> int:
     return max(1, TILE // power_of_two(width))
+
+
+def _in_order(lengths: Sequence[int], order: Sequence[int]) -> list[Span]:
+    """Spans of these lengths, which lie back to back in this order."""
+    in_order = dict(zip(order, spans(lengths[number] for number in order), strict=True))
+    return [in_order[number] for number in range(len(lengths))]
 
 
 def _padded(lengths: Sequence[int], rows: int) -> list[int]:

@@ -169,8 +169,8 @@ class ProductGroup(LinearGroup[AddedProducts]):
         return _joined_in(out, outputs, dim=1)
 
     def _patched(self, x: Tensor, segments: Segments, *, gelu: bool, out: Tensor | None) -> Tensor:
-        if not gelu:
-            y = self._product(x, out=out)
+        if not (gelu and len(x)):  # of a group's members, some may have no rows
+            y = self._product(x, gelu=gelu, out=out)
             for each in segments:
                 rows = slice(*each.rows)
                 self._additions[each.patch].add_(y[rows], x[rows], each.scale)

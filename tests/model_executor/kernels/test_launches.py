@@ -82,6 +82,18 @@ def test_a_flux_step_stays_within_its_budget(
 
 
 @torch.inference_mode()
+def test_requests_with_alike_masks_share_calls_of_attention(module: Any, kernels: ModuleType) -> None:
+    """Wherever in the batch they are."""
+    counter = LaunchCounter()
+    step = make_step(module, kernels, counter)
+    numbers = [205, 819, 210, 800]
+    rows = [replace(masked(step), active=torch.empty(number, dtype=torch.int64, device=META)) for number in numbers]
+    with counter:
+        step[0].forward(rows)
+    assert counter.counts["scaled_dot_product_attention"] == 2 * 57
+
+
+@torch.inference_mode()
 def test_a_step_whose_pages_have_a_table_uploads_nothing(
     module: Any, kernels: ModuleType, monkeypatch: pytest.MonkeyPatch
 ) -> None:
