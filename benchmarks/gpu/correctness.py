@@ -13,6 +13,7 @@ import tempfile
 import time
 from collections.abc import Iterator, Mapping
 from contextlib import closing, contextmanager
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -39,6 +40,7 @@ KERNEL_TESTS = "tests/model_executor/kernels/test_triton_kernels.py"
 GPU_MARK = "pytest.mark.gpu"
 """In the files of tests that need a GPU."""
 TEST_SECONDS = 85.0
+PROCESSES = 4  # that run the tests side by side, where pytest-xdist is there
 TEST_LINES = 15  # kept of the end of the tests' output
 
 
@@ -165,7 +167,8 @@ def kernel_tests(bench: Bench) -> None:
     errors here: another PyTorch may have others. Raises subprocess.TimeoutExpired where they hang."""
     has_gpu = bench.device.type == "cuda"
     chosen = ["-m", "not slow", "-k", f"{Path(KERNEL_TESTS).stem} or gpu"]  # by file or mark: others need no GPU
-    options = ["-q", *chosen, "-W", "default", "-p", "no:cacheprovider"]
+    together = ["-n", str(PROCESSES), "--dist", "loadgroup"] if find_spec("xdist") and has_gpu else []
+    options = ["-q", *chosen, "-W", "default", "-p", "no:cacheprovider", *together]
     command = [sys.executable, "-m", "pytest", *options, *files_of_tests(), *([] if has_gpu else ["--collect-only"])]
     environment = os.environ | ({"TRITON_INTERPRET": "0"} if has_gpu else {})
     done = subprocess.run(

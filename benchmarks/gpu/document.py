@@ -171,7 +171,10 @@ def _engine(figures: Figures) -> Figures:
         return {}
     exact = figures["exact_s"]
     faster = {f"{name}_x": exact / figures[f"{name}_s"] for name in ("warm", "warm_graph") if f"{name}_s" in figures}
-    return {"engine_edits": figures | faster | {"cold_share": figures["cold_s"] / exact}}
+    batches = [
+        {"edit": edit, "op": op} | its for edit, ops in figures.get("ops", {}).items() for op, its in ops.items()
+    ]
+    return {"engine_edits": figures | faster | {"cold_share": figures["cold_s"] / exact}, "edit_ops": batches}
 
 
 def _kernel_times(figures: Figures) -> Figures:

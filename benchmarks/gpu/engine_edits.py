@@ -8,7 +8,7 @@ out.
 from __future__ import annotations
 
 import tempfile
-from collections import Counter
+from collections import Counter, defaultdict
 from contextlib import closing
 from functools import partial
 from itertools import count
@@ -29,6 +29,8 @@ from core.sampling_params import SamplingParams
 WARM_RATIO, COLD_RATIO = 0.2, 0.1
 """Mask ratios of a later edit of a picture, and of its first one."""
 ROUNDS = 2
+NEW_PICTURES = ROUNDS + 3
+"""Of which one is edited at first, one does not count in a comparison, and one's batches are counted."""
 TEMPLATES = 2
 """Pictures whose pages the cache has room for: the one that is edited again, and a new one."""
 GUIDANCE = 3.5
@@ -59,14 +61,17 @@ def run(bench: Bench, entry_bytes: int) -> None:
 
 
 class Edits(LocalEngine):
-    """Edits of one picture, and first edits of others. ops: of the batches that have run since it was cleared."""
+    """Edits of one picture, and first edits of others. ops, ms: of the batches that have run since they were cleared,
+    their number and milliseconds by op."""
 
     def __init__(self, bench: Bench, checkpoint: Path, cache: CacheConfig, parts: RandomFlux) -> None:
         self.ops: Counter[str] = Counter()
+        self.ms: defaultdict[str, float] = defaultdict(float)
         self._bench, self._size = bench, bench.size.flux
         self._side = self._size.side * PIXELS
         self._known = soft_picture(self._side, 0)
-        self._seeds, self._places = count(1), count()
+        self._new = [soft_picture(self._side, seed) for seed in range(1, NEW_PICTURES + 1)]
+        self._places = count()
         dtype = str(bench.dtype).removeprefix("torch.")
         super().__init__(checkpoint, str(bench.device), dtype, cache, make=parts.make, graphs=bench.graphs)
 
@@ -81,7 +86,8 @@ class Edits(LocalEngine):
         calls["cold"] = self.graphs.replayed(self.cold)
         seconds = self._bench.medians(calls, ROUNDS)
         put(**{f"{name}_s": taken for name, taken in seconds.items()}, graphs=self.graphs.figures())
-        put(ops={"warm": self._counted(self.warm), "cold": self._counted(self.cold)})
+        edits = {"exact": self.exact, "warm": self.warm, "cold": self.cold}
+        put(ops={name: self._counted(edit) for name, edit in edits.items()})
 
     def exact(self) -> None:
         """An edit that computes every token."""
@@ -98,19 +104,22 @@ class Edits(LocalEngine):
 
     def cold(self) -> None:
         """The first edit of a new picture."""
-        picture = soft_picture(self._side, next(self._seeds))
+        picture = self._new.pop()
         box = box_at(next(self._places), COLD_RATIO, self._size.side)
         self.edit([picture], self._sampling(is_mask_aware=True), box)
 
     def run(self, batch: Batch) -> BatchResult:
+        result = super().run(batch)
         self.ops[batch.op] += 1
-        return super().run(batch)
+        self.ms[batch.op] += 1e3 * result.seconds
+        return result
 
     def _counted(self, call: Call) -> Figures:
-        """Batches of a call by op."""
+        """Of a call the number of batches and their milliseconds by op."""
         self.ops.clear()
+        self.ms.clear()
         call()
-        return dict(self.ops)
+        return {op: {"batches": number, "ms": self.ms[op]} for op, number in self.ops.items()}
 
     def _sampling(self, *, is_mask_aware: bool) -> SamplingParams:
         return SamplingParams(

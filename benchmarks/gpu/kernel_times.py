@@ -15,6 +15,10 @@ from benchmarks.gpu.report import Figures
 from benchmarks.gpu.sdxl import Sdxl
 from benchmarks.gpu.trace import busy_ms, by_kernel, traced
 
+FILL = "Memset"
+"""How the profiler names a fill: cuBLAS and cuDNN make them, and the budgets of launches, which are counted without a
+GPU, know none."""
+
 KERNELS = 15
 """Kernels that are listed of a step, those that take most of the time."""
 
@@ -32,11 +36,14 @@ def run(bench: Bench, flux: FluxBench, entries: tuple[torch.Tensor, torch.Tensor
 
 
 def _steps(bench: Bench, calls: Mapping[str, Call], switch: GraphSwitch) -> Figures:
-    """By step: launches, milliseconds of the device, and the kernels that take most of them."""
+    """By step: launches, without what libraries fill before kernels of theirs, milliseconds of the device, and the
+    kernels that take most of them."""
     figures: Figures = {}
     for name, call in calls.items():
         switch.set(False)
         call()  # what is chosen and compiled at first use is no part of a step
         works = traced(bench, call)
-        figures[name] = {"launches": len(works), "device_ms": busy_ms(works), "kernels": by_kernel(works, KERNELS)}
+        fills = sum(work.name.startswith(FILL) for work in works)
+        counts = {"launches": len(works) - fills, "fills": fills, "device_ms": busy_ms(works)}
+        figures[name] = {**counts, "kernels": by_kernel(works, KERNELS)}
     return figures

@@ -16,6 +16,7 @@ from __future__ import annotations
 
 import mmap
 import os
+from functools import cache
 from math import prod
 from typing import Any, NamedTuple
 
@@ -198,6 +199,7 @@ def _nbytes(ref: ArrayRef) -> int:
     return prod(ref.shape) * itemsize
 
 
+@cache
 def _itemsize(name: str) -> int:
     try:
         dtype = np.dtype(name)

@@ -31,7 +31,7 @@ CUDNN_MAJORS, CUDNN_VERSION = (HOPPER, 10), 91500
 """Where PyTorch prefers cuDNN's attention to its own (`sdp_utils.cpp`): these major compute capabilities, with a cuDNN
 version above this."""
 
-ROWS = 128
+ROWS = 64
 """`attend_alike` pads a request's queries to a multiple of this: cuDNN builds a plan for every number of queries, and
 processes this many at a time."""
 

@@ -24,7 +24,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 import model_executor.kernels
 from core.errors import ConfigError
 from model_executor.kernels import gpu_attention, gpu_operators, gpu_tables
-from model_executor.kernels.gpu_attention import Together, attend_alike, attend_each, best_attend, varlen_attend
+from model_executor.kernels.gpu_attention import ROWS, Together, attend_alike, attend_each, best_attend, varlen_attend
 from model_executor.kernels.gpu_operators import GpuOperators, TritonOperators
 from model_executor.kernels.gpu_tables import offsets, places, table
 from model_executor.kernels.linear import fused_linear, gpu_linear, plain_linear
@@ -200,7 +200,7 @@ def test_tables_are_made_on_the_host_whatever_device_is_the_default() -> None:
 def test_similar_requests_share_a_call_of_attention(
     monkeypatch: pytest.MonkeyPatch, queries: Sequence[int], keys: Sequence[int]
 ) -> None:
-    """Neighbours with equal numbers of keys, and of queries up to the same multiple of 128, share one call."""
+    """Neighbours with equal numbers of keys, and of queries up to the same multiple of ROWS, share one call."""
     query, joint = torch.randn(sum(queries), 3, 2, 16)[:, 0], torch.randn(sum(keys), 2, 2, 16)
     inputs = query, joint[:, 0], joint[:, 1], spans(queries), spans(keys)
     expected, calls = attend_each(*inputs), list[tuple[int, ...]]()
@@ -209,10 +209,10 @@ def test_similar_requests_share_a_call_of_attention(
         torch.nn.functional, "scaled_dot_product_attention", lambda q, *kv: calls.append(q.shape) or attend(q, *kv)
     )
     torch.testing.assert_close(attend_alike(*inputs), expected)
-    shapes = {(-(-number // 128) * 128, count) for number, count in zip(queries, keys, strict=True)}
+    shapes = {(-(-number // ROWS) * ROWS, count) for number, count in zip(queries, keys, strict=True)}
     assert len(calls) == len(shapes)
     assert {(shape[0], shape[2]) for shape in calls} == {
-        (sum(-(-n // 128) * 128 == rows and k == count for n, k in zip(queries, keys, strict=True)), rows)
+        (sum(-(-n // ROWS) * ROWS == rows and k == count for n, k in zip(queries, keys, strict=True)), rows)
         for rows, count in shapes
     }
 
