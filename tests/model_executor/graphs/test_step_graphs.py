@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from copy import deepcopy
 from dataclasses import replace
 from typing import Any
 
@@ -10,6 +11,7 @@ import pytest
 import torch
 from diffusers.models.transformers.transformer_flux import FluxTransformer2DModel
 from diffusers.models.transformers.transformer_sd3 import SD3Transformer2DModel
+from diffusers.models.unets.unet_2d_condition import UNet2DConditionModel
 from graph_simulator import SimulatedCapture, owned_by, storage
 from torch import Tensor
 
@@ -27,7 +29,6 @@ from model_executor.models.flux_transformer import FluxTransformer
 from model_executor.models.sd3_transformer import SD3Transformer
 from model_executor.models.unet import Unet
 from model_executor.page_cache.pages import Entry, Pages
-from tools.random_unet_checkpoints import sd_unet, sdxl_unet
 
 CPU = torch.device("cpu")
 GRID, TEXT, WIDTH = (4, 3), 2, 16
@@ -77,7 +78,6 @@ def make_sd3() -> SD3Transformer2DModel:
 
 Maker = tuple[Callable[[], Any], Callable[..., Denoiser]]
 TRANSFORMERS: dict[str, Maker] = {"flux": (make_flux, FluxTransformer), "sd3": (make_sd3, SD3Transformer)}
-UNETS = {"sd": sd_unet, "sdxl": sdxl_unet}
 
 
 def make_denoiser(name: str) -> Denoiser:
@@ -93,10 +93,22 @@ def denoiser(request: pytest.FixtureRequest) -> Denoiser:
     return make_denoiser(request.param)
 
 
-@pytest.fixture(params=UNETS)
-def unet(request: pytest.FixtureRequest) -> Unet:
+@pytest.fixture
+def unet() -> Unet:
     torch.manual_seed(0)
-    unet = Unet(UNETS[request.param](9, WIDTH).eval().requires_grad_(False), 1000, 32, operators())
+    module = UNet2DConditionModel(
+        in_channels=9,
+        out_channels=4,
+        block_out_channels=(16, 32),
+        layers_per_block=1,
+        down_block_types=("CrossAttnDownBlock2D", "DownBlock2D"),
+        up_block_types=("UpBlock2D", "CrossAttnUpBlock2D"),
+        cross_attention_dim=16,
+        attention_head_dim=2,
+        norm_num_groups=4,
+        sample_size=8,
+    )
+    unet = Unet(module.eval().requires_grad_(False), 1000, 32, operators())
     unet._is_shared = True  # as on a GPU
     unet.graphs = StepGraphs(SimulatedCapture())
     return unet
@@ -124,10 +136,12 @@ def row_of(denoiser: Denoiser, seed: int) -> Row:
 
 def unet_row(unet: Unet, seed: int) -> Row:
     draw = draws(seed)
+    prompt_embeds = draw(7, unet.module.config.cross_attention_dim)
     return Row(
         latents=draw(TOKENS, 64),
         condition=draw(TOKENS, 80),
-        prompt_embeds=draw(7, unet.module.config.cross_attention_dim),
+        prompt_embeds=prompt_embeds,
+        keys_values=unet.keys_values(prompt_embeds, ()),
         pooled_prompt_embeds=draw(WIDTH),
         sigma=torch.tensor(0.1 + 0.1 * seed),
         guidance_scale=1.0,
@@ -157,7 +171,8 @@ def as_it_is(model: Denoiser | Unet, rows: Sequence[Row]) -> list[Tensor]:
     """The same step by PyTorch's operators, neither captured nor filled up."""
     if isinstance(model, Denoiser):
         return model.computing_with(Operators(plain_linear)).forward(rows)
-    return Unet(model.module, 1000, 32, Operators(plain_linear)).forward(rows)
+    plain = Unet(deepcopy(model.module), 1000, 32, Operators(plain_linear))
+    return plain.forward([replace(row, keys_values=None) for row in rows])
 
 
 EDITS = [([5, 6, 10], 0.4), ([4, 5, 6, 9, 10], 0.9), ([6], None), ([4, 6, 9, 10], 0.0)]
@@ -219,7 +234,8 @@ def test_replays_of_a_unets_steps_equal_the_steps(unet: Unet, is_masked: bool) -
     for seed in range(3):
         row = unet_row(unet, seed)
         edit = masked(unet, row, seed, EDITS[0][0], EDITS[seed][1]) if is_masked else row
-        rows = [edit, replace(edit, prompt_embeds=unet_row(unet, seed + 5).prompt_embeds)]
+        other = unet_row(unet, seed + 5)
+        rows = [edit, replace(edit, prompt_embeds=other.prompt_embeds, keys_values=other.keys_values)]
         expected = as_it_is(unet, rows)
         for output, wanted in zip(unet.forward(rows), expected, strict=True):
             torch.testing.assert_close(output, wanted, rtol=1e-4, atol=1e-4)
@@ -232,8 +248,9 @@ def _poison(rows: Sequence[Row]) -> None:
     for row in rows:
         for tensor in (row.latents, row.condition, row.prompt_embeds, row.pooled_prompt_embeds, row.sigma):
             tensor.fill_(float("nan"))
-        if row.modulation is not None:
-            row.modulation.fill_(float("nan"))
+        for made in (row.modulation, row.keys_values):
+            if made is not None:
+                made.fill_(float("nan"))
         if row.pages is not None:
             row.pages.near.fill_(255)
 
