@@ -148,9 +148,11 @@ class EditSession(Session):
 
     @asynccontextmanager
     async def _deadline(self) -> AsyncIterator[None]:
-        """Raises DeadlineExceededError at the deadline, on the event loop's clock, which is CLOCK_MONOTONIC."""
+        """Raises DeadlineExceededError at the deadline, on the event loop's clock, which is CLOCK_MONOTONIC, and
+        OverloadedError when the server shuts down.
+        """
         try:
-            async with asyncio.timeout_at(self._ticket.deadline):
+            async with asyncio.timeout_at(self._ticket.deadline), self._services.sessions.until_shutdown():
                 yield
         except TimeoutError as error:
             self._note_dropped("timeout")

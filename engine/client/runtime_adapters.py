@@ -27,13 +27,13 @@ class RuntimeAdapters:
     async def load(self, name: str, path: str, model: str = "") -> ModelInfo:
         """Load an adapter for a model ("" = the first) and serve it under this name. path: of a file or folder on this
         machine. Raises InvalidRequestError for a name that is taken and a file that cannot be used, ModelNotFoundError,
-        EngineDeadError; nothing has changed then.
+        EngineDeadError, OverloadedError when the server shuts down; nothing has changed then.
         """
         check_matches("lora_name", name, r"[\w.:-]{1,512}", "letters, digits and _ . : -")
         check_length("lora_name", name, MAX_NAME_CHARACTERS)
         check_filled("lora_path", path)
         check_length("lora_path", path, MAX_PATH_CHARACTERS)
-        async with self._changing:
+        async with self._services.sessions.until_shutdown(), self._changing:
             return await self._load(name, path, self._base(model))
 
     def unload(self, name: str) -> None:

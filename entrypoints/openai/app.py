@@ -119,7 +119,7 @@ def _add_image_routes(
     async def edit_image(request: Request) -> Response:
         """Repaint the masked part of an image. With `stream` the answer is a stream of server-sent events."""
         _admit(engine)
-        async with places.take(_owner(request)):
+        async with engine.until_shutdown(), places.take(_owner(request)):
             submission = await read_edit(request, settings.max_upload_bytes)
         owners.note(request.scope[REQUEST_ID], _owner(request))
         return _answer(engine, request, "image_edit", submission)
@@ -128,7 +128,7 @@ def _add_image_routes(
     async def generate_image(request: Request) -> Response:
         """Paint a whole image: an edit of an empty canvas, or with models that have classes a picture of one."""
         _admit(engine)
-        async with places.take(_owner(request)):
+        async with engine.until_shutdown(), places.take(_owner(request)):
             submission = await read_json(request, GENERATION_FIELDS)
         owners.note(request.scope[REQUEST_ID], _owner(request))
         return _answer(engine, request, "image_generation", submission)
@@ -152,7 +152,7 @@ def _add_template_routes(app: FastAPI, engine: AsyncEngine, settings: ServerSett
     async def create_template(request: Request) -> Response:
         """Register an image and compute what edits of it need; answers when that is done."""
         _admit(engine)
-        async with places.take(_owner(request)):
+        async with engine.until_shutdown(), places.take(_owner(request)):
             submission = await read_template(request, settings.max_upload_bytes)
         try:
             return _json(_template_object(await _register(engine, request, submission)))

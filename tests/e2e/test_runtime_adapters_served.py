@@ -20,7 +20,7 @@ from fault_kit import Told, make_input, processes, run, start, until
 from served_edits import client_of, edit, serving
 from server_process import ServerProcess
 
-from core.errors import InvalidRequestError
+from core.errors import InvalidRequestError, OverloadedError
 from core.lora import Lora
 from engine.client.async_engine import AsyncEngine
 from engine.client.edit_types import EditInput
@@ -151,6 +151,8 @@ async def restart(engine: AsyncEngine) -> None:
     (process,) = processes("engine")
     process.kill()
     await until(lambda: not any(engine.alive))
+    with pytest.raises(OverloadedError, match="No worker is up"):
+        await engine.load_adapter("early", "early.safetensors")
     await until(lambda: all(engine.alive))
 
 

@@ -101,6 +101,35 @@ def test_drain_limit_then_an_answer(server_flags: tuple[str, ...], tmp_path: Pat
         assert "retry-after" in results[0].headers
 
 
+def test_uploads_in_the_pipeline_get_503_when_the_drain_is_over(server_flags: tuple[str, ...], tmp_path: Path) -> None:
+    """Those that wait for an image processor, those that one has, and those that are computed."""
+    server = start(tmp_path / "scratch", *server_flags, "--drain-seconds", "0.5")
+    files = {"image": encode(photo(2000, 2000)), "mask": alpha_mask(2000, 2000)}
+    answered: list[tuple[float, httpx.Response]] = []
+
+    def post_large() -> None:
+        answer = httpx.post(f"{server.base_url}/images/edits", data=LONG_EDIT, files=files, timeout=60)
+        answered.append((time.monotonic(), answer))
+
+    def all_are_admitted() -> bool:
+        queue = httpx.get(f"{server.base_url}/engine/stats").json()["queue"]
+        return bool(queue["running"] + queue["waiting"] == len(threads))
+
+    threads = [threading.Thread(target=post_large) for _ in range(20)]
+    for thread in threads:
+        thread.start()
+    wait_for(all_are_admitted)
+    stopped = time.monotonic()
+    assert server.stop() == 0
+    for thread in threads:
+        thread.join()
+    refused = [answer for _, answer in answered if answer.status_code != 200]
+    assert len(answered) == len(threads) > 2 * (len(answered) - len(refused))
+    assert {(answer.status_code, answer.headers.get("retry-after")) for answer in refused} == {(503, "1")}
+    assert max(at for at, _ in answered) - stopped < 3.5
+    assert "Traceback" not in server.log.read_text()
+
+
 def test_second_ctrl_c_does_not_wait(server_flags: tuple[str, ...], tmp_path: Path) -> None:
     server = start(tmp_path / "scratch", *server_flags, "--max-num-seqs", "1")
     thread, _ = in_background(lambda: post(server, LONG_EDIT | {"n": "10"}))

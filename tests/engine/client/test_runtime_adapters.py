@@ -12,7 +12,7 @@ import pytest_asyncio
 from fakes import MODEL
 
 from core.config import EngineConfig
-from core.errors import AdapterNotFoundError, InvalidRequestError, ModelNotFoundError
+from core.errors import AdapterNotFoundError, InvalidRequestError, ModelNotFoundError, OverloadedError
 from core.lora import Lora
 from core.model_choice import ModelChoice, choose_model
 from core.patches import Patch
@@ -135,6 +135,15 @@ async def test_a_name_given_while_it_is_dropped_keeps_it(server: Server) -> None
     await loading
     await settle()
     assert server.engines.resident == ["h"]
+
+
+async def test_a_shutdown_ends_a_load_and_those_that_wait_for_it(server: Server) -> None:
+    server.engines.gate.clear()
+    loads = [asyncio.create_task(server.adapters.load(name, name)) for name in ("hat", "cap")]
+    await settle()
+    await server.sessions.drain(0.0)
+    results = await asyncio.gather(*loads, server.adapters.load("hood", "h"), return_exceptions=True)
+    assert [type(result) for result in results] == [OverloadedError] * 3
 
 
 async def test_a_refused_file_changes_nothing(server: Server) -> None:
