@@ -15,6 +15,8 @@ from engine.client.services import Services
 from engine.client.session import Session
 
 MAX_PATH_CHARACTERS = 4096
+MAX_ADAPTERS = 1024
+"""Names of adapters, those from the start included. What they take together is limited by the workers."""
 
 
 class RuntimeAdapters:
@@ -57,6 +59,9 @@ class RuntimeAdapters:
         if name in served.by_name:
             message = f"Invalid 'lora_name': '{name}' is served already; unload it first, or choose another name."
             raise InvalidRequestError(message, param="lora_name", code="name_taken")
+        if len(self._names) >= MAX_ADAPTERS:
+            message = f"Invalid 'lora_name': {MAX_ADAPTERS} adapters are served already; unload another one first."
+            raise InvalidRequestError(message, param="lora_name", code="too_many_adapters")
         patch = await self._services.router.adapters.load(model.name, name, path, self._named(model.name))
         info = msgspec.structs.replace(model, name=name, parent=model.name, patch=patch)
         served.add(info)
@@ -78,6 +83,9 @@ class RuntimeAdapters:
         """The patches of a model that have a name."""
         return {info.patch for info in self._services.served.by_name.values() if info.parent == model}
 
+    @property
+    def _names(self) -> list[str]:
+        return [info.name for info in self._services.served.by_name.values() if info.parent]
+
     def _tell_metrics(self) -> None:
-        names = [info.name for info in self._services.served.by_name.values() if info.parent]
-        self._services.metrics.name_adapters(names)
+        self._services.metrics.name_adapters(self._names)

@@ -162,15 +162,16 @@ class ResidentModels:
             return
         family.put_adapter(adapter.patch, family.prepare_adapter(whole, {part}))
 
-    def add_adapter(self, model: str, config: AdapterConfig, patch: str = "") -> str:
-        """Read an adapter and put it in use for a model, whatever runs meanwhile; returns its patch. Requests must not
-        name it before. patch: that its file must have; "": any. Raises ConfigError; KeyError for an unknown model.
+    def add_adapter(self, model: str, config: AdapterConfig, patch: str = "", max_bytes: int | None = None) -> Adapter:
+        """Read an adapter and put it in use for a model, whatever runs meanwhile. Requests must not name it before.
+        patch: that its file must have; "": any. max_bytes: as for `read_adapter`. Raises ConfigError; KeyError for an
+        unknown model.
 
         May be called in a thread: what other adapters change is not touched, and the rows of a pass under way are not
         of this one.
         """
         family, parts = self.families[model], self._loaded_parts(model)
-        adapter = read_adapter(config, family.lora_format)
+        adapter = read_adapter(config, family.lora_format, max_bytes)
         if not adapter.parts.keys() <= set(parts):
             family.check_adapter(adapter)
         if patch and adapter.patch != patch:
@@ -179,7 +180,7 @@ class ResidentModels:
         if adapter.patch not in {other.patch for other in self._adapters[model]}:
             self._adapters[model].append(adapter)
             self._forget_layers()
-        return adapter.patch
+        return adapter
 
     def drop_adapter(self, model: str, patch: str) -> None:
         """Drop an adapter of a model, in parts that models share once no other one has it."""

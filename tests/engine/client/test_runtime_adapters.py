@@ -16,6 +16,7 @@ from core.errors import AdapterNotFoundError, InvalidRequestError, ModelNotFound
 from core.lora import Lora
 from core.model_choice import ModelChoice, choose_model
 from core.patches import Patch
+from engine.client import runtime_adapters
 from engine.client.running_sessions import RunningSessions
 from engine.client.runtime_adapters import RuntimeAdapters
 from engine.client.served_models import ServedModels
@@ -151,6 +152,16 @@ async def test_a_refused_file_changes_nothing(server: Server) -> None:
         await server.adapters.load("hat", "bad")
     assert list(server.served.by_name) == ["m"]
     await server.adapters.load("hat", "h")
+
+
+async def test_there_are_not_more_than_may_be(server: Server, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(runtime_adapters, "MAX_ADAPTERS", 2)
+    for name in ("hat", "cap"):
+        await server.adapters.load(name, "h")
+    with pytest.raises(InvalidRequestError, match="2 adapters are served already"):
+        await server.adapters.load("hood", "h")
+    server.adapters.unload("hat")
+    await server.adapters.load("hood", "h")
 
 
 async def test_of_two_loads_at_once_the_first_gets_the_name(server: Server) -> None:
