@@ -65,7 +65,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         ):
             return runner.run(_serve(options, listener, tracer))
     except StencilError as error:
-        print(f"stencil: error: {error}", file=sys.stderr)
+        print(f"stencil: error: {logs.one_line(str(error))}", file=sys.stderr)
         return 1
     except KeyboardInterrupt:  # before the handlers are installed
         return 130
@@ -134,7 +134,7 @@ async def _watch(engine: AsyncEngine, url: str) -> None:
     await engine.ready()
     gc.collect()
     gc.freeze()  # otherwise every full collection walks all modules, a stall of 30 ms
-    names = ", ".join(engine.models)
+    names = logs.one_line(", ".join(engine.models))
     print(f"Stencil ready on {url} model {names} in {time.monotonic() - _STARTED:.1f} s", flush=True)
     raise await engine.failed()
 

@@ -251,6 +251,17 @@ def test_temporary_folder_too_deep_for_a_socket(server_flags: tuple[str, ...], t
     assert_one_line(run_to_its_end(tmp_path, *server_flags, scratch="x" * 110), 1, "TMPDIR")
 
 
+def test_names_with_line_breaks_forge_no_line(server_flags: tuple[str, ...], tmp_path: Path) -> None:
+    server = start(tmp_path / "scratch", *server_flags, "--served-model-name", "x\nforged", "--allow-runtime-lora")
+    body = {"lora_name": "hat", "lora_path": "/no\nforged\x1b[2K"}
+    answer = httpx.post(f"{server.base_url}/load_lora_adapter", json=body, timeout=60)
+    assert answer.status_code == 400
+    assert server.stop() == 0
+    lines = server.log.read_text().splitlines()
+    assert any("adapter hat was not loaded" in line for line in lines)
+    assert not any(line.startswith("forged") or "\x1b" in line for line in lines)
+
+
 def test_models_that_cannot_be_served(tmp_path: Path) -> None:
     assert_one_line(run_to_its_end(tmp_path, "--model", "/no/such/dir"), 1, "/no/such/dir")
 
