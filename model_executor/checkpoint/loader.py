@@ -21,6 +21,7 @@ from safetensors import SafetensorError
 
 from core.config import KernelChoice, ModelConfig, Quantization
 from core.errors import ConfigError
+from core.paths import expanded
 from model_executor.checkpoint.hub import DEFAULTS, INDEX, download
 from model_executor.checkpoint.quantization import (
     QUANTIZED,
@@ -304,7 +305,7 @@ def resolve_dtype(name: str, device: torch.device) -> torch.dtype:
 
 
 def _locate(model: str, variant: str) -> Path:
-    path = Path(model).expanduser()
+    path = expanded(model)
     try:
         if path.is_dir():
             if not (path / INDEX).is_file():
@@ -320,7 +321,7 @@ def _locate(model: str, variant: str) -> Path:
 def _read_json(path: Path) -> dict[str, Any]:
     try:
         content = json.loads(path.read_text("utf-8"))
-    except (OSError, ValueError) as error:
+    except (OSError, ValueError, RecursionError) as error:
         raise ConfigError(f"cannot read {path}: {first_line(error)}") from error
     if not isinstance(content, dict):
         raise ConfigError(f"cannot read {path}: it holds no JSON object")

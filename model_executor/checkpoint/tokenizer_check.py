@@ -35,7 +35,7 @@ def check_json(folder: Path) -> None:
     for file in sorted(folder.glob("*.json")):
         try:
             content = json.loads(file.read_text("utf-8"))
-        except ValueError as error:
+        except (ValueError, RecursionError) as error:
             raise ValueError(f"{file.name} cannot be read ({error}); fetch it again") from error
         if not isinstance(content, dict):
             raise ValueError(f"{file.name} holds no JSON object; fetch it again")

@@ -10,7 +10,6 @@ import hashlib
 import json
 import math
 import os
-import stat
 import struct
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -19,6 +18,7 @@ from typing import Any
 
 from safetensors import safe_open
 
+from core.ipc.small_files import open_regular, read_small
 from model_executor.checkpoint.weights import PICKLES
 
 PEFT_PREFIX, PEFT_CONFIG = "base_model.model.", "adapter_config.json"
@@ -82,7 +82,7 @@ class AdapterFile:
             digest = hashlib.file_digest(file, "sha256")
         config = self.path.with_name(PEFT_CONFIG)
         if config.is_file():
-            digest.update(_read_small(config))
+            digest.update(read_small(config, MAX_CONFIG_BYTES))
         return digest.hexdigest()
 
 
@@ -115,16 +115,12 @@ def _check_bytes(nbytes: int, max_bytes: int | None) -> None:
 
 
 def _check_header(file: Path) -> int:
-    """The file's size. Raises ValueError for what is no regular file, and for a header that takes long to read. A pipe
-    or a device is not waited for: it is opened without blocking."""
-    with open(os.open(file, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC), "rb") as opened:
-        status = os.fstat(opened.fileno())
-        if not stat.S_ISREG(status.st_mode):
-            raise ValueError("it is no regular file")
-        head = opened.read(8)
+    """The file's size. Raises ValueError for what is no regular file, and for a header that takes long to read."""
+    with open_regular(file) as opened:
+        size, head = os.fstat(opened.fileno()).st_size, opened.read(8)
     if len(head) == 8 and struct.unpack("<Q", head)[0] > MAX_HEADER_BYTES:
         raise ValueError(f"its header has more than {MAX_HEADER_BYTES // 1024**2} MiB; it is no safetensors file")
-    return status.st_size
+    return size
 
 
 def _check_kind(names: tuple[str, ...]) -> None:
@@ -137,15 +133,7 @@ def _peft_config(file: Path, names: tuple[str, ...]) -> Mapping[str, Any] | None
     config = file.with_name(PEFT_CONFIG)
     if not config.is_file() or not all(name.startswith(PEFT_PREFIX) for name in names):
         return None
-    read: Any = json.loads(_read_small(config).decode("utf-8"))
+    read: Any = json.loads(read_small(config, MAX_CONFIG_BYTES).decode("utf-8"))
     if not isinstance(read, dict):
         raise ValueError(f"its {PEFT_CONFIG} is no object")
     return read
-
-
-def _read_small(file: Path) -> bytes:
-    with file.open("rb") as opened:
-        content = opened.read(MAX_CONFIG_BYTES + 1)
-    if len(content) > MAX_CONFIG_BYTES:
-        raise ValueError(f"its {file.name} has more than {MAX_CONFIG_BYTES // 1024**2} MiB")
-    return content

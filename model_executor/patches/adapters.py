@@ -27,6 +27,7 @@ from torch import Tensor
 
 from core.config import AdapterConfig
 from core.errors import ConfigError
+from core.paths import expanded
 from model_executor.checkpoint.loader import LOAD_ERRORS
 from model_executor.kernels.low_rank import LowRank
 from model_executor.patches.adapter_file import PEFT_PREFIX, UNSUPPORTED, AdapterFile
@@ -96,10 +97,10 @@ def read_adapter(config: AdapterConfig, lora_format: LoraFormat, max_bytes: int 
     None: any. Raises ConfigError for a file that is missing, is not a LoRA, is larger, holds numbers that are not
     finite, or changes other than layers of the parts allowed."""
     try:
-        file = AdapterFile.find(Path(config.path).expanduser(), max_bytes)
+        file = AdapterFile.find(expanded(config.path), max_bytes)
         layers = _read_layers(file, lora_format)
         return Adapter(config.name, file.path, file.digest, layers, file.nbytes)
-    except CONVERT_ERRORS as error:
+    except (*CONVERT_ERRORS, ConfigError) as error:
         raise _refuse(config.name, Path(config.path), _reason(error)) from error
 
 

@@ -42,6 +42,11 @@ def test_hostile_files_are_refused_at_once_and_in_little_memory(tiny_checkpoint:
         assert resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before < 100_000, name
 
 
+def test_a_home_of_nobody_is_a_reason() -> None:
+    with pytest.raises(ConfigError, match=r"adapter hat of ~nobody\.here/x: .*no such home directory"):
+        read(Path("~nobody.here/x"))
+
+
 def test_what_is_left_for_adapters_is_told(tiny_checkpoint: Path, tmp_path: Path) -> None:
     path = make_lora(tmp_path / "hat.safetensors", tiny_checkpoint)
     nbytes = sum(4 * tensor.numel() for tensor in load_file(path).values())
