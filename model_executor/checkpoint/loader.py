@@ -9,7 +9,9 @@ from __future__ import annotations
 
 import importlib
 import json
-from collections.abc import Mapping
+import logging
+from collections.abc import Callable, Mapping
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -21,9 +23,13 @@ from safetensors import SafetensorError
 
 from core.config import KernelChoice, ModelConfig, Quantization
 from core.errors import ConfigError
+from core.ipc.limits import memory_limit
+from core.ipc.logs import of_request
 from core.paths import expanded
+from model_executor.checkpoint.file_parameters import count_file
 from model_executor.checkpoint.hub import DEFAULTS, INDEX, download
 from model_executor.checkpoint.quantization import (
+    BYTES_PER_WEIGHT,
     QUANTIZED,
     check_method,
     check_quantized,
@@ -39,13 +45,19 @@ from model_executor.checkpoint.weights import (
     check_shards,
     check_whole,
     choose_variant,
+    usual_variant,
     variants,
     weight_files,
 )
-from model_executor.cpu import cpu_has_bfloat16
+from model_executor.cpu import cpu_has_amx, cpu_has_bfloat16
 from model_executor.models.parts import IN_PLACE_OF, MODULES, Classes
 from model_executor.worker.device_failures import is_out_of_memory
 from model_executor.worker.devices import resolve_device
+
+logger = logging.getLogger("stencil.worker")
+
+WEIGHTS_SHARE = 2 / 3
+"""Of the machine's memory that weights may take in float32 where `auto` prefers it; the rest is for computing."""
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 
@@ -106,7 +118,7 @@ class Checkpoint:
         index = _read_json(path / INDEX)
         if "_class_name" not in index:
             raise ConfigError(f"{path / INDEX} names no _class_name; is this a diffusers checkpoint?")
-        dtype = resolve_dtype(model.dtype, device)
+        dtype = resolve_dtype(model.dtype, device, lambda: _float32_bytes(path, model))
         defaults, wishes = _read_defaults(path), (model.variant, model.quantization, model.kernels)
         checkpoint = cls(path, index, defaults, dtype, device, *wishes)
         checkpoint._check_variant()
@@ -291,17 +303,50 @@ class Checkpoint:
         return getattr(importlib.import_module(MODULES[name]), IN_PLACE_OF.get(name, name))
 
 
-def resolve_dtype(name: str, device: torch.device) -> torch.dtype:
-    """The dtype of a --dtype value. `auto` is bfloat16 on a GPU and on CPUs that multiply it natively, else float32.
+def resolve_dtype(name: str, device: torch.device, float32_bytes: Callable[[], int]) -> torch.dtype:
+    """The dtype of a --dtype value. `auto` is bfloat16 on a GPU, on CPUs that multiply it natively but for those with
+    AMX, and where weights do not fit into memory otherwise; else float32. float32_bytes: that all weights would take.
+    Logs what it has chosen, and why. Raises ConfigError for an unknown name.
 
     Processor time of an edit with the embedded architecture on one Zen 5 core: 390 ms in float32, 320 ms in bfloat16;
     of eight together 3.04 s and 2.11 s. In both, an edit's bits do not depend on the other requests in its batches.
+    With AMX they do in bfloat16: products of few and of many rows are rounded differently, and pictures differ by up to
+    3 of 255. Steps of few tokens are slower there than in float32, too.
     """
     if name == "auto":
-        return torch.bfloat16 if device.type != "cpu" or cpu_has_bfloat16() else torch.float32
+        dtype, why = _auto_dtype(device, float32_bytes)
+        logger.info("--dtype auto is %s: %s", str(dtype).removeprefix("torch."), why, extra=of_request(""))
+        return dtype
     if name not in DTYPES:
         raise ConfigError(f"unknown dtype {name!r}; use auto, {', '.join(DTYPES)}")
     return DTYPES[name]
+
+
+def _auto_dtype(device: torch.device, float32_bytes: Callable[[], int]) -> tuple[torch.dtype, str]:
+    if device.type != "cpu":
+        return torch.bfloat16, "the model runs on a GPU"
+    if not cpu_has_bfloat16():
+        return torch.float32, "this CPU does not multiply bfloat16"
+    if not cpu_has_amx():
+        return torch.bfloat16, "this CPU multiplies it natively"
+    needed, limit = float32_bytes(), int(WEIGHTS_SHARE * memory_limit())
+    promise = "with AMX, a picture in bfloat16 depends in its last bits on what shares its steps"
+    if needed <= limit:
+        return torch.float32, promise
+    sizes = f"in float32 the weights take {needed / 1e9:.1f} GB, and {limit / 1e9:.1f} GB of memory are for them"
+    return torch.bfloat16, f"{sizes}; {promise}"
+
+
+def _float32_bytes(path: Path, model: ModelConfig) -> int:
+    """Bytes of all weights of a checkpoint if those that are not quantised are float32. A file that cannot be read
+    counts nothing: loading reports it."""
+    total = 0.0
+    for folder in (each for each in path.iterdir() if each.is_dir() and variants(each)):
+        itemsize = BYTES_PER_WEIGHT[model.quantization] if folder.name in QUANTIZED else None
+        with suppress(ConfigError, ValueError):
+            numbers = sum(map(count_file, weight_files(folder, usual_variant(folder, model.variant))))
+            total += numbers * (itemsize or torch.float32.itemsize)
+    return int(total)
 
 
 def _locate(model: str, variant: str) -> Path:
