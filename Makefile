@@ -36,10 +36,10 @@ test-browser: $(DEV) $(BROWSER)  ## Run the playground's tests in Chromium, whic
 fuzz: $(DEV)  ## Send a real server and an ImageEngine thousands of bad requests; how many by FUZZ_REQUESTS=20000
 	FUZZ_REQUESTS=$${FUZZ_REQUESTS:-6000} $(BIN)/python -m pytest -q -s tests/e2e/test_fuzz.py tests/e2e/test_fuzz_offline.py $(ARGS)
 
-lint: $(DEV)  ## Check style and formatting, the Dockerfile's too
+lint: $(DEV)  ## Check style and formatting, the Dockerfiles' too
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
-	$(BIN)/hadolint Dockerfile
+	$(BIN)/hadolint Dockerfile Dockerfile.gpu
 
 types: $(DEV)  ## Check types
 	$(BIN)/mypy $(TYPED)
