@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import importlib
 import json
-import logging
 from collections.abc import Callable, Mapping
 from contextlib import suppress
 from dataclasses import dataclass
@@ -24,7 +23,6 @@ from safetensors import SafetensorError
 from core.config import KernelChoice, ModelConfig, Quantization
 from core.errors import ConfigError
 from core.ipc.limits import memory_limit
-from core.ipc.logs import of_request
 from core.paths import expanded
 from model_executor.checkpoint.file_parameters import count_file
 from model_executor.checkpoint.hub import DEFAULTS, INDEX, download
@@ -53,8 +51,6 @@ from model_executor.cpu import cpu_has_amx, cpu_has_bfloat16
 from model_executor.models.parts import IN_PLACE_OF, MODULES, Classes
 from model_executor.worker.device_failures import is_out_of_memory
 from model_executor.worker.devices import resolve_device
-
-logger = logging.getLogger("stencil.worker")
 
 WEIGHTS_SHARE = 2 / 3
 """Of the machine's memory that weights may take in float32 where `auto` prefers it; the rest is for computing."""
@@ -107,6 +103,7 @@ class Checkpoint:
     variant: str = ""  # of the weights, for parts that have it
     quantization: Quantization = "none"  # of the denoiser, done while it is loaded
     kernels: KernelChoice = "auto"  # that the denoiser computes with
+    why_dtype: str = ""  # why `auto` is this dtype; "": it was asked for
 
     @classmethod
     def open(cls, model: ModelConfig, device_index: int = 0, num_workers: int = 1) -> Checkpoint:
@@ -118,9 +115,9 @@ class Checkpoint:
         index = _read_json(path / INDEX)
         if "_class_name" not in index:
             raise ConfigError(f"{path / INDEX} names no _class_name; is this a diffusers checkpoint?")
-        dtype = resolve_dtype(model.dtype, device, lambda: _float32_bytes(path, model))
+        dtype, why = resolve_dtype(model.dtype, device, lambda: _float32_bytes(path, model))
         defaults, wishes = _read_defaults(path), (model.variant, model.quantization, model.kernels)
-        checkpoint = cls(path, index, defaults, dtype, device, *wishes)
+        checkpoint = cls(path, index, defaults, dtype, device, *wishes, why_dtype=why)
         checkpoint._check_variant()
         return checkpoint
 
@@ -303,10 +300,10 @@ class Checkpoint:
         return getattr(importlib.import_module(MODULES[name]), IN_PLACE_OF.get(name, name))
 
 
-def resolve_dtype(name: str, device: torch.device, float32_bytes: Callable[[], int]) -> torch.dtype:
-    """The dtype of a --dtype value. `auto` is bfloat16 on a GPU, on CPUs that multiply it natively but for those with
-    AMX, and where weights do not fit into memory otherwise; else float32. float32_bytes: that all weights would take.
-    Logs what it has chosen, and why. Raises ConfigError for an unknown name.
+def resolve_dtype(name: str, device: torch.device, float32_bytes: Callable[[], int]) -> tuple[torch.dtype, str]:
+    """The dtype of a --dtype value, and why it is that; "" for any but `auto`. `auto` is bfloat16 on a GPU, on CPUs that
+    multiply it natively but for those with AMX, and where weights do not fit into memory otherwise; else float32.
+    float32_bytes: that all weights would take. Raises ConfigError for an unknown name.
 
     Processor time of an edit with the embedded architecture on one Zen 5 core: 390 ms in float32, 320 ms in bfloat16;
     of eight together 3.04 s and 2.11 s. In both, an edit's bits do not depend on the other requests in its batches.
@@ -314,12 +311,10 @@ def resolve_dtype(name: str, device: torch.device, float32_bytes: Callable[[], i
     3 of 255. Steps of few tokens are slower there than in float32, too.
     """
     if name == "auto":
-        dtype, why = _auto_dtype(device, float32_bytes)
-        logger.info("--dtype auto is %s: %s", str(dtype).removeprefix("torch."), why, extra=of_request(""))
-        return dtype
+        return _auto_dtype(device, float32_bytes)
     if name not in DTYPES:
         raise ConfigError(f"unknown dtype {name!r}; use auto, {', '.join(DTYPES)}")
-    return DTYPES[name]
+    return DTYPES[name], ""
 
 
 def _auto_dtype(device: torch.device, float32_bytes: Callable[[], int]) -> tuple[torch.dtype, str]:

@@ -105,6 +105,15 @@ class ResidentModels:
         opened = {name: Opened(checkpoint, families[name]) for name, checkpoint in checkpoints.items()}
         return cls(configs, opened, component_keys(opened, user_cache_folder(os.environ)))
 
+    def log_dtypes(self) -> None:
+        """Log which dtypes `auto` is for the models, and why. Called once they are loaded: a start that fails says only
+        why it has."""
+        for name, checkpoint in self._checkpoints.items():
+            if checkpoint.why_dtype:
+                dtype = str(checkpoint.dtype).removeprefix("torch.")
+                text = "--dtype auto is %s for %s: %s"
+                logger.info(text, dtype, name, checkpoint.why_dtype, extra=of_request(""))
+
     @property
     def device(self) -> torch.device:
         """The device that all models run on."""

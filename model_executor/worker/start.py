@@ -86,6 +86,7 @@ def _loaded(settings: WorkerConfig, models: ResidentModels, loader: ComponentLoa
     with room_for("the model", CPU_REMEDIES if models.device.type == "cpu" else REMEDIES):
         loader.load_first()
         models.warm_up()
+    models.log_dtypes()
     ready = models.ready(settings.rank)
     page_bytes = device_page_bytes(
         gauge,

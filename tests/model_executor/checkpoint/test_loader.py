@@ -285,7 +285,6 @@ def test_unknown_dtype() -> None:
 )
 def test_auto_is_a_dtype_in_which_pictures_do_not_depend_on_their_company(
     monkeypatch: pytest.MonkeyPatch,
-    caplog: pytest.LogCaptureFixture,
     device: str,
     has_bfloat16: bool,
     has_amx: bool,
@@ -297,11 +296,10 @@ def test_auto_is_a_dtype_in_which_pictures_do_not_depend_on_their_company(
     monkeypatch.setattr(loader, "cpu_has_bfloat16", lambda: has_bfloat16)
     monkeypatch.setattr(loader, "cpu_has_amx", lambda: has_amx)
     monkeypatch.setattr(loader, "memory_limit", lambda: 100_000_000_000)
-    with caplog.at_level(logging.INFO):
-        assert resolve_dtype("auto", torch.device(device), lambda: gigabytes * 1_000_000_000) is expected
-    (line,) = caplog.messages
-    assert f"--dtype auto is {expected}".replace("torch.", "") in line
-    assert why in line
+    dtype, told = resolve_dtype("auto", torch.device(device), lambda: gigabytes * 1_000_000_000)
+    assert dtype is expected
+    assert why in told
+    assert resolve_dtype("bfloat16", torch.device(device), lambda: 0) == (torch.bfloat16, "")
 
 
 @pytest.mark.parametrize("quantization", ["none", "torchao-int8"])
@@ -321,6 +319,18 @@ def test_all_weights_count_for_auto(tiny_checkpoint: Path, monkeypatch: pytest.M
         monkeypatch.setattr(loader, "memory_limit", lambda memory=memory: memory)
         config = ModelConfig(model=str(tiny_checkpoint), device="cpu", quantization=quantization)  # type: ignore[arg-type]
         assert Checkpoint.open(config).dtype is dtype
+
+
+def test_what_auto_is_and_why_is_logged(
+    tiny_checkpoint: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(loader, "cpu_has_bfloat16", lambda: True)
+    monkeypatch.setattr(loader, "cpu_has_amx", lambda: True)
+    with caplog.at_level(logging.INFO):
+        for dtype in ("auto", "float32"):
+            load(tiny_checkpoint, device="cpu", dtype=dtype).log_dtypes()
+    (line,) = (message for message in caplog.messages if "--dtype" in message)
+    assert line.startswith("--dtype auto is float32 for tiny: with AMX, a picture in bfloat16 depends")
 
 
 def test_a_cpu_is_warmed_up_by_one_masked_row(tiny_checkpoint: Path, monkeypatch: pytest.MonkeyPatch) -> None:
