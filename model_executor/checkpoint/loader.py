@@ -301,7 +301,7 @@ class Checkpoint:
 
 
 def resolve_dtype(name: str, device: torch.device, float32_bytes: Callable[[], int]) -> tuple[torch.dtype, str]:
-    """The dtype of a --dtype value, and why it is that; "" for any but `auto`. `auto` is bfloat16 on a GPU, on CPUs that
+    """The dtype of a --dtype value, and why it is that; "" for any but `auto`, which is bfloat16 on a GPU, on CPUs that
     multiply it natively but for those with AMX, and where weights do not fit into memory otherwise; else float32.
     float32_bytes: that all weights would take. Raises ConfigError for an unknown name.
 
