@@ -16,7 +16,6 @@ import torch
 from core.calibration import CALIBRATION, Calibration, calibration_file
 from core.config import KernelChoice, ModelConfig
 from core.errors import ConfigError
-from core.ipc.small_files import read_small
 from core.model_info import ModelInfo
 from core.page_scheme import PageDtype, PageScheme
 from core.sampling_params import SamplingParams
@@ -105,10 +104,10 @@ def find_calibration(checkpoint: Path, cache_folder: Path, checkpoint_hash: str)
     warning."""
     for path in (calibration_file(cache_folder, checkpoint_hash), checkpoint / CALIBRATION):
         try:
-            return msgspec.json.decode(read_small(path), type=Calibration)
+            return msgspec.json.decode(path.read_bytes(), type=Calibration)
         except FileNotFoundError:
             continue
-        except (OSError, ValueError, msgspec.DecodeError, RecursionError) as error:
+        except (OSError, msgspec.DecodeError) as error:
             logger.warning("calibration %s is left out: %s", path, error)
     return None
 
