@@ -24,6 +24,11 @@ COPY model_executor model_executor
 RUN pip install --no-deps --target /packages .
 
 FROM base
+# The server compiles its kernels for the CPU that it runs on. The base image decides which compiler there is.
+# hadolint ignore=DL3008
+RUN apt-get update \
+    && apt-get install --yes --no-install-recommends gcc libc6-dev \
+    && rm -rf /var/lib/apt/lists/*
 RUN useradd --uid 10001 --user-group --create-home stencil \
     && install --directory --owner stencil --group stencil /home/stencil/.cache \
     && python -m venv /opt/stencil

@@ -33,13 +33,13 @@ test-latest:  ## Run the tests with the newest releases that pyproject.toml allo
 test-browser: $(DEV) $(BROWSER)  ## Run the playground's tests in Chromium, which is installed where it may be
 	npm --prefix tests/browser test
 
-fuzz: $(DEV)  ## Send a real server and an ImageEngine thousands of bad requests; how many by FUZZ_REQUESTS=20000
-	FUZZ_REQUESTS=$${FUZZ_REQUESTS:-6000} $(BIN)/python -m pytest -q -s tests/e2e/test_fuzz.py tests/e2e/test_fuzz_offline.py $(ARGS)
+fuzz: $(DEV)  ## Send a real server and an ImageEngine thousands of bad requests and adapters; how many by FUZZ_REQUESTS=20000
+	FUZZ_REQUESTS=$${FUZZ_REQUESTS:-6000} $(BIN)/python -m pytest -q -s tests/e2e/test_fuzz.py tests/e2e/test_fuzz_offline.py tests/e2e/test_fuzz_adapters.py $(ARGS)
 
-lint: $(DEV)  ## Check style and formatting, the Dockerfile's too
+lint: $(DEV)  ## Check style and formatting, the Dockerfiles' too
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
-	$(BIN)/hadolint Dockerfile
+	$(BIN)/hadolint Dockerfile Dockerfile.gpu
 
 types: $(DEV)  ## Check types
 	$(BIN)/mypy $(TYPED)

@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from pathlib import Path
 
 from core.errors import ConfigError
+from core.paths import expanded
 
 
 def user_cache_folder(environment: Mapping[str, str]) -> Path:
@@ -23,6 +24,6 @@ def page_folder(directory: str, environment: Mapping[str, str]) -> Path:
     if not directory:
         return user_cache_folder(environment) / "pages"
     try:
-        return Path(directory).expanduser()
-    except RuntimeError as error:
-        raise ConfigError(f"--cache-dir {directory}: there is no such home directory; give a whole path") from error
+        return expanded(directory)
+    except ConfigError as error:
+        raise ConfigError(f"--cache-dir {error}") from error

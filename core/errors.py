@@ -7,11 +7,13 @@
     |   |-- InvalidImageError  an uploaded picture cannot be used
     |   |-- ModelNotFoundError no such model is served
     |   |-- AdapterNotFoundError no such adapter is served
+    |   |-- AdapterNotFiniteError no picture can be made with the adapters
     |   `-- TemplateNotFoundError no such template is kept for this owner
     |-- OverloadedError        refused by admission control, try again after `retry_after` seconds
     |-- DeadlineExceededError  the request's own timeout passed
     |-- AbortedError           the client or the operator cancelled the request
     `-- EngineError            the server's fault
+        |-- NonFiniteError     a picture's numbers are infinite or none
         |-- OutOfMemoryError   the device or an arena had no room
         |-- ModelUnavailableError  the weights of the request's model cannot be loaded
         |-- PagesLostError     cached activations on their way to a step did not arrive
@@ -23,6 +25,8 @@ Between processes an error travels as `core.failure.Failure`; the waiting caller
 """
 
 from __future__ import annotations
+
+from collections.abc import Sequence
 
 
 class StencilError(Exception):
@@ -75,6 +79,15 @@ class AdapterNotFoundError(InvalidRequestError):
         super().__init__(message, param="lora_name", code="adapter_not_found")
 
 
+class AdapterNotFiniteError(InvalidRequestError):
+    """The picture's numbers are infinite or none with the adapters of the request."""
+
+    def __init__(self, names: Sequence[str]) -> None:
+        which = f"the adapter '{names[0]}'" if len(names) == 1 else f"the adapters {', '.join(map(repr, names))}"
+        message = f"Invalid 'lora': with {which} the model computes no finite numbers. Try a smaller scale, or without."
+        super().__init__(message, param="lora", code="adapter_not_finite")
+
+
 class TemplateNotFoundError(InvalidRequestError):
     """No template has this id, or it is another owner's; the error does not reveal which."""
 
@@ -106,6 +119,10 @@ class EngineError(StencilError):
 
 class OutOfMemoryError(EngineError):
     """A device, a shared arena or the host had no room for this request."""
+
+
+class NonFiniteError(EngineError):
+    """The numbers of a picture are infinite or none. Adapters can cause that, so their names go with it."""
 
 
 class GroupBrokenError(EngineError):

@@ -12,6 +12,7 @@ FailureKind = Literal[
     "invalid_request",
     "invalid_image",
     "out_of_memory",
+    "not_finite",
     "pages_lost",
     "group_broken",
     "overloaded",
@@ -51,6 +52,8 @@ class Failure(msgspec.Struct, frozen=True):
                 return cls("invalid_request", error.message, error.param, error.code, detail)
             case errors.OutOfMemoryError() | MemoryError():
                 return cls("out_of_memory", str(error) or "out of memory", detail=detail)
+            case errors.NonFiniteError():
+                return cls("not_finite", str(error), detail=detail)
             case errors.PagesLostError():
                 return cls("pages_lost", str(error), detail=detail)
             case errors.GroupBrokenError():
@@ -79,6 +82,8 @@ class Failure(msgspec.Struct, frozen=True):
                 return errors.InvalidRequestError(self.message, param=self.param, code=self.code or "invalid_value")
             case "out_of_memory":
                 return errors.OutOfMemoryError(self.message)
+            case "not_finite":
+                return errors.NonFiniteError(self.message)
             case "pages_lost":
                 return errors.PagesLostError(self.message)
             case "group_broken":

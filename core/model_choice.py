@@ -39,7 +39,7 @@ def choose_model(models: Mapping[str, ModelInfo], name: str, loras: Sequence[Lor
 def _patches(models: Mapping[str, ModelInfo], model: ModelInfo, loras: Sequence[Lora]) -> list[Patch]:
     adapters = {info.name: info for info in models.values() if info.parent == model.name}
     if loras and not adapters:
-        message = f"Invalid 'lora': '{model.name}' is served without adapters; the server is given them with --lora."
+        message = f"Invalid 'lora': '{model.name}' is served without adapters; GET /v1/models lists what is served."
         raise InvalidRequestError(message, param="lora")
     names = [lora.name for lora in loras]
     for number, name in enumerate(names):

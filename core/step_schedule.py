@@ -60,13 +60,15 @@ class StepSchedule(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
 
     def full_steps_at(self, mask_ratio: float, num_computed: int) -> tuple[int, ...]:
         """Which of `num_computed` computed steps, numbered from 0, are full: those as far into them as was measured,
-        rounded up. mask_ratio: 0..1.
+        rounded up. Of few steps not all are full, unless the schedule's are: others are to read their pages.
+        mask_ratio: 0..1.
         """
         if mask_ratio < self.full_steps_from:
             return ()
+        last = num_computed if len(self.full_steps) == len(self.computed) else num_computed - 1
         places = (self.computed.index(step) for step in self.full_steps)
         found = dict.fromkeys(-(-place * num_computed // len(self.computed)) for place in places)
-        return tuple(place for place in found if place < num_computed)
+        return tuple(place for place in found if place < num_computed)[:last]
 
     def _next(self, step: int, num_inference_steps: int) -> int:
         """The computed step after a computed one; num_inference_steps: there is none."""

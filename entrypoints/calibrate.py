@@ -21,6 +21,7 @@ from core.calibration import Calibration, calibration_file
 from core.config import EMBEDDED_MODEL, Quantization
 from core.errors import ConfigError, StencilError
 from core.ipc.atomic_file import write_atomically
+from core.ipc.logs import one_line
 from core.model_info import ModelInfo
 from core.step_schedule import StepSchedule
 from entrypoints.calibration.samples import find_images, make_samples
@@ -63,7 +64,7 @@ def main(argv: Sequence[str] | None = None) -> int:
                 calibration = msgspec.structs.replace(calibration, step_schedules=known)
             path = _save(calibration, args.output, trials.model)
     except (StencilError, OSError, ValueError) as error:
-        print(f"error: {error}", file=sys.stderr)
+        print(f"error: {one_line(str(error))}", file=sys.stderr)
         return 1
     print(f"{_verdict(calibration, args.ssim_p10)}\nsaved as {path}")
     return 0 if calibration.safe else UNSAFE

@@ -20,6 +20,7 @@ import msgspec
 
 from core.config import EMBEDDED_MODEL, AdapterConfig, ModelConfig
 from core.errors import ConfigError, InvalidRequestError
+from core.paths import expanded
 from entrypoints.model_paths import check_model, is_hub_id
 
 SETTINGS = (
@@ -58,6 +59,8 @@ def _read(file: Path) -> dict[str, Any]:
         raise ConfigError(f"cannot read the catalog {file}: {error.strerror}") from error
     except ValueError as error:  # of TOML, or of UTF-8
         raise ConfigError(f"the catalog {file} is no TOML: {error}") from error
+    except RecursionError as error:
+        raise ConfigError(f"the catalog {file} cannot be read: it is nested too deeply") from error
     if unknown := sorted(content.keys() - {"model"}):
         raise ConfigError(f"{file}: {unknown[0]} is not known; models are tables that begin with [[model]]")
     return content
@@ -95,19 +98,22 @@ class _Entry:
     def _model(self) -> str:
         """The checkpoint's directory or hub id."""
         told = self._text("path", self._told.get("path", EMBEDDED_MODEL))
-        folder = self._file.parent / Path(told).expanduser()
-        model = told if is_hub_id(told) and not folder.exists() else str(folder)
         try:
+            folder = self._file.parent / expanded(told)
+            model = told if is_hub_id(told) and not folder.exists() else str(folder)
             check_model(model)
-        except ConfigError as error:
-            raise self._refuse("path", str(error)) from error
+        except (ConfigError, OSError) as error:
+            raise self._refuse("path", getattr(error, "strerror", None) or str(error)) from error
         return model
 
     def _lora(self, name: str, path: object) -> str:
-        file = self._file.parent / Path(self._text("loras", path)).expanduser()
-        if not file.exists():
-            raise self._refuse("loras", f"there is no file '{file}' for {name}")
-        return str(file)
+        try:
+            file = self._file.parent / expanded(self._text("loras", path))
+            if file.exists():
+                return str(file)
+        except (ConfigError, OSError) as error:
+            raise self._refuse("loras", f"{name}: {getattr(error, 'strerror', None) or error}") from error
+        raise self._refuse("loras", f"there is no file '{file}' for {name}")
 
     def _text(self, key: str, value: object) -> str:
         if not isinstance(value, str):

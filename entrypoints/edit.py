@@ -11,6 +11,7 @@ from PIL import Image
 
 from core.config import EMBEDDED_MODEL
 from core.errors import StencilError
+from core.ipc.logs import one_line
 from core.sampling_params import SamplingParams
 from entrypoints.image_engine import Edit, ImageEngine
 
@@ -36,7 +37,7 @@ def main(argv: list[str] | None = None) -> int:
             raise result.error
         save(result.images[0], args.output)
     except (StencilError, OSError, ValueError) as error:
-        print(f"error: {error}", file=sys.stderr)
+        print(f"error: {one_line(str(error))}", file=sys.stderr)
         return 1
     print(f"{args.output}  seed {result.seeds[0]}  mask ratio {result.reports[0].mask_ratio:.2f}")
     return 0

@@ -5,9 +5,10 @@ from __future__ import annotations
 import argparse
 import re
 from collections.abc import Callable
-from pathlib import Path
 
 from core.config import MAX_CACHE_BYTES, AdapterConfig
+from core.errors import ConfigError
+from core.paths import expanded
 from entrypoints.hosts import normal_host
 
 _PAGE_DTYPES = {"bf16": "bfloat16", "fp32": "float32"}  # short names
@@ -88,7 +89,13 @@ def named_adapter(text: str) -> AdapterConfig:
     name, _, path = text.partition("=")
     if not re.fullmatch(r"[\w.:-]+", name) or not path:
         raise argparse.ArgumentTypeError(f"'{text}' is not NAME=PATH, with a name of letters, digits and _ . : -")
-    if not Path(path).expanduser().exists():
+    try:
+        is_there = expanded(path).exists()
+    except ConfigError as error:
+        raise argparse.ArgumentTypeError(str(error)) from error
+    except OSError as error:
+        raise argparse.ArgumentTypeError(f"cannot read '{path}': {error.strerror}") from error
+    if not is_there:
         raise argparse.ArgumentTypeError(f"there is no file '{path}'")
     return AdapterConfig(name, path)
 

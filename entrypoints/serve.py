@@ -1,8 +1,8 @@
 """``python -m entrypoints.serve``: the API server, which starts all other processes.
 
-The port is bound before any process is started, and /health answers while the model loads. On SIGTERM or Ctrl-C,
-running edits may finish within ``--drain-seconds``; a second signal ends them at once; all child processes end before
-this one. SIGHUP reloads the key files; without key files it acts like SIGTERM.
+The port is bound before any process is started but the launcher of workers, and /health answers while the model loads.
+On SIGTERM or Ctrl-C, running edits may finish within ``--drain-seconds``; a second signal ends them at once; all child
+processes end before this one. SIGHUP reloads the key files; without key files it acts like SIGTERM.
 """
 
 from __future__ import annotations
@@ -16,10 +16,13 @@ if __name__ == "__main__":
     if signal.getsignal(signal.SIGHUP) is signal.SIG_DFL:  # would end the process; key files are read later anyway
         signal.signal(signal.SIGHUP, lambda *_: None)
 
+    from entrypoints.early_launch import launch_early
+
+    launch_early()
+
 import asyncio
 import contextlib
 import gc
-import logging
 import socket
 import time
 from collections.abc import Iterator, Sequence
@@ -34,6 +37,7 @@ from core.ipc import logs
 from core.ipc.heap import return_freed_memory
 from engine.client.async_engine import AsyncEngine
 from engine.observability.tracing import Tracer, create_tracer
+from entrypoints.early_launch import configure_logging, launched
 from entrypoints.hosts import is_loopback, normal_host
 from entrypoints.http_protocol import GuardedProtocol
 from entrypoints.key_reload import KeyReload
@@ -53,7 +57,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     flag; 130 after Ctrl-C before the signal handlers are installed.
     """
     options = parse_options(argv)
-    _configure_logging(options)
+    configure_logging(options)
     return_freed_memory()
     try:
         for model in options.models:
@@ -65,7 +69,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         ):
             return runner.run(_serve(options, listener, tracer))
     except StencilError as error:
-        print(f"stencil: error: {error}", file=sys.stderr)
+        print(f"stencil: error: {logs.one_line(str(error))}", file=sys.stderr)
         return 1
     except KeyboardInterrupt:  # before the handlers are installed
         return 130
@@ -134,7 +138,7 @@ async def _watch(engine: AsyncEngine, url: str) -> None:
     await engine.ready()
     gc.collect()
     gc.freeze()  # otherwise every full collection walks all modules, a stall of 30 ms
-    names = ", ".join(engine.models)
+    names = logs.one_line(", ".join(engine.models))
     print(f"Stencil ready on {url} model {names} in {time.monotonic() - _STARTED:.1f} s", flush=True)
     raise await engine.failed()
 
@@ -210,11 +214,6 @@ def _url(listener: socket.socket) -> str:
     return f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
 
 
-def _configure_logging(options: ServeOptions) -> None:
-    level = logging.getLevelNamesMapping()[options.log_level.upper()]
-    logs.configure(logs.LogConfig(level, options.log_format), "stencil")
-    logging.getLogger("uvicorn").setLevel(logging.DEBUG if level == logging.DEBUG else logging.WARNING)
-
-
 if __name__ == "__main__":
-    sys.exit(main())
+    with launched:
+        sys.exit(main())

@@ -22,7 +22,7 @@ from core.config import (
     StencilConfig,
 )
 from core.errors import ConfigError
-from core.ipc.logs import LogFormat
+from core.ipc.logs import LogFormat, one_line
 from core.scheduling.policies import make_policy
 from entrypoints.api_keys import KeySource
 from entrypoints.catalog import read_catalog
@@ -182,7 +182,7 @@ def _check_flags_of_one(args: argparse.Namespace, *, is_alone: bool) -> None:
 
 class _Parser(argparse.ArgumentParser):
     def error(self, message: str) -> NoReturn:
-        print(f"stencil: error: {message} (--help lists all flags)", file=sys.stderr)
+        print(f"stencil: error: {one_line(message)} (--help lists all flags)", file=sys.stderr)
         raise SystemExit(2)
 
 

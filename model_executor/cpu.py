@@ -15,6 +15,11 @@ def cpu_name() -> str:
     return _fact("model name") or platform.processor()
 
 
+def cpu_features() -> str:
+    """Its name and all instruction sets that it has, on which what a compiler makes for it depends."""
+    return f"{platform.machine()} {cpu_name()} {_fact('flags') or _fact('Features')}"
+
+
 def cpu_description() -> str:
     """Its name, and what decides how it computes: the instruction sets that PyTorch uses, and what is in bfloat16."""
     bfloat16 = (" bfloat16" if cpu_has_bfloat16() else "") + (" fast" if cpu_gains_by_bfloat16() else "")

@@ -11,7 +11,7 @@ from typing import Any
 import yaml
 
 ROOT = Path(__file__).resolve().parent.parent
-DOCKERFILE = ROOT / "Dockerfile"
+DOCKERFILE, GPU_DOCKERFILE = ROOT / "Dockerfile", ROOT / "Dockerfile.gpu"
 
 
 @dataclass(frozen=True)
@@ -29,8 +29,8 @@ class Instruction:
         return json.loads(self.arguments) if self.arguments.startswith("[") else self.arguments.split()
 
 
-def read_dockerfile() -> list[Instruction]:
-    text = re.sub(r"^#.*\n", "", DOCKERFILE.read_text(), flags=re.MULTILINE)
+def read_dockerfile(file: Path = DOCKERFILE) -> list[Instruction]:
+    text = re.sub(r"^#.*\n", "", file.read_text(), flags=re.MULTILINE)
     lines = re.sub(r"\\\n\s*", "", text).splitlines()
     found: list[Instruction] = []
     stage = -1
@@ -45,8 +45,8 @@ def read_dockerfile() -> list[Instruction]:
     return found
 
 
-def find(name: str) -> list[Instruction]:
-    return [instruction for instruction in read_dockerfile() if instruction.name == name]
+def find(name: str, file: Path = DOCKERFILE) -> list[Instruction]:
+    return [instruction for instruction in read_dockerfile(file) if instruction.name == name]
 
 
 def image_environment() -> dict[str, str]:

@@ -11,7 +11,18 @@ from pathlib import Path, PurePosixPath
 from typing import Any
 
 import pytest
-from deployment import ROOT, find, health_command, image_environment, mounts, read_dockerfile, read_yaml, services
+from deployment import (
+    DOCKERFILE,
+    GPU_DOCKERFILE,
+    ROOT,
+    find,
+    health_command,
+    image_environment,
+    mounts,
+    read_dockerfile,
+    read_yaml,
+    services,
+)
 from packaging.specifiers import SpecifierSet
 
 from core.cache_folder import user_cache_folder
@@ -93,6 +104,33 @@ def test_all_that_is_installed_is_pinned() -> None:
     """PyTorch by its own list, since its index does not have all versions of other packages."""
     installs = [run.arguments for run in find("RUN") if "--requirement" in run.arguments]
     assert [("--constraint" in line, "torch.txt" in line) for line in installs] == [(False, True), (True, False)]
+
+
+@pytest.mark.parametrize("file", [DOCKERFILE, GPU_DOCKERFILE], ids=lambda file: file.name)
+def test_the_server_has_a_compiler_for_its_kernels(file: Path) -> None:
+    """In the last stage, as it compiles for the CPU that it runs on, with the headers that the kernels include. The
+    library goes to the cache: a tmpfs on /tmp would not let it be executed.
+    """
+    last = read_dockerfile(file)[-1].stage
+    installs = [
+        each.arguments for each in find("RUN", file) if "apt-get install" in each.arguments and each.stage == last
+    ]
+    (packages,) = (set(each.partition("apt-get install")[2].partition("&&")[0].split()) for each in installs)
+    assert {"gcc", "libc6-dev"} <= packages
+    included = set(re.findall(r"#include <([\w./]+)>", (ROOT / "model_executor/kernels/cpu_kernels.c").read_text()))
+    assert included <= {"immintrin.h", "math.h", "stddef.h", "stdint.h", "stdlib.h", "string.h"}, (
+        "of gcc and libc alone"
+    )
+
+
+def test_the_image_for_gpus_differs_in_what_gpus_need() -> None:
+    """So that a change of one is made in both."""
+    ours, gpus = (set(map(str, read_dockerfile(file))) for file in (DOCKERFILE, GPU_DOCKERFILE))
+    differing = sorted(re.findall(r"name='(\w+)'.*arguments='([^ '=]*)", line)[0] for line in ours ^ gpus)
+    names = [("ARG", "PYTHON_VERSION"), ("ARG", "TORCH_INDEX"), ("ENV", "PATH"), ("HEALTHCHECK", "CMD")]
+    assert differing == sorted(names * 2)
+    (index,) = (arg.arguments for arg in find("ARG", GPU_DOCKERFILE) if arg.arguments.startswith("TORCH_INDEX="))
+    assert re.fullmatch(r"TORCH_INDEX=https://download\.pytorch\.org/whl/cu\d+", index)
 
 
 def test_code_is_copied_after_everything_is_installed() -> None:

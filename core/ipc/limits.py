@@ -1,16 +1,23 @@
-"""Checks the process limits of the shell (setrlimit) against the needs of Stencil's processes, before any is started.
+"""Checks the process limits of the shell (setrlimit) against the needs of Stencil's processes, before any is started,
+and reads how much memory there is.
 
 A process that hits a limit later fails at an arbitrary point: while it imports, maps memory or writes a file.
 """
 
 from __future__ import annotations
 
+import os
 import resource
+from contextlib import suppress
+from pathlib import Path
 
 from core.errors import ConfigError
 
 LIBRARY_BYTES = 2 * 1024**3
 """Address space of a worker beside its arenas: 1.4 GiB with the embedded model on a CPU."""
+
+CGROUP_LIMITS = (Path("/sys/fs/cgroup/memory.max"), Path("/sys/fs/cgroup/memory/memory.limit_in_bytes"))
+"""Of a container, where it sees its own control group as the root: version 2, version 1."""
 
 
 def check_limits(arena_bytes: int, page_arena_bytes: int) -> None:
@@ -27,6 +34,15 @@ def check_limits(arena_bytes: int, page_arena_bytes: int) -> None:
             f"{_gib(mapped)} of shared memory (most of it never taken) besides PyTorch and the model; raise the limit "
             "by `ulimit -v unlimited`, and limit memory by a cgroup instead"
         )
+
+
+def memory_limit() -> int:
+    """Bytes of memory that all processes here may take together: the machine's, or what its control group allows."""
+    limits = [os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")]
+    for file in CGROUP_LIMITS:
+        with suppress(OSError, ValueError):  # ValueError: "max", no limit
+            limits.append(int(file.read_text()))
+    return min(limits)
 
 
 def _limit(name: int) -> float:

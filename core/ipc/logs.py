@@ -1,6 +1,9 @@
 """Logging of all processes: to stderr, as text or JSON lines, with the id of the request that a line is about.
 
 The server configures itself; its children inherit the configuration through `core.ipc.process.spawn`.
+
+Messages may contain what clients and files say. So that nobody can forge a line, the formatters escape all control
+characters, and only a line of the log itself begins without an indentation.
 """
 
 from __future__ import annotations
@@ -68,8 +71,18 @@ def with_facts(**facts: Any) -> dict[str, Any]:
     return {"facts": facts}
 
 
+def one_line(text: str) -> str:
+    """The text with all characters escaped that end a line or control a terminal."""
+    if text.isprintable():
+        return text
+    return "".join(char if char.isprintable() else char.encode("unicode_escape").decode() for char in text)
+
+
 class TextFormatter(logging.Formatter):
-    """time LEVEL logger [request id] message key=value ..."""
+    """time LEVEL logger [request id] message key=value ...
+
+    Lines that belong to a message, such as those of a traceback, follow indented.
+    """
 
     def __init__(self) -> None:
         super().__init__("%(asctime)s %(levelname)s %(name)s %(request)s%(message)s%(shown_facts)s")
@@ -77,8 +90,14 @@ class TextFormatter(logging.Formatter):
     def formatMessage(self, record: logging.LogRecord) -> str:
         request_id = _request_of(record)
         record.request = f"[{request_id}] " if request_id else ""
-        record.shown_facts = "".join(f" {key}={value}" for key, value in _flat(_facts_of(record)))
+        record.shown_facts = one_line("".join(f" {key}={value}" for key, value in _flat(_facts_of(record))))
+        if "\n" not in str(record.msg):  # whatever has several lines is an argument
+            record.message = one_line(record.message)
         return super().formatMessage(record)
+
+    def format(self, record: logging.LogRecord) -> str:
+        first, *others = super().format(record).split("\n")
+        return "\n".join([one_line(first), *(f"    {one_line(line)}" for line in others)])
 
 
 class JsonFormatter(logging.Formatter):

@@ -11,7 +11,7 @@ import asyncio
 import logging
 import time
 from collections.abc import AsyncIterator, Collection, Sequence
-from contextlib import asynccontextmanager, suppress
+from contextlib import AbstractAsyncContextManager, asynccontextmanager, suppress
 
 import msgspec
 
@@ -155,6 +155,10 @@ class AsyncEngine:
             await session.begin()
             yield session.outputs()
 
+    def until_shutdown(self) -> AbstractAsyncContextManager[None]:
+        """A block that is cancelled, and raises OverloadedError, once a shutdown's time to drain has passed."""
+        return self._sessions.until_shutdown()
+
     def check_upload(self, owner: str, uploads: Collection[UploadPlace]) -> None:
         """Check whether one more body, of this owner, may be read while `uploads` are; some of other owners may be
         refused for it. Raises OverloadedError.
@@ -218,8 +222,13 @@ class AsyncEngine:
     # ---------------------------------------------------------------------------------- adapters
 
     async def load_adapter(self, name: str, path: str, model: str = "") -> ModelInfo:
-        """See `RuntimeAdapters.load`. Raises OverloadedError while no engine serves, too."""
+        """See `RuntimeAdapters.load`. Raises OverloadedError, too: while no worker is up, and when the server shuts
+        down.
+        """
         self._check_open()
+        if not self.services.router.is_ready:
+            self.metrics.observe_rejected("not_ready")
+            raise OverloadedError("No worker is up to load the adapter.", retry_after=MIN_RETRY_SECONDS)
         return await self._adapters.load(name, path, model)
 
     def unload_adapter(self, name: str) -> None:

@@ -14,7 +14,7 @@ from contextlib import asynccontextmanager
 
 import msgspec
 
-from core.errors import DeadlineExceededError, OverloadedError, StencilError
+from core.errors import AdapterNotFiniteError, DeadlineExceededError, OverloadedError, StencilError
 from core.messages.engine import Aborted, AdapterAdded, Failed, Finished, PartialImage, TemplatePrimed
 from core.model_choice import ModelChoice
 from core.routing.request_shape import RequestShape
@@ -55,6 +55,7 @@ class EditSession(Session):
         self._services = services
         self._results = results
         self._model = choice.model
+        self._adapters = [lora.name for lora in choice.loras]
         self._span = current_span()
         self._caller = services.admission.caller(request_id, edit, self.arrival)
         self._memory = SessionMemory(services)
@@ -148,9 +149,11 @@ class EditSession(Session):
 
     @asynccontextmanager
     async def _deadline(self) -> AsyncIterator[None]:
-        """Raises DeadlineExceededError at the deadline, on the event loop's clock, which is CLOCK_MONOTONIC."""
+        """Raises DeadlineExceededError at the deadline, on the event loop's clock, which is CLOCK_MONOTONIC, and
+        OverloadedError when the server shuts down.
+        """
         try:
-            async with asyncio.timeout_at(self._ticket.deadline):
+            async with asyncio.timeout_at(self._ticket.deadline), self._services.sessions.until_shutdown():
                 yield
         except TimeoutError as error:
             self._note_dropped("timeout")
@@ -164,6 +167,8 @@ class EditSession(Session):
         if failure.kind == "overloaded":
             self._note_dropped("slo")
             return OverloadedError(failure.message, retry_after=self._services.admission.retry_after())
+        if failure.kind == "not_finite" and self._adapters:
+            return AdapterNotFiniteError(self._adapters)
         if failure.detail:
             logger.error("%s: %s\n%s", output.request_id, failure.message, failure.detail)
         return failure.to_error()

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Collection, Coroutine, Iterator
-from contextlib import contextmanager, suppress
+from collections.abc import AsyncIterator, Callable, Collection, Coroutine, Iterator
+from contextlib import asynccontextmanager, contextmanager, suppress
 from typing import Any
 
-from core.errors import StencilError
+from core.errors import OverloadedError, StencilError
 from core.routing.queue_places import Newcomer, displaced_by
+from engine.client.cancel_scope import CancelScope
 from engine.client.session import Session
 from engine.client.upload_place import UploadPlace
 
@@ -19,6 +20,8 @@ class RunningSessions:
     def __init__(self) -> None:
         self.is_closing = False  # no new sessions; set by `drain`
         self._sessions: set[Session] = set()
+        self._is_over = False  # the time that `drain` gives to sessions has passed
+        self._until_shutdown: set[CancelScope] = set()  # blocks that run
         self._tasks: asyncio.TaskGroup | None = None  # of the engine's actor, while it runs
         self._idle = asyncio.Event()
         self._idle.set()
@@ -52,6 +55,23 @@ class RunningSessions:
             if not self._sessions:
                 self._idle.set()
 
+    @asynccontextmanager
+    async def until_shutdown(self) -> AsyncIterator[None]:
+        """Run a block that awaits what the shutdown will end. Once the time to drain has passed, it is cancelled and
+        raises OverloadedError; one that would begin then does so at once.
+        """
+        scope = CancelScope()
+        async with scope:
+            if self._is_over:
+                raise _shut_down()
+            self._until_shutdown.add(scope)
+            try:
+                yield
+            finally:
+                self._until_shutdown.discard(scope)
+        if scope.cancelled_caught:
+            raise _shut_down()
+
     # ---------------------------------------------------------------------------------- background work
 
     def start(self, tasks: asyncio.TaskGroup) -> None:
@@ -67,15 +87,17 @@ class RunningSessions:
             work.close()
 
     async def drain(self, seconds: float) -> None:
-        """Accept no more sessions, give up idle work, and wait at most `seconds` for the others."""
+        """Accept no more sessions, give up idle work, wait at most `seconds` for the others, and end those that are
+        left, whatever they wait for: an image processor, an engine, the rest of an upload.
+        """
         self.is_closing = True
         for session in self:
             if session.is_idle_work:
                 session.give_up()
-        with suppress(TimeoutError):
-            async with asyncio.timeout(seconds):
-                for session in self:
-                    await session.done.wait()
+        await self.wait_idle(seconds)
+        self._is_over = True
+        for scope in self._until_shutdown:
+            scope.cancel()
 
     async def wait_idle(self, seconds: float) -> None:
         """Wait until every session is cleaned up, at most `seconds`."""
@@ -124,3 +146,7 @@ class RunningSessions:
     @property
     def _admitted(self) -> list[Session]:
         return [session for session in self._sessions if not session.displaced_for]
+
+
+def _shut_down() -> OverloadedError:
+    return OverloadedError("The server shut down before the request finished.", retry_after=1.0)

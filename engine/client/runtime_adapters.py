@@ -15,6 +15,8 @@ from engine.client.services import Services
 from engine.client.session import Session
 
 MAX_PATH_CHARACTERS = 4096
+MAX_ADAPTERS = 1024
+"""Names of adapters, those from the start included. What they take together is limited by the workers."""
 
 
 class RuntimeAdapters:
@@ -27,13 +29,13 @@ class RuntimeAdapters:
     async def load(self, name: str, path: str, model: str = "") -> ModelInfo:
         """Load an adapter for a model ("" = the first) and serve it under this name. path: of a file or folder on this
         machine. Raises InvalidRequestError for a name that is taken and a file that cannot be used, ModelNotFoundError,
-        EngineDeadError; nothing has changed then.
+        EngineDeadError, OverloadedError when the server shuts down; nothing has changed then.
         """
         check_matches("lora_name", name, r"[\w.:-]{1,512}", "letters, digits and _ . : -")
         check_length("lora_name", name, MAX_NAME_CHARACTERS)
         check_filled("lora_path", path)
         check_length("lora_path", path, MAX_PATH_CHARACTERS)
-        async with self._changing:
+        async with self._services.sessions.until_shutdown(), self._changing:
             return await self._load(name, path, self._base(model))
 
     def unload(self, name: str) -> None:
@@ -57,6 +59,9 @@ class RuntimeAdapters:
         if name in served.by_name:
             message = f"Invalid 'lora_name': '{name}' is served already; unload it first, or choose another name."
             raise InvalidRequestError(message, param="lora_name", code="name_taken")
+        if len(self._names) >= MAX_ADAPTERS:
+            message = f"Invalid 'lora_name': {MAX_ADAPTERS} adapters are served already; unload another one first."
+            raise InvalidRequestError(message, param="lora_name", code="too_many_adapters")
         patch = await self._services.router.adapters.load(model.name, name, path, self._named(model.name))
         info = msgspec.structs.replace(model, name=name, parent=model.name, patch=patch)
         served.add(info)
@@ -78,6 +83,9 @@ class RuntimeAdapters:
         """The patches of a model that have a name."""
         return {info.patch for info in self._services.served.by_name.values() if info.parent == model}
 
+    @property
+    def _names(self) -> list[str]:
+        return [info.name for info in self._services.served.by_name.values() if info.parent]
+
     def _tell_metrics(self) -> None:
-        names = [info.name for info in self._services.served.by_name.values() if info.parent]
-        self._services.metrics.name_adapters(names)
+        self._services.metrics.name_adapters(self._names)

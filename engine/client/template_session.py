@@ -56,8 +56,17 @@ class TemplateSession(Session):
 
     async def prepare(self) -> PreparedImages:
         """Have the upload checked and made a template. Raises InvalidRequestError, OverloadedError, EngineError."""
+        async with self._services.sessions.until_shutdown():
+            prepared = await self._services.images.prepare(
+                await self._make_job(), Caller(self._id, self.owner, arrival=self.arrival)
+            )
+        self._span.child("prepare", self.arrival, time.monotonic(), {})
+        self._prepared = prepared
+        return prepared
+
+    async def _make_job(self) -> PrepareImages:
         model = self._model
-        message = PrepareImages(
+        return PrepareImages(
             job_id=0,
             image=await self._memory.store(self._upload),
             mask=None,
@@ -70,11 +79,6 @@ class TemplateSession(Session):
             scratch=self._memory.alloc(image_ops.scratch_bytes(model.native_size, model.token_size)),
             max_side=model.max_side,
         )
-        self._prepared = await self._services.images.prepare(
-            message, Caller(self._id, self.owner, arrival=self.arrival)
-        )
-        self._span.child("prepare", self.arrival, time.monotonic(), {})
-        return self._prepared
 
     @property
     def num_tokens(self) -> int:
@@ -95,7 +99,8 @@ class TemplateSession(Session):
         self.is_submitted = True
         if not self.is_idle_work:
             self._services.templates.claim(self._pages)
-        await self.done.wait()
+        async with self._services.sessions.until_shutdown():
+            await self.done.wait()
         self._span.child("prime", start, time.monotonic(), {})
         match self._answer:
             case TemplatePrimed():

@@ -89,7 +89,10 @@ os.register_at_fork(after_in_child=worker_launcher.forget)
 
 def needs_launcher(config: EngineConfig) -> bool:
     """Whether an engine's workers are forked: if they compute on CPUs. A process that has touched a GPU cannot be
-    forked, and libraries may touch one when they are imported."""
+    forked, and libraries may touch one when they are imported. Workers that compile layers import for themselves, too:
+    the launcher leaves out the compiler."""
+    if any(model.kernels == "compile" for model in config.models):
+        return False
     devices = {model.device for model in config.models}
     return devices == {"cpu"} or (devices <= {"cpu", "auto"} and not has_gpu_driver())
 

@@ -213,7 +213,7 @@ class EngineCore:
             case DropTemplate():
                 self._scheduler.drop_template(message)
             case LoadAdapter():
-                self._answers += filter(None, [self._adapters.load(message)])
+                self._adapters.load(message)
             case DropAdapter():
                 self._adapters.drop(message)
             case AdapterLoaded():

@@ -40,13 +40,10 @@ class RankAdapters:
         self._loaded: dict[tuple[str, str], LoadAdapter] = {}  # (model, patch) -> how to load it again
         self._loads: dict[str, _Load] = {}  # request id -> the load
 
-    def load(self, message: LoadAdapter) -> Answer | None:
-        """Have all ranks load an adapter; see `note`. An answer at once if no rank is up."""
-        self._loads[message.request_id] = load = _Load(message, set(self._up))
-        if not load.waiting:
-            load.failure = Failure("engine_dead", "no worker is up; try again in some seconds")
+    def load(self, message: LoadAdapter) -> None:
+        """Have all ranks load an adapter, see `note`; while none is up, the first one that joins."""
+        self._loads[message.request_id] = _Load(message, set(self._up))
         self._tell_all(message)
-        return self._end_if_over(message.request_id)
 
     def drop(self, message: DropAdapter) -> None:
         """Have all ranks drop an adapter."""

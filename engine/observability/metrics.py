@@ -110,14 +110,13 @@ class Metrics:
         self._adapters = registry.gauge(
             "lora_requests_info", "Adapters; the time of the scrape.", *labels, prefix=GATEWAYS
         )
-        self.name_adapters(())
+        self._adapter_names: Sequence[str] = ()
 
     # ---------------------------------------------------------------------------------- set-up
 
     def name_adapters(self, names: Sequence[str]) -> None:
         """Export these adapters as loaded, and their number as the maximum."""
-        self._adapters.clear()
-        self._adapters.labels(str(len(names)), ",".join(names), "").set_function(time.time)
+        self._adapter_names = tuple(names)
 
     def expect(self, models: Iterable[str], num_engines: int) -> None:
         """Create the series of these models and of engines 0..num_engines - 1, so that they exist before any event."""
@@ -230,6 +229,9 @@ class Metrics:
         """Engine `engine` has died."""
         self._engines.observe_lost(engine)
 
-    def exposition(self) -> bytes:
-        """All metrics in Prometheus' text format (CONTENT_TYPE)."""
+    def exposition(self, *, names_adapters: bool = True) -> bytes:
+        """All metrics in Prometheus' text format (CONTENT_TYPE). names_adapters: whether the reader may know them."""
+        names = self._adapter_names
+        self._adapters.clear()
+        self._adapters.labels(str(len(names)), ",".join(names) if names_adapters else "", "").set_function(time.time)
         return self._registry.exposition()

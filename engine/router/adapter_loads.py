@@ -9,8 +9,8 @@ from collections.abc import Collection, Sequence
 
 import msgspec
 
-from core.errors import ConfigError, EngineDeadError, StencilError
-from core.failure import Failure
+from core.errors import ConfigError, EngineDeadError, OverloadedError, StencilError
+from core.failure import LEAST_RETRY_SECONDS, Failure
 from core.ipc.logs import of_request
 from core.messages.engine import AdapterAdded, Failed
 from core.messages.worker import DropAdapter, LoadAdapter
@@ -29,8 +29,9 @@ class AdapterLoads:
 
     async def load(self, model: str, name: str, path: str, keep: Collection[str]) -> str:
         """Load an adapter on every engine that serves; on others when they do. Returns its patch. Raises
-        InvalidRequestError for a file that cannot be used, EngineDeadError if no engine is left; then none has it,
-        unless its patch is among `keep`: those of the model that have a name.
+        InvalidRequestError for a file that cannot be used, EngineDeadError if all engines die meanwhile,
+        OverloadedError if none is up; then none has it, unless its patch is among `keep`: those of the model that have
+        a name.
         """
         load = LoadAdapter("", model, name, path)
         asked = [replica for replica in self._replicas if replica.is_alive]
@@ -93,5 +94,7 @@ def _error(failures: Sequence[Failure], patches: set[str]) -> StencilError | Non
     if refusal is not None:
         return refusal.to_error()
     if not patches:
-        return failures[0].to_error() if failures else EngineDeadError("no engine is up to load the adapter")
+        if failures:
+            return failures[0].to_error()
+        return OverloadedError("No engine is up to load the adapter.", retry_after=LEAST_RETRY_SECONDS)
     return None if len(patches) == 1 else ConfigError("the engines have read different files; try again")

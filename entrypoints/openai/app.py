@@ -31,9 +31,10 @@ from entrypoints.openai.errors import describe_http, log_internal
 from entrypoints.openai.fields import GENERATION_FIELDS
 from entrypoints.openai.host_guard import HostGuard
 from entrypoints.openai.key_ring import KeyRing
-from entrypoints.openai.middleware import OWNER, RECORD, REQUEST_ID, ApiKeyGuard, RequestContext, answer
+from entrypoints.openai.middleware import OWNER, RECORD, REQUEST_ID, ApiKeyGuard, RequestContext, answer, bearer_key
 from entrypoints.openai.origin_guard import OriginGuard
 from entrypoints.openai.rate_limit import RateLimit
+from entrypoints.openai.reference_page import reference_router
 from entrypoints.openai.request_owners import RequestOwners
 from entrypoints.openai.schema import (
     DELETED_ANSWERS,
@@ -77,7 +78,14 @@ def create_app(engine: AsyncEngine, settings: ServerSettings, tracer: Tracer | N
     """The application for a started engine, which may still be loading. tracer: records a span for each request in
     TRACED; None: no tracing.
     """
-    app = FastAPI(title="Stencil", summary="Masked image editing behind the OpenAI images API.", redirect_slashes=False)
+    app = FastAPI(
+        title="Stencil",
+        summary="Masked image editing behind the OpenAI images API.",
+        redirect_slashes=False,
+        docs_url=None,  # FastAPI's pages load scripts from another host
+        redoc_url=None,
+    )
+    app.include_router(reference_router())
     places, owners = UploadSlots(engine.check_upload, engine.metrics), RequestOwners()
     _add_image_routes(app, engine, settings, places, owners)
     _add_template_routes(app, engine, settings, places)
@@ -119,7 +127,7 @@ def _add_image_routes(
     async def edit_image(request: Request) -> Response:
         """Repaint the masked part of an image. With `stream` the answer is a stream of server-sent events."""
         _admit(engine)
-        async with places.take(_owner(request)):
+        async with engine.until_shutdown(), places.take(_owner(request)):
             submission = await read_edit(request, settings.max_upload_bytes)
         owners.note(request.scope[REQUEST_ID], _owner(request))
         return _answer(engine, request, "image_edit", submission)
@@ -128,7 +136,7 @@ def _add_image_routes(
     async def generate_image(request: Request) -> Response:
         """Paint a whole image: an edit of an empty canvas, or with models that have classes a picture of one."""
         _admit(engine)
-        async with places.take(_owner(request)):
+        async with engine.until_shutdown(), places.take(_owner(request)):
             submission = await read_json(request, GENERATION_FIELDS)
         owners.note(request.scope[REQUEST_ID], _owner(request))
         return _answer(engine, request, "image_generation", submission)
@@ -152,7 +160,7 @@ def _add_template_routes(app: FastAPI, engine: AsyncEngine, settings: ServerSett
     async def create_template(request: Request) -> Response:
         """Register an image and compute what edits of it need; answers when that is done."""
         _admit(engine)
-        async with places.take(_owner(request)):
+        async with engine.until_shutdown(), places.take(_owner(request)):
             submission = await read_template(request, settings.max_upload_bytes)
         try:
             return _json(_template_object(await _register(engine, request, submission)))
@@ -242,9 +250,12 @@ def _add_operator_routes(app: FastAPI, engine: AsyncEngine, owners: RequestOwner
 
     @app.get("/metrics", response_model=None)
     @app.head("/metrics", include_in_schema=False)
-    async def metrics() -> Response:
-        """Prometheus metrics."""
-        return Response(engine.metrics.exposition(), headers={"content-type": CONTENT_TYPE})
+    async def metrics(request: Request) -> Response:
+        """Prometheus metrics. Where /v1/models needs a key, those without one do not read adapters' names."""
+        keys: KeyRing | None = getattr(request.app.state, "keys", None)
+        may_know = keys is None or keys.owner_of(bearer_key(request.scope)) is not None
+        exposition = engine.metrics.exposition(names_adapters=may_know)
+        return Response(exposition, headers={"content-type": CONTENT_TYPE})
 
     @app.get("/v1/engine/stats", response_model=None)
     async def stats(request: Request, steps: Annotated[int, Query(ge=0, le=MAX_RECENT_STEPS)] = 0) -> Response:

@@ -13,6 +13,7 @@ from starlette.responses import Response
 
 from core.errors import (
     AbortedError,
+    AdapterNotFiniteError,
     AdapterNotFoundError,
     DeadlineExceededError,
     EngineDeadError,
@@ -142,6 +143,7 @@ _TABLE: tuple[tuple[type[BaseException], int, str | None, str | None], ...] = (
     (ModelNotFoundError, 404, INVALID_REQUEST, None),
     (AdapterNotFoundError, 404, INVALID_REQUEST, None),
     (TemplateNotFoundError, 404, INVALID_REQUEST, None),
+    (AdapterNotFiniteError, 422, INVALID_REQUEST, None),
     (InvalidImageError, 400, None, None),
     (InvalidRequestError, 400, INVALID_REQUEST, None),
     (BodyTimeoutError, 408, INVALID_REQUEST, "request_timeout"),

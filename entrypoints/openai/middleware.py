@@ -83,7 +83,7 @@ class ApiKeyGuard:
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] == "http" and scope["path"].startswith("/v1/"):
-            owner = self._keys.owner_of(_bearer_key(scope))
+            owner = self._keys.owner_of(bearer_key(scope))
             if owner is None:
                 error = InvalidApiKeyError("Missing or incorrect API key. Send it as 'Authorization: Bearer <key>'.")
                 await answer(scope, error)(scope, receive, send)
@@ -92,7 +92,7 @@ class ApiKeyGuard:
         await self._app(scope, receive, send)
 
 
-def _bearer_key(scope: Scope) -> bytes:
+def bearer_key(scope: Scope) -> bytes:
     """The request's key; empty, which never matches, if there is none."""
     scheme, _, key = dict(scope["headers"]).get(b"authorization", b"").partition(b" ")
     return bytes(key.strip()) if scheme.lower() == b"bearer" else b""

@@ -13,11 +13,14 @@ from entrypoints.openai.errors import RateLimitError
 from entrypoints.openai.middleware import OWNER, answer
 from entrypoints.openai.request_record import TRACED
 
+LIMITED = (*TRACED, "/v1/load_lora_adapter")
+"""Paths whose POSTs are counted: those that give engines work, or have them read files."""
+
 _IPV6_PREFIX = 64  # bits that identify a caller: a client usually has all addresses below them
 
 
 class RateLimit:
-    """Answers 429 before the body is read. Counts POSTs to the paths in TRACED; runs behind ApiKeyGuard, so requests
+    """Answers 429 before the body is read. Counts POSTs to the paths in LIMITED; runs behind ApiKeyGuard, so requests
     with an invalid key are not counted. Every answer to a counted request has OpenAI's ``x-ratelimit-*`` headers.
     """
 
@@ -26,7 +29,7 @@ class RateLimit:
         self._limiter = limiter
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        if scope["type"] != "http" or scope["method"] != "POST" or scope["path"] not in TRACED:
+        if scope["type"] != "http" or scope["method"] != "POST" or scope["path"] not in LIMITED:
             await self._app(scope, receive, send)
             return
         share = self._limiter.take(_caller(scope), time.monotonic())

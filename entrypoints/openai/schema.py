@@ -10,7 +10,8 @@ from entrypoints.openai.fields import ADAPTER_FIELDS, EDIT_FIELDS, GENERATION_FI
 
 _FILE = {"type": "string", "format": "binary"}
 _TEXT = {"type": "string"}
-_IMAGE_URL = {"type": "object", "properties": {"image_url": _TEXT | {"description": "A data: URL."}}}
+_DATA_URL = _TEXT | {"description": "A data: URL."}
+_IMAGE_URL = {"oneOf": [{"type": "object", "properties": {"image_url": _DATA_URL}}, _DATA_URL]}
 _ERROR_FIELDS = {"message": _TEXT, "type": _TEXT, "param": _TEXT, "code": _TEXT}
 _ERROR = {"type": "object", "properties": {"error": {"type": "object", "properties": _ERROR_FIELDS}}}
 
@@ -44,7 +45,12 @@ EDIT_BODY = _body(
             "prompt",
         ),
         "application/json": _object(
-            {"images": {"type": "array", "items": _IMAGE_URL}, "mask": _IMAGE_URL, "mask_image": _TEXT}
+            {
+                "images": {"type": "array", "items": _IMAGE_URL},
+                "image": _IMAGE_URL | {"description": "Instead of `images`."},
+                "mask": _IMAGE_URL,
+                "mask_image": _TEXT,
+            }
             | _properties(EDIT_FIELDS),
             "prompt",
         ),

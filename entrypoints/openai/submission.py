@@ -30,6 +30,9 @@ MIN_BYTES_PER_SECOND = 8 * 1024  # average after STALL_SECONDS; otherwise a byte
 MULTIPART = "multipart/form-data"
 JSON = "application/json"
 T = TypeVar("T")
+_JsonImage = str | dict[str, msgspec.Raw]
+"""An image of a JSON body: a data: URL, or an object with `image_url`, as OpenAI's API has it."""
+_JSON_IMAGE = "a data: URL or an object with one as 'image_url'"
 _UPLOAD_FIELDS = ("image", "mask", "mask_image")
 _FILE_FIELDS = (*_UPLOAD_FIELDS, "markup")
 
@@ -245,14 +248,20 @@ def _members(body: JsonBody) -> dict[str, msgspec.Raw]:
 def _pop_images(submission: Submission, members: dict[str, msgspec.Raw]) -> dict[str, tuple[str, bool]]:
     """Remove the image fields from `members`: field -> (base64 text or its marker, whether it must be a data: URL)."""
     sources = {}
-    images = _member(members.pop("images", None), list[dict[str, msgspec.Raw]], "image", "an array of objects")
+    one = _member(members.pop("image", None), _JsonImage | list[_JsonImage], "image", _JSON_IMAGE)  # type: ignore[arg-type]
+    images = _member(members.pop("images", None), list[_JsonImage], "image", f"an array, each member {_JSON_IMAGE}")
+    if one:
+        if images:
+            raise _duplicate("image")
+        images = one if isinstance(one, list) else [one]
     if images:
         if len(images) > MAX_INPUT_IMAGES:
             raise _too_many_images(len(images), MAX_INPUT_IMAGES)
         sources["image"] = (_image_url(images[0], "image"), True)
         for index in range(1, len(images)):
             _ignore(submission, f"image[{index}]")
-    if (mask := _member(members.pop("mask", None), dict[str, msgspec.Raw], "mask", "an object")) is not None:
+    mask = _member(members.pop("mask", None), _JsonImage, "mask", _JSON_IMAGE)  # type: ignore[arg-type]
+    if mask is not None:
         sources["mask"] = (_image_url(mask, "mask"), True)
     if (text := _member(members.pop("mask_image", None), str, "mask_image", "a string")) is not None:
         sources["mask_image"] = (text, False)
@@ -274,7 +283,9 @@ def _take_json_scalars(
             submission.values[name] = value
 
 
-def _image_url(source: dict[str, msgspec.Raw], param: str) -> str:
+def _image_url(source: _JsonImage, param: str) -> str:
+    if isinstance(source, str):
+        return source
     text = _member(source.get("image_url"), str, param, "a string")
     if text is None:
         message = f"Invalid '{param}': only 'image_url' with a data: URL is supported."

@@ -14,6 +14,7 @@ import msgspec
 
 from core.config import AdapterConfig, ModelConfig
 from core.errors import ConfigError
+from core.ipc.logs import one_line
 from core.model_card import AdapterCard, CheckpointCard, FamilyCard
 from model_executor.checkpoint.loader import Checkpoint
 from model_executor.checkpoint.parameter_count import count_parameters
@@ -28,7 +29,7 @@ def main(argv: Sequence[str]) -> int:
     try:
         card = describe(argv[0], argv[1:]) if argv else families()
     except ConfigError as error:
-        print(f"error: {error}", file=sys.stderr)
+        print(f"error: {one_line(str(error))}", file=sys.stderr)
         return 1
     sys.stdout.buffer.write(msgspec.json.encode(card))
     return 0

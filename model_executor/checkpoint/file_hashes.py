@@ -14,6 +14,7 @@ from pathlib import Path
 import msgspec
 
 from core.ipc.atomic_file import write_atomically
+from core.ipc.small_files import read_small
 
 _BLOB = re.compile(r"[0-9a-f]{64}")
 
@@ -35,8 +36,8 @@ class FileHashes:
         self._file = cache_folder / "fingerprints.json"
         self._known: dict[str, KnownHash] = {}
         self._is_changed = False
-        with suppress(OSError, msgspec.DecodeError):
-            self._known = msgspec.json.decode(self._file.read_bytes(), type=dict[str, KnownHash])
+        with suppress(OSError, ValueError, msgspec.DecodeError, RecursionError):
+            self._known = msgspec.json.decode(read_small(self._file), type=dict[str, KnownHash])
 
     def sha256(self, path: Path) -> str:
         """Hex sha256 of a file's content. Raises OSError for one that cannot be read."""

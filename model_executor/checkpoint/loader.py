@@ -9,7 +9,8 @@ from __future__ import annotations
 
 import importlib
 import json
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -21,8 +22,12 @@ from safetensors import SafetensorError
 
 from core.config import CudaGraphs, KernelChoice, ModelConfig, Quantization
 from core.errors import ConfigError
+from core.ipc.limits import memory_limit
+from core.paths import expanded
+from model_executor.checkpoint.file_parameters import count_file
 from model_executor.checkpoint.hub import DEFAULTS, INDEX, download
 from model_executor.checkpoint.quantization import (
+    BYTES_PER_WEIGHT,
     QUANTIZED,
     check_method,
     check_quantized,
@@ -38,13 +43,17 @@ from model_executor.checkpoint.weights import (
     check_shards,
     check_whole,
     choose_variant,
+    usual_variant,
     variants,
     weight_files,
 )
-from model_executor.cpu import cpu_has_bfloat16
+from model_executor.cpu import cpu_has_amx, cpu_has_bfloat16
 from model_executor.models.parts import IN_PLACE_OF, MODULES, Classes
 from model_executor.worker.device_failures import is_out_of_memory
 from model_executor.worker.devices import resolve_device
+
+WEIGHTS_SHARE = 2 / 3
+"""Of the machine's memory that weights may take in float32 where `auto` prefers it; the rest is for computing."""
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 
@@ -96,6 +105,7 @@ class Checkpoint:
     kernels: KernelChoice = "auto"  # that the denoiser computes with
     cuda_graphs: CudaGraphs = "auto"  # of its steps
     batch_invariant: bool = False  # whether its bits must not depend on what shares a step
+    why_dtype: str = ""  # why `auto` is this dtype; "": it was asked for
 
     @classmethod
     def open(cls, model: ModelConfig, device_index: int = 0, num_workers: int = 1) -> Checkpoint:
@@ -107,10 +117,10 @@ class Checkpoint:
         index = _read_json(path / INDEX)
         if "_class_name" not in index:
             raise ConfigError(f"{path / INDEX} names no _class_name; is this a diffusers checkpoint?")
-        dtype = resolve_dtype(model.dtype, device)
+        dtype, why = resolve_dtype(model.dtype, device, lambda: _float32_bytes(path, model))
         computing = model.kernels, model.cuda_graphs, model.batch_invariant
         defaults, wishes = _read_defaults(path), (model.variant, model.quantization, *computing)
-        checkpoint = cls(path, index, defaults, dtype, device, *wishes)
+        checkpoint = cls(path, index, defaults, dtype, device, *wishes, why_dtype=why)
         checkpoint._check_variant()
         return checkpoint
 
@@ -298,21 +308,52 @@ class Checkpoint:
         return getattr(importlib.import_module(MODULES[name]), IN_PLACE_OF.get(name, name))
 
 
-def resolve_dtype(name: str, device: torch.device) -> torch.dtype:
-    """The dtype of a --dtype value. `auto` is bfloat16 on a GPU and on CPUs that multiply it natively, else float32.
+def resolve_dtype(name: str, device: torch.device, float32_bytes: Callable[[], int]) -> tuple[torch.dtype, str]:
+    """The dtype of a --dtype value, and why it is that; "" for any but `auto`, which is bfloat16 on a GPU, on CPUs that
+    multiply it natively but for those with AMX, and where weights do not fit into memory otherwise; else float32.
+    float32_bytes: that all weights would take. Raises ConfigError for an unknown name.
 
     Processor time of an edit with the embedded architecture on one Zen 5 core: 390 ms in float32, 320 ms in bfloat16;
     of eight together 3.04 s and 2.11 s. In both, an edit's bits do not depend on the other requests in its batches.
+    With AMX they do in bfloat16: products of few and of many rows are rounded differently, and pictures differ by up to
+    3 of 255. Steps of few tokens are slower there than in float32, too.
     """
     if name == "auto":
-        return torch.bfloat16 if device.type != "cpu" or cpu_has_bfloat16() else torch.float32
+        return _auto_dtype(device, float32_bytes)
     if name not in DTYPES:
         raise ConfigError(f"unknown dtype {name!r}; use auto, {', '.join(DTYPES)}")
-    return DTYPES[name]
+    return DTYPES[name], ""
+
+
+def _auto_dtype(device: torch.device, float32_bytes: Callable[[], int]) -> tuple[torch.dtype, str]:
+    if device.type != "cpu":
+        return torch.bfloat16, "the model runs on a GPU"
+    if not cpu_has_bfloat16():
+        return torch.float32, "this CPU does not multiply bfloat16"
+    if not cpu_has_amx():
+        return torch.bfloat16, "this CPU multiplies it natively"
+    needed, limit = float32_bytes(), int(WEIGHTS_SHARE * memory_limit())
+    promise = "with AMX, a picture in bfloat16 depends in its last bits on what shares its steps"
+    if needed <= limit:
+        return torch.float32, promise
+    sizes = f"in float32 the weights take {needed / 1e9:.1f} GB, and {limit / 1e9:.1f} GB of memory are for them"
+    return torch.bfloat16, f"{sizes}; {promise}"
+
+
+def _float32_bytes(path: Path, model: ModelConfig) -> int:
+    """Bytes of all weights of a checkpoint if those that are not quantised are float32. A file that cannot be read
+    counts nothing: loading reports it."""
+    total = 0.0
+    for folder in (each for each in path.iterdir() if each.is_dir() and variants(each)):
+        itemsize = BYTES_PER_WEIGHT[model.quantization] if folder.name in QUANTIZED else None
+        with suppress(ConfigError, ValueError):
+            numbers = sum(map(count_file, weight_files(folder, usual_variant(folder, model.variant))))
+            total += numbers * (itemsize or torch.float32.itemsize)
+    return int(total)
 
 
 def _locate(model: str, variant: str) -> Path:
-    path = Path(model).expanduser()
+    path = expanded(model)
     try:
         if path.is_dir():
             if not (path / INDEX).is_file():
@@ -328,7 +369,7 @@ def _locate(model: str, variant: str) -> Path:
 def _read_json(path: Path) -> dict[str, Any]:
     try:
         content = json.loads(path.read_text("utf-8"))
-    except (OSError, ValueError) as error:
+    except (OSError, ValueError, RecursionError) as error:
         raise ConfigError(f"cannot read {path}: {first_line(error)}") from error
     if not isinstance(content, dict):
         raise ConfigError(f"cannot read {path}: it holds no JSON object")

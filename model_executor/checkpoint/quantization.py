@@ -22,6 +22,14 @@ from model_executor.kernels.linear import has_onednn, is_plain, onednn_product
 QUANTIZED = ("transformer", "unet")
 """The parts whose linear layers are quantised on request: denoisers. Convolutions stay as they are."""
 
+BYTES_PER_WEIGHT: dict[Quantization, float | None] = {
+    "none": None,
+    "torchao-int8": 1.0,
+    "bitsandbytes-8bit": 1.0,
+    "bitsandbytes-4bit": 0.5,
+}
+"""Of a denoiser's weights when they are quantised; None: as of their dtype."""
+
 INSTALL = {"torchao": "pip install 'stencil-serve[quantization]'", "bitsandbytes": "pip install bitsandbytes"}
 """Package -> how to install it. Other methods of diffusers have not been tested."""
 

@@ -7,12 +7,15 @@ the same few unknown tokens, and pictures do not depend on it.
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
-PROBES = ("a", "b", "c")
-"""Prompts that every working tokenizer distinguishes."""
+PROBES = ("a", "b", "red", "hat", "1", "2")
+"""Prompts of which a tokenizer of a usual vocabulary distinguishes some."""
+
+MAX_OWN_PROBES = 64
+"""Words of a tokenizer's own vocabulary that are tried: a small one may have no letters."""
 
 
 def check_files(folder: Path, cls: Any) -> None:
@@ -32,7 +35,7 @@ def check_json(folder: Path) -> None:
     for file in sorted(folder.glob("*.json")):
         try:
             content = json.loads(file.read_text("utf-8"))
-        except ValueError as error:
+        except (ValueError, RecursionError) as error:
             raise ValueError(f"{file.name} cannot be read ({error}); fetch it again") from error
         if not isinstance(content, dict):
             raise ValueError(f"{file.name} holds no JSON object; fetch it again")
@@ -42,10 +45,10 @@ def check_tokenizer(tokenizer: Any, encoder: Mapping[str, Any]) -> None:
     """Raises ValueError if different prompts give the same tokens, or tokens outside the text encoder's vocabulary,
     or more than it can read. encoder: the text encoder's configuration."""
     try:
-        ids = [tuple(tokenizer(probe, padding="max_length", max_length=8).input_ids) for probe in PROBES]
+        reads = _distinguishes(tokenizer, PROBES) or _distinguishes(tokenizer, (*PROBES, *_own_words(tokenizer)))
     except Exception as error:  # tokenizers raises nothing more specific
         raise ValueError(f"it cannot read a prompt ({error}); fetch its files again") from error
-    if len({*ids}) < len(PROBES):
+    if not reads:
         raise ValueError("it turns all prompts into the same tokens; is its vocabulary complete?")
     known = encoder.get("vocab_size") or encoder.get("text_config", {}).get("vocab_size")
     highest = max(tokenizer.get_vocab().values())
@@ -62,3 +65,15 @@ def check_tokenizer(tokenizer: Any, encoder: Mapping[str, Any]) -> None:
             f"its tokenizer_config.json names no model_max_length of at most {places} tokens, which is what the text "
             "encoder can read"
         )
+
+
+def _distinguishes(tokenizer: Any, prompts: Iterable[str]) -> bool:
+    """Whether not all of these prompts become the same tokens, in whatever number."""
+    return len({frozenset(tokenizer(prompt, padding="max_length", max_length=8).input_ids) for prompt in prompts}) > 1
+
+
+def _own_words(tokenizer: Any) -> list[str]:
+    """Some words of a tokenizer's vocabulary, from all of it; without special tokens, which it knows in any case."""
+    special = {*tokenizer.all_special_ids, *tokenizer.get_added_vocab().values()}
+    ids = sorted({*tokenizer.get_vocab().values()} - special)
+    return [tokenizer.decode([token]) for token in ids[:: max(1, len(ids) // MAX_OWN_PROBES)]]

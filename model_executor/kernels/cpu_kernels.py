@@ -2,18 +2,17 @@
 VAE's group norms.
 
 In a step of few tokens, calling oneDNN takes more time than some of its products, and so does waiting for weights from
-memory. The kernels are compiled with the machine's C compiler when a process first needs them, in about half a second.
+memory. The kernels are compiled with the machine's C compiler when they are first needed, in about half a second, and
+kept for later processes (`compiled_library.py`).
 Without a compiler or AVX-512, or with more than one thread, PyTorch computes instead; results differ by rounding.
 """
 
 from __future__ import annotations
 
 import ctypes
-import hashlib
 import logging
+import os
 import shutil
-import subprocess
-import tempfile
 from collections.abc import Callable, Sequence
 from ctypes import POINTER, Structure, c_float, c_int, c_long, c_void_p
 from functools import cache
@@ -23,6 +22,10 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from core.cache_folder import user_cache_folder
+from model_executor.cpu import cpu_features
+from model_executor.kernels.compiled_library import CompileError, compiled_library
+
 logger = logging.getLogger("stencil.worker")
 
 PANEL = 64
@@ -31,7 +34,6 @@ PANEL = 64
 LANES = 16
 QUERIES = 64
 MIN_KEYS = 16
-COMPILE_SECONDS = 60.0
 
 _FLAGS = ("-O3", "-march=native", "-mprefer-vector-width=512", "-ffp-contract=fast", "-shared", "-fPIC")
 
@@ -255,26 +257,18 @@ def best_kernels() -> Kernels | None:
 
 @cache
 def _compiled() -> Kernels | None:
-    """The kernels, compiled once per process. None, with a line in the log, where that is not possible."""
+    """The kernels, loaded once per process. None, with a line in the log, where that is not possible."""
     compiler = shutil.which("cc") or shutil.which("gcc") or shutil.which("clang")
     if torch.backends.cpu.get_cpu_capability() != "AVX512" or compiler is None:
         logger.info("no compiled kernels: they need AVX-512 and a C compiler (cc)")
         return None
     try:
-        return _compile(compiler)
-    except (OSError, subprocess.SubprocessError) as error:
-        logger.warning("no compiled kernels: %s %s", error, getattr(error, "stderr", None) or "")
+        source, folder = Path(__file__).with_suffix(".c"), user_cache_folder(os.environ) / "kernels"
+        with compiled_library(source, compiler, _FLAGS, cpu_features(), folder) as library:
+            return Kernels(ctypes.CDLL(str(library.path)), library.digest)
+    except (OSError, CompileError) as error:
+        logger.warning("no compiled kernels: %s", error)
         return None
-
-
-def _compile(compiler: str) -> Kernels:
-    """Compile and load the kernels; leaves no file behind. Raises OSError or SubprocessError."""
-    source = Path(__file__).with_suffix(".c")
-    with tempfile.TemporaryDirectory(prefix="stencil-kernels-") as folder:
-        library = Path(folder) / "kernels.so"
-        command = [compiler, *_FLAGS, "-o", str(library), str(source)]
-        subprocess.run(command, check=True, capture_output=True, text=True, timeout=COMPILE_SECONDS)
-        return Kernels(ctypes.CDLL(str(library)), hashlib.sha256(library.read_bytes()).hexdigest())
 
 
 def _function(library: ctypes.CDLL, name: str) -> Callable[..., None]:

@@ -15,7 +15,7 @@ import torch
 from diffusers.utils.torch_utils import randn_tensor
 from torch import Tensor, nn
 
-from core.errors import ConfigError
+from core.errors import ConfigError, NonFiniteError
 from core.patches import PatchSet
 from model_executor.checkpoint.loader import Checkpoint
 from model_executor.cpu import cpu_gains_by_bfloat16
@@ -269,9 +269,14 @@ def to_image(template: Tensor) -> Tensor:
 
 
 def to_pixels(image: Tensor) -> Tensor:
-    """[1, 3, height, width] in -1..1 -> uint8 [height, width, 3], as VaeImageProcessor.postprocess."""
+    """[1, 3, height, width] in -1..1 -> uint8 [height, width, 3], as VaeImageProcessor.postprocess. Raises
+    NonFiniteError for what is no picture: a VAE makes such of latents that are not finite, or too large.
+    """
+    is_finite = image.isfinite().all().to("cpu", non_blocking=True)  # arrives before the picture, which is waited for
     image = (image * 0.5 + 0.5).clamp(0, 1)
     pixels: Tensor = (image[0].cpu().permute(1, 2, 0).float() * 255).round().to(torch.uint8)
+    if not is_finite:
+        raise NonFiniteError("the picture's numbers are not finite")
     return pixels.contiguous()
 
 

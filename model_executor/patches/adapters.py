@@ -7,15 +7,15 @@ all adapters, and requests without one, share these. `group_patches.py` and `mod
 
 from __future__ import annotations
 
-import hashlib
-import json
-import re
+import math
+import string
 from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import torch
 from diffusers.loaders import lora_pipeline
 from diffusers.utils import (
     convert_state_dict_to_diffusers,
@@ -27,26 +27,20 @@ from torch import Tensor
 
 from core.config import AdapterConfig
 from core.errors import ConfigError
+from core.paths import expanded
 from model_executor.checkpoint.loader import LOAD_ERRORS
-from model_executor.checkpoint.weights import PICKLES
 from model_executor.kernels.low_rank import LowRank
+from model_executor.patches.adapter_file import PEFT_PREFIX, UNSUPPORTED, AdapterFile
 
-PEFT_PREFIX, PEFT_CONFIG = "base_model.model.", "adapter_config.json"
-"""The prefix of tensor names in files of `PeftModel.save_pretrained`, and the file with their scale."""
+MIN_RANK_LIMIT = 1024
+"""The rank is limited by the layer's width, for narrow layers by this: adapters that were merged by joining them have
+the sum of their ranks."""
 
-USUAL_NAMES = ("pytorch_lora_weights.safetensors", "adapter_model.safetensors")
-"""The names that diffusers and peft give to adapters, which are preferred in a folder of several files."""
+DEFAULT_ALPHA = 8
+"""peft's, of a configuration that has none."""
 
-CONVERT_ERRORS = (*LOAD_ERRORS, AssertionError, AttributeError, IndexError, TypeError, re.error)
-"""What diffusers' converters raise for files that they mistake for another format; re.error: a file's bad pattern."""
-
-UNSUPPORTED = {
-    "dora_scale": "it is a DoRA, which changes the weights themselves",
-    "lora_magnitude_vector": "it is a DoRA, which changes the weights themselves",
-    "lokr_": "it is a LoKr and no LoRA",
-    "hada_": "it is a LoHa and no LoRA",
-}
-"""Part of a tensor's name -> why files with it are not supported."""
+CONVERT_ERRORS = (*LOAD_ERRORS, AssertionError, AttributeError, IndexError, TypeError, RecursionError)
+"""What diffusers' converters raise for files that they mistake for another format."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,6 +52,8 @@ class LoraFormat:
     text_parts: tuple[str, ...] = ()  # text encoders that an adapter may change too
     unet: Any = None  # a UNet's configuration, since some trainers number its blocks differently
 
+
+_NAME_CHARACTERS = frozenset(f"{string.ascii_letters}{string.digits}_.-")
 
 Layers = Mapping[str, LowRank]
 """Layer's name within its part -> the addition to it, float32 on the CPU; `up` includes the scale of its file."""
@@ -71,6 +67,7 @@ class Adapter:
     source: Path
     patch: str  # the id of its patch: hex sha256 of its file
     parts: Mapping[str, Layers]  # part of the checkpoint -> the layers that it changes
+    nbytes: int = 0  # that the tensors of its file take as float32
 
     def refuse(self, reason: str) -> ConfigError:
         """The error that this adapter cannot be used."""
@@ -84,80 +81,62 @@ class Adapter:
                 f"it takes {name} from {mine}, the layer from {inputs} to {outputs}; it is for another model"
             )
 
+    def converted(self, name: str, low: LowRank, device: torch.device, dtype: torch.dtype) -> LowRank:
+        """An addition as it is computed with. Raises ConfigError if its numbers are too large for the dtype."""
+        low = low.to(device, dtype)
+        if dtype != torch.float32 and device.type != "meta" and not is_finite(low):
+            raise self.refuse(f"the weights of {name} are too large for {dtype}, in which the model is computed")
+        return low
+
 
 # ------------------------------------------------------------------------------------------------------------ reading
 
 
-def read_adapter(config: AdapterConfig, lora_format: LoraFormat) -> Adapter:
-    """Read an adapter in the format of its model's family. Raises ConfigError for a file that is missing, is not a
-    LoRA, or changes other than layers of the parts allowed."""
-    path = Path(config.path).expanduser()
+def read_adapter(config: AdapterConfig, lora_format: LoraFormat, max_bytes: int | None = None) -> Adapter:
+    """Read an adapter in the format of its model's family. max_bytes: the most that its tensors may take as float32;
+    None: any. Raises ConfigError for a file that is missing, is not a LoRA, is larger, holds numbers that are not
+    finite, or changes other than layers of the parts allowed."""
     try:
-        file = _find(path)
+        file = AdapterFile.find(expanded(config.path), max_bytes)
         layers = _read_layers(file, lora_format)
-        return Adapter(config.name, file, _digest(file), layers)
-    except CONVERT_ERRORS as error:
-        reason = next(iter(str(error).strip().splitlines()), type(error).__name__)
-        raise _refuse(config.name, path, reason) from error
+        return Adapter(config.name, file.path, file.digest, layers, file.nbytes)
+    except (*CONVERT_ERRORS, ConfigError) as error:
+        raise _refuse(config.name, Path(config.path), _reason(error)) from error
+
+
+def _reason(error: Exception) -> str:
+    """The error in one line. A KeyError's own text is the key alone."""
+    if isinstance(error, KeyError):
+        return f"it lacks {error}"
+    if isinstance(error, AttributeError | TypeError | IndexError | AssertionError | RecursionError):
+        return f"it is of no format that is known ({type(error).__name__} while it was read)"
+    return next(iter(str(error).strip().splitlines()), type(error).__name__)
 
 
 def _refuse(name: str, path: Path, reason: str) -> ConfigError:
     return ConfigError(f"cannot use adapter {name} of {path}: {reason}")
 
 
-def _find(path: Path) -> Path:
-    """The safetensors file at this path, or the one in this folder. Raises ValueError."""
-    if not path.exists():
-        raise ValueError("there is no such file")
-    files = sorted(path.iterdir()) if path.is_dir() else [path]
-    found = [file for file in files if file.suffix == ".safetensors"]
-    usual = [file for file in found if file.name in USUAL_NAMES] or found
-    if len(usual) == 1:
-        return usual[0]
-    if found:
-        raise ValueError(f"it holds {', '.join(file.name for file in found)}; name one of these files")
-    if pickles := [file for file in files if file.suffix in PICKLES]:
-        raise ValueError(
-            f"only safetensors weights are read, as unpickling {pickles[0].name} could run code; convert it where you "
-            "trust it"
-        )
-    raise ValueError("a LoRA is a .safetensors file, or a folder that holds one")
-
-
-def _digest(file: Path) -> str:
-    """Hex sha256 of the adapter's file and its peft configuration, if any."""
-    digest, config = hashlib.sha256(file.read_bytes()), file.with_name(PEFT_CONFIG)
-    if config.is_file():
-        digest.update(config.read_bytes())
-    return digest.hexdigest()
-
-
-def _read_layers(file: Path, lora_format: LoraFormat) -> dict[str, Layers]:
+def _read_layers(file: AdapterFile, lora_format: LoraFormat) -> dict[str, Layers]:
     """Part -> its layers; without parts that it does not change."""
-    with safe_open(file, "pt") as tensors:
-        names = list(tensors.keys())
-        is_peft = file.with_name(PEFT_CONFIG).is_file() and all(name.startswith(PEFT_PREFIX) for name in names)
-        _check_kind(names)
-        if is_peft:
-            state = {name.removeprefix(PEFT_PREFIX): tensors.get_tensor(name) for name in names}
-    if is_peft:
-        config = json.loads(file.with_name(PEFT_CONFIG).read_text("utf-8"))
-        return {lora_format.denoiser: _make_layers(state, _Scales(config, {}))}
+    if file.config is not None:
+        with safe_open(file.path, "pt") as tensors:
+            state = {name.removeprefix(PEFT_PREFIX): tensors.get_tensor(name) for name in file.names}
+        return {lora_format.denoiser: _make_layers(state, _Scales(file.config, {}))}
     options = {} if lora_format.unet is None else {"unet_config": lora_format.unet}
     loader = getattr(lora_pipeline, lora_format.loader)
     state, *alphas, metadata = loader.lora_state_dict(
-        str(file), use_safetensors=True, local_files_only=True, return_alphas=True, return_lora_metadata=True, **options
+        str(file.path),
+        use_safetensors=True,
+        local_files_only=True,
+        return_alphas=True,
+        return_lora_metadata=True,
+        **options,
     )
     return {
         part: _make_layers(_as_peft(own, part == lora_format.denoiser), _scales(part, *alphas, metadata=metadata))
         for part, own in _by_part(state, lora_format).items()
     }
-
-
-def _check_kind(names: list[str]) -> None:
-    for part, reason in UNSUPPORTED.items():
-        if any(part in name for name in names):
-            raise ValueError(reason)
 
 
 def _by_part(state: Mapping[str, Tensor], lora_format: LoraFormat) -> dict[str, dict[str, Tensor]]:
@@ -194,7 +173,7 @@ def _make_layers(state: Mapping[str, Tensor], scales: _Scales) -> dict[str, LowR
         name, _, half = key.removesuffix(".weight").rpartition(".")
         if half not in ("lora_A", "lora_B") or not key.endswith(".weight"):
             raise ValueError(f"{key} is no part of a LoRA for this model's layers")
-        halves.setdefault(name, {})[half] = tensor.flatten(1).float()
+        halves.setdefault(name, {})[half] = tensor.flatten(1)
     if alone := next((name for name, pair in halves.items() if len(pair) < 2), None):
         raise ValueError(f"it holds one of lora_A and lora_B for {alone} only")
     return {name: scales.scaled(name, pair["lora_A"], pair["lora_B"]) for name, pair in halves.items()}
@@ -206,7 +185,7 @@ def _scales(part: str, alphas: Mapping[str, Any] | None = None, *, metadata: Map
         {name.removeprefix(f"{part}."): value for name, value in (its or {}).items() if name.startswith(f"{part}.")}
         for its in (alphas, metadata)
     )
-    return _Scales(config, {name.removesuffix(".alpha"): float(value) for name, value in known.items()})
+    return _Scales(config, {name.removesuffix(".alpha"): _number(name, value) for name, value in known.items()})
 
 
 @dataclass(frozen=True, slots=True)
@@ -219,7 +198,13 @@ class _Scales:
     def scaled(self, name: str, down: Tensor, up: Tensor) -> LowRank:
         if up.shape[1] != down.shape[0]:
             raise ValueError(f"lora_A and lora_B of {name} are of rank {down.shape[0]} and {up.shape[1]}")
-        return LowRank(down, up * self._scale(name, len(down)))
+        rank, limit = len(down), max(down.shape[1], len(up), MIN_RANK_LIMIT)
+        if not 0 < rank <= limit:
+            raise ValueError(f"{name} is of rank {rank}; of a layer of its size, 1 to {limit} are used")
+        low = LowRank(down.float(), up.float() * self._scale(name, rank))
+        if not is_finite(low):
+            raise ValueError(f"the weights of {name}, with their scale, are not all finite numbers")
+        return low
 
     def _scale(self, name: str, rank: int) -> float:
         """alpha / rank, or alpha / sqrt(rank) with rank stabilisation."""
@@ -227,7 +212,7 @@ class _Scales:
             raise ValueError(UNSUPPORTED["dora_scale"])
         if self.config:
             pattern = _matching(self.config.get("alpha_pattern") or {}, name)
-            alpha = float(self.config["lora_alpha"] if pattern is None else pattern)
+            alpha = _number("lora_alpha", self.config.get("lora_alpha", DEFAULT_ALPHA) if pattern is None else pattern)
             return float(alpha / (rank**0.5 if self.config.get("use_rslora") else rank))
         if self.alphas:
             usual = Counter(self.alphas.values()).most_common(1)[0][0]
@@ -235,6 +220,40 @@ class _Scales:
         return 1.0
 
 
-def _matching(patterns: Mapping[str, Any], name: str) -> Any:
-    """The value of the first pattern that matches the end of a layer's name, as in peft's `get_pattern_key`."""
-    return next((value for key, value in patterns.items() if re.match(rf"(.*\.)?({key})$", name)), None)
+def _matching(patterns: Any, name: str) -> Any:
+    """The value of the first pattern that matches the end of a layer's name, as in peft's `get_pattern_key`; None if
+    none does. There they are regular expressions, of which one can take years: here names alone are taken, with what
+    marks their ends. Raises ValueError for others.
+    """
+    if not isinstance(patterns, Mapping):
+        raise ValueError("its alpha_pattern is no object")
+    for pattern, value in patterns.items():
+        plain = pattern.replace("\\.", ".").removesuffix("$")
+        layer = plain.removeprefix("^")
+        if not _NAME_CHARACTERS.issuperset(layer):
+            raise ValueError(
+                f"its alpha_pattern {pattern[:100]!r} is a regular expression, and these are not run; write the names "
+                "of layers"
+            )
+        if name == layer or (plain == layer and name.endswith(f".{layer}")):
+            return value
+    return None
+
+
+def _number(name: str, value: Any) -> float:
+    """A scale's number in a file or its configuration. Raises ValueError unless it is finite."""
+    number = float(value.item() if isinstance(value, Tensor) else value) if _is_number(value) else math.nan
+    if not math.isfinite(number):
+        raise ValueError(f"its {name} is no finite number")
+    return number
+
+
+def _is_number(value: Any) -> bool:
+    if isinstance(value, Tensor):
+        return value.numel() == 1
+    return isinstance(value, float) or (type(value) is int and abs(value) < 2**64)
+
+
+def is_finite(low: LowRank) -> bool:
+    """Whether all numbers of an addition are finite."""
+    return bool(low.down.isfinite().all()) and bool(low.up.isfinite().all())

@@ -71,7 +71,7 @@ class GroupPatches(PartPatches[PreparedGroups]):
         # As diffusers does with an adapter of FLUX.1 dev in Fill, whose first layer reads more.
         low = LowRank(nn.functional.pad(low.down, (0, max(0, inputs - low.down.shape[1]))), low.up)
         adapter.check_size(name, low, inputs, outputs)
-        return low.to(self._device, self._dtype)
+        return adapter.converted(name, low, self._device, self._dtype)
 
 
 def _sizes(layer: Any) -> tuple[int, int]:

@@ -56,7 +56,7 @@ class ModulePatches(PartPatches[PreparedModule], Generic[T]):
             if not isinstance(layer, nn.Linear | nn.Conv2d | FastLinear | FastConv | Int8Linear):
                 raise adapter.refuse(f"it changes {name}, which is no linear layer or convolution of this model")
             adapter.check_size(name, low, *_sizes(layer))
-            prepared[name] = added = _layers(layer, low).to(self._device, self._dtype)
+            prepared[name] = added = _layers(layer, adapter.converted(name, low, self._device, self._dtype))
             if self._device.type == "cpu":
                 use_onednn(added)
         return prepared

@@ -19,7 +19,7 @@ from torch import nn
 from core.errors import ConfigError, MessageError
 from core.failure import Failure
 from core.handles import ModelKey
-from core.ipc.local_sockets import is_own, receive, send
+from core.ipc.local_sockets import MESSAGE_BYTES, is_own, send
 from core.ipc.logs import of_request
 from core.messages.codec import MessageDecoder, encode
 from core.messages.weights import DropWeights, FromKeeper, TakeWeights, ToKeeper, WeightsFailed, WeightsTaken
@@ -75,7 +75,7 @@ class Keeper:
 
     def _serve(self, user: socket.socket) -> None:
         with contextlib.suppress(OSError):
-            payload, _ = receive(user)
+            payload = user.recv(MESSAGE_BYTES)  # the kernel drops descriptors that come with it
             if payload:
                 self._answer(user, payload)
                 return

@@ -27,6 +27,9 @@ def main(config: bytes, fds: list[int]) -> None:
     os.environ["OMP_NUM_THREADS"] = os.environ["MKL_NUM_THREADS"] = "1"
     # Importing diffusers creates this folder, by default one that is left behind; nothing is compiled into it.
     os.environ.setdefault("TORCHINDUCTOR_CACHE_DIR", tempfile.gettempdir())
+    from model_executor.deferred_compiler import defer_compiler
+
+    defer_compiler()  # it reads weights, and compiles nothing
     from model_executor.checkpoint.libraries import quiet_libraries
     from model_executor.weights.keeper import Keeper
 

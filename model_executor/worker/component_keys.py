@@ -98,7 +98,7 @@ def _outline(opened: Opened, kind: str, part: str) -> tuple[str, tuple[Path, ...
 
 def _configuration(file: Path) -> dict[str, Any]:
     """The entries that a part's weights are loaded with, sorted; none if there are none, which loading will report."""
-    with suppress(OSError, ValueError):
+    with suppress(OSError, ValueError, RecursionError):
         content = json.loads(file.read_text("utf-8"))
         return {name: content[name] for name in sorted(content) if name[:1] != "_" and name not in NOT_CONTENT}
     return {}

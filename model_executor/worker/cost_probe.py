@@ -25,6 +25,7 @@ from core.config import ModelConfig
 from core.graph.op import Op
 from core.graph.work import Work
 from core.ipc.atomic_file import write_atomically
+from core.ipc.small_files import read_small
 from core.messages.worker import CostSample
 from core.model_info import ModelInfo
 from core.scheduling.ops.decode import DECODE
@@ -119,8 +120,8 @@ def _samples(family: Family | None, info: ModelInfo, cache_folder: Path, config:
 
 def _read(path: Path) -> list[CostSample] | None:
     """The samples in a file; None if there is none, or a damaged one."""
-    with suppress(OSError, msgspec.DecodeError):
-        return msgspec.json.decode(path.read_bytes(), type=list[CostSample])
+    with suppress(OSError, ValueError, msgspec.DecodeError, RecursionError):
+        return msgspec.json.decode(read_small(path), type=list[CostSample])
     return None
 
 

@@ -10,6 +10,7 @@ import socket
 
 from core.ipc.launcher import serve
 from core.ipc.logs import of_request
+from model_executor.deferred_compiler import defer_compiler
 from model_executor.worker.worker import set_up_libraries
 
 logger = logging.getLogger("stencil.engine")
@@ -24,6 +25,7 @@ def main(_config: bytes, fds: list[int]) -> None:
     # No thread may run when it forks; workers set their own number. They compute on CPUs.
     set_up_libraries(num_threads=1, compiles=False, may_use_gpu=False)
     gc.disable()
+    defer_compiler()  # who compiles has no launcher, see `needs_launcher`
     try:
         importlib.import_module("model_executor.worker.start")
     except Exception:  # whatever a library raises; the workers, which then import it themselves, report what they see

@@ -105,6 +105,15 @@ class ResidentModels:
         opened = {name: Opened(checkpoint, families[name]) for name, checkpoint in checkpoints.items()}
         return cls(configs, opened, component_keys(opened, user_cache_folder(os.environ)))
 
+    def log_dtypes(self) -> None:
+        """Log which dtypes `auto` is for the models, and why. Called once they are loaded: a start that fails says only
+        why it has."""
+        for name, checkpoint in self._checkpoints.items():
+            if checkpoint.why_dtype:
+                dtype = str(checkpoint.dtype).removeprefix("torch.")
+                text = "--dtype auto is %s for %s: %s"
+                logger.info(text, dtype, name, checkpoint.why_dtype, extra=of_request(""))
+
     @property
     def device(self) -> torch.device:
         """The device that all models run on."""
@@ -162,15 +171,16 @@ class ResidentModels:
             return
         family.put_adapter(adapter.patch, family.prepare_adapter(whole, {part}))
 
-    def add_adapter(self, model: str, config: AdapterConfig, patch: str = "") -> str:
-        """Read an adapter and put it in use for a model, whatever runs meanwhile; returns its patch. Requests must not
-        name it before. patch: that its file must have; "": any. Raises ConfigError; KeyError for an unknown model.
+    def add_adapter(self, model: str, config: AdapterConfig, patch: str = "", max_bytes: int | None = None) -> Adapter:
+        """Read an adapter and put it in use for a model, whatever runs meanwhile. Requests must not name it before.
+        patch: that its file must have; "": any. max_bytes: as for `read_adapter`. Raises ConfigError; KeyError for an
+        unknown model.
 
         May be called in a thread: what other adapters change is not touched, and the rows of a pass under way are not
         of this one.
         """
         family, parts = self.families[model], self._loaded_parts(model)
-        adapter = read_adapter(config, family.lora_format)
+        adapter = read_adapter(config, family.lora_format, max_bytes)
         if not adapter.parts.keys() <= set(parts):
             family.check_adapter(adapter)
         if patch and adapter.patch != patch:
@@ -179,7 +189,7 @@ class ResidentModels:
         if adapter.patch not in {other.patch for other in self._adapters[model]}:
             self._adapters[model].append(adapter)
             self._forget_layers()
-        return adapter.patch
+        return adapter
 
     def drop_adapter(self, model: str, patch: str) -> None:
         """Drop an adapter of a model, in parts that models share once no other one has it."""

@@ -21,7 +21,7 @@ from model_executor.page_cache.page_files import PageFiles
 from model_executor.page_cache.page_store import PageStore
 from model_executor.parallel.groups import Groups
 from model_executor.weights.taking import TakenWeights
-from model_executor.worker.adapter_loader import AdapterLoader
+from model_executor.worker.adapter_loader import AdapterLoader, adapter_bytes
 from model_executor.worker.component_loader import ComponentLoader
 from model_executor.worker.cost_probe import known_or_probed
 from model_executor.worker.engine_link import EngineLink
@@ -60,7 +60,7 @@ def start(
     )
     exchange = Exchange(store, sockets)
     groups = None if sockets is None else Groups(settings.rank, settings.group_seconds, models.device)
-    adapters = AdapterLoader(settings.rank, models, link.report, thread)
+    adapters = AdapterLoader(settings.rank, models, link.report, thread, adapter_bytes(settings.num_workers))
     context = WorkerContext(models.families, store, arena, pages, models.prompts_of, exchange, adapters.wait)
     runner = Runner(settings.rank, context, groups)
     link.send(msgspec.structs.replace(ready, port=groups.port if groups else 0))
@@ -86,6 +86,7 @@ def _loaded(settings: WorkerConfig, models: ResidentModels, loader: ComponentLoa
     with room_for("the model", CPU_REMEDIES if models.device.type == "cpu" else REMEDIES):
         loader.load_first()
         models.warm_up()
+    models.log_dtypes()
     ready = models.ready(settings.rank)
     page_bytes = device_page_bytes(
         gauge,

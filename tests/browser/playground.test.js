@@ -54,6 +54,16 @@ test("a drawn mask is edited, and nothing outside it changes by a bit", () =>
     assert.ok(found.inside > 1000 && found.inside_changed > 0.8 * found.inside, JSON.stringify(found));
   }));
 
+test("the stage has no scroll bar where the picture fits", () =>
+  desktop(async (page) => {
+    await openPlayground(page, OPEN_URL);
+    const room = await page.evaluate(() => {
+      const { clientWidth, clientHeight, scrollWidth, scrollHeight } = document.querySelector("#viewport");
+      return { across: scrollWidth - clientWidth, down: scrollHeight - clientHeight };
+    });
+    assert.deepEqual(room, { across: 0, down: 0 });
+  }));
+
 test("partial images come in place while the edit runs", () =>
   desktop(async (page) => {
     await openPlayground(page, OPEN_URL);

@@ -209,15 +209,22 @@ json_values: st.SearchStrategy[Any] = st.recursive(
     lambda inner: st.one_of(st.lists(inner, max_size=4), st.dictionaries(st.text(max_size=8), inner, max_size=4)),
     max_leaves=8,
 )
+
+
+def _source(url: str, is_plain: bool) -> Any:
+    return url if is_plain else {"image_url": url}
+
+
 sources = st.one_of(
     json_values,
     st.builds(
-        lambda head, data, end: {"image_url": head + base64.b64encode(data).decode() + end},
+        lambda head, data, end, is_plain: _source(head + base64.b64encode(data).decode() + end, is_plain),
         st.sampled_from(
             ["data:image/png;base64,", "data:;base64,", "DATA:IMAGE/PNG;BASE64,", "data:,", "", "http://a/"]
         ),
         st.one_of(good_pictures, hostile_pictures()),
         st.sampled_from(["", "", "=", "\n", "!", "\\u0041", "=" * 50]),
+        st.booleans(),
     ),
     st.sampled_from([{"image_url": url} for url in ("http://127.0.0.1:9/", "file:///etc/passwd", "//a", "", "data:")]),
     st.sampled_from([{"file_id": "file-1"}, {"image_url": {"url": "http://a/"}}, {}, {"image_url": None}]),
@@ -228,7 +235,9 @@ sources = st.one_of(
 def json_bodies(draw: st.DrawFn) -> bytes:
     body: dict[str, Any] = {"prompt": SECRET, "num_inference_steps": 1} if draw(often) else {}
     if draw(often):
-        body["images"] = draw(st.one_of(st.lists(sources, min_size=1, max_size=3), sources))
+        body[draw(st.sampled_from(["images", "images", "image"]))] = draw(
+            st.one_of(st.lists(sources, min_size=1, max_size=3), sources)
+        )
     if draw(st.booleans()):
         body["mask"] = draw(sources)
     if not draw(often):

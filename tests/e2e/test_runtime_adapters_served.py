@@ -17,14 +17,22 @@ import openai
 import pytest
 from adapters import make_lora
 from fault_kit import Told, make_input, processes, run, start, until
+from safetensors.torch import load_file, save_file
 from served_edits import client_of, edit, serving
 from server_process import ServerProcess
 
-from core.errors import InvalidRequestError
+from core.errors import InvalidRequestError, OverloadedError
 from core.lora import Lora
 from engine.client.async_engine import AsyncEngine
 from engine.client.edit_types import EditInput
 from tools.random_checkpoints import make_flux_fill, make_sd3
+
+
+def wild(path: Path, checkpoint: Path) -> Path:
+    """An adapter whose weights are finite and so large that no picture is made with them."""
+    tensors = load_file(make_lora(path, checkpoint))
+    save_file({name: 1e30 * tensor for name, tensor in tensors.items()}, path)
+    return path
 
 
 @pytest.fixture(scope="module")
@@ -42,6 +50,7 @@ def files(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
         "other": make_lora(folder / "other.safetensors", other, "single_transformer_blocks.*"),
         "pickle": folder / "pickle.pt",
         "torn": folder / "torn.safetensors",
+        "wild": wild(folder / "wild.safetensors", checkpoint),
         "nothing": folder / "nothing.safetensors",
     }
 
@@ -124,6 +133,24 @@ def test_a_bad_file_fails_the_request_alone(
     assert httpx.get(f"{server.url}/health").json()["status"] == "ok"
 
 
+def test_an_adapter_that_makes_no_picture_is_named_and_fails_its_own_edits(
+    server: ServerProcess, client: openai.OpenAI, files: dict[str, Path]
+) -> None:
+    """One that runs in the same steps is as alone."""
+    plain, _ = edit(client)
+    assert load(server, "wild", files["wild"]).status_code == 200
+    with ThreadPoolExecutor(6) as pool:
+        running = [pool.submit(edit, client, **({"lora": "wild"} if number % 2 else {})) for number in range(6)]
+    for bad in running[1::2]:
+        with pytest.raises(openai.UnprocessableEntityError) as caught:
+            bad.result()
+        assert (caught.value.code, caught.value.param) == ("adapter_not_finite", "lora")
+        assert "'wild'" in str(caught.value)
+    for good in running[::2]:
+        np.testing.assert_array_equal(good.result()[0], plain)
+    assert unload(server, "wild").status_code == 200
+
+
 def test_names_are_checked(server: ServerProcess, files: dict[str, Path]) -> None:
     def refused(answer: httpx.Response, status: int, param: str, code: str) -> None:
         error = answer.json()["error"]
@@ -151,6 +178,8 @@ async def restart(engine: AsyncEngine) -> None:
     (process,) = processes("engine")
     process.kill()
     await until(lambda: not any(engine.alive))
+    with pytest.raises(OverloadedError, match="No worker is up"):
+        await engine.load_adapter("early", "early.safetensors")
     await until(lambda: all(engine.alive))
 
 

@@ -101,6 +101,35 @@ def test_drain_limit_then_an_answer(server_flags: tuple[str, ...], tmp_path: Pat
         assert "retry-after" in results[0].headers
 
 
+def test_uploads_in_the_pipeline_get_503_when_the_drain_is_over(server_flags: tuple[str, ...], tmp_path: Path) -> None:
+    """Those that wait for an image processor, those that one has, and those that are computed."""
+    server = start(tmp_path / "scratch", *server_flags, "--drain-seconds", "0.5")
+    files = {"image": encode(photo(2000, 2000)), "mask": alpha_mask(2000, 2000)}
+    answered: list[tuple[float, httpx.Response]] = []
+
+    def post_large() -> None:
+        answer = httpx.post(f"{server.base_url}/images/edits", data=LONG_EDIT, files=files, timeout=60)
+        answered.append((time.monotonic(), answer))
+
+    def all_are_admitted() -> bool:
+        queue = httpx.get(f"{server.base_url}/engine/stats").json()["queue"]
+        return bool(queue["running"] + queue["waiting"] == len(threads))
+
+    threads = [threading.Thread(target=post_large) for _ in range(20)]
+    for thread in threads:
+        thread.start()
+    wait_for(all_are_admitted)
+    stopped = time.monotonic()
+    assert server.stop() == 0
+    for thread in threads:
+        thread.join()
+    refused = [answer for _, answer in answered if answer.status_code != 200]
+    assert len(answered) == len(threads) > 2 * (len(answered) - len(refused))
+    assert {(answer.status_code, answer.headers.get("retry-after")) for answer in refused} == {(503, "1")}
+    assert max(at for at, _ in answered) - stopped < 3.5
+    assert "Traceback" not in server.log.read_text()
+
+
 def test_second_ctrl_c_does_not_wait(server_flags: tuple[str, ...], tmp_path: Path) -> None:
     server = start(tmp_path / "scratch", *server_flags, "--max-num-seqs", "1")
     thread, _ = in_background(lambda: post(server, LONG_EDIT | {"n": "10"}))
@@ -220,6 +249,17 @@ def test_host_that_is_no_valid_name(server_flags: tuple[str, ...], tmp_path: Pat
 
 def test_temporary_folder_too_deep_for_a_socket(server_flags: tuple[str, ...], tmp_path: Path) -> None:
     assert_one_line(run_to_its_end(tmp_path, *server_flags, scratch="x" * 110), 1, "TMPDIR")
+
+
+def test_names_with_line_breaks_forge_no_line(server_flags: tuple[str, ...], tmp_path: Path) -> None:
+    server = start(tmp_path / "scratch", *server_flags, "--served-model-name", "x\nforged", "--allow-runtime-lora")
+    body = {"lora_name": "hat", "lora_path": "/no\nforged\x1b[2K"}
+    answer = httpx.post(f"{server.base_url}/load_lora_adapter", json=body, timeout=60)
+    assert answer.status_code == 400
+    assert server.stop() == 0
+    lines = server.log.read_text().splitlines()
+    assert any("adapter hat was not loaded" in line for line in lines)
+    assert not any(line.startswith("forged") or "\x1b" in line for line in lines)
 
 
 def test_models_that_cannot_be_served(tmp_path: Path) -> None:

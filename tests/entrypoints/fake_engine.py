@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import base64
 from collections.abc import AsyncIterator, Callable, Collection, Sequence
-from contextlib import asynccontextmanager
+from contextlib import AbstractAsyncContextManager, asynccontextmanager
 from dataclasses import replace
 
 import fakes
@@ -19,6 +19,7 @@ from core.model_choice import choose_model
 from core.model_info import ModelInfo
 from core.patches import PatchSet
 from engine.client.edit_types import EditInput, EditReport, ImageOutput
+from engine.client.running_sessions import RunningSessions
 from engine.client.template_store import Template, TemplateStore
 from engine.client.upload import KeptUpload, Upload
 from engine.client.upload_place import UploadPlace
@@ -69,6 +70,7 @@ class FakeEngine:
         self.files: dict[str, bytes] = {}  # content of the last edit's uploads
         self.num_open = 0
         self.templates = TemplateStore(1000)
+        self.sessions = RunningSessions()
         self.primed_for: PatchSet = ()  # of the last template
         self.loaded: dict[str, tuple[str, str]] = {}  # adapter -> (path, model)
         self.loads: tuple[LoadReport | None, ...] = (None, None)
@@ -86,6 +88,9 @@ class FakeEngine:
     @property
     def num_admitted(self) -> int:
         return self.num_open
+
+    def until_shutdown(self) -> AbstractAsyncContextManager[None]:
+        return self.sessions.until_shutdown()
 
     def check_upload(self, owner: str, uploads: Collection[UploadPlace]) -> None:
         if self.num_open + len(uploads) >= self.config.max_queue:

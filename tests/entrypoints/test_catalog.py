@@ -81,6 +81,10 @@ def test_models_have_the_settings_of_their_entries_and_else_the_flags(folder: Pa
         ("loras = ['hat.safetensors']", "model 2: loras: is a table"),
         ("loras = { hat = 'gone' }", "model 2: loras: there is no file '{folder}/gone' for hat"),
         ("name = 'a'\nloras = { a = 'hat.safetensors' }", "model 2: loras: --lora a: adapters need names of their own"),
+        ("path = '~nobody.here/fill'", "model 2: path: ~nobody.here/fill: there is no such home directory"),
+        ("loras = { hat = '~nobody.here/hat' }", "model 2: loras: hat: ~nobody.here/hat: there is no such home"),
+        ("loras = { hat = '" + "x" * 300 + "' }", "model 2: loras: hat: File name too long"),
+        ("path = '" + "x" * 300 + "'", "model 2: path: cannot read"),
         ("device = 'cpu'", "model 2: device: all models share it; give --device"),
     ],
 )
@@ -98,6 +102,7 @@ def test_a_bad_entry_is_named_with_its_key(folder: Path, entry: str, said: str) 
         ("model = 'fill'", "lists no model"),
         ("[[models]]", "models is not known; models are tables that begin with [[model]]"),
         ("[[model]\n", "is no TOML: "),
+        (f"x = {'[' * 5000}", "nested too deeply"),
     ],
 )
 def test_a_file_that_lists_no_models_is_refused(folder: Path, text: str, said: str) -> None:

@@ -137,6 +137,8 @@ def test_a_blank_variable_is_one_line(
         "--api-key= --api-key k",
         "--api-key-file /nowhere/keys",
         "--otlp-traces-endpoint localhost:4317",
+        "--lora hat=~nobody.here/hat.safetensors",
+        f"--lora hat={'x' * 300}",
         "--nonsense",
         "--max-q 3",
         "stray",

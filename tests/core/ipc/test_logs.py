@@ -11,6 +11,8 @@ from pathlib import Path
 from typing import Any
 
 import ipc_children
+from hypothesis import given
+from hypothesis import strategies as st
 
 from core.ipc.logs import JsonFormatter, TextFormatter, of_request, request_context, with_facts
 
@@ -48,9 +50,27 @@ def test_text_lines_have_level_name_and_request_id() -> None:
     logger.info("of another", extra=of_request("req_2"))
     assert lines[0].endswith(" INFO stencil.test nobody's")
     assert lines[1].endswith(" WARNING stencil.test [req_1] done in 5 ms status=200 ms.queue=1.5 ms.decode=2.0")
-    assert " ERROR stencil.test [req_1] broken\nTraceback" in lines[2]
+    assert " ERROR stencil.test [req_1] broken\n    Traceback" in lines[2]
     assert lines[2].endswith("ValueError: why")
     assert lines[3].endswith("[req_2] of another")
+
+
+FORGED = "2026-01-01 00:00:00,000 INFO stencil.api served"
+
+
+@given(st.text() | st.sampled_from([f"{end}{FORGED}" for end in ("\n", "\r", "\r\n", "\x85", "\u2028", "\x1b[2K\x0b")]))
+def test_no_text_from_outside_makes_a_line_of_its_own(text: str) -> None:
+    logger, lines = logger_to(TextFormatter())
+    logger.info("not loaded: %s", text, extra=with_facts(path=text))
+    logger.error("failed: %s\n%s", text, text)
+    try:
+        raise ValueError(text)
+    except ValueError as error:
+        logger.error("failed: %s", error, exc_info=error)
+    assert len(lines[0].splitlines()) == 1
+    for line in lines:
+        assert all(part.startswith("    ") for part in line.splitlines()[1:])
+        assert line.replace("\n", "").isprintable()
 
 
 def test_json_lines_have_level_request_id_and_facts() -> None:

@@ -75,6 +75,15 @@ def test_a_timeout_and_the_objective_hold_together() -> None:
     assert judge(Outlook(6.0, 1.0, is_idle=False), Terms(timeout=40.0, slo=5.0), EXACT).refused == "slo"
 
 
+def test_an_objective_that_cannot_be_met_is_none_on_an_idle_server_for_any_policy() -> None:
+    """Else a policy that gives up requests would serve none at all. A busy server has others for it to choose from."""
+    terms = Terms(timeout=None, slo=1.0)
+    idle, busy = (judge(Outlook(5.0, 5.0, is_idle), terms, EXACT, gives_up=True) for is_idle in (True, False))
+    assert (idle.refused, idle.has_objective) == (None, False)
+    assert (busy.refused, busy.has_objective) == (None, True)
+    assert judge(Outlook(0.9, 0.9, is_idle=True), terms, EXACT, gives_up=True).has_objective
+
+
 def test_a_policy_that_gives_up_requests_itself_is_shown_all_that_are_not_hopeless() -> None:
     busy, terms = Outlook(60.0, 5.0, is_idle=False), Terms(timeout=6.0, slo=10.0)
     assert judge(busy, terms, EXACT).refused == "timeout"

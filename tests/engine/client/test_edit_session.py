@@ -25,6 +25,7 @@ from core.errors import DeadlineExceededError, InvalidRequestError, OverloadedEr
 from core.failure import NEVER_BEGUN, Failure
 from core.handles import ArrayRef
 from core.ipc.shared_array import Arena
+from core.lora import Lora
 from core.messages.engine import Aborted, EngineRequest, Failed, Finished
 from core.messages.image_processor import ComposedImage, ComposeImage, PreparedImages, PrepareImages
 from core.model_choice import ModelChoice
@@ -42,6 +43,7 @@ from engine.images.image_jobs import Caller, Room
 from engine.router import router
 from engine.router.engine_client import Waiter
 from engine.router.router import Router
+from entrypoints.openai.errors import describe
 from entrypoints.openai.upload_slots import UploadSlots
 
 COMPOSE_SECONDS = 0.5
@@ -254,6 +256,25 @@ async def test_nothing_is_learnt_from_a_failed_edit_that_was_admitted_despite_do
     with pytest.raises(DeadlineExceededError):
         await take_all(session, server, 0.0)
     assert server.learnt() == []
+
+
+@pytest.mark.parametrize("adapters", [(), ("hat",), ("hat", "shirt")])
+async def test_a_picture_that_is_none_is_the_adapters_fault_if_there_are_any(
+    server: Server, adapters: tuple[str, ...]
+) -> None:
+    choice = ModelChoice(MODEL, tuple(map(Lora, adapters)))
+    edit = EditInput(prompt="a cat", model="m")
+    session = EditSession(server.services, server.results, "edit", edit, choice)
+    await session.begin()
+    server.busy.fail_first(Failure("not_finite", "the picture's numbers are not finite"))
+    with pytest.raises(StencilError) as caught:
+        await take_all(session, server, 0.0)
+    reply = describe(caught.value)
+    if adapters:
+        assert (reply.status, reply.code, reply.param) == (422, "adapter_not_finite", "lora")
+        assert all(repr(name) in reply.message for name in adapters)
+    else:
+        assert (reply.status, reply.code) == (500, "internal_error")
 
 
 def _shape_of(session: EditSession) -> RequestShape:

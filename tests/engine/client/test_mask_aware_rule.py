@@ -179,7 +179,7 @@ def calibrated(**fields: object) -> SamplingParams:
     [
         (calibrated(), 0.5, ((0, 2), 0)),
         (calibrated(), 0.49, ((), 0)),
-        (calibrated(strength=0.5), 0.5, ((0, 1), 0)),  # of two steps
+        (calibrated(strength=0.5), 0.5, ((0,), 0)),  # of two steps, one is left to read pages
         (calibrated(full_steps=1), 0.5, ((), 1)),
         (calibrated(own_page_steps=()), 0.5, ((), 0)),
         (calibrated(own_page_steps=(0, 4, 7)), 0.1, ((0, 4), 0)),

@@ -12,10 +12,11 @@ import pytest_asyncio
 from fakes import MODEL
 
 from core.config import EngineConfig
-from core.errors import AdapterNotFoundError, InvalidRequestError, ModelNotFoundError
+from core.errors import AdapterNotFoundError, InvalidRequestError, ModelNotFoundError, OverloadedError
 from core.lora import Lora
 from core.model_choice import ModelChoice, choose_model
 from core.patches import Patch
+from engine.client import runtime_adapters
 from engine.client.running_sessions import RunningSessions
 from engine.client.runtime_adapters import RuntimeAdapters
 from engine.client.served_models import ServedModels
@@ -137,11 +138,30 @@ async def test_a_name_given_while_it_is_dropped_keeps_it(server: Server) -> None
     assert server.engines.resident == ["h"]
 
 
+async def test_a_shutdown_ends_a_load_and_those_that_wait_for_it(server: Server) -> None:
+    server.engines.gate.clear()
+    loads = [asyncio.create_task(server.adapters.load(name, name)) for name in ("hat", "cap")]
+    await settle()
+    await server.sessions.drain(0.0)
+    results = await asyncio.gather(*loads, server.adapters.load("hood", "h"), return_exceptions=True)
+    assert [type(result) for result in results] == [OverloadedError] * 3
+
+
 async def test_a_refused_file_changes_nothing(server: Server) -> None:
     with pytest.raises(InvalidRequestError, match="bad"):
         await server.adapters.load("hat", "bad")
     assert list(server.served.by_name) == ["m"]
     await server.adapters.load("hat", "h")
+
+
+async def test_there_are_not_more_than_may_be(server: Server, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(runtime_adapters, "MAX_ADAPTERS", 2)
+    for name in ("hat", "cap"):
+        await server.adapters.load(name, "h")
+    with pytest.raises(InvalidRequestError, match="2 adapters are served already"):
+        await server.adapters.load("hood", "h")
+    server.adapters.unload("hat")
+    await server.adapters.load("hood", "h")
 
 
 async def test_of_two_loads_at_once_the_first_gets_the_name(server: Server) -> None:

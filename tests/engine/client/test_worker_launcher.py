@@ -84,3 +84,10 @@ def test_only_workers_of_cpus_are_forked(
 ) -> None:
     monkeypatch.setattr(worker_launcher, "has_gpu_driver", lambda: has_driver)
     assert needs_launcher(EngineConfig(models=(ModelConfig(device=device),))) is needed
+
+
+def test_workers_that_compile_are_not_forked() -> None:
+    """The launcher has left out the compiler."""
+    models = (ModelConfig(device="cpu"), ModelConfig(served_model_name="other", device="cpu", kernels="compile"))
+    assert not needs_launcher(EngineConfig(models=models))
+    assert needs_launcher(EngineConfig(models=models[:1]))

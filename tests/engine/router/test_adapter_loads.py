@@ -8,7 +8,7 @@ from collections.abc import Callable
 
 import pytest
 
-from core.errors import ConfigError, EngineDeadError, InvalidRequestError
+from core.errors import ConfigError, EngineDeadError, InvalidRequestError, OverloadedError
 from core.failure import Failure
 from core.messages.engine import AdapterAdded, Failed
 from core.messages.worker import DropAdapter, LoadAdapter
@@ -102,7 +102,7 @@ async def test_deaths_are_no_refusals_unless_no_engine_is_left() -> None:
     assert await load(make(Engine(0), Engine(1, DEAD, is_alive=True))) == "p"
     with pytest.raises(EngineDeadError, match="it died"):
         await load(make(Engine(0, DEAD)))
-    with pytest.raises(EngineDeadError, match="no engine is up"):
+    with pytest.raises(OverloadedError, match="No engine is up"):
         await load(make(Engine(0, is_alive=False)))
 
 

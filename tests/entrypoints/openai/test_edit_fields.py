@@ -398,6 +398,23 @@ async def test_json_edit(client: httpx.AsyncClient, engine: FakeEngine) -> None:
     assert response.json()["stencil"]["ignored"] == ["image[1]", "nonsense"]
 
 
+@pytest.mark.parametrize("name", ["image", "images"])
+async def test_json_takes_plain_data_urls_too(client: httpx.AsyncClient, engine: FakeEngine, name: str) -> None:
+    one, two, mask = map(data_url, (b"one", b"two", b"mask"))
+    response = await post_json(client, {name: [one, {"image_url": two}], "mask": mask, "prompt": "p"})
+    assert response.status_code == 200, response.text
+    assert engine.files == {"image": b"one", "mask": b"mask"}
+    assert response.json()["stencil"]["ignored"] == ["image[1]"]
+
+
+@pytest.mark.parametrize("data", [b"one", bytes(range(256)) * 4000])
+async def test_json_takes_one_image_without_a_list(client: httpx.AsyncClient, engine: FakeEngine, data: bytes) -> None:
+    for image in (data_url(data), {"image_url": data_url(data)}):
+        response = await post_json(client, {"image": image, "mask": {"image_url": data_url(b"m")}, "prompt": "p"})
+        assert response.status_code == 200, response.text
+        assert engine.files == {"image": data, "mask": b"m"}
+
+
 async def test_json_with_long_strings(client: httpx.AsyncClient, engine: FakeEngine) -> None:
     """Strings above the parser's limit: pictures are stored, text fields are refused, unknown fields are ignored."""
     image, mask = bytes(range(256)) * 4000, bytes(range(255, -1, -1)) * 3000
@@ -433,9 +450,16 @@ async def test_json_escaped_slashes_and_unicode(client: httpx.AsyncClient, engin
         ({"images": [{"file_id": "file-1"}]}, "unsupported_value", "image"),
         ({"images": []}, "missing_required_parameter", "image"),
         ({"images": "x"}, "invalid_type", "image"),
+        ({"images": ["https://example.com/a.png"]}, "unsupported_value", "image"),
+        ({"image": data_url(b"two")}, "invalid_value", "image"),
+        ({"image": 3}, "invalid_type", "image"),
+        ({"images": None, "image": [3]}, "invalid_type", "image"),
+        ({"images": None, "image": ""}, "missing_required_parameter", "image"),
+        ({"mask": 3}, "invalid_type", "mask"),
+        ({"mask": ["x"]}, "invalid_type", "mask"),
         ({"images": [{"image_url": 3}]}, "invalid_type", "image"),
         ({"images": [{"image_url": "data:image/png;base64,@@@@"}]}, "invalid_value", "image"),
-        ({"mask": "aGVsbG8="}, "invalid_type", "mask"),
+        ({"mask": "aGVsbG8="}, "unsupported_value", "mask"),
         ({"mask_image": 3}, "invalid_type", "mask_image"),
         ({"n": "2"}, "invalid_type", "n"),
         ({"n": 2.0}, "invalid_type", "n"),

@@ -154,7 +154,37 @@ async def test_openapi_document(client: httpx.AsyncClient) -> None:
     properties = content["multipart/form-data"]["schema"]["properties"]
     assert properties["n"] == {"type": "integer", "description": "Images to make.", "minimum": 1, "maximum": 10}
     assert {"image", "mask", "mask_image", "prompt", "seed"} <= set(properties)
-    assert (await client.get("/docs")).status_code == 200
+
+
+async def test_the_reference_page_loads_nothing_and_names_every_field(client: httpx.AsyncClient) -> None:
+    """Neither scripts nor pictures, of another host or this one: without internet it is not blank."""
+    answer = await client.get("/docs")
+    assert (answer.status_code, answer.headers["content-type"]) == (200, "text/html; charset=utf-8")
+    assert "default-src 'none'" in answer.headers["content-security-policy"]
+    for word in ("<script", "<link", "src=", "http://", "https://", "url(", "@import"):
+        assert word not in answer.text
+    document = (await client.get("/openapi.json")).json()
+    for path, methods in document["paths"].items():
+        for method, told in methods.items():
+            assert f"{method.upper()} {path}</h2>" in answer.text
+            for body in told.get("requestBody", {}).get("content", {}).values():
+                for name in body["schema"].get("properties", {}):
+                    assert f"<code>{name}</code>" in answer.text
+    assert (await client.get("/redoc")).status_code == 404
+
+
+async def test_adapters_are_named_in_metrics_to_those_who_may_list_them(
+    client: httpx.AsyncClient, guarded: httpx.AsyncClient, engine: FakeEngine
+) -> None:
+    """With keys, only to those who have one; how many there are is no secret."""
+    engine.metrics.name_adapters(["hat", "shirt"])
+    named = 'vllm:lora_requests_info{max_lora="2",running_lora_adapters="hat,shirt"'
+    assert named in (await client.get("/metrics")).text
+    assert named in (await guarded.get("/metrics", headers={"authorization": "Bearer sésame".encode()})).text
+    for headers in ({}, {"authorization": "Bearer wrong"}):
+        told = (await guarded.get("/metrics", headers=headers)).text
+        assert 'max_lora="2",running_lora_adapters=""' in told
+        assert "shirt" not in told
 
 
 # --------------------------------------------------------------------------------------------------------- API key

@@ -45,6 +45,14 @@ async def test_a_refusal(engine: FakeEngine) -> None:
     assert b'request_rejects_total{reason="rate_limit"} 1.0' in engine.metrics.exposition()
 
 
+async def test_loads_of_adapters_are_counted(engine: FakeEngine) -> None:
+    """They have workers read files; unloading costs nothing."""
+    async with limited(engine, 1) as [client]:
+        answers = [await client.post("/v1/load_lora_adapter", json={}) for _ in range(2)]
+        assert [answer.status_code for answer in answers] == [403, 429]
+        assert (await client.post("/v1/unload_lora_adapter", json={})).status_code == 403
+
+
 async def test_only_work_is_counted(engine: FakeEngine) -> None:
     async with limited(engine, 3) as [client]:
         template = await client.post("/v1/templates", files=[IMAGE])

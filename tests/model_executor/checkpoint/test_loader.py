@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import logging
 import shutil
 from pathlib import Path
 from typing import Any
@@ -14,6 +15,7 @@ from safetensors.torch import load_file, save_file
 
 from core.config import ModelConfig
 from core.errors import ConfigError
+from model_executor.checkpoint import loader
 from model_executor.checkpoint.loader import Checkpoint, resolve_dtype
 from model_executor.models.flux import FluxFill
 from model_executor.models.parts import FLOW_SCHEDULERS, MODULES
@@ -267,7 +269,68 @@ def test_hub_id_without_network(monkeypatch: pytest.MonkeyPatch, tmp_path: Path)
 
 def test_unknown_dtype() -> None:
     with pytest.raises(ConfigError, match="unknown dtype 'int4'"):
-        resolve_dtype("int4", torch.device("cpu"))
+        resolve_dtype("int4", torch.device("cpu"), lambda: 0)
+
+
+@pytest.mark.parametrize(
+    ("device", "has_bfloat16", "has_amx", "gigabytes", "expected", "why"),
+    [
+        ("cuda", True, True, 1, torch.bfloat16, "runs on a GPU"),
+        ("cpu", False, False, 1, torch.float32, "does not multiply bfloat16"),
+        ("cpu", True, False, 1, torch.bfloat16, "multiplies it natively"),  # Zen 5
+        ("cpu", True, True, 1, torch.float32, "depends in its last bits on what shares its steps"),
+        ("cpu", True, True, 66, torch.float32, "depends in its last bits"),
+        ("cpu", True, True, 67, torch.bfloat16, "the weights take 67.0 GB, and 66.7 GB of memory are for them"),
+    ],
+)
+def test_auto_is_a_dtype_in_which_pictures_do_not_depend_on_their_company(
+    monkeypatch: pytest.MonkeyPatch,
+    device: str,
+    has_bfloat16: bool,
+    has_amx: bool,
+    gigabytes: int,
+    expected: torch.dtype,
+    why: str,
+) -> None:
+    """Where weights fit so. CPUs with AMX round products of few rows in bfloat16 in another way."""
+    monkeypatch.setattr(loader, "cpu_has_bfloat16", lambda: has_bfloat16)
+    monkeypatch.setattr(loader, "cpu_has_amx", lambda: has_amx)
+    monkeypatch.setattr(loader, "memory_limit", lambda: 100_000_000_000)
+    dtype, told = resolve_dtype("auto", torch.device(device), lambda: gigabytes * 1_000_000_000)
+    assert dtype is expected
+    assert why in told
+    assert resolve_dtype("bfloat16", torch.device(device), lambda: 0) == (torch.bfloat16, "")
+
+
+@pytest.mark.parametrize("quantization", ["none", "torchao-int8"])
+def test_all_weights_count_for_auto(tiny_checkpoint: Path, monkeypatch: pytest.MonkeyPatch, quantization: str) -> None:
+    """As float32, whatever dtype they are stored in; a quantised denoiser's are as they are quantised."""
+    numbers = {
+        folder.name: sum(tensor.numel() for file in folder.glob("*.safetensors") for tensor in load_file(file).values())
+        for folder in tiny_checkpoint.iterdir()
+        if folder.is_dir()
+    }
+    expected = sum(
+        (1 if (name, quantization) == ("transformer", "torchao-int8") else 4) * numbers[name] for name in numbers
+    )
+    for memory, dtype in ((expected, torch.bfloat16), (2 * expected, torch.float32)):
+        monkeypatch.setattr(loader, "cpu_has_bfloat16", lambda: True)
+        monkeypatch.setattr(loader, "cpu_has_amx", lambda: True)
+        monkeypatch.setattr(loader, "memory_limit", lambda memory=memory: memory)
+        config = ModelConfig(model=str(tiny_checkpoint), device="cpu", quantization=quantization)  # type: ignore[arg-type]
+        assert Checkpoint.open(config).dtype is dtype
+
+
+def test_what_auto_is_and_why_is_logged(
+    tiny_checkpoint: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(loader, "cpu_has_bfloat16", lambda: True)
+    monkeypatch.setattr(loader, "cpu_has_amx", lambda: True)
+    with caplog.at_level(logging.INFO):
+        for dtype in ("auto", "float32"):
+            load(tiny_checkpoint, device="cpu", dtype=dtype).log_dtypes()
+    (line,) = (message for message in caplog.messages if "--dtype" in message)
+    assert line.startswith("--dtype auto is float32 for tiny: with AMX, a picture in bfloat16 depends")
 
 
 def test_a_cpu_is_warmed_up_by_one_masked_row(tiny_checkpoint: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -9,12 +9,12 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from transformers import CLIPTokenizer
+from transformers import CLIPTokenizer, PreTrainedTokenizerFast
 
 from core.config import ModelConfig
 from core.errors import ConfigError
 from model_executor.checkpoint.loader import Checkpoint
-from model_executor.checkpoint.tokenizer_check import check_files
+from model_executor.checkpoint.tokenizer_check import check_files, check_tokenizer
 from model_executor.models.base import Family
 from model_executor.models.registry import make_family
 from tools.random_checkpoints import make_flux, make_qwen, make_qwen_edit, make_sd3
@@ -101,6 +101,31 @@ def test_a_vocabulary_without_words(copy: Callable[[str], Path], name: str) -> N
     assert_refused(
         path, "cannot load tokenizer of .*: it (turns all prompts into the same tokens|cannot read a prompt)"
     )
+
+
+def make_words(folder: Path, *words: str) -> PreTrainedTokenizerFast:
+    """A tokenizer that knows these words alone."""
+    vocabulary = {word: number for number, word in enumerate(["<unk>", "<pad>", *words])}
+    model = {"type": "WordLevel", "vocab": vocabulary, "unk_token": "<unk>"}
+    special = [{"id": number, "content": word, "special": True} for number, word in enumerate(["<unk>", "<pad>"])]
+    flags = dict.fromkeys(("single_word", "lstrip", "rstrip", "normalized"), False)
+    content = {"version": "1.0", "model": model, "pre_tokenizer": {"type": "Whitespace"}}
+    content["added_tokens"] = [each | flags for each in special]
+    (folder / "tokenizer.json").write_text(json.dumps(content))
+    return PreTrainedTokenizerFast(
+        tokenizer_file=str(folder / "tokenizer.json"), unk_token="<unk>", pad_token="<pad>", model_max_length=8
+    )
+
+
+@pytest.mark.parametrize("words", [("cat", "dog"), ("a", "cat"), ("Hut",), ("\u5e3d",)])
+def test_a_small_vocabulary_is_taken(tmp_path: Path, words: tuple[str, ...]) -> None:
+    """Though it has none of the letters, or reads all but one word as unknown."""
+    check_tokenizer(make_words(tmp_path, *words), {})
+
+
+def test_a_vocabulary_of_special_tokens_alone_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match="turns all prompts into the same tokens"):
+        check_tokenizer(make_words(tmp_path), {})
 
 
 @pytest.mark.parametrize(("name", "part"), [each for each in TOKENIZERS if each[1] != "tokenizer_3"])

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -214,8 +215,11 @@ def test_without_a_working_compiler_there_are_no_kernels(
     assert "no compiled kernels" in caplog.text
 
 
-def test_compiling_again_gives_the_same_library(kernels: Kernels) -> None:
+def test_compiling_again_gives_the_same_library(
+    kernels: Kernels, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
     """So that what was cached under its digest is found again."""
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     again = module._compiled.__wrapped__()
     assert again is not None
     assert again.digest == kernels.digest

@@ -18,9 +18,11 @@ from PIL import Image
 from torch import Tensor, nn
 
 from core.config import EMBEDDED_MODEL, ModelConfig
+from core.errors import NonFiniteError
 from entrypoints.calibration.similarity import ssim
 from model_executor.models.base import Family
 from model_executor.models.boxes import times
+from model_executor.models.vae_family import to_pixels
 from model_executor.models.vae_region import CELLS_PER_TOKEN, WORTH, Region, RegionDecoder
 from model_executor.worker.resident import ResidentModels
 
@@ -111,6 +113,7 @@ COUNT_FAULTS = """
 import resource
 import torch
 from core.config import EMBEDDED_MODEL, ModelConfig
+from core.errors import NonFiniteError
 from core.ipc.heap import keep_freed_memory
 from model_executor.worker.resident import KEPT_BYTES, ResidentModels
 
@@ -309,3 +312,12 @@ def test_a_region_is_taken_only_where_it_saves_work() -> None:
     assert [region is None for region in regions] == sorted(region is None for region in regions)
     assert regions[3] is not None
     assert max(region.work for region in regions if region) <= WORTH
+
+
+@pytest.mark.parametrize("value", [float("nan"), float("inf"), -float("inf")])
+def test_numbers_that_are_no_picture_are_an_error(value: float) -> None:
+    picture = torch.zeros(1, 3, 8, 8)
+    to_pixels(picture)
+    picture[0, 1, 2, 3] = value
+    with pytest.raises(NonFiniteError):
+        to_pixels(picture)

@@ -41,6 +41,20 @@ def listener() -> Iterator[socket.socket]:
         yield listener
 
 
+def test_descriptors_that_a_peer_attaches_do_not_stay_open(keeper: ChildProcess, listener: socket.socket) -> None:
+    def num_open() -> int:
+        return len(os.listdir(f"/proc/{keeper.pid}/fd"))
+
+    with local_sockets.connect(local_sockets.address_of(listener)) as connection:
+        local_sockets.send(connection, b"no message")
+        local_sockets.receive(connection)
+        before = num_open()
+        for _ in range(10):
+            local_sockets.send(connection, b"no message", [0, 1, 2])
+            local_sockets.receive(connection)
+        assert num_open() == before
+
+
 def started(listener: socket.socket) -> ChildProcess:
     return spawn("brief_keeper:main", b"", [os.dup(listener.fileno())], "stencil-weights")
 

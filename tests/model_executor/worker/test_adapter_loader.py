@@ -2,18 +2,22 @@
 
 from __future__ import annotations
 
+import os
 import queue
 import threading
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 from adapters import make_lora
+from safetensors.torch import load_file, save_file
 
 from core.config import AdapterConfig, ModelConfig
 from core.messages.worker import AdapterLoaded, DropAdapter, LoadAdapter
 from core.patches import Patch
-from model_executor.worker.adapter_loader import AdapterLoader
+from model_executor.patches.adapters import Adapter
+from model_executor.worker.adapter_loader import AdapterLoader, adapter_bytes
 from model_executor.worker.loader_thread import LoaderThread
 from model_executor.worker.resident import ResidentModels, edit_once
 from tools.random_checkpoints import make_flux
@@ -43,9 +47,9 @@ def file(models: ResidentModels, paths: dict[str, Path], tmp_path: Path) -> Path
 
 
 class Loader:
-    def __init__(self, models: ResidentModels) -> None:
+    def __init__(self, models: ResidentModels, max_bytes: int = 1_000_000_000) -> None:
         self.answers: queue.SimpleQueue[AdapterLoaded] = queue.SimpleQueue()
-        self.loader = AdapterLoader(3, models, self.answers.put, LoaderThread(models.device))
+        self.loader = AdapterLoader(3, models, self.answers.put, LoaderThread(models.device), max_bytes)
 
     def load(self, file: Path, model: str = "a", patch: str = "") -> AdapterLoaded:
         self.loader.load(LoadAdapter("load", model, "hat", str(file), patch))
@@ -143,14 +147,36 @@ def test_bad_files_are_answers(loader: Loader, models: ResidentModels, file: Pat
     assert loader.load(file).failure is None
 
 
+def test_adapters_take_no_more_memory_than_they_may(models: ResidentModels, file: Path, tmp_path: Path) -> None:
+    """What is loaded again under another name counts once, what is dropped no more."""
+    tensors = load_file(file)
+    nbytes = 4 * sum(tensor.numel() for tensor in tensors.values())
+    loader = Loader(models, 5 * nbytes // 2)
+    files = [tmp_path / f"{number}.safetensors" for number in range(3)]
+    for number, path in enumerate(files):
+        save_file(tensors, path, {"number": str(number)})
+    first, again, second, third = [loader.load(path) for path in (files[0], files[0], *files[1:])]
+    assert (first.failure, again.failure, second.failure) == (None, None, None)
+    assert third.failure is not None
+    assert (third.failure.kind, third.failure.param) == ("invalid_request", "lora_path")
+    assert "are left for adapters" in third.failure.message
+    loader.drop("a", Patch(first.patch))
+    assert loader.load(files[2]).failure is None
+
+
+def test_the_machines_memory_is_shared_by_its_workers() -> None:
+    memory = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+    assert 0 < adapter_bytes(4) <= memory // 16
+
+
 def test_the_worker_computes_meanwhile_and_waits_when_told(
     models: ResidentModels, file: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     gate, read = threading.Event(), models.add_adapter
 
-    def slow(model: str, config: AdapterConfig, patch: str = "") -> str:
+    def slow(*arguments: Any) -> Adapter:
         assert gate.wait(20)
-        return read(model, config, patch)
+        return read(*arguments)
 
     monkeypatch.setattr(models, "add_adapter", slow)
     loader = Loader(models)

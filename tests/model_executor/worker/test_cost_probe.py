@@ -5,15 +5,18 @@ from __future__ import annotations
 from pathlib import Path
 
 import msgspec
+import pytest
 
 from core.config import ModelConfig
 from core.costs.cost_model import CostKey, CostModel
 from core.graph.work import Work
+from core.ipc.small_files import MAX_BYTES
 from core.messages.worker import CostSample
 from core.model_info import ModelInfo
 from core.scheduling.ops.denoise import DENOISE
 from core.scheduling.predictor import Predictor
 from model_executor.models.base import Family
+from model_executor.worker import cost_probe
 from model_executor.worker.cost_probe import Batches, known_or_probed, probe
 from model_executor.worker.resident import ResidentModels
 from tools.random_checkpoints import make_sd3
@@ -118,3 +121,9 @@ def test_an_adapter_has_the_costs_of_its_model(models: ResidentModels, info: Mod
     predictor = Predictor(CostModel(), {"tiny": info, "shirt": adapter})
     assert predictor.key("shirt", DENOISE) == predictor.key("tiny", DENOISE)
     assert len(list((tmp_path / "costs").iterdir())) == 1
+
+
+@pytest.mark.parametrize("content", [b"[" * 100_000, b"1" * (MAX_BYTES + 1), b"{}"])
+def test_a_cost_file_that_is_none_is_measured_again(tmp_path: Path, content: bytes) -> None:
+    (tmp_path / "costs.json").write_bytes(content)
+    assert cost_probe._read(tmp_path / "costs.json") is None

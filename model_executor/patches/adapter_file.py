@@ -1,0 +1,139 @@
+"""AdapterFile: finds the file of an adapter and checks it before any of it is loaded.
+
+Servers may read adapters that their callers name, so a file is not trusted: it may be no file at all, declare tensors
+that do not fit into memory, or have a configuration that is of any type.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import math
+import os
+import struct
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from safetensors import safe_open
+
+from core.ipc.small_files import open_regular, read_small
+from model_executor.checkpoint.weights import PICKLES
+
+PEFT_PREFIX, PEFT_CONFIG = "base_model.model.", "adapter_config.json"
+"""The prefix of tensor names in files of `PeftModel.save_pretrained`, and the file with their scale."""
+
+USUAL_NAMES = ("pytorch_lora_weights.safetensors", "adapter_model.safetensors")
+"""The names that diffusers and peft give to adapters, which are preferred in a folder of several files."""
+
+MAX_HEADER_BYTES = 16 * 1024**2
+MAX_CONFIG_BYTES = 1024**2
+MAX_TENSORS = 32_768
+"""Ten times what adapters of all layers of the largest models have."""
+MAX_KEY_CHARACTERS = 512
+FLOAT_BYTES = 4
+"""Bytes of a number as it is read: whatever a file stores becomes float32."""
+
+UNSUPPORTED = {
+    "dora_scale": "it is a DoRA, which changes the weights themselves",
+    "lora_magnitude_vector": "it is a DoRA, which changes the weights themselves",
+    "lokr_": "it is a LoKr and no LoRA",
+    "hada_": "it is a LoHa and no LoRA",
+}
+"""Part of a tensor's name -> why files with it are not supported."""
+
+
+@dataclass(frozen=True, slots=True)
+class AdapterFile:
+    """A file that may be read: its tensors fit into memory, and are of a LoRA as far as their names tell.
+
+    nbytes: that its tensors take as float32. config: of peft, if it is one of its files; None: it is not.
+    """
+
+    path: Path
+    names: tuple[str, ...]  # of its tensors
+    nbytes: int
+    config: Mapping[str, Any] | None
+
+    @classmethod
+    def find(cls, path: Path, max_bytes: int | None = None) -> AdapterFile:
+        """Find and check the safetensors file at this path, or the one in this folder. max_bytes: the most that its
+        tensors may take as float32; None: any. Raises ValueError, OSError, SafetensorError.
+        """
+        file = _find(path)
+        size = _check_header(file)
+        _check_bytes(size // 2 - MAX_HEADER_BYTES, max_bytes)  # a stored number has 8 bytes at most
+        with safe_open(file, "pt") as tensors:
+            names = tuple(tensors.keys())
+            if len(names) > MAX_TENSORS:
+                raise ValueError(f"it holds {len(names)} tensors; at most {MAX_TENSORS} are read")
+            nbytes = FLOAT_BYTES * sum(math.prod(tensors.get_slice(name).get_shape()) for name in names)
+        if long := next((name for name in names if len(name) > MAX_KEY_CHARACTERS), None):
+            raise ValueError(f"the name of a tensor, {long[:40]}..., has more than {MAX_KEY_CHARACTERS} characters")
+        _check_bytes(nbytes, max_bytes)
+        _check_kind(names)
+        return cls(file, names, nbytes, _peft_config(file, names))
+
+    @property
+    def digest(self) -> str:
+        """Hex sha256 of the file and its peft configuration, if there is one beside it."""
+        with self.path.open("rb") as file:
+            digest = hashlib.file_digest(file, "sha256")
+        config = self.path.with_name(PEFT_CONFIG)
+        if config.is_file():
+            digest.update(read_small(config, MAX_CONFIG_BYTES))
+        return digest.hexdigest()
+
+
+def _find(path: Path) -> Path:
+    if not path.exists():
+        raise ValueError("there is no such file")
+    files = sorted(path.iterdir()) if path.is_dir() else [path]
+    found = [file for file in files if file.suffix == ".safetensors"]
+    usual = [file for file in found if file.name in USUAL_NAMES] or found
+    if len(usual) == 1:
+        return usual[0]
+    if found:
+        some = ", ".join([*(file.name for file in found[:4]), *(["..."] if len(found) > 4 else [])])
+        raise ValueError(f"it holds {some}; name one of these files")
+    if pickles := [file for file in files if file.suffix in PICKLES]:
+        raise ValueError(
+            f"only safetensors weights are read, as unpickling {pickles[0].name} could run code; convert it where you "
+            "trust it"
+        )
+    raise ValueError("a LoRA is a .safetensors file, or a folder that holds one")
+
+
+def _check_bytes(nbytes: int, max_bytes: int | None) -> None:
+    """nbytes: the least that the tensors take as float32."""
+    if max_bytes is not None and nbytes > max_bytes:
+        raise ValueError(
+            f"it takes {nbytes / 1e6:.0f} MB of memory, and {max(0, max_bytes) / 1e6:.0f} MB are left for adapters "
+            "loaded while the server runs; unload others, or give the server this one with --lora"
+        )
+
+
+def _check_header(file: Path) -> int:
+    """The file's size. Raises ValueError for what is no regular file, and for a header that takes long to read."""
+    with open_regular(file) as opened:
+        size, head = os.fstat(opened.fileno()).st_size, opened.read(8)
+    if len(head) == 8 and struct.unpack("<Q", head)[0] > MAX_HEADER_BYTES:
+        raise ValueError(f"its header has more than {MAX_HEADER_BYTES // 1024**2} MiB; it is no safetensors file")
+    return size
+
+
+def _check_kind(names: tuple[str, ...]) -> None:
+    for part, reason in UNSUPPORTED.items():
+        if any(part in name for name in names):
+            raise ValueError(reason)
+
+
+def _peft_config(file: Path, names: tuple[str, ...]) -> Mapping[str, Any] | None:
+    config = file.with_name(PEFT_CONFIG)
+    if not config.is_file() or not all(name.startswith(PEFT_PREFIX) for name in names):
+        return None
+    read: Any = json.loads(read_small(config, MAX_CONFIG_BYTES).decode("utf-8"))
+    if not isinstance(read, dict):
+        raise ValueError(f"its {PEFT_CONFIG} is no object")
+    return read

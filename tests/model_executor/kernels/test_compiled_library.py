@@ -1,0 +1,143 @@
+"""Compiling a library: once for all processes, and nothing is left of a process that dies meanwhile."""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import shutil
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import psutil
+import pytest
+
+from model_executor.kernels.compiled_library import CompileError, compiled_library
+
+ROOT = Path(__file__).parents[3]
+CC = shutil.which("cc") or ""
+FLAGS = ("-shared", "-fPIC")
+SLOW = '#!/bin/sh\necho x >> "{count}"\nmktemp > /dev/null\nsleep {seconds} 2> /dev/null\nexec cc "$@"\n'
+USE = """
+import sys
+from pathlib import Path
+from model_executor.kernels.compiled_library import compiled_library
+with compiled_library(Path(sys.argv[1]), sys.argv[2], ("-shared", "-fPIC"), "this one", Path(sys.argv[3])) as library:
+    print(library.digest)
+"""
+
+
+@pytest.fixture
+def source(tmp_path: Path) -> Path:
+    path = tmp_path / "answer.c"
+    path.write_text("int answer(void) { return 42; }")
+    return path
+
+
+@pytest.fixture
+def slow(tmp_path: Path) -> Callable[[float], Path]:
+    """A compiler that takes some seconds, leaves a temporary file behind and counts its calls in `count`."""
+
+    def make(seconds: float) -> Path:
+        path = tmp_path / "slow-cc"
+        path.write_text(SLOW.format(count=tmp_path / "count", seconds=seconds))
+        path.chmod(0o755)
+        return path
+
+    return make
+
+
+def answer(
+    source: Path, folder: Path, compiler: str = CC, flags: tuple[str, ...] = FLAGS, cpu: str = "this one"
+) -> int:
+    with compiled_library(source, compiler, flags, cpu, folder) as library:
+        return int(ctypes.CDLL(str(library.path)).answer())
+
+
+def kept(folder: Path) -> list[str]:
+    return sorted(path.name for path in folder.iterdir() if path.name != "lock")
+
+
+def processes_with(word: str) -> list[psutil.Process]:
+    return [each for each in psutil.process_iter(["cmdline"]) if word in " ".join(each.info["cmdline"] or ())]
+
+
+def test_it_is_compiled_once_for_what_it_depends_on(
+    source: Path, tmp_path: Path, slow: Callable[[float], Path]
+) -> None:
+    folder, compiler = tmp_path / "kernels", str(slow(0))
+    for _ in range(2):
+        assert answer(source, folder, compiler) == 42
+    assert (tmp_path / "count").read_text() == "x\n"
+    answer(source, folder, compiler, (*FLAGS, "-O1"))
+    answer(source, folder, compiler, cpu="another")
+    source.write_text("int answer(void) { return 43; }")
+    assert answer(source, folder, compiler) == 43
+    assert (tmp_path / "count").read_text() == "x\n" * 4
+    assert len(kept(folder)) == 4
+    assert all(name.endswith(".so") for name in kept(folder))
+
+
+@pytest.mark.parametrize("damage", [b"", b"nothing"])
+def test_a_damaged_one_is_compiled_again(source: Path, tmp_path: Path, damage: bytes) -> None:
+    folder = tmp_path / "kernels"
+    answer(source, folder)
+    (name,) = kept(folder)
+    (folder / name).unlink()
+    (folder / name).write_bytes(damage)
+    assert answer(source, folder) == 42
+    assert len(kept(folder)) == 1
+
+
+def test_a_folder_that_cannot_be_written_is_done_without(source: Path, tmp_path: Path) -> None:
+    (tmp_path / "file").touch()
+    before = os.listdir(os.environ.get("TMPDIR", "/tmp"))
+    assert answer(source, tmp_path / "file" / "kernels") == 42
+    assert not [
+        name for name in os.listdir(os.environ.get("TMPDIR", "/tmp")) if name not in before and "kernels" in name
+    ]
+
+
+def test_what_the_compiler_says_is_the_error(source: Path, tmp_path: Path) -> None:
+    source.write_text("int answer(void) { return nothing; }")
+    with pytest.raises(CompileError, match=r"nothing.* undeclared"):
+        answer(source, tmp_path / "kernels")
+    assert kept(tmp_path / "kernels") == []
+
+
+def start(source: Path, compiler: Path, folder: Path, scratch: Path) -> subprocess.Popen[str]:
+    command = [sys.executable, "-c", USE, str(source), str(compiler), str(folder)]
+    environment = os.environ | {"TMPDIR": str(scratch)}
+    return subprocess.Popen(command, cwd=ROOT, env=environment, stdout=subprocess.PIPE, text=True)
+
+
+def test_of_several_processes_one_compiles(source: Path, tmp_path: Path, slow: Callable[[float], Path]) -> None:
+    children = [start(source, slow(0.5), tmp_path / "kernels", tmp_path) for _ in range(2)]
+    digests = {child.communicate(timeout=60)[0] for child in children}
+    assert len(digests) == 1
+    assert (tmp_path / "count").read_text() == "x\n"
+
+
+@pytest.mark.parametrize("number", [9, 15])
+def test_nothing_is_left_of_a_process_that_dies_while_it_compiles(
+    source: Path, tmp_path: Path, slow: Callable[[float], Path], number: int
+) -> None:
+    """Neither files in the temporary directory nor compilers; and the next process is not kept waiting."""
+    scratch, folder = tmp_path / "scratch", tmp_path / "kernels"
+    scratch.mkdir()
+    child = start(source, slow(30), folder, scratch)
+    deadline = time.monotonic() + 30
+    while not processes_with(str(tmp_path / "slow-cc")) or not (tmp_path / "count").exists():
+        assert time.monotonic() < deadline
+        time.sleep(0.02)
+    child.send_signal(number)
+    child.communicate(timeout=10)
+    deadline = time.monotonic() + 5
+    while processes_with(str(tmp_path)):
+        assert time.monotonic() < deadline, "compilers are left"
+        time.sleep(0.02)
+    assert list(scratch.iterdir()) == []
+    assert answer(source, folder) == 42
+    assert len(kept(folder)) == 1

@@ -1,0 +1,89 @@
+"""Adapters' files that callers name: what is refused before it is read, and what must not be."""
+
+from __future__ import annotations
+
+import json
+import resource
+import time
+from pathlib import Path
+
+import pytest
+import torch
+from adapters import make_lora, make_peft_lora
+from hostile_adapters import hostile_adapters, of_rank
+from peft.utils.other import get_pattern_key
+from safetensors.torch import load_file, save_file
+
+from core.config import AdapterConfig
+from core.errors import ConfigError
+from model_executor.patches.adapters import LoraFormat, read_adapter
+
+FLUX = LoraFormat("FluxLoraLoaderMixin")
+MAX_BYTES = 200_000_000
+
+
+def read(path: Path, max_bytes: int | None = MAX_BYTES) -> dict[str, torch.Tensor]:
+    """Layer -> what it adds to the layer's weights."""
+    adapter = read_adapter(AdapterConfig("hat", str(path)), FLUX, max_bytes)
+    return {name: low.up @ low.down for name, low in adapter.parts["transformer"].items()}
+
+
+def test_hostile_files_are_refused_at_once_and_in_little_memory(tiny_checkpoint: Path, tmp_path: Path) -> None:
+    for name, (path, reason) in hostile_adapters(tmp_path / "bad", tiny_checkpoint).items():
+        before, started = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss, time.monotonic()
+        with pytest.raises(ConfigError) as caught:
+            read(path)
+        why = str(caught.value)
+        assert reason in why, name
+        assert "\n" not in why, name
+        assert "object has no attribute" not in why, name
+        assert len(why) < 1000, name
+        assert time.monotonic() - started < 2, name
+        assert resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before < 100_000, name
+
+
+def test_a_home_of_nobody_is_a_reason() -> None:
+    with pytest.raises(ConfigError, match=r"adapter hat of ~nobody\.here/x: .*no such home directory"):
+        read(Path("~nobody.here/x"))
+
+
+def test_what_is_left_for_adapters_is_told(tiny_checkpoint: Path, tmp_path: Path) -> None:
+    path = make_lora(tmp_path / "hat.safetensors", tiny_checkpoint)
+    nbytes = sum(4 * tensor.numel() for tensor in load_file(path).values())
+    read(path, nbytes)
+    with pytest.raises(ConfigError, match=r"and 0 MB are left .* unload others"):
+        read(path, nbytes - 1)
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+def test_a_rank_above_a_narrow_layers_width_is_read(tmp_path: Path, dtype: torch.dtype) -> None:
+    """As of adapters that were merged by joining them, stored in half precision."""
+    path = of_rank(tmp_path / "wide.safetensors", 1024)
+    save_file({name: tensor.to(dtype) for name, tensor in load_file(path).items()}, path)
+    assert read(path)["x_embedder"].shape == (64, 64)
+
+
+PATTERNS = ("x_embedder", r"^x_embedder", r"x_embedder$", r"transformer_blocks.0.attn.to_q", r"attn\.to_q", "to_q")
+
+
+@pytest.mark.parametrize("pattern", PATTERNS)
+def test_names_of_layers_are_patterns_as_peft_understands_them(
+    tiny_checkpoint: Path, tmp_path: Path, pattern: str
+) -> None:
+    path = make_peft_lora(tmp_path / "hat", tiny_checkpoint, r"x_embedder|.*to_q", alpha=4.0)
+    config = {"r": 4, "lora_alpha": 4, "alpha_pattern": {}}
+    (path / "adapter_config.json").write_text(json.dumps(config))
+    plain = read(path)
+    (path / "adapter_config.json").write_text(json.dumps(config | {"alpha_pattern": {"other": 1, pattern: 12}}))
+    found = read(path)
+    changed = {name for name in plain if not torch.equal(plain[name], found[name])}
+    assert changed == {name for name in plain if get_pattern_key([pattern], name) == pattern}
+    assert changed
+
+
+def test_pefts_default_alpha_is_that_of_a_configuration_without(tiny_checkpoint: Path, tmp_path: Path) -> None:
+    path = make_peft_lora(tmp_path / "hat", tiny_checkpoint, "x_embedder", alpha=8.0)
+    (path / "adapter_config.json").write_text(json.dumps({"r": 4, "lora_alpha": 8}))
+    told = read(path)
+    (path / "adapter_config.json").write_text(json.dumps({"r": 4}))
+    assert torch.equal(read(path)["x_embedder"], told["x_embedder"])
