@@ -17,7 +17,13 @@ def encode_batch(job: PrimingJob, pages: PageReservations) -> CacheBatch:
     """The batch that encodes a job's template."""
     template = job.template
     pixels = pages.start_latents(job)
-    work = TemplateEncode(template=pixels, width=template.width, height=template.height, out=pages.latents(template))
+    work = TemplateEncode(
+        template=pixels,
+        width=template.width,
+        height=template.height,
+        out=pages.latents(template),
+        cache_salt=template.cache_salt,
+    )
     return _batch(job, TEMPLATE_ENCODE, (Item(job.id, TEMPLATE_ENCODE.name, work, ()),), encode_size(job))
 
 

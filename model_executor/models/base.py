@@ -231,16 +231,19 @@ class Family(ABC):
         num_denoising_steps: int,
         start: Tensor | None = None,
         is_exact: bool = True,
+        cache_salt: str | None = None,
     ) -> EncodedImage:
         """Where sampling starts, and what it is conditioned on. template: uint8 [height, width, 3]; mask: uint8
         [height, width], 1 = edit; sides are multiples of the token size. start: clean latents [image tokens, latent
         width] that are noised instead of the template's; where a run starts from noise alone, they have no effect
         either. is_exact: the VAE computes in its own dtype; else it may in a faster one, as for `encode_template` and
-        `decode_region`."""
+        `decode_region`. cache_salt: see `CacheConfig.salt`; the encoder's result for a template is kept until the next
+        one's, and used again for an equal template with the same salt, with equal results; None: neither."""
 
     @abstractmethod
-    def encode_template(self, template: Tensor) -> Tensor:
-        """Clean latents of a template, uint8 [height, width, 3]: the posterior's mode, [image tokens, latent width]."""
+    def encode_template(self, template: Tensor, *, cache_salt: str | None = None) -> Tensor:
+        """Clean latents of a template, uint8 [height, width, 3]: the posterior's mode, [image tokens, latent width].
+        cache_salt: as for `encode_image`."""
 
     @abstractmethod
     def upscale(self, latents: Tensor, grid: tuple[int, int], to_grid: tuple[int, int]) -> Tensor:

@@ -128,6 +128,7 @@ class DiT(TransformerFamily, TimestepFamily):
         num_denoising_steps: int,
         start: Tensor | None = None,
         is_exact: bool = True,
+        cache_salt: str | None = None,
     ) -> EncodedImage:
         """Noise of the template's size; nothing else of template and mask counts."""
         generator = torch.Generator("cpu").manual_seed(seed)

@@ -16,6 +16,7 @@ from core.patches import PatchSet
 from model_executor.checkpoint.loader import Checkpoint
 from model_executor.models.base import EncodedImage, EncodedText
 from model_executor.models.flux_transformer import FluxTransformer
+from model_executor.models.last_posterior import PictureKey
 from model_executor.models.latent_family import LatentFamily, NoisedTemplate
 from model_executor.models.parts import CLIP, FLOW_SCHEDULERS, Classes, t5
 from model_executor.models.text import encode_t5, tokenize
@@ -114,6 +115,7 @@ class FluxFill(Flux):
         num_denoising_steps: int,
         start: Tensor | None = None,
         is_exact: bool = True,
+        cache_salt: str | None = None,
     ) -> EncodedImage:
         """As prepare_latents and prepare_mask_latents.
 
@@ -123,10 +125,11 @@ class FluxFill(Flux):
         for a third of the smaller half of the VAE's time.
         """
         generator = torch.Generator("cpu").manual_seed(seed)
-        image, mask = to_image(template), mask[None, None]
+        image, mask = to_image(self._here(template)), self._here(mask)[None, None]
         rows, columns = self.grid(image.shape[3], image.shape[2])
         sigmas = self._schedule(num_inference_steps, num_denoising_steps, rows * columns)
-        latents = pack(self._initial_latents(image, sigmas[0], generator, start, is_exact))
+        key = PictureKey.of(template, cache_salt)
+        latents = pack(self._initial_latents(image, sigmas[0], generator, start, is_exact, key))
         masked = pack(self._posterior_sample(image * (1 - mask.float()), generator, is_exact))
         return EncodedImage(
             latents=latents,
@@ -137,7 +140,13 @@ class FluxFill(Flux):
         )
 
     def _initial_latents(
-        self, image: Tensor, sigma: Tensor, generator: torch.Generator, start: Tensor | None, is_exact: bool
+        self,
+        image: Tensor,
+        sigma: Tensor,
+        generator: torch.Generator,
+        start: Tensor | None,
+        is_exact: bool,
+        key: PictureKey | None,
     ) -> Tensor:
         """Noise, mixed with the latents of the image, or `start`, when sampling starts below full noise."""
         shape = self._latent_shape(image)
@@ -145,7 +154,7 @@ class FluxFill(Flux):
             self._draw(shape, generator)  # the posterior noise: multiplied by 0, but drawn first
             return self._draw(shape, generator)
         if start is None:
-            clean = self._posterior_sample(image, generator, is_exact)
+            clean = self._posterior_sample(image, generator, is_exact, key)
         else:
             clean = self._unpacked_like(self._draw(shape, generator), start)  # the posterior noise: drawn, but not used
         noise = self._draw(shape, generator)

@@ -13,6 +13,7 @@ from torch import Tensor
 
 from model_executor.checkpoint.loader import Checkpoint
 from model_executor.models.base import EncodedImage, Sample
+from model_executor.models.last_posterior import PictureKey
 from model_executor.models.transformer_family import TransformerFamily
 from model_executor.models.vae_family import pack, refuse, to_image, unpack
 from model_executor.samplers.sampling import Sampling, State, predict_clean
@@ -88,12 +89,13 @@ class NoisedTemplate(LatentFamily):
         num_denoising_steps: int,
         start: Tensor | None = None,
         is_exact: bool = True,
+        cache_salt: str | None = None,
     ) -> EncodedImage:
         generator = torch.Generator("cpu").manual_seed(seed)
-        image = to_image(template)
+        image, mask = to_image(self._here(template)), self._here(mask)
         rows, columns = self.grid(image.shape[3], image.shape[2])
         sigmas = self._schedule(num_inference_steps, num_denoising_steps, rows * columns).to(self._device)
-        clean = pack(self._posterior_sample(image, generator, is_exact))
+        clean = pack(self._posterior_sample(image, generator, is_exact, PictureKey.of(template, cache_salt)))
         noise = pack(self._draw(self._latent_shape(image), generator))
         self._draw(self._latent_shape(image), generator)
         return EncodedImage(

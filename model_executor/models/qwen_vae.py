@@ -34,7 +34,7 @@ class QwenVae(Vae):
     def scale_and_channels(config: Mapping[str, Any]) -> tuple[int, int]:
         return 2 ** len(config["temperal_downsample"]), config["z_dim"]
 
-    def _posterior(self, image: Tensor) -> Tensor:
+    def _moments(self, image: Tensor) -> Tensor:
         parameters: Tensor = self._module.encode(image[:, :, None]).latent_dist.parameters
         return parameters
 

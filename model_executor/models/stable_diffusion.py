@@ -23,6 +23,7 @@ from core.patches import PatchSet
 from model_executor.checkpoint.loader import Checkpoint
 from model_executor.kernels.operators import Operators
 from model_executor.models.base import EncodedImage, EncodedText, PrimeRow, Row, Sample
+from model_executor.models.last_posterior import PictureKey
 from model_executor.models.parts import CLIP, TIMESTEP_SCHEDULERS, Classes, projected_clip
 from model_executor.models.text import Tokens, tokenize
 from model_executor.models.timestep_family import TimestepFamily
@@ -184,12 +185,16 @@ class UnetFamily(TimestepFamily):
         num_denoising_steps: int,
         start: Tensor | None = None,
         is_exact: bool = True,
+        cache_salt: str | None = None,
     ) -> EncodedImage:
         """As prepare_latents and prepare_mask_latents."""
         generator = torch.Generator("cpu").manual_seed(seed)
-        image, run = to_image(template), self._sampling.run(num_inference_steps, num_denoising_steps)
+        image, mask = to_image(self._here(template)), self._here(mask)
+        run = self._sampling.run(num_inference_steps, num_denoising_steps)
         is_whole = num_denoising_steps == num_inference_steps
-        clean = None if is_whole and self._sees_mask else self._posterior_sample(image, generator, is_exact)
+        clean = None
+        if not (is_whole and self._sees_mask):
+            clean = self._posterior_sample(image, generator, is_exact, PictureKey.of(template, cache_salt))
         noise = self._draw(self._latent_shape(image), generator)
         if is_whole or clean is None:
             latents = self._sampling.pure_noise(noise, run)
@@ -211,9 +216,11 @@ class UnetFamily(TimestepFamily):
             state=self._sampling.begin(run, generator),
         )
 
-    def _posterior_sample(self, image: Tensor, generator: torch.Generator, is_exact: bool) -> Tensor:
+    def _posterior_sample(
+        self, image: Tensor, generator: torch.Generator, is_exact: bool, key: PictureKey | None = None
+    ) -> Tensor:
         """As the base class's, in the compute dtype, from which the VAE's may differ."""
-        return super()._posterior_sample(image, generator, is_exact).to(self._checkpoint.dtype)
+        return super()._posterior_sample(image, generator, is_exact, key).to(self._checkpoint.dtype)
 
     # ---------------------------------------------------------------------------------------------------- denoising
 
@@ -274,9 +281,9 @@ class UnetFamily(TimestepFamily):
     def prime(self, rows: Sequence[PrimeRow], blocks: tuple[int, int]) -> list[tuple[Tensor, ...]]:
         return self._denoiser.prime(rows, blocks)
 
-    def encode_template(self, template: Tensor) -> Tensor:
+    def encode_template(self, template: Tensor, *, cache_salt: str | None = None) -> Tensor:
         """As the base class's, in the compute dtype, from which the VAE's may differ."""
-        return super().encode_template(template).to(self._checkpoint.dtype)
+        return super().encode_template(template, cache_salt=cache_salt).to(self._checkpoint.dtype)
 
 
 class StableDiffusion(UnetFamily):

@@ -15,6 +15,7 @@ from torch import Tensor, nn
 
 from model_executor.kernels.cpu_kernels import Kernels
 from model_executor.models.boxes import Box, times
+from model_executor.models.last_posterior import LastPosterior, PictureKey
 from model_executor.models.vae_region import RegionDecoder
 from model_executor.models.vae_resnets import fuse
 
@@ -30,6 +31,7 @@ class Vae(ABC):
         self._module = module
         self.dtype: torch.dtype = dtype or module.dtype
         self._in_bfloat16: dict[Kernels | None, Self] = {}
+        self._last = LastPosterior()
 
     def in_bfloat16(self, kernels: Kernels | None) -> Self:
         """The same VAE computing in bfloat16, with pictures and latents in its dtype; made once. kernels: those that
@@ -48,13 +50,17 @@ class Vae(ABC):
     def scale_and_channels(config: Mapping[str, Any]) -> tuple[int, int]:
         """(pixels per side of a latent pixel, channels of the latents), from the VAE's configuration."""
 
-    def encode(self, image: Tensor, generator: torch.Generator | None = None) -> Tensor:
-        """Latents sampled from the posterior; without a generator, its mode."""
-        posterior = DiagonalGaussianDistribution(self._posterior(image.to(self._module.dtype)).to(self.dtype))
+    def encode(self, image: Tensor, generator: torch.Generator | None = None, key: PictureKey | None = None) -> Tensor:
+        """Latents sampled from the posterior; without a generator, its mode. key: of the picture that `image` was made
+        from; the encoder does not run if the last call with a key was for the same one. None: it always runs."""
+        posterior = self._posterior(image) if key is None else self._last.get(key, lambda: self._posterior(image))
         return self._scaled(posterior.mode() if generator is None else posterior.sample(generator))
 
+    def _posterior(self, image: Tensor) -> DiagonalGaussianDistribution:
+        return DiagonalGaussianDistribution(self._moments(image.to(self._module.dtype)).to(self.dtype))
+
     @abstractmethod
-    def _posterior(self, image: Tensor) -> Tensor:
+    def _moments(self, image: Tensor) -> Tensor:
         """Mean and log variance of the posterior side by side, [1, 2 * channels, rows, columns]."""
 
     @abstractmethod
@@ -85,7 +91,7 @@ class ImageVae(Vae):
     def scale_and_channels(config: Mapping[str, Any]) -> tuple[int, int]:
         return 2 ** (len(config["block_out_channels"]) - 1), config["latent_channels"]
 
-    def _posterior(self, image: Tensor) -> Tensor:
+    def _moments(self, image: Tensor) -> Tensor:
         parameters: Tensor = self._module.encode(image).latent_dist.parameters
         return parameters
 

@@ -34,6 +34,7 @@ class ImageEncode(Message, OpWork, frozen=True, omit_defaults=True):
     num_denoising_steps: int  # of these, the last ones are the run's
     computed_steps: tuple[int, ...]  # numbers of the run's steps that are computed, rising from 0
     is_exact: bool  # False: of a mask-aware edit, for which the VAE may compute in a faster dtype
+    cache_salt: str = ""  # what the encoder gives is kept for an equal template with the same salt
 
 
 def _size(sizes: Sizes) -> Work:
@@ -57,6 +58,7 @@ def _make(request: Request, node: Node, pages: NodePages) -> ImageEncode:
         num_denoising_steps=num_steps,
         computed_steps=sampling.computed_of_last(num_steps),
         is_exact=not spec.is_mask_aware,
+        cache_salt=spec.cache_salt,
     )
 
 

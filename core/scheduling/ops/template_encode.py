@@ -17,6 +17,7 @@ class TemplateEncode(Message, OpWork, frozen=True, omit_defaults=True):
     width: int
     height: int
     out: EntryRef
+    cache_salt: str = ""  # what the encoder gives is kept for an equal template with the same salt
 
 
 def _size(sizes: Sizes) -> Work:

@@ -27,6 +27,7 @@ def encode_image(context: WorkerContext, model: str, items: Sequence[Item]) -> l
         num_denoising_steps=work.num_denoising_steps,
         start=start,
         is_exact=work.is_exact,
+        cache_salt=work.cache_salt,
     )
     sigmas = _computed(image.sigmas, work)
     named = {"latents": image.latents, "condition": image.condition, "outside": image.outside, "sigmas": sigmas}

@@ -16,6 +16,7 @@ def encode_template(context: WorkerContext, model: str, items: Sequence[Item]) -
     (item,) = items
     work = item.work
     assert isinstance(work, TemplateEncode)
-    clean = context.models[model].encode_template(context.shared(work.template))
+    template = context.shared(work.template)
+    clean = context.models[model].encode_template(template, cache_salt=work.cache_salt)
     context.pages.create(work.out).copy_(clean.contiguous().view(torch.uint8).flatten())
     return [ItemResult(item.request_id, item.node)]
