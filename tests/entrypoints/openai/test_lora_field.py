@@ -135,7 +135,7 @@ async def test_a_form_with_half_a_list_or_too_long_a_one(client: httpx.AsyncClie
 
 async def test_a_server_without_adapters(client: httpx.AsyncClient, engine: FakeEngine) -> None:
     engine.models = {MODEL.name: MODEL}
-    assert "--lora" in assert_refused(await post_edit(client, lora="shirt"), 400, "invalid_value", "lora")
+    assert "GET /v1/models" in assert_refused(await post_edit(client, lora="shirt"), 400, "invalid_value", "lora")
 
 
 async def test_a_template_of_an_adapter(client: httpx.AsyncClient, engine: FakeEngine) -> None:
