@@ -36,7 +36,8 @@ CACHE_BYTES = 2**30
 
 SERVED_SIDE = 256  # px
 
-KERNEL_TESTS = "tests/model_executor/kernels/test_triton_kernels.py"
+KERNEL_TESTS = ("test_triton_kernels", "test_unet_kernels")
+KERNELS = "tests/model_executor/kernels"
 GPU_MARK = "pytest.mark.gpu"
 """In the files of tests that need a GPU."""
 TEST_SECONDS = 85.0
@@ -166,7 +167,7 @@ def kernel_tests(bench: Bench) -> None:
     """The project's tests of kernels and of what needs a GPU; without a GPU they are only collected. Warnings are not
     errors here: another PyTorch may have others. Raises subprocess.TimeoutExpired where they hang."""
     has_gpu = bench.device.type == "cuda"
-    chosen = ["-m", "not slow", "-k", f"{Path(KERNEL_TESTS).stem} or gpu"]  # by file or mark: others need no GPU
+    chosen = ["-m", "not slow", "-k", " or ".join((*KERNEL_TESTS, "gpu"))]  # by file or mark: others need no GPU
     together = ["-n", str(PROCESSES), "--dist", "loadgroup"] if find_spec("xdist") and has_gpu else []
     options = ["-q", *chosen, "-W", "default", "-p", "no:cacheprovider", *together]
     command = [sys.executable, "-m", "pytest", *options, *files_of_tests(), *([] if has_gpu else ["--collect-only"])]
@@ -181,4 +182,4 @@ def kernel_tests(bench: Bench) -> None:
 def files_of_tests() -> list[str]:
     """Those of the kernels, and all that have tests for a GPU."""
     found = (path for path in sorted((ROOT / "tests").rglob("test_*.py")) if GPU_MARK in path.read_text())
-    return [KERNEL_TESTS, *(str(path.relative_to(ROOT)) for path in found)]
+    return [*(f"{KERNELS}/{name}.py" for name in KERNEL_TESTS), *(str(path.relative_to(ROOT)) for path in found)]
