@@ -73,7 +73,7 @@ def _specialised(value: Any, is_specialized: bool) -> Hashable:
     if isinstance(value, Tensor):
         return value.dtype, value.storage_offset() * value.itemsize % 16 == 0
     if not isinstance(value, int):
-        return type(value)
+        return type(value).__name__
     size = "int32" if abs(value) < 2**31 else "int64"
     return (size, value % 16 == 0, value == 1) if is_specialized else size
 

@@ -265,10 +265,8 @@ def test_a_guided_step_launches_few_kernels(sdxl: tuple[UnetCounter, Unet], is_m
 @torch.inference_mode()
 def test_a_mask_of_another_size_compiles_no_kernel(sdxl: tuple[UnetCounter, Unet]) -> None:
     (counter, unet), found = sdxl, list[set[Hashable]]()
-    for box in ((7, 3, 8, 4), middle_box(0.02, 32), middle_box(0.2, 32), (1, 2, 32, 20)):
+    for box in ((7, 3, 8, 4), middle_box(0.2, 32), (1, 2, 32, 20)):
         counter.variants = set()
-        for row in guided(unet, 32, box):
-            unet.forward([row])
         unet.forward(guided(unet, 32, box))
         found.append(counter.variants)
     assert len(found[0]) > 20
