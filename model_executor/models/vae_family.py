@@ -110,8 +110,8 @@ class VaeFamily(Family):
         self._parts[part] = prepared
 
     def drop_graphs(self) -> None:
-        if self.denoiser_part in self._parts:
-            self._parts[self.denoiser_part].graphs.clear()
+        if (denoiser := self._parts.get(self.denoiser_part)) is not None:  # the loader's thread may drop it
+            denoiser.graphs.clear()
 
     @property
     def lora_format(self) -> LoraFormat:
