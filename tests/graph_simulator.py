@@ -88,7 +88,7 @@ class SimulatedCapture:
 
     def __init__(self) -> None:
         self.graphs: list[SimulatedGraph] = []
-        self.taken_bytes = 0
+        self.taken_bytes, self.is_broken = 0, False
 
     def __call__(self, run: Callable[[], list[Tensor]]) -> tuple[SimulatedGraph, list[Tensor]]:
         graph = SimulatedGraph()

@@ -163,8 +163,8 @@ def cold(bench: Bench, flux: FluxBench, entries: Sequence[Tensor]) -> None:
     run_exact = exact_run(flux)
 
     def cold_edit(run: Call, decode: Call) -> Call:
-        # Encoded twice: the template's clean latents, and what sampling starts from.
-        return lambda: [vae.encode(), prime(), vae.encode(), run(), decode()]
+        # Encoded once: the template's clean latents and what sampling starts from are of one posterior.
+        return lambda: [vae.encode(), prime(), run(), decode()]
 
     def warm_edit(run: Call, decode: Call) -> Call:
         return lambda: [vae.encode(), run(), decode()]

@@ -22,7 +22,8 @@ class CudaCapture:
         self._device = device
         self._stream = torch.cuda.Stream(device)
         self._pool: Any = None  # its handle; None: no graph uses one
-        self.taken_bytes = 0
+        self._index = torch.cuda.current_device() if device.index is None else device.index
+        self.taken_bytes, self.is_broken = 0, False
 
     def __call__(self, run: Callable[[], list[Tensor]]) -> tuple[torch.cuda.CUDAGraph, list[Tensor]]:
         """See `step_graphs.Capture`."""
@@ -35,14 +36,24 @@ class CudaCapture:
             try:
                 outputs = run()
             except BaseException:
-                with suppress(RuntimeError):  # the capture is broken, which is what raised
-                    graph.capture_end()
+                self._end_broken(graph, pool)
                 raise
             graph.capture_end()
         current.wait_stream(self._stream)
         self._pool = pool
         self.taken_bytes += max(0, free - torch.cuda.mem_get_info(self._device)[0])
         return graph, outputs
+
+    def _end_broken(self, graph: torch.cuda.CUDAGraph, pool: Any) -> None:
+        """End a capture during which something failed. What failed may have made it invalid: CUDA then refuses to end
+        it, and PyTorch leaves its allocator as if it went on."""
+        try:
+            graph.capture_end()
+        except RuntimeError:
+            self.is_broken = True
+            with suppress(RuntimeError):
+                torch._C._cuda_endAllocateToPool(self._index, pool)
+                torch._C._cuda_releasePool(self._index, pool)
 
     def forget(self) -> None:
         """See `step_graphs.Capture`. A pool cannot be used again once no graph does."""

@@ -1,9 +1,9 @@
 """CUDA graphs of denoising steps: the host launches all kernels of a step at once.
 
-Launching a FLUX step's kernels one by one can take longer than running them. A step is captured when its shape comes
-for the second time: the first pass compiles kernels and chooses plans, which a capture cannot. Later steps of that
-shape copy their contents to the addresses that the graph reads, and replay it. The results are those of the same pass,
-bit for bit.
+Launching a FLUX step's kernels one by one can take longer than running them. When a shape comes for the second time,
+its pass runs as it is, and is captured right after: what a capture cannot do (compile kernels, choose plans, upload
+tables) has then been done, and while the host captures, the device is at work. Later steps of that shape copy their
+contents to the addresses that the graph reads, and replay it. The results are those of the same pass, bit for bit.
 """
 
 from __future__ import annotations
@@ -15,6 +15,7 @@ from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
+import torch
 from torch import Tensor
 
 from core.ipc.logs import of_request
@@ -46,7 +47,11 @@ class Capture(Protocol):
 
     def __call__(self, run: Callable[[], list[Tensor]]) -> tuple[Graph, list[Tensor]]:
         """The graph of this function's work, which does not run yet, and the tensors that it writes. Raises
-        RuntimeError if it cannot be captured; nothing is left of it then."""
+        RuntimeError if it cannot be captured."""
+
+    @property
+    def is_broken(self) -> bool:
+        """Whether a capture could not be ended, after which no other may begin."""
 
     @property
     def taken_bytes(self) -> int:
@@ -113,16 +118,19 @@ class StepGraphs:
         if not self.enabled or key in self._refused:
             return forward(rows)
         captured = self._graphs.get(key)
-        if captured is None and key in self._seen:
-            captured = self._captured(key, rows, num_active, forward)
-        if captured is None:
-            _note(self._seen, key)
-            return _own_part(self._passed(rows, num_active, forward), rows, is_copied=False)
-        self._graphs.move_to_end(key)
-        captured.rows.take(rows)
-        captured.graph.replay()
-        self.stats.replays += 1
-        return _own_part(captured.outputs, rows, is_copied=True)
+        if captured is not None:
+            self._graphs.move_to_end(key)
+            captured.rows.take(rows)
+            captured.graph.replay()
+            self.stats.replays += 1
+            return _own_part(captured.outputs, rows, is_copied=True)
+        static = StaticRows(rows, num_active)
+        static.take(rows)
+        outputs = forward(static.rows)
+        if key in self._seen:  # what a pass finds in caches is there now, and the device is busy meanwhile
+            self._add(key, static, forward)
+        _note(self._seen, key)
+        return _own_part(outputs, rows, is_copied=False)
 
     def clear(self) -> None:
         """Drop all graphs; their shapes may be captured again."""
@@ -131,34 +139,35 @@ class StepGraphs:
         if self._capture is not None:
             self._capture.forget()
 
-    def _passed(self, rows: Sequence[Row], num_active: int | None, forward: Forward) -> list[Tensor]:
-        """The results of the pass that a graph would repeat, kernel by kernel."""
-        static = StaticRows(rows, num_active)
-        static.take(rows)
-        return forward(static.rows)
-
-    def _captured(
-        self, key: Hashable, rows: Sequence[Row], num_active: int | None, forward: Forward
-    ) -> _Captured | None:
-        """The graph of a step of this shape; None if it cannot be captured, which is not tried again."""
+    def _add(self, key: Hashable, static: StaticRows, forward: Forward) -> None:
+        """Capture the pass over these rows. After a failure it is not tried again for this shape, unless memory ran
+        out; then all graphs are dropped. What cannot be undone turns graphs off."""
         assert self._capture is not None
         while len(self._graphs) >= MAX_GRAPHS:
             self._graphs.popitem(last=False)
-        started, static, held = time.monotonic(), StaticRows(rows, num_active), list[Tensor]()
-        static.take(rows)
+        started, held = time.monotonic(), list[Tensor]()
         try:
             with holding(held):
                 graph, outputs = self._capture(lambda: forward(static.rows))
-        except RuntimeError as error:  # out of memory among them
+        except RuntimeError as error:
             self.stats.failed += 1
-            _note(self._refused, key)
-            logger.warning("a step is not captured as a CUDA graph, and runs as it is: %s", error, extra=of_request(""))
-            self.clear()
-            return None
+            self._give_up(key, error)
+            return
         self.stats.captures += 1
         self.stats.capture_seconds += time.monotonic() - started
-        captured = self._graphs[key] = _Captured(graph, static, outputs, held)
-        return captured
+        self._graphs[key] = _Captured(graph, static, outputs, held)
+
+    def _give_up(self, key: Hashable, error: RuntimeError) -> None:
+        assert self._capture is not None
+        logger.warning("a step is not captured as a CUDA graph, and runs as it is: %s", error, extra=of_request(""))
+        if isinstance(error, torch.OutOfMemoryError):
+            self.clear()
+        elif self._capture.is_broken:
+            logger.error("no step is captured any more, since a capture could not be ended", extra=of_request(""))
+            self.clear()
+            self._capture = None
+        else:
+            _note(self._refused, key)
 
 
 def _note(shapes: OrderedDict[Hashable, None], key: Hashable) -> None:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from functools import cached_property
-from typing import TYPE_CHECKING, NamedTuple, Protocol
+from typing import NamedTuple, Protocol
 
 import torch
 import torch.nn.functional as F
@@ -17,9 +17,6 @@ from torch import Tensor
 from model_executor.kernels.cpu_kernels import Kernels, can_attend, can_rotate
 from model_executor.kernels.linear import Linear, fused_linear, has_onednn, onednn_product
 from model_executor.kernels.ragged import Span, pieces
-
-if TYPE_CHECKING:
-    from model_executor.page_cache.pages import Pages
 
 SCORE_BYTES = 5 << 18
 """Bytes of scores computed at a time. Each product rearranges its keys, so fewer and larger products are faster, as
@@ -79,10 +76,6 @@ def head_major(x: Tensor) -> Tensor:
 
 class Source(Protocol):
     """Supplies and takes keys and values of one request: an edit reads pages, a template being primed writes them."""
-
-    @property
-    def pages(self) -> Pages | None:
-        """What `load` reads, None if nothing."""
 
     def computed(self, number: int) -> Tensor | None:
         """The image tokens that block `number` computes, ascending, None for all. The last may be there more than once:

@@ -7,6 +7,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from types import ModuleType
+from typing import Protocol
 
 import torch
 from torch import Tensor
@@ -22,6 +23,14 @@ from model_executor.page_cache.pages import Pages, PageTable
 
 SEARCHED = 1024
 """Tokens whose places one program of `find_places` finds."""
+
+
+class PageSource(Source, Protocol):
+    """A source whose pages a kernel reads itself."""
+
+    @property
+    def pages(self) -> Pages | None:
+        """What `load` reads, None if nothing."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,7 +71,7 @@ class TritonTogether(Together):
         self._table: PageTable | None = None
         self._queries: Tensor | None = None
 
-    def takes(self, number: int, parts: Sequence[Projected], rotary: Tensor, sources: Sequence[Source]) -> bool:
+    def takes(self, number: int, parts: Sequence[Projected], rotary: Tensor, sources: Sequence[PageSource]) -> bool:
         """Whether the kernel supports these, and spares a launch or a copy: where one part has all tokens, attention
         reads them where they are."""
         if len(parts) == 1 and all(source.computed(number) is None for source in sources):
@@ -80,7 +89,7 @@ class TritonTogether(Together):
         return head_dim == power_of_two(head_dim) and rotary.is_contiguous()
 
     def of_projections(
-        self, number: int, page: int, parts: Sequence[Projected], rotary: Tensor, sources: Sequence[Source]
+        self, number: int, page: int, parts: Sequence[Projected], rotary: Tensor, sources: Sequence[PageSource]
     ) -> list[Tensor]:
         """As `Operators.attend`."""
         layout = self._layout(number, parts, sources)
@@ -101,7 +110,7 @@ class TritonTogether(Together):
         page: int,
         parts: Sequence[Projected],
         rotary: Tensor,
-        sources: Sequence[Source],
+        sources: Sequence[PageSource],
         queries: Tensor,
     ) -> None:
         """Launch the kernel `attention_inputs`."""
@@ -127,7 +136,7 @@ class TritonTogether(Together):
             num_warps=8,
         )
 
-    def page_table(self, sources: Sequence[Source]) -> PageTable:
+    def page_table(self, sources: Sequence[PageSource]) -> PageTable:
         """Addresses and weights of all requests' pages, [requests, 2] each."""
         if self._beside is not None:
             return self._beside.page_table(sources)
@@ -141,7 +150,7 @@ class TritonTogether(Together):
             self._queries = self._like.new_empty(number, *self._shape[2:])
         return self._queries
 
-    def _layout(self, number: int, parts: Sequence[Projected], sources: Sequence[Source]) -> Layout:
+    def _layout(self, number: int, parts: Sequence[Projected], sources: Sequence[PageSource]) -> Layout:
         computed = [source.computed(number) for source in sources]
         wheres = tuple(tuple(part.where) for part in parts)
         key = wheres, tuple(tokens is None for tokens in computed)
@@ -255,5 +264,5 @@ def _padded(lengths: Sequence[int], rows: int) -> list[int]:
     return [-(-length // rows) * rows for length in lengths]
 
 
-def _page_dtype(sources: Sequence[Source]) -> PageDtype:
+def _page_dtype(sources: Sequence[PageSource]) -> PageDtype:
     return next(source.pages.layout.dtype for source in sources if source.pages is not None)

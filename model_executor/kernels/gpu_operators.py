@@ -14,7 +14,7 @@ from copy import copy
 from dataclasses import dataclass
 from functools import cache
 from types import ModuleType
-from typing import TYPE_CHECKING, ClassVar, Self
+from typing import TYPE_CHECKING, ClassVar, Self, cast
 
 import torch
 from torch import Tensor
@@ -23,7 +23,7 @@ from core.errors import ConfigError
 from core.page_scheme import PageLayout
 from model_executor.kernels.attention import Attention, KeysValues, Projected, Sizes, Source, head_major
 from model_executor.kernels.gpu_attention import ROWS, Attend, Together, best_attend, take_flash_3
-from model_executor.kernels.gpu_inputs import TritonTogether
+from model_executor.kernels.gpu_inputs import PageSource, TritonTogether
 from model_executor.kernels.gpu_pages import TritonReader
 from model_executor.kernels.gpu_residual import TritonResidual
 from model_executor.kernels.gpu_sizes import TILE, power_of_two, warps
@@ -252,9 +252,10 @@ class TritonOperators(GpuOperators):
         sources: Sequence[Source],
         out: Tensor | None = None,
     ) -> list[Tensor]:
-        if not isinstance(attention, TritonTogether) or not attention.takes(number, parts, rotary, sources):
+        paged = cast(Sequence[PageSource], sources)  # all that models pass are
+        if not isinstance(attention, TritonTogether) or not attention.takes(number, parts, rotary, paged):
             return super().attend(attention, number, page, parts, rotary, sources, out)
-        outputs = attention.of_projections(number, page, parts, rotary, sources)
+        outputs = attention.of_projections(number, page, parts, rotary, paged)
         return outputs if out is None else [out.copy_(outputs[0])]
 
     def normalise_and_rotate_(

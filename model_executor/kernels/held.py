@@ -22,9 +22,10 @@ def hold(x: Tensor) -> Tensor:
 
 @contextmanager
 def holding(into: list[Tensor]) -> Iterator[None]:
-    """Have `hold` append to this list, in this thread, until the body ends."""
+    """Have `hold` append to this list, in this thread, until the body ends; then to an outer `holding`'s again."""
+    before = getattr(_local, "noted", None)
     _local.noted = into
     try:
         yield
     finally:
-        _local.noted = None
+        _local.noted = before

@@ -168,6 +168,11 @@ class Family(ABC):
         """Stop using a part; its memory is freed once nothing else refers to it."""
 
     @abstractmethod
+    def use_graphs(self, is_wanted: bool) -> None:
+        """Have the denoiser's steps be CUDA graphs, where they may be by the model's settings, or not; the graphs there
+        are stay."""
+
+    @abstractmethod
     def drop_graphs(self) -> None:
         """Free the memory of the denoiser's CUDA graphs, if there are any; steps are captured again as they come."""
 

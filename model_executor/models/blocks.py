@@ -31,7 +31,10 @@ from model_executor.patches.batch_patches import BatchPatches, Where
 
 class Source(attention.Source, Protocol):
     """One request in a pass. text_tokens: of its prompt. num_tokens: its image tokens, and the condition tokens that
-    follow them."""
+    follow them. pages: what `load` reads, None if nothing."""
+
+    @property
+    def pages(self) -> Pages | None: ...
 
     @property
     def text(self) -> slice:

@@ -205,7 +205,8 @@ class Denoiser(ABC):
 
     def _run(self, rows: Sequence[Row], group: Group | None) -> list[Tensor]:
         if group is None and self._is_captured(rows):
-            results = self.graphs.run(rows, self._num_active(rows[0]), self._forward)
+            alike = [replace(row, box=None) for row in rows]  # which a transformer does not read
+            results = self.graphs.run(alike, self._num_active(rows[0]), self._forward)
         else:
             results = _in_order(rows, self._forward if group is None else partial(self._forward_together, group=group))
         for row in rows:

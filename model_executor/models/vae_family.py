@@ -98,7 +98,7 @@ class VaeFamily(Family):
             kernels, batch_invariant = self._checkpoint.kernels, self._checkpoint.batch_invariant
             operators = chosen_operators(kernels, self._device, batch_invariant=batch_invariant)
             denoiser = self._make_denoiser(module, operators)
-            denoiser.graphs.enabled &= self._checkpoint.cuda_graphs == "auto"
+            denoiser.graphs.enabled = self._checkpoint.cuda_graphs == "auto"
             return denoiser
         return self.vae(module) if part == "vae" else unarranged(module)
 
@@ -109,9 +109,13 @@ class VaeFamily(Family):
     def put(self, part: str, prepared: Any) -> None:
         self._parts[part] = prepared
 
+    def use_graphs(self, is_wanted: bool) -> None:
+        if (denoiser := self._parts.get(self.denoiser_part)) is not None:
+            denoiser.graphs.enabled = is_wanted and self._checkpoint.cuda_graphs == "auto"
+
     def drop_graphs(self) -> None:
-        if self.denoiser_part in self._parts:
-            self._parts[self.denoiser_part].graphs.clear()
+        if (denoiser := self._parts.get(self.denoiser_part)) is not None:  # the loader's thread may drop it
+            denoiser.graphs.clear()
 
     @property
     def lora_format(self) -> LoraFormat:

@@ -5,7 +5,8 @@ files. The engine decides which page lies where and for how long; the store hold
 
 One I/O thread does the copies in order. A copy to a faster tier can be read before it is complete: `wait_block` returns
 once a block has arrived. On a GPU, copies run on their own stream (`copy_stream.py`), where loads that a step waits for
-come first (`uploads.py`).
+come first (`uploads.py`). Other loads to a GPU come before copies down and what is done on disk, until those get their
+turn.
 """
 
 from __future__ import annotations
@@ -40,6 +41,10 @@ OnBlock = Callable[[int], None]
 MAX_FAILED_LOADS = 1024
 """Failed loads that are remembered, by key, until the entry is created again; if its edit has ended, that never
 happens."""
+
+BLOCKS_BEFORE_OTHERS = 256
+"""Blocks loaded to a GPU that no step waits for, after which the oldest other job has its turn: about what an edit with
+FLUX reads, a tenth of a second. Such a job may take seconds, and loads wait meanwhile; but an edit may wait for it."""
 
 
 class PageArena(SharedMemory, Protocol):
@@ -103,8 +108,9 @@ class PageStore:
     ) -> None:
         """pages: the page arena. files: None without a disk tier. on_copied: called once for every copy that was
         started, from the I/O thread, as it ends: in their order, but for loads to a GPU, which overtake other entries'
-        copies and each other. Not called for those still queued when the store is closed. has_device_tier: whether a
-        GPU's memory may hold pages; the arena is then pinned. Raises ConfigError if pinning fails."""
+        copies, if not forever, and each other. Not called for those still queued when the store is closed.
+        has_device_tier: whether a GPU's memory may hold pages; the arena is then pinned. Raises ConfigError if pinning
+        fails."""
         self._device = device
         self._pages = pages
         self._files = files
@@ -113,6 +119,7 @@ class PageStore:
         self._tensors: dict[str, Tensor] = {}  # key -> uint8 [nbytes] in device memory
         self._loads: dict[str, list[_Load]] = {}  # key -> under way, or failed
         self._announced: list[_Load] = []  # what the next step reads, until it waits for a block
+        self._num_ahead = 0  # blocks loaded to a GPU that no step waited for, since another job; the I/O thread's
         self._changed = threading.Condition()
         self._is_closed = False
         self._jobs: deque[_Job | Sequence[str]] = deque()  # guarded by the condition
@@ -169,6 +176,11 @@ class PageStore:
         """Whether an entry is being loaded, or its load failed: `wait_block` must be called for its blocks."""
         with self._changed:
             return bool(self._loads.get(key))
+
+    def begin_step(self) -> None:
+        """Forget what was announced for a step before: if it failed before it waited for a block, nobody waits."""
+        with self._changed:
+            self._announced.clear()
 
     def put_last(self, key: str, blocks: Collection[int]) -> None:
         """Announce that the next step reads an entry, and computes these blocks in full. If the entry is being loaded,
@@ -291,6 +303,7 @@ class PageStore:
         return None
 
     def _do(self, job: _Job | Sequence[str]) -> None:
+        self._num_ahead = 0
         if isinstance(job, _Job):
             self._copy(job)
         elif self._files is not None:
@@ -366,12 +379,26 @@ class PageStore:
         return True
 
     def _load(self, uploads: Uploads) -> None:
-        """Load entries to a GPU: those that are to be loaded now, and those that come meanwhile."""
+        """Load entries to a GPU: those that are to be loaded now, and those that come meanwhile. Between them, do other
+        jobs whose turn it is."""
         self._begin_next(uploads)
-        while uploads.advance():
+        while uploads.advance(awaited_only=self._is_turn_of_other(uploads)):
             self._begin_next(uploads)
             if self._is_closed:
                 uploads.drop_waiting()
+            elif uploads.is_idle and self._is_turn_of_other(uploads):
+                self._do(self._jobs.popleft())
+
+    def _is_turn_of_other(self, uploads: Uploads) -> bool:
+        """Whether the oldest job that is no load to a GPU is to be done before more is loaded that no step waits for.
+        It is not while its own entry is loaded, which was to be done first."""
+        if self._num_ahead < BLOCKS_BEFORE_OTHERS:
+            return False
+        with self._changed:
+            if not self._jobs or self._is_closed:
+                return False
+            job = self._jobs[0]
+        return not isinstance(job, _Job) or not (job.is_load or uploads.has(job.copy.key))
 
     def _begin_next(self, uploads: Uploads) -> None:
         """Jobs are let go of when their upload has ended: they hold device memory."""
@@ -404,9 +431,11 @@ class PageStore:
 
         def queued(index: int, event: torch.Event) -> None:
             load.events[index] = event
+            self._num_ahead += not load.is_awaited
             arrived(index)
 
         return Upload(
+            key=job.copy.key,
             host=host,
             device=job.device,
             block_bytes=job.copy.block_bytes,

@@ -28,6 +28,7 @@ that a step does not wait long behind them. FLUX's are 26 MB each, half a millis
 class Upload:
     """One entry on its way to the device."""
 
+    key: str
     host: Tensor  # uint8 [entry bytes], pinned
     device: Tensor  # the same on the device
     block_bytes: int
@@ -46,21 +47,31 @@ class Upload:
 
 
 class Uploads:
-    """One I/O thread's uploads, from the first until none is left."""
+    """One I/O thread's uploads, from the first until none is left. Between, the thread may do something else when
+    nothing is queued."""
 
     def __init__(self, stream: CopyStream) -> None:
         self._stream = stream
         self._under_way: list[Upload] = []  # in the order in which they came
         self._queued: deque[tuple[Upload, torch.Event]] = deque()  # blocks, in the stream's order
-        self._since = time.monotonic()  # when the block before the first one queued was copied
+        self._since = 0.0  # when the first block queued could begin: the one before was copied, or there was none
 
     def add(self, upload: Upload) -> None:
         self._under_way.append(upload)
 
-    def advance(self) -> bool:
-        """Queue what is to be queued now, and wait until one more block is copied. Returns whether any upload is
-        left."""
-        while (upload := self._next()) is not None:
+    @property
+    def is_idle(self) -> bool:
+        """Whether no block is queued, and no step waits for one that is not."""
+        return not self._queued and not any(upload.is_awaited() for upload in self._left())
+
+    def has(self, key: str) -> bool:
+        """Whether an entry is on its way."""
+        return any(upload.key == key for upload in self._under_way)
+
+    def advance(self, *, awaited_only: bool = False) -> bool:
+        """Queue what is to be queued now, and wait until one more block is copied, if one is queued. Returns whether
+        any upload is left. awaited_only: queue only what a step waits for."""
+        while (upload := self._next(awaited_only)) is not None:
             self._queue_block(upload)
         if self._queued:
             self._finish_block(*self._queued.popleft())
@@ -70,14 +81,20 @@ class Uploads:
         """Drop the uploads of which no block is queued yet."""
         self._under_way = [upload for upload in self._under_way if upload.num_queued]
 
-    def _next(self) -> Upload | None:
+    def _left(self) -> list[Upload]:
+        """Those with blocks to queue."""
+        return [upload for upload in self._under_way if upload.num_queued < upload.num_blocks]
+
+    def _next(self, awaited_only: bool) -> Upload | None:
         """Whose block is queued next; None: none for now."""
-        left = [upload for upload in self._under_way if upload.num_queued < upload.num_blocks]
+        left = self._left()
         if awaited := [upload for upload in left if upload.is_awaited()]:
             return min(awaited, key=lambda upload: upload.num_queued)
-        return left[0] if left and len(self._queued) < BLOCKS_AHEAD else None
+        return left[0] if left and not awaited_only and len(self._queued) < BLOCKS_AHEAD else None
 
     def _queue_block(self, upload: Upload) -> None:
+        if not self._queued:
+            self._since = time.monotonic()
         try:
             if not upload.num_queued:
                 self._stream.follow(upload.ready)

@@ -58,7 +58,12 @@ class Group:
 
     def meet(self) -> None:
         """Wait until every member has queued all its operations on its device: only then is it certain that those that
-        were queued here end."""
+        were queued here end.
+
+        A member that waits for room in its device's queue does not come here. CUDA's holds about 1,024 kernels, and a
+        step of several members can have more: if another member fails, their first operation never ends, the queue
+        stays full, and this member is stuck until NCCL's watchdog ends its process, after the group's time limit.
+        """
         if self._on_host is not None:
             self.exchange([torch.zeros(1)] * self.degree, [(1,)] * self.degree)
 

@@ -53,7 +53,10 @@ class Groups:
         known = self._groups.get(ranks)
         if known is not None and known[0] == epoch:
             return known[1]
-        self._groups.pop(ranks, None)  # frees members of the earlier epoch that still wait
+        if known is not None:  # of an earlier epoch, in which members may still wait
+            del self._groups[ranks]
+            known[1].leave()
+            known = None  # its connections close with the last reference
         if epoch <= self._left.get(ranks, -1):
             raise GroupBrokenError(f"the group of the ranks {ranks} was left")
         try:

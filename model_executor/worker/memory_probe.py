@@ -18,8 +18,10 @@ import torch
 
 from core.config import CacheConfig, SchedulerConfig
 from core.errors import ConfigError
+from core.handles import ModelKey
 from core.memory_budget import REMEDIES, DeviceMemory, describe, page_bytes
 from core.model_info import ModelInfo
+from core.scheduling.ops.denoise import DENOISE
 from model_executor.graphs.step_graphs import MAX_GRAPHS
 from model_executor.models.base import Family
 from model_executor.worker.cost_probe import GPU_CALLS, Batches
@@ -29,8 +31,11 @@ logger = logging.getLogger("stencil.worker")
 
 Run = Callable[[], object]
 
-GRAPH_SHARES = (0.9, 0.5)
-"""Active tokens of the steps whose graphs are measured, as shares of all: a large one first."""
+GRAPH_SHARES = (1.0, 0.9, 0.5)
+"""Active tokens of the steps whose graphs are measured, as shares of all, large ones first; 1 is an exact step."""
+
+EXACT_SHARES = (1.0,)
+"""The same of models whose steps are exact: one size, so another graph is reckoned to take as much as the first."""
 
 
 class Gauge(Protocol):
@@ -103,9 +108,10 @@ def device_page_bytes(
         # A plan frees what the results before it have made useless; plans that are under way have theirs still.
         num_states = scheduler.max_plans_in_flight + 1
         kept = scheduler.max_num_seqs * max(batches.kept_bytes(num_states) for batches in models)
-    memory = measure(gauge, runs, kept + to_come)
+    with _without_graphs(families.values()):
+        memory = measure(gauge, runs, kept + to_come)
     with room_for("CUDA graphs of steps beside the model", f"turn them off (--cuda-graphs off), or {REMEDIES}"):
-        graphs = sum(graph_bytes(gauge, batches) for batches in models if batches.info.page_scheme is not None)
+        graphs = all_graph_bytes(gauge, [info for info in infos if not info.parent], families)
     memory = msgspec.structs.replace(memory, graphs=graphs)
     least = max(scheme.template_bytes(_native_tokens(info), len(scheme.keyframes) or 2) for info, scheme in schemes)
     pages = page_bytes(memory, cache.gpu_memory_utilization, least)
@@ -135,20 +141,48 @@ def measure(gauge: Gauge, runs: Iterable[Run], kept: int) -> DeviceMemory:
     return DeviceMemory(total=gauge.total, taken=gauge.taken(), peak=peak, kept=kept, free=gauge.free())
 
 
+@contextmanager
+def _without_graphs(families: Iterable[Family]) -> Iterator[None]:
+    """Has steps run kernel by kernel in its body: what they take then is what a batch of several requests takes."""
+    known = list(families)
+    for family in known:
+        family.use_graphs(False)
+    try:
+        yield
+    finally:
+        for family in known:
+            family.use_graphs(True)
+
+
+def all_graph_bytes(gauge: Gauge, infos: Sequence[ModelInfo], families: Mapping[str, Family]) -> int:
+    """Bytes that the CUDA graphs of all models take: those of each denoiser that is loaded, and for each that may be
+    loaded later as much as the largest. infos: of all models, without adapters. families: of those that are loaded."""
+    denoisers = {_denoiser(info): info for info in infos if info.name in families}
+    taken = [graph_bytes(gauge, Batches(families[info.name], info)) for info in denoisers.values()]
+    to_come = {_denoiser(info) for info in infos} - denoisers.keys()
+    return sum(taken) + len(to_come) * max(taken, default=0)
+
+
+def _denoiser(info: ModelInfo) -> ModelKey | str:
+    """What models that share a denoiser have in common; their name where components are not known."""
+    return next((key for key in info.components if key.component == DENOISE.component), info.name)
+
+
 @torch.inference_mode()
 def graph_bytes(gauge: Gauge, batches: Batches) -> int:
-    """Bytes that a model's CUDA graphs take when there are most of them: those of the first, whose memory all share,
+    """Bytes that a model's CUDA graphs take when there are most of them: those of the largest, whose memory all share,
     and what each further one adds. 0 where steps are not captured."""
     before = gauge.taken()
     taken = []
-    for share in GRAPH_SHARES:
+    for share in GRAPH_SHARES if batches.info.page_scheme is not None else EXACT_SHARES:
         step = batches.of_one_request(share)
         for _ in range(GPU_CALLS):
             step()
         taken.append(gauge.taken() - before)
     batches.family.drop_graphs()
-    first, both = taken
-    return max(0, first) + (MAX_GRAPHS - 1) * max(0, both - first)
+    *first, last = taken
+    shared = first[-1] if first else last
+    return max(0, shared) + (MAX_GRAPHS - 1) * max(0, last - shared if first else last)
 
 
 def _peak(gauge: Gauge, runs: Iterable[Run]) -> int:

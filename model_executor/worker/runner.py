@@ -5,7 +5,7 @@ compute one item at a time, so an error fails that item only. Denoising steps an
 one forward pass, which fails as a whole and is then tried in halves (`attempt_in_halves`).
 
 A batch of several ranks is computed by all of them together and is not halved: where one fails, it leaves the group,
-and so the batch fails on all.
+and so the batch fails on all. A rank that ran out of memory frees some first, since the retry may be its own.
 
 A pass that fails leaves nothing behind, so it can be repeated. Steps store new tensors only after all are computed.
 Pages and pixels, which are written in place, are not read before the result reports them done, and the next attempt
@@ -91,6 +91,8 @@ class Runner:
         if not isinstance(results, Failure):
             return results
         self._groups.abort(batch.ranks)
+        if results.kind == "out_of_memory":
+            self._free_memory()
         failure = msgspec.structs.replace(results, kind="group_broken")
         return [ItemResult(item.request_id, item.node, failure=failure) for item in batch.items]
 

@@ -38,6 +38,7 @@ def denoise(context: WorkerContext, model: str, items: Sequence[Item]) -> list[I
     fails alone, or on several ranks with the others: they could not go on with the same rows.
     """
     family, group = context.models[model], context.group
+    context.pages.begin_step()
     read = [_read(context, model, item) if group is None else _step(context, model, item) for item in items]
     steps = [step for step in read if isinstance(step, _Step)]
     predictions = iter(family.predict([row for step in steps for row in step.rows], group) if steps else ())

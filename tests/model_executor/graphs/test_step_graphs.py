@@ -24,6 +24,7 @@ from model_executor.kernels.held import hold, holding
 from model_executor.kernels.linear import plain_linear
 from model_executor.kernels.operators import Operators
 from model_executor.models.base import Row
+from model_executor.models.boxes import around
 from model_executor.models.denoiser import Denoiser
 from model_executor.models.flux_transformer import FluxTransformer
 from model_executor.models.sd3_transformer import SD3Transformer
@@ -169,7 +170,9 @@ def masked(model: Denoiser | Unet, row: Row, seed: int, active: Sequence[int], w
     """An edit over pages of its own templates; a weight of None stands exactly at a keyframe."""
     near, far = (entry_of(model, 100 + 2 * seed + number) for number in range(2))
     pages = Pages(model.page_layout("int8"), TOKENS, near, None if weight is None else far, weight or 0.0)
-    return replace(row, active=torch.tensor(active), box=BOX, pages=pages)
+    tokens = torch.tensor(active)
+    box = around(tokens, GRID[1]) if isinstance(model, Denoiser) else BOX  # as in a server; UNets' graphs have one box
+    return replace(row, active=tokens, box=box, pages=pages)
 
 
 def as_it_is(model: Denoiser | Unet, rows: Sequence[Row]) -> list[Tensor]:
@@ -199,7 +202,7 @@ def test_replays_of_masked_steps_equal_the_steps(denoiser: Denoiser) -> None:
             assert again.untyped_storage().data_ptr() != output.untyped_storage().data_ptr()
         _poison(rows)
     assert denoiser.graphs.stats.captures == 1
-    assert denoiser.graphs.stats.replays == len(EDITS)
+    assert denoiser.graphs.stats.replays == len(EDITS) - 1
     (captured,) = denoiser.graphs._graphs.values()
     _check_owned(denoiser, captured)
 
@@ -216,14 +219,14 @@ def test_small_exact_steps_are_replayed(denoiser: Denoiser) -> None:
     for seed in range(3):
         rows = [row_of(denoiser, seed)]
         torch.testing.assert_close(denoiser.forward(rows)[0], as_it_is(denoiser, rows)[0], rtol=1e-4, atol=1e-4)
-    assert denoiser.graphs.stats.replays == 2
+    assert denoiser.graphs.stats.replays == 1
 
 
 @torch.inference_mode()
 def test_both_rows_of_a_guided_step_share_a_graph() -> None:
     """They have the same latents and active tokens, and each its own prompt."""
     denoiser = make_denoiser("flux")
-    for seed in range(2):
+    for seed in range(3):
         edit = masked(denoiser, row_of(denoiser, seed), seed, *EDITS[0])
         other = row_of(denoiser, seed + 5)
         rows = [edit, replace(edit, prompt_embeds=other.prompt_embeds, modulation=other.modulation)]
@@ -245,7 +248,7 @@ def test_replays_of_a_unets_steps_equal_the_steps(unet: Unet, is_masked: bool) -
         for output, wanted in zip(unet.forward(rows), expected, strict=True):
             torch.testing.assert_close(output, wanted, rtol=1e-4, atol=1e-4)
         _poison(rows)
-    assert unet.graphs.stats.replays == 2
+    assert unet.graphs.stats.replays == 1
 
 
 @pytest.mark.parametrize("act_fn", ["silu", "gelu"])
@@ -257,7 +260,7 @@ def test_only_fused_blocks_are_captured_over_a_box(act_fn: str) -> None:
         rows = [replace(masked(unet, unet_row(unet, seed), seed, [0], 0.4), box=box)]
         torch.testing.assert_close(unet.forward(rows)[0], as_it_is(unet, rows)[0], rtol=1e-4, atol=1e-4)
     assert unet.graphs.stats.failed == 0
-    assert unet.graphs.stats.replays == (2 if act_fn == "silu" else 0)
+    assert unet.graphs.stats.replays == (1 if act_fn == "silu" else 0)
 
 
 def _poison(rows: Sequence[Row]) -> None:
@@ -317,7 +320,7 @@ def test_rows_of_several_requests_are_told_apart() -> None:
 def test_the_key_tells_shapes_and_shared_tensors_apart() -> None:
     row = tiny_row()
     assert key_of([row], None) == key_of([tiny_row()], None)
-    assert key_of([row, row], None) == key_of([tiny_row()] * 2, None) or True
+    assert key_of([row, row], None) == key_of([tiny_row()] * 2, None)
     different = [
         tiny_row(prompt_embeds=torch.zeros(3, 3)),
         tiny_row(latents=torch.zeros(4, 2, dtype=torch.bfloat16)),
@@ -353,8 +356,8 @@ def test_static_rows_keep_nothing_of_the_first_step() -> None:
 class Fake:
     """A capture of functions that add one to the latents of a row, or fails with this error."""
 
-    def __init__(self, error: Exception | None = None) -> None:
-        self.error, self.num_forgotten, self.taken_bytes = error, 0, 7
+    def __init__(self, error: Exception | None = None, *, is_broken: bool = False) -> None:
+        self.error, self.num_forgotten, self.taken_bytes, self.is_broken = error, 0, 7, is_broken
 
     def __call__(self, run: Callable[[], list[Tensor]]) -> tuple[Any, list[Tensor]]:
         if self.error is not None:
@@ -389,7 +392,7 @@ def test_a_step_that_cannot_be_captured_runs_as_it_is(caplog: pytest.LogCaptureF
     assert len([record for record in caplog.records if "not permitted" in record.message]) == 1
 
 
-def test_without_memory_all_graphs_are_dropped() -> None:
+def test_without_memory_all_graphs_are_dropped_and_made_again_later() -> None:
     fake = Fake()
     graphs = StepGraphs(fake)
     for _ in range(3):
@@ -397,9 +400,21 @@ def test_without_memory_all_graphs_are_dropped() -> None:
     assert len(graphs) == 1
     fake.error = torch.OutOfMemoryError("CUDA out of memory")
     for _ in range(2):
-        graphs.run([sized(5)], None, plus_one)
+        assert torch.equal(graphs.run([sized(5)], None, plus_one)[0], torch.ones(5, 2))
     assert len(graphs) == 0
     assert fake.num_forgotten == 1
+    fake.error = None
+    for _ in range(3):
+        graphs.run([sized(5)], None, plus_one)
+    assert len(graphs) == 1
+
+
+def test_after_a_capture_that_could_not_be_ended_nothing_is_captured() -> None:
+    graphs = StepGraphs(Fake(RuntimeError("capture invalidated"), is_broken=True))
+    for number in (4, 4, 5, 5):
+        assert torch.equal(graphs.run([sized(number)], None, plus_one)[0], torch.ones(number, 2))
+    assert graphs.stats.failed == 1
+    assert not graphs.enabled
 
 
 def test_the_least_recently_replayed_graph_goes_first(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -428,6 +443,8 @@ def test_only_a_capture_notes_what_is_held() -> None:
     x, noted = torch.zeros(1), list[Tensor]()
     assert hold(x) is x
     with holding(noted):
+        with holding([]):
+            pass
         hold(x)
     hold(x)
     assert len(noted) == 1

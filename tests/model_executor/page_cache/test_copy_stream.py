@@ -18,6 +18,7 @@ from core.errors import ConfigError
 from core.handles import EntryRef, Tier
 from core.ipc.shared_array import Arena, ArenaAllocator
 from core.messages.worker import PageCopied, PageCopy
+from model_executor.page_cache import page_store
 from model_executor.page_cache.copy_stream import CopyStream
 from model_executor.page_cache.page_store import PageStore
 from model_executor.page_cache.uploads import BLOCKS_AHEAD
@@ -238,6 +239,65 @@ def test_loads_overtake_copies_down_of_other_entries_alone(gpu: Gpu) -> None:
     ended = [done.get(timeout=PATIENCE) for _ in range(5)]
     assert [copied.key for copied in ended] == ["a", "a", "b", "b", "c"]
     assert [copied.target for copied in ended] == ["device", "device", "host", "device", "host"]
+    store.close()
+    arena.close()
+
+
+def test_copies_down_have_their_turn_between_loads_but_after_those_that_a_step_waits_for(
+    gpu: Gpu, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """One of an entry that is being loaded comes after its load, whoever's turn it is."""
+    monkeypatch.setattr(page_store, "BLOCKS_BEFORE_OTHERS", before_others := 2 * NUM_BLOCKS - 2)
+    arena, done = Arena.create(7, 1 << 20), Queue[PageCopied]()
+    store, space = PageStore(CPU, arena, None, done.put), ArenaAllocator(arena)
+    store._stream, gpu.gate = CopyStream(CPU, store._whole_arena()), threading.Semaphore(0)
+    loads, downs = ["first", *(f"load{n}" for n in range(6))], ["down0", "load2", "down1"]
+    hosts = {key: space.alloc(NBYTES) for key in {*loads, *downs, "step"}}
+
+    def start(key: str, source: Tier, target: Tier) -> None:
+        store.start(PageCopy(key, NBYTES, BLOCK, source, target, hosts[key]))
+
+    start("first", "host", "device")
+    wait_until(lambda: len(store._loads["first"][0].arrived) == BLOCKS_AHEAD)  # then the thread waits at the gate
+    for key in loads[1:]:
+        start(key, "host", "device")
+    for key in downs:
+        if key not in loads:
+            store.create(EntryRef(key, NBYTES, None)).zero_()
+        start(key, "device", "host")
+    start("step", "host", "device")
+    load = store._loads["step"][0]
+    gpu.gate.release(before_others - BLOCKS_AHEAD)
+    wait_until(lambda: len(store._loads["load0"][0].arrived) == before_others - NUM_BLOCKS)  # the last before `down0`
+    waiter = threading.Thread(target=store.wait_block, args=("step", 0))
+    waiter.start()
+    wait_until(lambda: load.is_awaited)
+    gpu.gate.release(9 * NUM_BLOCKS)
+    ended = [done.get(timeout=PATIENCE) for _ in range(11)]
+    order = [copied.key if copied.target == "device" else f"{copied.key} down" for copied in ended]
+    assert order == [
+        *("first", "step", "down0 down", "load0", "load1", "load2", "load2 down"),
+        *("load3", "load4", "down1 down", "load5"),
+    ]
+    assert all(copied.ok for copied in ended)
+    waiter.join(PATIENCE)
+    store.close()
+    arena.close()
+
+
+def test_what_a_failed_step_had_announced_does_not_come_with_the_next_one(gpu: Gpu) -> None:
+    arena, done = Arena.create(7, 1 << 20), Queue[PageCopied]()
+    store, space = PageStore(CPU, arena, None, done.put), ArenaAllocator(arena)
+    store._stream, gpu.gate = CopyStream(CPU, store._whole_arena()), threading.Semaphore(0)
+    for key in "ab":
+        store.start(PageCopy(key, NBYTES, BLOCK, "host", "device", space.alloc(NBYTES)))
+    loads = {key: store._loads[key][0] for key in "ab"}
+    for key in "ab":
+        store.begin_step()
+        store.put_last(key, ())  # the step that reads `a` fails before it waits
+    gpu.gate.release(2 * NUM_BLOCKS)
+    store.wait_block("b", 0)
+    assert [loads[key].is_awaited for key in "ab"] == [False, True]
     store.close()
     arena.close()
 

@@ -66,6 +66,7 @@ class Bench:
 
         self.uploads.add(
             Upload(
+                key=name,
                 host=content(),
                 device=self.devices[name],
                 block_bytes=BLOCK,
@@ -143,6 +144,35 @@ def test_a_wait_queues_the_rest_of_an_entry_that_is_under_way(bench: Bench) -> N
     bench.awaited |= {"a", "b"}
     behind = NUM_BLOCKS - BLOCKS_AHEAD
     assert bench.run() == BLOCKS_AHEAD * "a" + BLOCKS_AHEAD * "b" + behind * "ab"
+
+
+def test_what_no_step_waits_for_can_be_held_back_until_nothing_is_queued(bench: Bench) -> None:
+    for name in "ab":
+        bench.add(name)
+    bench.uploads.advance()
+    bench.awaited.add("b")
+    assert not bench.uploads.is_idle
+    while not bench.uploads.is_idle:
+        assert bench.uploads.advance(awaited_only=True)
+    assert "".join(name for name, _ in bench.queued) == BLOCKS_AHEAD * "a" + NUM_BLOCKS * "b"
+    assert bench.under_way == 0
+    assert [bench.uploads.has(name) for name in "ab"] == [True, False]
+    bench.awaited.add("a")
+    assert not bench.uploads.is_idle
+    bench.run()
+    assert list(bench.ended) == ["b", "a"]
+
+
+def test_the_time_between_uploads_is_not_theirs(bench: Bench, monkeypatch: pytest.MonkeyPatch) -> None:
+    clock = [0.0]
+    monkeypatch.setattr("model_executor.page_cache.uploads.time.monotonic", lambda: clock[0])
+    bench.add("a")
+    bench.uploads.advance()
+    while not bench.uploads.is_idle:
+        bench.uploads.advance(awaited_only=True)
+    clock[0] = 100.0  # another job was done
+    bench.run()
+    assert bench.ended == {"a": (0.0, None)}
 
 
 def test_an_entry_that_fails_has_no_copy_under_way_and_does_not_hurt_others(bench: Bench) -> None:

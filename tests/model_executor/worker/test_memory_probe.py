@@ -7,12 +7,14 @@ from collections.abc import Callable
 from contextlib import closing
 from itertools import chain
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import msgspec
 import numpy as np
 import pytest
 import torch
+from graph_simulator import SimulatedCapture
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
@@ -22,9 +24,11 @@ from core.errors import ConfigError
 from core.memory_budget import DeviceMemory
 from core.model_info import ModelInfo
 from core.sampling_params import MAX_INFERENCE_STEPS, SamplingParams
+from model_executor.graphs.step_graphs import MAX_GRAPHS, StepGraphs
+from model_executor.kernels.gpu_operators import gpu_operators
 from model_executor.models.base import Family
 from model_executor.worker.cost_probe import Batches
-from model_executor.worker.memory_probe import CudaGauge, device_page_bytes, gauge_of, heaviest, measure
+from model_executor.worker.memory_probe import CudaGauge, device_page_bytes, gauge_of, graph_bytes, heaviest, measure
 from model_executor.worker.resident import ResidentModels
 from tools.random_checkpoints import make_sd3
 from tools.random_unet_checkpoints import make_sd
@@ -271,3 +275,47 @@ def test_a_gpu_is_read_by_what_its_driver_counts(monkeypatch: pytest.MonkeyPatch
     assert gauge.peak_of(batch) == 15
     assert (gauge.total, gauge.taken(), gauge.free()) == (100, 40, 50)
     assert measure(gauge, [batch], 3) == DeviceMemory(total=100, taken=40, peak=15, kept=3, free=50)
+
+
+class Graphs:
+    """Batches whose steps are captured in their second call, which takes `shared` bytes once and `each` every time."""
+
+    def __init__(self, shared: int, each: int, *, has_pages: bool = True) -> None:
+        self.info = SimpleNamespace(page_scheme=object() if has_pages else None)
+        self.family = SimpleNamespace(drop_graphs=self._drop)
+        self._shared, self._each, self._calls = shared, each, dict[float, int]()
+
+    def of_one_request(self, share: float) -> Callable[[], None]:
+        def step() -> None:
+            self._calls[share] = self._calls.get(share, 0) + 1
+
+        return step
+
+    def taken(self) -> int:
+        number = sum(calls > 1 for calls in self._calls.values())
+        return 100 + (self._shared if number else 0) + number * self._each
+
+    def _drop(self) -> None:
+        self._calls.clear()
+
+
+@pytest.mark.parametrize("has_pages", [True, False])
+def test_room_is_left_for_the_most_graphs(has_pages: bool) -> None:
+    graphs: Any = Graphs(500, 3, has_pages=has_pages)
+    least = 500 + MAX_GRAPHS * 3
+    assert graph_bytes(graphs, graphs) >= least
+    if has_pages:
+        assert graph_bytes(graphs, graphs) == least + 3, "two are captured before the one that tells what each adds"
+    assert graphs.taken() == 100
+    none: Any = Graphs(0, 0)
+    assert graph_bytes(none, none) == 0
+
+
+def test_the_steps_that_are_measured_on_a_gpu_are_those_that_are_captured(family: Family, info: ModelInfo) -> None:
+    denoiser: Any = family._denoiser  # type: ignore[attr-defined]
+    twin = denoiser.computing_with(gpu_operators(torch.device("cpu")))
+    twin.graphs = StepGraphs(SimulatedCapture())
+    batches = Batches(family, msgspec.structs.replace(info, device="cuda"))
+    for share in (0.9, 0.5, 0.05):
+        assert twin._is_captured([batches._row(share)])
+    assert not twin._is_captured([Batches(family, info)._row(0.5)])

@@ -60,12 +60,19 @@ class Ranks:
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self.groups = [GroupsOnDevice(rank) for rank in RANKS]
         exchange = SimpleNamespace(begin_batch=lambda batch: None, finish_batch=lambda: None, take_waited=lambda: 0.0)
-        self.contexts: list[Any] = [SimpleNamespace(group=None, exchange=exchange, rank=rank) for rank in RANKS]
+        self.graphs_dropped: list[int] = []  # by which ranks
+        self.contexts: list[Any] = [
+            SimpleNamespace(group=None, exchange=exchange, rank=rank, models={"tiny": self._family(rank)})
+            for rank in RANKS
+        ]
         self.waited: list[int] = []  # ranks that have waited for their device
         item = Item("a", "denoise", None, ())  # type: ignore[arg-type]
         self.batch = Batch(0, DENOISE.name, "tiny", RANKS, (item,), 0, self.groups[0].port)
         self.fails = False
         monkeypatch.setitem(HANDLERS, DENOISE.name, self.handle)
+
+    def _family(self, rank: int) -> Any:
+        return SimpleNamespace(drop_graphs=lambda: self.graphs_dropped.append(rank))
 
     def handle(self, context: Any, model: str, items: Sequence[Item]) -> list[ItemResult]:
         if self.fails and context.rank == 1:
@@ -102,6 +109,15 @@ def test_a_rank_that_fails_leaves_before_it_waits_and_frees_the_others(
     assert [result.items[0].failure.kind for result in results] == ["group_broken"] * 2
     assert all(made.is_aborted for each in ranks.groups for made in each.made)
     assert not ranks.waited, "a rank waited for kernels that may never end"
+    assert ranks.graphs_dropped == [1], "the rank without memory frees some"
+
+
+def test_a_group_of_an_earlier_epoch_is_left_when_another_replaces_it(ranks: Ranks) -> None:
+    """On a GPU its kernels may wait for a member that has failed."""
+    for epoch in range(2):
+        with ThreadPoolExecutor(2) as threads:
+            list(threads.map(lambda rank: ranks.groups[rank].of(RANKS, epoch, ranks.groups[0].port), RANKS))  # noqa: B023
+    assert [[made.is_aborted for made in each.made] for each in ranks.groups] == [[True, False], [True, False]]
 
 
 def test_ranks_that_succeed_meet_and_keep_their_group(ranks: Ranks, monkeypatch: pytest.MonkeyPatch) -> None:
