@@ -20,7 +20,8 @@ Quantization = Literal["none", "torchao-int8", "bitsandbytes-8bit", "bitsandbyte
 """How a transformer's weights are quantised while they are loaded: package and format."""
 
 CudaGraphs = Literal["auto", "off"]
-"""Whether a GPU's steps are captured as CUDA graphs. auto: steps that take longer to launch than to run."""
+"""Whether steps on a GPU are captured as CUDA graphs. auto: mask-aware steps and UNet steps of one request, and exact
+steps of one request for small pictures; off: none."""
 
 KernelChoice = Literal["auto", "torch", "compile"]
 """Kernels of denoisers and VAEs. auto: the fastest for the device; torch: PyTorch's operators only; compile: as auto,
@@ -81,6 +82,11 @@ class ModelConfig(msgspec.Struct, frozen=True, kw_only=True):
             raise ConfigError(
                 f"--batch-invariant cannot hold with --kernels {self.kernels}, whose products sum in another order for "
                 "other numbers of rows; give --kernels auto, or leave --batch-invariant out"
+            )
+        if self.batch_invariant and self.quantization != "none" and self.device != "cpu":
+            raise ConfigError(
+                f"--batch-invariant cannot hold with --quantization {self.quantization}, whose products sum in another "
+                "order for other numbers of rows; give --quantization none, or leave --batch-invariant out"
             )
         names = [self.name, *(adapter.name for adapter in self.adapters)]
         if twice := next((name for name in names if names.count(name) > 1), None):

@@ -96,8 +96,9 @@ def _add_computing_flags(group: argparse._ArgumentGroup) -> None:
         "--cuda-graphs",
         default=default.cuda_graphs,
         choices=get_args(CudaGraphs),
-        help="auto: on a GPU, a denoising step that takes longer to launch than to run is captured when its shape "
-        "comes for the second time, and replayed; off: none is, which saves up to 2 GB of the GPU's memory",
+        help="auto: on a GPU, a mask-aware step or a UNet's step of one request, and an exact one of a small picture, "
+        "is captured when its shape comes for the second time, and replayed from then on; off: no step is captured, "
+        "which saves the memory of the graphs (on an H100 0.27 GB for FLUX, 0.49 GB for Stable Diffusion XL)",
     )
     group.add_argument(
         "--batch-invariant",

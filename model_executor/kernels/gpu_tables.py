@@ -4,9 +4,9 @@ that they are uploaded once for all steps of a batch.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from functools import lru_cache
-from typing import NamedTuple
+from typing import NamedTuple, ParamSpec, TypeVar
 
 import torch
 from torch import Tensor
@@ -14,11 +14,35 @@ from torch import Tensor
 from model_executor.kernels.held import hold
 from model_executor.kernels.ragged import Span
 
-MAX_TABLES = 256
-"""Tables of each kind cached on the device, of 4 to 12 bytes per token each: a batch needs up to eight for all its
-steps, and one that is run as a CUDA graph holds them longer."""
+MAX_TABLES = 160
+"""Tables of each kind cached on the device: six, which a step of one request needs for all its blocks, for each of the
+24 shapes that become CUDA graphs, and some more. They must still be there when a step is captured."""
+
+MAX_LARGE_TABLES = 32
+"""Those with more than LARGE_ROWS rows, of 4 to 12 bytes each, as batches of many requests need them. At the default
+limit of 65536 tokens all tables together take less than 100 MB."""
+
+LARGE_ROWS = 10240
+"""More than the two guided rows of a FLUX request of 1024 px have together, so that batches push out none of its."""
 
 Spans = tuple[Span, ...]
+Arguments = ParamSpec("Arguments")
+Table = TypeVar("Table")
+
+
+def cached(rows: Callable[Arguments, int]) -> Callable[[Callable[Arguments, Table]], Callable[Arguments, Table]]:
+    """Decorates a function that makes tables, with a cache for small ones and one for large ones. rows: of the table
+    for these arguments, which are given by position."""
+
+    def decorated(make: Callable[Arguments, Table]) -> Callable[Arguments, Table]:
+        small, large = lru_cache(maxsize=MAX_TABLES)(make), lru_cache(maxsize=MAX_LARGE_TABLES)(make)
+
+        def found(*args: Arguments.args, **kwargs: Arguments.kwargs) -> Table:
+            return (large if rows(*args, **kwargs) > LARGE_ROWS else small)(*args, **kwargs)  # type: ignore[arg-type]
+
+        return found
+
+    return decorated
 
 
 def table(where: Spans, device: torch.device) -> tuple[Tensor, Tensor]:
@@ -27,7 +51,7 @@ def table(where: Spans, device: torch.device) -> tuple[Tensor, Tensor]:
     return hold(rows), hold(requests)
 
 
-@lru_cache(maxsize=MAX_TABLES)
+@cached(lambda where, device: _length(where))
 def _table(where: Spans, device: torch.device) -> tuple[Tensor, Tensor]:
     return upload(_rows(where), device), upload(_requests(where), device)
 
@@ -48,7 +72,7 @@ def rows_of(spans: Spans, device: torch.device) -> Tensor:
     return hold(_rows_of(spans, device))
 
 
-@lru_cache(maxsize=MAX_TABLES)
+@cached(lambda spans, device: _length(spans))
 def _rows_of(spans: Spans, device: torch.device) -> Tensor:
     return upload(_rows(spans), device)
 
@@ -60,7 +84,7 @@ def norm_rows(norms: tuple[Spans, ...], sums: tuple[Spans, ...], device: torch.d
     return None if rows is None else hold(rows)
 
 
-@lru_cache(maxsize=MAX_TABLES)
+@cached(lambda norms, sums, device: sum(map(_length, norms)))
 def _norm_rows(norms: tuple[Spans, ...], sums: tuple[Spans, ...], device: torch.device) -> Tensor | None:
     rows = torch.cat([_rows(where) for where in norms])
     requests = torch.cat([_requests(where) for where in norms])

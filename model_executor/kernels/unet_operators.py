@@ -28,7 +28,7 @@ TILE = 4096
 """Numbers of a map that a program processes at a time."""
 
 CHUNKS = 32
-"""Largest number of parts of a map whose moments are computed apart, and then combined."""
+"""Largest number of parts of a map whose moments are computed apart, and then combined; a power of two."""
 
 COLUMNS = 64
 """Channels, with gaps, that a program of the group norm processes side by side: enough to read whole cache lines."""
@@ -269,7 +269,7 @@ class UnetOperators:
             GROUPS=tiling.groups,
             SIZE=tiling.size,
             WIDTH=tiling.width,
-            CHUNKS=power_of_two(chunks),
+            CHUNKS=CHUNKS,  # not this map's number: a mask of another size would compile the kernel again
             HAS_BIAS=added.bias is not None,
             HAS_TIME=added.time is not None,
             HAS_OUTSIDE=moments.outside is not None,

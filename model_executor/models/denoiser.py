@@ -49,6 +49,12 @@ GPU_MODULATION_BYTES = 256 * 1024**2
 them in every step would be a launch for each of several hundred products. The embedded model needs 1.2 MB per row at 28
 steps; FLUX.1-dev 106 MB at 50 steps."""
 
+
+def modulation_limit(device: torch.device) -> int:
+    """Most bytes that the modulation tables of a request's rows take on this device."""
+    return MODULATION_BYTES if device.type == "cpu" else GPU_MODULATION_BYTES
+
+
 SMALL_PASS = 2048
 """Largest exact step, in tokens, that is captured as a CUDA graph: a larger one keeps a GPU busy for longer than the
 host takes to launch it."""
@@ -298,8 +304,7 @@ class Denoiser(ABC):
         MODULATION_BYTES, or GPU_MODULATION_BYTES.
         """
         width = sum(part.width for part in self._modulations)
-        limit = MODULATION_BYTES if self._device.type == "cpu" else GPU_MODULATION_BYTES
-        if num_rows * len(sigmas) * width * self.dtype.itemsize > limit:
+        if num_rows * len(sigmas) * width * self.dtype.itemsize > modulation_limit(self._device):
             return None
         levels = [Conditions(sigma, pooled_prompt_embeds, guidance_scale, patches) for sigma in sigmas]
         where = BatchPatches([patches], self._device).segments([(0, len(sigmas))])

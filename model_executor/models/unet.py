@@ -118,7 +118,7 @@ class Unet:
             return forward(rows)
         if num_active is None:
             rows = [replace(row, active=None, box=None, pages=None) for row in rows]
-        elif any(row.box is None for row in rows) or self._fused is None:  # what is not fused reads no page tables
+        elif any(row.box is None for row in rows) or not self.patches.plain.layers.reads_page_tables:
             return forward(rows)
         if not is_of_one_request(rows) or not all(map(is_repeatable, rows)):
             return forward(rows)

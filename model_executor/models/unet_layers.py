@@ -41,6 +41,10 @@ MAX_GROUP = 64
 """Upper limit on values that share a scale in int8 pages; the number used divides every map's channels."""
 
 
+FUSED = FusedResidualBlock, FusedTransformerBlock, FusedUpSampler
+"""Blocks whose kernels find pages by a table."""
+
+
 class Layers:
     """All layers between conv_in and conv_norm_out, in the order they run, with pages assigned to each `Block`."""
 
@@ -55,6 +59,8 @@ class Layers:
         for block in self._kept:
             block.page, block.num_pages = self.num_pages, block.width // self._unit
             self.num_pages += block.num_pages
+        # Whether all pages are found by their table: other blocks read the entry itself, which a CUDA graph has not.
+        self.reads_page_tables = all(isinstance(block, FUSED) for block in self._kept)
         if compiled is not None:
             once = cache(compiled)
             for block in self._kept:

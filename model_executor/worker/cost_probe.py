@@ -28,6 +28,7 @@ from core.ipc.atomic_file import write_atomically
 from core.ipc.small_files import read_small
 from core.messages.worker import CostSample
 from core.model_info import ModelInfo
+from core.sampling_params import MAX_INFERENCE_STEPS
 from core.scheduling.ops.decode import DECODE
 from core.scheduling.ops.denoise import DENOISE
 from core.scheduling.ops.image_encode import IMAGE_ENCODE
@@ -37,6 +38,7 @@ from model_executor.cpu import cpu_description
 from model_executor.kernels.operators import chosen_operators
 from model_executor.models.base import EncodedImage, EncodedText, Family, PrimeRow, Row
 from model_executor.models.boxes import around
+from model_executor.models.denoiser import modulation_limit
 from model_executor.page_cache.pages import Pages
 from model_executor.parallel.group import Group
 from model_executor.worker.device_failures import is_out_of_memory, wait_for_device
@@ -201,19 +203,27 @@ class Batches:
 
     @torch.inference_mode()
     def kept_bytes(self, num_states: int = 1) -> int:
-        """Bytes of device memory that a request with most rows and the default number of steps keeps between steps.
-        num_states: results of steps, with the sampler's state, that are there at once.
+        """Bytes of device memory that a request with most rows and most steps keeps between steps. num_states: results
+        of steps, with the sampler's state, that are there at once.
         """
-        image, text, info = self._image, self._text, self.info
-        levels = torch.linspace(1.0, 0.0, info.default_num_inference_steps, device=image.latents.device)
-        table = self.family.modulation(text.pooled_prompt_embeds, info.default_guidance_scale, levels, self.most_rows)
-        made_once = (table, self.family.keys_values(text.prompt_embeds))
-        of_row = [text.prompt_embeds, text.pooled_prompt_embeds, *(each for each in made_once if each is not None)]
+        image, text = self._image, self._text
+        keys_values = self.family.keys_values(text.prompt_embeds)
+        of_row = [text.prompt_embeds, text.pooled_prompt_embeds, *([] if keys_values is None else [keys_values])]
         of_request = [*num_states * [image.latents, *image.state], image.condition, image.outside, image.sigmas]
         if self._has_pages and self.family.sees_all_latents:
             of_request += 2 * [image.latents]  # the template's clean latents and noise
         on_device = [tensor for tensor in of_request + self.most_rows * of_row if tensor.device == image.latents.device]
-        return sum(tensor.nbytes for tensor in on_device) + self._own_page_bytes(image, num_states)
+        others = self._modulation_bytes(image, text) + self._own_page_bytes(image, num_states)
+        return sum(tensor.nbytes for tensor in on_device) + others
+
+    def _modulation_bytes(self, image: EncodedImage, text: EncodedText) -> int:
+        """Most bytes of a request's modulation tables: those of most rows and steps, or else the limit, beyond which
+        none are kept."""
+        arguments = text.pooled_prompt_embeds, self.info.default_guidance_scale, image.sigmas[:1]
+        of_step = self.family.modulation(*arguments, self.most_rows)
+        if of_step is None:
+            return 0
+        return min(modulation_limit(of_step.device), MAX_INFERENCE_STEPS * self.most_rows * of_step.nbytes)
 
     def _own_page_bytes(self, image: EncodedImage, num_states: int) -> int:
         """Bytes of a request's own pages, and of the latents and the velocity that its state has then besides; 0 if no

@@ -11,12 +11,13 @@ import argparse
 import os
 from collections.abc import Iterator, Sequence
 from pathlib import Path
+from typing import get_args
 
 import msgspec
 import torch
 
 from core.cache_folder import user_cache_folder
-from core.config import EMBEDDED_MODEL, ModelConfig, SchedulerConfig
+from core.config import EMBEDDED_MODEL, CudaGraphs, ModelConfig, SchedulerConfig
 from core.ipc.atomic_file import write_atomically
 from core.messages.worker import CostSample
 from core.model_info import ModelInfo
@@ -31,22 +32,10 @@ from model_executor.worker.worker import default_threads
 
 
 def main(argv: Sequence[str] | None = None) -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.ArgumentDefaultsHelpFormatter)
-    parser.add_argument("--model", default=EMBEDDED_MODEL, help="as for the server")
-    parser.add_argument("--served-model-name", default="", help="as for the server")
-    parser.add_argument("--dtype", default="auto", help="as for the server")
-    parser.add_argument("--device", default="auto", help="as for the server")
-    parser.add_argument("--threads", type=int, default=default_threads(1), help="as for the server")
-    parser.add_argument("--max-num-seqs", type=int, default=SchedulerConfig().max_num_seqs, help="largest batch")
-    parser.add_argument(
-        "--degrees", type=int, nargs="+", default=[1], help="numbers of ranks that compute a step together; 1 always"
-    )
-    args = parser.parse_args(argv)
+    args = parse(argv)
     quiet_libraries()
     set_threads(args.threads)
-    config = ModelConfig(
-        model=args.model, served_model_name=args.served_model_name, dtype=args.dtype, device=args.device
-    )
+    config = config_of(args)
     joint = joint_samples(config, degrees, args.threads) if (degrees := sorted({*args.degrees} - {1})) else []
     models = ResidentModels.open((config,))
     models.load_all()
@@ -54,8 +43,36 @@ def main(argv: Sequence[str] | None = None) -> None:
     for info in models.ready(0).models:
         samples = profile(models.families[info.name], info, args.max_num_seqs)
         samples += [sample for sample in joint if sample.model == info.name]
-        path = keep(samples, info, user_cache_folder(os.environ))
+        path = keep(samples, info, config, user_cache_folder(os.environ))
         print(f"{info.name}: {len(samples)} batches measured, {path.stat().st_size / 1e3:.0f} kB in {path}")
+
+
+def parse(argv: Sequence[str] | None) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.ArgumentDefaultsHelpFormatter)
+    parser.add_argument("--model", default=EMBEDDED_MODEL, help="as for the server")
+    parser.add_argument("--served-model-name", default="", help="as for the server")
+    parser.add_argument("--dtype", default="auto", help="as for the server")
+    parser.add_argument("--device", default="auto", help="as for the server")
+    parser.add_argument("--cuda-graphs", default="auto", choices=get_args(CudaGraphs), help="as for the server")
+    parser.add_argument("--batch-invariant", action="store_true", help="as for the server")
+    parser.add_argument("--threads", type=int, default=default_threads(1), help="as for the server")
+    parser.add_argument("--max-num-seqs", type=int, default=SchedulerConfig().max_num_seqs, help="largest batch")
+    parser.add_argument(
+        "--degrees", type=int, nargs="+", default=[1], help="numbers of ranks that compute a step together; 1 always"
+    )
+    return parser.parse_args(argv)
+
+
+def config_of(args: argparse.Namespace) -> ModelConfig:
+    """The model as a server with these flags has it. Raises ConfigError for flags that exclude each other."""
+    return ModelConfig(
+        model=args.model,
+        served_model_name=args.served_model_name,
+        dtype=args.dtype,
+        device=args.device,
+        cuda_graphs=args.cuda_graphs,
+        batch_invariant=args.batch_invariant,
+    )
 
 
 @torch.inference_mode()
@@ -73,9 +90,9 @@ def profile(family: Family, info: ModelInfo, largest: int) -> list[CostSample]:
     return samples
 
 
-def keep(samples: Sequence[CostSample], info: ModelInfo, cache_folder: Path) -> Path:
-    """Write a profile where workers look for it; the file. Raises OSError if that fails."""
-    path = profile_path(info, ModelConfig(), cache_folder)
+def keep(samples: Sequence[CostSample], info: ModelInfo, config: ModelConfig, cache_folder: Path) -> Path:
+    """Write a profile where workers with these settings look for it; the file. Raises OSError if that fails."""
+    path = profile_path(info, config, cache_folder)
     write_atomically(path, msgspec.json.encode(samples))
     return path
 

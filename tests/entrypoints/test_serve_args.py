@@ -58,6 +58,9 @@ def test_a_pictures_bits_may_depend_on_its_company_unless_a_flag_says_otherwise(
     with pytest.raises(SystemExit):
         parse_options(["--batch-invariant", "--kernels", "torch"])
     assert "give --kernels auto" in capsys.readouterr().err
+    with pytest.raises(SystemExit):
+        parse_options(["--batch-invariant", "--quantization", "torchao-int8"])
+    assert "give --quantization none" in capsys.readouterr().err
 
 
 def test_cache_flags_set_their_options() -> None:

@@ -5,7 +5,7 @@ kernels are replaced by stubs that note their names.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Hashable, Mapping
 from types import ModuleType, SimpleNamespace
 from typing import Any, cast
 
@@ -25,6 +25,7 @@ class LaunchCounter(TorchDispatchMode):
     def __init__(self) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self.counts: Counter[str] = Counter()  # operator, or "triton." and kernel -> launches
+        self.variants = set[Hashable]()  # of kernels, all that Triton would compile apart
 
     @property
     def total(self) -> int:
@@ -32,8 +33,8 @@ class LaunchCounter(TorchDispatchMode):
 
     def kernels(self, module: ModuleType) -> ModuleType:
         """A stand-in for a module of Triton kernels, whose launches are counted."""
-        names = [name for name, value in vars(module).items() if hasattr(value, "arg_names")]
-        return cast(ModuleType, SimpleNamespace(**{name: _Stub(f"triton.{name}", self.counts) for name in names}))
+        kernels = {name: value for name, value in vars(module).items() if hasattr(value, "arg_names")}
+        return cast(ModuleType, SimpleNamespace(**{name: _Stub(name, each, self) for name, each in kernels.items()}))
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Mapping[str, Any] | None = None) -> Any:
         name = func.overloadpacket.__name__
@@ -51,14 +52,30 @@ class LaunchCounter(TorchDispatchMode):
 class _Stub:
     """A Triton kernel that is not run."""
 
-    def __init__(self, name: str, counts: Counter[str]) -> None:
-        self._name, self._counts = name, counts
+    def __init__(self, name: str, kernel: Any, counter: LaunchCounter) -> None:
+        self._name, self._kernel, self._counter = name, kernel, counter
+        options = getattr(kernel, "kwargs", None) or vars(kernel)  # of an interpreted one, else as Triton keeps them
+        self._unspecialized = set(options["do_not_specialize"] or ())
 
     def __getitem__(self, grid: object) -> Callable[..., None]:
         def launch(*args: Any, **constants: Any) -> None:
-            self._counts[self._name] += 1
+            self._counter.counts[f"triton.{self._name}"] += 1
+            named = zip(self._kernel.arg_names, args, strict=False)
+            types = tuple(_specialised(value, name not in self._unspecialized) for name, value in named)
+            self._counter.variants.add((self._name, types, *sorted((name, str(v)) for name, v in constants.items())))
 
         return launch
+
+
+def _specialised(value: Any, is_specialized: bool) -> Hashable:
+    """What Triton compiles a kernel for, of an argument: its type, whether it is a multiple of 16, and whether it is 1.
+    A tensor's address counts as one from the begin of its memory, which is aligned."""
+    if isinstance(value, Tensor):
+        return value.dtype, value.storage_offset() * value.itemsize % 16 == 0
+    if not isinstance(value, int):
+        return type(value)
+    size = "int32" if abs(value) < 2**31 else "int64"
+    return (size, value % 16 == 0, value == 1) if is_specialized else size
 
 
 def _memory(x: Tensor) -> int:

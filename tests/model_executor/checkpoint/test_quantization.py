@@ -90,6 +90,22 @@ def test_quantised_layers_cannot_be_batch_invariant_on_a_gpu(stored: Path) -> No
         on_cpu.check_quantization()
 
 
+def test_quantised_unets_cannot_be_batch_invariant_on_a_gpu_either(tmp_path: Path) -> None:
+    """Stored so: their own products would never meet the operators that refuse them."""
+    path = make_sd(tmp_path / "sd")
+    say_stored(path, "unet", quant_method="torchao")
+    on_cpu = Checkpoint.open(ModelConfig(model=str(path), device="cpu", batch_invariant=True))
+    with pytest.raises(ConfigError, match="the unet is quantised; serve it unquantised"):
+        replace(on_cpu, device=GPU).check_quantization()
+
+
+@pytest.mark.parametrize("device", ["auto", "cuda", "cuda:1"])
+def test_a_wish_to_quantise_is_refused_with_the_flags(device: str) -> None:
+    with pytest.raises(ConfigError, match=r"--quantization torchao-int8.*give --quantization none"):
+        ModelConfig(batch_invariant=True, quantization="torchao-int8", device=device)
+    ModelConfig(batch_invariant=True, quantization="torchao-int8", device="cpu")
+
+
 def test_the_denoiser_of_every_family_is_quantised() -> None:
     assert {family.denoiser_part for family in FAMILIES.values()} == set(QUANTIZED)
 

@@ -7,8 +7,10 @@ from threading import Thread
 import torch
 from torch import Tensor
 
-from model_executor.kernels.gpu_tables import norm_rows, offsets, rows_of, table
+from model_executor.kernels.gpu_tables import LARGE_ROWS, MAX_TABLES, norm_rows, offsets, rows_of, table
 from model_executor.kernels.held import hold, holding
+
+CPU = torch.device("cpu")
 
 
 def test_tensors_are_noted_only_while_this_thread_holds() -> None:
@@ -52,3 +54,16 @@ def test_rows_of_norms_and_of_the_sums_before_them() -> None:
     assert joint[2].tolist() == [0, 3, 1, 2, 4]
     assert norm_rows((image,), (text, image), cpu) is None
     assert norm_rows((text, image), (image,), cpu) is None
+
+
+def test_large_tables_push_out_no_small_ones() -> None:
+    """Those of batches, and of one request's steps: the tables of a step must still be there when it is captured."""
+    small = rows_of(((3, 9),), CPU)
+    first = rows_of(((0, LARGE_ROWS + 1),), CPU)
+    for start in range(1, MAX_TABLES + 2):
+        rows_of(((start, start + LARGE_ROWS + 1),), CPU)
+    assert rows_of(((3, 9),), CPU) is small
+    assert rows_of(((0, LARGE_ROWS + 1),), CPU) is not first
+    for start in range(MAX_TABLES):
+        rows_of(((start, start + 2),), CPU)
+    assert rows_of(((3, 9),), CPU) is not small

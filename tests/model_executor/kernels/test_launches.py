@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Hashable
 from dataclasses import replace
 from functools import partial
 from types import ModuleType
@@ -91,6 +92,22 @@ def test_requests_with_alike_masks_share_calls_of_attention(module: Any, kernels
     with counter:
         step[0].forward(rows)
     assert counter.counts["scaled_dot_product_attention"] == 2 * 57
+
+
+@torch.inference_mode()
+def test_masks_of_other_sizes_compile_no_kernel(module: Any, kernels: ModuleType) -> None:
+    """Alone, nor in a batch of another number of requests."""
+    counter = LaunchCounter()
+    step = make_step(module, kernels, counter)
+
+    def variants(*numbers: int) -> set[Hashable]:
+        counter.variants = set()
+        rows = [replace(masked(step), active=torch.empty(n, dtype=torch.int64, device=META)) for n in numbers]
+        step[0].forward(rows)
+        return counter.variants
+
+    assert variants(410) == variants(37) == variants(2048)
+    assert variants(410, 333) == variants(205, 1) == variants(16, 900, 31) == variants(*[64] * 8)
 
 
 @torch.inference_mode()

@@ -4,7 +4,7 @@ meta device, where launches are counted.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Hashable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -27,6 +27,7 @@ from model_executor.kernels.low_rank import LowRank
 from model_executor.kernels.operators import Operators
 from model_executor.kernels.unet_operators import UnetOperators
 from model_executor.models.base import PrimeRow, Row
+from model_executor.models.boxes import Box
 from model_executor.models.unet import Unet
 from model_executor.models.unet_fused import FusedTransformerBlock, joined
 from model_executor.page_cache.pages import Pages, PageTable
@@ -232,23 +233,43 @@ def sdxl() -> tuple[UnetCounter, Unet]:
     return counter, Unet(module.to(torch.bfloat16), 1000, TOKEN, Counting(counter))
 
 
+def guided(unet: Unet, side: int, box: Box | None) -> list[Row]:
+    """The rows of a guided step, with side * side tokens. box: of the active ones; None for an exact step."""
+    row = row_of_benchmarks(unet, side, TEXT_TOKENS, lambda *size: torch.empty(size, dtype=torch.bfloat16, device=META))
+    if box is not None:
+        entry = torch.empty(unet.page_layout("int8").entry_bytes(side * side), dtype=torch.uint8, device=META)
+        left, top, right, bottom = box
+        active = torch.empty((right - left) * (bottom - top), dtype=torch.int64, device=META)
+        table = PageTable(torch.empty(2, dtype=torch.int64, device=META), torch.empty(2, device=META))
+        pages = replace(pages_between(unet, row, entry, entry), table=table)
+        row = replace(row, active=active, box=box, pages=pages)
+    return [row, replace(row, prompt_embeds=row.prompt_embeds.clone())]
+
+
 @pytest.mark.parametrize(("is_masked", "most"), [(True, 1245), (False, 1170)])
 @torch.inference_mode()
 def test_a_guided_step_launches_few_kernels(sdxl: tuple[UnetCounter, Unet], is_masked: bool, most: int) -> None:
     """And neither mixes devices nor waits. About 1,240 launches of a masked step, 1,165 of an exact one. Of the layers
     as diffusers has them they were 3,393 and 1,857."""
     (counter, unet), side = sdxl, 32
-    row = row_of_benchmarks(unet, side, TEXT_TOKENS, lambda *size: torch.empty(size, dtype=torch.bfloat16, device=META))
-    if is_masked:
-        entry = torch.empty(unet.page_layout("int8").entry_bytes(side * side), dtype=torch.uint8, device=META)
-        left, top, right, bottom = box = middle_box(0.2, side)
-        active = torch.empty((right - left) * (bottom - top), dtype=torch.int64, device=META)
-        table = PageTable(torch.empty(2, dtype=torch.int64, device=META), torch.empty(2, device=META))
-        pages = replace(pages_between(unet, row, entry, entry), table=table)
-        row = replace(row, active=active, box=box, pages=pages)
-    rows = [row, replace(row, prompt_embeds=row.prompt_embeds.clone())]
+    rows = guided(unet, side, middle_box(0.2, side) if is_masked else None)
     counter.counts.clear()
     with counter:
         outputs = unet.forward(rows)
-    assert [len(output) for output in outputs] == 2 * [side * side if row.active is None else len(row.active)]
+    assert [len(output) for output in outputs] == [
+        side * side if row.active is None else len(row.active) for row in rows
+    ]
     assert 1000 < counter.total <= most, counter.counts.most_common()
+
+
+@torch.inference_mode()
+def test_a_mask_of_another_size_compiles_no_kernel(sdxl: tuple[UnetCounter, Unet]) -> None:
+    (counter, unet), found = sdxl, list[set[Hashable]]()
+    for box in ((7, 3, 8, 4), middle_box(0.02, 32), middle_box(0.2, 32), (1, 2, 32, 20)):
+        counter.variants = set()
+        for row in guided(unet, 32, box):
+            unet.forward([row])
+        unet.forward(guided(unet, 32, box))
+        found.append(counter.variants)
+    assert len(found[0]) > 20
+    assert all(variants == found[0] for variants in found)

@@ -23,7 +23,7 @@ from core.config import CacheConfig, ModelConfig, SchedulerConfig
 from core.errors import ConfigError
 from core.memory_budget import DeviceMemory
 from core.model_info import ModelInfo
-from core.sampling_params import SamplingParams
+from core.sampling_params import MAX_INFERENCE_STEPS, SamplingParams
 from model_executor.graphs.step_graphs import MAX_GRAPHS, StepGraphs
 from model_executor.kernels.gpu_operators import gpu_operators
 from model_executor.models.base import Family
@@ -153,7 +153,7 @@ def test_the_bytes_kept_per_request_equal_those_in_the_tensor_store(tiny_checkpo
         patch.setenv("XDG_CACHE_HOME", str(tmp_path))
         info = engine.info
         picture = np.zeros((info.native_size, info.native_size, 3), np.uint8)
-        engine.begin(picture, SamplingParams(num_inference_steps=info.default_num_inference_steps))
+        engine.begin(picture, SamplingParams(num_inference_steps=MAX_INFERENCE_STEPS))
         while not any(batch.op == "denoise" for batch in engine.step()):
             pass
         store = engine.runner._context.store
@@ -161,6 +161,20 @@ def test_the_bytes_kept_per_request_equal_those_in_the_tensor_store(tiny_checkpo
         held = [*tensors.values(), *chain.from_iterable(series.values())]
         kept = Batches(engine.family, info).kept_bytes(num_states=2)
         assert 0.99 < kept / sum(tensor.nbytes for tensor in held) <= 1.0
+
+
+def test_modulation_tables_count_up_to_their_limit(
+    family: Family, info: ModelInfo, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Whatever the default number of steps is: a request may ask for more of them."""
+    of_most = Batches(family, info).kept_bytes()
+    assert Batches(family, msgspec.structs.replace(info, default_num_inference_steps=2)).kept_bytes() == of_most
+    text = family.encode_nothing(info.max_text_tokens, torch.zeros(64, 64, 3, dtype=torch.uint8))
+    of_step = family.modulation(text.pooled_prompt_embeds, 1.0, torch.ones(1), 1)
+    assert of_step is not None
+    monkeypatch.setattr("model_executor.models.denoiser.MODULATION_BYTES", 10 * of_step.nbytes)
+    rows = Batches(family, info).most_rows
+    assert of_most - Batches(family, info).kept_bytes() == (MAX_INFERENCE_STEPS * rows - 10) * of_step.nbytes
 
 
 def test_a_mask_aware_run_of_a_unet_keeps_the_templates_latents_and_noise(tmp_path: Path) -> None:

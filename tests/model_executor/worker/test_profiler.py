@@ -19,7 +19,7 @@ from core.scheduling.predictor import Predictor
 from model_executor.models.base import Family
 from model_executor.worker.cost_probe import SHARES, SIDES, known_or_probed
 from model_executor.worker.joint_profiler import ROWS, joint_samples
-from model_executor.worker.profiler import keep, profile
+from model_executor.worker.profiler import config_of, keep, parse, profile
 from model_executor.worker.resident import ResidentModels
 from model_executor.worker.timing import median_seconds
 from tools.random_dit_checkpoints import make_dit
@@ -51,7 +51,7 @@ def test_steps_are_measured_by_batch_size_and_tokens(family: Family, info: Model
 
 def test_the_next_start_predicts_from_the_tables(models: ResidentModels, info: ModelInfo, tmp_path: Path) -> None:
     samples = profile(models.families[info.name], info, LARGEST)
-    path = keep(samples, info, tmp_path)
+    path = keep(samples, info, ModelConfig(), tmp_path)
     assert path.stat().st_size < 1e6
     found = known_or_probed(models.families, [info], tmp_path)
     predictor = Predictor(CostModel(), {info.name: info})
@@ -61,6 +61,22 @@ def test_the_next_start_predicts_from_the_tables(models: ResidentModels, info: M
     assert predictor.largest_batch(info.name, DENOISE) == LARGEST
     assert predictor.largest_batch(info.name, DECODE) == 1, "its items are done one after the other"
     assert predictor.of_op(info.name, DENOISE, Work.of([1] * 50)) > 0.0, "outside of the table the line predicts"
+
+
+def test_a_profile_is_found_by_servers_with_the_settings_it_was_measured_with(
+    models: ResidentModels, info: ModelInfo, tmp_path: Path
+) -> None:
+    measured = ModelConfig(kernels="torch")
+    keep([CostSample(info.name, "denoiser", "denoise", Work.of([8]), 1.0, is_profile=True)], info, measured, tmp_path)
+    for config, is_found in ((measured, True), (ModelConfig(), False)):
+        samples = known_or_probed(models.families, [info], tmp_path, {info.name: config})
+        assert any(sample.is_profile for sample in samples) == is_found
+
+
+def test_flags_of_graphs_and_invariance_are_the_servers() -> None:
+    assert config_of(parse([])) == ModelConfig()
+    chosen = config_of(parse(["--cuda-graphs", "off", "--batch-invariant"]))
+    assert chosen == ModelConfig(cuda_graphs="off", batch_invariant=True)
 
 
 def test_a_model_without_pages_is_measured_with_exact_steps_alone(family: Family, info: ModelInfo) -> None:
