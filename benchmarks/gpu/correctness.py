@@ -40,7 +40,7 @@ KERNEL_TESTS = ("test_triton_kernels", "test_unet_kernels")
 KERNELS = "tests/model_executor/kernels"
 GPU_MARK = "pytest.mark.gpu"
 """In the files of tests that need a GPU."""
-TEST_SECONDS = 85.0
+TEST_SECONDS = 150.0
 PROCESSES = 4  # that run the tests side by side, where pytest-xdist is there
 TEST_LINES = 15  # kept of the end of the tests' output
 

@@ -77,7 +77,7 @@ def sections(bench: Bench) -> dict[str, Section]:
 
     table = {
         "machine": Section(lambda: machine.run(bench), 30),
-        "kernel_tests": Section(lambda: correctness.kernel_tests(bench), 90),
+        "kernel_tests": Section(lambda: correctness.kernel_tests(bench), 160),
         "flux_steps": Section(lambda: flux_sections.steps(bench, flux()), 150, has_graphs=True),
         "sdxl": Section(lambda: sdxl.run(bench, unet()), 90, has_graphs=True),
         "flux_cold": Section(lambda: flux_sections.cold(bench, flux(), entries()), 60, has_graphs=True),
