@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
@@ -13,6 +14,8 @@ __all__ = ["Edit", "EditResult", "ImageEngine", "SamplingParams"]
 
 def __getattr__(name: str) -> Any:
     """Import what is asked for: the server begins to start its workers before it imports as much itself."""
+    if name == "image_engine":
+        return import_module(f"{__name__}.{name}")
     if name not in __all__:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     from core.sampling_params import SamplingParams

@@ -15,12 +15,14 @@ launched = ExitStack()
 """To be closed at the end of the process."""
 
 
-def launch_early() -> None:
-    """Start it if the flags of this process ask for workers that it forks. Exits as `parse_options` for bad flags."""
+def launch_early() -> ServeOptions:
+    """Start it if the flags of this process ask for workers that it forks. Returns the flags' options, as some files
+    that flags name, such as pipes, can be read only once. Exits as `parse_options` for bad flags."""
     options = parse_options(None)
     configure_logging(options)  # which it inherits
     if needs_launcher(options.config.engine):
         launched.enter_context(worker_launcher.used())
+    return options
 
 
 def configure_logging(options: ServeOptions) -> None:

@@ -18,14 +18,14 @@ if __name__ == "__main__":
 
     from entrypoints.early_launch import launch_early
 
-    launch_early()
+    OPTIONS = launch_early()
 
 import asyncio
 import contextlib
 import gc
 import socket
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from dataclasses import dataclass
 
 import uvicorn
@@ -37,7 +37,7 @@ from core.ipc import logs
 from core.ipc.heap import return_freed_memory
 from engine.client.async_engine import AsyncEngine
 from engine.observability.tracing import Tracer, create_tracer
-from entrypoints.early_launch import configure_logging, launched
+from entrypoints.early_launch import launched
 from entrypoints.hosts import is_loopback, normal_host
 from entrypoints.http_protocol import GuardedProtocol
 from entrypoints.key_reload import KeyReload
@@ -45,19 +45,17 @@ from entrypoints.model_paths import check_model
 from entrypoints.openai.app import ServerSettings, create_app
 from entrypoints.openai.submission import STALL_SECONDS
 from entrypoints.run_until import run_until
-from entrypoints.serve_args import ServeOptions, parse_options
+from entrypoints.serve_args import ServeOptions
 
 FLUSH_SECONDS = 5  # for answers still being sent when the engine has stopped
 KEEP_ALIVE_SECONDS = 75  # for idle connections; longer than clients' connection pools keep them
 _STARTED = time.monotonic()
 
 
-def main(argv: Sequence[str] | None = None) -> int:
-    """Run the server. Exit status: 0 after a signal; 1 after a failure, printed as one line on stderr; 2 for a bad
-    flag; 130 after Ctrl-C before the signal handlers are installed.
+def main(options: ServeOptions) -> int:
+    """Run the server. Exit status: 0 after a signal; 1 after a failure, printed as one line on stderr; 130 after Ctrl-C
+    before the signal handlers are installed.
     """
-    options = parse_options(argv)
-    configure_logging(options)
     return_freed_memory()
     try:
         for model in options.models:
@@ -216,4 +214,4 @@ def _url(listener: socket.socket) -> str:
 
 if __name__ == "__main__":
     with launched:
-        sys.exit(main())
+        sys.exit(main(OPTIONS))

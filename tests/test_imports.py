@@ -275,6 +275,16 @@ def test_only_workers_load_torch(module: str) -> None:
     assert result.returncode == 0, result.stderr
 
 
+def test_the_public_names_are_imported_when_they_are_asked_for() -> None:
+    code = (
+        "import sys, entrypoints; assert 'entrypoints.image_engine' not in sys.modules; "
+        "assert entrypoints.image_engine.ImageEngine is entrypoints.ImageEngine; "
+        "assert not hasattr(entrypoints, 'no_such_name')"
+    )
+    result = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, check=False)
+    assert result.returncode == 0, result.stderr
+
+
 def test_no_test_folder_is_a_package() -> None:
     """A lone tests/core/__init__.py would shadow the real `core`."""
     assert list((ROOT / "tests").rglob("__init__.py")) == []

@@ -46,7 +46,7 @@ class Verdict:
 def judge(outlook: Outlook, terms: Terms, margin: PredictionMargin, *, gives_up: bool = False) -> Verdict:
     """Decide whether to admit an edit. gives_up: whether the engines' policy decides which ones are too late. Then all
     are admitted that are not hopeless: it may serve one that comes later first, and predicts more exactly. One that
-    would miss the objective even alone has none on an idle server, as no policy would serve it.
+    may miss the objective even alone, by the margin, has none on an idle server, as no policy would serve it.
 
     An idle server never refuses because of the objective, and because of a timeout only if that would be missed even
     with a prediction that is far too long.
@@ -55,7 +55,7 @@ def judge(outlook: Outlook, terms: Terms, margin: PredictionMargin, *, gives_up:
     if terms.timeout is not None and outlook.alone * CERTAIN > terms.timeout:
         return Verdict("hopeless")
     if gives_up:
-        cannot_be_met = outlook.is_idle and terms.slo is not None and outlook.alone > terms.slo
+        cannot_be_met = outlook.is_idle and terms.slo is not None and outlook.alone * margin.high > terms.slo
         return Verdict(has_objective=terms.slo is not None and not cannot_be_met)
     if terms.timeout is not None and not outlook.is_idle and likely > terms.timeout:
         return Verdict("timeout", likely - terms.timeout)

@@ -68,6 +68,11 @@ class EditImages:
         return self._by_id[output.request_id], output
 
     @property
+    def has_output(self) -> bool:
+        """Whether `next_output` need not wait."""
+        return not self._outputs.empty()
+
+    @property
     def ids(self) -> tuple[str, ...]:
         """Ids of all requests."""
         return tuple(self._by_id)

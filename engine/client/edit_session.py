@@ -14,7 +14,7 @@ from contextlib import asynccontextmanager
 
 import msgspec
 
-from core.errors import AdapterNotFiniteError, DeadlineExceededError, OverloadedError, StencilError
+from core.errors import AdapterNotFiniteError, DeadlineExceededError, EngineDeadError, OverloadedError, StencilError
 from core.messages.engine import Aborted, AdapterAdded, Failed, Finished, PartialImage, TemplatePrimed
 from core.model_choice import ModelChoice
 from core.routing.request_shape import RequestShape
@@ -25,6 +25,7 @@ from engine.client.edit_images import EditImage, EditImages
 from engine.client.edit_preparation import EditPreparation
 from engine.client.edit_types import EditInput, ImageOutput
 from engine.client.result_templates import ResultTemplates
+from engine.client.running_sessions import shut_down
 from engine.client.services import Services
 from engine.client.session import DisplacedFor, Session
 from engine.client.session_memory import SessionMemory
@@ -64,6 +65,7 @@ class EditSession(Session):
         self._in_preparation = CancelScope()  # by `displace`
         self._images = EditImages(services.router, self.done)
         self._delivery: EditDelivery | None = None  # once it is prepared
+        self._is_with_caller = False  # nothing is done for it before its caller asks for the next output
 
     # ---------------------------------------------------------------------------------- to the engine
 
@@ -72,7 +74,7 @@ class EditSession(Session):
         OverloadedError; DeadlineExceededError if its timeout passes or is certain to be missed.
         """
         self._ticket.look_at_upload(self._preparation.smallest_shape, self._preparation.image_seconds)
-        async with self._deadline(), self._in_preparation:
+        async with self._deadline(), self._services.sessions.until_shutdown(), self._in_preparation:
             uploads = await self._preparation.store()
             prepared = await self._preparation.prepare(uploads)
         if self.displaced_for:
@@ -88,6 +90,11 @@ class EditSession(Session):
             )
             self._images.submit(image)
             self.is_submitted = True
+        self._is_with_caller = True
+
+    @property
+    def waits_for_caller(self) -> bool:
+        return self._is_with_caller and self.done.is_set()
 
     @property
     def can_be_displaced(self) -> bool:
@@ -109,15 +116,32 @@ class EditSession(Session):
         assert self._delivery is not None, "its images are not prepared"
         num_left = self.num_images
         while num_left:
+            self._is_with_caller = False
             async with self._deadline():
-                image, output = await self._images.next_output()
-                file = await self._deliver(self._delivery, image, output)
+                image, output = await self._next_output()
+                try:
+                    file = await self._deliver(self._delivery, image, output)
+                except EngineDeadError as error:
+                    if not self._services.sessions.is_over:
+                        raise
+                    raise shut_down() from error  # it has ended the image processors
             num_left -= isinstance(output, Finished)
             if not num_left:
                 self._teach()
             self._ticket.note_image_work(0.0)  # none is done while the caller reads the file, which may take long
+            self._is_with_caller = True
             yield file
             self._ticket.note_image_work(self._delivery.image_seconds.composes)
+
+    async def _next_output(self) -> tuple[EditImage, RequestOutput]:
+        """Wait for the next output. Raises OverloadedError if there is none when the server shuts down."""
+        try:
+            async with self._services.sessions.until_shutdown():
+                return await self._images.next_output()
+        except OverloadedError:
+            if not self._images.has_output:
+                raise
+        return await self._images.next_output()
 
     async def _deliver(self, delivery: EditDelivery, image: EditImage, output: RequestOutput) -> ImageOutput:
         match output:
@@ -135,7 +159,7 @@ class EditSession(Session):
             case Aborted() if self.displaced_for:
                 raise self._displaced(self.displaced_for)
             case Aborted():
-                raise OverloadedError("The server shut down before the request finished.", retry_after=1.0)
+                raise shut_down()
             case TemplatePrimed() | AdapterAdded():
                 raise AssertionError(f"{output.request_id} is an edit, and was answered as a template")
 
@@ -149,11 +173,9 @@ class EditSession(Session):
 
     @asynccontextmanager
     async def _deadline(self) -> AsyncIterator[None]:
-        """Raises DeadlineExceededError at the deadline, on the event loop's clock, which is CLOCK_MONOTONIC, and
-        OverloadedError when the server shuts down.
-        """
+        """Raises DeadlineExceededError at the deadline, on the event loop's clock, which is CLOCK_MONOTONIC."""
         try:
-            async with asyncio.timeout_at(self._ticket.deadline), self._services.sessions.until_shutdown():
+            async with asyncio.timeout_at(self._ticket.deadline):
                 yield
         except TimeoutError as error:
             self._note_dropped("timeout")

@@ -13,6 +13,9 @@ from engine.client.cancel_scope import CancelScope
 from engine.client.session import Session
 from engine.client.upload_place import UploadPlace
 
+LOOK_SECONDS = 0.02
+"""How often a shutdown looks whether sessions wait only for their callers. At other times nobody asks."""
+
 
 class RunningSessions:
     """One per AsyncEngine. A session's memory is freed by a background task, after its caller has left."""
@@ -20,7 +23,7 @@ class RunningSessions:
     def __init__(self) -> None:
         self.is_closing = False  # no new sessions; set by `drain`
         self._sessions: set[Session] = set()
-        self._is_over = False  # the time that `drain` gives to sessions has passed
+        self.is_over = False  # the time that `drain` gives to sessions has passed
         self._until_shutdown: set[CancelScope] = set()  # blocks that run
         self._tasks: asyncio.TaskGroup | None = None  # of the engine's actor, while it runs
         self._idle = asyncio.Event()
@@ -62,15 +65,15 @@ class RunningSessions:
         """
         scope = CancelScope()
         async with scope:
-            if self._is_over:
-                raise _shut_down()
+            if self.is_over:
+                raise shut_down()
             self._until_shutdown.add(scope)
             try:
                 yield
             finally:
                 self._until_shutdown.discard(scope)
         if scope.cancelled_caught:
-            raise _shut_down()
+            raise shut_down()
 
     # ---------------------------------------------------------------------------------- background work
 
@@ -87,15 +90,19 @@ class RunningSessions:
             work.close()
 
     async def drain(self, seconds: float) -> None:
-        """Accept no more sessions, give up idle work, wait at most `seconds` for the others, and end those that are
-        left, whatever they wait for: an image processor, an engine, the rest of an upload.
+        """Accept no more sessions, give up idle work, and wait at most `seconds` until the others wait only for their
+        callers, which may take as long as they like to read. Then end what is left, whatever it waits for: an image
+        processor, an engine, the rest of an upload. Outputs that engines have made may still be delivered.
         """
         self.is_closing = True
         for session in self:
             if session.is_idle_work:
                 session.give_up()
-        await self.wait_idle(seconds)
-        self._is_over = True
+        with suppress(TimeoutError):
+            async with asyncio.timeout(seconds):
+                while not all(session.waits_for_caller for session in self._sessions):
+                    await asyncio.sleep(LOOK_SECONDS)
+        self.is_over = True
         for scope in self._until_shutdown:
             scope.cancel()
 
@@ -148,5 +155,6 @@ class RunningSessions:
         return [session for session in self._sessions if not session.displaced_for]
 
 
-def _shut_down() -> OverloadedError:
+def shut_down() -> OverloadedError:
+    """The error of requests that a shutdown ends."""
     return OverloadedError("The server shut down before the request finished.", retry_after=1.0)

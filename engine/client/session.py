@@ -37,6 +37,11 @@ class Session(ABC):
         self.done = asyncio.Event()  # no engine works on it any more; set by the subclass
 
     @property
+    def waits_for_caller(self) -> bool:
+        """Whether all that it waits for is its caller, to read what is finished or to leave."""
+        return False
+
+    @property
     def can_be_displaced(self) -> bool:
         """Whether another request may take its queue places."""
         return False

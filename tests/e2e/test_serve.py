@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import os
 import shutil
 import signal
 import socket
@@ -294,6 +295,20 @@ def test_bad_flag_and_help(tmp_path: Path) -> None:
     result = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=True)
     for flag in ("--model", "--api-key", "--max-queue", "--drain-seconds", "--workers-per-engine"):
         assert flag in result.stdout
+
+
+def test_files_that_flags_name_may_be_pipes() -> None:
+    """They can be read once. With these flags the server fails only when it listens, after it has read them."""
+    reader, writer = os.pipe()
+    os.write(writer, b'[[model]]\nname = "piped"\n')
+    os.close(writer)
+    flags = ("--api-key-file", "/dev/stdin", "--catalog", f"/dev/fd/{reader}", "--host", "no.such.host.invalid")
+    command = [sys.executable, "-m", "entrypoints.serve", *flags]
+    with os.fdopen(reader):
+        result = subprocess.run(
+            command, cwd=ROOT, input="a-key", capture_output=True, text=True, check=False, pass_fds=[reader], timeout=60
+        )
+    assert_one_line((result.returncode, result.stderr), 1, "no.such.host.invalid")
 
 
 # --------------------------------------------------------------------------------------------------------- idle

@@ -93,6 +93,11 @@ class Case:
     seconds: float  # of computing until it is due; inf: it has no due time
     is_late: bool  # it cannot be in time
 
+    @property
+    def can_be_in_time(self) -> bool:
+        """Whether it has a due time that it can meet."""
+        return not self.is_late and self.seconds < inf
+
 
 class Goodput(SchedulingPolicy):
     """Keeps its plan between passes.
@@ -233,7 +238,7 @@ class Planner:
         for case in cases:
             if case.request.id not in gone and case.left.steps:
                 groups.setdefault(case.request.head.model, []).append(case)
-        lines = [line for group in groups.values() for line in self._lines(group)]
+        lines = [line for group in groups.values() for line in self._lines(group, tried)]
         others = [case.request for case in cases if case.request.id not in gone and not case.left.steps]
         waiting = tuple(each for each in others if each.status is Status.WAITING)
         return Plan(tuple(lines), waiting, given_up, None if tried is None else tried.request.id)
@@ -244,12 +249,13 @@ class Planner:
         return Case(request, left, seconds, left.alone > seconds)
 
     def _tried(self, cases: Sequence[Case]) -> Case | None:
-        """While none can be in time, the first one that yet may be, of those that have begun if there are any:
-        predictions may be wrong, and only batches put them right.
+        """While none can be in time, the first late one that yet may be, of those that have begun if there are any:
+        predictions may be wrong, and only batches put them right. Requests without a due time do not prevent that.
         """
-        if any(not case.is_late for case in cases):
+        if any(case.can_be_in_time for case in cases):
             return None
-        doubtful = (case for case in cases if why_late(case.request.head, self._end(case, CERTAIN)) is None)
+        late = (case for case in cases if case.is_late)
+        doubtful = (case for case in late if why_late(case.request.head, self._end(case, CERTAIN)) is None)
         return min(doubtful, key=lambda case: case.request.status is Status.WAITING, default=None)
 
     def _end(self, case: Case, share: float) -> float:
@@ -260,7 +266,7 @@ class Planner:
         """Of the late requests those that are not worth a rank, even one that no other needs: they would slow other
         ranks down, and newcomers would wait for their steps.
         """
-        is_needed = any(not case.is_late for case in cases)
+        is_needed = any(case.can_be_in_time for case in cases)
         for case in cases:
             failure = self._why_given_up(case, is_needed) if case.is_late and case is not tried else None
             if failure is not None:
@@ -279,13 +285,21 @@ class Planner:
 
     # ------------------------------------------------------------------------------------------------ the set
 
-    def _lines(self, mine: Sequence[Case]) -> Iterable[RankLine]:
-        """Of a model. Late requests have slots on ranks where no other could be served."""
+    def _lines(self, mine: Sequence[Case], tried: Case | None) -> Iterable[RankLine]:
+        """Of a model. Late requests have slots on ranks where no other could be served. The one that is tried goes
+        before requests without a due time, unless one of these is patient.
+        """
         in_time = [case for case in mine if not case.is_late or self._is_patient(case)]
         late = [case for case in mine if case.is_late and not self._is_patient(case)]
+        first = [case for case in late if case is tried]
+        if in_time and first and not any(map(self._is_patient, in_time)):
+            parts = [first, in_time, [case for case in late if case is not tried]]
+        else:
+            parts = [in_time, late]
         ranks = self.view.ranks if self.shares is not None else self.view.ranks[:1]
-        lines = self._scheduled(in_time, ranks)
-        lines |= self._scheduled(late, [rank for rank in ranks if rank not in lines])
+        lines = dict[int, RankLine]()
+        for part in parts:
+            lines |= self._scheduled(part, [rank for rank in ranks if rank not in lines])
         if self.shares is not None:
             for rank, line in lines.items():
                 for request in line.requests:

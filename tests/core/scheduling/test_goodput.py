@@ -156,6 +156,37 @@ def test_of_requests_that_are_all_late_one_is_tried() -> None:
     assert engine.ends["second"] == 0.0
 
 
+def test_one_without_a_due_time_is_no_reason_to_give_up_others() -> None:
+    """Admission gives none to an edit that could not meet the objective. A newcomer that an idle server would try is
+    tried beside it, also if that makes it wait.
+    """
+    engine = Engine("goodput")
+    outputs = engine.serve([edit("large", 30, None), edit("doubtful", 10, 9.5, arrival=2.5)])
+    assert kinds(outputs) == {"large": "Finished", "doubtful": "Finished"}
+    assert engine.ends == pytest.approx({"doubtful": 13.0, "large": 40.0})
+
+
+def test_one_without_a_due_time_does_not_end_one_that_has_begun() -> None:
+    engine = Engine("goodput")
+    outputs = engine.serve([edit("doubtful", 10, 9.5), edit("large", 30, None, arrival=2.5)])
+    assert kinds(outputs) == {"doubtful": "Finished", "large": "Finished"}
+    assert engine.ends["doubtful"] == pytest.approx(10.0)
+
+
+def test_a_newcomer_that_can_be_in_time_goes_before_one_without_a_due_time() -> None:
+    engine = Engine("goodput")
+    outputs = engine.serve([edit("large", 30, None), edit("in time", 10, 11.0, arrival=2.5)])
+    assert kinds(outputs) == {"large": "Finished", "in time": "Finished"}
+    assert engine.ends["in time"] <= 13.5
+
+
+def test_one_that_is_tried_goes_after_a_patient_one() -> None:
+    engine = Engine("goodput", latencies={number: float(number) for number in range(1, 9)})
+    outputs = engine.serve([edit("large", 80, None), edit("doubtful", 10, 9.5, arrival=70.5)])
+    assert kinds(outputs)["large"] == "Finished"
+    assert engine.ends["large"] == pytest.approx(80.0)
+
+
 def test_one_that_has_begun_is_tried_before_others() -> None:
     engine = Engine("goodput")
     newcomer = edit("newcomer", 10, None, arrival=2.0, deadline=11.5, priority=-1)

@@ -21,7 +21,7 @@ from core.config import EngineConfig, StencilConfig
 from core.costs import prediction_margin
 from core.costs.image_costs import ImageWork
 from core.costs.prediction_margin import START_RATIOS
-from core.errors import DeadlineExceededError, InvalidRequestError, OverloadedError, StencilError
+from core.errors import DeadlineExceededError, EngineDeadError, InvalidRequestError, OverloadedError, StencilError
 from core.failure import NEVER_BEGUN, Failure
 from core.handles import ArrayRef
 from core.ipc.shared_array import Arena
@@ -88,6 +88,9 @@ class Images:
         self._advance = advance  # called while a file is made
         self.gate = asyncio.Event()  # preparations wait for it
         self.gate.set()
+        self.compose_gate = asyncio.Event()  # files wait for it
+        self.compose_gate.set()
+        self.error: StencilError | None = None  # of files
         self.costs = SimpleNamespace(predict=lambda work: 0.0 if work.kind == "prepare" else COMPOSE_SECONDS)
 
     async def prepare(self, job: PrepareImages, caller: Caller) -> PreparedImages:
@@ -96,6 +99,9 @@ class Images:
         return PreparedImages(0, 256, 256, 256, 256, pixels, ArrayRef(0, 0, (256, 256), "uint8"), tokens, "c", True)
 
     async def compose(self, job: ComposeImage, work: ImageWork, caller: Caller, room: Room) -> ComposedImage:
+        await self.compose_gate.wait()
+        if self.error is not None:
+            raise self.error
         out = room.take()
         self._advance()
         return ComposedImage(0, ArrayRef(out.arena, out.offset, (1,), "uint8"), 256, 256)
@@ -190,6 +196,48 @@ async def test_a_slow_client_does_not_count_as_server_time(server: Server) -> No
     assert server.learnt() == [pytest.approx((4.0 + COMPOSE_SECONDS) / outlook[1])]
     rendered = server.engine.metrics.exposition().decode()
     assert 'stencil:request_slo_total{result="met"} 2.0' in rendered, "both were done within 10 s"
+
+
+async def test_what_is_finished_is_delivered_when_a_shutdown_is_over(server: Server) -> None:
+    """A caller that takes its time to read holds no shutdown up, and may yet have what was made."""
+    session = await server.begin(n=3)
+    outputs = session.outputs()
+    server.clock.now += 2.0
+    first, second = server.replicas
+    first.finish_first()
+    await anext(outputs)
+    assert not session.waits_for_caller, "others are computed"
+    second.finish_first()
+    await server.services.sessions.drain(0.0)
+    assert isinstance(await anext(outputs), ImageOutput)
+    with pytest.raises(OverloadedError, match="shut down"):
+        await anext(outputs)
+
+
+async def test_an_edit_waits_for_its_caller_when_all_is_computed(server: Server) -> None:
+    session = await server.begin(n=2)
+    outputs = session.outputs()
+    server.clock.now += 2.0
+    for replica in server.replicas:
+        replica.finish_first()
+    assert session.waits_for_caller, "for it to ask"
+    server.images.compose_gate.clear()
+    asking = asyncio.ensure_future(anext(outputs))
+    await asyncio.sleep(0.01)
+    assert not session.waits_for_caller, "its file is made"
+    server.images.compose_gate.set()
+    await asking
+    assert session.waits_for_caller
+
+
+async def test_files_that_a_shutdown_leaves_no_time_for_are_refused(server: Server) -> None:
+    session = await server.begin()
+    server.clock.now += 2.0
+    server.busy.finish_first()
+    await server.services.sessions.drain(0.0)
+    server.images.error = EngineDeadError("the image processors have ended")
+    with pytest.raises(OverloadedError, match="shut down"):
+        await anext(session.outputs())
 
 
 async def test_workers_are_to_finish_so_early_that_files_are_delivered_in_time(

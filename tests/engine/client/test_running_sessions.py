@@ -10,7 +10,7 @@ import pytest
 from fakes import MODEL
 
 from core.model_choice import ModelChoice
-from engine.client.running_sessions import RunningSessions
+from engine.client.running_sessions import LOOK_SECONDS, RunningSessions
 from engine.client.session import Session
 
 
@@ -18,6 +18,7 @@ class Edit(Session):
     """One that has its places until its caller leaves."""
 
     has_begun = False
+    is_read = False
 
     def __init__(self, owner: str, num_images: int, priority: int = 0) -> None:
         super().__init__(ModelChoice(MODEL), owner, num_images, priority)
@@ -25,6 +26,10 @@ class Edit(Session):
     @property
     def can_be_displaced(self) -> bool:
         return not self.has_begun and not self.displaced_for
+
+    @property
+    def waits_for_caller(self) -> bool:
+        return self.is_read
 
     def give_up(self) -> None:
         self.done.set()
@@ -87,3 +92,15 @@ async def test_one_key_alone_makes_room_for_its_higher_classes_only(sessions: Ru
         assert displaced(*edits) == [None, None, None]
         assert sessions.make_room(Edit("", 1), 1)
         assert displaced(*edits) == [None, None, "class"]
+
+
+async def test_a_shutdown_waits_for_computing_and_for_no_reader(sessions: RunningSessions) -> None:
+    edits = [Edit("", 1), Edit("", 1)]
+    edits[0].is_read = True
+    with queued(sessions, *edits):
+        draining = asyncio.create_task(sessions.drain(60.0))
+        await asyncio.sleep(3 * LOOK_SECONDS)
+        assert not draining.done(), "one is computed"
+        edits[1].is_read = True
+        await asyncio.wait_for(draining, 10.0)
+        assert sessions.num_admitted == 2

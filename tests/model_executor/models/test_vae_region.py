@@ -321,3 +321,12 @@ def test_numbers_that_are_no_picture_are_an_error(value: float) -> None:
     picture[0, 1, 2, 3] = value
     with pytest.raises(NonFiniteError):
         to_pixels(picture)
+    picture[0, 2, 3, 1] = -value
+    with pytest.raises(NonFiniteError):
+        to_pixels(picture)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_finite_numbers_are_a_picture_however_large_their_sum(dtype: torch.dtype) -> None:
+    pixels = to_pixels(torch.full((1, 3, 8, 8), torch.finfo(dtype).max, dtype=dtype))
+    assert pixels.eq(255).all()
