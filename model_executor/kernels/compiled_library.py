@@ -137,7 +137,7 @@ def _find(folder: Path, key: str) -> Library | None:
     """The library, if there is one of this user that is not damaged."""
     for path in folder.glob(f"{key}-*.so"):
         with suppress(OSError, ValueError), open_regular(path) as file:
-            digest = hashlib.file_digest(file, "sha256").hexdigest()
+            digest = hashlib.sha256(file.read()).hexdigest()
             if path.name == f"{key}-{digest}.so" and os.fstat(file.fileno()).st_uid == os.geteuid():
                 os.utime(file.fileno())  # for `_remove_old`
                 return Library(path, digest)

@@ -12,6 +12,7 @@ import string
 from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass
+from operator import itemgetter
 from pathlib import Path
 from typing import Any
 
@@ -30,7 +31,7 @@ from core.errors import ConfigError
 from core.paths import expanded
 from model_executor.checkpoint.loader import LOAD_ERRORS
 from model_executor.kernels.low_rank import LowRank
-from model_executor.patches.adapter_file import PEFT_PREFIX, UNSUPPORTED, AdapterFile
+from model_executor.patches.adapter_file import MAX_TENSORS, PEFT_PREFIX, UNSUPPORTED, AdapterFile
 
 MIN_RANK_LIMIT = 1024
 """The rank is limited by the layer's width, for narrow layers by this: adapters that were merged by joining them have
@@ -122,7 +123,7 @@ def _read_layers(file: AdapterFile, lora_format: LoraFormat) -> dict[str, Layers
     if file.config is not None:
         with safe_open(file.path, "pt") as tensors:
             state = {name.removeprefix(PEFT_PREFIX): tensors.get_tensor(name) for name in file.names}
-        return {lora_format.denoiser: _make_layers(state, _Scales(file.config, {}))}
+        return {lora_format.denoiser: _make_layers(state, _Scales.of(file.config, {}))}
     options = {} if lora_format.unet is None else {"unet_config": lora_format.unet}
     loader = getattr(lora_pipeline, lora_format.loader)
     state, *alphas, metadata = loader.lora_state_dict(
@@ -185,7 +186,48 @@ def _scales(part: str, alphas: Mapping[str, Any] | None = None, *, metadata: Map
         {name.removeprefix(f"{part}."): value for name, value in (its or {}).items() if name.startswith(f"{part}.")}
         for its in (alphas, metadata)
     )
-    return _Scales(config, {name.removesuffix(".alpha"): _number(name, value) for name, value in known.items()})
+    return _Scales.of(config, {name.removesuffix(".alpha"): _number(name, value) for name, value in known.items()})
+
+
+@dataclass(frozen=True, slots=True)
+class _AlphaPatterns:
+    """peft's `alpha_pattern`: name -> (its place in the order, its alpha). A file may have as many patterns as layers,
+    so a layer's name and its ends are looked up instead of trying each pattern."""
+
+    names: Mapping[str, tuple[int, Any]]  # of whole layers
+    ends: Mapping[str, tuple[int, Any]]  # that follow a dot in a layer's name
+
+    @classmethod
+    def parse(cls, patterns: Any) -> _AlphaPatterns:
+        """In peft they are regular expressions, of which one can take years: here names alone are taken, with what
+        marks their ends. Raises ValueError for others."""
+        if not isinstance(patterns, Mapping):
+            raise ValueError("its alpha_pattern is no object")
+        if len(patterns) > MAX_TENSORS:
+            raise ValueError(f"its alpha_pattern has {len(patterns)} entries; at most {MAX_TENSORS} are read")
+        names: dict[str, tuple[int, Any]] = {}
+        ends: dict[str, tuple[int, Any]] = {}
+        for place, (pattern, value) in enumerate(patterns.items()):
+            plain = pattern.replace("\\.", ".").removesuffix("$")
+            layer = plain.removeprefix("^")
+            if not _NAME_CHARACTERS.issuperset(layer):
+                raise ValueError(
+                    f"its alpha_pattern {pattern[:100]!r} is a regular expression, and these are not run; write the "
+                    "names of layers"
+                )
+            names.setdefault(layer, (place, value))
+            if plain == layer:
+                ends.setdefault(layer, (place, value))
+        return cls(names, ends)
+
+    def find(self, name: str) -> Any:
+        """The alpha of the first pattern that matches the end of a layer's name, as in peft's `get_pattern_key`; None
+        if none does."""
+        found = [self.names[name]] if name in self.names else []
+        if self.ends:
+            ends = (name[at + 1 :] for at, character in enumerate(name) if character == ".")
+            found += [self.ends[end] for end in ends if end in self.ends]
+        return min(found, key=itemgetter(0))[1] if found else None
 
 
 @dataclass(frozen=True, slots=True)
@@ -193,7 +235,16 @@ class _Scales:
     """Scales of an adapter's layers, from whichever source came with the file; 1 without either."""
 
     config: Mapping[str, Any]  # peft's LoraConfig, or empty
+    patterns: _AlphaPatterns  # of the config
     alphas: Mapping[str, float]  # layer -> its alpha, or empty
+    usual_alpha: float | None  # of layers without one, the most frequent; None: no layer has one
+
+    @classmethod
+    def of(cls, config: Mapping[str, Any], alphas: Mapping[str, float]) -> _Scales:
+        """Raises ValueError for patterns that are not supported."""
+        patterns = _AlphaPatterns.parse(config.get("alpha_pattern") or {})
+        usual = Counter(alphas.values()).most_common(1)[0][0] if alphas else None
+        return cls(config, patterns, alphas, usual)
 
     def scaled(self, name: str, down: Tensor, up: Tensor) -> LowRank:
         if up.shape[1] != down.shape[0]:
@@ -211,33 +262,12 @@ class _Scales:
         if self.config.get("use_dora"):
             raise ValueError(UNSUPPORTED["dora_scale"])
         if self.config:
-            pattern = _matching(self.config.get("alpha_pattern") or {}, name)
+            pattern = self.patterns.find(name)
             alpha = _number("lora_alpha", self.config.get("lora_alpha", DEFAULT_ALPHA) if pattern is None else pattern)
             return float(alpha / (rank**0.5 if self.config.get("use_rslora") else rank))
-        if self.alphas:
-            usual = Counter(self.alphas.values()).most_common(1)[0][0]
-            return self.alphas.get(name, usual) / rank
+        if self.usual_alpha is not None:
+            return self.alphas.get(name, self.usual_alpha) / rank
         return 1.0
-
-
-def _matching(patterns: Any, name: str) -> Any:
-    """The value of the first pattern that matches the end of a layer's name, as in peft's `get_pattern_key`; None if
-    none does. There they are regular expressions, of which one can take years: here names alone are taken, with what
-    marks their ends. Raises ValueError for others.
-    """
-    if not isinstance(patterns, Mapping):
-        raise ValueError("its alpha_pattern is no object")
-    for pattern, value in patterns.items():
-        plain = pattern.replace("\\.", ".").removesuffix("$")
-        layer = plain.removeprefix("^")
-        if not _NAME_CHARACTERS.issuperset(layer):
-            raise ValueError(
-                f"its alpha_pattern {pattern[:100]!r} is a regular expression, and these are not run; write the names "
-                "of layers"
-            )
-        if name == layer or (plain == layer and name.endswith(f".{layer}")):
-            return value
-    return None
 
 
 def _number(name: str, value: Any) -> float:

@@ -81,6 +81,20 @@ def test_names_of_layers_are_patterns_as_peft_understands_them(
     assert changed
 
 
+@pytest.mark.parametrize("patterns", [("to_q", "attn.to_q", "^x"), (r"^x_embedder", "attn.to_q", "to_q", "x_embedder")])
+def test_of_several_patterns_the_first_that_matches_counts(
+    tiny_checkpoint: Path, tmp_path: Path, patterns: tuple[str, ...]
+) -> None:
+    path = make_peft_lora(tmp_path / "hat", tiny_checkpoint, r"x_embedder|.*to_q", alpha=4.0)
+    config = {"r": 4, "lora_alpha": 4}
+    (path / "adapter_config.json").write_text(json.dumps(config))
+    plain = read(path)
+    alphas = {pattern: 4 << place for place, pattern in enumerate(patterns, 1)}
+    (path / "adapter_config.json").write_text(json.dumps(config | {"alpha_pattern": alphas}))
+    for name, addition in read(path).items():
+        assert torch.equal(addition, plain[name] * (alphas.get(get_pattern_key(patterns, name), 4) / 4)), name
+
+
 def test_pefts_default_alpha_is_that_of_a_configuration_without(tiny_checkpoint: Path, tmp_path: Path) -> None:
     path = make_peft_lora(tmp_path / "hat", tiny_checkpoint, "x_embedder", alpha=8.0)
     (path / "adapter_config.json").write_text(json.dumps({"r": 4, "lora_alpha": 8}))
