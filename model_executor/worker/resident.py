@@ -84,12 +84,15 @@ class ResidentModels:
         has_device_tier: bool = False,
         device_index: int = 0,
         num_workers: int = 1,
+        model_bytes: int = 0,
     ) -> ResidentModels:
         """Open all models. has_device_tier: whether device memory may hold pages; without, mask-aware execution on a
-        GPU is turned off. device_index, num_workers: as for `resolve_device`. Raises ConfigError for a checkpoint that
-        cannot be served.
+        GPU is turned off. device_index, num_workers: as for `resolve_device`. model_bytes: that the weights of each may
+        take; 0: no limit. Raises ConfigError for a checkpoint that cannot be served.
         """
-        checkpoints = {config.name: Checkpoint.open(config, device_index, num_workers) for config in configs}
+        checkpoints = {
+            config.name: Checkpoint.open(config, device_index, num_workers, model_bytes) for config in configs
+        }
         for checkpoint in checkpoints.values():
             if checkpoint.device.type == "cuda":
                 torch.cuda.set_device(checkpoint.device)  # the default for `cuda` without a number
