@@ -63,7 +63,7 @@ class AdapterFile:
         """
         file = _find(path)
         size = _check_header(file)
-        _check_bytes(size // 2 - MAX_HEADER_BYTES, max_bytes)  # a stored number has 8 bytes at most
+        check_bytes(size // 2 - MAX_HEADER_BYTES, max_bytes)  # a stored number has 8 bytes at most
         with safe_open(file, "pt") as tensors:
             names = tuple(tensors.keys())
             if len(names) > MAX_TENSORS:
@@ -71,7 +71,7 @@ class AdapterFile:
             nbytes = FLOAT_BYTES * sum(math.prod(tensors.get_slice(name).get_shape()) for name in names)
         if long := next((name for name in names if len(name) > MAX_KEY_CHARACTERS), None):
             raise ValueError(f"the name of a tensor, {long[:40]}..., has more than {MAX_KEY_CHARACTERS} characters")
-        _check_bytes(nbytes, max_bytes)
+        check_bytes(nbytes, max_bytes)
         _check_kind(names)
         return cls(file, names, nbytes, _peft_config(file, names))
 
@@ -105,7 +105,7 @@ def _find(path: Path) -> Path:
     raise ValueError("a LoRA is a .safetensors file, or a folder that holds one")
 
 
-def _check_bytes(nbytes: int, max_bytes: int | None) -> None:
+def check_bytes(nbytes: int, max_bytes: int | None) -> None:
     """nbytes: the least that the tensors take as float32."""
     if max_bytes is not None and nbytes > max_bytes:
         raise ValueError(

@@ -14,6 +14,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from operator import itemgetter
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 import torch
@@ -31,7 +32,7 @@ from core.errors import ConfigError
 from core.paths import expanded
 from model_executor.checkpoint.loader import LOAD_ERRORS
 from model_executor.kernels.low_rank import LowRank
-from model_executor.patches.adapter_file import MAX_TENSORS, PEFT_PREFIX, UNSUPPORTED, AdapterFile
+from model_executor.patches.adapter_file import MAX_TENSORS, PEFT_PREFIX, UNSUPPORTED, AdapterFile, check_bytes
 
 MIN_RANK_LIMIT = 1024
 """The rank is limited by the layer's width, for narrow layers by this: adapters that were merged by joining them have
@@ -53,6 +54,8 @@ class LoraFormat:
     text_parts: tuple[str, ...] = ()  # text encoders that an adapter may change too
     unet: Any = None  # a UNet's configuration, since some trainers number its blocks differently
 
+
+NOTHING_KNOWN: Mapping[str, int] = MappingProxyType({})
 
 _NAME_CHARACTERS = frozenset(f"{string.ascii_letters}{string.digits}_.-")
 
@@ -93,14 +96,22 @@ class Adapter:
 # ------------------------------------------------------------------------------------------------------------ reading
 
 
-def read_adapter(config: AdapterConfig, lora_format: LoraFormat, max_bytes: int | None = None) -> Adapter:
+def read_adapter(
+    config: AdapterConfig,
+    lora_format: LoraFormat,
+    max_bytes: int | None = None,
+    known: Mapping[str, int] = NOTHING_KNOWN,
+) -> Adapter:
     """Read an adapter in the format of its model's family. max_bytes: the most that its tensors may take as float32;
-    None: any. Raises ConfigError for a file that is missing, is not a LoRA, is larger, holds numbers that are not
-    finite, or changes other than layers of the parts allowed."""
+    None: any. known: patch -> bytes of its tensors, of adapters that take no more memory if they are read again.
+    Raises ConfigError for a file that is missing, is not a LoRA, is larger, holds numbers that are not finite, or
+    changes other than layers of the parts allowed."""
     try:
-        file = AdapterFile.find(expanded(config.path), max_bytes)
-        layers = _read_layers(file, lora_format)
-        return Adapter(config.name, file.path, file.digest, layers, file.nbytes)
+        limit = None if max_bytes is None else max(max_bytes, *known.values(), 0)
+        file = AdapterFile.find(expanded(config.path), limit)
+        if (digest := file.digest) not in known:
+            check_bytes(file.nbytes, max_bytes)
+        return Adapter(config.name, file.path, digest, _read_layers(file, lora_format), file.nbytes)
     except (*CONVERT_ERRORS, ConfigError) as error:
         raise _refuse(config.name, Path(config.path), _reason(error)) from error
 

@@ -28,7 +28,7 @@ from model_executor.models.base import Family, PrimeRow, Row, Sample
 from model_executor.models.registry import make_family
 from model_executor.page_cache.page_schemes import with_calibration
 from model_executor.page_cache.pages import Pages
-from model_executor.patches.adapters import Adapter, read_adapter
+from model_executor.patches.adapters import NOTHING_KNOWN, Adapter, read_adapter
 from model_executor.worker.component_keys import Opened, component_keys, prompt_twins
 
 logger = logging.getLogger("stencil.worker")
@@ -174,16 +174,23 @@ class ResidentModels:
             return
         family.put_adapter(adapter.patch, family.prepare_adapter(whole, {part}))
 
-    def add_adapter(self, model: str, config: AdapterConfig, patch: str = "", max_bytes: int | None = None) -> Adapter:
+    def add_adapter(
+        self,
+        model: str,
+        config: AdapterConfig,
+        patch: str = "",
+        max_bytes: int | None = None,
+        known: Mapping[str, int] = NOTHING_KNOWN,
+    ) -> Adapter:
         """Read an adapter and put it in use for a model, whatever runs meanwhile. Requests must not name it before.
-        patch: that its file must have; "": any. max_bytes: as for `read_adapter`. Raises ConfigError; KeyError for an
-        unknown model.
+        patch: that its file must have; "": any. max_bytes, known: as for `read_adapter`. Raises ConfigError; KeyError
+        for an unknown model.
 
         May be called in a thread: what other adapters change is not touched, and the rows of a pass under way are not
         of this one.
         """
         family, parts = self.families[model], self._loaded_parts(model)
-        adapter = read_adapter(config, family.lora_format, max_bytes)
+        adapter = read_adapter(config, family.lora_format, max_bytes, known)
         if not adapter.parts.keys() <= set(parts):
             family.check_adapter(adapter)
         if patch and adapter.patch != patch:
