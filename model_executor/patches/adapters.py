@@ -108,10 +108,10 @@ def read_adapter(
     changes other than layers of the parts allowed."""
     try:
         limit = None if max_bytes is None else max(max_bytes, *known.values(), 0)
-        file = AdapterFile.find(expanded(config.path), limit)
-        if (digest := file.digest) not in known:
-            check_bytes(file.nbytes, max_bytes)
-        return Adapter(config.name, file.path, digest, _read_layers(file, lora_format), file.nbytes)
+        with AdapterFile.open(expanded(config.path), limit) as file:
+            if file.digest not in known:
+                check_bytes(file.nbytes, max_bytes)
+            return Adapter(config.name, file.path, file.digest, _read_layers(file, lora_format), file.nbytes)
     except (*CONVERT_ERRORS, ConfigError) as error:
         raise _refuse(config.name, Path(config.path), _reason(error)) from error
 
@@ -132,13 +132,13 @@ def _refuse(name: str, path: Path, reason: str) -> ConfigError:
 def _read_layers(file: AdapterFile, lora_format: LoraFormat) -> dict[str, Layers]:
     """Part -> its layers; without parts that it does not change."""
     if file.config is not None:
-        with safe_open(file.path, "pt") as tensors:
+        with safe_open(file.content, "pt") as tensors:
             state = {name.removeprefix(PEFT_PREFIX): tensors.get_tensor(name) for name in file.names}
         return {lora_format.denoiser: _make_layers(state, _Scales.of(file.config, {}))}
     options = {} if lora_format.unet is None else {"unet_config": lora_format.unet}
     loader = getattr(lora_pipeline, lora_format.loader)
     state, *alphas, metadata = loader.lora_state_dict(
-        str(file.path),
+        str(file.content),
         use_safetensors=True,
         local_files_only=True,
         return_alphas=True,
@@ -263,7 +263,8 @@ class _Scales:
         rank, limit = len(down), max(down.shape[1], len(up), MIN_RANK_LIMIT)
         if not 0 < rank <= limit:
             raise ValueError(f"{name} is of rank {rank}; of a layer of its size, 1 to {limit} are used")
-        low = LowRank(down.float(), up.float() * self._scale(name, rank))
+        own = down.to(torch.float32, copy=True)  # `down` may be a view of the file's copy, and would keep all of it
+        low = LowRank(own, up.float() * self._scale(name, rank))
         if not is_finite(low):
             raise ValueError(f"the weights of {name}, with their scale, are not all finite numbers")
         return low

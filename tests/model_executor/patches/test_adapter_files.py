@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
+import os
 import resource
 import time
 from pathlib import Path
@@ -53,6 +55,25 @@ def test_what_is_left_for_adapters_is_told(tiny_checkpoint: Path, tmp_path: Path
     read(path, nbytes)
     with pytest.raises(ConfigError, match=r"and 0 MB are left .* unload others"):
         read(path, nbytes - 1)
+
+
+def test_a_file_that_is_truncated_later_harms_no_adapter(tiny_checkpoint: Path, tmp_path: Path) -> None:
+    """Numbers that are mapped from it would end the process."""
+    path = make_lora(tmp_path / "hat.safetensors", tiny_checkpoint, "x_embedder")
+    adapter = read_adapter(AdapterConfig("hat", str(path)), FLUX)
+    before = read(path)
+    os.truncate(path, 8)
+    low = adapter.parts["transformer"]["x_embedder"]
+    assert torch.equal(low.up @ low.down, before["x_embedder"])
+
+
+def test_a_file_is_open_and_mapped_only_while_it_is_read(tiny_checkpoint: Path, tmp_path: Path) -> None:
+    path = make_lora(tmp_path / "hat.safetensors", tiny_checkpoint, "x_embedder")
+    adapter = read_adapter(AdapterConfig("hat", str(path)), FLUX)
+    assert adapter.patch == hashlib.sha256(path.read_bytes()).hexdigest()
+    maps = Path("/proc/self/maps").read_text()
+    assert str(path) not in maps
+    assert "memfd:adapter" not in maps
 
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
