@@ -97,6 +97,8 @@ def hostile_adapters(folder: Path, checkpoint: Path) -> dict[str, tuple[Path, st
     with_config("pattern", "is a regular expression", alpha_pattern={"(x+x+)+y": 1})
     with_config("pattern's value", "lora_alpha is no finite number", alpha_pattern={"x_embedder": [1]})
     with_config("patterns", "its alpha_pattern is no object", alpha_pattern=["x"])
+    many = {f"x{number}": 1 for number in range(70_000)}
+    with_config("many patterns", "its alpha_pattern has 70000 entries", alpha_pattern=many)
     with_config("config's alpha", "lora_alpha is no finite number", lora_alpha="4")
     with_config("config's large alpha", "lora_alpha is no finite number", lora_alpha=10**400)
     peft("config's nan", "lora_alpha is no finite number", '{"r": 4, "lora_alpha": NaN}')

@@ -8,16 +8,16 @@ from __future__ import annotations
 
 import os
 import resource
+from collections.abc import Iterator
 from contextlib import suppress
-from pathlib import Path
+from pathlib import Path, PurePosixPath
 
 from core.errors import ConfigError
 
 LIBRARY_BYTES = 2 * 1024**3
 """Address space of a worker beside its arenas: 1.4 GiB with the embedded model on a CPU."""
 
-CGROUP_LIMITS = (Path("/sys/fs/cgroup/memory.max"), Path("/sys/fs/cgroup/memory/memory.limit_in_bytes"))
-"""Of a container, where it sees its own control group as the root: version 2, version 1."""
+CGROUP_MEMBERSHIP, CGROUP_ROOT = Path("/proc/self/cgroup"), Path("/sys/fs/cgroup")
 
 
 def check_limits(arena_bytes: int, page_arena_bytes: int) -> None:
@@ -37,12 +37,27 @@ def check_limits(arena_bytes: int, page_arena_bytes: int) -> None:
 
 
 def memory_limit() -> int:
-    """Bytes of memory that all processes here may take together: the machine's, or what its control group allows."""
+    """Bytes of memory that all processes here may take together: the machine's, or what its control groups allow."""
     limits = [os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")]
-    for file in CGROUP_LIMITS:
-        with suppress(OSError, ValueError):  # ValueError: "max", no limit
-            limits.append(int(file.read_text()))
+    with suppress(OSError, ValueError):
+        limits.extend(cgroup_limits(CGROUP_MEMBERSHIP.read_text(), CGROUP_ROOT))
     return min(limits)
+
+
+def cgroup_limits(membership: str, root: Path) -> Iterator[int]:
+    """Bytes of memory that this process's control groups allow, from its own group up to the root; groups without a
+    limit are left out. membership: the lines of /proc/self/cgroup, see cgroups(7). root: where the groups are mounted.
+    A container may see its own group as the root, under a path that does not exist there.
+    """
+    for line in membership.splitlines():
+        _, controllers, path = line.split(":", 2)
+        if controllers and "memory" not in controllers.split(","):
+            continue
+        own = PurePosixPath(path.lstrip("/"))
+        mounted, name = (root / "memory", "memory.limit_in_bytes") if controllers else (root, "memory.max")
+        for group in (own, *own.parents):
+            with suppress(OSError, ValueError):  # ValueError: "max", no limit
+                yield int((mounted / group / name).read_text())
 
 
 def _limit(name: int) -> float:

@@ -108,16 +108,16 @@ class Checkpoint:
     why_dtype: str = ""  # why `auto` is this dtype; "": it was asked for
 
     @classmethod
-    def open(cls, model: ModelConfig, device_index: int = 0, num_workers: int = 1) -> Checkpoint:
+    def open(cls, model: ModelConfig, device_index: int = 0, num_workers: int = 1, model_bytes: int = 0) -> Checkpoint:
         """Find the checkpoint and read its index; a hub id is downloaded first. device_index, num_workers: as for
-        `resolve_device`. Raises ConfigError.
+        `resolve_device`. model_bytes: that its weights may take; 0: no limit. Raises ConfigError.
         """
         device = resolve_device(model.device, device_index, num_workers)  # before a download
         path = _locate(model.model, model.variant)
         index = _read_json(path / INDEX)
         if "_class_name" not in index:
             raise ConfigError(f"{path / INDEX} names no _class_name; is this a diffusers checkpoint?")
-        dtype, why = resolve_dtype(model.dtype, device, lambda: _float32_bytes(path, model))
+        dtype, why = resolve_dtype(model.dtype, device, lambda: _float32_bytes(path, model), model_bytes)
         computing = model.kernels, model.cuda_graphs, model.batch_invariant
         defaults, wishes = _read_defaults(path), (model.variant, model.quantization, *computing)
         checkpoint = cls(path, index, defaults, dtype, device, *wishes, why_dtype=why)
@@ -308,10 +308,13 @@ class Checkpoint:
         return getattr(importlib.import_module(MODULES[name]), IN_PLACE_OF.get(name, name))
 
 
-def resolve_dtype(name: str, device: torch.device, float32_bytes: Callable[[], int]) -> tuple[torch.dtype, str]:
+def resolve_dtype(
+    name: str, device: torch.device, float32_bytes: Callable[[], int], model_bytes: int = 0
+) -> tuple[torch.dtype, str]:
     """The dtype of a --dtype value, and why it is that; "" for any but `auto`, which is bfloat16 on a GPU, on CPUs that
     multiply it natively but for those with AMX, and where weights do not fit into memory otherwise; else float32.
-    float32_bytes: that all weights would take. Raises ConfigError for an unknown name.
+    float32_bytes: that all weights would take. model_bytes: that they may take; 0: as the machine's memory allows.
+    Raises ConfigError for an unknown name.
 
     Processor time of an edit with the embedded architecture on one Zen 5 core: 390 ms in float32, 320 ms in bfloat16;
     of eight together 3.04 s and 2.11 s. In both, an edit's bits do not depend on the other requests in its batches.
@@ -319,13 +322,13 @@ def resolve_dtype(name: str, device: torch.device, float32_bytes: Callable[[], i
     3 of 255. Steps of few tokens are slower there than in float32, too.
     """
     if name == "auto":
-        return _auto_dtype(device, float32_bytes)
+        return _auto_dtype(device, float32_bytes, model_bytes)
     if name not in DTYPES:
         raise ConfigError(f"unknown dtype {name!r}; use auto, {', '.join(DTYPES)}")
     return DTYPES[name], ""
 
 
-def _auto_dtype(device: torch.device, float32_bytes: Callable[[], int]) -> tuple[torch.dtype, str]:
+def _auto_dtype(device: torch.device, float32_bytes: Callable[[], int], model_bytes: int) -> tuple[torch.dtype, str]:
     if device.type != "cpu":
         return torch.bfloat16, "the model runs on a GPU"
     if not cpu_has_bfloat16():
@@ -333,6 +336,7 @@ def _auto_dtype(device: torch.device, float32_bytes: Callable[[], int]) -> tuple
     if not cpu_has_amx():
         return torch.bfloat16, "this CPU multiplies it natively"
     needed, limit = float32_bytes(), int(WEIGHTS_SHARE * memory_limit())
+    limit = min(limit, model_bytes or limit)
     promise = "with AMX, a picture in bfloat16 depends in its last bits on what shares its steps"
     if needed <= limit:
         return torch.float32, promise
@@ -341,15 +345,22 @@ def _auto_dtype(device: torch.device, float32_bytes: Callable[[], int]) -> tuple
 
 
 def _float32_bytes(path: Path, model: ModelConfig) -> int:
-    """Bytes of all weights of a checkpoint if those that are not quantised are float32. A file that cannot be read
+    """Bytes of all weights of a checkpoint if those that are not quantised are float32. A part that cannot be read
     counts nothing: loading reports it."""
     total = 0.0
     for folder in (each for each in path.iterdir() if each.is_dir() and variants(each)):
-        itemsize = BYTES_PER_WEIGHT[model.quantization] if folder.name in QUANTIZED else None
-        with suppress(ConfigError, ValueError):
-            numbers = sum(map(count_file, weight_files(folder, usual_variant(folder, model.variant))))
-            total += numbers * (itemsize or torch.float32.itemsize)
+        with suppress(ConfigError, *LOAD_ERRORS):
+            total += _part_bytes(folder, model)
     return int(total)
+
+
+def _part_bytes(folder: Path, model: ModelConfig) -> float:
+    """Bytes of a part's weights in float32, or as they are quantised: in their files, or while they are loaded."""
+    files, config = weight_files(folder, usual_variant(folder, model.variant)), folder / "config.json"
+    if config.is_file() and stored_method(_read_json(config)) is not None:
+        return sum(file.stat().st_size for file in files)
+    itemsize = BYTES_PER_WEIGHT[model.quantization] if folder.name in QUANTIZED else None
+    return sum(map(count_file, files)) * (itemsize or torch.float32.itemsize)
 
 
 def _locate(model: str, variant: str) -> Path:

@@ -1,7 +1,8 @@
 """AdapterFile: finds the file of an adapter and checks it before any of it is loaded.
 
 Servers may read adapters that their callers name, so a file is not trusted: it may be no file at all, declare tensors
-that do not fit into memory, or have a configuration that is of any type.
+that do not fit into memory, or have a configuration that is of any type. It may also change at any time, and a process
+that has mapped a file dies when that is truncated. Therefore it is opened once, and all is read from a copy in memory.
 """
 
 from __future__ import annotations
@@ -11,10 +12,11 @@ import json
 import math
 import os
 import struct
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, BinaryIO
 
 from safetensors import safe_open
 
@@ -27,6 +29,7 @@ PEFT_PREFIX, PEFT_CONFIG = "base_model.model.", "adapter_config.json"
 USUAL_NAMES = ("pytorch_lora_weights.safetensors", "adapter_model.safetensors")
 """The names that diffusers and peft give to adapters, which are preferred in a folder of several files."""
 
+CHUNK_BYTES = 1024**2
 MAX_HEADER_BYTES = 16 * 1024**2
 MAX_CONFIG_BYTES = 1024**2
 MAX_TENSORS = 32_768
@@ -48,42 +51,41 @@ UNSUPPORTED = {
 class AdapterFile:
     """A file that may be read: its tensors fit into memory, and are of a LoRA as far as their names tell.
 
-    nbytes: that its tensors take as float32. config: of peft, if it is one of its files; None: it is not.
+    path: that it had when it was opened. content: path of the copy that was checked, which has no other name and ends
+    with `open`. digest: hex sha256 of the file and its peft configuration, if there is one beside it. nbytes: that its
+    tensors take as float32. config: of peft, if it is one of its files; None: it is not.
     """
 
     path: Path
+    content: Path
+    digest: str
     names: tuple[str, ...]  # of its tensors
     nbytes: int
     config: Mapping[str, Any] | None
 
     @classmethod
-    def find(cls, path: Path, max_bytes: int | None = None) -> AdapterFile:
-        """Find and check the safetensors file at this path, or the one in this folder. max_bytes: the most that its
-        tensors may take as float32; None: any. Raises ValueError, OSError, SafetensorError.
+    @contextmanager
+    def open(cls, path: Path, max_bytes: int | None = None) -> Iterator[AdapterFile]:
+        """Find, check and copy the safetensors file at this path, or the one in this folder. max_bytes: the most that
+        its tensors may take as float32; None: any. Raises ValueError, OSError, SafetensorError.
         """
-        file = _find(path)
-        size = _check_header(file)
-        _check_bytes(size // 2 - MAX_HEADER_BYTES, max_bytes)  # a stored number has 8 bytes at most
-        with safe_open(file, "pt") as tensors:
-            names = tuple(tensors.keys())
-            if len(names) > MAX_TENSORS:
-                raise ValueError(f"it holds {len(names)} tensors; at most {MAX_TENSORS} are read")
-            nbytes = FLOAT_BYTES * sum(math.prod(tensors.get_slice(name).get_shape()) for name in names)
-        if long := next((name for name in names if len(name) > MAX_KEY_CHARACTERS), None):
-            raise ValueError(f"the name of a tensor, {long[:40]}..., has more than {MAX_KEY_CHARACTERS} characters")
-        _check_bytes(nbytes, max_bytes)
-        _check_kind(names)
-        return cls(file, names, nbytes, _peft_config(file, names))
-
-    @property
-    def digest(self) -> str:
-        """Hex sha256 of the file and its peft configuration, if there is one beside it."""
-        with self.path.open("rb") as file:
-            digest = hashlib.file_digest(file, "sha256")
-        config = self.path.with_name(PEFT_CONFIG)
-        if config.is_file():
-            digest.update(read_small(config, MAX_CONFIG_BYTES))
-        return digest.hexdigest()
+        path = _find(path)
+        with open_regular(path) as source, os.fdopen(os.memfd_create("adapter"), "wb") as copy:
+            content = Path(f"/proc/self/fd/{copy.fileno()}")
+            size = os.fstat(source.fileno()).st_size
+            check_bytes(size // 2 - MAX_HEADER_BYTES, max_bytes)  # a stored number has 8 bytes at most
+            header = _read_header(source)
+            os.ftruncate(copy.fileno(), size)  # takes no memory; safe_open compares the header with the size
+            copy.write(header)
+            copy.flush()
+            names, nbytes = _declared(content)
+            check_bytes(nbytes, max_bytes)
+            _check_kind(names)
+            digest = hashlib.sha256(header)
+            _copy_rest(source, copy, size - len(header), digest)
+            config = _read_config(path)
+            digest.update(config or b"")
+            yield cls(path, content, digest.hexdigest(), names, nbytes, _peft_config(config, names))
 
 
 def _find(path: Path) -> Path:
@@ -105,7 +107,7 @@ def _find(path: Path) -> Path:
     raise ValueError("a LoRA is a .safetensors file, or a folder that holds one")
 
 
-def _check_bytes(nbytes: int, max_bytes: int | None) -> None:
+def check_bytes(nbytes: int, max_bytes: int | None) -> None:
     """nbytes: the least that the tensors take as float32."""
     if max_bytes is not None and nbytes > max_bytes:
         raise ValueError(
@@ -114,13 +116,36 @@ def _check_bytes(nbytes: int, max_bytes: int | None) -> None:
         )
 
 
-def _check_header(file: Path) -> int:
-    """The file's size. Raises ValueError for what is no regular file, and for a header that takes long to read."""
-    with open_regular(file) as opened:
-        size, head = os.fstat(opened.fileno()).st_size, opened.read(8)
-    if len(head) == 8 and struct.unpack("<Q", head)[0] > MAX_HEADER_BYTES:
+def _read_header(source: BinaryIO) -> bytes:
+    """The header and the length before it. Raises ValueError for a header that takes long to read."""
+    head = source.read(8)
+    length = struct.unpack("<Q", head)[0] if len(head) == 8 else 0
+    if length > MAX_HEADER_BYTES:
         raise ValueError(f"its header has more than {MAX_HEADER_BYTES // 1024**2} MiB; it is no safetensors file")
-    return size
+    return head + source.read(length)
+
+
+def _declared(content: Path) -> tuple[tuple[str, ...], int]:
+    """Names of the tensors, and the bytes that they take as float32. Raises ValueError for too many or long names."""
+    with safe_open(content, "pt") as tensors:
+        names = tuple(tensors.keys())
+        if len(names) > MAX_TENSORS:
+            raise ValueError(f"it holds {len(names)} tensors; at most {MAX_TENSORS} are read")
+        nbytes = FLOAT_BYTES * sum(math.prod(tensors.get_slice(name).get_shape()) for name in names)
+    if long := next((name for name in names if len(name) > MAX_KEY_CHARACTERS), None):
+        raise ValueError(f"the name of a tensor, {long[:40]}..., has more than {MAX_KEY_CHARACTERS} characters")
+    return names, nbytes
+
+
+def _copy_rest(source: BinaryIO, copy: BinaryIO, nbytes: int, digest: hashlib._Hash) -> None:
+    """Copy and hash the next bytes. Raises ValueError if there are fewer."""
+    while nbytes > 0:
+        if not (chunk := source.read(min(nbytes, CHUNK_BYTES))):
+            raise ValueError("it has been truncated while it was read")
+        copy.write(chunk)
+        digest.update(chunk)
+        nbytes -= len(chunk)
+    copy.flush()
 
 
 def _check_kind(names: tuple[str, ...]) -> None:
@@ -129,11 +154,16 @@ def _check_kind(names: tuple[str, ...]) -> None:
             raise ValueError(reason)
 
 
-def _peft_config(file: Path, names: tuple[str, ...]) -> Mapping[str, Any] | None:
+def _read_config(file: Path) -> bytes | None:
+    """The content of a peft configuration beside the file; None: there is none."""
     config = file.with_name(PEFT_CONFIG)
-    if not config.is_file() or not all(name.startswith(PEFT_PREFIX) for name in names):
+    return read_small(config, MAX_CONFIG_BYTES) if config.is_file() else None
+
+
+def _peft_config(config: bytes | None, names: tuple[str, ...]) -> Mapping[str, Any] | None:
+    if config is None or not all(name.startswith(PEFT_PREFIX) for name in names):
         return None
-    read: Any = json.loads(read_small(config, MAX_CONFIG_BYTES).decode("utf-8"))
+    read: Any = json.loads(config.decode("utf-8"))
     if not isinstance(read, dict):
         raise ValueError(f"its {PEFT_CONFIG} is no object")
     return read

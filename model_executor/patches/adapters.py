@@ -12,7 +12,9 @@ import string
 from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass
+from operator import itemgetter
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 import torch
@@ -30,7 +32,7 @@ from core.errors import ConfigError
 from core.paths import expanded
 from model_executor.checkpoint.loader import LOAD_ERRORS
 from model_executor.kernels.low_rank import LowRank
-from model_executor.patches.adapter_file import PEFT_PREFIX, UNSUPPORTED, AdapterFile
+from model_executor.patches.adapter_file import MAX_TENSORS, PEFT_PREFIX, UNSUPPORTED, AdapterFile, check_bytes
 
 MIN_RANK_LIMIT = 1024
 """The rank is limited by the layer's width, for narrow layers by this: adapters that were merged by joining them have
@@ -52,6 +54,8 @@ class LoraFormat:
     text_parts: tuple[str, ...] = ()  # text encoders that an adapter may change too
     unet: Any = None  # a UNet's configuration, since some trainers number its blocks differently
 
+
+NOTHING_KNOWN: Mapping[str, int] = MappingProxyType({})
 
 _NAME_CHARACTERS = frozenset(f"{string.ascii_letters}{string.digits}_.-")
 
@@ -92,14 +96,22 @@ class Adapter:
 # ------------------------------------------------------------------------------------------------------------ reading
 
 
-def read_adapter(config: AdapterConfig, lora_format: LoraFormat, max_bytes: int | None = None) -> Adapter:
+def read_adapter(
+    config: AdapterConfig,
+    lora_format: LoraFormat,
+    max_bytes: int | None = None,
+    known: Mapping[str, int] = NOTHING_KNOWN,
+) -> Adapter:
     """Read an adapter in the format of its model's family. max_bytes: the most that its tensors may take as float32;
-    None: any. Raises ConfigError for a file that is missing, is not a LoRA, is larger, holds numbers that are not
-    finite, or changes other than layers of the parts allowed."""
+    None: any. known: patch -> bytes of its tensors, of adapters that take no more memory if they are read again.
+    Raises ConfigError for a file that is missing, is not a LoRA, is larger, holds numbers that are not finite, or
+    changes other than layers of the parts allowed."""
     try:
-        file = AdapterFile.find(expanded(config.path), max_bytes)
-        layers = _read_layers(file, lora_format)
-        return Adapter(config.name, file.path, file.digest, layers, file.nbytes)
+        limit = None if max_bytes is None else max(max_bytes, *known.values(), 0)
+        with AdapterFile.open(expanded(config.path), limit) as file:
+            if file.digest not in known:
+                check_bytes(file.nbytes, max_bytes)
+            return Adapter(config.name, file.path, file.digest, _read_layers(file, lora_format), file.nbytes)
     except (*CONVERT_ERRORS, ConfigError) as error:
         raise _refuse(config.name, Path(config.path), _reason(error)) from error
 
@@ -120,13 +132,13 @@ def _refuse(name: str, path: Path, reason: str) -> ConfigError:
 def _read_layers(file: AdapterFile, lora_format: LoraFormat) -> dict[str, Layers]:
     """Part -> its layers; without parts that it does not change."""
     if file.config is not None:
-        with safe_open(file.path, "pt") as tensors:
+        with safe_open(file.content, "pt") as tensors:
             state = {name.removeprefix(PEFT_PREFIX): tensors.get_tensor(name) for name in file.names}
-        return {lora_format.denoiser: _make_layers(state, _Scales(file.config, {}))}
+        return {lora_format.denoiser: _make_layers(state, _Scales.of(file.config, {}))}
     options = {} if lora_format.unet is None else {"unet_config": lora_format.unet}
     loader = getattr(lora_pipeline, lora_format.loader)
     state, *alphas, metadata = loader.lora_state_dict(
-        str(file.path),
+        str(file.content),
         use_safetensors=True,
         local_files_only=True,
         return_alphas=True,
@@ -185,7 +197,48 @@ def _scales(part: str, alphas: Mapping[str, Any] | None = None, *, metadata: Map
         {name.removeprefix(f"{part}."): value for name, value in (its or {}).items() if name.startswith(f"{part}.")}
         for its in (alphas, metadata)
     )
-    return _Scales(config, {name.removesuffix(".alpha"): _number(name, value) for name, value in known.items()})
+    return _Scales.of(config, {name.removesuffix(".alpha"): _number(name, value) for name, value in known.items()})
+
+
+@dataclass(frozen=True, slots=True)
+class _AlphaPatterns:
+    """peft's `alpha_pattern`: name -> (its place in the order, its alpha). A file may have as many patterns as layers,
+    so a layer's name and its ends are looked up instead of trying each pattern."""
+
+    names: Mapping[str, tuple[int, Any]]  # of whole layers
+    ends: Mapping[str, tuple[int, Any]]  # that follow a dot in a layer's name
+
+    @classmethod
+    def parse(cls, patterns: Any) -> _AlphaPatterns:
+        """In peft they are regular expressions, of which one can take years: here names alone are taken, with what
+        marks their ends. Raises ValueError for others."""
+        if not isinstance(patterns, Mapping):
+            raise ValueError("its alpha_pattern is no object")
+        if len(patterns) > MAX_TENSORS:
+            raise ValueError(f"its alpha_pattern has {len(patterns)} entries; at most {MAX_TENSORS} are read")
+        names: dict[str, tuple[int, Any]] = {}
+        ends: dict[str, tuple[int, Any]] = {}
+        for place, (pattern, value) in enumerate(patterns.items()):
+            plain = pattern.replace("\\.", ".").removesuffix("$")
+            layer = plain.removeprefix("^")
+            if not _NAME_CHARACTERS.issuperset(layer):
+                raise ValueError(
+                    f"its alpha_pattern {pattern[:100]!r} is a regular expression, and these are not run; write the "
+                    "names of layers"
+                )
+            names.setdefault(layer, (place, value))
+            if plain == layer:
+                ends.setdefault(layer, (place, value))
+        return cls(names, ends)
+
+    def find(self, name: str) -> Any:
+        """The alpha of the first pattern that matches the end of a layer's name, as in peft's `get_pattern_key`; None
+        if none does."""
+        found = [self.names[name]] if name in self.names else []
+        if self.ends:
+            ends = (name[at + 1 :] for at, character in enumerate(name) if character == ".")
+            found += [self.ends[end] for end in ends if end in self.ends]
+        return min(found, key=itemgetter(0))[1] if found else None
 
 
 @dataclass(frozen=True, slots=True)
@@ -193,7 +246,16 @@ class _Scales:
     """Scales of an adapter's layers, from whichever source came with the file; 1 without either."""
 
     config: Mapping[str, Any]  # peft's LoraConfig, or empty
+    patterns: _AlphaPatterns  # of the config
     alphas: Mapping[str, float]  # layer -> its alpha, or empty
+    usual_alpha: float | None  # of layers without one, the most frequent; None: no layer has one
+
+    @classmethod
+    def of(cls, config: Mapping[str, Any], alphas: Mapping[str, float]) -> _Scales:
+        """Raises ValueError for patterns that are not supported."""
+        patterns = _AlphaPatterns.parse(config.get("alpha_pattern") or {})
+        usual = Counter(alphas.values()).most_common(1)[0][0] if alphas else None
+        return cls(config, patterns, alphas, usual)
 
     def scaled(self, name: str, down: Tensor, up: Tensor) -> LowRank:
         if up.shape[1] != down.shape[0]:
@@ -201,7 +263,8 @@ class _Scales:
         rank, limit = len(down), max(down.shape[1], len(up), MIN_RANK_LIMIT)
         if not 0 < rank <= limit:
             raise ValueError(f"{name} is of rank {rank}; of a layer of its size, 1 to {limit} are used")
-        low = LowRank(down.float(), up.float() * self._scale(name, rank))
+        own = down.to(torch.float32, copy=True)  # `down` may be a view of the file's copy, and would keep all of it
+        low = LowRank(own, up.float() * self._scale(name, rank))
         if not is_finite(low):
             raise ValueError(f"the weights of {name}, with their scale, are not all finite numbers")
         return low
@@ -211,33 +274,12 @@ class _Scales:
         if self.config.get("use_dora"):
             raise ValueError(UNSUPPORTED["dora_scale"])
         if self.config:
-            pattern = _matching(self.config.get("alpha_pattern") or {}, name)
+            pattern = self.patterns.find(name)
             alpha = _number("lora_alpha", self.config.get("lora_alpha", DEFAULT_ALPHA) if pattern is None else pattern)
             return float(alpha / (rank**0.5 if self.config.get("use_rslora") else rank))
-        if self.alphas:
-            usual = Counter(self.alphas.values()).most_common(1)[0][0]
-            return self.alphas.get(name, usual) / rank
+        if self.usual_alpha is not None:
+            return self.alphas.get(name, self.usual_alpha) / rank
         return 1.0
-
-
-def _matching(patterns: Any, name: str) -> Any:
-    """The value of the first pattern that matches the end of a layer's name, as in peft's `get_pattern_key`; None if
-    none does. There they are regular expressions, of which one can take years: here names alone are taken, with what
-    marks their ends. Raises ValueError for others.
-    """
-    if not isinstance(patterns, Mapping):
-        raise ValueError("its alpha_pattern is no object")
-    for pattern, value in patterns.items():
-        plain = pattern.replace("\\.", ".").removesuffix("$")
-        layer = plain.removeprefix("^")
-        if not _NAME_CHARACTERS.issuperset(layer):
-            raise ValueError(
-                f"its alpha_pattern {pattern[:100]!r} is a regular expression, and these are not run; write the names "
-                "of layers"
-            )
-        if name == layer or (plain == layer and name.endswith(f".{layer}")):
-            return value
-    return None
 
 
 def _number(name: str, value: Any) -> float:

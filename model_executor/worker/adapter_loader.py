@@ -54,7 +54,8 @@ class AdapterLoader:
         try:
             config = AdapterConfig(message.name, message.path)
             left = self._max_bytes - sum(self._nbytes.values())
-            adapter = self._models.add_adapter(message.model, config, message.patch, left)
+            known = {patch: size for (model, patch), size in self._nbytes.items() if model == message.model}
+            adapter = self._models.add_adapter(message.model, config, message.patch, left, known)
             self._nbytes[message.model, adapter.patch] = adapter.nbytes
         except Exception as error:  # the thread's outermost handler: a bad file fails its own request
             logger.warning("adapter %s was not loaded: %s", message.name, error, extra=of_request(""))

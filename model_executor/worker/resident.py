@@ -28,7 +28,7 @@ from model_executor.models.base import Family, PrimeRow, Row, Sample
 from model_executor.models.registry import make_family
 from model_executor.page_cache.page_schemes import with_calibration
 from model_executor.page_cache.pages import Pages
-from model_executor.patches.adapters import Adapter, read_adapter
+from model_executor.patches.adapters import NOTHING_KNOWN, Adapter, read_adapter
 from model_executor.worker.component_keys import Opened, component_keys, prompt_twins
 
 logger = logging.getLogger("stencil.worker")
@@ -84,12 +84,15 @@ class ResidentModels:
         has_device_tier: bool = False,
         device_index: int = 0,
         num_workers: int = 1,
+        model_bytes: int = 0,
     ) -> ResidentModels:
         """Open all models. has_device_tier: whether device memory may hold pages; without, mask-aware execution on a
-        GPU is turned off. device_index, num_workers: as for `resolve_device`. Raises ConfigError for a checkpoint that
-        cannot be served.
+        GPU is turned off. device_index, num_workers: as for `resolve_device`. model_bytes: that the weights of each may
+        take; 0: no limit. Raises ConfigError for a checkpoint that cannot be served.
         """
-        checkpoints = {config.name: Checkpoint.open(config, device_index, num_workers) for config in configs}
+        checkpoints = {
+            config.name: Checkpoint.open(config, device_index, num_workers, model_bytes) for config in configs
+        }
         for checkpoint in checkpoints.values():
             if checkpoint.device.type == "cuda":
                 torch.cuda.set_device(checkpoint.device)  # the default for `cuda` without a number
@@ -171,16 +174,23 @@ class ResidentModels:
             return
         family.put_adapter(adapter.patch, family.prepare_adapter(whole, {part}))
 
-    def add_adapter(self, model: str, config: AdapterConfig, patch: str = "", max_bytes: int | None = None) -> Adapter:
+    def add_adapter(
+        self,
+        model: str,
+        config: AdapterConfig,
+        patch: str = "",
+        max_bytes: int | None = None,
+        known: Mapping[str, int] = NOTHING_KNOWN,
+    ) -> Adapter:
         """Read an adapter and put it in use for a model, whatever runs meanwhile. Requests must not name it before.
-        patch: that its file must have; "": any. max_bytes: as for `read_adapter`. Raises ConfigError; KeyError for an
-        unknown model.
+        patch: that its file must have; "": any. max_bytes, known: as for `read_adapter`. Raises ConfigError; KeyError
+        for an unknown model.
 
         May be called in a thread: what other adapters change is not touched, and the rows of a pass under way are not
         of this one.
         """
         family, parts = self.families[model], self._loaded_parts(model)
-        adapter = read_adapter(config, family.lora_format, max_bytes)
+        adapter = read_adapter(config, family.lora_format, max_bytes, known)
         if not adapter.parts.keys() <= set(parts):
             family.check_adapter(adapter)
         if patch and adapter.patch != patch:

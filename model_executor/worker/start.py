@@ -74,6 +74,7 @@ def _opened(settings: WorkerConfig) -> ResidentModels:
         has_device_tier=settings.cache.device_bytes != 0,
         device_index=settings.device_index,
         num_workers=settings.num_workers,
+        model_bytes=settings.scheduler.model_bytes,
     )
     keys = {name: keys.values() for name, keys in models.keys.items()}
     check_fits(keys, models.sizes, settings.scheduler.model_bytes)

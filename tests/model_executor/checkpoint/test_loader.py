@@ -321,6 +321,41 @@ def test_all_weights_count_for_auto(tiny_checkpoint: Path, monkeypatch: pytest.M
         assert Checkpoint.open(config).dtype is dtype
 
 
+@pytest.fixture
+def with_amx(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(loader, "cpu_has_bfloat16", lambda: True)
+    monkeypatch.setattr(loader, "cpu_has_amx", lambda: True)
+
+
+@pytest.mark.usefixtures("with_amx")
+def test_auto_keeps_to_the_bytes_that_models_may_take(tiny_checkpoint: Path) -> None:
+    config = ModelConfig(model=str(tiny_checkpoint), device="cpu")
+    needed = loader._float32_bytes(tiny_checkpoint, config)
+    assert Checkpoint.open(config, model_bytes=needed).dtype is torch.float32
+    assert Checkpoint.open(config, model_bytes=needed - 1).dtype is torch.bfloat16
+
+
+def test_parts_that_are_stored_quantised_count_as_their_files(tiny_checkpoint: Path, tmp_path: Path) -> None:
+    path = Path(shutil.copytree(tiny_checkpoint, tmp_path / "stored"))
+    model = ModelConfig(model=str(path), device="cpu")
+    plain, (file,) = loader._float32_bytes(path, model), (path / "transformer").glob("*.safetensors")
+    numbers = sum(tensor.numel() for tensor in load_file(file).values())
+    config = json.loads((path / "transformer/config.json").read_text())
+    stored = config | {"quantization_config": {"quant_method": "bitsandbytes", "load_in_4bit": True}}
+    (path / "transformer/config.json").write_text(json.dumps(stored))
+    assert loader._float32_bytes(path, model) == plain - 4 * numbers + file.stat().st_size
+
+
+@pytest.mark.parametrize("names", ['["x"]', "3", "[3]", "{"])
+@pytest.mark.usefixtures("with_amx")
+def test_a_damaged_header_is_no_fault_of_auto(tiny_checkpoint: Path, tmp_path: Path, names: str) -> None:
+    """Loading reports it."""
+    path = Path(shutil.copytree(tiny_checkpoint, tmp_path / "damaged"))
+    (file,) = (path / "transformer").glob("*.safetensors")
+    save_file(load_file(file), file, {"tensor_names": names})
+    assert Checkpoint.open(ModelConfig(model=str(path), device="cpu")).dtype is torch.float32
+
+
 def test_what_auto_is_and_why_is_logged(
     tiny_checkpoint: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:

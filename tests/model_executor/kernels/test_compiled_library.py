@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+import fcntl
 import os
 import shutil
 import subprocess
@@ -14,6 +15,7 @@ from pathlib import Path
 import psutil
 import pytest
 
+from model_executor.kernels import compiled_library as module
 from model_executor.kernels.compiled_library import CompileError, compiled_library
 
 ROOT = Path(__file__).parents[3]
@@ -98,6 +100,89 @@ def test_a_folder_that_cannot_be_written_is_done_without(source: Path, tmp_path:
     assert not [
         name for name in os.listdir(os.environ.get("TMPDIR", "/tmp")) if name not in before and "kernels" in name
     ]
+
+
+@pytest.mark.parametrize("mode", [0o770, 0o702])
+def test_a_folder_that_others_can_write_is_not_used(source: Path, tmp_path: Path, mode: int) -> None:
+    folder = tmp_path / "kernels"
+    folder.mkdir()
+    folder.chmod(mode)
+    assert answer(source, folder) == 42
+    assert list(folder.iterdir()) == []
+
+
+def test_a_folder_where_programs_may_not_be_run_is_not_used(source: Path, tmp_path: Path) -> None:
+    folder = next((path for path in map(Path, ("/dev", "/proc", "/sys")) if is_noexec(path)), None)
+    if folder is None:
+        pytest.skip("no file system is mounted without programs")
+    with pytest.raises(PermissionError, match="allows no programs"):
+        module._check_folder(folder)
+
+
+def is_noexec(folder: Path) -> bool:
+    return bool(os.statvfs(folder).f_flag & os.ST_NOEXEC)
+
+
+def test_a_lock_that_is_a_link_harms_no_file(source: Path, tmp_path: Path) -> None:
+    folder, other = tmp_path / "kernels", tmp_path / "other"
+    folder.mkdir(mode=0o700)
+    other.write_text("kept")
+    (folder / "lock").symlink_to(other)
+    assert answer(source, folder) == 42
+    assert other.read_text() == "kept"
+    assert kept(folder) == []
+
+
+def test_a_pipe_in_place_of_a_library_is_not_waited_for(source: Path, tmp_path: Path) -> None:
+    folder = tmp_path / "kernels"
+    answer(source, folder)
+    (name,) = kept(folder)
+    (folder / name).unlink()
+    os.mkfifo(folder / name)
+    assert answer(source, folder) == 42
+    assert (folder / name).is_file()
+
+
+def test_a_lock_that_is_not_released_is_given_up(source: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    folder = tmp_path / "kernels"
+    folder.mkdir(mode=0o700)
+    monkeypatch.setattr(module, "COMPILE_SECONDS", 1.0)
+    with (folder / "lock").open("w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        assert answer(source, folder) == 42
+    assert kept(folder) == []
+
+
+def test_a_compiler_that_fails_in_the_folder_is_tried_in_a_temporary_one(source: Path, tmp_path: Path) -> None:
+    """As where the folder's disk is full."""
+    folder, compiler = tmp_path / "kernels", tmp_path / "full-cc"
+    compiler.write_text(f'#!/bin/sh\ncase "$TMPDIR" in {folder}/*) exit 1;; esac\nexec cc "$@"\n')
+    compiler.chmod(0o755)
+    assert answer(source, folder, str(compiler)) == 42
+    assert kept(folder) == []
+
+
+def test_libraries_that_have_not_been_used_for_long_are_removed(
+    source: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder = tmp_path / "kernels"
+    monkeypatch.setattr(module, "MAX_KEPT", 2)
+    answer(source, folder, cpu="first")
+    (first,) = kept(folder)
+    answer(source, folder, cpu="second")
+    answer(source, folder, cpu="first")
+    answer(source, folder, cpu="third")
+    assert len(kept(folder)) == 2
+    assert first in kept(folder)
+
+
+def test_no_process_is_left_for_others_to_collect(source: Path, tmp_path: Path) -> None:
+    """Here the compiling process stands in for the first one of a container: orphans come to it."""
+    adopt = "import ctypes; ctypes.CDLL(None).prctl(36, 1, 0, 0, 0)\n"  # PR_SET_CHILD_SUBREAPER
+    left = "\nimport time, psutil; time.sleep(0.3); print(len(psutil.Process().children()))"
+    command = [sys.executable, "-c", adopt + USE + left, str(source), CC, str(tmp_path / "kernels")]
+    told = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=60, check=True).stdout
+    assert told.split()[-1] == "0"
 
 
 def test_what_the_compiler_says_is_the_error(source: Path, tmp_path: Path) -> None:

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
+import os
 import resource
 import time
 from pathlib import Path
@@ -55,6 +57,25 @@ def test_what_is_left_for_adapters_is_told(tiny_checkpoint: Path, tmp_path: Path
         read(path, nbytes - 1)
 
 
+def test_a_file_that_is_truncated_later_harms_no_adapter(tiny_checkpoint: Path, tmp_path: Path) -> None:
+    """Numbers that are mapped from it would end the process."""
+    path = make_lora(tmp_path / "hat.safetensors", tiny_checkpoint, "x_embedder")
+    adapter = read_adapter(AdapterConfig("hat", str(path)), FLUX)
+    before = read(path)
+    os.truncate(path, 8)
+    low = adapter.parts["transformer"]["x_embedder"]
+    assert torch.equal(low.up @ low.down, before["x_embedder"])
+
+
+def test_a_file_is_open_and_mapped_only_while_it_is_read(tiny_checkpoint: Path, tmp_path: Path) -> None:
+    path = make_lora(tmp_path / "hat.safetensors", tiny_checkpoint, "x_embedder")
+    adapter = read_adapter(AdapterConfig("hat", str(path)), FLUX)
+    assert adapter.patch == hashlib.sha256(path.read_bytes()).hexdigest()
+    maps = Path("/proc/self/maps").read_text()
+    assert str(path) not in maps
+    assert "memfd:adapter" not in maps
+
+
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
 def test_a_rank_above_a_narrow_layers_width_is_read(tmp_path: Path, dtype: torch.dtype) -> None:
     """As of adapters that were merged by joining them, stored in half precision."""
@@ -79,6 +100,20 @@ def test_names_of_layers_are_patterns_as_peft_understands_them(
     changed = {name for name in plain if not torch.equal(plain[name], found[name])}
     assert changed == {name for name in plain if get_pattern_key([pattern], name) == pattern}
     assert changed
+
+
+@pytest.mark.parametrize("patterns", [("to_q", "attn.to_q", "^x"), (r"^x_embedder", "attn.to_q", "to_q", "x_embedder")])
+def test_of_several_patterns_the_first_that_matches_counts(
+    tiny_checkpoint: Path, tmp_path: Path, patterns: tuple[str, ...]
+) -> None:
+    path = make_peft_lora(tmp_path / "hat", tiny_checkpoint, r"x_embedder|.*to_q", alpha=4.0)
+    config = {"r": 4, "lora_alpha": 4}
+    (path / "adapter_config.json").write_text(json.dumps(config))
+    plain = read(path)
+    alphas = {pattern: 4 << place for place, pattern in enumerate(patterns, 1)}
+    (path / "adapter_config.json").write_text(json.dumps(config | {"alpha_pattern": alphas}))
+    for name, addition in read(path).items():
+        assert torch.equal(addition, plain[name] * (alphas.get(get_pattern_key(patterns, name), 4) / 4)), name
 
 
 def test_pefts_default_alpha_is_that_of_a_configuration_without(tiny_checkpoint: Path, tmp_path: Path) -> None:

@@ -157,6 +157,7 @@ def test_adapters_take_no_more_memory_than_they_may(models: ResidentModels, file
         save_file(tensors, path, {"number": str(number)})
     first, again, second, third = [loader.load(path) for path in (files[0], files[0], *files[1:])]
     assert (first.failure, again.failure, second.failure) == (None, None, None)
+    assert loader.load(files[0]).failure is None, "what is loaded takes no more, and little is left"
     assert third.failure is not None
     assert (third.failure.kind, third.failure.param) == ("invalid_request", "lora_path")
     assert "are left for adapters" in third.failure.message
