@@ -98,7 +98,7 @@ calibrate: $(RUNTIME)  ## Choose keyframes, page dtype, margin and full_steps on
 	$(BIN)/python -m entrypoints.calibrate $(ARGS)
 
 profile: $(RUNTIME)  ## Measure a model's latencies by batch size and tokens, kept for the server's next start; flags by ARGS
-	$(BIN)/python -m model_executor.worker.profiler $(ARGS)
+	$(BIN)/python -m model_executor.worker.probes.profiler $(ARGS)
 
 clean:  ## Remove .venv and all build products
 	rm -rf $(VENV) $(LATEST) tests/browser/node_modules build dist *.egg-info .mypy_cache .pytest_cache .ruff_cache .hypothesis

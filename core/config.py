@@ -283,7 +283,7 @@ PATIENCE_SECONDS = 60.0
 """A request with a near due time overtakes only requests that arrived at most this long before it."""
 
 CLASS_SECONDS = 2 * PATIENCE_SECONDS
-"""Seconds of waiting, and of work, that a priority class is worth: see `core.scheduling.fair_queue`."""
+"""Seconds of waiting, and of work, that a priority class is worth: see `core.scheduling.requests.fair_queue`."""
 
 PRIME_SHARE = 0.2
 """Tokens primed beside a step, as a share of the step's own: the bound on the delay of running requests."""

@@ -16,6 +16,8 @@ CacheResult = Literal["hit", "miss", "own", "off"]
 full steps. off: it read none, as in an exact run.
 """
 
+RankIds = tuple[int, ...]
+"""Ranks of one engine, ascending."""
 
 PAGE_ARENA = 1
 """Id of the arena with an engine's cached pages; 0 is the arena of its client."""

@@ -25,9 +25,9 @@ MAX_PRIORITY = 2**31 - 1
 class SamplingParams(msgspec.Struct, frozen=True, kw_only=True):
     """How to sample one edit; names and meanings follow diffusers. None means the model's default.
 
-    Set by the user, and resolved for the model (`engine.client.sampling_defaults`) before the edit is sent to an
-    engine. A value of the wrong type or out of range raises InvalidRequestError, also when a message is decoded. NumPy
-    scalars of the right kind are accepted.
+    Set by the user, and resolved for the model (`engine.client.resolve.sampling_defaults`) before the edit is sent to
+    an engine. A value of the wrong type or out of range raises InvalidRequestError, also when a message is decoded.
+    NumPy scalars of the right kind are accepted.
     """
 
     # Sampling.

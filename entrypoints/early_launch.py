@@ -8,7 +8,7 @@ import logging
 from contextlib import ExitStack
 
 from core.ipc import logs
-from engine.client.worker_launcher import needs_launcher, worker_launcher
+from engine.client.processes.worker_launcher import needs_launcher, worker_launcher
 from entrypoints.serve_args import ServeOptions, parse_options
 
 launched = ExitStack()

@@ -10,7 +10,7 @@ from typing import Any
 import httptools
 from uvicorn.protocols.http.httptools_impl import STATUS_LINE, HttpToolsProtocol
 
-from entrypoints.openai.errors import INVALID_REQUEST, ErrorReply
+from entrypoints.openai.answer.errors import INVALID_REQUEST, ErrorReply
 
 MAX_HEAD_BYTES = 64 * 1024
 """Limit on a request line with its headers, and on trailers. Can be exceeded by what one socket read returns."""

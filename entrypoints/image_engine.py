@@ -38,7 +38,7 @@ from core.sampling_params import MAX_PADDING_MASK_CROP, MAX_PROMPT_CHARACTERS, M
 from core.validation import check_filled, check_integer, check_length, conform, conformed
 from engine.client.async_engine import AsyncEngine
 from engine.client.edit_types import EditInput, EditReport
-from engine.client.template_store import Template
+from engine.client.templates.template_store import Template
 from engine.client.upload import BytesUpload
 from entrypoints.pictures import ImageLike, decode_picture, encode_picture
 

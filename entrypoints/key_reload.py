@@ -8,7 +8,7 @@ from pathlib import Path
 
 from core.errors import ConfigError
 from entrypoints.api_keys import KeySource
-from entrypoints.openai.key_ring import KeyRing
+from entrypoints.openai.guards.key_ring import KeyRing
 
 logger = logging.getLogger("stencil.api")
 

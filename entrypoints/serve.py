@@ -43,7 +43,7 @@ from entrypoints.http_protocol import GuardedProtocol
 from entrypoints.key_reload import KeyReload
 from entrypoints.model_paths import check_model
 from entrypoints.openai.app import ServerSettings, create_app
-from entrypoints.openai.submission import STALL_SECONDS
+from entrypoints.openai.body.submission import STALL_SECONDS
 from entrypoints.run_until import run_until
 from entrypoints.serve_args import ServeOptions
 

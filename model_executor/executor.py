@@ -53,7 +53,7 @@ RING_BYTES = 1024 * 1024
 PROMPT_BYTES = 2 * 4 * MAX_PROMPT_CHARACTERS
 """The longest prompt and negative prompt in UTF-8. A plan may contain one such pair for each running request."""
 
-WORKER_MAIN = "model_executor.worker.worker:main"
+WORKER_MAIN = "model_executor.worker.main:main"
 """What a worker process runs."""
 
 LAST_WORDS_SECONDS = 5.0

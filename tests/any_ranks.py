@@ -16,7 +16,7 @@ from core.messages.engine import EngineRequest
 from core.messages.worker import Item
 from core.scheduling.dispatch import Decision, Dispatch, Fetch
 from core.scheduling.policies.policy import SchedulingPolicy
-from core.scheduling.request import Request
+from core.scheduling.requests.request import Request
 from core.scheduling.view import View
 
 

@@ -8,7 +8,7 @@ from typing import Any
 import msgspec
 from fakes import MODEL, FakePages, FakeWorkers, make_edit, with_spec
 
-from core.cache.plug_in import ActivationCache
+from core.cache.activation_cache import ActivationCache
 from core.cache.request_pages import RequestPages
 from core.config import CacheConfig, SchedulerConfig
 from core.handles import ArrayRef

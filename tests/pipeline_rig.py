@@ -18,10 +18,10 @@ from core.config import AdapterConfig, ModelConfig, Quantization
 from core.ipc.shared_array import Arena, ArenaAllocator
 from core.messages.worker import BatchResult, PageCopied, StepPlan
 from model_executor.page_cache.page_store import PageStore
+from model_executor.worker.loading.resident import ResidentModels
 from model_executor.worker.ops.context import WorkerContext
-from model_executor.worker.resident import ResidentModels
 from model_executor.worker.runner import Runner
-from model_executor.worker.tensor_store import TensorStore
+from model_executor.worker.stores.tensor_store import TensorStore
 
 MAX_DIFFERENCE = 1
 """Tolerance, of 255: our layers add numbers in another order, which may change a rounding."""

@@ -14,10 +14,10 @@ from core.config import SchedulerConfig
 from core.failure import Failure
 from core.graph.workflow import Workflow
 from core.messages.engine import EngineRequest, Finished, PartialImage
-from core.scheduling import checkpoints
-from core.scheduling.outputs import Output
+from core.scheduling.endings import Output
 from core.scheduling.policies.policy import SchedulingPolicy
 from core.scheduling.policies.step_batching import StepBatching
+from core.scheduling.recovery import checkpoints
 from core.scheduling.scheduler import StepScheduler
 
 DIED = Failure("engine_dead", "worker 0 died (killed by signal 9)")

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from entrypoints.openai.fields import EDIT_FIELDS
+from entrypoints.openai.fields.fields import EDIT_FIELDS
 
 ROOT = Path(__file__).resolve().parent.parent
 PACKAGES = ("core", "engine", "model_executor", "entrypoints")

@@ -65,27 +65,34 @@ class Law:
     no_standard: frozenset[str] = frozenset()
 
 
+def below(folder: str) -> tuple[str, ...]:
+    """The folder and all folders below it."""
+    folders = {name.rpartition(".")[0] for name in MODULES}
+    return tuple(sorted(name for name in folders if name == folder or name.startswith(folder + ".")))
+
+
 MESSAGES = ("core", "core.graph", "core.costs", "core.messages")
-OPS, POLICIES = "core.scheduling.ops", "core.scheduling.policies"
-NODE_CACHE, CACHE_FACTORY = "core.scheduling.node_cache", "core.scheduling.cache_factory"
-PLUG_IN = "core.cache.plug_in"
-SEEN_BY_POLICIES = tuple(
-    f"core.scheduling.{name}"
-    for name in ("deadlines", "dispatch", "live_requests", "node_cache", "node_work", "request", "view")
-)
-"""Modules that a policy may know besides messages, costs and graphs."""
-SEEN_BY_PLUG_IN = (NODE_CACHE, OPS, *(f"core.scheduling.{name}" for name in ("live_requests", "predictor", "request")))
-"""Modules that a plug-in of scheduling may know besides these."""
-CORE = (*MESSAGES, "core.cache", "core.scheduling", OPS, POLICIES, "core.routing")
+SCHEDULING = "core.scheduling"
+OPS, POLICIES, NODE_CACHE = f"{SCHEDULING}.ops", f"{SCHEDULING}.policies", f"{SCHEDULING}.node_cache"
+REQUESTS, VALUES, RANKS = f"{SCHEDULING}.requests", f"{SCHEDULING}.values", f"{SCHEDULING}.ranks"
+CACHE = "core.cache.activation_cache"
+PREDICTOR = f"{SCHEDULING}.reports.predictor"
+SEEN_BY_POLICIES = (REQUESTS, NODE_CACHE, f"{SCHEDULING}.dispatch", f"{SCHEDULING}.view")
+"""What a policy may know besides messages, costs, graphs and ops."""
+SEEN_BY_CACHE = (NODE_CACHE, OPS, PREDICTOR, REQUESTS)
+"""What the activation cache may know of scheduling, where it does work for requests."""
+CORE = (*MESSAGES, "core.cache", *below(SCHEDULING), "core.routing")
 SHARED = (*CORE, "core.ipc")
 EXECUTOR = "model_executor.executor"
-MODEL = tuple({name.rpartition(".")[0] for name in MODULES if name.startswith("model_executor.")})
+MODEL = below("model_executor")
 TORCH = frozenset({"diffusers", "huggingface_hub", "msgspec", "numpy", "safetensors", "torch", "transformers"})
 SMALL = frozenset({"msgspec", "numpy"})
 ENGINE = frozenset({"PIL", "msgspec", "numpy", "prometheus_client", "uvloop", "zmq"})
 ENTRY = ENGINE - {"zmq"} | {"fastapi", "httptools", "python_multipart", "starlette", "tqdm", "uvicorn"}
-SEEN = ("engine.client", "engine.observability")
+CLIENT = below("engine.client")
+SEEN = (*CLIENT, "engine.observability")
 """Modules of the engine that entrypoints may import."""
+OPENAI = "entrypoints.openai"
 
 
 def pure(*ours: str) -> Law:
@@ -100,13 +107,20 @@ LAWS = {
     "core.graph": pure("core.errors", "core.graph"),
     "core.cache": pure(*MESSAGES, "core.cache", NODE_CACHE),
     **dict.fromkeys(
-        (PLUG_IN, "core.cache.page_costs", "core.cache.priming_batches", "core.cache.request_prefetcher"),
-        pure(*MESSAGES, "core.cache", *SEEN_BY_PLUG_IN),
+        (CACHE, "core.cache.page_costs", "core.cache.priming_batches", "core.cache.request_prefetcher"),
+        pure(*MESSAGES, "core.cache", *SEEN_BY_CACHE),
     ),
-    "core.routing": pure(*MESSAGES, OPS, "core.scheduling.fair_queue", "core.routing"),
-    "core.scheduling": pure(*MESSAGES, "core.scheduling", OPS, POLICIES),
-    CACHE_FACTORY: pure(*MESSAGES, "core.scheduling", PLUG_IN),
-    POLICIES: pure(*MESSAGES, *SEEN_BY_POLICIES, OPS, POLICIES),
+    "core.routing": pure(*MESSAGES, OPS, f"{REQUESTS}.fair_queue", "core.routing"),
+    SCHEDULING: pure(*MESSAGES, *(folder for folder in below(SCHEDULING) if not folder.startswith(POLICIES))),
+    f"{SCHEDULING}.scheduler": pure(*MESSAGES, *below(SCHEDULING), CACHE),
+    f"{SCHEDULING}.node_cache": pure(*MESSAGES, REQUESTS),
+    OPS: pure(*MESSAGES, NODE_CACHE, REQUESTS, OPS),
+    REQUESTS: pure(*MESSAGES, REQUESTS),
+    VALUES: pure(*MESSAGES, REQUESTS, VALUES),
+    RANKS: pure(*MESSAGES, REQUESTS, RANKS),
+    f"{SCHEDULING}.recovery": pure(*MESSAGES, NODE_CACHE, REQUESTS, VALUES, RANKS, f"{SCHEDULING}.recovery"),
+    f"{SCHEDULING}.reports": pure(*MESSAGES, NODE_CACHE, OPS, REQUESTS, RANKS, f"{SCHEDULING}.reports"),
+    POLICIES: pure(*MESSAGES, *SEEN_BY_POLICIES, OPS, *below(POLICIES)),
     "core.ipc": Law(("core", "core.ipc"), SMALL),
     "core.ipc.launcher": Law(("core", "core.ipc"), frozenset({"setproctitle"})),
     EXECUTOR: Law((*MESSAGES, "core.ipc"), SMALL),
@@ -123,8 +137,9 @@ LAWS = {
     "engine.client": Law((*SHARED, *SEEN, "engine.images", "engine.router"), ENGINE),
     "entrypoints.playground": Law(("entrypoints.playground",), ENTRY),
     "entrypoints.calibration": Law((*SHARED, *SEEN, "engine.images", "entrypoints", "entrypoints.calibration"), ENTRY),
-    "entrypoints.openai": Law((*SHARED, *SEEN, "entrypoints", "entrypoints.openai", "entrypoints.playground"), ENTRY),
-    "entrypoints": Law((*SHARED, *SEEN, "entrypoints", "entrypoints.calibration", "entrypoints.openai"), ENTRY),
+    OPENAI: Law((*SHARED, *SEEN, "entrypoints", *below(OPENAI), "entrypoints.playground"), ENTRY),
+    f"{OPENAI}.fields": Law((*SHARED, *SEEN, "entrypoints", f"{OPENAI}.fields"), ENTRY),
+    "entrypoints": Law((*SHARED, *SEEN, "entrypoints", "entrypoints.calibration", *below(OPENAI)), ENTRY),
 }
 LAZY = {
     ("engine.observability.tracing", "engine.observability.otlp_tracing"),
@@ -214,27 +229,33 @@ def test_circles_are_found(package: str) -> None:
         ("core.scheduling.scheduler", "import asyncio"),
         ("core.scheduling.policies.step_batching", "from core.scheduling.scheduler import StepScheduler"),
         ("core.scheduling.policies.step_batching", "from core.cache.priming import PrimingJob"),
-        ("core.scheduling.scheduler", "from core.cache.plug_in import ActivationCache"),
-        ("core.scheduling.cache_factory", "from core.cache.page_reservations import PageReservations"),
-        ("core.scheduling.ops.denoise", "if TYPE_CHECKING:\n    from core.cache.plug_in import ActivationCache"),
-        ("core.cache.plug_in", "from core.scheduling.scheduler import StepScheduler"),
-        ("core.cache.plug_in", "from core.scheduling.view import View"),
-        ("core.cache.page_reservations", "from core.scheduling.request import Request"),
+        ("core.scheduling.dispatcher", "from core.cache.activation_cache import ActivationCache"),
+        ("core.scheduling.scheduler", "from core.cache.page_reservations import PageReservations"),
+        ("core.scheduling.dispatcher", "from core.scheduling.policies.policy import SchedulingPolicy"),
+        ("core.scheduling.values.values", "from core.scheduling.ranks.ranks import Ranks"),
+        ("core.scheduling.requests.request", "from core.scheduling.view import View"),
+        (
+            "core.scheduling.ops.denoise",
+            "if TYPE_CHECKING:\n    from core.cache.activation_cache import ActivationCache",
+        ),
+        ("core.cache.activation_cache", "from core.scheduling.scheduler import StepScheduler"),
+        ("core.cache.activation_cache", "from core.scheduling.view import View"),
+        ("core.cache.page_reservations", "from core.scheduling.requests.request import Request"),
         ("core.scheduling.scheduler", "from time import monotonic"),
         ("core.scheduling.scheduler", "from core import ipc"),
         ("core.scheduling.scheduler", "from core.ipc.ring import Channel"),
         ("core.scheduling.scheduler", "def late():\n    from engine.router.router import Router"),
-        ("core.cache.priming", "from core.scheduling.request import Request"),
-        ("core.cache.priming", "if TYPE_CHECKING:\n    from core.scheduling.request import Request"),
+        ("core.cache.priming", "from core.scheduling.requests.request import Request"),
+        ("core.cache.priming", "if TYPE_CHECKING:\n    from core.scheduling.requests.request import Request"),
         ("core.graph.workflow", "from core.costs.cost_model import CostModel"),
         ("core.costs.cost_model", "from core.cache.priming import PrimingJob"),
         ("core.routing.fleet", "from core.scheduling.scheduler import StepScheduler"),
         ("core.config", "from core.cache.priming import PrimingJob"),
         ("core.ipc.ring", "from engine.engine_core.engine_core import EngineCore"),
         ("core.ipc.ring", "import zmq"),
-        ("model_executor.worker.worker", "from engine.observability.metrics import Metrics"),
+        ("model_executor.worker.main", "from engine.observability.metrics import Metrics"),
         ("model_executor.executor", "import torch"),
-        ("model_executor.executor", "from model_executor.worker.worker import main"),
+        ("model_executor.executor", "from model_executor.worker.main import main"),
         ("engine.engine_core.engine_core", "from model_executor.worker import worker"),
         ("engine.engine_core.engine_core", "import torch.nn as nn"),
         ("engine.engine_core.engine_core", "import fastapi"),
@@ -253,10 +274,10 @@ def test_law_forbids(module: str, source: str) -> None:
     ("module", "source"),
     [
         ("core.scheduling.scheduler", "import math\nimport numpy as np\nfrom core.graph.workflow import Node"),
-        ("core.scheduling.cache_factory", "from core.cache.plug_in import ActivationCache"),
-        ("core.cache.plug_in", "from core.scheduling.request import Request"),
+        ("core.scheduling.scheduler", "from core.cache.activation_cache import ActivationCache"),
+        ("core.cache.activation_cache", "from core.scheduling.requests.request import Request"),
         ("core.ipc.ring", "import asyncio, socket\nfrom core.errors import EngineDeadError"),
-        ("model_executor.worker.worker", "import torch\nfrom model_executor.worker.runner import Runner"),
+        ("model_executor.worker.main", "import torch\nfrom model_executor.worker.runner import Runner"),
         ("engine.engine_core.engine_core", "from model_executor.executor import Executor"),
         ("entrypoints.serve", "import uvicorn\nfrom engine.client.async_engine import AsyncEngine"),
     ],

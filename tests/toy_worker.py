@@ -21,9 +21,9 @@ SIZE = 1000
 
 
 def main(config: bytes, fds: list[int]) -> None:
-    """Entry point, as `model_executor.worker.worker.main`."""
+    """Entry point, as `model_executor.worker.main.main`."""
     os.environ["OMP_NUM_THREADS"] = "1"
-    from model_executor.worker import worker
+    from model_executor.worker import main as worker
     from model_executor.worker.ops import HANDLERS
 
     OPS.register(TOY)

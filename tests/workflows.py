@@ -12,7 +12,7 @@ from core.graph.workflow import Edge, Node, Region, Workflow
 from core.handles import ArrayRef
 from core.messages.message import Message
 from core.scheduling.ops.request_op import RequestOp
-from core.scheduling.request import Request
+from core.scheduling.requests.request import Request
 
 NUM_INPUTS = 6
 

@@ -11,12 +11,12 @@ from math import inf
 
 from core.graph.work import Work
 from core.graph.workflow import Node, op_of
-from core.scheduling.deadlines import due, why_late
 from core.scheduling.dispatch import Decision, GiveUp
 from core.scheduling.policies.policy import SchedulingPolicy
 from core.scheduling.policies.step_batching import StepPass, eligible
 from core.scheduling.policies.work_left import steps_of
-from core.scheduling.request import Request, Status
+from core.scheduling.requests.deadlines import due, why_late
+from core.scheduling.requests.request import Request, Status
 from core.scheduling.view import View
 
 

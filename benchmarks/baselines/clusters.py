@@ -9,7 +9,7 @@ from core.graph.workflow import Node
 from core.scheduling.dispatch import Decision
 from core.scheduling.policies.group_pass import GroupPass
 from core.scheduling.policies.policy import SchedulingPolicy
-from core.scheduling.request import Request
+from core.scheduling.requests.request import Request
 from core.scheduling.view import View
 
 Ranks = tuple[int, ...]

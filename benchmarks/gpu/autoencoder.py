@@ -8,7 +8,7 @@ from diffusers.models.autoencoders.autoencoder_kl import AutoencoderKL
 from torch import Tensor
 
 from benchmarks.gpu.bench import Bench, Call
-from model_executor.models.vae import ImageVae
+from model_executor.models.vae.vae import ImageVae
 
 
 class Autoencoder:

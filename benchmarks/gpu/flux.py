@@ -28,7 +28,7 @@ from model_executor.kernels.gpu_attention import Attend
 from model_executor.kernels.gpu_operators import GpuOperators
 from model_executor.kernels.operators import best_operators
 from model_executor.models.base import Row
-from model_executor.models.flux_transformer import FluxTransformer
+from model_executor.models.transformer.flux_transformer import FluxTransformer
 from model_executor.page_cache.pages import Pages
 
 GUIDANCE = 3.5

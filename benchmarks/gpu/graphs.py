@@ -8,8 +8,8 @@ from functools import partial
 from typing import Any
 
 from benchmarks.gpu.report import Figures
-from model_executor.models.denoiser import Denoiser
-from model_executor.models.unet import Unet
+from model_executor.models.transformer.denoiser import Denoiser
+from model_executor.models.unet.unet import Unet
 
 Call = Callable[[], object]
 

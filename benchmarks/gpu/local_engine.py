@@ -22,16 +22,16 @@ from core.messages.engine import EditSpec, EngineRequest, Finished
 from core.messages.worker import Batch, BatchResult, PageCopied, TransferDone
 from core.sampling_params import SamplingParams
 from core.scheduling.scheduler import StepScheduler
-from core.scheduling.values import VALUE_BYTES
-from engine.client.sampling_defaults import resolve
+from core.scheduling.values.values import VALUE_BYTES
+from engine.client.resolve.sampling_defaults import resolve
 from engine.images.image_ops import content_id
 from model_executor.models.base import Family
 from model_executor.models.boxes import Box
 from model_executor.page_cache.page_store import PageStore
+from model_executor.worker.loading.resident import Read, ResidentModels, weight_bytes
 from model_executor.worker.ops.context import WorkerContext
-from model_executor.worker.resident import Read, ResidentModels, weight_bytes
 from model_executor.worker.runner import Runner
-from model_executor.worker.tensor_store import TensorStore
+from model_executor.worker.stores.tensor_store import TensorStore
 
 Pixels = npt.NDArray[np.uint8]
 

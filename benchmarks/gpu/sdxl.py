@@ -21,7 +21,7 @@ from benchmarks.micro.rows import PAGES, pages_between, primed_entry, unet_row
 from core.cache.page_reservations import bracket
 from model_executor.models.base import Row
 from model_executor.models.boxes import Box
-from model_executor.models.unet import Unet
+from model_executor.models.unet.unet import Unet
 from model_executor.page_cache.pages import Pages
 
 TOKEN = 32  # pixels of a token's side

@@ -31,7 +31,7 @@ from core.cache.block_plan import Times, plan_prefix
 from core.handles import EntryRef
 from core.ipc.shared_array import Arena, ArenaAllocator
 from core.messages.worker import PageCopied, PageCopy
-from model_executor.models.flux_transformer import FluxTransformer
+from model_executor.models.transformer.flux_transformer import FluxTransformer
 from model_executor.page_cache.page_files import Bytes, PageFiles
 from model_executor.page_cache.page_store import OnBlock, PageStore
 

@@ -22,7 +22,7 @@ from benchmarks.command import command
 from benchmarks.load.draws import templates as popular_templates
 from benchmarks.report import Row, Value, print_report
 from benchmarks.simulation.machine import SCHEME as SIMULATED
-from core.cache.activation_cache import ActivationCacheManager, TierBudget
+from core.cache.activation_cache_manager import ActivationCacheManager, TierBudget
 from core.cache.entry import EntryState, Want
 from core.page_scheme import latents_key, page_key
 

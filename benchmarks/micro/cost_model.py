@@ -28,8 +28,8 @@ from core.scheduling.ops.denoise import DENOISE
 from core.scheduling.ops.prime import PRIME
 from model_executor.checkpoint.libraries import quiet_libraries
 from model_executor.models.base import Family
-from model_executor.worker.cost_probe import BUDGET_SECONDS, Batches, Timed, probe
-from model_executor.worker.resident import ResidentModels, set_threads
+from model_executor.worker.loading.resident import ResidentModels, set_threads
+from model_executor.worker.probes.cost_probe import BUDGET_SECONDS, Batches, Timed, probe
 
 MAX_REQUESTS = 8
 EXACT_SHARE, PRIME_SHARE = 0.25, 0.2  # of requests, and of batches

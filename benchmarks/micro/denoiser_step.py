@@ -28,8 +28,8 @@ from benchmarks.micro.rows import Call, diffusers_step, pages_between, primed_en
 from benchmarks.report import Value, print_report
 from benchmarks.turns import medians, timed
 from model_executor.models.base import Row
-from model_executor.models.denoiser import Denoiser
-from model_executor.models.flux_transformer import FluxTransformer
+from model_executor.models.transformer.denoiser import Denoiser
+from model_executor.models.transformer.flux_transformer import FluxTransformer
 
 RATIOS = (0.05, 0.1, 0.2, 0.35, 0.5, 1.0)
 BATCH = 8

@@ -28,7 +28,7 @@ from benchmarks.turns import in_turns, median_ratio, timed
 from core.patches import Patch, PatchSet, patch_set
 from model_executor.kernels.low_rank import LowRank
 from model_executor.models.base import Row
-from model_executor.models.flux_transformer import FluxTransformer
+from model_executor.models.transformer.flux_transformer import FluxTransformer
 from model_executor.patches.adapters import Adapter, Layers
 
 RANK = 16

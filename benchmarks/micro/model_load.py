@@ -33,10 +33,10 @@ from core.ipc.process import spawn
 from core.messages.worker import ModelFailed, ModelLoaded
 from model_executor.checkpoint.libraries import quiet_libraries
 from model_executor.weights.taking import TakenWeights
-from model_executor.worker.component_loader import ComponentLoader
-from model_executor.worker.cost_probe import Batches
-from model_executor.worker.loader_thread import LoaderThread
-from model_executor.worker.resident import ResidentModels, set_threads
+from model_executor.worker.loading.component_loader import ComponentLoader
+from model_executor.worker.loading.loader_thread import LoaderThread
+from model_executor.worker.loading.resident import ResidentModels, set_threads
+from model_executor.worker.probes.cost_probe import Batches
 from tools.random_checkpoints import make_flux
 
 LARGE = "large"

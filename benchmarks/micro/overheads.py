@@ -37,7 +37,7 @@ from core.messages.engine import Finished
 from core.messages.worker import BatchResult, StepPlan, TransferDone
 from core.scheduling.ops.denoise import Denoise
 from core.scheduling.scheduler import StepScheduler
-from model_executor.worker.tensor_store import TensorStore
+from model_executor.worker.stores.tensor_store import TensorStore
 
 BATCH = 8
 SIDE = 1024  # of the finished picture

@@ -29,7 +29,7 @@ from benchmarks.micro.rows import transformer_row
 from benchmarks.report import Value, print_report
 from benchmarks.turns import in_turns
 from model_executor.models.base import Row
-from model_executor.models.flux_transformer import FluxTransformer
+from model_executor.models.transformer.flux_transformer import FluxTransformer
 from model_executor.parallel.group import Group
 from model_executor.parallel.groups import Groups
 from model_executor.parallel.rows import are_even, predict_rows

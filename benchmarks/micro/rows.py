@@ -11,8 +11,8 @@ from torch import Tensor
 
 from core.page_scheme import PageDtype, PageLayout
 from model_executor.models.base import PrimeRow, Row
-from model_executor.models.denoiser import Denoiser
-from model_executor.models.unet import Unet
+from model_executor.models.transformer.denoiser import Denoiser
+from model_executor.models.unet.unet import Unet
 from model_executor.page_cache.pages import Pages
 
 PAGES: PageDtype = "int8"

@@ -29,7 +29,7 @@ from core.messages.plan_parts import parts_of
 from core.messages.worker import Batch, BatchResult, DropAdapter, FromWorker, LoadAdapter, StepPlan, TransferDone
 from core.scheduling.dispatch import Decision, Dispatch
 from core.scheduling.policies.policy import SchedulingPolicy
-from core.scheduling.request import Request
+from core.scheduling.requests.request import Request
 from core.scheduling.scheduler import StepScheduler
 from core.scheduling.view import View
 from engine.engine_core.engine_core import EngineCore

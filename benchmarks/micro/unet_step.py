@@ -25,7 +25,7 @@ from benchmarks.micro.rows import PAGES, pages_between, unet_row
 from benchmarks.report import Value, print_report
 from benchmarks.turns import medians, timed
 from model_executor.models.base import Row
-from model_executor.models.unet import Unet
+from model_executor.models.unet.unet import Unet
 
 RATIOS = (0.05, 0.1, 0.2, 0.5)
 TIMED = (0.1, 0.2)

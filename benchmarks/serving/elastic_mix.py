@@ -220,7 +220,7 @@ def _profile(args: argparse.Namespace) -> None:
     """Measure steps by degree, from which `elastic` predicts."""
     degrees = map(str, _degrees(args.ranks))
     flags = [*model_flags(args), "--max-num-seqs", "2", "--degrees", *degrees]
-    subprocess.run([sys.executable, "-m", "model_executor.worker.profiler", *flags], cwd=ROOT, check=True)
+    subprocess.run([sys.executable, "-m", "model_executor.worker.probes.profiler", *flags], cwd=ROOT, check=True)
 
 
 def _measure_alone(args: argparse.Namespace, degree: int) -> Alone:

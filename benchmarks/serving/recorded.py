@@ -24,7 +24,7 @@ from core.messages.worker import BatchResult
 from core.scheduling.dispatch import Decision, Dispatch
 from core.scheduling.policies import make_policy, policy_class
 from core.scheduling.policies.policy import SchedulingPolicy
-from core.scheduling.request import Request
+from core.scheduling.requests.request import Request
 from core.scheduling.view import View
 
 FILE = "STENCIL_POLICY_RECORD"

@@ -24,7 +24,7 @@ from core.messages.engine import EngineRequest, Finished, TemplatePrimed
 from core.routing.fleet import Fleet
 from core.routing.policies import make_policy
 from core.routing.request_shape import RequestShape
-from core.scheduling.outputs import Output
+from core.scheduling.endings import Output
 from core.scheduling.scheduler import StepScheduler
 from engine.engine_core.engine_core import REPORT_SECONDS
 

@@ -12,7 +12,7 @@ from core.graph.work import Work
 from core.graph.workflow import Workflow
 from core.messages.engine import EngineRequest
 from core.messages.worker import Batch, Delivery, Item, PageCopy, Transfer
-from core.scheduling.request import NodeSizes
+from core.scheduling.requests.request import NodeSizes
 
 
 class Durations(ABC):

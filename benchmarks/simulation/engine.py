@@ -22,8 +22,8 @@ from core.messages.worker import (
     Transfer,
     TransferDone,
 )
+from core.scheduling.endings import Output
 from core.scheduling.ops.image_encode import ImageEncode
-from core.scheduling.outputs import Output
 from core.scheduling.scheduler import StepScheduler
 
 

@@ -29,13 +29,13 @@ from core.messages.engine import EditSpec, EngineRequest, Finished
 from core.messages.message import Message
 from core.messages.worker import CostSample
 from core.sampling_params import SamplingParams
+from core.scheduling.endings import Output
 from core.scheduling.node_cache import NodePages
 from core.scheduling.ops.request_op import RequestOp
-from core.scheduling.outputs import Output
 from core.scheduling.policies import make_policy
-from core.scheduling.policies.goodput import Goodput
+from core.scheduling.policies.goodput.goodput import Goodput
 from core.scheduling.policies.policy import SchedulingPolicy
-from core.scheduling.request import Request
+from core.scheduling.requests.request import Request
 from core.scheduling.scheduler import StepScheduler
 
 NUM_RANKS = 2

@@ -14,8 +14,8 @@ from benchmarks.simulation.cores import Cores
 from benchmarks.simulation.engine import SimulatedEngine
 from core.costs.prediction_margin import WINDOW, UsualDelay
 from core.messages.engine import EngineRequest, Finished, PartialImage
-from core.scheduling.outputs import Output
-from engine.client.admission_ticket import MOST_DELAY
+from core.scheduling.endings import Output
+from engine.client.admission.admission_ticket import MOST_DELAY
 
 
 @dataclass(frozen=True)
@@ -83,8 +83,8 @@ class Outside:
         self._cores.run(self._crowded(beside) if are_busy else beside.prepare, add, due + timeout)
 
     def _reserve(self, beside: Surroundings, timeout: float) -> float:
-        """Seconds that are left for delivery: `engine.client.admission_ticket` leaves as many, as to edits that were
-        delivered in time.
+        """Seconds that are left for delivery: `engine.client.admission.admission_ticket` leaves as many, as
+        to edits that were delivered in time.
         """
         return min(MOST_DELAY * timeout, max(0.0, self._delay.seconds(self._clock.now) - beside.hand_over))
 

@@ -35,11 +35,11 @@ from core.handles import LoadedComponent
 from core.messages.engine import EngineRequest
 from core.messages.worker import Batch, BatchResult, CostSample, StepPlan
 from core.model_info import ModelInfo
-from core.scheduling.new_request import new_request
-from core.scheduling.predictor import Predictor
+from core.scheduling.reports.predictor import Predictor
+from core.scheduling.requests.request import Request
 from core.scheduling.scheduler import StepScheduler
-from model_executor.worker.cost_probe import known_or_probed
-from model_executor.worker.resident import ResidentModels, set_threads
+from model_executor.worker.loading.resident import ResidentModels, set_threads
+from model_executor.worker.probes.cost_probe import known_or_probed
 
 OpAtDegree = tuple[str, int]
 """An op, and the number of ranks that compute it together."""
@@ -219,7 +219,7 @@ def serve(
 
 def _cpu_beside_batches(request: EngineRequest, around: Surroundings) -> float:
     """CPU seconds of other processes with each of a request's batches, one for each run of a node."""
-    run = new_request(request, WORKFLOWS)
+    run = Request.of(request, WORKFLOWS)
     num_batches = sum(map(run.progress.times, run.workflow.nodes))
     return max(0.0, around.outside_cpu - around.prepare - around.deliver) / num_batches
 

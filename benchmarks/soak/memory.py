@@ -24,7 +24,7 @@ MB = 1e6
 
 WORKER_WARM_UP_SECONDS = 120.0
 """From a worker's start: it loads, and then caches compiled operators of the shapes that it meets up to a limit
-(model_executor/worker/worker.py)."""
+(model_executor/worker/main.py)."""
 PAIR_SECONDS = 20.0, 60.0  # least and most time between two samples of a worker that make a slope
 
 _NAME = re.compile(r"stencil-(engine|worker|images)(?:-(\d+))?")

@@ -12,8 +12,8 @@ from core.graph.workflow import op_of
 from core.handles import Tier
 from core.model_info import ModelInfo
 from core.scheduling.ops.prime import PRIME
-from core.scheduling.predictor import Predictor
-from core.scheduling.request import Request
+from core.scheduling.reports.predictor import Predictor
+from core.scheduling.requests.request import Request
 
 
 class PageCosts:

@@ -14,7 +14,7 @@ from functools import lru_cache
 from itertools import count
 from typing import get_args
 
-from core.cache.activation_cache import ActivationCacheManager
+from core.cache.activation_cache_manager import ActivationCacheManager
 from core.cache.entry import EntryState
 from core.cache.priming import Chunk, PrimingJob, TemplateInfo
 from core.cache.reservation import Reservation

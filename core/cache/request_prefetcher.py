@@ -15,8 +15,8 @@ from core.cache.request_pages import RequestPages
 from core.cache.reservation import Reservation
 from core.cache.template_requests import TemplateRequests
 from core.model_info import ModelInfo
-from core.scheduling.live_requests import LiveRequests
-from core.scheduling.request import Request, Status
+from core.scheduling.requests.live_requests import LiveRequests
+from core.scheduling.requests.request import Request, Status
 
 
 class RequestPrefetcher:

@@ -14,7 +14,7 @@ class Share:
 
     owner: str
     priority: int
-    due: float  # see `core.scheduling.fair_queue.counts_as_due`
+    due: float  # see `core.scheduling.requests.fair_queue.counts_as_due`
     seconds: float  # of one image processor
 
 
@@ -46,7 +46,7 @@ class ImageBacklog:
     def before(self, newcomer: Share) -> float:
         """Seconds of one image processor spent on other work before a new edit's is done: its owner's work that is due
         earlier, and of each other owner all work of higher classes and, of its own class, at most as much as its own
-        owner gets by then (`core.scheduling.fair_queue`).
+        owner gets by then (`core.scheduling.requests.fair_queue`).
         """
         own = sum(share.seconds for share in self._of(newcomer.owner) if share.due <= newcomer.due)
         return own + sum(

@@ -39,7 +39,7 @@ class Queued(msgspec.Struct, frozen=True, array_like=True, tag="queued"):
 
     request_id: str
     load: RequestLoad
-    due: float  # see counts_as_due in core.scheduling.fair_queue
+    due: float  # see counts_as_due in core.scheduling.requests.fair_queue
 
 
 class Begun(msgspec.Struct, frozen=True, array_like=True, tag="begun"):

@@ -206,7 +206,9 @@ class BatchResult(Message, frozen=True):
     started: float
     seconds: float  # worker time, first to last kernel
     items: tuple[ItemResult, ...]
-    num_parts: int = 1  # forward passes; above 1 it failed as a whole and was halved, see core/scheduling/halving.py
+    num_parts: int = (
+        1  # forward passes; above 1 it failed as a whole and was halved, see model_executor/worker/halving.py
+    )
 
 
 class TransferDone(Message, frozen=True):

@@ -14,7 +14,7 @@ from typing import NamedTuple
 
 from core.costs.exact_sum import ExactSum
 from core.costs.load_report import Begun, Ended, Left, LoadReport, QueueChange, Queued, RequestLoad
-from core.scheduling.fair_queue import Claim, FairQueue
+from core.scheduling.requests.fair_queue import Claim, FairQueue
 
 
 class QueueRest(NamedTuple):

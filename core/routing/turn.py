@@ -13,7 +13,7 @@ def staying_ahead(loads: Sequence[RequestLoad], owner: str, priority: int, now: 
 
     The new request overtakes its own owner's waiting requests of lower classes, unless they have waited long, and of
     every other owner what comes after as much work as its own owner has waiting. Loads have no virtual times
-    (`core.scheduling.fair_queue`), so all owners are assumed to have had equal shares so far.
+    (`core.scheduling.requests.fair_queue`), so all owners are assumed to have had equal shares so far.
     """
     stays = [load.is_running or not _is_overtaken(load, priority, now) for load in loads]
     own = sum(

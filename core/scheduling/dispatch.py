@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from core.failure import Failure
 from core.graph.workflow import Node
 from core.scheduling.node_cache import CacheJob
-from core.scheduling.request import Request
+from core.scheduling.requests.request import Request
 
 
 @dataclass(frozen=True, slots=True)

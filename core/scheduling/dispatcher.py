@@ -7,17 +7,16 @@ from dataclasses import dataclass, field
 
 from core.failure import Failure
 from core.graph.work import Work
-from core.graph.workflow import op_of
-from core.messages.worker import Batch, Delivery, Free, StepPlan, Transfer
-from core.scheduling.batch_items import make_item
+from core.graph.workflow import Node, op_of
+from core.messages.worker import Batch, Delivery, Free, Item, StepPlan, Transfer
 from core.scheduling.dispatch import CacheDispatch, Decision, Dispatch, Fetch, GiveUp
-from core.scheduling.in_flight import Flight
-from core.scheduling.inputs import deliveries
-from core.scheduling.node_cache import CacheOrders, NodeCache
-from core.scheduling.node_work import node_work
-from core.scheduling.ranks import Ranks
-from core.scheduling.request import Request, Status
-from core.scheduling.values import ValueTable
+from core.scheduling.node_cache import NO_PAGES, CacheOrders, NodeCache
+from core.scheduling.ops.request_op import request_op
+from core.scheduling.ranks.in_flight import Flight
+from core.scheduling.ranks.ranks import Ranks
+from core.scheduling.requests.request import Request, Status
+from core.scheduling.values.inputs import deliveries, input_refs
+from core.scheduling.values.values import ValueTable
 from core.scheduling.view import View
 
 PredictBatch = Callable[[Batch, Work], float]
@@ -102,12 +101,18 @@ class Dispatcher:
         request, node = dispatch.items[0]
         model, op = request.head.model, op_of(node)
         ranks = dispatch.ranks
-        items = tuple(make_item(request, node, ranks, self.cache, self.values) for request, node in dispatch.items)
-        work = sum((node_work(request, node) for request, node in dispatch.items), Work((), ()))
+        items = tuple(self._item(request, node, ranks) for request, node in dispatch.items)
+        work = sum((request.work(node) for request, node in dispatch.items), Work((), ()))
         for request, node in dispatch.items:
             request.send(node, ranks)
         batch = Batch(next(self.batch_ids), op.name, model, ranks, items, *self.ranks.meeting(ranks))
         return Flight(batch, work, self.predict(batch, work), is_step=node.name in request.workflow.step_names)
+
+    def _item(self, request: Request, node: Node, ranks: tuple[int, ...]) -> Item:
+        op = request_op(node)
+        work = op.make(request, node, NO_PAGES if op.pages == "none" else self.cache.read(request, node))
+        version = request.progress.scheduled[node.name] + 1 if node.region else 0
+        return Item(request.id, node.name, work, input_refs(request, node, ranks, self.values), version)
 
     def _begin(self, dispatch: Dispatch) -> list[str]:
         """Note that waiting requests run; their ids."""

@@ -9,13 +9,15 @@ import msgspec
 
 from core.failure import NEVER_BEGUN, Failure
 from core.handles import TensorKey
-from core.messages.engine import Aborted, Failed, Finished
+from core.messages.engine import Aborted, AdapterAdded, Failed, Finished, PartialImage, TemplatePrimed
 from core.messages.worker import Free
-from core.scheduling.live_requests import LiveRequests
-from core.scheduling.node_cache import NodeCache
-from core.scheduling.outputs import Output
-from core.scheduling.request import Request, Status
-from core.scheduling.values import ValueTable
+from core.scheduling.node_cache import CacheOutcome, NodeCache
+from core.scheduling.requests.live_requests import LiveRequests
+from core.scheduling.requests.request import Request, Status
+from core.scheduling.values.values import ValueTable
+
+Output = PartialImage | Finished | TemplatePrimed | AdapterAdded | Failed | Aborted
+"""What an engine tells clients about their requests."""
 
 
 @dataclass(slots=True)
@@ -84,3 +86,24 @@ class Endings:
         self.cache.forget(request)
         if request.progress.has_started:
             self.free.append(Free(TensorKey(request.id, "", ""), tuple(request.ranks)))
+
+
+def finished(request: Request, cache: CacheOutcome) -> Finished:
+    """The terminal message of a request whose last node is done. cache: what the cache has done for it."""
+    assert request.started is not None
+    assert request.made is not None
+    ms = {"queue": (request.started - request.head.arrival) * 1e3}
+    ms |= {part: seconds * 1e3 for part, seconds in request.part_seconds.items()}
+    ms["prime"] = cache.prime_seconds * 1e3
+    return Finished(
+        request_id=request.id,
+        ms=ms,
+        text_tokens=request.text_tokens,
+        prompt_truncated=request.prompt_truncated,
+        cache=cache.result,
+        tier=cache.tier,
+        is_primed=cache.result == "miss",
+        full_blocks=cache.full_blocks,
+        made=request.made,
+        degrees=tuple(request.degrees.values()),
+    )

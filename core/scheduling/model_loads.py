@@ -10,10 +10,10 @@ from core.failure import Failure
 from core.graph.op import OPS
 from core.messages.worker import Batch, ModelFailed, ModelLoaded
 from core.scheduling.endings import Endings
-from core.scheduling.live_requests import LiveRequests
 from core.scheduling.node_cache import NodeCache
-from core.scheduling.request import Status
-from core.scheduling.residency import Orders, Residency
+from core.scheduling.ranks.residency import Orders, Residency
+from core.scheduling.requests.live_requests import LiveRequests
+from core.scheduling.requests.request import Status
 
 LoadAnswer = ModelLoaded | ModelFailed
 """A rank's, to an order to load a component."""

@@ -21,8 +21,8 @@ if TYPE_CHECKING:
     from core.graph.workflow import Node
     from core.messages.engine import Aborted, DropTemplate, Failed, PrimeTemplate, TemplatePrimed
     from core.messages.worker import BatchResult, Item, ItemResult, PageCopied, PageCopy, PageForget, PageSpan
-    from core.scheduling.live_requests import LiveRequests
-    from core.scheduling.request import Request
+    from core.scheduling.requests.live_requests import LiveRequests
+    from core.scheduling.requests.request import Request
 
 
 @dataclass(frozen=True, slots=True)

@@ -15,6 +15,7 @@ from itertools import count
 
 import msgspec
 
+from core.cache.activation_cache import ActivationCache
 from core.config import CacheConfig, SchedulerConfig
 from core.costs.cost_model import CostKey, CostModel
 from core.costs.load_report import EngineStats, LoadReport
@@ -28,30 +29,27 @@ from core.handles import LoadedComponent
 from core.messages.engine import Aborted, DropTemplate, EngineRequest, Failed, PrimeTemplate
 from core.messages.worker import Batch, BatchResult, CostSample, Free, ItemResult, PageCopied, StepPlan, TransferDone
 from core.model_info import ModelInfo
-from core.scheduling.advancing import advance
-from core.scheduling.cache_factory import make_cache
-from core.scheduling.checkpoints import Checkpoints
-from core.scheduling.deadlines import Deadlines
 from core.scheduling.dispatcher import Dispatched, Dispatcher
-from core.scheduling.endings import Endings
-from core.scheduling.in_flight import Flight, InFlight
-from core.scheduling.inputs import is_ahead
-from core.scheduling.live_requests import LiveRequests
+from core.scheduling.endings import Endings, Output
 from core.scheduling.model_loads import LoadAnswer, ModelLoads
-from core.scheduling.new_request import new_request
-from core.scheduling.node_cache import CacheOrders
-from core.scheduling.outputs import Output
+from core.scheduling.node_cache import CacheOrders, NodeCache
 from core.scheduling.policies import make_policy
 from core.scheduling.policies.policy import SchedulingPolicy
-from core.scheduling.predictor import Predictor
-from core.scheduling.ranks import Ranks
-from core.scheduling.recovery import Recovery, Resumed
-from core.scheduling.reporter import Reporter
-from core.scheduling.request import Request, Status
-from core.scheduling.residency import Orders, Residency, Started
-from core.scheduling.step_limit import StepLimit
-from core.scheduling.values import ValueTable
-from core.scheduling.views import Views
+from core.scheduling.ranks.in_flight import Flight, InFlight
+from core.scheduling.ranks.ranks import Ranks
+from core.scheduling.ranks.residency import Orders, Residency, Started
+from core.scheduling.ranks.step_limit import StepLimit
+from core.scheduling.recovery.checkpoints import Checkpoints
+from core.scheduling.recovery.recovery import Recovery, Resumed
+from core.scheduling.reports.predictor import Predictor
+from core.scheduling.reports.reporter import Reporter
+from core.scheduling.requests.deadlines import Deadlines
+from core.scheduling.requests.live_requests import LiveRequests
+from core.scheduling.requests.request import Request, Status
+from core.scheduling.results import advance
+from core.scheduling.values.inputs import is_ahead
+from core.scheduling.values.values import ValueTable
+from core.scheduling.view import ViewMaker
 
 
 class StepScheduler:
@@ -85,7 +83,7 @@ class StepScheduler:
         self._step_limit = StepLimit(config.max_num_batched_tokens)
         cache = cache or CacheConfig()
         device_bytes = device_page_bytes or [cache.device_bytes or 0] * num_workers
-        self.cache = make_cache(cache, device_bytes, config, self.models, self._predictor)
+        self.cache: NodeCache = ActivationCache(cache, device_bytes, self.models, self._predictor, config.max_num_seqs)
         self._max_plans_out = 1 if self.cache.may_lose_pages else config.max_plans_in_flight
         self.num_workers = num_workers
         self._requests = LiveRequests()
@@ -105,7 +103,7 @@ class StepScheduler:
         left_of, retries = self._predictor.left_of, config.max_retries
         self._recovery = Recovery(*parts, self._out, self._checkpoints, left_of, retries)
         deadlines = Deadlines(config.max_num_seqs, left_of, self._predictor.base_seconds)
-        self._views = Views(
+        self._views = ViewMaker(
             config=config,
             requests=self._requests,
             ranks=self.ranks,
@@ -133,7 +131,7 @@ class StepScheduler:
         if head.request_id in self._requests:
             raise ValueError(f"request {head.request_id} is here already")
         try:
-            request = new_request(head, self.workflows)
+            request = Request.of(head, self.workflows)
         except InvalidRequestError as error:
             return self.refuse(head.request_id, Failure.of(error))
         if (failure := self._loads.refusal(head.model, head.arrival)) is not None:

@@ -2,22 +2,27 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
+from functools import partial
 
 from core.config import SchedulerConfig
+from core.failure import Failure
 from core.graph.op import Op
 from core.graph.work import Work
 from core.graph.workflow import Node, op_of
-from core.handles import TensorKey
-from core.scheduling.deadlines import MayJoin
-from core.scheduling.inputs import Inputs, Ranks, find_inputs
-from core.scheduling.live_requests import LiveRequests
+from core.handles import RankIds, TensorKey
 from core.scheduling.node_cache import CacheJob, NodeCache
-from core.scheduling.node_work import node_work
-from core.scheduling.request import Request
-from core.scheduling.residency import Residency
-from core.scheduling.values import ValueTable
+from core.scheduling.ranks.in_flight import InFlight
+from core.scheduling.ranks.ranks import Ranks
+from core.scheduling.ranks.residency import Residency
+from core.scheduling.ranks.step_limit import StepLimit
+from core.scheduling.reports.predictor import Predictor
+from core.scheduling.requests.deadlines import Deadlines, MayJoin
+from core.scheduling.requests.live_requests import LiveRequests
+from core.scheduling.requests.request import Request
+from core.scheduling.values.inputs import Inputs, find_inputs
+from core.scheduling.values.values import ValueTable
 
 PredictWork = Callable[[str, Op, Work], float]
 """(model, op, work) -> predicted seconds of running the op once."""
@@ -48,7 +53,7 @@ class View:
     _predict: PredictWork
     _predict_step: PredictStep
     _largest: LargestBatch
-    _inputs: dict[tuple[str, str, Ranks], Inputs] = field(default_factory=dict)  # once asked for
+    _inputs: dict[tuple[str, str, RankIds], Inputs] = field(default_factory=dict)  # once asked for
     _ready: dict[str, list[Node]] = field(default_factory=dict)  # request id -> its ready nodes, once asked for
 
     # ------------------------------------------------------------------------------------------------ of requests
@@ -60,7 +65,7 @@ class View:
             ready = self._ready[request.id] = request.progress.ready()
         return ready
 
-    def can_run(self, request: Request, node: Node, ranks: Ranks) -> bool:
+    def can_run(self, request: Request, node: Node, ranks: RankIds) -> bool:
         """Whether a ready node can be dispatched to these ranks now: they are open, and have its model's components,
         its inputs and its pages."""
         is_open = self.open_ranks.issuperset(ranks) and self.has_components(request, node, ranks)
@@ -71,11 +76,11 @@ class View:
         another one."""
         return self._residency.may_start(request.head.model)
 
-    def has_components(self, request: Request, node: Node, ranks: Ranks) -> bool:
+    def has_components(self, request: Request, node: Node, ranks: RankIds) -> bool:
         """Whether these ranks have the components of its model that a node needs."""
         return self._residency.has(request.head.model, op_of(node).component, ranks)
 
-    def inputs(self, request: Request, node: Node, ranks: Ranks) -> Inputs:
+    def inputs(self, request: Request, node: Node, ranks: RankIds) -> Inputs:
         """Where the inputs of a ready node are, as seen from these ranks."""
         key = request.id, node.name, ranks
         found = self._inputs.get(key)
@@ -83,7 +88,7 @@ class View:
             found = self._inputs[key] = find_inputs(request, node, ranks, self._values)
         return found
 
-    def can_fetch(self, request: Request, node: Node, ranks: Ranks) -> bool:
+    def can_fetch(self, request: Request, node: Node, ranks: RankIds) -> bool:
         """Whether inputs of a ready node are on other ranks only, all of which may be given work now."""
         elsewhere = self.inputs(request, node, ranks).elsewhere
         return bool(elsewhere) and all(self._has_open_rank(key) for key in elsewhere)
@@ -94,7 +99,7 @@ class View:
 
     def seconds(self, request: Request, node: Node) -> float:
         """Predicted time of running a node next, alone."""
-        return self._predict(request.head.model, op_of(node), node_work(request, node))
+        return self._predict(request.head.model, op_of(node), request.work(node))
 
     def batch_seconds(self, model: str, op: Op, work: Work) -> float:
         """Predicted time of a batch; 0 for work unlike any observed so far."""
@@ -124,7 +129,7 @@ class View:
         """The one rank that can read the pages reserved for a request, which are on its device; None: any rank can."""
         return self._cache.rank_of(request)
 
-    def has_pages(self, request: Request, node: Node, ranks: Ranks) -> bool:
+    def has_pages(self, request: Request, node: Node, ranks: RankIds) -> bool:
         """Whether these ranks can read what a ready node needs of the cache."""
         return op_of(node).pages == "none" or self._cache.has_pages(request, node, ranks)
 
@@ -143,3 +148,64 @@ class View:
         """Predicted time of a job's next piece, which is indivisible."""
         assert job.size is not None
         return self._predict(job.model, job.op, job.size)
+
+
+@dataclass(frozen=True, slots=True)
+class ViewMaker:
+    """Makes the views of one scheduler. deadlines: who decides which requests are too late; None: the policy itself."""
+
+    config: SchedulerConfig
+    requests: LiveRequests
+    ranks: Ranks
+    out: InFlight
+    residency: Residency
+    cache: NodeCache
+    values: ValueTable
+    predictor: Predictor
+    step_limit: StepLimit
+    deadlines: Deadlines | None
+
+    def lost(self, now: float) -> Iterator[tuple[Request, Failure]]:
+        """Requests that are too late, with the reason, unless the policy decides that."""
+        return iter(()) if self.deadlines is None else self.deadlines.lost(self._judged(), now)
+
+    @property
+    def open_ranks(self) -> frozenset[int]:
+        """Ranks that may be given work."""
+        return self._idle_ranks | self._nearly_idle_ranks
+
+    def view(self, now: float, left: frozenset[int] = frozenset()) -> View:
+        """What can be decided now. left: ranks that are to get no work."""
+        judged = [] if self.deadlines is None else self._judged()
+        return View(
+            config=self.config,
+            requests=self.requests,
+            ranks=self.ranks.up,
+            open_ranks=self.open_ranks - left,
+            idle_ranks=self._idle_ranks - left,
+            max_step_tokens=self.step_limit.tokens,
+            may_join=self.deadlines.joining(judged, now) if self.deadlines is not None and judged else None,
+            _wait=partial(self.out.wait, now=now),
+            _left=partial(self.out.left, now=now),
+            _residency=self.residency,
+            _cache=self.cache,
+            _values=self.values,
+            _predict=self.predictor.of_op,
+            _predict_step=self.predictor.of_step,
+            _largest=self.predictor.largest_batch,
+        )
+
+    def _judged(self) -> list[Request]:
+        """Those that deadlines are about: none, where no request has a due time."""
+        return list(self.requests.live()) if self.requests.has_due else []
+
+    @property
+    def _idle_ranks(self) -> frozenset[int]:
+        return self.out.idle_ranks.intersection(self.ranks.up)
+
+    @property
+    def _nearly_idle_ranks(self) -> frozenset[int]:
+        """Busy ranks that may be given work: nearly done, so that the round trip of a small step is hidden behind their
+        work, and new requests do not wait long. Nothing is sent ahead while a preview is pending, which would delay it.
+        """
+        return frozenset() if self.requests.has_pending_previews else self.out.nearly_idle_ranks

@@ -22,20 +22,20 @@ from core.ipc.limits import check_limits
 from core.lora import Lora
 from core.model_choice import ModelChoice, choose_model
 from core.model_info import ModelInfo
-from engine.client.admission_controller import MIN_RETRY_SECONDS
-from engine.client.class_label import edits_nothing
-from engine.client.edit_session import EditSession
+from engine.client.admission.admission_controller import MIN_RETRY_SECONDS
 from engine.client.edit_types import EditInput, ImageOutput
-from engine.client.page_folder import check_page_folder
-from engine.client.result_templates import ResultTemplates
-from engine.client.running_sessions import RunningSessions
-from engine.client.runtime_adapters import RuntimeAdapters
-from engine.client.served_models import ServedModels
+from engine.client.processes.page_folder import check_page_folder
+from engine.client.resolve.class_label import edits_nothing
+from engine.client.resolve.served_models import ServedModels
 from engine.client.services import Services
-from engine.client.template_session import TemplateSession
-from engine.client.template_store import Template, TemplateStore
+from engine.client.sessions.edit_session import EditSession
+from engine.client.sessions.running_sessions import RunningSessions
+from engine.client.sessions.runtime_adapters import RuntimeAdapters
+from engine.client.sessions.template_session import TemplateSession
+from engine.client.sessions.upload_place import UploadPlace
+from engine.client.templates.result_templates import ResultTemplates
+from engine.client.templates.template_store import Template, TemplateStore
 from engine.client.upload import KeptUpload, Upload
-from engine.client.upload_place import UploadPlace
 from engine.observability.metrics import Metrics
 from engine.router.engine_replica import ReplicaState
 

@@ -8,7 +8,7 @@ from core.handles import CacheResult, Tier
 from core.lora import Lora
 from core.messages.image_processor import Box, MaskKind, OutputFormat
 from core.sampling_params import SamplingParams
-from engine.client.mask_aware import ExactReason
+from engine.client.resolve.mask_aware import ExactReason
 from engine.client.upload import Upload
 
 

@@ -8,14 +8,14 @@ from dataclasses import dataclass
 import msgspec
 
 from core.config import StencilConfig
-from engine.client.admission_controller import AdmissionController
-from engine.client.client_arena import ClientArena
-from engine.client.keeper_process import KeeperProcess, needs_keeper
-from engine.client.running_sessions import RunningSessions
-from engine.client.served_models import ServedModels
-from engine.client.template_registry import TemplateRegistry
-from engine.client.template_store import TemplateStore
-from engine.client.worker_launcher import needs_launcher, worker_launcher
+from engine.client.admission.admission_controller import AdmissionController
+from engine.client.processes.keeper_process import KeeperProcess, needs_keeper
+from engine.client.processes.worker_launcher import needs_launcher, worker_launcher
+from engine.client.resolve.served_models import ServedModels
+from engine.client.sessions.client_arena import ClientArena
+from engine.client.sessions.running_sessions import RunningSessions
+from engine.client.templates.template_registry import TemplateRegistry
+from engine.client.templates.template_store import TemplateStore
 from engine.images.image_pool import ImagePool
 from engine.observability.metrics import Metrics
 from engine.router.router import Router

@@ -43,7 +43,7 @@ from core.messages.worker import (
     WorkerReady,
 )
 from core.restarts import MAX_RESTARTS, Restarts
-from core.scheduling.outputs import Output
+from core.scheduling.endings import Output
 from core.scheduling.scheduler import StepScheduler
 from engine.engine_core.rank_adapters import RankAdapters
 from engine.engine_core.watchdog import Watchdog

@@ -35,7 +35,7 @@ from core.messages.salvage import failure_of, read_member, sendable_outputs
 from core.messages.worker import CostSample
 from core.scheduling.policies import policy_class
 from core.scheduling.scheduler import StepScheduler
-from core.scheduling.values import VALUE_BYTES
+from core.scheduling.values.values import VALUE_BYTES
 from engine.engine_core.engine_core import EngineCore, RefusedRequest
 from engine.observability.engine_trace import EngineTrace
 from engine.observability.tracing import create_tracer

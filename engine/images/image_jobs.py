@@ -13,7 +13,7 @@ from core.costs.image_costs import ImageWork
 from core.handles import ArrayRef
 from core.ipc.logs import current_request
 from core.messages.image_processor import ComposedImage, ComposeImage, PreparedImages, PrepareImages, ToImageProcessor
-from core.scheduling.fair_queue import Claim, FairQueue, counts_as_due
+from core.scheduling.requests.fair_queue import Claim, FairQueue, counts_as_due
 
 
 @dataclass(frozen=True, slots=True)
@@ -28,7 +28,7 @@ class Caller:
 
     @property
     def counts_as_due(self) -> float:
-        """See `core.scheduling.fair_queue`."""
+        """See `core.scheduling.requests.fair_queue`."""
         return counts_as_due(self.arrival, self.due, self.priority)
 
     def share(self, seconds: float) -> Share:

@@ -36,10 +36,10 @@ from core.messages.image_processor import (
     PrepareImages,
     ToImageProcessor,
 )
-from core.scheduling.result_budget import ResultBudget
 from engine.images.image_jobs import Caller, ImageJob, JobQueue, Room, upload_work
 from engine.images.image_processor import ImageProcessorConfig
 from engine.images.processor_handle import ProcessorHandle
+from engine.images.result_budget import ResultBudget
 
 logger = logging.getLogger("stencil.images")
 

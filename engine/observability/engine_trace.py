@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 from core.graph.catalog import WORKFLOWS
 from core.messages.engine import EngineRequest, Failed, Finished, PartialImage, ToEngine
 from core.messages.worker import Batch, BatchResult, FromWorker, StepPlan
-from core.scheduling.outputs import Output
+from core.scheduling.endings import Output
 from engine.observability.tracing import Event, Span, Tracer
 
 

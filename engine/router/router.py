@@ -29,7 +29,7 @@ from core.routing.admission import Outlook
 from core.routing.fleet import Fleet
 from core.routing.policies import make_policy, outlook, work_seconds
 from core.routing.request_shape import RequestShape
-from core.scheduling.reporter import MAX_RECENT_STEPS
+from core.scheduling.reports.reporter import MAX_RECENT_STEPS
 from engine.observability.metrics import Metrics
 from engine.router.adapter_loads import AdapterLoads
 from engine.router.engine_client import RequestOutput, Waiter

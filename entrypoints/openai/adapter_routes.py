@@ -7,11 +7,11 @@ from fastapi import APIRouter, Request
 from starlette.responses import Response
 
 from engine.client.async_engine import AsyncEngine
+from entrypoints.openai.answer.errors import AdapterLoadingOffError
+from entrypoints.openai.body.submission import Submission, read_json
 from entrypoints.openai.edit_request import missing
-from entrypoints.openai.errors import AdapterLoadingOffError
-from entrypoints.openai.fields import ADAPTER_FIELDS
+from entrypoints.openai.fields.fields import ADAPTER_FIELDS
 from entrypoints.openai.schema import LOAD_ADAPTER_BODY, MODEL_ANSWERS, UNLOAD_ADAPTER_BODY
-from entrypoints.openai.submission import Submission, read_json
 
 
 def adapter_router(engine: AsyncEngine, *, is_allowed: bool) -> APIRouter:

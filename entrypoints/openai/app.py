@@ -17,25 +17,35 @@ from starlette.responses import Response
 from core.errors import AbortedError, InvalidRequestError, ModelNotFoundError, OverloadedError, StencilError
 from core.model_info import ModelInfo
 from core.routing.rate_limiter import RateLimiter
-from core.scheduling.reporter import MAX_RECENT_STEPS
+from core.scheduling.reports.reporter import MAX_RECENT_STEPS
 from engine.client.async_engine import AsyncEngine
-from engine.client.model_state import model_state
-from engine.client.template_store import Template
+from engine.client.resolve.model_state import model_state
+from engine.client.templates.template_store import Template
 from engine.observability.metrics import CONTENT_TYPE
 from engine.observability.tracing import NoTracer, Tracer
 from entrypoints.openai.adapter_routes import adapter_router
+from entrypoints.openai.answer.edit_response import EditResponse, disconnected
+from entrypoints.openai.answer.engine_stats import engine_stats
+from entrypoints.openai.answer.errors import describe_http, log_internal
+from entrypoints.openai.answer.reference_page import reference_router
+from entrypoints.openai.body.submission import Submission, read_edit, read_json, read_template
+from entrypoints.openai.body.upload_slots import UploadSlots
 from entrypoints.openai.edit_request import LOADING_RETRY_SECONDS, Operation, build_call, chosen_loras, missing
-from entrypoints.openai.edit_response import EditResponse, disconnected
-from entrypoints.openai.engine_stats import engine_stats
-from entrypoints.openai.errors import describe_http, log_internal
-from entrypoints.openai.fields import GENERATION_FIELDS
-from entrypoints.openai.host_guard import HostGuard
-from entrypoints.openai.key_ring import KeyRing
-from entrypoints.openai.middleware import OWNER, RECORD, REQUEST_ID, ApiKeyGuard, RequestContext, answer, bearer_key
-from entrypoints.openai.origin_guard import OriginGuard
-from entrypoints.openai.rate_limit import RateLimit
-from entrypoints.openai.reference_page import reference_router
-from entrypoints.openai.request_owners import RequestOwners
+from entrypoints.openai.fields.fields import GENERATION_FIELDS
+from entrypoints.openai.guards.host_guard import HostGuard
+from entrypoints.openai.guards.key_ring import KeyRing
+from entrypoints.openai.guards.middleware import (
+    OWNER,
+    RECORD,
+    REQUEST_ID,
+    ApiKeyGuard,
+    RequestContext,
+    answer,
+    bearer_key,
+)
+from entrypoints.openai.guards.origin_guard import OriginGuard
+from entrypoints.openai.guards.rate_limit import RateLimit
+from entrypoints.openai.guards.request_owners import RequestOwners
 from entrypoints.openai.schema import (
     DELETED_ANSWERS,
     EDIT_BODY,
@@ -44,8 +54,6 @@ from entrypoints.openai.schema import (
     TEMPLATE_ANSWERS,
     TEMPLATE_BODY,
 )
-from entrypoints.openai.submission import Submission, read_edit, read_json, read_template
-from entrypoints.openai.upload_slots import UploadSlots
 from entrypoints.playground.pages import playground_router
 from entrypoints.run_until import run_until
 

@@ -16,9 +16,9 @@ from core.model_info import ModelInfo
 from core.sampling_params import MAX_INFERENCE_STEPS, SamplingParams
 from core.validation import check_filled
 from engine.client.edit_types import EditInput
-from entrypoints.openai.field import Field, Value
-from entrypoints.openai.fields import EDIT_FIELDS, GENERATION_FIELDS, QUALITY_FACTORS, parse_size
-from entrypoints.openai.submission import Submission
+from entrypoints.openai.body.submission import Submission
+from entrypoints.openai.fields.field import Field, Value
+from entrypoints.openai.fields.fields import EDIT_FIELDS, GENERATION_FIELDS, QUALITY_FACTORS, parse_size
 
 Operation = Literal["image_edit", "image_generation"]
 

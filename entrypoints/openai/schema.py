@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from entrypoints.openai.field import Field
-from entrypoints.openai.fields import ADAPTER_FIELDS, EDIT_FIELDS, GENERATION_FIELDS, TEMPLATE_FIELDS
+from entrypoints.openai.fields.field import Field
+from entrypoints.openai.fields.fields import ADAPTER_FIELDS, EDIT_FIELDS, GENERATION_FIELDS, TEMPLATE_FIELDS
 
 _FILE = {"type": "string", "format": "binary"}
 _TEXT = {"type": "string"}

@@ -5,12 +5,12 @@ from __future__ import annotations
 from core.errors import ConfigError
 from model_executor.checkpoint.loader import CONFIGURATION_ERRORS, Checkpoint, first_line
 from model_executor.models.base import Family
-from model_executor.models.dit import DiT
-from model_executor.models.flux import FluxFill, FluxInpaint
-from model_executor.models.qwen import QwenEdit, QwenInpaint
-from model_executor.models.sd3 import StableDiffusion3
-from model_executor.models.stable_diffusion import StableDiffusion, StableDiffusionXL
-from model_executor.models.vae_family import VaeFamily
+from model_executor.models.families.dit import DiT
+from model_executor.models.families.flux import FluxFill, FluxInpaint
+from model_executor.models.families.qwen import QwenEdit, QwenInpaint
+from model_executor.models.families.sd3 import StableDiffusion3
+from model_executor.models.families.stable_diffusion import StableDiffusion, StableDiffusionXL
+from model_executor.models.families.vae_family import VaeFamily
 
 FAMILIES: dict[str, type[VaeFamily]] = {
     "FluxFillPipeline": FluxFill,

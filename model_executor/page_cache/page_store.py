@@ -31,7 +31,7 @@ from core.messages.worker import PageCopied, PageCopy
 from core.page_scheme import template_of
 from model_executor.page_cache.copy_stream import CopyStream
 from model_executor.page_cache.uploads import Upload, Uploads
-from model_executor.worker.tensor_store import SharedMemory
+from model_executor.worker.stores.tensor_store import SharedMemory
 
 logger = logging.getLogger("stencil.worker")
 

@@ -3,7 +3,7 @@
 What several ranks and engines use is loaded and held once, and outlives each of them. Loading is in a process of its
 own also because it would disturb a worker that computes: the libraries hold the interpreter's lock for seconds, and
 change settings of the whole process, such as PyTorch's default dtype. Heavy imports are inside the function, as in
-`model_executor.worker.worker`.
+`model_executor.worker.main`.
 """
 
 from __future__ import annotations

@@ -11,7 +11,7 @@ import socket
 from core.ipc.launcher import serve
 from core.ipc.logs import of_request
 from model_executor.deferred_compiler import defer_compiler
-from model_executor.worker.worker import set_up_libraries
+from model_executor.worker.main import set_up_libraries
 
 logger = logging.getLogger("stencil.engine")
 

@@ -21,18 +21,18 @@ from model_executor.page_cache.page_files import PageFiles
 from model_executor.page_cache.page_store import PageStore
 from model_executor.parallel.groups import Groups
 from model_executor.weights.taking import TakenWeights
-from model_executor.worker.adapter_loader import AdapterLoader, adapter_bytes
-from model_executor.worker.component_loader import ComponentLoader
-from model_executor.worker.cost_probe import known_or_probed
 from model_executor.worker.engine_link import EngineLink
-from model_executor.worker.exchange import Exchange
-from model_executor.worker.loader_thread import LoaderThread
-from model_executor.worker.memory_probe import device_page_bytes, gauge_of, room_for
+from model_executor.worker.loading.adapter_loader import AdapterLoader, adapter_bytes
+from model_executor.worker.loading.component_loader import ComponentLoader
+from model_executor.worker.loading.loader_thread import LoaderThread
+from model_executor.worker.loading.resident import ResidentModels, set_threads
 from model_executor.worker.ops.context import WorkerContext
-from model_executor.worker.plan_loop import Worker
-from model_executor.worker.resident import ResidentModels, set_threads
+from model_executor.worker.probes.cost_probe import known_or_probed
+from model_executor.worker.probes.memory_probe import device_page_bytes, gauge_of, room_for
 from model_executor.worker.runner import Runner
-from model_executor.worker.tensor_store import TensorStore
+from model_executor.worker.stores.exchange import Exchange
+from model_executor.worker.stores.tensor_store import TensorStore
+from model_executor.worker.worker import Worker
 
 
 def start(

@@ -535,7 +535,7 @@ def test_its_packages_are_in_its_list() -> None:
     assert {"benchmarks.micro.unet_step", "engine.images.image_pool", *SPAWNED} <= seen
 
 
-SPAWNED = ("engine.engine_core.engine_process", "engine.images.image_processor", "model_executor.worker.worker")
+SPAWNED = ("engine.engine_core.engine_process", "engine.images.image_processor", "model_executor.worker.main")
 REQUIREMENTS = ROOT / "benchmarks" / "gpu" / "requirements.txt"
 
 

@@ -9,7 +9,7 @@ import pytest
 from diffusers import FluxFillPipeline
 from server_process import ServerProcess, start
 
-from engine.client.worker_launcher import worker_launcher
+from engine.client.processes.worker_launcher import worker_launcher
 from entrypoints import ImageEngine
 from tools.random_checkpoints import make_flux_fill
 

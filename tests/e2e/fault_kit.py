@@ -25,8 +25,8 @@ from core.sampling_params import SamplingParams
 from engine.client import services
 from engine.client.async_engine import AsyncEngine
 from engine.client.edit_types import EditInput
+from engine.client.processes.worker_launcher import WorkerLauncher
 from engine.client.upload import BytesUpload
-from engine.client.worker_launcher import WorkerLauncher
 
 Told = list[tuple[int | None, bytes]]
 """(index of a partial image, or None for the final one; file), in the order of arrival."""

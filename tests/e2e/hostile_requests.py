@@ -12,7 +12,7 @@ from hostile_files import good_pictures, hostile_pictures, mangled
 from hypothesis import strategies as st
 from pictures import white_mask
 
-from entrypoints.openai.fields import EDIT_FIELDS
+from entrypoints.openai.fields.fields import EDIT_FIELDS
 
 SECRET = "wish-of-a-fuzzer"
 """The prompt of all requests, which must not appear in any log."""

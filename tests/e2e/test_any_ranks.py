@@ -35,9 +35,9 @@ from core.messages.engine import (
 from core.messages.worker import DropAdapter, LoadAdapter, StepPlan
 from core.model_info import ModelInfo
 from core.sampling_params import SamplingParams
-from core.scheduling.outputs import Output
+from core.scheduling.endings import Output
 from core.scheduling.scheduler import StepScheduler
-from engine.client.worker_launcher import worker_launcher
+from engine.client.processes.worker_launcher import worker_launcher
 from engine.engine_core.engine_core import EngineCore
 from model_executor import executor as executors
 from model_executor.executor import Executor

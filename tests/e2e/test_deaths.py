@@ -21,7 +21,7 @@ from core.messages.image_processor import ComposeImage, PrepareImages, ToImagePr
 from core.sampling_params import SamplingParams
 from engine.client import services
 from engine.client.async_engine import AsyncEngine
-from engine.client.worker_launcher import WorkerLauncher
+from engine.client.processes.worker_launcher import WorkerLauncher
 from engine.router import engine_replica
 
 pytestmark = pytest.mark.asyncio(loop_scope="module")

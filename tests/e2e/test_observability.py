@@ -238,7 +238,7 @@ def test_without_an_endpoint_no_process_imports_opentelemetrys_sdk(
     assert {
         "engine.observability.tracing",
         "engine.engine_core.engine_process",
-        "model_executor.worker.resident",
+        "model_executor.worker.loading.resident",
         "torch",
     } <= imported
     heavy = ("opentelemetry.sdk", "opentelemetry.exporter", "opentelemetry.proto", "engine.observability.otlp_tracing")

@@ -26,8 +26,8 @@ from core.config import EngineConfig, ModelConfig, SchedulerConfig, StencilConfi
 from core.errors import ConfigError, EngineError, InvalidImageError, InvalidRequestError
 from core.sampling_params import SamplingParams
 from engine.client.async_engine import AsyncEngine
-from engine.client.client_arena import ClientArena
 from engine.client.edit_types import EditInput, ImageOutput
+from engine.client.sessions.client_arena import ClientArena
 from engine.client.upload import BytesUpload
 from entrypoints import Edit, EditResult, ImageEngine
 from entrypoints.pictures import encode_picture

@@ -16,7 +16,7 @@ from diffusers import EulerAncestralDiscreteScheduler, PNDMScheduler
 from fault_kit import Told, count, make_input, processes, run, start, until
 
 from core.costs.load_report import EngineStats
-from core.scheduling.checkpoints import MAX_ROUNDS
+from core.scheduling.recovery.checkpoints import MAX_ROUNDS
 from engine.client.async_engine import AsyncEngine
 from engine.client.edit_types import EditInput
 from tools.random_unet_checkpoints import make_sd, make_sdxl

@@ -40,7 +40,7 @@ import sys
 
 def inject(module, folder):
     import torch
-    from model_executor.models import blocks
+    from model_executor.models.transformer import blocks
 
     kinds = {{"OutOfMemoryError": torch.OutOfMemoryError, "MemoryError": MemoryError, "RuntimeError": RuntimeError}}
 

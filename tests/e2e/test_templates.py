@@ -26,7 +26,7 @@ from core.errors import InvalidRequestError, TemplateNotFoundError
 from core.sampling_params import SamplingParams
 from engine.client.async_engine import AsyncEngine
 from engine.client.edit_types import EditInput, ImageOutput
-from engine.client.template_store import Template
+from engine.client.templates.template_store import Template
 from engine.client.upload import BytesUpload
 
 API_KEY = "sk-local"

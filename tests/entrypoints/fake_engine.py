@@ -19,10 +19,10 @@ from core.model_choice import choose_model
 from core.model_info import ModelInfo
 from core.patches import PatchSet
 from engine.client.edit_types import EditInput, EditReport, ImageOutput
-from engine.client.running_sessions import RunningSessions
-from engine.client.template_store import Template, TemplateStore
+from engine.client.sessions.running_sessions import RunningSessions
+from engine.client.sessions.upload_place import UploadPlace
+from engine.client.templates.template_store import Template, TemplateStore
 from engine.client.upload import KeptUpload, Upload
-from engine.client.upload_place import UploadPlace
 from engine.observability.metrics import Metrics
 
 MODEL = msgspec.structs.replace(fakes.MODEL, name="tiny/fill", native_size=64, max_text_tokens=32)

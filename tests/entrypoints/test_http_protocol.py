@@ -13,7 +13,7 @@ from real_server import running, until
 
 from entrypoints import http_protocol
 from entrypoints.http_protocol import MAX_HEAD_BYTES, MAX_HEADERS
-from entrypoints.openai import submission
+from entrypoints.openai.body import submission
 
 ENDLESS_HEADS = {
     "a line": [b"GET /", b"a" * 60_000],

@@ -18,7 +18,7 @@ from fake_engine import FakeEngine
 from entrypoints.api_keys import KeySource
 from entrypoints.key_reload import KeyReload
 from entrypoints.openai.app import ServerSettings, create_app
-from entrypoints.openai.key_ring import KeyRing
+from entrypoints.openai.guards.key_ring import KeyRing
 
 
 @dataclass

@@ -15,7 +15,7 @@ from api_calls import assert_refused
 from fake_engine import FakeEngine
 
 from core.costs.load_report import EngineStats, StepSample
-from core.scheduling.reporter import MAX_RECENT_STEPS
+from core.scheduling.reports.reporter import MAX_RECENT_STEPS
 from entrypoints.openai.app import ServerSettings, create_app
 from entrypoints.playground.pages import MEDIA_TYPES, PAGES, PREFIX, STATIC, read_static
 from entrypoints.serve_args import parse_options

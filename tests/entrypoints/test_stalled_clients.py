@@ -13,7 +13,7 @@ from real_server import running, until
 from core.errors import ConfigError
 from core.ipc.logs import TextFormatter
 from entrypoints import serve
-from entrypoints.openai import edit_response
+from entrypoints.openai.answer import edit_response
 
 REQUEST = (
     b"POST /v1/images/edits HTTP/1.1\r\nhost: a\r\ncontent-type: multipart/form-data; boundary=b\r\n"

@@ -8,9 +8,9 @@ import pytest
 from core.config import ModelConfig
 from core.ipc.shared_array import Arena
 from core.model_info import ModelInfo
-from model_executor.models import vae_family
 from model_executor.models.base import Family
-from model_executor.worker.resident import ResidentModels
+from model_executor.models.families import vae_family
+from model_executor.worker.loading.resident import ResidentModels
 from tools.random_checkpoints import make_flux_fill
 
 

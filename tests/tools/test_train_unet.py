@@ -11,10 +11,10 @@ from diffusers import StableDiffusionInpaintPipeline
 from pipeline_rig import Rig
 
 from core.ipc.shared_array import Arena
-from model_executor.models import vae_family
-from model_executor.models.unet_layers import Layers
-from model_executor.models.vae_family import pack as family_pack
-from model_executor.models.vae_family import to_image
+from model_executor.models.families import vae_family
+from model_executor.models.families.vae_family import pack as family_pack
+from model_executor.models.families.vae_family import to_image
+from model_executor.models.unet.unet_layers import Layers
 from tools.train_embedded.layout import pack, pack_mask
 from tools.train_embedded.pool import Batch
 from tools.train_embedded.training import set_rate, state_of

@@ -15,7 +15,7 @@ from core.scheduling.ops.request_op import RequestOp
 
 if TYPE_CHECKING:
     from core.scheduling.node_cache import NodePages
-    from core.scheduling.request import Request
+    from core.scheduling.requests.request import Request
 
 
 class Denoise(Message, OpWork, frozen=True, omit_defaults=True):

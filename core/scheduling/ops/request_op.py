@@ -12,7 +12,7 @@ from core.graph.workflow import Node
 if TYPE_CHECKING:
     from core.messages.worker import ItemResult
     from core.scheduling.node_cache import NodePages
-    from core.scheduling.request import Request
+    from core.scheduling.requests.request import Request
 
 
 def no_facts(request: Request, result: ItemResult) -> None:

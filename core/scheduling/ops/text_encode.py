@@ -15,7 +15,7 @@ from core.scheduling.ops.request_op import RequestOp
 if TYPE_CHECKING:
     from core.messages.worker import ItemResult
     from core.scheduling.node_cache import NodePages
-    from core.scheduling.request import Request
+    from core.scheduling.requests.request import Request
 
 
 class TextEncode(Message, OpWork, frozen=True, omit_defaults=True):

@@ -5,10 +5,10 @@ from importlib import import_module
 
 from core.config import SchedulingPolicyName
 from core.errors import ConfigError
-from core.scheduling.policies.ddit import Ddit
-from core.scheduling.policies.elastic import Elastic
-from core.scheduling.policies.goodput import Goodput
-from core.scheduling.policies.neustream import NeuStream
+from core.scheduling.policies.elastic.elastic import Elastic
+from core.scheduling.policies.goodput.goodput import Goodput
+from core.scheduling.policies.papers.ddit import Ddit
+from core.scheduling.policies.papers.neustream import NeuStream
 from core.scheduling.policies.policy import SchedulingPolicy
 from core.scheduling.policies.step_batching import StepBatching
 

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
 
-Ranks = tuple[int, ...]
-"""Ranks of one engine, ascending."""
+from core.handles import RankIds
 
 
 class Buddies:
@@ -25,7 +24,7 @@ class Buddies:
     def num_free(self) -> int:
         return self._free.bit_count()
 
-    def take(self, size: int) -> Ranks | None:
+    def take(self, size: int) -> RankIds | None:
         """Take a free set; None without one. It leaves the larger free sets whole where it can, and is the lowest of
         equally good ones. size: a power of two.
         """
@@ -37,13 +36,13 @@ class Buddies:
             whole *= 2
         return None
 
-    def take_at_most(self, size: int) -> Ranks | None:
+    def take_at_most(self, size: int) -> RankIds | None:
         """Take the largest free set of at most `size` ranks, a power of two; None if no rank is free."""
         while size and (taken := self.take(size)) is None:
             size //= 2
         return taken if size else None
 
-    def take_around(self, ranks: Ranks, size: int) -> Ranks | None:
+    def take_around(self, ranks: RankIds, size: int) -> RankIds | None:
         """Take the set of `size` ranks that contains a smaller set, or is one of its parts; None if any other rank of
         it is not free. ranks: a set that is not free; what is not taken of it is freed.
         """
@@ -54,7 +53,7 @@ class Buddies:
         self.give(ranks)
         return self.take_this(first, size)
 
-    def take_this(self, first: int, size: int) -> Ranks:
+    def take_this(self, first: int, size: int) -> RankIds:
         """Take the set that begins at a rank. Raises AssertionError unless it is a free one."""
         assert first % size == 0, f"no set of {size} ranks begins at rank {first}"
         assert self._is_free(first, size), f"{size} ranks from {first} are no free set"
@@ -76,7 +75,7 @@ class Buddies:
     def are_free(self, ranks: Iterable[int]) -> bool:
         return not _mask(ranks) & ~self._free
 
-    def sets(self, size: int) -> Iterator[Ranks]:
+    def sets(self, size: int) -> Iterator[RankIds]:
         """All free sets of a size, the lowest first."""
         for first in range(0, self._end, size):
             if self._is_free(first, size):

@@ -6,16 +6,16 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
 from core.graph.workflow import Node
-from core.scheduling.policies.buddies import Ranks
+from core.handles import RankIds
 from core.scheduling.policies.step_batching import StepPass
-from core.scheduling.request import Request
+from core.scheduling.requests.request import Request
 
 
 @dataclass(slots=True)
 class GroupPass(StepPass):
     """A request's steps run on its group, all else on the first rank of it."""
 
-    groups: Mapping[str, Ranks] = field(default_factory=dict)  # request id -> ranks
+    groups: Mapping[str, RankIds] = field(default_factory=dict)  # request id -> ranks
     admitted: Sequence[Request] = ()  # those that may run something, the most urgent first
 
     def _admit(self) -> list[Request]:
@@ -26,6 +26,6 @@ class GroupPass(StepPass):
         device = self._device(request, node)
         return self.groups[request.id][0] if device is None else device
 
-    def _ranks(self, request: Request, node: Node) -> Ranks:
+    def _ranks(self, request: Request, node: Node) -> RankIds:
         is_step = node.name in request.workflow.step_names and self._device(request, node) is None
         return self.groups[request.id] if is_step else (self._rank(request, node),)

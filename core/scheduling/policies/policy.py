@@ -7,7 +7,7 @@ from collections.abc import Sequence
 
 from core.messages.worker import Batch, BatchResult
 from core.scheduling.dispatch import Decision
-from core.scheduling.request import Request
+from core.scheduling.requests.request import Request
 from core.scheduling.view import View
 
 

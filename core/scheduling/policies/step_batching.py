@@ -14,7 +14,7 @@ from core.graph.workflow import Node, op_of
 from core.scheduling.dispatch import CacheDispatch, Decision, Dispatch, Fetch
 from core.scheduling.node_cache import CacheJob
 from core.scheduling.policies.policy import SchedulingPolicy
-from core.scheduling.request import Request, Status
+from core.scheduling.requests.request import Request, Status
 from core.scheduling.view import View
 
 

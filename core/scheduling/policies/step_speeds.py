@@ -8,8 +8,7 @@ from core.costs.step_profiles import useful_degree
 from core.graph.op import Op
 from core.graph.work import Work
 from core.graph.workflow import Node, op_of
-from core.scheduling.node_work import work_of
-from core.scheduling.request import Request
+from core.scheduling.requests.request import Request
 from core.scheduling.view import View
 
 FORGET_EVERY = 1024
@@ -47,7 +46,7 @@ class StepSpeeds:
             return NO_STEPS
         node = request.workflow.steps[-1]
         op, is_masked = op_of(node), request.spec.is_mask_aware and not node.canvas
-        work = work_of(request, node, is_masked=is_masked)
+        work = request.work_of(node, is_masked=is_masked)
         most = min(len(view.ranks), view.config.max_degree) if _can_be_shared(view, request, node) else 1
         key = request.head.model, op.name, work, most
         self._questions += 1

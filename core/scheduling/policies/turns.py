@@ -9,9 +9,8 @@ from core.costs.finish_order import FinishOrder
 from core.graph.work import Work
 from core.graph.workflow import Node, op_of
 from core.scheduling.dispatch import Decision, Dispatch
-from core.scheduling.node_work import node_work
 from core.scheduling.policies.step_batching import BatchKey
-from core.scheduling.request import Request
+from core.scheduling.requests.request import Request
 from core.scheduling.view import View
 
 SHARE = 1.0
@@ -121,7 +120,7 @@ def _key(batch: Dispatch) -> BatchKey:
 def _seconds(view: View, batch: Dispatch) -> float:
     request, node = batch.items[0]
     op = op_of(node)
-    work = sum((node_work(each, of) for each, of in batch.items), Work((), ()))
+    work = sum((each.work(of) for each, of in batch.items), Work((), ()))
     return view.batch_seconds(request.head.model, op, work)
 
 

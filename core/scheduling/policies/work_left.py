@@ -7,8 +7,7 @@ from typing import NamedTuple
 from core.graph.op import Op
 from core.graph.work import Work
 from core.graph.workflow import Node, op_of
-from core.scheduling.node_work import node_work, work_of
-from core.scheduling.request import Request, Status
+from core.scheduling.requests.request import Request, Status
 from core.scheduling.view import View
 
 FORGET_EVERY = 64
@@ -79,7 +78,7 @@ class WorkLeft:
 
     def alone(self, view: View, request: Request, node: Node) -> float:
         """Predicted time of running a node next, alone."""
-        return self._seconds(view, request.head.model, op_of(node), node_work(request, node))
+        return self._seconds(view, request.head.model, op_of(node), request.work(node))
 
     def _others(self, view: View, request: Request) -> tuple[float, float]:
         before = after = 0.0
@@ -108,8 +107,8 @@ def steps_of(request: Request, node: Node) -> list[tuple[int, Work]]:
     if not times:
         return []
     if node.canvas or not spec.is_mask_aware:
-        return [(times, node_work(request, node))]
+        return [(times, request.work(node))]
     first = request.progress.scheduled[node.name]
     num_full = spec.num_full_steps(first, first + times)
     kinds = (num_full, False), (times - num_full, True)
-    return [(number, work_of(request, node, is_masked=is_masked)) for number, is_masked in kinds if number]
+    return [(number, request.work_of(node, is_masked=is_masked)) for number, is_masked in kinds if number]

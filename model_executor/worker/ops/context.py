@@ -15,9 +15,9 @@ from core.patches import PatchSet
 from model_executor.models.base import Family
 from model_executor.page_cache.page_store import PageStore
 from model_executor.parallel.group import Group
-from model_executor.worker.exchange import Exchange
-from model_executor.worker.prompt_cache import PromptCache
-from model_executor.worker.tensor_store import SharedMemory, TensorStore
+from model_executor.worker.stores.exchange import Exchange
+from model_executor.worker.stores.prompt_cache import PromptCache
+from model_executor.worker.stores.tensor_store import SharedMemory, TensorStore
 
 _NONE: Mapping[str, str] = MappingProxyType({})
 

@@ -23,7 +23,7 @@ from model_executor.page_cache.own_pages import OwnPages
 from model_executor.page_cache.pages import Pages
 from model_executor.samplers.sampling import State
 from model_executor.worker.ops.context import WorkerContext, noise_id
-from model_executor.worker.tensor_store import MissingValueError
+from model_executor.worker.stores.tensor_store import MissingValueError
 
 logger = logging.getLogger("stencil.worker")
 

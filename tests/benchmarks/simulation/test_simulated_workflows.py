@@ -19,7 +19,7 @@ from core.graph.workflow import HIRES, INPAINT, Edge, Node, Workflow
 from core.messages.engine import EngineRequest, Finished, PartialImage
 from core.messages.worker import Batch, Item, ItemResult, StepPlan, Transfer
 from core.scheduling.dispatch import Decision, Dispatch, Fetch
-from core.scheduling.outputs import Output
+from core.scheduling.endings import Output
 from core.scheduling.policies.policy import SchedulingPolicy
 from core.scheduling.scheduler import StepScheduler
 from core.scheduling.view import View

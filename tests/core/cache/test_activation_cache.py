@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 
 import pytest
 
-from core.cache.activation_cache import ActivationCacheManager, TierBudget
+from core.cache.activation_cache_manager import ActivationCacheManager, TierBudget
 from core.cache.entry import EntryState, Want
 from core.handles import ArrayRef, EntryRef, Tier
 from core.messages.worker import PageCopied, PageCopy, PageForget

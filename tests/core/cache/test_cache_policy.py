@@ -16,7 +16,7 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import Bundle, RuleBasedStateMachine, consumes, invariant, precondition, rule
 
-from core.cache.activation_cache import ActivationCacheManager, TierBudget
+from core.cache.activation_cache_manager import ActivationCacheManager, TierBudget
 from core.cache.entry import EntryState, Want
 from core.handles import ArrayRef, Tier
 from core.messages.worker import PageCopied, PageCopy

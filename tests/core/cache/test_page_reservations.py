@@ -20,7 +20,7 @@ from fakes import MODEL, make_edit, with_spec
 from hypothesis import given
 from hypothesis import strategies as st
 
-from core.cache.activation_cache import ActivationCacheManager, TierBudget
+from core.cache.activation_cache_manager import ActivationCacheManager, TierBudget
 from core.cache.page_reservations import Bracket, PageReservations, bracket, keyframes_needed
 from core.cache.priming import TemplateInfo
 from core.cache.reservation import Reservation

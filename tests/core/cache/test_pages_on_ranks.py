@@ -8,7 +8,7 @@ import pytest
 from cache_kit import AHEAD, ROOMY, TEMPLATE_BYTES, Engine, make_masked, make_registration
 from cache_ranks import ChosenRanks
 
-from core.cache.activation_cache import ActivationCacheManager, TierBudget
+from core.cache.activation_cache_manager import ActivationCacheManager, TierBudget
 from core.cache.entry import EntryState, Want
 from core.config import CacheConfig
 from core.messages.engine import TemplatePrimed

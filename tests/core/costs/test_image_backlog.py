@@ -7,7 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from core.costs.image_backlog import ImageBacklog, Share
-from core.scheduling.fair_queue import counts_as_due
+from core.scheduling.requests.fair_queue import counts_as_due
 
 
 def share(owner: str, seconds: float, *, priority: int = 0, arrival: float = 0.0, due: float | None = None) -> Share:

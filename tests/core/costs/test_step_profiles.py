@@ -15,7 +15,7 @@ from core.costs.step_profiles import MOST, StepProfiles, useful_degree
 from core.graph.op import OPS
 from core.graph.work import Work
 from core.messages.worker import CostSample
-from core.scheduling.predictor import Predictor
+from core.scheduling.reports.predictor import Predictor
 
 DDIT = json.loads((Path(__file__).parents[3] / "benchmarks/simulation/data/ddit.json").read_text())
 SPEEDS = {

@@ -19,7 +19,7 @@ from core.messages.worker import Batch
 from core.routing.admission import Terms, judge
 from core.routing.policies import outlook
 from core.routing.request_shape import RequestShape
-from core.scheduling.outputs import Output
+from core.scheduling.endings import Output
 
 LONE = 28 * (0.006 + 0.1 * (0.15 * 4096 + 512) / 4608)
 """Seconds that a mean edit takes alone."""

@@ -20,7 +20,7 @@ from core.graph.check import check_workflow
 from core.graph.workflow import INPAINT, Workflow
 from core.messages.engine import EngineRequest, Finished
 from core.messages.worker import BatchResult, StepPlan
-from core.scheduling.outputs import Output
+from core.scheduling.endings import Output
 from core.scheduling.scheduler import StepScheduler
 
 

@@ -11,7 +11,7 @@ from core.config import SchedulerConfig
 from core.failure import Failure
 from core.messages.engine import Failed, Finished
 from core.messages.worker import Batch, BatchResult
-from core.scheduling.outputs import Output
+from core.scheduling.endings import Output
 from core.scheduling.scheduler import StepScheduler
 
 BROKEN = Failure("group_broken", "a rank has left the group")

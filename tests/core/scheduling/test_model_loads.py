@@ -14,7 +14,7 @@ from core.handles import LoadedComponent, ModelKey
 from core.messages.engine import EngineRequest, Failed, Finished, PrimeTemplate
 from core.messages.worker import BatchResult, ModelFailed, ModelLoaded, StepPlan
 from core.model_info import ModelInfo
-from core.scheduling.residency import RETRY_SECONDS
+from core.scheduling.ranks.residency import RETRY_SECONDS
 from core.scheduling.scheduler import StepScheduler
 
 SHARED = tuple(ModelKey("0", kind) for kind in ("text_encoder", "vae"))

@@ -38,11 +38,11 @@ from core.ipc.logs import request_context
 from core.ipc.shared_array import Arena, ArenaAllocator
 from core.messages.codec import MessageDecoder
 from core.messages.image_processor import ComposedImage, ComposeImage, FromImageProcessor, PreparedImages, PrepareImages
-from core.scheduling.result_budget import ResultBudget
 from engine.images import image_ops, image_pool, processor_handle
 from engine.images.image_jobs import Caller, Room, upload_work
 from engine.images.image_pool import ImagePool
 from engine.images.image_processor import NICENESS, OOM_SCORE
+from engine.images.result_budget import ResultBudget
 
 NATIVE, TOKEN = 256, 16
 Bytes = npt.NDArray[np.uint8]

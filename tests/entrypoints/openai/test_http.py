@@ -22,9 +22,10 @@ from core.errors import (
     OverloadedError,
 )
 from core.ipc.logs import TextFormatter
-from entrypoints.openai import edit_response, submission
+from entrypoints.openai.answer import edit_response
 from entrypoints.openai.app import ServerSettings, create_app
-from entrypoints.openai.uploads import SpooledUpload
+from entrypoints.openai.body import submission
+from entrypoints.openai.body.uploads import SpooledUpload
 
 MAX_UPLOAD_BYTES = 2 * 1024 * 1024  # as in conftest
 MULTIPART = {"content-type": "multipart/form-data; boundary=b"}

@@ -15,7 +15,7 @@ from fake_engine import FakeEngine
 
 from core.costs.load_report import CacheStats, EngineStats, LoadReport, RankStats
 from core.handles import LoadedComponent, ModelKey
-from engine.client.mask_aware import ExactReason
+from engine.client.resolve.mask_aware import ExactReason
 from entrypoints.openai.app import ServerSettings, create_app
 
 KEY = {"authorization": "Bearer k"}

@@ -20,7 +20,7 @@ from entrypoints.model_paths import check_model
 from model_executor.checkpoint.describe import describe
 from model_executor.checkpoint.fingerprint import fingerprint
 from model_executor.checkpoint.loader import Checkpoint
-from model_executor.worker.resident import ResidentModels
+from model_executor.worker.loading.resident import ResidentModels
 
 STEM = "diffusion_pytorch_model"
 

@@ -21,7 +21,7 @@ from model_executor.checkpoint import file_hashes
 from model_executor.checkpoint.fingerprint import fingerprint
 from model_executor.checkpoint.hub import INDEX
 from model_executor.checkpoint.loader import Checkpoint
-from model_executor.models.flux import FluxFill
+from model_executor.models.families.flux import FluxFill
 from model_executor.page_cache.page_schemes import with_calibration
 
 FOUND = Calibration(

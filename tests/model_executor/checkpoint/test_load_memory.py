@@ -32,7 +32,7 @@ import torch
 from core.config import ModelConfig
 from core.ipc.heap import return_freed_memory
 from model_executor.checkpoint.libraries import quiet_libraries
-from model_executor.worker.resident import ResidentModels
+from model_executor.worker.loading.resident import ResidentModels
 
 def status():
     lines = dict(line.split(":", 1) for line in Path("/proc/self/status").read_text().splitlines())

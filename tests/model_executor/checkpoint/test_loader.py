@@ -17,10 +17,10 @@ from core.config import ModelConfig
 from core.errors import ConfigError
 from model_executor.checkpoint import loader
 from model_executor.checkpoint.loader import Checkpoint, resolve_dtype
-from model_executor.models.flux import FluxFill
+from model_executor.models.families.flux import FluxFill
 from model_executor.models.parts import FLOW_SCHEDULERS, MODULES
 from model_executor.models.registry import FAMILIES, make_family
-from model_executor.worker.resident import ResidentModels, edit_once
+from model_executor.worker.loading.resident import ResidentModels, edit_once
 from tools.random_checkpoints import make_flux, make_flux_fill, make_qwen, make_qwen_edit, make_sd3
 
 WEIGHTS = "transformer/diffusion_pytorch_model.safetensors"

@@ -13,7 +13,7 @@ from safetensors.torch import load_file
 
 from core.config import ModelConfig
 from core.errors import ConfigError
-from model_executor.worker.resident import ResidentModels
+from model_executor.worker.loading.resident import ResidentModels
 
 MODULES = ("transformer", "vae", "text_encoder", "text_encoder_2")
 NAMES = ("diffusion_pytorch_model.bin", "pytorch_model.bin", "model.pt", "model.pkl", "model.ckpt")

@@ -18,7 +18,7 @@ from model_executor.checkpoint import quantization
 from model_executor.checkpoint.loader import Checkpoint
 from model_executor.checkpoint.quantization import QUANTIZED, check_method, check_quantized, stored_method
 from model_executor.models.registry import FAMILIES
-from model_executor.worker.resident import ResidentModels
+from model_executor.worker.loading.resident import ResidentModels
 from tools.random_unet_checkpoints import make_sd
 
 GPU = torch.device("cuda", 0)

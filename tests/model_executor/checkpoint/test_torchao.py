@@ -35,7 +35,7 @@ from model_executor.checkpoint.fingerprint import fingerprint
 from model_executor.checkpoint.loader import Checkpoint
 from model_executor.checkpoint.parameter_count import count_parameters
 from model_executor.checkpoint.quantization import Int8Linear, for_device
-from model_executor.worker.resident import ResidentModels, edit_once
+from model_executor.worker.loading.resident import ResidentModels, edit_once
 from tools.random_checkpoints import make_flux, make_sd3
 from tools.random_unet_checkpoints import make_sd, make_sdxl
 

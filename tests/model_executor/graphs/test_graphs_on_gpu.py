@@ -14,9 +14,9 @@ from torch import Tensor
 
 from model_executor.kernels.operators import best_operators
 from model_executor.models.base import PrimeRow, Row
-from model_executor.models.denoiser import Denoiser
-from model_executor.models.flux_transformer import FluxTransformer
-from model_executor.models.unet import Unet
+from model_executor.models.transformer.denoiser import Denoiser
+from model_executor.models.transformer.flux_transformer import FluxTransformer
+from model_executor.models.unet.unet import Unet
 from model_executor.page_cache.pages import Pages
 from tools.random_unet_checkpoints import sdxl_unet
 

@@ -25,10 +25,10 @@ from model_executor.kernels.linear import plain_linear
 from model_executor.kernels.operators import Operators
 from model_executor.models.base import Row
 from model_executor.models.boxes import around
-from model_executor.models.denoiser import Denoiser
-from model_executor.models.flux_transformer import FluxTransformer
-from model_executor.models.sd3_transformer import SD3Transformer
-from model_executor.models.unet import Unet
+from model_executor.models.transformer.denoiser import Denoiser
+from model_executor.models.transformer.flux_transformer import FluxTransformer
+from model_executor.models.transformer.sd3_transformer import SD3Transformer
+from model_executor.models.unet.unet import Unet
 from model_executor.page_cache.pages import Entry, Pages
 
 CPU = torch.device("cpu")

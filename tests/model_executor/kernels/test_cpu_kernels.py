@@ -19,7 +19,7 @@ from model_executor.kernels.cpu_kernels import Kernels, best_kernels, can_attend
 from model_executor.kernels.linear import fused_linear
 from model_executor.kernels.operators import Operators
 from model_executor.models.base import PrimeRow, Row
-from model_executor.models.flux_transformer import FluxTransformer
+from model_executor.models.transformer.flux_transformer import FluxTransformer
 from model_executor.page_cache.pages import Pages, quantise
 
 GRID, TEXT = (6, 8), 8

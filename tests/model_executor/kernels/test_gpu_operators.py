@@ -32,10 +32,10 @@ from model_executor.kernels.linear_groups import ProductGroup
 from model_executor.kernels.operators import Operators, chosen_operators
 from model_executor.kernels.ragged import spans
 from model_executor.models.base import PrimeRow, Row
-from model_executor.models.denoiser import Denoiser
-from model_executor.models.flux_transformer import FluxTransformer
-from model_executor.models.sd3_transformer import SD3Transformer
-from model_executor.models.unet import Unet
+from model_executor.models.transformer.denoiser import Denoiser
+from model_executor.models.transformer.flux_transformer import FluxTransformer
+from model_executor.models.transformer.sd3_transformer import SD3Transformer
+from model_executor.models.unet.unet import Unet
 from model_executor.page_cache.pages import Entry, Pages
 from tools.random_unet_checkpoints import sd_unet, sdxl_unet
 

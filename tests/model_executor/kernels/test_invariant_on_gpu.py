@@ -18,8 +18,8 @@ from model_executor.kernels.linear import plain_linear
 from model_executor.kernels.operators import Operators
 from model_executor.kernels.ragged import spans
 from model_executor.models.base import PrimeRow, Row
-from model_executor.models.flux_transformer import FluxTransformer
-from model_executor.models.unet import Unet
+from model_executor.models.transformer.flux_transformer import FluxTransformer
+from model_executor.models.unet.unet import Unet
 from model_executor.page_cache.pages import Pages
 from tools.random_unet_checkpoints import sdxl_unet
 

@@ -20,7 +20,7 @@ from model_executor.kernels.gpu_attention import attend_alike
 from model_executor.kernels.gpu_operators import TritonOperators
 from model_executor.kernels.held import holding
 from model_executor.models.base import Row
-from model_executor.models.flux_transformer import FluxTransformer
+from model_executor.models.transformer.flux_transformer import FluxTransformer
 from model_executor.page_cache.pages import PageTable
 
 SIDE, TEXT, ACTIVE = 64, 512, 410

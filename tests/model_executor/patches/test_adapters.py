@@ -33,7 +33,7 @@ from core.errors import ConfigError
 from core.handles import TensorKey
 from core.ipc.shared_array import Arena
 from core.patches import Patch, patch_set
-from model_executor.worker.resident import ResidentModels
+from model_executor.worker.loading.resident import ResidentModels
 from tools.random_checkpoints import make_flux, make_flux_fill, make_qwen, make_sd3
 from tools.random_unet_checkpoints import make_sd, make_sdxl
 

@@ -17,7 +17,7 @@ from core.config import ModelConfig
 from model_executor.checkpoint.loader import Checkpoint
 from model_executor.models.registry import make_family
 from model_executor.weights.image import read_image, write_image
-from model_executor.worker.resident import edit_once
+from model_executor.worker.loading.resident import edit_once
 from tools.random_checkpoints import make_flux, make_qwen_edit, make_sd3
 from tools.random_unet_checkpoints import make_sdxl
 

@@ -23,14 +23,14 @@ from core.messages.worker import PageCopied, TransferDone
 from core.patches import Patch, PatchSet
 from core.sampling_params import SamplingParams
 from core.scheduling.scheduler import StepScheduler
-from core.scheduling.values import VALUE_BYTES
+from core.scheduling.values.values import VALUE_BYTES
 from engine.images.image_ops import content_id
 from model_executor.page_cache.page_files import PageFiles
 from model_executor.page_cache.page_store import PageStore
+from model_executor.worker.loading.resident import ResidentModels
 from model_executor.worker.ops.context import WorkerContext
-from model_executor.worker.resident import ResidentModels
 from model_executor.worker.runner import Runner
-from model_executor.worker.tensor_store import SharedMemory, TensorStore
+from model_executor.worker.stores.tensor_store import SharedMemory, TensorStore
 from tools.random_checkpoints import make_flux_fill
 
 Pixels = npt.NDArray[np.uint8]

@@ -18,8 +18,8 @@ from core.ipc.shared_array import Arena
 from core.memory_budget import CPU_REMEDIES
 from model_executor.checkpoint.loader import Checkpoint
 from model_executor.models.base import Row
-from model_executor.worker.memory_probe import room_for
-from model_executor.worker.resident import ResidentModels
+from model_executor.worker.loading.resident import ResidentModels
+from model_executor.worker.probes.memory_probe import room_for
 
 
 @pytest.fixture(scope="module")

@@ -6,7 +6,7 @@ import os
 
 import pytest
 
-from model_executor.worker.worker import ALLOCATOR_SETTINGS, GROWING_SEGMENTS, set_up_libraries
+from model_executor.worker.main import ALLOCATOR_SETTINGS, GROWING_SEGMENTS, set_up_libraries
 
 
 @pytest.fixture(autouse=True)

@@ -40,7 +40,7 @@ from core.messages.worker import (
     WorkerReady,
 )
 from core.scheduling.ops.template_encode import TemplateEncode
-from engine.client.worker_launcher import WorkerLauncher, worker_launcher
+from engine.client.processes.worker_launcher import WorkerLauncher, worker_launcher
 from model_executor import executor as executors
 from model_executor.executor import Executor
 

@@ -1,0 +1,1 @@
+"""The policy goodput: as many requests as possible meet their latency objective."""

@@ -1,0 +1,1 @@
+"""Policies as papers describe them, to compare with."""

@@ -1,0 +1,1 @@
+"""Recovery: how requests go on when a rank's worker dies."""

@@ -1,0 +1,173 @@
+"""Predictor: predicts how long the work of one scheduler will take.
+
+It translates requests into the keys and sizes of work that the cost model knows.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+
+from core.costs.cost_model import CostKey, CostModel, extra_seconds
+from core.costs.load_report import RequestLoad
+from core.costs.profile import profile_of
+from core.costs.step_profiles import useful_degree
+from core.graph.op import OPS, Op
+from core.graph.work import Work
+from core.graph.workflow import Node, op_of
+from core.messages.worker import Batch, CostSample
+from core.model_info import ModelInfo
+from core.scheduling.requests.request import Request, Status
+
+
+class Predictor:
+    """All results are seconds; 0 for work unlike anything observed so far."""
+
+    def __init__(
+        self,
+        cost: CostModel,
+        models: Mapping[str, ModelInfo],
+        load_seconds: Callable[[str], float] = lambda model: 0.0,
+        most_ranks: int = 1,
+    ) -> None:
+        """load_seconds: model -> seconds until its weights are loaded. most_ranks: that compute a step together where
+        that is useful; what requests have left is predicted so.
+        """
+        self.cost = cost
+        self._most_ranks = most_ranks
+        self._load_seconds = load_seconds
+        self._models = models
+        self._keys: dict[tuple[str, str, int], CostKey] = {}  # (model, op, degree) -> key
+
+    def key(self, model: str, op: Op, degree: int = 1) -> CostKey:
+        """The key of an op of a model in the cost model. degree: number of ranks that compute it together."""
+        found = self._keys.get((model, op.name, degree))
+        if found is None:
+            found = self._keys[model, op.name, degree] = self._key(model, op.component, op.cost_name, degree)
+        return found
+
+    def _key(self, model: str, component: str, cost_name: str, degree: int) -> CostKey:
+        info = self._models[model]
+        return CostKey(info.family, info.keys_of(component), cost_name, info.device, degree)
+
+    def models_of(self, key: CostKey) -> list[str]:
+        """The served models whose work has this key."""
+        return [name for name, info in self._models.items() if _has(info, key)]
+
+    def of_op(self, model: str, op: Op, work: Work) -> float:
+        """Time to run an op once over this much work."""
+        return self.cost.predict(self.key(model, op), work)
+
+    def of_step(self, model: str, op: Op, work: Work, degree: int) -> float:
+        """Time of a step of one request on this many ranks; 0 if unknown."""
+        return self.cost.predict_step(self.key(model, op, degree), work)
+
+    def largest_batch(self, model: str, op: Op) -> int | None:
+        """Rows of the largest batch in the op's profile; None without one."""
+        profile = self.cost.profile(self.key(model, op))
+        return profile.largest if profile else None
+
+    def learn(self, samples: Iterable[CostSample]) -> None:
+        """Train the cost model with batches measured before the first request, and give it the profiles."""
+        profiled: dict[CostKey, list[tuple[Work, float]]] = {}
+        for sample in samples:
+            key = self._key(sample.model, sample.component, sample.op, sample.degree)
+            self.cost.observe(key, sample.work, sample.seconds)
+            if sample.is_profile:
+                profiled.setdefault(key, []).append((sample.work, sample.seconds))
+        for key, measured in profiled.items():
+            if (profile := profile_of(measured)) is not None:
+                self.cost.add_profile(key, profile)
+            for work, seconds in measured:
+                self.cost.add_step(key, work, seconds)
+
+    def key_of(self, batch: Batch) -> CostKey:
+        """The key of a batch in the cost model."""
+        return self.key(batch.model, OPS[batch.op], len(batch.ranks))
+
+    def of_batch(self, batch: Batch, work: Work) -> float:
+        """Time that a batch of this size takes."""
+        return self.cost.predict(self.key_of(batch), work)
+
+    # ------------------------------------------------------------------------------------------------- what is left
+
+    def left_of(self, request: Request) -> RequestLoad:
+        """A request's remaining work. Computed once while it waits, since nothing changes and queues are long."""
+        if request.waiting_load is None or request.status is not Status.WAITING:
+            request.waiting_load = self._make_request_load(request)
+        return request.waiting_load
+
+    def steps_of(self, request: Request) -> float:
+        """Time that its remaining steps add to the steps of its batch."""
+        return sum(self._steps_of_node(request, node) for node in request.workflow.steps)
+
+    def _steps_of_node(self, request: Request, node: Node) -> float:
+        canvas, steps = request.spec.canvas(node.canvas), request.progress.times_left(node)
+        every, active, num_full = canvas.num_all_tokens, canvas.num_active_tokens, steps
+        if request.spec.is_mask_aware and not node.canvas:
+            first = request.progress.scheduled[node.name]
+            num_full = request.spec.num_full_steps(first, first + steps)
+        line = self._coefficients(request, node)
+        full, masked = extra_seconds(line, every, every), extra_seconds(line, active, every)
+        if self._most_ranks > 1 and steps:
+            full *= self._share_left(request, node, every, every)
+            masked *= self._share_left(request, node, active, every)
+        return request.spec.num_rows * (num_full * full + (steps - num_full) * masked)
+
+    def _share_left(self, request: Request, node: Node, queries: int, keys: int) -> float:
+        """Time of a step on as many ranks as are useful, as a share of its time on one."""
+        if op_of(node).parallel == "none" or request.runs_on_one_rank:
+            return 1.0
+        work, seconds, degree = Work.of_pairs([(queries, keys)] * request.spec.num_rows), dict[int, float](), 1
+        while degree <= self._most_ranks and (found := self.of_step(request.head.model, op_of(node), work, degree)):
+            seconds[degree] = found
+            degree *= 2
+        return seconds[useful_degree(seconds)] / seconds[1] if seconds else 1.0
+
+    def others_of(self, request: Request) -> Iterable[tuple[str, float]]:
+        """(op, seconds) of a request's remaining work other than its steps."""
+        for node in request.workflow.nodes:
+            if node.name not in request.workflow.step_names and (times := request.progress.times_left(node)):
+                line = self._coefficients(request, node)
+                work = request.work(node)
+                pairs = zip(work.queries, work.keys, strict=True)
+                yield node.op, times * (line[0] + sum(extra_seconds(line, *pair) for pair in pairs))
+
+    def seconds_by_op(self, request: Request) -> Iterator[tuple[str, float]]:
+        """(op, seconds) of all of a request's remaining work, without the constant part of its steps."""
+        yield from self.others_of(request)
+        for node in request.workflow.steps:
+            yield node.op, self._steps_of_node(request, node)
+
+    def base_seconds(self, requests: Sequence[Request]) -> float:
+        """The constant part of a step's time, whichever requests are in it; 0 without requests."""
+        if not requests:
+            return 0.0
+        return self.step_base_seconds(*self.step_key(requests[0]))
+
+    def step_key(self, request: Request) -> tuple[str, str]:
+        """(model, op) of a request's steps. Those of several ops count as the last one's; without any the op is ""."""
+        steps = request.workflow.steps
+        return request.head.model, steps[-1].op if steps else ""
+
+    def step_base_seconds(self, model: str, op: str) -> float:
+        """The constant part of the time of a step with this op of a model; 0 without an op."""
+        if not op:
+            return 0.0
+        return self.cost.coefficients(self.key(model, OPS[op]))[0]
+
+    def _make_request_load(self, request: Request) -> RequestLoad:
+        steps = request.progress.steps_left
+        step_seconds = self.steps_of(request) / steps if steps else 0.0
+        other_seconds = sum(seconds for _, seconds in self.others_of(request)) + self._load_seconds(request.head.model)
+        is_running = request.status is Status.RUNNING
+        head = request.head
+        return RequestLoad(steps, step_seconds, other_seconds, head.priority, is_running, head.arrival, head.owner)
+
+    def _coefficients(self, request: Request, node: Node) -> tuple[float, ...]:
+        return self.cost.coefficients(self.key(request.head.model, op_of(node)))
+
+
+def _has(info: ModelInfo, key: CostKey) -> bool:
+    kinds = {each.component for each in key.components}
+    own = tuple(each for each in info.components if each.component in kinds)
+    return (info.family, info.device, own) == (key.family, key.device, key.components)

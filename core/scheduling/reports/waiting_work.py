@@ -1,0 +1,79 @@
+"""WaitingWork: the predicted work of all waiting requests of one scheduler, in sums, since queues may be long."""
+
+from __future__ import annotations
+
+from collections import Counter, defaultdict
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+
+from core.costs.exact_sum import ExactSum
+from core.costs.load_report import QueueChange, Queued, RequestLoad
+from core.scheduling.reports.predictor import Predictor
+from core.scheduling.requests.live_requests import LiveRequests
+from core.scheduling.requests.request import Request, Status
+
+
+@dataclass(slots=True)
+class _Terms:
+    """What one request adds to the sums."""
+
+    request: Request
+    load: RequestLoad
+    op_seconds: tuple[tuple[str, float], ...] = ()  # empty until the sums by op are read
+
+
+class WaitingWork:
+    """A request's work is predicted once and counts until the request begins or ends."""
+
+    def __init__(self, predictor: Predictor) -> None:
+        self._predictor = predictor
+        self._terms: dict[str, _Terms] = {}  # request id -> its terms, of every waiting request
+        self._not_by_op: dict[str, _Terms] = {}  # those of them that are not in the sums by op yet
+        self._seconds = ExactSum()
+        self._op_seconds: defaultdict[str, ExactSum] = defaultdict(ExactSum)
+        self._steps: Counter[tuple[str, str]] = Counter()
+
+    def update(self, changes: Iterable[QueueChange], requests: LiveRequests) -> None:
+        """Process what has happened to the queue. requests: as they are after that."""
+        for change in changes:
+            if not isinstance(change, Queued):
+                self._remove(change.request_id)
+            elif (request := requests.get(change.request_id)) is not None and request.status is Status.WAITING:
+                self._add(request, change.load)
+
+    def __len__(self) -> int:
+        return len(self._terms)
+
+    @property
+    def seconds(self) -> float:
+        """All work, without the constant part of steps."""
+        return float(self._seconds)
+
+    @property
+    def steps(self) -> Mapping[tuple[str, str], int]:
+        """(model, op) -> number of steps."""
+        return self._steps
+
+    def op_seconds(self) -> dict[str, float]:
+        """`seconds` by op. Costs by the requests that have come since the last call and still wait."""
+        for terms in self._not_by_op.values():
+            terms.op_seconds = tuple(self._predictor.seconds_by_op(terms.request))
+            for op, seconds in terms.op_seconds:
+                self._op_seconds[op].add(seconds)
+        self._not_by_op.clear()
+        return {op: float(seconds) for op, seconds in self._op_seconds.items()}
+
+    def _add(self, request: Request, load: RequestLoad) -> None:
+        self._terms[request.id] = self._not_by_op[request.id] = _Terms(request, load)
+        self._seconds.add(load.seconds)
+        self._steps[self._predictor.step_key(request)] += load.steps_left
+
+    def _remove(self, request_id: str) -> None:
+        terms = self._terms.pop(request_id, None)
+        if terms is None:
+            return  # it was removed when it began
+        self._not_by_op.pop(request_id, None)
+        self._seconds.remove(terms.load.seconds)
+        self._steps[self._predictor.step_key(terms.request)] -= terms.load.steps_left
+        for op, seconds in terms.op_seconds:
+            self._op_seconds[op].remove(seconds)

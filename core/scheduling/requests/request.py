@@ -1,0 +1,223 @@
+"""Request: the scheduler's record of one image, and the state machine of its status.
+
+Pure data: no torch, no processes, no clock (times are arguments, in seconds of CLOCK_MONOTONIC, which all processes of
+one host share).
+"""
+
+from __future__ import annotations
+
+import enum
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
+
+from core.errors import InvalidRequestError
+from core.graph.progress import Progress, preview_steps
+from core.graph.workflow import Node, Workflow, op_of
+
+if TYPE_CHECKING:
+    from core.costs.load_report import RequestLoad
+    from core.graph.work import Work
+    from core.handles import TensorKey, TensorRef
+    from core.messages.engine import Canvas, EngineRequest, Spec
+
+
+class Status(enum.Enum):
+    """State of a request. Each terminal state (finished, failed, aborted) sends the client exactly one message."""
+
+    WAITING = "waiting"
+    RUNNING = "running"
+    FINISHED = "finished"
+    FAILED = "failed"
+    ABORTED = "aborted"
+
+
+TRANSITIONS: dict[Status, frozenset[Status]] = {
+    Status.WAITING: frozenset({Status.RUNNING, Status.FAILED, Status.ABORTED}),
+    # waiting: to run alone
+    Status.RUNNING: frozenset({Status.WAITING, Status.FINISHED, Status.FAILED, Status.ABORTED}),
+    Status.FINISHED: frozenset(),
+    Status.FAILED: frozenset(),
+    Status.ABORTED: frozenset(),
+}
+"""Every legal transition; any other raises."""
+
+SUSPECT_DEATHS = 2
+"""After this many processes have died while they ran a request, it runs alone, so that it cannot fail others."""
+
+
+@dataclass(frozen=True, slots=True)
+class NodeSizes:
+    """The sizes of what one node does for a request, see `core.graph.op.Sizes`."""
+
+    canvas: Canvas
+    num_rows: int
+    num_step_tokens: int
+
+    @property
+    def num_tokens(self) -> int:
+        return self.canvas.num_tokens
+
+    @property
+    def num_text_tokens(self) -> int:
+        return self.canvas.num_text_tokens
+
+    @property
+    def num_all_tokens(self) -> int:
+        return self.canvas.num_all_tokens
+
+
+@dataclass(frozen=True, slots=True)
+class Checkpoint:
+    """The state of a region after some rounds, which a rank's death cannot take once it is in shared memory."""
+
+    region: str
+    round: int  # number of rounds done
+    keys: tuple[TensorKey, ...]  # of its values, which are pinned
+
+
+@dataclass(slots=True)
+class Request:
+    """The scheduler's record of one image being made. Written only by the StepScheduler and its parts."""
+
+    # Set when it is added.
+    head: EngineRequest  # as received; never changed
+    workflow: Workflow
+    progress: Progress  # position in its workflow; written by the scheduler and its Dispatcher
+    # Of these, for quick access.
+    id: str = field(init=False)
+    spec: Spec = field(init=False)
+    # Set by the scheduler and its Dispatcher.
+    status: Status = Status.WAITING
+    # (node, version of the values that it makes) -> the ranks of a run in flight
+    sent_to: dict[tuple[str, int], tuple[int, ...]] = field(default_factory=dict)
+    ranks: set[int] = field(default_factory=set)  # all that it was ever sent to
+    # (node, ranks) -> inputs that its rounds share
+    fixed_inputs: dict[tuple[str, tuple[int, ...]], tuple[TensorRef, ...]] = field(default_factory=dict)
+    # (canvas, whether a step is mask-aware) -> sizes
+    known_sizes: dict[tuple[str, bool], NodeSizes] = field(default_factory=dict)
+    # (node, whether it is a mask-aware step) -> its work
+    known_work: dict[tuple[str, bool], Work] = field(default_factory=dict)
+    has_lost_rank: bool = False  # one of these has died: values may be in shared memory alone
+    num_moving: int = 0  # its values that a worker is writing to shared memory
+    num_deaths: int = field(init=False)  # of processes that died while they ran it
+    runs_on_one_rank: bool = False  # its batch failed on several ranks
+    # A rank died that it needs, or its group broke: what is in flight does not count, then it goes on.
+    is_set_back: bool = False
+    lost: list[TensorKey] = field(default_factory=list)  # its values that are nowhere any more, since it was set back
+    # Set by the scheduler's Checkpoints. Keys are regions.
+    checkpoints: dict[str, Checkpoint] = field(default_factory=dict)  # the last complete one
+    unwritten: list[Checkpoint] = field(default_factory=list)  # later ones that are not complete yet
+    saved_rounds: dict[str, int] = field(default_factory=dict)  # rounds done at the last one of both
+    rounds_between: dict[str, int] = field(default_factory=dict)  # from one to the next
+    # Set by the scheduler from results of batches.
+    started: float | None = None  # when a worker began its first stage, monotonic seconds
+    made: float | None = None  # when a worker ended its last one so far
+    part_seconds: dict[str, float] = field(default_factory=dict)  # Part -> worker seconds spent in it
+    degrees: dict[tuple[str, int], int] = field(default_factory=dict)  # (step node, round) -> ranks that computed it
+    # Set by the Predictor.
+    waiting_load: RequestLoad | None = None  # remaining work, computed once while it waits
+    # From the text encoder.
+    text_tokens: int = 0
+    prompt_truncated: bool = False
+
+    @classmethod
+    def of(cls, head: EngineRequest, workflows: Mapping[str, Workflow]) -> Request:
+        """The record of a request that has not begun. workflows: by name. Raises InvalidRequestError if its own is not
+        among them, or if it lacks what this needs.
+        """
+        workflow = workflows.get(head.workflow)
+        if workflow is None:
+            raise InvalidRequestError(f"there is no workflow {head.workflow!r}", param="workflow")
+        if len(head.rounds) != len(workflow.regions) or min(head.rounds, default=1) < 1:
+            message = f"workflow {workflow.name} takes {len(workflow.regions)} numbers of rounds, each at least 1"
+            raise InvalidRequestError(message, param="rounds")
+        if head.spec.first_pass is None and any(node.canvas for node in workflow.nodes):
+            raise InvalidRequestError(f"workflow {workflow.name} takes a first pass", param="first_pass")
+        rounds = dict(zip((region.name for region in workflow.regions), head.rounds, strict=True))
+        shown = {
+            side.name: preview_steps(rounds[workflow.node(side.shows).region], head.spec.num_partial_images)
+            for side in workflow.side_nodes
+        }
+        return cls(head, workflow, Progress(workflow, rounds, shown))
+
+    def __post_init__(self) -> None:
+        self.id, self.spec, self.num_deaths = self.head.request_id, self.head.spec, self.head.num_deaths
+
+    def sizes(self, node: Node) -> NodeSizes:
+        """The sizes of running a node next."""
+        return self.sizes_of(node, is_masked=self.is_masked(node))
+
+    def sizes_of(self, node: Node, *, is_masked: bool) -> NodeSizes:
+        """The sizes of running a node, as a mask-aware step or as one of all tokens."""
+        sizes = self.known_sizes.get((node.canvas, is_masked))
+        if sizes is None:
+            canvas = self.spec.canvas(node.canvas)
+            tokens = canvas.num_active_tokens if is_masked else canvas.num_all_tokens
+            sizes = self.known_sizes[node.canvas, is_masked] = NodeSizes(canvas, self.spec.num_rows, tokens)
+        return sizes
+
+    def work(self, node: Node) -> Work:
+        """Tokens that running a node next computes, and those they attend to."""
+        return self.work_of(node, is_masked=self.is_masked(node))
+
+    def work_of(self, node: Node, *, is_masked: bool) -> Work:
+        """The same of running it as a mask-aware step, or as one of all tokens."""
+        key = node.name, is_masked
+        work = self.known_work.get(key)
+        if work is None:
+            work = self.known_work[key] = op_of(node).size(self.sizes_of(node, is_masked=is_masked))
+        return work
+
+    def is_masked(self, node: Node) -> bool:
+        """Whether the next run of a node is a mask-aware step."""
+        if not node.region or node.canvas or not self.spec.is_mask_aware:
+            return False
+        return not self.spec.is_full_step(self.progress.scheduled[node.name])
+
+    def reads_template_pages(self, node: Node) -> bool:
+        """Whether the next run of a node reads its template's pages."""
+        return self.is_masked(node) and self.spec.reads_template
+
+    def send(self, node: Node, ranks: tuple[int, ...]) -> None:
+        """Note that the next run of a node is sent to these ranks."""
+        self.progress.start(node)
+        self.sent_to[node.name, self.progress.scheduled[node.name] if node.region else 0] = ranks
+        self.ranks.update(ranks)
+
+    def note_answer(self, node: Node) -> None:
+        """Note that the oldest run in flight of a node has been answered. To be called before progress is changed."""
+        self.sent_to.pop((node.name, self.progress.done[node.name] + 1 if node.region else 0), None)
+
+    def note_run(self, start: float, end: float) -> None:
+        """Note that a worker has run a node of it."""
+        self.started = start if self.started is None else min(self.started, start)
+        self.made = end if self.made is None else max(self.made, end)
+
+    def lose_rank(self, rank: int) -> None:
+        """Note that a rank is gone with all that it had."""
+        if rank in self.ranks:
+            self.has_lost_rank = True
+            self.fixed_inputs.clear()
+            self.sent_to = {run: tuple(r for r in ranks if r != rank) for run, ranks in self.sent_to.items()}
+
+    @property
+    def runs_alone(self) -> bool:
+        """Whether no other request may run beside it."""
+        return self.num_deaths >= SUSPECT_DEATHS
+
+    @property
+    def has_work_out(self) -> bool:
+        """Whether a worker has batches or transfers of it."""
+        return self.progress.num_in_flight > 0 or self.num_moving > 0
+
+    @property
+    def is_live(self) -> bool:
+        """Whether it has not reached a terminal state."""
+        return self.status is Status.WAITING or self.status is Status.RUNNING
+
+    def move_to(self, status: Status) -> None:
+        """Change status; an illegal transition raises ValueError."""
+        if status not in TRANSITIONS[self.status]:
+            raise ValueError(f"request {self.id}: illegal move {self.status.value} -> {status.value}")
+        self.status = status

@@ -1,0 +1,140 @@
+"""What becomes of a request's values when one of its nodes has run, when some are lost, or when it begins again."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+
+from core.graph.op import OPS
+from core.graph.skipping import readers_of
+from core.graph.workflow import Node, Workflow
+from core.handles import TensorKey, TensorRef
+from core.messages.worker import Batch
+from core.scheduling.requests.request import Request
+from core.scheduling.values.lineage import runs_to_keep
+from core.scheduling.values.value_keys import edges_read, key_read, keys_done, keys_read, num_reads
+from core.scheduling.values.values import ValueTable
+
+
+def note_values(
+    values: ValueTable, request: Request, node: Node, round_: int, made: Iterable[TensorRef], batch: Batch
+) -> None:
+    """Note that a node has finished in this batch: what it made, and what was sent to it, is on the batch's ranks; what
+    it alone still read is free. To be called after `Progress.finish`. round_: `Progress.round_done` before it.
+    """
+    if len(request.ranks) > 1:
+        for ref in _deferred(batch, request.id, node.name):
+            values.note_copy(ref.key, batch.ranks)
+    progress = request.progress
+    if node.name in request.workflow.step_names:
+        request.degrees[node.name, round_] = len(batch.ranks)
+    for ref in made:
+        values.add(ref, batch.ranks, num_reads(progress, node, ref.key.name, ref.key.version))
+    for key in keys_done(request.id, progress, node, round_):
+        values.done_reading(key)
+
+
+def _deferred(batch: Batch, request_id: str, node: str) -> list[TensorRef]:
+    items = [item for item in batch.items if item.request_id == request_id and item.node == node]
+    return [ref for item in items for ref in item.inputs if ref.is_deferred]
+
+
+def note_rounds(values: ValueTable, request: Request, node: Node, rounds: int) -> None:
+    """Note that a node's region needs this many rounds only. To be called before `Progress.finish`. If this round is
+    the last, other nodes read what the region has made in it than was expected, and nodes that are over now will not
+    read again.
+    """
+    progress, workflow = request.progress, request.workflow
+    ended = progress.shorten(node, rounds)
+    for key in values.keys(request.id):
+        maker = workflow.node(key.node)
+        if maker.region == node.region and key.version == progress.rounds[node.region]:
+            values.renew(key, num_reads(progress, maker, key.name, key.version))
+    for name in ended:
+        over = workflow.node(name)
+        for edge in edges_read(progress, workflow.reads[name].fixed):
+            values.done_reading(key_read(request.id, progress, over, edge, 0))
+
+
+def note_choice(values: ValueTable, request: Request, chooser: Node, reader: str) -> None:
+    """Note which of its readers a node has chosen: what the skipped ones alone would have read is free. Raises
+    ValueError if it is none of its readers.
+    """
+    progress = request.progress
+    if reader not in readers_of(request.workflow, chooser.name):
+        raise ValueError(f"{chooser.name} chose {reader!r}, which does not read what it makes")
+    reads = {node.name: keys_read(request.id, progress, node, 0) for node in request.workflow.nodes}
+    for name in progress.choose(chooser, reader):
+        for key in reads[name]:
+            values.done_reading(key)
+
+
+def go_on(values: ValueTable, request: Request) -> None:
+    """Let a request that was set back go on from what is left. Nothing of it may be in flight. Nodes run again if they
+    are to make what was lost; what they made later than that is freed.
+    """
+    progress = request.progress
+    lost = [key for key in request.lost if values.get(key) is None]
+    kept = runs_to_keep(request.id, progress, lost, lambda key: values.get(key) is not None)
+    progress.rewind(kept)
+    request.is_set_back = False
+    for each in (request.lost, request.fixed_inputs, request.sent_to):
+        each.clear()
+    values.discard([key for key in values.keys(request.id) if key.node in kept and _is_made_again(key, kept)])
+    _renew_all(values, request)
+
+
+def _is_made_again(key: TensorKey, kept: Mapping[str, int]) -> bool:
+    return not key.version or key.version > kept[key.node]
+
+
+def _renew_all(values: ValueTable, request: Request) -> None:
+    for key in values.keys(request.id):
+        maker = request.workflow.node(key.node)
+        values.renew(key, num_reads(request.progress, maker, key.name, key.version))
+
+
+def begin_again(values: ValueTable, request: Request) -> None:
+    """Restart the region that reads pages at its first round. Nothing of the request may be in flight. Nodes run again
+    if they belong to it or come after it, if its first round has used up what they made, or if that is freed already.
+    What they made before is freed.
+    """
+    paged, progress = request.workflow.paged, request.progress
+    assert paged is not None
+    again = _to_repeat(values, request, request.workflow.repeated_with(paged.region))
+    progress.restart(again, _rounds_at_first(request, again))
+    request.fixed_inputs.clear()
+    values.discard([key for key in values.keys(request.id) if key.node in again])
+    _renew_all(values, request)
+
+
+def _to_repeat(values: ValueTable, request: Request, first: Iterable[str]) -> set[str]:
+    """These nodes, and all whose values they read and that are gone; of a region all nodes."""
+    workflow, again = request.workflow, set[str]()
+    wanted = set(first)
+    while wanted:
+        again |= wanted
+        sources = {edge.source for name in wanted for edge in workflow.node(name).inputs} - again
+        sources -= request.progress.skipped
+        lost = [source for source in sources if not _is_whole(values, request, source)]
+        wanted = {name for source in lost for name in _with_region(workflow, source)} - again
+    return {name for name in again if not workflow.node(name).shows}
+
+
+def _with_region(workflow: Workflow, name: str) -> set[str]:
+    region = workflow.node(name).region
+    return workflow.repeated_with(region) if region else {name}
+
+
+def _is_whole(values: ValueTable, request: Request, name: str) -> bool:
+    """Whether all that a node has made is there still: of a node that repeats, in its last round."""
+    node = request.workflow.node(name)
+    version = request.progress.rounds[node.region] if node.region else 0
+    names = (port.name for port in OPS[node.op].outputs if not port.is_optional)
+    return all(values.get(TensorKey(request.id, name, each, version)) is not None for each in names)
+
+
+def _rounds_at_first(request: Request, again: Iterable[str]) -> dict[str, int]:
+    """Region -> number of its rounds before any result lowered it, of the regions with one of these nodes."""
+    regions = {request.workflow.node(name).region for name in again}
+    pairs = zip(request.workflow.regions, request.head.rounds, strict=True)
+    return {region.name: rounds for region, rounds in pairs if region.name in regions}

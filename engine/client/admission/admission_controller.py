@@ -1,0 +1,179 @@
+"""AdmissionController: admits or refuses requests in the API server, by free queue places and by predicted time.
+
+An edit's time is checked twice: before its upload is decoded, when the edit is assumed to be as small as the smallest
+recent one, and once its mask is known. The rule is in core/routing/admission.py; this class gathers the facts for it.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Collection, Hashable
+from dataclasses import dataclass, replace
+
+from core.config import StencilConfig
+from core.costs.image_backlog import ImageBacklog, Share
+from core.costs.prediction_margin import PredictionMargin, UsualDelay
+from core.errors import DeadlineExceededError, EngineDeadError, InvalidRequestError, OverloadedError
+from core.routing.admission import Outlook, RefusedFor, Terms, Verdict, judge
+from core.routing.queue_places import Newcomer
+from core.routing.request_shape import RequestShape
+from core.scheduling.policies import policy_class
+from engine.client.edit_types import EditInput
+from engine.client.sessions.image_work import ImageSeconds
+from engine.client.sessions.running_sessions import RunningSessions
+from engine.client.sessions.session import Session
+from engine.client.sessions.upload_place import UploadPlace
+from engine.images.image_jobs import Caller
+from engine.observability.metrics import Metrics
+from engine.router.router import Router
+
+RECENT_EDITS = 32
+"""Number of edits from which the size of a new one is estimated."""
+
+MIN_RETRY_SECONDS, MAX_RETRY_SECONDS = 1.0, 60.0
+"""Bounds of a refusal's retry-after; the OpenAI SDK ignores values above 120 s."""
+
+
+@dataclass(frozen=True, slots=True)
+class EditWork:
+    """The work of one edit. shape: what the engines compute for one image. share: the image work that it adds to the
+    backlog.
+    """
+
+    shape: RequestShape
+    num_images: int
+    images: ImageSeconds
+    share: Share
+
+
+class AdmissionController:
+    """Admission state of all requests: the latency objective, the error of predictions, the edits in preparation, and
+    the image work left. Queue places are counted by RunningSessions.
+    """
+
+    def __init__(self, config: StencilConfig, sessions: RunningSessions, router: Router, metrics: Metrics) -> None:
+        self.slo_seconds = config.slo_seconds
+        self.margin = PredictionMargin()
+        self.delivery = UsualDelay()  # of files after the workers' end, beyond an image processor's time for them
+        self.preparing: dict[Hashable, float] = {}  # ticket of an edit in preparation -> seconds of engine time
+        self.sizes: deque[tuple[int, int]] = deque(maxlen=RECENT_EDITS)  # (image tokens, active tokens) of recent edits
+        self.image_backlog = ImageBacklog()
+        self._max_queue = config.max_queue
+        self._image_workers = config.image.image_workers
+        self._gives_up = policy_class(config.engine.scheduler.policy).gives_up
+        self._sessions = sessions
+        self._router = router
+        self._metrics = metrics
+        self._highest_class = 0  # most urgent priority of all requests so far; 0 is the default's
+
+    # ---------------------------------------------------------------------------------- places in the queue
+
+    def check_queue(self, session: Session) -> None:
+        """Check that the queue has a place for each image of a session; sessions of lower classes, or of owners that
+        hold more places, are displaced.
+
+        Raises EngineDeadError, InvalidRequestError for more images than the whole queue holds, OverloadedError.
+        """
+        if self._router.error is not None:
+            raise EngineDeadError(str(self._router.error))
+        self._highest_class = min(self._highest_class, session.priority)
+        if session.num_images > self._max_queue:
+            message = f"Invalid 'n': {session.num_images} images; this server takes at most {self._max_queue}, "
+            raise InvalidRequestError(message + "as many as its queue holds (--max-queue).", param="n")
+        num_missing = self._sessions.num_admitted + session.num_images - self._max_queue
+        if num_missing > 0 and not self._sessions.make_room(session, num_missing):
+            raise self._queue_full()
+
+    def check_upload(self, owner: str, uploads: Collection[UploadPlace]) -> None:
+        """Check whether one more body, of this owner, may be read while `uploads` are; those of owners that hold more
+        places are refused for it. Raises OverloadedError if the queue would be full even with all of them of the
+        highest class seen so far.
+        """
+        num_missing = self._sessions.num_admitted + len(uploads) + 1 - self._max_queue
+        if num_missing <= 0:
+            return
+        newcomer = Newcomer(owner, 1, self._highest_class)
+        leaving = self._sessions.uploads_leaving_for(newcomer, num_missing, uploads)
+        if leaving is None:
+            raise self._queue_full()
+        for upload in leaving:
+            upload.refuse(self._queue_full(" A request of another API key, which holds fewer places, goes first."))
+
+    def _queue_full(self, why: str = "") -> OverloadedError:
+        self._metrics.observe_rejected("queue_full")
+        return OverloadedError(f"The queue is full.{why}", retry_after=self.retry_after())
+
+    def retry_after(self) -> float:
+        """Retry-after in seconds: the predicted time until the present work is done, within the bounds above."""
+        return _bounded_retry(max(self._router.drain_seconds, self.drain_seconds))
+
+    # ---------------------------------------------------------------------------------- predicted time
+
+    def caller(self, edit_id: str, edit: EditInput, arrival: float) -> Caller:
+        """The Caller of an edit's image jobs. arrival: seconds of CLOCK_MONOTONIC."""
+        limits = [seconds for seconds in (edit.sampling.timeout, self.slo_seconds) if seconds]
+        due = arrival + min(limits) if limits else None
+        return Caller(edit_id, edit.owner, edit.sampling.priority, arrival, due)
+
+    def check_upload_time(self, work: EditWork, terms: Terms) -> None:
+        """Check the predicted time of an edit whose images are not prepared yet. Raises as `check_edit_time`."""
+        ahead = self._router.outlook(work.shape)
+        if ahead is not None:
+            engines = max(work.images.prepare + ahead.alone, ahead.seconds + sum(self.preparing.values()))
+            self._judge(self._outlook(work, replace(ahead, seconds=engines)), terms)
+
+    def check_edit_time(self, work: EditWork, terms: Terms) -> tuple[Outlook | None, Verdict]:
+        """Check the predicted time of a prepared edit. Returns the prediction, None if there is none (see
+        `Router.outlook`), and the verdict. Raises OverloadedError; DeadlineExceededError if even an idle server would
+        miss its timeout.
+        """
+        ahead = self._router.outlook(work.shape)
+        if ahead is None:
+            return None, Verdict()
+        outlook = self._outlook(work, ahead)
+        return outlook, self._judge(outlook, terms)
+
+    def _judge(self, outlook: Outlook, terms: Terms) -> Verdict:
+        verdict = judge(outlook, terms, self.margin, gives_up=self._gives_up)
+        if verdict.refused:
+            raise self._refuse(verdict.refused, outlook, verdict)
+        return verdict
+
+    def _outlook(self, work: EditWork, engines: Outlook) -> Outlook:
+        """engines: the prediction for its first picture. Image work and engines run in parallel, so the slower of the
+        two counts.
+        """
+        done = engines.seconds + (work.num_images - 1) * self.work_seconds(work.shape) + work.images.compose
+        alone = work.images.prepare + engines.alone + work.images.composes
+        wait = self.image_backlog.before(work.share) / self._image_workers
+        is_idle = engines.is_idle and not self.preparing and not self.image_backlog
+        return Outlook(max(done, wait + alone), alone, is_idle)
+
+    @property
+    def drain_seconds(self) -> float:
+        """Predicted seconds until all image work is done."""
+        return self.image_backlog.seconds / self._image_workers
+
+    def work_seconds(self, shape: RequestShape) -> float:
+        """Seconds by which one more image of this shape delays the engines."""
+        return self._router.work_seconds(shape)
+
+    def _refuse(
+        self, reason: RefusedFor, outlook: Outlook, verdict: Verdict
+    ) -> OverloadedError | DeadlineExceededError:
+        """Count a refusal; returns the error to raise."""
+        self._metrics.observe_rejected("slo" if reason == "slo" else "timeout")
+        if reason == "hopeless":
+            return DeadlineExceededError(
+                f"The request's timeout is too short: this edit is predicted to take {outlook.alone:.3g} s when the "
+                "server is idle."
+            )
+        what = "its timeout" if reason == "timeout" else "the server's latency objective"
+        message = (
+            f"The server is too busy: this edit is predicted to take {outlook.seconds:.3g} s, which misses {what}."
+        )
+        return OverloadedError(message, retry_after=_bounded_retry(verdict.retry_after))
+
+
+def _bounded_retry(seconds: float) -> float:
+    return min(MAX_RETRY_SECONDS, max(MIN_RETRY_SECONDS, seconds))

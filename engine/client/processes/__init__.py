@@ -1,0 +1,1 @@
+"""Processes beside the engines: the keeper of weights, and the launcher of workers."""

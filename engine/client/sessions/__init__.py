@@ -1,0 +1,1 @@
+"""Sessions: what happens to one request from its arrival until its memory is freed."""

@@ -1,0 +1,181 @@
+"""EditDelivery: turns the pixels that the engines made for one edit into encoded files with their reports."""
+
+from __future__ import annotations
+
+import time
+
+from core.handles import ArrayRef
+from core.messages.engine import Finished, PartialImage
+from core.messages.image_processor import ComposedImage, ComposeImage, PrepareImages
+from engine.client.edit_types import EditReport, ImageOutput
+from engine.client.services import Services
+from engine.client.sessions.edit_images import EditImage
+from engine.client.sessions.image_work import ImageSeconds, compose_work, num_files
+from engine.client.sessions.prepared_edit import PreparedEdit
+from engine.client.sessions.session_memory import SessionMemory
+from engine.client.templates.result_templates import ResultTemplates
+from engine.images import image_ops
+from engine.images.image_jobs import Caller, Room
+from engine.observability.tracing import Span
+
+NOWHERE = ArrayRef(0, 0, (0,), "uint8")
+"""Placeholder for the result's memory, which is allocated only when the job's turn comes (see `Room`)."""
+
+
+class EditDelivery:
+    """EditSession calls `partial` or `finished` once for each output, one at a time."""
+
+    def __init__(
+        self,
+        services: Services,
+        results: ResultTemplates,
+        caller: Caller,
+        uploads: PrepareImages,
+        prepared: PreparedEdit,
+        memory: SessionMemory,
+        span: Span,
+    ) -> None:
+        """uploads: the job that prepared them. memory: holds the uploads, and the files that are made."""
+        self._services = services
+        self._results = results
+        self._caller = caller
+        self._uploads = uploads
+        self._prepared = prepared
+        self._memory = memory
+        self._span = span
+        images = prepared.prepared
+        self._upload_size = images.upload_width, images.upload_height
+        self._num_files_left = num_files(prepared.edit)
+
+    @property
+    def image_seconds(self) -> ImageSeconds:
+        """Predicted time of the files that are not made yet."""
+        compose = self._services.images.costs.predict(compose_work(self._prepared.edit, self._upload_size))
+        return ImageSeconds(0.0, compose, self._num_files_left * compose)
+
+    async def partial(self, image: EditImage, output: PartialImage) -> ImageOutput:
+        """Make the file of a preview. Raises OverloadedError, EngineError."""
+        composed = await self._compose(image, image.request.spec.pixels[output.index])
+        image.num_partials += 1
+        return self._make_output(image, composed, partial_index=image.num_partials - 1)
+
+    async def finished(self, image: EditImage, output: Finished) -> ImageOutput:
+        """Make the file of a final image, with its report, and count it in the metrics. Raises as `partial`."""
+        start = time.monotonic()
+        composed = await self._compose(image, image.request.spec.pixels[-1])
+        seconds = time.monotonic() - start
+        ready_at = image.request.arrival
+        self._span.child("queue", ready_at, ready_at + output.ms["queue"] / 1e3, {"stencil.image": image.index})
+        template_id = await self._keep(composed)
+        report = self._make_report(image, output, composed, seconds, template_id)
+        self._services.metrics.observe_finished(
+            self._prepared.model.name,
+            seconds=time.monotonic() - self._caller.arrival,
+            ms=report.ms,
+            mask_ratio=report.mask_ratio,
+            cache=report.cache,
+            num_inference_steps=report.num_inference_steps,
+        )
+        return self._make_output(image, composed, report=report)
+
+    def _make_report(
+        self, image: EditImage, output: Finished, composed: ComposedImage, seconds: float, template_id: str | None
+    ) -> EditReport:
+        """seconds: time to make the file. template_id: of the template that the image became, or None."""
+        known, prepared, ms = self._prepared, self._prepared.prepared, output.ms
+        return EditReport(
+            mask_ratio=known.mask_ratio,
+            active_tokens=known.num_tokens if known.exact_reason else prepared.active.size,
+            image_tokens=known.num_tokens,
+            text_tokens=output.text_tokens,
+            prompt_truncated=output.prompt_truncated,
+            unmasked=prepared.unmasked,
+            num_inference_steps=known.num_denoising_steps,
+            steps_computed=known.num_steps_computed,
+            guidance_scale=known.sampling.guidance_scale if known.model.has_guidance else None,
+            exact_reason=known.exact_reason,
+            cache=output.cache,
+            tier=output.tier,
+            primed=output.is_primed,
+            full_steps=known.num_full_steps,
+            full_blocks=output.full_blocks,
+            partial_images=known.num_partial_images,
+            engine=image.engine,
+            degrees=output.degrees,
+            template_id=template_id,
+            crop=prepared.crop,
+            colour_lost=composed.colour_lost,
+            ms={
+                "queue": ms["queue"],
+                "preprocess": (image.request.arrival - self._caller.arrival) * 1e3,
+                "encode": ms["encode"],
+                "prime": ms["prime"],
+                "denoise": ms["denoise"],
+                "decode": ms["decode"],
+                "postprocess": seconds * 1e3,
+            },
+        )
+
+    async def _keep(self, composed: ComposedImage) -> str | None:
+        """Make a template of a result if its request, not a server limit, had all tokens computed; its id, or None."""
+        prepared = self._prepared
+        if prepared.exact_reason not in ("asked", "mask_covers_all", "hires"):
+            return None
+        edit = prepared.edit
+        return await self._results.keep(composed, prepared.choice, edit.owner, is_base64=edit.base64)
+
+    async def _compose(self, image: EditImage, pixels: ArrayRef) -> ComposedImage:
+        """pixels: uint8 [height, width, 3] at generation size."""
+        start, edit = time.monotonic(), self._prepared.edit
+        width, height = self._prepared.output_size
+        nbytes = image_ops.encoded_bytes(width, height, 4, edit.base64, edit.output_format)
+        out = NOWHERE
+
+        def take() -> ArrayRef:
+            nonlocal out
+            out = self._memory.alloc(nbytes)
+            return out
+
+        work = compose_work(edit, self._upload_size)
+        job = self._make_job(pixels)
+        composed = await self._services.images.compose(job, work, self._caller, Room(nbytes, take))
+        # The worst-case size is many times that of most pictures, and all outputs are kept until the edit ends.
+        self._memory.trim(out, composed.encoded.size)
+        self._num_files_left -= 1
+        self._span.child("compose", start, time.monotonic(), {"stencil.image": image.index})
+        return composed
+
+    def _make_job(self, pixels: ArrayRef) -> ComposeImage:
+        edit, uploads = self._prepared.edit, self._uploads
+        return ComposeImage(
+            job_id=0,
+            pixels=pixels,
+            image=uploads.image,
+            mask=uploads.mask,
+            mask_kind=uploads.mask_kind,
+            canvas_size=uploads.canvas_size,
+            output_size=edit.output_size,
+            output_format=edit.output_format,
+            compression=edit.compression,
+            base64=edit.base64,
+            max_pixels=uploads.max_pixels,
+            out=NOWHERE,
+            crop=self._prepared.prepared.crop,
+        )
+
+    def _make_output(
+        self,
+        image: EditImage,
+        composed: ComposedImage,
+        partial_index: int | None = None,
+        report: EditReport | None = None,
+    ) -> ImageOutput:
+        return ImageOutput(
+            image_index=image.index,
+            partial_index=partial_index,
+            data=self._services.arena.view(composed.encoded).data.toreadonly(),
+            width=composed.width,
+            height=composed.height,
+            seed=image.seed,
+            report=report,
+        )

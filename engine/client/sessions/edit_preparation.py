@@ -1,0 +1,165 @@
+"""EditPreparation: turns one edit's uploads into requests to the engines. It waits for an image processor at most."""
+
+from __future__ import annotations
+
+import time
+from dataclasses import replace
+
+from core.errors import InvalidRequestError
+from core.messages.image_processor import PreparedImages, PrepareImages
+from core.model_choice import ModelChoice
+from core.routing.request_shape import RequestShape
+from core.sampling_params import MAX_PADDING_MASK_CROP, MAX_PROMPT_CHARACTERS
+from core.validation import check_integer, check_length
+from engine.client.edit_types import EditInput
+from engine.client.resolve.class_label import chosen_class
+from engine.client.resolve.mask_aware import resolve_margin
+from engine.client.resolve.sampling_defaults import resolve
+from engine.client.services import Services
+from engine.client.sessions.edit_images import EditImage
+from engine.client.sessions.image_work import ImageSeconds, compose_work, num_files, prepare_work
+from engine.client.sessions.prepared_edit import PreparedEdit
+from engine.client.sessions.session_memory import SessionMemory
+from engine.client.templates.template_store import Template, TemplateStore
+from engine.images import image_ops
+from engine.images.image_jobs import Caller
+from engine.observability.tracing import Span
+
+
+class EditPreparation:
+    """EditSession calls store, prepare and make_images once each, in this order. The properties may be read before."""
+
+    def __init__(
+        self,
+        services: Services,
+        caller: Caller,
+        edit: EditInput,
+        choice: ModelChoice,
+        memory: SessionMemory,
+        span: Span,
+    ) -> None:
+        """memory: for all that it allocates. Raises InvalidRequestError, TemplateNotFoundError."""
+        self._services = services
+        self._caller = caller
+        self._choice = choice
+        self._model = model = choice.model
+        self._class_label = chosen_class(edit, model)
+        if self._class_label is not None:  # made at the model's own size
+            edit = replace(edit, canvas_size=None, output_size=edit.canvas_size)
+        self._edit = edit
+        self._memory = memory
+        self._span = span
+        self._sampling = resolve(edit.sampling, model, services.config.step_schedule)
+        check_length("prompt", edit.prompt, MAX_PROMPT_CHARACTERS)
+        if edit.padding_mask_crop is not None:
+            check_integer("padding_mask_crop", edit.padding_mask_crop, 0, MAX_PADDING_MASK_CROP)
+        self._template = _find_template(edit, services.templates.store)
+        self._upload = self._template.upload if self._template else edit.image
+        self._ready_at = 0.0  # when the images were prepared, seconds of CLOCK_MONOTONIC
+
+    @property
+    def smallest_shape(self) -> RequestShape:
+        """The least work that this edit can be for the engines; its tokens are not known yet."""
+        sampling, model = self._sampling, self._model
+        first_steps, steps = model.num_steps(sampling), sum(model.num_steps_by_pass(sampling))
+        has_two_passes = sampling.hires_scale is not None
+        is_exact = not sampling.mask_aware or model.page_scheme is None or has_two_passes
+        return RequestShape(
+            model.name,
+            steps,
+            full_steps=steps if is_exact else 0,
+            image_tokens=1,
+            active_tokens=1,
+            text_tokens=model.num_text_tokens(sampling.max_sequence_length),
+            priority=sampling.priority,
+            num_rows=sampling.num_rows,
+            owner=self._edit.owner,
+            first_steps=first_steps if has_two_passes else 0,
+            first_tokens=1 if has_two_passes else 0,
+        )
+
+    @property
+    def image_seconds(self) -> ImageSeconds:
+        """Predicted time of all its image work."""
+        costs, edit = self._services.images.costs, self._edit
+        prepare = costs.predict(prepare_work(self._upload, edit.mask, self._canvas_size))
+        compose = costs.predict(compose_work(edit, self._canvas_size))
+        return ImageSeconds(prepare, compose, num_files(edit) * compose)
+
+    @property
+    def _canvas_size(self) -> tuple[int, int] | None:
+        """(width, height) of the empty canvas; None if there is a picture to edit."""
+        if self._upload is not None:
+            return None
+        return self._edit.canvas_size or (self._model.native_size, self._model.native_size)
+
+    async def store(self) -> PrepareImages:
+        """Copy the uploads to shared memory; the job for `prepare`. Raises InvalidRequestError, OverloadedError."""
+        edit, model, hires_scale = self._edit, self._model, self._sampling.hires_scale
+        scratch_bytes = image_ops.scratch_bytes(
+            model.native_size, model.token_size, num_passes=1 if hires_scale is None else 2
+        )
+        return PrepareImages(
+            job_id=0,
+            image=await self._memory.store(self._upload),
+            mask=await self._memory.store(edit.mask),
+            mask_kind=edit.mask_kind,
+            canvas_size=self._canvas_size,
+            mask_margin=resolve_margin(edit.sampling, model),
+            native_size=model.native_size,
+            token_size=model.token_size,
+            max_pixels=self._services.config.image.max_pixels,
+            scratch=self._memory.alloc(scratch_bytes),
+            max_side=model.max_side,
+            padding_mask_crop=edit.padding_mask_crop,
+            hires_scale=hires_scale,
+        )
+
+    async def prepare(self, job: PrepareImages) -> PreparedEdit:
+        """Have an image processor check the uploads and turn them into template, mask and active tokens. Raises
+        InvalidRequestError, EngineError.
+        """
+        images = await self._services.images.prepare(job, self._caller)
+        prepared = PreparedEdit.of(
+            self._edit, self._choice, self._sampling, images, self._services.served.engine, self._class_label
+        )
+        image_ops.check_output_size(*prepared.output_size, self._edit.output_format)
+        self._note_content(images)
+        self._ready_at = time.monotonic()
+        self._span.child("prepare", self._caller.arrival, self._ready_at, {})
+        return prepared
+
+    def _note_content(self, images: PreparedImages) -> None:
+        """Note the content id on the registered template, if the edit is of one, so that its pages go with it."""
+        template, templates = self._template, self._services.templates.store
+        if template is None or template.model != self._model.name:
+            return
+        if images.crop is None:
+            templates.set_content(template.id, images.content_id)
+        else:
+            templates.add_crop(template.id, images.content_id)
+
+    def make_images(self, prepared: PreparedEdit) -> list[EditImage]:
+        """Make the n images with their requests, and allocate their pixels. Raises OverloadedError."""
+        return [self._make_image(prepared, index) for index in range(self._edit.sampling.n)]
+
+    def _make_image(self, prepared: PreparedEdit, index: int) -> EditImage:
+        request = prepared.make_request(
+            index,
+            f"{self._caller.edit_id}-{index}",
+            self._memory.alloc,
+            arrival=self._ready_at,
+            trace_context=self._span.traceparent,
+        )
+        assert request.spec.sampling.seed is not None
+        return EditImage(index, request.spec.sampling.seed, request)
+
+
+def _find_template(edit: EditInput, templates: TemplateStore) -> Template | None:
+    """Raises TemplateNotFoundError; InvalidRequestError if an image was given as well."""
+    if edit.template_id is None:
+        return None
+    if edit.image is not None:
+        message = "Give either 'image' or 'template_id', not both: each of them is the picture to edit."
+        raise InvalidRequestError(message, param="template_id")
+    return templates.use(edit.template_id, edit.owner)

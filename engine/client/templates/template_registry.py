@@ -1,0 +1,55 @@
+"""TemplateRegistry: the registered templates with their cached pages, which are dropped with the last template."""
+
+from __future__ import annotations
+
+from collections import Counter
+
+from core.messages.engine import DropTemplate
+from engine.client.resolve.served_models import ServedModels
+from engine.client.templates.template_store import Pages, Template, TemplateStore
+from engine.router.router import Router
+
+
+class TemplateRegistry:
+    """store: the templates. Their pages are kept while a template in the store has them, or a registration in progress
+    has claimed them.
+    """
+
+    def __init__(self, store: TemplateStore, served: ServedModels, router: Router) -> None:
+        self.store = store
+        self._served = served
+        self._router = router
+        self._claims: Counter[Pages] = Counter()  # pages -> registrations in progress that claim them
+
+    def add(self, template: Template) -> None:
+        """Register a template. Templates that it evicts lose their pages."""
+        for gone in self.store.add(template):
+            self._drop_all(gone)
+
+    def remove(self, template_id: str, owner: str) -> None:
+        """Delete a template and its pages. Raises TemplateNotFoundError."""
+        self._drop_all(self.store.remove(template_id, owner))
+
+    def claim(self, pages: Pages) -> None:
+        """Keep these pages, which are primed for a template that will be registered."""
+        self._claims[pages] += 1
+
+    def release(self, pages: Pages) -> None:
+        """End a claim."""
+        self._claims[pages] -= 1
+        if not self._claims[pages]:
+            del self._claims[pages]
+
+    def drop_unwanted(self, pages: Pages) -> None:
+        """Have all engines drop pages that no template has and no registration claims. An empty content id belongs to
+        a template that was never prepared, and has no pages.
+        """
+        model, content_id, cache_salt = pages
+        has_pages = content_id and self._served.by_name[model].page_scheme is not None
+        if has_pages and pages not in self._claims and not self.store.holds_content(model, content_id, cache_salt):
+            self._router.drop(DropTemplate(model, content_id, cache_salt))
+
+    def _drop_all(self, gone: Template) -> None:
+        """Drop all pages of a template, those of edits with other adapters included."""
+        for content_id in gone.content_ids:
+            self.drop_unwanted((gone.model, content_id, gone.cache_salt))

@@ -1,0 +1,1 @@
+"""Builds answers: results, events, errors, statistics."""

@@ -1,0 +1,153 @@
+"""EditResponse: runs an edit or generation on the engine and sends its images, as one JSON body or as events.
+
+An ASGI response, because it must send outputs while the engine's `edit` context is open: they are in shared memory.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import AsyncGenerator, AsyncIterator, Callable
+from contextlib import AbstractAsyncContextManager, aclosing
+
+from starlette.responses import Response
+from starlette.types import Message, Receive, Scope, Send
+
+from engine.client.edit_types import EditInput, EditReport, ImageOutput
+from entrypoints.openai.answer.errors import describe, log_internal
+from entrypoints.openai.answer.responses import Parts, error_event, image_event, images_response, send_pieces
+from entrypoints.openai.body.submission import STALL_SECONDS, Submission
+from entrypoints.openai.edit_request import ImagesCall
+from entrypoints.openai.guards.middleware import RECORD
+from entrypoints.openai.guards.request_record import RequestRecord
+from entrypoints.run_until import run_until
+
+KEEP_ALIVE_SECONDS = 15.0
+_KEEP_ALIVE = b": keep-alive\n\n"
+_STREAM_HEADERS = {
+    "content-type": "text/event-stream",
+    "cache-control": "no-cache",
+    "x-accel-buffering": "no",  # otherwise nginx buffers partial images
+}
+_log = logging.getLogger("stencil.api")
+
+
+RunEdit = Callable[[str, EditInput], AbstractAsyncContextManager[AsyncIterator[ImageOutput]]]
+"""`AsyncEngine.edit`."""
+
+
+class _ClientStalledError(Exception):
+    """The client has read nothing for STALL_SECONDS."""
+
+
+class EditResponse(Response):
+    """The answer to one call. Refusals are raised before the first byte is sent, so that they keep their status."""
+
+    def __init__(self, run_edit: RunEdit, call: ImagesCall, submission: Submission) -> None:
+        self._run_edit = run_edit
+        self._call = call
+        self._submission = submission
+        self._reports: list[EditReport] = []  # of finished images
+        self.background = None
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        record: RequestRecord = scope[RECORD]
+        try:
+            if not await run_until(disconnected(receive), self._run(record, _impatient(send))):
+                record.is_client_gone = True
+        except _ClientStalledError:
+            _log.warning("gave up on a client that does not read its answer")
+            record.is_client_gone = True  # uvicorn closes the connection, as the answer is incomplete
+        finally:
+            self._submission.close()
+            record.note_reports(self._reports)
+
+    async def _run(self, record: RequestRecord, send: Send) -> None:
+        async with self._run_edit(record.request_id, self._call.edit) as outputs:
+            self._submission.close()  # the engine has its own copy by now
+            if self._call.stream:
+                await self._send_events(record, outputs, send)
+            else:
+                await self._send_json(outputs, send)
+
+    async def _send_json(self, outputs: AsyncIterator[ImageOutput], send: Send) -> None:
+        images = [output async for output in outputs if output.partial_index is None]
+        for image in images:
+            self._note(image)
+        parts = images_response(self._call, sorted(images, key=lambda image: image.image_index))
+        length = sum(len(part) for part in parts)
+        await _start(send, {"content-type": "application/json", "content-length": str(length)})
+        await _send_parts(send, parts)
+        await send({"type": "http.response.body", "body": b""})
+
+    async def _send_events(self, record: RequestRecord, outputs: AsyncIterator[ImageOutput], send: Send) -> None:
+        await _start(send, _STREAM_HEADERS)
+        try:
+            async with aclosing(_with_silences(outputs)) as events:
+                async for output in events:
+                    self._note(output)
+                    await _send_parts(send, [_KEEP_ALIVE] if output is None else image_event(self._call, output))
+        except _ClientStalledError:
+            raise  # the client would not read an error either
+        except Exception as error:  # otherwise the stream would end like a success without an image
+            log_internal(error)
+            reply = describe(error)
+            record.note_error(reply.code)
+            await _send_parts(send, [error_event(reply.envelope)])
+        await send({"type": "http.response.body", "body": b""})
+
+    def _note(self, output: ImageOutput | None) -> None:
+        if output is not None and output.report is not None:
+            self._reports.append(output.report)
+
+
+async def _with_silences(outputs: AsyncIterator[ImageOutput]) -> AsyncGenerator[ImageOutput | None]:
+    """The outputs, and None after every KEEP_ALIVE_SECONDS without one."""
+    upcoming = asyncio.create_task(_next(outputs))
+    try:
+        while True:
+            await asyncio.wait({upcoming}, timeout=KEEP_ALIVE_SECONDS)
+            if not upcoming.done():
+                yield None
+            elif (output := upcoming.result()) is None:
+                return
+            else:
+                yield output
+                upcoming = asyncio.create_task(_next(outputs))
+    finally:
+        upcoming.cancel()
+        await asyncio.wait({upcoming})
+
+
+async def disconnected(receive: Receive) -> None:
+    """Wait until the client closes the connection. The request's body must have been read."""
+    while (await receive())["type"] != "http.disconnect":
+        pass
+
+
+async def _next(outputs: AsyncIterator[ImageOutput]) -> ImageOutput | None:
+    return await anext(outputs, None)
+
+
+def _impatient(send: Send) -> Send:
+    """`send` that raises _ClientStalledError after STALL_SECONDS, so that such clients do not hold memory for ever."""
+
+    async def send_or_give_up(message: Message) -> None:
+        try:
+            async with asyncio.timeout(STALL_SECONDS):
+                await send(message)
+        except TimeoutError as error:
+            raise _ClientStalledError from error
+
+    return send_or_give_up
+
+
+async def _start(send: Send, headers: dict[str, str]) -> None:
+    raw = [(name.encode(), value.encode()) for name, value in headers.items()]
+    await send({"type": "http.response.start", "status": 200, "headers": raw})
+
+
+async def _send_parts(send: Send, parts: Parts) -> None:
+    for piece in send_pieces(parts):
+        await send({"type": "http.response.body", "body": piece, "more_body": True})
+        await asyncio.sleep(0)  # `send` does not yield while the client keeps up

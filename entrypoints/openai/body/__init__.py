@@ -1,0 +1,1 @@
+"""Reads request bodies while they arrive."""

@@ -1,0 +1,113 @@
+"""Reads a JSON body that contains pictures while it arrives.
+
+Parsing a body of 100 MB at once would block the event loop for a tenth of a second. So strings above 512 KiB, which
+only pictures reach, are removed before parsing: each becomes an upload of its own, and a marker takes its place.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import re
+import uuid
+
+from entrypoints.openai.body.uploads import SpooledUpload
+
+LONG_STRING_BYTES = 512 * 1024
+"""More than any valid text field needs: 32000 characters of at most 12 bytes each, as escaped surrogate pairs."""
+PIECE_BYTES = 64 * 1024
+"""Processed between two turns of the event loop; takes 1 ms at worst. Must be at most LONG_STRING_BYTES: then a string
+within one piece is never long, and only the first and last quote of a piece matter."""
+_CUT_ESCAPE = re.compile(rb"\\(u[0-9a-fA-F]{0,3})?\Z")
+_LONGEST_CUT_ESCAPE = 5
+
+
+class JsonBody:
+    """Splits a document into `text` and `long_strings`; call `feed` with all chunks first."""
+
+    def __init__(self) -> None:
+        self.text = bytearray()  # the document, with markers instead of long strings
+        self.long_strings: dict[str, SpooledUpload] = {}  # marker -> the string's content
+        self._marker = f"long-string-{uuid.uuid4().hex}"  # random, so that a client cannot send it
+        self._is_in_string = False
+        self._content: list[bytearray] = []  # of the current string until it is long; pieces never split an escape
+        self._upload: SpooledUpload | None = None  # of the current string, once it is long
+        self._rest = b""  # an incomplete escape at the end of the last piece
+
+    def close(self) -> None:
+        """Free the uploads."""
+        for upload in self.long_strings.values():
+            upload.close()
+
+    async def feed(self, chunk: bytes) -> None:
+        for start in range(0, len(chunk), PIECE_BYTES):
+            await self._feed_piece(self._rest + chunk[start : start + PIECE_BYTES])
+            await asyncio.sleep(0)  # SpooledUpload.write does not yield while it is in memory
+
+    async def _feed_piece(self, data: bytes) -> None:
+        # In `plain` every quote begins or ends a string. A stray backslash between strings breaks that, but is kept in
+        # `text`, where the parser fails on it.
+        plain = data.replace(b"\\\\", b"__").replace(b'\\"', b"__")
+        starts_in_string, num_quotes = self._is_in_string, plain.count(b'"')
+        self._is_in_string = starts_in_string != bool(num_quotes % 2)
+        end = _uncut(plain) if self._is_in_string else len(plain)
+        self._rest = data[end:]
+        first, last = plain.find(b'"'), plain.rfind(b'"')
+        if num_quotes == 0:
+            await self._take(data[:end], starts_in_string)
+            return
+        await self._take(data[:first], starts_in_string)
+        if starts_in_string:
+            self._end_string()
+        between = last + 1 if self._is_in_string else end
+        self.text += data[first:between]
+        await self._take(data[between:end], self._is_in_string)
+
+    async def _take(self, data: bytes, is_content: bool) -> None:
+        if not is_content:
+            self.text += data
+        elif self._upload is not None:
+            await self._spool(self._upload, data)
+        else:
+            self._keep(data)
+            if sum(map(len, self._content)) > LONG_STRING_BYTES:
+                await self._take_out()
+
+    def _keep(self, data: bytes | bytearray) -> None:
+        if self._content and len(self._content[-1]) + len(data) <= PIECE_BYTES:
+            self._content[-1] += data
+        else:
+            self._content.append(bytearray(data))
+
+    async def _take_out(self) -> None:
+        """Move the current string, which has become long, to an upload."""
+        marker = f"{self._marker}-{len(self.long_strings)}"
+        self._upload = self.long_strings[marker] = SpooledUpload()
+        pieces, self._content = self._content, [bytearray(marker.encode())]
+        for piece in pieces:
+            await self._spool(self._upload, piece)
+            await asyncio.sleep(0)
+
+    async def _spool(self, upload: SpooledUpload, content: bytes | bytearray) -> None:
+        try:
+            await upload.write(_unescape(content))
+        except ValueError:  # an invalid escape
+            self._keep(content)  # leave it to the parser, which refuses it
+
+    def _end_string(self) -> None:
+        self.text += b"".join(self._content)
+        self._content, self._upload = [], None
+
+
+def _uncut(plain: bytes) -> int:
+    """The length without an incomplete escape at the end, which may continue in the next piece."""
+    match = _CUT_ESCAPE.search(plain, max(0, len(plain) - _LONGEST_CUT_ESCAPE))
+    return match.start() if match else len(plain)
+
+
+def _unescape(content: bytes | bytearray) -> bytes | bytearray:
+    """Resolve escapes; non-ASCII characters become "?", also invalid in base64. Raises ValueError for a bad escape."""
+    if b"\\" not in content:
+        return content
+    text: str = json.loads(b'"%s"' % content if content.isascii() else f'"{content.decode("latin-1")}"', strict=False)
+    return text.encode("ascii", "replace")

@@ -1,0 +1,389 @@
+"""Reads the body of a request, multipart or JSON, into a Submission: parsed values, uploads, and names of unknown
+fields. Enforces all limits on its size and speed while it arrives.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import AsyncGenerator, AsyncIterator, Mapping, Sequence
+from contextlib import ExitStack, closing
+from dataclasses import dataclass, field
+from typing import TypeVar
+
+import msgspec
+from starlette.requests import ClientDisconnect, Request
+
+from core.errors import AbortedError, InvalidRequestError
+from entrypoints.openai.answer.errors import BodyTimeoutError, RequestTooLargeError, UnsupportedContentTypeError
+from entrypoints.openai.body.json_body import JsonBody
+from entrypoints.openai.body.multipart import Part, read_multipart
+from entrypoints.openai.body.uploads import SpooledUpload, decode_base64, pieces_of
+from entrypoints.openai.fields.field import Field, Value, decode_json
+from entrypoints.openai.fields.fields import EDIT_FIELDS, TEMPLATE_FIELDS
+
+MAX_INPUT_IMAGES = 16  # per request; all but the first are ignored
+MAX_TEXT_BYTES = 1024 * 1024  # of all text fields of a form, or of a JSON body without its images
+MAX_MEMBERS = 256  # of a JSON body; equals the limit on a form's parts
+STALL_SECONDS = 60.0  # maximum pause within a body
+MIN_BYTES_PER_SECOND = 8 * 1024  # average after STALL_SECONDS; otherwise a byte per minute would keep an upload slot
+MULTIPART = "multipart/form-data"
+JSON = "application/json"
+T = TypeVar("T")
+_JsonImage = str | dict[str, msgspec.Raw]
+"""An image of a JSON body: a data: URL, or an object with `image_url`, as OpenAI's API has it."""
+_JSON_IMAGE = "a data: URL or an object with one as 'image_url'"
+_UPLOAD_FIELDS = ("image", "mask", "mask_image")
+_FILE_FIELDS = (*_UPLOAD_FIELDS, "markup")
+
+
+@dataclass
+class Submission:
+    """The content of one request body. `close` frees the uploads."""
+
+    values: dict[str, Value] = field(default_factory=dict)  # field -> parsed value, in the order of arrival
+    uploads: dict[str, SpooledUpload] = field(default_factory=dict)  # image, mask, mask_image
+    ignored: list[str] = field(default_factory=list)  # unknown fields and unused images, in the order of arrival
+
+    def close(self) -> None:
+        for upload in self.uploads.values():
+            upload.close()
+
+
+async def read_edit(request: Request, max_upload_bytes: int) -> Submission:
+    """Read the body of POST /v1/images/edits: multipart, or JSON with data: URLs. max_upload_bytes: per file.
+
+    Raises InvalidRequestError and below, BodyTimeoutError, NoDiskError, and AbortedError if the client disconnects.
+    """
+    content_type = request.headers.get("content-type", "")
+    match _media_type(content_type):
+        case "multipart/form-data":
+            return await _read_multipart(request, content_type, max_upload_bytes, _EDIT_FORM)
+        case "application/json":
+            return await _read_json_edit(request, max_upload_bytes)
+        case other:
+            raise UnsupportedContentTypeError(other, f"{MULTIPART} or {JSON}")
+
+
+async def read_template(request: Request, max_upload_bytes: int) -> Submission:
+    """Read the body of POST /v1/templates: multipart. Raises as `read_edit`."""
+    content_type = request.headers.get("content-type", "")
+    if _media_type(content_type) != MULTIPART:
+        raise UnsupportedContentTypeError(_media_type(content_type), MULTIPART)
+    return await _read_multipart(request, content_type, max_upload_bytes, _TEMPLATE_FORM)
+
+
+async def read_json(request: Request, fields: Mapping[str, Field]) -> Submission:
+    """Read a JSON body without pictures. Raises as `read_edit`."""
+    media_type = _media_type(request.headers.get("content-type", ""))
+    if media_type != JSON:
+        raise UnsupportedContentTypeError(media_type, JSON)
+    submission = Submission()
+    with closing(await _read_json(request, MAX_TEXT_BYTES)) as body:
+        _take_json_scalars(submission, _members(body), fields, body)
+    return submission
+
+
+def _media_type(content_type: str) -> str:
+    return content_type.partition(";")[0].strip().lower()
+
+
+# ----------------------------------------------------------------------------------------------------------- multipart
+
+
+@dataclass(frozen=True)
+class _Form:
+    """What a form may contain."""
+
+    fields: Mapping[str, Field]
+    files: tuple[str, ...]  # names of the file fields that are kept
+    max_images: int
+
+
+_EDIT_FORM = _Form(EDIT_FIELDS, _UPLOAD_FIELDS, MAX_INPUT_IMAGES)
+_TEMPLATE_FORM = _Form(TEMPLATE_FIELDS, ("image",), 1)
+
+
+async def _read_multipart(request: Request, content_type: str, max_upload_bytes: int, form: _Form) -> Submission:
+    def rule(part: Part, earlier: Sequence[Part]) -> tuple[int, bool]:
+        """Keep only the first part of each known field. All text parts together may have MAX_TEXT_BYTES."""
+        base = _base_name(part.name)
+        is_first = all(_base_name(other.name) != base for other in earlier if other.received)
+        if part.is_file:
+            return max_upload_bytes, base in form.files and is_first
+        if base == "mask_image" and base in form.files:
+            return _base64_bytes(max_upload_bytes), is_first
+        left = MAX_TEXT_BYTES - sum(other.received for other in earlier if _is_plain_text(other))
+        return left, base in form.fields and is_first
+
+    limit = (form.max_images + 2) * max_upload_bytes + _base64_bytes(max_upload_bytes)
+    parts = await read_multipart(_body(request, limit), content_type, rule)
+    submission = Submission()
+    with ExitStack() as on_error:
+        on_error.callback(submission.close)
+        with ExitStack() as unused:
+            for part in parts:
+                unused.callback(_close_unless_used, part, submission)
+            await _take_parts(submission, parts, max_upload_bytes, form)
+        on_error.pop_all()
+    return submission
+
+
+def _is_plain_text(part: Part) -> bool:
+    return not part.is_file and _base_name(part.name) != "mask_image"
+
+
+def _close_unless_used(part: Part, submission: Submission) -> None:
+    if all(part.content is not upload for upload in submission.uploads.values()):
+        part.content.close()
+
+
+async def _take_parts(submission: Submission, parts: list[Part], max_upload_bytes: int, form: _Form) -> None:
+    num_images = 0
+    for part in parts:
+        if part.is_empty_file_input:
+            continue
+        base = _base_name(part.name)
+        if base == "image":
+            _take_image(submission, part, num_images, form.max_images)
+            num_images += 1
+        elif base in form.files or base == "markup":
+            await _take_file(submission, part, base, max_upload_bytes)
+        elif part.name in form.fields:
+            await _take_text(submission, part)
+        else:
+            _refuse_split(part.name)
+            _ignore(submission, part.name)
+
+
+def _refuse_split(name: str) -> None:
+    """Refuse what some clients make of an object or array: left out, the picture would be another one."""
+    if name.startswith("lora["):
+        message = "Invalid 'lora': in a form it is one text, a name or JSON, and not spread over several fields."
+        raise InvalidRequestError(message, param="lora")
+
+
+def _take_image(submission: Submission, part: Part, index: int, max_images: int) -> None:
+    if not part.is_file:
+        raise _expected_file("image", f"image[{index}]")
+    if index >= max_images:
+        raise _too_many_images(index + 1, max_images)
+    if index == 0:
+        submission.uploads["image"] = part.content
+    else:
+        _ignore(submission, f"image[{index}]")
+
+
+async def _take_file(submission: Submission, part: Part, base: str, max_upload_bytes: int) -> None:
+    _refuse_markup(base)
+    if part.name != base:
+        raise _invalid_type(base, "a file", "an array")
+    if base in submission.uploads:
+        raise _duplicate(base)
+    if part.is_file:
+        submission.uploads[base] = part.content
+    elif base == "mask_image":
+        submission.uploads[base] = await decode_base64(part.content.chunks(), base, max_upload_bytes)
+    else:
+        raise _expected_file(base, base)
+
+
+async def _take_text(submission: Submission, part: Part) -> None:
+    if part.is_file:
+        raise _invalid_type(part.name, f"a {EDIT_FIELDS[part.name].kind}", "a file")
+    if part.name in submission.values:
+        raise _duplicate(part.name)
+    submission.values[part.name] = EDIT_FIELDS[part.name].from_text(await part.text())
+
+
+def _base_name(name: str) -> str:
+    """``image[]`` and ``image[0]`` -> ``image``, for file fields only; other names are returned unchanged."""
+    base = name.partition("[")[0]
+    return base if base in _FILE_FIELDS and name.endswith(("]", base)) else name
+
+
+# ---------------------------------------------------------------------------------------------------------------- JSON
+
+
+async def _read_json_edit(request: Request, max_upload_bytes: int) -> Submission:
+    limit = 2 * _base64_bytes(max_upload_bytes) + MAX_TEXT_BYTES
+    submission = Submission()
+    with ExitStack() as on_error, closing(await _read_json(request, limit)) as body:
+        on_error.callback(submission.close)
+        members = _members(body)
+        sources = _pop_images(submission, members)
+        _take_json_scalars(submission, members, EDIT_FIELDS, body)
+        for name, (text, needs_data_url) in sources.items():
+            pieces = body.long_strings[text].chunks() if text in body.long_strings else _text_pieces(text)
+            submission.uploads[name] = await decode_base64(
+                pieces, name, max_upload_bytes, needs_data_url=needs_data_url
+            )
+        on_error.pop_all()
+    return submission
+
+
+async def _read_json(request: Request, limit: int) -> JsonBody:
+    """Read a JSON body of at most `limit` bytes, of which at most MAX_TEXT_BYTES are not in long strings."""
+    body = JsonBody()
+    with ExitStack() as on_error:
+        on_error.callback(body.close)
+        async for chunk in _body(request, limit):
+            await body.feed(chunk)
+            if len(body.text) > MAX_TEXT_BYTES:
+                raise _body_too_large(MAX_TEXT_BYTES)
+        on_error.pop_all()
+    return body
+
+
+def _members(body: JsonBody) -> dict[str, msgspec.Raw]:
+    try:
+        members = decode_json(body.text, dict[str, msgspec.Raw])
+    except msgspec.ValidationError as error:
+        raise InvalidRequestError("The JSON body must be an object.", code="invalid_json") from error
+    if len(members) > MAX_MEMBERS:
+        raise InvalidRequestError(f"The JSON body has more than {MAX_MEMBERS} members.", code="invalid_json")
+    return members
+
+
+def _pop_images(submission: Submission, members: dict[str, msgspec.Raw]) -> dict[str, tuple[str, bool]]:
+    """Remove the image fields from `members`: field -> (base64 text or its marker, whether it must be a data: URL)."""
+    sources = {}
+    one = _member(members.pop("image", None), _JsonImage | list[_JsonImage], "image", _JSON_IMAGE)  # type: ignore[arg-type]
+    images = _member(members.pop("images", None), list[_JsonImage], "image", f"an array, each member {_JSON_IMAGE}")
+    if one:
+        if images:
+            raise _duplicate("image")
+        images = one if isinstance(one, list) else [one]
+    if images:
+        if len(images) > MAX_INPUT_IMAGES:
+            raise _too_many_images(len(images), MAX_INPUT_IMAGES)
+        sources["image"] = (_image_url(images[0], "image"), True)
+        for index in range(1, len(images)):
+            _ignore(submission, f"image[{index}]")
+    mask = _member(members.pop("mask", None), _JsonImage, "mask", _JSON_IMAGE)  # type: ignore[arg-type]
+    if mask is not None:
+        sources["mask"] = (_image_url(mask, "mask"), True)
+    if (text := _member(members.pop("mask_image", None), str, "mask_image", "a string")) is not None:
+        sources["mask_image"] = (text, False)
+    if _member(members.pop("markup", None), msgspec.Raw, "markup", "an object") is not None:
+        _refuse_markup("markup")
+    return sources
+
+
+def _take_json_scalars(
+    submission: Submission, members: dict[str, msgspec.Raw], fields: Mapping[str, Field], body: JsonBody
+) -> None:
+    for name, raw in members.items():
+        if name not in fields:
+            _ignore(submission, name)
+        elif (value := fields[name].from_json(raw)) is not None:
+            texts = [lora.name for lora in value] if isinstance(value, tuple) else [value]
+            if too_long := [str(text) for text in texts if text in body.long_strings]:
+                raise _too_long(name, body.long_strings[too_long[0]].size)
+            submission.values[name] = value
+
+
+def _image_url(source: _JsonImage, param: str) -> str:
+    if isinstance(source, str):
+        return source
+    text = _member(source.get("image_url"), str, param, "a string")
+    if text is None:
+        message = f"Invalid '{param}': only 'image_url' with a data: URL is supported."
+        raise InvalidRequestError(message, param=param, code="unsupported_value")
+    return text
+
+
+def _member(raw: msgspec.Raw | None, type_: type[T], param: str, expected: str) -> T | None:
+    if raw is None or bytes(memoryview(raw)[:4]) == b"null":
+        return None
+    try:
+        return decode_json(raw, type_)
+    except msgspec.ValidationError as error:
+        raise _invalid_type(param, expected, "something else") from error
+
+
+async def _text_pieces(text: str) -> AsyncIterator[bytes]:
+    for piece in pieces_of(text.encode("utf-8", "replace")):
+        yield piece
+
+
+# -------------------------------------------------------------------------------------------------------------- common
+
+
+async def _body(request: Request, limit: int) -> AsyncIterator[bytes]:
+    """The body's chunks. Raises RequestTooLargeError beyond `limit` bytes, and BodyTimeoutError if the client pauses
+    for STALL_SECONDS or sends less than MIN_BYTES_PER_SECOND on average.
+    """
+    _check_content_length(request, limit)
+    stream, received, started = request.stream(), 0, time.monotonic()
+    while (chunk := await _next_chunk(stream, _patience(started, received))) is not None:
+        received += len(chunk)
+        if received > limit:
+            raise _body_too_large(limit)
+        yield chunk
+
+
+def _patience(started: float, received: int) -> float:
+    """Seconds to wait for the next chunk."""
+    return min(STALL_SECONDS, started + STALL_SECONDS + received / MIN_BYTES_PER_SECOND - time.monotonic())
+
+
+async def _next_chunk(stream: AsyncGenerator[bytes], patience: float) -> bytes | None:
+    try:
+        async with asyncio.timeout(patience):
+            return await anext(stream, None)
+    except TimeoutError as error:
+        message = f"The body came too slowly: nothing for {STALL_SECONDS:g} seconds, or less than "
+        raise BodyTimeoutError(f"{message}{MIN_BYTES_PER_SECOND} bytes a second.") from error
+    except ClientDisconnect as error:
+        raise AbortedError("the client went away while sending") from error
+
+
+def _check_content_length(request: Request, limit: int) -> None:
+    length = request.headers.get("content-length", "")
+    if length.isdecimal() and int(length) > limit:
+        raise _body_too_large(limit)
+
+
+def _base64_bytes(size: int) -> int:
+    """Upper bound on the base64 text of `size` bytes, with line breaks and the head of a data: URL."""
+    return size * 3 // 2 + 1024
+
+
+def _ignore(submission: Submission, name: str) -> None:
+    if name not in submission.ignored:
+        submission.ignored.append(name[:64])
+
+
+def _refuse_markup(name: str) -> None:
+    if name == "markup":
+        raise InvalidRequestError("Unsupported parameter: 'markup'.", param="markup", code="unsupported_parameter")
+
+
+def _body_too_large(limit: int) -> RequestTooLargeError:
+    return RequestTooLargeError(f"The request body is larger than the maximum of {limit} bytes.")
+
+
+def _too_many_images(count: int, limit: int) -> InvalidRequestError:
+    images = "1 image" if limit == 1 else f"{limit} images"
+    message = f"Invalid 'image': array too long. Expected at most {images}, but got {count} instead."
+    return InvalidRequestError(message, param="image", code="array_above_max_length")
+
+
+def _too_long(name: str, size: int) -> InvalidRequestError:
+    message = f"Invalid '{name}': string too long; it has {size} bytes."
+    return InvalidRequestError(message, param=name, code="string_above_max_length")
+
+
+def _expected_file(param: str, shown: str) -> InvalidRequestError:
+    message = f"Invalid type for '{shown}': expected a file, but got a string instead."
+    return InvalidRequestError(message, param=param, code="invalid_type")
+
+
+def _invalid_type(param: str, expected: str, got: str) -> InvalidRequestError:
+    message = f"Invalid type for '{param}': expected {expected}, but got {got} instead."
+    return InvalidRequestError(message, param=param, code="invalid_type")
+
+
+def _duplicate(name: str) -> InvalidRequestError:
+    return InvalidRequestError(f"Invalid '{name}': given more than once.", param=name)

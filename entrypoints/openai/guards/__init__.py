@@ -1,0 +1,1 @@
+"""Middleware: who may ask, how often, and what is recorded of it."""

@@ -1,0 +1,98 @@
+"""Middleware for every request: assigns its id and record, checks its API key. Plain ASGI, so nothing is buffered."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+import uuid
+from collections.abc import MutableMapping
+from typing import Any
+
+from starlette.datastructures import MutableHeaders
+from starlette.responses import Response
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
+
+from core.errors import OverloadedError
+from engine.observability.metrics import Metrics
+from engine.observability.tracing import Tracer
+from entrypoints.openai.answer.errors import InvalidApiKeyError, describe, log_internal
+from entrypoints.openai.guards.key_ring import KeyRing
+from entrypoints.openai.guards.request_record import RequestRecord
+
+REQUEST_ID = "stencil.request_id"  # keys of the ASGI scope
+RECORD = "stencil.record"
+OWNER = "stencil.owner"  # digest of the request's key; absent if no keys are required
+
+
+class RequestContext:
+    """The outermost middleware: gives each request its id and record, sets `x-request-id` and `openai-processing-ms`,
+    and answers uncaught exceptions with 500.
+    """
+
+    def __init__(self, app: ASGIApp, metrics: Metrics, tracer: Tracer) -> None:
+        self._app = app
+        self._metrics = metrics
+        self._tracer = tracer
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] != "http":
+            await self._app(scope, receive, send)
+            return
+        request_id = scope[REQUEST_ID] = f"req_{uuid.uuid4().hex}"
+        record = scope[RECORD] = RequestRecord(request_id, scope, self._metrics, self._tracer)
+        with record.open():
+            await self._serve(record, scope, receive, send)
+
+    async def _serve(self, record: RequestRecord, scope: Scope, receive: Receive, send: Send) -> None:
+        async def send_with_headers(message: Message) -> None:
+            if message["type"] == "http.response.start":
+                record.status = message["status"]
+                headers = MutableHeaders(scope=message)
+                headers["x-request-id"] = record.request_id
+                headers["openai-processing-ms"] = str(round((time.monotonic() - record.started) * 1e3))
+            await send(message)
+
+        try:
+            await self._app(scope, receive, send_with_headers)
+        except asyncio.CancelledError:  # the server shuts down: not an error to log
+            if record.status:
+                record.is_client_gone = True
+            else:
+                leaving = OverloadedError("The server is shutting down.", retry_after=1.0)
+                await answer(scope, leaving)(scope, receive, send_with_headers)
+        except Exception as error:  # a bug: the client must get an answer, and the log a traceback
+            log_internal(error)
+            if record.status:
+                raise
+            await answer(scope, error)(scope, receive, send_with_headers)
+
+
+def answer(scope: MutableMapping[str, Any], error: BaseException) -> Response:
+    """The HTTP answer for `error`, whose code is noted in the request's record."""
+    reply = describe(error)
+    scope[RECORD].note_error(reply.code)
+    return reply.response()
+
+
+class ApiKeyGuard:
+    """Answers 401 to requests to /v1/* without ``authorization: Bearer <key>`` with one of the ring's keys."""
+
+    def __init__(self, app: ASGIApp, keys: KeyRing) -> None:
+        self._app = app
+        self._keys = keys
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] == "http" and scope["path"].startswith("/v1/"):
+            owner = self._keys.owner_of(bearer_key(scope))
+            if owner is None:
+                error = InvalidApiKeyError("Missing or incorrect API key. Send it as 'Authorization: Bearer <key>'.")
+                await answer(scope, error)(scope, receive, send)
+                return
+            scope[OWNER] = owner
+        await self._app(scope, receive, send)
+
+
+def bearer_key(scope: Scope) -> bytes:
+    """The request's key; empty, which never matches, if there is none."""
+    scheme, _, key = dict(scope["headers"]).get(b"authorization", b"").partition(b" ")
+    return bytes(key.strip()) if scheme.lower() == b"bearer" else b""

@@ -1,0 +1,1 @@
+"""Model families: what an op of a workflow does in each."""

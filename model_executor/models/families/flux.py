@@ -1,0 +1,190 @@
+"""The FLUX.1 families: Fill as in `diffusers.FluxFillPipeline`, dev and schnell as in `diffusers.FluxInpaintPipeline`.
+
+Functions name the pipeline's method that they follow.
+"""
+
+from __future__ import annotations
+
+from typing import Any, ClassVar
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from core.model_info import ModelInfo
+from core.patches import PatchSet
+from model_executor.checkpoint.loader import Checkpoint
+from model_executor.models.base import EncodedImage, EncodedText
+from model_executor.models.families.latent_family import LatentFamily, NoisedTemplate
+from model_executor.models.families.vae_family import pack, refuse, to_image
+from model_executor.models.parts import CLIP, FLOW_SCHEDULERS, Classes, t5
+from model_executor.models.text import encode_t5, tokenize
+from model_executor.models.transformer.flux_transformer import FluxTransformer
+from model_executor.models.vae.last_posterior import PictureKey
+from model_executor.samplers.sampling import dynamic_shift
+
+MAX_TEXT_TOKENS = 512
+"""The pipelines' limit on max_sequence_length."""
+
+
+class Flux(LatentFamily):
+    """What both FLUX families share: text encoders, noise levels, the denoiser. Guidance is distilled into it, in
+    schnell without a scale to choose."""
+
+    denoiser = FluxTransformer
+    lora_loader = "FluxLoraLoaderMixin"
+    text_parts = ("text_encoder", "text_encoder_2")
+    classes: ClassVar[Classes] = {
+        "scheduler": FLOW_SCHEDULERS,
+        "transformer": ("FluxTransformer2DModel",),
+        "vae": ("AutoencoderKL",),
+        **CLIP,
+        **t5("_2"),
+    }
+    default_steps: int
+    default_guidance: float
+    has_true_cfg: bool
+
+    def __init__(self, checkpoint: Checkpoint) -> None:
+        super().__init__(checkpoint)
+        self._tokenizer = checkpoint.load("tokenizer")
+        self._tokenizer_2 = checkpoint.load("tokenizer_2")
+        if not self._sampling.takes_sigmas:
+            raise refuse(checkpoint, f"FLUX chooses its noise levels itself, which {self._sampling.name} does not take")
+
+    def info(self, name: str) -> ModelInfo:
+        defaults = self._checkpoint.defaults
+        return ModelInfo(
+            name=name,
+            family=self.family,
+            native_size=defaults.native_size or self._vae_config["sample_size"],
+            token_size=self._token_size,
+            latent_width=self._latent_width,
+            max_text_tokens=min(MAX_TEXT_TOKENS, self._tokenizer_2.model_max_length),
+            default_num_inference_steps=defaults.num_inference_steps or self.default_steps,
+            default_guidance_scale=(
+                self.default_guidance if defaults.guidance_scale is None else defaults.guidance_scale
+            ),
+            has_guidance=self._transformer_config.get("guidance_embeds", False),
+            has_true_cfg=self.has_true_cfg,
+            solver_order=self._sampling.order,
+            can_skip_steps=self._sampling.can_skip_steps,
+            min_inference_steps=self._sampling.min_steps,
+            device=self._device.type,
+            dtype=str(self._checkpoint.dtype).removeprefix("torch."),
+        )
+
+    def encode_text(
+        self, prompt: str, max_sequence_length: int, template: Tensor | None = None, patches: PatchSet = ()
+    ) -> EncodedText:
+        """As encode_prompt: CLIP's pooled output and T5's sequence; each cuts the prompt at its own length."""
+        clip_tokens = tokenize(self._tokenizer, prompt, self._tokenizer.model_max_length)
+        tokens = tokenize(self._tokenizer_2, prompt, max_sequence_length)
+        clip = self._encoder("text_encoder")
+        pooled = clip(clip_tokens.ids.to(self._device), output_hidden_states=False).pooler_output
+        return EncodedText(
+            prompt_embeds=encode_t5(self._encoder("text_encoder_2"), tokens.ids),
+            pooled_prompt_embeds=pooled[0].to(clip.dtype),
+            num_tokens=tokens.used,
+            truncated=clip_tokens.cut or tokens.cut,
+        )
+
+    def _timesteps(self, num_inference_steps: int, image_tokens: int) -> dict[str, Any]:
+        sigmas = np.linspace(1.0, 1 / num_inference_steps, num_inference_steps)
+        return {"sigmas": sigmas, "mu": dynamic_shift(self._sampling.config, image_tokens)}
+
+
+class FluxFill(Flux):
+    """Checkpoints whose model_index.json names FluxFillPipeline: the denoiser sees the masked image and the mask.
+
+    Random draws: posterior noise of the image, initial noise, posterior noise of the masked image. At full strength,
+    and with other latents to start from, the first is drawn but unused, and the image is not encoded.
+    """
+
+    family = "flux-fill"
+    summary = "FLUX.1 Fill: the denoiser sees mask and masked picture"
+    default_steps, default_guidance, has_true_cfg = 50, 30.0, False
+
+    def encode_image(
+        self,
+        template: Tensor,
+        mask: Tensor,
+        *,
+        seed: int,
+        num_inference_steps: int,
+        num_denoising_steps: int,
+        start: Tensor | None = None,
+        is_exact: bool = True,
+        cache_salt: str | None = None,
+    ) -> EncodedImage:
+        """As prepare_latents and prepare_mask_latents.
+
+        The masked image is encoded whole, though an edit reads the condition of its active tokens only. Encoding just a
+        box with 1, 2 or 3 tokens around them (51 %, 64 %, 74 % of the picture), measured on 24 edits with the embedded
+        model, gave edits with an SSIM of 0.9956, 0.9979 and 0.9982 to those of the whole. That is too large an error
+        for a third of the smaller half of the VAE's time.
+        """
+        generator = torch.Generator("cpu").manual_seed(seed)
+        image, mask = to_image(self._here(template)), self._here(mask)[None, None]
+        rows, columns = self.grid(image.shape[3], image.shape[2])
+        sigmas = self._schedule(num_inference_steps, num_denoising_steps, rows * columns)
+        key = PictureKey.of(template, cache_salt)
+        latents = pack(self._initial_latents(image, sigmas[0], generator, start, is_exact, key))
+        masked = pack(self._posterior_sample(image * (1 - mask.float()), generator, is_exact))
+        return EncodedImage(
+            latents=latents,
+            condition=torch.cat([masked, self._pack_mask(mask).to(masked)], dim=1),
+            outside=latents.new_empty(len(latents), 0),
+            sigmas=sigmas.to(self._device),
+            state=self._sampling.begin(generator),
+        )
+
+    def _initial_latents(
+        self,
+        image: Tensor,
+        sigma: Tensor,
+        generator: torch.Generator,
+        start: Tensor | None,
+        is_exact: bool,
+        key: PictureKey | None,
+    ) -> Tensor:
+        """Noise, mixed with the latents of the image, or `start`, when sampling starts below full noise."""
+        shape = self._latent_shape(image)
+        if sigma == 1.0:
+            self._draw(shape, generator)  # the posterior noise: multiplied by 0, but drawn first
+            return self._draw(shape, generator)
+        if start is None:
+            clean = self._posterior_sample(image, generator, is_exact, key)
+        else:
+            clean = self._unpacked_like(self._draw(shape, generator), start)  # the posterior noise: drawn, but not used
+        noise = self._draw(shape, generator)
+        sigma = sigma.to(self._device, clean.dtype).reshape(1, 1, 1, 1)
+        return sigma * noise + (1.0 - sigma) * clean
+
+    def _pack_mask(self, mask: Tensor) -> Tensor:
+        """[1, 1, height, width] -> [image tokens, pixels per token]: the mask at full resolution, as channels."""
+        scale = self._vae_scale
+        height, width = mask.shape[2] // scale, mask.shape[3] // scale
+        pixels = mask.view(1, height, scale, width, scale).permute(0, 2, 4, 1, 3)
+        return pack(pixels.reshape(1, scale * scale, height, width))
+
+    def _unmasked_condition(self, clean: Tensor) -> Tensor:
+        return torch.cat([clean, clean.new_zeros(len(clean), self._token_size**2)], dim=1)
+
+
+class FluxInpaint(NoisedTemplate, Flux):
+    """Checkpoints of FLUX.1 dev and schnell, whose model_index.json names FluxPipeline or FluxInpaintPipeline."""
+
+    family = "flux"
+    summary = "FLUX.1 dev and schnell: keeps the noised template outside the mask at every step"
+    default_steps, default_guidance, has_true_cfg = 28, 7.0, True
+
+    def __init__(self, checkpoint: Checkpoint) -> None:
+        super().__init__(checkpoint)
+        channels = self._transformer_config.get("in_channels", self._latent_width)
+        if channels != self._latent_width:
+            raise refuse(
+                checkpoint,
+                f"a denoiser of {channels} input channels is not supported under {checkpoint.class_name}, which has"
+                f" {self._latent_width}; that of Fill belongs under FluxFillPipeline",
+            )

@@ -1,0 +1,120 @@
+"""LatentFamily: the code that FLUX, Stable Diffusion 3 and Qwen-Image share: a transformer, sampled by flow matching.
+
+`NoisedTemplate` adds inpainting for denoisers that see no mask.
+"""
+
+from __future__ import annotations
+
+from abc import abstractmethod
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from model_executor.checkpoint.loader import Checkpoint
+from model_executor.models.base import EncodedImage, Sample
+from model_executor.models.families.transformer_family import TransformerFamily
+from model_executor.models.families.vae_family import pack, refuse, to_image, unpack
+from model_executor.models.vae.last_posterior import PictureKey
+from model_executor.samplers.sampling import Sampling, State, predict_clean
+
+
+class LatentFamily(TransformerFamily):
+    """Implements sampling; subclasses add text, conditions and the denoiser."""
+
+    _sampling: Sampling
+
+    samples_packed = True
+    """Whether the diffusers pipeline samples packed latents: a sampler that draws noise draws it in that shape."""
+
+    def __init__(self, checkpoint: Checkpoint) -> None:
+        super().__init__(checkpoint)
+        try:
+            self._sampling = Sampling(checkpoint.load("scheduler"))
+        except ValueError as error:
+            raise refuse(checkpoint, str(error)) from error
+
+    # -------------------------------------------------------------------------------------------- each family's own
+
+    @abstractmethod
+    def _timesteps(self, num_inference_steps: int, image_tokens: int) -> dict[str, Any]:
+        """The arguments that the family's diffusers pipeline passes to its scheduler's `set_timesteps`."""
+
+    @abstractmethod
+    def _unmasked_condition(self, clean: Tensor) -> Tensor:
+        """The condition of a template with nothing masked. clean: its clean latents, [image tokens, latent width]."""
+
+    # ------------------------------------------------------------------------------------------------------ priming
+
+    def prime_inputs(self, clean: Tensor, noise: Tensor, sigma: Tensor) -> tuple[Tensor, Tensor]:
+        sigma = sigma.to(clean.device, clean.dtype)
+        return (1.0 - sigma) * clean + sigma * noise, self._unmasked_condition(clean)
+
+    # ---------------------------------------------------------------------------------------------------- denoising
+
+    def denoiser_input(self, sample: Sample) -> Tensor:
+        return sample.latents
+
+    def predict_clean(self, sample: Sample, prediction: Tensor) -> Tensor:
+        return predict_clean(sample.latents, prediction, sample.sigmas[sample.step])
+
+    def advance(self, sample: Sample, prediction: Tensor) -> tuple[Tensor, State]:
+        if self.samples_packed:
+            return self._sampling.step(sample.latents, prediction, sample.sigmas, sample.step, sample.state)
+        latents, velocity = unpack(sample.latents, sample.grid), unpack(prediction, sample.grid)
+        moved, state = self._sampling.step(latents, velocity, sample.sigmas, sample.step, sample.state)
+        return pack(moved), state
+
+    def _schedule(self, num_inference_steps: int, num_denoising_steps: int, image_tokens: int) -> Tensor:
+        timesteps = self._timesteps(num_inference_steps, image_tokens)
+        return self._sampling.schedule(num_inference_steps, num_denoising_steps, timesteps)
+
+
+class NoisedTemplate(LatentFamily):
+    """Inpainting with a denoiser that sees latents alone, no mask: after each step, everything outside the mask is
+    replaced by the template at that step's noise level, as `FluxInpaintPipeline` and `StableDiffusion3InpaintPipeline`
+    do.
+
+    Random draws: posterior noise of the image, initial noise, posterior noise of the masked image. The last is unused,
+    but must be drawn: a sampler that draws noise of its own continues after it.
+    """
+
+    def encode_image(
+        self,
+        template: Tensor,
+        mask: Tensor,
+        *,
+        seed: int,
+        num_inference_steps: int,
+        num_denoising_steps: int,
+        start: Tensor | None = None,
+        is_exact: bool = True,
+        cache_salt: str | None = None,
+    ) -> EncodedImage:
+        generator = torch.Generator("cpu").manual_seed(seed)
+        image, mask = to_image(self._here(template)), self._here(mask)
+        rows, columns = self.grid(image.shape[3], image.shape[2])
+        sigmas = self._schedule(num_inference_steps, num_denoising_steps, rows * columns).to(self._device)
+        clean = pack(self._posterior_sample(image, generator, is_exact, PictureKey.of(template, cache_salt)))
+        noise = pack(self._draw(self._latent_shape(image), generator))
+        self._draw(self._latent_shape(image), generator)
+        return EncodedImage(
+            latents=self._sampling.noised(clean if start is None else start.to(clean), noise, sigmas, 0),
+            condition=self._unmasked_condition(clean),
+            outside=torch.cat([clean, noise, self._packed_mask(mask).to(clean)], dim=1),
+            sigmas=sigmas,
+            state=self._sampling.begin(generator),
+        )
+
+    def advance(self, sample: Sample, prediction: Tensor) -> tuple[Tensor, State]:
+        moved, state = super().advance(sample, prediction)
+        clean, noise, mask = sample.outside.chunk(3, dim=1)
+        noised = self._sampling.noised(clean, noise, sample.sigmas, sample.step + 1)
+        return (1 - mask) * noised + mask * moved, state
+
+    def _packed_mask(self, mask: Tensor) -> Tensor:
+        """The mask, the same for every channel: float32 [image tokens, latent width]."""
+        return pack(self._latent_mask(mask).repeat(1, self._latent_channels, 1, 1))
+
+    def _unmasked_condition(self, clean: Tensor) -> Tensor:
+        return clean.new_empty(len(clean), 0)

@@ -1,0 +1,243 @@
+"""The Qwen-Image and Qwen-Image-Edit families, which follow `diffusers.QwenImageInpaintPipeline` and
+`QwenImageEditInpaintPipeline`.
+
+The text encoder is a language model, Qwen2.5-VL; in Qwen-Image-Edit it also sees the template. It needs
+`mm_token_type_ids`, which mark the picture's tokens; without them these get the positions of text. transformers 4
+derived the argument, transformers 5 does not, and the pipelines of diffusers 0.42 do not pass it. It is passed here.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, ClassVar
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+
+from core.model_info import ModelInfo
+from core.patches import PatchSet
+from core.vision_tokens import VisionTokens
+from model_executor.checkpoint.loader import Checkpoint
+from model_executor.models.base import EncodedText
+from model_executor.models.families.latent_family import NoisedTemplate
+from model_executor.models.families.vae_family import refuse
+from model_executor.models.parts import FLOW_SCHEDULERS, Classes
+from model_executor.models.transformer.qwen_transformer import QwenEditTransformer, QwenTransformer
+from model_executor.models.vae.qwen_vae import QwenVae
+from model_executor.samplers.sampling import dynamic_shift
+
+MAX_TEXT_TOKENS = 512
+"""The pipelines' default max_sequence_length."""
+
+MAX_SIDE = 200
+"""Tokens. The image processor rejects pictures whose long side is over 200 times the short one."""
+
+PICTURE = "<|vision_start|><|image_pad|><|vision_end|>"
+
+UNSUPPORTED = ("guidance_embeds", "zero_cond_t", "use_additional_t_cond", "use_layer3d_rope")
+"""Options of the denoiser's configuration that are not supported: checkpoints of other pipelines set them."""
+
+
+class Qwen(NoisedTemplate):
+    """What both Qwen families share. Guidance is classifier-free, and applied only where there is a negative prompt."""
+
+    lora_loader = "QwenImageLoraLoaderMixin"
+    vae = QwenVae
+    text_parts = ("text_encoder",)
+    classes: ClassVar[Classes] = {
+        "scheduler": FLOW_SCHEDULERS,
+        "transformer": ("QwenImageTransformer2DModel",),
+        "vae": ("AutoencoderKLQwenImage",),
+        "text_encoder": ("Qwen2_5_VLForConditionalGeneration",),
+        "tokenizer": ("Qwen2Tokenizer", "Qwen2TokenizerFast"),
+    }
+    system: str
+    """The chat template's first message."""
+
+    dropped: int
+    """Leading tokens of the chat template that the denoiser does not see; the pipeline's number."""
+
+    def __init__(self, checkpoint: Checkpoint) -> None:
+        super().__init__(checkpoint)
+        if not self._sampling.takes_sigmas:
+            raise refuse(checkpoint, f"Qwen chooses its noise levels itself, which {self._sampling.name} does not take")
+        if options := [name for name in UNSUPPORTED if self._transformer_config.get(name)]:
+            raise refuse(checkpoint, f"a denoiser with {', '.join(options)} is not supported")
+        if self._transformer_config.get("in_channels") != self._latent_width:
+            raise refuse(checkpoint, f"a denoiser of other than {self._latent_width} input channels is not supported")
+        self._tokenizer = checkpoint.load("tokenizer")
+
+    def info(self, name: str) -> ModelInfo:
+        defaults = self._checkpoint.defaults
+        return ModelInfo(
+            name=name,
+            family=self.family,
+            native_size=defaults.native_size or 1024,
+            token_size=self._token_size,
+            latent_width=self._latent_width,
+            max_text_tokens=MAX_TEXT_TOKENS,
+            default_num_inference_steps=defaults.num_inference_steps or 50,
+            default_guidance_scale=1.0,
+            has_guidance=False,
+            has_true_cfg=True,
+            default_true_cfg_scale=4.0 if defaults.guidance_scale is None else defaults.guidance_scale,
+            solver_order=self._sampling.order,
+            can_skip_steps=self._sampling.can_skip_steps,
+            min_inference_steps=self._sampling.min_steps,
+            max_side=MAX_SIDE,
+            conditions_per_token=self.denoiser.rows_per_token - 1,
+            extra_text_tokens=self._frame_tokens,
+            vision=self._vision(),
+            device=self._device.type,
+            dtype=str(self._checkpoint.dtype).removeprefix("torch."),
+        )
+
+    @property
+    def _frame_tokens(self) -> int:
+        """Tokens of the chat template around picture and prompt; not counted as the prompt's."""
+        return 0
+
+    def _vision(self) -> VisionTokens | None:
+        """`ModelInfo.vision`."""
+        return None
+
+    def prepare(self, part: str, module: nn.Module) -> Any:
+        """Keeps the language model without its head, which would only choose words."""
+        return super().prepare(part, module.get_submodule("model") if part == "text_encoder" else module)
+
+    def recipe(self, part: str) -> str:
+        return "without head" if part == "text_encoder" else super().recipe(part)
+
+    def _frame(self, picture: str = "") -> tuple[list[int], list[int]]:
+        """Tokens of the chat template before and after a prompt. picture: placeholder for it, if there is one."""
+        before = f"<|im_start|>system\n{self.system}<|im_end|>\n<|im_start|>user\n{picture}"
+        after = "<|im_end|>\n<|im_start|>assistant\n"
+        return self._tokenizer(before).input_ids, self._tokenizer(after).input_ids
+
+    def _prompt_ids(self, prompt: str) -> list[int]:
+        """Tokens of a prompt. Text that looks like a special token is encoded as plain text, so that a prompt can
+        neither end its own message nor add pictures."""
+        ids: list[int] = self._tokenizer(prompt, split_special_tokens=True).input_ids
+        return ids
+
+    def _hidden_states(self, ids: list[int], **picture: Any) -> Tensor:
+        """The last layer's hidden states [tokens, width], without the `dropped` ones."""
+        encoder = self._encoder("text_encoder")
+        tokens = torch.tensor([ids], device=self._device)
+        output = encoder(input_ids=tokens, attention_mask=torch.ones_like(tokens), use_cache=False, **picture)
+        hidden: Tensor = output.last_hidden_state[0, self.dropped :]
+        return hidden.to(encoder.dtype)
+
+    def _timesteps(self, num_inference_steps: int, image_tokens: int) -> dict[str, Any]:
+        sigmas = np.linspace(1.0, 1 / num_inference_steps, num_inference_steps)
+        return {"sigmas": sigmas, "mu": dynamic_shift(self._sampling.config, image_tokens)}
+
+    def combine_guidance(self, predictions: Sequence[Tensor], scale: float) -> Tensor:
+        """The guided velocity, rescaled per token to the norm of the prompt's own velocity."""
+        guided = super().combine_guidance(predictions, scale)
+        if len(predictions) == 1:
+            return guided
+        norms = [torch.linalg.vector_norm(velocity, dim=-1, keepdim=True) for velocity in (predictions[0], guided)]
+        rescaled: Tensor = guided * (norms[0] / norms[1])
+        return rescaled
+
+
+class QwenInpaint(Qwen):
+    """Checkpoints of Qwen-Image, whose model_index.json names QwenImagePipeline or QwenImageInpaintPipeline."""
+
+    family = "qwen-image"
+    summary = "Qwen-Image: keeps the noised template outside the mask; guidance only with a negative prompt"
+    denoiser = QwenTransformer
+    system = (
+        "Describe the image by detailing the color, shape, size, texture, quantity, text, spatial relationships of the "
+        "objects and background:"
+    )
+    dropped = 34
+
+    def encode_text(
+        self, prompt: str, max_sequence_length: int, template: Tensor | None = None, patches: PatchSet = ()
+    ) -> EncodedText:
+        """As encode_prompt, which cuts prompt and chat template together."""
+        before, after = self._frame()
+        words = self._prompt_ids(prompt)
+        ids, length = [*before, *words, *after], self.dropped + max_sequence_length
+        hidden = self._hidden_states(ids[:length])
+        return EncodedText(
+            prompt_embeds=hidden,
+            pooled_prompt_embeds=hidden.new_empty(0),
+            num_tokens=min(len(words), max_sequence_length),
+            truncated=len(ids) > length,
+        )
+
+
+class QwenEdit(Qwen):
+    """Checkpoints of Qwen-Image-Edit, whose model_index.json names QwenImageEditPipeline or
+    QwenImageEditInpaintPipeline.
+
+    Denoiser and text encoder both see the clean template as tokens of its own. Without a mask everything is
+    regenerated, as in QwenImageEditPipeline, except that strength below 1 starts from the noised template. The template
+    that the denoiser sees is sampled from the posterior with the request's seed, as in the pipeline; pages are made
+    with the posterior's mode.
+    """
+
+    family = "qwen-image-edit"
+    summary = "Qwen-Image-Edit: as Qwen-Image; text encoder and denoiser also see the template"
+    denoiser = QwenEditTransformer
+    classes: ClassVar[Classes] = {**Qwen.classes, "processor": ("Qwen2VLProcessor", "Qwen2_5_VLProcessor")}
+    text_sees_template = True
+    system = (
+        "Describe the key features of the input image (color, shape, size, texture, objects, background), then explain "
+        "how the user's text instruction should alter or modify the image. Generate a new image that meets the user's "
+        "requirements while maintaining consistency with the original input where appropriate."
+    )
+    dropped = 64
+
+    def __init__(self, checkpoint: Checkpoint) -> None:
+        super().__init__(checkpoint)
+        self._processor = checkpoint.load("processor")
+        self._picture_id: int = self._tokenizer.convert_tokens_to_ids("<|image_pad|>")
+
+    def encode_text(
+        self, prompt: str, max_sequence_length: int, template: Tensor | None = None, patches: PatchSet = ()
+    ) -> EncodedText:
+        """As encode_prompt, except that a prompt is cut at `max_sequence_length` tokens of its own."""
+        if template is None:
+            raise ValueError("the text encoder sees the picture that a prompt is for")
+        picture = self._processor(images=template.numpy(), input_data_format="channels_last", return_tensors="pt")
+        words = self._prompt_ids(prompt)
+        ids = self._with_picture(words[:max_sequence_length], int(picture["image_grid_thw"].prod()))
+        hidden = self._hidden_states(
+            ids,
+            pixel_values=picture["pixel_values"].to(self._device),
+            image_grid_thw=picture["image_grid_thw"].to(self._device),
+            mm_token_type_ids=torch.tensor([[int(token == self._picture_id) for token in ids]], device=self._device),
+        )
+        return EncodedText(
+            prompt_embeds=hidden,
+            pooled_prompt_embeds=hidden.new_empty(0),
+            num_tokens=min(len(words), max_sequence_length),
+            truncated=len(words) > max_sequence_length,
+        )
+
+    def _unmasked_condition(self, clean: Tensor) -> Tensor:
+        return clean
+
+    def _with_picture(self, words: list[int], num_patches: int) -> list[int]:
+        """Tokens of the chat with a prompt and a picture of `num_patches`; merge_size**2 patches make one token."""
+        before, after = self._frame(PICTURE)
+        place = before.index(self._picture_id)
+        pictures = [self._picture_id] * (num_patches // self._processor.merge_size**2)
+        return [*before[:place], *pictures, *before[place + 1 :], *words, *after]
+
+    def _vision(self) -> VisionTokens:
+        size = self._processor.size
+        return VisionTokens(
+            side=self._processor.patch_size * self._processor.merge_size,
+            min_pixels=size["shortest_edge"],
+            max_pixels=size["longest_edge"],
+        )
+
+    @property
+    def _frame_tokens(self) -> int:
+        return len(self._with_picture([], 0)) - self.dropped

@@ -1,0 +1,319 @@
+"""VaeFamily: the code that all model families share, whose denoisers work on patches of a VAE's latents.
+
+Latents are packed: a token's row holds its patch, channel by channel. Random numbers come from
+``torch.Generator("cpu").manual_seed(seed)``, drawn in the order of the diffusers pipeline that a family follows.
+"""
+
+from __future__ import annotations
+
+from abc import abstractmethod
+from collections.abc import Collection, Mapping, Sequence
+from functools import lru_cache
+from typing import Any, ClassVar
+
+import torch
+from diffusers.utils.torch_utils import randn_tensor
+from torch import Tensor, nn
+
+from core.errors import ConfigError, NonFiniteError
+from core.patches import PatchSet
+from model_executor.checkpoint.loader import Checkpoint
+from model_executor.cpu import cpu_gains_by_bfloat16
+from model_executor.kernels.gpu_tables import upload
+from model_executor.kernels.operators import Operators, chosen_operators
+from model_executor.models.base import Family, PreparedAdapter
+from model_executor.models.boxes import Box, around, times
+from model_executor.models.parts import Classes
+from model_executor.models.vae.last_posterior import PictureKey
+from model_executor.models.vae.vae import ImageVae, Vae
+from model_executor.patches.adapters import Adapter, LoraFormat
+from model_executor.patches.module_patches import unarranged
+from model_executor.patches.part_patches import AnyPatches
+
+PATCH = 2
+"""Default latent pixels per token side."""
+
+KEPT_NOISES = 16
+"""Templates whose noise is cached: every chunk of priming needs it, and in some families every step. One takes 0.5 MB
+at 1024x1024 pixels in half precision."""
+
+
+class VaeFamily(Family):
+    """Implements pictures, latents and sizes; subclasses add text, conditions, sampling and the denoiser."""
+
+    family: ClassVar[str]
+    summary: ClassVar[str]
+    """What the model is and how it edits, in a few words, for the printed list of families."""
+
+    denoiser_part: ClassVar[str] = "transformer"
+    """The denoiser's name in model_index.json."""
+
+    lora_loader: ClassVar[str]
+    """The class of `diffusers.loaders.lora_pipeline` that reads its adapters."""
+
+    patch: int = PATCH
+    """Latent pixels per token side."""
+
+    vae: ClassVar[type[Vae]] = ImageVae
+    classes: ClassVar[Classes]
+    """Part of a checkpoint -> the classes it may have."""
+
+    text_parts: tuple[str, ...]
+    """The text encoders' names in model_index.json."""
+
+    def __init__(self, checkpoint: Checkpoint) -> None:
+        checkpoint.check_classes(self.classes)
+        self._checkpoint = checkpoint
+        self._device = checkpoint.device
+        self._vae_config = checkpoint.config("vae")
+        self._vae_scale, self._latent_channels = self.vae.scale_and_channels(self._vae_config)
+        self._parts: dict[str, Any] = {}  # part name -> what `prepare` made of it
+        self._patch_ids = set[str]()  # of adapters in use
+        self._noise_of = lru_cache(maxsize=KEPT_NOISES)(self._draw_noise_of)
+
+    # ------------------------------------------------------------------------------------------------------- parts
+
+    @property
+    def components(self) -> Mapping[str, tuple[str, ...]]:
+        return {"text_encoder": self.text_parts, "vae": ("vae",), "transformer": (self.denoiser_part,)}
+
+    def recipe(self, part: str) -> str:
+        if part == self.denoiser_part:
+            chosen = self._checkpoint
+            wishes = (chosen.kernels, "batch-invariant" if chosen.batch_invariant else "", chosen.cuda_graphs)
+            return " ".join(filter(None, (self._denoiser_recipe, *wishes)))
+        return self.vae.__name__ if part == "vae" else ""
+
+    @property
+    @abstractmethod
+    def _denoiser_recipe(self) -> str:
+        """All that `_make_denoiser` depends on, besides module and kernels."""
+
+    @property
+    def text_recipe(self) -> str:
+        return type(self).encode_text.__qualname__
+
+    def prepare(self, part: str, module: nn.Module) -> Any:
+        if part == self.denoiser_part:
+            kernels, batch_invariant = self._checkpoint.kernels, self._checkpoint.batch_invariant
+            operators = chosen_operators(kernels, self._device, batch_invariant=batch_invariant)
+            denoiser = self._make_denoiser(module, operators)
+            denoiser.graphs.enabled = self._checkpoint.cuda_graphs == "auto"
+            return denoiser
+        return self.vae(module) if part == "vae" else unarranged(module)
+
+    @abstractmethod
+    def _make_denoiser(self, module: nn.Module, operators: Operators) -> Any:
+        """The loaded denoiser in the form that it is computed with."""
+
+    def put(self, part: str, prepared: Any) -> None:
+        self._parts[part] = prepared
+
+    def use_graphs(self, is_wanted: bool) -> None:
+        if (denoiser := self._parts.get(self.denoiser_part)) is not None:
+            denoiser.graphs.enabled = is_wanted and self._checkpoint.cuda_graphs == "auto"
+
+    def drop_graphs(self) -> None:
+        if (denoiser := self._parts.get(self.denoiser_part)) is not None:  # the loader's thread may drop it
+            denoiser.graphs.clear()
+
+    @property
+    def lora_format(self) -> LoraFormat:
+        return LoraFormat(self.lora_loader)
+
+    def drop(self, part: str) -> None:
+        del self._parts[part]
+
+    def _part(self, name: str) -> Any:
+        if name not in self._parts:
+            raise KeyError(f"the {name} is not loaded")
+        return self._parts[name]
+
+    # ---------------------------------------------------------------------------------------------------- adapters
+
+    def _patches_of(self, part: str) -> AnyPatches:
+        """The adapters of a denoiser or text encoder. Raises KeyError if it is not loaded."""
+        loaded = self._part(part)
+        patches: AnyPatches = loaded.patches if part == self.denoiser_part else loaded
+        return patches
+
+    @abstractmethod
+    def _outline_patches_of(self, part: str) -> AnyPatches:
+        """The same, none, of the part without weights."""
+
+    def _encoder(self, part: str, patches: PatchSet = ()) -> Any:
+        """A text encoder, to be used before the next call."""
+        return self._part(part).under(patches)
+
+    def patches_of_text(self, patches: PatchSet) -> PatchSet:
+        changed = {patch for part in self.text_parts for patch in self._part(part).changed_by(patches)}
+        return tuple(patch for patch in patches if patch in changed)
+
+    def check_adapter(self, adapter: Adapter) -> None:
+        for part, layers in adapter.parts.items():
+            self._outline_patches_of(part).prepare(adapter, layers)
+
+    def prepare_adapter(self, adapter: Adapter, parts: Collection[str]) -> PreparedAdapter:
+        changed = {part: layers for part, layers in adapter.parts.items() if part in parts}
+        return {part: self._patches_of(part).prepare(adapter, layers) for part, layers in changed.items()}
+
+    def put_adapter(self, patch: str, prepared: PreparedAdapter) -> None:
+        for part, its in prepared.items():
+            self._patches_of(part).put(patch, its)
+        self._patch_ids.add(patch)
+
+    def drop_adapter(self, patch: str, parts: Collection[str]) -> None:
+        self._patch_ids.discard(patch)
+        for part in {self.denoiser_part, *self.text_parts}.intersection(parts):
+            self._patches_of(part).drop(patch)
+
+    def lacking(self, patches: PatchSet) -> PatchSet:
+        return tuple(patch for patch in patches if patch.id not in self._patch_ids)
+
+    @property
+    def _vae(self) -> Vae:
+        vae: Vae = self._part("vae")
+        return vae
+
+    @property
+    def _mask_aware_vae(self) -> Vae:
+        """What mask-aware edits encode and decode with. On CPUs that gain by it, it computes in bfloat16 also for a
+        model in float32, unless PyTorch's operators are asked for: with the embedded one in 0.4 of the time with AMX;
+        its pixels differ by 0.16 of 255 on average and by 3 at most."""
+        vae, kernels = self._vae, self._checkpoint.kernels
+        is_float = vae.dtype in (torch.float32, torch.bfloat16)
+        if self._device.type != "cpu" or kernels == "torch" or not is_float or not cpu_gains_by_bfloat16():
+            return vae
+        return vae.in_bfloat16(chosen_operators(kernels, self._device).kernels)
+
+    # ------------------------------------------------------------------------------------------------------- shapes
+
+    @property
+    def _token_size(self) -> int:
+        size: int = self._vae_scale * self.patch
+        return size
+
+    @property
+    def _latent_width(self) -> int:
+        return self._latent_channels * self.patch**2
+
+    def grid(self, width: int, height: int) -> tuple[int, int]:
+        return height // self._token_size, width // self._token_size
+
+    # ------------------------------------------------------------------------------------------------------- images
+
+    def encode_template(self, template: Tensor, *, cache_salt: str | None = None) -> Tensor:
+        vae = self._mask_aware_vae
+        image = to_image(self._here(template)).to(vae.dtype)
+        return pack(vae.encode(image, key=PictureKey.of(template, cache_salt)), self.patch)
+
+    def _here(self, pixels: Tensor) -> Tensor:
+        """A template or mask of uint8 on the family's device. It is uploaded as it is, and all that is computed from it
+        is computed there: this takes a fourth of the bytes, and little of this thread's time."""
+        return upload(pixels, self._device) if pixels.device.type == "cpu" else pixels.to(self._device)
+
+    def upscale(self, latents: Tensor, grid: tuple[int, int], to_grid: tuple[int, int]) -> Tensor:
+        size = [side * self.patch for side in to_grid]
+        pixels = unpack(latents, grid, self.patch).float()
+        enlarged = nn.functional.interpolate(pixels, size=size, mode="bilinear", align_corners=False)
+        return pack(enlarged, self.patch).to(latents.dtype)
+
+    def _unpacked_like(self, like: Tensor, packed: Tensor) -> Tensor:
+        """Packed latents in the shape [1, channels, height / 8, width / 8], device and dtype of `like`."""
+        rows, columns = (side // self.patch for side in like.shape[2:])
+        return unpack(packed, (rows, columns), self.patch).to(like)
+
+    def _latent_shape(self, image: Tensor) -> tuple[int, ...]:
+        """Shape of an image's latents, [1, channels, height / 8, width / 8]."""
+        height, width = (side // self._vae_scale for side in image.shape[2:])
+        return (1, self._latent_channels, height, width)
+
+    def _draw(self, shape: tuple[int, ...], generator: torch.Generator) -> Tensor:
+        """Standard normal numbers, drawn on the CPU in the compute dtype, on which their values depend."""
+        noise: Tensor = randn_tensor(shape, generator=generator, device=self._device, dtype=self._checkpoint.dtype)
+        return noise
+
+    def _posterior_sample(
+        self, image: Tensor, generator: torch.Generator, is_exact: bool, key: PictureKey | None = None
+    ) -> Tensor:
+        """Scaled latents of an image in -1..1: [1, channels, height / 8, width / 8]. key: as for `Vae.encode`."""
+        vae = self._vae if is_exact else self._mask_aware_vae
+        return vae.encode(image.to(vae.dtype), generator, key)
+
+    def _latent_mask(self, mask: Tensor) -> Tensor:
+        """The mask at the latents' resolution, as in the pipelines' `prepare_mask_latents`. mask: uint8 [height,
+        width] -> float32 [1, 1, height / 8, width / 8]."""
+        height, width = (side // self._vae_scale for side in mask.shape)
+        return nn.functional.interpolate(mask[None, None].float(), size=(height, width))
+
+    def decode(self, latents: Tensor, width: int, height: int) -> Tensor:
+        return to_pixels(self._vae.decode(self._vae_latents(latents, width, height)))
+
+    def decode_region(self, latents: Tensor, active: Tensor, width: int, height: int) -> tuple[Tensor, Box]:
+        """Decodes the bounding box of the active tokens: nothing outside it reaches the result."""
+        grid, smaller = self.grid(width, height), self.patch // PATCH  # the VAE's parts are counted in these
+        tokens = around(active, grid[1])
+        finer = (grid[0] * smaller, grid[1] * smaller)
+        whole = self._vae_latents(latents, width, height)
+        pixels = self._mask_aware_vae.decode_region(whole, times(tokens, smaller), finer)
+        return to_pixels(pixels), times(tokens, self._token_size)
+
+    def _vae_latents(self, latents: Tensor, width: int, height: int) -> Tensor:
+        """Packed latents in the VAE's shape, [1, channels, height / 8, width / 8]."""
+        latents = latents.to(self._vae.dtype)  # float32 if another rank has exported them
+        return unpack(latents, self.grid(width, height), self.patch)
+
+    # ---------------------------------------------------------------------------------------------------- denoising
+
+    def content_noise(self, clean: Tensor, noise_id: str) -> Tensor:
+        return self._noise_of(noise_id, tuple(clean.shape)).to(clean.device, clean.dtype)
+
+    def _draw_noise_of(self, noise_id: str, shape: tuple[int, ...]) -> Tensor:
+        return self._draw(shape, torch.Generator("cpu").manual_seed(int(noise_id[:16], 16) >> 1))
+
+    def combine_guidance(self, predictions: Sequence[Tensor], scale: float) -> Tensor:
+        """predictions: the prompt's, then the negative prompt's, if there is one."""
+        wanted, *unwanted = predictions
+        return unwanted[0] + scale * (wanted - unwanted[0]) if unwanted else wanted
+
+
+def to_image(template: Tensor) -> Tensor:
+    """uint8 [height, width, 3] -> float32 [1, 3, height, width] in -1..1, as VaeImageProcessor.preprocess on a CPU."""
+    # By a number, PyTorch would divide as a multiplication with its reciprocal on a GPU, which rounds differently.
+    levels = torch.full((), 255.0, dtype=torch.float32, device=template.device)
+    return (template.permute(2, 0, 1)[None].float() / levels) * 2.0 - 1.0
+
+
+def to_pixels(image: Tensor) -> Tensor:
+    """[1, 3, height, width] in -1..1 -> uint8 [height, width, 3] in host memory, as VaeImageProcessor.postprocess. What
+    a GPU holds is rounded there, so that 3 bytes per pixel are copied. Raises NonFiniteError for what is no picture: a
+    VAE makes such of latents that are not finite, or too large."""
+    # A sum is not finite if any number is not, and takes one pass. It arrives before the picture, which is waited for.
+    total = image.sum(dtype=torch.float32).to("cpu", non_blocking=True)
+    levels = (image * 0.5 + 0.5).clamp(0, 1)
+    pixels: Tensor = (levels[0].permute(1, 2, 0).float() * 255).round().to(torch.uint8).contiguous().cpu()
+    if not total.isfinite() and not image.isfinite().all():  # large finite numbers may have such a sum, too
+        raise NonFiniteError("the picture's numbers are not finite")
+    return pixels
+
+
+def pack(x: Tensor, patch: int = PATCH) -> Tensor:
+    """[1, channels, height, width] -> [height / patch * width / patch, channels * patch**2], as
+    FluxPipeline._pack_latents."""
+    _, channels, height, width = x.shape
+    rows, columns = height // patch, width // patch
+    x = x.reshape(channels, rows, patch, columns, patch).permute(1, 3, 0, 2, 4)
+    return x.reshape(rows * columns, channels * patch**2)
+
+
+def unpack(x: Tensor, grid: tuple[int, int], patch: int = PATCH) -> Tensor:
+    """[rows * columns, channels * patch**2] -> [1, channels, rows * patch, columns * patch], as
+    FluxPipeline._unpack_latents."""
+    rows, columns = grid
+    x = x.view(rows, columns, -1, patch, patch).permute(2, 0, 3, 1, 4)
+    return x.reshape(1, -1, rows * patch, columns * patch)
+
+
+def refuse(checkpoint: Checkpoint, reason: str) -> ConfigError:
+    """The error that this checkpoint cannot be served."""
+    return ConfigError(f"{checkpoint.path}: {reason}")

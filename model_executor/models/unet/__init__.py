@@ -1,0 +1,1 @@
+"""The forward pass of UNet denoisers."""

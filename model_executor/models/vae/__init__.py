@@ -1,0 +1,1 @@
+"""VAEs: pictures to latents and back."""

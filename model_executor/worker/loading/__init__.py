@@ -1,0 +1,1 @@
+"""Loads and drops components and adapters beside a worker's batches."""

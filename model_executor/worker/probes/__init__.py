@@ -1,0 +1,1 @@
+"""Measures latencies and memory on this machine."""

@@ -1,0 +1,138 @@
+"""RepeatedSteps: a batch is made again only where a whole pass would choose it, too."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from random import Random
+
+import msgspec
+import pytest
+from fakes import make_edit, make_hires_edit
+from hypothesis import example, given, settings
+from hypothesis import strategies as st
+from ranks_that_die import Site, check_finished, run_until
+
+from core.scheduling.dispatch import Decision, Dispatch
+from core.scheduling.policies.goodput.goodput import Goodput, GoodputPass
+from core.scheduling.policies.goodput.rank_shares import RankShares
+from core.scheduling.policies.goodput.repeated_steps import RepeatedSteps
+from core.scheduling.requests.request import Request
+from core.scheduling.view import View
+
+
+def _told(decision: Decision) -> tuple[tuple[int, ...], list[tuple[str, str]]]:
+    assert isinstance(decision, Dispatch)
+    return decision.ranks, [(request.id, node.name) for request, node in decision.items]
+
+
+@contextmanager
+def compared(policy: Goodput) -> Iterator[list[bool]]:
+    """While each pass of this policy is made in both ways; for each, whether it was a repetition."""
+    were_repeated, find = list[bool](), RepeatedSteps.next
+
+    def both(
+        self: RepeatedSteps, view: View, served: Sequence[Request], shares: RankShares | None
+    ) -> list[Dispatch] | None:
+        found = find(self, view, served, shares)
+        if found is not None:
+            gone = frozenset(each.request.id for each in policy._plan.given_up)
+            now_served = [request for line in policy._plan.lines for request in line.served]
+            whole = GoodputPass(view, served=now_served, gone=gone, shares=policy._shares).run()
+            assert sorted(map(_told, whole)) == sorted(map(_told, found))
+        were_repeated.append(found is not None)
+        return found
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(RepeatedSteps, "next", both)
+        yield were_repeated
+
+
+@settings(deadline=None)
+@given(st.integers(0, 1 << 30), st.integers(1, 3), st.integers(0, 4), st.integers(1, 8))
+@example(1402, 2, 2, 3)  # a request moves to another rank
+@example(2134, 2, 4, 7)  # one waits again that has made all of its steps
+def test_a_repeated_batch_is_what_a_whole_pass_would_choose(
+    seed: int, num_ranks: int, num_deaths: int, most: int
+) -> None:
+    random, policy = Random(seed), Goodput()
+    site = Site(random, num_ranks, policy, max_num_seqs=most)
+    with compared(policy):
+        for number in range(random.randint(1, 8)):
+            steps, previews = random.randint(2, 20), random.choice([0, 0, 1, 2])
+            edit = make_edit(f"{number}", steps=steps, partial_images=previews)
+            hires = make_hires_edit(f"{number}", steps=steps)
+            made = random.choice([edit, edit, hires])
+            objective = random.choice([None, 0.0, random.uniform(0.0, 100.0)])
+            site.scheduler.add(msgspec.structs.replace(made, objective=objective))
+            for _ in range(random.randint(0, 6)):
+                site.step()
+        site.disturb(num_deaths)
+        site.finish()
+
+
+def test_most_passes_of_a_long_request_are_repetitions() -> None:
+    policy = Goodput()
+    site = Site(Random(0), 2, policy, max_plans_in_flight=1)
+    with compared(policy) as were_repeated:
+        site.scheduler.add(make_edit("a", steps=40))
+        site.finish()
+    assert sum(were_repeated) >= 35
+
+
+def test_steps_are_repeated_while_another_rank_prepares_a_request() -> None:
+    policy = Goodput()
+    site = Site(Random(0), 2, policy, max_plans_in_flight=1)
+    site.scheduler.add(make_edit("a", steps=40))
+    run_until(site, lambda: site.workers.steps_done("a") >= 5)
+    (rank,) = site.scheduler._requests["a"].ranks
+    with compared(policy) as were_repeated:
+        site.scheduler.add(make_edit("b", steps=40))
+        for _ in range(10):
+            site.schedule()
+            site.answer(rank)
+    assert site.scheduler._requests["b"].ranks == {1 - rank}
+    assert site.workers.steps_done("b") == 0
+    assert sum(were_repeated) >= 8
+
+
+def test_steps_of_a_request_without_a_slot_are_not_repeated() -> None:
+    """It went on to make room, which may be there now."""
+    site, find, found = Site(Random(0), 2, Goodput(), max_plans_in_flight=1), RepeatedSteps.next, list[object]()
+    site.scheduler.add(make_edit("a", steps=40))
+    run_until(site, lambda: site.workers.steps_done("a") >= 5)
+
+    def asked(
+        self: RepeatedSteps, view: View, served: Sequence[Request], shares: RankShares | None
+    ) -> list[Dispatch] | None:
+        if again := find(self, view, served, shares):
+            found.append(find(self, view, [], shares))
+        return again
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(RepeatedSteps, "next", asked)
+        run_until(site, lambda: site.workers.steps_done("a") >= 15)
+    assert len(found) >= 8
+    assert set(found) == {None}
+
+
+def test_steps_of_a_dead_ranks_request_go_on_elsewhere() -> None:
+    site = Site(Random(0), 2, Goodput(), max_plans_in_flight=1)
+    requests = [make_edit(name, steps=40) for name in "ab"]
+    for request in requests:
+        site.scheduler.add(request)
+    run_until(site, lambda: site.workers.steps_done("a") >= 5)
+    (rank,) = site.scheduler._requests["a"].ranks
+    site.kill(rank)
+    run_until(site, lambda: len(site.ended) == 2)
+    for request in requests:
+        check_finished(site, request)
+
+
+def test_steps_that_ranks_share_are_made_once() -> None:
+    policy = Goodput()
+    site, request = Site(Random(0), 2, policy, degree=2), make_edit("a", steps=10)
+    site.scheduler.add(request)
+    with compared(policy):
+        site.finish()
+    check_finished(site, request)

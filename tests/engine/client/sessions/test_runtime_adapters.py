@@ -1,0 +1,199 @@
+"""Which adapters are served and kept while names and requests come and go."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator, Collection
+from types import SimpleNamespace
+
+import msgspec
+import pytest
+import pytest_asyncio
+from fakes import MODEL
+
+from core.config import EngineConfig
+from core.errors import AdapterNotFoundError, InvalidRequestError, ModelNotFoundError, OverloadedError
+from core.lora import Lora
+from core.model_choice import ModelChoice, choose_model
+from core.patches import Patch
+from engine.client.resolve.served_models import ServedModels
+from engine.client.sessions import runtime_adapters
+from engine.client.sessions.running_sessions import RunningSessions
+from engine.client.sessions.runtime_adapters import RuntimeAdapters
+from engine.client.sessions.session import Session
+from engine.observability.metrics import Metrics
+
+
+class Engines:
+    """The patch of a file is its path; loading waits for the gate."""
+
+    def __init__(self) -> None:
+        self.resident: list[str] = []
+        self.keep: set[str] = set()  # of the last load
+        self.gate = asyncio.Event()
+        self.gate.set()
+
+    async def load(self, model: str, name: str, path: str, keep: Collection[str]) -> str:
+        await self.gate.wait()
+        self.keep = set(keep)
+        if path == "bad":
+            raise InvalidRequestError("Invalid 'lora_path': bad.", param="lora_path")
+        self.resident = [*(patch for patch in self.resident if patch != path), path]
+        return path
+
+    def drop(self, model: str, patch: str) -> None:
+        self.resident.remove(patch)
+
+
+class Request(Session):
+    """Runs until told to end."""
+
+    def give_up(self) -> None:
+        self.done.set()
+
+    async def close(self) -> None:
+        await self.done.wait()
+
+
+class Server:
+    def __init__(self) -> None:
+        config = EngineConfig()
+        self.served, self.sessions, self.engines = ServedModels(config), RunningSessions(), Engines()
+        self.served.set({"m": MODEL}, config)
+        self.metrics = Metrics()
+        router = SimpleNamespace(adapters=self.engines)
+        services = SimpleNamespace(served=self.served, sessions=self.sessions, router=router, metrics=self.metrics)
+        self.adapters = RuntimeAdapters(services)  # type: ignore[arg-type]
+
+    def begin(self, *names: str) -> Request:
+        choice = choose_model(self.served.by_name, "", [Lora(name) for name in names])
+        return Request(choice, "", 1)
+
+
+async def settle() -> None:
+    for _ in range(10):
+        await asyncio.sleep(0)
+
+
+@pytest_asyncio.fixture
+async def server() -> AsyncIterator[Server]:
+    server = Server()
+    async with asyncio.TaskGroup() as tasks:
+        server.sessions.start(tasks)
+        yield server
+
+
+async def test_a_loaded_adapter_is_served_under_its_name(server: Server) -> None:
+    info = await server.adapters.load("hat", "h")
+    assert (info.name, info.parent, info.patch) == ("hat", "m", "h")
+    assert choose_model(server.served.by_name, "", [Lora("hat", 0.5)]).patches == (Patch("h", 0.5),)
+    assert b'running_lora_adapters="hat"' in server.metrics.exposition()
+    server.adapters.unload("hat")
+    assert list(server.served.by_name) == ["m"]
+    assert b'running_lora_adapters=""' in server.metrics.exposition()
+
+
+async def test_it_is_kept_until_the_last_request_with_it_has_ended(server: Server) -> None:
+    await server.adapters.load("hat", "h")
+    await server.adapters.load("shirt", "s")
+    with server.sessions.track(server.begin("hat", "shirt")):
+        with server.sessions.track(server.begin("hat")):
+            server.adapters.unload("hat")
+            await settle()
+            assert server.engines.resident == ["h", "s"]
+        await settle()
+        assert server.engines.resident == ["h", "s"]
+    await settle()
+    assert server.engines.resident == ["s"]
+
+
+async def test_another_name_keeps_it(server: Server) -> None:
+    """Also one that is given after the first was taken away."""
+    await server.adapters.load("hat", "h")
+    await server.adapters.load("cap", "h")
+    assert server.engines.keep == {"h"}
+    server.adapters.unload("hat")
+    await settle()
+    assert server.engines.resident == ["h"]
+    with server.sessions.track(server.begin("cap")):
+        server.adapters.unload("cap")
+        await server.adapters.load("hood", "h")
+    await settle()
+    assert server.engines.resident == ["h"]
+    server.adapters.unload("hood")
+    await settle()
+    assert server.engines.resident == []
+
+
+async def test_a_name_given_while_it_is_dropped_keeps_it(server: Server) -> None:
+    await server.adapters.load("hat", "h")
+    server.engines.gate.clear()
+    loading = asyncio.create_task(server.adapters.load("cap", "h"))
+    await settle()
+    server.adapters.unload("hat")
+    await settle()
+    server.engines.gate.set()
+    await loading
+    await settle()
+    assert server.engines.resident == ["h"]
+
+
+async def test_a_shutdown_ends_a_load_and_those_that_wait_for_it(server: Server) -> None:
+    server.engines.gate.clear()
+    loads = [asyncio.create_task(server.adapters.load(name, name)) for name in ("hat", "cap")]
+    await settle()
+    await server.sessions.drain(0.0)
+    results = await asyncio.gather(*loads, server.adapters.load("hood", "h"), return_exceptions=True)
+    assert [type(result) for result in results] == [OverloadedError] * 3
+
+
+async def test_a_refused_file_changes_nothing(server: Server) -> None:
+    with pytest.raises(InvalidRequestError, match="bad"):
+        await server.adapters.load("hat", "bad")
+    assert list(server.served.by_name) == ["m"]
+    await server.adapters.load("hat", "h")
+
+
+async def test_there_are_not_more_than_may_be(server: Server, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(runtime_adapters, "MAX_ADAPTERS", 2)
+    for name in ("hat", "cap"):
+        await server.adapters.load(name, "h")
+    with pytest.raises(InvalidRequestError, match="2 adapters are served already"):
+        await server.adapters.load("hood", "h")
+    server.adapters.unload("hat")
+    await server.adapters.load("hood", "h")
+
+
+async def test_of_two_loads_at_once_the_first_gets_the_name(server: Server) -> None:
+    results = await asyncio.gather(*(server.adapters.load("hat", path) for path in "hs"), return_exceptions=True)
+    assert isinstance(results[1], InvalidRequestError)
+    assert server.engines.resident == ["h"]
+
+
+@pytest.mark.parametrize(
+    ("name", "path", "model", "param"),
+    [
+        ("m", "h", "", "lora_name"),
+        ("a b", "h", "", "lora_name"),
+        ("", "h", "", "lora_name"),
+        ("x" * 513, "h", "", "lora_name"),
+        ("hat", "", "", "lora_path"),
+        ("hat", "x" * 5000, "", "lora_path"),
+        ("hat", "h", "other", "model"),
+    ],
+)
+async def test_what_cannot_be_named_or_found(server: Server, name: str, path: str, model: str, param: str) -> None:
+    with pytest.raises(InvalidRequestError) as caught:
+        await server.adapters.load(name, path, model)
+    assert caught.value.param == param
+    assert server.engines.resident == []
+
+
+async def test_only_adapters_are_unloaded_and_only_models_adapted(server: Server) -> None:
+    for name in ("m", "hat"):
+        with pytest.raises(AdapterNotFoundError, match=name):
+            server.adapters.unload(name)
+    await server.adapters.load("hat", "h")
+    with pytest.raises(ModelNotFoundError):
+        await server.adapters.load("cap", "h", "hat")
+    assert ModelChoice(msgspec.structs.replace(MODEL)).patches == ()

@@ -1,0 +1,362 @@
+"""Every family's denoiser: against its diffusers module, in a batch, and with active tokens over a template's pages."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from copy import deepcopy
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from thread_groups import ThreadGroups
+from torch import Tensor, nn
+
+from core.page_scheme import PageDtype
+from core.patches import Patch
+from model_executor.checkpoint.quantization import for_device
+from model_executor.kernels.linear import plain_linear
+from model_executor.kernels.low_rank import LowRank
+from model_executor.kernels.operators import Operators
+from model_executor.models.base import PrimeRow, Row
+from model_executor.models.families.vae_family import pack, unpack
+from model_executor.models.transformer.denoiser import Denoiser
+from model_executor.models.transformer.dit_transformer import DiTTransformer
+from model_executor.models.transformer.flux_transformer import FluxTransformer
+from model_executor.models.transformer.qwen_transformer import QwenEditTransformer, QwenTransformer
+from model_executor.models.transformer.sd3_transformer import SD3Transformer
+from model_executor.page_cache.pages import Pages
+from model_executor.patches.adapters import Adapter
+from tools.random_checkpoints import flux_transformer, qwen_transformer, sd3_transformer
+from tools.random_dit_checkpoints import TINY, dit_transformer
+
+WIDTH = 64
+ROWS = [((6, 8), 8), ((3, 5), 8), ((8, 2), 11), ((1, 1), 5)]
+"""(grid, text tokens) of requests that share a batch."""
+
+ACTIVE = torch.tensor([3, 4, 5, 11, 12, 13, 30, 47])
+
+
+@dataclass(frozen=True)
+class Case:
+    """A small random module, its denoiser, and the inputs that diffusers' pipeline would pass to the module."""
+
+    module: Callable[[], Any]
+    denoiser: type[Denoiser]
+    reference: Callable[[Any, Row], Tensor]
+    num_pages: int
+    only_squares: bool = False  # the module takes no other pictures
+
+
+def of_flux(module: Any, row: Row) -> Tensor:
+    ids = torch.cartesian_prod(torch.zeros(1), torch.arange(float(row.grid[0])), torch.arange(float(row.grid[1])))
+    output: Tensor = module(
+        hidden_states=row.latents[None],
+        timestep=row.sigma.expand(1),
+        guidance=torch.full([1], row.guidance_scale) if module.config.guidance_embeds else None,
+        pooled_projections=row.pooled_prompt_embeds[None],
+        encoder_hidden_states=row.prompt_embeds[None],
+        txt_ids=torch.zeros(row.prompt_embeds.shape[0], 3),
+        img_ids=ids,
+        return_dict=False,
+    )[0][0]
+    return output
+
+
+def of_sd3(module: Any, row: Row) -> Tensor:
+    output = module(
+        hidden_states=unpack(row.latents, row.grid),
+        timestep=(row.sigma * 1000).expand(1),
+        pooled_projections=row.pooled_prompt_embeds[None],
+        encoder_hidden_states=row.prompt_embeds[None],
+        return_dict=False,
+    )[0]
+    return pack(output)
+
+
+def of_qwen(module: Any, row: Row) -> Tensor:
+    """The case of Qwen-Image, with the template's tokens if the row has them."""
+    hidden, pictures = [row.latents], [(1, *row.grid)]
+    if row.condition.numel():
+        hidden, pictures = [row.latents, row.condition], pictures * 2
+    output: Tensor = module(
+        hidden_states=torch.cat(hidden)[None],
+        timestep=row.sigma.expand(1),
+        encoder_hidden_states=row.prompt_embeds[None],
+        img_shapes=[pictures],
+        return_dict=False,
+    )[0][0]
+    return output[: len(row.latents)]
+
+
+def of_dit(module: Any, row: Row) -> Tensor:
+    """With the row's embeddings of a class, which it has of no label."""
+    module, embeds = deepcopy(module), row.pooled_prompt_embeds.chunk(len(module.transformer_blocks))
+    for block, embed in zip(module.transformer_blocks, embeds, strict=True):
+        block.norm1.emb.class_embedder = nn.Module()
+        block.norm1.emb.class_embedder.forward = lambda labels, embed=embed: embed[None]
+    output = module(unpack(row.latents, row.grid), (row.sigma * 1000).round()[None], torch.zeros(1), return_dict=False)
+    return pack(output[0])[:, : row.latents.shape[1]]
+
+
+def sd3(**options: Any) -> Callable[[], Any]:
+    return lambda: sd3_transformer(WIDTH, WIDTH, **options)
+
+
+DIT_BLOCKS = 3
+
+
+def dit() -> Any:
+    return dit_transformer(**TINY | {"num_layers": DIT_BLOCKS, "in_channels": 16, "out_channels": 32})
+
+
+CASES = {
+    "flux-dev": Case(lambda: flux_transformer(WIDTH, True, 64), FluxTransformer, of_flux, 3),
+    "flux-schnell": Case(lambda: flux_transformer(WIDTH, False, 64), FluxTransformer, of_flux, 3),
+    "sd3": Case(sd3(qk_norm=None, dual_attention_layers=()), SD3Transformer, of_sd3, 3),
+    "sd3.5-large": Case(sd3(dual_attention_layers=()), SD3Transformer, of_sd3, 3),
+    "sd3.5-medium": Case(sd3(dual_attention_layers=(0, 1)), SD3Transformer, of_sd3, 5),
+    "second-attention-last": Case(sd3(dual_attention_layers=(2,)), SD3Transformer, of_sd3, 4),
+    "qwen": Case(qwen_transformer, QwenTransformer, of_qwen, 3),
+    "qwen-edit": Case(qwen_transformer, QwenEditTransformer, of_qwen, 3),
+    "dit": Case(dit, DiTTransformer, of_dit, DIT_BLOCKS, only_squares=True),
+}
+
+
+@pytest.fixture(scope="module", params=CASES)
+def case(request: pytest.FixtureRequest) -> Case:
+    return CASES[request.param]
+
+
+@pytest.fixture(scope="module")
+def module(case: Case) -> Any:
+    torch.manual_seed(0)
+    return case.module().eval()
+
+
+@pytest.fixture(scope="module")
+def denoiser(case: Case, module: Any) -> Denoiser:
+    return case.denoiser(module, 1000)
+
+
+Kind = Denoiser | type[Denoiser]
+
+
+def make_row(kind: Kind, seed: int, grid: tuple[int, int] = (6, 8), text_tokens: int = 8) -> Row:
+    generator = torch.Generator().manual_seed(seed)
+
+    def draw(*shape: int) -> Tensor:
+        return torch.randn(shape, generator=generator)
+
+    tokens, has_text = grid[0] * grid[1], not issubclass(kind if isinstance(kind, type) else type(kind), DiTTransformer)
+    return Row(
+        latents=draw(tokens, 64),
+        condition=draw(tokens, 64) if kind.rows_per_token == 2 else torch.empty(tokens, 0),
+        prompt_embeds=draw(text_tokens, WIDTH) if has_text else torch.empty(0, 0),
+        pooled_prompt_embeds=draw(WIDTH if has_text else DIT_BLOCKS * WIDTH),
+        sigma=torch.rand((), generator=generator),
+        guidance_scale=1.0 + seed,
+        grid=grid,
+    )
+
+
+@torch.inference_mode()
+def forward(denoiser: Denoiser, rows: Sequence[Row]) -> list[Tensor]:
+    return denoiser.forward(rows)
+
+
+def prime_row(denoiser: Denoiser, row: Row, dtype: PageDtype = "float32") -> PrimeRow:
+    """A row that primes the same inputs; its pages start with values that would be noticed."""
+    entry = torch.full([denoiser.page_layout(dtype).entry_bytes(len(row.latents))], 0x7F, dtype=torch.uint8)
+    shared = ("latents", "condition", "prompt_embeds", "pooled_prompt_embeds", "sigma", "guidance_scale", "grid")
+    return PrimeRow(**{name: getattr(row, name) for name in (*shared, "patches")}, hidden=None, entry=entry)
+
+
+@torch.inference_mode()
+def prime(denoiser: Denoiser, row: PrimeRow, cuts: Sequence[int] = ()) -> None:
+    """Prime all pages, in chunks that end at `cuts`."""
+    for start, stop in zip([0, *cuts], [*cuts, denoiser.num_pages], strict=True):
+        (state,) = denoiser.prime([row], (start, stop))
+        row = replace(row, hidden=state)
+    assert row.hidden == ()
+
+
+def primed(denoiser: Denoiser, row: Row, active: Tensor = ACTIVE, dtype: PageDtype = "float32") -> Row:
+    """The row with these tokens active, over pages of its own inputs."""
+    template = prime_row(denoiser, row, dtype)
+    prime(denoiser, template)
+    layout = denoiser.page_layout(dtype)
+    return replace(row, active=active, pages=Pages(layout, len(row.latents), template.entry, None, 0.0))
+
+
+@pytest.mark.parametrize("number", range(len(ROWS)))
+def test_one_request_equals_the_module(case: Case, module: Any, number: int) -> None:
+    (rows, columns), text_tokens = ROWS[number]
+    row = make_row(case.denoiser, number, (rows, rows if case.only_squares else columns), text_tokens)
+    with torch.inference_mode():
+        expected = case.reference(module, row)
+    (output,) = forward(case.denoiser(module, 1000, Operators(plain_linear)), [row])
+    assert float(expected.std()) > 0.05
+    torch.testing.assert_close(output, expected, rtol=1e-4, atol=1e-5)
+
+
+def test_bits_do_not_depend_on_the_batch(denoiser: Denoiser) -> None:
+    """Exact and mask-aware, sizes and text lengths: alone or with any others."""
+    rows = [make_row(denoiser, number, *shape) for number, shape in enumerate(ROWS)]
+    rows += [
+        primed(denoiser, make_row(denoiser, 7)),
+        replace(primed(denoiser, make_row(denoiser, 8)), full_blocks=range(1)),
+    ]
+    alone = [forward(denoiser, [row])[0] for row in rows]
+    for order in ([0, 1, 2, 3, 4, 5], [5, 3, 1, 4, 0, 2], [4, 4]):
+        for index, output in zip(order, forward(denoiser, [rows[i] for i in order]), strict=True):
+            assert torch.equal(output, alone[index])
+
+
+@pytest.fixture(scope="module")
+def groups() -> ThreadGroups:
+    return ThreadGroups(5)
+
+
+@pytest.mark.parametrize("degree", [2, 3, 5])
+def test_bits_do_not_depend_on_the_degree(adapted: Denoiser, groups: ThreadGroups, degree: int) -> None:
+    """Exact and mask-aware, alone and in batches, with patches; of 4 heads, by members with unequal shares or none."""
+    rows = [
+        replace(make_row(adapted, number, *shape), patches=patches)
+        for number, (shape, patches) in enumerate(zip(ROWS, SETS, strict=False))
+    ]
+    rows += [
+        primed(adapted, replace(make_row(adapted, 7), patches=SETS[2])),
+        replace(primed(adapted, make_row(adapted, 8)), full_blocks=range(1)),
+        replace(primed(adapted, make_row(adapted, 9), torch.tensor([17])), full_blocks=range(2)),
+    ]
+    alone = [forward(adapted, [row])[0] for row in rows]
+    for order in ([0], [3], [4], [5], [6], [0, 1, 2, 3, 4, 5, 6], [6, 4, 0]):
+        some = [rows[index] for index in order]
+        for outputs in groups.run(lambda group, some=some: adapted.forward(some, group), range(degree)):
+            for index, output in zip(order, outputs, strict=True):
+                assert torch.equal(output, alone[index]), (order, index)
+
+
+def test_bits_do_not_depend_on_the_degree_with_int8_weights_and_pages(case: Case, groups: ThreadGroups) -> None:
+    quantization = pytest.importorskip("torchao.quantization")
+    torch.manual_seed(0)
+    module = case.module().eval()
+    plain = forward(case.denoiser(module, 1000), [row := make_row(case.denoiser, 0)])[0]
+    quantization.quantize_(module, quantization.Int8WeightOnlyConfig(set_inductor_config=False))
+    denoiser = case.denoiser(for_device(module, torch.device("cpu")), 1000)
+    rows = [row, primed(denoiser, make_row(denoiser, 7), dtype="int8"), make_row(denoiser, 3, (4, 4), 11)]
+    alone = [forward(denoiser, [row])[0] for row in rows]
+    assert not torch.equal(alone[0], plain), "weights are quantised"
+    for outputs in groups.run(lambda group: denoiser.forward(rows, group), range(3)):
+        assert all(map(torch.equal, outputs, alone))
+
+
+SETS = [(), (Patch("a"),), (Patch("a"), Patch("b", -0.5)), (Patch("b", 0.7),), (Patch("a", 0.3),), ()]
+
+
+@pytest.fixture(scope="module")
+def adapted(case: Case, module: Any) -> Denoiser:
+    denoiser = case.denoiser(module, 1000)
+    put_adapters(denoiser)
+    return denoiser
+
+
+def put_adapters(denoiser: Denoiser) -> None:
+    """Two adapters, one of every layer and one of every other one."""
+    module, generator = denoiser.module, torch.Generator().manual_seed(3)
+    for patch, step in (("a", 1), ("b", 2)):
+        layers = {
+            name: LowRank(
+                torch.randn(3, layer.weight[0].numel(), generator=generator) / layer.weight[0].numel() ** 0.5,
+                torch.randn(len(layer.weight), 3, generator=generator) / 2,
+            )
+            for name, layer in list(module.named_modules())[::step]
+            if isinstance(layer, nn.Linear | nn.Conv2d)
+        }
+        adapter = Adapter(patch, Path(f"{patch}.safetensors"), patch, {})
+        denoiser.patches.put(patch, denoiser.patches.prepare(adapter, layers))
+
+
+@torch.inference_mode()
+def test_bits_do_not_depend_on_the_patches_of_others(denoiser: Denoiser, adapted: Denoiser) -> None:
+    """Exact and mask-aware, with and without a modulation table; a row without patches is as in a model without."""
+    shapes = [*ROWS, ((6, 8), 8), ((6, 8), 8)]
+    rows = [
+        replace(make_row(denoiser, number, *shape), patches=patches)
+        for number, (shape, patches) in enumerate(zip(shapes, SETS, strict=True))
+    ]
+    rows += [primed(adapted, replace(make_row(denoiser, 7), patches=patches)) for patches in SETS[:3]]
+    rows.append(replace(rows[-1], full_blocks=range(1)))
+    alone = [forward(adapted, [row])[0] for row in rows]
+    for index, plain in [(0, rows[0]), (5, rows[5]), (6, rows[6])]:
+        assert torch.equal(alone[index], forward(denoiser, [plain])[0])
+    with_table = [tabled(adapted, row) for row in rows]
+    for order in (range(10), [9, 1, 8, 2, 7, 3, 6, 4, 5, 0], [3, 3, 4, 1]):
+        for some in (rows, with_table):
+            for index, output in zip(order, forward(adapted, [some[i] for i in order]), strict=True):
+                assert torch.equal(output, alone[index])
+    assert len({output.numpy().tobytes() for output in alone[6:]}) == 3
+
+
+def tabled(denoiser: Denoiser, row: Row) -> Row:
+    """The row with its modulation computed before."""
+    of_row = row.pooled_prompt_embeds, row.guidance_scale, row.sigma[None], 1, row.patches
+    return replace(row, modulation=denoiser.modulation(*of_row))
+
+
+@torch.inference_mode()
+def test_templates_of_other_patches_are_primed_together(adapted: Denoiser) -> None:
+    rows = [replace(make_row(adapted, number), patches=patches) for number, patches in enumerate(SETS)]
+    alone, together = ([prime_row(adapted, row) for row in rows] for _ in range(2))
+    for row in alone:
+        prime(adapted, row)
+    hidden = adapted.prime(together, (0, 1))
+    adapted.prime([replace(row, hidden=its) for row, its in zip(together, hidden, strict=True)], (1, adapted.num_pages))
+    for one, other in zip(alone, together, strict=True):
+        assert torch.equal(one.entry, other.entry)
+
+
+@pytest.mark.parametrize("active", [ACTIVE, torch.arange(1, 48), torch.tensor([17])])
+def test_own_content_gives_the_bits_of_the_exact_pass(denoiser: Denoiser, active: Tensor) -> None:
+    """If pages contain what the request itself would compute, omitting tokens changes nothing."""
+    row = make_row(denoiser, 0)
+    (exact,) = forward(denoiser, [row])
+    (output,) = forward(denoiser, [primed(denoiser, row, active)])
+    assert torch.equal(output, exact[active])
+
+
+def test_full_blocks_on_own_inputs(denoiser: Denoiser) -> None:
+    """For any number of pages still missing: blocks that need one of them compute all tokens."""
+    row = make_row(denoiser, 5)
+    (exact,) = forward(denoiser, [row])
+    for full_blocks in range(denoiser.num_pages + 1):
+        partial = primed(denoiser, row)
+        assert partial.pages is not None
+        partial.pages.near[: full_blocks * partial.pages.layout.block_bytes(48)] = 0x7F
+        (output,) = forward(denoiser, [replace(partial, full_blocks=range(full_blocks))])
+        assert torch.equal(output, exact[ACTIVE])
+
+
+def test_priming_in_chunks_writes_the_same_bytes(case: Case, denoiser: Denoiser) -> None:
+    """Also where a chunk ends between the two pages of one block."""
+    assert denoiser.page_layout("int8").num_blocks == denoiser.num_pages == case.num_pages
+    whole = prime_row(denoiser, make_row(denoiser, 0))
+    prime(denoiser, whole)
+    for cut in range(1, denoiser.num_pages):
+        part = prime_row(denoiser, make_row(denoiser, 0))
+        prime(denoiser, part, [cut])
+        assert torch.equal(part.entry, whole.entry)
+
+
+@torch.inference_mode()
+def test_the_tables_of_all_rows_of_a_request_share_one_limit(
+    denoiser: Denoiser, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    row, sigmas = make_row(denoiser, 0), torch.linspace(1, 0.1, 4)
+    table = denoiser.modulation(row.pooled_prompt_embeds, row.guidance_scale, sigmas, 1)
+    assert table is not None
+    monkeypatch.setattr("model_executor.models.transformer.denoiser.MODULATION_BYTES", table.nbytes)
+    assert denoiser.modulation(row.pooled_prompt_embeds, row.guidance_scale, sigmas, 1) is not None
+    assert denoiser.modulation(row.pooled_prompt_embeds, row.guidance_scale, sigmas, 2) is None

@@ -1,0 +1,129 @@
+"""The cost probe: every stage is timed within the budget, and measurements are kept for the next start."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import msgspec
+import pytest
+
+from core.config import ModelConfig
+from core.costs.cost_model import CostKey, CostModel
+from core.graph.work import Work
+from core.ipc.small_files import MAX_BYTES
+from core.messages.worker import CostSample
+from core.model_info import ModelInfo
+from core.scheduling.ops.denoise import DENOISE
+from core.scheduling.reports.predictor import Predictor
+from model_executor.models.base import Family
+from model_executor.worker.loading.resident import ResidentModels
+from model_executor.worker.probes import cost_probe
+from model_executor.worker.probes.cost_probe import Batches, known_or_probed, probe
+from tools.random_checkpoints import make_sd3
+
+PLENTY = 60.0  # seconds
+
+
+def test_every_stage_is_measured(family: Family, info: ModelInfo) -> None:
+    samples = probe(family, info, PLENTY)
+    assert {(sample.component, sample.op) for sample in samples} == {
+        ("text_encoder", "text_encode"),
+        ("vae", "image_encode"),
+        ("vae", "decode"),
+        ("transformer", "prime"),
+        ("transformer", "denoise"),
+    }
+    assert all(sample.seconds > 0 for sample in samples)
+    denoising = [sample.work for sample in samples if sample.op == "denoise"]
+    assert any(work.queries == work.keys for work in denoising), "an exact step"
+    assert any(max(work.queries) < min(work.keys) for work in denoising), "a mask-aware one"
+    assert max(len(work.queries) for work in denoising) == 8
+
+
+def test_the_timed_work_is_the_counted_work(tmp_path: Path) -> None:
+    """With SD3, some of whose text tokens are not in a prompt: rows have as many tokens as the samples say."""
+    config = ModelConfig(model=str(make_sd3(tmp_path / "sd3")), served_model_name="tiny", dtype="float32", device="cpu")
+    models = ResidentModels.open([config])
+    models.load_all()
+    (info,) = models.ready(0).models
+    batches = Batches(models.families["tiny"], info)
+    _, encoding, encode = next(iter(batches.all()))
+    _, step, _ = batches.denoise([1.0, 0.5])
+    _, priming, _ = batches.prime(1, 1.0)
+    text, image = len(encode().prompt_embeds), 64  # type: ignore[attr-defined]
+    assert text == info.max_text_tokens + info.extra_text_tokens > info.max_text_tokens
+    assert encoding.queries == (text,)
+    assert (step.queries, step.keys) == ((text + image, text + image // 2), (text + image,) * 2)
+    assert priming.queries == priming.keys == (text + image,)
+
+
+def test_a_model_without_pages_has_exact_steps_alone(family: Family, info: ModelInfo) -> None:
+    samples = probe(family, msgspec.structs.replace(info, page_scheme=None), PLENTY)
+    assert "prime" not in {sample.op for sample in samples}
+    denoising = [sample.work for sample in samples if sample.op == "denoise"]
+    assert denoising
+    assert all(work.queries == work.keys for work in denoising)
+
+
+def test_no_time_no_samples(family: Family, info: ModelInfo) -> None:
+    assert probe(family, info, 0.0) == []
+
+
+def test_the_cost_model_starts_from_them(family: Family, info: ModelInfo) -> None:
+    model, key = CostModel(), CostKey("flux-fill", (), "denoise", "cpu", 1)
+    for sample in probe(family, info, PLENTY):
+        model.observe(CostKey("flux-fill", (), sample.op, "cpu", 1), sample.work, sample.seconds)
+    assert 0.0 < model.predict(key, Work.of([24])) < model.predict(key, Work.of([24] * 8)) < 10.0
+
+
+def test_measurements_are_kept(models: ResidentModels, info: ModelInfo, tmp_path: Path) -> None:
+    first = known_or_probed(models.families, [info], tmp_path)
+    assert first == known_or_probed(models.families, [info], tmp_path)
+    (path,) = (tmp_path / "costs").iterdir()
+    assert tuple(msgspec.json.decode(path.read_bytes(), type=list[CostSample])) == first
+
+
+def test_another_page_dtype_is_another_measurement(models: ResidentModels, info: ModelInfo, tmp_path: Path) -> None:
+    assert info.page_scheme is not None
+    layout = msgspec.structs.replace(info.page_scheme.layout, dtype="float32")
+    scheme = msgspec.structs.replace(info.page_scheme, layout=layout)
+    known_or_probed(models.families, [info], tmp_path)
+    known_or_probed(models.families, [msgspec.structs.replace(info, page_scheme=scheme)], tmp_path)
+    assert len(list((tmp_path / "costs").iterdir())) == 2
+
+
+def test_other_kernels_are_another_measurement(models: ResidentModels, info: ModelInfo, tmp_path: Path) -> None:
+    known_or_probed(models.families, [info], tmp_path)
+    known_or_probed(models.families, [info], tmp_path, {"tiny": ModelConfig(kernels="auto", batch_invariant=True)})
+    assert len(list((tmp_path / "costs").iterdir())) == 1
+    known_or_probed(models.families, [info], tmp_path, {"tiny": ModelConfig(kernels="torch")})
+    assert len(list((tmp_path / "costs").iterdir())) == 2
+
+
+def test_a_damaged_file_is_measured_again(models: ResidentModels, info: ModelInfo, tmp_path: Path) -> None:
+    known_or_probed(models.families, [info], tmp_path)
+    (path,) = (tmp_path / "costs").iterdir()
+    path.write_bytes(path.read_bytes()[:20])
+    samples = known_or_probed(models.families, [info], tmp_path)
+    assert tuple(msgspec.json.decode(path.read_bytes(), type=list[CostSample])) == samples
+
+
+def test_a_folder_that_cannot_be_written_is_no_error(models: ResidentModels, info: ModelInfo, tmp_path: Path) -> None:
+    blocked = tmp_path / "file"
+    blocked.write_text("not a folder")
+    assert known_or_probed(models.families, [info], blocked)
+
+
+def test_an_adapter_has_the_costs_of_its_model(models: ResidentModels, info: ModelInfo, tmp_path: Path) -> None:
+    adapter = msgspec.structs.replace(info, name="shirt", parent="tiny")
+    samples = known_or_probed(models.families, [info, adapter], tmp_path)
+    assert {sample.model for sample in samples} == {"tiny"}
+    predictor = Predictor(CostModel(), {"tiny": info, "shirt": adapter})
+    assert predictor.key("shirt", DENOISE) == predictor.key("tiny", DENOISE)
+    assert len(list((tmp_path / "costs").iterdir())) == 1
+
+
+@pytest.mark.parametrize("content", [b"[" * 100_000, b"1" * (MAX_BYTES + 1), b"{}"])
+def test_a_cost_file_that_is_none_is_measured_again(tmp_path: Path, content: bytes) -> None:
+    (tmp_path / "costs.json").write_bytes(content)
+    assert cost_probe._read(tmp_path / "costs.json") is None
