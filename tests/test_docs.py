@@ -9,6 +9,7 @@ from typing import get_args
 
 import pytest
 
+from benchmarks.evidence import papers
 from core.config import RouterPolicy, SchedulingPolicyName
 from core.scheduling.ops import BUILT_IN
 from entrypoints.openai.fields.fields import EDIT_FIELDS
@@ -171,6 +172,16 @@ def test_the_benchmarks_end_with_what_is_written_by_hand() -> None:
     """`make bench` writes the rest of the page and appends this file."""
     by_hand = (ROOT / "benchmarks" / "evidence" / "measuring.md").read_text()
     assert (ROOT / "docs" / "benchmarks.md").read_text().endswith(by_hand)
+
+
+def test_the_page_of_papers_is_generated() -> None:
+    """`python -m benchmarks.evidence.papers` writes it."""
+    assert (ROOT / "docs" / "papers.md").read_text() == papers.render(ROOT / "docs")
+
+
+def test_every_result_is_on_the_page_of_papers() -> None:
+    text = (ROOT / "docs" / "papers.md").read_text()
+    assert not [path.stem for path in (ROOT / "docs" / "results").glob("*.json") if f"| {path.stem} | `" not in text]
 
 
 def test_every_page_is_linked() -> None:
