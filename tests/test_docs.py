@@ -138,7 +138,9 @@ def test_the_architecture_has_a_line_for_every_folder() -> None:
 
 def test_every_family_is_documented() -> None:
     files = (ROOT / "model_executor" / "models" / "families").glob("*.py")
-    families = {name for file in files for name in re.findall(r'^    family = "([\w-]+)"', file.read_text(), re.MULTILINE)}
+    families = {
+        name for file in files for name in re.findall(r'^    family = "([\w-]+)"', file.read_text(), re.MULTILINE)
+    }
     assert {"flux-fill", "dit"} <= families
     text = (ROOT / "docs" / "models.md").read_text()
     assert not [name for name in families if f"| `{name}` |" not in text]
@@ -151,7 +153,9 @@ def test_every_policy_is_documented() -> None:
 
 
 def test_every_op_is_documented() -> None:
-    (row,) = re.findall(r"^\| `worker_busy_seconds_total`.*$", (ROOT / "docs/observability.md").read_text(), re.MULTILINE)
+    (row,) = re.findall(
+        r"^\| `worker_busy_seconds_total`.*$", (ROOT / "docs/observability.md").read_text(), re.MULTILINE
+    )
     assert not [op.name for op in BUILT_IN if f"`{op.cost_name}`" not in row]
 
 
@@ -191,5 +195,55 @@ def test_every_page_is_linked() -> None:
     assert not [page.name for page in PAGES[1:] if page not in linked]
 
 
+def figures_of(text: str) -> set[str]:
+    """Numbers, without the commas of thousands and the digits of names such as `H100`."""
+    return set(
+        re.findall(r"(?<![\w.])\d+(?:\.\d+)?(?![\w]|\.\d)", re.sub(r"(?<=\d),(?=\d{3})", "", text).replace("x", " "))
+    )
+
+
+def rounds_to(figure: str, exact: str) -> bool:
+    digits = len(figure.partition(".")[2])
+    return f"{float(exact):.{digits}f}" == figure
+
+
+MEASURED = re.split(r"\n- ", (ROOT / "README.md").read_text().partition("\n## Measured\n")[2].partition("\n## ")[0])[1:]
+
+
+@pytest.mark.parametrize("claim", MEASURED)
+def test_the_readmes_figures_are_those_of_the_page_that_it_names(claim: str) -> None:
+    claim = claim.partition("\n\n")[0]
+    (page,) = set(re.findall(r"\]\((docs/\w+\.md)", claim))
+    there = figures_of((ROOT / page).read_text())
+    assert not [f for f in figures_of(_LINK.sub("", claim)) if not any(rounds_to(f, exact) for exact in there)]
+
+
+def test_start_up_and_the_soak_are_measured_on_one_page_each() -> None:
+    """Other pages link there, so that no figure is left behind when one is measured again."""
+    for sign, source in (
+        (r"/ready`?: median", "benchmarks"),
+        (r"\d requests, \d+ faults|pictures compared", "reliability"),
+    ):
+        assert [page.stem for page in PAGES if re.search(sign, page.read_text())] == [source]
+
+
+HAND_WRITTEN = [
+    *(page for page in PAGES if page.stem not in ("benchmarks", "gpu", "papers")),
+    *(ROOT / "benchmarks" / "evidence").glob("*.md"),
+    *(ROOT / "benchmarks" / "gpu").glob("*.md"),
+    ROOT / "model_executor" / "embedded" / "README.md",
+]
+
+
+def test_what_is_written_by_hand_is_short() -> None:
+    """Words have a letter or a digit; those that make a table's borders do not count."""
+    words = [word for page in HAND_WRITTEN for word in page.read_text().split() if any(map(str.isalnum, word))]
+    assert len(words) <= 17_000
+
+
 def test_the_readme_is_short() -> None:
     assert len((ROOT / "README.md").read_text().split()) < 1000
+
+
+def test_the_page_on_scheduling_is_short() -> None:
+    assert len((ROOT / "docs" / "scheduling.md").read_text().split()) <= 1800
