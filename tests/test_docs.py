@@ -142,8 +142,8 @@ def test_every_family_is_documented() -> None:
         name for file in files for name in re.findall(r'^    family = "([\w-]+)"', file.read_text(), re.MULTILINE)
     }
     assert {"flux-fill", "dit"} <= families
-    text = (ROOT / "docs" / "models.md").read_text()
-    assert not [name for name in families if f"| `{name}` |" not in text]
+    page = (ROOT / "docs" / "models.md").read_text()
+    assert not [name for name in families if f"| `{name}` |" not in page]
 
 
 def test_every_policy_is_documented() -> None:
@@ -207,11 +207,17 @@ def rounds_to(figure: str, exact: str) -> bool:
     return f"{float(exact):.{digits}f}" == figure
 
 
+FLUX = (
+    (ROOT / "docs" / "flux_on_a_gpu.md")
+    .read_text()
+    .partition("**What to expect.**")[2]
+    .partition(" The first\nstart")[0]
+)
 MEASURED = re.split(r"\n- ", (ROOT / "README.md").read_text().partition("\n## Measured\n")[2].partition("\n## ")[0])[1:]
 
 
-@pytest.mark.parametrize("claim", MEASURED)
-def test_the_readmes_figures_are_those_of_the_page_that_it_names(claim: str) -> None:
+@pytest.mark.parametrize("claim", [*MEASURED, FLUX.replace("(gpu.md", "(docs/gpu.md")])
+def test_figures_are_those_of_the_page_that_it_names(claim: str) -> None:
     claim = claim.partition("\n\n")[0]
     (page,) = set(re.findall(r"\]\((docs/\w+\.md)", claim))
     there = figures_of((ROOT / page).read_text())
