@@ -11,10 +11,11 @@ from core.errors import InvalidRequestError
 from core.model_info import ModelInfo
 from core.patches import PatchSet
 from model_executor.checkpoint.loader import Checkpoint
-from model_executor.models.base import EncodedImage, EncodedText, Sample
+from model_executor.models.base import EncodedImage, EncodedText, ImageInputs, Sample
 from model_executor.models.families.timestep_family import TimestepFamily
 from model_executor.models.families.transformer_family import TransformerFamily
-from model_executor.models.families.vae_family import pack, refuse
+from model_executor.models.families.vae_family import refuse
+from model_executor.models.latents import pack
 from model_executor.models.parts import Classes
 from model_executor.models.transformer.dit_transformer import DiTTransformer
 from model_executor.patches.adapters import LoraFormat
@@ -118,22 +119,11 @@ class DiT(TransformerFamily, TimestepFamily):
         """Raises InvalidRequestError: there are no prompts."""
         raise InvalidRequestError("This model makes pictures of a class, not of a prompt.", param="class_label")
 
-    def encode_image(
-        self,
-        template: Tensor,
-        mask: Tensor,
-        *,
-        seed: int,
-        num_inference_steps: int,
-        num_denoising_steps: int,
-        start: Tensor | None = None,
-        is_exact: bool = True,
-        cache_salt: str | None = None,
-    ) -> EncodedImage:
+    def encode_image(self, inputs: ImageInputs) -> EncodedImage:
         """Noise of the template's size; nothing else of template and mask counts."""
-        generator = torch.Generator("cpu").manual_seed(seed)
-        run = self._sampling.run(num_inference_steps, num_denoising_steps)
-        height, width = (side // self._vae_scale for side in mask.shape)
+        generator = torch.Generator("cpu").manual_seed(inputs.seed)
+        run = self._sampling.run(inputs.num_inference_steps, inputs.num_denoising_steps)
+        height, width = (side // self._vae_scale for side in inputs.mask.shape)
         noise = self._draw((1, self._latent_channels, height, width), generator)
         latents = pack(self._sampling.pure_noise(noise, run), self.patch)
         return EncodedImage(

@@ -14,13 +14,13 @@ from torch import Tensor
 from core.model_info import ModelInfo
 from core.patches import PatchSet
 from model_executor.checkpoint.loader import Checkpoint
-from model_executor.models.base import EncodedImage, EncodedText
+from model_executor.models.base import EncodedImage, EncodedText, ImageInputs
 from model_executor.models.families.latent_family import LatentFamily, NoisedTemplate
-from model_executor.models.families.vae_family import pack, refuse, to_image
+from model_executor.models.families.vae_family import refuse, to_image
+from model_executor.models.latents import pack
 from model_executor.models.parts import CLIP, FLOW_SCHEDULERS, Classes, t5
 from model_executor.models.text import encode_t5, tokenize
 from model_executor.models.transformer.flux_transformer import FluxTransformer
-from model_executor.models.vae.last_posterior import PictureKey
 from model_executor.samplers.sampling import dynamic_shift
 
 MAX_TEXT_TOKENS = 512
@@ -105,18 +105,7 @@ class FluxFill(Flux):
     summary = "FLUX.1 Fill: the denoiser sees mask and masked picture"
     default_steps, default_guidance, has_true_cfg = 50, 30.0, False
 
-    def encode_image(
-        self,
-        template: Tensor,
-        mask: Tensor,
-        *,
-        seed: int,
-        num_inference_steps: int,
-        num_denoising_steps: int,
-        start: Tensor | None = None,
-        is_exact: bool = True,
-        cache_salt: str | None = None,
-    ) -> EncodedImage:
+    def encode_image(self, inputs: ImageInputs) -> EncodedImage:
         """As prepare_latents and prepare_mask_latents.
 
         The masked image is encoded whole, though an edit reads the condition of its active tokens only. Encoding just a
@@ -124,13 +113,12 @@ class FluxFill(Flux):
         model, gave edits with an SSIM of 0.9956, 0.9979 and 0.9982 to those of the whole. That is too large an error
         for a third of the smaller half of the VAE's time.
         """
-        generator = torch.Generator("cpu").manual_seed(seed)
-        image, mask = to_image(self._here(template)), self._here(mask)[None, None]
+        generator = torch.Generator("cpu").manual_seed(inputs.seed)
+        image, mask = to_image(self._here(inputs.template)), self._here(inputs.mask)[None, None]
         rows, columns = self.grid(image.shape[3], image.shape[2])
-        sigmas = self._schedule(num_inference_steps, num_denoising_steps, rows * columns)
-        key = PictureKey.of(template, cache_salt)
-        latents = pack(self._initial_latents(image, sigmas[0], generator, start, is_exact, key))
-        masked = pack(self._posterior_sample(image * (1 - mask.float()), generator, is_exact))
+        sigmas = self._schedule(inputs, rows * columns)
+        latents = pack(self._initial_latents(inputs, image, sigmas[0], generator))
+        masked = pack(self._posterior_sample(image * (1 - mask.float()), generator, inputs.is_exact))
         return EncodedImage(
             latents=latents,
             condition=torch.cat([masked, self._pack_mask(mask).to(masked)], dim=1),
@@ -139,24 +127,19 @@ class FluxFill(Flux):
             state=self._sampling.begin(generator),
         )
 
-    def _initial_latents(
-        self,
-        image: Tensor,
-        sigma: Tensor,
-        generator: torch.Generator,
-        start: Tensor | None,
-        is_exact: bool,
-        key: PictureKey | None,
-    ) -> Tensor:
-        """Noise, mixed with the latents of the image, or `start`, when sampling starts below full noise."""
+    def _initial_latents(self, inputs: ImageInputs, image: Tensor, sigma: Tensor, generator: torch.Generator) -> Tensor:
+        """Noise, mixed with the latents of the image, or `start`, when sampling starts below full noise. image: the
+        template, of which `to_image` has made it."""
         shape = self._latent_shape(image)
         if sigma == 1.0:
             self._draw(shape, generator)  # the posterior noise: multiplied by 0, but drawn first
             return self._draw(shape, generator)
-        if start is None:
-            clean = self._posterior_sample(image, generator, is_exact, key)
+        if inputs.start is None:
+            clean = self._template_sample(inputs, image, generator)
         else:
-            clean = self._unpacked_like(self._draw(shape, generator), start)  # the posterior noise: drawn, but not used
+            clean = self._unpacked_like(
+                self._draw(shape, generator), inputs.start
+            )  # the posterior noise: drawn, but not used
         noise = self._draw(shape, generator)
         sigma = sigma.to(self._device, clean.dtype).reshape(1, 1, 1, 1)
         return sigma * noise + (1.0 - sigma) * clean

@@ -12,10 +12,10 @@ import torch
 from torch import Tensor
 
 from model_executor.checkpoint.loader import Checkpoint
-from model_executor.models.base import EncodedImage, Sample
+from model_executor.models.base import EncodedImage, ImageInputs, Sample
 from model_executor.models.families.transformer_family import TransformerFamily
-from model_executor.models.families.vae_family import pack, refuse, to_image, unpack
-from model_executor.models.vae.last_posterior import PictureKey
+from model_executor.models.families.vae_family import refuse, to_image
+from model_executor.models.latents import pack, unpack
 from model_executor.samplers.sampling import Sampling, State, predict_clean
 
 
@@ -65,9 +65,9 @@ class LatentFamily(TransformerFamily):
         moved, state = self._sampling.step(latents, velocity, sample.sigmas, sample.step, sample.state)
         return pack(moved), state
 
-    def _schedule(self, num_inference_steps: int, num_denoising_steps: int, image_tokens: int) -> Tensor:
-        timesteps = self._timesteps(num_inference_steps, image_tokens)
-        return self._sampling.schedule(num_inference_steps, num_denoising_steps, timesteps)
+    def _schedule(self, inputs: ImageInputs, image_tokens: int) -> Tensor:
+        timesteps = self._timesteps(inputs.num_inference_steps, image_tokens)
+        return self._sampling.schedule(inputs.num_inference_steps, inputs.num_denoising_steps, timesteps)
 
 
 class NoisedTemplate(LatentFamily):
@@ -79,27 +79,16 @@ class NoisedTemplate(LatentFamily):
     but must be drawn: a sampler that draws noise of its own continues after it.
     """
 
-    def encode_image(
-        self,
-        template: Tensor,
-        mask: Tensor,
-        *,
-        seed: int,
-        num_inference_steps: int,
-        num_denoising_steps: int,
-        start: Tensor | None = None,
-        is_exact: bool = True,
-        cache_salt: str | None = None,
-    ) -> EncodedImage:
-        generator = torch.Generator("cpu").manual_seed(seed)
-        image, mask = to_image(self._here(template)), self._here(mask)
+    def encode_image(self, inputs: ImageInputs) -> EncodedImage:
+        generator = torch.Generator("cpu").manual_seed(inputs.seed)
+        image, mask = to_image(self._here(inputs.template)), self._here(inputs.mask)
         rows, columns = self.grid(image.shape[3], image.shape[2])
-        sigmas = self._schedule(num_inference_steps, num_denoising_steps, rows * columns).to(self._device)
-        clean = pack(self._posterior_sample(image, generator, is_exact, PictureKey.of(template, cache_salt)))
+        sigmas = self._schedule(inputs, rows * columns).to(self._device)
+        clean = pack(self._template_sample(inputs, image, generator))
         noise = pack(self._draw(self._latent_shape(image), generator))
         self._draw(self._latent_shape(image), generator)
         return EncodedImage(
-            latents=self._sampling.noised(clean if start is None else start.to(clean), noise, sigmas, 0),
+            latents=self._sampling.noised(clean if inputs.start is None else inputs.start.to(clean), noise, sigmas, 0),
             condition=self._unmasked_condition(clean),
             outside=torch.cat([clean, noise, self._packed_mask(mask).to(clean)], dim=1),
             sigmas=sigmas,

@@ -16,7 +16,8 @@ from core.patches import PatchSet
 from model_executor.checkpoint.loader import Checkpoint
 from model_executor.models.base import EncodedText
 from model_executor.models.families.latent_family import NoisedTemplate
-from model_executor.models.families.vae_family import PATCH, refuse
+from model_executor.models.families.vae_family import refuse
+from model_executor.models.latents import PATCH
 from model_executor.models.parts import FLOW_SCHEDULERS, Classes, projected_clip, t5
 from model_executor.models.text import encode_t5, tokenize
 from model_executor.models.transformer.sd3_transformer import SD3Transformer

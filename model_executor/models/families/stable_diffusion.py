@@ -22,9 +22,10 @@ from core.page_scheme import PageDtype, PageLayout
 from core.patches import PatchSet
 from model_executor.checkpoint.loader import Checkpoint
 from model_executor.kernels.operators import Operators
-from model_executor.models.base import EncodedImage, EncodedText, PrimeRow, Row, Sample
+from model_executor.models.base import EncodedImage, EncodedText, ImageInputs, ModulationInputs, PrimeRow, Row, Sample
 from model_executor.models.families.timestep_family import TimestepFamily
-from model_executor.models.families.vae_family import pack, refuse, to_image, unpack
+from model_executor.models.families.vae_family import refuse, to_image
+from model_executor.models.latents import pack, unpack
 from model_executor.models.parts import CLIP, TIMESTEP_SCHEDULERS, Classes, projected_clip
 from model_executor.models.text import Tokens, tokenize
 from model_executor.models.unet.unet import Unet
@@ -175,35 +176,24 @@ class UnetFamily(TimestepFamily):
 
     # ------------------------------------------------------------------------------------------------------- images
 
-    def encode_image(
-        self,
-        template: Tensor,
-        mask: Tensor,
-        *,
-        seed: int,
-        num_inference_steps: int,
-        num_denoising_steps: int,
-        start: Tensor | None = None,
-        is_exact: bool = True,
-        cache_salt: str | None = None,
-    ) -> EncodedImage:
+    def encode_image(self, inputs: ImageInputs) -> EncodedImage:
         """As prepare_latents and prepare_mask_latents."""
-        generator = torch.Generator("cpu").manual_seed(seed)
-        image, mask = to_image(self._here(template)), self._here(mask)
-        run = self._sampling.run(num_inference_steps, num_denoising_steps)
-        is_whole = num_denoising_steps == num_inference_steps
+        generator = torch.Generator("cpu").manual_seed(inputs.seed)
+        image, mask = to_image(self._here(inputs.template)), self._here(inputs.mask)
+        run = self._sampling.run(inputs.num_inference_steps, inputs.num_denoising_steps)
+        is_whole = inputs.num_denoising_steps == inputs.num_inference_steps
         clean = None
         if not (is_whole and self._sees_mask):
-            clean = self._posterior_sample(image, generator, is_exact, PictureKey.of(template, cache_salt))
+            clean = self._template_sample(inputs, image, generator)
         noise = self._draw(self._latent_shape(image), generator)
         if is_whole or clean is None:
             latents = self._sampling.pure_noise(noise, run)
         else:
-            begun = clean if start is None else self._unpacked_like(noise, start)
+            begun = clean if inputs.start is None else self._unpacked_like(noise, inputs.start)
             latents = self._sampling.noised(begun, noise, run, 0)
         condition = outside = noise[:, :0]
         if self._sees_mask:
-            masked = self._posterior_sample(image * (1 - mask.float()), generator, is_exact)
+            masked = self._posterior_sample(image * (1 - mask.float()), generator, inputs.is_exact)
             condition = torch.cat([self._latent_mask(mask).to(noise), masked], dim=1)
         elif clean is not None:
             self._draw(self._latent_shape(image), generator)
@@ -224,14 +214,7 @@ class UnetFamily(TimestepFamily):
 
     # ---------------------------------------------------------------------------------------------------- denoising
 
-    def modulation(
-        self,
-        pooled_prompt_embeds: Tensor,
-        guidance_scale: float,
-        sigmas: Tensor,
-        num_rows: int,
-        patches: PatchSet = (),
-    ) -> Tensor | None:
+    def modulation(self, inputs: ModulationInputs) -> Tensor | None:
         """None: embedding the timestep takes a negligible part of a step."""
         return None
 

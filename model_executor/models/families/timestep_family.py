@@ -8,7 +8,8 @@ from torch import Tensor
 
 from model_executor.checkpoint.loader import Checkpoint
 from model_executor.models.base import Sample
-from model_executor.models.families.vae_family import VaeFamily, refuse, unpack
+from model_executor.models.families.vae_family import VaeFamily, refuse
+from model_executor.models.latents import unpack
 from model_executor.samplers.sampling import State
 from model_executor.samplers.timestep_sampling import TimestepSampling
 

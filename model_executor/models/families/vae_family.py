@@ -21,17 +21,15 @@ from model_executor.checkpoint.loader import Checkpoint
 from model_executor.cpu import cpu_gains_by_bfloat16
 from model_executor.kernels.gpu_tables import upload
 from model_executor.kernels.operators import Operators, chosen_operators
-from model_executor.models.base import Family, PreparedAdapter
+from model_executor.models.base import Family, ImageInputs, PreparedAdapter
 from model_executor.models.boxes import Box, around, times
+from model_executor.models.latents import PATCH, pack, unpack
 from model_executor.models.parts import Classes
 from model_executor.models.vae.last_posterior import PictureKey
 from model_executor.models.vae.vae import ImageVae, Vae
 from model_executor.patches.adapters import Adapter, LoraFormat
 from model_executor.patches.module_patches import unarranged
 from model_executor.patches.part_patches import AnyPatches
-
-PATCH = 2
-"""Default latent pixels per token side."""
 
 KEPT_NOISES = 16
 """Templates whose noise is cached: every chunk of priming needs it, and in some families every step. One takes 0.5 MB
@@ -240,6 +238,11 @@ class VaeFamily(Family):
         vae = self._vae if is_exact else self._mask_aware_vae
         return vae.encode(image.to(vae.dtype), generator, key)
 
+    def _template_sample(self, inputs: ImageInputs, image: Tensor, generator: torch.Generator) -> Tensor:
+        """`_posterior_sample` of the template, whose distribution is kept. image: made of it by `to_image`."""
+        key = PictureKey.of(inputs.template, inputs.cache_salt)
+        return self._posterior_sample(image, generator, inputs.is_exact, key)
+
     def _latent_mask(self, mask: Tensor) -> Tensor:
         """The mask at the latents' resolution, as in the pipelines' `prepare_mask_latents`. mask: uint8 [height,
         width] -> float32 [1, 1, height / 8, width / 8]."""
@@ -295,23 +298,6 @@ def to_pixels(image: Tensor) -> Tensor:
     if not total.isfinite() and not image.isfinite().all():  # large finite numbers may have such a sum, too
         raise NonFiniteError("the picture's numbers are not finite")
     return pixels
-
-
-def pack(x: Tensor, patch: int = PATCH) -> Tensor:
-    """[1, channels, height, width] -> [height / patch * width / patch, channels * patch**2], as
-    FluxPipeline._pack_latents."""
-    _, channels, height, width = x.shape
-    rows, columns = height // patch, width // patch
-    x = x.reshape(channels, rows, patch, columns, patch).permute(1, 3, 0, 2, 4)
-    return x.reshape(rows * columns, channels * patch**2)
-
-
-def unpack(x: Tensor, grid: tuple[int, int], patch: int = PATCH) -> Tensor:
-    """[rows * columns, channels * patch**2] -> [1, channels, rows * patch, columns * patch], as
-    FluxPipeline._unpack_latents."""
-    rows, columns = grid
-    x = x.view(rows, columns, -1, patch, patch).permute(2, 0, 3, 1, 4)
-    return x.reshape(1, -1, rows * patch, columns * patch)
 
 
 def refuse(checkpoint: Checkpoint, reason: str) -> ConfigError:

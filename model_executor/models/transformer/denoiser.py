@@ -31,7 +31,7 @@ from model_executor.kernels.low_rank import Segments
 from model_executor.kernels.operators import Operators, best_operators
 from model_executor.kernels.ragged import Packing, Span, together
 from model_executor.kernels.residual import Norm
-from model_executor.models.base import PrimeRow, Row
+from model_executor.models.base import ModulationInputs, PrimeRow, Row
 from model_executor.models.transformer.blocks import Block, Edit, Modulation, Source, Stream, Template
 from model_executor.models.transformer.rows import lacking_pages, with_heads, with_own_heads
 from model_executor.page_cache.pages import Entry
@@ -291,22 +291,16 @@ class Denoiser(ABC):
                 block.run(stream, number)
         return [(stream.hidden[start:stop].clone(),) for start, stop in stream.packing.joint]
 
-    def modulation(
-        self,
-        pooled_prompt_embeds: Tensor,
-        guidance_scale: float,
-        sigmas: Tensor,
-        num_rows: int,
-        patches: PatchSet = (),
-    ) -> Tensor | None:
+    def modulation(self, inputs: ModulationInputs) -> Tensor | None:
         """All blocks' shifts, scales and gates at each of these noise levels, [levels, width], for `Row.modulation`;
-        bit-identical to what each step would compute. None if the tables of `num_rows` rows would take more than
+        bit-identical to what each step would compute. None if the request's tables would take more than
         MODULATION_BYTES, or GPU_MODULATION_BYTES.
         """
+        sigmas, patches = inputs.sigmas, inputs.patches
         width = sum(part.width for part in self._modulations)
-        if num_rows * len(sigmas) * width * self.dtype.itemsize > modulation_limit(self._device):
+        if inputs.num_rows * len(sigmas) * width * self.dtype.itemsize > modulation_limit(self._device):
             return None
-        levels = [Conditions(sigma, pooled_prompt_embeds, guidance_scale, patches) for sigma in sigmas]
+        levels = [Conditions(sigma, inputs.pooled_prompt_embeds, inputs.guidance_scale, patches) for sigma in sigmas]
         where = BatchPatches([patches], self._device).segments([(0, len(sigmas))])
         parts = zip(self._modulations, self._conditioning(levels, where), strict=True)
         return torch.cat([part.product(conditioning, where) for part, conditioning in parts], dim=1)

@@ -30,7 +30,7 @@ from model_executor.kernels.cpu_layers import use_onednn
 from model_executor.kernels.held import hold
 from model_executor.kernels.operators import Operators, best_operators
 from model_executor.models.base import PrimeRow, Row
-from model_executor.models.families.vae_family import pack, unpack
+from model_executor.models.latents import pack, unpack
 from model_executor.models.unet.unet_blocks import Source, Walk
 from model_executor.models.unet.unet_fused import FusedEdit, finish, is_affine
 from model_executor.models.unet.unet_layers import TOKEN_SIDE, Layers

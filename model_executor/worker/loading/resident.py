@@ -24,7 +24,7 @@ from core.model_info import ModelInfo
 from core.patches import PatchSet
 from model_executor.checkpoint.loader import Checkpoint
 from model_executor.checkpoint.parameter_count import expected_bytes
-from model_executor.models.base import Family, PrimeRow, Row, Sample
+from model_executor.models.base import Family, ImageInputs, PrimeRow, Row, Sample
 from model_executor.models.registry import make_family
 from model_executor.page_cache.page_schemes import with_calibration
 from model_executor.page_cache.pages import Pages
@@ -313,9 +313,7 @@ def edit_once(family: Family, side: int, text_tokens: int, patches: PatchSet = (
     """Run a one-step edit of an empty square; returns uint8 [side, side, 3]."""
     empty = torch.zeros(side, side, 3, dtype=torch.uint8)
     text = family.encode_nothing(text_tokens, empty, patches)
-    mask = torch.ones_like(empty[..., 0])
-    steps = family.info("").min_inference_steps
-    image = family.encode_image(empty, mask, seed=0, num_inference_steps=steps, num_denoising_steps=1)
+    image = family.encode_image(ImageInputs.blank(side, family.info("").min_inference_steps))
     row = Row(
         latents=image.latents,
         condition=image.condition,

@@ -17,7 +17,7 @@ from core.messages.worker import Item, ItemResult, PageSpan
 from core.page_scheme import OWN_PAGES_DTYPE
 from core.scheduling.ops.denoise import Denoise
 from model_executor.kernels.gpu_tables import upload
-from model_executor.models.base import Family, Row, Sample
+from model_executor.models.base import Family, ModulationInputs, Row, Sample
 from model_executor.models.boxes import Box, around
 from model_executor.page_cache.own_pages import OwnPages
 from model_executor.page_cache.pages import Pages
@@ -150,8 +150,8 @@ def _modulation(
 ) -> Tensor | None:
     """The family's modulation table of a row, None if it keeps none. row: (index, count) of the request's rows."""
     number, num_rows = row
-    make = partial(family.modulation, pooled, work.guidance_scale, sigmas[:-1], num_rows, work.patches)
-    return _once(context, item, f"modulation-{number}", make)
+    inputs = ModulationInputs(pooled, work.guidance_scale, sigmas[:-1], num_rows, work.patches)
+    return _once(context, item, f"modulation-{number}", partial(family.modulation, inputs))
 
 
 def _once(context: WorkerContext, item: Item, name: str, make: Callable[[], Tensor | None]) -> Tensor | None:

@@ -36,7 +36,7 @@ from core.scheduling.ops.prime import PRIME
 from core.scheduling.ops.text_encode import TEXT_ENCODE
 from model_executor.cpu import cpu_description
 from model_executor.kernels.operators import chosen_operators
-from model_executor.models.base import EncodedImage, EncodedText, Family, PrimeRow, Row
+from model_executor.models.base import EncodedImage, EncodedText, Family, ImageInputs, ModulationInputs, PrimeRow, Row
 from model_executor.models.boxes import around
 from model_executor.models.transformer.denoiser import modulation_limit
 from model_executor.page_cache.pages import Pages
@@ -219,8 +219,7 @@ class Batches:
     def _modulation_bytes(self, image: EncodedImage, text: EncodedText) -> int:
         """Most bytes of a request's modulation tables: those of most rows and steps, or else the limit, beyond which
         none are kept."""
-        arguments = text.pooled_prompt_embeds, self.info.default_guidance_scale, image.sigmas[:1]
-        of_step = self.family.modulation(*arguments, self.most_rows)
+        of_step = self._modulation_of(image, text)
         if of_step is None:
             return 0
         return min(modulation_limit(of_step.device), MAX_INFERENCE_STEPS * self.most_rows * of_step.nbytes)
@@ -255,10 +254,7 @@ class Batches:
         return self.family.encode_nothing(self.info.max_text_tokens, empty)
 
     def _encode_image(self, side: int) -> EncodedImage:
-        empty = torch.zeros(side, side, 3, dtype=torch.uint8)
-        mask = torch.ones_like(empty[..., 0])
-        steps = self.info.min_inference_steps
-        return self.family.encode_image(empty, mask, seed=0, num_inference_steps=steps, num_denoising_steps=1)
+        return self.family.encode_image(ImageInputs.blank(side, self.info.min_inference_steps))
 
     def _decode(self, side: int) -> Tensor:
         return self.family.decode(self._image.latents[: (side // self.info.token_size) ** 2], side, side)
@@ -329,8 +325,12 @@ class Batches:
         is predicted there was held against real runs with steps that compute it, which took 4 to 10 % longer."""
         if self.info.device == "cpu":
             return None
-        level, pooled = self._image.sigmas[:1], self._text.pooled_prompt_embeds
-        return self.family.modulation(pooled, self.info.default_guidance_scale, level, self.most_rows)
+        return self._modulation_of(self._image, self._text)
+
+    def _modulation_of(self, image: EncodedImage, text: EncodedText) -> Tensor | None:
+        """One step's row of a modulation table."""
+        pooled, scale = text.pooled_prompt_embeds, self.info.default_guidance_scale
+        return self.family.modulation(ModulationInputs(pooled, scale, image.sigmas[:1], self.most_rows))
 
     @cached_property
     def _keys_values(self) -> Tensor | None:

@@ -23,7 +23,7 @@ from model_executor.kernels.gpu_operators import TritonOperators, gpu_operators
 from model_executor.kernels.held import hold, holding
 from model_executor.kernels.linear import plain_linear
 from model_executor.kernels.operators import Operators
-from model_executor.models.base import Row
+from model_executor.models.base import ModulationInputs, Row
 from model_executor.models.boxes import around
 from model_executor.models.transformer.denoiser import Denoiser
 from model_executor.models.transformer.flux_transformer import FluxTransformer
@@ -136,7 +136,7 @@ def row_of(denoiser: Denoiser, seed: int) -> Row:
         guidance_scale=3.5,
         grid=GRID,
     )
-    table = denoiser.modulation(row.pooled_prompt_embeds, 3.5, row.sigma[None], 1)
+    table = denoiser.modulation(ModulationInputs(row.pooled_prompt_embeds, 3.5, row.sigma[None], 1))
     return replace(row, modulation=table)
 
 

@@ -31,7 +31,7 @@ from model_executor.kernels.linear import fused_linear, gpu_linear, plain_linear
 from model_executor.kernels.linear_groups import ProductGroup
 from model_executor.kernels.operators import Operators, chosen_operators
 from model_executor.kernels.ragged import spans
-from model_executor.models.base import PrimeRow, Row
+from model_executor.models.base import ModulationInputs, PrimeRow, Row
 from model_executor.models.transformer.denoiser import Denoiser
 from model_executor.models.transformer.flux_transformer import FluxTransformer
 from model_executor.models.transformer.sd3_transformer import SD3Transformer
@@ -370,7 +370,7 @@ def test_a_transformers_pass_neither_mixes_devices_nor_waits(
     denoiser = make_denoiser(model, META, torch.bfloat16, GpuOperators().attending(attend))
     rows = [make_row(denoiser, seed, META, torch.bfloat16) for seed in range(2)]
     pages, active = primed(denoiser, rows[0]), ACTIVE.to(META)
-    modulation = denoiser.modulation(rows[1].pooled_prompt_embeds, 3.5, torch.ones(5, device=META), 1)
+    modulation = denoiser.modulation(ModulationInputs(rows[1].pooled_prompt_embeds, 3.5, torch.ones(5, device=META), 1))
     assert modulation is not None
     for full_blocks in (0, 1, denoiser.num_pages):
         edit = replace(rows[0], active=active, pages=pages, full_blocks=range(full_blocks))

@@ -27,7 +27,7 @@ from core.errors import ConfigError
 from core.ipc.shared_array import Arena
 from model_executor.checkpoint.describe import describe
 from model_executor.checkpoint.loader import Checkpoint
-from model_executor.models.base import Row
+from model_executor.models.base import ImageInputs, Row
 from model_executor.models.registry import make_family
 from model_executor.worker.loading.resident import ResidentModels, edit_once
 from tools.random_unet_checkpoints import make_sd, make_sdxl
@@ -228,9 +228,10 @@ def make_row(rig: Rig, seed: int, grid: tuple[int, int], text_tokens: int) -> Ro
     picture = torch.zeros(32 * grid[0], 32 * grid[1], 3, dtype=torch.uint8)
     text = rig.family.encode_text("a hat" * seed, text_tokens)
     with torch.inference_mode():
-        image = rig.family.encode_image(
-            picture, picture[..., 0], seed=seed, num_inference_steps=4, num_denoising_steps=4
+        inputs = ImageInputs(
+            template=picture, mask=picture[..., 0], seed=seed, num_inference_steps=4, num_denoising_steps=4
         )
+        image = rig.family.encode_image(inputs)
     return Row(
         latents=torch.randn(image.latents.shape, generator=generator),
         condition=image.condition,
