@@ -16,7 +16,7 @@ from core.config import AdapterConfig, ModelConfig
 from core.errors import ConfigError
 from core.ipc.logs import one_line
 from core.model_card import AdapterCard, CheckpointCard, FamilyCard
-from model_executor.checkpoint.loader import Checkpoint
+from model_executor.checkpoint.loader import ModelCheckpoint
 from model_executor.checkpoint.parameter_count import count_parameters
 from model_executor.models.base import Family
 from model_executor.models.registry import FAMILIES, make_family
@@ -47,7 +47,7 @@ def families() -> list[FamilyCard]:
 def describe(model: str, adapters: Sequence[str] = ()) -> CheckpointCard:
     """Describe a checkpoint. model: a directory, or a hub id, which is downloaded. adapters: NAME=PATH each. Raises
     ConfigError."""
-    checkpoint = Checkpoint.open(ModelConfig(model=model, device="cpu", dtype="bfloat16"))
+    checkpoint = ModelCheckpoint.open(ModelConfig(model=model, device="cpu", dtype="bfloat16"))
     family = make_family(checkpoint)
     info = family.info(model)
     parts = [part for group in family.components.values() for part in group]

@@ -74,7 +74,7 @@ def head_major(x: Tensor) -> Tensor:
     return x.permute(1, 2, 0, 3)
 
 
-class Source(Protocol):
+class KeyValueSource(Protocol):
     """Supplies and takes keys and values of one request: an edit reads pages, a template being primed writes them."""
 
     def computed(self, number: int) -> Tensor | None:
@@ -103,7 +103,7 @@ class Attention(Protocol):
         page: int,
         qkv: Tensor,
         where: Sequence[Span],
-        sources: Sequence[Source],
+        sources: Sequence[KeyValueSource],
         out: Tensor | None = None,
     ) -> Tensor:
         """Attend in block `number`, with keys and values of other tokens from `page`. qkv: [tokens, 3, heads, head dim]
@@ -139,7 +139,7 @@ class OneByOne:
         page: int,
         qkv: Tensor,
         where: Sequence[Span],
-        sources: Sequence[Source],
+        sources: Sequence[KeyValueSource],
         out: Tensor | None = None,
     ) -> Tensor:
         if out is None:

@@ -13,11 +13,11 @@ import torch
 from torch import Tensor
 
 from core.page_scheme import PageDtype
-from model_executor.kernels.attention import Projected, Sizes, Source, head_major
+from model_executor.kernels.attention import KeyValueSource, Projected, Sizes, head_major
 from model_executor.kernels.gpu_attention import Attend, Together, rows_together
 from model_executor.kernels.gpu_pages import page_table
 from model_executor.kernels.gpu_sizes import CHUNK, TILE, power_of_two
-from model_executor.kernels.gpu_tables import Request, input_tables, rows_of
+from model_executor.kernels.gpu_tables import MemberRow, input_tables, rows_of
 from model_executor.kernels.ragged import Span, spans, together
 from model_executor.page_cache.pages import Pages, PageTable
 
@@ -25,7 +25,7 @@ SEARCHED = 1024
 """Tokens whose places one program of `find_places` finds."""
 
 
-class PageSource(Source, Protocol):
+class PageSource(KeyValueSource, Protocol):
     """A source whose pages a kernel reads itself."""
 
     @property
@@ -126,7 +126,7 @@ class TritonTogether(Together):
             nothing if first.weight is None else torch.view_as_real(rotary),
             *(addresses, weights, self._joint, queries, page),
             *(first.qkv.stride(0), second.qkv.stride(0), heads, first.eps),
-            COLUMNS=len(Request._fields),
+            COLUMNS=len(MemberRow._fields),
             WIDTH=width,
             BLOCK=power_of_two(width),
             TOKENS=_tokens_of_tile(width),
@@ -193,7 +193,7 @@ class TritonTogether(Together):
         lengths: Sequence[int],
         queries: Sequence[Span],
         keys: Sequence[Span],
-    ) -> tuple[Request, ...]:
+    ) -> tuple[MemberRow, ...]:
         """What the kernels read of each request. lengths: numbers of computed tokens."""
         starts = [[start for start, _ in spans(stop - first for first, stop in where)] for where in wheres]
         actives = [0 if tokens is None else len(tokens) for tokens in computed]
@@ -209,7 +209,7 @@ class TritonTogether(Together):
                     each.layout.value_bytes(tokens),
                 )
             requests.append(
-                Request(
+                MemberRow(
                     keys[number][0],
                     text + image,
                     text,
@@ -229,7 +229,7 @@ class TritonTogether(Together):
         places = torch.empty(self._shape[0], dtype=torch.int32, device=self._like.device)
         keys = max(stop - start for start, stop in self._where)
         self._kernels.find_places[len(self._sizes), -(-keys // SEARCHED)](
-            described, active, places, most.bit_length(), COLUMNS=len(Request._fields), BLOCK=SEARCHED
+            described, active, places, most.bit_length(), COLUMNS=len(MemberRow._fields), BLOCK=SEARCHED
         )
         return places
 

@@ -18,10 +18,10 @@ from core.config import KernelChoice
 from core.errors import ConfigError
 from model_executor.kernels.attention import (
     Attention,
+    KeyValueSource,
     OneByOne,
     Projected,
     Sizes,
-    Source,
     attend,
     normalise_and_rotate_,
 )
@@ -135,7 +135,7 @@ class Operators:
         page: int,
         parts: Sequence[Projected],
         rotary: Tensor,
-        sources: Sequence[Source],
+        sources: Sequence[KeyValueSource],
         out: Tensor | None = None,
     ) -> list[Tensor]:
         """Norm, rotary embedding and attention of block `number`. parts: of each kind of token, whose `qkv` may be

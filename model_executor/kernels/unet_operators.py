@@ -104,14 +104,14 @@ class Outside:
 
 
 @dataclass(frozen=True, slots=True)
-class Added:
+class AddedToMap:
     """What is added to a map before its group norm."""
 
     bias: Tensor | None = None  # [channels]
     time: Tensor | None = None  # [images, channels], rows of which may lie apart
 
 
-NOTHING = Added()
+NOTHING = AddedToMap()
 
 
 @dataclass(frozen=True, slots=True)
@@ -189,7 +189,7 @@ class UnetOperators:
         x: Tensor,
         num_groups: int,
         box: Box | None = None,
-        added: Added = NOTHING,
+        added: AddedToMap = NOTHING,
         outside: Outside | None = None,
         share: float = 1.0,
     ) -> Moments:
@@ -222,7 +222,7 @@ class UnetOperators:
         norm: nn.GroupNorm,
         x: Tensor,
         moments: Moments,
-        added: Added = NOTHING,
+        added: AddedToMap = NOTHING,
         *,
         silu: bool,
         cut: Box | None = None,
@@ -245,7 +245,7 @@ class UnetOperators:
         norm: nn.GroupNorm,
         x: Tensor,
         moments: Moments,
-        added: Added,
+        added: AddedToMap,
         silu: bool,
         cut: Box | None,
         valid: Box | None,
@@ -381,7 +381,7 @@ def _rows_of(width: int) -> tuple[int, int]:
     return max(1, TILE // 2 // block), block
 
 
-def _added(added: Added, x: Tensor) -> tuple[Tensor, Tensor]:
+def _added(added: AddedToMap, x: Tensor) -> tuple[Tensor, Tensor]:
     """Arguments of the kernels; x stands for what there is none of."""
     return x if added.bias is None else added.bias, x if added.time is None else added.time
 

@@ -82,7 +82,7 @@ class EncodedImage:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Sample:
+class SamplingState:
     """The state of one request's sampling before a step; the runner makes it from the tensor store."""
 
     latents: Tensor  # these four as in `EncodedImage`, at `step`
@@ -320,7 +320,7 @@ class Family(ABC):
         return None
 
     @abstractmethod
-    def denoiser_input(self, sample: Sample) -> Tensor:
+    def denoiser_input(self, sample: SamplingState) -> Tensor:
         """The sample's latents as the denoiser takes them: a sampler may keep them at another scale."""
 
     @abstractmethod
@@ -337,11 +337,11 @@ class Family(ABC):
         scale, its negative prompt's."""
 
     @abstractmethod
-    def predict_clean(self, sample: Sample, prediction: Tensor) -> Tensor:
+    def predict_clean(self, sample: SamplingState, prediction: Tensor) -> Tensor:
         """The clean latents that a prediction points at, [image tokens, latent width]. prediction: as for `advance`."""
 
     @abstractmethod
-    def advance(self, sample: Sample, prediction: Tensor) -> tuple[Tensor, State]:
+    def advance(self, sample: SamplingState, prediction: Tensor) -> tuple[Tensor, State]:
         """Latents and sampler state after a step. prediction: of all tokens, [image tokens, latent width]; the latents
         of tokens that were not computed are undefined, unless a velocity was given for them too."""
 

@@ -10,8 +10,8 @@ from torch import Tensor
 from core.errors import InvalidRequestError
 from core.model_info import ModelInfo
 from core.patches import PatchSet
-from model_executor.checkpoint.loader import Checkpoint
-from model_executor.models.base import EncodedImage, EncodedText, ImageInputs, Sample
+from model_executor.checkpoint.loader import ModelCheckpoint
+from model_executor.models.base import EncodedImage, EncodedText, ImageInputs, SamplingState
 from model_executor.models.families.timestep_family import TimestepFamily
 from model_executor.models.families.transformer_family import TransformerFamily
 from model_executor.models.families.vae_family import refuse
@@ -49,7 +49,7 @@ class DiT(TransformerFamily, TimestepFamily):
     }
     _sampling: TimestepSampling
 
-    def __init__(self, checkpoint: Checkpoint) -> None:
+    def __init__(self, checkpoint: ModelCheckpoint) -> None:
         super().__init__(checkpoint)
         self._check()
         config = self._transformer_config
@@ -140,7 +140,7 @@ class DiT(TransformerFamily, TimestepFamily):
         """Raises InvalidRequestError: there are no edits that would read pages."""
         raise InvalidRequestError("This model makes pictures of a class, and edits none.", param="model")
 
-    def advance(self, sample: Sample, prediction: Tensor) -> tuple[Tensor, State]:
+    def advance(self, sample: SamplingState, prediction: Tensor) -> tuple[Tensor, State]:
         moved, state = self._moved(sample, prediction)
         return pack(moved, self.patch), state
 

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from core.model_info import ModelInfo
 from core.patches import PatchSet
-from model_executor.checkpoint.loader import Checkpoint
+from model_executor.checkpoint.loader import ModelCheckpoint
 from model_executor.models.base import EncodedImage, EncodedText, ImageInputs
 from model_executor.models.families.latent_family import LatentFamily, NoisedTemplate
 from model_executor.models.families.vae_family import refuse, to_image
@@ -45,7 +45,7 @@ class Flux(LatentFamily):
     default_guidance: float
     has_true_cfg: bool
 
-    def __init__(self, checkpoint: Checkpoint) -> None:
+    def __init__(self, checkpoint: ModelCheckpoint) -> None:
         super().__init__(checkpoint)
         self._tokenizer = checkpoint.load("tokenizer")
         self._tokenizer_2 = checkpoint.load("tokenizer_2")
@@ -162,7 +162,7 @@ class FluxInpaint(NoisedTemplate, Flux):
     summary = "FLUX.1 dev and schnell: keeps the noised template outside the mask at every step"
     default_steps, default_guidance, has_true_cfg = 28, 7.0, True
 
-    def __init__(self, checkpoint: Checkpoint) -> None:
+    def __init__(self, checkpoint: ModelCheckpoint) -> None:
         super().__init__(checkpoint)
         channels = self._transformer_config.get("in_channels", self._latent_width)
         if channels != self._latent_width:

@@ -11,8 +11,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from model_executor.checkpoint.loader import Checkpoint
-from model_executor.models.base import EncodedImage, ImageInputs, Sample
+from model_executor.checkpoint.loader import ModelCheckpoint
+from model_executor.models.base import EncodedImage, ImageInputs, SamplingState
 from model_executor.models.families.transformer_family import TransformerFamily
 from model_executor.models.families.vae_family import refuse, to_image
 from model_executor.models.latents import pack, unpack
@@ -27,7 +27,7 @@ class LatentFamily(TransformerFamily):
     samples_packed = True
     """Whether the diffusers pipeline samples packed latents: a sampler that draws noise draws it in that shape."""
 
-    def __init__(self, checkpoint: Checkpoint) -> None:
+    def __init__(self, checkpoint: ModelCheckpoint) -> None:
         super().__init__(checkpoint)
         try:
             self._sampling = Sampling(checkpoint.load("scheduler"))
@@ -52,13 +52,13 @@ class LatentFamily(TransformerFamily):
 
     # ---------------------------------------------------------------------------------------------------- denoising
 
-    def denoiser_input(self, sample: Sample) -> Tensor:
+    def denoiser_input(self, sample: SamplingState) -> Tensor:
         return sample.latents
 
-    def predict_clean(self, sample: Sample, prediction: Tensor) -> Tensor:
+    def predict_clean(self, sample: SamplingState, prediction: Tensor) -> Tensor:
         return predict_clean(sample.latents, prediction, sample.sigmas[sample.step])
 
-    def advance(self, sample: Sample, prediction: Tensor) -> tuple[Tensor, State]:
+    def advance(self, sample: SamplingState, prediction: Tensor) -> tuple[Tensor, State]:
         if self.samples_packed:
             return self._sampling.step(sample.latents, prediction, sample.sigmas, sample.step, sample.state)
         latents, velocity = unpack(sample.latents, sample.grid), unpack(prediction, sample.grid)
@@ -95,7 +95,7 @@ class NoisedTemplate(LatentFamily):
             state=self._sampling.begin(generator),
         )
 
-    def advance(self, sample: Sample, prediction: Tensor) -> tuple[Tensor, State]:
+    def advance(self, sample: SamplingState, prediction: Tensor) -> tuple[Tensor, State]:
         moved, state = super().advance(sample, prediction)
         clean, noise, mask = sample.outside.chunk(3, dim=1)
         noised = self._sampling.noised(clean, noise, sample.sigmas, sample.step + 1)

@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from core.model_info import ModelInfo
 from core.patches import PatchSet
 from core.vision_tokens import VisionTokens
-from model_executor.checkpoint.loader import Checkpoint
+from model_executor.checkpoint.loader import ModelCheckpoint
 from model_executor.models.base import EncodedText
 from model_executor.models.families.latent_family import NoisedTemplate
 from model_executor.models.families.vae_family import refuse
@@ -58,7 +58,7 @@ class Qwen(NoisedTemplate):
     dropped: int
     """Leading tokens of the chat template that the denoiser does not see; the pipeline's number."""
 
-    def __init__(self, checkpoint: Checkpoint) -> None:
+    def __init__(self, checkpoint: ModelCheckpoint) -> None:
         super().__init__(checkpoint)
         if not self._sampling.takes_sigmas:
             raise refuse(checkpoint, f"Qwen chooses its noise levels itself, which {self._sampling.name} does not take")
@@ -193,7 +193,7 @@ class QwenEdit(Qwen):
     )
     dropped = 64
 
-    def __init__(self, checkpoint: Checkpoint) -> None:
+    def __init__(self, checkpoint: ModelCheckpoint) -> None:
         super().__init__(checkpoint)
         self._processor = checkpoint.load("processor")
         self._picture_id: int = self._tokenizer.convert_tokens_to_ids("<|image_pad|>")

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from core.model_info import ModelInfo
 from core.patches import PatchSet
-from model_executor.checkpoint.loader import Checkpoint
+from model_executor.checkpoint.loader import ModelCheckpoint
 from model_executor.models.base import EncodedText
 from model_executor.models.families.latent_family import NoisedTemplate
 from model_executor.models.families.vae_family import refuse
@@ -48,7 +48,7 @@ class StableDiffusion3(NoisedTemplate):
         **t5("_3"),
     }
 
-    def __init__(self, checkpoint: Checkpoint) -> None:
+    def __init__(self, checkpoint: ModelCheckpoint) -> None:
         super().__init__(checkpoint)
         channels, patch = (self._transformer_config.get(name) for name in ("in_channels", "patch_size"))
         if (channels, patch) != (self._vae_config["latent_channels"], PATCH):

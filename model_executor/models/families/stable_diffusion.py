@@ -20,9 +20,17 @@ from torch import Tensor, nn
 from core.model_info import ModelInfo
 from core.page_scheme import PageDtype, PageLayout
 from core.patches import PatchSet
-from model_executor.checkpoint.loader import Checkpoint
+from model_executor.checkpoint.loader import ModelCheckpoint
 from model_executor.kernels.operators import Operators
-from model_executor.models.base import EncodedImage, EncodedText, ImageInputs, ModulationInputs, PrimeRow, Row, Sample
+from model_executor.models.base import (
+    EncodedImage,
+    EncodedText,
+    ImageInputs,
+    ModulationInputs,
+    PrimeRow,
+    Row,
+    SamplingState,
+)
 from model_executor.models.families.timestep_family import TimestepFamily
 from model_executor.models.families.vae_family import refuse, to_image
 from model_executor.models.latents import pack, unpack
@@ -79,7 +87,7 @@ class UnetFamily(TimestepFamily):
     added: ClassVar[str | None]
     """The UNet's addition_embed_type: its inputs besides timestep and text."""
 
-    def __init__(self, checkpoint: Checkpoint) -> None:
+    def __init__(self, checkpoint: ModelCheckpoint) -> None:
         super().__init__(checkpoint)
         self._unet_config = checkpoint.config("unet")
         self._check()
@@ -230,13 +238,13 @@ class UnetFamily(TimestepFamily):
         unet: Unet = self._part("unet")
         return unet
 
-    def advance(self, sample: Sample, prediction: Tensor) -> tuple[Tensor, State]:
+    def advance(self, sample: SamplingState, prediction: Tensor) -> tuple[Tensor, State]:
         moved, state = self._moved(sample, prediction)
         if not self._sees_mask:
             moved = self._keep_outside(sample, moved)
         return pack(moved, TOKEN_SIDE), state
 
-    def _keep_outside(self, sample: Sample, moved: Tensor) -> Tensor:
+    def _keep_outside(self, sample: SamplingState, moved: Tensor) -> Tensor:
         """`moved`, with everything outside the mask replaced by the template at the noise level after the step."""
         channels = self._latent_channels
         clean, noise, mask = unpack(sample.outside, sample.grid, TOKEN_SIDE).split([channels, channels, 1], dim=1)
@@ -305,7 +313,7 @@ class StableDiffusionXL(UnetFamily):
     classes: ClassVar[Classes] = {**UnetFamily.classes, **CLIP, **projected_clip("_2")}
     added = "text_time"
 
-    def __init__(self, checkpoint: Checkpoint) -> None:
+    def __init__(self, checkpoint: ModelCheckpoint) -> None:
         if checkpoint.index.get("requires_aesthetics_score") or not checkpoint.has("text_encoder"):
             raise refuse(checkpoint, "a refiner is not supported")
         super().__init__(checkpoint)

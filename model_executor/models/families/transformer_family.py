@@ -8,7 +8,7 @@ from typing import ClassVar
 from torch import Tensor, nn
 
 from core.page_scheme import PageDtype, PageLayout
-from model_executor.checkpoint.loader import Checkpoint
+from model_executor.checkpoint.loader import ModelCheckpoint
 from model_executor.kernels.operators import Operators
 from model_executor.models.base import ModulationInputs, PrimeRow, Row
 from model_executor.models.families.vae_family import VaeFamily
@@ -26,7 +26,7 @@ class TransformerFamily(VaeFamily):
     denoiser: ClassVar[type[Denoiser]]
     _sampling: Sampling | TimestepSampling
 
-    def __init__(self, checkpoint: Checkpoint) -> None:
+    def __init__(self, checkpoint: ModelCheckpoint) -> None:
         super().__init__(checkpoint)
         self._transformer_config = checkpoint.config("transformer")
 

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 
 from core.errors import ConfigError, NonFiniteError
 from core.patches import PatchSet
-from model_executor.checkpoint.loader import Checkpoint
+from model_executor.checkpoint.loader import ModelCheckpoint
 from model_executor.cpu import cpu_gains_by_bfloat16
 from model_executor.kernels.gpu_tables import upload
 from model_executor.kernels.operators import Operators, chosen_operators
@@ -59,7 +59,7 @@ class VaeFamily(Family):
     text_parts: tuple[str, ...]
     """The text encoders' names in model_index.json."""
 
-    def __init__(self, checkpoint: Checkpoint) -> None:
+    def __init__(self, checkpoint: ModelCheckpoint) -> None:
         checkpoint.check_classes(self.classes)
         self._checkpoint = checkpoint
         self._device = checkpoint.device
@@ -300,6 +300,6 @@ def to_pixels(image: Tensor) -> Tensor:
     return pixels
 
 
-def refuse(checkpoint: Checkpoint, reason: str) -> ConfigError:
+def refuse(checkpoint: ModelCheckpoint, reason: str) -> ConfigError:
     """The error that this checkpoint cannot be served."""
     return ConfigError(f"{checkpoint.path}: {reason}")

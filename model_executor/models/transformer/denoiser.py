@@ -32,9 +32,9 @@ from model_executor.kernels.operators import Operators, best_operators
 from model_executor.kernels.ragged import Packing, Span, together
 from model_executor.kernels.residual import Norm
 from model_executor.models.base import ModulationInputs, PrimeRow, Row
-from model_executor.models.transformer.blocks import Block, Edit, Modulation, Source, Stream, Template
+from model_executor.models.transformer.blocks import Block, EditSource, Modulation, RowSource, Stream, TemplateSource
 from model_executor.models.transformer.rows import lacking_pages, with_heads, with_own_heads
-from model_executor.page_cache.pages import Entry
+from model_executor.page_cache.pages import PageEntry
 from model_executor.parallel.group import Group, shares
 from model_executor.parallel.sequence import Shard, Team
 from model_executor.patches.batch_patches import BatchPatches, Where, by_patches
@@ -240,14 +240,14 @@ class Denoiser(ABC):
         return max(len(row.active), min(tiles * tile - text, self._num_tokens(row) - 1))
 
     def _forward(self, rows: Sequence[Row]) -> list[Tensor]:
-        edits = [Edit(row, self._num_tokens(row), self._first_pages, self._operators) for row in rows]
+        edits = [EditSource(row, self._num_tokens(row), self._first_pages, self._operators) for row in rows]
         velocities = zip(rows, self._pass(self._start(rows, edits), edits), strict=True)
         return [velocity[: len(row.latents)] for row, velocity in velocities]
 
     def _forward_together(self, rows: Sequence[Row], group: Group) -> list[Tensor]:
         heads = self._shares(group)
         mine = [with_heads(row, heads[group.me]) for row in rows]
-        edits = [Edit(row, self._num_tokens(row), self._first_pages, self._operators) for row in mine]
+        edits = [EditSource(row, self._num_tokens(row), self._first_pages, self._operators) for row in mine]
         shards = [Shard(edit, group, self._device) for edit in edits]
         parts = [
             replace(row, prompt_embeds=row.prompt_embeds[shard.text]) for row, shard in zip(rows, shards, strict=True)
@@ -262,7 +262,7 @@ class Denoiser(ABC):
         """Every member's heads."""
         return shares(self.module.config.num_attention_heads, group.degree)
 
-    def _pass(self, stream: Stream, edits: Sequence[Edit | Shard]) -> list[Tensor]:
+    def _pass(self, stream: Stream, edits: Sequence[EditSource | Shard]) -> list[Tensor]:
         """Velocity of the image tokens that the last block computes, of each row."""
         for number, block in enumerate(self._blocks):
             stream.keep([edit.kept(number) for edit in edits])
@@ -281,7 +281,7 @@ class Denoiser(ABC):
         return _in_order(rows, partial(self._prime, pages=pages))
 
     def _prime(self, rows: Sequence[PrimeRow], pages: tuple[int, int]) -> list[tuple[Tensor, ...]]:
-        templates = [Template(self._entry(row), len(row.prompt_embeds), self._num_tokens(row)) for row in rows]
+        templates = [TemplateSource(self._entry(row), len(row.prompt_embeds), self._num_tokens(row)) for row in rows]
         stream = self._start(rows, templates)
         for number, block in enumerate(self._blocks):
             if pages[0] <= block.page + block.num_pages - 1 < pages[1]:
@@ -307,7 +307,7 @@ class Denoiser(ABC):
 
     # ------------------------------------------------------------------------------------------------------- inputs
 
-    def _start(self, rows: Sequence[Row | PrimeRow], sources: Sequence[Source], team: Team | None = None) -> Stream:
+    def _start(self, rows: Sequence[Row | PrimeRow], sources: Sequence[RowSource], team: Team | None = None) -> Stream:
         """The stream before its first block. rows: with the text tokens that it contains."""
         computed = [source.computed(0) for source in sources]
         packing = Packing.of(
@@ -327,7 +327,7 @@ class Denoiser(ABC):
         return Stream(residual, packing, patches, where, rotary, modulation, sources, *attentions, self._operators)
 
     def _attentions(
-        self, sources: Sequence[Source], like: Tensor, team: Team | None
+        self, sources: Sequence[RowSource], like: Tensor, team: Team | None
     ) -> tuple[Attention, Attention | None]:
         """Attention over text and image together, and over the image alone where blocks have it; dtype and device of
         `like`."""
@@ -363,19 +363,19 @@ class Denoiser(ABC):
         """Image and condition tokens of a row."""
         return self.rows_per_token * len(row.latents)
 
-    def _rotary(self, row: Row | PrimeRow, source: Source) -> list[Tensor]:
+    def _rotary(self, row: Row | PrimeRow, source: RowSource) -> list[Tensor]:
         """Rotations of a request's tokens before the first block, in parts: complex64 [tokens, 1, 1, head dim / 2]."""
         table, tokens = hold(self._rotary_table(source.text_tokens, row.grid)), source.computed(0)
         if tokens is None:
             return [table]
         return [table[: source.text_tokens][source.text], table[source.text_tokens :][tokens]]
 
-    def _entry(self, row: PrimeRow) -> Entry:
+    def _entry(self, row: PrimeRow) -> PageEntry:
         """The entry to write. The dtype of its pages follows from its size."""
         num_tokens, size = len(row.latents), row.entry.numel()
         for layout in map(self.page_layout, get_args(PageDtype)):
             if layout.entry_bytes(num_tokens) == size:
-                return Entry(row.entry, layout, num_tokens, self._operators.quantise)
+                return PageEntry(row.entry, layout, num_tokens, self._operators.quantise)
         raise ValueError(f"an entry of {size} bytes holds no pages of {num_tokens} tokens of this model")
 
     # ------------------------------------------------------------------------------------------------------- output

@@ -17,7 +17,7 @@ from core.messages.worker import Item, ItemResult, PageSpan
 from core.page_scheme import OWN_PAGES_DTYPE
 from core.scheduling.ops.denoise import Denoise
 from model_executor.kernels.gpu_tables import upload
-from model_executor.models.base import Family, ModulationInputs, Row, Sample
+from model_executor.models.base import Family, ModulationInputs, Row, SamplingState
 from model_executor.models.boxes import Box, around
 from model_executor.page_cache.own_pages import OwnPages
 from model_executor.page_cache.pages import Pages
@@ -70,7 +70,7 @@ def _step(context: WorkerContext, model: str, item: Item) -> _Step:
         state, last = state[:-2], state[-2:]
     family = context.family(model, work.patches)
     grid, sigma = family.grid(work.width, work.height), inputs["sigmas"][work.step]
-    sample = Sample(
+    sample = SamplingState(
         latents=inputs["latents"],
         outside=inputs["outside"],
         sigmas=inputs["sigmas"],
@@ -254,7 +254,7 @@ class _Step:
     """One request's denoising step: its inputs, and how its prediction advances the sampler."""
 
     rows: Sequence[Row]  # one for each prompt or class
-    sample: Sample
+    sample: SamplingState
     scale: float  # of classifier-free guidance, for two rows
     keep_clean: bool  # whether to output the clean prediction too, for a preview
     velocity: Tensor | None  # of a request with its own pages, after its first step: the last one of every token

@@ -29,7 +29,7 @@ from model_executor.models.transformer.denoiser import Denoiser
 from model_executor.models.transformer.flux_transformer import FluxTransformer
 from model_executor.models.transformer.sd3_transformer import SD3Transformer
 from model_executor.models.unet.unet import Unet
-from model_executor.page_cache.pages import Entry, Pages
+from model_executor.page_cache.pages import PageEntry, Pages
 
 CPU = torch.device("cpu")
 GRID, TEXT, WIDTH = (4, 3), 2, 16
@@ -159,7 +159,7 @@ def entry_of(model: Denoiser | Unet, seed: int) -> Tensor:
     """int8 pages of a template, made of random numbers."""
     layout, draw = model.page_layout("int8"), draws(seed)
     data = torch.zeros(layout.entry_bytes(TOKENS), dtype=torch.uint8)
-    entry = Entry(data, layout, TOKENS)
+    entry = PageEntry(data, layout, TOKENS)
     for block in range(layout.num_blocks):
         moments = draw(layout.num_moments, TOKENS).abs() if layout.num_moments else None
         entry.write(block, draw(2, layout.num_heads, layout.num_rows(TOKENS), layout.head_dim), moments)

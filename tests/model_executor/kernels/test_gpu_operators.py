@@ -36,7 +36,7 @@ from model_executor.models.transformer.denoiser import Denoiser
 from model_executor.models.transformer.flux_transformer import FluxTransformer
 from model_executor.models.transformer.sd3_transformer import SD3Transformer
 from model_executor.models.unet.unet import Unet
-from model_executor.page_cache.pages import Entry, Pages
+from model_executor.page_cache.pages import PageEntry, Pages
 from tools.random_unet_checkpoints import sd_unet, sdxl_unet
 
 META = torch.device("meta")
@@ -312,7 +312,7 @@ def test_rows_that_share_a_unets_pass_equal_each_alone(
     rows, layout = [unet_row(ours, seed, cpu, torch.float32) for seed in range(3)], ours.page_layout("int8")
     entries = unet_pages(theirs, rows[:2])
     for made, expected in zip(unet_pages(ours, rows[:2]), entries, strict=True):
-        values = (Entry(entry, layout, TOKENS).values for entry in (made, expected))
+        values = (PageEntry(entry, layout, TOKENS).values for entry in (made, expected))
         assert all((a.int() - b.int()).abs().max() <= 1 for a, b in zip(*values, strict=True))
     pages = Pages(layout, TOKENS, *entries, 0.3)
     edit = replace(rows[0], active=ACTIVE, pages=pages)
