@@ -2,8 +2,8 @@
 their tokens.
 
 `Stream` is the state of a batch between blocks. A `RowSource` supplies, for one request, the keys and values of the
-tokens that are not computed. Every attention over image tokens has its own page: most blocks have one, those with a second
-attention two.
+tokens that are not computed. Every attention over image tokens has its own page: most blocks have one, those with a
+second attention two.
 """
 
 from __future__ import annotations
