@@ -128,7 +128,7 @@ LAWS = {
     "model_executor.kernels.gpu_operators": Law((*CORE, *MODEL), frozenset({"torch", "triton"})),
     "model_executor.kernels.invariant_kernels": Law((), frozenset({"triton"})),
     "model_executor.kernels.triton_kernels": Law((), frozenset({"triton"})),
-    "model_executor.kernels.unet_kernels": Law((), frozenset({"triton"})),
+    "model_executor.kernels.unet_kernels": Law(("model_executor.kernels.triton_kernels",), frozenset({"triton"})),
     "engine.images": Law((*SHARED, "engine.images"), ENGINE),
     "engine.observability": Law((*SHARED, "engine.observability"), ENGINE),
     "engine.observability.otlp_tracing": Law(("engine.observability",), frozenset({"opentelemetry"})),

@@ -138,9 +138,9 @@ class UnetOperators:
         """For each token its first index in `active`, int64, ascending, whose last one may be repeated; -1 where it is
         not among them: int32 [tokens]."""
         places = torch.empty(num_tokens, dtype=torch.int32, device=active.device)
-        steps = len(active).bit_length()
+        rounds = len(active).bit_length()
         self._kernels.find_places[-(-num_tokens // TOKENS),](
-            active, places, len(active), steps, num_tokens, TOKENS=TOKENS
+            active, places, len(active), rounds, num_tokens, TOKENS=TOKENS
         )
         return places
 
