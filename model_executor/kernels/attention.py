@@ -6,6 +6,7 @@ scaled-dot-product attention off its fast path.
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from functools import cached_property
 from typing import NamedTuple, Protocol
@@ -110,6 +111,16 @@ class Attention(Protocol):
         of all requests; where: each request's rows. Returns [tokens, heads * head dim], which is `out`, with contiguous
         rows, if that is given.
         """
+
+
+class ProjectionAttention(ABC):
+    """An attention that may also take what projections give, before norm and rotary embedding."""
+
+    @abstractmethod
+    def of_projections(
+        self, number: int, page: int, parts: Sequence[Projected], rotary: Tensor, sources: Sequence[KeyValueSource]
+    ) -> list[Tensor] | None:
+        """As `Operators.attend`; None: it does not support these, or gains nothing by them."""
 
 
 class OneByOne:

@@ -7,13 +7,13 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from types import ModuleType
-from typing import Protocol
+from typing import Protocol, cast
 
 import torch
 from torch import Tensor
 
 from core.page_scheme import PageDtype
-from model_executor.kernels.attention import KeyValueSource, Projected, Sizes, head_major
+from model_executor.kernels.attention import KeyValueSource, Projected, ProjectionAttention, Sizes, head_major
 from model_executor.kernels.gpu_attention import Attend, Together, rows_together
 from model_executor.kernels.gpu_pages import page_table
 from model_executor.kernels.gpu_sizes import CHUNK, TILE, power_of_two
@@ -48,8 +48,8 @@ class Layout:
     is_exact: bool  # all requests compute all tokens
 
 
-class TritonTogether(Together):
-    """As `Together`, and also takes queries, keys and values before norm and rotary embedding."""
+class TritonTogether(Together, ProjectionAttention):
+    """As `Together`, and also takes what projections give, where one kernel can prepare it."""
 
     def __init__(
         self,
@@ -71,7 +71,7 @@ class TritonTogether(Together):
         self._table: PageTable | None = None
         self._queries: Tensor | None = None
 
-    def takes(self, number: int, parts: Sequence[Projected], rotary: Tensor, sources: Sequence[PageSource]) -> bool:
+    def _takes(self, number: int, parts: Sequence[Projected], rotary: Tensor, sources: Sequence[PageSource]) -> bool:
         """Whether the kernel supports these, and spares a launch or a copy: where one part has all tokens, attention
         reads them where they are."""
         if len(parts) == 1 and all(source.computed(number) is None for source in sources):
@@ -89,9 +89,14 @@ class TritonTogether(Together):
         return head_dim == power_of_two(head_dim) and rotary.is_contiguous()
 
     def of_projections(
+        self, number: int, page: int, parts: Sequence[Projected], rotary: Tensor, sources: Sequence[KeyValueSource]
+    ) -> list[Tensor] | None:
+        paged = cast(Sequence[PageSource], sources)  # all that models pass are
+        return self._at_once(number, page, parts, rotary, paged) if self._takes(number, parts, rotary, paged) else None
+
+    def _at_once(
         self, number: int, page: int, parts: Sequence[Projected], rotary: Tensor, sources: Sequence[PageSource]
     ) -> list[Tensor]:
-        """As `Operators.attend`."""
         layout = self._layout(number, parts, sources)
         for source in sources:
             if source.computed(number) is not None and source.pages is not None and source.pages.wait is not None:

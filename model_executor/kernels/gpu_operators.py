@@ -14,16 +14,16 @@ from copy import copy
 from dataclasses import dataclass
 from functools import cache
 from types import ModuleType
-from typing import TYPE_CHECKING, ClassVar, Self, cast
+from typing import TYPE_CHECKING, ClassVar, Self
 
 import torch
 from torch import Tensor
 
 from core.errors import ConfigError
 from core.page_scheme import PageLayout
-from model_executor.kernels.attention import Attention, KeysValues, KeyValueSource, Projected, Sizes, head_major
+from model_executor.kernels.attention import Attention, KeysValues, Projected, Sizes, head_major
 from model_executor.kernels.gpu_attention import ROWS, Attend, Together, best_attend, take_flash_3
-from model_executor.kernels.gpu_inputs import PageSource, TritonTogether
+from model_executor.kernels.gpu_inputs import TritonTogether
 from model_executor.kernels.gpu_pages import TritonReader
 from model_executor.kernels.gpu_residual import TritonResidual
 from model_executor.kernels.gpu_sizes import TILE, power_of_two, warps
@@ -241,22 +241,6 @@ class TritonOperators(GpuOperators):
         other = beside if isinstance(beside, TritonTogether) else None
         attend = self._choose(like, head_dim)
         return TritonTogether(sizes, heads, head_dim, like, attend, self._kernels, other)
-
-    def attend(
-        self,
-        attention: Attention,
-        number: int,
-        page: int,
-        parts: Sequence[Projected],
-        rotary: Tensor,
-        sources: Sequence[KeyValueSource],
-        out: Tensor | None = None,
-    ) -> list[Tensor]:
-        paged = cast(Sequence[PageSource], sources)  # all that models pass are
-        if not isinstance(attention, TritonTogether) or not attention.takes(number, parts, rotary, paged):
-            return super().attend(attention, number, page, parts, rotary, sources, out)
-        outputs = attention.of_projections(number, page, parts, rotary, paged)
-        return outputs if out is None else [out.copy_(outputs[0])]
 
     def normalise_and_rotate_(
         self, x: Tensor, rotary: Tensor, eps: float, weights: Sequence[tuple[Sequence[Span], Tensor]]

@@ -21,6 +21,7 @@ from model_executor.kernels.attention import (
     KeyValueSource,
     OneByOne,
     Projected,
+    ProjectionAttention,
     Sizes,
     attend,
     normalise_and_rotate_,
@@ -144,6 +145,10 @@ class Operators:
         Returns for each part [rows, heads * head dim]; of one part alone this is `out`, with contiguous rows, if that
         is given.
         """
+        if isinstance(attention, ProjectionAttention):
+            outputs = attention.of_projections(number, page, parts, rotary, sources)
+            if outputs is not None:
+                return outputs if out is None else [out.copy_(outputs[0])]
         first, *others = parts
         if not others:
             qkv = first.qkv

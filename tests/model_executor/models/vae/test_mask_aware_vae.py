@@ -22,7 +22,7 @@ from model_executor.models.vae.vae_norms import moments, tile_moments, weighted_
 from model_executor.models.vae.vae_resnets import fuse
 from model_executor.worker.loading.resident import ResidentModels
 
-EXAMPLE = Path(__file__).parents[3] / "examples" / "person.png"
+EXAMPLE = Path(__file__).parents[4] / "examples" / "person.png"
 SIDE = 256
 
 

@@ -26,7 +26,7 @@ from model_executor.models.families.vae_family import to_pixels
 from model_executor.models.vae.vae_region import CELLS_PER_TOKEN, WORTH, RegionDecoder, VaeRegion
 from model_executor.worker.loading.resident import ResidentModels
 
-ROOT = Path(__file__).parents[3]
+ROOT = Path(__file__).parents[4]
 EXAMPLE = ROOT / "examples" / "person.png"
 GRID = (16, 16)
 
