@@ -17,9 +17,9 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from core.page_scheme import PageDtype, PageLayout
+from model_executor.kernels.gpu_pages import page_table
 from model_executor.kernels.gpu_sizes import power_of_two
-from model_executor.kernels.gpu_tables import upload
-from model_executor.page_cache.pages import Pages, PageTable
+from model_executor.page_cache.pages import Pages
 
 Box = tuple[int, int, int, int]
 """left, top, right, bottom; right and bottom are exclusive."""
@@ -62,24 +62,13 @@ class OpenPages:
         self.block_bytes, self.value_bytes = layout.block_bytes(number), layout.value_bytes(number)
         self.moment_byte = self.value_bytes + layout.scale_bytes(number)
         self.numbers = 2 * layout.num_heads * layout.num_rows(number) * layout.head_dim
-        self.table = _table(pages) if pages.table is None else pages.table
+        self.table = page_table([pages], pages.near.device)
 
     def wait(self, first: int, number: int) -> None:
         """Wait until these pages may be read."""
         if self._wait is not None:
             for page in range(first, first + number):
                 self._wait(page)
-
-
-def _table(pages: Pages) -> PageTable:
-    """The table of pages that have none, uploaded in one copy."""
-    near, far = pages.near, pages.near if pages.far is None else pages.far
-    weight = 0.0 if pages.far is None else pages.weight
-    both = torch.empty(3, dtype=torch.int64, device="cpu")
-    both[:2] = torch.tensor([near.data_ptr(), far.data_ptr()], device="cpu")
-    both[2:].view(torch.float32).copy_(torch.tensor([1.0 - weight, weight], device="cpu"))
-    there = upload(both, near.device)
-    return PageTable(there[:2], there[2:].view(torch.float32))
 
 
 @dataclass(frozen=True, slots=True)

@@ -75,26 +75,18 @@ class DiT(TransformerFamily, TimestepFamily):
         raise refuse(self._checkpoint, f"models of the family {self.family} take no adapters")
 
     def info(self, name: str) -> ModelInfo:
-        defaults = self._checkpoint.defaults
-        return ModelInfo(
-            name=name,
-            family=self.family,
+        return self._info(
+            name,
             native_size=self._transformer_config["sample_size"] * self._vae_scale,
-            token_size=self._token_size,
-            latent_width=self._latent_width,
+            num_inference_steps=50,
+            default_guidance_scale=self._guidance(4.0),
             num_classes=self._num_classes,
             class_names=class_names(self._checkpoint.index.get("id2label") or {}),
             max_text_tokens=0,
-            default_num_inference_steps=defaults.num_inference_steps or 50,
-            default_guidance_scale=4.0 if defaults.guidance_scale is None else defaults.guidance_scale,
             has_guidance=True,
             has_true_cfg=False,
             is_guidance_cfg=True,
-            solver_order=self._sampling.order,
             extra_steps=self._sampling.extra_steps,
-            min_inference_steps=self._sampling.min_steps,
-            device=self._device.type,
-            dtype=str(self._checkpoint.dtype).removeprefix("torch."),
         )
 
     # -------------------------------------------------------------------------------------------------- conditions

@@ -53,25 +53,15 @@ class Flux(LatentFamily):
             raise refuse(checkpoint, f"FLUX chooses its noise levels itself, which {self._sampling.name} does not take")
 
     def info(self, name: str) -> ModelInfo:
-        defaults = self._checkpoint.defaults
-        return ModelInfo(
-            name=name,
-            family=self.family,
-            native_size=defaults.native_size or self._vae_config["sample_size"],
-            token_size=self._token_size,
-            latent_width=self._latent_width,
+        return self._info(
+            name,
+            native_size=self._checkpoint.defaults.native_size or self._vae_config["sample_size"],
+            num_inference_steps=self.default_steps,
+            default_guidance_scale=self._guidance(self.default_guidance),
             max_text_tokens=min(MAX_TEXT_TOKENS, self._tokenizer_2.model_max_length),
-            default_num_inference_steps=defaults.num_inference_steps or self.default_steps,
-            default_guidance_scale=(
-                self.default_guidance if defaults.guidance_scale is None else defaults.guidance_scale
-            ),
             has_guidance=self._transformer_config.get("guidance_embeds", False),
             has_true_cfg=self.has_true_cfg,
-            solver_order=self._sampling.order,
             can_skip_steps=self._sampling.can_skip_steps,
-            min_inference_steps=self._sampling.min_steps,
-            device=self._device.type,
-            dtype=str(self._checkpoint.dtype).removeprefix("torch."),
         )
 
     def encode_text(

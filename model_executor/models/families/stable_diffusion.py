@@ -136,27 +136,19 @@ class UnetFamily(TimestepFamily):
         return unarranged(self._checkpoint.outline(part))
 
     def info(self, name: str) -> ModelInfo:
-        defaults = self._checkpoint.defaults
-        native_size = defaults.native_size or self._unet_config["sample_size"] * self._vae_scale
-        return ModelInfo(
-            name=name,
-            family=self.family,
+        native_size = self._checkpoint.defaults.native_size or self._unet_config["sample_size"] * self._vae_scale
+        return self._info(
+            name,
             native_size=native_size,
-            token_size=self._token_size,
-            latent_width=self._latent_width,
+            num_inference_steps=50,
+            default_guidance_scale=self._guidance(7.5),
             max_text_tokens=max(tokenizer.model_max_length for tokenizer in self._tokenizers),
-            default_num_inference_steps=defaults.num_inference_steps or 50,
-            default_guidance_scale=7.5 if defaults.guidance_scale is None else defaults.guidance_scale,
             has_guidance=True,
             has_true_cfg=False,
             is_guidance_cfg=True,
-            solver_order=self._sampling.order,
             extra_steps=self._sampling.extra_steps,
             rounds_strength_down=True,
-            min_inference_steps=self._sampling.min_steps,
             block_runs=self._layers.block_runs((native_size // self._token_size) ** 2),
-            device=self._device.type,
-            dtype=str(self._checkpoint.dtype).removeprefix("torch."),
         )
 
     # -------------------------------------------------------------------------------------------------------- text

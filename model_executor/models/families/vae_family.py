@@ -16,6 +16,7 @@ from diffusers.utils.torch_utils import randn_tensor
 from torch import Tensor, nn
 
 from core.errors import ConfigError, NonFiniteError
+from core.model_info import ModelInfo
 from core.patches import PatchSet
 from model_executor.checkpoint.loader import ModelCheckpoint
 from model_executor.cpu import cpu_gains_by_bfloat16
@@ -30,6 +31,8 @@ from model_executor.models.vae.vae import ImageVae, Vae
 from model_executor.patches.adapters import Adapter, LoraFormat
 from model_executor.patches.module_patches import unarranged
 from model_executor.patches.part_patches import AnyPatches
+from model_executor.samplers.sampling import Sampling
+from model_executor.samplers.timestep_sampling import TimestepSampling
 
 KEPT_NOISES = 16
 """Templates whose noise is cached: every chunk of priming needs it, and in some families every step. One takes 0.5 MB
@@ -56,6 +59,8 @@ class VaeFamily(Family):
     classes: ClassVar[Classes]
     """Part of a checkpoint -> the classes it may have."""
 
+    _sampling: Sampling | TimestepSampling
+
     text_parts: tuple[str, ...]
     """The text encoders' names in model_index.json."""
 
@@ -68,6 +73,26 @@ class VaeFamily(Family):
         self._parts: dict[str, Any] = {}  # part name -> what `prepare` made of it
         self._patch_ids = set[str]()  # of adapters in use
         self._noise_of = lru_cache(maxsize=KEPT_NOISES)(self._draw_noise_of)
+
+    def _info(self, name: str, *, num_inference_steps: int, **own: Any) -> ModelInfo:
+        """`info`. num_inference_steps: the default of checkpoints that name none. own: what families do not say alike."""
+        return ModelInfo(
+            name=name,
+            family=self.family,
+            token_size=self._token_size,
+            latent_width=self._latent_width,
+            default_num_inference_steps=self._checkpoint.defaults.num_inference_steps or num_inference_steps,
+            solver_order=self._sampling.order,
+            min_inference_steps=self._sampling.min_steps,
+            device=self._device.type,
+            dtype=str(self._checkpoint.dtype).removeprefix("torch."),
+            **own,
+        )
+
+    def _guidance(self, usual: float) -> float:
+        """The default guidance scale: the checkpoint's own, or the usual one."""
+        own = self._checkpoint.defaults.guidance_scale
+        return usual if own is None else own
 
     # ------------------------------------------------------------------------------------------------------- parts
 
