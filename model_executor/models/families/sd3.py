@@ -60,10 +60,10 @@ class StableDiffusion3(NoisedTemplate):
 
     def info(self, name: str) -> ModelInfo:
         length = self._tokenizer_3.model_max_length if self._tokenizer_3 else MAX_TEXT_TOKENS
+        native_size = self._checkpoint.defaults.native_size
         return self._info(
             name,
-            native_size=self._checkpoint.defaults.native_size
-            or self._transformer_config["sample_size"] * self._vae_scale,
+            native_size=native_size or self._transformer_config["sample_size"] * self._vae_scale,
             num_inference_steps=50,
             default_guidance_scale=self._guidance(7.0),
             max_text_tokens=min(MAX_TEXT_TOKENS, length),

@@ -75,7 +75,7 @@ class VaeFamily(Family):
         self._noise_of = lru_cache(maxsize=KEPT_NOISES)(self._draw_noise_of)
 
     def _info(self, name: str, *, num_inference_steps: int, **own: Any) -> ModelInfo:
-        """`info`. num_inference_steps: the default of checkpoints that name none. own: what families do not say alike."""
+        """`info`. num_inference_steps: where the checkpoint names no default. own: what families do not say alike."""
         return ModelInfo(
             name=name,
             family=self.family,
