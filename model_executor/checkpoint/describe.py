@@ -17,10 +17,10 @@ from core.errors import ConfigError
 from core.ipc.logs import one_line
 from core.model_card import AdapterCard, CheckpointCard, FamilyCard
 from model_executor.checkpoint.loader import ModelCheckpoint
+from model_executor.checkpoint.page_schemes import DEFAULT_DTYPE, DEFAULT_KEYFRAMES
 from model_executor.checkpoint.parameter_count import count_parameters
 from model_executor.models.base import Family
 from model_executor.models.registry import FAMILIES, make_family
-from model_executor.page_cache.page_schemes import DEFAULT_DTYPE, DEFAULT_KEYFRAMES
 from model_executor.patches.adapters import read_adapter
 
 

@@ -48,9 +48,9 @@ from model_executor.checkpoint.weights import (
     weight_files,
 )
 from model_executor.cpu import cpu_has_amx, cpu_has_bfloat16
+from model_executor.device_failures import is_out_of_memory
+from model_executor.devices import resolve_device
 from model_executor.models.parts import IN_PLACE_OF, MODULES, Classes
-from model_executor.worker.device_failures import is_out_of_memory
-from model_executor.worker.devices import resolve_device
 
 WEIGHTS_SHARE = 2 / 3
 """Of the machine's memory that weights may take in float32 where `auto` prefers it; the rest is for computing."""

@@ -9,7 +9,7 @@ so the order of summation differs. What depends on company in a transformer, and
 - pages of a share of the heads, as ranks have them that compute a step together: read and made by the kernels for all
   heads, through copies
 - a norm of PyTorch's over all prompts: `rms_norm`
-- keys of several ranks: put into the order of the tokens (`Shard` of `parallel/sequence.py`)
+- keys of several ranks: put into the order of the tokens (`Shard` of `models/transformer/sequence.py`)
 
 The other Triton kernels work row by row, with tiles by the width alone; noise levels and pooled prompts are embedded
 one row at a time; text encoders and VAEs, and by this option UNets, compute one item at a time, with deterministic

@@ -31,7 +31,6 @@ from core.messages.worker import PageCopied, PageCopy
 from core.page_scheme import template_of
 from model_executor.page_cache.copy_stream import CopyStream
 from model_executor.page_cache.uploads import PageUpload, Uploads
-from model_executor.worker.stores.tensor_store import SharedMemory
 
 logger = logging.getLogger("stencil.worker")
 
@@ -47,11 +46,14 @@ BLOCKS_BEFORE_OTHERS = 256
 FLUX reads, a tenth of a second. Such a job may take seconds, and loads wait meanwhile; but an edit may wait for it."""
 
 
-class PageArena(SharedMemory, Protocol):
+class PageArena(Protocol):
     """The part of `core.ipc.shared_array.Arena` that the store uses."""
 
     id: int
     size: int  # bytes
+
+    def view(self, ref: ArrayRef) -> npt.NDArray[np.generic]:
+        """The array of a handle, writable, without a copy."""
 
 
 class Files(Protocol):

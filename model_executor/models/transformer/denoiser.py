@@ -34,9 +34,9 @@ from model_executor.kernels.residual import Norm
 from model_executor.models.base import ModulationInputs, PrimeRow, Row
 from model_executor.models.transformer.blocks import Block, EditSource, Modulation, RowSource, Stream, TemplateSource
 from model_executor.models.transformer.rows import lacking_pages, with_heads, with_own_heads
+from model_executor.models.transformer.sequence import Shard, Team
 from model_executor.page_cache.pages import PageEntry
 from model_executor.parallel.group import Group, shares
-from model_executor.parallel.sequence import Shard, Team
 from model_executor.patches.batch_patches import BatchPatches, Where, by_patches
 from model_executor.patches.group_patches import GroupPatches
 

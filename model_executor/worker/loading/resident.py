@@ -23,10 +23,10 @@ from core.messages.worker import WorkerReady
 from core.model_info import ModelInfo
 from core.patches import PatchSet
 from model_executor.checkpoint.loader import ModelCheckpoint
+from model_executor.checkpoint.page_schemes import with_calibration
 from model_executor.checkpoint.parameter_count import expected_bytes
 from model_executor.models.base import Family, ImageInputs, PrimeRow, Row, SamplingState
 from model_executor.models.registry import make_family
-from model_executor.page_cache.page_schemes import with_calibration
 from model_executor.page_cache.pages import Pages
 from model_executor.patches.adapters import NOTHING_KNOWN, Adapter, read_adapter
 from model_executor.worker.loading.component_keys import Opened, component_keys, prompt_twins

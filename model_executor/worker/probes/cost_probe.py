@@ -35,13 +35,13 @@ from core.scheduling.ops.image_encode import IMAGE_ENCODE
 from core.scheduling.ops.prime import PRIME
 from core.scheduling.ops.text_encode import TEXT_ENCODE
 from model_executor.cpu import cpu_description
+from model_executor.device_failures import is_out_of_memory, wait_for_device
 from model_executor.kernels.operators import chosen_operators
 from model_executor.models.base import EncodedImage, EncodedText, Family, ImageInputs, ModulationInputs, PrimeRow, Row
 from model_executor.models.boxes import around
 from model_executor.models.transformer.denoiser import modulation_limit
 from model_executor.page_cache.pages import Pages
 from model_executor.parallel.group import Group
-from model_executor.worker.device_failures import is_out_of_memory, wait_for_device
 
 BUDGET_SECONDS = 2.0
 """Time budget per model, at its first start. A batch that is expected to exceed what is left is skipped."""

@@ -21,8 +21,8 @@ from model_executor.checkpoint import file_hashes
 from model_executor.checkpoint.fingerprint import fingerprint
 from model_executor.checkpoint.hub import INDEX
 from model_executor.checkpoint.loader import ModelCheckpoint
+from model_executor.checkpoint.page_schemes import with_calibration
 from model_executor.models.families.flux import FluxFill
-from model_executor.page_cache.page_schemes import with_calibration
 
 FOUND = Calibration(
     keyframes=(1.0, 0.25, 0.0),
