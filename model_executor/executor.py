@@ -126,7 +126,7 @@ class Executor:
         one that is restarted gets nothing until it is ready.
         """
         self._next_seq = plan.seq + 1
-        for rank, part in parts_of(plan, len(self._workers)).items():
+        for rank, part in parts_of(plan).items():
             if rank not in self._restarting:
                 self._workers[rank].send(part)
 

@@ -465,7 +465,6 @@ def cut_twice_as_large(
 def _page_values(
     base,
     page,
-    number,
     first,
     d,
     weight,
@@ -564,7 +563,7 @@ def fill(
     for entry in tl.static_range(2):
         base, weight = tl.load(table + entry) + block_byte, tl.load(weights + entry)
         result += _page_values(
-            base, page, number, first, d, weight, is_read, block_bytes, value_bytes, SIZE, VALUE, HAS_SCALES, ALIGNED
+            base, page, first, d, weight, is_read, block_bytes, value_bytes, SIZE, VALUE, HAS_SCALES, ALIGNED
         )
 
     added = tl.zeros([BLOCK], tl.float32)

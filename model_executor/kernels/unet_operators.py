@@ -214,12 +214,11 @@ class UnetOperators:
         added: AddedToMap = NOTHING,
         *,
         silu: bool,
-        cut: Box | None = None,
         valid: Box | None = None,
     ) -> Tensor:
-        """Group norm of x with these moments, and SiLU. cut: the part wanted, which may extend beyond x; None: all.
-        valid: the box of x beyond which the result is zero; None: all of x. Both in pixels of x."""
-        return self._normalised(norm, x, moments, added, silu, cut, valid, 0)[0]
+        """Group norm of x with these moments, and SiLU. valid: the box of x, in pixels, beyond which the result is
+        zero; None: all of x."""
+        return self._normalised(norm, x, moments, added, silu, None, valid, 0)[0]
 
     def normalised_and_cut(
         self, norm: nn.GroupNorm, x: Tensor, moments: Moments, box: Box, margin: int

@@ -4,13 +4,11 @@ from __future__ import annotations
 
 from core.messages.codec import MessageDecoder
 from core.messages.worker import DropAdapter, LoadAdapter, Shutdown, StepPlan, ToWorker, TransferDone
-from model_executor.page_cache.page_store import PageStore
 from model_executor.worker.engine_link import EngineLink
 from model_executor.worker.loading.adapter_loader import AdapterLoader
 from model_executor.worker.loading.component_loader import ComponentLoader
+from model_executor.worker.ops.context import WorkerContext
 from model_executor.worker.runner import Runner
-from model_executor.worker.stores.exchange import Exchange
-from model_executor.worker.stores.tensor_store import TensorStore
 
 
 class Worker:
@@ -21,20 +19,13 @@ class Worker:
         rank: int,
         link: EngineLink,
         loader: ComponentLoader,
-        store: TensorStore,
-        pages: PageStore,
+        context: WorkerContext,
         runner: Runner,
-        exchange: Exchange,
         adapters: AdapterLoader,
     ) -> None:
-        self._rank = rank
-        self._link = link
-        self._loader = loader
-        self._store = store
-        self._pages = pages
-        self._runner = runner
-        self._exchange = exchange
-        self._adapters = adapters
+        self._rank, self._link, self._runner = rank, link, runner
+        self._loader, self._adapters = loader, adapters
+        self._store, self._pages, self._exchange = context.store, context.pages, context.exchange
         self._decoder: MessageDecoder[ToWorker] = MessageDecoder(ToWorker)
 
     def run(self) -> None:

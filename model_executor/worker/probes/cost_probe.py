@@ -16,6 +16,7 @@ from dataclasses import dataclass, replace
 from functools import cached_property, partial
 from itertools import zip_longest
 from pathlib import Path
+from typing import Any
 
 import msgspec
 import torch
@@ -305,13 +306,7 @@ class Batches:
         number = max(1, int(share * self._num_tokens))
         is_exact, active = number == self._num_tokens, torch.arange(number)
         return Row(
-            latents=self._image.latents,
-            condition=self._image.condition,
-            prompt_embeds=self._text.prompt_embeds,
-            pooled_prompt_embeds=self._text.pooled_prompt_embeds,
-            sigma=self._image.sigmas[0],
-            guidance_scale=self.info.default_guidance_scale,
-            grid=self._grid,
+            **self._of_any_row,
             active=None if is_exact else active.to(self._image.latents.device),
             box=None if is_exact else around(active, self._grid[1]),
             pages=None if is_exact else self._pages,
@@ -339,20 +334,22 @@ class Batches:
     @cached_property
     def _prime_row(self) -> PrimeRow:
         assert self.info.page_scheme is not None
-        device = self._image.latents.device
-        return PrimeRow(
-            latents=self._image.latents,
-            condition=self._image.condition,
-            prompt_embeds=self._text.prompt_embeds,
-            pooled_prompt_embeds=self._text.pooled_prompt_embeds,
-            sigma=self._image.sigmas[0],
-            guidance_scale=self.info.default_guidance_scale,
-            grid=self._grid,
-            hidden=None,
-            entry=torch.zeros(
-                self.info.page_scheme.layout.entry_bytes(self._num_tokens), dtype=torch.uint8, device=device
-            ),
-        )
+        nbytes = self.info.page_scheme.layout.entry_bytes(self._num_tokens)
+        entry = torch.zeros(nbytes, dtype=torch.uint8, device=self._image.latents.device)
+        return PrimeRow(**self._of_any_row, hidden=None, entry=entry)
+
+    @property
+    def _of_any_row(self) -> dict[str, Any]:
+        """The fields that a `Row` and a `PrimeRow` share."""
+        return {
+            "latents": self._image.latents,
+            "condition": self._image.condition,
+            "prompt_embeds": self._text.prompt_embeds,
+            "pooled_prompt_embeds": self._text.pooled_prompt_embeds,
+            "sigma": self._image.sigmas[0],
+            "guidance_scale": self.info.default_guidance_scale,
+            "grid": self._grid,
+        }
 
     @cached_property
     def _pages(self) -> Pages:
