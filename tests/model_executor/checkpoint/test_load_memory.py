@@ -19,7 +19,7 @@ from core.config import ModelConfig
 from core.handles import ModelKey
 from core.ipc import local_sockets
 from core.ipc.process import spawn
-from model_executor.checkpoint.loader import Checkpoint
+from model_executor.checkpoint.loader import ModelCheckpoint
 from model_executor.models.registry import make_family
 from model_executor.weights.taking import TakenWeights
 
@@ -120,7 +120,7 @@ def test_weights_of_the_keeper_are_in_memory_once_for_all_workers(large: tuple[P
         denoisers, before = [], [private(pid) for pid in (os.getpid(), keeper.pid)]
         for _ in range(2):
             module, nbytes = taken.take(ModelKey("0", "transformer"), config, "transformer", torch.get_num_threads())
-            denoisers.append(make_family(Checkpoint.open(config)).prepare("transformer", module))
+            denoisers.append(make_family(ModelCheckpoint.open(config)).prepare("transformer", module))
         after = [private(pid) for pid in (os.getpid(), keeper.pid)]
         keeper.kill()
         asyncio.run(keeper.wait())
