@@ -105,7 +105,7 @@ class ActivationCacheManager:
         """
         entries = self._table.entries
         absent = [want for want in wants if (e := entries.get(want.key)) is None or e.ref is None]
-        if absent and not self._place(wants, absent, load_wins, rank):
+        if absent and not self._put(wants, absent, load_wins, rank):
             return False
         for want in wants:
             entry = entries[want.key]
@@ -277,9 +277,7 @@ class ActivationCacheManager:
 
     # ------------------------------------------------------------------------------------------------- making places
 
-    def _place(
-        self, wants: Sequence[WantedEntry], absent: Sequence[WantedEntry], load_wins: LoadWins, rank: int
-    ) -> bool:
+    def _put(self, wants: Sequence[WantedEntry], absent: Sequence[WantedEntry], load_wins: LoadWins, rank: int) -> bool:
         """Place the absent entries on their compute tiers; False, with none placed, if there is no room."""
         placed = self._table.place(wants, absent, rank)
         if placed is None:

@@ -213,9 +213,8 @@ class CostModel:
         return line.predict(features_of(work)) if line else 0.0
 
     def observe_copy(self, source: Tier, target: Tier, nbytes: int, seconds: float) -> None:
-        self._copies.setdefault((source, target), FittedLine(len(COPY_FEATURES))).observe(
-            _copy_features(nbytes), seconds
-        )
+        line = self._copies.setdefault((source, target), FittedLine(len(COPY_FEATURES)))
+        line.observe(_copy_features(nbytes), seconds)
 
     def predict_copy(self, source: Tier, nbytes: int) -> float:
         """Seconds that a copy of pages from this tier to the next faster one will take; 0 if none was observed."""

@@ -152,7 +152,7 @@ def fill_lanes(tasks: Sequence[SlotTask], ranks: Sequence[RankSlots]) -> list[La
 
 
 def _weight(task: SlotTask, newcomer: SlotTask) -> tuple[bool, bool, float]:
-    """Sort key for giving way to a newcomer, the greatest first: a task that may, without a due time, with most work."""
+    """Sort key for giving way to a newcomer, greatest first: a task that may, has no due time, and has most work."""
     may_give_way = task.group == newcomer.group and not task.must
     return may_give_way, task.due_in == inf, task.work
 

@@ -79,7 +79,7 @@ def predict_times(shape: RequestShape, fleet: Fleet, now: float) -> EngineTimes:
     return EngineTimes(finish, step * np.add.reduce(shared) + alone * slots.num_placed, own)
 
 
-class Priming(NamedTuple):
+class PrimingTimes(NamedTuple):
     """Predicted priming on each engine, float64 [engines] each; seconds except for `rounds`."""
 
     own: Vector  # work on the request's own template
@@ -90,7 +90,7 @@ class Priming(NamedTuple):
 
 def _priming(
     shape: RequestShape, fleet: Fleet, pages: TemplatePages, steps: Matrix, costs: SizeCosts, base: Vector
-) -> Priming:
+) -> PrimingTimes:
     """Jobs are primed one after the other, in a share of each step's time, or at full speed where no steps are made."""
     own_first, later = pages.prime_first * costs.prime + pages.is_new * costs.template, pages.prime_later * costs.prime
     if not shape.num_steps:
@@ -102,7 +102,7 @@ def _priming(
     stepping *= slots.seconds
     before = first + np.add.reduce(stepping) + np.minimum(steps[0], rounds) * base
     own = own_first + later
-    return Priming(own, before, rounds, fleet.priming_seconds + own - first)
+    return PrimingTimes(own, before, rounds, fleet.priming_seconds + own - first)
 
 
 class RoundRobin:

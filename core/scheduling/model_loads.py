@@ -1,4 +1,4 @@
-"""ModelLoads: orders the components that a scheduler's requests need, and fails requests whose model cannot be loaded."""
+"""ModelLoads: orders the components that requests need, and fails requests whose model cannot be loaded."""
 
 from __future__ import annotations
 

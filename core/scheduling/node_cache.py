@@ -172,7 +172,7 @@ class NodeCache(ABC):
 
     @abstractmethod
     def undo(self, job_id: str) -> None:
-        """Note that the piece that was started is not done, because its rank has died. To be called after `lose_rank`."""
+        """Note that the piece that was started is lost, because its rank has died. To be called after `lose_rank`."""
 
     @abstractmethod
     def seconds_left(self) -> float:

@@ -1,10 +1,9 @@
-"""View: what a scheduling policy sees in one pass. Reading it changes nothing, and answers are computed when asked for."""
+"""View: what a scheduling policy sees in one pass. Reading it changes nothing; answers are computed when asked for."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass, field
-from functools import partial
 
 from core.config import SchedulerConfig
 from core.failure import Failure
@@ -24,15 +23,6 @@ from core.scheduling.requests.request import Request
 from core.scheduling.values.inputs import Inputs, find_inputs
 from core.scheduling.values.values import ValueTable
 
-PredictWork = Callable[[str, Op, Work], float]
-"""(model, op, work) -> predicted seconds of running the op once."""
-
-PredictStep = Callable[[str, Op, Work, int], float]
-"""(model, op, work, degree) -> predicted seconds of a step of one request; 0 if unknown."""
-
-LargestBatch = Callable[[str, Op], int | None]
-"""(model, op) -> rows of the largest batch in the op's profile; None without one."""
-
 
 @dataclass(frozen=True, slots=True)
 class View:
@@ -45,21 +35,19 @@ class View:
     idle_ranks: frozenset[int]  # open ranks that have no work
     max_step_tokens: int  # token budget of a step together with what is primed beside it
     may_join: MayJoin | None  # to be asked once per waiting request, in order; None: no request has a due time
-    _wait_seconds: Callable[[int], float]  # see `wait_seconds`
-    _seconds_left: Callable[[int], float | None]  # see `seconds_left`
+    _now: float
+    _in_flight: InFlight
     _residency: Residency
     _cache: NodeCache
     _values: ValueTable
-    _predict: PredictWork
-    _predict_step: PredictStep
-    _largest: LargestBatch
+    _predictor: Predictor
     _inputs: dict[tuple[str, str, RankIds], Inputs] = field(default_factory=dict)  # answers of `inputs`
     _ready: dict[str, list[Node]] = field(default_factory=dict)  # request id -> answer of `ready`
 
     # ------------------------------------------------------------------------------------------------ of requests
 
     def ready(self, request: Request) -> list[Node]:
-        """Nodes of a request that may run now, in graph order: their inputs are made, or a batch in flight makes them."""
+        """Nodes of a request that may run now, in graph order: their inputs are made, or are being made."""
         ready = self._ready.get(request.id)
         if ready is None:
             ready = self._ready[request.id] = request.progress.ready()
@@ -100,31 +88,31 @@ class View:
 
     def seconds(self, request: Request, node: Node) -> float:
         """Predicted time of running a node next, alone."""
-        return self._predict(request.head.model, op_of(node), request.work(node))
+        return self._predictor.op_seconds(request.head.model, op_of(node), request.work(node))
 
     def batch_seconds(self, model: str, op: Op, work: Work) -> float:
         """Predicted time of a batch; 0 for work unlike any observed so far."""
-        return self._predict(model, op, work)
+        return self._predictor.op_seconds(model, op, work)
 
     def step_seconds(self, model: str, op: Op, work: Work, degree: int) -> float:
         """Predicted time of a step of one request alone on this many ranks; 0 if that is unknown, as it is at degrees
         that were not profiled.
         """
-        return self._predict_step(model, op, work, degree)
+        return self._predictor.step_seconds(model, op, work, degree)
 
     def wait_seconds(self, rank: int) -> float:
         """Predicted time until a rank has done the work that it was sent; 0 if it has none or is overdue."""
-        return self._wait_seconds(rank)
+        return self._in_flight.wait_seconds(rank, self._now)
 
     def seconds_left(self, rank: int) -> float | None:
         """Predicted time until a busy rank has done the work that it was sent: below 0 if it is overdue, None if the
         time of some of it is unknown.
         """
-        return self._seconds_left(rank)
+        return self._in_flight.seconds_left(rank, self._now)
 
     def largest_batch(self, model: str, op: Op) -> int | None:
         """Rows of the largest batch in the op's profile; None: it has no profile."""
-        return self._largest(model, op)
+        return self._predictor.largest_batch(model, op)
 
     def page_rank(self, request: Request) -> int | None:
         """The one rank that can read the pages reserved for a request, which are on its device; None: any rank can."""
@@ -150,7 +138,7 @@ class View:
     def seconds_of_piece(self, job: CacheJob) -> float:
         """Predicted time of a job's next piece, which is indivisible."""
         assert job.size is not None
-        return self._predict(job.model, job.op, job.size)
+        return self._predictor.op_seconds(job.model, job.op, job.size)
 
 
 @dataclass(frozen=True, slots=True)
@@ -188,14 +176,12 @@ class ViewMaker:
             idle_ranks=self._idle_ranks - passed_over,
             max_step_tokens=self.step_limit.tokens,
             may_join=self.deadlines.joining(judged, now) if self.deadlines is not None and judged else None,
-            _wait_seconds=partial(self.in_flight.wait_seconds, now=now),
-            _seconds_left=partial(self.in_flight.seconds_left, now=now),
+            _now=now,
+            _in_flight=self.in_flight,
             _residency=self.residency,
             _cache=self.cache,
             _values=self.values,
-            _predict=self.predictor.op_seconds,
-            _predict_step=self.predictor.step_seconds,
-            _largest=self.predictor.largest_batch,
+            _predictor=self.predictor,
         )
 
     def _judged(self) -> list[Request]:

@@ -180,7 +180,7 @@ class Checkpoints:
         self.forget(request.id)
 
     def check_integrity(self, requests: Iterable[Request]) -> None:
-        """Raise AssertionError unless only values of checkpoints are pinned, and complete checkpoints have all values."""
+        """Raise AssertionError unless only values of checkpoints are pinned, and complete ones have all of theirs."""
         requests = list(requests)
         complete = [each for request in requests for each in request.checkpoints.values()]
         assert all(map(self._is_complete, complete)), "a checkpoint is incomplete"

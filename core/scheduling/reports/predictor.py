@@ -118,9 +118,8 @@ class Predictor:
         if op_of(node).parallel == "none" or request.runs_on_one_rank:
             return 1.0
         work, seconds, degree = Work.of_pairs([(queries, keys)] * request.spec.num_rows), dict[int, float](), 1
-        while degree <= self._most_ranks and (
-            found := self.step_seconds(request.head.model, op_of(node), work, degree)
-        ):
+        model, op = request.head.model, op_of(node)
+        while degree <= self._most_ranks and (found := self.step_seconds(model, op, work, degree)):
             seconds[degree] = found
             degree *= 2
         return seconds[useful_degree(seconds)] / seconds[1] if seconds else 1.0
@@ -147,7 +146,7 @@ class Predictor:
         return self.step_base_seconds(*self.step_key(requests[0]))
 
     def step_key(self, request: Request) -> tuple[str, str]:
-        """(model, op) of a request's steps. If they have several ops, the last one counts; without steps the op is ""."""
+        """(model, op) of a request's steps. If they have several ops, the last counts; without steps the op is ""."""
         steps = request.workflow.steps
         return request.head.model, steps[-1].op if steps else ""
 
@@ -160,9 +159,8 @@ class Predictor:
     def _make_request_load(self, request: Request) -> RequestLoad:
         steps = request.progress.steps_left
         step_seconds = self.remaining_step_seconds(request) / steps if steps else 0.0
-        other_seconds = sum(seconds for _, seconds in self.other_seconds_by_op(request)) + self._load_seconds(
-            request.head.model
-        )
+        other_seconds = sum(seconds for _, seconds in self.other_seconds_by_op(request))
+        other_seconds += self._load_seconds(request.head.model)
         is_running = request.status is Status.RUNNING
         head = request.head
         return RequestLoad(steps, step_seconds, other_seconds, head.priority, is_running, head.arrival, head.owner)

@@ -1,4 +1,4 @@
-"""WaitingWork: the predicted work of all waiting requests of one scheduler, kept as sums, because queues may be long."""
+"""WaitingWork: the predicted work of all waiting requests of one scheduler, as sums, because queues may be long."""
 
 from __future__ import annotations
 

@@ -31,7 +31,7 @@ def due(head: EngineRequest) -> float | None:
 
 
 def urgency(request: Request) -> Urgency:
-    """Sort key among one owner's requests: priority and due time, then arrival, then id, which makes the order total."""
+    """Sort key among one owner's requests: priority and due time, arrival, and id, which makes the order total."""
     head = request.head
     return counts_as_due(head.arrival, due(head), head.priority), head.arrival, head.request_id
 
@@ -99,7 +99,7 @@ class Deadlines:
 
 
 def _why_stop(head: EngineRequest, now: float, end: float) -> Failure | None:
-    """Why to stop a request that is useful until its timeout; None: go on. end: the earliest time it could finish at."""
+    """Why to stop a request that is useful until its timeout; None: go on. end: its earliest finish time."""
     if head.deadline is None or end <= head.deadline:
         return None
     return PASSED if head.deadline <= now else TOO_LATE

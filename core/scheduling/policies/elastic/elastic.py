@@ -107,9 +107,7 @@ class Elastic(SchedulingPolicy):
         admitted = [request for request, _ in ordered if request.id in groups]
         return ElasticPass(view, apart=apart, groups=groups, admitted=admitted, shared=self._shared).run()
 
-    def _groups(
-        self, view: View, queue: Sequence[RequestSteps], small: Collection[str], now: float
-    ) -> dict[str, RankIds]:
+    def _groups(self, view: View, queue: list[RequestSteps], small: Collection[str], now: float) -> dict[str, RankIds]:
         """Request id, or SMALL -> the ranks on which it may be given work. queue: see `_with_first_small`."""
         contenders = list[Contender]()
         is_crowd = len(queue) > CROWD * len(view.ranks) and _keep_coming([request for request, _ in queue], now)

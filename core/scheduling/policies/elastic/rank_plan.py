@@ -15,6 +15,10 @@ KEEP = 1.25
 """A request keeps such ranks unless another one would save this many times as much by them."""
 
 
+SecondsLeft = Callable[[int], float | None]
+"""Busy rank -> predicted seconds until it has done its work; below 0: it is overdue; None: unknown."""
+
+
 @dataclass(frozen=True, slots=True)
 class Contender:
     """A request that could use ranks now."""
@@ -146,21 +150,15 @@ def better_to_wait(
     contenders: Sequence[Contender],
     places: Mapping[str, RankIds],
     now: Mapping[str, RankIds],
-    seconds_left: Callable[[int], float | None],
+    seconds_left: SecondsLeft,
 ) -> set[str]:
     """Names of contenders that should leave the ranks that they can have now idle: their buddies will soon be free for
     them, too, and a step on both halves then ends sooner than a step on one half now.
 
-    places, now: from `plan` and `moves`. seconds_left: busy rank -> predicted seconds until it has done its work; below
-    0: it is overdue; None: unknown.
+    places, now: from `plan` and `moves`.
     """
     soon_free, found = _soon_free(contenders, places), set[str]()
-    owners = {
-        rank: contender.name
-        for contender in contenders
-        if not contender.is_ending
-        for rank in places.get(contender.name, ())
-    }
+    owners = {rank: each.name for each in contenders if not each.is_ending for rank in places.get(each.name, ())}
     for contender in contenders:
         if contender.is_running:
             continue
@@ -189,9 +187,7 @@ def _soon_free(contenders: Sequence[Contender], places: Mapping[str, RankIds]) -
     return found
 
 
-def _is_sooner(
-    contender: Contender, degree: int, others: Collection[int], seconds_left: Callable[[int], float | None]
-) -> bool:
+def _is_sooner(contender: Contender, degree: int, others: Collection[int], seconds_left: SecondsLeft) -> bool:
     """Whether a step at this degree that begins when these other ranks are free ends before a step at half the degree
     that begins now. Overdue work is expected to take as much longer as it is overdue already.
     """

@@ -67,7 +67,7 @@ class Plan:
     others: tuple[Request, ...] = ()  # waiting ones that need no slot: they made all of their steps before a rank died
     given_up: tuple[GiveUp, ...] = ()
     tried: str | None = None  # id of the request that is served although it is predicted to be late
-    # The requests that had a slot at the last `refill_slots`, lane by lane, in the order of the lanes.
+    # The requests that had a slot at the last `refill_slots`, lane by lane.
     served: list[Request] = field(default_factory=list)
 
     def __post_init__(self) -> None:
@@ -237,16 +237,13 @@ class Planner:
         given_up = tuple(self._given_up(candidates, tried))
         dropped = {each.request.id for each in given_up}
         self.num_models = len({each.head.model for each in self.view.requests.live() if each.id not in dropped}) or 1
+        kept = [each for each in candidates if each.request.id not in dropped]
         groups: dict[str, list[Candidate]] = {}  # model -> its candidates, which may share steps
-        others = list[Request]()
-        for candidate in candidates:
-            if candidate.request.id in dropped:
-                continue
+        for candidate in kept:
             if candidate.work.steps:
                 groups.setdefault(candidate.request.head.model, []).append(candidate)
-            else:
-                others.append(candidate.request)
         lanes = [lane for group in groups.values() for lane in self._lanes(group, tried)]
+        others = [each.request for each in kept if not each.work.steps]
         waiting = tuple(each for each in others if each.status is Status.WAITING)
         return Plan(tuple(lanes), waiting, given_up, None if tried is None else tried.request.id)
 
@@ -260,13 +257,11 @@ class Planner:
         and only batches correct them. It is the first that is not certain to be late, preferably one that has begun.
         Candidates without a due time do not prevent the trial.
         """
-        if any(candidate.can_be_in_time for candidate in candidates):
+        if any(each.can_be_in_time for each in candidates):
             return None
-        late = (candidate for candidate in candidates if candidate.is_late)
-        doubtful = (
-            candidate for candidate in late if why_late(candidate.request.head, self._end(candidate, CERTAIN)) is None
-        )
-        return min(doubtful, key=lambda candidate: candidate.request.status is Status.WAITING, default=None)
+        late = (each for each in candidates if each.is_late)
+        doubtful = (each for each in late if why_late(each.request.head, self._end(each, CERTAIN)) is None)
+        return min(doubtful, key=lambda each: each.request.status is Status.WAITING, default=None)
 
     def _end(self, candidate: Candidate, share: float) -> float:
         """Finish time of a request alone on a rank, if it takes `share` of its predicted time."""
@@ -276,11 +271,11 @@ class Planner:
         """Decisions that give up late requests, even if no other one needs a rank: they would slow other ranks down,
         and newcomers would wait for their steps.
         """
-        is_needed = any(candidate.can_be_in_time for candidate in candidates)
-        for candidate in candidates:
-            failure = self._why_given_up(candidate, is_needed) if candidate.is_late and candidate is not tried else None
+        is_needed = any(each.can_be_in_time for each in candidates)
+        for each in candidates:
+            failure = self._why_given_up(each, is_needed) if each.is_late and each is not tried else None
             if failure is not None:
-                yield GiveUp(candidate.request, failure)
+                yield GiveUp(each.request, failure)
 
     def _why_given_up(self, candidate: Candidate, is_needed: bool) -> Failure | None:
         """Why to give up a late request: it is predicted to miss its timeout or, with `--on-late drop`, its objective.
@@ -300,11 +295,11 @@ class Planner:
         """The lanes of one model. Late requests get slots only on ranks where no other one could be served. The one
         that is tried goes before requests without a due time, unless one of these is patient.
         """
-        in_time = [candidate for candidate in mine if not candidate.is_late or self._is_patient(candidate)]
-        late = [candidate for candidate in mine if candidate.is_late and not self._is_patient(candidate)]
-        first = [candidate for candidate in late if candidate is tried]
+        in_time = [each for each in mine if not each.is_late or self._is_patient(each)]
+        late = [each for each in mine if each.is_late and not self._is_patient(each)]
+        first = [each for each in late if each is tried]
         if in_time and first and not any(map(self._is_patient, in_time)):
-            parts = [first, in_time, [candidate for candidate in late if candidate is not tried]]
+            parts = [first, in_time, [each for each in late if each is not tried]]
         else:
             parts = [in_time, late]
         ranks = self.view.ranks if self.shares is not None else self.view.ranks[:1]
@@ -319,24 +314,20 @@ class Planner:
 
     def _is_patient(self, candidate: Candidate) -> bool:
         """Whether a request that is late or has no due time has waited so long that it must be served."""
-        has_no_due = candidate.is_late or candidate.seconds == inf
-        return has_no_due and self.now - candidate.request.head.arrival > PATIENCE_SECONDS * (
-            1 + candidate.request.head.priority
-        )
+        head, has_no_due = candidate.request.head, candidate.is_late or candidate.seconds == inf
+        return has_no_due and self.now - head.arrival > PATIENCE_SECONDS * (1 + head.priority)
 
     def _scheduled(self, candidates: Sequence[Candidate], ranks: Sequence[int]) -> dict[int, RankLane]:
         """Rank -> its lane, for the ranks that serve any of these candidates. ranks: those that may serve them."""
-        able = {candidate.request.id: self._able(candidate.request, ranks) for candidate in candidates}
-        candidates = [candidate for candidate in candidates if able[candidate.request.id]]
+        able = {each.request.id: self._able(each.request, ranks) for each in candidates}
+        candidates = [each for each in candidates if able[each.request.id]]
         if not candidates:
             return {}
         most = self._most_slots(candidates[0].request)
         candidates = candidates[: LOOK_AHEAD * most * len(ranks)]
-        tasks = [self._slot_task(candidate, able[candidate.request.id]) for candidate in candidates]
-        pace, starts = (
-            self._pace(candidates, min(most, len(candidates))),
-            [self.view.wait_seconds(rank) for rank in ranks],
-        )
+        tasks = [self._slot_task(each, able[each.request.id]) for each in candidates]
+        pace = self._pace(candidates, min(most, len(candidates)))
+        starts = [self.view.wait_seconds(rank) for rank in ranks]
         schedules = best_schedules(tasks, most, pace, starts, blocks=self._blocks)
         chosen = {index for schedule in schedules for index in schedule.chosen}
         found = dict[int, RankLane]()
@@ -364,10 +355,8 @@ class Planner:
         """A candidate for `best_schedules`. Times are seconds of the rank, of which each model gets a fraction."""
         head, work = candidate.request.head, candidate.work
         seconds = inf if candidate.is_late else candidate.seconds / self.num_models
-        group = head.owner, head.priority
-        return SlotTask(
-            work.steps, work.tokens, work.before, work.after, seconds, self._is_patient(candidate), group, able
-        )
+        must, group = self._is_patient(candidate), (head.owner, head.priority)
+        return SlotTask(work.steps, work.tokens, work.before, work.after, seconds, must, group, able)
 
     def _most_slots(self, request: Request) -> int:
         step = request.workflow.steps[-1]
@@ -381,11 +370,8 @@ class Planner:
         """
         head = candidates[0].request
         step, rows = head.workflow.steps[-1], head.spec.num_rows
-        keys = max(candidate.work.keys for candidate in candidates)
-        low, high = (
-            min(candidate.work.tokens for candidate in candidates),
-            max(candidate.work.tokens for candidate in candidates),
-        )
+        keys, tokens = max(each.work.keys for each in candidates), [each.work.tokens for each in candidates]
+        low, high = min(tokens), max(tokens)
         fixed, slope = list[float](), list[float]()
         for number in range(1, most + 1):
             below = self._step_seconds(head, step, number * rows, low / rows, keys / rows)

@@ -21,6 +21,9 @@ MIN_SECONDS = 1e-6
 """Least time of a batch, because predictions are 0 where nothing was measured."""
 
 
+Runs = list[tuple[Request, Node]]
+
+
 class RankShares:
     """The shares of one policy. A request makes all of its steps on one rank, its home, and all its other work there,
     too, if that rank runs the op.
@@ -80,7 +83,7 @@ class RankShares:
 
 def _demands(view: View, requests: list[Request], work: WorkEstimator) -> dict[str, Demand]:
     """Op -> what it needs, as the mean over these requests."""
-    kinds: dict[str, list[tuple[Request, Node]]] = {}
+    kinds: dict[str, Runs] = {}  # by op
     for request in requests:
         for node in request.workflow.nodes:
             if request.progress.times(node):
@@ -89,9 +92,7 @@ def _demands(view: View, requests: list[Request], work: WorkEstimator) -> dict[s
     return {op: _demand(view, of, len(requests), stretch, work) for op, of in kinds.items()}
 
 
-def _demand(
-    view: View, runs: list[tuple[Request, Node]], num_requests: int, stretch: float, work: WorkEstimator
-) -> Demand:
+def _demand(view: View, runs: Runs, num_requests: int, stretch: float, work: WorkEstimator) -> Demand:
     request, node = runs[0]
     model, op, size = request.head.model, op_of(node), request.work(node)
     most = view.largest_batch(model, op)

@@ -85,11 +85,10 @@ class NeuStream(SchedulingPolicy):
         time = due(request.head)
         if time is None:
             return None
-        is_in_steps = request.progress.steps_left > 0
-        seconds = (
-            alone.remaining(request) + TRANSFER_SECONDS if is_in_steps else self._work.remaining(view, request).after
-        )
-        end = now + seconds
+        if request.progress.steps_left:
+            end = now + (alone.remaining(request) + TRANSFER_SECONDS)
+        else:
+            end = now + self._work.remaining(view, request).after
         failure = why_late(request.head, end)
         return None if failure is None else GiveUp(request, failure)
 
