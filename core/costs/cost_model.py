@@ -247,7 +247,7 @@ class CostModel:
 
 
 def _kind(key: CostKey) -> CostKey:
-    """The same kind of work at any degree."""
+    """The key of this kind of work at degree 1, which stands for any degree."""
     return key if key.degree == 1 else msgspec.structs.replace(key, degree=1)
 
 

@@ -29,7 +29,7 @@ class Demand:
     times: float  # mean number of runs for a request, above 0
 
     def latency(self, number: int, units: int) -> float:
-        """Of a batch on so many units: in proportion to the time that it has."""
+        """Seconds of a batch on this many units: a unit is a share of the rank's time."""
         return self.seconds(number) * UNITS / units
 
     @property

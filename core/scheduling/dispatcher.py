@@ -88,7 +88,7 @@ class Dispatcher:
                     flight = self._dispatch(decision)
                     done.flights.append(flight)
                     done.begun += self._begin(decision)
-                    done.are_read_early |= any(each.workflow.is_read_early(of.name) for each, of in decision.items)
+                    done.are_read_early |= any(each.workflow.is_read_early(node.name) for each, node in decision.items)
                     done.deliveries += deliveries(flight.batch)
                 case Fetch():
                     self._fetch(decision, view, done)

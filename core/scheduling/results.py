@@ -35,13 +35,13 @@ class Results:
         """Whether all runs that the batch has read from are noted. Another rank did them before, but may answer later
         than the ranks of this batch.
         """
-        return bool(flight.job_id) or not any(is_ahead(self.requests[of.request_id], of) for of in flight.batch.items)
+        items = () if flight.job_id else flight.batch.items
+        return not any(is_ahead(self.requests[item.request_id], item) for item in items)
 
     def apply(self, flight: Flight, result: BatchResult) -> None:
         """Note the result of a batch that is in turn. result: that of all its ranks."""
         if flight.job_id:
-            self.apply_job(flight.job_id, result)
-            return
+            return self.apply_job(flight.job_id, result)
         for item in result.items:
             self._apply_item(self.requests[item.request_id], item, result, flight.batch)
 

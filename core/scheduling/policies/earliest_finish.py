@@ -126,7 +126,7 @@ def _seconds(view: View, batch: Dispatch) -> float:
     """Predicted time of a batch."""
     request, node = batch.items[0]
     op = op_of(node)
-    work = sum((each.work(of) for each, of in batch.items), Work((), ()))
+    work = sum((each.work(node) for each, node in batch.items), Work((), ()))
     return view.batch_seconds(request.head.model, op, work)
 
 

@@ -236,7 +236,8 @@ class StepPass:
 
     def _has_work(self, rank: int) -> bool:
         """Whether this pass has chosen any work for a rank."""
-        return any(rank in key[2] for key in self._batches) or any(rank == of.rank for of in self._cache_work.values())
+        has_nodes = any(rank in ranks for _, _, ranks in self._batches)
+        return has_nodes or any(rank == piece.rank for piece in self._cache_work.values())
 
     def _choose_whole_piece(self, job: CacheJob) -> None:
         if self._spend_stage_ms(self._rank_of(job), self.view.seconds_of_piece(job) * 1e3):

@@ -144,7 +144,7 @@ class InFlight:
         and has landed if all of them have answered.
         """
         running = next((flight for flight in self._flights.values() if rank in flight.waits_for), None)
-        transfers = tuple(what for of, what in self._plan_of if of == rank and isinstance(what, TensorKey))
+        transfers = tuple(what for other, what in self._plan_of if other == rank and isinstance(what, TensorKey))
         self._plan_of = {place: seq for place, seq in self._plan_of.items() if place[0] != rank}
         self._awaited[rank], self._seconds[rank], self._known[rank] = {}, 0.0, 0.0
         self._note_load(rank)

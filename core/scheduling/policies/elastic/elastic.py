@@ -150,8 +150,8 @@ class Elastic(SchedulingPolicy):
             if line is not None:
                 place = prediction.place if is_waiting else prediction.place_in_line(request, steps, len(view.ranks))
                 lines.setdefault(line, []).append((place, request.id, request, steps))
-        for of in lines.values():
-            of.sort(key=lambda each: each[:2], reverse=True)
+        for members in lines.values():
+            members.sort(key=lambda each: each[:2], reverse=True)
         done, others = list[RequestSteps](), list[RequestSteps]()
         for request, line in places:
             steps = -1
@@ -244,7 +244,7 @@ class ElasticPass(GroupPass):
             return GroupPass._rank(self, request, node)
         if node.name in request.workflow.after_rounds:
             last = self.view.ranks[-1]
-            return self.shared if any(last in of for of in self.groups.values()) else last
+            return self.shared if any(last in ranks for ranks in self.groups.values()) else last
         device = self._device(request, node)
         return self.shared if device is None else device
 

@@ -110,7 +110,7 @@ def _place(contender: Contender, degree: int, buddies: Buddies, holders: Mapping
         if buddies.are_free(around):
             return buddies.take_this(first, degree)
     while True:
-        if found := min(buddies.sets(degree), key=lambda of: _cost(contender, of, holders), default=None):
+        if found := min(buddies.sets(degree), key=lambda ranks: _cost(contender, ranks, holders), default=None):
             return buddies.take_this(found[0], degree)
         degree //= 2
 

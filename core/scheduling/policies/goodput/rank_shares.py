@@ -46,7 +46,7 @@ class RankShares:
         if requests and (self._plans_left < 0 or is_new or self._live != view.ranks):
             self._plans_left, self._live = ALLOT_EVERY, view.ranks
             chosen = ranks_of(_demands(view, requests, work), len(view.ranks))
-            self._ranks |= {op: tuple(view.ranks[index] for index in of) for op, of in chosen.items()}
+            self._ranks |= {op: tuple(view.ranks[index] for index in indexes) for op, indexes in chosen.items()}
 
     def set_home(self, request: Request, rank: int) -> None:
         """Note the rank that is to make a request's steps."""
@@ -89,7 +89,7 @@ def _demands(view: View, requests: list[Request], work: WorkEstimator) -> dict[s
             if request.progress.times(node):
                 kinds.setdefault(node.op, []).append((request, node))
     stretch = mean(_stretch(view, request, work) for request in requests)
-    return {op: _demand(view, of, len(requests), stretch, work) for op, of in kinds.items()}
+    return {op: _demand(view, runs, len(requests), stretch, work) for op, runs in kinds.items()}
 
 
 def _demand(view: View, runs: Runs, num_requests: int, stretch: float, work: WorkEstimator) -> Demand:
