@@ -11,7 +11,7 @@ from collections.abc import Collection, Hashable
 from dataclasses import dataclass, replace
 
 from core.config import StencilConfig
-from core.costs.image_backlog import ImageBacklog, Share
+from core.costs.image_backlog import BacklogShare, ImageBacklog
 from core.costs.prediction_margin import PredictionMargin, UsualDelay
 from core.errors import DeadlineExceededError, EngineDeadError, InvalidRequestError, OverloadedError
 from core.routing.admission import Outlook, RefusedFor, Terms, Verdict, judge
@@ -43,7 +43,7 @@ class EditWork:
     shape: RequestShape
     num_images: int
     images: ImageSeconds
-    share: Share
+    share: BacklogShare
 
 
 class AdmissionController:
