@@ -148,7 +148,7 @@ class Server:
 
     def learnt(self) -> list[float]:
         """Ratios that the prediction margin has observed."""
-        ratios = list(self.admission.margin._ratios)
+        ratios = list(self.admission._margin._ratios)
         return ratios[len(START_RATIOS) :]
 
     @property
@@ -540,7 +540,7 @@ async def test_image_work_of_its_own_key_that_cannot_be_done_in_time_is_refused_
 
 
 async def test_image_work_that_is_done_or_dropped_or_waits_for_its_client_delays_no_other(server: Server) -> None:
-    backlog = server.admission.image_backlog
+    backlog = server.admission._image_backlog
     read, unread, left = [await server.begin(n=2, name=name) for name in ("read", "unread", "left")]
     assert backlog.seconds == 6 * COMPOSE_SECONDS
     await finish_all(server)
