@@ -5,7 +5,6 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 
 from core.handles import CacheResult, Tier
-from core.lora import Lora
 from core.messages.image_processor import Box, MaskKind, OutputFormat
 from core.sampling_params import SamplingParams
 from engine.client.resolve.mask_aware import ExactReason
@@ -14,15 +13,14 @@ from engine.client.upload import Upload
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EditInput:
-    """One edit as requested by a caller: a picture, what to change in it, and how to encode the results."""
+    """One edit as requested by a caller: a picture, what to change in it, and how to encode the results. Its model and
+    adapters are a ModelChoice beside it.
+    """
 
     # What to paint. Set by the caller.
     prompt: str
     class_label: int | str | None = None  # for models with classes: a class, or its name; None: the prompt is its name
     sampling: SamplingParams = field(default_factory=SamplingParams)
-    # The model.
-    model: str = ""  # served name; "" = the first model served
-    loras: tuple[Lora, ...] = ()  # adapters of it, each once
     # The picture: at most one of image and template_id; neither = an empty canvas.
     image: Upload | None = None
     template_id: str | None = None  # a registered template of `owner`
