@@ -48,7 +48,8 @@ class EditWork:
 
 class AdmissionController:
     """Admission state of all requests: the latency objective, the error of predictions, the edits in preparation, and
-    the image work left. Each edit's AdmissionTicket reports to it. Queue places are counted by RunningSessions.
+    the image work left. Edits report to it, most of it through their AdmissionTickets. Queue places are counted by
+    RunningSessions.
     """
 
     def __init__(self, config: StencilConfig, sessions: RunningSessions, router: Router, metrics: Metrics) -> None:
@@ -116,28 +117,32 @@ class AdmissionController:
         return Caller(edit_id, edit.owner, edit.sampling.priority, arrival, due)
 
     def admit_upload(self, edit_id: str, work: EditWork, terms: Terms) -> None:
-        """Check the predicted time of an edit whose images are not prepared yet, and count it as in preparation until
-        `forget`. Its shape is taken to be that of the smallest recent edit. Raises as `admit_edit`.
+        """Check the predicted time of an edit whose images are not prepared yet, as if it were the smallest of the
+        recent ones, and count its work until `forget`. Raises as `admit_edit`.
         """
-        if not self._sizes:
-            return
-        work = replace(work, shape=_resized(work.shape, *min(self._sizes)))
-        ahead = self._router.outlook(work.shape)
-        if ahead is not None:
-            engines = max(work.images.prepare + ahead.alone, ahead.seconds + sum(self._preparing.values()))
-            self._judge(self._outlook(work, replace(ahead, seconds=engines)), terms)
-        self._preparing[edit_id] = work.num_images * self.work_seconds(work.shape)
+        if self._sizes and _has_limit(terms):
+            guessed = replace(work, shape=_resized(work.shape, *min(self._sizes)))
+            ahead = self._router.outlook(guessed.shape)
+            if ahead is not None:
+                engines = max(work.images.prepare + ahead.alone, ahead.seconds + sum(self._preparing.values()))
+                self._judge(self._outlook(guessed, replace(ahead, seconds=engines)), terms)
+            self._preparing[edit_id] = work.num_images * self.work_seconds(guessed.shape)
+        self._image_backlog.set(edit_id, work.share)
 
-    def admit_edit(self, work: EditWork, terms: Terms) -> tuple[Outlook | None, Verdict]:
-        """Check the predicted time of a prepared edit. Returns the prediction, None if there is none (see
-        `Router.outlook`), and the verdict. Raises OverloadedError; DeadlineExceededError if even an idle server would
-        miss its timeout.
+    def admit_edit(self, edit_id: str, work: EditWork, terms: Terms) -> tuple[Outlook | None, Verdict]:
+        """Check the predicted time of a prepared edit, and count the image work that is left of it. Returns the
+        prediction, None if there is none or no limit, and the verdict. Raises OverloadedError; DeadlineExceededError if
+        even an idle server would miss its timeout.
         """
-        ahead = self._router.outlook(work.shape)
-        if ahead is None:
-            return None, Verdict()
-        outlook = self._outlook(work, ahead)
-        return outlook, self._judge(outlook, terms)
+        self.forget(edit_id)
+        self._sizes.append((work.shape.image_tokens, work.shape.active_tokens))
+        outlook, verdict = None, Verdict()
+        ahead = self._router.outlook(work.shape) if _has_limit(terms) else None
+        if ahead is not None:
+            outlook = self._outlook(work, ahead)
+            verdict = self._judge(outlook, terms)
+        self._image_backlog.set(edit_id, work.share)
+        return outlook, verdict
 
     def _judge(self, outlook: Outlook, terms: Terms) -> Verdict:
         verdict = judge(outlook, terms, self._margin, gives_up=self._gives_up)
@@ -188,15 +193,11 @@ class AdmissionController:
         """Seconds that files take on their way beyond their predicted time, as seen at `now`."""
         return self._delivery.seconds(now)
 
-    # ---------------------------------------------------------------------------------- what tickets report
+    # ---------------------------------------------------------------------------------- what edits report
 
-    def note_size(self, shape: RequestShape) -> None:
-        """Remember the size of an edit whose mask is known, for the estimates of later ones."""
-        self._sizes.append((shape.image_tokens, shape.active_tokens))
-
-    def note_image_work(self, edit_id: str, share: Share) -> None:
-        """Set what is left of an edit's image work."""
-        self._image_backlog.set(edit_id, share)
+    def set_image_work(self, caller: Caller, seconds: float) -> None:
+        """Set how many seconds of an edit's image work are left."""
+        self._image_backlog.set(caller.edit_id, caller.share(seconds))
 
     def note_delivery(self, predicted: float, actual: float, now: float) -> None:
         """Learn from a file that was made so many seconds after the workers had finished."""
@@ -220,3 +221,7 @@ def _resized(shape: RequestShape, image_tokens: int, active_tokens: int) -> Requ
     """The shape with these tokens; an exact edit computes all of them."""
     is_exact = shape.full_steps == shape.num_steps
     return replace(shape, image_tokens=image_tokens, active_tokens=image_tokens if is_exact else active_tokens)
+
+
+def _has_limit(terms: Terms) -> bool:
+    return terms.timeout is not None or terms.slo is not None

@@ -38,31 +38,21 @@ class AdmissionTicket:
 
         Raises OverloadedError, DeadlineExceededError.
         """
-        share = self._caller.share(images.prepare + images.composes)
-        if self._is_bound:
-            work = EditWork(shape, self._num_images, images, share)
-            self._controller.admit_upload(self._caller.edit_id, work, self._terms())
-        self._controller.note_image_work(self._caller.edit_id, share)
+        terms, share = self._terms(), self._caller.share(images.prepare + images.composes)
+        work = EditWork(shape, self._num_images, images, share)
+        self._controller.admit_upload(self._caller.edit_id, work, terms)
 
     def look_at_edit(self, shape: RequestShape, images: ImageSeconds) -> None:
         """Second check, once it is prepared. Raises OverloadedError, DeadlineExceededError."""
-        self.leave()
-        self._controller.note_size(shape)
         self._compose_seconds = images.compose
-        share = self._caller.share(images.composes)
-        if self._is_bound:
-            work = EditWork(shape, self._num_images, images, share)
-            outlook, verdict = self._controller.admit_edit(work, self._terms())
-            if verdict.has_objective:
-                self.objective = self._goal
-            if outlook is not None:
-                self._foretold = time.monotonic(), outlook.seconds
-                self._allowed = self._controller.with_margin(outlook.seconds)
-        self._controller.note_image_work(self._caller.edit_id, share)
-
-    def note_image_work(self, seconds: float) -> None:
-        """Set how many seconds of its image work are left."""
-        self._controller.note_image_work(self._caller.edit_id, self._caller.share(seconds))
+        terms, share = self._terms(), self._caller.share(images.composes)
+        work = EditWork(shape, self._num_images, images, share)
+        outlook, verdict = self._controller.admit_edit(self._caller.edit_id, work, terms)
+        if verdict.has_objective:
+            self.objective = self._goal
+        if outlook is not None:
+            self._foretold = time.monotonic(), outlook.seconds
+            self._allowed = self._controller.with_margin(outlook.seconds)
 
     @property
     def worker_deadline(self) -> float | None:
@@ -114,10 +104,6 @@ class AdmissionTicket:
     def leave(self) -> None:
         """Remove it from the edits in preparation and from the image backlog."""
         self._controller.forget(self._caller.edit_id)
-
-    @property
-    def _is_bound(self) -> bool:
-        return self.deadline is not None or self._goal is not None
 
     def _terms(self) -> Terms:
         now = time.monotonic()
