@@ -9,6 +9,8 @@ from pathlib import Path
 import pytest
 
 from entrypoints.openai.fields.fields import EDIT_FIELDS
+from entrypoints.serve_flags import FLAGS
+from tools.flags_page import PAGE, flags_page
 
 ROOT = Path(__file__).resolve().parent.parent
 PACKAGES = ("core", "engine", "model_executor", "entrypoints")
@@ -139,11 +141,13 @@ def test_the_architecture_names_every_folder() -> None:
 
 
 def test_every_flag_is_documented() -> None:
-    files = [ROOT / "entrypoints" / name for name in ("serve_flags.py", "model_flags.py")]
-    flags = {flag for file in files for flag in re.findall(r'"(--[a-z-]+)"', file.read_text())}
-    assert {"--port", "--model"} <= flags
     section = (ROOT / "docs" / "api.md").read_text().partition("\n## Flags\n")[2]
-    assert not [flag for flag in flags if f"`{flag}`" not in section]
+    assert not [flag.name for flags in FLAGS.values() for flag in flags if f"`{flag.name}`" not in section]
+
+
+def test_the_page_of_flags_is_that_of_the_table() -> None:
+    """`python -m tools.flags_page` writes it."""
+    assert PAGE.read_text() == flags_page()
 
 
 def test_every_added_field_is_documented() -> None:

@@ -115,7 +115,7 @@ def test_a_broken_message_fails_only_its_own_edit_and_leaves_no_trace(engine: Im
     before, inner = processes(), engine._engine
 
     async def broken() -> list[object]:
-        async with inner.edit(f"broken-{name}", BROKEN[name]) as outputs:
+        async with inner.edit(f"broken-{name}", BROKEN[name], inner.choose_model()) as outputs:
             return [output async for output in outputs]
 
     errors: list[BaseException] = []
@@ -168,7 +168,7 @@ def test_a_broken_message_that_waited_for_an_engine_fails_when_one_is_up(engine:
     async def broken() -> list[object]:
         while inner.services.router.is_ready:
             await asyncio.sleep(0.001)
-        async with inner.edit("waited", BROKEN["cannot be encoded"]) as outputs:
+        async with inner.edit("waited", BROKEN["cannot be encoded"], inner.choose_model()) as outputs:
             return [output async for output in outputs]
 
     with pytest.raises(EngineError, match="cannot be encoded"):
