@@ -5,9 +5,13 @@ from __future__ import annotations
 import re
 from collections.abc import Iterator
 from pathlib import Path
+from typing import get_args
 
 import pytest
 
+from benchmarks.evidence import papers
+from core.config import RouterPolicy, SchedulingPolicyName
+from core.scheduling.ops import BUILT_IN
 from entrypoints.openai.fields.fields import EDIT_FIELDS
 from entrypoints.serve_flags import FLAGS
 from tools.flags_page import PAGE, flags_page
@@ -83,10 +87,10 @@ def named_files(row: str) -> Iterator[str]:
             yield folder + name
 
 
-def folders() -> list[str]:
-    """Folders of the four packages with files that git may track."""
-    found = (path for package in PACKAGES for path in (ROOT / package).iterdir() if path.is_dir())
-    return sorted(f"{path.parent.name}/{path.name}/" for path in found if path.name != "__pycache__")
+def folders() -> set[str]:
+    """Folders of the four packages with modules."""
+    paths = (path.parent for package in PACKAGES for path in (ROOT / package).rglob("*.py"))
+    return {f"{path.relative_to(ROOT)}/" for path in paths}
 
 
 @pytest.mark.parametrize("page", PAGES, ids=page_id)
@@ -127,17 +131,34 @@ def test_files_of_the_architecture_exist() -> None:
     assert not missing
 
 
-def test_names_in_the_architecture_exist() -> None:
-    rows = "".join(line for line in ARCHITECTURE.read_text().splitlines() if line.startswith("|"))
-    sources = "".join(path.read_text() for package in PACKAGES for path in (ROOT / package).rglob("*.py"))
-    names = re.findall(r"`(_?[A-Z]\w+|_[a-z]\w+)`", rows)
-    assert names
-    assert not [name for name in names if not re.search(rf"\b{name}\b", sources)]
+def test_the_architecture_has_a_line_for_every_folder() -> None:
+    rows = [line for line in ARCHITECTURE.read_text().splitlines() if line.startswith("| `")]
+    named = [row.split("`")[1] for row in rows]
+    assert sorted({*named}) == sorted(named)
+    assert not folders() - {"engine/", *named}  # engine/ has nothing of its own
 
 
-def test_the_architecture_names_every_folder() -> None:
-    rows = "".join(line for line in ARCHITECTURE.read_text().splitlines() if line.startswith("|"))
-    assert not [folder for folder in folders() if f"`{folder}" not in rows]
+def test_every_family_is_documented() -> None:
+    files = (ROOT / "model_executor" / "models" / "families").glob("*.py")
+    families = {
+        name for file in files for name in re.findall(r'^    family = "([\w-]+)"', file.read_text(), re.MULTILINE)
+    }
+    assert {"flux-fill", "dit"} <= families
+    page = (ROOT / "docs" / "models.md").read_text()
+    assert not [name for name in families if f"| `{name}` |" not in page]
+
+
+def test_every_policy_is_documented() -> None:
+    for page, names in (("scheduling", SchedulingPolicyName), ("routing", RouterPolicy)):
+        text = (ROOT / "docs" / f"{page}.md").read_text()
+        assert not [name for name in get_args(names) if f"| `{name}`" not in text]
+
+
+def test_every_op_is_documented() -> None:
+    (row,) = re.findall(
+        r"^\| `worker_busy_seconds_total`.*$", (ROOT / "docs/observability.md").read_text(), re.MULTILINE
+    )
+    assert not [op.name for op in BUILT_IN if f"`{op.cost_name}`" not in row]
 
 
 def test_every_flag_is_documented() -> None:
@@ -161,6 +182,16 @@ def test_the_benchmarks_end_with_what_is_written_by_hand() -> None:
     assert (ROOT / "docs" / "benchmarks.md").read_text().endswith(by_hand)
 
 
+def test_the_page_of_papers_is_generated() -> None:
+    """`python -m benchmarks.evidence.papers` writes it."""
+    assert (ROOT / "docs" / "papers.md").read_text() == papers.render(ROOT / "docs")
+
+
+def test_every_result_is_on_the_page_of_papers() -> None:
+    text = (ROOT / "docs" / "papers.md").read_text()
+    assert not [path.stem for path in (ROOT / "docs" / "results").glob("*.json") if f"| {path.stem} | `" not in text]
+
+
 def test_every_page_is_linked() -> None:
     linked = {
         (page.parent / link.partition("#")[0]).resolve() for page in PAGES for link in _LINK.findall(text_of(page))
@@ -168,5 +199,61 @@ def test_every_page_is_linked() -> None:
     assert not [page.name for page in PAGES[1:] if page not in linked]
 
 
+def figures_of(text: str) -> set[str]:
+    """Numbers, without the commas of thousands and the digits of names such as `H100`."""
+    return set(
+        re.findall(r"(?<![\w.])\d+(?:\.\d+)?(?![\w]|\.\d)", re.sub(r"(?<=\d),(?=\d{3})", "", text).replace("x", " "))
+    )
+
+
+def rounds_to(figure: str, exact: str) -> bool:
+    digits = len(figure.partition(".")[2])
+    return f"{float(exact):.{digits}f}" == figure
+
+
+FLUX = (
+    (ROOT / "docs" / "flux_on_a_gpu.md")
+    .read_text()
+    .partition("**What to expect.**")[2]
+    .partition(" The first\nstart")[0]
+)
+MEASURED = re.split(r"\n- ", (ROOT / "README.md").read_text().partition("\n## Measured\n")[2].partition("\n## ")[0])[1:]
+
+
+@pytest.mark.parametrize("claim", [*MEASURED, FLUX.replace("(gpu.md", "(docs/gpu.md")])
+def test_figures_are_those_of_the_page_that_it_names(claim: str) -> None:
+    claim = claim.partition("\n\n")[0]
+    (page,) = set(re.findall(r"\]\((docs/\w+\.md)", claim))
+    there = figures_of((ROOT / page).read_text())
+    assert not [f for f in figures_of(_LINK.sub("", claim)) if not any(rounds_to(f, exact) for exact in there)]
+
+
+def test_start_up_and_the_soak_are_measured_on_one_page_each() -> None:
+    """Other pages link there, so that no figure is left behind when one is measured again."""
+    for sign, source in (
+        (r"/ready`?: median", "benchmarks"),
+        (r"\d requests, \d+ faults|pictures compared", "reliability"),
+    ):
+        assert [page.stem for page in PAGES if re.search(sign, page.read_text())] == [source]
+
+
+HAND_WRITTEN = [
+    *(page for page in PAGES if page.stem not in ("benchmarks", "gpu", "papers")),
+    *(ROOT / "benchmarks" / "evidence").glob("*.md"),
+    *(ROOT / "benchmarks" / "gpu").glob("*.md"),
+    ROOT / "model_executor" / "embedded" / "README.md",
+]
+
+
+def test_what_is_written_by_hand_is_short() -> None:
+    """Words have a letter or a digit; those that make a table's borders do not count."""
+    words = [word for page in HAND_WRITTEN for word in page.read_text().split() if any(map(str.isalnum, word))]
+    assert len(words) <= 17_000
+
+
 def test_the_readme_is_short() -> None:
     assert len((ROOT / "README.md").read_text().split()) < 1000
+
+
+def test_the_page_on_scheduling_is_short() -> None:
+    assert len((ROOT / "docs" / "scheduling.md").read_text().split()) <= 1800

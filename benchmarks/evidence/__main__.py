@@ -1,6 +1,6 @@
 """`make bench`: measures, part by part, what the folder of results lacks, and writes docs/benchmarks.md.
 
-An interrupted run is continued by the next one.
+An interrupted run is continued by the next one. docs/papers.md is written by `python -m benchmarks.evidence.papers`.
 """
 
 from __future__ import annotations
