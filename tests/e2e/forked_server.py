@@ -1,9 +1,10 @@
 """Runs the real server in a process that is forked, and has imported what the server and its workers import.
 
-Importing takes most of a server's start, seconds of processor time. A *warm* process imports once for all servers of the
-tests: the launcher of workers that the tests share (`core/ipc/launcher.py`) forks it, and it is a launcher itself, whose
-children are servers. From `python -m entrypoints.serve` a forked one differs in this: it has its launcher from the
-beginning, forked as well, and its keeper of weights is that launcher's child. Engines and image processors are spawned.
+Importing takes most of a server's start, seconds of processor time. A *warm* process imports once for all servers of
+the tests: the launcher of workers that the tests share (`core/ipc/launcher.py`) forks it, and it is a launcher itself,
+whose children are servers. From `python -m entrypoints.serve` a forked one differs in this: it has its launcher from
+the beginning, forked as well, and its keeper of weights is that launcher's child. Engines and image processors are
+spawned.
 """
 
 from __future__ import annotations
