@@ -14,7 +14,7 @@ from core.ipc.shared_array import Arena
 from model_executor.models.families import vae_family
 from model_executor.models.families.vae_family import to_image
 from model_executor.models.latents import pack as family_pack
-from model_executor.models.unet.unet_layers import Layers
+from model_executor.models.unet.unet.unet_layers import Layers
 from tools.train_embedded.layout import pack, pack_mask
 from tools.train_embedded.pool import Batch
 from tools.train_embedded.training import set_rate, state_of
