@@ -1,18 +1,20 @@
 """The pool of training examples: latents, masks and captions in memory-mapped files, kept between runs."""
 
 import random
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from pathlib import Path
 
 import numpy as np
 import torch
 from diffusers import AutoencoderKL
+from numpy.typing import NDArray
 from torch import Tensor
 
-from tools.train_embedded.layout import IMAGE_TOKENS, LATENTS, MASK, TEXT_TOKENS, pack, pack_mask
+from tools.train_embedded.layout import GRID, IMAGE_TOKENS, LATENTS, MASK, TEXT_TOKENS, pack, pack_mask
 from tools.train_embedded.masks import MaskedEdit, Mixture, draw_edit
-from tools.train_embedded.scenes import Render, draw_scene, render
+from tools.train_embedded.scenes import SIZE, Render, Scene, draw_scene, empty_room, hands, render
 from tools.train_embedded.tokenizing import Tokenizers
+from tools.train_embedded.training import precision
 
 CAPACITY = 40_000  # examples per rank, 73 kB each; the files are sparse until filled
 EDITS_PER_SCENE = 3
@@ -23,6 +25,7 @@ FIELDS: dict[str, tuple[tuple[int, ...], type[np.generic]]] = {
     "mask": ((IMAGE_TOKENS, MASK // 8), np.uint8),  # one bit per pixel
     "clip": ((TEXT_TOKENS,), np.int16),
     "t5": ((TEXT_TOKENS,), np.int16),
+    "detail": ((IMAGE_TOKENS,), np.uint8),
 }
 
 
@@ -35,6 +38,19 @@ class Batch:
     mask: Tensor  # [batch, 256, 256] 0 or 1
     clip: Tensor  # [batch, 24] ids
     t5: Tensor  # [batch, 24] ids
+    detail: Tensor  # [batch, 256] 1 where a token shows a part of a hand, or the figure's outline
+
+    def to(self, device: torch.device) -> "Batch":
+        return Batch(**{field.name: getattr(self, field.name).to(device) for field in fields(Batch)})
+
+
+def detail(scene: Scene, drawn: Render) -> NDArray[np.uint8]:
+    """[256] 1 for the image tokens that show a part of a hand, or both the room and the figure; else 0."""
+    room = (drawn.image == empty_room(scene)).all(-1)
+    room_share, hand_share = (
+        x.reshape(GRID, SIZE // GRID, GRID, SIZE // GRID).mean((1, 3)).flatten() for x in (room, hands(scene))
+    )
+    return ((hand_share > 0) | ((room_share > 0) & (room_share < 1))).astype(np.uint8)
 
 
 class Pool:
@@ -60,18 +76,21 @@ class Pool:
 
     def grow(self) -> None:
         """Draw, mask and encode SCENES_PER_CALL scenes."""
-        renders, edits = [], []
+        renders, edits, details = [], [], []
         for i in range(SCENES_PER_CALL):
             seed = self._first_seed + self._scenes + i
             rng, scene = random.Random(seed), draw_scene(seed)
             drawn = render(scene)
             renders.append(drawn)
+            details.append(detail(scene, drawn))
             edits += [(i, draw_edit(rng, scene, drawn, self._mixture)) for _ in range(EDITS_PER_SCENE)]
-        self._write(renders, edits)
+        self._write(renders, details, edits)
         self._scenes += SCENES_PER_CALL
         self._scenes_file.write_text(str(self._scenes))
 
-    def _write(self, renders: list[Render], edits: list[tuple[int, MaskedEdit]]) -> None:
+    def _write(
+        self, renders: list[Render], details: list[NDArray[np.uint8]], edits: list[tuple[int, MaskedEdit]]
+    ) -> None:
         pictures = torch.stack([torch.from_numpy(r.image) for r in renders]).permute(0, 3, 1, 2).float() / 127.5 - 1
         masks = torch.stack([torch.from_numpy(edit.mask) for _, edit in edits]).float()
         owners = [owner for owner, _ in edits]
@@ -83,14 +102,15 @@ class Pool:
         self._fields["mask"][rows] = np.packbits(pack_mask(masks).numpy() > 0.5, axis=-1)
         self._fields["clip"][rows] = clip.numpy()
         self._fields["t5"][rows] = t5.numpy()
+        self._fields["detail"][rows] = np.stack(details)[owners]
 
     @torch.no_grad()
     def _encode(self, pictures: Tensor, holed: Tensor) -> tuple[Tensor, Tensor]:
         """Latents of the pictures (the mean) and of the masked pictures (a sample, as in the pipeline)."""
-        with torch.autocast("cpu", torch.bfloat16):
-            posterior = self._vae.encode(torch.cat([pictures, holed])).latent_dist
+        with precision(self._vae.device):
+            posterior = self._vae.encode(torch.cat([pictures, holed]).to(self._vae.device)).latent_dist
         number = len(pictures)
-        latents = torch.cat([posterior.mode()[:number].float(), posterior.sample()[number:].float()])
+        latents = torch.cat([posterior.mode()[:number].float(), posterior.sample()[number:].float()]).cpu()
         tokens = pack((latents - self._vae.config.shift_factor) * self._vae.config.scaling_factor).half()
         return tokens[:number], tokens[number:]
 
@@ -104,4 +124,5 @@ class Pool:
             mask=torch.from_numpy(bits).float(),
             clip=field["clip"].long(),
             t5=field["t5"].long(),
+            detail=field["detail"].float(),
         )
