@@ -5,7 +5,7 @@ from pathlib import Path
 
 from tools.train_embedded.seeds import TEST_CASES
 
-STAGES = ("vae", "denoiser", "boxes", "distil", "refine", "export", "evaluate", "examples", "gallery")
+STAGES = ("vae", "denoiser", "boxes", "distil", "decoder", "refine", "export", "evaluate", "examples", "gallery")
 EXTRAS = ("start", "limits")  # go on from the exported checkpoint; what keeps its scores down
 NAMES = f"any of {', '.join(STAGES + EXTRAS)}; the first {len(STAGES)} by default"
 
@@ -25,6 +25,7 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--denoiser-minutes", type=float, default=71.0)
     parser.add_argument("--boxes-minutes", type=float, default=100.0)
     parser.add_argument("--distil-minutes", type=float, default=20.0)
+    parser.add_argument("--decoder-minutes", type=float, default=60.0)
     parser.add_argument("--refine-minutes", type=float, default=360.0)
     parser.add_argument("--sheet", type=Path, default=Path("docs/embedded_model_sheet.png"))
     parser.add_argument("--examples", type=Path, default=Path("examples"))
@@ -56,6 +57,10 @@ def run(stage: str, options: argparse.Namespace) -> None:
             from tools.train_embedded.denoiser import distil_guidance
 
             distil_guidance(options.work, options.distil_minutes * 60, options.ranks)
+        case "decoder":
+            from tools.train_embedded.decoder import train_decoder
+
+            train_decoder(options.work, options.decoder_minutes * 60, options.ranks)
         case "refine":
             from tools.train_embedded.denoiser import refine
 

@@ -96,6 +96,7 @@ REFINE = Recipe(
     guidance=None, own_guidance=2.0, detail_weight=2.0, mixture=MORE_BOXES,
     pool="refine", warm_pool=240, first_seed=seeds.REFINE_TRAIN,
 )  # fmt: skip
+REFINE_ON_GPU = replace(REFINE, rate=1e-3, batch=256, tokens=IMAGE_TOKENS, reuse=20.0, average=0.99, warm_pool=9600)
 
 
 @dataclass(frozen=True)
@@ -141,8 +142,10 @@ def optimisers_of(models: Models, rate: float) -> list[torch.optim.Optimizer]:
 
 
 def compile_blocks(transformer: FluxTransformer2DModel) -> None:
-    """Compiled blocks are faster in bfloat16; in float32 they are a tenth slower on a CPU."""
-    if has_fast_bfloat16(transformer.device):
+    """On a CPU compiled blocks are faster in bfloat16 and a tenth slower in float32. A GPU's few minutes are too short
+    to compile.
+    """
+    if transformer.device.type == "cpu" and has_fast_bfloat16(transformer.device):
         transformer.compile_repeated_blocks(dynamic=False)
 
 
@@ -215,7 +218,7 @@ class Trainer:
             load_state(module, state["models"][name])
         for optimiser, saved in zip(self.optimisers, state["optimisers"], strict=True):
             optimiser.load_state_dict(saved)
-        self.average.weights = state["average"]
+        self.average.load(state["average"])
         self.step, self.shown, self.clock.spent = state["step"], state["shown"], state["spent"]
 
     def keep(self) -> None:
@@ -236,6 +239,7 @@ class Trainer:
         wanted = max(self.recipe.warm_pool, self.shown / ranks / self.recipe.reuse)
         while self.pool.drawn < wanted:
             self.pool.grow()
+        self.pool.grow_if_ready()
 
     def rate(self, share: float) -> float:
         recipe = self.recipe
@@ -266,16 +270,12 @@ class Trainer:
         """
         if self.recipe.own_guidance == 1.0:
             return torch.zeros_like(predicted)
-        asked = (~dropped).nonzero()[:, 0]
-        some = Noised(**{field.name: getattr(noised, field.name)[asked] for field in fields(Noised)})
-        ids = [empty.expand(len(asked), -1) for empty in self._empty]
-        self.positions.select(some.chosen)
+        ids = [empty.expand(len(dropped), -1) for empty in self._empty]
         with precision(self.device):
             text = read_captions(self.models.clip, self.models.t5, *ids)
-            free = velocity(self.models.transformer, some, text)
-        added = torch.zeros_like(predicted)
-        added[asked] = (1 - 1 / self.recipe.own_guidance) * (predicted[asked] - free)
-        return added
+            free = velocity(self.models.transformer, noised, text)
+        added = (1 - 1 / self.recipe.own_guidance) * (predicted - free)
+        return torch.where(dropped[:, None, None], 0.0, added)
 
     def train(self, ranks: int) -> None:
         params, share = self.models.parameters(), self.clock.spent / self.clock.budget
@@ -289,7 +289,7 @@ class Trainer:
             set_rate(self.optimisers, self.rate(share))
             self.fill(ranks)
             tokens = self.recipe.tokens if share < self.recipe.full_from else IMAGE_TOKENS
-            loss, masked = self.loss(self.pool.batch(self.recipe.batch).to(self.device), tokens)
+            loss, masked = self.loss(self.pool.batch(self.recipe.batch, self.device), tokens)
             for param in params:
                 param.grad = None
             loss.backward()
@@ -316,6 +316,7 @@ class Trainer:
                 self.keep()
                 saved_at = time.monotonic()
         self.keep()
+        self.pool.close()
 
 
 def train_denoiser(work: Path, budget: float, ranks: int) -> None:
@@ -338,4 +339,5 @@ def distil_guidance(work: Path, budget: float, ranks: int) -> None:
 def refine(work: Path, budget: float, ranks: int) -> None:
     start = load(work / "distil.pt")
     assert start is not None, "the distillation, or a checkpoint to start from, comes before the refinement"
-    launch(ranks, lambda rank, number: Trainer(REFINE, work, budget, start, rank).train(number))
+    recipe = REFINE if training_device().type == "cpu" else REFINE_ON_GPU
+    launch(ranks, lambda rank, number: Trainer(recipe, work, budget, start, rank).train(number))

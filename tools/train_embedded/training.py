@@ -64,6 +64,11 @@ class Average:
                 if value.is_floating_point():
                     kept[key].lerp_(value, 1 - decay)
 
+    def load(self, weights: dict[str, dict[str, Tensor]]) -> None:
+        for name, kept in self.weights.items():
+            for key, value in kept.items():
+                value.copy_(weights[name][key])
+
     def copy_to(self, modules: dict[str, nn.Module]) -> None:
         for name, module in modules.items():
             load_state(module, self.weights[name])
