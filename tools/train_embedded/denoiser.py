@@ -259,7 +259,8 @@ class Trainer:
             wanted = self.teacher.velocity(noised, text, dropped)
         else:
             wanted = noised.velocity + self._own_guidance(predicted.detach(), noised, dropped)
-        return weighted_error(predicted, wanted, noised, self.recipe.detail_weight)
+        importance = 1 + (self.recipe.detail_weight - 1) * noised.detail
+        return weighted_error(predicted, wanted, noised.inside, importance)
 
     @torch.no_grad()
     def _own_guidance(self, predicted: Tensor, noised: Noised, dropped: Tensor) -> Tensor:

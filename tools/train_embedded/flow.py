@@ -78,9 +78,11 @@ def velocity(transformer: FluxTransformer2DModel | nn.Module, noised: Noised, te
     return out.float()
 
 
-def weighted_error(predicted: Tensor, wanted: Tensor, noised: Noised, detail_weight: float) -> tuple[Tensor, Tensor]:
-    """The loss, and the mean squared error of the masked tokens. detail_weight: of masked tokens with details."""
-    error, inside = ((predicted - wanted) ** 2).mean(-1), noised.inside
-    weight = CONTEXT_WEIGHT + (1 - CONTEXT_WEIGHT) * inside + (detail_weight - 1) * inside * noised.detail
+def weighted_error(
+    predicted: Tensor, wanted: Tensor, inside: Tensor, importance: Tensor | float = 1.0
+) -> tuple[Tensor, Tensor]:
+    """The loss, and the mean squared error of the masked tokens. importance: [batch, tokens], of masked tokens."""
+    error = ((predicted - wanted) ** 2).mean(-1)
+    weight = CONTEXT_WEIGHT + (importance - CONTEXT_WEIGHT) * inside
     masked = (error * inside).sum() / inside.sum().clamp(min=1)
     return (error * weight).sum() / weight.sum(), masked.detach()

@@ -72,8 +72,8 @@ def redrawn(case: Case, rng: random.Random) -> Pixels:
 def _fits(scene: Scene, body: Body, case: Case) -> bool:
     """Whether a scene with other arms has the case's box and, outside the mask, its picture."""
     assert scene.arms is not None
-    boxes = [whole_boxes(replace(body, arms=arms))["top"] for arms in (scene.arms, body.arms)]
-    if case.garment.slot == "top" and np.abs(np.subtract(*boxes)).max() > BOX_FITS:
+    new, old = (np.array(whole_boxes(replace(body, arms=arms))["top"]) for arms in (scene.arms, body.arms))
+    if case.garment.slot == "top" and np.abs(new - old).max() > BOX_FITS:
         return False
     image = render(scene).image
     return float(np.abs(image[~case.mask].astype(np.float64) - case.truth[~case.mask]).mean()) < PICTURE_FITS

@@ -21,6 +21,7 @@ from tools.train_embedded.training import precision
 
 CAPACITY = 200_000  # examples per rank, 73 kB each; the files are sparse until filled
 EDITS_PER_SCENE = 3
+CPU = torch.device("cpu")
 FIELDS: dict[str, tuple[tuple[int, ...], type[np.generic]]] = {
     "target": ((IMAGE_TOKENS, LATENTS), np.float16),
     "masked": ((IMAGE_TOKENS, LATENTS), np.float16),
@@ -49,7 +50,8 @@ def detail(scene: Scene, drawn: Render) -> NDArray[np.uint8]:
     room_share, hand_share = (
         x.reshape(GRID, SIZE // GRID, GRID, SIZE // GRID).mean((1, 3)).flatten() for x in (room, hands(scene))
     )
-    return ((hand_share > 0) | ((room_share > 0) & (room_share < 1))).astype(np.uint8)
+    shows: NDArray[np.uint8] = ((hand_share > 0) | ((room_share > 0) & (room_share < 1))).astype(np.uint8)
+    return shows
 
 
 @dataclass(frozen=True)
@@ -131,7 +133,7 @@ class Pool:
         tokens = pack((latents - self._vae.config.shift_factor) * self._vae.config.scaling_factor).half()
         return tokens[:number], tokens[number:]
 
-    def batch(self, size: int, device: torch.device) -> Batch:
+    def batch(self, size: int, device: torch.device = CPU) -> Batch:
         rows = np.random.default_rng(int(torch.randint(1 << 40, ()))).integers(0, min(self.drawn, CAPACITY), size)
         field = {name: torch.from_numpy(values[rows]).to(device) for name, values in self._fields.items()}
         return Batch(

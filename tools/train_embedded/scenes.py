@@ -494,7 +494,8 @@ class Light:
         """The finished picture [256, 256, 3] of an image in samples."""
         pixels = np.asarray(image.resize((SIZE, SIZE), Image.Resampling.BOX), np.float32)
         gain = (1 + self.slope_x * (_X - 0.5) * 2 + self.slope_y * (_Y - 0.5) * 2) * self.exposure
-        return np.clip(pixels * gain[..., None], 0, 255).astype(np.uint8)
+        lit: Pixels = np.clip(pixels * gain[..., None], 0, 255).astype(np.uint8)
+        return lit
 
 
 def stage(scene: Scene) -> tuple[random.Random, Image.Image, Body, Light, bool]:
@@ -534,7 +535,8 @@ def hands(scene: Scene) -> NDArray[np.bool_]:
     drawn = Image.new("L", (SAMPLES, SAMPLES), 0)
     for box in hand_boxes(body):
         ImageDraw.Draw(drawn).ellipse(box, fill=255)
-    return np.asarray(drawn.resize((SIZE, SIZE), Image.Resampling.BOX)) > 127
+    shown: NDArray[np.bool_] = np.asarray(drawn.resize((SIZE, SIZE), Image.Resampling.BOX)) > 127
+    return shown
 
 
 def render(scene: Scene) -> Render:
