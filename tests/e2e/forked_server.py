@@ -31,7 +31,7 @@ from core.ipc import launcher
 from core.ipc.launched_process import LaunchedProcess, launch
 from core.ipc.local_sockets import address_of, listen
 from core.ipc.process import header_of, lifeline, run_child
-from engine.client import keeper_process
+from engine.client.processes import keeper_process
 from engine.client.processes.worker_launcher import MAIN, worker_launcher
 
 SERVER = "entrypoints.serve"
