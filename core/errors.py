@@ -142,7 +142,7 @@ class PagesLostError(EngineError):
 
 
 class MessageError(EngineError):
-    """A message between two processes cannot be encoded or decoded. Only the requests in it are affected."""
+    """A message between two processes cannot be encoded or decoded, see `core.messages.codec`."""
 
 
 class EngineDeadError(EngineError):

@@ -29,14 +29,14 @@ def choose_model(models: Mapping[str, ModelInfo], name: str, loras: Sequence[Lor
         raise ModelNotFoundError(name)
     named = models[name] if name else next(iter(models.values()))
     if not named.parent:
-        return ModelChoice(named, tuple(loras), patch_set(_patches(models, named, loras)))
+        return ModelChoice(named, tuple(loras), _patches(models, named, loras))
     if [lora.name for lora in loras] not in ([], [name]):
         message = f"Invalid 'lora': the model '{name}' is an adapter; name the model '{named.parent}' beside others."
         raise InvalidRequestError(message, param="lora")
     return choose_model(models, named.parent, loras or (Lora(name),))
 
 
-def _patches(models: Mapping[str, ModelInfo], model: ModelInfo, loras: Sequence[Lora]) -> list[Patch]:
+def _patches(models: Mapping[str, ModelInfo], model: ModelInfo, loras: Sequence[Lora]) -> PatchSet:
     adapters = {info.name: info for info in models.values() if info.parent == model.name}
     if loras and not adapters:
         message = f"Invalid 'lora': '{model.name}' is served without adapters; GET /v1/models lists what is served."
@@ -46,4 +46,4 @@ def _patches(models: Mapping[str, ModelInfo], model: ModelInfo, loras: Sequence[
         check_choice("lora", name, list(adapters))
         if name in names[:number]:
             raise InvalidRequestError(f"Invalid 'lora': '{name}' is named twice.", param="lora")
-    return [Patch(adapters[lora.name].patch, lora.scale) for lora in loras]
+    return patch_set([Patch(adapters[lora.name].patch, lora.scale) for lora in loras])

@@ -22,25 +22,15 @@ from core.config import EMBEDDED_MODEL, AdapterConfig, ModelConfig
 from core.errors import ConfigError, InvalidRequestError
 from core.paths import expanded
 from entrypoints.model_paths import check_model, is_hub_id
-
-SETTINGS = (
-    "variant",
-    "dtype",
-    "quantization",
-    "kernels",
-    "cuda_graphs",
-    "batch_invariant",
-    "mask_aware",
-    "cache_keyframes",
-    "cache_dtype",
-    "priming_prompt",
-)
-"""Keys of an entry that are fields of ModelConfig."""
-
-KEYS = ("name", "path", "loras", *SETTINGS)
+from entrypoints.serve_flags import flags_of
 
 OF_THE_SERVER = {"device": "--device", "threads": "--threads"}
 """Settings that all models of a server share -> their flag."""
+
+SETTINGS = tuple(flag.sets for flag in flags_of(ModelConfig) if flag.sets not in OF_THE_SERVER)
+"""Keys of an entry that are fields of ModelConfig."""
+
+KEYS = ("name", "path", "loras", *SETTINGS)
 
 
 def read_catalog(file: Path, common: ModelConfig) -> tuple[ModelConfig, ...]:

@@ -9,7 +9,8 @@ from contextlib import ExitStack
 
 from core.ipc import logs
 from engine.client.processes.worker_launcher import needs_launcher, worker_launcher
-from entrypoints.serve_args import ServeOptions, parse_options
+from entrypoints.serve_args import parse_options
+from entrypoints.serve_options import ServeOptions
 
 launched = ExitStack()
 """To be closed at the end of the process."""

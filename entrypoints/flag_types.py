@@ -60,6 +60,11 @@ def decimal(low: float, high: float) -> Callable[[str], float]:
     return parse
 
 
+def milliseconds(text: str) -> float:
+    """Milliseconds of at most a day, as seconds."""
+    return decimal(0, 86_400_000)(text) / 1e3
+
+
 def http_url(text: str) -> str:
     if text and not re.fullmatch(r"https?://[^/\s]+(/\S*)?", text):
         raise argparse.ArgumentTypeError(f"'{text}' is not an http:// or https:// URL")

@@ -311,8 +311,9 @@ async def _start(config: StencilConfig) -> AsyncEngine:
 async def _edit(engine: AsyncEngine, edit: Edit, sampling: SamplingParams) -> EditResult:
     """Run one edit. A failure is returned as the result's error, not raised."""
     try:
+        choice = engine.choose_model(edit.model, named_loras(edit.lora))
         request = await asyncio.to_thread(_to_input, edit, sampling)
-        async with engine.edit(f"offline-{uuid.uuid4().hex}", request) as outputs:
+        async with engine.edit(f"offline-{uuid.uuid4().hex}", request, choice) as outputs:
             finals = {output.image_index: (output, bytes(output.data)) async for output in outputs}
     except StencilError as error:
         return EditResult(error=error)
@@ -340,8 +341,6 @@ def _to_input(edit: Edit, sampling: SamplingParams) -> EditInput:
         mask_kind="alpha" if edit.mask is not None else "luminance",
         template_id=edit.template_id,
         padding_mask_crop=edit.padding_mask_crop,
-        model=edit.model,
-        loras=named_loras(edit.lora),
         canvas_size=edit.size if is_generation else None,
         output_size=None if is_generation else edit.size,
     )

@@ -45,7 +45,7 @@ from entrypoints.model_paths import check_model
 from entrypoints.openai.app import ServerSettings, create_app
 from entrypoints.openai.body.submission import STALL_SECONDS
 from entrypoints.run_until import run_until
-from entrypoints.serve_args import ServeOptions
+from entrypoints.serve_options import ServeOptions
 
 FLUSH_SECONDS = 5  # for answers still being sent when the engine has stopped
 KEEP_ALIVE_SECONDS = 75  # for idle connections; longer than clients' connection pools keep them

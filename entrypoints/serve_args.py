@@ -6,9 +6,8 @@ import argparse
 import os
 import sys
 from collections.abc import Sequence
-from dataclasses import dataclass, field
 from pathlib import Path
-from typing import NoReturn
+from typing import Any, NoReturn
 
 import msgspec
 
@@ -22,40 +21,12 @@ from core.config import (
     StencilConfig,
 )
 from core.errors import ConfigError
-from core.ipc.logs import LogFormat, one_line
+from core.ipc.logs import one_line
 from core.scheduling.policies import make_policy
 from entrypoints.api_keys import KeySource
 from entrypoints.catalog import read_catalog
-from entrypoints.model_flags import add_model_flags
-from entrypoints.serve_flags import (
-    add_cache_flags,
-    add_engine_flags,
-    add_image_flags,
-    add_server_flags,
-)
-
-
-@dataclass(frozen=True)
-class ServeOptions:
-    """The parsed command line: settings of the HTTP server, and the engine's StencilConfig."""
-
-    host: str
-    port: int  # 0: any free port
-    api_keys: tuple[str, ...] = field(repr=False)  # empty: no key is required
-    key_source: KeySource  # where api_keys come from, to read them again
-    allowed_origins: tuple[str, ...]  # of web pages other than the server's own
-    allowed_hosts: tuple[str, ...]  # in `Host` headers, besides the server's own
-    rate_limit: int  # requests per minute and caller; 0: no limit
-    runtime_lora: bool  # whether callers may load adapters from files of this machine
-    playground: bool  # whether to serve the playground's pages
-    log_level: str
-    log_format: LogFormat
-    config: StencilConfig
-
-    @property
-    def models(self) -> tuple[ModelConfig, ...]:
-        """At least one; the first is the default."""
-        return self.config.engine.models
+from entrypoints.serve_flags import FLAGS, Flag, flags_of
+from entrypoints.serve_options import ServeOptions
 
 
 def parse_options(argv: Sequence[str] | None) -> ServeOptions:
@@ -68,88 +39,30 @@ def parse_options(argv: Sequence[str] | None) -> ServeOptions:
         api_keys = key_source.read()
     except ConfigError as error:
         parser.error(str(error))
-    return ServeOptions(
-        host=args.host,
-        port=args.port,
-        api_keys=api_keys,
-        key_source=key_source,
-        allowed_origins=tuple(args.allowed_origins),
-        allowed_hosts=tuple(args.allowed_hosts),
-        rate_limit=args.rate_limit,
-        runtime_lora=args.runtime_lora,
-        playground=args.playground,
-        log_level=args.log_level,
-        log_format=args.log_format,
-        config=config,
-    )
+    return ServeOptions(api_keys=api_keys, key_source=key_source, config=config, **_values(ServeOptions, args))
 
 
 def _config(args: argparse.Namespace) -> StencilConfig:
     """The engine's configuration. Raises ConfigError for flags that exclude each other, and for a policy that cannot be
     made.
     """
-    cache = CacheConfig(
-        device_bytes=args.cache_device_bytes,
-        gpu_memory_utilization=args.gpu_memory_utilization,
-        host_bytes=args.cache_host_bytes,
-        disk_bytes=args.cache_disk_bytes,
-        directory=args.cache_dir,
-        admission=args.cache_admission,
-        block_plan=args.block_plan,
-        scope=args.cache_scope,
-    )
-    make_policy(args.scheduling_policy)
-    scheduler = SchedulerConfig(
-        policy=args.scheduling_policy,
-        on_late=args.on_late,
-        max_num_seqs=args.max_num_seqs,
-        max_num_batched_tokens=args.max_num_batched_tokens,
-        max_stage_ms=args.max_stage_ms,
-        degree=args.degree,
-        max_degree=args.max_degree,
-        model_bytes=args.model_bytes,
-        max_retries=args.max_retries,
-    )
-    engine = EngineConfig(
-        models=_models(args),
-        scheduler=scheduler,
-        cache=cache,
-        workers_per_engine=args.workers_per_engine,
-        data_parallel_size=args.data_parallel_size,
-        drain_seconds=args.drain_seconds,
-        otlp_traces_endpoint=args.otlp_traces_endpoint,
-        start_seconds=args.start_seconds,
-    )
-    image = ImageConfig(
-        image_workers=args.image_workers, max_upload_bytes=args.max_upload_bytes, max_pixels=args.max_pixels
-    )
-    return StencilConfig(
-        engine=engine,
-        router_policy=args.router_policy,
-        image=image,
-        max_queue=args.max_queue,
-        slo_seconds=args.slo_ms / 1e3,
-        step_schedule=args.step_schedule,
-        template_bytes=args.template_bytes,
-    )
+    cache = CacheConfig(**_values(CacheConfig, args))
+    make_policy(args.policy)
+    scheduler = SchedulerConfig(**_values(SchedulerConfig, args))
+    engine = EngineConfig(models=_models(args), scheduler=scheduler, cache=cache, **_values(EngineConfig, args))
+    image = ImageConfig(**_values(ImageConfig, args))
+    return StencilConfig(engine=engine, image=image, **_values(StencilConfig, args))
+
+
+def _values(config: type, args: argparse.Namespace) -> dict[str, Any]:
+    """The fields of a class of configuration that flags set."""
+    values = {flag.sets: getattr(args, flag.sets) for flag in flags_of(config)}
+    return {name: tuple(value) if isinstance(value, list) else value for name, value in values.items()}
 
 
 def _models(args: argparse.Namespace) -> tuple[ModelConfig, ...]:
     """The models to serve. Raises ConfigError."""
-    common = ModelConfig(
-        variant=args.variant,
-        dtype=args.dtype,
-        quantization=args.quantization,
-        kernels=args.kernels,
-        cuda_graphs=args.cuda_graphs,
-        batch_invariant=args.batch_invariant,
-        device=args.device,
-        threads=args.threads,
-        mask_aware=args.mask_aware,
-        cache_keyframes=args.cache_keyframes,
-        cache_dtype=args.cache_dtype,
-        priming_prompt=args.priming_prompt,
-    )
+    common = ModelConfig(**_values(ModelConfig, args))
     named = args.models or [("", EMBEDDED_MODEL)]
     _check_flags_of_one(args, is_alone=len(named) == 1 and not args.catalog)
     if args.catalog:
@@ -200,9 +113,18 @@ def _parser() -> argparse.ArgumentParser:
         formatter_class=_HelpFormatter,
         allow_abbrev=False,
     )
-    add_model_flags(parser)
-    add_server_flags(parser)
-    add_engine_flags(parser)
-    add_cache_flags(parser)
-    add_image_flags(parser)
+    for title, flags in FLAGS.items():
+        group = parser.add_argument_group(title)
+        for flag in flags:
+            group.add_argument(flag.name, **_keywords(flag))
     return parser
+
+
+def _keywords(flag: Flag) -> dict[str, Any]:
+    """What argparse needs to know of a flag."""
+    default = list(flag.default) if flag.repeats else flag.default
+    keywords = {"dest": flag.sets, "default": default, "help": flag.help}
+    if isinstance(default, bool):
+        return keywords | {"action": "store_false" if default else "store_true"}
+    action = "append" if flag.repeats else "store"
+    return keywords | {"action": action, "type": flag.parse, "choices": flag.values or None, "metavar": flag.metavar}

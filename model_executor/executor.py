@@ -28,9 +28,7 @@ from core.ipc.shared_array import ArenaFd
 from core.messages.codec import MessageDecoder, encode
 from core.messages.peers import RankGone
 from core.messages.plan_parts import parts_of
-from core.messages.salvage import WithheldItems, readable_result, sendable_plan
 from core.messages.worker import (
-    BatchResult,
     CostSample,
     DropAdapter,
     FromWorker,
@@ -128,21 +126,9 @@ class Executor:
         one that is restarted gets nothing until it is ready.
         """
         self._next_seq = plan.seq + 1
-        for rank, part in parts_of(plan, len(self._workers)).items():
+        for rank, part in parts_of(plan).items():
             if rank not in self._restarting:
-                self._send(self._workers[rank], part)
-
-    def _send(self, worker: _Worker, plan: StepPlan) -> None:
-        """Send a plan. If items cannot be encoded, these fail, and the rest is sent."""
-        try:
-            worker.send(plan)
-        except MessageError as error:
-            logger.error("%s", error, extra=of_request(""))
-            saved = sendable_plan(plan, worker.rank, time.monotonic())
-            worker.withheld.update(saved.withheld)
-            worker.send(saved.plan)
-            for answer in saved.answers:
-                self._mailbox.put_nowait(answer)
+                self._workers[rank].send(part)
 
     def tell(self, rank: int, message: LoadAdapter | DropAdapter) -> None:
         """Send a rank what is no plan. One that died is reported by `results`, not here."""
@@ -237,8 +223,7 @@ class _Worker:
     def __init__(self, config: WorkerConfig, fds: Sequence[int], ring_bytes: int, launcher: str) -> None:
         """fds: of the arenas and of the ranks' inboxes, for the child to inherit. launcher: its address; "": none."""
         self.rank = config.rank
-        self.withheld = WithheldItems()
-        self._why: WorkerFailed | None = None  # said by the worker
+        self._why: WorkerFailed | None = None  # said by the worker, or of a message of it that cannot be decoded
         self._channel, child_fds = Channel.create(ring_bytes)
         self._process = _start(config, [*child_fds, *fds], launcher)
         self._channel.close_child_fds()
@@ -255,7 +240,7 @@ class _Worker:
 
     async def receive(self, mailbox: asyncio.Queue[FromWorker]) -> None:
         """Forward the worker's messages. When its process has ended, add a WorkerFailed after all that it has sent: its
-        own, if it has said why.
+        own, if it has said why. A worker whose message cannot be decoded is killed.
         """
         async with asyncio.TaskGroup() as tasks:
             reader = tasks.create_task(self._forward(mailbox))
@@ -269,21 +254,15 @@ class _Worker:
     async def _forward(self, mailbox: asyncio.Queue[FromWorker]) -> None:
         decoder: MessageDecoder[FromWorker] = MessageDecoder(FromWorker)
         async for payload in self._channel.messages():
-            message = self._read(decoder, payload)
+            try:
+                message = decoder.decode(payload)
+            except MessageError as error:
+                message = WorkerFailed(rank=self.rank, failure=Failure.of(error))
             if isinstance(message, WorkerFailed):
                 self._why = message
-                self.kill()  # it has nothing more to say, and must not touch anything any more
-            elif message is not None:
+                self.kill()  # it must not touch anything any more, and what it says after a lost message is not heard
+            elif self._why is None:
                 mailbox.put_nowait(message)
-
-    def _read(self, decoder: MessageDecoder[FromWorker], payload: bytes) -> FromWorker | None:
-        """The decoded message; for one that cannot be decoded, the part that can be saved, or None."""
-        try:
-            message: FromWorker | None = decoder.decode(payload)
-        except MessageError as error:
-            logger.error("worker %d: %s", self.rank, error, extra=of_request(""))
-            message = readable_result(payload, error)
-        return self.withheld.complete(message) if isinstance(message, BatchResult) else message
 
     def kill(self) -> None:
         self._process.kill()

@@ -270,7 +270,7 @@ class FakeWorkers:
 
     def submit(self, plan: StepPlan) -> None:
         self.num_plans = plan.seq + 1
-        parts = parts_of(plan, self.num_ranks)
+        parts = parts_of(plan)
         used = {rank for rank, part in parts.items() if part != StepPlan(plan.seq, free=part.free)}
         assert not used & self.dead, f"rank {used & self.dead} is dead"
         for rank in range(self.num_ranks):

@@ -6,7 +6,16 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from core.costs.load_report import Begun, CopyLine, CostLine, EngineCosts, LoadReport, Queued, RequestLoad, Residency
+from core.costs.load_report import (
+    Begun,
+    CopyLine,
+    CostLine,
+    EngineCosts,
+    LoadReport,
+    Queued,
+    RequestLoad,
+    ResidentPages,
+)
 from core.routing.request_shape import RequestShape
 
 PER_KILOTOKEN = 0.1 / 4.608
@@ -36,7 +45,7 @@ def make_report(
     requests: Sequence[RequestLoad] = (),
     base_seconds: float = 0.0,
     priming_seconds: float = 0.0,
-    residency: Sequence[Residency] = (),
+    resident_pages: Sequence[ResidentPages] = (),
     costs: EngineCosts | None = None,
     max_num_seqs: int = 8,
 ) -> LoadReport:
@@ -56,7 +65,7 @@ def make_report(
         ),
         base_seconds=base_seconds,
         priming_seconds=priming_seconds,
-        residency=tuple(residency),
+        resident_pages=tuple(resident_pages),
         costs=costs,
     )
 

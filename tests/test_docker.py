@@ -28,7 +28,8 @@ from packaging.specifiers import SpecifierSet
 from core.cache_folder import user_cache_folder
 from entrypoints.api_keys import KEY_VARIABLE
 from entrypoints.serve import FLUSH_SECONDS, bind, hosts_served
-from entrypoints.serve_args import ServeOptions, parse_options
+from entrypoints.serve_args import parse_options
+from entrypoints.serve_options import ServeOptions
 
 PROJECT: dict[str, Any] = tomllib.loads((ROOT / "pyproject.toml").read_text())
 PROCESS_SECONDS = 10.0  # to end processes that did not leave by themselves

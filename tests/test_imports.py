@@ -84,7 +84,14 @@ SEEN_BY_CACHE = (NODE_CACHE, OPS, PREDICTOR, REQUESTS)
 CORE = (*MESSAGES, "core.cache", *below(SCHEDULING), "core.routing")
 SHARED = (*CORE, "core.ipc")
 EXECUTOR = "model_executor.executor"
-MODEL = below("model_executor")
+CHECKPOINT, GRAPHS, KERNELS, MODELS, PAGES, PARALLEL, PATCHES, SAMPLERS, WEIGHTS, WORKER = (
+    f"model_executor.{folder}"
+    for folder in (
+        *("checkpoint", "graphs", "kernels", "models", "page_cache"),
+        *("parallel", "patches", "samplers", "weights", "worker"),
+    )
+)
+SEEN_BY_DENOISERS = (GRAPHS, KERNELS, MODELS, PAGES, PATCHES)
 TORCH = frozenset({"diffusers", "huggingface_hub", "msgspec", "numpy", "safetensors", "torch", "transformers"})
 SMALL = frozenset({"msgspec", "numpy"})
 ENGINE = frozenset({"PIL", "msgspec", "numpy", "prometheus_client", "uvloop", "zmq"})
@@ -97,6 +104,11 @@ OPENAI = "entrypoints.openai"
 
 def pure(*ours: str) -> Law:
     return Law(ours, SMALL, IMPURE)
+
+
+def of_model(*ours: str) -> Law:
+    """The law of a folder of `model_executor` that may import these folders, and what all of them may."""
+    return Law(("core", "core.ipc", "model_executor", *ours), TORCH)
 
 
 LAWS = {
@@ -124,11 +136,35 @@ LAWS = {
     "core.ipc": Law(("core", "core.ipc"), SMALL),
     "core.ipc.launcher": Law(("core", "core.ipc"), frozenset({"setproctitle"})),
     EXECUTOR: Law((*MESSAGES, "core.ipc"), SMALL),
-    "model_executor": Law((*SHARED, *MODEL), TORCH),
-    "model_executor.kernels.gpu_operators": Law((*CORE, *MODEL), frozenset({"torch", "triton"})),
-    "model_executor.kernels.invariant_kernels": Law((), frozenset({"triton"})),
-    "model_executor.kernels.triton_kernels": Law((), frozenset({"triton"})),
-    "model_executor.kernels.unet_kernels": Law((), frozenset({"triton"})),
+    "model_executor": Law(("core", "core.ipc", "model_executor"), TORCH),
+    KERNELS: of_model(KERNELS, PAGES),
+    f"{KERNELS}.gpu_operators": Law(("core", KERNELS, PAGES), frozenset({"torch", "triton"})),
+    f"{KERNELS}.invariant_kernels": Law((), frozenset({"triton"})),
+    f"{KERNELS}.triton_kernels": Law((), frozenset({"triton"})),
+    f"{KERNELS}.unet_kernels": Law((f"{KERNELS}.triton_kernels",), frozenset({"triton"})),
+    SAMPLERS: Law((SAMPLERS,), TORCH),
+    PAGES: of_model("core.messages", KERNELS, PAGES),
+    PATCHES: of_model(CHECKPOINT, KERNELS, PATCHES),
+    PARALLEL: of_model(KERNELS, MODELS, PARALLEL),
+    GRAPHS: of_model(KERNELS, MODELS, PAGES, GRAPHS),
+    CHECKPOINT: of_model(KERNELS, MODELS, PATCHES, CHECKPOINT),
+    WEIGHTS: of_model("core.messages", CHECKPOINT, MODELS, WEIGHTS),
+    MODELS: of_model(PAGES, PARALLEL, PATCHES, SAMPLERS, MODELS),
+    f"{MODELS}.registry": of_model(CHECKPOINT, MODELS, f"{MODELS}.families"),
+    f"{MODELS}.vae": of_model(KERNELS, MODELS, f"{MODELS}.vae"),
+    f"{MODELS}.unet": of_model(*SEEN_BY_DENOISERS, f"{MODELS}.unet"),
+    f"{MODELS}.transformer": of_model(*SEEN_BY_DENOISERS, PARALLEL, f"{MODELS}.transformer"),
+    f"{MODELS}.families": of_model(CHECKPOINT, KERNELS, PARALLEL, PATCHES, SAMPLERS, *below(MODELS)),
+    WORKER: of_model(*MESSAGES, CHECKPOINT, PAGES, PARALLEL, WEIGHTS, *below(WORKER)),
+    f"{WORKER}.stores": of_model("core.messages", MODELS, f"{WORKER}.stores"),
+    f"{WORKER}.loading": of_model("core.messages", CHECKPOINT, MODELS, PAGES, PATCHES, WEIGHTS, f"{WORKER}.loading"),
+    f"{WORKER}.ops": of_model(
+        *("core.messages", OPS, KERNELS, MODELS, PAGES, PARALLEL, SAMPLERS, f"{WORKER}.stores", f"{WORKER}.ops")
+    ),
+    f"{WORKER}.probes": of_model(
+        *(*MESSAGES, OPS, CHECKPOINT, *SEEN_BY_DENOISERS, f"{MODELS}.transformer", PARALLEL),
+        *(WORKER, f"{WORKER}.loading", f"{WORKER}.probes"),
+    ),
     "engine.images": Law((*SHARED, "engine.images"), ENGINE),
     "engine.observability": Law((*SHARED, "engine.observability"), ENGINE),
     "engine.observability.otlp_tracing": Law(("engine.observability",), frozenset({"opentelemetry"})),
@@ -255,6 +291,17 @@ def test_circles_are_found(package: str) -> None:
         ("core.ipc.ring", "import zmq"),
         ("model_executor.worker.main", "from engine.observability.metrics import Metrics"),
         ("model_executor.executor", "import torch"),
+        ("model_executor.kernels.operators", "from model_executor.models.base import Row"),
+        ("model_executor.kernels.unet_kernels", "import torch"),
+        ("model_executor.models.base", "from model_executor.models.families.vae_family import VaeFamily"),
+        ("model_executor.models.base", "from model_executor.checkpoint.loader import ModelCheckpoint"),
+        ("model_executor.models.vae.qwen_vae", "from model_executor.models.families.vae_family import VaeFamily"),
+        ("model_executor.models.unet.unet", "from model_executor.models.transformer.blocks import Block"),
+        ("model_executor.models.transformer.denoiser", "from model_executor.models.families.flux import Flux"),
+        ("model_executor.page_cache.page_store", "from model_executor.worker.stores.tensor_store import TensorStore"),
+        ("model_executor.checkpoint.loader", "from model_executor.worker.worker import Worker"),
+        ("model_executor.worker.ops.denoise", "from model_executor.worker.runner import Runner"),
+        ("model_executor.worker.stores.exchange", "from model_executor.worker.ops.context import WorkerContext"),
         ("model_executor.executor", "from model_executor.worker.main import main"),
         ("engine.engine_core.engine_core", "from model_executor.worker import worker"),
         ("engine.engine_core.engine_core", "import torch.nn as nn"),

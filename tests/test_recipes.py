@@ -16,6 +16,7 @@ from core import errors
 from core.failure import Failure
 from core.graph.catalog import WORKFLOWS
 from core.graph.workflow import Workflow
+from core.model_choice import ModelChoice
 from core.sampling_params import SamplingParams
 from entrypoints.openai.body.submission import Submission
 from entrypoints.openai.edit_request import build_call
@@ -51,7 +52,7 @@ def other_value(field: Field) -> Value:
 def test_a_field_reaches_the_engine(name: str) -> None:
     value = other_value(EDIT_FIELDS[name])
     submission = Submission(values={"prompt": "a hat", "template_id": "t", name: value})
-    call = build_call("image_edit", submission, {MODEL.name: MODEL})
+    call = build_call("image_edit", submission, ModelChoice(MODEL))
     assert getattr(call.edit.sampling, name) == value != getattr(PLAIN, name)
 
 

@@ -14,7 +14,7 @@ from core.graph.workflow import Node, op_of
 from core.scheduling.dispatch import Decision, GiveUp
 from core.scheduling.policies.policy import SchedulingPolicy
 from core.scheduling.policies.step_batching import StepPass, eligible
-from core.scheduling.policies.work_left import steps_of
+from core.scheduling.policies.work_estimator import steps_of
 from core.scheduling.requests.deadlines import due, why_late
 from core.scheduling.requests.request import Request, Status
 from core.scheduling.view import View

@@ -34,7 +34,7 @@ from benchmarks.load.server import ROOT
 PACKAGES = ("torch", "triton", "diffusers", "transformers")
 
 LAST = "none"
-"""In place of sections' names: no section is left."""
+"""Stands in place of sections' names: no section is left."""
 
 
 def main(argv: Sequence[str] | None = None) -> int:

@@ -45,12 +45,12 @@ class Bar:
 
 
 def bars(sections: Sections) -> list[Bar]:
-    """All of them; sections: those that have run."""
+    """All bars. sections: the figures of those that have run."""
     return [Bar(name, _measured(figure, sections), **target) for name, figure, target in _BARS]
 
 
 def _measured(figure: Figure, sections: Sections) -> float | None:
-    """None where a figure it needs is missing."""
+    """The value of a bar; None where a figure that it needs is missing."""
     try:
         return float(figure(sections))
     except KeyError:
@@ -99,12 +99,12 @@ def _compiled(sections: Sections) -> Any:
 
 
 def _faster(sections: Sections, ratio: str) -> Any:
-    """Over diffusers compiled."""
+    """How many times as fast as compiled diffusers a step is."""
     return _compiled(sections) / _masked(sections, ratio)
 
 
 def _mixed(sections: Sections) -> Any:
-    """Over diffusers eager."""
+    """How many times as fast as eager diffusers a mixed step is."""
     batch = _batch(sections, "8")
     return batch["diffusers_ms"] / batch["mixed"]["ms"]
 
@@ -115,7 +115,7 @@ def _warm_edit(sections: Sections) -> Any:
 
 
 def _first_edit(sections: Sections) -> Any:
-    """The worse of its runs of steps and its way through an engine, of those that there are."""
+    """A first edit's figure: the worse of its steps alone and its way through an engine, where both were measured."""
     runs, engine = sections.get("flux_cold", {}), sections.get("engine_edits", {})
     shares = [runs["cold_edit_s"] / runs["exact_edit_s"]] if "cold_edit_s" in runs else []
     shares += [engine["cold_s"] / engine["exact_s"]] if "cold_s" in engine else []
@@ -137,7 +137,7 @@ def _sdxl(over: str, under: str) -> Figure:
 
 
 def _graph_memory(sections: Sections) -> Any:
-    """Of the model whose graphs take most."""
+    """Memory of CUDA graphs, of the model whose graphs take most."""
     found = (sections.get(name, {}).get("graphs", {}) for name in ("flux_steps", "sdxl", "engine_edits"))
     pools = [graphs["pool_gb"] for graphs in found if "pool_gb" in graphs]
     if not pools:

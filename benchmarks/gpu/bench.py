@@ -57,7 +57,7 @@ class Bench:
 
     @property
     def free_bytes(self) -> int:
-        """Of the device's memory; on a CPU more than anything needs."""
+        """Free bytes of the device's memory; on a CPU more than anything needs."""
         return torch.cuda.mem_get_info(self.device)[0] if self.device.type == "cuda" else 2**62
 
     def launch_ms(self, call: Call) -> float:
@@ -71,7 +71,7 @@ class Bench:
         return time.perf_counter() - started
 
     def wait(self) -> None:
-        """Until the device is idle."""
+        """Wait until the device is idle."""
         if self.device.type == "cuda":
             torch.cuda.synchronize(self.device)
 

@@ -10,7 +10,7 @@ from torch import Tensor
 from model_executor.models.boxes import Box, cut
 
 STRIDE_DOWN, STRIDE_ACROSS = 7, 11
-"""How far the places of boxes lie apart, in tokens, before they are wrapped to the room that a box leaves."""
+"""Distance of the places of boxes, in tokens, before they are wrapped to the room that a box leaves."""
 
 
 def box_tokens(number: int, side: int, device: torch.device, place: int = 0) -> Tensor:
@@ -29,14 +29,14 @@ def tokens_in(box: Box, side: int, device: torch.device) -> Tensor:
 
 
 def middle_box(ratio: float, side: int) -> Box:
-    """In the middle of a square picture of side * side tokens, with about this share of them."""
+    """A box in the middle of a square picture of side * side tokens, with about this share of them."""
     width, height = _sides(ratio, side)
     left, top = (side - width) // 2, (side - height) // 2
     return left, top, left + width, top + height
 
 
 def box_at(place: int, ratio: float, side: int) -> Box:
-    """As large as `middle_box`, in another place for every number up to some tens."""
+    """A box as large as `middle_box`, in another place for every number up to some tens."""
     width, height = _sides(ratio, side)
     top, left = _corner(place, side - height, side - width)
     return left, top, left + width, top + height

@@ -39,7 +39,7 @@ SERVED_SIDE = 256  # px
 KERNEL_TESTS = ("test_triton_kernels", "test_unet_kernels")
 KERNELS = "tests/model_executor/kernels"
 GPU_MARK = "pytest.mark.gpu"
-"""In the files of tests that need a GPU."""
+"""The mark in files of tests that need a GPU."""
 TEST_SECONDS = 150.0
 PROCESSES = 4  # that run the tests side by side, where pytest-xdist is there
 TEST_LINES = 15  # kept of the end of the tests' output
@@ -96,7 +96,7 @@ def _kernels(device: str) -> KernelChoice:
 
 
 def difference(painted: list[Pixels], expected: list[Pixels]) -> Figures:
-    """Of pixel values, in levels of 255."""
+    """Differences of pixel values, in levels of 255."""
     pairs = zip(painted, expected, strict=True)
     errors = np.concatenate([np.abs(ours.astype(int) - theirs).ravel() for ours, theirs in pairs])
     return {
@@ -107,7 +107,7 @@ def difference(painted: list[Pixels], expected: list[Pixels]) -> Figures:
 
 
 def soft_picture(side: int, seed: int) -> Pixels:
-    """Squares of 16 px in random colours: noise in every pixel would hide differences."""
+    """A picture of squares of 16 px in random colours: noise in every pixel would hide differences."""
     coarse = np.random.default_rng(seed).integers(0, 256, (side // 16, side // 16, 3)).astype(np.uint8)
     return np.ascontiguousarray(coarse.repeat(16, axis=0).repeat(16, axis=1))
 
@@ -180,6 +180,6 @@ def kernel_tests(bench: Bench) -> None:
 
 
 def files_of_tests() -> list[str]:
-    """Those of the kernels, and all that have tests for a GPU."""
+    """The files of tests to run: of the kernels, and of all that has tests for a GPU."""
     found = (path for path in sorted((ROOT / "tests").rglob("test_*.py")) if GPU_MARK in path.read_text())
     return [*(f"{KERNELS}/{name}.py" for name in KERNEL_TESTS), *(str(path.relative_to(ROOT)) for path in found)]

@@ -17,7 +17,7 @@ PAGE, CARD = (Path(__file__).with_name(name) for name in ("page.md", "card.md"))
 RESULTS, DOCUMENT = "gpu_results", "gpu.md"
 
 FLUX_BLOCKS, FLUX_HEADS, FLUX_HEAD_DIM = 57, 24, 128
-"""Of FLUX.1-dev: 19 double and 38 single blocks."""
+"""FLUX.1-dev has 19 double and 38 single blocks."""
 LINK_BYTES_PER_SECOND = 50e9  # of PCI Express 5 with 16 lanes, about
 
 SECTIONS = {
@@ -40,23 +40,23 @@ SECTIONS = {
 
 
 def results_file(folder: Path, device: str) -> Path:
-    """Where a card's results are. device: its name."""
+    """The file with a card's results. device: the card's name."""
     return folder / RESULTS / f"{re.sub('[^a-z0-9]+', '-', device.lower()).strip('-')}.json"
 
 
 def write_document(folder: Path) -> None:
-    """From the folder's results, if there are any."""
+    """Write the page from the folder's results, if there are any."""
     (folder / DOCUMENT).write_text(render(all_results(folder)))
 
 
 def all_results(folder: Path) -> list[Figures]:
-    """Of all cards, by name."""
+    """The results of all cards, in the order of their names."""
     found = (read(path) for path in sorted((folder / RESULTS).glob("*.json")))
     return [results for results in found if results is not None]
 
 
 def render(cards: Sequence[Figures]) -> str:
-    """Markdown. cards: results of each."""
+    """The page in Markdown. cards: the results of each card."""
     values = _expected()
     if not any(card["about"]["device_type"] == "cuda" for card in cards):
         values["cpu_only"] = ""
@@ -198,7 +198,7 @@ def _checkpoints(figures: Figures) -> Figures:
 
 
 def _worst(ways: Mapping[str, Figures]) -> Figures:
-    """Of exact and mask-aware edits."""
+    """The worst figures of exact and mask-aware edits."""
     picks = {"mean_levels": max, "max_levels": max, "share_within_1": min}
     return {name: pick(way[name] for way in ways.values()) for name, pick in picks.items()}
 

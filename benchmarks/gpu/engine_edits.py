@@ -30,7 +30,7 @@ WARM_RATIO, COLD_RATIO = 0.2, 0.1
 """Mask ratios of a later edit of a picture, and of its first one."""
 ROUNDS = 2
 NEW_PICTURES = ROUNDS + 3
-"""Of which one is edited at first, one does not count in a comparison, and one's batches are counted."""
+"""New pictures: one is edited before the comparison, one does not count in it, and the batches of one are counted."""
 TEMPLATES = 2
 """Pictures whose pages the cache has room for: the one that is edited again, and a new one."""
 GUIDANCE = 3.5
@@ -39,12 +39,12 @@ SPARE = 12 * 10**9
 
 
 def page_bytes(bench: Bench, entry: int) -> int:
-    """Of the cache. entry: bytes of one keyframe's pages; beside them a picture has its clean latents, as one more."""
+    """Bytes of the cache. entry: bytes of one keyframe's pages; a picture's clean latents count as one more."""
     return TEMPLATES * (bench.size.flux.keyframes + 1) * -(-entry // ALIGNMENT) * ALIGNMENT
 
 
 def needed_bytes(bench: Bench, weights: int, entry: int) -> int:
-    """Of a GPU's memory. weights, entry: bytes of the transformer and of one keyframe's pages."""
+    """Bytes of a GPU's memory that are needed. weights, entry: bytes of the transformer and of one keyframe's pages."""
     return weights + page_bytes(bench, entry) + SPARE
 
 
@@ -115,7 +115,7 @@ class Edits(LocalEngine):
         return result
 
     def _counted(self, call: Call) -> Figures:
-        """Of a call the number of batches and their milliseconds by op."""
+        """The number of batches of a call, and their milliseconds, by op."""
         self.ops.clear()
         self.ms.clear()
         call()

@@ -51,13 +51,13 @@ class FluxBench:
 
     @property
     def operators(self) -> str:
-        """What our steps use besides PyTorch's kernels."""
+        """The operators that our steps use besides PyTorch's kernels."""
         return self._operators.digest
 
     @property
     def flop(self) -> float:
-        """Of an exact step: products over all tokens and attention between them. Modulation is left out: a run computes
-        it once for all its steps."""
+        """Operations of an exact step: products over all tokens and attention between them. Modulation is left out: a
+        run computes it once for all its steps."""
         config, tokens = self.module.config, self.size.image_tokens + self.size.text_tokens
         hidden = config.num_attention_heads * config.attention_head_dim
         # Weights per token: qkv, out and mlp of a single block, or of the one stream of a double block that it passes.
@@ -66,7 +66,7 @@ class FluxBench:
         return float(2 * tokens * (products + attention))
 
     def bound(self, *ratios: float) -> float:
-        """How much faster a step of edits can be that compute these shares of the image tokens."""
+        """The most that a step of edits with these shares of active image tokens can gain over an exact step."""
         tokens, text = self.size.image_tokens, self.size.text_tokens
         return len(ratios) * (tokens + text) / sum(self.num_active(ratio) + text for ratio in ratios)
 
@@ -91,7 +91,7 @@ class FluxBench:
         return self.mixed([ratio] * len(entries), entries)
 
     def mixed(self, ratios: Sequence[float], entries: Sequence[tuple[Tensor, Tensor]]) -> Call:
-        """The same with a mask ratio for each."""
+        """As `edits`, with a mask ratio for each edit."""
         rows = [self._edit(ratio, near, far) for ratio, (near, far) in zip(ratios, entries, strict=True)]
         return lambda: self.denoiser.forward(rows)
 

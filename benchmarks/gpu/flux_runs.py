@@ -111,7 +111,7 @@ class HostedRun:
         self._store.start(copy)
 
     def _pages(self, numbers: Sequence[int], weight: float) -> Pages:
-        """Of these keyframes, one or two."""
+        """The pages of one keyframe, or between two."""
         keys = [_key(number) for number in numbers]
         near, *far = (self._store.entry(EntryRef(key, self._flux.entry_bytes, None)) for key in keys)
         coming = [key for key in keys if self._store.is_loading(key)]

@@ -126,7 +126,7 @@ def _compiled_figures(bench: Bench, call: Call) -> Figures:
 
 @torch.inference_mode()
 def attention(bench: Bench, flux: FluxBench, entries: Sequence[Tensor]) -> None:
-    """Which way of attention is fastest in whole steps, of one edit and of several."""
+    """Times each way of attention in whole steps, of one edit and of several."""
     put, ways = partial(bench.report.put, "attention"), ways_of(bench.device)
     best = best_attend(bench.draw(1), HEAD_DIM)
     put(chosen=next((name for name, way in ways.items() if way is best), ""), ratio=STEP_RATIO)
@@ -136,7 +136,7 @@ def attention(bench: Bench, flux: FluxBench, entries: Sequence[Tensor]) -> None:
 
 
 def ways_of(device: torch.device) -> dict[str, Attend]:
-    """By name: all requests together, those alike together, and each by itself."""
+    """Ways of attention by name: all requests together, requests of equal size together, each request by itself."""
     together: dict[str, Attend] = {"together": varlen_attend} if device.type != "cpu" else {}
     return together | {"alike": attend_alike, "each": attend_each}
 
@@ -213,7 +213,8 @@ def _encode_and_run(encode: Call, run: Call) -> None:
 
 
 def _overlap(bench: Bench, hosted: HostedRun, run: Call) -> Figures:
-    """Empty where no copy was seen, as with a profiler that does not work."""
+    """The share of the copies' time that is overlapped; empty if no copy was seen, as with a profiler that does not
+    work."""
     copies, compute = _spans(bench, hosted, run)
     copy_ms = 1e3 * sum(end - start for start, end in merged(copies))
     return {"hidden_share": hidden_share(copies, compute), "copy_ms": copy_ms} if copies else {}

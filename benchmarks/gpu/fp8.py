@@ -56,7 +56,7 @@ def quantised(x: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def scaled_product(x: Tensor, weight: Tensor, x_scales: Tensor, weight_scales: Tensor) -> Tensor:
-    """[rows, outputs] in bfloat16."""
+    """The product of 8-bit matrices with their scales: bfloat16 [rows, outputs]."""
     product: Tensor = torch._scaled_mm(
         x, weight.T, scale_a=x_scales, scale_b=weight_scales.T, out_dtype=torch.bfloat16, use_fast_accum=True
     )

@@ -59,7 +59,7 @@ class GraphSwitch:
         self._graphs.clear()
 
     def figures(self) -> Figures:
-        """What captures have cost since the model was made; empty without any."""
+        """The cost of captures since the model was made; empty without any."""
         stats = self._graphs.stats
         if not stats.captures:
             return {}

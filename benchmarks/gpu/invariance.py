@@ -60,7 +60,7 @@ def _steps(flux: FluxBench, entries: Sequence[Tensor]) -> Steps:
 
 
 def _differing(flux: FluxBench, entries: Sequence[Tensor]) -> float:
-    """Of the numbers that a batch's edits predict, the share that differ from those of each edit alone."""
+    """The share of the numbers predicted in a batch that differ from those of each edit alone."""
     pages, mixed = (entries[0], entries[1]), flux.size.mixed
     together = _steps(flux, entries)["mixed"]()
     alone = [output for ratio in mixed for output in _outputs(flux.edits(ratio, [pages]))]

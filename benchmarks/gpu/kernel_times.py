@@ -36,8 +36,8 @@ def run(bench: Bench, flux: FluxBench, entries: tuple[torch.Tensor, torch.Tensor
 
 
 def _steps(bench: Bench, calls: Mapping[str, Call], switch: GraphSwitch) -> Figures:
-    """By step: launches, without what libraries fill before kernels of theirs, milliseconds of the device, and the
-    kernels that take most of them."""
+    """Figures of each step: its launches, without fills that libraries make for their own kernels; milliseconds of the
+    device; and the kernels that take most of them."""
     figures: Figures = {}
     for name, call in calls.items():
         switch.set(False)

@@ -37,7 +37,7 @@ Pixels = npt.NDArray[np.uint8]
 
 ARENA_BYTES = 2**30
 MASKED_SHARE = 0.4
-"""Of a side: the box in the middle that is edited, unless others are given."""
+"""Side of the box that is edited, as a share of the picture's, unless a box is given."""
 
 
 class LocalEngine:
@@ -178,7 +178,7 @@ def _reader(models: ResidentModels, make: Callable[[str], nn.Module]) -> Read:
 
 
 def _denoiser(family: Any) -> Any:
-    """What computes the steps of a family that is loaded."""
+    """The denoiser of a family that is loaded."""
     return family._part(family.denoiser_part)
 
 

@@ -27,7 +27,7 @@ def run(bench: Bench) -> None:
 
 
 def _copies(bench: Bench) -> Figures:
-    """On the device, whose bytes are read and written, and from pinned host memory."""
+    """Bandwidth of copies on the device, which counts bytes read and written, and from pinned host memory."""
     nbytes = bench.size.copy_bytes
     source = torch.randint(0, 256, (nbytes,), dtype=torch.uint8, device=bench.device)
     target = torch.empty_like(source)

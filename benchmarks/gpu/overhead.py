@@ -24,7 +24,7 @@ from model_executor.parallel.group import Group
 
 SIDE = 256
 STEPS = 24
-"""Of each edit, at most: in most of them the batch is full."""
+"""Most steps of an edit; in most of them the batch is full."""
 WARM_UP = 5
 PAGE_BYTES = 2**30
 

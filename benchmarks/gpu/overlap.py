@@ -20,7 +20,7 @@ def hidden_share(copies: Iterable[Span], compute: Iterable[Span]) -> float:
 
 
 def merged(spans: Iterable[Span]) -> list[Span]:
-    """The same time in disjoint spans, ascending."""
+    """The spans' time in disjoint spans, ascending."""
     result: list[Span] = []
     for start, end in sorted(spans):
         if result and start <= result[-1][1]:

@@ -73,6 +73,6 @@ class RandomFlux:
 
 
 def _widths(size: FluxSize) -> tuple[int, int]:
-    """Of the pooled prompt and of its tokens; by default FLUX.1-dev's."""
+    """Widths of the pooled prompt and of its tokens; FLUX.1-dev's by default."""
     config = size.transformer
     return config.get("pooled_projection_dim", 768), config.get("joint_attention_dim", 4096)

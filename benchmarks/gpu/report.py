@@ -16,7 +16,7 @@ SKIPPED, BROKEN, WITHOUT_GRAPHS = "skipped", "broken", "without_graphs"
 CUDA graphs before they ran without."""
 
 ABOUT_RUNS = ("seconds", "day")
-"""What of `about` differs between runs on one machine."""
+"""Entries of `about` that differ between runs on one machine."""
 
 
 class Report:
@@ -34,7 +34,7 @@ class Report:
 
     @property
     def seconds(self) -> float:
-        """Since this process began to run sections."""
+        """Time since this process began to run sections."""
         return time.monotonic() - self._started
 
     @property
@@ -68,7 +68,7 @@ class Report:
 
 
 def read(path: Path) -> Figures | None:
-    """What a run has written; None before the first run."""
+    """The figures that a run has written; None before the first run."""
     return json.loads(path.read_text()) if path.exists() else None
 
 

@@ -96,7 +96,7 @@ def sections(bench: Bench) -> dict[str, Section]:
 
 
 def run_sections(bench: Bench, only: Sequence[str], go_on: GoOn) -> None:
-    """All of them, or these. go_on: called where this process cannot do the rest."""
+    """Run the sections, all or `only` these. go_on: called where this process cannot do the rest."""
     table = sections(bench)
     names = [name for name in table if not only or name in only]
     for number, name in enumerate(names):
@@ -124,7 +124,7 @@ def _run_in_time(bench: Bench, name: str, section: Section, rest: Sequence[str],
 
 
 def _run_section(bench: Bench, name: str, run: Callable[[], None]) -> str | None:
-    """How it failed, None if it did not."""
+    """Run one section; why it failed, None if it did not."""
     started, why = bench.report.seconds, None
     try:
         run()

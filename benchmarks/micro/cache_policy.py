@@ -23,7 +23,7 @@ from benchmarks.load.draws import templates as popular_templates
 from benchmarks.report import Row, Value, print_report
 from benchmarks.simulation.machine import SCHEME as SIMULATED
 from core.cache.activation_cache_manager import ActivationCacheManager, TierBudget
-from core.cache.entry import EntryState, Want
+from core.cache.entry import EntryState, WantedEntry
 from core.page_scheme import latents_key, page_key
 
 SCHEME = msgspec.structs.replace(SIMULATED, keyframes=(1.0, 0.75, 0.5, 0.25, 0.0))
@@ -64,22 +64,22 @@ def _choice(args: argparse.Namespace, alpha: float) -> tuple[Row, dict[str, floa
     return row, {f"{name}_zipf_{alpha}": value for name, value in result.items()}
 
 
-def draw_templates(number: int, random: Random) -> Iterator[list[Want]]:
+def draw_templates(number: int, random: Random) -> Iterator[list[WantedEntry]]:
     """Templates of any sides, each as the entries of all its keyframes."""
     for _ in range(number):
         yield template_wants(f"{random.getrandbits(256):064x}", random.choice(SIDES) * random.choice(SIDES))
 
 
-def template_wants(template_key: str, num_tokens: int) -> list[Want]:
+def template_wants(template_key: str, num_tokens: int) -> list[WantedEntry]:
     layout, latent_bytes = SCHEME.layout, SCHEME.latent_entry_bytes(num_tokens)
     nbytes, block_bytes = layout.entry_bytes(num_tokens), layout.block_bytes(num_tokens)
-    pages = [Want(page_key(template_key, sigma), nbytes, block_bytes) for sigma in SCHEME.keyframes]
-    return [Want(latents_key(template_key), latent_bytes, latent_bytes), *pages]
+    pages = [WantedEntry(page_key(template_key, sigma), nbytes, block_bytes) for sigma in SCHEME.keyframes]
+    return [WantedEntry(latents_key(template_key), latent_bytes, latent_bytes), *pages]
 
 
-def manager_hit_ratio(templates: Sequence[Sequence[Want]], draws: Sequence[int], budget: int) -> float:
+def manager_hit_ratio(templates: Sequence[Sequence[WantedEntry]], draws: Sequence[int], budget: int) -> float:
     """Share of bytes that edits found, some of them running at any time."""
-    manager, running, found = new_manager(budget), deque[Sequence[Want]](), 0
+    manager, running, found = new_manager(budget), deque[Sequence[WantedEntry]](), 0
     for template in draws:
         if len(running) == NUM_REQUESTS:
             manager.release(want.key for want in running.popleft())
@@ -89,7 +89,7 @@ def manager_hit_ratio(templates: Sequence[Sequence[Want]], draws: Sequence[int],
     return found / sum(nbytes_of(templates[template]) for template in draws)
 
 
-def edit(manager: ActivationCacheManager, wants: Sequence[Want]) -> int:
+def edit(manager: ActivationCacheManager, wants: Sequence[WantedEntry]) -> int:
     """Reserve and prime; returns the bytes that were there."""
     if not manager.reserve(wants, _never):
         raise RuntimeError("the budget does not hold the templates of all running edits")
@@ -102,7 +102,7 @@ def edit(manager: ActivationCacheManager, wants: Sequence[Want]) -> int:
     return found
 
 
-def lru_hit_ratio(templates: Sequence[Sequence[Want]], draws: Sequence[int], budget: int) -> float:
+def lru_hit_ratio(templates: Sequence[Sequence[WantedEntry]], draws: Sequence[int], budget: int) -> float:
     """Entries in the order of their last use, as many as the budget holds in bytes."""
     held: OrderedDict[str, int] = OrderedDict()
     used = found = asked = 0
@@ -152,7 +152,7 @@ def new_manager(budget: int) -> ActivationCacheManager:
     return ActivationCacheManager([TierBudget("host", budget)], has_disk=False, page_arena_id=0, keep_all=True)
 
 
-def nbytes_of(wants: Sequence[Want]) -> int:
+def nbytes_of(wants: Sequence[WantedEntry]) -> int:
     return sum(want.nbytes for want in wants)
 
 

@@ -107,11 +107,14 @@ def random_row(denoiser: Denoiser, shape: Shape, dtype: torch.dtype = torch.floa
 def main(argv: Sequence[str] | None = None) -> None:
     parser = command(__doc__, dtype="float32", threads=1, rounds=7)
     parser.add_argument("--skip-batch", action="store_true", help=f"leave out the batches of {BATCH}")
+    parser.add_argument("--dtypes", action="store_true", help="only the steps of both dtypes of a CPU, FLUX-shaped")
     args = parser.parse_args(argv)
     torch.set_num_threads(args.threads)
     set_verbosity_error()
     dtype = getattr(torch, args.dtype)
     with torch.inference_mode():
+        if args.dtypes:
+            return measure_dtypes(args)
         for shape in (flux_shape(), embedded_shape()):
             measure_steps(Bench(shape, dtype), args)
         if not args.skip_batch:
@@ -149,6 +152,22 @@ def measure_steps(bench: Bench, args: argparse.Namespace) -> None:
         result |= {f"step_{ratio}_ms": step * 1e3, f"x_diffusers_{ratio}": diffusers / step}
         result |= {f"x_exact_{ratio}": exact / step, f"bound_{ratio}": bound}
     _print(bench.shape.name, rows, result, args)
+
+
+def measure_dtypes(args: argparse.Namespace) -> None:
+    """Steps in float32 and in bfloat16, in turns: what `--dtype auto` chooses between on a CPU."""
+    names = "float32", "bfloat16"
+    benches = [Bench(flux_shape(), getattr(torch, name)) for name in names]
+    actives = [round(ratio * benches[0].shape.image_tokens) for ratio in RATIOS]
+    calls = [call for bench in benches for call in (bench.exact, *(bench.edits([number]) for number in actives))]
+    seconds = _medians(calls, args.rounds)
+    half = len(seconds) // 2
+    rows, result = [], {"benchmark": "denoiser_dtypes", "threads": args.threads}
+    for name, full, short in zip(("exact", *map(str, RATIOS)), seconds[:half], seconds[half:], strict=True):
+        rows.append((name if name == "exact" else f"ratio {name}", f"{_ms(full)} {_ms(short)}   {full / short:5.2f}x"))
+        result |= {f"float32_{name}_ms": full * 1e3, f"bfloat16_{name}_ms": short * 1e3}
+    title = f"Denoiser step, {benches[0].shape.name}; float32, bfloat16, float32 by bfloat16; {args.threads} thread(s)"
+    print_report(title, rows, result, args.output)
 
 
 def measure_batch(bench: Bench, args: argparse.Namespace) -> None:

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from core.page_scheme import PageDtype, PageLayout
-from model_executor.models.base import PrimeRow, Row
+from model_executor.models.base import ModulationInputs, PrimeRow, Row
 from model_executor.models.transformer.denoiser import Denoiser
 from model_executor.models.unet.unet import Unet
 from model_executor.page_cache.pages import Pages
@@ -48,7 +48,7 @@ def transformer_row(denoiser: Denoiser, side: int, text_tokens: int, draw: Draw,
 
 
 def modulated(denoiser: Denoiser, row: Row) -> Row:
-    table = denoiser.modulation(row.pooled_prompt_embeds, row.guidance_scale, row.sigma[None], 1)
+    table = denoiser.modulation(ModulationInputs(row.pooled_prompt_embeds, row.guidance_scale, row.sigma[None], 1))
     return replace(row, modulation=table)
 
 

@@ -102,7 +102,7 @@ class Loop:
         self._num_due = num_ranks * SLOTS + num_waiting  # requests to be sent
 
     def submit(self, plan: StepPlan) -> None:
-        for rank, part in parts_of(plan, len(self._plans)).items():
+        for rank, part in parts_of(plan).items():
             encode(part)
             if part.batches or part.transfers:
                 self._plans[rank].append(part)

@@ -126,7 +126,7 @@ def _op(name: str, *, is_loop: bool) -> RequestOp:
         message=ModuleWork,
         size=_size,
         part="denoise" if is_loop else "decode",
-        sharing="together" if is_loop else "stacked",
+        sharing="together" if is_loop else "single",
         inputs=(Port("read", "any", is_optional=True),),
         outputs=(Port("made", "any"),),
         make=_make,

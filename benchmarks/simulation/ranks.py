@@ -61,7 +61,7 @@ class RankClocks:
         `Durations.batch_seconds`.
         """
         events: list[RankEvent] = []
-        for rank, part in parts_of(plan, len(self._free_at)).items():
+        for rank, part in parts_of(plan).items():
             self._free_at[rank] = max(now + self._durations.trip_seconds(), self._free_at[rank])
             events.append(PlanBegun(self._free_at[rank], part, rank))
         to_send = self._send_what_is_there(plan)

@@ -106,7 +106,7 @@ class Measured(Durations):
         if not work.queries:  # of the activation cache: templates are warm
             return 0.0
         key = batch.op, len(batch.ranks)
-        seconds = self._predictor.of_batch(batch, work) * self._stretch.get(key, 1.0)
+        seconds = self._predictor.batch_seconds(batch, work) * self._stretch.get(key, 1.0)
         self.seconds.setdefault(key, []).append(seconds)
         if OPS[batch.op].part == "denoise":
             self.num_steps[len(batch.ranks)] += len(batch.items)

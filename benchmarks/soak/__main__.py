@@ -129,7 +129,7 @@ async def _disturb(args: argparse.Namespace, server: Server, pages: Path, ledger
     async with httpx.AsyncClient(base_url=server.url, timeout=60) as probe:
         setup = _setup(args)
         sizes = setup.num_engines, setup.num_ranks
-        site = Site(Tree(server.process.pid), pages, crowd, probe, random.Random(args.seed), *sizes)
+        site = Site(Tree(server.process.pid, setup.num_ranks), pages, crowd, probe, random.Random(args.seed), *sizes)
         await site.recovered()
         await crowd.learn()
         print(f"{ledger.seconds:6.0f} s  references taken, {_told(ledger)}", flush=True)

@@ -18,7 +18,7 @@ import psutil
 
 from benchmarks.load.process_tree import own_bytes_of
 
-Role = Literal["server", "engine", "worker", "images"]
+Role = Literal["server", "engine", "worker", "images", "launcher", "weights"]
 ROLES: tuple[Role, ...] = get_args(Role)
 MB = 1e6
 
@@ -27,42 +27,42 @@ WORKER_WARM_UP_SECONDS = 120.0
 (model_executor/worker/main.py)."""
 PAIR_SECONDS = 20.0, 60.0  # least and most time between two samples of a worker that make a slope
 
-_NAME = re.compile(r"stencil-(engine|worker|images)(?:-(\d+))?")
+_NAME = re.compile(r"stencil-(engine|worker|images|launcher|weights)(?:-(\d+))?")
 
 
 @dataclass(frozen=True)
 class Member:
-    """One process. rank: of its engine; 0 for others."""
+    """One process. engine: index of its engine; 0 where it belongs to none."""
 
     role: Role
-    rank: int
+    engine: int
     process: psutil.Process
 
 
 class Tree:
-    """All processes below the server `pid`, itself included."""
+    """All processes below the server `pid`, itself included. num_ranks: workers of each engine."""
 
-    def __init__(self, pid: int) -> None:
+    def __init__(self, pid: int, num_ranks: int) -> None:
         self._server = psutil.Process(pid)
+        self._num_ranks = num_ranks
 
     def members(self) -> list[Member]:
-        """The living ones."""
-        return [Member("server", 0, self._server), *self._below(self._server, 0)]
+        """The processes that are alive."""
+        return [Member("server", 0, self._server), *self._below(self._server)]
 
-    def of(self, role: Role, rank: int | None = None) -> list[Member]:
-        """Those of a role, of one engine or of all."""
-        return [m for m in self.members() if m.role == role and rank in (None, m.rank)]
+    def of(self, role: Role, engine: int | None = None) -> list[Member]:
+        """Processes of a role, of one engine or of all."""
+        return [m for m in self.members() if m.role == role and engine in (None, m.engine)]
 
-    def _below(self, parent: psutil.Process, rank: int) -> Iterator[Member]:
+    def _below(self, parent: psutil.Process) -> Iterator[Member]:
+        """A worker is a child of its engine, or of the launcher that forked it; its number counts over all engines."""
         for child in _children(parent):
             match = _name(child)
             if match is None:
                 continue
-            role, number = cast(Role, match[1]), match[2]
-            below = int(number) if role == "engine" else rank
-            yield Member(role, below, child)
-            if role == "engine":
-                yield from self._below(child, below)
+            role, number = cast(Role, match[1]), int(match[2] or 0)
+            yield Member(role, number // self._num_ranks if role == "worker" else number, child)
+            yield from self._below(child)
 
 
 def _children(parent: psutil.Process) -> list[psutil.Process]:

@@ -17,7 +17,7 @@ from core.cache.request_pages import RequestPages
 from core.cache.request_prefetcher import RequestPrefetcher
 from core.cache.template_requests import Ending, TemplateRequests
 from core.config import CacheConfig
-from core.costs.load_report import CacheStats, Residency
+from core.costs.load_report import CacheStats, ResidentPages
 from core.failure import Failure
 from core.graph.workflow import Node, op_of
 from core.handles import TensorKey
@@ -105,7 +105,7 @@ class ActivationCache(NodeCache):
         mine = self._record(request)
         if mine is not None and node is request.workflow.paged:
             mine.most_full_blocks = max(mine.most_full_blocks, len(mine.full_blocks))
-        if not request.is_live or (mine is not None and mine.is_spoilt):
+        if not request.is_live or (mine is not None and mine.must_restart):
             return
         if result.sigmas and not node.canvas and request.spec.reads_template:
             self._prefetcher.need(request, result.sigmas)
@@ -116,11 +116,11 @@ class ActivationCache(NodeCache):
         mine = self._record(request)
         return mine is not None and mine.reservation.is_read
 
-    def is_spoilt(self, request: Request) -> bool:
+    def must_restart(self, request: Request) -> bool:
         mine = self._record(request)
-        return mine is not None and mine.is_spoilt and request.is_live
+        return mine is not None and mine.must_restart and request.is_live
 
-    def begin_again(self, request: Request) -> None:
+    def note_restart(self, request: Request) -> None:
         mine = self._record(request)
         assert mine is not None
         mine.full_blocks, mine.most_full_blocks = (), 0
@@ -279,8 +279,8 @@ class ActivationCache(NodeCache):
     def stats(self) -> CacheStats:
         return self._manager.stats()
 
-    def take_residency(self) -> tuple[Residency, ...]:
-        return self._manager.take_residency()
+    def take_resident_pages(self) -> tuple[ResidentPages, ...]:
+        return self._manager.take_resident_pages()
 
     def check_integrity(self) -> None:
         self._pages.check_integrity()

@@ -22,13 +22,13 @@ from __future__ import annotations
 from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import dataclass
 
-from core.cache.entry import Entry, EntryState, Want
+from core.cache.entry import Entry, EntryState, WantedEntry
 from core.cache.entry_table import USES_TO_PROVE, EntryTable
 from core.cache.memory_tier import MemoryTier
 from core.cache.orders import PendingOrders
 from core.cache.tally import CacheTally
 from core.config import CacheConfig
-from core.costs.load_report import CacheStats, Residency
+from core.costs.load_report import CacheStats, ResidentPages
 from core.handles import PAGE_ARENA, EntryRef, Tier
 from core.messages.worker import PageCopied, PageCopy
 from core.page_scheme import unpatched
@@ -95,7 +95,7 @@ class ActivationCacheManager:
         """See `EntryTable.home`."""
         return self._table.home(template_key, preferred)
 
-    def reserve(self, wants: Sequence[Want], load_wins: LoadWins, rank: int = 0) -> bool:
+    def reserve(self, wants: Sequence[WantedEntry], load_wins: LoadWins, rank: int = 0) -> bool:
         """Pin all these entries and place absent ones on their compute tier; False, with nothing pinned, if the pinned
         entries leave no room. rank: the `home` of their template.
 
@@ -105,7 +105,7 @@ class ActivationCacheManager:
         """
         entries = self._table.entries
         absent = [want for want in wants if (e := entries.get(want.key)) is None or e.ref is None]
-        if absent and not self._place(wants, absent, load_wins, rank):
+        if absent and not self._put(wants, absent, load_wins, rank):
             return False
         for want in wants:
             entry = entries[want.key]
@@ -125,7 +125,7 @@ class ActivationCacheManager:
                 self._tally.misses += 1
         return True
 
-    def fits(self, wants: Iterable[Want], rank: int = 0) -> bool:
+    def fits(self, wants: Iterable[WantedEntry], rank: int = 0) -> bool:
         """Whether these entries can be reserved together when nothing else is pinned."""
         return self._table.fits(wants, rank)
 
@@ -211,9 +211,9 @@ class ActivationCacheManager:
             self._table.judge(entry)
             self._table.release_unused(entry)
 
-    def take_residency(self) -> tuple[Residency, ...]:
-        """The residency of the templates with pages that have come or gone since the last call."""
-        return tuple(map(self._table.residency, self._table.templates.take_moved()))
+    def take_resident_pages(self) -> tuple[ResidentPages, ...]:
+        """The resident pages of each template whose pages have come or gone since the last call."""
+        return tuple(map(self._table.resident_pages, self._table.templates.take_moved()))
 
     # ------------------------------------------------------------------------------------------------- orders
 
@@ -277,7 +277,7 @@ class ActivationCacheManager:
 
     # ------------------------------------------------------------------------------------------------- making places
 
-    def _place(self, wants: Sequence[Want], absent: Sequence[Want], load_wins: LoadWins, rank: int) -> bool:
+    def _put(self, wants: Sequence[WantedEntry], absent: Sequence[WantedEntry], load_wins: LoadWins, rank: int) -> bool:
         """Place the absent entries on their compute tiers; False, with none placed, if there is no room."""
         placed = self._table.place(wants, absent, rank)
         if placed is None:
@@ -287,7 +287,7 @@ class ActivationCacheManager:
             self._begin(want, rank, wanted, load_wins)
         return True
 
-    def _begin(self, want: Want, rank: int, wanted: set[str], load_wins: LoadWins) -> None:
+    def _begin(self, want: WantedEntry, rank: int, wanted: set[str], load_wins: LoadWins) -> None:
         """Decide where the pages of a newly placed entry come from."""
         entry = self._table.settle(want, rank)
         host = None if self._table.is_on_device(entry) else self._table.host_ref(entry)

@@ -20,7 +20,7 @@ class EntryState(enum.Enum):
 
 
 @dataclass(frozen=True, slots=True)
-class Want:
+class WantedEntry:
     """An entry that a reservation needs."""
 
     key: str
@@ -33,7 +33,7 @@ class Want:
 class Entry:
     """One entry on any tier in memory. Written by the ActivationCacheManager."""
 
-    want: Want
+    want: WantedEntry
     # Written when it is placed on its compute tier; kept while it has no place there.
     compute: MemoryTier  # where it must be to be used: a rank's device tier, or the host tier
     rank: int  # the rank of that device; in host memory the rank that copies it to and from disk

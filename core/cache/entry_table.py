@@ -8,12 +8,12 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
 
-from core.cache.entry import Entry, EntryState, Want
+from core.cache.entry import Entry, EntryState, WantedEntry
 from core.cache.memory_tier import MemoryTier
 from core.cache.orders import PendingOrders
 from core.cache.tally import CacheTally
 from core.cache.template_index import TemplateIndex
-from core.costs.load_report import Residency
+from core.costs.load_report import ResidentPages
 from core.handles import ArrayRef, Tier
 from core.page_scheme import latents_key
 
@@ -48,7 +48,7 @@ class EntryTable:
         self._page_arena_id = page_arena_id
         self._keep_all = keep_all
 
-    def put_below(self, want: Want, spared: Iterable[str]) -> bool:
+    def put_below(self, want: WantedEntry, spared: Iterable[str]) -> bool:
         """Place an entry on the host tier below a device; False if there is no room."""
         evicted = self.host.put({want.key: want.nbytes}, set(spared))
         if evicted is None:
@@ -56,11 +56,11 @@ class EntryTable:
         self.evict(self.host, evicted)
         return True
 
-    def place(self, wants: Sequence[Want], absent: Sequence[Want], rank: int) -> list[Want] | None:
+    def place(self, wants: Sequence[WantedEntry], absent: Sequence[WantedEntry], rank: int) -> list[WantedEntry] | None:
         """Give all absent ones of these wanted entries places on their compute tiers, or none. Returns those placed,
         which may be more; None if there is no room. rank: where their users run.
         """
-        wanted, placed = {want.key for want in wants}, list[tuple[MemoryTier, Sequence[Want]]]()
+        wanted, placed = {want.key for want in wants}, list[tuple[MemoryTier, Sequence[WantedEntry]]]()
         all_by_tier = self._by_tier(wants, rank)
         for tier, missing in self._by_tier(absent, rank).items():
             here = self._put(tier, missing, all_by_tier[tier], wanted)
@@ -73,8 +73,8 @@ class EntryTable:
         return [want for _, given in placed for want in given]
 
     def _put(
-        self, tier: MemoryTier, absent: Sequence[Want], wants: Sequence[Want], spared: set[str]
-    ) -> Sequence[Want] | None:
+        self, tier: MemoryTier, absent: Sequence[WantedEntry], wants: Sequence[WantedEntry], spared: set[str]
+    ) -> Sequence[WantedEntry] | None:
         """Place the absent ones of the wanted entries of one tier; returns those placed, None if there is no room."""
         evicted = tier.put(_sizes(absent), spared)
         if evicted is None:
@@ -87,11 +87,11 @@ class EntryTable:
         self.evict(tier, evicted)
         return absent
 
-    def fits(self, wants: Iterable[Want], rank: int) -> bool:
+    def fits(self, wants: Iterable[WantedEntry], rank: int) -> bool:
         """Whether these entries fit into their compute tiers together when these are empty."""
         return all(tier.fits_empty(_sizes(those)) for tier, those in self._by_tier(wants, rank).items())
 
-    def settle(self, want: Want, rank: int) -> Entry:
+    def settle(self, want: WantedEntry, rank: int) -> Entry:
         """The entry, which has got a place on its compute tier and had none; added if it is new."""
         entry, compute = self.entries.get(want.key), self._compute_tier(want, rank)
         if entry is not None:
@@ -102,13 +102,13 @@ class EntryTable:
         self.templates.add(want.key)
         return entry
 
-    def _compute_tier(self, want: Want, rank: int) -> MemoryTier:
+    def _compute_tier(self, want: WantedEntry, rank: int) -> MemoryTier:
         """Where an entry is used whose users run on this rank, which has a device tier if any has."""
         return self.devices[rank] if self.devices and not want.is_shared else self.host
 
-    def _by_tier(self, wants: Iterable[Want], rank: int) -> dict[MemoryTier, list[Want]]:
+    def _by_tier(self, wants: Iterable[WantedEntry], rank: int) -> dict[MemoryTier, list[WantedEntry]]:
         """Entries by their compute tier."""
-        tiers: dict[MemoryTier, list[Want]] = {}
+        tiers: dict[MemoryTier, list[WantedEntry]] = {}
         for want in wants:
             tiers.setdefault(self._compute_tier(want, rank), []).append(want)
         return tiers
@@ -210,13 +210,13 @@ class EntryTable:
             return entry.source
         return entry.compute.name if entry.state is EntryState.READY else "host"
 
-    def residency(self, template_key: str) -> Residency:
+    def resident_pages(self, template_key: str) -> ResidentPages:
         """Number of a template's keyframes whose pages are on the compute tier, and on the host tier alone."""
         latents = latents_key(template_key)
         keys = [key for key in self.templates.keys_of(template_key) if key != latents]
         num_ready = sum(self.entries[key].state is EntryState.READY for key in keys)
         num_below = sum(self.tier_of(key) == "host" and self.entries[key].state is not EntryState.READY for key in keys)
-        return Residency(template_key, num_ready, num_below)
+        return ResidentPages(template_key, num_ready, num_below)
 
     def check_integrity(self) -> None:
         """Raise AssertionError unless budgets are kept and pins, places, states and copies agree."""
@@ -248,6 +248,6 @@ class EntryTable:
             assert entry.copy.host.offset == self.host.offset(key), f"{key} moved while copied"
 
 
-def _sizes(wants: Iterable[Want]) -> dict[str, int]:
+def _sizes(wants: Iterable[WantedEntry]) -> dict[str, int]:
     """Key -> bytes."""
     return {want.key: want.nbytes for want in wants}

@@ -43,8 +43,8 @@ class PageCosts:
         assert request.workflow.paged is not None
         op, num_rows = op_of(request.workflow.paged), request.spec.num_rows
         every, active = request.spec.num_all_tokens, request.spec.num_active_tokens
-        full = self._predictor.of_op(info.name, op, Work.of([every] * num_rows))
-        cached = self._predictor.of_op(info.name, op, Work.of_pairs([(active, every)] * num_rows))
+        full = self._predictor.op_seconds(info.name, op, Work.of([every] * num_rows))
+        cached = self._predictor.op_seconds(info.name, op, Work.of_pairs([(active, every)] * num_rows))
         load = sum(self._cost.predict_copy(tier, nbytes) for tier, nbytes in loading)
         if not full:
             return ()  # no prediction yet

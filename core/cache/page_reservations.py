@@ -24,7 +24,7 @@ from core.messages.worker import PageCopied, PageSpan
 from core.model_info import ModelInfo
 from core.page_scheme import page_key
 
-LoadWins = Callable[[TemplateInfo, Tier, int], bool]
+TemplateLoadWins = Callable[[TemplateInfo, Tier, int], bool]
 """(template, tier, bytes) -> whether copying an entry up from that tier is predicted to be faster than priming it."""
 
 
@@ -86,7 +86,7 @@ class PageReservations:
     """One per scheduler; owns the cache manager, the reservations and the priming jobs."""
 
     cache: ActivationCacheManager
-    load_wins: LoadWins
+    load_wins: TemplateLoadWins
     has_ranks: bool = False  # there are several: the one that decodes reads clean latents, too
     _reservations: dict[str, Reservation] = field(default_factory=dict)  # owner id -> its reservation, while reserved
     _jobs: dict[str, PrimingJob] = field(default_factory=dict)  # template key -> its job

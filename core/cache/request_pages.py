@@ -17,7 +17,7 @@ class RequestPages:
     most_full_blocks: int = 0  # most blocks that one of its finished mask-aware steps computed in full
 
     @property
-    def is_spoilt(self) -> bool:
+    def must_restart(self) -> bool:
         """Whether the request must begin again: it computed blocks in full instead of waiting for their pages, and some
         of these pages then had to be primed. The picture of a request that primes must be the one that its pages give,
         however early a missing or damaged file is noticed.

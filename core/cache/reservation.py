@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
-from core.cache.entry import Want
+from core.cache.entry import WantedEntry
 from core.cache.priming import TemplateInfo
 from core.handles import ArrayRef, Tier
 from core.page_scheme import page_key
@@ -39,11 +39,11 @@ class Reservation:
         """Keys of the entries it needs, clean latents first."""
         return [self.template.latents_key, *(page_key(self.template.key, sigma) for sigma in self.sigmas)]
 
-    def wants(self, *, shares_latents: bool = False) -> list[Want]:
+    def wants(self, *, shares_latents: bool = False) -> list[WantedEntry]:
         """shares_latents: other ranks than the one that reads the pages read the clean latents, too."""
         template, layout = self.template, self.template.scheme.layout
         latent_bytes = template.scheme.latent_entry_bytes(template.num_tokens)
         entry_bytes, block_bytes = layout.entry_bytes(template.num_tokens), layout.block_bytes(template.num_tokens)
         latents, *pages = self.entry_keys()
-        first = Want(latents, latent_bytes, latent_bytes, shares_latents)
-        return [first, *(Want(key, entry_bytes, block_bytes) for key in pages)]
+        first = WantedEntry(latents, latent_bytes, latent_bytes, shares_latents)
+        return [first, *(WantedEntry(key, entry_bytes, block_bytes) for key in pages)]

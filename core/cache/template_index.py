@@ -38,7 +38,7 @@ class TemplateIndex:
         return sorted(self._keys.get(template_key, ()))
 
     def keys_of_all(self, template_key: str) -> list[str]:
-        """The same with all patch sets. template_key: the one without patches."""
+        """Keys of the entries of a template with any patch set. template_key: the key without patches."""
         return [key for related in sorted(self._related.get(template_key, ())) for key in self.keys_of(related)]
 
     def note_moved(self, key: str) -> None:

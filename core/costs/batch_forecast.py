@@ -6,7 +6,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 from core.costs.load_report import RequestLoad
-from core.costs.slot_schedule import Slots, Turn, linear_pace
+from core.costs.slot_schedule import RankSlots, SlotTask, linear_pace
 
 
 @dataclass(frozen=True, slots=True)
@@ -14,7 +14,7 @@ class Member:
     """A request of the batch."""
 
     load: RequestLoad
-    left: float | None  # seconds until it is due; None: it has no due time
+    due_in: float | None  # seconds until it is due; None: it has no due time
 
 
 class BatchForecast:
@@ -30,7 +30,7 @@ class BatchForecast:
         members = [*self._members, newcomer]
         before, after = self._ends(self._members), self._ends(members)
         for member, end, later in zip(self._members, before, after, strict=False):
-            if member.left is not None and end <= member.left < later:
+            if member.due_in is not None and end <= member.due_in < later:
                 return False
         self._members = members
         return True
@@ -41,5 +41,5 @@ class BatchForecast:
 
 def ends(loads: Sequence[RequestLoad], base_seconds: float) -> list[float]:
     """Seconds until each of these is done if they share their steps and no other request joins."""
-    turns = [Turn(load.steps_left, load.step_seconds, after=load.other_seconds) for load in loads]
-    return Slots(len(turns), linear_pace(base_seconds), blocks=False).ends(turns)
+    tasks = [SlotTask(load.steps_left, load.step_seconds, after=load.other_seconds) for load in loads]
+    return RankSlots(len(tasks), linear_pace(base_seconds), blocks=False).ends(tasks)

@@ -19,7 +19,7 @@ from core.costs.step_profiles import StepProfiles
 from core.graph.work import Work
 from core.handles import ModelKey, Tier
 
-Vector = npt.NDArray[np.floating[Any]]
+_Vector = npt.NDArray[np.floating[Any]]
 
 FEATURES = ("constant", "requests", "kilotokens", "attention", "cached requests", "cached kilotokens")
 """kilotokens: tokens / 1000, of encoders and decoders image tokens. attention: sum over requests of (queries / 1000) *
@@ -88,15 +88,15 @@ def token_seconds(coefficients: Sequence[float], work: Work) -> float:
     return sum(kilotokens * queries / 1e3 + attention * queries * keys / 1e6 for queries, keys in pairs)
 
 
-class Line:
+class FittedLine:
     """Exponentially forgetting least squares with coefficients that are never negative.
 
     Errors are weighted roughly relative to the measured time, since times of batches differ by a factor of a hundred.
     """
 
     def __init__(self, size: int) -> None:
-        self._normal: Vector = np.zeros((size, size))
-        self._moment: Vector = np.zeros(size)
+        self._normal: _Vector = np.zeros((size, size))
+        self._moment: _Vector = np.zeros(size)
         self._coefficients: tuple[float, ...] = (0.0,) * size
         self._waiting: list[tuple[Sequence[float], float]] = []  # observations that it is not fitted to yet
         self._num_observed = 0
@@ -171,14 +171,14 @@ class CostModel:
     """One fitted line per kind of work and per copy, and the profiles. Owned by one scheduler."""
 
     def __init__(self) -> None:
-        self._lines: dict[CostKey, Line] = {}
+        self._lines: dict[CostKey, FittedLine] = {}
         self._profiles: dict[CostKey, Profile] = {}
         self._steps = StepProfiles()
-        self._copies: dict[tuple[Tier, Tier], Line] = {}
-        self._loads = Line(len(COPY_FEATURES))  # of models' components
+        self._copies: dict[tuple[Tier, Tier], FittedLine] = {}
+        self._loads = FittedLine(len(COPY_FEATURES))  # of models' components
 
     def observe(self, key: CostKey, work: Work, seconds: float) -> None:
-        self._lines.setdefault(key, Line(len(FEATURES))).observe(features_of(work), seconds)
+        self._lines.setdefault(key, FittedLine(len(FEATURES))).observe(features_of(work), seconds)
         if key in self._profiles:
             self._profiles[key].observe(work, seconds)
         if work.queries and _is_even(work):
@@ -213,7 +213,8 @@ class CostModel:
         return line.predict(features_of(work)) if line else 0.0
 
     def observe_copy(self, source: Tier, target: Tier, nbytes: int, seconds: float) -> None:
-        self._copies.setdefault((source, target), Line(len(COPY_FEATURES))).observe(_copy_features(nbytes), seconds)
+        line = self._copies.setdefault((source, target), FittedLine(len(COPY_FEATURES)))
+        line.observe(_copy_features(nbytes), seconds)
 
     def predict_copy(self, source: Tier, nbytes: int) -> float:
         """Seconds that a copy of pages from this tier to the next faster one will take; 0 if none was observed."""
@@ -246,7 +247,7 @@ class CostModel:
 
 
 def _kind(key: CostKey) -> CostKey:
-    """The same kind of work at any degree."""
+    """The key of this kind of work at degree 1, which stands for any degree."""
     return key if key.degree == 1 else msgspec.structs.replace(key, degree=1)
 
 
@@ -259,7 +260,7 @@ def _copy_features(nbytes: int) -> tuple[float, ...]:
     return 1.0, nbytes / 1e6
 
 
-def _solve_non_negative(normal: Vector, moment: Vector, before: Vector) -> Vector:
+def _solve_non_negative(normal: _Vector, moment: _Vector, before: _Vector) -> _Vector:
     """Least-squares coefficients >= 0 from the normal equations, pulled slightly towards those `before`.
 
     A coefficient that comes out negative is set to 0 and the others are solved again: not always the optimum, but close

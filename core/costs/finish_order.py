@@ -20,7 +20,7 @@ K = TypeVar("K", bound=Hashable)
 
 
 class FinishOrder(Generic[K]):
-    """Of one rank. Keeps, per kind, when its last batch would end; times in seconds of one clock."""
+    """The order of one rank. It keeps when the last batch of each kind would end. Times are seconds of one clock."""
 
     def __init__(self) -> None:
         self._now = 0.0

@@ -9,8 +9,8 @@ from dataclasses import dataclass
 
 
 @dataclass(frozen=True, slots=True)
-class Share:
-    """The image work left of one edit."""
+class BacklogShare:
+    """The image work that is left for one edit: its share of the backlog."""
 
     owner: str
     priority: int
@@ -22,12 +22,12 @@ class ImageBacklog:
     """Shares by edit id."""
 
     def __init__(self) -> None:
-        self._shares: dict[str, Share] = {}
+        self._shares: dict[str, BacklogShare] = {}
 
     def __bool__(self) -> bool:
         return bool(self._shares)
 
-    def set(self, edit_id: str, share: Share) -> None:
+    def set(self, edit_id: str, share: BacklogShare) -> None:
         """Set what is left of an edit's image work; a share of 0 seconds is dropped."""
         if share.seconds > 0:
             self._shares[edit_id] = share
@@ -43,7 +43,7 @@ class ImageBacklog:
         """Seconds of one image processor for all of it."""
         return sum(share.seconds for share in self._shares.values())
 
-    def before(self, newcomer: Share) -> float:
+    def before(self, newcomer: BacklogShare) -> float:
         """Seconds of one image processor spent on other work before a new edit's is done: its owner's work that is due
         earlier, and of each other owner all work of higher classes and, of its own class, at most as much as its own
         owner gets by then (`core.scheduling.requests.fair_queue`).
@@ -59,5 +59,5 @@ class ImageBacklog:
         equal = sum(share.seconds for share in self._of(owner) if share.priority == priority)
         return higher + min(equal, limit)
 
-    def _of(self, owner: str) -> list[Share]:
+    def _of(self, owner: str) -> list[BacklogShare]:
         return [share for share in self._shares.values() if share.owner == owner]

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal
 
-from core.costs.cost_model import Line
+from core.costs.cost_model import FittedLine
 
 Kind = Literal["prepare", "png", "webp", "jpeg"]
 """prepare: decoding and checking an upload; the others: encoding a result in that format."""
@@ -51,8 +51,8 @@ class ImageCosts:
         self._lines[work.kind].observe(work.features, seconds)
 
 
-def _first_line(kind: Kind) -> Line:
-    line = Line(3)
+def _first_line(kind: Kind) -> FittedLine:
+    line = FittedLine(3)
     for source, output in _FIRST_SIZES:
         features = ImageWork(kind, source, output).features
         line.observe(features, sum(each * by for each, by in zip(features, _FIRST_SECONDS[kind], strict=True)))

@@ -46,11 +46,6 @@ class LatencyTable:
         self.largest = min(int(line[-1][0]) for line in self._levels.values())
         """The largest number of rows that was measured with all of these."""
 
-    @property
-    def num_points(self) -> int:
-        """Number of different batches measured."""
-        return sum(map(len, self._levels.values()))
-
     def seconds(self, rows: int, tokens: float) -> float | None:
         """Latency of a batch, linear between the sizes measured; None for one outside of these."""
         if not (self.tokens[0] <= tokens <= self.tokens[-1] and rows <= self.largest):

@@ -55,17 +55,17 @@ class Ended(msgspec.Struct, frozen=True, array_like=True, tag="ended"):
     request_id: str
 
 
-class Left(msgspec.Struct, frozen=True, array_like=True, tag="left"):
+class Dequeued(msgspec.Struct, frozen=True, array_like=True, tag="dequeued"):
     """An edit has left the queue."""
 
     request_id: str
 
 
-QueueChange = Queued | Begun | Ended | Left
+QueueChange = Queued | Begun | Ended | Dequeued
 """What can happen to an engine's queue of edits. Applied in order to a copy of the queue, they keep it equal."""
 
 
-class Residency(msgspec.Struct, frozen=True, array_like=True):
+class ResidentPages(msgspec.Struct, frozen=True, array_like=True):
     """How many of a template's keyframes an engine has in memory. Files are not counted: several engines write them."""
 
     template: str  # PageScheme.template_key of its content
@@ -112,7 +112,7 @@ class LoadReport(msgspec.Struct, frozen=True, kw_only=True):
     # Changes since the last report. Of an engine's first one: since its start, when it held nothing.
     is_first: bool = False
     queue: tuple[QueueChange, ...] = ()  # in the order in which they happened
-    residency: tuple[Residency, ...] = ()  # templates with pages that have come or gone
+    resident_pages: tuple[ResidentPages, ...] = ()  # templates with pages that have come or gone
     costs: EngineCosts | None = None  # None: unchanged, or not due yet
 
     @property

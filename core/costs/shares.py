@@ -27,10 +27,9 @@ class Demand:
     most: int  # largest batch
     objective: float  # seconds that a batch may take: its partial SLO
     times: float  # mean number of runs for a request, above 0
-    least_units: int = 1  # that it needs for its memory
 
     def latency(self, number: int, units: int) -> float:
-        """Of a batch on so many units: in proportion to the time that it has."""
+        """Seconds of a batch on this many units: a unit is a share of the rank's time."""
         return self.seconds(number) * UNITS / units
 
     @property
@@ -48,13 +47,13 @@ class Demand:
 
 
 def allot(demands: Mapping[str, Demand], num_ranks: int) -> dict[str, int]:
-    """Units of each kind of work (Algorithm 2): one after the other goes to the slowest. Raises ValueError if the ranks
-    have too few for what they need at least.
+    """Units of each kind of work (Algorithm 2): each gets one, and the others go one by one to the slowest. Raises
+    ValueError if the ranks have fewer units than there are kinds of work.
 
-    Of several that serve nothing yet, that gets a unit which needs fewest to serve something: with the paper's rule
-    alone, each of them might get some and none enough.
+    Among kinds that serve nothing yet, a unit goes to the one that needs the fewest more to serve something: with the
+    paper's rule alone, each of them might get some and none enough.
     """
-    units = {name: demand.least_units for name, demand in demands.items()}
+    units = dict.fromkeys(demands, 1)
     free = num_ranks * UNITS - sum(units.values())
     if free < 0:
         raise ValueError(f"{num_ranks} ranks have too few units for {units}")

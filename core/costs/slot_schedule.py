@@ -1,7 +1,7 @@
 """When requests that take turns in the slots of a batch are done, and the largest set of them that can be in time.
 
 A rank makes the steps of its requests. All of them that have a slot share each step; a request that has made its last
-step gives its slot to the next in line. Pure arithmetic, in seconds from now.
+step gives its slot to the next in lane. Pure arithmetic, in seconds from now.
 """
 
 from __future__ import annotations
@@ -14,14 +14,14 @@ from math import inf
 from typing import NamedTuple
 
 
-class Turn(NamedTuple):
+class SlotTask(NamedTuple):
     """The remaining work of one request."""
 
     steps: int  # above 0
     size: float  # that it adds to the steps of its batch, in the unit of a Pace
     before: float = 0.0  # seconds of other work before its first step
     after: float = 0.0  # seconds of other work after its last step
-    left: float = inf  # seconds until it is due; inf: it has no due time, or is late already
+    due_in: float = inf  # seconds until it is due; inf: it has no due time, or is late already
     must: bool = False  # it is served even if others become late because of it
     group: tuple[str, int] = ("", 0)  # owner and priority class: it gives way only within these
     ranks: tuple[int, ...] = ()  # indexes of the ranks that can serve it; none: all can
@@ -61,130 +61,125 @@ class _Linear(Pace):
 
 
 @dataclass(frozen=True, slots=True)
-class Slots:
-    """Those of one rank."""
+class RankSlots:
+    """The slots of one rank."""
 
     number: int
     pace: Pace
     blocks: bool = True  # the rank also does the work before and after the steps, and makes none meanwhile
     start: float = 0.0  # seconds until it is free
 
-    def ends(self, turns: Sequence[Turn]) -> list[float]:
+    def ends(self, tasks: Sequence[SlotTask]) -> list[float]:
         """Seconds until each is done, if they take the slots in this order."""
-        found = [0.0] * len(turns)
-        for index, end in self._ends(turns):
+        found = [0.0] * len(tasks)
+        for index, end in self._ends(tasks):
             found[index] = end
         return found
 
-    def end_of_last(self, turns: Sequence[Turn]) -> float:
-        """Seconds until the last of them is done, of one or more; inf if any would be late. See `ends`."""
-        last, found = len(turns) - 1, 0.0
-        for index, end in self._ends(turns):
-            if end > turns[index].left:
+    def end_of_last(self, tasks: Sequence[SlotTask]) -> float:
+        """Seconds until the last of these tasks is done; inf if any would be late. tasks: at least one. See `ends`."""
+        last, found = len(tasks) - 1, 0.0
+        for index, end in self._ends(tasks):
+            if end > tasks[index].due_in:
                 return inf
             if index == last:
                 found = end
         return found
 
-    def _ends(self, turns: Sequence[Turn]) -> Iterator[tuple[int, float]]:
+    def _ends(self, tasks: Sequence[SlotTask]) -> Iterator[tuple[int, float]]:
         """(index, end), the earliest last step first. All ends are counted in steps from now on and kept in a heap."""
         heap: list[tuple[int, int]] = []  # (steps made when it is done, index)
         elapsed, made, size, following = self.start, 0, 0.0, 0
-        while heap or following < len(turns):
-            while following < len(turns) and len(heap) < self.number:
-                turn = turns[following]
-                heappush(heap, (made + turn.steps, following))
-                size += turn.size
-                elapsed += turn.before if self.blocks else 0.0
+        while heap or following < len(tasks):
+            while following < len(tasks) and len(heap) < self.number:
+                task = tasks[following]
+                heappush(heap, (made + task.steps, following))
+                size += task.size
+                elapsed += task.before if self.blocks else 0.0
                 following += 1
             end, index = heappop(heap)
             elapsed += (end - made) * self.pace.seconds(len(heap) + 1, size)
-            made, turn = end, turns[index]
-            size -= turn.size
-            yield index, elapsed + turn.after + (0.0 if self.blocks else turn.before)
-            elapsed += turn.after if self.blocks else 0.0
+            made, task = end, tasks[index]
+            size -= task.size
+            yield index, elapsed + task.after + (0.0 if self.blocks else task.before)
+            elapsed += task.after if self.blocks else 0.0
 
 
 # ------------------------------------------------------------------------------------------------ the largest set
 
 
 @dataclass(slots=True)
-class Line:
-    """What one rank is to serve."""
+class LaneBuilder:
+    """The requests that one rank is to serve, while they are chosen."""
 
-    slots: Slots
-    turns: Sequence[Turn]  # of all ranks
-    chosen: list[int] = field(default_factory=list)  # indexes of its own, ascending
+    slots: RankSlots
+    tasks: Sequence[SlotTask]  # of all ranks
+    chosen: list[int] = field(default_factory=list)  # indexes of this lane's tasks, ascending
     most: int = 0  # the largest number of requests that were looked at together
 
     def end_with(self, index: int) -> float:
-        """Seconds until another one is done, which is due last; inf if it or one of them would be late."""
+        """Seconds until a newcomer that is due last would be done; inf if it or a chosen one would be late."""
         self.most = max(self.most, len(self.chosen) + 1)
-        return self.slots.end_of_last([self.turns[other] for other in (*self.chosen, index)])
+        return self.slots.end_of_last([self.tasks[other] for other in (*self.chosen, index)])
 
     def replace(self, old: int, new: int) -> None:
-        """Serve another one instead of this one, if all are in time with it."""
+        """Serve task `new` instead of task `old`, if all are in time then."""
         without = [other for other in self.chosen if other != old]
-        if self.slots.end_of_last([self.turns[other] for other in (*without, new)]) < inf:
+        if self.slots.end_of_last([self.tasks[other] for other in (*without, new)]) < inf:
             self.chosen = [*without, new]
 
 
-def largest_sets(turns: Sequence[Turn], ranks: Sequence[Slots]) -> list[list[int]]:
-    """Of each rank, indexes of the requests that it serves, as many of all as can be in time; ascending. turns: the one
-    that is due first first.
+def fill_lanes(tasks: Sequence[SlotTask], ranks: Sequence[RankSlots]) -> list[LaneBuilder]:
+    """The lanes of these ranks, which together serve as many requests as can be in time. tasks: the one that is due
+    first comes first.
 
-    Moore and Hodgson's algorithm: requests are added by due time, each to the rank where it is done first while all
+    Moore and Hodgson's algorithm: requests are added by due time, each to the lane where it is done first while all
     stay in time; if there is none, the one with most work left goes. For one rank it is optimal where a step takes as
     much longer as it has more requests; where batches are worth it, the number of slots matters, see `best_schedules`.
     """
-    return [line.chosen for line in _lines(turns, ranks)]
-
-
-def _lines(turns: Sequence[Turn], ranks: Sequence[Slots]) -> list[Line]:
-    """See `largest_sets`."""
-    lines = [Line(slots, turns) for slots in ranks]
-    for index, turn in enumerate(turns):
-        able = [lines[rank] for rank in turn.ranks] if turn.ranks else lines
-        end, _, place = min((line.end_with(index), len(line.chosen), place) for place, line in enumerate(able))
-        if end < inf or turn.must:
+    lanes = [LaneBuilder(slots, tasks) for slots in ranks]
+    for index, task in enumerate(tasks):
+        able = [lanes[rank] for rank in task.ranks] if task.ranks else lanes
+        end, _, place = min((lane.end_with(index), len(lane.chosen), place) for place, lane in enumerate(able))
+        if end < inf or task.must:
             able[place].chosen.append(index)
             continue
-        members = [(_weight(turns[other], turn), other, line) for line in able for other in line.chosen]
-        weight, longest, line = max(members, key=lambda member: member[:2], default=((False, False, 0.0), -1, able[0]))
-        if (weight, longest) > (_weight(turn, turn), index):
-            line.replace(longest, index)
-    return lines
+        members = [(_weight(tasks[other], task), other, lane) for lane in able for other in lane.chosen]
+        weight, longest, lane = max(members, key=lambda member: member[:2], default=((False, False, 0.0), -1, able[0]))
+        if (weight, longest) > (_weight(task, task), index):
+            lane.replace(longest, index)
+    return lanes
 
 
-def _weight(turn: Turn, newcomer: Turn) -> tuple[bool, bool, float]:
-    """Of those that may give way to a newcomer, those without a due time go first, then those with most work."""
-    may_give_way = turn.group == newcomer.group and not turn.must
-    return may_give_way, turn.left == inf, turn.work
+def _weight(task: SlotTask, newcomer: SlotTask) -> tuple[bool, bool, float]:
+    """Sort key for giving way to a newcomer, greatest first: a task that may, has no due time, and has most work."""
+    may_give_way = task.group == newcomer.group and not task.must
+    return may_give_way, task.due_in == inf, task.work
 
 
 class Schedule(NamedTuple):
-    """Which requests a rank serves, and how many at a time."""
+    """The requests that a rank serves, and how many of them at a time."""
 
     chosen: tuple[int, ...]  # indexes, in the order in which they get slots
     num_slots: int
 
 
 def best_schedules(
-    turns: Sequence[Turn], most_slots: int, pace: Pace, starts: Sequence[float], *, blocks: bool = True
+    tasks: Sequence[SlotTask], most_slots: int, pace: Pace, starts: Sequence[float], *, blocks: bool = True
 ) -> list[Schedule]:
-    """The schedules of all ranks that serve most requests in time, and of those the ones whose requests are done first,
-    the mean over them: where steps take unequal times, requests that are done early are safe. turns: the one that is
-    due first first. starts: of each rank, seconds until it is free. blocks: see `Slots`.
+    """The schedules, one per rank, that serve most requests in time. Among equally good ones, requests are done
+    earliest on average: where steps take unequal times, requests that are done early are safe. tasks: the one that is
+    due first comes first. starts: seconds until each rank is free. blocks: see `RankSlots`.
 
-    Many slots make a rank efficient, few of them let those that are due first finish early.
+    Many slots make a rank efficient; few slots let the requests that are due first finish early.
     """
     found = list[tuple[int, float, int, list[Schedule]]]()
-    for number in slots_to_try(max(1, min(most_slots, len(turns)))):
-        lines = _lines(turns, [Slots(number, pace, blocks, start) for start in starts])
-        ends = [end for line in lines for end in line.slots.ends([turns[index] for index in line.chosen])]
-        schedules = [Schedule(tuple(line.chosen), number) for line in lines]
+    for number in slots_to_try(max(1, min(most_slots, len(tasks)))):
+        lanes = fill_lanes(tasks, [RankSlots(number, pace, blocks, start) for start in starts])
+        ends = [end for lane in lanes for end in lane.slots.ends([tasks[index] for index in lane.chosen])]
+        schedules = [Schedule(tuple(lane.chosen), number) for lane in lanes]
         found.append((len(ends), -sum(ends) / max(1, len(ends)), number, schedules))
-        if all(line.most <= number for line in lines):
+        if all(lane.most <= number for lane in lanes):
             break  # with more slots all would be the same
     return max(found)[-1]
 

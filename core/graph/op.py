@@ -15,9 +15,9 @@ import msgspec
 
 from core.graph.work import Work
 
-Sharing = Literal["together", "stacked", "single"]
-"""How items share a pass. together: all in one ragged pass, whatever their sizes; stacked: those of the same shape;
-single: one pass per item."""
+Sharing = Literal["together", "single"]
+"""How the items of a batch share a pass. together: all in one ragged pass, whatever their sizes; single: one pass per
+item."""
 
 Parallel = Literal["none", "sequence"]
 """How several ranks compute one pass. none: each computes all of it; sequence: each has some rows, or some tokens of

@@ -205,8 +205,8 @@ class Progress:
         sides = {node.name for node in self.workflow.side_nodes if self.workflow.node(node.shows).region == region}
         last = max(current, self.rounds[region] - 1)  # a side node shows no last round, unless it is prepared already
         self.shown = {
-            name: tuple(number for number in of if number <= last) if name in sides else of
-            for name, of in self.shown.items()
+            name: tuple(number for number in shown if number <= last) if name in sides else shown
+            for name, shown in self.shown.items()
         }
         self.over.update(name for name in sides if self.done[name] == len(self.shown.get(name, ())))
         return self.over - before

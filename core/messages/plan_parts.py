@@ -11,7 +11,7 @@ from core.messages.worker import StepPlan
 T = TypeVar("T")
 
 
-def parts_of(plan: StepPlan, num_ranks: int) -> dict[int, StepPlan]:
+def parts_of(plan: StepPlan) -> dict[int, StepPlan]:
     """Rank -> its part of a plan, ascending, for ranks that have one. Loads and unloads go to the plan's model ranks,
     files to delete to its file rank, a batch to each of its ranks, and all else to the ranks that it names. Costs by
     the size of the parts.

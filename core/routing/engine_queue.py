@@ -13,7 +13,7 @@ from itertools import islice
 from typing import NamedTuple
 
 from core.costs.exact_sum import ExactSum
-from core.costs.load_report import Begun, Ended, Left, LoadReport, QueueChange, Queued, RequestLoad
+from core.costs.load_report import Begun, Dequeued, Ended, LoadReport, QueueChange, Queued, RequestLoad
 from core.scheduling.requests.fair_queue import Claim, FairQueue
 
 
@@ -99,7 +99,7 @@ class EngineQueue:
                     self._begin(claim, change)
                 case Ended():
                     self._stop_waiting(claim)
-                case Left():
+                case Dequeued():
                     self._remove(claim, change.request_id)
 
     def _add(self, change: Queued) -> None:

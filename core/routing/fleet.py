@@ -8,8 +8,8 @@ free for a new request, and the work left in the other slots at that time:
     steps, seconds [slots, engines]   steps left in each slot at `free_at`, most first, and seconds it adds to each step
 
 Reports come when something changed, not at every step: in between, steps are assumed to pass at the predicted pace.
-These are `Slots`, computed only when they are read after a report: from the first MAX_SIMULATED requests of the queue
-one by one, and from sums over the rest, which is assumed to leave the slots as it found them.
+These are `EngineSlots`, computed only when they are read after a report: from the first MAX_SIMULATED requests of the
+queue one by one, and from sums over the rest, which is assumed to leave the slots as it found them.
 """
 
 from __future__ import annotations
@@ -26,9 +26,9 @@ from core.costs.load_report import LoadReport, RequestLoad
 from core.costs.slot_forecast import Slot, until_free
 from core.routing.engine_queue import EngineQueue
 from core.routing.fleet_costs import FleetCosts, SizeCosts, Vector
+from core.routing.overtaking import staying_ahead
 from core.routing.request_shape import RequestShape
-from core.routing.template_map import Counts, TemplateMap, TemplateResidency
-from core.routing.turn import staying_ahead
+from core.routing.template_map import Counts, TemplateMap, TemplatePages
 
 MAX_SIMULATED = 256
 """Requests of an engine's queue that are looked at one by one, besides one for each slot; as many as a server takes by
@@ -39,7 +39,7 @@ TINY = 1e-9
 """Seconds; keeps divisions by the step time of an idle engine finite."""
 
 
-class Slots(NamedTuple):
+class EngineSlots(NamedTuple):
     """What is expected in the slots of each engine when one of them is free for a new request."""
 
     free_at: Vector  # when that is, in seconds of the caller's clock, shape [engines]
@@ -50,7 +50,7 @@ class Slots(NamedTuple):
 
 
 @dataclass(slots=True)
-class Sent:
+class PendingSend:
     """An edit or a template that was sent to an engine and is not in its last report yet."""
 
     number: int  # its number among all that were sent there, from 1
@@ -79,7 +79,7 @@ class Fleet:
         self._num_held = 0.0
         self._num_sends = 0
         self._num_sent = [0] * num_engines  # since the engine was (re)started
-        self._pending: list[list[Sent]] = [[] for _ in range(num_engines)]
+        self._pending: list[list[PendingSend]] = [[] for _ in range(num_engines)]
         self._queues = [EngineQueue() for _ in range(num_engines)]
         self._reported = [0.0] * num_engines  # time of each engine's last report
 
@@ -87,10 +87,10 @@ class Fleet:
         """Name the rows of one array, shape [engines] each; a column is the state of one engine."""
         self._rows, number = rows, self.max_num_seqs
         self.num_requests, self.held_seconds, self.base_seconds, self.priming_seconds = rows[:4]
-        self._slots = Slots(rows[4], rows[5], rows[6], rows[7 : 7 + number], rows[7 + number :])
+        self._slots = EngineSlots(rows[4], rows[5], rows[6], rows[7 : 7 + number], rows[7 + number :])
 
     @property
-    def slots(self) -> Slots:
+    def slots(self) -> EngineSlots:
         """What is expected in the slots of all engines, their last reports included; valid until the next event."""
         self.settle()
         return self._slots
@@ -104,8 +104,8 @@ class Fleet:
         self._set_death(engine, is_dead=not report.num_ranks)
         if report.costs is not None:
             self.costs.observe(report.costs)
-        for residency in report.residency:
-            self.templates.observe(engine, residency)
+        for resident in report.resident_pages:
+            self.templates.observe(engine, resident)
         pending = [sent for sent in self._pending[engine] if sent.number > report.num_received]
         self._pending[engine] = pending
         queue = self._queues[engine]
@@ -226,7 +226,7 @@ class Fleet:
         tokens = (shape.image_tokens, shape.condition_tokens, shape.text_tokens)
         return self.costs.of_size((shape.model, *tokens, shape.first_tokens, shape.entry_bytes))
 
-    def pages(self, shape: RequestShape) -> TemplateResidency | None:
+    def pages(self, shape: RequestShape) -> TemplatePages | None:
         """The engines that have its template's pages; None for an exact edit. Valid until the next call."""
         return None if shape.template is None else self.templates.pages(shape.template, shape.num_keyframes)
 
@@ -242,13 +242,13 @@ class Fleet:
         start = max(now, float(self._slots.free_at[engine]))
         self._set_slots(engine, start, [*self._slots_of(engine, now), _slot(load)])
 
-    def _make_sent(self, engine: int, shape: RequestShape, now: float) -> Sent:
+    def _make_sent(self, engine: int, shape: RequestShape, now: float) -> PendingSend:
         number, priming = self._num_sent[engine], self._expect_pages(engine, shape)
         if not shape.num_steps:
-            return Sent(number, None, 0.0, priming, now)
+            return PendingSend(number, None, 0.0, priming, now)
         costs, step = self.size_costs(shape), self.step_seconds(shape)
         load = RequestLoad(shape.num_steps, step, costs.other, shape.priority, arrival=now, owner=shape.owner)
-        return Sent(number, load, costs.base, priming, now)
+        return PendingSend(number, load, costs.base, priming, now)
 
     def _expect_pages(self, engine: int, shape: RequestShape) -> float:
         """Note the pages that the engine will have to prime for it; returns the seconds that takes."""

@@ -16,7 +16,7 @@ from core.routing.admission import Outlook
 from core.routing.fleet import TINY, Fleet
 from core.routing.fleet_costs import SizeCosts, Vector
 from core.routing.request_shape import RequestShape
-from core.routing.template_map import TemplateResidency
+from core.routing.template_map import TemplatePages
 
 TIE = 1e-9
 """Relative difference up to which costs count as equal."""
@@ -27,7 +27,7 @@ NOTHING: Vector = np.zeros(1)
 Matrix = npt.NDArray[np.float64]
 
 
-class Choice(NamedTuple):
+class Route(NamedTuple):
     """The result of a policy."""
 
     engine: int
@@ -35,12 +35,12 @@ class Choice(NamedTuple):
 
 
 class RoutingPolicy(Protocol):
-    def choose(self, shape: RequestShape, fleet: Fleet, now: float) -> Choice:
+    def choose(self, shape: RequestShape, fleet: Fleet, now: float) -> Route:
         """Raises EngineDeadError if no engine is alive."""
         ...
 
 
-class Forecast(NamedTuple):
+class EngineTimes(NamedTuple):
     """Predicted seconds if the request goes to an engine now, float64 [engines] each."""
 
     finish: Vector  # until it is done
@@ -48,7 +48,7 @@ class Forecast(NamedTuple):
     priming: Vector  # worker time spent on its template's pages
 
 
-def forecast(shape: RequestShape, fleet: Fleet, now: float) -> Forecast:
+def predict_times(shape: RequestShape, fleet: Fleet, now: float) -> EngineTimes:
     """Predict the request's times on each engine.
 
     It waits for a slot, is encoded, waits for pages (a load runs beside the others' steps, priming takes a share of
@@ -76,10 +76,10 @@ def forecast(shape: RequestShape, fleet: Fleet, now: float) -> Forecast:
     making = shape.num_steps * (base + step) + np.add.reduce(shared * slots.seconds)
     alone = own + (costs.other if shape.num_steps else 0.0)
     finish += alone - own + making + np.minimum(beside, PRIME_SHARE * making)
-    return Forecast(finish, step * np.add.reduce(shared) + alone * slots.num_placed, own)
+    return EngineTimes(finish, step * np.add.reduce(shared) + alone * slots.num_placed, own)
 
 
-class Priming(NamedTuple):
+class PrimingTimes(NamedTuple):
     """Predicted priming on each engine, float64 [engines] each; seconds except for `rounds`."""
 
     own: Vector  # work on the request's own template
@@ -89,8 +89,8 @@ class Priming(NamedTuple):
 
 
 def _priming(
-    shape: RequestShape, fleet: Fleet, pages: TemplateResidency, steps: Matrix, costs: SizeCosts, base: Vector
-) -> Priming:
+    shape: RequestShape, fleet: Fleet, pages: TemplatePages, steps: Matrix, costs: SizeCosts, base: Vector
+) -> PrimingTimes:
     """Jobs are primed one after the other, in a share of each step's time, or at full speed where no steps are made."""
     own_first, later = pages.prime_first * costs.prime + pages.is_new * costs.template, pages.prime_later * costs.prime
     if not shape.num_steps:
@@ -102,21 +102,21 @@ def _priming(
     stepping *= slots.seconds
     before = first + np.add.reduce(stepping) + np.minimum(steps[0], rounds) * base
     own = own_first + later
-    return Priming(own, before, rounds, fleet.priming_seconds + own - first)
+    return PrimingTimes(own, before, rounds, fleet.priming_seconds + own - first)
 
 
 class RoundRobin:
     """Each engine in turn."""
 
-    def choose(self, shape: RequestShape, fleet: Fleet, now: float) -> Choice:
-        return Choice(cheapest(np.zeros(fleet.num_engines), fleet))
+    def choose(self, shape: RequestShape, fleet: Fleet, now: float) -> Route:
+        return Route(cheapest(np.zeros(fleet.num_engines), fleet))
 
 
 class LeastRequests:
     """The engine with the fewest requests (FlashPS, section 6.5: request-granularity load balance)."""
 
-    def choose(self, shape: RequestShape, fleet: Fleet, now: float) -> Choice:
-        return Choice(cheapest(fleet.num_requests, fleet))
+    def choose(self, shape: RequestShape, fleet: Fleet, now: float) -> Route:
+        return Route(cheapest(fleet.num_requests, fleet))
 
 
 class LeastTokens:
@@ -125,8 +125,8 @@ class LeastTokens:
     Engines report seconds, which stand for tokens, since all engines have the same cost per token.
     """
 
-    def choose(self, shape: RequestShape, fleet: Fleet, now: float) -> Choice:
-        return Choice(cheapest(fleet.held_seconds, fleet))
+    def choose(self, shape: RequestShape, fleet: Fleet, now: float) -> Route:
+        return Route(cheapest(fleet.held_seconds, fleet))
 
 
 class BatchCost:
@@ -137,11 +137,11 @@ class BatchCost:
     an engine count as one batch.
     """
 
-    def choose(self, shape: RequestShape, fleet: Fleet, now: float) -> Choice:
+    def choose(self, shape: RequestShape, fleet: Fleet, now: float) -> Route:
         base = np.maximum(fleet.size_costs(shape).base, fleet.base_seconds)
         batch_seconds = base + fleet.held_seconds + fleet.step_seconds(shape)
         has_slack = (fleet.num_requests < fleet.max_num_seqs) & fleet.is_alive
-        return Choice(cheapest(np.where(has_slack | ~has_slack.any(), batch_seconds, np.inf), fleet))
+        return Route(cheapest(np.where(has_slack | ~has_slack.any(), batch_seconds, np.inf), fleet))
 
 
 class MaskAware:
@@ -153,10 +153,10 @@ class MaskAware:
     edits gather where its pages are, as long as that pays.
     """
 
-    def choose(self, shape: RequestShape, fleet: Fleet, now: float) -> Choice:
-        ahead = forecast(shape, fleet, now)
+    def choose(self, shape: RequestShape, fleet: Fleet, now: float) -> Route:
+        ahead = predict_times(shape, fleet, now)
         engine = cheapest(ahead.finish + ahead.imposed + fleet.mean_held * ahead.priming, fleet)
-        return Choice(engine, float(ahead.finish[engine]) if fleet.costs.is_known(shape.model) else None)
+        return Route(engine, float(ahead.finish[engine]) if fleet.costs.is_known(shape.model) else None)
 
 
 _POLICIES: dict[RouterPolicy, type[RoutingPolicy]] = {
@@ -201,7 +201,7 @@ def outlook(shape: RequestShape, fleet: Fleet, policy: RoutingPolicy, now: float
     engine = policy.choose(shape, fleet, now).engine
     costs = fleet.size_costs(shape)
     alone = costs.other + shape.num_steps * (costs.base + fleet.step_seconds(shape))
-    return Outlook(float(forecast(shape, fleet, now).finish[engine]), alone, not fleet.num_requests[engine])
+    return Outlook(float(predict_times(shape, fleet, now).finish[engine]), alone, not fleet.num_requests[engine])
 
 
 def work_seconds(shape: RequestShape, fleet: Fleet) -> float:

@@ -47,7 +47,7 @@ class Newcomer:
 
 
 def displaced_by(newcomer: Newcomer, holders: Collection[H], num_missing: int) -> list[H] | None:
-    """Those that leave the queue, so that at least `num_missing` places become free; None if too few may.
+    """The holders that leave the queue, so that at least `num_missing` places become free; None if too few may.
 
     They are chosen one by one: of the owner that holds most the lowest class, of that the latest. Of the newcomer's own
     owner only lower classes leave; of another one only as long as it then holds no fewer places than the newcomer's

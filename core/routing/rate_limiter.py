@@ -12,7 +12,7 @@ _EPSILON = 1e-6  # seconds; times are rounded, and a caller that returns exactly
 
 
 @dataclass(frozen=True, slots=True)
-class Share:
+class Quota:
     """A caller's quota after one request."""
 
     limit: int  # requests per minute
@@ -43,7 +43,7 @@ class RateLimiter:
         """Number of callers with a bucket."""
         return len(self._full_at)
 
-    def take(self, caller: str, now: float) -> Share:
+    def take(self, caller: str, now: float) -> Quota:
         """Count one request; a refused one costs nothing."""
         full_at = max(now, self._full_at.get(caller, now))
         wait = full_at + self._interval - MINUTE - now
@@ -53,7 +53,7 @@ class RateLimiter:
         self._remember(caller, full_at, now)
         missing = full_at - now
         remaining = max(0, math.floor((MINUTE - missing + _EPSILON) / self._interval))
-        return Share(self.limit, remaining, wait, missing)
+        return Quota(self.limit, remaining, wait, missing)
 
     def _remember(self, caller: str, full_at: float, now: float) -> None:
         self._full_at[caller] = full_at

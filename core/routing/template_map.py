@@ -7,7 +7,7 @@ from collections import OrderedDict
 import numpy as np
 import numpy.typing as npt
 
-from core.costs.load_report import Residency
+from core.costs.load_report import ResidentPages
 
 Counts = npt.NDArray[np.float64]
 """Whole numbers, as floats because they are multiplied with seconds."""
@@ -21,7 +21,7 @@ dropped after this many later ones, or when the engine is idle.
 """
 
 
-class TemplateResidency:
+class TemplatePages:
     """A template's keyframes on each engine, for an edit that reads `needed` of them. Arrays of shape [engines]:
 
     loads_first: keyframes to load before the edit can begin. is_missing: 1.0 where some have to be primed. is_new: 1.0
@@ -59,9 +59,9 @@ class TemplateResidency:
     def forget(self, engine: int) -> None:
         self._set(engine, 0, 0, 0)
 
-    def copy(self) -> TemplateResidency:
+    def copy(self) -> TemplatePages:
         """A copy of this one, for another template."""
-        other = TemplateResidency(self._rows.copy())
+        other = TemplatePages(self._rows.copy())
         other.needed = self.needed
         return other
 
@@ -79,29 +79,29 @@ class TemplateResidency:
 
 
 class TemplateMap:
-    """TemplateResidency by template. Templates that no engine has or expects are not kept."""
+    """TemplatePages by template. Templates that no engine has or expects are not kept."""
 
     def __init__(self, num_engines: int) -> None:
-        self._pages: dict[str, TemplateResidency] = {}  # template key -> where its pages are
+        self._pages: dict[str, TemplatePages] = {}  # template key -> where its pages are
         self._expected: list[OrderedDict[str, None]] = [OrderedDict() for _ in range(num_engines)]  # oldest first
-        self._nothing = TemplateResidency(np.zeros((8, num_engines)))
+        self._nothing = TemplatePages(np.zeros((8, num_engines)))
 
     def __len__(self) -> int:
         return len(self._pages)
 
-    def pages(self, template: str, needed: int) -> TemplateResidency:
-        """The residency for an edit that reads `needed` keyframes; valid until the next call."""
+    def pages(self, template: str, needed: int) -> TemplatePages:
+        """The pages for an edit that reads `needed` keyframes; valid until the next call."""
         pages = self._pages.get(template, self._nothing)
         pages.need(needed)
         return pages
 
-    def observe(self, engine: int, residency: Residency) -> None:
+    def observe(self, engine: int, resident: ResidentPages) -> None:
         """Process what an engine reports about one template."""
-        pages = self._get(residency.template)
-        if pages.report(engine, residency.num_ready, residency.num_below):
-            self._expected[engine].pop(residency.template, None)
-        if not (residency.num_ready or residency.num_below):
-            self._prune(residency.template)
+        pages = self._get(resident.template)
+        if pages.report(engine, resident.num_ready, resident.num_below):
+            self._expected[engine].pop(resident.template, None)
+        if not (resident.num_ready or resident.num_below):
+            self._prune(resident.template)
 
     def expect(self, engine: int, template: str, num_keyframes: int) -> None:
         """Note that a request just sent to the engine causes this many keyframes to be primed."""
@@ -126,7 +126,7 @@ class TemplateMap:
             pages.forget(engine)
             self._prune(template)
 
-    def _get(self, template: str) -> TemplateResidency:
+    def _get(self, template: str) -> TemplatePages:
         pages = self._pages.get(template)
         if pages is None:
             pages = self._pages[template] = self._nothing.copy()

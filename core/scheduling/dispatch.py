@@ -1,4 +1,4 @@
-"""Decisions of a scheduling policy: which work runs together, on which ranks."""
+"""Decisions of a scheduling policy: which work runs together, and on which ranks."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from core.scheduling.requests.request import Request
 
 @dataclass(frozen=True, slots=True)
 class Dispatch:
-    """Run these nodes together: one op of one model, on these ranks."""
+    """Run these nodes in one batch on these ranks. They have one op and one model."""
 
     items: tuple[tuple[Request, Node], ...]
     ranks: tuple[int, ...]
@@ -32,7 +32,7 @@ class CacheDispatch:
     """Run the next piece of a job of the cache on this rank."""
 
     job: CacheJob
-    token_budget: int  # unless the piece is indivisible; the smallest one may exceed it
+    token_budget: int  # most tokens of a divisible piece, which is never empty; an indivisible one ignores it
     rank: int
 
 
@@ -41,7 +41,7 @@ class GiveUp:
     """End a request, because it is late or certain to be."""
 
     request: Request
-    failure: Failure  # told to the client
+    failure: Failure  # why, for the client
 
 
 Decision = Dispatch | Fetch | CacheDispatch | GiveUp

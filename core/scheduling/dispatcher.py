@@ -1,4 +1,4 @@
-"""Dispatcher: carries out a policy's decisions: checks them, derives transfers, and makes the batches of a plan."""
+"""Dispatcher: carries out a policy's decisions: it checks them, derives transfers, and makes the batches of a plan."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ PredictBatch = Callable[[Batch, Work], float]
 
 @dataclass(slots=True)
 class Dispatched:
-    """What one pass has come to."""
+    """The result of one pass: work to send, and requests that the pass has changed."""
 
     flights: list[Flight] = field(default_factory=list)
     transfers: list[Transfer] = field(default_factory=list)
@@ -33,22 +33,25 @@ class Dispatched:
     begun: list[str] = field(default_factory=list)  # ids of requests that were waiting before
     given_up: list[tuple[Request, Failure]] = field(default_factory=list)
     without_room: Request | None = None  # the first whose inputs could not be fetched, as the arena was full
-    are_read_early: bool = False  # other nodes may begin before some of those that were sent end
+    are_read_early: bool = False  # other nodes may begin before some of the sent ones end
 
     @property
     def ranks(self) -> set[int]:
-        """Those that get batches."""
+        """Ranks that get batches."""
         return {rank for flight in self.flights for rank in flight.batch.ranks}
 
-    def left(self, view: View, before: frozenset[int]) -> frozenset[int]:
-        """Ranks that this pass, or one before it, left without work; none, if there may be some for them because of
-        what it did, or of room that is made.
+    def passed_over(self, view: View, before: frozenset[int]) -> frozenset[int]:
+        """Ranks that this pass or one before it left without work. before: the result of the pass before. Empty if
+        there may be work for them now, because this pass has given up requests, started nodes that others may read
+        early, or waits for room.
         """
         may_change = self.given_up or self.are_read_early or self.without_room
         return frozenset() if may_change else before | (view.open_ranks - self.ranks)
 
     def plan(self, seq: int, orders: CacheOrders, free: Iterable[Free], file_rank: int) -> StepPlan:
-        """The plan that does this, and more. orders: of the cache. file_rank: deletes its files."""
+        """The plan with this work. orders: of the cache. free: tensors to free. file_rank: the rank that deletes the
+        cache's files.
+        """
         return StepPlan(
             seq=seq,
             forget=orders.forget,
@@ -73,8 +76,8 @@ class Dispatcher:
     batch_ids: Iterator[int]
 
     def carry_out(self, decisions: Iterable[Decision], view: View) -> Dispatched:
-        """Advance the requests and jobs that the decisions name. view: from which the decisions were made. Raises
-        AssertionError for one that cannot be carried out, before anything of it is.
+        """Advance the requests and jobs that the decisions name. view: the one from which they were made. Raises
+        AssertionError, before anything is changed, if one of them cannot be carried out.
         """
         decisions = tuple(decisions)
         check(decisions, view)
@@ -85,7 +88,7 @@ class Dispatcher:
                     flight = self._dispatch(decision)
                     done.flights.append(flight)
                     done.begun += self._begin(decision)
-                    done.are_read_early |= any(each.workflow.is_read_early(of.name) for each, of in decision.items)
+                    done.are_read_early |= any(each.workflow.is_read_early(node.name) for each, node in decision.items)
                     done.deliveries += deliveries(flight.batch)
                 case Fetch():
                     self._fetch(decision, view, done)
@@ -115,16 +118,16 @@ class Dispatcher:
         return Item(request.id, node.name, work, input_refs(request, node, ranks, self.values), version)
 
     def _begin(self, dispatch: Dispatch) -> list[str]:
-        """Note that waiting requests run; their ids."""
+        """Note that the waiting requests among these run now; returns their ids."""
         begun = []
-        for request, _ in dispatch.items:  # several nodes of one request may be among them
+        for request, _ in dispatch.items:  # several of these nodes may belong to one request
             if request.status is Status.WAITING:
                 request.move_to(Status.RUNNING)
                 begun.append(request.id)
         return begun
 
     def _fetch(self, fetch: Fetch, view: View, done: Dispatched) -> None:
-        """Make transfers of the inputs that other ranks have; none if the arena has no room for all of them now."""
+        """Make transfers of the inputs that only other ranks have, or none if the arena has no room for all of them."""
         elsewhere = view.inputs(fetch.request, fetch.node, fetch.ranks).elsewhere
         transfers = self.values.move(elsewhere, view.open_ranks)
         if transfers is None:
@@ -136,14 +139,14 @@ class Dispatcher:
     # ------------------------------------------------------------------------------------------------ the cache
 
     def _dispatch_job(self, dispatch: CacheDispatch) -> Flight:
-        """A batch for this job alone, since pieces of different jobs end at different times."""
+        """A batch of one piece of a job. Pieces of several jobs are not joined, because they end at different times."""
         piece = self.cache.start(dispatch.job.id, dispatch.token_budget, dispatch.rank)
         batch = Batch(next(self.batch_ids), piece.op.name, piece.model, (dispatch.rank,), piece.items)
         return Flight(batch, piece.size, self.predict(batch, piece.size), dispatch.job.id)
 
 
 def check(decisions: Iterable[Decision], view: View) -> None:
-    """Raise AssertionError unless all decisions can be carried out now."""
+    """Raise AssertionError unless all decisions can be carried out now, and each node and job is named at most once."""
     seen = set[tuple[str, str]]()  # (request or job, node)
     for decision in decisions:
         match decision:
@@ -189,6 +192,6 @@ def _check_job(dispatch: CacheDispatch, view: View) -> list[tuple[str, str]]:
 
 
 def _check_give_up(decision: GiveUp) -> list[tuple[str, str]]:
-    """A request that is given up runs nothing more."""
+    """All nodes of the request count as named, because a request that is given up runs nothing more."""
     assert decision.request.is_live, f"{decision.request.id} has ended"
     return [(decision.request.id, node.name) for node in decision.request.workflow.nodes]

@@ -1,4 +1,4 @@
-"""Endings: ends requests, each with exactly one terminal message, which is sent once no worker can touch its arrays."""
+"""Endings: ends requests, each with exactly one terminal message, which is sent when no worker can touch its arrays."""
 
 from __future__ import annotations
 
@@ -17,24 +17,24 @@ from core.scheduling.requests.request import Request, Status
 from core.scheduling.values.values import ValueTable
 
 Output = PartialImage | Finished | TemplatePrimed | AdapterAdded | Failed | Aborted
-"""What an engine tells clients about their requests."""
+"""Messages of an engine for clients."""
 
 
 @dataclass(slots=True)
 class Endings:
-    """Part of one scheduler, whose lists it writes to."""
+    """Ends the requests of one scheduler, to whose lists it appends messages and orders."""
 
     requests: LiveRequests
     values: ValueTable
     cache: NodeCache
-    on_end: Callable[[str], None]  # called with the id of each request that has got its terminal message
-    outputs: list[Output]  # for clients
-    free: list[Free]  # for workers
-    # Request id -> message to send once nothing of it is in flight.
+    on_end: Callable[[str], None]  # called with the id of each request that gets its terminal message
+    outputs: list[Output]  # messages for clients
+    free: list[Free]  # orders for workers
+    # Request id -> its terminal message, which is sent when nothing of the request is in flight.
     _messages: dict[str, Finished | Failed | Aborted] = field(default_factory=dict)
 
     def end(self, request: Request, status: Status, message: Finished | Failed | Aborted) -> None:
-        """End a request. Its message is sent once no worker can touch its arrays any more."""
+        """End a request. Its message is sent when no worker can touch its arrays any more."""
         request.move_to(status)
         self._messages[request.id] = message
         self.requests.end(request.id)
@@ -52,28 +52,30 @@ class Endings:
 
     def finish(self, request: Request) -> None:
         """Send the message of a request that has ended, if nothing of it is in flight."""
-        if request.id not in self._messages or request.has_work_out:
+        if request.id not in self._messages or request.has_work_in_flight:
             return
-        # What a finished request has lent for priming is read no more.
+        # No job reads the template of a finished request any more, but one may read that of a failed request.
         if request.status is Status.FINISHED or not self.cache.is_lent(request):
             self._remove(request)
             self.outputs.append(self._messages.pop(request.id))
 
     def finish_lenders(self) -> None:
-        """The same for all requests that have ended, after something was read that they may have lent."""
+        """Send the messages of requests that have ended, after a job has read a template that one of them may have
+        lent.
+        """
         for request_id in list(self._messages):
             self.finish(self.requests[request_id])
 
     def fail_all(self, failure: Failure) -> None:
         """End every request now, because the workers are gone. Requests that no worker had begun get the code
-        NEVER_BEGUN, since they cannot be the cause.
+        NEVER_BEGUN, because they cannot be the cause.
         """
         bystander = msgspec.structs.replace(failure, code=NEVER_BEGUN)
         for request in self.requests:
-            told = bystander if request.status is Status.WAITING else failure
-            ending = self._messages.pop(request.id, Failed(request_id=request.id, failure=told))
+            cause = bystander if request.status is Status.WAITING else failure
+            message = self._messages.pop(request.id, Failed(request_id=request.id, failure=cause))
             self._remove(request)
-            self.outputs.append(ending)
+            self.outputs.append(message)
 
     def check_integrity(self) -> None:
         """Raise AssertionError unless exactly the requests that have ended have a message."""
@@ -89,7 +91,7 @@ class Endings:
 
 
 def finished(request: Request, cache: CacheOutcome) -> Finished:
-    """The terminal message of a request whose last node is done. cache: what the cache has done for it."""
+    """The terminal message of a request whose output is made. cache: what the cache has done for it."""
     assert request.started is not None
     assert request.made is not None
     ms = {"queue": (request.started - request.head.arrival) * 1e3}

@@ -1,4 +1,4 @@
-"""ModelLoads: what is loaded for which requests of a scheduler, and which of them fail because it cannot be."""
+"""ModelLoads: orders the components that requests need, and fails requests whose model cannot be loaded."""
 
 from __future__ import annotations
 
@@ -11,17 +11,17 @@ from core.graph.op import OPS
 from core.messages.worker import Batch, ModelFailed, ModelLoaded
 from core.scheduling.endings import Endings
 from core.scheduling.node_cache import NodeCache
-from core.scheduling.ranks.residency import Orders, Residency
+from core.scheduling.ranks.residency import ModelOrders, Residency
 from core.scheduling.requests.live_requests import LiveRequests
 from core.scheduling.requests.request import Status
 
 LoadAnswer = ModelLoaded | ModelFailed
-"""A rank's, to an order to load a component."""
+"""A rank's answer to an order to load a component."""
 
 
 @dataclass(frozen=True, slots=True)
 class ModelLoads:
-    """Part of one scheduler."""
+    """Decides for one scheduler, by its Residency."""
 
     residency: Residency
     requests: LiveRequests
@@ -29,16 +29,16 @@ class ModelLoads:
     endings: Endings
     cost: CostModel
 
-    def order(self, now: float) -> Orders:
-        """What ranks are to load and drop now."""
+    def order(self, now: float) -> ModelOrders:
+        """The components that ranks are to load and drop now."""
         if self.residency.is_complete:
-            return Orders()
+            return ModelOrders()
         running = {request.head.model for request in self.requests.running}
         running.update(self.cache.models_in_use)
         return self.residency.order(running, self._waiting(now), now)
 
     def _waiting(self, now: float) -> Iterator[tuple[str, float]]:
-        """(model, arrival) of waiting requests, and of the cache's jobs, for which nothing else waits."""
+        """(model, arrival) of waiting requests, then of the cache's jobs other than idle work."""
         for request in self.requests.live():
             if request.status is Status.WAITING:
                 yield request.head.model, request.head.arrival
@@ -51,7 +51,7 @@ class ModelLoads:
         self.residency.note_use(batch.model, OPS[batch.op].component)
 
     def apply(self, answer: LoadAnswer, now: float) -> None:
-        """Process a rank's answer to an order. Requests that need what cannot be loaded fail."""
+        """Process a rank's answer to an order. Requests that need a component that cannot be loaded fail."""
         if isinstance(answer, ModelLoaded):
             self.residency.note_loaded(answer.rank, answer.loaded)
             self.cost.observe_load(answer.loaded.nbytes, answer.seconds)
@@ -64,7 +64,7 @@ class ModelLoads:
         self.cache.fail_templates(failures)
 
     def refusal(self, model: str, now: float) -> Failure | None:
-        """Why a new request of a model fails at once; None if it does not."""
+        """Why a new request of a model fails at once; None: it does not."""
         failure = self.residency.failure_of(model, now)
         return None if failure is None else _unavailable(model, failure)
 

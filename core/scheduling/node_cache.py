@@ -1,7 +1,7 @@
-"""NodeCache: all that the scheduler asks of a cache whose content nodes read.
+"""NodeCache: everything that the scheduler asks of a cache whose content nodes read.
 
-The scheduler and its policies know this interface alone. `core.cache` implements it: a plug-in of scheduling, never the
-reverse. What a cache knows of a request it keeps in records of its own.
+The scheduler and its policies know only this interface, which `core.cache` implements. A cache keeps its knowledge of
+requests in records of its own.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING
 from core.handles import CacheResult, EntryRef, TensorKey, Tier
 
 if TYPE_CHECKING:
-    from core.costs.load_report import CacheStats, Residency
+    from core.costs.load_report import CacheStats, ResidentPages
     from core.failure import Failure
     from core.graph.op import Op
     from core.graph.work import Work
@@ -27,9 +27,9 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class NodePages:
-    """What the next run of a node reads of the cache."""
+    """The content of the cache that the next run of a node reads."""
 
-    latents: EntryRef | None = None  # its template's clean latents; None: the request runs without the cache
+    latents: EntryRef | None = None  # clean latents of the request's template; None: it runs without the cache
     span: PageSpan | None = None  # the pages at the step's noise level
     full_blocks: tuple[int, ...] = ()  # blocks to compute in full, because their pages are still on their way
 
@@ -43,8 +43,8 @@ class CacheJob:
 
     id: str  # names its tensors in the worker's store
     model: str
-    op: Op  # of its next piece
-    size: Work | None  # of its next piece, if that is indivisible; None: see `NodeCache.tokens_within`
+    op: Op  # op of its next piece
+    size: Work | None  # size of its next piece, if that is indivisible; None: see `NodeCache.tokens_within`
     is_idle_work: bool  # to run only while there is no other work
     rank: int | None  # the one rank that can run its next piece; None: any
 
@@ -70,17 +70,17 @@ class CacheOrders:
 
     @property
     def has_any(self) -> bool:
-        """Whether there are any besides `free`, which can wait."""
+        """Whether there are any orders besides `free`, which can wait."""
         return bool(self.copies or self.forget or self.delete)
 
 
 @dataclass(frozen=True, slots=True)
 class CacheOutcome:
-    """What the cache did for a request, for its terminal message. By default: it had no part in it."""
+    """The cache's part in a request, for its terminal message. By default it had none."""
 
     result: CacheResult = "off"
-    tier: Tier | None = None  # of a hit: the slowest tier that anything it reads came from
-    prime_seconds: float = 0.0  # worker time of jobs while it waited for them
+    tier: Tier | None = None  # after a hit: the slowest tier that any of its entries came from
+    prime_seconds: float = 0.0  # worker time of jobs while the request waited for them
     full_blocks: int = 0  # most blocks that one of its finished steps computed in full
 
 
@@ -91,18 +91,20 @@ class NodeCache(ABC):
 
     @abstractmethod
     def reserve(self, requests: LiveRequests, page_rank: Callable[[str], int]) -> None:
-        """Reserve what requests need and begin to load it, the most urgent first; called before every pass. page_rank:
-        see `SchedulingPolicy.page_rank`.
+        """Reserve the entries that requests need and begin to load them, for the most urgent request first. Called
+        before every pass. page_rank: see `SchedulingPolicy.page_rank`.
         """
 
     @abstractmethod
     def has_pages(self, request: Request, node: Node, ranks: tuple[int, ...]) -> bool:
-        """Whether these ranks can read what the next run of a node needs. To be asked only of ops that use pages."""
+        """Whether these ranks can read the entries that the next run of a node needs. Called only for ops that use
+        pages.
+        """
 
     @abstractmethod
     def read(self, request: Request, node: Node) -> NodePages:
-        """What the next run of a node reads, while `has_pages`. Called once, when the run is dispatched: it decides
-        which blocks the run computes in full.
+        """The content that the next run of a node reads; it `has_pages`. Called once, when the run is dispatched,
+        because it decides which blocks the run computes in full.
         """
 
     @abstractmethod
@@ -114,30 +116,30 @@ class NodeCache(ABC):
         """Whether a worker reads the request's template for a job."""
 
     @abstractmethod
-    def is_spoilt(self, request: Request) -> bool:
-        """Whether a live request has to begin again, because pages that it did not wait for were lost."""
+    def must_restart(self, request: Request) -> bool:
+        """Whether a live request has to restart, because pages that it did not wait for were lost."""
 
     @abstractmethod
-    def begin_again(self, request: Request) -> None:
-        """Note that a spoilt request begins again, before its progress is changed; `set_back` follows."""
+    def note_restart(self, request: Request) -> None:
+        """Note that a request that must restart does so. Called before its progress is changed; `set_back` follows."""
 
     @abstractmethod
     def set_back(self, request: Request) -> None:
-        """Reserve again what a request reads that runs some steps again, or whose pages were lost. Nothing of it may be
-        in flight. To be called after its progress is changed.
+        """Reserve the entries of a request again, because it repeats steps or has lost pages. Nothing of it may be in
+        flight. To be called after its progress is changed.
         """
 
     @abstractmethod
     def rank_of(self, request: Request) -> int | None:
-        """The one rank that can read what is reserved for a request, which is on its device; None: any rank can."""
+        """The one rank that can read the pages reserved for a request, which are on its device; None: any rank can."""
 
     @abstractmethod
     def outcome(self, request: Request) -> CacheOutcome:
-        """What the cache has done for a request."""
+        """The cache's part in a request so far."""
 
     @abstractmethod
     def forget(self, request: Request) -> None:
-        """Release what a request holds, because it has ended."""
+        """Release everything that a request holds, because it has ended."""
 
     @property
     @abstractmethod
@@ -150,7 +152,7 @@ class NodeCache(ABC):
 
     @abstractmethod
     def jobs(self) -> list[CacheJob]:
-        """Jobs of which a piece can be dispatched now, oldest first."""
+        """Jobs whose next piece can be dispatched now, oldest first."""
 
     @abstractmethod
     def tokens_within(self, job_id: str, token_budget: int) -> int:
@@ -158,21 +160,19 @@ class NodeCache(ABC):
 
     @abstractmethod
     def start(self, job_id: str, token_budget: int, rank: int) -> CacheBatch:
-        """The next piece of a job, now on its way to a rank. token_budget: unless it is indivisible. Raises
-        AssertionError for a rank that cannot run it.
+        """Start the next piece of a job on a rank. token_budget: see `CacheDispatch`. Raises AssertionError for a rank
+        that cannot run it.
         """
 
     @abstractmethod
     def finish(self, job_id: str, result: BatchResult) -> Mapping[str, Failure]:
-        """Process the result of the piece of a job that was started; request id -> failure of those that fail with
+        """Process the result of the piece that was started; request id -> failure, for the requests that fail with
         it.
         """
 
     @abstractmethod
     def undo(self, job_id: str) -> None:
-        """Note that the piece of a job that was started was not done, because its rank died. To be called after
-        `lose_rank`.
-        """
+        """Note that the piece that was started is lost, because its rank has died. To be called after `lose_rank`."""
 
     @abstractmethod
     def seconds_left(self) -> float:
@@ -181,7 +181,7 @@ class NodeCache(ABC):
     @property
     @abstractmethod
     def models_in_use(self) -> Collection[str]:
-        """Models of which a piece of a job is in flight."""
+        """Models for which a piece of a job is in flight."""
 
     @property
     @abstractmethod
@@ -246,8 +246,8 @@ class NodeCache(ABC):
         """Totals since start, and current content."""
 
     @abstractmethod
-    def take_residency(self) -> tuple[Residency, ...]:
-        """The residency of the templates with pages that have come or gone since the last call."""
+    def take_resident_pages(self) -> tuple[ResidentPages, ...]:
+        """The resident pages of each template whose pages have come or gone since the last call."""
 
     @abstractmethod
     def check_integrity(self) -> None:

@@ -1,4 +1,4 @@
-"""StepScheduler: decides which requests denoise one step together, and which other stage work runs beside it.
+"""StepScheduler: decides which requests denoise one step together, and which other work runs beside it.
 
 Step-level continuous batching: the batch is re-formed at every iteration, so a request joins at the next step and
 leaves right after its last. Pure: time is an argument, effects are the returned plan. It handles no tensors,
@@ -24,10 +24,9 @@ from core.failure import Failure
 from core.graph.catalog import WORKFLOWS
 from core.graph.check import check_workflow
 from core.graph.op import OPS
-from core.graph.workflow import op_of
 from core.handles import LoadedComponent
 from core.messages.engine import Aborted, DropTemplate, EngineRequest, Failed, PrimeTemplate
-from core.messages.worker import Batch, BatchResult, CostSample, Free, ItemResult, PageCopied, StepPlan, TransferDone
+from core.messages.worker import BatchResult, CostSample, Free, PageCopied, StepPlan, TransferDone
 from core.model_info import ModelInfo
 from core.scheduling.dispatcher import Dispatched, Dispatcher
 from core.scheduling.endings import Endings, Output
@@ -37,7 +36,7 @@ from core.scheduling.policies import make_policy
 from core.scheduling.policies.policy import SchedulingPolicy
 from core.scheduling.ranks.in_flight import Flight, InFlight
 from core.scheduling.ranks.ranks import Ranks
-from core.scheduling.ranks.residency import Orders, Residency, Started
+from core.scheduling.ranks.residency import ModelOrders, Residency, Started
 from core.scheduling.ranks.step_limit import StepLimit
 from core.scheduling.recovery.checkpoints import Checkpoints
 from core.scheduling.recovery.recovery import Recovery, Resumed
@@ -46,14 +45,13 @@ from core.scheduling.reports.reporter import Reporter
 from core.scheduling.requests.deadlines import Deadlines
 from core.scheduling.requests.live_requests import LiveRequests
 from core.scheduling.requests.request import Request, Status
-from core.scheduling.results import advance
-from core.scheduling.values.inputs import is_ahead
+from core.scheduling.results import Results
 from core.scheduling.values.values import ValueTable
 from core.scheduling.view import ViewMaker
 
 
 class StepScheduler:
-    """Owns every Request from `add` until its terminal output."""
+    """Owns every Request from `add` until its terminal message."""
 
     def __init__(
         self,
@@ -66,9 +64,9 @@ class StepScheduler:
         policy: SchedulingPolicy | None = None,
         sizes: Iterable[LoadedComponent] = (),
     ) -> None:
-        """cost: the model to predict with and to train; by default an empty one. device_page_bytes: by rank, device
-        memory for pages; by default as `cache` says of each. policy: by default a new one of the name in `config`.
-        sizes: predicted, of components that may not be loaded yet. Raises WorkflowError.
+        """cost: the model to predict with and to train; by default an empty one. device_page_bytes: bytes of device
+        memory for pages, by rank; by default `device_bytes` of `cache` for each. policy: by default a new one of the
+        name in `config`. sizes: predicted sizes of components that may not be loaded yet. Raises WorkflowError.
         """
         self.config = config
         self.models = dict(models)
@@ -84,30 +82,31 @@ class StepScheduler:
         cache = cache or CacheConfig()
         device_bytes = device_page_bytes or [cache.device_bytes or 0] * num_workers
         self.cache: NodeCache = ActivationCache(cache, device_bytes, self.models, self._predictor, config.max_num_seqs)
-        self._max_plans_out = 1 if self.cache.may_lose_pages else config.max_plans_in_flight
+        max_plans = 1 if self.cache.may_lose_pages else config.max_plans_in_flight
         self.num_workers = num_workers
         self._requests = LiveRequests()
-        self._out = InFlight(num_workers, self._max_plans_out, config.max_ahead_ms / 1e3)
+        self._in_flight = InFlight(num_workers, max_plans, config.max_ahead_ms / 1e3)
         self.values = ValueTable()
         self._free: list[Free] = []
-        self._left: frozenset[int] = frozenset()  # ranks that might have been given work since the last event
+        self._passed_over: frozenset[int] = frozenset()  # ranks that got no work in any pass since the last event
         self._outputs: list[Output] = []
         self.ranks = Ranks(num_workers, residency)
         self._reporter = Reporter(config, self.ranks, self._predictor, self.cache)
         self._plan_seqs = count()
-        self._dispatcher = Dispatcher(self.cache, self.values, self.ranks, self._predictor.of_batch, count())
+        self._dispatcher = Dispatcher(self.cache, self.values, self.ranks, self._predictor.batch_seconds, count())
         self._checkpoints = Checkpoints(self.values)
         parts = self._requests, self.values, self.cache
         self._endings = Endings(*parts, self._note_end, self._outputs, self._free)
         self._loads = ModelLoads(residency, self._requests, self.cache, self._endings, self.cost)
-        left_of, retries = self._predictor.left_of, config.max_retries
-        self._recovery = Recovery(*parts, self._out, self._checkpoints, left_of, retries)
-        deadlines = Deadlines(config.max_num_seqs, left_of, self._predictor.base_seconds)
+        remaining_load, retries = self._predictor.remaining_load, config.max_retries
+        self._recovery = Recovery(*parts, self._in_flight, self._checkpoints, remaining_load, retries)
+        self._results = Results(*parts, self._endings, self._recovery, self._checkpoints)
+        deadlines = Deadlines(config.max_num_seqs, remaining_load, self._predictor.base_seconds)
         self._views = ViewMaker(
             config=config,
             requests=self._requests,
             ranks=self.ranks,
-            out=self._out,
+            in_flight=self._in_flight,
             residency=residency,
             cache=self.cache,
             values=self.values,
@@ -119,7 +118,9 @@ class StepScheduler:
     def learn(
         self, samples: Iterable[CostSample], loaded: Iterable[Started] = (), ports: Mapping[int, int] | None = None
     ) -> None:
-        """Train the cost model with what was measured before the first batch. loaded, ports: of the workers."""
+        """Train the cost model with measurements from before the first batch. loaded: the components of each worker.
+        ports: see `Ranks.note_ports`.
+        """
         self._predictor.learn(samples)
         self._loads.residency.join_all(loaded)
         self.ranks.note_ports(ports or {})
@@ -138,7 +139,7 @@ class StepScheduler:
             return self.refuse(head.request_id, failure)
         self._reporter.note_received()
         self._policy.on_arrival(request)
-        self._requests.add(request, self._predictor.left_of(request))
+        self._requests.add(request, self._predictor.remaining_load(request))
 
     def refuse(self, request_id: str, failure: Failure) -> None:
         """Answer a request that cannot be added."""
@@ -157,7 +158,7 @@ class StepScheduler:
         self.cache.drop_template(drop)
 
     def abort(self, request_ids: Iterable[str]) -> None:
-        """Abort requests. Ids of ended requests are ignored: their terminal output crossed the abort on its way."""
+        """Abort requests. Ids of ended requests are ignored: their terminal message crossed the abort on its way."""
         for request_id in request_ids:
             request = self._requests.get(request_id)
             if request is not None and request.is_live:
@@ -172,7 +173,7 @@ class StepScheduler:
         self.values.clear()
         self._endings.fail_all(failure)
         self._outputs += self.cache.take_answers()
-        self._out.clear()
+        self._in_flight.clear()
 
     @property
     def num_requests(self) -> int:
@@ -186,55 +187,57 @@ class StepScheduler:
     # ------------------------------------------------------------------------------------------------- ranks
 
     def lose_rank(self, rank: int, failure: Failure) -> None:
-        """Note that a rank's worker is gone. Requests that need what it had go on from what is left: on other ranks, or
-        when it joins again. failure: for one that was running on more ranks that died than it may have retries.
+        """Note that a rank's worker has died. Requests that have lost something with it resume from what is left, on
+        other ranks or when it joins again. failure: the failure of requests that have used up their retries.
         """
         self.ranks.lose(rank)
-        loss = self._recovery.lose(rank, failure)
-        for request, told in loss.failed:
-            self._endings.fail(request, told)
-        for job_id, result in loss.failed_jobs:
-            self._apply_job(job_id, result)
+        aftermath = self._recovery.lose(rank, failure)
+        self._endings.fail_each(aftermath.failed)
+        for job_id, result in aftermath.failed_jobs:
+            self._results.apply_job(job_id, result)
         self._apply_landed()
-        for request in loss.requests.values():
-            self._settle(request)
+        for request in aftermath.requests.values():
+            self._results.settle(request)
 
     def join_rank(self, rank: int, components: Iterable[LoadedComponent], port: int = 0) -> None:
-        """Note that the worker of a rank that was lost has been restarted, and has loaded these components."""
+        """Note that the worker of a lost rank has been restarted and has loaded these components."""
         self.ranks.join(rank, components, port)
         self.cache.join_rank(rank)
 
     # ------------------------------------------------------------------------------------------------- one iteration
 
     def schedule(self, now: float, *, again: bool = False) -> StepPlan | None:
-        """The next plan; None when nothing can start before the next event. again: there was none since the last one,
-        so that ranks that it left without work are not asked about."""
-        self._left = self._left if again else frozenset()
-        if again and self._out.has_busy and self._views.open_ranks <= self._left:
+        """The next plan; None when nothing can start before the next event. again: no event has come since the last
+        call, so that the ranks which that one left without work need not be looked at again.
+        """
+        self._passed_over = self._passed_over if again else frozenset()
+        if again and self._in_flight.has_busy and self._views.open_ranks <= self._passed_over:
             return None
-        plan, is_freed = self._pass(now)
+        plan, is_freed = self._run_pass(now)
         while plan is None and is_freed:
-            plan, is_freed = self._pass(now)
+            plan, is_freed = self._run_pass(now)
         return plan
 
-    def _pass(self, now: float) -> tuple[StepPlan | None, bool]:
-        """A plan, if there is anything to do, and whether others may begin, as some were given up or left the arena."""
-        self._endings.fail_each(self._views.lost(now))
+    def _run_pass(self, now: float) -> tuple[StepPlan | None, bool]:
+        """(a plan, if there is anything to do; whether other requests may begin now, because some were given up or have
+        left the arena)
+        """
+        self._endings.fail_each(self._views.too_late(now))
         if not self.ranks.up:
             return None, False
         page_rank = partial(self._policy.page_rank, ranks=self.ranks.up)
         self.cache.reserve(self._requests, page_rank)
-        while answers := self.cache.take_answers():  # the next idle work may be answered at once, too
+        while answers := self.cache.take_answers():  # the next template request may be answered at once, too
             self._outputs += answers
             self.cache.reserve(self._requests, page_rank)
-        models, view = self._loads.order(now), self._views.view(now, self._left)
+        models, view = self._loads.order(now), self._views.view(now, self._passed_over)
         chosen = self._dispatcher.carry_out(self._policy.choose(view, now) if view.open_ranks else (), view)
-        self._left = chosen.left(view, self._left)
+        self._passed_over = chosen.passed_over(view, self._passed_over)
         self._note_sent(chosen.flights)
         self._endings.fail_each(chosen.given_up)
         chosen.transfers += self._checkpoints.transfers(chosen.ranks | view.idle_ranks)
         for request_id in chosen.begun:
-            self._requests.begin(request_id, lambda request: self._predictor.left_of(request).seconds)
+            self._requests.begin(request_id, lambda request: self._predictor.remaining_load(request).seconds)
         orders = self.cache.take_orders()
         for key in orders.free:
             self._free.append(Free(key, tuple(range(self.num_workers))))
@@ -243,29 +246,29 @@ class StepScheduler:
         has_work = bool(chosen.flights or chosen.transfers or orders.has_any or models.has_any)
         is_freed = bool(chosen.given_up) or (not has_work and self._recovery.make_room(chosen.without_room))
         # Freeing alone can wait for the next plan with work, unless none is expected.
-        if not has_work and (is_freed or not self._free or self._out.has_busy):
+        if not has_work and (is_freed or not self._free or self._in_flight.has_busy):
             return None, is_freed
         return self._send(chosen, orders, models, now), is_freed
 
     def apply(self, result: BatchResult) -> None:
-        """Process one rank's result of a batch, which is complete when all its ranks have answered. An unknown batch
-        raises KeyError.
+        """Process one rank's result of a batch. The batch is applied when all of its ranks have answered. An unknown
+        batch raises KeyError.
         """
-        self._out.land(result)
+        self._in_flight.land(result)
         self.ranks.note_answer(result.rank, result.seconds)
         self._apply_landed()
 
     def _apply_landed(self) -> None:
-        landed = self._out.landed
-        while (following := next((each for each in landed if self._is_in_turn(each)), None)) is not None:
-            landed.remove(following)
-            self._apply(following, following.result())
+        """Apply the batches that have landed, each after the batches that it has read from."""
+        landed = self._in_flight.landed
+        while (flight := next(filter(self._results.is_in_turn, landed), None)) is not None:
+            landed.remove(flight)
+            result = flight.result()
+            self._note_batch(flight, result)
+            self._results.apply(flight, result)
 
-    def _is_in_turn(self, flight: Flight) -> bool:
-        """Whether the runs that a batch has read from are noted. These were done before, but may be answered later."""
-        return bool(flight.job_id) or not any(is_ahead(self._requests[of.request_id], of) for of in flight.batch.items)
-
-    def _apply(self, flight: Flight, result: BatchResult) -> None:
+    def _note_batch(self, flight: Flight, result: BatchResult) -> None:
+        """Note the result of a batch as a whole: it trains predictions, policy and step limit."""
         is_ok, key = not any(item.failure for item in result.items), self._predictor.key_of(flight.batch)
         if not is_ok and len(flight.batch.ranks) > 1:
             self.ranks.break_groups()
@@ -273,20 +276,15 @@ class StepScheduler:
         self._policy.on_result(flight.batch, result)
         if is_ok and flight.is_step:
             self._step_limit.note(sum(flight.work.queries), result.num_parts)
-        if flight.job_id:
-            self._apply_job(flight.job_id, result)
-            return
-        for item in result.items:
-            self._apply_item(self._requests[item.request_id], item, result, flight.batch)
 
     def apply_transfer(self, done: TransferDone) -> None:
         """Note that a value has been written to shared memory."""
-        self._out.land_transfer(done)
+        self._in_flight.land_transfer(done)
         request = self._requests[done.ref.key.request_id]
         request.num_moving -= 1
         self.values.end_move(done.ref.key)
         self._checkpoints.note_moved(request)
-        self._settle(request)
+        self._results.settle(request)
 
     def apply_copy(self, done: PageCopied) -> None:
         """Process the end of a copy of a cache entry between tiers, successful or not."""
@@ -295,7 +293,7 @@ class StepScheduler:
         self.cache.finish_copy(done)
         self._outputs += self.cache.take_answers()
         for request in () if done.ok else self._requests.running:
-            self._settle(request)
+            self._results.settle(request)
 
     def apply_load(self, answer: LoadAnswer, now: float) -> None:
         """Process a rank's answer to an order to load a component."""
@@ -308,21 +306,21 @@ class StepScheduler:
         return outputs
 
     def take_resumed(self) -> list[Resumed]:
-        """Requests that go on after ranks' deaths since the last call."""
+        """Requests that have resumed after a rank's death since the last call."""
         return self._recovery.take_resumed()
 
     # ------------------------------------------------------------------------------------------------- what it knows
 
-    def predict_out(self, ranks: Iterable[int]) -> dict[int, float]:
-        """Those of these ranks that are busy, with the predicted seconds of the work that they have."""
-        return self._out.busy_ranks(ranks)
+    def busy_ranks(self, ranks: Iterable[int]) -> dict[int, float]:
+        """Busy rank -> predicted seconds of its unanswered work, for those of these ranks that are busy."""
+        return self._in_flight.busy_ranks(ranks)
 
     def cost_key(self, model: str, op: str) -> CostKey:
         """The key of an op of a model in the cost model, at degree 1."""
         return self._predictor.key(model, OPS[op])
 
     def load_report(self) -> LoadReport:
-        """The current load. Changes since the last report are contained once."""
+        """The current load. Each change is contained in one report."""
         return self._reporter.load(self._requests)
 
     def stats(self) -> EngineStats:
@@ -336,11 +334,11 @@ class StepScheduler:
         assert ids == {request.id for request in self._requests}
         self._endings.check_integrity()
         self.cache.check_integrity()
-        assert self._out.flights or not self._out.landed, "results wait for runs that are not in flight"
-        flights = (each for each in (*self._out.flights, *self._out.landed) if not each.job_id)
+        assert self._in_flight.flights or not self._in_flight.landed, "results wait for runs that are not in flight"
+        flights = (each for each in (*self._in_flight.flights, *self._in_flight.landed) if not each.job_id)
         num_out = sum(len(flight.batch.items) for flight in flights)
         assert num_out == sum(request.progress.num_in_flight for request in self._requests)
-        self._out.check_integrity(self.values.num_moving)
+        self._in_flight.check_integrity(self.values.num_moving)
         self.values.check_integrity(ids)
         self._checkpoints.check_integrity(self._requests)
 
@@ -350,49 +348,16 @@ class StepScheduler:
         for item in (item for flight in flights if not flight.job_id for item in flight.batch.items):
             self._requests.note_progress(self._requests[item.request_id])
 
-    def _send(self, chosen: Dispatched, orders: CacheOrders, models: Orders, now: float) -> StepPlan:
+    def _send(self, chosen: Dispatched, orders: CacheOrders, models: ModelOrders, now: float) -> StepPlan:
         plan = chosen.plan(next(self._plan_seqs), orders, self._free, self.ranks.up[0])
         self._free.clear()
         for flight in chosen.flights:
-            self._out.send(plan.seq, flight, now)
+            self._in_flight.send(plan.seq, flight, now)
             self._loads.note_batch(flight.batch)
-        self._out.send_transfers(plan.seq, chosen.transfers)
+        self._in_flight.send_transfers(plan.seq, chosen.transfers)
         ranks = self.ranks.up if models.has_any else ()
         return msgspec.structs.replace(plan, load=models.load, unload=models.unload, model_ranks=ranks)
-
-    def _apply_item(self, request: Request, item: ItemResult, result: BatchResult, batch: Batch) -> None:
-        node = request.workflow.node(item.node)
-        request.note_answer(node)
-        seconds, part = request.part_seconds, op_of(node).part
-        seconds[part] = seconds.get(part, 0.0) + result.seconds
-        request.note_run(result.started, result.started + result.seconds)
-        if request.is_set_back:
-            request.progress.land(node)
-        elif item.failure is not None and item.failure.kind == "pages_lost":
-            request.progress.retry(node)
-        elif item.failure is not None and item.failure.kind == "group_broken":
-            self._recovery.set_back_alone(request, node)
-        elif item.failure is not None:
-            request.progress.land(node)
-            self._endings.fail(request, item.failure)
-        else:
-            advance(request, node, item, batch, self.values, self.cache, self._endings)
-            if node.region and request.is_live:
-                self._checkpoints.note_round(request, node, result.seconds / len(batch.items))
-        self._requests.note_progress(request)
-        self._settle(request)
-
-    def _settle(self, request: Request) -> None:
-        """After something of a request has ended: let it go on, or end, if it waits for that."""
-        self._recovery.settle(request)
-        self._endings.finish(request)
 
     def _note_end(self, request_id: str) -> None:
         self._policy.on_end(request_id)
         self._checkpoints.forget(request_id)
-
-    def _apply_job(self, job_id: str, result: BatchResult) -> None:
-        for request_id, failure in self.cache.finish(job_id, result).items():
-            self._endings.fail(self._requests[request_id], failure)
-        self._outputs += self.cache.take_answers()
-        self._endings.finish_lenders()

@@ -1,10 +1,9 @@
-"""View: what a scheduling policy sees in one pass. Reading it changes nothing, and costs by what is asked."""
+"""View: what a scheduling policy sees in one pass. Reading it changes nothing; answers are computed when asked for."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass, field
-from functools import partial
 
 from core.config import SchedulerConfig
 from core.failure import Failure
@@ -24,42 +23,31 @@ from core.scheduling.requests.request import Request
 from core.scheduling.values.inputs import Inputs, find_inputs
 from core.scheduling.values.values import ValueTable
 
-PredictWork = Callable[[str, Op, Work], float]
-"""(model, op, work) -> predicted seconds of running the op once."""
-
-PredictStep = Callable[[str, Op, Work, int], float]
-"""(model, op, work, degree) -> predicted seconds of a step of one request; 0 if unknown."""
-
-LargestBatch = Callable[[str, Op], int | None]
-"""(model, op) -> rows of the largest batch in the op's profile; None without one."""
-
 
 @dataclass(frozen=True, slots=True)
 class View:
-    """Made by the scheduler for one pass. A policy must not change what it gets from here."""
+    """Made by the scheduler for one pass. A policy must not change the objects that it gets from here."""
 
     config: SchedulerConfig
     requests: LiveRequests  # `live()` in scheduling order: fair between owners, most urgent first; and `running`
-    ranks: tuple[int, ...]  # those that live, at least one, ascending
+    ranks: tuple[int, ...]  # live ranks, at least one, ascending
     open_ranks: frozenset[int]  # ranks that may be given work
-    idle_ranks: frozenset[int]  # those of them that have none
+    idle_ranks: frozenset[int]  # open ranks that have no work
     max_step_tokens: int  # token budget of a step together with what is primed beside it
     may_join: MayJoin | None  # to be asked once per waiting request, in order; None: no request has a due time
-    _wait: Callable[[int], float]  # rank -> predicted seconds until it has done what it has
-    _left: Callable[[int], float | None]  # the same of a busy one: below 0 if it is overdue, None if it is unknown
+    _now: float
+    _in_flight: InFlight
     _residency: Residency
     _cache: NodeCache
     _values: ValueTable
-    _predict: PredictWork
-    _predict_step: PredictStep
-    _largest: LargestBatch
-    _inputs: dict[tuple[str, str, RankIds], Inputs] = field(default_factory=dict)  # once asked for
-    _ready: dict[str, list[Node]] = field(default_factory=dict)  # request id -> its ready nodes, once asked for
+    _predictor: Predictor
+    _inputs: dict[tuple[str, str, RankIds], Inputs] = field(default_factory=dict)  # answers of `inputs`
+    _ready: dict[str, list[Node]] = field(default_factory=dict)  # request id -> answer of `ready`
 
     # ------------------------------------------------------------------------------------------------ of requests
 
     def ready(self, request: Request) -> list[Node]:
-        """Nodes of a request whose inputs are made, or promised by a batch that their rank has; in graph order."""
+        """Nodes of a request that may run now, in graph order: their inputs are made, or are being made."""
         ready = self._ready.get(request.id)
         if ready is None:
             ready = self._ready[request.id] = request.progress.ready()
@@ -72,8 +60,9 @@ class View:
         return is_open and self.inputs(request, node, ranks).are_there and self.has_pages(request, node, ranks)
 
     def may_begin(self, request: Request) -> bool:
-        """Whether a waiting request may begin as far as its model is concerned: it is loaded, and makes no room for
-        another one."""
+        """Whether a waiting request may begin as far as its model is concerned: it is loaded, and no earlier request
+        waits for room for another model.
+        """
         return self._residency.may_start(request.head.model)
 
     def has_components(self, request: Request, node: Node, ranks: RankIds) -> bool:
@@ -89,7 +78,7 @@ class View:
         return found
 
     def can_fetch(self, request: Request, node: Node, ranks: RankIds) -> bool:
-        """Whether inputs of a ready node are on other ranks only, all of which may be given work now."""
+        """Whether only other ranks have inputs of a ready node, and for each input one of them is open."""
         elsewhere = self.inputs(request, node, ranks).elsewhere
         return bool(elsewhere) and all(self._has_open_rank(key) for key in elsewhere)
 
@@ -99,44 +88,46 @@ class View:
 
     def seconds(self, request: Request, node: Node) -> float:
         """Predicted time of running a node next, alone."""
-        return self._predict(request.head.model, op_of(node), request.work(node))
+        return self._predictor.op_seconds(request.head.model, op_of(node), request.work(node))
 
     def batch_seconds(self, model: str, op: Op, work: Work) -> float:
         """Predicted time of a batch; 0 for work unlike any observed so far."""
-        return self._predict(model, op, work)
+        return self._predictor.op_seconds(model, op, work)
 
     def step_seconds(self, model: str, op: Op, work: Work, degree: int) -> float:
         """Predicted time of a step of one request alone on this many ranks; 0 if that is unknown, as it is at degrees
         that were not profiled.
         """
-        return self._predict_step(model, op, work, degree)
+        return self._predictor.step_seconds(model, op, work, degree)
 
     def wait_seconds(self, rank: int) -> float:
-        """Predicted time until a rank has done what it was sent."""
-        return self._wait(rank)
+        """Predicted time until a rank has done the work that it was sent; 0 if it has none or is overdue."""
+        return self._in_flight.wait_seconds(rank, self._now)
 
     def seconds_left(self, rank: int) -> float | None:
-        """Predicted time until a busy rank has done what it was sent: below 0 if that was to be done before, None if
-        some of it is unlike any observed so far.
+        """Predicted time until a busy rank has done the work that it was sent: below 0 if it is overdue, None if the
+        time of some of it is unknown.
         """
-        return self._left(rank)
+        return self._in_flight.seconds_left(rank, self._now)
 
     def largest_batch(self, model: str, op: Op) -> int | None:
-        """The largest batch in the op's profile, in rows; None without one."""
-        return self._largest(model, op)
+        """Rows of the largest batch in the op's profile; None: it has no profile."""
+        return self._predictor.largest_batch(model, op)
 
     def page_rank(self, request: Request) -> int | None:
         """The one rank that can read the pages reserved for a request, which are on its device; None: any rank can."""
         return self._cache.rank_of(request)
 
     def has_pages(self, request: Request, node: Node, ranks: RankIds) -> bool:
-        """Whether these ranks can read what a ready node needs of the cache."""
+        """Whether these ranks can read the content of the cache that a ready node needs."""
         return op_of(node).pages == "none" or self._cache.has_pages(request, node, ranks)
 
     # ------------------------------------------------------------------------------------------------ of the cache
 
     def jobs(self) -> list[CacheJob]:
-        """Jobs of the cache that can be dispatched now to an open rank, if they name one to theirs; oldest first."""
+        """Jobs of the cache whose next piece can be dispatched now, oldest first. A job that names a rank runs only
+        there.
+        """
         has = self._residency.has
         return [job for job in self._cache.jobs() if has(job.model, job.op.component, self.ranks)]
 
@@ -147,17 +138,17 @@ class View:
     def seconds_of_piece(self, job: CacheJob) -> float:
         """Predicted time of a job's next piece, which is indivisible."""
         assert job.size is not None
-        return self._predict(job.model, job.op, job.size)
+        return self._predictor.op_seconds(job.model, job.op, job.size)
 
 
 @dataclass(frozen=True, slots=True)
 class ViewMaker:
-    """Makes the views of one scheduler. deadlines: who decides which requests are too late; None: the policy itself."""
+    """Makes the views of one scheduler. deadlines: decides which requests are too late; None: the policy does."""
 
     config: SchedulerConfig
     requests: LiveRequests
     ranks: Ranks
-    out: InFlight
+    in_flight: InFlight
     residency: Residency
     cache: NodeCache
     values: ValueTable
@@ -165,47 +156,46 @@ class ViewMaker:
     step_limit: StepLimit
     deadlines: Deadlines | None
 
-    def lost(self, now: float) -> Iterator[tuple[Request, Failure]]:
-        """Requests that are too late, with the reason, unless the policy decides that."""
-        return iter(()) if self.deadlines is None else self.deadlines.lost(self._judged(), now)
+    def too_late(self, now: float) -> Iterator[tuple[Request, Failure]]:
+        """Requests that are too late, with the reason; none if the policy decides that."""
+        return iter(()) if self.deadlines is None else self.deadlines.too_late(self._judged(), now)
 
     @property
     def open_ranks(self) -> frozenset[int]:
         """Ranks that may be given work."""
         return self._idle_ranks | self._nearly_idle_ranks
 
-    def view(self, now: float, left: frozenset[int] = frozenset()) -> View:
-        """What can be decided now. left: ranks that are to get no work."""
+    def view(self, now: float, passed_over: frozenset[int] = frozenset()) -> View:
+        """The view of a pass that begins now. passed_over: ranks that are to get no work."""
         judged = [] if self.deadlines is None else self._judged()
         return View(
             config=self.config,
             requests=self.requests,
             ranks=self.ranks.up,
-            open_ranks=self.open_ranks - left,
-            idle_ranks=self._idle_ranks - left,
+            open_ranks=self.open_ranks - passed_over,
+            idle_ranks=self._idle_ranks - passed_over,
             max_step_tokens=self.step_limit.tokens,
             may_join=self.deadlines.joining(judged, now) if self.deadlines is not None and judged else None,
-            _wait=partial(self.out.wait, now=now),
-            _left=partial(self.out.left, now=now),
+            _now=now,
+            _in_flight=self.in_flight,
             _residency=self.residency,
             _cache=self.cache,
             _values=self.values,
-            _predict=self.predictor.of_op,
-            _predict_step=self.predictor.of_step,
-            _largest=self.predictor.largest_batch,
+            _predictor=self.predictor,
         )
 
     def _judged(self) -> list[Request]:
-        """Those that deadlines are about: none, where no request has a due time."""
+        """The requests that `deadlines` looks at: all live ones, or none if no request has a due time."""
         return list(self.requests.live()) if self.requests.has_due else []
 
     @property
     def _idle_ranks(self) -> frozenset[int]:
-        return self.out.idle_ranks.intersection(self.ranks.up)
+        return self.in_flight.idle_ranks.intersection(self.ranks.up)
 
     @property
     def _nearly_idle_ranks(self) -> frozenset[int]:
-        """Busy ranks that may be given work: nearly done, so that the round trip of a small step is hidden behind their
-        work, and new requests do not wait long. Nothing is sent ahead while a preview is pending, which would delay it.
+        """Busy ranks that may be given work. They are nearly done, so that the round trip of a small step is hidden
+        behind their work, and new requests do not wait long. There are none while a preview is pending, because work
+        that is sent ahead would delay it.
         """
-        return frozenset() if self.requests.has_pending_previews else self.out.nearly_idle_ranks
+        return frozenset() if self.requests.has_pending_previews else self.in_flight.nearly_idle_ranks

@@ -17,12 +17,12 @@ import msgspec
 
 from core.config import CacheConfig, StencilConfig
 from core.costs.load_report import EngineStats, LoadReport, StepSample
-from core.errors import EngineError, OverloadedError, StencilError
+from core.errors import EngineError, InvalidRequestError, StencilError
 from core.ipc.limits import check_limits
 from core.lora import Lora
 from core.model_choice import ModelChoice, choose_model
 from core.model_info import ModelInfo
-from engine.client.admission.admission_controller import MIN_RETRY_SECONDS
+from engine.client.admission.not_ready import not_ready
 from engine.client.edit_types import EditInput, ImageOutput
 from engine.client.processes.page_folder import check_page_folder
 from engine.client.resolve.class_label import edits_nothing
@@ -141,14 +141,17 @@ class AsyncEngine:
     # ---------------------------------------------------------------------------------- edits
 
     @asynccontextmanager
-    async def edit(self, request_id: str, edit: EditInput) -> AsyncIterator[AsyncIterator[ImageOutput]]:
+    async def edit(
+        self, request_id: str, edit: EditInput, choice: ModelChoice
+    ) -> AsyncIterator[AsyncIterator[ImageOutput]]:
         """Run one edit. Entering admits it, checks and prepares its images and submits it; iterating yields outputs as
-        they are finished; leaving early aborts it.
+        they are finished; leaving early aborts it. choice: from `choose_model`.
 
         Raises on entering: InvalidRequestError and its subclasses, OverloadedError (full, too busy, loading or shutting
         down), DeadlineExceededError. While iterating: DeadlineExceededError, OverloadedError, EngineError.
         """
-        choice, services = self._choose_model(edit.model, edit.loras), self.services
+        services = self.services
+        self._check_served(choice)
         session = EditSession(services, self._results, request_id, edit, choice)
         services.admission.check_queue(session)
         with services.sessions.track(session):
@@ -165,18 +168,35 @@ class AsyncEngine:
         """
         self.services.admission.check_upload(owner, uploads)
 
-    def _choose_model(self, name: str, loras: Sequence[Lora]) -> ModelChoice:
+    def choose_model(self, name: str = "", loras: Sequence[Lora] = ()) -> ModelChoice:
+        """The model and adapters that a request names, see `core.model_choice`. Raises as `choose_model` there, and
+        OverloadedError while no model is served.
+        """
         self._check_open()
-        return choose_model(self._served.by_name, name, loras)
+        return choose_model(self.models, name, loras)
+
+    def check_ready(self) -> None:
+        """Raises OverloadedError, and counts the refusal, unless a request can be served at once: while models load, no
+        engine is up, or the server shuts down. Asked before a body is read, to save a useless upload.
+        """
+        self._refuse_unless(self.is_ready)
 
     def _check_open(self) -> None:
-        """Raises OverloadedError while no model is served."""
-        if self.is_closing:
-            self.metrics.observe_rejected("shutting_down")
-            raise OverloadedError("The server is shutting down.", retry_after=MIN_RETRY_SECONDS)
-        if not self._served.by_name:
-            self.metrics.observe_rejected("not_ready")
-            raise OverloadedError("The model is still loading.", retry_after=MIN_RETRY_SECONDS)
+        """As `check_ready`, but a request may wait for an engine that is restarted."""
+        self._refuse_unless(bool(self.models) and not self.is_closing)
+
+    def _refuse_unless(self, can_serve: bool) -> None:
+        if not can_serve:
+            self.metrics.observe_rejected("shutting_down" if self.is_closing else "not_ready")
+            raise not_ready(is_closing=self.is_closing)
+
+    def _check_served(self, choice: ModelChoice) -> None:
+        """Check a choice that was made a while ago, right before its session begins, which keeps its adapters. Raises
+        InvalidRequestError if one of them was unloaded, OverloadedError.
+        """
+        self._check_open()
+        if not self._served.has(choice):
+            raise InvalidRequestError("Invalid 'lora': an adapter of this request was unloaded.", param="lora")
 
     # ---------------------------------------------------------------------------------- templates
 
@@ -188,12 +208,13 @@ class AsyncEngine:
 
         Raises InvalidRequestError and its subclasses, OverloadedError, EngineError; then nothing is registered.
         """
-        choice = self._choose_model(model, loras)
+        choice = self.choose_model(model, loras)
         if not choice.model.can_edit:
             raise edits_nothing(choice.model, "model")
         self.templates.check_size(image.size)
         upload = await KeptUpload.of(image)
         services = self.services
+        self._check_served(choice)
         session = TemplateSession(services, request_id, upload, choice, owner=owner)
         services.admission.check_queue(session)
         with services.sessions.track(session):
@@ -225,10 +246,7 @@ class AsyncEngine:
         """See `RuntimeAdapters.load`. Raises OverloadedError, too: while no worker is up, and when the server shuts
         down.
         """
-        self._check_open()
-        if not self.services.router.is_ready:
-            self.metrics.observe_rejected("not_ready")
-            raise OverloadedError("No worker is up to load the adapter.", retry_after=MIN_RETRY_SECONDS)
+        self.check_ready()
         return await self._adapters.load(name, path, model)
 
     def unload_adapter(self, name: str) -> None:

@@ -5,24 +5,24 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 
 from core.handles import CacheResult, Tier
-from core.lora import Lora
 from core.messages.image_processor import Box, MaskKind, OutputFormat
-from core.sampling_params import SamplingParams
+from core.sampling_params import MAX_PADDING_MASK_CROP, MAX_PROMPT_CHARACTERS, SamplingParams
+from core.validation import check_integer, check_length
 from engine.client.resolve.mask_aware import ExactReason
 from engine.client.upload import Upload
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EditInput:
-    """One edit as requested by a caller: a picture, what to change in it, and how to encode the results."""
+    """One edit as requested by a caller: a picture, what to change in it, and how to encode the results. Its model and
+    adapters are a ModelChoice beside it. Raises InvalidRequestError for a prompt that is too long, and a
+    padding_mask_crop out of range; what depends on the model is checked when it is run.
+    """
 
     # What to paint. Set by the caller.
     prompt: str
     class_label: int | str | None = None  # for models with classes: a class, or its name; None: the prompt is its name
     sampling: SamplingParams = field(default_factory=SamplingParams)
-    # The model.
-    model: str = ""  # served name; "" = the first model served
-    loras: tuple[Lora, ...] = ()  # adapters of it, each once
     # The picture: at most one of image and template_id; neither = an empty canvas.
     image: Upload | None = None
     template_id: str | None = None  # a registered template of `owner`
@@ -39,6 +39,11 @@ class EditInput:
     compression: int = 100  # 0..100, of jpeg and webp
     partial_images: int = 0  # previews per image, 0..3; at most one for each step before the last
     base64: bool = False  # base64 text instead of file bytes
+
+    def __post_init__(self) -> None:
+        check_length("prompt", self.prompt, MAX_PROMPT_CHARACTERS)
+        if self.padding_mask_crop is not None:
+            check_integer("padding_mask_crop", self.padding_mask_crop, 0, MAX_PADDING_MASK_CROP)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -139,7 +139,7 @@ class EngineCore:
             self._unwatched.update(rank for batch in plan.batches for rank in batch.ranks)
             self._unwatched.update(transfer.source for transfer in plan.transfers)
             plan = self._scheduler.schedule(time.monotonic(), again=True)
-        for rank, seconds in self._scheduler.predict_out(self._unwatched).items():
+        for rank, seconds in self._scheduler.busy_ranks(self._unwatched).items():
             if not self._watchdog.is_watching(rank):
                 self._watchdog.expect(rank, seconds)
         self._unwatched.clear()

@@ -29,9 +29,8 @@ from core.handles import PAGE_ARENA, VALUE_ARENA
 from core.ipc.logs import of_request
 from core.ipc.process import die_with_parent
 from core.ipc.shared_array import Arena, ArenaFd
-from core.messages.codec import MessageDecoder, encode
-from core.messages.engine import EngineAlive, EngineFailed, EngineOutputs, EngineReady, FromEngine, ToEngine
-from core.messages.salvage import failure_of, read_member, sendable_outputs
+from core.messages.codec import MessageDecoder, encode, failure_of, read_member
+from core.messages.engine import EngineAlive, EngineFailed, EngineReady, FromEngine, ToEngine
 from core.messages.worker import CostSample
 from core.scheduling.policies import policy_class
 from core.scheduling.scheduler import StepScheduler
@@ -179,20 +178,12 @@ class _Link:
         self._next_beat.cancel()
 
     def emit(self, message: FromEngine) -> None:
-        """Queue a message; never blocks, as the socket has no high-water mark. A terminal output that cannot be encoded
-        is replaced by a Failed.
-        """
-        try:
-            payload = encode(message)
-        except MessageError as error:
-            logger.error("%s", error, extra=of_request(""))
-            if not isinstance(message, EngineOutputs | EngineFailed):
-                raise
-            payload = encode(sendable_outputs(message))
-        sent = self._socket.send(payload, zmq.NOBLOCK)
+        """Queue a message; never blocks, as the socket has no high-water mark."""
+        sent = self._socket.send(encode(message), zmq.NOBLOCK)
         asyncio.ensure_future(sent).add_done_callback(_check_sent)
 
     async def feed(self, core: EngineCore) -> None:
+        """Pass messages on to the core. A request that cannot be decoded is refused; others go on."""
         while True:
             payload = await self._socket.recv()
             try:

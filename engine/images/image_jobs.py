@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from itertools import count
 
 from core.config import PATIENCE_SECONDS
-from core.costs.image_backlog import Share
+from core.costs.image_backlog import BacklogShare
 from core.costs.image_costs import ImageWork
 from core.handles import ArrayRef
 from core.ipc.logs import current_request
@@ -31,9 +31,9 @@ class Caller:
         """See `core.scheduling.requests.fair_queue`."""
         return counts_as_due(self.arrival, self.due, self.priority)
 
-    def share(self, seconds: float) -> Share:
+    def share(self, seconds: float) -> BacklogShare:
         """Its entry in the image backlog. seconds: image work left."""
-        return Share(self.owner, self.priority, self.counts_as_due, seconds)
+        return BacklogShare(self.owner, self.priority, self.counts_as_due, seconds)
 
 
 @dataclass(frozen=True, slots=True)

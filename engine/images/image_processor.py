@@ -28,7 +28,7 @@ from core.ipc.logs import of_request
 from core.ipc.process import die_with_parent
 from core.ipc.ring import Channel, PeerClosedError
 from core.ipc.shared_array import Arena, carve
-from core.messages.codec import MessageDecoder, encode
+from core.messages.codec import MessageDecoder, encode, failure_of, read_member
 from core.messages.image_processor import (
     ComposedImage,
     ComposeImage,
@@ -39,7 +39,6 @@ from core.messages.image_processor import (
     PrepareImages,
     ToImageProcessor,
 )
-from core.messages.salvage import failure_of, read_member
 from engine.images import image_ops
 from engine.images.image_codec import Bytes
 

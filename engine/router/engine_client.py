@@ -44,7 +44,6 @@ from core.messages.engine import (
     TemplatePrimed,
     ToEngine,
 )
-from core.messages.salvage import read_member, readable_outputs
 from core.messages.worker import DropAdapter, LoadAdapter
 from core.model_info import ModelInfo
 from engine.engine_core.engine_process import EngineProcessConfig
@@ -245,21 +244,10 @@ class EngineClient:
             payload = await self._socket.recv()
             try:
                 message = decoder.decode(payload)
-            except MessageError as error:
-                self._handle_unreadable(payload, error)
+            except MessageError as error:  # outputs and a change of its load are lost, so it cannot go on
+                self._kill(f"the engine is out of order and was killed: {error}")
             else:
                 self._handle(message)
-
-    def _handle_unreadable(self, payload: bytes, error: MessageError) -> None:
-        """Deliver what can be decoded of a report and its outputs; terminal ones that cannot fail their requests."""
-        logger.error("%s", error, extra=of_request(""))
-        self._silence.heard()
-        load = read_member(payload, "load", LoadReport)
-        if load is not None and self.error is None:
-            self._on_report(load, None)  # the changes in it are not reported again
-        for output in readable_outputs(payload, error):
-            if output.request_id in self._waiters:
-                self._deliver(output)
 
     def _handle(self, message: FromEngine) -> None:
         self._silence.heard()

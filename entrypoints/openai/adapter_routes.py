@@ -22,9 +22,7 @@ def adapter_router(engine: AsyncEngine, *, is_allowed: bool) -> APIRouter:
     async def load_adapter(request: Request) -> Response:
         """Load an adapter from a file on the server's machine; answers when requests may use it."""
         values = await _read(request)
-        info = await engine.load_adapter(
-            _required(values, "lora_name"), _required(values, "lora_path"), str(values.values.get("model", ""))
-        )
+        info = await engine.load_adapter(_required(values, "lora_name"), _required(values, "lora_path"), values.model)
         return _json({"id": info.name, "object": "model", "parent": info.parent, "ignored": values.ignored})
 
     @router.post(

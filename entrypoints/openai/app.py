@@ -14,10 +14,11 @@ from starlette.exceptions import HTTPException
 from starlette.middleware.cors import CORSMiddleware
 from starlette.responses import Response
 
-from core.errors import AbortedError, InvalidRequestError, ModelNotFoundError, OverloadedError, StencilError
+from core.errors import AbortedError, InvalidRequestError, ModelNotFoundError, StencilError
 from core.model_info import ModelInfo
 from core.routing.rate_limiter import RateLimiter
 from core.scheduling.reports.reporter import MAX_RECENT_STEPS
+from engine.client.admission.not_ready import not_ready
 from engine.client.async_engine import AsyncEngine
 from engine.client.resolve.model_state import model_state
 from engine.client.templates.template_store import Template
@@ -30,7 +31,7 @@ from entrypoints.openai.answer.errors import describe_http, log_internal
 from entrypoints.openai.answer.reference_page import reference_router
 from entrypoints.openai.body.submission import Submission, read_edit, read_json, read_template
 from entrypoints.openai.body.upload_slots import UploadSlots
-from entrypoints.openai.edit_request import LOADING_RETRY_SECONDS, Operation, build_call, chosen_loras, missing
+from entrypoints.openai.edit_request import Operation, build_call, missing
 from entrypoints.openai.fields.fields import GENERATION_FIELDS
 from entrypoints.openai.guards.host_guard import HostGuard
 from entrypoints.openai.guards.key_ring import KeyRing
@@ -134,7 +135,7 @@ def _add_image_routes(
     @app.post("/v1/images/edits", response_model=None, openapi_extra=EDIT_BODY, responses=IMAGE_ANSWERS)
     async def edit_image(request: Request) -> Response:
         """Repaint the masked part of an image. With `stream` the answer is a stream of server-sent events."""
-        _admit(engine)
+        engine.check_ready()
         async with engine.until_shutdown(), places.take(_owner(request)):
             submission = await read_edit(request, settings.max_upload_bytes)
         owners.note(request.scope[REQUEST_ID], _owner(request))
@@ -143,7 +144,7 @@ def _add_image_routes(
     @app.post("/v1/images/generations", response_model=None, openapi_extra=GENERATION_BODY, responses=IMAGE_ANSWERS)
     async def generate_image(request: Request) -> Response:
         """Paint a whole image: an edit of an empty canvas, or with models that have classes a picture of one."""
-        _admit(engine)
+        engine.check_ready()
         async with engine.until_shutdown(), places.take(_owner(request)):
             submission = await read_json(request, GENERATION_FIELDS)
         owners.note(request.scope[REQUEST_ID], _owner(request))
@@ -156,18 +157,19 @@ def _add_image_routes(
 
 def _answer(engine: AsyncEngine, request: Request, operation: Operation, submission: Submission) -> EditResponse:
     try:
-        call = build_call(operation, submission, engine.models, _owner(request))
+        choice = engine.choose_model(submission.model, submission.loras)
+        call = build_call(operation, submission, choice, _owner(request))
     except StencilError:
         submission.close()
         raise
-    return EditResponse(engine.edit, call, submission)
+    return EditResponse(engine, call, submission)
 
 
 def _add_template_routes(app: FastAPI, engine: AsyncEngine, settings: ServerSettings, places: UploadSlots) -> None:
     @app.post("/v1/templates", response_model=None, openapi_extra=TEMPLATE_BODY, responses=TEMPLATE_ANSWERS)
     async def create_template(request: Request) -> Response:
         """Register an image and compute what edits of it need; answers when that is done."""
-        _admit(engine)
+        engine.check_ready()
         async with engine.until_shutdown(), places.take(_owner(request)):
             submission = await read_template(request, settings.max_upload_bytes)
         try:
@@ -193,8 +195,8 @@ async def _register(engine: AsyncEngine, request: Request, submission: Submissio
     primed = engine.prime_template(
         request.scope[REQUEST_ID],
         submission.uploads["image"],
-        model=str(submission.values.get("model", "")),
-        loras=chosen_loras(submission.values),
+        model=submission.model,
+        loras=submission.loras,
         owner=_owner(request),
     )
     return await _unless_gone(request, primed)
@@ -272,20 +274,10 @@ def _add_operator_routes(app: FastAPI, engine: AsyncEngine, owners: RequestOwner
         return _json(engine_stats(engine, steps, lambda image_id: owners.shown(image_id, owner)))
 
 
-def _admit(engine: AsyncEngine) -> None:
-    """Raises OverloadedError unless the engine is ready; called before a body is read, to save a useless upload."""
-    if not engine.is_ready:
-        engine.metrics.observe_rejected("shutting_down" if engine.is_closing else "not_ready")
-    _require_ready(engine)
-
-
 def _require_ready(engine: AsyncEngine) -> None:
+    """For requests of no work, which do not count as refused. Raises OverloadedError unless edits are served."""
     if not engine.is_ready:
-        raise OverloadedError(
-            "The server is not ready: the model is loading, its engine is being restarted, or the server is shutting "
-            "down.",
-            retry_after=LOADING_RETRY_SECONDS,
-        )
+        raise not_ready(is_closing=engine.is_closing)
 
 
 def _status(engine: AsyncEngine) -> str:

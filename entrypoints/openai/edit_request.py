@@ -8,10 +8,9 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, Literal, cast
 
-from core.errors import InvalidRequestError, OverloadedError
-from core.lora import Lora
+from core.errors import InvalidRequestError
 from core.messages.image_processor import MaskKind, OutputFormat
-from core.model_choice import ModelChoice, choose_model
+from core.model_choice import ModelChoice
 from core.model_info import ModelInfo
 from core.sampling_params import MAX_INFERENCE_STEPS, SamplingParams
 from core.validation import check_filled
@@ -22,7 +21,6 @@ from entrypoints.openai.fields.fields import EDIT_FIELDS, GENERATION_FIELDS, QUA
 
 Operation = Literal["image_edit", "image_generation"]
 
-LOADING_RETRY_SECONDS = 2.0
 _MAX_ASPECT = 3.0  # longer to shorter side of a generation; OpenAI's limit
 _SAMPLING_FIELDS = (
     "step_schedule",
@@ -49,6 +47,7 @@ class ImagesCall:
 
     operation: Operation
     edit: EditInput
+    choice: ModelChoice
     stream: bool  # answer with server-sent events
     quality: str | None  # as the answer repeats it; None: not given, or without effect
     background: str | None  # "opaque" if that had an effect, else None
@@ -57,15 +56,9 @@ class ImagesCall:
     ignored_if_exact: tuple[str, ...]  # further ones if every token is computed
 
 
-def build_call(
-    operation: Operation, submission: Submission, models: Mapping[str, ModelInfo], owner: str = ""
-) -> ImagesCall:
-    """The call that a request makes. models: by id. owner: see EditInput. Raises InvalidRequestError,
-    ModelNotFoundError, or OverloadedError while no model is loaded.
-    """
-    values = submission.values
-    choice = _choose_model(values, models)
-    model = choice.model
+def build_call(operation: Operation, submission: Submission, choice: ModelChoice, owner: str = "") -> ImagesCall:
+    """The call that a request makes. choice: what it names. owner: see EditInput. Raises InvalidRequestError."""
+    values, model = submission.values, choice.model
     _refuse_unsupported(values)
     prompt = _require_prompt(values, model)
     is_edit = operation == "image_edit"
@@ -79,8 +72,6 @@ def build_call(
         prompt=prompt,
         class_label=_class_label(values),
         sampling=_sampling(values, model),
-        model=model.name,
-        loras=choice.loras,
         image=submission.uploads.get("image"),
         template_id=str(values["template_id"]) if is_edit and values.get("template_id") else None,
         owner=owner,
@@ -98,6 +89,7 @@ def build_call(
     return ImagesCall(
         operation=operation,
         edit=edit,
+        choice=choice,
         stream=stream,
         quality=_shown_quality(values),
         background="opaque" if values.get("background") == "opaque" and "background" not in ignored else None,
@@ -105,17 +97,6 @@ def build_call(
         ignored=(*ignored, *submission.ignored),
         ignored_if_exact=tuple(name for name in values if name in _MASK_AWARE_FIELDS),
     )
-
-
-def chosen_loras(values: Mapping[str, Value]) -> tuple[Lora, ...]:
-    """The adapters that a request names."""
-    return cast(tuple[Lora, ...], values.get("lora", ()))
-
-
-def _choose_model(values: Mapping[str, Value], models: Mapping[str, ModelInfo]) -> ModelChoice:
-    if not models:
-        raise OverloadedError("The model is still loading.", retry_after=LOADING_RETRY_SECONDS)
-    return choose_model(models, str(values.get("model", "")), chosen_loras(values))
 
 
 def _refuse_unsupported(values: Mapping[str, Value]) -> None:

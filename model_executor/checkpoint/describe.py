@@ -16,11 +16,11 @@ from core.config import AdapterConfig, ModelConfig
 from core.errors import ConfigError
 from core.ipc.logs import one_line
 from core.model_card import AdapterCard, CheckpointCard, FamilyCard
-from model_executor.checkpoint.loader import Checkpoint
+from model_executor.checkpoint.loader import ModelCheckpoint
+from model_executor.checkpoint.page_schemes import DEFAULT_DTYPE, DEFAULT_KEYFRAMES
 from model_executor.checkpoint.parameter_count import count_parameters
 from model_executor.models.base import Family
 from model_executor.models.registry import FAMILIES, make_family
-from model_executor.page_cache.page_schemes import DEFAULT_DTYPE, DEFAULT_KEYFRAMES
 from model_executor.patches.adapters import read_adapter
 
 
@@ -47,7 +47,7 @@ def families() -> list[FamilyCard]:
 def describe(model: str, adapters: Sequence[str] = ()) -> CheckpointCard:
     """Describe a checkpoint. model: a directory, or a hub id, which is downloaded. adapters: NAME=PATH each. Raises
     ConfigError."""
-    checkpoint = Checkpoint.open(ModelConfig(model=model, device="cpu", dtype="bfloat16"))
+    checkpoint = ModelCheckpoint.open(ModelConfig(model=model, device="cpu", dtype="bfloat16"))
     family = make_family(checkpoint)
     info = family.info(model)
     parts = [part for group in family.components.values() for part in group]

@@ -9,14 +9,14 @@ from pathlib import Path
 
 from model_executor.checkpoint.file_hashes import FileHashes
 from model_executor.checkpoint.hub import INDEX
-from model_executor.checkpoint.loader import Checkpoint
+from model_executor.checkpoint.loader import ModelCheckpoint
 from model_executor.checkpoint.weights import usual_variant, variant_of
 
 _PATTERNS = ("*/*.json", "*/*.txt", "*/*.model", "*/*.safetensors")
 """All files that parts are loaded from."""
 
 
-def fingerprint(checkpoint: Checkpoint, cache_folder: Path) -> str:
+def fingerprint(checkpoint: ModelCheckpoint, cache_folder: Path) -> str:
     """Hex digest of the checkpoint's weights, configurations and tokenizers, the parts in its index, the compute dtype
     and the quantisation.
 
@@ -31,13 +31,13 @@ def fingerprint(checkpoint: Checkpoint, cache_folder: Path) -> str:
     return hashlib.sha256(repr([*computed, parts]).encode()).hexdigest()
 
 
-def _named_parts(checkpoint: Checkpoint) -> str:
+def _named_parts(checkpoint: ModelCheckpoint) -> str:
     """Hex sha256 of the parts in the index: a part that it omits is not used, even if its files exist."""
     named = {part: value for part, value in checkpoint.index.items() if isinstance(value, list)}
     return hashlib.sha256(json.dumps(named, sort_keys=True).encode()).hexdigest()
 
 
-def _files(checkpoint: Checkpoint) -> Iterator[Path]:
+def _files(checkpoint: ModelCheckpoint) -> Iterator[Path]:
     """The files to hash, in order; weights only of the variant that is loaded."""
     for path in sorted(path for pattern in _PATTERNS for path in checkpoint.path.glob(pattern)):
         if path.suffix != ".safetensors" or variant_of(path) == usual_variant(path.parent, checkpoint.variant):

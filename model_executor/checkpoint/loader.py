@@ -48,9 +48,9 @@ from model_executor.checkpoint.weights import (
     weight_files,
 )
 from model_executor.cpu import cpu_has_amx, cpu_has_bfloat16
+from model_executor.device_failures import is_out_of_memory
+from model_executor.devices import resolve_device
 from model_executor.models.parts import IN_PLACE_OF, MODULES, Classes
-from model_executor.worker.device_failures import is_out_of_memory
-from model_executor.worker.devices import resolve_device
 
 WEIGHTS_SHARE = 2 / 3
 """Of the machine's memory that weights may take in float32 where `auto` prefers it; the rest is for computing."""
@@ -89,7 +89,7 @@ class Defaults(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 
 @dataclass(frozen=True, slots=True)
-class Checkpoint:
+class ModelCheckpoint:
     """An opened checkpoint: its files and index, and the settings that its parts are loaded with."""
 
     # What the checkpoint is.
@@ -108,7 +108,9 @@ class Checkpoint:
     why_dtype: str = ""  # why `auto` is this dtype; "": it was asked for
 
     @classmethod
-    def open(cls, model: ModelConfig, device_index: int = 0, num_workers: int = 1, model_bytes: int = 0) -> Checkpoint:
+    def open(
+        cls, model: ModelConfig, device_index: int = 0, num_workers: int = 1, model_bytes: int = 0
+    ) -> ModelCheckpoint:
         """Find the checkpoint and read its index; a hub id is downloaded first. device_index, num_workers: as for
         `resolve_device`. model_bytes: that its weights may take; 0: no limit. Raises ConfigError.
         """

@@ -6,7 +6,7 @@ from __future__ import annotations
 from pathlib import Path
 
 from model_executor.checkpoint.file_parameters import count_file
-from model_executor.checkpoint.loader import Checkpoint
+from model_executor.checkpoint.loader import ModelCheckpoint
 from model_executor.checkpoint.quantization import BYTES_PER_WEIGHT, QUANTIZED
 from model_executor.checkpoint.weights import usual_variant, weight_files
 
@@ -16,7 +16,7 @@ def count_parameters(folder: Path) -> int:
     return sum(map(count_file, weight_files(folder, usual_variant(folder, ""))))
 
 
-def expected_bytes(checkpoint: Checkpoint, part: str) -> int:
+def expected_bytes(checkpoint: ModelCheckpoint, part: str) -> int:
     """Bytes that a part will take when it is loaded. Raises ConfigError for a file that cannot be read."""
     folder = checkpoint.path / part
     files = weight_files(folder, usual_variant(folder, checkpoint.variant))

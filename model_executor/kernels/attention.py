@@ -6,6 +6,7 @@ scaled-dot-product attention off its fast path.
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from functools import cached_property
 from typing import NamedTuple, Protocol
@@ -74,7 +75,7 @@ def head_major(x: Tensor) -> Tensor:
     return x.permute(1, 2, 0, 3)
 
 
-class Source(Protocol):
+class KeyValueSource(Protocol):
     """Supplies and takes keys and values of one request: an edit reads pages, a template being primed writes them."""
 
     def computed(self, number: int) -> Tensor | None:
@@ -103,13 +104,23 @@ class Attention(Protocol):
         page: int,
         qkv: Tensor,
         where: Sequence[Span],
-        sources: Sequence[Source],
+        sources: Sequence[KeyValueSource],
         out: Tensor | None = None,
     ) -> Tensor:
         """Attend in block `number`, with keys and values of other tokens from `page`. qkv: [tokens, 3, heads, head dim]
         of all requests; where: each request's rows. Returns [tokens, heads * head dim], which is `out`, with contiguous
         rows, if that is given.
         """
+
+
+class ProjectionAttention(ABC):
+    """An attention that may also take what projections give, before norm and rotary embedding."""
+
+    @abstractmethod
+    def of_projections(
+        self, number: int, page: int, parts: Sequence[Projected], rotary: Tensor, sources: Sequence[KeyValueSource]
+    ) -> list[Tensor] | None:
+        """As `Operators.attend`; None: it does not support these, or gains nothing by them."""
 
 
 class OneByOne:
@@ -139,7 +150,7 @@ class OneByOne:
         page: int,
         qkv: Tensor,
         where: Sequence[Span],
-        sources: Sequence[Source],
+        sources: Sequence[KeyValueSource],
         out: Tensor | None = None,
     ) -> Tensor:
         if out is None:

@@ -75,7 +75,7 @@ _SIGNATURES: dict[str, list[Any]] = {
 }
 
 
-class Added(NamedTuple):
+class AddedProduct(NamedTuple):
     """What is added to some rows of a product: low [rows, ...] times up, whose panels read different columns of it."""
 
     low: Tensor
@@ -83,7 +83,7 @@ class Added(NamedTuple):
     columns: Tensor  # int32 [outputs / PANEL], the first column of `low` for each panel; -1: nothing is added to it
 
 
-Piece = tuple[int, int, Sequence[Added]]
+Piece = tuple[int, int, Sequence[AddedProduct]]
 """(first row, row after the last, what is added to these rows)."""
 
 
@@ -224,7 +224,7 @@ def _tables(pieces: Sequence[Piece]) -> tuple[Any, Any]:
     return table, (_Addition * len(additions))(*map(_addition, additions))
 
 
-def _addition(added: Added) -> _Addition:
+def _addition(added: AddedProduct) -> _Addition:
     low, up, columns = added
     return _Addition(low.data_ptr(), low.stride(0), up.data_ptr(), columns.data_ptr(), up.shape[1])
 

@@ -13,7 +13,7 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.nn.attention.varlen import varlen_attn
 
-from model_executor.kernels.attention import KeysValues, Sizes, Source, head_major
+from model_executor.kernels.attention import KeysValues, KeyValueSource, Sizes, head_major
 from model_executor.kernels.gpu_tables import longest, offsets
 from model_executor.kernels.ragged import Span, spans
 
@@ -76,7 +76,7 @@ class Together:
         page: int,
         qkv: Tensor,
         where: Sequence[Span],
-        sources: Sequence[Source],
+        sources: Sequence[KeyValueSource],
         out: Tensor | None = None,
     ) -> Tensor:
         fresh = qkv[:, 1:]

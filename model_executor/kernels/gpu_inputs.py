@@ -7,17 +7,17 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from types import ModuleType
-from typing import Protocol
+from typing import Protocol, cast
 
 import torch
 from torch import Tensor
 
 from core.page_scheme import PageDtype
-from model_executor.kernels.attention import Projected, Sizes, Source, head_major
+from model_executor.kernels.attention import KeyValueSource, Projected, ProjectionAttention, Sizes, head_major
 from model_executor.kernels.gpu_attention import Attend, Together, rows_together
 from model_executor.kernels.gpu_pages import page_table
 from model_executor.kernels.gpu_sizes import CHUNK, TILE, power_of_two
-from model_executor.kernels.gpu_tables import Request, input_tables, rows_of
+from model_executor.kernels.gpu_tables import MemberRow, input_tables, rows_of
 from model_executor.kernels.ragged import Span, spans, together
 from model_executor.page_cache.pages import Pages, PageTable
 
@@ -25,7 +25,7 @@ SEARCHED = 1024
 """Tokens whose places one program of `find_places` finds."""
 
 
-class PageSource(Source, Protocol):
+class PageSource(KeyValueSource, Protocol):
     """A source whose pages a kernel reads itself."""
 
     @property
@@ -48,8 +48,8 @@ class Layout:
     is_exact: bool  # all requests compute all tokens
 
 
-class TritonTogether(Together):
-    """As `Together`, and also takes queries, keys and values before norm and rotary embedding."""
+class TritonTogether(Together, ProjectionAttention):
+    """As `Together`, and also takes what projections give, where one kernel can prepare it."""
 
     def __init__(
         self,
@@ -71,7 +71,7 @@ class TritonTogether(Together):
         self._table: PageTable | None = None
         self._queries: Tensor | None = None
 
-    def takes(self, number: int, parts: Sequence[Projected], rotary: Tensor, sources: Sequence[PageSource]) -> bool:
+    def _takes(self, number: int, parts: Sequence[Projected], rotary: Tensor, sources: Sequence[PageSource]) -> bool:
         """Whether the kernel supports these, and spares a launch or a copy: where one part has all tokens, attention
         reads them where they are."""
         if len(parts) == 1 and all(source.computed(number) is None for source in sources):
@@ -89,9 +89,14 @@ class TritonTogether(Together):
         return head_dim == power_of_two(head_dim) and rotary.is_contiguous()
 
     def of_projections(
+        self, number: int, page: int, parts: Sequence[Projected], rotary: Tensor, sources: Sequence[KeyValueSource]
+    ) -> list[Tensor] | None:
+        paged = cast(Sequence[PageSource], sources)  # all that models pass are
+        return self._at_once(number, page, parts, rotary, paged) if self._takes(number, parts, rotary, paged) else None
+
+    def _at_once(
         self, number: int, page: int, parts: Sequence[Projected], rotary: Tensor, sources: Sequence[PageSource]
     ) -> list[Tensor]:
-        """As `Operators.attend`."""
         layout = self._layout(number, parts, sources)
         for source in sources:
             if source.computed(number) is not None and source.pages is not None and source.pages.wait is not None:
@@ -126,7 +131,7 @@ class TritonTogether(Together):
             nothing if first.weight is None else torch.view_as_real(rotary),
             *(addresses, weights, self._joint, queries, page),
             *(first.qkv.stride(0), second.qkv.stride(0), heads, first.eps),
-            COLUMNS=len(Request._fields),
+            COLUMNS=len(MemberRow._fields),
             WIDTH=width,
             BLOCK=power_of_two(width),
             TOKENS=_tokens_of_tile(width),
@@ -193,7 +198,7 @@ class TritonTogether(Together):
         lengths: Sequence[int],
         queries: Sequence[Span],
         keys: Sequence[Span],
-    ) -> tuple[Request, ...]:
+    ) -> tuple[MemberRow, ...]:
         """What the kernels read of each request. lengths: numbers of computed tokens."""
         starts = [[start for start, _ in spans(stop - first for first, stop in where)] for where in wheres]
         actives = [0 if tokens is None else len(tokens) for tokens in computed]
@@ -209,7 +214,7 @@ class TritonTogether(Together):
                     each.layout.value_bytes(tokens),
                 )
             requests.append(
-                Request(
+                MemberRow(
                     keys[number][0],
                     text + image,
                     text,
@@ -229,7 +234,7 @@ class TritonTogether(Together):
         places = torch.empty(self._shape[0], dtype=torch.int32, device=self._like.device)
         keys = max(stop - start for start, stop in self._where)
         self._kernels.find_places[len(self._sizes), -(-keys // SEARCHED)](
-            described, active, places, most.bit_length(), COLUMNS=len(Request._fields), BLOCK=SEARCHED
+            described, active, places, most.bit_length(), COLUMNS=len(MemberRow._fields), BLOCK=SEARCHED
         )
         return places
 

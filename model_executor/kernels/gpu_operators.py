@@ -14,16 +14,16 @@ from copy import copy
 from dataclasses import dataclass
 from functools import cache
 from types import ModuleType
-from typing import TYPE_CHECKING, ClassVar, Self, cast
+from typing import TYPE_CHECKING, ClassVar, Self
 
 import torch
 from torch import Tensor
 
 from core.errors import ConfigError
 from core.page_scheme import PageLayout
-from model_executor.kernels.attention import Attention, KeysValues, Projected, Sizes, Source, head_major
+from model_executor.kernels.attention import Attention, KeysValues, Projected, Sizes, head_major
 from model_executor.kernels.gpu_attention import ROWS, Attend, Together, best_attend, take_flash_3
-from model_executor.kernels.gpu_inputs import PageSource, TritonTogether
+from model_executor.kernels.gpu_inputs import TritonTogether
 from model_executor.kernels.gpu_pages import TritonReader
 from model_executor.kernels.gpu_residual import TritonResidual
 from model_executor.kernels.gpu_sizes import TILE, power_of_two, warps
@@ -32,7 +32,7 @@ from model_executor.kernels.linear import Linear, gpu_linear
 from model_executor.kernels.operators import Operators
 from model_executor.kernels.ragged import Span
 from model_executor.kernels.residual import Addition, Norm, Residual
-from model_executor.page_cache.pages import Entry, Pages, Quantise, Reader, quantise
+from model_executor.page_cache.pages import PageEntry, Pages, Quantise, Reader, quantise
 
 if TYPE_CHECKING:
     from model_executor.kernels.unet_operators import UnetOperators
@@ -119,12 +119,12 @@ def _few(operators: Operators, device: torch.device) -> Sequence[Tensor]:
     turns = torch.polar(torch.ones(2, 1, 1, 8, device=device), qkv[:, :1, :1, :8])
     layout = PageLayout(num_blocks=1, num_heads=2, head_dim=16, dtype="int8")
     entry = torch.zeros(layout.entry_bytes(2), dtype=torch.uint8, device=device)
-    Entry(entry, layout, 2, operators.quantise).write(0, head_major(qkv[:, 1:]))
+    PageEntry(entry, layout, 2, operators.quantise).write(0, head_major(qkv[:, 1:]))
     keys_values = KeysValues(head_major(torch.zeros(2, 2, 2, 16, device=device)), 0)
     pages = Pages(layout, 2, entry, entry, 0.25)
     second = torch.ones(1, dtype=torch.int64, device=device)
     operators.open(pages).read_over(0, keys_values, qkv[:1, 1:], second)
-    attended = _few_attended(operators, qkv, turns, Trial(pages, second, operators))
+    attended = _few_attended(operators, qkv, turns, TrialSource(pages, second, operators))
     operators.normalise_and_rotate_(qkv[:, :2], turns, 1e-6, [(where, torch.ones(2, 2, 16, device=device))])
     return [*_few_normed(operators, qkv, where), qkv, keys_values.joint, *attended]
 
@@ -141,7 +141,7 @@ def _few_normed(operators: Operators, qkv: Tensor, where: Sequence[Span]) -> Seq
     return [*results, residual.hidden]
 
 
-def _few_attended(operators: Operators, qkv: Tensor, turns: Tensor, source: Trial) -> Sequence[Tensor]:
+def _few_attended(operators: Operators, qkv: Tensor, turns: Tensor, source: TrialSource) -> Sequence[Tensor]:
     """The attention of two requests with a text token and two image tokens each, one of which is computed."""
     attention = operators.attention([(1, 2), (1, 2)], 2, 16, qkv)
     weight, turns = torch.ones(2, 2, 16, device=qkv.device), torch.cat([turns, turns])
@@ -153,7 +153,7 @@ def _few_attended(operators: Operators, qkv: Tensor, turns: Tensor, source: Tria
 
 
 @dataclass(frozen=True, slots=True)
-class Trial:
+class TrialSource:
     """A request of one text token that reads pages."""
 
     pages: Pages
@@ -241,22 +241,6 @@ class TritonOperators(GpuOperators):
         other = beside if isinstance(beside, TritonTogether) else None
         attend = self._choose(like, head_dim)
         return TritonTogether(sizes, heads, head_dim, like, attend, self._kernels, other)
-
-    def attend(
-        self,
-        attention: Attention,
-        number: int,
-        page: int,
-        parts: Sequence[Projected],
-        rotary: Tensor,
-        sources: Sequence[Source],
-        out: Tensor | None = None,
-    ) -> list[Tensor]:
-        paged = cast(Sequence[PageSource], sources)  # all that models pass are
-        if not isinstance(attention, TritonTogether) or not attention.takes(number, parts, rotary, paged):
-            return super().attend(attention, number, page, parts, rotary, sources, out)
-        outputs = attention.of_projections(number, page, parts, rotary, paged)
-        return outputs if out is None else [out.copy_(outputs[0])]
 
     def normalise_and_rotate_(
         self, x: Tensor, rotary: Tensor, eps: float, weights: Sequence[tuple[Sequence[Span], Tensor]]

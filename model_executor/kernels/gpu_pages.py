@@ -12,7 +12,7 @@ from torch import Tensor
 from model_executor.kernels.attention import KeysValues
 from model_executor.kernels.gpu_sizes import TILE, power_of_two
 from model_executor.kernels.gpu_tables import places, upload
-from model_executor.page_cache.pages import Entry, Pages, PageTable
+from model_executor.page_cache.pages import PageEntry, Pages, PageTable
 
 
 class TritonReader:
@@ -22,8 +22,8 @@ class TritonReader:
         layout, tokens = pages.layout, pages.num_tokens
         self._pages, self._dtype, self._wait, self._kernels = pages, layout.dtype, pages.wait, kernels
         self._sizes = layout.num_rows(tokens), layout.block_bytes(tokens), layout.value_bytes(tokens)
-        near = Entry(pages.near, layout, tokens)
-        far = None if pages.far is None else Entry(pages.far, layout, tokens)
+        near = PageEntry(pages.near, layout, tokens)
+        far = None if pages.far is None else PageEntry(pages.far, layout, tokens)
         self._moments = near.moments_towards(far, pages.weight)
         self._places: dict[int, Tensor] = {}  # text tokens before the image -> as `gpu_tables.places`
 

@@ -100,7 +100,7 @@ def _norm_rows(norms: tuple[Spans, ...], sums: tuple[Spans, ...], device: torch.
     return upload(torch.stack([rows, requests, sources]), device)
 
 
-class Request(NamedTuple):
+class MemberRow(NamedTuple):
     """A row of the table `requests` of the kernel `attention_inputs`, which describes the members."""
 
     key: int
@@ -118,14 +118,14 @@ class Request(NamedTuple):
     num_active: int
 
 
-def input_tables(requests: tuple[Request, ...], tokens: int, device: torch.device) -> tuple[Tensor, Tensor]:
+def input_tables(requests: tuple[MemberRow, ...], tokens: int, device: torch.device) -> tuple[Tensor, Tensor]:
     """The tables `requests` and `tiles` of the kernel `attention_inputs`. tokens: of a tile."""
     described, tiles = _input_tables(requests, tokens, device)
     return hold(described), hold(tiles)
 
 
 @lru_cache(maxsize=MAX_TABLES)
-def _input_tables(requests: tuple[Request, ...], tokens: int, device: torch.device) -> tuple[Tensor, Tensor]:
+def _input_tables(requests: tuple[MemberRow, ...], tokens: int, device: torch.device) -> tuple[Tensor, Tensor]:
     tiles = [
         (kind, number, first)
         for kind in (1, 2, 0)

@@ -9,7 +9,7 @@ so the order of summation differs. What depends on company in a transformer, and
 - pages of a share of the heads, as ranks have them that compute a step together: read and made by the kernels for all
   heads, through copies
 - a norm of PyTorch's over all prompts: `rms_norm`
-- keys of several ranks: put into the order of the tokens (`Shard` of `parallel/sequence.py`)
+- keys of several ranks: put into the order of the tokens (`Shard` of `models/transformer/sequence.py`)
 
 The other Triton kernels work row by row, with tiles by the width alone; noise levels and pooled prompts are embedded
 one row at a time; text encoders and VAEs, and by this option UNets, compute one item at a time, with deterministic
@@ -41,7 +41,7 @@ from model_executor.kernels.gpu_tables import longest, offsets
 from model_executor.kernels.linear import is_plain, plain_linear
 from model_executor.kernels.ragged import Span
 from model_executor.kernels.residual import Addition, Residual
-from model_executor.page_cache.pages import Entry, Pages, Reader
+from model_executor.page_cache.pages import PageEntry, Pages, Reader
 
 ALIGNED = 16
 """Triton reads several numbers at once from pointers of a multiple of this many bytes, and from rows that begin at a
@@ -146,8 +146,8 @@ def own_heads(pages: Pages) -> Pages:
 
     def copied(entry: Tensor) -> Tensor:
         small = entry.new_empty(layout.entry_bytes(pages.num_tokens))
-        source = Entry(entry, pages.layout, pages.num_tokens).of_heads(pages.heads)
-        target = Entry(small, layout, pages.num_tokens)
+        source = PageEntry(entry, pages.layout, pages.num_tokens).of_heads(pages.heads)
+        target = PageEntry(small, layout, pages.num_tokens)
         for values, its in zip(target.values, source.values, strict=True):
             values.copy_(its)
         if target.scales is not None and source.scales is not None:

@@ -13,7 +13,7 @@ from itertools import accumulate, pairwise
 import torch
 from torch import Tensor, nn
 
-from model_executor.kernels.cpu_kernels import LANES, PANEL, Added, Kernels, pack
+from model_executor.kernels.cpu_kernels import LANES, PANEL, AddedProduct, Kernels, pack
 from model_executor.kernels.ragged import Span
 
 
@@ -108,9 +108,9 @@ class AddedPanels:
         """The low-rank product of x [rows, in]. scale: of each row, float32; None: 1."""
         return kernels.narrow_linear(x, self._down, scale)
 
-    def of(self, low: Tensor) -> Added:
+    def of(self, low: Tensor) -> AddedProduct:
         """What to add to the rows that `low` is the low-rank product of."""
-        return Added(low, self._up, self._columns)
+        return AddedProduct(low, self._up, self._columns)
 
 
 def _as_one(lows: Sequence[LowRank | None], outputs: Sequence[int]) -> LowRank:

@@ -18,10 +18,11 @@ from core.config import KernelChoice
 from core.errors import ConfigError
 from model_executor.kernels.attention import (
     Attention,
+    KeyValueSource,
     OneByOne,
     Projected,
+    ProjectionAttention,
     Sizes,
-    Source,
     attend,
     normalise_and_rotate_,
 )
@@ -135,7 +136,7 @@ class Operators:
         page: int,
         parts: Sequence[Projected],
         rotary: Tensor,
-        sources: Sequence[Source],
+        sources: Sequence[KeyValueSource],
         out: Tensor | None = None,
     ) -> list[Tensor]:
         """Norm, rotary embedding and attention of block `number`. parts: of each kind of token, whose `qkv` may be
@@ -144,6 +145,10 @@ class Operators:
         Returns for each part [rows, heads * head dim]; of one part alone this is `out`, with contiguous rows, if that
         is given.
         """
+        if isinstance(attention, ProjectionAttention):
+            outputs = attention.of_projections(number, page, parts, rotary, sources)
+            if outputs is not None:
+                return outputs if out is None else [out.copy_(outputs[0])]
         first, *others = parts
         if not others:
             qkv = first.qkv

@@ -18,6 +18,12 @@ ROUNDER = tl.constexpr(12582912.0)
 """1.5 * 2^23: adding it to a float32 below 2^22 rounds that to an integer, halves to even."""
 
 
+@triton.jit
+def _clipped(x):
+    """x in the range of float16; NaN stays."""
+    return tl.where(x > FLOAT16_MAX, FLOAT16_MAX, tl.where(x < -FLOAT16_MAX, -FLOAT16_MAX, x))
+
+
 @triton.jit(do_not_specialize=["number_of_rows", "number_of_first"])
 def add_norm(
     x,
@@ -68,8 +74,8 @@ def add_norm(
         weight = tl.load(gate + request * gate_step + column, mask=of_first, other=0.0).to(tl.float32)
         weight += tl.load(second_gate + request * gate_step + column, mask=of_second, other=0.0).to(tl.float32)
         value += weight * added
-        if IS_CLIPPED:  # NaN stays
-            value = tl.where(value > FLOAT16_MAX, FLOAT16_MAX, tl.where(value < -FLOAT16_MAX, -FLOAT16_MAX, value))
+        if IS_CLIPPED:
+            value = _clipped(value)
         rounded = value.to(x.dtype.element_ty)
         tl.store(place, rounded, mask=inside)
         value = rounded.to(tl.float32)
@@ -100,8 +106,16 @@ def add_gated(
     factor = tl.load(gate + request * gate_step + column, mask=inside, other=0.0).to(tl.float32)
     result = tl.load(place, mask=inside, other=0.0).to(tl.float32) + factor * change
     if IS_CLIPPED:
-        result = tl.where(result > FLOAT16_MAX, FLOAT16_MAX, tl.where(result < -FLOAT16_MAX, -FLOAT16_MAX, result))
+        result = _clipped(result)
     tl.store(place, result.to(x.dtype.element_ty), mask=inside)
+
+
+@triton.jit
+def _rotated(even, odd, turn, ROWS: tl.constexpr, TURNS: tl.constexpr, WIDTH: tl.constexpr):
+    """Rotary embedding of interleaved pairs, float32 [ROWS, WIDTH]. even, odd: their numbers, [ROWS, WIDTH / 2]. turn:
+    [TURNS, WIDTH], cosine and sine in turn, for each row, or one for all."""
+    cosine, sine = tl.split(tl.reshape(turn, [TURNS, WIDTH // 2, 2]))
+    return tl.reshape(tl.join(even * cosine - odd * sine, even * sine + odd * cosine), [ROWS, WIDTH])
 
 
 @triton.jit
@@ -123,9 +137,8 @@ def normalise_and_rotate(
     factor = tl.load(weight + (kind * heads + head) * WIDTH + d, mask=inside, other=0.0)
     even, odd = tl.split(tl.reshape(value * scale[:, None] * factor, [HEADS, WIDTH // 2, 2]))
     turn = tl.load(rotary + row * WIDTH + tl.arange(0, WIDTH))
-    cosine, sine = tl.split(tl.reshape(turn, [1, WIDTH // 2, 2]))
-    turned = tl.join(even * cosine - odd * sine, even * sine + odd * cosine)
-    tl.store(place, tl.reshape(turned, [HEADS, WIDTH]).to(x.dtype.element_ty), mask=inside)
+    turned = _rotated(even, odd, turn, HEADS, 1, WIDTH)
+    tl.store(place, turned.to(x.dtype.element_ty), mask=inside)
 
 
 @triton.jit
@@ -252,6 +265,19 @@ def take_rows(x, rows, out, x_step, width, BLOCK: tl.constexpr):
     tl.store(out + number.to(tl.int64) * width + column, value, mask=column < width)
 
 
+@triton.jit
+def first_not_below(numbers, wanted, low, high, rounds):
+    """Of ascending numbers in memory, the index of the first that is not below each wanted one, in low .. high; `high`
+    if all are. rounds: 2^rounds is more than the numbers between."""
+    for _ in range(rounds):
+        is_open = low < high
+        middle = (low + high) // 2
+        is_below = tl.load(numbers + middle, mask=is_open, other=0) < wanted
+        low = tl.where(is_open & is_below, middle + 1, low)
+        high = tl.where(is_open & (is_below == 0), middle, high)
+    return low
+
+
 @triton.jit(do_not_specialize=["rounds"])
 def find_places(requests, active, places, rounds, COLUMNS: tl.constexpr, BLOCK: tl.constexpr):
     """For some tokens of one request, their places among those that a block computes, -1 where it does not.
@@ -266,13 +292,7 @@ def find_places(requests, active, places, rounds, COLUMNS: tl.constexpr, BLOCK: 
     token = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     image = token - text
     low = tl.zeros([BLOCK], tl.int64)
-    high = tl.zeros([BLOCK], tl.int64) + number
-    for _ in range(rounds):
-        middle = (low + high) // 2
-        is_open = low < high
-        is_below = tl.load(active + first + middle, mask=is_open, other=0) < image
-        low = tl.where(is_open & is_below, middle + 1, low)
-        high = tl.where(is_open & (is_below == 0), middle, high)
+    low = first_not_below(active + first, image, low, low + number, rounds)
     found = tl.load(active + first + low, mask=low < number, other=-1)
     place = tl.where((low < number) & (found == image), text + low, -1)
     place = tl.where((token < text) | (number < 0), token, place)
@@ -370,9 +390,7 @@ def attention_inputs(
             turn_row = (tl.load(request + 5) + place)[:, None] * WIDTH + d
             turn = tl.load(rotary + turn_row, mask=(place >= 0)[:, None] & inside, other=0.0)
             even, odd = tl.split(tl.reshape(value * scale[:, None] * factor, [TOKENS, WIDTH // 2, 2]))
-            cosine, sine = tl.split(tl.reshape(turn, [TOKENS, WIDTH // 2, 2]))
-            turned = tl.join(even * cosine - odd * sine, even * sine + odd * cosine)
-            value = tl.reshape(turned, [TOKENS, WIDTH])
+            value = _rotated(even, odd, turn, TOKENS, TOKENS, WIDTH)
 
     if PAGE != "":  # noqa: SIM102
         if kind > 0:

@@ -14,6 +14,8 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
+from model_executor.kernels.triton_kernels import first_not_below
+
 ROOT_HALF = tl.constexpr(0.7071067811865476)
 
 VALUES = {"int8": tl.int8, "bfloat16": tl.bfloat16, "float32": tl.float32}
@@ -24,19 +26,13 @@ MOMENTS = {"int8": tl.float16, "bfloat16": tl.float16, "float32": tl.float32}
 # ------------------------------------------------------------------------------------------------------------- tokens
 
 
-@triton.jit(do_not_specialize=["number", "steps", "tokens"])
-def find_places(active, places, number, steps, tokens, TOKENS: tl.constexpr):
+@triton.jit(do_not_specialize=["number", "rounds", "tokens"])
+def find_places(active, places, number, rounds, tokens, TOKENS: tl.constexpr):
     """For each token its first index in `active`, int64 [number], ascending, possibly with repetitions; -1 where it is
-    not among them. places: int32 [tokens]. steps: halvings of `number` until nothing is left."""
+    not among them. places: int32 [tokens]. rounds: 2^rounds is more than `number`."""
     token = tl.program_id(0) * TOKENS + tl.arange(0, TOKENS)
     low = tl.zeros([TOKENS], tl.int32)
-    high = tl.zeros([TOKENS], tl.int32) + number
-    for _ in range(steps):
-        is_open = low < high
-        middle = (low + high) // 2
-        is_before = tl.load(active + middle, mask=is_open, other=0) < token
-        low = tl.where(is_open & is_before, middle + 1, low)
-        high = tl.where(is_open & (is_before == 0), middle, high)
+    low = first_not_below(active, token, low, low + number, rounds)
     found = tl.load(active + low, mask=low < number, other=-1)
     tl.store(places + token, tl.where(found == token, low, -1), mask=token < tokens)
 
@@ -139,6 +135,14 @@ def _of_groups(x, GROUPS: tl.constexpr, WIDTH: tl.constexpr):
 def _to_columns(x, GROUPS: tl.constexpr, WIDTH: tl.constexpr):
     """Each group's number in all its columns. x: [GROUPS]."""
     return tl.reshape(tl.broadcast_to(x[:, None], [GROUPS, WIDTH]), [GROUPS * WIDTH])
+
+
+@triton.jit
+def _channels(block, groups, GROUPS: tl.constexpr, SIZE: tl.constexpr, WIDTH: tl.constexpr):
+    """(each column's channel, channels of a map, whether the column has one) in the program of this block of groups."""
+    column = tl.arange(0, GROUPS * WIDTH)
+    group, d = block * GROUPS + column // WIDTH, column % WIDTH
+    return group * SIZE + d, groups * SIZE, (d < SIZE) & (group < groups)
 
 
 @triton.jit
@@ -256,10 +260,7 @@ def group_moments(
     chunk, block, image = tl.program_id(0), tl.program_id(1), tl.program_id(2).to(tl.int64)
     each = block * GROUPS + tl.arange(0, GROUPS)
     if chunk < chunks:
-        column = tl.arange(0, GROUPS * WIDTH)
-        group, d = block * GROUPS + column // WIDTH, column % WIDTH
-        channel, channels = group * SIZE + d, groups * SIZE
-        inside = (d < SIZE) & (group < groups)
+        channel, channels, inside = _channels(block, groups, GROUPS, SIZE, WIDTH)
         added = tl.zeros([GROUPS * WIDTH], tl.float32)
         if HAS_BIAS:
             added += tl.load(bias + channel, mask=inside, other=0.0).to(tl.float32)
@@ -359,10 +360,7 @@ def normalise_groups(
     written to `raw` as they were; 0 for none.
     """
     block, image = tl.program_id(1), tl.program_id(2).to(tl.int64)
-    column = tl.arange(0, GROUPS * WIDTH)
-    group, d = block * GROUPS + column // WIDTH, column % WIDTH
-    channel, channels = group * SIZE + d, groups * SIZE
-    inside = (d < SIZE) & (group < groups)
+    channel, channels, inside = _channels(block, groups, GROUPS, SIZE, WIDTH)
 
     each = block * GROUPS + tl.arange(0, GROUPS)
     is_group, chunk = each < groups, tl.arange(0, CHUNKS)
@@ -467,7 +465,6 @@ def cut_twice_as_large(
 def _page_values(
     base,
     page,
-    number,
     first,
     d,
     weight,
@@ -566,7 +563,7 @@ def fill(
     for entry in tl.static_range(2):
         base, weight = tl.load(table + entry) + block_byte, tl.load(weights + entry)
         result += _page_values(
-            base, page, number, first, d, weight, is_read, block_bytes, value_bytes, SIZE, VALUE, HAS_SCALES, ALIGNED
+            base, page, first, d, weight, is_read, block_bytes, value_bytes, SIZE, VALUE, HAS_SCALES, ALIGNED
         )
 
     added = tl.zeros([BLOCK], tl.float32)

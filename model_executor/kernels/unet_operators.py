@@ -17,9 +17,9 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from core.page_scheme import PageDtype, PageLayout
+from model_executor.kernels.gpu_pages import page_table
 from model_executor.kernels.gpu_sizes import power_of_two
-from model_executor.kernels.gpu_tables import upload
-from model_executor.page_cache.pages import Pages, PageTable
+from model_executor.page_cache.pages import Pages
 
 Box = tuple[int, int, int, int]
 """left, top, right, bottom; right and bottom are exclusive."""
@@ -62,24 +62,13 @@ class OpenPages:
         self.block_bytes, self.value_bytes = layout.block_bytes(number), layout.value_bytes(number)
         self.moment_byte = self.value_bytes + layout.scale_bytes(number)
         self.numbers = 2 * layout.num_heads * layout.num_rows(number) * layout.head_dim
-        self.table = _table(pages) if pages.table is None else pages.table
+        self.table = page_table([pages], pages.near.device)
 
     def wait(self, first: int, number: int) -> None:
         """Wait until these pages may be read."""
         if self._wait is not None:
             for page in range(first, first + number):
                 self._wait(page)
-
-
-def _table(pages: Pages) -> PageTable:
-    """The table of pages that have none, uploaded in one copy."""
-    near, far = pages.near, pages.near if pages.far is None else pages.far
-    weight = 0.0 if pages.far is None else pages.weight
-    both = torch.empty(3, dtype=torch.int64, device="cpu")
-    both[:2] = torch.tensor([near.data_ptr(), far.data_ptr()], device="cpu")
-    both[2:].view(torch.float32).copy_(torch.tensor([1.0 - weight, weight], device="cpu"))
-    there = upload(both, near.device)
-    return PageTable(there[:2], there[2:].view(torch.float32))
 
 
 @dataclass(frozen=True, slots=True)
@@ -104,14 +93,14 @@ class Outside:
 
 
 @dataclass(frozen=True, slots=True)
-class Added:
+class AddedToMap:
     """What is added to a map before its group norm."""
 
     bias: Tensor | None = None  # [channels]
     time: Tensor | None = None  # [images, channels], rows of which may lie apart
 
 
-NOTHING = Added()
+NOTHING = AddedToMap()
 
 
 @dataclass(frozen=True, slots=True)
@@ -138,9 +127,9 @@ class UnetOperators:
         """For each token its first index in `active`, int64, ascending, whose last one may be repeated; -1 where it is
         not among them: int32 [tokens]."""
         places = torch.empty(num_tokens, dtype=torch.int32, device=active.device)
-        steps = len(active).bit_length()
+        rounds = len(active).bit_length()
         self._kernels.find_places[-(-num_tokens // TOKENS),](
-            active, places, len(active), steps, num_tokens, TOKENS=TOKENS
+            active, places, len(active), rounds, num_tokens, TOKENS=TOKENS
         )
         return places
 
@@ -189,7 +178,7 @@ class UnetOperators:
         x: Tensor,
         num_groups: int,
         box: Box | None = None,
-        added: Added = NOTHING,
+        added: AddedToMap = NOTHING,
         outside: Outside | None = None,
         share: float = 1.0,
     ) -> Moments:
@@ -222,15 +211,14 @@ class UnetOperators:
         norm: nn.GroupNorm,
         x: Tensor,
         moments: Moments,
-        added: Added = NOTHING,
+        added: AddedToMap = NOTHING,
         *,
         silu: bool,
-        cut: Box | None = None,
         valid: Box | None = None,
     ) -> Tensor:
-        """Group norm of x with these moments, and SiLU. cut: the part wanted, which may extend beyond x; None: all.
-        valid: the box of x beyond which the result is zero; None: all of x. Both in pixels of x."""
-        return self._normalised(norm, x, moments, added, silu, cut, valid, 0)[0]
+        """Group norm of x with these moments, and SiLU. valid: the box of x, in pixels, beyond which the result is
+        zero; None: all of x."""
+        return self._normalised(norm, x, moments, added, silu, None, valid, 0)[0]
 
     def normalised_and_cut(
         self, norm: nn.GroupNorm, x: Tensor, moments: Moments, box: Box, margin: int
@@ -245,7 +233,7 @@ class UnetOperators:
         norm: nn.GroupNorm,
         x: Tensor,
         moments: Moments,
-        added: Added,
+        added: AddedToMap,
         silu: bool,
         cut: Box | None,
         valid: Box | None,
@@ -381,7 +369,7 @@ def _rows_of(width: int) -> tuple[int, int]:
     return max(1, TILE // 2 // block), block
 
 
-def _added(added: Added, x: Tensor) -> tuple[Tensor, Tensor]:
+def _added(added: AddedToMap, x: Tensor) -> tuple[Tensor, Tensor]:
     """Arguments of the kernels; x stands for what there is none of."""
     return x if added.bias is None else added.bias, x if added.time is None else added.time
 

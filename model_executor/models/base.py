@@ -11,8 +11,9 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, ClassVar
+from typing import Any, ClassVar, Self
 
+import torch
 from torch import Tensor, nn
 
 from core.errors import InvalidRequestError
@@ -41,8 +42,37 @@ class EncodedText:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class ImageInputs:
+    """What `Family.encode_image` takes: a request's pictures, and the steps of its run.
+
+    start: other latents that are noised instead of the template's; where a run starts from noise alone, they have no
+    effect either. is_exact: the VAE computes in its own dtype; else it may in a faster one, as for `encode_template`
+    and `decode_region`. cache_salt: see `CacheConfig.salt`; the encoder's result for a template is kept until the next
+    one's, and used again for an equal template with the same salt, with equal results; None: neither.
+    """
+
+    template: Tensor  # uint8 [height, width, 3]; the sides are multiples of the token size
+    mask: Tensor  # uint8 [height, width], 1 = edit
+    seed: int
+    num_inference_steps: int
+    num_denoising_steps: int
+    start: Tensor | None = None  # clean latents [image tokens, latent width]
+    is_exact: bool = True
+    cache_salt: str | None = None
+
+    @classmethod
+    def blank(cls, side: int, num_inference_steps: int) -> Self:
+        """A black square with all of it masked, for the last step alone. side: in pixels."""
+        template = torch.zeros(side, side, 3, dtype=torch.uint8)
+        mask = torch.ones_like(template[..., 0])
+        return cls(template=template, mask=mask, seed=0, num_inference_steps=num_inference_steps, num_denoising_steps=1)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class EncodedImage:
-    """Where sampling starts, as `Family.encode_image` returns it. A width of 0: the family does not use it."""
+    """Where sampling starts and what it is conditioned on, as `Family.encode_image` returns it. A width of 0: the
+    family does not use it.
+    """
 
     latents: Tensor  # [image tokens, latent width], at the first noise level
     condition: Tensor  # [image tokens, condition width], what the denoiser sees of template and mask
@@ -52,7 +82,7 @@ class EncodedImage:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Sample:
+class SamplingState:
     """The state of one request's sampling before a step; the runner makes it from the tensor store."""
 
     latents: Tensor  # these four as in `EncodedImage`, at `step`
@@ -97,6 +127,17 @@ class Row:
     # Of the request.
     patches: PatchSet = ()  # the adapters that change the layers for this row
     keys_values: Tensor | None = None  # [text tokens, width], its prompt's `Family.keys_values`; None: made in the pass
+
+
+@dataclass(frozen=True, slots=True)
+class ModulationInputs:
+    """What `Family.modulation` takes: what its table depends on, at all noise levels of a run."""
+
+    pooled_prompt_embeds: Tensor  # as in `Row`
+    guidance_scale: float
+    sigmas: Tensor  # float32 [levels]
+    num_rows: int  # of the request, which has a table for each
+    patches: PatchSet = ()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -226,29 +267,13 @@ class Family(ABC):
         return self.encode_text("", text_tokens, template, patches)
 
     @abstractmethod
-    def encode_image(
-        self,
-        template: Tensor,
-        mask: Tensor,
-        *,
-        seed: int,
-        num_inference_steps: int,
-        num_denoising_steps: int,
-        start: Tensor | None = None,
-        is_exact: bool = True,
-        cache_salt: str | None = None,
-    ) -> EncodedImage:
-        """Where sampling starts, and what it is conditioned on. template: uint8 [height, width, 3]; mask: uint8
-        [height, width], 1 = edit; sides are multiples of the token size. start: clean latents [image tokens, latent
-        width] that are noised instead of the template's; where a run starts from noise alone, they have no effect
-        either. is_exact: the VAE computes in its own dtype; else it may in a faster one, as for `encode_template` and
-        `decode_region`. cache_salt: see `CacheConfig.salt`; the encoder's result for a template is kept until the next
-        one's, and used again for an equal template with the same salt, with equal results; None: neither."""
+    def encode_image(self, inputs: ImageInputs) -> EncodedImage:
+        """Encode a request's template and mask, and draw its noise."""
 
     @abstractmethod
     def encode_template(self, template: Tensor, *, cache_salt: str | None = None) -> Tensor:
         """Clean latents of a template, uint8 [height, width, 3]: the posterior's mode, [image tokens, latent width].
-        cache_salt: as for `encode_image`."""
+        cache_salt: as in `ImageInputs`."""
 
     @abstractmethod
     def upscale(self, latents: Tensor, grid: tuple[int, int], to_grid: tuple[int, int]) -> Tensor:
@@ -284,17 +309,10 @@ class Family(ABC):
     # ---------------------------------------------------------------------------------------------------- denoising
 
     @abstractmethod
-    def modulation(
-        self,
-        pooled_prompt_embeds: Tensor,
-        guidance_scale: float,
-        sigmas: Tensor,
-        num_rows: int,
-        patches: PatchSet = (),
-    ) -> Tensor | None:
+    def modulation(self, inputs: ModulationInputs) -> Tensor | None:
         """What the steps of a run compute from noise level and pooled prompt alone, for all levels at once, [levels,
-        width]: one pass over those weights instead of one per step. None if tables for all `num_rows` rows of the
-        request would take too much memory."""
+        width]: one pass over those weights instead of one per step. None if the tables of all rows of the request would
+        take too much memory."""
 
     def keys_values(self, prompt_embeds: Tensor, patches: PatchSet = ()) -> Tensor | None:
         """What the steps of a run compute from a row's prompt alone, [text tokens, width]: keys and values of attention
@@ -302,7 +320,7 @@ class Family(ABC):
         return None
 
     @abstractmethod
-    def denoiser_input(self, sample: Sample) -> Tensor:
+    def denoiser_input(self, sample: SamplingState) -> Tensor:
         """The sample's latents as the denoiser takes them: a sampler may keep them at another scale."""
 
     @abstractmethod
@@ -319,11 +337,11 @@ class Family(ABC):
         scale, its negative prompt's."""
 
     @abstractmethod
-    def predict_clean(self, sample: Sample, prediction: Tensor) -> Tensor:
+    def predict_clean(self, sample: SamplingState, prediction: Tensor) -> Tensor:
         """The clean latents that a prediction points at, [image tokens, latent width]. prediction: as for `advance`."""
 
     @abstractmethod
-    def advance(self, sample: Sample, prediction: Tensor) -> tuple[Tensor, State]:
+    def advance(self, sample: SamplingState, prediction: Tensor) -> tuple[Tensor, State]:
         """Latents and sampler state after a step. prediction: of all tokens, [image tokens, latent width]; the latents
         of tokens that were not computed are undefined, unless a velocity was given for them too."""
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from core.errors import ConfigError
-from model_executor.checkpoint.loader import CONFIGURATION_ERRORS, Checkpoint, first_line
+from model_executor.checkpoint.loader import CONFIGURATION_ERRORS, ModelCheckpoint, first_line
 from model_executor.models.base import Family
 from model_executor.models.families.dit import DiT
 from model_executor.models.families.flux import FluxFill, FluxInpaint
@@ -32,7 +32,7 @@ FAMILIES: dict[str, type[VaeFamily]] = {
 }
 
 
-def make_family(checkpoint: Checkpoint) -> Family:
+def make_family(checkpoint: ModelCheckpoint) -> Family:
     """The family of a checkpoint, with tokenizers and scheduler loaded, but no weights. Raises ConfigError for a
     pipeline class that is not supported and for an invalid configuration."""
     name = checkpoint.class_name

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from core.page_scheme import PageLayout
-from model_executor.page_cache.pages import Entry, Pages, Quantise
+from model_executor.page_cache.pages import PageEntry, Pages, Quantise
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,10 +53,10 @@ class OwnPages:
         wanted = self._heads
         return step == self.step and ((first <= wanted[0] and wanted[1] <= end) or wanted[0] == wanted[1])
 
-    def writer(self, quantise: Quantise) -> Entry:
+    def writer(self, quantise: Quantise) -> PageEntry:
         """The entry to write its heads to. They count as missing until `note_made`."""
         self.made[0] = -1
-        return Entry(self.entry, self.layout, self.num_tokens, quantise).of_heads(self.heads)
+        return PageEntry(self.entry, self.layout, self.num_tokens, quantise).of_heads(self.heads)
 
     def note_made(self) -> None:
         """Note that its heads are written."""

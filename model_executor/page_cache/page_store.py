@@ -30,8 +30,7 @@ from core.handles import ArrayRef, EntryRef, Tier
 from core.messages.worker import PageCopied, PageCopy
 from core.page_scheme import template_of
 from model_executor.page_cache.copy_stream import CopyStream
-from model_executor.page_cache.uploads import Upload, Uploads
-from model_executor.worker.stores.tensor_store import SharedMemory
+from model_executor.page_cache.uploads import PageUpload, Uploads
 
 logger = logging.getLogger("stencil.worker")
 
@@ -47,11 +46,14 @@ BLOCKS_BEFORE_OTHERS = 256
 FLUX reads, a tenth of a second. Such a job may take seconds, and loads wait meanwhile; but an edit may wait for it."""
 
 
-class PageArena(SharedMemory, Protocol):
+class PageArena(Protocol):
     """The part of `core.ipc.shared_array.Arena` that the store uses."""
 
     id: int
     size: int  # bytes
+
+    def view(self, ref: ArrayRef) -> npt.NDArray[np.generic]:
+        """The array of a handle, writable, without a copy."""
 
 
 class Files(Protocol):
@@ -67,7 +69,7 @@ class Files(Protocol):
 
 
 @dataclass(slots=True)
-class _Load:
+class _PageLoad:
     """A copy to a faster tier. Guarded by the store's condition."""
 
     target: Tier
@@ -83,7 +85,7 @@ class _Job:
     """A copy to do, with what the I/O thread needs for it."""
 
     copy: PageCopy
-    load: _Load | None  # None for a copy to a slower tier
+    load: _PageLoad | None  # None for a copy to a slower tier
     device: Tensor | None  # the entry in device memory, if that is source or target
     ready: torch.Event | None  # recorded after the work that the device must finish before
 
@@ -117,8 +119,8 @@ class PageStore:
         self._on_copied = on_copied
         self._rank = rank
         self._tensors: dict[str, Tensor] = {}  # key -> uint8 [nbytes] in device memory
-        self._loads: dict[str, list[_Load]] = {}  # key -> under way, or failed
-        self._announced: list[_Load] = []  # what the next step reads, until it waits for a block
+        self._loads: dict[str, list[_PageLoad]] = {}  # key -> under way, or failed
+        self._announced: list[_PageLoad] = []  # what the next step reads, until it waits for a block
         self._num_ahead = 0  # blocks loaded to a GPU that no step waited for, since another job; the I/O thread's
         self._changed = threading.Condition()
         self._is_closed = False
@@ -236,13 +238,13 @@ class PageStore:
             self._jobs.append(job)
             self._changed.notify_all()
 
-    def _note_awaited(self, loads: Iterable[_Load]) -> None:
+    def _note_awaited(self, loads: Iterable[_PageLoad]) -> None:
         """Note that a step has begun to wait for these, and thus for all that were announced."""
         for load in (*loads, *self._announced):
             load.is_awaited = True
         self._announced.clear()
 
-    def _wait_load(self, load: _Load, block: int) -> None:
+    def _wait_load(self, load: _PageLoad, block: int) -> None:
         self._changed.wait_for(lambda: block in load.arrived or load.has_failed or self._is_closed)
 
     def _whole_arena(self) -> Tensor:
@@ -251,14 +253,14 @@ class PageStore:
     def _host(self, ref: ArrayRef) -> Bytes:
         return self._pages.view(ref)  # type: ignore[return-value]  # an entry's handle says uint8
 
-    def _expect(self, copy: PageCopy) -> _Load:
+    def _expect(self, copy: PageCopy) -> _PageLoad:
         """Register a load of this entry. Drops earlier failed loads to the same tier; one to the host is kept, since a
         copy that continues from there must fail too."""
         with self._changed:
             loads = [
                 load for load in self._loads.get(copy.key, ()) if not load.has_failed or load.target != copy.target
             ]
-            self._loads[copy.key] = [*loads, load := _Load(copy.target)]
+            self._loads[copy.key] = [*loads, load := _PageLoad(copy.target)]
         return load
 
     def _make_target(self, copy: PageCopy) -> None:
@@ -421,7 +423,7 @@ class PageStore:
         else:
             uploads.add(upload)
 
-    def _upload_of(self, job: _Job) -> Upload | None:
+    def _upload_of(self, job: _Job) -> PageUpload | None:
         """None: there was no device memory for it."""
         host, load, arrived = torch.from_numpy(self._host_side(job.copy)), job.load, self._arrival(job)
         if job.device is None:
@@ -434,7 +436,7 @@ class PageStore:
             self._num_ahead += not load.is_awaited
             arrived(index)
 
-        return Upload(
+        return PageUpload(
             key=job.copy.key,
             host=host,
             device=job.device,
@@ -489,6 +491,6 @@ class PageStore:
                 del self._loads[key]
 
 
-def _has_failed(loads: Sequence[_Load]) -> bool:
+def _has_failed(loads: Sequence[_PageLoad]) -> bool:
     """Whether there are loads, and all of them failed."""
     return bool(loads) and all(load.has_failed for load in loads)

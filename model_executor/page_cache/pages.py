@@ -79,8 +79,8 @@ class PageReader:
 
     def __init__(self, pages: Pages, kernels: Kernels | None) -> None:
         self._kernels = kernels
-        near = Entry(pages.near, pages.layout, pages.num_tokens).of_heads(pages.heads)
-        far = None if pages.far is None else Entry(pages.far, pages.layout, pages.num_tokens).of_heads(pages.heads)
+        near = PageEntry(pages.near, pages.layout, pages.num_tokens).of_heads(pages.heads)
+        far = None if pages.far is None else PageEntry(pages.far, pages.layout, pages.num_tokens).of_heads(pages.heads)
         self._wait, self._weight = pages.wait, pages.weight
         near_weight, all_blocks = (1.0 if far is None else 1.0 - pages.weight), pages.wait is None
         self._near, self._near_scales = near.values, near.weighted_scales(near_weight, at_once=all_blocks)
@@ -140,7 +140,7 @@ def quantise(x: Tensor, values: Tensor, scales: Tensor) -> None:
     values.copy_((x / scales).nan_to_num_(0.0, 0.0, 0.0).round_().clamp_(-INT8_MAX, INT8_MAX))
 
 
-class Entry:
+class PageEntry:
     """Views of an entry, uint8 [entry bytes] aligned to 64 bytes, of a picture of `num_tokens` image tokens.
 
     values: of each block, [2 (K, V), heads, rows, head dim] in the pages' dtype. scales: float32 [blocks, 2, heads,
@@ -179,7 +179,7 @@ class Entry:
             return None
         return (scales * weight).unbind().__getitem__ if at_once else lambda block: scales[block] * weight
 
-    def moments_towards(self, far: Entry | None, weight: float) -> Callable[[int], Tensor]:
+    def moments_towards(self, far: PageEntry | None, weight: float) -> Callable[[int], Tensor]:
         """A function: block -> (1 - weight) * its moments + weight * those of `far`."""
         near = self.moments
         if far is None:

@@ -25,7 +25,7 @@ that a step does not wait long behind them. FLUX's are 26 MB each, half a millis
 
 
 @dataclass(slots=True, eq=False)
-class Upload:
+class PageUpload:
     """One entry on its way to the device."""
 
     key: str
@@ -52,11 +52,11 @@ class Uploads:
 
     def __init__(self, stream: CopyStream) -> None:
         self._stream = stream
-        self._under_way: list[Upload] = []  # in the order in which they came
-        self._queued: deque[tuple[Upload, torch.Event]] = deque()  # blocks, in the stream's order
+        self._under_way: list[PageUpload] = []  # in the order in which they came
+        self._queued: deque[tuple[PageUpload, torch.Event]] = deque()  # blocks, in the stream's order
         self._since = 0.0  # when the first block queued could begin: the one before was copied, or there was none
 
-    def add(self, upload: Upload) -> None:
+    def add(self, upload: PageUpload) -> None:
         self._under_way.append(upload)
 
     @property
@@ -81,18 +81,18 @@ class Uploads:
         """Drop the uploads of which no block is queued yet."""
         self._under_way = [upload for upload in self._under_way if upload.num_queued]
 
-    def _left(self) -> list[Upload]:
+    def _left(self) -> list[PageUpload]:
         """Those with blocks to queue."""
         return [upload for upload in self._under_way if upload.num_queued < upload.num_blocks]
 
-    def _next(self, awaited_only: bool) -> Upload | None:
+    def _next(self, awaited_only: bool) -> PageUpload | None:
         """Whose block is queued next; None: none for now."""
         left = self._left()
         if awaited := [upload for upload in left if upload.is_awaited()]:
             return min(awaited, key=lambda upload: upload.num_queued)
         return left[0] if left and not awaited_only and len(self._queued) < BLOCKS_AHEAD else None
 
-    def _queue_block(self, upload: Upload) -> None:
+    def _queue_block(self, upload: PageUpload) -> None:
         if not self._queued:
             self._since = time.monotonic()
         try:
@@ -108,7 +108,7 @@ class Uploads:
         self._queued.append((upload, event))
         upload.on_queued(index, event)
 
-    def _finish_block(self, upload: Upload, event: torch.Event) -> None:
+    def _finish_block(self, upload: PageUpload, event: torch.Event) -> None:
         try:
             event.synchronize()
         except Exception as error:
@@ -122,7 +122,7 @@ class Uploads:
             self._under_way.remove(upload)
             upload.on_end(upload.seconds, None)
 
-    def _fail(self, upload: Upload, error: Exception) -> None:
+    def _fail(self, upload: PageUpload, error: Exception) -> None:
         with suppress(RuntimeError):  # of a broken device
             self._stream.finish()  # its memory is freed next
         self._queued = deque(pair for pair in self._queued if pair[0] is not upload)

@@ -23,7 +23,7 @@ from core.ipc.local_sockets import MESSAGE_BYTES, is_own, send
 from core.ipc.logs import of_request
 from core.messages.codec import MessageDecoder, encode
 from core.messages.weights import DropWeights, FromKeeper, TakeWeights, ToKeeper, WeightsFailed, WeightsTaken
-from model_executor.checkpoint.loader import Checkpoint
+from model_executor.checkpoint.loader import ModelCheckpoint
 from model_executor.models.registry import make_family
 from model_executor.weights.image import Image, write_image
 
@@ -141,7 +141,7 @@ class Keeper:
 
 def _load(wanted: TakeWeights) -> nn.Module:
     """The module of a component, packed for the sender. Raises ConfigError, and out-of-memory errors."""
-    checkpoint = Checkpoint.open(wanted.model)
+    checkpoint = ModelCheckpoint.open(wanted.model)
     module: nn.Module = checkpoint.load(wanted.part)
     if wanted.cpu_threads:
         with _threads(wanted.cpu_threads):

@@ -2,18 +2,12 @@
 
 from __future__ import annotations
 
-import logging
 import threading
 from contextlib import suppress
 
-from core.errors import MessageError
-from core.ipc.logs import of_request
 from core.ipc.ring import Channel, PeerClosedError
 from core.messages.codec import encode
-from core.messages.salvage import sendable_result
-from core.messages.worker import AdapterLoaded, BatchResult, FromWorker, ModelFailed, ModelLoaded, PageCopied
-
-logger = logging.getLogger("stencil.worker")
+from core.messages.worker import AdapterLoaded, FromWorker, ModelFailed, ModelLoaded, PageCopied
 
 
 class EngineLink:
@@ -24,15 +18,8 @@ class EngineLink:
         self._sending = threading.Lock()
 
     def send(self, message: FromWorker) -> None:
-        """Send a message. A result that cannot be encoded fails its own request. Raises PeerClosedError when the engine
-        is gone."""
-        try:
-            payload = encode(message)
-        except MessageError as error:
-            logger.error("%s", error, extra=of_request(""))
-            if not isinstance(message, BatchResult):
-                raise
-            payload = encode(sendable_result(message))
+        """Send a message. Raises PeerClosedError when the engine is gone."""
+        payload = encode(message)
         with self._sending:
             self._channel.send(payload)
 

@@ -29,8 +29,8 @@ from core.failure import Failure
 from core.graph.op import OPS
 from core.ipc.logs import of_request
 from core.messages.worker import Batch, BatchResult, Item, ItemResult
+from model_executor.device_failures import free_memory, our_error, wait_for_device
 from model_executor.parallel.groups import Groups
-from model_executor.worker.device_failures import free_memory, our_error, wait_for_device
 from model_executor.worker.halving import attempt_in_halves
 from model_executor.worker.ops import HANDLERS, Handler
 from model_executor.worker.ops.context import WorkerContext

@@ -64,7 +64,7 @@ def start(
     context = WorkerContext(models.families, store, arena, pages, models.prompts_of, exchange, adapters.wait)
     runner = Runner(settings.rank, context, groups)
     link.send(msgspec.structs.replace(ready, port=groups.port if groups else 0))
-    return Worker(settings.rank, link, loader, store, pages, runner, exchange, adapters)
+    return Worker(settings.rank, link, loader, context, runner, adapters)
 
 
 def _opened(settings: WorkerConfig) -> ResidentModels:

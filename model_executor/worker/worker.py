@@ -2,23 +2,13 @@
 
 from __future__ import annotations
 
-import logging
-import time
-
-from core.errors import MessageError
-from core.ipc.logs import of_request
 from core.messages.codec import MessageDecoder
-from core.messages.salvage import WithheldItems, readable_plan
 from core.messages.worker import DropAdapter, LoadAdapter, Shutdown, StepPlan, ToWorker, TransferDone
-from model_executor.page_cache.page_store import PageStore
 from model_executor.worker.engine_link import EngineLink
 from model_executor.worker.loading.adapter_loader import AdapterLoader
 from model_executor.worker.loading.component_loader import ComponentLoader
+from model_executor.worker.ops.context import WorkerContext
 from model_executor.worker.runner import Runner
-from model_executor.worker.stores.exchange import Exchange
-from model_executor.worker.stores.tensor_store import TensorStore
-
-logger = logging.getLogger("stencil.worker")
 
 
 class Worker:
@@ -29,27 +19,20 @@ class Worker:
         rank: int,
         link: EngineLink,
         loader: ComponentLoader,
-        store: TensorStore,
-        pages: PageStore,
+        context: WorkerContext,
         runner: Runner,
-        exchange: Exchange,
         adapters: AdapterLoader,
     ) -> None:
-        self._rank = rank
-        self._link = link
-        self._loader = loader
-        self._store = store
-        self._pages = pages
-        self._runner = runner
-        self._exchange = exchange
-        self._adapters = adapters
+        self._rank, self._link, self._runner = rank, link, runner
+        self._loader, self._adapters = loader, adapters
+        self._store, self._pages, self._exchange = context.store, context.pages, context.exchange
         self._decoder: MessageDecoder[ToWorker] = MessageDecoder(ToWorker)
-        self._withheld = WithheldItems()
 
     def run(self) -> None:
-        """Do as the engine says, until a Shutdown. Raises PeerClosedError when the engine is gone, and errors that do
-        not belong to one request, such as a tensor to move that is missing."""
-        while not isinstance(message := self._next(), Shutdown):
+        """Do as the engine says, until a Shutdown. Raises PeerClosedError when the engine is gone, MessageError for
+        what cannot be decoded, and other errors that do not belong to one request, such as a tensor to move that is
+        missing."""
+        while not isinstance(message := self._decoder.decode(self._link.recv()), Shutdown):
             match message:
                 case StepPlan():
                     self._execute(message)
@@ -57,22 +40,6 @@ class Worker:
                     self._adapters.load(message)
                 case DropAdapter():
                     self._adapters.drop(message)
-
-    def _next(self) -> ToWorker:
-        """The next message. Of a plan that cannot be decoded, the part that can be executed; if there is none, skips
-        it."""
-        while True:
-            payload = self._link.recv()
-            try:
-                return self._decoder.decode(payload)
-            except MessageError as error:
-                logger.error("%s", error, extra=of_request(""))
-                saved = readable_plan(payload, self._rank, time.monotonic(), error)
-            if saved is not None:
-                self._withheld.update(saved.withheld)
-                for answer in saved.answers:
-                    self._link.send(answer)
-                return saved.plan
 
     def close(self) -> None:
         """End the I/O thread; queued copies are dropped, and no load is waited for."""
@@ -97,4 +64,4 @@ class Worker:
         for batch in plan.batches:
             result = self._runner.run(batch)
             self._exchange.end_batch(batch)
-            self._link.send(self._withheld.complete(result))
+            self._link.send(result)

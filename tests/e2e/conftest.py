@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 from diffusers import FluxFillPipeline
-from server_process import ServerProcess, start
+from server_process import ServerProcess, fork
 
 from engine.client.processes.worker_launcher import worker_launcher
 from entrypoints import ImageEngine
@@ -39,7 +39,7 @@ def server_flags(tiny_checkpoint: Path) -> tuple[str, ...]:
 def server(server_flags: tuple[str, ...], tmp_path_factory: pytest.TempPathFactory) -> Iterator[ServerProcess]:
     """A ready server with an API key and small limits. At the end it must exit cleanly with all its children."""
     flags = ("--api-key", API_KEY, "--max-queue", "16", "--max-upload-bytes", "4000000", "--max-pixels", "4000000")
-    server = start(tmp_path_factory.mktemp("server") / "scratch", *server_flags, *flags)
+    server = fork(tmp_path_factory.mktemp("server") / "scratch", *server_flags, *flags)
     yield server
     assert server.stop() == 0, server.log.read_text()
 

@@ -9,7 +9,7 @@ import io
 import json
 import os
 import tempfile
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import asynccontextmanager, suppress
 from pathlib import Path
 
@@ -21,6 +21,7 @@ from PIL import Image
 from prometheus_client.parser import text_string_to_metric_families
 
 from core.config import EngineConfig, ModelConfig, SchedulerConfig, StencilConfig
+from core.lora import Lora
 from core.sampling_params import SamplingParams
 from engine.client import services
 from engine.client.async_engine import AsyncEngine
@@ -136,8 +137,8 @@ EDITS["r3"] = make_input(3, steps=90, partial_images=3, own_page_steps=(0, 20, 4
 BRIEF = {f"r{seed}": make_input(seed, steps=20 + 5 * seed) for seed in range(4)}
 
 
-async def run(engine: AsyncEngine, request_id: str, edit: EditInput) -> Told:
-    async with engine.edit(request_id, edit) as outputs:
+async def run(engine: AsyncEngine, request_id: str, edit: EditInput, loras: Sequence[Lora] = ()) -> Told:
+    async with engine.edit(request_id, edit, engine.choose_model(loras=loras)) as outputs:
         return [(output.partial_index, bytes(output.data)) async for output in outputs]
 
 

@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 import openai
 from pictures import BOX, Pixels, alpha_mask, decode, encode, photo
-from server_process import ServerProcess, start
+from server_process import ServerProcess, fork
 
 PHOTO, ALPHA = encode(photo()), alpha_mask()
 
@@ -21,7 +21,7 @@ PHOTO, ALPHA = encode(photo()), alpha_mask()
 def serving(checkpoint: Path, folder: Path, *flags: str) -> Iterator[ServerProcess]:
     """A server with the checkpoint, which must exit cleanly. folder: for its files."""
     small = ("--served-model-name", "tiny", "--threads", "1", "--dtype", "float32", "--no-playground")
-    server = start(folder / "scratch", "--model", str(checkpoint), *small, *flags)
+    server = fork(folder / "scratch", "--model", str(checkpoint), *small, *flags)
     yield server
     assert server.stop() == 0, server.log.read_text()
 

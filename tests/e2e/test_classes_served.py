@@ -16,7 +16,7 @@ import torch
 from diffusers import DiTPipeline, DPMSolverMultistepScheduler
 from pictures import Pixels, decode, encode, photo
 from served_edits import client_of
-from server_process import ServerProcess, start
+from server_process import ServerProcess, fork
 
 from core.errors import InvalidRequestError
 from entrypoints import Edit, ImageEngine, SamplingParams
@@ -38,7 +38,7 @@ def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def server(checkpoint: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[ServerProcess]:
     folder = tmp_path_factory.mktemp("server")
     models = ("--model", f"dit={checkpoint}", "--model", f"fill={make_flux_fill(folder / 'fill')}")
-    server = start(folder / "scratch", *models, "--threads", "1", "--dtype", "float32", "--no-playground")
+    server = fork(folder / "scratch", *models, "--threads", "1", "--dtype", "float32", "--no-playground")
     yield server
     assert server.stop() == 0, server.log.read_text()
 

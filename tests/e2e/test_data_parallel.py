@@ -67,7 +67,7 @@ def make_input(seed: int = 0, steps: int = 4, **sampling: object) -> EditInput:
 
 
 async def run(engine: AsyncEngine, request_id: str, edit: EditInput) -> tuple[bytes, EditReport]:
-    async with engine.edit(request_id, edit) as outputs:
+    async with engine.edit(request_id, edit, engine.choose_model()) as outputs:
         output = await anext(outputs)
         assert output.report is not None
         return bytes(output.data), output.report

@@ -35,7 +35,7 @@ async def run_all(engine: AsyncEngine) -> tuple[list[list[bytes]], list[EditRepo
     files: list[list[bytes]] = []
     reports: list[EditReport] = []
     for index, edit in enumerate(EDITS):
-        async with engine.edit(f"r{index}", edit) as outputs:
+        async with engine.edit(f"r{index}", edit, engine.choose_model()) as outputs:
             told = [(bytes(output.data), output.report) async for output in outputs]
         files.append([data for data, _ in told])
         assert told[-1][1] is not None

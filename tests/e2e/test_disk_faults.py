@@ -13,7 +13,7 @@ import psutil
 import pytest
 from pictures import alpha_mask, encode, photo
 from prometheus_client.parser import text_string_to_metric_families
-from server_process import ServerProcess, start
+from server_process import ServerProcess, fork
 
 from model_executor.page_cache.page_files import RETRY_SECONDS
 
@@ -56,7 +56,7 @@ def cached(
     server_flags: tuple[str, ...], cache_folder: Path, tmp_path_factory: pytest.TempPathFactory
 ) -> Iterator[ServerProcess]:
     flags = ("--cache-disk-bytes", "64M", "--cache-dir", str(cache_folder))
-    server = start(tmp_path_factory.mktemp("server") / "scratch", *server_flags, *flags)
+    server = fork(tmp_path_factory.mktemp("server") / "scratch", *server_flags, *flags)
     yield server
     assert server.stop() == 0, server.log.read_text()
 

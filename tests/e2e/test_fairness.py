@@ -22,7 +22,7 @@ import numpy as np
 import psutil
 import pytest
 from pictures import alpha_mask, encode
-from server_process import ServerProcess, start
+from server_process import ServerProcess, fork, start
 
 from benchmarks.load.process_tree import pss_bytes
 
@@ -168,7 +168,7 @@ MAX_QUEUE = 8
 def small_queue(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ServerProcess]:
     """Two edits run, six wait."""
     flags = ("--max-queue", str(MAX_QUEUE), "--max-num-seqs", "2", "--threads", "1")
-    server = start(tmp_path_factory.mktemp("queue") / "scratch", *KEYS, *flags)
+    server = fork(tmp_path_factory.mktemp("queue") / "scratch", *KEYS, *flags)
     yield server
     assert server.stop() == 0, server.log.read_text()
 

@@ -69,7 +69,8 @@ async def test_a_worker_that_dies_or_hangs_between_partial_images_changes_no_byt
     assert [index for index, _ in expected] == [0, 1, 2, None]
     for number, fault in enumerate((signal.SIGKILL, signal.SIGSTOP), 1):
         told: Told = []
-        async with asyncio.timeout(180), engine.edit(f"disturbed-{number}", edit) as outputs:
+        choice = engine.choose_model()
+        async with asyncio.timeout(180), engine.edit(f"disturbed-{number}", edit, choice) as outputs:
             async for output in outputs:
                 told.append((output.partial_index, bytes(output.data)))
                 if len(told) == 1:

@@ -24,7 +24,7 @@ from pathlib import Path
 import httpx
 import psutil
 import pytest
-from hostile_files import bombs, picture
+from hostile_files import BOMBS, bombs, picture
 from hostile_requests import BOUNDARY, SECRET, SMALL, Request, hostile_requests, joined, part, request, text_parts
 from hypothesis import HealthCheck, Phase, given, settings
 from hypothesis import strategies as st
@@ -236,7 +236,7 @@ def arena_bytes(process: psutil.Process) -> int:
     return sum(area.rss for area in maps if area.path.startswith("/memfd:stencil-arena-0"))
 
 
-@pytest.mark.parametrize("name", bombs())
+@pytest.mark.parametrize("name", BOMBS)
 def test_bombs(fuzzed: ServerProcess, name: str) -> None:
     """Files that would fill memory, sent as image and as mask in every form."""
     before = max(peak_bytes(child) for child in fuzzed.children())

@@ -16,7 +16,7 @@ import httpx
 import numpy as np
 import pytest
 from pictures import Pixels, alpha_mask, decode, encode, photo
-from server_process import ROOT, ServerProcess, start
+from server_process import ROOT, ServerProcess, fork, start
 
 A, B, LATER = "sk-a-1f2e", "sk-b-3d4c", "sk-later-5b6a"
 
@@ -43,7 +43,7 @@ def flags(server_flags: tuple[str, ...], folder: Path) -> tuple[str, ...]:
 
 @pytest.fixture(scope="module")
 def two(flags: tuple[str, ...], folder: Path) -> Iterator[ServerProcess]:
-    server = start(folder / "scratch", *flags)
+    server = fork(folder / "scratch", *flags)
     yield server
     assert server.stop() == 0, server.log.read_text()
 
@@ -164,14 +164,14 @@ def test_files_of_pages_belong_to_their_owner_across_restarts(
 ) -> None:
     """Uses another folder of pages, so as not to wait for what `two` still writes."""
     own = (*flags[:-2], "--cache-dir", str(tmp_path / "pages"), "--data-parallel-size", "1")
-    server = start(tmp_path / "first", *own)
+    server = fork(tmp_path / "first", *own)
     try:
         expected, _ = edit(server, A, 4)
         edit(server, A, 4)
         until(lambda: len(list((tmp_path / "pages").glob("*.page"))) >= 5)
     finally:
         assert server.stop() == 0
-    server = start(tmp_path / "second", *own)
+    server = fork(tmp_path / "second", *own)
     try:
         others, facts = edit(server, B, 4)
         assert seen(facts) == ("miss", True)
@@ -184,7 +184,7 @@ def test_files_of_pages_belong_to_their_owner_across_restarts(
 
 
 def test_pages_may_be_shared_by_all_keys(flags: tuple[str, ...], tmp_path: Path) -> None:
-    server = start(tmp_path / "scratch", *flags, "--cache-scope", "server", "--data-parallel-size", "1")
+    server = fork(tmp_path / "scratch", *flags, "--cache-scope", "server", "--data-parallel-size", "1")
     try:
         assert seen(edit(server, A, 5)[1]) == ("miss", True)
         assert seen(edit(server, B, 5)[1]) == ("hit", False)

@@ -14,7 +14,7 @@ import numpy as np
 import openai
 import pytest
 from served_edits import client_of, edit
-from server_process import ServerProcess, spawn, start
+from server_process import ServerProcess, fork, spawn
 
 from tools.random_checkpoints import make_flux_fill
 from tools.random_unet_checkpoints import make_sd
@@ -35,7 +35,7 @@ def weight_bytes(path: Path) -> int:
 @contextmanager
 def serving(folder: Path, paths: dict[str, Path], *flags: str) -> Iterator[ServerProcess]:
     models = [flag for name, path in paths.items() for flag in ("--model", f"{name}={path}")]
-    server = start(folder / "scratch", *models, "--threads", "1", "--dtype", "float32", "--no-playground", *flags)
+    server = fork(folder / "scratch", *models, "--threads", "1", "--dtype", "float32", "--no-playground", *flags)
     yield server
     assert server.stop() == 0, server.log.read_text()
 
@@ -69,7 +69,7 @@ def test_models_take_turns_in_a_budget_for_one(tmp_path: Path, paths: dict[str, 
 def test_deaths_change_no_picture_and_leave_nothing(tmp_path: Path, paths: dict[str, Path]) -> None:
     """Of a worker, which takes its models up again, and of the server itself, whose other processes end with it."""
     flags = [flag for name, path in paths.items() for flag in ("--model", f"{name}={path}")]
-    server = start(tmp_path / "scratch", *flags, "--threads", "1", "--dtype", "float32", "--no-playground")
+    server = fork(tmp_path / "scratch", *flags, "--threads", "1", "--dtype", "float32", "--no-playground")
     with client_of(server) as client:
         before = {name: edit(client, model=name)[0] for name in paths}
         (worker,) = (child for child in server.children() if "stencil-worker" in " ".join(child.cmdline()))

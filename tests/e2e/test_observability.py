@@ -18,7 +18,7 @@ import pytest
 from collector import SentSpan, running_collector
 from pictures import alpha_mask, encode, photo
 from prometheus_client.parser import text_string_to_metric_families
-from server_process import ServerProcess, start
+from server_process import ServerProcess, fork, start
 
 FILES = {"image": encode(photo()), "mask": alpha_mask()}
 TRACE, PARENT = "0af7651916cd43dd8448eb211c80319c", "b7ad6b7169203331"
@@ -53,7 +53,7 @@ def seen(server_flags: tuple[str, ...], tmp_path_factory: pytest.TempPathFactory
     flags = ("--data-parallel-size", "2", "--router-policy", "round-robin", "--log-format", "json")
     with running_collector() as collector:
         scratch = tmp_path_factory.mktemp("server") / "scratch"
-        server = start(scratch, *server_flags, *flags, "--otlp-traces-endpoint", collector.url)
+        server = fork(scratch, *server_flags, *flags, "--otlp-traces-endpoint", collector.url)
         answers = use(server)
         metrics = scrape(server)
         assert server.stop() == 0, server.log.read_text()
@@ -248,7 +248,7 @@ def test_without_an_endpoint_no_process_imports_opentelemetrys_sdk(
 def test_a_collector_that_does_not_answer_delays_nothing(server_flags: tuple[str, ...], tmp_path: Path) -> None:
     with socket.create_server(("127.0.0.1", 0)) as silent:  # accepts in its backlog, and reads nothing
         url = f"http://127.0.0.1:{silent.getsockname()[1]}/v1/traces"
-        server = start(tmp_path / "scratch", *server_flags, "--otlp-traces-endpoint", url)
+        server = fork(tmp_path / "scratch", *server_flags, "--otlp-traces-endpoint", url)
         started = time.monotonic()
         assert post(server).status_code == 200
         assert server.stop() == 0

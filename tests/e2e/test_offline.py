@@ -321,7 +321,7 @@ def to_input(edit: Edit, sampling: SamplingParams, partial_images: int = 0) -> E
 
 
 async def run(engine: AsyncEngine, name: str, edit: EditInput) -> list[tuple[ImageOutput, bytes]]:
-    async with engine.edit(name, edit) as outputs:
+    async with engine.edit(name, edit, engine.choose_model()) as outputs:
         return [(output, bytes(output.data)) async for output in outputs]
 
 
@@ -368,7 +368,7 @@ def num_steps(engine: AsyncEngine) -> int:
 @in_module
 async def test_leaving_the_edit_early_frees_its_slot(one_worker: AsyncEngine) -> None:
     edit = to_input(make_edit(128, 128), SamplingParams(num_inference_steps=200, seed=3), partial_images=1)
-    async with one_worker.edit("a", edit):
+    async with one_worker.edit("a", edit, one_worker.choose_model()):
         before = num_steps(one_worker)
         while not one_worker.num_requests_running:
             await asyncio.sleep(0.01)
@@ -428,7 +428,7 @@ async def test_a_socket_that_cannot_be_made_is_a_config_error(
 @in_module
 async def test_a_killed_worker_fails_the_edit_where_no_retries_are_allowed(one_worker: AsyncEngine) -> None:
     edit = to_input(make_edit(128, 128), SamplingParams(num_inference_steps=200, seed=3))
-    async with one_worker.edit("a", edit) as outputs:
+    async with one_worker.edit("a", edit, one_worker.choose_model()) as outputs:
         async with asyncio.timeout(60):
             while not one_worker.num_requests_running:
                 await asyncio.sleep(0.01)

@@ -115,7 +115,7 @@ def test_a_broken_message_fails_only_its_own_edit_and_leaves_no_trace(engine: Im
     before, inner = processes(), engine._engine
 
     async def broken() -> list[object]:
-        async with inner.edit(f"broken-{name}", BROKEN[name]) as outputs:
+        async with inner.edit(f"broken-{name}", BROKEN[name], inner.choose_model()) as outputs:
             return [output async for output in outputs]
 
     errors: list[BaseException] = []
@@ -142,7 +142,7 @@ def test_a_broken_message_fails_only_its_own_edit_and_leaves_no_trace(engine: Im
     inner.services.arena.check_integrity()
 
 
-def test_bytes_that_are_no_message_end_neither_the_engine_nor_its_client(engine: ImageEngine) -> None:
+def test_bytes_that_are_no_message_do_not_end_the_engine(engine: ImageEngine) -> None:
     before, client = processes(), engine._engine.services.router._replicas[0]._client
     heard: list[RequestOutput] = []
 
@@ -150,7 +150,6 @@ def test_bytes_that_are_no_message_end_neither_the_engine_nor_its_client(engine:
         client._waiters["lost"] = heard.append
         client._send_bytes(b"nonsense")
         client._send_bytes(msgspec.msgpack.encode({"type": "EngineRequest", "request_id": "lost", "model": 3}))
-        client._handle_unreadable(b"nonsense", EngineError("a test"))  # type: ignore[arg-type]
 
     engine._run(send())
     deadline = time.monotonic() + 30
@@ -169,7 +168,7 @@ def test_a_broken_message_that_waited_for_an_engine_fails_when_one_is_up(engine:
     async def broken() -> list[object]:
         while inner.services.router.is_ready:
             await asyncio.sleep(0.001)
-        async with inner.edit("waited", BROKEN["cannot be encoded"]) as outputs:
+        async with inner.edit("waited", BROKEN["cannot be encoded"], inner.choose_model()) as outputs:
             return [output async for output in outputs]
 
     with pytest.raises(EngineError, match="cannot be encoded"):

@@ -12,7 +12,7 @@ import httpx
 import openai
 import pytest
 from pictures import alpha_mask, decode, encode, photo
-from server_process import ServerProcess, start
+from server_process import ServerProcess, fork
 
 API_KEY, MAX_QUEUE = "sk-local", 16  # of the shared server
 NUM_EDITS = 100
@@ -61,7 +61,7 @@ OBJECTIVE_MS, NUM_DUE = 400, 60
 def aiming_server(server_flags: tuple[str, ...], tmp_path_factory: pytest.TempPathFactory) -> Iterator[ServerProcess]:
     """A server with an objective that many edits at once cannot meet."""
     flags = ("--slo-ms", str(OBJECTIVE_MS), "--max-num-seqs", "4")
-    server = start(tmp_path_factory.mktemp("aiming") / "scratch", *server_flags, *flags)
+    server = fork(tmp_path_factory.mktemp("aiming") / "scratch", *server_flags, *flags)
     yield server
     assert server.stop() == 0, server.log.read_text()
 

@@ -72,7 +72,7 @@ async def run_and_kill(engine: AsyncEngine, edit: EditInput, *, all_die: bool) -
     """What an edit says, if the worker that does its steps, or all, are killed when it has shown its picture."""
     told: Told = []
     await until(lambda: all(rank.is_up for rank in stats_of(engine).ranks))
-    async with engine.edit("killed", edit) as outputs:
+    async with engine.edit("killed", edit, engine.choose_model()) as outputs:
         async for output in outputs:
             told.append((output.partial_index, bytes(output.data)))
             if output.partial_index == 0:

@@ -14,7 +14,7 @@ import httpx
 import psutil
 import pytest
 from pictures import alpha_mask, encode, photo
-from server_process import ServerProcess, start
+from server_process import ServerProcess, fork, start
 
 IMAGE, MASK = encode(photo()), alpha_mask()
 BOUNDARY = "b0undary"
@@ -83,7 +83,7 @@ def leave(server: ServerProcess, how: Callable[[ServerProcess], socket.socket], 
 def pair(server_flags: tuple[str, ...], tmp_path_factory: pytest.TempPathFactory) -> Iterator[ServerProcess]:
     """Two engines."""
     scratch = tmp_path_factory.mktemp("server") / "scratch"
-    server = start(scratch, *server_flags, "--data-parallel-size", "2", "--max-queue", "64")
+    server = fork(scratch, *server_flags, "--data-parallel-size", "2", "--max-queue", "64")
     yield server
     if server.process.poll() is None:
         assert server.stop() == 0, server.log.read_text()

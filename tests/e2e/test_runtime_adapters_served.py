@@ -6,7 +6,6 @@ import asyncio
 import shutil
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 from uuid import uuid4
@@ -24,7 +23,6 @@ from server_process import ServerProcess
 from core.errors import InvalidRequestError, OverloadedError
 from core.lora import Lora
 from engine.client.async_engine import AsyncEngine
-from engine.client.edit_types import EditInput
 from tools.random_checkpoints import make_flux_fill, make_sd3
 
 
@@ -169,8 +167,8 @@ def test_names_are_checked(server: ServerProcess, files: dict[str, Path]) -> Non
     assert unload(server, "hat").status_code == 200
 
 
-def edit_with(*loras: str) -> EditInput:
-    return replace(make_input(steps=8), loras=tuple(map(Lora, loras)))
+async def run_with(engine: AsyncEngine, request_id: str, *loras: str) -> Told:
+    return await run(engine, request_id, make_input(steps=8), tuple(map(Lora, loras)))
 
 
 async def restart(engine: AsyncEngine) -> None:
@@ -178,15 +176,15 @@ async def restart(engine: AsyncEngine) -> None:
     (process,) = processes("engine")
     process.kill()
     await until(lambda: not any(engine.alive))
-    with pytest.raises(OverloadedError, match="No worker is up"):
+    with pytest.raises(OverloadedError, match="not ready"):
         await engine.load_adapter("early", "early.safetensors")
     await until(lambda: all(engine.alive))
 
 
 async def begin(engine: AsyncEngine, adapter: str) -> list[asyncio.Task[Told]]:
     """Four edits that run, every second one with the adapter."""
-    edits = [edit_with(*[adapter] * (number % 2)) for number in range(4)]
-    tasks = [asyncio.create_task(run(engine, f"{adapter}-{uuid4().hex}", edit)) for edit in edits]
+    edits = [run_with(engine, f"{adapter}-{uuid4().hex}", *[adapter] * (number % 2)) for number in range(4)]
+    tasks = [asyncio.create_task(edit) for edit in edits]
     await until(lambda: engine.num_requests_running > 0)
     return tasks
 
@@ -207,9 +205,7 @@ async def test_what_is_restarted_loads_them_too(files: dict[str, Path], tmp_path
         (name,) = engine.models
         await engine.load_adapter("hat", str(hat))
         await engine.load_adapter("coat", str(files["shirt"]))
-        plain, hatted, coated = [
-            await run(engine, "-".join(names), edit_with(*names)) for names in ((), ("hat",), ("coat",))
-        ]
+        plain, hatted, coated = [await run_with(engine, "-".join(names), *names) for names in ((), ("hat",), ("coat",))]
         assert len({str(told) for told in (plain, hatted, coated)}) == 3
         running = await begin(engine, "hat")
         await restart_one_rank(engine)
@@ -220,9 +216,9 @@ async def test_what_is_restarted_loads_them_too(files: dict[str, Path], tmp_path
         await restart(engine)
         assert await asyncio.gather(*running) == [plain, coated] * 2
         with pytest.raises(InvalidRequestError, match="adapter is not loaded any more"):
-            await run(engine, "changed", edit_with("hat"))
+            await run_with(engine, "changed", "hat")
         for adapter in ("hat", "coat"):
             engine.unload_adapter(adapter)
         assert list(engine.models) == [name]
         with pytest.raises(InvalidRequestError, match="served without adapters"):
-            await run(engine, "gone", edit_with("coat"))
+            await run_with(engine, "gone", "coat")

@@ -16,7 +16,7 @@ import openai
 import pytest
 from pictures import Pixels
 from served_edits import ALPHA, PHOTO, client_of, edit
-from server_process import ServerProcess, start
+from server_process import ServerProcess, fork
 
 from core.config import EMBEDDED_MODEL, ModelConfig
 from core.sampling_params import SamplingParams
@@ -43,7 +43,7 @@ def serving(folder: Path, paths: Mapping[str, str], *flags: str) -> Iterator[Ser
     entries = [f'[[model]]\nname = "{name}"\npath = "{path}"\n' for name, path in paths.items() if name != "embedded"]
     catalog.write_text('[[model]]\nname = "embedded"\n' + "".join(entries))
     common = ("--catalog", str(catalog), "--threads", "1", "--dtype", "float32", "--no-playground")
-    server = start(folder / "scratch", *common, *flags)
+    server = fork(folder / "scratch", *common, *flags)
     yield server
     assert server.stop() == 0, server.log.read_text()
 

@@ -178,7 +178,7 @@ async def all_is_given_back(engine: AsyncEngine) -> None:
 
 
 async def paint(engine: AsyncEngine, name: str, edit: EditInput) -> tuple[ImageOutput, bytes]:
-    async with engine.edit(name, edit) as outputs:
+    async with engine.edit(name, edit, engine.choose_model()) as outputs:
         return [(output, bytes(output.data)) async for output in outputs][-1]
 
 

@@ -15,7 +15,7 @@ import pytest
 from adapters import make_lora
 from diffusers import EulerAncestralDiscreteScheduler, PNDMScheduler
 from pictures import BOX, Pixels, alpha_mask, decode, encode, photo
-from server_process import ServerProcess, start
+from server_process import ServerProcess, fork
 
 from tools.random_unet_checkpoints import make_sd, make_sdxl
 
@@ -38,7 +38,7 @@ def server(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFact
     checkpoint = CHECKPOINTS[request.param](tmp_path_factory.mktemp("model") / request.param)
     lora = make_lora(tmp_path_factory.mktemp("lora") / "red.safetensors", checkpoint, text_parts=("text_encoder",))
     flags = ("--served-model-name", "tiny", "--threads", "1", "--dtype", "float32", "--lora", f"red={lora}")
-    server = start(tmp_path_factory.mktemp("server") / "scratch", "--model", str(checkpoint), *flags)
+    server = fork(tmp_path_factory.mktemp("server") / "scratch", "--model", str(checkpoint), *flags)
     yield server
     assert server.stop() == 0, server.log.read_text()
 

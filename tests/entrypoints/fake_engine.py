@@ -15,9 +15,10 @@ from core.config import StencilConfig
 from core.costs.load_report import EngineStats, LoadReport, StepSample
 from core.errors import AdapterNotFoundError, OverloadedError
 from core.lora import Lora
-from core.model_choice import choose_model
+from core.model_choice import ModelChoice, choose_model
 from core.model_info import ModelInfo
 from core.patches import PatchSet
+from engine.client.admission.not_ready import not_ready
 from engine.client.edit_types import EditInput, EditReport, ImageOutput
 from engine.client.sessions.running_sessions import RunningSessions
 from engine.client.sessions.upload_place import UploadPlace
@@ -67,6 +68,7 @@ class FakeEngine:
         self.gate = asyncio.Event()  # outputs wait for it
         self.gate.set()
         self.edits: list[EditInput] = []
+        self.choice: ModelChoice | None = None  # of the last edit
         self.files: dict[str, bytes] = {}  # content of the last edit's uploads
         self.num_open = 0
         self.templates = TemplateStore(1000)
@@ -97,11 +99,22 @@ class FakeEngine:
             self.metrics.observe_rejected("queue_full")
             raise OverloadedError("The queue is full.", retry_after=3.0)
 
+    def check_ready(self) -> None:
+        if not self.is_ready:
+            self.metrics.observe_rejected("shutting_down" if self.is_closing else "not_ready")
+            raise not_ready(is_closing=self.is_closing)
+
+    def choose_model(self, name: str = "", loras: Sequence[Lora] = ()) -> ModelChoice:
+        return choose_model(self.models, name, loras)
+
     @asynccontextmanager
-    async def edit(self, request_id: str, edit: EditInput) -> AsyncIterator[AsyncIterator[ImageOutput]]:
+    async def edit(
+        self, request_id: str, edit: EditInput, choice: ModelChoice
+    ) -> AsyncIterator[AsyncIterator[ImageOutput]]:
         if self.entering is not None:
             raise self.entering
         self.edits.append(edit)
+        self.choice = choice
         for name, upload in (("image", edit.image), ("mask", edit.mask)):
             if upload is not None:
                 self.files[name] = b"".join([chunk async for chunk in upload.chunks()])

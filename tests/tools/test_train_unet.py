@@ -12,8 +12,8 @@ from pipeline_rig import Rig
 
 from core.ipc.shared_array import Arena
 from model_executor.models.families import vae_family
-from model_executor.models.families.vae_family import pack as family_pack
 from model_executor.models.families.vae_family import to_image
+from model_executor.models.latents import pack as family_pack
 from model_executor.models.unet.unet_layers import Layers
 from tools.train_embedded.layout import pack, pack_mask
 from tools.train_embedded.pool import Batch
@@ -101,7 +101,14 @@ def test_the_denoiser_sees_the_picture_the_pipeline_shows_it() -> None:
     mask = (torch.rand(2, 256, 256) > 0.5).float()
     latents = torch.randn(2, 16, 32, 32)
     ids = torch.zeros(2, 24, dtype=torch.long)
-    batch = Batch(target=pack(latents), masked=pack(2 * latents), mask=pack_mask(mask), clip=ids, t5=ids)
+    batch = Batch(
+        target=pack(latents),
+        masked=pack(2 * latents),
+        mask=pack_mask(mask),
+        clip=ids,
+        t5=ids,
+        detail=torch.zeros(mask.shape[0], 256),
+    )
     scheduler = build_scheduler()
     scheduler.alphas_cumprod = torch.ones_like(scheduler.alphas_cumprod)
     noised = noise_batch(batch, 0.25, scheduler)

@@ -5,12 +5,19 @@ from pathlib import Path
 
 from tools.train_embedded.seeds import TEST_CASES
 
-STAGES = ("vae", "denoiser", "boxes", "distil", "export", "evaluate", "examples", "gallery")
+STAGES = ("vae", "denoiser", "boxes", "distil", "decoder", "refine", "export", "evaluate", "examples", "gallery")
+EXTRAS = ("start", "limits")  # go on from the exported checkpoint; what keeps its scores down
+NAMES = f"any of {', '.join(STAGES + EXTRAS)}; the first {len(STAGES)} by default"
 
 
 def parse() -> argparse.Namespace:
     parser = argparse.ArgumentParser(prog="python -m tools.train_embedded", description=__doc__)
-    parser.add_argument("stages", nargs="*", metavar="stage", help=f"any of {', '.join(STAGES)}; all by default")
+    parser.add_argument(
+        "stages",
+        nargs="*",
+        metavar="stage",
+        help=NAMES,
+    )
     parser.add_argument("--work", type=Path, default=Path(".train"), help="checkpoints and logs (default: .train)")
     parser.add_argument("--out", type=Path, default=Path("model_executor/embedded"), help="the exported checkpoint")
     parser.add_argument("--ranks", type=int, default=2, help="training processes, one thread each")
@@ -18,14 +25,16 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--denoiser-minutes", type=float, default=71.0)
     parser.add_argument("--boxes-minutes", type=float, default=100.0)
     parser.add_argument("--distil-minutes", type=float, default=20.0)
+    parser.add_argument("--decoder-minutes", type=float, default=60.0)
+    parser.add_argument("--refine-minutes", type=float, default=360.0)
     parser.add_argument("--sheet", type=Path, default=Path("docs/embedded_model_sheet.png"))
     parser.add_argument("--examples", type=Path, default=Path("examples"))
     parser.add_argument("--cases", type=int, default=TEST_CASES, help="held-out edits to evaluate on")
     parser.add_argument("--tuning", action="store_true", help="evaluate on the tuning scenes, write no JSON")
     options = parser.parse_args()
-    unknown = [stage for stage in options.stages if stage not in STAGES]
+    unknown = [stage for stage in options.stages if stage not in STAGES + EXTRAS]
     if unknown:
-        parser.error(f"unknown stage {unknown[0]!r}; choose from {', '.join(STAGES)}")
+        parser.error(f"unknown stage {unknown[0]!r}; choose from {', '.join(STAGES + EXTRAS)}")
     return options
 
 
@@ -48,10 +57,26 @@ def run(stage: str, options: argparse.Namespace) -> None:
             from tools.train_embedded.denoiser import distil_guidance
 
             distil_guidance(options.work, options.distil_minutes * 60, options.ranks)
+        case "decoder":
+            from tools.train_embedded.decoder import train_decoder
+
+            train_decoder(options.work, options.decoder_minutes * 60, options.ranks)
+        case "refine":
+            from tools.train_embedded.denoiser import refine
+
+            refine(options.work, options.refine_minutes * 60, options.ranks)
         case "export":
             from tools.train_embedded.export import export
 
-            export(options.work, options.out, "distil")
+            export(options.work, options.out, "refine")
+        case "start":
+            from tools.train_embedded.export import resume_from
+
+            resume_from(options.out, options.work)
+        case "limits":
+            from tools.train_embedded.limits import limits
+
+            limits(options.out, options.cases)
         case "evaluate":
             from entrypoints import ImageEngine
             from tools.train_embedded.editing import with_engine

@@ -1,7 +1,7 @@
 """Held-out edits for evaluation: a template, a mask, a prompt, and the render that is the ground truth."""
 
 import random
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from itertools import count, islice
 from typing import Literal
@@ -25,21 +25,24 @@ class Case:
     silhouette: Mask  # [256, 256]: pixels of `garment` in `truth` under the mask
     garment: Garment  # that the prompt asks for
     truth: Pixels  # [256, 256, 3]: the same scene drawn with `garment`
+    scene: Scene  # of `truth`
 
     @property
     def prompt(self) -> str:
         return noun_phrase(self.garment)
 
 
-def cases(first_seed: int, number: int, masks: MaskKind = "silhouette") -> list[Case]:
+def cases(
+    first_seed: int, number: int, masks: MaskKind = "silhouette", patterns: Sequence[str] = PATTERNS
+) -> list[Case]:
     """Edits of the first `number` usable scenes from `first_seed` on, with colours and patterns in equal shares."""
-    return list(islice(_cases(first_seed, masks), number))
+    return list(islice(_cases(first_seed, masks, patterns), number))
 
 
-def _cases(first_seed: int, masks: MaskKind) -> Iterator[Case]:
+def _cases(first_seed: int, masks: MaskKind, patterns: Sequence[str]) -> Iterator[Case]:
     done = 0
     for seed in count(first_seed):
-        case = _case(seed, COLOURS[done % len(COLOURS)], PATTERNS[done % len(PATTERNS)], masks)
+        case = _case(seed, COLOURS[done % len(COLOURS)], patterns[done % len(patterns)], masks)
         if case is not None:
             done += 1
             yield case
@@ -60,7 +63,7 @@ def _case(seed: int, colour: str, pattern: str, masks: MaskKind) -> Case | None:
     silhouette = (after.silhouettes[slot] > 127) & mask
     if not SMALLEST <= mask.mean() <= LARGEST or silhouette.mean() < SMALLEST / 2:
         return None
-    return Case(before.image, mask, silhouette, garment, after.image)
+    return Case(before.image, mask, silhouette, garment, after.image, scene.wearing(garment))
 
 
 def _kinds_fitting(scene: Scene, slot: Slot) -> tuple[str, ...]:

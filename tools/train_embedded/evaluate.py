@@ -10,6 +10,7 @@ import numpy as np
 import torch
 
 from tools.train_embedded import seeds
+from tools.train_embedded.blemishes import Blemishes, blemishes
 from tools.train_embedded.cases import Case, MaskKind, cases
 from tools.train_embedded.editing import EditBatch, with_pipeline
 from tools.train_embedded.export import load_pipeline, weight_bytes
@@ -30,6 +31,8 @@ class Report:
 
     model: Scores
     truth: Scores
+    blemishes: Blemishes  # of the model's edits
+    truth_blemishes: Blemishes  # of the ground truth: its own border step
     shuffled_colour: float  # the model's edits scored against permuted prompts
     shuffled_pattern: float
     truth_shuffled_colour: float
@@ -61,6 +64,8 @@ def judge(edits: Sequence[Pixels], asked: Sequence[Case]) -> Report:
     return Report(
         model=score(edits, asked),
         truth=score(truths, asked),
+        blemishes=blemishes(edits, asked),
+        truth_blemishes=blemishes(truths, asked),
         shuffled_colour=float(np.mean([scores.colour for scores in deaf])),
         shuffled_pattern=float(np.mean([scores.pattern for scores in deaf])),
         truth_shuffled_colour=float(np.mean([scores.colour for scores in deaf_truth])),
@@ -117,6 +122,10 @@ def summary(numbers: dict[str, Any]) -> str:
             f"{name:>10} {what:>7}: model {report['model'][what]:.3f}, truth {report['truth'][what]:.3f}, "
             f"share {report['share'][what]:.3f}"
             for what in ("colour", "pattern", "shape")
+        ]
+        lines += [
+            f"{name:>10} {what:>10}: model {report['blemishes'][what]:.3f}, truth {report['truth_blemishes'][what]:.3f}"
+            for what in ("background", "tint", "border", "hands")
         ]
         lines.append(f"{'':>10} shuffled: {report['shuffled_colour']:.3f} / {report['shuffled_pattern']:.3f}")
     return "\n".join(lines)

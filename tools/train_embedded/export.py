@@ -10,7 +10,7 @@ from transformers import T5EncoderModel, T5TokenizerFast
 from tools.train_embedded.captions import vocabulary
 from tools.train_embedded.denoiser import load_models
 from tools.train_embedded.tokenizing import t5_tokenizer, tokenizers_in
-from tools.train_embedded.training import load
+from tools.train_embedded.training import load, save, state_of
 from tools.train_embedded.vae import load_vae
 
 SERVING_DEFAULTS = {"num_inference_steps": 8}  # for requests that give none
@@ -69,3 +69,13 @@ def export(work: Path, folder: Path, stage: str) -> None:
     if size > LARGEST_CHECKPOINT:
         raise ValueError(f"the checkpoint has {size} bytes of weights, more than {LARGEST_CHECKPOINT}")
     print(f"exported {stage} to {folder}, {size / 1e6:.1f} MB of weights", flush=True)
+
+
+def resume_from(folder: Path, work: Path) -> None:
+    """Lay an exported checkpoint out in `work` as the result of the stage `distil`, to go on from it."""
+    pipeline = load_pipeline(folder).to(torch.float32)
+    pipeline.vae.save_pretrained(work / "vae")
+    pipeline.tokenizer.save_pretrained(work / "tokenizers" / "clip")
+    pipeline.tokenizer_2.save_pretrained(work / "tokenizers" / "t5")
+    parts = {name: getattr(pipeline, name) for name in ("transformer", "text_encoder", "text_encoder_2")}
+    save(work / "distil.pt", {"average": {name: state_of(part) for name, part in parts.items()}})

@@ -34,22 +34,30 @@ class Noised:
     time: Tensor  # [batch], 0 is the picture and 1 is noise
     inside: Tensor  # [batch, tokens]: 1 where a token holds a masked pixel
     chosen: Tensor  # [batch, tokens]: indices into the 256 image tokens
+    detail: Tensor  # [batch, tokens]: 1 where a token shows a hand or the figure's outline
 
 
-def draw_times(number: int) -> Tensor:
-    times = torch.sigmoid(torch.randn(number) * TIME_DEVIATION + TIME_MEAN)
-    uniform = torch.rand(number) < TIME_UNIFORM
-    return torch.where(uniform, torch.rand(number), times).clamp(0.005, 1.0)
+def draw_times(number: int, device: torch.device) -> Tensor:
+    times = torch.sigmoid(torch.randn(number, device=device) * TIME_DEVIATION + TIME_MEAN)
+    uniform = torch.rand(number, device=device) < TIME_UNIFORM
+    return torch.where(uniform, torch.rand(number, device=device), times).clamp(0.005, 1.0)
 
 
 def noise_batch(batch: Batch, tokens: int) -> Noised:
     inside = (batch.mask.amax(-1) > 0).float()
     chosen = choose_tokens(inside, tokens)
     target, masked, mask = (take(x, chosen) for x in (batch.target, batch.masked, batch.mask))
-    time = draw_times(len(target))
+    time = draw_times(len(target), target.device)
     noise = torch.randn_like(target)
     noisy = torch.lerp(target, noise, time[:, None, None])
-    return Noised(torch.cat([noisy, masked, mask], -1), noise - target, time, inside.gather(1, chosen), chosen)
+    return Noised(
+        torch.cat([noisy, masked, mask], -1),
+        noise - target,
+        time,
+        inside.gather(1, chosen),
+        chosen,
+        batch.detail.gather(1, chosen),
+    )
 
 
 def read_captions(clip: CLIPTextModel, t5: T5EncoderModel, clip_ids: Tensor, t5_ids: Tensor) -> Text:
@@ -63,16 +71,18 @@ def velocity(transformer: FluxTransformer2DModel | nn.Module, noised: Noised, te
         encoder_hidden_states=text.words,
         pooled_projections=text.pooled,
         timestep=noised.time,
-        img_ids=image_ids()[: noised.hidden.shape[1]],
-        txt_ids=torch.zeros(TEXT_TOKENS, 3),
+        img_ids=image_ids().to(noised.hidden.device)[: noised.hidden.shape[1]],
+        txt_ids=torch.zeros(TEXT_TOKENS, 3, device=noised.hidden.device),
         return_dict=False,
     )[0]
     return out.float()
 
 
-def weighted_error(predicted: Tensor, wanted: Tensor, inside: Tensor) -> tuple[Tensor, Tensor]:
-    """The loss, and the mean squared error of the masked tokens."""
+def weighted_error(
+    predicted: Tensor, wanted: Tensor, inside: Tensor, importance: Tensor | float = 1.0
+) -> tuple[Tensor, Tensor]:
+    """The loss, and the mean squared error of the masked tokens. importance: [batch, tokens], of masked tokens."""
     error = ((predicted - wanted) ** 2).mean(-1)
-    weight = CONTEXT_WEIGHT + (1 - CONTEXT_WEIGHT) * inside
+    weight = CONTEXT_WEIGHT + (importance - CONTEXT_WEIGHT) * inside
     masked = (error * inside).sum() / inside.sum().clamp(min=1)
     return (error * weight).sum() / weight.sum(), masked.detach()

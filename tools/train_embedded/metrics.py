@@ -52,7 +52,7 @@ def cloth_features(image: Pixels, mask: Mask) -> Floats:
     """Log variance of the cloth and its autocorrelation at each of SHIFTS, after removing slow shading."""
     luminance = image.astype(np.float64) @ np.array([0.299, 0.587, 0.114])
     weight = _eroded(mask).astype(np.float64)
-    detail = (luminance - _local_mean(luminance, weight, 8)) * weight
+    detail = (luminance - local_mean(luminance, weight, 8)) * weight
     variance = (detail**2).sum() / max(1.0, weight.sum())
     correlations = [_correlation(detail, weight, shift) / (variance + 1.0) for shift in SHIFTS]
     return np.array([np.log(variance + 1.0), *correlations])
@@ -67,7 +67,7 @@ def _eroded(mask: Mask) -> Mask:
     return eroded if eroded.sum() >= 100 else mask
 
 
-def _local_mean(values: Floats, weight: Floats, radius: int) -> Floats:
+def local_mean(values: Floats, weight: Floats, radius: int) -> Floats:
     """Weighted mean over a square window of 2 * radius pixels: one repeat of the cloth."""
 
     def window_sum(x: Floats) -> Floats:

@@ -8,12 +8,17 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from tools.train_embedded.training import has_fast_bfloat16
+
 
 @torch.no_grad()
 def orthogonalise(update: Tensor, iterations: int = 5) -> Tensor:
-    """Newton-Schulz iteration in bf16 towards the nearest semi-orthogonal matrices; [batch, rows, columns]."""
+    """Newton-Schulz iteration towards the nearest semi-orthogonal matrices, in bf16 where it is fast;
+    [batch, rows, columns].
+    """
     tall = update.shape[-2] > update.shape[-1]
-    x = (update.mT if tall else update).bfloat16().contiguous()
+    x = (update.mT if tall else update).contiguous()
+    x = x.bfloat16() if has_fast_bfloat16(x.device) else x
     x = x / (x.norm(dim=(-2, -1), keepdim=True) + 1e-7)
     for _ in range(iterations):
         gram = x @ x.mT
@@ -55,7 +60,7 @@ class Muon(torch.optim.Optimizer):
         """A flat bfloat16 update for each weight, equal on all ranks."""
         ranks, rank = (dist.get_world_size(), dist.get_rank()) if dist.is_initialized() else (1, 0)
         smoothed = [self._smooth(param, momentum) for param in params]
-        flat = torch.zeros(sum(param.numel() for param in params), dtype=torch.bfloat16)
+        flat = torch.zeros(sum(param.numel() for param in params), dtype=torch.bfloat16, device=params[0].device)
         updates = list(flat.split([param.numel() for param in params]))
         for shape, members in by_shape.items():
             own = members[rank::ranks]

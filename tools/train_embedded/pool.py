@@ -1,28 +1,34 @@
 """The pool of training examples: latents, masks and captions in memory-mapped files, kept between runs."""
 
 import random
+from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 
 import numpy as np
 import torch
 from diffusers import AutoencoderKL
+from numpy.typing import NDArray
 from torch import Tensor
 
-from tools.train_embedded.layout import IMAGE_TOKENS, LATENTS, MASK, TEXT_TOKENS, pack, pack_mask
+from tools.train_embedded.drawers import Drawers, spare_processes
+from tools.train_embedded.layout import GRID, IMAGE_TOKENS, LATENTS, MASK, TEXT_TOKENS, pack, pack_mask
 from tools.train_embedded.masks import MaskedEdit, Mixture, draw_edit
-from tools.train_embedded.scenes import Render, draw_scene, render
+from tools.train_embedded.scenes import SIZE, Pixels, Render, Scene, draw_scene, empty_room, hands, render
 from tools.train_embedded.tokenizing import Tokenizers
+from tools.train_embedded.training import precision
 
-CAPACITY = 40_000  # examples per rank, 73 kB each; the files are sparse until filled
+CAPACITY = 200_000  # examples per rank, 73 kB each; the files are sparse until filled
 EDITS_PER_SCENE = 3
-SCENES_PER_CALL = 2
+CPU = torch.device("cpu")
 FIELDS: dict[str, tuple[tuple[int, ...], type[np.generic]]] = {
     "target": ((IMAGE_TOKENS, LATENTS), np.float16),
     "masked": ((IMAGE_TOKENS, LATENTS), np.float16),
     "mask": ((IMAGE_TOKENS, MASK // 8), np.uint8),  # one bit per pixel
     "clip": ((TEXT_TOKENS,), np.int16),
     "t5": ((TEXT_TOKENS,), np.int16),
+    "detail": ((IMAGE_TOKENS,), np.uint8),
 }
 
 
@@ -35,6 +41,33 @@ class Batch:
     mask: Tensor  # [batch, 256, 256] 0 or 1
     clip: Tensor  # [batch, 24] ids
     t5: Tensor  # [batch, 24] ids
+    detail: Tensor  # [batch, 256] 1 where a token shows a part of a hand, or the figure's outline
+
+
+def detail(scene: Scene, drawn: Render) -> NDArray[np.uint8]:
+    """[256] 1 for the image tokens that show a part of a hand, or both the room and the figure; else 0."""
+    room = (drawn.image == empty_room(scene)).all(-1)
+    room_share, hand_share = (
+        x.reshape(GRID, SIZE // GRID, GRID, SIZE // GRID).mean((1, 3)).flatten() for x in (room, hands(scene))
+    )
+    shows: NDArray[np.uint8] = ((hand_share > 0) | ((room_share > 0) & (room_share < 1))).astype(np.uint8)
+    return shows
+
+
+@dataclass(frozen=True)
+class DrawnScene:
+    """What a pool needs of one scene."""
+
+    image: Pixels  # [256, 256, 3]
+    detail: NDArray[np.uint8]  # [256], as in Batch
+    edits: tuple[MaskedEdit, ...]
+
+
+def draw_edits(seed: int, mixture: Mixture) -> DrawnScene:
+    rng, scene = random.Random(seed), draw_scene(seed)
+    drawn = render(scene)
+    edits = tuple(draw_edit(rng, scene, drawn, mixture) for _ in range(EDITS_PER_SCENE))
+    return DrawnScene(drawn.image, detail(scene, drawn), edits)
 
 
 class Pool:
@@ -44,9 +77,11 @@ class Pool:
         self, folder: Path, vae: AutoencoderKL, tokenizers: Tokenizers, first_seed: int, mixture: Mixture
     ) -> None:
         folder.mkdir(parents=True, exist_ok=True)
-        self._vae, self._tokenizers, self._first_seed, self._mixture = vae, tokenizers, first_seed, mixture
+        self._vae, self._tokenizers = vae, tokenizers
         self._scenes_file = folder / "scenes.txt"
         self._scenes = int(self._scenes_file.read_text()) if self._scenes_file.exists() else 0
+        processes = spare_processes(on_gpu=vae.device.type == "cuda")
+        self._drawers = Drawers(partial(draw_edits, mixture=mixture), first_seed + self._scenes, processes)
         mode = "r+" if self._scenes else "w+"
         self._fields = {
             name: np.memmap(folder / f"{name}.bin", dtype, mode, shape=(CAPACITY, *shape))  # type: ignore[call-overload]
@@ -59,49 +94,59 @@ class Pool:
         return self._scenes * EDITS_PER_SCENE
 
     def grow(self) -> None:
-        """Draw, mask and encode SCENES_PER_CALL scenes."""
-        renders, edits = [], []
-        for i in range(SCENES_PER_CALL):
-            seed = self._first_seed + self._scenes + i
-            rng, scene = random.Random(seed), draw_scene(seed)
-            drawn = render(scene)
-            renders.append(drawn)
-            edits += [(i, draw_edit(rng, scene, drawn, self._mixture)) for _ in range(EDITS_PER_SCENE)]
-        self._write(renders, edits)
-        self._scenes += SCENES_PER_CALL
+        """Encode the next scenes; waits until they are drawn."""
+        scenes = self._drawers.take()
+        self._write(scenes)
+        self._scenes += len(scenes)
         self._scenes_file.write_text(str(self._scenes))
 
-    def _write(self, renders: list[Render], edits: list[tuple[int, MaskedEdit]]) -> None:
-        pictures = torch.stack([torch.from_numpy(r.image) for r in renders]).permute(0, 3, 1, 2).float() / 127.5 - 1
-        masks = torch.stack([torch.from_numpy(edit.mask) for _, edit in edits]).float()
-        owners = [owner for owner, _ in edits]
+    def grow_if_ready(self) -> None:
+        """Encode scenes that were drawn meanwhile."""
+        if self._drawers.ready:
+            self.grow()
+
+    def close(self) -> None:
+        self._drawers.close()
+
+    def _write(self, scenes: Sequence[DrawnScene]) -> None:
+        pictures = torch.stack([torch.from_numpy(s.image) for s in scenes]).permute(0, 3, 1, 2).float() / 127.5 - 1
+        edits = [edit for scene in scenes for edit in scene.edits]
+        owners = [i for i, scene in enumerate(scenes) for _ in scene.edits]
+        masks = torch.stack([torch.from_numpy(edit.mask) for edit in edits]).float()
         targets, masked = self._encode(pictures, pictures[owners] * (1 - masks[:, None]))
-        clip, t5 = self._tokenizers([edit.caption for _, edit in edits])
+        clip, t5 = self._tokenizers([edit.caption for edit in edits])
         rows = [(self.drawn + k) % CAPACITY for k in range(len(edits))]
         self._fields["target"][rows] = targets[owners].numpy()
         self._fields["masked"][rows] = masked.numpy()
         self._fields["mask"][rows] = np.packbits(pack_mask(masks).numpy() > 0.5, axis=-1)
         self._fields["clip"][rows] = clip.numpy()
         self._fields["t5"][rows] = t5.numpy()
+        self._fields["detail"][rows] = np.stack([scene.detail for scene in scenes])[owners]
 
     @torch.no_grad()
     def _encode(self, pictures: Tensor, holed: Tensor) -> tuple[Tensor, Tensor]:
         """Latents of the pictures (the mean) and of the masked pictures (a sample, as in the pipeline)."""
-        with torch.autocast("cpu", torch.bfloat16):
-            posterior = self._vae.encode(torch.cat([pictures, holed])).latent_dist
+        with precision(self._vae.device):
+            posterior = self._vae.encode(torch.cat([pictures, holed]).to(self._vae.device)).latent_dist
         number = len(pictures)
-        latents = torch.cat([posterior.mode()[:number].float(), posterior.sample()[number:].float()])
+        latents = torch.cat([posterior.mode()[:number].float(), posterior.sample()[number:].float()]).cpu()
         tokens = pack((latents - self._vae.config.shift_factor) * self._vae.config.scaling_factor).half()
         return tokens[:number], tokens[number:]
 
-    def batch(self, size: int) -> Batch:
+    def batch(self, size: int, device: torch.device = CPU) -> Batch:
         rows = np.random.default_rng(int(torch.randint(1 << 40, ()))).integers(0, min(self.drawn, CAPACITY), size)
-        field = {name: torch.from_numpy(values[rows]) for name, values in self._fields.items() if name != "mask"}
-        bits = np.unpackbits(self._fields["mask"][rows], axis=-1)
+        field = {name: torch.from_numpy(values[rows]).to(device) for name, values in self._fields.items()}
         return Batch(
             target=field["target"].float(),
             masked=field["masked"].float(),
-            mask=torch.from_numpy(bits).float(),
+            mask=unpack_bits(field["mask"]).float(),
             clip=field["clip"].long(),
             t5=field["t5"].long(),
+            detail=field["detail"].float(),
         )
+
+
+def unpack_bits(packed: Tensor) -> Tensor:
+    """[..., bytes] uint8 to [..., 8 * bytes] of 0 and 1, the first bit of a byte being its highest."""
+    shifts = torch.arange(7, -1, -1, dtype=torch.uint8, device=packed.device)
+    return ((packed[..., None] >> shifts) & 1).flatten(-2)

@@ -44,7 +44,9 @@ def _join(meeting: str, rank: int, number: int, work: Callable[[int, int], None]
 def average_gradients(params: Iterable[Tensor], extra: float) -> float:
     """Replace every gradient by its mean over the ranks, in one all-reduce; returns the mean of `extra`."""
     gradients = [param.grad for param in params if param.grad is not None]
-    flat = torch.cat([gradient.flatten() for gradient in gradients] + [torch.tensor([extra])])
+    flat = torch.cat(
+        [gradient.flatten() for gradient in gradients] + [torch.tensor([extra], device=gradients[0].device)]
+    )
     if dist.get_world_size() > 1:
         dist.all_reduce(flat)
         flat /= dist.get_world_size()

@@ -28,6 +28,7 @@ HAIRS: tuple[Colour, ...] = (
 SHOES: tuple[Colour, ...] = ((40, 36, 40), (110, 60, 36), (230, 230, 230), (160, 30, 40))
 
 Point = tuple[float, float]
+Arm = tuple[Point, Point, Point]  # shoulder, elbow, hand
 Box = tuple[float, float, float, float]  # x0, y0, x1, y1
 Pixels = NDArray[np.uint8]
 Painter = Callable[[ImageDraw.ImageDraw], None]
@@ -43,6 +44,7 @@ class Scene:
     top: Garment
     bottom: Garment | None  # None with a dress
     hat: Garment | None
+    arms: tuple[Arm, ...] | None = None  # left and right in samples, instead of the seed's
 
     def garment(self, slot: Slot) -> Garment | None:
         match slot:
@@ -105,7 +107,7 @@ class Body:
     arm_width: float
     leg_width: float
     stance: float
-    arms: tuple[tuple[Point, Point, Point], ...]  # shoulder, elbow, hand; left then right
+    arms: tuple[Arm, ...]  # left then right
     legs: tuple[tuple[Point, Point, Point], ...]  # hip, knee, ankle; left then right
     skin: Colour
     hair: Colour
@@ -126,14 +128,8 @@ def draw_body(rng: random.Random, hatted: bool) -> Body:
     thick = build * 0.5 + 0.5
     arm_width, leg_width = 0.058 * height * thick, 0.082 * height * thick
     stance = rng.uniform(0.03, 0.085) * height
-    arms = []
-    for side in (-1, 1):
-        upper = rng.uniform(0.12, 0.55) if rng.random() < 0.7 else rng.uniform(0.6, 1.3)
-        lower = upper + rng.uniform(-0.35, 0.25)
-        joint = (x + side * (shoulder - arm_width * 0.35), shoulder_y + arm_width * 0.4)
-        elbow = (joint[0] + side * math.sin(upper) * 0.155 * height, joint[1] + math.cos(upper) * 0.155 * height)
-        hand = (elbow[0] + side * math.sin(lower) * 0.145 * height, elbow[1] + math.cos(lower) * 0.145 * height)
-        arms.append((joint, elbow, hand))
+    joint_x = shoulder - arm_width * 0.35
+    arms = [draw_arm(rng, side, (x + side * joint_x, shoulder_y + arm_width * 0.4), height) for side in (-1, 1)]
     legs = []
     for side in (-1, 1):
         joint = (x + side * hip * 0.5, hip_y)
@@ -147,6 +143,15 @@ def draw_body(rng: random.Random, hatted: bool) -> Body:
         hip=hip, arm_width=arm_width, leg_width=leg_width, stance=stance, arms=tuple(arms), legs=tuple(legs),
         skin=jitter(rng.choice(SKINS), rng, 8), hair=jitter(rng.choice(HAIRS), rng, 8), hair_style=rng.choice(styles),
     )  # fmt: skip
+
+
+def draw_arm(rng: random.Random, side: int, joint: Point, height: float) -> Arm:
+    """An arm in a random pose. side: -1 left, 1 right."""
+    upper = rng.uniform(0.12, 0.55) if rng.random() < 0.7 else rng.uniform(0.6, 1.3)
+    lower = upper + rng.uniform(-0.35, 0.25)
+    elbow = (joint[0] + side * math.sin(upper) * 0.155 * height, joint[1] + math.cos(upper) * 0.155 * height)
+    hand = (elbow[0] + side * math.sin(lower) * 0.145 * height, elbow[1] + math.cos(lower) * 0.145 * height)
+    return joint, elbow, hand
 
 
 def limb(draw: ImageDraw.ImageDraw, points: tuple[Point, ...], width: float, fill: Colour | int) -> None:
@@ -476,28 +481,78 @@ def around(a: Box, b: Box) -> Box:
     return min(a[0], b[0]), min(a[1], b[1]), max(a[2], b[2]), max(a[3], b[3])
 
 
-def render(scene: Scene) -> Render:
+@dataclass(frozen=True)
+class Light:
+    """How a scene is lit: where folds fall, and the brightness over the picture."""
+
+    side: float  # -1..1, from which side garments are lit
+    slope_x: float
+    slope_y: float
+    exposure: float
+
+    def shine(self, image: Image.Image) -> Pixels:
+        """The finished picture [256, 256, 3] of an image in samples."""
+        pixels = np.asarray(image.resize((SIZE, SIZE), Image.Resampling.BOX), np.float32)
+        gain = (1 + self.slope_x * (_X - 0.5) * 2 + self.slope_y * (_Y - 0.5) * 2) * self.exposure
+        lit: Pixels = np.clip(pixels * gain[..., None], 0, 255).astype(np.uint8)
+        return lit
+
+
+def stage(scene: Scene) -> tuple[random.Random, Image.Image, Body, Light, bool]:
+    """A scene before its figure is drawn: the random state, the room, the body, the light, and whether long hair falls
+    over the shoulders.
+    """
     rng = random.Random(scene.seed)
     image = draw_room(rng)
     body = draw_body(rng, hatted=scene.hat is not None)
-    light, locks = rng.uniform(-1, 1), rng.random() < 0.6
-    slope_x, slope_y, exposure = rng.uniform(-0.10, 0.10), rng.uniform(-0.08, 0.08), rng.uniform(0.95, 1.05)
+    if scene.arms is not None:
+        body = replace(body, arms=scene.arms)
+    side, locks = rng.uniform(-1, 1), rng.random() < 0.6
+    return (
+        rng,
+        image,
+        body,
+        Light(side, rng.uniform(-0.10, 0.10), rng.uniform(-0.08, 0.08), rng.uniform(0.95, 1.05)),
+        locks,
+    )
+
+
+def hand_boxes(body: Body) -> list[Box]:
+    """The bounding boxes, in samples, of the circles that are the hands."""
+    reach = body.arm_width * 0.55
+    return [(x - reach, y - reach, x + reach, y + reach) for _, _, (x, y) in body.arms]
+
+
+def empty_room(scene: Scene) -> Pixels:
+    """The scene without its figure, [256, 256, 3]."""
+    _, image, _, light, _ = stage(scene)
+    return light.shine(image)
+
+
+def hands(scene: Scene) -> NDArray[np.bool_]:
+    """The pixels [256, 256] of both hands, which are drawn over everything but the head and a hat."""
+    _, _, body, _, _ = stage(scene)
+    drawn = Image.new("L", (SAMPLES, SAMPLES), 0)
+    for box in hand_boxes(body):
+        ImageDraw.Draw(drawn).ellipse(box, fill=255)
+    shown: NDArray[np.bool_] = np.asarray(drawn.resize((SIZE, SIZE), Image.Resampling.BOX)) > 127
+    return shown
+
+
+def render(scene: Scene) -> Render:
+    rng, image, body, light, locks = stage(scene)
     draw_figure(image, body, rng)
     silhouettes: dict[Slot, Pixels] = {}
     if scene.bottom is not None:
-        silhouettes["bottom"] = wear(image, scene.bottom, cut_bottom(body, scene.bottom), light)
-    silhouettes["top"] = wear(image, scene.top, cut_top(body, scene.top), light)
+        silhouettes["bottom"] = wear(image, scene.bottom, cut_bottom(body, scene.bottom), light.side)
+    silhouettes["top"] = wear(image, scene.top, cut_top(body, scene.top), light.side)
     draw = ImageDraw.Draw(image)
-    for _, _, (x, y) in body.arms:
-        reach = body.arm_width * 0.55
-        draw.ellipse((x - reach, y - reach, x + reach, y + reach), fill=body.skin)
+    for box in hand_boxes(body):
+        draw.ellipse(box, fill=body.skin)
     draw_head(draw, body, locks)
     if scene.hat is not None:
-        silhouettes["hat"] = wear(image, scene.hat, cut_hat(body, scene.hat), light)
-    pixels = np.asarray(image.resize((SIZE, SIZE), Image.Resampling.BOX), np.float32)
-    gain = (1 + slope_x * (_X - 0.5) * 2 + slope_y * (_Y - 0.5) * 2) * exposure
-    lit = np.clip(pixels * gain[..., None], 0, 255).astype(np.uint8)
-    return Render(lit, visible(silhouettes), slot_boxes(body), whole_boxes(body))
+        silhouettes["hat"] = wear(image, scene.hat, cut_hat(body, scene.hat), light.side)
+    return Render(light.shine(image), visible(silhouettes), slot_boxes(body), whole_boxes(body))
 
 
 def visible(silhouettes: dict[Slot, Pixels]) -> dict[Slot, Pixels]:

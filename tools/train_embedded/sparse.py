@@ -18,12 +18,14 @@ class Positions(nn.Module):
     def __init__(self, embed: nn.Module) -> None:
         super().__init__()
         ids = torch.cat([torch.zeros(TEXT_TOKENS, 3), image_ids()])
-        self._tables: tuple[Tensor, Tensor] = tuple(table.bfloat16() for table in embed(ids))
+        cos, sin = embed(ids)
+        self._tables: tuple[Tensor, Tensor] = (cos, sin)
         self._selected: tuple[Tensor, Tensor] | None = None
 
     def select(self, chosen: Tensor) -> None:
         """Select the tokens of the next forward pass. chosen: [batch, tokens], indices into the 256 image tokens."""
-        text = torch.arange(TEXT_TOKENS).expand(len(chosen), -1)
+        self._tables = (self._tables[0].to(chosen.device), self._tables[1].to(chosen.device))
+        text = torch.arange(TEXT_TOKENS, device=chosen.device).expand(len(chosen), -1)
         rows = torch.cat([text, chosen + TEXT_TOKENS], 1)
         self._selected = (self._tables[0][rows], self._tables[1][rows])
 
@@ -89,7 +91,7 @@ def choose_tokens(masked: Tensor, number: int) -> Tensor:
     masked: [batch, 256], 1 for tokens with a masked pixel.
     """
     if number == IMAGE_TOKENS:
-        return torch.arange(IMAGE_TOKENS).expand(len(masked), -1)
+        return torch.arange(IMAGE_TOKENS, device=masked.device).expand(len(masked), -1)
     near = F.max_pool2d(masked.view(-1, 1, GRID, GRID), 3, 1, 1).flatten(1)
     return (masked * 1.5 + near * 0.5 + torch.rand_like(masked) * 1.5).topk(number, 1).indices
 

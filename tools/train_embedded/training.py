@@ -7,6 +7,7 @@ continued by a signal, resumes where it was. At most LONGEST_STEP is counted bet
 import os
 import time
 from collections.abc import Iterable
+from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +15,20 @@ import torch
 from torch import Tensor, nn
 
 LONGEST_STEP = 20.0  # seconds
+
+
+def has_fast_bfloat16(device: torch.device) -> bool:
+    """A CPU without AVX-512 emulates bfloat16: a training step takes 17 times as long as in float32."""
+    return device.type == "cuda" or torch.backends.cpu.get_cpu_capability() == "AVX512"
+
+
+def training_device() -> torch.device:
+    return torch.device("cuda" if torch.cuda.is_available() else "cpu")
+
+
+def precision(device: torch.device) -> AbstractContextManager[Any]:
+    """bfloat16 autocast where it is fast; float32 elsewhere."""
+    return torch.autocast(device.type, torch.bfloat16) if has_fast_bfloat16(device) else nullcontext()
 
 
 class Clock:
@@ -48,6 +63,11 @@ class Average:
             for key, value in state_of(module).items():
                 if value.is_floating_point():
                     kept[key].lerp_(value, 1 - decay)
+
+    def load(self, weights: dict[str, dict[str, Tensor]]) -> None:
+        for name, kept in self.weights.items():
+            for key, value in kept.items():
+                value.copy_(weights[name][key])
 
     def copy_to(self, modules: dict[str, nn.Module]) -> None:
         for name, module in modules.items():

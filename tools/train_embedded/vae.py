@@ -17,10 +17,11 @@ from diffusers.models.resnet import ResnetBlock2D
 from torch import Tensor, nn
 
 from tools.train_embedded import seeds
+from tools.train_embedded.drawers import Drawers
 from tools.train_embedded.muon import Muon
 from tools.train_embedded.ranks import average_gradients, launch
-from tools.train_embedded.scenes import draw_scene, render
-from tools.train_embedded.training import Average, Clock, load, save, set_rate
+from tools.train_embedded.scenes import Pixels, draw_scene, render
+from tools.train_embedded.training import Average, Clock, load, precision, save, set_rate
 
 CHANNELS = (16, 32, 64, 64)
 LATENTS = 16
@@ -54,7 +55,8 @@ def build_vae() -> AutoencoderKL:
     return vae
 
 
-def optimisers_of(vae: AutoencoderKL) -> list[torch.optim.Optimizer]:
+def optimisers_of(vae: nn.Module, rate: float = RATE) -> list[torch.optim.Optimizer]:
+    """Of an autoencoder or its decoder."""
     inner = [
         param
         for name, param in vae.named_parameters()
@@ -62,31 +64,41 @@ def optimisers_of(vae: AutoencoderKL) -> list[torch.optim.Optimizer]:
     ]
     taken = {id(param) for param in inner}
     outer = [param for param in vae.parameters() if id(param) not in taken]
-    return [Muon(inner, lr=RATE), torch.optim.AdamW(outer, lr=RATE, betas=(0.9, 0.99), weight_decay=0.0)]
+    return [Muon(inner, lr=rate), torch.optim.AdamW(outer, lr=rate, betas=(0.9, 0.99), weight_decay=0.0)]
 
 
-def scene_image(seed: int) -> Tensor:
-    """[3, 256, 256] uint8."""
-    return torch.from_numpy(render(draw_scene(seed)).image).permute(2, 0, 1).contiguous()
+def scene_image(seed: int) -> Pixels:
+    """[256, 256, 3]."""
+    return render(draw_scene(seed)).image
 
 
 class Pictures:
     """A pool of scenes in memory. At POOL scenes, a new one replaces a random one."""
 
-    def __init__(self, first_seed: int) -> None:
+    def __init__(self, first_seed: int, processes: int = 0) -> None:
         self.drawn = 0
         self._rng = random.Random(first_seed)
-        self._first_seed = first_seed
+        self._drawers = Drawers(scene_image, first_seed, processes)
         self._pool: list[Tensor] = []
 
     def grow(self, number: int) -> None:
-        for _ in range(number):
-            image = scene_image(self._first_seed + self.drawn)
-            self.drawn += 1
-            if len(self._pool) < POOL:
-                self._pool.append(image)
-            else:
-                self._pool[self._rng.randrange(POOL)] = image
+        """Add at least `number` pictures."""
+        wanted = self.drawn + number
+        while self.drawn < wanted:
+            for pixels in self._drawers.take():
+                image = torch.from_numpy(pixels).permute(2, 0, 1).contiguous()
+                self.drawn += 1
+                if len(self._pool) < POOL:
+                    self._pool.append(image)
+                else:
+                    self._pool[self._rng.randrange(POOL)] = image
+
+    def grow_if_ready(self) -> None:
+        if self._drawers.ready:
+            self.grow(1)
+
+    def close(self) -> None:
+        self._drawers.close()
 
     def batch(self, whole: bool) -> Tensor:
         """[1, 3, 256, 256] or [4, 3, CROP, CROP] in -1..1, sometimes mirrored, sometimes with a rectangle of zeros, as
@@ -109,7 +121,7 @@ class Pictures:
 
 def vae_loss(vae: AutoencoderKL, x: Tensor) -> tuple[Tensor, Tensor]:
     """The loss, and the mean squared error that it contains."""
-    with torch.autocast("cpu", torch.bfloat16):
+    with precision(x.device):
         posterior = vae.encode(x).latent_dist
         y = vae.decode(posterior.sample()).sample
     mean, log_variance = posterior.mean.float(), posterior.logvar.float()
@@ -123,7 +135,8 @@ def vae_loss(vae: AutoencoderKL, x: Tensor) -> tuple[Tensor, Tensor]:
 
 def held_out_images(number: int) -> Tensor:
     """[number, 3, 256, 256] in -1..1."""
-    return torch.stack([scene_image(seeds.VAE_HELD_OUT + i) for i in range(number)]).float() / 127.5 - 1
+    images = np.stack([scene_image(seeds.VAE_HELD_OUT + i) for i in range(number)])
+    return torch.from_numpy(images).permute(0, 3, 1, 2).float() / 127.5 - 1
 
 
 @torch.no_grad()
@@ -191,6 +204,7 @@ def _train(work: Path, budget: float, rank: int, ranks: int) -> None:
             keep()
             saved_at = time.monotonic()
     keep()
+    pictures.close()
     if rank == 0:
         average.copy_to({"vae": vae})
         export_vae(vae.eval(), work / "vae")

@@ -19,10 +19,10 @@ if TYPE_CHECKING:
 
 
 class Denoise(Message, OpWork, frozen=True, omit_defaults=True):
-    """One step: reads `condition`, `outside`, `sigmas` of `image_encode`, the text encoder's outputs unless it is of a
-    class, and `latents` and `sampler` (the sampler's state, a series) as the step before has made them; makes new ones.
-    Of a request with its own pages, `sampler` ends with two tensors more: the latents before the step that makes its
-    pages, and the last velocity of every token.
+    """One step. It reads `condition`, `outside` and `sigmas` of `image_encode`; the text encoder's outputs, unless the
+    picture is of a class; and `latents` and `sampler` (the sampler's state, a series) of the step before. It makes new
+    `latents` and `sampler`. If the request has its own pages, `sampler` ends with two tensors more: the latents before
+    the step that makes its pages, and the last velocity of every token.
     """
 
     # Every step.
@@ -32,14 +32,14 @@ class Denoise(Message, OpWork, frozen=True, omit_defaults=True):
     active: ArrayRef | None  # int32 indices of the tokens to compute; None: all
     guidance_scale: float
     keep_clean: bool  # also store `clean`, the predicted clean latents (z - sigma * v), for a partial image
-    true_cfg_scale: float = 1.0  # of classifier-free guidance, with a negative prompt or class
-    class_label: int | None = None  # what it is a picture of, without text encoder; with guidance also of any class
+    true_cfg_scale: float = 1.0  # scale of classifier-free guidance, with a negative prompt or class
+    class_label: int | None = None  # class of the picture, without text encoder; guidance adds a row of any class
     patches: PatchSet = ()
     # Mask-aware steps: where inactive tokens come from, the template's pages or the request's own.
     pages: PageSpan | None = None
-    own_page_step: int | None = None  # the step that makes its own pages; if it is this one, all tokens are computed
-    full_blocks: tuple[int, ...] = ()  # compute all tokens nevertheless; leading ones if pages hold keys and values
-    # In full blocks inactive tokens are made as in priming, from:
+    own_page_step: int | None = None  # the step that makes its own pages; that step computes all tokens
+    full_blocks: tuple[int, ...] = ()  # blocks that compute all tokens; leading ones if pages hold keys and values
+    # From these, full blocks make inactive tokens as in priming.
     template: EntryRef | None = None  # its clean latents
     content_id: str = ""
     cache_salt: str = ""
@@ -83,7 +83,7 @@ DENOISE = RequestOp(
     sharing="together",
     parallel="sequence",
     inputs=(
-        # All three, or none in a picture of a class.
+        # All three are connected, or none if the picture is of a class.
         Port("prompt_embeds", "text embeddings", is_optional=True),
         Port("text_lengths", "text lengths", is_optional=True),
         Port("pooled_prompt_embeds", "pooled text embeddings", is_optional=True),

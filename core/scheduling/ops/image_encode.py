@@ -31,10 +31,10 @@ class ImageEncode(Message, OpWork, frozen=True, omit_defaults=True):
     height: int
     seed: int
     num_inference_steps: int
-    num_denoising_steps: int  # of these, the last ones are the run's
+    num_denoising_steps: int  # the run makes the last ones of these steps
     computed_steps: tuple[int, ...]  # numbers of the run's steps that are computed, rising from 0
-    is_exact: bool  # False: of a mask-aware edit, for which the VAE may compute in a faster dtype
-    cache_salt: str = ""  # what the encoder gives is kept for an equal template with the same salt
+    is_exact: bool  # False: the edit is mask-aware, and the VAE may compute in a faster dtype
+    cache_salt: str = ""  # the encoder's output is kept, and reused for an equal template with the same salt
 
 
 def _size(sizes: Sizes) -> Work:

@@ -27,7 +27,7 @@ class Prime(Message, OpWork, frozen=True, omit_defaults=True):
     guidance_scale: float
     # The work.
     blocks: tuple[int, int]  # [start, stop)
-    dtype: PageDtype  # of the pages
+    dtype: PageDtype  # dtype of the pages
     out: EntryRef
     template: ArrayRef | None = None  # its pixels, for text encoders that see them
     cache_salt: str = ""  # embeddings are cached, and reused only with the same salt

@@ -1,4 +1,4 @@
-"""RequestOp: an op that runs for requests: how the scheduler makes its messages and reads its results."""
+"""RequestOp: an op that runs for requests. It makes their messages, and reads facts from their results."""
 
 from __future__ import annotations
 
@@ -16,15 +16,15 @@ if TYPE_CHECKING:
 
 
 def no_facts(request: Request, result: ItemResult) -> None:
-    """For ops whose results tell the scheduler nothing but that they are done."""
+    """Record nothing, for ops whose results say only that they are done."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class RequestOp(Op):
-    """An op of a workflow's nodes."""
+    """An op that nodes of workflows may have."""
 
     make: Callable[[Request, Node, NodePages], OpWork]  # the message for running the node next
-    note: Callable[[Request, ItemResult], None] = no_facts  # records what a successful result tells of the request
+    note: Callable[[Request, ItemResult], None] = no_facts  # records the facts in a successful result
 
 
 def request_op(node: Node) -> RequestOp:

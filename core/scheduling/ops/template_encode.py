@@ -17,7 +17,7 @@ class TemplateEncode(Message, OpWork, frozen=True, omit_defaults=True):
     width: int
     height: int
     out: EntryRef
-    cache_salt: str = ""  # what the encoder gives is kept for an equal template with the same salt
+    cache_salt: str = ""  # the encoder's output is kept, and reused for an equal template with the same salt
 
 
 def _size(sizes: Sizes) -> Work:
@@ -30,5 +30,5 @@ TEMPLATE_ENCODE = Op(
     message=TemplateEncode,
     size=_size,
     part="prime",
-    costs_as="image_encode",  # both run the same encoder; measured as one
+    costs_as="image_encode",  # both run the same encoder, so their times are measured together
 )

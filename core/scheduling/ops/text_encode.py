@@ -28,7 +28,7 @@ class TextEncode(Message, OpWork, frozen=True, omit_defaults=True):
     max_sequence_length: int
     negative_prompt: str | None = None
     template: ArrayRef | None = None  # the picture, for encoders that see it
-    content_id: str = ""  # of the picture
+    content_id: str = ""  # identifies the picture
     cache_salt: str = ""  # embeddings are cached, and reused only with the same salt
     patches: PatchSet = ()
 

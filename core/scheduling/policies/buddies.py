@@ -1,4 +1,4 @@
-"""Buddies: which of an engine's ranks are free, in sets of ranks that may compute a step together."""
+"""Buddies: which ranks of an engine are free, in sets of ranks that may compute a step together."""
 
 from __future__ import annotations
 
@@ -10,13 +10,13 @@ from core.handles import RankIds
 class Buddies:
     """A buddy allocator (Knowlton, 1965) over ranks.
 
-    Its sets are 1, 2, 4, ... ranks that begin at a multiple of their number, all of which live: {0, 1, 2, 3}, {0, 1},
-    {2, 3}, {0}, ... Halves of a set are buddies. Any two sets are disjoint or one contains the other, so at most
-    2 M - 1 sets of M ranks ever compute together, and as many groups of processes are made (DDiT, section 5).
+    A set has 1, 2, 4, ... ranks, all alive, and begins at a multiple of its size: {0, 1, 2, 3}, {0, 1}, {2, 3}, {0},
+    ... The two halves of a set are buddies. Two sets are disjoint, or one contains the other. So M ranks form at most
+    2 M - 1 sets, and no more process groups are ever made (DDiT, section 5).
     """
 
     def __init__(self, ranks: Iterable[int]) -> None:
-        """ranks: that live and are free, in any order; none below 0."""
+        """ranks: those that live and are free, in any order; none below 0."""
         self._free = _mask(ranks)
         self._end = 1 << (self._free.bit_length() - 1).bit_length() if self._free else 0
 
@@ -25,8 +25,8 @@ class Buddies:
         return self._free.bit_count()
 
     def take(self, size: int) -> RankIds | None:
-        """Take a free set; None without one. It leaves the larger free sets whole where it can, and is the lowest of
-        equally good ones. size: a power of two.
+        """Take a free set of this size; None if there is none. The choice keeps larger free sets whole where possible,
+        and among equally good sets it is the lowest. size: a power of two.
         """
         whole = size
         while whole <= self._end:
@@ -43,8 +43,8 @@ class Buddies:
         return taken if size else None
 
     def take_around(self, ranks: RankIds, size: int) -> RankIds | None:
-        """Take the set of `size` ranks that contains a smaller set, or is one of its parts; None if any other rank of
-        it is not free. ranks: a set that is not free; what is not taken of it is freed.
+        """Exchange a held set for the set of `size` ranks that contains it or is part of it; None if any other rank of
+        the new set is not free. ranks: the held set; its ranks outside of the new set become free.
         """
         first = ranks[0] & -size
         others = _range(first, size) & ~_mask(ranks)
@@ -54,20 +54,20 @@ class Buddies:
         return self.take_this(first, size)
 
     def take_this(self, first: int, size: int) -> RankIds:
-        """Take the set that begins at a rank. Raises AssertionError unless it is a free one."""
+        """Take the set of `size` ranks that begins at rank `first`. Raises AssertionError unless it is a free set."""
         assert first % size == 0, f"no set of {size} ranks begins at rank {first}"
         assert self._is_free(first, size), f"{size} ranks from {first} are no free set"
         self._free &= ~_range(first, size)
         return tuple(range(first, first + size))
 
     def give(self, ranks: Iterable[int]) -> None:
-        """Free ranks. Raises AssertionError if one of them is free already."""
+        """Free ranks that are held. Raises AssertionError if one of them is free already."""
         mask = _mask(ranks)
         assert not mask & self._free, f"a rank of {tuple(ranks)} is free already"
         self._free |= mask
 
     def hold(self, ranks: Iterable[int]) -> None:
-        """Note that ranks are not free. Raises AssertionError if one of them is not."""
+        """Note that ranks are in use. Raises AssertionError if one of them is in use already."""
         mask = _mask(ranks)
         assert not mask & ~self._free, f"a rank of {tuple(ranks)} is not free"
         self._free &= ~mask
@@ -86,7 +86,7 @@ class Buddies:
 
 
 def power_of_two(number: int) -> int:
-    """The largest power of two that is not above a number, which is above 0."""
+    """The largest power of two that is at most `number`, which is above 0."""
     return 1 << (number.bit_length() - 1)
 
 

@@ -13,13 +13,13 @@ from core.scheduling.requests.request import Request
 
 @dataclass(slots=True)
 class GroupPass(StepPass):
-    """A request's steps run on its group, all else on the first rank of it."""
+    """A request's steps run on its group of ranks, and all its other nodes on the first rank of the group."""
 
     groups: Mapping[str, RankIds] = field(default_factory=dict)  # request id -> ranks
-    admitted: Sequence[Request] = ()  # those that may run something, the most urgent first
+    admitted: Sequence[Request] = ()  # requests that may run something, the most urgent first
 
     def _admit(self) -> list[Request]:
-        """Those of which a rank may be given work; there may be many others."""
+        """The admitted requests that have an open rank in their group; most passes need few of them."""
         return [each for each in self.admitted if not self.view.open_ranks.isdisjoint(self.groups[each.id])]
 
     def _rank(self, request: Request, node: Node) -> int:

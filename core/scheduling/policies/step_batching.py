@@ -1,7 +1,7 @@
 """step_batching: step-level continuous batching (FlashPS, section 4.3).
 
-The most urgent requests of each model share one denoising step, re-formed at every iteration. Other work runs beside
-it: encodings, decodings and previews within a time budget, priming within a share of the step's tokens.
+The most urgent requests of each model share one denoising step; the batch is re-formed at every iteration. Other work
+runs beside it: encodings, decodings and previews within a time budget, priming within a share of the step's tokens.
 """
 
 from __future__ import annotations
@@ -26,26 +26,26 @@ class StepBatching(SchedulingPolicy):
 
 
 BatchKey = tuple[str, str, tuple[int, ...]]
-"""Model, op and ranks: nodes with the same key run in one batch."""
+"""(model, op, ranks): nodes with the same key run in one batch."""
 
 
 @dataclass(slots=True)
 class StepPass:
-    """One pass over a view; `run` is called once. Other policies override what they do otherwise."""
+    """One pass over a view; `run` is called once. Other policies override the methods in which they differ."""
 
     view: View
     apart: frozenset[str] = frozenset()  # ids of requests that are not admitted by the rule of `_admit`
     _candidates: list[tuple[Request, list[Node]]] = field(default_factory=list)  # most urgent first, with ready nodes
-    _batches: dict[BatchKey, list[tuple[Request, Node]]] = field(default_factory=dict)  # in the order of dispatch
-    _jobs: Sequence[CacheJob] = ()  # of the cache, oldest first
-    _cache_work: dict[str, CacheDispatch] = field(default_factory=dict)  # job id -> its work
+    _batches: dict[BatchKey, list[tuple[Request, Node]]] = field(default_factory=dict)  # chosen nodes
+    _jobs: Sequence[CacheJob] = ()  # oldest first
+    _cache_work: dict[str, CacheDispatch] = field(default_factory=dict)  # job id -> its chosen piece
     _order: list[BatchKey | str] = field(default_factory=list)  # keys of `_batches` and `_cache_work`, as dispatched
-    _stage_ms: dict[int, float] = field(default_factory=dict)  # rank -> predicted milliseconds of stage work chosen
-    _known_ranks: dict[tuple[str, str], tuple[int, ...]] = field(default_factory=dict)  # of `_ranks`, once asked for
+    _stage_ms: dict[int, float] = field(default_factory=dict)  # rank -> predicted milliseconds of chosen stage work
+    _known_ranks: dict[tuple[str, str], tuple[int, ...]] = field(default_factory=dict)  # see `_ranks_of`
 
     def run(self) -> list[Decision]:
-        """Choose work that finishes requests (it frees memory), indivisible work of the cache, encodings and previews,
-        the step, and divisible work of the cache beside it.
+        """Choose work in this order: work that finishes requests, because it frees memory; indivisible pieces of the
+        cache's jobs; encodings and previews; the step; and divisible pieces of the cache's jobs beside the step.
         """
         self._jobs = self.view.jobs()
         self._candidates = [(request, self.view.ready(request)) for request in self._admit()]
@@ -60,8 +60,8 @@ class StepPass:
 
     def _admit(self) -> list[Request]:
         """The running requests, and as many waiting ones as there are free slots. A request whose model is not loaded
-        waits, and others go ahead. One that would make others late waits; one with `runs_alone` waits until nothing
-        runs. No later request overtakes either of them.
+        waits, and later ones go ahead. A request that would make others late waits, and one with `runs_alone` waits
+        until nothing runs; no later request overtakes either of these.
         """
         running = self.view.requests.running
         num_unseen, is_idle = sum(request.id not in self.apart for request in running), not running
@@ -99,7 +99,7 @@ class StepPass:
                 self._choose_nodes(request, nodes)
 
     def _choose_nodes(self, request: Request, nodes: Sequence[Node]) -> None:
-        """Choose all of these nodes, or none if they exceed the rank's time budget. The first choice always fits."""
+        """Choose these nodes, or none if they exceed the rank's time budget. A rank's first choice always fits."""
         rank = self._rank(request, nodes[0])
         if self._spend_stage_ms(rank, sum(self.view.seconds(request, node) for node in nodes) * 1e3):
             for node in nodes:
@@ -117,7 +117,7 @@ class StepPass:
 
     def _choose_step(self) -> int:
         """Choose the most urgent requests that fit, in one batch per model, op and ranks; returns the tokens of the
-        first rank's step. A request above the token budget runs by itself.
+        first rank's step. A request that exceeds the token budget alone gets a step for itself.
         """
         chosen: dict[BatchKey, list[tuple[Request, Node]]] = {}
         steps: dict[tuple[int, ...], tuple[int, int]] = {}  # ranks -> (requests, tokens) chosen for them
@@ -145,8 +145,9 @@ class StepPass:
     # ------------------------------------------------------------------------------------------------ ranks
 
     def _rank(self, request: Request, node: Node) -> int:
-        """What reads the results of rounds (decoding) goes to the last rank that lives, all else to the first, so that
-        a decode never delays other requests' steps; but steps go to the device that has their pages.
+        """The rank that is to run a node. Nodes that read the results of rounds, such as decodes, go to the last live
+        rank and all others to the first one, so that a decode never delays other requests' steps. A node whose pages
+        are on one device goes there.
         """
         if node.name in request.workflow.after_rounds:
             return self.view.ranks[-1]
@@ -154,11 +155,11 @@ class StepPass:
         return self.view.ranks[0] if device is None else device
 
     def _rank_apart(self, request: Request, node: Node) -> int:
-        """As `_rank`, but all other than steps goes to the last rank: these have the first to themselves."""
+        """The rank of a node where steps have the first rank to themselves, and all other nodes go to the last."""
         return StepPass._rank(self, request, node) if node.name in request.workflow.step_names else self.view.ranks[-1]
 
     def _ranks(self, request: Request, node: Node) -> tuple[int, ...]:
-        """The ranks that compute a node together: one, but for steps whose pages all can read."""
+        """The ranks that compute a node together: several for steps whose pages all ranks can read, otherwise one."""
         is_shared = node.name in request.workflow.step_names and op_of(node).parallel != "none"
         degree = self.view.config.degree
         if degree == 1 or not is_shared or request.runs_on_one_rank or self._device(request, node) is not None:
@@ -166,7 +167,7 @@ class StepPass:
         return self.view.ranks[:degree]
 
     def _ranks_of(self, request: Request, node: Node) -> tuple[int, ...]:
-        """See `_ranks`, which is asked once for each node of a pass."""
+        """The result of `_ranks`, which is called once for each node in a pass."""
         key = request.id, node.name
         ranks = self._known_ranks.get(key)
         if ranks is None:
@@ -174,18 +175,18 @@ class StepPass:
         return ranks
 
     def _device(self, request: Request, node: Node) -> int | None:
-        """The only rank that can read a node's pages; None: there is none."""
+        """The only rank that can read a node's pages; None: all ranks can."""
         return self.view.page_rank(request) if node is request.workflow.paged else None
 
     def _can_run(self, request: Request, node: Node) -> bool:
         return self.view.can_run(request, node, self._ranks_of(request, node))
 
     def _rank_of(self, job: CacheJob) -> int:
-        """Cache work is done where steps are, unless only one rank can do it."""
+        """The rank for a job's next piece: the one that makes steps, unless another is the only one that can run it."""
         return self.view.ranks[0] if job.rank is None else job.rank
 
     def _fetches(self) -> Iterator[Fetch]:
-        """Fetches of what candidates read on the other rank."""
+        """Fetches of inputs that candidates' ready nodes need and that only other ranks have."""
         for request, ready in self._candidates if len(self.view.ranks) > 1 else ():
             for node in ready:
                 ranks = self._ranks_of(request, node)
@@ -195,8 +196,10 @@ class StepPass:
     # ------------------------------------------------------------------------------------------------ the cache
 
     def _choose_cache_work(self, step_tokens: int) -> None:
-        """Choose pieces of jobs, oldest first, within the tokens that a rank's step leaves; at least the smallest."""
-        left: dict[int, int] = {}  # rank -> tokens left, once a piece was chosen there
+        """Choose pieces of jobs, oldest first, within the tokens that a rank's step leaves. The first piece on a rank
+        is never empty, so that priming always advances.
+        """
+        remaining: dict[int, int] = {}  # rank -> tokens left, once a piece was chosen there
         for job in self._jobs:
             if job.id in self._cache_work or not self._can_prime(job):
                 continue
@@ -204,21 +207,23 @@ class StepPass:
             if job.size is not None:
                 if job.is_idle_work:
                     self._choose_whole_piece(job)
-            elif left.get(rank, 1) > 0:
-                budget = left[rank] if rank in left else self._budget_beside(rank, step_tokens)
+            elif remaining.get(rank, 1) > 0:
+                budget = remaining[rank] if rank in remaining else self._budget_beside(rank, step_tokens)
                 # Idle work runs in the smallest pieces, so that a new request waits for at most one of them.
                 within = 0 if job.is_idle_work else budget
                 self._add_cache_work(CacheDispatch(job, within, rank))
-                left[rank] = budget - self.view.tokens_within(job, within)
+                remaining[rank] = budget - self.view.tokens_within(job, within)
 
     def _budget_beside(self, rank: int, step_tokens: int) -> int:
-        """Tokens that a step leaves. step_tokens: of the first rank's; others have none."""
+        """Tokens that a rank's step leaves. step_tokens: tokens of the first rank's step; other ranks have none."""
         if rank != self.view.ranks[0] or not step_tokens:
             return self.view.max_step_tokens
         return min(self.view.max_step_tokens - step_tokens, int(PRIME_SHARE * step_tokens))
 
     def _choose_waited_for_pieces(self) -> None:
-        """Runs before new requests are encoded: those that wait for a template's encoding arrived earlier."""
+        """Choose indivisible pieces that requests wait for. They go before encodings of new requests, because the
+        requests that wait for a template's encoding arrived earlier.
+        """
         for job in self._jobs:
             if job.size is not None and not job.is_idle_work and self._can_prime(job):
                 self._choose_whole_piece(job)
@@ -230,8 +235,9 @@ class StepPass:
         return rank in self.view.open_ranks
 
     def _has_work(self, rank: int) -> bool:
-        """Whether any was chosen for it."""
-        return any(rank in key[2] for key in self._batches) or any(rank == of.rank for of in self._cache_work.values())
+        """Whether this pass has chosen any work for a rank."""
+        has_nodes = any(rank in ranks for _, _, ranks in self._batches)
+        return has_nodes or any(rank == piece.rank for piece in self._cache_work.values())
 
     def _choose_whole_piece(self, job: CacheJob) -> None:
         if self._spend_stage_ms(self._rank_of(job), self.view.seconds_of_piece(job) * 1e3):
@@ -240,7 +246,7 @@ class StepPass:
     # ------------------------------------------------------------------------------------------------ decisions
 
     def _add(self, items: Sequence[tuple[Request, Node]]) -> None:
-        """Add nodes of one op, model and rank to the batch of these, which then goes last."""
+        """Add nodes of one model, op and set of ranks to their batch, which then goes last."""
         request, node = items[0]
         key = request.head.model, node.op, self._ranks_of(request, node)
         if key in self._batches:
@@ -258,13 +264,15 @@ def _is_output(request: Request, node: Node) -> bool:
 
 
 def _is_source_or_side(request: Request, node: Node) -> bool:
-    """Chosen together, so that encodings of new requests do not delay a preview that its request waits for."""
+    """Whether a node is an encoding or a preview. They are chosen together, most urgent request first, so that
+    encodings of new requests do not delay a preview that its request waits for.
+    """
     return node.name not in request.workflow.step_names and not _is_output(request, node)
 
 
 def eligible(view: View) -> list[Request]:
-    """Live requests in order, without those that wait for their model, or because one of them runs alone
-    (`Request.runs_alone`).
+    """Live requests that may run, the most urgent first. Requests that wait for their model are left out, and those
+    that wait for one that must run alone (`Request.runs_alone`).
     """
     live = [each for each in view.requests.live() if each.status is Status.RUNNING or view.may_begin(each)]
     first = next((index for index, request in enumerate(live) if request.runs_alone), None)

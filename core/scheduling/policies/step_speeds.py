@@ -1,4 +1,4 @@
-"""StepSpeeds: what a request's steps take on one, two, four, ... ranks, and how many are useful."""
+"""StepSpeeds: how long a request's steps take on 1, 2, 4, ... ranks, and how many ranks are useful."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from core.scheduling.requests.request import Request
 from core.scheduling.view import View
 
 FORGET_EVERY = 1024
-"""Questions after which all predictions are made again, so that what is learnt of steps is followed."""
+"""Calls of `of` after which all predictions are made again, because the cost model has learnt meanwhile."""
 
 MIN_GAIN = 0.8
 """A rank gains by computing two steps together if that takes less than this share of their time one by one."""
@@ -20,27 +20,27 @@ MIN_GAIN = 0.8
 
 @dataclass(frozen=True, slots=True)
 class Speeds:
-    """Of the steps of one size."""
+    """The speeds of steps of one size."""
 
-    seconds: dict[int, float]  # degree -> predicted seconds of a step; of 1 at least, 0: unknown
-    useful: int  # degree up to which every doubling saves much, B of DDiT
-    is_small: bool  # no more than one rank is useful, and it gains by computing two of them together
+    seconds: dict[int, float]  # degree -> predicted seconds of a step, 0 if unknown; degree 1 is always there
+    useful: int  # degree up to which every doubling saves much: B of DDiT
+    is_small: bool  # only one rank is useful, and it gains by computing two such steps together
 
 
 NO_STEPS = Speeds({1: 0.0}, 1, is_small=True)
-"""Of a request without steps."""
+"""The speeds of a request without steps."""
 
 
 class StepSpeeds:
-    """Predictions are kept between passes: there are few different ones."""
+    """Keeps predictions between passes, because many requests need the same few."""
 
     def __init__(self) -> None:
         self._known: dict[tuple[str, str, Work, int], Speeds] = {}
         self._questions = 0
 
     def of(self, view: View, request: Request) -> Speeds:
-        """Of a request's steps: of a mask-aware one those of its active tokens. More than one rank is of no use where
-        they cannot share its steps.
+        """The speeds of a request's steps; if it is mask-aware, of the steps that compute its active tokens. Where
+        ranks cannot share its steps, only degree 1 is predicted.
         """
         if not request.workflow.steps:
             return NO_STEPS
@@ -60,6 +60,7 @@ class StepSpeeds:
 
 
 def _can_be_shared(view: View, request: Request, node: Node) -> bool:
+    """Whether several ranks can compute a step of this node together."""
     has_pages_on_one_rank = node is request.workflow.paged and view.page_rank(request) is not None
     return op_of(node).parallel != "none" and not request.runs_on_one_rank and not has_pages_on_one_rank
 

@@ -1,8 +1,8 @@
-"""InFlight: what has been sent to ranks and is not answered yet. Bookkeeping only, no decisions.
+"""InFlight: batches and transfers that were sent to ranks and are not answered yet. Bookkeeping only, no decisions.
 
 A batch is sent to one or more ranks, and is complete when each of them has answered. Plans have sequence numbers, and
-every rank gets its part of each plan in this order: the batches of an engine have one total order, and the queue of
-every rank is a part of it. So ranks that wait for each other within a batch cannot wait in a circle.
+every rank gets its part of each plan in this order. So the batches of an engine have one total order, every rank's
+queue is a part of it, and ranks that wait for each other within a batch cannot wait in a circle.
 """
 
 from __future__ import annotations
@@ -28,8 +28,8 @@ class Flight:
     batch: Batch
     work: Work  # its size, for the cost model
     predicted: float = 0.0  # seconds, when it was sent; 0 for work unlike any observed so far
-    job_id: str = ""  # of the cache's job that it is a piece of; "": it runs nodes
-    is_step: bool = False  # it is a round of its requests' loops
+    job_id: str = ""  # the cache's job of which this is a piece; "": the batch runs nodes of requests
+    is_step: bool = False  # the batch is a denoising step
     is_whole: bool = True  # none of its ranks has died
     answers: dict[int, BatchResult] = field(default_factory=dict)  # rank -> its result
 
@@ -38,7 +38,7 @@ class Flight:
         return len(self.answers) == len(self.batch.ranks)
 
     def lose(self, rank: int) -> None:
-        """Note that a rank died, with what it has made."""
+        """Note that a rank has died with everything that it had made."""
         if rank in self.batch.ranks:
             ranks = tuple(other for other in self.batch.ranks if other != rank)
             self.batch, self.is_whole = msgspec.structs.replace(self.batch, ranks=ranks), False
@@ -55,8 +55,8 @@ class Flight:
         return sum(answer.seconds for answer in self.answers.values())
 
     def result(self) -> BatchResult:
-        """The result of all ranks: an item failed if it failed on any of them; all else is as the first rank says. It
-        started with the first and took as long as the slowest.
+        """The common result of all ranks. An item failed if it failed on any of them; all other facts are the first
+        rank's. The batch started with the first rank that started, and took as long as the slowest.
         """
         first, *others = (self.answers[rank] for rank in self.batch.ranks)
         if not others:
@@ -77,36 +77,36 @@ def _failed(item: ItemResult, failure: Failure | None) -> ItemResult:
 
 
 @dataclass(frozen=True, slots=True)
-class Lost:
-    """What a rank had when it died."""
+class LostWork:
+    """The work that a rank had when it died."""
 
-    flights: tuple[Flight, ...]  # batches of no other rank
+    flights: tuple[Flight, ...]  # batches that no other rank has
     transfers: tuple[TensorKey, ...]  # values that it was to write to shared memory
     running: Flight | None  # the batch that it ran
 
 
 class InFlight:
-    """Batches and transfers that ranks have, and the plans that they belong to. Owned by one scheduler."""
+    """Unanswered batches and transfers, and the plans that they belong to. Owned by one scheduler."""
 
     def __init__(self, num_ranks: int, max_plans: int = 1, max_seconds: float = 0.0) -> None:
-        """max_plans, max_seconds: a busy rank is nearly idle while it has fewer plans, and is predicted to be done with
-        them in less time.
+        """max_plans, max_seconds: a busy rank is nearly idle while it has fewer unanswered plans than this, and they
+        are predicted to take less time than this.
         """
         self._max_plans = max_plans
         self._max_seconds = max_seconds
         self._flights: dict[int, Flight] = {}  # batch id -> flight
-        self.landed: list[Flight] = []  # answered by all their ranks, and not applied yet
+        self.landed: list[Flight] = []  # answered by all their ranks, but not applied yet
         self._awaited: list[dict[int, int]] = [{} for _ in range(num_ranks)]  # per rank: plan seq -> answers awaited
-        self._seconds = [0.0] * num_ranks  # per rank: predicted seconds of the batches that it has
-        self._known = [0.0] * num_ranks  # per rank: the same, without batches of which nothing is known
-        self._since = [0.0] * num_ranks  # per rank: when it began the first of these, in monotonic seconds
+        self._seconds = [0.0] * num_ranks  # per rank: predicted seconds of its batches
+        self._known = [0.0] * num_ranks  # per rank: predicted seconds of its batches, without those of unknown time
+        self._since = [0.0] * num_ranks  # per rank: when it began the first of its batches, in monotonic seconds
         self._plan_of: dict[tuple[int, int | TensorKey], int] = {}  # (rank, batch id or tensor under transfer) -> seq
-        # Kept at every change, as there may be many ranks.
+        # Updated at every change instead of computed, because there may be many ranks.
         self._idle = set(range(num_ranks))
         self._nearly_idle: set[int] = set()
 
     def send(self, seq: int, flight: Flight, now: float) -> None:
-        """Note a batch that is sent with plan `seq`. All that one rank gets of a plan counts as one plan of it."""
+        """Note a batch that is sent with plan `seq`. Everything that one rank gets of a plan counts as one plan."""
         self._flights[flight.batch.id] = flight
         for rank in flight.batch.ranks:
             if rank in self._idle:
@@ -121,7 +121,7 @@ class InFlight:
             self._await(seq, transfer.source, transfer.ref.key)
 
     def land(self, result: BatchResult) -> Flight:
-        """The flight that this result answers, which has landed unless it waits for other ranks still. An unknown
+        """Note a rank's result; returns the flight, which has landed unless it still waits for other ranks. An unknown
         batch, and a second result of the same rank, raise KeyError.
         """
         flight = self._flights[result.batch_id]
@@ -139,12 +139,12 @@ class InFlight:
         """Note that a transfer is done."""
         self._forget(self._plan_of.pop((done.rank, done.ref.key)), done.rank)
 
-    def lose(self, rank: int) -> Lost:
-        """Forget all that a rank has, because it died. A batch of several ranks goes on with the others, and has landed
-        if all of these have answered.
+    def lose(self, rank: int) -> LostWork:
+        """Forget all work of a rank that has died; returns that work. A batch of several ranks goes on with the others,
+        and has landed if all of them have answered.
         """
         running = next((flight for flight in self._flights.values() if rank in flight.waits_for), None)
-        transfers = tuple(what for of, what in self._plan_of if of == rank and isinstance(what, TensorKey))
+        transfers = tuple(what for other, what in self._plan_of if other == rank and isinstance(what, TensorKey))
         self._plan_of = {place: seq for place, seq in self._plan_of.items() if place[0] != rank}
         self._awaited[rank], self._seconds[rank], self._known[rank] = {}, 0.0, 0.0
         self._note_load(rank)
@@ -155,7 +155,7 @@ class InFlight:
             del self._flights[flight.batch.id]
         every = [*self.landed, *over]
         self.landed = [flight for flight in every if flight.batch.ranks]
-        return Lost(tuple(flight for flight in every if not flight.batch.ranks), transfers, running)
+        return LostWork(tuple(flight for flight in every if not flight.batch.ranks), transfers, running)
 
     def clear(self) -> None:
         """Forget everything: the workers are gone and no answer will come."""
@@ -171,28 +171,28 @@ class InFlight:
         return tuple(self._flights.values())
 
     def busy_ranks(self, ranks: Iterable[int]) -> dict[int, float]:
-        """Those of these ranks that have unanswered plans -> predicted seconds of the work that they have."""
+        """Busy rank -> predicted seconds of its unanswered work, for those of these ranks that are busy."""
         return {rank: self._seconds[rank] for rank in ranks if rank not in self._idle}
 
-    def wait(self, rank: int, now: float) -> float:
-        """Predicted seconds until a rank has done what it has; 0 if it has nothing, or if that was to be done before.
-        Work unlike any observed so far counts as none.
+    def wait_seconds(self, rank: int, now: float) -> float:
+        """Predicted seconds until a rank has done its work; 0 if it has none or is overdue. Work of unknown time counts
+        as none.
         """
-        return max(0.0, self._left(rank, now)) if rank not in self._idle else 0.0
+        return max(0.0, self._seconds_until_done(rank, now)) if rank not in self._idle else 0.0
 
-    def left(self, rank: int, now: float) -> float | None:
-        """The same of a rank that has work: below 0 if that was to be done before, None if some of it is unlike any
-        observed so far.
+    def seconds_left(self, rank: int, now: float) -> float | None:
+        """Predicted seconds until a busy rank has done its work: below 0 if it is overdue, None if the time of some of
+        its work is unknown.
         """
         is_known = self._seconds[rank] - self._known[rank] < UNKNOWN_SECONDS / 2
-        return self._left(rank, now) if is_known else None
+        return self._seconds_until_done(rank, now) if is_known else None
 
-    def _left(self, rank: int, now: float) -> float:
+    def _seconds_until_done(self, rank: int, now: float) -> float:
         return self._since[rank] + self._known[rank] - now
 
     @property
     def has_any(self) -> bool:
-        """Whether anything is in flight, or answered and not noted yet."""
+        """Whether anything is in flight, or answered but not applied yet."""
         return bool(self._plan_of or self._flights or self.landed)
 
     @property

@@ -1,4 +1,4 @@
-"""Ranks: what is known of each worker of an engine: whether it lives, and what it has said."""
+"""Ranks: the state of each worker of an engine: whether it lives, its totals, and where its groups meet."""
 
 from __future__ import annotations
 
@@ -10,15 +10,15 @@ from core.scheduling.ranks.residency import Residency
 
 
 class Ranks:
-    """Owned by one scheduler. residency: of its components."""
+    """Owned by one scheduler. residency: the components on these ranks."""
 
     def __init__(self, num_ranks: int, residency: Residency) -> None:
         self.residency = residency
-        self._busy_seconds = [0.0] * num_ranks
-        self._deaths = [0] * num_ranks
-        self._ports = [0] * num_ranks
-        self.epoch = 0  # of groups; those of an earlier one are not used any more
-        self.up = tuple(range(num_ranks))  # those whose worker lives and accepts plans, ascending
+        self._busy_seconds = [0.0] * num_ranks  # by rank, since start
+        self._deaths = [0] * num_ranks  # by rank, since start
+        self._ports = [0] * num_ranks  # by rank, see `note_ports`
+        self.epoch = 0  # of groups; groups of an earlier epoch are not used any more
+        self.up = tuple(range(num_ranks))  # ranks whose worker lives and accepts plans, ascending
 
     def lose(self, rank: int) -> None:
         """Note that a rank's worker has died."""
@@ -37,12 +37,12 @@ class Ranks:
         self._ports[rank] = port
 
     def note_ports(self, ports: Mapping[int, int]) -> None:
-        """Note the port of each rank at which the groups meet of which it is the first."""
+        """Note for each rank the port at which groups meet whose first member it is."""
         for rank, port in ports.items():
             self._ports[rank] = port
 
     def break_groups(self) -> None:
-        """Have all groups formed again: something failed in one of them."""
+        """Let all groups be formed again, because something failed in one of them."""
         self.epoch += 1
 
     def meeting(self, ranks: Sequence[int]) -> tuple[int, int]:
@@ -54,7 +54,7 @@ class Ranks:
         self._busy_seconds[rank] += seconds
 
     def stats(self) -> tuple[RankStats, ...]:
-        """By rank."""
+        """Statistics of every rank, in order."""
         facts = enumerate(zip(self._busy_seconds, self._deaths, strict=True))
         return tuple(
             RankStats(self.residency.components(rank), seconds, deaths, is_up=rank in self.up)

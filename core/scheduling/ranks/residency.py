@@ -1,9 +1,10 @@
-"""Residency: which components the workers have, which are on their way, and which make room for others.
+"""Residency: which components the ranks have, which are being loaded, and which are dropped to make room.
 
-What is loaded is what the workers have said. Models are loaded when requests need them, in the order of these, and
-before that while there is room. A component that no live request needs is dropped when another one needs its bytes, the
-least recently used first. A request that waits for bytes which others use lets later ones of loaded models go ahead
-for about as long as its own model takes to load, and then nothing else begins before it.
+A component counts as loaded when its worker has reported it. Models are loaded when requests need them, the most urgent
+request first, and without any request while there is room. When another component needs the room, components that no
+live request needs are dropped, the least recently used first. If all of them are needed, the request that waits for
+room lets later requests of loaded models go ahead, for about as long as its own model takes to load; after that no
+other request begins before it.
 """
 
 from __future__ import annotations
@@ -18,22 +19,22 @@ from core.handles import LoadedComponent, ModelKey
 from core.model_info import ModelInfo
 
 RETRY_SECONDS = 10.0
-"""How long after a failed load requests of its models are refused without trying again."""
+"""Time after a failed load during which requests that need it are refused without trying again."""
 
 LEAST_PATIENCE_SECONDS = 1.0
-"""For at least as long later requests go ahead of one whose model has no room."""
+"""Least time during which later requests go ahead of one whose model has no room."""
 
 MOST_LOOKED_AT = 256
-"""Requests from the head of the queue that decide what is loaded."""
+"""Number of the most urgent waiting requests that decide what is loaded."""
 
 
 Started = tuple[int, Iterable[LoadedComponent]]
-"""(rank, what its worker has loaded)."""
+"""(rank, the components that its worker has loaded)"""
 
 
 @dataclass(frozen=True, slots=True)
-class Orders:
-    """For all ranks. Workers drop before they load."""
+class ModelOrders:
+    """Components that all ranks are to load and drop. Workers drop before they load."""
 
     load: tuple[ModelKey, ...] = ()
     unload: tuple[ModelKey, ...] = ()
@@ -46,8 +47,8 @@ class Orders:
 class Residency:
     """One per scheduler. All ranks have the same components, except while they load or are restarted.
 
-    models: name -> info. sizes: predicted, of components that are not loaded. budget: bytes for all components of a
-    rank; 0: no limit. predict: bytes -> predicted seconds of loading.
+    models: name -> info. sizes: predicted sizes of components that are not loaded. budget: bytes for all components of
+    a rank; 0: no limit. predict: bytes -> predicted seconds of loading.
     """
 
     def __init__(
@@ -62,13 +63,14 @@ class Residency:
         self._sizes = {each.key: each.nbytes for each in sizes}
         self._budget = budget
         self._predict = predict
-        self._have: list[dict[ModelKey, LoadedComponent] | None] = [{} for _ in range(num_ranks)]  # by rank; None: down
-        self._awaited: dict[ModelKey, set[int]] = {}  # being loaded -> ranks that have not answered
-        self._failed: dict[ModelKey, tuple[Failure, float]] = {}  # -> why, and when
-        self._uses: dict[ModelKey, int] = {}  # -> number of its last use
+        # By rank: its components by key; None: its worker is dead.
+        self._components: list[dict[ModelKey, LoadedComponent] | None] = [{} for _ in range(num_ranks)]
+        self._awaited: dict[ModelKey, set[int]] = {}  # component that is being loaded -> ranks that have not answered
+        self._failed: dict[ModelKey, tuple[Failure, float]] = {}  # component -> (why its last load failed, when)
+        self._uses: dict[ModelKey, int] = {}  # component -> number of its last use
         self._num_uses = 0
         self._may_start: frozenset[str] | None = None  # models whose waiting requests may begin; None: all
-        self._is_complete: bool | None = None  # None: to be found out
+        self._is_complete: bool | None = None  # None: to be computed
 
     # ------------------------------------------------------------------------------------------------- notes
 
@@ -78,26 +80,26 @@ class Residency:
             self.join(rank, components)
 
     def join(self, rank: int, components: Iterable[LoadedComponent]) -> None:
-        """Note a worker that has started, with what it has loaded."""
-        self._have[rank], self._is_complete = {}, None
+        """Note a worker that has started, and the components that it has loaded."""
+        self._components[rank], self._is_complete = {}, None
         for loaded in components:
             self.note_loaded(rank, loaded)
 
     def lose(self, rank: int) -> None:
-        """Note that a worker has died. What it was loading is not awaited from it."""
-        self._have[rank], self._is_complete = None, None
+        """Note that a worker has died. Its answers to load orders are not awaited any more."""
+        self._components[rank], self._is_complete = None, None
         for key in list(self._awaited):
             self._settle(key, rank)
 
     def note_loaded(self, rank: int, loaded: LoadedComponent) -> None:
         """Note a component that a worker has loaded."""
-        self._of(rank)[loaded.key] = loaded
+        self._components_on(rank)[loaded.key] = loaded
         self._sizes[loaded.key] = loaded.nbytes
         self._failed.pop(loaded.key, None)
         self._settle(loaded.key, rank)
 
     def note_failed(self, rank: int, key: ModelKey, failure: Failure, now: float) -> list[str]:
-        """Note a component that a worker could not load; the models that cannot be used."""
+        """Note a component that a worker could not load; returns the models that cannot be used because of it."""
         self._settle(key, rank)
         self._failed[key] = failure, now
         return [name for name, info in self.models.items() if key in info.components]
@@ -113,16 +115,18 @@ class Residency:
     def has(self, model: str, component: str, ranks: Iterable[int]) -> bool:
         """Whether all of these ranks have a model's components of this kind."""
         if self.is_complete:  # most of the time
-            return None not in [self._have[rank] for rank in ranks]
+            return None not in [self._components[rank] for rank in ranks]
         keys = self.models[model].keys_of(component)
-        return all((have := self._have[rank]) is not None and have.keys() >= {*keys} for rank in ranks)
+        return all(
+            (components := self._components[rank]) is not None and components.keys() >= {*keys} for rank in ranks
+        )
 
     def may_start(self, model: str) -> bool:
         """Whether waiting requests of a model may begin, as of the last `order`."""
         return self._may_start is None or model in self._may_start
 
     def failure_of(self, model: str, now: float) -> Failure | None:
-        """Why a model cannot be used; None if it can be, or if it is time to try again."""
+        """Why a model cannot be used; None: it can, or it is time to try again."""
         for key in self.models[model].components:
             failure, since = self._failed.get(key, (None, 0.0))
             if failure is not None and now - since < RETRY_SECONDS:
@@ -130,19 +134,19 @@ class Residency:
         return None
 
     def has_failed(self, keys: Iterable[ModelKey]) -> bool:
-        """Whether any of these components could not be loaded the last time."""
+        """Whether the last load of any of these components has failed."""
         return any(key in self._failed for key in keys)
 
     def seconds_left(self, model: str) -> float:
-        """Predicted seconds of loading what a model lacks."""
+        """Predicted seconds of loading the components that a model lacks."""
         return sum(self._predict(self.size_of(key)) for key in self.lacking(model))
 
     def components(self, rank: int) -> tuple[LoadedComponent, ...]:
-        """What a rank has loaded."""
-        return tuple(self._of(rank).values())
+        """The components that a rank has loaded."""
+        return tuple(self._components_on(rank).values())
 
     def states(self) -> dict[str, ModelState]:
-        """Model -> state of its weights, without adapters."""
+        """Model -> state of its weights, for all models but adapters."""
         return {name: self._state(info) for name, info in self.models.items() if not info.parent}
 
     def _state(self, info: ModelInfo) -> ModelState:
@@ -168,60 +172,61 @@ class Residency:
 
     # ------------------------------------------------------------------------------------------------- decisions
 
-    def order(self, running: Iterable[str], waiting: Iterable[tuple[str, float]], now: float) -> Orders:
-        """What to load and drop now. running: models that are in use. waiting: (model, arrival) of other requests, the
-        most urgent first.
+    def order(self, running: Iterable[str], waiting: Iterable[tuple[str, float]], now: float) -> ModelOrders:
+        """The components to load and drop now. running: models that are in use. waiting: (model, arrival) of the other
+        requests, the most urgent first.
         """
         if self.is_complete:
-            return Orders()
-        choice = _Choice(self, running, now)
-        choice.run(islice(waiting, MOST_LOOKED_AT))
-        self._may_start = frozenset(choice.startable)
-        self._send(choice.orders)
-        return choice.orders
+            return ModelOrders()
+        load_pass = _LoadPass(self, running, now)
+        load_pass.run(islice(waiting, MOST_LOOKED_AT))
+        self._may_start = frozenset(load_pass.startable)
+        self._note_sent(load_pass.orders)
+        return load_pass.orders
 
     def lacking(self, model: str) -> list[ModelKey]:
-        """Components of a model that a living rank lacks."""
-        up = [have for have in self._have if have is not None]
-        return [key for key in self.models[model].components if not all(key in have for have in up)]
+        """Components of a model that any live rank lacks."""
+        up = [components for components in self._components if components is not None]
+        return [key for key in self.models[model].components if not all(key in components for components in up)]
 
     def excess(self, further: Iterable[ModelKey]) -> int:
-        """Bytes by which these components, and all that is there or on its way, would exceed the budget; at most 0 if
-        there is room."""
+        """Bytes by which these components and the present ones together would exceed the budget; at most 0: there is
+        room.
+        """
         return sum(map(self.size_of, self.present.union(further))) - self._budget if self._budget else 0
 
     @property
     def present(self) -> set[ModelKey]:
-        """Components that take memory of any rank, now or soon."""
-        return set(self._awaited).union(*(have for have in self._have if have is not None))
+        """Components that any rank has or is loading."""
+        return set(self._awaited).union(*(components for components in self._components if components is not None))
 
     def size_of(self, key: ModelKey) -> int:
-        """Bytes of a component; predicted, until it has been loaded once."""
+        """Bytes of a component; predicted until it has been loaded once."""
         return self._sizes.get(key, 0)
 
     def least_used(self, keys: Iterable[ModelKey]) -> list[ModelKey]:
-        """These components, the one whose last use is longest ago first."""
+        """These components, the least recently used first."""
         return sorted(keys, key=lambda key: (self._uses.get(key, 0), key.component, key.content))
 
     # ------------------------------------------------------------------------------------------------- inside
 
-    def _send(self, orders: Orders) -> None:
+    def _note_sent(self, orders: ModelOrders) -> None:
         """Note orders that are sent to all ranks."""
-        up = [rank for rank, have in enumerate(self._have) if have is not None]
+        up = [rank for rank, components in enumerate(self._components) if components is not None]
         for key in orders.unload:
             for rank in up:
-                self._of(rank).pop(key, None)
+                self._components_on(rank).pop(key, None)
         for key in orders.load:
             self._awaited[key] = set(up)
         self._is_complete = None
 
-    def _of(self, rank: int) -> dict[ModelKey, LoadedComponent]:
-        """What a rank has; of one that is down, nothing."""
-        have = self._have[rank]
-        return {} if have is None else have
+    def _components_on(self, rank: int) -> dict[ModelKey, LoadedComponent]:
+        """A rank's components by key; empty if its worker is dead."""
+        components = self._components[rank]
+        return {} if components is None else components
 
     def _settle(self, key: ModelKey, rank: int) -> None:
-        """Note that an answer of a rank is not awaited any more."""
+        """Note that a rank's answer to a load order has come or will not come."""
         self._is_complete = None
         waits_for = self._awaited.get(key)
         if waits_for is not None:
@@ -230,8 +235,8 @@ class Residency:
                 del self._awaited[key]
 
 
-class _Choice:
-    """What one pass loads and drops."""
+class _LoadPass:
+    """One decision about what to load and drop; `run` is called once."""
 
     def __init__(self, residency: Residency, running: Iterable[str], now: float) -> None:
         self._residency = residency
@@ -241,11 +246,12 @@ class _Choice:
         self._seen: set[str] = set()
         self._is_loading = residency.is_loading
         self.startable: set[str] = set()
-        self.orders = Orders()
+        self.orders = ModelOrders()
 
     def run(self, waiting: Iterable[tuple[str, float]]) -> None:
-        """Consider what running requests have lost with a rank, then the models that requests wait for, and if none is
-        to go first, those that none waits for."""
+        """Consider the models of running requests, which may lack components after a rank's death; then the models that
+        requests wait for; and unless a request has lost patience, the models that no request needs.
+        """
         for model in self._running:
             self._restore(model)
         for model, arrival in waiting:
@@ -256,13 +262,15 @@ class _Choice:
                 self._consider_idle(model)
 
     def _restore(self, model: str) -> None:
-        """Load what a model that runs lacks. Others wait for its requests, and not the reverse."""
+        """Load the components that the model of a running request lacks. Other models wait, because its requests go
+        first.
+        """
         lacking = self._lacking(model)
         if lacking and self._may_load(model) and (dropped := self._room_for(model, lacking)) is not None:
             self._load(lacking, dropped)
 
     def _consider(self, model: str, arrival: float) -> bool:
-        """Take up a model that a request waits for; False if no later one may begin before it."""
+        """Consider a model that a request waits for; False: no later request may begin before that one."""
         self._seen.add(model)
         lacking = self._lacking(model)
         if not lacking:
@@ -277,7 +285,7 @@ class _Choice:
         return True
 
     def _consider_idle(self, model: str) -> None:
-        """Take up a model that no request waits for: nothing is dropped for it, nor what has failed tried again."""
+        """Consider a model that no request waits for. Nothing is dropped for it, and failed loads are not repeated."""
         lacking = self._lacking(model)
         if not lacking:
             self.startable.add(model)
@@ -285,20 +293,22 @@ class _Choice:
             self._load(lacking, ())
 
     def _lacking(self, model: str) -> list[ModelKey]:
-        """Components that a model lacks, or will after these orders."""
+        """Components that a model lacks, or will lack after these orders."""
         dropped = set(self.orders.unload).intersection(self._residency.models[model].components)
         return [*self._residency.lacking(model), *dropped]
 
     def _may_load(self, model: str) -> bool:
-        """One model at a time: more would only be queued, in front of what is more urgent then."""
+        """Whether a model may be loaded now. One is loaded at a time: others would only be queued, in front of models
+        that are more urgent by then.
+        """
         return not self._is_loading and self._residency.failure_of(model, self._now) is None
 
     def _load(self, lacking: Iterable[ModelKey], dropped: Iterable[ModelKey]) -> None:
-        self.orders = Orders(tuple(lacking), tuple(dropped))
+        self.orders = ModelOrders(tuple(lacking), tuple(dropped))
         self._is_loading = True
 
     def _room_for(self, model: str, lacking: Iterable[ModelKey]) -> list[ModelKey] | None:
-        """What to drop for these components of a model; None if too much is in use."""
+        """The components to drop for these components of a model; None: too many are in use."""
         residency, missing = self._residency, self._residency.excess(lacking)
         idle = residency.present - self._needed.union(residency.models[model].components)
         dropped: list[ModelKey] = []
@@ -308,7 +318,7 @@ class _Choice:
             missing -= residency.size_of(key)
             dropped.append(key)
         for key in list(dropped):
-            if missing + residency.size_of(key) <= 0:  # a large one alone makes the room
+            if missing + residency.size_of(key) <= 0:  # there is enough room without dropping it
                 missing += residency.size_of(key)
                 dropped.remove(key)
         return dropped if missing <= 0 else None

@@ -1,10 +1,10 @@
-"""Checkpoints: the state of running requests, kept in the engine's arena every few rounds, and after the last one of a
-loop that another follows, where no worker's death can take it. Lineage ends there: after a death a request repeats the
-rounds since its last checkpoint, and no others.
+"""Checkpoints: keeps the state of running requests in the engine's arena, where no worker's death can take it. A
+checkpoint is made every few rounds, and after the last round of a loop that another loop follows. After a death a
+request repeats only the rounds since its last checkpoint.
 
-A checkpoint is made of values as any others (`core.scheduling.values.values`), which are *pinned*: moved to shared
-memory, and not freed when their last reader is done. It takes the place of the one before once all of it has been
-written. One that finds no room until the next is due is left out: then a death costs more rounds, and nothing else.
+A checkpoint consists of ordinary values (`core.scheduling.values.values`) that are *pinned*: moved to shared memory,
+and not freed when their last reader is done. It replaces the checkpoint before it once all of its values are written.
+A checkpoint that finds no room until the next one is due is left out: a death then costs more rounds, and nothing else.
 """
 
 from __future__ import annotations
@@ -20,24 +20,29 @@ from core.scheduling.requests.request import Checkpoint, Request
 from core.scheduling.values.values import Value, ValueTable
 
 DEATH_SECONDS = 3600.0
-"""Assumed time between two deaths of a worker. Short, as most are of its making: lack of memory, a driver, a bug."""
+"""Assumed time between two deaths of a worker. Short, because the worker itself causes most of them: lack of memory, a
+driver, a bug.
+"""
 
 MAX_ROUNDS = 8
-"""Rounds between two checkpoints, at most, unless these would cost more than MAX_SHARE."""
+"""Most rounds between two checkpoints, unless their cost would exceed MAX_SHARE."""
 
 MAX_SHARE = 0.005
-"""Most of the time of rounds that their checkpoints may take."""
+"""Largest share of the time of rounds that their checkpoints may take."""
 
 COPY_SECONDS, BYTES_PER_SECOND = 150e-6, 2e9
-"""Time of writing one value to shared memory: what it takes without its bytes (a plan's order and a message back), and
-how fast bytes are copied."""
+"""Time of writing one value to shared memory: a constant (a plan's order and a message back), and the speed of copying
+its bytes.
+"""
 
 MAX_ARENA_SHARE = 0.5
-"""Of the arena, what may be taken when a checkpoint is written. The rest is left to values that ranks wait for."""
+"""Largest share of the arena that may be taken after a checkpoint is written. The rest is left to values that ranks
+wait for.
+"""
 
 
 def rounds_between(num_values: int, num_bytes: int, round_seconds: float) -> int:
-    """Rounds from one checkpoint to the next. round_seconds: time that one takes for this request alone.
+    """Rounds from one checkpoint to the next. round_seconds: this request's share of the time of a round.
 
     The optimum for time lost to copies and to repeated rounds (Young, "A first order approximation to the optimum
     checkpoint interval", 1974) is sqrt(2 * time of a copy * time between deaths). It is long, so MAX_ROUNDS bounds what
@@ -51,14 +56,14 @@ def rounds_between(num_values: int, num_bytes: int, round_seconds: float) -> int
 
 @dataclass(slots=True)
 class Checkpoints:
-    """Part of one scheduler."""
+    """The checkpoints of one scheduler's requests."""
 
     values: ValueTable
     _wanted: dict[str, Request] = field(default_factory=dict)  # id -> request with values to be moved
 
     def note_round(self, request: Request, node: Node, seconds: float) -> None:
-        """Note that a node that repeats has done a round; begin a checkpoint if it is due. To be called after its
-        values are noted. seconds: the request's share of the batch.
+        """Note that a node that repeats has done a round; begin a checkpoint if one is due. To be called after the
+        values of the round are noted. seconds: the request's share of the batch's time.
         """
         region, done = node.region, request.progress.done[node.name]
         if self._is_due(request, region, done, seconds):
@@ -78,7 +83,7 @@ class Checkpoints:
         if seconds <= 0.0 or (since < request.rounds_between.get(region, 1) and not is_last):
             return False
         if any(progress.done[node.name] != done for node in request.workflow.nodes_of(region)):
-            return False  # its other nodes have yet to do this round
+            return False  # other nodes of the region have yet to do this round
         if is_last:
             return region in request.workflow.followed
         return since >= self._update_interval(request, region, seconds)
@@ -90,16 +95,16 @@ class Checkpoints:
         return request.rounds_between[region]
 
     def _state(self, request: Request, region: str) -> tuple[TensorKey, ...]:
-        """What a region's rounds have made that is still to be read: what it carries, what is to be shown, and what
-        nodes after its last round read.
+        """Keys of the values that a region's rounds have made and that are still to be read: by its next round, by side
+        nodes, or by nodes after its last round.
         """
         names = {node.name for node in request.workflow.nodes_of(region)}
         mine = [key for key in self.values.keys(request.id) if key.node in names]
         return tuple(key for key in mine if (value := self.values.get(key)) is not None and value.readers_left)
 
     def transfers(self, ranks: Collection[int]) -> list[Transfer]:
-        """Orders to write what is not in shared memory. ranks: those that may be given them now. What is on other
-        ranks, or finds no room there, is tried again at the next call.
+        """Orders to write the values of checkpoints that are not in shared memory. ranks: the ranks that may be given
+        orders now. Values on other ranks, and those that find no room, are tried again at the next call.
         """
         found: list[Transfer] = []
         for request in list(self._wanted.values()):
@@ -119,18 +124,18 @@ class Checkpoints:
         return self.values.move([value.ref.key for value in missing], frozenset(ranks), leave) or []
 
     def _missing(self, checkpoint: Checkpoint) -> list[Value]:
-        """Its values that are not on their way to shared memory."""
+        """The values of a checkpoint that are neither in shared memory nor on their way there."""
         values = (self.values.get(key) for key in checkpoint.keys)
         return [value for value in values if value is not None and value.handle is None]
 
     def note_moved(self, request: Request) -> None:
-        """Note that values of a request have been written. The last checkpoint of a region that is complete is kept,
-        and those before it are given up.
+        """Note that values of a request have been written. The last complete checkpoint of each region is kept, and
+        those before it are given up.
         """
         for checkpoint in [each for each in request.unwritten if self._is_complete(each)]:
             region, round_ = checkpoint.region, checkpoint.round
             if checkpoint not in request.unwritten:
-                continue  # a later one is complete
+                continue  # it was given up, because a later one is complete
             older = [each for each in request.unwritten if each.region == region and each.round < round_]
             last = request.checkpoints.get(region)
             request.checkpoints[region] = checkpoint
@@ -142,7 +147,7 @@ class Checkpoints:
         return all(value is not None and value.exported is not None for value in values)
 
     def _unpin(self, request: Request, gone: Iterable[Checkpoint]) -> None:
-        """Give up what only these need."""
+        """Unpin the values that only these checkpoints need."""
         needed = {key for each in (*request.checkpoints.values(), *request.unwritten) for key in each.keys}
         self.values.unpin(key for each in gone for key in each.keys if key not in needed)
 
@@ -152,9 +157,9 @@ class Checkpoints:
         self._unpin(request, gone)
 
     def note_loss(self, request: Request) -> None:
-        """Note that values of a request may be lost, or that it has gone back. What is not complete, and can no longer
-        become so, is given up; so is what it has gone back behind, as it may if nodes after a loop began before all of
-        the loop was done.
+        """Note that values of a request may be lost, or that it has gone back to an earlier round. Checkpoints that can
+        never be complete are given up, and so are checkpoints of rounds that are to be repeated. Those exist if nodes
+        after a loop began before all of the loop was done.
         """
         known = (*request.checkpoints.values(), *request.unwritten)
         self._give_up(request, [each for each in known if self._is_undone(request, each)])
@@ -169,13 +174,13 @@ class Checkpoints:
         return are_gone or any(done[node.name] < checkpoint.round for node in nodes)
 
     def drop(self, request: Request) -> None:
-        """Give up all checkpoints, as the request begins again and its steps may make something else."""
+        """Give up all checkpoints of a request that restarts, because its steps may make other values then."""
         self._give_up(request, [*request.checkpoints.values(), *request.unwritten])
         request.saved_rounds.clear()
         self.forget(request.id)
 
     def check_integrity(self, requests: Iterable[Request]) -> None:
-        """Raise AssertionError unless only values of checkpoints are kept, and complete ones have all of theirs."""
+        """Raise AssertionError unless only values of checkpoints are pinned, and complete ones have all of theirs."""
         requests = list(requests)
         complete = [each for request in requests for each in request.checkpoints.values()]
         assert all(map(self._is_complete, complete)), "a checkpoint is incomplete"

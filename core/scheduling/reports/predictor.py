@@ -29,8 +29,8 @@ class Predictor:
         load_seconds: Callable[[str], float] = lambda model: 0.0,
         most_ranks: int = 1,
     ) -> None:
-        """load_seconds: model -> seconds until its weights are loaded. most_ranks: that compute a step together where
-        that is useful; what requests have left is predicted so.
+        """load_seconds: model -> seconds until its weights are loaded. most_ranks: the most ranks that compute a step
+        together, where that is useful; remaining work is predicted for them.
         """
         self.cost = cost
         self._most_ranks = most_ranks
@@ -53,12 +53,12 @@ class Predictor:
         """The served models whose work has this key."""
         return [name for name, info in self._models.items() if _has(info, key)]
 
-    def of_op(self, model: str, op: Op, work: Work) -> float:
-        """Time to run an op once over this much work."""
+    def op_seconds(self, model: str, op: Op, work: Work) -> float:
+        """Seconds of running an op once over this much work."""
         return self.cost.predict(self.key(model, op), work)
 
-    def of_step(self, model: str, op: Op, work: Work, degree: int) -> float:
-        """Time of a step of one request on this many ranks; 0 if unknown."""
+    def step_seconds(self, model: str, op: Op, work: Work, degree: int) -> float:
+        """Seconds of a step of one request on this many ranks; 0 if unknown."""
         return self.cost.predict_step(self.key(model, op, degree), work)
 
     def largest_batch(self, model: str, op: Op) -> int | None:
@@ -84,23 +84,23 @@ class Predictor:
         """The key of a batch in the cost model."""
         return self.key(batch.model, OPS[batch.op], len(batch.ranks))
 
-    def of_batch(self, batch: Batch, work: Work) -> float:
-        """Time that a batch of this size takes."""
+    def batch_seconds(self, batch: Batch, work: Work) -> float:
+        """Seconds of a batch of this size."""
         return self.cost.predict(self.key_of(batch), work)
 
-    # ------------------------------------------------------------------------------------------------- what is left
+    # ------------------------------------------------------------------------------------------------- remaining work
 
-    def left_of(self, request: Request) -> RequestLoad:
-        """A request's remaining work. Computed once while it waits, since nothing changes and queues are long."""
+    def remaining_load(self, request: Request) -> RequestLoad:
+        """A request's remaining work. Computed once while it waits, because it does not change and queues are long."""
         if request.waiting_load is None or request.status is not Status.WAITING:
             request.waiting_load = self._make_request_load(request)
         return request.waiting_load
 
-    def steps_of(self, request: Request) -> float:
-        """Time that its remaining steps add to the steps of its batch."""
-        return sum(self._steps_of_node(request, node) for node in request.workflow.steps)
+    def remaining_step_seconds(self, request: Request) -> float:
+        """Seconds that a request's remaining steps add to the steps of its batch."""
+        return sum(self._node_step_seconds(request, node) for node in request.workflow.steps)
 
-    def _steps_of_node(self, request: Request, node: Node) -> float:
+    def _node_step_seconds(self, request: Request, node: Node) -> float:
         canvas, steps = request.spec.canvas(node.canvas), request.progress.times_left(node)
         every, active, num_full = canvas.num_all_tokens, canvas.num_active_tokens, steps
         if request.spec.is_mask_aware and not node.canvas:
@@ -114,17 +114,18 @@ class Predictor:
         return request.spec.num_rows * (num_full * full + (steps - num_full) * masked)
 
     def _share_left(self, request: Request, node: Node, queries: int, keys: int) -> float:
-        """Time of a step on as many ranks as are useful, as a share of its time on one."""
+        """Time of a step on as many ranks as are useful, as a share of its time on one rank."""
         if op_of(node).parallel == "none" or request.runs_on_one_rank:
             return 1.0
         work, seconds, degree = Work.of_pairs([(queries, keys)] * request.spec.num_rows), dict[int, float](), 1
-        while degree <= self._most_ranks and (found := self.of_step(request.head.model, op_of(node), work, degree)):
+        model, op = request.head.model, op_of(node)
+        while degree <= self._most_ranks and (found := self.step_seconds(model, op, work, degree)):
             seconds[degree] = found
             degree *= 2
         return seconds[useful_degree(seconds)] / seconds[1] if seconds else 1.0
 
-    def others_of(self, request: Request) -> Iterable[tuple[str, float]]:
-        """(op, seconds) of a request's remaining work other than its steps."""
+    def other_seconds_by_op(self, request: Request) -> Iterable[tuple[str, float]]:
+        """(op, seconds) of each remaining node of a request that is no step."""
         for node in request.workflow.nodes:
             if node.name not in request.workflow.step_names and (times := request.progress.times_left(node)):
                 line = self._coefficients(request, node)
@@ -133,19 +134,19 @@ class Predictor:
                 yield node.op, times * (line[0] + sum(extra_seconds(line, *pair) for pair in pairs))
 
     def seconds_by_op(self, request: Request) -> Iterator[tuple[str, float]]:
-        """(op, seconds) of all of a request's remaining work, without the constant part of its steps."""
-        yield from self.others_of(request)
+        """(op, seconds) of each remaining node of a request. Steps count without their constant part."""
+        yield from self.other_seconds_by_op(request)
         for node in request.workflow.steps:
-            yield node.op, self._steps_of_node(request, node)
+            yield node.op, self._node_step_seconds(request, node)
 
     def base_seconds(self, requests: Sequence[Request]) -> float:
-        """The constant part of a step's time, whichever requests are in it; 0 without requests."""
+        """The constant part of the time of a step with these requests; 0 without requests."""
         if not requests:
             return 0.0
         return self.step_base_seconds(*self.step_key(requests[0]))
 
     def step_key(self, request: Request) -> tuple[str, str]:
-        """(model, op) of a request's steps. Those of several ops count as the last one's; without any the op is ""."""
+        """(model, op) of a request's steps. If they have several ops, the last counts; without steps the op is ""."""
         steps = request.workflow.steps
         return request.head.model, steps[-1].op if steps else ""
 
@@ -157,8 +158,9 @@ class Predictor:
 
     def _make_request_load(self, request: Request) -> RequestLoad:
         steps = request.progress.steps_left
-        step_seconds = self.steps_of(request) / steps if steps else 0.0
-        other_seconds = sum(seconds for _, seconds in self.others_of(request)) + self._load_seconds(request.head.model)
+        step_seconds = self.remaining_step_seconds(request) / steps if steps else 0.0
+        other_seconds = sum(seconds for _, seconds in self.other_seconds_by_op(request))
+        other_seconds += self._load_seconds(request.head.model)
         is_running = request.status is Status.RUNNING
         head = request.head
         return RequestLoad(steps, step_seconds, other_seconds, head.priority, is_running, head.arrival, head.owner)

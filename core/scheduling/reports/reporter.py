@@ -76,7 +76,7 @@ class Reporter:
         self._num_received += 1
 
     def note_batch(self, key: CostKey, flight: Flight, result: BatchResult, *, is_ok: bool) -> None:
-        """Note a batch that all its ranks have finished. It trains the cost model, unless part of it failed."""
+        """Note a batch that all its ranks have answered. is_ok: whether it trains the cost model."""
         busy = self._counters.busy_seconds
         busy[key.op] = busy.get(key.op, 0.0) + flight.busy_seconds
         self._batches_since_costs += 1
@@ -101,7 +101,7 @@ class Reporter:
         counters.tokens_skipped += sum(work.keys) - tokens
         counters.batch_requests += len(result.items)
         if result.num_parts > 1 or any(item.failure for item in result.items):
-            return  # the prediction is for one pass over all items
+            return  # its prediction is for one pass over all items
         bound = token_seconds(self._cost.coefficients(key), work)
         self._recent_steps.append(
             StepSample(
@@ -120,8 +120,8 @@ class Reporter:
     # ------------------------------------------------------------------------------------------------- reports
 
     def load(self, requests: LiveRequests) -> LoadReport:
-        """The load report, at a cost that does not depend on the number of waiting requests, and hardly on that of the
-        running ones. Changes since the last report are contained once.
+        """The load report. Its cost does not depend on the number of waiting requests, and hardly on that of running
+        ones. Each change is contained in one report.
         """
         self._follow(requests)
         base = self._predictor.base_seconds(tuple(islice(requests.in_order(), 1)))
@@ -139,13 +139,13 @@ class Reporter:
             drain_seconds=priming + self._drain_seconds(base),
             is_first=is_first,
             queue=changes,
-            residency=self._cache.take_residency(),
+            resident_pages=self._cache.take_resident_pages(),
             costs=self._take_costs(),
         )
 
     def stats(self, requests: LiveRequests, steps_repeated: int) -> EngineStats:
-        """Totals since start and the accuracy of predictions. Recent steps are contained once. steps_repeated: total,
-        of requests that lost a rank.
+        """Totals since start and the accuracy of predictions. Each recent step is contained once. steps_repeated: the
+        total of all requests that lost a rank.
         """
         self._follow(requests)
         counters = self._counters
@@ -167,14 +167,14 @@ class Reporter:
         )
 
     def _follow(self, requests: LiveRequests) -> None:
-        """Take over what has happened to the queue."""
+        """Process the changes of the queue and the progress of requests since the last call."""
         changes = requests.take_changes()
         self._changes += changes
         self._waiting.update(changes, requests)
         self._running.update(requests.take_moved(), requests)
 
     def _take_costs(self) -> EngineCosts | None:
-        """The cost model, if it is due to be reported again."""
+        """The cost model if it is due to be reported again; None if not."""
         if self._batches_since_costs < COSTS_EVERY:
             return None
         self._batches_since_costs = 0
@@ -187,7 +187,7 @@ class Reporter:
         return EngineCosts(lines, copies)
 
     def _r_squared(self) -> dict[str, float]:
-        """Op -> quality of its predictions, of the model for which it is worst."""
+        """Op -> quality of its predictions for the model where they are worst."""
         worst: dict[str, float] = {}
         for key, value in self._cost.r_squared().items():
             if key.degree == 1:
@@ -195,7 +195,7 @@ class Reporter:
         return worst
 
     def _op_seconds_left(self, requests: LiveRequests) -> dict[str, float]:
-        """Predicted worker time left per op, assuming batches as full as the queue allows."""
+        """Op -> predicted seconds of remaining work, assuming batches as full as the queue allows."""
         running = requests.running
         left = defaultdict(float, self._waiting.op_seconds())
         left[PRIME.name] += self._cache.seconds_left()
@@ -210,11 +210,11 @@ class Reporter:
         return {op: seconds for op, seconds in left.items() if seconds}
 
     def _drain_seconds(self, base_seconds: float) -> float:
-        """Time until all running and waiting requests are done, assuming batches as full as possible."""
+        """Seconds until all running and waiting requests are done, assuming batches as full as the queue allows."""
         steps = self._running.steps + sum(self._waiting.steps.values())
         seconds = self._running.seconds + self._waiting.seconds
         return seconds + steps * base_seconds / self._num_together(len(self._running))
 
     def _num_together(self, num_running: int) -> int:
-        """Requests that share a step while there are enough of them."""
+        """Number of requests that share a step, assuming batches as full as the queue allows."""
         return min(self._config.max_num_seqs, max(1, num_running + len(self._waiting)))

@@ -1,7 +1,7 @@
-"""RunningLoads: the predicted work left of the running requests of one scheduler.
+"""RunningLoads: the remaining work of the running requests of one scheduler.
 
-Many requests run on many ranks, and few of them move between two reports. So each is predicted when something of it was
-sent or answered, which happens at every step, and not at every report.
+Many requests may run, and few of them make progress between two reports. So a request's work is predicted again only
+after work of it was sent or answered, and not for every report.
 """
 
 from __future__ import annotations
@@ -25,11 +25,11 @@ class RunningLoads:
         self._steps = 0
 
     def update(self, moved: Iterable[Request], requests: LiveRequests) -> None:
-        """Predict the work left of requests that have moved. requests: as they are after that."""
+        """Predict the work of requests that have made progress. requests: the live requests after that."""
         for request in moved:
             self._count(self._loads.get(request.id), -1)
             if request.status is Status.RUNNING and requests.get(request.id) is request:
-                load = self._loads[request.id] = self._predictor.left_of(request)
+                load = self._loads[request.id] = self._predictor.remaining_load(request)
                 self._count(load, 1)
             else:
                 self._loads.pop(request.id, None)
@@ -43,12 +43,12 @@ class RunningLoads:
 
     @property
     def steps(self) -> int:
-        """Steps left of all of them."""
+        """Remaining steps of all running requests."""
         return self._steps
 
     @property
     def seconds(self) -> float:
-        """All work left, without the constant part of steps."""
+        """Seconds of all remaining work, without the constant part of steps."""
         return float(self._seconds)
 
     def _count(self, load: RequestLoad | None, sign: int) -> None:

@@ -1,4 +1,4 @@
-"""WaitingWork: the predicted work of all waiting requests of one scheduler, in sums, since queues may be long."""
+"""WaitingWork: the predicted work of all waiting requests of one scheduler, as sums, because queues may be long."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from core.scheduling.requests.request import Request, Status
 
 @dataclass(slots=True)
 class _Terms:
-    """What one request adds to the sums."""
+    """The terms that one request adds to the sums."""
 
     request: Request
     load: RequestLoad
@@ -28,13 +28,13 @@ class WaitingWork:
     def __init__(self, predictor: Predictor) -> None:
         self._predictor = predictor
         self._terms: dict[str, _Terms] = {}  # request id -> its terms, of every waiting request
-        self._not_by_op: dict[str, _Terms] = {}  # those of them that are not in the sums by op yet
+        self._not_by_op: dict[str, _Terms] = {}  # request id -> its terms, if they are not in the sums by op yet
         self._seconds = ExactSum()
         self._op_seconds: defaultdict[str, ExactSum] = defaultdict(ExactSum)
         self._steps: Counter[tuple[str, str]] = Counter()
 
     def update(self, changes: Iterable[QueueChange], requests: LiveRequests) -> None:
-        """Process what has happened to the queue. requests: as they are after that."""
+        """Process changes of the queue. requests: the live requests after them."""
         for change in changes:
             if not isinstance(change, Queued):
                 self._remove(change.request_id)
@@ -55,7 +55,9 @@ class WaitingWork:
         return self._steps
 
     def op_seconds(self) -> dict[str, float]:
-        """`seconds` by op. Costs by the requests that have come since the last call and still wait."""
+        """Op -> its part of `seconds`. The cost grows with the number of requests that have arrived since the last call
+        and still wait.
+        """
         for terms in self._not_by_op.values():
             terms.op_seconds = tuple(self._predictor.seconds_by_op(terms.request))
             for op, seconds in terms.op_seconds:
@@ -71,7 +73,7 @@ class WaitingWork:
     def _remove(self, request_id: str) -> None:
         terms = self._terms.pop(request_id, None)
         if terms is None:
-            return  # it was removed when it began
+            return  # the request was removed when it began
         self._not_by_op.pop(request_id, None)
         self._seconds.remove(terms.load.seconds)
         self._steps[self._predictor.step_key(terms.request)] -= terms.load.steps_left

@@ -1,5 +1,5 @@
-"""Deadlines: the order of requests, which of them can no longer finish in time, and which may join a batch without
-making another one late.
+"""Deadlines: decides which requests can no longer finish in time, and which may join a batch without making another
+request late.
 
 A request may have a deadline of its own (`timeout`; after it the result is useless), the server's latency objective
 (`--slo-ms`), or both. Pure: times are arguments, and a request's remaining work is given as its RequestLoad.
@@ -26,12 +26,12 @@ MISSED = Failure("overloaded", "The server fell behind: the request would have m
 
 
 def due(head: EngineRequest) -> float | None:
-    """The earlier of deadline and objective, in monotonic seconds; None: it has neither."""
+    """The due time of a request, in monotonic seconds: the earlier of deadline and objective. None: it has neither."""
     return min((time for time in (head.deadline, head.objective) if time is not None), default=None)
 
 
 def urgency(request: Request) -> Urgency:
-    """Sort key among one owner's requests: priority and due time, then arrival, then id, which makes it total."""
+    """Sort key among one owner's requests: priority and due time, arrival, and id, which makes the order total."""
     head = request.head
     return counts_as_due(head.arrival, due(head), head.priority), head.arrival, head.request_id
 
@@ -45,30 +45,31 @@ class Deadlines:
     """Decides which requests to give up and which may join, from predictions of their remaining work."""
 
     max_num_seqs: int
-    left: Callable[[Request], RequestLoad]  # a request's remaining work
-    base_seconds: Callable[[Sequence[Request]], float]  # the part of these requests' step that does not depend on them
+    remaining_load: Callable[[Request], RequestLoad]  # a request's remaining work
+    base_seconds: Callable[[Sequence[Request]], float]  # the constant part of a step with these requests
 
-    def lost(self, requests: Sequence[Request], now: float) -> Iterator[tuple[Request, Failure]]:
-        """The requests to give up, with the reason. requests: all live ones, most urgent first.
+    def too_late(self, requests: Sequence[Request], now: float) -> Iterator[tuple[Request, Failure]]:
+        """The requests to give up, with the reason. requests: all live ones, the most urgent first.
 
-        A running request is lost when its timeout has passed or is certain to; its objective is ignored. A waiting one
-        is lost if it would be late even in the next free slot; only the max_num_seqs most urgent are predicted. While
-        no request runs, a waiting one too is lost only when its timeout is certain to pass.
+        A running request is given up when its timeout has passed or is certain to pass; its objective is ignored. A
+        waiting request is given up if it would be late even in the next free slot; only the max_num_seqs most urgent
+        ones are predicted. While no request runs, a waiting one, too, is given up only when its timeout is certain to
+        pass.
         """
         base = self.base_seconds(requests)
         running = [request for request in requests if request.status is Status.RUNNING]
         waiting = [request for request in requests if request.status is Status.WAITING]
         staying: list[RequestLoad] = []
         for request in running:
-            load = self.left(request)
+            load = self.remaining_load(request)
             failure = _why_stop(request.head, now, now + CERTAIN * alone(load, base))
             if failure is None:
                 staying.append(load)
             else:
                 yield request, failure
-        yield from self._lost_waiting(waiting, staying, base, now)
+        yield from self._waiting_too_late(waiting, staying, base, now)
 
-    def _lost_waiting(
+    def _waiting_too_late(
         self, waiting: Sequence[Request], running: Sequence[RequestLoad], base: float, now: float
     ) -> Iterator[tuple[Request, Failure]]:
         slot_forecast = SlotForecast(running, self.max_num_seqs, base)
@@ -81,31 +82,31 @@ class Deadlines:
                 yield request, PASSED
             elif num_looked_at < self.max_num_seqs:
                 num_looked_at += 1
-                seconds = slot_forecast.seconds(self.left(request))
+                seconds = slot_forecast.seconds(self.remaining_load(request))
                 failure = why_late(head, now + seconds) if running else _why_stop(head, now, now + CERTAIN * seconds)
                 if failure is not None:
                     yield request, failure
 
     def joining(self, requests: Sequence[Request], now: float) -> MayJoin:
-        """A predicate: whether a request may join the running ones and those that it has accepted before."""
+        """A predicate: whether a request may join the running ones and those that the predicate has accepted before."""
         running = (request for request in requests if request.status is Status.RUNNING and request.progress.steps_left)
         forecast = BatchForecast((self._member(request, now) for request in running), self.base_seconds(requests))
         return lambda request: forecast.admit(self._member(request, now))
 
     def _member(self, request: Request, now: float) -> Member:
         time = due(request.head)
-        return Member(self.left(request), None if time is None else time - now)
+        return Member(self.remaining_load(request), None if time is None else time - now)
 
 
 def _why_stop(head: EngineRequest, now: float, end: float) -> Failure | None:
-    """Why to stop a request that is useful until its timeout. end: the earliest time at which it could finish."""
+    """Why to stop a request that is useful until its timeout; None: go on. end: its earliest finish time."""
     if head.deadline is None or end <= head.deadline:
         return None
     return PASSED if head.deadline <= now else TOO_LATE
 
 
 def why_late(head: EngineRequest, end: float) -> Failure | None:
-    """Why to give up a request that is predicted to finish at `end` while it delays others; None if that is in time."""
+    """Why to give up a request that delays others and is predicted to finish at `end`; None if it would be in time."""
     if head.deadline is not None and end > head.deadline:
         return TOO_LATE
     return MISSED if head.objective is not None and end > head.objective else None

@@ -65,7 +65,7 @@ class FairQueue(Generic[T]):
 
     def __init__(self) -> None:
         self._lines: dict[str, list[Claim[T]]] = {}  # owner -> its work, most urgent first; never empty
-        self._begun: dict[str, list[Claim[T]]] = {}  # owner -> those of its line that have begun, in the same order
+        self._begun: dict[str, list[Claim[T]]] = {}  # owner -> its work that has begun, most urgent first
         self._spent: dict[str, float] = {}  # owner -> its virtual time; cleared when the queue is empty
         self._virtual_time = 0.0  # where an owner without work here starts
 
@@ -85,7 +85,7 @@ class FairQueue(Generic[T]):
         insort(self._lines.setdefault(claim.owner, []), claim, key=_by_urgency)
 
     def begin(self, claim: Claim[T]) -> None:
-        """Note that it has started: its cost is charged to the owner, which delays the owner's other work."""
+        """Note that work has begun: its cost is charged to the owner, which delays the owner's other work."""
         waiting = (owner for owner, line in self._lines.items() if not all(other.has_begun for other in line))
         self._virtual_time = max(self._virtual_time, min(map(self._start, waiting)))
         self._spent[claim.owner] = self._start(claim.owner) + claim.cost
@@ -100,7 +100,7 @@ class FairQueue(Generic[T]):
 
     def remove(self, claim: Claim[T], took: float | None = None) -> None:
         """Remove finished or cancelled work. took: the actual seconds, charged instead of the prediction. Raises
-        ValueError if it is not in the queue.
+        ValueError if the work is not in the queue.
         """
         index = self._index(claim)
         if index is None:
@@ -119,8 +119,8 @@ class FairQueue(Generic[T]):
             self._virtual_time = 0.0
 
     def in_order(self) -> Iterator[T]:
-        """All work in order, as if nothing else arrived. Begun work keeps the position at which it began. Valid until
-        the queue changes; costs by what is taken from it.
+        """All work in order, as if nothing else arrived. Begun work keeps the position at which it began. Lazy: its
+        cost grows with the number of items that are taken. Valid until the queue changes.
         """
         if len(self._lines) == 1:
             (line,) = self._lines.values()
@@ -134,7 +134,7 @@ class FairQueue(Generic[T]):
             spent = self._start(owner) - sum(claim.cost for claim in self._begun.get(owner, ()))
             claims = iter(line)
             first = next(claims)
-            heads.append((_rank(spent, first), first.urgency, spent, first, claims))
+            heads.append((_sort_key(spent, first), first.urgency, spent, first, claims))
         heapify(heads)
         while heads:
             _, _, spent, claim, claims = heads[0]
@@ -144,18 +144,18 @@ class FairQueue(Generic[T]):
             if following is None:
                 heappop(heads)
             else:
-                heapreplace(heads, (_rank(spent, following), following.urgency, spent, following, claims))
+                heapreplace(heads, (_sort_key(spent, following), following.urgency, spent, following, claims))
 
     def _start(self, owner: str) -> float:
         """Virtual time at which the owner's next piece of work starts."""
         return max(self._virtual_time, self._spent.get(owner, 0.0))
 
     def _index(self, claim: Claim[T]) -> int | None:
-        """Its index in its owner's line; None if it is not in the queue."""
+        """Index of a claim in its owner's line; None if it is not in the queue."""
         line = self._lines.get(claim.owner, [])
         index = bisect_left(line, claim.urgency, key=_by_urgency)
         return index if index < len(line) and line[index] is claim else None
 
 
-def _rank(spent: float, claim: Claim[T]) -> float:
+def _sort_key(spent: float, claim: Claim[T]) -> float:
     return spent + CLASS_SECONDS * claim.priority

@@ -1,33 +1,33 @@
-"""LiveRequests: the requests of one scheduler by id and in scheduling order, which is fair between owners."""
+"""LiveRequests: the requests of one scheduler, by id and in scheduling order, which is fair between owners."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator
-from itertools import count, islice
+from itertools import count
 
-from core.costs.load_report import Begun, Ended, Left, QueueChange, Queued, RequestLoad
+from core.costs.load_report import Begun, Dequeued, Ended, QueueChange, Queued, RequestLoad
 from core.scheduling.requests.deadlines import due, urgency
 from core.scheduling.requests.fair_queue import Claim, FairQueue
 from core.scheduling.requests.request import Request, Status
 
 
 class LiveRequests:
-    """Requests from their arrival until their terminal output: waiting, running, and ended ones that a worker still has
-    work of.
+    """Requests from their arrival until their terminal message: waiting, running, and ended ones of which a worker
+    still has work.
     """
 
     def __init__(self) -> None:
         self._claims: dict[str, Claim[Request]] = {}  # request id -> its claim
-        self._queue: FairQueue[Request] = FairQueue()  # of these claims
-        self._order: _Taken | None = None  # the queue's; None: it has changed since
+        self._queue: FairQueue[Request] = FairQueue()  # holds all claims
+        self._order: _Replayed | None = None  # the queue's order; None: it has changed since
         self._running: dict[str, Request] = {}  # id -> request, from `begin` until `end`
-        self._pending: set[str] = set()  # ids of requests with a preview that is pending
-        self._moved: dict[str, Request] = {}  # id -> request, with other progress or status since they were taken last
+        self._pending: set[str] = set()  # ids of requests with a preview that is being prepared or runs
+        self._moved: dict[str, Request] = {}  # id -> request whose progress or status has changed since `take_moved`
         self._num_due = 0  # requests with a due time
-        self._changes: list[QueueChange] = []  # since they were taken last
+        self._changes: list[QueueChange] = []  # since `take_changes`
 
     def add(self, request: Request, load: RequestLoad) -> None:
-        """Add a request. load: its predicted work, 0 seconds = unknown."""
+        """Add a request. load: its predicted work; 0 seconds: unknown."""
         self._queue_up(request, load)
         self._num_due += due(request.head) is not None
 
@@ -40,27 +40,29 @@ class LiveRequests:
         self._order = None
 
     def begin(self, request_id: str, predict: Callable[[Request], float]) -> None:
-        """Note that a worker has got it. predict: its seconds, called only if they were unknown when it was added."""
+        """Note that a worker was given a request. predict: request -> its predicted seconds, called only if they were
+        unknown when it was added.
+        """
         claim = self._claims[request_id]
         claim.seconds = claim.seconds or predict(claim.item)
         self._queue.begin(claim)
         self._running[request_id] = claim.item
         self._changes.append(Begun(request_id, claim.seconds))
-        if self._queue.num_owners > 1:  # among one owner's the order does not depend on who has begun
+        if self._queue.num_owners > 1:  # among the requests of one owner the order does not depend on who has begun
             self._order = None
 
     def send_back(self, request_id: str, load: RequestLoad) -> None:
-        """Note that a request that had begun waits again. load: its predicted work left. Its owner stays charged with
-        what was done for it.
+        """Note that a request that had begun waits again. load: its remaining work. Its owner stays charged for the
+        work that was done for it.
         """
         request = self._running.pop(request_id)
         self._moved[request_id] = request
-        self._changes.append(Left(request_id))
+        self._changes.append(Dequeued(request_id))
         self._queue.remove(self._claims[request_id])
         self._queue_up(request, load)
 
     def end(self, request_id: str) -> None:
-        """Note that a request has ended before its terminal output can be made."""
+        """Note that a request has ended whose terminal message has to wait until no worker has work of it."""
         running = self._running.pop(request_id, None)
         if running is None:
             self._changes.append(Ended(request_id))
@@ -68,19 +70,19 @@ class LiveRequests:
             self._moved[request_id] = running
 
     def note_progress(self, request: Request) -> None:
-        """Note that something of a request was sent or answered; of one that was removed because of it, nothing."""
+        """Note that work of a request was sent or answered. A request that is removed already is ignored."""
         if request.id in self._claims:
             self._moved[request.id] = request
             (self._pending.add if request.progress.pending else self._pending.discard)(request.id)
 
     def remove(self, request_id: str) -> None:
-        """Remove a request whose terminal output is made."""
+        """Remove a request whose terminal message is made."""
         claim = self._claims.pop(request_id)
         self._queue.remove(claim)
         self._running.pop(request_id, None)
         self._pending.discard(request_id)
         self._moved[request_id] = claim.item
-        self._changes.append(Left(request_id))
+        self._changes.append(Dequeued(request_id))
         self._num_due -= due(claim.item.head) is not None
         self._order = None
 
@@ -103,31 +105,27 @@ class LiveRequests:
         return (claim.item for claim in list(self._claims.values()))
 
     def in_order(self) -> Iterable[Request]:
-        """All requests, the next one first; costs by what is taken from it."""
-        if self._order is None:  # computed once for many steps of the same requests
-            self._order = _Taken(self._queue.in_order())
+        """All requests, the next one first. Lazy: its cost grows with the number of requests that are taken."""
+        if self._order is None:  # kept for many steps of the same requests
+            self._order = _Replayed(self._queue.in_order())
         return self._order
 
     def live(self) -> Iterator[Request]:
-        """Requests without a terminal state, the next one first."""
+        """Requests that have not ended, the next one first."""
         return (request for request in self.in_order() if request.is_live)
 
     @property
     def running(self) -> list[Request]:
-        """Requests that a worker was given and that have not ended, in the order in which they began."""
+        """Requests that have begun and not ended, in the order in which they began."""
         return list(self._running.values())
 
     @property
     def has_pending_previews(self) -> bool:
-        """Whether a preview of any request is being prepared, or runs."""
+        """Whether a preview of any request is being prepared or runs."""
         return bool(self._pending)
 
-    def running_in_order(self) -> Iterator[Request]:
-        """The same, the most urgent first."""
-        return islice((request for request in self.live() if request.status is Status.RUNNING), len(self._running))
-
     def take_changes(self) -> tuple[QueueChange, ...]:
-        """What has happened to the queue since the last call, in order."""
+        """Changes of the queue since the last call, in order."""
         changes, self._changes = tuple(self._changes), []
         return changes
 
@@ -142,7 +140,7 @@ class LiveRequests:
         return self._num_due > 0
 
     def check_integrity(self) -> None:
-        """Raise AssertionError unless all that is kept beside the queue agrees with it."""
+        """Raise AssertionError unless everything that is kept beside the queue agrees with it."""
         assert set(self._running) == {request.id for request in self if request.status is Status.RUNNING}
         assert self._pending == {request.id for request in self if request.progress.pending}
         assert self._num_due == sum(due(claim.item.head) is not None for claim in self._claims.values())
@@ -155,8 +153,8 @@ class LiveRequests:
         return num_running, len(self) - num_running
 
 
-class _Taken(Iterable[Request]):
-    """An iterator that can be iterated many times: keeps what was taken from it."""
+class _Replayed(Iterable[Request]):
+    """Makes an iterator iterable many times, by keeping the items that were taken from it."""
 
     def __init__(self, source: Iterator[Request]) -> None:
         self._source = source

@@ -34,7 +34,7 @@ class Status(enum.Enum):
 
 TRANSITIONS: dict[Status, frozenset[Status]] = {
     Status.WAITING: frozenset({Status.RUNNING, Status.FAILED, Status.ABORTED}),
-    # waiting: to run alone
+    # To WAITING: it is to run alone after a rank's death.
     Status.RUNNING: frozenset({Status.WAITING, Status.FINISHED, Status.FAILED, Status.ABORTED}),
     Status.FINISHED: frozenset(),
     Status.FAILED: frozenset(),
@@ -43,12 +43,12 @@ TRANSITIONS: dict[Status, frozenset[Status]] = {
 """Every legal transition; any other raises."""
 
 SUSPECT_DEATHS = 2
-"""After this many processes have died while they ran a request, it runs alone, so that it cannot fail others."""
+"""Number of processes that have died while they ran a request, from which on it runs alone and cannot fail others."""
 
 
 @dataclass(frozen=True, slots=True)
 class NodeSizes:
-    """The sizes of what one node does for a request, see `core.graph.op.Sizes`."""
+    """The sizes of one node's work for a request, see `core.graph.op.Sizes`."""
 
     canvas: Canvas
     num_rows: int
@@ -69,11 +69,11 @@ class NodeSizes:
 
 @dataclass(frozen=True, slots=True)
 class Checkpoint:
-    """The state of a region after some rounds, which a rank's death cannot take once it is in shared memory."""
+    """The state of a region after some rounds. Once it is in shared memory, no rank's death can take it."""
 
     region: str
     round: int  # number of rounds done
-    keys: tuple[TensorKey, ...]  # of its values, which are pinned
+    keys: tuple[TensorKey, ...]  # keys of its values, which are pinned
 
 
 @dataclass(slots=True)
@@ -84,35 +84,35 @@ class Request:
     head: EngineRequest  # as received; never changed
     workflow: Workflow
     progress: Progress  # position in its workflow; written by the scheduler and its Dispatcher
-    # Of these, for quick access.
+    # Copied from the head, for quick access.
     id: str = field(init=False)
     spec: Spec = field(init=False)
     # Set by the scheduler and its Dispatcher.
     status: Status = Status.WAITING
     # (node, version of the values that it makes) -> the ranks of a run in flight
     sent_to: dict[tuple[str, int], tuple[int, ...]] = field(default_factory=dict)
-    ranks: set[int] = field(default_factory=set)  # all that it was ever sent to
-    # (node, ranks) -> inputs that its rounds share
+    ranks: set[int] = field(default_factory=set)  # all ranks that it was ever sent to
+    # (node, ranks) -> the inputs that all rounds of the node share
     fixed_inputs: dict[tuple[str, tuple[int, ...]], tuple[TensorRef, ...]] = field(default_factory=dict)
     # (canvas, whether a step is mask-aware) -> sizes
     known_sizes: dict[tuple[str, bool], NodeSizes] = field(default_factory=dict)
     # (node, whether it is a mask-aware step) -> its work
     known_work: dict[tuple[str, bool], Work] = field(default_factory=dict)
-    has_lost_rank: bool = False  # one of these has died: values may be in shared memory alone
-    num_moving: int = 0  # its values that a worker is writing to shared memory
-    num_deaths: int = field(init=False)  # of processes that died while they ran it
-    runs_on_one_rank: bool = False  # its batch failed on several ranks
-    # A rank died that it needs, or its group broke: what is in flight does not count, then it goes on.
+    has_lost_rank: bool = False  # one of its ranks has died: values may be in shared memory alone
+    num_moving: int = 0  # values that a worker is writing to shared memory
+    num_deaths: int = field(init=False)  # processes that died while they ran it
+    runs_on_one_rank: bool = False  # one of its batches failed on several ranks
+    # It has lost something with a rank, or its group broke: results in flight do not count, and then it resumes.
     is_set_back: bool = False
-    lost: list[TensorKey] = field(default_factory=list)  # its values that are nowhere any more, since it was set back
-    # Set by the scheduler's Checkpoints. Keys are regions.
-    checkpoints: dict[str, Checkpoint] = field(default_factory=dict)  # the last complete one
+    lost: list[TensorKey] = field(default_factory=list)  # values that are nowhere any more, since it was set back
+    # Set by the scheduler's Checkpoints.
+    checkpoints: dict[str, Checkpoint] = field(default_factory=dict)  # region -> the last complete one
     unwritten: list[Checkpoint] = field(default_factory=list)  # later ones that are not complete yet
-    saved_rounds: dict[str, int] = field(default_factory=dict)  # rounds done at the last one of both
-    rounds_between: dict[str, int] = field(default_factory=dict)  # from one to the next
+    saved_rounds: dict[str, int] = field(default_factory=dict)  # region -> rounds done at its last one, complete or not
+    rounds_between: dict[str, int] = field(default_factory=dict)  # region -> rounds from one checkpoint to the next
     # Set by the scheduler from results of batches.
-    started: float | None = None  # when a worker began its first stage, monotonic seconds
-    made: float | None = None  # when a worker ended its last one so far
+    started: float | None = None  # when a worker began its first run, monotonic seconds
+    made: float | None = None  # when a worker ended its last run so far, monotonic seconds
     part_seconds: dict[str, float] = field(default_factory=dict)  # Part -> worker seconds spent in it
     degrees: dict[tuple[str, int], int] = field(default_factory=dict)  # (step node, round) -> ranks that computed it
     # Set by the Predictor.
@@ -123,8 +123,8 @@ class Request:
 
     @classmethod
     def of(cls, head: EngineRequest, workflows: Mapping[str, Workflow]) -> Request:
-        """The record of a request that has not begun. workflows: by name. Raises InvalidRequestError if its own is not
-        among them, or if it lacks what this needs.
+        """The record of a request that has not begun. workflows: by name. Raises InvalidRequestError if the request's
+        workflow is not among them, or if the request lacks something that its workflow needs.
         """
         workflow = workflows.get(head.workflow)
         if workflow is None:
@@ -145,11 +145,11 @@ class Request:
         self.id, self.spec, self.num_deaths = self.head.request_id, self.head.spec, self.head.num_deaths
 
     def sizes(self, node: Node) -> NodeSizes:
-        """The sizes of running a node next."""
+        """The sizes of a node's next run."""
         return self.sizes_of(node, is_masked=self.is_masked(node))
 
     def sizes_of(self, node: Node, *, is_masked: bool) -> NodeSizes:
-        """The sizes of running a node, as a mask-aware step or as one of all tokens."""
+        """The sizes of a node's run that is a mask-aware step, or that computes all tokens."""
         sizes = self.known_sizes.get((node.canvas, is_masked))
         if sizes is None:
             canvas = self.spec.canvas(node.canvas)
@@ -158,11 +158,11 @@ class Request:
         return sizes
 
     def work(self, node: Node) -> Work:
-        """Tokens that running a node next computes, and those they attend to."""
+        """Tokens that a node's next run computes, and those they attend to."""
         return self.work_of(node, is_masked=self.is_masked(node))
 
     def work_of(self, node: Node, *, is_masked: bool) -> Work:
-        """The same of running it as a mask-aware step, or as one of all tokens."""
+        """`work` of a run that is a mask-aware step, or that computes all tokens."""
         key = node.name, is_masked
         work = self.known_work.get(key)
         if work is None:
@@ -180,22 +180,22 @@ class Request:
         return self.is_masked(node) and self.spec.reads_template
 
     def send(self, node: Node, ranks: tuple[int, ...]) -> None:
-        """Note that the next run of a node is sent to these ranks."""
+        """Note that a node's next run is sent to these ranks."""
         self.progress.start(node)
         self.sent_to[node.name, self.progress.scheduled[node.name] if node.region else 0] = ranks
         self.ranks.update(ranks)
 
     def note_answer(self, node: Node) -> None:
-        """Note that the oldest run in flight of a node has been answered. To be called before progress is changed."""
+        """Note that a node's oldest run in flight has been answered. To be called before progress is changed."""
         self.sent_to.pop((node.name, self.progress.done[node.name] + 1 if node.region else 0), None)
 
     def note_run(self, start: float, end: float) -> None:
-        """Note that a worker has run a node of it."""
+        """Note that a worker has run a node of the request. Times are monotonic seconds."""
         self.started = start if self.started is None else min(self.started, start)
         self.made = end if self.made is None else max(self.made, end)
 
     def lose_rank(self, rank: int) -> None:
-        """Note that a rank is gone with all that it had."""
+        """Note that a rank has died with everything that it had."""
         if rank in self.ranks:
             self.has_lost_rank = True
             self.fixed_inputs.clear()
@@ -207,13 +207,13 @@ class Request:
         return self.num_deaths >= SUSPECT_DEATHS
 
     @property
-    def has_work_out(self) -> bool:
-        """Whether a worker has batches or transfers of it."""
+    def has_work_in_flight(self) -> bool:
+        """Whether a worker has batches or transfers of the request."""
         return self.progress.num_in_flight > 0 or self.num_moving > 0
 
     @property
     def is_live(self) -> bool:
-        """Whether it has not reached a terminal state."""
+        """Whether the request has not ended."""
         return self.status is Status.WAITING or self.status is Status.RUNNING
 
     def move_to(self, status: Status) -> None:

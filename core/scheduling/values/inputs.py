@@ -1,4 +1,4 @@
-"""Where the inputs of a node are, as seen from the ranks that are to run it."""
+"""Finds the inputs of a node, as seen from the ranks that are to run it."""
 
 from __future__ import annotations
 
@@ -19,12 +19,12 @@ from core.scheduling.values.values import ValueTable
 class Inputs:
     """The inputs of a node's next run."""
 
-    awaited: tuple[TensorKey, ...] = ()  # on their way, or not made yet by a batch of other ranks
-    elsewhere: tuple[TensorKey, ...] = ()  # only on other ranks, and not in shared memory
+    awaited: tuple[TensorKey, ...] = ()  # values that are on their way, or that other ranks are still to make
+    elsewhere: tuple[TensorKey, ...] = ()  # values that only other ranks have, and that are not in shared memory
 
     @property
     def are_there(self) -> bool:
-        """Whether the ranks can read all of them, once they have done the batches that they have."""
+        """Whether the ranks can read all inputs once they have done the batches that they were sent."""
         return not self.awaited and not self.elsewhere
 
 
@@ -32,7 +32,7 @@ _ALL_THERE = Inputs()
 
 
 def find_inputs(request: Request, node: Node, ranks: RankIds, values: ValueTable) -> Inputs:
-    """Where the inputs of a ready node are that these ranks need at its start."""
+    """The inputs that these ranks need when they start a ready node, by where they are."""
     if _is_at_home(request, ranks):
         return _ALL_THERE
     reads = request.workflow.reads[node.name]
@@ -53,26 +53,27 @@ def find_inputs(request: Request, node: Node, ranks: RankIds, values: ValueTable
 
 def _is_at_home(request: Request, ranks: RankIds) -> bool:
     """Whether all values of the request are on this one rank."""
-    been = request.ranks
-    return len(ranks) == 1 and not request.has_lost_rank and (not been or (len(been) == 1 and ranks[0] in been))
+    used = request.ranks
+    return len(ranks) == 1 and not request.has_lost_rank and (not used or (len(used) == 1 and ranks[0] in used))
 
 
 def _is_made(request: Request, key: TensorKey) -> bool:
-    """Whether the run that makes a value is done. Without a value it has made none: a sampler may have no state."""
+    """Whether the run that makes a value is done. If the value is not there then, the run has made none: a sampler may
+    have no state.
+    """
     return request.progress.done[key.node] >= max(1, key.version)
 
 
 def is_ahead(request: Request, item: Item) -> bool:
-    """Whether an item that is done has read from a run that is not known to be done yet, or comes after one. Of a
-    request that has ended, or whose runs in flight do not count, later runs may be known although an earlier one failed
-    or is lost.
+    """Whether an answered item has read from a run that is not answered yet, or follows one. False for a request that
+    has ended or whose runs in flight do not count: an earlier run of it may never be answered.
     """
     if len(request.ranks) < 2 or not request.is_live or request.is_set_back:
         return False
     progress = request.progress
     if item.version > progress.done[item.node] + 1:
         return True
-    if len(progress.in_flight) == 1:  # this item's node alone
+    if len(progress.in_flight) == 1:  # only this item's node is in flight
         return False
     return any(ref.key.node in progress.in_flight and not _is_made(request, ref.key) for ref in item.inputs)
 
@@ -81,10 +82,10 @@ def is_ahead(request: Request, item: Item) -> bool:
 
 
 def input_refs(request: Request, node: Node, ranks: RankIds, values: ValueTable) -> tuple[TensorRef, ...]:
-    """The inputs of a node's next run on these ranks, for its message."""
+    """References to the inputs of a node's next run on these ranks, for its message."""
     reads, round_ = request.workflow.reads[node.name], request.progress.round_of(node)
     fixed = request.fixed_inputs.get((node.name, ranks))
-    if fixed is None:  # they are the same in every round
+    if fixed is None:  # made once, because all rounds read the same values
         fixed = _refs(request, node, reads.fixed, round_, ranks, values)
         if not any(ref.is_deferred for ref in fixed):
             request.fixed_inputs[node.name, ranks] = fixed
@@ -92,7 +93,7 @@ def input_refs(request: Request, node: Node, ranks: RankIds, values: ValueTable)
 
 
 def deliveries(batch: Batch) -> list[Delivery]:
-    """What other ranks have to send the ranks of a batch while it runs."""
+    """Values that other ranks have to send to the ranks of a batch while it runs."""
     refs = [ref for item in batch.items for ref in item.inputs if ref.is_deferred]
     return [Delivery(ref.key, ref.rank, rank) for ref in refs for rank in batch.ranks if rank != ref.rank]
 
@@ -108,16 +109,16 @@ def _refs(
 
 
 def _ref(request: Request, node: Node, edge: Edge, round_: int, ranks: RankIds, values: ValueTable) -> TensorRef:
-    """A value that is there, that a batch of the same ranks will make before, or that is sent while the node runs. Its
-    producer may have made none, as a sampler may have no state.
+    """Reference to a value that the ranks have, that an earlier batch of theirs will make, that is in shared memory, or
+    that another rank sends while the node runs. The producer may turn out to make none: a sampler may have no state.
     """
     key = key_read(request.id, request.progress, node, edge, round_)
     value = values.get(key)
-    have = request.sent_to.get((key.node, key.version), ranks) if value is None else value.ranks
-    if set(ranks) <= set(have):
+    holders = request.sent_to.get((key.node, key.version), ranks) if value is None else value.ranks
+    if set(ranks) <= set(holders):
         return TensorRef(key, ranks[0], port=edge.port)
     if value is not None and value.exported is not None:
         return msgspec.structs.replace(value.ref, handle=value.exported, port=edge.port)
     if edge.deferred:
-        return TensorRef(key, min(have), port=edge.port, is_deferred=True)
+        return TensorRef(key, min(holders), port=edge.port, is_deferred=True)
     raise AssertionError(f"{node.name} of {request.id} cannot read {key} on {ranks}")

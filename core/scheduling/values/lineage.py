@@ -1,6 +1,4 @@
-"""Lineage: which runs of which nodes have to be repeated to make lost values once more. A pure query; nothing is
-changed.
-"""
+"""Lineage: finds the runs of nodes that have to be repeated to make lost values again. It changes nothing."""
 
 from __future__ import annotations
 
@@ -17,9 +15,9 @@ Has = Callable[[TensorKey], bool]
 
 
 def runs_to_keep(request_id: str, progress: Progress, lost: Iterable[TensorKey], has: Has) -> dict[str, int]:
-    """Node -> how many of its runs count as done still, of the nodes that must run again to make all `lost` values of a
-    request: their producers, and recursively the producers of what these read, back to what is there. All later runs of
-    these nodes are repeated, too, as each round needs the one before.
+    """Node -> how many of its runs still count as done, for the nodes that must run again to make all `lost` values of
+    a request. These are the producers of the lost values and, recursively, the producers of the inputs that these need
+    and that are gone. All later runs of these nodes are repeated, too, because each round needs the one before.
     """
     kept: dict[str, int] = {}
     missing = list(lost)
@@ -35,13 +33,13 @@ def runs_to_keep(request_id: str, progress: Progress, lost: Iterable[TensorKey],
 
 
 def _run_of(node: Node, key: TensorKey) -> int:
-    """The run of a node that makes a value, from 0. Round v - 1 makes version v."""
+    """The index of the run that makes a value. Run v - 1 makes version v."""
     return key.version - 1 if node.region else 0
 
 
 def _missing(keys: Iterable[TensorKey], workflow: Workflow, has: Has) -> Iterator[TensorKey]:
-    """What must be made again of what one run reads. Of an optional value it is not known whether it was ever made, so
-    it counts as there if all is that its producer made at the same time for the same reader.
+    """The inputs of one run that must be made again. Nobody knows whether an optional value was ever made, so it counts
+    as there if everything else is there that its producer made in the same run for the same reader.
     """
     by_run: dict[tuple[str, int], list[TensorKey]] = {}
     for key in keys:

@@ -1,4 +1,4 @@
-"""What becomes of a request's values when one of its nodes has run, when some are lost, or when it begins again."""
+"""Updates a request's values when one of its nodes has run, when some are lost, or when it restarts."""
 
 from __future__ import annotations
 
@@ -18,8 +18,9 @@ from core.scheduling.values.values import ValueTable
 def note_values(
     values: ValueTable, request: Request, node: Node, round_: int, made: Iterable[TensorRef], batch: Batch
 ) -> None:
-    """Note that a node has finished in this batch: what it made, and what was sent to it, is on the batch's ranks; what
-    it alone still read is free. To be called after `Progress.finish`. round_: `Progress.round_done` before it.
+    """Note that a node has finished in this batch. The batch's ranks have the values that it made and those that were
+    sent to it; values that it was the last to read are freed. To be called after `Progress.finish`. round_: the value
+    of `Progress.round_done` before that.
     """
     if len(request.ranks) > 1:
         for ref in _deferred(batch, request.id, node.name):
@@ -34,14 +35,15 @@ def note_values(
 
 
 def _deferred(batch: Batch, request_id: str, node: str) -> list[TensorRef]:
+    """The inputs that other ranks have sent while this node ran."""
     items = [item for item in batch.items if item.request_id == request_id and item.node == node]
     return [ref for item in items for ref in item.inputs if ref.is_deferred]
 
 
 def note_rounds(values: ValueTable, request: Request, node: Node, rounds: int) -> None:
-    """Note that a node's region needs this many rounds only. To be called before `Progress.finish`. If this round is
-    the last, other nodes read what the region has made in it than was expected, and nodes that are over now will not
-    read again.
+    """Note that a node's region needs only this many rounds. To be called before `Progress.finish`. If that makes the
+    current round the last one, its values get other readers than expected, and nodes that are over now will not read
+    again.
     """
     progress, workflow = request.progress, request.workflow
     ended = progress.shorten(node, rounds)
@@ -56,8 +58,8 @@ def note_rounds(values: ValueTable, request: Request, node: Node, rounds: int) -
 
 
 def note_choice(values: ValueTable, request: Request, chooser: Node, reader: str) -> None:
-    """Note which of its readers a node has chosen: what the skipped ones alone would have read is free. Raises
-    ValueError if it is none of its readers.
+    """Note which of its readers a node has chosen. Values that only skipped nodes would have read are freed. Raises
+    ValueError if the node has no such reader.
     """
     progress = request.progress
     if reader not in readers_of(request.workflow, chooser.name):
@@ -68,9 +70,9 @@ def note_choice(values: ValueTable, request: Request, chooser: Node, reader: str
             values.done_reading(key)
 
 
-def go_on(values: ValueTable, request: Request) -> None:
-    """Let a request that was set back go on from what is left. Nothing of it may be in flight. Nodes run again if they
-    are to make what was lost; what they made later than that is freed.
+def resume(values: ValueTable, request: Request) -> None:
+    """Let a request that was set back resume from the values that are left. Nothing of it may be in flight. The runs
+    that made lost values are repeated, and all later runs of their nodes, whose values are freed.
     """
     progress = request.progress
     lost = [key for key in request.lost if values.get(key) is None]
@@ -93,10 +95,10 @@ def _renew_all(values: ValueTable, request: Request) -> None:
         values.renew(key, num_reads(request.progress, maker, key.name, key.version))
 
 
-def begin_again(values: ValueTable, request: Request) -> None:
-    """Restart the region that reads pages at its first round. Nothing of the request may be in flight. Nodes run again
-    if they belong to it or come after it, if its first round has used up what they made, or if that is freed already.
-    What they made before is freed.
+def restart(values: ValueTable, request: Request) -> None:
+    """Restart the region that reads pages at its first round. Nothing of the request may be in flight. A node runs
+    again if it belongs to the region or comes after it, or if the region needs a value of it that is used up or freed.
+    All values of these nodes are freed.
     """
     paged, progress = request.workflow.paged, request.progress
     assert paged is not None
@@ -108,7 +110,9 @@ def begin_again(values: ValueTable, request: Request) -> None:
 
 
 def _to_repeat(values: ValueTable, request: Request, first: Iterable[str]) -> set[str]:
-    """These nodes, and all whose values they read and that are gone; of a region all nodes."""
+    """Names of these nodes and, recursively, of the nodes that made values which they read and which are gone. If a
+    node of a region has to run again, all nodes of the region do.
+    """
     workflow, again = request.workflow, set[str]()
     wanted = set(first)
     while wanted:
@@ -126,7 +130,7 @@ def _with_region(workflow: Workflow, name: str) -> set[str]:
 
 
 def _is_whole(values: ValueTable, request: Request, name: str) -> bool:
-    """Whether all that a node has made is there still: of a node that repeats, in its last round."""
+    """Whether all values that a node has made are still there; if it repeats, those of its last round."""
     node = request.workflow.node(name)
     version = request.progress.rounds[node.region] if node.region else 0
     names = (port.name for port in OPS[node.op].outputs if not port.is_optional)
@@ -134,7 +138,7 @@ def _is_whole(values: ValueTable, request: Request, name: str) -> bool:
 
 
 def _rounds_at_first(request: Request, again: Iterable[str]) -> dict[str, int]:
-    """Region -> number of its rounds before any result lowered it, of the regions with one of these nodes."""
+    """Region -> its number of rounds before any result lowered it, for the regions of these nodes."""
     regions = {request.workflow.node(name).region for name in again}
     pairs = zip(request.workflow.regions, request.head.rounds, strict=True)
     return {region.name: rounds for region, rounds in pairs if region.name in regions}

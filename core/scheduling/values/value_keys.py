@@ -1,6 +1,6 @@
-"""The keys of the values that a node reads, and how often a value is read.
+"""Computes the keys of the values that a node reads, and how often a value is read.
 
-Version v of a value is made by round v (from 1) of a node that repeats. All other values have version 0.
+Round v (from 1) of a node that repeats makes version v of its values. All other values have version 0.
 """
 
 from __future__ import annotations
@@ -13,25 +13,25 @@ from core.handles import TensorKey
 
 
 def key_read(request_id: str, progress: Progress, node: Node, edge: Edge, round_: int) -> TensorKey:
-    """The value that a node reads through one of its edges. round_: as `Progress.round_of` says it."""
+    """Key of the value that a node reads through one of its edges. round_: see `Progress.round_of`."""
     if edge.carried and round_:
         return TensorKey(request_id, edge.carried, edge.name, round_)
     return TensorKey(request_id, edge.source, edge.name, _version(progress, node, edge, round_))
 
 
 def edges_read(progress: Progress, edges: Iterable[Edge]) -> list[Edge]:
-    """Those of a node's edges through which it gets a value: all but those of skipped nodes."""
+    """The edges through which a node gets a value: edges from skipped nodes are left out."""
     return [edge for edge in edges if edge.source not in progress.skipped] if progress.skipped else list(edges)
 
 
 def keys_read(request_id: str, progress: Progress, node: Node, round_: int) -> list[TensorKey]:
-    """All values that a node reads."""
+    """Keys of all values that a node reads in this round."""
     edges = edges_read(progress, node.inputs)
     return list(dict.fromkeys(key_read(request_id, progress, node, edge, round_) for edge in edges))
 
 
 def keys_done(request_id: str, progress: Progress, node: Node, round_: int) -> list[TensorKey]:
-    """The values that a node reads no more, now that this run of it is finished."""
+    """Keys of the values that a node has read for the last time in the run that is finished now."""
     reads = progress.workflow.reads[node.name]
     if round_ and reads.carries_all and node.name not in progress.over:  # a loop's usual round
         return [TensorKey(request_id, edge.carried, edge.name, round_) for edge in reads.of_round]
@@ -45,8 +45,8 @@ def keys_done(request_id: str, progress: Progress, node: Node, round_: int) -> l
 
 
 def num_reads(progress: Progress, node: Node, name: str, version: int) -> int:
-    """How often other nodes will read what a node has made under this name and version: each once in all its runs, or
-    in its same round, in the next one, or in both.
+    """How often other nodes will read a value of a node. A reader counts once, or twice if it reads the value in the
+    round that made it and in the next round.
     """
     if node.region and version < progress.rounds[node.region] and not progress.was_rewound:
         return progress.workflow.reads_in_rounds.get((node.name, name), 0) + _num_shown(progress, node, name, version)
@@ -58,7 +58,7 @@ def num_reads(progress: Progress, node: Node, name: str, version: int) -> int:
 
 
 def _num_shown(progress: Progress, node: Node, name: str, version: int) -> int:
-    """How many side nodes read a value that this round has made."""
+    """How many side nodes will read a value of this version."""
     if not progress.pending:
         return 0
     sides = (side for side in progress.workflow.sides.get(node.name, ()) if side.name in progress.pending)
@@ -66,7 +66,7 @@ def _num_shown(progress: Progress, node: Node, name: str, version: int) -> int:
 
 
 def _way(progress: Progress, reader: Node, node: Node, edge: Edge, version: int) -> str:
-    """In which of its runs to come a node reads a value through an edge; "" if in none."""
+    """The kind of coming run in which a node reads a value through an edge; "": it reads it in none."""
     is_last = not node.region or version == progress.rounds[node.region]
     if edge.carried == node.name and version:
         return "" if is_last or progress.done[reader.name] > version else "next round"

@@ -1,9 +1,9 @@
-"""ValueTable: the tensors of running requests: which rank has them, how many nodes still read them, and where in shared
-memory they are.
+"""ValueTable: the tensors of running requests: which ranks have them, how many nodes still read them, and where in
+shared memory they are.
 
-A value is immutable. What a loop replaces at every round has a version per round: a step reads version v and makes
-v + 1. A value is freed when its last reader is done. It moves to another rank through the engine's own arena, whose
-space the table allocates; several values of a request may move at once, in any dtype and shape.
+A value is immutable. A value that a loop replaces at every round has a version per round: a step reads version v and
+makes v + 1. A value is freed when its last reader is done. It moves to another rank through the engine's own arena,
+whose space the table allocates; several values of a request may move at once, in any dtype and shape.
 """
 
 from __future__ import annotations
@@ -25,16 +25,16 @@ VALUE_BYTES = 1 << 32
 class Value:
     """A tensor, or a series of tensors, that a node has made."""
 
-    ref: TensorRef  # as the worker that made it described it
-    ranks: frozenset[int]  # that have it
-    readers_left: int  # how often nodes have yet to read it
-    handle: ArrayRef | None = None  # uint8, its space in the arena once it has been asked to move
+    ref: TensorRef  # as described by the worker that made it
+    ranks: frozenset[int]  # the ranks that have it
+    readers_left: int  # how often nodes will still read it
+    handle: ArrayRef | None = None  # uint8; its space in the arena, from `move` on
     is_moving: bool = False  # a worker is writing it to the handle
     is_pinned: bool = False  # it stays when it has no reader left
 
     @property
     def exported(self) -> ArrayRef | None:
-        """Where it lies in shared memory; None unless it is there."""
+        """Its place in shared memory; None until it is there."""
         return None if self.is_moving else self.handle
 
 
@@ -61,8 +61,8 @@ class ValueTable:
         return list(self._values.get(request_id, ()))
 
     def add(self, ref: TensorRef, ranks: Iterable[int], readers: int) -> None:
-        """Note that a node has made a value on these ranks, which replaces one with the same key. Without readers it is
-        freed.
+        """Note that a node has made a value on these ranks. It replaces a value with the same key, and is freed at once
+        if it has no readers.
         """
         if self.get(ref.key) is not None:
             self._drop(ref.key)
@@ -81,24 +81,24 @@ class ValueTable:
         self._free_if_unused(value)
 
     def note_copy(self, key: TensorKey, ranks: Iterable[int]) -> None:
-        """Note that these ranks have got a copy of a value, if it is there still."""
+        """Note that these ranks have got a copy of a value. A value that is freed already is ignored."""
         value = self.get(key)
         if value is not None:
             value.ranks |= frozenset(ranks)
 
     def renew(self, key: TensorKey, readers: int) -> None:
-        """Set how often nodes will read a value that is there, as that has changed; without any it is freed."""
+        """Change how often nodes will still read a value; 0 frees it."""
         value = self._values[key.request_id][key]
         value.readers_left = readers
         self._free_if_unused(value)
 
     def pin(self, keys: Iterable[TensorKey]) -> None:
-        """Keep values that are there, also when they have no reader left."""
+        """Keep values even when they have no reader left."""
         for key in keys:
             self._values[key.request_id][key].is_pinned = True
 
     def unpin(self, keys: Iterable[TensorKey]) -> None:
-        """Keep values no longer; those that are gone are ignored."""
+        """Undo `pin`. Values that are gone are ignored."""
         for key in keys:
             value = self.get(key)
             if value is not None:
@@ -106,19 +106,19 @@ class ValueTable:
                 self._free_if_unused(value)
 
     def discard(self, keys: Iterable[TensorKey]) -> None:
-        """Free values whose readers will not come. None of them may be moving."""
+        """Free values that will not be read any more. None of them may be moving."""
         for key in keys:
             self._free(key)
 
     def forget(self, request_id: str) -> None:
-        """Drop all values of a request that has ended, whose tensors the workers free together."""
+        """Drop all values of a request that has ended. The workers free its tensors by a single order."""
         for key in self.keys(request_id):
             self._drop(key)
         self._freed = [free for free in self._freed if free.key.request_id != request_id]
 
     def lose(self, rank: int) -> list[TensorKey]:
-        """Note that a rank is gone with all that it had, after `fail_move` for what it was writing. Values that are
-        nowhere else are dropped; returns the keys of those that nodes still read.
+        """Note that a rank has died with everything that it had, after `fail_move` for the values that it was writing.
+        Values that are nowhere else are dropped; returns the keys of those among them that nodes would still read.
         """
         lost = []
         for value in [value for values in self._values.values() for value in values.values() if rank in value.ranks]:
@@ -137,16 +137,16 @@ class ValueTable:
         self._freed.clear()
 
     def take_freed(self) -> list[Free]:
-        """What was freed since the last call, which the workers still have."""
+        """Orders to free the tensors of values that were freed since the last call."""
         freed, self._freed = self._freed, []
         return freed
 
     # ------------------------------------------------------------------------------------------------- moving
 
     def move(self, keys: Sequence[TensorKey], ranks: Set[int], leave: int = 0) -> list[Transfer] | None:
-        """Begin to move values into shared memory: all of them or, if there is no room, none (None). Those that are
-        there or on their way are left out. ranks: from which they may be copied; each value is on one of them. leave:
-        bytes of the arena that are to stay free.
+        """Begin to move values into shared memory: all of them or, if there is no room, none (None). Values that are
+        there or on their way are left out. ranks: the ranks that may copy them; each value is on one of these. leave:
+        bytes of the arena that have to stay free.
         """
         values = [value for key in keys if (value := self._values[key.request_id][key]).handle is None]
         places = self._allocate([max(1, value.ref.nbytes) for value in values], leave)
@@ -156,13 +156,13 @@ class ValueTable:
         return [self._begin_move(value, place, min(value.ranks & ranks)) for value, place in pairs]
 
     def end_move(self, key: TensorKey) -> None:
-        """Note that a value is in shared memory. It is freed if its last reader has read it elsewhere meanwhile."""
+        """Note that a value has arrived in shared memory. It is freed if its last reader is done meanwhile."""
         value = self._values[key.request_id][key]
         value.is_moving = False
         self._free_if_unused(value)
 
     def fail_move(self, key: TensorKey) -> None:
-        """Note that a value will not come to shared memory, because the rank that was to write it there is gone."""
+        """Note that a value will not arrive in shared memory, because the rank that was to write it has died."""
         value = self._values[key.request_id][key]
         assert value.handle is not None
         self._give_back(value.handle)
@@ -170,8 +170,8 @@ class ValueTable:
         self._free_if_unused(value)
 
     def leave_arena(self, request_id: str) -> list[TensorKey]:
-        """Give back what a request takes of the arena. Its values there that no rank has are dropped; returns their
-        keys. None may be moving, be pinned, or be an input of a batch in flight.
+        """Free the space in the arena that a request's values take. Values that no rank has are dropped; returns their
+        keys. None of the values may be moving, pinned, or an input of a batch in flight.
         """
         lost = []
         for key, value in list(self._values.get(request_id, {}).items()):
@@ -186,12 +186,12 @@ class ValueTable:
         return lost
 
     def is_in_arena(self, request_id: str) -> bool:
-        """Whether any value of a request takes space there."""
+        """Whether any value of a request takes space in the arena."""
         return any(value.handle is not None for value in self._values.get(request_id, {}).values())
 
     @property
     def pinned(self) -> set[TensorKey]:
-        """Keys of the values that are kept for more than their readers."""
+        """Keys of all pinned values."""
         return {key for values in self._values.values() for key, value in values.items() if value.is_pinned}
 
     @property
@@ -199,8 +199,8 @@ class ValueTable:
         return sum(value.is_moving for values in self._values.values() for value in values.values())
 
     def check_integrity(self, request_ids: Iterable[str]) -> None:
-        """Raise AssertionError unless every value has readers, belongs to one of these requests, and the arena's space
-        is exactly that of the values in it.
+        """Raise AssertionError unless every value is needed and belongs to one of these requests, and the space taken
+        in the arena is exactly that of the values in it.
         """
         values = [value for values in self._values.values() for value in values.values()]
         assert all(value.readers_left > 0 or value.is_moving or value.is_pinned for value in values)
@@ -209,6 +209,7 @@ class ValueTable:
         self._space.check_integrity((ref.offset, ref.offset + self._space.extent(ref.size)) for ref in handles)
 
     def _allocate(self, sizes: Sequence[int], leave: int) -> list[int] | None:
+        """Places for values of these sizes in the arena; None, with none taken, if there is no room for all of them."""
         if self._space.used_bytes + sum(map(self._space.extent, sizes)) > self._space.size - leave:
             return None
         places: list[int] = []

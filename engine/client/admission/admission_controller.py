@@ -7,11 +7,11 @@ recent one, and once its mask is known. The rule is in core/routing/admission.py
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Collection, Hashable
+from collections.abc import Collection
 from dataclasses import dataclass, replace
 
 from core.config import StencilConfig
-from core.costs.image_backlog import ImageBacklog, Share
+from core.costs.image_backlog import BacklogShare, ImageBacklog
 from core.costs.prediction_margin import PredictionMargin, UsualDelay
 from core.errors import DeadlineExceededError, EngineDeadError, InvalidRequestError, OverloadedError
 from core.routing.admission import Outlook, RefusedFor, Terms, Verdict, judge
@@ -43,21 +43,22 @@ class EditWork:
     shape: RequestShape
     num_images: int
     images: ImageSeconds
-    share: Share
+    share: BacklogShare
 
 
 class AdmissionController:
     """Admission state of all requests: the latency objective, the error of predictions, the edits in preparation, and
-    the image work left. Queue places are counted by RunningSessions.
+    the image work left. Edits report to it, most of it through their AdmissionTickets. Queue places are counted by
+    RunningSessions.
     """
 
     def __init__(self, config: StencilConfig, sessions: RunningSessions, router: Router, metrics: Metrics) -> None:
         self.slo_seconds = config.slo_seconds
-        self.margin = PredictionMargin()
-        self.delivery = UsualDelay()  # of files after the workers' end, beyond an image processor's time for them
-        self.preparing: dict[Hashable, float] = {}  # ticket of an edit in preparation -> seconds of engine time
-        self.sizes: deque[tuple[int, int]] = deque(maxlen=RECENT_EDITS)  # (image tokens, active tokens) of recent edits
-        self.image_backlog = ImageBacklog()
+        self._margin = PredictionMargin()
+        self._delivery = UsualDelay()  # of files after the workers' end, beyond an image processor's time for them
+        self._preparing: dict[str, float] = {}  # id of an edit in preparation -> seconds of engine time
+        self._sizes: deque[tuple[int, int]] = deque(maxlen=RECENT_EDITS)  # (image, active tokens) of recent edits
+        self._image_backlog = ImageBacklog()
         self._max_queue = config.max_queue
         self._image_workers = config.image.image_workers
         self._gives_up = policy_class(config.engine.scheduler.policy).gives_up
@@ -115,26 +116,36 @@ class AdmissionController:
         due = arrival + min(limits) if limits else None
         return Caller(edit_id, edit.owner, edit.sampling.priority, arrival, due)
 
-    def check_upload_time(self, work: EditWork, terms: Terms) -> None:
-        """Check the predicted time of an edit whose images are not prepared yet. Raises as `check_edit_time`."""
-        ahead = self._router.outlook(work.shape)
-        if ahead is not None:
-            engines = max(work.images.prepare + ahead.alone, ahead.seconds + sum(self.preparing.values()))
-            self._judge(self._outlook(work, replace(ahead, seconds=engines)), terms)
-
-    def check_edit_time(self, work: EditWork, terms: Terms) -> tuple[Outlook | None, Verdict]:
-        """Check the predicted time of a prepared edit. Returns the prediction, None if there is none (see
-        `Router.outlook`), and the verdict. Raises OverloadedError; DeadlineExceededError if even an idle server would
-        miss its timeout.
+    def admit_upload(self, edit_id: str, work: EditWork, terms: Terms) -> None:
+        """Check the predicted time of an edit whose images are not prepared yet, as if it were the smallest of the
+        recent ones, and count its work until `forget`. Raises as `admit_edit`.
         """
-        ahead = self._router.outlook(work.shape)
-        if ahead is None:
-            return None, Verdict()
-        outlook = self._outlook(work, ahead)
-        return outlook, self._judge(outlook, terms)
+        if self._sizes and _has_limit(terms):
+            guessed = replace(work, shape=_resized(work.shape, *min(self._sizes)))
+            ahead = self._router.outlook(guessed.shape)
+            if ahead is not None:
+                engines = max(work.images.prepare + ahead.alone, ahead.seconds + sum(self._preparing.values()))
+                self._judge(self._outlook(guessed, replace(ahead, seconds=engines)), terms)
+            self._preparing[edit_id] = work.num_images * self.work_seconds(guessed.shape)
+        self._image_backlog.set(edit_id, work.share)
+
+    def admit_edit(self, edit_id: str, work: EditWork, terms: Terms) -> tuple[Outlook | None, Verdict]:
+        """Check the predicted time of a prepared edit, and count the image work that is left of it. Returns the
+        prediction, None if there is none or no limit, and the verdict. Raises OverloadedError; DeadlineExceededError if
+        even an idle server would miss its timeout.
+        """
+        self.forget(edit_id)
+        self._sizes.append((work.shape.image_tokens, work.shape.active_tokens))
+        outlook, verdict = None, Verdict()
+        ahead = self._router.outlook(work.shape) if _has_limit(terms) else None
+        if ahead is not None:
+            outlook = self._outlook(work, ahead)
+            verdict = self._judge(outlook, terms)
+        self._image_backlog.set(edit_id, work.share)
+        return outlook, verdict
 
     def _judge(self, outlook: Outlook, terms: Terms) -> Verdict:
-        verdict = judge(outlook, terms, self.margin, gives_up=self._gives_up)
+        verdict = judge(outlook, terms, self._margin, gives_up=self._gives_up)
         if verdict.refused:
             raise self._refuse(verdict.refused, outlook, verdict)
         return verdict
@@ -145,14 +156,14 @@ class AdmissionController:
         """
         done = engines.seconds + (work.num_images - 1) * self.work_seconds(work.shape) + work.images.compose
         alone = work.images.prepare + engines.alone + work.images.composes
-        wait = self.image_backlog.before(work.share) / self._image_workers
-        is_idle = engines.is_idle and not self.preparing and not self.image_backlog
+        wait = self._image_backlog.before(work.share) / self._image_workers
+        is_idle = engines.is_idle and not self._preparing and not self._image_backlog
         return Outlook(max(done, wait + alone), alone, is_idle)
 
     @property
     def drain_seconds(self) -> float:
         """Predicted seconds until all image work is done."""
-        return self.image_backlog.seconds / self._image_workers
+        return self._image_backlog.seconds / self._image_workers
 
     def work_seconds(self, shape: RequestShape) -> float:
         """Seconds by which one more image of this shape delays the engines."""
@@ -174,6 +185,43 @@ class AdmissionController:
         )
         return OverloadedError(message, retry_after=_bounded_retry(verdict.retry_after))
 
+    def with_margin(self, seconds: float) -> float:
+        """The time that most edits with this predicted time take at most."""
+        return seconds * self._margin.high
+
+    def usual_delay(self, now: float) -> float:
+        """Seconds that files take on their way beyond their predicted time, as seen at `now`."""
+        return self._delivery.seconds(now)
+
+    # ---------------------------------------------------------------------------------- what edits report
+
+    def set_image_work(self, caller: Caller, seconds: float) -> None:
+        """Set how many seconds of an edit's image work are left."""
+        self._image_backlog.set(caller.edit_id, caller.share(seconds))
+
+    def note_delivery(self, predicted: float, actual: float, now: float) -> None:
+        """Learn from a file that was made so many seconds after the workers had finished."""
+        self._delivery.observe(predicted, actual, now)
+
+    def note_time(self, predicted: float, actual: float) -> None:
+        """Learn from an edit's predicted and actual time, in seconds."""
+        self._margin.observe(predicted, actual)
+
+    def forget(self, edit_id: str) -> None:
+        """Count an edit no longer as in preparation, and none of its image work."""
+        self._preparing.pop(edit_id, None)
+        self._image_backlog.drop(edit_id)
+
 
 def _bounded_retry(seconds: float) -> float:
     return min(MAX_RETRY_SECONDS, max(MIN_RETRY_SECONDS, seconds))
+
+
+def _resized(shape: RequestShape, image_tokens: int, active_tokens: int) -> RequestShape:
+    """The shape with these tokens; an exact edit computes all of them."""
+    is_exact = shape.full_steps == shape.num_steps
+    return replace(shape, image_tokens=image_tokens, active_tokens=image_tokens if is_exact else active_tokens)
+
+
+def _has_limit(terms: Terms) -> bool:
+    return terms.timeout is not None or terms.slo is not None

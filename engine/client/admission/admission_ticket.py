@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import time
-from dataclasses import replace
 
 from core.routing.admission import Terms
 from core.routing.request_shape import RequestShape
@@ -35,37 +34,25 @@ class AdmissionTicket:
         self._allowed = 0.0  # these seconds with the margin
 
     def look_at_upload(self, shape: RequestShape, images: ImageSeconds) -> None:
-        """First check, before its images are prepared. The sizes in `shape` are replaced by the smallest recent ones.
+        """First check, before its images are prepared; the sizes in `shape` are not known yet.
 
         Raises OverloadedError, DeadlineExceededError.
         """
-        share = self._caller.share(images.prepare + images.composes)
-        if self._is_bound and self._controller.sizes:
-            shape = _guess(shape, *min(self._controller.sizes))
-            work = EditWork(shape, self._num_images, images, share)
-            self._controller.check_upload_time(work, self._terms())
-            self._controller.preparing[self] = self._num_images * self._controller.work_seconds(shape)
-        self._controller.image_backlog.set(self._caller.edit_id, share)
+        terms, share = self._terms(), self._caller.share(images.prepare + images.composes)
+        work = EditWork(shape, self._num_images, images, share)
+        self._controller.admit_upload(self._caller.edit_id, work, terms)
 
     def look_at_edit(self, shape: RequestShape, images: ImageSeconds) -> None:
         """Second check, once it is prepared. Raises OverloadedError, DeadlineExceededError."""
-        self.leave()
-        self._controller.sizes.append((shape.image_tokens, shape.active_tokens))
         self._compose_seconds = images.compose
-        share = self._caller.share(images.composes)
-        if self._is_bound:
-            work = EditWork(shape, self._num_images, images, share)
-            outlook, verdict = self._controller.check_edit_time(work, self._terms())
-            if verdict.has_objective:
-                self.objective = self._goal
-            if outlook is not None:
-                self._foretold = time.monotonic(), outlook.seconds
-                self._allowed = outlook.seconds * self._controller.margin.high
-        self._controller.image_backlog.set(self._caller.edit_id, share)
-
-    def note_image_work(self, seconds: float) -> None:
-        """Set how many seconds of its image work are left."""
-        self._controller.image_backlog.set(self._caller.edit_id, self._caller.share(seconds))
+        terms, share = self._terms(), self._caller.share(images.composes)
+        work = EditWork(shape, self._num_images, images, share)
+        outlook, verdict = self._controller.admit_edit(self._caller.edit_id, work, terms)
+        if verdict.has_objective:
+            self.objective = self._goal
+        if outlook is not None:
+            self._foretold = time.monotonic(), outlook.seconds
+            self._allowed = self._controller.with_margin(outlook.seconds)
 
     @property
     def worker_deadline(self) -> float | None:
@@ -82,11 +69,11 @@ class AdmissionTicket:
         the time until `end` at most: else a backlog of files that has long gone could leave none for the next edits.
         """
         most = MOST_DELAY * (end - self._caller.arrival)
-        return self._compose_seconds + min(most, self._controller.delivery.seconds(time.monotonic()))
+        return self._compose_seconds + min(most, self._controller.usual_delay(time.monotonic()))
 
     def note_delivered(self, seconds: float) -> None:
         """Learn from a file that was made so long after the workers had finished."""
-        self._controller.delivery.observe(self._compose_seconds, seconds, time.monotonic())
+        self._controller.note_delivery(self._compose_seconds, seconds, time.monotonic())
 
     def finished(self, ended: float) -> None:
         """Learn from an edit whose last picture the workers finished at `ended`."""
@@ -106,7 +93,7 @@ class AdmissionTicket:
     def _learn(self, end: float) -> None:
         if self._foretold is not None:
             start, predicted = self._foretold
-            self._controller.margin.observe(predicted, end - start)
+            self._controller.note_time(predicted, end - start)
 
     def is_met(self, ended: float) -> bool | None:
         """Whether a picture that workers finished at `ended` met the server's objective; None if the server has none.
@@ -116,19 +103,9 @@ class AdmissionTicket:
 
     def leave(self) -> None:
         """Remove it from the edits in preparation and from the image backlog."""
-        self._controller.preparing.pop(self, None)
-        self._controller.image_backlog.drop(self._caller.edit_id)
-
-    @property
-    def _is_bound(self) -> bool:
-        return self.deadline is not None or self._goal is not None
+        self._controller.forget(self._caller.edit_id)
 
     def _terms(self) -> Terms:
         now = time.monotonic()
         timeout, slo = (None if end is None else end - now for end in (self.deadline, self._goal))
         return Terms(timeout, slo)
-
-
-def _guess(shape: RequestShape, image_tokens: int, active_tokens: int) -> RequestShape:
-    is_exact = shape.full_steps == shape.num_steps
-    return replace(shape, image_tokens=image_tokens, active_tokens=image_tokens if is_exact else active_tokens)

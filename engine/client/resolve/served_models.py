@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from core.config import CacheConfig, EngineConfig
+from core.model_choice import ModelChoice
 from core.model_info import ModelInfo
 
 
@@ -20,6 +21,10 @@ class ServedModels:
     def cache(self) -> CacheConfig:
         """The engines' limits for cached pages."""
         return self.engine.cache
+
+    def has(self, choice: ModelChoice) -> bool:
+        """Whether all adapters of a choice that was made earlier still have a name."""
+        return {patch.id for patch in choice.patches} <= {info.patch for info in self.by_name.values()}
 
     def add(self, info: ModelInfo) -> None:
         """Serve one more adapter."""

@@ -9,8 +9,6 @@ from core.errors import InvalidRequestError
 from core.messages.image_processor import PreparedImages, PrepareImages
 from core.model_choice import ModelChoice
 from core.routing.request_shape import RequestShape
-from core.sampling_params import MAX_PADDING_MASK_CROP, MAX_PROMPT_CHARACTERS
-from core.validation import check_integer, check_length
 from engine.client.edit_types import EditInput
 from engine.client.resolve.class_label import chosen_class
 from engine.client.resolve.mask_aware import resolve_margin
@@ -50,9 +48,6 @@ class EditPreparation:
         self._memory = memory
         self._span = span
         self._sampling = resolve(edit.sampling, model, services.config.step_schedule)
-        check_length("prompt", edit.prompt, MAX_PROMPT_CHARACTERS)
-        if edit.padding_mask_crop is not None:
-            check_integer("padding_mask_crop", edit.padding_mask_crop, 0, MAX_PADDING_MASK_CROP)
         self._template = _find_template(edit, services.templates.store)
         self._upload = self._template.upload if self._template else edit.image
         self._ready_at = 0.0  # when the images were prepared, seconds of CLOCK_MONOTONIC

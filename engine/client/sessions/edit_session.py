@@ -128,10 +128,11 @@ class EditSession(Session):
             num_left -= isinstance(output, Finished)
             if not num_left:
                 self._teach()
-            self._ticket.note_image_work(0.0)  # none is done while the caller reads the file, which may take long
+            # None is done while the caller reads the file, which may take long.
+            self._services.admission.set_image_work(self._caller, 0.0)
             self._is_with_caller = True
             yield file
-            self._ticket.note_image_work(self._delivery.image_seconds.composes)
+            self._services.admission.set_image_work(self._caller, self._delivery.image_seconds.composes)
 
     async def _next_output(self) -> tuple[EditImage, RequestOutput]:
         """Wait for the next output. Raises OverloadedError if there is none when the server shuts down."""

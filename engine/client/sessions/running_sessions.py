@@ -9,6 +9,7 @@ from typing import Any
 
 from core.errors import OverloadedError, StencilError
 from core.routing.queue_places import Newcomer, displaced_by
+from engine.client.admission.not_ready import CLOSING_RETRY_SECONDS
 from engine.client.sessions.cancel_scope import CancelScope
 from engine.client.sessions.session import Session
 from engine.client.sessions.upload_place import UploadPlace
@@ -157,4 +158,5 @@ class RunningSessions:
 
 def shut_down() -> OverloadedError:
     """The error of requests that a shutdown ends."""
-    return OverloadedError("The server shut down before the request finished.", retry_after=1.0)
+    message = "The server shut down before the request finished."
+    return OverloadedError(message, retry_after=CLOSING_RETRY_SECONDS)

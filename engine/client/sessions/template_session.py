@@ -8,12 +8,12 @@ from __future__ import annotations
 import logging
 import time
 
-from core.errors import OverloadedError
 from core.messages.engine import Aborted, Failed, PrimeTemplate, TemplatePrimed
 from core.messages.image_processor import PreparedImages, PrepareImages
 from core.model_choice import ModelChoice
 from engine.client.resolve.mask_aware import can_prime_ahead
 from engine.client.services import Services
+from engine.client.sessions.running_sessions import shut_down
 from engine.client.sessions.session import Session
 from engine.client.sessions.session_memory import SessionMemory
 from engine.client.templates.template_store import Pages
@@ -110,7 +110,7 @@ class TemplateSession(Session):
                     logger.error("%s: %s\n%s", self._id, failure.message, failure.detail)
                 raise failure.to_error()
             case Aborted():
-                raise OverloadedError("The server shut down before the template was primed.", retry_after=1.0)
+                raise shut_down()
         raise AssertionError(f"{self._id} is a template, and was answered with {self._answer}")
 
     def _make_request(self) -> PrimeTemplate:

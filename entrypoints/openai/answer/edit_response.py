@@ -7,13 +7,14 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import AsyncGenerator, AsyncIterator, Callable
-from contextlib import AbstractAsyncContextManager, aclosing
+from collections.abc import AsyncGenerator, AsyncIterator
+from contextlib import aclosing
 
 from starlette.responses import Response
 from starlette.types import Message, Receive, Scope, Send
 
-from engine.client.edit_types import EditInput, EditReport, ImageOutput
+from engine.client.async_engine import AsyncEngine
+from engine.client.edit_types import EditReport, ImageOutput
 from entrypoints.openai.answer.errors import describe, log_internal
 from entrypoints.openai.answer.responses import Parts, error_event, image_event, images_response, send_pieces
 from entrypoints.openai.body.submission import STALL_SECONDS, Submission
@@ -32,10 +33,6 @@ _STREAM_HEADERS = {
 _log = logging.getLogger("stencil.api")
 
 
-RunEdit = Callable[[str, EditInput], AbstractAsyncContextManager[AsyncIterator[ImageOutput]]]
-"""`AsyncEngine.edit`."""
-
-
 class _ClientStalledError(Exception):
     """The client has read nothing for STALL_SECONDS."""
 
@@ -43,8 +40,8 @@ class _ClientStalledError(Exception):
 class EditResponse(Response):
     """The answer to one call. Refusals are raised before the first byte is sent, so that they keep their status."""
 
-    def __init__(self, run_edit: RunEdit, call: ImagesCall, submission: Submission) -> None:
-        self._run_edit = run_edit
+    def __init__(self, engine: AsyncEngine, call: ImagesCall, submission: Submission) -> None:
+        self._engine = engine
         self._call = call
         self._submission = submission
         self._reports: list[EditReport] = []  # of finished images
@@ -63,7 +60,7 @@ class EditResponse(Response):
             record.note_reports(self._reports)
 
     async def _run(self, record: RequestRecord, send: Send) -> None:
-        async with self._run_edit(record.request_id, self._call.edit) as outputs:
+        async with self._engine.edit(record.request_id, self._call.edit, self._call.choice) as outputs:
             self._submission.close()  # the engine has its own copy by now
             if self._call.stream:
                 await self._send_events(record, outputs, send)

@@ -9,12 +9,13 @@ import time
 from collections.abc import AsyncGenerator, AsyncIterator, Mapping, Sequence
 from contextlib import ExitStack, closing
 from dataclasses import dataclass, field
-from typing import TypeVar
+from typing import TypeVar, cast
 
 import msgspec
 from starlette.requests import ClientDisconnect, Request
 
 from core.errors import AbortedError, InvalidRequestError
+from core.lora import Lora
 from entrypoints.openai.answer.errors import BodyTimeoutError, RequestTooLargeError, UnsupportedContentTypeError
 from entrypoints.openai.body.json_body import JsonBody
 from entrypoints.openai.body.multipart import Part, read_multipart
@@ -44,6 +45,16 @@ class Submission:
     values: dict[str, Value] = field(default_factory=dict)  # field -> parsed value, in the order of arrival
     uploads: dict[str, SpooledUpload] = field(default_factory=dict)  # image, mask, mask_image
     ignored: list[str] = field(default_factory=list)  # unknown fields and unused images, in the order of arrival
+
+    @property
+    def model(self) -> str:
+        """The model that it names; "" for the first one."""
+        return str(self.values.get("model", ""))
+
+    @property
+    def loras(self) -> tuple[Lora, ...]:
+        """The adapters that it names."""
+        return cast(tuple[Lora, ...], self.values.get("lora", ()))
 
     def close(self) -> None:
         for upload in self.uploads.values():

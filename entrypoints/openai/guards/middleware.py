@@ -12,7 +12,7 @@ from starlette.datastructures import MutableHeaders
 from starlette.responses import Response
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from core.errors import OverloadedError
+from engine.client.admission.not_ready import not_ready
 from engine.observability.metrics import Metrics
 from engine.observability.tracing import Tracer
 from entrypoints.openai.answer.errors import InvalidApiKeyError, describe, log_internal
@@ -58,8 +58,7 @@ class RequestContext:
             if record.status:
                 record.is_client_gone = True
             else:
-                leaving = OverloadedError("The server is shutting down.", retry_after=1.0)
-                await answer(scope, leaving)(scope, receive, send_with_headers)
+                await answer(scope, not_ready(is_closing=True))(scope, receive, send_with_headers)
         except Exception as error:  # a bug: the client must get an answer, and the log a traceback
             log_internal(error)
             if record.status:

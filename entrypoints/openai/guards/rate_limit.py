@@ -8,7 +8,7 @@ import time
 from starlette.datastructures import MutableHeaders
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from core.routing.rate_limiter import RateLimiter, Share
+from core.routing.rate_limiter import Quota, RateLimiter
 from entrypoints.openai.answer.errors import RateLimitError
 from entrypoints.openai.guards.middleware import OWNER, answer
 from entrypoints.openai.guards.request_record import TRACED
@@ -32,23 +32,23 @@ class RateLimit:
         if scope["type"] != "http" or scope["method"] != "POST" or scope["path"] not in LIMITED:
             await self._app(scope, receive, send)
             return
-        share = self._limiter.take(_caller(scope), time.monotonic())
+        quota = self._limiter.take(_caller(scope), time.monotonic())
 
         async def send_with_headers(message: Message) -> None:
             if message["type"] == "http.response.start":
-                MutableHeaders(scope=message).update(rate_limit_headers(share))
+                MutableHeaders(scope=message).update(rate_limit_headers(quota))
             await send(message)
 
-        refusal = None if share.is_allowed else answer(scope, RateLimitError(share.limit, share.retry_after))
+        refusal = None if quota.is_allowed else answer(scope, RateLimitError(quota.limit, quota.retry_after))
         await (refusal or self._app)(scope, receive, send_with_headers)
 
 
-def rate_limit_headers(share: Share) -> dict[str, str]:
+def rate_limit_headers(quota: Quota) -> dict[str, str]:
     """OpenAI's rate limit headers; the reset is in seconds, such as ``1.5s``."""
     return {
-        "x-ratelimit-limit-requests": str(share.limit),
-        "x-ratelimit-remaining-requests": str(share.remaining),
-        "x-ratelimit-reset-requests": f"{round(share.reset_after, 3):g}s",
+        "x-ratelimit-limit-requests": str(quota.limit),
+        "x-ratelimit-remaining-requests": str(quota.remaining),
+        "x-ratelimit-reset-requests": f"{round(quota.reset_after, 3):g}s",
     }
 
 

@@ -10,11 +10,12 @@ from torch import Tensor
 from core.errors import InvalidRequestError
 from core.model_info import ModelInfo
 from core.patches import PatchSet
-from model_executor.checkpoint.loader import Checkpoint
-from model_executor.models.base import EncodedImage, EncodedText, Sample
+from model_executor.checkpoint.loader import ModelCheckpoint
+from model_executor.models.base import EncodedImage, EncodedText, ImageInputs, SamplingState
 from model_executor.models.families.timestep_family import TimestepFamily
 from model_executor.models.families.transformer_family import TransformerFamily
-from model_executor.models.families.vae_family import pack, refuse
+from model_executor.models.families.vae_family import refuse
+from model_executor.models.latents import pack
 from model_executor.models.parts import Classes
 from model_executor.models.transformer.dit_transformer import DiTTransformer
 from model_executor.patches.adapters import LoraFormat
@@ -48,7 +49,7 @@ class DiT(TransformerFamily, TimestepFamily):
     }
     _sampling: TimestepSampling
 
-    def __init__(self, checkpoint: Checkpoint) -> None:
+    def __init__(self, checkpoint: ModelCheckpoint) -> None:
         super().__init__(checkpoint)
         self._check()
         config = self._transformer_config
@@ -74,26 +75,18 @@ class DiT(TransformerFamily, TimestepFamily):
         raise refuse(self._checkpoint, f"models of the family {self.family} take no adapters")
 
     def info(self, name: str) -> ModelInfo:
-        defaults = self._checkpoint.defaults
-        return ModelInfo(
-            name=name,
-            family=self.family,
+        return self._info(
+            name,
             native_size=self._transformer_config["sample_size"] * self._vae_scale,
-            token_size=self._token_size,
-            latent_width=self._latent_width,
+            num_inference_steps=50,
+            default_guidance_scale=self._guidance(4.0),
             num_classes=self._num_classes,
             class_names=class_names(self._checkpoint.index.get("id2label") or {}),
             max_text_tokens=0,
-            default_num_inference_steps=defaults.num_inference_steps or 50,
-            default_guidance_scale=4.0 if defaults.guidance_scale is None else defaults.guidance_scale,
             has_guidance=True,
             has_true_cfg=False,
             is_guidance_cfg=True,
-            solver_order=self._sampling.order,
             extra_steps=self._sampling.extra_steps,
-            min_inference_steps=self._sampling.min_steps,
-            device=self._device.type,
-            dtype=str(self._checkpoint.dtype).removeprefix("torch."),
         )
 
     # -------------------------------------------------------------------------------------------------- conditions
@@ -118,22 +111,11 @@ class DiT(TransformerFamily, TimestepFamily):
         """Raises InvalidRequestError: there are no prompts."""
         raise InvalidRequestError("This model makes pictures of a class, not of a prompt.", param="class_label")
 
-    def encode_image(
-        self,
-        template: Tensor,
-        mask: Tensor,
-        *,
-        seed: int,
-        num_inference_steps: int,
-        num_denoising_steps: int,
-        start: Tensor | None = None,
-        is_exact: bool = True,
-        cache_salt: str | None = None,
-    ) -> EncodedImage:
+    def encode_image(self, inputs: ImageInputs) -> EncodedImage:
         """Noise of the template's size; nothing else of template and mask counts."""
-        generator = torch.Generator("cpu").manual_seed(seed)
-        run = self._sampling.run(num_inference_steps, num_denoising_steps)
-        height, width = (side // self._vae_scale for side in mask.shape)
+        generator = torch.Generator("cpu").manual_seed(inputs.seed)
+        run = self._sampling.run(inputs.num_inference_steps, inputs.num_denoising_steps)
+        height, width = (side // self._vae_scale for side in inputs.mask.shape)
         noise = self._draw((1, self._latent_channels, height, width), generator)
         latents = pack(self._sampling.pure_noise(noise, run), self.patch)
         return EncodedImage(
@@ -150,7 +132,7 @@ class DiT(TransformerFamily, TimestepFamily):
         """Raises InvalidRequestError: there are no edits that would read pages."""
         raise InvalidRequestError("This model makes pictures of a class, and edits none.", param="model")
 
-    def advance(self, sample: Sample, prediction: Tensor) -> tuple[Tensor, State]:
+    def advance(self, sample: SamplingState, prediction: Tensor) -> tuple[Tensor, State]:
         moved, state = self._moved(sample, prediction)
         return pack(moved, self.patch), state
 

@@ -13,14 +13,14 @@ from torch import Tensor
 
 from core.model_info import ModelInfo
 from core.patches import PatchSet
-from model_executor.checkpoint.loader import Checkpoint
-from model_executor.models.base import EncodedImage, EncodedText
+from model_executor.checkpoint.loader import ModelCheckpoint
+from model_executor.models.base import EncodedImage, EncodedText, ImageInputs
 from model_executor.models.families.latent_family import LatentFamily, NoisedTemplate
-from model_executor.models.families.vae_family import pack, refuse, to_image
+from model_executor.models.families.vae_family import refuse, to_image
+from model_executor.models.latents import pack
 from model_executor.models.parts import CLIP, FLOW_SCHEDULERS, Classes, t5
 from model_executor.models.text import encode_t5, tokenize
 from model_executor.models.transformer.flux_transformer import FluxTransformer
-from model_executor.models.vae.last_posterior import PictureKey
 from model_executor.samplers.sampling import dynamic_shift
 
 MAX_TEXT_TOKENS = 512
@@ -45,7 +45,7 @@ class Flux(LatentFamily):
     default_guidance: float
     has_true_cfg: bool
 
-    def __init__(self, checkpoint: Checkpoint) -> None:
+    def __init__(self, checkpoint: ModelCheckpoint) -> None:
         super().__init__(checkpoint)
         self._tokenizer = checkpoint.load("tokenizer")
         self._tokenizer_2 = checkpoint.load("tokenizer_2")
@@ -53,25 +53,15 @@ class Flux(LatentFamily):
             raise refuse(checkpoint, f"FLUX chooses its noise levels itself, which {self._sampling.name} does not take")
 
     def info(self, name: str) -> ModelInfo:
-        defaults = self._checkpoint.defaults
-        return ModelInfo(
-            name=name,
-            family=self.family,
-            native_size=defaults.native_size or self._vae_config["sample_size"],
-            token_size=self._token_size,
-            latent_width=self._latent_width,
+        return self._info(
+            name,
+            native_size=self._checkpoint.defaults.native_size or self._vae_config["sample_size"],
+            num_inference_steps=self.default_steps,
+            default_guidance_scale=self._guidance(self.default_guidance),
             max_text_tokens=min(MAX_TEXT_TOKENS, self._tokenizer_2.model_max_length),
-            default_num_inference_steps=defaults.num_inference_steps or self.default_steps,
-            default_guidance_scale=(
-                self.default_guidance if defaults.guidance_scale is None else defaults.guidance_scale
-            ),
             has_guidance=self._transformer_config.get("guidance_embeds", False),
             has_true_cfg=self.has_true_cfg,
-            solver_order=self._sampling.order,
             can_skip_steps=self._sampling.can_skip_steps,
-            min_inference_steps=self._sampling.min_steps,
-            device=self._device.type,
-            dtype=str(self._checkpoint.dtype).removeprefix("torch."),
         )
 
     def encode_text(
@@ -105,18 +95,7 @@ class FluxFill(Flux):
     summary = "FLUX.1 Fill: the denoiser sees mask and masked picture"
     default_steps, default_guidance, has_true_cfg = 50, 30.0, False
 
-    def encode_image(
-        self,
-        template: Tensor,
-        mask: Tensor,
-        *,
-        seed: int,
-        num_inference_steps: int,
-        num_denoising_steps: int,
-        start: Tensor | None = None,
-        is_exact: bool = True,
-        cache_salt: str | None = None,
-    ) -> EncodedImage:
+    def encode_image(self, inputs: ImageInputs) -> EncodedImage:
         """As prepare_latents and prepare_mask_latents.
 
         The masked image is encoded whole, though an edit reads the condition of its active tokens only. Encoding just a
@@ -124,13 +103,12 @@ class FluxFill(Flux):
         model, gave edits with an SSIM of 0.9956, 0.9979 and 0.9982 to those of the whole. That is too large an error
         for a third of the smaller half of the VAE's time.
         """
-        generator = torch.Generator("cpu").manual_seed(seed)
-        image, mask = to_image(self._here(template)), self._here(mask)[None, None]
+        generator = torch.Generator("cpu").manual_seed(inputs.seed)
+        image, mask = to_image(self._here(inputs.template)), self._here(inputs.mask)[None, None]
         rows, columns = self.grid(image.shape[3], image.shape[2])
-        sigmas = self._schedule(num_inference_steps, num_denoising_steps, rows * columns)
-        key = PictureKey.of(template, cache_salt)
-        latents = pack(self._initial_latents(image, sigmas[0], generator, start, is_exact, key))
-        masked = pack(self._posterior_sample(image * (1 - mask.float()), generator, is_exact))
+        sigmas = self._schedule(inputs, rows * columns)
+        latents = pack(self._initial_latents(inputs, image, sigmas[0], generator))
+        masked = pack(self._posterior_sample(image * (1 - mask.float()), generator, inputs.is_exact))
         return EncodedImage(
             latents=latents,
             condition=torch.cat([masked, self._pack_mask(mask).to(masked)], dim=1),
@@ -139,24 +117,19 @@ class FluxFill(Flux):
             state=self._sampling.begin(generator),
         )
 
-    def _initial_latents(
-        self,
-        image: Tensor,
-        sigma: Tensor,
-        generator: torch.Generator,
-        start: Tensor | None,
-        is_exact: bool,
-        key: PictureKey | None,
-    ) -> Tensor:
-        """Noise, mixed with the latents of the image, or `start`, when sampling starts below full noise."""
+    def _initial_latents(self, inputs: ImageInputs, image: Tensor, sigma: Tensor, generator: torch.Generator) -> Tensor:
+        """Noise, mixed with the latents of the image, or `start`, when sampling starts below full noise. image: the
+        template, of which `to_image` has made it."""
         shape = self._latent_shape(image)
         if sigma == 1.0:
             self._draw(shape, generator)  # the posterior noise: multiplied by 0, but drawn first
             return self._draw(shape, generator)
-        if start is None:
-            clean = self._posterior_sample(image, generator, is_exact, key)
+        if inputs.start is None:
+            clean = self._template_sample(inputs, image, generator)
         else:
-            clean = self._unpacked_like(self._draw(shape, generator), start)  # the posterior noise: drawn, but not used
+            clean = self._unpacked_like(
+                self._draw(shape, generator), inputs.start
+            )  # the posterior noise: drawn, but not used
         noise = self._draw(shape, generator)
         sigma = sigma.to(self._device, clean.dtype).reshape(1, 1, 1, 1)
         return sigma * noise + (1.0 - sigma) * clean
@@ -179,7 +152,7 @@ class FluxInpaint(NoisedTemplate, Flux):
     summary = "FLUX.1 dev and schnell: keeps the noised template outside the mask at every step"
     default_steps, default_guidance, has_true_cfg = 28, 7.0, True
 
-    def __init__(self, checkpoint: Checkpoint) -> None:
+    def __init__(self, checkpoint: ModelCheckpoint) -> None:
         super().__init__(checkpoint)
         channels = self._transformer_config.get("in_channels", self._latent_width)
         if channels != self._latent_width:

@@ -11,11 +11,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from model_executor.checkpoint.loader import Checkpoint
-from model_executor.models.base import EncodedImage, Sample
+from model_executor.checkpoint.loader import ModelCheckpoint
+from model_executor.models.base import EncodedImage, ImageInputs, SamplingState
 from model_executor.models.families.transformer_family import TransformerFamily
-from model_executor.models.families.vae_family import pack, refuse, to_image, unpack
-from model_executor.models.vae.last_posterior import PictureKey
+from model_executor.models.families.vae_family import refuse, to_image
+from model_executor.models.latents import pack, unpack
 from model_executor.samplers.sampling import Sampling, State, predict_clean
 
 
@@ -27,7 +27,7 @@ class LatentFamily(TransformerFamily):
     samples_packed = True
     """Whether the diffusers pipeline samples packed latents: a sampler that draws noise draws it in that shape."""
 
-    def __init__(self, checkpoint: Checkpoint) -> None:
+    def __init__(self, checkpoint: ModelCheckpoint) -> None:
         super().__init__(checkpoint)
         try:
             self._sampling = Sampling(checkpoint.load("scheduler"))
@@ -52,22 +52,22 @@ class LatentFamily(TransformerFamily):
 
     # ---------------------------------------------------------------------------------------------------- denoising
 
-    def denoiser_input(self, sample: Sample) -> Tensor:
+    def denoiser_input(self, sample: SamplingState) -> Tensor:
         return sample.latents
 
-    def predict_clean(self, sample: Sample, prediction: Tensor) -> Tensor:
+    def predict_clean(self, sample: SamplingState, prediction: Tensor) -> Tensor:
         return predict_clean(sample.latents, prediction, sample.sigmas[sample.step])
 
-    def advance(self, sample: Sample, prediction: Tensor) -> tuple[Tensor, State]:
+    def advance(self, sample: SamplingState, prediction: Tensor) -> tuple[Tensor, State]:
         if self.samples_packed:
             return self._sampling.step(sample.latents, prediction, sample.sigmas, sample.step, sample.state)
         latents, velocity = unpack(sample.latents, sample.grid), unpack(prediction, sample.grid)
         moved, state = self._sampling.step(latents, velocity, sample.sigmas, sample.step, sample.state)
         return pack(moved), state
 
-    def _schedule(self, num_inference_steps: int, num_denoising_steps: int, image_tokens: int) -> Tensor:
-        timesteps = self._timesteps(num_inference_steps, image_tokens)
-        return self._sampling.schedule(num_inference_steps, num_denoising_steps, timesteps)
+    def _schedule(self, inputs: ImageInputs, image_tokens: int) -> Tensor:
+        timesteps = self._timesteps(inputs.num_inference_steps, image_tokens)
+        return self._sampling.schedule(inputs.num_inference_steps, inputs.num_denoising_steps, timesteps)
 
 
 class NoisedTemplate(LatentFamily):
@@ -79,34 +79,23 @@ class NoisedTemplate(LatentFamily):
     but must be drawn: a sampler that draws noise of its own continues after it.
     """
 
-    def encode_image(
-        self,
-        template: Tensor,
-        mask: Tensor,
-        *,
-        seed: int,
-        num_inference_steps: int,
-        num_denoising_steps: int,
-        start: Tensor | None = None,
-        is_exact: bool = True,
-        cache_salt: str | None = None,
-    ) -> EncodedImage:
-        generator = torch.Generator("cpu").manual_seed(seed)
-        image, mask = to_image(self._here(template)), self._here(mask)
+    def encode_image(self, inputs: ImageInputs) -> EncodedImage:
+        generator = torch.Generator("cpu").manual_seed(inputs.seed)
+        image, mask = to_image(self._here(inputs.template)), self._here(inputs.mask)
         rows, columns = self.grid(image.shape[3], image.shape[2])
-        sigmas = self._schedule(num_inference_steps, num_denoising_steps, rows * columns).to(self._device)
-        clean = pack(self._posterior_sample(image, generator, is_exact, PictureKey.of(template, cache_salt)))
+        sigmas = self._schedule(inputs, rows * columns).to(self._device)
+        clean = pack(self._template_sample(inputs, image, generator))
         noise = pack(self._draw(self._latent_shape(image), generator))
         self._draw(self._latent_shape(image), generator)
         return EncodedImage(
-            latents=self._sampling.noised(clean if start is None else start.to(clean), noise, sigmas, 0),
+            latents=self._sampling.noised(clean if inputs.start is None else inputs.start.to(clean), noise, sigmas, 0),
             condition=self._unmasked_condition(clean),
             outside=torch.cat([clean, noise, self._packed_mask(mask).to(clean)], dim=1),
             sigmas=sigmas,
             state=self._sampling.begin(generator),
         )
 
-    def advance(self, sample: Sample, prediction: Tensor) -> tuple[Tensor, State]:
+    def advance(self, sample: SamplingState, prediction: Tensor) -> tuple[Tensor, State]:
         moved, state = super().advance(sample, prediction)
         clean, noise, mask = sample.outside.chunk(3, dim=1)
         noised = self._sampling.noised(clean, noise, sample.sigmas, sample.step + 1)

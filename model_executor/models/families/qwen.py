@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from core.model_info import ModelInfo
 from core.patches import PatchSet
 from core.vision_tokens import VisionTokens
-from model_executor.checkpoint.loader import Checkpoint
+from model_executor.checkpoint.loader import ModelCheckpoint
 from model_executor.models.base import EncodedText
 from model_executor.models.families.latent_family import NoisedTemplate
 from model_executor.models.families.vae_family import refuse
@@ -58,7 +58,7 @@ class Qwen(NoisedTemplate):
     dropped: int
     """Leading tokens of the chat template that the denoiser does not see; the pipeline's number."""
 
-    def __init__(self, checkpoint: Checkpoint) -> None:
+    def __init__(self, checkpoint: ModelCheckpoint) -> None:
         super().__init__(checkpoint)
         if not self._sampling.takes_sigmas:
             raise refuse(checkpoint, f"Qwen chooses its noise levels itself, which {self._sampling.name} does not take")
@@ -69,28 +69,20 @@ class Qwen(NoisedTemplate):
         self._tokenizer = checkpoint.load("tokenizer")
 
     def info(self, name: str) -> ModelInfo:
-        defaults = self._checkpoint.defaults
-        return ModelInfo(
-            name=name,
-            family=self.family,
-            native_size=defaults.native_size or 1024,
-            token_size=self._token_size,
-            latent_width=self._latent_width,
-            max_text_tokens=MAX_TEXT_TOKENS,
-            default_num_inference_steps=defaults.num_inference_steps or 50,
+        return self._info(
+            name,
+            native_size=self._checkpoint.defaults.native_size or 1024,
+            num_inference_steps=50,
             default_guidance_scale=1.0,
+            max_text_tokens=MAX_TEXT_TOKENS,
             has_guidance=False,
             has_true_cfg=True,
-            default_true_cfg_scale=4.0 if defaults.guidance_scale is None else defaults.guidance_scale,
-            solver_order=self._sampling.order,
+            default_true_cfg_scale=self._guidance(4.0),
             can_skip_steps=self._sampling.can_skip_steps,
-            min_inference_steps=self._sampling.min_steps,
             max_side=MAX_SIDE,
             conditions_per_token=self.denoiser.rows_per_token - 1,
             extra_text_tokens=self._frame_tokens,
             vision=self._vision(),
-            device=self._device.type,
-            dtype=str(self._checkpoint.dtype).removeprefix("torch."),
         )
 
     @property
@@ -193,7 +185,7 @@ class QwenEdit(Qwen):
     )
     dropped = 64
 
-    def __init__(self, checkpoint: Checkpoint) -> None:
+    def __init__(self, checkpoint: ModelCheckpoint) -> None:
         super().__init__(checkpoint)
         self._processor = checkpoint.load("processor")
         self._picture_id: int = self._tokenizer.convert_tokens_to_ids("<|image_pad|>")

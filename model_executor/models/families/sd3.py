@@ -13,10 +13,11 @@ from torch import Tensor, nn
 
 from core.model_info import ModelInfo
 from core.patches import PatchSet
-from model_executor.checkpoint.loader import Checkpoint
+from model_executor.checkpoint.loader import ModelCheckpoint
 from model_executor.models.base import EncodedText
 from model_executor.models.families.latent_family import NoisedTemplate
-from model_executor.models.families.vae_family import PATCH, refuse
+from model_executor.models.families.vae_family import refuse
+from model_executor.models.latents import PATCH
 from model_executor.models.parts import FLOW_SCHEDULERS, Classes, projected_clip, t5
 from model_executor.models.text import encode_t5, tokenize
 from model_executor.models.transformer.sd3_transformer import SD3Transformer
@@ -47,7 +48,7 @@ class StableDiffusion3(NoisedTemplate):
         **t5("_3"),
     }
 
-    def __init__(self, checkpoint: Checkpoint) -> None:
+    def __init__(self, checkpoint: ModelCheckpoint) -> None:
         super().__init__(checkpoint)
         channels, patch = (self._transformer_config.get(name) for name in ("in_channels", "patch_size"))
         if (channels, patch) != (self._vae_config["latent_channels"], PATCH):
@@ -58,27 +59,20 @@ class StableDiffusion3(NoisedTemplate):
         self._tokenizer_3 = checkpoint.load("tokenizer_3") if self._has_t5 else None
 
     def info(self, name: str) -> ModelInfo:
-        defaults = self._checkpoint.defaults
         length = self._tokenizer_3.model_max_length if self._tokenizer_3 else MAX_TEXT_TOKENS
-        return ModelInfo(
-            name=name,
-            family=self.family,
-            native_size=defaults.native_size or self._transformer_config["sample_size"] * self._vae_scale,
-            token_size=self._token_size,
-            latent_width=self._latent_width,
+        native_size = self._checkpoint.defaults.native_size
+        return self._info(
+            name,
+            native_size=native_size or self._transformer_config["sample_size"] * self._vae_scale,
+            num_inference_steps=50,
+            default_guidance_scale=self._guidance(7.0),
             max_text_tokens=min(MAX_TEXT_TOKENS, length),
             extra_text_tokens=self._tokenizers[0].model_max_length,
-            default_num_inference_steps=defaults.num_inference_steps or 50,
-            default_guidance_scale=7.0 if defaults.guidance_scale is None else defaults.guidance_scale,
             has_guidance=True,
             has_true_cfg=False,
             is_guidance_cfg=True,
-            solver_order=self._sampling.order,
             can_skip_steps=self._sampling.can_skip_steps,
-            min_inference_steps=self._sampling.min_steps,
             max_side=self._transformer_config["pos_embed_max_size"],
-            device=self._device.type,
-            dtype=str(self._checkpoint.dtype).removeprefix("torch."),
         )
 
     @property

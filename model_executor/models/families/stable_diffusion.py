@@ -20,11 +20,20 @@ from torch import Tensor, nn
 from core.model_info import ModelInfo
 from core.page_scheme import PageDtype, PageLayout
 from core.patches import PatchSet
-from model_executor.checkpoint.loader import Checkpoint
+from model_executor.checkpoint.loader import ModelCheckpoint
 from model_executor.kernels.operators import Operators
-from model_executor.models.base import EncodedImage, EncodedText, PrimeRow, Row, Sample
+from model_executor.models.base import (
+    EncodedImage,
+    EncodedText,
+    ImageInputs,
+    ModulationInputs,
+    PrimeRow,
+    Row,
+    SamplingState,
+)
 from model_executor.models.families.timestep_family import TimestepFamily
-from model_executor.models.families.vae_family import pack, refuse, to_image, unpack
+from model_executor.models.families.vae_family import refuse, to_image
+from model_executor.models.latents import pack, unpack
 from model_executor.models.parts import CLIP, TIMESTEP_SCHEDULERS, Classes, projected_clip
 from model_executor.models.text import Tokens, tokenize
 from model_executor.models.unet.unet import Unet
@@ -78,7 +87,7 @@ class UnetFamily(TimestepFamily):
     added: ClassVar[str | None]
     """The UNet's addition_embed_type: its inputs besides timestep and text."""
 
-    def __init__(self, checkpoint: Checkpoint) -> None:
+    def __init__(self, checkpoint: ModelCheckpoint) -> None:
         super().__init__(checkpoint)
         self._unet_config = checkpoint.config("unet")
         self._check()
@@ -127,27 +136,19 @@ class UnetFamily(TimestepFamily):
         return unarranged(self._checkpoint.outline(part))
 
     def info(self, name: str) -> ModelInfo:
-        defaults = self._checkpoint.defaults
-        native_size = defaults.native_size or self._unet_config["sample_size"] * self._vae_scale
-        return ModelInfo(
-            name=name,
-            family=self.family,
+        native_size = self._checkpoint.defaults.native_size or self._unet_config["sample_size"] * self._vae_scale
+        return self._info(
+            name,
             native_size=native_size,
-            token_size=self._token_size,
-            latent_width=self._latent_width,
+            num_inference_steps=50,
+            default_guidance_scale=self._guidance(7.5),
             max_text_tokens=max(tokenizer.model_max_length for tokenizer in self._tokenizers),
-            default_num_inference_steps=defaults.num_inference_steps or 50,
-            default_guidance_scale=7.5 if defaults.guidance_scale is None else defaults.guidance_scale,
             has_guidance=True,
             has_true_cfg=False,
             is_guidance_cfg=True,
-            solver_order=self._sampling.order,
             extra_steps=self._sampling.extra_steps,
             rounds_strength_down=True,
-            min_inference_steps=self._sampling.min_steps,
             block_runs=self._layers.block_runs((native_size // self._token_size) ** 2),
-            device=self._device.type,
-            dtype=str(self._checkpoint.dtype).removeprefix("torch."),
         )
 
     # -------------------------------------------------------------------------------------------------------- text
@@ -175,35 +176,24 @@ class UnetFamily(TimestepFamily):
 
     # ------------------------------------------------------------------------------------------------------- images
 
-    def encode_image(
-        self,
-        template: Tensor,
-        mask: Tensor,
-        *,
-        seed: int,
-        num_inference_steps: int,
-        num_denoising_steps: int,
-        start: Tensor | None = None,
-        is_exact: bool = True,
-        cache_salt: str | None = None,
-    ) -> EncodedImage:
+    def encode_image(self, inputs: ImageInputs) -> EncodedImage:
         """As prepare_latents and prepare_mask_latents."""
-        generator = torch.Generator("cpu").manual_seed(seed)
-        image, mask = to_image(self._here(template)), self._here(mask)
-        run = self._sampling.run(num_inference_steps, num_denoising_steps)
-        is_whole = num_denoising_steps == num_inference_steps
+        generator = torch.Generator("cpu").manual_seed(inputs.seed)
+        image, mask = to_image(self._here(inputs.template)), self._here(inputs.mask)
+        run = self._sampling.run(inputs.num_inference_steps, inputs.num_denoising_steps)
+        is_whole = inputs.num_denoising_steps == inputs.num_inference_steps
         clean = None
         if not (is_whole and self._sees_mask):
-            clean = self._posterior_sample(image, generator, is_exact, PictureKey.of(template, cache_salt))
+            clean = self._template_sample(inputs, image, generator)
         noise = self._draw(self._latent_shape(image), generator)
         if is_whole or clean is None:
             latents = self._sampling.pure_noise(noise, run)
         else:
-            begun = clean if start is None else self._unpacked_like(noise, start)
+            begun = clean if inputs.start is None else self._unpacked_like(noise, inputs.start)
             latents = self._sampling.noised(begun, noise, run, 0)
         condition = outside = noise[:, :0]
         if self._sees_mask:
-            masked = self._posterior_sample(image * (1 - mask.float()), generator, is_exact)
+            masked = self._posterior_sample(image * (1 - mask.float()), generator, inputs.is_exact)
             condition = torch.cat([self._latent_mask(mask).to(noise), masked], dim=1)
         elif clean is not None:
             self._draw(self._latent_shape(image), generator)
@@ -224,14 +214,7 @@ class UnetFamily(TimestepFamily):
 
     # ---------------------------------------------------------------------------------------------------- denoising
 
-    def modulation(
-        self,
-        pooled_prompt_embeds: Tensor,
-        guidance_scale: float,
-        sigmas: Tensor,
-        num_rows: int,
-        patches: PatchSet = (),
-    ) -> Tensor | None:
+    def modulation(self, inputs: ModulationInputs) -> Tensor | None:
         """None: embedding the timestep takes a negligible part of a step."""
         return None
 
@@ -247,13 +230,13 @@ class UnetFamily(TimestepFamily):
         unet: Unet = self._part("unet")
         return unet
 
-    def advance(self, sample: Sample, prediction: Tensor) -> tuple[Tensor, State]:
+    def advance(self, sample: SamplingState, prediction: Tensor) -> tuple[Tensor, State]:
         moved, state = self._moved(sample, prediction)
         if not self._sees_mask:
             moved = self._keep_outside(sample, moved)
         return pack(moved, TOKEN_SIDE), state
 
-    def _keep_outside(self, sample: Sample, moved: Tensor) -> Tensor:
+    def _keep_outside(self, sample: SamplingState, moved: Tensor) -> Tensor:
         """`moved`, with everything outside the mask replaced by the template at the noise level after the step."""
         channels = self._latent_channels
         clean, noise, mask = unpack(sample.outside, sample.grid, TOKEN_SIDE).split([channels, channels, 1], dim=1)
@@ -322,7 +305,7 @@ class StableDiffusionXL(UnetFamily):
     classes: ClassVar[Classes] = {**UnetFamily.classes, **CLIP, **projected_clip("_2")}
     added = "text_time"
 
-    def __init__(self, checkpoint: Checkpoint) -> None:
+    def __init__(self, checkpoint: ModelCheckpoint) -> None:
         if checkpoint.index.get("requires_aesthetics_score") or not checkpoint.has("text_encoder"):
             raise refuse(checkpoint, "a refiner is not supported")
         super().__init__(checkpoint)

@@ -8,10 +8,9 @@ from typing import ClassVar
 from torch import Tensor, nn
 
 from core.page_scheme import PageDtype, PageLayout
-from core.patches import PatchSet
-from model_executor.checkpoint.loader import Checkpoint
+from model_executor.checkpoint.loader import ModelCheckpoint
 from model_executor.kernels.operators import Operators
-from model_executor.models.base import PrimeRow, Row
+from model_executor.models.base import ModulationInputs, PrimeRow, Row
 from model_executor.models.families.vae_family import VaeFamily
 from model_executor.models.transformer.denoiser import Denoiser
 from model_executor.parallel.group import Group
@@ -27,7 +26,7 @@ class TransformerFamily(VaeFamily):
     denoiser: ClassVar[type[Denoiser]]
     _sampling: Sampling | TimestepSampling
 
-    def __init__(self, checkpoint: Checkpoint) -> None:
+    def __init__(self, checkpoint: ModelCheckpoint) -> None:
         super().__init__(checkpoint)
         self._transformer_config = checkpoint.config("transformer")
 
@@ -58,15 +57,8 @@ class TransformerFamily(VaeFamily):
 
     # ---------------------------------------------------------------------------------------------------- denoising
 
-    def modulation(
-        self,
-        pooled_prompt_embeds: Tensor,
-        guidance_scale: float,
-        sigmas: Tensor,
-        num_rows: int,
-        patches: PatchSet = (),
-    ) -> Tensor | None:
-        return self._denoiser.modulation(pooled_prompt_embeds, guidance_scale, sigmas, num_rows, patches)
+    def modulation(self, inputs: ModulationInputs) -> Tensor | None:
+        return self._denoiser.modulation(inputs)
 
     def predict(self, rows: Sequence[Row], group: Group | None = None) -> list[Tensor]:
         denoiser = self._denoiser

@@ -16,22 +16,23 @@ from diffusers.utils.torch_utils import randn_tensor
 from torch import Tensor, nn
 
 from core.errors import ConfigError, NonFiniteError
+from core.model_info import ModelInfo
 from core.patches import PatchSet
-from model_executor.checkpoint.loader import Checkpoint
+from model_executor.checkpoint.loader import ModelCheckpoint
 from model_executor.cpu import cpu_gains_by_bfloat16
 from model_executor.kernels.gpu_tables import upload
 from model_executor.kernels.operators import Operators, chosen_operators
-from model_executor.models.base import Family, PreparedAdapter
+from model_executor.models.base import Family, ImageInputs, PreparedAdapter
 from model_executor.models.boxes import Box, around, times
+from model_executor.models.latents import PATCH, pack, unpack
 from model_executor.models.parts import Classes
 from model_executor.models.vae.last_posterior import PictureKey
 from model_executor.models.vae.vae import ImageVae, Vae
 from model_executor.patches.adapters import Adapter, LoraFormat
 from model_executor.patches.module_patches import unarranged
 from model_executor.patches.part_patches import AnyPatches
-
-PATCH = 2
-"""Default latent pixels per token side."""
+from model_executor.samplers.sampling import Sampling
+from model_executor.samplers.timestep_sampling import TimestepSampling
 
 KEPT_NOISES = 16
 """Templates whose noise is cached: every chunk of priming needs it, and in some families every step. One takes 0.5 MB
@@ -58,10 +59,12 @@ class VaeFamily(Family):
     classes: ClassVar[Classes]
     """Part of a checkpoint -> the classes it may have."""
 
+    _sampling: Sampling | TimestepSampling
+
     text_parts: tuple[str, ...]
     """The text encoders' names in model_index.json."""
 
-    def __init__(self, checkpoint: Checkpoint) -> None:
+    def __init__(self, checkpoint: ModelCheckpoint) -> None:
         checkpoint.check_classes(self.classes)
         self._checkpoint = checkpoint
         self._device = checkpoint.device
@@ -70,6 +73,26 @@ class VaeFamily(Family):
         self._parts: dict[str, Any] = {}  # part name -> what `prepare` made of it
         self._patch_ids = set[str]()  # of adapters in use
         self._noise_of = lru_cache(maxsize=KEPT_NOISES)(self._draw_noise_of)
+
+    def _info(self, name: str, *, num_inference_steps: int, **own: Any) -> ModelInfo:
+        """`info`. num_inference_steps: where the checkpoint names no default. own: what families do not say alike."""
+        return ModelInfo(
+            name=name,
+            family=self.family,
+            token_size=self._token_size,
+            latent_width=self._latent_width,
+            default_num_inference_steps=self._checkpoint.defaults.num_inference_steps or num_inference_steps,
+            solver_order=self._sampling.order,
+            min_inference_steps=self._sampling.min_steps,
+            device=self._device.type,
+            dtype=str(self._checkpoint.dtype).removeprefix("torch."),
+            **own,
+        )
+
+    def _guidance(self, usual: float) -> float:
+        """The default guidance scale: the checkpoint's own, or the usual one."""
+        own = self._checkpoint.defaults.guidance_scale
+        return usual if own is None else own
 
     # ------------------------------------------------------------------------------------------------------- parts
 
@@ -240,6 +263,11 @@ class VaeFamily(Family):
         vae = self._vae if is_exact else self._mask_aware_vae
         return vae.encode(image.to(vae.dtype), generator, key)
 
+    def _template_sample(self, inputs: ImageInputs, image: Tensor, generator: torch.Generator) -> Tensor:
+        """`_posterior_sample` of the template, whose distribution is kept. image: made of it by `to_image`."""
+        key = PictureKey.of(inputs.template, inputs.cache_salt)
+        return self._posterior_sample(image, generator, inputs.is_exact, key)
+
     def _latent_mask(self, mask: Tensor) -> Tensor:
         """The mask at the latents' resolution, as in the pipelines' `prepare_mask_latents`. mask: uint8 [height,
         width] -> float32 [1, 1, height / 8, width / 8]."""
@@ -297,23 +325,6 @@ def to_pixels(image: Tensor) -> Tensor:
     return pixels
 
 
-def pack(x: Tensor, patch: int = PATCH) -> Tensor:
-    """[1, channels, height, width] -> [height / patch * width / patch, channels * patch**2], as
-    FluxPipeline._pack_latents."""
-    _, channels, height, width = x.shape
-    rows, columns = height // patch, width // patch
-    x = x.reshape(channels, rows, patch, columns, patch).permute(1, 3, 0, 2, 4)
-    return x.reshape(rows * columns, channels * patch**2)
-
-
-def unpack(x: Tensor, grid: tuple[int, int], patch: int = PATCH) -> Tensor:
-    """[rows * columns, channels * patch**2] -> [1, channels, rows * patch, columns * patch], as
-    FluxPipeline._unpack_latents."""
-    rows, columns = grid
-    x = x.view(rows, columns, -1, patch, patch).permute(2, 0, 3, 1, 4)
-    return x.reshape(1, -1, rows * patch, columns * patch)
-
-
-def refuse(checkpoint: Checkpoint, reason: str) -> ConfigError:
+def refuse(checkpoint: ModelCheckpoint, reason: str) -> ConfigError:
     """The error that this checkpoint cannot be served."""
     return ConfigError(f"{checkpoint.path}: {reason}")

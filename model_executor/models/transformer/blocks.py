@@ -1,9 +1,9 @@
 """Transformer blocks of DiTs, over the sublayers of diffusers' own, for batches in which requests compute only some of
 their tokens.
 
-`Stream` is the state of a batch between blocks. A `Source` supplies, for one request, the keys and values of the tokens
-that are not computed. Every attention over image tokens has its own page: most blocks have one, those with a second
-attention two.
+`Stream` is the state of a batch between blocks. A `RowSource` supplies, for one request, the keys and values of the
+tokens that are not computed. Every attention over image tokens has its own page: most blocks have one, those with a
+second attention two.
 """
 
 from __future__ import annotations
@@ -25,11 +25,11 @@ from model_executor.kernels.operators import Operators
 from model_executor.kernels.ragged import Packing, Span, gather, together
 from model_executor.kernels.residual import Addition, Norm, Residual
 from model_executor.models.base import Row
-from model_executor.page_cache.pages import Entry, Pages, Reader
+from model_executor.page_cache.pages import PageEntry, Pages, Reader
 from model_executor.patches.batch_patches import BatchPatches, Where
 
 
-class Source(attention.Source, Protocol):
+class RowSource(attention.KeyValueSource, Protocol):
     """One request in a pass. text_tokens: of its prompt. num_tokens: its image tokens, and the condition tokens that
     follow them. pages: what `load` reads, None if nothing."""
 
@@ -47,7 +47,7 @@ class Source(attention.Source, Protocol):
     def num_tokens(self) -> int: ...
 
 
-class Edit:
+class EditSource:
     """A request whose leading blocks compute all image tokens, and whose other blocks compute the active ones."""
 
     is_in_order: ClassVar[bool] = True
@@ -118,10 +118,10 @@ class Edit:
 
 
 @dataclass(frozen=True, slots=True)
-class Template:
+class TemplateSource:
     """A template that is being primed: what a block computes is written as its page."""
 
-    entry: Entry
+    entry: PageEntry
     text_tokens: int
     num_tokens: int
     pages: ClassVar[Pages | None] = None
@@ -151,7 +151,7 @@ class Stream:
     where: Where  # the rows that they change
     rotary: Tensor  # complex64 [tokens, 1, 1, head dim / 2]
     modulation: Callable[[int], Sequence[Tensor]]  # block number -> its parts, each [requests, hidden]
-    sources: Sequence[Source]  # one per request
+    sources: Sequence[RowSource]  # one per request
     joint_attention: Attention  # over text and image together
     image_attention: Attention | None  # over the image tokens alone, None if no block has it
     operators: Operators

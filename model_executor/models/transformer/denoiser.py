@@ -31,12 +31,12 @@ from model_executor.kernels.low_rank import Segments
 from model_executor.kernels.operators import Operators, best_operators
 from model_executor.kernels.ragged import Packing, Span, together
 from model_executor.kernels.residual import Norm
-from model_executor.models.base import PrimeRow, Row
-from model_executor.models.transformer.blocks import Block, Edit, Modulation, Source, Stream, Template
+from model_executor.models.base import ModulationInputs, PrimeRow, Row
+from model_executor.models.transformer.blocks import Block, EditSource, Modulation, RowSource, Stream, TemplateSource
 from model_executor.models.transformer.rows import lacking_pages, with_heads, with_own_heads
-from model_executor.page_cache.pages import Entry
+from model_executor.models.transformer.sequence import Shard, Team
+from model_executor.page_cache.pages import PageEntry
 from model_executor.parallel.group import Group, shares
-from model_executor.parallel.sequence import Shard, Team
 from model_executor.patches.batch_patches import BatchPatches, Where, by_patches
 from model_executor.patches.group_patches import GroupPatches
 
@@ -240,14 +240,14 @@ class Denoiser(ABC):
         return max(len(row.active), min(tiles * tile - text, self._num_tokens(row) - 1))
 
     def _forward(self, rows: Sequence[Row]) -> list[Tensor]:
-        edits = [Edit(row, self._num_tokens(row), self._first_pages, self._operators) for row in rows]
+        edits = [EditSource(row, self._num_tokens(row), self._first_pages, self._operators) for row in rows]
         velocities = zip(rows, self._pass(self._start(rows, edits), edits), strict=True)
         return [velocity[: len(row.latents)] for row, velocity in velocities]
 
     def _forward_together(self, rows: Sequence[Row], group: Group) -> list[Tensor]:
         heads = self._shares(group)
         mine = [with_heads(row, heads[group.me]) for row in rows]
-        edits = [Edit(row, self._num_tokens(row), self._first_pages, self._operators) for row in mine]
+        edits = [EditSource(row, self._num_tokens(row), self._first_pages, self._operators) for row in mine]
         shards = [Shard(edit, group, self._device) for edit in edits]
         parts = [
             replace(row, prompt_embeds=row.prompt_embeds[shard.text]) for row, shard in zip(rows, shards, strict=True)
@@ -262,7 +262,7 @@ class Denoiser(ABC):
         """Every member's heads."""
         return shares(self.module.config.num_attention_heads, group.degree)
 
-    def _pass(self, stream: Stream, edits: Sequence[Edit | Shard]) -> list[Tensor]:
+    def _pass(self, stream: Stream, edits: Sequence[EditSource | Shard]) -> list[Tensor]:
         """Velocity of the image tokens that the last block computes, of each row."""
         for number, block in enumerate(self._blocks):
             stream.keep([edit.kept(number) for edit in edits])
@@ -281,7 +281,7 @@ class Denoiser(ABC):
         return _in_order(rows, partial(self._prime, pages=pages))
 
     def _prime(self, rows: Sequence[PrimeRow], pages: tuple[int, int]) -> list[tuple[Tensor, ...]]:
-        templates = [Template(self._entry(row), len(row.prompt_embeds), self._num_tokens(row)) for row in rows]
+        templates = [TemplateSource(self._entry(row), len(row.prompt_embeds), self._num_tokens(row)) for row in rows]
         stream = self._start(rows, templates)
         for number, block in enumerate(self._blocks):
             if pages[0] <= block.page + block.num_pages - 1 < pages[1]:
@@ -291,29 +291,23 @@ class Denoiser(ABC):
                 block.run(stream, number)
         return [(stream.hidden[start:stop].clone(),) for start, stop in stream.packing.joint]
 
-    def modulation(
-        self,
-        pooled_prompt_embeds: Tensor,
-        guidance_scale: float,
-        sigmas: Tensor,
-        num_rows: int,
-        patches: PatchSet = (),
-    ) -> Tensor | None:
+    def modulation(self, inputs: ModulationInputs) -> Tensor | None:
         """All blocks' shifts, scales and gates at each of these noise levels, [levels, width], for `Row.modulation`;
-        bit-identical to what each step would compute. None if the tables of `num_rows` rows would take more than
+        bit-identical to what each step would compute. None if the request's tables would take more than
         MODULATION_BYTES, or GPU_MODULATION_BYTES.
         """
+        sigmas, patches = inputs.sigmas, inputs.patches
         width = sum(part.width for part in self._modulations)
-        if num_rows * len(sigmas) * width * self.dtype.itemsize > modulation_limit(self._device):
+        if inputs.num_rows * len(sigmas) * width * self.dtype.itemsize > modulation_limit(self._device):
             return None
-        levels = [Conditions(sigma, pooled_prompt_embeds, guidance_scale, patches) for sigma in sigmas]
+        levels = [Conditions(sigma, inputs.pooled_prompt_embeds, inputs.guidance_scale, patches) for sigma in sigmas]
         where = BatchPatches([patches], self._device).segments([(0, len(sigmas))])
         parts = zip(self._modulations, self._conditioning(levels, where), strict=True)
         return torch.cat([part.product(conditioning, where) for part, conditioning in parts], dim=1)
 
     # ------------------------------------------------------------------------------------------------------- inputs
 
-    def _start(self, rows: Sequence[Row | PrimeRow], sources: Sequence[Source], team: Team | None = None) -> Stream:
+    def _start(self, rows: Sequence[Row | PrimeRow], sources: Sequence[RowSource], team: Team | None = None) -> Stream:
         """The stream before its first block. rows: with the text tokens that it contains."""
         computed = [source.computed(0) for source in sources]
         packing = Packing.of(
@@ -333,7 +327,7 @@ class Denoiser(ABC):
         return Stream(residual, packing, patches, where, rotary, modulation, sources, *attentions, self._operators)
 
     def _attentions(
-        self, sources: Sequence[Source], like: Tensor, team: Team | None
+        self, sources: Sequence[RowSource], like: Tensor, team: Team | None
     ) -> tuple[Attention, Attention | None]:
         """Attention over text and image together, and over the image alone where blocks have it; dtype and device of
         `like`."""
@@ -369,19 +363,19 @@ class Denoiser(ABC):
         """Image and condition tokens of a row."""
         return self.rows_per_token * len(row.latents)
 
-    def _rotary(self, row: Row | PrimeRow, source: Source) -> list[Tensor]:
+    def _rotary(self, row: Row | PrimeRow, source: RowSource) -> list[Tensor]:
         """Rotations of a request's tokens before the first block, in parts: complex64 [tokens, 1, 1, head dim / 2]."""
         table, tokens = hold(self._rotary_table(source.text_tokens, row.grid)), source.computed(0)
         if tokens is None:
             return [table]
         return [table[: source.text_tokens][source.text], table[source.text_tokens :][tokens]]
 
-    def _entry(self, row: PrimeRow) -> Entry:
+    def _entry(self, row: PrimeRow) -> PageEntry:
         """The entry to write. The dtype of its pages follows from its size."""
         num_tokens, size = len(row.latents), row.entry.numel()
         for layout in map(self.page_layout, get_args(PageDtype)):
             if layout.entry_bytes(num_tokens) == size:
-                return Entry(row.entry, layout, num_tokens, self._operators.quantise)
+                return PageEntry(row.entry, layout, num_tokens, self._operators.quantise)
         raise ValueError(f"an entry of {size} bytes holds no pages of {num_tokens} tokens of this model")
 
     # ------------------------------------------------------------------------------------------------------- output

@@ -30,11 +30,11 @@ from model_executor.kernels.cpu_layers import use_onednn
 from model_executor.kernels.held import hold
 from model_executor.kernels.operators import Operators, best_operators
 from model_executor.models.base import PrimeRow, Row
-from model_executor.models.families.vae_family import pack, unpack
-from model_executor.models.unet.unet_blocks import Source, Walk
+from model_executor.models.latents import pack, unpack
+from model_executor.models.unet.unet_blocks import UnetSource, Walk
 from model_executor.models.unet.unet_fused import FusedEdit, finish, is_affine
 from model_executor.models.unet.unet_layers import TOKEN_SIDE, Layers
-from model_executor.models.unet.unet_sources import Edit, Templates, Whole
+from model_executor.models.unet.unet_sources import Templates, UnetEdit, Whole
 from model_executor.patches.module_patches import ModulePatches
 
 CACHED_GRIDS = 32
@@ -147,7 +147,7 @@ class Unet:
     def _run_masked(self, rows: Sequence[Row]) -> list[Tensor]:
         """Predictions for the active tokens of each row. rows: of one request."""
         row, fused = rows[0], self._fused
-        source = Edit(row, self._operators) if fused is None else FusedEdit(row, self._operators, fused)
+        source = UnetEdit(row, self._operators) if fused is None else FusedEdit(row, self._operators, fused)
         prediction = self._by_layers(rows, source)
         return [pack(image, TOKEN_SIDE)[row.active] for image in prediction.split(1)]
 
@@ -156,7 +156,7 @@ class Unet:
         prediction = self._by_module(rows) if self._fused is None else self._by_layers(rows, Whole())
         return [pack(image, TOKEN_SIDE) for image in prediction.split(1)]
 
-    def _by_layers(self, rows: Sequence[Row], source: Source) -> Tensor:
+    def _by_layers(self, rows: Sequence[Row], source: UnetSource) -> Tensor:
         """The UNet's output, [rows, channels, height / 8, width / 8]. rows: of one size, with the same patches."""
         module, layers = arranged = self.patches.under(rows[0].patches)
         walk = self._start(arranged, rows, source)
@@ -177,7 +177,7 @@ class Unet:
         )[0]
         return prediction
 
-    def _start(self, arranged: Arranged, rows: Sequence[Row | PrimeRow], source: Source) -> Walk:
+    def _start(self, arranged: Arranged, rows: Sequence[Row | PrimeRow], source: UnetSource) -> Walk:
         """The state before the first layer, as in UNet2DConditionModel.forward. arranged: with the patches of the rows,
         which are of one size."""
         module, layers = arranged

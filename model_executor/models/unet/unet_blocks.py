@@ -29,26 +29,26 @@ from model_executor.kernels.cpu_layers import FastConv
 from model_executor.models.boxes import Window
 
 
-class Source(Protocol):
+class UnetSource(Protocol):
     """Supplies the outputs that blocks do not compute, or takes those of templates that are primed."""
 
     keeps: bool
     """Whether `store` takes the blocks' outputs, which must then be computed for all tokens."""
 
-    def active(self, block: Block) -> Tensor | None:
+    def active(self, block: UnetBlock) -> Tensor | None:
         """The tokens of its map that a transformer block is to compute, None for all."""
 
-    def window(self, block: Block) -> Window | None:
+    def window(self, block: UnetBlock) -> Window | None:
         """The box of its map that a convolutional block is to compute, None for all."""
 
-    def load(self, block: Block, tokens: Tensor) -> None:
+    def load(self, block: UnetBlock, tokens: Tensor) -> None:
         """Read the block's pages into each row of `tokens`, [rows, map tokens, channels]."""
 
-    def moments(self, block: Block) -> Tensor:
+    def moments(self, block: UnetBlock) -> Tensor:
         """The template's mean and variance outside the window, for each group of a residual block's second norm,
         float32 [2, groups]."""
 
-    def store(self, block: Block, tokens: Tensor, moments: Tensor | None = None) -> None:
+    def store(self, block: UnetBlock, tokens: Tensor, moments: Tensor | None = None) -> None:
         """Take the block's output, [rows, map tokens, channels], and each row's moments, [rows, numbers, image
         tokens]."""
 
@@ -60,7 +60,7 @@ class Walk:
     map: Tensor  # [n, channels, rows, columns]; within a transformer its input
     time: Tensor  # the timesteps' embedding, [n, width]
     text: Tensor  # [n, text tokens, width]
-    source: Source
+    source: UnetSource
     shifts: Tensor | None = None  # `time` as `Layers.project` returns it; None: each block projects it
     keys_values: Tensor | None = None  # `text` as `Layers.keys_values` returns it; None: each block projects it
     tokens: Tensor | None = None  # [n, rows * columns, channels], within a transformer only
@@ -81,7 +81,7 @@ Compiled = Callable[[Callable[..., Tensor]], Callable[..., Tensor]]
 """Compiles a function of modules and tensors."""
 
 
-class Block(ABC):
+class UnetBlock(ABC):
     """A layer whose output is cached in pages.
 
     side: pixels of its output's map per token of the picture, along a side; 0 for blocks that are computed whole and
@@ -107,14 +107,14 @@ class Block(ABC):
     def __call__(self, walk: Walk) -> None:
         """Advance all pictures through this block."""
 
-    def _loaded(self, source: Source, like: Tensor, num_tokens: int) -> Tensor:
+    def _loaded(self, source: UnetSource, like: Tensor, num_tokens: int) -> Tensor:
         """Its cached output, [n, map tokens, channels]. like: its computed part, for batch size, dtype and device."""
         tokens = like.new_empty(len(like), num_tokens, self.channels)
         source.load(self, tokens)
         return tokens
 
 
-class TransformerBlock(Block):
+class TransformerBlock(UnetBlock):
     """A diffusers BasicTransformerBlock, which computes the active tokens."""
 
     def __init__(self, module: Any, side: int) -> None:
@@ -157,7 +157,7 @@ def attended_by(attention: Any, queries: Tensor, keys: Tensor, values: Tensor) -
     return attended
 
 
-class ConvolutionalBlock(Block):
+class ConvolutionalBlock(UnetBlock):
     """Base of the blocks that compute a box of their map."""
 
     def __call__(self, walk: Walk) -> None:
@@ -235,7 +235,7 @@ def compute_residual(
 ) -> Tensor:
     """As ResnetBlock2D.forward, for a window's pixels. convolutions: its own two, unpadded. own: the input. normed: the
     input after the first norm, with two pixels around the window, zeros beyond the map; the activation keeps them zero,
-    as the convolution's padding is. outside: `Source.moments`. edge, share: the window's."""
+    as the convolution's padding is. outside: `UnetSource.moments`. edge, share: the window's."""
     hidden = convolutions[0](resnet.nonlinearity(normed)) + embedded(resnet, time)
     moments = with_box(outside, hidden[:, :, 1:-1, 1:-1], share)
     hidden = resnet.nonlinearity(normalised(resnet.norm2, hidden, moments)) * edge

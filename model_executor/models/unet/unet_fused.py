@@ -23,7 +23,7 @@ from torch import Tensor, nn
 from model_executor.kernels.linear import is_plain
 from model_executor.kernels.operators import Operators
 from model_executor.kernels.unet_operators import (
-    Added,
+    AddedToMap,
     Fresh,
     OpenPages,
     Outside,
@@ -41,15 +41,15 @@ from model_executor.models.unet.unet_blocks import (
     attended_by,
     embedded,
 )
-from model_executor.models.unet.unet_sources import Edit
+from model_executor.models.unet.unet_sources import UnetEdit
 
 MARGIN = 2
 """Pixels around its window that a residual block's two convolutions read."""
 
 
-class FusedEdit(Edit):
-    """The source of a masked request whose pages kernels read. For blocks that are not of this module it is an `Edit`
-    like any other."""
+class FusedEdit(UnetEdit):
+    """The source of a masked request whose pages kernels read. To blocks that are not of this module it is a plain
+    `UnetEdit`."""
 
     def __init__(self, row: Row, operators: Operators, of_unets: UnetOperators) -> None:
         super().__init__(row, operators)
@@ -261,7 +261,7 @@ class FusedResidualBlock(ResidualBlock):
     def _whole(self, walk: Walk) -> Tensor:
         norms, operators, x = (self._module.norm1, self._module.norm2), self._operators, pixels_last(walk.map)
         normed = operators.normalised(norms[0], x, operators.moments(x, norms[0].num_groups), silu=True)
-        hidden, added = self._padded[0](normed), Added(self._padded[0].bias, self._shift(walk))
+        hidden, added = self._padded[0](normed), AddedToMap(self._padded[0].bias, self._shift(walk))
         moments = operators.moments(hidden, norms[1].num_groups, added=added)
         change = self._padded[1](operators.normalised(norms[1], hidden, moments, added, silu=True))
         own = x if self._shortcut is None else self._shortcut(x)
@@ -271,7 +271,7 @@ class FusedResidualBlock(ResidualBlock):
         norms, operators = (self._module.norm1, self._module.norm2), self._operators
         left, top, *_ = box = edit.box(self.side)
         normed, raw = operators.normalised_and_cut(norms[0], x, operators.moments(x, norms[0].num_groups), box, MARGIN)
-        hidden, added = self._unpadded[0](normed), Added(self._padded[0].bias, self._shift(walk))
+        hidden, added = self._unpadded[0](normed), AddedToMap(self._padded[0].bias, self._shift(walk))
         rows, columns = hidden.shape[1:3]  # of the box and one pixel around it
         moments = operators.moments(
             hidden, norms[1].num_groups, (1, 1, columns - 1, rows - 1), added, edit.outside(self), edit.share

@@ -24,11 +24,11 @@ from core.page_scheme import PageDtype, PageLayout
 from model_executor.kernels.unet_operators import UnetOperators
 from model_executor.models.unet import unet_fused
 from model_executor.models.unet.unet_blocks import (
-    Block,
     Compiled,
     Layer,
     ResidualBlock,
     TransformerBlock,
+    UnetBlock,
     UpSampler,
     Walk,
 )
@@ -54,14 +54,14 @@ FUSED = FusedResidualBlock, FusedTransformerBlock, FusedUpSampler
 
 
 class Layers:
-    """All layers between conv_in and conv_norm_out, in the order they run, with pages assigned to each `Block`."""
+    """All layers between conv_in and conv_norm_out, in the order they run, with pages assigned to each `UnetBlock`."""
 
     def __init__(self, unet: Any, compiled: Compiled | None = None, fused: UnetOperators | None = None) -> None:
         """compiled: compiles the blocks' functions; None leaves them as they are. fused: the operators of blocks that
         are fused, where they are of the usual kind; None: none are."""
         make, deepest = _Maker(fused), len(unet.down_blocks) - 1
         self._layers = [*_down(unet, make), *_middle(unet.mid_block, deepest, make), *_up(unet, deepest, make)]
-        self._kept = [layer for layer in self._layers if isinstance(layer, Block) and layer.side]
+        self._kept = [layer for layer in self._layers if isinstance(layer, UnetBlock) and layer.side]
         self._unit = min(block.width for block in self._kept)
         self.num_pages = 0
         for block in self._kept:
@@ -73,7 +73,7 @@ class Layers:
             once = cache(compiled)
             for block in self._kept:
                 block.compute = once(block.compute)
-        blocks = ((n, layer) for n, layer in enumerate(self._layers) if isinstance(layer, Block) and layer.side)
+        blocks = ((n, layer) for n, layer in enumerate(self._layers) if isinstance(layer, UnetBlock) and layer.side)
         self._ends = [(block.page + block.num_pages, n + 1) for n, block in blocks]  # pages and layers up to each
         self._transformers = [layer for layer in self._layers if isinstance(layer, FusedTransformerBlock)]
         starts = accumulate((2 * block.channels for block in self._transformers), initial=0)

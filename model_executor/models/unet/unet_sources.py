@@ -14,8 +14,8 @@ from core.page_scheme import PageDtype, PageLayout
 from model_executor.kernels.operators import Operators
 from model_executor.models.base import PrimeRow, Row
 from model_executor.models.boxes import Window, around, grown, inside, share, times
-from model_executor.models.unet.unet_blocks import Block, pooled
-from model_executor.page_cache.pages import Entry, Reader
+from model_executor.models.unet.unet_blocks import UnetBlock, pooled
+from model_executor.page_cache.pages import PageEntry, Reader
 
 GROWTH = 1
 """Tokens by which the box that convolutions compute extends beyond the active tokens' box, on every side."""
@@ -24,7 +24,7 @@ WORTH = 0.8
 """Largest share of a picture worth computing as a box; above it, convolutions of everything take no longer."""
 
 
-class Edit:
+class UnetEdit:
     """The source of a masked request: blocks compute the active tokens, or the box around them, and take the rest from
     the template's pages. A block whose first page is among the row's `full_blocks` computes all tokens. Raises
     ValueError for a row without active tokens or pages."""
@@ -45,30 +45,30 @@ class Edit:
     def _pages(self) -> Reader:
         return self._operators.open(self._of_template)
 
-    def leaves_out(self, block: Block) -> bool:
+    def leaves_out(self, block: UnetBlock) -> bool:
         """Whether a transformer block computes the active tokens alone."""
         return block.page not in self._full_blocks
 
-    def has_box(self, block: Block) -> bool:
+    def has_box(self, block: UnetBlock) -> bool:
         """Whether a convolutional block computes a box alone."""
         return self._is_worth and block.page not in self._full_blocks
 
-    def active(self, block: Block) -> Tensor | None:
+    def active(self, block: UnetBlock) -> Tensor | None:
         return self._enlarged(block.side) if self.leaves_out(block) else None
 
-    def window(self, block: Block) -> Window | None:
+    def window(self, block: UnetBlock) -> Window | None:
         return self._windows(block.side) if self.has_box(block) else None
 
-    def load(self, block: Block, tokens: Tensor) -> None:
+    def load(self, block: UnetBlock, tokens: Tensor) -> None:
         for page, part in zip(range(block.page, block.page + block.num_pages), self._parts(tokens[0]), strict=True):
             self._pages.read(page, part)
         tokens[1:] = tokens[:1]
 
-    def moments(self, block: Block) -> Tensor:
+    def moments(self, block: UnetBlock) -> Tensor:
         mean, deviation = self._pages.moments(block.page).chunk(2)
         return pooled(mean, deviation.square(), self._outside())
 
-    def store(self, block: Block, tokens: Tensor, moments: Tensor | None = None) -> None:
+    def store(self, block: UnetBlock, tokens: Tensor, moments: Tensor | None = None) -> None:
         """Does nothing: an edit writes no pages."""
 
     def _parts(self, tokens: Tensor) -> Tensor:
@@ -98,19 +98,19 @@ class Whole:
 
     keeps = False
 
-    def active(self, block: Block) -> Tensor | None:
+    def active(self, block: UnetBlock) -> Tensor | None:
         return None
 
-    def window(self, block: Block) -> Window | None:
+    def window(self, block: UnetBlock) -> Window | None:
         return None
 
-    def load(self, block: Block, tokens: Tensor) -> None:
+    def load(self, block: UnetBlock, tokens: Tensor) -> None:
         raise AssertionError("every token is computed")
 
-    def moments(self, block: Block) -> Tensor:
+    def moments(self, block: UnetBlock) -> Tensor:
         raise AssertionError("every token is computed")
 
-    def store(self, block: Block, tokens: Tensor, moments: Tensor | None = None) -> None:
+    def store(self, block: UnetBlock, tokens: Tensor, moments: Tensor | None = None) -> None:
         """Does nothing."""
 
 
@@ -132,10 +132,10 @@ class Templates(Whole):
             raise ValueError(f"an entry of {size} bytes holds no pages of {self._num_tokens} tokens of this model")
         self._layout = of_size[rows[0].entry.numel()]
         self._entries = [
-            Entry(row.entry, of_size[row.entry.numel()], self._num_tokens, operators.quantise) for row in rows
+            PageEntry(row.entry, of_size[row.entry.numel()], self._num_tokens, operators.quantise) for row in rows
         ]
 
-    def store(self, block: Block, tokens: Tensor, moments: Tensor | None = None) -> None:
+    def store(self, block: UnetBlock, tokens: Tensor, moments: Tensor | None = None) -> None:
         """Write the block's output to its pages, with moments beside the first page."""
         for number, (entry, of_row) in enumerate(zip(self._entries, tokens, strict=True)):
             first, *others = as_pages(of_row, self._layout, self._num_tokens)

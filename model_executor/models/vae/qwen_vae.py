@@ -14,7 +14,7 @@ from diffusers.models.autoencoders.autoencoder_kl_qwenimage import QwenImageCaus
 from torch import Tensor, nn
 
 from model_executor.models.boxes import Box, times
-from model_executor.models.families.vae_family import PATCH
+from model_executor.models.latents import PATCH
 from model_executor.models.vae.vae import Vae, silu_in_place
 
 

@@ -63,15 +63,15 @@ class RegionDecoder:
         """[1, channels, rows, columns], in the VAE's own range -> [1, 3, height, width], about -1..1."""
         return self._finish(_Maps((self._whole(latents, len(self._blocks)),)))
 
-    def region(self, tokens: Box, grid: tuple[int, int]) -> Region | None:
+    def region(self, tokens: Box, grid: tuple[int, int]) -> VaeRegion | None:
         """How to decode a box of tokens of a picture with `grid` (rows, columns) of them; None if decoding the whole
         takes no longer, or where the decoder has another number of up blocks than `CELLS_PER_TOKEN` assumes."""
         if self._first != 1:
             return None
-        region = Region.around(tokens, grid, self._halo)
+        region = VaeRegion.around(tokens, grid, self._halo)
         return region if region.work <= WORTH and bool(region.outside.any()) else None
 
-    def decode_region(self, latents: Tensor, region: Region) -> Tensor:
+    def decode_region(self, latents: Tensor, region: VaeRegion) -> Tensor:
         """The pixels of the region's tokens, [1, 3, height, width], about -1..1."""
         whole = _resnets(self._blocks[self._first], _Maps((self._whole(latents, self._first),)))
         maps = region.cut(whole.parts[0], self._decoder.conv_norm_out.num_groups, self._kernels)
@@ -94,7 +94,7 @@ class RegionDecoder:
 
 
 @dataclass(frozen=True, slots=True)
-class Region:
+class VaeRegion:
     """A part of a picture to decode, in cells."""
 
     inside: Box  # the box asked for
@@ -104,7 +104,7 @@ class Region:
     outside: Tensor  # bool [tile rows, tile columns], the tiles that touch no cell of the crop
 
     @classmethod
-    def around(cls, tokens: Box, grid: tuple[int, int], halo: int) -> Region:
+    def around(cls, tokens: Box, grid: tuple[int, int], halo: int) -> VaeRegion:
         left, top, right, bottom = inside = times(tokens, CELLS_PER_TOKEN)
         rows, columns = grid[0] * CELLS_PER_TOKEN, grid[1] * CELLS_PER_TOKEN
         (first, last), (upper, lower) = _span(left, right, halo, columns), _span(top, bottom, halo, rows)

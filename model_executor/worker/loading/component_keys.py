@@ -19,7 +19,7 @@ from typing import Any, TypeVar
 from core.errors import ConfigError
 from core.handles import ModelKey
 from model_executor.checkpoint.file_hashes import FileHashes
-from model_executor.checkpoint.loader import Checkpoint
+from model_executor.checkpoint.loader import ModelCheckpoint
 from model_executor.checkpoint.quantization import QUANTIZED
 from model_executor.checkpoint.weights import usual_variant, weight_files
 from model_executor.models.base import Family
@@ -41,7 +41,7 @@ TEXT_FILES = ("tokenizer", "processor")
 class Opened:
     """A served model without its weights."""
 
-    checkpoint: Checkpoint
+    checkpoint: ModelCheckpoint
     family: Family
 
 
@@ -120,12 +120,12 @@ def _text_key(opened: Opened, keys: Iterable[ModelKey]) -> Hashable:
     return opened.family.text_recipe, tuple(key for key in keys if key.component == "text_encoder")
 
 
-def _text_files(checkpoint: Checkpoint) -> str:
+def _text_files(checkpoint: ModelCheckpoint) -> str:
     """Digest of the files of tokenizers and processor."""
     return _digest(*((str(file.relative_to(checkpoint.path)), file.read_bytes()) for file in _named(checkpoint)))
 
 
-def _named(checkpoint: Checkpoint) -> Iterator[Path]:
+def _named(checkpoint: ModelCheckpoint) -> Iterator[Path]:
     for part in sorted(part for part in checkpoint.index if part.startswith(TEXT_FILES)):
         yield from sorted(file for file in (checkpoint.path / part).glob("*") if file.is_file())
 

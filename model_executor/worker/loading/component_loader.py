@@ -21,8 +21,8 @@ from core.failure import Failure
 from core.handles import LoadedComponent, ModelKey
 from core.ipc.logs import of_request
 from core.messages.worker import ModelFailed, ModelLoaded
+from model_executor.device_failures import is_out_of_memory
 from model_executor.weights.taking import TakenWeights
-from model_executor.worker.device_failures import is_out_of_memory
 from model_executor.worker.loading.loader_thread import LoaderThread
 from model_executor.worker.loading.resident import ResidentModels
 

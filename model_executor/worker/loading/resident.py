@@ -22,11 +22,11 @@ from core.ipc.logs import of_request
 from core.messages.worker import WorkerReady
 from core.model_info import ModelInfo
 from core.patches import PatchSet
-from model_executor.checkpoint.loader import Checkpoint
+from model_executor.checkpoint.loader import ModelCheckpoint
+from model_executor.checkpoint.page_schemes import with_calibration
 from model_executor.checkpoint.parameter_count import expected_bytes
-from model_executor.models.base import Family, PrimeRow, Row, Sample
+from model_executor.models.base import Family, ImageInputs, PrimeRow, Row, SamplingState
 from model_executor.models.registry import make_family
-from model_executor.page_cache.page_schemes import with_calibration
 from model_executor.page_cache.pages import Pages
 from model_executor.patches.adapters import NOTHING_KNOWN, Adapter, read_adapter
 from model_executor.worker.loading.component_keys import Opened, component_keys, prompt_twins
@@ -91,7 +91,7 @@ class ResidentModels:
         take; 0: no limit. Raises ConfigError for a checkpoint that cannot be served.
         """
         checkpoints = {
-            config.name: Checkpoint.open(config, device_index, num_workers, model_bytes) for config in configs
+            config.name: ModelCheckpoint.open(config, device_index, num_workers, model_bytes) for config in configs
         }
         for checkpoint in checkpoints.values():
             if checkpoint.device.type == "cuda":
@@ -139,7 +139,7 @@ class ResidentModels:
         module: nn.Module = checkpoint.load(part)
         return module, weight_bytes(module)
 
-    def origin(self, key: ModelKey) -> tuple[Checkpoint, str]:
+    def origin(self, key: ModelKey) -> tuple[ModelCheckpoint, str]:
         """(a checkpoint that contains this component, the part of it that is the component). Raises KeyError for a
         component of no model."""
         (name, part), *_ = self._users(key)
@@ -313,9 +313,7 @@ def edit_once(family: Family, side: int, text_tokens: int, patches: PatchSet = (
     """Run a one-step edit of an empty square; returns uint8 [side, side, 3]."""
     empty = torch.zeros(side, side, 3, dtype=torch.uint8)
     text = family.encode_nothing(text_tokens, empty, patches)
-    mask = torch.ones_like(empty[..., 0])
-    steps = family.info("").min_inference_steps
-    image = family.encode_image(empty, mask, seed=0, num_inference_steps=steps, num_denoising_steps=1)
+    image = family.encode_image(ImageInputs.blank(side, family.info("").min_inference_steps))
     row = Row(
         latents=image.latents,
         condition=image.condition,
@@ -326,7 +324,7 @@ def edit_once(family: Family, side: int, text_tokens: int, patches: PatchSet = (
         grid=family.grid(side, side),
         patches=patches,
     )
-    sample = Sample(
+    sample = SamplingState(
         latents=image.latents, outside=image.outside, sigmas=image.sigmas, step=0, state=image.state, grid=row.grid
     )
     latents, _ = family.advance(sample, family.combine_guidance(family.predict([row]), 1.0))

@@ -8,6 +8,7 @@ from torch import Tensor
 
 from core.messages.worker import Item, ItemResult
 from core.scheduling.ops.image_encode import ImageEncode
+from model_executor.models.base import ImageInputs
 from model_executor.worker.ops.context import WorkerContext
 
 
@@ -19,9 +20,9 @@ def encode_image(context: WorkerContext, model: str, items: Sequence[Item]) -> l
     work = item.work
     assert isinstance(work, ImageEncode)
     start = context.read(item.inputs[0]) if item.inputs else None
-    image = context.models[model].encode_image(
-        context.shared(work.template),
-        context.shared(work.mask),
+    inputs = ImageInputs(
+        template=context.shared(work.template),
+        mask=context.shared(work.mask),
         seed=work.seed,
         num_inference_steps=work.num_inference_steps,
         num_denoising_steps=work.num_denoising_steps,
@@ -29,6 +30,7 @@ def encode_image(context: WorkerContext, model: str, items: Sequence[Item]) -> l
         is_exact=work.is_exact,
         cache_salt=work.cache_salt,
     )
+    image = context.models[model].encode_image(inputs)
     sigmas = _computed(image.sigmas, work)
     named = {"latents": image.latents, "condition": image.condition, "outside": image.outside, "sigmas": sigmas}
     tensors = context.put(item, named) + context.put_state(item, image.state)

@@ -16,6 +16,7 @@ from dataclasses import dataclass, replace
 from functools import cached_property, partial
 from itertools import zip_longest
 from pathlib import Path
+from typing import Any
 
 import msgspec
 import torch
@@ -35,13 +36,13 @@ from core.scheduling.ops.image_encode import IMAGE_ENCODE
 from core.scheduling.ops.prime import PRIME
 from core.scheduling.ops.text_encode import TEXT_ENCODE
 from model_executor.cpu import cpu_description
+from model_executor.device_failures import is_out_of_memory, wait_for_device
 from model_executor.kernels.operators import chosen_operators
-from model_executor.models.base import EncodedImage, EncodedText, Family, PrimeRow, Row
+from model_executor.models.base import EncodedImage, EncodedText, Family, ImageInputs, ModulationInputs, PrimeRow, Row
 from model_executor.models.boxes import around
 from model_executor.models.transformer.denoiser import modulation_limit
 from model_executor.page_cache.pages import Pages
 from model_executor.parallel.group import Group
-from model_executor.worker.device_failures import is_out_of_memory, wait_for_device
 
 BUDGET_SECONDS = 2.0
 """Time budget per model, at its first start. A batch that is expected to exceed what is left is skipped."""
@@ -219,8 +220,7 @@ class Batches:
     def _modulation_bytes(self, image: EncodedImage, text: EncodedText) -> int:
         """Most bytes of a request's modulation tables: those of most rows and steps, or else the limit, beyond which
         none are kept."""
-        arguments = text.pooled_prompt_embeds, self.info.default_guidance_scale, image.sigmas[:1]
-        of_step = self.family.modulation(*arguments, self.most_rows)
+        of_step = self._modulation_of(image, text)
         if of_step is None:
             return 0
         return min(modulation_limit(of_step.device), MAX_INFERENCE_STEPS * self.most_rows * of_step.nbytes)
@@ -255,10 +255,7 @@ class Batches:
         return self.family.encode_nothing(self.info.max_text_tokens, empty)
 
     def _encode_image(self, side: int) -> EncodedImage:
-        empty = torch.zeros(side, side, 3, dtype=torch.uint8)
-        mask = torch.ones_like(empty[..., 0])
-        steps = self.info.min_inference_steps
-        return self.family.encode_image(empty, mask, seed=0, num_inference_steps=steps, num_denoising_steps=1)
+        return self.family.encode_image(ImageInputs.blank(side, self.info.min_inference_steps))
 
     def _decode(self, side: int) -> Tensor:
         return self.family.decode(self._image.latents[: (side // self.info.token_size) ** 2], side, side)
@@ -309,13 +306,7 @@ class Batches:
         number = max(1, int(share * self._num_tokens))
         is_exact, active = number == self._num_tokens, torch.arange(number)
         return Row(
-            latents=self._image.latents,
-            condition=self._image.condition,
-            prompt_embeds=self._text.prompt_embeds,
-            pooled_prompt_embeds=self._text.pooled_prompt_embeds,
-            sigma=self._image.sigmas[0],
-            guidance_scale=self.info.default_guidance_scale,
-            grid=self._grid,
+            **self._of_any_row,
             active=None if is_exact else active.to(self._image.latents.device),
             box=None if is_exact else around(active, self._grid[1]),
             pages=None if is_exact else self._pages,
@@ -329,8 +320,12 @@ class Batches:
         is predicted there was held against real runs with steps that compute it, which took 4 to 10 % longer."""
         if self.info.device == "cpu":
             return None
-        level, pooled = self._image.sigmas[:1], self._text.pooled_prompt_embeds
-        return self.family.modulation(pooled, self.info.default_guidance_scale, level, self.most_rows)
+        return self._modulation_of(self._image, self._text)
+
+    def _modulation_of(self, image: EncodedImage, text: EncodedText) -> Tensor | None:
+        """One step's row of a modulation table."""
+        pooled, scale = text.pooled_prompt_embeds, self.info.default_guidance_scale
+        return self.family.modulation(ModulationInputs(pooled, scale, image.sigmas[:1], self.most_rows))
 
     @cached_property
     def _keys_values(self) -> Tensor | None:
@@ -339,20 +334,22 @@ class Batches:
     @cached_property
     def _prime_row(self) -> PrimeRow:
         assert self.info.page_scheme is not None
-        device = self._image.latents.device
-        return PrimeRow(
-            latents=self._image.latents,
-            condition=self._image.condition,
-            prompt_embeds=self._text.prompt_embeds,
-            pooled_prompt_embeds=self._text.pooled_prompt_embeds,
-            sigma=self._image.sigmas[0],
-            guidance_scale=self.info.default_guidance_scale,
-            grid=self._grid,
-            hidden=None,
-            entry=torch.zeros(
-                self.info.page_scheme.layout.entry_bytes(self._num_tokens), dtype=torch.uint8, device=device
-            ),
-        )
+        nbytes = self.info.page_scheme.layout.entry_bytes(self._num_tokens)
+        entry = torch.zeros(nbytes, dtype=torch.uint8, device=self._image.latents.device)
+        return PrimeRow(**self._of_any_row, hidden=None, entry=entry)
+
+    @property
+    def _of_any_row(self) -> dict[str, Any]:
+        """The fields that a `Row` and a `PrimeRow` share."""
+        return {
+            "latents": self._image.latents,
+            "condition": self._image.condition,
+            "prompt_embeds": self._text.prompt_embeds,
+            "pooled_prompt_embeds": self._text.pooled_prompt_embeds,
+            "sigma": self._image.sigmas[0],
+            "guidance_scale": self.info.default_guidance_scale,
+            "grid": self._grid,
+        }
 
     @cached_property
     def _pages(self) -> Pages:

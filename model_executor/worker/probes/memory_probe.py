@@ -22,9 +22,9 @@ from core.handles import ModelKey
 from core.memory_budget import REMEDIES, DeviceMemory, describe, page_bytes
 from core.model_info import ModelInfo
 from core.scheduling.ops.denoise import DENOISE
+from model_executor.device_failures import is_out_of_memory
 from model_executor.graphs.step_graphs import MAX_GRAPHS
 from model_executor.models.base import Family
-from model_executor.worker.device_failures import is_out_of_memory
 from model_executor.worker.probes.cost_probe import GPU_CALLS, Batches
 
 logger = logging.getLogger("stencil.worker")

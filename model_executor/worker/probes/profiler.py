@@ -22,8 +22,8 @@ from core.ipc.atomic_file import write_atomically
 from core.messages.worker import CostSample
 from core.model_info import ModelInfo
 from model_executor.checkpoint.libraries import quiet_libraries
+from model_executor.device_failures import is_out_of_memory
 from model_executor.models.base import Family
-from model_executor.worker.device_failures import is_out_of_memory
 from model_executor.worker.loading.resident import ResidentModels, set_threads
 from model_executor.worker.main import default_threads
 from model_executor.worker.probes.cost_probe import Batches, Timed, profile_path

@@ -6,7 +6,7 @@ import statistics
 import time
 from collections.abc import Callable
 
-from model_executor.worker.device_failures import wait_for_device
+from model_executor.device_failures import wait_for_device
 
 TIMES = 3
 """Calls after the first one, whose median counts."""

@@ -19,6 +19,7 @@ from benchmarks.load.dataset import Mix, synthetic
 from benchmarks.load.server import Server
 from benchmarks.soak.checking import Ledger, References
 from benchmarks.soak.edits import PLAIN, Delivery, Edit, Way, template_file
+from benchmarks.soak.memory import Tree, holdings
 from benchmarks.soak.sending import Sender
 from tools.random_checkpoints import make_flux_fill
 
@@ -57,6 +58,15 @@ def test_the_command_measures_a_server(stencil: Server, tmp_path: Path, capsys: 
     assert 0.1 < result["mask_ratio"] < 1
     (saved,) = tmp_path.glob("*.json")
     assert json.loads(saved.read_text())["num_edits"] == 6
+
+
+def test_the_soak_finds_all_processes_of_a_server(stencil: Server) -> None:
+    tree = Tree(stencil.process.pid, 1)
+    assert {(member.role, member.engine) for member in tree.members()} >= {("server", 0), ("engine", 0), ("images", 0)}
+    (worker,) = tree.of("worker", 0)
+    assert tree.of("worker") == [worker]
+    (memory,) = holdings(tree).workers
+    assert (memory.pid, memory.memory > 0) == (worker.process.pid, True)
 
 
 async def test_the_server_is_told_the_slo_of_an_edit(stencil: Server) -> None:

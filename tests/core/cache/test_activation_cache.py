@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 import pytest
 
 from core.cache.activation_cache_manager import ActivationCacheManager, TierBudget
-from core.cache.entry import EntryState, Want
+from core.cache.entry import EntryState, WantedEntry
 from core.handles import ArrayRef, EntryRef, Tier
 from core.messages.worker import PageCopied, PageCopy, PageForget
 from core.page_scheme import template_of
@@ -26,7 +26,7 @@ class Cache:
     in_flight: list[PageCopy] = field(default_factory=list)
 
     def reserve(self, *keys: str, nbytes: int = 640, loads: bool = True) -> bool:
-        return self.manager.reserve([Want(key, nbytes, 64) for key in keys], lambda tier, size: loads)
+        return self.manager.reserve([WantedEntry(key, nbytes, 64) for key in keys], lambda tier, size: loads)
 
     def prime(self, *keys: str, nbytes: int = 640) -> None:
         """Reserve and fill; the load from disk fails."""
@@ -151,7 +151,7 @@ def test_entries_are_reserved_all_together_or_not_at_all(make: Maker) -> None:
 
 def test_entries_that_can_never_fit_are_refused_beforehand(make: Maker) -> None:
     cache = make(("host", 3))
-    wants = [Want(key, 640, 64) for key in "abcd"]
+    wants = [WantedEntry(key, 640, 64) for key in "abcd"]
     assert cache.manager.fits(wants[:3])
     assert not cache.manager.fits(wants)
     assert not cache.manager.reserve(wants, lambda tier, nbytes: False)
@@ -301,7 +301,7 @@ def test_wanted_entries_in_the_way_are_moved_rather_than_waited_for(make: Maker)
     cache = make(("host", 5))
     cache.prime("a", "b", "middle", "c", "d")
     cache.manager.release(["a", "b", "middle", "c", "d"])
-    wants = [Want("middle", 640, 64), Want("large", 4 * 640, 64)]
+    wants = [WantedEntry("middle", 640, 64), WantedEntry("large", 4 * 640, 64)]
     assert cache.manager.reserve(wants, lambda tier, nbytes: False)
     assert cache.states("middle", "large") == ["empty", "empty"]
 
@@ -310,7 +310,7 @@ def test_wanted_entries_are_not_moved_while_waiting_can_help(make: Maker) -> Non
     cache = make(("host", 5))
     cache.prime("a", "b", "middle", "c", "d")
     cache.manager.release(["b", "middle", "c", "d"])
-    wants = [Want("middle", 640, 64), Want("large", 3 * 640, 64)]
+    wants = [WantedEntry("middle", 640, 64), WantedEntry("large", 3 * 640, 64)]
     assert not cache.manager.reserve(wants, lambda tier, nbytes: False)
     assert cache.states("a", "b", "middle", "c", "d") == ["ready"] * 5
 
@@ -341,7 +341,7 @@ def test_a_copy_says_where_and_how(make: Maker) -> None:
 
 def test_pages_that_load_slower_than_priming_are_not_loaded(make: Maker) -> None:
     cache = make(("host", 2), disk=True)
-    assert cache.manager.reserve([Want("a", 640, 64)], lambda tier, nbytes: (tier, nbytes) != ("disk", 640))
+    assert cache.manager.reserve([WantedEntry("a", 640, 64)], lambda tier, nbytes: (tier, nbytes) != ("disk", 640))
     assert cache.states("a") == ["empty"]
     assert cache.take() is None
 

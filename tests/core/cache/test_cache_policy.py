@@ -17,7 +17,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import Bundle, RuleBasedStateMachine, consumes, invariant, precondition, rule
 
 from core.cache.activation_cache_manager import ActivationCacheManager, TierBudget
-from core.cache.entry import EntryState, Want
+from core.cache.entry import EntryState, WantedEntry
 from core.handles import ArrayRef, Tier
 from core.messages.worker import PageCopied, PageCopy
 from core.page_scheme import latents_key, template_of
@@ -33,7 +33,7 @@ DEVICE_BYTES = 8000
 class Reserved:
     """What one request reserved."""
 
-    wants: list[Want]
+    wants: list[WantedEntry]
 
 
 @dataclass
@@ -69,7 +69,7 @@ class AnyOrder(RuleBasedStateMachine):
         )
         # With several ranks the first entry of a template is read by all of them.
         self.wants = {
-            name: [Want(f"{name}-{i}", nbytes, 64, i == 0 and self.num_ranks > 1) for i in range(3)]
+            name: [WantedEntry(f"{name}-{i}", nbytes, 64, i == 0 and self.num_ranks > 1) for i in range(3)]
             for name, nbytes in SIZES.items()
         }
         self.model = Model()
@@ -261,11 +261,13 @@ class AnyOrder(RuleBasedStateMachine):
             if pins:
                 self.a_pinned_entry_is_there(key)
         self.budgets_are_kept()
-        self.residency_is_told()
+        self.resident_pages_are_reported()
 
-    def residency_is_told(self) -> None:
-        """The sum of all residency reports is the current content."""
-        self.reported |= {told.template: (told.num_ready, told.num_below) for told in self.manager.take_residency()}
+    def resident_pages_are_reported(self) -> None:
+        """The sum of all reports of resident pages is the current content."""
+        self.reported |= {
+            each.template: (each.num_ready, each.num_below) for each in self.manager.take_resident_pages()
+        }
         for template, wants in self.wants.items():
             keys = [want.key for want in wants if want.key != latents_key(template)]
             states = {key: self.manager.state(key) for key in keys}

@@ -9,7 +9,7 @@ from cache_kit import AHEAD, ROOMY, TEMPLATE_BYTES, Engine, make_masked, make_re
 from cache_ranks import ChosenRanks
 
 from core.cache.activation_cache_manager import ActivationCacheManager, TierBudget
-from core.cache.entry import EntryState, Want
+from core.cache.entry import EntryState, WantedEntry
 from core.config import CacheConfig
 from core.messages.engine import TemplatePrimed
 from core.messages.worker import PageCopied, StepPlan
@@ -131,7 +131,7 @@ def test_steps_that_wait_for_blocks_run_on_the_rank_that_loads_them() -> None:
     manager = ActivationCacheManager(
         [TierBudget("host", 9000)], has_disk=True, page_arena_id=0, keep_all=True, num_ranks=2
     )
-    assert manager.reserve([Want("t-1", 640, 64)], lambda tier, nbytes: True, rank=1)
+    assert manager.reserve([WantedEntry("t-1", 640, 64)], lambda tier, nbytes: True, rank=1)
     assert manager.state("t-1") is EntryState.LOADING
     assert [manager.is_readable("t-1", (rank,), may_load=True) for rank in (0, 1)] == [False, True]
     assert not manager.is_readable("t-1", (0, 1), may_load=True)
@@ -145,7 +145,7 @@ def test_an_entry_that_is_still_copied_down_cannot_be_waited_for() -> None:
     manager = ActivationCacheManager(
         [TierBudget("device", 700), TierBudget("host", 9000)], has_disk=True, page_arena_id=0, keep_all=True
     )
-    one, other = Want("t-1", 640, 64), Want("u-1", 640, 64)
+    one, other = WantedEntry("t-1", 640, 64), WantedEntry("u-1", 640, 64)
     for _ in range(2):  # used twice, it goes down
         assert manager.reserve([one], lambda tier, nbytes: False)
         if manager.state("t-1") is EntryState.EMPTY:
@@ -171,7 +171,7 @@ def test_a_template_that_fits_no_host_memory_for_latents_places_nothing() -> Non
         keep_all=True,
         num_ranks=2,
     )
-    wants = [Want("t-latents", 640, 640, is_shared=True), Want("t-1", 640, 64)]
+    wants = [WantedEntry("t-latents", 640, 640, is_shared=True), WantedEntry("t-1", 640, 64)]
     assert not manager.fits(wants)
     assert not manager.reserve(wants, lambda tier, nbytes: False)
     assert [manager.state(want.key) for want in wants] == [EntryState.ABSENT] * 2

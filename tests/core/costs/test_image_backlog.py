@@ -6,12 +6,14 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from core.costs.image_backlog import ImageBacklog, Share
+from core.costs.image_backlog import BacklogShare, ImageBacklog
 from core.scheduling.requests.fair_queue import counts_as_due
 
 
-def share(owner: str, seconds: float, *, priority: int = 0, arrival: float = 0.0, due: float | None = None) -> Share:
-    return Share(owner, priority, counts_as_due(arrival, due, priority), seconds)
+def share(
+    owner: str, seconds: float, *, priority: int = 0, arrival: float = 0.0, due: float | None = None
+) -> BacklogShare:
+    return BacklogShare(owner, priority, counts_as_due(arrival, due, priority), seconds)
 
 
 @pytest.fixture

@@ -10,64 +10,68 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from core.costs.slot_schedule import Pace, Slots, Turn, best_schedules, largest_sets, linear_pace
+from core.costs.slot_schedule import Pace, RankSlots, SlotTask, best_schedules, fill_lanes, linear_pace
 
 PACE = Pace((1.0, 1.1, 1.3, 1.8), (0.0, 0.1, 0.1, 0.1))
 SECONDS = st.floats(0.0, 3.0)
-TURNS = st.lists(
+TASKS = st.lists(
     st.tuples(st.integers(1, 8), st.floats(0.1, 2.0), SECONDS, SECONDS, st.floats(0.5, 40.0)), max_size=7
-).map(lambda drawn: sorted((Turn(*values) for values in drawn), key=lambda turn: turn.left))
+).map(lambda drawn: sorted((SlotTask(*values) for values in drawn), key=lambda task: task.due_in))
 
 
 LINEAR = linear_pace(0.0)
 
 
-def are_in_time(turns: Sequence[Turn], slots: Slots) -> bool:
-    return all(end <= turn.left for turn, end in zip(turns, slots.ends(turns), strict=True))
+def are_in_time(tasks: Sequence[SlotTask], slots: RankSlots) -> bool:
+    return all(end <= task.due_in for task, end in zip(tasks, slots.ends(tasks), strict=True))
 
 
-def largest_set(turns: list[Turn], number: int, pace: Pace = LINEAR) -> list[int]:
+def largest_sets(tasks: Sequence[SlotTask], ranks: Sequence[RankSlots]) -> list[list[int]]:
+    return [lane.chosen for lane in fill_lanes(tasks, ranks)]
+
+
+def largest_set(tasks: list[SlotTask], number: int, pace: Pace = LINEAR) -> list[int]:
     """Of one rank."""
-    (chosen,) = largest_sets(turns, [Slots(number, pace)])
+    (chosen,) = largest_sets(tasks, [RankSlots(number, pace)])
     return chosen
 
 
-def step_by_step(turns: list[Turn], num_slots: int, pace: Pace, *, blocks: bool) -> tuple[list[float], bool]:
+def step_by_step(tasks: list[SlotTask], num_slots: int, pace: Pace, *, blocks: bool) -> tuple[list[float], bool]:
     """(the ends, found by making every step; whether several requests end with one step)."""
-    now, waiting, running, done = 0.0, list(range(len(turns))), dict[int, int](), [0.0] * len(turns)
+    now, waiting, running, done = 0.0, list(range(len(tasks))), dict[int, int](), [0.0] * len(tasks)
     has_ties = False
     while waiting or running:
         while waiting and len(running) < num_slots:
             index = waiting.pop(0)
-            running[index] = turns[index].steps
-            now += turns[index].before if blocks else 0.0
-        now += pace.seconds(len(running), sum(turns[index].size for index in running))
+            running[index] = tasks[index].steps
+            now += tasks[index].before if blocks else 0.0
+        now += pace.seconds(len(running), sum(tasks[index].size for index in running))
         running = {index: steps - 1 for index, steps in running.items()}
         ended = sorted(index for index, steps in running.items() if not steps)
         has_ties |= len(ended) > 1
         for index in ended:
-            done[index] = now + turns[index].after + (0.0 if blocks else turns[index].before)
-            now += turns[index].after if blocks else 0.0
+            done[index] = now + tasks[index].after + (0.0 if blocks else tasks[index].before)
+            now += tasks[index].after if blocks else 0.0
             del running[index]
     return done, has_ties
 
 
-@given(TURNS, st.integers(1, 4), st.booleans())
-def test_ends_are_those_of_a_run_made_step_by_step(turns: list[Turn], num_slots: int, blocks: bool) -> None:
+@given(TASKS, st.integers(1, 4), st.booleans())
+def test_ends_are_those_of_a_run_made_step_by_step(tasks: list[SlotTask], num_slots: int, blocks: bool) -> None:
     """Ends of one step may take the slots of each other at the same time: their order does not matter."""
-    found = Slots(num_slots, PACE, blocks=blocks).ends(turns)
-    steps, has_ties = step_by_step(turns, num_slots, PACE, blocks=blocks)
+    found = RankSlots(num_slots, PACE, blocks=blocks).ends(tasks)
+    steps, has_ties = step_by_step(tasks, num_slots, PACE, blocks=blocks)
     if not blocks or not has_ties:
         assert found == pytest.approx(steps)
     assert max(found, default=0.0) == pytest.approx(max(steps, default=0.0), rel=0.5)
 
 
-@given(TURNS.filter(bool), st.integers(1, 3), st.booleans(), SECONDS)
+@given(TASKS.filter(bool), st.integers(1, 3), st.booleans(), SECONDS)
 def test_the_end_of_the_last_one_of_all_that_are_in_time(
-    turns: list[Turn], num_slots: int, blocks: bool, start: float
+    tasks: list[SlotTask], num_slots: int, blocks: bool, start: float
 ) -> None:
-    slots = Slots(num_slots, PACE, blocks, start)
-    assert slots.end_of_last(turns) == (slots.ends(turns)[-1] if are_in_time(turns, slots) else inf)
+    slots = RankSlots(num_slots, PACE, blocks, start)
+    assert slots.end_of_last(tasks) == (slots.ends(tasks)[-1] if are_in_time(tasks, slots) else inf)
 
 
 def test_more_requests_than_measured_cost_in_proportion() -> None:
@@ -75,69 +79,69 @@ def test_more_requests_than_measured_cost_in_proportion() -> None:
     assert linear_pace(1.0).seconds(3, 2.5) == 3.5
 
 
-@given(TURNS, st.integers(1, 4), st.booleans())
-def test_a_rank_that_is_busy_ends_everything_later(turns: list[Turn], num_slots: int, blocks: bool) -> None:
-    at_once, later = (Slots(num_slots, PACE, blocks, start).ends(turns) for start in (0.0, 2.5))
+@given(TASKS, st.integers(1, 4), st.booleans())
+def test_a_rank_that_is_busy_ends_everything_later(tasks: list[SlotTask], num_slots: int, blocks: bool) -> None:
+    at_once, later = (RankSlots(num_slots, PACE, blocks, start).ends(tasks) for start in (0.0, 2.5))
     assert later == pytest.approx([end + 2.5 for end in at_once])
 
 
-@given(TURNS, st.integers(1, 4), st.booleans(), st.lists(st.floats(0.0, 5.0), min_size=1, max_size=3))
+@given(TASKS, st.integers(1, 4), st.booleans(), st.lists(st.floats(0.0, 5.0), min_size=1, max_size=3))
 def test_those_that_are_chosen_are_in_time(
-    turns: list[Turn], num_slots: int, blocks: bool, starts: list[float]
+    tasks: list[SlotTask], num_slots: int, blocks: bool, starts: list[float]
 ) -> None:
-    ranks = [Slots(num_slots, PACE, blocks, start) for start in starts]
-    sets = largest_sets(turns, ranks)
+    ranks = [RankSlots(num_slots, PACE, blocks, start) for start in starts]
+    sets = largest_sets(tasks, ranks)
     chosen = [index for of_rank in sets for index in of_rank]
     assert len(chosen) == len(set(chosen)), "each is served by one rank"
     assert all(of_rank == sorted(of_rank) for of_rank in sets)
     for slots, of_rank in zip(ranks, sets, strict=True):
-        assert are_in_time([turns[index] for index in of_rank], slots)
-    schedules = best_schedules(turns, num_slots, PACE, starts, blocks=blocks)
+        assert are_in_time([tasks[index] for index in of_rank], slots)
+    schedules = best_schedules(tasks, num_slots, PACE, starts, blocks=blocks)
     for start, schedule in zip(starts, schedules, strict=True):
-        members = [turns[index] for index in schedule.chosen]
-        assert are_in_time(members, Slots(schedule.num_slots, PACE, blocks, start))
-        assert len(turns) == 0 or 1 <= schedule.num_slots <= num_slots
+        members = [tasks[index] for index in schedule.chosen]
+        assert are_in_time(members, RankSlots(schedule.num_slots, PACE, blocks, start))
+        assert len(tasks) == 0 or 1 <= schedule.num_slots <= num_slots
     assert sum(len(each.chosen) for each in schedules) >= len(chosen), "it tries this number of slots, too"
 
 
-@given(TURNS, st.integers(1, 3), st.data())
-def test_requests_are_served_only_by_ranks_that_can(turns: list[Turn], num_ranks: int, data: st.DataObject) -> None:
+@given(TASKS, st.integers(1, 3), st.data())
+def test_requests_are_served_only_by_ranks_that_can(tasks: list[SlotTask], num_ranks: int, data: st.DataObject) -> None:
     able = st.lists(st.integers(0, num_ranks - 1), unique=True).map(lambda drawn: tuple(sorted(drawn)))
-    turns = [turn._replace(ranks=data.draw(able)) for turn in turns]
-    for rank, of_rank in enumerate(largest_sets(turns, [Slots(2, PACE)] * num_ranks)):
-        assert all(rank in turns[index].ranks or not turns[index].ranks for index in of_rank)
+    tasks = [task._replace(ranks=data.draw(able)) for task in tasks]
+    for rank, of_rank in enumerate(largest_sets(tasks, [RankSlots(2, PACE)] * num_ranks)):
+        assert all(rank in tasks[index].ranks or not tasks[index].ranks for index in of_rank)
 
 
-@given(TURNS)
-def test_a_second_rank_never_serves_less(turns: list[Turn]) -> None:
-    one, two = (largest_sets(turns, [Slots(1, PACE)] * number) for number in (1, 2))
+@given(TASKS)
+def test_a_second_rank_never_serves_less(tasks: list[SlotTask]) -> None:
+    one, two = (largest_sets(tasks, [RankSlots(1, PACE)] * number) for number in (1, 2))
     assert sum(map(len, two)) >= len(one[0])
 
 
 def test_a_request_goes_where_it_is_done_first_and_another_one_goes_only_if_it_fits_nowhere() -> None:
-    ranks = [Slots(1, LINEAR, start=2.0), Slots(1, LINEAR)]
-    first, second, third = Turn(4, 1.0, left=6.0), Turn(4, 1.0, left=6.5), Turn(3, 1.0, left=7.0)
+    ranks = [RankSlots(1, LINEAR, start=2.0), RankSlots(1, LINEAR)]
+    first, second, third = SlotTask(4, 1.0, due_in=6.0), SlotTask(4, 1.0, due_in=6.5), SlotTask(3, 1.0, due_in=7.0)
     assert largest_sets([first], ranks) == [[], [0]]
     assert largest_sets([first, second], ranks) == [[1], [0]]
     assert largest_sets([first, second, third], ranks) == [[1], [0, 2]]
-    assert largest_sets([first, second, third._replace(left=6.9)], ranks) == [[2], [0]], "the longest goes, due last"
+    assert largest_sets([first, second, third._replace(due_in=6.9)], ranks) == [[2], [0]], "the longest goes, due last"
 
 
-@given(TURNS)
-def test_one_slot_serves_as_many_as_any_choice_could(turns: list[Turn]) -> None:
+@given(TASKS)
+def test_one_slot_serves_as_many_as_any_choice_could(tasks: list[SlotTask]) -> None:
     """Moore and Hodgson's theorem, for requests without work besides their steps."""
-    plain = [turn._replace(before=0.0, after=0.0) for turn in turns]
+    plain = [task._replace(before=0.0, after=0.0) for task in tasks]
     chosen = largest_set(plain, 1)
     sizes = (
         size
         for size in range(len(plain), -1, -1)
-        if any(are_in_time(some, Slots(1, LINEAR)) for some in combinations(plain, size))
+        if any(are_in_time(some, RankSlots(1, LINEAR)) for some in combinations(plain, size))
     )
     assert len(chosen) == next(sizes)
 
 
 def test_a_newcomer_joins_only_if_all_stay_in_time_or_if_it_takes_less() -> None:
-    committed, newcomer = Turn(4, 1.0, left=6.0), Turn(4, 1.0, left=7.0)
+    committed, newcomer = SlotTask(4, 1.0, due_in=6.0), SlotTask(4, 1.0, due_in=7.0)
     assert largest_set([committed, newcomer], 2) == [0]
     assert largest_set([committed, newcomer._replace(steps=1)], 2) == [0, 1]
     long = committed._replace(steps=6)
@@ -145,21 +149,21 @@ def test_a_newcomer_joins_only_if_all_stay_in_time_or_if_it_takes_less() -> None
 
 
 def test_requests_give_way_only_to_their_own_group_and_musts_to_none() -> None:
-    long, short = Turn(6, 1.0, left=6.0), Turn(4, 1.0, left=7.0)
+    long, short = SlotTask(6, 1.0, due_in=6.0), SlotTask(4, 1.0, due_in=7.0)
     assert largest_set([long, short._replace(group=("other", 0))], 2) == [0]
     assert largest_set([long._replace(must=True), short], 2) == [0]
-    must = Turn(9, 1.0, left=inf, must=True)
-    assert 1 in largest_set([Turn(2, 1.0, left=2.0), must], 2)
+    must = SlotTask(9, 1.0, due_in=inf, must=True)
+    assert 1 in largest_set([SlotTask(2, 1.0, due_in=2.0), must], 2)
 
 
 def test_requests_without_a_due_time_wait_while_others_would_be_late() -> None:
-    assert largest_set([Turn(4, 1.0, left=5.0), Turn(9, 1.0)], 2) == [0]
-    assert largest_set([Turn(4, 1.0, left=50.0), Turn(9, 1.0)], 2) == [0, 1]
+    assert largest_set([SlotTask(4, 1.0, due_in=5.0), SlotTask(9, 1.0)], 2) == [0]
+    assert largest_set([SlotTask(4, 1.0, due_in=50.0), SlotTask(9, 1.0)], 2) == [0, 1]
 
 
 def test_few_slots_are_chosen_where_batches_gain_nothing() -> None:
     """Four together would all be done after 16 s; one by one the first three are in time."""
-    turns = [Turn(4, 1.0, left=4.0 * number) for number in (1, 2, 3)]
-    assert largest_set(turns, 4) != [0, 1, 2]
-    (schedule,) = best_schedules(turns, 4, LINEAR, [0.0])
+    tasks = [SlotTask(4, 1.0, due_in=4.0 * number) for number in (1, 2, 3)]
+    assert largest_set(tasks, 4) != [0, 1, 2]
+    (schedule,) = best_schedules(tasks, 4, LINEAR, [0.0])
     assert (schedule.chosen, schedule.num_slots) == ((0, 1, 2), 1)

@@ -112,14 +112,16 @@ def test_samples_of_a_profile_predict_steps_at_their_degrees() -> None:
         for degree in (1, 2)
     ]
     predictor.learn(samples)
-    assert [predictor.of_step("m", op, work, degree) for degree in (1, 2, 4)] == [1.0, 0.5, 0.0]
+    assert [predictor.step_seconds("m", op, work, degree) for degree in (1, 2, 4)] == [1.0, 0.5, 0.0]
     for _ in range(60):
         predictor.cost.observe(predictor.key("m", op, 2), work, 0.7)
-    assert predictor.of_step("m", op, work, 2) == pytest.approx(0.7, rel=0.01)
+    assert predictor.step_seconds("m", op, work, 2) == pytest.approx(0.7, rel=0.01)
 
 
 def test_without_a_profile_one_rank_is_predicted_as_any_batch_and_several_are_unknown() -> None:
     predictor, op, work = Predictor(CostModel(), {"m": MODEL}), OPS["denoise"], Work.of([256])
     predictor.learn([CostSample("m", "transformer", "denoise", work, 1.0)])
-    assert predictor.of_step("m", op, work, 1) == pytest.approx(1.0, rel=1e-4) == predictor.of_op("m", op, work)
-    assert predictor.of_step("m", op, work, 2) == 0.0
+    assert (
+        predictor.step_seconds("m", op, work, 1) == pytest.approx(1.0, rel=1e-4) == predictor.op_seconds("m", op, work)
+    )
+    assert predictor.step_seconds("m", op, work, 2) == 0.0

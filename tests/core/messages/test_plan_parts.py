@@ -15,7 +15,7 @@ def test_each_rank_gets_what_names_it() -> None:
     transfer, delivery = Transfer(TensorRef(KEY, 2), 2), Delivery(KEY, 3, 0)
     free = Free(KEY, (2, 4))
     plan = StepPlan(7, batches=(alone, both), transfers=(transfer,), deliveries=(delivery,), free=(free,))
-    assert parts_of(plan, 6) == {
+    assert parts_of(plan) == {
         0: StepPlan(7, batches=(both,)),
         1: StepPlan(7, batches=(alone, both)),
         2: StepPlan(7, transfers=(transfer,), free=(free,)),
@@ -27,7 +27,7 @@ def test_each_rank_gets_what_names_it() -> None:
 def test_each_rank_gets_the_orders_for_its_pages_and_one_those_for_files() -> None:
     copies = tuple(PageCopy(f"k{rank}", 64, 64, "host", "device", None, rank) for rank in (0, 2))
     forget = tuple(PageForget(f"g{rank}", rank) for rank in (1, 2))
-    assert parts_of(StepPlan(1, forget=forget, delete=("t",), file_rank=3, copies=copies), 4) == {
+    assert parts_of(StepPlan(1, forget=forget, delete=("t",), file_rank=3, copies=copies)) == {
         0: StepPlan(1, copies=copies[:1]),
         1: StepPlan(1, forget=forget[:1]),
         2: StepPlan(1, forget=forget[1:], copies=copies[1:]),
@@ -37,9 +37,9 @@ def test_each_rank_gets_the_orders_for_its_pages_and_one_those_for_files() -> No
 
 def test_models_go_to_the_ranks_that_are_to_load_them() -> None:
     plan = StepPlan(1, load=(MODEL,), unload=(OTHER,), model_ranks=(0, 2), delete=("t",), file_rank=1)
-    assert parts_of(plan, 3) == {
+    assert parts_of(plan) == {
         0: StepPlan(1, load=(MODEL,), unload=(OTHER,), model_ranks=(0,)),
         1: StepPlan(1, delete=("t",)),
         2: StepPlan(1, load=(MODEL,), unload=(OTHER,), model_ranks=(2,)),
     }
-    assert parts_of(StepPlan(1), 3) == {}
+    assert parts_of(StepPlan(1)) == {}

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from msgspec.structs import replace
 
-from core.costs.load_report import Begun, Ended, Left, LoadReport, QueueChange, Queued, RequestLoad
+from core.costs.load_report import Begun, Dequeued, Ended, LoadReport, QueueChange, Queued, RequestLoad
 from core.routing.engine_queue import EngineQueue
 
 
@@ -39,13 +39,13 @@ def test_an_edit_that_has_ended_has_no_load_while_it_keeps_its_place() -> None:
     assert copy.loads() == [load()]
     assert len(copy) == 1
     assert copy.step_seconds == 0.1
-    copy.update(report(Left("a"), Left("b")))
+    copy.update(report(Dequeued("a"), Dequeued("b")))
     assert copy.loads() == [load()]
 
 
 def test_changes_of_edits_that_are_not_here_are_ignored() -> None:
     copy = EngineQueue()
-    copy.update(report(Begun("x", 1.0), Ended("x"), Left("x"), queued("a", 1.0), x=load()))
+    copy.update(report(Begun("x", 1.0), Ended("x"), Dequeued("x"), queued("a", 1.0), x=load()))
     assert copy.loads() == [load()]
 
 

@@ -14,7 +14,7 @@ from msgspec.structs import replace
 
 from core.config import CLASS_SECONDS
 from core.costs.cost_model import FEATURES, CostKey, CostModel, features_of
-from core.costs.load_report import EngineCosts, Residency
+from core.costs.load_report import EngineCosts, ResidentPages
 from core.costs.slot_forecast import until_free
 from core.graph.work import Work
 from core.messages.engine import PrimeTemplate
@@ -175,7 +175,9 @@ def test_steps_go_by_between_reports() -> None:
 
 def test_an_engine_that_was_lost_is_forgotten() -> None:
     fleet, shape = Fleet(2, 8), make_shape(template="t")
-    report = make_report(requests=[load(5, 0.1)], base_seconds=0.1, residency=[Residency("t", 3, 0)], costs=COSTS)
+    report = make_report(
+        requests=[load(5, 0.1)], base_seconds=0.1, resident_pages=[ResidentPages("t", 3, 0)], costs=COSTS
+    )
     fleet.observe(0, report, 0.0)
     fleet.sent(0, shape, 0.0)
     fleet.sent(0, make_shape(template="other"), 0.0)
@@ -235,11 +237,11 @@ def test_pages_on_their_way_are_expected_until_they_come() -> None:
     assert first > 0
     fleet.sent(0, shape, 0.0)
     assert fleet.priming_seconds[0] == first, "both wait for the same pages"
-    fleet.observe(0, make_report(num_received=2, requests=[load()], residency=[Residency("t", 1, 0)]), 1.0)
+    fleet.observe(0, make_report(num_received=2, requests=[load()], resident_pages=[ResidentPages("t", 1, 0)]), 1.0)
     assert pages() == [[0, 0], [1, 1], [0, 3]]
-    fleet.observe(0, make_report(num_received=2, requests=[load()], residency=[Residency("t", 2, 1)]), 2.0)
+    fleet.observe(0, make_report(num_received=2, requests=[load()], resident_pages=[ResidentPages("t", 2, 1)]), 2.0)
     assert pages() == [[1, 0], [0, 1], [0, 3]]
-    fleet.observe(0, make_report(num_received=2, residency=[Residency("t", 0, 0)]), 3.0)
+    fleet.observe(0, make_report(num_received=2, resident_pages=[ResidentPages("t", 0, 0)]), 3.0)
     assert len(fleet.templates) == 0
 
 

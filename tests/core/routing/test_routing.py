@@ -10,10 +10,10 @@ from hypothesis import strategies as st
 from load_reports import BASE, COSTS, PER_KILOTOKEN, SLOW_COSTS, load, make_report, make_shape
 
 from core.config import RouterPolicy
-from core.costs.load_report import CopyLine, EngineCosts, Residency
+from core.costs.load_report import CopyLine, EngineCosts, ResidentPages
 from core.errors import EngineDeadError
 from core.routing.fleet import Fleet
-from core.routing.policies import forecast, make_policy
+from core.routing.policies import make_policy, predict_times
 
 POLICIES: tuple[RouterPolicy, ...] = get_args(RouterPolicy)
 
@@ -66,7 +66,7 @@ def test_the_forecast_is_what_a_step_by_step_run_gives(loads: Loads, num_slots: 
     is_queued = len(loads) >= num_slots
     newcomer: list[float | None] = [None] * (1 if is_queued else 2) + [STEP] * num_steps
     alone, together = finish_by_hand(held, num_slots), finish_by_hand([*held, newcomer], num_slots)
-    ahead = forecast(make_shape(num_steps), fleet_of(loads, num_slots=num_slots), 0.0)
+    ahead = predict_times(make_shape(num_steps), fleet_of(loads, num_slots=num_slots), 0.0)
     assert ahead.finish[0] == pytest.approx(together[-1])
     assert ahead.imposed[0] == pytest.approx(sum(together[:-1]) - sum(alone))
 
@@ -81,7 +81,7 @@ def test_the_forecast_between_two_reports(loads: Loads, num_passed: int, num_ste
     now = (num_passed + 0.5) * (BASE + sum(seconds for _, seconds in loads))
     newcomer: list[float | None] = [None] * (num_passed + 2) + [STEP] * num_steps
     together = finish_by_hand([*held_steps(loads, 8), newcomer], 8)
-    ahead = forecast(make_shape(num_steps), fleet_of(loads), now)
+    ahead = predict_times(make_shape(num_steps), fleet_of(loads), now)
     assert ahead.finish[0] == pytest.approx(together[-1] - now)
 
 
@@ -90,8 +90,8 @@ def test_sent_requests_are_forecast_like_reported_ones() -> None:
     for _ in range(5):
         sent.sent(0, make_shape(), 0.0)
     step_under_way = BASE + 2 * STEP
-    expected = forecast(make_shape(), reported, step_under_way).finish
-    assert forecast(make_shape(), sent, 0.0).finish == pytest.approx(expected)
+    expected = predict_times(make_shape(), reported, step_under_way).finish
+    assert predict_times(make_shape(), sent, 0.0).finish == pytest.approx(expected)
 
 
 def test_a_mask_makes_the_difference() -> None:
@@ -111,31 +111,31 @@ def test_an_edit_goes_where_its_template_is() -> None:
     shape, policy = make_shape(template="t"), make_policy("mask-aware")
     fleet = fleet_of([], [(5, 0.02)], [])
     assert policy.choose(shape, fleet, 0.0).engine != 1
-    fleet.templates.observe(1, Residency("t", 3, 0))
+    fleet.templates.observe(1, ResidentPages("t", 3, 0))
     assert policy.choose(shape, fleet, 0.0).engine == 1
     assert policy.choose(make_shape(template="other"), fleet, 0.0).engine != 1
 
 
 def test_a_busy_engine_loses_its_templates_edits() -> None:
     shape, fleet = make_shape(template="t"), fleet_of([], [(50, 0.05)] * 8, [])
-    fleet.templates.observe(1, Residency("t", 3, 0))
+    fleet.templates.observe(1, ResidentPages("t", 3, 0))
     assert make_policy("mask-aware").choose(shape, fleet, 0.0).engine != 1
 
 
 def test_pages_on_a_slower_tier_are_worth_what_loading_them_saves() -> None:
     shape, policy = make_shape(template="t"), make_policy("mask-aware")
     fleet = fleet_of([], [], [])
-    fleet.templates.observe(1, Residency("t", 0, 3))
+    fleet.templates.observe(1, ResidentPages("t", 0, 3))
     assert policy.choose(shape, fleet, 0.0).engine == 1, "loading is quicker than priming"
-    fleet.templates.observe(2, Residency("t", 3, 0))
+    fleet.templates.observe(2, ResidentPages("t", 3, 0))
     assert policy.choose(shape, fleet, 0.0).engine == 2
 
 
 def test_pages_that_would_take_longer_to_load_are_primed() -> None:
     shape, fleet = make_shape(template="t"), fleet_of([], [])
     slow = EngineCosts(COSTS.lines, (CopyLine("host", (0.0, 1.0)),))
-    fleet.observe(1, make_report(costs=slow, residency=[Residency("t", 0, 3)]), 0.0)
-    cold, below = forecast(shape, fleet, 0.0).finish
+    fleet.observe(1, make_report(costs=slow, resident_pages=[ResidentPages("t", 0, 3)]), 0.0)
+    cold, below = predict_times(shape, fleet, 0.0).finish
     assert below <= cold
 
 
@@ -223,4 +223,4 @@ def test_before_any_report_load_is_spread_by_requests_sent(name: RouterPolicy) -
 def test_a_prediction_is_the_chosen_engines() -> None:
     fleet, shape = fleet_of([], [(5, 0.1)]), make_shape()
     choice = make_policy("mask-aware").choose(shape, fleet, 0.0)
-    assert choice.predicted_seconds == forecast(shape, fleet, 0.0).finish[choice.engine]
+    assert choice.predicted_seconds == predict_times(shape, fleet, 0.0).finish[choice.engine]

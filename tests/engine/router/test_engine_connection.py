@@ -1,23 +1,20 @@
-"""An engine's connection to its server: it leaves no file behind, and loses no report."""
+"""An engine's connection to its server: it leaves no file behind, and ends an engine that cannot be read."""
 
 from __future__ import annotations
 
 import asyncio
 import os
+from contextlib import closing
 from pathlib import Path
 
-import msgspec
 import zmq
 import zmq.asyncio
 
 from core.config import EngineConfig
-from core.costs.load_report import EngineStats, LoadReport, Queued, RequestLoad
-from core.errors import EngineDeadError, MessageError
 from core.ipc.shared_array import Arena
-from core.messages.codec import encode
-from core.messages.engine import EngineOutputs
+from core.messages.engine import Failed
 from engine.engine_core.engine_process import connect
-from engine.router.engine_client import EngineClient
+from engine.router.engine_client import EngineClient, RequestOutput
 
 
 async def test_the_sockets_folder_is_gone_once_the_engine_has_connected(tmp_path: Path) -> None:
@@ -37,19 +34,21 @@ async def test_the_sockets_folder_is_gone_once_the_engine_has_connected(tmp_path
         assert await asyncio.wait_for(theirs.recv(), 20) == b"down"
 
 
-async def test_the_readable_report_of_an_unreadable_message_counts() -> None:
-    """A report is a change to the last one, and none of it is repeated."""
-    load = LoadReport(num_received=1, num_running=0, num_waiting=1, queue=(Queued("a", RequestLoad(4, 0.1, 0.0), 5.0),))
-    members = msgspec.msgpack.decode(encode(EngineOutputs(outputs=(), load=load)))
-    payload = msgspec.msgpack.encode(members | {"outputs": [{"type": "Unknown"}]})
-    reports: list[tuple[LoadReport, EngineStats | None]] = []
-    arena = Arena.create(0, 1 << 12)
-    client = EngineClient(
-        EngineConfig(), arena, lambda *ready: None, lambda *report: reports.append(report), start_seconds=1.0
-    )
-    client._handle_unreadable(payload, MessageError("unknown output"))
-    client.fail(EngineDeadError("it is gone"))
-    client._handle_unreadable(payload, MessageError("unknown output"))
-    await client.close()
-    arena.close()
-    assert reports == [(load, None)], "an engine that is gone holds nothing"
+async def test_an_engine_whose_message_cannot_be_read_is_killed_and_its_requests_fail() -> None:
+    """The engine is a real process; the bytes reach its client's socket as if they were its own."""
+    heard: list[RequestOutput] = []
+    with closing(Arena.create(0, 1 << 12)) as arena, zmq.asyncio.Context() as context:
+        client = EngineClient(EngineConfig(), arena, lambda *ready: None, lambda *report: None, start_seconds=60.0)
+        client.start()
+        running = asyncio.create_task(client.run())
+        client._waiters["r"] = heard.append
+        with context.socket(zmq.DEALER) as socket:
+            socket.connect(f"ipc://{client._runtime_dir}/engine")
+            await socket.send(b"nonsense")
+            error = await asyncio.wait_for(client.failed(), 60)
+        await running
+        await client.close()
+    assert "out of order and was killed: a message cannot be decoded" in str(error)
+    (output,) = heard
+    assert isinstance(output, Failed)
+    assert output.failure.kind == "engine_dead"

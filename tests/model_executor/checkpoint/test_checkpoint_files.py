@@ -19,7 +19,7 @@ from core.errors import ConfigError
 from entrypoints.model_paths import check_model
 from model_executor.checkpoint.describe import describe
 from model_executor.checkpoint.fingerprint import fingerprint
-from model_executor.checkpoint.loader import Checkpoint
+from model_executor.checkpoint.loader import ModelCheckpoint
 from model_executor.worker.loading.resident import ResidentModels
 
 STEM = "diffusion_pytorch_model"
@@ -162,7 +162,9 @@ def test_variants_are_different_checkpoints(copy: Path, tmp_path: Path) -> None:
     """They have separate cache entries, and parameters are counted once."""
 
     def digest(variant: str = "") -> str:
-        return fingerprint(Checkpoint.open(ModelConfig(model=str(copy), variant=variant, dtype="float32")), tmp_path)
+        return fingerprint(
+            ModelCheckpoint.open(ModelConfig(model=str(copy), variant=variant, dtype="float32")), tmp_path
+        )
 
     alone, counted = digest(), describe(str(copy)).parameters
     add_variant(copy, "vae", "fp16", bias=3.0)

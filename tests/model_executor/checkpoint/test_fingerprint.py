@@ -20,9 +20,9 @@ from core.sampling_params import SamplingParams
 from model_executor.checkpoint import file_hashes
 from model_executor.checkpoint.fingerprint import fingerprint
 from model_executor.checkpoint.hub import INDEX
-from model_executor.checkpoint.loader import Checkpoint
+from model_executor.checkpoint.loader import ModelCheckpoint
+from model_executor.checkpoint.page_schemes import with_calibration
 from model_executor.models.families.flux import FluxFill
-from model_executor.page_cache.page_schemes import with_calibration
 
 FOUND = Calibration(
     keyframes=(1.0, 0.25, 0.0),
@@ -49,8 +49,8 @@ def cache(tmp_path: Path) -> Path:
     return tmp_path / "cache" / "stencil"
 
 
-def opened(path: Path, dtype: str = "float32") -> Checkpoint:
-    return Checkpoint.open(ModelConfig(model=str(path), dtype=dtype, device="cpu"))
+def opened(path: Path, dtype: str = "float32") -> ModelCheckpoint:
+    return ModelCheckpoint.open(ModelConfig(model=str(path), dtype=dtype, device="cpu"))
 
 
 def weights_of(path: Path) -> Path:
@@ -139,7 +139,7 @@ def test_file_names_of_the_hubs_cache_are_used_as_hashes(path: Path, cache: Path
 
 def scheme_of(path: Path, cache: Path, **flags: str | bool) -> PageScheme | None:
     config = ModelConfig(model=str(path), dtype="float32", device="cpu", **flags)  # type: ignore[arg-type]
-    checkpoint = Checkpoint.open(config)
+    checkpoint = ModelCheckpoint.open(config)
     family = FluxFill(checkpoint)
     for part in ("transformer",):
         family.put(part, family.prepare(part, checkpoint.load(part)))
@@ -194,7 +194,7 @@ def test_full_steps_are_counted_in_calls_of_the_model(path: Path, cache: Path) -
     """As in the calibration's edits: Heun's method calls the model twice at most noise levels."""
     given(path / CALIBRATION, FOUND)
     config = ModelConfig(model=str(path), dtype="float32", device="cpu")
-    checkpoint = Checkpoint.open(config)
+    checkpoint = ModelCheckpoint.open(config)
     family = FluxFill(checkpoint)
     family.put("transformer", family.prepare("transformer", checkpoint.load("transformer")))
     heun = msgspec.structs.replace(family.info("tiny"), solver_order=2)

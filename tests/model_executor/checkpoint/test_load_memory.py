@@ -6,9 +6,8 @@ import asyncio
 import json
 import os
 import shutil
-import subprocess
-import sys
-from contextlib import ExitStack, closing
+from collections.abc import Iterator
+from contextlib import closing
 from pathlib import Path
 
 import pytest
@@ -18,50 +17,19 @@ from diffusers import FluxTransformer2DModel
 from core.config import ModelConfig
 from core.handles import ModelKey
 from core.ipc import local_sockets
-from core.ipc.process import spawn
-from model_executor.checkpoint.loader import Checkpoint
+from core.ipc.launched_process import launch
+from engine.client.processes.keeper_process import MAIN as KEEPER
+from engine.client.processes.worker_launcher import worker_launcher
+from model_executor.checkpoint.loader import ModelCheckpoint
 from model_executor.models.registry import make_family
 from model_executor.weights.taking import TakenWeights
 
-ROOT = Path(__file__).resolve().parents[3]
 
-LOAD = """
-import json, sys, threading, time
-from pathlib import Path
-import torch
-from core.config import ModelConfig
-from core.ipc.heap import return_freed_memory
-from model_executor.checkpoint.libraries import quiet_libraries
-from model_executor.worker.loading.resident import ResidentModels
-
-def status():
-    lines = dict(line.split(":", 1) for line in Path("/proc/self/status").read_text().splitlines())
-    return [int(lines[name].split()[0]) * 1024 for name in ("RssAnon", "RssFile")]
-
-def load(*paths):
-    models = ResidentModels.open([ModelConfig(model=path, served_model_name=path, dtype=sys.argv[1], device="cpu",
-                                              quantization=sys.argv[2]) for path in paths])
-    models.load_all()
-    return models
-
-def watch():
-    while not done.wait(0.001):
-        samples.append(status())
-
-torch.set_num_threads(1)
-return_freed_memory()
-quiet_libraries()
-small = load(sys.argv[3])  # what comes with the first of any size: modules, kernels
-before, samples, done = status(), [], threading.Event()
-watcher = threading.Thread(target=watch)
-watcher.start()
-large = load(*sys.argv[4:])
-done.set()
-watcher.join()
-after = status()
-peak, held = max(anon for anon, _ in samples) - before[0], sum(after) - sum(before)
-print(json.dumps({"peak": peak, "held": held, "told": sum(loaded.nbytes for loaded in large.loaded)}))
-"""
+@pytest.fixture(scope="module")
+def launcher() -> Iterator[str]:
+    """Forks processes that have imported the libraries, as workers are."""
+    with worker_launcher.used() as address:
+        yield address
 
 
 @pytest.fixture(scope="module")
@@ -77,25 +45,27 @@ def large(tiny_checkpoint: Path, tmp_path_factory: pytest.TempPathFactory) -> tu
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-def test_weights_are_in_memory_once(tiny_checkpoint: Path, large: tuple[Path, int], dtype: str) -> None:
+def test_weights_are_in_memory_once(launcher: str, tiny_checkpoint: Path, large: tuple[Path, int], dtype: str) -> None:
     """The file is float32. The peak is private memory; the memory afterwards includes the file's mapped pages."""
     path, number = large
-    found, weights = load(tiny_checkpoint, path, dtype=dtype), number * getattr(torch, dtype).itemsize
+    found, weights = load(launcher, tiny_checkpoint, path, dtype=dtype), number * getattr(torch, dtype).itemsize
     assert weights > 90e6
     assert found["peak"] < 1.5 * weights, "the weights and the largest layers, which are rearranged one by one"
     assert 0.8 * weights < found["held"] < 1.25 * weights
 
 
-def test_quantised_weights_are_never_all_in_memory_unquantised(tiny_checkpoint: Path, large: tuple[Path, int]) -> None:
+def test_quantised_weights_are_never_all_in_memory_unquantised(
+    launcher: str, tiny_checkpoint: Path, large: tuple[Path, int]
+) -> None:
     pytest.importorskip("torchao")
     path, weights = large  # a byte each
-    found = load(tiny_checkpoint, path, quantization="torchao-int8")
+    found = load(launcher, tiny_checkpoint, path, quantization="torchao-int8")
     assert found["peak"] < 2.5 * weights, "the weights and the largest layer as it was and is made, of four bytes each"
     assert 0.8 * weights < found["held"] < 1.25 * weights
 
 
 def test_models_take_the_memory_of_their_distinct_components(
-    tiny_checkpoint: Path, large: tuple[Path, int], tmp_path: Path
+    launcher: str, tiny_checkpoint: Path, large: tuple[Path, int], tmp_path: Path
 ) -> None:
     """Three models: two with equal transformers in different folders, and one whose transformer differs in a bit."""
     path, number = large
@@ -104,26 +74,37 @@ def test_models_take_the_memory_of_their_distinct_components(
     with weights.open("r+b") as file:
         file.seek(-4, os.SEEK_END)
         file.write(b"\0\0\0\1")
-    found = load(tiny_checkpoint, path, equal, other, dtype="bfloat16")
+    found = load(launcher, tiny_checkpoint, path, equal, other, dtype="bfloat16")
     assert found["told"] == pytest.approx(2 * 2 * number, rel=0.02), "two transformers, of two bytes a weight"
     assert 0.9 * found["told"] < found["held"] < 1.1 * found["told"]
 
 
+@pytest.fixture(scope="module")
+def keeper(launcher: str) -> Iterator[tuple[str, int]]:
+    """The address of a keeper of weights, and the process."""
+    with local_sockets.listen() as listener:
+        process = launch(launcher, KEEPER, b"", [os.dup(listener.fileno())], "stencil-weights")
+        while not process.pid:
+            assert process.returncode is None
+        yield local_sockets.address_of(listener), process.pid
+        process.kill()
+        asyncio.run(process.wait())
+
+
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-def test_weights_of_the_keeper_are_in_memory_once_for_all_workers(large: tuple[Path, int], dtype: str) -> None:
+def test_weights_of_the_keeper_are_in_memory_once_for_all_workers(
+    keeper: tuple[str, int], large: tuple[Path, int], dtype: str
+) -> None:
     """Packed as they are on a CPU, they are no worker's own memory, nor the keeper's beside what it shares."""
-    config = ModelConfig(model=str(large[0]), dtype=dtype, device="cpu")
-    with local_sockets.listen() as listener, ExitStack() as stack:
-        keeper = spawn("model_executor.weights.process:main", b"", [os.dup(listener.fileno())], "stencil-weights")
-        taken = stack.enter_context(closing(TakenWeights(local_sockets.address_of(listener))))
-        taken.take(ModelKey("0", "vae"), config, "vae", torch.get_num_threads())  # what comes with the first one
-        denoisers, before = [], [private(pid) for pid in (os.getpid(), keeper.pid)]
+    config, (address, pid) = ModelConfig(model=str(large[0]), dtype=dtype, device="cpu"), keeper
+    with closing(TakenWeights(address)) as taken:
+        taken.take(ModelKey(dtype, "vae"), config, "vae", torch.get_num_threads())  # what comes with the first one
+        denoisers, before = [], [private(os.getpid()), private(pid)]
         for _ in range(2):
-            module, nbytes = taken.take(ModelKey("0", "transformer"), config, "transformer", torch.get_num_threads())
-            denoisers.append(make_family(Checkpoint.open(config)).prepare("transformer", module))
-        after = [private(pid) for pid in (os.getpid(), keeper.pid)]
-        keeper.kill()
-        asyncio.run(keeper.wait())
+            key = ModelKey(dtype, "transformer")
+            module, nbytes = taken.take(key, config, "transformer", torch.get_num_threads())
+            denoisers.append(make_family(ModelCheckpoint.open(config)).prepare("transformer", module))
+        after = [private(os.getpid()), private(pid)]
     assert nbytes == pytest.approx(large[1] * getattr(torch, dtype).itemsize, rel=0.02)
     for less, more in zip(before, after, strict=True):
         assert more - less < 0.1 * nbytes
@@ -135,11 +116,16 @@ def private(pid: int) -> int:
     return int(lines["RssAnon"].split()[0]) * 1024
 
 
-def load(small: Path, *large: Path, dtype: str = "float32", quantization: str = "none") -> dict[str, int]:
+def load(
+    launcher: str, small: Path, *large: Path, dtype: str = "float32", quantization: str = "none"
+) -> dict[str, int]:
     """Private memory in bytes while the `large` ones are loaded together, at its peak, all memory used for them
     afterwards, and the bytes that are told of their components."""
-    command = [sys.executable, "-c", LOAD, dtype, quantization, str(small), *map(str, large)]
-    environment = os.environ | {"PYTHONPATH": os.pathsep.join((str(ROOT), os.environ.get("PYTHONPATH", "")))}
-    done = subprocess.run(command, capture_output=True, env=environment, cwd=ROOT, check=True)
-    found: dict[str, int] = json.loads(done.stdout)
+    config = json.dumps([dtype, quantization, *map(str, (small, *large))]).encode()
+    reader, writer = os.pipe()
+    with open(reader, "rb") as answer:
+        with open(writer, "wb"):
+            process = launch(launcher, "memory_of_a_load:main", config, [writer], "load")
+        found: dict[str, int] = json.loads(answer.read())
+    asyncio.run(process.wait())
     return found

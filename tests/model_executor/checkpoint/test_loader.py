@@ -16,7 +16,7 @@ from safetensors.torch import load_file, save_file
 from core.config import ModelConfig
 from core.errors import ConfigError
 from model_executor.checkpoint import loader
-from model_executor.checkpoint.loader import Checkpoint, resolve_dtype
+from model_executor.checkpoint.loader import ModelCheckpoint, resolve_dtype
 from model_executor.models.families.flux import FluxFill
 from model_executor.models.parts import FLOW_SCHEDULERS, MODULES
 from model_executor.models.registry import FAMILIES, make_family
@@ -64,7 +64,7 @@ def test_info_is_read_from_the_checkpoint(tmp_path: Path) -> None:
 
 
 def test_defaults_are_the_pipelines(tiny_checkpoint: Path) -> None:
-    info = make_family(Checkpoint.open(ModelConfig(model=str(tiny_checkpoint)))).info("tiny")
+    info = make_family(ModelCheckpoint.open(ModelConfig(model=str(tiny_checkpoint)))).info("tiny")
     assert (info.default_num_inference_steps, info.default_guidance_scale) == (50, 30.0)
 
 
@@ -72,7 +72,7 @@ def test_info_of_flux(tmp_path: Path) -> None:
     """dev has distilled guidance, schnell has none; both also support classifier-free guidance."""
     for guidance_embeds in (True, False):
         path = make_flux(tmp_path / str(guidance_embeds), guidance_embeds=guidance_embeds)
-        info = make_family(Checkpoint.open(ModelConfig(model=str(path)))).info("tiny")
+        info = make_family(ModelCheckpoint.open(ModelConfig(model=str(path)))).info("tiny")
         assert (info.family, info.has_guidance, info.has_true_cfg, info.is_guidance_cfg) == (
             "flux",
             guidance_embeds,
@@ -318,7 +318,7 @@ def test_all_weights_count_for_auto(tiny_checkpoint: Path, monkeypatch: pytest.M
         monkeypatch.setattr(loader, "cpu_has_amx", lambda: True)
         monkeypatch.setattr(loader, "memory_limit", lambda memory=memory: memory)
         config = ModelConfig(model=str(tiny_checkpoint), device="cpu", quantization=quantization)  # type: ignore[arg-type]
-        assert Checkpoint.open(config).dtype is dtype
+        assert ModelCheckpoint.open(config).dtype is dtype
 
 
 @pytest.fixture
@@ -331,8 +331,8 @@ def with_amx(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_auto_keeps_to_the_bytes_that_models_may_take(tiny_checkpoint: Path) -> None:
     config = ModelConfig(model=str(tiny_checkpoint), device="cpu")
     needed = loader._float32_bytes(tiny_checkpoint, config)
-    assert Checkpoint.open(config, model_bytes=needed).dtype is torch.float32
-    assert Checkpoint.open(config, model_bytes=needed - 1).dtype is torch.bfloat16
+    assert ModelCheckpoint.open(config, model_bytes=needed).dtype is torch.float32
+    assert ModelCheckpoint.open(config, model_bytes=needed - 1).dtype is torch.bfloat16
 
 
 def test_parts_that_are_stored_quantised_count_as_their_files(tiny_checkpoint: Path, tmp_path: Path) -> None:
@@ -353,7 +353,7 @@ def test_a_damaged_header_is_no_fault_of_auto(tiny_checkpoint: Path, tmp_path: P
     path = Path(shutil.copytree(tiny_checkpoint, tmp_path / "damaged"))
     (file,) = (path / "transformer").glob("*.safetensors")
     save_file(load_file(file), file, {"tensor_names": names})
-    assert Checkpoint.open(ModelConfig(model=str(path), device="cpu")).dtype is torch.float32
+    assert ModelCheckpoint.open(ModelConfig(model=str(path), device="cpu")).dtype is torch.float32
 
 
 def test_what_auto_is_and_why_is_logged(

@@ -15,7 +15,7 @@ from torch import nn
 from core.config import ModelConfig
 from core.errors import ConfigError, InvalidRequestError
 from model_executor.checkpoint import quantization
-from model_executor.checkpoint.loader import Checkpoint
+from model_executor.checkpoint.loader import ModelCheckpoint
 from model_executor.checkpoint.quantization import QUANTIZED, check_method, check_quantized, stored_method
 from model_executor.models.registry import FAMILIES
 from model_executor.worker.loading.resident import ResidentModels
@@ -82,7 +82,7 @@ def test_a_quantised_checkpoint_is_not_quantised_again(stored: Path, tmp_path: P
 def test_quantised_layers_cannot_be_batch_invariant_on_a_gpu(stored: Path) -> None:
     """On a CPU, where the option changes nothing, they may be quantised."""
     say_stored(stored, quant_method="torchao")
-    on_cpu = Checkpoint.open(ModelConfig(model=str(stored), device="cpu", batch_invariant=True))
+    on_cpu = ModelCheckpoint.open(ModelConfig(model=str(stored), device="cpu", batch_invariant=True))
     with pytest.raises(ConfigError, match=r"transformer is quantised; serve it unquantised, or leave --batch-inv"):
         replace(on_cpu, device=GPU).check_quantization()
     with pytest.MonkeyPatch.context() as patches:
@@ -94,7 +94,7 @@ def test_quantised_unets_cannot_be_batch_invariant_on_a_gpu_either(tmp_path: Pat
     """Stored so: their own products would never meet the operators that refuse them."""
     path = make_sd(tmp_path / "sd")
     say_stored(path, "unet", quant_method="torchao")
-    on_cpu = Checkpoint.open(ModelConfig(model=str(path), device="cpu", batch_invariant=True))
+    on_cpu = ModelCheckpoint.open(ModelConfig(model=str(path), device="cpu", batch_invariant=True))
     with pytest.raises(ConfigError, match="the unet is quantised; serve it unquantised"):
         replace(on_cpu, device=GPU).check_quantization()
 

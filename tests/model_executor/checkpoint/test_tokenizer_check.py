@@ -13,7 +13,7 @@ from transformers import CLIPTokenizer, PreTrainedTokenizerFast
 
 from core.config import ModelConfig
 from core.errors import ConfigError
-from model_executor.checkpoint.loader import Checkpoint
+from model_executor.checkpoint.loader import ModelCheckpoint
 from model_executor.checkpoint.tokenizer_check import check_files, check_tokenizer
 from model_executor.models.base import Family
 from model_executor.models.registry import make_family
@@ -55,7 +55,7 @@ def copy(checkpoints: Mapping[str, Path], tmp_path: Path) -> Callable[[str], Pat
 
 
 def open_family(path: Path) -> Family:
-    return make_family(Checkpoint.open(ModelConfig(model=str(path), device="cpu", dtype="float32")))
+    return make_family(ModelCheckpoint.open(ModelConfig(model=str(path), device="cpu", dtype="float32")))
 
 
 def assert_refused(path: Path, words: str) -> None:

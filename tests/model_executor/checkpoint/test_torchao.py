@@ -32,7 +32,7 @@ from core.config import AdapterConfig, ModelConfig
 from core.ipc.shared_array import Arena
 from core.patches import Patch, PatchSet, patch_set
 from model_executor.checkpoint.fingerprint import fingerprint
-from model_executor.checkpoint.loader import Checkpoint
+from model_executor.checkpoint.loader import ModelCheckpoint
 from model_executor.checkpoint.parameter_count import count_parameters
 from model_executor.checkpoint.quantization import Int8Linear, for_device
 from model_executor.worker.loading.resident import ResidentModels, edit_once
@@ -125,7 +125,7 @@ def test_batch_of_others_at_different_steps_changes_nothing(rig: QuantizedRig) -
 
 def module_of(rig: QuantizedRig, **settings: Any) -> nn.Module:
     model = ModelConfig(model=str(rig.checkpoint), dtype="float32", device="cpu", **settings)
-    return Checkpoint.open(model).load(rig.part)  # type: ignore[no-any-return]
+    return ModelCheckpoint.open(model).load(rig.part)  # type: ignore[no-any-return]
 
 
 def num_bytes(module: nn.Module) -> int:
@@ -143,7 +143,7 @@ def test_weights_take_a_byte_each(rig: QuantizedRig) -> None:
 
 def test_quantised_weights_have_their_own_pages_and_costs(rig: QuantizedRig, tmp_path: Path) -> None:
     prints = [
-        fingerprint(Checkpoint.open(ModelConfig(model=str(rig.checkpoint), quantization=wish)), tmp_path)
+        fingerprint(ModelCheckpoint.open(ModelConfig(model=str(rig.checkpoint), quantization=wish)), tmp_path)
         for wish in ("none", "torchao-int8")
     ]
     assert prints[0] != prints[1]
@@ -155,7 +155,7 @@ def stored(rig: QuantizedRig, tmp_path: Path) -> Path:
     path = Path(shutil.copytree(rig.checkpoint, tmp_path / "stored"))
     shutil.rmtree(path / rig.part)
     getattr(rig.pipeline, rig.part).save_pretrained(path / rig.part)
-    assert Checkpoint.open(ModelConfig(model=str(path))).config(rig.part)["quantization_config"]
+    assert ModelCheckpoint.open(ModelConfig(model=str(path))).config(rig.part)["quantization_config"]
     return path
 
 

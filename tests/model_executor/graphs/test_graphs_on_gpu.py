@@ -13,7 +13,7 @@ from diffusers.models.transformers.transformer_flux import FluxTransformer2DMode
 from torch import Tensor
 
 from model_executor.kernels.operators import best_operators
-from model_executor.models.base import PrimeRow, Row
+from model_executor.models.base import ModulationInputs, PrimeRow, Row
 from model_executor.models.transformer.denoiser import Denoiser
 from model_executor.models.transformer.flux_transformer import FluxTransformer
 from model_executor.models.unet.unet import Unet
@@ -93,7 +93,9 @@ def row_of(model: Model, seed: int) -> Row:
     )
     if isinstance(model, Unet):
         return row
-    return replace(row, modulation=model.modulation(row.pooled_prompt_embeds, 3.5, row.sigma[None], 1))
+    return replace(
+        row, modulation=model.modulation(ModulationInputs(row.pooled_prompt_embeds, 3.5, row.sigma[None], 1))
+    )
 
 
 def edit_of(model: Model, seed: int, num_active: int, weight: float | None) -> Row:

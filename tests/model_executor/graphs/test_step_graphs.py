@@ -23,13 +23,13 @@ from model_executor.kernels.gpu_operators import TritonOperators, gpu_operators
 from model_executor.kernels.held import hold, holding
 from model_executor.kernels.linear import plain_linear
 from model_executor.kernels.operators import Operators
-from model_executor.models.base import Row
+from model_executor.models.base import ModulationInputs, Row
 from model_executor.models.boxes import around
 from model_executor.models.transformer.denoiser import Denoiser
 from model_executor.models.transformer.flux_transformer import FluxTransformer
 from model_executor.models.transformer.sd3_transformer import SD3Transformer
 from model_executor.models.unet.unet import Unet
-from model_executor.page_cache.pages import Entry, Pages
+from model_executor.page_cache.pages import PageEntry, Pages
 
 CPU = torch.device("cpu")
 GRID, TEXT, WIDTH = (4, 3), 2, 16
@@ -136,7 +136,7 @@ def row_of(denoiser: Denoiser, seed: int) -> Row:
         guidance_scale=3.5,
         grid=GRID,
     )
-    table = denoiser.modulation(row.pooled_prompt_embeds, 3.5, row.sigma[None], 1)
+    table = denoiser.modulation(ModulationInputs(row.pooled_prompt_embeds, 3.5, row.sigma[None], 1))
     return replace(row, modulation=table)
 
 
@@ -159,7 +159,7 @@ def entry_of(model: Denoiser | Unet, seed: int) -> Tensor:
     """int8 pages of a template, made of random numbers."""
     layout, draw = model.page_layout("int8"), draws(seed)
     data = torch.zeros(layout.entry_bytes(TOKENS), dtype=torch.uint8)
-    entry = Entry(data, layout, TOKENS)
+    entry = PageEntry(data, layout, TOKENS)
     for block in range(layout.num_blocks):
         moments = draw(layout.num_moments, TOKENS).abs() if layout.num_moments else None
         entry.write(block, draw(2, layout.num_heads, layout.num_rows(TOKENS), layout.head_dim), moments)

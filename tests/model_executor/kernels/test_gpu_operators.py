@@ -31,12 +31,12 @@ from model_executor.kernels.linear import fused_linear, gpu_linear, plain_linear
 from model_executor.kernels.linear_groups import ProductGroup
 from model_executor.kernels.operators import Operators, chosen_operators
 from model_executor.kernels.ragged import spans
-from model_executor.models.base import PrimeRow, Row
+from model_executor.models.base import ModulationInputs, PrimeRow, Row
 from model_executor.models.transformer.denoiser import Denoiser
 from model_executor.models.transformer.flux_transformer import FluxTransformer
 from model_executor.models.transformer.sd3_transformer import SD3Transformer
 from model_executor.models.unet.unet import Unet
-from model_executor.page_cache.pages import Entry, Pages
+from model_executor.page_cache.pages import PageEntry, Pages
 from tools.random_unet_checkpoints import sd_unet, sdxl_unet
 
 META = torch.device("meta")
@@ -312,7 +312,7 @@ def test_rows_that_share_a_unets_pass_equal_each_alone(
     rows, layout = [unet_row(ours, seed, cpu, torch.float32) for seed in range(3)], ours.page_layout("int8")
     entries = unet_pages(theirs, rows[:2])
     for made, expected in zip(unet_pages(ours, rows[:2]), entries, strict=True):
-        values = (Entry(entry, layout, TOKENS).values for entry in (made, expected))
+        values = (PageEntry(entry, layout, TOKENS).values for entry in (made, expected))
         assert all((a.int() - b.int()).abs().max() <= 1 for a, b in zip(*values, strict=True))
     pages = Pages(layout, TOKENS, *entries, 0.3)
     edit = replace(rows[0], active=ACTIVE, pages=pages)
@@ -370,7 +370,7 @@ def test_a_transformers_pass_neither_mixes_devices_nor_waits(
     denoiser = make_denoiser(model, META, torch.bfloat16, GpuOperators().attending(attend))
     rows = [make_row(denoiser, seed, META, torch.bfloat16) for seed in range(2)]
     pages, active = primed(denoiser, rows[0]), ACTIVE.to(META)
-    modulation = denoiser.modulation(rows[1].pooled_prompt_embeds, 3.5, torch.ones(5, device=META), 1)
+    modulation = denoiser.modulation(ModulationInputs(rows[1].pooled_prompt_embeds, 3.5, torch.ones(5, device=META), 1))
     assert modulation is not None
     for full_blocks in (0, 1, denoiser.num_pages):
         edit = replace(rows[0], active=active, pages=pages, full_blocks=range(full_blocks))

@@ -39,7 +39,7 @@ from model_executor.models.transformer.flux_transformer import FluxTransformer
 from model_executor.models.transformer.qwen_transformer import QwenTransformer
 from model_executor.models.unet.unet import Unet
 from model_executor.page_cache.own_pages import OwnPages
-from model_executor.page_cache.pages import Entry, Pages
+from model_executor.page_cache.pages import PageEntry, Pages
 from tools.random_unet_checkpoints import sdxl_unet
 
 pytest.importorskip("triton")  # interpreted: see conftest.py
@@ -172,9 +172,9 @@ def test_a_share_of_the_heads_is_made_and_read_with_the_bits_of_all(operators: O
     part = torch.zeros_like(whole)
     for number in range(2):
         x = torch.randn(2, 3, 9, 64)
-        Entry(whole[number], layout, 9, operators.quantise).write(1, x)
+        PageEntry(whole[number], layout, 9, operators.quantise).write(1, x)
         for heads in ((0, 1), (1, 3)):
-            Entry(part[number], layout, 9, operators.quantise).of_heads(heads).write(1, x[:, slice(*heads)])
+            PageEntry(part[number], layout, 9, operators.quantise).of_heads(heads).write(1, x[:, slice(*heads)])
     assert torch.equal(part, whole)
     pages, fresh, rows = Pages(layout, 9, whole[0], whole[1], 0.3), torch.randn(4, 2, 3, 64), torch.tensor([0, 1, 4, 7])
     expected = KeysValues(head_major(torch.zeros(11, 2, 3, 64)), 2)

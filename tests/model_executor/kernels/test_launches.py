@@ -19,7 +19,7 @@ from model_executor.kernels import gpu_pages, gpu_tables
 from model_executor.kernels.gpu_attention import attend_alike
 from model_executor.kernels.gpu_operators import TritonOperators
 from model_executor.kernels.held import holding
-from model_executor.models.base import Row
+from model_executor.models.base import ModulationInputs, Row
 from model_executor.models.transformer.flux_transformer import FluxTransformer
 from model_executor.page_cache.pages import PageTable
 
@@ -133,6 +133,6 @@ def test_a_step_whose_pages_have_a_table_uploads_nothing(
 def test_the_modulation_of_many_steps_is_kept(module: Any, kernels: ModuleType) -> None:
     """On a GPU: a launch for each block and norm less in every step."""
     denoiser, row = make_step(module, kernels, LaunchCounter())
-    table = denoiser.modulation(row.pooled_prompt_embeds, 3.5, torch.empty(50, device=META), 2)
+    table = denoiser.modulation(ModulationInputs(row.pooled_prompt_embeds, 3.5, torch.empty(50, device=META), 2))
     assert table is not None
     assert len(table) == 50

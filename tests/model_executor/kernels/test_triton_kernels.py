@@ -29,7 +29,7 @@ from model_executor.kernels.gpu_operators import GpuOperators, TritonOperators
 from model_executor.kernels.operators import Operators
 from model_executor.kernels.ragged import Packing, Span
 from model_executor.kernels.residual import Addition, Norm
-from model_executor.page_cache.pages import Entry, Pages, quantise
+from model_executor.page_cache.pages import PageEntry, Pages, quantise
 
 pytest.importorskip("triton")  # interpreted: see conftest.py
 
@@ -261,7 +261,7 @@ def entry(layout: PageLayout, tokens: int, seed: int) -> Tensor:
     memory = torch.zeros(layout.entry_bytes(tokens), dtype=torch.uint8)
     torch.manual_seed(seed)
     for block in range(layout.num_blocks):
-        Entry(memory, layout, tokens).write(block, torch.randn(2, HEADS, tokens, layout.head_dim))
+        PageEntry(memory, layout, tokens).write(block, torch.randn(2, HEADS, tokens, layout.head_dim))
     return memory
 
 
@@ -348,7 +348,7 @@ def test_a_share_of_the_heads_is_written_and_read(operators: Operators) -> None:
     whole, mine = entry(layout, 9, 1), entry(layout, 9, 1)
     x = torch.randn(2, 2, 9, 64)
     for memory, quantised_by in ((whole, quantise), (mine, operators.quantise)):
-        Entry(memory, layout, 9, quantised_by).of_heads((1, 3)).write(1, x)
+        PageEntry(memory, layout, 9, quantised_by).of_heads((1, 3)).write(1, x)
     assert torch.equal(mine, whole)
     pages = Pages(layout, 9, mine, None, 0.0, heads=(1, 3))
     ours, expected = (torch.empty(2, 2, 9, 64) for _ in range(2))

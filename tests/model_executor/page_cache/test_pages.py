@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from core.page_scheme import PageDtype, PageLayout
-from model_executor.page_cache.pages import Entry, Pages, quantise
+from model_executor.page_cache.pages import PageEntry, Pages, quantise
 
 TOKENS = 13
 HEADS = 3
@@ -28,7 +28,7 @@ def written(dtype: PageDtype, blocks: list[Tensor]) -> Tensor:
     """An entry with these blocks written to it."""
     entry = torch.full([layout(dtype).entry_bytes(TOKENS)], 0xEE, dtype=torch.uint8)
     for number, block in enumerate(blocks):
-        Entry(entry, layout(dtype), TOKENS).write(number, block)
+        PageEntry(entry, layout(dtype), TOKENS).write(number, block)
     return entry
 
 
@@ -51,7 +51,7 @@ def test_blocks_are_laid_out_by_the_page_scheme(dtype: PageDtype) -> None:
         torch.testing.assert_close(read(dtype, entry, None, 0.0, block=number), block, rtol=0, atol=tolerance)
     size = layout(dtype).block_bytes(TOKENS)
     values = entry[size : size + layout(dtype).value_bytes(TOKENS)].view(getattr(torch, dtype))
-    assert torch.equal(values.view(2, HEADS, TOKENS, HEAD_DIM), Entry(entry, layout(dtype), TOKENS).values[1])
+    assert torch.equal(values.view(2, HEADS, TOKENS, HEAD_DIM), PageEntry(entry, layout(dtype), TOKENS).values[1])
 
 
 @pytest.mark.parametrize("into", [torch.float32, torch.bfloat16])

@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from model_executor.page_cache.uploads import BLOCKS_AHEAD, Upload, Uploads
+from model_executor.page_cache.uploads import BLOCKS_AHEAD, PageUpload, Uploads
 
 BLOCK, NUM_BLOCKS = 64, 6
 NBYTES = NUM_BLOCKS * BLOCK - 10
@@ -65,7 +65,7 @@ class Bench:
             self.ended[name] = seconds, error
 
         self.uploads.add(
-            Upload(
+            PageUpload(
                 key=name,
                 host=content(),
                 device=self.devices[name],

@@ -14,7 +14,7 @@ from torch import nn
 from transformers.utils.output_capturing import _CAN_RECORD_REGISTRY
 
 from core.config import ModelConfig
-from model_executor.checkpoint.loader import Checkpoint
+from model_executor.checkpoint.loader import ModelCheckpoint
 from model_executor.models.registry import make_family
 from model_executor.weights.image import read_image, write_image
 from model_executor.worker.loading.resident import edit_once
@@ -56,7 +56,7 @@ def through_an_image(module: nn.Module) -> nn.Module:
 @pytest.mark.parametrize("name", FAMILIES)
 def test_a_family_paints_the_same_from_images(tmp_path: Path, name: str, dtype: str) -> None:
     path = FAMILIES[name](tmp_path / name)
-    checkpoint = Checkpoint.open(ModelConfig(model=str(path), dtype=dtype, device="cpu"))
+    checkpoint = ModelCheckpoint.open(ModelConfig(model=str(path), dtype=dtype, device="cpu"))
 
     def plain(parts: Iterable[str]) -> dict[str, nn.Module]:
         return {part: checkpoint.load(part) for part in parts}
@@ -82,7 +82,7 @@ def test_quantised_layers_travel(tmp_path: Path) -> None:
     pytest.importorskip("torchao")
     path = make_flux(tmp_path / "flux")
     config = ModelConfig(model=str(path), dtype="float32", device="cpu", quantization="torchao-int8")
-    checkpoint = Checkpoint.open(config)
+    checkpoint = ModelCheckpoint.open(config)
     whole, again = checkpoint.load("transformer"), through_an_image(checkpoint.load("transformer"))
     layers, copies = (dict(module.named_modules()) for module in (whole, again))
     assert [type(layer) for layer in copies.values()] == [type(layer) for layer in layers.values()]

@@ -22,7 +22,7 @@ from core.errors import ConfigError, EngineError
 from core.handles import ModelKey
 from core.ipc import local_sockets
 from core.ipc.process import ChildProcess, spawn
-from model_executor.checkpoint.loader import Checkpoint
+from model_executor.checkpoint.loader import ModelCheckpoint
 from model_executor.kernels.cpu_kernels import best_kernels
 from model_executor.kernels.cpu_layers import FastConv
 from model_executor.kernels.linear import has_onednn
@@ -159,7 +159,7 @@ def test_workers_share_packed_weights(
     path = config.model if part == "transformer" else str(make_sd(tmp_path / "sd"))
     model = ModelConfig(model=path, dtype=dtype, device="cpu")
     module, nbytes = worker.take(ModelKey(dtype, part), model, part, torch.get_num_threads())
-    family = make_family(Checkpoint.open(model))
+    family = make_family(ModelCheckpoint.open(model))
     family.prepare(part, module)
     (memory,) = (mapping() for mapping in worker._mappings.values())
     start = ctypes.addressof(memory)
@@ -180,7 +180,7 @@ def test_weights_packed_for_others_are_refused(worker: TakenWeights, config: Mod
         pytest.skip("the order does not depend on the number of threads here")
     module, _ = worker.take(TRANSFORMER, config, "transformer", cpu_threads=2)
     with pytest.raises(RuntimeError, match="packed in the order of oneDNN"):
-        make_family(Checkpoint.open(config)).prepare("transformer", module)
+        make_family(ModelCheckpoint.open(config)).prepare("transformer", module)
 
 
 def test_weights_that_cannot_be_loaded_are_told_with_their_cause(

@@ -16,7 +16,7 @@ from core.config import ModelConfig
 from core.errors import ConfigError
 from core.ipc.shared_array import Arena
 from core.memory_budget import CPU_REMEDIES
-from model_executor.checkpoint.loader import Checkpoint
+from model_executor.checkpoint.loader import ModelCheckpoint
 from model_executor.models.base import Row
 from model_executor.worker.loading.resident import ResidentModels
 from model_executor.worker.probes.memory_probe import room_for
@@ -111,7 +111,7 @@ def test_a_model_that_does_not_fit_is_no_broken_checkpoint(
     def load(*_: object) -> None:
         raise error
 
-    monkeypatch.setattr(Checkpoint, "_load_module", load)
+    monkeypatch.setattr(ModelCheckpoint, "_load_module", load)
     models = ResidentModels.open([ModelConfig(model=str(tiny_checkpoint), device="cpu")])
     with (
         pytest.raises(ConfigError, match=r"^the device has no room for the model; .*--quantization"),

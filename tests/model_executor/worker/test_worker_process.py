@@ -19,7 +19,7 @@ import pytest_asyncio
 from edits import Edit
 
 from core.config import CacheConfig, EngineConfig, ModelConfig
-from core.errors import ConfigError
+from core.errors import ConfigError, MessageError
 from core.handles import PAGE_ARENA, VALUE_ARENA, ArrayRef, EntryRef, ModelKey, TensorKey, TensorRef
 from core.ipc import local_sockets
 from core.ipc.process import ChildProcess, SpawnedProcess, spawn
@@ -199,37 +199,46 @@ async def test_failed_item_is_a_message(executor: Executor, arena: Arena, space:
         await run(executor, edit)
 
 
-async def test_items_that_a_worker_cannot_read_fail_alone(
-    executor: Executor, arena: Arena, space: ArenaAllocator
+@pytest.mark.parametrize("damage", ["no message", "an item of a plan"])
+async def test_a_worker_that_cannot_read_a_message_ends_and_is_restarted(
+    lone: Executor, arena: Arena, space: ArenaAllocator, damage: str
 ) -> None:
-    """Bytes that are no message, and plans with an item that cannot be decoded, or not be encoded."""
-    sound, bad = Edit(arena, space, "sound", seed=5), Edit(arena, space, "bad", seed=6)
-    expected = await run(executor, Edit(arena, space, "alone", seed=5))
-    for plan in (sound.encode_plan(), bad.encode_plan()):
-        await answers(executor, plan, 2)
-    executor._workers[0]._channel.send(b"nonsense")
-    together = StepPlan(seq=0, batches=(Edit.denoise_batch([sound, bad], {sound: 0, bad: 0}),))
-    members = msgspec.msgpack.decode(msgspec.msgpack.encode(together))
-    members["batches"][0]["items"][1]["work"]["step"] = 0.0
-    executor._workers[0]._channel.send(msgspec.msgpack.encode(members))
-    assert await failed(executor) == ["bad"]
-    batch = Edit.denoise_batch([sound, bad], {sound: 1, bad: 0})
-    work = msgspec.structs.replace(batch.items[1].work, guidance_scale=np.float64(30))
-    unsendable = msgspec.structs.replace(batch.items[1], work=work)
-    batch = msgspec.structs.replace(batch, items=(batch.items[0], unsendable))
-    executor.submit(StepPlan(seq=1, batches=(batch,)))
-    assert await failed(executor) == ["bad"]
-    for plan in (sound.denoise_plan(2), sound.decode_plan()):
-        await answers(executor, plan, 1)
-    assert np.array_equal(sound.result(), expected)
+    edit = Edit(arena, space, "sound", seed=5)
+    expected = await run(lone, edit)
+    payload = b"nonsense"
+    if damage != "no message":
+        members = msgspec.msgpack.decode(msgspec.msgpack.encode(edit.denoise_plan(0)))
+        members["batches"][0]["items"][0]["work"]["step"] = 0.0
+        payload = msgspec.msgpack.encode(members)
+    lone._workers[0]._channel.send(payload)
+    message = await asyncio.wait_for(anext(lone.results()), PATIENCE)
+    assert isinstance(message, WorkerFailed)
+    assert "a message cannot be decoded" in message.failure.message
+    lone.restart(0, 0.0)
+    assert isinstance(await asyncio.wait_for(anext(lone.results()), PATIENCE), WorkerReady)
+    assert np.array_equal(await run(lone, edit), expected)
 
 
-async def failed(executor: Executor) -> list[str]:
-    """The requests whose items failed in the next result, which contains the others too."""
-    message = await asyncio.wait_for(anext(executor.results()), PATIENCE)
-    assert isinstance(message, BatchResult)
-    assert len(message.items) == 2
-    return [item.request_id for item in message.items if item.failure is not None]
+async def test_a_worker_whose_message_cannot_be_read_is_killed(
+    tiny_checkpoint: Path, arena: Arena, space: ArenaAllocator, pages: Arena, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The engine here knows no results, so that a sound one is damaged to it."""
+    monkeypatch.setattr(executors, "FromWorker", WorkerReady | WorkerFailed)
+    async with workers(tiny_checkpoint, arena, 1, CacheConfig(disk_bytes=0), pages) as executor:
+        executor.submit(Edit(arena, space, "unheard", seed=5).encode_plan())
+        message = await asyncio.wait_for(anext(executor.results()), PATIENCE)
+        assert isinstance(message, WorkerFailed)
+        assert "a message cannot be decoded" in message.failure.message
+        assert executor._workers[0]._process.returncode is not None
+
+
+async def test_a_plan_that_cannot_be_encoded_is_an_error(lone: Executor, arena: Arena, space: ArenaAllocator) -> None:
+    """The engine ends with it, as no rank knows what is lost."""
+    batch = Edit.denoise_batch([edit := Edit(arena, space, "unsendable", seed=6)], {edit: 0})
+    work = msgspec.structs.replace(batch.items[0].work, guidance_scale=np.float64(30))
+    item = msgspec.structs.replace(batch.items[0], work=work)
+    with pytest.raises(MessageError, match="a StepPlan cannot be encoded"):
+        lone.submit(StepPlan(seq=1, batches=(msgspec.structs.replace(batch, items=(item,)),)))
 
 
 def component(executor: Executor, kind: str) -> ModelKey:

@@ -1,8 +1,8 @@
-"""elastic: how many ranks compute which request's steps, decided anew between any two of its steps.
+"""elastic: how many ranks compute each request's steps, decided anew between any two of them.
 
-It starts from DDiT (policy `ddit`). Beyond that: short requests may overtake long ones, for a time that is bounded;
-ranks leave requests as soon as others need them; ranks that nobody needs are used beyond a request's useful degree, and
-small requests share steps on one rank, as with `step_batching`, while large ones have the others.
+It starts from DDiT (policy `ddit`) and adds four things. Short requests may overtake long ones, for a bounded time.
+Ranks leave a request as soon as others need them. Ranks that nobody needs are used beyond a request's useful degree.
+Small requests share steps on one rank, as with `step_batching`, while large ones have the other ranks.
 """
 
 from __future__ import annotations
@@ -14,144 +14,145 @@ from core.graph.workflow import Node
 from core.handles import RankIds
 from core.messages.worker import Batch, BatchResult
 from core.scheduling.dispatch import Decision
-from core.scheduling.policies.elastic.rank_plan import Want, moves, plan, waiting
+from core.scheduling.policies.elastic.rank_plan import Contender, better_to_wait, moves, plan
 from core.scheduling.policies.group_pass import GroupPass
 from core.scheduling.policies.policy import SchedulingPolicy
 from core.scheduling.policies.step_batching import StepPass, eligible
 from core.scheduling.policies.step_speeds import StepSpeeds
-from core.scheduling.policies.work_left import WorkLeft
+from core.scheduling.policies.work_estimator import WorkEstimator
 from core.scheduling.requests.deadlines import due
 from core.scheduling.requests.request import Request, Status
 from core.scheduling.view import View
 
 OVERTAKEN = 1.5
-"""Shorter requests overtake a longer one if they come after it by no more than so many times the seconds that all ranks
-together would need for what it has left to do.
+"""Shorter requests overtake a longer one if they arrive after it by at most this many times the seconds that all ranks
+together would need for its remaining work.
 """
 
 EFFICIENT, LOSSLESS = 0.95, 0.99
-"""Ranks are given to a request before later ones get any as long as each does at least this share of what one alone
-would do, so that little is lost by it, and it ends sooner. In a crowd the second one counts: where work comes faster
-than it is done, what is lost adds up.
+"""A request gets more ranks, before later requests get any, while each rank does at least this share of what one rank
+alone does: it ends sooner, and little is lost. In a crowd LOSSLESS counts instead of EFFICIENT, because there work
+arrives faster than it is done, and losses add up.
 """
 
 CROWD = 2
-"""More requests for each rank than this are a crowd, if they did not come all at once."""
+"""More requests per rank than this are a crowd, if they did not all arrive at once."""
 
 SMALL = ""
-"""Stands for the small requests together, which take turns with the large ones."""
+"""Name of the small requests as one contender, which takes turns with the large requests."""
 
-Turn = tuple[Request, int]
-"""A request, and the steps that it has left."""
+RequestSteps = tuple[Request, int]
+"""(request, its remaining steps)"""
 
 
 @dataclass(frozen=True, slots=True)
-class Case:
+class RequestPrediction:
     """Predictions for one request."""
 
-    seconds: Mapping[int, float]  # degree -> of a step
-    efficient: int  # degree up to which ranks are EFFICIENT
-    lossless: int  # and LOSSLESS
-    is_small: bool
-    before: float  # seconds before the steps
-    after: float  # and after them
-    place: float  # its place in line when this was made
+    seconds: Mapping[int, float]  # degree -> seconds of a step
+    efficient: int  # the largest degree that is EFFICIENT
+    lossless: int  # the largest degree that is LOSSLESS
+    is_small: bool  # see Speeds
+    before: float  # seconds of other work before the steps
+    after: float  # seconds of other work after the steps
+    place: float  # its place in line when this prediction was made
 
-    def others(self, request: Request) -> float:
-        """Seconds of what it has left to do besides steps."""
+    def other_seconds(self, request: Request) -> float:
+        """Seconds of its remaining work besides steps."""
         return self.before + self.after if request.status is Status.WAITING else self.after
 
     def place_in_line(self, request: Request, steps: int, num_ranks: int) -> float:
-        """By what requests are ordered, in seconds, see OVERTAKEN. steps: that it has left."""
-        work = self.others(request) + steps * self.seconds[1]
+        """The sort key of a request, lowest first, in seconds; see OVERTAKEN. steps: its remaining steps."""
+        work = self.other_seconds(request) + steps * self.seconds[1]
         return request.head.arrival + OVERTAKEN * work / num_ranks
 
 
 class Elastic(SchedulingPolicy):
-    """Keeps on which ranks the states of requests are, and predictions."""
+    """Keeps predictions, and the ranks on which the states of requests are."""
 
     shares_steps = True
 
     def __init__(self) -> None:
         self._speeds = StepSpeeds()
-        self._work = WorkLeft()
-        self._places: dict[str, RankIds] = {}  # request id -> ranks of its last batch that is done
-        self._cases: dict[str, Case] = {}  # by request id
+        self._work = WorkEstimator()
+        self._places: dict[str, RankIds] = {}  # request id -> ranks of the last batch that it was done in
+        self._predictions: dict[str, RequestPrediction] = {}  # by request id
         self._shared = 0  # rank of the small requests
 
     def on_result(self, batch: Batch, result: BatchResult) -> None:
         for item in batch.items:
-            if item.request_id in self._cases:  # neither work of the cache nor of a request that has ended
+            if item.request_id in self._predictions:  # else the batch is the cache's, or the request has ended
                 self._places[item.request_id] = batch.ranks
 
     def on_end(self, request_id: str) -> None:
         self._places.pop(request_id, None)
-        self._cases.pop(request_id, None)
+        self._predictions.pop(request_id, None)
         self._work.forget(request_id)
 
     def choose(self, view: View, now: float) -> Sequence[Decision]:
         if not view.open_ranks:
             return ()
         if self._work.next_pass(now):
-            self._cases.clear()
+            self._predictions.clear()
         requests = eligible(view)
-        small = {each.id for each in requests if len(view.ranks) == 1 or self._case(view, each).is_small}
+        small = {each.id for each in requests if len(view.ranks) == 1 or self._prediction(view, each).is_small}
         if len(small) == len(requests):
             self._shared = view.ranks[0]
             return ElasticPass(view, shared=self._shared).run()
         ordered = self._in_order(view, requests)
-        groups = self._groups(view, _turns(ordered, small), small, now)
+        groups = self._groups(view, _with_first_small(ordered, small), small, now)
         if shared := groups.pop(SMALL, ()):
             (self._shared,) = shared
         apart = frozenset(each.id for each in requests if not shared or each.id not in small)
         admitted = [request for request, _ in ordered if request.id in groups]
         return ElasticPass(view, apart=apart, groups=groups, admitted=admitted, shared=self._shared).run()
 
-    def _groups(self, view: View, turns: Sequence[Turn], small: Collection[str], now: float) -> dict[str, RankIds]:
-        """Request id -> ranks that it may be given work on; SMALL for the small ones."""
-        wants = list[Want]()
-        is_crowd = len(turns) > CROWD * len(view.ranks) and _keep_coming([request for request, _ in turns], now)
-        for index, (request, steps) in enumerate(turns):
-            has_turn = index < len(view.ranks)
+    def _groups(self, view: View, queue: list[RequestSteps], small: Collection[str], now: float) -> dict[str, RankIds]:
+        """Request id, or SMALL -> the ranks on which it may be given work. queue: see `_with_first_small`."""
+        contenders = list[Contender]()
+        is_crowd = len(queue) > CROWD * len(view.ranks) and _keep_coming([request for request, _ in queue], now)
+        for index, (request, steps) in enumerate(queue):
+            is_next = index < len(view.ranks)
             if request.id in small:
-                want = self._want_of_small(view, small)
-                if has_turn or want.is_running:
-                    wants.append(want)
-            elif has_turn or request.progress.in_flight:
-                wants.append(self._want(view, request, steps, now, is_crowd=is_crowd))
-        places = plan(wants, view.ranks)
-        groups = moves(wants, places, view.ranks)
-        by_id = {request.id: request for request, _ in turns}
-        for name in waiting(wants, places, groups, view.seconds_left):
+                contender = self._small_contender(view, small)
+                if is_next or contender.is_running:
+                    contenders.append(contender)
+            elif is_next or request.progress.in_flight:
+                contenders.append(self._contender(view, request, steps, now, is_crowd=is_crowd))
+        places = plan(contenders, view.ranks)
+        groups = moves(contenders, places, view.ranks)
+        by_id = {request.id: request for request, _ in queue}
+        for name in better_to_wait(contenders, places, groups, view.seconds_left):
             if _only_makes_steps(view, by_id[name]):
                 del groups[name]
-        for want in wants:
-            if want.is_running and places.get(want.name) == want.held:
-                groups[want.name] = want.held  # its next step may be sent behind the one that runs
+        for contender in contenders:
+            if contender.is_running and places.get(contender.name) == contender.held:
+                groups[contender.name] = contender.held  # its next step may be queued behind the running one
         return groups
 
     # ------------------------------------------------------------------------------------------------ order
 
-    def _in_order(self, view: View, requests: Sequence[Request]) -> list[Turn]:
-        """Requests with the steps that they have left. Those that have done their steps go first, which makes room;
-        then all as scheduled. But requests of one owner and class without a due time change places with each other:
-        short ones go first, see OVERTAKEN. Waiting ones for which there is no memory are left out.
+    def _in_order(self, view: View, requests: Sequence[Request]) -> list[RequestSteps]:
+        """Requests in order, with their remaining steps. Requests that have done all steps go first, because that makes
+        room. The others keep the scheduling order, with one exception: among the requests of one owner and class that
+        have no due time, short ones go first (see OVERTAKEN). Waiting requests for which there is no slot are left out.
         """
+        # (owner, class) -> (place, id, request, steps) of each request without a due time, the last place first
         lines: dict[tuple[str, int], list[tuple[float, str, Request, int]]] = {}
         places = list[tuple[Request, tuple[str, int] | None]]()
         slots = view.config.max_num_seqs
         for request in requests:
-            head, is_waiting, case = request.head, request.status is Status.WAITING, self._cases[request.id]
+            head, is_waiting, prediction = request.head, request.status is Status.WAITING, self._predictions[request.id]
             line = (head.owner, head.priority) if due(head) is None else None
             places.append((request, line))
             steps = -1 if is_waiting else request.progress.steps_left
             slots -= steps > 0
             if line is not None:
-                place = case.place if is_waiting else case.place_in_line(request, steps, len(view.ranks))
+                place = prediction.place if is_waiting else prediction.place_in_line(request, steps, len(view.ranks))
                 lines.setdefault(line, []).append((place, request.id, request, steps))
-        for of in lines.values():
-            of.sort(key=lambda each: each[:2], reverse=True)
-        done, others = list[Turn](), list[Turn]()
+        for members in lines.values():
+            members.sort(key=lambda each: each[:2], reverse=True)
+        done, others = list[RequestSteps](), list[RequestSteps]()
         for request, line in places:
             steps = -1
             if line is not None:
@@ -164,58 +165,58 @@ class Elastic(SchedulingPolicy):
             (others if steps else done).append((request, steps))
         return done + others
 
-    # ------------------------------------------------------------------------------------------------ wants
+    # ------------------------------------------------------------------------------------------------ contenders
 
-    def _want_of_small(self, view: View, small: Collection[str]) -> Want:
-        """One rank, if possible that which they had."""
+    def _small_contender(self, view: View, small: Collection[str]) -> Contender:
+        """All small requests together. They need one rank, if possible the one that they had."""
         held = (self._shared,) if self._shared in view.ranks else ()
         is_running = any(each.progress.in_flight for each in view.requests.running if each.id in small)
-        return Want(SMALL, 0, {1: 0.0}, 0.0, 1, held, is_running)
+        return Contender(SMALL, 0, {1: 0.0}, 0.0, 1, held, is_running)
 
-    def _want(self, view: View, request: Request, steps: int, now: float, *, is_crowd: bool) -> Want:
+    def _contender(self, view: View, request: Request, steps: int, now: float, *, is_crowd: bool) -> Contender:
         is_running = bool(request.progress.in_flight)
         held = max(request.sent_to.values(), key=len, default=()) if is_running else self._places.get(request.id, ())
         if not set(held) <= set(view.ranks):
             held = ()
-        case = self._cases[request.id]
+        prediction = self._predictions[request.id]
         if not _makes_steps(view, request, steps):
-            return Want(request.id, 0, case.seconds, 0.0, 1, held, is_running, request.progress.is_ending)
-        first = 1 if not steps else case.lossless if is_crowd else case.efficient
-        want = Want(request.id, steps, case.seconds, case.others(request), first, held, is_running)
-        time = due(request.head)
-        return want if time is None else replace(want, first=max(want.first, want.degree_within(time - now)))
+            return Contender(request.id, 0, prediction.seconds, 0.0, 1, held, is_running, request.progress.is_ending)
+        first = 1 if not steps else prediction.lossless if is_crowd else prediction.efficient
+        other_seconds, time = prediction.other_seconds(request), due(request.head)
+        found = Contender(request.id, steps, prediction.seconds, other_seconds, first, held, is_running)
+        return found if time is None else replace(found, first=max(first, found.degree_within(time - now)))
 
-    def _case(self, view: View, request: Request) -> Case:
-        case = self._cases.get(request.id)
-        if case is None:
-            speeds, left = self._speeds.of(view, request), self._work.of(view, request)
+    def _prediction(self, view: View, request: Request) -> RequestPrediction:
+        prediction = self._predictions.get(request.id)
+        if prediction is None:
+            speeds, work = self._speeds.of(view, request), self._work.remaining(view, request)
             efficient, lossless = (_degree(speeds.seconds, share) for share in (EFFICIENT, LOSSLESS))
             is_small = speeds.is_small or (speeds.useful == 1 and request.spec.is_mask_aware)
-            case = Case(speeds.seconds, efficient, lossless, is_small, left.before, left.after, 0.0)
-            place = case.place_in_line(request, request.progress.steps_left, len(view.ranks))
-            case = self._cases[request.id] = replace(case, place=place)
-        return case
+            prediction = RequestPrediction(speeds.seconds, efficient, lossless, is_small, work.before, work.after, 0.0)
+            place = prediction.place_in_line(request, request.progress.steps_left, len(view.ranks))
+            prediction = self._predictions[request.id] = replace(prediction, place=place)
+        return prediction
 
 
-def _turns(ordered: Sequence[Turn], small: Collection[str]) -> list[Turn]:
-    """The same, of all small requests only the first: when it is its turn all of them share a rank."""
-    first = next((turn for turn in ordered if turn[0].id in small), None)
-    return [turn for turn in ordered if turn is first or turn[0].id not in small]
+def _with_first_small(ordered: Sequence[RequestSteps], small: Collection[str]) -> list[RequestSteps]:
+    """`ordered`, with all small requests represented by the first one: when its turn comes, they share one rank."""
+    first = next((entry for entry in ordered if entry[0].id in small), None)
+    return [entry for entry in ordered if entry is first or entry[0].id not in small]
 
 
 def _keep_coming(requests: Sequence[Request], now: float) -> bool:
-    """Whether the last of them came less than half as long ago as the first. requests: at least one."""
+    """Whether the last request arrived less than half as long ago as the first. requests: at least one."""
     arrivals = [request.head.arrival for request in requests]
     return now - max(arrivals) < (now - min(arrivals)) / 2
 
 
 def _degree(seconds: Mapping[int, float], share: float) -> int:
-    """The largest degree at which each rank does at least this share of what one alone does."""
+    """The largest degree at which each rank does at least this share of what one rank alone does."""
     return max(degree for degree, of_step in seconds.items() if degree * of_step * share <= seconds[1])
 
 
 def _makes_steps(view: View, request: Request, steps: int) -> bool:
-    """Whether steps are what it does now. steps: that it has left."""
+    """Whether a request makes steps now, or does so next. steps: its remaining steps."""
     names, progress = request.workflow.step_names, request.progress
     if any(name in progress.in_flight for name in names):
         return True
@@ -223,17 +224,17 @@ def _makes_steps(view: View, request: Request, steps: int) -> bool:
 
 
 def _only_makes_steps(view: View, request: Request) -> bool:
-    """Whether all that it could do now is a step, of the kind that is predicted."""
+    """Whether the only work that is ready for the request is its next denoising step."""
     return view.ready(request) == [request.workflow.steps[-1]]
 
 
 @dataclass(slots=True)
 class ElasticPass(GroupPass):
-    """Large requests have groups; the others run as with `step_batching`, on one rank, and decode on none of these
-    groups.
+    """Large requests have groups of ranks. Small requests run on one shared rank, as with `step_batching`, and are not
+    decoded on a rank of any group.
     """
 
-    shared: int = 0  # rank of these
+    shared: int = 0  # rank of the small requests
 
     def _admit(self) -> list[Request]:
         return GroupPass._admit(self) + StepPass._admit(self)
@@ -243,7 +244,7 @@ class ElasticPass(GroupPass):
             return GroupPass._rank(self, request, node)
         if node.name in request.workflow.after_rounds:
             last = self.view.ranks[-1]
-            return self.shared if any(last in of for of in self.groups.values()) else last
+            return self.shared if any(last in ranks for ranks in self.groups.values()) else last
         device = self._device(request, node)
         return self.shared if device is None else device
 

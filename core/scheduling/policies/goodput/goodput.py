@@ -1,12 +1,12 @@
 """goodput: as many requests as possible meet their latency objective.
 
-Each rank and model has a set of requests that is predicted to be in time as a whole, at the speed that its batches will
-really have (`core.costs.slot_schedule`). A newcomer joins it only if all stay in time; otherwise the one of them with
-most work left goes, and is served if the others are done sooner than predicted. Those that could not even be in time
-alone end early (`--on-late drop`) or run when no other request needs the rank (`--on-late last`).
+Each rank has a set of requests of each model, its lane. All of them are predicted to be in time together, at the speed
+that their batches will really have (`core.costs.slot_schedule`). A newcomer joins only if all stay in time; otherwise
+the one with most work left goes, and is served if the others are done sooner than predicted. Requests that could not be
+in time even alone end early (`--on-late drop`) or run when no other request needs the rank (`--on-late last`).
 
 It starts from NeuStream's scheduling (EuroSys 2025, section 4; policy `neustream`), which limits batches by an op's
-share of the objective and serves first what came first.
+share of the objective and serves requests in the order of arrival.
 """
 
 from __future__ import annotations
@@ -18,12 +18,13 @@ from math import inf
 
 from core.config import PATIENCE_SECONDS
 from core.costs.prediction_margin import CERTAIN
-from core.costs.slot_schedule import Pace, Turn, best_schedules
+from core.costs.slot_schedule import Pace, SlotTask, best_schedules
 from core.failure import Failure
 from core.graph.work import Work
 from core.graph.workflow import Node, op_of
 from core.messages.worker import Batch, BatchResult
 from core.scheduling.dispatch import Decision, GiveUp
+from core.scheduling.policies.earliest_finish import EarliestFinish
 from core.scheduling.policies.goodput.goodput_pass import GoodputPass
 from core.scheduling.policies.goodput.headroom import Headroom
 from core.scheduling.policies.goodput.pauses import Pauses
@@ -31,31 +32,30 @@ from core.scheduling.policies.goodput.rank_shares import RankShares
 from core.scheduling.policies.goodput.repeated_steps import RepeatedSteps
 from core.scheduling.policies.policy import SchedulingPolicy
 from core.scheduling.policies.step_batching import eligible
-from core.scheduling.policies.turns import Turns
-from core.scheduling.policies.work_left import Left, WorkLeft
+from core.scheduling.policies.work_estimator import RemainingWork, WorkEstimator
 from core.scheduling.requests.deadlines import TOO_LATE, due, why_late
 from core.scheduling.requests.request import Request, Status
 from core.scheduling.view import View
 
 PLAN_EVERY = 64
-"""Passes after which a plan is made again though no request came or went, since predictions are not exact."""
+"""Passes after which a plan is made again although no request came or went, because predictions are not exact."""
 
 LOOK_AHEAD = 4
-"""Requests that a plan considers, the most urgent first, as a multiple of the slots: more of them would come too late
-for any slot.
+"""Requests that a plan considers, the most urgent first, as a multiple of the slots. Later ones would get a slot too
+late.
 """
 
 
 @dataclass(frozen=True, slots=True)
-class RankLine:
-    """Requests of one model that make their steps on one rank."""
+class RankLane:
+    """The requests of one model that make their steps on one rank."""
 
     requests: tuple[Request, ...]  # in the order in which they get slots
     num_slots: int
 
     @property
     def served(self) -> list[Request]:
-        """Those that have a slot now."""
+        """The requests that have a slot now."""
         return [request for request in self.requests if _has_steps(request)][: self.num_slots]
 
 
@@ -63,20 +63,22 @@ class RankLine:
 class Plan:
     """Which requests are to be served."""
 
-    lines: tuple[RankLine, ...] = ()
-    others: tuple[Request, ...] = ()  # that wait and need no slot: all of their steps were made before ranks died
+    lanes: tuple[RankLane, ...] = ()
+    others: tuple[Request, ...] = ()  # waiting ones that need no slot: they made all of their steps before a rank died
     given_up: tuple[GiveUp, ...] = ()
-    tried: str | None = None  # id of one that is served though it is predicted to be late
-    # Those that had a slot when it was looked at the last time; of a line the one that is due first first.
+    tried: str | None = None  # id of the request that is served although it is predicted to be late
+    # The requests that had a slot at the last `refill_slots`, lane by lane.
     served: list[Request] = field(default_factory=list)
 
     def __post_init__(self) -> None:
-        self.go_on()
+        self.refill_slots()
 
-    def go_on(self) -> bool:
-        """Give slots of requests that have no steps left to the next ones in their lines; whether all are taken."""
+    def refill_slots(self) -> bool:
+        """Give the slots of requests without remaining steps to the next ones in their lanes. Returns whether as many
+        requests have slots as before.
+        """
         num_slots = len(self.served)
-        self.served = [request for line in self.lines for request in line.served]
+        self.served = [request for lane in self.lanes for request in lane.served]
         return len(self.served) >= num_slots
 
 
@@ -85,12 +87,12 @@ def _has_steps(request: Request) -> bool:
 
 
 @dataclass(slots=True)
-class Case:
-    """A request with steps left, as judged for a plan."""
+class Candidate:
+    """A request, as judged for a plan."""
 
     request: Request
-    left: Left
-    seconds: float  # of computing until it is due; inf: it has no due time
+    work: RemainingWork
+    seconds: float  # computing time until it is due; inf: it has no due time
     is_late: bool  # it cannot be in time
 
     @property
@@ -102,26 +104,26 @@ class Case:
 class Goodput(SchedulingPolicy):
     """Keeps its plan between passes.
 
-    steps_apart: whether ranks are processes of one device, of which the first makes the steps and the last does all
-    else. By default each has a device, and ops are spread over them by `RankShares`.
+    steps_apart: whether the ranks are processes of one device, where the first makes the steps and the last does all
+    other work. By default each rank has a device, and `RankShares` spreads the ops over them.
     """
 
     gives_up = True
 
     def __init__(self, *, steps_apart: bool = False) -> None:
-        self._work = WorkLeft()
+        self._work = WorkEstimator()
         self._shares = None if steps_apart else RankShares()
         self._pauses = Pauses()
         self._headroom = Headroom()
-        self._turns = Turns()
+        self._earliest_finish = EarliestFinish()
         self._repeated = RepeatedSteps()
         self._plan = Plan()
-        self._ranks: tuple[int, ...] = ()  # that lived when it was made
-        self._passes_left = 0  # until it is made again
-        self._tried = set[str]()  # ids of those that a plan has served though they were late
-        # Since this was looked at the last time:
+        self._ranks: tuple[int, ...] = ()  # the ranks that lived when the plan was made
+        self._passes_left = 0  # passes until the plan is made again
+        self._tried = set[str]()  # ids of live requests that plans have served although they were late
+        # Written by events, and reset when the plan is looked at.
         self._is_slot_left = False  # a request may have left its slot
-        self._has_room = False  # a request has ended, or no other of its line took its slot
+        self._has_room = False  # a request has ended, or left its slot without a successor in its lane
 
     def on_arrival(self, request: Request) -> None:
         self._passes_left = 0
@@ -130,7 +132,7 @@ class Goodput(SchedulingPolicy):
         self._pauses.note(batch, result)
 
     def on_end(self, request_id: str) -> None:
-        if all(request_id != each.request.id for each in self._plan.given_up):  # the plan is made without these
+        if all(request_id != each.request.id for each in self._plan.given_up):  # the plan has no place for those
             self._is_slot_left = self._has_room = True
         self._tried.discard(request_id)
         self._repeated.drop(request_id)
@@ -150,36 +152,37 @@ class Goodput(SchedulingPolicy):
             self._make_plan(view, now)
         plan, given_up = self._plan, self._given_up()
         if again is not None and not plan.others:
-            self._turns.note_sent(now)
+            self._earliest_finish.note_sent(now)
             self._is_slot_left |= any(each.progress.steps_left == 1 for batch in again for each, _ in batch.items)
             return [*given_up, *again]
-        gone = frozenset(each.request.id for each in given_up)
-        decisions = GoodputPass(view, served=plan.served, others=plan.others, gone=gone, shares=self._shares).run()
-        decisions = self._turns.choose(view, decisions, now, besides=self._step_ranks(view))
+        ids = frozenset(each.request.id for each in given_up)
+        decisions = GoodputPass(view, served=plan.served, others=plan.others, given_up=ids, shares=self._shares).run()
+        decisions = self._earliest_finish.choose(view, decisions, now, besides=self._step_ranks(view))
         self._repeated.note(decisions)
         self._is_slot_left = True
         return [*given_up, *decisions]
 
     def _may_be_better(self, view: View) -> bool:
-        """Whether another plan may be better: there may be room for a request without a slot, or fewer should share
-        steps. A slot that is left goes to the next in line before.
+        """Whether another plan may be better: there may be room for a request without a slot, or fewer requests should
+        share steps. Slots that requests have left are refilled from their lanes first.
         """
         plan = self._plan
         if self._is_slot_left:
             self._is_slot_left = False
-            self._has_room |= not plan.go_on()
+            self._has_room |= not plan.refill_slots()
         if not self._has_room and plan.served:
             return False
         self._has_room = False
         served = {request.id for request in plan.served}
-        return len(served) > len(plan.lines) or any(
+        return len(served) > len(plan.lanes) or any(
             request.id not in served and (request.progress.steps_left or request.status is Status.WAITING)
             for request in view.requests.live()
         )
 
     def _is_stale(self, view: View) -> bool:
-        """The same where a batch cannot be repeated, as one of it may have ended, or be set back: what ranks take with
-        them when they die may put requests back to where no plan has seen them, at any time until these have ended.
+        """Whether another plan may be better when a batch cannot be repeated, because one of its requests has ended or
+        was set back. A rank's death can set a request back to a step that the plan does not know, so requests that have
+        lost a rank make every plan stale until they end.
         """
         served = self._plan.served
         if any(request.has_lost_rank for request in (*served, *view.requests.running)):
@@ -196,7 +199,7 @@ class Goodput(SchedulingPolicy):
             self._tried.add(self._plan.tried)
 
     def _given_up(self) -> list[GiveUp]:
-        """Of the plan, unless they have ended since."""
+        """The plan's decisions that give up requests, without those whose requests have ended since."""
         if not self._plan.given_up:
             return []
         given_up = [each for each in self._plan.given_up if each.request.is_live]
@@ -206,8 +209,8 @@ class Goodput(SchedulingPolicy):
         return given_up
 
     def _step_ranks(self, view: View) -> set[int]:
-        """Where steps are made: there, plans count on the order of `StepPass`, by which what finishes requests goes
-        first. On other ranks ops take turns.
+        """The ranks that make steps. Plans assume the order of `StepPass` there: work that finishes requests goes
+        first. On the other ranks `EarliestFinish` orders the batches.
         """
         if self._shares is None:
             return {view.ranks[0]}
@@ -220,136 +223,140 @@ class Planner:
 
     view: View
     now: float
-    work: WorkLeft
+    work: WorkEstimator
     shares: RankShares | None
-    stretch: float  # time that passes, as a multiple of predicted computing
-    num_models: int = 1  # that requests need
+    stretch: float  # time that passes, as a multiple of the predicted computing time
+    num_models: int = 1  # models that live requests need; set by `plan`
 
     def plan(self) -> Plan:
         requests = eligible(self.view)
         if self.shares is not None:
             self.shares.update(self.view, requests, self.work)
-        cases = [self._judge(request) for request in requests]
-        tried = self._tried(cases)
-        given_up = tuple(self._given_up(cases, tried))
-        gone = {each.request.id for each in given_up}
-        self.num_models = len({each.head.model for each in self.view.requests.live() if each.id not in gone}) or 1
-        groups: dict[str, list[Case]] = {}  # by model: those of one share steps
-        for case in cases:
-            if case.request.id not in gone and case.left.steps:
-                groups.setdefault(case.request.head.model, []).append(case)
-        lines = [line for group in groups.values() for line in self._lines(group, tried)]
-        others = [case.request for case in cases if case.request.id not in gone and not case.left.steps]
+        candidates = [self._judge(request) for request in requests]
+        tried = self._tried(candidates)
+        given_up = tuple(self._given_up(candidates, tried))
+        dropped = {each.request.id for each in given_up}
+        self.num_models = len({each.head.model for each in self.view.requests.live() if each.id not in dropped}) or 1
+        kept = [each for each in candidates if each.request.id not in dropped]
+        groups: dict[str, list[Candidate]] = {}  # model -> its candidates, which may share steps
+        for candidate in kept:
+            if candidate.work.steps:
+                groups.setdefault(candidate.request.head.model, []).append(candidate)
+        lanes = [lane for group in groups.values() for lane in self._lanes(group, tried)]
+        others = [each.request for each in kept if not each.work.steps]
         waiting = tuple(each for each in others if each.status is Status.WAITING)
-        return Plan(tuple(lines), waiting, given_up, None if tried is None else tried.request.id)
+        return Plan(tuple(lanes), waiting, given_up, None if tried is None else tried.request.id)
 
-    def _judge(self, request: Request) -> Case:
-        left, time = self.work.of(self.view, request), due(request.head)
+    def _judge(self, request: Request) -> Candidate:
+        work, time = self.work.remaining(self.view, request), due(request.head)
         seconds = inf if time is None else (time - self.now) / self.stretch
-        return Case(request, left, seconds, left.alone > seconds)
+        return Candidate(request, work, seconds, work.alone > seconds)
 
-    def _tried(self, cases: Sequence[Case]) -> Case | None:
-        """While none can be in time, the first late one that yet may be, of those that have begun if there are any:
-        predictions may be wrong, and only batches put them right. Requests without a due time do not prevent that.
+    def _tried(self, candidates: Sequence[Candidate]) -> Candidate | None:
+        """The late request that is served nevertheless, while no candidate can be in time: predictions may be wrong,
+        and only batches correct them. It is the first that is not certain to be late, preferably one that has begun.
+        Candidates without a due time do not prevent the trial.
         """
-        if any(case.can_be_in_time for case in cases):
+        if any(each.can_be_in_time for each in candidates):
             return None
-        late = (case for case in cases if case.is_late)
-        doubtful = (case for case in late if why_late(case.request.head, self._end(case, CERTAIN)) is None)
-        return min(doubtful, key=lambda case: case.request.status is Status.WAITING, default=None)
+        late = (each for each in candidates if each.is_late)
+        doubtful = (each for each in late if why_late(each.request.head, self._end(each, CERTAIN)) is None)
+        return min(doubtful, key=lambda each: each.request.status is Status.WAITING, default=None)
 
-    def _end(self, case: Case, share: float) -> float:
-        """When a request is done that has a rank for itself and takes this share of what is predicted."""
-        return self.now + share * case.left.alone
+    def _end(self, candidate: Candidate, share: float) -> float:
+        """Finish time of a request alone on a rank, if it takes `share` of its predicted time."""
+        return self.now + share * candidate.work.alone
 
-    def _given_up(self, cases: Sequence[Case], tried: Case | None) -> Iterator[GiveUp]:
-        """Of the late requests those that are not worth a rank, even one that no other needs: they would slow other
-        ranks down, and newcomers would wait for their steps.
+    def _given_up(self, candidates: Sequence[Candidate], tried: Candidate | None) -> Iterator[GiveUp]:
+        """Decisions that give up late requests, even if no other one needs a rank: they would slow other ranks down,
+        and newcomers would wait for their steps.
         """
-        is_needed = any(case.can_be_in_time for case in cases)
-        for case in cases:
-            failure = self._why_given_up(case, is_needed) if case.is_late and case is not tried else None
+        is_needed = any(each.can_be_in_time for each in candidates)
+        for each in candidates:
+            failure = self._why_given_up(each, is_needed) if each.is_late and each is not tried else None
             if failure is not None:
-                yield GiveUp(case.request, failure)
+                yield GiveUp(each.request, failure)
 
-    def _why_given_up(self, case: Case, is_needed: bool) -> Failure | None:
-        """It is predicted to miss its timeout, or its objective, where requests are dropped for that. One that has
-        begun may miss its objective while no other needs the rank, and until that is certain.
+    def _why_given_up(self, candidate: Candidate, is_needed: bool) -> Failure | None:
+        """Why to give up a late request: it is predicted to miss its timeout or, with `--on-late drop`, its objective.
+        None: it is kept. A request that has begun is kept while no other needs the rank, and later until it is certain
+        to miss its objective.
         """
-        head, has_begun = case.request.head, case.request.status is Status.RUNNING
-        if head.deadline is not None and self._end(case, 1.0) > head.deadline:
+        head, has_begun = candidate.request.head, candidate.request.status is Status.RUNNING
+        if head.deadline is not None and self._end(candidate, 1.0) > head.deadline:
             return TOO_LATE
         if self.view.config.on_late != "drop" or (has_begun and not is_needed):
             return None
-        return why_late(head, self._end(case, CERTAIN if has_begun else 1.0))
+        return why_late(head, self._end(candidate, CERTAIN if has_begun else 1.0))
 
     # ------------------------------------------------------------------------------------------------ the set
 
-    def _lines(self, mine: Sequence[Case], tried: Case | None) -> Iterable[RankLine]:
-        """Of a model. Late requests have slots on ranks where no other could be served. The one that is tried goes
-        before requests without a due time, unless one of these is patient.
+    def _lanes(self, mine: Sequence[Candidate], tried: Candidate | None) -> Iterable[RankLane]:
+        """The lanes of one model. Late requests get slots only on ranks where no other one could be served. The one
+        that is tried goes before requests without a due time, unless one of these is patient.
         """
-        in_time = [case for case in mine if not case.is_late or self._is_patient(case)]
-        late = [case for case in mine if case.is_late and not self._is_patient(case)]
-        first = [case for case in late if case is tried]
+        in_time = [each for each in mine if not each.is_late or self._is_patient(each)]
+        late = [each for each in mine if each.is_late and not self._is_patient(each)]
+        first = [each for each in late if each is tried]
         if in_time and first and not any(map(self._is_patient, in_time)):
-            parts = [first, in_time, [case for case in late if case is not tried]]
+            parts = [first, in_time, [each for each in late if each is not tried]]
         else:
             parts = [in_time, late]
         ranks = self.view.ranks if self.shares is not None else self.view.ranks[:1]
-        lines = dict[int, RankLine]()
+        lanes = dict[int, RankLane]()
         for part in parts:
-            lines |= self._scheduled(part, [rank for rank in ranks if rank not in lines])
+            lanes |= self._scheduled(part, [rank for rank in ranks if rank not in lanes])
         if self.shares is not None:
-            for rank, line in lines.items():
-                for request in line.requests:
-                    self.shares.settle(request, rank)
-        return lines.values()
+            for rank, lane in lanes.items():
+                for request in lane.requests:
+                    self.shares.set_home(request, rank)
+        return lanes.values()
 
-    def _is_patient(self, case: Case) -> bool:
-        """Whether a request is to be served though it is late, or has no due time, because it has waited so long."""
-        has_no_due = case.is_late or case.seconds == inf
-        return has_no_due and self.now - case.request.head.arrival > PATIENCE_SECONDS * (1 + case.request.head.priority)
+    def _is_patient(self, candidate: Candidate) -> bool:
+        """Whether a request that is late or has no due time has waited so long that it must be served."""
+        head, has_no_due = candidate.request.head, candidate.is_late or candidate.seconds == inf
+        return has_no_due and self.now - head.arrival > PATIENCE_SECONDS * (1 + head.priority)
 
-    def _scheduled(self, cases: Sequence[Case], ranks: Sequence[int]) -> dict[int, RankLine]:
-        """By rank, where any of these is served. ranks: those that may serve them."""
-        able = {case.request.id: self._able(case.request, ranks) for case in cases}
-        cases = [case for case in cases if able[case.request.id]]
-        if not cases:
+    def _scheduled(self, candidates: Sequence[Candidate], ranks: Sequence[int]) -> dict[int, RankLane]:
+        """Rank -> its lane, for the ranks that serve any of these candidates. ranks: those that may serve them."""
+        able = {each.request.id: self._able(each.request, ranks) for each in candidates}
+        candidates = [each for each in candidates if able[each.request.id]]
+        if not candidates:
             return {}
-        most = self._most_slots(cases[0].request)
-        cases = cases[: LOOK_AHEAD * most * len(ranks)]
-        turns = [self._turn(case, able[case.request.id]) for case in cases]
-        pace, starts = self._pace(cases, min(most, len(cases))), [self.view.wait_seconds(rank) for rank in ranks]
-        schedules = best_schedules(turns, most, pace, starts, blocks=self._blocks)
+        most = self._most_slots(candidates[0].request)
+        candidates = candidates[: LOOK_AHEAD * most * len(ranks)]
+        tasks = [self._slot_task(each, able[each.request.id]) for each in candidates]
+        pace = self._pace(candidates, min(most, len(candidates)))
+        starts = [self.view.wait_seconds(rank) for rank in ranks]
+        schedules = best_schedules(tasks, most, pace, starts, blocks=self._blocks)
         chosen = {index for schedule in schedules for index in schedule.chosen}
-        found = dict[int, RankLine]()
+        found = dict[int, RankLane]()
         for place, (rank, schedule) in enumerate(zip(ranks, schedules, strict=True)):
             indexes = schedule.chosen
-            if not indexes:  # one that would be in time alone may seem late where predictions are rounded
-                others = (index for index, turn in enumerate(turns) if place in turn.ranks and index not in chosen)
+            if not indexes:  # one that would be in time alone may seem late because predictions are rounded
+                others = (index for index, task in enumerate(tasks) if place in task.ranks and index not in chosen)
                 indexes = tuple(islice(others, 1))
                 chosen.update(indexes)
             if indexes:
-                found[rank] = RankLine(tuple(cases[index].request for index in indexes), schedule.num_slots)
+                found[rank] = RankLane(tuple(candidates[index].request for index in indexes), schedule.num_slots)
         return found
 
     def _able(self, request: Request, ranks: Sequence[int]) -> tuple[int, ...]:
-        """Places of those of these ranks that can make a request's steps."""
-        able = ranks if self.shares is None else self.shares.able(self.view, request)
+        """Indexes of the ranks that can make a request's steps."""
+        able = ranks if self.shares is None else self.shares.step_ranks(self.view, request)
         return tuple(place for place, rank in enumerate(ranks) if rank in able)
 
     @property
     def _blocks(self) -> bool:
-        """Whether the rank that makes steps also does what is before and after them."""
+        """Whether the rank that makes steps also does the work before and after them."""
         return self.shares is not None or len(self.view.ranks) == 1
 
-    def _turn(self, case: Case, able: tuple[int, ...]) -> Turn:
-        """All times are of the rank: with several models each has it for a share of the time."""
-        head, left = case.request.head, case.left
-        seconds = inf if case.is_late else case.seconds / self.num_models
-        group = head.owner, head.priority
-        return Turn(left.steps, left.tokens, left.before, left.after, seconds, self._is_patient(case), group, able)
+    def _slot_task(self, candidate: Candidate, able: tuple[int, ...]) -> SlotTask:
+        """A candidate for `best_schedules`. Times are seconds of the rank, of which each model gets a fraction."""
+        head, work = candidate.request.head, candidate.work
+        seconds = inf if candidate.is_late else candidate.seconds / self.num_models
+        must, group = self._is_patient(candidate), (head.owner, head.priority)
+        return SlotTask(work.steps, work.tokens, work.before, work.after, seconds, must, group, able)
 
     def _most_slots(self, request: Request) -> int:
         step = request.workflow.steps[-1]
@@ -357,14 +364,14 @@ class Planner:
         slots = self.view.config.max_num_seqs
         return slots if largest is None else max(1, min(slots, largest // request.spec.num_rows))
 
-    def _pace(self, cases: Sequence[Case], most: int) -> Pace:
-        """Seconds of steps by number of requests and sum of their tokens: exact for the least and the most tokens that
-        a request has, linear between.
+    def _pace(self, candidates: Sequence[Candidate], most: int) -> Pace:
+        """Seconds of steps by number of requests and sum of their tokens: exact where all requests have the fewest or
+        all have the most tokens of any candidate, and linear between.
         """
-        head = cases[0].request
+        head = candidates[0].request
         step, rows = head.workflow.steps[-1], head.spec.num_rows
-        keys = max(case.left.keys for case in cases)
-        low, high = min(case.left.tokens for case in cases), max(case.left.tokens for case in cases)
+        keys, tokens = max(each.work.keys for each in candidates), [each.work.tokens for each in candidates]
+        low, high = min(tokens), max(tokens)
         fixed, slope = list[float](), list[float]()
         for number in range(1, most + 1):
             below = self._step_seconds(head, step, number * rows, low / rows, keys / rows)
@@ -374,6 +381,5 @@ class Planner:
         return Pace(tuple(fixed), tuple(slope))
 
     def _step_seconds(self, request: Request, step: Node, rows: int, tokens: float, keys: float) -> float:
-        return self.work.seconds(
-            self.view, request.head.model, op_of(step), Work((round(tokens),), (round(keys),)), rows
-        )
+        work = Work((round(tokens),), (round(keys),))
+        return self.work.batch_seconds(self.view, request.head.model, op_of(step), work, rows)

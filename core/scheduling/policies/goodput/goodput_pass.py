@@ -1,4 +1,4 @@
-"""GoodputPass: what the policy goodput sends in one pass."""
+"""GoodputPass: the work that the policy goodput chooses in one pass."""
 
 from __future__ import annotations
 
@@ -15,23 +15,23 @@ from core.scheduling.requests.request import Request, Status
 
 @dataclass(slots=True)
 class GoodputPass(StepPass):
-    """One pass: what finishes requests, then what the served ones need."""
+    """One pass: work that finishes requests goes first, then the work of the served ones."""
 
-    served: Sequence[Request] = ()
+    served: Sequence[Request] = ()  # see Plan
     others: Sequence[Request] = ()  # see Plan
-    gone: frozenset[str] = frozenset()  # ids of those that are given up
+    given_up: frozenset[str] = frozenset()  # ids of requests that this pass ends
     shares: RankShares | None = None
     _held: set[int] = field(default_factory=set)  # ranks that finish a request next, see `_finishing_rank`
 
     def _admit(self) -> list[Request]:
-        """Those that have made all of their steps, and those that have a slot, if there is memory for new ones. Where
-        others that have begun take all of it, the one of them that has fewest steps left goes on, to make room.
+        """Requests that have made all of their steps, then served ones, of which new ones need memory. If requests that
+        have begun and are not served take all memory, the one of them with the fewest steps left goes on to make room.
         """
         admitted, begun = list[Request](), list[Request]()
         for request in self.view.requests.running:
             if request.progress.steps_left:
                 begun.append(request)
-            elif request.id not in self.gone:
+            elif request.id not in self.given_up:
                 admitted.append(request)
                 self._held |= self._finishing_rank(request)
         admitted += [each for each in self.others if each.status is Status.WAITING]
@@ -47,14 +47,14 @@ class GoodputPass(StepPass):
                     continue
             admitted.append(request)
         if room < 0 and len(admitted) == num_done:
-            others = [each for each in begun if each.id not in self.gone]
+            others = [each for each in begun if each.id not in self.given_up]
             admitted += sorted(others, key=lambda request: (request.progress.steps_left, request.id))[:1]
         return admitted
 
     def _finishing_rank(self, request: Request) -> set[int]:
-        """The rank that makes a request's last step, if its picture is decoded there too. The decode can be sent only
-        when the step's result is here; work that is sent to the rank before goes first, and takes longer than the
-        result and the plan travel.
+        """The rank that makes a request's last step, if its picture is decoded there, too. The rank is kept free for
+        the decode: that can be sent only when the step's result has arrived, and other work sent meanwhile would go
+        first and take longer than result and plan take to travel.
         """
         progress = request.progress
         ranks = self._ranks_of(request, request.workflow.node(request.workflow.output))
@@ -75,7 +75,7 @@ class GoodputPass(StepPass):
         return self._rank_apart(request, node)
 
     def _choose_nodes(self, request: Request, nodes: Sequence[Node]) -> None:
-        """Work of requests with a due time was accounted for when they got a slot: it has no budget."""
+        """Choose nodes of a request, without a budget if it has a due time: its slot was planned with their time."""
         if due(request.head) is None:
             StepPass._choose_nodes(self, request, nodes)
             return

@@ -1,8 +1,8 @@
-"""RepeatedSteps: the batch of steps that each rank made last, made once more while no request needs anything else of
-the ranks that may get work.
+"""RepeatedSteps: each rank's last batch of steps, which is sent again while no request needs anything else of the open
+ranks.
 
-Most passes come to that, and finding it out again costs a policy several times as much as checking that nothing has
-changed.
+Most passes end like that. To find it out by a whole pass costs a policy several times as much as to check that nothing
+has changed.
 """
 
 from __future__ import annotations
@@ -16,11 +16,11 @@ from core.scheduling.view import View
 
 
 class RepeatedSteps:
-    """Of one policy. Steps that several ranks share are not repeated."""
+    """The last batches of one policy. Steps that several ranks share are not repeated."""
 
     def __init__(self) -> None:
-        self._batches: dict[int, Dispatch] = {}  # rank -> its last one, if that was of steps
-        self._names = set[str]()  # ids of the requests in these
+        self._batches: dict[int, Dispatch] = {}  # rank -> its last batch, if that was one of steps
+        self._names = set[str]()  # ids of the requests in these batches
 
     def forget(self) -> None:
         """Note that other requests may be served from now on."""
@@ -34,7 +34,7 @@ class RepeatedSteps:
             self._names = {request.id for batch in self._batches.values() for request, _ in batch.items}
 
     def note(self, decisions: Iterable[Decision]) -> None:
-        """Note what ranks are given."""
+        """Note the work that ranks are given."""
         for each in decisions:
             if isinstance(each, Dispatch):
                 request, node = each.items[0]
@@ -47,8 +47,9 @@ class RepeatedSteps:
         self._names = {request.id for batch in self._batches.values() for request, _ in batch.items}
 
     def next(self, view: View, served: Sequence[Request], shares: RankShares | None) -> list[Dispatch] | None:
-        """What the open ranks are to make again; None if there may be anything else to do. served: requests that are to
-        make their steps. shares: by which ranks are chosen for them; None: by another rule.
+        """The batches that the open ranks are to repeat; None if there may be anything else to do. served: requests
+        that are to make their steps. shares: the rule by which ranks are chosen for requests; None: the policy has
+        another.
         """
         ids = {request.id for request in served}
         newcomers = [request for request in served if request.id not in self._names]
@@ -57,7 +58,7 @@ class RepeatedSteps:
         if view.jobs():
             return None
         for request in view.requests.running:
-            if request.has_lost_rank:  # inputs may have to be fetched
+            if request.has_lost_rank:  # its inputs may have to be fetched
                 return None
             if not request.progress.steps_left and _is_sent_to(request, view.open_ranks):  # its decode is next
                 return None
@@ -70,8 +71,9 @@ class RepeatedSteps:
 
 
 def _is_elsewhere(view: View, request: Request, shares: RankShares | None) -> bool:
-    """Whether a request that has begun has nothing on the open ranks, and needs none of them next. A waiting one may
-    need room, for which a whole pass lets another go on; where several ranks share steps, this is not looked into.
+    """Whether a request that has begun has nothing on the open ranks, and needs none of them next. False for a waiting
+    request, because a whole pass may have to make room for it, and where several ranks share steps, which is not
+    examined.
     """
     if shares is None or view.config.degree > 1 or request.status is not Status.RUNNING:
         return False
@@ -81,17 +83,17 @@ def _is_elsewhere(view: View, request: Request, shares: RankShares | None) -> bo
 
 
 def _is_sent_to(request: Request, ranks: frozenset[int]) -> bool:
-    """Whether work of this request is on its way to one of these ranks, or being done there."""
+    """Whether one of these ranks has unanswered work of this request."""
     return not all(map(ranks.isdisjoint, request.sent_to.values()))
 
 
 def _is_of(batch: Dispatch, names: set[str]) -> bool:
-    """Whether any of these requests is in it."""
+    """Whether any of these requests is in a batch. names: request ids."""
     return any(request.id in names for request, _ in batch.items)
 
 
 def _can_be_repeated(view: View, batch: Dispatch, served: set[str]) -> bool:
-    """served: ids. Others may have gone on to make room, as long as that was needed."""
+    """Whether a batch can be sent again. served: ids of requests; others were in it only to make room."""
     for request, node in batch.items:
         if request.id not in served:
             return False

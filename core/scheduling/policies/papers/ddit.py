@@ -1,8 +1,9 @@
 """ddit: every request has a group of ranks, which grows between its steps (DDiT, sections 4.2.3, 4.3 and appendix B).
 
 A baseline to compare with; `elastic` serves faster. In order of arrival, each request starts on as many ranks as are
-free, at most its useful degree B. Requests with fewer are hungry: ranks that become free go to them before any request
-that waits, first to the one that has lost most time (equation 5). After the last step all ranks but the lowest leave.
+free, at most its useful degree B. A request with fewer ranks is hungry: hungry requests get the ranks that become free
+before any waiting request does, and the one that has lost most time goes first (equation 5). After its last step a
+request keeps only its lowest rank.
 """
 
 from __future__ import annotations
@@ -23,7 +24,7 @@ from core.scheduling.view import View
 class Ddit(SchedulingPolicy):
     """Keeps each request's group from its start until its end.
 
-    promotes: whether groups grow; without it requests stay on the ranks with which they have started.
+    promotes: whether groups grow; if not, requests stay on the ranks on which they have started.
     """
 
     shares_steps = True
@@ -32,7 +33,7 @@ class Ddit(SchedulingPolicy):
         self._promotes = promotes
         self._speeds = StepSpeeds()
         self._groups: dict[str, RankIds] = {}  # request id -> its ranks
-        self._wanted: dict[str, tuple[int, float]] = {}  # hungry request -> (B, seconds of a step on so many ranks)
+        self._wanted: dict[str, tuple[int, float]] = {}  # hungry request -> (B, seconds of a step on B ranks)
         self._starved: dict[str, float] = {}  # hungry request -> seconds lost by having fewer ranks, equation 5
 
     def on_result(self, batch: Batch, result: BatchResult) -> None:
@@ -63,15 +64,15 @@ class Ddit(SchedulingPolicy):
         return GroupPass(view, groups=self._groups, admitted=admitted).run()
 
     def _scale_down(self, buddies: Buddies, request: Request) -> None:
-        """Leave a request that has done all of its steps its lowest rank."""
+        """Reduce the group of a request that has done all of its steps to its lowest rank."""
         ranks, progress = self._groups[request.id], request.progress
-        if len(ranks) > 1 and progress.steps_done and not progress.steps_left and not _steps_out(request):
+        if len(ranks) > 1 and progress.steps_done and not progress.steps_left and not _has_steps_in_flight(request):
             buddies.give(ranks[1:])
             self._groups[request.id] = ranks[:1]  # while this dict is iterated: its keys stay
             self._forget_hunger(request.id)
 
     def _promote(self, buddies: Buddies) -> None:
-        """Give free ranks to hungry requests. A step in flight ends on the ranks that it has."""
+        """Give free ranks to hungry requests. A step in flight ends on the ranks that it was sent to."""
         for name in sorted(self._wanted, key=lambda name: -self._starved[name]):
             ranks, degree = self._groups.get(name, ()), self._wanted[name][0]
             while degree > len(ranks) > 0:
@@ -84,7 +85,7 @@ class Ddit(SchedulingPolicy):
                 self._forget_hunger(name)
 
     def _start(self, view: View, buddies: Buddies) -> None:
-        """Give groups to requests that have none, in order."""
+        """Give groups to requests that have none, the most urgent first."""
         for request in self._without_group(view):
             speeds = self._speeds.of(view, request)
             degree = min(speeds.useful, power_of_two(len(view.ranks))) if request.progress.steps_left else 1
@@ -97,8 +98,8 @@ class Ddit(SchedulingPolicy):
                 self._wanted[request.id], self._starved[request.id] = (degree, speeds.seconds[degree]), 0.0
 
     def _without_group(self, view: View) -> Iterator[Request]:
-        """Running ones whose rank has died, and waiting ones as far as there are slots; one that runs alone when no
-        other runs.
+        """Requests that are to get a group: running ones whose ranks have died, then waiting ones while there are
+        slots. A request that runs alone waits until no other has a group.
         """
         running = view.requests.running
         yield from (request for request in running if request.id not in self._groups)
@@ -113,5 +114,5 @@ class Ddit(SchedulingPolicy):
                 return
 
 
-def _steps_out(request: Request) -> bool:
+def _has_steps_in_flight(request: Request) -> bool:
     return any(name in request.progress.in_flight for name in request.workflow.step_names)

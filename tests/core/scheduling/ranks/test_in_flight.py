@@ -37,14 +37,14 @@ def answer(number: int, rank: int, *, seconds: float = 1.0, failed: tuple[str, .
 
 
 def test_a_batch_is_complete_when_all_its_ranks_have_answered() -> None:
-    out = InFlight(RANKS)
-    out.send(0, flight(7, 0, 2), 0.0)
-    out.send(0, flight(8, 1), 0.0)
-    assert list(out.busy_ranks(range(RANKS))) == [0, 1, 2]
-    landed = out.land(answer(7, 2, seconds=3.0, failed=("b",)))
-    assert (landed.is_complete, landed.waits_for, out.busy_ranks(range(RANKS))) == (False, [0], {0: 2.0, 1: 2.0})
-    out.check_integrity(0)
-    landed = out.land(answer(7, 0, seconds=2.0))
+    in_flight = InFlight(RANKS)
+    in_flight.send(0, flight(7, 0, 2), 0.0)
+    in_flight.send(0, flight(8, 1), 0.0)
+    assert list(in_flight.busy_ranks(range(RANKS))) == [0, 1, 2]
+    landed = in_flight.land(answer(7, 2, seconds=3.0, failed=("b",)))
+    assert (landed.is_complete, landed.waits_for, in_flight.busy_ranks(range(RANKS))) == (False, [0], {0: 2.0, 1: 2.0})
+    in_flight.check_integrity(0)
+    landed = in_flight.land(answer(7, 0, seconds=2.0))
     result = landed.result()
     assert landed.is_complete
     assert (result.started, result.seconds, landed.busy_seconds) == (0.0, 3.0, 5.0)
@@ -52,71 +52,71 @@ def test_a_batch_is_complete_when_all_its_ranks_have_answered() -> None:
         ("a", None),
         ("b", "on rank 2"),
     ]
-    assert list(out.busy_ranks(range(RANKS))) == [1]
-    out.check_integrity(0)
+    assert list(in_flight.busy_ranks(range(RANKS))) == [1]
+    in_flight.check_integrity(0)
 
 
 def test_ranks_with_little_work_are_nearly_idle() -> None:
-    out = InFlight(RANKS, max_plans=2, max_seconds=3.0)
-    out.send(0, flight(7, 0, 1), 0.0)
-    out.send(0, flight(8, 1), 0.0)
-    assert (out.idle_ranks, out.nearly_idle_ranks, out.has_busy) == ({2, 3}, {0}, True)
-    out.land(answer(8, 1))
-    assert out.nearly_idle_ranks == {0, 1}
-    out.send(1, flight(9, 0), 0.0)
-    assert out.nearly_idle_ranks == {1}, "two plans are enough"
-    out.clear()
-    assert (out.idle_ranks, out.nearly_idle_ranks, out.has_busy) == (set(range(RANKS)), set(), False)
+    in_flight = InFlight(RANKS, max_plans=2, max_seconds=3.0)
+    in_flight.send(0, flight(7, 0, 1), 0.0)
+    in_flight.send(0, flight(8, 1), 0.0)
+    assert (in_flight.idle_ranks, in_flight.nearly_idle_ranks, in_flight.has_busy) == ({2, 3}, {0}, True)
+    in_flight.land(answer(8, 1))
+    assert in_flight.nearly_idle_ranks == {0, 1}
+    in_flight.send(1, flight(9, 0), 0.0)
+    assert in_flight.nearly_idle_ranks == {1}, "two plans are enough"
+    in_flight.clear()
+    assert (in_flight.idle_ranks, in_flight.nearly_idle_ranks, in_flight.has_busy) == (set(range(RANKS)), set(), False)
 
 
 def test_a_rank_is_awaited_as_long_as_what_it_has_is_predicted_to_take() -> None:
-    out = InFlight(RANKS)
-    out.send(0, flight(7, 0), 10.0)
-    out.send(1, flight(8, 0), 11.0)
+    in_flight = InFlight(RANKS)
+    in_flight.send(0, flight(7, 0), 10.0)
+    in_flight.send(1, flight(8, 0), 11.0)
     unknown = flight(9, 1)
     unknown.predicted = 0.0
-    out.send(1, unknown, 11.0)
-    assert [out.wait(rank, 11.5) for rank in range(3)] == [2.5, 0.0, 0.0], "of rank 1 nothing is known"
-    assert [out.left(rank, 11.5) for rank in range(2)] == [2.5, None]
-    out.land(msgspec.structs.replace(answer(7, 0), started=10.0, seconds=3.0))
-    assert out.wait(0, 13.5) == 1.5
-    assert out.wait(0, 20.0) == 0.0, "it takes longer than predicted"
-    assert out.left(0, 20.0) == -5.0
-    out.lose(0)
-    assert out.wait(0, 13.5) == 0.0
+    in_flight.send(1, unknown, 11.0)
+    assert [in_flight.wait_seconds(rank, 11.5) for rank in range(3)] == [2.5, 0.0, 0.0], "of rank 1 nothing is known"
+    assert [in_flight.seconds_left(rank, 11.5) for rank in range(2)] == [2.5, None]
+    in_flight.land(msgspec.structs.replace(answer(7, 0), started=10.0, seconds=3.0))
+    assert in_flight.wait_seconds(0, 13.5) == 1.5
+    assert in_flight.wait_seconds(0, 20.0) == 0.0, "it takes longer than predicted"
+    assert in_flight.seconds_left(0, 20.0) == -5.0
+    in_flight.lose(0)
+    assert in_flight.wait_seconds(0, 13.5) == 0.0
 
 
 def test_an_answer_that_was_not_awaited_is_an_error() -> None:
-    out = InFlight(RANKS)
-    out.send(0, flight(7, 0, 2), 0.0)
+    in_flight = InFlight(RANKS)
+    in_flight.send(0, flight(7, 0, 2), 0.0)
     with pytest.raises(KeyError):
-        out.land(answer(7, 1))
+        in_flight.land(answer(7, 1))
     with pytest.raises(KeyError):
-        out.land(answer(6, 0))
-    out.land(answer(7, 2))
+        in_flight.land(answer(6, 0))
+    in_flight.land(answer(7, 2))
     with pytest.raises(KeyError):
-        out.land(answer(7, 2))
+        in_flight.land(answer(7, 2))
 
 
 @given(st.data())
 def test_any_order_of_answers_ends_every_batch_once(data: st.DataObject) -> None:
-    out, waiting = InFlight(RANKS, max_plans=2, max_seconds=5.0), list[tuple[int, int]]()
+    in_flight, waiting = InFlight(RANKS, max_plans=2, max_seconds=5.0), list[tuple[int, int]]()
     number = 0
     for seq in range(data.draw(st.integers(1, 4))):
         for _ in range(data.draw(st.integers(0, 3))):
             ranks = tuple(data.draw(st.lists(st.integers(0, RANKS - 1), min_size=1, unique=True)))
-            out.send(seq, flight(number, *ranks), 0.0)
+            in_flight.send(seq, flight(number, *ranks), 0.0)
             waiting += [(number, rank) for rank in ranks]
             number += 1
     completed = []
     while waiting:
         batch, rank = waiting.pop(data.draw(st.integers(0, len(waiting) - 1)))
-        if out.land(answer(batch, rank)).is_complete:
+        if in_flight.land(answer(batch, rank)).is_complete:
             completed.append(batch)
-        out.check_integrity(0)
-        assert list(out.busy_ranks(range(RANKS))) == sorted({rank for _, rank in waiting})
+        in_flight.check_integrity(0)
+        assert list(in_flight.busy_ranks(range(RANKS))) == sorted({rank for _, rank in waiting})
     assert sorted(completed) == list(range(number))
-    assert not out.flights
+    assert not in_flight.flights
 
 
 @given(st.lists(st.lists(st.integers(0, RANKS - 1), min_size=1, unique=True), max_size=12), st.data())

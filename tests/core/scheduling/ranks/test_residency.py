@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from core.failure import Failure
 from core.handles import LoadedComponent, ModelKey
 from core.model_info import ModelInfo
-from core.scheduling.ranks.residency import LEAST_PATIENCE_SECONDS, RETRY_SECONDS, Orders, Residency
+from core.scheduling.ranks.residency import LEAST_PATIENCE_SECONDS, RETRY_SECONDS, ModelOrders, Residency
 
 TEXT, VAE = ModelKey("0", "text_encoder"), ModelKey("0", "vae")
 BROKEN = Failure("config", "cannot load it")
@@ -40,7 +40,7 @@ def make(
     return residency
 
 
-def answer(residency: Residency, orders: Orders, ranks: Iterable[int] = (0,)) -> None:
+def answer(residency: Residency, orders: ModelOrders, ranks: Iterable[int] = (0,)) -> None:
     for rank in ranks:
         for key in orders.load:
             residency.note_loaded(rank, LoadedComponent(key, SIZES[key]))
@@ -52,7 +52,7 @@ def transformer(name: str) -> ModelKey:
 
 def test_with_everything_loaded_there_is_nothing_to_order() -> None:
     residency = make("a", "b", "c")
-    assert residency.order([], [("a", 0.0)], 0.0) == Orders()
+    assert residency.order([], [("a", 0.0)], 0.0) == ModelOrders()
     assert residency.may_start("a")
     assert residency.has("a", "vae", [0])
 
@@ -60,18 +60,18 @@ def test_with_everything_loaded_there_is_nothing_to_order() -> None:
 def test_what_a_request_waits_for_is_loaded_first_and_only_what_is_lacking() -> None:
     residency = make("a")
     orders = residency.order([], [("a", 0.0), ("c", 0.0)], 0.0)
-    assert orders == Orders(load=MODELS["c"].components)
+    assert orders == ModelOrders(load=MODELS["c"].components)
     assert (residency.may_start("a"), residency.may_start("c")) == (True, False)
-    assert residency.order([], [("c", 0.0)], 0.0) == Orders(), "it is on its way"
+    assert residency.order([], [("c", 0.0)], 0.0) == ModelOrders(), "it is on its way"
     answer(residency, orders)
     assert residency.has("c", "transformer", [0])
-    assert residency.order([], [], 0.0) == Orders(load=(transformer("b"),)), "b shares the rest with a"
+    assert residency.order([], [], 0.0) == ModelOrders(load=(transformer("b"),)), "b shares the rest with a"
     assert residency.may_start("c")
 
 
 def test_models_are_loaded_in_their_order_while_nothing_waits() -> None:
     residency, order = make("a"), []
-    while (orders := residency.order([], [], 0.0)) != Orders():
+    while (orders := residency.order([], [], 0.0)) != ModelOrders():
         order.append(orders.load[-1].content)
         answer(residency, orders)
     assert order == ["b", "c"]
@@ -83,7 +83,7 @@ def test_the_least_recently_used_makes_room() -> None:
     residency = make("a", "b", budget=24, models=models)
     for name in ("b", "a"):
         residency.note_use(name, "transformer")
-    assert residency.order([], [("d", 0.0)], 0.0) == Orders(load=(transformer("d"),), unload=(transformer("b"),))
+    assert residency.order([], [("d", 0.0)], 0.0) == ModelOrders(load=(transformer("d"),), unload=(transformer("b"),))
     assert not residency.has("b", "transformer", [0])
     assert residency.has("b", "vae", [0]), "what a needs, too"
 
@@ -92,9 +92,9 @@ def test_what_runs_is_not_dropped_and_later_requests_go_ahead_for_a_while() -> N
     residency = make("a", budget=14, seconds=2.0)
     waiting = [("c", 0.0), ("a", 1.0)]
     patience = 2 * 2.0  # c lacks two components
-    assert residency.order(["a"], waiting, patience - 0.1) == Orders()
+    assert residency.order(["a"], waiting, patience - 0.1) == ModelOrders()
     assert residency.may_start("a")
-    assert residency.order(["a"], waiting, patience) == Orders()
+    assert residency.order(["a"], waiting, patience) == ModelOrders()
     assert not residency.may_start("a"), "the running ones end, and no other one begins"
     orders = residency.order([], waiting, patience)
     assert sum(map(SIZES.get, orders.unload)) == 12  # type: ignore[arg-type]
@@ -111,7 +111,7 @@ def test_what_runs_is_restored_first_when_its_rank_is_restarted() -> None:
     assert sum(map(SIZES.get, orders.unload)) >= 12  # type: ignore[arg-type]
     answer(residency, orders)
     assert residency.has("c", "transformer", [0])
-    assert residency.order(["c"], waiting, LEAST_PATIENCE_SECONDS) == Orders()
+    assert residency.order(["c"], waiting, LEAST_PATIENCE_SECONDS) == ModelOrders()
 
 
 def test_a_short_load_has_some_patience_too() -> None:
@@ -122,7 +122,7 @@ def test_a_short_load_has_some_patience_too() -> None:
 
 def test_nothing_is_dropped_for_a_model_that_nothing_waits_for() -> None:
     residency = make("a", budget=15)
-    assert residency.order([], [], 0.0) == Orders()
+    assert residency.order([], [], 0.0) == ModelOrders()
     assert residency.may_start("a")
 
 
@@ -134,10 +134,10 @@ def test_a_failed_load_is_told_for_every_model_and_tried_again_later() -> None:
     residency.note_loaded(0, LoadedComponent(orders.load[2], 10))
     assert residency.failure_of("b", 5.0) == BROKEN
     assert residency.failure_of("c", 5.0) is None
-    assert residency.order([], [("a", 5.0)], 5.0) == Orders()
+    assert residency.order([], [("a", 5.0)], 5.0) == ModelOrders()
     later = 5.0 + RETRY_SECONDS
     assert residency.failure_of("a", later) is None
-    assert residency.order([], [("a", later)], later) == Orders(load=(VAE,))
+    assert residency.order([], [("a", later)], later) == ModelOrders(load=(VAE,))
     residency.note_loaded(0, LoadedComponent(VAE, 2))
     assert residency.failure_of("a", 5.0) is None
 
@@ -154,7 +154,7 @@ def test_a_component_counts_when_every_living_rank_has_it() -> None:
     residency.order([], [("c", 0.0)], 0.0)
     assert residency.may_start("c")
     residency.join(1, [])
-    assert residency.order([], [("a", 0.0)], 0.0) == Orders(load=MODELS["a"].components)
+    assert residency.order([], [("a", 0.0)], 0.0) == ModelOrders(load=MODELS["a"].components)
 
 
 def test_what_is_lacking_is_predicted() -> None:

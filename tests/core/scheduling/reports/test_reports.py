@@ -59,7 +59,9 @@ def all_loads(scheduler: StepScheduler, known: Mapping[str, RequestLoad] | None 
     predicted before.
     """
     known = known or {}
-    return [known.get(request.id) or scheduler._predictor.left_of(request) for request in scheduler._requests.live()]
+    return [
+        known.get(request.id) or scheduler._predictor.remaining_load(request) for request in scheduler._requests.live()
+    ]
 
 
 def drain_seconds(loads: list[RequestLoad], base_seconds: float) -> float:
@@ -72,8 +74,8 @@ def op_seconds(scheduler: StepScheduler) -> dict[str, float]:
     left: defaultdict[str, float] = defaultdict(float)
     for request in live:
         base = scheduler._predictor.base_seconds([request]) / min(MAX_NUM_SEQS, len(live))
-        left["denoise"] += scheduler._predictor.steps_of(request) + request.progress.steps_left * base
-        for op, seconds in scheduler._predictor.others_of(request):
+        left["denoise"] += scheduler._predictor.remaining_step_seconds(request) + request.progress.steps_left * base
+        for op, seconds in scheduler._predictor.other_seconds_by_op(request):
             left[op] += seconds
     return {op: seconds for op, seconds in left.items() if seconds}
 
@@ -183,7 +185,7 @@ def test_the_routers_copy_equals_the_queue_whatever_happens(is_taught: bool) -> 
         pair = Pair(seed, is_taught=is_taught)
         pair.run(200)
         seen += pair.seen
-    assert min(seen[kind] for kind in ("Queued", "Begun", "Left", "both, of several owners")) > 50
+    assert min(seen[kind] for kind in ("Queued", "Begun", "Dequeued", "both, of several owners")) > 50
 
 
 def busy(num_waiting: int) -> StepScheduler:

@@ -55,15 +55,15 @@ def test_the_next_slot_is_never_predicted_too_late(num_running: int, steps: int,
 
 
 def test_no_request_joins_that_makes_others_late() -> None:
-    forecast = BatchForecast([Member(load(4, 1.0), left=7.0)], 0.0)
-    assert not forecast.admit(Member(load(4, 1.0), left=None)), "8 s for both"
-    assert forecast.admit(Member(load(3, 1.0), left=None)), "7 s"
-    assert not forecast.admit(Member(load(1, 0.1), left=None)), "it is remembered who has joined"
+    forecast = BatchForecast([Member(load(4, 1.0), due_in=7.0)], 0.0)
+    assert not forecast.admit(Member(load(4, 1.0), due_in=None)), "8 s for both"
+    assert forecast.admit(Member(load(3, 1.0), due_in=None)), "7 s"
+    assert not forecast.admit(Member(load(1, 0.1), due_in=None)), "it is remembered who has joined"
 
 
 def test_requests_that_are_late_anyway_do_not_block_newcomers() -> None:
-    assert BatchForecast([Member(load(4, 1.0), left=3.0)], 0.0).admit(Member(load(4, 1.0), left=None))
-    assert BatchForecast([], 0.0).admit(Member(load(4, 1.0), left=1.0))
+    assert BatchForecast([Member(load(4, 1.0), due_in=3.0)], 0.0).admit(Member(load(4, 1.0), due_in=None))
+    assert BatchForecast([], 0.0).admit(Member(load(4, 1.0), due_in=1.0))
 
 
 # ----------------------------------------------------------------------------------------------------- the scheduler

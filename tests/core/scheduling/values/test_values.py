@@ -16,7 +16,7 @@ from core.handles import VALUE_ARENA, TensorKey, TensorRef
 from core.messages.worker import Free
 from core.scheduling.requests.request import Request
 from core.scheduling.values.lineage import runs_to_keep
-from core.scheduling.values.request_values import go_on
+from core.scheduling.values.request_values import resume
 from core.scheduling.values.value_keys import keys_done, keys_read, num_reads
 from core.scheduling.values.values import ValueTable
 
@@ -244,7 +244,7 @@ def test_a_request_that_loses_values_at_any_time_makes_the_rest_and_leaves_nothi
             for key in request.lost:
                 table.add(TensorRef(key, 1, (1,), "uint8", 1), {1}, 1)  # the only copy is on a rank that dies
             assert sorted(table.lose(1), key=str) == sorted(request.lost, key=str)
-            go_on(table, request)
+            resume(table, request)
             table.check_integrity({"r"})
     assert progress.over == {node.name for node in workflow.nodes}
     assert table.keys("r") == []

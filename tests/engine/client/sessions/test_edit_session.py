@@ -13,6 +13,7 @@ from dataclasses import replace
 from math import inf
 from types import SimpleNamespace
 
+import msgspec
 import pytest
 from fakes import MODEL
 from load_reports import COSTS, make_report
@@ -48,6 +49,7 @@ from entrypoints.openai.answer.errors import describe
 from entrypoints.openai.body.upload_slots import UploadSlots
 
 COMPOSE_SECONDS = 0.5
+CHOICE = ModelChoice(MODEL)
 
 
 class Replica:
@@ -138,8 +140,8 @@ class Server:
         self, *, n: int = 1, seconds: float | None = None, name: str = "edit", owner: str = "", priority: int = 0
     ) -> EditSession:
         sampling = SamplingParams(n=n, timeout=seconds, priority=priority)
-        edit = EditInput(prompt="a cat", sampling=sampling, model="m", owner=owner)
-        session = EditSession(self.services, self.results, name, edit, ModelChoice(MODEL))
+        edit = EditInput(prompt="a cat", sampling=sampling, owner=owner)
+        session = EditSession(self.services, self.results, name, edit, CHOICE)
         await session.begin()
         return session
 
@@ -148,7 +150,7 @@ class Server:
 
     def learnt(self) -> list[float]:
         """Ratios that the prediction margin has observed."""
-        ratios = list(self.admission.margin._ratios)
+        ratios = list(self.admission._margin._ratios)
         return ratios[len(START_RATIOS) :]
 
     @property
@@ -312,7 +314,7 @@ async def test_a_picture_that_is_none_is_the_adapters_fault_if_there_are_any(
     server: Server, adapters: tuple[str, ...]
 ) -> None:
     choice = ModelChoice(MODEL, tuple(map(Lora, adapters)))
-    edit = EditInput(prompt="a cat", model="m")
+    edit = EditInput(prompt="a cat")
     session = EditSession(server.services, server.results, "edit", edit, choice)
     await session.begin()
     server.busy.fail_first(Failure("not_finite", "the picture's numbers are not finite"))
@@ -334,9 +336,22 @@ def _shape_of(session: EditSession) -> RequestShape:
 async def test_more_images_than_the_whole_queue_are_an_invalid_request(server: Server) -> None:
     edit = EditInput(prompt="a cat", sampling=SamplingParams(n=5))
     with pytest.raises(InvalidRequestError, match=r"at most 4, .*--max-queue") as caught:
-        async with server.engine.edit("edit", edit):
+        async with server.engine.edit("edit", edit, CHOICE):
             pass
     assert caught.value.param == "n"
+
+
+async def test_an_adapter_that_is_unloaded_between_choice_and_session_is_refused(server: Server) -> None:
+    """Its weights may be freed by then."""
+    hat = msgspec.structs.replace(MODEL, name="hat", parent="m", patch="h")
+    server.engine._served.add(hat)
+    choice = server.engine.choose_model("hat")
+    server.engine._served.remove("hat")
+    with pytest.raises(InvalidRequestError, match="unloaded") as caught:
+        async with server.engine.edit("edit", EditInput(prompt="a cat"), choice):
+            pass
+    assert caught.value.param == "lora"
+    assert not list(server.engine._sessions)
 
 
 async def test_an_edit_that_was_dropped_late_counts_as_late(server: Server) -> None:
@@ -355,7 +370,7 @@ async def test_an_edit_that_was_dropped_late_counts_as_late(server: Server) -> N
 
 
 def make_input(n: int = 1, priority: int = 0, owner: str = "") -> EditInput:
-    return EditInput(prompt="a cat", sampling=SamplingParams(n=n, priority=priority), model="m", owner=owner)
+    return EditInput(prompt="a cat", sampling=SamplingParams(n=n, priority=priority), owner=owner)
 
 
 def uploads(count: int, owner: str = "") -> list[UploadPlace]:
@@ -377,11 +392,11 @@ async def tracking(server: Server) -> AsyncIterator[Server]:
 async def test_a_full_queue_reads_no_more_uploads_than_would_make_room_for_a_higher_class(tracking: Server) -> None:
     """Waiting requests of lower classes count as room only once a request of a higher class has come."""
     engine = tracking.engine
-    async with engine.edit("normal", make_input(n=2)):
+    async with engine.edit("normal", make_input(n=2), CHOICE):
         engine.check_upload("", uploads(1))
         with pytest.raises(OverloadedError, match="queue is full"):
             engine.check_upload("", uploads(2))
-        async with engine.edit("urgent", make_input(priority=-1)):
+        async with engine.edit("urgent", make_input(priority=-1), CHOICE):
             engine.check_upload("", uploads(2))
             with pytest.raises(OverloadedError, match="queue is full"):
                 engine.check_upload("", uploads(3))
@@ -390,11 +405,11 @@ async def test_a_full_queue_reads_no_more_uploads_than_would_make_room_for_a_hig
 
 async def test_waiting_edits_of_a_lower_class_leave_a_full_queue_for_a_higher_one(tracking: Server) -> None:
     engine = tracking.engine
-    async with engine.edit("low", make_input(n=4, priority=1)) as outputs:
+    async with engine.edit("low", make_input(n=4, priority=1), CHOICE) as outputs:
         with pytest.raises(OverloadedError, match="queue is full"):
-            async with engine.edit("as low", make_input(priority=1)):
+            async with engine.edit("as low", make_input(priority=1), CHOICE):
                 pass
-        async with engine.edit("high", make_input(n=2)):
+        async with engine.edit("high", make_input(n=2), CHOICE):
             assert engine.num_admitted == 2
             assert tracking.end_aborted() == [f"low-{index}" for index in range(4)]
             with pytest.raises(OverloadedError, match="has taken this one's place"):
@@ -407,8 +422,8 @@ async def test_the_latest_waiting_edit_of_a_key_that_fills_the_queue_leaves_to_a
         floods = []
         for index in range(4):
             tracking.clock.now += 1.0
-            floods.append(await edits.enter_async_context(engine.edit(f"h{index}", make_input(owner="heavy"))))
-        async with engine.edit("light", make_input(owner="light")):
+            floods.append(await edits.enter_async_context(engine.edit(f"h{index}", make_input(owner="heavy"), CHOICE)))
+        async with engine.edit("light", make_input(owner="light"), CHOICE):
             assert engine.num_admitted == 4
             assert tracking.end_aborted() == ["h3-0"]
             with pytest.raises(OverloadedError, match="another API key, which holds fewer places") as caught:
@@ -416,7 +431,7 @@ async def test_the_latest_waiting_edit_of_a_key_that_fills_the_queue_leaves_to_a
             assert caught.value.retry_after >= 1.0
             for owner in ("heavy", "light"):
                 with pytest.raises(OverloadedError, match="queue is full"):
-                    async with engine.edit("too many", make_input(owner=owner, n=2)):
+                    async with engine.edit("too many", make_input(owner=owner, n=2), CHOICE):
                         pass
             assert tracking.end_aborted() == []
     assert 'reason="displaced"} 1.0' in engine.metrics.exposition().decode()
@@ -428,7 +443,7 @@ async def test_an_edit_that_is_displaced_while_it_is_prepared_ends_at_once(track
     gate.clear()
 
     async def submit(owner: str, n: int) -> None:
-        async with engine.edit(owner, make_input(n=n, owner=owner)):
+        async with engine.edit(owner, make_input(n=n, owner=owner), CHOICE):
             pass
 
     heavy = [asyncio.create_task(submit("heavy", 2)) for _ in range(2)]
@@ -446,13 +461,13 @@ async def test_an_edit_that_is_displaced_while_it_is_prepared_ends_at_once(track
 async def test_an_edit_that_a_worker_has_begun_stays_whoever_comes(tracking: Server) -> None:
     engine = tracking.engine
     async with (
-        engine.edit("heavy", make_input(n=2, owner="heavy")),
-        engine.edit("late", make_input(n=2, owner="heavy")),
+        engine.edit("heavy", make_input(n=2, owner="heavy"), CHOICE),
+        engine.edit("late", make_input(n=2, owner="heavy"), CHOICE),
     ):
         for request_id in ("heavy-0", "late-0"):
             tracking.router._placements[request_id].has_begun = True
         with pytest.raises(OverloadedError, match="queue is full"):
-            async with engine.edit("light", make_input(owner="light")):
+            async with engine.edit("light", make_input(owner="light"), CHOICE):
                 pass
         with pytest.raises(OverloadedError, match="queue is full"):
             engine.check_upload("light", [])
@@ -460,7 +475,10 @@ async def test_an_edit_that_a_worker_has_begun_stays_whoever_comes(tracking: Ser
 
 async def test_a_full_queue_reads_a_body_of_a_key_that_holds_fewer_places(tracking: Server) -> None:
     engine = tracking.engine
-    async with engine.edit("a", make_input(n=2, owner="heavy")), engine.edit("b", make_input(n=2, owner="heavy")):
+    async with (
+        engine.edit("a", make_input(n=2, owner="heavy"), CHOICE),
+        engine.edit("b", make_input(n=2, owner="heavy"), CHOICE),
+    ):
         engine.check_upload("light", [])
         with pytest.raises(OverloadedError, match="queue is full"):
             engine.check_upload("heavy", [])
@@ -484,7 +502,7 @@ async def outcomes(tasks: list[asyncio.Task[str]]) -> list[str]:
 async def test_slow_bodies_of_one_key_do_not_keep_anothers_out(tracking: Server) -> None:
     engine, is_sent = tracking.engine, asyncio.Event()
     slots = UploadSlots(engine.check_upload, engine.metrics)
-    async with engine.edit("begun", make_input(owner="heavy")):
+    async with engine.edit("begun", make_input(owner="heavy"), CHOICE):
         tracking.router._placements["begun-0"].has_begun = True
         heavy = [asyncio.create_task(read(slots, "heavy", is_sent)) for _ in range(4)]
         await asyncio.sleep(0)
@@ -540,7 +558,7 @@ async def test_image_work_of_its_own_key_that_cannot_be_done_in_time_is_refused_
 
 
 async def test_image_work_that_is_done_or_dropped_or_waits_for_its_client_delays_no_other(server: Server) -> None:
-    backlog = server.admission.image_backlog
+    backlog = server.admission._image_backlog
     read, unread, left = [await server.begin(n=2, name=name) for name in ("read", "unread", "left")]
     assert backlog.seconds == 6 * COMPOSE_SECONDS
     await finish_all(server)
@@ -555,8 +573,8 @@ async def test_image_work_that_is_done_or_dropped_or_waits_for_its_client_delays
 async def test_two_passes_have_memory_and_a_least_work_of_their_own(server: Server) -> None:
     def session_of(**fields: object) -> EditSession:
         sampling = SamplingParams(num_inference_steps=5, **fields)  # type: ignore[arg-type]
-        edit = EditInput(prompt="a cat", sampling=sampling, model="m")
-        return EditSession(server.services, server.results, "edit", edit, ModelChoice(MODEL))
+        edit = EditInput(prompt="a cat", sampling=sampling)
+        return EditSession(server.services, server.results, "edit", edit, CHOICE)
 
     one, two = session_of(hires_strength=0.6)._preparation, session_of(hires_scale=2.0, hires_strength=0.6)._preparation
     assert (one.smallest_shape.num_steps, one.smallest_shape.first_steps) == (5, 0)

@@ -44,13 +44,13 @@ async def test_forms_and_json_bodies_choose_an_adapter(client: httpx.AsyncClient
     ):
         assert response.status_code == 200, response.text
         assert response.json()["stencil"]["ignored"] == []
-        assert (engine.last.model, engine.last.loras) == (MODEL.name, (Lora("shirt"),))
+        assert (engine.choice.model.name, engine.choice.loras) == (MODEL.name, (Lora("shirt"),))
 
 
 async def test_no_adapter_is_the_model_itself(client: httpx.AsyncClient, engine: FakeEngine) -> None:
     for response in (await post_edit(client, lora=""), await edit_json(client, lora=None), await generate(client)):
         assert response.status_code == 200, response.text
-        assert (engine.last.model, engine.last.loras) == (MODEL.name, ())
+        assert (engine.choice.model.name, engine.choice.loras) == (MODEL.name, ())
 
 
 async def test_an_unknown_adapter_is_refused_with_those_there_are(client: httpx.AsyncClient) -> None:
@@ -74,14 +74,14 @@ async def test_several_adapters_have_a_scale_each(client: httpx.AsyncClient, eng
         await post_edit(client, lora=json.dumps(both)),
     ):
         assert response.status_code == 200, response.text
-        assert engine.last.loras == (Lora("shirt", 0.8), Lora("hat"))
+        assert engine.choice.loras == (Lora("shirt", 0.8), Lora("hat"))
     for response in (
         await edit_json(client, lora={"name": "hat", "scale": -2}),
         await post_edit(client, lora='{"scale": -2, "name": "hat"}'),
         await edit_json(client, model="hat", lora=[{"name": "hat", "scale": -2}]),
     ):
         assert response.status_code == 200, response.text
-        assert engine.last.loras == (Lora("hat", -2.0),)
+        assert engine.choice.loras == (Lora("hat", -2.0),)
     template = await client.post("/v1/templates", files=[("lora", (None, json.dumps(both))), IMAGE])
     assert template.status_code == 200, template.text
     assert engine.primed_for == (Patch("hat's"), Patch("shirt's", 0.8))

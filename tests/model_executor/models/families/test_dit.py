@@ -19,7 +19,7 @@ from core.config import AdapterConfig, ModelConfig
 from core.errors import ConfigError, InvalidRequestError
 from core.ipc.shared_array import Arena
 from model_executor.checkpoint.describe import describe
-from model_executor.checkpoint.loader import Checkpoint
+from model_executor.checkpoint.loader import ModelCheckpoint
 from model_executor.models.registry import make_family
 from model_executor.models.transformer.dit_transformer import DiTTransformer
 from model_executor.worker.loading.resident import ResidentModels
@@ -159,13 +159,13 @@ def test_other_transformers_are_refused(tmp_path: Path, changed: dict[str, Any],
     file = path / "transformer" / "config.json"
     file.write_text(json.dumps(json.loads(file.read_text()) | changed))
     with pytest.raises(ConfigError, match=reason):
-        make_family(Checkpoint.open(ModelConfig(model=str(path))))
+        make_family(ModelCheckpoint.open(ModelConfig(model=str(path))))
 
 
 def test_a_scheduler_whose_noise_the_pipeline_does_not_scale_is_refused(tmp_path: Path) -> None:
     path = make_dit(tmp_path / "dit", scheduler_class=EulerDiscreteScheduler, scheduler={})
     with pytest.raises(ConfigError, match="EulerDiscreteScheduler"):
-        make_family(Checkpoint.open(ModelConfig(model=str(path))))
+        make_family(ModelCheckpoint.open(ModelConfig(model=str(path))))
 
 
 def test_names_that_are_no_names_are_refused(tmp_path: Path) -> None:
@@ -173,7 +173,7 @@ def test_names_that_are_no_names_are_refused(tmp_path: Path) -> None:
     index = json.loads((path / "model_index.json").read_text())
     (path / "model_index.json").write_text(json.dumps(index | {"id2label": {"seven": "a hat"}}))
     with pytest.raises(ConfigError, match="makes no DiTPipeline"):
-        make_family(Checkpoint.open(ModelConfig(model=str(path))))
+        make_family(ModelCheckpoint.open(ModelConfig(model=str(path))))
 
 
 def test_dit_s_2_has_its_published_size() -> None:

@@ -13,6 +13,7 @@ from edits import Edit, picture
 from pipeline_rig import PROMPT, Rig, assert_same
 
 from core.ipc.shared_array import Arena
+from model_executor.models.base import ImageInputs
 from tools.random_checkpoints import make_flux_fill
 
 
@@ -168,7 +169,8 @@ def test_priming_condition_is_that_of_an_image_with_nothing_masked(rig: Rig) -> 
     template, empty = templates()
     clean = rig.family.encode_template(template)
     _, condition = rig.family.prime_inputs(clean, torch.zeros_like(clean), torch.tensor(0.25))
-    sampled = rig.family.encode_image(template, empty, seed=0, num_inference_steps=1, num_denoising_steps=1).condition
+    inputs = ImageInputs(template=template, mask=empty, seed=0, num_inference_steps=1, num_denoising_steps=1)
+    sampled = rig.family.encode_image(inputs).condition
     assert torch.equal(condition[:, :64], clean)
     assert torch.equal(condition[:, 64:], sampled[:, 64:])
 

@@ -5,6 +5,7 @@ between them; float32.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -27,7 +28,9 @@ from hires_rig import HiresEdit
 from pipeline_rig import Rig, assert_same
 
 from core.ipc.shared_array import Arena
-from model_executor.models.families.vae_family import VaeFamily, pack, unpack
+from model_executor.models.base import ImageInputs
+from model_executor.models.families.vae_family import VaeFamily
+from model_executor.models.latents import pack, unpack
 from tools.random_checkpoints import make_flux, make_flux_fill, make_qwen
 from tools.random_unet_checkpoints import make_sd, make_sdxl
 
@@ -87,10 +90,8 @@ def test_given_latents_change_where_sampling_starts_and_nothing_else(rig: Rig) -
     template, mask = torch.from_numpy(picture(1, (128, 64))), torch.from_numpy(box_mask((128, 64)))
     start = torch.randn(rig.family.encode_template(template).shape, generator=torch.Generator().manual_seed(5))
     for steps, is_changed in ((3, True), (5, False)):  # at full strength sampling starts from noise alone
-        begin = partial(
-            rig.family.encode_image, template, mask, seed=7, num_inference_steps=5, num_denoising_steps=steps
-        )
-        plain, given = begin(), begin(start=start)
+        inputs = ImageInputs(template=template, mask=mask, seed=7, num_inference_steps=5, num_denoising_steps=steps)
+        plain, given = (rig.family.encode_image(each) for each in (inputs, replace(inputs, start=start)))
         assert torch.equal(given.latents, plain.latents) != is_changed
         for name in ("condition", "outside", "sigmas"):
             assert torch.equal(getattr(given, name), getattr(plain, name))

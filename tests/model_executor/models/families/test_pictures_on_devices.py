@@ -15,6 +15,7 @@ from torch.utils._pytree import tree_leaves
 
 from benchmarks.compare.checkpoints import MAKERS
 from core.config import ModelConfig
+from model_executor.models.base import ImageInputs
 from model_executor.models.families import vae_family
 from model_executor.models.families.vae_family import VaeFamily, to_image, to_pixels
 from model_executor.models.vae.last_posterior import PictureKey
@@ -84,7 +85,7 @@ class Encoder:
 
 
 def encoded(of: VaeFamily, template: Tensor, **options: Any) -> tuple[Tensor, ...]:
-    image = of.encode_image(template, mask(), **EDIT, **options)
+    image = of.encode_image(ImageInputs(template=template, mask=mask(), **EDIT, **options))
     return image.latents, image.condition, image.outside
 
 
@@ -176,15 +177,16 @@ def test_families_mix_no_devices(name: str, tmp_path: Path, monkeypatch: pytest.
         for (template, inside), num_steps in product((host, there), (3, 4)):
             salt = None if template.is_meta else ""  # without values, none are compared
             for start in (None, clean):
-                image = ours.encode_image(
-                    template,
-                    inside,
+                inputs = ImageInputs(
+                    template=template,
+                    mask=inside,
                     seed=5,
                     num_inference_steps=4,
                     num_denoising_steps=num_steps,
                     start=start,
                     cache_salt=salt,
                 )
+                image = ours.encode_image(inputs)
                 made = image.latents, image.condition, image.outside
                 assert {x.device for x in (*made, image.sigmas, clean)} == {GPU}
                 assert {len(x) for x in (*made, clean)} == {rows * columns}

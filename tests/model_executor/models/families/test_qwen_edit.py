@@ -24,7 +24,7 @@ from core.errors import ConfigError
 from core.ipc.shared_array import Arena
 from core.vision_tokens import VisionTokens
 from model_executor.checkpoint.describe import describe
-from model_executor.checkpoint.loader import Checkpoint
+from model_executor.checkpoint.loader import ModelCheckpoint
 from model_executor.models.base import EncodedText
 from model_executor.models.registry import make_family
 from model_executor.worker.stores.prompt_cache import PromptCache
@@ -199,10 +199,10 @@ def test_the_templates_own_tokens_are_cached_too(tmp_path: Path) -> None:
 def test_denoisers_of_other_pipelines_are_refused(tmp_path: Path, option: str) -> None:
     path = make_qwen_edit(tmp_path / "other", **{option: True})
     with pytest.raises(ConfigError, match=f"a denoiser with {option} is not supported"):
-        make_family(Checkpoint.open(ModelConfig(model=str(path))))
+        make_family(ModelCheckpoint.open(ModelConfig(model=str(path))))
 
 
 def test_scheduler_that_takes_no_noise_levels_is_refused(tmp_path: Path) -> None:
     path = make_qwen_edit(tmp_path / "heun", scheduler={}, scheduler_class=FlowMatchHeunDiscreteScheduler)
     with pytest.raises(ConfigError, match="which FlowMatchHeunDiscreteScheduler does not take"):
-        make_family(Checkpoint.open(ModelConfig(model=str(path))))
+        make_family(ModelCheckpoint.open(ModelConfig(model=str(path))))

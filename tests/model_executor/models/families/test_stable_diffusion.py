@@ -26,8 +26,8 @@ from core.config import ModelConfig
 from core.errors import ConfigError
 from core.ipc.shared_array import Arena
 from model_executor.checkpoint.describe import describe
-from model_executor.checkpoint.loader import Checkpoint
-from model_executor.models.base import Row
+from model_executor.checkpoint.loader import ModelCheckpoint
+from model_executor.models.base import ImageInputs, Row
 from model_executor.models.registry import make_family
 from model_executor.worker.loading.resident import ResidentModels, edit_once
 from tools.random_unet_checkpoints import make_sd, make_sdxl
@@ -207,7 +207,7 @@ def test_configurations_that_would_differ_from_the_pipeline_are_refused(
 ) -> None:
     path = make(tmp_path / "other", **options)
     with pytest.raises(ConfigError, match=reason):
-        make_family(Checkpoint.open(ModelConfig(model=str(path))))
+        make_family(ModelCheckpoint.open(ModelConfig(model=str(path))))
 
 
 @pytest.mark.parametrize("entry", [{"requires_aesthetics_score": True}, {"text_encoder": [None, None]}])
@@ -216,7 +216,7 @@ def test_refiners_are_refused(tmp_path: Path, entry: dict[str, Any]) -> None:
     index = json.loads((path / "model_index.json").read_text())
     (path / "model_index.json").write_text(json.dumps(index | entry))
     with pytest.raises(ConfigError, match="a refiner is not supported"):
-        make_family(Checkpoint.open(ModelConfig(model=str(path))))
+        make_family(ModelCheckpoint.open(ModelConfig(model=str(path))))
 
 
 SHAPES = [(0, (2, 3), 12), (1, (3, 2), 12), (2, (2, 3), 12), (3, (2, 3), 8)]
@@ -228,9 +228,10 @@ def make_row(rig: Rig, seed: int, grid: tuple[int, int], text_tokens: int) -> Ro
     picture = torch.zeros(32 * grid[0], 32 * grid[1], 3, dtype=torch.uint8)
     text = rig.family.encode_text("a hat" * seed, text_tokens)
     with torch.inference_mode():
-        image = rig.family.encode_image(
-            picture, picture[..., 0], seed=seed, num_inference_steps=4, num_denoising_steps=4
+        inputs = ImageInputs(
+            template=picture, mask=picture[..., 0], seed=seed, num_inference_steps=4, num_denoising_steps=4
         )
+        image = rig.family.encode_image(inputs)
     return Row(
         latents=torch.randn(image.latents.shape, generator=generator),
         condition=image.condition,

@@ -19,8 +19,8 @@ from model_executor.checkpoint.quantization import for_device
 from model_executor.kernels.linear import plain_linear
 from model_executor.kernels.low_rank import LowRank
 from model_executor.kernels.operators import Operators
-from model_executor.models.base import PrimeRow, Row
-from model_executor.models.families.vae_family import pack, unpack
+from model_executor.models.base import ModulationInputs, PrimeRow, Row
+from model_executor.models.latents import pack, unpack
 from model_executor.models.transformer.denoiser import Denoiser
 from model_executor.models.transformer.dit_transformer import DiTTransformer
 from model_executor.models.transformer.flux_transformer import FluxTransformer
@@ -303,7 +303,7 @@ def test_bits_do_not_depend_on_the_patches_of_others(denoiser: Denoiser, adapted
 def tabled(denoiser: Denoiser, row: Row) -> Row:
     """The row with its modulation computed before."""
     of_row = row.pooled_prompt_embeds, row.guidance_scale, row.sigma[None], 1, row.patches
-    return replace(row, modulation=denoiser.modulation(*of_row))
+    return replace(row, modulation=denoiser.modulation(ModulationInputs(*of_row)))
 
 
 @torch.inference_mode()
@@ -355,8 +355,8 @@ def test_the_tables_of_all_rows_of_a_request_share_one_limit(
     denoiser: Denoiser, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     row, sigmas = make_row(denoiser, 0), torch.linspace(1, 0.1, 4)
-    table = denoiser.modulation(row.pooled_prompt_embeds, row.guidance_scale, sigmas, 1)
+    table = denoiser.modulation(ModulationInputs(row.pooled_prompt_embeds, row.guidance_scale, sigmas, 1))
     assert table is not None
     monkeypatch.setattr("model_executor.models.transformer.denoiser.MODULATION_BYTES", table.nbytes)
-    assert denoiser.modulation(row.pooled_prompt_embeds, row.guidance_scale, sigmas, 1) is not None
-    assert denoiser.modulation(row.pooled_prompt_embeds, row.guidance_scale, sigmas, 2) is None
+    assert denoiser.modulation(ModulationInputs(row.pooled_prompt_embeds, row.guidance_scale, sigmas, 1)) is not None
+    assert denoiser.modulation(ModulationInputs(row.pooled_prompt_embeds, row.guidance_scale, sigmas, 2)) is None

@@ -23,7 +23,7 @@ from model_executor.kernels.gpu_pages import page_table
 from model_executor.kernels.held import holding
 from model_executor.models.base import Row
 from model_executor.models.transformer.denoiser import Denoiser
-from model_executor.page_cache.pages import Entry, Pages, PageTable
+from model_executor.page_cache.pages import PageEntry, Pages, PageTable
 
 pytest.importorskip("triton")  # interpreted: see conftest.py
 
@@ -65,7 +65,7 @@ def edit(denoiser: Denoiser, seed: int, active: Tensor = ACTIVE, dtype: PageDtyp
     entries = [torch.zeros(layout.entry_bytes(len(row.latents)), dtype=torch.uint8) for _ in range(2)]
     for entry, block in product(entries, range(layout.num_blocks)):
         keys_values = torch.randn(2, layout.num_heads, number, layout.head_dim)
-        Entry(entry, layout, len(row.latents)).write(block, keys_values)
+        PageEntry(entry, layout, len(row.latents)).write(block, keys_values)
     return replace(row, active=active, pages=Pages(layout, len(row.latents), *entries, 0.3), **options)
 
 

@@ -27,7 +27,7 @@ from model_executor.models.base import PrimeRow, Row
 from model_executor.models.boxes import Box, Size, Window, around, grown, share
 from model_executor.models.unet.unet import Unet
 from model_executor.models.unet.unet_sources import GROWTH, WORTH
-from model_executor.page_cache.pages import Entry, Pages
+from model_executor.page_cache.pages import PageEntry, Pages
 from model_executor.patches.adapters import Adapter
 from tools.random_unet_checkpoints import sd_unet, sdxl_unet
 
@@ -391,7 +391,7 @@ def test_moments_of_each_token_are_kept_beside_pages_of_any_dtype(
 ) -> None:
     template = make_row(unet, 0)
     entry, reference = primed(unet, template, dtype), Reference(unet, template)
-    kept = Entry(entry, unet.page_layout(dtype), len(template.latents)).moments
+    kept = PageEntry(entry, unet.page_layout(dtype), len(template.latents)).moments
     expected = [token_moments(x, reference._side(x)) for x in reference.inner if reference._side(x)]
     written = kept[kept.flatten(1).any(1)]  # the first page of each residual block
     torch.testing.assert_close(written.float(), torch.stack(expected), rtol=tolerance, atol=tolerance)
@@ -409,7 +409,7 @@ def token_moments(x: Tensor, side: int) -> Tensor:
 def test_moments_between_keyframes_are_interpolated(unet: Unet) -> None:
     entries = [primed(unet, replace(make_row(unet, 0), sigma=torch.tensor(sigma))) for sigma in (0.6, 0.4)]
     layout, tokens = unet.page_layout("float32"), GRID[0] * GRID[1]
-    near, far = (Entry(entry, layout, tokens).moments[0] for entry in entries)
+    near, far = (PageEntry(entry, layout, tokens).moments[0] for entry in entries)
     assert not torch.equal(near, far)
     for weight in (0.0, 0.25, 1.0):
         read = Pages(layout, tokens, *entries, weight).open().moments(0)
@@ -458,7 +458,7 @@ def test_a_moment_beyond_float16_stays_a_number() -> None:
     """With weight zero, as for a token in the box, infinity would become NaN."""
     unet = make_unet("sd")
     layout = unet.page_layout("int8")
-    entry = Entry(torch.zeros(layout.entry_bytes(4), dtype=torch.uint8), layout, 4)
+    entry = PageEntry(torch.zeros(layout.entry_bytes(4), dtype=torch.uint8), layout, 4)
     moments = torch.full((layout.num_moments, 4), 1e6)
     entry.write(0, torch.zeros(2, layout.num_heads, 4, layout.head_dim), moments)
     assert torch.isfinite(entry.moments[0]).all()

@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from core.config import EMBEDDED_MODEL, KernelChoice, ModelConfig
 from model_executor.kernels import operators
 from model_executor.kernels.cpu_kernels import best_kernels
+from model_executor.models.base import ImageInputs
 from model_executor.models.families import vae_family
 from model_executor.models.families.vae_family import VaeFamily
 from model_executor.models.vae.vae import copied_in_bfloat16
@@ -21,7 +22,7 @@ from model_executor.models.vae.vae_norms import moments, tile_moments, weighted_
 from model_executor.models.vae.vae_resnets import fuse
 from model_executor.worker.loading.resident import ResidentModels
 
-EXAMPLE = Path(__file__).parents[3] / "examples" / "person.png"
+EXAMPLE = Path(__file__).parents[4] / "examples" / "person.png"
 SIDE = 256
 
 
@@ -47,7 +48,10 @@ def encode(of: VaeFamily, *, is_exact: bool) -> tuple[Tensor, Tensor]:
     """Noise and condition of an edit with a mask in the middle."""
     mask = torch.zeros(SIDE, SIDE, dtype=torch.uint8)
     mask[96:160, 96:160] = 1
-    image = of.encode_image(example(), mask, seed=5, num_inference_steps=4, num_denoising_steps=4, is_exact=is_exact)
+    inputs = ImageInputs(
+        template=example(), mask=mask, seed=5, num_inference_steps=4, num_denoising_steps=4, is_exact=is_exact
+    )
+    image = of.encode_image(inputs)
     return image.latents, image.condition
 
 

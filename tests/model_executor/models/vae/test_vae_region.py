@@ -23,10 +23,10 @@ from entrypoints.calibration.similarity import ssim
 from model_executor.models.base import Family
 from model_executor.models.boxes import times
 from model_executor.models.families.vae_family import to_pixels
-from model_executor.models.vae.vae_region import CELLS_PER_TOKEN, WORTH, Region, RegionDecoder
+from model_executor.models.vae.vae_region import CELLS_PER_TOKEN, WORTH, RegionDecoder, VaeRegion
 from model_executor.worker.loading.resident import ResidentModels
 
-ROOT = Path(__file__).parents[3]
+ROOT = Path(__file__).parents[4]
 EXAMPLE = ROOT / "examples" / "person.png"
 GRID = (16, 16)
 
@@ -158,7 +158,7 @@ def test_cut_and_trim_select_the_same_pixels(
 ) -> None:
     """With a map of its own coordinates, enlarged as in the last two up blocks."""
     box, grid = boxed
-    region = Region.around(box, grid, halo)
+    region = VaeRegion.around(box, grid, halo)
     if not region.outside.any():
         return
     rows, columns = (CELLS_PER_TOKEN * side for side in grid)
@@ -174,7 +174,7 @@ def test_a_crop_has_a_halo_and_its_shape_depends_on_the_box_alone(
     boxed: tuple[tuple[int, int, int, int], tuple[int, int]], halo: int
 ) -> None:
     box, grid = boxed
-    region = Region.around(box, grid, halo)
+    region = VaeRegion.around(box, grid, halo)
     for axis, size in ((0, CELLS_PER_TOKEN * grid[1]), (1, CELLS_PER_TOKEN * grid[0])):
         (start, stop), (first, last) = region.inside[axis::2], region.crop[axis::2]
         assert max(start - halo, 0) >= first >= 0
@@ -185,7 +185,7 @@ def test_a_crop_has_a_halo_and_its_shape_depends_on_the_box_alone(
 @given(boxes())
 def test_a_regions_predicted_cost_is_right(boxed: tuple[tuple[int, int, int, int], tuple[int, int]]) -> None:
     box, grid = boxed
-    region = Region.around(box, grid, 2)
+    region = VaeRegion.around(box, grid, 2)
     if not region.outside.any():
         return
     whole = torch.zeros(1, 1, CELLS_PER_TOKEN * grid[0], CELLS_PER_TOKEN * grid[1])
@@ -196,7 +196,7 @@ def test_a_regions_predicted_cost_is_right(boxed: tuple[tuple[int, int, int, int
 def test_moments_weigh_every_cell_once(boxed: tuple[tuple[int, int, int, int], tuple[int, int]]) -> None:
     """A map of one value inside the crop and another outside has exactly known moments."""
     box, grid = boxed
-    region = Region.around(box, grid, 2)
+    region = VaeRegion.around(box, grid, 2)
     if not region.outside.any():
         return
     whole = torch.full((1, 4, CELLS_PER_TOKEN * grid[0], CELLS_PER_TOKEN * grid[1]), 3.0)
@@ -211,7 +211,7 @@ def test_moments_weigh_every_cell_once(boxed: tuple[tuple[int, int, int, int], t
 def test_weights_correct_the_bias_of_the_mosaic() -> None:
     """For maps with a gradient, the weighted mean is closer than the plain mean of the mosaic."""
     generator = torch.Generator().manual_seed(0)
-    region = Region.around((1, 1, 5, 4), GRID, 2)
+    region = VaeRegion.around((1, 1, 5, 4), GRID, 2)
     slope = torch.linspace(-1, 1, 64)
     worse = []
     for _ in range(20):

@@ -14,7 +14,7 @@ from core.config import ModelConfig
 from core.errors import ConfigError
 from core.handles import ModelKey
 from model_executor.checkpoint import file_hashes
-from model_executor.checkpoint.loader import Checkpoint
+from model_executor.checkpoint.loader import ModelCheckpoint
 from model_executor.models.registry import make_family
 from model_executor.worker.loading.component_keys import Opened, component_keys, prompt_twins
 from tools.random_checkpoints import make_flux, make_flux_fill, make_sd3
@@ -56,7 +56,7 @@ def opened(**paths: Path | ModelConfig) -> dict[str, Opened]:
         name: ModelConfig(model=str(path), dtype="float32", device="cpu") if isinstance(path, Path) else path
         for name, path in paths.items()
     }
-    checkpoints = {name: Checkpoint.open(config) for name, config in configs.items()}
+    checkpoints = {name: ModelCheckpoint.open(config) for name, config in configs.items()}
     return {name: Opened(checkpoint, make_family(checkpoint)) for name, checkpoint in checkpoints.items()}
 
 

@@ -26,7 +26,7 @@ from core.model_info import ModelInfo
 from core.sampling_params import MAX_INFERENCE_STEPS, SamplingParams
 from model_executor.graphs.step_graphs import MAX_GRAPHS, StepGraphs
 from model_executor.kernels.gpu_operators import gpu_operators
-from model_executor.models.base import Family
+from model_executor.models.base import Family, ModulationInputs
 from model_executor.worker.loading.resident import ResidentModels
 from model_executor.worker.probes.cost_probe import Batches
 from model_executor.worker.probes.memory_probe import (
@@ -177,7 +177,7 @@ def test_modulation_tables_count_up_to_their_limit(
     of_most = Batches(family, info).kept_bytes()
     assert Batches(family, msgspec.structs.replace(info, default_num_inference_steps=2)).kept_bytes() == of_most
     text = family.encode_nothing(info.max_text_tokens, torch.zeros(64, 64, 3, dtype=torch.uint8))
-    of_step = family.modulation(text.pooled_prompt_embeds, 1.0, torch.ones(1), 1)
+    of_step = family.modulation(ModulationInputs(text.pooled_prompt_embeds, 1.0, torch.ones(1), 1))
     assert of_step is not None
     monkeypatch.setattr("model_executor.models.transformer.denoiser.MODULATION_BYTES", 10 * of_step.nbytes)
     rows = Batches(family, info).most_rows

@@ -7,76 +7,78 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from core.scheduling.policies.buddies import Buddies
-from core.scheduling.policies.elastic.rank_plan import Want, degrees, moves, plan, waiting
+from core.scheduling.policies.elastic.rank_plan import Contender, better_to_wait, degrees, moves, plan
 
 SPEEDS = {1: 1.0, 2: 1.9, 4: 3.5, 8: 5.0}
 
 
-def want(name: str, steps: int = 10, first: int = 1, held: tuple[int, ...] = (), *, is_running: bool = False) -> Want:
+def contender(
+    name: str, steps: int = 10, first: int = 1, held: tuple[int, ...] = (), *, is_running: bool = False
+) -> Contender:
     seconds = {degree: 1.0 / speed for degree, speed in SPEEDS.items()}
-    return Want(name, steps, seconds, 1.0, first, held, is_running)
+    return Contender(name, steps, seconds, 1.0, first, held, is_running)
 
 
-def ending(name: str, rank: int) -> Want:
-    return Want(name, 0, {1: 1.0}, 0.0, 1, (rank,), is_running=True, is_ending=True)
+def ending(name: str, rank: int) -> Contender:
+    return Contender(name, 0, {1: 1.0}, 0.0, 1, (rank,), is_running=True, is_ending=True)
 
 
 @st.composite
-def states(draw: st.DrawFn) -> tuple[list[Want], list[int]]:
+def states(draw: st.DrawFn) -> tuple[list[Contender], list[int]]:
     """Requests of which some hold sets of ranks, and the ranks that may be used."""
     num_ranks = draw(st.integers(1, 16))
-    buddies, wants = Buddies(range(num_ranks)), list[Want]()
+    buddies, contenders = Buddies(range(num_ranks)), list[Contender]()
     for index in range(draw(st.integers(0, 20))):
         held = buddies.take(draw(st.sampled_from([1, 2, 4]))) if draw(st.booleans()) else None
         is_running = held is not None and draw(st.booleans())
         if is_running and held is not None and len(held) == 1 and draw(st.booleans()):
-            wants.append(ending(str(index), held[0]))
+            contenders.append(ending(str(index), held[0]))
             continue
         steps, first = draw(st.integers(0, 30)), draw(st.sampled_from([1, 2, 4]))
-        wants.append(want(str(index), steps, first if steps else 1, held or (), is_running=is_running))
+        contenders.append(contender(str(index), steps, first if steps else 1, held or (), is_running=is_running))
     usable = draw(st.sets(st.sampled_from(range(num_ranks)), min_size=1))
-    return wants, sorted(usable)
+    return contenders, sorted(usable)
 
 
 @given(states())
-def test_plans_are_disjoint_sets_of_buddies_for_the_first_requests(state: tuple[list[Want], list[int]]) -> None:
-    wants, ranks = state
-    places = plan(wants, ranks)
+def test_plans_are_disjoint_sets_of_buddies_for_the_first_requests(state: tuple[list[Contender], list[int]]) -> None:
+    contenders, ranks = state
+    places = plan(contenders, ranks)
     used = [rank for place in places.values() for rank in place]
     assert len(used) == len(set(used))
     assert set(used) <= set(ranks)
     for place in places.values():
         assert place in list(Buddies(ranks).sets(len(place)))
-    assert all(places[each.name] == each.held for each in wants if each.is_ending and each.held[0] in ranks)
-    others = [each.name for each in wants if not each.is_ending]
+    assert all(places[each.name] == each.held for each in contenders if each.is_ending and each.held[0] in ranks)
+    others = [each.name for each in contenders if not each.is_ending]
     placed = [name for name in others if name in places]
     assert placed == others[: len(placed)], "nobody is passed over"
     assert placed == others or len(used) == len(ranks), "no rank is idle while a request waits for one"
 
 
 @given(states())
-def test_moves_leave_alone_what_runs(state: tuple[list[Want], list[int]]) -> None:
-    wants, ranks = state
-    now = moves(wants, plan(wants, ranks), ranks)
-    running = {rank for each in wants if each.is_running for rank in each.held}
+def test_moves_leave_alone_what_runs(state: tuple[list[Contender], list[int]]) -> None:
+    contenders, ranks = state
+    now = moves(contenders, plan(contenders, ranks), ranks)
+    running = {rank for each in contenders if each.is_running for rank in each.held}
     used = [rank for place in now.values() for rank in place]
     assert len(used) == len(set(used))
     assert set(used) <= set(ranks) - running
-    assert not {each.name for each in wants if each.is_running} & set(now)
+    assert not {each.name for each in contenders if each.is_running} & set(now)
 
 
 @given(states(), st.lists(st.one_of(st.none(), st.floats(-1.0, 1.0)), min_size=16, max_size=16))
 def test_a_request_waits_for_ranks_that_its_buddies_leave_alone(
-    state: tuple[list[Want], list[int]], left: list[float | None]
+    state: tuple[list[Contender], list[int]], left: list[float | None]
 ) -> None:
     """And none while an earlier one has no ranks at all, which will get those."""
-    wants, ranks = state
-    places = plan(wants, ranks)
-    now = moves(wants, places, ranks)
-    names = waiting(wants, places, now, left.__getitem__)
+    contenders, ranks = state
+    places = plan(contenders, ranks)
+    now = moves(contenders, places, ranks)
+    names = better_to_wait(contenders, places, now, left.__getitem__)
     assert names <= set(now)
-    running = {rank: each for each in wants if each.is_running for rank in each.held}
-    for index, each in enumerate(wants):
+    running = {rank: each for each in contenders if each.is_running for rank in each.held}
+    for index, each in enumerate(contenders):
         if each.name not in names:
             continue
         taken = now[each.name]
@@ -84,26 +86,26 @@ def test_a_request_waits_for_ranks_that_its_buddies_leave_alone(
         assert buddies <= running.keys()
         assert all(left[rank] is not None for rank in buddies)
         assert each.first >= 2 * len(taken)
-        assert all(other.is_running or other.name in now for other in wants[:index])
+        assert all(other.is_running or other.name in now for other in contenders[:index])
 
 
 def test_ranks_that_nobody_wants_go_to_those_that_save_most() -> None:
-    assert degrees([want("long", 30), want("short", 3)], 3) == [2, 1]
-    assert degrees([want("alone", 30)], 8) == [8]
-    assert degrees([want(str(index)) for index in range(9)], 8) == [1] * 8
-    assert degrees([want("a", first=2), want("b", first=2), want("c")], 4) == [2, 2]
+    assert degrees([contender("long", 30), contender("short", 3)], 3) == [2, 1]
+    assert degrees([contender("alone", 30)], 8) == [8]
+    assert degrees([contender(str(index)) for index in range(9)], 8) == [1] * 8
+    assert degrees([contender("a", first=2), contender("b", first=2), contender("c")], 4) == [2, 2]
 
 
 def test_a_request_stays_where_its_state_is_and_shrinks_to_its_first_ranks() -> None:
-    held = want("a", held=(4, 5, 6, 7))
+    held = contender("a", held=(4, 5, 6, 7))
     assert plan([held], range(8)) == {"a": tuple(range(8))}
-    others = [want(str(index)) for index in range(7)]
+    others = [contender(str(index)) for index in range(7)]
     assert plan([held, *others], range(8))["a"] == (4,)
-    assert plan([want("a", held=(2,)), want("b", held=(4, 5))], range(8))["b"] == (4, 5, 6, 7)
+    assert plan([contender("a", held=(2,)), contender("b", held=(4, 5))], range(8))["b"] == (4, 5, 6, 7)
 
 
 def test_a_request_waits_for_ranks_on_which_another_one_still_runs() -> None:
-    grows, leaves = want("grows", first=2, held=(0,)), want("leaves", held=(1,), is_running=True)
+    grows, leaves = contender("grows", first=2, held=(0,)), contender("leaves", held=(1,), is_running=True)
     assert moves([grows, leaves], {"grows": (0, 1)}, range(2)) == {"grows": (0,)}
     assert moves([grows], {"grows": (0, 1)}, range(2)) == {"grows": (0, 1)}
 
@@ -111,30 +113,36 @@ def test_a_request_waits_for_ranks_on_which_another_one_still_runs() -> None:
 @pytest.mark.parametrize(("left", "waits"), [(0.46, True), (0.48, False), (-0.46, True), (-0.48, False), (None, False)])
 def test_a_step_waits_for_a_second_rank_if_it_is_done_sooner_with_it(left: float | None, waits: bool) -> None:
     """A step takes 1 s on one rank, and 0.53 on two."""
-    wants = [ending("ends", 1), want("grows", first=2, held=(0,))]
-    places = plan(wants, range(2))
-    now = moves(wants, places, range(2))
+    contenders = [ending("ends", 1), contender("grows", first=2, held=(0,))]
+    places = plan(contenders, range(2))
+    now = moves(contenders, places, range(2))
     assert now == {"grows": (0,)}
-    assert waiting(wants, places, now, {1: left}.get) == ({"grows"} if waits else set())
+    assert better_to_wait(contenders, places, now, {1: left}.get) == ({"grows"} if waits else set())
 
 
 def test_no_step_waits_for_ranks_that_others_keep_or_get() -> None:
     soon = dict.fromkeys(range(4), 0.0).get
-    grows, stays = want("grows", first=2, held=(0,)), want("stays", held=(1,), is_running=True)
-    assert not waiting([grows, stays], {"grows": (0,), "stays": (1,)}, {"grows": (0,)}, soon)
-    assert waiting([grows, stays], {"grows": (0, 1), "stays": (2,)}, {"grows": (0,)}, soon) == {"grows"}
-    other, leaves = want("other"), {"stays": (2,)}
-    assert waiting([stays, grows, other], leaves, {"grows": (0,)}, soon) == {"grows"}
-    assert not waiting([stays, grows, other], leaves | {"other": (1,)}, {"grows": (0,)}, soon), "it is the other's"
-    assert not waiting([stays, other, grows], leaves, {"grows": (0,)}, soon), "the other, which has none, comes first"
-    blocks = want("blocks", held=(2,), is_running=True)
-    assert not waiting([stays, grows, blocks], leaves | {"blocks": (2,)}, {"grows": (0,)}, soon), "it may have to stay"
-    done = want("done", steps=0, first=2, held=(0,))
-    assert not waiting([stays, done], leaves, {"done": (0,)}, soon)
-    assert not waiting([want("one", first=1, held=(0,)), ending("ends", 1)], {}, {"one": (0,)}, soon)
+    grows, stays = contender("grows", first=2, held=(0,)), contender("stays", held=(1,), is_running=True)
+    assert not better_to_wait([grows, stays], {"grows": (0,), "stays": (1,)}, {"grows": (0,)}, soon)
+    assert better_to_wait([grows, stays], {"grows": (0, 1), "stays": (2,)}, {"grows": (0,)}, soon) == {"grows"}
+    other, leaves = contender("other"), {"stays": (2,)}
+    assert better_to_wait([stays, grows, other], leaves, {"grows": (0,)}, soon) == {"grows"}
+    assert not better_to_wait([stays, grows, other], leaves | {"other": (1,)}, {"grows": (0,)}, soon), (
+        "it is the other's"
+    )
+    assert not better_to_wait([stays, other, grows], leaves, {"grows": (0,)}, soon), (
+        "the other, which has none, comes first"
+    )
+    blocks = contender("blocks", held=(2,), is_running=True)
+    assert not better_to_wait([stays, grows, blocks], leaves | {"blocks": (2,)}, {"grows": (0,)}, soon), (
+        "it may have to stay"
+    )
+    done = contender("done", steps=0, first=2, held=(0,))
+    assert not better_to_wait([stays, done], leaves, {"done": (0,)}, soon)
+    assert not better_to_wait([contender("one", first=1, held=(0,)), ending("ends", 1)], {}, {"one": (0,)}, soon)
 
 
 def test_a_request_that_is_due_asks_for_the_ranks_that_it_needs() -> None:
     """Ten steps of 1 s, and 1 s besides."""
-    assert [want("a").degree_within(limit) for limit in (11.0, 10.0, 5.0, 3.0, 2.0)] == [1, 2, 4, 8, 1]
-    assert want("a", steps=0).degree_within(0.5) == 1
+    assert [contender("a").degree_within(limit) for limit in (11.0, 10.0, 5.0, 3.0, 2.0)] == [1, 2, 4, 8, 1]
+    assert contender("a", steps=0).degree_within(0.5) == 1

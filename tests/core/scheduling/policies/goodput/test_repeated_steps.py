@@ -36,9 +36,9 @@ def compared(policy: Goodput) -> Iterator[list[bool]]:
     ) -> list[Dispatch] | None:
         found = find(self, view, served, shares)
         if found is not None:
-            gone = frozenset(each.request.id for each in policy._plan.given_up)
-            now_served = [request for line in policy._plan.lines for request in line.served]
-            whole = GoodputPass(view, served=now_served, gone=gone, shares=policy._shares).run()
+            given_up = frozenset(each.request.id for each in policy._plan.given_up)
+            now_served = [request for lane in policy._plan.lanes for request in lane.served]
+            whole = GoodputPass(view, served=now_served, given_up=given_up, shares=policy._shares).run()
             assert sorted(map(_told, whole)) == sorted(map(_told, found))
         were_repeated.append(found is not None)
         return found

@@ -20,7 +20,7 @@ from core.model_info import ModelInfo
 from core.page_scheme import PageDtype, PageScheme
 from core.sampling_params import SamplingParams
 from model_executor.checkpoint.fingerprint import fingerprint
-from model_executor.checkpoint.loader import Checkpoint
+from model_executor.checkpoint.loader import ModelCheckpoint
 from model_executor.cpu import cpu_description
 from model_executor.kernels.operators import chosen_operators
 from model_executor.models.base import Family
@@ -37,7 +37,7 @@ PER_STEP = "per-step"
 
 
 def with_calibration(
-    info: ModelInfo, config: ModelConfig, checkpoint: Checkpoint, family: Family, cache_folder: Path
+    info: ModelInfo, config: ModelConfig, checkpoint: ModelCheckpoint, family: Family, cache_folder: Path
 ) -> ModelInfo:
     """The info of a model whose components are loaded, with what its calibration says. Raises ConfigError for invalid
     flags.
@@ -53,7 +53,7 @@ def with_calibration(
 
 def _page_scheme(
     config: ModelConfig,
-    checkpoint: Checkpoint,
+    checkpoint: ModelCheckpoint,
     family: Family,
     info: ModelInfo,
     checkpoint_hash: str,

@@ -20,7 +20,7 @@ from model_executor.kernels import attention
 from model_executor.kernels.attention import Attention, KeysValues
 from model_executor.kernels.ragged import Span
 from model_executor.kernels.ragged import spans as spans_of
-from model_executor.models.transformer.blocks import Edit
+from model_executor.models.transformer.blocks import EditSource
 from model_executor.page_cache.pages import Pages
 from model_executor.parallel.group import Group, shares
 
@@ -33,7 +33,7 @@ class Shard:
     one of the others, which only leading blocks compute, in this order.
     """
 
-    def __init__(self, edit: Edit, group: Group, device: torch.device) -> None:
+    def __init__(self, edit: EditSource, group: Group, device: torch.device) -> None:
         self._edit, self._me = edit, group.me
         self.num_tokens, self.text_tokens = edit.num_tokens, edit.text_tokens
         # Members' tokens come one member after the other; as keys, they would be summed up in that order.
@@ -161,7 +161,7 @@ class SequenceAttention:
         page: int,
         qkv: Tensor,
         where: Sequence[Span],
-        sources: Sequence[attention.Source],
+        sources: Sequence[attention.KeyValueSource],
         out: Tensor | None = None,
     ) -> Tensor:
         """As `Attention`. qkv: of this member's tokens, all heads; sources: shards."""
@@ -192,6 +192,6 @@ class SequenceAttention:
         parts = [torch.cat(pieces[member::degree]) for member in range(degree)]
         return self._group.exchange(parts, [(num_tokens, (stop - start) * head_dim) for start, stop in self._heads])
 
-    def _lengths(self, source: attention.Source, number: int) -> list[int]:
+    def _lengths(self, source: attention.KeyValueSource, number: int) -> list[int]:
         assert isinstance(source, Shard)
         return [text * self._with_text + image for text, image in source.lengths(number)]

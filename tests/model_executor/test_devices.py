@@ -6,7 +6,7 @@ import pytest
 
 from core.config import EngineConfig
 from core.errors import ConfigError
-from model_executor.worker.devices import pick_device, resolve_device
+from model_executor.devices import pick_device, resolve_device
 
 
 @pytest.mark.parametrize(("engines", "workers"), [(1, 1), (4, 1), (1, 3), (3, 2)])

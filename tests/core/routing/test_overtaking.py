@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from core.config import CLASS_SECONDS
 from core.costs.load_report import RequestLoad
-from core.routing.turn import staying_ahead
+from core.routing.overtaking import staying_ahead
 
 
 def load(owner: str, seconds: float = 10.0, *, priority: int = 0, is_running: bool = False) -> RequestLoad:

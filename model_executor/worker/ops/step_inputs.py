@@ -1,0 +1,214 @@
+"""StepInputs: what one request's denoising step reads. What all steps of a run use is made at its first one, and kept.
+
+Tensors that are made once are named in `KEPT`. Each is a value of the step's node, beside those that the engine knows.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from functools import partial
+
+import torch
+from torch import Tensor
+
+from core.handles import EntryRef, TensorKey
+from core.messages.worker import Item, PageSpan
+from core.page_scheme import OWN_PAGES_DTYPE
+from core.scheduling.ops.denoise import Denoise
+from model_executor.kernels.gpu_tables import upload
+from model_executor.models.base import ModulationInputs, Row, SamplingState
+from model_executor.models.boxes import Box, around
+from model_executor.page_cache.own_pages import OwnPages
+from model_executor.page_cache.pages import Pages
+from model_executor.worker.ops.context import WorkerContext, noise_id
+
+KEPT = (
+    *("active", "template"),
+    *("modulation-0", "modulation-1", "keys-values-0", "keys-values-1", "pages-0", "pages-1"),
+)
+"""What this rank keeps from the first step of a loop to its last: names in the tensor store. Those with a number belong
+to this row of a request."""
+
+
+class StepInputs:
+    """Reads one step's inputs from the tensor store. Raises MissingValueError for one that was never made, and
+    InvalidRequestError if an adapter of the request is not in use."""
+
+    def __init__(self, context: WorkerContext, model: str, item: Item) -> None:
+        assert isinstance(item.work, Denoise)
+        self._context, self._model, self._item, self._work = context, model, item, item.work
+        refs = {ref.input: ref for ref in item.inputs}
+        state = context.read_series(refs.pop("sampler"))
+        self._values = {name: context.read(ref) for name, ref in refs.items()}
+        self._family = context.family(model, item.work.patches)
+        self._last: tuple[Tensor, ...] = ()  # see `velocity`, with the latents before it
+        if item.work.own_page_step is not None and item.work.step:
+            state, self._last = state[:-2], state[-2:]
+        self.sample = SamplingState(
+            latents=self._values["latents"],
+            outside=self._values["outside"],
+            sigmas=self._values["sigmas"],
+            step=item.work.step,
+            state=state,
+            grid=self._family.grid(item.work.width, item.work.height),
+        )
+
+    @property
+    def velocity(self) -> Tensor | None:
+        """The last velocity of every token, of a request with its own pages after its first step."""
+        return self._last[1] if self._last else None
+
+    def rows(self) -> list[Row]:
+        """One row for each prompt or class."""
+        work, sample = self._work, self.sample
+        (active, box), pages = self._active(), self._pages()
+        latents, condition = self._seen(active)
+        prompts = self._prompts() if work.class_label is None else self._classes(work.class_label)
+        rows = []
+        for number, (embeds, pooled) in enumerate(prompts):
+            table = self._modulation(number, len(prompts), pooled)
+            own = self._own_pages(number, latents, table)
+            row = Row(
+                latents=latents,
+                condition=condition,
+                prompt_embeds=embeds,
+                pooled_prompt_embeds=pooled,
+                sigma=sample.sigmas[work.step],
+                guidance_scale=work.guidance_scale,
+                grid=sample.grid,
+                active=active,
+                box=box,
+                pages=own.pages if own is not None and active is not None else pages,
+                own=own,
+                full_blocks=work.full_blocks,
+                patches=work.patches,
+                modulation=_of_step(table, work.step),
+                keys_values=self._keys_values(number, embeds),
+            )
+            rows.append(row)
+        return rows
+
+    # ------------------------------------------------------------------------------------------------- the picture
+
+    @property
+    def _num_tokens(self) -> int:
+        rows, columns = self.sample.grid
+        return rows * columns
+
+    def _active(self) -> tuple[Tensor | None, Box | None]:
+        """Indices of the active tokens, int64 on the device, and the box around them, found on the host. Both take time
+        to make. (None, None) if every token is computed."""
+        ref = self._work.active
+        if ref is None:
+            return None, None
+        active, box = self._kept("active", lambda: self._upload_active(self._context.shared(ref).long()))
+        left, top, right, bottom = box.tolist()
+        return active, (left, top, right, bottom)
+
+    def _upload_active(self, tokens: Tensor) -> tuple[Tensor, Tensor]:
+        return upload(tokens, self.sample.latents.device), torch.tensor(around(tokens, self.sample.grid[1]))
+
+    def _seen(self, active: Tensor | None) -> tuple[Tensor, Tensor]:
+        """(latents, condition) as the denoiser takes them. Where it sees tokens that are not active, these are the
+        template's, noised like the template's pages."""
+        work, family = self._work, self._family
+        latents, condition = family.denoiser_input(self.sample), self._values["condition"]
+        if active is None or not (work.full_blocks or family.sees_all_latents):
+            return latents, condition
+        clean, noise = self._kept("template", self._read_template)
+        primed = family.prime_inputs(clean, noise, self.sample.sigmas[work.step])
+        mixed = [its.index_copy(0, active, own[active]) for its, own in zip(primed, (latents, condition), strict=True)]
+        return mixed[0], mixed[1]
+
+    def _read_template(self) -> tuple[Tensor, Tensor]:
+        """Clean latents of the template, and its noise. Uploading the noise waits for a GPU."""
+        work = self._work
+        assert work.template is not None
+        clean = self._context.clean_latents(self._model, work.template, self._num_tokens)
+        noise = self._family.content_noise(clean, noise_id(work.content_id, work.cache_salt))
+        return clean.clone(), noise  # what the page store has may move before the next step
+
+    # ------------------------------------------------------------------------------------------------- the prompts
+
+    def _prompts(self) -> Sequence[tuple[Tensor, Tensor]]:
+        """(prompt_embeds, pooled_prompt_embeds) of each row, as the text encoder has made them. The lengths are in host
+        memory."""
+        lengths = self._values["text_lengths"].long().tolist()
+        pooled = self._values["pooled_prompt_embeds"]
+        return list(zip(self._values["prompt_embeds"].split(lengths), pooled, strict=True))
+
+    def _classes(self, label: int) -> Sequence[tuple[Tensor, Tensor]]:
+        """As `_prompts`, of a class; with guidance a row of any class follows."""
+        labels = [label] if self._work.true_cfg_scale <= 1.0 else [label, None]
+        return [(each.prompt_embeds, each.pooled_prompt_embeds) for each in map(self._family.encode_class, labels)]
+
+    def _modulation(self, number: int, num_rows: int, pooled: Tensor) -> Tensor | None:
+        """The family's modulation table of a row; None if it keeps none."""
+        work = self._work
+        inputs = ModulationInputs(pooled, work.guidance_scale, self.sample.sigmas[:-1], num_rows, work.patches)
+        return self._kept_tensor(f"modulation-{number}", partial(self._family.modulation, inputs))
+
+    def _keys_values(self, number: int, embeds: Tensor) -> Tensor | None:
+        make = partial(self._family.keys_values, embeds, self._work.patches)
+        return self._kept_tensor(f"keys-values-{number}", make)
+
+    # --------------------------------------------------------------------------------------------------- the pages
+
+    def _pages(self) -> Pages | None:
+        """The template's pages at the step's noise level. Entries still being loaded are copied in the order that the
+        step reads their blocks."""
+        context, span = self._context, self._work.pages
+        if span is None:
+            return None
+        coming = [ref.key for ref in _entries(span) if context.pages.is_loading(ref.key)]
+        for key in coming:
+            context.pages.put_last(key, self._work.full_blocks)
+        near, *far = (context.pages.entry(ref) for ref in _entries(span))
+        return Pages(
+            layout=self._family.page_layout(span.dtype),
+            num_tokens=self._num_tokens,
+            near=near,
+            far=far[0] if far else None,
+            weight=span.weight,
+            wait=partial(self._await_pages, coming) if coming else None,
+        )
+
+    def _await_pages(self, keys: Sequence[str], block: int) -> None:
+        """Wait until a block of these entries may be read."""
+        for key in keys:
+            self._context.pages.wait_block(key, block)
+
+    def _own_pages(self, number: int, latents: Tensor, table: Tensor | None) -> OwnPages | None:
+        """A row's own pages. latents: as the denoiser takes them in this step. table: of the row's modulation."""
+        step = self._work.own_page_step
+        if step is None:
+            return None
+        layout = self._family.page_layout(OWN_PAGES_DTYPE)
+        before = latents if step == self._work.step else self._last[0]
+        entry, made = self._kept(f"pages-{number}", lambda: OwnPages.room(layout, self._num_tokens, before.device))
+        sigma, modulation = self.sample.sigmas[step], _of_step(table, step)
+        return OwnPages(layout, self._num_tokens, entry, made, step, before, sigma, modulation)
+
+    # ------------------------------------------------------------------------------------------------------ keeping
+
+    def _kept(self, name: str, make: Callable[[], tuple[Tensor, ...]]) -> tuple[Tensor, ...]:
+        """What `make` has made at the run's first step. name: one of `KEPT`."""
+        key = TensorKey(self._item.request_id, self._item.node, name)
+        if not (kept := self._context.store.get_series(key)):
+            kept = make()
+            self._context.store.put_series(key, kept)
+        return kept
+
+    def _kept_tensor(self, name: str, make: Callable[[], Tensor | None]) -> Tensor | None:
+        """As `_kept`, of one tensor; None if `make` makes nothing."""
+        kept = self._kept(name, lambda: tuple(made for made in (make(),) if made is not None))
+        return kept[0] if kept else None
+
+
+def _entries(span: PageSpan) -> Sequence[EntryRef]:
+    return [span.near] if span.far is None else [span.near, span.far]
+
+
+def _of_step(table: Tensor | None, step: int) -> Tensor | None:
+    """A step's row of a modulation table, [1, width]."""
+    return None if table is None else table[step : step + 1]
