@@ -4,7 +4,7 @@ from __future__ import annotations
 
 LEAST, MOST = 1.03, 1.13
 """Bounds of the headroom: the time until a request is due, as a multiple of the time that it may be planned to take.
-With the published traces (docs/scheduling.md) LEAST loses nothing anywhere, while a constant 1.05 loses a tenth of the
+With the published traces (docs/papers.md) LEAST loses nothing anywhere, while a constant 1.05 loses a tenth of the
 goodput where objectives are 1.2 times the time alone. A server needs more, because its steps vary.
 """
 
