@@ -59,10 +59,11 @@ class StepInputs:
         return self._last[1] if self._last else None
 
     def rows(self) -> list[Row]:
-        """One row for each prompt or class."""
+        """One row for each prompt or class. What they share is the same tensor in all of them."""
         work, sample = self._work, self.sample
+        sigma = sample.sigmas[work.step]
         (active, box), pages = self._active(), self._pages()
-        latents, condition = self._seen(active)
+        latents, condition = self._seen(active, sigma)
         prompts = self._prompts() if work.class_label is None else self._classes(work.class_label)
         rows = []
         for number, (embeds, pooled) in enumerate(prompts):
@@ -73,7 +74,7 @@ class StepInputs:
                 condition=condition,
                 prompt_embeds=embeds,
                 pooled_prompt_embeds=pooled,
-                sigma=sample.sigmas[work.step],
+                sigma=sigma,
                 guidance_scale=work.guidance_scale,
                 grid=sample.grid,
                 active=active,
@@ -108,7 +109,7 @@ class StepInputs:
     def _upload_active(self, tokens: Tensor) -> tuple[Tensor, Tensor]:
         return upload(tokens, self.sample.latents.device), torch.tensor(around(tokens, self.sample.grid[1]))
 
-    def _seen(self, active: Tensor | None) -> tuple[Tensor, Tensor]:
+    def _seen(self, active: Tensor | None, sigma: Tensor) -> tuple[Tensor, Tensor]:
         """(latents, condition) as the denoiser takes them. Where it sees tokens that are not active, these are the
         template's, noised like the template's pages."""
         work, family = self._work, self._family
@@ -116,7 +117,7 @@ class StepInputs:
         if active is None or not (work.full_blocks or family.sees_all_latents):
             return latents, condition
         clean, noise = self._kept("template", self._read_template)
-        primed = family.prime_inputs(clean, noise, self.sample.sigmas[work.step])
+        primed = family.prime_inputs(clean, noise, sigma)
         mixed = [its.index_copy(0, active, own[active]) for its, own in zip(primed, (latents, condition), strict=True)]
         return mixed[0], mixed[1]
 
