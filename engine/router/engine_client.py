@@ -144,13 +144,13 @@ class EngineClient:
         self._killed_for = why
         self._process.kill()
 
-    def _serves_in_time(self) -> None:
+    def _stop_start_timer(self) -> None:
         if self._start_timer is not None:
             self._start_timer.cancel()
 
     def _unwatch(self) -> None:
         self._silence.close()
-        self._serves_in_time()
+        self._stop_start_timer()
 
     async def ready(self) -> dict[str, ModelInfo]:
         """Wait until the models are loaded; name -> info. Raises the error that kept the engine from starting."""
@@ -253,7 +253,7 @@ class EngineClient:
     def _handle_unreadable(self, payload: bytes, error: MessageError) -> None:
         """Deliver what can be decoded of a report and its outputs; terminal ones that cannot fail their requests."""
         logger.error("%s", error, extra=of_request(""))
-        self._silence.heard()
+        self._silence.note_message()
         load = read_member(payload, "load", LoadReport)
         if load is not None and self.error is None:
             self._on_report(load, None)  # the changes in it are not reported again
@@ -262,7 +262,7 @@ class EngineClient:
                 self._deliver(output)
 
     def _handle(self, message: FromEngine) -> None:
-        self._silence.heard()
+        self._silence.note_message()
         if self.error is not None:
             return  # all waiters were failed already
         match message:
@@ -273,7 +273,7 @@ class EngineClient:
             case EngineAlive():
                 pass
             case EngineReady():
-                self._serves_in_time()
+                self._stop_start_timer()
                 models = {info.name: info for info in message.models}
                 self._ready.set_result(models)
                 self._on_ready(models, message.device_page_bytes)

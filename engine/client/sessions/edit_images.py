@@ -43,10 +43,10 @@ class EditImages:
 
     def submit(self, image: EditImage) -> None:
         """Send an image's request to an engine. Raises EngineDeadError, MessageError."""
-        self._router.submit(image.request, self.hear)
+        self._router.submit(image.request, self._on_output)
         self._by_id[image.request.request_id] = image
 
-    def hear(self, output: RequestOutput) -> None:
+    def _on_output(self, output: RequestOutput) -> None:
         """Callback of the router for every output of these requests."""
         if not isinstance(output, PartialImage):
             self._note_end(output)

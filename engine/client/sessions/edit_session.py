@@ -127,7 +127,7 @@ class EditSession(Session):
                     raise shut_down() from error  # it has ended the image processors
             num_left -= isinstance(output, Finished)
             if not num_left:
-                self._teach()
+                self._report_time()
             # None is done while the caller reads the file, which may take long.
             self._services.admission.set_image_work(self._caller, 0.0)
             self._is_with_caller = True
@@ -150,9 +150,9 @@ class EditSession(Session):
                 return await delivery.partial(image, output)
             case Finished():
                 assert image.ended is not None
-                way, start = image.ended - output.made, time.monotonic()
+                transit, start = image.ended - output.made, time.monotonic()
                 file = await delivery.finished(image, output)
-                self._ticket.note_delivered(way + time.monotonic() - start)
+                self._ticket.note_delivered(transit + time.monotonic() - start)
                 self._note_objective(image)
                 return file
             case Failed():
@@ -204,10 +204,10 @@ class EditSession(Session):
 
     def _note_dropped(self, reason: DropReason) -> None:
         if reason != "displaced":
-            self._teach()
+            self._report_time()
         self._services.metrics.observe_dropped(reason)
 
-    def _teach(self) -> None:
+    def _report_time(self) -> None:
         """Have admission compare its prediction with the actual time. That ends when the workers have finished, as a
         slow reader says nothing about the server. A retried edit is left out: the time lost with an engine's death
         does not predict later edits.

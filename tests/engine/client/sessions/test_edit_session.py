@@ -189,7 +189,7 @@ async def take_all(session: EditSession, server: Server, reader_seconds: float) 
 
 async def test_a_slow_client_does_not_count_as_server_time(server: Server) -> None:
     session = await server.begin(n=2)
-    outlook = session._ticket._foretold
+    outlook = session._ticket._prediction
     assert outlook is not None
     replicas = [replica for replica in server.router._replicas if isinstance(replica, Replica)]
     for replica in replicas:
@@ -356,7 +356,7 @@ async def test_an_adapter_that_is_unloaded_between_choice_and_session_is_refused
 
 async def test_an_edit_that_was_dropped_late_counts_as_late(server: Server) -> None:
     session = await server.begin()
-    outlook = session._ticket._foretold
+    outlook = session._ticket._prediction
     assert outlook is not None
     server.clock.now += 9.0
     server.busy.fail_first(Failure("overloaded", "The server fell behind."))
