@@ -15,8 +15,7 @@ MOST_DELAY = 0.25
 
 
 class AdmissionTicket:
-    """Called by EditSession: look_at_upload, look_at_edit, note_delivered for each final file, then finished or missed;
-    leave at any time.
+    """Called by EditSession: look_at_upload, look_at_edit, note_delivered for each final file, then finished or missed.
 
     deadline: end of its own timeout, None = none. objective: when its pictures should be finished, None = no limit; set
     by look_at_edit. Both are seconds of CLOCK_MONOTONIC.
@@ -100,10 +99,6 @@ class AdmissionTicket:
         Its encoding counts with the predicted time: the actual one includes waiting for a slow reader.
         """
         return None if self._goal is None else ended + self._compose_seconds <= self._goal
-
-    def leave(self) -> None:
-        """Remove it from the edits in preparation and from the image backlog."""
-        self._controller.forget(self._caller.edit_id)
 
     def _terms(self) -> Terms:
         now = time.monotonic()

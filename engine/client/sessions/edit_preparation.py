@@ -115,9 +115,9 @@ class EditPreparation:
         InvalidRequestError, EngineError.
         """
         images = await self._services.images.prepare(job, self._caller)
-        prepared = PreparedEdit.of(
-            self._edit, self._choice, self._sampling, images, self._services.served.engine, self._class_label
-        )
+        engine = self._services.served.engine
+        prepared = PreparedEdit(self._edit, self._choice, self._sampling, images, engine, self._class_label)
+        prepared = prepared.with_full_steps()
         image_ops.check_output_size(*prepared.output_size, self._edit.output_format)
         self._note_content(images)
         self._ready_at = time.monotonic()

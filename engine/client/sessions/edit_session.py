@@ -153,7 +153,8 @@ class EditSession(Session):
                 transit, start = image.ended - output.made, time.monotonic()
                 file = await delivery.finished(image, output)
                 self._ticket.note_delivered(transit + time.monotonic() - start)
-                self._note_objective(image)
+                if (is_met := self._ticket.is_met(image.ended)) is not None:
+                    self._services.metrics.observe_objective(is_met=is_met)
                 return file
             case Failed():
                 raise self._failed(output)
@@ -163,12 +164,6 @@ class EditSession(Session):
                 raise shut_down()
             case TemplatePrimed() | AdapterAdded():
                 raise AssertionError(f"{output.request_id} is an edit, and was answered as a template")
-
-    def _note_objective(self, image: EditImage) -> None:
-        assert image.ended is not None
-        is_met = self._ticket.is_met(image.ended)
-        if is_met is not None:
-            self._services.metrics.observe_objective(is_met=is_met)
 
     # ---------------------------------------------------------------------------------- failures
 
@@ -223,7 +218,7 @@ class EditSession(Session):
     # ---------------------------------------------------------------------------------- the end
 
     def give_up(self) -> None:
-        self._ticket.leave()
+        self._services.admission.forget(self._caller.edit_id)
         running, metrics = self._images.running, self._services.metrics
         for _ in running:
             (metrics.observe_failed if self.has_failed else metrics.observe_aborted)(self._model.name)

@@ -580,7 +580,7 @@ async def test_two_passes_have_memory_and_a_least_work_of_their_own(server: Serv
     assert (one.smallest_shape.num_steps, one.smallest_shape.first_steps) == (5, 0)
     least = two.smallest_shape
     assert (least.num_steps, least.full_steps, least.first_steps, least.first_tokens) == (8, 8, 5, 1)
-    seconds = [server.admission.work_seconds(shape) for shape in (one.smallest_shape, least)]
+    seconds = [server.router.work_seconds(shape) for shape in (one.smallest_shape, least)]
     assert seconds[0] < seconds[1]
     jobs = [await preparation.store() for preparation in (one, two)]
     assert [job.hires_scale for job in jobs] == [None, 2.0]
