@@ -59,14 +59,14 @@ def _read(file: Path) -> dict[str, Any]:
 class _Entry:
     """One model of a catalog, as written."""
 
-    def __init__(self, file: Path, number: int, told: Mapping[str, Any]) -> None:
-        self._file, self._told = file, told
+    def __init__(self, file: Path, number: int, entry: Mapping[str, Any]) -> None:
+        self._file, self._entry = file, entry
         self._where = f"{file}, model {number}"
 
     def config(self, common: ModelConfig) -> ModelConfig:
         self._check_keys()
-        own = {key: self._told[key] for key in SETTINGS if key in self._told}
-        name, loras = self._text("name", self._told.get("name", "")), self._told.get("loras", {})
+        own = {key: self._entry[key] for key in SETTINGS if key in self._entry}
+        name, loras = self._text("name", self._entry.get("name", "")), self._entry.get("loras", {})
         if not isinstance(loras, dict):
             raise self._refuse("loras", 'is a table: loras = { name = "file" }')
         adapters = tuple(AdapterConfig(each, self._lora(each, path)) for each, path in loras.items())
@@ -79,7 +79,7 @@ class _Entry:
             raise self._refuse("loras", str(error)) from error
 
     def _check_keys(self) -> None:
-        for key in self._told:
+        for key in self._entry:
             if key in OF_THE_SERVER:
                 raise self._refuse(key, f"all models share it; give {OF_THE_SERVER[key]}")
             if key not in KEYS:
@@ -87,10 +87,10 @@ class _Entry:
 
     def _model(self) -> str:
         """The checkpoint's directory or hub id."""
-        told = self._text("path", self._told.get("path", EMBEDDED_MODEL))
+        path = self._text("path", self._entry.get("path", EMBEDDED_MODEL))
         try:
-            folder = self._file.parent / expanded(told)
-            model = told if is_hub_id(told) and not folder.exists() else str(folder)
+            folder = self._file.parent / expanded(path)
+            model = path if is_hub_id(path) and not folder.exists() else str(folder)
             check_model(model)
         except (ConfigError, OSError) as error:
             raise self._refuse("path", getattr(error, "strerror", None) or str(error)) from error

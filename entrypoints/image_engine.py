@@ -38,7 +38,7 @@ from core.sampling_params import MAX_PADDING_MASK_CROP, MAX_PROMPT_CHARACTERS, M
 from core.validation import check_filled, check_integer, check_length, conform, conformed
 from engine.client.async_engine import AsyncEngine
 from engine.client.edit_types import EditInput, EditReport
-from engine.client.templates.template_store import Template
+from engine.client.templates.template_store import RegisteredTemplate
 from engine.client.upload import BytesUpload
 from entrypoints.pictures import ImageLike, decode_picture, encode_picture
 
@@ -209,7 +209,7 @@ class ImageEngine:
 
     def create_template(
         self, image: ImageLike, *, model: str = "", lora: str | Lora | Sequence[str | Lora] = ""
-    ) -> Template:
+    ) -> RegisteredTemplate:
         """Register an image that will be edited often, and compute the pages that its edits with this model and these
         adapters share. Pass the template's `id` as `Edit.template_id`. Raises InvalidRequestError.
         """

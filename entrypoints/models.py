@@ -31,9 +31,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     environment = os.environ | {"PYTHONPATH": os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")])}
     done = subprocess.run(command, capture_output=True, env=environment, check=False)
     if done.returncode:
-        told = done.stderr.decode(errors="replace").strip().splitlines()
-        silent = f"error: the process that reads the checkpoint ended with status {done.returncode} and said nothing"
-        print(told[-1] if told else silent, file=sys.stderr)
+        lines = done.stderr.decode(errors="replace").strip().splitlines()
+        nothing = f"error: the process that reads the checkpoint ended with status {done.returncode} and said nothing"
+        print(lines[-1] if lines else nothing, file=sys.stderr)
         return 1
     if args.model:
         print(*_describe(msgspec.json.decode(done.stdout, type=CheckpointCard)), sep="\n")

@@ -34,7 +34,7 @@ from engine.client.sessions.runtime_adapters import RuntimeAdapters
 from engine.client.sessions.template_session import TemplateSession
 from engine.client.sessions.upload_place import UploadPlace
 from engine.client.templates.result_templates import ResultTemplates
-from engine.client.templates.template_store import Template, TemplateStore
+from engine.client.templates.template_store import RegisteredTemplate, TemplateStore
 from engine.client.upload import KeptUpload, Upload
 from engine.observability.metrics import Metrics
 from engine.router.engine_replica import ReplicaState
@@ -202,7 +202,7 @@ class AsyncEngine:
 
     async def prime_template(
         self, request_id: str, image: Upload, *, model: str = "", loras: Sequence[Lora] = (), owner: str = ""
-    ) -> Template:
+    ) -> RegisteredTemplate:
         """Register an image as a template of `owner` and prime its pages. Edits that name its id with the same model
         and adapters then find them cached.
 
@@ -220,7 +220,7 @@ class AsyncEngine:
         with services.sessions.track(session):
             prepared = await session.prepare()
             page_bytes = (await session.prime()).nbytes if session.can_prime else 0
-            template = Template(
+            template = RegisteredTemplate(
                 upload=upload,
                 owner=owner,
                 model=choice.model.name,

@@ -108,7 +108,7 @@ class EngineCore:
         self._unwatched: set[int] = set()  # ranks that have answered, or were sent something, since the last look
         self._is_draining = False
         self._is_idle = True
-        self._num_running_told = 0
+        self._num_running_reported = 0
         self._is_report_due = False
         self._next_report: asyncio.TimerHandle | None = None
         self._stats_sent = -REPORT_SECONDS
@@ -144,8 +144,8 @@ class EngineCore:
                 self._watchdog.expect(rank, seconds)
         self._unwatched.clear()
 
-    def _heard(self, rank: int) -> None:
-        self._watchdog.heard(rank)
+    def _note_answer(self, rank: int) -> None:
+        self._watchdog.note_answer(rank)
         self._unwatched.add(rank)
 
     def _on_hang(self, rank: int, seconds: float) -> None:
@@ -160,8 +160,8 @@ class EngineCore:
         outputs = (*self._scheduler.take_outputs(), *self._answers)
         self._answers.clear()
         num_running, _ = self._scheduler.counts
-        if outputs or self._is_report_due or num_running != self._num_running_told:
-            self._num_running_told = num_running
+        if outputs or self._is_report_due or num_running != self._num_running_reported:
+            self._num_running_reported = num_running
             self._send_report(outputs)
         elif self._next_report is None:
             self._next_report = asyncio.get_running_loop().call_later(
@@ -185,7 +185,7 @@ class EngineCore:
         stats = None
         if is_idle or now - self._stats_sent >= REPORT_SECONDS:
             stats, self._stats_sent = self._scheduler.stats(), now
-        self._trace.said(outputs)
+        self._trace.sent(outputs)
         self._emit(EngineOutputs(outputs=outputs, load=self._scheduler.load_report(), stats=stats))
 
     async def _drain_mailbox(self) -> None:
@@ -223,10 +223,10 @@ class EngineCore:
             case Drain():
                 self._is_draining = True
             case BatchResult():
-                self._heard(message.rank)
+                self._note_answer(message.rank)
                 self._scheduler.apply(message)
             case TransferDone():
-                self._heard(message.rank)
+                self._note_answer(message.rank)
                 self._scheduler.apply_transfer(message)
             case PageCopied():
                 self._scheduler.apply_copy(message)
@@ -240,7 +240,7 @@ class EngineCore:
     def _lose(self, message: WorkerFailed) -> None:
         """Restart a dead worker, while the others go on; or give up if it keeps dying."""
         rank, failure, restarts = message.rank, message.failure, self._restarts[message.rank]
-        self._watchdog.heard(rank)
+        self._watchdog.note_answer(rank)
         self._unwatched.discard(rank)
         if not restarts.may_restart(time.monotonic(), PROVEN_SECONDS):
             self._fail(message)
@@ -274,7 +274,7 @@ class EngineCore:
         # "engine_dead" whatever ended the worker, so that the router retries the requests on another engine.
         self._scheduler.fail_all(Failure("engine_dead", message.failure.message))
         outputs = self._scheduler.take_outputs()
-        self._trace.said(outputs)
+        self._trace.sent(outputs)
         # In one message: after a separate report, the router would take the engine for idle and send it the retries.
         self._emit(EngineFailed(failure=message.failure, outputs=outputs))
         raise EngineDeadError(message.failure.message)

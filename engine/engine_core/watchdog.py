@@ -36,11 +36,11 @@ class Watchdog:
         self._start(rank, max(self._hang_seconds, PATIENCE * predicted_seconds))
 
     def _start(self, rank: int, seconds: float) -> None:
-        self.heard(rank)
+        self.note_answer(rank)
         self._seconds[rank] = seconds
         self._timers[rank] = asyncio.get_running_loop().call_later(seconds / 2, self._half_over, rank, seconds)
 
-    def heard(self, rank: int) -> None:
+    def note_answer(self, rank: int) -> None:
         """Stop a worker's time limit: it has answered."""
         timer = self._timers.pop(rank, None)
         if timer is not None:
@@ -55,7 +55,7 @@ class Watchdog:
     def close(self) -> None:
         """Stop all timers."""
         for rank in list(self._timers):
-            self.heard(rank)
+            self.note_answer(rank)
 
     def _half_over(self, rank: int, seconds: float) -> None:
         self._timers[rank] = asyncio.get_running_loop().call_later(seconds / 2, self._on_hang, rank, seconds)
@@ -63,7 +63,7 @@ class Watchdog:
 
 class SilenceWatch:
     """Runs in the API server. Calls `on_silence` once when an engine has sent nothing for `seconds` to 1.25 times as
-    long. Starts with the first call of `heard`.
+    long. Starts with the first call of `note_message`.
     """
 
     def __init__(self, seconds: float, on_silence: Callable[[], None]) -> None:
@@ -73,7 +73,7 @@ class SilenceWatch:
         self._timer: asyncio.TimerHandle | None = None
         self._is_closed = False
 
-    def heard(self) -> None:
+    def note_message(self) -> None:
         """Note a message from the engine."""
         self._silent_looks = 0
         if self._timer is None and not self._is_closed:

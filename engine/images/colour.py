@@ -57,15 +57,15 @@ class Colour:
     def lost_in(self, output_format: OutputFormat) -> tuple[str, ...]:
         """Information that the format cannot hold and without which the picture is displayed differently: "ICC profile"
         or names of PNG chunks."""
-        told = dict(self.chunks)
-        if self.has_unusable_profile and b"cICP" not in told:
+        present = dict(self.chunks)
+        if self.has_unusable_profile and b"cICP" not in present:
             return ("ICC profile",)
         if output_format == "png":
             return ()
-        return tuple(kind.decode() for kind in self._what_counts if told.get(kind, _SRGB[kind]) != _SRGB[kind])
+        return tuple(kind.decode() for kind in self._display_chunks if present.get(kind, _SRGB[kind]) != _SRGB[kind])
 
     @property
-    def _what_counts(self) -> tuple[bytes, ...]:
+    def _display_chunks(self) -> tuple[bytes, ...]:
         """Types of the chunks that determine the display; none if an ICC profile or sRGB does."""
         kinds = {kind for kind, _ in self.chunks}
         if b"cICP" in kinds:

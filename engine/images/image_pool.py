@@ -15,6 +15,7 @@ import contextlib
 import logging
 import signal
 import time
+from itertools import count
 
 import msgspec
 
@@ -86,7 +87,7 @@ class ImagePool:
         self._arena = arena
         self._queue = JobQueue()
         self._processors: list[ProcessorHandle] = []  # not known to be dead
-        self._last_job_id = 0
+        self._job_ids = count(1)
         self._stopping = asyncio.Event()
         self._stopping.set()  # until started
         self._main: asyncio.Task[None] | None = None
@@ -168,16 +169,12 @@ class ImagePool:
 
     # ------------------------------------------------------------------------------------------------- jobs
 
-    def _next_job_id(self) -> int:
-        self._last_job_id += 1
-        return self._last_job_id
-
     async def _submit(
         self, message: ToImageProcessor, work: ImageWork, caller: Caller, room: Room | None = None
     ) -> PreparedImages | ComposedImage:
         if self._stopping.is_set():
             raise EngineDeadError("the image processors have stopped")
-        message = msgspec.structs.replace(message, job_id=self._next_job_id())
+        message = msgspec.structs.replace(message, job_id=next(self._job_ids))
         answer: asyncio.Future[PreparedImages | ComposedImage] = asyncio.get_running_loop().create_future()
         job = ImageJob(message, answer, work, self.costs.predict(work), caller, room)
         self._queue.push(job)

@@ -30,8 +30,8 @@ class _Steps:
         self.ended = result.started + result.seconds
         self.seconds += result.seconds
         about_batch = {"stencil.batch_size": len(batch.items), "stencil.degree": len(batch.ranks)}
-        what = about_batch | {"stencil.ms": result.seconds * 1e3}
-        self.events.append(Event("step", self.ended, what))
+        facts = about_batch | {"stencil.ms": result.seconds * 1e3}
+        self.events.append(Event("step", self.ended, facts))
 
 
 @dataclass(slots=True)
@@ -97,7 +97,7 @@ class EngineTrace:
             if batch.ranks[0] == rank:  # its times will not come
                 del self._batches[batch.id]
 
-    def said(self, outputs: Iterable[Output]) -> None:
+    def sent(self, outputs: Iterable[Output]) -> None:
         """EngineCore has sent outputs to the API server."""
         for output in outputs:
             if not isinstance(output, PartialImage) and (traced := self._traced.pop(output.request_id, None)):

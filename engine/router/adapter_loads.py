@@ -73,13 +73,13 @@ class AdapterLoads:
         return await answer
 
     def _load_again(self, replica: EngineReplica, load: LoadAdapter) -> None:
-        def hear(output: RequestOutput) -> None:
+        def on_answer(output: RequestOutput) -> None:
             if isinstance(output, Failed) and output.failure.kind != "engine_dead":
                 text = "engine %d: requests with adapter %s will fail: %s"
                 logger.error(text, replica.rank, load.name, output.failure.message, extra=of_request(""))
 
         try:
-            replica.submit(_numbered(load), hear)
+            replica.submit(_numbered(load), on_answer)
         except EngineDeadError:
             return  # it will be restored when it is up
 

@@ -143,13 +143,13 @@ class EngineClient:
         self._killed_for = why
         self._process.kill()
 
-    def _serves_in_time(self) -> None:
+    def _stop_start_timer(self) -> None:
         if self._start_timer is not None:
             self._start_timer.cancel()
 
     def _unwatch(self) -> None:
         self._silence.close()
-        self._serves_in_time()
+        self._stop_start_timer()
 
     async def ready(self) -> dict[str, ModelInfo]:
         """Wait until the models are loaded; name -> info. Raises the error that kept the engine from starting."""
@@ -250,7 +250,7 @@ class EngineClient:
                 self._handle(message)
 
     def _handle(self, message: FromEngine) -> None:
-        self._silence.heard()
+        self._silence.note_message()
         if self.error is not None:
             return  # all waiters were failed already
         match message:
@@ -261,7 +261,7 @@ class EngineClient:
             case EngineAlive():
                 pass
             case EngineReady():
-                self._serves_in_time()
+                self._stop_start_timer()
                 models = {info.name: info for info in message.models}
                 self._ready.set_result(models)
                 self._on_ready(models, message.device_page_bytes)

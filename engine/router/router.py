@@ -56,7 +56,7 @@ class RoutedRequest:
     num_deaths: int = 0  # engine deaths that it may have caused
     was_retried: bool = False  # sent again after an engine's death, whatever the cause
     is_aborted: bool = False  # its caller does not want it any more
-    partials_told: set[int] = field(default_factory=set)  # indices of the partial images delivered
+    partials_delivered: set[int] = field(default_factory=set)  # indices of the partial images delivered
 
 
 class Router:
@@ -189,8 +189,8 @@ class Router:
     @property
     def num_waiting(self) -> int:
         """Requests queued in the engines, or waiting for an engine to be up."""
-        num_homeless = sum(routed.engine is None for routed in self._placements.values())
-        return num_homeless + sum(load.num_waiting for load in self.loads if load is not None)
+        num_unplaced = sum(routed.engine is None for routed in self._placements.values())
+        return num_unplaced + sum(load.num_waiting for load in self.loads if load is not None)
 
     def has_begun(self, request_id: str) -> bool:
         """Whether a worker has begun a request, or it has ended."""
@@ -261,7 +261,7 @@ class Router:
             now = time.monotonic()
             choice = self._policy.choose(shape, self._fleet, now)
             try:
-                self._replicas[choice.engine].submit(routed.message, partial(self._hear, choice.engine))
+                self._replicas[choice.engine].submit(routed.message, partial(self._on_output, choice.engine))
             except EngineDeadError as error:  # it died a moment ago
                 self.on_down(choice.engine, error)
                 continue
@@ -285,16 +285,16 @@ class Router:
             return RequestShape.of_template(request, info)
         return RequestShape.of_request(request, info)
 
-    def _hear(self, engine: int, output: RequestOutput) -> None:
+    def _on_output(self, engine: int, output: RequestOutput) -> None:
         routed = self._placements[output.request_id]
         match output:
             case PartialImage():
-                if output.index not in routed.partials_told:
-                    routed.partials_told.add(output.index)
+                if output.index not in routed.partials_delivered:
+                    routed.partials_delivered.add(output.index)
                     routed.waiter(output)
             case Failed(failure=Failure(kind="engine_dead") as failure):
                 self.on_down(engine, EngineDeadError(failure.message))
-                self._survive(routed, failure)
+                self._retry(routed, failure)
             case _:
                 if isinstance(output, Finished) and routed.predicted_seconds is not None:
                     seconds = time.monotonic() - routed.sent
@@ -306,7 +306,7 @@ class Router:
         routed.waiter(output)
         del self._placements[output.request_id]
 
-    def _survive(self, routed: RoutedRequest, failure: Failure) -> None:
+    def _retry(self, routed: RoutedRequest, failure: Failure) -> None:
         """Send a request again after its engine died, unless it was aborted, or no retry or no engine is left."""
         request_id = routed.message.request_id
         routed.num_deaths += failure.code != NEVER_BEGUN and not routed.is_bystander
@@ -317,9 +317,9 @@ class Router:
         elif routed.num_deaths > self._max_retries:
             times = f"{routed.num_deaths} engines" if routed.num_deaths > 1 else "The engine"
             message = f"{times} died while running this request (retries allowed: {self._max_retries}): "
-            told = Failure("engine_dead", message + failure.message)
-            logger.error("%s", told.message, extra=of_request(request_id))
-            self._end(routed, Failed(request_id=request_id, failure=told))
+            given_up = Failure("engine_dead", message + failure.message)
+            logger.error("%s", given_up.message, extra=of_request(request_id))
+            self._end(routed, Failed(request_id=request_id, failure=given_up))
         else:
             self._metrics.observe_retried()
             routed.was_retried = True

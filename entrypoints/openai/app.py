@@ -21,7 +21,7 @@ from core.scheduling.reports.reporter import MAX_RECENT_STEPS
 from engine.client.admission.not_ready import not_ready
 from engine.client.async_engine import AsyncEngine
 from engine.client.resolve.model_state import model_state
-from engine.client.templates.template_store import Template
+from engine.client.templates.template_store import RegisteredTemplate
 from engine.observability.metrics import CONTENT_TYPE
 from engine.observability.tracing import NoTracer, Tracer
 from entrypoints.openai.adapter_routes import adapter_router
@@ -189,7 +189,7 @@ def _add_template_routes(app: FastAPI, engine: AsyncEngine, settings: ServerSett
         return _json({"id": template_id, "object": "template.deleted", "deleted": True})
 
 
-async def _register(engine: AsyncEngine, request: Request, submission: Submission) -> Template:
+async def _register(engine: AsyncEngine, request: Request, submission: Submission) -> RegisteredTemplate:
     if "image" not in submission.uploads:
         raise missing("image")
     primed = engine.prime_template(
@@ -301,7 +301,7 @@ def _model_object(engine: AsyncEngine, model: ModelInfo, created: int) -> dict[s
     }
 
 
-def _template_object(template: Template) -> dict[str, Any]:
+def _template_object(template: RegisteredTemplate) -> dict[str, Any]:
     return {
         "id": template.id,
         "object": "template",

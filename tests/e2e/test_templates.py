@@ -26,7 +26,7 @@ from core.errors import InvalidRequestError, TemplateNotFoundError
 from core.sampling_params import SamplingParams
 from engine.client.async_engine import AsyncEngine
 from engine.client.edit_types import EditInput, ImageOutput
-from engine.client.templates.template_store import Template
+from engine.client.templates.template_store import RegisteredTemplate
 from engine.client.upload import BytesUpload
 
 API_KEY = "sk-local"
@@ -204,7 +204,7 @@ async def cache_result(engine: AsyncEngine, name: str, edit: EditInput) -> str:
     return output.report.cache
 
 
-async def register_file(engine: AsyncEngine, name: str, image: bytes, owner: str = "") -> Template:
+async def register_file(engine: AsyncEngine, name: str, image: bytes, owner: str = "") -> RegisteredTemplate:
     return await engine.prime_template(name, BytesUpload(image), owner=owner)
 
 

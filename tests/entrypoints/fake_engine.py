@@ -22,7 +22,7 @@ from engine.client.admission.not_ready import not_ready
 from engine.client.edit_types import EditInput, EditReport, ImageOutput
 from engine.client.sessions.running_sessions import RunningSessions
 from engine.client.sessions.upload_place import UploadPlace
-from engine.client.templates.template_store import Template, TemplateStore
+from engine.client.templates.template_store import RegisteredTemplate, TemplateStore
 from engine.client.upload import KeptUpload, Upload
 from engine.observability.metrics import Metrics
 
@@ -127,11 +127,11 @@ class FakeEngine:
 
     async def prime_template(
         self, request_id: str, image: Upload, *, model: str = "", loras: Sequence[Lora] = (), owner: str = ""
-    ) -> Template:
+    ) -> RegisteredTemplate:
         choice = choose_model(self.models, model, loras)
         self.primed_for = choice.patches
         await self.gate.wait()
-        template = Template(
+        template = RegisteredTemplate(
             upload=await KeptUpload.of(image),
             owner=owner,
             model=choice.model.name,

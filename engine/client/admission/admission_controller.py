@@ -126,7 +126,7 @@ class AdmissionController:
             if ahead is not None:
                 engines = max(work.images.prepare + ahead.alone, ahead.seconds + sum(self._preparing.values()))
                 self._judge(self._outlook(guessed, replace(ahead, seconds=engines)), terms)
-            self._preparing[edit_id] = work.num_images * self.work_seconds(guessed.shape)
+            self._preparing[edit_id] = work.num_images * self._router.work_seconds(guessed.shape)
         self._image_backlog.set(edit_id, work.share)
 
     def admit_edit(self, edit_id: str, work: EditWork, terms: Terms) -> tuple[Outlook | None, Verdict]:
@@ -154,7 +154,7 @@ class AdmissionController:
         """engines: the prediction for its first picture. Image work and engines run in parallel, so the slower of the
         two counts.
         """
-        done = engines.seconds + (work.num_images - 1) * self.work_seconds(work.shape) + work.images.compose
+        done = engines.seconds + (work.num_images - 1) * self._router.work_seconds(work.shape) + work.images.compose
         alone = work.images.prepare + engines.alone + work.images.composes
         wait = self._image_backlog.before(work.share) / self._image_workers
         is_idle = engines.is_idle and not self._preparing and not self._image_backlog
@@ -164,10 +164,6 @@ class AdmissionController:
     def drain_seconds(self) -> float:
         """Predicted seconds until all image work is done."""
         return self._image_backlog.seconds / self._image_workers
-
-    def work_seconds(self, shape: RequestShape) -> float:
-        """Seconds by which one more image of this shape delays the engines."""
-        return self._router.work_seconds(shape)
 
     def _refuse(
         self, reason: RefusedFor, outlook: Outlook, verdict: Verdict

@@ -15,8 +15,7 @@ MOST_DELAY = 0.25
 
 
 class AdmissionTicket:
-    """Called by EditSession: look_at_upload, look_at_edit, note_delivered for each final file, then finished or missed;
-    leave at any time.
+    """Called by EditSession: look_at_upload, look_at_edit, note_delivered for each final file, then finished or missed.
 
     deadline: end of its own timeout, None = none. objective: when its pictures should be finished, None = no limit; set
     by look_at_edit. Both are seconds of CLOCK_MONOTONIC.
@@ -30,7 +29,7 @@ class AdmissionTicket:
         self._num_images = num_images
         self._caller = caller
         self._compose_seconds = 0.0  # of one file
-        self._foretold: tuple[float, float] | None = None  # time of admission, and the seconds predicted then
+        self._prediction: tuple[float, float] | None = None  # time of admission, and the seconds predicted then
         self._allowed = 0.0  # these seconds with the margin
 
     def look_at_upload(self, shape: RequestShape, images: ImageSeconds) -> None:
@@ -51,7 +50,7 @@ class AdmissionTicket:
         if verdict.has_objective:
             self.objective = self._goal
         if outlook is not None:
-            self._foretold = time.monotonic(), outlook.seconds
+            self._prediction = time.monotonic(), outlook.seconds
             self._allowed = self._controller.with_margin(outlook.seconds)
 
     @property
@@ -61,7 +60,7 @@ class AdmissionTicket:
 
     @property
     def worker_objective(self) -> float | None:
-        """The same before its objective."""
+        """The latest time for a worker to finish before its objective, likewise."""
         return None if self.objective is None else self.objective - self._delivery_seconds(self.objective)
 
     def _delivery_seconds(self, end: float) -> float:
@@ -83,16 +82,16 @@ class AdmissionTicket:
         """Learn from an edit that was given up for lateness: it took at least all the time it had. Nothing is learnt if
         that is less than the prediction with its margin (an idle server admits such edits): the real time is unknown.
         """
-        if self._foretold is None:
+        if self._prediction is None:
             return
         ends = [end for end in (self.deadline, self.objective) if end is not None]
         end = max(time.monotonic(), min(ends, default=0.0))
-        if end >= self._foretold[0] + self._allowed:
+        if end >= self._prediction[0] + self._allowed:
             self._learn(end)
 
     def _learn(self, end: float) -> None:
-        if self._foretold is not None:
-            start, predicted = self._foretold
+        if self._prediction is not None:
+            start, predicted = self._prediction
             self._controller.note_time(predicted, end - start)
 
     def is_met(self, ended: float) -> bool | None:
@@ -100,10 +99,6 @@ class AdmissionTicket:
         Its encoding counts with the predicted time: the actual one includes waiting for a slow reader.
         """
         return None if self._goal is None else ended + self._compose_seconds <= self._goal
-
-    def leave(self) -> None:
-        """Remove it from the edits in preparation and from the image backlog."""
-        self._controller.forget(self._caller.edit_id)
 
     def _terms(self) -> Terms:
         now = time.monotonic()

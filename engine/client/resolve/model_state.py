@@ -15,5 +15,5 @@ STATES: tuple[ModelState, ...] = get_args(ModelState)
 def model_state(model: ModelInfo, stats: Iterable[EngineStats | None]) -> ModelState:
     """The state of a model, or of the one that an adapter is for: the best that any engine tells. stats: of the engines
     that serve; None: not known yet, as is the case for a moment after their start."""
-    told = {each.models.get(model.parent or model.name, "loading") for each in stats if each is not None}
-    return next((state for state in STATES if state in told), "loading")
+    reported = {each.models.get(model.parent or model.name, "loading") for each in stats if each is not None}
+    return next((state for state in STATES if state in reported), "loading")

@@ -43,8 +43,7 @@ class EditDelivery:
         self._prepared = prepared
         self._memory = memory
         self._span = span
-        images = prepared.prepared
-        self._upload_size = images.upload_width, images.upload_height
+        self._upload_size = prepared.prepared.upload_width, prepared.prepared.upload_height
         self._num_files_left = num_files(prepared.edit)
 
     @property
@@ -121,8 +120,7 @@ class EditDelivery:
         prepared = self._prepared
         if prepared.exact_reason not in ("asked", "mask_covers_all", "hires"):
             return None
-        edit = prepared.edit
-        return await self._results.keep(composed, prepared.choice, edit.owner, is_base64=edit.base64)
+        return await self._results.keep(composed, prepared.choice, prepared.edit.owner, is_base64=prepared.edit.base64)
 
     async def _compose(self, image: EditImage, pixels: ArrayRef) -> ComposedImage:
         """pixels: uint8 [height, width, 3] at generation size."""

@@ -6,12 +6,9 @@ import asyncio
 import time
 from dataclasses import dataclass
 
-from core.messages.engine import Aborted, AdapterAdded, EngineRequest, Failed, Finished, PartialImage, TemplatePrimed
+from core.messages.engine import EngineRequest, Finished, PartialImage
 from engine.router.engine_client import RequestOutput
 from engine.router.router import Router
-
-Ending = Finished | TemplatePrimed | AdapterAdded | Failed | Aborted
-"""The terminal output of a request."""
 
 
 @dataclass(slots=True)
@@ -43,10 +40,10 @@ class EditImages:
 
     def submit(self, image: EditImage) -> None:
         """Send an image's request to an engine. Raises EngineDeadError, MessageError."""
-        self._router.submit(image.request, self.hear)
+        self._router.submit(image.request, self._on_output)
         self._by_id[image.request.request_id] = image
 
-    def hear(self, output: RequestOutput) -> None:
+    def _on_output(self, output: RequestOutput) -> None:
         """Callback of the router for every output of these requests."""
         if not isinstance(output, PartialImage):
             self._note_end(output)
@@ -54,8 +51,10 @@ class EditImages:
                 self._done.set()
         self._outputs.put_nowait(output)
 
-    def _note_end(self, output: Ending) -> None:
-        """Note how a request ended. The router forgets the request after this callback, so it is asked now."""
+    def _note_end(self, output: RequestOutput) -> None:
+        """Note how a request ended. output: its terminal one. The router forgets the request after this callback, so it
+        is asked now.
+        """
         image = self._by_id[output.request_id]
         image.is_done = True
         image.ended = time.monotonic() if isinstance(output, Finished) else None

@@ -18,7 +18,7 @@ from engine.client.sessions.edit_images import EditImage
 from engine.client.sessions.image_work import ImageSeconds, compose_work, num_files, prepare_work
 from engine.client.sessions.prepared_edit import PreparedEdit
 from engine.client.sessions.session_memory import SessionMemory
-from engine.client.templates.template_store import Template, TemplateStore
+from engine.client.templates.template_store import RegisteredTemplate, TemplateStore
 from engine.images import image_ops
 from engine.images.image_jobs import Caller
 from engine.observability.tracing import Span
@@ -115,9 +115,9 @@ class EditPreparation:
         InvalidRequestError, EngineError.
         """
         images = await self._services.images.prepare(job, self._caller)
-        prepared = PreparedEdit.of(
-            self._edit, self._choice, self._sampling, images, self._services.served.engine, self._class_label
-        )
+        engine = self._services.served.engine
+        prepared = PreparedEdit(self._edit, self._choice, self._sampling, images, engine, self._class_label)
+        prepared = prepared.with_full_steps()
         image_ops.check_output_size(*prepared.output_size, self._edit.output_format)
         self._note_content(images)
         self._ready_at = time.monotonic()
@@ -150,7 +150,7 @@ class EditPreparation:
         return EditImage(index, request.spec.sampling.seed, request)
 
 
-def _find_template(edit: EditInput, templates: TemplateStore) -> Template | None:
+def _find_template(edit: EditInput, templates: TemplateStore) -> RegisteredTemplate | None:
     """Raises TemplateNotFoundError; InvalidRequestError if an image was given as well."""
     if edit.template_id is None:
         return None

@@ -127,7 +127,7 @@ class EditSession(Session):
                     raise shut_down() from error  # it has ended the image processors
             num_left -= isinstance(output, Finished)
             if not num_left:
-                self._teach()
+                self._report_time()
             # None is done while the caller reads the file, which may take long.
             self._services.admission.set_image_work(self._caller, 0.0)
             self._is_with_caller = True
@@ -150,10 +150,11 @@ class EditSession(Session):
                 return await delivery.partial(image, output)
             case Finished():
                 assert image.ended is not None
-                way, start = image.ended - output.made, time.monotonic()
+                transit, start = image.ended - output.made, time.monotonic()
                 file = await delivery.finished(image, output)
-                self._ticket.note_delivered(way + time.monotonic() - start)
-                self._note_objective(image)
+                self._ticket.note_delivered(transit + time.monotonic() - start)
+                if (is_met := self._ticket.is_met(image.ended)) is not None:
+                    self._services.metrics.observe_objective(is_met=is_met)
                 return file
             case Failed():
                 raise self._failed(output)
@@ -163,12 +164,6 @@ class EditSession(Session):
                 raise shut_down()
             case TemplatePrimed() | AdapterAdded():
                 raise AssertionError(f"{output.request_id} is an edit, and was answered as a template")
-
-    def _note_objective(self, image: EditImage) -> None:
-        assert image.ended is not None
-        is_met = self._ticket.is_met(image.ended)
-        if is_met is not None:
-            self._services.metrics.observe_objective(is_met=is_met)
 
     # ---------------------------------------------------------------------------------- failures
 
@@ -204,10 +199,10 @@ class EditSession(Session):
 
     def _note_dropped(self, reason: DropReason) -> None:
         if reason != "displaced":
-            self._teach()
+            self._report_time()
         self._services.metrics.observe_dropped(reason)
 
-    def _teach(self) -> None:
+    def _report_time(self) -> None:
         """Have admission compare its prediction with the actual time. That ends when the workers have finished, as a
         slow reader says nothing about the server. A retried edit is left out: the time lost with an engine's death
         does not predict later edits.
@@ -223,7 +218,7 @@ class EditSession(Session):
     # ---------------------------------------------------------------------------------- the end
 
     def give_up(self) -> None:
-        self._ticket.leave()
+        self._services.admission.forget(self._caller.edit_id)
         running, metrics = self._images.running, self._services.metrics
         for _ in running:
             (metrics.observe_failed if self.has_failed else metrics.observe_aborted)(self._model.name)

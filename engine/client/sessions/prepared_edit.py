@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import msgspec
 
@@ -33,20 +33,9 @@ class PreparedEdit:
     config: EngineConfig
     class_label: int | None = None
 
-    @classmethod
-    def of(
-        cls,
-        edit: EditInput,
-        choice: ModelChoice,
-        sampling: SamplingParams,
-        prepared: PreparedImages,
-        config: EngineConfig,
-        class_label: int | None = None,
-    ) -> PreparedEdit:
-        """sampling: as returned by `sampling_defaults.resolve`; its full_steps are set here, from the mask."""
-        known = cls(edit, choice, sampling, prepared, config, class_label)
-        sampling = resolve_full_steps(sampling, choice.model, known.mask_ratio)
-        return cls(edit, choice, sampling, prepared, config, class_label)
+    def with_full_steps(self) -> PreparedEdit:
+        """The edit with its full steps set, from the mask: `sampling_defaults.resolve` leaves them open."""
+        return replace(self, sampling=resolve_full_steps(self.sampling, self.model, self.mask_ratio))
 
     @property
     def model(self) -> ModelInfo:

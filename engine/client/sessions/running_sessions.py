@@ -158,5 +158,4 @@ class RunningSessions:
 
 def shut_down() -> OverloadedError:
     """The error of requests that a shutdown ends."""
-    message = "The server shut down before the request finished."
-    return OverloadedError(message, retry_after=CLOSING_RETRY_SECONDS)
+    return OverloadedError("The server shut down before the request finished.", retry_after=CLOSING_RETRY_SECONDS)

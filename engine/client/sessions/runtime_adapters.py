@@ -68,16 +68,16 @@ class RuntimeAdapters:
         self._tell_metrics()
         return info
 
-    async def _drop(self, gone: ModelInfo) -> None:
+    async def _drop(self, adapter: ModelInfo) -> None:
         """Have the engines free an adapter once no request uses it, unless it has a name again by then."""
 
         def uses_it(session: Session) -> bool:
-            return session.model == gone.parent and gone.patch in {patch.id for patch in session.patches}
+            return session.model == adapter.parent and adapter.patch in {patch.id for patch in session.patches}
 
         await self._services.sessions.wait_while_any(uses_it)
         async with self._changing:
-            if gone.patch not in self._named(gone.parent) and not any(map(uses_it, self._services.sessions)):
-                self._services.router.adapters.drop(gone.parent, gone.patch)
+            if adapter.patch not in self._named(adapter.parent) and not any(map(uses_it, self._services.sessions)):
+                self._services.router.adapters.drop(adapter.parent, adapter.patch)
 
     def _named(self, model: str) -> set[str]:
         """The patches of a model that have a name."""

@@ -95,7 +95,7 @@ class TemplateSession(Session):
     async def prime(self) -> TemplatePrimed:
         """Have an engine prime its pages. Raises EngineError, or OverloadedError when the server shuts down."""
         start = time.monotonic()
-        self._services.router.submit(self._make_request(), self._hear)
+        self._services.router.submit(self._make_request(), self._on_output)
         self.is_submitted = True
         if not self.is_idle_work:
             self._services.templates.claim(self._pages)
@@ -130,7 +130,7 @@ class TemplateSession(Session):
             patches=self.patches,
         )
 
-    def _hear(self, output: RequestOutput) -> None:
+    def _on_output(self, output: RequestOutput) -> None:
         self._answer = output
         self.done.set()
 

@@ -17,7 +17,7 @@ from core.model_info import ModelInfo
 from engine.client.resolve.mask_aware import can_prime_ahead
 from engine.client.services import Services
 from engine.client.sessions.template_session import TemplateSession
-from engine.client.templates.template_store import Template
+from engine.client.templates.template_store import RegisteredTemplate
 from engine.client.upload import KeptUpload
 from engine.images.image_ops import generation_size
 
@@ -47,7 +47,7 @@ class ResultTemplates:
         if upload.size > min(self._services.templates.store.budget, limits.max_upload_bytes):
             logger.debug("a picture of %d bytes is larger than a template may be: not captured", upload.size)
             return None
-        template = Template(
+        template = RegisteredTemplate(
             upload=upload,
             owner=owner,
             model=model.name,
@@ -75,7 +75,7 @@ class ResultTemplates:
         """Whether an edit could decode it: with `size` a result may be larger than any upload may be."""
         return image.width * image.height <= self._services.config.image.max_pixels
 
-    async def _prime(self, template: Template, choice: ModelChoice) -> None:
+    async def _prime(self, template: RegisteredTemplate, choice: ModelChoice) -> None:
         """Prime a template in idle time. A failure is only logged: the first edit of the template primes it then."""
         name, upload, owner = f"capture-{template.id}", template.upload, template.owner
         session = TemplateSession(self._services, name, upload, choice, owner=owner, is_idle_work=True)
@@ -88,7 +88,7 @@ class ResultTemplates:
         finally:
             self._num_in_flight -= 1
 
-    async def _prime_session(self, session: TemplateSession, template: Template) -> None:
+    async def _prime_session(self, session: TemplateSession, template: RegisteredTemplate) -> None:
         templates = self._services.templates.store
         content_id = (await session.prepare()).content_id
         templates.set_content(template.id, content_id)

@@ -6,7 +6,7 @@ from collections import Counter
 
 from core.messages.engine import DropTemplate
 from engine.client.resolve.served_models import ServedModels
-from engine.client.templates.template_store import Pages, Template, TemplateStore
+from engine.client.templates.template_store import Pages, RegisteredTemplate, TemplateStore
 from engine.router.router import Router
 
 
@@ -21,10 +21,10 @@ class TemplateRegistry:
         self._router = router
         self._claims: Counter[Pages] = Counter()  # pages -> registrations in progress that claim them
 
-    def add(self, template: Template) -> None:
+    def add(self, template: RegisteredTemplate) -> None:
         """Register a template. Templates that it evicts lose their pages."""
-        for gone in self.store.add(template):
-            self._drop_all(gone)
+        for evicted in self.store.add(template):
+            self._drop_all(evicted)
 
     def remove(self, template_id: str, owner: str) -> None:
         """Delete a template and its pages. Raises TemplateNotFoundError."""
@@ -49,7 +49,7 @@ class TemplateRegistry:
         if has_pages and pages not in self._claims and not self.store.holds_content(model, content_id, cache_salt):
             self._router.drop(DropTemplate(model, content_id, cache_salt))
 
-    def _drop_all(self, gone: Template) -> None:
+    def _drop_all(self, template: RegisteredTemplate) -> None:
         """Drop all pages of a template, those of edits with other adapters included."""
-        for content_id in gone.content_ids:
-            self.drop_unwanted((gone.model, content_id, gone.cache_salt))
+        for content_id in template.content_ids:
+            self.drop_unwanted((template.model, content_id, template.cache_salt))

@@ -25,7 +25,7 @@ def _new_id() -> str:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Template:
+class RegisteredTemplate:
     """One registered image. owner: digest of its API key, "" without keys. width, height: pixels of the upload.
     image_tokens: at its generation size. content_id: see PreparedImages; "" before preparation. crops: content ids of
     parts that were edited with `padding_mask_crop`, the latest last. created: Unix seconds. primed: its pages were
@@ -64,7 +64,7 @@ class TemplateStore:
     def __init__(self, budget: int) -> None:
         self.budget = budget
         self.used_bytes = 0
-        self._templates: dict[str, Template] = {}  # id -> template, least recently used first
+        self._templates: dict[str, RegisteredTemplate] = {}  # id -> template, least recently used first
         self._captured: dict[str, int] = {}  # id -> bytes of captured templates, oldest first
         self._captured_bytes = 0
         self._num_sharing: Counter[Pages] = Counter()  # pages -> number of templates that have them
@@ -84,7 +84,7 @@ class TemplateStore:
             remedy = "send a smaller file, or start the server with a larger --template-bytes"
             raise InvalidRequestError(f"{message}; {remedy}.", param="image", code="image_too_large")
 
-    def add(self, template: Template) -> list[Template]:
+    def add(self, template: RegisteredTemplate) -> list[RegisteredTemplate]:
         """Add a template; returns the evicted ones. A captured one that would evict registered ones is not added and is
         returned itself. Raises as `check_size`.
         """
@@ -92,17 +92,17 @@ class TemplateStore:
         self.check_size(size)
         if template.is_captured and self.used_bytes - self._captured_bytes + size > self.budget:
             return [template]
-        gone = []
+        evicted = []
         while self.used_bytes + size > self.budget:
-            gone.append(self._take_out(next(iter(self._captured or self._templates))))
+            evicted.append(self._take_out(next(iter(self._captured or self._templates))))
         self._put_in(template)
-        return gone
+        return evicted
 
-    def get(self, template_id: str, owner: str) -> Template:
+    def get(self, template_id: str, owner: str) -> RegisteredTemplate:
         """Raises TemplateNotFoundError for an id that is unknown or belongs to another owner."""
         return self._find(template_id, owner, None)
 
-    def use(self, template_id: str, owner: str) -> Template:
+    def use(self, template_id: str, owner: str) -> RegisteredTemplate:
         """As `get`, for an edit's `template_id`; the template becomes the most recently used one."""
         template = self._find(template_id, owner, "template_id")
         self._captured_bytes -= self._captured.pop(template_id, 0)
@@ -110,7 +110,7 @@ class TemplateStore:
         self._templates[template_id] = used = replace(template, is_captured=False)
         return used
 
-    def remove(self, template_id: str, owner: str) -> Template:
+    def remove(self, template_id: str, owner: str) -> RegisteredTemplate:
         """Remove and return a template. Raises as `get`."""
         self._find(template_id, owner, None)
         return self._take_out(template_id)
@@ -145,13 +145,13 @@ class TemplateStore:
         assert self._captured == {template.id: template.upload.size for template in templates if template.is_captured}
         assert self._captured_bytes == sum(self._captured.values())
 
-    def _find(self, template_id: str, owner: str, param: str | None) -> Template:
+    def _find(self, template_id: str, owner: str, param: str | None) -> RegisteredTemplate:
         template = self._templates.get(template_id)
         if template is None or template.owner != owner:
             raise TemplateNotFoundError(template_id, param=param)
         return template
 
-    def _put_in(self, template: Template) -> None:
+    def _put_in(self, template: RegisteredTemplate) -> None:
         size = template.upload.size
         self._templates[template.id] = template
         self.used_bytes += size
@@ -160,25 +160,25 @@ class TemplateStore:
             self._captured_bytes += size
         self._num_sharing.update(_contents(template))
 
-    def _take_out(self, template_id: str) -> Template:
+    def _take_out(self, template_id: str) -> RegisteredTemplate:
         template = self._templates.pop(template_id)
         self.used_bytes -= template.upload.size
         self._captured_bytes -= self._captured.pop(template_id, 0)
         self._forget_contents(template)
         return template
 
-    def _set(self, template: Template) -> None:
+    def _set(self, template: RegisteredTemplate) -> None:
         """Replace a template by a copy with other content ids."""
         self._forget_contents(self._templates[template.id])
         self._templates[template.id] = template
         self._num_sharing.update(_contents(template))
 
-    def _forget_contents(self, template: Template) -> None:
+    def _forget_contents(self, template: RegisteredTemplate) -> None:
         for content in _contents(template):
             self._num_sharing[content] -= 1
             if not self._num_sharing[content]:
                 del self._num_sharing[content]
 
 
-def _contents(template: Template) -> list[Pages]:
+def _contents(template: RegisteredTemplate) -> list[Pages]:
     return [(template.model, content_id, template.cache_salt) for content_id in template.content_ids]

@@ -51,19 +51,19 @@ def page_of(document: Mapping[str, Any]) -> str:
     )
 
 
-def _operation(method: str, path: str, told: Mapping[str, Any]) -> str:
-    bodies = told.get("requestBody", {}).get("content", {})
+def _operation(method: str, path: str, operation: Mapping[str, Any]) -> str:
+    bodies = operation.get("requestBody", {}).get("content", {})
     return "\n".join(
         (
-            f"<h2>{method.upper()} {escape(path)}</h2><p>{escape(told.get('description', ''))}</p>",
-            *(_table("Parameter", _parameters(told)) if told.get("parameters") else ()),
+            f"<h2>{method.upper()} {escape(path)}</h2><p>{escape(operation.get('description', ''))}</p>",
+            *(_table("Parameter", _parameters(operation)) if operation.get("parameters") else ()),
             *(line for kind, body in bodies.items() for line in _table(kind, _fields(body["schema"]))),
         )
     )
 
 
-def _parameters(told: Mapping[str, Any]) -> Iterator[tuple[str, Mapping[str, Any], bool]]:
-    for each in told["parameters"]:
+def _parameters(operation: Mapping[str, Any]) -> Iterator[tuple[str, Mapping[str, Any], bool]]:
+    for each in operation["parameters"]:
         yield (
             each["name"],
             each.get("schema", {}) | {"description": each.get("description", "")},
@@ -80,9 +80,9 @@ def _table(head: str, rows: Iterator[tuple[str, Mapping[str, Any], bool]]) -> It
     yield f"<table><tr><th>{escape(head)}</th><th>Type</th><th></th></tr>"
     for name, schema, is_required in rows:
         limits = ", ".join(f"{key} {schema[key]}" for key in _LIMITS if key in schema)
-        told = " ".join(filter(None, (schema.get("description", ""), f"({limits})" if limits else "")))
+        meaning = " ".join(filter(None, (schema.get("description", ""), f"({limits})" if limits else "")))
         kind = f"{_kind(schema)}{', required' if is_required else ''}"
-        yield f"<tr><td><code>{escape(name)}</code></td><td>{escape(kind)}</td><td>{escape(told)}</td></tr>"
+        yield f"<tr><td><code>{escape(name)}</code></td><td>{escape(kind)}</td><td>{escape(meaning)}</td></tr>"
     yield "</table>"
 
 

@@ -29,7 +29,7 @@ async def until_silent(silences: list[float]) -> None:
 
 
 async def test_silence_is_reported_once_and_not_too_early(watch: SilenceWatch, silences: list[float]) -> None:
-    watch.heard()
+    watch.note_message()
     started = time.monotonic()
     await until_silent(silences)
     assert silences[0] - started >= SECONDS
@@ -41,9 +41,9 @@ async def test_nothing_is_expected_before_the_first_message_and_after_the_end(
     watch: SilenceWatch, silences: list[float]
 ) -> None:
     await asyncio.sleep(2 * SECONDS)
-    watch.heard()
+    watch.note_message()
     watch.close()
-    watch.heard()
+    watch.note_message()
     await asyncio.sleep(2 * SECONDS)
     assert not silences
 
@@ -52,10 +52,10 @@ async def test_time_during_which_this_process_was_stopped_does_not_count(
     watch: SilenceWatch, silences: list[float]
 ) -> None:
     """Messages that arrived meanwhile are read only after expired timers have been called."""
-    watch.heard()
+    watch.note_message()
     for _ in range(3):
         time.sleep(4 * SECONDS)  # noqa: ASYNC251
         await asyncio.sleep(0)  # the look that fell due
-        watch.heard()
+        watch.note_message()
     assert not silences
     await until_silent(silences)

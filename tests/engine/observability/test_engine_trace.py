@@ -98,7 +98,7 @@ class Engine:
             self.tell()
 
     def tell(self) -> None:
-        self.trace.said(self.scheduler.take_outputs())
+        self.trace.sent(self.scheduler.take_outputs())
 
     def assert_nothing_kept(self) -> None:
         assert not self.trace._traced

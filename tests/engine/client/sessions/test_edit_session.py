@@ -189,7 +189,7 @@ async def take_all(session: EditSession, server: Server, reader_seconds: float) 
 
 async def test_a_slow_client_does_not_count_as_server_time(server: Server) -> None:
     session = await server.begin(n=2)
-    outlook = session._ticket._foretold
+    outlook = session._ticket._prediction
     assert outlook is not None
     replicas = [replica for replica in server.router._replicas if isinstance(replica, Replica)]
     for replica in replicas:
@@ -356,7 +356,7 @@ async def test_an_adapter_that_is_unloaded_between_choice_and_session_is_refused
 
 async def test_an_edit_that_was_dropped_late_counts_as_late(server: Server) -> None:
     session = await server.begin()
-    outlook = session._ticket._foretold
+    outlook = session._ticket._prediction
     assert outlook is not None
     server.clock.now += 9.0
     server.busy.fail_first(Failure("overloaded", "The server fell behind."))
@@ -580,7 +580,7 @@ async def test_two_passes_have_memory_and_a_least_work_of_their_own(server: Serv
     assert (one.smallest_shape.num_steps, one.smallest_shape.first_steps) == (5, 0)
     least = two.smallest_shape
     assert (least.num_steps, least.full_steps, least.first_steps, least.first_tokens) == (8, 8, 5, 1)
-    seconds = [server.admission.work_seconds(shape) for shape in (one.smallest_shape, least)]
+    seconds = [server.router.work_seconds(shape) for shape in (one.smallest_shape, least)]
     assert seconds[0] < seconds[1]
     jobs = [await preparation.store() for preparation in (one, two)]
     assert [job.hires_scale for job in jobs] == [None, 2.0]

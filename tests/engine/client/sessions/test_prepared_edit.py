@@ -45,7 +45,8 @@ def prepared(model: ModelInfo = fakes.MODEL, *, partial_images: int = 0, **field
     edit = EditInput(prompt="p", sampling=sampling, partial_images=partial_images)
     first = FIRST if sampling.hires_scale else None
     images = msgspec.structs.replace(FINAL, first_pass=first)
-    return PreparedEdit.of(edit, ModelChoice(model), resolve(sampling, model), images, EngineConfig())
+    known = PreparedEdit(edit, ModelChoice(model), resolve(sampling, model), images, EngineConfig())
+    return known.with_full_steps()
 
 
 def request_of(edit: PreparedEdit) -> EngineRequest:

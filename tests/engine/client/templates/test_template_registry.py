@@ -12,7 +12,7 @@ from core.model_info import ModelInfo
 from core.page_scheme import PageLayout, PageScheme
 from engine.client.resolve.served_models import ServedModels
 from engine.client.templates.template_registry import TemplateRegistry
-from engine.client.templates.template_store import Template, TemplateStore
+from engine.client.templates.template_store import RegisteredTemplate, TemplateStore
 from engine.client.upload import KeptUpload
 
 SCHEME = PageScheme(
@@ -51,8 +51,8 @@ def make_registry(engines: Engines, *models: ModelInfo, budget: int = 20) -> Tem
     return TemplateRegistry(TemplateStore(budget), served, engines)  # type: ignore[arg-type]
 
 
-def template(content_id: str = "c", crops: tuple[str, ...] = (), model: str = "m") -> Template:
-    return Template(
+def template(content_id: str = "c", crops: tuple[str, ...] = (), model: str = "m") -> RegisteredTemplate:
+    return RegisteredTemplate(
         upload=KeptUpload([b"x" * 10]),
         owner="me",
         model=model,

@@ -12,14 +12,14 @@ from hypothesis import strategies as st
 
 from core.errors import InvalidRequestError, TemplateNotFoundError
 from engine.client.templates import template_store as templates
-from engine.client.templates.template_store import Template, TemplateStore
+from engine.client.templates.template_store import RegisteredTemplate, TemplateStore
 from engine.client.upload import CHUNK_BYTES, BytesUpload, KeptUpload
 
 
 def template(
     size: int = 10, owner: str = "me", content_id: str = "c", model: str = "m", *, is_captured: bool = False
-) -> Template:
-    return Template(
+) -> RegisteredTemplate:
+    return RegisteredTemplate(
         upload=KeptUpload([b"x" * size]),
         owner=owner,
         model=model,
