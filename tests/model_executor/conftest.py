@@ -1,5 +1,7 @@
 from __future__ import annotations
 
+import os
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -12,6 +14,14 @@ from model_executor.models.base import Family
 from model_executor.models.families import vae_family
 from model_executor.worker.loading.resident import ResidentModels
 from tools.random_checkpoints import make_flux_fill
+
+
+@pytest.fixture(scope="session", autouse=True)
+def _quick_interpreter() -> None:
+    if "triton" in sys.modules and os.environ["TRITON_INTERPRET"] == "1":
+        from quick_interpreter import quicken
+
+        quicken()
 
 
 @pytest.fixture
