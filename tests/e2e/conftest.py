@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 from diffusers import FluxFillPipeline
+from forked_server import end_warm_process
 from server_process import ServerProcess, fork
 
 from engine.client.processes.worker_launcher import worker_launcher
@@ -22,6 +23,7 @@ def _launcher() -> Iterator[None]:
     """One launcher of workers for the engines of all tests, so that PyTorch is imported once."""
     with worker_launcher.used():
         yield
+        end_warm_process()
 
 
 @pytest.fixture(scope="session")

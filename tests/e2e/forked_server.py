@@ -9,6 +9,7 @@ spawned.
 
 from __future__ import annotations
 
+import asyncio
 import gc
 import importlib
 import io
@@ -56,12 +57,24 @@ class WarmProcess:
             fds = [stdout.fileno(), stderr.fileno()]
             return ForkedServer(launch(self._address, "forked_server:serve", config, fds, SERVER), open(reader))
 
+    def close(self) -> None:
+        """End it, and wait until it has ended."""
+        self._process.kill()
+        asyncio.run(self._process.wait())
+
 
 @cache
 def warm_process() -> WarmProcess:
-    """The one of these tests; it ends with the launcher that they share (`conftest.py`)."""
+    """The one of these tests, forked by the launcher that they share (`conftest.py`)."""
     with worker_launcher.used() as address:
         return WarmProcess(address)
+
+
+def end_warm_process() -> None:
+    """End it, if it was needed."""
+    if warm_process.cache_info().currsize:
+        warm_process().close()
+        warm_process.cache_clear()
 
 
 class ForkedServer:

@@ -20,7 +20,7 @@ import psutil
 import pytest
 from fake_hub import REPO, hub
 from pictures import alpha_mask, encode, photo
-from server_process import ROOT, ServerProcess, spawn, start, wait_until_ready
+from server_process import ROOT, ServerProcess, fork, spawn, start, wait_until_ready
 
 from engine.router.engine_replica import MAX_RESTARTS
 
@@ -90,7 +90,7 @@ def test_sigterm_lets_running_edits_finish(server_flags: tuple[str, ...], tmp_pa
 
 def test_drain_limit_then_an_answer(server_flags: tuple[str, ...], tmp_path: Path) -> None:
     """An edit that is not done within --drain-seconds fails with an answer."""
-    server = start(tmp_path / "scratch", *server_flags, "--drain-seconds", "0.1", "--max-num-seqs", "1")
+    server = fork(tmp_path / "scratch", *server_flags, "--drain-seconds", "0.1", "--max-num-seqs", "1")
     background = [in_background(lambda: post(server, LONG_EDIT | {"n": "10"})) for _ in range(2)]
     wait_for(lambda: is_running(server))
     started = time.monotonic()
@@ -104,7 +104,7 @@ def test_drain_limit_then_an_answer(server_flags: tuple[str, ...], tmp_path: Pat
 
 def test_uploads_in_the_pipeline_get_503_when_the_drain_is_over(server_flags: tuple[str, ...], tmp_path: Path) -> None:
     """Those that wait for an image processor, those that one has, and those that are computed."""
-    server = start(tmp_path / "scratch", *server_flags, "--drain-seconds", "0.5")
+    server = fork(tmp_path / "scratch", *server_flags, "--drain-seconds", "0.5")
     files = {"image": encode(photo(2000, 2000)), "mask": alpha_mask(2000, 2000)}
     answered: list[tuple[float, httpx.Response]] = []
 
@@ -132,7 +132,7 @@ def test_uploads_in_the_pipeline_get_503_when_the_drain_is_over(server_flags: tu
 
 
 def test_second_ctrl_c_does_not_wait(server_flags: tuple[str, ...], tmp_path: Path) -> None:
-    server = start(tmp_path / "scratch", *server_flags, "--max-num-seqs", "1")
+    server = fork(tmp_path / "scratch", *server_flags, "--max-num-seqs", "1")
     thread, _ = in_background(lambda: post(server, LONG_EDIT | {"n": "10"}))
     wait_for(lambda: is_running(server))
     children = server.children()
@@ -253,7 +253,7 @@ def test_temporary_folder_too_deep_for_a_socket(server_flags: tuple[str, ...], t
 
 
 def test_names_with_line_breaks_forge_no_line(server_flags: tuple[str, ...], tmp_path: Path) -> None:
-    server = start(tmp_path / "scratch", *server_flags, "--served-model-name", "x\nforged", "--allow-runtime-lora")
+    server = fork(tmp_path / "scratch", *server_flags, "--served-model-name", "x\nforged", "--allow-runtime-lora")
     body = {"lora_name": "hat", "lora_path": "/no\nforged\x1b[2K"}
     answer = httpx.post(f"{server.base_url}/load_lora_adapter", json=body, timeout=60)
     assert answer.status_code == 400
