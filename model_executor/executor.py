@@ -123,12 +123,18 @@ class Executor:
 
     def submit(self, plan: StepPlan) -> None:
         """Send each rank its part of the plan, without waiting. A rank that died is reported by `results`, not here;
-        one that is restarted gets nothing until it is ready.
+        one that is restarted gets nothing until it is ready. A rank whose part cannot be encoded is killed, so that the
+        requests in it are judged as after any death.
         """
         self._next_seq = plan.seq + 1
         for rank, part in parts_of(plan).items():
-            if rank not in self._restarting:
+            if rank in self._restarting:
+                continue
+            try:
                 self._workers[rank].send(part)
+            except MessageError as error:
+                logger.error("worker %d is killed, as its plan cannot be sent: %s", rank, error, extra=of_request(""))
+                self.kill(rank)
 
     def tell(self, rank: int, message: LoadAdapter | DropAdapter) -> None:
         """Send a rank what is no plan. One that died is reported by `results`, not here."""

@@ -1,7 +1,7 @@
 """When requests that take turns in the slots of a batch are done, and the largest set of them that can be in time.
 
 A rank makes the steps of its requests. All of them that have a slot share each step; a request that has made its last
-step gives its slot to the next in lane. Pure arithmetic, in seconds from now.
+step gives its slot to the next in line. Pure arithmetic, in seconds from now.
 """
 
 from __future__ import annotations

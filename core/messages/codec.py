@@ -1,7 +1,7 @@
 """Encodes messages as bytes and decodes them. Failures raise MessageError with the reason.
 
-Only what a client's request can have caused is answered as a failure of that request, see `read_member`. A message of
-another process that cannot be read shows a bug: the receiver ends that process, which is restarted.
+Only what a client's request can have caused is answered as a failure of that request, see `read_member`. A plan or a
+result that cannot be read shows a bug: the receiver ends its sender, or itself, which is restarted.
 """
 
 from __future__ import annotations

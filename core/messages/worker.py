@@ -206,9 +206,8 @@ class BatchResult(Message, frozen=True):
     started: float
     seconds: float  # worker time, first to last kernel
     items: tuple[ItemResult, ...]
-    num_parts: int = (
-        1  # forward passes; above 1 it failed as a whole and was halved, see model_executor/worker/halving.py
-    )
+    # Forward passes; above 1 it failed as a whole and was halved, see model_executor/worker/halving.py.
+    num_parts: int = 1
 
 
 class TransferDone(Message, frozen=True):

@@ -49,7 +49,7 @@ class EngineQueue:
         self._loads: Sequence[RequestLoad] | None = ()  # None: to be listed again
 
     def update(self, report: LoadReport) -> None:
-        """Apply an engine's next report. Changes of unknown edits are ignored: a report may have been unreadable."""
+        """Apply an engine's next report. Changes of unknown edits are ignored."""
         if report.is_first or not report.num_running + report.num_waiting:
             self.clear()
         for change in report.queue:

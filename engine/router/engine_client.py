@@ -245,9 +245,8 @@ class EngineClient:
             try:
                 message = decoder.decode(payload)
             except MessageError as error:  # outputs and a change of its load are lost, so it cannot go on
-                self._kill(f"the engine is out of order and was killed: {error}")
-            else:
-                self._handle(message)
+                return self._kill(f"the engine is out of order and was killed: {error}")
+            self._handle(message)
 
     def _handle(self, message: FromEngine) -> None:
         self._silence.note_message()

@@ -28,10 +28,10 @@ def count_file(file: Path) -> int:
     return sum(map(prod, shapes.values()))
 
 
-def _join(weight: str, told: Mapping[str, Any], shapes: dict[str, list[int]]) -> None:
-    """Replace the tensors that torchao made of a weight by the weight, in `shapes`. told: its entry in the header; a
+def _join(weight: str, entry: Mapping[str, Any], shapes: dict[str, list[int]]) -> None:
+    """Replace the tensors that torchao made of a weight by the weight, in `shapes`. entry: its entry in the header; a
     shape there means that numbers are packed."""
     module, _, name = weight.rpartition(".")
-    parts = {part: shapes.pop(f"{module}._{name}_{part}", None) for part in told.get("_tensor_data_names", ())}
+    parts = {part: shapes.pop(f"{module}._{name}_{part}", None) for part in entry.get("_tensor_data_names", ())}
     if (numbers := parts.get("qdata")) is not None:
-        shapes[weight] = told["_data"].get("shape", numbers)
+        shapes[weight] = entry["_data"].get("shape", numbers)

@@ -24,7 +24,8 @@ class ServedModels:
 
     def has(self, choice: ModelChoice) -> bool:
         """Whether all adapters of a choice that was made earlier still have a name."""
-        return {patch.id for patch in choice.patches} <= {info.patch for info in self.by_name.values()}
+        named = {info.patch for info in self.by_name.values() if info.parent == choice.model.name}
+        return {patch.id for patch in choice.patches} <= named
 
     def add(self, info: ModelInfo) -> None:
         """Serve one more adapter."""

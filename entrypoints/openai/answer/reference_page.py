@@ -42,9 +42,9 @@ def page_of(document: Mapping[str, Any]) -> str:
             f"<style>{_STYLE}</style><h1>{title}</h1><p>{escape(document['info'].get('summary', ''))}</p>",
             '<p>For programs: <a href="openapi.json">openapi.json</a>.</p>',
             *(
-                _operation(method, path, told)
+                _operation(method, path, described)
                 for path, methods in document["paths"].items()
-                for method, told in methods.items()
+                for method, described in methods.items()
             ),
             "</html>",
         )

@@ -127,9 +127,8 @@ class FluxFill(Flux):
         if inputs.start is None:
             clean = self._template_sample(inputs, image, generator)
         else:
-            clean = self._unpacked_like(
-                self._draw(shape, generator), inputs.start
-            )  # the posterior noise: drawn, but not used
+            posterior_noise = self._draw(shape, generator)  # drawn as diffusers does, but not used
+            clean = self._unpacked_like(posterior_noise, inputs.start)
         noise = self._draw(shape, generator)
         sigma = sigma.to(self._device, clean.dtype).reshape(1, 1, 1, 1)
         return sigma * noise + (1.0 - sigma) * clean

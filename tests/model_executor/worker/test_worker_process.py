@@ -19,7 +19,7 @@ import pytest_asyncio
 from edits import Edit
 
 from core.config import CacheConfig, EngineConfig, ModelConfig
-from core.errors import ConfigError, MessageError
+from core.errors import ConfigError
 from core.handles import PAGE_ARENA, VALUE_ARENA, ArrayRef, EntryRef, ModelKey, TensorKey, TensorRef
 from core.ipc import local_sockets
 from core.ipc.process import ChildProcess, SpawnedProcess, spawn
@@ -232,13 +232,20 @@ async def test_a_worker_whose_message_cannot_be_read_is_killed(
         assert executor._workers[0]._process.returncode is not None
 
 
-async def test_a_plan_that_cannot_be_encoded_is_an_error(lone: Executor, arena: Arena, space: ArenaAllocator) -> None:
-    """The engine ends with it, as no rank knows what is lost."""
-    batch = Edit.denoise_batch([edit := Edit(arena, space, "unsendable", seed=6)], {edit: 0})
+async def test_a_worker_whose_plan_cannot_be_encoded_is_killed(
+    lone: Executor, arena: Arena, space: ArenaAllocator
+) -> None:
+    """Its requests are judged as after any death; nothing else of the engine ends."""
+    edit = Edit(arena, space, "unsendable", seed=6)
+    expected = await run(lone, Edit(arena, space, "before", seed=6))
+    batch = Edit.denoise_batch([edit], {edit: 0})
     work = msgspec.structs.replace(batch.items[0].work, guidance_scale=np.float64(30))
     item = msgspec.structs.replace(batch.items[0], work=work)
-    with pytest.raises(MessageError, match="a StepPlan cannot be encoded"):
-        lone.submit(StepPlan(seq=1, batches=(msgspec.structs.replace(batch, items=(item,)),)))
+    lone.submit(StepPlan(seq=1, batches=(msgspec.structs.replace(batch, items=(item,)),)))
+    assert isinstance(await asyncio.wait_for(anext(lone.results()), PATIENCE), WorkerFailed)
+    lone.restart(0, 0.0)
+    assert isinstance(await asyncio.wait_for(anext(lone.results()), PATIENCE), WorkerReady)
+    assert np.array_equal(await run(lone, edit), expected)
 
 
 def component(executor: Executor, kind: str) -> ModelKey:
