@@ -342,9 +342,10 @@ async def test_more_images_than_the_whole_queue_are_an_invalid_request(server: S
 
 
 async def test_an_adapter_that_is_unloaded_between_choice_and_session_is_refused(server: Server) -> None:
-    """Its weights may be freed by then."""
+    """Its weights may be freed by then, also if another model serves the same file."""
     hat = msgspec.structs.replace(MODEL, name="hat", parent="m", patch="h")
     server.engine._served.add(hat)
+    server.engine._served.add(msgspec.structs.replace(hat, name="other hat", parent="other"))
     choice = server.engine.choose_model("hat")
     server.engine._served.remove("hat")
     with pytest.raises(InvalidRequestError, match="unloaded") as caught:
