@@ -52,7 +52,7 @@ wheel: $(RUNTIME)  ## Build the wheel, embedded model included, into dist/
 	rm -rf build
 	$(BIN)/python -m pip wheel --quiet --no-deps --wheel-dir dist .
 
-train-embedded: $(DEV)  ## Train the embedded model again
+train-embedded: $(DEV)  ## Train the embedded model again, as the published weights were (3.5 hours of two cores)
 	$(BIN)/python -m tools.train_embedded $(ARGS)
 
 train-unet: $(DEV)  ## Train a small Stable Diffusion checkpoint to measure UNets with (62 minutes of one core, into .train_unet)

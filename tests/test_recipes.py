@@ -5,6 +5,7 @@ from __future__ import annotations
 import ast
 import inspect
 import json
+import math
 from pathlib import Path
 
 import pytest
@@ -17,7 +18,20 @@ from core.failure import Failure
 from core.graph.catalog import WORKFLOWS
 from core.graph.workflow import Workflow
 from core.model_choice import ModelChoice
-from core.sampling_params import SamplingParams
+from core.sampling_params import (
+    MAX_GUIDANCE,
+    MAX_HIRES_SCALE,
+    MAX_IMAGES,
+    MAX_INFERENCE_STEPS,
+    MAX_MASK_MARGIN,
+    MAX_PRIORITY,
+    MAX_SEED,
+    MAX_SEQUENCE_LENGTH,
+    MAX_TIMEOUT,
+    MIN_HIRES_SCALE,
+    MIN_TIMEOUT,
+    SamplingParams,
+)
 from entrypoints.openai.body.submission import Submission
 from entrypoints.openai.edit_request import build_call
 from entrypoints.openai.fields.field import Field, Value
@@ -54,6 +68,49 @@ def test_a_field_reaches_the_engine(name: str) -> None:
     submission = Submission(values={"prompt": "a hat", "template_id": "t", name: value})
     call = build_call("image_edit", submission, ModelChoice(MODEL))
     assert getattr(call.edit.sampling, name) == value != getattr(PLAIN, name)
+
+
+RANGES: dict[str, tuple[float, float]] = {
+    "num_inference_steps": (1, MAX_INFERENCE_STEPS),
+    "guidance_scale": (0, MAX_GUIDANCE),
+    "true_cfg_scale": (0, MAX_GUIDANCE),
+    "seed": (-1, MAX_SEED),  # -1: drawn at random
+    "n": (1, MAX_IMAGES),
+    "strength": (0, 1),
+    "max_sequence_length": (1, MAX_SEQUENCE_LENGTH),
+    "hires_scale": (MIN_HIRES_SCALE, MAX_HIRES_SCALE),
+    "hires_strength": (0, 1),
+    "mask_margin": (0, MAX_MASK_MARGIN),
+    "full_steps": (0, MAX_INFERENCE_STEPS),
+    "priority": (-MAX_PRIORITY, MAX_PRIORITY),
+    "timeout": (MIN_TIMEOUT, MAX_TIMEOUT),
+}
+"""The least and the greatest value of every number."""
+
+
+def test_every_number_has_a_range() -> None:
+    assert {*RANGES} == {name for name in SAMPLED if EDIT_FIELDS[name].kind in ("integer", "number")}
+
+
+def beyond(field: Field, bound: float, direction: int) -> float:
+    """The value next to a bound on its upper (1) or lower (-1) side."""
+    return int(bound) + direction if field.kind == "integer" else math.nextafter(bound, direction * math.inf)
+
+
+def send(name: str, value: float) -> None:
+    """Read a value as a form's text and make the call. Raises InvalidRequestError."""
+    values = {"prompt": "a hat", "template_id": "t", name: EDIT_FIELDS[name].from_text(repr(value))}
+    build_call("image_edit", Submission(values=values), ModelChoice(MODEL))
+
+
+@pytest.mark.parametrize("name", RANGES)
+def test_a_number_is_taken_within_its_range_alone(name: str) -> None:
+    low, high = RANGES[name]
+    send(name, low)
+    send(name, high)
+    for outside in (beyond(EDIT_FIELDS[name], low, -1), beyond(EDIT_FIELDS[name], high, 1)):
+        with pytest.raises(errors.InvalidRequestError):
+            send(name, outside)
 
 
 def test_every_sampling_parameter_is_a_field() -> None:

@@ -10,7 +10,11 @@ PAGE = Path(__file__).resolve().parent.parent / "docs" / "flags.md"
 HEAD = """# Flags of the server
 
 `python -m entrypoints.serve`, written from `entrypoints/serve_flags.py` by `python -m tools.flags_page`.
-[api.md](api.md#flags) sorts them by topic.
+What they are for: models in [models.md](models.md), devices and operators in [gpu.md](gpu.md), the cache and skipping
+work in [mask_aware.md](mask_aware.md), batches and policies in [scheduling.md](scheduling.md), several engines and
+workers in [routing.md](routing.md) and [parallelism.md](parallelism.md), faults and overload in
+[reliability.md](reliability.md), logs and traces in [observability.md](observability.md), address, clients, keys and
+limits in [api.md](api.md). `python -m entrypoints.serve --help` lists them, too.
 """
 
 

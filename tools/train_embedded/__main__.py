@@ -1,12 +1,19 @@
-"""Train the embedded model: `python -m tools.train_embedded` runs all stages in order; training can be resumed."""
+"""Train the embedded model: `python -m tools.train_embedded` runs the stages of the published weights in order; it can
+be resumed.
+"""
 
 import argparse
 from pathlib import Path
 
 from tools.train_embedded.seeds import TEST_CASES
 
-STAGES = ("vae", "denoiser", "boxes", "distil", "decoder", "refine", "export", "evaluate", "examples", "gallery")
-EXTRAS = ("start", "limits")  # go on from the exported checkpoint; what keeps its scores down
+STAGES = ("vae", "denoiser", "boxes", "distil", "export", "evaluate", "examples", "gallery")
+"""What made the published weights, and what is made from them."""
+
+EXTRAS = ("start", "decoder", "refine", "limits")
+"""Lay the exported checkpoint out to go on from it; two stages that go on; what keeps the scores down."""
+
+EXPORTED = ("denoiser", "boxes", "distil", "refine")
 NAMES = f"any of {', '.join(STAGES + EXTRAS)}; the first {len(STAGES)} by default"
 
 
@@ -20,6 +27,7 @@ def parse() -> argparse.Namespace:
     )
     parser.add_argument("--work", type=Path, default=Path(".train"), help="checkpoints and logs (default: .train)")
     parser.add_argument("--out", type=Path, default=Path("model_executor/embedded"), help="the exported checkpoint")
+    parser.add_argument("--export-stage", choices=EXPORTED, default="distil", help="whose weights `export` writes")
     parser.add_argument("--ranks", type=int, default=2, help="training processes, one thread each")
     parser.add_argument("--vae-minutes", type=float, default=18.0)
     parser.add_argument("--denoiser-minutes", type=float, default=71.0)
@@ -68,7 +76,7 @@ def run(stage: str, options: argparse.Namespace) -> None:
         case "export":
             from tools.train_embedded.export import export
 
-            export(options.work, options.out, "refine")
+            export(options.work, options.out, options.export_stage)
         case "start":
             from tools.train_embedded.export import resume_from
 

@@ -1,8 +1,8 @@
-"""Stages `denoiser`, `boxes` and `distil`: train the transformer and its text encoders, first mostly with silhouettes
-as masks, then mostly with boxes, and finally distil guidance into the transformer.
+"""Stages `denoiser`, `boxes`, `distil` and `refine`: train the transformer and its text encoders, first mostly with
+silhouettes as masks, then mostly with boxes, and distil guidance into the transformer; `refine` goes on from there.
 
-FluxFillPipeline has no classifier-free guidance, which a model with so little training needs. So in the last stage the
-model learns to predict what its own averaged weights predict with guidance.
+FluxFillPipeline has no classifier-free guidance, which a model with so little training needs. So in `distil` the model
+learns to predict what its own averaged weights predict with guidance, and in `refine` the guided velocity itself.
 """
 
 import copy

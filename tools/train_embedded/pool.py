@@ -5,6 +5,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import torch
@@ -70,6 +71,21 @@ def draw_edits(seed: int, mixture: Mixture) -> DrawnScene:
     return DrawnScene(drawn.image, detail(scene, drawn), edits)
 
 
+def open_fields(folder: Path, is_new: bool) -> dict[str, np.memmap[Any, Any]]:
+    """A pool's files by field, [CAPACITY, ...] each; a new pool's are created. Raises FileNotFoundError if an older
+    version of this module, which had fewer fields, wrote the folder.
+    """
+    paths = {name: folder / f"{name}.bin" for name in FIELDS}
+    missing = [] if is_new else [path.name for path in paths.values() if not path.exists()]
+    if missing:
+        raise FileNotFoundError(f"{folder} lacks {', '.join(missing)}: delete this folder, and it is drawn again")
+    mode = "w+" if is_new else "r+"
+    return {
+        name: np.memmap(paths[name], dtype, mode, shape=(CAPACITY, *shape))  # type: ignore[call-overload]
+        for name, (shape, dtype) in FIELDS.items()
+    }
+
+
 class Pool:
     """Examples of one rank, drawn and encoded on demand; the oldest are overwritten once it is full."""
 
@@ -80,13 +96,9 @@ class Pool:
         self._vae, self._tokenizers = vae, tokenizers
         self._scenes_file = folder / "scenes.txt"
         self._scenes = int(self._scenes_file.read_text()) if self._scenes_file.exists() else 0
+        self._fields = open_fields(folder, is_new=not self._scenes)
         processes = spare_processes(on_gpu=vae.device.type == "cuda")
         self._drawers = Drawers(partial(draw_edits, mixture=mixture), first_seed + self._scenes, processes)
-        mode = "r+" if self._scenes else "w+"
-        self._fields = {
-            name: np.memmap(folder / f"{name}.bin", dtype, mode, shape=(CAPACITY, *shape))  # type: ignore[call-overload]
-            for name, (shape, dtype) in FIELDS.items()
-        }
 
     @property
     def drawn(self) -> int:

@@ -10,7 +10,7 @@ mkdir -p "$OUT"
 
 scores() { # evaluation.json, the contact sheet, and what limits the scores
   "$PYTHON" -m tools.train_embedded evaluate | tee "$OUT/evaluate.txt"
-  "$PYTHON" -m tools.train_embedded limits --cases 40 | tee "$OUT/limits.txt"
+  "$PYTHON" -m tools.train_embedded limits --cases 20 | tee "$OUT/limits.txt"
 }
 
 calibration() { # compare with model_executor/embedded/calibration.json, whose setting is chosen by hand
