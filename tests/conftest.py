@@ -12,6 +12,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+from hypothesis import settings
 
 os.environ.setdefault("TRITON_INTERPRET", "1")  # read when any module first imports Triton
 # Read when PyTorch is imported, here or in a child. Tensors are tiny: two threads wait for each other longer than they
@@ -20,6 +21,9 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 SLOW_FOLDERS = ("e2e", "benchmarks", "tools", "model_executor")
 """Folders whose files take up to minutes each, slowest first; a file of any other takes seconds."""
+
+settings.register_profile("stencil", deadline=None)  # a busy machine fails no test
+settings.load_profile("stencil")
 
 gc.disable()  # until all test files are imported, which takes a quarter longer with collections that find nothing
 

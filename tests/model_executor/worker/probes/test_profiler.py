@@ -57,10 +57,10 @@ def test_the_next_start_predicts_from_the_tables(models: ResidentModels, info: M
     predictor = Predictor(CostModel(), {info.name: info})
     predictor.learn(found)
     measured = next(each for each in samples if each.op == "denoise" and len(each.work.queries) == LARGEST)
-    assert predictor.of_op(info.name, DENOISE, measured.work) == measured.seconds
+    assert predictor.op_seconds(info.name, DENOISE, measured.work) == measured.seconds
     assert predictor.largest_batch(info.name, DENOISE) == LARGEST
     assert predictor.largest_batch(info.name, DECODE) == 1, "its items are done one after the other"
-    assert predictor.of_op(info.name, DENOISE, Work.of([1] * 50)) > 0.0, "outside of the table the line predicts"
+    assert predictor.op_seconds(info.name, DENOISE, Work.of([1] * 50)) > 0.0, "outside of the table the line predicts"
 
 
 def test_a_profile_is_found_by_servers_with_the_settings_it_was_measured_with(
@@ -108,7 +108,7 @@ def test_joint_steps_are_measured_by_degree(config: ModelConfig, info: ModelInfo
     predictor.learn(samples)
     measured, key = samples[-1], predictor.key(info.name, DENOISE, degree=2)
     assert predictor.cost.predict(key, measured.work) == measured.seconds
-    assert predictor.of_op(info.name, DENOISE, measured.work) == 0.0, "nothing is known of one rank"
+    assert predictor.op_seconds(info.name, DENOISE, measured.work) == 0.0, "nothing is known of one rank"
 
 
 def test_a_rank_that_ends_early_is_reported(config: ModelConfig) -> None:
