@@ -35,6 +35,9 @@ class ModelInfo(msgspec.Struct, frozen=True, kw_only=True):
     device: str  # type of device; identical devices are not distinguished
     dtype: str  # of computing
     components: tuple[ModelKey, ...] = ()  # set by the worker: what it consists of; an adapter: as its model
+    # Other models that work for it, set by the worker.
+    roles: dict[str, str] = {}  # role of a workflow -> name of the model that plays it instead of this one
+    borrowed: tuple[ModelKey, ...] = ()  # their components that these roles take
     # Image size.
     native_size: int  # px; the area of a square with this side caps the generation size
     token_size: int  # px of a token's side
@@ -70,6 +73,11 @@ class ModelInfo(msgspec.Struct, frozen=True, kw_only=True):
     def can_edit(self) -> bool:
         """Whether it edits pictures, besides making new ones."""
         return not self.num_classes
+
+    @property
+    def needs(self) -> tuple[ModelKey, ...]:
+        """All components that its requests are computed with."""
+        return (*self.components, *self.borrowed)
 
     def keys_of(self, component: str) -> tuple[ModelKey, ...]:
         """Its components of one kind, all of which an op of this kind needs."""

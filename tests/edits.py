@@ -127,14 +127,14 @@ class Edit:
         """A plan that decodes; what it frees is to be freed after it. latents: where they are, if not on `rank`."""
         work = Decode(width=self.size[0], height=self.size[1], pixels=self.pixels)
         last = latents or TensorRef(self.state_key("latents", self.num_steps), 0)
-        item = Item(self.request_id, "decode", work, (last,))
+        item = Item(self.request_id, "decode", self.model, work, (last,))
         batch = self._batch("decode", [item], rank)
         free = Free(TensorKey(self.request_id, "", ""), tuple({0, rank}))
         return StepPlan(seq=next(_numbers), batches=(batch,), free=(free,))
 
     @staticmethod
     def denoise_batch(edits: Sequence[Edit], steps: Mapping[Edit, int]) -> Batch:
-        """One step of all edits together, each at its own step number. All must have one model."""
+        """One step of all edits together, each at its own step number. All must have one denoiser."""
         return edits[0]._batch("denoise", [edit._denoise_item(steps[edit], False) for edit in edits])
 
     def _denoise_item(self, step: int, keep_clean: bool) -> Item:
@@ -158,10 +158,10 @@ class Edit:
             self._ref("image_encode", "outside"),
             self._ref("image_encode", "sigmas"),
         )
-        return Item(self.request_id, "denoise", work, inputs, step + 1)
+        return Item(self.request_id, "denoise", self.model, work, inputs, step + 1)
 
     def _batch(self, stage: str, items: Sequence[Item], rank: int = 0) -> Batch:
-        return Batch(next(_numbers), stage, self.model, (rank,), tuple(items))
+        return Batch(next(_numbers), stage, (rank,), tuple(items))
 
     def upscale_plan(self, first: Edit) -> StepPlan:
         """Enlarge the last latents of `first` to this edit's size, as the output `latents` of the node upscale."""
@@ -170,7 +170,7 @@ class Edit:
         return _plan(self._batch("upscale", [self._item("upscale", work, (latents,))]))
 
     def _item(self, node: str, work: OpWork, inputs: tuple[TensorRef, ...] = ()) -> Item:
-        return Item(self.request_id, node, work, inputs)
+        return Item(self.request_id, node, self.model, work, inputs)
 
     def _ref(self, node: str, name: str) -> TensorRef:
         return TensorRef(self.key(node, name), 0)

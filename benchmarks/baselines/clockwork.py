@@ -130,16 +130,16 @@ def _node_seconds(view: View, batch: Sequence[Request], node: Node) -> float:
     """All runs of a node. Steps of all tokens come before the mask-aware ones, as many as of the request that has most
     of them.
     """
-    model, op = batch[0].head.model, op_of(node)
+    keys, op = batch[0].keys_of(node), op_of(node)
     if node.name not in batch[0].workflow.step_names:
         work = sum((op.size(request.sizes(node)) for request in batch), Work((), ()))
-        return max(request.progress.times(node) for request in batch) * view.batch_seconds(model, op, work)
+        return max(request.progress.times(node) for request in batch) * view.batch_seconds(keys, op, work)
     kinds = [steps_of(request, node) for request in batch]
     seconds = 0.0
     for place in range(max(map(len, kinds))):
         own = [of[min(place, len(of) - 1)] for of in kinds]
         work = sum((each for _, each in own), Work((), ()))
-        seconds += max(times for times, _ in own) * view.batch_seconds(model, op, work)
+        seconds += max(times for times, _ in own) * view.batch_seconds(keys, op, work)
     return seconds
 
 
@@ -148,7 +148,7 @@ def _most(view: View, request: Request) -> int:
     one after the other; `max_num_seqs` at most.
     """
     most = view.config.max_num_seqs
-    sizes = (view.largest_batch(request.head.model, op_of(node)) for node in request.workflow.nodes)
+    sizes = (view.largest_batch(request.keys_of(node), op_of(node)) for node in request.workflow.nodes)
     rows = [size for size in sizes if size is not None and size > 1]
     return max(1, min(most, min(rows) // request.spec.num_rows)) if rows else most
 

@@ -36,6 +36,7 @@ from core.messages.engine import EngineRequest
 from core.messages.worker import Batch, BatchResult, CostSample, StepPlan
 from core.model_info import ModelInfo
 from core.scheduling.reports.predictor import Predictor
+from core.scheduling.requests.bindings import Bindings
 from core.scheduling.requests.request import Request
 from core.scheduling.scheduler import StepScheduler
 from model_executor.worker.loading.resident import ResidentModels, set_threads
@@ -93,7 +94,8 @@ class Measured(Durations):
         num_ranks: int,
     ) -> None:
         """beside: request id -> CPU seconds of other processes with each of its batches. stretch: see `serve`."""
-        self._predictor = Predictor(CostModel(), {known.info.name: known.info})
+        self._bindings = Bindings({known.info.name: known.info})
+        self._predictor = Predictor(CostModel(), self._bindings)
         self._predictor.learn(known.samples)
         self._stretch = stretch
         self._surroundings, self._cores, self._beside, self._num_ranks = surroundings, cores, beside, num_ranks
@@ -106,9 +108,12 @@ class Measured(Durations):
         if not work.queries:  # of the activation cache: templates are warm
             return 0.0
         key = batch.op, len(batch.ranks)
-        seconds = self._predictor.batch_seconds(batch, work) * self._stretch.get(key, 1.0)
+        op = OPS[batch.op]
+        components = self._bindings.keys(batch.items[0].model, op.component)
+        predicted = self._predictor.op_seconds(components, op, work, len(batch.ranks))
+        seconds = predicted * self._stretch.get(key, 1.0)
         self.seconds.setdefault(key, []).append(seconds)
-        if OPS[batch.op].part == "denoise":
+        if op.part == "denoise":
             self.num_steps[len(batch.ranks)] += len(batch.items)
         return seconds
 
@@ -187,7 +192,8 @@ def serve(
     scheduler.learn(known.samples, [(rank, known.components) for rank in range(num_ranks)])
     recorder = Recorder(clock)
     cores = Cores(clock, num_cores, lambda: engine.clocks.num_busy(clock.now), ImageConfig().image_workers)
-    beside = {each.request_id: _cpu_beside_batches(each, around[each.request_id]) for each in requests}
+    bindings = Bindings({known.info.name: known.info})
+    beside = {each.request_id: _cpu_beside_batches(each, bindings, around[each.request_id]) for each in requests}
     durations = Measured(known, surroundings, cores, beside, stretch or {}, num_ranks)
     outside = Outside(clock, cores, around, surroundings.deliver, num_ranks)
     engine = SimulatedEngine(clock, scheduler, durations, outside.note, recorder)
@@ -217,9 +223,9 @@ def serve(
     )
 
 
-def _cpu_beside_batches(request: EngineRequest, around: Surroundings) -> float:
+def _cpu_beside_batches(request: EngineRequest, bindings: Bindings, around: Surroundings) -> float:
     """CPU seconds of other processes with each of a request's batches, one for each run of a node."""
-    run = Request.of(request, WORKFLOWS)
+    run = Request.of(request, WORKFLOWS, bindings)
     num_batches = sum(map(run.progress.times, run.workflow.nodes))
     return max(0.0, around.outside_cpu - around.prepare - around.deliver) / num_batches
 

@@ -23,7 +23,6 @@ from core.graph.workflow import Node, op_of
 from core.handles import TensorKey
 from core.messages.engine import DropTemplate, PrimeTemplate
 from core.messages.worker import BatchResult, ItemResult, PageCopied
-from core.model_info import ModelInfo
 from core.scheduling.node_cache import (
     NO_PAGES,
     CacheBatch,
@@ -36,6 +35,7 @@ from core.scheduling.node_cache import (
 from core.scheduling.ops.prime import PRIME
 from core.scheduling.ops.template_encode import TEMPLATE_ENCODE
 from core.scheduling.reports.predictor import Predictor
+from core.scheduling.requests.bindings import Bindings
 from core.scheduling.requests.live_requests import LiveRequests
 from core.scheduling.requests.request import Request
 
@@ -47,15 +47,15 @@ class ActivationCache(NodeCache):
         self,
         config: CacheConfig,
         device_bytes: Sequence[int],
-        models: Mapping[str, ModelInfo],
+        bindings: Bindings,
         predictor: Predictor,
         max_num_seqs: int,
     ) -> None:
         """device_bytes: by rank, device memory for pages; those of `config` are not used. max_num_seqs: most requests
         that run together; pages of twice as many waiting ones are loaded ahead.
         """
-        self._models = models
-        self._costs = PageCosts(predictor)
+        self._bindings, self._models = bindings, bindings.models
+        self._costs = PageCosts(predictor, bindings)
         self._may_plan_blocks = config.block_plan == "auto"  # steps may run while their pages are being loaded
         self._manager = ActivationCacheManager.of(config, device_bytes)
         self._pages = PageReservations(self._manager, self._costs.load_wins, len(device_bytes) > 1)
@@ -63,7 +63,7 @@ class ActivationCache(NodeCache):
         self._has_devices = any(device_bytes)
         has_slow_tier = bool(config.disk_bytes or self._has_devices)
         self._prefetcher = RequestPrefetcher(
-            models, self._pages, self._templates, 2 * max_num_seqs if has_slow_tier else 0
+            self._models, self._pages, self._templates, 2 * max_num_seqs if has_slow_tier else 0
         )
         self._out: dict[str, Chunk | None] = {}  # id of a job in flight -> its chunk; None: its template is encoded
         self._pageless: set[str] = set()  # ids of requests whose pages were lost, until they are reserved again
@@ -213,9 +213,8 @@ class ActivationCache(NodeCache):
 
     def _offer(self, job: PrimingJob) -> CacheJob:
         is_idle, model, rank = self._pages.is_idle_work(job), job.template.model, self._pages.rank_of(job)
-        if self._pages.needs_latents(job):
-            return CacheJob(job.id, model, TEMPLATE_ENCODE, encode_size(job), is_idle, rank)
-        return CacheJob(job.id, model, PRIME, None, is_idle, rank)
+        op, size = (TEMPLATE_ENCODE, encode_size(job)) if self._pages.needs_latents(job) else (PRIME, None)
+        return CacheJob(job.id, model, op, self._bindings.keys(model, op.component), size, is_idle, rank)
 
     def _fail(self, job: PrimingJob, failure: Failure) -> dict[str, Failure]:
         """Fail a job; request id -> failure of the requests among those that wait for it."""

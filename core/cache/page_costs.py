@@ -13,14 +13,16 @@ from core.handles import Tier
 from core.model_info import ModelInfo
 from core.scheduling.ops.prime import PRIME
 from core.scheduling.reports.predictor import Predictor
+from core.scheduling.requests.bindings import Bindings
 from core.scheduling.requests.request import Request
 
 
 class PageCosts:
     """All times are seconds; 0 for work unlike anything observed so far."""
 
-    def __init__(self, predictor: Predictor) -> None:
+    def __init__(self, predictor: Predictor, bindings: Bindings) -> None:
         self._predictor = predictor
+        self._bindings = bindings
         self._cost = predictor.cost
 
     def priming(self, template: TemplateInfo, tokens: int) -> float:
@@ -42,13 +44,14 @@ class PageCosts:
         """
         assert request.workflow.paged is not None
         op, num_rows = op_of(request.workflow.paged), request.spec.num_rows
+        keys = request.keys_of(request.workflow.paged)
         every, active = request.spec.num_all_tokens, request.spec.num_active_tokens
-        full = self._predictor.op_seconds(info.name, op, Work.of([every] * num_rows))
-        cached = self._predictor.op_seconds(info.name, op, Work.of_pairs([(active, every)] * num_rows))
+        full = self._predictor.op_seconds(keys, op, Work.of([every] * num_rows))
+        cached = self._predictor.op_seconds(keys, op, Work.of_pairs([(active, every)] * num_rows))
         load = sum(self._cost.predict_copy(tier, nbytes) for tier, nbytes in loading)
         if not full:
             return ()  # no prediction yet
         return plan_blocks(info.block_runs, num_pages, full, cached, load)
 
     def _prime_key(self, template: TemplateInfo) -> CostKey:
-        return self._predictor.key(template.model, PRIME)
+        return self._predictor.key(self._bindings.keys(template.model, PRIME.component), PRIME)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from core.cache.page_reservations import PageReservations
 from core.cache.priming import Chunk, PrimingJob
-from core.graph.op import Op
 from core.graph.work import Work
 from core.handles import ArrayRef
 from core.messages.worker import Item
@@ -24,7 +23,8 @@ def encode_batch(job: PrimingJob, pages: PageReservations) -> CacheBatch:
         out=pages.latents(template),
         cache_salt=template.cache_salt,
     )
-    return _batch(job, TEMPLATE_ENCODE, (Item(job.id, TEMPLATE_ENCODE.name, work, ()),), encode_size(job))
+    item = Item(job.id, TEMPLATE_ENCODE.name, template.model, work, ())
+    return CacheBatch(TEMPLATE_ENCODE, (item,), encode_size(job))
 
 
 def encode_size(job: PrimingJob) -> Work:
@@ -36,12 +36,9 @@ def chunk_batch(job: PrimingJob, chunk: Chunk, pages: PageReservations, rank: in
     """The batch of a job's chunk on this rank, of one item per keyframe."""
     pages.start_chunk(job, chunk, rank)
     pixels = pages.lend_pixels(job) if job.template.is_seen_by_text else None
-    items = tuple(Item(job.id, PRIME.name, _prime(job, chunk, sigma, pages, pixels), ()) for sigma in chunk.sigmas)
-    return _batch(job, PRIME, items, _chunk_size(job, chunk))
-
-
-def _batch(job: PrimingJob, op: Op, items: tuple[Item, ...], size: Work) -> CacheBatch:
-    return CacheBatch(op, job.template.model, items, size)
+    works = [_prime(job, chunk, sigma, pages, pixels) for sigma in chunk.sigmas]
+    items = tuple(Item(job.id, PRIME.name, job.template.model, work, ()) for work in works)
+    return CacheBatch(PRIME, items, _chunk_size(job, chunk))
 
 
 def _chunk_size(job: PrimingJob, chunk: Chunk) -> Work:

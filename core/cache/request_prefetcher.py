@@ -141,7 +141,8 @@ class RequestPrefetcher:
                 yield
 
     def _template_of(self, request: Request) -> TemplateInfo:
-        return TemplateInfo.of(request.spec, self._models[request.head.model])
+        assert request.workflow.paged is not None
+        return TemplateInfo.of(request.spec, self._models[request.model_of(request.workflow.paged)])
 
 
 def _masked(request: Request, sigmas: tuple[float, ...], first: int) -> tuple[float, ...]:

@@ -55,7 +55,7 @@ SPREAD_FORGET = 0.95
 _NEXT_FASTER: dict[Tier, Tier] = {"disk": "host", "host": "device"}
 
 
-class CostKey(msgspec.Struct, frozen=True):
+class CostKey(msgspec.Struct, frozen=True, cache_hash=True):
     """The kind of work that one fitted line predicts. Models of one family that share components share their lines."""
 
     family: str  # whose code runs it

@@ -180,6 +180,7 @@ class EngineStats(msgspec.Struct, frozen=True, kw_only=True):
     r_squared: dict[str, float]  # op -> quality of its predictions, 1 = exact; of the worst model
     # Since start.
     steps: int
+    mixed_steps: int = 0  # that requests of several served models shared
     batch_tokens: int  # tokens computed, summed over steps
     batch_requests: int  # images in the batch, summed over steps
     tokens_skipped: int  # image tokens that mask-aware execution left out

@@ -8,7 +8,7 @@ from graphlib import CycleError, TopologicalSorter
 from core.errors import WorkflowError
 from core.graph.op import OPS, Port
 from core.graph.skipping import may_skip, readers_of
-from core.graph.workflow import Edge, Node, Workflow
+from core.graph.workflow import Edge, Node, Workflow, role_of
 
 
 def check_workflow(workflow: Workflow) -> None:
@@ -77,10 +77,20 @@ def _check_node(workflow: Workflow, node: Node) -> None:
         if times > 1:
             edge = next(edge for edge in node.inputs if edge.input == name)
             raise _fail(workflow, node, "it is connected more than once", edge)
+    _check_role(workflow, node)
     if node.shows:
         _check_side(workflow, node)
     if node.chooses:
         _check_chooser(workflow, node)
+
+
+def _check_role(workflow: Workflow, node: Node) -> None:
+    """One model plays a role, by its components of one kind."""
+    kind = OPS[node.op].component
+    first = next(other for other in workflow.nodes if other.op in OPS and role_of(other) == role_of(node))
+    if OPS[first.op].component != kind:
+        role = f"its role {role_of(node)} is played by a {kind}"
+        raise _fail(workflow, node, f"{role}, and that of {first.name} by a {OPS[first.op].component}")
 
 
 def _check_side(workflow: Workflow, node: Node) -> None:

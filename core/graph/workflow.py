@@ -58,6 +58,7 @@ class Node:
     name: str
     op: str  # name of its Op
     inputs: tuple[Edge, ...] = ()
+    role: str = ""  # of the model that it needs; "": named as its op's kind of component
     region: str = ""  # it runs once per round of this region; "": once
     shows: str = ""  # a side node: it runs after some rounds of this node, and reads what these rounds have made
     canvas: str = ""  # which of the request's canvases it works at; "": that of the final picture
@@ -194,6 +195,11 @@ class Workflow:
         return frozenset(node.name for node in self.steps)
 
     @cached_property
+    def roles(self) -> Mapping[str, str]:
+        """Role -> kind of component that plays it."""
+        return {role_of(node): op_of(node).component for node in self.nodes}
+
+    @cached_property
     def paged(self) -> Node | None:
         """The node that reads the template's pages in mask-aware requests; None: there is none."""
         return next((node for node in self.nodes if not node.canvas and op_of(node).pages == "span"), None)
@@ -265,6 +271,11 @@ class Workflow:
 def op_of(node: Node) -> Op:
     """A node's op. Raises KeyError if none of this name is registered."""
     return OPS[node.op]
+
+
+def role_of(node: Node) -> str:
+    """A node's role. Raises KeyError if its op is not registered."""
+    return node.role or op_of(node).component
 
 
 _DENOISE = Node(

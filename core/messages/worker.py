@@ -30,17 +30,17 @@ class Item(msgspec.Struct, frozen=True, omit_defaults=True):
 
     request_id: str
     node: str
+    model: str  # name of the model whose family runs it
     work: OpWork  # of the batch's op
     inputs: tuple[TensorRef, ...]
     version: int = 0  # of the values that it makes
 
 
 class Batch(msgspec.Struct, frozen=True):
-    """The unit of dispatch: one op of one model over one or more items, on these ranks."""
+    """The unit of dispatch: one op over one or more items, with the same components, on these ranks."""
 
     id: int
     op: str  # name
-    model: str  # name of a served model
     ranks: tuple[int, ...]  # several compute it together
     items: tuple[Item, ...]
     epoch: int = 0  # of their group: it is formed again when this changes, see `model_executor.parallel.groups`

@@ -12,7 +12,7 @@ from core.scheduling.requests.request import Request
 
 @dataclass(frozen=True, slots=True)
 class Dispatch:
-    """Run these nodes in one batch on these ranks. They have one op and one model."""
+    """Run these nodes in one batch on these ranks. They have one op and the same components."""
 
     items: tuple[tuple[Request, Node], ...]
     ranks: tuple[int, ...]

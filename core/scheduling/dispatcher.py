@@ -6,6 +6,7 @@ from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
 
 from core.failure import Failure
+from core.graph.op import Op
 from core.graph.work import Work
 from core.graph.workflow import Node, op_of
 from core.messages.worker import Batch, Delivery, Free, Item, StepPlan, Transfer
@@ -14,13 +15,14 @@ from core.scheduling.node_cache import NO_PAGES, CacheOrders, NodeCache
 from core.scheduling.ops.request_op import request_op
 from core.scheduling.ranks.in_flight import Flight
 from core.scheduling.ranks.ranks import Ranks
+from core.scheduling.requests.bindings import ModelKeys
 from core.scheduling.requests.request import Request, Status
 from core.scheduling.values.inputs import deliveries, input_refs
 from core.scheduling.values.values import ValueTable
 from core.scheduling.view import View
 
-PredictBatch = Callable[[Batch, Work], float]
-"""(batch, its size) -> predicted seconds; 0 if unknown."""
+PredictBatch = Callable[[ModelKeys, Op, Work, int], float]
+"""(components, op, size of a batch, number of ranks) -> predicted seconds; 0 if unknown."""
 
 
 @dataclass(slots=True)
@@ -102,20 +104,22 @@ class Dispatcher:
 
     def _dispatch(self, dispatch: Dispatch) -> Flight:
         request, node = dispatch.items[0]
-        model, op = request.head.model, op_of(node)
-        ranks = dispatch.ranks
+        keys, op, ranks = request.keys_of(node), op_of(node), dispatch.ranks
         items = tuple(self._item(request, node, ranks) for request, node in dispatch.items)
         work = sum((request.work(node) for request, node in dispatch.items), Work((), ()))
         for request, node in dispatch.items:
             request.send(node, ranks)
-        batch = Batch(next(self.batch_ids), op.name, model, ranks, items, *self.ranks.meeting(ranks))
-        return Flight(batch, work, self.predict(batch, work), is_step=node.name in request.workflow.step_names)
+        batch = Batch(next(self.batch_ids), op.name, ranks, items, *self.ranks.meeting(ranks))
+        seconds = self.predict(keys, op, work, len(ranks))
+        is_step, is_mixed = node.name in request.workflow.step_names, len({r.head.model for r, _ in dispatch.items}) > 1
+        return Flight(batch, keys, work, seconds, is_step=is_step, is_mixed=is_mixed)
 
     def _item(self, request: Request, node: Node, ranks: tuple[int, ...]) -> Item:
         op = request_op(node)
         work = op.make(request, node, NO_PAGES if op.pages == "none" else self.cache.read(request, node))
         version = request.progress.scheduled[node.name] + 1 if node.region else 0
-        return Item(request.id, node.name, work, input_refs(request, node, ranks, self.values), version)
+        inputs = input_refs(request, node, ranks, self.values)
+        return Item(request.id, node.name, request.model_of(node), work, inputs, version)
 
     def _begin(self, dispatch: Dispatch) -> list[str]:
         """Note that the waiting requests among these run now; returns their ids."""
@@ -141,8 +145,8 @@ class Dispatcher:
     def _dispatch_job(self, dispatch: CacheDispatch) -> Flight:
         """A batch of one piece of a job. Pieces of several jobs are not joined, because they end at different times."""
         piece = self.cache.start(dispatch.job.id, dispatch.token_budget, dispatch.rank)
-        batch = Batch(next(self.batch_ids), piece.op.name, piece.model, (dispatch.rank,), piece.items)
-        return Flight(batch, piece.size, self.predict(batch, piece.size), dispatch.job.id)
+        batch, job = Batch(next(self.batch_ids), piece.op.name, (dispatch.rank,), piece.items), dispatch.job
+        return Flight(batch, job.keys, piece.size, self.predict(job.keys, piece.op, piece.size, 1), job.id)
 
 
 def check(decisions: Iterable[Decision], view: View) -> None:
@@ -168,9 +172,9 @@ def _check_dispatch(dispatch: Dispatch, view: View) -> list[tuple[str, str]]:
     assert view.open_ranks.issuperset(dispatch.ranks), f"a rank of {dispatch.ranks} is not open"
     assert len(set(dispatch.ranks)) == len(dispatch.ranks), f"a rank of {dispatch.ranks} is named twice"
     first, node = dispatch.items[0]
-    key = first.head.model, node.op
+    key = first.keys_of(node), node.op
     for request, node in dispatch.items:
-        assert (request.head.model, node.op) == key, "a batch has one op and one model"
+        assert (request.keys_of(node), node.op) == key, "a batch has one op and one set of components"
         assert node in view.ready(request), f"{node.name} of {request.id} is not ready"
         assert view.has_components(request, node, dispatch.ranks), f"{node.name} of {request.id} lacks its model"
         assert view.inputs(request, node, dispatch.ranks).are_there, f"{node.name} of {request.id} lacks inputs"

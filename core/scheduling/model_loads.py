@@ -7,10 +7,10 @@ from dataclasses import dataclass
 
 from core.costs.cost_model import CostModel
 from core.failure import Failure
-from core.graph.op import OPS
-from core.messages.worker import Batch, ModelFailed, ModelLoaded
+from core.messages.worker import ModelFailed, ModelLoaded
 from core.scheduling.endings import Endings
 from core.scheduling.node_cache import NodeCache
+from core.scheduling.ranks.in_flight import Flight
 from core.scheduling.ranks.residency import ModelOrders, Residency
 from core.scheduling.requests.live_requests import LiveRequests
 from core.scheduling.requests.request import Status
@@ -46,9 +46,9 @@ class ModelLoads:
             if not job.is_idle_work:
                 yield job.model, now
 
-    def note_batch(self, batch: Batch) -> None:
+    def note_batch(self, flight: Flight) -> None:
         """Note a batch that is sent."""
-        self.residency.note_use(batch.model, OPS[batch.op].component)
+        self.residency.note_use(flight.keys)
 
     def apply(self, answer: LoadAnswer, now: float) -> None:
         """Process a rank's answer to an order. Requests that need a component that cannot be loaded fail."""

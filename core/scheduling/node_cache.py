@@ -21,6 +21,7 @@ if TYPE_CHECKING:
     from core.graph.workflow import Node
     from core.messages.engine import Aborted, DropTemplate, Failed, PrimeTemplate, TemplatePrimed
     from core.messages.worker import BatchResult, Item, ItemResult, PageCopied, PageCopy, PageForget, PageSpan
+    from core.scheduling.requests.bindings import ModelKeys
     from core.scheduling.requests.live_requests import LiveRequests
     from core.scheduling.requests.request import Request
 
@@ -42,8 +43,9 @@ class CacheJob:
     """Work that the cache offers. It runs piece by piece, one at a time."""
 
     id: str  # names its tensors in the worker's store
-    model: str
+    model: str  # name
     op: Op  # op of its next piece
+    keys: ModelKeys  # the components that its next piece computes with
     size: Work | None  # size of its next piece, if that is indivisible; None: see `NodeCache.tokens_within`
     is_idle_work: bool  # to run only while there is no other work
     rank: int | None  # the one rank that can run its next piece; None: any
@@ -54,7 +56,6 @@ class CacheBatch:
     """A piece of a job, to be sent to a rank."""
 
     op: Op
-    model: str  # name
     items: tuple[Item, ...]
     size: Work
 

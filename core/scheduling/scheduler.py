@@ -42,6 +42,7 @@ from core.scheduling.recovery.checkpoints import Checkpoints
 from core.scheduling.recovery.recovery import Recovery, Resumed
 from core.scheduling.reports.predictor import Predictor
 from core.scheduling.reports.reporter import Reporter
+from core.scheduling.requests.bindings import Bindings
 from core.scheduling.requests.deadlines import Deadlines
 from core.scheduling.requests.live_requests import LiveRequests
 from core.scheduling.requests.request import Request, Status
@@ -77,11 +78,14 @@ class StepScheduler:
         residency = Residency(self.models, num_workers, sizes, config.model_bytes, self.cost.predict_load)
         self._policy = policy or make_policy(config.policy)
         most_ranks = min(num_workers, config.max_degree) if self._policy.shares_steps else 1
-        self._predictor = Predictor(self.cost, self.models, residency.seconds_left, most_ranks)
+        self._bindings = Bindings(self.models)
+        self._predictor = Predictor(self.cost, self._bindings, residency.seconds_left, most_ranks)
         self._step_limit = StepLimit(config.max_num_batched_tokens)
         cache = cache or CacheConfig()
         device_bytes = device_page_bytes or [cache.device_bytes or 0] * num_workers
-        self.cache: NodeCache = ActivationCache(cache, device_bytes, self.models, self._predictor, config.max_num_seqs)
+        self.cache: NodeCache = ActivationCache(
+            cache, device_bytes, self._bindings, self._predictor, config.max_num_seqs
+        )
         max_plans = 1 if self.cache.may_lose_pages else config.max_plans_in_flight
         self.num_workers = num_workers
         self._requests = LiveRequests()
@@ -93,7 +97,7 @@ class StepScheduler:
         self.ranks = Ranks(num_workers, residency)
         self._reporter = Reporter(config, self.ranks, self._predictor, self.cache)
         self._plan_seqs = count()
-        self._dispatcher = Dispatcher(self.cache, self.values, self.ranks, self._predictor.batch_seconds, count())
+        self._dispatcher = Dispatcher(self.cache, self.values, self.ranks, self._predictor.op_seconds, count())
         self._checkpoints = Checkpoints(self.values)
         parts = self._requests, self.values, self.cache
         self._endings = Endings(*parts, self._note_end, self._outputs, self._free)
@@ -132,7 +136,7 @@ class StepScheduler:
         if head.request_id in self._requests:
             raise ValueError(f"request {head.request_id} is here already")
         try:
-            request = Request.of(head, self.workflows)
+            request = Request.of(head, self.workflows, self._bindings)
         except InvalidRequestError as error:
             return self.refuse(head.request_id, Failure.of(error))
         if (failure := self._loads.refusal(head.model, head.arrival)) is not None:
@@ -269,7 +273,8 @@ class StepScheduler:
 
     def _note_batch(self, flight: Flight, result: BatchResult) -> None:
         """Note the result of a batch as a whole: it trains predictions, policy and step limit."""
-        is_ok, key = not any(item.failure for item in result.items), self._predictor.key_of(flight.batch)
+        is_ok, batch = not any(item.failure for item in result.items), flight.batch
+        key = self._predictor.key(flight.keys, OPS[batch.op], len(batch.ranks))
         if not is_ok and len(flight.batch.ranks) > 1:
             self.ranks.break_groups()
         self._reporter.note_batch(key, flight, result, is_ok=is_ok and flight.is_whole and result.num_parts == 1)
@@ -317,7 +322,7 @@ class StepScheduler:
 
     def cost_key(self, model: str, op: str) -> CostKey:
         """The key of an op of a model in the cost model, at degree 1."""
-        return self._predictor.key(model, OPS[op])
+        return self._predictor.key(self._bindings.keys(model, OPS[op].component), OPS[op])
 
     def load_report(self) -> LoadReport:
         """The current load. Each change is contained in one report."""
@@ -353,7 +358,7 @@ class StepScheduler:
         self._free.clear()
         for flight in chosen.flights:
             self._in_flight.send(plan.seq, flight, now)
-            self._loads.note_batch(flight.batch)
+            self._loads.note_batch(flight)
         self._in_flight.send_transfers(plan.seq, chosen.transfers)
         ranks = self.ranks.up if models.has_any else ()
         return msgspec.structs.replace(plan, load=models.load, unload=models.unload, model_ranks=ranks)

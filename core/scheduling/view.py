@@ -17,6 +17,7 @@ from core.scheduling.ranks.ranks import Ranks
 from core.scheduling.ranks.residency import Residency
 from core.scheduling.ranks.step_limit import StepLimit
 from core.scheduling.reports.predictor import Predictor
+from core.scheduling.requests.bindings import ModelKeys
 from core.scheduling.requests.deadlines import Deadlines, MayJoin
 from core.scheduling.requests.live_requests import LiveRequests
 from core.scheduling.requests.request import Request
@@ -66,8 +67,8 @@ class View:
         return self._residency.may_start(request.head.model)
 
     def has_components(self, request: Request, node: Node, ranks: RankIds) -> bool:
-        """Whether these ranks have the components of its model that a node needs."""
-        return self._residency.has(request.head.model, op_of(node).component, ranks)
+        """Whether these ranks have the components that a node needs."""
+        return self._residency.has(request.keys_of(node), ranks)
 
     def inputs(self, request: Request, node: Node, ranks: RankIds) -> Inputs:
         """Where the inputs of a ready node are, as seen from these ranks."""
@@ -88,17 +89,17 @@ class View:
 
     def seconds(self, request: Request, node: Node) -> float:
         """Predicted time of running a node next, alone."""
-        return self._predictor.op_seconds(request.head.model, op_of(node), request.work(node))
+        return self._predictor.op_seconds(request.keys_of(node), op_of(node), request.work(node))
 
-    def batch_seconds(self, model: str, op: Op, work: Work) -> float:
+    def batch_seconds(self, keys: ModelKeys, op: Op, work: Work) -> float:
         """Predicted time of a batch; 0 for work unlike any observed so far."""
-        return self._predictor.op_seconds(model, op, work)
+        return self._predictor.op_seconds(keys, op, work)
 
-    def step_seconds(self, model: str, op: Op, work: Work, degree: int) -> float:
+    def step_seconds(self, keys: ModelKeys, op: Op, work: Work, degree: int) -> float:
         """Predicted time of a step of one request alone on this many ranks; 0 if that is unknown, as it is at degrees
         that were not profiled.
         """
-        return self._predictor.step_seconds(model, op, work, degree)
+        return self._predictor.step_seconds(keys, op, work, degree)
 
     def wait_seconds(self, rank: int) -> float:
         """Predicted time until a rank has done the work that it was sent; 0 if it has none or is overdue."""
@@ -110,9 +111,9 @@ class View:
         """
         return self._in_flight.seconds_left(rank, self._now)
 
-    def largest_batch(self, model: str, op: Op) -> int | None:
+    def largest_batch(self, keys: ModelKeys, op: Op) -> int | None:
         """Rows of the largest batch in the op's profile; None: it has no profile."""
-        return self._predictor.largest_batch(model, op)
+        return self._predictor.largest_batch(keys, op)
 
     def page_rank(self, request: Request) -> int | None:
         """The one rank that can read the pages reserved for a request, which are on its device; None: any rank can."""
@@ -129,7 +130,7 @@ class View:
         there.
         """
         has = self._residency.has
-        return [job for job in self._cache.jobs() if has(job.model, job.op.component, self.ranks)]
+        return [job for job in self._cache.jobs() if has(job.keys, self.ranks)]
 
     def tokens_within(self, job: CacheJob, token_budget: int) -> int:
         """See `NodeCache.tokens_within`."""
@@ -138,7 +139,7 @@ class View:
     def seconds_of_piece(self, job: CacheJob) -> float:
         """Predicted time of a job's next piece, which is indivisible."""
         assert job.size is not None
-        return self._predictor.op_seconds(job.model, job.op, job.size)
+        return self._predictor.op_seconds(job.keys, job.op, job.size)
 
 
 @dataclass(frozen=True, slots=True)

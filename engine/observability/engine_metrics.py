@@ -49,6 +49,7 @@ _NO_CACHE = CacheStats(
 _OP_NAMES = tuple(dict.fromkeys(op.cost_name for op in BUILT_IN))  # a name may cover several ops
 _TOTALS = {  # field of EngineStats -> name, text
     "steps": ("steps", "Denoising steps run."),
+    "mixed_steps": ("mixed_steps", "Denoising steps that requests of several served models shared."),
     "batch_tokens": ("tokens_computed", "Tokens computed in denoising steps."),
     "tokens_skipped": ("tokens_skipped", "Image tokens left out of denoising steps by mask-aware execution."),
     "steps_repeated": ("steps_repeated", "Steps of images that were lost with a worker and done again."),

@@ -101,7 +101,7 @@ class Runner:
         Raises if the device itself is broken: after a failed kernel all later ones fail, and only a new process helps.
         """
         try:
-            results = handler(self._context, batch.model, items)
+            results = handler(self._context, items)
             if self._context.group is not None:
                 self._context.group.meet()
             wait_for_device()  # results contain the time taken, and a failed kernel raises only here

@@ -119,7 +119,7 @@ class EarliestFinish:
 
 def _key(batch: Dispatch) -> BatchKey:
     request, node = batch.items[0]
-    return request.head.model, node.op, batch.ranks
+    return request.keys_of(node), node.op, batch.ranks
 
 
 def _seconds(view: View, batch: Dispatch) -> float:
@@ -127,7 +127,7 @@ def _seconds(view: View, batch: Dispatch) -> float:
     request, node = batch.items[0]
     op = op_of(node)
     work = sum((each.work(node) for each, node in batch.items), Work((), ()))
-    return view.batch_seconds(request.head.model, op, work)
+    return view.batch_seconds(request.keys_of(node), op, work)
 
 
 def _chosen(batch: Dispatch, seconds: float) -> ChosenBatch:

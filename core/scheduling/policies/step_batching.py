@@ -1,6 +1,6 @@
 """step_batching: step-level continuous batching (FlashPS, section 4.3).
 
-The most urgent requests of each model share one denoising step; the batch is re-formed at every iteration. Other work
+The most urgent requests of each denoiser share one step; the batch is re-formed at every iteration. Other work
 runs beside it: encodings, decodings and previews within a time budget, priming within a share of the step's tokens.
 """
 
@@ -14,6 +14,7 @@ from core.graph.workflow import Node, op_of
 from core.scheduling.dispatch import CacheDispatch, Decision, Dispatch, Fetch
 from core.scheduling.node_cache import CacheJob
 from core.scheduling.policies.policy import SchedulingPolicy
+from core.scheduling.requests.bindings import ModelKeys
 from core.scheduling.requests.request import Request, Status
 from core.scheduling.view import View
 
@@ -25,8 +26,8 @@ class StepBatching(SchedulingPolicy):
         return StepPass(view).run()
 
 
-BatchKey = tuple[str, str, tuple[int, ...]]
-"""(model, op, ranks): nodes with the same key run in one batch."""
+BatchKey = tuple[ModelKeys, str, tuple[int, ...]]
+"""(components, op, ranks): nodes with the same key run in one batch, whatever models they are of."""
 
 
 @dataclass(slots=True)
@@ -116,7 +117,7 @@ class StepPass:
     # ------------------------------------------------------------------------------------------------ the step
 
     def _choose_step(self) -> int:
-        """Choose the most urgent requests that fit, in one batch per model, op and ranks; returns the tokens of the
+        """Choose the most urgent requests that fit, in one batch per denoiser, op and ranks; returns the tokens of the
         first rank's step. A request that exceeds the token budget alone gets a step for itself.
         """
         chosen: dict[BatchKey, list[tuple[Request, Node]]] = {}
@@ -130,7 +131,7 @@ class StepPass:
             if is_full or (num_seqs and tokens > self.view.max_step_tokens):
                 full.add(ranks)
                 continue
-            chosen.setdefault((request.head.model, node.op, ranks), []).append((request, node))
+            chosen.setdefault((request.keys_of(node), node.op, ranks), []).append((request, node))
             steps[ranks] = num_seqs + 1, tokens
         for items in chosen.values():
             self._add(items)
@@ -246,9 +247,9 @@ class StepPass:
     # ------------------------------------------------------------------------------------------------ decisions
 
     def _add(self, items: Sequence[tuple[Request, Node]]) -> None:
-        """Add nodes of one model, op and set of ranks to their batch, which then goes last."""
+        """Add nodes of one op, set of components and set of ranks to their batch, which then goes last."""
         request, node = items[0]
-        key = request.head.model, node.op, self._ranks_of(request, node)
+        key = request.keys_of(node), node.op, self._ranks_of(request, node)
         if key in self._batches:
             self._order.remove(key)
         self._batches.setdefault(key, []).extend(items)

@@ -8,6 +8,7 @@ from core.costs.step_profiles import useful_degree
 from core.graph.op import Op
 from core.graph.work import Work
 from core.graph.workflow import Node, op_of
+from core.scheduling.requests.bindings import ModelKeys
 from core.scheduling.requests.request import Request
 from core.scheduling.view import View
 
@@ -35,7 +36,7 @@ class StepSpeeds:
     """Keeps predictions between passes, because many requests need the same few."""
 
     def __init__(self) -> None:
-        self._known: dict[tuple[str, str, Work, int], Speeds] = {}
+        self._known: dict[tuple[ModelKeys, str, Work, int], Speeds] = {}
         self._questions = 0
 
     def of(self, view: View, request: Request) -> Speeds:
@@ -48,14 +49,15 @@ class StepSpeeds:
         op, is_masked = op_of(node), request.spec.is_mask_aware and not node.canvas
         work = request.work_of(node, is_masked=is_masked)
         most = min(len(view.ranks), view.config.max_degree) if _can_be_shared(view, request, node) else 1
-        key = request.head.model, op.name, work, most
+        keys = request.keys_of(node)
+        key = keys, op.name, work, most
         self._questions += 1
         if self._questions >= FORGET_EVERY:
             self._questions = 0
             self._known.clear()
         found = self._known.get(key)
         if found is None:
-            found = self._known[key] = _speeds(view, request.head.model, op, work, most)
+            found = self._known[key] = _speeds(view, keys, op, work, most)
         return found
 
 
@@ -65,11 +67,11 @@ def _can_be_shared(view: View, request: Request, node: Node) -> bool:
     return op_of(node).parallel != "none" and not request.runs_on_one_rank and not has_pages_on_one_rank
 
 
-def _speeds(view: View, model: str, op: Op, work: Work, most: int) -> Speeds:
-    seconds, degree = {1: view.step_seconds(model, op, work, 1)}, 2
-    while degree <= most and seconds[1] and (found := view.step_seconds(model, op, work, degree)):
+def _speeds(view: View, keys: ModelKeys, op: Op, work: Work, most: int) -> Speeds:
+    seconds, degree = {1: view.step_seconds(keys, op, work, 1)}, 2
+    while degree <= most and seconds[1] and (found := view.step_seconds(keys, op, work, degree)):
         seconds[degree] = found
         degree *= 2
     useful = useful_degree(seconds)
-    one, two = view.batch_seconds(model, op, work), view.batch_seconds(model, op, work + work)
+    one, two = view.batch_seconds(keys, op, work), view.batch_seconds(keys, op, work + work)
     return Speeds(seconds, useful, is_small=useful == 1 and (one == 0.0 or two < MIN_GAIN * 2 * one))

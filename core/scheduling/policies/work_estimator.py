@@ -7,6 +7,7 @@ from typing import NamedTuple
 from core.graph.op import Op
 from core.graph.work import Work
 from core.graph.workflow import Node, op_of
+from core.scheduling.requests.bindings import ModelKeys
 from core.scheduling.requests.request import Request, Status
 from core.scheduling.view import View
 
@@ -29,7 +30,7 @@ class WorkEstimator:
     """Keeps predictions for some passes, because many requests need the same few. One per policy."""
 
     def __init__(self) -> None:
-        self._known: dict[tuple[str, str, Work], float] = {}  # (model, op, work) -> seconds
+        self._known: dict[tuple[ModelKeys, str, Work], float] = {}  # (components, op, work) -> seconds
         self._waiting: dict[str, RemainingWork] = {}  # id of a waiting request -> all of its work
         self._passes = 0
         self._now = 0.0
@@ -67,18 +68,18 @@ class WorkEstimator:
         for node in request.workflow.steps:
             for times, work in steps_of(request, node):
                 steps += times
-                seconds += times * self.batch_seconds(view, request.head.model, op_of(node), work)
+                seconds += times * self.batch_seconds(view, request.keys_of(node), op_of(node), work)
                 tokens += times * sum(work.queries)
                 keys += times * sum(work.keys)
         mean = max(steps, 1)
         return RemainingWork(steps, tokens / mean, keys / mean, before, after, before + seconds + after)
 
-    def batch_seconds(self, view: View, model: str, op: Op, work: Work, number: int = 1) -> float:
+    def batch_seconds(self, view: View, keys: ModelKeys, op: Op, work: Work, number: int = 1) -> float:
         """Predicted time of a batch of this number of items, each of this work."""
-        key = model, op.name, Work(work.queries * number, work.keys * number)
+        key = keys, op.name, Work(work.queries * number, work.keys * number)
         seconds = self._known.get(key)
         if seconds is None:
-            seconds = self._known[key] = view.batch_seconds(model, op, key[2])
+            seconds = self._known[key] = view.batch_seconds(keys, op, key[2])
         return seconds
 
     def _other_seconds(self, view: View, request: Request) -> tuple[float, float]:
@@ -88,7 +89,7 @@ class WorkEstimator:
         for node in workflow.nodes:
             if node.name in workflow.step_names or not (times := progress.times_left(node)):
                 continue
-            seconds = times * self.batch_seconds(view, request.head.model, op_of(node), request.work(node))
+            seconds = times * self.batch_seconds(view, request.keys_of(node), op_of(node), request.work(node))
             if node.name in workflow.after_rounds:
                 after += seconds
             else:

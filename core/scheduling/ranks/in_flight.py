@@ -16,6 +16,7 @@ from core.failure import Failure
 from core.graph.work import Work
 from core.handles import TensorKey
 from core.messages.worker import Batch, BatchResult, ItemResult, Transfer, TransferDone
+from core.scheduling.requests.bindings import ModelKeys
 
 UNKNOWN_SECONDS = 30.0
 """Default prediction for work unlike any observed so far: a large model's first step on a CPU."""
@@ -26,10 +27,12 @@ class Flight:
     """A batch that at least one of its ranks has not answered."""
 
     batch: Batch
+    keys: ModelKeys  # the components that it computes with
     work: Work  # its size, for the cost model
     predicted: float = 0.0  # seconds, when it was sent; 0 for work unlike any observed so far
     job_id: str = ""  # the cache's job of which this is a piece; "": the batch runs nodes of requests
     is_step: bool = False  # the batch is a denoising step
+    is_mixed: bool = False  # it has requests of several served models
     is_whole: bool = True  # none of its ranks has died
     answers: dict[int, BatchResult] = field(default_factory=dict)  # rank -> its result
 

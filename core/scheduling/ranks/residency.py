@@ -17,6 +17,7 @@ from core.costs.load_report import ModelState
 from core.failure import Failure
 from core.handles import LoadedComponent, ModelKey
 from core.model_info import ModelInfo
+from core.scheduling.requests.bindings import ModelKeys
 
 RETRY_SECONDS = 10.0
 """Time after a failed load during which requests that need it are refused without trying again."""
@@ -102,24 +103,22 @@ class Residency:
         """Note a component that a worker could not load; returns the models that cannot be used because of it."""
         self._settle(key, rank)
         self._failed[key] = failure, now
-        return [name for name, info in self.models.items() if key in info.components]
+        return [name for name, info in self.models.items() if key in info.needs]
 
-    def note_use(self, model: str, component: str) -> None:
-        """Note that a batch uses a model's components of this kind."""
+    def note_use(self, used: ModelKeys) -> None:
+        """Note that a batch uses these components."""
         self._num_uses += 1
-        for key in self.models[model].keys_of(component):
+        for key in used.keys:
             self._uses[key] = self._num_uses
 
     # ------------------------------------------------------------------------------------------------- what is asked
 
-    def has(self, model: str, component: str, ranks: Iterable[int]) -> bool:
-        """Whether all of these ranks have a model's components of this kind."""
+    def has(self, wanted: ModelKeys, ranks: Iterable[int]) -> bool:
+        """Whether all of these ranks have these components."""
         if self.is_complete:  # most of the time
             return None not in [self._components[rank] for rank in ranks]
-        keys = self.models[model].keys_of(component)
-        return all(
-            (components := self._components[rank]) is not None and components.keys() >= {*keys} for rank in ranks
-        )
+        keys = {*wanted.keys}
+        return all((components := self._components[rank]) is not None and components.keys() >= keys for rank in ranks)
 
     def may_start(self, model: str) -> bool:
         """Whether waiting requests of a model may begin, as of the last `order`."""
@@ -127,7 +126,7 @@ class Residency:
 
     def failure_of(self, model: str, now: float) -> Failure | None:
         """Why a model cannot be used; None: it can, or it is time to try again."""
-        for key in self.models[model].components:
+        for key in self.models[model].needs:
             failure, since = self._failed.get(key, (None, 0.0))
             if failure is not None and now - since < RETRY_SECONDS:
                 return failure
@@ -187,7 +186,7 @@ class Residency:
     def lacking(self, model: str) -> list[ModelKey]:
         """Components of a model that any live rank lacks."""
         up = [components for components in self._components if components is not None]
-        return [key for key in self.models[model].components if not all(key in components for components in up)]
+        return [key for key in self.models[model].needs if not all(key in components for components in up)]
 
     def excess(self, further: Iterable[ModelKey]) -> int:
         """Bytes by which these components and the present ones together would exceed the budget; at most 0: there is
@@ -242,7 +241,7 @@ class _LoadPass:
         self._residency = residency
         self._now = now
         self._running = list(running)
-        self._needed = {key for model in self._running for key in residency.models[model].components}  # not dropped
+        self._needed = {key for model in self._running for key in residency.models[model].needs}  # not dropped
         self._seen: set[str] = set()
         self._is_loading = residency.is_loading
         self.startable: set[str] = set()
@@ -281,7 +280,7 @@ class _LoadPass:
                 patience = max(LEAST_PATIENCE_SECONDS, self._residency.seconds_left(model))
                 return self._now - arrival < patience
             self._load(lacking, dropped)
-        self._needed.update(self._residency.models[model].components)
+        self._needed.update(self._residency.models[model].needs)
         return True
 
     def _consider_idle(self, model: str) -> None:
@@ -294,7 +293,7 @@ class _LoadPass:
 
     def _lacking(self, model: str) -> list[ModelKey]:
         """Components that a model lacks, or will lack after these orders."""
-        dropped = set(self.orders.unload).intersection(self._residency.models[model].components)
+        dropped = set(self.orders.unload).intersection(self._residency.models[model].needs)
         return [*self._residency.lacking(model), *dropped]
 
     def _may_load(self, model: str) -> bool:
@@ -310,7 +309,7 @@ class _LoadPass:
     def _room_for(self, model: str, lacking: Iterable[ModelKey]) -> list[ModelKey] | None:
         """The components to drop for these components of a model; None: too many are in use."""
         residency, missing = self._residency, self._residency.excess(lacking)
-        idle = residency.present - self._needed.union(residency.models[model].components)
+        idle = residency.present - self._needed.union(residency.models[model].needs)
         dropped: list[ModelKey] = []
         for key in residency.least_used(idle):
             if missing <= 0:

@@ -5,17 +5,18 @@ It translates requests into the keys and sizes of work that the cost model knows
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 
 from core.costs.cost_model import CostKey, CostModel, extra_seconds
 from core.costs.load_report import RequestLoad
 from core.costs.profile import profile_of
 from core.costs.step_profiles import useful_degree
-from core.graph.op import OPS, Op
+from core.graph.op import Op
 from core.graph.work import Work
 from core.graph.workflow import Node, op_of
-from core.messages.worker import Batch, CostSample
+from core.messages.worker import CostSample
 from core.model_info import ModelInfo
+from core.scheduling.requests.bindings import Bindings, ModelKeys
 from core.scheduling.requests.request import Request, Status
 
 
@@ -25,7 +26,7 @@ class Predictor:
     def __init__(
         self,
         cost: CostModel,
-        models: Mapping[str, ModelInfo],
+        bindings: Bindings,
         load_seconds: Callable[[str], float] = lambda model: 0.0,
         most_ranks: int = 1,
     ) -> None:
@@ -35,42 +36,38 @@ class Predictor:
         self.cost = cost
         self._most_ranks = most_ranks
         self._load_seconds = load_seconds
-        self._models = models
-        self._keys: dict[tuple[str, str, int], CostKey] = {}  # (model, op, degree) -> key
+        self._bindings = bindings
+        self._keys: dict[tuple[ModelKeys, str, int], CostKey] = {}  # (components, op, degree) -> key
 
-    def key(self, model: str, op: Op, degree: int = 1) -> CostKey:
-        """The key of an op of a model in the cost model. degree: number of ranks that compute it together."""
-        found = self._keys.get((model, op.name, degree))
+    def key(self, keys: ModelKeys, op: Op, degree: int = 1) -> CostKey:
+        """The key of an op with these components in the cost model. degree: ranks that compute it together."""
+        found = self._keys.get((keys, op.name, degree))
         if found is None:
-            found = self._keys[model, op.name, degree] = self._key(model, op.component, op.cost_name, degree)
+            found = self._keys[keys, op.name, degree] = _key(keys, op.cost_name, degree)
         return found
-
-    def _key(self, model: str, component: str, cost_name: str, degree: int) -> CostKey:
-        info = self._models[model]
-        return CostKey(info.family, info.keys_of(component), cost_name, info.device, degree)
 
     def models_of(self, key: CostKey) -> list[str]:
         """The served models whose work has this key."""
-        return [name for name, info in self._models.items() if _has(info, key)]
+        return [name for name, info in self._bindings.models.items() if _has(info, key)]
 
-    def op_seconds(self, model: str, op: Op, work: Work) -> float:
-        """Seconds of running an op once over this much work."""
-        return self.cost.predict(self.key(model, op), work)
+    def op_seconds(self, keys: ModelKeys, op: Op, work: Work, degree: int = 1) -> float:
+        """Seconds of running an op once over this much work, on this many ranks together."""
+        return self.cost.predict(self.key(keys, op, degree), work)
 
-    def step_seconds(self, model: str, op: Op, work: Work, degree: int) -> float:
+    def step_seconds(self, keys: ModelKeys, op: Op, work: Work, degree: int) -> float:
         """Seconds of a step of one request on this many ranks; 0 if unknown."""
-        return self.cost.predict_step(self.key(model, op, degree), work)
+        return self.cost.predict_step(self.key(keys, op, degree), work)
 
-    def largest_batch(self, model: str, op: Op) -> int | None:
+    def largest_batch(self, keys: ModelKeys, op: Op) -> int | None:
         """Rows of the largest batch in the op's profile; None without one."""
-        profile = self.cost.profile(self.key(model, op))
+        profile = self.cost.profile(self.key(keys, op))
         return profile.largest if profile else None
 
     def learn(self, samples: Iterable[CostSample]) -> None:
         """Train the cost model with batches measured before the first request, and give it the profiles."""
         profiled: dict[CostKey, list[tuple[Work, float]]] = {}
         for sample in samples:
-            key = self._key(sample.model, sample.component, sample.op, sample.degree)
+            key = _key(self._bindings.keys(sample.model, sample.component), sample.op, sample.degree)
             self.cost.observe(key, sample.work, sample.seconds)
             if sample.is_profile:
                 profiled.setdefault(key, []).append((sample.work, sample.seconds))
@@ -79,14 +76,6 @@ class Predictor:
                 self.cost.add_profile(key, profile)
             for work, seconds in measured:
                 self.cost.add_step(key, work, seconds)
-
-    def key_of(self, batch: Batch) -> CostKey:
-        """The key of a batch in the cost model."""
-        return self.key(batch.model, OPS[batch.op], len(batch.ranks))
-
-    def batch_seconds(self, batch: Batch, work: Work) -> float:
-        """Seconds of a batch of this size."""
-        return self.cost.predict(self.key_of(batch), work)
 
     # ------------------------------------------------------------------------------------------------- remaining work
 
@@ -118,8 +107,8 @@ class Predictor:
         if op_of(node).parallel == "none" or request.runs_on_one_rank:
             return 1.0
         work, seconds, degree = Work.of_pairs([(queries, keys)] * request.spec.num_rows), dict[int, float](), 1
-        model, op = request.head.model, op_of(node)
-        while degree <= self._most_ranks and (found := self.step_seconds(model, op, work, degree)):
+        keys_of, op = request.keys_of(node), op_of(node)
+        while degree <= self._most_ranks and (found := self.step_seconds(keys_of, op, work, degree)):
             seconds[degree] = found
             degree *= 2
         return seconds[useful_degree(seconds)] / seconds[1] if seconds else 1.0
@@ -143,18 +132,17 @@ class Predictor:
         """The constant part of the time of a step with these requests; 0 without requests."""
         if not requests:
             return 0.0
-        return self.step_base_seconds(*self.step_key(requests[0]))
+        key = next((key for key, number in self.steps_left(requests[0]) if number), None)
+        return 0.0 if key is None else self.step_base_seconds(key)
 
-    def step_key(self, request: Request) -> tuple[str, str]:
-        """(model, op) of a request's steps. If they have several ops, the last counts; without steps the op is ""."""
-        steps = request.workflow.steps
-        return request.head.model, steps[-1].op if steps else ""
+    def steps_left(self, request: Request) -> Iterator[tuple[CostKey, int]]:
+        """(key, number that is not sent yet) of each kind of a request's steps, in graph order."""
+        for node in request.workflow.steps:
+            yield self.key(request.keys_of(node), op_of(node)), request.progress.times_left(node)
 
-    def step_base_seconds(self, model: str, op: str) -> float:
-        """The constant part of the time of a step with this op of a model; 0 without an op."""
-        if not op:
-            return 0.0
-        return self.cost.coefficients(self.key(model, OPS[op]))[0]
+    def step_base_seconds(self, key: CostKey) -> float:
+        """The constant part of the time of a step with this key."""
+        return self.cost.coefficients(key)[0]
 
     def _make_request_load(self, request: Request) -> RequestLoad:
         steps = request.progress.steps_left
@@ -166,7 +154,11 @@ class Predictor:
         return RequestLoad(steps, step_seconds, other_seconds, head.priority, is_running, head.arrival, head.owner)
 
     def _coefficients(self, request: Request, node: Node) -> tuple[float, ...]:
-        return self.cost.coefficients(self.key(request.head.model, op_of(node)))
+        return self.cost.coefficients(self.key(request.keys_of(node), op_of(node)))
+
+
+def _key(keys: ModelKeys, cost_name: str, degree: int) -> CostKey:
+    return CostKey(keys.family, keys.keys, cost_name, keys.device, degree)
 
 
 def _has(info: ModelInfo, key: CostKey) -> bool:

@@ -39,6 +39,7 @@ class Counters:
     """Totals since start."""
 
     steps: int = 0
+    mixed_steps: int = 0  # with requests of several served models
     batch_tokens: int = 0  # computed tokens, summed over steps
     batch_requests: int = 0  # requests, summed over steps
     tokens_skipped: int = 0  # tokens that mask-aware steps read from pages
@@ -97,6 +98,7 @@ class Reporter:
         counters, work = self._counters, flight.work
         tokens = sum(work.queries)
         counters.steps += 1
+        counters.mixed_steps += flight.is_mixed
         counters.batch_tokens += tokens
         counters.tokens_skipped += sum(work.keys) - tokens
         counters.batch_requests += len(result.items)
@@ -156,6 +158,7 @@ class Reporter:
             models=self._ranks.residency.states(),
             r_squared=self._r_squared(),
             steps=counters.steps,
+            mixed_steps=counters.mixed_steps,
             batch_tokens=counters.batch_tokens,
             batch_requests=counters.batch_requests,
             tokens_skipped=counters.tokens_skipped,
@@ -201,12 +204,13 @@ class Reporter:
         left[PRIME.name] += self._cache.seconds_left()
         steps = Counter(self._waiting.steps)
         for request in running:
-            steps[self._predictor.step_key(request)] += request.progress.steps_left
+            for key, number in self._predictor.steps_left(request):
+                steps[key] += number
             for op, seconds in self._predictor.seconds_by_op(request):
                 left[op] += seconds
         together = self._num_together(len(running))
-        for (model, op), number in steps.items():
-            left[op] += number * self._predictor.step_base_seconds(model, op) / together
+        for key, number in steps.items():
+            left[key.op] += number * self._predictor.step_base_seconds(key) / together
         return {op: seconds for op, seconds in left.items() if seconds}
 
     def _drain_seconds(self, base_seconds: float) -> float:

@@ -6,6 +6,7 @@ from collections import Counter, defaultdict
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 
+from core.costs.cost_model import CostKey
 from core.costs.exact_sum import ExactSum
 from core.costs.load_report import QueueChange, Queued, RequestLoad
 from core.scheduling.reports.predictor import Predictor
@@ -19,6 +20,7 @@ class _Terms:
 
     request: Request
     load: RequestLoad
+    steps: tuple[tuple[CostKey, int], ...]  # (key in the cost model, their number)
     op_seconds: tuple[tuple[str, float], ...] = ()  # empty until the sums by op are read
 
 
@@ -31,7 +33,7 @@ class WaitingWork:
         self._not_by_op: dict[str, _Terms] = {}  # request id -> its terms, if they are not in the sums by op yet
         self._seconds = ExactSum()
         self._op_seconds: defaultdict[str, ExactSum] = defaultdict(ExactSum)
-        self._steps: Counter[tuple[str, str]] = Counter()
+        self._steps: Counter[CostKey] = Counter()
 
     def update(self, changes: Iterable[QueueChange], requests: LiveRequests) -> None:
         """Process changes of the queue. requests: the live requests after them."""
@@ -50,8 +52,8 @@ class WaitingWork:
         return float(self._seconds)
 
     @property
-    def steps(self) -> Mapping[tuple[str, str], int]:
-        """(model, op) -> number of steps."""
+    def steps(self) -> Mapping[CostKey, int]:
+        """Key in the cost model -> number of steps."""
         return self._steps
 
     def op_seconds(self) -> dict[str, float]:
@@ -66,9 +68,11 @@ class WaitingWork:
         return {op: float(seconds) for op, seconds in self._op_seconds.items()}
 
     def _add(self, request: Request, load: RequestLoad) -> None:
-        self._terms[request.id] = self._not_by_op[request.id] = _Terms(request, load)
+        terms = _Terms(request, load, tuple(self._predictor.steps_left(request)))
+        self._terms[request.id] = self._not_by_op[request.id] = terms
         self._seconds.add(load.seconds)
-        self._steps[self._predictor.step_key(request)] += load.steps_left
+        for key, number in terms.steps:
+            self._steps[key] += number
 
     def _remove(self, request_id: str) -> None:
         terms = self._terms.pop(request_id, None)
@@ -76,6 +80,7 @@ class WaitingWork:
             return  # the request was removed when it began
         self._not_by_op.pop(request_id, None)
         self._seconds.remove(terms.load.seconds)
-        self._steps[self._predictor.step_key(terms.request)] -= terms.load.steps_left
+        for key, number in terms.steps:
+            self._steps[key] -= number
         for op, seconds in terms.op_seconds:
             self._op_seconds[op].remove(seconds)

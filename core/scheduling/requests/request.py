@@ -20,6 +20,7 @@ if TYPE_CHECKING:
     from core.graph.work import Work
     from core.handles import TensorKey, TensorRef
     from core.messages.engine import Canvas, EngineRequest, Spec
+    from core.scheduling.requests.bindings import Binding, Bindings, ModelKeys
 
 
 class Status(enum.Enum):
@@ -83,6 +84,7 @@ class Request:
     # Set when it is added.
     head: EngineRequest  # as received; never changed
     workflow: Workflow
+    binding: Binding  # which models run its nodes
     progress: Progress  # position in its workflow; written by the scheduler and its Dispatcher
     # Copied from the head, for quick access.
     id: str = field(init=False)
@@ -122,9 +124,10 @@ class Request:
     prompt_truncated: bool = False
 
     @classmethod
-    def of(cls, head: EngineRequest, workflows: Mapping[str, Workflow]) -> Request:
-        """The record of a request that has not begun. workflows: by name. Raises InvalidRequestError if the request's
-        workflow is not among them, or if the request lacks something that its workflow needs.
+    def of(cls, head: EngineRequest, workflows: Mapping[str, Workflow], bindings: Bindings) -> Request:
+        """The record of a request that has not begun. workflows: by name. bindings: of the served models. Raises
+        InvalidRequestError if the request's workflow is not among them, or if the request lacks something that its
+        workflow needs.
         """
         workflow = workflows.get(head.workflow)
         if workflow is None:
@@ -139,10 +142,18 @@ class Request:
             side.name: preview_steps(rounds[workflow.node(side.shows).region], head.spec.num_partial_images)
             for side in workflow.side_nodes
         }
-        return cls(head, workflow, Progress(workflow, rounds, shown))
+        return cls(head, workflow, bindings.of(head.model, workflow), Progress(workflow, rounds, shown))
 
     def __post_init__(self) -> None:
         self.id, self.spec, self.num_deaths = self.head.request_id, self.head.spec, self.head.num_deaths
+
+    def model_of(self, node: Node) -> str:
+        """Name of the model whose family runs a node."""
+        return self.binding.models[node.name]
+
+    def keys_of(self, node: Node) -> ModelKeys:
+        """The components that a node computes with."""
+        return self.binding.keys[node.name]
 
     def sizes(self, node: Node) -> NodeSizes:
         """The sizes of a node's next run."""

@@ -19,8 +19,8 @@ from model_executor.worker.ops.template_encode import encode_template
 from model_executor.worker.ops.text_encode import encode_text
 from model_executor.worker.ops.upscale import upscale
 
-Handler = Callable[[WorkerContext, str, Sequence[Item]], list[ItemResult]]
-"""(context, model, items) -> their results. It gets all items of a batch if the op's items share a pass, else one."""
+Handler = Callable[[WorkerContext, Sequence[Item]], list[ItemResult]]
+"""(context, items) -> their results. It gets all items of a batch if the op's items share a pass, else one."""
 
 HANDLERS: dict[str, Handler] = {
     TEXT_ENCODE.name: encode_text,

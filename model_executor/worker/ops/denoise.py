@@ -22,17 +22,18 @@ from model_executor.worker.stores.tensor_store import MissingValueError
 logger = logging.getLogger("stencil.worker")
 
 
-def denoise(context: WorkerContext, model: str, items: Sequence[Item]) -> list[ItemResult]:
+def denoise(context: WorkerContext, items: Sequence[Item]) -> list[ItemResult]:
     """Predict, combine guidance, advance; results are stored only after all three. An item whose inputs were never made
-    fails alone, or on several ranks with the others: they could not go on with the same rows.
+    fails alone, or on several ranks with the others: they could not go on with the same rows. Items may be of several
+    models that share the denoiser: it computes all rows, and each item's own family does the rest.
     """
-    family, group = context.models[model], context.group
+    group = context.group
     context.pages.begin_step()
-    read = [_read(context, model, item) if group is None else _step(context, model, item) for item in items]
+    read = [_read(context, item) if group is None else _step(context, item) for item in items]
     steps = [step for step in read if isinstance(step, _Step)]
-    predictions = iter(family.predict([row for step in steps for row in step.rows], group) if steps else ())
-    guided = [family.combine_guidance([next(predictions) for _ in step.rows], step.scale) for step in steps]
-    outputs = iter([step.outputs(family, prediction) for step, prediction in zip(steps, guided, strict=True)])
+    predictions = iter(steps[0].family.predict([row for step in steps for row in step.rows], group) if steps else ())
+    guided = [step.family.combine_guidance([next(predictions) for _ in step.rows], step.scale) for step in steps]
+    outputs = iter([step.outputs(prediction) for step, prediction in zip(steps, guided, strict=True)])
     return [
         ItemResult(item.request_id, item.node, failure=step)
         if isinstance(step, Failure)
@@ -41,18 +42,18 @@ def denoise(context: WorkerContext, model: str, items: Sequence[Item]) -> list[I
     ]
 
 
-def _read(context: WorkerContext, model: str, item: Item) -> _Step | Failure:
+def _read(context: WorkerContext, item: Item) -> _Step | Failure:
     try:
-        return _step(context, model, item)
+        return _step(context, item)
     except MissingValueError as error:
         logger.warning("%s of %s: an earlier step failed", item.node, item.request_id, extra=of_request(""))
         return Failure("engine", f"an earlier step failed: {error.args[0]}")
 
 
-def _step(context: WorkerContext, model: str, item: Item) -> _Step:
-    inputs, work = StepInputs(context, model, item), item.work
+def _step(context: WorkerContext, item: Item) -> _Step:
+    inputs, work = StepInputs(context, item), item.work
     assert isinstance(work, Denoise)
-    return _Step(inputs.rows(), inputs.sample, work.true_cfg_scale, work.keep_clean, inputs.velocity)
+    return _Step(inputs.family, inputs.rows(), inputs.sample, work.true_cfg_scale, work.keep_clean, inputs.velocity)
 
 
 def _put_step(
@@ -71,6 +72,7 @@ def _put_step(
 class _Step:
     """One request's denoising step: its inputs, and how its prediction advances the sampler."""
 
+    family: Family
     rows: Sequence[Row]  # one for each prompt or class
     sample: SamplingState
     scale: float  # of classifier-free guidance, for two rows
@@ -82,7 +84,7 @@ class _Step:
         """Whether it is the last step of its loop."""
         return self.sample.step + 2 == len(self.sample.sigmas)
 
-    def outputs(self, family: Family, prediction: Tensor) -> tuple[dict[str, Tensor], State]:
+    def outputs(self, prediction: Tensor) -> tuple[dict[str, Tensor], State]:
         """(`latents` after the step and, with keep_clean, `clean`; the sampler's state). Tokens that are not active are
         unchanged, or with own pages go on with their last velocity, since a later step may compute them again.
         prediction: of the active tokens."""
@@ -90,10 +92,10 @@ class _Step:
         if active is not None:
             others = prediction.new_zeros(sample.latents.shape) if self.velocity is None else self.velocity
             prediction = others.index_copy(0, active, prediction)
-        moved, state = family.advance(sample, prediction)
+        moved, state = self.family.advance(sample, prediction)
         named = {"latents": moved}
         if self.keep_clean:
-            named["clean"] = family.predict_clean(sample, prediction)
+            named["clean"] = self.family.predict_clean(sample, prediction)
         if own is not None:
             return named, (*state, own.latents, prediction)
         return {name: self._of_active(latents) for name, latents in named.items()}, state

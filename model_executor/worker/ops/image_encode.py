@@ -12,7 +12,7 @@ from model_executor.models.base import ImageInputs
 from model_executor.worker.ops.context import WorkerContext
 
 
-def encode_image(context: WorkerContext, model: str, items: Sequence[Item]) -> list[ItemResult]:
+def encode_image(context: WorkerContext, items: Sequence[Item]) -> list[ItemResult]:
     """Encode one item's template and mask, and draw its noise. Its input, if there is one, is what sampling starts from
     instead of the template.
     """
@@ -30,7 +30,7 @@ def encode_image(context: WorkerContext, model: str, items: Sequence[Item]) -> l
         is_exact=work.is_exact,
         cache_salt=work.cache_salt,
     )
-    image = context.models[model].encode_image(inputs)
+    image = context.models[item.model].encode_image(inputs)
     sigmas = _computed(image.sigmas, work)
     named = {"latents": image.latents, "condition": image.condition, "outside": image.outside, "sigmas": sigmas}
     tensors = context.put(item, named) + context.put_state(item, image.state)

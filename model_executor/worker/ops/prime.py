@@ -13,23 +13,23 @@ from model_executor.models.base import PrimeRow
 from model_executor.worker.ops.context import WorkerContext, noise_id
 
 
-def prime(context: WorkerContext, model: str, items: Sequence[Item]) -> list[ItemResult]:
+def prime(context: WorkerContext, items: Sequence[Item]) -> list[ItemResult]:
     """Prime one chunk: all keyframes of the batch through the same blocks. Stores hidden states for the next."""
     works = [work for item in items if isinstance(work := item.work, Prime)]
-    rows = [_prime_row(context, model, item, work) for item, work in zip(items, works, strict=True)]
-    hidden = context.models[model].prime(rows, works[0].blocks)
+    rows = [_prime_row(context, item, work) for item, work in zip(items, works, strict=True)]
+    hidden = context.models[items[0].model].prime(rows, works[0].blocks)
     for item, work, tensors in zip(items, works, hidden, strict=True):
         context.store.put_series(_hidden_key(item, work), tensors)
     return [ItemResult(item.request_id, item.node) for item in items]
 
 
-def _prime_row(context: WorkerContext, model: str, item: Item, work: Prime) -> PrimeRow:
-    family, cache = context.family(model, work.patches), context.prompts[model]
+def _prime_row(context: WorkerContext, item: Item, work: Prime) -> PrimeRow:
+    family, cache = context.family(item.model, work.patches), context.prompts[item.model]
     template = None if work.template is None else context.shared(work.template)
     text = cache.encode(work.prompt, work.max_sequence_length, work.content_id, template, work.cache_salt, work.patches)
     grid = family.grid(work.width, work.height)
     sigma = torch.full((), work.sigma, dtype=torch.float32, device=text.prompt_embeds.device)  # without an upload
-    clean = context.clean_latents(model, work.latents, grid[0] * grid[1])
+    clean = context.clean_latents(item.model, work.latents, grid[0] * grid[1])
     noise = family.content_noise(clean, noise_id(work.content_id, work.cache_salt))
     latents, condition = family.prime_inputs(clean, noise, sigma)
     is_first = work.blocks[0] == 0

@@ -34,13 +34,13 @@ class StepInputs:
     """Reads one step's inputs from the tensor store. Raises MissingValueError for one that was never made, and
     InvalidRequestError if an adapter of the request is not in use."""
 
-    def __init__(self, context: WorkerContext, model: str, item: Item) -> None:
+    def __init__(self, context: WorkerContext, item: Item) -> None:
         assert isinstance(item.work, Denoise)
-        self._context, self._model, self._item, self._work = context, model, item, item.work
+        self._context, self._item, self._work = context, item, item.work
         refs = {ref.input: ref for ref in item.inputs}
         state = context.read_series(refs.pop("sampler"))
         self._values = {name: context.read(ref) for name, ref in refs.items()}
-        self._family = context.family(model, item.work.patches)
+        self.family = context.family(item.model, item.work.patches)
         self._last: tuple[Tensor, ...] = ()  # see `velocity`, with the latents before it
         if item.work.own_page_step is not None and item.work.step:
             state, self._last = state[:-2], state[-2:]
@@ -50,7 +50,7 @@ class StepInputs:
             sigmas=self._values["sigmas"],
             step=item.work.step,
             state=state,
-            grid=self._family.grid(item.work.width, item.work.height),
+            grid=self.family.grid(item.work.width, item.work.height),
         )
 
     @property
@@ -112,7 +112,7 @@ class StepInputs:
     def _seen(self, active: Tensor | None, sigma: Tensor) -> tuple[Tensor, Tensor]:
         """(latents, condition) as the denoiser takes them. Where it sees tokens that are not active, these are the
         template's, noised like the template's pages."""
-        work, family = self._work, self._family
+        work, family = self._work, self.family
         latents, condition = family.denoiser_input(self.sample), self._values["condition"]
         if active is None or not (work.full_blocks or family.sees_all_latents):
             return latents, condition
@@ -125,8 +125,8 @@ class StepInputs:
         """Clean latents of the template, and its noise. Uploading the noise waits for a GPU."""
         work = self._work
         assert work.template is not None
-        clean = self._context.clean_latents(self._model, work.template, self._num_tokens)
-        noise = self._family.content_noise(clean, noise_id(work.content_id, work.cache_salt))
+        clean = self._context.clean_latents(self._item.model, work.template, self._num_tokens)
+        noise = self.family.content_noise(clean, noise_id(work.content_id, work.cache_salt))
         return clean.clone(), noise  # what the page store has may move before the next step
 
     # ------------------------------------------------------------------------------------------------- the prompts
@@ -141,16 +141,16 @@ class StepInputs:
     def _classes(self, label: int) -> Sequence[tuple[Tensor, Tensor]]:
         """As `_prompts`, of a class; with guidance a row of any class follows."""
         labels = [label] if self._work.true_cfg_scale <= 1.0 else [label, None]
-        return [(each.prompt_embeds, each.pooled_prompt_embeds) for each in map(self._family.encode_class, labels)]
+        return [(each.prompt_embeds, each.pooled_prompt_embeds) for each in map(self.family.encode_class, labels)]
 
     def _modulation(self, number: int, num_rows: int, pooled: Tensor) -> Tensor | None:
         """The family's modulation table of a row; None if it keeps none."""
         work = self._work
         inputs = ModulationInputs(pooled, work.guidance_scale, self.sample.sigmas[:-1], num_rows, work.patches)
-        return self._kept_tensor(f"modulation-{number}", partial(self._family.modulation, inputs))
+        return self._kept_tensor(f"modulation-{number}", partial(self.family.modulation, inputs))
 
     def _keys_values(self, number: int, embeds: Tensor) -> Tensor | None:
-        make = partial(self._family.keys_values, embeds, self._work.patches)
+        make = partial(self.family.keys_values, embeds, self._work.patches)
         return self._kept_tensor(f"keys-values-{number}", make)
 
     # --------------------------------------------------------------------------------------------------- the pages
@@ -166,7 +166,7 @@ class StepInputs:
             context.pages.put_last(key, self._work.full_blocks)
         near, *far = (context.pages.entry(ref) for ref in _entries(span))
         return Pages(
-            layout=self._family.page_layout(span.dtype),
+            layout=self.family.page_layout(span.dtype),
             num_tokens=self._num_tokens,
             near=near,
             far=far[0] if far else None,
@@ -184,7 +184,7 @@ class StepInputs:
         step = self._work.own_page_step
         if step is None:
             return None
-        layout = self._family.page_layout(OWN_PAGES_DTYPE)
+        layout = self.family.page_layout(OWN_PAGES_DTYPE)
         before = latents if step == self._work.step else self._last[0]
         entry, made = self._kept(f"pages-{number}", lambda: OwnPages.room(layout, self._num_tokens, before.device))
         sigma, modulation = self.sample.sigmas[step], _of_step(table, step)

@@ -12,15 +12,15 @@ from core.scheduling.ops.text_encode import TextEncode
 from model_executor.worker.ops.context import WorkerContext
 
 
-def encode_text(context: WorkerContext, model: str, items: Sequence[Item]) -> list[ItemResult]:
+def encode_text(context: WorkerContext, items: Sequence[Item]) -> list[ItemResult]:
     """Embed one item's prompts."""
     (item,) = items
     work = item.work
     assert isinstance(work, TextEncode)
     prompts = [work.prompt] if work.negative_prompt is None else [work.prompt, work.negative_prompt]
     picture = (work.content_id, None if work.template is None else context.shared(work.template))
-    context.family(model, work.patches)
-    cache, length = context.prompts[model], work.max_sequence_length
+    context.family(item.model, work.patches)
+    cache, length = context.prompts[item.model], work.max_sequence_length
     texts = [cache.encode(prompt, length, *picture, work.cache_salt, work.patches) for prompt in prompts]
     named = {
         "prompt_embeds": _below([text.prompt_embeds for text in texts]),

@@ -9,10 +9,10 @@ from core.scheduling.ops.upscale import Upscale
 from model_executor.worker.ops.context import WorkerContext
 
 
-def upscale(context: WorkerContext, model: str, items: Sequence[Item]) -> list[ItemResult]:
+def upscale(context: WorkerContext, items: Sequence[Item]) -> list[ItemResult]:
     """Interpolate one item's latents to the size of its second pass."""
     (item,) = items
-    work, family = item.work, context.models[model]
+    work, family = item.work, context.models[item.model]
     assert isinstance(work, Upscale)
     (latents,) = (context.read(ref) for ref in item.inputs)
     grid, to_grid = family.grid(work.width, work.height), family.grid(work.to_width, work.to_height)

@@ -179,7 +179,7 @@ def test_a_small_case_takes_exactly_as_long_as_by_hand() -> None:
 def test_ranks_run_their_plans_in_order_and_wait_for_each_other() -> None:
     """The third batch runs on an idle rank, but comes after one that waits for the other rank."""
     clocks, seconds = RankClocks(2, TableDurations(TABLE)), {0: 5.0, 1: 2.0, 2: 1.0}
-    batches = [Batch(number, "toy", "m", ranks, ()) for number, ranks in enumerate([(0,), (0, 1), (1,)])]
+    batches = [Batch(number, "toy", ranks, ()) for number, ranks in enumerate([(0,), (0, 1), (1,)])]
     ends = [
         (event.batch.id, event.started, event.when)
         for seq, batch in enumerate(batches)

@@ -16,6 +16,7 @@ from core.graph.op import OPS
 from core.graph.work import Work
 from core.messages.worker import CostSample
 from core.scheduling.reports.predictor import Predictor
+from core.scheduling.requests.bindings import Bindings
 
 DDIT = json.loads((Path(__file__).parents[3] / "benchmarks/simulation/data/ddit.json").read_text())
 SPEEDS = {
@@ -29,6 +30,10 @@ DEGREES = {name: degree for name, degree in DDIT["optimal_degree_B"].items() if 
 @pytest.mark.parametrize("name", ["144p", "240p", "360p"])
 def test_the_degrees_of_the_paper(name: str) -> None:
     assert useful_degree({degree: 1 / speed for degree, speed in SPEEDS[name].items()}) == DEGREES[name]
+
+
+BINDINGS = Bindings({"m": MODEL})
+KEYS = BINDINGS.keys("m", "transformer")
 
 
 def test_the_rule_that_the_paper_prints_gives_others() -> None:
@@ -105,23 +110,25 @@ def test_an_unusable_measurement_is_refused(numbers: tuple[int, int, int, float]
 
 
 def test_samples_of_a_profile_predict_steps_at_their_degrees() -> None:
-    predictor, op = Predictor(CostModel(), {"m": MODEL}), OPS["denoise"]
+    predictor, op = Predictor(CostModel(), BINDINGS), OPS["denoise"]
     work = Work.of([256])
     samples = [
         CostSample("m", "transformer", "denoise", work, 1.0 / degree, is_profile=True, degree=degree)
         for degree in (1, 2)
     ]
     predictor.learn(samples)
-    assert [predictor.step_seconds("m", op, work, degree) for degree in (1, 2, 4)] == [1.0, 0.5, 0.0]
+    assert [predictor.step_seconds(KEYS, op, work, degree) for degree in (1, 2, 4)] == [1.0, 0.5, 0.0]
     for _ in range(60):
-        predictor.cost.observe(predictor.key("m", op, 2), work, 0.7)
-    assert predictor.step_seconds("m", op, work, 2) == pytest.approx(0.7, rel=0.01)
+        predictor.cost.observe(predictor.key(KEYS, op, 2), work, 0.7)
+    assert predictor.step_seconds(KEYS, op, work, 2) == pytest.approx(0.7, rel=0.01)
 
 
 def test_without_a_profile_one_rank_is_predicted_as_any_batch_and_several_are_unknown() -> None:
-    predictor, op, work = Predictor(CostModel(), {"m": MODEL}), OPS["denoise"], Work.of([256])
+    predictor, op, work = Predictor(CostModel(), BINDINGS), OPS["denoise"], Work.of([256])
     predictor.learn([CostSample("m", "transformer", "denoise", work, 1.0)])
     assert (
-        predictor.step_seconds("m", op, work, 1) == pytest.approx(1.0, rel=1e-4) == predictor.op_seconds("m", op, work)
+        predictor.step_seconds(KEYS, op, work, 1)
+        == pytest.approx(1.0, rel=1e-4)
+        == predictor.op_seconds(KEYS, op, work)
     )
-    assert predictor.step_seconds("m", op, work, 2) == 0.0
+    assert predictor.step_seconds(KEYS, op, work, 2) == 0.0

@@ -11,7 +11,7 @@ MODEL, OTHER = ModelKey("0f", "transformer"), ModelKey("1e", "vae")
 
 
 def test_each_rank_gets_what_names_it() -> None:
-    alone, both = Batch(1, "denoise", "m", (1,), ()), Batch(2, "denoise", "m", (0, 1), ())
+    alone, both = Batch(1, "denoise", (1,), ()), Batch(2, "denoise", (0, 1), ())
     transfer, delivery = Transfer(TensorRef(KEY, 2), 2), Delivery(KEY, 3, 0)
     free = Free(KEY, (2, 4))
     plan = StepPlan(7, batches=(alone, both), transfers=(transfer,), deliveries=(delivery,), free=(free,))

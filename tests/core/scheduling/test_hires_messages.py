@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 from cache_kit import make_masked
-from fakes import PIXELS, make_edit, make_hires_edit, with_spec
+from fakes import MODEL, PIXELS, make_edit, make_hires_edit, with_spec
 
 from core.graph.catalog import WORKFLOWS
 from core.messages.engine import EngineRequest
@@ -12,13 +12,14 @@ from core.scheduling.node_cache import NO_PAGES
 from core.scheduling.ops.image_encode import IMAGE_ENCODE, ImageEncode
 from core.scheduling.ops.request_op import RequestOp
 from core.scheduling.ops.upscale import UPSCALE, Upscale
+from core.scheduling.requests.bindings import Bindings
 from core.scheduling.requests.request import Request
 
 
 def message(op: RequestOp, node: str, edit: EngineRequest) -> object:
     """The message that runs the op for a node of this name."""
     workflow = WORKFLOWS[edit.workflow]
-    request = Request.of(edit, WORKFLOWS)
+    request = Request.of(edit, WORKFLOWS, Bindings({MODEL.name: MODEL}))
     return op.make(request, workflow.node(node), NO_PAGES)
 
 

@@ -57,8 +57,9 @@ class Rig:
             plan = self.scheduler.schedule(self.now, again=True)
         for rank in self.scheduler.ranks.up:
             for batch in self.workers.queues[rank][0].batches if self.workers.queues[rank] else ():
-                keys = self.scheduler.models[batch.model].keys_of(OPS[batch.op].component)
-                assert self.workers.loaded[rank].issuperset(keys), f"{batch.op} of {batch.model} has no weights"
+                for model in {item.model for item in batch.items}:
+                    keys = self.scheduler.models[model].keys_of(OPS[batch.op].component)
+                    assert self.workers.loaded[rank].issuperset(keys), f"{batch.op} of {model} has no weights"
             for result in self.workers.run_one(rank):
                 if isinstance(result, BatchResult):
                     self.scheduler.apply(result)

@@ -24,7 +24,7 @@ NO_MEMORY, BROKEN = Failure("out_of_memory", "no room"), Failure("engine", "brok
 
 
 def make_items(number: int) -> list[Item]:
-    return [Item(f"r{i}", "denoise", TextEncode("", 1), ()) for i in range(number)]
+    return [Item(f"r{i}", "denoise", "m", TextEncode("", 1), ()) for i in range(number)]
 
 
 class Device:

@@ -66,8 +66,8 @@ class Ranks:
             for rank in RANKS
         ]
         self.waited: list[int] = []  # ranks that have waited for their device
-        item = Item("a", "denoise", None, ())  # type: ignore[arg-type]
-        self.batch = Batch(0, DENOISE.name, "tiny", RANKS, (item,), 0, self.groups[0].port)
+        item = Item("a", "denoise", "tiny", None, ())  # type: ignore[arg-type]
+        self.batch = Batch(0, DENOISE.name, RANKS, (item,), 0, self.groups[0].port)
         self.fails = False
         monkeypatch.setitem(HANDLERS, DENOISE.name, self.handle)
 

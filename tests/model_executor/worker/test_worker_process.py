@@ -338,8 +338,8 @@ async def test_components_are_taken_from_the_keeper_beside_batches(
 def latents_plan(edit: Edit, out: EntryRef) -> StepPlan:
     """The clean latents of an edit's template, written to `out`."""
     work = TemplateEncode(template=edit.template, width=edit.size[0], height=edit.size[1], out=out)
-    item = Item(edit.request_id, "encode_template", work, ())
-    return StepPlan(seq=0, batches=(Batch(id=1, op="template_encode", model="tiny", ranks=(0,), items=(item,)),))
+    item = Item(edit.request_id, "encode_template", "tiny", work, ())
+    return StepPlan(seq=0, batches=(Batch(id=1, op="template_encode", ranks=(0,), items=(item,)),))
 
 
 async def copied(executor: Executor, copy: PageCopy, *, delete: tuple[str, ...] = ()) -> bool:

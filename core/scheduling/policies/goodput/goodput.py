@@ -1,7 +1,7 @@
 """goodput: as many requests as possible meet their latency objective.
 
-Each rank has a set of requests of each model, its lane. All of them are predicted to be in time together, at the speed
-that their batches will really have (`core.costs.slot_schedule`). A newcomer joins only if all stay in time; otherwise
+Each rank has a set of requests of each denoiser, its lane. All of them are predicted to be in time together, at the
+speed that their batches will really have (`core.costs.slot_schedule`). A newcomer joins only if all stay in time; else
 the one with most work left goes, and is served if the others are done sooner than predicted. Requests that could not be
 in time even alone end early (`--on-late drop`) or run when no other request needs the rank (`--on-late last`).
 
@@ -33,6 +33,7 @@ from core.scheduling.policies.goodput.repeated_steps import RepeatedSteps
 from core.scheduling.policies.policy import SchedulingPolicy
 from core.scheduling.policies.step_batching import eligible
 from core.scheduling.policies.work_estimator import RemainingWork, WorkEstimator
+from core.scheduling.requests.bindings import ModelKeys
 from core.scheduling.requests.deadlines import TOO_LATE, due, why_late
 from core.scheduling.requests.request import Request, Status
 from core.scheduling.view import View
@@ -48,7 +49,7 @@ late.
 
 @dataclass(frozen=True, slots=True)
 class RankLane:
-    """The requests of one model that make their steps on one rank."""
+    """The requests of one denoiser that make their steps on one rank."""
 
     requests: tuple[Request, ...]  # in the order in which they get slots
     num_slots: int
@@ -80,6 +81,12 @@ class Plan:
         num_slots = len(self.served)
         self.served = [request for lane in self.lanes for request in lane.served]
         return len(self.served) >= num_slots
+
+
+def _denoiser(request: Request) -> ModelKeys:
+    """The components that a request's next steps are computed with, or if none is left, that its last ones were."""
+    steps, progress = request.workflow.steps, request.progress
+    return request.keys_of(next((node for node in steps if progress.times_left(node)), steps[-1]))
 
 
 def _has_steps(request: Request) -> bool:
@@ -226,7 +233,7 @@ class Planner:
     work: WorkEstimator
     shares: RankShares | None
     stretch: float  # time that passes, as a multiple of the predicted computing time
-    num_models: int = 1  # models that live requests need; set by `plan`
+    num_denoisers: int = 1  # that live requests make steps with; set by `plan`
 
     def plan(self) -> Plan:
         requests = eligible(self.view)
@@ -236,12 +243,13 @@ class Planner:
         tried = self._tried(candidates)
         given_up = tuple(self._given_up(candidates, tried))
         dropped = {each.request.id for each in given_up}
-        self.num_models = len({each.head.model for each in self.view.requests.live() if each.id not in dropped}) or 1
+        live = (each for each in self.view.requests.live() if each.id not in dropped and each.workflow.steps)
+        self.num_denoisers = len({_denoiser(each) for each in live}) or 1
         kept = [each for each in candidates if each.request.id not in dropped]
-        groups: dict[str, list[Candidate]] = {}  # model -> its candidates, which may share steps
+        groups: dict[ModelKeys, list[Candidate]] = {}  # denoiser -> candidates, which may share steps
         for candidate in kept:
             if candidate.work.steps:
-                groups.setdefault(candidate.request.head.model, []).append(candidate)
+                groups.setdefault(_denoiser(candidate.request), []).append(candidate)
         lanes = [lane for group in groups.values() for lane in self._lanes(group, tried)]
         others = [each.request for each in kept if not each.work.steps]
         waiting = tuple(each for each in others if each.status is Status.WAITING)
@@ -292,7 +300,7 @@ class Planner:
     # ------------------------------------------------------------------------------------------------ the set
 
     def _lanes(self, mine: Sequence[Candidate], tried: Candidate | None) -> Iterable[RankLane]:
-        """The lanes of one model. Late requests get slots only on ranks where no other one could be served. The one
+        """The lanes of one denoiser. Late requests get slots only on ranks where no other one could be served. The one
         that is tried goes before requests without a due time, unless one of these is patient.
         """
         in_time = [each for each in mine if not each.is_late or self._is_patient(each)]
@@ -352,15 +360,15 @@ class Planner:
         return self.shares is not None or len(self.view.ranks) == 1
 
     def _slot_task(self, candidate: Candidate, able: tuple[int, ...]) -> SlotTask:
-        """A candidate for `best_schedules`. Times are seconds of the rank, of which each model gets a fraction."""
+        """A candidate for `best_schedules`. Times are seconds of the rank, of which each denoiser gets a fraction."""
         head, work = candidate.request.head, candidate.work
-        seconds = inf if candidate.is_late else candidate.seconds / self.num_models
+        seconds = inf if candidate.is_late else candidate.seconds / self.num_denoisers
         must, group = self._is_patient(candidate), (head.owner, head.priority)
         return SlotTask(work.steps, work.tokens, work.before, work.after, seconds, must, group, able)
 
     def _most_slots(self, request: Request) -> int:
         step = request.workflow.steps[-1]
-        largest = self.view.largest_batch(request.head.model, op_of(step))
+        largest = self.view.largest_batch(request.keys_of(step), op_of(step))
         slots = self.view.config.max_num_seqs
         return slots if largest is None else max(1, min(slots, largest // request.spec.num_rows))
 
@@ -382,4 +390,4 @@ class Planner:
 
     def _step_seconds(self, request: Request, step: Node, rows: int, tokens: float, keys: float) -> float:
         work = Work((round(tokens),), (round(keys),))
-        return self.work.batch_seconds(self.view, request.head.model, op_of(step), work, rows)
+        return self.work.batch_seconds(self.view, request.keys_of(step), op_of(step), work, rows)

@@ -94,12 +94,12 @@ def _demands(view: View, requests: list[Request], work: WorkEstimator) -> dict[s
 
 def _demand(view: View, runs: Runs, num_requests: int, stretch: float, work: WorkEstimator) -> Demand:
     request, node = runs[0]
-    model, op, size = request.head.model, op_of(node), request.work(node)
-    most = view.largest_batch(model, op)
+    keys, op, size = request.keys_of(node), op_of(node), request.work(node)
+    most = view.largest_batch(keys, op)
     times = sum(request.progress.times(node) for request, node in runs) / num_requests
 
     def seconds(number: int) -> float:
-        return max(work.batch_seconds(view, model, op, size, number), MIN_SECONDS)
+        return max(work.batch_seconds(view, keys, op, size, number), MIN_SECONDS)
 
     number = view.config.max_num_seqs if most is None else max(1, most // max(1, len(size.queries)))
     if op.sharing != "together" and most is None:

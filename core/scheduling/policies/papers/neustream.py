@@ -121,17 +121,17 @@ class NeuStreamPass(StepPass):
 
     def _choose_nodes(self, request: Request, nodes: Sequence[Node]) -> None:
         for node in nodes:
-            key = request.head.model, node.op, self._ranks_of(request, node)
+            key = request.keys_of(node), node.op, self._ranks_of(request, node)
             if len(self._batches.get(key, ())) < self._limit(request, node):
                 self._add([(request, node)])
 
     def _choose_step(self) -> int:
-        """Fill one batch per model, op and rank up to the op's batch limit; returns the tokens of all of them."""
+        """Fill one batch per denoiser, op and rank up to the op's batch limit; returns the tokens of all of them."""
         tokens = 0
         for request, node in self._ready_steps():
             sizes = request.sizes(node)
             size = sizes.num_step_tokens * sizes.num_rows
-            chosen = self._batches.get((request.head.model, node.op, self._ranks_of(request, node)), ())
+            chosen = self._batches.get((request.keys_of(node), node.op, self._ranks_of(request, node)), ())
             if len(chosen) < self._limit(request, node) and (not chosen or tokens + size <= self.view.max_step_tokens):
                 self._add([(request, node)])
                 tokens += size
@@ -139,13 +139,13 @@ class NeuStreamPass(StepPass):
 
     def _limit(self, request: Request, node: Node) -> int:
         """Largest batch within the request's partial SLO for this op; 1 if no batch is."""
-        op, model = op_of(node), request.head.model
+        op, keys = op_of(node), request.keys_of(node)
         work = request.work(node)
         key = node.op, work, self.alone[request.id].stretch
         limit = self._limits.get(key)
         if limit is None:
-            seconds = partial(self.work.batch_seconds, self.view, model, op, work)
-            most = self.view.largest_batch(model, op)
+            seconds = partial(self.work.batch_seconds, self.view, keys, op, work)
+            most = self.view.largest_batch(keys, op)
             number = self.view.config.max_num_seqs if most is None else max(1, most // len(work.queries))
             limit = largest_batch(seconds, SHARE * key[2] * seconds(), number)
             limit = self._limits[key] = max(1, limit)

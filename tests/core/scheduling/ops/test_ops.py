@@ -116,14 +116,14 @@ def test_a_request_with_two_nodes_of_one_op_begins_once(monkeypatch: pytest.Monk
 
 
 def test_a_new_ops_message_is_decoded(sharpen: RequestOp) -> None:
-    item = Item("a", "sharpen", Sharpen(strength=0.25), ())
-    plan = StepPlan(seq=0, batches=(Batch(0, "sharpen", "m", (0,), (item,)),))
+    item = Item("a", "sharpen", "m", Sharpen(strength=0.25), ())
+    plan = StepPlan(seq=0, batches=(Batch(0, "sharpen", (0,), (item,)),))
     assert MessageDecoder[ToWorker](ToWorker).decode(encode(plan)) == plan
 
 
 def test_a_message_of_no_op_cannot_be_decoded() -> None:
-    item = Item("a", "sharpen", Sharpen(strength=0.25), ())
-    plan = StepPlan(seq=0, batches=(Batch(0, "sharpen", "m", (0,), (item,)),))
+    item = Item("a", "sharpen", "m", Sharpen(strength=0.25), ())
+    plan = StepPlan(seq=0, batches=(Batch(0, "sharpen", (0,), (item,)),))
     with pytest.raises(MessageError, match="no op has messages tagged 'Sharpen'"):
         MessageDecoder[ToWorker](ToWorker).decode(encode(plan))
 

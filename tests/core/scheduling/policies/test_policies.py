@@ -190,7 +190,7 @@ def test_a_batch_of_two_ops_is_refused() -> None:
     request = scheduler._requests["a"]
     nodes = [request.workflow.node(name) for name in ("text_encode", "image_encode")]
     scheduler._policy = Fixed(Dispatch(tuple((request, node) for node in nodes), (0,)))
-    with pytest.raises(AssertionError, match="one op and one model"):
+    with pytest.raises(AssertionError, match="one op and one set of components"):
         scheduler.schedule(0.0)
 
 

@@ -20,14 +20,17 @@ from core.messages.worker import Batch, BatchResult, ItemResult
 from core.scheduling.dispatch import Decision, Dispatch, Fetch
 from core.scheduling.policies.policy import SchedulingPolicy
 from core.scheduling.ranks.in_flight import Flight, InFlight
+from core.scheduling.requests.bindings import ModelKeys
 from core.scheduling.scheduler import StepScheduler
 from core.scheduling.view import View
 
 RANKS = 4
 
+KEYS = ModelKeys("flux", "cpu", ())
+
 
 def flight(number: int, *ranks: int) -> Flight:
-    return Flight(Batch(number, "denoise", "m", ranks, ()), Work((1,), (1,)), predicted=2.0)
+    return Flight(Batch(number, "denoise", ranks, ()), KEYS, Work((1,), (1,)), predicted=2.0)
 
 
 def answer(number: int, rank: int, *, seconds: float = 1.0, failed: tuple[str, ...] = ()) -> BatchResult:

@@ -15,6 +15,7 @@ from core.failure import Failure
 from core.handles import LoadedComponent, ModelKey
 from core.model_info import ModelInfo
 from core.scheduling.ranks.residency import LEAST_PATIENCE_SECONDS, RETRY_SECONDS, ModelOrders, Residency
+from core.scheduling.requests.bindings import Bindings, ModelKeys
 
 TEXT, VAE = ModelKey("0", "text_encoder"), ModelKey("0", "vae")
 BROKEN = Failure("config", "cannot load it")
@@ -40,6 +41,10 @@ def make(
     return residency
 
 
+def keys(name: str, component: str) -> ModelKeys:
+    return Bindings(MODELS).keys(name, component)
+
+
 def answer(residency: Residency, orders: ModelOrders, ranks: Iterable[int] = (0,)) -> None:
     for rank in ranks:
         for key in orders.load:
@@ -54,7 +59,7 @@ def test_with_everything_loaded_there_is_nothing_to_order() -> None:
     residency = make("a", "b", "c")
     assert residency.order([], [("a", 0.0)], 0.0) == ModelOrders()
     assert residency.may_start("a")
-    assert residency.has("a", "vae", [0])
+    assert residency.has(keys("a", "vae"), [0])
 
 
 def test_what_a_request_waits_for_is_loaded_first_and_only_what_is_lacking() -> None:
@@ -64,7 +69,7 @@ def test_what_a_request_waits_for_is_loaded_first_and_only_what_is_lacking() -> 
     assert (residency.may_start("a"), residency.may_start("c")) == (True, False)
     assert residency.order([], [("c", 0.0)], 0.0) == ModelOrders(), "it is on its way"
     answer(residency, orders)
-    assert residency.has("c", "transformer", [0])
+    assert residency.has(keys("c", "transformer"), [0])
     assert residency.order([], [], 0.0) == ModelOrders(load=(transformer("b"),)), "b shares the rest with a"
     assert residency.may_start("c")
 
@@ -82,10 +87,10 @@ def test_the_least_recently_used_makes_room() -> None:
     SIZES[transformer("d")] = 10
     residency = make("a", "b", budget=24, models=models)
     for name in ("b", "a"):
-        residency.note_use(name, "transformer")
+        residency.note_use(keys(name, "transformer"))
     assert residency.order([], [("d", 0.0)], 0.0) == ModelOrders(load=(transformer("d"),), unload=(transformer("b"),))
-    assert not residency.has("b", "transformer", [0])
-    assert residency.has("b", "vae", [0]), "what a needs, too"
+    assert not residency.has(keys("b", "transformer"), [0])
+    assert residency.has(keys("b", "vae"), [0]), "what a needs, too"
 
 
 def test_what_runs_is_not_dropped_and_later_requests_go_ahead_for_a_while() -> None:
@@ -110,7 +115,7 @@ def test_what_runs_is_restored_first_when_its_rank_is_restarted() -> None:
     assert orders.load == MODELS["c"].components
     assert sum(map(SIZES.get, orders.unload)) >= 12  # type: ignore[arg-type]
     answer(residency, orders)
-    assert residency.has("c", "transformer", [0])
+    assert residency.has(keys("c", "transformer"), [0])
     assert residency.order(["c"], waiting, LEAST_PATIENCE_SECONDS) == ModelOrders()
 
 
@@ -146,10 +151,10 @@ def test_a_component_counts_when_every_living_rank_has_it() -> None:
     residency = make("a", ranks=2, models={name: MODELS[name] for name in ("a", "c")})
     orders = residency.order([], [("c", 0.0)], 0.0)
     answer(residency, orders, [0])
-    assert residency.has("c", "vae", [0])
-    assert not residency.has("c", "vae", [0, 1])
+    assert residency.has(keys("c", "vae"), [0])
+    assert not residency.has(keys("c", "vae"), [0, 1])
     residency.lose(1)
-    assert not residency.has("a", "vae", [1])
+    assert not residency.has(keys("a", "vae"), [1])
     assert not residency.is_loading, "what the dead rank was loading is not awaited"
     residency.order([], [("c", 0.0)], 0.0)
     assert residency.may_start("c")
@@ -186,7 +191,7 @@ def test_every_request_gets_its_model_within_the_budget(data: st.DataObject, bud
             assert sum(SIZES[key] for key in residency.present) <= budget
         for name, arrival in list(waiting):
             if residency.may_start(name) and len(running) < 2:
-                assert residency.has(name, "transformer", range(ranks))
+                assert residency.has(keys(name, "transformer"), range(ranks))
                 waiting.remove((name, arrival))
                 running.append((name, now + data.draw(st.sampled_from([0.25, 0.5, 2.0]))))
         if now > 2 and not waiting:
@@ -198,7 +203,7 @@ def test_every_request_gets_its_model_within_the_budget(data: st.DataObject, bud
 def test_a_stream_of_requests_for_one_model_does_not_keep_out_another(budget: int) -> None:
     residency, now, running = make("a", budget=budget, seconds=1.0), 0.0, 1
     waiting = [("c", 0.0)]
-    while not residency.has("c", "transformer", [0]):
+    while not residency.has(keys("c", "transformer"), [0]):
         now += 0.1
         orders = residency.order(["a"] * running, [*waiting, ("a", now)], now)
         answer(residency, orders)

@@ -6,6 +6,7 @@ from collections.abc import Iterator
 
 import pytest
 from any_ranks import in_workflow, toy_op
+from fakes import MODEL
 from hypothesis import given
 from hypothesis import strategies as st
 from workflows import TOY, workflows
@@ -14,6 +15,7 @@ from core.graph.progress import Progress, preview_steps
 from core.graph.workflow import Node, Workflow
 from core.handles import VALUE_ARENA, TensorKey, TensorRef
 from core.messages.worker import Free
+from core.scheduling.requests.bindings import Bindings
 from core.scheduling.requests.request import Request
 from core.scheduling.values.lineage import runs_to_keep
 from core.scheduling.values.request_values import resume
@@ -233,7 +235,8 @@ def test_a_request_that_loses_values_at_any_time_makes_the_rest_and_leaves_nothi
     table. What was read before is made again only for those that read it again.
     """
     progress, table = progress_of(workflow, data), ValueTable()
-    request = Request(in_workflow("0", workflow, list(progress.rounds.values())), workflow, progress)
+    head = in_workflow("0", workflow, list(progress.rounds.values()))
+    request = Request(head, workflow, Bindings({MODEL.name: MODEL}).of(head.model, workflow), progress)
     request.id = "r"
     num_losses = data.draw(st.integers(1, 3))
     while ready := progress.ready():

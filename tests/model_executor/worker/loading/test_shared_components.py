@@ -11,7 +11,8 @@ import torch
 from adapters import make_lora
 
 from core.config import AdapterConfig, ModelConfig
-from core.costs.cost_model import CostModel
+from core.costs.cost_model import CostKey, CostModel
+from core.graph.op import Op
 from core.handles import VALUE_ARENA
 from core.ipc.shared_array import Arena
 from core.patches import Patch, PatchSet
@@ -19,6 +20,7 @@ from core.scheduling.ops.decode import DECODE
 from core.scheduling.ops.denoise import DENOISE
 from core.scheduling.ops.image_encode import IMAGE_ENCODE
 from core.scheduling.reports.predictor import Predictor
+from core.scheduling.requests.bindings import Bindings
 from model_executor.models.base import Family
 from model_executor.page_cache.page_store import PageStore
 from model_executor.worker.loading.resident import ResidentModels, edit_once, weight_bytes
@@ -157,13 +159,18 @@ def test_a_prompt_embedded_for_one_model_serves_the_other(context: WorkerContext
 
 
 def test_models_of_one_family_share_the_costs_of_what_they_share(models: ResidentModels) -> None:
-    infos = {info.name: info for info in models.ready(0).models}
-    predictor = Predictor(CostModel(), infos)
-    assert predictor.key("dev", DECODE) == predictor.key("tuned", DECODE)
-    assert predictor.key("dev", DENOISE) != predictor.key("tuned", DENOISE)
-    assert predictor.key("dev", IMAGE_ENCODE) != predictor.key("fill", IMAGE_ENCODE), "Fill encodes two pictures"
-    assert predictor.models_of(predictor.key("dev", DECODE)) == ["dev", "tuned"]
-    assert predictor.models_of(predictor.key("dev", DENOISE)) == ["dev"]
+    bindings = Bindings({info.name: info for info in models.ready(0).models})
+    predictor = Predictor(CostModel(), bindings)
+
+    def key(name: str, op: Op) -> CostKey:
+        return predictor.key(bindings.keys(name, op.component), op)
+
+    assert key("dev", DECODE) == key("tuned", DECODE)
+    assert bindings.keys("dev", "vae") is bindings.keys("tuned", "vae"), "so their decodes may share a batch"
+    assert key("dev", DENOISE) != key("tuned", DENOISE)
+    assert key("dev", IMAGE_ENCODE) != key("fill", IMAGE_ENCODE), "Fill encodes two pictures"
+    assert predictor.models_of(key("dev", DECODE)) == ["dev", "tuned"]
+    assert predictor.models_of(key("dev", DENOISE)) == ["dev"]
 
 
 def test_bytes_of_a_module_count_each_tensor_once() -> None:

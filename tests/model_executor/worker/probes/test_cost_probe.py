@@ -13,8 +13,7 @@ from core.graph.work import Work
 from core.ipc.small_files import MAX_BYTES
 from core.messages.worker import CostSample
 from core.model_info import ModelInfo
-from core.scheduling.ops.denoise import DENOISE
-from core.scheduling.reports.predictor import Predictor
+from core.scheduling.requests.bindings import Bindings
 from model_executor.models.base import Family
 from model_executor.worker.loading.resident import ResidentModels
 from model_executor.worker.probes import cost_probe
@@ -118,8 +117,8 @@ def test_an_adapter_has_the_costs_of_its_model(models: ResidentModels, info: Mod
     adapter = msgspec.structs.replace(info, name="shirt", parent="tiny")
     samples = known_or_probed(models.families, [info, adapter], tmp_path)
     assert {sample.model for sample in samples} == {"tiny"}
-    predictor = Predictor(CostModel(), {"tiny": info, "shirt": adapter})
-    assert predictor.key("shirt", DENOISE) == predictor.key("tiny", DENOISE)
+    bindings = Bindings({"tiny": info, "shirt": adapter})
+    assert bindings.keys("shirt", "transformer") is bindings.keys("tiny", "transformer")
     assert len(list((tmp_path / "costs").iterdir())) == 1
 
 

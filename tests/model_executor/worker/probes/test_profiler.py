@@ -16,6 +16,7 @@ from core.model_info import ModelInfo
 from core.scheduling.ops.decode import DECODE
 from core.scheduling.ops.denoise import DENOISE
 from core.scheduling.reports.predictor import Predictor
+from core.scheduling.requests.bindings import Bindings, ModelKeys
 from model_executor.models.base import Family
 from model_executor.worker.loading.resident import ResidentModels
 from model_executor.worker.probes.cost_probe import SHARES, SIDES, known_or_probed
@@ -25,6 +26,12 @@ from model_executor.worker.probes.timing import median_seconds
 from tools.random_dit_checkpoints import make_dit
 
 LARGEST = 3
+
+
+def predicting(info: ModelInfo) -> tuple[Predictor, ModelKeys, ModelKeys]:
+    """(that knows nothing, the model's denoiser, its VAE)"""
+    bindings = Bindings({info.name: info})
+    return Predictor(CostModel(), bindings), *(bindings.keys(info.name, op.component) for op in (DENOISE, DECODE))
 
 
 @pytest.fixture
@@ -54,13 +61,13 @@ def test_the_next_start_predicts_from_the_tables(models: ResidentModels, info: M
     path = keep(samples, info, ModelConfig(), tmp_path)
     assert path.stat().st_size < 1e6
     found = known_or_probed(models.families, [info], tmp_path)
-    predictor = Predictor(CostModel(), {info.name: info})
+    predictor, denoiser, vae = predicting(info)
     predictor.learn(found)
     measured = next(each for each in samples if each.op == "denoise" and len(each.work.queries) == LARGEST)
-    assert predictor.op_seconds(info.name, DENOISE, measured.work) == measured.seconds
-    assert predictor.largest_batch(info.name, DENOISE) == LARGEST
-    assert predictor.largest_batch(info.name, DECODE) == 1, "its items are done one after the other"
-    assert predictor.op_seconds(info.name, DENOISE, Work.of([1] * 50)) > 0.0, "outside of the table the line predicts"
+    assert predictor.op_seconds(denoiser, DENOISE, measured.work) == measured.seconds
+    assert predictor.largest_batch(denoiser, DENOISE) == LARGEST
+    assert predictor.largest_batch(vae, DECODE) == 1, "its items are done one after the other"
+    assert predictor.op_seconds(denoiser, DENOISE, Work.of([1] * 50)) > 0.0, "outside of the table the line predicts"
 
 
 def test_a_profile_is_found_by_servers_with_the_settings_it_was_measured_with(
@@ -104,11 +111,11 @@ def test_joint_steps_are_measured_by_degree(config: ModelConfig, info: ModelInfo
     samples = joint_samples(config, [2], threads=1)
     assert {(sample.op, sample.degree, sample.is_profile) for sample in samples} == {("denoise", 2, True)}
     assert {len(sample.work.queries) for sample in samples} == {*ROWS}
-    predictor = Predictor(CostModel(), {info.name: info})
+    predictor, denoiser, _ = predicting(info)
     predictor.learn(samples)
-    measured, key = samples[-1], predictor.key(info.name, DENOISE, degree=2)
+    measured, key = samples[-1], predictor.key(denoiser, DENOISE, degree=2)
     assert predictor.cost.predict(key, measured.work) == measured.seconds
-    assert predictor.op_seconds(info.name, DENOISE, measured.work) == 0.0, "nothing is known of one rank"
+    assert predictor.op_seconds(denoiser, DENOISE, measured.work) == 0.0, "nothing is known of one rank"
 
 
 def test_a_rank_that_ends_early_is_reported(config: ModelConfig) -> None:

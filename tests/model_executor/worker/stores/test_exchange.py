@@ -57,7 +57,7 @@ def sockets_of(inboxes: Inboxes, rank: int) -> PeerSockets:
 def batch(node: str, *deferred: TensorKey, version: int = 1) -> Batch:
     refs = tuple(TensorRef(key, 0, is_deferred=True) for key in deferred)
     work = TextEncode(prompt="", max_sequence_length=1)  # the exchange does not look at it
-    return Batch(0, "x", "m", (0,), (Item("r", node, work, refs, version=version),))
+    return Batch(0, "x", (0,), (Item("r", node, "m", work, refs, version=version),))
 
 
 def test_what_a_rank_has_already_is_sent_at_once(ranks: list[Rank]) -> None:

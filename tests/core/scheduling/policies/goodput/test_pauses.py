@@ -10,7 +10,7 @@ from core.scheduling.policies.goodput.pauses import Pauses
 
 
 def note(pauses: Pauses, request: str, started: float, seconds: float = 1.0, rank: int = 0) -> None:
-    batch = Batch(0, "denoise", "m", (rank,), (Item(request, "denoise", OpWork(), ()),))
+    batch = Batch(0, "denoise", (rank,), (Item(request, "denoise", "m", OpWork(), ()),))
     pauses.note(batch, BatchResult(0, rank, started, seconds, ()))
 
 

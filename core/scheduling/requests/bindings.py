@@ -1,0 +1,59 @@
+"""Bindings: which models play the roles of the workflows, for each served model."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from core.graph.workflow import Workflow, op_of, role_of
+from core.handles import ModelKey
+from core.model_info import ModelInfo
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class ModelKeys:
+    """The components that a node computes with. Models that share all of these have one object, so it is compared by
+    identity: their nodes share batches, cost lines and profiles.
+    """
+
+    family: str  # whose code runs it
+    device: str
+    keys: tuple[ModelKey, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Binding:
+    """Who plays the roles of a workflow for one served model. Mappings are by name of the node."""
+
+    models: Mapping[str, str]  # name of the model whose family runs the node
+    keys: Mapping[str, ModelKeys]  # the components that it computes with
+
+
+class Bindings:
+    """One per scheduler. A role that a served model binds to no other model is played by its own components."""
+
+    def __init__(self, models: Mapping[str, ModelInfo]) -> None:
+        """models: name -> info; those that play roles are among them."""
+        self.models = models
+        self._keys: dict[tuple[str, str], ModelKeys] = {}  # (model, kind of component) -> its keys
+        self._distinct: dict[tuple[str, str, tuple[ModelKey, ...]], ModelKeys] = {}
+        self._bindings: dict[tuple[str, str], Binding] = {}  # (model, workflow) -> its binding
+
+    def of(self, model: str, workflow: Workflow) -> Binding:
+        """The binding of a served model for a workflow. Raises KeyError for an unknown model."""
+        found = self._bindings.get((model, workflow.name))
+        if found is None:
+            roles = self.models[model].roles
+            models = {node.name: roles.get(role_of(node), model) for node in workflow.nodes}
+            keys = {node.name: self.keys(models[node.name], op_of(node).component) for node in workflow.nodes}
+            found = self._bindings[model, workflow.name] = Binding(models, keys)
+        return found
+
+    def keys(self, model: str, component: str) -> ModelKeys:
+        """A model's components of one kind."""
+        found = self._keys.get((model, component))
+        if found is None:
+            info = self.models[model]
+            facts = info.family, info.device, info.keys_of(component)
+            found = self._keys[model, component] = self._distinct.setdefault(facts, ModelKeys(*facts))
+        return found
