@@ -43,6 +43,21 @@ class ArrayRef(msgspec.Struct, frozen=True):
         return n
 
 
+Media = Literal["picture"]
+"""Kinds of what requests make. picture: uint8 [height, width, 3], RGB."""
+
+
+class Artefact(msgspec.Struct, frozen=True):
+    """Memory for something that a request makes."""
+
+    array: ArrayRef
+    media: Media = "picture"
+
+
+NOWHERE = ArrayRef(0, 0, (0,), "uint8")
+"""No memory, where none is needed or taken yet."""
+
+
 class ModelKey(msgspec.Struct, frozen=True):
     """A component of a model, the unit that workers load. Served models with equal keys share it."""
 

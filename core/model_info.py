@@ -36,6 +36,7 @@ class ModelInfo(msgspec.Struct, frozen=True, kw_only=True):
     dtype: str  # of computing
     components: tuple[ModelKey, ...] = ()  # set by the worker: what it consists of; an adapter: as its model
     # Other models that work for it, set by the worker.
+    workflow: str = ""  # that serves its requests; "": the first one of the catalog that takes what they give
     roles: dict[str, str] = {}  # role of a workflow -> name of the model that plays it instead of this one
     borrowed: tuple[ModelKey, ...] = ()  # their components that these roles take
     # Image size.
@@ -57,6 +58,7 @@ class ModelInfo(msgspec.Struct, frozen=True, kw_only=True):
     default_guidance_scale: float
     has_true_cfg: bool  # whether true_cfg_scale has an effect
     default_true_cfg_scale: float = 1.0  # for a request with only a negative prompt
+    default_refiner_start: float = 0.8  # for a model with a refiner
     # Sampler.
     default_num_inference_steps: int
     min_inference_steps: int = 1  # fewest steps that the sampler supports
@@ -85,15 +87,15 @@ class ModelInfo(msgspec.Struct, frozen=True, kw_only=True):
 
     def num_steps(self, sampling: SamplingParams) -> int:
         """Computed steps of a run, with hires_scale of its first pass. sampling: resolved as to steps."""
-        return self._num_calls(len(sampling.computed_of_last(sampling.num_denoising_steps)))
+        return self.num_steps_of(sampling, sampling.strength)
 
-    def num_steps_by_pass(self, sampling: SamplingParams) -> tuple[int, ...]:
-        """Computed steps of each pass of a run, in order: of its only one, or with hires_scale of two. sampling: as for
-        `num_steps`."""
-        first = self.num_steps(sampling)
-        if sampling.hires_scale is None:
-            return (first,)
-        return first, self._num_calls(len(sampling.computed_of_last(sampling.num_hires_steps)))
+    def num_steps_of(self, sampling: SamplingParams, strength: float, begin: float = 0.0, end: float = 1.0) -> int:
+        """Computed steps of a run of this strength, or of a part of its noise levels, see `core.graph.workflow.Region`:
+        of a part about as many, since the sampler decides. sampling: as for `num_steps`."""
+        steps = self._num_calls(len(sampling.computed_of_last(sampling.steps_at(strength))))
+        if (begin, end) == (0.0, 1.0):
+            return steps
+        return max(1, round(end * steps) - round(begin * steps))
 
     def _num_calls(self, num_computed_steps: int) -> int:
         """Steps are calls of the model: a solver of order o makes o for each of its noise levels except one for the

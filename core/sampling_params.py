@@ -18,6 +18,7 @@ MIN_TIMEOUT, MAX_TIMEOUT = 0.001, 86400.0  # seconds
 MAX_MASK_MARGIN = 4096  # px
 MAX_PADDING_MASK_CROP = 65535  # px
 MIN_SIDE, MAX_SIDE = 16, 4096  # px, of a requested result size
+MIN_REFINER_START, MAX_REFINER_START = 0.01, 0.99  # at the ends one of the two models would have nothing to do
 MIN_HIRES_SCALE, MAX_HIRES_SCALE = 1.1, 4.0  # below it both passes would have nearly the same size
 MAX_PRIORITY = 2**31 - 1
 
@@ -49,6 +50,9 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True):
     # then enlarged and denoised again. None: one pass.
     hires_scale: float | None = None
     hires_strength: float = 0.6  # of the second pass, as `strength` is of the first; without hires_scale no effect
+    # For models with a refiner: where it takes over, as a share of the noise levels from the highest down,
+    # MIN_REFINER_START..MAX_REFINER_START. None: the model's default; resolved: without a refiner.
+    refiner_start: float | None = None
     # Mask-aware execution, see docs/architecture.md.
     mask_aware: bool = True
     mask_margin: int | None = None  # px, 0..MAX_MASK_MARGIN
@@ -64,12 +68,20 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True):
     def num_denoising_steps(self) -> int:
         """Number of steps run, with hires_scale by the first pass: `strength` < 1 starts from a less noisy picture and
         leaves out the first steps. num_inference_steps must be set."""
-        return self._steps_at(self.strength)
+        return self.steps_at(self.strength)
 
-    @property
-    def num_hires_steps(self) -> int:
-        """Number of steps that the second pass of hires_scale runs. num_inference_steps must be set."""
-        return self._steps_at(self.hires_strength)
+    def steps_at(self, strength: float) -> int:
+        """Number of steps of a run with this strength, as in diffusers' `get_timesteps`. num_inference_steps must be
+        set."""
+        steps = self.num_inference_steps
+        assert steps is not None
+        return steps - int(max(steps - min(steps * strength, steps), 0))
+
+    def number(self, wanted: str | float) -> float:
+        """The parameter of this name, which must be set, or the number itself."""
+        value = getattr(self, wanted) if isinstance(wanted, str) else wanted
+        assert isinstance(value, int | float), f"{wanted} is not set"
+        return float(value)
 
     def computed_of_last(self, num_steps: int) -> tuple[int, ...]:
         """Numbers of the computed steps among the last `num_steps` of a run, counted from the first of these, which is
@@ -92,12 +104,6 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True):
         self._check_mask_aware()
         self._check_scheduling()
 
-    def _steps_at(self, strength: float) -> int:
-        """Steps of a run with this strength, as in diffusers' `get_timesteps`."""
-        steps = self.num_inference_steps
-        assert steps is not None
-        return steps - int(max(steps - min(steps * strength, steps), 0))
-
     def _check_sampling(self) -> None:
         if self.num_inference_steps is not None:
             check_integer("num_inference_steps", self.num_inference_steps, 1, MAX_INFERENCE_STEPS)
@@ -115,6 +121,8 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True):
             check_decimal(name, getattr(self, name), 0, 1)
         if self.hires_scale is not None:
             check_decimal("hires_scale", self.hires_scale, MIN_HIRES_SCALE, MAX_HIRES_SCALE)
+        if self.refiner_start is not None:
+            check_decimal("refiner_start", self.refiner_start, MIN_REFINER_START, MAX_REFINER_START)
         if self.max_sequence_length is not None:
             check_integer("max_sequence_length", self.max_sequence_length, 1, MAX_SEQUENCE_LENGTH)
 

@@ -65,5 +65,5 @@ def in_workflow(name: str, workflow: Workflow, rounds: Sequence[int], previews: 
 
 
 def answer_of(item: Item) -> dict[str, object]:
-    """What nodes that choose, and nodes of adaptive regions, say: the same for the same request."""
+    """What nodes that choose say: the same for the same request."""
     return item.work.answer if isinstance(item.work, Toy) else {}

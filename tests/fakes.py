@@ -10,10 +10,13 @@ import msgspec
 
 from core.failure import Failure
 from core.graph.op import OPS
-from core.graph.workflow import HIRES, INPAINT
-from core.handles import ArrayRef, EntryRef, ModelKey, TensorKey, TensorRef
-from core.messages.engine import Canvas, EditSpec, EngineRequest
+from core.graph.workflows.hires import HIRES
+from core.graph.workflows.inpaint import INPAINT
+from core.handles import ArrayRef, Artefact, EntryRef, ModelKey, TensorKey, TensorRef
+from core.messages.canvas import Canvas
+from core.messages.engine import EngineRequest
 from core.messages.plan_parts import parts_of
+from core.messages.specs import EditSpec
 from core.messages.worker import (
     Batch,
     BatchResult,
@@ -86,7 +89,8 @@ def make_edit(
             content_id="0",
             num_tokens=num_tokens,
             max_text_tokens=24,
-            pixels=(PIXELS,) * (partial_images + 1),
+            outputs={"picture": Artefact(PIXELS)},
+            previews=(Artefact(PIXELS),) * partial_images,
         ),
     )
 
@@ -97,7 +101,7 @@ def make_hires_edit(request_id: str, *, steps: int = 4, strength: float = 0.5, *
     """
     request = make_edit(request_id, steps=steps)
     sampling = msgspec.structs.replace(request.spec.sampling, hires_scale=2.0, hires_strength=strength)
-    first_pass = Canvas(
+    first = Canvas(
         width=128,
         height=128,
         template=ArrayRef(0, 1, (128, 128, 3), "uint8"),
@@ -106,8 +110,9 @@ def make_hires_edit(request_id: str, *, steps: int = 4, strength: float = 0.5, *
         num_tokens=64,
         max_text_tokens=24,
     )
-    request = with_spec(request, sampling=sampling, first_pass=first_pass, **changes)
-    return msgspec.structs.replace(request, workflow=HIRES.name, rounds=MODEL.num_steps_by_pass(sampling))
+    request = with_spec(request, sampling=sampling, canvases={"first": first}, **changes)
+    rounds = (MODEL.num_steps(sampling), MODEL.num_steps_of(sampling, strength))
+    return msgspec.structs.replace(request, workflow=HIRES.name, rounds=rounds)
 
 
 def with_spec(request: EngineRequest, **changes: object) -> EngineRequest:

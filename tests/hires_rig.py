@@ -16,7 +16,7 @@ from pipeline_rig import Rig
 from torch import Tensor
 
 from core.handles import ArrayRef, TensorRef
-from core.messages.image_processor import PrepareImages
+from core.messages.image_processor import CanvasScale, PrepareImages
 from core.messages.worker import Free, StepPlan
 from engine.images import image_ops
 
@@ -35,15 +35,15 @@ class HiresEdit:
         """strength: of the second pass."""
         self._rig = rig
         arrays = prepare(seed, size, rig.family.info("tiny").token_size, scale)
-        assert arrays.first_pass is not None
-        height, width, _ = arrays.first_pass.template.shape
+        smaller = arrays.canvases["first"]
+        height, width, _ = smaller.template.shape
         self.first = rig.edit(f"{name}-first", seed=seed, steps=steps, size=(width, height), prompt=PROMPT)
         self.final = rig.edit(name, seed=seed, steps=steps, size=size, prompt=PROMPT)
         self.final.strength = strength
         self.first.upload_size, self.first.seen = size, self.final.template
-        for edit, made in ((self.first, arrays.first_pass), (self.final, arrays)):
+        for edit, made in ((self.first, smaller), (self.final, arrays)):
             edit.mask = edit.share(made.mask)
-        self.first.template = self.first.share(arrays.first_pass.template)
+        self.first.template = self.first.share(smaller.template)
 
     @property
     def passes(self) -> tuple[Edit, Edit]:
@@ -89,7 +89,7 @@ def prepare(seed: int, size: tuple[int, int], token_size: int, scale: float) -> 
         token_size=token_size,
         max_pixels=NATIVE**2,
         scratch=NOWHERE,
-        hires_scale=scale,
+        scales=(CanvasScale("first", scale, "hires_scale"),),
     )
     return image_ops.prepare(job, _file(picture(seed, size)), _file(box_mask(size) * 255))
 

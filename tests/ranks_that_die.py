@@ -121,7 +121,7 @@ class Site:
 
     def made(self, request: EngineRequest) -> int:
         """A digest of all that a request's output was made from."""
-        return self.workers.made[request.request_id, self.scheduler.workflows[request.workflow].output]
+        return self.workers.made[request.request_id, self.scheduler.workflows[request.workflow].last_output.name]
 
 
 def alone(request: EngineRequest, served: Sequence[Workflow] = ()) -> int:
@@ -138,9 +138,8 @@ def check_finished(site: Site, request: EngineRequest, served: Sequence[Workflow
     assert isinstance(mine[-1], Finished), mine[-1]
     assert site.made(request) == alone(request, served)
     shown = [output.index for output in mine if isinstance(output, PartialImage)]
-    if not site.scheduler.workflows[request.workflow].adaptive:
-        sides = len(site.scheduler.workflows[request.workflow].side_nodes)
-        assert shown == list(range(min(len(request.spec.pixels) - 1, request.rounds[-1] - 1))) * sides
+    sides = len(site.scheduler.workflows[request.workflow].side_nodes)
+    assert shown == list(range(min(len(request.spec.previews), request.rounds[-1] - 1))) * sides
 
 
 def make_site(num_ranks: int, **limits: int) -> Site:

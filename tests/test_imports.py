@@ -71,7 +71,8 @@ def below(folder: str) -> tuple[str, ...]:
     return tuple(sorted(name for name in folders if name == folder or name.startswith(folder + ".")))
 
 
-MESSAGES = ("core", "core.graph", "core.costs", "core.messages")
+GRAPH = ("core.graph", "core.graph.workflows")
+MESSAGES = ("core", *GRAPH, "core.costs", "core.messages", "core.messages.specs")
 SCHEDULING = "core.scheduling"
 OPS, POLICIES, NODE_CACHE = f"{SCHEDULING}.ops", f"{SCHEDULING}.policies", f"{SCHEDULING}.node_cache"
 REQUESTS, VALUES, RANKS = f"{SCHEDULING}.requests", f"{SCHEDULING}.values", f"{SCHEDULING}.ranks"
@@ -114,9 +115,9 @@ def of_model(*ours: str) -> Law:
 LAWS = {
     # folder or module -> its law; for each module the longest matching prefix applies
     "core": pure("core"),
-    "core.costs": pure("core", "core.graph", "core.costs"),
+    "core.costs": pure("core", *GRAPH, "core.costs"),
     "core.messages": pure(*MESSAGES),
-    "core.graph": pure("core.errors", "core.graph"),
+    "core.graph": pure("core.errors", *GRAPH),
     "core.cache": pure(*MESSAGES, "core.cache", NODE_CACHE),
     **dict.fromkeys(
         (CACHE, "core.cache.page_costs", "core.cache.priming_batches", "core.cache.request_prefetcher"),

@@ -21,17 +21,13 @@ class Toy(Message, OpWork, frozen=True):
     """The message of the op TOY."""
 
     choices: tuple[str, ...]  # readers to choose from; () for a node that does not choose
-    enough: int  # rounds that are enough for the node's region; 0: all
     seed: int  # of the request
     pixels: ArrayRef | None  # where the output node writes what it has made
 
     @property
     def answer(self) -> dict[str, object]:
         """What the result says besides values: the same for the same request."""
-        answer: dict[str, object] = {"rounds": self.enough}
-        if self.choices:
-            answer["chosen"] = self.choices[self.seed % len(self.choices)]
-        return answer
+        return {"chosen": self.choices[self.seed % len(self.choices)]} if self.choices else {}
 
 
 def _size(sizes: Sizes) -> Work:
@@ -41,13 +37,10 @@ def _size(sizes: Sizes) -> Work:
 def _make(request: Request, node: Node, pages: PageReservations) -> Toy:
     workflow, seed = request.workflow, request.spec.sampling.seed
     assert seed is not None
-    number = request.progress.scheduled[node.name] + 1
-    says_enough = node.region in workflow.adaptive and number == 1 + seed % 3
     return Toy(
         choices=tuple(sorted(readers_of(workflow, node.name))) if node.chooses else (),
-        enough=number + seed % 2 if says_enough else 0,  # this round is the last, or the next one
         seed=seed,
-        pixels=request.spec.pixels[-1] if node.name == workflow.output else None,
+        pixels=request.spec.pixels if node.name in workflow.output_names else None,
     )
 
 
@@ -84,8 +77,8 @@ ACCEPTANCE = Workflow(
         Node("look", "toy", (Edge("second", "y", "in0"),), shows="second"),
         Node("end", "toy", (Edge("second", "x", "in0"), Edge("first", "y", "in1"))),
     ),
-    "end",
-    (Region("one"), Region("two", is_adaptive=True)),
+    {"picture": "end"},
+    (Region("one"), Region("two")),
 )
 """Two regions, the first of two nodes with a deferred edge between them, a choice, a join and a side node."""
 
@@ -99,7 +92,7 @@ def workflows(draw: st.DrawFn, *, can_choose: bool = True, with_sides: bool = Tr
     regions: list[Region] = []
     _add_once(draw, nodes, "a", draw(st.integers(1, 2)))
     for name in ("r", "s")[: draw(st.integers(0, 2))]:
-        regions.append(Region(name, is_adaptive=draw(st.booleans())))
+        regions.append(Region(name))
         _add_region(draw, nodes, name)
         _add_once(draw, nodes, f"after_{name}", draw(st.integers(0, 2)))
         if with_sides and draw(st.booleans()):
@@ -109,7 +102,7 @@ def workflows(draw: st.DrawFn, *, can_choose: bool = True, with_sides: bool = Tr
         _add_choice(nodes)
     sources = [node.name for node in nodes if not node.shows and node.name not in {"check", "left", "right"}]
     nodes.append(Node("end", "toy", tuple(_edges(draw, nodes, sources[-2:])) or (Edge(sources[-1], "x", "in0"),)))
-    return Workflow("random", tuple(nodes), "end", tuple(regions))
+    return Workflow("random", tuple(nodes), {"picture": "end"}, tuple(regions))
 
 
 def _add_once(draw: st.DrawFn, nodes: list[Node], name: str, count: int) -> None:

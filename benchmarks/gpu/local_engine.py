@@ -15,10 +15,11 @@ from torch import nn
 
 from benchmarks.gpu.graphs import GraphChoice, GraphSwitch
 from core.config import CacheConfig, KernelChoice, ModelConfig, SchedulerConfig
-from core.graph.workflow import INPAINT
-from core.handles import PAGE_ARENA, VALUE_ARENA, ArrayRef, ModelKey
+from core.graph.workflows.inpaint import INPAINT
+from core.handles import PAGE_ARENA, VALUE_ARENA, ArrayRef, Artefact, ModelKey
 from core.ipc.shared_array import Arena, ArenaAllocator, carve
-from core.messages.engine import EditSpec, EngineRequest, Finished
+from core.messages.engine import EngineRequest, Finished
+from core.messages.specs import EditSpec
 from core.messages.worker import Batch, BatchResult, PageCopied, TransferDone
 from core.sampling_params import SamplingParams
 from core.scheduling.scheduler import StepScheduler
@@ -93,7 +94,7 @@ class LocalEngine:
                 if not isinstance(output, Finished):
                     raise RuntimeError(f"an edit failed: {output}")
                 left.discard(output.request_id)
-        return [self._arenas.own.view(request.spec.pixels[-1]).copy() for request in requests]
+        return [self._arenas.own.view(request.spec.pixels).copy() for request in requests]
 
     def begin(self, template: Pixels, sampling: SamplingParams, box: Box | None = None) -> EngineRequest:
         """Add an edit to the scheduler. box: as for `edit`."""
@@ -157,7 +158,7 @@ class LocalEngine:
                 max_text_tokens=info.max_text_tokens,
                 extra_text_tokens=info.text_tokens_beside(width, height),
                 num_condition_tokens=info.conditions_per_token * tokens.size,
-                pixels=(self._share(np.zeros_like(template)),),
+                outputs={"picture": Artefact(self._share(np.zeros_like(template)))},
                 is_mask_aware=sampling.mask_aware and info.page_scheme is not None,
             ),
         )

@@ -24,9 +24,10 @@ from core.costs.profile import Profile
 from core.graph.op import OPS, OpWork, Port, Sizes
 from core.graph.work import Work
 from core.graph.workflow import Edge, Node, Region, Workflow
-from core.handles import ArrayRef
-from core.messages.engine import EditSpec, EngineRequest, Finished
+from core.handles import ArrayRef, Artefact
+from core.messages.engine import EngineRequest, Finished
 from core.messages.message import Message
+from core.messages.specs import EditSpec
 from core.messages.worker import CostSample
 from core.sampling_params import SamplingParams
 from core.scheduling.endings import Output
@@ -116,7 +117,7 @@ def register(trace: ModuleTrace) -> Workflow:
         inputs = (Edge(before, "made", "read", carried=name if region else ""),) if before else ()
         nodes.append(Node(name, name, inputs, region=region))
         before = name
-    return Workflow(trace.model, tuple(nodes), before, (Region(trace.loop),))
+    return Workflow(trace.model, tuple(nodes), {"picture": before}, (Region(trace.loop),))
 
 
 def _op(name: str, *, is_loop: bool) -> RequestOp:
@@ -188,6 +189,6 @@ def requests_of(trace: ModuleTrace, cell: Cell, workflow: Workflow) -> Iterator[
                 content_id="",
                 num_tokens=TOKENS,
                 max_text_tokens=0,
-                pixels=(PIXELS,),
+                outputs={"picture": Artefact(PIXELS)},
             ),
         )

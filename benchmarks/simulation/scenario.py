@@ -9,9 +9,10 @@ import numpy as np
 from benchmarks.simulation.machine import IMAGE_TOKENS, SCHEME, TEXT_TOKENS, Machine
 from benchmarks.simulation.masks import MASKS
 from core.config import CacheConfig
-from core.graph.workflow import INPAINT
-from core.handles import ArrayRef
-from core.messages.engine import EditSpec, EngineRequest, PrimeTemplate
+from core.graph.workflows.inpaint import INPAINT
+from core.handles import ArrayRef, Artefact
+from core.messages.engine import EngineRequest, PrimeTemplate
+from core.messages.specs import EditSpec
 from core.model_info import ModelInfo
 from core.sampling_params import SamplingParams
 
@@ -152,7 +153,7 @@ def _edit(index: int, arrival: float, active: int, steps: int, template: int) ->
             content_id=str(template),
             num_tokens=IMAGE_TOKENS,
             max_text_tokens=TEXT_TOKENS,
-            pixels=(PIXELS,),
+            outputs={"picture": Artefact(PIXELS)},
             is_mask_aware=True,
         ),
     )

@@ -18,9 +18,10 @@ from core.costs.step_profiles import useful_degree
 from core.graph.op import OPS, OpWork, Port, Sizes
 from core.graph.work import Work
 from core.graph.workflow import Edge, Node, Region, Workflow
-from core.handles import ArrayRef
-from core.messages.engine import EditSpec, EngineRequest, Finished
+from core.handles import ArrayRef, Artefact
+from core.messages.engine import EngineRequest, Finished
 from core.messages.message import Message
+from core.messages.specs import EditSpec
 from core.messages.worker import Batch, CostSample, Transfer
 from core.sampling_params import SamplingParams
 from core.scheduling.endings import Output
@@ -142,7 +143,7 @@ def register() -> Workflow:
             OPS.register(_op(name))
     step = Node("step", "video_step", (), region="steps")
     decode = Node("decode", "video_decode", (Edge("step", "made", "read"),))
-    return Workflow("video", (step, decode), "decode", (Region("steps"),))
+    return Workflow("video", (step, decode), {"picture": "decode"}, (Region("steps"),))
 
 
 def _op(name: str) -> RequestOp:
@@ -199,6 +200,6 @@ def _request(name: str, arrival: Arrival, workflow: Workflow, steps: int) -> Eng
             content_id="",
             num_tokens=tokens,
             max_text_tokens=0,
-            pixels=(PIXELS,),
+            outputs={"picture": Artefact(PIXELS)},
         ),
     )

@@ -14,7 +14,8 @@ from core.page_scheme import PageScheme, latents_key
 from core.patches import PatchSet
 
 if TYPE_CHECKING:
-    from core.messages.engine import EditSpec, PrimeTemplate
+    from core.messages.engine import PrimeTemplate
+    from core.messages.specs import Spec
     from core.model_info import ModelInfo
 
 
@@ -40,7 +41,7 @@ class TemplateInfo:
     patches: PatchSet = ()
 
     @classmethod
-    def of(cls, asked: EditSpec | PrimeTemplate, info: ModelInfo) -> TemplateInfo:
+    def of(cls, asked: Spec | PrimeTemplate, info: ModelInfo) -> TemplateInfo:
         """The template of a request or a template request. info: of its model, which must have a page scheme."""
         assert info.page_scheme is not None
         return cls(

@@ -113,6 +113,7 @@ class RequestPrefetcher:
             self._make(request, template, template.scheme.keyframes).reservation.is_prefetch = True
 
     def _make(self, request: Request, template: TemplateInfo, keyframes: tuple[float, ...]) -> RequestPages:
+        assert request.spec.template is not None
         reservation = Reservation(request.id, template, request.spec.template, keyframes)
         self._unreserved.add(request.id)
         mine = self.records[request.id] = RequestPages(reservation)

@@ -21,7 +21,7 @@ def check_workflow(workflow: Workflow) -> None:
         for edge in node.inputs:
             _check_edge(workflow, node, edge)
     _check_regions(workflow)
-    _check_output(workflow)
+    _check_outputs(workflow)
 
 
 def _fail(workflow: Workflow, node: Node, problem: str, edge: Edge | None = None) -> WorkflowError:
@@ -78,6 +78,7 @@ def _check_node(workflow: Workflow, node: Node) -> None:
             edge = next(edge for edge in node.inputs if edge.input == name)
             raise _fail(workflow, node, "it is connected more than once", edge)
     _check_role(workflow, node)
+    _check_literals(workflow, node)
     if node.shows:
         _check_side(workflow, node)
     if node.chooses:
@@ -91,6 +92,14 @@ def _check_role(workflow: Workflow, node: Node) -> None:
     if OPS[first.op].component != kind:
         role = f"its role {role_of(node)} is played by a {kind}"
         raise _fail(workflow, node, f"{role}, and that of {first.name} by a {OPS[first.op].component}")
+
+
+def _check_literals(workflow: Workflow, node: Node) -> None:
+    for name in node.literals:
+        if name not in OPS[node.op].literals:
+            raise _fail(workflow, node, f"op {node.op} takes no literal {name}")
+    if node.canvas and node.canvas not in workflow.canvases:
+        raise _fail(workflow, node, f"the workflow has no canvas {node.canvas}")
 
 
 def _check_side(workflow: Workflow, node: Node) -> None:
@@ -180,13 +189,16 @@ def _check_regions(workflow: Workflow) -> None:
             raise _fail(workflow, nodes[0], f"region {name} carries nothing from one round to the next")
 
 
-def _check_output(workflow: Workflow) -> None:
-    node = next((node for node in workflow.nodes if node.name == workflow.output), None)
-    if node is None:
-        raise WorkflowError(f"workflow {workflow.name}: there is no node {workflow.output}", node=workflow.output)
-    if node.region or node.shows:
-        raise _fail(workflow, node, "the output must run once")
-    choices = may_skip(workflow, node.name)
-    if choices is not None:
-        how = " and ".join(f"{chooser} chooses {reader}" for chooser, reader in choices.items())
-        raise _fail(workflow, node, f"the output is skipped if {how}")
+def _check_outputs(workflow: Workflow) -> None:
+    if not workflow.outputs:
+        raise WorkflowError(f"workflow {workflow.name} has no output", node="")
+    for name, maker in workflow.outputs.items():
+        node = next((node for node in workflow.nodes if node.name == maker), None)
+        if node is None:
+            raise WorkflowError(f"workflow {workflow.name}, output {name}: there is no node {maker}", node=maker)
+        if node.region or node.shows:
+            raise _fail(workflow, node, "an output must run once")
+        choices = may_skip(workflow, maker)
+        if choices is not None:
+            how = " and ".join(f"{chooser} chooses {reader}" for chooser, reader in choices.items())
+            raise _fail(workflow, node, f"the output is skipped if {how}")

@@ -87,6 +87,7 @@ class Op:
     inputs: tuple[Port, ...] = ()
     outputs: tuple[Port, ...] = ()
     pages: PageUse = "none"
+    literals: tuple[str, ...] = ()  # constants that a workflow may give to its nodes
     costs_as: str = ""  # name of the op whose cost line also predicts this one; "": it has a line of its own
 
     @property

@@ -26,7 +26,7 @@ class Progress:
     """
 
     workflow: Workflow
-    rounds: dict[str, int]  # region -> number of its rounds; of an adaptive one at most
+    rounds: dict[str, int]  # region -> number of its rounds
     shown: Mapping[str, tuple[int, ...]] = field(default_factory=dict)  # side node -> the rounds that its runs show
     # Node -> runs. Of a node that repeats, run r is its round r.
     scheduled: dict[str, int] = field(init=False)
@@ -116,17 +116,13 @@ class Progress:
             return False
         if node.region:
             return self._is_round_ready(node, links.same_round, links.same_round_begun, links.last_round)
-        return name != self.workflow.output or not self.pending
+        return not self.pending or name not in self.workflow.output_names
 
     def _is_round_ready(
         self, node: Node, same: Iterable[str], same_begun: Iterable[str], carried: Iterable[str]
     ) -> bool:
         number, done, scheduled = self.scheduled[node.name], self.done, self.scheduled
         if self.pending and any(side.name in self.pending and self._shows_next(side) for side in self._sides(node)):
-            return False
-        if node.region in self.workflow.adaptive and any(
-            done[name] < number for name in self.workflow.adaptive[node.region]
-        ):
             return False
         # Most regions have one node, which waits for no other.
         return not (
@@ -136,11 +132,8 @@ class Progress:
         )
 
     def _has_begun(self, name: str) -> bool:
-        """Whether all runs of a node that are left are in flight. An adaptive region may turn out to have had its last
-        round before.
-        """
-        node = self.workflow.node(name)
-        return name in self.over or (node.region not in self.workflow.adaptive and not self.times_left(node))
+        """Whether all runs of a node that are left are in flight."""
+        return name in self.over or not self.times_left(self.workflow.node(name))
 
     # ------------------------------------------------------------------------------------------------ side nodes
 
@@ -194,22 +187,18 @@ class Progress:
         self.land(node)
         self.scheduled[node.name] -= 1
 
-    def shorten(self, node: Node, rounds: int) -> set[str]:
-        """Lower the number of rounds of a node's adaptive region; not below the round that the node is doing. To be
-        called before this is finished. Returns the nodes that are over because of it.
-        """
-        region, current, before = node.region, self.done[node.name] + 1, set(self.over)
-        nodes = [node for node in self.workflow.nodes if node.region == region]
-        self.rounds[region] = min(self.rounds[region], max(rounds, current))
-        self.over.update(node.name for node in nodes if self.done[node.name] == self.rounds[region])
-        sides = {node.name for node in self.workflow.side_nodes if self.workflow.node(node.shows).region == region}
-        last = max(current, self.rounds[region] - 1)  # a side node shows no last round, unless it is prepared already
+    def set_rounds(self, region: str, rounds: int) -> None:
+        """Change the number of rounds of a region, at least 1, of which none was scheduled yet."""
+        nodes = self.workflow.nodes_of(region)
+        assert rounds >= 1, f"region {region} needs a round"
+        assert not any(self.scheduled[node.name] for node in nodes), f"region {region} has begun"
+        self.rounds[region] = rounds
+        sides = {side.name for node in nodes for side in self._sides(node)}
         self.shown = {
-            name: tuple(number for number in shown if number <= last) if name in sides else shown
+            name: tuple(number for number in shown if number <= rounds) if name in sides else shown
             for name, shown in self.shown.items()
         }
-        self.over.update(name for name in sides if self.done[name] == len(self.shown.get(name, ())))
-        return self.over - before
+        self.over.update(name for name in sides if not self.shown[name])
 
     def choose(self, node: Node, reader: str) -> frozenset[str]:
         """Record which of its readers a node has chosen; returns the nodes that are skipped because of it."""
@@ -218,12 +207,11 @@ class Progress:
         self.over |= self.skipped
         return self.skipped - before
 
-    def restart(self, again: Iterable[str], rounds: Mapping[str, int]) -> None:
+    def restart(self, again: Iterable[str]) -> None:
         """Run these nodes again, from their first round; the others stay as they are. Nothing may be in flight. Runs of
-        side nodes are not repeated. rounds: region -> the number of its rounds at first.
+        side nodes are not repeated.
         """
         again = {name for name in again if not self.workflow.node(name).shows}
-        self.rounds.update(rounds)
         self.chosen = {name: reader for name, reader in self.chosen.items() if name not in again}
         again |= self.skipped
         self.skipped = skipped_by(self.workflow, self.chosen)

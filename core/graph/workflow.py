@@ -9,17 +9,19 @@ graphs need no new scheduler.
     image_encode --latents, condition, ...---> denoise (x steps) --latents--> decode
                                                |
                                                +--clean--> preview (after some steps)
+
+The shipped ones are in `core.graph.workflows`, a file each.
 """
 
 from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field
 from functools import cached_property
 
 from core.errors import WorkflowError
-from core.graph.op import OPS, Op
+from core.graph.op import OPS, Op, Port
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,13 +44,28 @@ class Edge:
         return self.port or self.name
 
 
+Literal = str | int | float | bool
+"""A constant that a workflow gives to one of its nodes."""
+
+Number = str | float
+"""A number of a request: the name of one of its sampling parameters, or the number itself."""
+
+
 @dataclass(frozen=True, slots=True)
 class Region:
-    """Nodes that repeat together. How many rounds it has is each request's own."""
+    """Nodes that repeat together: a round for each computed step of a part of the noise schedule."""
 
     name: str
-    # A result of one of its nodes may lower the number of rounds, so a round begins when all of the one before is done.
-    is_adaptive: bool = False
+    strength: Number = "strength"  # the share of the schedule that sampling runs, the last one, 0..1
+    # Of all noise levels, the highest counted as 0 and the lowest as 1: those of this region's steps.
+    begin: Number = 0.0
+    end: Number = 1.0
+
+    @property
+    def is_part(self) -> bool:
+        """Whether other steps come before or after its own. Which step is the first or last of them depends on the
+        sampler, so it is known only when the region's first values are made."""
+        return self.begin != 0.0 or self.end != 1.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,9 +78,14 @@ class Node:
     role: str = ""  # of the model that it needs; "": named as its op's kind of component
     region: str = ""  # it runs once per round of this region; "": once
     shows: str = ""  # a side node: it runs after some rounds of this node, and reads what these rounds have made
-    canvas: str = ""  # which of the request's canvases it works at; "": that of the final picture
     chooses: bool = False  # its result names the one of its readers that runs; the others are skipped
     joins: bool = False  # it runs although some of its sources are skipped, on what the others have made
+    literals: Mapping[str, Literal] = field(default_factory=dict, hash=False)  # by name, as its op takes them
+
+    @property
+    def canvas(self) -> str:
+        """Which of the request's canvases it works at; "": that of the final picture."""
+        return str(self.literals.get("canvas", ""))
 
 
 @dataclass(frozen=True, slots=True)
@@ -93,8 +115,11 @@ class Workflow:
 
     name: str
     nodes: tuple[Node, ...]
-    output: str  # the node whose end is the request's
+    outputs: Mapping[str, str]  # name of a result -> the node that makes it; a request ends with the last of them
     regions: tuple[Region, ...] = ()
+    inputs: tuple[Port, ...] = ()  # what a request gives
+    canvases: Mapping[str, Number] = field(default_factory=dict)  # name -> how many times smaller than the final one
+    is_mask_aware: bool = False  # its steps may compute the active tokens alone
 
     def node(self, name: str) -> Node:
         """Raises KeyError that names it."""
@@ -105,13 +130,20 @@ class Workflow:
         return {node.name: node for node in self.nodes}
 
     @cached_property
-    def adaptive(self) -> Mapping[str, tuple[str, ...]]:
-        """Name of an adaptive region -> names of its nodes."""
-        return {
-            region.name: tuple(node.name for node in self.nodes if node.region == region.name)
-            for region in self.regions
-            if region.is_adaptive
-        }
+    def output_names(self) -> Mapping[str, str]:
+        """Node that makes a result -> name of the result."""
+        return {node: name for name, node in self.outputs.items()}
+
+    @cached_property
+    def last_output(self) -> Node:
+        """Of the nodes that make results, the one that is listed last."""
+        return next(node for node in reversed(self.nodes) if node.name in self.output_names)
+
+    @cached_property
+    def begins(self) -> Mapping[str, Region]:
+        """Name of a node -> the region whose first values it makes."""
+        regions = {region.name: region for region in self.regions}
+        return {edge.source: regions[node.region] for node in self.nodes for edge in node.inputs if edge.carried}
 
     @cached_property
     def followed(self) -> frozenset[str]:
@@ -276,74 +308,3 @@ def op_of(node: Node) -> Op:
 def role_of(node: Node) -> str:
     """A node's role. Raises KeyError if its op is not registered."""
     return node.role or op_of(node).component
-
-
-_DENOISE = Node(
-    "denoise",
-    "denoise",
-    inputs=(
-        Edge("text_encode", "prompt_embeds"),
-        Edge("text_encode", "text_lengths"),
-        Edge("text_encode", "pooled_prompt_embeds"),
-        Edge("image_encode", "latents", carried="denoise"),
-        Edge("image_encode", "sampler", carried="denoise"),
-        Edge("image_encode", "condition"),
-        Edge("image_encode", "outside"),
-        Edge("image_encode", "sigmas"),
-    ),
-    region="denoise",
-)
-
-
-def _first_of(edge: Edge) -> Edge:
-    """The edge of the first pass that corresponds to one of the second."""
-    source = "first_encode" if edge.source == "image_encode" else edge.source
-    return replace(edge, source=source, carried="first_denoise" if edge.carried else "")
-
-
-_PREVIEW = Node("preview", "decode", inputs=(Edge("denoise", "clean", port="latents"),), shows="denoise")
-_DECODE = Node("decode", "decode", inputs=(Edge("denoise", "latents"),))
-
-INPAINT = Workflow(
-    name="inpaint",
-    nodes=(Node("text_encode", "text_encode"), Node("image_encode", "image_encode"), _DENOISE, _PREVIEW, _DECODE),
-    output="decode",
-    regions=(Region("denoise"),),
-)
-"""Masked editing with one denoising loop."""
-
-CLASS_CONDITIONAL = Workflow(
-    name="class_conditional",
-    nodes=(
-        Node("image_encode", "image_encode"),
-        replace(_DENOISE, inputs=tuple(edge for edge in _DENOISE.inputs if edge.source != "text_encode")),
-        _PREVIEW,
-        _DECODE,
-    ),
-    output="decode",
-    regions=(Region("denoise"),),
-)
-"""A picture of a class, without a prompt to encode: every step knows the class."""
-
-HIRES = Workflow(
-    name="hires",
-    nodes=(
-        Node("text_encode", "text_encode"),
-        Node("first_encode", "image_encode", canvas="first"),
-        Node(
-            "first_denoise",
-            "denoise",
-            inputs=tuple(_first_of(edge) for edge in _DENOISE.inputs),
-            region="first_denoise",
-            canvas="first",
-        ),
-        Node("upscale", "upscale", inputs=(Edge("first_denoise", "latents"),)),
-        Node("image_encode", "image_encode", inputs=(Edge("upscale", "latents", port="start"),)),
-        _DENOISE,
-        _PREVIEW,
-        _DECODE,
-    ),
-    output="decode",
-    regions=(Region("first_denoise"), Region("denoise")),
-)
-"""The same in two passes: a smaller picture first, whose upscaled latents the second pass starts from."""

@@ -2,116 +2,14 @@
 
 from __future__ import annotations
 
-import msgspec
-
 from core.costs.load_report import EngineStats, LoadReport
 from core.failure import Failure
 from core.handles import ArrayRef, CacheResult, Tier
 from core.messages.message import Message
+from core.messages.specs import Spec
 from core.messages.worker import DropAdapter, LoadAdapter
 from core.model_info import ModelInfo
 from core.patches import PatchSet
-from core.sampling_params import SamplingParams
-
-
-class Canvas(msgspec.Struct, frozen=True, kw_only=True):
-    """A picture size that nodes of a workflow work at, and what an image processor has made at this size. Every array
-    is in the sender's arena and stays valid until the request's terminal message.
-    """
-
-    # The picture, from PreparedImages.
-    width: int  # px
-    height: int  # px
-    template: ArrayRef
-    mask: ArrayRef
-    active: ArrayRef
-    # Sizes, from the model and the picture.
-    num_tokens: int  # image tokens
-    num_condition_tokens: int = 0  # condition tokens, which no mask-aware step computes
-    max_text_tokens: int  # length to which the prompt is padded or cut
-    extra_text_tokens: int = 0  # see `ModelInfo.text_tokens_beside`
-
-    @property
-    def num_text_tokens(self) -> int:
-        """Text tokens of each row in the denoiser."""
-        return self.max_text_tokens + self.extra_text_tokens
-
-    @property
-    def num_all_tokens(self) -> int:
-        """Image, condition and text tokens: what a step's tokens attend to, and what a full step computes."""
-        return self.num_tokens + self.num_condition_tokens + self.num_text_tokens
-
-    @property
-    def num_active_tokens(self) -> int:
-        """Tokens that a mask-aware step computes: active image tokens and text tokens."""
-        return self.active.size + self.num_text_tokens
-
-
-class EditSpec(Canvas, frozen=True, kw_only=True, tag="edit"):
-    """An image to make from a template and a mask. It is the canvas of the final picture itself."""
-
-    # The user's wishes.
-    prompt: str
-    sampling: SamplingParams  # resolved, without a None that the model needs
-    class_label: int | None = None  # instead of a prompt: the class to make a picture of, see `ModelInfo.num_classes`
-    patches: PatchSet = ()  # adapters that change the model's layers
-    # From PreparedImages.
-    content_id: str
-    # Memory for results.
-    pixels: tuple[ArrayRef, ...]  # uint8 [height, width, 3], one per partial image and the final one last
-    # Two passes, see workflow "hires": the smaller canvas of the first; None: one pass.
-    first_pass: Canvas | None = None
-    # Mask-aware execution, decided from the request and the server's flags alone.
-    is_mask_aware: bool = False  # steps compute only the active tokens, over pages, except full ones
-    cache_salt: str = ""  # see `CacheConfig.salt`
-
-    @property
-    def num_rows(self) -> int:
-        """Rows of a step, see SamplingParams."""
-        return self.sampling.num_rows
-
-    @property
-    def has_own_pages(self) -> bool:
-        """Whether it is mask-aware over its own pages and not over its template's."""
-        return self.is_mask_aware and bool(self.sampling.own_page_steps)
-
-    @property
-    def reads_template(self) -> bool:
-        """Whether it is mask-aware over its template's pages."""
-        return self.is_mask_aware and not self.sampling.own_page_steps
-
-    def is_full_step(self, step: int) -> bool:
-        """Whether a step of a mask-aware run computes all tokens."""
-        sampling = self.sampling
-        return step in sampling.own_page_steps if sampling.own_page_steps else step < (sampling.full_steps or 0)
-
-    def num_full_steps(self, first: int, end: int) -> int:
-        """How many of a mask-aware run's steps from `first` to before `end` compute all tokens."""
-        if self.sampling.own_page_steps:
-            return sum(first <= step < end for step in self.sampling.own_page_steps)
-        return max(0, min(end, self.sampling.full_steps or 0) - first)
-
-    def own_page_step(self, step: int) -> int | None:
-        """The step whose pages a step reads, or makes if it is that step itself; None: it has no pages of its own."""
-        if not self.has_own_pages:
-            return None
-        return max(full for full in self.sampling.own_page_steps or () if full <= step)
-
-    @property
-    def num_partial_images(self) -> int:
-        return len(self.pixels) - 1
-
-    def canvas(self, name: str) -> Canvas:
-        """The canvas that a node of a workflow works at. Raises KeyError if the request has none of this name."""
-        if not name:
-            return self
-        if name != "first" or self.first_pass is None:
-            raise KeyError(f"the request has no canvas {name!r}")
-        return self.first_pass
-
-
-Spec = EditSpec
-"""What a request asks for: one type per kind of request."""
 
 
 class EngineRequest(Message, frozen=True):
@@ -120,7 +18,7 @@ class EngineRequest(Message, frozen=True):
     request_id: str
     model: str  # name of a served model
     workflow: str  # name, see core.graph.catalog
-    spec: Spec
+    spec: Spec  # what it asks for
     rounds: tuple[int, ...]  # of each of the workflow's regions, at least 1
     # When and for whom. Times are monotonic seconds.
     arrival: float

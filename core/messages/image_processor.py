@@ -15,6 +15,14 @@ OutputFormat = Literal["png", "webp", "jpeg"]
 Box = tuple[int, int, int, int]  # left, top, right, bottom; pixels
 
 
+class CanvasScale(msgspec.Struct, frozen=True):
+    """A further size at which an upload is prepared."""
+
+    name: str  # of the canvas
+    factor: float  # how many times smaller its sides are than those of the generation
+    param: str  # the request's parameter that says so; "": none
+
+
 class PrepareImages(Message, frozen=True):
     """Decode and check an upload, and make the engine's arrays from it. Set by the API server throughout."""
 
@@ -33,7 +41,7 @@ class PrepareImages(Message, frozen=True):
     max_side: int | None = None  # see ModelInfo
     # px of the upload around the mask's box: the engine sees this crop at the model's full area; None: the whole
     padding_mask_crop: int | None = None
-    hires_scale: float | None = None  # see SamplingParams; given: also make the arrays of the first pass
+    scales: tuple[CanvasScale, ...] = ()  # also make the arrays at these sizes
 
 
 class PreparedCanvas(msgspec.Struct, frozen=True):
@@ -41,9 +49,9 @@ class PreparedCanvas(msgspec.Struct, frozen=True):
 
     width: int
     height: int
-    template: ArrayRef
-    mask: ArrayRef
-    active: ArrayRef
+    template: ArrayRef | None
+    mask: ArrayRef | None
+    active: ArrayRef | None
 
 
 class PreparedImages(Message, frozen=True):
@@ -55,15 +63,15 @@ class PreparedImages(Message, frozen=True):
     upload_height: int
     width: int  # of generation
     height: int  # of generation
-    # At generation size.
-    template: ArrayRef  # uint8 [height, width, 3], RGB
-    mask: ArrayRef  # uint8 [height, width], 1 = edit
-    active: ArrayRef  # int32 [active tokens], row-major token indices, ascending
+    # At generation size; None: nothing is given, and the API server has needed no image processor to say so.
+    template: ArrayRef | None  # uint8 [height, width, 3], RGB
+    mask: ArrayRef | None  # uint8 [height, width], 1 = edit
+    active: ArrayRef | None  # int32 [active tokens], row-major token indices, ascending
     content_id: str  # hex digest of (format version, width, height, RGB)
     # Facts about the upload.
     unmasked: bool  # no mask was given and the image is opaque: everything is regenerated
     crop: Box | None = None  # the part of the upload that the arrays show; None: the whole
-    first_pass: PreparedCanvas | None = None  # the same at the size of the first pass, if there are two
+    canvases: dict[str, PreparedCanvas] = msgspec.field(default_factory=dict)  # the same at further sizes, by name
 
 
 class ComposeImage(Message, frozen=True):

@@ -193,7 +193,6 @@ class ItemResult(msgspec.Struct, frozen=True):
     text_tokens: int = 0  # set by text encoding
     prompt_truncated: bool = False  # set by text encoding
     sigmas: tuple[float, ...] = ()  # set by image encoding: noise levels of the run, from its first step to 0
-    rounds: int = 0  # set by nodes of adaptive regions: the number of rounds that are enough; 0: unchanged
     chosen: str = ""  # set by nodes that choose: the reader that runs
     failure: Failure | None = None  # None: it succeeded
 

@@ -219,12 +219,12 @@ class Fleet:
 
     def step_seconds(self, shape: RequestShape) -> float:
         """Seconds that the edit adds to a step."""
-        return self.costs.step(shape.model, shape.step_features)
+        return sum(self.costs.step(model, features) for model, features in shape.step_features.items())
 
     def size_costs(self, shape: RequestShape) -> SizeCosts:
         """The costs that do not depend on its mask; valid until the next report."""
         tokens = (shape.image_tokens, shape.condition_tokens, shape.text_tokens)
-        return self.costs.of_size((shape.model, *tokens, shape.first_tokens, shape.entry_bytes))
+        return self.costs.of_size((shape.model, *tokens, shape.encodings, shape.entry_bytes))
 
     def pages(self, shape: RequestShape) -> TemplatePages | None:
         """The engines that have its template's pages; None for an exact edit. Valid until the next call."""

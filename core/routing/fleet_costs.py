@@ -9,22 +9,24 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from functools import lru_cache
+from typing import NamedTuple
 
 import numpy as np
 import numpy.typing as npt
 
 from core.costs.cost_model import COPY_FEATURES, FEATURES, features_of
 from core.costs.load_report import EngineCosts
-from core.graph.workflow import INPAINT, op_of
+from core.graph.op import OPS
+from core.graph.workflow import op_of
+from core.graph.workflows.inpaint import INPAINT
 from core.handles import Tier
-from core.scheduling.ops.image_encode import IMAGE_ENCODE
 from core.scheduling.ops.prime import PRIME
 from core.scheduling.ops.template_encode import TEMPLATE_ENCODE
 
 Vector = npt.NDArray[np.float64]
 
 WORKFLOW = INPAINT
-"""The workflow of the edits that are routed; those of two passes add to its costs, see `_size_weights`."""
+"""The plain workflow; others add to its costs what they have beside it."""
 
 LINES = tuple(dict.fromkeys(op.cost_name for op in (op_of(WORKFLOW.steps[0]), *map(op_of, WORKFLOW.nodes), PRIME)))
 """Names of the cost lines, see Op, in the order of their coefficients in a model's column; the loop's is the first."""
@@ -35,8 +37,17 @@ GUESS_PER_KILOTOKEN = 0.02
 MAX_SIZES = 64
 """Number of picture sizes with cached costs; most clients send few sizes."""
 
-Size = tuple[str, int, int, int, int, int]
-"""Model, image, condition and text tokens, image tokens of a first pass, and bytes of a keyframe's pages."""
+
+class Encoding(NamedTuple):
+    """A node that runs once, beside those of the plain workflow."""
+
+    model: str
+    op: str  # name
+    image_tokens: int
+
+
+Size = tuple[str, int, int, int, tuple[Encoding, ...], int]
+"""Model, image, condition and text tokens, further encodings, and bytes of a keyframe's pages."""
 
 Features = tuple[float, ...]
 """One value for each of `core.costs.cost_model.FEATURES`."""
@@ -95,10 +106,23 @@ class FleetCosts:
         self._sizes.clear()
 
     def _costs_of(self, size: Size) -> SizeCosts:
-        model, *tokens, entry_bytes = size
-        base, other, prime, template = (_size_weights(*tokens) @ self._column(model)).tolist()
+        model, image_tokens, condition_tokens, text_tokens, encodings, entry_bytes = size
+        weights = _size_weights(image_tokens, condition_tokens, text_tokens)
+        base, other, prime, template = (weights @ self._column(model)).tolist()
+        other += sum(self._seconds(each, condition_tokens, text_tokens) for each in encodings)
         load = float(np.dot((1.0, entry_bytes / 1e6), self._copies))
         return SizeCosts(base, other, prime, template, min(load, prime))
+
+    def _seconds(self, encoding: Encoding, condition_tokens: int, text_tokens: int) -> float:
+        """Seconds of a further encoding; 0 if its op has no line."""
+        op = OPS[encoding.op]
+        if op.cost_name not in _STARTS:
+            return 0.0
+        start, features = (
+            _STARTS[op.cost_name],
+            features_of(op.size(_TokenSizes(encoding.image_tokens, condition_tokens, text_tokens))),
+        )
+        return float(np.dot(features, self._column(encoding.model)[start : start + _NUM_FEATURES]))
 
     def _column(self, model: str) -> Vector:
         return self._columns.get(model, _GUESS)
@@ -123,9 +147,8 @@ class _TokenSizes:
 
 
 @lru_cache(MAX_SIZES)
-def _size_weights(image_tokens: int, condition_tokens: int, text_tokens: int, first_tokens: int) -> Vector:
-    """The factors of a model's column for the first four fields of SizeCosts, shape [4, lines * features]. A first pass
-    has one more image to encode."""
+def _size_weights(image_tokens: int, condition_tokens: int, text_tokens: int) -> Vector:
+    """The factors of a model's column for the first four fields of SizeCosts, shape [4, lines * features]."""
     sizes = _TokenSizes(image_tokens, condition_tokens, text_tokens)
     once = [op_of(node) for node in WORKFLOW.nodes if not node.region and not node.shows]
     weights = np.zeros((4, len(LINES), _NUM_FEATURES))
@@ -133,9 +156,6 @@ def _size_weights(image_tokens: int, condition_tokens: int, text_tokens: int, fi
     for field, ops in zip(weights[1:], (once, [PRIME], [TEMPLATE_ENCODE]), strict=True):
         for op in ops:
             field[LINES.index(op.cost_name)] = features_of(op.size(sizes))
-    if first_tokens:
-        first = IMAGE_ENCODE.size(_TokenSizes(first_tokens, condition_tokens, text_tokens))
-        weights[1, LINES.index(IMAGE_ENCODE.cost_name)] += features_of(first)
     return weights.reshape(len(weights), -1)
 
 

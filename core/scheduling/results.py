@@ -16,7 +16,7 @@ from core.scheduling.recovery.recovery import Recovery
 from core.scheduling.requests.live_requests import LiveRequests
 from core.scheduling.requests.request import Request, Status
 from core.scheduling.values.inputs import is_ahead
-from core.scheduling.values.request_values import note_choice, note_rounds, note_values
+from core.scheduling.values.request_values import note_choice, note_values
 from core.scheduling.values.values import ValueTable
 
 
@@ -83,17 +83,21 @@ class Results:
         """Note a run of a node that has succeeded, which may be the last one of its request."""
         progress = request.progress
         round_, index = progress.round_done(node), progress.pending.get(node.name, 0)
-        if item.rounds and node.region in request.workflow.adaptive:
-            note_rounds(self.values, request, node, item.rounds)
         progress.finish(node)
+        request_op(node).note(request, item)
         note_values(self.values, request, node, round_, item.tensors, batch)
         if node.chooses:
             note_choice(self.values, request, node, item.chosen)
-        request_op(node).note(request, item)
         self.cache.note_result(request, node, item)
         if not request.is_live:
             return
         if node.shows:
             self.endings.outputs.append(PartialImage(request_id=request.id, index=index, step=round_))
-        elif node.name == request.workflow.output and not self.cache.must_restart(request):
+        elif self._has_ended(request, node) and not self.cache.must_restart(request):
             self.endings.end(request, Status.FINISHED, finished(request, self.cache.outcome(request)))
+
+    @staticmethod
+    def _has_ended(request: Request, node: Node) -> bool:
+        """Whether a node has made the last of a request's results."""
+        makers = request.workflow.output_names
+        return node.name in makers and request.progress.over.issuperset(makers)

@@ -5,10 +5,11 @@ from __future__ import annotations
 import numpy as np
 
 from core.errors import InvalidRequestError
+from core.messages.image_processor import CanvasScale
 from engine.images.crop_geometry import Size
 
-MIN_FIRST_PASS_TOKENS = 2
-"""Fewest tokens on each side of a first pass."""
+MIN_SIDE_TOKENS = 2
+"""Fewest tokens on each side of a smaller canvas."""
 
 
 def generation_size(width: int, height: int, native_size: int, token_size: int, max_side: int | None = None) -> Size:
@@ -38,18 +39,19 @@ def _within(columns: int, rows: int, width: int, height: int, token_size: int, m
     return columns * token_size, rows * token_size
 
 
-def first_pass_size(size: Size, token_size: int, hires_scale: float) -> Size:
-    """The size of the first of two passes: each side of the second, `size`, divided by hires_scale and rounded to a
-    multiple of token_size. Raises InvalidRequestError if a side has less than MIN_FIRST_PASS_TOKENS tokens.
+def smaller_size(size: Size, token_size: int, scale: CanvasScale) -> Size:
+    """The size of a smaller canvas: each side of the generation, `size`, divided by the factor and rounded to a
+    multiple of token_size. Raises InvalidRequestError if a side has less than MIN_SIDE_TOKENS tokens.
     """
-    columns, rows = (int(side / (token_size * hires_scale) + 0.5) for side in size)
-    if min(columns, rows) < MIN_FIRST_PASS_TOKENS:
-        least = MIN_FIRST_PASS_TOKENS * token_size
+    columns, rows = (int(side / (token_size * scale.factor) + 0.5) for side in size)
+    if min(columns, rows) < MIN_SIDE_TOKENS:
+        least, param = MIN_SIDE_TOKENS * token_size, scale.param or "size"
+        remedy = "give a larger picture" + (f", or a smaller {scale.param}, or none" if scale.param else "")
         message = (
-            f"Invalid 'hires_scale': {hires_scale:g} leaves too little of {size[0]}x{size[1]} pixels for the first "
-            f"pass, whose sides need {least} pixels; give a smaller hires_scale, or none, or a larger picture."
+            f"Invalid '{param}': {scale.factor:g} leaves too little of {size[0]}x{size[1]} pixels for the {scale.name} "
+            f"pass, whose sides need {least} pixels; {remedy}."
         )
-        raise InvalidRequestError(message, param="hires_scale")
+        raise InvalidRequestError(message, param=param)
     return columns * token_size, rows * token_size
 
 

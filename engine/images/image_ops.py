@@ -10,6 +10,7 @@ from __future__ import annotations
 import hashlib
 import itertools
 import struct
+from collections.abc import Mapping
 from dataclasses import dataclass
 
 import numpy as np
@@ -17,9 +18,17 @@ import numpy.typing as npt
 from PIL import Image
 
 from core.errors import InvalidImageError, InvalidRequestError
-from core.messages.image_processor import Box, ComposeImage, MaskKind, PrepareImages
+from core.messages.canvas import EMPTY_RGB
+from core.messages.image_processor import (
+    Box,
+    ComposeImage,
+    MaskKind,
+    PreparedCanvas,
+    PreparedImages,
+    PrepareImages,
+)
 from engine.images.crop_geometry import CropGeometry, Size, covering, crop_region, fitted, lay
-from engine.images.generation_size import crop_size, first_pass_size, generation_size
+from engine.images.generation_size import crop_size, generation_size, smaller_size
 from engine.images.image_codec import (
     Bytes,
     DecodedImage,
@@ -36,7 +45,6 @@ __all__ = [
     "check_output_size",
     "compose",
     "encoded_bytes",
-    "first_pass_size",
     "generation_size",
     "prepare",
     "scratch_bytes",
@@ -46,7 +54,6 @@ CONTENT_FORMAT = 1  # part of every content id: increase it when the same upload
 ALIGNMENT = 64  # bytes, of each array carved from a scratch region
 MAX_COVER_PIXELS = 2**26
 """Largest picture, in pixels, to which generated pixels are scaled as a whole for a crop: 0.2 GB in RGB."""
-_GREY = (128, 128, 128)  # of an empty canvas: a model sees a fully masked picture as mid-grey anyway
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,7 +73,7 @@ class PreparedArrays(CanvasArrays):
     content_id: str
     unmasked: bool
     crop: Box | None  # the part of the upload that the template shows; None: all of it
-    first_pass: CanvasArrays | None
+    canvases: Mapping[str, CanvasArrays]  # at further sizes, by name
 
 
 @dataclass(frozen=True, slots=True)
@@ -93,13 +100,13 @@ def prepare(job: PrepareImages, image: Bytes | None, mask: Bytes | None) -> Prep
     """Decode and check the files of `job` (uint8 [bytes]) and make the arrays that the engine needs.
 
     The template is resized as in diffusers' VaeImageProcessor (Pillow, Lanczos, in uint8). With padding_mask_crop it is
-    a crop around the mask, and mask and active tokens are those of the crop. With hires_scale the first pass's arrays
-    are made in the same way, at its size. Raises InvalidImageError and InvalidRequestError; `param` is the field at
+    a crop around the mask, and mask and active tokens are those of the crop. Arrays of other sizes are made in the same
+    way. Raises InvalidImageError and InvalidRequestError; `param` is the field at
     fault.
     """
     upload = _read(image, mask, job.mask_kind, job.canvas_size, job.max_pixels)
     size, crop = _view_of(upload, job)
-    first_size = None if job.hires_scale is None else first_pass_size(size, job.token_size, job.hires_scale)
+    sizes = {scale.name: smaller_size(size, job.token_size, scale) for scale in job.scales}
     picture, keep = upload.picture.image, upload.keep
     if crop is not None:
         left, top, right, bottom = crop
@@ -114,7 +121,29 @@ def prepare(job: PrepareImages, image: Bytes | None, mask: Bytes | None) -> Prep
         content_id=content_id(final.template),
         unmasked=upload.unmasked,
         crop=crop,
-        first_pass=None if first_size is None else _canvas_arrays(picture, keep, first_size, job),
+        canvases={name: _canvas_arrays(picture, keep, size, job) for name, size in sizes.items()},
+    )
+
+
+def prepare_nothing(job: PrepareImages) -> PreparedImages:
+    """The sizes of a picture that is made from nothing: `job` has no files. Raises InvalidImageError and
+    InvalidRequestError as `prepare` does, for its size.
+    """
+    size, native_size, token_size = _empty_size(job.canvas_size, job.max_pixels), job.native_size, job.token_size
+    width, height = generation_size(*size, native_size, token_size, job.max_side)
+    sizes = {scale.name: smaller_size((width, height), token_size, scale) for scale in job.scales}
+    return PreparedImages(
+        job_id=job.job_id,
+        upload_width=size[0],
+        upload_height=size[1],
+        width=width,
+        height=height,
+        template=None,
+        mask=None,
+        active=None,
+        content_id=f"empty {width}x{height}",
+        unmasked=True,
+        canvases={name: PreparedCanvas(*smaller, None, None, None) for name, smaller in sizes.items()},
     )
 
 
@@ -160,11 +189,11 @@ def compose(job: ComposeImage, pixels: Bytes, image: Bytes | None, mask: Bytes |
     return Composed(written, canvas.size, upload.picture.colour.lost_in(job.output_format))
 
 
-def scratch_bytes(native_size: int, token_size: int, num_passes: int = 1) -> int:
-    """Most bytes that the arrays of a PreparedImages take, alignment included. num_passes: 2 with hires_scale."""
+def scratch_bytes(native_size: int, token_size: int, num_canvases: int = 1) -> int:
+    """Most bytes that the arrays of a PreparedImages take, alignment included. num_canvases: all sizes."""
     tokens = (native_size // token_size) ** 2
-    # Template and mask take 4 bytes a pixel, a token's index 4 bytes. A first pass is at most as large as the second.
-    return num_passes * (tokens * (4 * token_size**2 + 4) + 3 * ALIGNMENT)
+    # Template and mask take 4 bytes a pixel, a token's index 4 bytes. The generation's canvas is the largest.
+    return num_canvases * (tokens * (4 * token_size**2 + 4) + 3 * ALIGNMENT)
 
 
 def _read(
@@ -183,12 +212,16 @@ def _read(
 
 
 def _empty_canvas(size: tuple[int, int] | None, max_pixels: int) -> DecodedImage:
+    return DecodedImage(Image.new("RGB", _empty_size(size, max_pixels), (EMPTY_RGB,) * 3))
+
+
+def _empty_size(size: tuple[int, int] | None, max_pixels: int) -> tuple[int, int]:
     if size is None:
         raise InvalidImageError(
             "Missing required parameter: 'image'.", param="image", code="missing_required_parameter"
         )
     check_pixels(size, "size", max_pixels)
-    return DecodedImage(Image.new("RGB", size, _GREY))
+    return size
 
 
 # -------------------------------------------------------------------------------------------------------------- masks

@@ -142,9 +142,9 @@ def perform(arena: Arena, job: ToImageProcessor) -> FromImageProcessor:
 
 def _prepare(arena: Arena, job: PrepareImages) -> PreparedImages:
     arrays = image_ops.prepare(job, _bytes(arena, job.image), _bytes(arena, job.mask))
-    canvases = [arrays] if arrays.first_pass is None else [arrays, arrays.first_pass]
+    canvases = [arrays, *arrays.canvases.values()]
     refs = _write(arena, job.scratch, [part for each in canvases for part in (each.template, each.mask, each.active)])
-    template, mask, active, *first = refs
+    (template, mask, active), *others = (refs[first : first + 3] for first in range(0, len(refs), 3))
     return PreparedImages(
         job_id=job.job_id,
         upload_width=arrays.upload_size[0],
@@ -157,7 +157,10 @@ def _prepare(arena: Arena, job: PrepareImages) -> PreparedImages:
         content_id=arrays.content_id,
         unmasked=arrays.unmasked,
         crop=arrays.crop,
-        first_pass=PreparedCanvas(first[0].shape[1], first[0].shape[0], *first) if first else None,
+        canvases={
+            name: PreparedCanvas(picture.shape[1], picture.shape[0], picture, *rest)
+            for name, (picture, *rest) in zip(arrays.canvases, others, strict=True)
+        },
     )
 
 

@@ -45,6 +45,7 @@ class EncodedText:
 class ImageInputs:
     """What `Family.encode_image` takes: a request's pictures, and the steps of its run.
 
+    part: of the run's noise levels, the highest counted as 0 and the lowest as 1, the part whose steps follow.
     start: other latents that are noised instead of the template's; where a run starts from noise alone, they have no
     effect either. is_exact: the VAE computes in its own dtype; else it may in a faster one, as for `encode_template`
     and `decode_region`. cache_salt: see `CacheConfig.salt`; the encoder's result for a template is kept until the next
@@ -56,6 +57,7 @@ class ImageInputs:
     seed: int
     num_inference_steps: int
     num_denoising_steps: int
+    part: tuple[float, float] = (0.0, 1.0)
     start: Tensor | None = None  # clean latents [image tokens, latent width]
     is_exact: bool = True
     cache_salt: str | None = None

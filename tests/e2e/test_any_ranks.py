@@ -18,20 +18,21 @@ from workflows import ACCEPTANCE, TOY
 
 from core.config import CacheConfig, EngineConfig, ModelConfig, SchedulerConfig
 from core.graph.op import OPS
-from core.graph.workflow import INPAINT, Workflow
-from core.handles import PAGE_ARENA, VALUE_ARENA, ArrayRef
+from core.graph.workflow import Workflow
+from core.graph.workflows.inpaint import INPAINT
+from core.handles import PAGE_ARENA, VALUE_ARENA, ArrayRef, Artefact
 from core.ipc.shared_array import Arena, ArenaAllocator, carve
 from core.messages.engine import (
     Abort,
     Aborted,
     Drain,
-    EditSpec,
     EngineFailed,
     EngineOutputs,
     EngineRequest,
     Finished,
     FromEngine,
 )
+from core.messages.specs import EditSpec
 from core.messages.worker import DropAdapter, LoadAdapter, StepPlan
 from core.model_info import ModelInfo
 from core.sampling_params import SamplingParams
@@ -111,7 +112,8 @@ class Engine:
                 content_id="0" * 16,
                 num_tokens=(SIDE // TOKEN) ** 2,
                 max_text_tokens=self.info.max_text_tokens,
-                pixels=tuple(self._share(picture) for _ in range(previews + 1)),
+                outputs={"picture": Artefact(self._share(picture))},
+                previews=tuple(Artefact(self._share(picture)) for _ in range(previews)),
             ),
         )
 
@@ -121,7 +123,7 @@ class Engine:
         return ref
 
     def picture(self, request: EngineRequest) -> bytes:
-        return self.arena.view(request.spec.pixels[-1]).tobytes()
+        return self.arena.view(request.spec.pixels).tobytes()
 
     def emit(self, message: FromEngine) -> None:
         assert isinstance(message, EngineOutputs | EngineFailed)

@@ -33,11 +33,13 @@ def _size(sizes: Sizes) -> Work:
 
 def _make(request: Request, node: Node, pages: NodePages) -> Decode:
     spec = request.spec
+    name = request.workflow.output_names.get(node.name)
+    artefact = spec.previews[request.progress.pending[node.name]] if name is None else spec.outputs[name]
     is_part = spec.has_own_pages or pages.latents is not None
     return Decode(
         width=spec.width,
         height=spec.height,
-        pixels=spec.pixels[request.progress.pending[node.name] if node.shows else -1],
+        pixels=artefact.array,
         active=spec.active if is_part else None,
         template_latents=pages.latents,
         template=spec.template if is_part else None,

@@ -70,7 +70,7 @@ def _make(request: Request, node: Node, pages: NodePages) -> Denoise:
         template=pages.latents,
         content_id=spec.content_id,
         cache_salt=spec.cache_salt,
-        patches=spec.patches,
+        patches=request.patches_of(node),
     )
 
 
@@ -99,5 +99,6 @@ DENOISE = RequestOp(
         Port("clean", "latents", is_optional=True),
     ),
     pages="span",
+    literals=("canvas",),
     make=_make,
 )

@@ -12,21 +12,22 @@ from core.messages.message import Message
 from core.scheduling.ops.request_op import RequestOp
 
 if TYPE_CHECKING:
+    from core.messages.worker import ItemResult
     from core.scheduling.node_cache import NodePages
     from core.scheduling.requests.request import Request
 
 
 class ImageEncode(Message, OpWork, frozen=True, omit_defaults=True):
     """template and mask -> `latents` (initial noise), `condition` (the denoiser's input from template and mask),
-    `outside` (with which the sampler restores the template outside the mask), `sigmas`, and the sampler's state. In the
-    second of two passes it reads `latents` of `upscale`, which are noised instead of the template's.
+    `outside` (with which the sampler restores the template outside the mask), `sigmas`, and the sampler's state. In a
+    pass after another one it reads `latents` of `upscale`, which are noised instead of the template's.
 
     Random numbers are drawn as the family's diffusers pipeline does, in the same order, from
     ``torch.Generator("cpu").manual_seed(seed)``.
     """
 
-    template: ArrayRef
-    mask: ArrayRef
+    template: ArrayRef | None  # None: an empty canvas
+    mask: ArrayRef | None  # None: everything
     width: int
     height: int
     seed: int
@@ -34,6 +35,9 @@ class ImageEncode(Message, OpWork, frozen=True, omit_defaults=True):
     num_denoising_steps: int  # the run makes the last ones of these steps
     computed_steps: tuple[int, ...]  # numbers of the run's steps that are computed, rising from 0
     is_exact: bool  # False: the edit is mask-aware, and the VAE may compute in a faster dtype
+    # Of the run's noise levels, the highest counted as 0 and the lowest as 1: the part whose steps follow.
+    begin: float = 0.0
+    end: float = 1.0
     cache_salt: str = ""  # the encoder's output is kept, and reused for an equal template with the same salt
 
 
@@ -44,8 +48,8 @@ def _size(sizes: Sizes) -> Work:
 def _make(request: Request, node: Node, pages: NodePages) -> ImageEncode:
     spec, sampling = request.spec, request.spec.sampling
     canvas = spec.canvas(node.canvas)
-    is_second_pass = spec.first_pass is not None and canvas is spec
-    num_steps = sampling.num_hires_steps if is_second_pass else sampling.num_denoising_steps
+    region = request.workflow.begins[node.name]
+    num_steps = sampling.steps_at(sampling.number(region.strength))
     assert sampling.seed is not None
     assert sampling.num_inference_steps is not None
     return ImageEncode(
@@ -57,9 +61,18 @@ def _make(request: Request, node: Node, pages: NodePages) -> ImageEncode:
         num_inference_steps=sampling.num_inference_steps,
         num_denoising_steps=num_steps,
         computed_steps=sampling.computed_of_last(num_steps),
+        begin=sampling.number(region.begin),
+        end=sampling.number(region.end),
         is_exact=not spec.is_mask_aware,
         cache_salt=spec.cache_salt,
     )
+
+
+def _note(request: Request, result: ItemResult) -> None:
+    """Only the sampler knows how many steps a part of its noise levels has."""
+    region, rounds = request.workflow.begins[result.node], len(result.sigmas) - 1
+    if region.is_part and request.progress.rounds[region.name] != rounds:
+        request.progress.set_rounds(region.name, rounds)
 
 
 IMAGE_ENCODE = RequestOp(
@@ -76,5 +89,7 @@ IMAGE_ENCODE = RequestOp(
         Port("sigmas", "noise levels"),
         Port("sampler", "sampler state", is_optional=True),
     ),
+    literals=("canvas",),
     make=_make,
+    note=_note,
 )

@@ -27,7 +27,10 @@ class TextEncode(Message, OpWork, frozen=True, omit_defaults=True):
     prompt: str
     max_sequence_length: int
     negative_prompt: str | None = None
-    template: ArrayRef | None = None  # the picture, for encoders that see it
+    # The picture, for encoders that see it; an empty canvas of this size in px if there is none.
+    template: ArrayRef | None = None
+    width: int = 0
+    height: int = 0
     content_id: str = ""  # identifies the picture
     cache_salt: str = ""  # embeddings are cached, and reused only with the same salt
     patches: PatchSet = ()
@@ -44,9 +47,11 @@ def _make(request: Request, node: Node, pages: NodePages) -> TextEncode:
         max_sequence_length=spec.max_text_tokens,
         negative_prompt=spec.sampling.negative_prompt,
         template=spec.template,
+        width=spec.width,
+        height=spec.height,
         content_id=spec.content_id,
         cache_salt=spec.cache_salt,
-        patches=spec.patches,
+        patches=request.patches_of(node),
     )
 
 

@@ -1,4 +1,4 @@
-"""The op upscale: the first pass's latents at the size of the second."""
+"""The op upscale: one pass's latents at the size of the next."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 
 
 class Upscale(Message, OpWork, frozen=True):
-    """`latents` of the first pass -> `latents` of a picture of another size, interpolated. Sizes are pixels."""
+    """`latents` of one pass -> `latents` of a picture of another size, for the next one. Sizes are pixels."""
 
     width: int
     height: int
@@ -29,10 +29,9 @@ def _size(sizes: Sizes) -> Work:
 
 
 def _make(request: Request, node: Node, pages: NodePages) -> Upscale:
-    spec = request.spec
-    assert spec.first_pass is not None
-    first = spec.first_pass
-    return Upscale(width=first.width, height=first.height, to_width=spec.width, to_height=spec.height)
+    (edge,) = node.inputs
+    made, wanted = (request.spec.canvas(each.canvas) for each in (request.workflow.node(edge.source), node))
+    return Upscale(width=made.width, height=made.height, to_width=wanted.width, to_height=wanted.height)
 
 
 UPSCALE = RequestOp(
@@ -43,5 +42,6 @@ UPSCALE = RequestOp(
     part="encode",
     inputs=(Port("latents", "latents"),),
     outputs=(Port("latents", "latents"),),
+    literals=("canvas",),
     make=_make,
 )

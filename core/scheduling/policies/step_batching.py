@@ -261,7 +261,7 @@ class StepPass:
 
 
 def _is_output(request: Request, node: Node) -> bool:
-    return node.name == request.workflow.output
+    return node.name in request.workflow.output_names
 
 
 def _is_source_or_side(request: Request, node: Node) -> bool:

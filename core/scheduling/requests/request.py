@@ -19,7 +19,10 @@ if TYPE_CHECKING:
     from core.costs.load_report import RequestLoad
     from core.graph.work import Work
     from core.handles import TensorKey, TensorRef
-    from core.messages.engine import Canvas, EngineRequest, Spec
+    from core.messages.canvas import Canvas
+    from core.messages.engine import EngineRequest
+    from core.messages.specs import Spec
+    from core.patches import PatchSet
     from core.scheduling.requests.bindings import Binding, Bindings, ModelKeys
 
 
@@ -135,11 +138,10 @@ class Request:
         if len(head.rounds) != len(workflow.regions) or min(head.rounds, default=1) < 1:
             message = f"workflow {workflow.name} takes {len(workflow.regions)} numbers of rounds, each at least 1"
             raise InvalidRequestError(message, param="rounds")
-        if head.spec.first_pass is None and any(node.canvas for node in workflow.nodes):
-            raise InvalidRequestError(f"workflow {workflow.name} takes a first pass", param="first_pass")
+        _check_given(head.spec, workflow)
         rounds = dict(zip((region.name for region in workflow.regions), head.rounds, strict=True))
         shown = {
-            side.name: preview_steps(rounds[workflow.node(side.shows).region], head.spec.num_partial_images)
+            side.name: preview_steps(rounds[workflow.node(side.shows).region], len(head.spec.previews))
             for side in workflow.side_nodes
         }
         return cls(head, workflow, bindings.of(head.model, workflow), Progress(workflow, rounds, shown))
@@ -154,6 +156,10 @@ class Request:
     def keys_of(self, node: Node) -> ModelKeys:
         """The components that a node computes with."""
         return self.binding.keys[node.name]
+
+    def patches_of(self, node: Node) -> PatchSet:
+        """The adapters that change the layers of a node's model: only the request's own model has any."""
+        return self.spec.patches if self.model_of(node) == self.head.model else ()
 
     def sizes(self, node: Node) -> NodeSizes:
         """The sizes of a node's next run."""
@@ -232,3 +238,13 @@ class Request:
         if status not in TRANSITIONS[self.status]:
             raise ValueError(f"request {self.id}: illegal move {self.status.value} -> {status.value}")
         self.status = status
+
+
+def _check_given(spec: Spec, workflow: Workflow) -> None:
+    """Raises InvalidRequestError if a request lacks something that its workflow needs."""
+    required = [port.name for port in workflow.inputs if not port.is_optional]
+    lacking = [(name, name) for name in required if not spec.gives(name)]
+    lacking += [(f"a canvas {name}", "canvases") for name in workflow.canvases if name not in spec.canvases]
+    lacking += [(f"memory for its {name}", "outputs") for name in workflow.outputs if name not in spec.outputs]
+    for what, param in lacking:
+        raise InvalidRequestError(f"workflow {workflow.name} takes {what}", param=param)

@@ -11,7 +11,7 @@ from core.handles import TensorKey, TensorRef
 from core.messages.worker import Batch
 from core.scheduling.requests.request import Request
 from core.scheduling.values.lineage import runs_to_keep
-from core.scheduling.values.value_keys import edges_read, key_read, keys_done, keys_read, num_reads
+from core.scheduling.values.value_keys import keys_done, keys_read, num_reads
 from core.scheduling.values.values import ValueTable
 
 
@@ -38,23 +38,6 @@ def _deferred(batch: Batch, request_id: str, node: str) -> list[TensorRef]:
     """The inputs that other ranks have sent while this node ran."""
     items = [item for item in batch.items if item.request_id == request_id and item.node == node]
     return [ref for item in items for ref in item.inputs if ref.is_deferred]
-
-
-def note_rounds(values: ValueTable, request: Request, node: Node, rounds: int) -> None:
-    """Note that a node's region needs only this many rounds. To be called before `Progress.finish`. If that makes the
-    current round the last one, its values get other readers than expected, and nodes that are over now will not read
-    again.
-    """
-    progress, workflow = request.progress, request.workflow
-    ended = progress.shorten(node, rounds)
-    for key in values.keys(request.id):
-        maker = workflow.node(key.node)
-        if maker.region == node.region and key.version == progress.rounds[node.region]:
-            values.renew(key, num_reads(progress, maker, key.name, key.version))
-    for name in ended:
-        over = workflow.node(name)
-        for edge in edges_read(progress, workflow.reads[name].fixed):
-            values.done_reading(key_read(request.id, progress, over, edge, 0))
 
 
 def note_choice(values: ValueTable, request: Request, chooser: Node, reader: str) -> None:
@@ -103,7 +86,7 @@ def restart(values: ValueTable, request: Request) -> None:
     paged, progress = request.workflow.paged, request.progress
     assert paged is not None
     again = _to_repeat(values, request, request.workflow.repeated_with(paged.region))
-    progress.restart(again, _rounds_at_first(request, again))
+    progress.restart(again)
     request.fixed_inputs.clear()
     values.discard([key for key in values.keys(request.id) if key.node in again])
     _renew_all(values, request)
@@ -135,10 +118,3 @@ def _is_whole(values: ValueTable, request: Request, name: str) -> bool:
     version = request.progress.rounds[node.region] if node.region else 0
     names = (port.name for port in OPS[node.op].outputs if not port.is_optional)
     return all(values.get(TensorKey(request.id, name, each, version)) is not None for each in names)
-
-
-def _rounds_at_first(request: Request, again: Iterable[str]) -> dict[str, int]:
-    """Region -> its number of rounds before any result lowered it, for the regions of these nodes."""
-    regions = {request.workflow.node(name).region for name in again}
-    pairs = zip(request.workflow.regions, request.head.rounds, strict=True)
-    return {region.name: rounds for region, rounds in pairs if region.name in regions}

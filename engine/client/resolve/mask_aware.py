@@ -5,27 +5,26 @@ Load, tiers and the cache's content do not matter, so that the same request alwa
 
 from __future__ import annotations
 
-from typing import Literal
-
 import msgspec
 
 from core.config import CacheConfig, EngineConfig
+from core.graph.workflow import Workflow
 from core.model_info import ModelInfo
 from core.page_scheme import PageScheme
 from core.sampling_params import SamplingParams
 from core.step_schedule import schedule_for
 
-ExactReason = Literal["asked", "disabled", "unsafe", "mask_covers_all", "too_large", "full_steps", "hires"]
+ExactReason = str
 """Why an edit computes every token. asked: the request says so. disabled: the server's flags say so. unsafe: the
 checkpoint's calibration found no setting that keeps the picture, or its family has no mask-aware execution.
 mask_covers_all: the mask with its margin touches every token. too_large: the picture's pages exceed the cache.
-full_steps: all steps are full steps. hires: the request asks for two passes.
+full_steps: all steps are full steps. Otherwise the name of the workflow, one that always does: "hires", "refined".
 """
 
 
-def resolve_margin(sampling: SamplingParams, model: ModelInfo) -> int:
+def resolve_margin(sampling: SamplingParams, model: ModelInfo, workflow: Workflow) -> int:
     """Pixels at generation size by which the mask is grown; 0 if every token is computed anyway."""
-    if model.page_scheme is None or not sampling.mask_aware or sampling.hires_scale is not None:
+    if model.page_scheme is None or not (sampling.mask_aware and workflow.is_mask_aware):
         return 0
     return model.page_scheme.mask_margin if sampling.mask_margin is None else sampling.mask_margin
 
@@ -48,7 +47,12 @@ def resolve_full_steps(sampling: SamplingParams, model: ModelInfo, mask_ratio: f
 
 
 def why_exact(
-    sampling: SamplingParams, model: ModelInfo, engine: EngineConfig, num_active: int, num_tokens: int
+    sampling: SamplingParams,
+    model: ModelInfo,
+    engine: EngineConfig,
+    workflow: Workflow,
+    num_active: int,
+    num_tokens: int,
 ) -> ExactReason | None:
     """Why an edit with `num_active` active of `num_tokens` image tokens runs exactly; None if it runs mask-aware.
 
@@ -57,8 +61,8 @@ def why_exact(
     scheme, num_steps = model.page_scheme, model.num_steps(sampling)
     if not sampling.mask_aware:
         return "asked"
-    if sampling.hires_scale is not None:
-        return "hires"
+    if not workflow.is_mask_aware:
+        return workflow.name
     if scheme is None:
         return "unsafe" if _is_wanted(model, engine) else "disabled"
     if num_active >= num_tokens:

@@ -45,11 +45,19 @@ def resolve(sampling: SamplingParams, model: ModelInfo, step_schedule: StepSched
         negative_prompt=negative_prompt,
         seed=secrets.randbelow(MAX_RANDOM_SEED) if sampling.seed is None else sampling.seed,
         max_sequence_length=length,
+        refiner_start=_refiner_start(sampling, model, steps),
     )
     _check_steps_left("strength", sampling.strength, resolved.num_denoising_steps)
     if sampling.hires_scale is not None:
-        _check_steps_left("hires_strength", sampling.hires_strength, resolved.num_hires_steps)
+        _check_steps_left("hires_strength", sampling.hires_strength, resolved.steps_at(resolved.hires_strength))
     return resolved
+
+
+def _refiner_start(sampling: SamplingParams, model: ModelInfo, steps: int) -> float | None:
+    """Where the refiner takes over; of one step nothing is left for it."""
+    if "refiner" not in model.roles or sampling.refiner_start is not None:
+        return sampling.refiner_start
+    return model.default_refiner_start if steps > 1 else None
 
 
 def _computed_steps(

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 
-from core.handles import ArrayRef
+from core.handles import NOWHERE, ArrayRef
 from core.messages.engine import Finished, PartialImage
 from core.messages.image_processor import ComposedImage, ComposeImage, PrepareImages
 from engine.client.edit_types import EditReport, ImageOutput
@@ -18,7 +18,6 @@ from engine.images import image_ops
 from engine.images.image_jobs import Caller, Room
 from engine.observability.tracing import Span
 
-NOWHERE = ArrayRef(0, 0, (0,), "uint8")
 """Placeholder for the result's memory, which is allocated only when the job's turn comes (see `Room`)."""
 
 
@@ -54,14 +53,14 @@ class EditDelivery:
 
     async def partial(self, image: EditImage, output: PartialImage) -> ImageOutput:
         """Make the file of a preview. Raises OverloadedError, EngineError."""
-        composed = await self._compose(image, image.request.spec.pixels[output.index])
+        composed = await self._compose(image, image.request.spec.previews[output.index].array)
         image.num_partials += 1
         return self._make_output(image, composed, partial_index=image.num_partials - 1)
 
     async def finished(self, image: EditImage, output: Finished) -> ImageOutput:
         """Make the file of a final image, with its report, and count it in the metrics. Raises as `partial`."""
         start = time.monotonic()
-        composed = await self._compose(image, image.request.spec.pixels[-1])
+        composed = await self._compose(image, image.request.spec.pixels)
         seconds = time.monotonic() - start
         ready_at = image.request.arrival
         self._span.child("queue", ready_at, ready_at + output.ms["queue"] / 1e3, {"stencil.image": image.index})
@@ -84,7 +83,7 @@ class EditDelivery:
         known, prepared, ms = self._prepared, self._prepared.prepared, output.ms
         return EditReport(
             mask_ratio=known.mask_ratio,
-            active_tokens=known.num_tokens if known.exact_reason else prepared.active.size,
+            active_tokens=known.num_tokens if known.exact_reason else known.num_active_tokens,
             image_tokens=known.num_tokens,
             text_tokens=output.text_tokens,
             prompt_truncated=output.prompt_truncated,
@@ -118,7 +117,7 @@ class EditDelivery:
     async def _keep(self, composed: ComposedImage) -> str | None:
         """Make a template of a result if its request, not a server limit, had all tokens computed; its id, or None."""
         prepared = self._prepared
-        if prepared.exact_reason not in ("asked", "mask_covers_all", "hires"):
+        if prepared.exact_reason not in ("asked", "mask_covers_all", prepared.graph.name):
             return None
         return await self._results.keep(composed, prepared.choice, prepared.edit.owner, is_base64=prepared.edit.base64)
 

@@ -6,10 +6,12 @@ import time
 from dataclasses import replace
 
 from core.errors import InvalidRequestError
-from core.messages.image_processor import PreparedImages, PrepareImages
+from core.handles import NOWHERE
+from core.messages.image_processor import CanvasScale, PreparedImages, PrepareImages
 from core.model_choice import ModelChoice
-from core.routing.request_shape import RequestShape
+from core.routing.request_shape import RequestShape, loops_of
 from engine.client.edit_types import EditInput
+from engine.client.resolve.chosen_workflow import chosen_workflow, rounds_of
 from engine.client.resolve.class_label import chosen_class
 from engine.client.resolve.mask_aware import resolve_margin
 from engine.client.resolve.sampling_defaults import resolve
@@ -48,6 +50,7 @@ class EditPreparation:
         self._memory = memory
         self._span = span
         self._sampling = resolve(edit.sampling, model, services.config.step_schedule)
+        self._workflow = chosen_workflow(model, self._sampling, self._class_label)
         self._template = _find_template(edit, services.templates.store)
         self._upload = self._template.upload if self._template else edit.image
         self._ready_at = 0.0  # when the images were prepared, seconds of CLOCK_MONOTONIC
@@ -56,9 +59,8 @@ class EditPreparation:
     def smallest_shape(self) -> RequestShape:
         """The least work that this edit can be for the engines; its tokens are not known yet."""
         sampling, model = self._sampling, self._model
-        first_steps, steps = model.num_steps(sampling), sum(model.num_steps_by_pass(sampling))
-        has_two_passes = sampling.hires_scale is not None
-        is_exact = not sampling.mask_aware or model.page_scheme is None or has_two_passes
+        workflow, rounds = self._workflow, rounds_of(self._workflow, model, sampling)
+        steps, is_exact = sum(rounds), not (sampling.mask_aware and model.page_scheme and workflow.is_mask_aware)
         return RequestShape(
             model.name,
             steps,
@@ -69,15 +71,15 @@ class EditPreparation:
             priority=sampling.priority,
             num_rows=sampling.num_rows,
             owner=self._edit.owner,
-            first_steps=first_steps if has_two_passes else 0,
-            first_tokens=1 if has_two_passes else 0,
+            loops=loops_of(workflow, model, rounds, lambda canvas: 1),
         )
 
     @property
     def image_seconds(self) -> ImageSeconds:
         """Predicted time of all its image work."""
         costs, edit = self._services.images.costs, self._edit
-        prepare = costs.predict(prepare_work(self._upload, edit.mask, self._canvas_size))
+        work = prepare_work(self._upload, edit.mask, self._canvas_size)
+        prepare = 0.0 if self._is_generation else costs.predict(work)
         compose = costs.predict(compose_work(edit, self._canvas_size))
         return ImageSeconds(prepare, compose, num_files(edit) * compose)
 
@@ -88,35 +90,51 @@ class EditPreparation:
             return None
         return self._edit.canvas_size or (self._model.native_size, self._model.native_size)
 
+    @property
+    def _is_generation(self) -> bool:
+        """Whether nothing is given that a picture could be made of."""
+        edit = self._edit
+        return self._upload is None and edit.mask is None and edit.padding_mask_crop is None
+
+    @property
+    def _scales(self) -> tuple[CanvasScale, ...]:
+        """The further sizes that the workflow works at."""
+        return tuple(
+            CanvasScale(name, self._sampling.number(factor), factor if isinstance(factor, str) else "")
+            for name, factor in self._workflow.canvases.items()
+        )
+
     async def store(self) -> PrepareImages:
         """Copy the uploads to shared memory; the job for `prepare`. Raises InvalidRequestError, OverloadedError."""
-        edit, model, hires_scale = self._edit, self._model, self._sampling.hires_scale
-        scratch_bytes = image_ops.scratch_bytes(
-            model.native_size, model.token_size, num_passes=1 if hires_scale is None else 2
-        )
+        edit, model, scales = self._edit, self._model, self._scales
+        nbytes = image_ops.scratch_bytes(model.native_size, model.token_size, num_canvases=1 + len(scales))
         return PrepareImages(
             job_id=0,
             image=await self._memory.store(self._upload),
             mask=await self._memory.store(edit.mask),
             mask_kind=edit.mask_kind,
             canvas_size=self._canvas_size,
-            mask_margin=resolve_margin(edit.sampling, model),
+            mask_margin=resolve_margin(edit.sampling, model, self._workflow),
             native_size=model.native_size,
             token_size=model.token_size,
             max_pixels=self._services.config.image.max_pixels,
-            scratch=self._memory.alloc(scratch_bytes),
+            scratch=NOWHERE if self._is_generation else self._memory.alloc(nbytes),
             max_side=model.max_side,
             padding_mask_crop=edit.padding_mask_crop,
-            hires_scale=hires_scale,
+            scales=scales,
         )
 
     async def prepare(self, job: PrepareImages) -> PreparedEdit:
-        """Have an image processor check the uploads and turn them into template, mask and active tokens. Raises
-        InvalidRequestError, EngineError.
+        """Have an image processor check the uploads and turn them into template, mask and active tokens; without
+        uploads there is nothing for it to do. Raises InvalidRequestError, EngineError.
         """
-        images = await self._services.images.prepare(job, self._caller)
+        if self._is_generation:
+            images = image_ops.prepare_nothing(job)
+        else:
+            images = await self._services.images.prepare(job, self._caller)
         engine = self._services.served.engine
-        prepared = PreparedEdit(self._edit, self._choice, self._sampling, images, engine, self._class_label)
+        parts = self._edit, self._choice, self._sampling, images, engine, self._workflow, self._class_label
+        prepared = PreparedEdit(*parts)
         prepared = prepared.with_full_steps()
         image_ops.check_output_size(*prepared.output_size, self._edit.output_format)
         self._note_content(images)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 
@@ -9,28 +10,32 @@ import msgspec
 
 from core.config import EngineConfig
 from core.graph.progress import preview_steps
-from core.graph.workflow import CLASS_CONDITIONAL, HIRES, INPAINT
-from core.handles import ArrayRef
+from core.graph.workflow import Workflow
+from core.handles import ArrayRef, Artefact
 from core.ipc.shared_array import carve
-from core.messages.engine import Canvas, EditSpec, EngineRequest
+from core.messages.canvas import Canvas
+from core.messages.engine import EngineRequest
 from core.messages.image_processor import PreparedCanvas, PreparedImages
+from core.messages.specs import EditSpec, GenerationSpec, Spec
 from core.model_choice import ModelChoice
 from core.model_info import ModelInfo
 from core.sampling_params import SamplingParams
 from engine.client.edit_types import EditInput
+from engine.client.resolve.chosen_workflow import rounds_of
 from engine.client.resolve.mask_aware import ExactReason, resolve_full_steps, why_exact
 
 
 @dataclass(frozen=True, slots=True)
 class PreparedEdit:
-    """sampling: of its first image, resolved: all values that the model needs are set. config: of the engines.
-    class_label: the class that it asks a picture of, None for a prompt."""
+    """sampling: of its first image, resolved: all values that the model needs are set. config: of the engines. graph:
+    the workflow that makes each image. class_label: the class that it asks a picture of, None for a prompt."""
 
     edit: EditInput
     choice: ModelChoice
     sampling: SamplingParams
     prepared: PreparedImages
     config: EngineConfig
+    graph: Workflow
     class_label: int | None = None
 
     def with_full_steps(self) -> PreparedEdit:
@@ -54,44 +59,46 @@ class PreparedEdit:
     @property
     def mask_ratio(self) -> float:
         """Tokens under the mask with its margin / image tokens, 0..1."""
-        return self.prepared.active.size / self.num_tokens
+        return self.num_active_tokens / self.num_tokens
+
+    @property
+    def num_active_tokens(self) -> int:
+        """Image tokens under the mask with its margin."""
+        return self.num_tokens if self.prepared.active is None else self.prepared.active.size
 
     @property
     def exact_reason(self) -> ExactReason | None:
         """Why it does not run mask-aware; None if it does."""
-        return why_exact(self.sampling, self.model, self.config, self.prepared.active.size, self.num_tokens)
+        return why_exact(self.sampling, self.model, self.config, self.graph, self.num_active_tokens, self.num_tokens)
 
     @property
     def num_partial_images(self) -> int:
-        """Previews of each image: as many as asked for, at most one for each step before the last. With two passes
-        they are of the second."""
-        return len(preview_steps(self.rounds[-1], self.edit.partial_images))
-
-    @property
-    def workflow(self) -> str:
-        """Name of the workflow that makes each image."""
-        if self.class_label is not None:
-            return CLASS_CONDITIONAL.name
-        return INPAINT.name if self.prepared.first_pass is None else HIRES.name
+        """Previews of each image: as many as asked for, at most one for each step before the last of those that the
+        workflow shows."""
+        rounds = dict(zip((region.name for region in self.graph.regions), self.rounds, strict=True))
+        shown = (rounds[self.graph.node(side.shows).region] for side in self.graph.side_nodes)
+        return max((len(preview_steps(steps, self.edit.partial_images)) for steps in shown), default=0)
 
     @property
     def rounds(self) -> tuple[int, ...]:
         """Steps of each of the workflow's loops, in order."""
-        return self.model.num_steps_by_pass(self.sampling)
+        return rounds_of(self.graph, self.model, self.sampling)
 
     @property
     def num_denoising_steps(self) -> int:
         """Denoising steps of all passes, computed or left out."""
-        second = 0 if self.sampling.hires_scale is None else self.sampling.num_hires_steps
-        return self.sampling.num_denoising_steps + second
+        return sum(self.sampling.steps_at(strength) for strength in self._strengths)
 
     @property
     def num_steps_computed(self) -> int:
         """Those of them that are computed."""
-        first = len(self.sampling.computed_of_last(self.sampling.num_denoising_steps))
-        if self.sampling.hires_scale is None:
-            return first
-        return first + len(self.sampling.computed_of_last(self.sampling.num_hires_steps))
+        sampling = self.sampling
+        return sum(len(sampling.computed_of_last(sampling.steps_at(strength))) for strength in self._strengths)
+
+    @property
+    def _strengths(self) -> list[float]:
+        """Of each pass over the noise levels, which several regions may share."""
+        return [self.sampling.number(each.strength) for each in self.graph.regions if each.begin == 0.0]
 
     @property
     def num_full_steps(self) -> int:
@@ -113,7 +120,7 @@ class PreparedEdit:
         return EngineRequest(
             request_id=request_id,
             model=self.model.name,
-            workflow=self.workflow,
+            workflow=self.graph.name,
             spec=self._make_spec(index, alloc),
             rounds=self.rounds,
             arrival=arrival,
@@ -122,39 +129,31 @@ class PreparedEdit:
             trace_context=trace_context,
         )
 
-    def _make_spec(self, index: int, alloc: Callable[[int], ArrayRef]) -> EditSpec:
-        model, prepared, num_tokens = self.model, self.prepared, self.num_tokens
-        width, height = prepared.width, prepared.height
+    def _make_spec(self, index: int, alloc: Callable[[int], ArrayRef]) -> Spec:
+        prepared, shape = self.prepared, (self.prepared.height, self.prepared.width, 3)
         assert self.sampling.seed is not None
-        sampling = msgspec.structs.replace(self.sampling, seed=self.sampling.seed + index, n=1)
-        num_pictures = self.num_partial_images + 1
-        pixels = alloc(num_pictures * height * width * 3)
-        return EditSpec(
-            prompt=self.edit.prompt,
-            sampling=sampling,
-            class_label=self.class_label,
-            patches=self.choice.patches,
-            width=width,
-            height=height,
-            template=prepared.template,
-            mask=prepared.mask,
-            active=prepared.active,
-            content_id=prepared.content_id,
-            num_tokens=num_tokens,
-            max_text_tokens=sampling.max_sequence_length or model.max_text_tokens,
-            extra_text_tokens=model.text_tokens_beside(width, height),
-            num_condition_tokens=model.conditions_per_token * num_tokens,
-            first_pass=None if prepared.first_pass is None else self._first_pass(prepared.first_pass),
-            pixels=tuple(
-                carve(pixels, i * height * width * 3, (height, width, 3), "uint8") for i in range(num_pictures)
-            ),
-            is_mask_aware=self.exact_reason is None,
-            cache_salt=self.config.cache.salt(self.edit.owner),
-        )
+        num_bytes, num_pictures = math.prod(shape), self.num_partial_images + 1
+        pixels = alloc(num_pictures * num_bytes)
+        pictures = [Artefact(carve(pixels, number * num_bytes, shape, "uint8")) for number in range(num_pictures)]
+        common = {
+            **msgspec.structs.asdict(self._canvas(prepared)),
+            "prompt": self.edit.prompt,
+            "sampling": msgspec.structs.replace(self.sampling, seed=self.sampling.seed + index, n=1),
+            "class_label": self.class_label,
+            "patches": self.choice.patches,
+            "content_id": prepared.content_id,
+            "canvases": {name: self._canvas(picture) for name, picture in prepared.canvases.items()},
+            "outputs": dict(zip(self.graph.outputs, pictures[-1:], strict=True)),
+            "previews": tuple(pictures[:-1]),
+            "cache_salt": self.config.cache.salt(self.edit.owner),
+        }
+        if prepared.template is None:
+            return GenerationSpec(**common)
+        return EditSpec(**common, is_mask_aware=self.exact_reason is None)
 
-    def _first_pass(self, picture: PreparedCanvas) -> Canvas:
-        """The canvas of the first of two passes. The prompt is encoded once for both, with the final template where the
-        text encoder sees it."""
+    def _canvas(self, picture: PreparedImages | PreparedCanvas) -> Canvas:
+        """The canvas of one size. The prompt is encoded once for all, with the final template where the text encoder
+        sees it."""
         model, final = self.model, self.prepared
         num_tokens = model.num_image_tokens(picture.width, picture.height)
         return Canvas(

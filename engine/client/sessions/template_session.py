@@ -116,6 +116,7 @@ class TemplateSession(Session):
     def _make_request(self) -> PrimeTemplate:
         prepared = self._prepared
         assert prepared is not None
+        assert prepared.template is not None
         return PrimeTemplate(
             request_id=self._id,
             model=self._model.name,

@@ -15,7 +15,15 @@ from engine.client.async_engine import AsyncEngine
 from engine.observability.engine_metrics import sum_by_key, sum_cache_stats
 
 _LOAD_FIELDS = ("num_received", "num_running", "num_waiting", "base_seconds", "priming_seconds", "drain_seconds")
-_TOTAL_FIELDS = ("steps", "mixed_steps", "batch_tokens", "batch_requests", "tokens_skipped", "steps_repeated", "prime_chunks")
+_TOTAL_FIELDS = (
+    "steps",
+    "mixed_steps",
+    "batch_tokens",
+    "batch_requests",
+    "tokens_skipped",
+    "steps_repeated",
+    "prime_chunks",
+)
 
 
 def engine_stats(engine: AsyncEngine, num_steps: int, shown: Callable[[str], str]) -> dict[str, Any]:

@@ -10,6 +10,7 @@ from torch import Tensor
 
 from core.errors import InvalidRequestError
 from core.handles import ArrayRef, EntryRef, TensorKey, TensorRef
+from core.messages.canvas import EMPTY_RGB
 from core.messages.worker import Item
 from core.patches import PatchSet
 from model_executor.models.base import Family
@@ -63,6 +64,16 @@ class WorkerContext:
     def shared(self, ref: ArrayRef) -> Tensor:
         """A tensor over an array in shared memory, without a copy."""
         return torch.from_numpy(self._arena.view(ref))
+
+    def picture(self, ref: ArrayRef | None, width: int, height: int) -> Tensor:
+        """A template, uint8 [height, width, 3]; an empty canvas if there is none."""
+        if ref is not None:
+            return self.shared(ref)
+        return torch.full((height, width, 3), EMPTY_RGB, dtype=torch.uint8)
+
+    def mask(self, ref: ArrayRef | None, width: int, height: int) -> Tensor:
+        """A mask, uint8 [height, width], 1 = edit; all of it if there is none."""
+        return torch.ones(height, width, dtype=torch.uint8) if ref is None else self.shared(ref)
 
     def read(self, ref: TensorRef) -> Tensor:
         """An input of an item. Waits for a deferred one. Raises MissingValueError if it was not made."""

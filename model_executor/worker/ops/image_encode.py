@@ -21,11 +21,12 @@ def encode_image(context: WorkerContext, items: Sequence[Item]) -> list[ItemResu
     assert isinstance(work, ImageEncode)
     start = context.read(item.inputs[0]) if item.inputs else None
     inputs = ImageInputs(
-        template=context.shared(work.template),
-        mask=context.shared(work.mask),
+        template=context.picture(work.template, work.width, work.height),
+        mask=context.mask(work.mask, work.width, work.height),
         seed=work.seed,
         num_inference_steps=work.num_inference_steps,
         num_denoising_steps=work.num_denoising_steps,
+        part=(work.begin, work.end),
         start=start,
         is_exact=work.is_exact,
         cache_salt=work.cache_salt,

@@ -18,8 +18,9 @@ def encode_text(context: WorkerContext, items: Sequence[Item]) -> list[ItemResul
     work = item.work
     assert isinstance(work, TextEncode)
     prompts = [work.prompt] if work.negative_prompt is None else [work.prompt, work.negative_prompt]
-    picture = (work.content_id, None if work.template is None else context.shared(work.template))
-    context.family(item.model, work.patches)
+    family = context.family(item.model, work.patches)
+    is_seen = family.text_sees_template
+    picture = (work.content_id, context.picture(work.template, work.width, work.height) if is_seen else None)
     cache, length = context.prompts[item.model], work.max_sequence_length
     texts = [cache.encode(prompt, length, *picture, work.cache_salt, work.patches) for prompt in prompts]
     named = {

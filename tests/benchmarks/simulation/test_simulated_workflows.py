@@ -15,7 +15,9 @@ from benchmarks.simulation.durations import Latencies, TableDurations
 from benchmarks.simulation.engine import Ranks, SimulatedEngine
 from benchmarks.simulation.ranks import BatchEnded, RankClocks
 from core.config import SchedulerConfig
-from core.graph.workflow import HIRES, INPAINT, Edge, Node, Workflow
+from core.graph.workflow import Edge, Node, Workflow
+from core.graph.workflows.hires import HIRES
+from core.graph.workflows.inpaint import INPAINT
 from core.messages.engine import EngineRequest, Finished, PartialImage
 from core.messages.worker import Batch, Item, ItemResult, StepPlan, Transfer
 from core.scheduling.dispatch import Decision, Dispatch, Fetch
@@ -83,7 +85,7 @@ class Site:
 
     def made(self, request: EngineRequest) -> int:
         """A digest of all that a request's output was made from."""
-        return self.fakes.made[request.request_id, self.scheduler.workflows[request.workflow].output]
+        return self.fakes.made[request.request_id, self.scheduler.workflows[request.workflow].last_output.name]
 
 
 def alone(request: EngineRequest) -> int:
@@ -123,7 +125,7 @@ def test_two_passes_are_simulated_too() -> None:
         site.engine.add(make_hires_edit(str(index)))
     site.run()
     assert {type(output) for output in site.outputs} == {Finished}
-    assert site.scheduler.workflows[HIRES.name].output == "decode"
+    assert site.scheduler.workflows[HIRES.name].last_output.name == "decode"
     assert len(site.outputs) == 6
 
 

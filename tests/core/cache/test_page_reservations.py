@@ -16,7 +16,7 @@ from cache_kit import (
     make_masked,
     make_registration,
 )
-from fakes import MODEL, make_edit, with_spec
+from fakes import MODEL, PIXELS, make_edit, with_spec
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -27,7 +27,7 @@ from core.cache.reservation import Reservation
 from core.config import CacheConfig
 from core.failure import Failure
 from core.graph.work import Work
-from core.handles import ArrayRef
+from core.handles import ArrayRef, Artefact
 from core.messages.engine import (
     Aborted,
     DropTemplate,
@@ -548,7 +548,7 @@ def test_a_preview_waits_for_latents_that_are_held() -> None:
     for _ in range(6):
         engine.step()
     waiting = make_masked("v", full_steps=3, arrival=1.0)
-    engine.scheduler.add(with_spec(waiting, pixels=waiting.spec.pixels * 4))
+    engine.scheduler.add(with_spec(waiting, previews=(Artefact(PIXELS),) * 3))
     for _ in range(30):
         plan = engine.step()
         mine = engine.cache._prefetcher.records.get("v")

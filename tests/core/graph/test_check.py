@@ -10,7 +10,8 @@ import core.scheduling.ops  # noqa: F401  registers the ops
 from core.errors import WorkflowError
 from core.graph.catalog import WORKFLOWS
 from core.graph.check import check_workflow
-from core.graph.workflow import INPAINT, Edge, Node, Workflow
+from core.graph.workflow import Edge, Node, Workflow
+from core.graph.workflows.inpaint import INPAINT
 
 
 @pytest.mark.parametrize("workflow", WORKFLOWS.values(), ids=lambda workflow: workflow.name)
@@ -76,8 +77,8 @@ WRONG = {
         "start",
     ),
     "not in order": (replace(INPAINT, nodes=INPAINT.nodes[::-1]), "list the node after denoise", "decode", "latents"),
-    "repeated output": (replace(INPAINT, output="denoise"), "the output must run once", "denoise", ""),
-    "no output": (replace(INPAINT, output="dream"), "there is no node dream", "dream", ""),
+    "repeated output": (replace(INPAINT, outputs={"picture": "denoise"}), "an output must run once", "denoise", ""),
+    "no output": (replace(INPAINT, outputs={"picture": "dream"}), "there is no node dream", "dream", ""),
     "side that shows nothing": (inpaint_with("preview", shows="image_encode"), "a node that repeats", "preview", ""),
     "reads a side node": (
         inpaint_and(Node("again", "image_encode", (Edge("preview", "latents", port="start"),))),
@@ -125,7 +126,7 @@ def test_an_output_that_a_choice_skips_is_refused() -> None:
             Node("left", "image_encode", (Edge("check", "latents", port="start"),)),
             Node("right", "decode", (Edge("check", "latents"),)),
         ),
-        output="right",
+        {"picture": "right"},
     )
     with pytest.raises(WorkflowError, match="the output is skipped if check chooses left"):
         check_workflow(workflow)
@@ -139,7 +140,7 @@ def test_a_reader_cannot_begin_before_its_source_has_chosen() -> None:
             Node("left", "image_encode", (Edge("check", "latents", port="start", deferred=True),)),
             Node("right", "decode", (Edge("check", "latents"),)),
         ),
-        output="right",
+        {"picture": "right"},
     )
     with pytest.raises(WorkflowError, match="none can begin before"):
         check_workflow(workflow)

@@ -9,7 +9,9 @@ from hypothesis import strategies as st
 from core.errors import WorkflowError
 from core.graph.progress import Progress, preview_steps
 from core.graph.skipping import may_skip, skipped_by
-from core.graph.workflow import HIRES, INPAINT, Edge, Node, Region, Workflow
+from core.graph.workflow import Edge, Node, Region, Workflow
+from core.graph.workflows.hires import HIRES
+from core.graph.workflows.inpaint import INPAINT
 
 
 def ready(progress: Progress) -> list[str]:
@@ -28,7 +30,7 @@ def inpaint(steps: int, *previews: int) -> Progress:
 
 def test_two_nodes_of_one_name_are_refused() -> None:
     with pytest.raises(WorkflowError, match="two nodes are named a"):
-        Workflow("w", (Node("a", "text_encode"), Node("a", "text_encode")), output="a")
+        Workflow("w", (Node("a", "text_encode"), Node("a", "text_encode")), {"picture": "a"})
 
 
 def test_progress_through_the_graph() -> None:
@@ -106,7 +108,7 @@ CONTROLLED = Workflow(
         Node("step", "x", (Edge("start", "y", carried="step"), Edge("hint", "y", deferred=True)), region="loop"),
         Node("end", "x", (Edge("step", "y"),)),
     ),
-    output="end",
+    {"picture": "end"},
     regions=(Region("loop"),),
 )
 """Two nodes per round; the second may start as soon as the first has been sent."""
@@ -122,24 +124,37 @@ def test_a_reader_of_a_deferred_value_starts_with_its_source_and_not_before() ->
     assert ready(progress) == ["hint"]
 
 
-def test_a_result_may_end_an_adaptive_region_early_and_no_round_is_sent_ahead() -> None:
+def test_the_number_of_rounds_is_known_when_a_region_begins() -> None:
     nodes = (Node("start", "x"), Node("step", "x", (Edge("start", "y", carried="step"),), region="loop"))
     shows = Node("look", "x", (Edge("step", "y"),), shows="step")
     end = Node("end", "x", (Edge("step", "y"),))
-    workflow = Workflow("w", (*nodes, shows, end), "end", (Region("loop", is_adaptive=True),))
+    workflow = Workflow("w", (*nodes, shows, end), {"picture": "end"}, (Region("loop"),))
+    assert workflow.begins["start"].name == "loop"
     progress = Progress(workflow, {"loop": 9}, {"look": (1, 4, 8)})
     run(progress, "start")
-    progress.start(workflow.node("step"))
-    assert ready(progress) == []
-    progress.finish(workflow.node("step"))
+    progress.set_rounds("loop", 2)
+    assert progress.shown == {"look": (1,)}
+    run(progress, "step")
     assert ready(progress) == ["step", "look"]
-    progress.start(workflow.node("step"))
-    progress.shorten(workflow.node("step"), 2)
-    progress.finish(workflow.node("step"))
+    run(progress, "step")
     assert ready(progress) == ["look"], "the output waits for the side node"
     run(progress, "look")
     assert ready(progress) == ["end"]
-    assert progress.rounds == {"loop": 2}
+    with pytest.raises(AssertionError, match="has begun"):
+        progress.set_rounds("loop", 3)
+
+
+def test_a_region_without_previews_has_no_side_node_left() -> None:
+    nodes = (Node("start", "x"), Node("step", "x", (Edge("start", "y", carried="step"),), region="loop"))
+    shows = Node("look", "x", (Edge("step", "y"),), shows="step")
+    end = Node("end", "x", (Edge("step", "y"),))
+    progress = Progress(
+        Workflow("w", (*nodes, shows, end), {"picture": "end"}, (Region("loop"),)), {"loop": 3}, {"look": (2,)}
+    )
+    run(progress, "start")
+    progress.set_rounds("loop", 1)
+    run(progress, "step")
+    assert ready(progress) == ["end"]
 
 
 # ---------------------------------------------------------------------------------------------------- choices
@@ -153,7 +168,7 @@ BRANCHED = Workflow(
         Node("more", "x", (Edge("right", "y"),)),
         Node("join", "x", (Edge("left", "y"), Edge("more", "y")), joins=True),
     ),
-    output="join",
+    {"picture": "join"},
 )
 
 
@@ -168,7 +183,7 @@ def test_what_was_not_chosen_is_skipped_and_a_join_goes_on() -> None:
 
 def test_a_node_that_does_not_join_is_skipped_with_any_of_its_sources() -> None:
     joined = tuple(Node("join", "x", node.inputs) if node.name == "join" else node for node in BRANCHED.nodes)
-    workflow = Workflow("w", joined, "join")
+    workflow = Workflow("w", joined, {"picture": "join"})
     assert skipped_by(workflow, {"check": "left"}) == {"right", "more", "join"}
     assert may_skip(workflow, "join") is not None
     assert may_skip(BRANCHED, "join") is None

@@ -20,8 +20,8 @@ from core.graph.work import Work
 from core.messages.engine import PrimeTemplate
 from core.page_scheme import PageLayout, PageScheme
 from core.routing.fleet import Fleet
-from core.routing.fleet_costs import MAX_SIZES, work_features
-from core.routing.request_shape import RequestShape
+from core.routing.fleet_costs import MAX_SIZES, Encoding, work_features
+from core.routing.request_shape import Loop, RequestShape
 from core.routing.template_map import MAX_EXPECTED
 
 SCHEME = PageScheme(
@@ -101,8 +101,8 @@ def test_an_edit_of_two_passes_costs_what_both_do(conditions_per_token: int) -> 
     """Each pass has its own size; text is encoded and the picture decoded once, the image encoded twice."""
     edit = make_hires_edit("a", steps=4, strength=0.5, num_condition_tokens=256 * conditions_per_token)
     shape = RequestShape.of_request(edit, MODEL)
-    assert (shape.num_steps, shape.full_steps, shape.first_steps) == (4 + 2, 4 + 2, 4)
-    assert (shape.image_tokens, shape.first_tokens, shape.template) == (256, 64, None)
+    assert (shape.num_steps, shape.full_steps, shape.loops) == (4 + 2, 4 + 2, (Loop("m", 4, 64),))
+    assert (shape.image_tokens, shape.encodings, shape.template) == (256, (Encoding("m", "image_encode", 64),), None)
     key, model = CostKey("flux", (), "denoise", "cpu", 1), CostModel()
     for tokens in (50, 100, 300, 600):
         for number in (1, 2, 5):

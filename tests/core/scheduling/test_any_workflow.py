@@ -17,7 +17,8 @@ from workflows import ACCEPTANCE, workflows
 
 from core.config import SchedulerConfig
 from core.graph.check import check_workflow
-from core.graph.workflow import INPAINT, Workflow
+from core.graph.workflow import Workflow
+from core.graph.workflows.inpaint import INPAINT
 from core.messages.engine import EngineRequest, Finished
 from core.messages.worker import BatchResult, StepPlan
 from core.scheduling.endings import Output
@@ -82,7 +83,7 @@ class Site:
 
 def what_it_made(site: Site, request: EngineRequest) -> int:
     """A digest of all that its output was made from."""
-    return site.workers.made[request.request_id, site.scheduler.workflows[request.workflow].output]
+    return site.workers.made[request.request_id, site.scheduler.workflows[request.workflow].last_output.name]
 
 
 def alone(request: EngineRequest, served: Sequence[Workflow]) -> int:
@@ -126,7 +127,7 @@ def test_random_workflows_make_what_they_make_alone(
 
 
 def _named(drawn: Sequence[Workflow]) -> list[Workflow]:
-    return [Workflow(f"random{i}", w.nodes, w.output, w.regions) for i, w in enumerate(drawn)]
+    return [Workflow(f"random{i}", w.nodes, w.outputs, w.regions) for i, w in enumerate(drawn)]
 
 
 def test_two_hundred_requests_of_two_workflows_on_three_ranks() -> None:

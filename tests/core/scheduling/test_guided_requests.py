@@ -67,7 +67,7 @@ def test_a_guided_step_counts_as_one_image() -> None:
 
 def test_routing_counts_both_rows() -> None:
     plain, both = (RequestShape.of_request(edit, MODEL).step_features for edit in (make_edit("a"), guided("b")))
-    assert both == tuple(2 * feature for feature in plain)
+    assert both["m"] == tuple(2 * feature for feature in plain["m"])
 
 
 @pytest.mark.parametrize(("strength", "steps"), [(1.0, 9), (0.5, 5), (0.2, 1)])

@@ -29,10 +29,10 @@ def test_each_pass_encodes_its_own_canvas_for_its_own_steps(strength: float, ste
     first, second = (message(IMAGE_ENCODE, node, edit) for node in ("first_encode", "image_encode"))
     assert isinstance(first, ImageEncode)
     assert isinstance(second, ImageEncode)
-    assert edit.spec.first_pass is not None
-    assert (first.width, first.height, first.template) == (128, 128, edit.spec.first_pass.template)
+    canvas = edit.spec.canvas("first")
+    assert (first.width, first.height, first.template) == (128, 128, canvas.template)
     assert (second.width, second.height, second.template) == (256, 256, PIXELS)
-    assert (first.mask, second.mask) == (edit.spec.first_pass.mask, edit.spec.mask)
+    assert (first.mask, second.mask) == (canvas.mask, edit.spec.mask)
     assert (first.num_denoising_steps, second.num_denoising_steps) == (4, steps)
     assert first.num_inference_steps == second.num_inference_steps == 4
     assert first.seed == second.seed

@@ -16,7 +16,7 @@ from core.config import SchedulerConfig
 from core.costs.load_report import Queued
 from core.failure import Failure
 from core.graph.work import Work
-from core.graph.workflow import INPAINT
+from core.graph.workflows.inpaint import INPAINT
 from core.messages.engine import Aborted, Failed, Finished, PartialImage
 from core.messages.worker import BatchResult, StepPlan
 from core.patches import Patch

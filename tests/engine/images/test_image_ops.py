@@ -21,9 +21,10 @@ from PIL import Image, ImageCms
 
 from core.errors import EngineError, InvalidImageError, InvalidRequestError
 from core.handles import ArrayRef
-from core.messages.image_processor import Box, ComposeImage, MaskKind, OutputFormat, PrepareImages
+from core.messages.image_processor import Box, CanvasScale, ComposeImage, MaskKind, OutputFormat, PrepareImages
 from engine.images import image_codec, image_ops
 from engine.images.colour import MAX_ICC_BYTES, Colour, PngChunk
+from engine.images.generation_size import smaller_size
 from engine.images.png_chunks import chunks_before_pixels
 
 NOWHERE = ArrayRef(0, 0, (0,), "uint8")
@@ -52,6 +53,10 @@ def box_keep(width: int, height: int, left: int, top: int, right: int, bottom: i
     return keep
 
 
+def first_pass(scale: float) -> CanvasScale:
+    return CanvasScale("first", scale, "hires_scale")
+
+
 def prepare(
     image: Bytes | None,
     mask: Bytes | None = None,
@@ -76,7 +81,7 @@ def prepare(
         max_pixels=max_pixels,
         scratch=NOWHERE,
         padding_mask_crop=padding,
-        hires_scale=hires_scale,
+        scales=() if hires_scale is None else (first_pass(hires_scale),),
     )
     return image_ops.prepare(job, image, mask)
 
@@ -844,12 +849,14 @@ def test_scratch_holds_any_prepared_edit(width: int, height: int, native: int, t
     ],
 )
 def test_size_of_a_first_pass(size: tuple[int, int], scale: float, expected: tuple[int, int]) -> None:
-    assert image_ops.first_pass_size(size, 16, scale) == expected
+    assert smaller_size(size, 16, first_pass(scale)) == expected
 
 
 @pytest.mark.parametrize(("size", "scale"), [((256, 80), 4.0), ((16, 256), 1.1), ((48, 48), 2.1)])
 def test_a_first_pass_that_is_too_small_is_refused(size: tuple[int, int], scale: float) -> None:
-    with pytest.raises(InvalidRequestError, match="sides need 32 pixels; give a smaller hires_scale") as caught:
+    with pytest.raises(
+        InvalidRequestError, match="need 32 pixels; give a larger picture, or a smaller hires_scale"
+    ) as caught:
         prepare(None, canvas=size, hires_scale=scale)
     assert caught.value.param == "hires_scale"
 
@@ -859,11 +866,10 @@ def test_a_first_pass_sees_the_upload_as_an_edit_of_its_size_does(padding: int |
     """Its arrays are those of the same upload for a model of a quarter of the area; the final ones stay as they are."""
     image, mask = file_of(noise(250, 250, 3)), alpha_mask(box_keep(250, 250, 90, 60, 170, 140))
     two = prepare(image, mask, padding=padding, hires_scale=2.0, margin=7)
-    assert two.first_pass is not None
     height, width, _ = two.template.shape
-    assert two.first_pass.template.shape == (height // 2, width // 2, 3)
-    one, small = prepare(image, mask, padding=padding, margin=7), two.first_pass
-    assert one.first_pass is None
+    assert two.canvases["first"].template.shape == (height // 2, width // 2, 3)
+    one, small = prepare(image, mask, padding=padding, margin=7), two.canvases["first"]
+    assert not one.canvases
     assert one.content_id == two.content_id
     for name in ("template", "mask", "active"):
         assert np.array_equal(getattr(two, name), getattr(one, name))
@@ -874,10 +880,9 @@ def test_a_first_pass_sees_the_upload_as_an_edit_of_its_size_does(padding: int |
 
 def test_a_generation_has_a_first_pass_of_its_own() -> None:
     two = prepare(None, canvas=(256, 192), hires_scale=2.0)
-    assert two.first_pass is not None
-    assert two.first_pass.template.shape == (96, 128, 3)
-    assert two.first_pass.mask.all()
-    assert np.array_equal(two.first_pass.active, np.arange(48))
+    assert two.canvases["first"].template.shape == (96, 128, 3)
+    assert two.canvases["first"].mask.all()
+    assert np.array_equal(two.canvases["first"].active, np.arange(48))
 
 
 @settings(max_examples=100, deadline=None)
@@ -885,14 +890,14 @@ def test_a_generation_has_a_first_pass_of_its_own() -> None:
 def test_scratch_holds_both_passes(width: int, height: int, scale: float, token: int) -> None:
     final = image_ops.generation_size(width, height, 256, token)
     try:
-        first = image_ops.first_pass_size(final, token, scale)
+        first = smaller_size(final, token, first_pass(scale))
     except InvalidRequestError:
         return
     total = 0
     for columns, rows in (final, first):
         arrays = (columns * rows * 3, columns * rows, columns * rows // token**2 * 4)
         total += sum(-(-size // image_ops.ALIGNMENT) * image_ops.ALIGNMENT for size in arrays)
-    assert total <= image_ops.scratch_bytes(256, token, num_passes=2)
+    assert total <= image_ops.scratch_bytes(256, token, num_canvases=2)
 
 
 # --------------------------------------------------------------------------------------------------------------- crops

@@ -37,7 +37,14 @@ from core.handles import ArrayRef
 from core.ipc.logs import request_context
 from core.ipc.shared_array import Arena, ArenaAllocator
 from core.messages.codec import MessageDecoder
-from core.messages.image_processor import ComposedImage, ComposeImage, FromImageProcessor, PreparedImages, PrepareImages
+from core.messages.image_processor import (
+    CanvasScale,
+    ComposedImage,
+    ComposeImage,
+    FromImageProcessor,
+    PreparedImages,
+    PrepareImages,
+)
 from engine.images import image_ops, image_pool, processor_handle
 from engine.images.image_jobs import Caller, Room, upload_work
 from engine.images.image_pool import ImagePool
@@ -218,15 +225,16 @@ async def test_both_passes_of_an_edit_are_prepared_in_one_job(desk: Desk) -> Non
             [noise(200, 256, 3), np.where(np.arange(256) < 90, 0, 255).astype(np.uint8) + np.zeros((200, 1), np.uint8)]
         )
     )
-    scratch = desk.allocator.alloc(image_ops.scratch_bytes(NATIVE, TOKEN, num_passes=2))
-    job = msgspec.structs.replace(desk.prepare_job(image, mask), hires_scale=2.0, scratch=scratch)
+    scratch = desk.allocator.alloc(image_ops.scratch_bytes(NATIVE, TOKEN, num_canvases=2))
+    job = msgspec.structs.replace(
+        desk.prepare_job(image, mask), scales=(CanvasScale("first", 2.0, "hires_scale"),), scratch=scratch
+    )
     prepared = await desk.pool.prepare(job)
     expected = image_ops.prepare(job, image, mask)
-    assert prepared.first_pass is not None
-    assert expected.first_pass is not None
+    small, small_arrays = prepared.canvases["first"], expected.canvases["first"]
     assert (prepared.width, prepared.height) == (256, 208)
-    assert (prepared.first_pass.width, prepared.first_pass.height) == (128, 112)
-    for refs, arrays in ((prepared, expected), (prepared.first_pass, expected.first_pass)):
+    assert (small.width, small.height) == (128, 112)
+    for refs, arrays in ((prepared, expected), (small, small_arrays)):
         for name in ("template", "mask", "active"):
             assert np.array_equal(desk.arena.view(getattr(refs, name)), getattr(arrays, name))
 

@@ -15,10 +15,11 @@ from adapters import make_lora
 
 from core.config import AdapterConfig, CacheConfig, ModelConfig, SchedulerConfig
 from core.graph.work import Work
-from core.graph.workflow import INPAINT
-from core.handles import PAGE_ARENA, VALUE_ARENA, ArrayRef
+from core.graph.workflows.inpaint import INPAINT
+from core.handles import PAGE_ARENA, VALUE_ARENA, ArrayRef, Artefact
 from core.ipc.shared_array import Arena, ArenaAllocator, carve
-from core.messages.engine import EditSpec, EngineRequest, Finished
+from core.messages.engine import EngineRequest, Finished
+from core.messages.specs import EditSpec
 from core.messages.worker import PageCopied, TransferDone
 from core.patches import Patch, PatchSet
 from core.sampling_params import SamplingParams
@@ -96,7 +97,7 @@ class Rig:
             for output in self.scheduler.take_outputs():
                 assert isinstance(output, Finished), output
                 self.scheduler.check_integrity()
-                return self._arena.view(request.spec.pixels[-1]).copy(), output
+                return self._arena.view(request.spec.pixels).copy(), output
 
     def run_until_idle(self) -> None:
         """Run until all pages have been copied down."""
@@ -140,7 +141,7 @@ class Rig:
                 content_id=content_id(template),
                 num_tokens=NUM_TOKENS,
                 max_text_tokens=self._info.max_text_tokens,
-                pixels=(self._share(np.zeros_like(template)),),
+                outputs={"picture": Artefact(self._share(np.zeros_like(template)))},
                 is_mask_aware=mask_aware,
             ),
         )

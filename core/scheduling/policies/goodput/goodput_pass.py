@@ -57,7 +57,7 @@ class GoodputPass(StepPass):
         first and take longer than result and plan take to travel.
         """
         progress = request.progress
-        ranks = self._ranks_of(request, request.workflow.node(request.workflow.output))
+        ranks = self._ranks_of(request, request.workflow.last_output)
         is_next = set(request.sent_to.values()) == {ranks} and not (progress.is_ending or progress.is_restarting)
         return set(ranks) if is_next else set()
 

@@ -14,7 +14,8 @@ from core.errors import MessageError
 from core.graph.catalog import WORKFLOWS
 from core.graph.op import OPS, OpWork, Port, Sizes
 from core.graph.work import Work
-from core.graph.workflow import INPAINT, Edge, Node, Workflow
+from core.graph.workflow import Edge, Node, Workflow
+from core.graph.workflows.inpaint import INPAINT
 from core.messages.codec import MessageDecoder, encode
 from core.messages.engine import Failed, Finished
 from core.messages.message import Message
@@ -52,7 +53,7 @@ SHARPENED = Workflow(
         Node("sharpen", "sharpen", inputs=(Edge("denoise", "latents"),)),
         Node("decode", "decode", inputs=(Edge("sharpen", "latents"),)),
     ),
-    output="decode",
+    outputs={"picture": "decode"},
     regions=INPAINT.regions,
 )
 
@@ -104,7 +105,7 @@ def test_a_new_op_runs_beside_ordinary_edits_after_one_registration(
 
 
 def test_a_request_with_two_nodes_of_one_op_begins_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    twice = Workflow("twice", (Node("other_text", "text_encode"), *INPAINT.nodes), "decode", INPAINT.regions)
+    twice = Workflow("twice", (Node("other_text", "text_encode"), *INPAINT.nodes), INPAINT.outputs, INPAINT.regions)
     monkeypatch.setitem(WORKFLOWS, "twice", twice)
     scheduler = StepScheduler(SchedulerConfig(), {"m": MODEL})
     scheduler.add(in_workflow("a", "twice"))  # type: ignore[arg-type]

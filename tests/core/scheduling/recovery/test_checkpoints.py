@@ -11,7 +11,8 @@ from hypothesis import strategies as st
 from ranks_that_die import Site, check_finished, checkpoints_every, make_site, run_until
 from workflows import ACCEPTANCE
 
-from core.graph.workflow import HIRES, INPAINT
+from core.graph.workflows.hires import HIRES
+from core.graph.workflows.inpaint import INPAINT
 from core.messages.engine import EngineRequest
 from core.messages.worker import BatchResult, StepPlan, TransferDone
 from core.scheduling.policies.goodput.goodput import Goodput

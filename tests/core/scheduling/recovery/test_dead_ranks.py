@@ -15,7 +15,9 @@ from hypothesis import strategies as st
 from ranks_that_die import DIED, Site, alone, check_finished, checkpoints_every, make_site, run_until
 from workflows import ACCEPTANCE, workflows
 
-from core.graph.workflow import HIRES, INPAINT, Workflow
+from core.graph.workflow import Workflow
+from core.graph.workflows.hires import HIRES
+from core.graph.workflows.inpaint import INPAINT
 from core.messages.engine import EngineRequest, Failed
 from core.messages.worker import StepPlan
 from core.scheduling.policies.step_batching import StepBatching
@@ -40,7 +42,7 @@ def toy() -> Iterator[None]:
 def test_any_workflow_on_any_ranks_survives_their_deaths(
     drawn: list[Workflow], data: st.DataObject, seed: int, num_ranks: int, num_deaths: int, rounds: int | None
 ) -> None:
-    served = [Workflow(f"random{i}", w.nodes, w.output, w.regions) for i, w in enumerate(drawn)]
+    served = [Workflow(f"random{i}", w.nodes, w.outputs, w.regions) for i, w in enumerate(drawn)]
     random = Random(seed)
     site = Site(random, num_ranks, AnyRanks(random), served)
     requests = [

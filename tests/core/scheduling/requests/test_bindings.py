@@ -7,8 +7,8 @@ import pytest
 from fakes import MODEL, FakeWorkers, make_edit
 
 from core.config import SchedulerConfig
-from core.graph.workflow import INPAINT
-from core.handles import ModelKey
+from core.graph.workflows.inpaint import INPAINT
+from core.handles import LoadedComponent, ModelKey
 from core.messages.worker import Batch, BatchResult
 from core.model_info import ModelInfo
 from core.scheduling.requests.bindings import Bindings
@@ -57,7 +57,8 @@ def test_a_role_is_played_by_the_model_that_it_is_bound_to() -> None:
 def batches_of(*of: str, models: tuple[ModelInfo, ...] = (PLAIN, TWIN, TUNED)) -> tuple[StepScheduler, list[Batch]]:
     """All batches of requests for these models that arrive together."""
     scheduler, workers = StepScheduler(SchedulerConfig(), {info.name: info for info in models}), FakeWorkers(1)
-    scheduler.learn((), [(0, [])])
+    loaded = {LoadedComponent(key, 1) for info in models for key in info.components}
+    scheduler.learn((), [(0, loaded)])
     batches: list[Batch] = []
     for number, name in enumerate(of):
         scheduler.add(msgspec.structs.replace(make_edit(str(number)), model=name))

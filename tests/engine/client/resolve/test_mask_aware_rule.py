@@ -7,6 +7,8 @@ import msgspec
 import pytest
 
 from core.config import CacheConfig, EngineConfig, ModelConfig, SchedulerConfig
+from core.graph.workflows.hires import HIRES
+from core.graph.workflows.inpaint import INPAINT
 from core.model_info import ModelInfo
 from core.page_scheme import PageLayout, PageScheme
 from core.sampling_params import SamplingParams
@@ -41,54 +43,54 @@ def sampling(**fields: object) -> SamplingParams:
 
 
 def test_a_small_mask_runs_mask_aware() -> None:
-    assert why_exact(sampling(), MODEL, engine(), TOKENS - 1, TOKENS) is None
+    assert why_exact(sampling(), MODEL, engine(), INPAINT, TOKENS - 1, TOKENS) is None
 
 
 @pytest.mark.parametrize("num_active", [0, 1, TOKENS])
 def test_the_request_may_ask_for_exact(num_active: int) -> None:
-    assert why_exact(sampling(mask_aware=False), MODEL, engine(), num_active, TOKENS) == "asked"
+    assert why_exact(sampling(mask_aware=False), MODEL, engine(), INPAINT, num_active, TOKENS) == "asked"
 
 
-def test_two_passes_run_exact() -> None:
+def test_a_workflow_that_is_not_mask_aware_runs_exact() -> None:
     two = sampling(hires_scale=2.0)
-    assert why_exact(two, MODEL, engine(), 9, TOKENS) == "hires"
-    assert why_exact(two, fakes.MODEL, engine(), 9, TOKENS) == "hires"
-    assert why_exact(sampling(hires_scale=2.0, mask_aware=False), MODEL, engine(), 9, TOKENS) == "asked"
-    assert resolve_margin(sampling(hires_strength=0.5), MODEL) == SCHEME.mask_margin
-    assert resolve_margin(two, MODEL) == 0
+    assert why_exact(two, MODEL, engine(), HIRES, 9, TOKENS) == "hires"
+    assert why_exact(two, fakes.MODEL, engine(), HIRES, 9, TOKENS) == "hires"
+    assert why_exact(sampling(hires_scale=2.0, mask_aware=False), MODEL, engine(), HIRES, 9, TOKENS) == "asked"
+    assert resolve_margin(sampling(hires_strength=0.5), MODEL, INPAINT) == SCHEME.mask_margin
+    assert resolve_margin(two, MODEL, HIRES) == 0
 
 
 def test_without_a_page_scheme_the_reason_is_the_flag_or_the_checkpoint() -> None:
-    assert why_exact(sampling(), fakes.MODEL, engine(), 9, TOKENS) == "unsafe"
-    assert why_exact(sampling(), fakes.MODEL, engine(mask_aware=False), 9, TOKENS) == "disabled"
+    assert why_exact(sampling(), fakes.MODEL, engine(), INPAINT, 9, TOKENS) == "unsafe"
+    assert why_exact(sampling(), fakes.MODEL, engine(mask_aware=False), INPAINT, 9, TOKENS) == "disabled"
 
 
 def test_a_mask_over_everything_runs_exact() -> None:
-    assert why_exact(sampling(), MODEL, engine(), TOKENS, TOKENS) == "mask_covers_all"
+    assert why_exact(sampling(), MODEL, engine(), INPAINT, TOKENS, TOKENS) == "mask_covers_all"
 
 
 def test_full_steps_must_leave_a_step() -> None:
-    assert why_exact(sampling(full_steps=7), MODEL, engine(), 9, TOKENS) is None
-    assert why_exact(sampling(full_steps=8), MODEL, engine(), 9, TOKENS) == "full_steps"
-    assert why_exact(sampling(full_steps=4, strength=0.5), MODEL, engine(), 9, TOKENS) == "full_steps"
+    assert why_exact(sampling(full_steps=7), MODEL, engine(), INPAINT, 9, TOKENS) is None
+    assert why_exact(sampling(full_steps=8), MODEL, engine(), INPAINT, 9, TOKENS) == "full_steps"
+    assert why_exact(sampling(full_steps=4, strength=0.5), MODEL, engine(), INPAINT, 9, TOKENS) == "full_steps"
 
 
 def test_the_schemes_own_full_steps_must_leave_one_too() -> None:
     one_step = SamplingParams(num_inference_steps=1)
-    assert why_exact(one_step, MODEL, engine(), TOKENS // 4, TOKENS) == "full_steps"
-    assert why_exact(one_step, MODEL, engine(), TOKENS // 4 - 1, TOKENS) is None  # below full_steps_from
+    assert why_exact(one_step, MODEL, engine(), INPAINT, TOKENS // 4, TOKENS) == "full_steps"
+    assert why_exact(one_step, MODEL, engine(), INPAINT, TOKENS // 4 - 1, TOKENS) is None  # below full_steps_from
 
 
 @pytest.mark.parametrize("tier", ["host_bytes", "device_bytes"])
 def test_all_pages_must_fit_the_tier_that_computes(tier: str) -> None:
     need = SCHEME.template_bytes(TOKENS, 3)
     other = {"host_bytes": 0} if tier == "device_bytes" else {}
-    assert why_exact(sampling(), MODEL, engine(**{tier: need} | other), 9, TOKENS) is None
-    assert why_exact(sampling(), MODEL, engine(**{tier: need - 1} | other), 9, TOKENS) == "too_large"
+    assert why_exact(sampling(), MODEL, engine(**{tier: need} | other), INPAINT, 9, TOKENS) is None
+    assert why_exact(sampling(), MODEL, engine(**{tier: need - 1} | other), INPAINT, 9, TOKENS) == "too_large"
 
 
 def test_the_host_tier_does_not_compensate_for_a_small_device_tier() -> None:
-    assert why_exact(sampling(), MODEL, engine(device_bytes=1), 9, TOKENS) == "too_large"
+    assert why_exact(sampling(), MODEL, engine(device_bytes=1), INPAINT, 9, TOKENS) == "too_large"
 
 
 def test_several_ranks_read_clean_latents_in_host_memory() -> None:
@@ -96,11 +98,11 @@ def test_several_ranks_read_clean_latents_in_host_memory() -> None:
     need = SCHEME.latent_entry_bytes(TOKENS)
     room = {"device_bytes": SCHEME.template_bytes(TOKENS, 3), "host_bytes": need - 1}
     one = engine(**room)
-    assert why_exact(sampling(), MODEL, one, 9, TOKENS) is None
+    assert why_exact(sampling(), MODEL, one, INPAINT, 9, TOKENS) is None
     two = msgspec.structs.replace(one, workers_per_engine=2)
-    assert why_exact(sampling(), MODEL, two, 9, TOKENS) == "too_large"
+    assert why_exact(sampling(), MODEL, two, INPAINT, 9, TOKENS) == "too_large"
     enough = msgspec.structs.replace(two, cache=CacheConfig(**room | {"host_bytes": need}))
-    assert why_exact(sampling(), MODEL, enough, 9, TOKENS) is None
+    assert why_exact(sampling(), MODEL, enough, INPAINT, 9, TOKENS) is None
 
 
 def test_per_step_pages_count_by_the_steps_that_run() -> None:
@@ -108,8 +110,8 @@ def test_per_step_pages_count_by_the_steps_that_run() -> None:
     assert fits(PER_STEP, CacheConfig(host_bytes=need), 1, TOKENS, num_steps=4)
     assert not fits(PER_STEP, CacheConfig(host_bytes=need), 1, TOKENS, num_steps=5)
     model = msgspec.structs.replace(MODEL, page_scheme=PER_STEP)
-    assert why_exact(sampling(strength=0.5), model, engine(host_bytes=need), 9, TOKENS) is None
-    assert why_exact(sampling(), model, engine(host_bytes=need), 9, TOKENS) == "too_large"
+    assert why_exact(sampling(strength=0.5), model, engine(host_bytes=need), INPAINT, 9, TOKENS) is None
+    assert why_exact(sampling(), model, engine(host_bytes=need), INPAINT, 9, TOKENS) == "too_large"
 
 
 def leading(asked: SamplingParams, model: ModelInfo, mask_ratio: float) -> int | None:
@@ -120,11 +122,11 @@ def leading(asked: SamplingParams, model: ModelInfo, mask_ratio: float) -> int |
 
 
 def test_defaults_come_from_the_scheme_and_zero_is_a_value() -> None:
-    assert (resolve_margin(sampling(), MODEL), leading(sampling(), MODEL, 0.5)) == (8, 1)
+    assert (resolve_margin(sampling(), MODEL, INPAINT), leading(sampling(), MODEL, 0.5)) == (8, 1)
     given = sampling(mask_margin=0, full_steps=0)
-    assert (resolve_margin(given, MODEL), leading(given, MODEL, 0.5)) == (0, 0)
-    assert resolve_margin(sampling(mask_aware=False, mask_margin=5), MODEL) == 0
-    assert resolve_margin(sampling(mask_margin=5), fakes.MODEL) == 0
+    assert (resolve_margin(given, MODEL, INPAINT), leading(given, MODEL, 0.5)) == (0, 0)
+    assert resolve_margin(sampling(mask_aware=False, mask_margin=5), MODEL, INPAINT) == 0
+    assert resolve_margin(sampling(mask_margin=5), fakes.MODEL, INPAINT) == 0
     assert leading(sampling(), fakes.MODEL, 0.5) == 0
 
 
@@ -206,10 +208,10 @@ def test_own_pages_of_all_slots_must_fit_and_templates_need_not() -> None:
     wide = msgspec.structs.replace(SCHEME, layout=msgspec.structs.replace(SCHEME.layout, dtype="float32"))
     assert wide.own_page_bytes(TOKENS) == SCHEME.layout.entry_bytes(TOKENS) < wide.layout.entry_bytes(TOKENS)
     assert need > SCHEME.template_bytes(TOKENS, 3)
-    assert why_exact(calibrated(), SKIPPING, engine(host_bytes=need), TOKENS // 2, TOKENS) is None
-    assert why_exact(calibrated(), SKIPPING, engine(host_bytes=need - 1), TOKENS // 2, TOKENS) == "too_large"
-    assert why_exact(calibrated(), SKIPPING, engine(host_bytes=need - 1), 9, TOKENS) is None
+    assert why_exact(calibrated(), SKIPPING, engine(host_bytes=need), INPAINT, TOKENS // 2, TOKENS) is None
+    assert why_exact(calibrated(), SKIPPING, engine(host_bytes=need - 1), INPAINT, TOKENS // 2, TOKENS) == "too_large"
+    assert why_exact(calibrated(), SKIPPING, engine(host_bytes=need - 1), INPAINT, 9, TOKENS) is None
     long = msgspec.structs.replace(SCHEME, keyframes=tuple(1 - i / 40 for i in range(41)))
     wide = msgspec.structs.replace(SKIPPING, page_scheme=long)
-    assert why_exact(calibrated(), wide, engine(host_bytes=need), TOKENS // 2, TOKENS) is None
-    assert why_exact(calibrated(), wide, engine(host_bytes=need), 9, TOKENS) == "too_large"
+    assert why_exact(calibrated(), wide, engine(host_bytes=need), INPAINT, TOKENS // 2, TOKENS) is None
+    assert why_exact(calibrated(), wide, engine(host_bytes=need), INPAINT, 9, TOKENS) == "too_large"

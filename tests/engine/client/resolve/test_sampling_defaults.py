@@ -9,8 +9,11 @@ import msgspec
 import pytest
 
 from core.errors import InvalidRequestError
+from core.graph.workflows.hires import HIRES
+from core.graph.workflows.inpaint import INPAINT
 from core.sampling_params import SamplingParams
 from core.step_schedule import StepSchedule
+from engine.client.resolve.chosen_workflow import rounds_of
 from engine.client.resolve.sampling_defaults import resolve
 
 DISTILLED = msgspec.structs.replace(fakes.MODEL, has_guidance=True)
@@ -67,11 +70,11 @@ def test_strength_that_covers_no_whole_step_is_refused() -> None:
 def test_a_second_pass_rounds_its_strength_as_the_first_does(rounds_down: bool, strength: float, steps: int) -> None:
     model = msgspec.structs.replace(fakes.MODEL, rounds_strength_down=rounds_down, solver_order=2, extra_steps=1)
     two = resolve(SamplingParams(num_inference_steps=5, hires_scale=2, hires_strength=strength), model)
-    assert (two.num_denoising_steps, two.num_hires_steps) == (5, steps)
-    assert model.num_steps_by_pass(two) == (10, 2 * steps)
+    assert (two.num_denoising_steps, two.steps_at(two.hires_strength)) == (5, steps)
+    assert rounds_of(HIRES, model, two) == (10, 2 * steps)
     assert resolve(SamplingParams(num_inference_steps=5, strength=strength), model).num_denoising_steps == steps
     one = resolve(SamplingParams(num_inference_steps=5, hires_strength=strength), model)
-    assert model.num_steps_by_pass(one) == (model.num_steps(one),) == (10,)
+    assert rounds_of(INPAINT, model, one) == (model.num_steps(one),) == (10,)
 
 
 def test_a_second_pass_without_a_step_is_refused() -> None:
@@ -123,7 +126,7 @@ def test_a_run_of_lower_strength_begins_with_its_own_first_step() -> None:
     two = resolve(
         SamplingParams(num_inference_steps=10, hires_scale=2, hires_strength=0.3, step_schedule="calibrated"), SKIPPING
     )
-    assert SKIPPING.num_steps_by_pass(two) == (5, 1)
+    assert rounds_of(HIRES, SKIPPING, two) == (5, 1)
 
 
 def test_a_server_that_asks_for_schedules_serves_models_without_one_in_full() -> None:

@@ -28,9 +28,9 @@ from core.handles import ArrayRef
 from core.ipc.shared_array import Arena
 from core.lora import Lora
 from core.messages.engine import Aborted, EngineRequest, Failed, Finished
-from core.messages.image_processor import ComposedImage, ComposeImage, PreparedImages, PrepareImages
+from core.messages.image_processor import CanvasScale, ComposedImage, ComposeImage, PreparedImages, PrepareImages
 from core.model_choice import ModelChoice
-from core.routing.request_shape import RequestShape
+from core.routing.request_shape import Loop, RequestShape
 from core.sampling_params import SamplingParams
 from core.scheduling.requests.deadlines import TOO_LATE
 from engine.client.admission import admission_ticket
@@ -578,13 +578,13 @@ async def test_two_passes_have_memory_and_a_least_work_of_their_own(server: Serv
         return EditSession(server.services, server.results, "edit", edit, CHOICE)
 
     one, two = session_of(hires_strength=0.6)._preparation, session_of(hires_scale=2.0, hires_strength=0.6)._preparation
-    assert (one.smallest_shape.num_steps, one.smallest_shape.first_steps) == (5, 0)
+    assert (one.smallest_shape.num_steps, one.smallest_shape.loops) == (5, ())
     least = two.smallest_shape
-    assert (least.num_steps, least.full_steps, least.first_steps, least.first_tokens) == (8, 8, 5, 1)
+    assert (least.num_steps, least.full_steps, least.loops) == (8, 8, (Loop(MODEL.name, 5, 1),))
     seconds = [server.router.work_seconds(shape) for shape in (one.smallest_shape, least)]
     assert seconds[0] < seconds[1]
     jobs = [await preparation.store() for preparation in (one, two)]
-    assert [job.hires_scale for job in jobs] == [None, 2.0]
+    assert [job.scales for job in jobs] == [(), (CanvasScale("first", 2.0, "hires_scale"),)]
     assert jobs[1].scratch.size == 2 * jobs[0].scratch.size
     for preparation in (one, two):
         await preparation._memory.release()

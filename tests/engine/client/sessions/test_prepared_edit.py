@@ -7,7 +7,8 @@ import msgspec
 import pytest
 
 from core.config import EngineConfig
-from core.graph.workflow import INPAINT
+from core.graph.workflows.hires import HIRES
+from core.graph.workflows.inpaint import INPAINT
 from core.handles import ArrayRef
 from core.messages.engine import EngineRequest
 from core.messages.image_processor import PreparedCanvas, PreparedImages
@@ -16,6 +17,7 @@ from core.model_info import ModelInfo
 from core.sampling_params import SamplingParams
 from core.vision_tokens import VisionTokens
 from engine.client.edit_types import EditInput
+from engine.client.resolve.chosen_workflow import chosen_workflow
 from engine.client.resolve.sampling_defaults import resolve
 from engine.client.sessions.prepared_edit import PreparedEdit
 
@@ -43,9 +45,9 @@ FIRST = PreparedCanvas(
 def prepared(model: ModelInfo = fakes.MODEL, *, partial_images: int = 0, **fields: object) -> PreparedEdit:
     sampling = SamplingParams(num_inference_steps=5, **fields)  # type: ignore[arg-type]
     edit = EditInput(prompt="p", sampling=sampling, partial_images=partial_images)
-    first = FIRST if sampling.hires_scale else None
-    images = msgspec.structs.replace(FINAL, first_pass=first)
-    known = PreparedEdit(edit, ModelChoice(model), resolve(sampling, model), images, EngineConfig())
+    workflow = chosen_workflow(model, sampling, None)
+    images = msgspec.structs.replace(FINAL, canvases={"first": FIRST} if workflow is HIRES else {})
+    known = PreparedEdit(edit, ModelChoice(model), resolve(sampling, model), images, EngineConfig(), workflow)
     return known.with_full_steps()
 
 
@@ -59,21 +61,20 @@ def request_of(edit: PreparedEdit) -> EngineRequest:
 def test_two_passes_have_two_canvases() -> None:
     edit = prepared(hires_scale=2.0, hires_strength=0.6)
     request = request_of(edit)
-    spec, first = request.spec, request.spec.first_pass
+    spec, first = request.spec, request.spec.canvas("first")
     assert request.workflow == "hires"
     assert edit.rounds == (5, 3)
-    assert first is not None
     assert (spec.width, spec.height, spec.num_tokens, spec.template) == (256, 128, 128, FINAL.template)
     assert (first.width, first.height, first.num_tokens) == (128, 64, 32)
     assert (first.template, first.mask, first.active) == (FIRST.template, FIRST.mask, FIRST.active)
     assert first.max_text_tokens == spec.max_text_tokens
-    assert [pixels.shape for pixels in spec.pixels] == [(128, 256, 3)]
+    assert spec.pixels.shape == (128, 256, 3)
 
 
 def test_one_pass_has_one_canvas() -> None:
     edit = prepared()
     request = request_of(edit)
-    assert (request.workflow, request.spec.first_pass, edit.rounds) == (INPAINT.name, None, (5,))
+    assert (request.workflow, request.spec.canvases, edit.rounds) == (INPAINT.name, {}, (5,))
 
 
 def test_the_prompt_is_encoded_once_with_the_final_template() -> None:
@@ -81,9 +82,8 @@ def test_the_prompt_is_encoded_once_with_the_final_template() -> None:
     vision = VisionTokens(side=28, min_pixels=28**2, max_pixels=2**20)
     model = msgspec.structs.replace(fakes.MODEL, vision=vision, conditions_per_token=1)
     spec = request_of(prepared(model, hires_scale=2.0)).spec
-    assert spec.first_pass is not None
-    assert spec.first_pass.num_text_tokens == spec.num_text_tokens == 24 + vision.count(256, 128)
-    assert (spec.first_pass.num_condition_tokens, spec.num_condition_tokens) == (32, 128)
+    assert spec.canvas("first").num_text_tokens == spec.num_text_tokens == 24 + vision.count(256, 128)
+    assert (spec.canvas("first").num_condition_tokens, spec.num_condition_tokens) == (32, 128)
 
 
 @pytest.mark.parametrize(("strength", "expected"), [(0.6, 2), (0.2, 0)])

@@ -1,0 +1,1 @@
+"""The shipped workflows, one per file. `core.graph.catalog` lists them."""

@@ -1,0 +1,8 @@
+"""What requests ask for, one file per kind. Each kind is tagged, so that it can be told from the others."""
+
+from core.messages.specs.edit_spec import EditSpec
+from core.messages.specs.generation_spec import GenerationSpec
+
+Spec = EditSpec | GenerationSpec
+
+__all__ = ["EditSpec", "GenerationSpec", "Spec"]
