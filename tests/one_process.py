@@ -56,30 +56,18 @@ class OneProcess:
         self._arena.close()
 
     def request(
-        self,
-        name: str,
-        model: str,
-        sampling: SamplingParams,
-        files: tuple[Pixels, Pixels] | None = None,
-        side: int = 64,
+        self, name: str, model: str, sampling: SamplingParams, files: Files | None = None, side: int = 64
     ) -> EngineRequest:
         """As the client makes it. files: picture and mask; None: a generation. side: of the canvas, in pixels."""
-        info, edit = (
-            self.infos[model],
-            EditInput(
-                prompt="a red hat", sampling=msgspec.structs.replace(sampling, mask_aware=False), partial_images=1
-            ),
-        )
-        resolved = resolve(edit.sampling, info)
+        info, exact = self.infos[model], msgspec.structs.replace(sampling, mask_aware=False)
+        edit, resolved = EditInput(prompt="a red hat", sampling=exact, partial_images=1), resolve(exact, info)
         workflow = chosen_workflow(info, resolved, None)
         scales = tuple(CanvasScale(each, resolved.number(factor), "") for each, factor in workflow.canvases.items())
         job = PrepareImages(0, None, None, "luminance", (side, side), 0, side, info.token_size, side**2, NOWHERE)
         job = msgspec.structs.replace(job, scales=scales)
         images = image_ops.prepare_nothing(job) if files is None else self._prepared(job, *files)
-        prepared = PreparedEdit(edit, ModelChoice(info), resolved, images, EngineConfig(), workflow)
-        return prepared.with_full_steps().make_request(
-            0, name, self._space.alloc, arrival=time.monotonic(), trace_context=""
-        )
+        prepared = PreparedEdit(edit, ModelChoice(info), resolved, images, EngineConfig(), workflow).with_full_steps()
+        return prepared.make_request(0, name, self._space.alloc, arrival=time.monotonic(), trace_context="")
 
     def run(self, *requests: EngineRequest) -> list[Pixels]:
         """The pictures of requests that come together. Their previews are made, too."""

@@ -10,6 +10,7 @@ import pytest
 from edits import box_mask, picture
 from hires_rig import file_of
 from one_process import Files, OneProcess
+from safetensors.torch import load_file, save_file
 from three_pass import THREE_PASS
 
 from core.config import ModelConfig
