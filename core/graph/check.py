@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Mapping
 from graphlib import CycleError, TopologicalSorter
 
 from core.errors import WorkflowError
 from core.graph.op import OPS, Port
-from core.graph.skipping import may_skip, readers_of
+from core.graph.risks import NEVER, Risks
+from core.graph.skipping import readers_of
 from core.graph.workflow import Edge, Node, Workflow, role_of
 
 
@@ -15,13 +17,20 @@ def check_workflow(workflow: Workflow) -> None:
     """Raise WorkflowError unless the workflow can run: ops are registered, values fit their readers, no node waits for
     itself, regions carry something, and the output is always made.
     """
+    _check_names(workflow)
     _check_order(workflow)
     for node in workflow.nodes:
         _check_node(workflow, node)
+    _check_roles(workflow)
+    for node in workflow.nodes:
         for edge in node.inputs:
             _check_edge(workflow, node, edge)
     _check_regions(workflow)
     _check_outputs(workflow)
+    risks = Risks(workflow)
+    _check_skipped_together(workflow, risks)
+    for name in workflow.output_names:
+        _check_is_made(workflow, name, risks)
 
 
 def _fail(workflow: Workflow, node: Node, problem: str, edge: Edge | None = None) -> WorkflowError:
@@ -33,30 +42,44 @@ def _fail(workflow: Workflow, node: Node, problem: str, edge: Edge | None = None
 # ---------------------------------------------------------------------------------------------------- the graph
 
 
+def _check_names(workflow: Workflow) -> None:
+    if any(not node.name for node in workflow.nodes):
+        raise WorkflowError(f"workflow {workflow.name}: a node has no name", node="")
+    if any(not region.name for region in workflow.regions):
+        raise WorkflowError(f"workflow {workflow.name}: a region has no name", node="")
+
+
 def _check_order(workflow: Workflow) -> None:
-    names = {node.name for node in workflow.nodes}
     for node in workflow.nodes:
         for edge in node.inputs:
-            if edge.source not in names:
+            if workflow.find(edge.source) is None:
                 raise _fail(workflow, node, f"there is no node {edge.source}", edge)
-    _check_cycles(workflow)
     seen: set[str] = set()
     for node in workflow.nodes:
         for edge in node.inputs:
             if edge.source not in seen:
+                _check_cycles(workflow, {node.name: node.name for node in workflow.nodes}, "a cycle")
                 raise _fail(workflow, node, f"list the node after {edge.source}, which it reads", edge)
         seen.add(node.name)
 
 
-def _check_cycles(workflow: Workflow) -> None:
-    sources = {node.name: list(dict.fromkeys(edge.source for edge in node.inputs)) for node in workflow.nodes}
+def _check_cycles(workflow: Workflow, places: Mapping[str, str], problem: str) -> None:
+    """places: node -> the node that stands for all nodes in one place. An edge within a place makes no cycle, but one
+    from a node to itself does.
+    """
+    sources: dict[str, dict[str, tuple[Node, Edge]]] = {}  # place -> place that it reads -> where
+    for node in workflow.nodes:
+        place = places[node.name]
+        mine = sources.setdefault(place, {})
+        for edge in node.inputs:
+            if places[edge.source] != place or edge.source == node.name:
+                mine.setdefault(places[edge.source], (node, edge))
     try:
         TopologicalSorter(sources).prepare()
     except CycleError as error:
-        way: list[str] = error.args[1]  # each node is read by the next one; the last is the first
-        node = workflow.node(way[1])
-        edge = next(edge for edge in node.inputs if edge.source == way[0])
-        raise _fail(workflow, node, f"a cycle: {' -> '.join(way)}", edge) from error
+        way: list[str] = error.args[1]  # each place is read by the next one; the last is the first
+        node, edge = sources[way[1]][way[0]]
+        raise _fail(workflow, node, f"{problem}: {' -> '.join(way)}", edge) from error
 
 
 # ---------------------------------------------------------------------------------------------------- one node
@@ -77,7 +100,6 @@ def _check_node(workflow: Workflow, node: Node) -> None:
         if times > 1:
             edge = next(edge for edge in node.inputs if edge.input == name)
             raise _fail(workflow, node, "it is connected more than once", edge)
-    _check_role(workflow, node)
     _check_literals(workflow, node)
     if node.shows:
         _check_side(workflow, node)
@@ -85,13 +107,15 @@ def _check_node(workflow: Workflow, node: Node) -> None:
         _check_chooser(workflow, node)
 
 
-def _check_role(workflow: Workflow, node: Node) -> None:
+def _check_roles(workflow: Workflow) -> None:
     """One model plays a role, by its components of one kind."""
-    kind = OPS[node.op].component
-    first = next(other for other in workflow.nodes if other.op in OPS and role_of(other) == role_of(node))
-    if OPS[first.op].component != kind:
-        role = f"its role {role_of(node)} is played by a {kind}"
-        raise _fail(workflow, node, f"{role}, and that of {first.name} by a {OPS[first.op].component}")
+    players: dict[str, Node] = {}  # role -> the first node that needs it
+    for node in workflow.nodes:
+        first = players.setdefault(role_of(node), node)
+        kind, first_kind = OPS[node.op].component, OPS[first.op].component
+        if kind != first_kind:
+            role = f"its role {role_of(node)} is played by a {kind}"
+            raise _fail(workflow, node, f"{role}, and that of {first.name} by a {first_kind}")
 
 
 def _check_literals(workflow: Workflow, node: Node) -> None:
@@ -103,11 +127,14 @@ def _check_literals(workflow: Workflow, node: Node) -> None:
 
 
 def _check_side(workflow: Workflow, node: Node) -> None:
-    """A side node runs after some rounds of a node, and no node reads what it makes."""
-    if node.region or not any(each.name == node.shows and each.region for each in workflow.nodes):
+    """A side node runs after some rounds of a node, while the rounds go on."""
+    shown = workflow.find(node.shows)
+    if node.region or shown is None or not shown.region:
         raise _fail(workflow, node, f"a side node shows a node that repeats, which {node.shows} is not")
-    if readers_of(workflow, node.name):
-        raise _fail(workflow, node, "no node can read what a side node makes")
+    for edge in node.inputs:
+        if edge.source != node.shows and workflow.node(edge.source).region == shown.region:
+            problem = f"of region {shown.region}, a side node that shows {node.shows} reads no other node"
+            raise _fail(workflow, node, problem, edge)
 
 
 def _check_chooser(workflow: Workflow, node: Node) -> None:
@@ -122,8 +149,10 @@ def _check_chooser(workflow: Workflow, node: Node) -> None:
 
 def _check_edge(workflow: Workflow, node: Node, edge: Edge) -> None:
     source = workflow.node(edge.source)
-    made = _port(workflow, node, edge, OPS[source.op].outputs if source.op in OPS else (), f"{edge.source} makes no")
-    read = _find(OPS[node.op].inputs, edge.input)
+    if source.shows:
+        raise _fail(workflow, node, f"no node can read what a side node makes, as {source.name} is", edge)
+    made = _output(workflow, node, edge, source)
+    read = OPS[node.op].inputs_by_name.get(edge.input)
     if read is None:
         raise _fail(workflow, node, f"op {node.op} has no input {edge.input}", edge)
     if made.type != read.type:
@@ -148,7 +177,7 @@ def _check_deferred(workflow: Workflow, node: Node, edge: Edge, made: Port) -> N
 
 
 def _check_carried(workflow: Workflow, node: Node, edge: Edge, made: Port) -> None:
-    by = next((each for each in workflow.nodes if each.name == edge.carried), None)
+    by = workflow.find(edge.carried)
     if by is None or not node.region or by.region != node.region:
         raise _fail(workflow, node, f"it is carried by {edge.carried}, which is no node of its region", edge)
     if workflow.node(edge.source).region == node.region:
@@ -157,48 +186,88 @@ def _check_carried(workflow: Workflow, node: Node, edge: Edge, made: Port) -> No
         )
     if edge.deferred:
         raise _fail(workflow, node, "what is carried from round to round cannot be deferred", edge)
-    port = _port(workflow, node, edge, OPS[by.op].outputs if by.op in OPS else (), f"{by.name} makes no")
+    port = _output(workflow, node, edge, by)
     if port.type != made.type:
         raise _fail(workflow, node, f"{by.name}.{edge.name} is {port.type}, and the first one {made.type}", edge)
 
 
-def _port(workflow: Workflow, node: Node, edge: Edge, ports: tuple[Port, ...], problem: str) -> Port:
-    port = _find(ports, edge.name)
+def _output(workflow: Workflow, node: Node, edge: Edge, source: Node) -> Port:
+    """The output of a node that an edge reads."""
+    port = OPS[source.op].outputs_by_name.get(edge.name)
     if port is None:
-        raise _fail(workflow, node, f"{problem} {edge.name}", edge)
+        raise _fail(workflow, node, f"{source.name} makes no {edge.name}", edge)
     return port
-
-
-def _find(ports: tuple[Port, ...], name: str) -> Port | None:
-    return next((port for port in ports if port.name == name), None)
 
 
 # ---------------------------------------------------------------------------------------------------- the whole
 
 
 def _check_regions(workflow: Workflow) -> None:
-    declared = [region.name for region in workflow.regions]
+    found: dict[str, list[Node]] = {region.name: [] for region in workflow.regions}
     for node in workflow.nodes:
-        if node.region and node.region not in declared:
+        if node.region and node.region not in found:
             raise _fail(workflow, node, f"there is no region {node.region}")
-    for name in declared:
-        nodes = [node for node in workflow.nodes if node.region == name]
+        if node.region:
+            found[node.region].append(node)
+    for name, nodes in found.items():
         if not nodes:
             raise WorkflowError(f"workflow {workflow.name}: region {name} has no nodes", node=name)
         if not any(edge.carried for node in nodes for edge in node.inputs):
             raise _fail(workflow, nodes[0], f"region {name} carries nothing from one round to the next")
+    stands_for = {name: nodes[0].name for name, nodes in found.items()}
+    places = {node.name: stands_for.get(_rounds_of(workflow, node), node.name) for node in workflow.nodes}
+    _check_cycles(workflow, places, "a way out of a region and back into it (a region goes by its first node)")
+
+
+def _rounds_of(workflow: Workflow, node: Node) -> str:
+    """The region whose rounds wait for a node, in which it is or which it shows; "": none."""
+    return workflow.node(node.shows).region if node.shows else node.region
+
+
+def _check_skipped_together(workflow: Workflow, risks: Risks) -> None:
+    """Rounds of a region wait for one another, and for the side nodes that show them, so either all of these nodes are
+    skipped or none.
+    """
+    first: dict[str, Node] = {}  # region -> one of these nodes
+    for node in workflow.nodes:
+        region = _rounds_of(workflow, node)
+        other = first.setdefault(region, node) if region else node
+        if risks.of(node.name) != risks.of(other.name):
+            more, less = (node, other) if risks.of(node.name) & ~risks.of(other.name) else (other, node)
+            extra = risks.of(more.name) & ~risks.of(less.name)
+            edge = next((edge for edge in more.inputs if risks.of_edge(more, edge) & extra), None)
+            raise _fail(workflow, more, f"it may be skipped without {less.name}, though rounds wait for both", edge)
 
 
 def _check_outputs(workflow: Workflow) -> None:
     if not workflow.outputs:
         raise WorkflowError(f"workflow {workflow.name} has no output", node="")
     for name, maker in workflow.outputs.items():
-        node = next((node for node in workflow.nodes if node.name == maker), None)
+        node = workflow.find(maker)
         if node is None:
             raise WorkflowError(f"workflow {workflow.name}, output {name}: there is no node {maker}", node=maker)
         if node.region or node.shows:
             raise _fail(workflow, node, "an output must run once")
-        choices = may_skip(workflow, maker)
-        if choices is not None:
-            how = " and ".join(f"{chooser} chooses {reader}" for chooser, reader in choices.items())
-            raise _fail(workflow, node, f"the output is skipped if {how}")
+    after = workflow.downstream(workflow.output_names)
+    for side in workflow.side_nodes:
+        for edge in side.inputs:
+            if edge.source != side.shows and edge.source in after:
+                problem = "it waits for an output, and outputs wait for all side nodes that are due"
+                raise _fail(workflow, side, problem, edge)
+
+
+def _check_is_made(workflow: Workflow, name: str, risks: Risks) -> None:
+    """An output is sure to be made, whatever is chosen."""
+    choices = risks.may_skip(name)
+    if choices is None:
+        return
+    node = workflow.node(name)
+    if choices:
+        how = " and ".join(f"{chooser} chooses {reader}" for chooser, reader in choices.items())
+        raise _fail(workflow, node, f"the output is skipped if {how}")
+    if risks.of(name) == NEVER:
+        problem = "the output is never made: it, or a node that it reads, needs two branches of a choice and joins none"
+        raise _fail(workflow, node, problem)
+    joints = ", ".join(risks.joints(name))
+    rule = "let all branches of one choice meet in one node that joins, before they meet those of another choice"
+    raise _fail(workflow, node, f"the output is not sure to be made, because of what {joints} joins; {rule}")

@@ -7,8 +7,9 @@ built-in workflows are in `core.scheduling.ops`; what a worker computes for them
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Literal, Protocol
 
 import msgspec
@@ -94,6 +95,16 @@ class Op:
     def cost_name(self) -> str:
         """Name of the cost line that predicts its time."""
         return self.costs_as or self.name
+
+    @cached_property
+    def inputs_by_name(self) -> Mapping[str, Port]:
+        """Its inputs, for checks of workflows with many edges."""
+        return {port.name: port for port in self.inputs}
+
+    @cached_property
+    def outputs_by_name(self) -> Mapping[str, Port]:
+        """Its outputs."""
+        return {port.name: port for port in self.outputs}
 
 
 class OpTable:

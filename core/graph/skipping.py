@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from itertools import product
 
 from core.graph.workflow import Edge, Node, Workflow
 
@@ -20,20 +19,9 @@ def skipped_by(workflow: Workflow, chosen: Mapping[str, str]) -> frozenset[str]:
     return frozenset(skipped)
 
 
-def may_skip(workflow: Workflow, name: str) -> Mapping[str, str] | None:
-    """Choices that skip a node; None: it always runs."""
-    choosers = [node.name for node in workflow.nodes if node.chooses]
-    readers = [sorted(readers_of(workflow, chooser)) for chooser in choosers]
-    for choice in product(*readers):
-        chosen = dict(zip(choosers, choice, strict=True))
-        if name in skipped_by(workflow, chosen):
-            return chosen
-    return None
-
-
-def readers_of(workflow: Workflow, name: str) -> set[str]:
+def readers_of(workflow: Workflow, name: str) -> frozenset[str]:
     """Names of the nodes that read what a node makes."""
-    return {node.name for node in workflow.nodes if any(edge.source == name for edge in node.inputs)}
+    return frozenset(workflow.reader_names.get(name, ()))
 
 
 def _is_dead(node: Node, edge: Edge, skipped: set[str], chosen: Mapping[str, str]) -> bool:

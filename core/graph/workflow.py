@@ -125,6 +125,10 @@ class Workflow:
         """Raises KeyError that names it."""
         return self._by_name[name]
 
+    def find(self, name: str) -> Node | None:
+        """The node of this name; None: there is none."""
+        return self._by_name.get(name)
+
     @cached_property
     def _by_name(self) -> Mapping[str, Node]:
         return {node.name: node for node in self.nodes}
@@ -148,14 +152,15 @@ class Workflow:
     @cached_property
     def followed(self) -> frozenset[str]:
         """Names of the regions after which other regions' rounds come."""
-        return frozenset(
-            region.name
-            for region in self.regions
-            if any(
-                self.node(name).region not in ("", region.name)
-                for name in self.downstream(node.name for node in self.nodes_of(region.name))
-            )
-        )
+        found = set[str]()
+        after: dict[str, set[str]] = {}  # node -> its own region, or else those that it comes after
+        for node in self.nodes:
+            mine = set[str]().union(*(after.get(edge.source, ()) for edge in node.inputs))
+            if node.region:
+                found |= mine - {node.region}
+                mine = {node.region}
+            after[node.name] = mine
+        return frozenset(found)
 
     def nodes_of(self, region: str) -> tuple[Node, ...]:
         """The nodes of a region."""
@@ -182,12 +187,21 @@ class Workflow:
         found: dict[tuple[str, str], dict[str, list[Edge]]] = {}
         for node in self.nodes:
             for edge in node.inputs:
-                for source in {edge.source, edge.carried or edge.source}:
+                for source in filter(None, (edge.source, edge.carried)):
                     found.setdefault((source, edge.name), {}).setdefault(node.name, []).append(edge)
         return {
             key: tuple((self.node(name), tuple(edges)) for name, edges in readers.items())
             for key, readers in found.items()
         }
+
+    @cached_property
+    def reader_names(self) -> Mapping[str, tuple[str, ...]]:
+        """Name of a node that is read -> names of the nodes that read what it makes, in graph order."""
+        found: dict[str, dict[str, None]] = {}
+        for node in self.nodes:
+            for edge in node.inputs:
+                found.setdefault(edge.source, {})[node.name] = None
+        return {source: tuple(names) for source, names in found.items()}
 
     @cached_property
     def reads_in_rounds(self) -> Mapping[tuple[str, str], int]:
@@ -240,15 +254,20 @@ class Workflow:
     def after_rounds(self) -> frozenset[str]:
         """Names of the nodes after the last rounds, which read what rounds have made, and of side nodes."""
         repeating = {node.name for node in self.nodes if node.region}
-        after = self.downstream(repeating) - repeating
-        return frozenset(name for name in after if self.downstream([name]).isdisjoint(repeating))
+        before = set(repeating)  # these nodes, and all that they read, directly or not
+        for node in reversed(self.nodes):
+            if node.name in before:
+                before.update(edge.source for edge in node.inputs)
+        return frozenset(self.downstream(repeating) - before)
 
     def downstream(self, names: Iterable[str]) -> set[str]:
         """These nodes and all that read what they make, directly or not."""
         found = set(names)
-        for node in self.nodes:
-            if any(edge.source in found for edge in node.inputs):
-                found.add(node.name)
+        left = list(found)
+        while left:
+            readers = set(self.reader_names.get(left.pop(), ())) - found
+            found |= readers
+            left += readers
         return found
 
     def repeated_with(self, region: str) -> set[str]:
@@ -261,7 +280,7 @@ class Workflow:
 
     def _reads_of(self, node: Node) -> Reads:
         of_round = tuple(edge for edge in node.inputs if self._is_of_round(node, edge))
-        fixed = tuple(edge for edge in node.inputs if edge not in of_round)
+        fixed = tuple(edge for edge in node.inputs if not self._is_of_round(node, edge))
         overlap = not {(e.source, e.name) for e in fixed}.isdisjoint((e.source, e.name) for e in of_round)
         return Reads(fixed, of_round, overlap, all(edge.carried for edge in of_round))
 
@@ -295,7 +314,7 @@ class Workflow:
     def __post_init__(self) -> None:
         """Raises WorkflowError for a name that stands for two nodes or regions."""
         for kind, names in (("nodes", [n.name for n in self.nodes]), ("regions", [r.name for r in self.regions])):
-            twice = next((name for name in names if names.count(name) > 1), None)
+            twice = next((name for name, times in Counter(names).items() if times > 1), None)
             if twice is not None:
                 raise WorkflowError(f"workflow {self.name}: two {kind} are named {twice}", node=twice)
 

@@ -5,12 +5,13 @@ from __future__ import annotations
 from dataclasses import replace
 
 import pytest
+from hostile_graphs import hostile_ops
 
 import core.scheduling.ops  # noqa: F401  registers the ops
 from core.errors import WorkflowError
 from core.graph.catalog import WORKFLOWS
 from core.graph.check import check_workflow
-from core.graph.workflow import Edge, Node, Workflow
+from core.graph.workflow import Edge, Node, Region, Workflow
 from core.graph.workflows.inpaint import INPAINT
 
 
@@ -83,8 +84,8 @@ WRONG = {
     "reads a side node": (
         inpaint_and(Node("again", "image_encode", (Edge("preview", "latents", port="start"),))),
         "no node can read what a side node makes",
-        "preview",
-        "",
+        "again",
+        "start",
     ),
     "deferred step": (
         inpaint_with("decode", inputs=(replace(LATENTS, deferred=True),)),
@@ -103,6 +104,13 @@ WRONG = {
         "may make no sampler",
         "again",
         "sampler",
+    ),
+    "node without a name": (inpaint_and(Node("", "image_encode")), "a node has no name", "", ""),
+    "region without a name": (
+        replace(INPAINT, regions=(*INPAINT.regions, Region(""))),
+        "a region has no name",
+        "",
+        "",
     ),
     "chooser with one reader": (inpaint_with("text_encode", chooses=True), "needs two readers", "text_encode", ""),
     "repeating chooser": (inpaint_with("denoise", chooses=True), "cannot choose", "denoise", ""),
@@ -130,6 +138,26 @@ def test_an_output_that_a_choice_skips_is_refused() -> None:
     )
     with pytest.raises(WorkflowError, match="the output is skipped if check chooses left"):
         check_workflow(workflow)
+
+
+def wide(name: str, *sources: str, **fields: bool) -> Node:
+    return Node(name, "wide", tuple(Edge(source, "x", f"in{port}") for port, source in enumerate(sources)), **fields)
+
+
+def test_an_output_that_needs_both_branches_of_a_choice_is_refused() -> None:
+    check, left, right = wide("check", chooses=True), wide("left", "check"), wide("right", "check")
+    with hostile_ops(), pytest.raises(WorkflowError, match="node end: the output is never made"):
+        check_workflow(Workflow("w", (check, left, right, wide("end", "left", "right")), outputs={"picture": "end"}))
+
+
+def test_an_output_that_joins_mixed_choices_is_refused_with_the_rule() -> None:
+    sides = wide("side", chooses=True), wide("left", "side"), wide("right", "side")
+    heights = wide("height", chooses=True), wide("up", "height"), wide("down", "height")
+    both, mixed = wide("both", "right", "down"), wide("mixed", "left", "up", "both", joins=True)
+    nodes = (*sides, *heights, both, mixed, wide("end", "mixed"))
+    with hostile_ops(), pytest.raises(WorkflowError, match="because of what mixed joins; let all branches of one") as e:
+        check_workflow(Workflow("w", nodes, outputs={"picture": "end"}))
+    assert e.value.node == "end"
 
 
 def test_a_reader_cannot_begin_before_its_source_has_chosen() -> None:

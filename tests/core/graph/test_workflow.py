@@ -8,7 +8,8 @@ from hypothesis import strategies as st
 
 from core.errors import WorkflowError
 from core.graph.progress import Progress, preview_steps
-from core.graph.skipping import may_skip, skipped_by
+from core.graph.risks import NEVER, Risks
+from core.graph.skipping import skipped_by
 from core.graph.workflow import Edge, Node, Region, Workflow
 from core.graph.workflows.hires import HIRES
 from core.graph.workflows.inpaint import INPAINT
@@ -185,5 +186,5 @@ def test_a_node_that_does_not_join_is_skipped_with_any_of_its_sources() -> None:
     joined = tuple(Node("join", "x", node.inputs) if node.name == "join" else node for node in BRANCHED.nodes)
     workflow = Workflow("w", joined, {"picture": "join"})
     assert skipped_by(workflow, {"check": "left"}) == {"right", "more", "join"}
-    assert may_skip(workflow, "join") is not None
-    assert may_skip(BRANCHED, "join") is None
+    assert Risks(workflow).of("join") == NEVER
+    assert Risks(BRANCHED).may_skip("join") is None
