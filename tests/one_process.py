@@ -14,7 +14,7 @@ from core.handles import NOWHERE, VALUE_ARENA, ArrayRef
 from core.ipc.shared_array import Arena, ArenaAllocator, carve
 from core.messages.engine import EngineRequest, Finished, PartialImage
 from core.messages.image_processor import CanvasScale, PreparedCanvas, PreparedImages, PrepareImages
-from core.messages.worker import Batch
+from core.messages.worker import Batch, TransferDone
 from core.model_choice import ModelChoice
 from core.sampling_params import SamplingParams
 from core.scheduling.scheduler import StepScheduler
@@ -43,20 +43,25 @@ class OneProcess:
         self.infos = {info.name: info for info in infos}
         self.scheduler = StepScheduler(SchedulerConfig(), self.infos)
         self.scheduler.learn((), [(0, ready.components)])
-        self._arena, values = Arena.create(0, 2**26), Arena.create(VALUE_ARENA, VALUE_BYTES)
-        self._space = ArenaAllocator(self._arena)
-        self._pages = PageStore(models.device, values, None, lambda copied: None)
-        tensors = TensorStore(0, models.device, self._arena)
-        self._runner = Runner(0, WorkerContext(models.families, tensors, self._arena, self._pages))
+        self._arenas = {0: Arena.create(0, 2**26), VALUE_ARENA: Arena.create(VALUE_ARENA, VALUE_BYTES)}
+        self._space = ArenaAllocator(self._arenas[0])
+        self._pages = PageStore(models.device, self._arenas[0], None, lambda copied: None)
+        self._tensors = TensorStore(0, models.device, self)
+        self._runner = Runner(0, WorkerContext(models.families, self._tensors, self, self._pages))
         self.batches: list[Batch] = []  # that were run
 
     def close(self) -> None:
-        """End the page store's thread, and free the arena."""
+        """End the page store's thread, and free the arenas."""
         self._pages.close()
-        self._arena.close()
+        for arena in self._arenas.values():
+            arena.close()
+
+    def view(self, ref: ArrayRef) -> npt.NDArray[np.generic]:
+        """An array in one of its arenas."""
+        return self._arenas[ref.arena].view(ref)
 
     def request(
-        self, name: str, model: str, sampling: SamplingParams, files: Files | None = None, side: int = 64
+        self, name: str, model: str, sampling: SamplingParams, files: Files | None = None, side: int = 96
     ) -> EngineRequest:
         """As the client makes it. files: picture and mask; None: a generation. side: of the canvas, in pixels."""
         info, exact = self.infos[model], msgspec.structs.replace(sampling, mask_aware=False)
@@ -76,14 +81,17 @@ class OneProcess:
         left = {request.request_id for request in requests}
         while left:
             plan = self.scheduler.schedule(time.monotonic())
-            for batch in plan.batches if plan else ():
+            assert plan is not None, "nothing goes on"
+            for transfer in plan.transfers:
+                self.scheduler.apply_transfer(TransferDone(0, self._tensors.export(transfer.ref)))
+            for batch in plan.batches:
                 self.batches.append(batch)
                 self.scheduler.apply(self._runner.run(batch))
             for output in self.scheduler.take_outputs():
                 assert isinstance(output, Finished | PartialImage), output
                 left -= {output.request_id} if isinstance(output, Finished) else set()
         self.scheduler.check_integrity()
-        return [self._arena.view(request.spec.pixels).copy() for request in requests]
+        return [self.view(request.spec.pixels).astype(np.uint8) for request in requests]
 
     def _prepared(self, job: PrepareImages, image: Pixels, mask: Pixels) -> PreparedImages:
         pixels, shown = (np.frombuffer(file, np.uint8) for file in (image, mask))
@@ -104,5 +112,5 @@ class OneProcess:
 
     def _share(self, array: npt.NDArray[np.generic]) -> ArrayRef:
         ref = carve(self._space.alloc(array.nbytes), 0, array.shape, array.dtype.name)
-        self._arena.view(ref)[...] = array
+        self.view(ref)[...] = array
         return ref

@@ -57,9 +57,9 @@ def test_models_that_share_a_denoiser_share_its_steps_and_make_their_own_picture
     engine.batches.clear()
     together = engine.run(*(engine.request(f"r{n}", name, SAMPLING, FILES) for n, name in enumerate(names)))
     assert all(np.array_equal(one, other) for one, other in zip(together, alone, strict=True))
-    steps = [batch for batch in engine.batches if batch.op == "denoise"]
-    assert {frozenset(item.model for item in batch.items) for batch in steps} == {frozenset({"plain", "twin"})}
-    assert engine.scheduler.stats().mixed_steps == len(steps) == 4
+    mixed = [batch for batch in engine.batches if {item.model for item in batch.items} == {"plain", "twin"}]
+    assert sum(batch.op == "denoise" for batch in mixed) == engine.scheduler.stats().mixed_steps >= 3
+    assert not any(batch.op in ("image_encode", "decode") for batch in mixed), "each has a VAE of its own"
 
 
 def test_a_generation_is_an_edit_of_an_empty_canvas(engine: OneProcess) -> None:
