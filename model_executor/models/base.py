@@ -45,7 +45,8 @@ class EncodedText:
 class ImageInputs:
     """What `Family.encode_image` takes: a request's pictures, and the steps of its run.
 
-    part: of the run's noise levels, the highest counted as 0 and the lowest as 1, the part whose steps follow.
+    part: of the run's noise levels, the highest counted as 0 and the lowest as 1, the part whose steps follow; it is
+    cut as the SDXL pipelines cut it for `denoising_end` and `denoising_start`.
     start: other latents that are noised instead of the template's; where a run starts from noise alone, they have no
     effect either. is_exact: the VAE computes in its own dtype; else it may in a faster one, as for `encode_template`
     and `decode_region`. cache_salt: see `CacheConfig.salt`; the encoder's result for a template is kept until the next
@@ -62,6 +63,11 @@ class ImageInputs:
     is_exact: bool = True
     cache_salt: str | None = None
 
+    @property
+    def goes_on(self) -> bool:
+        """Whether the run goes on with latents that other steps have made: none are made here."""
+        return self.part[0] > 0.0
+
     @classmethod
     def blank(cls, side: int, num_inference_steps: int) -> Self:
         """A black square with all of it masked, for the last step alone. side: in pixels."""
@@ -76,10 +82,10 @@ class EncodedImage:
     family does not use it.
     """
 
-    latents: Tensor  # [image tokens, latent width], at the first noise level
+    latents: Tensor  # [image tokens, latent width], at the first noise level; any where `ImageInputs.goes_on`
     condition: Tensor  # [image tokens, condition width], what the denoiser sees of template and mask
     outside: Tensor  # [image tokens, outside width], with which `Family.advance` keeps the template outside the mask
-    sigmas: Tensor  # float32 [steps + 1], the noise levels still ahead, ending at 0
+    sigmas: Tensor  # float32 [steps + 1], the noise levels before each step and after the last, where a run ends at 0
     state: State  # the sampler's, before the first step
 
 
@@ -129,6 +135,7 @@ class Row:
     # Of the request.
     patches: PatchSet = ()  # the adapters that change the layers for this row
     keys_values: Tensor | None = None  # [text tokens, width], its prompt's `Family.keys_values`; None: made in the pass
+    is_negative: bool = False  # it is of the negative prompt; set where `Family.tells_negative`
 
 
 @dataclass(frozen=True, slots=True)
@@ -174,6 +181,9 @@ class Family(ABC):
 
     sees_all_latents: ClassVar[bool] = False
     """Whether the denoiser reads the latents of tokens that no block computes; they must then be the template's."""
+
+    tells_negative: bool = False
+    """Whether the denoiser is told which row is the negative prompt's."""
 
     # ------------------------------------------------------------------------------------------------------- parts
 

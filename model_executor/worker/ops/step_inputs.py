@@ -85,6 +85,7 @@ class StepInputs:
                 patches=work.patches,
                 modulation=_of_step(table, work.step),
                 keys_values=self._keys_values(number, embeds),
+                is_negative=number > 0 and self.family.tells_negative,
             )
             rows.append(row)
         return rows

@@ -1,0 +1,189 @@
+"""A base model and a refiner: the families' parts of a run against diffusers' pipelines with `denoising_end` and
+`denoising_start`, float32."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import pytest
+import torch
+from diffusers import (
+    AutoencoderKL,
+    DDIMScheduler,
+    DPMSolverMultistepScheduler,
+    EulerAncestralDiscreteScheduler,
+    EulerDiscreteScheduler,
+    FlowMatchHeunDiscreteScheduler,
+    StableDiffusionXLImg2ImgPipeline,
+    StableDiffusionXLInpaintPipeline,
+)
+from edits import box_mask, picture
+from PIL import Image
+from pipeline_rig import PROMPT, assert_same
+from torch import Tensor
+
+from core.config import ModelConfig
+from model_executor.models.base import Family, ImageInputs, Row, SamplingState
+from model_executor.worker.loading.resident import ResidentModels
+from tools.random_checkpoints import make_flux, make_flux_fill, make_sd3
+from tools.random_unet_checkpoints import make_sdxl, make_sdxl_refiner
+
+SIZE = (96, 128)
+"""width, height in pixels."""
+
+GUIDANCE = 3.0
+SEED = 5
+
+
+@dataclass(frozen=True, slots=True)
+class Asked:
+    """What a request asks for; pixels and mask as `edits.picture` and `edits.box_mask` make them."""
+
+    steps: int
+    start: float  # the refiner's
+    is_edit: bool
+    strength: float = 1.0
+    size: tuple[int, int] = SIZE
+
+    @property
+    def template(self) -> npt.NDArray[np.uint8]:
+        return picture(SEED, self.size)
+
+    @property
+    def mask(self) -> npt.NDArray[np.uint8]:
+        return box_mask(self.size) if self.is_edit else np.ones((self.size[1], self.size[0]), np.uint8)
+
+    def inputs(self, part: tuple[float, float]) -> ImageInputs:
+        return ImageInputs(
+            template=torch.from_numpy(self.template),
+            mask=torch.from_numpy(self.mask),
+            seed=SEED,
+            num_inference_steps=self.steps,
+            num_denoising_steps=int(self.steps * self.strength),
+            part=part,
+        )
+
+
+def opened(*paths: Path) -> list[Family]:
+    """The families of checkpoints, loaded."""
+    configs = [
+        ModelConfig(model=str(path), served_model_name=str(number), dtype="float32") for number, path in enumerate(paths)
+    ]
+    models = ResidentModels.open(configs)
+    models.load_all()
+    return list(models.families.values())
+
+
+@torch.inference_mode()
+def denoised(family: Family, asked: Asked, part: tuple[float, float], latents: Tensor | None) -> Tensor:
+    """Latents after a part of a run. latents: that it goes on with; None: it begins."""
+    image, grid = family.encode_image(asked.inputs(part)), family.grid(*asked.size)
+    info = family.info("")
+    texts = [family.encode_text(prompt, info.max_text_tokens) for prompt in (PROMPT, "")]
+    is_guided = info.is_guidance_cfg
+    current, state = image.latents if latents is None else latents, image.state
+    for step in range(len(image.sigmas) - 1):
+        sample = SamplingState(
+            latents=current, outside=image.outside, sigmas=image.sigmas, state=state, step=step, grid=grid
+        )
+        seen = family.denoiser_input(sample)
+        rows = [
+            Row(
+                latents=seen,
+                condition=image.condition,
+                grid=grid,
+                prompt_embeds=text.prompt_embeds,
+                pooled_prompt_embeds=text.pooled_prompt_embeds,
+                sigma=image.sigmas[step],
+                guidance_scale=GUIDANCE,
+                is_negative=number > 0 and family.tells_negative,
+            )
+            for number, text in enumerate(texts if is_guided else texts[:1])
+        ]
+        current, state = family.advance(sample, family.combine_guidance(family.predict(rows), GUIDANCE))
+    return current
+
+
+def refined(base: Family, refiner: Family, asked: Asked) -> npt.NDArray[np.uint8]:
+    latents = denoised(base, asked, (0.0, asked.start), None)
+    latents = denoised(refiner, asked, (asked.start, 1.0), latents)
+    with torch.inference_mode():
+        return base.decode(latents, *asked.size).numpy()
+
+
+def alone(family: Family, asked: Asked) -> npt.NDArray[np.uint8]:
+    with torch.inference_mode():
+        return family.decode(denoised(family, asked, (0.0, 1.0), None), *asked.size).numpy()
+
+
+# ------------------------------------------------------------------------------------------------- SDXL, diffusers
+
+
+class Pair:
+    """SDXL's base and refiner, whose VAEs are equal, and diffusers' pipelines of both."""
+
+    def __init__(self, folder: Path, base: dict[str, Any], refiner: dict[str, Any]) -> None:
+        paths = [make_sdxl(folder / "base", seed=1, **base)]
+        vae = AutoencoderKL.from_pretrained(paths[0] / "vae")
+        paths.append(make_sdxl_refiner(folder / "refiner", seed=2, vae=vae, **refiner))
+        self.base, self.refiner = opened(*paths)
+        self.pipelines = [pipeline(StableDiffusionXLInpaintPipeline, path) for path in paths]
+        self.img2img = pipeline(StableDiffusionXLImg2ImgPipeline, paths[1])
+
+    def expected(self, asked: Asked) -> npt.NDArray[np.uint8]:
+        """As diffusers documents it: latents of the base model's inpainting pipeline are the refiner's image."""
+        common = common_arguments(asked)
+        image = Image.fromarray(asked.template)
+        first = self.pipelines[0](**common, image=image, denoising_end=asked.start, strength=asked.strength)
+        common |= {"output_type": "np", "generator": torch.Generator("cpu").manual_seed(SEED)}
+        second = self.pipelines[1](**common, image=first.images, denoising_start=asked.start)
+        return (second.images[0] * 255).round().astype(np.uint8)
+
+
+def pipeline(kind: Any, path: Path) -> Any:
+    made = kind.from_pretrained(path, add_watermarker=False)
+    made.set_progress_bar_config(disable=True)
+    return made
+
+
+def common_arguments(asked: Asked) -> dict[str, Any]:
+    return {
+        "prompt": PROMPT,
+        "mask_image": Image.fromarray(asked.mask * 255),
+        "width": asked.size[0],
+        "height": asked.size[1],
+        "num_inference_steps": asked.steps,
+        "guidance_scale": GUIDANCE,
+        "output_type": "latent",
+        "generator": torch.Generator("cpu").manual_seed(SEED),
+    }
+
+
+SOLVERS: dict[str, dict[str, Any]] = {
+    "euler": {"scheduler_class": EulerDiscreteScheduler},
+    "ancestral": {"scheduler_class": EulerAncestralDiscreteScheduler},
+    "dpm": {"scheduler_class": DPMSolverMultistepScheduler},
+}
+
+
+@pytest.fixture(scope="module", params=SOLVERS)
+def pair(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Pair:
+    options = SOLVERS[request.param]
+    return Pair(tmp_path_factory.mktemp("pair"), options, options)
+
+
+@pytest.mark.parametrize("is_edit", [False, True], ids=["generation", "edit"])
+@pytest.mark.parametrize(("steps", "start"), [(7, 0.8), (5, 0.5)])
+def test_a_refined_picture_equals_diffusers_composition(pair: Pair, steps: int, start: float, is_edit: bool) -> None:
+    asked = Asked(steps, start, is_edit)
+    assert_same(refined(pair.base, pair.refiner, asked), pair.expected(asked))
+
+
+def test_an_edit_of_less_strength_equals_it_too(pair: Pair) -> None:
+    asked = Asked(8, 0.7, is_edit=True, strength=0.75)
+    assert_same(refined(pair.base, pair.refiner, asked), pair.expected(asked))
