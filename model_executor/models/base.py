@@ -25,7 +25,7 @@ from model_executor.page_cache.own_pages import OwnPages
 from model_executor.page_cache.pages import Pages
 from model_executor.parallel.group import Group
 from model_executor.patches.adapters import Adapter, LoraFormat
-from model_executor.samplers.sampling import State
+from model_executor.samplers.sampling import Scale, State
 
 PreparedAdapter = Mapping[str, Any]
 """Part -> what an adapter changes in it, in a form that is put in use at once; see `PartPatches`."""
@@ -74,6 +74,31 @@ class ImageInputs:
         template = torch.zeros(side, side, 3, dtype=torch.uint8)
         mask = torch.ones_like(template[..., 0])
         return cls(template=template, mask=mask, seed=0, num_inference_steps=num_inference_steps, num_denoising_steps=1)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LatentSpace:
+    """What two models must have alike for one to go on with the latents of the other. Whether the weights of their VAEs
+    fit together is not known."""
+
+    token_size: int  # px of a token's side
+    latent_width: int  # numbers of a token
+    scaling: Mapping[str, Any]  # how the VAE's latents are scaled and shifted, as in its configuration
+    noise: Scale  # how large latents are at a noise level
+    sampler: str  # the scheduler's class, for an error's text
+
+    def why_not(self, other: LatentSpace) -> str:
+        """Why one model cannot go on with latents of the other; "": it can."""
+        for what, mine, its in (
+            ("tokens of {} pixels' side", self.token_size, other.token_size),
+            ("{} numbers in a token", self.latent_width, other.latent_width),
+            ("latents scaled with {}", dict(self.scaling), dict(other.scaling)),
+        ):
+            if mine != its:
+                return f"{what.format(mine)}, and {what.format(its)}"
+        if self.noise != other.noise:
+            return f"the scheduler {self.sampler}, and {other.sampler}, which keeps noised latents at another scale"
+        return ""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -191,6 +216,11 @@ class Family(ABC):
     @abstractmethod
     def components(self) -> Mapping[str, tuple[str, ...]]:
         """Kind of component, as in a ModelKey -> parts of the checkpoint of this kind, named as in model_index.json."""
+
+    @property
+    @abstractmethod
+    def latent_space(self) -> LatentSpace:
+        """Whose latents this model can go on with."""
 
     @abstractmethod
     def info(self, name: str) -> ModelInfo:

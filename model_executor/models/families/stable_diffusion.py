@@ -55,7 +55,7 @@ BLOCKS = {
 MIDDLE = "UNetMidBlock2DCrossAttn"
 
 CLIP_WIDTH = 512
-"""CLIP's projection_dim where its configuration has none."""
+"""CLIP's hidden_size and projection_dim where its configuration has none."""
 
 UNSUPPORTED = (
     "class_embed_type",
@@ -326,9 +326,17 @@ class StableDiffusionXL(UnetFamily):
         self._has_zero_prompt = checkpoint.index.get("force_zeros_for_empty_prompt", True)
 
     def _check(self) -> None:
-        """Also refuses a denoiser for another number of inputs besides timestep and text, as `_get_add_time_ids`."""
+        """Also refuses a denoiser for other text encoders, such as a refiner's, and for another number of inputs besides
+        timestep and text, as `_get_add_time_ids` does."""
         super()._check()
-        config, pooled = self._unet_config, self._checkpoint.config("text_encoder_2").get("projection_dim", CLIP_WIDTH)
+        config, encoders = self._unet_config, [self._checkpoint.config(part) for part in self.text_parts]
+        text, has = sum(each.get("hidden_size", CLIP_WIDTH) for each in encoders), config["cross_attention_dim"]
+        if has not in (text, [text] * len(config["down_block_types"])):
+            raise refuse(
+                self._checkpoint,
+                f"a denoiser with cross_attention_dim {has} does not fit text encoders of width {text}",
+            )
+        pooled = encoders[-1].get("projection_dim", CLIP_WIDTH)
         number, width = 5 if self.tells_negative else 6, config["addition_time_embed_dim"]
         wanted, has = pooled + number * width, config["projection_class_embeddings_input_dim"]
         if wanted != has:

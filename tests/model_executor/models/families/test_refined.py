@@ -4,7 +4,6 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +13,6 @@ import pytest
 import torch
 from diffusers import (
     AutoencoderKL,
-    DDIMScheduler,
     DPMSolverMultistepScheduler,
     EulerAncestralDiscreteScheduler,
     EulerDiscreteScheduler,
@@ -187,3 +185,73 @@ def test_a_refined_picture_equals_diffusers_composition(pair: Pair, steps: int, 
 def test_an_edit_of_less_strength_equals_it_too(pair: Pair) -> None:
     asked = Asked(8, 0.7, is_edit=True, strength=0.75)
     assert_same(refined(pair.base, pair.refiner, asked), pair.expected(asked))
+
+
+def test_latents_of_a_base_that_sees_the_mask_go_on_as_they_are(tmp_path: Path) -> None:
+    """diffusers' refiner would take them for a clean picture, and add noise to them again outside the mask. So its
+    pipeline is given the template as its picture here, and the latents as those that it begins with."""
+    euler = SOLVERS["euler"]
+    pair = Pair(tmp_path, euler | {"in_channels": 9}, euler)
+    asked = Asked(5, 0.6, is_edit=True)
+    common, image = common_arguments(asked), Image.fromarray(asked.template)
+    first = pair.pipelines[0](**common, image=image, denoising_end=asked.start, strength=1.0).images
+    second = pair.pipelines[1]
+    generators = [torch.Generator("cpu").manual_seed(SEED) for _ in range(2)]
+    with torch.inference_mode():
+        clean = second._encode_vae_image(second.image_processor.preprocess(image), generators[0])
+    noise = torch.randn(clean.shape, generator=generators[1])
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(second, "prepare_latents", lambda *_, **__: (first, noise, clean))
+        pictures = second(**(common | {"output_type": "np"}), image=image, denoising_start=asked.start).images
+    assert_same(refined(pair.base, pair.refiner, asked), (pictures[0] * 255).round().astype(np.uint8))
+
+
+@pytest.mark.parametrize("strength", [1.0, 0.5])
+def test_a_refiner_alone_edits_as_the_inpainting_pipeline(pair: Pair, strength: float) -> None:
+    asked = Asked(6, 0.5, is_edit=True, strength=strength)
+    image = Image.fromarray(asked.template)
+    common = common_arguments(asked) | {"output_type": "np", "strength": strength}
+    pictures = pair.pipelines[1](**common, image=image).images
+    assert_same(alone(pair.refiner, asked), (pictures[0] * 255).round().astype(np.uint8))
+
+
+# ------------------------------------------------------------------------------------------------- one model twice
+
+
+def make_heun_sd3(path: Path) -> Path:
+    return make_sd3(path, scheduler_class=FlowMatchHeunDiscreteScheduler, scheduler={})
+
+
+def make_euler_sdxl(path: Path) -> Path:
+    return make_sdxl(path, in_channels=9, **SOLVERS["euler"])
+
+
+MAKERS = {"flux": make_flux, "flux-fill": make_flux_fill, "sd3": make_heun_sd3, "sdxl-inpaint": make_euler_sdxl}
+
+
+@pytest.mark.parametrize("is_edit", [False, True], ids=["generation", "edit"])
+@pytest.mark.parametrize(("kind", "start"), [("flux", 0.4), ("flux-fill", 0.8), ("sd3", 0.5), ("sdxl-inpaint", 0.3)])
+def test_a_model_that_refines_itself_changes_nothing(
+    tmp_path: Path, kind: str, start: float, is_edit: bool
+) -> None:
+    """With solvers that keep nothing from step to step: Euler, and SD3 with Heun, which is cut between two steps of two
+    calls each."""
+    (family,) = opened(MAKERS[kind](tmp_path / kind))
+    asked = Asked(5, start, is_edit)
+    assert np.array_equal(refined(family, family, asked), alone(family, asked))
+
+
+def test_a_plain_sdxl_that_refines_itself_changes_no_generation(tmp_path: Path) -> None:
+    """Outside the mask of an edit the refiner's first step sees the clean picture, as in diffusers."""
+    (family,) = opened(make_sdxl(tmp_path / "sdxl", **SOLVERS["euler"]))
+    asked = Asked(7, 0.8, is_edit=False)
+    assert np.array_equal(refined(family, family, asked), alone(family, asked))
+
+
+def test_two_flow_models_share_a_run(tmp_path: Path) -> None:
+    """Other weights make another picture, of the same beginning."""
+    base, refiner = opened(make_flux(tmp_path / "base", seed=1), make_flux_fill(tmp_path / "refiner", seed=2))
+    asked = Asked(6, 0.5, is_edit=True)
+    both, plain = refined(base, refiner, asked), alone(base, asked)
+    assert both.std() > 10
+    assert (both != plain).mean() > 0.5
