@@ -110,7 +110,7 @@ class VaeFamily(Family):
         return LatentSpace(
             token_size=self._token_size,
             latent_width=self._latent_width,
-            scaling={name: value for name, value in scaling.items() if value is not None},
+            scaling={name: value for name, value in scaling.items() if value},
             noise=self._sampling.scale,
             sampler=self._sampling.name,
         )
