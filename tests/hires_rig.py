@@ -91,7 +91,7 @@ def prepare(seed: int, size: tuple[int, int], token_size: int, scale: float) -> 
         scratch=NOWHERE,
         scales=(CanvasScale("first", scale, "hires_scale"),),
     )
-    return image_ops.prepare(job, _file(picture(seed, size)), _file(box_mask(size) * 255))
+    return image_ops.prepare(job, file_of(picture(seed, size)), file_of(box_mask(size) * 255))
 
 
 def enlarged(pipeline: Any, latents: Tensor, size: tuple[int, int], to_size: tuple[int, int]) -> Tensor:
@@ -126,7 +126,7 @@ def start_from(patch: pytest.MonkeyPatch, scheduler: Any, start: Tensor) -> None
     patch.setattr(scheduler, name, add)
 
 
-def _file(pixels: npt.NDArray[np.uint8]) -> npt.NDArray[np.uint8]:
+def file_of(pixels: npt.NDArray[np.uint8]) -> npt.NDArray[np.uint8]:
     buffer = io.BytesIO()
     Image.fromarray(pixels).save(buffer, "PNG")
     return np.frombuffer(buffer.getvalue(), np.uint8)

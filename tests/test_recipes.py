@@ -6,17 +6,17 @@ import ast
 import inspect
 import json
 import math
+from importlib import import_module
 from pathlib import Path
 
 import pytest
 from fakes import MODEL
 
-import core.graph.workflow as workflow_module
 from benchmarks.compare.checkpoints import MAKERS
 from core import errors
 from core.failure import Failure
+from core.graph import workflows
 from core.graph.catalog import WORKFLOWS
-from core.graph.workflow import Workflow
 from core.model_choice import ModelChoice
 from core.sampling_params import (
     MAX_GUIDANCE,
@@ -37,6 +37,9 @@ from entrypoints.openai.edit_request import build_call
 from entrypoints.openai.fields.field import Field, Value
 from entrypoints.openai.fields.fields import EDIT_FIELDS
 from model_executor.models.registry import FAMILIES
+
+ROOT = Path(__file__).resolve().parent.parent
+PACKAGES = ("core", "engine", "model_executor", "entrypoints")
 
 NOT_FIELDS = {"computed_steps", "own_page_steps"}
 """Sampling parameters of offline edits alone."""
@@ -120,9 +123,20 @@ def test_every_sampling_parameter_is_a_field() -> None:
 # ------------------------------------------------------------------------------------------------ an op, a family
 
 
-def test_every_workflow_is_in_the_catalog() -> None:
-    written = [value for value in vars(workflow_module).values() if isinstance(value, Workflow)]
-    assert {workflow.name for workflow in written} == {*WORKFLOWS}
+def test_every_workflow_has_a_file_and_a_line_in_the_catalog() -> None:
+    files = {path.stem for path in Path(workflows.__path__[0]).glob("[!_]*.py")}
+    assert files == {*WORKFLOWS}
+    for name, workflow in WORKFLOWS.items():
+        assert getattr(import_module(f"{workflows.__name__}.{name}"), name.upper()) is workflow
+
+
+def test_only_a_workflows_own_file_asks_for_its_name() -> None:
+    """Whatever else differs between workflows follows from their data."""
+    names = {each for name in WORKFLOWS for each in (name, name.upper())}
+    for path in (path for package in PACKAGES for path in (ROOT / package).rglob("*.py")):
+        for compared in (node for node in ast.walk(ast.parse(path.read_text())) if isinstance(node, ast.Compare)):
+            asked = {getattr(node, "id", getattr(node, "value", None)) for node in ast.walk(compared)} & names
+            assert not asked, f"{path.relative_to(ROOT)}:{compared.lineno} asks for {asked}"
 
 
 def test_every_family_has_a_small_checkpoint(tmp_path: Path) -> None:

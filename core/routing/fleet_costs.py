@@ -26,7 +26,7 @@ from core.scheduling.ops.template_encode import TEMPLATE_ENCODE
 Vector = npt.NDArray[np.float64]
 
 WORKFLOW = INPAINT
-"""The plain workflow; others add to its costs what they have beside it."""
+"""The plain workflow, whose lines are known. Requests of others say what they have."""
 
 LINES = tuple(dict.fromkeys(op.cost_name for op in (op_of(WORKFLOW.steps[0]), *map(op_of, WORKFLOW.nodes), PRIME)))
 """Names of the cost lines, see Op, in the order of their coefficients in a model's column; the loop's is the first."""
@@ -39,7 +39,7 @@ MAX_SIZES = 64
 
 
 class Encoding(NamedTuple):
-    """A node that runs once, beside those of the plain workflow."""
+    """A node that runs once, of a workflow that is not the plain one."""
 
     model: str
     op: str  # name
@@ -47,7 +47,7 @@ class Encoding(NamedTuple):
 
 
 Size = tuple[str, int, int, int, tuple[Encoding, ...], int]
-"""Model, image, condition and text tokens, further encodings, and bytes of a keyframe's pages."""
+"""Model, image, condition and text tokens, nodes that run once, and bytes of a keyframe's pages."""
 
 Features = tuple[float, ...]
 """One value for each of `core.costs.cost_model.FEATURES`."""
@@ -109,19 +109,18 @@ class FleetCosts:
         model, image_tokens, condition_tokens, text_tokens, encodings, entry_bytes = size
         weights = _size_weights(image_tokens, condition_tokens, text_tokens)
         base, other, prime, template = (weights @ self._column(model)).tolist()
-        other += sum(self._seconds(each, condition_tokens, text_tokens) for each in encodings)
+        if encodings:
+            other = sum(self._seconds(each, condition_tokens, text_tokens) for each in encodings)
         load = float(np.dot((1.0, entry_bytes / 1e6), self._copies))
         return SizeCosts(base, other, prime, template, min(load, prime))
 
     def _seconds(self, encoding: Encoding, condition_tokens: int, text_tokens: int) -> float:
-        """Seconds of a further encoding; 0 if its op has no line."""
+        """Seconds of a node that runs once; 0 if its op has no line."""
         op = OPS[encoding.op]
-        if op.cost_name not in _STARTS:
+        start = _STARTS.get(op.cost_name)
+        if start is None:
             return 0.0
-        start, features = (
-            _STARTS[op.cost_name],
-            features_of(op.size(_TokenSizes(encoding.image_tokens, condition_tokens, text_tokens))),
-        )
+        features = features_of(op.size(_TokenSizes(encoding.image_tokens, condition_tokens, text_tokens)))
         return float(np.dot(features, self._column(encoding.model)[start : start + _NUM_FEATURES]))
 
     def _column(self, model: str) -> Vector:

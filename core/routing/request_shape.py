@@ -7,7 +7,8 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 from core.graph.catalog import WORKFLOWS
-from core.graph.workflow import Workflow, role_of
+from core.graph.workflow import Node, Workflow, role_of
+from core.graph.workflows.inpaint import INPAINT
 from core.messages.engine import EngineRequest, PrimeTemplate
 from core.model_info import ModelInfo
 from core.routing.fleet_costs import Encoding, Features, work_features
@@ -44,9 +45,10 @@ class RequestShape:
     num_rows: int = 1  # of a step, see SamplingParams
     condition_tokens: int = 0  # of a row; computed by full steps alone
     owner: str = ""  # see EngineRequest
-    # The nodes of its workflow beside those of the plain one: of other models, and at other sizes.
-    loops: tuple[Loop, ...] = ()  # steps, which are among `num_steps` and compute all tokens
-    encodings: tuple[Encoding, ...] = ()  # nodes that run once
+    # What its workflow has beside the plain one.
+    denoiser: str = ""  # the model that makes its steps; "": its own
+    loops: tuple[Loop, ...] = ()  # further loops, whose steps are among `num_steps` and compute all tokens
+    encodings: tuple[Encoding, ...] = ()  # all nodes that run once; (): those of the plain workflow
 
     @classmethod
     def of_request(cls, request: EngineRequest, info: ModelInfo) -> RequestShape:
@@ -77,6 +79,7 @@ class RequestShape:
             num_rows=spec.num_rows,
             condition_tokens=spec.num_condition_tokens,
             owner=request.owner,
+            denoiser=info.name if workflow.paged is None else _player(info, workflow.paged),
             loops=loops_of(workflow, info, request.rounds, tokens_of),
             encodings=_encodings(workflow, info, tokens_of),
         )
@@ -96,10 +99,11 @@ class RequestShape:
     @property
     def step_features(self) -> dict[str, Features]:
         """Model -> features of what it adds to a step, the mean over all of its steps."""
-        found = {self.model: self._row_features}
+        own = self.denoiser or self.model
+        found = {own: self._row_features}
         if self.loops:
-            own = self.num_steps - sum(loop.steps for loop in self.loops)
-            found[self.model] = _times(own / self.num_steps, self._row_features)
+            others = sum(loop.steps for loop in self.loops)
+            found[own] = _times((self.num_steps - others) / self.num_steps, self._row_features)
         for loop in self.loops:
             share = _times(loop.steps / self.num_steps, self._loop_features(loop))
             found[loop.model] = _sum(found[loop.model], share) if loop.model in found else share
@@ -126,18 +130,23 @@ TokensOf = Callable[[str], int]
 
 
 def loops_of(workflow: Workflow, info: ModelInfo, rounds: Sequence[int], tokens_of: TokensOf) -> tuple[Loop, ...]:
-    """The loops of a request beside those of the plain workflow. info: of its model. rounds: of the regions."""
+    """A request's loops of steps but for the one that may read pages. info: of its model. rounds: of the regions."""
     steps = dict(zip((region.name for region in workflow.regions), rounds, strict=True))
-    players = ((node, info.roles.get(role_of(node), info.name)) for node in workflow.steps)
-    others = ((node, model) for node, model in players if node.canvas or model != info.name)
-    return tuple(Loop(model, steps[node.region], tokens_of(node.canvas)) for node, model in others)
+    others = (node for node in workflow.steps if node is not workflow.paged)
+    return tuple(Loop(_player(info, node), steps[node.region], tokens_of(node.canvas)) for node in others)
 
 
 def _encodings(workflow: Workflow, info: ModelInfo, tokens_of: TokensOf) -> tuple[Encoding, ...]:
-    once = (node for node in workflow.nodes if not (node.region or node.shows))
-    players = ((node, info.roles.get(role_of(node), info.name)) for node in once)
-    others = ((node, model) for node, model in players if node.canvas or model != info.name)
-    return tuple(Encoding(model, node.op, tokens_of(node.canvas)) for node, model in others)
+    """Its nodes that run once, unless they are those of the plain workflow, run by its own model."""
+    once = [node for node in workflow.nodes if not (node.region or node.shows)]
+    if not info.roles and all(node in INPAINT.nodes for node in once):
+        return ()
+    return tuple(Encoding(_player(info, node), node.op, tokens_of(node.canvas)) for node in once)
+
+
+def _player(info: ModelInfo, node: Node) -> str:
+    """Name of the model that runs a node for requests of this one."""
+    return info.roles.get(role_of(node), info.name)
 
 
 def _mixed(share: float, some: Features, others: Features) -> Features:

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-
 from core.errors import InvalidRequestError
 from core.graph.catalog import WORKFLOWS
 from core.graph.workflow import Workflow
@@ -13,15 +11,21 @@ from core.sampling_params import SamplingParams
 
 def chosen_workflow(model: ModelInfo, sampling: SamplingParams, class_label: int | None) -> Workflow:
     """The first workflow of the catalog that takes all that the request gives, and whose roles the model has. sampling:
-    resolved. Raises InvalidRequestError if there is none: parameters that exclude each other.
+    resolved. Raises InvalidRequestError if there is none: a parameter excludes another one, or is missing.
     """
-    given = {"prompt" if class_label is None else "class_label", *_given_numbers(sampling)}
     served = [WORKFLOWS[model.workflow]] if model.workflow else list(WORKFLOWS.values())
     able = [workflow for workflow in served if _has_roles(model, workflow)]
-    found = next((workflow for workflow in able if _takes(workflow, given)), None)
-    if found is None:
-        raise _excluded(model, sampling)
-    return found
+    numbers = [name for name in _deciding() if getattr(sampling, name) is not None]
+    given = {"prompt" if class_label is None else "class_label", *numbers}
+    for workflow in able:
+        if _required(workflow) <= given <= {port.name for port in workflow.inputs}:
+            return workflow
+    missing = sorted(_required(able[0]) - given)
+    why = f"'{model.name}' makes no pictures {'with' if numbers else 'without'} it"
+    others = f" and {' and '.join(numbers[1:])}" if numbers[1:] else ""
+    param = numbers[0] if numbers else missing[0]
+    remedy = "leave it out" if numbers else "give it"
+    raise InvalidRequestError(f"Invalid '{param}': {why}{others}; {remedy}.", param=param)
 
 
 def rounds_of(workflow: Workflow, model: ModelInfo, sampling: SamplingParams) -> tuple[int, ...]:
@@ -34,12 +38,10 @@ def rounds_of(workflow: Workflow, model: ModelInfo, sampling: SamplingParams) ->
     )
 
 
-def _given_numbers(sampling: SamplingParams) -> Iterator[str]:
-    """The sampling parameters that decide between workflows, of those that are set."""
-    names = dict.fromkeys(
-        each.name for each in (port for w in WORKFLOWS.values() for port in w.inputs) if each.type == "number"
-    )
-    return (name for name in names if getattr(sampling, name) is not None)
+def _deciding() -> list[str]:
+    """The sampling parameters that workflows take as inputs, so that they decide between them."""
+    ports = (port for workflow in WORKFLOWS.values() for port in workflow.inputs)
+    return list(dict.fromkeys(port.name for port in ports if port.type == "number"))
 
 
 def _has_roles(model: ModelInfo, workflow: Workflow) -> bool:
@@ -47,12 +49,5 @@ def _has_roles(model: ModelInfo, workflow: Workflow) -> bool:
     return all(role in model.roles or role == kind for role, kind in workflow.roles.items())
 
 
-def _takes(workflow: Workflow, given: set[str]) -> bool:
-    required = {port.name for port in workflow.inputs if not port.is_optional}
-    return required <= given <= {port.name for port in workflow.inputs}
-
-
-def _excluded(model: ModelInfo, sampling: SamplingParams) -> InvalidRequestError:
-    param, *others = _given_numbers(sampling)
-    why = f"'{model.name}' makes no pictures with it" + (f" and {' and '.join(others)}" if others else "")
-    return InvalidRequestError(f"Invalid '{param}': {why}; leave it out.", param=param)
+def _required(workflow: Workflow) -> set[str]:
+    return {port.name for port in workflow.inputs if not port.is_optional}

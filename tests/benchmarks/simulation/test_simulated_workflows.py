@@ -140,7 +140,7 @@ SMALL = Workflow(
         Node("main", "toy", (Edge("wide", "x", "in0"), Edge("control", "x", "in1", deferred=True))),
         Node("end", "toy", (Edge("main", "x", "in0"),)),
     ),
-    "end",
+    {"picture": "end"},
 )
 PLACES = {"a": (0,), "wide": (0, 1), "control": (0,), "main": (1,), "end": (1,)}
 BY_HAND = {"a": 2.0, "wide": 3.0, "control": 7.0, "main": 1.0, "end": 4.0}

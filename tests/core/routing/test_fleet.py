@@ -20,7 +20,7 @@ from core.graph.work import Work
 from core.messages.engine import PrimeTemplate
 from core.page_scheme import PageLayout, PageScheme
 from core.routing.fleet import Fleet
-from core.routing.fleet_costs import MAX_SIZES, Encoding, work_features
+from core.routing.fleet_costs import MAX_SIZES, work_features
 from core.routing.request_shape import Loop, RequestShape
 from core.routing.template_map import MAX_EXPECTED
 
@@ -102,7 +102,14 @@ def test_an_edit_of_two_passes_costs_what_both_do(conditions_per_token: int) -> 
     edit = make_hires_edit("a", steps=4, strength=0.5, num_condition_tokens=256 * conditions_per_token)
     shape = RequestShape.of_request(edit, MODEL)
     assert (shape.num_steps, shape.full_steps, shape.loops) == (4 + 2, 4 + 2, (Loop("m", 4, 64),))
-    assert (shape.image_tokens, shape.encodings, shape.template) == (256, (Encoding("m", "image_encode", 64),), None)
+    assert (shape.image_tokens, shape.template) == (256, None)
+    assert [(each.op, each.image_tokens) for each in shape.encodings] == [
+        ("text_encode", 256),
+        ("image_encode", 64),
+        ("upscale", 256),
+        ("image_encode", 256),
+        ("decode", 256),
+    ]
     key, model = CostKey("flux", (), "denoise", "cpu", 1), CostModel()
     for tokens in (50, 100, 300, 600):
         for number in (1, 2, 5):

@@ -1,0 +1,135 @@
+"""A request of two models: the base makes its first steps, and the refiner goes on with their latents."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+import msgspec
+import pytest
+from fakes import MODEL, PIXELS, FakeWorkers, apply, make_edit, with_spec
+
+from core.config import SchedulerConfig
+from core.graph.workflows.refined import REFINED
+from core.handles import Artefact, LoadedComponent, ModelKey
+from core.messages.engine import EngineRequest, Failed, Finished, PartialImage
+from core.messages.worker import Batch, Item
+from core.model_info import ModelInfo
+from core.patches import Patch
+from core.scheduling.ops.denoise import Denoise
+from core.scheduling.ops.image_encode import ImageEncode
+from core.scheduling.ops.text_encode import TextEncode
+from core.scheduling.scheduler import StepScheduler
+
+ROLES = {"refiner": "fine", "refiner_vae": "fine", "refiner_text_encoder": "fine"}
+
+
+def components(name: str) -> tuple[ModelKey, ...]:
+    return tuple(ModelKey(name, kind) for kind in ("text_encoder", "vae", "transformer"))
+
+
+def model(name: str, **changes: object) -> ModelInfo:
+    return msgspec.structs.replace(MODEL, name=name, components=components(name), **changes)
+
+
+MODELS = {"base": model("base", roles=ROLES, borrowed=components("fine")), "fine": model("fine")}
+
+
+def refined(name: str, *, steps: int = 10, previews: int = 0, start: float = 0.8, **spec: object) -> EngineRequest:
+    edit = make_edit(name, steps=steps, partial_images=previews)
+    sampling = msgspec.structs.replace(edit.spec.sampling, refiner_start=start)
+    estimate = MODEL.num_steps_of(sampling, 1.0, 0.0, start), MODEL.num_steps_of(sampling, 1.0, start)
+    edit = with_spec(edit, sampling=sampling, **spec)
+    return msgspec.structs.replace(edit, model="base", workflow=REFINED.name, rounds=estimate)
+
+
+class Rig:
+    """The sampler gives the base `first` steps and the refiner `last`, whatever was estimated."""
+
+    def __init__(self, first: int = 7, last: int = 3, *, loaded: tuple[str, ...] = ("base", "fine")) -> None:
+        self._levels = {"image_encode": (0.5,) * (first + 1), "refiner_image_encode": (0.2,) * (last + 1)}
+        sizes = [LoadedComponent(key, 1) for name in MODELS for key in components(name)]
+        self.scheduler = StepScheduler(SchedulerConfig(), MODELS, sizes=sizes)
+        self.scheduler.learn((), [(0, [LoadedComponent(key, 1) for name in loaded for key in components(name)])])
+        self.workers, self.batches, self.outputs = FakeWorkers(1, answers=self._answer), list[Batch](), list[object]()
+
+    def _answer(self, item: Item) -> Mapping[str, object]:
+        return {"sigmas": self._levels[item.node]} if item.node in self._levels else {}
+
+    def run(self) -> None:
+        while (plan := self.scheduler.schedule(0.0)) is not None:
+            self.batches += plan.batches
+            self.workers.submit(plan)
+            for result in self.workers.run_one(0):
+                apply(self.scheduler, result)
+            self.outputs += self.scheduler.take_outputs()
+
+    def items(self, op: str) -> list[Item]:
+        return [item for batch in self.batches if batch.op == op for item in batch.items]
+
+
+def test_the_sampler_says_where_the_refiner_takes_over() -> None:
+    rig = Rig(first=7, last=3)
+    request = refined("a")
+    assert request.rounds == (8, 2)
+    rig.scheduler.add(request)
+    rig.run()
+    steps = [(item.model, item.node, item.work.step) for item in rig.items("denoise") if isinstance(item.work, Denoise)]
+    assert steps == [("base", "denoise", step) for step in range(7)] + [("fine", "refine", step) for step in range(3)]
+    assert isinstance(rig.outputs[-1], Finished)
+    assert rig.outputs[-1].degrees == (1,) * 10
+    rig.scheduler.check_integrity()
+
+
+def test_each_model_encodes_for_its_own_part_and_the_base_decodes() -> None:
+    rig = Rig()
+    rig.scheduler.add(refined("a", patches=(Patch("p"),)))
+    rig.run()
+    images = {item.model: item.work for item in rig.items("image_encode") if isinstance(item.work, ImageEncode)}
+    assert {name: (work.begin, work.end) for name, work in images.items()} == {"base": (0.0, 0.8), "fine": (0.8, 1.0)}
+    texts = {item.model: item.work.patches for item in rig.items("text_encode") if isinstance(item.work, TextEncode)}
+    assert texts == {"base": (Patch("p"),), "fine": ()}, "adapters are the base's"
+    assert [item.model for item in rig.items("decode")] == ["base"]
+
+
+def test_previews_show_the_bases_steps() -> None:
+    rig = Rig(first=7, last=3)
+    rig.scheduler.add(refined("a", previews=3))
+    rig.run()
+    shown = [output.step for output in rig.outputs if isinstance(output, PartialImage)]
+    assert shown == [2, 4, 6]
+    assert isinstance(rig.outputs[-1], Finished)
+
+
+def test_requests_of_the_refiner_alone_share_its_steps() -> None:
+    rig = Rig()
+    rig.scheduler.add(refined("a"))
+    for number in range(3):
+        rig.scheduler.add(msgspec.structs.replace(make_edit(f"b{number}", steps=20), model="fine"))
+    rig.run()
+    nodes = [{item.node for item in batch.items} for batch in rig.batches if batch.op == "denoise"]
+    assert nodes.count({"refine", "denoise"}) == 3
+    assert rig.scheduler.stats().mixed_steps == 3
+
+
+def test_a_request_waits_for_the_refiners_components() -> None:
+    rig = Rig(loaded=("base",))
+    rig.scheduler.add(refined("a"))
+    rig.run()
+    assert not rig.batches
+    assert {key for _, key in rig.workers.loading} == {*components("fine")}
+
+
+@pytest.mark.parametrize(
+    ("changes", "param"),
+    [
+        ({"outputs": {"film": Artefact(PIXELS)}}, "outputs"),
+        ({"class_label": 3}, "prompt"),
+        ({"sampling": make_edit("x").spec.sampling}, "refiner_start"),
+    ],
+)
+def test_what_a_request_lacks_is_named(changes: dict[str, object], param: str) -> None:
+    rig = Rig()
+    rig.scheduler.add(with_spec(refined("a"), **changes))
+    (output,) = rig.scheduler.take_outputs()
+    assert isinstance(output, Failed)
+    assert (output.failure.kind, output.failure.param) == ("invalid_request", param)
