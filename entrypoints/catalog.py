@@ -35,7 +35,7 @@ SETTINGS = tuple(flag.sets for flag in flags_of(ModelConfig) if flag.sets not in
 OF_REQUESTS = ("workflow", "refiner", "roles")
 """Further keys of an entry that are fields of ModelConfig, without a flag."""
 
-KEYS = ("name", "path", "loras", *OF_REQUESTS, "defaults", *SETTINGS)
+KEYS = ("name", "path", "loras", *SETTINGS, *OF_REQUESTS, "defaults")
 
 
 def read_catalog(file: Path, common: ModelConfig) -> tuple[ModelConfig, ...]:
@@ -76,8 +76,11 @@ class _Entry:
             raise self._refuse("loras", 'is a table: loras = { name = "file" }')
         adapters = tuple(AdapterConfig(each, self._lora(each, path)) for each, path in loras.items())
         named = {"model": self._model(), "served_model_name": name, "adapters": adapters}
+        defaults = self._defaults()
         try:
-            return ModelConfig(**(msgspec.structs.asdict(common) | own | named | {"defaults": self._defaults()}))
+            return ModelConfig(
+                **(msgspec.structs.asdict(common) | own | named | {"defaults": RequestDefaults(**defaults)})
+            )
         except InvalidRequestError as error:
             raise self._refuse(error.param or "", str(error)) from error
         except ConfigError as error:
@@ -90,13 +93,14 @@ class _Entry:
             if key not in KEYS:
                 raise self._refuse(key, f"is not known; there are {', '.join(KEYS)}")
 
-    def _defaults(self) -> RequestDefaults:
+    def _defaults(self) -> dict[str, Any]:
+        """What its requests leave open, by its name."""
         table = self._entry.get("defaults", {})
         known = RequestDefaults.__struct_fields__
         if not isinstance(table, dict) or (unknown := sorted(table.keys() - {*known})):
             what = f"{unknown[0]} is not known" if isinstance(table, dict) else "is a table"
             raise self._refuse("defaults", f"{what}; there are {', '.join(known)}")
-        return RequestDefaults(**table)
+        return table
 
     def _model(self) -> str:
         """The checkpoint's directory or hub id."""

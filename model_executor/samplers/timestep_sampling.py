@@ -1,9 +1,9 @@
 """Samplers of UNets, whose schedulers count in training timesteps: DDIM, PNDM, Euler, Euler ancestral, DPM-Solver++.
 They run diffusers' schedulers on named tensors, as in `sampling.py`.
 
-A request's *run* is three integers, from which diffusers computes the timesteps. They come first in its `State`; the rest
-is what the scheduler keeps between steps, each attribute as one tensor. A scheduler object is made from them for each
-step, so the arithmetic is diffusers' own.
+A request's *run* is three integers, from which diffusers computes the timesteps. They come first in its `State`; the
+rest is what the scheduler keeps between steps, each attribute as one tensor. A scheduler object is made from them for
+each step, so the arithmetic is diffusers' own.
 
 The noise level of a timestep is its share of all training timesteps. It falls from 1 to 0 as in flow matching, and is
 converted back to the timestep for the model.

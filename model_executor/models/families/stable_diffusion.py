@@ -313,7 +313,7 @@ class StableDiffusionXL(UnetFamily):
 
     family = "sdxl"
     summary = "Stable Diffusion XL: a UNet that also sees the picture's size, with classifier-free guidance"
-    text_parts = ("text_encoder", "text_encoder_2")
+    text_parts: tuple[str, ...] = ("text_encoder", "text_encoder_2")
     lora_loader = "StableDiffusionXLLoraLoaderMixin"
     classes: ClassVar[Classes] = {**UnetFamily.classes, **CLIP, **projected_clip("_2")}
     added = "text_time"
@@ -326,8 +326,8 @@ class StableDiffusionXL(UnetFamily):
         self._has_zero_prompt = checkpoint.index.get("force_zeros_for_empty_prompt", True)
 
     def _check(self) -> None:
-        """Also refuses a denoiser for other text encoders, such as a refiner's, and for another number of inputs besides
-        timestep and text, as `_get_add_time_ids` does."""
+        """Also refuses a denoiser for other text encoders, such as a refiner's, and as `_get_add_time_ids` for another
+        number of inputs besides timestep and text."""
         super()._check()
         config, encoders = self._unet_config, [self._checkpoint.config(part) for part in self.text_parts]
         text, has = sum(each.get("hidden_size", CLIP_WIDTH) for each in encoders), config["cross_attention_dim"]

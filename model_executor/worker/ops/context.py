@@ -50,7 +50,9 @@ class WorkerContext:
         self._wait_for_adapters = wait_for_adapters
         prompts = {name: PromptCache(family) for name, family in models.items() if name not in prompts_of}
         self.prompts = {name: prompts[prompts_of.get(name, name)] for name in models}  # model -> its prompt cache
-        self._dtypes = {name: getattr(torch, family.info(name).dtype) for name, family in models.items()}
+        self._dtypes: dict[str, torch.dtype] = {
+            name: getattr(torch, family.info(name).dtype) for name, family in models.items()
+        }
 
     def family(self, model: str, patches: PatchSet) -> Family:
         """A model, for an item with these patches. Raises InvalidRequestError if one of them is not in use."""

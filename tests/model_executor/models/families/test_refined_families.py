@@ -3,74 +3,30 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 import pytest
 import torch
-from diffusers import (
-    AutoencoderKL,
-    DPMSolverMultistepScheduler,
-    EulerAncestralDiscreteScheduler,
-    EulerDiscreteScheduler,
-    FlowMatchHeunDiscreteScheduler,
-    StableDiffusionXLImg2ImgPipeline,
-    StableDiffusionXLInpaintPipeline,
-)
-from edits import box_mask, picture
+from diffusers import FlowMatchHeunDiscreteScheduler
 from PIL import Image
 from pipeline_rig import PROMPT, assert_same
+from refined_rig import GUIDANCE, SEED, SOLVERS, Asked, Composition, arguments, pixels
 from torch import Tensor
 
 from core.config import ModelConfig
-from model_executor.models.base import Family, ImageInputs, Row, SamplingState
+from model_executor.models.base import Family, Row, SamplingState
 from model_executor.worker.loading.resident import ResidentModels
 from tools.random_checkpoints import make_flux, make_flux_fill, make_sd3
-from tools.random_unet_checkpoints import make_sdxl, make_sdxl_refiner
-
-SIZE = (96, 128)
-"""width, height in pixels."""
-
-GUIDANCE = 3.0
-SEED = 5
-
-
-@dataclass(frozen=True, slots=True)
-class Asked:
-    """What a request asks for; pixels and mask as `edits.picture` and `edits.box_mask` make them."""
-
-    steps: int
-    start: float  # the refiner's
-    is_edit: bool
-    strength: float = 1.0
-    size: tuple[int, int] = SIZE
-
-    @property
-    def template(self) -> npt.NDArray[np.uint8]:
-        return picture(SEED, self.size)
-
-    @property
-    def mask(self) -> npt.NDArray[np.uint8]:
-        return box_mask(self.size) if self.is_edit else np.ones((self.size[1], self.size[0]), np.uint8)
-
-    def inputs(self, part: tuple[float, float]) -> ImageInputs:
-        return ImageInputs(
-            template=torch.from_numpy(self.template),
-            mask=torch.from_numpy(self.mask),
-            seed=SEED,
-            num_inference_steps=self.steps,
-            num_denoising_steps=int(self.steps * self.strength),
-            part=part,
-        )
+from tools.random_unet_checkpoints import make_sdxl
 
 
 def opened(*paths: Path) -> list[Family]:
     """The families of checkpoints, loaded."""
     configs = [
-        ModelConfig(model=str(path), served_model_name=str(number), dtype="float32") for number, path in enumerate(paths)
+        ModelConfig(model=str(path), served_model_name=str(number), dtype="float32")
+        for number, path in enumerate(paths)
     ]
     models = ResidentModels.open(configs)
     models.load_all()
@@ -123,96 +79,55 @@ def alone(family: Family, asked: Asked) -> npt.NDArray[np.uint8]:
 
 
 class Pair:
-    """SDXL's base and refiner, whose VAEs are equal, and diffusers' pipelines of both."""
+    """Our families of a base model and a refiner."""
 
-    def __init__(self, folder: Path, base: dict[str, Any], refiner: dict[str, Any]) -> None:
-        paths = [make_sdxl(folder / "base", seed=1, **base)]
-        vae = AutoencoderKL.from_pretrained(paths[0] / "vae")
-        paths.append(make_sdxl_refiner(folder / "refiner", seed=2, vae=vae, **refiner))
-        self.base, self.refiner = opened(*paths)
-        self.pipelines = [pipeline(StableDiffusionXLInpaintPipeline, path) for path in paths]
-        self.img2img = pipeline(StableDiffusionXLImg2ImgPipeline, paths[1])
-
-    def expected(self, asked: Asked) -> npt.NDArray[np.uint8]:
-        """As diffusers documents it: latents of the base model's inpainting pipeline are the refiner's image."""
-        common = common_arguments(asked)
-        image = Image.fromarray(asked.template)
-        first = self.pipelines[0](**common, image=image, denoising_end=asked.start, strength=asked.strength)
-        common |= {"output_type": "np", "generator": torch.Generator("cpu").manual_seed(SEED)}
-        second = self.pipelines[1](**common, image=first.images, denoising_start=asked.start)
-        return (second.images[0] * 255).round().astype(np.uint8)
-
-
-def pipeline(kind: Any, path: Path) -> Any:
-    made = kind.from_pretrained(path, add_watermarker=False)
-    made.set_progress_bar_config(disable=True)
-    return made
-
-
-def common_arguments(asked: Asked) -> dict[str, Any]:
-    return {
-        "prompt": PROMPT,
-        "mask_image": Image.fromarray(asked.mask * 255),
-        "width": asked.size[0],
-        "height": asked.size[1],
-        "num_inference_steps": asked.steps,
-        "guidance_scale": GUIDANCE,
-        "output_type": "latent",
-        "generator": torch.Generator("cpu").manual_seed(SEED),
-    }
-
-
-SOLVERS: dict[str, dict[str, Any]] = {
-    "euler": {"scheduler_class": EulerDiscreteScheduler},
-    "ancestral": {"scheduler_class": EulerAncestralDiscreteScheduler},
-    "dpm": {"scheduler_class": DPMSolverMultistepScheduler},
-}
+    def __init__(self, composed: Composition) -> None:
+        self.composed = composed
+        self.base, self.refiner = opened(*composed.paths)
 
 
 @pytest.fixture(scope="module", params=SOLVERS)
 def pair(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Pair:
     options = SOLVERS[request.param]
-    return Pair(tmp_path_factory.mktemp("pair"), options, options)
+    return Pair(Composition(tmp_path_factory.mktemp("pair"), options, options))
 
 
 @pytest.mark.parametrize("is_edit", [False, True], ids=["generation", "edit"])
 @pytest.mark.parametrize(("steps", "start"), [(7, 0.8), (5, 0.5)])
 def test_a_refined_picture_equals_diffusers_composition(pair: Pair, steps: int, start: float, is_edit: bool) -> None:
     asked = Asked(steps, start, is_edit)
-    assert_same(refined(pair.base, pair.refiner, asked), pair.expected(asked))
+    assert_same(refined(pair.base, pair.refiner, asked), pair.composed.picture(asked))
 
 
 def test_an_edit_of_less_strength_equals_it_too(pair: Pair) -> None:
     asked = Asked(8, 0.7, is_edit=True, strength=0.75)
-    assert_same(refined(pair.base, pair.refiner, asked), pair.expected(asked))
+    assert_same(refined(pair.base, pair.refiner, asked), pair.composed.picture(asked))
 
 
 def test_latents_of_a_base_that_sees_the_mask_go_on_as_they_are(tmp_path: Path) -> None:
     """diffusers' refiner would take them for a clean picture, and add noise to them again outside the mask. So its
     pipeline is given the template as its picture here, and the latents as those that it begins with."""
     euler = SOLVERS["euler"]
-    pair = Pair(tmp_path, euler | {"in_channels": 9}, euler)
+    pair = Pair(Composition(tmp_path, euler | {"in_channels": 9}, euler))
     asked = Asked(5, 0.6, is_edit=True)
-    common, image = common_arguments(asked), Image.fromarray(asked.template)
-    first = pair.pipelines[0](**common, image=image, denoising_end=asked.start, strength=1.0).images
-    second = pair.pipelines[1]
+    image, second = Image.fromarray(asked.template), pair.composed.refiner
+    first = pair.composed.base(**arguments(asked), image=image, denoising_end=asked.start, strength=1.0).images
     generators = [torch.Generator("cpu").manual_seed(SEED) for _ in range(2)]
     with torch.inference_mode():
         clean = second._encode_vae_image(second.image_processor.preprocess(image), generators[0])
     noise = torch.randn(clean.shape, generator=generators[1])
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(second, "prepare_latents", lambda *_, **__: (first, noise, clean))
-        pictures = second(**(common | {"output_type": "np"}), image=image, denoising_start=asked.start).images
-    assert_same(refined(pair.base, pair.refiner, asked), (pictures[0] * 255).round().astype(np.uint8))
+        pictures = second(**arguments(asked, "np"), image=image, denoising_start=asked.start).images
+    assert_same(refined(pair.base, pair.refiner, asked), pixels(pictures))
 
 
 @pytest.mark.parametrize("strength", [1.0, 0.5])
 def test_a_refiner_alone_edits_as_the_inpainting_pipeline(pair: Pair, strength: float) -> None:
     asked = Asked(6, 0.5, is_edit=True, strength=strength)
     image = Image.fromarray(asked.template)
-    common = common_arguments(asked) | {"output_type": "np", "strength": strength}
-    pictures = pair.pipelines[1](**common, image=image).images
-    assert_same(alone(pair.refiner, asked), (pictures[0] * 255).round().astype(np.uint8))
+    pictures = pair.composed.refiner(**arguments(asked, "np"), image=image, strength=strength).images
+    assert_same(alone(pair.refiner, asked), pixels(pictures))
 
 
 # ------------------------------------------------------------------------------------------------- one model twice
@@ -231,9 +146,7 @@ MAKERS = {"flux": make_flux, "flux-fill": make_flux_fill, "sd3": make_heun_sd3, 
 
 @pytest.mark.parametrize("is_edit", [False, True], ids=["generation", "edit"])
 @pytest.mark.parametrize(("kind", "start"), [("flux", 0.4), ("flux-fill", 0.8), ("sd3", 0.5), ("sdxl-inpaint", 0.3)])
-def test_a_model_that_refines_itself_changes_nothing(
-    tmp_path: Path, kind: str, start: float, is_edit: bool
-) -> None:
+def test_a_model_that_refines_itself_changes_nothing(tmp_path: Path, kind: str, start: float, is_edit: bool) -> None:
     """With solvers that keep nothing from step to step: Euler, and SD3 with Heun, which is cut between two steps of two
     calls each."""
     (family,) = opened(MAKERS[kind](tmp_path / kind))
