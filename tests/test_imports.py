@@ -159,7 +159,7 @@ LAWS = {
     WORKER: of_model(*MESSAGES, CHECKPOINT, PAGES, PARALLEL, WEIGHTS, *below(WORKER)),
     f"{WORKER}.stores": of_model("core.messages", MODELS, f"{WORKER}.stores"),
     f"{WORKER}.loading": of_model(
-        *("core.messages", *GRAPH, CHECKPOINT, MODELS, PAGES, PATCHES, WEIGHTS, f"{WORKER}.loading")
+        *("core.messages", *GRAPH, OPS, CHECKPOINT, MODELS, PAGES, PATCHES, WEIGHTS, f"{WORKER}.loading")
     ),
     f"{WORKER}.ops": of_model(
         *("core.messages", OPS, KERNELS, MODELS, PAGES, PARALLEL, SAMPLERS, f"{WORKER}.stores", f"{WORKER}.ops")

@@ -6,6 +6,7 @@ from collections.abc import Iterator, Mapping, Sequence
 
 import msgspec
 
+import core.scheduling.ops  # noqa: F401  registers the ops that workflows name
 from core.config import ModelConfig
 from core.errors import ConfigError
 from core.graph.catalog import WORKFLOWS
@@ -65,9 +66,8 @@ def check_players(configs: Sequence[ModelConfig], families: Mapping[str, Family]
         _check_names(config)
         for role, name in config.players.items():
             _check_pair(config, role, families[config.name], families[name])
-        for workflow in WORKFLOWS.values():
-            if {*config.players} & {*workflow.roles} and not _unbound(config, workflow):
-                _check_sources(config, workflow)
+        for role in config.players:
+            _check_use(config, role)
 
 
 def _check_names(config: ModelConfig) -> None:
@@ -87,6 +87,18 @@ def _check_names(config: ModelConfig) -> None:
 def _unbound(config: ModelConfig, workflow: Workflow) -> list[str]:
     """The roles of a workflow that neither another model plays nor this one, by its own component of this kind."""
     return [role for role, kind in workflow.roles.items() if role not in config.players and role != kind]
+
+
+def _check_use(config: ModelConfig, role: str) -> None:
+    """Raises ConfigError if the model lacks another role of the workflow that this one is for, or if the two do not go
+    together."""
+    having = [workflow for workflow in WORKFLOWS.values() if role in workflow.roles]
+    able = [workflow for workflow in having if not _unbound(config, workflow)]
+    if not able:
+        others = f"needs other models as {' and '.join(_unbound(config, having[0]))} too"
+        raise ConfigError(f"{config.name}: roles: {role} is of {having[0].name}, which {others}")
+    for workflow in able:
+        _check_sources(config, workflow)
 
 
 def _check_pair(config: ModelConfig, role: str, own: Family, player: Family) -> None:
