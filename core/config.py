@@ -6,15 +6,16 @@ a value of the wrong type, or a number out of range, raises InvalidRequestError 
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Literal, get_args
 
 import msgspec
 
-from core.errors import ConfigError
+from core.errors import ConfigError, InvalidRequestError
+from core.sampling_params import SamplingParams
 from core.step_schedule import StepScheduleName
-from core.validation import check_choice, check_decimal, check_integer, check_matches, conform
+from core.validation import check_choice, check_decimal, check_integer, check_matches, conform, conformed
 
 Quantization = Literal["none", "torchao-int8", "bitsandbytes-8bit", "bitsandbytes-4bit"]
 """How a transformer's weights are quantised while they are loaded: package and format."""
@@ -46,6 +47,23 @@ class AdapterConfig(msgspec.Struct, frozen=True):
         conform(self)
 
 
+class RequestDefaults(msgspec.Struct, frozen=True, kw_only=True):
+    """What requests to a model leave open; None: as its checkpoint or family says."""
+
+    num_inference_steps: int | None = None
+    guidance_scale: float | None = None
+    true_cfg_scale: float | None = None  # for a request with only a negative prompt
+    refiner_start: float | None = None  # for a model with a refiner
+
+    def __post_init__(self) -> None:
+        conform(self)
+        SamplingParams(**msgspec.structs.asdict(self))  # has the same ranges
+
+
+REFINER_ROLES = ("refiner", "refiner_vae", "refiner_text_encoder")
+"""The roles of the workflow `refined` that another model plays."""
+
+
 class ModelConfig(msgspec.Struct, frozen=True, kw_only=True):
     """Which checkpoint a worker loads, and how. Set by flags. Raises ConfigError for names that are not unique."""
 
@@ -69,9 +87,19 @@ class ModelConfig(msgspec.Struct, frozen=True, kw_only=True):
     priming_prompt: str = ""  # prompt with which templates are primed
     # Adapters.
     adapters: tuple[AdapterConfig, ...] = ()  # served beside the model itself
+    # Its requests.
+    workflow: str = ""  # that serves them all; "": the first of `core.graph.catalog` that takes what a request gives
+    refiner: str = ""  # name of another model, which makes their last steps: it plays the REFINER_ROLES
+    roles: dict[str, str] = {}  # further role of a workflow -> name of another model that plays it
+    defaults: RequestDefaults = RequestDefaults()
 
     def __post_init__(self) -> None:
         conform(self)
+        for role, name in self.roles.items():
+            conformed("roles", role, str)
+            conformed("roles", name, str)
+        if self.refiner and (twice := next((role for role in REFINER_ROLES if role in self.roles), None)):
+            raise InvalidRequestError(f"Invalid 'roles': {twice} is the refiner's, which is given too.", param="roles")
         check_choice("dtype", self.dtype, ("auto", "float32", "bfloat16", "float16"))
         check_choice("cache_dtype", self.cache_dtype, ("auto", "int8", "bfloat16", "float32"))
         check_matches("device", self.device, r"auto|cpu|cuda(:[0-9]+)?", "auto, cpu, cuda or cuda:N")
@@ -91,6 +119,15 @@ class ModelConfig(msgspec.Struct, frozen=True, kw_only=True):
         names = [self.name, *(adapter.name for adapter in self.adapters)]
         if twice := next((name for name in names if names.count(name) > 1), None):
             raise ConfigError(f"--lora {twice}: adapters need names of their own, other than the model's")
+
+    @property
+    def players(self) -> dict[str, str]:
+        """Role of a workflow -> name of the model that plays it instead of this one."""
+        return self.roles | (dict.fromkeys(REFINER_ROLES, self.refiner) if self.refiner else {})
+
+    def key_of(self, role: str) -> str:
+        """The setting that says who plays a role, for an error's text."""
+        return "refiner" if self.refiner and role in REFINER_ROLES else f"roles.{role}"
 
     @property
     def name(self) -> str:
@@ -240,9 +277,41 @@ def _check_models(models: Sequence[ModelConfig]) -> None:
     names = [name for model in models for name in (model.name, *(adapter.name for adapter in model.adapters))]
     if twice := next((name for name in names if names.count(name) > 1), None):
         raise ConfigError(f"two models or adapters are called {twice}; give each a name of its own (--model NAME=...)")
+    for model in models:
+        _check_players(model, models)
     for flag in ("device", "threads"):
         if len({getattr(model, flag) for model in models}) > 1:
             raise ConfigError(f"all models of an engine have the same {flag}; give it once, as --{flag}")
+
+
+def _check_players(model: ModelConfig, models: Sequence[ModelConfig]) -> None:
+    """Raises ConfigError for a role of this model that none of these can play."""
+    others = {other.name: other for other in models if other.name != model.name}
+    adapters = {adapter.name for other in models for adapter in other.adapters}
+    for role, name in model.players.items():
+        where = f"{model.name}: {model.key_of(role)}"
+        if name == model.name:
+            raise ConfigError(f"{where}: {name} is this model itself; name another one, or leave it out")
+        if name in adapters:
+            raise ConfigError(f"{where}: {name} is an adapter; name a model")
+        if name not in others:
+            raise ConfigError(f"{where}: there is no model {name}; there are {', '.join(others) or 'no others'}")
+        if way := _way_back(name, model.name, others):
+            raise ConfigError(f"{where}: models play roles for each other in a circle: {' -> '.join(way)}")
+
+
+def _way_back(name: str, to: str, models: Mapping[str, ModelConfig]) -> list[str]:
+    """Names of models from one to another, each of which plays a role for the one before; [] if there is no way."""
+    ways, seen = [[to, name]], {name}
+    while ways:
+        way = ways.pop()
+        for player in dict.fromkeys(models[way[-1]].players.values()):
+            if player == to:
+                return [*way, to]
+            if player in models and player not in seen:
+                seen.add(player)
+                ways.append([*way, player])
+    return []
 
 
 class ImageConfig(msgspec.Struct, frozen=True, kw_only=True):

@@ -5,6 +5,8 @@
     path = "checkpoints/flux-fill"     # or a hub id; left out: the embedded model
     dtype = "bfloat16"
     loras = { shirt = "loras/shirt.safetensors" }
+    refiner = "polish"                 # the name of another entry
+    defaults = { num_inference_steps = 40, refiner_start = 0.8 }
 
 What an entry leaves out is as the server's flags say. Paths are relative to the file's folder.
 """
@@ -18,7 +20,7 @@ from typing import Any
 
 import msgspec
 
-from core.config import EMBEDDED_MODEL, AdapterConfig, ModelConfig
+from core.config import EMBEDDED_MODEL, AdapterConfig, ModelConfig, RequestDefaults
 from core.errors import ConfigError, InvalidRequestError
 from core.paths import expanded
 from entrypoints.model_paths import check_model, is_hub_id
@@ -30,7 +32,10 @@ OF_THE_SERVER = {"device": "--device", "threads": "--threads"}
 SETTINGS = tuple(flag.sets for flag in flags_of(ModelConfig) if flag.sets not in OF_THE_SERVER)
 """Keys of an entry that are fields of ModelConfig."""
 
-KEYS = ("name", "path", "loras", *SETTINGS)
+OF_REQUESTS = ("workflow", "refiner", "roles")
+"""Further keys of an entry that are fields of ModelConfig, without a flag."""
+
+KEYS = ("name", "path", "loras", *SETTINGS, *OF_REQUESTS, "defaults")
 
 
 def read_catalog(file: Path, common: ModelConfig) -> tuple[ModelConfig, ...]:
@@ -65,14 +70,17 @@ class _Entry:
 
     def config(self, common: ModelConfig) -> ModelConfig:
         self._check_keys()
-        own = {key: self._entry[key] for key in SETTINGS if key in self._entry}
+        own = {key: self._entry[key] for key in (*SETTINGS, *OF_REQUESTS) if key in self._entry}
         name, loras = self._text("name", self._entry.get("name", "")), self._entry.get("loras", {})
         if not isinstance(loras, dict):
             raise self._refuse("loras", 'is a table: loras = { name = "file" }')
         adapters = tuple(AdapterConfig(each, self._lora(each, path)) for each, path in loras.items())
         named = {"model": self._model(), "served_model_name": name, "adapters": adapters}
+        defaults = self._defaults()
         try:
-            return ModelConfig(**(msgspec.structs.asdict(common) | own | named))
+            return ModelConfig(
+                **(msgspec.structs.asdict(common) | own | named | {"defaults": RequestDefaults(**defaults)})
+            )
         except InvalidRequestError as error:
             raise self._refuse(error.param or "", str(error)) from error
         except ConfigError as error:
@@ -84,6 +92,15 @@ class _Entry:
                 raise self._refuse(key, f"all models share it; give {OF_THE_SERVER[key]}")
             if key not in KEYS:
                 raise self._refuse(key, f"is not known; there are {', '.join(KEYS)}")
+
+    def _defaults(self) -> dict[str, Any]:
+        """What its requests leave open, by its name."""
+        table = self._entry.get("defaults", {})
+        known = RequestDefaults.__struct_fields__
+        if not isinstance(table, dict) or (unknown := sorted(table.keys() - {*known})):
+            what = f"{unknown[0]} is not known" if isinstance(table, dict) else "is a table"
+            raise self._refuse("defaults", f"{what}; there are {', '.join(known)}")
+        return table
 
     def _model(self) -> str:
         """The checkpoint's directory or hub id."""

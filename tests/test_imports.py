@@ -158,7 +158,9 @@ LAWS = {
     f"{MODELS}.families": of_model(CHECKPOINT, KERNELS, PARALLEL, PATCHES, SAMPLERS, *below(MODELS)),
     WORKER: of_model(*MESSAGES, CHECKPOINT, PAGES, PARALLEL, WEIGHTS, *below(WORKER)),
     f"{WORKER}.stores": of_model("core.messages", MODELS, f"{WORKER}.stores"),
-    f"{WORKER}.loading": of_model("core.messages", CHECKPOINT, MODELS, PAGES, PATCHES, WEIGHTS, f"{WORKER}.loading"),
+    f"{WORKER}.loading": of_model(
+        *("core.messages", *GRAPH, OPS, CHECKPOINT, MODELS, PAGES, PATCHES, WEIGHTS, f"{WORKER}.loading")
+    ),
     f"{WORKER}.ops": of_model(
         *("core.messages", OPS, KERNELS, MODELS, PAGES, PARALLEL, SAMPLERS, f"{WORKER}.stores", f"{WORKER}.ops")
     ),

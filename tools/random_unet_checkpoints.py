@@ -11,6 +11,7 @@ from diffusers import (
     DDIMScheduler,
     FlowMatchEulerDiscreteScheduler,
     StableDiffusionPipeline,
+    StableDiffusionXLImg2ImgPipeline,
     StableDiffusionXLPipeline,
     UNet2DConditionModel,
 )
@@ -85,6 +86,38 @@ def make_sdxl(
     return save(pipeline, path, generation_config)
 
 
+def make_sdxl_refiner(
+    path: Path,
+    *,
+    seed: int = 0,
+    in_channels: int = 4,
+    clip_tokens: int = 12,
+    scheduler: dict[str, Any] | None = None,
+    scheduler_class: Any = DDIMScheduler,
+    native_size: int = 128,
+    vae: AutoencoderKL | None = None,
+) -> Path:
+    """As `make_sdxl`, but a StableDiffusionXLImg2ImgPipeline like SDXL's refiner: with the second text encoder alone,
+    and conditioned on an aesthetic score. vae: by default one of its own."""
+    width = 24
+    with torch.random.fork_rng():
+        torch.manual_seed(seed)
+        tokenizer = clip_tokenizer(clip_tokens)
+        pipeline = StableDiffusionXLImg2ImgPipeline(
+            scheduler=_noise_scheduler(scheduler_class, scheduler),
+            vae=vae or _sd_vae(native_size),
+            text_encoder=None,
+            tokenizer=None,
+            text_encoder_2=clip_encoder(tokenizer, clip_tokens, width, CLIPTextModelWithProjection),
+            tokenizer_2=tokenizer,
+            unet=sdxl_unet(in_channels, width, num_encoders=1, num_ids=5, sample_size=native_size // 8),
+            requires_aesthetics_score=True,
+            force_zeros_for_empty_prompt=False,
+            add_watermarker=False,
+        )
+    return save(pipeline, path, None)
+
+
 def _noise_scheduler(scheduler_class: Any, config: dict[str, Any] | None) -> Any:
     if scheduler_class is FlowMatchEulerDiscreteScheduler:
         return scheduler_class(**(config or {}))
@@ -103,19 +136,22 @@ def sd_unet(in_channels: int, width: int, **options: Any) -> UNet2DConditionMode
     )
 
 
-def sdxl_unet(in_channels: int, width: int, **options: Any) -> UNet2DConditionModel:
-    """A small UNet of Stable Diffusion XL, which is also conditioned on a pooled prompt and sizes."""
+def sdxl_unet(
+    in_channels: int, width: int, num_encoders: int = 2, num_ids: int = 6, **options: Any
+) -> UNet2DConditionModel:
+    """A small UNet of Stable Diffusion XL, which is also conditioned on a pooled prompt and sizes. num_encoders: of
+    text, whose outputs of this width it sees side by side. num_ids: numbers of its `time_ids`."""
     time_width = 8
     return _unet(
         in_channels,
-        2 * width,
+        num_encoders * width,
         down_block_types=("DownBlock2D", "CrossAttnDownBlock2D", "CrossAttnDownBlock2D"),
         up_block_types=("CrossAttnUpBlock2D", "CrossAttnUpBlock2D", "UpBlock2D"),
         transformer_layers_per_block=(1, 1, 2),
         use_linear_projection=True,
         addition_embed_type="text_time",
         addition_time_embed_dim=time_width,
-        projection_class_embeddings_input_dim=width + 6 * time_width,
+        projection_class_embeddings_input_dim=width + num_ids * time_width,
         **options,
     )
 

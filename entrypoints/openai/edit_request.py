@@ -31,6 +31,7 @@ _SAMPLING_FIELDS = (
     "strength",
     "hires_scale",
     "hires_strength",
+    "refiner_start",
     "max_sequence_length",
     "mask_aware",
     "mask_margin",

@@ -48,7 +48,10 @@ def is_repeatable(row: Row) -> bool:
 def key_of(rows: Sequence[Row], num_active: int | None) -> Hashable:
     """What must be equal for rows to share a graph: all shapes, and which of their tensors are the same. num_active:
     active tokens, with those repeated to fill up; None for rows without."""
-    shapes = tuple((row.grid, row.box, num_active, _layout(row.pages), *map(_shape, _tensors(row))) for row in rows)
+    shapes = tuple(
+        (row.grid, row.box, num_active, row.is_negative, _layout(row.pages), *map(_shape, _tensors(row)))
+        for row in rows
+    )
     numbers: dict[int, int] = {}
     shared = tuple(numbers.setdefault(id(tensor), len(numbers)) for row in rows for tensor in _tensors(row))
     pages = tuple(numbers.setdefault(id(row.pages), len(numbers)) for row in rows)

@@ -25,7 +25,7 @@ from model_executor.page_cache.own_pages import OwnPages
 from model_executor.page_cache.pages import Pages
 from model_executor.parallel.group import Group
 from model_executor.patches.adapters import Adapter, LoraFormat
-from model_executor.samplers.sampling import State
+from model_executor.samplers.sampling import Scale, State
 
 PreparedAdapter = Mapping[str, Any]
 """Part -> what an adapter changes in it, in a form that is put in use at once; see `PartPatches`."""
@@ -45,7 +45,8 @@ class EncodedText:
 class ImageInputs:
     """What `Family.encode_image` takes: a request's pictures, and the steps of its run.
 
-    part: of the run's noise levels, the highest counted as 0 and the lowest as 1, the part whose steps follow.
+    part: of the run's noise levels, the highest counted as 0 and the lowest as 1, the part whose steps follow; it is
+    cut as the SDXL pipelines cut it for `denoising_end` and `denoising_start`.
     start: other latents that are noised instead of the template's; where a run starts from noise alone, they have no
     effect either. is_exact: the VAE computes in its own dtype; else it may in a faster one, as for `encode_template`
     and `decode_region`. cache_salt: see `CacheConfig.salt`; the encoder's result for a template is kept until the next
@@ -62,6 +63,11 @@ class ImageInputs:
     is_exact: bool = True
     cache_salt: str | None = None
 
+    @property
+    def goes_on(self) -> bool:
+        """Whether the run goes on with latents that other steps have made: none are made here."""
+        return self.part[0] > 0.0
+
     @classmethod
     def blank(cls, side: int, num_inference_steps: int) -> Self:
         """A black square with all of it masked, for the last step alone. side: in pixels."""
@@ -71,15 +77,40 @@ class ImageInputs:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class LatentSpace:
+    """What two models must have alike for one to go on with the latents of the other. Whether the weights of their VAEs
+    fit together is not known."""
+
+    token_size: int  # px of a token's side
+    latent_width: int  # numbers of a token
+    scaling: Mapping[str, Any]  # how the VAE's latents are scaled and shifted, as in its configuration
+    noise: Scale  # how large latents are at a noise level
+    sampler: str  # the scheduler's class, for an error's text
+
+    def why_not(self, other: LatentSpace) -> str:
+        """Why one model cannot go on with latents of the other; "": it can."""
+        for what, mine, its in (
+            ("tokens of {} pixels' side", self.token_size, other.token_size),
+            ("{} numbers in a token", self.latent_width, other.latent_width),
+            ("latents scaled with {}", dict(self.scaling), dict(other.scaling)),
+        ):
+            if mine != its:
+                return f"{what.format(mine)}, and {what.format(its)}"
+        if self.noise != other.noise:
+            return f"the scheduler {self.sampler}, and {other.sampler}, which keeps noised latents at another scale"
+        return ""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class EncodedImage:
     """Where sampling starts and what it is conditioned on, as `Family.encode_image` returns it. A width of 0: the
     family does not use it.
     """
 
-    latents: Tensor  # [image tokens, latent width], at the first noise level
+    latents: Tensor  # [image tokens, latent width], at the first noise level; any where `ImageInputs.goes_on`
     condition: Tensor  # [image tokens, condition width], what the denoiser sees of template and mask
     outside: Tensor  # [image tokens, outside width], with which `Family.advance` keeps the template outside the mask
-    sigmas: Tensor  # float32 [steps + 1], the noise levels still ahead, ending at 0
+    sigmas: Tensor  # float32 [steps + 1], the noise levels before each step and after the last, where a run ends at 0
     state: State  # the sampler's, before the first step
 
 
@@ -129,6 +160,7 @@ class Row:
     # Of the request.
     patches: PatchSet = ()  # the adapters that change the layers for this row
     keys_values: Tensor | None = None  # [text tokens, width], its prompt's `Family.keys_values`; None: made in the pass
+    is_negative: bool = False  # it is of the negative prompt; set where `Family.tells_negative`
 
 
 @dataclass(frozen=True, slots=True)
@@ -175,12 +207,20 @@ class Family(ABC):
     sees_all_latents: ClassVar[bool] = False
     """Whether the denoiser reads the latents of tokens that no block computes; they must then be the template's."""
 
+    tells_negative: bool = False
+    """Whether the denoiser is told which row is the negative prompt's."""
+
     # ------------------------------------------------------------------------------------------------------- parts
 
     @property
     @abstractmethod
     def components(self) -> Mapping[str, tuple[str, ...]]:
         """Kind of component, as in a ModelKey -> parts of the checkpoint of this kind, named as in model_index.json."""
+
+    @property
+    @abstractmethod
+    def latent_space(self) -> LatentSpace:
+        """Whose latents this model can go on with."""
 
     @abstractmethod
     def info(self, name: str) -> ModelInfo:

@@ -11,7 +11,7 @@ from __future__ import annotations
 import copy
 import inspect
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from torch import Tensor
@@ -19,6 +19,14 @@ from torch import Tensor
 State = tuple[Tensor, ...]
 """What a scheduler keeps between steps besides its position: its tensors, an empty one for each that it does not have
 yet; then, if it draws noise, the generator's state, uint8."""
+
+
+WHOLE = (0.0, 1.0)
+"""All of a run, as a part of it; see `ImageInputs`."""
+
+Scale = Literal["sum", "variance", "signal"]
+"""What noised latents, signal * clean + noise * random, have in common at all noise levels: the sum of the two factors
+is 1 (flow matching), the sum of their squares is 1 (DDIM, DPM-Solver++), or the signal is 1 (Euler)."""
 
 
 class Sampling:
@@ -63,16 +71,30 @@ class Sampling:
     def name(self) -> str:
         return type(self._scheduler).__name__
 
-    def schedule(self, num_inference_steps: int, num_denoising_steps: int, timesteps: Mapping[str, Any]) -> Tensor:
-        """Noise levels of a run, one for each step and a final 0: float32 [steps + 1].
+    def schedule(
+        self,
+        num_inference_steps: int,
+        num_denoising_steps: int,
+        timesteps: Mapping[str, Any],
+        part: tuple[float, float] = WHOLE,
+    ) -> Tensor:
+        """Noise levels of a run, or of a part of it: one for each step, and the one after the last, which is 0 at the
+        end of a run. float32 [steps + 1].
 
         timesteps: the pipeline's arguments for `set_timesteps`. num_denoising_steps: with strength < 1, fewer than
-        num_inference_steps; the first ones are skipped, as in diffusers' `get_timesteps`.
+        num_inference_steps; the first ones are skipped, as in diffusers' `get_timesteps`. part: as in `ImageInputs`.
         """
         self._scheduler.set_timesteps(**timesteps)
-        begin = (num_inference_steps - num_denoising_steps) * self.order
-        sigmas: Tensor = self._scheduler.sigmas[begin:]
-        return sigmas.clone()
+        first = (num_inference_steps - num_denoising_steps) * self.order
+        sigmas: Tensor = self._scheduler.sigmas[first:]
+        start, stop = span_of(part, sigmas[:-1] * self.num_train_timesteps, self.num_train_timesteps, self.order)
+        return sigmas[start : stop + 1].clone()
+
+    @property
+    def scale(self) -> Scale:
+        """How large latents are at a noise level."""
+        sigmas, one, none = torch.tensor([1.0, 0.5, 0.0]), torch.ones(1), torch.zeros(1)
+        return scale_of(self.noised(one, none, sigmas, 1).item(), self.noised(none, one, sigmas, 1).item())
 
     def begin(self, generator: torch.Generator) -> State:
         """The state before the first step. generator: the request's, after its initial latents were drawn."""
@@ -142,6 +164,32 @@ class _Levels:
             return self._levels[index]
         (number,) = index
         return self._levels[number : number + 1]
+
+
+def span_of(part: tuple[float, float], timesteps: Tensor, num_train_timesteps: int, order: int) -> tuple[int, int]:
+    """[start, stop) of the steps of a part among those of a run. part: as in `ImageInputs`. timesteps: of each step,
+    falling.
+    """
+    begin, end = part
+    start = num_before(begin, timesteps, num_train_timesteps, order) if begin > 0.0 else 0
+    return start, num_before(end, timesteps, num_train_timesteps, order) if end < 1.0 else len(timesteps)
+
+
+def num_before(share: float, timesteps: Tensor, num_train_timesteps: int, order: int) -> int:
+    """Steps before this share of the noise levels, as the SDXL pipelines cut them for `denoising_start`; at least one
+    step is on either side, if there are two. A solver of second order is not cut between the two calls of a step: all
+    but the last step have two, so an odd number of calls must be left."""
+    left = int((timesteps < round(num_train_timesteps - share * num_train_timesteps)).sum())
+    if order == 2 and left % 2 == 0:
+        left += 1
+    return min(max(len(timesteps) - left, order), len(timesteps) - 1)
+
+
+def scale_of(signal: float, noise: float) -> Scale:
+    """The kind of scale that these factors are of, at a noise level amid a run."""
+    ratio = noise / signal
+    signals: dict[Scale, float] = {"sum": 1 / (1 + ratio), "variance": (1 + ratio**2) ** -0.5, "signal": 1.0}
+    return min(signals, key=lambda scale: abs(signals[scale] - signal))
 
 
 def dynamic_shift(config: Any, image_tokens: int, max_shift: float = 1.15) -> float:

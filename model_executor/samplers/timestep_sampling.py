@@ -1,9 +1,9 @@
 """Samplers of UNets, whose schedulers count in training timesteps: DDIM, PNDM, Euler, Euler ancestral, DPM-Solver++.
 They run diffusers' schedulers on named tensors, as in `sampling.py`.
 
-A request's *run* is two integers, from which diffusers computes the timesteps. They come first in its `State`; the rest
-is what the scheduler keeps between steps, each attribute as one tensor. A scheduler object is made from them for each
-step, so the arithmetic is diffusers' own.
+A request's *run* is three integers, from which diffusers computes the timesteps. They come first in its `State`; the
+rest is what the scheduler keeps between steps, each attribute as one tensor. A scheduler object is made from them for
+each step, so the arithmetic is diffusers' own.
 
 The noise level of a timestep is its share of all training timesteps. It falls from 1 to 0 as in flow matching, and is
 converted back to the timestep for the model.
@@ -20,7 +20,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from model_executor.samplers.sampling import State
+from model_executor.samplers.sampling import WHOLE, Scale, State, scale_of, span_of
 
 CACHED_RUNS = 64
 """Schedulers cached, one for each number of steps; each is a few arrays of as many numbers."""
@@ -66,17 +66,28 @@ class TimestepSampling:
     def _num_calls(self, num_steps: int) -> int:
         return self.order * (num_steps - 1) + 1 + self.extra_steps
 
-    def run(self, num_inference_steps: int, num_denoising_steps: int) -> Tensor:
-        """The run, int64 [2]: its steps at full strength, and the number of timesteps skipped at its start, as in
-        diffusers' `get_timesteps` with strength < 1."""
-        return torch.tensor([num_inference_steps, (num_inference_steps - num_denoising_steps) * self.order])
+    def run(self, num_inference_steps: int, num_denoising_steps: int, part: tuple[float, float] = WHOLE) -> Tensor:
+        """The run, int64 [3]: its steps at full strength, and of their timesteps the numbers [start, stop) of those
+        that it takes. With strength < 1 it skips the first ones, as in diffusers' `get_timesteps`. part: as in
+        `ImageInputs`."""
+        first = (num_inference_steps - num_denoising_steps) * self.order
+        timesteps = self._of_steps(num_inference_steps).timesteps[first:]
+        start, stop = span_of(part, timesteps, self.num_train_timesteps, self.order)
+        return torch.tensor([num_inference_steps, first + start, first + stop])
 
     def noise_levels(self, run: Tensor) -> Tensor:
-        """Noise levels, one for each step and a final 0: float32 [steps + 1]. Times `num_train_timesteps` they are the
-        timesteps."""
-        scheduler, begin = self._of_run(run)
-        levels = scheduler.timesteps[begin:].double() / self.num_train_timesteps
-        return torch.cat([levels, levels.new_zeros(1)]).float()
+        """Noise levels, one for each step and the one after the last, which is 0 at the end: float32 [steps + 1]. Times
+        `num_train_timesteps` they are the timesteps."""
+        scheduler, begin, stop = self._of_run(run)
+        levels = scheduler.timesteps.double() / self.num_train_timesteps
+        return torch.cat([levels, levels.new_zeros(1)])[begin : stop + 1].float()
+
+    @property
+    def scale(self) -> Scale:
+        """How large latents are at a noise level."""
+        run, one, none = self.run(TRIAL_STEPS, TRIAL_STEPS), torch.ones(1), torch.zeros(1)
+        middle = TRIAL_STEPS // 2
+        return scale_of(self.noised(one, none, run, middle).item(), self.noised(none, one, run, middle).item())
 
     def begin(self, run: Tensor, generator: torch.Generator) -> State:
         """The state before the first step. generator: the request's, after its initial latents were drawn."""
@@ -90,13 +101,14 @@ class TimestepSampling:
         return started
 
     def noised(self, clean: Tensor, noise: Tensor, run: Tensor, step: int) -> Tensor:
-        """Clean latents at the noise level before `step`; unchanged after the last step.
+        """Clean latents at the noise level before `step`; unchanged after the last step, also where another model goes
+        on, as the pipelines do.
 
         The factors of both are read off the scheduler's result for ones, on the host: it would upload its tables and
         the timestep at every step, and each upload waits for a GPU.
         """
-        scheduler, begin = self._of_run(run)
-        timestep = scheduler.timesteps[begin + step : begin + step + 1]
+        scheduler, begin, stop = self._of_run(run)
+        timestep = scheduler.timesteps[begin + step : min(begin + step + 1, stop)]
         if not len(timestep):
             return clean
         one, none = torch.eye(2, dtype=clean.dtype)
@@ -156,14 +168,14 @@ class TimestepSampling:
         scheduler.scale_model_input(torch.zeros(1), scheduler.timesteps[0])  # some warn if it was never called
         return scheduler
 
-    def _of_run(self, run: Tensor) -> tuple[Any, int]:
-        """(the cached scheduler of a run, not to be modified, number of timesteps skipped)."""
-        num_inference_steps, begin = run.tolist()
-        return self._of_steps(num_inference_steps), begin
+    def _of_run(self, run: Tensor) -> tuple[Any, int, int]:
+        """(the cached scheduler of a run, not to be modified, numbers [start, stop) of its timesteps)."""
+        num_inference_steps, begin, stop = run.tolist()
+        return self._of_steps(num_inference_steps), begin, stop
 
     def _at(self, run: Tensor, step: int) -> Any:
         """A copy of the scheduler, positioned before `step`, without what earlier steps left in it."""
-        kept, begin = self._of_run(run)
+        kept, begin, _ = self._of_run(run)
         scheduler = copy.copy(kept)
         scheduler._begin_index, scheduler._step_index = begin, begin + step
         return scheduler

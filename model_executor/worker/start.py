@@ -76,7 +76,7 @@ def _opened(settings: WorkerConfig) -> ResidentModels:
         num_workers=settings.num_workers,
         model_bytes=settings.scheduler.model_bytes,
     )
-    keys = {name: keys.values() for name, keys in models.keys.items()}
+    keys = {name: models.needs(name) for name in models.keys}
     check_fits(keys, models.sizes, settings.scheduler.model_bytes)
     return models
 

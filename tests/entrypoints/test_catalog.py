@@ -6,7 +6,15 @@ from pathlib import Path
 
 import pytest
 
-from core.config import EMBEDDED_MODEL, EMBEDDED_NAME, AdapterConfig, EngineConfig, ModelConfig
+from core.config import (
+    EMBEDDED_MODEL,
+    EMBEDDED_NAME,
+    REFINER_ROLES,
+    AdapterConfig,
+    EngineConfig,
+    ModelConfig,
+    RequestDefaults,
+)
 from core.errors import ConfigError
 from entrypoints.catalog import read_catalog
 from entrypoints.serve_args import parse_options
@@ -158,3 +166,74 @@ def test_an_engines_models_share_device_and_threads(field: str, values: tuple[ob
         EngineConfig(models=models)
     with pytest.raises(ConfigError, match="at least one model"):
         EngineConfig(models=())
+
+
+# ------------------------------------------------------------------------------------------- models for each other
+
+
+def test_an_entry_says_who_works_for_a_model_and_what_requests_leave_open(folder: Path) -> None:
+    file = catalog(
+        folder,
+        """
+        [[model]]
+        name = "base"
+        path = "fill"
+        workflow = "refined"
+        refiner = "polish"
+        defaults = { num_inference_steps = 40, guidance_scale = 5, refiner_start = 0.7 }
+
+        [[model]]
+        name = "polish"
+        path = "fill"
+
+        [[model]]
+        name = "other"
+        path = "fill"
+        roles = { refiner = "polish", refiner_vae = "polish" }
+        """,
+    )
+    base, polish, other = parse_options(["--catalog", str(file)]).models
+    assert (base.workflow, base.players) == ("refined", dict.fromkeys(REFINER_ROLES, "polish"))
+    assert base.defaults == RequestDefaults(num_inference_steps=40, guidance_scale=5.0, refiner_start=0.7)
+    assert (polish.players, polish.defaults) == ({}, RequestDefaults())
+    assert other.players == {"refiner": "polish", "refiner_vae": "polish"}
+
+
+@pytest.mark.parametrize(
+    ("entry", "said"),
+    [
+        ("refiner = 3", "refiner: Invalid type for 'refiner'"),
+        ("workflow = 3", "workflow: Invalid type for 'workflow'"),
+        ("roles = 'polish'", "roles: Invalid type for 'roles'"),
+        ("roles = { refiner = 3 }", "roles: Invalid type for 'roles'"),
+        ("refiner = 'a'\nroles = { refiner_vae = 'b' }", "roles: Invalid 'roles': refiner_vae is the refiner's"),
+        ("defaults = 3", "defaults: is a table; there are num_inference_steps"),
+        ("defaults = { steps = 3 }", "defaults: steps is not known; there are num_inference_steps, guidance_scale"),
+        ("defaults = { num_inference_steps = 0 }", "num_inference_steps: Invalid 'num_inference_steps'"),
+        ("defaults = { refiner_start = 1 }", "refiner_start: Invalid 'refiner_start'"),
+    ],
+)
+def test_bad_values_of_these_keys_are_named(folder: Path, entry: str, said: str) -> None:
+    file = catalog(folder, f"[[model]]\n[[model]]\nname = 'b'\n{entry}\n")
+    with pytest.raises(ConfigError) as caught:
+        read_catalog(file, COMMON)
+    assert str(caught.value).startswith(f"{file}, model 2: {said}")
+
+
+@pytest.mark.parametrize(
+    ("entry", "said"),
+    [
+        ("refiner = 'gone'", "base: refiner: there is no model gone; there are polish"),
+        ("refiner = 'base'", "base: refiner: base is this model itself; name another one, or leave it out"),
+        ("refiner = 'hat'", "base: refiner: hat is an adapter; name a model"),
+        ("roles = { vae = 'gone' }", "base: roles.vae: there is no model gone"),
+        ("refiner = 'polish'", "base: refiner: models play roles for each other in a circle: base -> polish -> base"),
+    ],
+)
+def test_players_that_cannot_be_are_refused(
+    folder: Path, capsys: pytest.CaptureFixture[str], entry: str, said: str
+) -> None:
+    back = "refiner = 'base'" if "circle" in said else "loras = { hat = 'hat.safetensors' }"
+    text = f"[[model]]\nname = 'base'\npath = 'fill'\n{entry}\n[[model]]\nname = 'polish'\npath = 'fill'\n{back}\n"
+    line = refused(["--catalog", str(catalog(folder, text))], capsys)
+    assert said in line

@@ -45,19 +45,23 @@ def resolve(sampling: SamplingParams, model: ModelInfo, step_schedule: StepSched
         negative_prompt=negative_prompt,
         seed=secrets.randbelow(MAX_RANDOM_SEED) if sampling.seed is None else sampling.seed,
         max_sequence_length=length,
-        refiner_start=_refiner_start(sampling, model, steps),
     )
     _check_steps_left("strength", sampling.strength, resolved.num_denoising_steps)
     if sampling.hires_scale is not None:
         _check_steps_left("hires_strength", sampling.hires_strength, resolved.steps_at(resolved.hires_strength))
-    return resolved
+    start = _refiner_start(sampling, model, resolved.num_denoising_steps)
+    return msgspec.structs.replace(resolved, refiner_start=start)
 
 
-def _refiner_start(sampling: SamplingParams, model: ModelInfo, steps: int) -> float | None:
-    """Where the refiner takes over; of one step nothing is left for it."""
-    if "refiner" not in model.roles or sampling.refiner_start is not None:
+def _refiner_start(sampling: SamplingParams, model: ModelInfo, num_steps: int) -> float | None:
+    """Where the refiner takes over; of one step nothing is left for it. num_steps: that are run."""
+    if "refiner" not in model.roles:
         return sampling.refiner_start
-    return model.default_refiner_start if steps > 1 else None
+    if num_steps > 1:
+        return model.default_refiner_start if sampling.refiner_start is None else sampling.refiner_start
+    if sampling.refiner_start is not None:
+        raise _cannot("refiner_start", "one step is run, which leaves none for the refiner; leave it out")
+    return None
 
 
 def _computed_steps(

@@ -25,6 +25,7 @@ EXACT_NOTES: dict[ExactReason, str] = {
     "--cache-device-bytes where it is given).",
     "full_steps": "Every token was computed: full_steps covers all denoising steps.",
     "hires": "Every token was computed: with hires_scale both passes run exact.",
+    "refined": "Every token was computed: pictures of a model with a refiner run exact.",
 }
 """Notes for clients on why an edit ran exact although exact execution was not requested."""
 

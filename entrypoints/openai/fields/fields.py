@@ -17,9 +17,11 @@ from core.sampling_params import (
     MAX_INFERENCE_STEPS,
     MAX_PADDING_MASK_CROP,
     MAX_PROMPT_CHARACTERS,
+    MAX_REFINER_START,
     MAX_SEED,
     MAX_SIDE,
     MIN_HIRES_SCALE,
+    MIN_REFINER_START,
     MIN_SIDE,
 )
 from core.step_schedule import StepScheduleName
@@ -96,6 +98,13 @@ _COMMON = (
         MAX_HIRES_SCALE,
     ),
     Field("hires_strength", "number", "How much of the enlarged picture the second pass replaces; default 0.6.", 0, 1),
+    Field(
+        "refiner_start",
+        "number",
+        "Of models with a refiner: the share of the noise levels, from the highest down, after which it takes over.",
+        MIN_REFINER_START,
+        MAX_REFINER_START,
+    ),
     Field("max_sequence_length", "integer", "Text tokens, up to the model's own length.", 1),
     Field("mask_aware", "boolean", "Compute only the tokens under the mask; default true."),
     Field("mask_margin", "integer", "Pixels by which the computed area extends beyond the mask.", 0),

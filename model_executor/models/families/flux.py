@@ -88,7 +88,8 @@ class FluxFill(Flux):
     """Checkpoints whose model_index.json names FluxFillPipeline: the denoiser sees the masked image and the mask.
 
     Random draws: posterior noise of the image, initial noise, posterior noise of the masked image. At full strength,
-    and with other latents to start from, the first is drawn but unused, and the image is not encoded.
+    with other latents to start from, and where the run goes on with latents of other steps, the first is drawn but
+    unused, and the image is not encoded.
     """
 
     family = "flux-fill"
@@ -121,7 +122,7 @@ class FluxFill(Flux):
         """Noise, mixed with the latents of the image, or `start`, when sampling starts below full noise. image: the
         template, of which `to_image` has made it."""
         shape = self._latent_shape(image)
-        if sigma == 1.0:
+        if sigma == 1.0 or inputs.goes_on:
             self._draw(shape, generator)  # the posterior noise: multiplied by 0, but drawn first
             return self._draw(shape, generator)
         if inputs.start is None:

@@ -67,7 +67,7 @@ class LatentFamily(TransformerFamily):
 
     def _schedule(self, inputs: ImageInputs, image_tokens: int) -> Tensor:
         timesteps = self._timesteps(inputs.num_inference_steps, image_tokens)
-        return self._sampling.schedule(inputs.num_inference_steps, inputs.num_denoising_steps, timesteps)
+        return self._sampling.schedule(inputs.num_inference_steps, inputs.num_denoising_steps, timesteps, inputs.part)
 
 
 class NoisedTemplate(LatentFamily):
@@ -87,8 +87,9 @@ class NoisedTemplate(LatentFamily):
         clean = pack(self._template_sample(inputs, image, generator))
         noise = pack(self._draw(self._latent_shape(image), generator))
         self._draw(self._latent_shape(image), generator)
+        start = clean if inputs.start is None else inputs.start.to(clean)
         return EncodedImage(
-            latents=self._sampling.noised(clean if inputs.start is None else inputs.start.to(clean), noise, sigmas, 0),
+            latents=start if inputs.goes_on else self._sampling.noised(start, noise, sigmas, 0),
             condition=self._unmasked_condition(clean),
             outside=torch.cat([clean, noise, self._packed_mask(mask).to(clean)], dim=1),
             sigmas=sigmas,

@@ -54,6 +54,9 @@ BLOCKS = {
 
 MIDDLE = "UNetMidBlock2DCrossAttn"
 
+CLIP_WIDTH = 512
+"""CLIP's hidden_size and projection_dim where its configuration has none."""
+
 UNSUPPORTED = (
     "class_embed_type",
     "num_class_embeds",
@@ -73,7 +76,9 @@ class UnetFamily(TimestepFamily):
 
     Random draws: posterior noise of the image, initial noise, posterior noise of the masked image. A plain checkpoint
     does not use the last, but must draw it: a sampler that draws noise of its own continues after it. An inpainting
-    checkpoint at full strength does not use the first, and its pipeline does not draw it.
+    checkpoint at full strength does not use the first, and its pipeline does not draw it. A run that goes on with the
+    latents of other steps draws as a pipeline that is given latents as its image: initial noise, and in an inpainting
+    checkpoint posterior noise of the masked image.
     """
 
     denoiser_part = "unet"
@@ -122,10 +127,12 @@ class UnetFamily(TimestepFamily):
 
     @property
     def _denoiser_recipe(self) -> str:
-        return f"Unet {self._sampling.num_train_timesteps} {self._token_size}"
+        scores = " scores" if self.tells_negative else ""
+        return f"Unet {self._sampling.num_train_timesteps} {self._token_size}{scores}"
 
     def _make_denoiser(self, module: nn.Module, operators: Operators) -> Unet:
-        return Unet(module, self._sampling.num_train_timesteps, self._token_size, operators)
+        num_timesteps, has_scores = self._sampling.num_train_timesteps, self.tells_negative
+        return Unet(module, num_timesteps, self._token_size, operators, has_scores=has_scores)
 
     @property
     def lora_format(self) -> LoraFormat:
@@ -180,13 +187,17 @@ class UnetFamily(TimestepFamily):
         """As prepare_latents and prepare_mask_latents."""
         generator = torch.Generator("cpu").manual_seed(inputs.seed)
         image, mask = to_image(self._here(inputs.template)), self._here(inputs.mask)
-        run = self._sampling.run(inputs.num_inference_steps, inputs.num_denoising_steps)
+        run = self._sampling.run(inputs.num_inference_steps, inputs.num_denoising_steps, inputs.part)
         is_whole = inputs.num_denoising_steps == inputs.num_inference_steps
         clean = None
-        if not (is_whole and self._sees_mask):
+        if inputs.goes_on and not self._sees_mask:
+            clean = self._template_sample(inputs, image, torch.Generator("cpu").manual_seed(inputs.seed))
+        elif not (inputs.goes_on or (is_whole and self._sees_mask)):
             clean = self._template_sample(inputs, image, generator)
         noise = self._draw(self._latent_shape(image), generator)
-        if is_whole or clean is None:
+        if inputs.goes_on:
+            latents = noise
+        elif is_whole or clean is None:
             latents = self._sampling.pure_noise(noise, run)
         else:
             begun = clean if inputs.start is None else self._unpacked_like(noise, inputs.start)
@@ -196,7 +207,8 @@ class UnetFamily(TimestepFamily):
             masked = self._posterior_sample(image * (1 - mask.float()), generator, inputs.is_exact)
             condition = torch.cat([self._latent_mask(mask).to(noise), masked], dim=1)
         elif clean is not None:
-            self._draw(self._latent_shape(image), generator)
+            if not inputs.goes_on:
+                self._draw(self._latent_shape(image), generator)
             outside = torch.cat([clean, noise, self._latent_mask(mask).to(noise)], dim=1)
         return EncodedImage(
             latents=pack(latents, TOKEN_SIDE),
@@ -294,22 +306,46 @@ class StableDiffusion(UnetFamily):
 
 class StableDiffusionXL(UnetFamily):
     """Checkpoints whose model_index.json names StableDiffusionXLPipeline, or its Img2Img or Inpaint variant. Refiners
-    are not supported. Where force_zeros_for_empty_prompt is set, an empty prompt (also a missing negative one) is
-    embedded as zeros.
+    have the second text encoder alone, and see an aesthetic score instead of the target size
+    (`requires_aesthetics_score`). Where force_zeros_for_empty_prompt is set, an empty prompt (also a missing negative
+    one) is embedded as zeros.
     """
 
     family = "sdxl"
     summary = "Stable Diffusion XL: a UNet that also sees the picture's size, with classifier-free guidance"
-    text_parts = ("text_encoder", "text_encoder_2")
+    text_parts: tuple[str, ...] = ("text_encoder", "text_encoder_2")
     lora_loader = "StableDiffusionXLLoraLoaderMixin"
     classes: ClassVar[Classes] = {**UnetFamily.classes, **CLIP, **projected_clip("_2")}
     added = "text_time"
 
     def __init__(self, checkpoint: ModelCheckpoint) -> None:
-        if checkpoint.index.get("requires_aesthetics_score") or not checkpoint.has("text_encoder"):
-            raise refuse(checkpoint, "a refiner is not supported")
+        self.tells_negative = bool(checkpoint.index.get("requires_aesthetics_score"))
+        if not checkpoint.has("text_encoder"):
+            self.text_parts = ("text_encoder_2",)
         super().__init__(checkpoint)
         self._has_zero_prompt = checkpoint.index.get("force_zeros_for_empty_prompt", True)
+
+    def _check(self) -> None:
+        """Also refuses a denoiser for other text encoders, such as a refiner's, and as `_get_add_time_ids` for another
+        number of inputs besides timestep and text."""
+        super()._check()
+        config, encoders = self._unet_config, [self._checkpoint.config(part) for part in self.text_parts]
+        text, has = sum(each.get("hidden_size", CLIP_WIDTH) for each in encoders), config["cross_attention_dim"]
+        if has not in (text, [text] * len(config["down_block_types"])):
+            raise refuse(
+                self._checkpoint,
+                f"a denoiser with cross_attention_dim {has} does not fit text encoders of width {text}",
+            )
+        pooled = encoders[-1].get("projection_dim", CLIP_WIDTH)
+        number, width = 5 if self.tells_negative else 6, config["addition_time_embed_dim"]
+        wanted, has = pooled + number * width, config["projection_class_embeddings_input_dim"]
+        if wanted != has:
+            flag = f"requires_aesthetics_score is {str(self.tells_negative).lower()} in model_index.json"
+            raise refuse(
+                self._checkpoint,
+                f"a denoiser with projection_class_embeddings_input_dim {has} does not fit the other parts, which give "
+                f"{wanted}: {pooled} of text_encoder_2, and {number} times {width} since {flag}",
+            )
 
     def prepare(self, part: str, module: nn.Module) -> Any:
         """Keeps the VAE in float32 where its configuration says force_upcast, as the pipeline does: it overflows in
@@ -343,10 +379,10 @@ class StableDiffusionXL(UnetFamily):
         )
 
     def _embed(self, encoders: Sequence[Any], tokens: Sequence[Tokens]) -> tuple[Tensor, Tensor]:
-        """As encode_prompt: both encoders' last but one layers side by side, and the second's pooled projection."""
+        """As encode_prompt: the encoders' last but one layers side by side, and the last one's pooled projection."""
         outputs = [
             encoder(t.ids.to(self._device), output_hidden_states=True)
             for encoder, t in zip(encoders, tokens, strict=True)
         ]
         sequence = torch.cat([output.hidden_states[-2][0] for output in outputs], dim=1)
-        return sequence, outputs[1][0][0]
+        return sequence, outputs[-1][0][0]

@@ -22,7 +22,7 @@ from model_executor.checkpoint.loader import ModelCheckpoint
 from model_executor.cpu import cpu_gains_by_bfloat16
 from model_executor.kernels.gpu_tables import upload
 from model_executor.kernels.operators import Operators, chosen_operators
-from model_executor.models.base import Family, ImageInputs, PreparedAdapter
+from model_executor.models.base import Family, ImageInputs, LatentSpace, PreparedAdapter
 from model_executor.models.boxes import Box, around, times
 from model_executor.models.latents import PATCH, pack, unpack
 from model_executor.models.parts import Classes
@@ -37,6 +37,10 @@ from model_executor.samplers.timestep_sampling import TimestepSampling
 KEPT_NOISES = 16
 """Templates whose noise is cached: every chunk of priming needs it, and in some families every step. One takes 0.5 MB
 at 1024x1024 pixels in half precision."""
+
+
+SCALING = {"scaling_factor": 0.18215, "shift_factor": None, "latents_mean": None, "latents_std": None}
+"""Entries of a VAE's configuration by which its latents are scaled -> what diffusers takes where they are missing."""
 
 
 class VaeFamily(Family):
@@ -99,6 +103,17 @@ class VaeFamily(Family):
     @property
     def components(self) -> Mapping[str, tuple[str, ...]]:
         return {"text_encoder": self.text_parts, "vae": ("vae",), "transformer": (self.denoiser_part,)}
+
+    @property
+    def latent_space(self) -> LatentSpace:
+        scaling = {name: self._vae_config.get(name, usual) for name, usual in SCALING.items()}
+        return LatentSpace(
+            token_size=self._token_size,
+            latent_width=self._latent_width,
+            scaling={name: value for name, value in scaling.items() if value},
+            noise=self._sampling.scale,
+            sampler=self._sampling.name,
+        )
 
     def recipe(self, part: str) -> str:
         if part == self.denoiser_part:

@@ -40,6 +40,9 @@ from model_executor.patches.module_patches import ModulePatches
 CACHED_GRIDS = 32
 """Picture sizes whose `time_ids` are cached."""
 
+SCORE, NEGATIVE_SCORE = 6.0, 2.5
+"""The aesthetic scores that refiners are asked for, and led away from: the defaults of diffusers' pipelines."""
+
 AnyRow = TypeVar("AnyRow", Row, PrimeRow)
 
 Numbers = Sequence[int]
@@ -57,7 +60,8 @@ class Unet:
     """Runs a UNet on batches of rows.
 
     module: the UNet. num_train_timesteps: its scheduler's. token_size: pixels per token side. operators: what reads and
-    makes pages, None for the fastest on the device.
+    makes pages, None for the fastest on the device. has_scores: whether it sees an aesthetic score instead of the
+    target size.
 
     On a CPU only the rows of one request share a pass: a product's rounding may depend on its number of rows, and a
     picture must not depend on the other requests in its batch. This costs little: a pass of four rows took 0.85 of the
@@ -65,7 +69,13 @@ class Unet:
     """
 
     def __init__(
-        self, module: Any, num_train_timesteps: int, token_size: int, operators: Operators | None = None
+        self,
+        module: Any,
+        num_train_timesteps: int,
+        token_size: int,
+        operators: Operators | None = None,
+        *,
+        has_scores: bool = False,
     ) -> None:
         convolutions: list[Any] = [layer for layer in module.modules() if isinstance(layer, torch.nn.Conv2d)]
         for convolution in convolutions:  # faster, as in `vae.ImageVae`; quantised layers stay
@@ -79,6 +89,7 @@ class Unet:
             use_onednn(module)
         self._num_train_timesteps = num_train_timesteps
         self._token_size = token_size
+        self._has_scores = has_scores
         self._ids = lru_cache(maxsize=CACHED_GRIDS)(self._make_ids)
         self.patches = ModulePatches(module, module.device, module.dtype, self._arrange)
         self.graphs = StepGraphs(capture_on(module.device))
@@ -205,17 +216,22 @@ class Unet:
 
     def _added(self, rows: Sequence[Row | PrimeRow]) -> Mapping[str, Tensor]:
         """SDXL's additional inputs: the pooled prompt, and `time_ids`: original size, crop corner and target size, here
-        those of an uncropped picture. Other UNets ignore them."""
+        those of an uncropped picture, or a score. Other UNets ignore them."""
         pooled = torch.stack([row.pooled_prompt_embeds for row in rows])
         return {
             "text_embeds": pooled,
-            "time_ids": torch.stack([hold(self._ids(row.grid)) for row in rows]).to(pooled.dtype),
+            "time_ids": torch.stack([hold(self._ids(row.grid, _is_negative(row))) for row in rows]).to(pooled.dtype),
         }
 
-    def _make_ids(self, grid: tuple[int, int]) -> Tensor:
+    def _make_ids(self, grid: tuple[int, int], is_negative: bool) -> Tensor:
         """SDXL's time_ids for a picture size, made once on the device: copying them there would wait for a GPU."""
         size = [side * self._token_size for side in grid]
-        return torch.tensor([*size, 0, 0, *size], device=self.module.device)
+        score = NEGATIVE_SCORE if is_negative else SCORE
+        return torch.tensor([*size, 0, 0, *([score] if self._has_scores else size)], device=self.module.device)
+
+
+def _is_negative(row: Row | PrimeRow) -> bool:
+    return isinstance(row, Row) and row.is_negative
 
 
 def _texts(rows: Sequence[Row | PrimeRow]) -> Tensor:

@@ -30,6 +30,7 @@ from model_executor.models.registry import make_family
 from model_executor.page_cache.pages import Pages
 from model_executor.patches.adapters import NOTHING_KNOWN, Adapter, read_adapter
 from model_executor.worker.loading.component_keys import Opened, component_keys, prompt_twins
+from model_executor.worker.loading.players import borrowed, check_players, with_players
 
 logger = logging.getLogger("stencil.worker")
 
@@ -63,6 +64,7 @@ class ResidentModels:
             config.name: [self._read(config.name, adapter) for adapter in config.adapters] for config in configs
         }
         self._prompts_of = prompt_twins(opened, keys)
+        self._borrowed = {config.name: borrowed(config, keys) for config in configs}
 
     def _read(self, model: str, config: AdapterConfig) -> Adapter:
         """Read an adapter and check that it fits, before minutes are spent on loading. Raises ConfigError."""
@@ -105,6 +107,7 @@ class ResidentModels:
         families = {name: make_family(checkpoint) for name, checkpoint in checkpoints.items()}
         for checkpoint in checkpoints.values():
             checkpoint.check_quantization()
+        check_players(configs, families)
         opened = {name: Opened(checkpoint, families[name]) for name, checkpoint in checkpoints.items()}
         return cls(configs, opened, component_keys(opened, user_cache_folder(os.environ)))
 
@@ -123,9 +126,9 @@ class ResidentModels:
         return next(iter(self._checkpoints.values())).device
 
     def load_all(self, names: Collection[str] = (), read: Read | None = None) -> None:
-        """Load every component of these models, by default of all, and their adapters. read: by default `self.read`.
-        Raises ConfigError."""
-        for key in dict.fromkeys(key for name in names or self._configs for key in self.keys[name].values()):
+        """Load every component that these models need, by default all, and their adapters. read: by default
+        `self.read`. Raises ConfigError."""
+        for key in dict.fromkeys(key for name in names or self._configs for key in self.needs(name)):
             self.install(key, *(read or self.read)(key))
 
     def load(self, key: ModelKey) -> LoadedComponent:
@@ -235,6 +238,10 @@ class ResidentModels:
         """Whether every component of a model is loaded."""
         return self._loaded.keys() >= {*self.keys[name].values()}
 
+    def needs(self, name: str) -> tuple[ModelKey, ...]:
+        """The components that requests to a model are computed with, also those of other models."""
+        return (*self.keys[name].values(), *self._borrowed[name])
+
     @property
     def loaded_families(self) -> dict[str, Family]:
         """The families of the models that are loaded, by name."""
@@ -277,7 +284,8 @@ class ResidentModels:
     def _info(self, name: str) -> ModelInfo:
         family, folder = self.families[name], user_cache_folder(os.environ)
         info = msgspec.structs.replace(family.info(name), components=tuple(self.keys[name].values()))
-        return with_calibration(info, self._configs[name], self._checkpoints[name], family, folder)
+        info = with_calibration(info, self._configs[name], self._checkpoints[name], family, folder)
+        return with_players(info, self._configs[name], self._borrowed[name])
 
     def warm_up(self) -> None:
         """Edit one small picture with every loaded model, so that the first request does not pay for first calls and

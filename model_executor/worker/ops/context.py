@@ -50,7 +50,9 @@ class WorkerContext:
         self._wait_for_adapters = wait_for_adapters
         prompts = {name: PromptCache(family) for name, family in models.items() if name not in prompts_of}
         self.prompts = {name: prompts[prompts_of.get(name, name)] for name in models}  # model -> its prompt cache
-        self._dtypes = {name: getattr(torch, family.info(name).dtype) for name, family in models.items()}
+        self._dtypes: dict[str, torch.dtype] = {
+            name: getattr(torch, family.info(name).dtype) for name, family in models.items()
+        }
 
     def family(self, model: str, patches: PatchSet) -> Family:
         """A model, for an item with these patches. Raises InvalidRequestError if one of them is not in use."""
@@ -97,6 +99,10 @@ class WorkerContext:
         """Store the sampler's state as an output of the item's node; () if the sampler has none."""
         key = TensorKey(item.request_id, item.node, "sampler", item.version)
         return (self.store.put_series(key, state),) if state else ()
+
+    def dtype_of(self, model: str) -> torch.dtype:
+        """The dtype that a model computes in."""
+        return self._dtypes[model]
 
     def clean_latents(self, model: str, ref: EntryRef, num_tokens: int) -> Tensor:
         """A template's clean latents, [image tokens, latent width], read-only."""

@@ -44,8 +44,11 @@ class StepInputs:
         self._last: tuple[Tensor, ...] = ()  # see `velocity`, with the latents before it
         if item.work.own_page_step is not None and item.work.step:
             state, self._last = state[:-2], state[-2:]
+        latents = self._values["latents"]
+        if not item.work.step:  # another model, which may compute in another dtype, may have made them
+            latents = latents.to(context.dtype_of(item.model))
         self.sample = SamplingState(
-            latents=self._values["latents"],
+            latents=latents,
             outside=self._values["outside"],
             sigmas=self._values["sigmas"],
             step=item.work.step,
@@ -85,6 +88,7 @@ class StepInputs:
                 patches=work.patches,
                 modulation=_of_step(table, work.step),
                 keys_values=self._keys_values(number, embeds),
+                is_negative=number > 0 and self.family.tells_negative,
             )
             rows.append(row)
         return rows

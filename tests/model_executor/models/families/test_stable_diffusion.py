@@ -210,12 +210,21 @@ def test_configurations_that_would_differ_from_the_pipeline_are_refused(
         make_family(ModelCheckpoint.open(ModelConfig(model=str(path))))
 
 
-@pytest.mark.parametrize("entry", [{"requires_aesthetics_score": True}, {"text_encoder": [None, None]}])
-def test_refiners_are_refused(tmp_path: Path, entry: dict[str, Any]) -> None:
+@pytest.mark.parametrize(
+    ("entry", "reason"),
+    [
+        ({"requires_aesthetics_score": True}, "input_dim 72 does not fit the other parts, which give 64: 24 of text"),
+        ({"text_encoder": [None, None]}, "cross_attention_dim 48 does not fit text encoders of width 24"),
+    ],
+)
+def test_a_denoiser_that_does_not_fit_its_text_encoders_is_refused(
+    tmp_path: Path, entry: dict[str, Any], reason: str
+) -> None:
+    """Such as a refiner's among a base model's parts."""
     path = make_sdxl(tmp_path / "refiner")
     index = json.loads((path / "model_index.json").read_text())
     (path / "model_index.json").write_text(json.dumps(index | entry))
-    with pytest.raises(ConfigError, match="a refiner is not supported"):
+    with pytest.raises(ConfigError, match=reason):
         make_family(ModelCheckpoint.open(ModelConfig(model=str(path))))
 
 

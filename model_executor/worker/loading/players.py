@@ -1,0 +1,135 @@
+"""Players: which models play roles for others, whether they can, and what that makes of a model's info."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+
+import msgspec
+
+import core.scheduling.ops  # noqa: F401  registers the ops that workflows name
+from core.config import ModelConfig
+from core.errors import ConfigError
+from core.graph.catalog import WORKFLOWS
+from core.graph.workflow import Node, Workflow, op_of, role_of
+from core.handles import ModelKey
+from core.model_info import ModelInfo
+from model_executor.models.base import Family
+
+PASSED_ON = ("latents",)
+"""Types of values that one model makes for another of the same latent space. All others are for its own nodes."""
+
+
+def component_of(role: str) -> str:
+    """The kind of component that plays a role. Raises KeyError for a role of no workflow."""
+    return {role: kind for workflow in WORKFLOWS.values() for role, kind in workflow.roles.items()}[role]
+
+
+def borrowed(config: ModelConfig, keys: Mapping[str, Mapping[str, ModelKey]]) -> tuple[ModelKey, ...]:
+    """The components that a model takes from those that play its roles, without what it has itself. keys: model -> part
+    of its checkpoint -> the component."""
+    wanted = (
+        key
+        for role, name in config.players.items()
+        for key in keys[name].values()
+        if key.component == component_of(role)
+    )
+    return tuple(key for key in dict.fromkeys(wanted) if key not in {*keys[config.name].values()})
+
+
+def with_players(info: ModelInfo, config: ModelConfig, taken: tuple[ModelKey, ...]) -> ModelInfo:
+    """The info of a model with its roles, and with the defaults of its requests. A run that two models share takes all
+    steps and computes all tokens. taken: from `borrowed`. Raises ConfigError for a default that its sampler cannot do.
+    """
+    defaults = {f"default_{name}": value for name, value in msgspec.structs.asdict(config.defaults).items()}
+    info = msgspec.structs.replace(
+        info,
+        workflow=config.workflow,
+        roles=config.players,
+        borrowed=taken,
+        **{name: value for name, value in defaults.items() if value is not None},
+    )
+    if info.default_num_inference_steps < info.min_inference_steps:
+        least = f"its sampler takes at least {info.min_inference_steps} steps"
+        raise ConfigError(f"{info.name}: defaults: num_inference_steps: {least}")
+    if "refiner" not in info.roles:
+        return info
+    return msgspec.structs.replace(info, page_scheme=None, can_skip_steps=False, step_schedules=())
+
+
+# ---------------------------------------------------------------------------------------------------------- checks
+
+
+def check_players(configs: Sequence[ModelConfig], families: Mapping[str, Family]) -> None:
+    """Raises ConfigError for a workflow or a role that there is not, and for models that cannot work together. configs:
+    whose players are all among them. families: of these models, by name."""
+    for config in configs:
+        _check_names(config)
+        for role, name in config.players.items():
+            _check_pair(config, role, families[config.name], families[name])
+        for role in config.players:
+            _check_use(config, role)
+
+
+def _check_names(config: ModelConfig) -> None:
+    known = dict.fromkeys(role for workflow in WORKFLOWS.values() for role in workflow.roles)
+    for role in config.players:
+        if role not in known:
+            raise ConfigError(f"{config.name}: roles: no workflow has a role {role}; there are {', '.join(known)}")
+    if not config.workflow:
+        return
+    if config.workflow not in WORKFLOWS:
+        raise ConfigError(f"{config.name}: workflow: there is no {config.workflow}; there are {', '.join(WORKFLOWS)}")
+    if unbound := _unbound(config, WORKFLOWS[config.workflow]):
+        what = f"{config.workflow} needs other models as {' and '.join(unbound)}"
+        raise ConfigError(f"{config.name}: workflow: {what}; name them in roles, or give a refiner")
+
+
+def _unbound(config: ModelConfig, workflow: Workflow) -> list[str]:
+    """The roles of a workflow that neither another model plays nor this one, by its own component of this kind."""
+    return [role for role, kind in workflow.roles.items() if role not in config.players and role != kind]
+
+
+def _check_use(config: ModelConfig, role: str) -> None:
+    """Raises ConfigError if the model lacks another role of the workflow that this one is for, or if the two do not go
+    together."""
+    having = [workflow for workflow in WORKFLOWS.values() if role in workflow.roles]
+    able = [workflow for workflow in having if not _unbound(config, workflow)]
+    if not able:
+        others = f"needs other models as {' and '.join(_unbound(config, having[0]))} too"
+        raise ConfigError(f"{config.name}: roles: {role} is of {having[0].name}, which {others}")
+    for workflow in able:
+        _check_sources(config, workflow)
+
+
+def _check_pair(config: ModelConfig, role: str, own: Family, player: Family) -> None:
+    """Raises ConfigError unless a model can play a role, as far as the two know."""
+    where, name = f"{config.name}: {config.key_of(role)}", config.players[role]
+    for model, family in ((config.name, own), (name, player)):
+        if not family.info(model).can_edit:
+            raise ConfigError(f"{where}: {model} makes pictures of classes, and shares them with no other model")
+    if component_of(role) == "text_encoder":
+        return
+    if reason := own.latent_space.why_not(player.latent_space):
+        remedy = "two models share a picture only if all of this is equal"
+        raise ConfigError(f"{where}: {name} cannot go on with latents of {config.name}: {reason}; {remedy}")
+
+
+def _check_sources(config: ModelConfig, workflow: Workflow) -> None:
+    """Raises ConfigError if a node would read from another model what only its own can make: text embeddings, condition
+    and the sampler's state are each model's own."""
+    for node, source, value in _reads(workflow):
+        mine, its = (config.players.get(role_of(each), config.name) for each in (node, source))
+        if mine != its:
+            role = next(role for role in (role_of(node), role_of(source)) if role in config.players)
+            what = f"{role_of(source)} of {its} makes {value} for {role_of(node)} of {mine}"
+            raise ConfigError(f"{config.name}: {config.key_of(role)}: {what}; one model must play both")
+
+
+def _reads(workflow: Workflow) -> Iterator[tuple[Node, Node, str]]:
+    """(node, node that it reads, type of the value), without what may be passed on."""
+    for node in workflow.nodes:
+        for edge in node.inputs:
+            source = workflow.node(edge.source)
+            kind = next(port.type for port in op_of(source).outputs if port.name == edge.name)
+            if kind not in PASSED_ON:
+                yield node, source, kind

@@ -1,0 +1,128 @@
+"""Models that play roles for others: what they lend, and which pairs are refused."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from collections.abc import Mapping
+from pathlib import Path
+
+import msgspec
+import pytest
+from diffusers import (
+    DDIMScheduler,
+    DPMSolverMultistepScheduler,
+    EulerAncestralDiscreteScheduler,
+    EulerDiscreteScheduler,
+)
+
+from core.config import REFINER_ROLES, ModelConfig, RequestDefaults
+from core.errors import ConfigError
+from core.graph.workflows.refined import REFINED
+from model_executor.worker.loading.resident import ResidentModels
+from tools.random_checkpoints import make_flux, make_sd3
+from tools.random_dit_checkpoints import make_dit
+from tools.random_unet_checkpoints import make_sdxl, make_sdxl_refiner
+
+
+@pytest.fixture(scope="module")
+def paths(tmp_path_factory: pytest.TempPathFactory) -> Mapping[str, Path]:
+    folder = tmp_path_factory.mktemp("models")
+    euler = {"scheduler_class": EulerDiscreteScheduler}
+    made = {
+        "euler": make_sdxl(folder / "euler", **euler),
+        "ddim": make_sdxl(folder / "ddim", scheduler_class=DDIMScheduler),
+        "fine-euler": make_sdxl_refiner(folder / "fine-euler", **euler),
+        "fine-ancestral": make_sdxl_refiner(
+            folder / "fine-ancestral", seed=1, scheduler_class=EulerAncestralDiscreteScheduler
+        ),
+        "fine-dpm": make_sdxl_refiner(folder / "fine-dpm", scheduler_class=DPMSolverMultistepScheduler),
+        "flux": make_flux(folder / "flux"),
+        "sd3": make_sd3(folder / "sd3"),
+        "dit": make_dit(folder / "dit"),
+        "scaled": folder / "scaled",
+    }
+    shutil.copytree(made["fine-euler"], made["scaled"])
+    config = made["scaled"] / "vae" / "config.json"
+    config.write_text(json.dumps(json.loads(config.read_text()) | {"scaling_factor": 0.13025}))
+    return made
+
+
+def opened(paths: Mapping[str, Path], base: str, *others: str, **settings: object) -> ResidentModels:
+    """settings: of the first one."""
+    configs = [ModelConfig(model=str(paths[name]), served_model_name=name, dtype="float32") for name in (base, *others)]
+    return ResidentModels.open([msgspec.structs.replace(configs[0], **settings), *configs[1:]])
+
+
+@pytest.mark.parametrize(
+    ("base", "refiner"), [("euler", "fine-euler"), ("euler", "fine-ancestral"), ("ddim", "fine-dpm"), ("flux", "flux2")]
+)
+def test_a_model_borrows_from_its_refiner_what_it_has_not_itself(
+    paths: Mapping[str, Path], base: str, refiner: str
+) -> None:
+    models = opened({**paths, "flux2": paths["flux"]}, base, refiner, refiner=refiner)
+    info, other = models.ready(0).models
+    assert info.roles == dict.fromkeys(REFINER_ROLES, refiner)
+    assert (info.page_scheme, info.can_skip_steps, info.workflow) == (None, False, "")
+    assert {*info.needs} == {*info.components, *other.components}
+    assert len(info.needs) == len({*info.needs})
+    assert (other.roles, other.borrowed) == ({}, ())
+    models.load_all(models.first)
+    assert {loaded.key for loaded in models.loaded} == {*info.needs}
+
+
+@pytest.mark.parametrize(
+    ("base", "refiner", "said"),
+    [
+        (
+            "euler",
+            "fine-dpm",
+            "the scheduler EulerDiscreteScheduler, and DPMSolverMultistepScheduler, which keeps noised",
+        ),
+        (
+            "ddim",
+            "fine-euler",
+            "the scheduler DDIMScheduler, and EulerDiscreteScheduler, which keeps noised latents at",
+        ),
+        ("euler", "flux", "tokens of 32 pixels' side, and tokens of 16 pixels' side"),
+        ("flux", "dit", "dit makes pictures of classes, and shares them with no other model"),
+        ("euler", "scaled", "latents scaled with {'scaling_factor': 0.18215}, and latents scaled with {'scaling_f"),
+    ],
+)
+def test_models_that_cannot_share_latents_are_refused(
+    paths: Mapping[str, Path], base: str, refiner: str, said: str
+) -> None:
+    with pytest.raises(ConfigError) as caught:
+        opened(paths, base, refiner, refiner=refiner)
+    assert str(caught.value).startswith(f"{base}: refiner: ")
+    assert said in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("settings", "said"),
+    [
+        ({"workflow": "polished"}, "workflow: there is no polished; there are inpaint, hires"),
+        ({"workflow": "refined"}, "workflow: refined needs other models as refiner_text_encoder and refiner_vae and"),
+        ({"roles": {"painter": "sd3"}}, "roles: no workflow has a role painter; there are text_encoder, vae"),
+        ({"roles": {"refiner": "flux2"}}, "roles: refiner is of refined, which needs other models as refiner_text_"),
+        ({"roles": {"vae": "flux2"}}, "roles.vae: vae of flux2 makes sampler state for transformer of flux; one model"),
+    ],
+)
+def test_roles_and_workflows_that_no_request_could_use_are_refused(
+    paths: Mapping[str, Path], settings: Mapping[str, object], said: str
+) -> None:
+    several = {**paths, "flux2": paths["flux"]}
+    with pytest.raises(ConfigError) as caught:
+        opened(several, "flux", "flux2", "sd3", **settings)
+    assert str(caught.value).startswith(f"flux: {said}")
+
+
+def test_defaults_take_the_place_of_the_checkpoints(paths: Mapping[str, Path]) -> None:
+    defaults = RequestDefaults(num_inference_steps=7, guidance_scale=2.5, true_cfg_scale=3.5, refiner_start=0.7)
+    settings = {"refiner": "flux2", "workflow": REFINED.name, "defaults": defaults}
+    models = opened({**paths, "flux2": paths["flux"]}, "flux", "flux2", **settings)
+    info, other = models.ready(0).models
+    assert info.workflow == REFINED.name
+    assert (info.default_num_inference_steps, info.default_guidance_scale) == (7, 2.5)
+    assert (info.default_true_cfg_scale, info.default_refiner_start) == (3.5, 0.7)
+    assert other.default_num_inference_steps == 28
