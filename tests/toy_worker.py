@@ -31,7 +31,7 @@ def main(config: bytes, fds: list[int]) -> None:
     worker.main(config, fds)
 
 
-def run_toys(context: WorkerContext, model: str, items: Sequence[Item]) -> list[ItemResult]:
+def run_toys(context: WorkerContext, items: Sequence[Item]) -> list[ItemResult]:
     """Mix all that each item reads into new values. Deferred inputs are read after some work, as they should be."""
     return [_run_toy(context, item) for item in items]
 

@@ -51,15 +51,15 @@ def test_a_step_does_not_wait(
         pytest.skip("no GPU")
     steps, handle = list[int](), HANDLERS[DENOISE.name]
 
-    def watched(context: WorkerContext, model: str, items: Sequence[Item]) -> list[ItemResult]:
+    def watched(context: WorkerContext, items: Sequence[Item]) -> list[ItemResult]:
         (work,) = [item.work for item in items]
         assert isinstance(work, Denoise)
         assert (work.active is not None) == is_mask_aware
         if work.step < BEFORE:
-            return handle(context, model, items)
+            return handle(context, items)
         steps.append(work.step)
         with no_waits():
-            return handle(context, model, items)
+            return handle(context, items)
 
     monkeypatch.setitem(HANDLERS, DENOISE.name, watched)
     cache = CacheConfig(device_bytes=GIB, host_bytes=GIB)
