@@ -8,10 +8,9 @@ from typing import NamedTuple
 
 from core.graph.catalog import WORKFLOWS
 from core.graph.workflow import Node, Workflow, role_of
-from core.graph.workflows.inpaint import INPAINT
 from core.messages.engine import EngineRequest, PrimeTemplate
 from core.model_info import ModelInfo
-from core.routing.fleet_costs import Encoding, Features, work_features
+from core.routing.fleet_costs import WORKFLOW, Encoding, Features, work_features
 
 
 class Loop(NamedTuple):
@@ -139,7 +138,7 @@ def loops_of(workflow: Workflow, info: ModelInfo, rounds: Sequence[int], tokens_
 def _encodings(workflow: Workflow, info: ModelInfo, tokens_of: TokensOf) -> tuple[Encoding, ...]:
     """Its nodes that run once, unless they are those of the plain workflow, run by its own model."""
     once = [node for node in workflow.nodes if not (node.region or node.shows)]
-    if not info.roles and all(node in INPAINT.nodes for node in once):
+    if not info.roles and all(node in WORKFLOW.nodes for node in once):
         return ()
     return tuple(Encoding(_player(info, node), node.op, tokens_of(node.canvas)) for node in once)
 

@@ -23,11 +23,13 @@ from core.errors import EngineError, InvalidRequestError, StencilError
 from core.messages.engine import Failed
 from core.sampling_params import SamplingParams
 from engine.client.edit_types import EditInput
+from engine.client.upload import BytesUpload
 from engine.router.engine_client import RequestOutput
 from entrypoints import Edit, ImageEngine
 
 EMPTY = Edit(prompt="a room", size=(64, 64))
 FEW = SamplingParams(num_inference_steps=2, seed=1)
+MASK = BytesUpload(b"a file that nobody opens")
 
 
 @pytest.fixture(scope="module")
@@ -104,8 +106,13 @@ def test_a_template_without_an_image_is_refused(engine: ImageEngine, image: Any,
 BROKEN = {
     "cannot be encoded": EditInput(prompt=np.str_("x"), sampling=FEW, canvas_size=(64, 64)),
     "the engine cannot decode": EditInput(prompt=b"x", sampling=FEW, canvas_size=(64, 64)),  # type: ignore[arg-type]
-    "an image processor cannot decode": EditInput(prompt="x", sampling=FEW, canvas_size=(64.0, 64)),  # type: ignore[arg-type]
-    "an image processor is not sent": EditInput(prompt="x", sampling=FEW, canvas_size=(np.int64(64), 64)),
+    "an image processor cannot decode": EditInput(
+        prompt="x",
+        sampling=FEW,
+        mask=MASK,
+        canvas_size=(64.0, 64),  # type: ignore[arg-type]
+    ),
+    "an image processor is not sent": EditInput(prompt="x", sampling=FEW, mask=MASK, canvas_size=(np.int64(64), 64)),
 }
 
 

@@ -50,10 +50,10 @@ def inject(module, folder):
             raise RuntimeError("injected")
         return exchange(self, parts, shapes)
 
-    def denoise_or_fail(context, model, items):
+    def denoise_or_fail(context, items):
         if any(item.request_id.startswith({POISON!r}) for item in items):
             raise RuntimeError("poisoned")
-        return denoise(context, model, items)
+        return denoise(context, items)
 
     Group.exchange, module.HANDLERS["denoise"] = exchange_or_fail, denoise_or_fail
 """

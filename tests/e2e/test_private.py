@@ -24,10 +24,10 @@ BREAK = f"""
 def inject(module, folder):
     encode = module.HANDLERS["text_encode"]
 
-    def broken(context, model, items):
+    def broken(context, items):
         if any(item.work.prompt == {FAILING!r} for item in items):
             raise RuntimeError("the device is on fire")
-        return encode(context, model, items)
+        return encode(context, items)
 
     module.HANDLERS["text_encode"] = broken
 """

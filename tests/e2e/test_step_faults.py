@@ -69,8 +69,8 @@ def inject(module, folder):
     def wrap(op):
         original = module.HANDLERS[op]
 
-        def wrapped(context, model, items):
-            results, now = original(context, model, items), look()  # it fails when all is done
+        def wrapped(context, items):
+            results, now = original(context, items), look()  # it fails when all is done
             if is_due(now, op, [item.request_id for item in items]):
                 fail(now)
             return results
@@ -82,7 +82,7 @@ def inject(module, folder):
     step = sys.modules["model_executor.worker.ops.denoise"]._Step
     denoise, outputs = module.HANDLERS["denoise"], step.outputs
 
-    def denoise_or_fail(context, model, items):
+    def denoise_or_fail(context, items):
         now, left = look(), len(items)
 
         def outputs_or_fail(*args):
@@ -93,7 +93,7 @@ def inject(module, folder):
             return outputs(*args)
 
         step.outputs = outputs_or_fail
-        return denoise(context, model, items)
+        return denoise(context, items)
 
     module.HANDLERS["denoise"] = denoise_or_fail
     run = blocks.SingleBlock.run

@@ -74,7 +74,7 @@ class Ranks:
     def _family(self, rank: int) -> Any:
         return SimpleNamespace(drop_graphs=lambda: self.graphs_dropped.append(rank))
 
-    def handle(self, context: Any, model: str, items: Sequence[Item]) -> list[ItemResult]:
+    def handle(self, context: Any, items: Sequence[Item]) -> list[ItemResult]:
         if self.fails and context.rank == 1:
             raise torch.OutOfMemoryError("CUDA out of memory")
         return [ItemResult(item.request_id, item.node) for item in items]

@@ -198,8 +198,8 @@ def test_large_masks_with_a_schedule_have_pages_of_their_own(
 
 
 def test_steps_that_all_make_own_pages_are_exact() -> None:
-    assert why_exact(calibrated(own_page_steps=(0, 1, 2, 3)), SKIPPING, engine(), 9, TOKENS) is None
-    assert why_exact(calibrated(own_page_steps=(0, 1, 2, 3, 4)), SKIPPING, engine(), 9, TOKENS) == "full_steps"
+    assert why_exact(calibrated(own_page_steps=(0, 1, 2, 3)), SKIPPING, engine(), INPAINT, 9, TOKENS) is None
+    assert why_exact(calibrated(own_page_steps=(0, 1, 2, 3, 4)), SKIPPING, engine(), INPAINT, 9, TOKENS) == "full_steps"
 
 
 def test_own_pages_of_all_slots_must_fit_and_templates_need_not() -> None:
