@@ -90,12 +90,20 @@ class ModelInfo(msgspec.Struct, frozen=True, kw_only=True):
         return self.num_steps_of(sampling, sampling.strength)
 
     def num_steps_of(self, sampling: SamplingParams, strength: float, begin: float = 0.0, end: float = 1.0) -> int:
-        """Computed steps of a run of this strength, or of a part of its noise levels, see `core.graph.workflow.Region`:
-        of a part about as many, since the sampler decides. sampling: as for `num_steps`."""
-        steps = self._num_calls(len(sampling.computed_of_last(sampling.steps_at(strength))))
-        if (begin, end) == (0.0, 1.0):
-            return steps
-        return max(1, round(end * steps) - round(begin * steps))
+        """Computed steps of a run of this strength that are at a part of all noise levels, see
+        `core.graph.workflow.Region`: of a part about as many, as if levels fell evenly, since the sampler decides.
+        sampling: as for `num_steps`."""
+        num_steps = sampling.steps_at(strength)
+        steps = self._num_calls(len(sampling.computed_of_last(num_steps)))
+        assert sampling.num_inference_steps is not None
+        highest = num_steps / sampling.num_inference_steps  # noise level that the run starts from
+
+        def before(share: float) -> int:
+            """Of two parts, each has a step."""
+            done = round(steps * (highest - (1.0 - share)) / highest)
+            return min(max(done, 1), steps - 1) if 0.0 < share < 1.0 else round(share) * steps
+
+        return max(1, before(end) - before(begin))
 
     def _num_calls(self, num_computed_steps: int) -> int:
         """Steps are calls of the model: a solver of order o makes o for each of its noise levels except one for the

@@ -133,6 +133,13 @@ def test_every_workflow_has_a_file_and_a_line_in_the_catalog() -> None:
         assert getattr(import_module(f"{workflows.__name__}.{name}"), name.upper()) is workflow
 
 
+def test_numbers_of_workflows_are_sampling_parameters() -> None:
+    for workflow in WORKFLOWS.values():
+        numbers = [each for region in workflow.regions for each in (region.strength, region.begin, region.end)]
+        numbers += [*workflow.canvases.values(), *(port.name for port in workflow.inputs if port.type == "number")]
+        assert {each for each in numbers if isinstance(each, str)} <= {*SamplingParams.__struct_fields__}
+
+
 def test_only_a_workflows_own_file_asks_for_its_name() -> None:
     """Whatever else differs between workflows follows from their data."""
     names = {each for name in WORKFLOWS for each in (name, name.upper())}

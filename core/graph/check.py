@@ -31,6 +31,8 @@ def check_workflow(workflow: Workflow) -> None:
     _check_skipped_together(workflow, risks)
     for name in workflow.output_names:
         _check_is_made(workflow, name, risks)
+    for node in workflow.nodes:
+        _check_purpose(workflow, node)
 
 
 def _fail(workflow: Workflow, node: Node, problem: str, edge: Edge | None = None) -> WorkflowError:
@@ -124,6 +126,15 @@ def _check_literals(workflow: Workflow, node: Node) -> None:
             raise _fail(workflow, node, f"op {node.op} takes no literal {name}")
     if node.canvas and node.canvas not in workflow.canvases:
         raise _fail(workflow, node, f"the workflow has no canvas {node.canvas}")
+
+
+def _check_purpose(workflow: Workflow, node: Node) -> None:
+    op, begun = OPS[node.op], workflow.begun_by.get(node.name, ())
+    if op.begins_region and len(begun) != 1:
+        what = f"it begins {' and '.join(begun)}" if begun else "it begins no region"
+        raise _fail(workflow, node, f"{what}; nodes of op {op.name} make the first values of one")
+    if op.makes_result and not (node.shows or node.name in workflow.output_names):
+        raise _fail(workflow, node, "nobody gets the result that it makes: let it be an output, or show another node")
 
 
 def _check_side(workflow: Workflow, node: Node) -> None:
@@ -242,6 +253,8 @@ def _check_skipped_together(workflow: Workflow, risks: Risks) -> None:
 def _check_outputs(workflow: Workflow) -> None:
     if not workflow.outputs:
         raise WorkflowError(f"workflow {workflow.name} has no output", node="")
+    if len(workflow.output_names) < len(workflow.outputs):
+        raise WorkflowError(f"workflow {workflow.name}: two outputs are of one node", node="")
     for name, maker in workflow.outputs.items():
         node = workflow.find(maker)
         if node is None:

@@ -89,6 +89,8 @@ class Op:
     outputs: tuple[Port, ...] = ()
     pages: PageUse = "none"
     literals: tuple[str, ...] = ()  # constants that a workflow may give to its nodes
+    begins_region: bool = False  # its nodes make the first values of a region
+    makes_result: bool = False  # its nodes make results of requests, or show them on the way
     costs_as: str = ""  # name of the op whose cost line also predicts this one; "": it has a line of its own
 
     @property

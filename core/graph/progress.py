@@ -195,8 +195,7 @@ class Progress:
         self.rounds[region] = rounds
         sides = {side.name for node in nodes for side in self._sides(node)}
         self.shown = {
-            name: tuple(number for number in shown if number <= rounds) if name in sides else shown
-            for name, shown in self.shown.items()
+            name: preview_steps(rounds, len(shown)) if name in sides else shown for name, shown in self.shown.items()
         }
         self.over.update(name for name in sides if not self.shown[name])
 

@@ -16,7 +16,7 @@ The shipped ones are in `core.graph.workflows`, a file each.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 
@@ -115,10 +115,12 @@ class Workflow:
 
     name: str
     nodes: tuple[Node, ...]
-    outputs: Mapping[str, str]  # name of a result -> the node that makes it; a request ends with the last of them
+    # Name of a result -> the node that makes it. A request ends with the last of them.
+    outputs: Mapping[str, str] = field(hash=False)
     regions: tuple[Region, ...] = ()
     inputs: tuple[Port, ...] = ()  # what a request gives
-    canvases: Mapping[str, Number] = field(default_factory=dict)  # name -> how many times smaller than the final one
+    # Name -> how many times smaller than the final one.
+    canvases: Mapping[str, Number] = field(default_factory=dict, hash=False)
     is_mask_aware: bool = False  # its steps may compute the active tokens alone
 
     def node(self, name: str) -> Node:
@@ -147,7 +149,17 @@ class Workflow:
     def begins(self) -> Mapping[str, Region]:
         """Name of a node -> the region whose first values it makes."""
         regions = {region.name: region for region in self.regions}
-        return {edge.source: regions[node.region] for node in self.nodes for edge in node.inputs if edge.carried}
+        return {source: regions[names[0]] for source, names in self.begun_by.items()}
+
+    @cached_property
+    def begun_by(self) -> Mapping[str, Sequence[str]]:
+        """Name of a node -> names of the regions whose first values it makes."""
+        found: dict[str, dict[str, None]] = {}
+        for node in self.nodes:
+            for edge in node.inputs if node.region else ():
+                if edge.carried:
+                    found.setdefault(edge.source, {})[node.region] = None
+        return {source: tuple(names) for source, names in found.items()}
 
     @cached_property
     def followed(self) -> frozenset[str]:

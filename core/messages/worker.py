@@ -192,7 +192,7 @@ class ItemResult(msgspec.Struct, frozen=True):
     tensors: tuple[TensorRef, ...] = ()
     text_tokens: int = 0  # set by text encoding
     prompt_truncated: bool = False  # set by text encoding
-    sigmas: tuple[float, ...] = ()  # set by image encoding: noise levels of the run, from its first step to 0
+    sigmas: tuple[float, ...] = ()  # set by image encoding: noise levels before each step to come, and after all
     chosen: str = ""  # set by nodes that choose: the reader that runs
     failure: Failure | None = None  # None: it succeeded
 

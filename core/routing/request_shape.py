@@ -19,6 +19,7 @@ class Loop(NamedTuple):
     model: str
     steps: int
     image_tokens: int  # of a row
+    is_final: bool = False  # at the size of the final picture
 
 
 @dataclass(frozen=True)
@@ -132,7 +133,9 @@ def loops_of(workflow: Workflow, info: ModelInfo, rounds: Sequence[int], tokens_
     """A request's loops of steps but for the one that may read pages. info: of its model. rounds: of the regions."""
     steps = dict(zip((region.name for region in workflow.regions), rounds, strict=True))
     others = (node for node in workflow.steps if node is not workflow.paged)
-    return tuple(Loop(_player(info, node), steps[node.region], tokens_of(node.canvas)) for node in others)
+    return tuple(
+        Loop(_player(info, node), steps[node.region], tokens_of(node.canvas), not node.canvas) for node in others
+    )
 
 
 def _encodings(workflow: Workflow, info: ModelInfo, tokens_of: TokensOf) -> tuple[Encoding, ...]:

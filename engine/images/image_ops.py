@@ -47,6 +47,7 @@ __all__ = [
     "encoded_bytes",
     "generation_size",
     "prepare",
+    "prepare_nothing",
     "scratch_bytes",
 ]
 
@@ -101,8 +102,7 @@ def prepare(job: PrepareImages, image: Bytes | None, mask: Bytes | None) -> Prep
 
     The template is resized as in diffusers' VaeImageProcessor (Pillow, Lanczos, in uint8). With padding_mask_crop it is
     a crop around the mask, and mask and active tokens are those of the crop. Arrays of other sizes are made in the same
-    way. Raises InvalidImageError and InvalidRequestError; `param` is the field at
-    fault.
+    way. Raises InvalidImageError and InvalidRequestError; `param` is the field at fault.
     """
     upload = _read(image, mask, job.mask_kind, job.canvas_size, job.max_pixels)
     size, crop = _view_of(upload, job)

@@ -45,8 +45,8 @@ class EncodedText:
 class ImageInputs:
     """What `Family.encode_image` takes: a request's pictures, and the steps of its run.
 
-    part: of the run's noise levels, the highest counted as 0 and the lowest as 1, the part whose steps follow; it is
-    cut as the SDXL pipelines cut it for `denoising_end` and `denoising_start`.
+    part: of all noise levels, the highest counted as 0 and the lowest as 1, those whose steps follow; cut as the SDXL
+    pipelines cut them for `denoising_end` and `denoising_start`.
     start: other latents that are noised instead of the template's; where a run starts from noise alone, they have no
     effect either. is_exact: the VAE computes in its own dtype; else it may in a faster one, as for `encode_template`
     and `decode_region`. cache_salt: see `CacheConfig.salt`; the encoder's result for a template is kept until the next

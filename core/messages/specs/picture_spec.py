@@ -20,9 +20,7 @@ class PictureSpec(Canvas, frozen=True, kw_only=True):
     patches: PatchSet = ()  # adapters that change the model's layers
     # From the pictures.
     content_id: str  # of the template, see PreparedImages
-    canvases: dict[str, Canvas] = msgspec.field(
-        default_factory=dict
-    )  # further sizes that its workflow works at, by name
+    canvases: dict[str, Canvas] = msgspec.field(default_factory=dict)  # by name: further sizes of its workflow
     # Memory for results.
     outputs: dict[str, Artefact]  # by the name that the workflow gives them
     previews: tuple[Artefact, ...] = ()  # one per partial image

@@ -54,5 +54,6 @@ DECODE = RequestOp(
     part="decode",
     inputs=(Port("latents", "latents"),),
     pages="latents",
+    makes_result=True,
     make=_make,
 )

@@ -35,7 +35,7 @@ class ImageEncode(Message, OpWork, frozen=True, omit_defaults=True):
     num_denoising_steps: int  # the run makes the last ones of these steps
     computed_steps: tuple[int, ...]  # numbers of the run's steps that are computed, rising from 0
     is_exact: bool  # False: the edit is mask-aware, and the VAE may compute in a faster dtype
-    # Of the run's noise levels, the highest counted as 0 and the lowest as 1: the part whose steps follow.
+    # Of all noise levels, the highest counted as 0 and the lowest as 1: those whose steps follow.
     begin: float = 0.0
     end: float = 1.0
     cache_salt: str = ""  # the encoder's output is kept, and reused for an equal template with the same salt
@@ -90,6 +90,7 @@ IMAGE_ENCODE = RequestOp(
         Port("sampler", "sampler state", is_optional=True),
     ),
     literals=("canvas",),
+    begins_region=True,
     make=_make,
     note=_note,
 )

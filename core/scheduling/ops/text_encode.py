@@ -56,7 +56,8 @@ def _make(request: Request, node: Node, pages: NodePages) -> TextEncode:
 
 
 def _note(request: Request, result: ItemResult) -> None:
-    request.text_tokens, request.prompt_truncated = result.text_tokens, result.prompt_truncated
+    if request.model_of(request.workflow.node(result.node)) == request.head.model:  # another's may count otherwise
+        request.text_tokens, request.prompt_truncated = result.text_tokens, result.prompt_truncated
 
 
 TEXT_ENCODE = RequestOp(

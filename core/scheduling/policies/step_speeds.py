@@ -40,12 +40,12 @@ class StepSpeeds:
         self._questions = 0
 
     def of(self, view: View, request: Request) -> Speeds:
-        """The speeds of a request's steps; if it is mask-aware, of the steps that compute its active tokens. Where
+        """The speeds of a request's next steps; if it is mask-aware, of the steps that compute its active tokens. Where
         ranks cannot share its steps, only degree 1 is predicted.
         """
-        if not request.workflow.steps:
+        node = request.step_node
+        if node is None:
             return NO_STEPS
-        node = request.workflow.steps[-1]
         op, is_masked = op_of(node), request.spec.is_mask_aware and not node.canvas
         work = request.work_of(node, is_masked=is_masked)
         most = min(len(view.ranks), view.config.max_degree) if _can_be_shared(view, request, node) else 1

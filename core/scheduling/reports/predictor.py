@@ -132,8 +132,8 @@ class Predictor:
         """The constant part of the time of a step with these requests; 0 without requests."""
         if not requests:
             return 0.0
-        key = next((key for key, number in self.steps_left(requests[0]) if number), None)
-        return 0.0 if key is None else self.step_base_seconds(key)
+        node = requests[0].step_node
+        return 0.0 if node is None else self.step_base_seconds(self.key(requests[0].keys_of(node), op_of(node)))
 
     def steps_left(self, request: Request) -> Iterator[tuple[CostKey, int]]:
         """(key, number that is not sent yet) of each kind of a request's steps, in graph order."""

@@ -149,6 +149,13 @@ class Request:
     def __post_init__(self) -> None:
         self.id, self.spec, self.num_deaths = self.head.request_id, self.head.spec, self.head.num_deaths
 
+    @property
+    def step_node(self) -> Node | None:
+        """The node that makes its next step; once all are sent, the one that has made the last. None: it has no
+        steps."""
+        steps = self.workflow.steps
+        return next((node for node in steps if self.progress.times_left(node)), steps[-1] if steps else None)
+
     def model_of(self, node: Node) -> str:
         """Name of the model whose family runs a node."""
         return self.binding.models[node.name]

@@ -216,7 +216,9 @@ def _bounded_retry(seconds: float) -> float:
 def _resized(shape: RequestShape, image_tokens: int, active_tokens: int) -> RequestShape:
     """The shape with these tokens; an exact edit computes all of them."""
     is_exact = shape.full_steps == shape.num_steps
-    return replace(shape, image_tokens=image_tokens, active_tokens=image_tokens if is_exact else active_tokens)
+    loops = tuple(loop._replace(image_tokens=image_tokens) if loop.is_final else loop for loop in shape.loops)
+    active_tokens = image_tokens if is_exact else active_tokens
+    return replace(shape, image_tokens=image_tokens, active_tokens=active_tokens, loops=loops)
 
 
 def _has_limit(terms: Terms) -> bool:

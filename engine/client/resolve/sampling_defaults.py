@@ -59,6 +59,8 @@ def _refiner_start(sampling: SamplingParams, model: ModelInfo, num_steps: int) -
         return sampling.refiner_start
     if num_steps > 1:
         return model.default_refiner_start if sampling.refiner_start is None else sampling.refiner_start
+    if model.workflow:
+        raise _cannot("num_inference_steps", "one step is run, which leaves none for the refiner; give more")
     if sampling.refiner_start is not None:
         raise _cannot("refiner_start", "one step is run, which leaves none for the refiner; leave it out")
     return None

@@ -18,8 +18,6 @@ from engine.images import image_ops
 from engine.images.image_jobs import Caller, Room
 from engine.observability.tracing import Span
 
-"""Placeholder for the result's memory, which is allocated only when the job's turn comes (see `Room`)."""
-
 
 class EditDelivery:
     """EditSession calls `partial` or `finished` once for each output, one at a time."""
@@ -61,6 +59,7 @@ class EditDelivery:
         """Make the file of a final image, with its report, and count it in the metrics. Raises as `partial`."""
         start = time.monotonic()
         composed = await self._compose(image, image.request.spec.pixels)
+        self._num_files_left -= self._prepared.num_partial_images - image.num_partials  # that will not come
         seconds = time.monotonic() - start
         ready_at = image.request.arrival
         self._span.child("queue", ready_at, ready_at + output.ms["queue"] / 1e3, {"stencil.image": image.index})
@@ -97,7 +96,7 @@ class EditDelivery:
             primed=output.is_primed,
             full_steps=known.num_full_steps,
             full_blocks=output.full_blocks,
-            partial_images=known.num_partial_images,
+            partial_images=image.num_partials,
             engine=image.engine,
             degrees=output.degrees,
             template_id=template_id,

@@ -132,7 +132,8 @@ class PreparedEdit:
     def _make_spec(self, index: int, alloc: Callable[[int], ArrayRef]) -> Spec:
         prepared, shape = self.prepared, (self.prepared.height, self.prepared.width, 3)
         assert self.sampling.seed is not None
-        num_bytes, num_pictures = math.prod(shape), self.num_partial_images + 1
+        num_previews, num_outputs = self.num_partial_images, len(self.graph.outputs)
+        num_bytes, num_pictures = math.prod(shape), num_previews + num_outputs
         pixels = alloc(num_pictures * num_bytes)
         pictures = [Artefact(carve(pixels, number * num_bytes, shape, "uint8")) for number in range(num_pictures)]
         common = {
@@ -143,8 +144,8 @@ class PreparedEdit:
             "patches": self.choice.patches,
             "content_id": prepared.content_id,
             "canvases": {name: self._canvas(picture) for name, picture in prepared.canvases.items()},
-            "outputs": dict(zip(self.graph.outputs, pictures[-1:], strict=True)),
-            "previews": tuple(pictures[:-1]),
+            "outputs": dict(zip(self.graph.outputs, pictures[num_previews:], strict=True)),
+            "previews": tuple(pictures[:num_previews]),
             "cache_salt": self.config.cache.salt(self.edit.owner),
         }
         if prepared.template is None:

@@ -330,15 +330,15 @@ class StableDiffusionXL(UnetFamily):
         number of inputs besides timestep and text."""
         super()._check()
         config, encoders = self._unet_config, [self._checkpoint.config(part) for part in self.text_parts]
-        text, has = sum(each.get("hidden_size", CLIP_WIDTH) for each in encoders), config["cross_attention_dim"]
+        text, has = sum(each.get("hidden_size", CLIP_WIDTH) for each in encoders), config.get("cross_attention_dim")
         if has not in (text, [text] * len(config["down_block_types"])):
             raise refuse(
                 self._checkpoint,
                 f"a denoiser with cross_attention_dim {has} does not fit text encoders of width {text}",
             )
         pooled = encoders[-1].get("projection_dim", CLIP_WIDTH)
-        number, width = 5 if self.tells_negative else 6, config["addition_time_embed_dim"]
-        wanted, has = pooled + number * width, config["projection_class_embeddings_input_dim"]
+        number, width = 5 if self.tells_negative else 6, config.get("addition_time_embed_dim") or 0
+        wanted, has = pooled + number * width, config.get("projection_class_embeddings_input_dim")
         if wanted != has:
             flag = f"requires_aesthetics_score is {str(self.tells_negative).lower()} in model_index.json"
             raise refuse(

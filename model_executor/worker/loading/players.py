@@ -75,10 +75,15 @@ def _check_names(config: ModelConfig) -> None:
     for role in config.players:
         if role not in known:
             raise ConfigError(f"{config.name}: roles: no workflow has a role {role}; there are {', '.join(known)}")
+        if role == component_of(role):
+            raise ConfigError(f"{config.name}: roles: {role} is always played by the model's own {role}; leave it out")
     if not config.workflow:
         return
     if config.workflow not in WORKFLOWS:
         raise ConfigError(f"{config.name}: workflow: there is no {config.workflow}; there are {', '.join(WORKFLOWS)}")
+    if unused := [role for role in config.players if role not in WORKFLOWS[config.workflow].roles]:
+        what = f"{config.workflow} has no role {unused[0]}, which another model is to play"
+        raise ConfigError(f"{config.name}: workflow: {what}; name a workflow that has it, or none")
     if unbound := _unbound(config, WORKFLOWS[config.workflow]):
         what = f"{config.workflow} needs other models as {' and '.join(unbound)}"
         raise ConfigError(f"{config.name}: workflow: {what}; name them in roles, or give a refiner")

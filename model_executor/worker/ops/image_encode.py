@@ -39,8 +39,8 @@ def encode_image(context: WorkerContext, items: Sequence[Item]) -> list[ItemResu
 
 
 def _computed(sigmas: Tensor, work: ImageEncode) -> Tensor:
-    """The noise levels of the computed steps and the last one, 0. Which model call belongs to which step is known of
-    samplers with one call per step only, and others compute all steps.
+    """The noise levels of the computed steps, and that after the last. Which model call belongs to which step is known
+    of samplers with one call per step only, and others compute all steps.
     """
     if len(work.computed_steps) == work.num_denoising_steps:
         return sigmas

@@ -10,7 +10,7 @@ from model_executor.worker.ops.context import WorkerContext
 
 
 def upscale(context: WorkerContext, items: Sequence[Item]) -> list[ItemResult]:
-    """Interpolate one item's latents to the size of its second pass."""
+    """Interpolate one item's latents to the size of its next pass."""
     (item,) = items
     work, family = item.work, context.models[item.model]
     assert isinstance(work, Upscale)

@@ -2,23 +2,27 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
+from itertools import count
 
 import msgspec
 import pytest
 from fakes import MODEL, PIXELS, FakeWorkers, apply, make_edit, with_spec
 
 from core.config import SchedulerConfig
+from core.failure import Failure
+from core.graph.work import Work
 from core.graph.workflows.refined import REFINED
 from core.handles import Artefact, LoadedComponent, ModelKey
 from core.messages.engine import EngineRequest, Failed, Finished, PartialImage
-from core.messages.worker import Batch, Item
+from core.messages.worker import Batch, CostSample, Item
 from core.model_info import ModelInfo
 from core.patches import Patch
 from core.scheduling.ops.denoise import Denoise
 from core.scheduling.ops.image_encode import ImageEncode
 from core.scheduling.ops.text_encode import TextEncode
 from core.scheduling.scheduler import StepScheduler
+from engine.client.resolve.chosen_workflow import rounds_of
 
 ROLES = {"refiner": "fine", "refiner_vae": "fine", "refiner_text_encoder": "fine"}
 
@@ -45,23 +49,45 @@ def refined(name: str, *, steps: int = 10, previews: int = 0, start: float = 0.8
 class Rig:
     """The sampler gives the base `first` steps and the refiner `last`, whatever was estimated."""
 
-    def __init__(self, first: int = 7, last: int = 3, *, loaded: tuple[str, ...] = ("base", "fine")) -> None:
+    def __init__(
+        self, first: int = 7, last: int = 3, *, loaded: tuple[str, ...] = ("base", "fine"), num_ranks: int = 1
+    ) -> None:
         self._levels = {"image_encode": (0.5,) * (first + 1), "refiner_image_encode": (0.2,) * (last + 1)}
         sizes = [LoadedComponent(key, 1) for name in MODELS for key in components(name)]
-        self.scheduler = StepScheduler(SchedulerConfig(), MODELS, sizes=sizes)
-        self.scheduler.learn((), [(0, [LoadedComponent(key, 1) for name in loaded for key in components(name)])])
-        self.workers, self.batches, self.outputs = FakeWorkers(1, answers=self._answer), list[Batch](), list[object]()
+        self.scheduler = StepScheduler(SchedulerConfig(), MODELS, num_ranks, sizes=sizes)
+        self._loaded = [LoadedComponent(key, 1) for name in loaded for key in components(name)]
+        self.scheduler.learn((), [(rank, self._loaded) for rank in range(num_ranks)])
+        self.workers, self.batches = FakeWorkers(num_ranks, answers=self._answer), list[Batch]()
+        self.outputs: list[object] = []
+        self.texts: dict[str, int] = {}  # model -> tokens that it says the prompt has
 
     def _answer(self, item: Item) -> Mapping[str, object]:
+        if isinstance(item.work, TextEncode) and item.model in self.texts:
+            return {"text_tokens": self.texts[item.model]}
         return {"sigmas": self._levels[item.node]} if item.node in self._levels else {}
 
-    def run(self) -> None:
-        while (plan := self.scheduler.schedule(0.0)) is not None:
-            self.batches += plan.batches
-            self.workers.submit(plan)
-            for result in self.workers.run_one(0):
-                apply(self.scheduler, result)
+    def run(self, happens: Callable[[], object] = lambda: None) -> None:
+        """happens: called after every plan."""
+        idle = False
+        while not idle:
+            idle = True
+            while (plan := self.scheduler.schedule(0.0)) is not None:
+                idle = False
+                self.batches += plan.batches
+                self.workers.submit(plan)
+            for rank in self.scheduler.ranks.up:
+                for result in self.workers.run_one(rank):
+                    idle = False
+                    apply(self.scheduler, result)
+            happens()
             self.outputs += self.scheduler.take_outputs()
+
+    def die(self, rank: int) -> None:
+        """A rank dies, and is there again at once."""
+        self.workers.lose(rank)
+        self.scheduler.lose_rank(rank, Failure("engine", "died"))
+        self.workers.join(rank)
+        self.scheduler.join_rank(rank, self._loaded)
 
     def items(self, op: str) -> list[Item]:
         return [item for batch in self.batches if batch.op == op for item in batch.items]
@@ -96,7 +122,7 @@ def test_previews_show_the_bases_steps() -> None:
     rig.scheduler.add(refined("a", previews=3))
     rig.run()
     shown = [output.step for output in rig.outputs if isinstance(output, PartialImage)]
-    assert shown == [2, 4, 6]
+    assert shown == [2, 4, 5]
     assert isinstance(rig.outputs[-1], Finished)
 
 
@@ -133,3 +159,72 @@ def test_what_a_request_lacks_is_named(changes: dict[str, object], param: str) -
     (output,) = rig.scheduler.take_outputs()
     assert isinstance(output, Failed)
     assert (output.failure.kind, output.failure.param) == ("invalid_request", param)
+
+
+@pytest.mark.parametrize(
+    ("steps", "strength", "start", "expected"),
+    [
+        (10, 1.0, 0.8, (8, 2)),
+        (50, 0.4, 0.8, (10, 10)),
+        (50, 0.2, 0.8, (1, 9)),
+        (50, 0.5, 0.5, (1, 24)),
+        (2, 1.0, 0.99, (1, 1)),
+    ],
+)
+def test_steps_of_both_are_estimated_at_their_noise_levels(
+    steps: int, strength: float, start: float, expected: tuple[int, int]
+) -> None:
+    """A run of low strength begins at a low noise level, where little is left for the base."""
+    sampling = msgspec.structs.replace(
+        make_edit("a", steps=steps).spec.sampling, strength=strength, refiner_start=start
+    )
+    assert rounds_of(REFINED, MODEL, sampling) == expected
+
+
+def test_fewer_steps_than_estimated_have_previews_all_the_same() -> None:
+    rig = Rig(first=4, last=6)
+    rig.scheduler.add(refined("a", previews=3))
+    rig.run()
+    assert [output.step for output in rig.outputs if isinstance(output, PartialImage)] == [1, 2, 3]
+
+
+def test_the_constant_part_of_a_step_counts_until_the_request_has_ended() -> None:
+    rig = Rig()
+    rig.scheduler.learn([CostSample("fine", "transformer", "denoise", Work.of([256]), 0.25)] * 9)
+    rig.scheduler.add(refined("a"))
+    bases = []
+    while (plan := rig.scheduler.schedule(0.0)) is not None:
+        rig.workers.submit(plan)
+        if {item.node for batch in plan.batches for item in batch.items} & {"refine", "decode"}:
+            bases.append(rig.scheduler.load_report().base_seconds)
+        for result in rig.workers.run_one(0):
+            apply(rig.scheduler, result)
+    assert len(bases) >= 4
+    assert min(bases) > 0.0, "also while its last step and the decode are on their way"
+
+
+def test_the_prompt_is_reported_as_the_requests_own_model_has_read_it() -> None:
+    rig = Rig()
+    rig.texts = {"base": 7, "fine": 9}
+    rig.scheduler.add(refined("a"))
+    rig.run()
+    assert isinstance(rig.outputs[-1], Finished)
+    assert rig.outputs[-1].text_tokens == 7
+
+
+def made_with_a_death(turn: int, rank: int) -> tuple[int, int]:
+    """(digest of what the picture is made from, deaths) of a request on two ranks; one dies after this turn."""
+    rig, turns = Rig(num_ranks=2), count()
+    rig.scheduler.add(refined("a", previews=2))
+    rig.run(lambda: rig.die(rank) if next(turns) == turn else None)
+    assert isinstance(rig.outputs[-1], Finished)
+    rig.scheduler.check_integrity()
+    return rig.workers.made["a", "decode"], rig.workers.num_deaths
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+def test_a_rank_that_dies_changes_nothing_that_is_made(rank: int) -> None:
+    """At any time: what the base has made is made again for the refiner, in the same number of rounds."""
+    whole, _ = made_with_a_death(-1, rank)
+    others = [made_with_a_death(turn, rank) for turn in range(14)]
+    assert others == [(whole, 1)] * 14

@@ -225,7 +225,7 @@ def _makes_steps(view: View, request: Request, steps: int) -> bool:
 
 def _only_makes_steps(view: View, request: Request) -> bool:
     """Whether the only work that is ready for the request is its next denoising step."""
-    return view.ready(request) == [request.workflow.steps[-1]]
+    return view.ready(request) == [request.step_node]
 
 
 @dataclass(slots=True)

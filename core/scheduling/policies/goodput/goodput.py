@@ -85,8 +85,12 @@ class Plan:
 
 def _denoiser(request: Request) -> ModelKeys:
     """The components that a request's next steps are computed with, or if none is left, that its last ones were."""
-    steps, progress = request.workflow.steps, request.progress
-    return request.keys_of(next((node for node in steps if progress.times_left(node)), steps[-1]))
+    return request.keys_of(_step_node(request))
+
+
+def _step_node(request: Request) -> Node:
+    assert request.step_node is not None, f"{request.id} has no steps"
+    return request.step_node
 
 
 def _has_steps(request: Request) -> bool:
@@ -367,7 +371,7 @@ class Planner:
         return SlotTask(work.steps, work.tokens, work.before, work.after, seconds, must, group, able)
 
     def _most_slots(self, request: Request) -> int:
-        step = request.workflow.steps[-1]
+        step = _step_node(request)
         largest = self.view.largest_batch(request.keys_of(step), op_of(step))
         slots = self.view.config.max_num_seqs
         return slots if largest is None else max(1, min(slots, largest // request.spec.num_rows))
@@ -377,7 +381,7 @@ class Planner:
         all have the most tokens of any candidate, and linear between.
         """
         head = candidates[0].request
-        step, rows = head.workflow.steps[-1], head.spec.num_rows
+        step, rows = _step_node(head), head.spec.num_rows
         keys, tokens = max(each.work.keys for each in candidates), [each.work.tokens for each in candidates]
         low, high = min(tokens), max(tokens)
         fixed, slope = list[float](), list[float]()

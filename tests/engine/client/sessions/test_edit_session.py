@@ -41,6 +41,7 @@ from engine.client.sessions import edit_delivery, edit_images, edit_preparation,
 from engine.client.sessions.edit_session import EditSession
 from engine.client.sessions.upload_place import UploadPlace
 from engine.client.templates.result_templates import ResultTemplates
+from engine.client.upload import BytesUpload
 from engine.images.image_jobs import Caller, Room
 from engine.router import router
 from engine.router.engine_client import Waiter
@@ -444,7 +445,7 @@ async def test_an_edit_that_is_displaced_while_it_is_prepared_ends_at_once(track
     gate.clear()
 
     async def submit(owner: str, n: int) -> None:
-        async with engine.edit(owner, make_input(n=n, owner=owner), CHOICE):
+        async with engine.edit(owner, replace(make_input(n=n, owner=owner), image=BytesUpload(b"a picture")), CHOICE):
             pass
 
     heavy = [asyncio.create_task(submit("heavy", 2)) for _ in range(2)]

@@ -105,7 +105,8 @@ def test_models_that_cannot_share_latents_are_refused(
         ({"workflow": "refined"}, "workflow: refined needs other models as refiner_text_encoder and refiner_vae and"),
         ({"roles": {"painter": "sd3"}}, "roles: no workflow has a role painter; there are text_encoder, vae"),
         ({"roles": {"refiner": "flux2"}}, "roles: refiner is of refined, which needs other models as refiner_text_"),
-        ({"roles": {"vae": "flux2"}}, "roles.vae: vae of flux2 makes sampler state for transformer of flux; one model"),
+        ({"roles": {"vae": "flux2"}}, "roles: vae is always played by the model's own vae; leave it out"),
+        ({"refiner": "flux2", "workflow": "inpaint"}, "workflow: inpaint has no role refiner, which another model is"),
     ],
 )
 def test_roles_and_workflows_that_no_request_could_use_are_refused(
