@@ -67,7 +67,7 @@ def test_an_engine_offline_makes_the_compositions_pictures(composed: Composition
 
 @pytest.fixture(scope="module")
 def client(composed: Composition, tmp_path_factory: pytest.TempPathFactory) -> Iterator[openai.OpenAI]:
-    """Of a server that holds one model's weights at a time beside those that it needs."""
+    """Of a server whose first model is the refiner, so that the other one comes later."""
     folder = tmp_path_factory.mktemp("server")
     catalog = folder / "models.toml"
     catalog.write_text(
