@@ -99,7 +99,7 @@ class ModelInfo(msgspec.Struct, frozen=True, kw_only=True):
         highest = num_steps / sampling.num_inference_steps  # noise level that the run starts from
 
         def before(share: float) -> int:
-            """Of two parts, each has a step."""
+            """Steps before this share of the noise levels; both sides of a cut have at least one."""
             done = round(steps * (highest - (1.0 - share)) / highest)
             return min(max(done, 1), steps - 1) if 0.0 < share < 1.0 else round(share) * steps
 

@@ -134,7 +134,7 @@ def _check_purpose(workflow: Workflow, node: Node) -> None:
         what = f"it begins {' and '.join(begun)}" if begun else "it begins no region"
         raise _fail(workflow, node, f"{what}; nodes of op {op.name} make the first values of one")
     if op.makes_result and not (node.shows or node.name in workflow.output_names):
-        raise _fail(workflow, node, "nobody gets the result that it makes: let it be an output, or show another node")
+        raise _fail(workflow, node, "its result reaches nobody: make it an output, or let it show another node")
 
 
 def _check_side(workflow: Workflow, node: Node) -> None:

@@ -142,7 +142,7 @@ class Workflow:
 
     @cached_property
     def last_output(self) -> Node:
-        """Of the nodes that make results, the one that is listed last."""
+        """The node listed last among those that make results."""
         return next(node for node in reversed(self.nodes) if node.name in self.output_names)
 
     @cached_property

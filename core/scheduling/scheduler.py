@@ -83,9 +83,8 @@ class StepScheduler:
         self._step_limit = StepLimit(config.max_num_batched_tokens)
         cache = cache or CacheConfig()
         device_bytes = device_page_bytes or [cache.device_bytes or 0] * num_workers
-        self.cache: NodeCache = ActivationCache(
-            cache, device_bytes, self._bindings, self._predictor, config.max_num_seqs
-        )
+        served = self._bindings, self._predictor, config.max_num_seqs
+        self.cache: NodeCache = ActivationCache(cache, device_bytes, *served)
         max_plans = 1 if self.cache.may_lose_pages else config.max_plans_in_flight
         self.num_workers = num_workers
         self._requests = LiveRequests()

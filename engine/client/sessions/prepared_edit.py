@@ -97,7 +97,7 @@ class PreparedEdit:
 
     @property
     def _strengths(self) -> list[float]:
-        """Of each pass over the noise levels, which several regions may share."""
+        """The strength of each pass over the noise levels. Regions that are parts of one pass count once."""
         return [self.sampling.number(each.strength) for each in self.graph.regions if each.begin == 0.0]
 
     @property

@@ -86,7 +86,7 @@ WRONG = {
     ),
     "makes a result for nobody": (
         inpaint_and(Node("again", "decode", inputs=(LATENTS,))),
-        "nobody gets the result that it makes",
+        "its result reaches nobody",
         "again",
         "",
     ),
