@@ -15,7 +15,7 @@ import msgspec
 from core.errors import ConfigError, InvalidRequestError
 from core.sampling_params import SamplingParams
 from core.step_schedule import StepScheduleName
-from core.validation import check_choice, check_decimal, check_integer, check_matches, conform, conformed
+from core.validation import check_choice, check_decimal, check_integer, check_matches, conform
 
 Quantization = Literal["none", "torchao-int8", "bitsandbytes-8bit", "bitsandbytes-4bit"]
 """How a transformer's weights are quantised while they are loaded: package and format."""
@@ -95,9 +95,6 @@ class ModelConfig(msgspec.Struct, frozen=True, kw_only=True):
 
     def __post_init__(self) -> None:
         conform(self)
-        for role, name in self.roles.items():
-            conformed("roles", role, str)
-            conformed("roles", name, str)
         if self.refiner and (twice := next((role for role in REFINER_ROLES if role in self.roles), None)):
             raise InvalidRequestError(f"Invalid 'roles': {twice} is the refiner's, which is given too.", param="roles")
         check_choice("dtype", self.dtype, ("auto", "float32", "bfloat16", "float16"))

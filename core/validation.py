@@ -55,7 +55,9 @@ def conformed(name: str, value: object, annotation: Any) -> Any:
         if typing.get_origin(annotation) is typing.Literal and isinstance(plain, str):
             check_choice(name, plain, typing.get_args(annotation))
         return msgspec.convert(plain, annotation)
-    except (ValueError, RecursionError) as error:  # ValidationError and UnicodeEncodeError are ValueErrors
+    # ValidationError and UnicodeEncodeError are ValueErrors. msgspec takes any object with __getitem__ for a mapping,
+    # NumPy's scalars too, and fails at their missing keys().
+    except (ValueError, RecursionError, AttributeError) as error:
         raise _invalid_type(name, str(error)) from error
 
 
@@ -100,12 +102,12 @@ def _members(annotation: Any) -> tuple[Any, ...]:
 def _classes(annotation: Any) -> tuple[type, ...] | None:
     """The classes of a union that msgspec cannot distinguish; None for annotations that it can check."""
     classes = tuple(typing.get_origin(one) or one for one in _members(annotation))
-    others = [one for one in classes if isinstance(one, type) and one not in (*_SCALARS, tuple)]
+    others = [one for one in classes if isinstance(one, type) and one not in (*_SCALARS, tuple, dict)]
     return classes if others else None
 
 
 def _plain(value: object) -> object:
-    """NumPy scalars and instances of subclasses of built-in types as Python's own, also in a list or tuple."""
+    """NumPy scalars and instances of subclasses of built-in types as Python's own, also in a list, tuple or dict."""
     match value:
         case bool() | None | np.timedelta64():  # the last one is an np.integer, but not a number
             return value
@@ -125,6 +127,8 @@ def _plain(value: object) -> object:
             return text
         case list() | tuple():
             return [_plain(one) for one in value]
+        case dict():
+            return {_plain(key): _plain(one) for key, one in value.items()}
     return value
 
 

@@ -9,12 +9,20 @@ from typing import Any
 import msgspec
 import numpy as np
 import pytest
-from arbitrary_values import objects, values
+from arbitrary_values import Name, objects, values
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from typing_extensions import TypeAliasType
 
-from core.config import AdapterConfig, CacheConfig, EngineConfig, ImageConfig, ModelConfig, SchedulerConfig
+from core.config import (
+    AdapterConfig,
+    CacheConfig,
+    EngineConfig,
+    ImageConfig,
+    ModelConfig,
+    RequestDefaults,
+    SchedulerConfig,
+)
 from core.errors import ConfigError, InvalidRequestError
 from core.lora import Lora
 from core.sampling_params import SamplingParams
@@ -22,7 +30,7 @@ from core.validation import conformed
 from entrypoints.image_engine import Edit, ImageEngine
 
 REQUIRED: dict[type, dict[str, object]] = {Edit: {"prompt": "x"}, AdapterConfig: {"name": "a", "path": "b"}}
-CONFIGS = (AdapterConfig, CacheConfig, EngineConfig, ImageConfig, ModelConfig, SchedulerConfig)
+CONFIGS = (AdapterConfig, CacheConfig, EngineConfig, ImageConfig, ModelConfig, RequestDefaults, SchedulerConfig)
 STRUCTS = (SamplingParams, *CONFIGS)
 
 
@@ -36,6 +44,8 @@ def is_plain(value: object) -> bool:
     """Whether a value survives encoding and decoding unchanged: only Python's own types do."""
     if isinstance(value, tuple):
         return all(map(is_plain, value))
+    if type(value) is dict:
+        return all(map(is_plain, (*value.keys(), *value.values())))
     return type(value) in (int, float, bool, str, type(None), Lora, *STRUCTS)
 
 
@@ -74,6 +84,10 @@ def test_a_name_for_a_class_stands_for_it() -> None:
 @example((SamplingParams, {"seed": 10**5000}))
 @example((SamplingParams, {"max_sequence_length": 2**64}))
 @example((SamplingParams, {"negative_prompt": "x" * 40_000}))
+@example((ModelConfig, {"model": ""}))
+@example((ModelConfig, {"roles": {"vae": Name.A}}))
+@example((ModelConfig, {"roles": {1: "a"}}))
+@example((ModelConfig, {"roles": {"vae": "\ud83d"}}))
 def test_any_value_in_a_struct_is_refused_by_name_or_can_be_encoded(one: tuple[type, dict[str, object]]) -> None:
     kind, given_values = one
     made = made_or_refused(kind, given_values)
