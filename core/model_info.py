@@ -44,7 +44,8 @@ class ModelInfo(msgspec.Struct, frozen=True, kw_only=True):
     token_size: int  # px of a token's side
     max_side: int | None = None  # most tokens of a picture's longer side; None: no limit
     latent_width: int  # floats per token of the packed latents
-    conditions_per_token: int = 0  # condition tokens per image token; 1: the clean template has tokens of its own
+    conditions_per_token: int = 0  # condition tokens per image token of an edit; 1: the template has tokens of its own
+    empty_has_conditions: bool = True  # whether pictures that are made of nothing have them, too: of an empty canvas
     # Classes. A model that has some makes pictures of one of them, of the native size, and edits none.
     num_classes: int = 0  # 0: it makes pictures of a prompt
     class_names: dict[str, int] = {}  # name -> class, 0 .. num_classes - 1; a class may have several, or none
@@ -80,6 +81,10 @@ class ModelInfo(msgspec.Struct, frozen=True, kw_only=True):
     def needs(self) -> tuple[ModelKey, ...]:
         """All components that its requests are computed with."""
         return (*self.components, *self.borrowed)
+
+    def num_condition_tokens(self, num_tokens: int, *, has_template: bool) -> int:
+        """Condition tokens of a picture of this many image tokens."""
+        return self.conditions_per_token * num_tokens if has_template or self.empty_has_conditions else 0
 
     def keys_of(self, component: str) -> tuple[ModelKey, ...]:
         """Its components of one kind, all of which an op of this kind needs."""

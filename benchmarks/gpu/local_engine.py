@@ -157,7 +157,7 @@ class LocalEngine:
                 num_tokens=tokens.size,
                 max_text_tokens=info.max_text_tokens,
                 extra_text_tokens=info.text_tokens_beside(width, height),
-                num_condition_tokens=info.conditions_per_token * tokens.size,
+                num_condition_tokens=info.num_condition_tokens(tokens.size, has_template=True),
                 outputs={"picture": Artefact(self._share(np.zeros_like(template)))},
                 is_mask_aware=sampling.mask_aware and info.page_scheme is not None,
             ),

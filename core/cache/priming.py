@@ -54,7 +54,7 @@ class TemplateInfo:
             asked.num_tokens,
             info.max_text_tokens,
             info.text_tokens_beside(asked.width, asked.height),
-            info.conditions_per_token * asked.num_tokens,
+            info.num_condition_tokens(asked.num_tokens, has_template=True),
             info.vision is not None,
             asked.cache_salt,
             asked.patches,

@@ -93,7 +93,7 @@ class RequestShape:
         text = info.max_text_tokens + info.text_tokens_beside(prime.width, prime.height)
         key = scheme.template_key(prime.content_id, prime.cache_salt, prime.patches)
         num_keyframes = len(scheme.keyframes)
-        beside = info.conditions_per_token * tokens
+        beside = info.num_condition_tokens(tokens, has_template=True)
         return cls(prime.model, 0, 0, tokens, tokens, text, key, num_keyframes, entry_bytes, condition_tokens=beside)
 
     @property

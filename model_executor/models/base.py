@@ -54,6 +54,7 @@ class ImageInputs:
     """
 
     template: Tensor  # uint8 [height, width, 3]; the sides are multiples of the token size
+    is_empty: bool = False  # it is an empty canvas: the picture is made of nothing
     mask: Tensor  # uint8 [height, width], 1 = edit
     seed: int
     num_inference_steps: int
@@ -108,7 +109,8 @@ class EncodedImage:
     """
 
     latents: Tensor  # [image tokens, latent width], at the first noise level; any where `ImageInputs.goes_on`
-    condition: Tensor  # [image tokens, condition width], what the denoiser sees of template and mask
+    condition: Tensor  # [image tokens, condition width], what the denoiser sees of template and mask; no rows where the
+    # template would be tokens of its own, and there is none
     outside: Tensor  # [image tokens, outside width], with which `Family.advance` keeps the template outside the mask
     sigmas: Tensor  # float32 [steps + 1], the noise levels before each step and after the last, where a run ends at 0
     state: State  # the sampler's, before the first step
@@ -137,7 +139,7 @@ class Row:
     # From the request's image, set by the runner. Tokens that are not active are the template's where a block computes
     # them or `Family.sees_all_latents`, and are not read otherwise.
     latents: Tensor  # [image tokens, latent width], as `Family.denoiser_input` returns them
-    condition: Tensor  # [image tokens, condition width], of `EncodedImage`; may be the template as tokens of its own
+    condition: Tensor  # as in `EncodedImage`; may be the template as tokens of its own
     grid: tuple[int, int]  # image tokens as (rows, columns)
 
     # From the request's prompt, one of the two, or its class: `EncodedText`.

@@ -164,7 +164,7 @@ class PreparedEdit:
             mask=picture.mask,
             active=picture.active,
             num_tokens=num_tokens,
-            num_condition_tokens=model.conditions_per_token * num_tokens,
+            num_condition_tokens=model.num_condition_tokens(num_tokens, has_template=picture.template is not None),
             max_text_tokens=self.sampling.max_sequence_length or model.max_text_tokens,
             extra_text_tokens=model.text_tokens_beside(final.width, final.height),
         )

@@ -86,8 +86,8 @@ class Denoiser(ABC):
     """
 
     rows_per_token: ClassVar[int] = 1
-    """As in `PageLayout`. With 2, a row's condition tokens follow its image tokens, and only blocks that compute all
-    tokens compute them."""
+    """As in `PageLayout`. With 2, a row's condition tokens, if there are any, follow its image tokens, and only blocks
+    that compute all tokens compute them."""
 
     embedding: ClassVar[str] = ""
     """The part of the transformer that runs as a whole, row by row, to embed noise level and prompt; "": there is
@@ -157,9 +157,10 @@ class Denoiser(ABC):
         """What each block's modulation is computed from, and last the output norm's: each [rows, hidden]. A row's bits
         do not depend on the other rows. where: the rows that patches change."""
 
-    def _make_rotary_table(self, text_tokens: int, grid: tuple[int, int]) -> Tensor:
-        """Rotations of the text tokens, then the image tokens row by row, then the condition tokens: complex64 [tokens,
-        1, 1, head dim / 2]. By default the identity, for models that add positions to their tokens."""
+    def _make_rotary_table(self, text_tokens: int, grid: tuple[int, int], has_conditions: bool) -> Tensor:
+        """Rotations of the text tokens, then the image tokens row by row, then the condition tokens, if there are any:
+        complex64 [tokens, 1, 1, head dim / 2]. By default the identity, for models that add positions to their tokens.
+        """
         tokens, head_dim = text_tokens + grid[0] * grid[1], self.module.config.attention_head_dim
         return torch.ones(tokens, 1, 1, head_dim // 2, dtype=torch.complex64, device=self._device)
 
@@ -361,11 +362,12 @@ class Denoiser(ABC):
 
     def _num_tokens(self, row: Row | PrimeRow) -> int:
         """Image and condition tokens of a row."""
-        return self.rows_per_token * len(row.latents)
+        return len(row.latents) + (len(row.condition) if self.rows_per_token > 1 else 0)
 
     def _rotary(self, row: Row | PrimeRow, source: RowSource) -> list[Tensor]:
         """Rotations of a request's tokens before the first block, in parts: complex64 [tokens, 1, 1, head dim / 2]."""
-        table, tokens = hold(self._rotary_table(source.text_tokens, row.grid)), source.computed(0)
+        has_conditions = source.num_tokens > len(row.latents)
+        table, tokens = hold(self._rotary_table(source.text_tokens, row.grid, has_conditions)), source.computed(0)
         if tokens is None:
             return [table]
         return [table[: source.text_tokens][source.text], table[source.text_tokens :][tokens]]

@@ -52,7 +52,7 @@ class FluxTransformer(TextDenoiser):
         embedding: Tensor = embed(*inputs)
         return embedding
 
-    def _make_rotary_table(self, text_tokens: int, grid: tuple[int, int]) -> Tensor:
+    def _make_rotary_table(self, text_tokens: int, grid: tuple[int, int], has_conditions: bool) -> Tensor:
         """All text tokens are at position 0."""
         height, width = grid
         image = torch.zeros(height, width, 3)

@@ -22,6 +22,7 @@ def encode_image(context: WorkerContext, items: Sequence[Item]) -> list[ItemResu
     start = context.read(item.inputs[0]) if item.inputs else None
     inputs = ImageInputs(
         template=context.picture(work.template, work.width, work.height),
+        is_empty=work.template is None,
         mask=context.mask(work.mask, work.width, work.height),
         seed=work.seed,
         num_inference_steps=work.num_inference_steps,
