@@ -5,7 +5,8 @@ from __future__ import annotations
 import base64
 import json
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
 from dataclasses import replace
 from math import inf
 from pathlib import Path
@@ -17,13 +18,16 @@ from fakes import MODEL, make_edit
 from known_costs import AROUND, SECONDS, known
 
 from benchmarks.load.client import Outcome, Refusal, Run
+from benchmarks.serving import goodput_bench
 from benchmarks.serving.cell_outcomes import Outcomes, outcomes_of
 from benchmarks.serving.goodput_bench import CELLS
 from benchmarks.serving.goodput_cells import compared, main
 from benchmarks.serving.lone_run import LoneRun, crowding_of
 from benchmarks.serving.recorded import CLOCKWORK, Arrival, Batch
+from benchmarks.serving.recorded_server import RecordedServer
 from benchmarks.simulation.outside import Crowding, Surroundings
-from benchmarks.simulation.server_engine import Simulated, serve
+from benchmarks.simulation.server_engine import Known, Simulated, serve
+from core.config import ModelConfig
 from core.messages.codec import encode
 from core.messages.engine import EngineRequest
 from tools.random_checkpoints import make_flux_fill
@@ -249,6 +253,32 @@ def test_rounds_are_compared_one_by_one() -> None:
 # ------------------------------------------------------------------------------------------------------ a server
 
 
+@pytest.fixture
+def _kept(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """Servers stay, each for all runs of its kind, and costs are measured once: starts take nearly all of the time."""
+    servers, known = dict[tuple[str, ...], RecordedServer](), list[Known]()
+    start, measure = goodput_bench.recorded_server, Known.of_new_process
+
+    def of_new_process(config: ModelConfig) -> Known:
+        if not known:
+            known.append(measure(config))
+        return known[0]
+
+    with ExitStack() as stack:
+
+        @contextmanager
+        def recorded_server(flags: Sequence[str], policy: str) -> Iterator[RecordedServer]:
+            kind = (policy, *flags)
+            if kind not in servers:
+                servers[kind] = stack.enter_context(start(flags, policy))
+            yield servers[kind]
+
+        monkeypatch.setattr(goodput_bench, "recorded_server", recorded_server)
+        monkeypatch.setattr(Known, "of_new_process", of_new_process)
+        yield
+
+
+@pytest.mark.usefixtures("_kept")
 def test_cells_are_measured_one_by_one_and_kept(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -274,7 +304,7 @@ def test_cells_are_measured_one_by_one_and_kept(
     assert min(around[name] for name in ("prepare", "deliver", "outside_cpu")) > 0
     assert len(kept["alone"]["requests"]) == 6
     capsys.readouterr()
-    monkeypatch.setattr("benchmarks.serving.goodput_bench.recorded_server", None)  # all is kept
+    monkeypatch.setattr(goodput_bench, "recorded_server", None)  # all is kept
     main([*flags, "--policies", "clockwork", "goodput"])
     table = capsys.readouterr().out
     assert "there is no profile" in table
