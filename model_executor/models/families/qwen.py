@@ -186,6 +186,7 @@ class QwenEdit(Qwen):
         "requirements while maintaining consistency with the original input where appropriate."
     )
     dropped = 64
+
     picture_words: ClassVar[str] = PICTURE
     """The place of the picture in the chat, before the prompt."""
 

@@ -3,6 +3,7 @@ pipelines, float32."""
 
 from __future__ import annotations
 
+import shutil
 from collections.abc import Iterator
 from functools import partial
 from pathlib import Path
@@ -32,6 +33,7 @@ from model_executor.checkpoint.loader import ModelCheckpoint
 from model_executor.models.base import EncodedText
 from model_executor.models.families.qwen import QwenEditPlus
 from model_executor.models.registry import make_family
+from model_executor.worker.loading.resident import ResidentModels
 from model_executor.worker.stores.prompt_cache import PromptCache
 from tools.random_checkpoints import make_qwen, make_qwen_edit, make_qwen_edit_plus
 
@@ -244,6 +246,26 @@ def test_the_templates_own_tokens_are_cached_too(tmp_path: Path) -> None:
         assert (each.info.default_true_cfg_scale, each.info.min_inference_steps) == (4.0, 2)
         assert set(each.parameters) == {"text_encoder", "vae", "transformer"}
     assert plain.info.family == "qwen-image"
+
+
+def test_checkpoints_of_equal_weights_share_neither_prompts_nor_pages(tmp_path: Path) -> None:
+    """If they are of other pipelines, whose chats differ."""
+    edit = make_qwen_edit(tmp_path / "edit")
+    plus = Path(shutil.copytree(edit, tmp_path / "plus"))
+    index = plus / "model_index.json"
+    index.write_text(index.read_text().replace("QwenImageEditPipeline", "QwenImageEditPlusPipeline"))
+    models = ResidentModels.open(
+        [ModelConfig(model=str(path), served_model_name=path.name, dtype="float32") for path in (edit, plus)]
+    )
+    models.load_all()
+    one, other = (models.families[name] for name in ("edit", "plus"))
+    assert one.text_recipe != other.text_recipe
+    infos = models.ready(0).models
+    assert infos[0].components == infos[1].components
+    schemes = [info.page_scheme for info in infos]
+    assert schemes[0] is not None
+    assert schemes[1] is not None
+    assert schemes[0].template_key("picture") != schemes[1].template_key("picture")
 
 
 @pytest.mark.parametrize("option", ["use_additional_t_cond", "use_layer3d_rope"])

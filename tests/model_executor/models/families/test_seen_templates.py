@@ -36,7 +36,7 @@ def checkpoint(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPath
 
 
 def test_edits_over_pages_are_the_same_in_company(checkpoint: Path) -> None:
-    """Guided, of two sizes. They differ from exact ones, so pages are read; outside the box both keep the template."""
+    """Guided, of two sizes. They differ from exact ones: pages are read."""
     templates = [picture(1, (SIDE, SIDE)), picture(2, (64, SIDE))]
     with closing(LocalEngine(checkpoint, "cpu", "float32", CACHE)) as engine:
         together = engine.edit(templates, SAMPLING)
