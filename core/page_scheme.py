@@ -86,6 +86,7 @@ class PageScheme(msgspec.Struct, frozen=True, kw_only=True):
     prompt: str = ""
     # Identity: parts of every key.
     fingerprint: str  # hash of all weights and the compute dtype
+    family: str = ""  # of models: two may have equal weights, and prime differently
     environment: str = ""  # hash of what changes bits but not the model: device type and name, threads, torch version
     # Defaults of edits.
     mask_margin: int  # px
@@ -108,7 +109,7 @@ class PageScheme(msgspec.Struct, frozen=True, kw_only=True):
         cache_salt: see `CacheConfig.salt`. Pages that differ only in the salt are equal but never shared: a hit would
         reveal to one owner what another one has edited.
         """
-        model = [self.fingerprint, self.environment, self.layout.dtype]
+        model = [self.fingerprint, self.family, self.environment, self.layout.dtype]
         parts = [SCHEME_VERSION, content_id, *model, self.prompt, self.guidance_scale]
         if cache_salt:
             parts.append(cache_salt)

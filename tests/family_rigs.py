@@ -7,12 +7,24 @@ from typing import Any
 
 import pytest
 import torch
-from diffusers import QwenImageEditInpaintPipeline, StableDiffusion3InpaintPipeline
-from diffusers.pipelines.qwenimage import pipeline_qwenimage_edit_inpaint
+from diffusers import (
+    FluxKontextInpaintPipeline,
+    QwenImageEditInpaintPipeline,
+    QwenImageEditPlusPipeline,
+    StableDiffusion3InpaintPipeline,
+)
+from diffusers.pipelines.qwenimage import pipeline_qwenimage_edit_inpaint, pipeline_qwenimage_edit_plus
+from PIL import Image
 from pipeline_rig import Rig
 
 from core.ipc.shared_array import Arena
-from tools.random_checkpoints import PictureProcessor, make_qwen_edit, make_sd3
+from tools.random_checkpoints import (
+    PictureProcessor,
+    make_flux_kontext,
+    make_qwen_edit,
+    make_qwen_edit_plus,
+    make_sd3,
+)
 
 
 def make_sd3_rig(path: Path, arena: Arena, **options: Any) -> Rig:
@@ -26,9 +38,12 @@ def make_sd3_rig(path: Path, arena: Arena, **options: Any) -> Rig:
 
 
 def make_qwen_edit_rig(path: Path, arena: Arena, **options: Any) -> Rig:
-    checkpoint = make_qwen_edit(path, **options)
+    return _make_seeing_rig(make_qwen_edit(path, **options), arena, QwenImageEditInpaintPipeline)
+
+
+def _make_seeing_rig(checkpoint: Path, arena: Arena, pipeline: Any) -> Rig:
     processor = PictureProcessor.of_checkpoint(checkpoint)
-    rig = Rig(checkpoint, arena, QwenImageEditInpaintPipeline, processor=processor)
+    rig = Rig(checkpoint, arena, pipeline, processor=processor)
     encoder = rig.pipeline.text_encoder
     forward = encoder.forward
 
@@ -41,5 +56,52 @@ def make_qwen_edit_rig(path: Path, arena: Arena, **options: Any) -> Rig:
 
 
 def allow_size(patch: pytest.MonkeyPatch, size: tuple[int, int]) -> None:
-    """Have Qwen-Image-Edit's pipeline work at this size; it supports only an area of a million pixels."""
+    """Have Qwen-Image-Edit's pipelines work at this size; they support only an area of a million pixels."""
     patch.setattr(pipeline_qwenimage_edit_inpaint, "calculate_dimensions", lambda *_: (*size, None))
+    seen, plus = pipeline_qwenimage_edit_plus.calculate_dimensions, pipeline_qwenimage_edit_plus
+    patch.setattr(
+        plus, "calculate_dimensions", lambda area, ratio: size if area == plus.VAE_IMAGE_SIZE else seen(area, ratio)
+    )
+
+
+# ---------------------------------------------------------------------------------- families that see the template
+
+
+class QwenEditPlusInpaint(QwenImageEditInpaintPipeline):  # type: ignore[misc]
+    """The loop of `QwenImageEditInpaintPipeline`, which applies strength and mask, with what
+    `QwenImageEditPlusPipeline`, which has neither, does otherwise: its chat, the size at which the text encoder sees
+    the picture, and the mode of the VAE's posterior. With samplers that draw noise the two draw differently.
+    """
+
+    _encode_vae_image = QwenImageEditPlusPipeline._encode_vae_image
+
+    def _get_qwen_prompt_embeds(self, prompt: Any, image: Image.Image, device: Any = None, dtype: Any = None) -> Any:
+        plus = pipeline_qwenimage_edit_plus
+        width, height = plus.calculate_dimensions(plus.CONDITION_IMAGE_SIZE, image.width / image.height)
+        seen = self.image_processor.resize(image, height, width)
+        return QwenImageEditPlusPipeline._get_qwen_prompt_embeds(self, prompt, [seen], device, dtype)
+
+
+def make_qwen_edit_plus_rig(path: Path, arena: Arena, **options: Any) -> Rig:
+    rig = _make_seeing_rig(make_qwen_edit_plus(path, **options), arena, QwenEditPlusInpaint)
+    rig.pipeline.prompt_template_encode = unmasked_plus(rig).prompt_template_encode
+    return rig
+
+
+def unmasked_plus(rig: Rig) -> QwenImageEditPlusPipeline:
+    """The pipeline without a mask, of the parts of `make_qwen_edit_plus_rig`."""
+    pipeline = QwenImageEditPlusPipeline(**rig.pipeline.components)
+    pipeline.set_progress_bar_config(disable=True)
+    return pipeline
+
+
+class KontextAtSize(FluxKontextInpaintPipeline):  # type: ignore[misc]
+    """Works at the size that it is asked for, as Stencil does; else it resizes pictures to sizes of its own."""
+
+    def __call__(self, image: Image.Image, width: int, height: int, **options: Any) -> Any:
+        size = {"width": width, "height": height, "max_area": width * height, "_auto_resize": False}
+        return super().__call__(image=self.image_processor.resize(image, height, width), **size, **options)
+
+
+def make_flux_kontext_rig(path: Path, arena: Arena, **options: Any) -> Rig:
+    return Rig(make_flux_kontext(path, **options), arena, KontextAtSize)

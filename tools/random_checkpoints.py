@@ -18,9 +18,11 @@ from diffusers import (
     AutoencoderKLQwenImage,
     FlowMatchEulerDiscreteScheduler,
     FluxFillPipeline,
+    FluxKontextPipeline,
     FluxPipeline,
     FluxTransformer2DModel,
     QwenImageEditPipeline,
+    QwenImageEditPlusPipeline,
     QwenImagePipeline,
     QwenImageTransformer2DModel,
     SD3Transformer2DModel,
@@ -88,6 +90,11 @@ def make_flux_fill(path: Path, **options: Any) -> Path:
 def make_flux(path: Path, **options: Any) -> Path:
     """As `make_flux_fill`, but a FluxPipeline: like FLUX.1 dev with guidance_embeds, else like schnell."""
     return _make_flux(path, FluxPipeline, in_channels=64, **options)
+
+
+def make_flux_kontext(path: Path, **options: Any) -> Path:
+    """As `make_flux`, but a FluxKontextPipeline."""
+    return _make_flux(path, FluxKontextPipeline, in_channels=64, **options)
 
 
 def _make_flux(
@@ -158,11 +165,21 @@ def make_sd3(
 
 def make_qwen_edit(path: Path, **options: Any) -> Path:
     """Write a QwenImageEditPipeline with random weights to `path`, and return `path`. options: as for `_make_qwen`."""
+    return _make_seeing_qwen(path, QwenImageEditPipeline, **options)
+
+
+def make_qwen_edit_plus(path: Path, **options: Any) -> Path:
+    """As `make_qwen_edit`, but a QwenImageEditPlusPipeline: like 2511 with zero_cond_t, else like 2509."""
+    return _make_seeing_qwen(path, QwenImageEditPlusPipeline, **options)
+
+
+def _make_seeing_qwen(path: Path, pipeline_class: Any, **options: Any) -> Path:
+    """Write a pipeline whose text encoder sees the picture."""
 
     def parts(tokenizer: Qwen2Tokenizer) -> dict[str, Any]:
         return {"processor": PictureProcessor(Qwen2VLImageProcessorPil(size=PICTURE_SIZE), tokenizer)}
 
-    path = _make_qwen(path, QwenImageEditPipeline, parts, **options)
+    path = _make_qwen(path, pipeline_class, parts, **options)
     index = json.loads((path / "model_index.json").read_text())
     index["processor"] = ["transformers", "Qwen2VLProcessor"]
     (path / "model_index.json").write_text(json.dumps(index))

@@ -5,16 +5,26 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from pathlib import Path
 
-from tools.random_checkpoints import make_flux, make_flux_fill, make_qwen, make_qwen_edit, make_sd3
+from tools.random_checkpoints import (
+    make_flux,
+    make_flux_fill,
+    make_flux_kontext,
+    make_qwen,
+    make_qwen_edit,
+    make_qwen_edit_plus,
+    make_sd3,
+)
 from tools.random_dit_checkpoints import make_dit
 from tools.random_unet_checkpoints import make_sd, make_sdxl
 
 MAKERS: Mapping[str, Callable[[Path], Path]] = {
     "flux_fill": lambda path: make_flux_fill(path, guidance_embeds=True),
     "flux": lambda path: make_flux(path, guidance_embeds=True),
+    "flux_kontext": lambda path: make_flux_kontext(path, guidance_embeds=True),
     "sd3": make_sd3,
     "qwen": make_qwen,
     "qwen_edit": make_qwen_edit,
+    "qwen_edit_plus": lambda path: make_qwen_edit_plus(path, zero_cond_t=True),
     "sd": make_sd,
     "sd_inpaint": lambda path: make_sd(path, in_channels=9),
     "sdxl": make_sdxl,

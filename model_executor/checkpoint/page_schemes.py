@@ -77,6 +77,7 @@ def _page_scheme(
         keyframes=_keyframes(config, calibration),
         latent_bytes=info.latent_width * checkpoint.dtype.itemsize,
         fingerprint=checkpoint_hash,
+        family=info.family,
         guidance_scale=info.default_guidance_scale,
         prompt=config.priming_prompt,
         mask_margin=DEFAULT_MASK_MARGIN if calibration is None else calibration.mask_margin,

@@ -35,18 +35,36 @@ class Packing:
     joint: tuple[Span, ...]  # in the joint matrix, text and image together
     joint_text: tuple[Span, ...]  # in the joint matrix, text alone
     joint_image: tuple[Span, ...]  # in the joint matrix, image alone
+    # The last two again, in parts with the same shift, scale and gate: one of each request, or two, see `of`.
+    modulated_text: tuple[Span, ...]
+    modulated_image: tuple[Span, ...]
 
     @classmethod
-    def of(cls, text_lengths: Sequence[int], image_lengths: Sequence[int]) -> Packing:
-        """The packing of requests with these numbers of text and (active) image tokens."""
+    def of(
+        cls, text_lengths: Sequence[int], image_lengths: Sequence[int], apart: Sequence[int] | None = None
+    ) -> Packing:
+        """The packing of requests with these numbers of text and (active) image tokens. apart: how many of these image
+        tokens, the last ones, have shifts, scales and gates of their own. Every request has two of each then, of which
+        the second is of no text token. None: every request has one."""
         both = spans(length for pair in zip(text_lengths, image_lengths, strict=True) for length in pair)
         starts_and_ends = zip(both[::2], both[1::2], strict=True)
         joint = tuple((start, stop) for (start, _), (_, stop) in starts_and_ends)
-        return cls(spans(text_lengths), spans(image_lengths), joint, both[::2], both[1::2])
+        text, image = both[::2], both[1::2]
+        modulated = (text, image) if apart is None else (_cut(text, [0] * len(text)), _cut(image, apart))
+        return cls(spans(text_lengths), spans(image_lengths), joint, text, image, *modulated)
 
     def join(self, text: Tensor, image: Tensor) -> Tensor:
         """Text and image matrices -> joint matrix."""
         return interleave([text, image], [self.text, self.image])
+
+
+def _cut(where: Sequence[Span], lasts: Sequence[int]) -> tuple[Span, ...]:
+    """Each span as two: all but its last so many rows, and those."""
+    return tuple(
+        part
+        for (start, stop), last in zip(where, lasts, strict=True)
+        for part in ((start, stop - last), (stop - last, stop))
+    )
 
 
 def interleave(matrices: Sequence[Tensor], where: Sequence[Sequence[Span]]) -> Tensor:

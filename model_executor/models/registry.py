@@ -6,8 +6,8 @@ from core.errors import ConfigError
 from model_executor.checkpoint.loader import CONFIGURATION_ERRORS, ModelCheckpoint, first_line
 from model_executor.models.base import Family
 from model_executor.models.families.dit import DiT
-from model_executor.models.families.flux import FluxFill, FluxInpaint
-from model_executor.models.families.qwen import QwenEdit, QwenInpaint
+from model_executor.models.families.flux import FluxFill, FluxInpaint, FluxKontext
+from model_executor.models.families.qwen import QwenEdit, QwenEditPlus, QwenInpaint
 from model_executor.models.families.sd3 import StableDiffusion3
 from model_executor.models.families.stable_diffusion import StableDiffusion, StableDiffusionXL
 from model_executor.models.families.vae_family import VaeFamily
@@ -16,6 +16,8 @@ FAMILIES: dict[str, type[VaeFamily]] = {
     "FluxFillPipeline": FluxFill,
     "FluxPipeline": FluxInpaint,
     "FluxInpaintPipeline": FluxInpaint,
+    "FluxKontextPipeline": FluxKontext,
+    "FluxKontextInpaintPipeline": FluxKontext,
     "StableDiffusionPipeline": StableDiffusion,
     "StableDiffusionImg2ImgPipeline": StableDiffusion,
     "StableDiffusionInpaintPipeline": StableDiffusion,
@@ -29,6 +31,7 @@ FAMILIES: dict[str, type[VaeFamily]] = {
     "QwenImageInpaintPipeline": QwenInpaint,
     "QwenImageEditPipeline": QwenEdit,
     "QwenImageEditInpaintPipeline": QwenEdit,
+    "QwenImageEditPlusPipeline": QwenEditPlus,
 }
 
 

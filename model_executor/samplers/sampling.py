@@ -54,6 +54,11 @@ class Sampling:
         return "sigmas" in inspect.signature(self._scheduler.set_timesteps).parameters
 
     @property
+    def draws_noise(self) -> bool:
+        """Whether steps draw noise, from the generator that the initial latents were drawn from."""
+        return self._is_stochastic
+
+    @property
     def can_skip_steps(self) -> bool:
         """Whether a step may go to any later noise level: if it is one call of the model, and depends on no earlier
         one and on no noise.

@@ -1,4 +1,5 @@
-"""The FLUX.1 families: Fill as in `diffusers.FluxFillPipeline`, dev and schnell as in `diffusers.FluxInpaintPipeline`.
+"""The FLUX.1 families: Fill as in `diffusers.FluxFillPipeline`, dev and schnell as in `diffusers.FluxInpaintPipeline`,
+Kontext as in `diffusers.FluxKontextInpaintPipeline` and `diffusers.FluxKontextPipeline`.
 
 Functions name the pipeline's method that they follow.
 """
@@ -7,6 +8,7 @@ from __future__ import annotations
 
 from typing import Any, ClassVar
 
+import msgspec
 import numpy as np
 import torch
 from torch import Tensor
@@ -20,7 +22,7 @@ from model_executor.models.families.vae_family import refuse, to_image
 from model_executor.models.latents import pack
 from model_executor.models.parts import CLIP, FLOW_SCHEDULERS, Classes, t5
 from model_executor.models.text import encode_t5, tokenize
-from model_executor.models.transformer.flux_transformer import FluxTransformer
+from model_executor.models.transformer.flux_transformer import FluxKontextTransformer, FluxTransformer
 from model_executor.samplers.sampling import dynamic_shift
 
 MAX_TEXT_TOKENS = 512
@@ -28,7 +30,7 @@ MAX_TEXT_TOKENS = 512
 
 
 class Flux(LatentFamily):
-    """What both FLUX families share: text encoders, noise levels, the denoiser. Guidance is distilled into it, in
+    """What all FLUX families share: text encoders, noise levels, the denoiser. Guidance is distilled into it, in
     schnell without a scale to choose."""
 
     denoiser = FluxTransformer
@@ -161,3 +163,35 @@ class FluxInpaint(NoisedTemplate, Flux):
                 f"a denoiser of {channels} input channels is not supported under {checkpoint.class_name}, which has"
                 f" {self._latent_width}; that of Fill belongs under FluxFillPipeline",
             )
+
+
+class FluxKontext(FluxInpaint):
+    """Checkpoints of FLUX.1 Kontext, whose model_index.json names FluxKontextPipeline or FluxKontextInpaintPipeline
+    (diffusers/pipelines/flux/pipeline_flux_kontext.py and pipeline_flux_kontext_inpaint.py).
+
+    The denoiser also sees the clean template, the mode of the VAE's posterior, as tokens of its own. Without a mask
+    everything is regenerated, as in FluxKontextPipeline, except that strength below 1 starts from the noised template.
+    A picture that is made of nothing has no such tokens.
+    """
+
+    family = "flux-kontext"
+    summary = "FLUX.1 Kontext: as FLUX.1 dev; the denoiser also sees the template"
+    denoiser = FluxKontextTransformer
+    samples_template = False
+    default_guidance = 3.5
+
+    def info(self, name: str) -> ModelInfo:
+        conditions = self.denoiser.rows_per_token - 1
+        info = super().info(name)
+        return msgspec.structs.replace(info, conditions_per_token=conditions, empty_has_conditions=False)
+
+    def _draws_masked_image(self, inputs: ImageInputs) -> bool:
+        """As FluxKontextInpaintPipeline, for a picture of which a part is kept; FluxKontextPipeline has no mask, and
+        does not. Only samplers that draw noise notice it, so only for these is the mask looked at."""
+        return self._sampling.draws_noise and not bool(inputs.mask.all())
+
+    def _condition(self, inputs: ImageInputs, clean: Tensor) -> Tensor:
+        return clean[:0] if inputs.is_empty else clean
+
+    def _unmasked_condition(self, clean: Tensor) -> Tensor:
+        return clean

@@ -6,7 +6,7 @@
 from __future__ import annotations
 
 from abc import abstractmethod
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
@@ -75,26 +75,38 @@ class NoisedTemplate(LatentFamily):
     replaced by the template at that step's noise level, as `FluxInpaintPipeline` and `StableDiffusion3InpaintPipeline`
     do.
 
-    Random draws: posterior noise of the image, initial noise, posterior noise of the masked image. The last is unused,
-    but must be drawn: a sampler that draws noise of its own continues after it.
+    Random draws: posterior noise of the image, unless its mode is taken; initial noise; posterior noise of the masked
+    image. The last is unused, but must be drawn: a sampler that draws noise of its own continues after it.
     """
+
+    samples_template: ClassVar[bool] = True
+    """Whether the template's latents are sampled from the VAE's posterior; else they are its mode."""
 
     def encode_image(self, inputs: ImageInputs) -> EncodedImage:
         generator = torch.Generator("cpu").manual_seed(inputs.seed)
         image, mask = to_image(self._here(inputs.template)), self._here(inputs.mask)
         rows, columns = self.grid(image.shape[3], image.shape[2])
         sigmas = self._schedule(inputs, rows * columns).to(self._device)
-        clean = pack(self._template_sample(inputs, image, generator))
+        clean = pack(self._template_sample(inputs, image, generator if self.samples_template else None))
         noise = pack(self._draw(self._latent_shape(image), generator))
-        self._draw(self._latent_shape(image), generator)
+        if self._draws_masked_image(inputs):
+            self._draw(self._latent_shape(image), generator)
         start = clean if inputs.start is None else inputs.start.to(clean)
         return EncodedImage(
             latents=start if inputs.goes_on else self._sampling.noised(start, noise, sigmas, 0),
-            condition=self._unmasked_condition(clean),
+            condition=self._condition(inputs, clean),
             outside=torch.cat([clean, noise, self._packed_mask(mask).to(clean)], dim=1),
             sigmas=sigmas,
             state=self._sampling.begin(generator),
         )
+
+    def _draws_masked_image(self, inputs: ImageInputs) -> bool:
+        """Whether the pipeline draws posterior noise of the masked image."""
+        return True
+
+    def _condition(self, inputs: ImageInputs, clean: Tensor) -> Tensor:
+        """`EncodedImage.condition`. clean: the template's clean latents, [image tokens, latent width]."""
+        return self._unmasked_condition(clean)
 
     def advance(self, sample: SamplingState, prediction: Tensor) -> tuple[Tensor, State]:
         moved, state = super().advance(sample, prediction)

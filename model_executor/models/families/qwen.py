@@ -1,5 +1,5 @@
-"""The Qwen-Image and Qwen-Image-Edit families, which follow `diffusers.QwenImageInpaintPipeline` and
-`QwenImageEditInpaintPipeline`.
+"""The Qwen-Image and Qwen-Image-Edit families, which follow `diffusers.QwenImageInpaintPipeline`,
+`QwenImageEditInpaintPipeline` and `QwenImageEditPlusPipeline`.
 
 The text encoder is a language model, Qwen2.5-VL; in Qwen-Image-Edit it also sees the template. It needs
 `mm_token_type_ids`, which mark the picture's tokens; without them these get the positions of text. transformers 4
@@ -12,14 +12,16 @@ from collections.abc import Sequence
 from typing import Any, ClassVar
 
 import numpy as np
+import numpy.typing as npt
 import torch
+from diffusers.image_processor import VaeImageProcessor
 from torch import Tensor, nn
 
 from core.model_info import ModelInfo
 from core.patches import PatchSet
 from core.vision_tokens import VisionTokens
 from model_executor.checkpoint.loader import ModelCheckpoint
-from model_executor.models.base import EncodedText
+from model_executor.models.base import EncodedText, ImageInputs
 from model_executor.models.families.latent_family import NoisedTemplate
 from model_executor.models.families.vae_family import refuse
 from model_executor.models.parts import FLOW_SCHEDULERS, Classes
@@ -35,12 +37,12 @@ MAX_SIDE = 200
 
 PICTURE = "<|vision_start|><|image_pad|><|vision_end|>"
 
-UNSUPPORTED = ("guidance_embeds", "zero_cond_t", "use_additional_t_cond", "use_layer3d_rope")
+UNSUPPORTED = ("guidance_embeds", "use_additional_t_cond", "use_layer3d_rope")
 """Options of the denoiser's configuration that are not supported: checkpoints of other pipelines set them."""
 
 
 class Qwen(NoisedTemplate):
-    """What both Qwen families share. Guidance is classifier-free, and applied only where there is a negative prompt."""
+    """What all Qwen families share. Guidance is classifier-free, and applied only where there is a negative prompt."""
 
     lora_loader = "QwenImageLoraLoaderMixin"
     vae = QwenVae
@@ -185,6 +187,12 @@ class QwenEdit(Qwen):
     )
     dropped = 64
 
+    picture_words: ClassVar[str] = PICTURE
+    """The place of the picture in the chat, before the prompt."""
+
+    seen_area: ClassVar[int] = 0
+    """`VisionTokens.area`."""
+
     def __init__(self, checkpoint: ModelCheckpoint) -> None:
         super().__init__(checkpoint)
         self._processor = checkpoint.load("processor")
@@ -196,7 +204,7 @@ class QwenEdit(Qwen):
         """As encode_prompt, except that a prompt is cut at `max_sequence_length` tokens of its own."""
         if template is None:
             raise ValueError("the text encoder sees the picture that a prompt is for")
-        picture = self._processor(images=template.numpy(), input_data_format="channels_last", return_tensors="pt")
+        picture = self._processor(images=self._seen(template), input_data_format="channels_last", return_tensors="pt")
         words = self._prompt_ids(prompt)
         ids = self._with_picture(words[:max_sequence_length], int(picture["image_grid_thw"].prod()))
         hidden = self._hidden_states(
@@ -212,12 +220,20 @@ class QwenEdit(Qwen):
             truncated=len(words) > max_sequence_length,
         )
 
+    @property
+    def text_recipe(self) -> str:
+        return f"{super().text_recipe} {self.picture_words}"
+
+    def _seen(self, template: Tensor) -> npt.NDArray[np.uint8]:
+        """The picture that the text encoder's processor gets of a template, uint8 [height, width, 3] both."""
+        return template.numpy()
+
     def _unmasked_condition(self, clean: Tensor) -> Tensor:
         return clean
 
     def _with_picture(self, words: list[int], num_patches: int) -> list[int]:
         """Tokens of the chat with a prompt and a picture of `num_patches`; merge_size**2 patches make one token."""
-        before, after = self._frame(PICTURE)
+        before, after = self._frame(self.picture_words)
         place = before.index(self._picture_id)
         pictures = [self._picture_id] * (num_patches // self._processor.merge_size**2)
         return [*before[:place], *pictures, *before[place + 1 :], *words, *after]
@@ -228,8 +244,39 @@ class QwenEdit(Qwen):
             side=self._processor.patch_size * self._processor.merge_size,
             min_pixels=size["shortest_edge"],
             max_pixels=size["longest_edge"],
+            area=self.seen_area,
         )
 
     @property
     def _frame_tokens(self) -> int:
         return len(self._with_picture([], 0)) - self.dropped
+
+
+class QwenEditPlus(QwenEdit):
+    """Checkpoints of Qwen-Image-Edit 2509 and 2511, whose model_index.json names QwenImageEditPlusPipeline
+    (diffusers/pipelines/qwenimage/pipeline_qwenimage_edit_plus.py).
+
+    As QwenEdit, with these differences: the picture has a number in the chat; the text encoder sees it at an area of
+    its own, whatever the template's; the template that the denoiser sees is the posterior's mode, as in pages; and no
+    noise is drawn but the initial one. That pipeline has no mask: one is applied as QwenImageEditInpaintPipeline does.
+    """
+
+    family = "qwen-image-edit-plus"
+    summary = "Qwen-Image-Edit 2509 and 2511: as Qwen-Image-Edit, with another chat"
+    samples_template = False
+    picture_words = f"Picture 1: {PICTURE}"
+    seen_area = 384 * 384
+
+    def __init__(self, checkpoint: ModelCheckpoint) -> None:
+        super().__init__(checkpoint)
+        self._resizer = VaeImageProcessor()
+
+    def _seen(self, template: Tensor) -> npt.NDArray[np.uint8]:
+        """Resized as the pipeline does for its `condition_images`."""
+        height, width, _ = template.shape
+        wide, high = self._vision().fitted(width, height)
+        (picture,) = self._resizer.numpy_to_pil(template.numpy() / 255.0)
+        return np.array(self._resizer.resize(picture, high, wide))
+
+    def _draws_masked_image(self, inputs: ImageInputs) -> bool:
+        return False

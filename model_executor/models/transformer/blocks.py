@@ -46,6 +46,9 @@ class RowSource(attention.KeyValueSource, Protocol):
     @property
     def num_tokens(self) -> int: ...
 
+    def num_conditions(self, number: int) -> int:
+        """The condition tokens that the pass computes in block `number`; its last ones."""
+
 
 class EditSource:
     """A request whose leading blocks compute all image tokens, and whose other blocks compute the active ones."""
@@ -56,6 +59,7 @@ class EditSource:
         """first_pages: each block's first page; where it is among the row's `full_blocks`, the block computes all
         tokens. Raises ValueError for a row with active tokens but without pages."""
         self.num_tokens, self.text_tokens = num_tokens, row.prompt_embeds.shape[0]
+        self._num_conditions = num_tokens - len(row.latents)
         self._active, self._full_blocks = row.active, sum(page in row.full_blocks for page in first_pages)
         may_repeat = row.pages is not None and row.pages.table is not None
         if row.active is None or (len(row.active) == self.num_tokens and not may_repeat):
@@ -96,6 +100,9 @@ class EditSource:
     def computed(self, number: int) -> Tensor | None:
         return None if number < self._full_blocks else self._active
 
+    def num_conditions(self, number: int) -> int:
+        return self._num_conditions if self.computed(number) is None else 0
+
     def kept(self, number: int) -> Tensor | None:
         """Of the request's tokens before block `number`, those that this block still computes, None for all."""
         return self._rows if number == self._full_blocks > 0 and self._active is not None else None
@@ -124,6 +131,7 @@ class TemplateSource:
     entry: PageEntry
     text_tokens: int
     num_tokens: int
+    conditions: int  # of these tokens
     pages: ClassVar[Pages | None] = None
     is_in_order: ClassVar[bool] = True
 
@@ -140,6 +148,9 @@ class TemplateSource:
     def computed(self, number: int) -> Tensor | None:
         return None
 
+    def num_conditions(self, number: int) -> int:
+        return self.conditions
+
 
 @dataclass(slots=True)
 class Stream:
@@ -150,7 +161,7 @@ class Stream:
     patches: BatchPatches  # of each request
     where: Where  # the rows that they change
     rotary: Tensor  # complex64 [tokens, 1, 1, head dim / 2]
-    modulation: Callable[[int], Sequence[Tensor]]  # block number -> its parts, each [requests, hidden]
+    modulation: Callable[[int], Sequence[Tensor]]  # block number -> its parts, each [modulated spans, hidden]
     sources: Sequence[RowSource]  # one per request
     joint_attention: Attention  # over text and image together
     image_attention: Attention | None  # over the image tokens alone, None if no block has it
@@ -167,8 +178,9 @@ class Stream:
         """See `Operators.attend`."""
         return self.operators.attend(attention, number, page, parts, self.rotary, self.sources, out)
 
-    def keep(self, tokens: Sequence[Tensor | None]) -> None:
-        """Drop all but these tokens of each request, numbered text before image; None keeps all."""
+    def keep(self, tokens: Sequence[Tensor | None], apart: Sequence[int] | None) -> None:
+        """Drop all but these tokens of each request, numbered text before image; None keeps all. apart: of those that
+        are left, as for `Packing.of`."""
         if all(kept is None for kept in tokens):
             return
         packing = self.packing
@@ -176,7 +188,7 @@ class Stream:
         rows = [_rows_of(span, kept, hidden.device) for span, kept in zip(packing.joint, tokens, strict=True)]
         chosen = together(rows)
         lengths = [stop - start for start, stop in packing.joint_text]
-        self.packing = Packing.of(lengths, [len(r) - length for r, length in zip(rows, lengths, strict=True)])
+        self.packing = Packing.of(lengths, [len(r) - length for r, length in zip(rows, lengths, strict=True)], apart)
         self.where = self.patches.on(self.packing)
         self.residual, self.rotary = self.operators.residual(hidden[chosen]), self.rotary[chosen]
 
@@ -205,7 +217,7 @@ class Modulation:
         return product
 
     def parts(self, product: Tensor) -> Sequence[Tensor]:
-        """[requests, width] -> parts of [requests, hidden], in the order of the norms."""
+        """[modulated spans, width] -> parts of [modulated spans, hidden], in the order of the norms."""
         parts: Sequence[Tensor] = product.chunk(self._num_parts, dim=1)
         return parts
 
@@ -235,7 +247,7 @@ class Block(ABC):
     def finish(self, stream: Stream, number: int) -> None:
         """Compute only the image tokens' keys and values, and write them to the pages of the stream's templates."""
         shift, factor, *_ = stream.modulation(number)
-        (image,) = stream.residual.normed(self._norm_eps, Norm(stream.packing.joint_image, factor, shift))
+        (image,) = stream.residual.normed(self._norm_eps, Norm(stream.packing.modulated_image, factor, shift))
         self._keep(stream, self.page, self._image, image)
 
     def _keep(self, stream: Stream, page: int, projection: Projection, image: Tensor) -> None:
@@ -310,9 +322,11 @@ class DoubleBlock(Block):
         (shift, factor, gate, *mlp), text_parts = parts[: self._num_image_parts], parts[self._num_image_parts :]
         # A last norm gives scale before shift, the others shift before scale.
         text_factor, text_shift = (text_parts[0], text_parts[1]) if self._is_last else (text_parts[1], text_parts[0])
-        text, image = stream.residual.normed(
-            self._norm_eps, Norm(packing.joint_text, text_factor, text_shift), Norm(packing.joint_image, factor, shift)
-        )
+        norms = [
+            Norm(packing.modulated_text, text_factor, text_shift),
+            Norm(packing.modulated_image, factor, shift),
+        ]
+        text, image = stream.residual.normed(self._norm_eps, *norms)
         beside = self._image_alone(stream, number, mlp[3:])
         text, image = stream.attend(
             stream.joint_attention,
@@ -323,14 +337,14 @@ class DoubleBlock(Block):
         )
         image = self._out(image, where.image)
         if beside is not None:
-            stream.residual.add(Addition(packing.joint_image, image, gate))
+            stream.residual.add(Addition(packing.modulated_image, image, gate))
             image, gate = beside, mlp[5]
-        norms = [Norm(packing.joint_image, mlp[1], mlp[0])]
+        norms = [Norm(packing.modulated_image, mlp[1], mlp[0])]
         if self._is_last:
             self._add(stream, image, gate)
         else:
             self._add(stream, image, gate, self._text_out(text, where.text), text_parts[2])
-            norms.insert(0, Norm(packing.joint_text, text_parts[4], text_parts[3]))
+            norms.insert(0, Norm(packing.modulated_text, text_parts[4], text_parts[3]))
         *texts, image = stream.residual.normed(self._norm_eps, *norms)
         of_text = [self._text_down(self._text_up(text, where.text, gelu=True), where.text) for text in texts]
         image = self._down(self._up(image, where.image, gelu=True), where.image)
@@ -341,25 +355,25 @@ class DoubleBlock(Block):
         stream: Stream, image: Tensor, gate: Tensor, text: Tensor | None = None, text_gate: Tensor | None = None
     ) -> None:
         """Add a layer's output for the image tokens, and that for the text tokens where there is one."""
-        added = [Addition(stream.packing.joint_image, image, gate)]
+        added = [Addition(stream.packing.modulated_image, image, gate)]
         if text is not None and text_gate is not None:
-            added.insert(0, Addition(stream.packing.joint_text, text, text_gate, is_clipped=True))
+            added.insert(0, Addition(stream.packing.modulated_text, text, text_gate, is_clipped=True))
         stream.residual.add(*added)
 
     def finish(self, stream: Stream, number: int) -> None:
         super().finish(stream, number)
         if self._second is not None:
             shift, factor, _ = stream.modulation(number)[6:9]
-            (image,) = stream.residual.normed(self._norm_eps, Norm(stream.packing.joint_image, factor, shift))
+            (image,) = stream.residual.normed(self._norm_eps, Norm(stream.packing.modulated_image, factor, shift))
             self._keep(stream, self.page + 1, self._second, image)
 
     def _image_alone(self, stream: Stream, number: int, parts: Sequence[Tensor]) -> Tensor | None:
         """The second attention's output for the image tokens, before its gate. parts: its shift, scale and gate."""
         if self._second is None or self._second_out is None or stream.image_attention is None:
             return None
-        spans, where = stream.packing.joint_image, stream.where.image
-        (image,) = stream.residual.normed(self._norm_eps, Norm(spans, parts[1], parts[0]))
-        projected = self._second.project(image, where, spans)
+        packing, where = stream.packing, stream.where.image
+        (image,) = stream.residual.normed(self._norm_eps, Norm(packing.modulated_image, parts[1], parts[0]))
+        projected = self._second.project(image, where, packing.joint_image)
         (attended,) = stream.attend(stream.image_attention, number, self.page + 1, projected)
         return self._second_out(attended, where)
 

@@ -9,7 +9,7 @@ picture and noise level are embedded before the first block differs by model: se
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from copy import copy
 from dataclasses import dataclass, replace
 from functools import lru_cache, partial
@@ -88,6 +88,10 @@ class Denoiser(ABC):
     rows_per_token: ClassVar[int] = 1
     """As in `PageLayout`. With 2, a row's condition tokens, if there are any, follow its image tokens, and only blocks
     that compute all tokens compute them."""
+
+    sees_clean_conditions: bool = False
+    """Whether condition tokens are modulated as at noise level 0, and not as at their row's: a row then has two levels.
+    The output norm has both too, but no result has condition tokens."""
 
     embedding: ClassVar[str] = ""
     """The part of the transformer that runs as a whole, row by row, to embed noise level and prompt; "": there is
@@ -266,11 +270,16 @@ class Denoiser(ABC):
     def _pass(self, stream: Stream, edits: Sequence[EditSource | Shard]) -> list[Tensor]:
         """Velocity of the image tokens that the last block computes, of each row."""
         for number, block in enumerate(self._blocks):
-            stream.keep([edit.kept(number) for edit in edits])
+            stream.keep([edit.kept(number) for edit in edits], self._apart(edits, number))
             block.run(stream, number)
-        stream.keep([edit.kept(len(self._blocks)) for edit in edits])
+        last = len(self._blocks)
+        stream.keep([edit.kept(last) for edit in edits], self._apart(edits, last))
         velocity = self._project_out(stream)
         return [velocity[start:stop] for start, stop in stream.packing.image]
+
+    def _apart(self, sources: Sequence[RowSource], number: int) -> list[int] | None:
+        """As for `Packing.of`, in block `number`."""
+        return [source.num_conditions(number) for source in sources] if self.sees_clean_conditions else None
 
     def prime(self, rows: Sequence[PrimeRow], pages: tuple[int, int]) -> list[tuple[Tensor, ...]]:
         """Run all image tokens of each row through the blocks whose last page is in [start, stop), and write these
@@ -282,7 +291,7 @@ class Denoiser(ABC):
         return _in_order(rows, partial(self._prime, pages=pages))
 
     def _prime(self, rows: Sequence[PrimeRow], pages: tuple[int, int]) -> list[tuple[Tensor, ...]]:
-        templates = [TemplateSource(self._entry(row), len(row.prompt_embeds), self._num_tokens(row)) for row in rows]
+        templates = [self._template(row) for row in rows]
         stream = self._start(rows, templates)
         for number, block in enumerate(self._blocks):
             if pages[0] <= block.page + block.num_pages - 1 < pages[1]:
@@ -292,19 +301,26 @@ class Denoiser(ABC):
                 block.run(stream, number)
         return [(stream.hidden[start:stop].clone(),) for start, stop in stream.packing.joint]
 
+    def _template(self, row: PrimeRow) -> TemplateSource:
+        num_tokens = self._num_tokens(row)
+        return TemplateSource(self._entry(row), len(row.prompt_embeds), num_tokens, num_tokens - len(row.latents))
+
     def modulation(self, inputs: ModulationInputs) -> Tensor | None:
         """All blocks' shifts, scales and gates at each of these noise levels, [levels, width], for `Row.modulation`;
         bit-identical to what each step would compute. None if the request's tables would take more than
         MODULATION_BYTES, or GPU_MODULATION_BYTES.
         """
         sigmas, patches = inputs.sigmas, inputs.patches
-        width = sum(part.width for part in self._modulations)
+        width = self._levels_per_row * sum(part.width for part in self._modulations)
         if inputs.num_rows * len(sigmas) * width * self.dtype.itemsize > modulation_limit(self._device):
             return None
-        levels = [Conditions(sigma, inputs.pooled_prompt_embeds, inputs.guidance_scale, patches) for sigma in sigmas]
-        where = BatchPatches([patches], self._device).segments([(0, len(sigmas))])
+        levels = self._levels(
+            Conditions(sigma, inputs.pooled_prompt_embeds, inputs.guidance_scale, patches) for sigma in sigmas
+        )
+        where = BatchPatches([patches], self._device).segments([(0, len(levels))])
         parts = zip(self._modulations, self._conditioning(levels, where), strict=True)
-        return torch.cat([part.product(conditioning, where) for part, conditioning in parts], dim=1)
+        table = torch.cat([part.product(conditioning, where) for part, conditioning in parts], dim=1)
+        return table.view(len(sigmas), width)
 
     # ------------------------------------------------------------------------------------------------------- inputs
 
@@ -317,6 +333,7 @@ class Denoiser(ABC):
                 source.num_tokens if tokens is None else len(tokens)
                 for source, tokens in zip(sources, computed, strict=True)
             ],
+            self._apart(sources, 0),
         )
         hidden = [row.hidden[0] for row in rows if isinstance(row, PrimeRow) and row.hidden is not None]
         rotary = together([part for each in zip(rows, sources, strict=True) for part in self._rotary(*each)])
@@ -349,16 +366,30 @@ class Denoiser(ABC):
     def _modulation_of(
         self, rows: Sequence[Row | PrimeRow], patches: BatchPatches
     ) -> Callable[[int], Sequence[Tensor]]:
-        """Block number -> its shifts, scales and gates, each [requests, hidden]; the last number: the output norm's."""
+        """Block number -> its shifts, scales and gates, each [requests * levels, hidden]; the last number: the output
+        norm's."""
+        levels = self._levels_per_row
         known = [row.modulation for row in rows if isinstance(row, Row) and row.modulation is not None]
         if len(known) == len(rows):
-            tables = together(known).split([part.width for part in self._modulations], dim=1)
+            table = together(known).view(levels * len(rows), -1)
+            tables = table.split([part.width for part in self._modulations], dim=1)
             return lambda number: self._modulations[number].parts(tables[number])
-        where = patches.segments([(number, number + 1) for number in range(len(rows))])
-        conditioning = self._conditioning([Conditions.of(row) for row in rows], where)
+        where = patches.segments([(levels * number, levels * (number + 1)) for number in range(len(rows))])
+        conditioning = self._conditioning(self._levels(map(Conditions.of, rows)), where)
         return lambda number: self._modulations[number].parts(
             self._modulations[number].product(conditioning[number], where)
         )
+
+    @property
+    def _levels_per_row(self) -> int:
+        return 2 if self.sees_clean_conditions else 1
+
+    def _levels(self, rows: Iterable[Conditions]) -> list[Conditions]:
+        """What all levels of these rows are computed from, row by row."""
+        if not self.sees_clean_conditions:
+            return list(rows)
+        pairs = ((row, replace(row, sigma=torch.zeros_like(row.sigma))) for row in rows)
+        return [level for pair in pairs for level in pair]
 
     def _num_tokens(self, row: Row | PrimeRow) -> int:
         """Image and condition tokens of a row."""
@@ -385,7 +416,7 @@ class Denoiser(ABC):
     def _project_out(self, stream: Stream) -> Tensor:
         """Velocity of all image tokens, [tokens, latent width]."""
         factor, shift = stream.modulation(len(self._blocks))
-        norm = Norm(stream.packing.joint_image, factor, shift)
+        norm = Norm(stream.packing.modulated_image, factor, shift)
         (normed,) = stream.residual.normed(self.module.norm_out.norm.eps, norm)
         return self._image_out(normed, stream.where.image)
 
@@ -411,6 +442,12 @@ def _unmap(module: Any) -> None:
 def select(x: Tensor, tokens: Tensor | None) -> Tensor:
     """The rows of x for these tokens, None for all."""
     return x if tokens is None else x[tokens]
+
+
+def with_conditions(row: Row | PrimeRow, tokens: Tensor | None) -> Tensor:
+    """The denoiser's input for these tokens, None for all, where the template's clean latents are condition tokens:
+    [tokens, latent width]."""
+    return select(torch.cat([row.latents, row.condition]), tokens)
 
 
 def channels_first(patches: Tensor, side: int) -> Tensor:

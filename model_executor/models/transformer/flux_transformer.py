@@ -15,7 +15,7 @@ from torch import Tensor
 from model_executor.kernels.ragged import Packing, together
 from model_executor.models.base import PrimeRow, Row
 from model_executor.models.transformer.blocks import Block, DoubleBlock, SingleBlock
-from model_executor.models.transformer.denoiser import select
+from model_executor.models.transformer.denoiser import select, with_conditions
 from model_executor.models.transformer.text_denoiser import TextDenoiser
 from model_executor.patches.batch_patches import Where
 
@@ -36,10 +36,15 @@ class FluxTransformer(TextDenoiser):
     def _embed(
         self, rows: Sequence[Row | PrimeRow], computed: Sequence[Tensor | None], packing: Packing, where: Where
     ) -> Tensor:
-        inputs = [_inputs(row, tokens) for row, tokens in zip(rows, computed, strict=True)]
+        inputs = [self._inputs(row, tokens) for row, tokens in zip(rows, computed, strict=True)]
         image = self._image_in(together(inputs), where.image)
         text = self._text_in(together([row.prompt_embeds for row in rows]), where.text)
         return packing.join(text, image)
+
+    def _inputs(self, row: Row | PrimeRow, tokens: Tensor | None) -> Tensor:
+        """The denoiser's input for these tokens, None for all."""
+        latents = select(row.latents, tokens)
+        return torch.cat([latents, select(row.condition, tokens)], dim=1) if row.condition.shape[1] else latents
 
     def _embedding(self, embed: Any, sigma: Tensor, pooled_prompt_embeds: Tensor, guidance_scale: float) -> Tensor:
         """The embedding of time, guidance and pooled text."""
@@ -53,18 +58,24 @@ class FluxTransformer(TextDenoiser):
         return embedding
 
     def _make_rotary_table(self, text_tokens: int, grid: tuple[int, int], has_conditions: bool) -> Tensor:
-        """All text tokens are at position 0."""
+        """All text tokens are at position 0. Condition tokens have the positions of the image, in a second picture."""
         height, width = grid
-        image = torch.zeros(height, width, 3)
-        image[..., 1] = torch.arange(height)[:, None]
-        image[..., 2] = torch.arange(width)[None]
-        ids = torch.cat([torch.zeros(text_tokens, 3), image.reshape(-1, 3)])
+        pictures = torch.zeros(1 + has_conditions, height, width, 3)
+        pictures[..., 0] = torch.arange(len(pictures))[:, None, None]
+        pictures[..., 1] = torch.arange(height)[:, None]
+        pictures[..., 2] = torch.arange(width)[None]
+        ids = torch.cat([torch.zeros(text_tokens, 3), pictures.reshape(-1, 3)])
         cos, sin = self.module.pos_embed(ids.to(self.dtype))
         table = torch.complex(cos[:, ::2].contiguous(), sin[:, ::2].contiguous())  # each angle is stored twice
         return table[:, None, None].to(self._device)
 
 
-def _inputs(row: Row | PrimeRow, tokens: Tensor | None) -> Tensor:
-    """The denoiser's input for these tokens, None for all."""
-    latents = select(row.latents, tokens)
-    return torch.cat([latents, select(row.condition, tokens)], dim=1) if row.condition.shape[1] else latents
+class FluxKontextTransformer(FluxTransformer):
+    """FLUX.1 Kontext's denoiser: where there is a template, its clean tokens follow those of the image, at the
+    same positions of a second picture (`prepare_latents` of diffusers/pipelines/flux/pipeline_flux_kontext.py)."""
+
+    rows_per_token = 2
+
+    def _inputs(self, row: Row | PrimeRow, tokens: Tensor | None) -> Tensor:
+        """Also for the condition tokens, which come last."""
+        return with_conditions(row, tokens)

@@ -16,7 +16,7 @@ from torch import Tensor
 from model_executor.kernels.ragged import Packing, together
 from model_executor.models.base import PrimeRow, Row
 from model_executor.models.transformer.blocks import Block, DoubleBlock
-from model_executor.models.transformer.denoiser import select
+from model_executor.models.transformer.denoiser import select, with_conditions
 from model_executor.models.transformer.text_denoiser import TextDenoiser
 from model_executor.patches.batch_patches import Where
 
@@ -59,12 +59,17 @@ class QwenTransformer(TextDenoiser):
 
 
 class QwenEditTransformer(QwenTransformer):
-    """The tokens of the clean template follow those of the image, at the same positions of a second frame."""
+    """The tokens of the clean template follow those of the image, at the same positions of a second frame. With
+    `zero_cond_t` they are modulated as what they are, at noise level 0."""
 
     rows_per_token = 2
 
+    def _make_blocks(self) -> list[Block]:
+        self.sees_clean_conditions = bool(self.module.config.zero_cond_t)
+        return super()._make_blocks()
+
     def _inputs(self, row: Row | PrimeRow, tokens: Tensor | None) -> Tensor:
-        return select(torch.cat([row.latents, row.condition]), tokens)
+        return with_conditions(row, tokens)
 
 
 def _renamed(block: Any) -> SimpleNamespace:

@@ -99,6 +99,20 @@ class Shard:
     def computed(self, number: int) -> Tensor | None:
         return self._tokens(number)[self._me]
 
+    def num_conditions(self, number: int) -> int:
+        conditions = self._edit.num_conditions(number)
+        if not conditions:
+            return 0
+        start, stop = shares(self._num_shared, len(self._active))[self._me]
+        return max(0, stop - max(start, self._num_shared - conditions))
+
+    @property
+    def _num_shared(self) -> int:
+        """In blocks that compute all tokens, those that members share out beside the active ones: first the image's,
+        then the condition tokens."""
+        active = self._edit.active
+        return self.num_tokens if active is None else self.num_tokens - len(active)
+
     def kept(self, number: int) -> Tensor | None:
         """Of this member's tokens before block `number`, those that this block still computes, None for all."""
         if self._edit.kept(number) is None:

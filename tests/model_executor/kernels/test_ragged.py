@@ -6,7 +6,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from model_executor.kernels.ragged import norm_modulate, spans
+from model_executor.kernels.ragged import Packing, norm_modulate, spans
 
 WIDTH = 48
 EPS = 1e-6
@@ -35,3 +35,13 @@ def test_norm_leaves_its_input_alone() -> None:
     for fused in (False, True):
         norm_modulate(x, [(0, 4)], EPS, torch.ones(1, WIDTH), torch.zeros(1, WIDTH), fused=fused)
     assert torch.equal(x, before)
+
+
+def test_the_last_tokens_of_requests_may_be_modulated_apart() -> None:
+    """Then every request has two spans, of which some are empty; without, those that it has anyway."""
+    plain, apart = Packing.of([2, 3], [5, 4]), Packing.of([2, 3], [5, 4], [2, 0])
+    assert (plain.modulated_text, plain.modulated_image) == (plain.joint_text, plain.joint_image)
+    assert apart.modulated_text == ((0, 2), (2, 2), (7, 10), (10, 10))
+    assert apart.modulated_image == ((2, 5), (5, 7), (10, 14), (14, 14))
+    for name in ("text", "image", "joint", "joint_text", "joint_image"):
+        assert getattr(apart, name) == getattr(plain, name)

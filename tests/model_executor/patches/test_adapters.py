@@ -25,6 +25,7 @@ from diffusers import (
     StableDiffusionXLInpaintPipeline,
 )
 from edits import Edit
+from family_rigs import KontextAtSize
 from pipeline_rig import Rig, assert_same
 from safetensors.torch import load_file, save_file
 
@@ -34,12 +35,13 @@ from core.handles import TensorKey
 from core.ipc.shared_array import Arena
 from core.patches import Patch, patch_set
 from model_executor.worker.loading.resident import ResidentModels
-from tools.random_checkpoints import make_flux, make_flux_fill, make_qwen, make_sd3
+from tools.random_checkpoints import make_flux, make_flux_fill, make_flux_kontext, make_qwen, make_sd3
 from tools.random_unet_checkpoints import make_sd, make_sdxl
 
 FAMILIES: dict[str, tuple[Callable[[Path], Path], Any]] = {
     "flux-fill": (lambda path: make_flux_fill(path, guidance_embeds=True), FluxFillPipeline),
     "flux": (make_flux, FluxInpaintPipeline),
+    "flux-kontext": (make_flux_kontext, KontextAtSize),
     "sd3": (make_sd3, StableDiffusion3InpaintPipeline),
     "qwen-image": (make_qwen, QwenImageInpaintPipeline),
     "sd-inpaint": (lambda path: make_sd(path, in_channels=9), StableDiffusionInpaintPipeline),

@@ -1,11 +1,15 @@
-"""Qwen-Image-Edit and Qwen-Image: whole edits through the runner against diffusers' inpaint pipelines, float32."""
+"""Qwen-Image-Edit, its successors 2509 and 2511, and Qwen-Image: whole edits through the runner against diffusers'
+pipelines, float32."""
 
 from __future__ import annotations
 
+import shutil
 from collections.abc import Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from diffusers import (
@@ -13,8 +17,9 @@ from diffusers import (
     FlowMatchLCMScheduler,
     QwenImageInpaintPipeline,
 )
+from diffusers.pipelines.qwenimage.pipeline_qwenimage_edit_plus import CONDITION_IMAGE_SIZE, calculate_dimensions
 from edits import Edit, picture
-from family_rigs import allow_size, make_qwen_edit_rig
+from family_rigs import allow_size, make_qwen_edit_plus_rig, make_qwen_edit_rig, unmasked_plus
 from PIL import Image
 from pipeline_rig import Rig, assert_same
 from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import smart_resize
@@ -26,9 +31,11 @@ from core.vision_tokens import VisionTokens
 from model_executor.checkpoint.describe import describe
 from model_executor.checkpoint.loader import ModelCheckpoint
 from model_executor.models.base import EncodedText
+from model_executor.models.families.qwen import QwenEditPlus
 from model_executor.models.registry import make_family
+from model_executor.worker.loading.resident import ResidentModels
 from model_executor.worker.stores.prompt_cache import PromptCache
-from tools.random_checkpoints import make_qwen, make_qwen_edit
+from tools.random_checkpoints import make_qwen, make_qwen_edit, make_qwen_edit_plus
 
 PROMPT = "a red hat"
 NEGATIVE_PROMPT = "blue"
@@ -38,7 +45,9 @@ def make_plain_rig(path: Path, arena: Arena, **options: Any) -> Rig:
     return Rig(make_qwen(path, **options), arena, QwenImageInpaintPipeline)
 
 
-MAKE = {"edit": make_qwen_edit_rig, "plain": make_plain_rig}
+make_2511_rig = partial(make_qwen_edit_plus_rig, zero_cond_t=True)
+
+MAKE = {"edit": make_qwen_edit_rig, "plain": make_plain_rig, "2511": make_2511_rig}
 
 
 @pytest.fixture(scope="module", params=MAKE)
@@ -98,14 +107,45 @@ def test_batch_of_others_at_different_steps_changes_nothing(rig: Rig) -> None:
     rig.assert_company_changes_nothing(edits, lambda edit: expected(rig, edit))
 
 
+@pytest.mark.parametrize(
+    "options",
+    [{}, {"zero_cond_t": True}, {"zero_cond_t": True, "scheduler": {"stochastic_sampling": True, "shift": 3.0}}],
+    ids=["2509", "2511", "noisy"],
+)
+def test_an_unmasked_edit_equals_the_pipeline_of_the_successors(
+    tmp_path: Path, arena: Arena, options: dict[str, Any]
+) -> None:
+    """With guidance, at a size that is not that of the picture that the text encoder sees."""
+    rig = make_qwen_edit_plus_rig(tmp_path / "plus", arena, **options)
+    edit = make_edit(rig, "whole", (96, 160), 1.0, 4.0, seed=3, steps=5)
+    edit.mask = edit.share(np.ones((160, 96), np.uint8))
+    pipeline, generator = unmasked_plus(rig), torch.Generator("cpu").manual_seed(3)
+    scheduler = pipeline.scheduler
+    with pytest.MonkeyPatch.context() as patch:
+        allow_size(patch, edit.size)
+        patch.setattr(scheduler, "step", partial(type(scheduler).step, scheduler, generator=generator))
+        (theirs,) = pipeline(
+            image=Image.fromarray(picture(3, edit.size)),
+            prompt=PROMPT,
+            negative_prompt=NEGATIVE_PROMPT,
+            true_cfg_scale=4.0,
+            width=96,
+            height=160,
+            num_inference_steps=5,
+            generator=generator,
+        ).images
+    assert_same(rig.run(edit), np.asarray(theirs))
+    rig.pages.close()
+
+
 @torch.inference_mode()
 def encode(rig: Rig, prompt: str, length: int = 64, seed: int = 0, size: tuple[int, int] = (96, 64)) -> EncodedText:
     return rig.family.encode_text(prompt, length, torch.from_numpy(picture(seed, size)))
 
 
-@pytest.fixture(scope="module")
-def edit_rig(tmp_path_factory: pytest.TempPathFactory, arena: Arena) -> Iterator[Rig]:
-    rig = make_qwen_edit_rig(tmp_path_factory.mktemp("model") / "edit", arena)
+@pytest.fixture(scope="module", params=["edit", "2511"])
+def edit_rig(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory, arena: Arena) -> Iterator[Rig]:
+    rig = MAKE[request.param](tmp_path_factory.mktemp("model") / request.param, arena)
     yield rig
     rig.pages.close()
 
@@ -134,6 +174,16 @@ def test_a_picture_is_as_many_tokens_as_its_processor_makes() -> None:
             high, wide = smart_resize(size[1], size[0], max_pixels=vision.max_pixels)
             assert vision.size(*size) == (wide, high)
         assert vision.count(1024, 1024) == tokens
+
+
+def test_a_picture_of_a_given_area_has_the_sides_that_the_pipeline_gives_it() -> None:
+    """Also the longest that is taken, of 200 tokens."""
+    vision = VisionTokens(side=28, min_pixels=56 * 56, max_pixels=28 * 28 * 1280, area=QwenEditPlus.seen_area)
+    assert vision.area == CONDITION_IMAGE_SIZE
+    for size in ((1024, 1024), (768, 1360), (48, 64), (16, 3200), (3200, 16), (4096, 3072), (1008, 1040)):
+        wide, high = vision.fitted(*size)
+        assert (wide, high) == calculate_dimensions(CONDITION_IMAGE_SIZE, size[0] / size[1])
+        assert vision.size(*size)[::-1] == smart_resize(high, wide, max_pixels=vision.max_pixels)
 
 
 def test_a_long_prompt_is_cut_and_the_chat_goes_on(edit_rig: Rig) -> None:
@@ -188,16 +238,39 @@ def test_a_region_is_decoded_as_in_the_whole(edit_rig: Rig, active: list[int]) -
 
 def test_the_templates_own_tokens_are_cached_too(tmp_path: Path) -> None:
     card = describe(str(make_qwen_edit(tmp_path / "qwen")))
+    plus = describe(str(make_qwen_edit_plus(tmp_path / "plus", zero_cond_t=True)))
     plain = describe(str(make_qwen(tmp_path / "plain")))
-    assert (card.info.family, plain.info.family) == ("qwen-image-edit", "qwen-image")
-    assert card.layout.entry_bytes(64) == plain.layout.entry_bytes(2 * 64)
-    assert (card.info.default_true_cfg_scale, card.info.min_inference_steps) == (4.0, 2)
-    assert set(card.parameters) == {"text_encoder", "vae", "transformer"}
+    assert (card.info.family, plus.info.family) == ("qwen-image-edit", "qwen-image-edit-plus")
+    for each in (card, plus):
+        assert each.layout.entry_bytes(64) == plain.layout.entry_bytes(2 * 64)
+        assert (each.info.default_true_cfg_scale, each.info.min_inference_steps) == (4.0, 2)
+        assert set(each.parameters) == {"text_encoder", "vae", "transformer"}
+    assert plain.info.family == "qwen-image"
 
 
-@pytest.mark.parametrize("option", ["zero_cond_t", "use_additional_t_cond", "use_layer3d_rope"])
+def test_checkpoints_of_equal_weights_share_neither_prompts_nor_pages(tmp_path: Path) -> None:
+    """If they are of other pipelines, whose chats differ."""
+    edit = make_qwen_edit(tmp_path / "edit")
+    plus = Path(shutil.copytree(edit, tmp_path / "plus"))
+    index = plus / "model_index.json"
+    index.write_text(index.read_text().replace("QwenImageEditPipeline", "QwenImageEditPlusPipeline"))
+    models = ResidentModels.open(
+        [ModelConfig(model=str(path), served_model_name=path.name, dtype="float32") for path in (edit, plus)]
+    )
+    models.load_all()
+    one, other = (models.families[name] for name in ("edit", "plus"))
+    assert one.text_recipe != other.text_recipe
+    infos = models.ready(0).models
+    assert infos[0].components == infos[1].components
+    schemes = [info.page_scheme for info in infos]
+    assert schemes[0] is not None
+    assert schemes[1] is not None
+    assert schemes[0].template_key("picture") != schemes[1].template_key("picture")
+
+
+@pytest.mark.parametrize("option", ["use_additional_t_cond", "use_layer3d_rope"])
 def test_denoisers_of_other_pipelines_are_refused(tmp_path: Path, option: str) -> None:
-    path = make_qwen_edit(tmp_path / "other", **{option: True})
+    path = make_qwen_edit_plus(tmp_path / "other", **{option: True})
     with pytest.raises(ConfigError, match=f"a denoiser with {option} is not supported"):
         make_family(ModelCheckpoint.open(ModelConfig(model=str(path))))
 

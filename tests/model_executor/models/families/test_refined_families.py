@@ -18,7 +18,7 @@ from torch import Tensor
 from core.config import ModelConfig
 from model_executor.models.base import Family, Row, SamplingState
 from model_executor.worker.loading.resident import ResidentModels
-from tools.random_checkpoints import make_flux, make_flux_fill, make_sd3
+from tools.random_checkpoints import make_flux, make_flux_fill, make_flux_kontext, make_sd3
 from tools.random_unet_checkpoints import make_sdxl
 
 
@@ -142,11 +142,18 @@ def make_euler_sdxl(path: Path) -> Path:
     return make_sdxl(path, in_channels=9, **SOLVERS["euler"])
 
 
-MAKERS = {"flux": make_flux, "flux-fill": make_flux_fill, "sd3": make_heun_sd3, "sdxl-inpaint": make_euler_sdxl}
+MAKERS = {
+    "flux": make_flux,
+    "flux-fill": make_flux_fill,
+    "flux-kontext": make_flux_kontext,
+    "sd3": make_heun_sd3,
+    "sdxl-inpaint": make_euler_sdxl,
+}
+STARTS = [("flux", 0.4), ("flux-fill", 0.8), ("flux-kontext", 0.4), ("sd3", 0.5), ("sdxl-inpaint", 0.3)]
 
 
 @pytest.mark.parametrize("is_edit", [False, True], ids=["generation", "edit"])
-@pytest.mark.parametrize(("kind", "start"), [("flux", 0.4), ("flux-fill", 0.8), ("sd3", 0.5), ("sdxl-inpaint", 0.3)])
+@pytest.mark.parametrize(("kind", "start"), STARTS)
 def test_a_model_that_refines_itself_changes_nothing(tmp_path: Path, kind: str, start: float, is_edit: bool) -> None:
     """With solvers that keep nothing from step to step: Euler, and SD3 with Heun, which is cut between two steps of two
     calls each."""

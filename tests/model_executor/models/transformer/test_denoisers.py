@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from copy import deepcopy
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -23,7 +24,7 @@ from model_executor.models.base import ModulationInputs, PrimeRow, Row
 from model_executor.models.latents import pack, unpack
 from model_executor.models.transformer.denoiser import Denoiser
 from model_executor.models.transformer.dit_transformer import DiTTransformer
-from model_executor.models.transformer.flux_transformer import FluxTransformer
+from model_executor.models.transformer.flux_transformer import FluxKontextTransformer, FluxTransformer
 from model_executor.models.transformer.qwen_transformer import QwenEditTransformer, QwenTransformer
 from model_executor.models.transformer.sd3_transformer import SD3Transformer
 from model_executor.page_cache.pages import Pages
@@ -50,18 +51,22 @@ class Case:
 
 
 def of_flux(module: Any, row: Row) -> Tensor:
+    """The case of FLUX.1, with the template's tokens if the row has them."""
     ids = torch.cartesian_prod(torch.zeros(1), torch.arange(float(row.grid[0])), torch.arange(float(row.grid[1])))
+    hidden, every = row.latents, ids
+    if row.condition.numel():
+        hidden, every = torch.cat([row.latents, row.condition]), torch.cat([ids, ids + torch.tensor([1.0, 0.0, 0.0])])
     output: Tensor = module(
-        hidden_states=row.latents[None],
+        hidden_states=hidden[None],
         timestep=row.sigma.expand(1),
         guidance=torch.full([1], row.guidance_scale) if module.config.guidance_embeds else None,
         pooled_projections=row.pooled_prompt_embeds[None],
         encoder_hidden_states=row.prompt_embeds[None],
         txt_ids=torch.zeros(row.prompt_embeds.shape[0], 3),
-        img_ids=ids,
+        img_ids=every,
         return_dict=False,
     )[0][0]
-    return output
+    return output[: len(row.latents)]
 
 
 def of_sd3(module: Any, row: Row) -> Tensor:
@@ -111,15 +116,19 @@ def dit() -> Any:
     return dit_transformer(**TINY | {"num_layers": DIT_BLOCKS, "in_channels": 16, "out_channels": 32})
 
 
+qwen_2511 = partial(qwen_transformer, zero_cond_t=True)
+
 CASES = {
     "flux-dev": Case(lambda: flux_transformer(WIDTH, True, 64), FluxTransformer, of_flux, 3),
     "flux-schnell": Case(lambda: flux_transformer(WIDTH, False, 64), FluxTransformer, of_flux, 3),
+    "flux-kontext": Case(lambda: flux_transformer(WIDTH, True, 64), FluxKontextTransformer, of_flux, 3),
     "sd3": Case(sd3(qk_norm=None, dual_attention_layers=()), SD3Transformer, of_sd3, 3),
     "sd3.5-large": Case(sd3(dual_attention_layers=()), SD3Transformer, of_sd3, 3),
     "sd3.5-medium": Case(sd3(dual_attention_layers=(0, 1)), SD3Transformer, of_sd3, 5),
     "second-attention-last": Case(sd3(dual_attention_layers=(2,)), SD3Transformer, of_sd3, 4),
     "qwen": Case(qwen_transformer, QwenTransformer, of_qwen, 3),
     "qwen-edit": Case(qwen_transformer, QwenEditTransformer, of_qwen, 3),
+    "qwen-edit-2511": Case(qwen_2511, QwenEditTransformer, of_qwen, 3),
     "dit": Case(dit, DiTTransformer, of_dit, DIT_BLOCKS, only_squares=True),
 }
 
@@ -201,6 +210,38 @@ def test_one_request_equals_the_module(case: Case, module: Any, number: int) -> 
     torch.testing.assert_close(output, expected, rtol=1e-4, atol=1e-5)
 
 
+@pytest.mark.parametrize("name", ["flux-kontext", "qwen-edit-2511"])
+def test_a_picture_of_nothing_has_no_condition_tokens(name: str, groups: ThreadGroups) -> None:
+    """Alone, beside edits, and on several ranks."""
+    case = CASES[name]
+    torch.manual_seed(0)
+    module = case.module().eval()
+    denoiser = case.denoiser(module, 1000)
+    row = replace(make_row(denoiser, 3), condition=torch.empty(0, 64))
+    with torch.inference_mode():
+        expected = case.reference(module, row)
+    rows = [make_row(denoiser, 4), row, primed(denoiser, make_row(denoiser, 5))]
+    (alone,) = forward(denoiser, [row])
+    torch.testing.assert_close(alone, expected, rtol=1e-4, atol=1e-5)
+    assert torch.equal(forward(denoiser, rows)[1], alone)
+    for outputs in groups.run(lambda group: denoiser.forward(rows, group), range(3)):
+        assert torch.equal(outputs[1], alone)
+
+
+@torch.inference_mode()
+def test_adapters_change_condition_tokens_at_their_own_noise_level() -> None:
+    """As the module with weights that have the adapter's additions."""
+    torch.manual_seed(0)
+    module = qwen_2511().eval()
+    denoiser, row = QwenEditTransformer(deepcopy(module), 1000), make_row(QwenEditTransformer, 2)
+    put_adapters(denoiser)
+    for name, low in random_layers(module, 1, torch.Generator().manual_seed(3)).items():
+        module.get_submodule(name).weight += 0.3 * low.up @ low.down
+    (output,) = forward(denoiser, [replace(row, patches=(Patch("a", 0.3),))])
+    torch.testing.assert_close(output, of_qwen(module, row), rtol=1e-3, atol=1e-4)
+    assert not torch.allclose(output, forward(denoiser, [row])[0], atol=0.01)
+
+
 def test_bits_do_not_depend_on_the_batch(denoiser: Denoiser) -> None:
     """Exact and mask-aware, sizes and text lengths: alone or with any others."""
     rows = [make_row(denoiser, number, *shape) for number, shape in enumerate(ROWS)]
@@ -265,18 +306,22 @@ def adapted(case: Case, module: Any) -> Denoiser:
 
 def put_adapters(denoiser: Denoiser) -> None:
     """Two adapters, one of every layer and one of every other one."""
-    module, generator = denoiser.module, torch.Generator().manual_seed(3)
+    generator = torch.Generator().manual_seed(3)
     for patch, step in (("a", 1), ("b", 2)):
-        layers = {
-            name: LowRank(
-                torch.randn(3, layer.weight[0].numel(), generator=generator) / layer.weight[0].numel() ** 0.5,
-                torch.randn(len(layer.weight), 3, generator=generator) / 2,
-            )
-            for name, layer in list(module.named_modules())[::step]
-            if isinstance(layer, nn.Linear | nn.Conv2d)
-        }
         adapter = Adapter(patch, Path(f"{patch}.safetensors"), patch, {})
-        denoiser.patches.put(patch, denoiser.patches.prepare(adapter, layers))
+        denoiser.patches.put(patch, denoiser.patches.prepare(adapter, random_layers(denoiser.module, step, generator)))
+
+
+def random_layers(module: Any, step: int, generator: torch.Generator) -> dict[str, LowRank]:
+    """Random additions to every `step`-th layer."""
+    return {
+        name: LowRank(
+            torch.randn(3, layer.weight[0].numel(), generator=generator) / layer.weight[0].numel() ** 0.5,
+            torch.randn(len(layer.weight), 3, generator=generator) / 2,
+        )
+        for name, layer in list(module.named_modules())[::step]
+        if isinstance(layer, nn.Linear | nn.Conv2d)
+    }
 
 
 @torch.inference_mode()

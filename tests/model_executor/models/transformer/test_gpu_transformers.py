@@ -30,8 +30,9 @@ pytest.importorskip("triton")  # interpreted: see conftest.py
 Model = tuple[Denoiser, Denoiser]
 """A denoiser on Triton's operators, and it on PyTorch's."""
 
-EVERY = ["flux-dev", "sd3", "second-attention-last", "qwen-edit", "dit"]
+EVERY = ["flux-dev", "sd3", "second-attention-last", "qwen-edit", "qwen-edit-2511", "dit"]
 SOME = ["flux-dev", "second-attention-last"]
+PRIMED = [*SOME, "qwen-edit-2511"]
 SIZES = [((2, 3), 2), ((1, 2), 1)]
 """(grid, text tokens) of requests that share a batch."""
 
@@ -133,7 +134,7 @@ def test_pages_of_other_dtypes(dtypes: Sequence[PageDtype]) -> None:
     assert_close(forward(ours, rows), forward(theirs, rows))
 
 
-@pytest.mark.parametrize("name", SOME)
+@pytest.mark.parametrize("name", PRIMED)
 def test_templates_are_primed(name: str) -> None:
     denoisers = model(name)
     made, expected = (prime_row(denoiser, exact(denoiser, 0)) for denoiser in denoisers)
