@@ -111,6 +111,19 @@ def add_gated(
 
 
 @triton.jit
+def swiglu(x, out, x_step, out_step, width, BLOCK: tl.constexpr):
+    """A part of one row of out = silu(gate) * up. x: rows x_step numbers apart, gate and up side by side, `width`
+    numbers each; out: rows of `width` numbers, out_step apart."""
+    number, column = tl.program_id(0).to(tl.int64), tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    inside = column < width
+    place = x + number * x_step + column
+    gate = tl.load(place, mask=inside, other=0.0).to(tl.float32)
+    up = tl.load(place + width, mask=inside, other=0.0).to(tl.float32)
+    result = gate * tl.sigmoid(gate) * up
+    tl.store(out + number * out_step + column, result.to(out.dtype.element_ty), mask=inside)
+
+
+@triton.jit
 def _rotated(even, odd, turn, ROWS: tl.constexpr, TURNS: tl.constexpr, WIDTH: tl.constexpr):
     """Rotary embedding of interleaved pairs, float32 [ROWS, WIDTH]. even, odd: their numbers, [ROWS, WIDTH / 2]. turn:
     [TURNS, WIDTH], cosine and sine in turn, for each row, or one for all."""

@@ -30,6 +30,7 @@ def variants(every: bool) -> Iterator[Variant]:
     yield kernels.find_places, {"requests": LONGS, "active": LONGS, "places": INTEGERS}, {"COLUMNS": 13, "BLOCK": 1024}
     for floats in FLOATS if every else FLOATS[:1]:
         yield from _residual_variants(floats, (64, 4096) if every else (4096,))
+        yield kernels.swiglu, {"x": floats, "out": floats}, {"BLOCK": 1024}
         yield kernels.take_rows, {"x": floats, "rows": INTEGERS, "out": floats}, {"BLOCK": 1024}
         turned = {"x": floats, "rows": INTEGERS, "weight": "*fp32", "rotary": "*fp32", "eps": NUMBER}
         for width, heads in ((64, 1), (64, 64), (128, 32)) if every else ((128, 32),):

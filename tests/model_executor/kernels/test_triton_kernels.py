@@ -155,6 +155,18 @@ def test_sums_are_clipped_where_that_is_asked_for(operators: Operators) -> None:
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("width", [48, 1500])
+def test_swiglu(operators: Operators, dtype: torch.dtype, width: int) -> None:
+    """Of columns of a wider matrix, to a new one and to columns of another."""
+    x, wide = torch.randn(5, 2 * width + 8).to(dtype)[:, 8:], torch.full((5, width + 8), 7.0, dtype=dtype)
+    exact = F.silu(x[:, :width].double()) * x[:, width:].double()
+    assert_near(operators.swiglu(x), exact)
+    assert_near(operators.swiglu(x, out=wide[:, 8:]), exact)
+    assert_near(wide[:, 8:], exact)
+    assert (wide[:, :8] == 7.0).all()
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize(("heads", "head_dim"), [(3, 64), (2, 128), (24, 16), (1, 48)])
 def test_norm_and_rotation(operators: Operators, dtype: torch.dtype, heads: int, head_dim: int) -> None:
     """Queries and keys in place, with two sets of weights; values are unchanged. Heads of 48 numbers are left to
