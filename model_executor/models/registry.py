@@ -7,6 +7,7 @@ from model_executor.checkpoint.loader import CONFIGURATION_ERRORS, ModelCheckpoi
 from model_executor.models.base import Family
 from model_executor.models.families.dit import DiT
 from model_executor.models.families.flux import FluxFill, FluxInpaint
+from model_executor.models.families.flux2_klein import Flux2Klein
 from model_executor.models.families.qwen import QwenEdit, QwenInpaint
 from model_executor.models.families.sd3 import StableDiffusion3
 from model_executor.models.families.stable_diffusion import StableDiffusion, StableDiffusionXL
@@ -16,6 +17,8 @@ FAMILIES: dict[str, type[VaeFamily]] = {
     "FluxFillPipeline": FluxFill,
     "FluxPipeline": FluxInpaint,
     "FluxInpaintPipeline": FluxInpaint,
+    "Flux2KleinPipeline": Flux2Klein,
+    "Flux2KleinInpaintPipeline": Flux2Klein,
     "StableDiffusionPipeline": StableDiffusion,
     "StableDiffusionImg2ImgPipeline": StableDiffusion,
     "StableDiffusionInpaintPipeline": StableDiffusion,

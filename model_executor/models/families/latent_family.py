@@ -84,26 +84,39 @@ class NoisedTemplate(LatentFamily):
         image, mask = to_image(self._here(inputs.template)), self._here(inputs.mask)
         rows, columns = self.grid(image.shape[3], image.shape[2])
         sigmas = self._schedule(inputs, rows * columns).to(self._device)
-        clean = pack(self._template_sample(inputs, image, generator))
-        noise = pack(self._draw(self._latent_shape(image), generator))
-        self._draw(self._latent_shape(image), generator)
+        clean, noise = self._clean_and_noise(inputs, image, generator)
         start = clean if inputs.start is None else inputs.start.to(clean)
         return EncodedImage(
             latents=start if inputs.goes_on else self._sampling.noised(start, noise, sigmas, 0),
-            condition=self._unmasked_condition(clean),
+            condition=self._condition(inputs, clean),
             outside=torch.cat([clean, noise, self._packed_mask(mask).to(clean)], dim=1),
             sigmas=sigmas,
             state=self._sampling.begin(generator),
         )
 
+    def _clean_and_noise(
+        self, inputs: ImageInputs, image: Tensor, generator: torch.Generator
+    ) -> tuple[Tensor, Tensor]:
+        """Clean latents of the template, and the initial noise, [image tokens, latent width] each. image: the template,
+        of which `to_image` has made it."""
+        clean = pack(self._template_sample(inputs, image, generator))
+        noise = pack(self._draw(self._latent_shape(image), generator))
+        self._draw(self._latent_shape(image), generator)
+        return clean, noise
+
+    def _condition(self, inputs: ImageInputs, clean: Tensor) -> Tensor:
+        """What the denoiser sees of the template. clean: its latents."""
+        return self._unmasked_condition(clean)
+
     def advance(self, sample: SamplingState, prediction: Tensor) -> tuple[Tensor, State]:
         moved, state = super().advance(sample, prediction)
-        clean, noise, mask = sample.outside.chunk(3, dim=1)
+        width = moved.shape[1]
+        clean, noise, mask = sample.outside.tensor_split((width, 2 * width), dim=1)
         noised = self._sampling.noised(clean, noise, sample.sigmas, sample.step + 1)
         return (1 - mask) * noised + mask * moved, state
 
     def _packed_mask(self, mask: Tensor) -> Tensor:
-        """The mask, the same for every channel: float32 [image tokens, latent width]."""
+        """The mask, the same for every channel: float32 [image tokens, latent width], or one number per token."""
         return pack(self._latent_mask(mask).repeat(1, self._latent_channels, 1, 1))
 
     def _unmasked_condition(self, clean: Tensor) -> Tensor:

@@ -272,13 +272,14 @@ class VaeFamily(Family):
         return noise
 
     def _posterior_sample(
-        self, image: Tensor, generator: torch.Generator, is_exact: bool, key: PictureKey | None = None
+        self, image: Tensor, generator: torch.Generator | None, is_exact: bool, key: PictureKey | None = None
     ) -> Tensor:
-        """Scaled latents of an image in -1..1: [1, channels, height / 8, width / 8]. key: as for `Vae.encode`."""
+        """Scaled latents of an image in -1..1: [1, channels, height / 8, width / 8]. generator, key: as for
+        `Vae.encode`."""
         vae = self._vae if is_exact else self._mask_aware_vae
         return vae.encode(image.to(vae.dtype), generator, key)
 
-    def _template_sample(self, inputs: ImageInputs, image: Tensor, generator: torch.Generator) -> Tensor:
+    def _template_sample(self, inputs: ImageInputs, image: Tensor, generator: torch.Generator | None) -> Tensor:
         """`_posterior_sample` of the template, whose distribution is kept. image: made of it by `to_image`."""
         key = PictureKey.of(inputs.template, inputs.cache_salt)
         return self._posterior_sample(image, generator, inputs.is_exact, key)

@@ -19,7 +19,7 @@ from torch import Tensor
 
 from model_executor.kernels import attention
 from model_executor.kernels.attention import Attention, KeysValues, Projected, head_major
-from model_executor.kernels.linear_groups import MakeGroup
+from model_executor.kernels.linear_groups import AnyGroup, MakeGroup
 from model_executor.kernels.low_rank import Segments
 from model_executor.kernels.operators import Operators
 from model_executor.kernels.ragged import Packing, Span, gather, together
@@ -184,8 +184,8 @@ class Stream:
 class Modulation:
     """A block's shifts, scales and gates, computed as one product of few rows with many weights.
 
-    There is one per block and not one for all, because a product's bits may depend on its number of columns, and a pass
-    over some blocks must give the same bits as a pass over all.
+    There is one per block, or one for several that share its layers, and not one for all, because a product's bits may
+    depend on its number of columns, and a pass over some blocks must give the same bits as a pass over all.
     """
 
     def __init__(self, layers: Sequence[Any], scales: Sequence[int], group: MakeGroup) -> None:
@@ -215,13 +215,13 @@ class Block(ABC):
 
     num_pages = 1
 
-    def __init__(self, attn: Any, norms: Sequence[Any], scales: Sequence[int], group: MakeGroup) -> None:
-        """attn, norms: diffusers' attention and adaptive norms, the image tokens' first norm first. scales: as for
-        `Modulation`."""
+    def __init__(self, modulation: Modulation, norm: Any, image: Projection) -> None:
+        """modulation: other blocks may have the same. norm: the image tokens' first one, diffusers' plain or adaptive.
+        image: the image tokens' projections."""
         self.page = 0  # its first page; set by the Denoiser
-        self.modulation = Modulation([norm.linear for norm in norms], scales, group)
-        self._norm_eps = norms[0].norm.eps
-        self._image = Projection(attn, "", group)
+        self.modulation = modulation
+        self._norm_eps: float = getattr(norm, "norm", norm).eps
+        self._image = image
 
     @property
     def has_norm(self) -> bool:
@@ -253,12 +253,16 @@ class Projection:
 
     def __init__(self, attn: Any, added: str, group: MakeGroup) -> None:
         """added: "" for image tokens, "added" for text tokens, as in diffusers' names of their layers."""
-        names = ("add_q_proj", "add_k_proj", "add_v_proj") if added else ("to_q", "to_k", "to_v")
         norms = [getattr(attn, f"norm_{added}_{part}" if added else f"norm_{part}") for part in "qk"]
-        self._layers = group(*(getattr(attn, name) for name in names))
+        self._layers = group(*self._layers_of(attn, added))
         self._heads = attn.heads
         self.eps = 0.0 if norms[0] is None else norms[0].eps
         self.weight = None if norms[0] is None else _qk_weight(norms[0], norms[1], attn.heads)
+
+    @staticmethod
+    def _layers_of(attn: Any, added: str) -> list[Any]:
+        names = ("add_q_proj", "add_k_proj", "add_v_proj") if added else ("to_q", "to_k", "to_v")
+        return [getattr(attn, name) for name in names]
 
     def __call__(self, x: Tensor, where: Segments) -> Tensor:
         """[tokens, hidden] -> [tokens, 3 * hidden], before norm and rotary embedding. where: the rows that patches
@@ -267,7 +271,9 @@ class Projection:
 
     def heads(self, x: Tensor, where: Segments) -> Tensor:
         """As `__call__`, [tokens, 3, heads, head dim]."""
-        qkv = self(x, where)
+        return self._in_heads(self(x, where))
+
+    def _in_heads(self, qkv: Tensor) -> Tensor:
         return qkv.view(len(qkv), 3, self._heads, qkv.shape[1] // (3 * self._heads))
 
     def project(self, x: Tensor, where: Segments, rows: Sequence[Span]) -> Projected:
@@ -281,6 +287,42 @@ class Projection:
             operators.normalise_and_rotate_(x, rotary, self.eps, [([(0, len(x))], self.weight[first:])])
 
 
+class FusedProjection(Projection):
+    """That of an attention whose one layer also gives the numbers that an MLP reads, after queries, keys and values."""
+
+    def __init__(self, attn: Any, group: MakeGroup) -> None:
+        super().__init__(attn, "", group)
+        self._width: int = 3 * attn.inner_dim
+
+    @staticmethod
+    def _layers_of(attn: Any, added: str) -> list[Any]:
+        return [attn.to_qkv_mlp_proj]
+
+    def heads(self, x: Tensor, where: Segments) -> Tensor:
+        return self._in_heads(self(x, where)[:, : self._width])
+
+    def both(self, x: Tensor, where: Segments, rows: Sequence[Span]) -> tuple[Projected, Tensor]:
+        """As `project`, and what the MLP reads."""
+        product = self(x, where)
+        qkv = self._in_heads(product[:, : self._width])
+        return Projected(qkv, rows, self.weight, self.eps), product[:, self._width :]
+
+
+class FeedForward:
+    """A block's MLP: two layers, with GELU's tanh approximation between them, or with SwiGLU."""
+
+    def __init__(self, mlp: Any, group: MakeGroup) -> None:
+        """mlp: diffusers' `FeedForward`, or FLUX.2's, whose first layer gives gate and numbers."""
+        self._is_gated = hasattr(mlp, "linear_in")
+        up, down = (mlp.linear_in, mlp.linear_out) if self._is_gated else (mlp.net[0].proj, mlp.net[2])
+        self._up, self._down = group(up), group(down)
+
+    def __call__(self, x: Tensor, where: Segments, operators: Operators) -> Tensor:
+        """[tokens, hidden] -> [tokens, hidden]. where: the rows that patches change."""
+        inner = operators.swiglu(self._up(x, where)) if self._is_gated else self._up(x, where, gelu=True)
+        return self._down(inner, where)
+
+
 class DoubleBlock(Block):
     """Text and image tokens have layers of their own and meet in attention.
 
@@ -288,19 +330,23 @@ class DoubleBlock(Block):
     text tokens, as nothing reads them afterwards.
     """
 
-    def __init__(self, block: Any, group: MakeGroup) -> None:
+    def __init__(self, block: Any, group: MakeGroup, modulation: Modulation | None = None) -> None:
+        """modulation: of several blocks, parts of image tokens before those of text tokens; None: the block's adaptive
+        norms have layers for it."""
         attn, second = block.attn, getattr(block, "attn2", None)
         self._is_last = getattr(block, "context_pre_only", False)
         self._num_image_parts = 6 if second is None else 9
-        text_scales = (0,) if self._is_last else (1, 4)
-        scales = [*range(1, self._num_image_parts, 3), *(self._num_image_parts + scale for scale in text_scales)]
-        super().__init__(attn, [block.norm1, block.norm1_context], scales, group)
+        if modulation is None:
+            text_scales = (0,) if self._is_last else (1, 4)
+            scales = [*range(1, self._num_image_parts, 3), *(self._num_image_parts + scale for scale in text_scales)]
+            modulation = Modulation([block.norm1.linear, block.norm1_context.linear], scales, group)
+        super().__init__(modulation, block.norm1, Projection(attn, "", group))
         self._text = Projection(attn, "added", group)
         self._out = group(attn.to_out[0])
-        self._up, self._down = group(block.ff.net[0].proj), group(block.ff.net[2])
+        self._mlp = FeedForward(block.ff, group)
         if not self._is_last:
             self._text_out = group(attn.to_add_out)
-            self._text_up, self._text_down = group(block.ff_context.net[0].proj), group(block.ff_context.net[2])
+            self._text_mlp = FeedForward(block.ff_context, group)
         self._second = None if second is None else Projection(second, "", group)
         self._second_out = None if second is None else group(second.to_out[0])
         self.num_pages = 1 if second is None else 2
@@ -332,8 +378,8 @@ class DoubleBlock(Block):
             self._add(stream, image, gate, self._text_out(text, where.text), text_parts[2])
             norms.insert(0, Norm(packing.joint_text, text_parts[4], text_parts[3]))
         *texts, image = stream.residual.normed(self._norm_eps, *norms)
-        of_text = [self._text_down(self._text_up(text, where.text, gelu=True), where.text) for text in texts]
-        image = self._down(self._up(image, where.image, gelu=True), where.image)
+        of_text = [self._text_mlp(text, where.text, stream.operators) for text in texts]
+        image = self._mlp(image, where.image, stream.operators)
         self._add(stream, image, mlp[2], *of_text, *text_parts[5:])
 
     @staticmethod
@@ -364,28 +410,71 @@ class DoubleBlock(Block):
         return self._second_out(attended, where)
 
 
-class SingleBlock(Block):
-    """All tokens share all layers; attention and MLP read the same input."""
+class JointBlock(Block):
+    """All tokens share all layers; attention and MLP read the same input, and have one layer after them."""
 
-    def __init__(self, block: Any, group: MakeGroup) -> None:
-        super().__init__(block.attn, [block.norm], [1], group)
-        self._up, self._out = group(block.proj_mlp), group(block.proj_out)
+    def __init__(self, modulation: Modulation, norm: Any, image: Projection, out: AnyGroup, inner: int) -> None:
+        """modulation, norm, image: as for `Block`. out: the layer after attention and MLP. inner: numbers of a token
+        that it reads of the MLP."""
+        super().__init__(modulation, norm, image)
+        self._out, self._inner = out, inner
 
     def run(self, stream: Stream, number: int) -> None:
         shift, factor, gate = stream.modulation(number)
         joint, where = stream.packing.joint, stream.where.joint
         (normed,) = stream.residual.normed(self._norm_eps, Norm(joint, factor, shift))
-        projected = self._image.project(normed, where, joint)
+        projected, read = self._projected(normed, where, joint)
         if self._out.takes_columns(where):
             (attended,) = stream.attend(stream.joint_attention, number, self.page, projected)
-            out = self._out.of_columns([attended, self._up(normed, where, gelu=True)])
+            out = self._out.of_columns([attended, self._activated(read, where, stream.operators)])
         else:
             width = projected.qkv.shape[2] * projected.qkv.shape[3]
-            both = normed.new_empty(len(normed), width + self._up.num_outputs)
-            self._up(normed, where, gelu=True, out=both[:, width:])
+            both = normed.new_empty(len(normed), width + self._inner)
+            self._activated(read, where, stream.operators, both[:, width:])
             stream.attend(stream.joint_attention, number, self.page, projected, out=both[:, :width])
             out = self._out(both, where)
         stream.residual.add(Addition(joint, out, gate, is_clipped=True))
+
+    @abstractmethod
+    def _projected(self, normed: Tensor, where: Segments, rows: Sequence[Span]) -> tuple[Projected, Tensor]:
+        """Queries, keys and values, and what the MLP reads. rows: as for `Projection.project`."""
+
+    @abstractmethod
+    def _activated(self, x: Tensor, where: Segments, operators: Operators, out: Tensor | None = None) -> Tensor:
+        """The MLP's inner numbers, [tokens, inner], which are `out` if that is given. x: what it reads."""
+
+
+class SingleBlock(JointBlock):
+    """FLUX's: attention and MLP have layers of their own before the last one."""
+
+    def __init__(self, block: Any, group: MakeGroup) -> None:
+        modulation = Modulation([block.norm.linear], [1], group)
+        image = Projection(block.attn, "", group)
+        self._up, out = group(block.proj_mlp), group(block.proj_out)
+        super().__init__(modulation, block.norm, image, out, self._up.num_outputs)
+
+    def _projected(self, normed: Tensor, where: Segments, rows: Sequence[Span]) -> tuple[Projected, Tensor]:
+        return self._image.project(normed, where, rows), normed
+
+    def _activated(self, x: Tensor, where: Segments, operators: Operators, out: Tensor | None = None) -> Tensor:
+        return self._up(x, where, gelu=True, out=out)
+
+
+class FusedBlock(JointBlock):
+    """FLUX.2's: one layer gives queries, keys and values, and gate and numbers of SwiGLU."""
+
+    _image: FusedProjection
+
+    def __init__(self, block: Any, group: MakeGroup, modulation: Modulation) -> None:
+        """modulation: of several blocks."""
+        attn = block.attn
+        super().__init__(modulation, block.norm, FusedProjection(attn, group), group(attn.to_out), attn.mlp_hidden_dim)
+
+    def _projected(self, normed: Tensor, where: Segments, rows: Sequence[Span]) -> tuple[Projected, Tensor]:
+        return self._image.both(normed, where, rows)
+
+    def _activated(self, x: Tensor, where: Segments, operators: Operators, out: Tensor | None = None) -> Tensor:
+        return operators.swiglu(x, out)
 
 
 class ImageBlock(Block):
@@ -393,10 +482,11 @@ class ImageBlock(Block):
 
     def __init__(self, block: Any, group: MakeGroup) -> None:
         """block: diffusers' `BasicTransformerBlock` with `ada_norm_zero`."""
-        super().__init__(block.attn1, [block.norm1], [1, 4], group)
+        modulation = Modulation([block.norm1.linear], [1, 4], group)
+        super().__init__(modulation, block.norm1, Projection(block.attn1, "", group))
         self._second_eps = block.norm3.eps
         self._out = group(block.attn1.to_out[0])
-        self._up, self._down = group(block.ff.net[0].proj), group(block.ff.net[2])
+        self._mlp = FeedForward(block.ff, group)
 
     def run(self, stream: Stream, number: int) -> None:
         shift, factor, gate, second_shift, second_factor, second_gate = stream.modulation(number)
@@ -406,7 +496,7 @@ class ImageBlock(Block):
         (attended,) = stream.attend(stream.joint_attention, number, self.page, projected)
         stream.residual.add(Addition(image, self._out(attended, where), gate))
         (normed,) = stream.residual.normed(self._second_eps, Norm(image, second_factor, second_shift))
-        out = self._down(self._up(normed, where, gelu=True), where)
+        out = self._mlp(normed, where, stream.operators)
         stream.residual.add(Addition(image, out, second_gate))
 
 

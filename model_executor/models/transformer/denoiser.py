@@ -119,9 +119,10 @@ class Denoiser(ABC):
             block.page = self.num_pages
             self.num_pages += block.num_pages
         self._first_pages = [block.page for block in self._blocks]
-        self._modulations = [block.modulation for block in self._blocks]
         last, self._image_out = self._make_output()
-        self._modulations.append(last)
+        of_blocks = [*(block.modulation for block in self._blocks), last]
+        self._modulations = list(dict.fromkeys(of_blocks))
+        self._modulation_numbers = list(map(self._modulations.index, of_blocks))
 
     def computing_with(self, operators: Operators) -> Self:
         """A copy of this denoiser that computes with other operators; the layers are shared and packed as they were."""
@@ -154,8 +155,8 @@ class Denoiser(ABC):
 
     @abstractmethod
     def _conditioning(self, rows: Sequence[Conditions], where: Segments) -> Sequence[Tensor]:
-        """What each block's modulation is computed from, and last the output norm's: each [rows, hidden]. A row's bits
-        do not depend on the other rows. where: the rows that patches change."""
+        """What each of `_modulations` is computed from, those of the blocks and last the output norm's: each [rows,
+        hidden]. A row's bits do not depend on the other rows. where: the rows that patches change."""
 
     def _make_rotary_table(self, text_tokens: int, grid: tuple[int, int], has_conditions: bool) -> Tensor:
         """Rotations of the text tokens, then the image tokens row by row, then the condition tokens, if there are any:
@@ -353,12 +354,17 @@ class Denoiser(ABC):
         known = [row.modulation for row in rows if isinstance(row, Row) and row.modulation is not None]
         if len(known) == len(rows):
             tables = together(known).split([part.width for part in self._modulations], dim=1)
-            return lambda number: self._modulations[number].parts(tables[number])
+            return partial(self._parts, lambda index: tables[index])
         where = patches.segments([(number, number + 1) for number in range(len(rows))])
         conditioning = self._conditioning([Conditions.of(row) for row in rows], where)
-        return lambda number: self._modulations[number].parts(
-            self._modulations[number].product(conditioning[number], where)
-        )
+        # Blocks that share a modulation follow each other.
+        product_of = lru_cache(maxsize=1)(lambda index: self._modulations[index].product(conditioning[index], where))
+        return partial(self._parts, product_of)
+
+    def _parts(self, product_of: Callable[[int], Tensor], number: int) -> Sequence[Tensor]:
+        """The shifts, scales and gates of block `number`. product_of: index of a modulation -> its product."""
+        index = self._modulation_numbers[number]
+        return self._modulations[index].parts(product_of(index))
 
     def _num_tokens(self, row: Row | PrimeRow) -> int:
         """Image and condition tokens of a row."""

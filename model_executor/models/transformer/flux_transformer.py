@@ -36,21 +36,30 @@ class FluxTransformer(TextDenoiser):
     def _embed(
         self, rows: Sequence[Row | PrimeRow], computed: Sequence[Tensor | None], packing: Packing, where: Where
     ) -> Tensor:
-        inputs = [_inputs(row, tokens) for row, tokens in zip(rows, computed, strict=True)]
+        inputs = [self._inputs(row, tokens) for row, tokens in zip(rows, computed, strict=True)]
         image = self._image_in(together(inputs), where.image)
         text = self._text_in(together([row.prompt_embeds for row in rows]), where.text)
         return packing.join(text, image)
 
+    def _inputs(self, row: Row | PrimeRow, tokens: Tensor | None) -> Tensor:
+        """The denoiser's input for these tokens, None for all."""
+        latents = select(row.latents, tokens)
+        return torch.cat([latents, select(row.condition, tokens)], dim=1) if row.condition.shape[1] else latents
+
     def _embedding(self, embed: Any, sigma: Tensor, pooled_prompt_embeds: Tensor, guidance_scale: float) -> Tensor:
         """The embedding of time, guidance and pooled text."""
-        timestep = (sigma * self._num_train_timesteps).reshape(1).to(self.dtype)
-        timestep = (timestep / 1000).to(self.dtype) * 1000  # the pipeline divides, the module multiplies
+        timestep = self._timestep(sigma)
         inputs = [timestep, pooled_prompt_embeds[None]]
         if self.module.config.guidance_embeds:
             guidance = torch.full([1], guidance_scale, dtype=torch.float32, device=timestep.device)
             inputs.insert(1, guidance.to(self.dtype) * 1000)
         embedding: Tensor = embed(*inputs)
         return embedding
+
+    def _timestep(self, sigma: Tensor) -> Tensor:
+        """That of a noise level, [1]."""
+        timestep = (sigma * self._num_train_timesteps).reshape(1).to(self.dtype)
+        return (timestep / 1000).to(self.dtype) * 1000  # the pipeline divides, the module multiplies
 
     def _make_rotary_table(self, text_tokens: int, grid: tuple[int, int], has_conditions: bool) -> Tensor:
         """All text tokens are at position 0."""
@@ -59,12 +68,10 @@ class FluxTransformer(TextDenoiser):
         image[..., 1] = torch.arange(height)[:, None]
         image[..., 2] = torch.arange(width)[None]
         ids = torch.cat([torch.zeros(text_tokens, 3), image.reshape(-1, 3)])
-        cos, sin = self.module.pos_embed(ids.to(self.dtype))
+        return self._turns(ids.to(self.dtype))
+
+    def _turns(self, ids: Tensor) -> Tensor:
+        """Rotations of tokens at these positions, [tokens, axes]: complex64 [tokens, 1, 1, head dim / 2]."""
+        cos, sin = self.module.pos_embed(ids)
         table = torch.complex(cos[:, ::2].contiguous(), sin[:, ::2].contiguous())  # each angle is stored twice
         return table[:, None, None].to(self._device)
-
-
-def _inputs(row: Row | PrimeRow, tokens: Tensor | None) -> Tensor:
-    """The denoiser's input for these tokens, None for all."""
-    latents = select(row.latents, tokens)
-    return torch.cat([latents, select(row.condition, tokens)], dim=1) if row.condition.shape[1] else latents
