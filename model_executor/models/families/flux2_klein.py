@@ -65,7 +65,7 @@ class Flux2Klein(NoisedTemplate):
         self._is_distilled = bool(checkpoint.index.get("is_distilled"))
         self._tokenizer = checkpoint.load("tokenizer")
         try:
-            self._frame = len(self._tokenizer(self._chat("")).input_ids)
+            self._before, self._after = map(self._ids, self._chat(PLACE).split(PLACE))
         except Exception as error:  # a template is a program
             raise refuse(checkpoint, f"the tokenizer's chat template cannot be used: {first_line(error)}") from error
 
@@ -116,6 +116,7 @@ class Flux2Klein(NoisedTemplate):
     ) -> EncodedText:
         """As _get_qwen3_prompt_embeds, which cuts prompt and chat template together."""
         ids = self._chat_ids(prompt)
+        words, room = len(ids) - len(self._before) - len(self._after), max(0, max_sequence_length - len(self._before))
         tokens = self._tokenizer.pad(
             {"input_ids": [ids[:max_sequence_length]]},
             padding="max_length",
@@ -133,7 +134,7 @@ class Flux2Klein(NoisedTemplate):
         return EncodedText(
             prompt_embeds=embeds,
             pooled_prompt_embeds=embeds.new_empty(0),
-            num_tokens=max(0, min(len(ids), max_sequence_length) - self._frame),
+            num_tokens=min(words, room),
             truncated=len(ids) > max_sequence_length,
         )
 
@@ -148,10 +149,12 @@ class Flux2Klein(NoisedTemplate):
         """Tokens of the chat. Text that looks like a special token is encoded as plain text, so that a prompt cannot
         end its own message."""
         if not any(special in prompt for special in self._tokenizer.get_added_vocab()):
-            return list(self._tokenizer(self._chat(prompt)).input_ids)
-        before, after = self._chat(PLACE).split(PLACE)
-        words = self._tokenizer(prompt, split_special_tokens=True).input_ids
-        return [*self._tokenizer(before).input_ids, *words, *self._tokenizer(after).input_ids]
+            return self._ids(self._chat(prompt))
+        return [*self._before, *self._ids(prompt, split_special_tokens=True), *self._after]
+
+    def _ids(self, text: str, **options: Any) -> list[int]:
+        ids: list[int] = self._tokenizer(text, **options).input_ids
+        return ids
 
     # ------------------------------------------------------------------------------------------------------- sampling
 
