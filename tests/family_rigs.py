@@ -7,12 +7,13 @@ from typing import Any
 
 import pytest
 import torch
-from diffusers import QwenImageEditInpaintPipeline, StableDiffusion3InpaintPipeline
+from diffusers import Flux2KleinInpaintPipeline, QwenImageEditInpaintPipeline, StableDiffusion3InpaintPipeline
 from diffusers.pipelines.qwenimage import pipeline_qwenimage_edit_inpaint
+from PIL import Image
 from pipeline_rig import Rig
 
 from core.ipc.shared_array import Arena
-from tools.random_checkpoints import PictureProcessor, make_qwen_edit, make_sd3
+from tools.random_checkpoints import PictureProcessor, make_klein, make_qwen_edit, make_sd3
 
 
 def make_sd3_rig(path: Path, arena: Arena, **options: Any) -> Rig:
@@ -38,6 +39,18 @@ def make_qwen_edit_rig(path: Path, arena: Arena, **options: Any) -> Rig:
 
     encoder.forward = told_of_pictures
     return rig
+
+
+class SizedKleinPipeline(Flux2KleinInpaintPipeline):  # type: ignore[misc]
+    """Makes pictures of the size that it is given; diffusers', of that of the upload."""
+
+    def __call__(self, *, image: Image.Image, width: int, height: int, **options: Any) -> Any:
+        resized = image.resize((width, height), Image.Resampling.LANCZOS)
+        return super().__call__(image=resized, width=width, height=height, **options)
+
+
+def make_klein_rig(path: Path, arena: Arena, **options: Any) -> Rig:
+    return Rig(make_klein(path, **options), arena, SizedKleinPipeline)
 
 
 def allow_size(patch: pytest.MonkeyPatch, size: tuple[int, int]) -> None:

@@ -5,13 +5,14 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from pathlib import Path
 
-from tools.random_checkpoints import make_flux, make_flux_fill, make_qwen, make_qwen_edit, make_sd3
+from tools.random_checkpoints import make_flux, make_flux_fill, make_klein, make_qwen, make_qwen_edit, make_sd3
 from tools.random_dit_checkpoints import make_dit
 from tools.random_unet_checkpoints import make_sd, make_sdxl
 
 MAKERS: Mapping[str, Callable[[Path], Path]] = {
     "flux_fill": lambda path: make_flux_fill(path, guidance_embeds=True),
     "flux": lambda path: make_flux(path, guidance_embeds=True),
+    "klein": make_klein,
     "sd3": make_sd3,
     "qwen": make_qwen,
     "qwen_edit": make_qwen_edit,

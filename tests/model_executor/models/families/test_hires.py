@@ -23,7 +23,7 @@ from diffusers import (
     StableDiffusionXLInpaintPipeline,
 )
 from edits import box_mask, picture
-from family_rigs import make_qwen_edit_rig, make_sd3_rig
+from family_rigs import make_klein_rig, make_qwen_edit_rig, make_sd3_rig
 from hires_rig import HiresEdit
 from pipeline_rig import Rig, assert_same
 
@@ -47,6 +47,7 @@ def make_rig(make: Callable[..., Path], pipeline: Any, path: Path, arena: Arena,
 MAKE: dict[str, Callable[[Path, Arena], Rig]] = {
     "flux-fill": partial(make_rig, make_flux_fill, FluxFillPipeline),
     "flux": partial(make_rig, partial(make_flux, scheduler={"use_dynamic_shifting": True}), FluxInpaintPipeline),
+    "flux2-klein": make_klein_rig,
     "sd3": make_sd3_rig,
     "sd3-heun": partial(make_sd3_rig, scheduler_class=FlowMatchHeunDiscreteScheduler),
     "qwen-image": partial(make_rig, make_qwen, QwenImageInpaintPipeline),

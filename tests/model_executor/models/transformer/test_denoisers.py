@@ -21,14 +21,16 @@ from model_executor.kernels.low_rank import LowRank
 from model_executor.kernels.operators import Operators
 from model_executor.models.base import ModulationInputs, PrimeRow, Row
 from model_executor.models.latents import pack, unpack
+from model_executor.models.transformer.blocks import Modulation
 from model_executor.models.transformer.denoiser import Denoiser
 from model_executor.models.transformer.dit_transformer import DiTTransformer
+from model_executor.models.transformer.flux2_transformer import Flux2Transformer
 from model_executor.models.transformer.flux_transformer import FluxTransformer
 from model_executor.models.transformer.qwen_transformer import QwenEditTransformer, QwenTransformer
 from model_executor.models.transformer.sd3_transformer import SD3Transformer
 from model_executor.page_cache.pages import Pages
 from model_executor.patches.adapters import Adapter
-from tools.random_checkpoints import flux_transformer, qwen_transformer, sd3_transformer
+from tools.random_checkpoints import flux2_transformer, flux_transformer, qwen_transformer, sd3_transformer
 from tools.random_dit_checkpoints import TINY, dit_transformer
 
 WIDTH = 64
@@ -62,6 +64,24 @@ def of_flux(module: Any, row: Row) -> Tensor:
         return_dict=False,
     )[0][0]
     return output
+
+
+def of_klein(module: Any, row: Row) -> Tensor:
+    """With the template's tokens if the row has them."""
+    sides = [torch.arange(float(side)) for side in row.grid]
+    times = torch.tensor([0.0, 10.0])[: 1 + bool(len(row.condition))]
+    text = torch.zeros(len(row.prompt_embeds), 4)
+    text[:, 3] = torch.arange(len(text))
+    dtype = row.latents.dtype
+    output: Tensor = module(
+        hidden_states=torch.cat([row.latents, row.condition])[None],
+        timestep=(row.sigma * 1000).expand(1).to(dtype) / 1000,
+        encoder_hidden_states=row.prompt_embeds[None],
+        txt_ids=text,
+        img_ids=torch.cartesian_prod(times, *sides, torch.zeros(1)),
+        return_dict=False,
+    )[0][0]
+    return output[: len(row.latents)]
 
 
 def of_sd3(module: Any, row: Row) -> Tensor:
@@ -100,6 +120,10 @@ def of_dit(module: Any, row: Row) -> Tensor:
     return pack(output[0])[:, : row.latents.shape[1]]
 
 
+def klein() -> Any:
+    return flux2_transformer(joint_attention_dim=WIDTH)
+
+
 def sd3(**options: Any) -> Callable[[], Any]:
     return lambda: sd3_transformer(WIDTH, WIDTH, **options)
 
@@ -114,6 +138,7 @@ def dit() -> Any:
 CASES = {
     "flux-dev": Case(lambda: flux_transformer(WIDTH, True, 64), FluxTransformer, of_flux, 3),
     "flux-schnell": Case(lambda: flux_transformer(WIDTH, False, 64), FluxTransformer, of_flux, 3),
+    "klein": Case(klein, Flux2Transformer, of_klein, 4),
     "sd3": Case(sd3(qk_norm=None, dual_attention_layers=()), SD3Transformer, of_sd3, 3),
     "sd3.5-large": Case(sd3(dual_attention_layers=()), SD3Transformer, of_sd3, 3),
     "sd3.5-medium": Case(sd3(dual_attention_layers=(0, 1)), SD3Transformer, of_sd3, 5),
@@ -199,6 +224,51 @@ def test_one_request_equals_the_module(case: Case, module: Any, number: int) -> 
     (output,) = forward(case.denoiser(module, 1000, Operators(plain_linear)), [row])
     assert float(expected.std()) > 0.05
     torch.testing.assert_close(output, expected, rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("has_template", [True, False])
+@torch.inference_mode()
+def test_klein_is_bit_identical(dtype: torch.dtype, has_template: bool) -> None:
+    """With layers run as PyTorch runs them; of a picture that is made of nothing the denoiser sees no template."""
+    torch.manual_seed(0)
+    module = klein().to(dtype).eval()
+    denoiser = Flux2Transformer(module, 1000, Operators(plain_linear))
+    for number, shape in enumerate(ROWS):
+        row = make_row(denoiser, number, *shape)
+        names = "latents", "condition", "prompt_embeds"
+        row = replace(row, **{name: getattr(row, name).to(dtype) for name in names})
+        row = row if has_template else replace(row, condition=row.condition[:0])
+        assert torch.equal(denoiser.forward([row])[0], of_klein(module, row))
+
+
+@torch.inference_mode()
+def test_a_shared_modulation_is_computed_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """In a pass, and in a table."""
+    denoiser = Flux2Transformer(klein().eval(), 1000)
+    made, product = list[Modulation](), Modulation.product
+
+    def noted(self: Modulation, *args: Any) -> Tensor:
+        made.append(self)
+        return product(self, *args)
+
+    monkeypatch.setattr(Modulation, "product", noted)
+    (output,) = denoiser.forward([row := make_row(denoiser, 0)])
+    assert len(made) == len({*made}) == 3
+    row = tabled(denoiser, row)
+    assert row.modulation is not None
+    assert row.modulation.shape == (1, (12 + 3 + 2) * WIDTH)
+    assert torch.equal(denoiser.forward([row])[0], output)
+    assert len(made) == 6
+
+
+def test_pictures_with_and_without_a_template_share_a_batch() -> None:
+    denoiser = Flux2Transformer(klein().eval(), 1000)
+    rows = [make_row(denoiser, number, *shape) for number, shape in enumerate(ROWS)]
+    rows[1], rows[3] = (replace(row, condition=row.condition[:0]) for row in (rows[1], rows[3]))
+    alone = [forward(denoiser, [row])[0] for row in rows]
+    for number, output in enumerate(forward(denoiser, rows)):
+        assert torch.equal(output, alone[number])
 
 
 def test_bits_do_not_depend_on_the_batch(denoiser: Denoiser) -> None:

@@ -30,7 +30,7 @@ pytest.importorskip("triton")  # interpreted: see conftest.py
 Model = tuple[Denoiser, Denoiser]
 """A denoiser on Triton's operators, and it on PyTorch's."""
 
-EVERY = ["flux-dev", "sd3", "second-attention-last", "qwen-edit", "dit"]
+EVERY = ["flux-dev", "klein", "sd3", "second-attention-last", "qwen-edit", "dit"]
 SOME = ["flux-dev", "second-attention-last"]
 SIZES = [((2, 3), 2), ((1, 2), 1)]
 """(grid, text tokens) of requests that share a batch."""
