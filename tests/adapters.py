@@ -95,7 +95,8 @@ def _halves(checkpoint: Path, layers: str, seed: int, part: str = "") -> dict[st
     with safe_open(file, "pt") as weights:
         shapes = {_name(part, key): weights.get_slice(key).get_shape() for key in weights.keys()}  # noqa: SIM118
     wanted = {name: shape for name, shape in shapes.items() if len(shape) > 1 and re.fullmatch(layers, name)}
-    wanted.pop("pos_embed.pos_embed", None)
+    for parameter in ("pos_embed.pos_embed", "x_pad_token", "cap_pad_token"):
+        wanted.pop(parameter, None)
     assert wanted, f"no layer is called {layers}"
     return {name: _random(shape, generator) for name, shape in wanted.items()}
 

@@ -7,13 +7,18 @@ from typing import Any
 
 import pytest
 import torch
-from diffusers import Flux2KleinInpaintPipeline, QwenImageEditInpaintPipeline, StableDiffusion3InpaintPipeline
+from diffusers import (
+    Flux2KleinInpaintPipeline,
+    QwenImageEditInpaintPipeline,
+    StableDiffusion3InpaintPipeline,
+    ZImageInpaintPipeline,
+)
 from diffusers.pipelines.qwenimage import pipeline_qwenimage_edit_inpaint
 from PIL import Image
 from pipeline_rig import Rig
 
 from core.ipc.shared_array import Arena
-from tools.random_checkpoints import PictureProcessor, make_klein, make_qwen_edit, make_sd3
+from tools.random_checkpoints import PictureProcessor, make_klein, make_qwen_edit, make_sd3, make_z_image
 
 
 def make_sd3_rig(path: Path, arena: Arena, **options: Any) -> Rig:
@@ -56,3 +61,15 @@ def make_klein_rig(path: Path, arena: Arena, **options: Any) -> Rig:
 def allow_size(patch: pytest.MonkeyPatch, size: tuple[int, int]) -> None:
     """Have Qwen-Image-Edit's pipeline work at this size; it supports only an area of a million pixels."""
     patch.setattr(pipeline_qwenimage_edit_inpaint, "calculate_dimensions", lambda *_: (*size, None))
+
+
+class SizedZImageInpaint(ZImageInpaintPipeline):  # type: ignore[misc]
+    """Takes a picture of any size, as the other pipelines do: this one resizes the mask alone."""
+
+    def __call__(self, *, image: Any, width: int, height: int, **options: Any) -> Any:
+        image = self.image_processor.resize(image, height, width)
+        return super().__call__(image=image, width=width, height=height, **options)
+
+
+def make_z_image_rig(path: Path, arena: Arena, **options: Any) -> Rig:
+    return Rig(make_z_image(path, **options), arena, SizedZImageInpaint)

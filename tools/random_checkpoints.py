@@ -1,5 +1,5 @@
-"""Writes small random checkpoints of FLUX, FLUX.2-klein, Stable Diffusion 3 and Qwen-Image in the diffusers layout, for
-tests.
+"""Writes small random checkpoints of FLUX, FLUX.2-klein, Stable Diffusion 3, Qwen-Image and Z-Image in the diffusers
+layout, for tests.
 
 They have all parts of real ones: VAE, text encoders, tokenizers. Random weights make parity tests strict, since no term
 is near zero.
@@ -29,6 +29,8 @@ from diffusers import (
     QwenImageTransformer2DModel,
     SD3Transformer2DModel,
     StableDiffusion3Pipeline,
+    ZImagePipeline,
+    ZImageTransformer2DModel,
 )
 from tokenizers import pre_tokenizers
 from transformers import (
@@ -42,6 +44,7 @@ from transformers import (
     Qwen2VLProcessor,
     Qwen3Config,
     Qwen3ForCausalLM,
+    Qwen3Model,
     T5Config,
     T5EncoderModel,
     T5TokenizerFast,
@@ -473,3 +476,69 @@ def sd3_transformer(
         dual_attention_layers=dual_attention_layers,
         qk_norm=qk_norm,
     )
+
+
+# ---------------------------------------------------------------------------------------------------------- Z-Image
+
+CHAT = (
+    "{% for message in messages %}<|im_start|>{{ message.role }}\n{{ message.content }}<|im_end|>\n{% endfor %}"
+    "{% if add_generation_prompt %}<|im_start|>assistant\n{% if not enable_thinking %}<think>\n{% endif %}{% endif %}"
+)
+"""Qwen3's chat template for a lone message."""
+
+
+def make_z_image(
+    path: Path,
+    *,
+    seed: int = 0,
+    scheduler: dict[str, Any] | None = None,
+    scheduler_class: Any = FlowMatchEulerDiscreteScheduler,
+    generation_config: dict[str, Any] | None = None,
+    native_size: int = 128,
+    encoder_class: Any = Qwen3Model,
+    **transformer: Any,
+) -> Path:
+    """Write a ZImagePipeline with random weights to `path`, and return `path`. encoder_class: Qwen3's, with a head or
+    without. transformer: options of `z_image_transformer`."""
+    with torch.random.fork_rng():
+        torch.manual_seed(seed)
+        tokenizer = qwen_tokenizer()
+        tokenizer.chat_template = CHAT
+        pipeline = ZImagePipeline(
+            scheduler=scheduler_class(**({"shift": 3.0} if scheduler is None else scheduler)),
+            vae=_vae(native_size),
+            text_encoder=qwen3_encoder(tokenizer, encoder_class),
+            tokenizer=tokenizer,
+            transformer=z_image_transformer(**transformer),
+        )
+    return save(pipeline, path, {"native_size": native_size} | (generation_config or {}))
+
+
+def qwen3_encoder(tokenizer: Qwen2Tokenizer, model: Any = Qwen3Model) -> Any:
+    """A small language model."""
+    config = Qwen3Config(
+        vocab_size=len(tokenizer),
+        initializer_range=0.15,  # as for Qwen2.5-VL
+        hidden_size=64,
+        intermediate_size=96,
+        num_hidden_layers=3,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        head_dim=16,
+        bos_token_id=None,
+        eos_token_id=None,
+    )
+    return model(config)
+
+
+def z_image_transformer(**options: Any) -> ZImageTransformer2DModel:
+    """A small transformer, whose norms and padding are random, too. options: of its configuration."""
+    sizes = {"dim": 64, "n_heads": 2, "n_kv_heads": 2, "n_layers": 2, "n_refiner_layers": 2, "cap_feat_dim": 64}
+    axes = {"axes_dims": [8, 12, 12], "axes_lens": [256, 64, 64]}
+    module = ZImageTransformer2DModel(**(sizes | axes | options))
+    for name, parameter in module.named_parameters():
+        if name.endswith("pad_token"):
+            torch.nn.init.normal_(parameter)
+        elif "norm" in name:
+            torch.nn.init.uniform_(parameter, 0.5, 1.5)
+    return module

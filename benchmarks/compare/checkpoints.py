@@ -5,7 +5,15 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from pathlib import Path
 
-from tools.random_checkpoints import make_flux, make_flux_fill, make_klein, make_qwen, make_qwen_edit, make_sd3
+from tools.random_checkpoints import (
+    make_flux,
+    make_flux_fill,
+    make_klein,
+    make_qwen,
+    make_qwen_edit,
+    make_sd3,
+    make_z_image,
+)
 from tools.random_dit_checkpoints import make_dit
 from tools.random_unet_checkpoints import make_sd, make_sdxl
 
@@ -16,6 +24,7 @@ MAKERS: Mapping[str, Callable[[Path], Path]] = {
     "sd3": make_sd3,
     "qwen": make_qwen,
     "qwen_edit": make_qwen_edit,
+    "z_image": make_z_image,
     "sd": make_sd,
     "sd_inpaint": lambda path: make_sd(path, in_channels=9),
     "sdxl": make_sdxl,

@@ -131,15 +131,18 @@ def _few(operators: Operators, device: torch.device) -> Sequence[Tensor]:
 
 
 def _few_normed(operators: Operators, qkv: Tensor, where: Sequence[Span]) -> Sequence[Tensor]:
-    """A hidden state that is normed, added to and normed, and added to."""
-    hidden, gate = qkv[:, 0].flatten(1).clone(), qkv[1:, 2].flatten(1)
-    residual, norm = operators.residual(hidden), Norm(where, gate, gate)
-    results = residual.normed(1e-6, norm)
-    for _ in range(2):  # PyTorch's operators overwrite what they add
-        residual.add(Addition(where, results[0].clone(), gate))
-        results += residual.normed(1e-6, norm)
-    residual.add(Addition(where, results[0].clone(), gate))
-    return [*results, residual.hidden]
+    """A hidden state that is normed, added to and normed, and added to: with layer norms, and with root-mean-square
+    norms of state and additions."""
+    gate, results = qkv[1:, 2].flatten(1), list[Tensor]()
+    for shift, norm_eps in ((gate, None), (None, 1e-6)):
+        residual, norm = operators.residual(qkv[:, 0].flatten(1).clone()), Norm(where, gate, shift)
+        normed = residual.normed(1e-6, norm)
+        for _ in range(2):  # PyTorch's operators overwrite what they add
+            residual.add(Addition(where, normed[0].clone(), gate, norm_eps=norm_eps))
+            normed += residual.normed(1e-6, norm)
+        residual.add(Addition(where, normed[0].clone(), gate, norm_eps=norm_eps))
+        results += [*normed, residual.hidden]
+    return results
 
 
 def _few_attended(operators: Operators, qkv: Tensor, turns: Tensor, source: TrialSource) -> Sequence[Tensor]:

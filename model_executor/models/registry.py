@@ -12,6 +12,7 @@ from model_executor.models.families.qwen import QwenEdit, QwenInpaint
 from model_executor.models.families.sd3 import StableDiffusion3
 from model_executor.models.families.stable_diffusion import StableDiffusion, StableDiffusionXL
 from model_executor.models.families.vae_family import VaeFamily
+from model_executor.models.families.z_image import ZImage
 
 FAMILIES: dict[str, type[VaeFamily]] = {
     "FluxFillPipeline": FluxFill,
@@ -32,6 +33,9 @@ FAMILIES: dict[str, type[VaeFamily]] = {
     "QwenImageInpaintPipeline": QwenInpaint,
     "QwenImageEditPipeline": QwenEdit,
     "QwenImageEditInpaintPipeline": QwenEdit,
+    "ZImagePipeline": ZImage,
+    "ZImageImg2ImgPipeline": ZImage,
+    "ZImageInpaintPipeline": ZImage,
 }
 
 

@@ -30,8 +30,9 @@ from model_executor.patches.batch_patches import BatchPatches, Where
 
 
 class RowSource(attention.KeyValueSource, Protocol):
-    """One request in a pass. text_tokens: of its prompt. num_tokens: its image tokens, and the condition tokens that
-    follow them. pages: what `load` reads, None if nothing."""
+    """One request in a pass. text_tokens: of its prompt, with fillers. fillers: how many of these, the last ones, fill
+    up the image and take part in attention over the image alone. num_tokens: its image tokens, and the condition tokens
+    that follow them. pages: what `load` reads, None if nothing."""
 
     @property
     def pages(self) -> Pages | None: ...
@@ -44,7 +45,16 @@ class RowSource(attention.KeyValueSource, Protocol):
     def text_tokens(self) -> int: ...
 
     @property
+    def fillers(self) -> int: ...
+
+    @property
     def num_tokens(self) -> int: ...
+
+
+def text_lengths(source: RowSource) -> tuple[int, int]:
+    """How many text tokens of a request the pass computes, and how many of them fill up the image."""
+    start, stop = source.text.start, source.text.stop
+    return stop - start, stop - min(stop, max(start, source.text_tokens - source.fillers))
 
 
 class EditSource:
@@ -52,10 +62,19 @@ class EditSource:
 
     is_in_order: ClassVar[bool] = True
 
-    def __init__(self, row: Row, num_tokens: int, first_pages: Sequence[int], operators: Operators) -> None:
-        """first_pages: each block's first page; where it is among the row's `full_blocks`, the block computes all
-        tokens. Raises ValueError for a row with active tokens but without pages."""
-        self.num_tokens, self.text_tokens = num_tokens, row.prompt_embeds.shape[0]
+    def __init__(
+        self,
+        row: Row,
+        num_tokens: int,
+        text_tokens: int,
+        fillers: int,
+        first_pages: Sequence[int],
+        operators: Operators,
+    ) -> None:
+        """num_tokens, text_tokens, fillers: as in `RowSource`. first_pages: each block's first page; where it is among
+        the row's `full_blocks`, the block computes all tokens. Raises ValueError for a row with active tokens but
+        without pages."""
+        self.num_tokens, self.text_tokens, self.fillers = num_tokens, text_tokens, fillers
         self._active, self._full_blocks = row.active, sum(page in row.full_blocks for page in first_pages)
         may_repeat = row.pages is not None and row.pages.table is not None
         if row.active is None or (len(row.active) == self.num_tokens and not may_repeat):
@@ -66,6 +85,7 @@ class EditSource:
         self._operators = operators
         self.keeps_order = operators.is_invariant
         self._made = row.own.writer(operators.quantise) if row.own is not None and row.active is None else None
+        self._rows: dict[int, Tensor] = {}  # text tokens before the image -> the tokens that the last block computes
 
     @property
     def text(self) -> slice:
@@ -81,12 +101,13 @@ class EditSource:
         """The image tokens that the last block computes, None for all."""
         return self._active
 
-    @cached_property
-    def _rows(self) -> Tensor:
-        """The tokens that the last block computes, text before image."""
+    def _last_rows(self, text_tokens: int) -> Tensor:
+        """The tokens that the last block computes, numbered with this many text tokens before the image."""
         assert self._active is not None
-        text = torch.arange(self.text_tokens, device=self._active.device)
-        return torch.cat([text, self._active + self.text_tokens])
+        if text_tokens not in self._rows:
+            text = torch.arange(text_tokens, device=self._active.device)
+            self._rows[text_tokens] = torch.cat([text, self._active + text_tokens])
+        return self._rows[text_tokens]
 
     @cached_property
     def _reader(self) -> Reader:
@@ -98,14 +119,16 @@ class EditSource:
 
     def kept(self, number: int) -> Tensor | None:
         """Of the request's tokens before block `number`, those that this block still computes, None for all."""
-        return self._rows if number == self._full_blocks > 0 and self._active is not None else None
+        is_first = number == self._full_blocks > 0 and self._active is not None
+        return self._last_rows(self.text_tokens) if is_first else None
 
     def load(self, number: int, page: int, keys_values: KeysValues, fresh: Tensor) -> None:
         computed = self.computed(number)
         if computed is None:
             keys_values.put(fresh, None)
         else:
-            self.read_over(page, keys_values, fresh, self._rows if keys_values.text_tokens else computed)
+            text_tokens = keys_values.text_tokens
+            self.read_over(page, keys_values, fresh, self._last_rows(text_tokens) if text_tokens else computed)
 
     def read_over(self, page: int, keys_values: KeysValues, fresh: Tensor, rows: Tensor) -> None:
         """See `Reader.read_over`."""
@@ -124,6 +147,7 @@ class TemplateSource:
     entry: PageEntry
     text_tokens: int
     num_tokens: int
+    fillers: int = 0
     pages: ClassVar[Pages | None] = None
     is_in_order: ClassVar[bool] = True
 
@@ -153,7 +177,7 @@ class Stream:
     modulation: Callable[[int], Sequence[Tensor]]  # block number -> its parts, each [requests, hidden]
     sources: Sequence[RowSource]  # one per request
     joint_attention: Attention  # over text and image together
-    image_attention: Attention | None  # over the image tokens alone, None if no block has it
+    image_attention: Attention | None  # over the image tokens and their fillers alone, None if no block has it
     operators: Operators
 
     @property
@@ -176,7 +200,8 @@ class Stream:
         rows = [_rows_of(span, kept, hidden.device) for span, kept in zip(packing.joint, tokens, strict=True)]
         chosen = together(rows)
         lengths = [stop - start for start, stop in packing.joint_text]
-        self.packing = Packing.of(lengths, [len(r) - length for r, length in zip(rows, lengths, strict=True)])
+        images = [len(r) - length for r, length in zip(rows, lengths, strict=True)]
+        self.packing = Packing.of(lengths, images, packing.fillers)
         self.where = self.patches.on(self.packing)
         self.residual, self.rotary = self.operators.residual(hidden[chosen]), self.rotary[chosen]
 
@@ -188,20 +213,34 @@ class Modulation:
     depend on its number of columns, and a pass over some blocks must give the same bits as a pass over all.
     """
 
-    def __init__(self, layers: Sequence[Any], scales: Sequence[int], group: MakeGroup) -> None:
+    def __init__(
+        self,
+        layers: Sequence[Any],
+        scales: Sequence[int],
+        group: MakeGroup,
+        *,
+        num_parts: int | None = None,
+        gates: Sequence[int] = (),
+        weights: Sequence[Tensor] = (),
+    ) -> None:
         """layers: the linear ones of adaptive norms that read the same conditioning. scales: which of their parts are
-        scales."""
-        self._group, self._scales = group(*layers), scales
+        scales. num_parts: None: parts are as wide as what the layers read. gates: which parts are put through tanh.
+        weights: [hidden] each, by which the parts are multiplied at last; none: they are not."""
+        self._group, self._scales, self._gates, self._weights = group(*layers), scales, gates, weights
         self.width = sum(layer.out_features for layer in layers)
-        self._num_parts = self.width // layers[0].in_features
+        self._num_parts = num_parts or self.width // layers[0].in_features
 
     def product(self, conditioning: Tensor, where: Segments = ()) -> Tensor:
-        """conditioning: [levels, hidden] -> [levels, width], with 1 already added to scales. A level's bits do not
-        depend on the other levels. where: the rows that patches change."""
+        """conditioning: [levels, width of what the layers read] -> [levels, width], with all done that is done to parts.
+        A level's bits do not depend on the other levels. where: the rows that patches change."""
         product = self._group(conditioning, where)
         parts = self.parts(product)
         for index in self._scales:
             parts[index].add_(1)
+        for index in self._gates:
+            parts[index].tanh_()
+        for part, weight in zip(parts, self._weights, strict=False):
+            part.mul_(weight)
         return product
 
     def parts(self, product: Tensor) -> Sequence[Tensor]:
@@ -214,6 +253,9 @@ class Block(ABC):
     """Base of all kinds of block: modulation, and the image tokens' projections to queries, keys and values."""
 
     num_pages = 1
+
+    has_image_attention = False
+    """Whether it has an attention over the image tokens and their fillers alone."""
 
     def __init__(self, modulation: Modulation, norm: Any, image: Projection) -> None:
         """modulation: other blocks may have the same. norm: the image tokens' first one, diffusers' plain or adaptive.
@@ -350,6 +392,7 @@ class DoubleBlock(Block):
         self._second = None if second is None else Projection(second, "", group)
         self._second_out = None if second is None else group(second.to_out[0])
         self.num_pages = 1 if second is None else 2
+        self.has_image_attention = second is not None
 
     def run(self, stream: Stream, number: int) -> None:
         parts, packing, where = stream.modulation(number), stream.packing, stream.where

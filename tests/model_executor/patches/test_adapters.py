@@ -24,6 +24,7 @@ from diffusers import (
     StableDiffusion3InpaintPipeline,
     StableDiffusionInpaintPipeline,
     StableDiffusionXLInpaintPipeline,
+    ZImageInpaintPipeline,
 )
 from edits import Edit
 from pipeline_rig import Rig, assert_same
@@ -35,7 +36,7 @@ from core.handles import TensorKey
 from core.ipc.shared_array import Arena
 from core.patches import Patch, patch_set
 from model_executor.worker.loading.resident import ResidentModels
-from tools.random_checkpoints import make_flux, make_flux_fill, make_klein, make_qwen, make_sd3
+from tools.random_checkpoints import make_flux, make_flux_fill, make_klein, make_qwen, make_sd3, make_z_image
 from tools.random_unet_checkpoints import make_sd, make_sdxl
 
 FAMILIES: dict[str, tuple[Callable[[Path], Path], Any]] = {
@@ -44,6 +45,7 @@ FAMILIES: dict[str, tuple[Callable[[Path], Path], Any]] = {
     "klein": (make_klein, Flux2KleinInpaintPipeline),
     "sd3": (make_sd3, StableDiffusion3InpaintPipeline),
     "qwen-image": (make_qwen, QwenImageInpaintPipeline),
+    "z-image": (make_z_image, ZImageInpaintPipeline),
     "sd-inpaint": (lambda path: make_sd(path, in_channels=9), StableDiffusionInpaintPipeline),
     "sdxl": (make_sdxl, StableDiffusionXLInpaintPipeline),
 }
@@ -111,9 +113,10 @@ def rig(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
     folder = tmp_path_factory.mktemp("adapters")
     checkpoint = make(folder / request.param)
     alpha = 7.0 if request.param.startswith("flux") else None  # diffusers' other loaders know none in this layout
+    attention = r".*(attn\d?|attention)\..*"
     files = {
         "whole": make_lora(folder / "whole.safetensors", checkpoint, text_parts=TEXT_PARTS.get(request.param, ())),
-        "attention": make_lora(folder / "attention.safetensors", checkpoint, r".*attn\d?\..*", seed=2, alpha=alpha),
+        "attention": make_lora(folder / "attention.safetensors", checkpoint, attention, seed=2, alpha=alpha),
     }
     rig = AdaptedRig(checkpoint, arena, pipeline, files)
     yield rig

@@ -23,7 +23,7 @@ from diffusers import (
     StableDiffusionXLInpaintPipeline,
 )
 from edits import box_mask, picture
-from family_rigs import make_klein_rig, make_qwen_edit_rig, make_sd3_rig
+from family_rigs import make_klein_rig, make_qwen_edit_rig, make_sd3_rig, make_z_image_rig
 from hires_rig import HiresEdit
 from pipeline_rig import Rig, assert_same
 
@@ -52,6 +52,7 @@ MAKE: dict[str, Callable[[Path, Arena], Rig]] = {
     "sd3-heun": partial(make_sd3_rig, scheduler_class=FlowMatchHeunDiscreteScheduler),
     "qwen-image": partial(make_rig, make_qwen, QwenImageInpaintPipeline),
     "qwen-image-edit": make_qwen_edit_rig,
+    "z-image": make_z_image_rig,
     "sd": partial(make_rig, partial(make_sd, **PNDM), StableDiffusionInpaintPipeline, **PLAIN),
     "sd-inpaint": partial(make_rig, partial(make_sd, in_channels=9), StableDiffusionInpaintPipeline, **PLAIN),
     "sdxl": partial(make_rig, partial(make_sdxl, **ANCESTRAL), StableDiffusionXLInpaintPipeline, **UNMARKED),

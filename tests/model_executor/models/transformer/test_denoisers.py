@@ -28,9 +28,16 @@ from model_executor.models.transformer.flux2_transformer import Flux2Transformer
 from model_executor.models.transformer.flux_transformer import FluxTransformer
 from model_executor.models.transformer.qwen_transformer import QwenEditTransformer, QwenTransformer
 from model_executor.models.transformer.sd3_transformer import SD3Transformer
+from model_executor.models.transformer.z_image_transformer import ZImageTransformer
 from model_executor.page_cache.pages import Pages
 from model_executor.patches.adapters import Adapter
-from tools.random_checkpoints import flux2_transformer, flux_transformer, qwen_transformer, sd3_transformer
+from tools.random_checkpoints import (
+    flux2_transformer,
+    flux_transformer,
+    qwen_transformer,
+    sd3_transformer,
+    z_image_transformer,
+)
 from tools.random_dit_checkpoints import TINY, dit_transformer
 
 WIDTH = 64
@@ -110,6 +117,12 @@ def of_qwen(module: Any, row: Row) -> Tensor:
     return output[: len(row.latents)]
 
 
+def of_z_image(module: Any, row: Row) -> Tensor:
+    time, frames = (1000 - row.sigma * 1000) / 1000, unpack(row.latents, row.grid)[0][:, None]
+    (output,) = module([frames], time[None], [row.prompt_embeds], return_dict=False)[0]
+    return -pack(output[:, 0][None])
+
+
 def of_dit(module: Any, row: Row) -> Tensor:
     """With the row's embeddings of a class, which it has of no label."""
     module, embeds = deepcopy(module), row.pooled_prompt_embeds.chunk(len(module.transformer_blocks))
@@ -145,6 +158,7 @@ CASES = {
     "second-attention-last": Case(sd3(dual_attention_layers=(2,)), SD3Transformer, of_sd3, 4),
     "qwen": Case(qwen_transformer, QwenTransformer, of_qwen, 3),
     "qwen-edit": Case(qwen_transformer, QwenEditTransformer, of_qwen, 3),
+    "z-image": Case(z_image_transformer, ZImageTransformer, of_z_image, 4),
     "dit": Case(dit, DiTTransformer, of_dit, DIT_BLOCKS, only_squares=True),
 }
 
