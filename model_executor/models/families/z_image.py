@@ -156,7 +156,8 @@ class ZImage(NoisedTemplate):
         if not inputs.is_empty:
             return super()._drawn(inputs, image, generator)
         noise = self._draw(self._latent_shape(image), generator)
-        return torch.zeros_like(noise), noise
+        is_seen = inputs.num_denoising_steps < inputs.num_inference_steps and inputs.start is None
+        return self._template_sample(inputs, image, generator) if is_seen else torch.zeros_like(noise), noise
 
     def _timesteps(self, num_inference_steps: int, image_tokens: int) -> dict[str, Any]:
         sigmas = torch.linspace(1.0, 1 / num_inference_steps, num_inference_steps).tolist()

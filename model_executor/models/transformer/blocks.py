@@ -231,8 +231,8 @@ class Modulation:
         self._num_parts = num_parts or self.width // layers[0].in_features
 
     def product(self, conditioning: Tensor, where: Segments = ()) -> Tensor:
-        """conditioning: [levels, width of what the layers read] -> [levels, width], with all done that is done to parts.
-        A level's bits do not depend on the other levels. where: the rows that patches change."""
+        """conditioning: [levels, width of what the layers read] -> [levels, width], with all done that is done to its
+        parts. A level's bits do not depend on the other levels. where: the rows that patches change."""
         product = self._group(conditioning, where)
         parts = self.parts(product)
         for index in self._scales:
