@@ -370,7 +370,7 @@ def _flux2_vae(native_size: int) -> AutoencoderKLFlux2:
     return vae
 
 
-def _qwen3(tokenizer: Qwen2Tokenizer, num_layers: int) -> Qwen3ForCausalLM:
+def _qwen3(tokenizer: Qwen2Tokenizer, num_layers: int, model: Any = Qwen3ForCausalLM) -> Any:
     config = Qwen3Config(
         vocab_size=len(tokenizer),
         initializer_range=0.15,
@@ -383,7 +383,7 @@ def _qwen3(tokenizer: Qwen2Tokenizer, num_layers: int) -> Qwen3ForCausalLM:
         tie_word_embeddings=True,
         rope_parameters={"rope_type": "default", "rope_theta": 1e6},
     )
-    return Qwen3ForCausalLM(config)
+    return model(config)
 
 
 def _qwen_vl(tokenizer: Qwen2Tokenizer) -> Qwen2_5_VLForConditionalGeneration:
@@ -480,12 +480,6 @@ def sd3_transformer(
 
 # ---------------------------------------------------------------------------------------------------------- Z-Image
 
-CHAT = (
-    "{% for message in messages %}<|im_start|>{{ message.role }}\n{{ message.content }}<|im_end|>\n{% endfor %}"
-    "{% if add_generation_prompt %}<|im_start|>assistant\n{% if not enable_thinking %}<think>\n{% endif %}{% endif %}"
-)
-"""Qwen3's chat template for a lone message."""
-
 
 def make_z_image(
     path: Path,
@@ -503,42 +497,26 @@ def make_z_image(
     with torch.random.fork_rng():
         torch.manual_seed(seed)
         tokenizer = qwen_tokenizer()
-        tokenizer.chat_template = CHAT
+        tokenizer.chat_template = CHAT_TEMPLATE
+        text_encoder = _qwen3(tokenizer, 3, encoder_class)
         pipeline = ZImagePipeline(
             scheduler=scheduler_class(**({"shift": 3.0} if scheduler is None else scheduler)),
             vae=_vae(native_size),
-            text_encoder=qwen3_encoder(tokenizer, encoder_class),
+            text_encoder=text_encoder,
             tokenizer=tokenizer,
-            transformer=z_image_transformer(**transformer),
+            transformer=z_image_transformer(**{"cap_feat_dim": text_encoder.config.hidden_size} | transformer),
         )
     return save(pipeline, path, {"native_size": native_size} | (generation_config or {}))
 
 
-def qwen3_encoder(tokenizer: Qwen2Tokenizer, model: Any = Qwen3Model) -> Any:
-    """A small language model."""
-    config = Qwen3Config(
-        vocab_size=len(tokenizer),
-        initializer_range=0.15,  # as for Qwen2.5-VL
-        hidden_size=64,
-        intermediate_size=96,
-        num_hidden_layers=3,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        head_dim=16,
-        bos_token_id=None,
-        eos_token_id=None,
-    )
-    return model(config)
-
-
 def z_image_transformer(**options: Any) -> ZImageTransformer2DModel:
     """A small transformer, whose norms and padding are random, too. options: of its configuration."""
-    sizes = {"dim": 64, "n_heads": 2, "n_kv_heads": 2, "n_layers": 2, "n_refiner_layers": 2, "cap_feat_dim": 64}
-    axes = {"axes_dims": [8, 12, 12], "axes_lens": [256, 64, 64]}
-    module = ZImageTransformer2DModel(**(sizes | axes | options))
+    sizes: dict[str, Any] = {"dim": 64, "n_heads": 2, "n_kv_heads": 2, "n_layers": 2, "n_refiner_layers": 2}
+    sizes |= {"cap_feat_dim": 64, "axes_dims": [8, 12, 12], "axes_lens": [256, 64, 64]}
+    module = ZImageTransformer2DModel(**sizes | options)
     for name, parameter in module.named_parameters():
         if name.endswith("pad_token"):
             torch.nn.init.normal_(parameter)
-        elif "norm" in name:
+        elif parameter.ndim == 1 and name.endswith("weight"):  # of a norm
             torch.nn.init.uniform_(parameter, 0.5, 1.5)
     return module

@@ -16,18 +16,16 @@ from core.model_info import ModelInfo
 from core.patches import PatchSet
 from model_executor.checkpoint.loader import ModelCheckpoint, first_line
 from model_executor.models.base import EncodedText, ImageInputs
+from model_executor.models.chat import Chat
 from model_executor.models.families.latent_family import NoisedTemplate
 from model_executor.models.families.vae_family import refuse
-from model_executor.models.latents import PATCH
+from model_executor.models.latents import PATCH, pack
 from model_executor.models.parts import FLOW_SCHEDULERS, Classes
 from model_executor.models.transformer.z_image_transformer import MULTIPLE, ZImageTransformer
 from model_executor.samplers.sampling import dynamic_shift
 
 MAX_TEXT_TOKENS = 512
 """The pipelines' default max_sequence_length, with the chat template's tokens."""
-
-PLACE = "\N{OBJECT REPLACEMENT CHARACTER}"
-"""Stands for the prompt while the chat template is read."""
 
 
 class ZImage(NoisedTemplate):
@@ -60,8 +58,10 @@ class ZImage(NoisedTemplate):
             )
         if reason := self._why_not():
             raise refuse(checkpoint, f"a denoiser {reason} is not supported")
-        self._tokenizer = checkpoint.load("tokenizer")
-        self._before, self._opening, self._after = self._read_chat()
+        try:
+            self._chat = Chat(checkpoint.load("tokenizer"), thinks=True)
+        except ValueError as error:
+            raise refuse(checkpoint, first_line(error)) from error
 
     def _why_not(self) -> str:
         """Why the denoiser's configuration is not supported; "": it is."""
@@ -105,44 +105,22 @@ class ZImage(NoisedTemplate):
     def recipe(self, part: str) -> str:
         return "without head" if part == "text_encoder" else super().recipe(part)
 
-    def _read_chat(self) -> tuple[list[int], str, list[int]]:
-        """The chat template of a prompt, as the pipeline asks for it: tokens before it, text between their last special
-        one and the prompt, tokens after it. Raises ConfigError for a tokenizer without such a template."""
-        message = {"role": "user", "content": PLACE}
-        options = {"tokenize": False, "add_generation_prompt": True, "enable_thinking": True}
-        try:
-            chat: str = self._tokenizer.apply_chat_template([message], **options)
-        except Exception as error:  # a template may raise anything
-            raise refuse(self._checkpoint, f"the tokenizer's chat template fails: {first_line(error)}") from error
-        before, *after = chat.split(PLACE)
-        if len(after) != 1:
-            raise refuse(self._checkpoint, "the tokenizer's chat template does not give a prompt back as it is")
-        names = [name for name in self._tokenizer.get_added_vocab() if name in before]
-        start = max((before.rindex(name) + len(name) for name in names), default=0)
-        tokens = [self._tokenizer(text).input_ids for text in (before[:start], after[0])]
-        return tokens[0], before[start:], tokens[1]
-
     def encode_text(
         self, prompt: str, max_sequence_length: int, template: Tensor | None = None, patches: PatchSet = ()
     ) -> EncodedText:
-        """As encode_prompt, which cuts prompt and chat template together; without padding, which is dropped there. Text
-        that looks like a special token is encoded as plain text, so that a prompt cannot end its own message."""
-        texts = self._opening, self._opening + prompt
-        opening, words = (self._tokenizer(text, split_special_tokens=True).input_ids for text in texts)
-        ids = [*self._before, *words, *self._after]
-        kept, frame = ids[:max_sequence_length], len(self._before) + len(opening)
-        hidden = self._hidden_states(kept)
+        """As encode_prompt, which cuts prompt and chat template together; without padding, which is dropped there."""
+        tokens = self._chat.tokens(prompt, max_sequence_length)
+        hidden = self._hidden_states(tokens.ids.to(self._device))
         return EncodedText(
             prompt_embeds=hidden,
             pooled_prompt_embeds=hidden.new_empty(0),
-            num_tokens=min(len(words) - len(opening), max(0, len(kept) - frame)),
-            truncated=len(ids) > max_sequence_length,
+            num_tokens=tokens.used,
+            truncated=tokens.cut,
         )
 
-    def _hidden_states(self, ids: list[int]) -> Tensor:
-        """What the language model's last layer reads, [tokens, width]."""
+    def _hidden_states(self, tokens: Tensor) -> Tensor:
+        """What the language model's last layer reads, [tokens, width]. tokens: [1, tokens]."""
         encoder = self._encoder("text_encoder")
-        tokens = torch.tensor([ids], device=self._device)
         options = {"use_cache": False, "output_hidden_states": True}
         output = encoder(input_ids=tokens, attention_mask=torch.ones_like(tokens), **options)
         hidden: Tensor = output.hidden_states[-2][0]
@@ -150,14 +128,16 @@ class ZImage(NoisedTemplate):
 
     # ------------------------------------------------------------------------------------------------------ sampling
 
-    def _drawn(self, inputs: ImageInputs, image: Tensor, generator: torch.Generator) -> tuple[Tensor, Tensor]:
-        """As prepare_latents and prepare_mask_latents; of a picture made of nothing, which has noise alone, as
-        ZImagePipeline's prepare_latents."""
+    def _clean_and_noise(
+        self, inputs: ImageInputs, image: Tensor, generator: torch.Generator
+    ) -> tuple[Tensor, Tensor]:
+        """As prepare_latents and prepare_mask_latents. Of a picture made of nothing, as ZImagePipeline's prepare_latents,
+        which draws noise alone; the empty canvas is encoded where strength leaves something of it."""
         if not inputs.is_empty:
-            return super()._drawn(inputs, image, generator)
-        noise = self._draw(self._latent_shape(image), generator)
+            return super()._clean_and_noise(inputs, image, generator)
+        noise = pack(self._draw(self._latent_shape(image), generator))
         is_seen = inputs.num_denoising_steps < inputs.num_inference_steps and inputs.start is None
-        return self._template_sample(inputs, image, generator) if is_seen else torch.zeros_like(noise), noise
+        return pack(self._template_sample(inputs, image, generator)) if is_seen else torch.zeros_like(noise), noise
 
     def _timesteps(self, num_inference_steps: int, image_tokens: int) -> dict[str, Any]:
         sigmas = torch.linspace(1.0, 1 / num_inference_steps, num_inference_steps).tolist()

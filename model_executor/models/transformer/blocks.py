@@ -354,10 +354,14 @@ class FeedForward:
     """A block's MLP: two layers, with GELU's tanh approximation between them, or with SwiGLU."""
 
     def __init__(self, mlp: Any, group: MakeGroup) -> None:
-        """mlp: diffusers' `FeedForward`, or FLUX.2's, whose first layer gives gate and numbers."""
-        self._is_gated = hasattr(mlp, "linear_in")
-        up, down = (mlp.linear_in, mlp.linear_out) if self._is_gated else (mlp.net[0].proj, mlp.net[2])
-        self._up, self._down = group(up), group(down)
+        """mlp: diffusers' `FeedForward`; FLUX.2's, whose first layer gives gate and numbers; or Z-Image's, which has a
+        layer for each."""
+        self._is_gated = not hasattr(mlp, "net")
+        if hasattr(mlp, "w1"):
+            self._up, self._down = group(mlp.w1, mlp.w3), group(mlp.w2)
+        else:
+            up, down = (mlp.linear_in, mlp.linear_out) if self._is_gated else (mlp.net[0].proj, mlp.net[2])
+            self._up, self._down = group(up), group(down)
 
     def __call__(self, x: Tensor, where: Segments, operators: Operators) -> Tensor:
         """[tokens, hidden] -> [tokens, hidden]. where: the rows that patches change."""

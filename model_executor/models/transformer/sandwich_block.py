@@ -13,7 +13,7 @@ from model_executor.kernels.linear_groups import MakeGroup
 from model_executor.kernels.low_rank import Segments
 from model_executor.kernels.ragged import Span
 from model_executor.kernels.residual import Addition, Norm
-from model_executor.models.transformer.blocks import Block, Modulation, Projection, Stream
+from model_executor.models.transformer.blocks import Block, FeedForward, Modulation, Projection, Stream
 from model_executor.page_cache.pages import Pages
 
 PARTS = 4
@@ -28,13 +28,12 @@ class Sandwich:
     """
 
     def __init__(self, block: Any, group: MakeGroup) -> None:
-        attn, mlp = block.attention, block.feed_forward
+        attn = block.attention
         norms = block.attention_norm1, block.attention_norm2, block.ffn_norm1, block.ffn_norm2
         self.weights = [norm.weight.detach().clone() for norm in norms]  # a view would keep the whole file mapped
         self.projection = Projection(attn, "", group)
         self._eps: float = block.attention_norm1.eps
-        self._out = group(attn.to_out[0])
-        self._up, self._down = group(mlp.w1, mlp.w3), group(mlp.w2)
+        self._out, self._mlp = group(attn.to_out[0]), FeedForward(block.feed_forward, group)
 
     def run(
         self,
@@ -53,8 +52,7 @@ class Sandwich:
         (attended,) = stream.attend(attention, *place, self.projection.project(normed, where, rows))
         residual.add(Addition(rows, self._out(attended, where), gate, norm_eps=eps))
         (normed,) = residual.normed(eps, Norm(rows, second_factor, None))
-        inner = stream.operators.swiglu(self._up(normed, where))
-        residual.add(Addition(rows, self._down(inner, where), second_gate, norm_eps=eps))
+        residual.add(Addition(rows, self._mlp(normed, where, stream.operators), second_gate, norm_eps=eps))
 
 
 class SandwichBlock(Block):
