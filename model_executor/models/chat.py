@@ -23,10 +23,10 @@ class Chat:
         try:
             chat: str = tokenizer.apply_chat_template([{"role": "user", "content": PLACE}], **options)
         except Exception as error:  # a template is a program
-            raise ValueError(f"the tokenizer's chat template fails: {error}") from error
+            raise ValueError(f"the tokenizer's chat template cannot be used: {error}") from error
         before, *after = chat.split(PLACE)
         if len(after) != 1:
-            raise ValueError("the tokenizer's chat template does not give a prompt back as it is")
+            raise ValueError("the tokenizer's chat template cannot be used: it gives no message back as it is")
         specials = [name for name in tokenizer.get_added_vocab() if name in before]
         start = max((before.rindex(name) + len(name) for name in specials), default=0)
         # What is between the last special token and the prompt is read together with it: they may share a token.

@@ -204,8 +204,8 @@ def with_chat(template: str) -> Callable[[Path], None]:
         (with_config(all_patch_size=[4]), "a denoiser without patches of 2 pixels' side is not supported"),
         (with_config(axes_dims=[8, 8, 8]), "whose axes_dims do not add up to its head dim, 32, is not supported"),
         (with_config(n_heads=None), "its configuration makes no ZImagePipeline"),
-        (with_chat("{{ 'hello' }}"), "chat template does not give a prompt back as it is"),
-        (with_chat("{% if %}"), "chat template fails"),
+        (with_chat("{{ 'hello' }}"), "the tokenizer's chat template cannot be used: it gives no message back"),
+        (with_chat("{% if %}"), "the tokenizer's chat template cannot be used: "),
     ],
 )
 def test_checkpoints_of_other_pipelines_and_broken_ones_are_refused(
