@@ -16,6 +16,7 @@ from core.model_info import ModelInfo
 from core.patches import PatchSet
 from model_executor.checkpoint.loader import ModelCheckpoint, first_line
 from model_executor.models.base import EncodedText, ImageInputs
+from model_executor.models.chat import Chat
 from model_executor.models.families.latent_family import NoisedTemplate
 from model_executor.models.families.vae_family import refuse
 from model_executor.models.latents import PATCH, pack
@@ -28,9 +29,6 @@ MAX_TEXT_TOKENS = 512
 
 TEXT_LAYERS = (9, 18, 27)
 """The text encoder's layers whose outputs the denoiser sees, side by side."""
-
-PLACE = "{prompt}"
-"""Stands for the prompt where the chat is taken apart."""
 
 
 class Flux2Klein(NoisedTemplate):
@@ -65,9 +63,9 @@ class Flux2Klein(NoisedTemplate):
         self._is_distilled = bool(checkpoint.index.get("is_distilled"))
         self._tokenizer = checkpoint.load("tokenizer")
         try:
-            self._before, self._after = map(self._ids, self._chat(PLACE).split(PLACE))
-        except Exception as error:  # a template is a program
-            raise refuse(checkpoint, f"the tokenizer's chat template cannot be used: {first_line(error)}") from error
+            self._chat = Chat(self._tokenizer, thinks=False)
+        except ValueError as error:
+            raise refuse(checkpoint, first_line(error)) from error
 
     def _why_not(self) -> str:
         """Why the configurations of the checkpoint's parts are not supported; "": they are."""
@@ -115,10 +113,9 @@ class Flux2Klein(NoisedTemplate):
         self, prompt: str, max_sequence_length: int, template: Tensor | None = None, patches: PatchSet = ()
     ) -> EncodedText:
         """As _get_qwen3_prompt_embeds, which cuts prompt and chat template together."""
-        ids = self._chat_ids(prompt)
-        words, room = len(ids) - len(self._before) - len(self._after), max(0, max_sequence_length - len(self._before))
+        chat = self._chat.tokens(prompt, max_sequence_length)
         tokens = self._tokenizer.pad(
-            {"input_ids": [ids[:max_sequence_length]]},
+            {"input_ids": chat.ids.tolist()},
             padding="max_length",
             max_length=max_sequence_length,
             return_tensors="pt",
@@ -134,27 +131,9 @@ class Flux2Klein(NoisedTemplate):
         return EncodedText(
             prompt_embeds=embeds,
             pooled_prompt_embeds=embeds.new_empty(0),
-            num_tokens=min(words, room),
-            truncated=len(ids) > max_sequence_length,
+            num_tokens=chat.used,
+            truncated=chat.cut,
         )
-
-    def _chat(self, prompt: str) -> str:
-        """The prompt in the chat template, up to the answer."""
-        text: str = self._tokenizer.apply_chat_template(
-            [{"role": "user", "content": prompt}], tokenize=False, add_generation_prompt=True, enable_thinking=False
-        )
-        return text
-
-    def _chat_ids(self, prompt: str) -> list[int]:
-        """Tokens of the chat. Text that looks like a special token is encoded as plain text, so that a prompt cannot
-        end its own message."""
-        if not any(special in prompt for special in self._tokenizer.get_added_vocab()):
-            return self._ids(self._chat(prompt))
-        return [*self._before, *self._ids(prompt, split_special_tokens=True), *self._after]
-
-    def _ids(self, text: str, **options: Any) -> list[int]:
-        ids: list[int] = self._tokenizer(text, **options).input_ids
-        return ids
 
     # ------------------------------------------------------------------------------------------------------- sampling
 
