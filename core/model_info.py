@@ -57,6 +57,7 @@ class ModelInfo(msgspec.Struct, frozen=True, kw_only=True):
     has_guidance: bool  # whether guidance_scale has an effect
     is_guidance_cfg: bool = False  # guidance_scale is of classifier-free guidance, otherwise of an embedding
     default_guidance_scale: float
+    neutral_guidance_scale: float = 1.0  # where guidance_scale is classifier-free: without effect up to this
     has_true_cfg: bool  # whether true_cfg_scale has an effect
     default_true_cfg_scale: float = 1.0  # for a request with only a negative prompt
     default_refiner_start: float = 0.8  # for a model with a refiner

@@ -50,11 +50,14 @@ def make_peft_lora(folder: Path, checkpoint: Path, layers: str = ".*", *, seed: 
     return folder
 
 
-def make_kohya_lora(path: Path, *, seed: int = 1, width: int = 64, alpha: float = 2.0, text: bool = False) -> Path:
+def make_kohya_lora(
+    path: Path, *, seed: int = 1, width: int = 64, mlp: int = 4, alpha: float = 2.0, text: bool = False
+) -> Path:
     """As `make_lora`, but for a FLUX model's first double block, as kohya's scripts write it: with other names, and
-    queries, keys and values as one layer. text: whether it changes the text encoder too.
+    queries, keys and values as one layer. mlp: how many times the width the MLP has. text: whether it changes the text
+    encoder too.
     """
-    shapes = {"img_attn_qkv": (3 * width, width), "txt_attn_proj": (width, width), "img_mlp_0": (4 * width, width)}
+    shapes = {"img_attn_qkv": (3 * width, width), "txt_attn_proj": (width, width), "img_mlp_0": (mlp * width, width)}
     shapes = {f"lora_unet_double_blocks_0_{name}": shape for name, shape in shapes.items()}
     if text:
         shapes["lora_te1_text_model_encoder_layers_0_self_attn_q_proj"] = (width, width)
@@ -92,7 +95,8 @@ def _halves(checkpoint: Path, layers: str, seed: int, part: str = "") -> dict[st
     with safe_open(file, "pt") as weights:
         shapes = {_name(part, key): weights.get_slice(key).get_shape() for key in weights.keys()}  # noqa: SIM118
     wanted = {name: shape for name, shape in shapes.items() if len(shape) > 1 and re.fullmatch(layers, name)}
-    wanted.pop("pos_embed.pos_embed", None)
+    for parameter in ("pos_embed.pos_embed", "x_pad_token", "cap_pad_token"):
+        wanted.pop(parameter, None)
     assert wanted, f"no layer is called {layers}"
     return {name: _random(shape, generator) for name, shape in wanted.items()}
 

@@ -8,10 +8,12 @@ from typing import Any
 import pytest
 import torch
 from diffusers import (
+    Flux2KleinInpaintPipeline,
     FluxKontextInpaintPipeline,
     QwenImageEditInpaintPipeline,
     QwenImageEditPlusPipeline,
     StableDiffusion3InpaintPipeline,
+    ZImageInpaintPipeline,
 )
 from diffusers.pipelines.qwenimage import pipeline_qwenimage_edit_inpaint, pipeline_qwenimage_edit_plus
 from PIL import Image
@@ -21,9 +23,11 @@ from core.ipc.shared_array import Arena
 from tools.random_checkpoints import (
     PictureProcessor,
     make_flux_kontext,
+    make_klein,
     make_qwen_edit,
     make_qwen_edit_plus,
     make_sd3,
+    make_z_image,
 )
 
 
@@ -53,6 +57,18 @@ def _make_seeing_rig(checkpoint: Path, arena: Arena, pipeline: Any) -> Rig:
 
     encoder.forward = told_of_pictures
     return rig
+
+
+class SizedKleinPipeline(Flux2KleinInpaintPipeline):  # type: ignore[misc]
+    """Makes pictures of the size that it is given; diffusers', of that of the upload."""
+
+    def __call__(self, *, image: Image.Image, width: int, height: int, **options: Any) -> Any:
+        resized = image.resize((width, height), Image.Resampling.LANCZOS)
+        return super().__call__(image=resized, width=width, height=height, **options)
+
+
+def make_klein_rig(path: Path, arena: Arena, **options: Any) -> Rig:
+    return Rig(make_klein(path, **options), arena, SizedKleinPipeline)
 
 
 def allow_size(patch: pytest.MonkeyPatch, size: tuple[int, int]) -> None:
@@ -105,3 +121,15 @@ class KontextAtSize(FluxKontextInpaintPipeline):  # type: ignore[misc]
 
 def make_flux_kontext_rig(path: Path, arena: Arena, **options: Any) -> Rig:
     return Rig(make_flux_kontext(path, **options), arena, KontextAtSize)
+
+
+class SizedZImageInpaint(ZImageInpaintPipeline):  # type: ignore[misc]
+    """Takes a picture of any size, as the other pipelines do: this one resizes the mask alone."""
+
+    def __call__(self, *, image: Any, width: int, height: int, **options: Any) -> Any:
+        image = self.image_processor.resize(image, height, width)
+        return super().__call__(image=image, width=width, height=height, **options)
+
+
+def make_z_image_rig(path: Path, arena: Arena, **options: Any) -> Rig:
+    return Rig(make_z_image(path, **options), arena, SizedZImageInpaint)

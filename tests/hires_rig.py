@@ -95,13 +95,18 @@ def prepare(seed: int, size: tuple[int, int], token_size: int, scale: float) -> 
 
 
 def enlarged(pipeline: Any, latents: Tensor, size: tuple[int, int], to_size: tuple[int, int]) -> Tensor:
-    """The latents that the pipeline gave at `size`, interpolated: [1, channels, height / 8, width / 8]."""
+    """The latents that the pipeline gave at `size`, interpolated, in the shape in which it draws noise."""
     scale, (width, height), (to_width, to_height) = pipeline.vae_scale_factor, size, to_size
+    if hasattr(pipeline, "_patchify_latents"):  # FLUX.2: as the denoiser has them
+        mean, variance = (x[None, :, None, None] for x in (pipeline.vae.bn.running_mean, pipeline.vae.bn.running_var))
+        deviation = torch.sqrt(variance + pipeline.vae.config.batch_norm_eps)
+        latents = pipeline._unpatchify_latents((pipeline._patchify_latents(latents) - mean) / deviation)
     if hasattr(pipeline, "_unpack_latents"):
         latents = pipeline._unpack_latents(latents, height, width, scale)
     flat = latents.reshape(1, -1, height // scale, width // scale)
     wanted = (to_height // scale, to_width // scale)
-    return torch.nn.functional.interpolate(flat, size=wanted, mode="bilinear", align_corners=False)
+    large = torch.nn.functional.interpolate(flat, size=wanted, mode="bilinear", align_corners=False)
+    return pipeline._patchify_latents(large) if hasattr(pipeline, "_patchify_latents") else large  # type: ignore[no-any-return]
 
 
 def see(patch: pytest.MonkeyPatch, pipeline: Any, pixels: npt.NDArray[np.uint8]) -> None:

@@ -1,4 +1,5 @@
-"""Writes small random checkpoints of FLUX, Stable Diffusion 3 and Qwen-Image in the diffusers layout, for tests.
+"""Writes small random checkpoints of FLUX, FLUX.2-klein, Stable Diffusion 3, Qwen-Image and Z-Image in the diffusers
+layout, for tests.
 
 They have all parts of real ones: VAE, text encoders, tokenizers. Random weights make parity tests strict, since no term
 is near zero.
@@ -15,8 +16,11 @@ from typing import Any
 import torch
 from diffusers import (
     AutoencoderKL,
+    AutoencoderKLFlux2,
     AutoencoderKLQwenImage,
     FlowMatchEulerDiscreteScheduler,
+    Flux2KleinPipeline,
+    Flux2Transformer2DModel,
     FluxFillPipeline,
     FluxKontextPipeline,
     FluxPipeline,
@@ -27,6 +31,8 @@ from diffusers import (
     QwenImageTransformer2DModel,
     SD3Transformer2DModel,
     StableDiffusion3Pipeline,
+    ZImagePipeline,
+    ZImageTransformer2DModel,
 )
 from tokenizers import pre_tokenizers
 from transformers import (
@@ -38,6 +44,9 @@ from transformers import (
     Qwen2_5_VLForConditionalGeneration,
     Qwen2Tokenizer,
     Qwen2VLProcessor,
+    Qwen3Config,
+    Qwen3ForCausalLM,
+    Qwen3Model,
     T5Config,
     T5EncoderModel,
     T5TokenizerFast,
@@ -56,6 +65,15 @@ QWEN_SCHEDULER = {
     "shift_terminal": 0.02,
     "time_shift_type": "exponential",
 }
+
+KLEIN_SCHEDULER = {"use_dynamic_shifting": True, "shift": 3.0}
+
+CHAT_TEMPLATE = (
+    "{% for message in messages %}<|im_start|>{{ message.role }}\n{{ message.content }}<|im_end|>\n{% endfor %}"
+    "{% if add_generation_prompt %}<|im_start|>assistant\n"
+    "{% if enable_thinking is false %}<think>\n\n</think>\n\n{% endif %}{% endif %}"
+)
+"""Qwen3's, for messages of text alone."""
 
 WORDS = [
     "a",
@@ -218,6 +236,37 @@ def _make_qwen(
     return save(pipeline, path, {"native_size": native_size} | (generation_config or {}))
 
 
+def make_klein(
+    path: Path,
+    *,
+    seed: int = 0,
+    is_distilled: bool = False,
+    text_layers: int = 28,
+    scheduler: dict[str, Any] | None = None,
+    scheduler_class: Any = FlowMatchEulerDiscreteScheduler,
+    generation_config: dict[str, Any] | None = None,
+    native_size: int = 128,
+    **transformer: Any,
+) -> Path:
+    """Write a Flux2KleinPipeline with random weights to `path`, and return `path`. scheduler: its configuration, by
+    default klein's. transformer: options of `flux2_transformer`.
+    """
+    with torch.random.fork_rng():
+        torch.manual_seed(seed)
+        tokenizer = qwen_tokenizer()
+        tokenizer.chat_template = CHAT_TEMPLATE
+        text_encoder = _qwen3(tokenizer, text_layers)
+        pipeline = Flux2KleinPipeline(
+            scheduler=scheduler_class(**(KLEIN_SCHEDULER if scheduler is None else scheduler)),
+            vae=_flux2_vae(native_size),
+            text_encoder=text_encoder,
+            tokenizer=tokenizer,
+            transformer=flux2_transformer(**{"joint_attention_dim": 3 * text_encoder.config.hidden_size} | transformer),
+            is_distilled=is_distilled,
+        )
+    return save(pipeline, path, {"native_size": native_size} | (generation_config or {}))
+
+
 class PictureProcessor(Qwen2VLProcessor):  # type: ignore[misc]
     """Qwen2VLProcessor without its video processor, which needs torchvision."""
 
@@ -325,6 +374,35 @@ def _qwen_vae() -> AutoencoderKLQwenImage:
     return AutoencoderKLQwenImage(base_dim=8, z_dim=16, dim_mult=[1, 2, 2, 2], num_res_blocks=1)
 
 
+def _flux2_vae(native_size: int) -> AutoencoderKLFlux2:
+    vae = AutoencoderKLFlux2(
+        block_out_channels=(8, 16, 16, 16),
+        layers_per_block=1,
+        latent_channels=16,
+        norm_num_groups=4,
+        sample_size=native_size,
+    )
+    vae.bn.running_mean.normal_()
+    vae.bn.running_var.uniform_(0.5, 2.0)
+    return vae
+
+
+def _qwen3(tokenizer: Qwen2Tokenizer, num_layers: int, model: Any = Qwen3ForCausalLM) -> Any:
+    config = Qwen3Config(
+        vocab_size=len(tokenizer),
+        initializer_range=0.15,
+        hidden_size=16,
+        intermediate_size=24,
+        num_hidden_layers=num_layers,
+        num_attention_heads=2,
+        num_key_value_heads=1,
+        head_dim=8,
+        tie_word_embeddings=True,
+        rope_parameters={"rope_type": "default", "rope_theta": 1e6},
+    )
+    return model(config)
+
+
 def _qwen_vl(tokenizer: Qwen2Tokenizer) -> Qwen2_5_VLForConditionalGeneration:
     ids = {name: tokenizer.convert_tokens_to_ids(f"<|{name}|>") for name in ("image_pad", "video_pad")}
     text = {
@@ -381,6 +459,21 @@ def flux_transformer(width: int, guidance_embeds: bool, in_channels: int = 384) 
     )
 
 
+def flux2_transformer(**options: Any) -> Flux2Transformer2DModel:
+    """A small transformer. options: of its configuration."""
+    sizes = {
+        "in_channels": 64,
+        "num_layers": 2,
+        "num_single_layers": 2,
+        "attention_head_dim": 32,
+        "num_attention_heads": 2,
+        "timestep_guidance_channels": 32,
+        "axes_dims_rope": (8, 8, 8, 8),
+        "guidance_embeds": False,
+    }
+    return Flux2Transformer2DModel(**sizes | options)
+
+
 def sd3_transformer(
     width: int,
     pooled_width: int,
@@ -400,3 +493,47 @@ def sd3_transformer(
         dual_attention_layers=dual_attention_layers,
         qk_norm=qk_norm,
     )
+
+
+# ---------------------------------------------------------------------------------------------------------- Z-Image
+
+
+def make_z_image(
+    path: Path,
+    *,
+    seed: int = 0,
+    scheduler: dict[str, Any] | None = None,
+    scheduler_class: Any = FlowMatchEulerDiscreteScheduler,
+    generation_config: dict[str, Any] | None = None,
+    native_size: int = 128,
+    encoder_class: Any = Qwen3Model,
+    **transformer: Any,
+) -> Path:
+    """Write a ZImagePipeline with random weights to `path`, and return `path`. encoder_class: Qwen3's, with a head or
+    without. transformer: options of `z_image_transformer`."""
+    with torch.random.fork_rng():
+        torch.manual_seed(seed)
+        tokenizer = qwen_tokenizer()
+        tokenizer.chat_template = CHAT_TEMPLATE
+        text_encoder = _qwen3(tokenizer, 3, encoder_class)
+        pipeline = ZImagePipeline(
+            scheduler=scheduler_class(**({"shift": 3.0} if scheduler is None else scheduler)),
+            vae=_vae(native_size),
+            text_encoder=text_encoder,
+            tokenizer=tokenizer,
+            transformer=z_image_transformer(**{"cap_feat_dim": text_encoder.config.hidden_size} | transformer),
+        )
+    return save(pipeline, path, {"native_size": native_size} | (generation_config or {}))
+
+
+def z_image_transformer(**options: Any) -> ZImageTransformer2DModel:
+    """A small transformer, whose norms and padding are random, too. options: of its configuration."""
+    sizes: dict[str, Any] = {"dim": 64, "n_heads": 2, "n_kv_heads": 2, "n_layers": 2, "n_refiner_layers": 2}
+    sizes |= {"cap_feat_dim": 64, "axes_dims": [8, 12, 12], "axes_lens": [256, 64, 64]}
+    module = ZImageTransformer2DModel(**sizes | options)
+    for name, parameter in module.named_parameters():
+        if name.endswith("pad_token"):
+            torch.nn.init.normal_(parameter)
+        elif parameter.ndim == 1 and name.endswith("weight"):  # of a norm
+            torch.nn.init.uniform_(parameter, 0.5, 1.5)
+    return module

@@ -9,10 +9,12 @@ from tools.random_checkpoints import (
     make_flux,
     make_flux_fill,
     make_flux_kontext,
+    make_klein,
     make_qwen,
     make_qwen_edit,
     make_qwen_edit_plus,
     make_sd3,
+    make_z_image,
 )
 from tools.random_dit_checkpoints import make_dit
 from tools.random_unet_checkpoints import make_sd, make_sdxl
@@ -21,10 +23,12 @@ MAKERS: Mapping[str, Callable[[Path], Path]] = {
     "flux_fill": lambda path: make_flux_fill(path, guidance_embeds=True),
     "flux": lambda path: make_flux(path, guidance_embeds=True),
     "flux_kontext": lambda path: make_flux_kontext(path, guidance_embeds=True),
+    "klein": make_klein,
     "sd3": make_sd3,
     "qwen": make_qwen,
     "qwen_edit": make_qwen_edit,
     "qwen_edit_plus": lambda path: make_qwen_edit_plus(path, zero_cond_t=True),
+    "z_image": make_z_image,
     "sd": make_sd,
     "sd_inpaint": lambda path: make_sd(path, in_channels=9),
     "sdxl": make_sdxl,

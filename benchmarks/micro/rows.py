@@ -64,7 +64,7 @@ def unet_row(unet: Unet, side: int, text_tokens: int, draw: Draw) -> Row:
         latents=latents,
         condition=draw(side * side, 0),
         prompt_embeds=prompt_embeds,
-        keys_values=unet.keys_values(prompt_embeds, ()),
+        prompt_state=unet.keys_values(prompt_embeds, ()),
         pooled_prompt_embeds=draw(pooled),
         sigma=torch.tensor(0.5, device=latents.device),
         guidance_scale=5.0,

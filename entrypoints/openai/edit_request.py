@@ -193,7 +193,8 @@ def _has_effect(field: Field, values: Mapping[str, Value], model: ModelInfo, ope
         case "true_cfg_scale":
             return model.has_true_cfg and "negative_prompt" in values
         case "negative_prompt" if model.is_guidance_cfg:
-            return cast(float, values.get("guidance_scale", model.default_guidance_scale)) > 1.0
+            scale = cast(float, values.get("guidance_scale", model.default_guidance_scale))
+            return scale > model.neutral_guidance_scale
         case "negative_prompt":
             return model.has_true_cfg and cast(float, values.get("true_cfg_scale", model.default_true_cfg_scale)) > 1.0
         case "hires_strength":

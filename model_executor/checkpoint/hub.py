@@ -11,7 +11,7 @@ from model_executor.checkpoint.weights import variants
 INDEX = "model_index.json"
 DEFAULTS = "generation_config.json"
 
-SMALL_FILES = [INDEX, DEFAULTS, "*/*.json", "*/*.txt", "*/*.model"]
+SMALL_FILES = [INDEX, DEFAULTS, "*/*.json", "*/*.txt", "*/*.model", "*/*.jinja"]
 """All files of a checkpoint but weights."""
 
 KNOWN_VARIANTS = ("fp16", "bf16")

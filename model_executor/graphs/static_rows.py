@@ -17,7 +17,7 @@ from torch import Tensor
 from model_executor.models.base import Row
 from model_executor.page_cache.pages import Pages, PageTable
 
-FIELDS = ("latents", "condition", "prompt_embeds", "pooled_prompt_embeds", "sigma", "modulation", "keys_values")
+FIELDS = ("latents", "condition", "prompt_embeds", "pooled_prompt_embeds", "sigma", "modulation", "prompt_state")
 """The tensors of a row whose contents are copied as they are."""
 
 TABLE_NUMBERS = 3

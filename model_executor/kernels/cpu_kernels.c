@@ -462,3 +462,21 @@ void stencil_gelu(void *x, long number, int halves) {
             store((float *)x + i, gelu_of(load((float *)x + i)));
     }
 }
+
+/* ---------------------------------------------------------------------------------------------------------- SwiGLU */
+
+/* silu(gate) * up of rows that hold gate and up side by side, `width` numbers each, a multiple of LANES: of float32
+ * numbers or, if halves, of bfloat16 ones. */
+void stencil_swiglu(const void *x, long x_step, long rows, long width, int halves, void *out, long out_step) {
+    for (long r = 0; r < rows; r++)
+        for (long c = 0; c < width; c += LANES) {
+            long from = r * x_step + c, to = r * out_step + c;
+            if (halves) {
+                vec gate = widen((const uint16_t *)x + from), up = widen((const uint16_t *)x + from + width);
+                narrow((uint16_t *)out + to, gate / (1.0f + exponential(-gate)) * up);
+            } else {
+                vec gate = load((const float *)x + from), up = load((const float *)x + from + width);
+                store((float *)out + to, gate / (1.0f + exponential(-gate)) * up);
+            }
+        }
+}

@@ -72,6 +72,7 @@ _SIGNATURES: dict[str, list[Any]] = {
     "stencil_moments": [c_void_p, c_int, c_int, c_int, c_int, c_int, c_void_p, c_int, c_void_p],
     "stencil_norm_silu": [c_void_p, c_long, c_int, c_void_p, c_int, c_void_p, c_void_p, c_float, c_void_p],
     "stencil_gelu": [c_void_p, c_long, c_int],
+    "stencil_swiglu": [c_void_p, c_long, c_long, c_long, c_int, c_void_p, c_long],
 }
 
 
@@ -99,7 +100,7 @@ class Kernels:
         functions = (_function(library, name) for name in _SIGNATURES)
         self._linear, self._narrow_linear, self._attend, *others = functions
         self._normalise_and_rotate, self._interpolate, self._quantise, *others = others
-        self._tile_sums, self._moments, self._norm_silu, self._gelu = others
+        self._tile_sums, self._moments, self._norm_silu, self._gelu, self._swiglu = others
 
     def linear(
         self,
@@ -147,6 +148,12 @@ class Kernels:
         """The tanh approximation of GELU in place, see `can_gelu`. 6 million numbers took 0.28 of PyTorch's time."""
         self._gelu(x.data_ptr(), x.numel(), x.dtype == torch.bfloat16)
         return x
+
+    def swiglu(self, x: Tensor, out: Tensor) -> None:
+        """As `Operators.swiglu`, for what `can_swiglu` allows."""
+        rows, width = out.shape
+        sizes = x.stride(0), rows, width, x.dtype == torch.bfloat16
+        self._swiglu(x.data_ptr(), *sizes, out.data_ptr(), out.stride(0))
 
     def normalise_and_rotate_(self, x: Tensor, rotary: Tensor, eps: float, weight: Tensor) -> None:
         """Root-mean-square norm and rotary embedding in place. x: [tokens, n, heads, head dim], each token contiguous;
@@ -206,6 +213,11 @@ class Kernels:
 def can_gelu(x: Tensor) -> bool:
     """Whether `Kernels.gelu_` supports these numbers."""
     return x.dtype in (torch.float32, torch.bfloat16) and x.is_contiguous() and x.shape[-1] % LANES == 0
+
+
+def can_swiglu(x: Tensor) -> bool:
+    """Whether `Kernels.swiglu` supports these numbers, [rows, 2 * width] with contiguous rows."""
+    return x.dtype in (torch.float32, torch.bfloat16) and x.stride(1) == 1 and x.shape[1] % (2 * LANES) == 0
 
 
 def pack(weight: Tensor) -> Tensor:

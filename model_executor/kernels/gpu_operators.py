@@ -26,7 +26,7 @@ from model_executor.kernels.gpu_attention import ROWS, Attend, Together, best_at
 from model_executor.kernels.gpu_inputs import TritonTogether
 from model_executor.kernels.gpu_pages import TritonReader
 from model_executor.kernels.gpu_residual import TritonResidual
-from model_executor.kernels.gpu_sizes import TILE, power_of_two, warps
+from model_executor.kernels.gpu_sizes import CHUNK, TILE, power_of_two, warps
 from model_executor.kernels.gpu_tables import table
 from model_executor.kernels.linear import Linear, gpu_linear
 from model_executor.kernels.operators import Operators
@@ -126,19 +126,23 @@ def _few(operators: Operators, device: torch.device) -> Sequence[Tensor]:
     operators.open(pages).read_over(0, keys_values, qkv[:1, 1:], second)
     attended = _few_attended(operators, qkv, turns, TrialSource(pages, second, operators))
     operators.normalise_and_rotate_(qkv[:, :2], turns, 1e-6, [(where, torch.ones(2, 2, 16, device=device))])
-    return [*_few_normed(operators, qkv, where), qkv, keys_values.joint, *attended]
+    gated = operators.swiglu(qkv.flatten(1))
+    return [*_few_normed(operators, qkv, where), qkv, gated, keys_values.joint, *attended]
 
 
 def _few_normed(operators: Operators, qkv: Tensor, where: Sequence[Span]) -> Sequence[Tensor]:
-    """A hidden state that is normed, added to and normed, and added to."""
-    hidden, gate = qkv[:, 0].flatten(1).clone(), qkv[1:, 2].flatten(1)
-    residual, norm = operators.residual(hidden), Norm(where, gate, gate)
-    results = residual.normed(1e-6, norm)
-    for _ in range(2):  # PyTorch's operators overwrite what they add
-        residual.add(Addition(where, results[0].clone(), gate))
-        results += residual.normed(1e-6, norm)
-    residual.add(Addition(where, results[0].clone(), gate))
-    return [*results, residual.hidden]
+    """A hidden state that is normed, added to and normed, and added to: with layer norms, and with root-mean-square
+    norms of state and additions."""
+    gate, results = qkv[1:, 2].flatten(1), list[Tensor]()
+    for shift, norm_eps in ((gate, None), (None, 1e-6)):
+        residual, norm = operators.residual(qkv[:, 0].flatten(1).clone()), Norm(where, gate, shift)
+        normed = residual.normed(1e-6, norm)
+        for _ in range(2):  # PyTorch's operators overwrite what they add
+            residual.add(Addition(where, normed[0].clone(), gate, norm_eps=norm_eps))
+            normed += residual.normed(1e-6, norm)
+        residual.add(Addition(where, normed[0].clone(), gate, norm_eps=norm_eps))
+        results += [*normed, residual.hidden]
+    return results
 
 
 def _few_attended(operators: Operators, qkv: Tensor, turns: Tensor, source: TrialSource) -> Sequence[Tensor]:
@@ -258,6 +262,12 @@ class TritonOperators(GpuOperators):
                 HEADS=block,
                 num_warps=warps(width * block),
             )
+
+    def swiglu(self, x: Tensor, out: Tensor | None = None) -> Tensor:
+        rows, width = len(x), x.shape[1] // 2
+        out = x.new_empty(rows, width) if out is None else out
+        self._kernels.swiglu[rows, -(-width // CHUNK)](x, out, x.stride(0), out.stride(0), width, BLOCK=CHUNK)
+        return out
 
     def _quantise(self, x: Tensor, values: Tensor, scales: Tensor) -> None:
         if not values.is_contiguous():  # a share of a page's heads

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 CHUNK = 1024
-"""Numbers of a row that one program of `add_gated` or `take_rows` processes."""
+"""Numbers of a row that one program of `add_gated`, `swiglu` or `take_rows` processes."""
 
 TILE = 4096
 """Numbers that one program of `attention_inputs`, `read_page` or `quantise` processes."""

@@ -12,6 +12,7 @@ from functools import partial
 from typing import TYPE_CHECKING, Self
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 
 from core.config import KernelChoice
@@ -26,7 +27,7 @@ from model_executor.kernels.attention import (
     attend,
     normalise_and_rotate_,
 )
-from model_executor.kernels.cpu_kernels import Kernels, best_kernels, can_quantise
+from model_executor.kernels.cpu_kernels import Kernels, best_kernels, can_quantise, can_swiglu
 from model_executor.kernels.linear import Linear, best_linear, plain_linear
 from model_executor.kernels.ragged import Span, gather, interleave, spans
 from model_executor.kernels.residual import Residual
@@ -113,6 +114,17 @@ class Operators:
         """A root-mean-square norm with weights, of each row of x, [rows, width]."""
         normed: Tensor = norm(x)
         return normed
+
+    def swiglu(self, x: Tensor, out: Tensor | None = None) -> Tensor:
+        """silu(gate) * up, of rows that hold both side by side. x: [rows, 2 * width]; out: [rows, width], to write to;
+        None: a new tensor. Both with contiguous rows. Returns `out`."""
+        gate, up = x.chunk(2, dim=1)
+        if self.kernels is not None and can_swiglu(x):
+            out = x.new_empty(up.shape) if out is None else out
+            self.kernels.swiglu(x, out)
+            return out
+        activated: Tensor = F.silu(gate) if out is None else torch.ops.aten.silu.out(gate, out=out)
+        return activated.mul_(up)
 
     def normalise_and_rotate_(
         self, x: Tensor, rotary: Tensor, eps: float, weights: Sequence[tuple[Sequence[Span], Tensor]]

@@ -4,6 +4,8 @@ joint   [text 0 | image 0 | text 1 | image 1 | ...]   one row per token; a reque
                                                       attention reads views
 text    [text 0 | text 1 | ...]                       input of a double block's text layers
 image   [image 0 | image 1 | ...]                     input of its image layers
+filled  [image 0 | image 1 | ...]                     each with the last text tokens, if these are fillers: tokens
+                                                      that fill up the image to a number that a model asks for
 """
 
 from __future__ import annotations
@@ -35,23 +37,38 @@ class Packing:
     joint: tuple[Span, ...]  # in the joint matrix, text and image together
     joint_text: tuple[Span, ...]  # in the joint matrix, text alone
     joint_image: tuple[Span, ...]  # in the joint matrix, image alone
-    # The last two again, in parts with the same shift, scale and gate: one of each request, or two, see `of`.
+    filled: tuple[Span, ...]  # in the matrix of image tokens and their fillers
+    joint_filled: tuple[Span, ...]  # in the joint matrix, image and fillers
+    # Text alone and image alone, in parts with the same shift, scale and gate: one of each request, or two, see `of`.
     modulated_text: tuple[Span, ...]
     modulated_image: tuple[Span, ...]
 
     @classmethod
     def of(
-        cls, text_lengths: Sequence[int], image_lengths: Sequence[int], apart: Sequence[int] | None = None
+        cls,
+        text_lengths: Sequence[int],
+        image_lengths: Sequence[int],
+        fillers: Sequence[int] | None = None,
+        apart: Sequence[int] | None = None,
     ) -> Packing:
-        """The packing of requests with these numbers of text and (active) image tokens. apart: how many of these image
-        tokens, the last ones, have shifts, scales and gates of their own. Every request has two of each then, of which
-        the second is of no text token. None: every request has one."""
+        """The packing of requests with these numbers of text and (active) image tokens. fillers: how many of the text
+        tokens, the last ones, fill up the image; None: none of any request. apart: how many of the image tokens, the
+        last ones, have shifts, scales and gates of their own. Every request has two of each then, of which the second
+        is of no text token. None: every request has one."""
         both = spans(length for pair in zip(text_lengths, image_lengths, strict=True) for length in pair)
         starts_and_ends = zip(both[::2], both[1::2], strict=True)
         joint = tuple((start, stop) for (start, _), (_, stop) in starts_and_ends)
-        text, image = both[::2], both[1::2]
-        modulated = (text, image) if apart is None else (_cut(text, [0] * len(text)), _cut(image, apart))
-        return cls(spans(text_lengths), spans(image_lengths), joint, text, image, *modulated)
+        texts, images = both[::2], both[1::2]
+        numbers = [0] * len(images) if fillers is None else fillers
+        filled = tuple((start - number, stop) for (start, stop), number in zip(images, numbers, strict=True))
+        alone = spans(stop - start for start, stop in filled)
+        modulated = (texts, images) if apart is None else (_cut(texts, [0] * len(texts)), _cut(images, apart))
+        return cls(spans(text_lengths), spans(image_lengths), joint, texts, images, alone, filled, *modulated)
+
+    @property
+    def fillers(self) -> list[int]:
+        """Of each request, the number of its text tokens that fill up the image."""
+        return [image - filled for (image, _), (filled, _) in zip(self.joint_image, self.joint_filled, strict=True)]
 
     def join(self, text: Tensor, image: Tensor) -> Tensor:
         """Text and image matrices -> joint matrix."""
@@ -109,6 +126,19 @@ def norm_modulate(
     else:
         parts = [F.layer_norm(piece, shape, eps=eps).mul_(weight).add_(bias) for piece, weight, bias in requests]
     return parts[0] if len(parts) == 1 else torch.cat(parts)
+
+
+def rms_scales(x: Tensor, eps: float) -> Tensor:
+    """What a root-mean-square norm multiplies each row of x, [rows, width], by: float32 [rows, 1]."""
+    norms = torch.linalg.vector_norm(x, dim=1, keepdim=True, dtype=torch.float32)
+    return norms.square_().div_(x.shape[1]).add_(eps).rsqrt_()
+
+
+def rms_modulate(x: Tensor, where: Sequence[Span], eps: float, factor: Tensor) -> Tensor:
+    """Root-mean-square norm of each request's span of x, times factor: [rows, width], one span after the other. factor:
+    [requests, width]."""
+    requests = zip(pieces(x, where), factor.unbind(), strict=True)
+    return together([(piece * rms_scales(piece, eps)).mul_(weight).to(x.dtype) for piece, weight in requests])
 
 
 def add_gated_(x: Tensor, where: Sequence[Span], y: Tensor, gate: Tensor) -> None:

@@ -24,6 +24,12 @@ def _clipped(x):
     return tl.where(x > FLOAT16_MAX, FLOAT16_MAX, tl.where(x < -FLOAT16_MAX, -FLOAT16_MAX, x))
 
 
+@triton.jit
+def _rms_scale(x, width, eps):
+    """What the root-mean-square norm multiplies a row of `width` numbers by; beyond them x is 0."""
+    return tl.rsqrt(tl.sum(x * x, axis=0) / width + eps)
+
+
 @triton.jit(do_not_specialize=["number_of_rows", "number_of_first"])
 def add_norm(
     x,
@@ -46,16 +52,21 @@ def add_norm(
     factor_step,
     width,
     eps,
+    sum_eps,
     BLOCK: tl.constexpr,
     HAS_SUMS: tl.constexpr,
+    NORMS_SUMS: tl.constexpr,
     IS_CLIPPED: tl.constexpr,
+    IS_RMS: tl.constexpr,
 ):
-    """One row of x += gate * sums, then of layer norm, times factor, plus shift.
+    """One row of x += gate * sums, then of layer norm, times factor, plus shift; with IS_RMS of root-mean-square norm,
+    times factor.
 
     x: rows x_step numbers apart. rows: int32 [3, number_of_rows], for each row of `out`, [number_of_rows, width], its
     row in x, its request, and its row in `sums`, or -1 - its row in `second_sums`; HAS_SUMS. Gates, factors and shifts:
     one row per request; the first `number_of_first` rows of `out` have `factor` and `shift`, the others the second
-    ones. IS_CLIPPED: sums are clipped to the range of float16. BLOCK: a power of two, >= width.
+    ones. NORMS_SUMS: of `sums` the root-mean-square norm is added, with `sum_eps`. IS_CLIPPED: sums are clipped to the
+    range of float16. BLOCK: a power of two, >= width.
     """
     number = tl.program_id(0)
     row, request = tl.load(rows + number).to(tl.int64), tl.load(rows + number_of_rows + number).to(tl.int64)
@@ -71,6 +82,8 @@ def add_norm(
         added += tl.load(second_sums - (1 + source) * second_sum_step + column, mask=of_second, other=0.0).to(
             tl.float32
         )
+        if NORMS_SUMS:
+            added *= _rms_scale(added, width, sum_eps)
         weight = tl.load(gate + request * gate_step + column, mask=of_first, other=0.0).to(tl.float32)
         weight += tl.load(second_gate + request * gate_step + column, mask=of_second, other=0.0).to(tl.float32)
         value += weight * added
@@ -79,15 +92,20 @@ def add_norm(
         rounded = value.to(x.dtype.element_ty)
         tl.store(place, rounded, mask=inside)
         value = rounded.to(tl.float32)
-    centred = tl.where(inside, value - tl.sum(value, axis=0) / width, 0.0)
-    normed = centred * tl.rsqrt(tl.sum(centred * centred, axis=0) / width + eps)
+    if IS_RMS:
+        normed = value * _rms_scale(value, width, eps)
+    else:
+        centred = tl.where(inside, value - tl.sum(value, axis=0) / width, 0.0)
+        normed = centred * _rms_scale(centred, width, eps)
     by_first = inside & (number < number_of_first)
     by_second = inside & (number >= number_of_first)
     scale = tl.load(factor + request * factor_step + column, mask=by_first, other=0.0).to(tl.float32)
     scale += tl.load(second_factor + request * factor_step + column, mask=by_second, other=0.0).to(tl.float32)
-    bias = tl.load(shift + request * factor_step + column, mask=by_first, other=0.0).to(tl.float32)
-    bias += tl.load(second_shift + request * factor_step + column, mask=by_second, other=0.0).to(tl.float32)
-    result = normed * scale + bias
+    result = normed * scale
+    if not IS_RMS:
+        bias = tl.load(shift + request * factor_step + column, mask=by_first, other=0.0).to(tl.float32)
+        bias += tl.load(second_shift + request * factor_step + column, mask=by_second, other=0.0).to(tl.float32)
+        result += bias
     tl.store(out + number.to(tl.int64) * width + column, result.to(out.dtype.element_ty), mask=inside)
 
 
@@ -108,6 +126,39 @@ def add_gated(
     if IS_CLIPPED:
         result = _clipped(result)
     tl.store(place, result.to(x.dtype.element_ty), mask=inside)
+
+
+@triton.jit
+def add_normed(
+    x, rows, requests, y, gate, x_step, y_step, gate_step, width, eps, BLOCK: tl.constexpr, IS_CLIPPED: tl.constexpr
+):
+    """x += gate * the root-mean-square norm of y, for one row of y. rows, requests, IS_CLIPPED: as for `add_gated`.
+    BLOCK: a power of two, >= width."""
+    number = tl.program_id(0)
+    row, request = tl.load(rows + number).to(tl.int64), tl.load(requests + number).to(tl.int64)
+    column = tl.arange(0, BLOCK)
+    inside = column < width
+    place = x + row * x_step + column
+    change = tl.load(y + number.to(tl.int64) * y_step + column, mask=inside, other=0.0).to(tl.float32)
+    factor = tl.load(gate + request * gate_step + column, mask=inside, other=0.0).to(tl.float32)
+    change *= _rms_scale(change, width, eps)
+    result = tl.load(place, mask=inside, other=0.0).to(tl.float32) + factor * change
+    if IS_CLIPPED:
+        result = _clipped(result)
+    tl.store(place, result.to(x.dtype.element_ty), mask=inside)
+
+
+@triton.jit
+def swiglu(x, out, x_step, out_step, width, BLOCK: tl.constexpr):
+    """A part of one row of out = silu(gate) * up. x: rows x_step numbers apart, gate and up side by side, `width`
+    numbers each; out: rows of `width` numbers, out_step apart."""
+    number, column = tl.program_id(0).to(tl.int64), tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    inside = column < width
+    place = x + number * x_step + column
+    gate = tl.load(place, mask=inside, other=0.0).to(tl.float32)
+    up = tl.load(place + width, mask=inside, other=0.0).to(tl.float32)
+    result = gate * tl.sigmoid(gate) * up
+    tl.store(out + number * out_step + column, result.to(out.dtype.element_ty), mask=inside)
 
 
 @triton.jit

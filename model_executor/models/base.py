@@ -161,7 +161,7 @@ class Row:
 
     # Of the request.
     patches: PatchSet = ()  # the adapters that change the layers for this row
-    keys_values: Tensor | None = None  # [text tokens, width], its prompt's `Family.keys_values`; None: made in the pass
+    prompt_state: Tensor | None = None  # [text tokens, width], its `Family.prompt_state`; None: made in the pass
     is_negative: bool = False  # it is of the negative prompt; set where `Family.tells_negative`
 
 
@@ -358,9 +358,10 @@ class Family(ABC):
         width]: one pass over those weights instead of one per step. None if the tables of all rows of the request would
         take too much memory."""
 
-    def keys_values(self, prompt_embeds: Tensor, patches: PatchSet = ()) -> Tensor | None:
+    def prompt_state(self, prompt_embeds: Tensor, patches: PatchSet = ()) -> Tensor | None:
         """What the steps of a run compute from a row's prompt alone, [text tokens, width]: keys and values of attention
-        to it, where it does not change from block to block. None where steps compute it as they go."""
+        to it, where it does not change from block to block; or the prompt behind layers that see nothing else, which
+        may have added tokens. None where steps compute it as they go."""
         return None
 
     @abstractmethod

@@ -7,10 +7,12 @@ from model_executor.checkpoint.loader import CONFIGURATION_ERRORS, ModelCheckpoi
 from model_executor.models.base import Family
 from model_executor.models.families.dit import DiT
 from model_executor.models.families.flux import FluxFill, FluxInpaint, FluxKontext
+from model_executor.models.families.flux2_klein import Flux2Klein
 from model_executor.models.families.qwen import QwenEdit, QwenEditPlus, QwenInpaint
 from model_executor.models.families.sd3 import StableDiffusion3
 from model_executor.models.families.stable_diffusion import StableDiffusion, StableDiffusionXL
 from model_executor.models.families.vae_family import VaeFamily
+from model_executor.models.families.z_image import ZImage
 
 FAMILIES: dict[str, type[VaeFamily]] = {
     "FluxFillPipeline": FluxFill,
@@ -18,6 +20,8 @@ FAMILIES: dict[str, type[VaeFamily]] = {
     "FluxInpaintPipeline": FluxInpaint,
     "FluxKontextPipeline": FluxKontext,
     "FluxKontextInpaintPipeline": FluxKontext,
+    "Flux2KleinPipeline": Flux2Klein,
+    "Flux2KleinInpaintPipeline": Flux2Klein,
     "StableDiffusionPipeline": StableDiffusion,
     "StableDiffusionImg2ImgPipeline": StableDiffusion,
     "StableDiffusionInpaintPipeline": StableDiffusion,
@@ -32,6 +36,9 @@ FAMILIES: dict[str, type[VaeFamily]] = {
     "QwenImageEditPipeline": QwenEdit,
     "QwenImageEditInpaintPipeline": QwenEdit,
     "QwenImageEditPlusPipeline": QwenEditPlus,
+    "ZImagePipeline": ZImage,
+    "ZImageImg2ImgPipeline": ZImage,
+    "ZImageInpaintPipeline": ZImage,
 }
 
 

@@ -15,11 +15,12 @@ from model_executor.kernels.ragged import Packing, Span
 
 @dataclass(frozen=True, slots=True)
 class Where:
-    """The rows that patches change in the three matrices of a packing."""
+    """The rows that patches change in the matrices of a packing."""
 
     text: Segments
     image: Segments
     joint: Segments
+    filled: Segments
 
 
 def by_patches(sets: Sequence[PatchSet]) -> list[int]:
@@ -41,7 +42,7 @@ class BatchPatches:
 
     def on(self, packing: Packing) -> Where:
         """The rows in the matrices of this packing."""
-        return Where(*map(self.segments, (packing.text, packing.image, packing.joint)))
+        return Where(*map(self.segments, (packing.text, packing.image, packing.joint, packing.filled)))
 
     def segments(self, spans: Sequence[Span]) -> Segments:
         """The rows in a matrix in which each request has this span."""

@@ -14,10 +14,10 @@ from PIL import Image
 from core.calibration import Calibration
 from entrypoints.calibrate import UNSAFE, main
 from entrypoints.image_engine import ImageEngine
-from tools.random_checkpoints import make_flux, make_qwen_edit, make_sd3
+from tools.random_checkpoints import make_flux, make_klein, make_qwen_edit, make_sd3
 from tools.random_unet_checkpoints import make_sdxl
 
-pytestmark = pytest.mark.slow  # ten engines start
+pytestmark = pytest.mark.slow  # twelve engines start
 
 FLAGS = ("--prompt", "p", "--num-edits", "3", "--steps", "4", "--dtype", "float32")
 
@@ -58,6 +58,7 @@ def test_the_engine_uses_the_saved_calibration(
 
 FAMILIES: dict[str, Callable[[Path], Path]] = {
     "flux": lambda path: make_flux(path, guidance_embeds=True, scheduler={"use_dynamic_shifting": True}),
+    "flux2-klein": make_klein,
     "sd3": lambda path: make_sd3(path, scheduler_class=FlowMatchHeunDiscreteScheduler),
     "qwen-image-edit": make_qwen_edit,
     "sdxl": make_sdxl,

@@ -107,13 +107,14 @@ def _check_steps_left(name: str, strength: float, num_steps: int) -> None:
 def _classifier_free(
     sampling: SamplingParams, model: ModelInfo, guidance: float
 ) -> tuple[float, str] | tuple[None, None]:
-    """Scale and negative prompt of classifier-free guidance as in diffusers' pipelines: none for a scale up to 1, and
+    """Scale and negative prompt of classifier-free guidance as in diffusers' pipelines: none for a neutral scale, and
     without a negative prompt none for a model whose guidance is an embedding."""
+    neutral = 1.0
     if model.is_guidance_cfg:
-        scale, negative_prompt = guidance, sampling.negative_prompt or ""
+        scale, negative_prompt, neutral = guidance, sampling.negative_prompt or "", model.neutral_guidance_scale
     elif model.has_true_cfg and sampling.negative_prompt is not None:
         scale = model.default_true_cfg_scale if sampling.true_cfg_scale is None else sampling.true_cfg_scale
         negative_prompt = sampling.negative_prompt
     else:
         return None, None
-    return (scale, negative_prompt) if scale > 1.0 else (None, None)
+    return (scale, negative_prompt) if scale > neutral else (None, None)

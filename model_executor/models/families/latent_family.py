@@ -87,10 +87,7 @@ class NoisedTemplate(LatentFamily):
         image, mask = to_image(self._here(inputs.template)), self._here(inputs.mask)
         rows, columns = self.grid(image.shape[3], image.shape[2])
         sigmas = self._schedule(inputs, rows * columns).to(self._device)
-        clean = pack(self._template_sample(inputs, image, generator if self.samples_template else None))
-        noise = pack(self._draw(self._latent_shape(image), generator))
-        if self._draws_masked_image(inputs):
-            self._draw(self._latent_shape(image), generator)
+        clean, noise = self._clean_and_noise(inputs, image, generator)
         start = clean if inputs.start is None else inputs.start.to(clean)
         return EncodedImage(
             latents=start if inputs.goes_on else self._sampling.noised(start, noise, sigmas, 0),
@@ -99,6 +96,17 @@ class NoisedTemplate(LatentFamily):
             sigmas=sigmas,
             state=self._sampling.begin(generator),
         )
+
+    def _clean_and_noise(
+        self, inputs: ImageInputs, image: Tensor, generator: torch.Generator
+    ) -> tuple[Tensor, Tensor]:
+        """Clean latents of the template, and the initial noise, [image tokens, latent width] each. image: the template,
+        of which `to_image` has made it."""
+        clean = pack(self._template_sample(inputs, image, generator if self.samples_template else None))
+        noise = pack(self._draw(self._latent_shape(image), generator))
+        if self._draws_masked_image(inputs):
+            self._draw(self._latent_shape(image), generator)
+        return clean, noise
 
     def _draws_masked_image(self, inputs: ImageInputs) -> bool:
         """Whether the pipeline draws posterior noise of the masked image."""
@@ -110,12 +118,13 @@ class NoisedTemplate(LatentFamily):
 
     def advance(self, sample: SamplingState, prediction: Tensor) -> tuple[Tensor, State]:
         moved, state = super().advance(sample, prediction)
-        clean, noise, mask = sample.outside.chunk(3, dim=1)
+        width = moved.shape[1]
+        clean, noise, mask = sample.outside.tensor_split((width, 2 * width), dim=1)
         noised = self._sampling.noised(clean, noise, sample.sigmas, sample.step + 1)
         return (1 - mask) * noised + mask * moved, state
 
     def _packed_mask(self, mask: Tensor) -> Tensor:
-        """The mask, the same for every channel: float32 [image tokens, latent width]."""
+        """The mask, the same for every channel: float32 [image tokens, latent width], or one number per token."""
         return pack(self._latent_mask(mask).repeat(1, self._latent_channels, 1, 1))
 
     def _unmasked_condition(self, clean: Tensor) -> Tensor:

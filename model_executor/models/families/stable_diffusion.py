@@ -230,7 +230,7 @@ class UnetFamily(TimestepFamily):
         """None: embedding the timestep takes a negligible part of a step."""
         return None
 
-    def keys_values(self, prompt_embeds: Tensor, patches: PatchSet = ()) -> Tensor | None:
+    def prompt_state(self, prompt_embeds: Tensor, patches: PatchSet = ()) -> Tensor | None:
         return self._denoiser.keys_values(prompt_embeds, patches)
 
     def predict(self, rows: Sequence[Row], group: Group | None = None) -> list[Tensor]:

@@ -8,6 +8,7 @@ from typing import ClassVar
 from torch import Tensor, nn
 
 from core.page_scheme import PageDtype, PageLayout
+from core.patches import PatchSet
 from model_executor.checkpoint.loader import ModelCheckpoint
 from model_executor.kernels.operators import Operators
 from model_executor.models.base import ModulationInputs, PrimeRow, Row
@@ -59,6 +60,9 @@ class TransformerFamily(VaeFamily):
 
     def modulation(self, inputs: ModulationInputs) -> Tensor | None:
         return self._denoiser.modulation(inputs)
+
+    def prompt_state(self, prompt_embeds: Tensor, patches: PatchSet = ()) -> Tensor | None:
+        return self._denoiser.prompt_state(prompt_embeds, patches)
 
     def predict(self, rows: Sequence[Row], group: Group | None = None) -> list[Tensor]:
         denoiser = self._denoiser

@@ -19,7 +19,7 @@ from torch import Tensor
 
 from model_executor.kernels import attention
 from model_executor.kernels.attention import Attention, KeysValues, Projected, head_major
-from model_executor.kernels.linear_groups import MakeGroup
+from model_executor.kernels.linear_groups import AnyGroup, MakeGroup
 from model_executor.kernels.low_rank import Segments
 from model_executor.kernels.operators import Operators
 from model_executor.kernels.ragged import Packing, Span, gather, together
@@ -30,8 +30,9 @@ from model_executor.patches.batch_patches import BatchPatches, Where
 
 
 class RowSource(attention.KeyValueSource, Protocol):
-    """One request in a pass. text_tokens: of its prompt. num_tokens: its image tokens, and the condition tokens that
-    follow them. pages: what `load` reads, None if nothing."""
+    """One request in a pass. text_tokens: of its prompt, with fillers. fillers: how many of these, the last ones, fill
+    up the image and take part in attention over the image alone. num_tokens: its image tokens, and the condition tokens
+    that follow them. pages: what `load` reads, None if nothing."""
 
     @property
     def pages(self) -> Pages | None: ...
@@ -44,10 +45,19 @@ class RowSource(attention.KeyValueSource, Protocol):
     def text_tokens(self) -> int: ...
 
     @property
+    def fillers(self) -> int: ...
+
+    @property
     def num_tokens(self) -> int: ...
 
     def num_conditions(self, number: int) -> int:
         """The condition tokens that the pass computes in block `number`; its last ones."""
+
+
+def text_lengths(source: RowSource) -> tuple[int, int]:
+    """How many text tokens of a request the pass computes, and how many of them fill up the image."""
+    start, stop = source.text.start, source.text.stop
+    return stop - start, stop - min(stop, max(start, source.text_tokens - source.fillers))
 
 
 class EditSource:
@@ -55,10 +65,19 @@ class EditSource:
 
     is_in_order: ClassVar[bool] = True
 
-    def __init__(self, row: Row, num_tokens: int, first_pages: Sequence[int], operators: Operators) -> None:
-        """first_pages: each block's first page; where it is among the row's `full_blocks`, the block computes all
-        tokens. Raises ValueError for a row with active tokens but without pages."""
-        self.num_tokens, self.text_tokens = num_tokens, row.prompt_embeds.shape[0]
+    def __init__(
+        self,
+        row: Row,
+        num_tokens: int,
+        text_tokens: int,
+        fillers: int,
+        first_pages: Sequence[int],
+        operators: Operators,
+    ) -> None:
+        """num_tokens, text_tokens, fillers: as in `RowSource`. first_pages: each block's first page; where it is among
+        the row's `full_blocks`, the block computes all tokens. Raises ValueError for a row with active tokens but
+        without pages."""
+        self.num_tokens, self.text_tokens, self.fillers = num_tokens, text_tokens, fillers
         self._num_conditions = num_tokens - len(row.latents)
         self._active, self._full_blocks = row.active, sum(page in row.full_blocks for page in first_pages)
         may_repeat = row.pages is not None and row.pages.table is not None
@@ -70,6 +89,7 @@ class EditSource:
         self._operators = operators
         self.keeps_order = operators.is_invariant
         self._made = row.own.writer(operators.quantise) if row.own is not None and row.active is None else None
+        self._rows: dict[int, Tensor] = {}  # text tokens before the image -> the tokens that the last block computes
 
     @property
     def text(self) -> slice:
@@ -85,12 +105,13 @@ class EditSource:
         """The image tokens that the last block computes, None for all."""
         return self._active
 
-    @cached_property
-    def _rows(self) -> Tensor:
-        """The tokens that the last block computes, text before image."""
+    def _last_rows(self, text_tokens: int) -> Tensor:
+        """The tokens that the last block computes, numbered with this many text tokens before the image."""
         assert self._active is not None
-        text = torch.arange(self.text_tokens, device=self._active.device)
-        return torch.cat([text, self._active + self.text_tokens])
+        if text_tokens not in self._rows:
+            text = torch.arange(text_tokens, device=self._active.device)
+            self._rows[text_tokens] = torch.cat([text, self._active + text_tokens])
+        return self._rows[text_tokens]
 
     @cached_property
     def _reader(self) -> Reader:
@@ -105,14 +126,16 @@ class EditSource:
 
     def kept(self, number: int) -> Tensor | None:
         """Of the request's tokens before block `number`, those that this block still computes, None for all."""
-        return self._rows if number == self._full_blocks > 0 and self._active is not None else None
+        is_first = number == self._full_blocks > 0 and self._active is not None
+        return self._last_rows(self.text_tokens) if is_first else None
 
     def load(self, number: int, page: int, keys_values: KeysValues, fresh: Tensor) -> None:
         computed = self.computed(number)
         if computed is None:
             keys_values.put(fresh, None)
         else:
-            self.read_over(page, keys_values, fresh, self._rows if keys_values.text_tokens else computed)
+            text_tokens = keys_values.text_tokens
+            self.read_over(page, keys_values, fresh, self._last_rows(text_tokens) if text_tokens else computed)
 
     def read_over(self, page: int, keys_values: KeysValues, fresh: Tensor, rows: Tensor) -> None:
         """See `Reader.read_over`."""
@@ -132,6 +155,7 @@ class TemplateSource:
     text_tokens: int
     num_tokens: int
     conditions: int  # of these tokens
+    fillers: int
     pages: ClassVar[Pages | None] = None
     is_in_order: ClassVar[bool] = True
 
@@ -164,7 +188,7 @@ class Stream:
     modulation: Callable[[int], Sequence[Tensor]]  # block number -> its parts, each [modulated spans, hidden]
     sources: Sequence[RowSource]  # one per request
     joint_attention: Attention  # over text and image together
-    image_attention: Attention | None  # over the image tokens alone, None if no block has it
+    image_attention: Attention | None  # over the image tokens and their fillers alone, None if no block has it
     operators: Operators
 
     @property
@@ -188,7 +212,8 @@ class Stream:
         rows = [_rows_of(span, kept, hidden.device) for span, kept in zip(packing.joint, tokens, strict=True)]
         chosen = together(rows)
         lengths = [stop - start for start, stop in packing.joint_text]
-        self.packing = Packing.of(lengths, [len(r) - length for r, length in zip(rows, lengths, strict=True)], apart)
+        images = [len(r) - length for r, length in zip(rows, lengths, strict=True)]
+        self.packing = Packing.of(lengths, images, packing.fillers, apart)
         self.where = self.patches.on(self.packing)
         self.residual, self.rotary = self.operators.residual(hidden[chosen]), self.rotary[chosen]
 
@@ -196,24 +221,38 @@ class Stream:
 class Modulation:
     """A block's shifts, scales and gates, computed as one product of few rows with many weights.
 
-    There is one per block and not one for all, because a product's bits may depend on its number of columns, and a pass
-    over some blocks must give the same bits as a pass over all.
+    There is one per block, or one for several that share its layers, and not one for all, because a product's bits may
+    depend on its number of columns, and a pass over some blocks must give the same bits as a pass over all.
     """
 
-    def __init__(self, layers: Sequence[Any], scales: Sequence[int], group: MakeGroup) -> None:
+    def __init__(
+        self,
+        layers: Sequence[Any],
+        scales: Sequence[int],
+        group: MakeGroup,
+        *,
+        num_parts: int | None = None,
+        gates: Sequence[int] = (),
+        weights: Sequence[Tensor] = (),
+    ) -> None:
         """layers: the linear ones of adaptive norms that read the same conditioning. scales: which of their parts are
-        scales."""
-        self._group, self._scales = group(*layers), scales
+        scales. num_parts: None: parts are as wide as what the layers read. gates: which parts are put through tanh.
+        weights: [hidden] each, by which the parts are multiplied at last; none: they are not."""
+        self._group, self._scales, self._gates, self._weights = group(*layers), scales, gates, weights
         self.width = sum(layer.out_features for layer in layers)
-        self._num_parts = self.width // layers[0].in_features
+        self._num_parts = num_parts or self.width // layers[0].in_features
 
     def product(self, conditioning: Tensor, where: Segments = ()) -> Tensor:
-        """conditioning: [levels, hidden] -> [levels, width], with 1 already added to scales. A level's bits do not
-        depend on the other levels. where: the rows that patches change."""
+        """conditioning: [levels, width of what the layers read] -> [levels, width], with all done that is done to its
+        parts. A level's bits do not depend on the other levels. where: the rows that patches change."""
         product = self._group(conditioning, where)
         parts = self.parts(product)
         for index in self._scales:
             parts[index].add_(1)
+        for index in self._gates:
+            parts[index].tanh_()
+        for part, weight in zip(parts, self._weights, strict=False):
+            part.mul_(weight)
         return product
 
     def parts(self, product: Tensor) -> Sequence[Tensor]:
@@ -227,13 +266,16 @@ class Block(ABC):
 
     num_pages = 1
 
-    def __init__(self, attn: Any, norms: Sequence[Any], scales: Sequence[int], group: MakeGroup) -> None:
-        """attn, norms: diffusers' attention and adaptive norms, the image tokens' first norm first. scales: as for
-        `Modulation`."""
+    has_image_attention = False
+    """Whether it has an attention over the image tokens and their fillers alone."""
+
+    def __init__(self, modulation: Modulation, norm: Any, image: Projection) -> None:
+        """modulation: other blocks may have the same. norm: the image tokens' first one, diffusers' plain or adaptive.
+        image: the image tokens' projections."""
         self.page = 0  # its first page; set by the Denoiser
-        self.modulation = Modulation([norm.linear for norm in norms], scales, group)
-        self._norm_eps = norms[0].norm.eps
-        self._image = Projection(attn, "", group)
+        self.modulation = modulation
+        self._norm_eps: float = getattr(norm, "norm", norm).eps
+        self._image = image
 
     @property
     def has_norm(self) -> bool:
@@ -265,12 +307,16 @@ class Projection:
 
     def __init__(self, attn: Any, added: str, group: MakeGroup) -> None:
         """added: "" for image tokens, "added" for text tokens, as in diffusers' names of their layers."""
-        names = ("add_q_proj", "add_k_proj", "add_v_proj") if added else ("to_q", "to_k", "to_v")
         norms = [getattr(attn, f"norm_{added}_{part}" if added else f"norm_{part}") for part in "qk"]
-        self._layers = group(*(getattr(attn, name) for name in names))
+        self._layers = group(*self._layers_of(attn, added))
         self._heads = attn.heads
         self.eps = 0.0 if norms[0] is None else norms[0].eps
         self.weight = None if norms[0] is None else _qk_weight(norms[0], norms[1], attn.heads)
+
+    @staticmethod
+    def _layers_of(attn: Any, added: str) -> list[Any]:
+        names = ("add_q_proj", "add_k_proj", "add_v_proj") if added else ("to_q", "to_k", "to_v")
+        return [getattr(attn, name) for name in names]
 
     def __call__(self, x: Tensor, where: Segments) -> Tensor:
         """[tokens, hidden] -> [tokens, 3 * hidden], before norm and rotary embedding. where: the rows that patches
@@ -279,7 +325,9 @@ class Projection:
 
     def heads(self, x: Tensor, where: Segments) -> Tensor:
         """As `__call__`, [tokens, 3, heads, head dim]."""
-        qkv = self(x, where)
+        return self._in_heads(self(x, where))
+
+    def _in_heads(self, qkv: Tensor) -> Tensor:
         return qkv.view(len(qkv), 3, self._heads, qkv.shape[1] // (3 * self._heads))
 
     def project(self, x: Tensor, where: Segments, rows: Sequence[Span]) -> Projected:
@@ -293,6 +341,46 @@ class Projection:
             operators.normalise_and_rotate_(x, rotary, self.eps, [([(0, len(x))], self.weight[first:])])
 
 
+class FusedProjection(Projection):
+    """That of an attention whose one layer also gives the numbers that an MLP reads, after queries, keys and values."""
+
+    def __init__(self, attn: Any, group: MakeGroup) -> None:
+        super().__init__(attn, "", group)
+        self._width: int = 3 * attn.inner_dim
+
+    @staticmethod
+    def _layers_of(attn: Any, added: str) -> list[Any]:
+        return [attn.to_qkv_mlp_proj]
+
+    def heads(self, x: Tensor, where: Segments) -> Tensor:
+        return self._in_heads(self(x, where)[:, : self._width])
+
+    def both(self, x: Tensor, where: Segments, rows: Sequence[Span]) -> tuple[Projected, Tensor]:
+        """As `project`, and what the MLP reads."""
+        product = self(x, where)
+        qkv = self._in_heads(product[:, : self._width])
+        return Projected(qkv, rows, self.weight, self.eps), product[:, self._width :]
+
+
+class FeedForward:
+    """A block's MLP: two layers, with GELU's tanh approximation between them, or with SwiGLU."""
+
+    def __init__(self, mlp: Any, group: MakeGroup) -> None:
+        """mlp: diffusers' `FeedForward`; FLUX.2's, whose first layer gives gate and numbers; or Z-Image's, which has a
+        layer for each."""
+        self._is_gated = not hasattr(mlp, "net")
+        if hasattr(mlp, "w1"):
+            self._up, self._down = group(mlp.w1, mlp.w3), group(mlp.w2)
+        else:
+            up, down = (mlp.linear_in, mlp.linear_out) if self._is_gated else (mlp.net[0].proj, mlp.net[2])
+            self._up, self._down = group(up), group(down)
+
+    def __call__(self, x: Tensor, where: Segments, operators: Operators) -> Tensor:
+        """[tokens, hidden] -> [tokens, hidden]. where: the rows that patches change."""
+        inner = operators.swiglu(self._up(x, where)) if self._is_gated else self._up(x, where, gelu=True)
+        return self._down(inner, where)
+
+
 class DoubleBlock(Block):
     """Text and image tokens have layers of their own and meet in attention.
 
@@ -300,22 +388,27 @@ class DoubleBlock(Block):
     text tokens, as nothing reads them afterwards.
     """
 
-    def __init__(self, block: Any, group: MakeGroup) -> None:
+    def __init__(self, block: Any, group: MakeGroup, modulation: Modulation | None = None) -> None:
+        """modulation: of several blocks, parts of image tokens before those of text tokens; None: the block's adaptive
+        norms have layers for it."""
         attn, second = block.attn, getattr(block, "attn2", None)
         self._is_last = getattr(block, "context_pre_only", False)
         self._num_image_parts = 6 if second is None else 9
-        text_scales = (0,) if self._is_last else (1, 4)
-        scales = [*range(1, self._num_image_parts, 3), *(self._num_image_parts + scale for scale in text_scales)]
-        super().__init__(attn, [block.norm1, block.norm1_context], scales, group)
+        if modulation is None:
+            text_scales = (0,) if self._is_last else (1, 4)
+            scales = [*range(1, self._num_image_parts, 3), *(self._num_image_parts + scale for scale in text_scales)]
+            modulation = Modulation([block.norm1.linear, block.norm1_context.linear], scales, group)
+        super().__init__(modulation, block.norm1, Projection(attn, "", group))
         self._text = Projection(attn, "added", group)
         self._out = group(attn.to_out[0])
-        self._up, self._down = group(block.ff.net[0].proj), group(block.ff.net[2])
+        self._mlp = FeedForward(block.ff, group)
         if not self._is_last:
             self._text_out = group(attn.to_add_out)
-            self._text_up, self._text_down = group(block.ff_context.net[0].proj), group(block.ff_context.net[2])
+            self._text_mlp = FeedForward(block.ff_context, group)
         self._second = None if second is None else Projection(second, "", group)
         self._second_out = None if second is None else group(second.to_out[0])
         self.num_pages = 1 if second is None else 2
+        self.has_image_attention = second is not None
 
     def run(self, stream: Stream, number: int) -> None:
         parts, packing, where = stream.modulation(number), stream.packing, stream.where
@@ -346,8 +439,8 @@ class DoubleBlock(Block):
             self._add(stream, image, gate, self._text_out(text, where.text), text_parts[2])
             norms.insert(0, Norm(packing.modulated_text, text_parts[4], text_parts[3]))
         *texts, image = stream.residual.normed(self._norm_eps, *norms)
-        of_text = [self._text_down(self._text_up(text, where.text, gelu=True), where.text) for text in texts]
-        image = self._down(self._up(image, where.image, gelu=True), where.image)
+        of_text = [self._text_mlp(text, where.text, stream.operators) for text in texts]
+        image = self._mlp(image, where.image, stream.operators)
         self._add(stream, image, mlp[2], *of_text, *text_parts[5:])
 
     @staticmethod
@@ -378,28 +471,71 @@ class DoubleBlock(Block):
         return self._second_out(attended, where)
 
 
-class SingleBlock(Block):
-    """All tokens share all layers; attention and MLP read the same input."""
+class JointBlock(Block):
+    """All tokens share all layers; attention and MLP read the same input, and have one layer after them."""
 
-    def __init__(self, block: Any, group: MakeGroup) -> None:
-        super().__init__(block.attn, [block.norm], [1], group)
-        self._up, self._out = group(block.proj_mlp), group(block.proj_out)
+    def __init__(self, modulation: Modulation, norm: Any, image: Projection, out: AnyGroup, inner: int) -> None:
+        """modulation, norm, image: as for `Block`. out: the layer after attention and MLP. inner: numbers of a token
+        that it reads of the MLP."""
+        super().__init__(modulation, norm, image)
+        self._out, self._inner = out, inner
 
     def run(self, stream: Stream, number: int) -> None:
         shift, factor, gate = stream.modulation(number)
         joint, where = stream.packing.joint, stream.where.joint
         (normed,) = stream.residual.normed(self._norm_eps, Norm(joint, factor, shift))
-        projected = self._image.project(normed, where, joint)
+        projected, read = self._projected(normed, where, joint)
         if self._out.takes_columns(where):
             (attended,) = stream.attend(stream.joint_attention, number, self.page, projected)
-            out = self._out.of_columns([attended, self._up(normed, where, gelu=True)])
+            out = self._out.of_columns([attended, self._activated(read, where, stream.operators)])
         else:
             width = projected.qkv.shape[2] * projected.qkv.shape[3]
-            both = normed.new_empty(len(normed), width + self._up.num_outputs)
-            self._up(normed, where, gelu=True, out=both[:, width:])
+            both = normed.new_empty(len(normed), width + self._inner)
+            self._activated(read, where, stream.operators, both[:, width:])
             stream.attend(stream.joint_attention, number, self.page, projected, out=both[:, :width])
             out = self._out(both, where)
         stream.residual.add(Addition(joint, out, gate, is_clipped=True))
+
+    @abstractmethod
+    def _projected(self, normed: Tensor, where: Segments, rows: Sequence[Span]) -> tuple[Projected, Tensor]:
+        """Queries, keys and values, and what the MLP reads. rows: as for `Projection.project`."""
+
+    @abstractmethod
+    def _activated(self, x: Tensor, where: Segments, operators: Operators, out: Tensor | None = None) -> Tensor:
+        """The MLP's inner numbers, [tokens, inner], which are `out` if that is given. x: what it reads."""
+
+
+class SingleBlock(JointBlock):
+    """FLUX's: attention and MLP have layers of their own before the last one."""
+
+    def __init__(self, block: Any, group: MakeGroup) -> None:
+        modulation = Modulation([block.norm.linear], [1], group)
+        image = Projection(block.attn, "", group)
+        self._up, out = group(block.proj_mlp), group(block.proj_out)
+        super().__init__(modulation, block.norm, image, out, self._up.num_outputs)
+
+    def _projected(self, normed: Tensor, where: Segments, rows: Sequence[Span]) -> tuple[Projected, Tensor]:
+        return self._image.project(normed, where, rows), normed
+
+    def _activated(self, x: Tensor, where: Segments, operators: Operators, out: Tensor | None = None) -> Tensor:
+        return self._up(x, where, gelu=True, out=out)
+
+
+class FusedBlock(JointBlock):
+    """FLUX.2's: one layer gives queries, keys and values, and gate and numbers of SwiGLU."""
+
+    _image: FusedProjection
+
+    def __init__(self, block: Any, group: MakeGroup, modulation: Modulation) -> None:
+        """modulation: of several blocks."""
+        attn = block.attn
+        super().__init__(modulation, block.norm, FusedProjection(attn, group), group(attn.to_out), attn.mlp_hidden_dim)
+
+    def _projected(self, normed: Tensor, where: Segments, rows: Sequence[Span]) -> tuple[Projected, Tensor]:
+        return self._image.both(normed, where, rows)
+
+    def _activated(self, x: Tensor, where: Segments, operators: Operators, out: Tensor | None = None) -> Tensor:
+        return operators.swiglu(x, out)
 
 
 class ImageBlock(Block):
@@ -407,10 +543,11 @@ class ImageBlock(Block):
 
     def __init__(self, block: Any, group: MakeGroup) -> None:
         """block: diffusers' `BasicTransformerBlock` with `ada_norm_zero`."""
-        super().__init__(block.attn1, [block.norm1], [1, 4], group)
+        modulation = Modulation([block.norm1.linear], [1, 4], group)
+        super().__init__(modulation, block.norm1, Projection(block.attn1, "", group))
         self._second_eps = block.norm3.eps
         self._out = group(block.attn1.to_out[0])
-        self._up, self._down = group(block.ff.net[0].proj), group(block.ff.net[2])
+        self._mlp = FeedForward(block.ff, group)
 
     def run(self, stream: Stream, number: int) -> None:
         shift, factor, gate, second_shift, second_factor, second_gate = stream.modulation(number)
@@ -420,7 +557,7 @@ class ImageBlock(Block):
         (attended,) = stream.attend(stream.joint_attention, number, self.page, projected)
         stream.residual.add(Addition(image, self._out(attended, where), gate))
         (normed,) = stream.residual.normed(self._second_eps, Norm(image, second_factor, second_shift))
-        out = self._down(self._up(normed, where, gelu=True), where)
+        out = self._mlp(normed, where, stream.operators)
         stream.residual.add(Addition(image, out, second_gate))
 
 

@@ -32,8 +32,16 @@ from model_executor.kernels.operators import Operators, best_operators
 from model_executor.kernels.ragged import Packing, Span, together
 from model_executor.kernels.residual import Norm
 from model_executor.models.base import ModulationInputs, PrimeRow, Row
-from model_executor.models.transformer.blocks import Block, EditSource, Modulation, RowSource, Stream, TemplateSource
-from model_executor.models.transformer.rows import lacking_pages, with_heads, with_own_heads
+from model_executor.models.transformer.blocks import (
+    Block,
+    EditSource,
+    Modulation,
+    RowSource,
+    Stream,
+    TemplateSource,
+    text_lengths,
+)
+from model_executor.models.transformer.rows import lacking_pages, with_heads, with_own_heads, with_text
 from model_executor.models.transformer.sequence import Shard, Team
 from model_executor.page_cache.pages import PageEntry
 from model_executor.parallel.group import Group, shares
@@ -118,14 +126,16 @@ class Denoiser(ABC):
 
     def _build(self) -> None:
         self._blocks = self._make_blocks()
+        self._num_heads, self._head_dim = self._heads_of(self.module.config)
         self.num_pages = 0
         for block in self._blocks:
             block.page = self.num_pages
             self.num_pages += block.num_pages
         self._first_pages = [block.page for block in self._blocks]
-        self._modulations = [block.modulation for block in self._blocks]
         last, self._image_out = self._make_output()
-        self._modulations.append(last)
+        of_blocks = [*(block.modulation for block in self._blocks), last]
+        self._modulations = list(dict.fromkeys(of_blocks))
+        self._modulation_numbers = list(map(self._modulations.index, of_blocks))
 
     def computing_with(self, operators: Operators) -> Self:
         """A copy of this denoiser that computes with other operators; the layers are shared and packed as they were."""
@@ -140,6 +150,11 @@ class Denoiser(ABC):
     @abstractmethod
     def _count_pages(config: Mapping[str, Any]) -> int:
         """Attentions over image tokens in a model of this configuration: each has a page."""
+
+    @staticmethod
+    def _heads_of(config: Mapping[str, Any]) -> tuple[int, int]:
+        """(heads of attention, head dim) in a model of this configuration."""
+        return config["num_attention_heads"], config["attention_head_dim"]
 
     @abstractmethod
     def _make_blocks(self) -> list[Block]:
@@ -158,25 +173,39 @@ class Denoiser(ABC):
 
     @abstractmethod
     def _conditioning(self, rows: Sequence[Conditions], where: Segments) -> Sequence[Tensor]:
-        """What each block's modulation is computed from, and last the output norm's: each [rows, hidden]. A row's bits
-        do not depend on the other rows. where: the rows that patches change."""
+        """What each of `_modulations` is computed from, those of the blocks and last the output norm's: each [rows,
+        hidden]. A row's bits do not depend on the other rows. where: the rows that patches change."""
 
     def _make_rotary_table(self, text_tokens: int, grid: tuple[int, int], has_conditions: bool) -> Tensor:
         """Rotations of the text tokens, then the image tokens row by row, then the condition tokens, if there are any:
         complex64 [tokens, 1, 1, head dim / 2]. By default the identity, for models that add positions to their tokens.
         """
-        tokens, head_dim = text_tokens + grid[0] * grid[1], self.module.config.attention_head_dim
-        return torch.ones(tokens, 1, 1, head_dim // 2, dtype=torch.complex64, device=self._device)
+        tokens = text_tokens + grid[0] * grid[1]
+        return torch.ones(tokens, 1, 1, self._head_dim // 2, dtype=torch.complex64, device=self._device)
+
+    def _text_tokens(self, row: Row | PrimeRow) -> int:
+        """Text tokens of a row in the pass, with fillers."""
+        return len(row.prompt_embeds)
+
+    def _fillers(self, row: Row | PrimeRow) -> int:
+        """How many of these, the last ones, fill up the image: computed in every pass, they are in no page."""
+        return 0
+
+    def prompt_state(self, prompt_embeds: Tensor, patches: PatchSet) -> Tensor | None:
+        """What the steps of a run compute from a row's prompt alone, for `Row.prompt_state`: a row for each text token
+        but the fillers. None: nothing."""
+        return None
 
     # ------------------------------------------------------------------------------------------------------- pages
 
     @classmethod
     def layout_of(cls, config: Mapping[str, Any], dtype: PageDtype) -> PageLayout:
         """The shape of the pages of a model with this configuration: keys and values of all its attentions."""
+        num_heads, head_dim = cls._heads_of(config)
         return PageLayout(
             num_blocks=cls._count_pages(config),
-            num_heads=config["num_attention_heads"],
-            head_dim=config["attention_head_dim"],
+            num_heads=num_heads,
+            head_dim=head_dim,
             dtype=dtype,
             rows_per_token=cls.rows_per_token,
         )
@@ -200,13 +229,19 @@ class Denoiser(ABC):
         group: of ranks that compute the tokens together, all of which call this with the same rows and get the same
         result. Raises ValueError for a row with active tokens but without pages, GroupBrokenError.
         """
-        mine = rows
+        rows = mine = [self._with_prompt_state(row) for row in rows]
         if any(row.own is not None for row in rows):
             heads = None if group is None else self._shares(group)[group.me]
             mine = [with_own_heads(row, heads) for row in rows]
             for row in lacking_pages(mine, group):  # one by one: the batch was sized by the tokens that it computes
                 self._run([row], group)
         return self._run(mine, group)
+
+    def _with_prompt_state(self, row: Row) -> Row:
+        if row.prompt_state is not None:
+            return row
+        state = self.prompt_state(row.prompt_embeds, row.patches)
+        return row if state is None else replace(row, prompt_state=state)
 
     def _run(self, rows: Sequence[Row], group: Group | None) -> list[Tensor]:
         if group is None and self._is_captured(rows):
@@ -227,36 +262,37 @@ class Denoiser(ABC):
         if not all(is_repeatable(row) and row.modulation is not None for row in rows):
             return False
         if rows[0].active is None:
-            return sum(self._num_tokens(row) + len(row.prompt_embeds) for row in rows) <= SMALL_PASS
+            return sum(self._num_tokens(row) + self._text_tokens(row) for row in rows) <= SMALL_PASS
         return len(rows[0].active) < self._num_tokens(rows[0])
 
     @property
     def _reads_page_tables(self) -> bool:
         has_norm = any(block.has_norm for block in self._blocks)
-        return self._operators.reads_page_tables(self.module.config.attention_head_dim, has_norm=has_norm)
+        return self._operators.reads_page_tables(self._head_dim, has_norm=has_norm)
 
     def _num_active(self, row: Row) -> int | None:
         """To how many tokens those of a captured step are filled up: with the text to whole tiles of attention, but to
         less than all, which would be an exact step."""
         if row.active is None:
             return None
-        text, tile = len(row.prompt_embeds), self._operators.query_tile
+        text, tile = self._text_tokens(row), self._operators.query_tile
         tiles = -(-(text + len(row.active)) // tile)
         return max(len(row.active), min(tiles * tile - text, self._num_tokens(row) - 1))
 
     def _forward(self, rows: Sequence[Row]) -> list[Tensor]:
-        edits = [EditSource(row, self._num_tokens(row), self._first_pages, self._operators) for row in rows]
+        edits = list(map(self._edit_source, rows))
         velocities = zip(rows, self._pass(self._start(rows, edits), edits), strict=True)
         return [velocity[: len(row.latents)] for row, velocity in velocities]
 
+    def _edit_source(self, row: Row) -> EditSource:
+        sizes = self._num_tokens(row), self._text_tokens(row), self._fillers(row)
+        return EditSource(row, *sizes, self._first_pages, self._operators)
+
     def _forward_together(self, rows: Sequence[Row], group: Group) -> list[Tensor]:
         heads = self._shares(group)
-        mine = [with_heads(row, heads[group.me]) for row in rows]
-        edits = [EditSource(row, self._num_tokens(row), self._first_pages, self._operators) for row in mine]
+        edits = [self._edit_source(with_heads(row, heads[group.me])) for row in rows]
         shards = [Shard(edit, group, self._device) for edit in edits]
-        parts = [
-            replace(row, prompt_embeds=row.prompt_embeds[shard.text]) for row, shard in zip(rows, shards, strict=True)
-        ]
+        parts = [with_text(row, shard.text) for row, shard in zip(rows, shards, strict=True)]
         stream = self._start(parts, shards, Team(group, heads))
         return [
             group.gather(velocity, shard.final_lengths())[: len(row.latents)]
@@ -265,7 +301,7 @@ class Denoiser(ABC):
 
     def _shares(self, group: Group) -> list[Span]:
         """Every member's heads."""
-        return shares(self.module.config.num_attention_heads, group.degree)
+        return shares(self._num_heads, group.degree)
 
     def _pass(self, stream: Stream, edits: Sequence[EditSource | Shard]) -> list[Tensor]:
         """Velocity of the image tokens that the last block computes, of each row."""
@@ -302,8 +338,8 @@ class Denoiser(ABC):
         return [(stream.hidden[start:stop].clone(),) for start, stop in stream.packing.joint]
 
     def _template(self, row: PrimeRow) -> TemplateSource:
-        num_tokens = self._num_tokens(row)
-        return TemplateSource(self._entry(row), len(row.prompt_embeds), num_tokens, num_tokens - len(row.latents))
+        num_tokens, text_tokens, fillers = self._num_tokens(row), self._text_tokens(row), self._fillers(row)
+        return TemplateSource(self._entry(row), text_tokens, num_tokens, num_tokens - len(row.latents), fillers)
 
     def modulation(self, inputs: ModulationInputs) -> Tensor | None:
         """All blocks' shifts, scales and gates at each of these noise levels, [levels, width], for `Row.modulation`;
@@ -327,14 +363,12 @@ class Denoiser(ABC):
     def _start(self, rows: Sequence[Row | PrimeRow], sources: Sequence[RowSource], team: Team | None = None) -> Stream:
         """The stream before its first block. rows: with the text tokens that it contains."""
         computed = [source.computed(0) for source in sources]
-        packing = Packing.of(
-            [len(row.prompt_embeds) for row in rows],
-            [
-                source.num_tokens if tokens is None else len(tokens)
-                for source, tokens in zip(sources, computed, strict=True)
-            ],
-            self._apart(sources, 0),
-        )
+        texts, fillers = zip(*map(text_lengths, sources), strict=True)
+        images = [
+            source.num_tokens if tokens is None else len(tokens)
+            for source, tokens in zip(sources, computed, strict=True)
+        ]
+        packing = Packing.of(texts, images, fillers, self._apart(sources, 0))
         hidden = [row.hidden[0] for row in rows if isinstance(row, PrimeRow) and row.hidden is not None]
         rotary = together([part for each in zip(rows, sources, strict=True) for part in self._rotary(*each)])
         patches = BatchPatches([row.patches for row in rows], self._device)
@@ -347,16 +381,14 @@ class Denoiser(ABC):
     def _attentions(
         self, sources: Sequence[RowSource], like: Tensor, team: Team | None
     ) -> tuple[Attention, Attention | None]:
-        """Attention over text and image together, and over the image alone where blocks have it; dtype and device of
-        `like`."""
-        heads, head_dim = self.module.config.num_attention_heads, self.module.config.attention_head_dim
-        if team is not None:
-            heads = team.num_heads
+        """Attention over text and image together, and over the image with its fillers where blocks have it; dtype and
+        device of `like`."""
+        heads = self._num_heads if team is None else team.num_heads
         sizes = [(source.text_tokens, source.num_tokens) for source in sources]
-        joint, image = self._operators.attention(sizes, heads, head_dim, like), None
-        if self.num_pages > len(self._blocks):
-            alone = [(0, num_tokens) for _, num_tokens in sizes]
-            image = self._operators.attention(alone, heads, head_dim, like, joint)
+        joint, image = self._operators.attention(sizes, heads, self._head_dim, like), None
+        if any(block.has_image_attention for block in self._blocks):
+            alone = [(source.fillers, source.num_tokens) for source in sources]
+            image = self._operators.attention(alone, heads, self._head_dim, like, joint)
         return (
             (joint, image)
             if team is None
@@ -373,12 +405,17 @@ class Denoiser(ABC):
         if len(known) == len(rows):
             table = together(known).view(levels * len(rows), -1)
             tables = table.split([part.width for part in self._modulations], dim=1)
-            return lambda number: self._modulations[number].parts(tables[number])
+            return partial(self._parts, lambda index: tables[index])
         where = patches.segments([(levels * number, levels * (number + 1)) for number in range(len(rows))])
         conditioning = self._conditioning(self._levels(map(Conditions.of, rows)), where)
-        return lambda number: self._modulations[number].parts(
-            self._modulations[number].product(conditioning[number], where)
-        )
+        # Blocks that share a modulation follow each other.
+        product_of = lru_cache(maxsize=1)(lambda index: self._modulations[index].product(conditioning[index], where))
+        return partial(self._parts, product_of)
+
+    def _parts(self, product_of: Callable[[int], Tensor], number: int) -> Sequence[Tensor]:
+        """The shifts, scales and gates of block `number`. product_of: index of a modulation -> its product."""
+        index = self._modulation_numbers[number]
+        return self._modulations[index].parts(product_of(index))
 
     @property
     def _levels_per_row(self) -> int:
@@ -455,3 +492,9 @@ def channels_first(patches: Tensor, side: int) -> Tensor:
     side * side]."""
     channels = patches.shape[1] // side**2
     return patches.view(len(patches), side, side, channels).permute(0, 3, 1, 2).flatten(1)
+
+
+def channels_last(patches: Tensor, side: int) -> Tensor:
+    """The reverse of `channels_first`."""
+    channels = patches.shape[1] // side**2
+    return patches.view(len(patches), channels, side, side).permute(0, 2, 3, 1).flatten(1)

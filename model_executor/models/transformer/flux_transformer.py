@@ -48,14 +48,18 @@ class FluxTransformer(TextDenoiser):
 
     def _embedding(self, embed: Any, sigma: Tensor, pooled_prompt_embeds: Tensor, guidance_scale: float) -> Tensor:
         """The embedding of time, guidance and pooled text."""
-        timestep = (sigma * self._num_train_timesteps).reshape(1).to(self.dtype)
-        timestep = (timestep / 1000).to(self.dtype) * 1000  # the pipeline divides, the module multiplies
+        timestep = self._timestep(sigma)
         inputs = [timestep, pooled_prompt_embeds[None]]
         if self.module.config.guidance_embeds:
             guidance = torch.full([1], guidance_scale, dtype=torch.float32, device=timestep.device)
             inputs.insert(1, guidance.to(self.dtype) * 1000)
         embedding: Tensor = embed(*inputs)
         return embedding
+
+    def _timestep(self, sigma: Tensor) -> Tensor:
+        """That of a noise level, [1]."""
+        timestep = (sigma * self._num_train_timesteps).reshape(1).to(self.dtype)
+        return (timestep / 1000).to(self.dtype) * 1000  # the pipeline divides, the module multiplies
 
     def _make_rotary_table(self, text_tokens: int, grid: tuple[int, int], has_conditions: bool) -> Tensor:
         """All text tokens are at position 0. Condition tokens have the positions of the image, in a second picture."""
@@ -65,7 +69,11 @@ class FluxTransformer(TextDenoiser):
         pictures[..., 1] = torch.arange(height)[:, None]
         pictures[..., 2] = torch.arange(width)[None]
         ids = torch.cat([torch.zeros(text_tokens, 3), pictures.reshape(-1, 3)])
-        cos, sin = self.module.pos_embed(ids.to(self.dtype))
+        return self._turns(ids.to(self.dtype))
+
+    def _turns(self, ids: Tensor) -> Tensor:
+        """Rotations of tokens at these positions, [tokens, axes]: complex64 [tokens, 1, 1, head dim / 2]."""
+        cos, sin = self.module.pos_embed(ids)
         table = torch.complex(cos[:, ::2].contiguous(), sin[:, ::2].contiguous())  # each angle is stored twice
         return table[:, None, None].to(self._device)
 

@@ -22,6 +22,12 @@ def with_own_heads(row: Row, heads: Span | None) -> Row:
     return row if row.own is None else replace(row, own=row.own.with_heads(heads))
 
 
+def with_text(row: Row, text: slice) -> Row:
+    """A row with these of its text tokens only."""
+    state = None if row.prompt_state is None else row.prompt_state[text]
+    return replace(row, prompt_embeds=row.prompt_embeds[text], prompt_state=state)
+
+
 def lacking_pages(rows: Sequence[Row], group: Group | None) -> list[Row]:
     """For those of these rows that read their own pages, which this rank or another one of the group lacks, the row of
     the step that makes them."""

@@ -35,13 +35,13 @@ class Shard:
 
     def __init__(self, edit: EditSource, group: Group, device: torch.device) -> None:
         self._edit, self._me = edit, group.me
-        self.num_tokens, self.text_tokens = edit.num_tokens, edit.text_tokens
+        self.num_tokens, self.text_tokens, self.fillers = edit.num_tokens, edit.text_tokens, edit.fillers
         # Members' tokens come one member after the other; as keys, they would be summed up in that order.
         self.is_in_order = not edit.makes_pages and not edit.keeps_order
         self._text = shares(edit.text_tokens, group.degree)
         active = torch.arange(edit.num_tokens, device=device) if edit.active is None else edit.active
         self._active = [active[start:stop] for start, stop in shares(len(active), group.degree)]
-        self._orders: dict[tuple[bool, bool], Tensor] = {}
+        self._orders: dict[tuple[bool, int], Tensor] = {}
 
     @cached_property
     def _every(self) -> list[Tensor]:
@@ -62,11 +62,10 @@ class Shard:
         """This member's text tokens."""
         return slice(*self._text[self._me])
 
-    def lengths(self, number: int) -> list[tuple[int, int]]:
-        """(text tokens, image tokens) of every member in block `number`."""
-        return [
-            (stop - start, len(tokens)) for (start, stop), tokens in zip(self._text, self._tokens(number), strict=True)
-        ]
+    def lengths(self, number: int, text_tokens: int) -> list[int]:
+        """Tokens that every member has in block `number`: of the image, and of the last `text_tokens` of the text."""
+        pieces = zip(self._last_texts(text_tokens), self._tokens(number), strict=True)
+        return [stop - start + len(tokens) for (start, stop), tokens in pieces]
 
     def final_lengths(self) -> list[int]:
         """Of every member, the number of image tokens that the last block computes, which are in order."""
@@ -75,22 +74,26 @@ class Shard:
     def _tokens(self, number: int) -> Sequence[Tensor]:
         return self._every if self._edit.computed(number) is None else self._active
 
-    def _order(self, *, is_whole: bool, joint: bool) -> Tensor:
-        """Where the tokens of all members, one after the other, belong. is_whole: in a block that computes all tokens.
-        Kept for all blocks of the pass."""
-        if (is_whole, joint) not in self._orders:
-            self._orders[is_whole, joint] = self._order_of(self._every if is_whole else self._active, joint=joint)
-        return self._orders[is_whole, joint]
+    def _last_texts(self, text_tokens: int) -> list[Span]:
+        """Every member's share of the last `text_tokens` text tokens, counted from the first of these."""
+        others = self.text_tokens - text_tokens
+        return [(max(0, start - others), max(0, stop - others)) for start, stop in self._text]
 
-    def _order_of(self, tokens: Sequence[Tensor], *, joint: bool) -> Tensor:
-        if not joint:
-            return torch.cat(list(tokens))
-        pieces = zip(self._text, tokens, strict=True)
+    def _order(self, *, is_whole: bool, text_tokens: int) -> Tensor:
+        """Where the tokens of all members, one after the other, belong, with the last `text_tokens` text tokens before
+        the image. is_whole: in a block that computes all tokens. Kept for all blocks of the pass."""
+        key = is_whole, text_tokens
+        if key not in self._orders:
+            self._orders[key] = self._order_of(self._every if is_whole else self._active, text_tokens)
+        return self._orders[key]
+
+    def _order_of(self, tokens: Sequence[Tensor], text_tokens: int) -> Tensor:
+        pieces = zip(self._last_texts(text_tokens), tokens, strict=True)
         return torch.cat(
             [
                 part
                 for (start, stop), image in pieces
-                for part in (torch.arange(start, stop, device=image.device), image + self.text_tokens)
+                for part in (torch.arange(start, stop, device=image.device), image + text_tokens)
             ]
         )
 
@@ -125,7 +128,7 @@ class Shard:
     def load(self, number: int, page: int, keys_values: KeysValues, fresh: Tensor) -> None:
         """fresh: of all members' tokens, one member after the other."""
         is_whole = self._edit.computed(number) is None
-        order = self._order(is_whole=is_whole, joint=bool(keys_values.text_tokens))
+        order = self._order(is_whole=is_whole, text_tokens=keys_values.text_tokens)
         if is_whole:
             keys_values.put(fresh, order)
         else:
@@ -155,8 +158,8 @@ class Team:
         return stop - start
 
     def attention(self, attention: Attention, *, with_text: bool = True) -> Attention:
-        """Attention of the group. attention: of this member's heads, over all tokens. with_text: text tokens attend,
-        too."""
+        """Attention of the group. attention: of this member's heads, over all tokens. with_text: all text tokens
+        attend, too, not only those that fill up the image."""
         return SequenceAttention(attention, self, with_text=with_text)
 
 
@@ -208,4 +211,4 @@ class SequenceAttention:
 
     def _lengths(self, source: attention.KeyValueSource, number: int) -> list[int]:
         assert isinstance(source, Shard)
-        return [text * self._with_text + image for text, image in source.lengths(number)]
+        return source.lengths(number, source.text_tokens if self._with_text else source.fillers)

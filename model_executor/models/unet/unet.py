@@ -199,7 +199,7 @@ class Unet:
         return Walk(module.conv_in(pictures), time, text, source, layers.project(time), _keys_values(rows))
 
     def keys_values(self, prompt_embeds: Tensor, patches: PatchSet) -> Tensor | None:
-        """What the steps of a run compute from a row's prompt alone, for `Row.keys_values`, [text tokens, width]; None
+        """What the steps of a run compute from a row's prompt alone, for `Row.prompt_state`, [text tokens, width]; None
         where they compute it as they go."""
         return self.patches.under(patches).layers.keys_values(prompt_embeds)
 
@@ -241,7 +241,7 @@ def _texts(rows: Sequence[Row | PrimeRow]) -> Tensor:
 
 def _keys_values(rows: Sequence[Row | PrimeRow]) -> Tensor | None:
     """Keys and values of the prompts, [rows, text tokens, width]; None unless all rows have them."""
-    known = [row.keys_values for row in rows if isinstance(row, Row) and row.keys_values is not None]
+    known = [row.prompt_state for row in rows if isinstance(row, Row) and row.prompt_state is not None]
     return torch.stack(known) if len(known) == len(rows) else None
 
 

@@ -85,7 +85,7 @@ class ImageVae(Vae):
         silu_in_place(module)
         super().__init__(module, dtype)
         self._decoder = RegionDecoder(module)
-        self._shift: float = module.config.shift_factor or 0.0
+        self._shift: float = module.config.get("shift_factor") or 0.0
 
     @staticmethod
     def scale_and_channels(config: Mapping[str, Any]) -> tuple[int, int]:

@@ -24,7 +24,7 @@ from model_executor.worker.ops.context import WorkerContext, noise_id
 
 KEPT = (
     *("active", "template"),
-    *("modulation-0", "modulation-1", "keys-values-0", "keys-values-1", "pages-0", "pages-1"),
+    *("modulation-0", "modulation-1", "prompt-state-0", "prompt-state-1", "pages-0", "pages-1"),
 )
 """What this rank keeps from the first step of a loop to its last: names in the tensor store. Those with a number belong
 to this row of a request."""
@@ -87,7 +87,7 @@ class StepInputs:
                 full_blocks=work.full_blocks,
                 patches=work.patches,
                 modulation=_of_step(table, work.step),
-                keys_values=self._keys_values(number, embeds),
+                prompt_state=self._prompt_state(number, embeds),
                 is_negative=number > 0 and self.family.tells_negative,
             )
             rows.append(row)
@@ -153,9 +153,9 @@ class StepInputs:
         inputs = ModulationInputs(pooled, work.guidance_scale, self.sample.sigmas[:-1], num_rows, work.patches)
         return self._kept_tensor(f"modulation-{number}", partial(self.family.modulation, inputs))
 
-    def _keys_values(self, number: int, embeds: Tensor) -> Tensor | None:
-        make = partial(self.family.keys_values, embeds, self._work.patches)
-        return self._kept_tensor(f"keys-values-{number}", make)
+    def _prompt_state(self, number: int, embeds: Tensor) -> Tensor | None:
+        make = partial(self.family.prompt_state, embeds, self._work.patches)
+        return self._kept_tensor(f"prompt-state-{number}", make)
 
     # --------------------------------------------------------------------------------------------------- the pages
 

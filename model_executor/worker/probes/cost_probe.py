@@ -208,8 +208,8 @@ class Batches:
         of steps, with the sampler's state, that are there at once.
         """
         image, text = self._image, self._text
-        keys_values = self.family.keys_values(text.prompt_embeds)
-        of_row = [text.prompt_embeds, text.pooled_prompt_embeds, *([] if keys_values is None else [keys_values])]
+        prompt_state = self.family.prompt_state(text.prompt_embeds)
+        of_row = [text.prompt_embeds, text.pooled_prompt_embeds, *([] if prompt_state is None else [prompt_state])]
         of_request = [*num_states * [image.latents, *image.state], image.condition, image.outside, image.sigmas]
         if self._has_pages and self.family.sees_all_latents:
             of_request += 2 * [image.latents]  # the template's clean latents and noise
@@ -311,7 +311,7 @@ class Batches:
             box=None if is_exact else around(active, self._grid[1]),
             pages=None if is_exact else self._pages,
             modulation=self._modulation,
-            keys_values=self._keys_values,
+            prompt_state=self._prompt_state,
         )
 
     @cached_property
@@ -328,8 +328,8 @@ class Batches:
         return self.family.modulation(ModulationInputs(pooled, scale, image.sigmas[:1], self.most_rows))
 
     @cached_property
-    def _keys_values(self) -> Tensor | None:
-        return self.family.keys_values(self._text.prompt_embeds)
+    def _prompt_state(self) -> Tensor | None:
+        return self.family.prompt_state(self._text.prompt_embeds)
 
     @cached_property
     def _prime_row(self) -> PrimeRow:

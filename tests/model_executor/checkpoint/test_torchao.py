@@ -17,12 +17,14 @@ import torch
 from adapters import make_lora
 from diffusers import (
     EulerAncestralDiscreteScheduler,
+    Flux2KleinInpaintPipeline,
     FluxInpaintPipeline,
     PipelineQuantizationConfig,
     StableDiffusion3InpaintPipeline,
     StableDiffusionInpaintPipeline,
     StableDiffusionXLInpaintPipeline,
     TorchAoConfig,
+    ZImageInpaintPipeline,
 )
 from edits import Edit
 from pipeline_rig import Rig, assert_same
@@ -36,14 +38,16 @@ from model_executor.checkpoint.loader import ModelCheckpoint
 from model_executor.checkpoint.parameter_count import count_parameters
 from model_executor.checkpoint.quantization import Int8Linear, for_device
 from model_executor.worker.loading.resident import ResidentModels, edit_once
-from tools.random_checkpoints import make_flux, make_sd3
+from tools.random_checkpoints import make_flux, make_klein, make_sd3, make_z_image
 from tools.random_unet_checkpoints import make_sd, make_sdxl
 
 torchao = pytest.importorskip("torchao.quantization")
 
 FAMILIES: dict[str, tuple[Callable[[Path], Path], Any]] = {
     "flux": (lambda path: make_flux(path, guidance_embeds=True), FluxInpaintPipeline),
+    "klein": (make_klein, Flux2KleinInpaintPipeline),
     "sd3": (make_sd3, StableDiffusion3InpaintPipeline),
+    "z-image": (make_z_image, ZImageInpaintPipeline),
     "sd": (lambda path: make_sd(path, in_channels=9), StableDiffusionInpaintPipeline),
     "sdxl": (
         lambda path: make_sdxl(path, scheduler_class=EulerAncestralDiscreteScheduler),

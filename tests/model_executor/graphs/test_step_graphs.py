@@ -147,7 +147,7 @@ def unet_row(unet: Unet, seed: int) -> Row:
         latents=draw(TOKENS, 64),
         condition=draw(TOKENS, 80),
         prompt_embeds=prompt_embeds,
-        keys_values=unet.keys_values(prompt_embeds, ()),
+        prompt_state=unet.keys_values(prompt_embeds, ()),
         pooled_prompt_embeds=draw(WIDTH),
         sigma=torch.tensor(0.1 + 0.1 * seed),
         guidance_scale=1.0,
@@ -180,7 +180,7 @@ def as_it_is(model: Denoiser | Unet, rows: Sequence[Row]) -> list[Tensor]:
     if isinstance(model, Denoiser):
         return model.computing_with(Operators(plain_linear)).forward(rows)
     plain = Unet(deepcopy(model.module), 1000, 32, Operators(plain_linear))
-    return plain.forward([replace(row, keys_values=None) for row in rows])
+    return plain.forward([replace(row, prompt_state=None) for row in rows])
 
 
 EDITS = [([5, 6, 10], 0.4), ([4, 5, 6, 9, 10], 0.9), ([6], None), ([4, 6, 9, 10], 0.0)]
@@ -243,7 +243,7 @@ def test_replays_of_a_unets_steps_equal_the_steps(unet: Unet, is_masked: bool) -
         row = unet_row(unet, seed)
         edit = masked(unet, row, seed, EDITS[0][0], EDITS[seed][1]) if is_masked else row
         other = unet_row(unet, seed + 5)
-        rows = [edit, replace(edit, prompt_embeds=other.prompt_embeds, keys_values=other.keys_values)]
+        rows = [edit, replace(edit, prompt_embeds=other.prompt_embeds, prompt_state=other.prompt_state)]
         expected = as_it_is(unet, rows)
         for output, wanted in zip(unet.forward(rows), expected, strict=True):
             torch.testing.assert_close(output, wanted, rtol=1e-4, atol=1e-4)
@@ -268,7 +268,7 @@ def _poison(rows: Sequence[Row]) -> None:
     for row in rows:
         for tensor in (row.latents, row.condition, row.prompt_embeds, row.pooled_prompt_embeds, row.sigma):
             tensor.fill_(float("nan"))
-        for made in (row.modulation, row.keys_values):
+        for made in (row.modulation, row.prompt_state):
             if made is not None:
                 made.fill_(float("nan"))
         if row.pages is not None:

@@ -30,6 +30,7 @@ def variants(every: bool) -> Iterator[Variant]:
     yield kernels.find_places, {"requests": LONGS, "active": LONGS, "places": INTEGERS}, {"COLUMNS": 13, "BLOCK": 1024}
     for floats in FLOATS if every else FLOATS[:1]:
         yield from _residual_variants(floats, (64, 4096) if every else (4096,))
+        yield kernels.swiglu, {"x": floats, "out": floats}, {"BLOCK": 1024}
         yield kernels.take_rows, {"x": floats, "rows": INTEGERS, "out": floats}, {"BLOCK": 1024}
         turned = {"x": floats, "rows": INTEGERS, "weight": "*fp32", "rotary": "*fp32", "eps": NUMBER}
         for width, heads in ((64, 1), (64, 64), (128, 32)) if every else ((128, 32),):
@@ -46,12 +47,15 @@ def variants(every: bool) -> Iterator[Variant]:
 
 def _residual_variants(floats: str, blocks: Sequence[int]) -> Iterator[Variant]:
     columns = ("x", "y", "sums", "gate", "second_sums", "second_gate", "factor", "shift", "second_factor")
-    types = {"rows": INTEGERS, "requests": INTEGERS, "eps": NUMBER, "second_shift": floats, "out": floats}
-    types |= dict.fromkeys(columns, floats)
+    types = {"rows": INTEGERS, "requests": INTEGERS, "eps": NUMBER, "sum_eps": NUMBER}
+    types |= dict.fromkeys((*columns, "second_shift", "out"), floats)
     is_clipped = {"IS_CLIPPED": floats == "*fp16"}
     yield kernels.add_gated, types, {"BLOCK": 1024, **is_clipped}
-    for block, has_sums in product(blocks, (False, True)):
-        yield kernels.add_norm, types, {"BLOCK": block, "HAS_SUMS": has_sums, **is_clipped}
+    for block, has_sums, is_rms in product(blocks, (False, True), (False, True)):
+        constants = {"HAS_SUMS": has_sums, "NORMS_SUMS": has_sums and is_rms, "IS_RMS": is_rms}
+        yield kernels.add_norm, types, {"BLOCK": block, **constants, **is_clipped}
+    for block in blocks:
+        yield kernels.add_normed, types, {"BLOCK": block, **is_clipped}
 
 
 def _input_variants(floats: str, page: str, sizes: Mapping[str, int]) -> Iterator[Variant]:

@@ -11,12 +11,21 @@ import pytest
 import torch
 import torch.nn.functional as F
 from diffusers.models.transformers.transformer_flux import FluxTransformer2DModel
+from diffusers.models.transformers.transformer_flux2 import Flux2SwiGLU
 from torch import Tensor
 
 from model_executor.kernels import cpu_kernels as module
 from model_executor.kernels.attention import normalise_and_rotate_
-from model_executor.kernels.cpu_kernels import Kernels, best_kernels, can_attend, can_gelu, can_quantise, pack
-from model_executor.kernels.linear import fused_linear
+from model_executor.kernels.cpu_kernels import (
+    Kernels,
+    best_kernels,
+    can_attend,
+    can_gelu,
+    can_quantise,
+    can_swiglu,
+    pack,
+)
+from model_executor.kernels.linear import fused_linear, plain_linear
 from model_executor.kernels.operators import Operators
 from model_executor.models.base import PrimeRow, Row
 from model_executor.models.transformer.flux_transformer import FluxTransformer
@@ -70,6 +79,36 @@ def test_gelu_in_place(kernels: Kernels, dtype: torch.dtype, tolerance: float) -
     torch.testing.assert_close(x.double(), exact, rtol=tolerance, atol=1e-6)
     assert not can_gelu(x[:, :8])
     assert not can_gelu(x.half())
+
+
+@pytest.mark.parametrize(("dtype", "tolerance"), [(torch.float32, 1e-6), (torch.bfloat16, 2**-8)])
+def test_swiglu(kernels: Kernels, dtype: torch.dtype, tolerance: float) -> None:
+    """Of columns of a wider matrix, to columns of another. A row has the same bits alone."""
+    x, wide = (4 * torch.randn(5, 72)).to(dtype), torch.full((5, 40), 7.0, dtype=dtype)
+    x[0, 8:12] = torch.tensor([-300.0, 300.0, -0.0, 90.0])
+    operators = Operators(fused_linear, kernels)
+    assert can_swiglu(x[:, 8:])
+    out = operators.swiglu(x[:, 8:], out=wide[:, 8:])
+    torch.testing.assert_close(out.double(), gated(x[:, 8:].double()), rtol=tolerance, atol=1e-6)
+    assert torch.equal(wide[:, 8:], out)
+    assert (wide[:, :8] == 7.0).all()
+    assert torch.equal(operators.swiglu(x[2:3, 8:]), out[2:3])
+
+
+def test_swiglu_without_a_kernel(kernels: Kernels) -> None:
+    """As diffusers computes it, of numbers that the kernel does not support, too."""
+    x, out = torch.randn(5, 40), torch.empty(5, 20)
+    assert not can_swiglu(x)
+    assert not can_swiglu(x.half())
+    for operators in (Operators(plain_linear), Operators(fused_linear, kernels)):
+        assert torch.equal(operators.swiglu(x), Flux2SwiGLU()(x))
+        assert operators.swiglu(x, out=out) is out
+        assert torch.equal(out, Flux2SwiGLU()(x))
+
+
+def gated(x: Tensor) -> Tensor:
+    gate, up = x.chunk(2, dim=1)
+    return F.silu(gate) * up
 
 
 def attend(kernels: Kernels, query: Tensor, key_value: Tensor) -> Tensor:

@@ -432,8 +432,8 @@ def test_without_kernels_that_work_pytorch_computes_and_the_log_says_why(
 
 
 KERNELS = [
-    *("add_gated", "add_norm", "attention_inputs", "find_places", "normalise_and_rotate"),
-    *("quantise", "read_page", "take_rows"),
+    *("add_gated", "add_norm", "add_normed", "attention_inputs", "find_places", "normalise_and_rotate"),
+    *("quantise", "read_page", "swiglu", "take_rows"),
 ]
 
 

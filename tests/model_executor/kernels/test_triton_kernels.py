@@ -140,6 +140,32 @@ def test_sums_with_the_norm_that_follows(operators: Operators, dtype: torch.dtyp
         assert not torch.equal(together.hidden, x)
 
 
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("width", [48, 200])
+def test_root_mean_square_norms(operators: Operators, dtype: torch.dtype, width: int) -> None:
+    """Of the state and of what is added, at once and one after the other with the same bits."""
+    x, y = torch.randn(2, 11, width).to(dtype)
+    where, rest = ((0, 2), (5, 9)), ((2, 5), (9, 11))
+    gate, factor = torch.randn(2, 3 * width).to(dtype).chunk(3, dim=1)[:2]
+    joint = Addition(((0, 5), (5, 11)), y, gate, norm_eps=1e-3)
+    together, apart = (operators.residual(x.clone()) for _ in range(2))
+    together.add(joint)
+    apart.add(joint)
+    assert apart.hidden is not None  # nothing is left for the norm to add
+    exact = x.double()
+    for (start, stop), its in zip(joint.where, gate.double(), strict=True):
+        exact[start:stop] += its * F.rms_norm(y[start:stop].double(), [width], eps=1e-3)
+    norms = [Norm(where, factor, None), Norm(rest, factor, None)]
+    outputs = together.normed(EPS, *norms)
+    assert all(map(torch.equal, outputs, apart.normed(EPS, *norms)))
+    assert torch.equal(together.hidden, apart.hidden)
+    assert_near(together.hidden, exact)
+    for out, norm in zip(outputs, norms, strict=True):
+        parts = [together.hidden[start:stop].double() for start, stop in norm.where]
+        normed = [F.rms_norm(part, [width], eps=EPS) * its for part, its in zip(parts, factor.double(), strict=True)]
+        assert_near(out, torch.cat(normed))
+
+
 def test_sums_are_clipped_where_that_is_asked_for(operators: Operators) -> None:
     """To the range of float16, by themselves and with a norm."""
     where, large = ((0, 3),), torch.full([3, 48], 6e4, dtype=torch.float16)
@@ -152,6 +178,18 @@ def test_sums_are_clipped_where_that_is_asked_for(operators: Operators) -> None:
                 residual.normed(EPS, norm)
             hidden = residual.hidden
         assert (hidden == (65504.0 if is_clipped else float("inf"))).all()
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("width", [48, 1500])
+def test_swiglu(operators: Operators, dtype: torch.dtype, width: int) -> None:
+    """Of columns of a wider matrix, to a new one and to columns of another."""
+    x, wide = torch.randn(5, 2 * width + 8).to(dtype)[:, 8:], torch.full((5, width + 8), 7.0, dtype=dtype)
+    exact = F.silu(x[:, :width].double()) * x[:, width:].double()
+    assert_near(operators.swiglu(x), exact)
+    assert_near(operators.swiglu(x, out=wide[:, 8:]), exact)
+    assert_near(wide[:, 8:], exact)
+    assert (wide[:, :8] == 7.0).all()
 
 
 @pytest.mark.parametrize("dtype", DTYPES)

@@ -17,12 +17,14 @@ import pytest
 import torch
 from adapters import make_kohya_lora, make_kohya_unet_lora, make_lora, make_peft_lora
 from diffusers import (
+    Flux2KleinInpaintPipeline,
     FluxFillPipeline,
     FluxInpaintPipeline,
     QwenImageInpaintPipeline,
     StableDiffusion3InpaintPipeline,
     StableDiffusionInpaintPipeline,
     StableDiffusionXLInpaintPipeline,
+    ZImageInpaintPipeline,
 )
 from edits import Edit
 from family_rigs import KontextAtSize
@@ -35,15 +37,25 @@ from core.handles import TensorKey
 from core.ipc.shared_array import Arena
 from core.patches import Patch, patch_set
 from model_executor.worker.loading.resident import ResidentModels
-from tools.random_checkpoints import make_flux, make_flux_fill, make_flux_kontext, make_qwen, make_sd3
+from tools.random_checkpoints import (
+    make_flux,
+    make_flux_fill,
+    make_flux_kontext,
+    make_klein,
+    make_qwen,
+    make_sd3,
+    make_z_image,
+)
 from tools.random_unet_checkpoints import make_sd, make_sdxl
 
 FAMILIES: dict[str, tuple[Callable[[Path], Path], Any]] = {
     "flux-fill": (lambda path: make_flux_fill(path, guidance_embeds=True), FluxFillPipeline),
     "flux": (make_flux, FluxInpaintPipeline),
     "flux-kontext": (make_flux_kontext, KontextAtSize),
+    "klein": (make_klein, Flux2KleinInpaintPipeline),
     "sd3": (make_sd3, StableDiffusion3InpaintPipeline),
     "qwen-image": (make_qwen, QwenImageInpaintPipeline),
+    "z-image": (make_z_image, ZImageInpaintPipeline),
     "sd-inpaint": (lambda path: make_sd(path, in_channels=9), StableDiffusionInpaintPipeline),
     "sdxl": (make_sdxl, StableDiffusionXLInpaintPipeline),
 }
@@ -111,9 +123,10 @@ def rig(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
     folder = tmp_path_factory.mktemp("adapters")
     checkpoint = make(folder / request.param)
     alpha = 7.0 if request.param.startswith("flux") else None  # diffusers' other loaders know none in this layout
+    attention = r".*(attn\d?|attention)\..*"
     files = {
         "whole": make_lora(folder / "whole.safetensors", checkpoint, text_parts=TEXT_PARTS.get(request.param, ())),
-        "attention": make_lora(folder / "attention.safetensors", checkpoint, r".*attn\d?\..*", seed=2, alpha=alpha),
+        "attention": make_lora(folder / "attention.safetensors", checkpoint, attention, seed=2, alpha=alpha),
     }
     rig = AdaptedRig(checkpoint, arena, pipeline, files)
     yield rig
@@ -186,8 +199,11 @@ def fill(tiny_checkpoint: Path) -> Path:
     return tiny_checkpoint
 
 
-def test_layers_named_by_kohya_are_found(fill: Path, tmp_path: Path, arena: Arena) -> None:
-    rig = AdaptedRig(fill, arena, FluxFillPipeline, {"kohya": make_kohya_lora(tmp_path / "kohya.safetensors")})
+@pytest.mark.parametrize("name", ["flux-fill", "klein"])
+def test_layers_named_by_kohya_are_found(name: str, tmp_path: Path, arena: Arena) -> None:
+    make, pipeline = FAMILIES[name]
+    file = make_kohya_lora(tmp_path / "kohya.safetensors", mlp=6 if name == "klein" else 4)
+    rig = AdaptedRig(make(tmp_path / "model"), arena, pipeline, {"kohya": file})
     edit = rig.make("kohya", {"kohya": 1.0})
     rig.check(edit, rig.run(edit))
     rig.pages.close()

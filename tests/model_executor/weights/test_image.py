@@ -18,11 +18,12 @@ from model_executor.checkpoint.loader import ModelCheckpoint
 from model_executor.models.registry import make_family
 from model_executor.weights.image import read_image, write_image
 from model_executor.worker.loading.resident import edit_once
-from tools.random_checkpoints import make_flux, make_qwen_edit, make_sd3
+from tools.random_checkpoints import make_flux, make_klein, make_qwen_edit, make_sd3
 from tools.random_unet_checkpoints import make_sdxl
 
 FAMILIES: dict[str, Callable[[Path], Path]] = {
     "flux": make_flux,
+    "flux2-klein": make_klein,
     "sd3": make_sd3,
     "qwen-image-edit": make_qwen_edit,
     "sdxl": make_sdxl,

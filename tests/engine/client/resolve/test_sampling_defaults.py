@@ -21,6 +21,7 @@ BOTH = msgspec.structs.replace(DISTILLED, has_true_cfg=True)
 CLASSIFIER_FREE = msgspec.structs.replace(
     fakes.MODEL, has_guidance=True, is_guidance_cfg=True, default_guidance_scale=7.0
 )
+FROM_ZERO = msgspec.structs.replace(CLASSIFIER_FREE, neutral_guidance_scale=0.0)
 
 
 def guidance(model: Any, **fields: Any) -> tuple[float | None, float | None, str | None, int]:
@@ -41,6 +42,8 @@ def guidance(model: Any, **fields: Any) -> tuple[float | None, float | None, str
         (CLASSIFIER_FREE, {"negative_prompt": "x", "guidance_scale": 2.0}, (2.0, 2.0, "x", 2)),
         (CLASSIFIER_FREE, {"negative_prompt": "x", "guidance_scale": 1.0}, (1.0, None, None, 1)),
         (CLASSIFIER_FREE, {"true_cfg_scale": 4.0, "guidance_scale": 0.0}, (0.0, None, None, 1)),
+        (FROM_ZERO, {"guidance_scale": 0.5}, (0.5, 0.5, "", 2)),
+        (FROM_ZERO, {"negative_prompt": "x", "guidance_scale": 0.0}, (0.0, None, None, 1)),
     ],
 )
 def test_guidance_is_decided_as_diffusers_pipelines_do(model: Any, fields: Any, expected: Any) -> None:

@@ -179,10 +179,15 @@ async def test_guidance_has_an_effect_where_the_model_has_it(client: httpx.Async
             ["negative_prompt"],
         ),
         ({"has_guidance": True, "is_guidance_cfg": True}, {"true_cfg_scale": "2"}, ["true_cfg_scale"]),
+        (
+            {"has_guidance": True, "is_guidance_cfg": True, "neutral_guidance_scale": 0.0},
+            {"guidance_scale": "1", "negative_prompt": "blur"},
+            [],
+        ),
     ],
 )
 async def test_guidance_that_changes_nothing_is_named(
-    client: httpx.AsyncClient, engine: FakeEngine, model: dict[str, bool], fields: dict[str, str], ignored: list[str]
+    client: httpx.AsyncClient, engine: FakeEngine, model: dict[str, Any], fields: dict[str, str], ignored: list[str]
 ) -> None:
     engine.models = {MODEL.name: msgspec.structs.replace(MODEL, **model)}
     response = await post_edit(client, **fields)

@@ -23,7 +23,14 @@ from diffusers import (
     StableDiffusionXLInpaintPipeline,
 )
 from edits import box_mask, picture
-from family_rigs import make_flux_kontext_rig, make_qwen_edit_plus_rig, make_qwen_edit_rig, make_sd3_rig
+from family_rigs import (
+    make_flux_kontext_rig,
+    make_klein_rig,
+    make_qwen_edit_plus_rig,
+    make_qwen_edit_rig,
+    make_sd3_rig,
+    make_z_image_rig,
+)
 from hires_rig import HiresEdit
 from pipeline_rig import Rig, assert_same
 
@@ -48,11 +55,13 @@ MAKE: dict[str, Callable[[Path, Arena], Rig]] = {
     "flux-fill": partial(make_rig, make_flux_fill, FluxFillPipeline),
     "flux": partial(make_rig, partial(make_flux, scheduler={"use_dynamic_shifting": True}), FluxInpaintPipeline),
     "flux-kontext": make_flux_kontext_rig,
+    "flux2-klein": make_klein_rig,
     "sd3": make_sd3_rig,
     "sd3-heun": partial(make_sd3_rig, scheduler_class=FlowMatchHeunDiscreteScheduler),
     "qwen-image": partial(make_rig, make_qwen, QwenImageInpaintPipeline),
     "qwen-image-edit": make_qwen_edit_rig,
     "qwen-image-edit-2511": partial(make_qwen_edit_plus_rig, zero_cond_t=True),
+    "z-image": make_z_image_rig,
     "sd": partial(make_rig, partial(make_sd, **PNDM), StableDiffusionInpaintPipeline, **PLAIN),
     "sd-inpaint": partial(make_rig, partial(make_sd, in_channels=9), StableDiffusionInpaintPipeline, **PLAIN),
     "sdxl": partial(make_rig, partial(make_sdxl, **ANCESTRAL), StableDiffusionXLInpaintPipeline, **UNMARKED),

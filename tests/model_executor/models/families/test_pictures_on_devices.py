@@ -24,7 +24,7 @@ from model_executor.worker.loading.resident import ResidentModels
 GPU = torch.device("meta")
 SIDE = 32
 FAMILIES = sorted(MAKERS)
-FROM_TEMPLATE = ["flux", "flux_kontext", "sd3", "qwen", "qwen_edit", "qwen_edit_plus", "sd"]
+FROM_TEMPLATE = ["flux", "flux_kontext", "klein", "sd3", "qwen", "qwen_edit", "qwen_edit_plus", "z_image", "sd"]
 """Families that encode the whole template wherever they start from."""
 
 EDIT: dict[str, Any] = {"seed": 5, "num_inference_steps": 4, "num_denoising_steps": 3}

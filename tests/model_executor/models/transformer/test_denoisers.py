@@ -22,14 +22,23 @@ from model_executor.kernels.low_rank import LowRank
 from model_executor.kernels.operators import Operators
 from model_executor.models.base import ModulationInputs, PrimeRow, Row
 from model_executor.models.latents import pack, unpack
+from model_executor.models.transformer.blocks import Modulation
 from model_executor.models.transformer.denoiser import Denoiser
 from model_executor.models.transformer.dit_transformer import DiTTransformer
+from model_executor.models.transformer.flux2_transformer import Flux2Transformer
 from model_executor.models.transformer.flux_transformer import FluxKontextTransformer, FluxTransformer
 from model_executor.models.transformer.qwen_transformer import QwenEditTransformer, QwenTransformer
 from model_executor.models.transformer.sd3_transformer import SD3Transformer
+from model_executor.models.transformer.z_image_transformer import ZImageTransformer
 from model_executor.page_cache.pages import Pages
 from model_executor.patches.adapters import Adapter
-from tools.random_checkpoints import flux_transformer, qwen_transformer, sd3_transformer
+from tools.random_checkpoints import (
+    flux2_transformer,
+    flux_transformer,
+    qwen_transformer,
+    sd3_transformer,
+    z_image_transformer,
+)
 from tools.random_dit_checkpoints import TINY, dit_transformer
 
 WIDTH = 64
@@ -69,6 +78,24 @@ def of_flux(module: Any, row: Row) -> Tensor:
     return output[: len(row.latents)]
 
 
+def of_klein(module: Any, row: Row) -> Tensor:
+    """With the template's tokens if the row has them."""
+    sides = [torch.arange(float(side)) for side in row.grid]
+    times = torch.tensor([0.0, 10.0])[: 1 + bool(len(row.condition))]
+    text = torch.zeros(len(row.prompt_embeds), 4)
+    text[:, 3] = torch.arange(len(text))
+    dtype = row.latents.dtype
+    output: Tensor = module(
+        hidden_states=torch.cat([row.latents, row.condition])[None],
+        timestep=(row.sigma * 1000).expand(1).to(dtype) / 1000,
+        encoder_hidden_states=row.prompt_embeds[None],
+        txt_ids=text,
+        img_ids=torch.cartesian_prod(times, *sides, torch.zeros(1)),
+        return_dict=False,
+    )[0][0]
+    return output[: len(row.latents)]
+
+
 def of_sd3(module: Any, row: Row) -> Tensor:
     output = module(
         hidden_states=unpack(row.latents, row.grid),
@@ -95,6 +122,12 @@ def of_qwen(module: Any, row: Row) -> Tensor:
     return output[: len(row.latents)]
 
 
+def of_z_image(module: Any, row: Row) -> Tensor:
+    time, frames = (1000 - row.sigma * 1000) / 1000, unpack(row.latents, row.grid)[0][:, None]
+    (output,) = module([frames], time[None], [row.prompt_embeds], return_dict=False)[0]
+    return -pack(output[:, 0][None])
+
+
 def of_dit(module: Any, row: Row) -> Tensor:
     """With the row's embeddings of a class, which it has of no label."""
     module, embeds = deepcopy(module), row.pooled_prompt_embeds.chunk(len(module.transformer_blocks))
@@ -103,6 +136,10 @@ def of_dit(module: Any, row: Row) -> Tensor:
         block.norm1.emb.class_embedder.forward = lambda labels, embed=embed: embed[None]
     output = module(unpack(row.latents, row.grid), (row.sigma * 1000).round()[None], torch.zeros(1), return_dict=False)
     return pack(output[0])[:, : row.latents.shape[1]]
+
+
+def klein() -> Any:
+    return flux2_transformer(joint_attention_dim=WIDTH)
 
 
 def sd3(**options: Any) -> Callable[[], Any]:
@@ -122,6 +159,7 @@ CASES = {
     "flux-dev": Case(lambda: flux_transformer(WIDTH, True, 64), FluxTransformer, of_flux, 3),
     "flux-schnell": Case(lambda: flux_transformer(WIDTH, False, 64), FluxTransformer, of_flux, 3),
     "flux-kontext": Case(lambda: flux_transformer(WIDTH, True, 64), FluxKontextTransformer, of_flux, 3),
+    "klein": Case(klein, Flux2Transformer, of_klein, 4),
     "sd3": Case(sd3(qk_norm=None, dual_attention_layers=()), SD3Transformer, of_sd3, 3),
     "sd3.5-large": Case(sd3(dual_attention_layers=()), SD3Transformer, of_sd3, 3),
     "sd3.5-medium": Case(sd3(dual_attention_layers=(0, 1)), SD3Transformer, of_sd3, 5),
@@ -129,6 +167,7 @@ CASES = {
     "qwen": Case(qwen_transformer, QwenTransformer, of_qwen, 3),
     "qwen-edit": Case(qwen_transformer, QwenEditTransformer, of_qwen, 3),
     "qwen-edit-2511": Case(qwen_2511, QwenEditTransformer, of_qwen, 3),
+    "z-image": Case(z_image_transformer, ZImageTransformer, of_z_image, 4),
     "dit": Case(dit, DiTTransformer, of_dit, DIT_BLOCKS, only_squares=True),
 }
 
@@ -240,6 +279,51 @@ def test_adapters_change_condition_tokens_at_their_own_noise_level() -> None:
     (output,) = forward(denoiser, [replace(row, patches=(Patch("a", 0.3),))])
     torch.testing.assert_close(output, of_qwen(module, row), rtol=1e-3, atol=1e-4)
     assert not torch.allclose(output, forward(denoiser, [row])[0], atol=0.01)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("has_template", [True, False])
+@torch.inference_mode()
+def test_klein_is_bit_identical(dtype: torch.dtype, has_template: bool) -> None:
+    """With layers run as PyTorch runs them; of a picture that is made of nothing the denoiser sees no template."""
+    torch.manual_seed(0)
+    module = klein().to(dtype).eval()
+    denoiser = Flux2Transformer(module, 1000, Operators(plain_linear))
+    for number, shape in enumerate(ROWS):
+        row = make_row(denoiser, number, *shape)
+        names = "latents", "condition", "prompt_embeds"
+        row = replace(row, **{name: getattr(row, name).to(dtype) for name in names})
+        row = row if has_template else replace(row, condition=row.condition[:0])
+        assert torch.equal(denoiser.forward([row])[0], of_klein(module, row))
+
+
+@torch.inference_mode()
+def test_a_shared_modulation_is_computed_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """In a pass, and in a table."""
+    denoiser = Flux2Transformer(klein().eval(), 1000)
+    made, product = list[Modulation](), Modulation.product
+
+    def noted(self: Modulation, *args: Any) -> Tensor:
+        made.append(self)
+        return product(self, *args)
+
+    monkeypatch.setattr(Modulation, "product", noted)
+    (output,) = denoiser.forward([row := make_row(denoiser, 0)])
+    assert len(made) == len({*made}) == 3
+    row = tabled(denoiser, row)
+    assert row.modulation is not None
+    assert row.modulation.shape == (1, (12 + 3 + 2) * WIDTH)
+    assert torch.equal(denoiser.forward([row])[0], output)
+    assert len(made) == 6
+
+
+def test_pictures_with_and_without_a_template_share_a_batch() -> None:
+    denoiser = Flux2Transformer(klein().eval(), 1000)
+    rows = [make_row(denoiser, number, *shape) for number, shape in enumerate(ROWS)]
+    rows[1], rows[3] = (replace(row, condition=row.condition[:0]) for row in (rows[1], rows[3]))
+    alone = [forward(denoiser, [row])[0] for row in rows]
+    for number, output in enumerate(forward(denoiser, rows)):
+        assert torch.equal(output, alone[number])
 
 
 def test_bits_do_not_depend_on_the_batch(denoiser: Denoiser) -> None:

@@ -30,7 +30,7 @@ pytest.importorskip("triton")  # interpreted: see conftest.py
 Model = tuple[Denoiser, Denoiser]
 """A denoiser on Triton's operators, and it on PyTorch's."""
 
-EVERY = ["flux-dev", "sd3", "second-attention-last", "qwen-edit", "qwen-edit-2511", "dit"]
+EVERY = ["flux-dev", "klein", "sd3", "second-attention-last", "qwen-edit", "qwen-edit-2511", "z-image", "dit"]
 SOME = ["flux-dev", "second-attention-last"]
 PRIMED = [*SOME, "qwen-edit-2511"]
 SIZES = [((2, 3), 2), ((1, 2), 1)]
@@ -51,7 +51,7 @@ def make_model(name: str) -> Model:
     torch.manual_seed(0)
     theirs = case.denoiser(case.module().eval(), 1000, GpuOperators())
     # The one pads queries, the other does not.
-    attend = attend_each if name in ("sd3", "qwen-edit") else attend_alike
+    attend = attend_each if name in ("sd3", "qwen-edit", "z-image") else attend_alike
     return theirs.computing_with(TritonOperators(triton_kernels).attending(attend)), theirs
 
 

@@ -147,7 +147,7 @@ def test_a_masked_step(pair: Pair) -> None:
     known = [pair.fused.keys_values(row.prompt_embeds, ()) for row in rows]
     assert all(of_row is not None for of_row in known)
     assert pair.plain.keys_values(rows[0].prompt_embeds, ()) is None
-    ours = [replace(row, pages=pages, keys_values=of_row) for row, of_row in zip(rows, known, strict=True)]
+    ours = [replace(row, pages=pages, prompt_state=of_row) for row, of_row in zip(rows, known, strict=True)]
     for one, other in zip(pair.fused.forward(ours), pair.plain.forward(rows), strict=True):
         assert (one - other).abs().max() < 1e-4 * other.std()
     assert set(asked) == set(range(layout.num_blocks))
@@ -178,7 +178,7 @@ def test_adapted_layers_run_as_they_are(pair: Pair) -> None:
     for unet in (pair.fused, pair.plain):
         unet.patches.put("red", unet.patches.prepare(Adapter("red", Path("red.safetensors"), "red", {}), layers))
     rows = pair.edit(CORNER, patches=(Patch("red", 0.5),))[:1]
-    pair.assert_alike([replace(rows[0], keys_values=pair.fused.keys_values(rows[0].prompt_embeds, rows[0].patches))])
+    pair.assert_alike([replace(rows[0], prompt_state=pair.fused.keys_values(rows[0].prompt_embeds, rows[0].patches))])
     ours, twins = (pair.fused.patches.under(patches).layers._transformers for patches in ((), rows[0].patches))
     assert shared_memory(ours[0]) == shared_memory(twins[0])
 
