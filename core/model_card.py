@@ -15,6 +15,7 @@ class FamilyCard(msgspec.Struct, frozen=True, kw_only=True):
     """A family of models."""
 
     name: str
+    checkpoints: str  # published ones
     pipelines: tuple[str, ...]  # names in model_index.json that it serves
     summary: str  # how it serves them, in a few words
 

@@ -48,7 +48,7 @@ def _arguments(args: argparse.Namespace) -> list[str]:
 
 def _list(families: Iterable[FamilyCard]) -> Iterable[str]:
     for family in families:
-        yield f"{family.name:10} {family.summary}\n{'':10} {', '.join(family.pipelines)}"
+        yield f"{family.name}: {family.checkpoints}\n  {family.summary}\n  {', '.join(family.pipelines)}"
 
 
 def _describe(card: CheckpointCard) -> Iterable[str]:

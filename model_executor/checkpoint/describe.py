@@ -40,8 +40,16 @@ def families() -> list[FamilyCard]:
     pipelines: dict[str, list[str]] = {}
     for pipeline, family in FAMILIES.items():
         pipelines.setdefault(family.family, []).append(pipeline)
-    summaries = {family.family: family.summary for family in FAMILIES.values()}
-    return [FamilyCard(name=name, pipelines=tuple(found), summary=summaries[name]) for name, found in pipelines.items()]
+    by_name = {family.family: family for family in FAMILIES.values()}
+    return [
+        FamilyCard(
+            name=name,
+            checkpoints=by_name[name].checkpoints,
+            pipelines=tuple(found),
+            summary=by_name[name].summary,
+        )
+        for name, found in pipelines.items()
+    ]
 
 
 def describe(model: str, adapters: Sequence[str] = ()) -> CheckpointCard:

@@ -38,6 +38,7 @@ class DiT(TransformerFamily, TimestepFamily):
     """
 
     family = "dit"
+    checkpoints = "DiT-XL/2 and other sizes"
     summary = "DiT: makes pictures of a class, from noise; classifier-free guidance"
     denoiser = DiTTransformer
     text_parts = ()

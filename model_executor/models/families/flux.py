@@ -95,6 +95,7 @@ class FluxFill(Flux):
     """
 
     family = "flux-fill"
+    checkpoints = "FLUX.1-Fill-dev, the embedded model"
     summary = "FLUX.1 Fill: the denoiser sees mask and masked picture"
     default_steps, default_guidance, has_true_cfg = 50, 30.0, False
 
@@ -151,6 +152,7 @@ class FluxInpaint(NoisedTemplate, Flux):
     """Checkpoints of FLUX.1 dev and schnell, whose model_index.json names FluxPipeline or FluxInpaintPipeline."""
 
     family = "flux"
+    checkpoints = "FLUX.1-dev, FLUX.1-schnell"
     summary = "FLUX.1 dev and schnell: keeps the noised template outside the mask at every step"
     default_steps, default_guidance, has_true_cfg = 28, 7.0, True
 
@@ -175,6 +177,7 @@ class FluxKontext(FluxInpaint):
     """
 
     family = "flux-kontext"
+    checkpoints = "FLUX.1-Kontext-dev"
     summary = "FLUX.1 Kontext: as FLUX.1 dev; the denoiser also sees the template"
     denoiser = FluxKontextTransformer
     samples_template = False

@@ -41,6 +41,7 @@ class Flux2Klein(NoisedTemplate):
     """
 
     family = "flux2-klein"
+    checkpoints = "FLUX.2-klein 4B and 9B, distilled and base"
     summary = "FLUX.2-klein: the denoiser sees the template; keeps the noised template outside the mask"
     denoiser = Flux2Transformer
     lora_loader = "Flux2LoraLoaderMixin"

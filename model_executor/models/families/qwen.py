@@ -141,6 +141,7 @@ class QwenInpaint(Qwen):
     """Checkpoints of Qwen-Image, whose model_index.json names QwenImagePipeline or QwenImageInpaintPipeline."""
 
     family = "qwen-image"
+    checkpoints = "Qwen-Image"
     summary = "Qwen-Image: keeps the noised template outside the mask; guidance only with a negative prompt"
     denoiser = QwenTransformer
     system = (
@@ -176,6 +177,7 @@ class QwenEdit(Qwen):
     """
 
     family = "qwen-image-edit"
+    checkpoints = "Qwen-Image-Edit"
     summary = "Qwen-Image-Edit: as Qwen-Image; text encoder and denoiser also see the template"
     denoiser = QwenEditTransformer
     classes: ClassVar[Classes] = {**Qwen.classes, "processor": ("Qwen2VLProcessor", "Qwen2_5_VLProcessor")}
@@ -262,6 +264,7 @@ class QwenEditPlus(QwenEdit):
     """
 
     family = "qwen-image-edit-plus"
+    checkpoints = "Qwen-Image-Edit-2509, -2511"
     summary = "Qwen-Image-Edit 2509 and 2511: as Qwen-Image-Edit, with another chat"
     samples_template = False
     picture_words = f"Picture 1: {PICTURE}"

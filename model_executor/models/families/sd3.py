@@ -35,6 +35,7 @@ class StableDiffusion3(NoisedTemplate):
     classifier-free. T5, the largest text encoder, may be left out: its tokens are then zeros."""
 
     family = "sd3"
+    checkpoints = "Stable Diffusion 3 medium, 3.5 medium, 3.5 large"
     summary = "Stable Diffusion 3 and 3.5: keeps the noised template outside the mask; classifier-free guidance"
     denoiser = SD3Transformer
     lora_loader = "SD3LoraLoaderMixin"

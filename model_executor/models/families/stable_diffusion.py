@@ -285,6 +285,7 @@ class StableDiffusion(UnetFamily):
     """Checkpoints whose model_index.json names StableDiffusionPipeline, or its Img2Img or Inpaint variant."""
 
     family = "sd"
+    checkpoints = "Stable Diffusion 1.5, 2, 2.1, plain and for inpainting"
     summary = "Stable Diffusion 1 and 2: a UNet, with classifier-free guidance"
     text_parts = ("text_encoder",)
     lora_loader = "StableDiffusionLoraLoaderMixin"
@@ -312,6 +313,7 @@ class StableDiffusionXL(UnetFamily):
     """
 
     family = "sdxl"
+    checkpoints = "Stable Diffusion XL, plain, for inpainting, and refiners"
     summary = "Stable Diffusion XL: a UNet that also sees the picture's size, with classifier-free guidance"
     text_parts: tuple[str, ...] = ("text_encoder", "text_encoder_2")
     lora_loader = "StableDiffusionXLLoraLoaderMixin"

@@ -47,6 +47,9 @@ class VaeFamily(Family):
     """Implements pictures, latents and sizes; subclasses add text, conditions, sampling and the denoiser."""
 
     family: ClassVar[str]
+    checkpoints: ClassVar[str]
+    """Published checkpoints of this layout, for the lists of families."""
+
     summary: ClassVar[str]
     """What the model is and how it edits, in a few words, for the printed list of families."""
 

@@ -37,6 +37,7 @@ class ZImage(NoisedTemplate):
     """
 
     family = "z-image"
+    checkpoints = "Z-Image, Z-Image-Turbo"
     summary = "Z-Image and Z-Image-Turbo: keeps the noised template outside the mask; classifier-free guidance above 0"
     denoiser = ZImageTransformer
     lora_loader = "ZImageLoraLoaderMixin"
