@@ -188,7 +188,9 @@ def main(argv: Sequence[str] | None = None) -> None:
             line, figures = measured(FAMILIES[name], args)
             rows.append((name, line))
             result |= {f"{name}_{figure}": value for figure, value in figures.items()}
-    title = f"Denoiser step of each family's blocks, width 512, mask ratio {RATIO}; {args.dtype}, {args.threads} thread(s)"
+    title = (
+        f"Denoiser step of each family's blocks, width 512, mask ratio {RATIO}; {args.dtype}, {args.threads} thread(s)"
+    )
     print_report(title, rows, {"benchmark": "family_steps", "dtype": args.dtype} | result, args.output)
 
 

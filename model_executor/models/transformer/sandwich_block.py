@@ -112,6 +112,9 @@ class PromptSource:
     def computed(self, number: int) -> Tensor | None:
         return None
 
+    def num_conditions(self, number: int) -> int:
+        return 0
+
     def load(self, number: int, page: int, keys_values: KeysValues, fresh: Tensor) -> None:
         keys_values.put(fresh, None)
 

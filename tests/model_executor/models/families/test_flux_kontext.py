@@ -39,9 +39,7 @@ def rig(tmp_path_factory: pytest.TempPathFactory, arena: Arena) -> Iterator[Rig]
     rig.pages.close()
 
 
-def make_edit(
-    rig: Rig, name: str, size: tuple[int, int], *, seed: int = 3, steps: int = 5, **options: Any
-) -> Edit:
+def make_edit(rig: Rig, name: str, size: tuple[int, int], *, seed: int = 3, steps: int = 5, **options: Any) -> Edit:
     edit = rig.edit(name, seed=seed, steps=steps, size=size)
     edit.guidance_scale = 2.5
     for field, value in options.items():
