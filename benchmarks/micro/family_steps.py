@@ -143,8 +143,8 @@ class Bench:
             module = blocks.make().to(dtype).eval().requires_grad_(False)
         self._denoiser = blocks.denoiser(module, 1000, owns_module=True)
         self._row = _row(self._denoiser, blocks.widths, dtype)
-        entries = [primed_entry(self._denoiser, self._row, sigma) for sigma in (0.75, 0.5)]
-        self._pages = pages_between(self._denoiser, self._row, *entries)
+        near, far = (primed_entry(self._denoiser, self._row, sigma) for sigma in (0.75, 0.5))
+        self._pages = pages_between(self._denoiser, self._row, near, far)
 
     def exact(self) -> object:
         return self._denoiser.forward([self._row])

@@ -28,10 +28,11 @@ class Flux2Vae(ImageVae):
         return twin
 
     def _scaled(self, latents: Tensor) -> Tensor:
-        return ((_in_patches(latents) - self._mean) / self._deviation).reshape(latents.shape)
+        scaled: Tensor = (_in_patches(latents) - self._mean) / self._deviation
+        return scaled.reshape(latents.shape)
 
     def _unscaled(self, latents: Tensor) -> Tensor:
-        unscaled = _in_patches(latents) * self._deviation + self._mean
+        unscaled: Tensor = _in_patches(latents) * self._deviation + self._mean
         return unscaled.reshape(latents.shape).to(self._module.dtype)
 
 

@@ -1,9 +1,9 @@
-"""Families whose denoiser sees the template as tokens of its own, in an engine: over pages, and beside pictures that are
-made of nothing."""
+"""Families whose denoiser sees the template as tokens of its own, in an engine: over pages, and beside pictures that
+are made of nothing."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from contextlib import closing
 from functools import partial
 from pathlib import Path
@@ -31,8 +31,8 @@ SAMPLING = SamplingParams(num_inference_steps=4, seed=3, negative_prompt="blue",
 
 
 @pytest.fixture(scope="module", params=MAKE)
-def checkpoint(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
-    yield MAKE[request.param](tmp_path_factory.mktemp("model") / request.param)
+def checkpoint(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return MAKE[request.param](tmp_path_factory.mktemp("model") / request.param)
 
 
 def test_edits_over_pages_are_the_same_in_company(checkpoint: Path) -> None:
