@@ -39,9 +39,7 @@ def rig(tmp_path_factory: pytest.TempPathFactory, arena: Arena) -> Iterator[Rig]
     rig.pages.close()
 
 
-def make_edit(
-    rig: Rig, name: str, size: tuple[int, int], *, seed: int = 3, steps: int = 5, **options: Any
-) -> Edit:
+def make_edit(rig: Rig, name: str, size: tuple[int, int], *, seed: int = 3, steps: int = 5, **options: Any) -> Edit:
     edit = rig.edit(name, seed=seed, steps=steps, size=size)
     edit.guidance_scale = 2.5
     for field, value in options.items():
@@ -105,7 +103,7 @@ def test_pictures_without_a_mask_equal_the_other_pipeline(rig: Rig, size: tuple[
     pictures = [rig.run(edit) for edit in edits]
     for edit, ours in zip(edits, pictures, strict=True):
         assert_same(ours, unmasked(rig, edit))
-    assert (pictures[0] != pictures[1]).mean() > 0.5
+    assert (pictures[0] != pictures[1]).mean() > 0.2
 
 
 @pytest.mark.parametrize("options", [NOISY, {"scheduler_class": FlowMatchLCMScheduler}])
