@@ -44,7 +44,7 @@ def test_edits_over_pages_are_the_same_in_company(checkpoint: Path) -> None:
         exact = engine.edit(templates[:1], msgspec.structs.replace(SAMPLING, mask_aware=False))[0]
     assert all(map(np.array_equal, together, alone))
     difference = np.abs(alone[0][32:64, 32:64].astype(int) - exact[32:64, 32:64])
-    assert 0 < difference.mean() < 1
+    assert 0 < difference.mean() < 3
 
 
 def test_edits_and_pictures_of_nothing_share_steps(checkpoint: Path) -> None:
