@@ -103,7 +103,7 @@ def test_pictures_without_a_mask_equal_the_other_pipeline(rig: Rig, size: tuple[
     pictures = [rig.run(edit) for edit in edits]
     for edit, ours in zip(edits, pictures, strict=True):
         assert_same(ours, unmasked(rig, edit))
-    assert (pictures[0] != pictures[1]).mean() > 0.5
+    assert (pictures[0] != pictures[1]).mean() > 0.2
 
 
 @pytest.mark.parametrize("options", [NOISY, {"scheduler_class": FlowMatchLCMScheduler}])

@@ -1,5 +1,5 @@
-"""Families whose denoiser sees the template as tokens of its own, in an engine: over pages, and beside pictures that
-are made of nothing."""
+"""Families whose denoiser sees the template as tokens of its own, in an engine: over pages, and beside pictures of
+nothing."""
 
 from __future__ import annotations
 
@@ -36,14 +36,15 @@ def checkpoint(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPath
 
 
 def test_edits_over_pages_are_the_same_in_company(checkpoint: Path) -> None:
-    """Guided, of two sizes. They differ from exact ones: pages are read."""
+    """Guided, of two sizes. They differ a little from exact ones: pages are read."""
     templates = [picture(1, (SIDE, SIDE)), picture(2, (64, SIDE))]
     with closing(LocalEngine(checkpoint, "cpu", "float32", CACHE)) as engine:
         together = engine.edit(templates, SAMPLING)
         alone = [engine.edit([template], SAMPLING)[0] for template in templates]
         exact = engine.edit(templates[:1], msgspec.structs.replace(SAMPLING, mask_aware=False))[0]
     assert all(map(np.array_equal, together, alone))
-    assert (alone[0][32:64, 32:64] != exact[32:64, 32:64]).mean() > 0.1
+    difference = np.abs(alone[0][32:64, 32:64].astype(int) - exact[32:64, 32:64])
+    assert 0 < difference.mean() < 3
 
 
 def test_edits_and_pictures_of_nothing_share_steps(checkpoint: Path) -> None:
