@@ -13,8 +13,8 @@ PLACE = "\N{OBJECT REPLACEMENT CHARACTER}"
 
 
 class Chat:
-    """Turns prompts into tokens as the tokenizer's `apply_chat_template` and the tokenizer do, with one difference: text
-    that looks like a special token is encoded as plain text, so that a prompt cannot end its own message."""
+    """Turns prompts into tokens as the tokenizer's `apply_chat_template` and the tokenizer do, with one difference:
+    text that looks like a special token is encoded as plain text, so that a prompt cannot end its own message."""
 
     def __init__(self, tokenizer: Any, *, thinks: bool) -> None:
         """thinks: the template's `enable_thinking`. Raises ValueError for a template that fails, and for one that does

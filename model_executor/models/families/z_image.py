@@ -128,11 +128,9 @@ class ZImage(NoisedTemplate):
 
     # ------------------------------------------------------------------------------------------------------ sampling
 
-    def _clean_and_noise(
-        self, inputs: ImageInputs, image: Tensor, generator: torch.Generator
-    ) -> tuple[Tensor, Tensor]:
-        """As prepare_latents and prepare_mask_latents. Of a picture made of nothing, as ZImagePipeline's prepare_latents,
-        which draws noise alone; the empty canvas is encoded where strength leaves something of it."""
+    def _clean_and_noise(self, inputs: ImageInputs, image: Tensor, generator: torch.Generator) -> tuple[Tensor, Tensor]:
+        """As prepare_latents and prepare_mask_latents. Of a picture made of nothing, as ZImagePipeline's
+        prepare_latents, which draws noise alone; the empty canvas is encoded where strength leaves something of it."""
         if not inputs.is_empty:
             return super()._clean_and_noise(inputs, image, generator)
         noise = pack(self._draw(self._latent_shape(image), generator))
