@@ -158,7 +158,7 @@ CASES = {
     "second-attention-last": Case(sd3(dual_attention_layers=(2,)), SD3Transformer, of_sd3, 4),
     "qwen": Case(qwen_transformer, QwenTransformer, of_qwen, 3),
     "qwen-edit": Case(qwen_transformer, QwenEditTransformer, of_qwen, 3),
-    "z-image": Case(z_image_transformer, ZImageTransformer, of_z_image, 4),
+    "z-image": Case(z_image_transformer, ZImageTransformer, of_z_image, 3),
     "dit": Case(dit, DiTTransformer, of_dit, DIT_BLOCKS, only_squares=True),
 }
 
