@@ -528,7 +528,7 @@ def make_z_image(
 
 def z_image_transformer(**options: Any) -> ZImageTransformer2DModel:
     """A small transformer, whose norms and padding are random, too. options: of its configuration."""
-    sizes: dict[str, Any] = {"dim": 64, "n_heads": 2, "n_kv_heads": 2, "n_layers": 2, "n_refiner_layers": 2}
+    sizes: dict[str, Any] = {"dim": 64, "n_heads": 2, "n_kv_heads": 2, "n_layers": 2, "n_refiner_layers": 1}
     sizes |= {"cap_feat_dim": 64, "axes_dims": [8, 12, 12], "axes_lens": [256, 64, 64]}
     module = ZImageTransformer2DModel(**sizes | options)
     for name, parameter in module.named_parameters():

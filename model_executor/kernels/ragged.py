@@ -130,9 +130,8 @@ def norm_modulate(
 
 def rms_scales(x: Tensor, eps: float) -> Tensor:
     """What a root-mean-square norm multiplies each row of x, [rows, width], by: float32 [rows, 1]."""
-    norms = torch.linalg.vector_norm(x, dim=1, keepdim=True, dtype=torch.float32)
-    scales: Tensor = norms.square_().div_(x.shape[1]).add_(eps).rsqrt_()
-    return scales
+    squares: Tensor = torch.linalg.vector_norm(x, dim=1, keepdim=True, dtype=torch.float32).square_()
+    return squares.div_(x.shape[1]).add_(eps).rsqrt_()
 
 
 def rms_modulate(x: Tensor, where: Sequence[Span], eps: float, factor: Tensor) -> Tensor:

@@ -68,7 +68,8 @@ def test_edit_equals_the_pipeline(
 ) -> None:
     edit = rig.edit(f"{size}-{strength}", seed=3, steps=5, size=size)
     edit.strength = strength
-    assert_same(rig.run(edit), rig.expected(edit, **guided(edit, scale, negative_prompt)))
+    options = guided(edit, scale, negative_prompt)
+    assert_same(rig.run(edit), rig.expected(edit, **options))
 
 
 @pytest.mark.parametrize(("size", "scale"), [((96, 64), 0.0), ((112, 48), 5.0)])
@@ -85,8 +86,8 @@ def test_an_edit_without_a_mask_equals_the_other_pipelines(rig: Rig, strength: f
     edit = rig.edit(f"whole-{strength}", seed=5, steps=4, size=(64, 80))
     rig.arena.view(edit.mask)[...] = 1
     edit.strength = strength
-    given = {"image": Image.fromarray(picture(edit.seed, edit.size)), "strength": strength}
-    assert_same(rig.run(edit), called(rig, ZImageImg2ImgPipeline, edit, **guided(edit, 3.0), **given))
+    options = guided(edit, 3.0) | {"image": Image.fromarray(picture(edit.seed, edit.size)), "strength": strength}
+    assert_same(rig.run(edit), called(rig, ZImageImg2ImgPipeline, edit, **options))
 
 
 def called(rig: Rig, pipeline: Any, edit: Edit, **options: Any) -> np.ndarray[Any, np.dtype[np.uint8]]:
@@ -122,7 +123,8 @@ def test_every_sampler_equals_the_pipeline(
     rig = make_rig(tmp_path / "sampler", arena, **options)
     edit = rig.edit("sampled", seed=8, steps=5, size=(64, 96))
     edit.strength = strength
-    assert_same(rig.run(edit), rig.expected(edit, **guided(edit, 3.0)))
+    extra = guided(edit, 3.0)
+    assert_same(rig.run(edit), rig.expected(edit, **extra))
     rig.pages.close()
 
 

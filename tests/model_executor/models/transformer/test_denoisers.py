@@ -167,7 +167,7 @@ CASES = {
     "qwen": Case(qwen_transformer, QwenTransformer, of_qwen, 3),
     "qwen-edit": Case(qwen_transformer, QwenEditTransformer, of_qwen, 3),
     "qwen-edit-2511": Case(qwen_2511, QwenEditTransformer, of_qwen, 3),
-    "z-image": Case(z_image_transformer, ZImageTransformer, of_z_image, 4),
+    "z-image": Case(z_image_transformer, ZImageTransformer, of_z_image, 3),
     "dit": Case(dit, DiTTransformer, of_dit, DIT_BLOCKS, only_squares=True),
 }
 

@@ -29,7 +29,7 @@ def make_module(**options: Any) -> Any:
     [
         (WIDE, (6, 8), 8),
         ({}, (4, 8), 32),  # nothing is filled up
-        ({}, (3, 3), 33),
+        ({"n_refiner_layers": 2}, (3, 3), 33),
         ({"n_refiner_layers": 0}, (2, 3), 5),
     ],
 )
