@@ -59,7 +59,9 @@ class Flux2Klein(NoisedTemplate):
     def __init__(self, checkpoint: ModelCheckpoint) -> None:
         super().__init__(checkpoint)
         if not self._sampling.takes_sigmas:
-            raise refuse(checkpoint, f"klein chooses its noise levels itself, which {self._sampling.name} does not take")
+            raise refuse(
+                checkpoint, f"klein chooses its noise levels itself, which {self._sampling.name} does not take"
+            )
         if reason := self._why_not():
             raise refuse(checkpoint, reason)
         self._is_distilled = bool(checkpoint.index.get("is_distilled"))
@@ -158,9 +160,7 @@ class Flux2Klein(NoisedTemplate):
 
     # ------------------------------------------------------------------------------------------------------- sampling
 
-    def _clean_and_noise(
-        self, inputs: ImageInputs, image: Tensor, generator: torch.Generator
-    ) -> tuple[Tensor, Tensor]:
+    def _clean_and_noise(self, inputs: ImageInputs, image: Tensor, generator: torch.Generator) -> tuple[Tensor, Tensor]:
         """As prepare_latents, which draws noise in the shape of patches. Nothing is encoded where nothing would be seen
         of it: of an empty canvas, unless its noised latents are where the run starts."""
         rows, columns = self.grid(image.shape[3], image.shape[2])

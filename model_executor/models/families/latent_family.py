@@ -94,9 +94,7 @@ class NoisedTemplate(LatentFamily):
             state=self._sampling.begin(generator),
         )
 
-    def _clean_and_noise(
-        self, inputs: ImageInputs, image: Tensor, generator: torch.Generator
-    ) -> tuple[Tensor, Tensor]:
+    def _clean_and_noise(self, inputs: ImageInputs, image: Tensor, generator: torch.Generator) -> tuple[Tensor, Tensor]:
         """Clean latents of the template, and the initial noise, [image tokens, latent width] each. image: the template,
         of which `to_image` has made it."""
         clean = pack(self._template_sample(inputs, image, generator))
