@@ -11,7 +11,7 @@ import numpy as np
 import numpy.typing as npt
 import pytest
 import torch
-from diffusers import Flux2KleinPipeline, FlowMatchHeunDiscreteScheduler, FlowMatchLCMScheduler
+from diffusers import FlowMatchHeunDiscreteScheduler, FlowMatchLCMScheduler, Flux2KleinPipeline
 from diffusers.pipelines.flux2.pipeline_flux2_klein import compute_empirical_mu
 from edits import Edit, picture
 from family_rigs import make_klein_rig
