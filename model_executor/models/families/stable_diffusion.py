@@ -219,7 +219,7 @@ class UnetFamily(TimestepFamily):
         )
 
     def _posterior_sample(
-        self, image: Tensor, generator: torch.Generator, is_exact: bool, key: PictureKey | None = None
+        self, image: Tensor, generator: torch.Generator | None, is_exact: bool, key: PictureKey | None = None
     ) -> Tensor:
         """As the base class's, in the compute dtype, from which the VAE's may differ."""
         return super()._posterior_sample(image, generator, is_exact, key).to(self._checkpoint.dtype)
