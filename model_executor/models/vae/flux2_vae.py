@@ -20,7 +20,8 @@ class Flux2Vae(ImageVae):
         super().__init__(module, dtype)
         mean, variance = (x.view(1, -1, 1, PATCH, 1, PATCH) for x in (module.bn.running_mean, module.bn.running_var))
         deviation = torch.sqrt(variance + module.config.batch_norm_eps)
-        self._mean, self._deviation = mean.to(self.dtype), deviation.to(self.dtype)
+        self._mean: Tensor = mean.to(self.dtype)
+        self._deviation: Tensor = deviation.to(self.dtype)
 
     def in_bfloat16(self, kernels: Kernels | None) -> Self:
         twin = super().in_bfloat16(kernels)
