@@ -124,7 +124,7 @@ def test_directory_without_index(tmp_path: Path) -> None:
 
 def test_unsupported_pipeline_names_the_supported(copy: Path) -> None:
     edit_json(copy / "model_index.json", _class_name="KandinskyPipeline")
-    assert_refused(copy, "KandinskyPipeline is not supported; supported: DiTPipeline, FluxFillPipeline, ")
+    assert_refused(copy, "KandinskyPipeline is not supported; supported: DiTPipeline, Flux2KleinInpaintPipeline, ")
 
 
 def test_unsupported_part(copy: Path) -> None:
