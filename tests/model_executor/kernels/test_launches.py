@@ -54,7 +54,7 @@ Step = tuple[FluxTransformer, Row]
 def make_step(module: Any, kernels: ModuleType, counter: LaunchCounter) -> Step:
     denoiser = FluxTransformer(module, 1000, TritonOperators(counter.kernels(kernels)).attending(attend_alike))
     table = torch.empty(TEXT + SIDE**2, 1, 1, 64, dtype=torch.complex64, device=META)
-    denoiser._rotary_table = lambda text, grid: table  # type: ignore[assignment,misc]
+    denoiser._rotary_table = lambda text, grid, has_conditions: table  # type: ignore[assignment,misc]
     draw = partial(torch.empty, device=META, dtype=torch.bfloat16)
     return denoiser, transformer_row(denoiser, SIDE, TEXT, lambda *shape: draw(shape), 3.5)
 
