@@ -11,6 +11,7 @@ import dataclasses
 import hashlib
 import inspect
 import json
+import sys
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -18,6 +19,7 @@ from typing import Any
 import numpy as np
 from PIL import Image
 
+from core.errors import ConfigError
 from entrypoints import Edit, ImageEngine, SamplingParams
 
 STEPS = 4
@@ -34,6 +36,8 @@ HAS_OWN_PAGES = "own_page_steps" in SamplingParams.__struct_fields__
 ON_SEVERAL_RANKS = ("embedded", "sd_inpaint", "dit")
 """Families whose pictures are also made by engines with several workers; those of all families by two that compute each
 step together."""
+Case = tuple[str, Edit, SamplingParams]
+"""Name, edit and how it is sampled."""
 COMMON: dict[str, Any] = {"num_inference_steps": STEPS, "seed": 7}
 GUIDED: dict[str, Any] = {"guidance_scale": 3.0, "true_cfg_scale": 2.5, "negative_prompt": "a hat"}
 """Families use what they support: distilled guidance, classifier-free guidance, or both."""
@@ -49,11 +53,24 @@ def main() -> None:
         name, _, path = model.partition("=")
         if name in OF_CLASSES and not HAS_CLASSES:
             continue
-        for dtype in DTYPES:
-            for kind, settings in engines(name, dtype).items():
-                asked = of_classes() if name in OF_CLASSES else cases(args.image, name not in UNETS and HAS_OWN_PAGES)
-                found |= {f"{kind}/{edit}": digest for edit, digest in hashes(path, dtype, asked, settings)}
+        asked = of_classes() if name in OF_CLASSES else cases(args.image, name not in UNETS and HAS_OWN_PAGES)
+        try:
+            found |= of_family(name, path, asked)
+        except ConfigError as error:
+            if "pipeline class" not in str(error):
+                raise
+            print(f"this tree does not serve {name}", file=sys.stderr)
     print(json.dumps(found))
+
+
+def of_family(name: str, path: str, asked: Sequence[Case]) -> dict[str, str]:
+    """The hashes of all engines that serve a family."""
+    return {
+        f"{kind}/{edit}": digest
+        for dtype in DTYPES
+        for kind, settings in engines(name, dtype).items()
+        for edit, digest in hashes(path, dtype, asked, settings)
+    }
 
 
 def engines(name: str, dtype: str) -> dict[str, dict[str, int]]:
@@ -69,9 +86,6 @@ def engines(name: str, dtype: str) -> dict[str, dict[str, int]]:
         joint = {ranks: {"workers_per_engine": ranks, "degree": ranks} for ranks in {2, *several}}
         found |= {f"{kind}/{ranks} joint ranks": settings for ranks, settings in joint.items()}
     return found
-
-
-Case = tuple[str, Edit, SamplingParams]
 
 
 def hashes(path: str, dtype: str, asked: Sequence[Case], flags: Mapping[str, int]) -> Iterator[tuple[str, str]]:
