@@ -27,7 +27,7 @@ def test_families_are_listed_with_their_pipelines(capsys: pytest.CaptureFixture[
     assert main([]) == 0
     told = capsys.readouterr().out
     for name in ("flux-fill", "sd3", "qwen-image", "qwen-image-edit"):
-        assert f"{name} " in told
+        assert f"{name}: " in told
     for name in ("FluxFillPipeline", "FluxPipeline", "StableDiffusion3Pipeline", "QwenImageEditPipeline"):
         assert name in told
 
