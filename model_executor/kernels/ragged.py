@@ -30,7 +30,7 @@ def spans(lengths: Iterable[int]) -> tuple[Span, ...]:
 
 @dataclass(frozen=True, slots=True)
 class Packing:
-    """The spans of each request's rows in the three matrices, indexed by the request's position in the batch."""
+    """The spans of each request's rows in the four matrices, indexed by the request's position in the batch."""
 
     text: tuple[Span, ...]  # in the text matrix
     image: tuple[Span, ...]  # in the image matrix

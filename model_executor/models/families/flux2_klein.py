@@ -76,6 +76,9 @@ class Flux2Klein(NoisedTemplate):
         channels, patch = (denoiser.get(name) for name in ("in_channels", "patch_size"))
         if (channels, patch) != (self._latent_width, 1):
             return f"a denoiser of {channels} channels and patches of {patch} is not supported, with this VAE"
+        axes, head_dim = denoiser.get("axes_dims_rope", (32, 32, 32, 32)), denoiser.get("attention_head_dim")
+        if len(axes) != 4 or sum(axes) != head_dim:
+            return f"a denoiser whose four axes_dims_rope do not add up to its head dim, {head_dim}, is not supported"
         if denoiser.get("guidance_embeds", True):
             return "a denoiser with guidance_embeds is not supported"
         if tuple(self._vae_config.get("patch_size", (PATCH, PATCH))) != (PATCH, PATCH):

@@ -1,4 +1,5 @@
-"""LatentFamily: the code that FLUX, Stable Diffusion 3 and Qwen-Image share: a transformer, sampled by flow matching.
+"""LatentFamily: the code that FLUX, Stable Diffusion 3, Qwen-Image and Z-Image share: a transformer, sampled by flow
+matching.
 
 `NoisedTemplate` adds inpainting for denoisers that see no mask.
 """

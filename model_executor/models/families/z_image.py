@@ -76,8 +76,10 @@ class ZImage(NoisedTemplate):
             return f"of {config['in_channels']} channels beside a VAE of {channels}"
         if (PATCH, 1) not in zip(config["all_patch_size"], config["all_f_patch_size"], strict=True):
             return f"without patches of {PATCH} pixels' side"
-        if len(config["axes_dims"]) != len(config["axes_lens"]) or sum(config["axes_dims"]) != head_dim:
-            return f"whose axes_dims do not add up to its head dim, {head_dim},"
+        if not len(config["axes_dims"]) == len(config["axes_lens"]) == 3 or sum(config["axes_dims"]) != head_dim:
+            return f"whose three axes_dims do not add up to its head dim, {head_dim},"
+        if config["axes_lens"][0] < MULTIPLE + 2:
+            return f"with axes_lens too short for {MULTIPLE} text tokens"
         return ""
 
     def info(self, name: str) -> ModelInfo:
@@ -89,7 +91,7 @@ class ZImage(NoisedTemplate):
             default_guidance_scale=self._guidance(5.0),
             neutral_guidance_scale=0.0,
             max_text_tokens=min(MAX_TEXT_TOKENS, (text_positions - 2) // MULTIPLE * MULTIPLE),
-            extra_text_tokens=MULTIPLE - 1,  # fillers of the picture; a prompt of full length needs none
+            extra_text_tokens=2 * (MULTIPLE - 1),  # most fillers of picture and prompt
             has_guidance=True,
             has_true_cfg=False,
             is_guidance_cfg=True,

@@ -120,17 +120,20 @@ class ZImageTransformer(Denoiser):
         return [*[embedded] * (len(self._modulations) - 1), F.silu(embedded)]
 
     def _make_rotary_table(self, text_tokens: int, grid: tuple[int, int], has_conditions: bool) -> Tensor:
-        """The prompt's tokens follow each other along the first axis, and the image's are behind them. Fillers are at
-        its start, and so not rotated."""
+        """Along the first axis the module has fillers at 0, the prompt's tokens at 1, 2, ... and the image's behind
+        them. Attention sees differences alone, so here the image is at 0 and the others are before it: what pages keep
+        of a template must not depend on the length of a prompt."""
         height, width = grid
         fillers = filled(height * width) - height * width
         prompt = text_tokens - fillers
-        image = torch.empty(height, width, 3, dtype=torch.int32)
-        image[..., 0] = prompt + 1
+        before = torch.zeros(text_tokens, 3, dtype=torch.int32)
+        before[:prompt, 0] = torch.arange(prompt, 0, -1)
+        before[prompt:, 0] = prompt + 1
+        image = torch.zeros(height, width, 3, dtype=torch.int32)
         image[..., 1] = torch.arange(height)[:, None]
         image[..., 2] = torch.arange(width)[None]
-        others = torch.cat([torch.zeros(fillers, 3, dtype=torch.int32), image.view(-1, 3)])
-        return torch.cat([self._prompt_rotary(prompt), self._rotations(others)])
+        backwards = self._rotations(before).conj_physical()
+        return torch.cat([backwards, self._rotations(image.view(-1, 3))])
 
     def _prompt_rotary(self, text_tokens: int) -> Tensor:
         positions = torch.zeros(text_tokens, 3, dtype=torch.int32)

@@ -204,7 +204,7 @@ def with_chat(template: str) -> Callable[[Path], None]:
         (with_config(qk_norm=False), "a denoiser without qk_norm is not supported"),
         (with_config(in_channels=4), "a denoiser of 4 channels beside a VAE of 16 is not supported"),
         (with_config(all_patch_size=[4]), "a denoiser without patches of 2 pixels' side is not supported"),
-        (with_config(axes_dims=[8, 8, 8]), "whose axes_dims do not add up to its head dim, 32, is not supported"),
+        (with_config(axes_dims=[8, 8, 8]), "whose three axes_dims do not add up to its head dim, 32, is not supported"),
         (with_config(n_heads=None), "its configuration makes no ZImagePipeline"),
         (with_chat("{{ 'hello' }}"), "the tokenizer's chat template cannot be used: it gives no message back"),
         (with_chat("{% if %}"), "the tokenizer's chat template cannot be used: "),

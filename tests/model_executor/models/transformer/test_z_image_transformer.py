@@ -58,3 +58,10 @@ def test_a_prompts_own_layers_run_once_for_all_steps(monkeypatch: pytest.MonkeyP
     alike = [denoiser.forward(known), *ThreadGroups(2).run(lambda group: denoiser.forward(known, group), range(2))]
     for outputs in alike:
         assert all(map(torch.equal, outputs, expected))
+
+
+def test_what_pages_keep_depends_on_no_prompt() -> None:
+    """Templates are primed with another prompt than those of their edits."""
+    denoiser, grid = ZImageTransformer(make_module(), 1000), (3, 3)
+    short, long = (denoiser._rotary_table(tokens, grid, False)[-9:] for tokens in (32 + 23, 96 + 23))
+    assert torch.equal(short, long)
