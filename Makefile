@@ -12,7 +12,7 @@ ARGS ?=
 BENCHMARKS := bench compare bench-quick bench-serving bench-throughput bench-startup bench-responsiveness bench-edit bench-shared-denoiser bench-overload bench-goodput bench-step bench-lora-step bench-model-load bench-parallel-step bench-elastic bench-unet bench-vae bench-cache bench-block-plan bench-cost-model bench-router-decision bench-scheduler-scale bench-quality simulate soak
 
 .DEFAULT_GOAL := help
-.PHONY: $(BENCHMARKS) help serve test test-latest test-browser fuzz lint types format wheel train-embedded train-unet gpu-run bench-playground calibrate profile clean
+.PHONY: $(BENCHMARKS) help serve test test-slow test-latest test-browser fuzz lint types format wheel train-embedded train-unet gpu-run bench-playground calibrate profile clean
 
 help:  ## Show this list
 	@sed -n 's/^\([a-z-]*\):.*## /\1\t/p' $(MAKEFILE_LIST) | expand -t 24
@@ -22,6 +22,9 @@ serve: $(RUNTIME)  ## Start the server on 127.0.0.1:8000; flags by ARGS="--port 
 
 test: $(DEV)  ## Run the tests, three at a time, since many of them wait; pytest options by ARGS="-k scheduler"
 	$(BIN)/python -m pytest -q -n 3 --dist loadfile $(ARGS)
+
+test-slow: $(DEV)  ## Run the tests that take minutes each: a GPU machine's run in small, compiled layers, calibration
+	$(BIN)/python -m pytest -q -m slow $(ARGS)
 
 test-latest:  ## Run the tests with the newest releases that pyproject.toml allows, in .venv-latest: once a week
 	rm -rf $(LATEST)

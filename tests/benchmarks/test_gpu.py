@@ -72,6 +72,7 @@ def results_in(folder: Path) -> dict[str, Any]:
     return results
 
 
+@pytest.mark.slow  # see `make test-slow`
 def test_every_section_runs_without_a_gpu(ran: tuple[subprocess.CompletedProcess[str], Path]) -> None:
     process, folder = ran
     assert process.returncode == 0, process.stderr[-3000:]
@@ -90,6 +91,7 @@ def test_every_section_runs_without_a_gpu(ran: tuple[subprocess.CompletedProcess
     assert alike == {"exact": same, "mask-aware": same}, "it is the same CPU"
 
 
+@pytest.mark.slow  # see `make test-slow`
 def test_a_later_edit_through_the_engine_finds_the_pages_of_the_first(
     ran: tuple[subprocess.CompletedProcess[str], Path],
 ) -> None:
@@ -101,12 +103,14 @@ def test_a_later_edit_through_the_engine_finds_the_pages_of_the_first(
     assert min(edits["exact_s"], edits["warm_s"], edits["cold_s"]) > 0
 
 
+@pytest.mark.slow  # see `make test-slow`
 def test_an_edit_of_sdxl_is_its_steps_and_the_vae(ran: tuple[subprocess.CompletedProcess[str], Path]) -> None:
     sdxl = results_in(ran[1])["sections"]["sdxl"]
     vae_s = (sdxl["encode_ms"] + sdxl["decode_box_ms"]) / 1e3
     assert sdxl["masked_edit_s"] == pytest.approx(sdxl["masked_run_s"] + vae_s, rel=1e-4)
 
 
+@pytest.mark.slow  # see `make test-slow`
 def test_a_line_for_every_bar_and_the_document(ran: tuple[subprocess.CompletedProcess[str], Path]) -> None:
     process, folder = ran
     results = results_in(folder)
@@ -497,6 +501,7 @@ sections.flux_sections.cold = lambda *_: time.sleep(600)
 """
 
 
+@pytest.mark.slow  # see `make test-slow`
 def test_what_is_left_is_done_in_a_new_process(tmp_path: Path) -> None:
     process = check(HANGING, tmp_path, "--only", "flux_cold", "flux_host_pages")
     assert process.returncode == 0, process.stderr[-3000:]

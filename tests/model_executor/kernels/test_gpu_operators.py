@@ -323,6 +323,7 @@ def test_rows_that_share_a_unets_pass_equal_each_alone(
         torch.testing.assert_close(output, theirs.forward([row])[0], rtol=1e-4, atol=1e-4)
 
 
+@pytest.mark.slow  # see `make test-slow`
 @pytest.mark.parametrize("make", [sd_unet, sdxl_unet])
 @torch.inference_mode()
 def test_compiled_layers_equal_uncompiled_ones(monkeypatch: pytest.MonkeyPatch, make: Callable[..., Any]) -> None:
