@@ -37,7 +37,7 @@ from model_executor.models.transformer.z_image_transformer import ZImageTransfor
 SIDE, TEXT_TOKENS = 32, 64
 RATIO = 0.1
 HEADS: dict[str, Any] = {"attention_head_dim": 64, "num_attention_heads": 8}
-"""Of models whose configuration names them like this: hidden size 512."""
+"""Heads that make a hidden size of 512, as most configurations name them."""
 
 
 @dataclass(frozen=True)
@@ -59,6 +59,13 @@ class Blocks:
             for computed in (image, active)
         )
         return exact / masked
+
+
+def _qwen(**options: Any) -> QwenImageTransformer2DModel:
+    """Qwen-Image's blocks. options: further fields of their configuration."""
+    return QwenImageTransformer2DModel(
+        num_layers=12, joint_attention_dim=256, axes_dims_rope=(16, 24, 24), **HEADS, **options
+    )
 
 
 FAMILIES = {
@@ -99,25 +106,19 @@ FAMILIES = {
     ),
     "qwen-image": Blocks(
         QwenTransformer,
-        lambda: QwenImageTransformer2DModel(
-            num_layers=12, joint_attention_dim=256, axes_dims_rope=(16, 24, 24), **HEADS
-        ),
+        _qwen,
         (64, 0, 256, 0),
         12,
     ),
     "qwen-image-edit": Blocks(
         QwenEditTransformer,
-        lambda: QwenImageTransformer2DModel(
-            num_layers=12, joint_attention_dim=256, axes_dims_rope=(16, 24, 24), **HEADS
-        ),
+        _qwen,
         (64, 64, 256, 0),
         12,
     ),
     "qwen-image-edit-plus": Blocks(
         QwenEditTransformer,
-        lambda: QwenImageTransformer2DModel(
-            num_layers=12, joint_attention_dim=256, axes_dims_rope=(16, 24, 24), zero_cond_t=True, **HEADS
-        ),
+        lambda: _qwen(zero_cond_t=True),
         (64, 64, 256, 0),
         12,
     ),

@@ -150,7 +150,7 @@ class Kernels:
         return x
 
     def swiglu(self, x: Tensor, out: Tensor) -> None:
-        """As `Operators.swiglu`, for what `can_swiglu` allows."""
+        """Computes what `Operators.swiglu` does, of tensors that `can_swiglu` allows."""
         rows, width = out.shape
         sizes = x.stride(0), rows, width, x.dtype == torch.bfloat16
         self._swiglu(x.data_ptr(), *sizes, out.data_ptr(), out.stride(0))

@@ -67,7 +67,7 @@ class Packing:
 
     @property
     def fillers(self) -> list[int]:
-        """Of each request, the number of its text tokens that fill up the image."""
+        """How many text tokens of each request fill up its image."""
         return [image - filled for (image, _), (filled, _) in zip(self.joint_image, self.joint_filled, strict=True)]
 
     def join(self, text: Tensor, image: Tensor) -> Tensor:

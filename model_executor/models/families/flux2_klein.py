@@ -109,7 +109,7 @@ class Flux2Klein(NoisedTemplate):
     # -------------------------------------------------------------------------------------------------------- prompts
 
     def prepare(self, part: str, module: nn.Module) -> Any:
-        """Of the text encoder, keeps the layers up to the last one that is read: three quarters of klein's."""
+        """Drops the text encoder's layers after the last one that is read: a quarter of klein's."""
         return super().prepare(part, _shortened(module) if part == "text_encoder" else module)
 
     def recipe(self, part: str) -> str:

@@ -356,7 +356,7 @@ class FusedProjection(Projection):
         return self._in_heads(self(x, where)[:, : self._width])
 
     def both(self, x: Tensor, where: Segments, rows: Sequence[Span]) -> tuple[Projected, Tensor]:
-        """As `project`, and what the MLP reads."""
+        """Returns what `project` does, and what the MLP reads."""
         product = self(x, where)
         qkv = self._in_heads(product[:, : self._width])
         return Projected(qkv, rows, self.weight, self.eps), product[:, self._width :]

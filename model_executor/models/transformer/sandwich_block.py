@@ -17,7 +17,7 @@ from model_executor.models.transformer.blocks import Block, FeedForward, Modulat
 from model_executor.page_cache.pages import Pages
 
 PARTS = 4
-"""Of a modulation: a scale before and a gate after attention, and the same of the MLP."""
+"""A modulation has this many: a scale before and a gate after attention, and the same of the MLP."""
 
 
 class Sandwich:
