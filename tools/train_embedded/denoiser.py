@@ -96,7 +96,7 @@ REFINE = Recipe(
     guidance=None, own_guidance=2.0, detail_weight=2.0, mixture=MORE_BOXES,
     pool="refine", warm_pool=240, first_seed=seeds.REFINE_TRAIN,
 )  # fmt: skip
-REFINE_ON_GPU = replace(REFINE, rate=1e-3, batch=256, tokens=IMAGE_TOKENS, reuse=20.0, average=0.99, warm_pool=9600)
+REFINE_ON_GPU = replace(REFINE, rate=1e-3, batch=256, tokens=IMAGE_TOKENS, reuse=20.0, average=0.99, warm_pool=4800)
 
 
 @dataclass(frozen=True)
@@ -142,9 +142,7 @@ def optimisers_of(models: Models, rate: float) -> list[torch.optim.Optimizer]:
 
 
 def compile_blocks(transformer: FluxTransformer2DModel) -> None:
-    """On a CPU compiled blocks are faster in bfloat16 and a tenth slower in float32. A GPU's few minutes are too short
-    to compile.
-    """
+    """On a CPU compiled blocks are faster in bfloat16 and a tenth slower in float32. On a GPU this was not tried."""
     if transformer.device.type == "cpu" and has_fast_bfloat16(transformer.device):
         transformer.compile_repeated_blocks(dynamic=False)
 
@@ -284,13 +282,13 @@ class Trainer:
         self.report(f"pool {self.pool.drawn}, resuming at step {self.step}")
         self.clock.tick()
         saved_at = reported_at = time.monotonic()
-        errors: list[float] = []
+        errors: list[Tensor] = []  # read when they are reported: a device is not waited for
         while share < 1:
             own_share = self.clock.tick()
             set_rate(self.optimisers, self.rate(share))
             self.fill(ranks)
             tokens = self.recipe.tokens if share < self.recipe.full_from else IMAGE_TOKENS
-            loss, masked = self.loss(self.pool.batch(self.recipe.batch, self.device), tokens)
+            loss, masked = self.loss(self.pool.batch(self.recipe.batch), tokens)
             for param in params:
                 param.grad = None
             loss.backward()
@@ -303,11 +301,11 @@ class Trainer:
             if self.step % 4 == 0:
                 turn = self.step / 4
                 self.average.update(min(self.recipe.average, (1 + turn) / (10 + turn)))
-            errors.append(float(masked))
+            errors.append(masked)
             if self.step % REPORT_EVERY == 0:
                 now = time.monotonic()
                 speed = REPORT_EVERY * self.recipe.batch * ranks / (now - reported_at)
-                mean = sum(errors) / len(errors)
+                mean = float(sum(errors) / len(errors))
                 self.report(
                     f"step {self.step} shown {self.shown} of {self.pool.drawn * ranks} examples, {tokens} tokens, "
                     f"masked error {mean:.4f}, norm {float(norm):.2f}, rate {self.rate(share):.5f}, {speed:.1f}/s"

@@ -53,5 +53,7 @@ def draw_all(draw: Callable[[int], Drawn], seeds: Sequence[int]) -> list[Drawn]:
 
 
 def spare_processes(on_gpu: bool) -> int:
-    """All CPUs but one beside a GPU; none on a CPU, where training needs them itself."""
-    return max(1, (os.cpu_count() or 2) - 1) if on_gpu else 0
+    """Two thirds of the CPUs beside a GPU, so that two stages can share a machine with what compiles and launches
+    kernels; none on a CPU, where training needs them itself.
+    """
+    return max(1, (os.cpu_count() or 2) * 2 // 3) if on_gpu else 0

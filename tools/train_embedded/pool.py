@@ -1,11 +1,14 @@
-"""The pool of training examples: latents, masks and captions in memory-mapped files, kept between runs."""
+"""The pool of training examples: latents, masks and captions. On a CPU they are in memory-mapped files, kept between
+runs. On a GPU they are in its memory, since gathering a batch from files takes as long as a step; a later run draws
+them again.
+"""
 
+import math
 import random
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import torch
@@ -22,14 +25,13 @@ from tools.train_embedded.training import precision
 
 CAPACITY = 200_000  # examples per rank, 73 kB each; the files are sparse until filled
 EDITS_PER_SCENE = 3
-CPU = torch.device("cpu")
-FIELDS: dict[str, tuple[tuple[int, ...], type[np.generic]]] = {
-    "target": ((IMAGE_TOKENS, LATENTS), np.float16),
-    "masked": ((IMAGE_TOKENS, LATENTS), np.float16),
-    "mask": ((IMAGE_TOKENS, MASK // 8), np.uint8),  # one bit per pixel
-    "clip": ((TEXT_TOKENS,), np.int16),
-    "t5": ((TEXT_TOKENS,), np.int16),
-    "detail": ((IMAGE_TOKENS,), np.uint8),
+FIELDS: dict[str, tuple[tuple[int, ...], torch.dtype]] = {
+    "target": ((IMAGE_TOKENS, LATENTS), torch.float16),
+    "masked": ((IMAGE_TOKENS, LATENTS), torch.float16),
+    "mask": ((IMAGE_TOKENS, MASK // 8), torch.uint8),  # one bit per pixel
+    "clip": ((TEXT_TOKENS,), torch.int16),
+    "t5": ((TEXT_TOKENS,), torch.int16),
+    "detail": ((IMAGE_TOKENS,), torch.uint8),
 }
 
 
@@ -71,7 +73,7 @@ def draw_edits(seed: int, mixture: Mixture) -> DrawnScene:
     return DrawnScene(drawn.image, detail(scene, drawn), edits)
 
 
-def open_fields(folder: Path, is_new: bool) -> dict[str, np.memmap[Any, Any]]:
+def open_fields(folder: Path, is_new: bool) -> dict[str, Tensor]:
     """A pool's files by field, [CAPACITY, ...] each; a new pool's are created. Raises FileNotFoundError if an older
     version of this module, which had fewer fields, wrote the folder.
     """
@@ -79,25 +81,34 @@ def open_fields(folder: Path, is_new: bool) -> dict[str, np.memmap[Any, Any]]:
     missing = [] if is_new else [path.name for path in paths.values() if not path.exists()]
     if missing:
         raise FileNotFoundError(f"{folder} lacks {', '.join(missing)}: delete this folder, and it is drawn again")
-    mode = "w+" if is_new else "r+"
-    return {
-        name: np.memmap(paths[name], dtype, mode, shape=(CAPACITY, *shape))  # type: ignore[call-overload]
-        for name, (shape, dtype) in FIELDS.items()
-    }
+    fields = {}
+    for name, (shape, dtype) in FIELDS.items():
+        size = CAPACITY * math.prod(shape)
+        fields[name] = torch.from_file(str(paths[name]), shared=True, size=size, dtype=dtype).view(CAPACITY, *shape)
+    return fields
+
+
+def fields_on(device: torch.device) -> dict[str, Tensor]:
+    """A new pool's fields in a device's memory, [CAPACITY, ...] each."""
+    return {name: torch.empty(CAPACITY, *shape, dtype=dtype, device=device) for name, (shape, dtype) in FIELDS.items()}
 
 
 class Pool:
-    """Examples of one rank, drawn and encoded on demand; the oldest are overwritten once it is full."""
+    """Examples of one rank on the autoencoder's device, drawn and encoded on demand. A full pool overwrites the oldest."""
 
     def __init__(
         self, folder: Path, vae: AutoencoderKL, tokenizers: Tokenizers, first_seed: int, mixture: Mixture
     ) -> None:
         folder.mkdir(parents=True, exist_ok=True)
         self._vae, self._tokenizers = vae, tokenizers
-        self._scenes_file = folder / "scenes.txt"
-        self._scenes = int(self._scenes_file.read_text()) if self._scenes_file.exists() else 0
-        self._fields = open_fields(folder, is_new=not self._scenes)
-        processes = spare_processes(on_gpu=vae.device.type == "cuda")
+        self._device: torch.device = vae.device
+        on_gpu = self._device.type == "cuda"
+        self._scenes_file = None if on_gpu else folder / "scenes.txt"
+        self._scenes = 0
+        if self._scenes_file is not None and self._scenes_file.exists():
+            self._scenes = int(self._scenes_file.read_text())
+        self._fields = fields_on(self._device) if on_gpu else open_fields(folder, is_new=not self._scenes)
+        processes = spare_processes(on_gpu)
         self._drawers = Drawers(partial(draw_edits, mixture=mixture), first_seed + self._scenes, processes)
 
     @property
@@ -110,7 +121,8 @@ class Pool:
         scenes = self._drawers.take()
         self._write(scenes)
         self._scenes += len(scenes)
-        self._scenes_file.write_text(str(self._scenes))
+        if self._scenes_file is not None:
+            self._scenes_file.write_text(str(self._scenes))
 
     def grow_if_ready(self) -> None:
         """Encode scenes that were drawn meanwhile."""
@@ -121,33 +133,41 @@ class Pool:
         self._drawers.close()
 
     def _write(self, scenes: Sequence[DrawnScene]) -> None:
-        pictures = torch.stack([torch.from_numpy(s.image) for s in scenes]).permute(0, 3, 1, 2).float() / 127.5 - 1
+        device = self._device
         edits = [edit for scene in scenes for edit in scene.edits]
-        owners = [i for i, scene in enumerate(scenes) for _ in scene.edits]
-        masks = torch.stack([torch.from_numpy(edit.mask) for edit in edits]).float()
+        owners = torch.tensor([i for i, scene in enumerate(scenes) for _ in scene.edits], device=device)
+        pixels = torch.from_numpy(np.stack([scene.image for scene in scenes])).to(device)
+        pictures = pixels.permute(0, 3, 1, 2).float() / 127.5 - 1
+        masks = torch.from_numpy(np.stack([edit.mask for edit in edits])).to(device).float()
         targets, masked = self._encode(pictures, pictures[owners] * (1 - masks[:, None]))
         clip, t5 = self._tokenizers([edit.caption for edit in edits])
-        rows = [(self.drawn + k) % CAPACITY for k in range(len(edits))]
-        self._fields["target"][rows] = targets[owners].numpy()
-        self._fields["masked"][rows] = masked.numpy()
-        self._fields["mask"][rows] = np.packbits(pack_mask(masks).numpy() > 0.5, axis=-1)
-        self._fields["clip"][rows] = clip.numpy()
-        self._fields["t5"][rows] = t5.numpy()
-        self._fields["detail"][rows] = np.stack([scene.detail for scene in scenes])[owners]
+        detail = torch.from_numpy(np.stack([scene.detail for scene in scenes])).to(device)
+        rows = (torch.arange(len(edits), device=device) + self.drawn) % CAPACITY
+        written = {
+            "target": targets[owners],
+            "masked": masked,
+            "mask": pack_bits(pack_mask(masks) > 0.5),
+            "clip": clip,
+            "t5": t5,
+            "detail": detail[owners],
+        }
+        for name, values in written.items():
+            self._fields[name][rows] = values.to(device, FIELDS[name][1])
 
     @torch.no_grad()
     def _encode(self, pictures: Tensor, holed: Tensor) -> tuple[Tensor, Tensor]:
         """Latents of the pictures (the mean) and of the masked pictures (a sample, as in the pipeline)."""
-        with precision(self._vae.device):
-            posterior = self._vae.encode(torch.cat([pictures, holed]).to(self._vae.device)).latent_dist
+        with precision(self._device):
+            posterior = self._vae.encode(torch.cat([pictures, holed])).latent_dist
         number = len(pictures)
-        latents = torch.cat([posterior.mode()[:number].float(), posterior.sample()[number:].float()]).cpu()
+        latents = torch.cat([posterior.mode()[:number].float(), posterior.sample()[number:].float()])
         tokens = pack((latents - self._vae.config.shift_factor) * self._vae.config.scaling_factor).half()
         return tokens[:number], tokens[number:]
 
-    def batch(self, size: int, device: torch.device = CPU) -> Batch:
-        rows = np.random.default_rng(int(torch.randint(1 << 40, ()))).integers(0, min(self.drawn, CAPACITY), size)
-        field = {name: torch.from_numpy(values[rows]).to(device) for name, values in self._fields.items()}
+    def batch(self, size: int) -> Batch:
+        """A random batch, on the pool's device."""
+        rows = torch.randint(min(self.drawn, CAPACITY), (size,), device=self._device)
+        field = {name: values[rows] for name, values in self._fields.items()}
         return Batch(
             target=field["target"].float(),
             masked=field["masked"].float(),
@@ -158,7 +178,14 @@ class Pool:
         )
 
 
+def pack_bits(bits: Tensor) -> Tensor:
+    """[..., 8 * bytes] bool to [..., bytes] uint8, the first bit of a byte being its highest."""
+    weights = 2 ** torch.arange(7, -1, -1, dtype=torch.uint8, device=bits.device)
+    packed: Tensor = (bits.unflatten(-1, (-1, 8)).to(torch.uint8) * weights).sum(-1, dtype=torch.uint8)
+    return packed
+
+
 def unpack_bits(packed: Tensor) -> Tensor:
-    """[..., bytes] uint8 to [..., 8 * bytes] of 0 and 1, the first bit of a byte being its highest."""
+    """The inverse of `pack_bits`, as uint8 of 0 and 1."""
     shifts = torch.arange(7, -1, -1, dtype=torch.uint8, device=packed.device)
     return ((packed[..., None] >> shifts) & 1).flatten(-2)

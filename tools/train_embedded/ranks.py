@@ -42,14 +42,17 @@ def _join(meeting: str, rank: int, number: int, work: Callable[[int, int], None]
 
 
 def average_gradients(params: Iterable[Tensor], extra: float) -> float:
-    """Replace every gradient by its mean over the ranks, in one all-reduce; returns the mean of `extra`."""
+    """Replace every gradient by its mean over the ranks, in one all-reduce; returns the mean of `extra`. One rank alone
+    does not wait for its device.
+    """
+    if dist.get_world_size() == 1:
+        return extra
     gradients = [param.grad for param in params if param.grad is not None]
     flat = torch.cat(
         [gradient.flatten() for gradient in gradients] + [torch.tensor([extra], device=gradients[0].device)]
     )
-    if dist.get_world_size() > 1:
-        dist.all_reduce(flat)
-        flat /= dist.get_world_size()
+    dist.all_reduce(flat)
+    flat /= dist.get_world_size()
     offset = 0
     for gradient in gradients:
         gradient.copy_(flat[offset : offset + gradient.numel()].view_as(gradient))
