@@ -25,6 +25,7 @@ SECTIONS = {
     "kernel_tests": "tests that need a GPU",
     "flux_steps": "steps of FLUX",
     "sdxl": "steps and edits of SDXL",
+    "family_steps": "steps of FLUX.2 klein and Z-Image",
     "flux_cold": "first and later edits of FLUX",
     "engine_edits": "edits of FLUX through an engine",
     "flux_host_pages": "pages from host memory",
@@ -161,6 +162,27 @@ def _step(step: Figures, compiled_ms: float | None) -> str:
     return f"{step['ms']:.1f}: {faster:.2f}x ({faster / step['bound']:.2f})"
 
 
+def _family_steps(figures: Figures) -> Figures:
+    """A line for each step of each family; speed-ups are of a step as a graph, where that was timed and is faster."""
+    return {
+        "family_steps": [
+            {"name": name, "step": step} | its
+            for name, family in figures["families"].items()
+            for step, its in _steps_of_family(family).items()
+        ]
+    }
+
+
+def _steps_of_family(family: Figures) -> dict[str, Figures]:
+    theirs, exact = family["diffusers_ms"], family["exact_ms"]
+    steps = {"diffusers eager": {"ms": theirs}, "exact": {"ms": exact, "over_diffusers": theirs / exact}}
+    for ratio, step in family["ratios"].items():
+        ms = min(step["ms"], step.get("graph_ms", step["ms"]))
+        faster = {"over_diffusers": theirs / ms, "over_exact": exact / ms, "share": exact / ms / step["bound"]}
+        steps[f"ratio {ratio}"] = step | faster
+    return steps
+
+
 def _cold(figures: Figures) -> Figures:
     share = figures["cold_edit_s"] / figures["exact_edit_s"] if "cold_edit_s" in figures else None
     return {"flux_cold": figures | {"cold_share": share}}
@@ -235,6 +257,7 @@ def _traces(traces: Mapping[str, str]) -> str:
 
 _ROWS = {
     "flux_steps": _steps,
+    "family_steps": _family_steps,
     "flux_cold": _cold,
     "engine_edits": _engine,
     "kernel_times": _kernel_times,

@@ -28,6 +28,7 @@ from model_executor.kernels.gpu_attention import Attend
 from model_executor.kernels.gpu_operators import GpuOperators
 from model_executor.kernels.operators import best_operators
 from model_executor.models.base import Row
+from model_executor.models.transformer.denoiser import Denoiser
 from model_executor.models.transformer.flux_transformer import FluxTransformer
 from model_executor.page_cache.pages import Pages
 
@@ -102,11 +103,7 @@ class FluxBench:
     def agreement(self, ratio: float) -> tuple[float, float]:
         """Relative differences: of our exact step from diffusers', and of a mask-aware one from our exact one (an edit
         that is the template itself, over its pages at this noise level)."""
-        row, entry = self.row, primed_entry(self.denoiser, self.row, float(self.row.sigma))
-        (exact,), theirs = self.denoiser.forward([row]), self.diffusers()()[0][0]
-        pages = Pages(self.layout, self.size.image_tokens, entry, None, 0.0)
-        (masked,) = self.denoiser.forward([replace(row, active=self.box(ratio), pages=pages)])
-        return _difference(exact, theirs), _difference(masked, exact[self.box(ratio)])
+        return agreement(self.denoiser, self.row, self.diffusers()()[0][0], self.box(ratio))
 
     def at(self, sigma: float, row: Row) -> Row:
         """A row at another noise level."""
@@ -142,6 +139,16 @@ class FluxBench:
     def compile(self) -> None:
         """Compile the module's blocks as in diffusers' guide to torch.compile; our forward does not call them."""
         self.module.compile_repeated_blocks(fullgraph=True, dynamic=False, backend=self._bench.size.backend)
+
+
+def agreement(denoiser: Denoiser, row: Row, theirs: Tensor, active: Tensor) -> tuple[float, float]:
+    """As `FluxBench.agreement`. theirs: diffusers' velocity of the row, [image tokens, width]. active: the tokens of
+    the mask-aware step."""
+    entry = primed_entry(denoiser, row, float(row.sigma))
+    pages = Pages(denoiser.page_layout(PAGES), len(row.latents), entry, None, 0.0)
+    (exact,) = denoiser.forward([row])
+    (masked,) = denoiser.forward([replace(row, active=active, pages=pages)])
+    return _difference(exact, theirs), _difference(masked, exact[active])
 
 
 def _difference(ours: Tensor, theirs: Tensor) -> float:

@@ -13,6 +13,7 @@ from benchmarks.gpu.autoencoder import Autoencoder
 from benchmarks.gpu.bench import COMPILE_SECONDS, Bench, Call, rotating
 from benchmarks.gpu.flux import PIXELS, FluxBench
 from benchmarks.gpu.flux_runs import HostedRun, exact_run, resident_run
+from benchmarks.gpu.graphs import as_graph
 from benchmarks.gpu.overlap import Span, device_spans, hidden_share, merged
 from benchmarks.gpu.report import Figures
 from benchmarks.gpu.trace import traced
@@ -85,13 +86,8 @@ def _step_figures(bench: Bench, flux: FluxBench, batch: int, near: Tensor, far: 
     eager |= {f"{ratio:g}": flux.edits(ratio, entries) for ratio in flux.size.ratios if ratio < 1}
     if batch == len(flux.size.mixed):
         eager["mixed"] = flux.mixed(flux.size.mixed, entries)
-    graphs = eager if flux.switch.works and batch == 1 else {}
     calls: dict[str, Call] = {"diffusers": flux.diffusers(batch)}
-    calls |= {name: flux.switch.eager(call) for name, call in eager.items()}
-    calls |= {_as_graph(name): flux.switch.replayed(call) for name, call in graphs.items()}
-    for name in graphs:  # a shape's first step warms kernels, the second is captured
-        calls[_as_graph(name)]()
-        calls[_as_graph(name)]()
+    calls |= flux.switch.both(eager, eager if batch == 1 else ())
     seconds = bench.medians(calls, ROUNDS if batch > 1 else None)
     masked = [name for name in eager if name not in ("exact", "mixed")]
     mixed = {"ms": 1e3 * seconds["mixed"], "bound": flux.bound(*flux.size.mixed)} if "mixed" in eager else None
@@ -104,16 +100,12 @@ def _step_figures(bench: Bench, flux: FluxBench, batch: int, near: Tensor, far: 
         "launch_ms": bench.launch_ms(calls[timed]),
         "mixed": mixed,
     }
-    if graphs:
-        figures["graph_launch_ms"] = bench.launch_ms(calls[_as_graph(timed)])
-        figures["exact_graph_ms"] = 1e3 * seconds[_as_graph("exact")]
+    if as_graph(timed) in calls:
+        figures["graph_launch_ms"] = bench.launch_ms(calls[as_graph(timed)])
+        figures["exact_graph_ms"] = 1e3 * seconds[as_graph("exact")]
         for ratio in masked:
-            figures["ratios"][ratio]["graph_ms"] = 1e3 * seconds[_as_graph(ratio)]
+            figures["ratios"][ratio]["graph_ms"] = 1e3 * seconds[as_graph(ratio)]
     return figures
-
-
-def _as_graph(name: str) -> str:
-    return f"{name} as a graph"
 
 
 def _compiled_figures(bench: Bench, call: Call) -> Figures:

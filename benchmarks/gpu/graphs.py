@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -24,6 +24,11 @@ class GraphChoice:
 def model_options(choice: GraphChoice) -> dict[str, Any]:
     """The fields of a ModelConfig that say so."""
     return {"cuda_graphs": "auto" if choice.are_on else "off"}
+
+
+def as_graph(name: str) -> str:
+    """The name of a step where it is replayed."""
+    return f"{name} as a graph"
 
 
 class GraphSwitch:
@@ -49,6 +54,15 @@ class GraphSwitch:
     def replayed(self, call: Call) -> Call:
         """A call whose steps are replayed as graphs; its first steps of a shape warm it and capture it."""
         return partial(self._call, call, True)
+
+    def both(self, eager: Mapping[str, Call], captured: Iterable[str]) -> dict[str, Call]:
+        """These steps eagerly, and those of them that are named in `captured` also as graphs, if there are graphs. A
+        shape's first step warms kernels, the second is captured: both have run."""
+        replayed = {as_graph(name): self.replayed(eager[name]) for name in captured if self.works}
+        for call in replayed.values():
+            call()
+            call()
+        return {name: self.eager(call) for name, call in eager.items()} | replayed
 
     def _call(self, call: Call, is_on: bool) -> object:
         self.set(is_on)

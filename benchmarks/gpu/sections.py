@@ -14,6 +14,7 @@ import torch
 from benchmarks.gpu import (
     correctness,
     engine_edits,
+    family_steps,
     flux_sections,
     fp8,
     invariance,
@@ -80,6 +81,7 @@ def sections(bench: Bench) -> dict[str, Section]:
         "kernel_tests": Section(lambda: correctness.kernel_tests(bench), 160),
         "flux_steps": Section(lambda: flux_sections.steps(bench, flux()), 150, has_graphs=True),
         "sdxl": Section(lambda: sdxl.run(bench, unet()), 90, has_graphs=True),
+        "family_steps": Section(lambda: family_steps.run(bench), 90, has_graphs=True),
         "flux_cold": Section(lambda: flux_sections.cold(bench, flux(), entries()), 60, has_graphs=True),
         "engine_edits": Section(engine, 80, has_graphs=True),
         "flux_host_pages": Section(lambda: flux_sections.host_pages(bench, flux(), entries()), 60, has_graphs=True),

@@ -31,6 +31,15 @@ class FluxSize(msgspec.Struct, frozen=True):
         return self.side**2
 
 
+class FamilySize(msgspec.Struct, frozen=True):
+    """A transformer beside FLUX.1's, whose steps are of one request."""
+
+    transformer: dict[str, Any]
+    side: int  # image tokens of a side
+    text_tokens: int
+    ratios: tuple[float, ...]
+
+
 class SdxlSize(msgspec.Struct, frozen=True):
     """Edits with classifier-free guidance: two rows a step."""
 
@@ -55,6 +64,7 @@ class Size(msgspec.Struct, frozen=True):
     name: str
     flux: FluxSize
     sdxl: SdxlSize
+    families: dict[str, FamilySize]  # by names of `family_steps.KINDS`
     rounds: int  # whose median every figure is
     backend: str  # of torch.compile
     checkpoints: tuple[str, ...]  # whose edits are compared with a CPU's

@@ -1,8 +1,7 @@
 """One denoising step of every transformer family's blocks, mask-aware against exact, with random weights of width 512.
 
-Pages are int8 keyframes, as in `denoiser_step`. The bound is the ratio of floating-point operations: in every block the
-linear layers and the attention over all keys both grow with the tokens that are computed. Exact and mask-aware steps
-take turns in one process; figures are medians.
+Pages are int8 keyframes, as in `denoiser_step`. The bound is the ratio of floating-point operations. Exact and
+mask-aware steps take turns in one process; figures are medians.
 """
 
 from __future__ import annotations
@@ -23,7 +22,7 @@ from torch import Tensor
 
 from benchmarks.command import command
 from benchmarks.micro.denoiser_step import FLUX_SHAPE
-from benchmarks.micro.rows import Call, modulated, pages_between, primed_entry
+from benchmarks.micro.rows import Call, exact_row, operations_bound, pages_between, primed_entry
 from benchmarks.report import Value, print_report
 from benchmarks.turns import medians, timed
 from model_executor.models.base import Row
@@ -54,11 +53,7 @@ class Blocks:
     def bound(self, active: int) -> float:
         """Operations of an exact step over those of one with this many active tokens."""
         image = SIDE**2 * self.denoiser.rows_per_token
-        exact, masked = (
-            self.image_blocks * computed + (self.num_blocks - self.image_blocks) * (computed + TEXT_TOKENS)
-            for computed in (image, active)
-        )
-        return exact / masked
+        return operations_bound(image, active, TEXT_TOKENS, self.num_blocks, self.image_blocks)
 
 
 def _qwen(**options: Any) -> QwenImageTransformer2DModel:
@@ -158,23 +153,13 @@ class Bench:
 
 
 def _row(denoiser: Denoiser, widths: tuple[int, int, int, int], dtype: torch.dtype) -> Row:
-    """An exact row, the same in every run, with what a run computes once."""
+    """An exact row, the same in every run."""
     generator = torch.Generator().manual_seed(0)
 
     def draw(*size: int) -> Tensor:
         return torch.randn(size, generator=generator).to(dtype)
 
-    latents, condition, text, pooled = widths
-    row = Row(
-        latents=draw(SIDE**2, latents),
-        condition=draw(SIDE**2, condition),
-        prompt_embeds=draw(TEXT_TOKENS, text),
-        pooled_prompt_embeds=draw(pooled),
-        sigma=torch.tensor(0.6),
-        guidance_scale=1.0,
-        grid=(SIDE, SIDE),
-    )
-    return modulated(denoiser, replace(row, prompt_state=denoiser.prompt_state(row.prompt_embeds, ())))
+    return exact_row(denoiser, SIDE, TEXT_TOKENS, widths, draw)
 
 
 def main(argv: Sequence[str] | None = None) -> None:

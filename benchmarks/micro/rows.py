@@ -11,7 +11,9 @@ from torch import Tensor
 
 from core.page_scheme import PageDtype, PageLayout
 from model_executor.models.base import ModulationInputs, PrimeRow, Row
+from model_executor.models.latents import pack, unpack
 from model_executor.models.transformer.denoiser import Denoiser
+from model_executor.models.transformer.flux2_transformer import CONDITION_TIME
 from model_executor.models.unet.unet import Unet
 from model_executor.page_cache.pages import Pages
 
@@ -34,17 +36,45 @@ def transformer_row(denoiser: Denoiser, side: int, text_tokens: int, draw: Draw,
     """An exact row of a square picture with this many tokens a side, with the modulation that a run computes once."""
     config = denoiser.module.config
     width = config.out_channels or config.in_channels
+    widths = (width, config.in_channels - width, config.joint_attention_dim, config.pooled_projection_dim)
+    return exact_row(denoiser, side, text_tokens, widths, draw, guidance_scale)
+
+
+def exact_row(
+    denoiser: Denoiser,
+    side: int,
+    text_tokens: int,
+    widths: tuple[int, int, int, int],
+    draw: Draw,
+    guidance_scale: float = 1.0,
+) -> Row:
+    """As `transformer_row`, with all that a run computes once. widths: of latents, condition, prompt and pooled
+    prompt."""
+    width, condition, text, pooled = widths
     latents = draw(side * side, width)
     row = Row(
         latents=latents,
-        condition=draw(side * side, config.in_channels - width),
-        prompt_embeds=draw(text_tokens, config.joint_attention_dim),
-        pooled_prompt_embeds=draw(config.pooled_projection_dim),
+        condition=draw(side * side, condition),
+        prompt_embeds=draw(text_tokens, text),
+        pooled_prompt_embeds=draw(pooled),
         sigma=torch.tensor(0.6, device=latents.device),
         guidance_scale=guidance_scale,
         grid=(side, side),
     )
-    return modulated(denoiser, row)
+    return modulated(denoiser, replace(row, prompt_state=denoiser.prompt_state(row.prompt_embeds, ())))
+
+
+def operations_bound(image: int, active: int, text: int, num_blocks: int, image_blocks: int = 0) -> float:
+    """Floating-point operations of an exact step over those of one with this many active tokens. image: tokens that the
+    exact one computes beside those of the text. image_blocks: blocks that compute image tokens alone, of all
+    `num_blocks`.
+
+    In every block the linear layers and the attention over all keys both grow with the tokens that are computed.
+    """
+    exact, masked = (
+        image_blocks * computed + (num_blocks - image_blocks) * (computed + text) for computed in (image, active)
+    )
+    return exact / masked
 
 
 def modulated(denoiser: Denoiser, row: Row) -> Row:
@@ -115,3 +145,33 @@ def diffusers_step(module: Any, row: Row, batch: int = 1) -> Callable[[], tuple[
         "return_dict": False,
     }
     return lambda: module(**inputs)
+
+
+def klein_step(module: Any, row: Row) -> Callable[[], Tensor]:
+    """A FLUX.2 module's own forward of the row, whose condition tokens are a second picture: velocity [image tokens,
+    width]."""
+    device, (rows, columns) = row.latents.device, (torch.arange(float(side)) for side in row.grid)
+    text = torch.zeros(len(row.prompt_embeds), 4)
+    text[:, 3] = torch.arange(len(text))
+    pictures = torch.cartesian_prod(torch.tensor([0.0, CONDITION_TIME]), rows, columns, torch.zeros(1))
+    inputs = {
+        "hidden_states": torch.cat([row.latents, row.condition])[None],
+        "timestep": row.sigma.to(row.latents.dtype).expand(1),
+        "encoder_hidden_states": row.prompt_embeds[None],
+        "txt_ids": text.to(device),
+        "img_ids": pictures.to(device),
+        "return_dict": False,
+    }
+    number = len(row.latents)
+    return lambda: module(**inputs)[0][0][:number]
+
+
+def z_image_step(module: Any, row: Row) -> Callable[[], Tensor]:
+    """A Z-Image module's own forward of the row: velocity [image tokens, width]."""
+    time, frames = (1 - row.sigma)[None], [unpack(row.latents, row.grid)[0][:, None]]
+
+    def step() -> Tensor:
+        (velocity,) = module(frames, time, [row.prompt_embeds], return_dict=False)[0]
+        return -pack(velocity[:, 0][None])
+
+    return step

@@ -84,6 +84,10 @@ def test_every_section_runs_without_a_gpu(ran: tuple[subprocess.CompletedProcess
     assert sections["flux_steps"]["exact_from_diffusers"] < 1e-5
     assert sections["flux_steps"]["masked_from_exact"] < 0.02
     assert all(batch["diffusers_compiled_ms"] > 0 for batch in sections["flux_steps"]["batches"].values())
+    for family in sections["family_steps"]["families"].values():
+        assert family["exact_from_diffusers"] < 1e-5
+        assert family["masked_from_exact"] < 0.02
+        assert family["ratios"].keys() == {"0.1", "0.2"}
     launches = [step["launches"] for model in ("flux", "sdxl") for step in sections["kernel_times"][model].values()]
     assert min(launches) > 100
     alike = sections["correctness"]["checkpoints"]["flux_fill"]["float32"]
@@ -177,6 +181,20 @@ def full_sections() -> dict[str, Any]:
                 "1": batch | {"diffusers_compiled_ms": 195.0, "ratios": ratios, "exact_graph_ms": 191.0},
                 "8": batch | mixed | {"diffusers_compiled_ms": 780.0},
             },
+        },
+        "family_steps": {
+            "families": {
+                "FLUX.2-klein-4B": {
+                    "billion_parameters": 3.9,
+                    "image_tokens": 8192,
+                    "text_tokens": 512,
+                    "exact_from_diffusers": 0.01,
+                    "masked_from_exact": 0.02,
+                    "diffusers_ms": 120.0,
+                    "exact_ms": 100.0,
+                    "ratios": {"0.1": {"ms": 25.0, "graph_ms": 20.0, "bound": 10.0}, "0.2": {"ms": 30.0, "bound": 6.0}},
+                }
+            }
         },
         "flux_cold": {
             "keyframes": 5,
@@ -308,6 +326,9 @@ def test_a_gpus_results_are_written_up() -> None:
         "| 1 | 210.0 | 195.0 | 190.0 (650 TFLOP/s) | 14.0 |  | 60.0: 3.25x (0.65) | 70.0: 2.79x (0.81) |  |",
         "| 1, as a CUDA graph |  |  | 191.0 |  |  | 50.0: 3.90x (0.78) | 63.0: 3.10x (0.89) |  |",
         "| 8 | 840.0 | 780.0 | 190.0 (650 TFLOP/s) | 14.0 |  |  |  | 160.0: 4.88x (0.92) |",
+        "| FLUX.2-klein-4B | diffusers eager | 120.0 |  |  |  |  |  |",
+        "| FLUX.2-klein-4B | ratio 0.1 | 25.0 | 20.0 | 6.00x | 5.00x | 10.00x | 0.50 |",
+        "| FLUX.2-klein-4B | ratio 0.2 | 30.0 |  | 4.00x | 3.33x | 6.00x | 0.56 |",
         "4 captures of 80 ms each, 0 failed",
         "| later edit at mask ratio 0.2 | 2.10 s |",
         "| first edit at mask ratio 0.1 | 2.30 s: 0.43 of it, by operations of the denoiser 0.38 |",
@@ -383,7 +404,8 @@ def test_a_family_that_breaks_costs_no_other(tmp_path: Path, monkeypatch: pytest
     monkeypatch.setattr(correctness, "_compare", compare)
     with pytest.raises(ExceptionGroup, match="checkpoints that failed"):
         correctness.edits(bench)
-    assert bench.report.sections["correctness"]["checkpoints"] == {"sdxl": figures}
+    others = [name for name in bench.size.checkpoints if name != "flux_fill"]
+    assert bench.report.sections["correctness"]["checkpoints"] == dict.fromkeys(others, figures)
 
 
 def unwanted(rest: Any) -> None:

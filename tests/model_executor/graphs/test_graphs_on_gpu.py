@@ -10,14 +10,18 @@ from typing import Any
 import pytest
 import torch
 from diffusers.models.transformers.transformer_flux import FluxTransformer2DModel
+from diffusers.models.transformers.transformer_flux2 import Flux2Transformer2DModel
 from torch import Tensor
 
 from model_executor.kernels.operators import best_operators
 from model_executor.models.base import ModulationInputs, PrimeRow, Row
 from model_executor.models.transformer.denoiser import Denoiser
+from model_executor.models.transformer.flux2_transformer import Flux2Transformer
 from model_executor.models.transformer.flux_transformer import FluxTransformer
+from model_executor.models.transformer.z_image_transformer import ZImageTransformer
 from model_executor.models.unet.unet import Unet
 from model_executor.page_cache.pages import Pages
+from tools.random_checkpoints import z_image_transformer
 from tools.random_unet_checkpoints import sdxl_unet
 
 pytestmark = pytest.mark.gpu
@@ -60,6 +64,33 @@ def make_flux() -> FluxTransformer:
     return FluxTransformer(module, 1000, best_operators(device()))
 
 
+def make_klein() -> Flux2Transformer:
+    torch.manual_seed(0)
+    with torch.inference_mode(False):
+        module = Flux2Transformer2DModel(
+            in_channels=WIDTH,
+            num_layers=2,
+            num_single_layers=2,
+            attention_head_dim=64,
+            num_attention_heads=4,
+            joint_attention_dim=32,
+            axes_dims_rope=(16, 16, 16, 16),
+            guidance_embeds=False,
+        )
+        module = module.to(device(), torch.bfloat16).eval().requires_grad_(False)
+    return Flux2Transformer(module, 1000, best_operators(device()))
+
+
+def make_z_image() -> ZImageTransformer:
+    torch.manual_seed(0)
+    with torch.inference_mode(False):
+        module = z_image_transformer(
+            in_channels=WIDTH // 4, dim=256, n_heads=4, n_kv_heads=4, cap_feat_dim=32, axes_dims=[16, 24, 24]
+        )
+        module = module.to(device(), torch.bfloat16).eval().requires_grad_(False)
+    return ZImageTransformer(module, 1000, best_operators(device()))
+
+
 def make_unet() -> Unet:
     torch.manual_seed(0)
     with torch.inference_mode(False):
@@ -67,7 +98,12 @@ def make_unet() -> Unet:
     return Unet(module, 1000, 32, best_operators(device()))
 
 
-MODELS: dict[str, Callable[[], Model]] = {"flux": make_flux, "sdxl": make_unet}
+MODELS: dict[str, Callable[[], Model]] = {
+    "flux": make_flux,
+    "klein": make_klein,
+    "z-image": make_z_image,
+    "sdxl": make_unet,
+}
 
 
 @pytest.fixture(params=MODELS)
@@ -82,9 +118,10 @@ def row_of(model: Model, seed: int) -> Row:
         return torch.randn(shape, generator=generator, device=device(), dtype=torch.bfloat16)
 
     is_unet = isinstance(model, Unet)
+    condition = 80 if is_unet else 0 if isinstance(model, ZImageTransformer) else WIDTH
     row = Row(
         latents=draw(TOKENS, 64 if is_unet else WIDTH),
-        condition=draw(TOKENS, 80 if is_unet else WIDTH),
+        condition=draw(TOKENS, condition),
         prompt_embeds=draw(TEXT, model.module.config.cross_attention_dim if is_unet else 32),
         pooled_prompt_embeds=draw(WIDTH if is_unet else 32),
         sigma=torch.tensor(0.1 + 0.05 * seed, device=device()),
@@ -93,9 +130,8 @@ def row_of(model: Model, seed: int) -> Row:
     )
     if isinstance(model, Unet):
         return row
-    return replace(
-        row, modulation=model.modulation(ModulationInputs(row.pooled_prompt_embeds, 3.5, row.sigma[None], 1))
-    )
+    table = model.modulation(ModulationInputs(row.pooled_prompt_embeds, 3.5, row.sigma[None], 1))
+    return replace(row, modulation=table, prompt_state=model.prompt_state(row.prompt_embeds, ()))
 
 
 def edit_of(model: Model, seed: int, num_active: int, weight: float | None) -> Row:
@@ -148,7 +184,9 @@ def test_replays_follow_their_contents(model: Model) -> None:
 def test_guided_and_exact_steps(model: Model) -> None:
     for number in range(3):
         edit, other = edit_of(model, number, 50, 0.4), row_of(model, number + 10)
-        negative = replace(edit, prompt_embeds=other.prompt_embeds, modulation=other.modulation)
+        negative = replace(
+            edit, prompt_embeds=other.prompt_embeds, prompt_state=other.prompt_state, modulation=other.modulation
+        )
         for rows in ([edit, negative], [row_of(model, number)]):
             for output, expected in zip(model.forward(rows), eager(model, rows), strict=True):
                 assert is_close(output, expected)

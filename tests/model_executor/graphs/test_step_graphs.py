@@ -10,7 +10,10 @@ from typing import Any
 import pytest
 import torch
 from diffusers.models.transformers.transformer_flux import FluxTransformer2DModel
+from diffusers.models.transformers.transformer_flux2 import Flux2Transformer2DModel
+from diffusers.models.transformers.transformer_qwenimage import QwenImageTransformer2DModel
 from diffusers.models.transformers.transformer_sd3 import SD3Transformer2DModel
+from diffusers.models.transformers.transformer_z_image import ZImageTransformer2DModel
 from diffusers.models.unets.unet_2d_condition import UNet2DConditionModel
 from graph_simulator import SimulatedCapture, owned_by, storage
 from torch import Tensor
@@ -26,8 +29,11 @@ from model_executor.kernels.operators import Operators
 from model_executor.models.base import ModulationInputs, Row
 from model_executor.models.boxes import around
 from model_executor.models.transformer.denoiser import Denoiser
-from model_executor.models.transformer.flux_transformer import FluxTransformer
+from model_executor.models.transformer.flux2_transformer import Flux2Transformer
+from model_executor.models.transformer.flux_transformer import FluxKontextTransformer, FluxTransformer
+from model_executor.models.transformer.qwen_transformer import QwenEditTransformer
 from model_executor.models.transformer.sd3_transformer import SD3Transformer
+from model_executor.models.transformer.z_image_transformer import ZImageTransformer
 from model_executor.models.unet.unet import Unet
 from model_executor.page_cache.pages import PageEntry, Pages
 
@@ -43,9 +49,9 @@ def operators() -> TritonOperators:
     return chosen
 
 
-def make_flux() -> FluxTransformer2DModel:
+def make_flux(in_channels: int = 2 * WIDTH) -> FluxTransformer2DModel:
     return FluxTransformer2DModel(
-        in_channels=2 * WIDTH,
+        in_channels=in_channels,
         out_channels=WIDTH,
         num_layers=1,
         num_single_layers=1,
@@ -77,8 +83,62 @@ def make_sd3() -> SD3Transformer2DModel:
     )
 
 
+def make_klein() -> Flux2Transformer2DModel:
+    """Two blocks of each kind share a modulation."""
+    return Flux2Transformer2DModel(
+        in_channels=WIDTH,
+        num_layers=2,
+        num_single_layers=2,
+        attention_head_dim=16,
+        num_attention_heads=1,
+        joint_attention_dim=32,
+        timestep_guidance_channels=16,
+        axes_dims_rope=(4, 4, 4, 4),
+        guidance_embeds=False,
+    )
+
+
+def make_qwen_plus() -> QwenImageTransformer2DModel:
+    """Condition tokens have a noise level of their own."""
+    return QwenImageTransformer2DModel(
+        in_channels=WIDTH,
+        out_channels=WIDTH // 4,
+        num_layers=2,
+        attention_head_dim=16,
+        num_attention_heads=1,
+        joint_attention_dim=32,
+        axes_dims_rope=(4, 6, 6),
+        zero_cond_t=True,
+    )
+
+
+def make_z_image() -> ZImageTransformer2DModel:
+    """Prompt and picture are filled up to 32 tokens each."""
+    module = ZImageTransformer2DModel(
+        in_channels=WIDTH // 4,
+        dim=16,
+        n_layers=2,
+        n_refiner_layers=1,
+        n_heads=1,
+        n_kv_heads=1,
+        cap_feat_dim=32,
+        axes_dims=[4, 6, 6],
+        axes_lens=[64, 16, 16],
+    )
+    for padding in (module.cap_pad_token, module.x_pad_token):
+        torch.nn.init.normal_(padding)  # they are made without contents
+    return module
+
+
 Maker = tuple[Callable[[], Any], Callable[..., Denoiser]]
-TRANSFORMERS: dict[str, Maker] = {"flux": (make_flux, FluxTransformer), "sd3": (make_sd3, SD3Transformer)}
+TRANSFORMERS: dict[str, Maker] = {
+    "flux": (make_flux, FluxTransformer),
+    "flux-kontext": (lambda: make_flux(WIDTH), FluxKontextTransformer),
+    "klein": (make_klein, Flux2Transformer),
+    "sd3": (make_sd3, SD3Transformer),
+    "qwen-edit-plus": (make_qwen_plus, QwenEditTransformer),
+    "z-image": (make_z_image, ZImageTransformer),
+}
 
 
 def make_denoiser(name: str) -> Denoiser:
@@ -126,10 +186,12 @@ def draws(seed: int) -> Callable[..., Tensor]:
 
 
 def row_of(denoiser: Denoiser, seed: int) -> Row:
+    """With what a run computes once."""
     draw = draws(seed)
+    has_condition = isinstance(denoiser, FluxTransformer | QwenEditTransformer)
     row = Row(
         latents=draw(TOKENS, WIDTH),
-        condition=draw(TOKENS, WIDTH if isinstance(denoiser, FluxTransformer) else 0),
+        condition=draw(TOKENS, WIDTH if has_condition else 0),
         prompt_embeds=draw(TEXT, 32),
         pooled_prompt_embeds=draw(32),
         sigma=torch.tensor(0.1 + 0.1 * seed),
@@ -137,7 +199,7 @@ def row_of(denoiser: Denoiser, seed: int) -> Row:
         grid=GRID,
     )
     table = denoiser.modulation(ModulationInputs(row.pooled_prompt_embeds, 3.5, row.sigma[None], 1))
-    return replace(row, modulation=table)
+    return replace(row, modulation=table, prompt_state=denoiser.prompt_state(row.prompt_embeds, ()))
 
 
 def unet_row(unet: Unet, seed: int) -> Row:

@@ -14,13 +14,17 @@ from diffusers.models.transformers.transformer_flux import FluxTransformer2DMode
 from launches import META, LaunchCounter
 from torch import Tensor
 
-from benchmarks.micro.rows import pages_between, transformer_row
+from benchmarks.gpu.family_steps import KINDS
+from benchmarks.gpu.sizes import FULL
+from benchmarks.micro.rows import exact_row, pages_between, transformer_row
 from model_executor.kernels import gpu_pages, gpu_tables
 from model_executor.kernels.gpu_attention import attend_alike
 from model_executor.kernels.gpu_operators import TritonOperators
 from model_executor.kernels.held import holding
 from model_executor.models.base import ModulationInputs, Row
+from model_executor.models.transformer.denoiser import Denoiser
 from model_executor.models.transformer.flux_transformer import FluxTransformer
+from model_executor.models.transformer.z_image_transformer import ZImageTransformer
 from model_executor.page_cache.pages import PageTable
 
 SIDE, TEXT, ACTIVE = 64, 512, 410
@@ -46,7 +50,7 @@ def module() -> Any:
             torch.set_default_dtype(torch.float32)
 
 
-Step = tuple[FluxTransformer, Row]
+Step = tuple[Denoiser, Row]
 """A denoiser, and a row that computes all tokens."""
 
 
@@ -57,6 +61,27 @@ def make_step(module: Any, kernels: ModuleType, counter: LaunchCounter) -> Step:
     denoiser._rotary_table = lambda *_: table  # type: ignore[assignment,misc]
     draw = partial(torch.empty, device=META, dtype=torch.bfloat16)
     return denoiser, transformer_row(denoiser, SIDE, TEXT, lambda *shape: draw(shape), 3.5)
+
+
+@torch.inference_mode()
+def make_family_step(name: str, kernels: ModuleType, counter: LaunchCounter) -> Step:
+    """A step of a family's published shape, with all that a run computes once."""
+    kind, size = KINDS[name], FULL.families[name]
+    torch.set_default_dtype(torch.bfloat16)
+    try:
+        with torch.inference_mode(False), META:
+            module = kind.make(**size.transformer).eval().requires_grad_(False)
+    finally:
+        torch.set_default_dtype(torch.float32)
+    denoiser = kind.denoiser(module, 1000, TritonOperators(counter.kernels(kernels)).attending(attend_alike))
+    tokens = size.text_tokens + denoiser.rows_per_token * size.side**2
+    tables = {number: torch.empty(number, 1, 1, 64, dtype=torch.complex64, device=META) for number in (tokens, 128)}
+    denoiser._rotary_table = lambda *_: tables[tokens]  # type: ignore[assignment,misc]
+    if isinstance(denoiser, ZImageTransformer):
+        denoiser._prompt_rotary = lambda number: tables[number]  # type: ignore[method-assign]
+    draw = partial(torch.empty, device=META, dtype=torch.bfloat16)
+    widths = kind.widths(module.config)
+    return denoiser, exact_row(denoiser, size.side, size.text_tokens, widths, lambda *shape: draw(shape))
 
 
 def masked(step: Step) -> Row:
@@ -80,6 +105,29 @@ def test_a_flux_step_stays_within_its_budget(
         step[0].forward(rows)
     assert counter.total <= budget, counter.counts.most_common()
     assert counter.counts["triton.attention_inputs"] == (57 if is_masked else 19)
+
+
+@pytest.mark.parametrize(
+    ("name", "is_masked", "budget"),
+    [
+        ("FLUX.2-klein-4B", True, 225),
+        ("FLUX.2-klein-4B", False, 225),
+        ("Z-Image", True, 310),
+        ("Z-Image", False, 310),
+    ],
+)
+@torch.inference_mode()
+def test_a_step_of_other_families_stays_within_its_budget(
+    kernels: ModuleType, name: str, is_masked: bool, budget: int
+) -> None:
+    counter = LaunchCounter()
+    step = make_family_step(name, kernels, counter)
+    rows = [masked(step) if is_masked else step[1]]
+    step[0].forward(rows)
+    counter.counts.clear()
+    with counter:
+        step[0].forward(rows)
+    assert counter.total <= budget, counter.counts.most_common()
 
 
 @torch.inference_mode()
@@ -110,12 +158,14 @@ def test_masks_of_other_sizes_compile_no_kernel(module: Any, kernels: ModuleType
     assert variants(410, 333) == variants(16, 900, 31)
 
 
+@pytest.mark.parametrize("name", ["FLUX.1-dev", *KINDS])
 @torch.inference_mode()
 def test_a_step_whose_pages_have_a_table_uploads_nothing(
-    module: Any, kernels: ModuleType, monkeypatch: pytest.MonkeyPatch
+    module: Any, kernels: ModuleType, monkeypatch: pytest.MonkeyPatch, name: str
 ) -> None:
     """So it can be captured as a CUDA graph, once there was one of the same shape."""
-    step = make_step(module, kernels, LaunchCounter())
+    counter = LaunchCounter()
+    step = make_family_step(name, kernels, counter) if name in KINDS else make_step(module, kernels, counter)
     row = masked(step)
     assert row.pages is not None
     table = PageTable(torch.empty(2, dtype=torch.int64, device=META), torch.empty(2, device=META))

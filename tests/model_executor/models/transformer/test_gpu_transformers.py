@@ -30,8 +30,18 @@ pytest.importorskip("triton")  # interpreted: see conftest.py
 Model = tuple[Denoiser, Denoiser]
 """A denoiser on Triton's operators, and it on PyTorch's."""
 
-EVERY = ["flux-dev", "klein", "sd3", "second-attention-last", "qwen-edit", "qwen-edit-2511", "z-image", "dit"]
-SOME = ["flux-dev", "second-attention-last"]
+EVERY = [
+    "flux-dev",
+    "flux-kontext",
+    "klein",
+    "sd3",
+    "second-attention-last",
+    "qwen-edit",
+    "qwen-edit-2511",
+    "z-image",
+    "dit",
+]
+SOME = ["flux-dev", "klein", "second-attention-last", "z-image"]
 PRIMED = [*SOME, "qwen-edit-2511"]
 SIZES = [((2, 3), 2), ((1, 2), 1)]
 """(grid, text tokens) of requests that share a batch."""
@@ -169,10 +179,11 @@ def test_a_table_is_read_instead_of_the_pages(name: str) -> None:
         assert_close(ours.forward([tabled, *others]), expected)
 
 
+@pytest.mark.parametrize("name", ["flux-dev", "klein", "z-image"])
 @torch.inference_mode()
-def test_of_repeated_tokens_the_first_counts() -> None:
+def test_of_repeated_tokens_the_first_counts(name: str) -> None:
     """As a step that is replayed with other masks repeats the last token, even to as many as the picture has."""
-    ours, theirs = model("flux-dev")
+    ours, theirs = model(name)
     row = edit(theirs, 3)
     assert row.pages is not None
     (expected,) = theirs.forward([row])
