@@ -94,7 +94,7 @@ def fields_on(device: torch.device) -> dict[str, Tensor]:
 
 
 class Pool:
-    """Examples of one rank on the autoencoder's device, drawn and encoded on demand. A full pool overwrites the oldest."""
+    """Examples of one rank, on the autoencoder's device, drawn and encoded on demand; the oldest are overwritten."""
 
     def __init__(
         self, folder: Path, vae: AutoencoderKL, tokenizers: Tokenizers, first_seed: int, mixture: Mixture

@@ -23,8 +23,8 @@ def has_fast_bfloat16(device: torch.device) -> bool:
 
 
 def training_device() -> torch.device:
-    """A GPU where there is one. cuDNN's attention is off there: its backward pass reads beyond its memory (PyTorch 2.11,
-    H100, 280 tokens).
+    """A GPU where there is one. cuDNN's attention is switched off: its backward pass reads memory that is not its own
+    (PyTorch 2.11, H100, 280 tokens).
     """
     torch.backends.cuda.enable_cudnn_sdp(False)
     return torch.device("cuda" if torch.cuda.is_available() else "cpu")
