@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable, Sequence
 from typing import Literal
 
 import msgspec
 
 from core.handles import ModelKey
 from core.page_scheme import PageScheme
+from core.reference_pictures import ReferencePictures
 from core.sampling_params import SamplingParams
 from core.step_schedule import StepSchedule
 from core.vision_tokens import VisionTokens
@@ -46,6 +48,7 @@ class ModelInfo(msgspec.Struct, frozen=True, kw_only=True):
     latent_width: int  # floats per token of the packed latents
     conditions_per_token: int = 0  # condition tokens per image token of an edit; 1: the template has tokens of its own
     empty_has_conditions: bool = True  # whether pictures that are made of nothing have them, too: of an empty canvas
+    references: ReferencePictures | None = None  # pictures that it sees beside the one to edit; None: it sees none
     # Classes. A model that has some makes pictures of one of them, of the native size, and edits none.
     num_classes: int = 0  # 0: it makes pictures of a prompt
     class_names: dict[str, int] = {}  # name -> class, 0 .. num_classes - 1; a class may have several, or none
@@ -83,9 +86,15 @@ class ModelInfo(msgspec.Struct, frozen=True, kw_only=True):
         """All components that its requests are computed with."""
         return (*self.components, *self.borrowed)
 
-    def num_condition_tokens(self, num_tokens: int, *, has_template: bool) -> int:
-        """Condition tokens of a picture of this many image tokens."""
-        return self.conditions_per_token * num_tokens if has_template or self.empty_has_conditions else 0
+    def num_condition_tokens(self, num_tokens: int, *, has_template: bool, reference_tokens: int = 0) -> int:
+        """Condition tokens of a picture of this many image tokens. reference_tokens: of its references together."""
+        is_replaced = reference_tokens and self.references is not None and self.references.replaces_template
+        has_own = (has_template or self.empty_has_conditions) and not is_replaced
+        return reference_tokens + (self.conditions_per_token * num_tokens if has_own else 0)
+
+    def num_reference_tokens(self, sizes: Iterable[tuple[int, int]]) -> int:
+        """Condition tokens of references of these sizes, (width, height) in pixels."""
+        return sum(self.num_image_tokens(*size) for size in sizes)
 
     def keys_of(self, component: str) -> tuple[ModelKey, ...]:
         """Its components of one kind, all of which an op of this kind needs."""
@@ -125,6 +134,9 @@ class ModelInfo(msgspec.Struct, frozen=True, kw_only=True):
         limit on the prompt's, None = the encoder's length."""
         return (max_sequence_length or self.max_text_tokens) + self.extra_text_tokens
 
-    def text_tokens_beside(self, width: int, height: int) -> int:
-        """Text tokens of a row beside the prompt's, for a template of this size in pixels."""
-        return self.extra_text_tokens + (0 if self.vision is None else self.vision.count(width, height))
+    def text_tokens_beside(self, width: int, height: int, references: Sequence[tuple[int, int]] = ()) -> int:
+        """Text tokens of a row beside the prompt's, for a template and references of these sizes in pixels."""
+        if self.vision is None:
+            return self.extra_text_tokens
+        seen = sum(self.vision.count(*size) for size in ((width, height), *references))
+        return self.extra_text_tokens + seen + self.vision.frame_tokens * len(references)

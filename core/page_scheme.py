@@ -41,11 +41,16 @@ class PageLayout(msgspec.Struct, frozen=True, kw_only=True):
     head_dim: int
     dtype: PageDtype
     rows_per_token: int = 1  # keys and values per image token; 2: the clean template has tokens of its own
+    condition_rows: int = 0  # further ones of a picture with references, see `with_conditions`
     num_moments: int = 0  # numbers stored beside a page per image token
+
+    def with_conditions(self, number: int) -> PageLayout:
+        """That of a picture with this many condition tokens, whatever its size: one with references."""
+        return msgspec.structs.replace(self, rows_per_token=1, condition_rows=number)
 
     def num_rows(self, num_tokens: int) -> int:
         """Keys (or values) of a head in a block, for a picture with this many image tokens."""
-        return self.rows_per_token * num_tokens
+        return self.rows_per_token * num_tokens + self.condition_rows
 
     def value_bytes(self, num_tokens: int) -> int:
         """Bytes of a block's values."""
@@ -115,6 +120,10 @@ class PageScheme(msgspec.Struct, frozen=True, kw_only=True):
             parts.append(cache_salt)
         key = hashlib.sha256(repr(parts).encode()).hexdigest()
         return f"{key}+{patch_digest(patches)}" if patches else key
+
+    def with_conditions(self, number: int) -> PageScheme:
+        """See `PageLayout.with_conditions`."""
+        return msgspec.structs.replace(self, layout=self.layout.with_conditions(number))
 
     def own_page_bytes(self, num_tokens: int) -> int:
         """Bytes of one row's own pages."""

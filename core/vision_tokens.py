@@ -18,6 +18,7 @@ class VisionTokens(msgspec.Struct, frozen=True, kw_only=True):
     min_pixels: int
     max_pixels: int
     area: int = 0  # px; 0: pictures reach the processor at their own size
+    frame_tokens: int = 0  # of the chat around each picture after the first
 
     def count(self, width: int, height: int) -> int:
         """Tokens of a picture of this size in pixels. Its sides must not differ by more than a factor of 200."""

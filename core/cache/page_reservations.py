@@ -273,16 +273,17 @@ class PageReservations:
         """Whether the clean latents, which it reads, are not being loaded."""
         return self.cache.state(job.template.latents_key) is not EntryState.LOADING
 
-    def start_latents(self, job: PrimingJob) -> ArrayRef:
-        """Record that a worker encodes the template; returns its pixels."""
+    def start_latents(self, job: PrimingJob) -> tuple[ArrayRef, ...]:
+        """Record that a worker encodes the template and its references; returns their pixels."""
         job.is_in_flight = True
-        return self.lend_pixels(job)
+        return self.lend_pictures(job)
 
-    def lend_pixels(self, job: PrimingJob) -> ArrayRef:
-        """The template's pixels for the batch in flight, lent by one of the waiting reservations."""
+    def lend_pictures(self, job: PrimingJob) -> tuple[ArrayRef, ...]:
+        """The pixels of the template and its references for the batch in flight, lent by one of the waiting
+        reservations."""
         lender = self.waiters(job)[0]
         lender.is_read = True
-        return lender.pixels
+        return lender.pictures
 
     def start_chunk(self, job: PrimingJob, chunk: Chunk, rank: int = 0) -> None:
         """Record that this rank computes a chunk."""
@@ -346,7 +347,7 @@ class PageReservations:
         job.seconds += seconds
         left = [reservation for reservation, _ in self._left.get(job.id, ())]
         for reservation in [*self._reservations.values(), *left]:
-            # The lender of the pixels may not be waiting any more: its pages may have been loaded meanwhile.
+            # The lender of the pictures may not be waiting any more: its pages may have been loaded meanwhile.
             if reservation.template.key == job.template.key:
                 reservation.is_read = False
         for reservation in [*self.waiters(job), *left]:

@@ -35,26 +35,36 @@ class TemplateInfo:
     max_text_tokens: int  # length to which the priming prompt is padded or cut
     extra_text_tokens: int = 0  # see ModelInfo.text_tokens_beside
     num_condition_tokens: int = 0
+    num_reference_tokens: int = 0  # those of them that are of references
+    reference_sizes: tuple[tuple[int, int], ...] = ()  # (width, height) in px
     # The rest.
     is_seen_by_text: bool = False  # the text encoder sees its pixels
     cache_salt: str = ""  # see CacheConfig.salt
     patches: PatchSet = ()
 
     @classmethod
-    def of(cls, asked: Spec | PrimeTemplate, info: ModelInfo) -> TemplateInfo:
-        """The template of a request or a template request. info: of its model, which must have a page scheme."""
-        assert info.page_scheme is not None
+    def of(
+        cls, asked: Spec | PrimeTemplate, info: ModelInfo, references: tuple[tuple[int, int], ...] = ()
+    ) -> TemplateInfo:
+        """The template of a request or a template request. info: of its model, which must have a page scheme.
+        references: their sizes in pixels."""
+        scheme = info.page_scheme
+        assert scheme is not None
+        beside = info.num_reference_tokens(references)
+        conditions = info.num_condition_tokens(asked.num_tokens, has_template=True, reference_tokens=beside)
         return cls(
-            info.page_scheme.template_key(asked.content_id, asked.cache_salt, asked.patches),
+            scheme.template_key(asked.content_id, asked.cache_salt, asked.patches),
             info.name,
-            info.page_scheme,
+            scheme.with_conditions(conditions) if references else scheme,
             asked.content_id,
             asked.width,
             asked.height,
             asked.num_tokens,
             info.max_text_tokens,
-            info.text_tokens_beside(asked.width, asked.height),
-            info.num_condition_tokens(asked.num_tokens, has_template=True),
+            info.text_tokens_beside(asked.width, asked.height, references),
+            conditions,
+            beside,
+            references,
             info.vision is not None,
             asked.cache_salt,
             asked.patches,
@@ -64,6 +74,11 @@ class TemplateInfo:
     def latents_key(self) -> str:
         """Key of the entry with its clean latents."""
         return latents_key(self.key)
+
+    @property
+    def num_latent_tokens(self) -> int:
+        """Tokens that the entry with its clean latents holds: the references' follow the template's."""
+        return self.num_tokens + self.num_reference_tokens
 
     @property
     def pass_tokens(self) -> int:

@@ -15,9 +15,10 @@ from core.scheduling.ops.template_encode import TEMPLATE_ENCODE, TemplateEncode
 def encode_batch(job: PrimingJob, pages: PageReservations) -> CacheBatch:
     """The batch that encodes a job's template."""
     template = job.template
-    pixels = pages.start_latents(job)
+    pixels, *references = pages.start_latents(job)
     work = TemplateEncode(
         template=pixels,
+        references=tuple(references),
         width=template.width,
         height=template.height,
         out=pages.latents(template),
@@ -29,14 +30,14 @@ def encode_batch(job: PrimingJob, pages: PageReservations) -> CacheBatch:
 
 def encode_size(job: PrimingJob) -> Work:
     """The size of encoding a job's template."""
-    return Work.of([job.template.num_tokens])
+    return Work.of([job.template.num_latent_tokens])
 
 
 def chunk_batch(job: PrimingJob, chunk: Chunk, pages: PageReservations, rank: int) -> CacheBatch:
     """The batch of a job's chunk on this rank, of one item per keyframe."""
     pages.start_chunk(job, chunk, rank)
-    pixels = pages.lend_pixels(job) if job.template.is_seen_by_text else None
-    works = [_prime(job, chunk, sigma, pages, pixels) for sigma in chunk.sigmas]
+    seen = pages.lend_pictures(job) if job.template.is_seen_by_text else ()
+    works = [_prime(job, chunk, sigma, pages, seen) for sigma in chunk.sigmas]
     items = tuple(Item(job.id, PRIME.name, job.template.model, work, ()) for work in works)
     return CacheBatch(PRIME, items, _chunk_size(job, chunk))
 
@@ -49,7 +50,8 @@ def _chunk_size(job: PrimingJob, chunk: Chunk) -> Work:
     return Work((share,) * len(chunk.sigmas), (tokens,) * len(chunk.sigmas))
 
 
-def _prime(job: PrimingJob, chunk: Chunk, sigma: float, pages: PageReservations, pixels: ArrayRef | None) -> Prime:
+def _prime(job: PrimingJob, chunk: Chunk, sigma: float, pages: PageReservations, seen: tuple[ArrayRef, ...]) -> Prime:
+    """seen: the pictures that the text encoder sees."""
     template = job.template
     return Prime(
         latents=pages.latents(template),
@@ -63,7 +65,8 @@ def _prime(job: PrimingJob, chunk: Chunk, sigma: float, pages: PageReservations,
         blocks=chunk.blocks,
         dtype=template.scheme.layout.dtype,
         out=pages.ref(template, sigma),
-        template=pixels,
+        seen=seen,
+        reference_sizes=template.reference_sizes,
         cache_salt=template.cache_salt,
         patches=template.patches,
     )

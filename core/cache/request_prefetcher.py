@@ -114,7 +114,7 @@ class RequestPrefetcher:
 
     def _make(self, request: Request, template: TemplateInfo, keyframes: tuple[float, ...]) -> RequestPages:
         assert request.spec.template is not None
-        reservation = Reservation(request.id, template, request.spec.template, keyframes)
+        reservation = Reservation(request.id, template, (request.spec.template, *request.spec.references), keyframes)
         self._unreserved.add(request.id)
         mine = self.records[request.id] = RequestPages(reservation)
         return mine
@@ -143,7 +143,8 @@ class RequestPrefetcher:
 
     def _template_of(self, request: Request) -> TemplateInfo:
         assert request.workflow.paged is not None
-        return TemplateInfo.of(request.spec, self._models[request.model_of(request.workflow.paged)])
+        info = self._models[request.model_of(request.workflow.paged)]
+        return TemplateInfo.of(request.spec, info, request.spec.reference_sizes)
 
 
 def _masked(request: Request, sigmas: tuple[float, ...], first: int) -> tuple[float, ...]:

@@ -17,7 +17,8 @@ class Reservation:
     # Set by its maker: the RequestPrefetcher, or for a template request TemplateRequests.
     owner_id: str  # id of the edit or template request
     template: TemplateInfo
-    pixels: ArrayRef  # uint8 [height, width, 3], valid until the owner's terminal message
+    pictures: tuple[ArrayRef, ...]  # the template and its references, uint8 [height, width, 3] each; valid until the
+    # owner's terminal message
     sigmas: tuple[float, ...] = ()  # keyframes it needs, falling; reduced by `narrow` and `trim`
     # Noise level of a step -> keys of the entries that it reads, and the weight of the second.
     entries_at: dict[float, tuple[tuple[str, ...], float]] = field(default_factory=dict)
@@ -25,7 +26,7 @@ class Reservation:
     is_reserved: bool = False  # its entries are pinned
     # All its entries have been filled. They are pinned: none is evicted, but a device's may be lost with its rank.
     is_complete: bool = False
-    is_read: bool = False  # a worker reads `pixels` for a priming job
+    is_read: bool = False  # a worker reads `pictures` for a priming job
     is_idle_work: bool = False  # set by its maker: primed only when there is no other work
     is_prefetch: bool = False  # set by its maker: its owner waits for a slot; entries are loaded, but not primed
     is_given_up: bool = False  # priming failed, and so does its owner
@@ -42,7 +43,7 @@ class Reservation:
     def wants(self, *, shares_latents: bool = False) -> list[WantedEntry]:
         """shares_latents: other ranks than the one that reads the pages read the clean latents, too."""
         template, layout = self.template, self.template.scheme.layout
-        latent_bytes = template.scheme.latent_entry_bytes(template.num_tokens)
+        latent_bytes = template.scheme.latent_entry_bytes(template.num_latent_tokens)
         entry_bytes, block_bytes = layout.entry_bytes(template.num_tokens), layout.block_bytes(template.num_tokens)
         latents, *pages = self.entry_keys()
         first = WantedEntry(latents, latent_bytes, latent_bytes, shares_latents)

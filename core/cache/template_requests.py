@@ -62,7 +62,7 @@ class TemplateRequests(Collection[str]):
     def add(self, prime: PrimeTemplate, info: ModelInfo) -> None:
         """Add a request. info: of its model, which must have a page scheme."""
         template = TemplateInfo.of(prime, info)
-        reservation = Reservation(prime.request_id, template, prime.template, template.scheme.keyframes)
+        reservation = Reservation(prime.request_id, template, (prime.template,), template.scheme.keyframes)
         reservation.is_idle_work = prime.is_idle_work
         self._reservations[reservation.owner_id] = reservation
 

@@ -53,6 +53,10 @@ class Sizes(Protocol):
         """Image tokens."""
 
     @property
+    def num_reference_tokens(self) -> int:
+        """Condition tokens of references."""
+
+    @property
     def num_text_tokens(self) -> int:
         """Text tokens of a row."""
 

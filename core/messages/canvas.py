@@ -25,6 +25,7 @@ class Canvas(msgspec.Struct, frozen=True, kw_only=True):
     # Sizes, from the model and the picture.
     num_tokens: int  # image tokens
     num_condition_tokens: int = 0  # condition tokens, which no mask-aware step computes
+    num_reference_tokens: int = 0  # those of them that are of references
     max_text_tokens: int  # length to which the prompt is padded or cut
     extra_text_tokens: int = 0  # see `ModelInfo.text_tokens_beside`
 

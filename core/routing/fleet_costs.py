@@ -134,6 +134,7 @@ class _TokenSizes:
     num_tokens: int
     num_condition_tokens: int
     num_text_tokens: int
+    num_reference_tokens: int = 0
     num_rows: int = 1
 
     @property

@@ -49,13 +49,13 @@ def key_of(rows: Sequence[Row], num_active: int | None) -> Hashable:
     """What must be equal for rows to share a graph: all shapes, and which of their tensors are the same. num_active:
     active tokens, with those repeated to fill up; None for rows without."""
     shapes = tuple(
-        (row.grid, row.box, num_active, row.is_negative, _layout(row.pages), *map(_shape, _tensors(row)))
+        (row.grid, row.references, row.box, row.is_negative, _layout(row.pages), *map(_shape, _tensors(row)))
         for row in rows
     )
     numbers: dict[int, int] = {}
     shared = tuple(numbers.setdefault(id(tensor), len(numbers)) for row in rows for tensor in _tensors(row))
     pages = tuple(numbers.setdefault(id(row.pages), len(numbers)) for row in rows)
-    return shapes, shared, pages
+    return num_active, shapes, shared, pages
 
 
 def _tensors(row: Row) -> Iterator[Tensor | None]:

@@ -63,6 +63,7 @@ class ImageInputs:
     start: Tensor | None = None  # clean latents [image tokens, latent width]
     is_exact: bool = True
     cache_salt: str | None = None
+    references: Sequence[Tensor] = ()  # uint8 [height, width, 3] each; the sides are multiples of the token size
 
     @property
     def goes_on(self) -> bool:
@@ -109,8 +110,10 @@ class EncodedImage:
     """
 
     latents: Tensor  # [image tokens, latent width], at the first noise level; any where `ImageInputs.goes_on`
-    condition: Tensor  # [image tokens, condition width], what the denoiser sees of template and mask; no rows where the
-    # template would be tokens of its own, and there is none
+    condition: (
+        Tensor  # [image tokens, condition width], what the denoiser sees of template and mask. Where template and
+    )
+    # references are tokens of their own: these, in this order; no rows where there are none
     outside: Tensor  # [image tokens, outside width], with which `Family.advance` keeps the template outside the mask
     sigmas: Tensor  # float32 [steps + 1], the noise levels before each step and after the last, where a run ends at 0
     state: State  # the sampler's, before the first step
@@ -141,6 +144,7 @@ class Row:
     latents: Tensor  # [image tokens, latent width], as `Family.denoiser_input` returns them
     condition: Tensor  # as in `EncodedImage`; may be the template as tokens of its own
     grid: tuple[int, int]  # image tokens as (rows, columns)
+    references: tuple[tuple[int, int], ...] = ()  # condition tokens of each reference as (rows, columns)
 
     # From the request's prompt, one of the two, or its class: `EncodedText`.
     prompt_embeds: Tensor  # [text tokens, width]
@@ -184,6 +188,7 @@ class PrimeRow:
     latents: Tensor  # [image tokens, latent width]
     condition: Tensor  # [image tokens, condition width], of an image with nothing masked
     grid: tuple[int, int]  # image tokens as (rows, columns)
+    references: tuple[tuple[int, int], ...] = ()  # as in `Row`
     sigma: Tensor  # float32 scalar, the keyframe's noise level
 
     # The page scheme's priming prompt, embedded by `Family.encode_text`, and its guidance.
@@ -295,10 +300,10 @@ class Family(ABC):
 
     @abstractmethod
     def encode_text(
-        self, prompt: str, max_sequence_length: int, template: Tensor | None = None, patches: PatchSet = ()
+        self, prompt: str, max_sequence_length: int, pictures: Sequence[Tensor] = (), patches: PatchSet = ()
     ) -> EncodedText:
-        """Embed a prompt, padded or cut to `max_sequence_length` tokens. template: uint8 [height, width, 3], the
-        picture that the prompt is for; required where `text_sees_template`."""
+        """Embed a prompt, padded or cut to `max_sequence_length` tokens. pictures: uint8 [height, width, 3] each, that
+        which the prompt is for and its references; the first is required where `text_sees_template`."""
 
     def encode_class(self, label: int | None) -> EncodedText:
         """What rows of a class are conditioned on, without text tokens. label: 0 .. `ModelInfo.num_classes` - 1; None
@@ -308,7 +313,7 @@ class Family(ABC):
     def encode_nothing(self, text_tokens: int, template: Tensor, patches: PatchSet = ()) -> EncodedText:
         """What a row that asks for nothing is conditioned on: an empty prompt, or any class. text_tokens, template: as
         for `encode_text`."""
-        return self.encode_text("", text_tokens, template, patches)
+        return self.encode_text("", text_tokens, (template,), patches)
 
     @abstractmethod
     def encode_image(self, inputs: ImageInputs) -> EncodedImage:
@@ -341,9 +346,12 @@ class Family(ABC):
         digits (of the content id) seed the noise, and all of it is the key it is cached by."""
 
     @abstractmethod
-    def prime_inputs(self, clean: Tensor, noise: Tensor, sigma: Tensor) -> tuple[Tensor, Tensor]:
+    def prime_inputs(
+        self, clean: Tensor, noise: Tensor, sigma: Tensor, references: Tensor | None = None
+    ) -> tuple[Tensor, Tensor]:
         """(latents, condition) of a template at noise level `sigma`: (1 - sigma) * clean + sigma * noise, and the
-        condition of an image with nothing masked. clean: [image tokens, latent width]. noise: its `content_noise`."""
+        condition of an image with nothing masked. clean: [image tokens, latent width]. noise: its `content_noise`.
+        references: their clean latents, one after the other, [tokens, latent width]; None: there are none."""
 
     @abstractmethod
     def prime(self, rows: Sequence[PrimeRow], blocks: tuple[int, int]) -> list[tuple[Tensor, ...]]:

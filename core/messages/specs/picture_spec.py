@@ -19,7 +19,8 @@ class PictureSpec(Canvas, frozen=True, kw_only=True):
     class_label: int | None = None  # instead of a prompt: the class to make a picture of, see `ModelInfo.num_classes`
     patches: PatchSet = ()  # adapters that change the model's layers
     # From the pictures.
-    content_id: str  # of the template, see PreparedImages
+    content_id: str  # of the template and the references, see PreparedImages
+    references: tuple[ArrayRef, ...] = ()  # further pictures to look at, uint8 [height, width, 3] each
     canvases: dict[str, Canvas] = msgspec.field(default_factory=dict)  # by name: further sizes of its workflow
     # Memory for results.
     outputs: dict[str, Artefact]  # by the name that the workflow gives them
@@ -38,6 +39,11 @@ class PictureSpec(Canvas, frozen=True, kw_only=True):
     def pixels(self) -> ArrayRef:
         """Memory for the picture: uint8 [height, width, 3]."""
         return self.outputs["picture"].array
+
+    @property
+    def reference_sizes(self) -> tuple[tuple[int, int], ...]:
+        """(width, height) of each reference, in pixels."""
+        return tuple((reference.shape[1], reference.shape[0]) for reference in self.references)
 
     @property
     def num_rows(self) -> int:

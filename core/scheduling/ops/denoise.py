@@ -35,6 +35,7 @@ class Denoise(Message, OpWork, frozen=True, omit_defaults=True):
     true_cfg_scale: float = 1.0  # scale of classifier-free guidance, with a negative prompt or class
     class_label: int | None = None  # class of the picture, without text encoder; guidance adds a row of any class
     patches: PatchSet = ()
+    reference_sizes: tuple[tuple[int, int], ...] = ()  # (width, height) of the picture's references, in px
     # Mask-aware steps: where inactive tokens come from, the template's pages or the request's own.
     pages: PageSpan | None = None
     own_page_step: int | None = None  # the step that makes its own pages; that step computes all tokens
@@ -71,6 +72,7 @@ def _make(request: Request, node: Node, pages: NodePages) -> Denoise:
         content_id=spec.content_id,
         cache_salt=spec.cache_salt,
         patches=request.patches_of(node),
+        reference_sizes=spec.reference_sizes,
     )
 
 

@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
 
 class ImageEncode(Message, OpWork, frozen=True, omit_defaults=True):
-    """template and mask -> `latents` (initial noise), `condition` (the denoiser's input from template and mask),
+    """template, references and mask -> `latents` (initial noise), `condition` (the denoiser's input from them),
     `outside` (with which the sampler restores the template outside the mask), `sigmas`, and the sampler's state. In a
     pass after another one it reads `latents` of `upscale`, which are noised instead of the template's.
 
@@ -39,10 +39,11 @@ class ImageEncode(Message, OpWork, frozen=True, omit_defaults=True):
     begin: float = 0.0
     end: float = 1.0
     cache_salt: str = ""  # the encoder's output is kept, and reused for an equal template with the same salt
+    references: tuple[ArrayRef, ...] = ()
 
 
 def _size(sizes: Sizes) -> Work:
-    return Work.of([sizes.num_tokens])
+    return Work.of([sizes.num_tokens + sizes.num_reference_tokens])
 
 
 def _make(request: Request, node: Node, pages: NodePages) -> ImageEncode:
@@ -65,6 +66,7 @@ def _make(request: Request, node: Node, pages: NodePages) -> ImageEncode:
         end=sampling.number(region.end),
         is_exact=not spec.is_mask_aware,
         cache_salt=spec.cache_salt,
+        references=spec.references,
     )
 
 

@@ -16,7 +16,7 @@ class Prime(Message, OpWork, frozen=True, omit_defaults=True):
     """
 
     # The noisy template.
-    latents: EntryRef  # its clean latents
+    latents: EntryRef  # its clean latents, and those of its references
     content_id: str  # seeds the noise
     sigma: float
     width: int  # px
@@ -29,7 +29,8 @@ class Prime(Message, OpWork, frozen=True, omit_defaults=True):
     blocks: tuple[int, int]  # [start, stop)
     dtype: PageDtype  # dtype of the pages
     out: EntryRef
-    template: ArrayRef | None = None  # its pixels, for text encoders that see them
+    seen: tuple[ArrayRef, ...] = ()  # pixels of template and references, for text encoders that see them
+    reference_sizes: tuple[tuple[int, int], ...] = ()  # (width, height) in px
     cache_salt: str = ""  # embeddings are cached, and reused only with the same salt
     patches: PatchSet = ()
 

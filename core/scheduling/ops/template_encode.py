@@ -9,19 +9,20 @@ from core.messages.message import Message
 
 
 class TemplateEncode(Message, OpWork, frozen=True, omit_defaults=True):
-    """template -> its clean latents (the posterior's mode), [image tokens, latent width] in the compute dtype, written
-    to `out`.
+    """template, references -> their clean latents (the posterior's mode), one after the other, [tokens, latent width]
+    in the compute dtype, written to `out`.
     """
 
     template: ArrayRef
     width: int
     height: int
     out: EntryRef
+    references: tuple[ArrayRef, ...] = ()
     cache_salt: str = ""  # the encoder's output is kept, and reused for an equal template with the same salt
 
 
 def _size(sizes: Sizes) -> Work:
-    return Work.of([sizes.num_tokens])
+    return Work.of([sizes.num_tokens + sizes.num_reference_tokens])
 
 
 TEMPLATE_ENCODE = Op(

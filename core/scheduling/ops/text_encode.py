@@ -31,7 +31,8 @@ class TextEncode(Message, OpWork, frozen=True, omit_defaults=True):
     template: ArrayRef | None = None
     width: int = 0
     height: int = 0
-    content_id: str = ""  # identifies the picture
+    references: tuple[ArrayRef, ...] = ()  # further pictures that such encoders see
+    content_id: str = ""  # identifies the pictures
     cache_salt: str = ""  # embeddings are cached, and reused only with the same salt
     patches: PatchSet = ()
 
@@ -49,6 +50,7 @@ def _make(request: Request, node: Node, pages: NodePages) -> TextEncode:
         template=spec.template,
         width=spec.width,
         height=spec.height,
+        references=spec.references,
         content_id=spec.content_id,
         cache_salt=spec.cache_salt,
         patches=request.patches_of(node),

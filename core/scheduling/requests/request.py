@@ -63,6 +63,10 @@ class NodeSizes:
         return self.canvas.num_tokens
 
     @property
+    def num_reference_tokens(self) -> int:
+        return self.canvas.num_reference_tokens
+
+    @property
     def num_text_tokens(self) -> int:
         return self.canvas.num_text_tokens
 

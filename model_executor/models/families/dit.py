@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any, ClassVar
 
 import torch
@@ -107,7 +108,7 @@ class DiT(TransformerFamily, TimestepFamily):
         return self.encode_class(None)
 
     def encode_text(
-        self, prompt: str, max_sequence_length: int, template: Tensor | None = None, patches: PatchSet = ()
+        self, prompt: str, max_sequence_length: int, pictures: Sequence[Tensor] = (), patches: PatchSet = ()
     ) -> EncodedText:
         """Raises InvalidRequestError: there are no prompts."""
         raise InvalidRequestError("This model makes pictures of a class, not of a prompt.", param="class_label")
@@ -129,7 +130,9 @@ class DiT(TransformerFamily, TimestepFamily):
 
     # ---------------------------------------------------------------------------------------------------- denoising
 
-    def prime_inputs(self, clean: Tensor, noise: Tensor, sigma: Tensor) -> tuple[Tensor, Tensor]:
+    def prime_inputs(
+        self, clean: Tensor, noise: Tensor, sigma: Tensor, references: Tensor | None = None
+    ) -> tuple[Tensor, Tensor]:
         """Raises InvalidRequestError: there are no edits that would read pages."""
         raise InvalidRequestError("This model makes pictures of a class, and edits none.", param="model")
 

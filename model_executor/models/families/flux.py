@@ -6,6 +6,7 @@ Functions name the pipeline's method that they follow.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any, ClassVar
 
 import msgspec
@@ -15,6 +16,7 @@ from torch import Tensor
 
 from core.model_info import ModelInfo
 from core.patches import PatchSet
+from core.reference_pictures import ReferencePictures
 from model_executor.checkpoint.loader import ModelCheckpoint
 from model_executor.models.base import EncodedImage, EncodedText, ImageInputs
 from model_executor.models.families.latent_family import LatentFamily, NoisedTemplate
@@ -67,7 +69,7 @@ class Flux(LatentFamily):
         )
 
     def encode_text(
-        self, prompt: str, max_sequence_length: int, template: Tensor | None = None, patches: PatchSet = ()
+        self, prompt: str, max_sequence_length: int, pictures: Sequence[Tensor] = (), patches: PatchSet = ()
     ) -> EncodedText:
         """As encode_prompt: CLIP's pooled output and T5's sequence; each cuts the prompt at its own length."""
         clip_tokens = tokenize(self._tokenizer, prompt, self._tokenizer.model_max_length)
@@ -171,7 +173,8 @@ class FluxKontext(FluxInpaint):
     """Checkpoints of FLUX.1 Kontext, whose model_index.json names FluxKontextPipeline or FluxKontextInpaintPipeline
     (diffusers/pipelines/flux/pipeline_flux_kontext.py and pipeline_flux_kontext_inpaint.py).
 
-    The denoiser also sees the clean template, the mode of the VAE's posterior, as tokens of its own. Without a mask
+    The denoiser also sees the clean template, the mode of the VAE's posterior, as tokens of its own; or a reference in
+    its place, as `image_reference` of the pipeline. Without a mask
     everything is regenerated, as in FluxKontextPipeline, except that strength below 1 starts from the noised template.
     A picture that is made of nothing has no such tokens.
     """
@@ -181,12 +184,20 @@ class FluxKontext(FluxInpaint):
     summary = "FLUX.1 Kontext: as FLUX.1 dev; the denoiser also sees the template"
     denoiser = FluxKontextTransformer
     samples_template = False
+    references_replace_template = True
     default_guidance = 3.5
 
     def info(self, name: str) -> ModelInfo:
         conditions = self.denoiser.rows_per_token - 1
         info = super().info(name)
-        return msgspec.structs.replace(info, conditions_per_token=conditions, empty_has_conditions=False)
+        return msgspec.structs.replace(
+            info,
+            conditions_per_token=conditions,
+            empty_has_conditions=False,
+            references=ReferencePictures(
+                most=1, pixels=info.native_size**2, multiple=info.token_size, grows=True, replaces_template=True
+            ),
+        )
 
     def _draws_masked_image(self, inputs: ImageInputs) -> bool:
         """As FluxKontextInpaintPipeline, for a picture of which a part is kept; FluxKontextPipeline has no mask, and

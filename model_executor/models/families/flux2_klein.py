@@ -1,4 +1,4 @@
-"""The FLUX.2-klein family, which follows `diffusers.Flux2KleinInpaintPipeline`, without a picture besides the template,
+"""The FLUX.2-klein family, which follows `diffusers.Flux2KleinInpaintPipeline`, with any number of references,
 and `Flux2KleinPipeline` for pictures that are made of nothing. The other models of FLUX.2 have another text encoder.
 
 Functions name the pipeline's method that they follow.
@@ -6,6 +6,7 @@ Functions name the pipeline's method that they follow.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any, ClassVar
 
 import numpy as np
@@ -14,6 +15,7 @@ from torch import Tensor, nn
 
 from core.model_info import ModelInfo
 from core.patches import PatchSet
+from core.reference_pictures import ReferencePictures
 from model_executor.checkpoint.loader import ModelCheckpoint, first_line
 from model_executor.models.base import EncodedText, ImageInputs
 from model_executor.models.chat import Chat
@@ -35,9 +37,9 @@ class Flux2Klein(NoisedTemplate):
     """Checkpoints whose model_index.json names Flux2KleinPipeline or Flux2KleinInpaintPipeline. Guidance is
     classifier-free, and in distilled ones (`is_distilled`) has no effect.
 
-    The denoiser sees the clean template as tokens of its own, if there is one. Without a mask everything is
-    regenerated, as in Flux2KleinPipeline, except that strength below 1 starts from the noised template. The template's
-    latents are the posterior's mode; the initial noise is the only random draw.
+    The denoiser sees the clean template as tokens of its own, if there is one, and the references behind it. Without a
+    mask everything is regenerated, as in Flux2KleinPipeline, except that strength below 1 starts from the noised
+    template. The pictures' latents are the posterior's mode; the initial noise is the only random draw.
     """
 
     family = "flux2-klein"
@@ -104,6 +106,7 @@ class Flux2Klein(NoisedTemplate):
             can_skip_steps=self._sampling.can_skip_steps,
             conditions_per_token=self.denoiser.rows_per_token - 1,
             empty_has_conditions=False,
+            references=ReferencePictures(most=15, pixels=1024**2, multiple=self._token_size, grows=False),
         )
 
     # -------------------------------------------------------------------------------------------------------- prompts
@@ -116,7 +119,7 @@ class Flux2Klein(NoisedTemplate):
         return f"{TEXT_LAYERS[-1]} layers" if part == "text_encoder" else super().recipe(part)
 
     def encode_text(
-        self, prompt: str, max_sequence_length: int, template: Tensor | None = None, patches: PatchSet = ()
+        self, prompt: str, max_sequence_length: int, pictures: Sequence[Tensor] = (), patches: PatchSet = ()
     ) -> EncodedText:
         """As _get_qwen3_prompt_embeds, which cuts prompt and chat template together."""
         chat = self._chat.tokens(prompt, max_sequence_length)

@@ -25,6 +25,9 @@ class LatentFamily(TransformerFamily):
 
     _sampling: Sampling
 
+    references_replace_template: ClassVar[bool] = False
+    """As `ReferencePictures.replaces_template`."""
+
     samples_packed = True
     """Whether the diffusers pipeline samples packed latents: a sampler that draws noise draws it in that shape."""
 
@@ -47,9 +50,18 @@ class LatentFamily(TransformerFamily):
 
     # ------------------------------------------------------------------------------------------------------ priming
 
-    def prime_inputs(self, clean: Tensor, noise: Tensor, sigma: Tensor) -> tuple[Tensor, Tensor]:
+    def prime_inputs(
+        self, clean: Tensor, noise: Tensor, sigma: Tensor, references: Tensor | None = None
+    ) -> tuple[Tensor, Tensor]:
         sigma = sigma.to(clean.device, clean.dtype)
-        return (1.0 - sigma) * clean + sigma * noise, self._unmasked_condition(clean)
+        condition = self._beside(self._unmasked_condition(clean), references)
+        return (1.0 - sigma) * clean + sigma * noise, condition
+
+    def _beside(self, condition: Tensor, references: Tensor | None) -> Tensor:
+        """The condition of a picture with references. condition: without. references: as in `prime_inputs`."""
+        if references is None or not len(references):
+            return condition
+        return references if self.references_replace_template else torch.cat([condition, references])
 
     # ---------------------------------------------------------------------------------------------------- denoising
 
@@ -92,7 +104,7 @@ class NoisedTemplate(LatentFamily):
         start = clean if inputs.start is None else inputs.start.to(clean)
         return EncodedImage(
             latents=start if inputs.goes_on else self._sampling.noised(start, noise, sigmas, 0),
-            condition=self._condition(inputs, clean),
+            condition=self._beside(self._condition(inputs, clean), self._encoded_references(inputs)),
             outside=torch.cat([clean, noise, self._packed_mask(mask).to(clean)], dim=1),
             sigmas=sigmas,
             state=self._sampling.begin(generator),
@@ -106,6 +118,12 @@ class NoisedTemplate(LatentFamily):
         if self._draws_masked_image(inputs):
             self._draw(self._latent_shape(image), generator)
         return clean, noise
+
+    def _encoded_references(self, inputs: ImageInputs) -> Tensor | None:
+        """Clean latents of the references, one after the other; None: there are none."""
+        pictures = [to_image(self._here(picture)) for picture in inputs.references]
+        encoded = [pack(self._posterior_sample(picture, None, inputs.is_exact)) for picture in pictures]
+        return torch.cat(encoded) if encoded else None
 
     def _draws_masked_image(self, inputs: ImageInputs) -> bool:
         """Whether the pipeline draws posterior noise of the masked image."""

@@ -11,6 +11,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any, ClassVar
 
+import msgspec
 import numpy as np
 import numpy.typing as npt
 import torch
@@ -19,7 +20,8 @@ from torch import Tensor, nn
 
 from core.model_info import ModelInfo
 from core.patches import PatchSet
-from core.vision_tokens import VisionTokens
+from core.reference_pictures import ReferencePictures
+from core.vision_tokens import FITTED_SIDE, VisionTokens
 from model_executor.checkpoint.loader import ModelCheckpoint
 from model_executor.models.base import EncodedText, ImageInputs
 from model_executor.models.families.latent_family import NoisedTemplate
@@ -151,7 +153,7 @@ class QwenInpaint(Qwen):
     dropped = 34
 
     def encode_text(
-        self, prompt: str, max_sequence_length: int, template: Tensor | None = None, patches: PatchSet = ()
+        self, prompt: str, max_sequence_length: int, pictures: Sequence[Tensor] = (), patches: PatchSet = ()
     ) -> EncodedText:
         """As encode_prompt, which cuts prompt and chat template together."""
         before, after = self._frame()
@@ -190,7 +192,7 @@ class QwenEdit(Qwen):
     dropped = 64
 
     picture_words: ClassVar[str] = PICTURE
-    """The place of the picture in the chat, before the prompt."""
+    """The place of a picture in the chat, before the prompt; {number}: its number from 1."""
 
     seen_area: ClassVar[int] = 0
     """`VisionTokens.area`."""
@@ -201,18 +203,20 @@ class QwenEdit(Qwen):
         self._picture_id: int = self._tokenizer.convert_tokens_to_ids("<|image_pad|>")
 
     def encode_text(
-        self, prompt: str, max_sequence_length: int, template: Tensor | None = None, patches: PatchSet = ()
+        self, prompt: str, max_sequence_length: int, pictures: Sequence[Tensor] = (), patches: PatchSet = ()
     ) -> EncodedText:
         """As encode_prompt, except that a prompt is cut at `max_sequence_length` tokens of its own."""
-        if template is None:
+        if not pictures:
             raise ValueError("the text encoder sees the picture that a prompt is for")
-        picture = self._processor(images=self._seen(template), input_data_format="channels_last", return_tensors="pt")
+        seen = self._processor(
+            images=list(map(self._seen, pictures)), input_data_format="channels_last", return_tensors="pt"
+        )
         words = self._prompt_ids(prompt)
-        ids = self._with_picture(words[:max_sequence_length], int(picture["image_grid_thw"].prod()))
+        ids = self._with_pictures(words[:max_sequence_length], seen["image_grid_thw"].prod(dim=1).tolist())
         hidden = self._hidden_states(
             ids,
-            pixel_values=picture["pixel_values"].to(self._device),
-            image_grid_thw=picture["image_grid_thw"].to(self._device),
+            pixel_values=seen["pixel_values"].to(self._device),
+            image_grid_thw=seen["image_grid_thw"].to(self._device),
             mm_token_type_ids=torch.tensor([[int(token == self._picture_id) for token in ids]], device=self._device),
         )
         return EncodedText(
@@ -233,12 +237,17 @@ class QwenEdit(Qwen):
     def _unmasked_condition(self, clean: Tensor) -> Tensor:
         return clean
 
-    def _with_picture(self, words: list[int], num_patches: int) -> list[int]:
-        """Tokens of the chat with a prompt and a picture of `num_patches`; merge_size**2 patches make one token."""
-        before, after = self._frame(self.picture_words)
-        place = before.index(self._picture_id)
-        pictures = [self._picture_id] * (num_patches // self._processor.merge_size**2)
-        return [*before[:place], *pictures, *before[place + 1 :], *words, *after]
+    def _with_pictures(self, words: list[int], num_patches: Sequence[int]) -> list[int]:
+        """Tokens of the chat with a prompt and a picture for each of these numbers of patches; merge_size**2 patches
+        make one token."""
+        places = "".join(self.picture_words.format(number=1 + number) for number in range(len(num_patches)))
+        before, after = self._frame(places)
+        counts = iter(num_patches)
+        filled: list[int] = []
+        for token in before:
+            is_place = token == self._picture_id
+            filled += [token] * (next(counts) // self._processor.merge_size**2 if is_place else 1)
+        return [*filled, *words, *after]
 
     def _vision(self) -> VisionTokens:
         size = self._processor.size
@@ -247,11 +256,16 @@ class QwenEdit(Qwen):
             min_pixels=size["shortest_edge"],
             max_pixels=size["longest_edge"],
             area=self.seen_area,
+            frame_tokens=self._count_frame(2) - self._count_frame(1),
         )
 
     @property
     def _frame_tokens(self) -> int:
-        return len(self._with_picture([], 0)) - self.dropped
+        return self._count_frame(1) - self.dropped
+
+    def _count_frame(self, num_pictures: int) -> int:
+        """Tokens of the chat around this many pictures and a prompt."""
+        return len(self._with_pictures([], [0] * num_pictures))
 
 
 class QwenEditPlus(QwenEdit):
@@ -267,7 +281,7 @@ class QwenEditPlus(QwenEdit):
     checkpoints = "Qwen-Image-Edit-2509, -2511"
     summary = "Qwen-Image-Edit 2509 and 2511: as Qwen-Image-Edit, with another chat"
     samples_template = False
-    picture_words = f"Picture 1: {PICTURE}"
+    picture_words = f"Picture {{number}}: {PICTURE}"
     seen_area = 384 * 384
 
     def __init__(self, checkpoint: ModelCheckpoint) -> None:
@@ -280,6 +294,10 @@ class QwenEditPlus(QwenEdit):
         wide, high = self._vision().fitted(width, height)
         (picture,) = self._resizer.numpy_to_pil(template.numpy() / 255.0)
         return np.array(self._resizer.resize(picture, high, wide))
+
+    def info(self, name: str) -> ModelInfo:
+        references = ReferencePictures(most=15, pixels=1024**2, multiple=FITTED_SIDE, grows=True)
+        return msgspec.structs.replace(super().info(name), references=references)
 
     def _draws_masked_image(self, inputs: ImageInputs) -> bool:
         return False

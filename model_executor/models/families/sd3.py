@@ -6,6 +6,7 @@ it decodes. Here it is added, as in `StableDiffusion3Pipeline`.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any, ClassVar
 
 import torch
@@ -81,7 +82,7 @@ class StableDiffusion3(NoisedTemplate):
         return f"{super().text_recipe} {self._has_t5} {self._transformer_config['joint_attention_dim']}"
 
     def encode_text(
-        self, prompt: str, max_sequence_length: int, template: Tensor | None = None, patches: PatchSet = ()
+        self, prompt: str, max_sequence_length: int, pictures: Sequence[Tensor] = (), patches: PatchSet = ()
     ) -> EncodedText:
         """As encode_prompt: both CLIPs' sequences side by side, padded with zeros to T5's width, then T5's sequence;
         both CLIPs' pooled outputs side by side."""

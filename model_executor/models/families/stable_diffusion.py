@@ -161,7 +161,7 @@ class UnetFamily(TimestepFamily):
     # -------------------------------------------------------------------------------------------------------- text
 
     def encode_text(
-        self, prompt: str, max_sequence_length: int, template: Tensor | None = None, patches: PatchSet = ()
+        self, prompt: str, max_sequence_length: int, pictures: Sequence[Tensor] = (), patches: PatchSet = ()
     ) -> EncodedText:
         """As encode_prompt, except that a prompt may be cut below the encoders' length."""
         tokens = [tokenize(t, prompt, min(max_sequence_length, t.model_max_length)) for t in self._tokenizers]
@@ -266,7 +266,9 @@ class UnetFamily(TimestepFamily):
         """The UNet's layers, without weights."""
         return Layers(self._checkpoint.outline("unet"))
 
-    def prime_inputs(self, clean: Tensor, noise: Tensor, sigma: Tensor) -> tuple[Tensor, Tensor]:
+    def prime_inputs(
+        self, clean: Tensor, noise: Tensor, sigma: Tensor, references: Tensor | None = None
+    ) -> tuple[Tensor, Tensor]:
         """Latents are scaled to unit variance, as the denoiser takes them."""
         signal, share = self._sampling.shares(sigma)
         mask = clean.new_zeros(len(clean), TOKEN_SIDE**2)
@@ -368,9 +370,9 @@ class StableDiffusionXL(UnetFamily):
         return f"{super().text_recipe} {self._has_zero_prompt}"
 
     def encode_text(
-        self, prompt: str, max_sequence_length: int, template: Tensor | None = None, patches: PatchSet = ()
+        self, prompt: str, max_sequence_length: int, pictures: Sequence[Tensor] = (), patches: PatchSet = ()
     ) -> EncodedText:
-        text = super().encode_text(prompt, max_sequence_length, template, patches)
+        text = super().encode_text(prompt, max_sequence_length, pictures, patches)
         if prompt or not self._has_zero_prompt:
             return text
         return EncodedText(

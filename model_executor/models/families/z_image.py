@@ -109,7 +109,7 @@ class ZImage(NoisedTemplate):
         return "without head" if part == "text_encoder" else super().recipe(part)
 
     def encode_text(
-        self, prompt: str, max_sequence_length: int, template: Tensor | None = None, patches: PatchSet = ()
+        self, prompt: str, max_sequence_length: int, pictures: Sequence[Tensor] = (), patches: PatchSet = ()
     ) -> EncodedText:
         """As encode_prompt, which cuts prompt and chat template together; without padding, which is dropped there."""
         tokens = self._chat.tokens(prompt, max_sequence_length)

@@ -94,8 +94,8 @@ class Denoiser(ABC):
     """
 
     rows_per_token: ClassVar[int] = 1
-    """As in `PageLayout`. With 2, a row's condition tokens, if there are any, follow its image tokens, and only blocks
-    that compute all tokens compute them."""
+    """As in `PageLayout`. With 2, a row's condition tokens, if there are any, follow its image tokens: those of the
+    template, then those of references. Only blocks that compute all tokens compute them."""
 
     sees_clean_conditions: bool = False
     """Whether condition tokens are modulated as at noise level 0, and not as at their row's: a row then has two levels.
@@ -176,11 +176,12 @@ class Denoiser(ABC):
         """What each of `_modulations` is computed from, those of the blocks and last the output norm's: each [rows,
         hidden]. A row's bits do not depend on the other rows. where: the rows that patches change."""
 
-    def _make_rotary_table(self, text_tokens: int, grid: tuple[int, int], has_conditions: bool) -> Tensor:
-        """Rotations of the text tokens, then the image tokens row by row, then the condition tokens, if there are any:
-        complex64 [tokens, 1, 1, head dim / 2]. By default the identity, for models that add positions to their tokens.
+    def _make_rotary_table(self, text_tokens: int, grids: tuple[tuple[int, int], ...]) -> Tensor:
+        """Rotations of the text tokens, then the image tokens row by row, then the condition tokens of each picture, if
+        there are any: complex64 [tokens, 1, 1, head dim / 2]. By default the identity, for models that add positions to
+        their tokens. grids: of the image, then of the pictures, as (rows, columns).
         """
-        tokens = text_tokens + grid[0] * grid[1]
+        tokens = text_tokens + sum(rows * columns for rows, columns in grids)
         return torch.ones(tokens, 1, 1, self._head_dim // 2, dtype=torch.complex64, device=self._device)
 
     def _text_tokens(self, row: Row | PrimeRow) -> int:
@@ -434,8 +435,10 @@ class Denoiser(ABC):
 
     def _rotary(self, row: Row | PrimeRow, source: RowSource) -> list[Tensor]:
         """Rotations of a request's tokens before the first block, in parts: complex64 [tokens, 1, 1, head dim / 2]."""
-        has_conditions = source.num_tokens > len(row.latents)
-        table, tokens = hold(self._rotary_table(source.text_tokens, row.grid, has_conditions)), source.computed(0)
+        beside = source.num_tokens - len(row.latents)
+        has_own = beside > sum(rows * columns for rows, columns in row.references)
+        grids = (row.grid, *((row.grid,) if has_own else ()), *row.references)
+        table, tokens = hold(self._rotary_table(source.text_tokens, grids)), source.computed(0)
         if tokens is None:
             return [table]
         return [table[: source.text_tokens][source.text], table[source.text_tokens :][tokens]]
@@ -444,6 +447,8 @@ class Denoiser(ABC):
         """The entry to write. The dtype of its pages follows from its size."""
         num_tokens, size = len(row.latents), row.entry.numel()
         for layout in map(self.page_layout, get_args(PageDtype)):
+            if row.references:
+                layout = layout.with_conditions(len(row.condition))
             if layout.entry_bytes(num_tokens) == size:
                 return PageEntry(row.entry, layout, num_tokens, self._operators.quantise)
         raise ValueError(f"an entry of {size} bytes holds no pages of {num_tokens} tokens of this model")

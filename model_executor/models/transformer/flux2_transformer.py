@@ -18,8 +18,7 @@ from model_executor.models.transformer.denoiser import with_conditions
 from model_executor.models.transformer.flux_transformer import FluxTransformer
 
 CONDITION_TIME = 10
-"""Position of the condition tokens on the first axis, where the image tokens are at 0: the pipelines' number for the
-first of several pictures."""
+"""Distance of pictures on the first axis, where the image is at 0: the pipelines' number."""
 
 
 class Flux2Transformer(FluxTransformer):
@@ -46,10 +45,16 @@ class Flux2Transformer(FluxTransformer):
         embedding: Tensor = embed(self._timestep(sigma), None)
         return embedding
 
-    def _make_rotary_table(self, text_tokens: int, grid: tuple[int, int], has_conditions: bool) -> Tensor:
+    def _make_rotary_table(self, text_tokens: int, grids: tuple[tuple[int, int], ...]) -> Tensor:
         """Axes: picture, row, column, text token."""
         text = torch.zeros(text_tokens, 4)
         text[:, 3] = torch.arange(text_tokens)
-        times = torch.tensor([0.0, CONDITION_TIME])[: 1 + has_conditions]
-        pictures = torch.cartesian_prod(times, *(torch.arange(float(side)) for side in grid), torch.zeros(1))
-        return self._turns(torch.cat([text, pictures]))
+        pictures = [
+            torch.cartesian_prod(
+                torch.tensor([float(CONDITION_TIME * number)]),
+                *(torch.arange(float(side)) for side in grid),
+                torch.zeros(1),
+            )
+            for number, grid in enumerate(grids)
+        ]
+        return self._turns(torch.cat([text, *pictures]))

@@ -61,14 +61,13 @@ class FluxTransformer(TextDenoiser):
         timestep = (sigma * self._num_train_timesteps).reshape(1).to(self.dtype)
         return (timestep / 1000).to(self.dtype) * 1000  # the pipeline divides, the module multiplies
 
-    def _make_rotary_table(self, text_tokens: int, grid: tuple[int, int], has_conditions: bool) -> Tensor:
-        """All text tokens are at position 0. Condition tokens have the positions of the image, in a second picture."""
-        height, width = grid
-        pictures = torch.zeros(1 + has_conditions, height, width, 3)
-        pictures[..., 0] = torch.arange(len(pictures))[:, None, None]
-        pictures[..., 1] = torch.arange(height)[:, None]
-        pictures[..., 2] = torch.arange(width)[None]
-        ids = torch.cat([torch.zeros(text_tokens, 3), pictures.reshape(-1, 3)])
+    def _make_rotary_table(self, text_tokens: int, grids: tuple[tuple[int, int], ...]) -> Tensor:
+        """All text tokens are at position 0. Axes: picture, row, column."""
+        pictures = [
+            torch.cartesian_prod(torch.tensor([float(number)]), *(torch.arange(float(side)) for side in grid))
+            for number, grid in enumerate(grids)
+        ]
+        ids = torch.cat([torch.zeros(text_tokens, 3), *pictures])
         return self._turns(ids.to(self.dtype))
 
     def _turns(self, ids: Tensor) -> Tensor:

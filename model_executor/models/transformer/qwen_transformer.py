@@ -52,8 +52,8 @@ class QwenTransformer(TextDenoiser):
         embedding: Tensor = embed(timestep, timestep)  # the second argument only gives the dtype
         return embedding
 
-    def _make_rotary_table(self, text_tokens: int, grid: tuple[int, int], has_conditions: bool) -> Tensor:
-        pictures = [(1, *grid)] * (1 + has_conditions)
+    def _make_rotary_table(self, text_tokens: int, grids: tuple[tuple[int, int], ...]) -> Tensor:
+        pictures = [(1, *grid) for grid in grids]
         image, text = self.module.pos_embed([pictures], max_txt_seq_len=text_tokens, device=self._device)
         return torch.cat([text, image])[:, None, None]
 

@@ -119,11 +119,11 @@ class ZImageTransformer(Denoiser):
         embedded = self._time_out(F.silu(self._time_in(waves, where)), where)
         return [*[embedded] * (len(self._modulations) - 1), F.silu(embedded)]
 
-    def _make_rotary_table(self, text_tokens: int, grid: tuple[int, int], has_conditions: bool) -> Tensor:
+    def _make_rotary_table(self, text_tokens: int, grids: tuple[tuple[int, int], ...]) -> Tensor:
         """Along the first axis the module has fillers at 0, the prompt's tokens at 1, 2, ... and the image's behind
         them. Attention sees differences alone, so here the image is at 0 and the others are before it: what pages keep
         of a template must not depend on the length of a prompt."""
-        height, width = grid
+        ((height, width),) = grids
         fillers = filled(height * width) - height * width
         prompt = text_tokens - fillers
         before = torch.zeros(text_tokens, 3, dtype=torch.int32)

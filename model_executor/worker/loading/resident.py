@@ -344,7 +344,7 @@ def edit_masked_once(family: Family, side: int, text_tokens: int) -> None:
     """Run a mask-aware step of an empty square: prime its pages, predict at a keyframe (on a GPU also between two), and
     decode the region."""
     template = torch.zeros(side, side, 3, dtype=torch.uint8)
-    text = family.encode_text("", text_tokens, template)
+    text = family.encode_text("", text_tokens, (template,))
     clean, grid, layout = family.encode_template(template), family.grid(side, side), family.page_layout("int8")
     sigma = torch.ones((), device=clean.device)
     latents, condition = family.prime_inputs(clean, family.content_noise(clean, "0" * 64), sigma)

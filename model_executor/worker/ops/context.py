@@ -50,9 +50,9 @@ class WorkerContext:
         self._wait_for_adapters = wait_for_adapters
         prompts = {name: PromptCache(family) for name, family in models.items() if name not in prompts_of}
         self.prompts = {name: prompts[prompts_of.get(name, name)] for name in models}  # model -> its prompt cache
-        self._dtypes: dict[str, torch.dtype] = {
-            name: getattr(torch, family.info(name).dtype) for name, family in models.items()
-        }
+        infos = {name: family.info(name) for name, family in models.items()}
+        self._dtypes: dict[str, torch.dtype] = {name: getattr(torch, info.dtype) for name, info in infos.items()}
+        self._latent_widths = {name: info.latent_width for name, info in infos.items()}
 
     def family(self, model: str, patches: PatchSet) -> Family:
         """A model, for an item with these patches. Raises InvalidRequestError if one of them is not in use."""
@@ -104,9 +104,11 @@ class WorkerContext:
         """The dtype that a model computes in."""
         return self._dtypes[model]
 
-    def clean_latents(self, model: str, ref: EntryRef, num_tokens: int) -> Tensor:
-        """A template's clean latents, [image tokens, latent width], read-only."""
-        return self.pages.on_device(ref).view(self._dtypes[model]).view(num_tokens, -1)
+    def clean_latents(self, model: str, ref: EntryRef, num_tokens: int) -> tuple[Tensor, Tensor]:
+        """Clean latents of a template and of its references, [tokens, latent width] each, read-only. num_tokens: image
+        tokens of the template."""
+        latents = self.pages.on_device(ref).view(self._dtypes[model]).view(-1, self._latent_widths[model])
+        return latents[:num_tokens], latents[num_tokens:]
 
 
 def noise_id(content_id: str, cache_salt: str) -> str:

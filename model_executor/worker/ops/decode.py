@@ -30,7 +30,7 @@ def _decode_region(context: WorkerContext, item: Item, work: Decode, latents: Te
     family, pixels = context.models[item.model], context.shared(work.pixels)
     active, template = context.shared(work.active).long().to(latents.device), context.shared(work.template)
     if work.template_latents is not None:
-        clean = context.clean_latents(item.model, work.template_latents, latents.shape[0])
+        clean, _ = context.clean_latents(item.model, work.template_latents, latents.shape[0])
         latents = clean.to(latents.device).index_copy(0, active, latents[active].to(clean.dtype))
     region, (left, top, right, bottom) = family.decode_region(latents, active, work.width, work.height)
     pixels.copy_(template)

@@ -13,8 +13,8 @@ from model_executor.worker.ops.context import WorkerContext
 
 
 def encode_image(context: WorkerContext, items: Sequence[Item]) -> list[ItemResult]:
-    """Encode one item's template and mask, and draw its noise. Its input, if there is one, is what sampling starts from
-    instead of the template.
+    """Encode one item's template, references and mask, and draw its noise. Its input, if there is one, is what sampling
+    starts from instead of the template.
     """
     (item,) = items
     work = item.work
@@ -31,6 +31,7 @@ def encode_image(context: WorkerContext, items: Sequence[Item]) -> list[ItemResu
         start=start,
         is_exact=work.is_exact,
         cache_salt=work.cache_salt,
+        references=[context.shared(reference) for reference in work.references],
     )
     image = context.models[item.model].encode_image(inputs)
     sigmas = _computed(image.sigmas, work)

@@ -25,13 +25,14 @@ def prime(context: WorkerContext, items: Sequence[Item]) -> list[ItemResult]:
 
 def _prime_row(context: WorkerContext, item: Item, work: Prime) -> PrimeRow:
     family, cache = context.family(item.model, work.patches), context.prompts[item.model]
-    template = None if work.template is None else context.shared(work.template)
-    text = cache.encode(work.prompt, work.max_sequence_length, work.content_id, template, work.cache_salt, work.patches)
+    seen = [context.shared(picture) for picture in work.seen]
+    text = cache.encode(work.prompt, work.max_sequence_length, work.content_id, seen, work.cache_salt, work.patches)
     grid = family.grid(work.width, work.height)
+    references = tuple(family.grid(*size) for size in work.reference_sizes)
     sigma = torch.full((), work.sigma, dtype=torch.float32, device=text.prompt_embeds.device)  # without an upload
-    clean = context.clean_latents(item.model, work.latents, grid[0] * grid[1])
+    clean, others = context.clean_latents(item.model, work.latents, grid[0] * grid[1])
     noise = family.content_noise(clean, noise_id(work.content_id, work.cache_salt))
-    latents, condition = family.prime_inputs(clean, noise, sigma)
+    latents, condition = family.prime_inputs(clean, noise, sigma, others)
     is_first = work.blocks[0] == 0
     return PrimeRow(
         latents=latents,
@@ -42,6 +43,7 @@ def _prime_row(context: WorkerContext, item: Item, work: Prime) -> PrimeRow:
         guidance_scale=work.guidance_scale,
         patches=work.patches,
         grid=grid,
+        references=references,
         hidden=None if is_first else context.store.get_series(_hidden_key(item, work)),
         entry=context.pages.create(work.out) if is_first else context.pages.entry(work.out),
     )

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from core.handles import EntryRef, TensorKey
 from core.messages.worker import Item, PageSpan
-from core.page_scheme import OWN_PAGES_DTYPE
+from core.page_scheme import OWN_PAGES_DTYPE, PageDtype, PageLayout
 from core.scheduling.ops.denoise import Denoise
 from model_executor.kernels.gpu_tables import upload
 from model_executor.models.base import ModulationInputs, Row, SamplingState
@@ -55,6 +55,7 @@ class StepInputs:
             state=state,
             grid=self.family.grid(item.work.width, item.work.height),
         )
+        self._references = tuple(self.family.grid(*size) for size in item.work.reference_sizes)
 
     @property
     def velocity(self) -> Tensor | None:
@@ -80,6 +81,7 @@ class StepInputs:
                 sigma=sigma,
                 guidance_scale=work.guidance_scale,
                 grid=sample.grid,
+                references=self._references,
                 active=active,
                 box=box,
                 pages=own.pages if own is not None and active is not None else pages,
@@ -120,18 +122,20 @@ class StepInputs:
         latents, condition = family.denoiser_input(self.sample), self._values["condition"]
         if active is None or not (work.full_blocks or family.sees_all_latents):
             return latents, condition
-        clean, noise = self._kept("template", self._read_template)
-        primed = family.prime_inputs(clean, noise, sigma)
-        mixed = [its.index_copy(0, active, own[active]) for its, own in zip(primed, (latents, condition), strict=True)]
-        return mixed[0], mixed[1]
+        clean, others, noise = self._kept("template", self._read_template)
+        primed = family.prime_inputs(clean, noise, sigma, others)
+        mixed = primed[0].index_copy(0, active, latents[active])
+        if len(condition) == len(others):  # the denoiser sees references alone
+            return mixed, condition
+        return mixed, primed[1].index_copy(0, active, condition[active])
 
-    def _read_template(self) -> tuple[Tensor, Tensor]:
-        """Clean latents of the template, and its noise. Uploading the noise waits for a GPU."""
+    def _read_template(self) -> tuple[Tensor, Tensor, Tensor]:
+        """Clean latents of the template and of its references, and its noise. Uploading the noise waits for a GPU."""
         work = self._work
         assert work.template is not None
-        clean = self._context.clean_latents(self._item.model, work.template, self._num_tokens)
+        clean, others = self._context.clean_latents(self._item.model, work.template, self._num_tokens)
         noise = self.family.content_noise(clean, noise_id(work.content_id, work.cache_salt))
-        return clean.clone(), noise  # what the page store has may move before the next step
+        return clean.clone(), others.clone(), noise  # what the page store has may move before the next step
 
     # ------------------------------------------------------------------------------------------------- the prompts
 
@@ -170,13 +174,17 @@ class StepInputs:
             context.pages.put_last(key, self._work.full_blocks)
         near, *far = (context.pages.entry(ref) for ref in _entries(span))
         return Pages(
-            layout=self.family.page_layout(span.dtype),
+            layout=self._page_layout(span.dtype),
             num_tokens=self._num_tokens,
             near=near,
             far=far[0] if far else None,
             weight=span.weight,
             wait=partial(self._await_pages, coming) if coming else None,
         )
+
+    def _page_layout(self, dtype: PageDtype) -> PageLayout:
+        layout = self.family.page_layout(dtype)
+        return layout.with_conditions(len(self._values["condition"])) if self._references else layout
 
     def _await_pages(self, keys: Sequence[str], block: int) -> None:
         """Wait until a block of these entries may be read."""
@@ -188,7 +196,7 @@ class StepInputs:
         step = self._work.own_page_step
         if step is None:
             return None
-        layout = self.family.page_layout(OWN_PAGES_DTYPE)
+        layout = self._page_layout(OWN_PAGES_DTYPE)
         before = latents if step == self._work.step else self._last[0]
         entry, made = self._kept(f"pages-{number}", lambda: OwnPages.room(layout, self._num_tokens, before.device))
         sigma, modulation = self.sample.sigmas[step], _of_step(table, step)

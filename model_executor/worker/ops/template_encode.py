@@ -12,11 +12,12 @@ from model_executor.worker.ops.context import WorkerContext
 
 
 def encode_template(context: WorkerContext, items: Sequence[Item]) -> list[ItemResult]:
-    """Encode one template into its entry of the activation cache."""
+    """Encode one template and its references into their entry of the activation cache."""
     (item,) = items
     work = item.work
     assert isinstance(work, TemplateEncode)
-    template = context.shared(work.template)
-    clean = context.models[item.model].encode_template(template, cache_salt=work.cache_salt)
-    context.pages.create(work.out).copy_(clean.contiguous().view(torch.uint8).flatten())
+    family = context.models[item.model]
+    pictures = [context.shared(picture) for picture in (work.template, *work.references)]
+    clean = torch.cat([family.encode_template(picture, cache_salt=work.cache_salt) for picture in pictures])
+    context.pages.create(work.out).copy_(clean.view(torch.uint8).flatten())
     return [ItemResult(item.request_id, item.node)]

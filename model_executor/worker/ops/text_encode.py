@@ -19,10 +19,11 @@ def encode_text(context: WorkerContext, items: Sequence[Item]) -> list[ItemResul
     assert isinstance(work, TextEncode)
     prompts = [work.prompt] if work.negative_prompt is None else [work.prompt, work.negative_prompt]
     family = context.family(item.model, work.patches)
-    is_seen = family.text_sees_template
-    picture = (work.content_id, context.picture(work.template, work.width, work.height) if is_seen else None)
+    seen: list[Tensor] = []
+    if family.text_sees_template:
+        seen = [context.picture(work.template, work.width, work.height), *map(context.shared, work.references)]
     cache, length = context.prompts[item.model], work.max_sequence_length
-    texts = [cache.encode(prompt, length, *picture, work.cache_salt, work.patches) for prompt in prompts]
+    texts = [cache.encode(prompt, length, work.content_id, seen, work.cache_salt, work.patches) for prompt in prompts]
     named = {
         "prompt_embeds": _below([text.prompt_embeds for text in texts]),
         "text_lengths": torch.tensor([len(text.prompt_embeds) for text in texts]),

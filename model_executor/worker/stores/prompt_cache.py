@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import sys
 from collections import OrderedDict
+from collections.abc import Sequence
 
 from torch import Tensor
 
@@ -13,7 +14,7 @@ from model_executor.models.base import EncodedText, Family
 DEFAULT_BYTES = 64 * 1024 * 1024
 
 Key = tuple[str, int, str, str, PatchSet]
-"""(prompt, max_sequence_length, content id of the picture if the embedding depends on it, cache salt, patches on which
+"""(prompt, max_sequence_length, content id of the pictures if the embedding depends on it, cache salt, patches on which
 the embedding depends)."""
 
 
@@ -31,18 +32,18 @@ class PromptCache:
         prompt: str,
         max_sequence_length: int,
         content_id: str = "",
-        template: Tensor | None = None,
+        pictures: Sequence[Tensor] = (),
         cache_salt: str = "",
         patches: PatchSet = (),
     ) -> EncodedText:
-        """As `Family.encode_text`, bit-identical. content_id: the template's. The tensors are shared with later calls
+        """As `Family.encode_text`, bit-identical. content_id: of the pictures. The tensors are shared with later calls
         of the same `cache_salt` and must not be modified."""
         picture = content_id if self._family.text_sees_template else ""
         key = (prompt, max_sequence_length, picture, cache_salt, self._family.patches_of_text(patches))
         if key in self._texts:
             self._texts.move_to_end(key)
             return self._texts[key]
-        text = self._family.encode_text(prompt, max_sequence_length, template, patches)
+        text = self._family.encode_text(prompt, max_sequence_length, pictures, patches)
         if _nbytes(prompt, text) <= self._max_bytes:
             self._keep(key, text)
         return text

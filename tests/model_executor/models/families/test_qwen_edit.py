@@ -140,7 +140,7 @@ def test_an_unmasked_edit_equals_the_pipeline_of_the_successors(
 
 @torch.inference_mode()
 def encode(rig: Rig, prompt: str, length: int = 64, seed: int = 0, size: tuple[int, int] = (96, 64)) -> EncodedText:
-    return rig.family.encode_text(prompt, length, torch.from_numpy(picture(seed, size)))
+    return rig.family.encode_text(prompt, length, (torch.from_numpy(picture(seed, size)),))
 
 
 @pytest.fixture(scope="module", params=["edit", "2511"])

@@ -214,5 +214,5 @@ def test_a_pass_holds_what_it_reads_from_caches() -> None:
     with holding(held):
         forward(ours, [row])
     addresses = {x.data_ptr() for x in held}
-    assert ours._rotary_table(len(row.prompt_embeds), row.grid, False).data_ptr() in addresses
+    assert ours._rotary_table(len(row.prompt_embeds), (row.grid,)).data_ptr() in addresses
     assert len(addresses) >= 4

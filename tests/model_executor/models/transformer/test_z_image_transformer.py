@@ -63,5 +63,5 @@ def test_a_prompts_own_layers_run_once_for_all_steps(monkeypatch: pytest.MonkeyP
 def test_what_pages_keep_depends_on_no_prompt() -> None:
     """Templates are primed with another prompt than those of their edits."""
     denoiser, grid = ZImageTransformer(make_module(), 1000), (3, 3)
-    short, long = (denoiser._rotary_table(tokens, grid, False)[-9:] for tokens in (32 + 23, 96 + 23))
+    short, long = (denoiser._rotary_table(tokens, (grid,))[-9:] for tokens in (32 + 23, 96 + 23))
     assert torch.equal(short, long)
