@@ -72,6 +72,7 @@ class Edit:
         self.pixels = self.share(np.zeros((height, width, 3), dtype=np.uint8))
         self.upload_size = size  # of the picture that a pipeline is given
         self.seen = self.template  # by the text encoder
+        self.references: tuple[ArrayRef, ...] = ()
 
     def result(self) -> npt.NDArray[np.uint8]:
         """The decoded picture."""
@@ -102,6 +103,7 @@ class Edit:
             max_sequence_length=max_sequence_length,
             negative_prompt=self.negative_prompt,
             template=self.seen,
+            references=self.references,
             content_id=self.request_id,
             patches=self.patches,
         )
@@ -115,6 +117,7 @@ class Edit:
             num_denoising_steps=self.num_denoising_steps,
             computed_steps=tuple(range(self.num_denoising_steps)),
             is_exact=True,
+            references=self.references,
         )
         texts = [self._batch("text_encode", [self._item("text_encode", text)])] if self.class_label is None else []
         images = self._batch("image_encode", [self._item("image_encode", image, () if start is None else (start,))])
@@ -148,6 +151,7 @@ class Edit:
             class_label=self.class_label,
             keep_clean=keep_clean,
             patches=self.patches,
+            reference_sizes=tuple((ref.shape[1], ref.shape[0]) for ref in self.references),
         )
         texts = ("prompt_embeds", "text_lengths", "pooled_prompt_embeds") if self.class_label is None else ()
         inputs = (

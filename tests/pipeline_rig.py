@@ -140,4 +140,4 @@ def assert_same(ours: npt.NDArray[np.uint8], theirs: npt.NDArray[np.uint8]) -> N
     assert theirs.std() > 10, "a flat picture proves nothing"
     difference = np.abs(ours.astype(int) - theirs)
     assert difference.max() <= MAX_DIFFERENCE
-    assert (difference == 0).mean() >= SAME
+    assert (difference == 0).mean() >= SAME, (difference == 0).mean()
