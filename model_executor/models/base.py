@@ -115,6 +115,12 @@ class EncodedImage:
     sigmas: Tensor  # float32 [steps + 1], the noise levels before each step and after the last, where a run ends at 0
     state: State  # the sampler's, before the first step
 
+    def begin(self, grid: tuple[int, int]) -> SamplingState:
+        """The state before the first step. grid: image tokens as (rows, columns)."""
+        return SamplingState(
+            latents=self.latents, outside=self.outside, sigmas=self.sigmas, state=self.state, step=0, grid=grid
+        )
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SamplingState:
@@ -292,6 +298,11 @@ class Family(ABC):
         """Those of these patches on which a prompt's embedding depends."""
 
     # ------------------------------------------------------------------------------------------------------ encoding
+
+    @property
+    @abstractmethod
+    def latents_dtype(self) -> torch.dtype:
+        """What a run keeps its latents in between steps."""
 
     @abstractmethod
     def encode_text(

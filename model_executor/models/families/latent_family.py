@@ -54,7 +54,7 @@ class LatentFamily(TransformerFamily):
     # ---------------------------------------------------------------------------------------------------- denoising
 
     def denoiser_input(self, sample: SamplingState) -> Tensor:
-        return sample.latents
+        return sample.latents.to(self._checkpoint.dtype)
 
     def predict_clean(self, sample: SamplingState, prediction: Tensor) -> Tensor:
         return predict_clean(sample.latents, prediction, sample.sigmas[sample.step])
@@ -90,8 +90,9 @@ class NoisedTemplate(LatentFamily):
         sigmas = self._schedule(inputs, rows * columns).to(self._device)
         clean, noise = self._clean_and_noise(inputs, image, generator)
         start = clean if inputs.start is None else inputs.start.to(clean)
+        latents = start if inputs.goes_on else self._sampling.noised(start, noise, sigmas, 0)
         return EncodedImage(
-            latents=start if inputs.goes_on else self._sampling.noised(start, noise, sigmas, 0),
+            latents=latents.to(self.latents_dtype),
             condition=self._condition(inputs, clean),
             outside=torch.cat([clean, noise, self._packed_mask(mask).to(clean)], dim=1),
             sigmas=sigmas,

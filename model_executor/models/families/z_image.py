@@ -131,12 +131,17 @@ class ZImage(NoisedTemplate):
 
     # ------------------------------------------------------------------------------------------------------ sampling
 
+    @property
+    def latents_dtype(self) -> torch.dtype:
+        """As the pipelines, which cast latents for the denoiser, and what it predicts to float32."""
+        return torch.float32
+
     def _clean_and_noise(self, inputs: ImageInputs, image: Tensor, generator: torch.Generator) -> tuple[Tensor, Tensor]:
         """As prepare_latents and prepare_mask_latents. Of a picture made of nothing, as ZImagePipeline's
         prepare_latents, which draws noise alone; the empty canvas is encoded where strength leaves something of it."""
         if not inputs.is_empty:
             return super()._clean_and_noise(inputs, image, generator)
-        noise = pack(self._draw(self._latent_shape(image), generator))
+        noise = pack(self._draw(self._latent_shape(image), generator, torch.float32))
         is_seen = inputs.num_denoising_steps < inputs.num_inference_steps and inputs.start is None
         return pack(self._template_sample(inputs, image, generator)) if is_seen else torch.zeros_like(noise), noise
 
@@ -145,5 +150,5 @@ class ZImage(NoisedTemplate):
         return {"sigmas": sigmas, "mu": dynamic_shift(self._sampling.config, image_tokens)}
 
     def combine_guidance(self, predictions: Sequence[Tensor], scale: float) -> Tensor:
-        wanted, *unwanted = predictions
+        wanted, *unwanted = (velocity.float() for velocity in predictions)
         return wanted + scale * (wanted - unwanted[0]) if unwanted else wanted

@@ -297,7 +297,8 @@ class Batches:
         """One denoising step of exact requests for pictures of this share of the native side."""
         side = self._side(share)
         image, grid = self._encode_image(side), self.family.grid(side, side)
-        row = replace(self._row(1.0), latents=image.latents, condition=image.condition, grid=grid)
+        latents = self.family.denoiser_input(image.begin(grid))
+        row = replace(self._row(1.0), latents=latents, condition=image.condition, grid=grid)
         tokens = self._text_tokens + (1 + self.info.conditions_per_token) * grid[0] * grid[1]
         return DENOISE, Work.of([tokens] * number), lambda: self.family.predict([row] * number, self.group)
 
@@ -342,7 +343,7 @@ class Batches:
     def _of_any_row(self) -> dict[str, Any]:
         """The fields that a `Row` and a `PrimeRow` share."""
         return {
-            "latents": self._image.latents,
+            "latents": self.family.denoiser_input(self._image.begin(self._grid)),
             "condition": self._image.condition,
             "prompt_embeds": self._text.prompt_embeds,
             "pooled_prompt_embeds": self._text.pooled_prompt_embeds,
