@@ -6,6 +6,8 @@ Functions name the pipeline's method that they follow.
 
 from __future__ import annotations
 
+from dataclasses import replace
+from hashlib import sha256
 from typing import Any, ClassVar
 
 import numpy as np
@@ -15,7 +17,7 @@ from torch import Tensor, nn
 from core.model_info import ModelInfo
 from core.patches import PatchSet
 from model_executor.checkpoint.loader import ModelCheckpoint, first_line
-from model_executor.models.base import EncodedText, ImageInputs
+from model_executor.models.base import EncodedText, ImageInputs, LatentSpace
 from model_executor.models.chat import Chat
 from model_executor.models.families.latent_family import NoisedTemplate
 from model_executor.models.families.vae_family import refuse
@@ -29,6 +31,9 @@ MAX_TEXT_TOKENS = 512
 
 TEXT_LAYERS = (9, 18, 27)
 """The text encoder's layers whose outputs the denoiser sees, side by side."""
+
+STATISTICS = ("bn.running_mean", "bn.running_var")
+"""Weights of the VAE by which its latents are scaled, see `Flux2Vae`."""
 
 
 class Flux2Klein(NoisedTemplate):
@@ -105,6 +110,16 @@ class Flux2Klein(NoisedTemplate):
             conditions_per_token=self.denoiser.rows_per_token - 1,
             empty_has_conditions=False,
         )
+
+    @property
+    def latent_space(self) -> LatentSpace:
+        """The batch norm's statistics, which scale latents here, are weights of the VAE. They are compared as a digest,
+        rounded, since one checkpoint may store them in bfloat16 and another in float32."""
+        statistics = self._checkpoint.tensors("vae", STATISTICS)
+        digest = sha256(repr([statistics[name].bfloat16().tolist() for name in STATISTICS]).encode())
+        epsilon = self._vae_config.get("batch_norm_eps", 1e-4)
+        scaling = {"batch_norm": digest.hexdigest()[:12], "batch_norm_eps": epsilon}
+        return replace(super().latent_space, scaling=scaling)
 
     # -------------------------------------------------------------------------------------------------------- prompts
 
