@@ -321,6 +321,11 @@ class Family(ABC):
         for `encode_text`."""
         return self.encode_text("", text_tokens, template, patches)
 
+    def encode_longest(self, text_tokens: int, template: Tensor) -> EncodedText:
+        """What a row with a prompt of `text_tokens` tokens is conditioned on, or of any class: as many tokens as a
+        request may have. template: as for `encode_text`."""
+        return self.encode_text("a " * text_tokens, text_tokens, template)  # no word is less than a token
+
     @abstractmethod
     def encode_image(self, inputs: ImageInputs) -> EncodedImage:
         """Encode a request's template and mask, and draw its noise."""
