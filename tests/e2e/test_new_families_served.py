@@ -1,5 +1,5 @@
-"""FLUX.1 Kontext, Qwen-Image-Edit-Plus and Z-Image behind one API: pictures made of nothing, and edits with and without a
-mask."""
+"""FLUX.1 Kontext, Qwen-Image-Edit-Plus and Z-Image behind one API: pictures made of nothing, and edits with and
+without a mask."""
 
 from __future__ import annotations
 

@@ -16,9 +16,9 @@ from torch import Tensor, nn
 
 from core.model_info import ModelInfo
 from core.patches import PatchSet
-from model_executor.checkpoint.loader import ModelCheckpoint, first_line
+from model_executor.checkpoint.loader import ModelCheckpoint
 from model_executor.models.base import EncodedText, ImageInputs, LatentSpace
-from model_executor.models.chat import Chat
+from model_executor.models.chat import chat_of
 from model_executor.models.families.latent_family import NoisedTemplate
 from model_executor.models.families.vae_family import refuse
 from model_executor.models.latents import PATCH, pack
@@ -51,6 +51,7 @@ class Flux2Klein(NoisedTemplate):
     denoiser = Flux2Transformer
     lora_loader = "Flux2LoraLoaderMixin"
     vae = Flux2Vae
+    empty_has_conditions = False
     text_parts = ("text_encoder",)
     classes: ClassVar[Classes] = {
         "scheduler": FLOW_SCHEDULERS,
@@ -62,18 +63,11 @@ class Flux2Klein(NoisedTemplate):
 
     def __init__(self, checkpoint: ModelCheckpoint) -> None:
         super().__init__(checkpoint)
-        if not self._sampling.takes_sigmas:
-            raise refuse(
-                checkpoint, f"klein chooses its noise levels itself, which {self._sampling.name} does not take"
-            )
         if reason := self._why_not():
             raise refuse(checkpoint, reason)
         self._is_distilled = bool(checkpoint.index.get("is_distilled"))
         self._tokenizer = checkpoint.load("tokenizer")
-        try:
-            self._chat = Chat(self._tokenizer, thinks=False)
-        except ValueError as error:
-            raise refuse(checkpoint, first_line(error)) from error
+        self._chat = chat_of(checkpoint, self._tokenizer, thinks=False)
 
     def _why_not(self) -> str:
         """Why the configurations of the checkpoint's parts are not supported; "": they are."""
@@ -107,8 +101,7 @@ class Flux2Klein(NoisedTemplate):
             is_guidance_cfg=is_guided,
             has_true_cfg=False,
             can_skip_steps=self._sampling.can_skip_steps,
-            conditions_per_token=self.denoiser.rows_per_token - 1,
-            empty_has_conditions=False,
+            **self._conditions_info,
         )
 
     @property
@@ -167,12 +160,6 @@ class Flux2Klein(NoisedTemplate):
         if inputs.is_empty and (is_from_noise or inputs.start is not None):
             return torch.zeros_like(noise), noise
         return pack(self._template_sample(inputs, image, None)), noise
-
-    def _condition(self, inputs: ImageInputs, clean: Tensor) -> Tensor:
-        return clean[:0] if inputs.is_empty else clean
-
-    def _unmasked_condition(self, clean: Tensor) -> Tensor:
-        return clean
 
     def _packed_mask(self, mask: Tensor) -> Tensor:
         """As prepare_mask_latents: float32 [image tokens, 1]."""

@@ -25,6 +25,9 @@ class LatentFamily(TransformerFamily):
 
     _sampling: Sampling
 
+    chooses_sigmas: ClassVar[bool] = True
+    """Whether the diffusers pipeline gives its scheduler noise levels of its own."""
+
     samples_packed = True
     """Whether the diffusers pipeline samples packed latents: a sampler that draws noise draws it in that shape."""
 
@@ -34,6 +37,9 @@ class LatentFamily(TransformerFamily):
             self._sampling = Sampling(checkpoint.load("scheduler"))
         except ValueError as error:
             raise refuse(checkpoint, str(error)) from error
+        if self.chooses_sigmas and not self._sampling.takes_sigmas:
+            reason = f"{self.family} chooses its noise levels itself, which {self._sampling.name} does not take"
+            raise refuse(checkpoint, reason)
 
     # -------------------------------------------------------------------------------------------- each family's own
 
@@ -83,6 +89,15 @@ class NoisedTemplate(LatentFamily):
     samples_template: ClassVar[bool] = True
     """Whether the template's latents are sampled from the VAE's posterior; else they are its mode."""
 
+    empty_has_conditions: ClassVar[bool] = True
+    """Whether a denoiser that sees the template as tokens of its own has them also where there is none."""
+
+    @property
+    def _conditions_info(self) -> dict[str, Any]:
+        """The fields of `ModelInfo` about the template as tokens of its own."""
+        conditions = self.denoiser.rows_per_token - 1
+        return {"conditions_per_token": conditions, "empty_has_conditions": self.empty_has_conditions}
+
     def encode_image(self, inputs: ImageInputs) -> EncodedImage:
         generator = torch.Generator("cpu").manual_seed(inputs.seed)
         image, mask = to_image(self._here(inputs.template)), self._here(inputs.mask)
@@ -114,7 +129,8 @@ class NoisedTemplate(LatentFamily):
 
     def _condition(self, inputs: ImageInputs, clean: Tensor) -> Tensor:
         """`EncodedImage.condition`. clean: the template's clean latents, [image tokens, latent width]."""
-        return self._unmasked_condition(clean)
+        condition = self._unmasked_condition(clean)
+        return condition[:0] if inputs.is_empty and not self.empty_has_conditions else condition
 
     def advance(self, sample: SamplingState, prediction: Tensor) -> tuple[Tensor, State]:
         moved, state = super().advance(sample, prediction)
@@ -128,4 +144,5 @@ class NoisedTemplate(LatentFamily):
         return pack(self._latent_mask(mask).repeat(1, self._latent_channels, 1, 1))
 
     def _unmasked_condition(self, clean: Tensor) -> Tensor:
-        return clean.new_empty(len(clean), 0)
+        """The template itself, where the denoiser sees it as tokens of its own; else nothing."""
+        return clean if self.denoiser.rows_per_token > 1 else clean.new_empty(len(clean), 0)

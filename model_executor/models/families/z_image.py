@@ -14,9 +14,9 @@ from torch import Tensor, nn
 
 from core.model_info import ModelInfo
 from core.patches import PatchSet
-from model_executor.checkpoint.loader import ModelCheckpoint, first_line
+from model_executor.checkpoint.loader import ModelCheckpoint
 from model_executor.models.base import EncodedText, ImageInputs
-from model_executor.models.chat import Chat
+from model_executor.models.chat import chat_of
 from model_executor.models.families.latent_family import NoisedTemplate
 from model_executor.models.families.vae_family import refuse
 from model_executor.models.latents import PATCH, pack
@@ -53,16 +53,9 @@ class ZImage(NoisedTemplate):
 
     def __init__(self, checkpoint: ModelCheckpoint) -> None:
         super().__init__(checkpoint)
-        if not self._sampling.takes_sigmas:
-            raise refuse(
-                checkpoint, f"Z-Image chooses its noise levels itself, which {self._sampling.name} does not take"
-            )
         if reason := self._why_not():
             raise refuse(checkpoint, f"a denoiser {reason} is not supported")
-        try:
-            self._chat = Chat(checkpoint.load("tokenizer"), thinks=True)
-        except ValueError as error:
-            raise refuse(checkpoint, first_line(error)) from error
+        self._chat = chat_of(checkpoint, checkpoint.load("tokenizer"), thinks=True)
 
     def _why_not(self) -> str:
         """Why the denoiser's configuration is not supported; "": it is."""
