@@ -6,8 +6,6 @@ from typing import Any
 
 import torch
 
-from core.errors import ConfigError
-from model_executor.checkpoint.loader import ModelCheckpoint, first_line
 from model_executor.models.text import Tokens
 
 PLACE = "\N{OBJECT REPLACEMENT CHARACTER}"
@@ -46,11 +44,3 @@ class Chat:
     def _ids(self, text: str, **options: Any) -> list[int]:
         ids: list[int] = self._tokenizer(text, **options).input_ids
         return ids
-
-
-def chat_of(checkpoint: ModelCheckpoint, tokenizer: Any, *, thinks: bool) -> Chat:
-    """The `Chat` of a checkpoint's tokenizer. Raises ConfigError."""
-    try:
-        return Chat(tokenizer, thinks=thinks)
-    except ValueError as error:
-        raise ConfigError(f"{checkpoint.path}: {first_line(error)}") from error

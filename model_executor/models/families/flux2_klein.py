@@ -18,7 +18,6 @@ from core.model_info import ModelInfo
 from core.patches import PatchSet
 from model_executor.checkpoint.loader import ModelCheckpoint
 from model_executor.models.base import EncodedText, ImageInputs, LatentSpace
-from model_executor.models.chat import chat_of
 from model_executor.models.families.latent_family import NoisedTemplate
 from model_executor.models.families.vae_family import refuse
 from model_executor.models.latents import PATCH, pack
@@ -67,7 +66,7 @@ class Flux2Klein(NoisedTemplate):
             raise refuse(checkpoint, reason)
         self._is_distilled = bool(checkpoint.index.get("is_distilled"))
         self._tokenizer = checkpoint.load("tokenizer")
-        self._chat = chat_of(checkpoint, self._tokenizer, thinks=False)
+        self._chat = self._chat_of(self._tokenizer, thinks=False)
 
     def _why_not(self) -> str:
         """Why the configurations of the checkpoint's parts are not supported; "": they are."""

@@ -12,8 +12,9 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor
 
-from model_executor.checkpoint.loader import ModelCheckpoint
+from model_executor.checkpoint.loader import ModelCheckpoint, first_line
 from model_executor.models.base import EncodedImage, ImageInputs, SamplingState
+from model_executor.models.chat import Chat
 from model_executor.models.families.transformer_family import TransformerFamily
 from model_executor.models.families.vae_family import refuse, to_image
 from model_executor.models.latents import pack, unpack
@@ -40,6 +41,13 @@ class LatentFamily(TransformerFamily):
         if self.chooses_sigmas and not self._sampling.takes_sigmas:
             reason = f"{self.family} chooses its noise levels itself, which {self._sampling.name} does not take"
             raise refuse(checkpoint, reason)
+
+    def _chat_of(self, tokenizer: Any, *, thinks: bool) -> Chat:
+        """How a tokenizer frames prompts. thinks: as for `Chat`. Raises ConfigError."""
+        try:
+            return Chat(tokenizer, thinks=thinks)
+        except ValueError as error:
+            raise refuse(self._checkpoint, first_line(error)) from error
 
     # -------------------------------------------------------------------------------------------- each family's own
 

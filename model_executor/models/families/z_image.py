@@ -16,7 +16,6 @@ from core.model_info import ModelInfo
 from core.patches import PatchSet
 from model_executor.checkpoint.loader import ModelCheckpoint
 from model_executor.models.base import EncodedText, ImageInputs
-from model_executor.models.chat import chat_of
 from model_executor.models.families.latent_family import NoisedTemplate
 from model_executor.models.families.vae_family import refuse
 from model_executor.models.latents import PATCH, pack
@@ -55,7 +54,7 @@ class ZImage(NoisedTemplate):
         super().__init__(checkpoint)
         if reason := self._why_not():
             raise refuse(checkpoint, f"a denoiser {reason} is not supported")
-        self._chat = chat_of(checkpoint, checkpoint.load("tokenizer"), thinks=True)
+        self._chat = self._chat_of(checkpoint.load("tokenizer"), thinks=True)
 
     def _why_not(self) -> str:
         """Why the denoiser's configuration is not supported; "": it is."""
