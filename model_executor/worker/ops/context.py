@@ -100,10 +100,6 @@ class WorkerContext:
         key = TensorKey(item.request_id, item.node, "sampler", item.version)
         return (self.store.put_series(key, state),) if state else ()
 
-    def dtype_of(self, model: str) -> torch.dtype:
-        """The dtype that a model computes in."""
-        return self._dtypes[model]
-
     def clean_latents(self, model: str, ref: EntryRef, num_tokens: int) -> Tensor:
         """A template's clean latents, [image tokens, latent width], read-only."""
         return self.pages.on_device(ref).view(self._dtypes[model]).view(num_tokens, -1)
