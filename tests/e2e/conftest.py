@@ -7,10 +7,8 @@ from pathlib import Path
 
 import pytest
 from diffusers import FluxFillPipeline
-from forked_server import end_warm_process
 from server_process import ServerProcess, fork
 
-from engine.client.processes.worker_launcher import worker_launcher
 from entrypoints import ImageEngine
 from tools.random_checkpoints import make_flux_fill
 
@@ -19,11 +17,8 @@ NUM_STEPS = 4  # the checkpoint's default
 
 
 @pytest.fixture(scope="session", autouse=True)
-def _launcher() -> Iterator[None]:
-    """One launcher of workers for the engines of all tests, so that PyTorch is imported once."""
-    with worker_launcher.used():
-        yield
-        end_warm_process()
+def _launcher(launcher: str) -> None:
+    """It forks the workers of all engines."""
 
 
 @pytest.fixture(scope="session")
