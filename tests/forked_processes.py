@@ -29,7 +29,7 @@ class ForkedLauncher:
     """A launcher of workers of its own. What `WorkerLauncher` uses of a `SpawnedProcess`."""
 
     def __init__(self, launcher: str, target: str, config: bytes, fds: Sequence[int], name: str) -> None:
-        self._process = fork(launcher, target, config, [os.dup(fd) for fd in fds], name)
+        self._process = fork(launcher, target, config, fds, name)
         self.pid, self.kill = self._process.pid, self._process.kill
 
     @property

@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from functools import partial
 from pathlib import Path
 
 import pytest
 from diffusers import FluxFillPipeline
 from server_process import ServerProcess, fork
 
+from core.ipc.launched_process import launch
+from engine.client.processes import keeper_process
 from entrypoints import ImageEngine
 from tools.random_checkpoints import make_flux_fill
 
@@ -17,8 +20,11 @@ NUM_STEPS = 4  # the checkpoint's default
 
 
 @pytest.fixture(scope="session", autouse=True)
-def _launcher(launcher: str) -> None:
-    """It forks the workers of all engines."""
+def _launcher(launcher: str) -> Iterator[None]:
+    """It forks the workers of all engines, and the keepers of weights of those in this process."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(keeper_process, "spawn", partial(launch, launcher))
+        yield
 
 
 @pytest.fixture(scope="session")
