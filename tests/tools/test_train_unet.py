@@ -50,7 +50,7 @@ def trained(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, list[float]
 
 def test_the_error_falls(trained: tuple[Path, list[float], Trainer]) -> None:
     _, errors, _ = trained
-    assert sum(errors[-4:]) < 0.9 * sum(errors[:4])
+    assert sum(errors[-4:]) < 0.8 * sum(errors[:4])
 
 
 def test_it_goes_on_where_it_was(trained: tuple[Path, list[float], Trainer]) -> None:
