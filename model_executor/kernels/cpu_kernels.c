@@ -10,6 +10,13 @@
 
 /* -------------------------------------------------------------------------------------------------- reading pages */
 
+/* Which product is added without being rounded first; with AVX2, as in PyTorch. */
+#ifdef __AVX512F__
+#define BETWEEN(x, near, y, far) __builtin_fmaf(x, near, (y) * (far))
+#else
+#define BETWEEN(x, near, y, far) __builtin_fmaf(y, far, (x) * (near))
+#endif
+
 /* out = near_scale * near + far_scale * far. near, far: [groups, tokens, width]; scales: [groups, tokens]; out:
  * [groups, tokens, width], groups group_step numbers apart. */
 void stencil_interpolate(const int8_t *near, const float *near_scale, const int8_t *far, const float *far_scale,
@@ -17,7 +24,7 @@ void stencil_interpolate(const int8_t *near, const float *near_scale, const int8
     for (int g = 0; g < groups; g++)
         for (int t = 0; t < tokens; t++, near += width, far += width) {
             float x = *near_scale++, y = *far_scale++, *row = out + g * group_step + (long)t * width;
-            for (int d = 0; d < width; d++) row[d] = __builtin_fmaf(x, near[d], y * far[d]); /* equal bits everywhere */
+            for (int d = 0; d < width; d++) row[d] = BETWEEN(x, near[d], y, far[d]);
         }
 }
 
