@@ -58,3 +58,15 @@ def _cache_folder(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
         del os.environ["XDG_CACHE_HOME"]
     else:
         os.environ["XDG_CACHE_HOME"] = before
+
+
+@pytest.fixture(scope="session")
+def launcher() -> Iterator[str]:
+    """The address of one launcher of workers for the processes of all tests, so that PyTorch is imported once."""
+    from forked_server import end_warm_process
+
+    from engine.client.processes.worker_launcher import worker_launcher
+
+    with worker_launcher.used() as address:
+        yield address
+        end_warm_process()

@@ -1,4 +1,4 @@
-"""Runs a runner and diffusers' pipeline on the same checkpoint, with equal seed, steps and size, in float32."""
+"""Runs a runner and diffusers' pipeline on the same checkpoint, with equal seed, steps and size."""
 
 from __future__ import annotations
 
@@ -42,15 +42,17 @@ class Rig:
         pipeline: Any,
         adapters: Sequence[AdapterConfig] = (),
         quantization: Quantization = "none",
+        in_bfloat16: bool = False,
         **parts: Any,
     ) -> None:
-        """pipeline: its class. parts: replace the checkpoint's parts in the pipeline."""
+        """pipeline: its class. in_bfloat16: both compute in it, else in float32. parts: replace the checkpoint's parts
+        in the pipeline."""
         self.arena = arena
         self.space = ArenaAllocator(arena)
         model = ModelConfig(
             model=str(checkpoint),
             served_model_name="tiny",
-            dtype="float32",
+            dtype="bfloat16" if in_bfloat16 else "float32",
             quantization=quantization,
             adapters=tuple(adapters),
         )
@@ -62,6 +64,8 @@ class Rig:
         self.pages = PageStore(models.device, arena, None, copied.append)
         self.runner = Runner(0, WorkerContext(models.families, self.store, arena, self.pages))
         self.family = models.families["tiny"]
+        if in_bfloat16:
+            parts["dtype"] = torch.bfloat16
         self.pipeline = pipeline.from_pretrained(checkpoint, **parts)
         self.pipeline.set_progress_bar_config(disable=True)
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import importlib
 import json
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -19,6 +19,7 @@ import msgspec
 import torch
 from huggingface_hub.errors import StrictDataclassError
 from safetensors import SafetensorError
+from torch import Tensor
 
 from core.config import CudaGraphs, KernelChoice, ModelConfig, Quantization
 from core.errors import ConfigError
@@ -43,6 +44,7 @@ from model_executor.checkpoint.weights import (
     check_shards,
     check_whole,
     choose_variant,
+    read_tensors,
     usual_variant,
     variants,
     weight_files,
@@ -165,6 +167,14 @@ class ModelCheckpoint:
             raise ConfigError(f"cannot load {part} of {self.path}: {first_line(error)}") from error
         finally:
             torch.set_default_dtype(default_dtype)  # diffusers sets it while it loads, and leaves it when that fails
+
+    def tensors(self, part: str, names: Collection[str]) -> dict[str, Tensor]:
+        """Single weights of a part by name, as they are stored, without loading the part. Raises ConfigError."""
+        self._check_part(part)
+        try:
+            return read_tensors(weight_files(self.path / part, self.variant_of(part)), names)
+        except LOAD_ERRORS as error:
+            raise ConfigError(f"cannot load {part} of {self.path}: {first_line(error)}") from error
 
     def check_classes(self, classes: Classes) -> None:
         """Raises ConfigError if a part in the index has a class that its family does not support; loads nothing."""

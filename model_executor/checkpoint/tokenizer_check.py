@@ -43,7 +43,9 @@ def check_json(folder: Path) -> None:
 
 def check_tokenizer(tokenizer: Any, encoder: Mapping[str, Any]) -> None:
     """Raises ValueError if different prompts give the same tokens, or tokens outside the text encoder's vocabulary,
-    or more than it can read. encoder: the text encoder's configuration."""
+    or more than it can read, or if it cannot fill prompts up. encoder: the text encoder's configuration."""
+    if tokenizer.pad_token is None:
+        raise ValueError("it has no pad_token, with which diffusers' pipelines fill up prompts")
     try:
         reads = _distinguishes(tokenizer, PROBES) or _distinguishes(tokenizer, (*PROBES, *_own_words(tokenizer)))
     except Exception as error:  # tokenizers raises nothing more specific

@@ -9,9 +9,11 @@ from __future__ import annotations
 
 import json
 import re
+from collections.abc import Collection, Iterable
 from pathlib import Path
 
 from safetensors import SafetensorError, safe_open
+from torch import Tensor
 
 _NAME = re.compile(r"[^.]+?(?:\.(?P<variant>[^.-]+))?(?:-\d+-of-\d+)?\.safetensors")
 
@@ -51,6 +53,17 @@ def choose_variant(folder: Path, wanted: str) -> str:
 def weight_files(folder: Path, variant: str) -> list[Path]:
     """The weight files of a variant, sorted."""
     return sorted(path for path in folder.glob("*.safetensors") if variant_of(path) == variant)
+
+
+def read_tensors(files: Iterable[Path], names: Collection[str]) -> dict[str, Tensor]:
+    """The weights of these names, as they are stored. Raises ValueError if one is missing."""
+    found: dict[str, Tensor] = {}
+    for file in files:
+        with safe_open(file, "pt") as tensors:
+            found |= {name: tensors.get_tensor(name) for name in tensors.keys() if name in names}  # noqa: SIM118
+    if missing := sorted(set(names) - found.keys()):
+        raise ValueError(f"the weights lack {missing[0]}")
+    return found
 
 
 def check_pickles(folder: Path) -> None:

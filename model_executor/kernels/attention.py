@@ -20,8 +20,9 @@ from model_executor.kernels.linear import Linear, fused_linear, has_onednn, oned
 from model_executor.kernels.ragged import Span, pieces
 
 SCORE_BYTES = 5 << 18
-"""Bytes of scores computed at a time. Each product rearranges its keys, so fewer and larger products are faster, as
-long as the scores fit a core's cache: with 166 queries over 1,088 keys, this took 0.82 of the time of 512 KiB."""
+"""About the bytes of scores computed at a time. Each product rearranges its keys, so fewer and larger products are
+faster, as long as the scores fit a core's cache: with 166 queries over 1,088 keys, this took 0.82 of the time of 512
+KiB."""
 
 Sizes = Sequence[tuple[int, int]]
 """(text tokens, image tokens with condition tokens) of each request in a batch."""
@@ -193,12 +194,19 @@ def _attend_by_products(query: Tensor, keys_values: KeysValues, out: Tensor) -> 
 
 def _attend_head(query: Tensor, key: Tensor, value: Tensor, step: int) -> Tensor:
     """Attention of one head. query: float32 [queries, head dim], scaled; key: float32 [keys, head dim]; value: [head
-    dim, keys]; step: queries at a time.
+    dim, keys]; step: queries at a time, more or less: the parts are alike, since a small last one would take nearly as
+    long as the others. With 166 queries over 2,112 keys, of which 155 are such a step, a mask-aware step of blocks of
+    width 512 took 0.95 of the time that it took in parts of 155 and 11 (Zen 3).
 
     Scores are float32 even if values are bfloat16: rounded to 8 bits, a score of 20 would change its weight by 6 %.
     """
-    if len(query) > step:
-        return torch.cat([_attend_head(chunk, key, value, step) for chunk in query.split(step)])
+    number = max(1, round(len(query) / step))
+    if number > 1:
+        return torch.cat([_attend_part(part, key, value) for part in query.tensor_split(number)])
+    return _attend_part(query, key, value)
+
+
+def _attend_part(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
     weights = torch.softmax(onednn_product(query, key), dim=-1)
     return onednn_product(weights.to(value.dtype), value)
 

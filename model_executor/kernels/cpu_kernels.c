@@ -1,5 +1,5 @@
-/* For one core with AVX-512: the denoiser's float32 products, attention and page reading, and the VAE's bfloat16 norms.
- * cpu_kernels.py compiles them.
+/* For one core: page reading, and with AVX-512 the denoiser's float32 products and attention, and the VAE's bfloat16
+ * norms. cpu_kernels.py compiles them.
  *
  * All matrices are row-major. A row of a result is computed by the same operations in the same order whatever the
  * number of rows, so that a request's bits depend neither on its batch nor on how many of its tokens are computed.
@@ -7,6 +7,28 @@
 #include <immintrin.h>
 #include <math.h>
 #include <stdint.h>
+
+/* -------------------------------------------------------------------------------------------------- reading pages */
+
+/* Which product is added without being rounded first; with AVX2, as in PyTorch. */
+#ifdef __AVX512F__
+#define BETWEEN(x, near, y, far) __builtin_fmaf(x, near, (y) * (far))
+#else
+#define BETWEEN(x, near, y, far) __builtin_fmaf(y, far, (x) * (near))
+#endif
+
+/* out = near_scale * near + far_scale * far. near, far: [groups, tokens, width]; scales: [groups, tokens]; out:
+ * [groups, tokens, width], groups group_step numbers apart. */
+void stencil_interpolate(const int8_t *near, const float *near_scale, const int8_t *far, const float *far_scale,
+                         int groups, int tokens, int width, float *out, long group_step) {
+    for (int g = 0; g < groups; g++)
+        for (int t = 0; t < tokens; t++, near += width, far += width) {
+            float x = *near_scale++, y = *far_scale++, *row = out + g * group_step + (long)t * width;
+            for (int d = 0; d < width; d++) row[d] = BETWEEN(x, near[d], y, far[d]);
+        }
+}
+
+#ifdef __AVX512F__
 
 #define LANES 16
 #define PANEL 64   /* output columns at a time: four vectors */
@@ -308,18 +330,7 @@ void stencil_normalise_and_rotate(float *x, long step, int tokens, int heads, in
     }
 }
 
-/* -------------------------------------------------------------------------------------------------------- pages */
-
-/* out = near_scale * near + far_scale * far. near, far: [groups, tokens, width]; scales: [groups, tokens]; out:
- * [groups, tokens, width], groups group_step numbers apart. */
-void stencil_interpolate(const int8_t *near, const float *near_scale, const int8_t *far, const float *far_scale,
-                         int groups, int tokens, int width, float *out, long group_step) {
-    for (int g = 0; g < groups; g++)
-        for (int t = 0; t < tokens; t++, near += width, far += width) {
-            float x = *near_scale++, y = *far_scale++, *row = out + g * group_step + (long)t * width;
-            for (int d = 0; d < width; d++) row[d] = x * near[d] + y * far[d];
-        }
-}
+/* --------------------------------------------------------------------------------------------------- making pages */
 
 /* Symmetric int8: scales = largest magnitude of a row / 127, NaN if it has one; values = x / scales, 0 where a scale is 0
  * or not finite.
@@ -480,3 +491,5 @@ void stencil_swiglu(const void *x, long x_step, long rows, long width, int halve
             }
         }
 }
+
+#endif

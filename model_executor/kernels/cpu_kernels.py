@@ -1,10 +1,10 @@
-"""Compiled C kernels for one CPU core (`cpu_kernels.c`): the denoiser's products, attention and page reading, and the
-VAE's group norms.
+"""Compiled C kernels for one CPU core (`cpu_kernels.c`): page reading and, with AVX-512, the denoiser's products and
+attention, and the VAE's group norms.
 
 In a step of few tokens, calling oneDNN takes more time than some of its products, and so does waiting for weights from
 memory. The kernels are compiled with the machine's C compiler when they are first needed, in about half a second, and
 kept for later processes (`compiled_library.py`).
-Without a compiler or AVX-512, or with more than one thread, PyTorch computes instead; results differ by rounding.
+Without a compiler, or with more than one thread, PyTorch computes instead; results differ by rounding.
 """
 
 from __future__ import annotations
@@ -88,18 +88,40 @@ Piece = tuple[int, int, Sequence[AddedProduct]]
 """(first row, row after the last, what is added to these rows)."""
 
 
-class Kernels:
-    """The compiled functions, called with tensors: float32 on the CPU unless stated otherwise.
+class PageKernels:
+    """Reads pages; needs AVX2. Has the same bits with AVX-512."""
+
+    def __init__(self, library: ctypes.CDLL, digest: str) -> None:
+        """digest: SHA-256 of the compiled library, since another compiler may round differently."""
+        self.digest = digest
+        self._interpolate = _function(library, "stencil_interpolate")
+
+    def interpolate(self, near: Tensor, near_scale: Tensor, far: Tensor, far_scale: Tensor, out: Tensor) -> None:
+        """Write near_scale * near + far_scale * far to out. near, far: int8 [2, heads, tokens, head dim]; scales:
+        float32 [2, heads, tokens, 1]; out: float32 of the shape of near, with a constant stride between heads, also of
+        keys and values."""
+        kinds, heads, tokens, width = near.shape
+        if not near.is_contiguous():  # a part of the heads
+            for each in zip(
+                near.split(1), near_scale.split(1), far.split(1), far_scale.split(1), out.split(1), strict=True
+            ):
+                self.interpolate(*each)
+            return
+        pages = near.data_ptr(), near_scale.data_ptr(), far.data_ptr(), far_scale.data_ptr()
+        self._interpolate(*pages, kinds * heads, tokens, width, out.data_ptr(), out.stride(1))
+
+
+class Kernels(PageKernels):
+    """All compiled functions, called with tensors: float32 on the CPU unless stated otherwise. They need AVX-512.
 
     A row's bits do not depend on the number of other rows.
     """
 
     def __init__(self, library: ctypes.CDLL, digest: str) -> None:
-        """digest: SHA-256 of the compiled library, since another compiler may round differently."""
-        self.digest = digest
-        functions = (_function(library, name) for name in _SIGNATURES)
+        super().__init__(library, digest)
+        functions = (_function(library, name) for name in _SIGNATURES if name != "stencil_interpolate")
         self._linear, self._narrow_linear, self._attend, *others = functions
-        self._normalise_and_rotate, self._interpolate, self._quantise, *others = others
+        self._normalise_and_rotate, self._quantise, *others = others
         self._tile_sums, self._moments, self._norm_silu, self._gelu, self._swiglu = others
 
     def linear(
@@ -162,19 +184,6 @@ class Kernels:
         sizes = x.stride(0), tokens, kinds * heads, width
         self._normalise_and_rotate(x.data_ptr(), *sizes, eps, weight.data_ptr(), rotary.data_ptr())
 
-    def interpolate(self, near: Tensor, near_scale: Tensor, far: Tensor, far_scale: Tensor, out: Tensor) -> None:
-        """Write near_scale * near + far_scale * far to out. near, far: int8 [2, heads, tokens, head dim]; scales: [2,
-        heads, tokens, 1]; out: the shape of near, with a constant stride between heads, also of keys and values."""
-        kinds, heads, tokens, width = near.shape
-        if not near.is_contiguous():  # a part of the heads
-            for each in zip(
-                near.split(1), near_scale.split(1), far.split(1), far_scale.split(1), out.split(1), strict=True
-            ):
-                self.interpolate(*each)
-            return
-        pages = near.data_ptr(), near_scale.data_ptr(), far.data_ptr(), far_scale.data_ptr()
-        self._interpolate(*pages, kinds * heads, tokens, width, out.data_ptr(), out.stride(1))
-
     def quantise(self, x: Tensor, values: Tensor, scales: Tensor) -> None:
         """As `page_cache.pages.quantise`, for what `can_quantise` allows, with the same bits for finite numbers. A page
         of 256 tokens took a quarter of PyTorch's time."""
@@ -208,6 +217,10 @@ class Kernels:
         factors = moments.data_ptr(), moments.shape[1], weight.data_ptr(), bias.data_ptr(), eps
         self._norm_silu(x.data_ptr(), rows * columns, channels, *factors, out.data_ptr())
         return out
+
+
+_BY_CAPABILITY: dict[str, type[PageKernels]] = {"AVX512": Kernels, "AVX2": PageKernels}
+"""PyTorch's name of an instruction set -> the kernels that run with it."""
 
 
 def can_gelu(x: Tensor) -> bool:
@@ -263,21 +276,28 @@ def can_normalise(x: Tensor) -> bool:
 
 
 def best_kernels() -> Kernels | None:
-    """The kernels if they are the fastest choice, which they are with one thread; else None."""
+    """All kernels if they are the fastest choice, which they are with one thread; else None."""
+    kernels = best_page_kernels()
+    return kernels if isinstance(kernels, Kernels) else None
+
+
+def best_page_kernels() -> PageKernels | None:
+    """As `best_kernels`; without AVX-512 those that read pages alone."""
     return _compiled() if torch.get_num_threads() == 1 else None
 
 
 @cache
-def _compiled() -> Kernels | None:
-    """The kernels, loaded once per process. None, with a line in the log, where that is not possible."""
+def _compiled() -> PageKernels | None:
+    """The kernels that run here, loaded once per process. None, with a line in the log, where none do."""
     compiler = shutil.which("cc") or shutil.which("gcc") or shutil.which("clang")
-    if torch.backends.cpu.get_cpu_capability() != "AVX512" or compiler is None:
-        logger.info("no compiled kernels: they need AVX-512 and a C compiler (cc)")
+    made = _BY_CAPABILITY.get(torch.backends.cpu.get_cpu_capability())
+    if made is None or compiler is None:
+        logger.info("no compiled kernels: they need AVX2, most of them AVX-512, and a C compiler (cc)")
         return None
     try:
         source, folder = Path(__file__).with_suffix(".c"), user_cache_folder(os.environ) / "kernels"
         with compiled_library(source, compiler, _FLAGS, cpu_features(), folder) as library:
-            return Kernels(ctypes.CDLL(str(library.path)), library.digest)
+            return made(ctypes.CDLL(str(library.path)), library.digest)
     except (OSError, CompileError) as error:
         logger.warning("no compiled kernels: %s", error)
         return None

@@ -27,7 +27,14 @@ from model_executor.kernels.attention import (
     attend,
     normalise_and_rotate_,
 )
-from model_executor.kernels.cpu_kernels import Kernels, best_kernels, can_quantise, can_swiglu
+from model_executor.kernels.cpu_kernels import (
+    Kernels,
+    PageKernels,
+    best_kernels,
+    best_page_kernels,
+    can_quantise,
+    can_swiglu,
+)
 from model_executor.kernels.linear import Linear, best_linear, plain_linear
 from model_executor.kernels.ragged import Span, gather, interleave, spans
 from model_executor.kernels.residual import Residual
@@ -43,13 +50,14 @@ and PyTorch's default is 8."""
 
 class Operators:
     """PyTorch's operators. linear: how linear layers run; with `plain_linear` everything is rounded as in diffusers,
-    with others less often. kernels: compiled kernels to use where they apply, None for none."""
+    with others less often. kernels: compiled kernels to use where they apply, None for none. page_kernels: those that
+    read pages, if there are no others."""
 
     is_invariant = False
     """Whether they are those of `--batch-invariant` on a GPU, see `invariant.py`."""
 
-    def __init__(self, linear: Linear, kernels: Kernels | None = None) -> None:
-        self.linear, self.kernels = linear, kernels
+    def __init__(self, linear: Linear, kernels: Kernels | None = None, page_kernels: PageKernels | None = None) -> None:
+        self.linear, self.kernels, self._page_kernels = linear, kernels, kernels or page_kernels
         self._is_fused = linear is not plain_linear
         self._compiles = False
 
@@ -77,7 +85,7 @@ class Operators:
 
     @property
     def _kernels_digest(self) -> str:
-        return "" if self.kernels is None else self.kernels.digest
+        return "" if self._page_kernels is None else self._page_kernels.digest
 
     @property
     def quantise(self) -> Quantise:
@@ -104,7 +112,7 @@ class Operators:
 
     def open(self, pages: Pages) -> Reader:
         """A reader of these pages. The entries' bytes must not change while it is used."""
-        return pages.open(self.kernels)
+        return pages.open(self._page_kernels)
 
     def residual(self, hidden: Tensor) -> Residual:
         """The hidden state of transformer blocks. hidden: [tokens, width], changed in place."""
@@ -187,8 +195,10 @@ def _quantise(kernels: Kernels, x: Tensor, values: Tensor, scales: Tensor) -> No
 
 def best_operators(device: torch.device) -> Operators:
     """The fastest operators for a device."""
+    if device.type == "cpu":
+        return Operators(best_linear(), best_kernels(), best_page_kernels())
     if device.type != "cuda":
-        return Operators(best_linear(), best_kernels() if device.type == "cpu" else None)
+        return Operators(best_linear())
     from model_executor.kernels.gpu_operators import gpu_operators  # Triton is not everywhere, nor needed on a CPU
 
     return gpu_operators(device)

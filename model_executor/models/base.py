@@ -118,6 +118,12 @@ class EncodedImage:
     sigmas: Tensor  # float32 [steps + 1], the noise levels before each step and after the last, where a run ends at 0
     state: State  # the sampler's, before the first step
 
+    def begin(self, grid: tuple[int, int]) -> SamplingState:
+        """The state before the first step. grid: image tokens as (rows, columns)."""
+        return SamplingState(
+            latents=self.latents, outside=self.outside, sigmas=self.sigmas, state=self.state, step=0, grid=grid
+        )
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SamplingState:
@@ -298,6 +304,11 @@ class Family(ABC):
 
     # ------------------------------------------------------------------------------------------------------ encoding
 
+    @property
+    @abstractmethod
+    def latents_dtype(self) -> torch.dtype:
+        """What a run keeps its latents in between steps."""
+
     @abstractmethod
     def encode_text(
         self, prompt: str, max_sequence_length: int, pictures: Sequence[Tensor] = (), patches: PatchSet = ()
@@ -314,6 +325,11 @@ class Family(ABC):
         """What a row that asks for nothing is conditioned on: an empty prompt, or any class. text_tokens, template: as
         for `encode_text`."""
         return self.encode_text("", text_tokens, (template,), patches)
+
+    def encode_longest(self, text_tokens: int, template: Tensor) -> EncodedText:
+        """What a row with a prompt of `text_tokens` tokens is conditioned on, or of any class: as many tokens as a
+        request may have. template: as for `encode_text`."""
+        return self.encode_text("a " * text_tokens, text_tokens, (template,))  # no word is less than a token
 
     @abstractmethod
     def encode_image(self, inputs: ImageInputs) -> EncodedImage:

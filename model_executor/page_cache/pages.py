@@ -16,7 +16,7 @@ from torch import Tensor
 
 from core.page_scheme import PageDtype, PageLayout
 from model_executor.kernels.attention import KeysValues
-from model_executor.kernels.cpu_kernels import Kernels
+from model_executor.kernels.cpu_kernels import PageKernels
 
 INT8_MAX = 127
 
@@ -53,7 +53,7 @@ class Pages:
     heads: tuple[int, int] | None = None  # (first, after the last) of those that are read; None: all
     table: PageTable | None = None  # read instead of `near`, `far` and `weight` by a GPU's kernels; None: they make one
 
-    def open(self, kernels: Kernels | None = None) -> PageReader:
+    def open(self, kernels: PageKernels | None = None) -> PageReader:
         """A reader of these pages. The entries' bytes must not change while it is used."""
         return PageReader(self, kernels)
 
@@ -77,7 +77,7 @@ class PageReader:
     """Reads with PyTorch and compiled kernels. Views of all blocks are made in advance. The weights of the two
     keyframes are multiplied into their scales: in advance too, or for each block when it has arrived."""
 
-    def __init__(self, pages: Pages, kernels: Kernels | None) -> None:
+    def __init__(self, pages: Pages, kernels: PageKernels | None) -> None:
         self._kernels = kernels
         near = PageEntry(pages.near, pages.layout, pages.num_tokens).of_heads(pages.heads)
         far = None if pages.far is None else PageEntry(pages.far, pages.layout, pages.num_tokens).of_heads(pages.heads)

@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from functools import partial
 from pathlib import Path
 
 import pytest
 from diffusers import FluxFillPipeline
-from forked_server import end_warm_process
 from server_process import ServerProcess, fork
 
-from engine.client.processes.worker_launcher import worker_launcher
+from core.ipc.launched_process import launch
+from engine.client.processes import keeper_process
 from entrypoints import ImageEngine
 from tools.random_checkpoints import make_flux_fill
 
@@ -19,11 +20,11 @@ NUM_STEPS = 4  # the checkpoint's default
 
 
 @pytest.fixture(scope="session", autouse=True)
-def _launcher() -> Iterator[None]:
-    """One launcher of workers for the engines of all tests, so that PyTorch is imported once."""
-    with worker_launcher.used():
+def _launcher(launcher: str) -> Iterator[None]:
+    """It forks the workers of all engines, and the keepers of weights of those in this process."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(keeper_process, "spawn", partial(launch, launcher))
         yield
-        end_warm_process()
 
 
 @pytest.fixture(scope="session")

@@ -71,20 +71,22 @@ def folder_of(process: psutil.Process) -> str | None:
 
 def processes(kind: str) -> list[psutil.Process]:
     """Processes of this one's own engines, not of a server that other tests share, that run as "stencil-`kind`-N"; N
-    ascending.
+    ascending. Workers are a launcher's children, and a launcher may be another's child.
     """
     found = {}
     for child in psutil.Process().children():
         with suppress(psutil.NoSuchProcess):
             if "entrypoints.serve" not in child.cmdline():
-                found |= {process: _name(process, kind) for process in (child, *child.children())}
+                family = [child, *child.children()]
+                family += [each for other in family[1:] if _name(other, "launcher") for each in other.children()]
+                found |= {process: _name(process, kind) for process in family}
     return sorted((process for process, name in found.items() if name), key=found.__getitem__)
 
 
 def _name(process: psutil.Process, kind: str) -> str:
-    """The process's name "stencil-`kind`-N"; empty if it is of another kind, or gone."""
+    """The process's name "stencil-`kind`" or "stencil-`kind`-N"; empty if it is of another kind, or gone."""
     with suppress(psutil.NoSuchProcess):
-        return next((word for word in process.cmdline() if word.startswith(f"stencil-{kind}-")), "")
+        return next((word for word in process.cmdline() if word.startswith(f"stencil-{kind}")), "")
     return ""
 
 

@@ -93,9 +93,13 @@ def start(scratch: Path, *flags: str) -> ServerProcess:
 
 def fork(scratch: Path, *flags: str) -> ServerProcess:
     """As `start`, but forked."""
+    return _once_ready(spawn_forked(scratch, *flags), scratch)
+
+
+def spawn_forked(scratch: Path, *flags: str) -> ForkedServer:
+    """As `spawn`, but forked."""
     scratch.mkdir()
-    process = warm_process().fork(("--port", "0", *flags), _environment(scratch), ROOT, scratch.with_suffix(".log"))
-    return _once_ready(process, scratch)
+    return warm_process().fork(("--port", "0", *flags), _environment(scratch), ROOT, scratch.with_suffix(".log"))
 
 
 def _once_ready(process: subprocess.Popen[str] | ForkedServer, scratch: Path) -> ServerProcess:

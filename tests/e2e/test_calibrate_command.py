@@ -14,7 +14,15 @@ from PIL import Image
 from core.calibration import Calibration
 from entrypoints.calibrate import UNSAFE, main
 from entrypoints.image_engine import ImageEngine
-from tools.random_checkpoints import make_flux, make_klein, make_qwen_edit, make_sd3
+from tools.random_checkpoints import (
+    make_flux,
+    make_flux_kontext,
+    make_klein,
+    make_qwen_edit,
+    make_qwen_edit_plus,
+    make_sd3,
+    make_z_image,
+)
 from tools.random_unet_checkpoints import make_sdxl
 
 pytestmark = pytest.mark.slow  # twelve engines start
@@ -58,9 +66,12 @@ def test_the_engine_uses_the_saved_calibration(
 
 FAMILIES: dict[str, Callable[[Path], Path]] = {
     "flux": lambda path: make_flux(path, guidance_embeds=True, scheduler={"use_dynamic_shifting": True}),
+    "flux-kontext": lambda path: make_flux_kontext(path, guidance_embeds=True),
     "flux2-klein": make_klein,
     "sd3": lambda path: make_sd3(path, scheduler_class=FlowMatchHeunDiscreteScheduler),
     "qwen-image-edit": make_qwen_edit,
+    "qwen-image-edit-plus": make_qwen_edit_plus,
+    "z-image": make_z_image,
     "sdxl": make_sdxl,
 }
 

@@ -8,11 +8,13 @@ import signal
 import time
 from collections.abc import AsyncIterator
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 
 import pytest
 import pytest_asyncio
 from fault_kit import EDITS, assert_alike, begin, count, ends, make_input, processes, run, run_each, start, until
+from forked_processes import ForkedLauncher
 
 from core import restarts
 from core.errors import DeadlineExceededError
@@ -21,6 +23,7 @@ from core.messages.image_processor import ComposeImage, PrepareImages, ToImagePr
 from core.sampling_params import SamplingParams
 from engine.client import services
 from engine.client.async_engine import AsyncEngine
+from engine.client.processes import worker_launcher
 from engine.client.processes.worker_launcher import WorkerLauncher
 from engine.router import engine_replica
 
@@ -84,18 +87,19 @@ async def test_after_a_death_every_request_ends_with_the_picture_of_an_undisturb
 
 
 async def test_when_the_launcher_dies_its_worker_is_replaced_without_it(
-    tiny_checkpoint: Path, monkeypatch: pytest.MonkeyPatch
+    launcher: str, tiny_checkpoint: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    monkeypatch.setattr(worker_launcher, "spawn", partial(ForkedLauncher, launcher))
     monkeypatch.setattr(services, "worker_launcher", WorkerLauncher())
     others = processes("worker")
     async with start(tiny_checkpoint) as engine:
         expected = await run_each(engine, EDITS)
         tasks = await begin(engine, EDITS)
         (worker,) = set(processes("worker")) - set(others)
-        launcher = worker.parent()
-        assert launcher is not None
-        assert "stencil-launcher" in launcher.cmdline()
-        launcher.kill()
+        own = worker.parent()
+        assert own is not None
+        assert "stencil-launcher" in own.cmdline()
+        own.kill()
         assert_alike(await ends(tasks), expected)
         assert (count(engine, "rank_restarts"), count(engine, "engine_restarts")) == (1, 0)
 

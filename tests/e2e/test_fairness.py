@@ -16,6 +16,7 @@ from collections.abc import AsyncIterator, Iterator
 from concurrent.futures import ProcessPoolExecutor
 from contextlib import ExitStack, asynccontextmanager, suppress
 from multiprocessing import get_context
+from pathlib import Path
 
 import httpx
 import numpy as np
@@ -144,11 +145,19 @@ async def test_a_small_edit_takes_a_second_beside_a_flood_of_large_ones(
     print(f"beside {num_requests}: {few:.2f} to {most:.2f} s (alone {lone:.2f} s), PSS {max(samples) / 1e9:.2f} GB")
 
 
-async def test_a_flood_of_one_key_delays_only_its_own_edits(shared_server: ServerProcess) -> None:
+@pytest.fixture
+def flooded_server(tmp_path: Path) -> Iterator[ServerProcess]:
+    """As `shared_server`, forked: its memory does not matter."""
+    server = fork(tmp_path / "scratch", *KEYS)
+    yield server
+    assert server.stop() == 0, server.log.read_text()
+
+
+async def test_a_flood_of_one_key_delays_only_its_own_edits(flooded_server: ServerProcess) -> None:
     """Forty large files of one key take half a minute. The other key's edits finish long before, and ten more large
     ones of its own, which cannot be done in time, are refused before they would be late.
     """
-    async with flooded(shared_server.url, 4) as client:
+    async with flooded(flooded_server.url, 4) as client:
         for fields in ({}, {"priority": -5}, {"timeout": 20}):
             _, answer = await send(client, LIGHT, **fields)
             assert answer.status_code == 200, answer.text

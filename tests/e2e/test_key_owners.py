@@ -16,7 +16,7 @@ import httpx
 import numpy as np
 import pytest
 from pictures import Pixels, alpha_mask, decode, encode, photo
-from server_process import ROOT, ServerProcess, fork, start
+from server_process import ROOT, ServerProcess, fork
 
 A, B, LATER = "sk-a-1f2e", "sk-b-3d4c", "sk-later-5b6a"
 
@@ -193,7 +193,7 @@ def test_pages_may_be_shared_by_all_keys(flags: tuple[str, ...], tmp_path: Path)
 
 
 def test_a_hangup_without_key_files_is_an_orderly_end(server_flags: tuple[str, ...], tmp_path: Path) -> None:
-    server = start(tmp_path / "scratch", *server_flags)
+    server = fork(tmp_path / "scratch", *server_flags)
     assert server.stop(signal.SIGHUP) == 0, server.log.read_text()
 
 

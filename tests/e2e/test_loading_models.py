@@ -14,7 +14,7 @@ import numpy as np
 import openai
 import pytest
 from served_edits import client_of, edit
-from server_process import ServerProcess, fork, spawn
+from server_process import ServerProcess, fork, spawn_forked
 
 from tools.random_checkpoints import make_flux_fill
 from tools.random_unet_checkpoints import make_sd
@@ -98,9 +98,8 @@ def test_a_model_that_cannot_be_loaded_fails_its_own_requests(tmp_path: Path, pa
 
 def test_a_budget_that_no_order_could_meet_ends_the_start(tmp_path: Path, paths: dict[str, Path]) -> None:
     flags = [flag for name, path in paths.items() for flag in ("--model", f"{name}={path}")]
-    process = spawn(tmp_path / "scratch", *flags, "--model-bytes", "100K")
+    process = spawn_forked(tmp_path / "scratch", *flags, "--model-bytes", "100K")
     assert process.wait(PATIENCE) == 1
-    assert process.stdout is not None
     process.stdout.close()
     (line,) = (tmp_path / "scratch.log").read_text().splitlines()
     assert line.startswith("stencil: error: --model-bytes 102400: the weights of fill alone take ")

@@ -19,8 +19,9 @@ import httpx
 import psutil
 import pytest
 from fake_hub import REPO, hub
+from forked_server import ForkedServer
 from pictures import alpha_mask, encode, photo
-from server_process import ROOT, ServerProcess, fork, spawn, start, wait_until_ready
+from server_process import ROOT, ServerProcess, fork, spawn, spawn_forked, start, wait_until_ready
 
 from engine.router.engine_replica import MAX_RESTARTS
 
@@ -58,13 +59,20 @@ def is_running(server: ServerProcess) -> bool:
     return "stencil:num_requests_running 1.0" in httpx.get(f"{server.url}/metrics").text
 
 
-def run_to_its_end(tmp_path: Path, *flags: str, scratch: str = "scratch") -> tuple[int, str]:
+def run_to_its_end(
+    tmp_path: Path,
+    *flags: str,
+    scratch: str = "scratch",
+    begin: Callable[..., subprocess.Popen[str] | ForkedServer] = spawn,
+) -> tuple[int, str]:
     """Exit status and stderr of a server that should exit by itself."""
-    process = spawn(tmp_path / scratch, *flags)
-    out, _ = process.communicate(timeout=60)
-    assert out == ""
+    process = begin(tmp_path / scratch, *flags)
+    assert process.stdout is not None
+    with process.stdout:
+        assert process.stdout.read() == ""
+    status = process.wait(60)
     assert not list((tmp_path / scratch).iterdir())
-    return process.returncode, (tmp_path / scratch).with_suffix(".log").read_text()
+    return status, (tmp_path / scratch).with_suffix(".log").read_text()
 
 
 # --------------------------------------------------------------------------------------------------------- endings
@@ -165,7 +173,7 @@ def test_a_dead_engine_is_restarted_and_one_that_keeps_dying_ends_the_server(
     server_flags: tuple[str, ...], tmp_path: Path
 ) -> None:
     """In the end there is an exit status for the supervisor, and one line for the operator."""
-    server = start(tmp_path / "scratch", *server_flags)
+    server = fork(tmp_path / "scratch", *server_flags)
     killed: set[int] = set()
     kill_engine(server, killed)
     wait_for(lambda: httpx.get(f"{server.url}/ready").status_code == 503)
@@ -245,7 +253,9 @@ def test_unknown_host(server_flags: tuple[str, ...], tmp_path: Path) -> None:
 
 
 def test_host_that_is_no_valid_name(server_flags: tuple[str, ...], tmp_path: Path) -> None:
-    assert_one_line(run_to_its_end(tmp_path, *server_flags, "--host", "a" * 64), 1, "a" * 64, "--host")
+    assert_one_line(
+        run_to_its_end(tmp_path, *server_flags, "--host", "a" * 64, begin=spawn_forked), 1, "a" * 64, "--host"
+    )
 
 
 def test_temporary_folder_too_deep_for_a_socket(server_flags: tuple[str, ...], tmp_path: Path) -> None:
@@ -264,12 +274,14 @@ def test_names_with_line_breaks_forge_no_line(server_flags: tuple[str, ...], tmp
 
 
 def test_models_that_cannot_be_served(tmp_path: Path) -> None:
-    assert_one_line(run_to_its_end(tmp_path, "--model", "/no/such/dir"), 1, "/no/such/dir")
+    assert_one_line(run_to_its_end(tmp_path, "--model", "/no/such/dir", begin=spawn_forked), 1, "/no/such/dir")
 
 
 def test_directory_that_is_no_checkpoint(tmp_path: Path) -> None:
     (tmp_path / "empty").mkdir()
-    assert_one_line(run_to_its_end(tmp_path, "--model", str(tmp_path / "empty")), 1, "model_index.json")
+    assert_one_line(
+        run_to_its_end(tmp_path, "--model", str(tmp_path / "empty"), begin=spawn_forked), 1, "model_index.json"
+    )
 
 
 def test_broken_checkpoint_fails_while_loading(tiny_checkpoint: Path, tmp_path: Path) -> None:
@@ -278,7 +290,9 @@ def test_broken_checkpoint_fails_while_loading(tiny_checkpoint: Path, tmp_path: 
     """
     torn = Path(shutil.copytree(tiny_checkpoint, tmp_path / "torn"))
     shutil.rmtree(torn / "transformer")
-    assert_one_line(run_to_its_end(tmp_path, "--model", str(torn)), 1, "torn lacks transformer", "complete?")
+    assert_one_line(
+        run_to_its_end(tmp_path, "--model", str(torn), begin=spawn_forked), 1, "torn lacks transformer", "complete?"
+    )
 
 
 def test_a_hub_that_is_gated(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

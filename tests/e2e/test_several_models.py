@@ -19,7 +19,9 @@ from served_edits import ALPHA, PHOTO, client_of, edit
 from server_process import ServerProcess, fork
 
 from core.config import EMBEDDED_MODEL, ModelConfig
+from core.ipc.process import spawn
 from core.sampling_params import SamplingParams
+from engine.client.processes import keeper_process
 from entrypoints.image_engine import Edit, ImageEngine
 from tools.random_checkpoints import make_flux, make_flux_fill, make_sd3
 from tools.random_unet_checkpoints import make_sd
@@ -189,7 +191,9 @@ def test_a_template_of_one_model_can_be_edited_with_another(server: ServerProces
         np.testing.assert_array_equal(picture, edit(client, model=model)[0])
 
 
-def test_an_offline_engine_takes_several_models(paths: Mapping[str, str]) -> None:
+def test_an_offline_engine_takes_several_models(paths: Mapping[str, str], monkeypatch: pytest.MonkeyPatch) -> None:
+    """With a keeper of weights that is spawned, where other tests fork it."""
+    monkeypatch.setattr(keeper_process, "spawn", spawn)
     configs = [ModelConfig(model=paths[name], served_model_name=name, dtype="float32") for name in ("fill", "dev")]
     with ImageEngine(models=configs, image_workers=1) as engine:
         assert list(engine.models) == ["fill", "dev"]

@@ -6,6 +6,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+import torch
 
 from core.config import ModelConfig
 from core.ipc.shared_array import Arena
@@ -22,6 +23,14 @@ def _quick_interpreter() -> None:
         from quick_interpreter import quicken
 
         quicken()
+
+
+@pytest.fixture(scope="session", autouse=True)
+def _brief_tables() -> None:
+    """A sampler of UNets finds what its scheduler keeps between steps by what that prints. Its tables, of a thousand
+    numbers each, never change: printed whole, they take half of the time in which such a model is opened.
+    """
+    torch.set_printoptions(threshold=200)
 
 
 @pytest.fixture

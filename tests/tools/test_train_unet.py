@@ -23,9 +23,9 @@ from tools.train_unet.export import averaged, export
 from tools.train_unet.models import Sizes, build_scheduler, build_unet, embedded_vae
 from tools.train_unet.trainer import Recipe, Trainer
 
-TINY = Recipe(sizes=Sizes(channels=(8, 16, 32), heads=(1, 2, 4), norm_groups=4), batch=4, warm_pool=6)
+TINY = Recipe(sizes=Sizes(channels=(8, 16, 32), heads=(1, 1, 2), norm_groups=4), batch=2, warm_pool=6)
 BUDGET = 1e6  # seconds
-STEPS = 12
+STEPS = 8
 
 
 @pytest.fixture(scope="module")
@@ -42,7 +42,7 @@ def trained(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, list[float]
     torch.manual_seed(0)
     trainer = Trainer(TINY, work, BUDGET)
     trainer.pool.grow()
-    set_rate(trainer.optimisers, 3e-3)
+    set_rate(trainer.optimisers, 6e-3)
     errors = [trainer.learn(trainer.pool.batch(TINY.batch)) for _ in range(STEPS)]
     trainer.keep()
     return work, errors, trainer
@@ -50,7 +50,7 @@ def trained(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, list[float]
 
 def test_the_error_falls(trained: tuple[Path, list[float], Trainer]) -> None:
     _, errors, _ = trained
-    assert sum(errors[-4:]) < 0.9 * sum(errors[:4])
+    assert sum(errors[-4:]) < 0.8 * sum(errors[:4])
 
 
 def test_it_goes_on_where_it_was(trained: tuple[Path, list[float], Trainer]) -> None:

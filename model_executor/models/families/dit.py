@@ -107,6 +107,9 @@ class DiT(TransformerFamily, TimestepFamily):
     def encode_nothing(self, text_tokens: int, template: Tensor, patches: PatchSet = ()) -> EncodedText:
         return self.encode_class(None)
 
+    def encode_longest(self, text_tokens: int, template: Tensor) -> EncodedText:
+        return self.encode_class(None)
+
     def encode_text(
         self, prompt: str, max_sequence_length: int, pictures: Sequence[Tensor] = (), patches: PatchSet = ()
     ) -> EncodedText:

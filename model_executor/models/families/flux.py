@@ -53,8 +53,6 @@ class Flux(LatentFamily):
         super().__init__(checkpoint)
         self._tokenizer = checkpoint.load("tokenizer")
         self._tokenizer_2 = checkpoint.load("tokenizer_2")
-        if not self._sampling.takes_sigmas:
-            raise refuse(checkpoint, f"FLUX chooses its noise levels itself, which {self._sampling.name} does not take")
 
     def info(self, name: str) -> ModelInfo:
         return self._info(
@@ -185,27 +183,17 @@ class FluxKontext(FluxInpaint):
     denoiser = FluxKontextTransformer
     samples_template = False
     references_replace_template = True
+    empty_has_conditions = False
     default_guidance = 3.5
 
     def info(self, name: str) -> ModelInfo:
-        conditions = self.denoiser.rows_per_token - 1
         info = super().info(name)
-        return msgspec.structs.replace(
-            info,
-            conditions_per_token=conditions,
-            empty_has_conditions=False,
-            references=ReferencePictures(
-                most=1, pixels=info.native_size**2, multiple=info.token_size, grows=True, replaces_template=True
-            ),
+        references = ReferencePictures(
+            most=1, pixels=info.native_size**2, multiple=info.token_size, grows=True, replaces_template=True
         )
+        return msgspec.structs.replace(info, **self._conditions_info, references=references)
 
     def _draws_masked_image(self, inputs: ImageInputs) -> bool:
         """As FluxKontextInpaintPipeline, for a picture of which a part is kept; FluxKontextPipeline has no mask, and
         does not. Only samplers that draw noise notice it, so only for these is the mask looked at."""
         return self._sampling.draws_noise and not bool(inputs.mask.all())
-
-    def _condition(self, inputs: ImageInputs, clean: Tensor) -> Tensor:
-        return clean[:0] if inputs.is_empty else clean
-
-    def _unmasked_condition(self, clean: Tensor) -> Tensor:
-        return clean

@@ -7,6 +7,8 @@ Functions name the pipeline's method that they follow.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
+from hashlib import sha256
 from typing import Any, ClassVar
 
 import numpy as np
@@ -16,9 +18,8 @@ from torch import Tensor, nn
 from core.model_info import ModelInfo
 from core.patches import PatchSet
 from core.reference_pictures import ReferencePictures
-from model_executor.checkpoint.loader import ModelCheckpoint, first_line
-from model_executor.models.base import EncodedText, ImageInputs
-from model_executor.models.chat import Chat
+from model_executor.checkpoint.loader import ModelCheckpoint
+from model_executor.models.base import EncodedText, ImageInputs, LatentSpace
 from model_executor.models.families.latent_family import NoisedTemplate
 from model_executor.models.families.vae_family import refuse
 from model_executor.models.latents import PATCH, pack
@@ -31,6 +32,9 @@ MAX_TEXT_TOKENS = 512
 
 TEXT_LAYERS = (9, 18, 27)
 """The text encoder's layers whose outputs the denoiser sees, side by side."""
+
+STATISTICS = ("bn.running_mean", "bn.running_var")
+"""Weights of the VAE by which its latents are scaled, see `Flux2Vae`."""
 
 
 class Flux2Klein(NoisedTemplate):
@@ -48,6 +52,7 @@ class Flux2Klein(NoisedTemplate):
     denoiser = Flux2Transformer
     lora_loader = "Flux2LoraLoaderMixin"
     vae = Flux2Vae
+    empty_has_conditions = False
     text_parts = ("text_encoder",)
     classes: ClassVar[Classes] = {
         "scheduler": FLOW_SCHEDULERS,
@@ -59,18 +64,11 @@ class Flux2Klein(NoisedTemplate):
 
     def __init__(self, checkpoint: ModelCheckpoint) -> None:
         super().__init__(checkpoint)
-        if not self._sampling.takes_sigmas:
-            raise refuse(
-                checkpoint, f"klein chooses its noise levels itself, which {self._sampling.name} does not take"
-            )
         if reason := self._why_not():
             raise refuse(checkpoint, reason)
         self._is_distilled = bool(checkpoint.index.get("is_distilled"))
         self._tokenizer = checkpoint.load("tokenizer")
-        try:
-            self._chat = Chat(self._tokenizer, thinks=False)
-        except ValueError as error:
-            raise refuse(checkpoint, first_line(error)) from error
+        self._chat = self._chat_of(self._tokenizer, thinks=False)
 
     def _why_not(self) -> str:
         """Why the configurations of the checkpoint's parts are not supported; "": they are."""
@@ -104,10 +102,19 @@ class Flux2Klein(NoisedTemplate):
             is_guidance_cfg=is_guided,
             has_true_cfg=False,
             can_skip_steps=self._sampling.can_skip_steps,
-            conditions_per_token=self.denoiser.rows_per_token - 1,
-            empty_has_conditions=False,
             references=ReferencePictures(most=15, pixels=1024**2, multiple=self._token_size, grows=False),
+            **self._conditions_info,
         )
+
+    @property
+    def latent_space(self) -> LatentSpace:
+        """The batch norm's statistics, which scale latents here, are weights of the VAE. They are compared as a digest,
+        rounded, since one checkpoint may store them in bfloat16 and another in float32."""
+        statistics = self._checkpoint.tensors("vae", STATISTICS)
+        digest = sha256(repr([statistics[name].bfloat16().tolist() for name in STATISTICS]).encode())
+        epsilon = self._vae_config.get("batch_norm_eps", 1e-4)
+        scaling = {"batch_norm": digest.hexdigest()[:12], "batch_norm_eps": epsilon}
+        return replace(super().latent_space, scaling=scaling)
 
     # -------------------------------------------------------------------------------------------------------- prompts
 
@@ -155,12 +162,6 @@ class Flux2Klein(NoisedTemplate):
         if inputs.is_empty and (is_from_noise or inputs.start is not None):
             return torch.zeros_like(noise), noise
         return pack(self._template_sample(inputs, image, None)), noise
-
-    def _condition(self, inputs: ImageInputs, clean: Tensor) -> Tensor:
-        return clean[:0] if inputs.is_empty else clean
-
-    def _unmasked_condition(self, clean: Tensor) -> Tensor:
-        return clean
 
     def _packed_mask(self, mask: Tensor) -> Tensor:
         """As prepare_mask_latents: float32 [image tokens, 1]."""

@@ -12,8 +12,9 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor
 
-from model_executor.checkpoint.loader import ModelCheckpoint
+from model_executor.checkpoint.loader import ModelCheckpoint, first_line
 from model_executor.models.base import EncodedImage, ImageInputs, SamplingState
+from model_executor.models.chat import Chat
 from model_executor.models.families.transformer_family import TransformerFamily
 from model_executor.models.families.vae_family import refuse, to_image
 from model_executor.models.latents import pack, unpack
@@ -27,6 +28,8 @@ class LatentFamily(TransformerFamily):
 
     references_replace_template: ClassVar[bool] = False
     """As `ReferencePictures.replaces_template`."""
+    chooses_sigmas: ClassVar[bool] = True
+    """Whether the diffusers pipeline gives its scheduler noise levels of its own."""
 
     samples_packed = True
     """Whether the diffusers pipeline samples packed latents: a sampler that draws noise draws it in that shape."""
@@ -37,6 +40,16 @@ class LatentFamily(TransformerFamily):
             self._sampling = Sampling(checkpoint.load("scheduler"))
         except ValueError as error:
             raise refuse(checkpoint, str(error)) from error
+        if self.chooses_sigmas and not self._sampling.takes_sigmas:
+            reason = f"{self.family} chooses its noise levels itself, which {self._sampling.name} does not take"
+            raise refuse(checkpoint, reason)
+
+    def _chat_of(self, tokenizer: Any, *, thinks: bool) -> Chat:
+        """How a tokenizer frames prompts. thinks: as for `Chat`. Raises ConfigError."""
+        try:
+            return Chat(tokenizer, thinks=thinks)
+        except ValueError as error:
+            raise refuse(self._checkpoint, first_line(error)) from error
 
     # -------------------------------------------------------------------------------------------- each family's own
 
@@ -66,7 +79,7 @@ class LatentFamily(TransformerFamily):
     # ---------------------------------------------------------------------------------------------------- denoising
 
     def denoiser_input(self, sample: SamplingState) -> Tensor:
-        return sample.latents
+        return sample.latents.to(self._checkpoint.dtype)
 
     def predict_clean(self, sample: SamplingState, prediction: Tensor) -> Tensor:
         return predict_clean(sample.latents, prediction, sample.sigmas[sample.step])
@@ -95,6 +108,15 @@ class NoisedTemplate(LatentFamily):
     samples_template: ClassVar[bool] = True
     """Whether the template's latents are sampled from the VAE's posterior; else they are its mode."""
 
+    empty_has_conditions: ClassVar[bool] = True
+    """Whether a denoiser that sees the template as tokens of its own has them also where there is none."""
+
+    @property
+    def _conditions_info(self) -> dict[str, Any]:
+        """The fields of `ModelInfo` about the template as tokens of its own."""
+        conditions = self.denoiser.rows_per_token - 1
+        return {"conditions_per_token": conditions, "empty_has_conditions": self.empty_has_conditions}
+
     def encode_image(self, inputs: ImageInputs) -> EncodedImage:
         generator = torch.Generator("cpu").manual_seed(inputs.seed)
         image, mask = to_image(self._here(inputs.template)), self._here(inputs.mask)
@@ -102,8 +124,9 @@ class NoisedTemplate(LatentFamily):
         sigmas = self._schedule(inputs, rows * columns).to(self._device)
         clean, noise = self._clean_and_noise(inputs, image, generator)
         start = clean if inputs.start is None else inputs.start.to(clean)
+        latents = start if inputs.goes_on else self._sampling.noised(start, noise, sigmas, 0)
         return EncodedImage(
-            latents=start if inputs.goes_on else self._sampling.noised(start, noise, sigmas, 0),
+            latents=latents.to(self.latents_dtype),
             condition=self._beside(self._condition(inputs, clean), self._encoded_references(inputs)),
             outside=torch.cat([clean, noise, self._packed_mask(mask).to(clean)], dim=1),
             sigmas=sigmas,
@@ -131,7 +154,8 @@ class NoisedTemplate(LatentFamily):
 
     def _condition(self, inputs: ImageInputs, clean: Tensor) -> Tensor:
         """`EncodedImage.condition`. clean: the template's clean latents, [image tokens, latent width]."""
-        return self._unmasked_condition(clean)
+        condition = self._unmasked_condition(clean)
+        return condition[:0] if inputs.is_empty and not self.empty_has_conditions else condition
 
     def advance(self, sample: SamplingState, prediction: Tensor) -> tuple[Tensor, State]:
         moved, state = super().advance(sample, prediction)
@@ -145,4 +169,5 @@ class NoisedTemplate(LatentFamily):
         return pack(self._latent_mask(mask).repeat(1, self._latent_channels, 1, 1))
 
     def _unmasked_condition(self, clean: Tensor) -> Tensor:
-        return clean.new_empty(len(clean), 0)
+        """The template itself, where the denoiser sees it as tokens of its own; else nothing."""
+        return clean if self.denoiser.rows_per_token > 1 else clean.new_empty(len(clean), 0)

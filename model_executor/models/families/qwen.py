@@ -64,8 +64,6 @@ class Qwen(NoisedTemplate):
 
     def __init__(self, checkpoint: ModelCheckpoint) -> None:
         super().__init__(checkpoint)
-        if not self._sampling.takes_sigmas:
-            raise refuse(checkpoint, f"Qwen chooses its noise levels itself, which {self._sampling.name} does not take")
         if options := [name for name in UNSUPPORTED if self._transformer_config.get(name)]:
             raise refuse(checkpoint, f"a denoiser with {', '.join(options)} is not supported")
         if self._transformer_config.get("in_channels") != self._latent_width:
@@ -84,7 +82,7 @@ class Qwen(NoisedTemplate):
             default_true_cfg_scale=self._guidance(4.0),
             can_skip_steps=self._sampling.can_skip_steps,
             max_side=MAX_SIDE,
-            conditions_per_token=self.denoiser.rows_per_token - 1,
+            **self._conditions_info,
             extra_text_tokens=self._frame_tokens,
             vision=self._vision(),
         )
@@ -233,9 +231,6 @@ class QwenEdit(Qwen):
     def _seen(self, template: Tensor) -> npt.NDArray[np.uint8]:
         """The picture that the text encoder's processor gets of a template, uint8 [height, width, 3] both."""
         return template.numpy()
-
-    def _unmasked_condition(self, clean: Tensor) -> Tensor:
-        return clean
 
     def _with_pictures(self, words: list[int], num_patches: Sequence[int]) -> list[int]:
         """Tokens of the chat with a prompt and a picture for each of these numbers of patches; merge_size**2 patches

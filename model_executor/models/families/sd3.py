@@ -41,6 +41,7 @@ class StableDiffusion3(NoisedTemplate):
     denoiser = SD3Transformer
     lora_loader = "SD3LoraLoaderMixin"
     samples_packed = False
+    chooses_sigmas = False
     classes: ClassVar[Classes] = {
         "scheduler": FLOW_SCHEDULERS,
         "transformer": ("SD3Transformer2DModel",),

@@ -269,9 +269,15 @@ class VaeFamily(Family):
         height, width = (side // self._vae_scale for side in image.shape[2:])
         return (1, self._latent_channels, height, width)
 
-    def _draw(self, shape: tuple[int, ...], generator: torch.Generator) -> Tensor:
-        """Standard normal numbers, drawn on the CPU in the compute dtype, on which their values depend."""
-        noise: Tensor = randn_tensor(shape, generator=generator, device=self._device, dtype=self._checkpoint.dtype)
+    @property
+    def latents_dtype(self) -> torch.dtype:
+        return self._checkpoint.dtype
+
+    def _draw(self, shape: tuple[int, ...], generator: torch.Generator, dtype: torch.dtype | None = None) -> Tensor:
+        """Standard normal numbers, drawn on the CPU. dtype: on which their values depend; None: the compute dtype."""
+        noise: Tensor = randn_tensor(
+            shape, generator=generator, device=self._device, dtype=dtype or self._checkpoint.dtype
+        )
         return noise
 
     def _posterior_sample(

@@ -14,9 +14,8 @@ from torch import Tensor, nn
 
 from core.model_info import ModelInfo
 from core.patches import PatchSet
-from model_executor.checkpoint.loader import ModelCheckpoint, first_line
+from model_executor.checkpoint.loader import ModelCheckpoint
 from model_executor.models.base import EncodedText, ImageInputs
-from model_executor.models.chat import Chat
 from model_executor.models.families.latent_family import NoisedTemplate
 from model_executor.models.families.vae_family import refuse
 from model_executor.models.latents import PATCH, pack
@@ -53,16 +52,9 @@ class ZImage(NoisedTemplate):
 
     def __init__(self, checkpoint: ModelCheckpoint) -> None:
         super().__init__(checkpoint)
-        if not self._sampling.takes_sigmas:
-            raise refuse(
-                checkpoint, f"Z-Image chooses its noise levels itself, which {self._sampling.name} does not take"
-            )
         if reason := self._why_not():
             raise refuse(checkpoint, f"a denoiser {reason} is not supported")
-        try:
-            self._chat = Chat(checkpoint.load("tokenizer"), thinks=True)
-        except ValueError as error:
-            raise refuse(checkpoint, first_line(error)) from error
+        self._chat = self._chat_of(checkpoint.load("tokenizer"), thinks=True)
 
     def _why_not(self) -> str:
         """Why the denoiser's configuration is not supported; "": it is."""
@@ -131,12 +123,17 @@ class ZImage(NoisedTemplate):
 
     # ------------------------------------------------------------------------------------------------------ sampling
 
+    @property
+    def latents_dtype(self) -> torch.dtype:
+        """As the pipelines, which cast latents for the denoiser, and what it predicts to float32."""
+        return torch.float32
+
     def _clean_and_noise(self, inputs: ImageInputs, image: Tensor, generator: torch.Generator) -> tuple[Tensor, Tensor]:
         """As prepare_latents and prepare_mask_latents. Of a picture made of nothing, as ZImagePipeline's
         prepare_latents, which draws noise alone; the empty canvas is encoded where strength leaves something of it."""
         if not inputs.is_empty:
             return super()._clean_and_noise(inputs, image, generator)
-        noise = pack(self._draw(self._latent_shape(image), generator))
+        noise = pack(self._draw(self._latent_shape(image), generator, torch.float32))
         is_seen = inputs.num_denoising_steps < inputs.num_inference_steps and inputs.start is None
         return pack(self._template_sample(inputs, image, generator)) if is_seen else torch.zeros_like(noise), noise
 
@@ -145,5 +142,5 @@ class ZImage(NoisedTemplate):
         return {"sigmas": sigmas, "mu": dynamic_shift(self._sampling.config, image_tokens)}
 
     def combine_guidance(self, predictions: Sequence[Tensor], scale: float) -> Tensor:
-        wanted, *unwanted = predictions
+        wanted, *unwanted = (velocity.float() for velocity in predictions)
         return wanted + scale * (wanted - unwanted[0]) if unwanted else wanted

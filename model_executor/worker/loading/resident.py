@@ -25,7 +25,7 @@ from core.patches import PatchSet
 from model_executor.checkpoint.loader import ModelCheckpoint
 from model_executor.checkpoint.page_schemes import with_calibration
 from model_executor.checkpoint.parameter_count import expected_bytes
-from model_executor.models.base import Family, ImageInputs, PrimeRow, Row, SamplingState
+from model_executor.models.base import Family, ImageInputs, PrimeRow, Row
 from model_executor.models.registry import make_family
 from model_executor.page_cache.pages import Pages
 from model_executor.patches.adapters import NOTHING_KNOWN, Adapter, read_adapter
@@ -322,18 +322,16 @@ def edit_once(family: Family, side: int, text_tokens: int, patches: PatchSet = (
     empty = torch.zeros(side, side, 3, dtype=torch.uint8)
     text = family.encode_nothing(text_tokens, empty, patches)
     image = family.encode_image(ImageInputs.blank(side, family.info("").min_inference_steps))
+    sample = image.begin(family.grid(side, side))
     row = Row(
-        latents=image.latents,
+        latents=family.denoiser_input(sample),
         condition=image.condition,
         prompt_embeds=text.prompt_embeds,
         pooled_prompt_embeds=text.pooled_prompt_embeds,
         sigma=image.sigmas[0],
         guidance_scale=1.0,
-        grid=family.grid(side, side),
+        grid=sample.grid,
         patches=patches,
-    )
-    sample = SamplingState(
-        latents=image.latents, outside=image.outside, sigmas=image.sigmas, step=0, state=image.state, grid=row.grid
     )
     latents, _ = family.advance(sample, family.combine_guidance(family.predict([row]), 1.0))
     return family.decode(latents, side, side)

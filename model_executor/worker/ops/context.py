@@ -100,10 +100,6 @@ class WorkerContext:
         key = TensorKey(item.request_id, item.node, "sampler", item.version)
         return (self.store.put_series(key, state),) if state else ()
 
-    def dtype_of(self, model: str) -> torch.dtype:
-        """The dtype that a model computes in."""
-        return self._dtypes[model]
-
     def clean_latents(self, model: str, ref: EntryRef, num_tokens: int) -> tuple[Tensor, Tensor]:
         """Clean latents of a template and of its references, [tokens, latent width] each, read-only. num_tokens: image
         tokens of the template."""

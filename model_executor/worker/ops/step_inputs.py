@@ -45,8 +45,8 @@ class StepInputs:
         if item.work.own_page_step is not None and item.work.step:
             state, self._last = state[:-2], state[-2:]
         latents = self._values["latents"]
-        if not item.work.step:  # another model, which may compute in another dtype, may have made them
-            latents = latents.to(context.dtype_of(item.model))
+        if not item.work.step:  # another model, which may keep them in another dtype, may have made them
+            latents = latents.to(self.family.latents_dtype)
         self.sample = SamplingState(
             latents=latents,
             outside=self._values["outside"],

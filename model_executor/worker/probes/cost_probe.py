@@ -44,6 +44,9 @@ from model_executor.models.transformer.denoiser import modulation_limit
 from model_executor.page_cache.pages import Pages
 from model_executor.parallel.group import Group
 
+PROBE = 2
+"""Number of the way in which batches are measured: what an earlier one has measured is not used."""
+
 BUDGET_SECONDS = 2.0
 """Time budget per model, at its first start. A batch that is expected to exceed what is left is skipped."""
 
@@ -146,7 +149,7 @@ def _conditions(info: ModelInfo, config: ModelConfig) -> str:
     processor = torch.cuda.get_device_name(device) if device.type == "cuda" else cores
     digest = chosen_operators(config.kernels, device, batch_invariant=config.batch_invariant).digest
     graphs = config.cuda_graphs if device.type == "cuda" else ""
-    parts = [processor, platform.node(), torch.get_num_threads(), torch.__version__, digest, graphs]
+    parts = [PROBE, processor, platform.node(), torch.get_num_threads(), torch.__version__, digest, graphs]
     return hashlib.sha256(msgspec.json.encode(info) + repr(parts).encode()).hexdigest()
 
 
@@ -252,7 +255,7 @@ class Batches:
     def _encode_text(self) -> EncodedText:
         side = self._side(1.0)
         empty = torch.zeros(side, side, 3, dtype=torch.uint8)
-        return self.family.encode_nothing(self.info.max_text_tokens, empty)
+        return self.family.encode_longest(self.info.max_text_tokens, empty)
 
     def _encode_image(self, side: int) -> EncodedImage:
         return self.family.encode_image(ImageInputs.blank(side, self.info.min_inference_steps))
@@ -297,7 +300,8 @@ class Batches:
         """One denoising step of exact requests for pictures of this share of the native side."""
         side = self._side(share)
         image, grid = self._encode_image(side), self.family.grid(side, side)
-        row = replace(self._row(1.0), latents=image.latents, condition=image.condition, grid=grid)
+        latents = self.family.denoiser_input(image.begin(grid))
+        row = replace(self._row(1.0), latents=latents, condition=image.condition, grid=grid)
         tokens = self._text_tokens + (1 + self.info.conditions_per_token) * grid[0] * grid[1]
         return DENOISE, Work.of([tokens] * number), lambda: self.family.predict([row] * number, self.group)
 
@@ -342,7 +346,7 @@ class Batches:
     def _of_any_row(self) -> dict[str, Any]:
         """The fields that a `Row` and a `PrimeRow` share."""
         return {
-            "latents": self._image.latents,
+            "latents": self.family.denoiser_input(self._image.begin(self._grid)),
             "condition": self._image.condition,
             "prompt_embeds": self._text.prompt_embeds,
             "pooled_prompt_embeds": self._text.pooled_prompt_embeds,

@@ -12,6 +12,7 @@ from math import inf
 from pathlib import Path
 from statistics import StatisticsError
 
+import forked_server
 import msgspec
 import pytest
 from fakes import MODEL, make_edit
@@ -19,6 +20,7 @@ from known_costs import AROUND, SECONDS, known
 
 from benchmarks.load.client import Outcome, Refusal, Run
 from benchmarks.serving import goodput_bench
+from benchmarks.serving import recorded_server as recorded_servers
 from benchmarks.serving.cell_outcomes import Outcomes, outcomes_of
 from benchmarks.serving.goodput_bench import CELLS
 from benchmarks.serving.goodput_cells import compared, main
@@ -254,8 +256,11 @@ def test_rounds_are_compared_one_by_one() -> None:
 
 
 @pytest.fixture
-def _kept(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """Servers stay, each for all runs of its kind, and costs are measured once: starts take nearly all of the time."""
+def _kept(launcher: str, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """Servers are forked and stay, each for all runs of its kind, and costs are measured once: starts take nearly all
+    of the time.
+    """
+    monkeypatch.setattr(recorded_servers, "start_server", forked_server.start_server)
     servers, known = dict[tuple[str, ...], RecordedServer](), list[Known]()
     start, measure = goodput_bench.recorded_server, Known.of_new_process
 

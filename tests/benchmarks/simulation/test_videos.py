@@ -192,6 +192,6 @@ def test_the_command_prints_every_cell_and_what_is_assumed(
 
 def test_varying_says_what_changes(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(videos, "VARIED_SEEDS", 1)
-    load = msgspec.structs.replace(LOAD, mixes=LOAD.mixes[:1])
-    lines = list(videos.vary(load, 1, [Cell(8, 0.5, 8), Cell(8, 0.0, 8)]))
+    load = msgspec.structs.replace(LOAD, mixes=LOAD.mixes[:1], steps=2)
+    lines = list(videos.vary(load, 1, [Cell(8, 0.5, 2), Cell(8, 0.0, 2)]))
     assert sum(line.startswith(("half of", "twice of")) for line in lines) == 22

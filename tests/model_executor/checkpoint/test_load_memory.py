@@ -19,17 +19,9 @@ from core.handles import ModelKey
 from core.ipc import local_sockets
 from core.ipc.launched_process import launch
 from engine.client.processes.keeper_process import MAIN as KEEPER
-from engine.client.processes.worker_launcher import worker_launcher
 from model_executor.checkpoint.loader import ModelCheckpoint
 from model_executor.models.registry import make_family
 from model_executor.weights.taking import TakenWeights
-
-
-@pytest.fixture(scope="module")
-def launcher() -> Iterator[str]:
-    """Forks processes that have imported the libraries, as workers are."""
-    with worker_launcher.used() as address:
-        yield address
 
 
 @pytest.fixture(scope="module")

@@ -208,7 +208,7 @@ def test_a_processor_without_its_configuration(tmp_path: Path) -> None:
 def test_scheduler_that_takes_no_noise_levels(copy: Path) -> None:
     """FLUX's pipelines give them; diffusers refuses at the first edit."""
     edit_json(copy / "model_index.json", scheduler=["diffusers", "FlowMatchHeunDiscreteScheduler"])
-    assert_refused(copy, "FLUX chooses its noise levels itself, which FlowMatchHeunDiscreteScheduler does not take")
+    assert_refused(copy, "flux-fill chooses its noise levels itself, which FlowMatchHeunDiscreteScheduler")
 
 
 def test_torn_index(copy: Path) -> None:

@@ -88,3 +88,20 @@ class Computed:
 
     def store(self, page: int, image: Tensor) -> None:
         """Nothing is kept."""
+
+
+@pytest.mark.parametrize(("queries", "parts"), [(1, [1]), (166, [166]), (235, [118, 117]), (470, [157, 157, 156])])
+def test_queries_are_attended_in_parts_that_are_alike(
+    monkeypatch: pytest.MonkeyPatch, queries: int, parts: list[int]
+) -> None:
+    """About 155 at a time: a small last part would rearrange all keys for little."""
+    seen: list[int] = []
+
+    def attend_part(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
+        seen.append(len(query))
+        return query
+
+    monkeypatch.setattr(attention, "_attend_part", attend_part)
+    query = torch.randn(queries, 4)
+    assert torch.equal(attention._attend_head(query, query, query.T, 155), query)
+    assert seen == parts

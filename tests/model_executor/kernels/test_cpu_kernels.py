@@ -154,15 +154,6 @@ def test_normalise_and_rotate(kernels: Kernels, tokens: int, kinds: int, head_di
     assert torch.equal(qkv[:, kinds:], expected[:, kinds:])
 
 
-def test_interpolate(kernels: Kernels) -> None:
-    near, far = (torch.randint(-127, 128, (2, 3, 13, 24), dtype=torch.int8) for _ in range(2))
-    near_scale, far_scale = torch.rand(2, 3, 13, 1), torch.rand(2, 3, 13, 1)
-    room = torch.full((2, 3, 17, 24), 7.0)
-    kernels.interpolate(near, near_scale, far, far_scale, room[:, :, 4:])
-    torch.testing.assert_close(room[:, :, 4:], near * near_scale + far * far_scale, rtol=1e-5, atol=1e-4)
-    assert (room[:, :, :4] == 7.0).all()
-
-
 @pytest.mark.parametrize("width", [16, 48, 64])
 def test_quantise(kernels: Kernels, width: int) -> None:
     """With PyTorch's bits, from any memory order, into a part of the heads; rows without a scale are zeros."""

@@ -15,13 +15,14 @@ from typing import Any
 
 import pytest
 import torch
+from forked_processes import fork
 from torch import nn
 
 from core.config import ModelConfig
 from core.errors import ConfigError, EngineError
 from core.handles import ModelKey
 from core.ipc import local_sockets
-from core.ipc.process import ChildProcess, spawn
+from core.ipc.process import ChildProcess
 from model_executor.checkpoint.loader import ModelCheckpoint
 from model_executor.kernels.cpu_kernels import best_kernels
 from model_executor.kernels.cpu_layers import FastConv
@@ -56,13 +57,13 @@ def test_descriptors_that_a_peer_attaches_do_not_stay_open(keeper: ChildProcess,
         assert num_open() == before
 
 
-def started(listener: socket.socket) -> ChildProcess:
-    return spawn("brief_keeper:main", b"", [os.dup(listener.fileno())], "stencil-weights")
+def started(launcher: str, listener: socket.socket) -> ChildProcess:
+    return fork(launcher, "brief_keeper:main", b"", [os.dup(listener.fileno())], "stencil-weights")
 
 
 @pytest.fixture(scope="module")
-def keeper(listener: socket.socket) -> Iterator[ChildProcess]:
-    child = started(listener)
+def keeper(launcher: str, listener: socket.socket) -> Iterator[ChildProcess]:
+    child = started(launcher, listener)
     yield child
     child.kill()
     asyncio.run(child.wait())
@@ -203,15 +204,15 @@ def test_a_keeper_that_hangs_is_told(monkeypatch: pytest.MonkeyPatch, config: Mo
             worker.take(VAE, config, "vae")
 
 
-def test_a_keeper_that_was_restarted_serves_on(listener: socket.socket, config: ModelConfig) -> None:
+def test_a_keeper_that_was_restarted_serves_on(launcher: str, config: ModelConfig) -> None:
     """The last test: it ends the shared one. Workers keep what they have, under the same address."""
     with local_sockets.listen() as own:
-        first = started(own)
+        first = started(launcher, own)
         worker = TakenWeights(local_sockets.address_of(own))
         vae, _ = worker.take(VAE, config, "vae")
         first.kill()
         asyncio.run(first.wait())
-        second = started(own)
+        second = started(launcher, own)
         assert torch.isfinite(next(vae.parameters())).all()
         worker.take(TRANSFORMER, config, "transformer")
         second.kill()

@@ -10,6 +10,7 @@ import sys
 import time
 from collections.abc import AsyncIterator, Iterator
 from contextlib import asynccontextmanager, closing
+from functools import partial
 from pathlib import Path
 
 import msgspec
@@ -17,12 +18,13 @@ import numpy as np
 import pytest
 import pytest_asyncio
 from edits import Edit
+from forked_processes import ForkedLauncher, fork
 
 from core.config import CacheConfig, EngineConfig, ModelConfig
 from core.errors import ConfigError
 from core.handles import PAGE_ARENA, VALUE_ARENA, ArrayRef, EntryRef, ModelKey, TensorKey, TensorRef
 from core.ipc import local_sockets
-from core.ipc.process import ChildProcess, SpawnedProcess, spawn
+from core.ipc.process import ChildProcess, SpawnedProcess
 from core.ipc.shared_array import Arena, ArenaAllocator
 from core.messages.worker import (
     Batch,
@@ -40,6 +42,7 @@ from core.messages.worker import (
     WorkerReady,
 )
 from core.scheduling.ops.template_encode import TemplateEncode
+from engine.client.processes import worker_launcher as worker_launchers
 from engine.client.processes.worker_launcher import WorkerLauncher, worker_launcher
 from model_executor import executor as executors
 from model_executor.executor import Executor
@@ -305,7 +308,13 @@ async def test_a_component_that_no_model_has_cannot_be_loaded(executor: Executor
 
 
 async def test_components_are_taken_from_the_keeper_beside_batches(
-    tiny_checkpoint: Path, executor: Executor, arena: Arena, space: ArenaAllocator, pages: Arena, tmp_path: Path
+    launcher: str,
+    tiny_checkpoint: Path,
+    executor: Executor,
+    arena: Arena,
+    space: ArenaAllocator,
+    pages: Arena,
+    tmp_path: Path,
 ) -> None:
     """Two ranks, with the same picture as by weights that they loaded themselves. One that is restarted reads no file.
     What is damaged fails alone."""
@@ -313,7 +322,9 @@ async def test_components_are_taken_from_the_keeper_beside_batches(
     edit = Edit(arena, space, "taken", seed=1)
     before = await run(executor, edit)
     with local_sockets.listen() as listener:
-        keeper = spawn("model_executor.weights.process:main", b"", [os.dup(listener.fileno())], "stencil-weights")
+        keeper = fork(
+            launcher, "model_executor.weights.process:main", b"", [os.dup(listener.fileno())], "stencil-weights"
+        )
         async with workers(copy, arena, 2, CacheConfig(), pages, local_sockets.address_of(listener)) as taking:
             for kind in ("vae", "transformer"):
                 told = await reload(taking, component(taking, kind))
@@ -421,14 +432,15 @@ async def test_a_killed_worker_is_reported_and_another_takes_its_place(
 
 
 async def test_without_an_answer_of_the_launcher_workers_are_spawned(
-    tiny_checkpoint: Path, arena: Arena, pages: Arena, monkeypatch: pytest.MonkeyPatch
+    launcher: str, tiny_checkpoint: Path, arena: Arena, pages: Arena, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    launcher = WorkerLauncher()
-    monkeypatch.setattr(sys.modules[__name__], "worker_launcher", launcher)
+    monkeypatch.setattr(worker_launchers, "spawn", partial(ForkedLauncher, launcher))
+    own = WorkerLauncher()
+    monkeypatch.setattr(sys.modules[__name__], "worker_launcher", own)
     monkeypatch.setattr(executors, "LAST_WORDS_SECONDS", 0.1)
     async with workers(tiny_checkpoint, arena, 1, CacheConfig(), pages) as executor:
-        assert launcher._process is not None
-        os.kill(launcher._process.pid, signal.SIGSTOP)
+        assert own._process is not None
+        os.kill(own._process.pid, signal.SIGSTOP)
         executor.kill(0)
         assert isinstance(await next_of(executor), WorkerFailed)
         patient, executor._start_seconds = executor._start_seconds, 0.5

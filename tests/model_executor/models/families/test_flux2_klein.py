@@ -243,6 +243,16 @@ def test_a_chat_template_that_cannot_be_used_is_refused(tmp_path: Path, template
     assert "\n" not in str(caught.value)
 
 
+def test_a_tokenizer_that_cannot_fill_prompts_up_is_refused(tmp_path: Path) -> None:
+    """diffusers' pipeline fails at every prompt."""
+    path = make_klein(tmp_path / "unfilled")
+    file = path / "tokenizer" / "tokenizer_config.json"
+    file.write_text(json.dumps(json.loads(file.read_text()) | {"pad_token": None}))
+    with pytest.raises(ConfigError, match=r"cannot load tokenizer of .*: it has no pad_token") as caught:
+        opened(path)
+    assert "\n" not in str(caught.value)
+
+
 @pytest.mark.parametrize("name", ["Flux2Pipeline", "Flux2KleinKVPipeline"])
 def test_other_models_of_flux_2_are_refused_by_name(tmp_path: Path, name: str) -> None:
     path = make_klein(tmp_path / "other")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +21,7 @@ from diffusers import (
 from edits import Edit, picture
 from PIL import Image
 from pipeline_rig import Rig, assert_same
+from torch import Tensor
 from transformers import Qwen3ForCausalLM
 
 from core.config import ModelConfig
@@ -27,6 +29,9 @@ from core.errors import ConfigError
 from core.ipc.shared_array import Arena
 from model_executor.checkpoint.describe import describe
 from model_executor.checkpoint.loader import ModelCheckpoint
+from model_executor.models.base import ImageInputs
+from model_executor.models.families.z_image import ZImage
+from model_executor.models.latents import pack
 from model_executor.models.registry import make_family
 from tools.random_checkpoints import make_z_image
 
@@ -92,6 +97,11 @@ def test_an_edit_without_a_mask_equals_the_other_pipelines(rig: Rig, strength: f
 
 def called(rig: Rig, pipeline: Any, edit: Edit, **options: Any) -> np.ndarray[Any, np.dtype[np.uint8]]:
     """The picture of another pipeline with the same parts."""
+    return np.asarray(made_by(rig, pipeline, edit, **options))
+
+
+def made_by(rig: Rig, pipeline: Any, edit: Edit, **options: Any) -> Any:
+    """What another pipeline with the same parts makes."""
     made = pipeline(**rig.pipeline.components)
     made.set_progress_bar_config(disable=True)
     width, height = edit.size
@@ -105,7 +115,7 @@ def called(rig: Rig, pipeline: Any, edit: Edit, **options: Any) -> np.ndarray[An
         generator=torch.Generator("cpu").manual_seed(edit.seed),
         **options,
     )
-    return np.asarray(pictures.images[0])
+    return pictures.images[0]
 
 
 @pytest.mark.parametrize("strength", [1.0, 0.6])
@@ -138,6 +148,52 @@ def test_batch_of_others_at_different_steps_changes_nothing(rig: Rig) -> None:
         guided(edit, scale)
     edits[1].prompt = "hat"
     rig.assert_company_changes_nothing(edits, rig.expected)
+
+
+@torch.inference_mode()
+@pytest.mark.parametrize("is_made", [False, True], ids=["an edit", "made of nothing"])
+def test_latents_in_bfloat16_equal_the_pipelines_at_every_step(tmp_path: Path, arena: Arena, is_made: bool) -> None:
+    """Noise, latents between steps and guidance, to the bit: what the pipeline's denoiser predicts is given to both,
+    and they have one VAE."""
+    path = make_z_image(tmp_path / "half")
+    rig = Rig(path, arena, ZImageInpaintPipeline, in_bfloat16=True)
+    family, edit = rig.family, rig.edit("half", seed=6, steps=4, size=(64, 96))
+    assert isinstance(family, ZImage)
+    rig.pipeline.vae = family._vae._module
+    edit.strength = 1.0 if is_made else 0.75
+    options = guided(edit, 3.0) | {"output_type": "latent"}
+    calls: list[tuple[list[Tensor], list[Tensor]]] = []  # (seen, predicted) of the rows of a step
+    rig.pipeline.transformer.register_forward_hook(lambda _, args, output: calls.append((args[0], output[0])))
+    theirs = made_by(rig, ZImagePipeline, edit, **options) if is_made else rig.images(edit, **options)[0]
+    template, mask = (torch.from_numpy(rig.arena.view(ref).copy()) for ref in (edit.template, edit.mask))
+    if is_made:
+        mask = torch.ones_like(mask)
+    inputs = ImageInputs(
+        template=template, is_empty=is_made, mask=mask, seed=6, num_inference_steps=4, num_denoising_steps=len(calls)
+    )
+    image = family.encode_image(inputs)
+    sample = image.begin(family.grid(*edit.size))
+    for step, (seen, predicted) in enumerate(calls):
+        sample = replace(sample, step=step)
+        assert torch.equal(family.denoiser_input(sample), pack(seen[0].transpose(0, 1)))
+        guided_velocity = family.combine_guidance([-pack(rows.transpose(0, 1)) for rows in predicted], 3.0)
+        latents, state = family.advance(sample, guided_velocity)
+        sample = replace(sample, latents=latents, state=state)
+    assert sample.latents.dtype == image.latents.dtype == torch.float32
+    assert torch.equal(sample.latents, pack(theirs[None]))
+    rig.pages.close()
+
+
+def test_pictures_in_bfloat16_are_near_the_pipelines(tmp_path: Path, arena: Arena) -> None:
+    """Through the runner; denoiser and VAE round otherwise."""
+    path = make_z_image(tmp_path / "half")
+    rig = Rig(path, arena, ZImageInpaintPipeline, in_bfloat16=True)
+    edit = rig.edit("half", seed=3, steps=5, size=(128, 128))
+    options = guided(edit, 4.0)
+    difference = np.abs(rig.run(edit).astype(int) - rig.expected(edit, **options))
+    assert difference.mean() < 1.0
+    assert difference.max() < 20
+    rig.pages.close()
 
 
 # --------------------------------------------------------------------------------------------------------- prompts

@@ -346,7 +346,11 @@ def groups() -> ThreadGroups:
 
 @pytest.mark.parametrize("degree", [2, 3, 5])
 def test_bits_do_not_depend_on_the_degree(adapted: Denoiser, groups: ThreadGroups, degree: int) -> None:
-    """Exact and mask-aware, alone and in batches, with patches; of 4 heads, by members with unequal shares or none."""
+    """Exact and mask-aware, alone and in batches, with patches; of 4 heads, by members with unequal shares or none.
+
+    By 5 members each kind of row alone, and batches of several; by fewer, whose shares are larger, an exact row, one
+    with a single active token, and all together.
+    """
     rows = [
         replace(make_row(adapted, number, *shape), patches=patches)
         for number, (shape, patches) in enumerate(zip(ROWS, SETS, strict=False))
@@ -357,7 +361,10 @@ def test_bits_do_not_depend_on_the_degree(adapted: Denoiser, groups: ThreadGroup
         replace(primed(adapted, make_row(adapted, 9), torch.tensor([17])), full_blocks=range(2)),
     ]
     alone = [forward(adapted, [row])[0] for row in rows]
-    for order in ([0], [3], [4], [5], [6], [0, 1, 2, 3, 4, 5, 6], [6, 4, 0]):
+    orders = [[0], [6], [0, 1, 2, 3, 4, 5, 6]]
+    if degree == 5:
+        orders += [[3], [4], [5], [6, 4, 0]]
+    for order in orders:
         some = [rows[index] for index in order]
         for outputs in groups.run(lambda group, some=some: adapted.forward(some, group), range(degree)):
             for index, output in zip(order, outputs, strict=True):

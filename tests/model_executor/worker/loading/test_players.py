@@ -9,18 +9,20 @@ from pathlib import Path
 
 import msgspec
 import pytest
+import torch
 from diffusers import (
     DDIMScheduler,
     DPMSolverMultistepScheduler,
     EulerAncestralDiscreteScheduler,
     EulerDiscreteScheduler,
 )
+from safetensors.torch import load_file, save_file
 
 from core.config import REFINER_ROLES, ModelConfig, RequestDefaults
 from core.errors import ConfigError
 from core.graph.workflows.refined import REFINED
 from model_executor.worker.loading.resident import ResidentModels
-from tools.random_checkpoints import make_flux, make_sd3
+from tools.random_checkpoints import make_flux, make_klein, make_sd3
 from tools.random_dit_checkpoints import make_dit
 from tools.random_unet_checkpoints import make_sdxl, make_sdxl_refiner
 
@@ -96,6 +98,28 @@ def test_models_that_cannot_share_latents_are_refused(
         opened(paths, base, refiner, refiner=refiner)
     assert str(caught.value).startswith(f"{base}: refiner: ")
     assert said in str(caught.value)
+
+
+def test_kleins_share_latents_if_their_vaes_scale_them_alike(tmp_path: Path) -> None:
+    """By the statistics of a batch norm, which are weights; stored in float32 or in bfloat16."""
+    paths = {"klein": make_klein(tmp_path / "klein")}
+    for name, factor, dtype in (("rounded", 1.0, torch.bfloat16), ("other", 1.05, torch.float32)):
+        paths[name] = Path(shutil.copytree(paths["klein"], tmp_path / name))
+        file = paths[name] / "vae" / "diffusion_pytorch_model.safetensors"
+        weights = load_file(file)
+        variance = (weights["bn.running_var"] * factor).to(dtype)
+        save_file(weights | {"bn.running_var": variance}, file, {"format": "pt"})
+    assert opened(paths, "klein", "rounded", refiner="rounded").families
+    with pytest.raises(ConfigError, match=r"other cannot go on with latents of klein: .*batch_norm"):
+        opened(paths, "klein", "other", refiner="other")
+
+
+def test_a_klein_whose_vae_has_no_statistics_is_refused(tmp_path: Path) -> None:
+    path = make_klein(tmp_path / "klein")
+    file = path / "vae" / "diffusion_pytorch_model.safetensors"
+    save_file({name: weight for name, weight in load_file(file).items() if name != "bn.running_mean"}, file)
+    with pytest.raises(ConfigError, match=r"cannot load vae of .*: the weights lack bn.running_mean"):
+        opened({"klein": path, "twin": path}, "klein", "twin", refiner="twin")
 
 
 @pytest.mark.parametrize(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from pathlib import Path
 
 import msgspec
@@ -18,7 +19,14 @@ from model_executor.models.base import Family
 from model_executor.worker.loading.resident import ResidentModels
 from model_executor.worker.probes import cost_probe
 from model_executor.worker.probes.cost_probe import Batches, known_or_probed, probe
-from tools.random_checkpoints import make_sd3
+from tools.random_checkpoints import (
+    make_klein,
+    make_qwen,
+    make_qwen_edit,
+    make_qwen_edit_plus,
+    make_sd3,
+    make_z_image,
+)
 
 PLENTY = 60.0  # seconds
 
@@ -39,13 +47,37 @@ def test_every_stage_is_measured(family: Family, info: ModelInfo) -> None:
     assert max(len(work.queries) for work in denoising) == 8
 
 
-def test_the_timed_work_is_the_counted_work(tmp_path: Path) -> None:
-    """With SD3, some of whose text tokens are not in a prompt: rows have as many tokens as the samples say."""
-    config = ModelConfig(model=str(make_sd3(tmp_path / "sd3")), served_model_name="tiny", dtype="float32", device="cpu")
+def opened(checkpoint: Path) -> Batches:
+    """The batches of a checkpoint, which is loaded."""
+    config = ModelConfig(model=str(checkpoint), served_model_name="tiny", dtype="float32", device="cpu")
     models = ResidentModels.open([config])
     models.load_all()
     (info,) = models.ready(0).models
-    batches = Batches(models.families["tiny"], info)
+    return Batches(models.families["tiny"], info)
+
+
+@pytest.mark.parametrize("make", [make_qwen, make_qwen_edit, make_qwen_edit_plus, make_z_image, make_klein])
+def test_the_timed_prompt_is_as_long_as_one_can_be(tmp_path: Path, make: Callable[[Path], Path]) -> None:
+    """Also where prompts are not filled up: their batches, and what requests keep, would be measured too small."""
+    batches = opened(make(tmp_path / "model"))
+    info = batches.info
+    _, encoding, encode = next(iter(batches.all()))
+    text = len(encode().prompt_embeds)  # type: ignore[attr-defined]
+    fillers = 0
+    if info.family == "z-image":  # counts most fillers of prompt and picture, which need not be there
+        fillers = info.extra_text_tokens
+    assert encoding.queries == (text + fillers,)
+    assert text >= info.max_text_tokens
+    row = batches._row(1.0)
+    assert len(row.prompt_embeds) == text
+    if row.prompt_state is not None:
+        assert len(row.prompt_state) == text
+
+
+def test_the_timed_work_is_the_counted_work(tmp_path: Path) -> None:
+    """With SD3, some of whose text tokens are not in a prompt: rows have as many tokens as the samples say."""
+    batches = opened(make_sd3(tmp_path / "sd3"))
+    info = batches.info
     _, encoding, encode = next(iter(batches.all()))
     _, step, _ = batches.denoise([1.0, 0.5])
     _, priming, _ = batches.prime(1, 1.0)

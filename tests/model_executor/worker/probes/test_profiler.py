@@ -7,6 +7,7 @@ from pathlib import Path
 import msgspec
 import pytest
 import torch
+from forked_processes import ForkedContext
 
 from core.config import ModelConfig
 from core.costs.cost_model import CostModel
@@ -19,6 +20,7 @@ from core.scheduling.reports.predictor import Predictor
 from core.scheduling.requests.bindings import Bindings, ModelKeys
 from model_executor.models.base import Family
 from model_executor.worker.loading.resident import ResidentModels
+from model_executor.worker.probes import joint_profiler
 from model_executor.worker.probes.cost_probe import SHARES, SIDES, known_or_probed
 from model_executor.worker.probes.joint_profiler import ROWS, joint_samples
 from model_executor.worker.probes.profiler import config_of, keep, parse, profile
@@ -106,6 +108,12 @@ def test_a_model_of_classes_is_measured_at_its_size_without_prompts(tmp_path: Pa
     assert {sample.op for sample in probed} == {"image_encode", "decode", "denoise"}
 
 
+@pytest.fixture
+def _forked_ranks(launcher: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(joint_profiler, "get_context", lambda _: ForkedContext(launcher))
+
+
+@pytest.mark.usefixtures("_forked_ranks")
 def test_joint_steps_are_measured_by_degree(config: ModelConfig, info: ModelInfo) -> None:
     """By two processes that are a group."""
     samples = joint_samples(config, [2], threads=1)
@@ -118,6 +126,7 @@ def test_joint_steps_are_measured_by_degree(config: ModelConfig, info: ModelInfo
     assert predictor.op_seconds(denoiser, DENOISE, measured.work) == 0.0, "nothing is known of one rank"
 
 
+@pytest.mark.usefixtures("_forked_ranks")
 def test_a_rank_that_ends_early_is_reported(config: ModelConfig) -> None:
     missing = msgspec.structs.replace(config, model=config.model + "-gone")
     with pytest.raises(RuntimeError, match="a rank has ended"):

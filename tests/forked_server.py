@@ -22,12 +22,13 @@ import socket
 import subprocess
 import sys
 import time
-from collections.abc import Sequence
-from contextlib import suppress
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
 from functools import cache, partial
 from pathlib import Path
 from typing import Any
 
+from benchmarks.load.server import ROOT, STENCIL, STOP_SECONDS, Server, free_port
 from core.ipc import launcher
 from core.ipc.launched_process import LaunchedProcess, launch
 from core.ipc.local_sockets import address_of, listen
@@ -86,8 +87,12 @@ class ForkedServer:
             time.sleep(POLL_SECONDS)
         self.pid = process.pid
 
-    def poll(self) -> int | None:
+    @property
+    def returncode(self) -> int | None:
         return self._process.returncode
+
+    def poll(self) -> int | None:
+        return self.returncode
 
     def wait(self, timeout: float | None = None) -> int:
         deadline = None if timeout is None else time.monotonic() + timeout
@@ -106,6 +111,23 @@ class ForkedServer:
 
     def kill(self) -> None:
         self.send_signal(signal.SIGKILL)
+
+
+@contextmanager
+def start_server(
+    flags: Sequence[str] = (), module: str = STENCIL, *, environment: Mapping[str, str] | None = None
+) -> Iterator[Server]:
+    """As `benchmarks.load.server.start_server`, for tests of what a benchmark does with a server. Its log is lost."""
+    assert module == STENCIL == SERVER
+    port, started = free_port(), time.monotonic()
+    told = ("--port", str(port), "--log-level", "warning", *flags)
+    process = warm_process().fork(told, {**os.environ, **(environment or {})}, ROOT, Path(os.devnull))
+    with process.stdout:
+        try:
+            yield Server(process, "127.0.0.1", port, started)  # type: ignore[arg-type]
+        finally:
+            process.terminate()
+            process.wait(STOP_SECONDS)
 
 
 # -------------------------------------------------------------------------------------------- in the forked processes
