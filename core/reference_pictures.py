@@ -6,6 +6,9 @@ import math
 
 import msgspec
 
+MAX_ASPECT = 200
+"""Largest ratio of a reference's sides: that of Qwen2-VL's image processor."""
+
 
 class ReferencePictures(msgspec.Struct, frozen=True, kw_only=True):
     """Each reference has condition tokens, at positions of its own. It keeps its aspect."""
@@ -16,14 +19,25 @@ class ReferencePictures(msgspec.Struct, frozen=True, kw_only=True):
     grows: bool  # smaller pictures are enlarged to that area
     replaces_template: bool = False  # the denoiser sees no tokens of the template beside it
 
+    @property
+    def most_pixels(self) -> int:
+        """Upper bound on the area of a `size`: of a picture of that aspect, both sides rounded up."""
+        side = math.isqrt(self.pixels) + 1
+        return side**2 + self.multiple * side * math.isqrt(MAX_ASPECT + 24) + self.multiple**2
+
     def size(self, width: int, height: int) -> tuple[int, int]:
-        """(width, height) at which the denoiser sees a picture of this size, at least one multiple each."""
-        shrink = math.sqrt(self.pixels / (width * height))
+        """(width, height) at which the denoiser sees a picture of this size, at least one multiple each. The aspect is
+        at most MAX_ASPECT."""
         if self.grows:
             ratio = width / height
-            wide = math.sqrt(self.pixels * ratio)
-            sides = round(wide / self.multiple), round(wide / ratio / self.multiple)
+            length = math.sqrt(self.pixels * ratio)
+            sides = round(length / self.multiple), round(length / ratio / self.multiple)
         else:
-            fitted = (width, height) if shrink >= 1 else (int(width * shrink), int(height * shrink))
-            sides = fitted[0] // self.multiple, fitted[1] // self.multiple
+            wide, high = self.shrunk(width, height)
+            sides = wide // self.multiple, high // self.multiple
         return max(1, sides[0]) * self.multiple, max(1, sides[1]) * self.multiple
+
+    def shrunk(self, width: int, height: int) -> tuple[int, int]:
+        """(width, height) of a picture of this size, made smaller where its area is too large."""
+        factor = math.sqrt(self.pixels / (width * height))
+        return (width, height) if factor >= 1 else (max(1, int(width * factor)), max(1, int(height * factor)))

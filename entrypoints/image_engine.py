@@ -65,6 +65,7 @@ class Edit:
     prompt: str = ""  # what to paint; may be empty with models that make pictures of a class
     class_label: int | str | None = None  # which class, by number or name; None: the prompt is its name
     image: ImageLike | None = None
+    references: Sequence[ImageLike] = ()  # further pictures to look at, for models that see them
     mask: ImageLike | None = None  # transparent = edit, as in OpenAI's API
     mask_image: ImageLike | None = None  # white = edit, as in diffusers
     size: tuple[int, int] | None = None  # of the result: width, height, 16..4096 px; a generation's default: native
@@ -75,6 +76,7 @@ class Edit:
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "lora", named_loras(self.lora))
+        object.__setattr__(self, "references", _references(self.references))
         conform(self)
         if self.class_label is None:
             check_filled("prompt", self.prompt)
@@ -337,6 +339,7 @@ def _to_input(edit: Edit, sampling: SamplingParams) -> EditInput:
         class_label=edit.class_label,
         sampling=sampling,
         image=None if edit.image is None else BytesUpload(encode_picture(edit.image, "image")),
+        references=tuple(BytesUpload(encode_picture(each, "references")) for each in edit.references),
         mask=None if mask is None else BytesUpload(encode_picture(mask, mask_name)),
         mask_kind="alpha" if edit.mask is not None else "luminance",
         template_id=edit.template_id,
@@ -344,6 +347,12 @@ def _to_input(edit: Edit, sampling: SamplingParams) -> EditInput:
         canvas_size=edit.size if is_generation else None,
         output_size=None if is_generation else edit.size,
     )
+
+
+def _references(pictures: object) -> tuple[ImageLike, ...]:
+    if not isinstance(pictures, list | tuple):
+        raise InvalidRequestError("Invalid 'references': expected a list of pictures.", param="references")
+    return tuple(conformed("references", picture, ImageLike) for picture in pictures)
 
 
 def _adapters(loras: Mapping[str, str | Path]) -> tuple[AdapterConfig, ...]:

@@ -9,6 +9,7 @@ import msgspec
 from core.failure import Failure
 from core.handles import ArrayRef
 from core.messages.message import Message
+from core.reference_pictures import ReferencePictures
 
 MaskKind = Literal["alpha", "luminance"]  # alpha: transparent = edit (OpenAI's `mask`); luminance: >= 128 = edit
 OutputFormat = Literal["png", "webp", "jpeg"]
@@ -42,6 +43,8 @@ class PrepareImages(Message, frozen=True):
     # px of the upload around the mask's box: the engine sees this crop at the model's full area; None: the whole
     padding_mask_crop: int | None = None
     scales: tuple[CanvasScale, ...] = ()  # also make the arrays at these sizes
+    references: tuple[ArrayRef, ...] = ()  # further encoded files, uint8 [bytes], for a model that sees them
+    reference_pictures: ReferencePictures | None = None  # see ModelInfo
 
 
 class PreparedCanvas(msgspec.Struct, frozen=True):
@@ -67,11 +70,14 @@ class PreparedImages(Message, frozen=True):
     template: ArrayRef | None  # uint8 [height, width, 3], RGB
     mask: ArrayRef | None  # uint8 [height, width], 1 = edit
     active: ArrayRef | None  # int32 [active tokens], row-major token indices, ascending
-    content_id: str  # hex digest of (format version, width, height, RGB)
+    content_id: str  # hex digest of (format version, width, height, RGB), and with references of theirs
     # Facts about the upload.
     unmasked: bool  # no mask was given and the image is opaque: everything is regenerated
     crop: Box | None = None  # the part of the upload that the arrays show; None: the whole
     canvases: dict[str, PreparedCanvas] = msgspec.field(default_factory=dict)  # the same at further sizes, by name
+    references: tuple[
+        ArrayRef, ...
+    ] = ()  # uint8 [height, width, 3] each, RGB, at the sizes at which the model sees them
 
 
 class ComposeImage(Message, frozen=True):

@@ -67,7 +67,8 @@ class RequestShape:
         if spec.reads_template and scheme is not None:
             template = scheme.template_key(spec.content_id, spec.cache_salt, spec.patches)
             num_keyframes = len(scheme.keyframes) or num_steps - full_steps
-            pages = template, num_keyframes, scheme.layout.entry_bytes(num_tokens)
+            layout = scheme.layout.with_conditions(spec.num_condition_tokens) if spec.references else scheme.layout
+            pages = template, num_keyframes, layout.entry_bytes(num_tokens)
         tokens = active_tokens, num_tokens, spec.num_text_tokens
         return cls(
             request.model,

@@ -27,6 +27,9 @@ class EditInput:
     image: Upload | None = None
     template_id: str | None = None  # a registered template of `owner`
     canvas_size: tuple[int, int] | None = None  # (width, height) of the canvas; None = the model's native square
+    references: tuple[
+        Upload, ...
+    ] = ()  # further pictures for the model to look at, at most `ModelInfo.references.most`
     # The part to edit, see `PrepareImages`.
     mask: Upload | None = None
     mask_kind: MaskKind = "alpha"

@@ -10,7 +10,7 @@ from __future__ import annotations
 import hashlib
 import itertools
 import struct
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -27,6 +27,7 @@ from core.messages.image_processor import (
     PreparedImages,
     PrepareImages,
 )
+from core.reference_pictures import MAX_ASPECT, ReferencePictures
 from engine.images.crop_geometry import CropGeometry, Size, covering, crop_region, fitted, lay
 from engine.images.generation_size import crop_size, generation_size, smaller_size
 from engine.images.image_codec import (
@@ -75,6 +76,7 @@ class PreparedArrays(CanvasArrays):
     unmasked: bool
     crop: Box | None  # the part of the upload that the template shows; None: all of it
     canvases: Mapping[str, CanvasArrays]  # at further sizes, by name
+    references: Sequence[Bytes]  # [height, width, 3] RGB each
 
 
 @dataclass(frozen=True, slots=True)
@@ -97,7 +99,9 @@ class _Upload:
 # ---------------------------------------------------------------------------------------------------------- both ways
 
 
-def prepare(job: PrepareImages, image: Bytes | None, mask: Bytes | None) -> PreparedArrays:
+def prepare(
+    job: PrepareImages, image: Bytes | None, mask: Bytes | None, references: Sequence[Bytes] = ()
+) -> PreparedArrays:
     """Decode and check the files of `job` (uint8 [bytes]) and make the arrays that the engine needs.
 
     The template is resized as in diffusers' VaeImageProcessor (Pillow, Lanczos, in uint8). With padding_mask_crop it is
@@ -113,15 +117,17 @@ def prepare(job: PrepareImages, image: Bytes | None, mask: Bytes | None) -> Prep
         picture, keep = picture.crop(crop), keep[top:bottom, left:right]
     picture = picture.convert("RGB")
     final = _canvas_arrays(picture, keep, size, job)
+    shown = [_reference(file, job) for file in references]
     return PreparedArrays(
         template=final.template,
         mask=final.mask,
         active=final.active,
         upload_size=upload.picture.image.size,
-        content_id=content_id(final.template),
+        content_id=content_id(final.template, *shown),
         unmasked=upload.unmasked,
         crop=crop,
         canvases={name: _canvas_arrays(picture, keep, size, job) for name, size in sizes.items()},
+        references=shown,
     )
 
 
@@ -159,6 +165,25 @@ def _canvas_arrays(picture: Image.Image, keep: Bytes, size: Size, job: PrepareIm
     )
 
 
+def _reference(file: Bytes, job: PrepareImages) -> Bytes:
+    """A reference at the size at which the model sees it, uint8 [height, width, 3]. Where references are not enlarged,
+    what is beyond a multiple of their sides is cut off on both ends, as the pipelines of FLUX.2 do."""
+    rule = job.reference_pictures
+    assert rule is not None
+    picture = decode(file, "reference_image", job.max_pixels).image.convert("RGB")
+    if max(picture.size) > MAX_ASPECT * min(picture.size):
+        width, height = picture.size
+        message = f"Invalid 'reference_image': {width}x{height} pixels; crop it to an aspect of at most {MAX_ASPECT}."
+        raise InvalidRequestError(message, param="reference_image")
+    size = rule.size(*picture.size)
+    if rule.grows:
+        return np.asarray(picture.resize(size, Image.Resampling.LANCZOS))
+    shrunk = rule.shrunk(*picture.size)
+    if shrunk != picture.size:
+        picture = picture.resize(shrunk, Image.Resampling.LANCZOS)
+    return np.asarray(lay(picture, size, covering(picture.size, size)))
+
+
 def _view_of(upload: _Upload, job: PrepareImages) -> tuple[Size, Box | None]:
     """Generation size, and the part of the upload that is edited; None: all of it."""
     size, native_size, token_size = upload.picture.image.size, job.native_size, job.token_size
@@ -194,6 +219,11 @@ def scratch_bytes(native_size: int, token_size: int, num_canvases: int = 1) -> i
     tokens = (native_size // token_size) ** 2
     # Template and mask take 4 bytes a pixel, a token's index 4 bytes. The generation's canvas is the largest.
     return num_canvases * (tokens * (4 * token_size**2 + 4) + 3 * ALIGNMENT)
+
+
+def reference_bytes(rule: ReferencePictures) -> int:
+    """Most bytes that a reference's pixels take, alignment included."""
+    return 3 * rule.most_pixels + ALIGNMENT
 
 
 def _read(
@@ -330,11 +360,14 @@ def _any_in_windows(
 # ------------------------------------------------------------------------------------------------------------- pixels
 
 
-def content_id(template: Bytes) -> str:
-    """Hex SHA-256 of (format version, width, height, RGB bytes) of a template, uint8 [height, width, 3]."""
-    height, width, _ = template.shape
-    digest = hashlib.sha256(struct.pack("<III", CONTENT_FORMAT, width, height))
-    digest.update(np.ascontiguousarray(template).data)
+def content_id(template: Bytes, *references: Bytes) -> str:
+    """Hex SHA-256 of (format version, width, height, RGB bytes) of a template, uint8 [height, width, 3], and the same
+    of each reference."""
+    digest = hashlib.sha256()
+    for picture in (template, *references):
+        height, width, _ = picture.shape
+        digest.update(struct.pack("<III", CONTENT_FORMAT, width, height))
+        digest.update(np.ascontiguousarray(picture).data)
     return digest.hexdigest()
 
 

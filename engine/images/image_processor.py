@@ -141,9 +141,12 @@ def perform(arena: Arena, job: ToImageProcessor) -> FromImageProcessor:
 
 
 def _prepare(arena: Arena, job: PrepareImages) -> PreparedImages:
-    arrays = image_ops.prepare(job, _bytes(arena, job.image), _bytes(arena, job.mask))
+    files = [arena.view(reference) for reference in job.references]
+    arrays = image_ops.prepare(job, _bytes(arena, job.image), _bytes(arena, job.mask), files)
     canvases = [arrays, *arrays.canvases.values()]
-    refs = _write(arena, job.scratch, [part for each in canvases for part in (each.template, each.mask, each.active)])
+    parts = [part for each in canvases for part in (each.template, each.mask, each.active)]
+    refs = _write(arena, job.scratch, [*parts, *arrays.references])
+    refs, references = refs[: len(parts)], refs[len(parts) :]
     (template, mask, active), *others = (refs[first : first + 3] for first in range(0, len(refs), 3))
     return PreparedImages(
         job_id=job.job_id,
@@ -161,6 +164,7 @@ def _prepare(arena: Arena, job: PrepareImages) -> PreparedImages:
             name: PreparedCanvas(picture.shape[1], picture.shape[0], picture, *rest)
             for name, (picture, *rest) in zip(arrays.canvases, others, strict=True)
         },
+        references=tuple(references),
     )
 
 

@@ -53,10 +53,11 @@ def why_exact(
     workflow: Workflow,
     num_active: int,
     num_tokens: int,
+    num_reference_tokens: int = 0,
 ) -> ExactReason | None:
     """Why an edit with `num_active` active of `num_tokens` image tokens runs exactly; None if it runs mask-aware.
 
-    sampling: resolved.
+    sampling: resolved. num_reference_tokens: of its references together.
     """
     scheme, num_steps = model.page_scheme, model.num_steps(sampling)
     if not sampling.mask_aware:
@@ -70,6 +71,9 @@ def why_exact(
     full = resolve_full_steps(sampling, model, num_active / num_tokens)
     if (len(full.own_page_steps or ()) or full.full_steps or 0) >= num_steps:
         return "full_steps"
+    if num_reference_tokens:
+        conditions = model.num_condition_tokens(num_tokens, has_template=True, reference_tokens=num_reference_tokens)
+        scheme = scheme.with_conditions(conditions)
     num_ranks = engine.workers_per_engine
     has_room = (
         own_pages_fit(scheme, engine, num_tokens, sampling.num_rows)

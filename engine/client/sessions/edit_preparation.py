@@ -9,6 +9,7 @@ from core.errors import InvalidRequestError
 from core.handles import NOWHERE
 from core.messages.image_processor import CanvasScale, PreparedImages, PrepareImages
 from core.model_choice import ModelChoice
+from core.model_info import ModelInfo
 from core.routing.request_shape import RequestShape, loops_of
 from engine.client.edit_types import EditInput
 from engine.client.resolve.chosen_workflow import chosen_workflow, rounds_of
@@ -43,6 +44,7 @@ class EditPreparation:
         self._caller = caller
         self._choice = choice
         self._model = model = choice.model
+        _check_references(edit, model)
         self._class_label = chosen_class(edit, model)
         if self._class_label is not None:  # made at the model's own size
             edit = replace(edit, canvas_size=None, output_size=edit.canvas_size)
@@ -78,7 +80,7 @@ class EditPreparation:
     def image_seconds(self) -> ImageSeconds:
         """Predicted time of all its image work."""
         costs, edit = self._services.images.costs, self._edit
-        work = prepare_work(self._upload, edit.mask, self._canvas_size)
+        work = prepare_work([self._upload, edit.mask, *edit.references], self._canvas_size)
         prepare = 0.0 if self._is_generation else costs.predict(work)
         compose = costs.predict(compose_work(edit, self._canvas_size))
         return ImageSeconds(prepare, compose, num_files(edit) * compose)
@@ -108,6 +110,8 @@ class EditPreparation:
         """Copy the uploads to shared memory; the job for `prepare`. Raises InvalidRequestError, OverloadedError."""
         edit, model, scales = self._edit, self._model, self._scales
         nbytes = image_ops.scratch_bytes(model.native_size, model.token_size, num_canvases=1 + len(scales))
+        if model.references is not None:
+            nbytes += len(edit.references) * image_ops.reference_bytes(model.references)
         return PrepareImages(
             job_id=0,
             image=await self._memory.store(self._upload),
@@ -122,6 +126,8 @@ class EditPreparation:
             max_side=model.max_side,
             padding_mask_crop=edit.padding_mask_crop,
             scales=scales,
+            references=tuple([await self._memory.store_file(reference) for reference in edit.references]),
+            reference_pictures=model.references,
         )
 
     async def prepare(self, job: PrepareImages) -> PreparedEdit:
@@ -147,10 +153,10 @@ class EditPreparation:
         template, templates = self._template, self._services.templates.store
         if template is None or template.model != self._model.name:
             return
-        if images.crop is None:
+        if images.crop is None and not images.references:
             templates.set_content(template.id, images.content_id)
         else:
-            templates.add_crop(template.id, images.content_id)
+            templates.add_view(template.id, images.content_id)
 
     def make_images(self, prepared: PreparedEdit) -> list[EditImage]:
         """Make the n images with their requests, and allocate their pixels. Raises OverloadedError."""
@@ -166,6 +172,18 @@ class EditPreparation:
         )
         assert request.spec.sampling.seed is not None
         return EditImage(index, request.spec.sampling.seed, request)
+
+
+def _check_references(edit: EditInput, model: ModelInfo) -> None:
+    """Raises InvalidRequestError for references that the model does not see."""
+    number, most = len(edit.references), 0 if model.references is None else model.references.most
+    if number > most:
+        sees = f"at most {most} beside the picture to edit, not {number}" if most else "none"
+        message = f"Invalid 'reference_image': {model.name} sees {sees}; leave the others out."
+        raise InvalidRequestError(message, param="reference_image")
+    if number and edit.image is None and edit.template_id is None:
+        message = "Invalid 'reference_image': references go with a picture to edit; give 'image'."
+        raise InvalidRequestError(message, param="reference_image")
 
 
 def _find_template(edit: EditInput, templates: TemplateStore) -> RegisteredTemplate | None:

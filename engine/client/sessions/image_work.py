@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass
 
 from core.costs.image_costs import ImageWork
@@ -20,11 +21,11 @@ class ImageSeconds:
     composes: float
 
 
-def prepare_work(upload: Upload | None, mask: Upload | None, canvas_size: tuple[int, int] | None) -> ImageWork:
-    """Size of preparing an upload that has not been decoded. canvas_size: (width, height) of an empty canvas, None if
+def prepare_work(files: Iterable[Upload | None], canvas_size: tuple[int, int] | None) -> ImageWork:
+    """Size of preparing uploads that have not been decoded. canvas_size: (width, height) of an empty canvas, None if
     there is a picture, whose pixels are unknown and count as 0.
     """
-    nbytes = sum(file.size for file in (upload, mask) if file is not None)
+    nbytes = sum(file.size for file in files if file is not None)
     return ImageWork("prepare", nbytes / 1e6, _megapixels(canvas_size))
 
 

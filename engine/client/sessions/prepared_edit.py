@@ -69,7 +69,24 @@ class PreparedEdit:
     @property
     def exact_reason(self) -> ExactReason | None:
         """Why it does not run mask-aware; None if it does."""
-        return why_exact(self.sampling, self.model, self.config, self.graph, self.num_active_tokens, self.num_tokens)
+        return why_exact(
+            self.sampling,
+            self.model,
+            self.config,
+            self.graph,
+            self.num_active_tokens,
+            self.num_tokens,
+            self._num_reference_tokens,
+        )
+
+    @property
+    def _reference_sizes(self) -> tuple[tuple[int, int], ...]:
+        """(width, height) of each reference as the model sees it, in pixels."""
+        return tuple((each.shape[1], each.shape[0]) for each in self.prepared.references)
+
+    @property
+    def _num_reference_tokens(self) -> int:
+        return self.model.num_reference_tokens(self._reference_sizes)
 
     @property
     def num_partial_images(self) -> int:
@@ -143,6 +160,7 @@ class PreparedEdit:
             "class_label": self.class_label,
             "patches": self.choice.patches,
             "content_id": prepared.content_id,
+            "references": prepared.references,
             "canvases": {name: self._canvas(picture) for name, picture in prepared.canvases.items()},
             "outputs": dict(zip(self.graph.outputs, pictures[num_previews:], strict=True)),
             "previews": tuple(pictures[:num_previews]),
@@ -155,8 +173,11 @@ class PreparedEdit:
     def _canvas(self, picture: PreparedImages | PreparedCanvas) -> Canvas:
         """The canvas of one size. The prompt is encoded once for all, with the final template where the text encoder
         sees it."""
-        model, final = self.model, self.prepared
-        num_tokens = model.num_image_tokens(picture.width, picture.height)
+        model, final, references = self.model, self.prepared, self._reference_sizes
+        num_tokens, beside = model.num_image_tokens(picture.width, picture.height), self._num_reference_tokens
+        conditions = model.num_condition_tokens(
+            num_tokens, has_template=picture.template is not None, reference_tokens=beside
+        )
         return Canvas(
             width=picture.width,
             height=picture.height,
@@ -164,7 +185,8 @@ class PreparedEdit:
             mask=picture.mask,
             active=picture.active,
             num_tokens=num_tokens,
-            num_condition_tokens=model.num_condition_tokens(num_tokens, has_template=picture.template is not None),
+            num_condition_tokens=conditions,
+            num_reference_tokens=beside,
             max_text_tokens=self.sampling.max_sequence_length or model.max_text_tokens,
-            extra_text_tokens=model.text_tokens_beside(final.width, final.height),
+            extra_text_tokens=model.text_tokens_beside(final.width, final.height, references),
         )

@@ -38,11 +38,13 @@ class SessionMemory:
         self._regions.append(self._arena.trim(region, nbytes))
 
     async def store(self, upload: Upload | None) -> ArrayRef | None:
+        """As `store_file`, if there is an upload."""
+        return None if upload is None else await self.store_file(upload)
+
+    async def store_file(self, upload: Upload) -> ArrayRef:
         """Copy an upload into the arena, uint8 [bytes], yielding to the event loop between pieces. Raises
         InvalidRequestError if it is larger than the server accepts, OverloadedError if there is no room.
         """
-        if upload is None:
-            return None
         limit = self._max_upload_bytes
         if upload.size > limit:
             raise InvalidRequestError(

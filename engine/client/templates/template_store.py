@@ -12,7 +12,7 @@ from dataclasses import dataclass, field, replace
 from core.errors import InvalidRequestError, TemplateNotFoundError
 from engine.client.upload import KeptUpload
 
-MAX_CROPS = 1000
+MAX_VIEWS = 1000
 """Crops remembered per template, the latest ones, so that their pages are dropped with it."""
 
 
@@ -27,7 +27,7 @@ def _new_id() -> str:
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RegisteredTemplate:
     """One registered image. owner: digest of its API key, "" without keys. width, height: pixels of the upload.
-    image_tokens: at its generation size. content_id: see PreparedImages; "" before preparation. crops: content ids of
+    image_tokens: at its generation size. content_id: see PreparedImages; "" before preparation. views: content ids of
     parts that were edited with `padding_mask_crop`, the latest last. created: Unix seconds. primed: its pages were
     computed and take `page_bytes`. is_captured: a result that was registered automatically and not used by an edit yet.
     cache_salt: of its pages, see `CacheConfig.salt`.
@@ -41,7 +41,7 @@ class RegisteredTemplate:
     image_tokens: int
     created: int
     content_id: str = ""
-    crops: tuple[str, ...] = ()
+    views: tuple[str, ...] = ()
     primed: bool = False
     page_bytes: int = 0
     is_captured: bool = False
@@ -51,7 +51,7 @@ class RegisteredTemplate:
     @property
     def content_ids(self) -> tuple[str, ...]:
         """Content ids of the whole and its crops, all of which may have pages."""
-        return self.content_id, *self.crops
+        return self.content_id, *self.views
 
 
 class TemplateStore:
@@ -121,11 +121,12 @@ class TemplateStore:
         if template is not None and content_id != template.content_id:
             self._set(replace(template, content_id=content_id))
 
-    def add_crop(self, template_id: str, content_id: str) -> None:
-        """Note a crop that was prepared for an edit; no effect if it is known, or the template was removed."""
+    def add_view(self, template_id: str, content_id: str) -> None:
+        """Note the content id of an edit of a part of it, or with references; no effect if it is known, or the template
+        was removed."""
         template = self._templates.get(template_id)
-        if template is not None and content_id not in template.crops:
-            self._set(replace(template, crops=(*template.crops, content_id)[-MAX_CROPS:]))
+        if template is not None and content_id not in template.views:
+            self._set(replace(template, views=(*template.views, content_id)[-MAX_VIEWS:]))
 
     def set_primed(self, template_id: str, page_bytes: int) -> None:
         """Mark a template as primed; no effect if it was removed."""

@@ -80,7 +80,7 @@ def test_a_reservation_made_again_is_complete_only_once_its_evicted_entries_are_
     pages = PageReservations(manager, lambda template, tier, nbytes: True)
     mine, other = (
         Reservation(
-            name, TemplateInfo.of(make_masked(name, content=name).spec, info), ArrayRef(0, 0, (1,), "uint8"), GRID
+            name, TemplateInfo.of(make_masked(name, content=name).spec, info), (ArrayRef(0, 0, (1,), "uint8"),), GRID
         )
         for name in ("mine", "other")
     )
@@ -226,7 +226,7 @@ def test_priming_reads_a_template_that_the_text_encoder_sees(model: ModelInfo) -
         engine.workers.submit(plan)
         works = [item.work for batch in plan.batches for item in batch.items if isinstance(item.work, Prime)]
     reservation = engine.pages_of("a").reservation
-    assert {work.template for work in works} == {reservation.pixels if model is SEEING else None}
+    assert {work.seen for work in works} == {reservation.pictures if model is SEEING else ()}
     assert reservation.is_read == (model is SEEING)
     reservation.is_complete = True
     engine.finish_plan()

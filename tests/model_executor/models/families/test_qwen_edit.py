@@ -214,7 +214,7 @@ def test_an_embedding_belongs_to_its_picture(edit_rig: Rig) -> None:
     cache = PromptCache(edit_rig.family)
     pictures = [torch.from_numpy(picture(seed)) for seed in range(2)]
     with torch.inference_mode():
-        one, other, again = (cache.encode("hat", 16, str(i), pictures[i]) for i in (0, 1, 0))
+        one, other, again = (cache.encode("hat", 16, str(i), pictures[i : i + 1]) for i in (0, 1, 0))
     assert again is one
     assert not torch.allclose(one.prompt_embeds[-1], other.prompt_embeds[-1], atol=1e-3)
     with pytest.raises(ValueError, match="sees the picture"):
