@@ -63,6 +63,7 @@ class EditReport:
     mask_ratio: float  # tokens under the mask and its margin / image tokens
     active_tokens: int  # computed per mask-aware step; all image tokens in an exact run
     image_tokens: int
+    reference_tokens: int = 0  # of references, which only full steps compute
     text_tokens: int
     prompt_truncated: bool
     # Mask-aware execution and the activation cache, see `core.messages.engine.Finished`.

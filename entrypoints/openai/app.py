@@ -137,7 +137,8 @@ def _add_image_routes(
         """Repaint the masked part of an image. With `stream` the answer is a stream of server-sent events."""
         engine.check_ready()
         async with engine.until_shutdown(), places.take(_owner(request)):
-            submission = await read_edit(request, settings.max_upload_bytes)
+            sees = any(model.references is not None for model in engine.models.values())
+            submission = await read_edit(request, settings.max_upload_bytes, keeps_references=sees)
         owners.note(request.scope[REQUEST_ID], _owner(request))
         return _answer(engine, request, "image_edit", submission)
 

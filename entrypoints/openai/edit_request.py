@@ -69,6 +69,7 @@ def build_call(operation: Operation, submission: Submission, choice: ModelChoice
     if size and not is_edit:
         _check_aspect(size)
     stream = bool(values.get("stream", False))
+    sees_references = model.references is not None
     edit = EditInput(
         prompt=prompt,
         class_label=_class_label(values),
@@ -76,6 +77,7 @@ def build_call(operation: Operation, submission: Submission, choice: ModelChoice
         image=submission.uploads.get("image"),
         template_id=str(values["template_id"]) if is_edit and values.get("template_id") else None,
         owner=owner,
+        references=tuple(submission.references.values()) if sees_references else (),
         mask=submission.uploads.get("mask") or submission.uploads.get("mask_image"),
         mask_kind=_mask_kind(submission),
         padding_mask_crop=cast(int | None, values.get("padding_mask_crop")) if is_edit else None,
@@ -95,7 +97,7 @@ def build_call(operation: Operation, submission: Submission, choice: ModelChoice
         quality=_shown_quality(values),
         background="opaque" if values.get("background") == "opaque" and "background" not in ignored else None,
         safety_identifier=_safety_identifier(values),
-        ignored=(*ignored, *submission.ignored),
+        ignored=(*ignored, *(() if sees_references else submission.references), *submission.ignored),
         ignored_if_exact=tuple(name for name in values if name in _MASK_AWARE_FIELDS),
     )
 

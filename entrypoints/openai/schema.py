@@ -37,7 +37,9 @@ EDIT_BODY = _body(
     {
         "multipart/form-data": _object(
             {
-                "image": _FILE | {"description": "PNG, WebP or JPEG; the first one is edited. Or give template_id."},
+                "image": _FILE
+                | {"description": "PNG, WebP or JPEG; the first one is edited, others are references. Or template_id."},
+                "reference_image": _FILE | {"description": "Further pictures to look at, for models that see them."},
                 "mask": _FILE | {"description": "With an alpha channel; transparent = edit."},
                 "mask_image": _FILE | {"description": "White = edit; a file, or base64 text."},
             }
@@ -48,6 +50,7 @@ EDIT_BODY = _body(
             {
                 "images": {"type": "array", "items": _IMAGE_URL},
                 "image": _IMAGE_URL | {"description": "Instead of `images`."},
+                "reference_images": {"type": "array", "items": _IMAGE_URL},
                 "mask": _IMAGE_URL,
                 "mask_image": _TEXT,
             }

@@ -6,11 +6,12 @@ from __future__ import annotations
 import base64
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import openai
 import pytest
-from pictures import BOX, decode, encode, photo
+from pictures import BOX, Pixels, alpha_mask, decode, encode, photo
 from served_edits import client_of, edit
 from server_process import fork
 
@@ -41,6 +42,34 @@ def test_a_picture_is_made_of_nothing(client: openai.OpenAI, model: str) -> None
     assert result.data
     assert decode(base64.b64decode(result.data[0].b64_json or "")).std() > 10
     assert result.stencil["ignored"] == [USELESS[model]]  # type: ignore[attr-defined]
+
+
+def with_references(client: openai.OpenAI, model: str, number: int) -> tuple[Pixels, dict[str, Any], int]:
+    """An edit with this many references; also its image tokens by `usage`."""
+    pictures = [encode(photo(seed=5 + seed)) for seed in range(1 + number)]
+    options = {"seed": 1, "num_inference_steps": 2}
+    result = client.images.edit(image=pictures, mask=alpha_mask(), model=model, prompt="a hat", extra_body=options)
+    assert result.data
+    assert result.usage
+    tokens = result.usage.input_tokens_details.image_tokens
+    return decode(base64.b64decode(result.data[0].b64_json or "")), result.stencil, tokens  # type: ignore[attr-defined]
+
+
+def test_a_reference_is_seen_and_cached(client: openai.OpenAI) -> None:
+    plain, *_ = with_references(client, "kontext", 0)
+    cold, first, tokens = with_references(client, "kontext", 1)
+    warm, again, _ = with_references(client, "kontext", 1)
+    assert not np.array_equal(plain, cold)
+    np.testing.assert_array_equal(warm, cold)
+    assert (first["cache"], again["cache"], first["ignored"]) == ("miss", "hit", [])
+    assert tokens > first["image_tokens"]
+
+
+def test_references_that_a_model_cannot_see(client: openai.OpenAI) -> None:
+    with pytest.raises(openai.BadRequestError, match="kontext sees at most 1 beside the picture to edit, not 2"):
+        with_references(client, "kontext", 2)
+    _, stencil, _ = with_references(client, "z-image", 1)
+    assert stencil["ignored"] == ["image[1]"]
 
 
 @pytest.mark.parametrize("model", MAKERS)

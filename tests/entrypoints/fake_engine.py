@@ -115,7 +115,8 @@ class FakeEngine:
             raise self.entering
         self.edits.append(edit)
         self.choice = choice
-        for name, upload in (("image", edit.image), ("mask", edit.mask)):
+        references = [(f"reference {number}", upload) for number, upload in enumerate(edit.references)]
+        for name, upload in (("image", edit.image), ("mask", edit.mask), *references):
             if upload is not None:
                 self.files[name] = b"".join([chunk async for chunk in upload.chunks()])
                 assert len(self.files[name]) == upload.size

@@ -84,6 +84,7 @@ class EditDelivery:
             mask_ratio=known.mask_ratio,
             active_tokens=known.num_tokens if known.exact_reason else known.num_active_tokens,
             image_tokens=known.num_tokens,
+            reference_tokens=known.num_reference_tokens,
             text_tokens=output.text_tokens,
             prompt_truncated=output.prompt_truncated,
             unmasked=prepared.unmasked,

@@ -76,7 +76,7 @@ class PreparedEdit:
             self.graph,
             self.num_active_tokens,
             self.num_tokens,
-            self._num_reference_tokens,
+            self.num_reference_tokens,
         )
 
     @property
@@ -85,7 +85,8 @@ class PreparedEdit:
         return tuple((each.shape[1], each.shape[0]) for each in self.prepared.references)
 
     @property
-    def _num_reference_tokens(self) -> int:
+    def num_reference_tokens(self) -> int:
+        """Condition tokens of its references."""
         return self.model.num_reference_tokens(self._reference_sizes)
 
     @property
@@ -174,7 +175,7 @@ class PreparedEdit:
         """The canvas of one size. The prompt is encoded once for all, with the final template where the text encoder
         sees it."""
         model, final, references = self.model, self.prepared, self._reference_sizes
-        num_tokens, beside = model.num_image_tokens(picture.width, picture.height), self._num_reference_tokens
+        num_tokens, beside = model.num_image_tokens(picture.width, picture.height), self.num_reference_tokens
         conditions = model.num_condition_tokens(
             num_tokens, has_template=picture.template is not None, reference_tokens=beside
         )

@@ -48,13 +48,13 @@ def images_response(call: ImagesCall, images: Sequence[ImageOutput]) -> Parts:
 
 
 def usage(call: ImagesCall, reports: Sequence[EditReport]) -> dict[str, Any]:
-    """OpenAI's `usage` object. Input tokens are the text and the template, counted once; output tokens are those of all
-    images. Cached tokens stand in two places: where the images API has details, and where load tools for the chat API
-    look for them.
+    """OpenAI's `usage` object. Input tokens are the text, the template and its references, counted once; output tokens
+    are those of all images. Cached tokens stand in two places: where the images API has details, and where load tools
+    for the chat API look for them.
     """
     cached = {"cached_tokens": reports[0].cached_tokens}
     text = reports[0].text_tokens
-    image = reports[0].image_tokens if call.operation == "image_edit" else 0
+    image = reports[0].image_tokens + reports[0].reference_tokens if call.operation == "image_edit" else 0
     out = sum(report.image_tokens for report in reports)
     return {
         "total_tokens": text + image + out,

@@ -8,7 +8,7 @@ import asyncio
 import time
 from collections.abc import AsyncGenerator, AsyncIterator, Mapping, Sequence
 from contextlib import ExitStack, closing
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import TypeVar, cast
 
 import msgspec
@@ -23,7 +23,7 @@ from entrypoints.openai.body.uploads import SpooledUpload, decode_base64, pieces
 from entrypoints.openai.fields.field import Field, Value, decode_json
 from entrypoints.openai.fields.fields import EDIT_FIELDS, TEMPLATE_FIELDS
 
-MAX_INPUT_IMAGES = 16  # per request; all but the first are ignored
+MAX_INPUT_IMAGES = 16  # per request; all but the first are references
 MAX_TEXT_BYTES = 1024 * 1024  # of all text fields of a form, or of a JSON body without its images
 MAX_MEMBERS = 256  # of a JSON body; equals the limit on a form's parts
 STALL_SECONDS = 60.0  # maximum pause within a body
@@ -35,7 +35,8 @@ _JsonImage = str | dict[str, msgspec.Raw]
 """An image of a JSON body: a data: URL, or an object with `image_url`, as OpenAI's API has it."""
 _JSON_IMAGE = "a data: URL or an object with one as 'image_url'"
 _UPLOAD_FIELDS = ("image", "mask", "mask_image")
-_FILE_FIELDS = (*_UPLOAD_FIELDS, "markup")
+_FILE_FIELDS = (*_UPLOAD_FIELDS, "reference_image", "markup")
+_PICTURE_LISTS = ("image", "reference_image")
 
 
 @dataclass
@@ -44,7 +45,8 @@ class Submission:
 
     values: dict[str, Value] = field(default_factory=dict)  # field -> parsed value, in the order of arrival
     uploads: dict[str, SpooledUpload] = field(default_factory=dict)  # image, mask, mask_image
-    ignored: list[str] = field(default_factory=list)  # unknown fields and unused images, in the order of arrival
+    references: dict[str, SpooledUpload] = field(default_factory=dict)  # image[1] .., reference_image[0] .., in order
+    ignored: list[str] = field(default_factory=list)  # unknown fields, in the order of arrival
 
     @property
     def model(self) -> str:
@@ -57,21 +59,28 @@ class Submission:
         return cast(tuple[Lora, ...], self.values.get("lora", ()))
 
     def close(self) -> None:
-        for upload in self.uploads.values():
+        for upload in self.files:
             upload.close()
 
+    @property
+    def files(self) -> list[SpooledUpload]:
+        """All uploads."""
+        return [*self.uploads.values(), *self.references.values()]
 
-async def read_edit(request: Request, max_upload_bytes: int) -> Submission:
+
+async def read_edit(request: Request, max_upload_bytes: int, *, keeps_references: bool = True) -> Submission:
     """Read the body of POST /v1/images/edits: multipart, or JSON with data: URLs. max_upload_bytes: per file.
+    keeps_references: a served model may see references; else they are empty.
 
     Raises InvalidRequestError and below, BodyTimeoutError, NoDiskError, and AbortedError if the client disconnects.
     """
     content_type = request.headers.get("content-type", "")
     match _media_type(content_type):
         case "multipart/form-data":
-            return await _read_multipart(request, content_type, max_upload_bytes, _EDIT_FORM)
+            form = replace(_EDIT_FORM, keeps_references=keeps_references)
+            return await _read_multipart(request, content_type, max_upload_bytes, form)
         case "application/json":
-            return await _read_json_edit(request, max_upload_bytes)
+            return await _read_json_edit(request, max_upload_bytes, keeps_references=keeps_references)
         case other:
             raise UnsupportedContentTypeError(other, f"{MULTIPART} or {JSON}")
 
@@ -109,19 +118,24 @@ class _Form:
     fields: Mapping[str, Field]
     files: tuple[str, ...]  # names of the file fields that are kept
     max_images: int
+    keeps_references: bool = False  # not only the first picture
 
 
-_EDIT_FORM = _Form(EDIT_FIELDS, _UPLOAD_FIELDS, MAX_INPUT_IMAGES)
+_EDIT_FORM = _Form(EDIT_FIELDS, (*_UPLOAD_FIELDS, "reference_image"), MAX_INPUT_IMAGES)
 _TEMPLATE_FORM = _Form(TEMPLATE_FIELDS, ("image",), 1)
 
 
 async def _read_multipart(request: Request, content_type: str, max_upload_bytes: int, form: _Form) -> Submission:
     def rule(part: Part, earlier: Sequence[Part]) -> tuple[int, bool]:
-        """Keep only the first part of each known field. All text parts together may have MAX_TEXT_BYTES."""
+        """Keep only the first part of each known field, and references. All text parts together may have
+        MAX_TEXT_BYTES."""
         base = _base_name(part.name)
         is_first = all(_base_name(other.name) != base for other in earlier if other.received)
+        if part.is_file and base == "reference_image":
+            return max_upload_bytes, form.keeps_references
         if part.is_file:
-            return max_upload_bytes, base in form.files and is_first
+            is_kept = is_first or (base == "image" and form.keeps_references)
+            return max_upload_bytes, base in form.files and is_kept
         if base == "mask_image" and base in form.files:
             return _base64_bytes(max_upload_bytes), is_first
         left = MAX_TEXT_BYTES - sum(other.received for other in earlier if _is_plain_text(other))
@@ -145,19 +159,18 @@ def _is_plain_text(part: Part) -> bool:
 
 
 def _close_unless_used(part: Part, submission: Submission) -> None:
-    if all(part.content is not upload for upload in submission.uploads.values()):
+    if all(part.content is not upload for upload in submission.files):
         part.content.close()
 
 
 async def _take_parts(submission: Submission, parts: list[Part], max_upload_bytes: int, form: _Form) -> None:
-    num_images = 0
+    taken = dict.fromkeys(_PICTURE_LISTS, 0)
     for part in parts:
         if part.is_empty_file_input:
             continue
         base = _base_name(part.name)
-        if base == "image":
-            _take_image(submission, part, num_images, form.max_images)
-            num_images += 1
+        if base in taken and (base == "image" or base in form.files):
+            _take_picture(submission, part, base, taken, form.max_images)
         elif base in form.files or base == "markup":
             await _take_file(submission, part, base, max_upload_bytes)
         elif part.name in form.fields:
@@ -174,15 +187,18 @@ def _refuse_split(name: str) -> None:
         raise InvalidRequestError(message, param="lora")
 
 
-def _take_image(submission: Submission, part: Part, index: int, max_images: int) -> None:
+def _take_picture(submission: Submission, part: Part, base: str, taken: dict[str, int], max_images: int) -> None:
+    """taken: field -> pictures of it so far; counted here."""
+    name = f"{base}[{taken[base]}]"
     if not part.is_file:
-        raise _expected_file("image", f"image[{index}]")
-    if index >= max_images:
-        raise _too_many_images(index + 1, max_images)
-    if index == 0:
+        raise _expected_file(base, name)
+    taken[base] += 1
+    if sum(taken.values()) > max_images:
+        raise _too_many_images(sum(taken.values()), max_images, base)
+    if name == "image[0]":
         submission.uploads["image"] = part.content
     else:
-        _ignore(submission, f"image[{index}]")
+        submission.references[name] = part.content
 
 
 async def _take_file(submission: Submission, part: Part, base: str, max_upload_bytes: int) -> None:
@@ -216,21 +232,32 @@ def _base_name(name: str) -> str:
 # ---------------------------------------------------------------------------------------------------------------- JSON
 
 
-async def _read_json_edit(request: Request, max_upload_bytes: int) -> Submission:
-    limit = 2 * _base64_bytes(max_upload_bytes) + MAX_TEXT_BYTES
+async def _read_json_edit(request: Request, max_upload_bytes: int, *, keeps_references: bool) -> Submission:
+    num_files = 1 + (MAX_INPUT_IMAGES if keeps_references else 1)
+    limit = num_files * _base64_bytes(max_upload_bytes) + MAX_TEXT_BYTES
     submission = Submission()
     with ExitStack() as on_error, closing(await _read_json(request, limit)) as body:
         on_error.callback(submission.close)
         members = _members(body)
-        sources = _pop_images(submission, members)
+        sources, references = _pop_images(members)
         _take_json_scalars(submission, members, EDIT_FIELDS, body)
         for name, (text, needs_data_url) in sources.items():
-            pieces = body.long_strings[text].chunks() if text in body.long_strings else _text_pieces(text)
             submission.uploads[name] = await decode_base64(
-                pieces, name, max_upload_bytes, needs_data_url=needs_data_url
+                _pieces(body, text), name, max_upload_bytes, needs_data_url=needs_data_url
+            )
+        for name, text in references.items():
+            submission.references[name] = (
+                await decode_base64(_pieces(body, text), name.partition("[")[0], max_upload_bytes, needs_data_url=True)
+                if keeps_references
+                else SpooledUpload()
             )
         on_error.pop_all()
     return submission
+
+
+def _pieces(body: JsonBody, text: str) -> AsyncIterator[bytes]:
+    """The characters of a string of the body, or of what its marker stands for."""
+    return body.long_strings[text].chunks() if text in body.long_strings else _text_pieces(text)
 
 
 async def _read_json(request: Request, limit: int) -> JsonBody:
@@ -256,21 +283,28 @@ def _members(body: JsonBody) -> dict[str, msgspec.Raw]:
     return members
 
 
-def _pop_images(submission: Submission, members: dict[str, msgspec.Raw]) -> dict[str, tuple[str, bool]]:
-    """Remove the image fields from `members`: field -> (base64 text or its marker, whether it must be a data: URL)."""
-    sources = {}
+def _pop_images(members: dict[str, msgspec.Raw]) -> tuple[dict[str, tuple[str, bool]], dict[str, str]]:
+    """Remove the image fields from `members`: (field -> (base64 text or its marker, whether it must be a data: URL),
+    name of a reference -> data: URL or its marker).
+    """
+    sources, references = {}, {}
     one = _member(members.pop("image", None), _JsonImage | list[_JsonImage], "image", _JSON_IMAGE)  # type: ignore[arg-type]
     images = _member(members.pop("images", None), list[_JsonImage], "image", f"an array, each member {_JSON_IMAGE}")
     if one:
         if images:
             raise _duplicate("image")
         images = one if isinstance(one, list) else [one]
+    listed = members.pop("reference_images", members.pop("reference_image", None))
+    beside = _member(listed, list[_JsonImage], "reference_image", f"an array, each member {_JSON_IMAGE}") or []
     if images:
-        if len(images) > MAX_INPUT_IMAGES:
-            raise _too_many_images(len(images), MAX_INPUT_IMAGES)
         sources["image"] = (_image_url(images[0], "image"), True)
-        for index in range(1, len(images)):
-            _ignore(submission, f"image[{index}]")
+        for index, image in enumerate(images[1:], start=1):
+            references[f"image[{index}]"] = _image_url(image, "image")
+    for index, image in enumerate(beside):
+        references[f"reference_image[{index}]"] = _image_url(image, "reference_image")
+    if len(images or []) + len(beside) > MAX_INPUT_IMAGES:
+        given_as = "reference_image" if beside else "image"
+        raise _too_many_images(len(images or []) + len(beside), MAX_INPUT_IMAGES, given_as)
     mask = _member(members.pop("mask", None), _JsonImage, "mask", _JSON_IMAGE)  # type: ignore[arg-type]
     if mask is not None:
         sources["mask"] = (_image_url(mask, "mask"), True)
@@ -278,7 +312,7 @@ def _pop_images(submission: Submission, members: dict[str, msgspec.Raw]) -> dict
         sources["mask_image"] = (text, False)
     if _member(members.pop("markup", None), msgspec.Raw, "markup", "an object") is not None:
         _refuse_markup("markup")
-    return sources
+    return sources, references
 
 
 def _take_json_scalars(
@@ -375,10 +409,10 @@ def _body_too_large(limit: int) -> RequestTooLargeError:
     return RequestTooLargeError(f"The request body is larger than the maximum of {limit} bytes.")
 
 
-def _too_many_images(count: int, limit: int) -> InvalidRequestError:
+def _too_many_images(count: int, limit: int, field: str = "image") -> InvalidRequestError:
     images = "1 image" if limit == 1 else f"{limit} images"
-    message = f"Invalid 'image': array too long. Expected at most {images}, but got {count} instead."
-    return InvalidRequestError(message, param="image", code="array_above_max_length")
+    message = f"Invalid '{field}': array too long. Expected at most {images}, but got {count} instead."
+    return InvalidRequestError(message, param=field, code="array_above_max_length")
 
 
 def _too_long(name: str, size: int) -> InvalidRequestError:

@@ -51,7 +51,7 @@ def make_registry(engines: Engines, *models: ModelInfo, budget: int = 20) -> Tem
     return TemplateRegistry(TemplateStore(budget), served, engines)  # type: ignore[arg-type]
 
 
-def template(content_id: str = "c", crops: tuple[str, ...] = (), model: str = "m") -> RegisteredTemplate:
+def template(content_id: str = "c", views: tuple[str, ...] = (), model: str = "m") -> RegisteredTemplate:
     return RegisteredTemplate(
         upload=KeptUpload([b"x" * 10]),
         owner="me",
@@ -61,12 +61,12 @@ def template(content_id: str = "c", crops: tuple[str, ...] = (), model: str = "m
         image_tokens=1,
         created=0,
         content_id=content_id,
-        crops=crops,
+        views=views,
     )
 
 
 def test_a_deleted_template_takes_its_pages_and_those_of_its_crops_along(engines: Engines) -> None:
-    registry, mine = make_registry(engines, AWARE), template(crops=("crop",))
+    registry, mine = make_registry(engines, AWARE), template(views=("crop",))
     registry.add(mine)
     registry.remove(mine.id, "me")
     assert sorted(engines.dropped) == [("m", "c", ""), ("m", "crop", "")]

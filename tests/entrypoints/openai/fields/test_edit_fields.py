@@ -17,6 +17,7 @@ from hypothesis import strategies as st
 
 from core.errors import InvalidRequestError
 from core.lora import named_loras
+from core.reference_pictures import ReferencePictures
 from core.sampling_params import SamplingParams
 from entrypoints.openai.fields.fields import EDIT_FIELDS
 
@@ -323,6 +324,53 @@ async def test_image_lists(client: httpx.AsyncClient, engine: FakeEngine, name: 
     response = await post_edit(client, images)
     assert engine.files["image"] == b"0"
     assert response.json()["stencil"]["ignored"] == ["image[1]", "image[2]"]
+
+
+def let_see(engine: FakeEngine) -> None:
+    """Have the engine's model see references."""
+    rule = ReferencePictures(most=15, pixels=64**2, multiple=16, grows=False)
+    engine.models = {name: msgspec.structs.replace(model, references=rule) for name, model in engine.models.items()}
+
+
+async def test_further_images_are_references_of_models_that_see_them(
+    client: httpx.AsyncClient, engine: FakeEngine
+) -> None:
+    let_see(engine)
+    files = [(name, ("a.png", name.encode())) for name in ("reference_image[]", "image[]", "image", "reference_image")]
+    response = await post_edit(client, files)
+    assert response.status_code == 200, response.text
+    shown = {"reference 0": b"reference_image[]", "reference 1": b"image", "reference 2": b"reference_image"}
+    assert engine.files == {"image": b"image[]"} | shown
+    assert response.json()["stencil"]["ignored"] == []
+
+
+async def test_references_in_json(client: httpx.AsyncClient, engine: FakeEngine) -> None:
+    let_see(engine)
+    one, two, three = map(data_url, (b"one", b"two", b"three"))
+    body = {"images": [one, {"image_url": two}], "reference_images": [three], "prompt": "p"}
+    response = await post_json(client, body)
+    assert response.status_code == 200, response.text
+    assert engine.files == {"image": b"one", "reference 0": b"two", "reference 1": b"three"}
+
+
+async def test_references_that_the_model_does_not_see_are_named(client: httpx.AsyncClient, engine: FakeEngine) -> None:
+    files = [IMAGE, ("reference_image[]", ("a.png", b"x")), ("nonsense", ("b.png", b"y"))]
+    response = await post_edit(client, files)
+    assert response.json()["stencil"]["ignored"] == ["reference_image[0]", "nonsense"]
+    assert "reference 0" not in engine.files
+
+
+async def test_references_are_files_and_counted_with_the_images(client: httpx.AsyncClient) -> None:
+    message = assert_refused(
+        await post_edit(client, [IMAGE], reference_image="text"), 400, "invalid_type", "reference_image"
+    )
+    assert message == "Invalid type for 'reference_image[0]': expected a file, but got a string instead."
+    files = [IMAGE, *[("reference_image[]", ("a.png", b"x"))] * 16]
+    assert_refused(await post_edit(client, files), 400, "array_above_max_length", "reference_image")
+    body = {"image": data_url(b"one"), "reference_images": [data_url(b"x")] * 16, "prompt": "p"}
+    assert_refused(await post_json(client, body), 400, "array_above_max_length", "reference_image")
+    body["reference_images"] = "no array"
+    assert_refused(await post_json(client, body), 400, "invalid_type", "reference_image")
 
 
 async def test_too_many_images(client: httpx.AsyncClient) -> None:
