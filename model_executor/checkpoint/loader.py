@@ -24,7 +24,7 @@ from core.config import CudaGraphs, KernelChoice, ModelConfig, Quantization
 from core.errors import ConfigError
 from core.ipc.limits import memory_limit
 from core.paths import expanded
-from model_executor.checkpoint.file_parameters import count_file
+from model_executor.checkpoint.file_parameters import loaded_bytes
 from model_executor.checkpoint.hub import DEFAULTS, INDEX, download
 from model_executor.checkpoint.quantization import (
     BYTES_PER_WEIGHT,
@@ -200,6 +200,11 @@ class ModelCheckpoint:
         """Whether a part is quantised, in its files or while it is loaded."""
         return (self.quantization != "none" and part in QUANTIZED) or self._stored_method(part) is not None
 
+    def expected_bytes(self, part: str) -> int:
+        """Bytes that a part's weights will take at least, as its files' headers say. Raises ConfigError for a file that
+        cannot be read."""
+        return _part_bytes(self.path / part, self.variant, self.quantization, self.dtype.itemsize)
+
     @property
     def config_as_opened(self) -> ModelConfig:
         """A ModelConfig that opens the same checkpoint with the same settings, on the CPU."""
@@ -349,20 +354,20 @@ def _auto_dtype(device: torch.device, float32_bytes: Callable[[], int], model_by
 def _float32_bytes(path: Path, model: ModelConfig) -> int:
     """Bytes of all weights of a checkpoint if those that are not quantised are float32. A part that cannot be read
     counts nothing: loading reports it."""
-    total = 0.0
+    total = 0
     for folder in (each for each in path.iterdir() if each.is_dir() and variants(each)):
         with suppress(ConfigError, *LOAD_ERRORS):
-            total += _part_bytes(folder, model)
-    return int(total)
+            total += _part_bytes(folder, model.variant, model.quantization, torch.float32.itemsize)
+    return total
 
 
-def _part_bytes(folder: Path, model: ModelConfig) -> float:
-    """Bytes of a part's weights in float32, or as they are quantised: in their files, or while they are loaded."""
-    files, config = weight_files(folder, usual_variant(folder, model.variant)), folder / "config.json"
-    if config.is_file() and stored_method(_read_json(config)) is not None:
-        return sum(file.stat().st_size for file in files)
-    itemsize = BYTES_PER_WEIGHT[model.quantization] if folder.name in QUANTIZED else None
-    return sum(map(count_file, files)) * (itemsize or torch.float32.itemsize)
+def _part_bytes(folder: Path, variant: str, quantization: Quantization, itemsize: int) -> int:
+    """Bytes of a part's weights in a dtype of this size, or as they are quantised: in their files, or while they are
+    loaded. Raises ConfigError for a file that cannot be read."""
+    files, config = weight_files(folder, usual_variant(folder, variant)), folder / "config.json"
+    is_quantized = config.is_file() and stored_method(_read_json(config)) is not None
+    matrices = BYTES_PER_WEIGHT[quantization] if folder.name in QUANTIZED else None
+    return sum(loaded_bytes(file, itemsize, matrices, is_quantized=is_quantized) for file in files)
 
 
 def _locate(model: str, variant: str) -> Path:

@@ -22,9 +22,9 @@ from core.ipc.logs import of_request
 from core.messages.worker import WorkerReady
 from core.model_info import ModelInfo
 from core.patches import PatchSet
+from core.scheduling.ops.text_encode import TEXT_ENCODE
 from model_executor.checkpoint.loader import ModelCheckpoint
 from model_executor.checkpoint.page_schemes import with_calibration
-from model_executor.checkpoint.parameter_count import expected_bytes
 from model_executor.models.base import Family, ImageInputs, PrimeRow, Row, SamplingState
 from model_executor.models.registry import make_family
 from model_executor.page_cache.pages import Pages
@@ -255,13 +255,30 @@ class ResidentModels:
     @property
     def sizes(self) -> tuple[LoadedComponent, ...]:
         """Every component of every model, with its bytes; of those that are not loaded, as their files say."""
-        known = {key: self._expected_bytes(key) for keys in self.keys.values() for key in keys.values()}
+        known = {key: self.expected_bytes(key) for keys in self.keys.values() for key in keys.values()}
         known |= {loaded.key: loaded.nbytes for loaded in self.loaded}
         return tuple(LoadedComponent(key, nbytes) for key, nbytes in known.items())
 
-    def _expected_bytes(self, key: ModelKey) -> int:
+    def expected_bytes(self, key: ModelKey) -> int:
+        """Bytes that a component takes, as its files say. Raises ConfigError for a file that cannot be read."""
         checkpoint, part = self.origin(key)
-        return expected_bytes(checkpoint, part)
+        return checkpoint.expected_bytes(part)
+
+    def least_bytes(self, key: ModelKey) -> int:
+        """The same without what its files have beside its layers, and without layers of text encoders that the family
+        drops."""
+        checkpoint, part = self.origin(key)
+        stored = checkpoint.expected_bytes(part)
+        if checkpoint.is_quantized(part):
+            return stored
+        kept = checkpoint.outline(part)
+        if key.component == TEXT_ENCODE.component:
+            kept = self.families[self.user_of(key)].prepare(part, kept).plain
+        return min(stored, checkpoint.dtype.itemsize * sum(parameter.numel() for parameter in kept.parameters()))
+
+    def user_of(self, key: ModelKey) -> str:
+        """The first model that a component is of. Raises KeyError for a component of no model."""
+        return self._users(key)[0][0]
 
     def _users(self, key: ModelKey) -> list[tuple[str, str]]:
         """The (model, part) that are this component; at least one."""

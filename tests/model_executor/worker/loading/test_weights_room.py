@@ -1,0 +1,122 @@
+"""Weights that cannot fit are refused before they are read, and none that fit are."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+from core.config import ModelConfig
+from core.errors import ConfigError
+from core.memory_budget import Room
+from model_executor.worker.loading.resident import ResidentModels, weight_bytes
+from model_executor.worker.loading.weights_room import WeightsRoom
+from tools.random_checkpoints import make_flux, make_flux_fill, make_klein
+from tools.random_unet_checkpoints import make_sd
+
+
+@pytest.fixture(scope="module")
+def paths(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+    folder = tmp_path_factory.mktemp("models")
+    return {"fill": make_flux_fill(folder / "fill"), "dev": make_flux(folder / "dev")}
+
+
+def opened(paths: dict[str, Path], **settings: Any) -> ResidentModels:
+    settings = {"dtype": "float32", "device": "cpu"} | settings
+    return ResidentModels.open(
+        [ModelConfig(model=str(path), served_model_name=name, **settings) for name, path in paths.items()]
+    )
+
+
+def refusal(models: ResidentModels, nbytes: int) -> str:
+    """Why these models may not take that many bytes each."""
+    with pytest.raises(ConfigError) as caught:
+        WeightsRoom(models, Room(nbytes, "a test")).check_models()
+    assert "\n" not in str(caught.value)
+    return str(caught.value)
+
+
+def kept_bytes(models: ResidentModels, name: str) -> int:
+    """Loads a model, and counts what is in use of its weights."""
+    total = 0
+    for key in models.needs(name):
+        module, nbytes = models.read(key)
+        models.install(key, module, nbytes)
+        part: Any = models.families[name]._parts[models.origin(key)[1]]  # type: ignore[attr-defined]
+        total += weight_bytes(part.plain) if key.component == "text_encoder" else nbytes
+    return total
+
+
+@pytest.mark.parametrize(
+    ("make", "dtype"), [(make_flux_fill, "float32"), (make_klein, "bfloat16"), (make_sd, "bfloat16")]
+)
+def test_a_model_is_let_into_the_bytes_that_it_takes(make: Callable[[Path], Path], dtype: str, tmp_path: Path) -> None:
+    """Also where files are float32, have more layers than the family keeps, or others beside them."""
+    path = make(tmp_path / "model")
+    for file in path.glob("text_encoder*/*.safetensors"):
+        tensors = load_file(file)
+        largest = max(tensors.values(), key=torch.numel)
+        save_file(tensors | {"head.of.another.weight": largest.clone()}, file, {"format": "pt"})
+    models = opened({"one": path}, dtype=dtype)
+    least = sum(map(models.least_bytes, models.needs("one")))
+    WeightsRoom(models, Room(least, "a test")).check_models()
+    assert "one does not fit: its weights take" in refusal(models, least - 1)
+    assert not models.loaded
+    assert 0.9 * kept_bytes(models, "one") < least <= kept_bytes(models, "one")
+
+
+def test_quantised_weights_count_as_they_are_quantised(paths: dict[str, Path]) -> None:
+    pytest.importorskip("torchao")
+    models = opened({"fill": paths["fill"]}, quantization="torchao-int8")
+    least = sum(map(models.least_bytes, models.needs("fill")))
+    plain = opened({"fill": paths["fill"]})
+    assert least < sum(map(plain.least_bytes, plain.needs("fill")))
+    WeightsRoom(models, Room(least, "a test")).check_models()
+    models.load_all()
+    assert 0.8 * total_bytes(models.loaded) < least <= total_bytes(models.loaded), "scales are not in the headers"
+
+
+class Loader:
+    """Loads and drops components in a room of so many bytes."""
+
+    def __init__(self, models: ResidentModels, nbytes: int) -> None:
+        self._answers: queue.SimpleQueue[ModelLoaded | ModelFailed] = queue.SimpleQueue()
+        room = WeightsRoom(models, Room(nbytes, "a test"))
+        self._loader = ComponentLoader(0, models, room, self._answers.put, LoaderThread(models.device))
+        self._models = models
+
+    def load(self, name: str) -> list[ModelLoaded | ModelFailed]:
+        keys = self._models.needs(name)
+        for key in keys:
+            self._loader.load(key)
+        return [self._answers.get(timeout=20) for _ in keys]
+
+    def unload(self, name: str, part: str) -> None:
+        self._loader.unload(self._models.keys[name][part])
+
+
+def test_models_share_a_room_and_take_turns_in_it(paths: dict[str, Path]) -> None:
+    """What two share counts once, what is dropped no more, and what does not fit beside others is not read."""
+    models = opened({name: paths[name] for name in ("fill", "dev")})
+    loader = Loader(models, total_bytes(models.sizes))
+    for name in ("fill", "dev"):
+        assert all(isinstance(answer, ModelLoaded) for answer in loader.load(name))
+    loader = Loader(models, total_bytes(models.sizes) - 1000)
+    for first, other in (("fill", "dev"), ("dev", "fill")):
+        loader.unload(first, "transformer")
+        loader.unload(other, "transformer")
+        assert all(isinstance(answer, ModelLoaded) for answer in loader.load(first))
+        (failed,) = (answer for answer in loader.load(other) if isinstance(answer, ModelFailed))
+        assert failed.failure.kind == "out_of_memory"
+        assert f"{other} does not fit: its weights take" in failed.failure.message
+        assert "and models hold" in failed.failure.message
+        assert models.find(models.keys[other]["transformer"]) is None
+
+
+def test_the_room_is_a_share_of_the_gpu_or_all_memory_of_a_cpu() -> None:
+    gauge: Any = SimpleNamespace(total=80_000_000_000)
+    assert start._room(gauge, CacheConfig(gpu_memory_utilization=0.5)).nbytes == 40_000_000_000
+    assert start._room(None, CacheConfig()) == Room.of_host(memory_limit())
