@@ -66,7 +66,7 @@ def count_file(file: Path) -> int:
 def _read_header(file: Path) -> tuple[list[StoredTensor], dict[str, str]]:
     """The tensors of a file, and the header's other entries."""
     try:
-        with safe_open(file, "pt") as tensors:
+        with safe_open(file, "np") as tensors:  # for PyTorch it maps writable memory, and large files have no room then
             slices = {name: tensors.get_slice(name) for name in tensors.keys()}  # noqa: SIM118
             stored = [StoredTensor(name, each.get_shape(), each.get_dtype()) for name, each in slices.items()]
             return stored, tensors.metadata() or {}

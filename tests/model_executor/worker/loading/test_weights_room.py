@@ -2,16 +2,25 @@
 
 from __future__ import annotations
 
+import json
+import queue
+from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from core.config import ModelConfig
+from core.config import CacheConfig, ModelConfig
 from core.errors import ConfigError
-from core.memory_budget import Room
+from core.ipc.limits import memory_limit
+from core.memory_budget import Room, total_bytes
+from core.messages.worker import ModelFailed, ModelLoaded
+from model_executor.worker import start
+from model_executor.worker.loading.component_loader import ComponentLoader
+from model_executor.worker.loading.loader_thread import LoaderThread
 from model_executor.worker.loading.resident import ResidentModels, weight_bytes
 from model_executor.worker.loading.weights_room import WeightsRoom
 from tools.random_checkpoints import make_flux, make_flux_fill, make_klein
@@ -66,6 +75,23 @@ def test_a_model_is_let_into_the_bytes_that_it_takes(make: Callable[[Path], Path
     assert "one does not fit: its weights take" in refusal(models, least - 1)
     assert not models.loaded
     assert 0.9 * kept_bytes(models, "one") < least <= kept_bytes(models, "one")
+
+
+def test_a_file_larger_than_memory_is_refused_by_its_header(tmp_path: Path) -> None:
+    path = make_flux_fill(tmp_path / "large")
+    config, file = path / "text_encoder/config.json", path / "text_encoder/model.safetensors"
+    settings = json.loads(config.read_text())
+    width = settings["hidden_size"]
+    words = memory_limit() // width
+    config.write_text(json.dumps(settings | {"vocab_size": words}))
+    (name,) = (name for name in load_file(file) if name.endswith("token_embedding.weight"))
+    size = 4 * words * width
+    header = json.dumps({name: {"dtype": "F32", "shape": [words, width], "data_offsets": [0, size]}}).encode()
+    with file.open("wb") as sparse:
+        sparse.write(len(header).to_bytes(8, "little") + header)
+        sparse.truncate(sparse.tell() + size)
+    with pytest.raises(ConfigError, match=r"large does not fit: .*\(all memory here\); quantise the denoiser"):
+        WeightsRoom(opened({"large": path}), start._room(None, CacheConfig())).check_models()
 
 
 def test_quantised_weights_count_as_they_are_quantised(paths: dict[str, Path]) -> None:
