@@ -25,9 +25,11 @@ from core.errors import ConfigError
 from core.ipc.limits import memory_limit
 from core.paths import expanded
 from model_executor.checkpoint.file_parameters import loaded_bytes
+from model_executor.checkpoint.formats import check_format, why_not_file, why_not_folder
 from model_executor.checkpoint.hub import DEFAULTS, INDEX, download
 from model_executor.checkpoint.quantization import (
     BYTES_PER_WEIGHT,
+    INSTEAD,
     QUANTIZED,
     check_method,
     check_quantized,
@@ -124,6 +126,7 @@ class ModelCheckpoint:
         defaults, wishes = _read_defaults(path), (model.variant, model.quantization, *computing)
         checkpoint = cls(path, index, defaults, dtype, device, *wishes, why_dtype=why)
         checkpoint._check_variant()
+        checkpoint._check_formats()
         return checkpoint
 
     @property
@@ -297,6 +300,14 @@ class ModelCheckpoint:
             there = ", ".join(sorted(name for name in found if name)) or "none with a name"
             raise ConfigError(f"{self.path} has no weights of the variant {self.variant}; there: {there}")
 
+    def _check_formats(self) -> None:
+        """Raises ConfigError if a part's weights are in a format that is not read. Packages for quantisation store
+        scales and 8-bit floats of their own."""
+        for part in (part for part in self.index if self._class_name(part) in MODULES):
+            if self._stored_method(part) is None:
+                folder = self.path / part
+                check_format(folder, weight_files(folder, usual_variant(folder, self.variant)))
+
     def _stored_method(self, part: str) -> str | None:
         """The method that a part's weights are quantised with in their files, None if they are not."""
         file = self.path / part / "config.json"
@@ -375,13 +386,18 @@ def _locate(model: str, variant: str) -> Path:
     try:
         if path.is_dir():
             if not (path / INDEX).is_file():
-                raise ConfigError(f"{path} has no {INDEX}; --model takes a diffusers directory or a hub id")
+                raise ConfigError(why_not_folder(path, INDEX))
             return path
+        if path.is_file():
+            raise ConfigError(why_not_file(path))
     except OSError as error:
         raise ConfigError(f"cannot read {path}: {error.strerror}") from error
     if path.is_absolute() or model.startswith((".", "~")) or model.count("/") != 1:
         raise ConfigError(f"no model directory {path}")
-    return download(model, variant)
+    path = download(model, variant)
+    if not (path / INDEX).is_file():
+        raise ConfigError(f"{model} has no {INDEX}: single files and GGUF are not read; {INSTEAD}")
+    return path
 
 
 def _read_json(path: Path) -> dict[str, Any]:
