@@ -48,7 +48,8 @@ def start(
     quiet_libraries()
     models = _opened(settings)
     gauge = gauge_of(models.device)
-    room = WeightsRoom(models, _room(gauge, settings.cache))
+    in_turns = settings.scheduler.model_bytes > 0
+    room = WeightsRoom(models, _room(gauge, settings.cache), is_shared_in_turns=in_turns)
     room.check_models()
     thread = LoaderThread(models.device)
     taken = TakenWeights(settings.keeper) if settings.keeper else None

@@ -273,12 +273,13 @@ class ResidentModels:
             return stored
         kept = checkpoint.outline(part)
         if key.component == TEXT_ENCODE.component:
-            kept = self.families[self.user_of(key)].prepare(part, kept).plain
+            kept = self.families[self._users(key)[0][0]].prepare(part, kept).plain
         return min(stored, checkpoint.dtype.itemsize * sum(parameter.numel() for parameter in kept.parameters()))
 
-    def user_of(self, key: ModelKey) -> str:
-        """The first model that a component is of. Raises KeyError for a component of no model."""
-        return self._users(key)[0][0]
+    def users_of(self, key: ModelKey) -> list[str]:
+        """The models that a component is of, then those that borrow it. Raises KeyError for a component of no model."""
+        own = [name for name, _ in self._users(key)]
+        return list(dict.fromkeys([*own, *(name for name in self.keys if key in self.needs(name))]))
 
     def _users(self, key: ModelKey) -> list[tuple[str, str]]:
         """The (model, part) that are this component; at least one."""

@@ -17,9 +17,11 @@ from model_executor.worker.loading.resident import ResidentModels
 class WeightsRoom:
     """The room of one worker's models. Components that models share count once."""
 
-    def __init__(self, models: ResidentModels, room: Room) -> None:
+    def __init__(self, models: ResidentModels, room: Room, *, is_shared_in_turns: bool = False) -> None:
+        """is_shared_in_turns: whether components are dropped for others, so that what is loaded now may not stay."""
         self._models = models
         self._room = room
+        self._is_shared_in_turns = is_shared_in_turns
 
     def check_models(self) -> None:
         """Raises ConfigError for a model that does not fit by itself."""
@@ -28,18 +30,20 @@ class WeightsRoom:
                 raise ConfigError(self._room.why_not(name, needed))
 
     def check_next(self, key: ModelKey) -> None:
-        """Raises OutOfMemoryError if a component does not fit beside those that are loaded; KeyError for a component of
-        no model."""
-        held = [each.key for each in self._models.loaded]
-        if not self._room.has(together := self._sizes([*held, key])):
-            needed = [each for each in together if each.key == key]
-            others = [each for each in together if each.key != key]
-            raise OutOfMemoryError(self._room.why_not(self._models.user_of(key), needed, others))
+        """Raises OutOfMemoryError if a component does not fit beside those that are loaded; where these stay, also if
+        every model that needs it lacks room for the rest of it. KeyError: it is of no model."""
+        held = {each.key for each in self._models.loaded}
+        users = self._models.users_of(key)
+        wanted = {name: {key} if self._is_shared_in_turns else {*self._models.needs(name)} - held for name in users}
+        if not any(self._room.has(self._sizes([*held, *keys])) for keys in wanted.values()):
+            name, keys = next(iter(wanted.items()))
+            raise OutOfMemoryError(self._room.why_not(name, self._least(keys), self._least(held)))
 
     def _sizes(self, keys: Iterable[ModelKey]) -> list[LoadedComponent]:
         """These components with their bytes: as files say, or if that is too much, the least they may take."""
         distinct = dict.fromkeys(keys)
         sizes = [LoadedComponent(key, self._models.expected_bytes(key)) for key in distinct]
-        if self._room.has(sizes):
-            return sizes
-        return [LoadedComponent(key, self._models.least_bytes(key)) for key in distinct]
+        return sizes if self._room.has(sizes) else self._least(distinct)
+
+    def _least(self, keys: Iterable[ModelKey]) -> list[LoadedComponent]:
+        return [LoadedComponent(key, self._models.least_bytes(key)) for key in keys]

@@ -15,6 +15,7 @@ from safetensors.torch import load_file, save_file
 
 from core.config import CacheConfig, ModelConfig
 from core.errors import ConfigError
+from core.handles import ModelKey
 from core.ipc.limits import memory_limit
 from core.memory_budget import Room, total_bytes
 from core.messages.worker import ModelFailed, ModelLoaded
@@ -108,38 +109,59 @@ def test_quantised_weights_count_as_they_are_quantised(paths: dict[str, Path]) -
 class Loader:
     """Loads and drops components in a room of so many bytes."""
 
-    def __init__(self, models: ResidentModels, nbytes: int) -> None:
+    def __init__(self, models: ResidentModels, nbytes: int, *, is_shared_in_turns: bool) -> None:
         self._answers: queue.SimpleQueue[ModelLoaded | ModelFailed] = queue.SimpleQueue()
-        room = WeightsRoom(models, Room(nbytes, "a test"))
+        room = WeightsRoom(models, Room(nbytes, "a test"), is_shared_in_turns=is_shared_in_turns)
         self._loader = ComponentLoader(0, models, room, self._answers.put, LoaderThread(models.device))
         self._models = models
 
-    def load(self, name: str) -> list[ModelLoaded | ModelFailed]:
-        keys = self._models.needs(name)
+    def load(self, *keys: ModelKey) -> list[str]:
+        """Why each could not be loaded; "": it is."""
         for key in keys:
             self._loader.load(key)
-        return [self._answers.get(timeout=20) for _ in keys]
+        answers = [self._answers.get(timeout=20) for _ in keys]
+        failures = [answer.failure for answer in answers if isinstance(answer, ModelFailed)]
+        assert all(failure.kind == "out_of_memory" for failure in failures)
+        return [answer.failure.message if isinstance(answer, ModelFailed) else "" for answer in answers]
 
-    def unload(self, name: str, part: str) -> None:
-        self._loader.unload(self._models.keys[name][part])
+    def unload(self, *keys: ModelKey) -> None:
+        for key in keys:
+            self._loader.unload(key)
 
 
-def test_models_share_a_room_and_take_turns_in_it(paths: dict[str, Path]) -> None:
-    """What two share counts once, what is dropped no more, and what does not fit beside others is not read."""
-    models = opened({name: paths[name] for name in ("fill", "dev")})
-    loader = Loader(models, total_bytes(models.sizes))
-    for name in ("fill", "dev"):
-        assert all(isinstance(answer, ModelLoaded) for answer in loader.load(name))
-    loader = Loader(models, total_bytes(models.sizes) - 1000)
-    for first, other in (("fill", "dev"), ("dev", "fill")):
-        loader.unload(first, "transformer")
-        loader.unload(other, "transformer")
-        assert all(isinstance(answer, ModelLoaded) for answer in loader.load(first))
-        (failed,) = (answer for answer in loader.load(other) if isinstance(answer, ModelFailed))
-        assert failed.failure.kind == "out_of_memory"
-        assert f"{other} does not fit: its weights take" in failed.failure.message
-        assert "and models hold" in failed.failure.message
-        assert models.find(models.keys[other]["transformer"]) is None
+def test_what_models_share_counts_once(paths: dict[str, Path]) -> None:
+    models = opened(paths)
+    loader = Loader(models, total_bytes(models.sizes), is_shared_in_turns=False)
+    for name in paths:
+        assert not any(loader.load(*models.needs(name)))
+
+
+def test_models_take_turns_in_a_room_for_one(paths: dict[str, Path]) -> None:
+    """A component is loaded also while the room for the rest of its model is not free yet."""
+    models = opened(paths)
+    loader = Loader(models, total_bytes(models.sizes) - 1000, is_shared_in_turns=True)
+    fill, dev = (models.keys[name]["transformer"] for name in ("fill", "dev"))
+    assert not any(loader.load(*models.needs("fill")))
+    for held, wanted in ((fill, dev), (dev, fill)):
+        (why,) = loader.load(wanted)
+        name = "dev" if wanted == dev else "fill"
+        assert f"{name} does not fit: its weights take " in why
+        assert " GiB), and models hold " in why
+        assert models.find(wanted) is None
+        loader.unload(held)
+        assert loader.load(wanted) == [""]
+
+
+def test_of_a_model_that_cannot_become_whole_nothing_is_loaded(paths: dict[str, Path], tmp_path: Path) -> None:
+    models = opened(paths | {"sd": make_sd(tmp_path / "sd")})
+    first = [*models.needs("fill"), *models.needs("dev")]
+    nbytes = sum(map(models.least_bytes, dict.fromkeys([*first, *models.needs("sd")])))
+    loader = Loader(models, nbytes - 1, is_shared_in_turns=False)
+    assert not any(loader.load(*first))
+    for why in loader.load(*models.needs("sd")):
+        assert "sd does not fit: its weights take" in why
+        assert " (transformer " in why
+    assert {each.key for each in models.loaded} == {*first}
 
 
 def test_the_room_is_a_share_of_the_gpu_or_all_memory_of_a_cpu() -> None:
