@@ -126,7 +126,6 @@ class ModelCheckpoint:
         defaults, wishes = _read_defaults(path), (model.variant, model.quantization, *computing)
         checkpoint = cls(path, index, defaults, dtype, device, *wishes, why_dtype=why)
         checkpoint._check_variant()
-        checkpoint._check_formats()
         return checkpoint
 
     @property
@@ -174,6 +173,14 @@ class ModelCheckpoint:
         for part, supported in classes.items():
             if self.has(part) and (name := self._class_name(part)) not in supported:
                 raise ConfigError(f"{self.path}: {part} is of class {name}; supported: {', '.join(supported)}")
+
+    def check_formats(self) -> None:
+        """Raises ConfigError if a part's weights are in a format that is not read. Packages for quantisation store
+        scales and 8-bit floats of their own."""
+        for part in (part for part in self.index if self._class_name(part) in MODULES):
+            if self._stored_method(part) is None:
+                folder = self.path / part
+                check_format(folder, weight_files(folder, usual_variant(folder, self.variant)))
 
     def check_quantization(self) -> None:
         """Raises ConfigError if parts that are quantised, now or in their files, cannot be used here. Called before
@@ -299,14 +306,6 @@ class ModelCheckpoint:
         if self.variant and self.variant not in found:
             there = ", ".join(sorted(name for name in found if name)) or "none with a name"
             raise ConfigError(f"{self.path} has no weights of the variant {self.variant}; there: {there}")
-
-    def _check_formats(self) -> None:
-        """Raises ConfigError if a part's weights are in a format that is not read. Packages for quantisation store
-        scales and 8-bit floats of their own."""
-        for part in (part for part in self.index if self._class_name(part) in MODULES):
-            if self._stored_method(part) is None:
-                folder = self.path / part
-                check_format(folder, weight_files(folder, usual_variant(folder, self.variant)))
 
     def _stored_method(self, part: str) -> str | None:
         """The method that a part's weights are quantised with in their files, None if they are not."""

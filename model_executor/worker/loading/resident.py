@@ -104,6 +104,8 @@ class ResidentModels:
                 "--workers-per-engine 1 and a --cache-device-bytes other than 0"
             )
             configs = [msgspec.structs.replace(config, mask_aware=False) for config in configs]
+        for checkpoint in checkpoints.values():
+            checkpoint.check_formats()
         families = {name: make_family(checkpoint) for name, checkpoint in checkpoints.items()}
         for checkpoint in checkpoints.values():
             checkpoint.check_quantization()

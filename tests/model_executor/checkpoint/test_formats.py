@@ -14,7 +14,9 @@ from safetensors.torch import load_file, save_file
 from core.config import ModelConfig
 from core.errors import ConfigError
 from model_executor.checkpoint import loader
+from model_executor.checkpoint.describe import describe
 from model_executor.checkpoint.loader import ModelCheckpoint
+from model_executor.worker.loading.resident import ResidentModels
 
 Tensors = dict[str, torch.Tensor]
 
@@ -27,8 +29,8 @@ def copy(tiny_checkpoint: Path, tmp_path: Path) -> Path:
     return Path(shutil.copytree(tiny_checkpoint, tmp_path / "copy"))
 
 
-def open_it(path: Path | str, variant: str = "") -> ModelCheckpoint:
-    return ModelCheckpoint.open(ModelConfig(model=str(path), device="cpu", dtype="bfloat16", variant=variant))
+def open_it(path: Path | str) -> None:
+    ModelCheckpoint.open(ModelConfig(model=str(path), device="cpu", dtype="bfloat16")).check_formats()
 
 
 def refusal(path: Path | str) -> str:
@@ -77,6 +79,15 @@ def test_scales_of_quantised_weights_are_refused(copy: Path, part: str) -> None:
     why = refusal(copy)
     assert why.startswith(f"{file} holds quantised weights and their scales (")
     assert ".weight_scale), which are not read" + INSTEAD in why
+
+
+def test_it_is_refused_before_anything_is_loaded(copy: Path) -> None:
+    """By servers, and by what describes checkpoints."""
+    change(weights(copy), in_fp8)
+    with pytest.raises(ConfigError, match="holds 8-bit floats"):
+        ResidentModels.open([ModelConfig(model=str(copy), device="cpu")])
+    with pytest.raises(ConfigError, match="holds 8-bit floats"):
+        describe(str(copy))
 
 
 def test_gguf_is_refused(copy: Path, tmp_path: Path) -> None:
