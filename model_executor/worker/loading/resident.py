@@ -60,6 +60,8 @@ class ResidentModels:
         self.families = {name: each.family for name, each in opened.items()}
         self.keys = keys  # model -> part of its checkpoint -> the component
         self._loaded: dict[ModelKey, LoadedComponent] = {}  # in the order of loading
+        self._expected: dict[ModelKey, int] = {}  # what `expected_bytes` has found
+        self._least: dict[ModelKey, int] = {}  # what `least_bytes` has found
         self._adapters = {  # model's name -> its adapters
             config.name: [self._read(config.name, adapter) for adapter in config.adapters] for config in configs
         }
@@ -263,14 +265,21 @@ class ResidentModels:
 
     def expected_bytes(self, key: ModelKey) -> int:
         """Bytes that a component takes, as its files say. Raises ConfigError for a file that cannot be read."""
-        checkpoint, part = self.origin(key)
-        return checkpoint.expected_bytes(part)
+        if key not in self._expected:
+            checkpoint, part = self.origin(key)
+            self._expected[key] = checkpoint.expected_bytes(part)
+        return self._expected[key]
 
     def least_bytes(self, key: ModelKey) -> int:
-        """The same without what its files have beside its layers, and without layers of text encoders that the family
-        drops."""
+        """Bytes that a component keeps at least: without what its files have beside its layers, and without layers of
+        text encoders that the family drops."""
+        if key not in self._least:
+            self._least[key] = self._outlined_bytes(key)
+        return self._least[key]
+
+    def _outlined_bytes(self, key: ModelKey) -> int:
         checkpoint, part = self.origin(key)
-        stored = checkpoint.expected_bytes(part)
+        stored = self.expected_bytes(key)
         if checkpoint.is_quantized(part):
             return stored
         kept = checkpoint.outline(part)

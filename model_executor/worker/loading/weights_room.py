@@ -11,6 +11,7 @@ from collections.abc import Iterable
 from core.errors import ConfigError, OutOfMemoryError
 from core.handles import LoadedComponent, ModelKey
 from core.memory_budget import Room
+from core.scheduling.ops.text_encode import TEXT_ENCODE
 from model_executor.worker.loading.resident import ResidentModels
 
 
@@ -40,10 +41,15 @@ class WeightsRoom:
             raise OutOfMemoryError(self._room.why_not(name, self._least(keys), self._least(held)))
 
     def _sizes(self, keys: Iterable[ModelKey]) -> list[LoadedComponent]:
-        """These components with their bytes: as files say, or if that is too much, the least they may take."""
+        """These components with their bytes: as they are loaded, or as files say; if that is too much, the least they
+        may take."""
         distinct = dict.fromkeys(keys)
-        sizes = [LoadedComponent(key, self._models.expected_bytes(key)) for key in distinct]
+        sizes = [self._models.find(key) or LoadedComponent(key, self._models.expected_bytes(key)) for key in distinct]
         return sizes if self._room.has(sizes) else self._least(distinct)
 
     def _least(self, keys: Iterable[ModelKey]) -> list[LoadedComponent]:
-        return [LoadedComponent(key, self._models.least_bytes(key)) for key in keys]
+        return [self._known(key) or LoadedComponent(key, self._models.least_bytes(key)) for key in keys]
+
+    def _known(self, key: ModelKey) -> LoadedComponent | None:
+        """A loaded component whose bytes are what it keeps: families drop layers of text encoders."""
+        return None if key.component == TEXT_ENCODE.component else self._models.find(key)
