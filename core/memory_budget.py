@@ -20,7 +20,7 @@ _LESS = "have less run together (--max-num-seqs, --max-num-batched-tokens), quan
 REMEDIES = f"{_LESS}, allow more of the device (--gpu-memory-utilization), or cache nothing (--no-mask-aware)"
 CPU_REMEDIES = f"{_LESS}, or cache nothing (--no-mask-aware)"
 
-SMALLER_WEIGHTS = "quantise the denoiser (--quantization), or give the weights more memory"
+SMALLER_WEIGHTS = "quantise the denoiser (--quantization), take a smaller --dtype, or give weights more memory"
 FEWER_WEIGHTS = "serve fewer models, or have them take turns (--model-bytes)"
 
 

@@ -96,8 +96,8 @@ def test_weights_that_do_not_fit_are_told_with_the_arithmetic() -> None:
     assert room.has(FLUX[:1])
     assert room.why_not("flux", FLUX) == (
         "flux does not fit: its weights take 31.00 GiB (transformer 22.00 GiB, text_encoder 9.00 GiB), and there may "
-        "be 12.00 GiB (24.00 GiB x --gpu-memory-utilization 0.5); quantise the denoiser (--quantization), or give the "
-        "weights more memory"
+        "be 12.00 GiB (24.00 GiB x --gpu-memory-utilization 0.5); quantise the denoiser (--quantization), take a "
+        "smaller --dtype, or give weights more memory"
     )
     beside = Room.of_host(32 * GIB).why_not("flux", FLUX[1:2], [component("unet", 12)])
     assert beside == (

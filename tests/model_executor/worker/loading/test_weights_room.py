@@ -64,12 +64,15 @@ def kept_bytes(models: ResidentModels, name: str) -> int:
     ("make", "dtype"), [(make_flux_fill, "float32"), (make_klein, "bfloat16"), (make_sd, "bfloat16")]
 )
 def test_a_model_is_let_into_the_bytes_that_it_takes(make: Callable[[Path], Path], dtype: str, tmp_path: Path) -> None:
-    """Also where files are float32, have more layers than the family keeps, or others beside them."""
+    """Also where files are float32, have tied weights twice, more layers than the family keeps, or others beside."""
     path = make(tmp_path / "model")
     for file in path.glob("text_encoder*/*.safetensors"):
         tensors = load_file(file)
-        largest = max(tensors.values(), key=torch.numel)
-        save_file(tensors | {"head.of.another.weight": largest.clone()}, file, {"format": "pt"})
+        assert {tensor.dtype for tensor in tensors.values()} == {torch.float32}
+        others = {"head.of.another.weight": max(tensors.values(), key=torch.numel).clone()}
+        if "shared.weight" in tensors:
+            others["encoder.embed_tokens.weight"] = tensors["shared.weight"].clone()
+        save_file(tensors | others, file, {"format": "pt"})
     models = opened({"one": path}, dtype=dtype)
     least = sum(map(models.least_bytes, models.needs("one")))
     WeightsRoom(models, Room(least, "a test")).check_models()
