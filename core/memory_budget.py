@@ -1,9 +1,10 @@
 """Computes how much device memory is left for cached pages beside the models and their largest batches, and whether
-models fit into a budget.
+models fit into a budget, or into the memory there is.
 """
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterable, Mapping
 
 import msgspec
@@ -19,6 +20,9 @@ _LESS = "have less run together (--max-num-seqs, --max-num-batched-tokens), quan
 REMEDIES = f"{_LESS}, allow more of the device (--gpu-memory-utilization), or cache nothing (--no-mask-aware)"
 CPU_REMEDIES = f"{_LESS}, or cache nothing (--no-mask-aware)"
 
+SMALLER_WEIGHTS = "quantise the denoiser (--quantization), take a smaller --dtype, or give weights more memory"
+FEWER_WEIGHTS = "serve fewer models, or have them take turns (--model-bytes)"
+
 
 class DeviceMemory(msgspec.Struct, frozen=True, kw_only=True):
     """A device's memory as measured by a worker, in bytes."""
@@ -28,29 +32,74 @@ class DeviceMemory(msgspec.Struct, frozen=True, kw_only=True):
     peak: int  # additionally needed by its largest batch
     kept: int  # needed by requests between their steps, for the most that may run
     graphs: int = 0  # needed by CUDA graphs of steps, for the most that are kept
+    to_come: int = 0  # weights that may be loaded later
     free: int  # not taken by any program
 
     @property
     def needed(self) -> int:
         """Bytes needed beside the model and pages."""
-        return self.peak + self.kept + self.graphs
+        return self.peak + self.kept + self.graphs + self.to_come
 
 
 def check_fits(models: Mapping[str, Iterable[ModelKey]], sizes: Iterable[LoadedComponent], budget: int) -> None:
     """Raises ConfigError for a model that exceeds a budget of bytes by itself. models: name -> components. sizes: of
     all of these. budget: 0: none.
     """
-    nbytes = {each.key: each.nbytes for each in sizes}
+    nbytes = {each.key: each for each in sizes}
     for name, keys in models.items():
-        needed = sum(nbytes[key] for key in set(keys))
-        if budget and needed > budget:
-            raise ConfigError(f"--model-bytes {budget}: the weights of {name} alone take {needed}; give at least that")
+        its = [nbytes[key] for key in set(keys)]
+        if budget and (needed := total_bytes(its)) > budget:
+            what = f"the weights of {name} alone take {needed} ({_by_kind(its)})"
+            raise ConfigError(f"--model-bytes {budget}: {what}; give at least that")
+
+
+class Room(msgspec.Struct, frozen=True):
+    """Memory that the weights of a worker may take at most."""
+
+    nbytes: int
+    why: str  # how it is computed, for messages
+
+    @classmethod
+    def of_device(cls, total: int, utilization: float) -> Room:
+        """Of a GPU with this many bytes. utilization: 0..1."""
+        return cls(int(total * utilization), f"{_gib(total)} x --gpu-memory-utilization {utilization:g}")
+
+    @classmethod
+    def of_host(cls, limit: int) -> Room:
+        """Of a CPU whose processes may take this many bytes together."""
+        return cls(limit, "all memory here")
+
+    def has(self, sizes: Iterable[LoadedComponent]) -> bool:
+        """Whether these components fit."""
+        return total_bytes(sizes) <= self.nbytes
+
+    def why_not(self, name: str, needed: Iterable[LoadedComponent], held: Iterable[LoadedComponent] = ()) -> str:
+        """Why components that a model needs do not fit beside those that the worker holds."""
+        needed, held = [*needed], [*held]
+        what = f"{name} does not fit: its weights take {_gib(total_bytes(needed))} ({_by_kind(needed)})"
+        has = f"{_gib(self.nbytes)} ({self.why})"
+        if not held:
+            return f"{what}, and there may be {has}; {SMALLER_WEIGHTS}"
+        return f"{what}, and models hold {_gib(total_bytes(held))} of {has}; {FEWER_WEIGHTS}"
+
+
+def total_bytes(components: Iterable[LoadedComponent]) -> int:
+    """Bytes of components together."""
+    return sum(each.nbytes for each in components)
+
+
+def _by_kind(components: Iterable[LoadedComponent]) -> str:
+    """What components of each kind take, largest first."""
+    kinds = Counter[str]()
+    for each in components:
+        kinds[each.key.component] += each.nbytes
+    return ", ".join(f"{kind} {_gib(nbytes)}" for kind, nbytes in kinds.most_common())
 
 
 def bytes_to_come(sizes: Iterable[LoadedComponent], loaded: Iterable[LoadedComponent], budget: int) -> int:
     """Bytes of weights that may be loaded later. sizes: of all components. budget: 0: none."""
-    every = sum(each.nbytes for each in sizes)
-    return max(0, min(every, budget or every) - sum(each.nbytes for each in loaded))
+    every = total_bytes(sizes)
+    return max(0, min(every, budget or every) - total_bytes(loaded))
 
 
 def page_bytes(memory: DeviceMemory, utilization: float, least: int) -> int:
@@ -69,7 +118,7 @@ def page_bytes(memory: DeviceMemory, utilization: float, least: int) -> int:
 def _why(memory: DeviceMemory, utilization: float, least: int, is_others: bool) -> str:
     own = (
         f"the model takes {_gib(memory.taken)}, its largest batch {_gib(memory.peak)}, graphs of steps "
-        f"{_gib(memory.graphs)} and what requests keep between their steps {_gib(memory.kept)}"
+        f"{_gib(memory.graphs)} and what requests keep between their steps {_gib(memory.kept)}{_later(memory)}"
     )
     if is_others:
         return (
@@ -88,8 +137,12 @@ def describe(memory: DeviceMemory, pages: int) -> str:
     return (
         f"device memory: {_gib(memory.total)}, of which the model takes {_gib(memory.taken)}, its largest batch "
         f"{_gib(memory.peak)}, graphs of steps {_gib(memory.graphs)}, what requests keep between their steps "
-        f"{_gib(memory.kept)}, pages {_gib(pages)}"
+        f"{_gib(memory.kept)}{_later(memory)}, pages {_gib(pages)}"
     )
+
+
+def _later(memory: DeviceMemory) -> str:
+    return f", weights that are loaded later {_gib(memory.to_come)}" if memory.to_come else ""
 
 
 def _gib(nbytes: int) -> str:

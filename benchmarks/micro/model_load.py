@@ -28,14 +28,17 @@ import torch
 from benchmarks.command import command
 from benchmarks.report import Value, print_report
 from core.config import EMBEDDED_MODEL, EMBEDDED_NAME, ModelConfig
+from core.ipc.limits import memory_limit
 from core.ipc.local_sockets import address_of, listen
 from core.ipc.process import spawn
+from core.memory_budget import Room
 from core.messages.worker import ModelFailed, ModelLoaded
 from model_executor.checkpoint.libraries import quiet_libraries
 from model_executor.weights.taking import TakenWeights
 from model_executor.worker.loading.component_loader import ComponentLoader
 from model_executor.worker.loading.loader_thread import LoaderThread
 from model_executor.worker.loading.resident import ResidentModels, set_threads
+from model_executor.worker.loading.weights_room import WeightsRoom
 from model_executor.worker.probes.cost_probe import Batches
 from tools.random_checkpoints import make_flux
 
@@ -93,9 +96,8 @@ class _Loading:
     def __init__(self, models: ResidentModels, address: str) -> None:
         self._models, self._key = models, models.keys[LARGE]["transformer"]
         self._answers: list[ModelLoaded | ModelFailed] = []
-        self._loader = ComponentLoader(
-            0, models, self._answers.append, LoaderThread(models.device), TakenWeights(address)
-        )
+        room, thread = WeightsRoom(models, Room.of_host(memory_limit())), LoaderThread(models.device)
+        self._loader = ComponentLoader(0, models, room, self._answers.append, thread, TakenWeights(address))
 
     def __call__(self) -> Callable[[], bool]:
         if self._models.find(self._key) is not None:

@@ -56,6 +56,7 @@ def describe(model: str, adapters: Sequence[str] = ()) -> CheckpointCard:
     """Describe a checkpoint. model: a directory, or a hub id, which is downloaded. adapters: NAME=PATH each. Raises
     ConfigError."""
     checkpoint = ModelCheckpoint.open(ModelConfig(model=model, device="cpu", dtype="bfloat16"))
+    checkpoint.check_formats()
     family = make_family(checkpoint)
     info = family.info(model)
     parts = [part for group in family.components.values() for part in group]

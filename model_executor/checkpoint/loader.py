@@ -25,10 +25,12 @@ from core.config import CudaGraphs, KernelChoice, ModelConfig, Quantization
 from core.errors import ConfigError
 from core.ipc.limits import memory_limit
 from core.paths import expanded
-from model_executor.checkpoint.file_parameters import count_file
+from model_executor.checkpoint.file_parameters import loaded_bytes
+from model_executor.checkpoint.formats import check_format, why_not_file, why_not_folder
 from model_executor.checkpoint.hub import DEFAULTS, INDEX, download
 from model_executor.checkpoint.quantization import (
     BYTES_PER_WEIGHT,
+    INSTEAD,
     QUANTIZED,
     check_method,
     check_quantized,
@@ -182,6 +184,14 @@ class ModelCheckpoint:
             if self.has(part) and (name := self._class_name(part)) not in supported:
                 raise ConfigError(f"{self.path}: {part} is of class {name}; supported: {', '.join(supported)}")
 
+    def check_formats(self) -> None:
+        """Raises ConfigError if a part's weights are in a format that is not read. Packages for quantisation store
+        scales and 8-bit floats of their own."""
+        for part in (part for part in self.index if self._class_name(part) in MODULES):
+            if self._stored_method(part) is None:
+                folder = self.path / part
+                check_format(folder, weight_files(folder, usual_variant(folder, self.variant)))
+
     def check_quantization(self) -> None:
         """Raises ConfigError if parts that are quantised, now or in their files, cannot be used here. Called before
         minutes are spent on loading."""
@@ -209,6 +219,11 @@ class ModelCheckpoint:
     def is_quantized(self, part: str) -> bool:
         """Whether a part is quantised, in its files or while it is loaded."""
         return (self.quantization != "none" and part in QUANTIZED) or self._stored_method(part) is not None
+
+    def expected_bytes(self, part: str) -> int:
+        """Bytes that a part's weights will take at least, as its files' headers say. Raises ConfigError for a file that
+        cannot be read."""
+        return _part_bytes(self.path / part, self.variant, self.quantization, self.dtype.itemsize)
 
     @property
     def config_as_opened(self) -> ModelConfig:
@@ -359,20 +374,20 @@ def _auto_dtype(device: torch.device, float32_bytes: Callable[[], int], model_by
 def _float32_bytes(path: Path, model: ModelConfig) -> int:
     """Bytes of all weights of a checkpoint if those that are not quantised are float32. A part that cannot be read
     counts nothing: loading reports it."""
-    total = 0.0
+    total = 0
     for folder in (each for each in path.iterdir() if each.is_dir() and variants(each)):
         with suppress(ConfigError, *LOAD_ERRORS):
-            total += _part_bytes(folder, model)
-    return int(total)
+            total += _part_bytes(folder, model.variant, model.quantization, torch.float32.itemsize)
+    return total
 
 
-def _part_bytes(folder: Path, model: ModelConfig) -> float:
-    """Bytes of a part's weights in float32, or as they are quantised: in their files, or while they are loaded."""
-    files, config = weight_files(folder, usual_variant(folder, model.variant)), folder / "config.json"
-    if config.is_file() and stored_method(_read_json(config)) is not None:
-        return sum(file.stat().st_size for file in files)
-    itemsize = BYTES_PER_WEIGHT[model.quantization] if folder.name in QUANTIZED else None
-    return sum(map(count_file, files)) * (itemsize or torch.float32.itemsize)
+def _part_bytes(folder: Path, variant: str, quantization: Quantization, itemsize: int) -> int:
+    """Bytes of a part's weights in a dtype of this size, or as they are quantised: in their files, or while they are
+    loaded. Raises ConfigError for a file that cannot be read."""
+    files, config = weight_files(folder, usual_variant(folder, variant)), folder / "config.json"
+    is_quantized = config.is_file() and stored_method(_read_json(config)) is not None
+    matrices = BYTES_PER_WEIGHT[quantization] if folder.name in QUANTIZED else None
+    return sum(loaded_bytes(file, itemsize, matrices, is_quantized=is_quantized) for file in files)
 
 
 def _locate(model: str, variant: str) -> Path:
@@ -380,13 +395,18 @@ def _locate(model: str, variant: str) -> Path:
     try:
         if path.is_dir():
             if not (path / INDEX).is_file():
-                raise ConfigError(f"{path} has no {INDEX}; --model takes a diffusers directory or a hub id")
+                raise ConfigError(why_not_folder(path, INDEX))
             return path
+        if path.is_file():
+            raise ConfigError(why_not_file(path))
     except OSError as error:
         raise ConfigError(f"cannot read {path}: {error.strerror}") from error
     if path.is_absolute() or model.startswith((".", "~")) or model.count("/") != 1:
         raise ConfigError(f"no model directory {path}")
-    return download(model, variant)
+    path = download(model, variant)
+    if not (path / INDEX).is_file():
+        raise ConfigError(f"{model} has no {INDEX}: single files and GGUF are not read; {INSTEAD}")
+    return path
 
 
 def _read_json(path: Path) -> dict[str, Any]:

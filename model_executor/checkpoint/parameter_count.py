@@ -1,24 +1,14 @@
-"""Counts the parameters of a checkpoint's part, and the bytes that they will take. Checkpoints quantised with other
-methods than torchao's do not get here: `describe` opens checkpoints for the CPU, where they are rejected."""
+"""Counts the parameters of a checkpoint's part. Checkpoints quantised with other methods than torchao's do not get
+here: `describe` opens checkpoints for the CPU, where they are rejected."""
 
 from __future__ import annotations
 
 from pathlib import Path
 
 from model_executor.checkpoint.file_parameters import count_file
-from model_executor.checkpoint.loader import ModelCheckpoint
-from model_executor.checkpoint.quantization import BYTES_PER_WEIGHT, QUANTIZED
 from model_executor.checkpoint.weights import usual_variant, weight_files
 
 
 def count_parameters(folder: Path) -> int:
     """Parameters in a part's folder, counting one variant. Raises ConfigError for a file that cannot be read."""
     return sum(map(count_file, weight_files(folder, usual_variant(folder, ""))))
-
-
-def expected_bytes(checkpoint: ModelCheckpoint, part: str) -> int:
-    """Bytes that a part will take when it is loaded. Raises ConfigError for a file that cannot be read."""
-    folder = checkpoint.path / part
-    files = weight_files(folder, usual_variant(folder, checkpoint.variant))
-    itemsize = BYTES_PER_WEIGHT[checkpoint.quantization] if part in QUANTIZED else None
-    return int(sum(map(count_file, files)) * (itemsize or checkpoint.dtype.itemsize))

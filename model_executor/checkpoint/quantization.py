@@ -30,6 +30,12 @@ BYTES_PER_WEIGHT: dict[Quantization, float | None] = {
 }
 """Of a denoiser's weights when they are quantised; None: as of their dtype."""
 
+INSTEAD = (
+    "give the bfloat16 checkpoint in the diffusers layout; --quantization torchao-int8 quantises its denoiser while it "
+    "is loaded"
+)
+"""What to do about weights that are quantised in a way that is not read."""
+
 INSTALL = {"torchao": "pip install 'stencil-serve[quantization]'", "bitsandbytes": "pip install bitsandbytes"}
 """Package -> how to install it. Other methods of diffusers have not been tested."""
 
@@ -50,7 +56,7 @@ def check_method(method: str, what: str, device: torch.device) -> None:
     """Raises ConfigError for a package that is unknown, missing, or cannot use the device. what: start of the message,
     which names the setting or part that needs it."""
     if method not in INSTALL:
-        raise ConfigError(f"{what}, which is not supported; supported: {', '.join(INSTALL)}")
+        raise ConfigError(f"{what}, which is not supported; supported: {', '.join(INSTALL)}; {INSTEAD}")
     if method == "bitsandbytes" and device.type != "cuda":
         raise ConfigError(f"{what}: bitsandbytes needs a GPU, and the device is {device.type}")
     if find_spec(method) is None:

@@ -12,9 +12,10 @@ import msgspec
 
 from core.cache_folder import page_folder, user_cache_folder
 from core.config import CacheConfig
+from core.ipc.limits import memory_limit
 from core.ipc.peer_sockets import PeerSockets
 from core.ipc.shared_array import Arena
-from core.memory_budget import CPU_REMEDIES, REMEDIES, bytes_to_come, check_fits
+from core.memory_budget import CPU_REMEDIES, REMEDIES, Room, bytes_to_come, check_fits
 from core.messages.worker import WorkerConfig, WorkerReady
 from model_executor.checkpoint.libraries import quiet_libraries
 from model_executor.page_cache.page_files import PageFiles
@@ -26,9 +27,10 @@ from model_executor.worker.loading.adapter_loader import AdapterLoader, adapter_
 from model_executor.worker.loading.component_loader import ComponentLoader
 from model_executor.worker.loading.loader_thread import LoaderThread
 from model_executor.worker.loading.resident import ResidentModels, set_threads
+from model_executor.worker.loading.weights_room import WeightsRoom
 from model_executor.worker.ops.context import WorkerContext
 from model_executor.worker.probes.cost_probe import known_or_probed
-from model_executor.worker.probes.memory_probe import device_page_bytes, gauge_of, room_for
+from model_executor.worker.probes.memory_probe import Gauge, device_page_bytes, gauge_of, room_for
 from model_executor.worker.runner import Runner
 from model_executor.worker.stores.exchange import Exchange
 from model_executor.worker.stores.tensor_store import TensorStore
@@ -45,10 +47,14 @@ def start(
     set_threads(num_threads)
     quiet_libraries()
     models = _opened(settings)
+    gauge = gauge_of(models.device)
+    in_turns = settings.scheduler.model_bytes > 0
+    room = WeightsRoom(models, _room(gauge, settings.cache), is_shared_in_turns=in_turns)
+    room.check_models()
     thread = LoaderThread(models.device)
     taken = TakenWeights(settings.keeper) if settings.keeper else None
-    loader = ComponentLoader(settings.rank, models, link.report, thread, taken)
-    ready = _loaded(settings, models, loader)
+    loader = ComponentLoader(settings.rank, models, room, link.report, thread, taken)
+    ready = _loaded(settings, models, loader, gauge)
     store = TensorStore(settings.rank, models.device, value_arena)
     pages = PageStore(
         models.device,
@@ -81,9 +87,15 @@ def _opened(settings: WorkerConfig) -> ResidentModels:
     return models
 
 
-def _loaded(settings: WorkerConfig, models: ResidentModels, loader: ComponentLoader) -> WorkerReady:
+def _room(gauge: Gauge | None, cache: CacheConfig) -> Room:
+    """What weights may take of the device; of a CPU, which has no gauge, all its memory."""
+    return Room.of_host(memory_limit()) if gauge is None else Room.of_device(gauge.total, cache.gpu_memory_utilization)
+
+
+def _loaded(
+    settings: WorkerConfig, models: ResidentModels, loader: ComponentLoader, gauge: Gauge | None
+) -> WorkerReady:
     """Load what is served from the start, and measure how much memory that leaves and what batches cost."""
-    gauge = gauge_of(models.device)
     with room_for("the model", CPU_REMEDIES if models.device.type == "cpu" else REMEDIES):
         loader.load_first()
         models.warm_up()

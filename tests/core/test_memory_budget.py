@@ -9,7 +9,8 @@ from hypothesis import strategies as st
 
 from core.config import CacheConfig
 from core.errors import ConfigError
-from core.memory_budget import DeviceMemory, describe, page_bytes
+from core.handles import LoadedComponent, ModelKey
+from core.memory_budget import DeviceMemory, Room, check_fits, describe, page_bytes
 
 GIB = 1024**3
 H200 = DeviceMemory(total=140 * GIB, taken=34 * GIB, peak=7 * GIB, kept=GIB, free=105 * GIB)
@@ -74,6 +75,43 @@ def test_the_log_shows_how_memory_is_used() -> None:
         "device memory: 140.00 GiB, of which the model takes 34.00 GiB, its largest batch 7.00 GiB, graphs of "
         "steps 0.00 GiB, what requests keep between their steps 1.00 GiB, pages 84.00 GiB"
     )
+
+
+def test_weights_that_are_loaded_later_keep_their_room() -> None:
+    later = msgspec.structs.replace(H200, to_come=20 * GIB)
+    assert page_bytes(later, 0.9, least=7 * GIB) == (126 - 34 - 8 - 20) * GIB
+    assert "1.00 GiB, weights that are loaded later 20.00 GiB, pages 64.00 GiB" in describe(later, 64 * GIB)
+
+
+def component(kind: str, gibibytes: int, content: str = "0f") -> LoadedComponent:
+    return LoadedComponent(ModelKey(content, kind), gibibytes * GIB)
+
+
+FLUX = [component("text_encoder", 1, "clip"), component("transformer", 22), component("text_encoder", 8, "t5")]
+
+
+def test_weights_that_do_not_fit_are_told_with_the_arithmetic() -> None:
+    room = Room.of_device(24 * GIB, 0.5)
+    assert not room.has(FLUX)
+    assert room.has(FLUX[:1])
+    assert room.why_not("flux", FLUX) == (
+        "flux does not fit: its weights take 31.00 GiB (transformer 22.00 GiB, text_encoder 9.00 GiB), and there may "
+        "be 12.00 GiB (24.00 GiB x --gpu-memory-utilization 0.5); quantise the denoiser (--quantization), take a "
+        "smaller --dtype, or give weights more memory"
+    )
+    beside = Room.of_host(32 * GIB).why_not("flux", FLUX[1:2], [component("unet", 12)])
+    assert beside == (
+        "flux does not fit: its weights take 22.00 GiB (transformer 22.00 GiB), and models hold 12.00 GiB of 32.00 GiB "
+        "(all memory here); serve fewer models, or have them take turns (--model-bytes)"
+    )
+
+
+def test_a_budget_is_refused_with_the_arithmetic() -> None:
+    keys = {"flux": [each.key for each in FLUX]}
+    check_fits(keys, FLUX, 31 * GIB)
+    arithmetic = r"flux alone take \d+ \(transformer 22.00 GiB, text_encoder 9.00 GiB\); give"
+    with pytest.raises(ConfigError, match=arithmetic):
+        check_fits(keys, FLUX, 31 * GIB - 1)
 
 
 @pytest.mark.parametrize("share", [0.0, -0.5, 1.5, float("nan")])

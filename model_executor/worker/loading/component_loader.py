@@ -25,6 +25,7 @@ from model_executor.device_failures import is_out_of_memory
 from model_executor.weights.taking import TakenWeights
 from model_executor.worker.loading.loader_thread import LoaderThread
 from model_executor.worker.loading.resident import ResidentModels
+from model_executor.worker.loading.weights_room import WeightsRoom
 
 logger = logging.getLogger("stencil.worker")
 
@@ -37,10 +38,17 @@ class ComponentLoader:
     """report: called in the thread. taken: None: there is no keeper, and everything is loaded from the start."""
 
     def __init__(
-        self, rank: int, models: ResidentModels, report: Report, thread: LoaderThread, taken: TakenWeights | None = None
+        self,
+        rank: int,
+        models: ResidentModels,
+        room: WeightsRoom,
+        report: Report,
+        thread: LoaderThread,
+        taken: TakenWeights | None = None,
     ) -> None:
         self._rank = rank
         self._models = models
+        self._room = room
         self._report = report
         self._thread = thread
         self._taken = taken
@@ -87,6 +95,7 @@ class ComponentLoader:
     def _loaded(self, key: ModelKey) -> LoadedComponent:
         if (known := self._models.find(key)) is not None:
             return known
+        self._room.check_next(key)
         loaded = self._models.install(key, *self._read(key))
         if self._taken is not None:
             self._taken.drop_unused()

@@ -22,9 +22,9 @@ from core.ipc.logs import of_request
 from core.messages.worker import WorkerReady
 from core.model_info import ModelInfo
 from core.patches import PatchSet
+from core.scheduling.ops.text_encode import TEXT_ENCODE
 from model_executor.checkpoint.loader import ModelCheckpoint
 from model_executor.checkpoint.page_schemes import with_calibration
-from model_executor.checkpoint.parameter_count import expected_bytes
 from model_executor.models.base import Family, ImageInputs, PrimeRow, Row
 from model_executor.models.registry import make_family
 from model_executor.page_cache.pages import Pages
@@ -60,6 +60,8 @@ class ResidentModels:
         self.families = {name: each.family for name, each in opened.items()}
         self.keys = keys  # model -> part of its checkpoint -> the component
         self._loaded: dict[ModelKey, LoadedComponent] = {}  # in the order of loading
+        self._expected: dict[ModelKey, int] = {}  # what `expected_bytes` has found
+        self._least: dict[ModelKey, int] = {}  # what `least_bytes` has found
         self._adapters = {  # model's name -> its adapters
             config.name: [self._read(config.name, adapter) for adapter in config.adapters] for config in configs
         }
@@ -104,6 +106,8 @@ class ResidentModels:
                 "--workers-per-engine 1 and a --cache-device-bytes other than 0"
             )
             configs = [msgspec.structs.replace(config, mask_aware=False) for config in configs]
+        for checkpoint in checkpoints.values():
+            checkpoint.check_formats()
         families = {name: make_family(checkpoint) for name, checkpoint in checkpoints.items()}
         for checkpoint in checkpoints.values():
             checkpoint.check_quantization()
@@ -255,13 +259,38 @@ class ResidentModels:
     @property
     def sizes(self) -> tuple[LoadedComponent, ...]:
         """Every component of every model, with its bytes; of those that are not loaded, as their files say."""
-        known = {key: self._expected_bytes(key) for keys in self.keys.values() for key in keys.values()}
+        known = {key: self.expected_bytes(key) for keys in self.keys.values() for key in keys.values()}
         known |= {loaded.key: loaded.nbytes for loaded in self.loaded}
         return tuple(LoadedComponent(key, nbytes) for key, nbytes in known.items())
 
-    def _expected_bytes(self, key: ModelKey) -> int:
+    def expected_bytes(self, key: ModelKey) -> int:
+        """Bytes that a component takes, as its files say. Raises ConfigError for a file that cannot be read."""
+        if key not in self._expected:
+            checkpoint, part = self.origin(key)
+            self._expected[key] = checkpoint.expected_bytes(part)
+        return self._expected[key]
+
+    def least_bytes(self, key: ModelKey) -> int:
+        """Bytes that a component keeps at least: without what its files have beside its layers, and without layers of
+        text encoders that the family drops."""
+        if key not in self._least:
+            self._least[key] = self._outlined_bytes(key)
+        return self._least[key]
+
+    def _outlined_bytes(self, key: ModelKey) -> int:
         checkpoint, part = self.origin(key)
-        return expected_bytes(checkpoint, part)
+        stored = self.expected_bytes(key)
+        if checkpoint.is_quantized(part):
+            return stored
+        kept = checkpoint.outline(part)
+        if key.component == TEXT_ENCODE.component:
+            kept = self.families[self._users(key)[0][0]].prepare(part, kept).plain
+        return min(stored, checkpoint.dtype.itemsize * sum(parameter.numel() for parameter in kept.parameters()))
+
+    def users_of(self, key: ModelKey) -> list[str]:
+        """The models that a component is of, then those that borrow it. Raises KeyError for a component of no model."""
+        own = [name for name, _ in self._users(key)]
+        return list(dict.fromkeys([*own, *(name for name in self.keys if key in self.needs(name))]))
 
     def _users(self, key: ModelKey) -> list[tuple[str, str]]:
         """The (model, part) that are this component; at least one."""

@@ -109,10 +109,10 @@ def device_page_bytes(
         num_states = scheduler.max_plans_in_flight + 1
         kept = scheduler.max_num_seqs * max(batches.kept_bytes(num_states) for batches in models)
     with _without_graphs(families.values()):
-        memory = measure(gauge, runs, kept + to_come)
+        memory = measure(gauge, runs, kept)
     with room_for("CUDA graphs of steps beside the model", f"turn them off (--cuda-graphs off), or {REMEDIES}"):
         graphs = all_graph_bytes(gauge, [info for info in infos if not info.parent], families)
-    memory = msgspec.structs.replace(memory, graphs=graphs)
+    memory = msgspec.structs.replace(memory, graphs=graphs, to_come=to_come)
     least = max(scheme.template_bytes(_native_tokens(info), len(scheme.keyframes) or 2) for info, scheme in schemes)
     pages = page_bytes(memory, cache.gpu_memory_utilization, least)
     logger.info("%s", describe(memory, pages))

@@ -305,13 +305,16 @@ def test_auto_is_a_dtype_in_which_pictures_do_not_depend_on_their_company(
 @pytest.mark.parametrize("quantization", ["none", "torchao-int8"])
 def test_all_weights_count_for_auto(tiny_checkpoint: Path, monkeypatch: pytest.MonkeyPatch, quantization: str) -> None:
     """As float32, whatever dtype they are stored in; a quantised denoiser's are as they are quantised."""
-    numbers = {
-        folder.name: sum(tensor.numel() for file in folder.glob("*.safetensors") for tensor in load_file(file).values())
+    tensors = [
+        (folder.name, tensor)
         for folder in tiny_checkpoint.iterdir()
-        if folder.is_dir()
-    }
+        for file in folder.glob("*.safetensors")
+        for tensor in load_file(file).values()
+    ]
+    is_int8 = quantization == "torchao-int8"
     expected = sum(
-        (1 if (name, quantization) == ("transformer", "torchao-int8") else 4) * numbers[name] for name in numbers
+        tensor.numel() * (1 if is_int8 and name == "transformer" and tensor.ndim == 2 else 4)
+        for name, tensor in tensors
     )
     for memory, dtype in ((expected, torch.bfloat16), (2 * expected, torch.float32)):
         monkeypatch.setattr(loader, "cpu_has_bfloat16", lambda: True)
@@ -335,15 +338,18 @@ def test_auto_keeps_to_the_bytes_that_models_may_take(tiny_checkpoint: Path) -> 
     assert ModelCheckpoint.open(config, model_bytes=needed - 1).dtype is torch.bfloat16
 
 
-def test_parts_that_are_stored_quantised_count_as_their_files(tiny_checkpoint: Path, tmp_path: Path) -> None:
+def test_parts_that_are_stored_quantised_count_as_they_are_stored(tiny_checkpoint: Path, tmp_path: Path) -> None:
     path = Path(shutil.copytree(tiny_checkpoint, tmp_path / "stored"))
     model = ModelConfig(model=str(path), device="cpu")
     plain, (file,) = loader._float32_bytes(path, model), (path / "transformer").glob("*.safetensors")
-    numbers = sum(tensor.numel() for tensor in load_file(file).values())
+    tensors = load_file(file)
+    packed = {name: tensor.to(torch.uint8) if tensor.ndim == 2 else tensor for name, tensor in tensors.items()}
+    save_file(packed, file)
     config = json.loads((path / "transformer/config.json").read_text())
     stored = config | {"quantization_config": {"quant_method": "bitsandbytes", "load_in_4bit": True}}
     (path / "transformer/config.json").write_text(json.dumps(stored))
-    assert loader._float32_bytes(path, model) == plain - 4 * numbers + file.stat().st_size
+    saved = sum(3 * tensor.numel() for tensor in tensors.values() if tensor.ndim == 2)
+    assert loader._float32_bytes(path, model) == plain - saved
 
 
 @pytest.mark.parametrize("names", ['["x"]', "3", "[3]", "{"])
