@@ -16,8 +16,8 @@ from model_executor.models.registry import FAMILIES
 
 PAGE = Path(__file__).resolve().parent.parent / "docs" / "models.md"
 BEGIN, END = "<!-- Written by python -m tools.family_table -->\n", "<!-- To here -->\n"
-HEAD = """| family | checkpoints of this layout | edits | the picture is seen | guidance | steps | LoRA |
-| --- | --- | --- | --- | --- | --- | --- |
+HEAD = """| family | checkpoints of this layout | edits | the picture is seen | references | guidance | steps | LoRA |
+| --- | --- | --- | --- | --- | --- | --- | --- |
 """
 YES, NO = "yes", "no"
 
@@ -36,6 +36,7 @@ def family_table() -> str:
             card.checkpoints,
             "mask-aware" if info.can_edit else NO,
             _seen(info),
+            "" if info.references is None else str(info.references.most),
             ", ".join(_guidance(info)),
             str(info.default_num_inference_steps),
             YES if adapted[card.name] else NO,
