@@ -86,6 +86,8 @@ def _fields(info: ModelInfo) -> Iterable[str]:
         yield f"guidance_scale ({kind}, default {info.default_guidance_scale:g})"
     if info.has_true_cfg:
         yield f"true_cfg_scale (default {info.default_true_cfg_scale:g})"
+    if info.has_shift:
+        yield "shift"
     if info.can_edit and (info.has_true_cfg or info.is_guidance_cfg):
         yield "negative_prompt"
 

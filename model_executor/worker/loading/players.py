@@ -13,6 +13,7 @@ from core.graph.catalog import WORKFLOWS
 from core.graph.workflow import Node, Workflow, op_of, role_of
 from core.handles import ModelKey
 from core.model_info import ModelInfo
+from core.sampler_defaults import SamplerDefaults
 from model_executor.models.base import Family
 
 PASSED_ON = ("latents",)
@@ -48,9 +49,12 @@ def with_players(info: ModelInfo, config: ModelConfig, taken: tuple[ModelKey, ..
         borrowed=taken,
         **{name: value for name, value in defaults.items() if value is not None},
     )
-    if info.default_num_inference_steps < info.min_inference_steps:
-        least = f"its sampler takes at least {info.min_inference_steps} steps"
-        raise ConfigError(f"{info.name}: defaults: num_inference_steps: {least}")
+    steps, shift, sigmas = info.default_num_inference_steps, info.default_shift, info.default_sigmas
+    sampler = SamplerDefaults(num_inference_steps=steps, shift=shift, sigmas=sigmas)
+    if reason := sampler.why_not(
+        has_shift=info.has_shift, takes_sigmas=info.takes_sigmas, min_steps=info.min_inference_steps
+    ):
+        raise ConfigError(f"{info.name}: defaults: {reason}")
     if "refiner" not in info.roles:
         return info
     return msgspec.structs.replace(info, page_scheme=None, can_skip_steps=False, step_schedules=())
