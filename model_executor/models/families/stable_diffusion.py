@@ -138,8 +138,7 @@ class UnetFamily(TimestepFamily):
     @property
     def lora_format(self) -> LoraFormat:
         config = SimpleNamespace(**self._unet_config)  # diffusers reads its attributes
-        parts = {"denoiser": self.denoiser_part, "text_parts": self.text_parts, "unet": config}
-        return replace(super().lora_format, **parts)
+        return replace(super().lora_format, denoiser=self.denoiser_part, text_parts=self.text_parts, unet=config)
 
     def _outline_patches_of(self, part: str) -> AnyPatches:
         return unarranged(self._checkpoint.outline(part))

@@ -21,14 +21,17 @@ from edits import Edit
 from family_rigs import make_sd3_rig
 from pipeline_rig import Rig
 
-from core.config import AdapterConfig
+from core.config import AdapterConfig, ModelConfig, RequestDefaults
+from core.errors import ConfigError
 from core.ipc.shared_array import Arena
 from core.lora import Lora
 from core.model_choice import choose_model
 from core.sampler_defaults import SamplerDefaults
 from core.sampling_params import SamplingParams
 from engine.client.resolve.sampling_defaults import resolve
+from model_executor.worker.loading.resident import ResidentModels
 from tools.random_checkpoints import make_flux, make_qwen
+from tools.random_unet_checkpoints import make_sd
 
 LIGHTNING = {"base_shift": math.log(3), "max_shift": math.log(3), "shift_terminal": None, "use_dynamic_shifting": True}
 """What the scheduler is with the Lightning adapters of Qwen-Image, which were distilled with a shift of 3."""
@@ -125,6 +128,17 @@ def test_what_a_request_gives_wins(rig: FewStepRig) -> None:
     assert (given.steps, given.shift) == (5, 2.0)
     assert rig.make("turbo", SamplingParams(num_inference_steps=3, seed=1)).sigmas == SIGMAS
     assert rig.make("turbo", SamplingParams(num_inference_steps=4, seed=1)).sigmas is None
+
+
+def test_a_unet_has_no_shift(tmp_path: Path) -> None:
+    checkpoint = make_sd(tmp_path / "sd")
+    lora = make_lora(tmp_path / "lightning.safetensors", checkpoint, r".*\.to_q", metadata={"shift": "3"})
+    adapted = ModelConfig(model=str(checkpoint), adapters=(AdapterConfig("lightning", str(lora)),))
+    with pytest.raises(ConfigError, match=f"{lora}: shift: the model's scheduler takes none; leave it out"):
+        ResidentModels.open([adapted])
+    models = ResidentModels.open([ModelConfig(model=str(checkpoint), defaults=RequestDefaults(shift=3.0))])
+    with pytest.raises(ConfigError, match="sd: defaults: shift: the model's scheduler takes none; leave it out"):
+        models.ready(0)
 
 
 def test_a_shift_of_a_scheduler_that_shifts_by_a_fixed_one(tmp_path: Path, arena: Arena) -> None:
