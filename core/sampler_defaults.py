@@ -24,7 +24,7 @@ class SamplerDefaults(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=T
             msgspec.structs.force_setattr(self, "num_inference_steps", len(self.sigmas))
 
     def over(self, others: SamplerDefaults) -> SamplerDefaults:
-        """These, and those of the others that these leave open: noise levels for as many steps."""
+        """These, and those of the others that these leave open. Noise levels of another number of steps are dropped."""
         own = {name: value for name, value in msgspec.structs.asdict(self).items() if value is not None}
         if self.num_inference_steps not in (None, others.num_inference_steps):
             own.setdefault("sigmas", None)

@@ -60,11 +60,12 @@ def resolve(sampling: SamplingParams, model: ModelInfo, step_schedule: StepSched
 
 
 def _steps(sampling: SamplingParams, model: ModelInfo) -> tuple[int, tuple[float, ...] | None]:
-    """(number of steps, their noise levels or None). Levels by default are of the default number of steps."""
+    """(number of steps, their noise levels or None). Default levels are of the default number of steps, and not for a
+    run that the model shares with a refiner, of which it takes none."""
     if sampling.sigmas is not None:
         return len(sampling.sigmas), sampling.sigmas
     steps, sigmas = sampling.num_inference_steps or model.default_num_inference_steps, model.default_sigmas
-    return steps, sigmas if sigmas is not None and len(sigmas) == steps else None
+    return steps, sigmas if model.takes_sigmas and sigmas is not None and len(sigmas) == steps else None
 
 
 def _refiner_start(sampling: SamplingParams, model: ModelInfo, num_steps: int) -> float | None:

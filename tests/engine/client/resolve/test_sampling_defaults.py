@@ -62,6 +62,7 @@ FEW = msgspec.structs.replace(FLOWING, default_num_inference_steps=3, default_sh
         (FLOWING, {"sigmas": (1.0, 0.5)}, (2, None, (1.0, 0.5))),
         (FEW, {}, (3, 3.0, (1.0, 0.6, 0.3))),
         (FEW, {"num_inference_steps": 4, "shift": 2.0}, (4, 2.0, None)),
+        (msgspec.structs.replace(FEW, takes_sigmas=False), {}, (3, 3.0, None)),
         (FEW, {"sigmas": (1.0, 0.5)}, (2, 3.0, (1.0, 0.5))),
     ],
 )

@@ -128,3 +128,4 @@ def test_defaults_take_the_place_of_the_checkpoints(paths: Mapping[str, Path]) -
     assert (info.default_num_inference_steps, info.default_guidance_scale) == (7, 2.5)
     assert (info.default_true_cfg_scale, info.default_shift, info.default_refiner_start) == (3.5, 1.5, 0.7)
     assert other.default_num_inference_steps == 28
+    assert (info.takes_sigmas, other.takes_sigmas) == (False, True)
