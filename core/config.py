@@ -13,7 +13,7 @@ from typing import Literal, get_args
 import msgspec
 
 from core.errors import ConfigError, InvalidRequestError
-from core.sampling_params import SamplingParams
+from core.sampler_defaults import LEFT_OPEN, SamplerDefaults
 from core.step_schedule import StepScheduleName
 from core.validation import check_choice, check_decimal, check_integer, check_matches, conform
 
@@ -42,22 +42,16 @@ class AdapterConfig(msgspec.Struct, frozen=True):
 
     name: str  # by which requests choose it
     path: str  # a safetensors file, or a folder with one
+    defaults: SamplerDefaults = LEFT_OPEN  # go before those of its file
 
     def __post_init__(self) -> None:
         conform(self)
 
 
-class RequestDefaults(msgspec.Struct, frozen=True, kw_only=True):
+class RequestDefaults(SamplerDefaults, frozen=True, kw_only=True):
     """What requests to a model leave open; None: as its checkpoint or family says."""
 
-    num_inference_steps: int | None = None
-    guidance_scale: float | None = None
-    true_cfg_scale: float | None = None  # for a request with only a negative prompt
     refiner_start: float | None = None  # for a model with a refiner
-
-    def __post_init__(self) -> None:
-        conform(self)
-        SamplingParams(**msgspec.structs.asdict(self))  # has the same ranges
 
 
 REFINER_ROLES = ("refiner", "refiner_vae", "refiner_text_encoder")

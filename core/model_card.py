@@ -9,6 +9,7 @@ import msgspec
 
 from core.model_info import ModelInfo
 from core.page_scheme import PageLayout
+from core.sampler_defaults import SamplerDefaults
 
 
 class FamilyCard(msgspec.Struct, frozen=True, kw_only=True):
@@ -27,6 +28,7 @@ class AdapterCard(msgspec.Struct, frozen=True, kw_only=True):
     num_layers: int  # layers of the transformer that it changes
     ranks: tuple[int, int]  # least and greatest rank of these layers
     parameters: int
+    defaults: SamplerDefaults  # that it brings
 
 
 class CheckpointCard(msgspec.Struct, frozen=True, kw_only=True):

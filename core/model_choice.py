@@ -5,10 +5,13 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
+import msgspec
+
 from core.errors import InvalidRequestError, ModelNotFoundError
 from core.lora import Lora
 from core.model_info import ModelInfo
 from core.patches import Patch, PatchSet, patch_set
+from core.sampler_defaults import LEFT_OPEN
 from core.validation import check_choice
 
 
@@ -16,7 +19,7 @@ from core.validation import check_choice
 class ModelChoice:
     """What a request asks to be computed with."""
 
-    model: ModelInfo  # never an adapter's
+    model: ModelInfo  # never an adapter's; with the defaults that its adapters bring
     loras: tuple[Lora, ...] = ()  # by name
     patches: PatchSet = ()  # the same by content
 
@@ -29,11 +32,26 @@ def choose_model(models: Mapping[str, ModelInfo], name: str, loras: Sequence[Lor
         raise ModelNotFoundError(name)
     named = models[name] if name else next(iter(models.values()))
     if not named.parent:
-        return ModelChoice(named, tuple(loras), _patches(models, named, loras))
+        patches = _patches(models, named, loras)
+        return ModelChoice(_with_defaults(named, models, loras), tuple(loras), patches)
     if [lora.name for lora in loras] not in ([], [name]):
         message = f"Invalid 'lora': the model '{name}' is an adapter; name the model '{named.parent}' beside others."
         raise InvalidRequestError(message, param="lora")
     return choose_model(models, named.parent, loras or (Lora(name),))
+
+
+def _with_defaults(model: ModelInfo, models: Mapping[str, ModelInfo], loras: Sequence[Lora]) -> ModelInfo:
+    """The model with the defaults of these adapters, of each the first one's that has it. One at scale 0 is left out of
+    the picture, and has none. Step schedules were calibrated for other noise levels.
+    """
+    brought = LEFT_OPEN
+    for lora in loras:
+        if lora.scale:
+            brought = brought.over(models[lora.name].defaults)
+    named = {f"default_{name}": value for name, value in msgspec.structs.asdict(brought).items() if value is not None}
+    if named.keys() & {"default_num_inference_steps", "default_shift"}:
+        named["step_schedules"] = ()
+    return msgspec.structs.replace(model, **named)
 
 
 def _patches(models: Mapping[str, ModelInfo], model: ModelInfo, loras: Sequence[Lora]) -> PatchSet:

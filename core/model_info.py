@@ -10,6 +10,7 @@ import msgspec
 from core.handles import ModelKey
 from core.page_scheme import PageScheme
 from core.reference_pictures import ReferencePictures
+from core.sampler_defaults import LEFT_OPEN, SamplerDefaults
 from core.sampling_params import SamplingParams
 from core.step_schedule import StepSchedule
 from core.vision_tokens import VisionTokens
@@ -34,6 +35,7 @@ class ModelInfo(msgspec.Struct, frozen=True, kw_only=True):
     modality: Literal["image"] = "image"  # of what it makes
     parent: str = ""  # set by the worker for an adapter: the model that it adapts; "" for a model itself
     patch: str = ""  # set by the worker for an adapter: the id of its patch
+    defaults: SamplerDefaults = LEFT_OPEN  # set by the worker for an adapter, before those of its model
     device: str  # type of device; identical devices are not distinguished
     dtype: str  # of computing
     components: tuple[ModelKey, ...] = ()  # set by the worker: what it consists of; an adapter: as its model
@@ -66,6 +68,10 @@ class ModelInfo(msgspec.Struct, frozen=True, kw_only=True):
     default_refiner_start: float = 0.8  # for a model with a refiner
     # Sampler.
     default_num_inference_steps: int
+    has_shift: bool = False  # whether the scheduler takes a shift
+    default_shift: float | None = None  # None: the scheduler's own way
+    takes_sigmas: bool = False  # whether the scheduler takes noise levels
+    default_sigmas: tuple[float, ...] | None = None  # of requests with as many steps
     min_inference_steps: int = 1  # fewest steps that the sampler supports
     solver_order: int = 1
     extra_steps: int = 0  # model calls beyond those of solver_order, see num_steps

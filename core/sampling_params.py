@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from itertools import pairwise
+
 import msgspec
 
 from core.errors import InvalidRequestError
@@ -14,6 +16,8 @@ MAX_INFERENCE_STEPS = 200
 MAX_SEQUENCE_LENGTH = 2**20  # text tokens; more than any text encoder takes
 MAX_IMAGES = 10  # made by one request
 MAX_GUIDANCE = 100
+MIN_SHIFT, MAX_SHIFT = 0.01, 100.0
+MIN_FALL = 1e-6  # between two noise levels; float32 tells these apart
 MIN_TIMEOUT, MAX_TIMEOUT = 0.001, 86400.0  # seconds
 MAX_MASK_MARGIN = 4096  # px
 MAX_PADDING_MASK_CROP = 65535  # px
@@ -34,6 +38,11 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True):
     # Sampling.
     num_inference_steps: int | None = None  # denoising steps, 1..MAX_INFERENCE_STEPS
     guidance_scale: float | None = None  # 0..MAX_GUIDANCE; of a guidance embedding, or classifier-free guidance
+    # Noise levels of flow matching are shifted by this factor, MIN_SHIFT..MAX_SHIFT, instead of as the scheduler would.
+    shift: float | None = None
+    # Noise levels before each step and before they are shifted, from at most 1 down, each MIN_FALL or more above the
+    # next one, and the last above 0. None: evenly spaced.
+    sigmas: tuple[float, ...] | None = None
     # Which of these steps are computed: by name, None = the server's choice, or by number, rising from 0, which wins.
     # Resolved: by number, None = all.
     step_schedule: StepScheduleName | None = None
@@ -108,6 +117,10 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True):
         if self.num_inference_steps is not None:
             check_integer("num_inference_steps", self.num_inference_steps, 1, MAX_INFERENCE_STEPS)
         self._check_computed_steps()
+        if self.shift is not None:
+            check_decimal("shift", self.shift, MIN_SHIFT, MAX_SHIFT)
+        if self.sigmas is not None:
+            self._check_sigmas(self.sigmas)
         for name in ("guidance_scale", "true_cfg_scale"):
             scale = getattr(self, name)
             if scale is not None:
@@ -131,6 +144,15 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True):
         if steps is not None and (steps[:1] != (0,) or sorted({*steps}) != [*steps] or steps[-1] >= limit):
             message = f"Invalid 'computed_steps': must rise from 0 to below {limit}, the number of steps."
             raise InvalidRequestError(message, param="computed_steps")
+
+    def _check_sigmas(self, sigmas: tuple[float, ...]) -> None:
+        is_falling = all(high - low >= MIN_FALL for high, low in pairwise((*sigmas, 0.0)))
+        if not sigmas or not is_falling or not sigmas[0] <= 1 or len(sigmas) > MAX_INFERENCE_STEPS:
+            what = f"must be 1 to {MAX_INFERENCE_STEPS} noise levels that fall, from at most 1 to above 0"
+            raise InvalidRequestError(f"Invalid 'sigmas': {what}.", param="sigmas")
+        if self.num_inference_steps not in (None, len(sigmas)):
+            what = f"{len(sigmas)} noise levels, and num_inference_steps is {self.num_inference_steps}"
+            raise InvalidRequestError(f"Invalid 'sigmas': {what}; give one of them.", param="sigmas")
 
     def _check_mask_aware(self) -> None:
         if self.mask_margin is not None:

@@ -23,6 +23,7 @@ import msgspec
 from core.config import EMBEDDED_MODEL, AdapterConfig, ModelConfig, RequestDefaults
 from core.errors import ConfigError, InvalidRequestError
 from core.paths import expanded
+from core.sampler_defaults import SamplerDefaults
 from entrypoints.model_paths import check_model, is_hub_id
 from entrypoints.serve_flags import flags_of
 
@@ -74,9 +75,9 @@ class _Entry:
         name, loras = self._text("name", self._entry.get("name", "")), self._entry.get("loras", {})
         if not isinstance(loras, dict):
             raise self._refuse("loras", 'is a table: loras = { name = "file" }')
-        adapters = tuple(AdapterConfig(each, self._lora(each, path)) for each, path in loras.items())
+        adapters = tuple(self._adapter(each, value) for each, value in loras.items())
         named = {"model": self._model(), "served_model_name": name, "adapters": adapters}
-        defaults = self._defaults()
+        defaults = self._known("defaults", self._entry.get("defaults", {}), RequestDefaults)
         try:
             return ModelConfig(
                 **(msgspec.structs.asdict(common) | own | named | {"defaults": RequestDefaults(**defaults)})
@@ -93,13 +94,12 @@ class _Entry:
             if key not in KEYS:
                 raise self._refuse(key, f"is not known; there are {', '.join(KEYS)}")
 
-    def _defaults(self) -> dict[str, Any]:
-        """What its requests leave open, by its name."""
-        table = self._entry.get("defaults", {})
-        known = RequestDefaults.__struct_fields__
+    def _known(self, key: str, table: object, kind: type[SamplerDefaults]) -> dict[str, Any]:
+        """What requests leave open, by its name."""
+        known = kind.__struct_fields__
         if not isinstance(table, dict) or (unknown := sorted(table.keys() - {*known})):
             what = f"{unknown[0]} is not known" if isinstance(table, dict) else "is a table"
-            raise self._refuse("defaults", f"{what}; there are {', '.join(known)}")
+            raise self._refuse(key, f"{what}; there are {', '.join(known)}")
         return table
 
     def _model(self) -> str:
@@ -112,6 +112,20 @@ class _Entry:
         except (ConfigError, OSError) as error:
             raise self._refuse("path", getattr(error, "strerror", None) or str(error)) from error
         return model
+
+    def _adapter(self, name: str, value: object) -> AdapterConfig:
+        """value: the path of its file, or a table with that and the defaults of its requests."""
+        if not isinstance(value, dict):
+            return AdapterConfig(name, self._lora(name, value))
+        if unknown := sorted(value.keys() - {"path", "defaults"}):
+            raise self._refuse("loras", f"{name}: {unknown[0]} is not known; there are path, defaults")
+        if "path" not in value:
+            raise self._refuse("loras", f"{name}: a table has its path")
+        defaults = self._known(f"loras: {name}: defaults", value.get("defaults", {}), SamplerDefaults)
+        try:
+            return AdapterConfig(name, self._lora(name, value["path"]), SamplerDefaults(**defaults))
+        except InvalidRequestError as error:
+            raise self._refuse(f"loras: {name}: defaults", str(error)) from error
 
     def _lora(self, name: str, path: object) -> str:
         try:

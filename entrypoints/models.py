@@ -62,7 +62,8 @@ def _describe(card: CheckpointCard) -> Iterable[str]:
     for adapter in card.adapters:
         rank = "-".join(map(str, sorted(set(adapter.ranks))))
         size = f"{adapter.num_layers} layers, rank {rank}, {_short(adapter.parameters)} parameters"
-        yield f"adapter {adapter.name}: {size}"
+        brought = {name: value for name, value in msgspec.structs.asdict(adapter.defaults).items() if value is not None}
+        yield f"adapter {adapter.name}: {', '.join([size, *(f'{name} {value}' for name, value in brought.items())])}"
     if card.layout is None:
         yield f"pictures of {info.native_size} x {info.native_size} px"
         return
@@ -88,6 +89,8 @@ def _fields(info: ModelInfo) -> Iterable[str]:
         yield f"true_cfg_scale (default {info.default_true_cfg_scale:g})"
     if info.can_edit and (info.has_true_cfg or info.is_guidance_cfg):
         yield "negative_prompt"
+    if info.has_shift:
+        yield "shift"
 
 
 def _sizes(info: ModelInfo) -> Iterable[tuple[int, int]]:

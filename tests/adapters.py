@@ -31,14 +31,16 @@ def make_lora(
     seed: int = 1,
     alpha: float | None = None,
     text_parts: Sequence[str] = (),
+    metadata: Mapping[str, str] | None = None,
 ) -> Path:
     """Write an adapter of `layers`, a regular expression, as diffusers' `save_lora_weights` does, and return its file.
-    alpha: as some trainers write it beside each layer. text_parts: text encoders that it changes too."""
+    alpha: as some trainers write it beside each layer. text_parts: text encoders that it changes too. metadata: of
+    the file."""
     denoiser = _denoiser(checkpoint)
     halves = _halves(checkpoint, layers, seed)
     alphas = {} if alpha is None else {f"{denoiser}.{name}.alpha": torch.tensor(alpha) for name in halves}
     texts = (_named(_halves(checkpoint, TEXT_LAYERS, seed, part), f"{part}.") for part in text_parts)
-    return _save(path, dict(ChainMap(_named(halves, f"{denoiser}."), alphas, *texts)))
+    return _save(path, dict(ChainMap(_named(halves, f"{denoiser}."), alphas, *texts)), metadata)
 
 
 def make_peft_lora(folder: Path, checkpoint: Path, layers: str = ".*", *, seed: int = 1, alpha: float = RANK) -> Path:
@@ -119,7 +121,7 @@ def _named(halves: dict[str, tuple[Tensor, Tensor]], prefix: str) -> dict[str, T
     return names | {f"{prefix}{name}.lora_B.weight": up for name, (_, up) in halves.items()}
 
 
-def _save(path: Path, tensors: dict[str, Tensor]) -> Path:
+def _save(path: Path, tensors: dict[str, Tensor], metadata: Mapping[str, str] | None = None) -> Path:
     path.parent.mkdir(parents=True, exist_ok=True)
-    save_file({name: tensor.contiguous() for name, tensor in tensors.items()}, path)
+    save_file({name: tensor.contiguous() for name, tensor in tensors.items()}, path, {**(metadata or {})})
     return path

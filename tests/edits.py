@@ -63,6 +63,8 @@ class Edit:
         self.negative_prompt: str | None = None
         self.class_label: int | None = None  # instead of a prompt
         self.patches: PatchSet = ()
+        self.shift: float | None = None
+        self.sigmas: tuple[float, ...] | None = None
         self.solver_order = 1
         self.extra_steps = 0
         self._arena, self._space = arena, space
@@ -118,6 +120,8 @@ class Edit:
             computed_steps=tuple(range(self.num_denoising_steps)),
             is_exact=True,
             references=self.references,
+            shift=self.shift,
+            sigmas=self.sigmas,
         )
         texts = [self._batch("text_encode", [self._item("text_encode", text)])] if self.class_label is None else []
         images = self._batch("image_encode", [self._item("image_encode", image, () if start is None else (start,))])

@@ -28,9 +28,11 @@ from core.sampling_params import (
     MAX_REFINER_START,
     MAX_SEED,
     MAX_SEQUENCE_LENGTH,
+    MAX_SHIFT,
     MAX_TIMEOUT,
     MIN_HIRES_SCALE,
     MIN_REFINER_START,
+    MIN_SHIFT,
     MIN_TIMEOUT,
     SamplingParams,
 )
@@ -43,7 +45,7 @@ from model_executor.models.registry import FAMILIES
 ROOT = Path(__file__).resolve().parent.parent
 PACKAGES = ("core", "engine", "model_executor", "entrypoints")
 
-NOT_FIELDS = {"computed_steps", "own_page_steps"}
+NOT_FIELDS = {"computed_steps", "own_page_steps", "sigmas"}
 """Sampling parameters of offline edits alone."""
 
 SAMPLED = sorted(EDIT_FIELDS.keys() & {*SamplingParams.__struct_fields__})
@@ -79,6 +81,7 @@ RANGES: dict[str, tuple[float, float]] = {
     "num_inference_steps": (1, MAX_INFERENCE_STEPS),
     "guidance_scale": (0, MAX_GUIDANCE),
     "true_cfg_scale": (0, MAX_GUIDANCE),
+    "shift": (MIN_SHIFT, MAX_SHIFT),
     "seed": (-1, MAX_SEED),  # -1: drawn at random
     "n": (1, MAX_IMAGES),
     "strength": (0, 1),

@@ -10,6 +10,7 @@ from core.messages.specs import Spec
 from core.messages.worker import DropAdapter, LoadAdapter
 from core.model_info import ModelInfo
 from core.patches import PatchSet
+from core.sampler_defaults import LEFT_OPEN, SamplerDefaults
 
 
 class EngineRequest(Message, frozen=True):
@@ -116,6 +117,7 @@ class AdapterAdded(Message, frozen=True):
 
     request_id: str
     patch: str  # its id
+    defaults: SamplerDefaults = LEFT_OPEN  # that it brings
 
 
 class Failed(Message, frozen=True):

@@ -12,6 +12,7 @@ from core.handles import ArrayRef, EntryRef, LoadedComponent, ModelKey, TensorKe
 from core.messages.message import Message
 from core.model_info import ModelInfo
 from core.page_scheme import PageDtype
+from core.sampler_defaults import LEFT_OPEN, SamplerDefaults
 
 
 class PageSpan(msgspec.Struct, frozen=True):
@@ -251,6 +252,7 @@ class AdapterLoaded(Message, frozen=True):
     request_id: str
     patch: str = ""  # the adapter's id
     failure: Failure | None = None  # why it is not in use; None: it is
+    defaults: SamplerDefaults = LEFT_OPEN  # that it brings
 
 
 class WorkerFailed(Message, frozen=True):

@@ -57,6 +57,9 @@ class EditReport:
     num_inference_steps: int
     steps_computed: int  # of them; the sampler went over the others in larger steps
     guidance_scale: float | None
+    true_cfg_scale: float | None = None  # None: there was no such guidance
+    shift: float | None = None  # None: the scheduler's own way
+    sigmas: tuple[float, ...] | None = None  # None: evenly spaced
     unmasked: bool  # there was no mask: every token was edited
     crop: Box | None = None  # part of the upload that was edited; None = the whole. Token counts are of this part
     # Tokens.

@@ -12,6 +12,7 @@ from core.failure import Failure
 from core.ipc.logs import of_request
 from core.messages.engine import AdapterAdded, Failed
 from core.messages.worker import AdapterLoaded, DropAdapter, LoadAdapter
+from core.sampler_defaults import LEFT_OPEN, SamplerDefaults
 
 logger = logging.getLogger("stencil.engine")
 
@@ -27,6 +28,7 @@ class _Load:
     waiting: set[int]  # ranks that have not answered
     patches: set[str] = field(default_factory=set)
     failure: Failure | None = None  # the first
+    defaults: SamplerDefaults = LEFT_OPEN  # that it brings, as the last rank says
 
 
 class RankAdapters:
@@ -62,6 +64,7 @@ class RankAdapters:
         load.waiting.remove(answer.rank)
         load.failure = load.failure or answer.failure
         load.patches |= {answer.patch} - {""}
+        load.defaults = answer.defaults
         return self._end_if_over(answer.request_id)
 
     def lose(self, rank: int) -> list[Answer]:
@@ -91,7 +94,7 @@ class RankAdapters:
         if load.failure is None:
             (patch,) = load.patches
             self._loaded[message.model, patch] = msgspec.structs.replace(message, patch=patch)
-            return AdapterAdded(request_id=message.request_id, patch=patch)
+            return AdapterAdded(message.request_id, patch, load.defaults)
         for patch in load.patches:
             if (message.model, patch) not in self._configured | self._loaded.keys():
                 self._tell_all(DropAdapter(message.model, patch))

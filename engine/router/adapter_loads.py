@@ -27,8 +27,8 @@ class AdapterLoads:
         self._replicas = replicas
         self._loaded: dict[tuple[str, str], LoadAdapter] = {}  # (model, patch) -> how to load it again
 
-    async def load(self, model: str, name: str, path: str, keep: Collection[str]) -> str:
-        """Load an adapter on every engine that serves; on others when they do. Returns its patch. Raises
+    async def load(self, model: str, name: str, path: str, keep: Collection[str]) -> AdapterAdded:
+        """Load an adapter on every engine that serves; on others when they do. Returns what it is. Raises
         InvalidRequestError for a file that cannot be used, EngineDeadError if all engines die meanwhile,
         OverloadedError if none is up; then none has it, unless its patch is among `keep`: those of the model that have
         a name.
@@ -36,14 +36,15 @@ class AdapterLoads:
         load = LoadAdapter("", model, name, path)
         asked = [replica for replica in self._replicas if replica.is_alive]
         answers = await asyncio.gather(*(self._ask(replica, load) for replica in asked))
-        patches = {answer.patch for answer in answers if isinstance(answer, AdapterAdded)}
+        added = [answer for answer in answers if isinstance(answer, AdapterAdded)]
+        patches = {answer.patch for answer in added}
         failures = [answer.failure for answer in answers if isinstance(answer, Failed)]
         error = _error(failures, patches)
         if error is not None:
             for patch in patches.difference(keep):
                 self.drop(model, patch)
             raise error
-        (patch,) = patches
+        patch = added[0].patch
         load = self._loaded[model, patch] = msgspec.structs.replace(load, patch=patch)
         for replica, answer in zip(asked, answers, strict=True):
             if isinstance(answer, Failed) and replica.is_alive:  # it has died, and is up again
@@ -51,7 +52,7 @@ class AdapterLoads:
         for replica in self._replicas:
             if replica not in asked and replica.is_alive:
                 self._load_again(replica, load)
-        return patch
+        return added[0]
 
     def drop(self, model: str, patch: str) -> None:
         """Free an adapter that no request uses any more, on all engines."""

@@ -26,6 +26,7 @@ _SAMPLING_FIELDS = (
     "step_schedule",
     "guidance_scale",
     "true_cfg_scale",
+    "shift",
     "negative_prompt",
     "n",
     "strength",

@@ -82,6 +82,7 @@ def _describe_adapter(family: Family, name: str, path: str) -> AdapterCard:
         num_layers=len(layers),
         ranks=(min(ranks), max(ranks)),
         parameters=sum(layer.down.numel() + layer.up.numel() for layer in layers),
+        defaults=adapter.defaults,
     )
 
 

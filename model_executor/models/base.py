@@ -47,6 +47,7 @@ class ImageInputs:
 
     part: of all noise levels, the highest counted as 0 and the lowest as 1, those whose steps follow; cut as the SDXL
     pipelines cut them for `denoising_end` and `denoising_start`.
+    shift: instead of what the scheduler does to noise levels. sigmas: instead of the pipeline's, evenly spaced.
     start: other latents that are noised instead of the template's; where a run starts from noise alone, they have no
     effect either. is_exact: the VAE computes in its own dtype; else it may in a faster one, as for `encode_template`
     and `decode_region`. cache_salt: see `CacheConfig.salt`; the encoder's result for a template is kept until the next
@@ -59,6 +60,8 @@ class ImageInputs:
     seed: int
     num_inference_steps: int
     num_denoising_steps: int
+    shift: float | None = None
+    sigmas: tuple[float, ...] | None = None
     part: tuple[float, float] = (0.0, 1.0)
     start: Tensor | None = None  # clean latents [image tokens, latent width]
     is_exact: bool = True

@@ -20,7 +20,9 @@ from typing import Any, BinaryIO
 
 from safetensors import safe_open
 
+from core.errors import InvalidRequestError
 from core.ipc.small_files import open_regular, read_small
+from core.sampler_defaults import LEFT_OPEN, SamplerDefaults
 from model_executor.checkpoint.weights import PICKLES
 
 PEFT_PREFIX, PEFT_CONFIG = "base_model.model.", "adapter_config.json"
@@ -53,7 +55,8 @@ class AdapterFile:
 
     path: that it had when it was opened. content: path of the copy that was checked, which has no other name and ends
     with `open`. digest: hex sha256 of the file and its peft configuration, if there is one beside it. nbytes: that its
-    tensors take as float32. config: of peft, if it is one of its files; None: it is not.
+    tensors take as float32. config: of peft, if it is one of its files; None: it is not. defaults: the sampler's
+    settings in a JSON file of the same name beside it, and in its metadata, of which the first go before.
     """
 
     path: Path
@@ -62,6 +65,7 @@ class AdapterFile:
     names: tuple[str, ...]  # of its tensors
     nbytes: int
     config: Mapping[str, Any] | None
+    defaults: SamplerDefaults
 
     @classmethod
     @contextmanager
@@ -78,14 +82,15 @@ class AdapterFile:
             os.ftruncate(copy.fileno(), size)  # takes no memory; safe_open compares the header with the size
             copy.write(header)
             copy.flush()
-            names, nbytes = _declared(content)
+            names, nbytes, metadata = _declared(content)
             check_bytes(nbytes, max_bytes)
             _check_kind(names)
             digest = hashlib.sha256(header)
             _copy_rest(source, copy, size - len(header), digest)
             config = _read_config(path)
             digest.update(config or b"")
-            yield cls(path, content, digest.hexdigest(), names, nbytes, _peft_config(config, names))
+            defaults = _beside(path).over(_defaults("its metadata", {**metadata}, is_text=True))
+            yield cls(path, content, digest.hexdigest(), names, nbytes, _peft_config(config, names), defaults)
 
 
 def _find(path: Path) -> Path:
@@ -125,16 +130,18 @@ def _read_header(source: BinaryIO) -> bytes:
     return head + source.read(length)
 
 
-def _declared(content: Path) -> tuple[tuple[str, ...], int]:
-    """Names of the tensors, and the bytes that they take as float32. Raises ValueError for too many or long names."""
+def _declared(content: Path) -> tuple[tuple[str, ...], int, Mapping[str, str]]:
+    """(names of the tensors, bytes that they take as float32, metadata). Raises ValueError for too many or long
+    names."""
     with safe_open(content, "pt") as tensors:
         names = tuple(tensors.keys())
         if len(names) > MAX_TENSORS:
             raise ValueError(f"it holds {len(names)} tensors; at most {MAX_TENSORS} are read")
         nbytes = FLOAT_BYTES * sum(math.prod(tensors.get_slice(name).get_shape()) for name in names)
+        metadata = tensors.metadata() or {}
     if long := next((name for name in names if len(name) > MAX_KEY_CHARACTERS), None):
         raise ValueError(f"the name of a tensor, {long[:40]}..., has more than {MAX_KEY_CHARACTERS} characters")
-    return names, nbytes
+    return names, nbytes, metadata
 
 
 def _copy_rest(source: BinaryIO, copy: BinaryIO, nbytes: int, digest: hashlib._Hash) -> None:
@@ -167,3 +174,32 @@ def _peft_config(config: bytes | None, names: tuple[str, ...]) -> Mapping[str, A
     if not isinstance(read, dict):
         raise ValueError(f"its {PEFT_CONFIG} is no object")
     return read
+
+
+def _beside(file: Path) -> SamplerDefaults:
+    """The settings in the JSON file of the same name, if there is one. Raises ValueError that names it."""
+    beside = file.with_suffix(".json")
+    if not beside.is_file():
+        return LEFT_OPEN
+    try:
+        read: Any = json.loads(read_small(beside, MAX_CONFIG_BYTES))
+    except (ValueError, RecursionError) as error:
+        raise ValueError(f"{beside.name} is no JSON: {error}") from error
+    if not isinstance(read, dict):
+        raise ValueError(f"{beside.name} is no object")
+    return _defaults(beside.name, read)
+
+
+def _defaults(where: str, values: Mapping[str, Any], *, is_text: bool = False) -> SamplerDefaults:
+    """The sampler's settings among other values. is_text: they are JSON themselves. Raises ValueError that names the
+    place and the key."""
+    known = {name: values[name] for name in SamplerDefaults.__struct_fields__ if name in values}
+    for name, text in known.items() if is_text else ():
+        try:
+            known[name] = json.loads(text)
+        except (ValueError, RecursionError) as error:
+            raise ValueError(f"{where}: {name}: {text[:40]!r} is no number") from error
+    try:
+        return SamplerDefaults(**known)
+    except InvalidRequestError as error:
+        raise ValueError(f"{where}: {str(error).removesuffix('.')}") from error

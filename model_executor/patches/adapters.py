@@ -30,6 +30,7 @@ from torch import Tensor
 from core.config import AdapterConfig
 from core.errors import ConfigError
 from core.paths import expanded
+from core.sampler_defaults import LEFT_OPEN, SamplerDefaults
 from model_executor.checkpoint.loader import LOAD_ERRORS
 from model_executor.kernels.low_rank import LowRank
 from model_executor.patches.adapter_file import MAX_TENSORS, PEFT_PREFIX, UNSUPPORTED, AdapterFile, check_bytes
@@ -50,6 +51,10 @@ class LoraFormat:
     """How the adapters of a family are read."""
 
     loader: str  # a class of `diffusers.loaders.lora_pipeline`
+    # What the model's scheduler can do of the settings that an adapter brings, as in ModelInfo.
+    has_shift: bool = True
+    takes_sigmas: bool = True
+    min_steps: int = 1
     denoiser: str = "transformer"  # the denoiser's name in model_index.json, a prefix of tensor names
     text_parts: tuple[str, ...] = ()  # text encoders that an adapter may change too
     unet: Any = None  # a UNet's configuration, since some trainers number its blocks differently
@@ -72,6 +77,7 @@ class Adapter:
     patch: str  # the id of its patch: hex sha256 of its file
     parts: Mapping[str, Layers]  # part of the checkpoint -> the layers that it changes
     nbytes: int = 0  # that the tensors of its file take as float32
+    defaults: SamplerDefaults = LEFT_OPEN  # of requests with it
 
     def refuse(self, reason: str) -> ConfigError:
         """The error that this adapter cannot be used."""
@@ -104,14 +110,22 @@ def read_adapter(
 ) -> Adapter:
     """Read an adapter in the format of its model's family. max_bytes: the most that its tensors may take as float32;
     None: any. known: patch -> bytes of its tensors, of adapters that take no more memory if they are read again.
-    Raises ConfigError for a file that is missing, is not a LoRA, is larger, holds numbers that are not finite, or
-    changes other than layers of the parts allowed."""
+    Raises ConfigError for a file that is missing, is not a LoRA, is larger, holds numbers that are not finite, changes
+    other than layers of the parts allowed, or brings settings that cannot be followed."""
     try:
         limit = None if max_bytes is None else max(max_bytes, *known.values(), 0)
         with AdapterFile.open(expanded(config.path), limit) as file:
             if file.digest not in known:
                 check_bytes(file.nbytes, max_bytes)
-            return Adapter(config.name, file.path, file.digest, _read_layers(file, lora_format), file.nbytes)
+            defaults = config.defaults.over(file.defaults)
+            if reason := defaults.why_not(
+                has_shift=lora_format.has_shift,
+                takes_sigmas=lora_format.takes_sigmas,
+                min_steps=lora_format.min_steps,
+            ):
+                raise ValueError(reason)
+            layers = _read_layers(file, lora_format)
+            return Adapter(config.name, file.path, file.digest, layers, file.nbytes, defaults)
     except (*CONVERT_ERRORS, ConfigError) as error:
         raise _refuse(config.name, Path(config.path), _reason(error)) from error
 

@@ -53,6 +53,8 @@ class Sampling:
         """Whether a pipeline may choose the noise levels itself, as FLUX's do."""
         return "sigmas" in inspect.signature(self._scheduler.set_timesteps).parameters
 
+    has_shift = True  # as all schedulers of flow matching
+
     @property
     def draws_noise(self) -> bool:
         """Whether steps draw noise, from the generator that the initial latents were drawn from."""
@@ -82,18 +84,28 @@ class Sampling:
         num_denoising_steps: int,
         timesteps: Mapping[str, Any],
         part: tuple[float, float] = WHOLE,
+        shift: float | None = None,
     ) -> Tensor:
         """Noise levels of a run, or of a part of it: one for each step, and the one after the last, which is 0 at the
         end of a run. float32 [steps + 1].
 
         timesteps: the pipeline's arguments for `set_timesteps`. num_denoising_steps: with strength < 1, fewer than
-        num_inference_steps; the first ones are skipped, as in diffusers' `get_timesteps`. part: as in `ImageInputs`.
+        num_inference_steps; the first ones are skipped, as in diffusers' `get_timesteps`. part, shift: as in
+        `ImageInputs`.
         """
-        self._scheduler.set_timesteps(**timesteps)
+        scheduler = self._scheduler if shift is None else self._shifted(shift)
+        scheduler.set_timesteps(**timesteps)
         first = (num_inference_steps - num_denoising_steps) * self.order
-        sigmas: Tensor = self._scheduler.sigmas[first:]
+        sigmas: Tensor = scheduler.sigmas[first:]
         start, stop = span_of(part, sigmas[:-1] * self.num_train_timesteps, self.num_train_timesteps, self.order)
         return sigmas[start : stop + 1].clone()
+
+    def _shifted(self, shift: float) -> Any:
+        """A scheduler with this shift instead of all that the checkpoint's does to noise levels: as it is made for
+        few-step adapters, `from_config(config, shift=shift, use_dynamic_shifting=False, shift_terminal=None)`."""
+        static = {"shift": shift, "use_dynamic_shifting": False, "shift_terminal": None}
+        wanted = {name: value for name, value in static.items() if name in self.config}
+        return type(self._scheduler).from_config(self.config, **wanted)
 
     @property
     def scale(self) -> Scale:

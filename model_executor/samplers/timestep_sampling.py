@@ -52,6 +52,8 @@ class TimestepSampling:
 
     # -------------------------------------------------------------------------------------------------------- runs
 
+    has_shift = takes_sigmas = False  # a run is three integers
+
     @property
     def extra_steps(self) -> int:
         """Calls of the model in a run beyond the usual: `order` per step, and one for the last. PNDM takes the second

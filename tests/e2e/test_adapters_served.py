@@ -38,12 +38,14 @@ def files(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     checkpoint = make_sd3(folder / "sd3")
     shirt = make_lora(folder / "shirt.safetensors", checkpoint)
     hat = make_lora(folder / "hat" / "pytorch_lora_weights.safetensors", checkpoint, r".*attn\..*", seed=2).parent
-    return {"checkpoint": checkpoint, "shirt": shirt, "hat": hat}
+    few = {"num_inference_steps": "3", "guidance_scale": "1", "shift": "5"}
+    fast = make_lora(folder / "fast.safetensors", checkpoint, r".*ff\..*", seed=3, metadata=few)
+    return {"checkpoint": checkpoint, "shirt": shirt, "hat": hat, "fast": fast}
 
 
 @pytest.fixture(scope="module")
 def adapted_server(files: dict[str, Path], tmp_path_factory: pytest.TempPathFactory) -> Iterator[ServerProcess]:
-    adapters = [flag for name in ("shirt", "hat") for flag in ("--lora", f"{name}={files[name]}")]
+    adapters = [flag for name in ("shirt", "hat", "fast") for flag in ("--lora", f"{name}={files[name]}")]
     with serving(files["checkpoint"], tmp_path_factory.mktemp("server"), *adapters) as server:
         yield server
 
@@ -66,15 +68,34 @@ def test_adapters_at_once_paint_what_each_paints_alone(client: openai.OpenAI, ma
     assert len({picture.tobytes() for picture, _ in alone}) == len(CHOICES)
 
 
+def test_an_adapter_brings_its_settings_unless_the_request_has_its_own(client: openai.OpenAI) -> None:
+    wanted: list[dict[str, Any]] = [
+        {"lora": "fast", "num_inference_steps": openai.omit},
+        {"lora": "fast", "num_inference_steps": 4, "shift": 2, "guidance_scale": 3},
+        {"num_inference_steps": 4},
+        {"num_inference_steps": 3, "shift": 5, "guidance_scale": 1},
+    ]
+    alone, _ = assert_company_changes_nothing(client, wanted)
+    told = [
+        tuple(report[name] for name in ("num_inference_steps", "shift", "guidance_scale", "sigmas", "true_cfg_scale"))
+        for _, report in alone
+    ]
+    assert told == [(3, 5, 1, None, None), (4, 2, 3, None, None), (4, None, 7, None, None), (3, 5, 1, None, None)]
+    with pytest.raises(openai.BadRequestError, match="'shift'"):
+        edit(client, shift=101)
+
+
 def test_an_unknown_adapter_is_named_with_those_there_are(client: openai.OpenAI) -> None:
-    with pytest.raises(openai.BadRequestError, match=r"'dress'.*Supported values are: 'shirt', 'hat'") as caught:
+    with pytest.raises(
+        openai.BadRequestError, match=r"'dress'.*Supported values are: 'shirt', 'hat', 'fast'"
+    ) as caught:
         edit(client, lora="dress")
     assert caught.value.param == "lora"
 
 
 def test_adapters_are_models_whose_parent_is_the_checkpoint(client: openai.OpenAI) -> None:
     parents = {model.id: model.parent for model in client.models.list()}  # type: ignore[attr-defined]
-    assert parents == {"tiny": None, "shirt": "tiny", "hat": "tiny"}
+    assert parents == {"tiny": None, "shirt": "tiny", "hat": "tiny", "fast": "tiny"}
     by_lora, _ = edit(client, lora="hat")
     result = client.images.edit(
         model="hat", image=PHOTO, mask=ALPHA, prompt="a red hat", extra_body={"seed": 1, "num_inference_steps": 4}

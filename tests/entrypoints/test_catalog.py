@@ -16,6 +16,7 @@ from core.config import (
     RequestDefaults,
 )
 from core.errors import ConfigError
+from core.sampler_defaults import SamplerDefaults
 from entrypoints.catalog import read_catalog
 from entrypoints.serve_args import parse_options
 
@@ -89,6 +90,17 @@ def test_models_have_the_settings_of_their_entries_and_else_the_flags(folder: Pa
         ("loras = ['hat.safetensors']", "model 2: loras: is a table"),
         ("loras = { hat = 'gone' }", "model 2: loras: there is no file '{folder}/gone' for hat"),
         ("name = 'a'\nloras = { a = 'hat.safetensors' }", "model 2: loras: --lora a: adapters need names of their own"),
+        ("loras = { a = { file = 'b' } }", "model 2: loras: a: file is not known; there are path, defaults"),
+        ("loras = { a = { defaults = {} } }", "model 2: loras: a: a table has its path"),
+        ("loras = { a = { path = 'gone' } }", "model 2: loras: there is no file '{folder}/gone' for a"),
+        (
+            "loras = { a = { path = 'hat.safetensors', defaults = { steps = 4 } } }",
+            "model 2: loras: a: defaults: steps is not known; there are num_inference_steps, guidance_scale",
+        ),
+        (
+            "loras = { a = { path = 'hat.safetensors', defaults = { shift = 0 } } }",
+            "model 2: loras: a: defaults: Invalid 'shift': decimal below minimum value",
+        ),
         ("path = '~nobody.here/fill'", "model 2: path: ~nobody.here/fill: there is no such home directory"),
         ("loras = { hat = '~nobody.here/hat' }", "model 2: loras: hat: ~nobody.here/hat: there is no such home"),
         ("loras = { hat = '" + "x" * 300 + "' }", "model 2: loras: hat: File name too long"),
@@ -185,6 +197,7 @@ def test_an_entry_says_who_works_for_a_model_and_what_requests_leave_open(folder
         [[model]]
         name = "polish"
         path = "fill"
+        loras = { fast = { path = "hat.safetensors", defaults = { shift = 3, sigmas = [1, 0.5] } } }
 
         [[model]]
         name = "other"
@@ -196,6 +209,8 @@ def test_an_entry_says_who_works_for_a_model_and_what_requests_leave_open(folder
     assert (base.workflow, base.players) == ("refined", dict.fromkeys(REFINER_ROLES, "polish"))
     assert base.defaults == RequestDefaults(num_inference_steps=40, guidance_scale=5.0, refiner_start=0.7)
     assert (polish.players, polish.defaults) == ({}, RequestDefaults())
+    (fast,) = polish.adapters
+    assert fast.defaults == SamplerDefaults(num_inference_steps=2, shift=3.0, sigmas=(1.0, 0.5))
     assert other.players == {"refiner": "polish", "refiner_vae": "polish"}
 
 

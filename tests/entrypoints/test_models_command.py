@@ -37,7 +37,7 @@ def test_a_checkpoint_is_described(capsys: pytest.CaptureFixture[str]) -> None:
     told = capsys.readouterr().out
     assert "family flux-fill" in told
     assert "parameters 11.9 M" in told
-    assert "takes mask_aware, strength, hires_scale\n" in told
+    assert "takes mask_aware, strength, hires_scale, shift\n" in told
     entry = PageLayout(num_blocks=7, num_heads=4, head_dim=64, dtype="int8").entry_bytes(256)
     assert f"256 tokens    {entry / 1e3:.3g} kB a keyframe" in told
 
@@ -52,7 +52,7 @@ def test_fields_and_parts_are_those_of_the_checkpoint(tmp_path: Path) -> None:
     told = told_of(make_sd3(tmp_path / "sd3", has_t5=False, dual_attention_layers=(0, 1)))
     assert "text_encoder_2" in told
     assert "text_encoder_3" not in told
-    assert "guidance_scale (classifier-free, default 7), negative_prompt\n" in told
+    assert "guidance_scale (classifier-free, default 7), negative_prompt, shift\n" in told
     assert "5 keyframes of 5 int8 pages" in told
 
 
@@ -104,6 +104,8 @@ def test_adapters_that_fit_are_described_and_others_are_one_line(
     path = make_sd3(tmp_path / "sd3", has_t5=False)
     fits = make_lora(tmp_path / "fits.safetensors", path, r"transformer_blocks\.0\.attn\.to_[qk]")
     assert "adapter shirt: 2 layers, rank 4, 1.02 k parameters\n" in told_of(path, f"shirt={fits}")
+    fits.with_suffix(".json").write_text('{"num_inference_steps": 4, "shift": 3}')
+    assert "1.02 k parameters, num_inference_steps 4, shift 3.0\n" in told_of(path, f"shirt={fits}")
     capsys.readouterr()
     assert main(["--model", EMBEDDED_MODEL, "--lora", f"shirt={fits}"]) == 1
     assert capsys.readouterr().err.startswith(f"error: cannot use adapter shirt of {fits}: it takes transformer_blocks")

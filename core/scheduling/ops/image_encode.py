@@ -35,6 +35,8 @@ class ImageEncode(Message, OpWork, frozen=True, omit_defaults=True):
     num_denoising_steps: int  # the run makes the last ones of these steps
     computed_steps: tuple[int, ...]  # numbers of the run's steps that are computed, rising from 0
     is_exact: bool  # False: the edit is mask-aware, and the VAE may compute in a faster dtype
+    shift: float | None = None  # of noise levels; None: as the scheduler shifts them
+    sigmas: tuple[float, ...] | None = None  # noise levels before that; None: evenly spaced
     # Of all noise levels, the highest counted as 0 and the lowest as 1: those whose steps follow.
     begin: float = 0.0
     end: float = 1.0
@@ -62,6 +64,8 @@ def _make(request: Request, node: Node, pages: NodePages) -> ImageEncode:
         num_inference_steps=sampling.num_inference_steps,
         num_denoising_steps=num_steps,
         computed_steps=sampling.computed_of_last(num_steps),
+        shift=sampling.shift,
+        sigmas=sampling.sigmas,
         begin=sampling.number(region.begin),
         end=sampling.number(region.end),
         is_exact=not spec.is_mask_aware,

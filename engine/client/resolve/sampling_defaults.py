@@ -26,8 +26,12 @@ def resolve(sampling: SamplingParams, model: ModelInfo, step_schedule: StepSched
     length = sampling.max_sequence_length or model.max_text_tokens or None
     if length is not None:
         check_integer("max_sequence_length", length, high=model.max_text_tokens)
-    steps = sampling.num_inference_steps or model.default_num_inference_steps
-    check_integer("num_inference_steps", steps, low=model.min_inference_steps)
+    shift = model.default_shift if sampling.shift is None else sampling.shift
+    for name, value, can in (("shift", shift, model.has_shift), ("sigmas", sampling.sigmas, model.takes_sigmas)):
+        if value is not None and not can:
+            raise _cannot(name, f"the scheduler of {model.name} takes none; leave it out")
+    steps, sigmas = _steps(sampling, model)
+    check_integer("num_inference_steps", steps, low=model.min_inference_steps if shift is None else 1)
     schedule, computed = _computed_steps(sampling, model, steps, step_schedule)
     if sampling.own_page_steps and not model.can_skip_steps:
         raise _cannot("own_page_steps", f"{model.name} reads its template's pages only")
@@ -36,6 +40,8 @@ def resolve(sampling: SamplingParams, model: ModelInfo, step_schedule: StepSched
     resolved = msgspec.structs.replace(
         sampling,
         num_inference_steps=steps,
+        shift=shift,
+        sigmas=sigmas,
         step_schedule=schedule,
         computed_steps=computed,
         strength=_resolve_strength(sampling.strength, steps, model),
@@ -51,6 +57,15 @@ def resolve(sampling: SamplingParams, model: ModelInfo, step_schedule: StepSched
         _check_steps_left("hires_strength", sampling.hires_strength, resolved.steps_at(resolved.hires_strength))
     start = _refiner_start(sampling, model, resolved.num_denoising_steps)
     return msgspec.structs.replace(resolved, refiner_start=start)
+
+
+def _steps(sampling: SamplingParams, model: ModelInfo) -> tuple[int, tuple[float, ...] | None]:
+    """(number of steps, their noise levels or None). Default levels are of the default number of steps, and not for a
+    run that the model shares with a refiner, of which it takes none."""
+    if sampling.sigmas is not None:
+        return len(sampling.sigmas), sampling.sigmas
+    steps, sigmas = sampling.num_inference_steps or model.default_num_inference_steps, model.default_sigmas
+    return steps, sigmas if model.takes_sigmas and sigmas is not None and len(sigmas) == steps else None
 
 
 def _refiner_start(sampling: SamplingParams, model: ModelInfo, num_steps: int) -> float | None:
@@ -80,7 +95,7 @@ def _computed_steps(
     if name == "full":
         return "full", None
     if not model.step_schedules:
-        why = "has no calibrated step schedule; run python -m entrypoints.calibrate, or ask for 'full'"
+        why = "has no calibrated step schedule for this; run python -m entrypoints.calibrate, or ask for 'full'"
         raise _cannot("step_schedule", f"{model.name} {why}")
     return name, schedule_for(model.step_schedules, steps).steps_of(steps)
 

@@ -62,8 +62,9 @@ class RuntimeAdapters:
         if len(self._names) >= MAX_ADAPTERS:
             message = f"Invalid 'lora_name': {MAX_ADAPTERS} adapters are served already; unload another one first."
             raise InvalidRequestError(message, param="lora_name", code="too_many_adapters")
-        patch = await self._services.router.adapters.load(model.name, name, path, self._named(model.name))
-        info = msgspec.structs.replace(model, name=name, parent=model.name, patch=patch)
+        added = await self._services.router.adapters.load(model.name, name, path, self._named(model.name))
+        own = {"patch": added.patch, "defaults": added.defaults}
+        info = msgspec.structs.replace(model, name=name, parent=model.name, **own)
         served.add(info)
         self._tell_metrics()
         return info

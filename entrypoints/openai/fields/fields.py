@@ -19,9 +19,11 @@ from core.sampling_params import (
     MAX_PROMPT_CHARACTERS,
     MAX_REFINER_START,
     MAX_SEED,
+    MAX_SHIFT,
     MAX_SIDE,
     MIN_HIRES_SCALE,
     MIN_REFINER_START,
+    MIN_SHIFT,
     MIN_SIDE,
 )
 from core.step_schedule import StepScheduleName
@@ -81,6 +83,13 @@ _COMMON = (
         "Classifier-free guidance scale of models whose guidance_scale is not one; needs negative_prompt.",
         0,
         MAX_GUIDANCE,
+    ),
+    Field(
+        "shift",
+        "number",
+        "Shift of the noise levels, of models that sample by flow matching; default: as their scheduler does.",
+        MIN_SHIFT,
+        MAX_SHIFT,
     ),
     Field(
         "negative_prompt",

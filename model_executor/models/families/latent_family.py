@@ -92,8 +92,10 @@ class LatentFamily(TransformerFamily):
         return pack(moved), state
 
     def _schedule(self, inputs: ImageInputs, image_tokens: int) -> Tensor:
-        timesteps = self._timesteps(inputs.num_inference_steps, image_tokens)
-        return self._sampling.schedule(inputs.num_inference_steps, inputs.num_denoising_steps, timesteps, inputs.part)
+        steps = inputs.num_inference_steps
+        own = {} if inputs.sigmas is None else {"sigmas": [*inputs.sigmas]}
+        timesteps = self._timesteps(steps, image_tokens) | own
+        return self._sampling.schedule(steps, inputs.num_denoising_steps, timesteps, inputs.part, inputs.shift)
 
 
 class NoisedTemplate(LatentFamily):

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from abc import abstractmethod
 from collections.abc import Sequence
+from dataclasses import replace
 from functools import cached_property
 from types import SimpleNamespace
 from typing import Any, ClassVar
@@ -137,7 +138,7 @@ class UnetFamily(TimestepFamily):
     @property
     def lora_format(self) -> LoraFormat:
         config = SimpleNamespace(**self._unet_config)  # diffusers reads its attributes
-        return LoraFormat(self.lora_loader, self.denoiser_part, self.text_parts, config)
+        return replace(super().lora_format, denoiser=self.denoiser_part, text_parts=self.text_parts, unet=config)
 
     def _outline_patches_of(self, part: str) -> AnyPatches:
         return unarranged(self._checkpoint.outline(part))

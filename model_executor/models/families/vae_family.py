@@ -91,6 +91,8 @@ class VaeFamily(Family):
             default_num_inference_steps=self._checkpoint.defaults.num_inference_steps or num_inference_steps,
             solver_order=self._sampling.order,
             min_inference_steps=self._sampling.min_steps,
+            has_shift=self._sampling.has_shift,
+            takes_sigmas=self._sampling.takes_sigmas,
             device=self._device.type,
             dtype=str(self._checkpoint.dtype).removeprefix("torch."),
             **own,
@@ -160,7 +162,8 @@ class VaeFamily(Family):
 
     @property
     def lora_format(self) -> LoraFormat:
-        return LoraFormat(self.lora_loader)
+        sampling = self._sampling
+        return LoraFormat(self.lora_loader, sampling.has_shift, sampling.takes_sigmas, sampling.min_steps)
 
     def drop(self, part: str) -> None:
         del self._parts[part]

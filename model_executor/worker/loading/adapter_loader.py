@@ -60,7 +60,7 @@ class AdapterLoader:
         except Exception as error:  # the thread's outermost handler: a bad file fails its own request
             logger.warning("adapter %s was not loaded: %s", message.name, error, extra=of_request(""))
             return AdapterLoaded(self._rank, message.request_id, failure=_failure(error))
-        return AdapterLoaded(self._rank, message.request_id, adapter.patch)
+        return AdapterLoaded(self._rank, message.request_id, adapter.patch, defaults=adapter.defaults)
 
     def _drop(self, message: DropAdapter) -> None:
         self._nbytes.pop((message.model, message.patch), None)

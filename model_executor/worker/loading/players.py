@@ -13,6 +13,7 @@ from core.graph.catalog import WORKFLOWS
 from core.graph.workflow import Node, Workflow, op_of, role_of
 from core.handles import ModelKey
 from core.model_info import ModelInfo
+from core.sampler_defaults import SamplerDefaults
 from model_executor.models.base import Family
 
 PASSED_ON = ("latents",)
@@ -38,7 +39,8 @@ def borrowed(config: ModelConfig, keys: Mapping[str, Mapping[str, ModelKey]]) ->
 
 def with_players(info: ModelInfo, config: ModelConfig, taken: tuple[ModelKey, ...]) -> ModelInfo:
     """The info of a model with its roles, and with the defaults of its requests. A run that two models share takes all
-    steps and computes all tokens. taken: from `borrowed`. Raises ConfigError for a default that its sampler cannot do.
+    steps and computes all tokens, at noise levels that their schedulers make. taken: from `borrowed`. Raises
+    ConfigError for a default that its sampler cannot do.
     """
     defaults = {f"default_{name}": value for name, value in msgspec.structs.asdict(config.defaults).items()}
     info = msgspec.structs.replace(
@@ -48,12 +50,16 @@ def with_players(info: ModelInfo, config: ModelConfig, taken: tuple[ModelKey, ..
         borrowed=taken,
         **{name: value for name, value in defaults.items() if value is not None},
     )
-    if info.default_num_inference_steps < info.min_inference_steps:
-        least = f"its sampler takes at least {info.min_inference_steps} steps"
-        raise ConfigError(f"{info.name}: defaults: num_inference_steps: {least}")
-    if "refiner" not in info.roles:
-        return info
-    return msgspec.structs.replace(info, page_scheme=None, can_skip_steps=False, step_schedules=())
+    if "refiner" in info.roles:
+        shared = {"takes_sigmas": False, "can_skip_steps": False, "step_schedules": ()}
+        info = msgspec.structs.replace(info, page_scheme=None, **shared)
+    steps, shift, sigmas = info.default_num_inference_steps, info.default_shift, info.default_sigmas
+    sampler = SamplerDefaults(num_inference_steps=steps, shift=shift, sigmas=sigmas)
+    if reason := sampler.why_not(
+        has_shift=info.has_shift, takes_sigmas=info.takes_sigmas, min_steps=info.min_inference_steps
+    ):
+        raise ConfigError(f"{info.name}: defaults: {reason}")
+    return info
 
 
 # ---------------------------------------------------------------------------------------------------------- checks

@@ -342,7 +342,8 @@ def _stored_bytes(tensor: Any) -> int:
 
 def _adapted(model: ModelInfo, adapter: Adapter) -> ModelInfo:
     """The info of a model under the name of an adapter."""
-    return msgspec.structs.replace(model, name=adapter.name, parent=model.name, patch=adapter.patch)
+    own = {"name": adapter.name, "patch": adapter.patch, "defaults": adapter.defaults}
+    return msgspec.structs.replace(model, parent=model.name, **own)
 
 
 @torch.inference_mode()

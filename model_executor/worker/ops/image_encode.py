@@ -27,6 +27,8 @@ def encode_image(context: WorkerContext, items: Sequence[Item]) -> list[ItemResu
         seed=work.seed,
         num_inference_steps=work.num_inference_steps,
         num_denoising_steps=work.num_denoising_steps,
+        shift=work.shift,
+        sigmas=work.sigmas,
         part=(work.begin, work.end),
         start=start,
         is_exact=work.is_exact,

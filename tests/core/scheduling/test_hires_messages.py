@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import msgspec
 import pytest
 from cache_kit import make_masked
 from fakes import MODEL, PIXELS, make_edit, make_hires_edit, with_spec
@@ -36,6 +37,16 @@ def test_each_pass_encodes_its_own_canvas_for_its_own_steps(strength: float, ste
     assert (first.num_denoising_steps, second.num_denoising_steps) == (4, steps)
     assert first.num_inference_steps == second.num_inference_steps == 4
     assert first.seed == second.seed
+
+
+def test_both_passes_have_the_requests_noise_levels() -> None:
+    edit = make_hires_edit("a", steps=2)
+    own = {"shift": 3.0, "sigmas": (1.0, 0.5)}
+    edit = with_spec(edit, sampling=msgspec.structs.replace(edit.spec.sampling, **own))
+    for node in ("first_encode", "image_encode"):
+        work = message(IMAGE_ENCODE, node, edit)
+        assert isinstance(work, ImageEncode)
+        assert (work.shift, work.sigmas) == (3.0, (1.0, 0.5))
 
 
 def test_latents_are_enlarged_from_the_first_pass_to_the_second() -> None:

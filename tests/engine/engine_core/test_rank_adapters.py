@@ -9,6 +9,7 @@ from hypothesis import strategies as st
 from core.failure import Failure
 from core.messages.engine import AdapterAdded, Failed
 from core.messages.worker import AdapterLoaded, DropAdapter, LoadAdapter
+from core.sampler_defaults import SamplerDefaults
 from engine.engine_core.rank_adapters import RankAdapters
 
 Told = list[tuple[int, LoadAdapter | DropAdapter]]
@@ -72,7 +73,8 @@ def test_a_rank_that_dies_fails_what_it_was_loading_and_is_asked_no_more() -> No
     assert failed.failure.kind == "engine_dead"
     assert told[2:] == [(0, DropAdapter("m", "p"))]
     adapters.load(LOAD)
-    assert adapters.note(AdapterLoaded(0, "load", "p")) == AdapterAdded("load", "p")
+    brought = SamplerDefaults(num_inference_steps=4)
+    assert adapters.note(AdapterLoaded(0, "load", "p", defaults=brought)) == AdapterAdded("load", "p", brought)
     assert told[3:] == [(0, LOAD)]
 
 

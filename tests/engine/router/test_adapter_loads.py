@@ -49,7 +49,7 @@ def make(*engines: Engine) -> AdapterLoads:
 
 
 async def load(loads: AdapterLoads, *keep: str) -> str:
-    return await loads.load("m", "hat", "hat.safetensors", keep)
+    return (await loads.load("m", "hat", "hat.safetensors", keep)).patch
 
 
 async def test_all_engines_load_it_and_those_that_start_again() -> None:

@@ -12,12 +12,13 @@ from pathlib import Path
 import pytest
 import torch
 from adapters import make_lora, make_peft_lora
-from hostile_adapters import hostile_adapters, of_rank
+from hostile_adapters import NESTED, hostile_adapters, of_rank
 from peft.utils.other import get_pattern_key
 from safetensors.torch import load_file, save_file
 
 from core.config import AdapterConfig
 from core.errors import ConfigError
+from core.sampler_defaults import SamplerDefaults
 from model_executor.patches.adapters import LoraFormat, read_adapter
 
 FLUX = LoraFormat("FluxLoraLoaderMixin")
@@ -47,6 +48,61 @@ def test_hostile_files_are_refused_at_once_and_in_little_memory(tiny_checkpoint:
 def test_a_home_of_nobody_is_a_reason() -> None:
     with pytest.raises(ConfigError, match=r"adapter hat of ~nobody\.here/x: .*no such home directory"):
         read(Path("~nobody.here/x"))
+
+
+@pytest.mark.parametrize(
+    ("beside", "metadata", "said"),
+    [
+        (
+            '{"shift": 0}',
+            {},
+            "hat.json: Invalid 'shift': decimal below minimum value. Expected a value >= 0.01, but got",
+        ),
+        ('{"num_inference_steps": 4.5}', {}, "hat.json: Invalid type for 'num_inference_steps'"),
+        ('{"guidance_scale": "5"}', {}, "hat.json: Invalid type for 'guidance_scale'"),
+        ('{"sigmas": [0.5, 1]}', {}, "hat.json: Invalid 'sigmas': must be 1 to 200 noise levels that fall"),
+        ('{"shift": ' + "9" * 400 + "}", {}, "hat.json: Invalid type for 'shift': number out of range"),
+        ("[4]", {}, "hat.json is no object"),
+        ("{", {}, "hat.json is no JSON: "),
+        (NESTED, {}, "hat.json is no JSON: "),
+        (
+            "",
+            {"num_inference_steps": "201"},
+            "its metadata: Invalid 'num_inference_steps': integer above maximum value",
+        ),
+        ("", {"shift": "three"}, "its metadata: shift: 'three' is no number"),
+        ("", {"true_cfg_scale": "NaN"}, "its metadata: Invalid 'true_cfg_scale': expected a finite number"),
+    ],
+)
+def test_settings_that_no_request_could_have_are_refused(
+    tiny_checkpoint: Path, tmp_path: Path, beside: str, metadata: dict[str, str], said: str
+) -> None:
+    path = make_lora(tmp_path / "hat.safetensors", tiny_checkpoint, "x_embedder", metadata=metadata)
+    if beside:
+        (tmp_path / "hat.json").write_text(beside)
+    with pytest.raises(ConfigError) as caught:
+        read(path)
+    assert str(caught.value).startswith(f"cannot use adapter hat of {path}: {said}")
+    assert "\n" not in str(caught.value)
+
+
+def test_settings_that_the_models_scheduler_lacks_are_refused(tiny_checkpoint: Path, tmp_path: Path) -> None:
+    """Whichever place they are from; those that it has, and all that is none, are taken."""
+    path = make_lora(tmp_path / "hat.safetensors", tiny_checkpoint, "x_embedder", metadata={"shift": "3"})
+    (tmp_path / "hat.json").write_text('{"num_inference_steps": 1, "shift": null, "steps": "?"}')
+    lacking = LoraFormat("FluxLoraLoaderMixin", has_shift=False, takes_sigmas=False, min_steps=2)
+    with pytest.raises(ConfigError, match=f"hat of {path}: shift: the model's scheduler takes none; leave it out"):
+        read_adapter(AdapterConfig("hat", str(path)), lacking)
+    assert read_adapter(AdapterConfig("hat", str(path)), FLUX).defaults == SamplerDefaults(
+        num_inference_steps=1, shift=3.0
+    )
+    plain = make_lora(tmp_path / "plain.safetensors", tiny_checkpoint, "x_embedder")
+    for defaults, said in (
+        (SamplerDefaults(sigmas=(1.0, 0.5)), "sigmas: the model's scheduler takes none"),
+        (SamplerDefaults(num_inference_steps=1), "num_inference_steps: its sampler takes at least 2 steps"),
+    ):
+        with pytest.raises(ConfigError, match=said):
+            read_adapter(AdapterConfig("hat", str(plain), defaults), lacking)
 
 
 def test_what_is_left_for_adapters_is_told(tiny_checkpoint: Path, tmp_path: Path) -> None:

@@ -76,6 +76,18 @@ def test_the_trajectory_equals_the_schedulers(scheduler: Any, steps: int, left_o
             assert torch.equal(sampling.noised(clean, noise, sigmas, step + 1), noised)
 
 
+@pytest.mark.parametrize("scheduler", SCHEDULERS)
+def test_a_shift_takes_the_place_of_all_that_the_scheduler_does(scheduler: Any) -> None:
+    """For one run; noise levels that it makes of these, such as Karras', are made of the shifted ones."""
+    sampling, _ = make(scheduler)
+    static = {} if "Heun" in sampling.name else {"use_dynamic_shifting": False, "shift_terminal": None}
+    theirs = type(scheduler).from_config(scheduler.config, shift=2.5, **static)
+    before = sampling.schedule(4, 4, timesteps(sampling, 4))
+    theirs.set_timesteps(**timesteps(sampling, 4))
+    assert torch.equal(sampling.schedule(4, 4, timesteps(sampling, 4), shift=2.5), theirs.sigmas)
+    assert torch.equal(sampling.schedule(4, 4, timesteps(sampling, 4)), before)
+
+
 class Uploads(TorchDispatchMode):
     """Counts what would be uploaded to a GPU: indices that are given as a list, and numbers as a tensor."""
 

@@ -50,6 +50,39 @@ def test_guidance_is_decided_as_diffusers_pipelines_do(model: Any, fields: Any, 
     assert guidance(model, **fields) == expected
 
 
+FLOWING = msgspec.structs.replace(fakes.MODEL, has_shift=True, takes_sigmas=True, min_inference_steps=2)
+FEW = msgspec.structs.replace(FLOWING, default_num_inference_steps=3, default_shift=3.0, default_sigmas=(1.0, 0.6, 0.3))
+
+
+@pytest.mark.parametrize(
+    ("model", "fields", "expected"),
+    [
+        (FLOWING, {}, (8, None, None)),
+        (FLOWING, {"shift": 2.0, "num_inference_steps": 1}, (1, 2.0, None)),
+        (FLOWING, {"sigmas": (1.0, 0.5)}, (2, None, (1.0, 0.5))),
+        (FEW, {}, (3, 3.0, (1.0, 0.6, 0.3))),
+        (FEW, {"num_inference_steps": 4, "shift": 2.0}, (4, 2.0, None)),
+        (msgspec.structs.replace(FEW, takes_sigmas=False), {}, (3, 3.0, None)),
+        (FEW, {"sigmas": (1.0, 0.5)}, (2, 3.0, (1.0, 0.5))),
+    ],
+)
+def test_noise_levels_are_the_requests_then_the_models(model: Any, fields: Any, expected: Any) -> None:
+    sampling = resolve(SamplingParams(**fields), model)
+    assert (sampling.num_inference_steps, sampling.shift, sampling.sigmas) == expected
+
+
+@pytest.mark.parametrize("fields", [{"shift": 2.0}, {"sigmas": (1.0, 0.5)}])
+def test_noise_levels_that_a_scheduler_cannot_have_are_refused(fields: Any) -> None:
+    (name,) = fields
+    with pytest.raises(
+        InvalidRequestError, match=f"Invalid '{name}': the scheduler of .* takes none; leave it out"
+    ) as e:
+        resolve(SamplingParams(**fields), fakes.MODEL)
+    assert e.value.param == name
+    with pytest.raises(InvalidRequestError, match="num_inference_steps"):
+        resolve(SamplingParams(num_inference_steps=1), FLOWING)
+
+
 @pytest.mark.parametrize(
     ("strength", "steps", "done"), [(1.0, 5, 5), (0.6, 5, 3), (0.5, 5, 2), (0.99, 50, 49), (0.56, 25, 14), (0.1, 10, 1)]
 )

@@ -14,8 +14,10 @@ from fakes import MODEL
 from core.config import EngineConfig
 from core.errors import AdapterNotFoundError, InvalidRequestError, ModelNotFoundError, OverloadedError
 from core.lora import Lora
+from core.messages.engine import AdapterAdded
 from core.model_choice import ModelChoice, choose_model
 from core.patches import Patch
+from core.sampler_defaults import SamplerDefaults
 from engine.client.resolve.served_models import ServedModels
 from engine.client.sessions import runtime_adapters
 from engine.client.sessions.running_sessions import RunningSessions
@@ -33,13 +35,13 @@ class Engines:
         self.gate = asyncio.Event()
         self.gate.set()
 
-    async def load(self, model: str, name: str, path: str, keep: Collection[str]) -> str:
+    async def load(self, model: str, name: str, path: str, keep: Collection[str]) -> AdapterAdded:
         await self.gate.wait()
         self.keep = set(keep)
         if path == "bad":
             raise InvalidRequestError("Invalid 'lora_path': bad.", param="lora_path")
         self.resident = [*(patch for patch in self.resident if patch != path), path]
-        return path
+        return AdapterAdded("load", path, SamplerDefaults(num_inference_steps=4))
 
     def drop(self, model: str, patch: str) -> None:
         self.resident.remove(patch)
@@ -86,6 +88,7 @@ async def server() -> AsyncIterator[Server]:
 async def test_a_loaded_adapter_is_served_under_its_name(server: Server) -> None:
     info = await server.adapters.load("hat", "h")
     assert (info.name, info.parent, info.patch) == ("hat", "m", "h")
+    assert info.defaults.num_inference_steps == 4
     assert choose_model(server.served.by_name, "", [Lora("hat", 0.5)]).patches == (Patch("h", 0.5),)
     assert b'running_lora_adapters="hat"' in server.metrics.exposition()
     server.adapters.unload("hat")

@@ -16,6 +16,7 @@ from safetensors.torch import load_file, save_file
 from core.config import AdapterConfig, ModelConfig
 from core.messages.worker import AdapterLoaded, DropAdapter, LoadAdapter
 from core.patches import Patch
+from core.sampler_defaults import SamplerDefaults
 from model_executor.patches.adapters import Adapter
 from model_executor.worker.loading.adapter_loader import AdapterLoader, adapter_bytes
 from model_executor.worker.loading.loader_thread import LoaderThread
@@ -74,8 +75,10 @@ def test_it_is_as_one_that_was_loaded_at_the_start(
     loader: Loader, models: ResidentModels, paths: dict[str, Path], file: Path
 ) -> None:
     plain = picture(models, "a")
+    file.with_suffix(".json").write_text('{"num_inference_steps": 4}')
     answer = loader.load(file)
     assert (answer.rank, answer.request_id, answer.failure) == (3, "load", None)
+    assert answer.defaults == SamplerDefaults(num_inference_steps=4)
     (checkpoint,) = {config.model for config in models._configs.values()}
     configured = ModelConfig(
         model=checkpoint, served_model_name="a", dtype="float32", adapters=(AdapterConfig("x", str(file)),)

@@ -143,11 +143,13 @@ def test_roles_and_workflows_that_no_request_could_use_are_refused(
 
 
 def test_defaults_take_the_place_of_the_checkpoints(paths: Mapping[str, Path]) -> None:
-    defaults = RequestDefaults(num_inference_steps=7, guidance_scale=2.5, true_cfg_scale=3.5, refiner_start=0.7)
+    numbers = {"guidance_scale": 2.5, "true_cfg_scale": 3.5, "shift": 1.5, "refiner_start": 0.7}
+    defaults = RequestDefaults(num_inference_steps=7, **numbers)
     settings = {"refiner": "flux2", "workflow": REFINED.name, "defaults": defaults}
     models = opened({**paths, "flux2": paths["flux"]}, "flux", "flux2", **settings)
     info, other = models.ready(0).models
     assert info.workflow == REFINED.name
     assert (info.default_num_inference_steps, info.default_guidance_scale) == (7, 2.5)
-    assert (info.default_true_cfg_scale, info.default_refiner_start) == (3.5, 0.7)
+    assert (info.default_true_cfg_scale, info.default_shift, info.default_refiner_start) == (3.5, 1.5, 0.7)
     assert other.default_num_inference_steps == 28
+    assert (info.takes_sigmas, other.takes_sigmas) == (False, True)
