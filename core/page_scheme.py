@@ -41,7 +41,7 @@ class PageLayout(msgspec.Struct, frozen=True, kw_only=True):
     head_dim: int
     dtype: PageDtype
     rows_per_token: int = 1  # keys and values per image token; 2: the clean template has tokens of its own
-    condition_rows: int = 0  # further ones of a picture with references, see `with_conditions`
+    condition_rows: int = 0  # of a picture with references, the template's own included: see `with_conditions`
     num_moments: int = 0  # numbers stored beside a page per image token
 
     def with_conditions(self, number: int) -> PageLayout:
@@ -133,9 +133,10 @@ class PageScheme(msgspec.Struct, frozen=True, kw_only=True):
         """Bytes of the entry with a template's clean latents."""
         return num_tokens * self.latent_bytes
 
-    def template_bytes(self, num_tokens: int, num_keyframes: int) -> int:
+    def template_bytes(self, num_tokens: int, num_keyframes: int, num_reference_tokens: int = 0) -> int:
         """Upper bound on the bytes of a template's entries, each rounded up to whole pages of memory."""
-        latents, pages = self.latent_entry_bytes(num_tokens), self.layout.entry_bytes(num_tokens)
+        latents = self.latent_entry_bytes(num_tokens + num_reference_tokens)
+        pages = self.layout.entry_bytes(num_tokens)
         return _whole_pages(latents) + num_keyframes * _whole_pages(pages)
 
 

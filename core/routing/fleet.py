@@ -223,7 +223,7 @@ class Fleet:
 
     def size_costs(self, shape: RequestShape) -> SizeCosts:
         """The costs that do not depend on its mask; valid until the next report."""
-        tokens = (shape.image_tokens, shape.condition_tokens, shape.text_tokens)
+        tokens = (shape.image_tokens, shape.condition_tokens, shape.text_tokens, shape.reference_tokens)
         return self.costs.of_size((shape.model, *tokens, shape.encodings, shape.entry_bytes))
 
     def pages(self, shape: RequestShape) -> TemplatePages | None:

@@ -46,8 +46,8 @@ class Encoding(NamedTuple):
     image_tokens: int
 
 
-Size = tuple[str, int, int, int, tuple[Encoding, ...], int]
-"""Model, image, condition and text tokens, nodes that run once, and bytes of a keyframe's pages."""
+Size = tuple[str, int, int, int, int, tuple[Encoding, ...], int]
+"""Model, image, condition, text and reference tokens, nodes that run once, and bytes of a keyframe's pages."""
 
 Features = tuple[float, ...]
 """One value for each of `core.costs.cost_model.FEATURES`."""
@@ -106,21 +106,23 @@ class FleetCosts:
         self._sizes.clear()
 
     def _costs_of(self, size: Size) -> SizeCosts:
-        model, image_tokens, condition_tokens, text_tokens, encodings, entry_bytes = size
-        weights = _size_weights(image_tokens, condition_tokens, text_tokens)
+        model, image_tokens, condition_tokens, text_tokens, reference_tokens, encodings, entry_bytes = size
+        beside = condition_tokens, text_tokens, reference_tokens
+        weights = _size_weights(image_tokens, *beside)
         base, other, prime, template = (weights @ self._column(model)).tolist()
         if encodings:
-            other = sum(self._seconds(each, condition_tokens, text_tokens) for each in encodings)
+            other = sum(self._seconds(each, *beside) for each in encodings)
         load = float(np.dot((1.0, entry_bytes / 1e6), self._copies))
         return SizeCosts(base, other, prime, template, min(load, prime))
 
-    def _seconds(self, encoding: Encoding, condition_tokens: int, text_tokens: int) -> float:
+    def _seconds(self, encoding: Encoding, condition_tokens: int, text_tokens: int, reference_tokens: int) -> float:
         """Seconds of a node that runs once; 0 if its op has no line."""
         op = OPS[encoding.op]
         start = _STARTS.get(op.cost_name)
         if start is None:
             return 0.0
-        features = features_of(op.size(_TokenSizes(encoding.image_tokens, condition_tokens, text_tokens)))
+        sizes = _TokenSizes(encoding.image_tokens, condition_tokens, text_tokens, reference_tokens)
+        features = features_of(op.size(sizes))
         return float(np.dot(features, self._column(encoding.model)[start : start + _NUM_FEATURES]))
 
     def _column(self, model: str) -> Vector:
@@ -147,9 +149,9 @@ class _TokenSizes:
 
 
 @lru_cache(MAX_SIZES)
-def _size_weights(image_tokens: int, condition_tokens: int, text_tokens: int) -> Vector:
+def _size_weights(image_tokens: int, condition_tokens: int, text_tokens: int, reference_tokens: int) -> Vector:
     """The factors of a model's column for the first four fields of SizeCosts, shape [4, lines * features]."""
-    sizes = _TokenSizes(image_tokens, condition_tokens, text_tokens)
+    sizes = _TokenSizes(image_tokens, condition_tokens, text_tokens, reference_tokens)
     once = [op_of(node) for node in WORKFLOW.nodes if not node.region and not node.shows]
     weights = np.zeros((4, len(LINES), _NUM_FEATURES))
     weights[0, 0, FEATURES.index("constant")] = 1.0

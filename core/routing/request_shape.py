@@ -44,6 +44,7 @@ class RequestShape:
     priority: int = 0  # lower goes first
     num_rows: int = 1  # of a step, see SamplingParams
     condition_tokens: int = 0  # of a row; computed by full steps alone
+    reference_tokens: int = 0  # those of them that are of references
     owner: str = ""  # see EngineRequest
     # What its workflow has beside the plain one.
     denoiser: str = ""  # the model that makes its steps; "": its own
@@ -79,6 +80,7 @@ class RequestShape:
             priority=request.priority,
             num_rows=spec.num_rows,
             condition_tokens=spec.num_condition_tokens,
+            reference_tokens=spec.num_reference_tokens,
             owner=request.owner,
             denoiser=info.name if workflow.paged is None else _player(info, workflow.paged),
             loops=loops_of(workflow, info, request.rounds, tokens_of),
@@ -111,7 +113,8 @@ class RequestShape:
         return found if self.num_rows == 1 else {name: _times(self.num_rows, each) for name, each in found.items()}
 
     def _loop_features(self, loop: Loop) -> Features:
-        beside = loop.image_tokens * (self.image_tokens + self.condition_tokens) // self.image_tokens
+        scaled = self.image_tokens + self.condition_tokens - self.reference_tokens
+        beside = loop.image_tokens * scaled // self.image_tokens + self.reference_tokens
         return work_features(beside + self.text_tokens, beside + self.text_tokens, 0.0)
 
     @property

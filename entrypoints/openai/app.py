@@ -137,8 +137,8 @@ def _add_image_routes(
         """Repaint the masked part of an image. With `stream` the answer is a stream of server-sent events."""
         engine.check_ready()
         async with engine.until_shutdown(), places.take(_owner(request)):
-            sees = any(model.references is not None for model in engine.models.values())
-            submission = await read_edit(request, settings.max_upload_bytes, keeps_references=sees)
+            seen = (model.references.most for model in engine.models.values() if model.references is not None)
+            submission = await read_edit(request, settings.max_upload_bytes, max_references=max(seen, default=0))
         owners.note(request.scope[REQUEST_ID], _owner(request))
         return _answer(engine, request, "image_edit", submission)
 

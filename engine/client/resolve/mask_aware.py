@@ -78,7 +78,7 @@ def why_exact(
     has_room = (
         own_pages_fit(scheme, engine, num_tokens, sampling.num_rows)
         if full.own_page_steps
-        else fits(scheme, engine.cache, num_ranks, num_tokens, num_steps)
+        else fits(scheme, engine.cache, num_ranks, num_tokens, num_steps, num_reference_tokens)
     )
     return None if has_room else "too_large"
 
@@ -90,14 +90,21 @@ def own_pages_fit(scheme: PageScheme, engine: EngineConfig, num_tokens: int, num
     return most <= (cache.device_bytes or cache.host_bytes)
 
 
-def fits(scheme: PageScheme, cache: CacheConfig, num_ranks: int, num_tokens: int, num_steps: int) -> bool:
+def fits(
+    scheme: PageScheme,
+    cache: CacheConfig,
+    num_ranks: int,
+    num_tokens: int,
+    num_steps: int,
+    num_reference_tokens: int = 0,
+) -> bool:
     """Whether all pages of one template fit the tier that edits compute from, and its clean latents the one that all
     ranks of an engine read. num_steps matters only for a scheme that keeps pages of every step.
     """
-    if num_ranks > 1 and scheme.latent_entry_bytes(num_tokens) > cache.host_bytes:
+    if num_ranks > 1 and scheme.latent_entry_bytes(num_tokens + num_reference_tokens) > cache.host_bytes:
         return False
     budget = cache.device_bytes or cache.host_bytes
-    return scheme.template_bytes(num_tokens, len(scheme.keyframes) or num_steps) <= budget
+    return scheme.template_bytes(num_tokens, len(scheme.keyframes) or num_steps, num_reference_tokens) <= budget
 
 
 def can_prime_ahead(model: ModelInfo, cache: CacheConfig, num_ranks: int, num_tokens: int) -> bool:

@@ -138,6 +138,7 @@ class EditPreparation:
             images = image_ops.prepare_nothing(job)
         else:
             images = await self._services.images.prepare(job, self._caller)
+        _check_reference_is_beside_a_mask(images, self._model)
         engine = self._services.served.engine
         parts = self._edit, self._choice, self._sampling, images, engine, self._workflow, self._class_label
         prepared = PreparedEdit(*parts)
@@ -183,6 +184,14 @@ def _check_references(edit: EditInput, model: ModelInfo) -> None:
         raise InvalidRequestError(message, param="reference_image")
     if number and edit.image is None and edit.template_id is None:
         message = "Invalid 'reference_image': references go with a picture to edit; give 'image'."
+        raise InvalidRequestError(message, param="reference_image")
+
+
+def _check_reference_is_beside_a_mask(images: PreparedImages, model: ModelInfo) -> None:
+    """Raises InvalidRequestError where nothing would be seen of the picture to edit."""
+    if images.unmasked and images.references and model.references and model.references.replaces_template:
+        reason = f"{model.name} sees it in place of the picture, of which nothing is kept without a mask; give one"
+        message = f"Invalid 'reference_image': {reason}, or this picture alone."
         raise InvalidRequestError(message, param="reference_image")
 
 

@@ -68,19 +68,19 @@ class Submission:
         return [*self.uploads.values(), *self.references.values()]
 
 
-async def read_edit(request: Request, max_upload_bytes: int, *, keeps_references: bool = True) -> Submission:
+async def read_edit(request: Request, max_upload_bytes: int, *, max_references: int = 0) -> Submission:
     """Read the body of POST /v1/images/edits: multipart, or JSON with data: URLs. max_upload_bytes: per file.
-    keeps_references: a served model may see references; else they are empty.
+    max_references: as many as any served model sees; further ones are empty.
 
     Raises InvalidRequestError and below, BodyTimeoutError, NoDiskError, and AbortedError if the client disconnects.
     """
     content_type = request.headers.get("content-type", "")
     match _media_type(content_type):
         case "multipart/form-data":
-            form = replace(_EDIT_FORM, keeps_references=keeps_references)
+            form = replace(_EDIT_FORM, max_references=max_references)
             return await _read_multipart(request, content_type, max_upload_bytes, form)
         case "application/json":
-            return await _read_json_edit(request, max_upload_bytes, keeps_references=keeps_references)
+            return await _read_json_edit(request, max_upload_bytes, max_references)
         case other:
             raise UnsupportedContentTypeError(other, f"{MULTIPART} or {JSON}")
 
@@ -118,7 +118,7 @@ class _Form:
     fields: Mapping[str, Field]
     files: tuple[str, ...]  # names of the file fields that are kept
     max_images: int
-    keeps_references: bool = False  # not only the first picture
+    max_references: int = 0  # that are kept
 
 
 _EDIT_FORM = _Form(EDIT_FIELDS, (*_UPLOAD_FIELDS, "reference_image"), MAX_INPUT_IMAGES)
@@ -131,10 +131,11 @@ async def _read_multipart(request: Request, content_type: str, max_upload_bytes:
         MAX_TEXT_BYTES."""
         base = _base_name(part.name)
         is_first = all(_base_name(other.name) != base for other in earlier if other.received)
-        if part.is_file and base == "reference_image":
-            return max_upload_bytes, form.keeps_references
         if part.is_file:
-            is_kept = is_first or (base == "image" and form.keeps_references)
+            kept = [_base_name(other.name) for other in earlier if other.keep]
+            num_references = max(0, kept.count("image") - 1) + kept.count("reference_image")
+            is_reference = base == "reference_image" or (base == "image" and not is_first)
+            is_kept = num_references < form.max_references if is_reference else is_first
             return max_upload_bytes, base in form.files and is_kept
         if base == "mask_image" and base in form.files:
             return _base64_bytes(max_upload_bytes), is_first
@@ -232,9 +233,8 @@ def _base_name(name: str) -> str:
 # ---------------------------------------------------------------------------------------------------------------- JSON
 
 
-async def _read_json_edit(request: Request, max_upload_bytes: int, *, keeps_references: bool) -> Submission:
-    num_files = 1 + (MAX_INPUT_IMAGES if keeps_references else 1)
-    limit = num_files * _base64_bytes(max_upload_bytes) + MAX_TEXT_BYTES
+async def _read_json_edit(request: Request, max_upload_bytes: int, max_references: int) -> Submission:
+    limit = (2 + max_references) * _base64_bytes(max_upload_bytes) + MAX_TEXT_BYTES
     submission = Submission()
     with ExitStack() as on_error, closing(await _read_json(request, limit)) as body:
         on_error.callback(submission.close)
@@ -245,10 +245,11 @@ async def _read_json_edit(request: Request, max_upload_bytes: int, *, keeps_refe
             submission.uploads[name] = await decode_base64(
                 _pieces(body, text), name, max_upload_bytes, needs_data_url=needs_data_url
             )
-        for name, text in references.items():
+        for number, (name, text) in enumerate(references.items()):
+            given_as = name.partition("[")[0]
             submission.references[name] = (
-                await decode_base64(_pieces(body, text), name.partition("[")[0], max_upload_bytes, needs_data_url=True)
-                if keeps_references
+                await decode_base64(_pieces(body, text), given_as, max_upload_bytes, needs_data_url=True)
+                if number < max_references
                 else SpooledUpload()
             )
         on_error.pop_all()
@@ -294,8 +295,8 @@ def _pop_images(members: dict[str, msgspec.Raw]) -> tuple[dict[str, tuple[str, b
         if images:
             raise _duplicate("image")
         images = one if isinstance(one, list) else [one]
-    listed = members.pop("reference_images", members.pop("reference_image", None))
-    beside = _member(listed, list[_JsonImage], "reference_image", f"an array, each member {_JSON_IMAGE}") or []
+    listed, what = members.pop("reference_images", None), f"an array, each member {_JSON_IMAGE}"
+    beside = _member(listed, list[_JsonImage], "reference_images", what) or []
     if images:
         sources["image"] = (_image_url(images[0], "image"), True)
         for index, image in enumerate(images[1:], start=1):
@@ -303,7 +304,7 @@ def _pop_images(members: dict[str, msgspec.Raw]) -> tuple[dict[str, tuple[str, b
     for index, image in enumerate(beside):
         references[f"reference_image[{index}]"] = _image_url(image, "reference_image")
     if len(images or []) + len(beside) > MAX_INPUT_IMAGES:
-        given_as = "reference_image" if beside else "image"
+        given_as = "reference_images" if beside else "image"
         raise _too_many_images(len(images or []) + len(beside), MAX_INPUT_IMAGES, given_as)
     mask = _member(members.pop("mask", None), _JsonImage, "mask", _JSON_IMAGE)  # type: ignore[arg-type]
     if mask is not None:

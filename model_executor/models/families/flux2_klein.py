@@ -1,4 +1,4 @@
-"""The FLUX.2-klein family, which follows `diffusers.Flux2KleinInpaintPipeline`, with any number of references,
+"""The FLUX.2-klein family, which follows `diffusers.Flux2KleinInpaintPipeline`, with up to three references,
 and `Flux2KleinPipeline` for pictures that are made of nothing. The other models of FLUX.2 have another text encoder.
 
 Functions name the pipeline's method that they follow.
@@ -102,7 +102,7 @@ class Flux2Klein(NoisedTemplate):
             is_guidance_cfg=is_guided,
             has_true_cfg=False,
             can_skip_steps=self._sampling.can_skip_steps,
-            references=ReferencePictures(most=15, pixels=1024**2, multiple=self._token_size, grows=False),
+            references=ReferencePictures(most=3, pixels=1024**2, multiple=self._token_size, grows=False),
             **self._conditions_info,
         )
 

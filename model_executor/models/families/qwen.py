@@ -291,7 +291,7 @@ class QwenEditPlus(QwenEdit):
         return np.array(self._resizer.resize(picture, high, wide))
 
     def info(self, name: str) -> ModelInfo:
-        references = ReferencePictures(most=15, pixels=1024**2, multiple=FITTED_SIDE, grows=True)
+        references = ReferencePictures(most=2, pixels=1024**2, multiple=FITTED_SIDE, grows=True)
         return msgspec.structs.replace(super().info(name), references=references)
 
     def _draws_masked_image(self, inputs: ImageInputs) -> bool:

@@ -50,8 +50,8 @@ def with_players(info: ModelInfo, config: ModelConfig, taken: tuple[ModelKey, ..
         borrowed=taken,
         **{name: value for name, value in defaults.items() if value is not None},
     )
-    if "refiner" in info.roles:
-        shared = {"takes_sigmas": False, "can_skip_steps": False, "step_schedules": ()}
+    if "refiner" in info.roles:  # which may see no references
+        shared = {"takes_sigmas": False, "can_skip_steps": False, "step_schedules": (), "references": None}
         info = msgspec.structs.replace(info, page_scheme=None, **shared)
     steps, shift, sigmas = info.default_num_inference_steps, info.default_shift, info.default_sigmas
     sampler = SamplerDefaults(num_inference_steps=steps, shift=shift, sigmas=sigmas)

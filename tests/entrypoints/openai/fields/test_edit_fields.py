@@ -328,7 +328,7 @@ async def test_image_lists(client: httpx.AsyncClient, engine: FakeEngine, name: 
 
 def let_see(engine: FakeEngine) -> None:
     """Have the engine's model see references."""
-    rule = ReferencePictures(most=15, pixels=64**2, multiple=16, grows=False)
+    rule = ReferencePictures(most=3, pixels=64**2, multiple=16, grows=False)
     engine.models = {name: msgspec.structs.replace(model, references=rule) for name, model in engine.models.items()}
 
 
@@ -368,9 +368,9 @@ async def test_references_are_files_and_counted_with_the_images(client: httpx.As
     files = [IMAGE, *[("reference_image[]", ("a.png", b"x"))] * 16]
     assert_refused(await post_edit(client, files), 400, "array_above_max_length", "reference_image")
     body = {"image": data_url(b"one"), "reference_images": [data_url(b"x")] * 16, "prompt": "p"}
-    assert_refused(await post_json(client, body), 400, "array_above_max_length", "reference_image")
+    assert_refused(await post_json(client, body), 400, "array_above_max_length", "reference_images")
     body["reference_images"] = "no array"
-    assert_refused(await post_json(client, body), 400, "invalid_type", "reference_image")
+    assert_refused(await post_json(client, body), 400, "invalid_type", "reference_images")
 
 
 async def test_too_many_images(client: httpx.AsyncClient) -> None:
