@@ -300,7 +300,8 @@ def test_cells_are_measured_one_by_one_and_kept(
     for of in [*rounds["clockwork"], *rounds["goodput"]]:
         assert of["sent"] == 6 == sum(of[end] for end in ("in_time", "late", "refused", "given_up", "failed"))
         assert of["failed"] == 0
-        assert of["busy"]["denoise"] > 0
+        was_served = of["in_time"] + of["late"] > 0  # a busy machine may refuse all
+        assert (of["busy"].get("denoise", 0.0) > 0) >= was_served
         assert 0 < of["policy_cpu"] < of["engine_cpu"]
         assert len(of["probes"]) == 2
     assert len(kept["crowding"]) == 2

@@ -150,10 +150,10 @@ def test_a_length_that_the_encoder_cannot_read(copy: Callable[[str], Path], name
 
 
 @pytest.mark.parametrize(("name", "part"), TOKENIZERS)
-def test_a_configuration_that_no_prompt_can_be_read_with(copy: Callable[[str], Path], name: str, part: str) -> None:
+def test_a_configuration_without_a_token_to_fill_up_with(copy: Callable[[str], Path], name: str, part: str) -> None:
     path = copy(name)
     change(path / part / "tokenizer_config.json", pad_token=None)
-    assert_refused(path, f"cannot load {part} of .*: it cannot read a prompt .*; fetch its files again")
+    assert_refused(path, f"cannot load {part} of .*: it has no pad_token, with which diffusers' pipelines fill up")
     change(path / part / "tokenizer_config.json", pad_token="a", model_max_length=-1)
     assert_refused(path, f"cannot load {part} of .*: .* model_max_length below 1")
 

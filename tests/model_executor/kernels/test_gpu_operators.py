@@ -288,7 +288,7 @@ def unet_pages(unet: Unet, rows: Sequence[Row]) -> list[Tensor]:
     """Entries of int8 pages of templates that are primed together in two chunks."""
     layout = unet.page_layout("int8")
     entries = [torch.zeros(layout.entry_bytes(TOKENS), dtype=torch.uint8, device=row.latents.device) for row in rows]
-    shared = [{f.name: getattr(row, f.name) for f in fields(Row)[:7]} for row in rows]
+    shared = [{f.name: getattr(row, f.name) for f in fields(Row)[:8]} for row in rows]
     templates = [PrimeRow(**s, hidden=None, entry=entry) for s, entry in zip(shared, entries, strict=True)]
     hidden = unet.prime(templates, (0, 3))
     again = [replace(template, hidden=parts) for template, parts in zip(templates, hidden, strict=True)]

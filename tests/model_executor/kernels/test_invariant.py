@@ -250,7 +250,7 @@ def primed(denoiser: Any, rows: Sequence[Row]) -> list[Pages]:
     """Each row over its own int8 pages, made together."""
     layout, tokens = denoiser.page_layout("int8"), len(rows[0].latents)
     entries = torch.zeros(len(rows), layout.entry_bytes(tokens), dtype=torch.uint8)
-    shared = [{field.name: getattr(row, field.name) for field in fields(Row)[:7]} for row in rows]
+    shared = [{field.name: getattr(row, field.name) for field in fields(Row)[:8]} for row in rows]
     templates = [PrimeRow(**its, hidden=None, entry=entry) for its, entry in zip(shared, entries, strict=True)]
     denoiser.prime(templates, (0, layout.num_blocks))
     return [Pages(layout, tokens, entry, None, 0.0) for entry in entries]

@@ -141,7 +141,7 @@ def draw_row(seed: int, width: int, condition: int, text: int, pooled: int, toke
 def primed(denoiser: Any, row: Row) -> Pages:
     layout, tokens = denoiser.page_layout("int8"), len(row.latents)
     entry = torch.zeros(layout.entry_bytes(tokens), dtype=torch.uint8)
-    shared = {field.name: getattr(row, field.name) for field in fields(Row)[:7]}
+    shared = {field.name: getattr(row, field.name) for field in fields(Row)[:8]}
     denoiser.prime([PrimeRow(**shared, hidden=None, entry=entry)], (0, layout.num_blocks))
     return Pages(layout, tokens, entry, None, 0.0)
 

@@ -195,7 +195,7 @@ def test_a_mask_aware_run_of_a_unet_keeps_the_templates_latents_and_noise(tmp_pa
                 seen.append(tuple(tensor.data_ptr() for tensor in series.get("template", ())))
         assert len(seen) == 4
         assert len(set(seen[:3])) == 1
-        assert len(seen[0]) == 2
+        assert len(seen[0]) == 3, "the template's, those of no references, and the noise"
         assert seen[3] == ()
 
 
