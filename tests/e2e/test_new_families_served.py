@@ -68,6 +68,9 @@ def test_a_reference_is_seen_and_cached(client: openai.OpenAI) -> None:
 def test_references_that_a_model_cannot_see(client: openai.OpenAI) -> None:
     with pytest.raises(openai.BadRequestError, match="kontext sees at most 1 beside the picture to edit, not 2"):
         with_references(client, "kontext", 2)
+    pictures = [encode(photo(seed=seed)) for seed in range(2)]
+    with pytest.raises(openai.BadRequestError, match="kontext sees it in place of the picture, of which nothing"):
+        client.images.edit(image=pictures, model="kontext", prompt="a hat")
     _, stencil, _ = with_references(client, "z-image", 1)
     assert stencil["ignored"] == ["image[1]"]
 

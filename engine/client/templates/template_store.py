@@ -13,7 +13,7 @@ from core.errors import InvalidRequestError, TemplateNotFoundError
 from engine.client.upload import KeptUpload
 
 MAX_VIEWS = 1000
-"""Crops remembered per template, the latest ones, so that their pages are dropped with it."""
+"""Views remembered per template, the latest ones, so that their pages are dropped with it."""
 
 
 Pages = tuple[str, str, str]
@@ -28,9 +28,9 @@ def _new_id() -> str:
 class RegisteredTemplate:
     """One registered image. owner: digest of its API key, "" without keys. width, height: pixels of the upload.
     image_tokens: at its generation size. content_id: see PreparedImages; "" before preparation. views: content ids of
-    parts that were edited with `padding_mask_crop`, the latest last. created: Unix seconds. primed: its pages were
-    computed and take `page_bytes`. is_captured: a result that was registered automatically and not used by an edit yet.
-    cache_salt: of its pages, see `CacheConfig.salt`.
+    edits of a part of it (`padding_mask_crop`), or with references, the latest last. created: Unix seconds. primed: its
+    pages were computed and take `page_bytes`. is_captured: a result that was registered automatically and not used by
+    an edit yet. cache_salt: of its pages, see `CacheConfig.salt`.
     """
 
     upload: KeptUpload
@@ -50,7 +50,7 @@ class RegisteredTemplate:
 
     @property
     def content_ids(self) -> tuple[str, ...]:
-        """Content ids of the whole and its crops, all of which may have pages."""
+        """Content ids of the whole and its views, all of which may have pages."""
         return self.content_id, *self.views
 
 

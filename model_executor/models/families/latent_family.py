@@ -28,6 +28,7 @@ class LatentFamily(TransformerFamily):
 
     references_replace_template: ClassVar[bool] = False
     """As `ReferencePictures.replaces_template`."""
+
     chooses_sigmas: ClassVar[bool] = True
     """Whether the diffusers pipeline gives its scheduler noise levels of its own."""
 

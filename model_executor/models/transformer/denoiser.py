@@ -49,7 +49,8 @@ from model_executor.patches.batch_patches import BatchPatches, Where, by_patches
 from model_executor.patches.group_patches import GroupPatches
 
 CACHED_GRIDS = 32
-"""Tables of positions cached, one per image size and text length; FLUX's takes 8 bytes * tokens * head dim / 2."""
+"""Tables of positions cached, one per text length and sizes of image and references; FLUX's takes 8 bytes * tokens *
+head dim / 2."""
 
 MODULATION_BYTES = 64 * 1024**2
 GPU_MODULATION_BYTES = 256 * 1024**2
@@ -487,8 +488,8 @@ def select(x: Tensor, tokens: Tensor | None) -> Tensor:
 
 
 def with_conditions(row: Row | PrimeRow, tokens: Tensor | None) -> Tensor:
-    """The denoiser's input for these tokens, None for all, where the template's clean latents are condition tokens:
-    [tokens, latent width]."""
+    """The denoiser's input for these tokens, None for all, where the clean latents of template and references are
+    condition tokens: [tokens, latent width]."""
     return select(torch.cat([row.latents, row.condition]), tokens)
 
 

@@ -38,6 +38,7 @@ from core.messages.engine import (
 )
 from core.messages.worker import BatchResult, ItemResult
 from core.model_info import ModelInfo
+from core.reference_pictures import ReferencePictures
 from core.scheduling.ops.denoise import Denoise
 from core.scheduling.ops.prime import Prime
 from core.scheduling.ops.text_encode import TextEncode
@@ -71,6 +72,21 @@ def test_only_keyframes_that_steps_read_are_needed() -> None:
 
 
 # ------------------------------------------------------------------------------------------------------- reservations
+
+
+def test_a_template_with_references_takes_no_more_than_is_checked_for() -> None:
+    """Else an edit would wait for room that there never is, and others behind it."""
+    seen = ReferencePictures(most=2, pixels=256**2, multiple=16, grows=False)
+    info = msgspec.structs.replace(MODEL, page_scheme=SCHEME, references=seen)
+    spec, pixels = make_masked("a").spec, ArrayRef(0, 0, (1,), "uint8")
+    template = TemplateInfo.of(spec, info, ((64, 128), (256, 256)))
+    beside = info.num_reference_tokens(template.reference_sizes)
+    assert template.num_latent_tokens == spec.num_tokens + beside
+    wants = Reservation("a", template, (pixels,) * 3, GRID).wants()
+    most = template.scheme.template_bytes(spec.num_tokens, len(GRID), beside)
+    assert sum(want.nbytes for want in wants) <= most < most + SCHEME.latent_entry_bytes(beside)
+    assert wants[0].nbytes == SCHEME.latent_entry_bytes(template.num_latent_tokens)
+    assert wants[1].nbytes == SCHEME.layout.with_conditions(template.num_condition_tokens).entry_bytes(spec.num_tokens)
 
 
 def test_a_reservation_made_again_is_complete_only_once_its_evicted_entries_are_filled_again() -> None:
