@@ -25,6 +25,7 @@ def main(argv: list[str] | None = None) -> int:
         edit = Edit(
             prompt=args.prompt,
             image=args.image,
+            references=args.reference,
             mask=args.mask,
             mask_image=args.mask_image,
             padding_mask_crop=args.padding_mask_crop,
@@ -75,6 +76,8 @@ def _flattened(image: Image.Image) -> Image.Image:
 def _parse(argv: list[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(prog="python -m entrypoints.edit", description="Edit one picture.")
     parser.add_argument("image", type=Path, help="the picture: PNG, WebP or JPEG")
+    reference_help = "a further picture to look at, for models that see them; may be given several times"
+    parser.add_argument("--reference", type=Path, action="append", default=[], help=reference_help)
     masks = parser.add_mutually_exclusive_group()
     masks.add_argument("--mask", type=Path, help="mask of the picture's size: transparent = edit")
     masks.add_argument("--mask-image", type=Path, help="mask of the picture's size: white = edit")

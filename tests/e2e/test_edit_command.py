@@ -50,6 +50,16 @@ def test_jpeg_of_a_picture_with_transparency(tiny_checkpoint: Path, source: Path
     assert pixels[60, 60, 0] > 180
 
 
+def test_a_reference_that_the_model_does_not_see(
+    tiny_checkpoint: Path, source: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    arguments = [str(source), "--reference", str(source), "--prompt", "p", "-o", str(source.with_name("out.png"))]
+    assert main([*arguments, "--model", str(tiny_checkpoint)]) == 1
+    error = capsys.readouterr().err.splitlines()[-1]
+    assert error.startswith("error: Invalid 'reference_image': ")
+    assert error.endswith("sees no references; leave them out.")
+
+
 @pytest.mark.parametrize("name", ["out.png", "out.webp", "OUT.WEBP"])
 @pytest.mark.parametrize("channels", [3, 4])
 def test_formats_that_can_be_lossless_are(tmp_path: Path, name: str, channels: int) -> None:

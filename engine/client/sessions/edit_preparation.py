@@ -179,8 +179,8 @@ def _check_references(edit: EditInput, model: ModelInfo) -> None:
     """Raises InvalidRequestError for references that the model does not see."""
     number, most = len(edit.references), 0 if model.references is None else model.references.most
     if number > most:
-        sees = f"at most {most} beside the picture to edit, not {number}" if most else "none"
-        message = f"Invalid 'reference_image': {model.name} sees {sees}; leave the others out."
+        sees = f"at most {most} beside the picture to edit, not {number}" if most else "no references"
+        message = f"Invalid 'reference_image': {model.name} sees {sees}; leave them out."
         raise InvalidRequestError(message, param="reference_image")
     if number and edit.image is None and edit.template_id is None:
         message = "Invalid 'reference_image': references go with a picture to edit; give 'image'."
