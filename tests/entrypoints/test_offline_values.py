@@ -25,6 +25,7 @@ from core.config import (
 )
 from core.errors import ConfigError, InvalidRequestError
 from core.lora import Lora
+from core.sampler_defaults import SamplerDefaults
 from core.sampling_params import SamplingParams
 from core.validation import conformed
 from entrypoints.image_engine import Edit, ImageEngine
@@ -46,7 +47,7 @@ def is_plain(value: object) -> bool:
         return all(map(is_plain, value))
     if type(value) is dict:
         return all(map(is_plain, (*value.keys(), *value.values())))
-    return type(value) in (int, float, bool, str, type(None), Lora, *STRUCTS)
+    return type(value) in (int, float, bool, str, type(None), Lora, SamplerDefaults, *STRUCTS)
 
 
 def made_or_refused(kind: type, given: dict[str, object]) -> Any:
