@@ -61,12 +61,12 @@ class Room(msgspec.Struct, frozen=True):
 
     @classmethod
     def of_device(cls, total: int, utilization: float) -> Room:
-        """Of a GPU with this many bytes. utilization: 0..1."""
+        """The room on a GPU with this many bytes of memory. utilization: the share of them that may be taken, 0..1."""
         return cls(int(total * utilization), f"{_gib(total)} x --gpu-memory-utilization {utilization:g}")
 
     @classmethod
     def of_host(cls, limit: int) -> Room:
-        """Of a CPU whose processes may take this many bytes together."""
+        """The room on a CPU, where all processes together may take this many bytes."""
         return cls(limit, "all memory here")
 
     def has(self, sizes: Iterable[LoadedComponent]) -> bool:

@@ -282,7 +282,7 @@ def best_kernels() -> Kernels | None:
 
 
 def best_page_kernels() -> PageKernels | None:
-    """As `best_kernels`; without AVX-512 those that read pages alone."""
+    """The fastest kernels of this CPU: without AVX-512, those alone that read pages."""
     return _compiled() if torch.get_num_threads() == 1 else None
 
 

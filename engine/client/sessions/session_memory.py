@@ -38,7 +38,7 @@ class SessionMemory:
         self._regions.append(self._arena.trim(region, nbytes))
 
     async def store(self, upload: Upload | None) -> ArrayRef | None:
-        """As `store_file`, if there is an upload."""
+        """Copy an upload, if there is one, as `store_file` does."""
         return None if upload is None else await self.store_file(upload)
 
     async def store_file(self, upload: Upload) -> ArrayRef:

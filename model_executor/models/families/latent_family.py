@@ -27,7 +27,7 @@ class LatentFamily(TransformerFamily):
     _sampling: Sampling
 
     references_replace_template: ClassVar[bool] = False
-    """As `ReferencePictures.replaces_template`."""
+    """Whether the denoiser sees references in place of the template: what `ReferencePictures` says to the engine."""
 
     chooses_sigmas: ClassVar[bool] = True
     """Whether the diffusers pipeline gives its scheduler noise levels of its own."""
