@@ -1,4 +1,5 @@
-"""One denoising step of every transformer family's blocks, mask-aware against exact, with random weights of width 512.
+"""One denoising step of every transformer family's blocks, mask-aware against exact, with random weights of width 512,
+also with two references beside the template.
 
 Pages are int8 keyframes, as in `denoiser_step`. The bound is the ratio of floating-point operations. Exact and
 mask-aware steps take turns in one process; figures are medians.
@@ -42,17 +43,18 @@ HEADS: dict[str, Any] = {"attention_head_dim": 64, "num_attention_heads": 8}
 @dataclass(frozen=True)
 class Blocks:
     """A family's blocks. widths: of latents, condition, prompt and pooled prompt. image_blocks: blocks that compute
-    image tokens alone, of all `num_blocks`."""
+    image tokens alone, of all `num_blocks`. references: pictures of the same size that it sees beside the template."""
 
     denoiser: type[Denoiser]
     make: Callable[[], Any]
     widths: tuple[int, int, int, int]
     num_blocks: int
     image_blocks: int = 0
+    references: int = 0
 
     def bound(self, active: int) -> float:
         """Operations of an exact step over those of one with this many active tokens."""
-        image = SIDE**2 * self.denoiser.rows_per_token
+        image = SIDE**2 * (self.denoiser.rows_per_token + self.references)
         return operations_bound(image, active, TEXT_TOKENS, self.num_blocks, self.image_blocks)
 
 
@@ -129,6 +131,10 @@ FAMILIES = {
 }
 """Family -> blocks like those of its checkpoints."""
 
+FAMILIES |= {
+    f"{name}-references": replace(FAMILIES[name], references=2) for name in ("flux2-klein", "qwen-image-edit-plus")
+}
+
 
 class Bench:
     """A family's steps, and the pages of its template."""
@@ -138,7 +144,7 @@ class Bench:
         with torch.inference_mode(False):
             module = blocks.make().to(dtype).eval().requires_grad_(False)
         self._denoiser = blocks.denoiser(module, 1000, owns_module=True)
-        self._row = _row(self._denoiser, blocks.widths, dtype)
+        self._row = _row(self._denoiser, blocks, dtype)
         near, far = (primed_entry(self._denoiser, self._row, sigma) for sigma in (0.75, 0.5))
         self._pages = pages_between(self._denoiser, self._row, near, far)
 
@@ -152,14 +158,14 @@ class Bench:
         return lambda: self._denoiser.forward([row])
 
 
-def _row(denoiser: Denoiser, widths: tuple[int, int, int, int], dtype: torch.dtype) -> Row:
+def _row(denoiser: Denoiser, blocks: Blocks, dtype: torch.dtype) -> Row:
     """An exact row, the same in every run."""
     generator = torch.Generator().manual_seed(0)
 
     def draw(*size: int) -> Tensor:
         return torch.randn(size, generator=generator).to(dtype)
 
-    return exact_row(denoiser, SIDE, TEXT_TOKENS, widths, draw)
+    return exact_row(denoiser, SIDE, TEXT_TOKENS, blocks.widths, draw, references=blocks.references)
 
 
 def main(argv: Sequence[str] | None = None) -> None:

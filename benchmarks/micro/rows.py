@@ -47,19 +47,21 @@ def exact_row(
     widths: tuple[int, int, int, int],
     draw: Draw,
     guidance_scale: float = 1.0,
+    references: int = 0,
 ) -> Row:
     """As `transformer_row`, with all that a run computes once. widths: of latents, condition, prompt and pooled
-    prompt."""
+    prompt. references: pictures of the same size that follow the template, each with condition tokens of its own."""
     width, condition, text, pooled = widths
     latents = draw(side * side, width)
     row = Row(
         latents=latents,
-        condition=draw(side * side, condition),
+        condition=draw((1 + references) * side * side, condition),
         prompt_embeds=draw(text_tokens, text),
         pooled_prompt_embeds=draw(pooled),
         sigma=torch.tensor(0.6, device=latents.device),
         guidance_scale=guidance_scale,
         grid=(side, side),
+        references=((side, side),) * references,
     )
     return modulated(denoiser, replace(row, prompt_state=denoiser.prompt_state(row.prompt_embeds, ())))
 
@@ -112,6 +114,7 @@ def template_row(row: Row, sigma: float, entry: Tensor) -> PrimeRow:
         sigma=torch.tensor(sigma, device=row.latents.device),
         guidance_scale=row.guidance_scale,
         grid=row.grid,
+        references=row.references,
         hidden=None,
         entry=entry,
     )
@@ -119,7 +122,7 @@ def template_row(row: Row, sigma: float, entry: Tensor) -> PrimeRow:
 
 def primed_entry(model: Primes, row: Row, sigma: float) -> Tensor:
     """Pages of a row's own inputs at a keyframe, uint8 [entry bytes]."""
-    layout = model.page_layout(PAGES)
+    layout = _layout(model, row)
     entry = torch.empty(layout.entry_bytes(len(row.latents)), dtype=torch.uint8, device=row.latents.device)
     model.prime([template_row(row, sigma, entry)], (0, layout.num_blocks))
     return entry
@@ -127,7 +130,12 @@ def primed_entry(model: Primes, row: Row, sigma: float) -> Tensor:
 
 def pages_between(model: Primes, row: Row, near: Tensor, far: Tensor, weight: float = 0.37) -> Pages:
     """Pages of a step that lies between two keyframes."""
-    return Pages(model.page_layout(PAGES), len(row.latents), near, far, weight)
+    return Pages(_layout(model, row), len(row.latents), near, far, weight)
+
+
+def _layout(model: Primes, row: Row) -> PageLayout:
+    layout = model.page_layout(PAGES)
+    return layout.with_conditions(len(row.condition)) if row.references else layout
 
 
 def diffusers_step(module: Any, row: Row, batch: int = 1) -> Callable[[], tuple[Tensor]]:

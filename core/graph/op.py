@@ -57,6 +57,10 @@ class Sizes(Protocol):
         """Condition tokens of references."""
 
     @property
+    def num_paged_reference_tokens(self) -> int:
+        """The same, if no step computes them, else 0."""
+
+    @property
     def num_text_tokens(self) -> int:
         """Text tokens of a row."""
 

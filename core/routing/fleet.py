@@ -25,7 +25,7 @@ import numpy.typing as npt
 from core.costs.load_report import LoadReport, RequestLoad
 from core.costs.slot_forecast import Slot, until_free
 from core.routing.engine_queue import EngineQueue
-from core.routing.fleet_costs import FleetCosts, SizeCosts, Vector
+from core.routing.fleet_costs import FleetCosts, SizeCosts, TokensBeside, Vector
 from core.routing.overtaking import staying_ahead
 from core.routing.request_shape import RequestShape
 from core.routing.template_map import Counts, TemplateMap, TemplatePages
@@ -223,8 +223,9 @@ class Fleet:
 
     def size_costs(self, shape: RequestShape) -> SizeCosts:
         """The costs that do not depend on its mask; valid until the next report."""
-        tokens = (shape.image_tokens, shape.condition_tokens, shape.text_tokens, shape.reference_tokens)
-        return self.costs.of_size((shape.model, *tokens, shape.encodings, shape.entry_bytes))
+        references = shape.reference_tokens, shape.paged_reference_tokens
+        beside = TokensBeside(shape.condition_tokens, shape.text_tokens, *references)
+        return self.costs.of_size((shape.model, shape.image_tokens, beside, shape.encodings, shape.entry_bytes))
 
     def pages(self, shape: RequestShape) -> TemplatePages | None:
         """The engines that have its template's pages; None for an exact edit. Valid until the next call."""

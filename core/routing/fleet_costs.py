@@ -46,8 +46,17 @@ class Encoding(NamedTuple):
     image_tokens: int
 
 
-Size = tuple[str, int, int, int, int, tuple[Encoding, ...], int]
-"""Model, image, condition, text and reference tokens, nodes that run once, and bytes of a keyframe's pages."""
+class TokensBeside(NamedTuple):
+    """Tokens of a request beside those of its image."""
+
+    conditions: int
+    text: int
+    references: int  # of the conditions
+    paged_references: int  # the same, if no step computes them, else 0
+
+
+Size = tuple[str, int, TokensBeside, tuple[Encoding, ...], int]
+"""Model, image tokens, others, nodes that run once, and bytes of a keyframe's pages."""
 
 Features = tuple[float, ...]
 """One value for each of `core.costs.cost_model.FEATURES`."""
@@ -106,23 +115,21 @@ class FleetCosts:
         self._sizes.clear()
 
     def _costs_of(self, size: Size) -> SizeCosts:
-        model, image_tokens, condition_tokens, text_tokens, reference_tokens, encodings, entry_bytes = size
-        beside = condition_tokens, text_tokens, reference_tokens
-        weights = _size_weights(image_tokens, *beside)
+        model, image_tokens, beside, encodings, entry_bytes = size
+        weights = _size_weights(image_tokens, beside)
         base, other, prime, template = (weights @ self._column(model)).tolist()
         if encodings:
-            other = sum(self._seconds(each, *beside) for each in encodings)
+            other = sum(self._seconds(each, beside) for each in encodings)
         load = float(np.dot((1.0, entry_bytes / 1e6), self._copies))
         return SizeCosts(base, other, prime, template, min(load, prime))
 
-    def _seconds(self, encoding: Encoding, condition_tokens: int, text_tokens: int, reference_tokens: int) -> float:
+    def _seconds(self, encoding: Encoding, beside: TokensBeside) -> float:
         """Seconds of a node that runs once; 0 if its op has no line."""
         op = OPS[encoding.op]
         start = _STARTS.get(op.cost_name)
         if start is None:
             return 0.0
-        sizes = _TokenSizes(encoding.image_tokens, condition_tokens, text_tokens, reference_tokens)
-        features = features_of(op.size(sizes))
+        features = features_of(op.size(_TokenSizes(encoding.image_tokens, beside)))
         return float(np.dot(features, self._column(encoding.model)[start : start + _NUM_FEATURES]))
 
     def _column(self, model: str) -> Vector:
@@ -134,14 +141,24 @@ class _TokenSizes:
     """The sizes of a request with one row whose steps compute all tokens."""
 
     num_tokens: int
-    num_condition_tokens: int
-    num_text_tokens: int
-    num_reference_tokens: int = 0
+    beside: TokensBeside
     num_rows: int = 1
 
     @property
+    def num_text_tokens(self) -> int:
+        return self.beside.text
+
+    @property
+    def num_reference_tokens(self) -> int:
+        return self.beside.references
+
+    @property
+    def num_paged_reference_tokens(self) -> int:
+        return self.beside.paged_references
+
+    @property
     def num_all_tokens(self) -> int:
-        return self.num_tokens + self.num_condition_tokens + self.num_text_tokens
+        return self.num_tokens + self.beside.conditions + self.beside.text
 
     @property
     def num_step_tokens(self) -> int:
@@ -149,9 +166,9 @@ class _TokenSizes:
 
 
 @lru_cache(MAX_SIZES)
-def _size_weights(image_tokens: int, condition_tokens: int, text_tokens: int, reference_tokens: int) -> Vector:
+def _size_weights(image_tokens: int, beside: TokensBeside) -> Vector:
     """The factors of a model's column for the first four fields of SizeCosts, shape [4, lines * features]."""
-    sizes = _TokenSizes(image_tokens, condition_tokens, text_tokens, reference_tokens)
+    sizes = _TokenSizes(image_tokens, beside)
     once = [op_of(node) for node in WORKFLOW.nodes if not node.region and not node.shows]
     weights = np.zeros((4, len(LINES), _NUM_FEATURES))
     weights[0, 0, FEATURES.index("constant")] = 1.0

@@ -45,6 +45,7 @@ class RequestShape:
     num_rows: int = 1  # of a step, see SamplingParams
     condition_tokens: int = 0  # of a row; computed by full steps alone
     reference_tokens: int = 0  # those of them that are of references
+    paged_reference_tokens: int = 0  # the same, if no step computes them
     owner: str = ""  # see EngineRequest
     # What its workflow has beside the plain one.
     denoiser: str = ""  # the model that makes its steps; "": its own
@@ -81,6 +82,7 @@ class RequestShape:
             num_rows=spec.num_rows,
             condition_tokens=spec.num_condition_tokens,
             reference_tokens=spec.num_reference_tokens,
+            paged_reference_tokens=spec.num_paged_reference_tokens,
             owner=request.owner,
             denoiser=info.name if workflow.paged is None else _player(info, workflow.paged),
             loops=loops_of(workflow, info, request.rounds, tokens_of),

@@ -55,8 +55,9 @@ OOM_SCORE = "500"
 class ImageProcessorConfig(msgspec.Struct, frozen=True, kw_only=True):
     """Start parameters of a processor. It inherits three file descriptors: the arena's and its channel's two.
 
-    cpu_seconds: CPU time that one job may take; beyond it, SIGPROF ends the process. memory_bytes: private memory that
-    a job may take; one that needs more fails with OutOfMemoryError.
+    cpu_seconds: CPU time that a job may take for an upload and its mask, and as much again for each reference; beyond
+    it, SIGPROF ends the process. memory_bytes: private memory that a job may take; one that needs more fails with
+    OutOfMemoryError.
     """
 
     arena_id: int
@@ -93,7 +94,8 @@ def _data_bytes() -> int:
 def serve(arena: Arena, channel: Channel, cpu_seconds: float) -> None:
     """Answer every job on the channel with exactly one message, until its other end closes.
 
-    A job that takes more than `cpu_seconds` of CPU time ends the process, as decoders cannot be interrupted.
+    A job that takes more CPU time than it may ends the process, as decoders cannot be interrupted. cpu_seconds: as in
+    `ImageProcessorConfig`.
     """
     decoder: MessageDecoder[ToImageProcessor] = MessageDecoder(ToImageProcessor)
     with contextlib.suppress(PeerClosedError):
@@ -104,7 +106,8 @@ def serve(arena: Arena, channel: Channel, cpu_seconds: float) -> None:
             except MessageError as error:
                 _refuse(channel, payload, error)
                 continue
-            signal.setitimer(signal.ITIMER_PROF, cpu_seconds)  # SIGPROF, which is not caught
+            num_files = 1 + (len(job.references) if isinstance(job, PrepareImages) else 0)
+            signal.setitimer(signal.ITIMER_PROF, num_files * cpu_seconds)  # SIGPROF, which is not caught
             answer = perform(arena, job)
             signal.setitimer(signal.ITIMER_PROF, 0.0)
             channel.send(_encoded(answer))

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
+from entrypoints.openai.body.submission import MAX_INPUT_IMAGES
 from entrypoints.openai.fields.field import Field
 from entrypoints.openai.fields.fields import ADAPTER_FIELDS, EDIT_FIELDS, GENERATION_FIELDS, TEMPLATE_FIELDS
 
@@ -18,6 +19,11 @@ _ERROR = {"type": "object", "properties": {"error": {"type": "object", "properti
 
 def _properties(fields: Mapping[str, Field]) -> dict[str, Any]:
     return {field.name: field.schema() for field in fields.values()}
+
+
+def _pictures(item: dict[str, Any]) -> dict[str, Any]:
+    """Of one request all together at most so many."""
+    return {"type": "array", "items": item, "maxItems": MAX_INPUT_IMAGES}
 
 
 def _object(properties: dict[str, Any], *required: str) -> dict[str, Any]:
@@ -37,9 +43,12 @@ EDIT_BODY = _body(
     {
         "multipart/form-data": _object(
             {
-                "image": _FILE
-                | {"description": "PNG, WebP or JPEG; the first one is edited, others are references. Or template_id."},
-                "reference_image": _FILE | {"description": "Further pictures to look at, for models that see them."},
+                "image": {
+                    "anyOf": [_FILE, _pictures(_FILE)],
+                    "description": "PNG, WebP or JPEG; the first one is edited, others are references. Or template_id.",
+                },
+                "reference_image": _pictures(_FILE)
+                | {"description": "Further pictures to look at, for models that see them."},
                 "mask": _FILE | {"description": "With an alpha channel; transparent = edit."},
                 "mask_image": _FILE | {"description": "White = edit; a file, or base64 text."},
             }
@@ -48,9 +57,9 @@ EDIT_BODY = _body(
         ),
         "application/json": _object(
             {
-                "images": {"type": "array", "items": _IMAGE_URL},
+                "images": _pictures(_IMAGE_URL),
                 "image": _IMAGE_URL | {"description": "Instead of `images`."},
-                "reference_images": {"type": "array", "items": _IMAGE_URL},
+                "reference_images": _pictures(_IMAGE_URL),
                 "mask": _IMAGE_URL,
                 "mask_image": _TEXT,
             }

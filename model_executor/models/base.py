@@ -52,6 +52,8 @@ class ImageInputs:
     effect either. is_exact: the VAE computes in its own dtype; else it may in a faster one, as for `encode_template`
     and `decode_region`. cache_salt: see `CacheConfig.salt`; the encoder's result for a template is kept until the next
     one's, and used again for an equal template with the same salt, with equal results; None: neither.
+    paged_reference_tokens: condition tokens of references whose keys and values are all read from pages; they are not
+    encoded, and zeros are in their place.
     """
 
     template: Tensor  # uint8 [height, width, 3]; the sides are multiples of the token size
@@ -67,6 +69,7 @@ class ImageInputs:
     is_exact: bool = True
     cache_salt: str | None = None
     references: Sequence[Tensor] = ()  # uint8 [height, width, 3] each; the sides are multiples of the token size
+    paged_reference_tokens: int = 0
 
     @property
     def goes_on(self) -> bool:
@@ -329,10 +332,10 @@ class Family(ABC):
         for `encode_text`."""
         return self.encode_text("", text_tokens, (template,), patches)
 
-    def encode_longest(self, text_tokens: int, template: Tensor) -> EncodedText:
+    def encode_longest(self, text_tokens: int, pictures: Sequence[Tensor]) -> EncodedText:
         """What a row with a prompt of `text_tokens` tokens is conditioned on, or of any class: as many tokens as a
-        request may have. template: as for `encode_text`."""
-        return self.encode_text("a " * text_tokens, text_tokens, (template,))  # no word is less than a token
+        request may have. pictures: as for `encode_text`."""
+        return self.encode_text("a " * text_tokens, text_tokens, pictures)  # no word is less than a token
 
     @abstractmethod
     def encode_image(self, inputs: ImageInputs) -> EncodedImage:

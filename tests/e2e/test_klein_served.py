@@ -9,18 +9,26 @@ from typing import Any
 
 import numpy as np
 import openai
+import psutil
 import pytest
-from pictures import Pixels, decode
+from hostile_files import BOMBS, bombs
+from pictures import Pixels, decode, encode, photo
 from served_edits import assert_cold_is_warm, client_of, edit, serving
+from server_process import ServerProcess
 
 from tools.random_checkpoints import make_klein
 
 
 @pytest.fixture(scope="module")
-def client(tmp_path_factory: pytest.TempPathFactory) -> Iterator[openai.OpenAI]:
+def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ServerProcess]:
     folder = tmp_path_factory.mktemp("server")
-    checkpoint = make_klein(folder / "klein", is_distilled=True)
-    with serving(checkpoint, folder) as server, client_of(server) as client:
+    with serving(make_klein(folder / "klein", is_distilled=True), folder) as server:
+        yield server
+
+
+@pytest.fixture(scope="module")
+def client(server: ServerProcess) -> Iterator[openai.OpenAI]:
+    with client_of(server) as client:
         yield client
 
 
@@ -53,3 +61,47 @@ def test_pictures_of_nothing_and_edits_share_steps_and_change_nothing(client: op
     np.testing.assert_array_equal(generated.result(), made)
     for picture, before in zip(together, alone, strict=True):
         np.testing.assert_array_equal(picture, before)
+
+
+GROWTH_BYTES = 16 * 1024 * 1024
+"""What all processes may grow by, together, while hostile references come a second time."""
+
+
+def refused(client: openai.OpenAI, *references: bytes) -> str:
+    """The message of the 4xx that these references get."""
+    with pytest.raises(openai.APIStatusError) as refusal:
+        client.images.edit(
+            image=[
+                ("photo.png", encode(photo())),
+                *((f"{number}.png", file) for number, file in enumerate(references)),
+            ],
+            prompt="a red hat",
+        )
+    assert 400 <= refusal.value.status_code < 500, refusal.value.message
+    assert isinstance(refusal.value.body, dict)
+    return str(refusal.value.body["message"])
+
+
+def memory_of(server: ServerProcess) -> int:
+    """Bytes of all its processes, in which shared memory counts once."""
+    processes = [psutil.Process(server.process.pid), *server.children()]
+    return sum(process.memory_full_info().pss for process in processes)
+
+
+def test_hostile_references_are_refused_and_nothing_is_lost(server: ServerProcess, client: openai.OpenAI) -> None:
+    before, _ = edit(client)
+    files = bombs()
+    used = []
+    for _ in range(2):
+        assert "at most 3" in refused(client, *[files[name] for name in BOMBS][:8] * 2)
+        for name in BOMBS:
+            assert "reference" in refused(client, photo_of(40, 40), files[name]), name
+        for file in (b"", b"text", photo_of(40, 40)[:60], photo_of(1, 300)):
+            assert "reference" in refused(client, file)
+        used.append(memory_of(server))
+    np.testing.assert_array_equal(edit(client)[0], before)
+    assert used[1] - used[0] < GROWTH_BYTES
+
+
+def photo_of(height: int, width: int) -> bytes:
+    return encode(photo(height, width))

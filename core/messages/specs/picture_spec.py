@@ -60,6 +60,11 @@ class PictureSpec(Canvas, frozen=True, kw_only=True):
         """Whether it is mask-aware over its template's pages."""
         return self.is_mask_aware and not self.sampling.own_page_steps
 
+    @property
+    def num_paged_reference_tokens(self) -> int:
+        """Condition tokens of its references, if no step computes them: all read their keys and values from pages."""
+        return self.num_reference_tokens if self.reads_template and not self.sampling.full_steps else 0
+
     def is_full_step(self, step: int) -> bool:
         """Whether a step of a mask-aware run computes all tokens."""
         sampling = self.sampling

@@ -41,17 +41,19 @@ class ImageEncode(Message, OpWork, frozen=True, omit_defaults=True):
     begin: float = 0.0
     end: float = 1.0
     cache_salt: str = ""  # the encoder's output is kept, and reused for an equal template with the same salt
-    references: tuple[ArrayRef, ...] = ()
+    references: tuple[ArrayRef, ...] = ()  # those that a step computes; of others only the number of tokens matters
+    paged_reference_tokens: int = 0
 
 
 def _size(sizes: Sizes) -> Work:
-    return Work.of([sizes.num_tokens + sizes.num_reference_tokens])
+    return Work.of([sizes.num_tokens + sizes.num_reference_tokens - sizes.num_paged_reference_tokens])
 
 
 def _make(request: Request, node: Node, pages: NodePages) -> ImageEncode:
     spec, sampling = request.spec, request.spec.sampling
     canvas = spec.canvas(node.canvas)
     region = request.workflow.begins[node.name]
+    paged = spec.num_paged_reference_tokens
     num_steps = sampling.steps_at(sampling.number(region.strength))
     assert sampling.seed is not None
     assert sampling.num_inference_steps is not None
@@ -70,7 +72,8 @@ def _make(request: Request, node: Node, pages: NodePages) -> ImageEncode:
         end=sampling.number(region.end),
         is_exact=not spec.is_mask_aware,
         cache_salt=spec.cache_salt,
-        references=spec.references,
+        references=() if paged else spec.references,
+        paged_reference_tokens=paged,
     )
 
 

@@ -57,6 +57,7 @@ class NodeSizes:
     canvas: Canvas
     num_rows: int
     num_step_tokens: int
+    num_paged_reference_tokens: int
 
     @property
     def num_tokens(self) -> int:
@@ -182,7 +183,8 @@ class Request:
         if sizes is None:
             canvas = self.spec.canvas(node.canvas)
             tokens = canvas.num_active_tokens if is_masked else canvas.num_all_tokens
-            sizes = self.known_sizes[node.canvas, is_masked] = NodeSizes(canvas, self.spec.num_rows, tokens)
+            paged = self.spec.num_paged_reference_tokens
+            sizes = self.known_sizes[node.canvas, is_masked] = NodeSizes(canvas, self.spec.num_rows, tokens, paged)
         return sizes
 
     def work(self, node: Node) -> Work:

@@ -107,7 +107,7 @@ class DiT(TransformerFamily, TimestepFamily):
     def encode_nothing(self, text_tokens: int, template: Tensor, patches: PatchSet = ()) -> EncodedText:
         return self.encode_class(None)
 
-    def encode_longest(self, text_tokens: int, template: Tensor) -> EncodedText:
+    def encode_longest(self, text_tokens: int, pictures: Sequence[Tensor]) -> EncodedText:
         return self.encode_class(None)
 
     def encode_text(

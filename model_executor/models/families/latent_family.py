@@ -146,7 +146,11 @@ class NoisedTemplate(LatentFamily):
         return clean, noise
 
     def _encoded_references(self, inputs: ImageInputs) -> Tensor | None:
-        """Clean latents of the references, one after the other; None: there are none."""
+        """Clean latents of the references, one after the other, zeros if no step computes them; None: there are
+        none."""
+        if inputs.paged_reference_tokens:
+            size = inputs.paged_reference_tokens, self._latent_width
+            return torch.zeros(size, dtype=self._checkpoint.dtype, device=self._device)
         pictures = [to_image(self._here(picture)) for picture in inputs.references]
         encoded = [pack(self._posterior_sample(picture, None, inputs.is_exact)) for picture in pictures]
         return torch.cat(encoded) if encoded else None

@@ -34,6 +34,7 @@ def encode_image(context: WorkerContext, items: Sequence[Item]) -> list[ItemResu
         is_exact=work.is_exact,
         cache_salt=work.cache_salt,
         references=[context.shared(reference) for reference in work.references],
+        paged_reference_tokens=work.paged_reference_tokens,
     )
     image = context.models[item.model].encode_image(inputs)
     sigmas = _computed(image.sigmas, work)

@@ -126,7 +126,7 @@ class StepInputs:
         primed = family.prime_inputs(clean, noise, sigma, others)
         mixed = primed[0].index_copy(0, active, latents[active])
         if len(condition) == len(others):  # the denoiser sees references alone
-            return mixed, condition
+            return mixed, primed[1]
         return mixed, primed[1].index_copy(0, active, condition[active])
 
     def _read_template(self) -> tuple[Tensor, Tensor, Tensor]:

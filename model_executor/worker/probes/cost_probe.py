@@ -29,6 +29,7 @@ from core.ipc.atomic_file import write_atomically
 from core.ipc.small_files import read_small
 from core.messages.worker import CostSample
 from core.model_info import ModelInfo
+from core.page_scheme import PageLayout
 from core.sampling_params import MAX_INFERENCE_STEPS
 from core.scheduling.ops.decode import DECODE
 from core.scheduling.ops.denoise import DENOISE
@@ -178,11 +179,12 @@ def _expected(samples: Sequence[CostSample], op: Op, work: Work) -> float:
 @dataclass
 class Batches:
     """Makes batches of every op, over an empty picture of the native size. group: of ranks that compute steps together,
-    all of which make the same batches; None: one rank."""
+    all of which make the same batches; None: one rank. references: of every request, as large as can be."""
 
     family: Family
     info: ModelInfo
     group: Group | None = None
+    references: int = 0
 
     def all(self) -> Iterator[Timed]:
         """All batches, ops in turn and smaller ones first, so that every op is sampled even if time runs out."""
@@ -213,7 +215,7 @@ class Batches:
         image, text = self._image, self._text
         prompt_state = self.family.prompt_state(text.prompt_embeds)
         of_row = [text.prompt_embeds, text.pooled_prompt_embeds, *([] if prompt_state is None else [prompt_state])]
-        of_request = [*num_states * [image.latents, *image.state], image.condition, image.outside, image.sigmas]
+        of_request = [*num_states * [image.latents, *image.state], self._condition, image.outside, image.sigmas]
         if self._has_pages and self.family.sees_all_latents:
             of_request += 2 * [image.latents]  # the template's clean latents and noise
         on_device = [tensor for tensor in of_request + self.most_rows * of_row if tensor.device == image.latents.device]
@@ -234,7 +236,7 @@ class Batches:
         scheme = self.info.page_scheme
         if scheme is None or not any(schedule.full_steps for schedule in self.info.step_schedules):
             return 0
-        pages = scheme.own_page_bytes(len(image.latents))
+        pages = msgspec.structs.replace(scheme, layout=self._layout).own_page_bytes(len(image.latents))
         return self.most_rows * pages + 2 * num_states * image.latents.nbytes
 
     @property
@@ -254,7 +256,7 @@ class Batches:
 
     def _encode_text(self) -> EncodedText:
         side = self._side(1.0)
-        empty = torch.zeros(side, side, 3, dtype=torch.uint8)
+        empty = [torch.zeros(height, width, 3, dtype=torch.uint8) for width, height in ((side, side), *self._beside)]
         return self.family.encode_longest(self.info.max_text_tokens, empty)
 
     def _encode_image(self, side: int) -> EncodedImage:
@@ -338,7 +340,7 @@ class Batches:
     @cached_property
     def _prime_row(self) -> PrimeRow:
         assert self.info.page_scheme is not None
-        nbytes = self.info.page_scheme.layout.entry_bytes(self._num_tokens)
+        nbytes = self._layout.entry_bytes(self._num_tokens)
         entry = torch.zeros(nbytes, dtype=torch.uint8, device=self._image.latents.device)
         return PrimeRow(**self._of_any_row, hidden=None, entry=entry)
 
@@ -347,20 +349,26 @@ class Batches:
         """The fields that a `Row` and a `PrimeRow` share."""
         return {
             "latents": self.family.denoiser_input(self._image.begin(self._grid)),
-            "condition": self._image.condition,
+            "condition": self._condition,
             "prompt_embeds": self._text.prompt_embeds,
             "pooled_prompt_embeds": self._text.pooled_prompt_embeds,
             "sigma": self._image.sigmas[0],
             "guidance_scale": self.info.default_guidance_scale,
             "grid": self._grid,
+            "references": tuple(self.family.grid(*size) for size in self._beside),
         }
 
     @cached_property
     def _pages(self) -> Pages:
         """Pages between two keyframes, the most frequent case."""
-        assert self.info.page_scheme is not None
         near = self._prime_row.entry
-        return Pages(self.info.page_scheme.layout, self._num_tokens, near, near.clone(), 0.5)
+        return Pages(self._layout, self._num_tokens, near, near.clone(), 0.5)
+
+    @property
+    def _layout(self) -> PageLayout:
+        assert self.info.page_scheme is not None
+        layout = self.info.page_scheme.layout
+        return layout.with_conditions(self._num_conditions) if self.references else layout
 
     # ------------------------------------------------------------------------------------------------ sizes
 
@@ -373,13 +381,31 @@ class Batches:
         return self._encode_image(self._side(1.0))
 
     @property
+    def _condition(self) -> Tensor:
+        """That of the picture; with references zeros of its size, since no number in it matters."""
+        condition = self._image.condition
+        return condition.new_zeros(self._num_conditions, condition.shape[1]) if self.references else condition
+
+    @property
+    def _num_conditions(self) -> int:
+        beside = self.info.num_reference_tokens(self._beside)
+        return self.info.num_condition_tokens(self._num_tokens, has_template=True, reference_tokens=beside)
+
+    @property
+    def _beside(self) -> Sequence[tuple[int, int]]:
+        """(width, height) of each reference: squares, made smaller."""
+        rule = self.info.references
+        return () if rule is None else self.references * (rule.size(rule.pixels, rule.pixels),)
+
+    @property
     def _text_tokens(self) -> int:
-        return self.info.max_text_tokens + self.info.text_tokens_beside(self._side(1.0), self._side(1.0))
+        side = self._side(1.0)
+        return self.info.max_text_tokens + self.info.text_tokens_beside(side, side, self._beside)
 
     @property
     def num_row_tokens(self) -> int:
         """Tokens of an exact row: text, image and condition tokens."""
-        return self._text_tokens + (1 + self.info.conditions_per_token) * self._num_tokens
+        return self._text_tokens + self._num_tokens + self._num_conditions
 
     @property
     def _grid(self) -> tuple[int, int]:

@@ -99,10 +99,11 @@ def device_page_bytes(
     CPU), and if no model has pages. families: the models that are loaded, of which batches are measured. to_come: bytes
     of weights that may be loaded later. Raises ConfigError if nothing is left.
     """
+    loaded = [info for info in infos if info.name in families and not info.parent]
     schemes = [(info, info.page_scheme) for info in infos if info.page_scheme is not None and not info.parent]
     if cache.device_bytes is not None or gauge is None or not schemes:
         return cache.device_bytes or 0
-    models = [Batches(families[info.name], info) for info in infos if info.name in families and not info.parent]
+    models = [_with_most_references(families[info.name], info) for info in loaded]
     runs = (run for batches in models for run in heaviest(batches, scheduler))
     with room_for("what a request keeps beside the model"):
         # A plan frees what the results before it have made useless; plans that are under way have theirs still.
@@ -117,6 +118,10 @@ def device_page_bytes(
     pages = page_bytes(memory, cache.gpu_memory_utilization, least)
     logger.info("%s", describe(memory, pages))
     return pages
+
+
+def _with_most_references(family: Family, info: ModelInfo) -> Batches:
+    return Batches(family, info, references=0 if info.references is None else info.references.most)
 
 
 @contextmanager

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 
 import msgspec
 import pytest
+import torch
 
 from core.config import ModelConfig
 from core.costs.cost_model import CostKey, CostModel
@@ -20,6 +22,7 @@ from model_executor.worker.loading.resident import ResidentModels
 from model_executor.worker.probes import cost_probe
 from model_executor.worker.probes.cost_probe import Batches, known_or_probed, probe
 from tools.random_checkpoints import (
+    make_flux_kontext,
     make_klein,
     make_qwen,
     make_qwen_edit,
@@ -159,3 +162,22 @@ def test_an_adapter_has_the_costs_of_its_model(models: ResidentModels, info: Mod
 def test_a_cost_file_that_is_none_is_measured_again(tmp_path: Path, content: bytes) -> None:
     (tmp_path / "costs.json").write_bytes(content)
     assert cost_probe._read(tmp_path / "costs.json") is None
+
+
+@pytest.mark.parametrize("make", [make_flux_kontext, make_klein, make_qwen_edit_plus])
+@torch.inference_mode()
+def test_batches_of_requests_with_references(tmp_path: Path, make: Callable[[Path], Path]) -> None:
+    """Their tokens are beside the picture's, or in place of them, in steps, prompts and pages."""
+    plain = opened(make(tmp_path / "model"))
+    rule = plain.info.references
+    assert rule is not None
+    batches = replace(plain, references=rule.most)
+    of_reference = plain.info.num_reference_tokens([rule.size(2048, 2048)])
+    beside = rule.most * of_reference - (plain._num_tokens if rule.replaces_template else 0)
+    seen = [len(each._encode_text().prompt_embeds) for each in (plain, batches)]
+    beside += seen[1] - seen[0]
+    assert batches.num_row_tokens - plain.num_row_tokens == beside
+    assert batches.kept_bytes() > plain.kept_bytes()
+    for _, work, run in (batches.denoise((1.0,)), batches.denoise((0.1,)), batches.prime(1, 1.0)):
+        assert work.keys == (batches.num_row_tokens,)
+        run()
