@@ -102,4 +102,4 @@ def _sizes(item: Item, request: EngineRequest, workflows: Mapping[str, Workflow]
     canvas = request.spec.canvas(workflows[request.workflow].node(item.node).canvas)
     is_masked = getattr(item.work, "active", None) is not None
     tokens = canvas.num_active_tokens if is_masked else canvas.num_all_tokens
-    return NodeSizes(canvas, request.spec.num_rows, tokens)
+    return NodeSizes(canvas, request.spec.num_rows, tokens, request.spec.num_paged_reference_tokens)

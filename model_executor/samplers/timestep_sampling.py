@@ -17,6 +17,7 @@ from functools import cache, lru_cache
 from itertools import count
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -200,11 +201,24 @@ class TimestepSampling:
         trial, generator = copy.deepcopy(self._of_steps(TRIAL_STEPS)), torch.Generator("cpu").manual_seed(0)
         drawn, changed = generator.get_state(), set[str]()
         for timestep in trial.timesteps[: TRIAL_STEPS - 1]:
-            before = {name: repr(value) for name, value in vars(trial).items()}
+            before = copy.deepcopy(vars(trial))
             trial.step(torch.ones(1, 4, 2, 2), timestep, torch.ones(1, 4, 2, 2), **self._random(generator))
-            changed |= {name for name, value in vars(trial).items() if repr(value) != before.get(name)}
+            changed |= {name for name, value in vars(trial).items() if not _is_equal(value, before.get(name))}
         names = tuple(sorted(changed - {"_step_index"}))
         return names, not torch.equal(generator.get_state(), drawn)
+
+
+def _is_equal(one: Any, other: Any) -> bool:
+    """Whether two values of a scheduler's attribute are the same: a number, a table, or a list of these."""
+    if type(one) is not type(other):
+        return False
+    if isinstance(one, Tensor):
+        return one.dtype == other.dtype and torch.equal(one, other)
+    if isinstance(one, np.ndarray):
+        return np.array_equal(one, other)
+    if isinstance(one, list):
+        return len(one) == len(other) and all(map(_is_equal, one, other))
+    return bool(one == other)
 
 
 def _packed(value: Any) -> Tensor:
