@@ -28,6 +28,7 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--work", type=Path, default=Path(".train"), help="checkpoints and logs (default: .train)")
     parser.add_argument("--out", type=Path, default=Path("model_executor/embedded"), help="the exported checkpoint")
     parser.add_argument("--export-stage", choices=EXPORTED, default="distil", help="whose weights `export` writes")
+    parser.add_argument("--share", type=float, default=1.0, help="of them; the rest are those of distil")
     parser.add_argument("--ranks", type=int, default=2, help="training processes, one thread each")
     parser.add_argument("--vae-minutes", type=float, default=18.0)
     parser.add_argument("--denoiser-minutes", type=float, default=71.0)
@@ -76,7 +77,7 @@ def run(stage: str, options: argparse.Namespace) -> None:
         case "export":
             from tools.train_embedded.export import export
 
-            export(options.work, options.out, options.export_stage)
+            export(options.work, options.out, options.export_stage, options.share)
         case "start":
             from tools.train_embedded.export import resume_from
 

@@ -17,13 +17,19 @@ SERVING_DEFAULTS = {"num_inference_steps": 8}  # for requests that give none
 LARGEST_CHECKPOINT = 25_000_000  # bytes, all weights together
 
 
-def assemble(work: Path, stage: str) -> FluxFillPipeline:
-    """The pipeline with a stage's averaged weights, in bfloat16. Raises FileNotFoundError if it was not trained."""
-    state = load(work / f"{stage}.pt")
-    if state is None:
-        raise FileNotFoundError(work / f"{stage}.pt")
+Weights = dict[str, dict[str, torch.Tensor]]
+"""Part -> its parameters by name."""
+
+
+def assemble(work: Path, stage: str, share: float = 1.0) -> FluxFillPipeline:
+    """The pipeline with a stage's averaged weights, in bfloat16. share: of these, 0..1; the rest are those of `distil`,
+    which `refine` begins with. Raises FileNotFoundError if a stage was not trained.
+    """
+    weights = _averaged(work, stage)
+    if share < 1.0:
+        weights = between(_averaged(work, "distil"), weights, share)
     tokenizers = tokenizers_in(work / "tokenizers")
-    models = load_models(state["average"], tokenizers)
+    models = load_models(weights, tokenizers)
     pipeline = FluxFillPipeline(
         scheduler=FlowMatchEulerDiscreteScheduler(num_train_timesteps=1000, shift=1.0, use_dynamic_shifting=False),
         vae=load_vae(work / "vae"),
@@ -35,6 +41,23 @@ def assemble(work: Path, stage: str) -> FluxFillPipeline:
     )
     pipeline.set_progress_bar_config(disable=True)
     return pipeline.to(torch.bfloat16)
+
+
+def _averaged(work: Path, stage: str) -> Weights:
+    state = load(work / f"{stage}.pt")
+    if state is None:
+        raise FileNotFoundError(work / f"{stage}.pt")
+    weights: Weights = state["average"]
+    return weights
+
+
+def between(before: Weights, after: Weights, share: float) -> Weights:
+    """Weights on the line from those before a training to those after it, `share` of the way. They keep more of what
+    the model could do before (Wortsman et al., Robust fine-tuning of zero-shot models, 2022, section 3)."""
+    return {
+        part: {name: torch.lerp(before[part][name].float(), weight.float(), share) for name, weight in weights.items()}
+        for part, weights in after.items()
+    }
 
 
 def accept_capitals(t5: T5EncoderModel, tokenizer: T5TokenizerFast) -> T5TokenizerFast:
@@ -62,8 +85,9 @@ def weight_bytes(folder: Path) -> int:
     return sum(path.stat().st_size for path in folder.rglob("*.safetensors"))
 
 
-def export(work: Path, folder: Path, stage: str) -> None:
-    assemble(work, stage).save_pretrained(folder)
+def export(work: Path, folder: Path, stage: str, share: float = 1.0) -> None:
+    """See `assemble`."""
+    assemble(work, stage, share).save_pretrained(folder)
     (folder / "generation_config.json").write_text(json.dumps(SERVING_DEFAULTS) + "\n")
     size = weight_bytes(folder)
     if size > LARGEST_CHECKPOINT:
