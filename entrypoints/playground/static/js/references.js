@@ -89,7 +89,7 @@ export class References {
 
   #show() {
     this.#list.replaceChildren(...this.#pictures.map((picture, index) => this.#item(picture, index)));
-    byId("references-room").textContent = `${this.#pictures.length} of ${this.#most}; or drop or paste them here`;
+    byId("references-room").textContent = `${this.#pictures.length} of ${this.#most}`;
   }
 
   #item({ file, thumbnail }, index) {
