@@ -82,6 +82,11 @@ export async function copied(page, selector) {
   return page.evaluate(() => navigator.clipboard.readText());
 }
 
+/** The names of the files in a field of the last form that was sent, in order. */
+export function lastFileNames(page, field) {
+  return page.evaluate((field) => window.sentForms.at(-1).getAll(field).map(({ name }) => name), field);
+}
+
 /** Keeps the forms that the page sends: the browser tells nobody what is in files. */
 async function recordForms(page) {
   await page.addInitScript(() => {

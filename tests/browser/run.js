@@ -1,12 +1,12 @@
 // Runs the tests: two servers for all of them, then node's own test runner. Its arguments go to the runner.
-import { execFileSync, spawn } from "node:child_process";
+import { spawn } from "node:child_process";
 import { once } from "node:events";
 import { mkdtempSync, readdirSync, rmSync } from "node:fs";
 import { tmpdir } from "node:os";
 import { join } from "node:path";
 import { fileURLToPath } from "node:url";
 
-import { ADAPTER, KEY, PYTHON, ROOT, startServer } from "./server.js";
+import { ADAPTER, KEY, ROOT, runPython, startServer } from "./server.js";
 
 const HERE = fileURLToPath(new URL("./", import.meta.url));
 
@@ -26,8 +26,7 @@ async function main() {
 /** Write a random adapter of the embedded model, and return its path. */
 function makeAdapter(path) {
   const program = "import pathlib, sys; import adapters; adapters.make_lora(*map(pathlib.Path, sys.argv[1:]))";
-  const environment = { ...process.env, PYTHONPATH: `${ROOT}:${ROOT}tests` };
-  execFileSync(PYTHON, ["-c", program, path, `${ROOT}model_executor/embedded`], { env: environment, stdio: "inherit" });
+  runPython(program, path, `${ROOT}model_executor/embedded`);
   return path;
 }
 

@@ -1,5 +1,5 @@
-// The real server with the embedded model, as a child process on a free port.
-import { spawn } from "node:child_process";
+// The real server, by default with the embedded model, as a child process on a free port.
+import { execFileSync, spawn } from "node:child_process";
 import { once } from "node:events";
 import { createInterface } from "node:readline";
 import { fileURLToPath } from "node:url";
@@ -12,6 +12,12 @@ export const ADAPTER = "stripes";
 
 /** What run.js has started: servers without and with an API key and an adapter. */
 export const [OPEN_URL, GUARDED_URL] = [process.env.OPEN_URL, process.env.GUARDED_URL];
+
+/** Run a Python program that may import the repository, its tests' helpers included. */
+export function runPython(program, ...args) {
+  const environment = { ...process.env, PYTHONPATH: `${ROOT}:${ROOT}tests` };
+  execFileSync(PYTHON, ["-c", program, ...args], { env: environment, stdio: "inherit" });
+}
 
 /** Started and ready: {url, stop()}. stop() fails unless it leaves with status 0. */
 export async function startServer(...flags) {

@@ -1,15 +1,13 @@
 // The status page, the API key and accessibility.
 import assert from "node:assert/strict";
-import { createRequire } from "node:module";
-import { readFileSync } from "node:fs";
 import { after, before, test } from "node:test";
 
+import { violations } from "./accessibility.js";
 import { drag, edit, giveKey, openWithKey, untilReady } from "./actions.js";
 import { launch, withPage } from "./browser.js";
 import { GUARDED_URL, KEY } from "./server.js";
 
 const REFUSED = [/status of 401/];
-const AXE = readFileSync(createRequire(import.meta.url).resolve("axe-core/axe.min.js"), "utf8");
 
 let browser;
 
@@ -25,13 +23,6 @@ function sharedSteps() {
   const together = titles.find(([first]) => first.startsWith("3 images"));
   const links = document.querySelectorAll(".timeline .link").length;
   return together ? { together, links, summary: document.querySelector("#steps-summary").textContent } : null;
-}
-
-/** What axe-core finds, in words. */
-async function violations(page) {
-  await page.evaluate(AXE); // by the debugger's way: the page's own policy lets no script in
-  const { violations: found } = await page.evaluate(() => window.axe.run(document, { runOnly: ["wcag2a", "wcag2aa", "wcag21a", "wcag21aa", "wcag22aa", "best-practice"] }));
-  return found.map(({ id, nodes }) => `${id}: ${nodes.map(({ html, failureSummary }) => `${html} ${failureSummary}`).join("; ")}`);
 }
 
 test("the key is asked for, sent, and kept nowhere but in memory", () =>

@@ -23,8 +23,9 @@ export async function get(path) {
 }
 
 /**
- * Run an edit. fields: what the form says, files as Blobs with a name. Yields {partial: true, blob} and then, per image,
- * {partial: false, blob, seed, stencil}; throws an ApiError if fewer than fields.n of these came. seed is text, since it may exceed what a number holds.
+ * Run an edit. fields: what the form says, files as Blobs with a name; an array is a field with several values. Yields
+ * {partial: true, blob} and then, per image, {partial: false, blob, seed, stencil}; throws an ApiError if fewer than
+ * fields.n of these came. seed is text, since it may exceed what a number holds.
  */
 export async function* edit(fields, signal) {
   const response = await call("v1/images/edits", { method: "POST", body: form(fields), signal });
@@ -53,8 +54,10 @@ function brokenOff(error = null) {
 function form(fields) {
   const body = new FormData();
   for (const [name, value] of Object.entries(fields)) {
-    if (value instanceof File) body.append(name, value, value.name);
-    else body.append(name, String(value));
+    for (const each of [value].flat()) {
+      if (each instanceof File) body.append(name, each, each.name);
+      else body.append(name, String(each));
+    }
   }
   return body;
 }

@@ -27,6 +27,17 @@ function fill(element, attributes, children) {
   return element;
 }
 
+const THUMBNAIL = 96; // px, of the longer side
+
+/** A small canvas that shows a bitmap, for elements that name it in words. */
+export function thumbnailOf(bitmap) {
+  const scale = THUMBNAIL / Math.max(bitmap.width, bitmap.height);
+  const canvas = el("canvas", { "aria-hidden": "true" });
+  [canvas.width, canvas.height] = [Math.max(1, Math.round(bitmap.width * scale)), Math.max(1, Math.round(bitmap.height * scale))];
+  canvas.getContext("2d").drawImage(bitmap, 0, 0, canvas.width, canvas.height);
+  return canvas;
+}
+
 /** A canvas of its own for a bitmap. */
 export function canvasOf(bitmap, attributes = {}) {
   const canvas = el("canvas", attributes);

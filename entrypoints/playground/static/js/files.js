@@ -1,19 +1,28 @@
 // Files that a user gives to the page, and takes from it.
-import { byId, el } from "./dom.js";
+import { el } from "./dom.js";
 
-/** Call `use(file)` with the first of those chosen, dropped or pasted. */
-export function acceptFiles(use) {
-  const useFirst = (files) => files.length && use(files[0]);
-  byId("upload").addEventListener("change", ({ target }) => {
-    useFirst(target.files);
-    target.value = "";
-  });
-  document.addEventListener("dragover", (event) => event.preventDefault());
-  document.addEventListener("drop", (event) => {
+/**
+ * Call `use(files)` with files that are chosen with `input`, dropped on `zone`, or pasted while the focus is in it. Of
+ * nested zones, the one that was registered first takes them.
+ */
+export function acceptFiles(input, zone, use) {
+  const take = (event, place, { files }) => {
+    if (event.defaultPrevented || !files.length || !zone.contains(place)) return;
     event.preventDefault();
-    useFirst(event.dataTransfer.files);
+    use([...files]);
+  };
+  input.addEventListener("change", () => {
+    const files = [...input.files];
+    input.value = "";
+    if (files.length) use(files);
   });
-  document.addEventListener("paste", (event) => useFirst(event.clipboardData.files));
+  document.addEventListener("drop", (event) => take(event, event.target, event.dataTransfer));
+  document.addEventListener("paste", (event) => take(event, document.activeElement, event.clipboardData));
+}
+
+/** Keep the browser from leaving the page for what is dropped on it. */
+export function keepPage() {
+  for (const type of ["dragover", "drop"]) window.addEventListener(type, (event) => event.preventDefault());
 }
 
 /** Download it. */

@@ -28,3 +28,8 @@ export function bytes(count) {
 export function count(number) {
   return Math.round(number).toLocaleString("en-US");
 }
+
+/** (1, "reference") -> "1 reference"; (3, "reference") -> "3 references". */
+export function counted(number, noun) {
+  return `${count(number)} ${noun}${number === 1 ? "" : "s"}`;
+}

@@ -1,9 +1,9 @@
 // Results so far: held in this page's memory, the oldest given up first.
-import { el } from "./dom.js";
+import { el, thumbnailOf } from "./dom.js";
+import { counted } from "./format.js";
 
 const MOST = 24;
 const MOST_BYTES = 256 * 2 ** 20;
-const THUMB = 96; // px, of the longer side
 
 /** Keeps entries ({blob, view, settings, ...}) and shows them as buttons that call `open(entry)`. */
 export class History {
@@ -40,17 +40,10 @@ export class History {
   }
 
   #item(entry) {
-    const { prompt, lora, seed, exact } = entry.settings;
-    const label = `${prompt}, ${lora ? `adapter ${lora}, ` : ""}seed ${seed}${exact ? ", exact" : ""}`;
-    const button = el("button", { type: "button", title: label, "aria-label": label, onclick: () => this.#open(entry) }, thumbnail(entry.view));
+    const { prompt, references, lora, seed, exact } = entry.settings;
+    const shown = references.length ? `${counted(references.length, "reference")}, ` : "";
+    const label = `${prompt}, ${shown}${lora ? `adapter ${lora}, ` : ""}seed ${seed}${exact ? ", exact" : ""}`;
+    const button = el("button", { type: "button", title: label, "aria-label": label, onclick: () => this.#open(entry) }, thumbnailOf(entry.view));
     return el("li", {}, button);
   }
-}
-
-function thumbnail(view) {
-  const scale = THUMB / Math.max(view.width, view.height);
-  const canvas = el("canvas", { "aria-hidden": "true" });
-  [canvas.width, canvas.height] = [Math.max(1, Math.round(view.width * scale)), Math.max(1, Math.round(view.height * scale))];
-  canvas.getContext("2d").drawImage(view, 0, 0, canvas.width, canvas.height);
-  return canvas;
 }

@@ -4,7 +4,7 @@ import { comparison } from "./comparison.js";
 import { copyText } from "./copy.js";
 import { costStrip } from "./cost.js";
 import { byId, el } from "./dom.js";
-import { acceptFiles, base64Of, save } from "./files.js";
+import { acceptFiles, base64Of, keepPage, save } from "./files.js";
 import { duration, percent } from "./format.js";
 import { markExample, readExamples, showChips, showGallery } from "./gallery.js";
 import { History } from "./history.js";
@@ -13,10 +13,11 @@ import { theWorker } from "./mask-export.js";
 import { Mask } from "./mask.js";
 import { waitForModels } from "./model.js";
 import { openPicture, UnreadablePicture, viewOf } from "./picture.js";
+import { References } from "./references.js";
 import { gridOf, runEdit } from "./run.js";
 import { BadField, offerAdapters, readSettings, showDefaults } from "./settings.js";
 import { addShortcuts } from "./shortcuts.js";
-import { asCurl, asPython, isInline } from "./snippets.js";
+import { asCurl, asPython, fileNames, isInline } from "./snippets.js";
 import { Stage } from "./stage.js";
 import { activeTokens, countActive, generationSize } from "./tokens.js";
 import { toast } from "./toast.js";
@@ -28,6 +29,7 @@ const stage = new Stage();
 const mask = new Mask(byId("mask"), MASK_COLOUR);
 const tools = new Tools(stage, mask);
 const history = new History(byId("history-box"), byId("history"), (entry) => showEntry(entry));
+const references = new References(report);
 
 let model = null; // null until the server told
 let examples = [];
@@ -158,6 +160,8 @@ async function run() {
   }
   try {
     if (!model) await connect(); // they declined to give a key, or it still loads
+    await references.settled;
+    if (running) return; // by a second click meanwhile
     const settings = ready();
     if (settings) await runOnce(settings);
   } catch (error) {
@@ -174,7 +178,7 @@ function ready() {
     toast("Paint over what should change first, or select a part.", "info");
     return null;
   }
-  return readSettings();
+  return { ...readSettings(), references: references.all };
 }
 
 /** Edit what is open, and show what comes. isKept: it goes into the history. Returns the last image's entry. */
@@ -253,6 +257,7 @@ function showEntry(entry) {
   }
   mask.restore(entry.saved);
   byId("prompt").value = entry.settings.prompt;
+  references.all = entry.settings.references;
   byId("adapter").value = entry.settings.lora;
   showResult(entry);
 }
@@ -300,9 +305,18 @@ async function copy(entry, asSnippet) {
     const base = new URL("./", location.href).href;
     await copyText(asSnippet({ base, picture: entry.picture, maskText, settings: entry.settings, needsKey: hasKey() }));
     if (!isInline(maskText)) toast("It reads mask.png: save the mask beside it.");
+    tellRenamed(entry);
   } catch (error) {
     report(error);
   }
+}
+
+/** Say which files a copied request reads under another name than they have: pasted pictures are all called alike. */
+function tellRenamed({ picture, settings }) {
+  const names = fileNames(picture, settings.references);
+  const given = [picture, ...settings.references].map(({ file }) => file.name);
+  const renamed = given.map((name, index) => [name, names[index]]).filter(([name, other]) => name !== other);
+  if (renamed.length) toast(`Names are taken: it reads ${renamed.map(([name, other]) => `“${name}” as ${other}`).join(", ")}.`);
 }
 
 function fileName(entry) {
@@ -346,7 +360,8 @@ function wire() {
   onClick({ "zoom-in": () => stage.zoomBy(1.5), "zoom-out": () => stage.zoomBy(1 / 1.5), "zoom-fit": () => stage.zoomOut() });
   onClick({ "back-to-mask": backToMask, "use-result": useResult, help: () => byId("help-dialog").showModal() });
   addShortcuts({ run, sizeBy });
-  acceptFiles((file) => open(file, file.name));
+  acceptFiles(byId("upload"), document, ([file]) => open(file, file.name));
+  keepPage();
 }
 
 function onClick(handlers, before = () => {}) {
@@ -388,6 +403,7 @@ async function meetModel() {
   [model] = models;
   byId("model").textContent = `${model.id}, ${model.device}`;
   showDefaults(model);
+  references.offer(model.references?.most ?? 0);
   offerAdapters(models.filter(({ parent }) => parent === model.id).map(({ id }) => id));
   tellSize();
   onMaskChange();
