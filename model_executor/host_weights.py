@@ -1,4 +1,4 @@
-"""HostWeights: a module's weights in host memory, which are copied to the device while the module is used.
+"""HostWeights: weights of modules in host memory, which are copied to the device while the modules are used.
 
 On both sides they are one block of memory. A use is one allocation and one transfer, from memory that is registered
 (pinned) with CUDA. Nothing is copied back: weights do not change. The copy is queued on the computing stream, before
@@ -47,12 +47,13 @@ ON_DEVICE = Weights()
 
 
 class HostWeights(Weights):
-    """The weights of one module. One thread uses it."""
+    """The weights of modules that are used together. One thread uses it."""
 
-    def __init__(self, module: nn.Module, device: torch.device) -> None:
-        """Move the module's parameters and buffers to host memory. module: its tensors are plain, on any device.
-        device: to use it on. Raises ConfigError if CUDA cannot pin the memory, OSError if there is none."""
-        tensors = {id(each): each for each in chain(module.parameters(), module.buffers())}
+    def __init__(self, modules: Sequence[nn.Module], device: torch.device) -> None:
+        """Move the modules' parameters and buffers to host memory. modules: their tensors are plain, on any device.
+        device: to use them on. Raises ConfigError if CUDA cannot pin the memory, OSError if there is none."""
+        found = chain.from_iterable(chain(module.parameters(), module.buffers()) for module in modules)
+        tensors = {id(each): each for each in found}
         self._tensors = list(tensors.values())
         self._places, self.nbytes = _places(self._tensors)
         self._device = device
@@ -99,7 +100,7 @@ class HostWeights(Weights):
         self._point_to(self._host)
 
     def _point_to(self, memory: Tensor) -> None:
-        """Have the module compute with these bytes. Its tensors stay the same objects: twins of the module have them,
+        """Have the modules compute with these bytes. Their tensors stay the same objects: a module's twins have them,
         too."""
         for tensor, place in zip(self._tensors, self._places, strict=True):
             tensor.data = place.of(memory)
@@ -115,7 +116,7 @@ class HostWeights(Weights):
 
 
 class JointWeights(Weights):
-    """The weights of several modules, which are used together."""
+    """Weights that lie in several places, and are used together."""
 
     def __init__(self, members: Sequence[Weights]) -> None:
         self._members = members

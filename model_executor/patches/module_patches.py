@@ -50,7 +50,7 @@ class ModulePatches(PartPatches[PreparedModule], Generic[T]):
     def keep_on_host(self) -> None:
         """Have the module's weights, but not those of adapters, in host memory while nothing uses them. Raises as
         `HostWeights`."""
-        self.weights = HostWeights(self._module, self._device)
+        self.weights = HostWeights((self._module,), self._device)
 
     def prepare(self, adapter: Adapter, layers: Layers) -> PreparedModule:
         module = self._module

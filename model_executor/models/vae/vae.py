@@ -5,7 +5,7 @@ the denoiser's range, and back, whole or in part.
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from copy import deepcopy
 from typing import Any, Self
 
@@ -50,7 +50,12 @@ class Vae(ABC):
 
     def keep_on_host(self) -> None:
         """Have the weights in host memory while nothing is encoded or decoded. Raises as `HostWeights`."""
-        self.weights = HostWeights(self._module, self._device)
+        self.weights = HostWeights(self._used_modules, self._device)
+
+    @property
+    def _used_modules(self) -> Sequence[nn.Module]:
+        """All modules with weights that are computed with."""
+        return (self._module,)
 
     @staticmethod
     @abstractmethod
@@ -105,6 +110,10 @@ class ImageVae(Vae):
         super().__init__(module, dtype, device)
         self._decoder = RegionDecoder(module)
         self._shift: float = module.config.get("shift_factor") or 0.0
+
+    @property
+    def _used_modules(self) -> Sequence[nn.Module]:
+        return (self._module, *self._decoder.own_modules)
 
     @staticmethod
     def scale_and_channels(config: Mapping[str, Any]) -> tuple[int, int]:
