@@ -24,6 +24,9 @@ CudaGraphs = Literal["auto", "off"]
 """Whether steps on a GPU are captured as CUDA graphs. auto: mask-aware steps and UNet steps of one request, and exact
 steps of one request for small pictures; off: none."""
 
+Offload = Literal["none", "host"]
+"""Weights that lie in host memory between uses. host: those of text encoders and VAEs; none: none."""
+
 KernelChoice = Literal["auto", "torch", "compile"]
 """Kernels of denoisers and VAEs. auto: the fastest for the device; torch: PyTorch's operators only; compile: as auto,
 with a UNet's layers compiled by `torch.compile`, which takes minutes at the first start."""
@@ -71,6 +74,7 @@ class ModelConfig(msgspec.Struct, frozen=True, kw_only=True):
     device: str = "auto"  # auto, cpu, cuda or cuda:N
     kernels: KernelChoice = "auto"
     cuda_graphs: CudaGraphs = "auto"
+    offload: Offload = "none"
     # On a GPU, a picture's bits depend neither on what shares its steps nor on the number of ranks that compute them.
     batch_invariant: bool = False
     threads: int = 0  # CPU threads per worker, 0..1024; 0 = its share of all cores but one

@@ -5,7 +5,7 @@ models fit into a budget, or into the memory there is.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping
 
 import msgspec
 
@@ -17,10 +17,14 @@ _WHOLE = 1024**2
 """Budgets are rounded down to a multiple of this many bytes."""
 
 _LESS = "have less run together (--max-num-seqs, --max-num-batched-tokens), quantise the weights (--quantization)"
-REMEDIES = f"{_LESS}, allow more of the device (--gpu-memory-utilization), or cache nothing (--no-mask-aware)"
+_OFFLOAD = "keep text encoders and VAE in host memory (--offload host)"
+REMEDIES = (
+    f"{_LESS}, {_OFFLOAD}, allow more of the device (--gpu-memory-utilization), or cache nothing (--no-mask-aware)"
+)
 CPU_REMEDIES = f"{_LESS}, or cache nothing (--no-mask-aware)"
 
 SMALLER_WEIGHTS = "quantise the denoiser (--quantization), take a smaller --dtype, or give weights more memory"
+WITHOUT_OFFLOAD = "take a smaller --dtype, or leave --offload host out"
 FEWER_WEIGHTS = "serve fewer models, or have them take turns (--model-bytes)"
 
 
@@ -58,29 +62,59 @@ class Room(msgspec.Struct, frozen=True):
 
     nbytes: int
     why: str  # how it is computed, for messages
+    remedy: str = SMALLER_WEIGHTS  # for a model that exceeds it by itself
 
     @classmethod
     def of_device(cls, total: int, utilization: float) -> Room:
         """The room on a GPU with this many bytes of memory. utilization: the share of them that may be taken, 0..1."""
-        return cls(int(total * utilization), f"{_gib(total)} x --gpu-memory-utilization {utilization:g}")
+        why = f"{_gib(total)} x --gpu-memory-utilization {utilization:g}"
+        return cls(int(total * utilization), why, f"{_OFFLOAD}, {SMALLER_WEIGHTS}")
 
     @classmethod
     def of_host(cls, limit: int) -> Room:
         """The room on a CPU, where all processes together may take this many bytes."""
         return cls(limit, "all memory here")
 
+    @classmethod
+    def of_offloaded(cls, limit: int, num_workers: int) -> Room:
+        """The room in host memory for weights that are used on a GPU. limit: as for `of_host`. num_workers: that share
+        it."""
+        share = f", shared by {num_workers} workers" if num_workers > 1 else ""
+        return cls(limit // num_workers, f"all memory of the host{share}", WITHOUT_OFFLOAD)
+
     def has(self, sizes: Iterable[LoadedComponent]) -> bool:
         """Whether these components fit."""
         return total_bytes(sizes) <= self.nbytes
 
-    def why_not(self, name: str, needed: Iterable[LoadedComponent], held: Iterable[LoadedComponent] = ()) -> str:
-        """Why components that a model needs do not fit beside those that the worker holds."""
+    def why_not(
+        self,
+        name: str,
+        needed: Iterable[LoadedComponent],
+        held: Iterable[LoadedComponent] = (),
+        elsewhere: Iterable[LoadedComponent] = (),
+    ) -> str:
+        """Why components that a model needs do not fit beside those that the worker holds. elsewhere: those that lie in
+        host memory while these are on the device."""
         needed, held = [*needed], [*held]
         what = f"{name} does not fit: its weights take {_gib(total_bytes(needed))} ({_by_kind(needed)})"
+        remedy = self.remedy
+        if there := total_bytes(elsewhere):
+            what, remedy = f"{what} while {_gib(there)} are in host memory (--offload host)", SMALLER_WEIGHTS
         has = f"{_gib(self.nbytes)} ({self.why})"
         if not held:
-            return f"{what}, and there may be {has}; {SMALLER_WEIGHTS}"
+            return f"{what}, and there may be {has}; {remedy}"
         return f"{what}, and models hold {_gib(total_bytes(held))} of {has}; {FEWER_WEIGHTS}"
+
+
+def at_one_time(
+    components: Iterable[LoadedComponent], in_turn: Iterable[Collection[ModelKey]]
+) -> list[LoadedComponent]:
+    """Those of these components that are on a device at one time, at most: those that stay there, and the largest set
+    of those that come in turn. in_turn: the sets; a component of several comes with each of them."""
+    known, sets = [*components], [*in_turn]
+    come = {key for keys in sets for key in keys}
+    together = ([each for each in known if each.key in keys] for keys in sets)
+    return [each for each in known if each.key not in come] + max(together, key=total_bytes, default=[])
 
 
 def total_bytes(components: Iterable[LoadedComponent]) -> int:

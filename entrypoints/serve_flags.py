@@ -162,6 +162,13 @@ FLAGS: dict[str, tuple[Flag, ...]] = {
             "Diffusion XL)",
         ),
         Flag(
+            "--offload",
+            ModelConfig,
+            "host: on a GPU, text encoders and VAE are in host memory, pinned by each worker, and are copied to the "
+            "GPU each time they are used, which the log prices at the start; the denoiser, and what is quantised, "
+            "stays on the GPU",
+        ),
+        Flag(
             "--batch-invariant",
             ModelConfig,
             "on a GPU, compute a picture with the same bits whatever shares its steps and however many workers "

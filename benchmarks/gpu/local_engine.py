@@ -5,6 +5,7 @@ from __future__ import annotations
 import queue
 import time
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +15,7 @@ import numpy.typing as npt
 from torch import nn
 
 from benchmarks.gpu.graphs import GraphChoice, GraphSwitch
-from core.config import CacheConfig, KernelChoice, ModelConfig, SchedulerConfig
+from core.config import CacheConfig, KernelChoice, ModelConfig, Offload, SchedulerConfig
 from core.graph.workflows.inpaint import INPAINT
 from core.handles import PAGE_ARENA, VALUE_ARENA, ArrayRef, Artefact, ModelKey
 from core.ipc.shared_array import Arena, ArenaAllocator, carve
@@ -54,13 +55,16 @@ class LocalEngine:
         kernels: KernelChoice = "auto",
         make: Callable[[str], nn.Module] | None = None,
         graphs: GraphChoice | None = None,
+        offload: Offload = "none",
     ) -> None:
-        """device, dtype, kernels: as in ModelConfig. watched: wraps the model's family. make: makes a part's module, by
-        its name in model_index.json, in place of reading its weights. graphs: whether steps may be CUDA graphs."""
+        """device, dtype, kernels, offload: as in ModelConfig. watched: wraps the model's family. make: makes a part's
+        module, by its name in model_index.json, in place of reading its weights. graphs: whether steps may be CUDA
+        graphs."""
         config = ModelConfig(
             model=str(checkpoint), served_model_name="checked", device=device, dtype=dtype, kernels=kernels
         )
-        models = ResidentModels.open([config], has_device_tier=bool(cache.device_bytes))
+        open_models = ResidentModels.open if offload == "none" else open_offloaded
+        models = open_models([config], has_device_tier=bool(cache.device_bytes))
         models.load_all(read=None if make is None else _reader(models, make))
         ready = models.ready(0)
         (self.info,) = ready.models
@@ -167,6 +171,14 @@ class LocalEngine:
         ref = carve(self._space.alloc(array.nbytes), 0, array.shape, array.dtype.name)
         self._arenas.own.view(ref)[...] = array
         return ref
+
+
+def open_offloaded(configs: Sequence[ModelConfig], *, has_device_tier: bool = False) -> ResidentModels:
+    """The models with text encoders and VAE in host memory, not loaded yet; also on a CPU, for which the flag is
+    refused: weights are then copied from memory to memory."""
+    models = ResidentModels.open(configs, has_device_tier=has_device_tier)
+    models._checkpoints = {name: replace(each, offload="host") for name, each in models._checkpoints.items()}
+    return models
 
 
 def _reader(models: ResidentModels, make: Callable[[str], nn.Module]) -> Read:

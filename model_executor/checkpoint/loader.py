@@ -21,7 +21,7 @@ from huggingface_hub.errors import StrictDataclassError
 from safetensors import SafetensorError
 from torch import Tensor
 
-from core.config import CudaGraphs, KernelChoice, ModelConfig, Quantization
+from core.config import CudaGraphs, KernelChoice, ModelConfig, Offload, Quantization
 from core.errors import ConfigError
 from core.ipc.limits import memory_limit
 from core.paths import expanded
@@ -108,6 +108,7 @@ class ModelCheckpoint:
     quantization: Quantization = "none"  # of the denoiser, done while it is loaded
     kernels: KernelChoice = "auto"  # that the denoiser computes with
     cuda_graphs: CudaGraphs = "auto"  # of its steps
+    offload: Offload = "none"  # of text encoders and VAE
     batch_invariant: bool = False  # whether its bits must not depend on what shares a step
     why_dtype: str = ""  # why `auto` is this dtype; "": it was asked for
 
@@ -119,12 +120,14 @@ class ModelCheckpoint:
         `resolve_device`. model_bytes: that its weights may take; 0: no limit. Raises ConfigError.
         """
         device = resolve_device(model.device, device_index, num_workers)  # before a download
+        if model.offload == "host" and device.type == "cpu":
+            raise ConfigError("--offload host: on a CPU all weights are in host memory anyway; leave it out")
         path = _locate(model.model, model.variant)
         index = _read_json(path / INDEX)
         if "_class_name" not in index:
             raise ConfigError(f"{path / INDEX} names no _class_name; is this a diffusers checkpoint?")
         dtype, why = resolve_dtype(model.dtype, device, lambda: _float32_bytes(path, model), model_bytes)
-        computing = model.kernels, model.cuda_graphs, model.batch_invariant
+        computing = model.kernels, model.cuda_graphs, model.offload, model.batch_invariant
         defaults, wishes = _read_defaults(path), (model.variant, model.quantization, *computing)
         checkpoint = cls(path, index, defaults, dtype, device, *wishes, why_dtype=why)
         checkpoint._check_variant()
@@ -220,6 +223,15 @@ class ModelCheckpoint:
         """Whether a part is quantised, in its files or while it is loaded."""
         return (self.quantization != "none" and part in QUANTIZED) or self._stored_method(part) is not None
 
+    def is_offloaded(self, part: str) -> bool:
+        """Whether a part's weights lie in host memory between uses: not those of the denoiser, which every step uses,
+        and no quantised ones, which cannot always be moved."""
+        return self.offload == "host" and part not in QUANTIZED and not self.is_quantized(part)
+
+    def home_of(self, part: str) -> torch.device:
+        """The device that a part is loaded to."""
+        return torch.device("cpu") if self.is_offloaded(part) else self.device
+
     def expected_bytes(self, part: str) -> int:
         """Bytes that a part's weights will take at least, as its files' headers say. Raises ConfigError for a file that
         cannot be read."""
@@ -270,7 +282,7 @@ class ModelCheckpoint:
         if wish != "none":
             check_quantized(module, wish)
         if not is_quantized:
-            module = module.to(self.device)
+            module = module.to(self.home_of(part))
         elif part in QUANTIZED:
             module = for_device(module, self.device)
         return module.eval().requires_grad_(False)

@@ -20,6 +20,7 @@ from core.errors import InvalidRequestError
 from core.model_info import ModelInfo
 from core.page_scheme import PageDtype, PageLayout
 from core.patches import PatchSet
+from model_executor.host_weights import ON_DEVICE, Weights
 from model_executor.models.boxes import Box
 from model_executor.page_cache.own_pages import OwnPages
 from model_executor.page_cache.pages import Pages
@@ -268,6 +269,11 @@ class Family(ABC):
     @abstractmethod
     def drop(self, part: str) -> None:
         """Stop using a part; its memory is freed once nothing else refers to it."""
+
+    def weights(self, component: str) -> Weights:
+        """Where the weights of this kind's loaded parts lie. `encode_text` and what uses the VAE bring them to the
+        device."""
+        return ON_DEVICE
 
     @abstractmethod
     def use_graphs(self, is_wanted: bool) -> None:

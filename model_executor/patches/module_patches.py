@@ -18,6 +18,7 @@ from torch import Tensor, nn
 
 from core.patches import PatchSet
 from model_executor.checkpoint.quantization import Int8Linear
+from model_executor.host_weights import ON_DEVICE, HostWeights, Weights
 from model_executor.kernels.cpu_layers import FastConv, FastLinear, use_onednn
 from model_executor.kernels.low_rank import LowRank
 from model_executor.patches.adapters import Adapter, Layers
@@ -44,6 +45,12 @@ class ModulePatches(PartPatches[PreparedModule], Generic[T]):
         self._module, self._device, self._dtype, self._make = module, device, dtype, make
         self._adapters: dict[str, PreparedModule] = {}  # patch -> its additions
         self._twins: OrderedDict[tuple[str, ...], _Twin[T]] = OrderedDict()  # patches -> their twin; latest used last
+        self.weights: Weights = ON_DEVICE
+
+    def keep_on_host(self) -> None:
+        """Have the module's weights, but not those of adapters, in host memory while nothing uses them. Raises as
+        `HostWeights`."""
+        self.weights = HostWeights((self._module,), self._device)
 
     def prepare(self, adapter: Adapter, layers: Layers) -> PreparedModule:
         module = self._module
@@ -101,9 +108,9 @@ class ModulePatches(PartPatches[PreparedModule], Generic[T]):
         return [(self._adapters[patch], scale) for patch, scale in zip(ids, scales, strict=True)]
 
 
-def unarranged(module: Any) -> ModulePatches[Any]:
-    """The adapters of a model's part, whose twins are used as they are."""
-    return ModulePatches(module, module.device, module.dtype, lambda twin: twin)
+def unarranged(module: Any, device: torch.device | None = None) -> ModulePatches[Any]:
+    """The adapters of a model's part, whose twins are used as they are. device: of computing; None: the module's."""
+    return ModulePatches(module, device or module.device, module.dtype, lambda twin: twin)
 
 
 @dataclass(slots=True)

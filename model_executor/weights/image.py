@@ -23,8 +23,9 @@ from torch import Tensor, nn
 
 from core.free_list import round_up
 from model_executor.checkpoint.libraries import register_classes
+from model_executor.host_weights import memory_of
+from model_executor.mapping import map_private
 from model_executor.weights import opaque
-from model_executor.weights.mapping import map_private
 
 _ALIGNMENT = 64
 
@@ -110,19 +111,12 @@ class _Places:
     def _place(self, tensor: Tensor) -> _Place:
         is_opaque = opaque.is_opaque(tensor)
         stride = () if is_opaque else tuple(tensor.stride())
-        key = _opaque_memory(tensor) if is_opaque else _memory(tensor)
+        key = _opaque_memory(tensor) if is_opaque else memory_of(tensor)
         if key not in self._offsets:
             self._offsets[key] = self.nbytes
             self.nbytes = round_up(self.nbytes + key[1], _ALIGNMENT)
         kind = tensor.dtype, tuple(tensor.shape), stride, type(tensor) is nn.Parameter
         return _Place(self._offsets[key], key[1], *kind, opaque.description(tensor) if is_opaque else b"")
-
-
-def _memory(tensor: Tensor) -> tuple[int, int]:
-    """(address, bytes) from its first to its last number."""
-    steps = zip(tensor.shape, tensor.stride(), strict=True)
-    span = 1 + sum((n - 1) * step for n, step in steps) if tensor.numel() else 0
-    return tensor.data_ptr(), span * tensor.itemsize
 
 
 def _opaque_memory(tensor: Tensor) -> tuple[int, int]:

@@ -58,10 +58,11 @@ class Runner:
         share_pass = OPS[batch.op].sharing == "together"
         passes = [batch.items] if share_pass else [(item,) for item in batch.items]
         self._context.exchange.begin_batch(batch)
-        if len(batch.ranks) == 1 or OPS[batch.op].parallel == "none":
-            done = [attempt_in_halves(items, attempt, self._free_memory) for items in passes]
-        else:
-            done = [(self._attempt_together(batch, attempt), 1)]
+        with self._context.models[batch.items[0].model].weights(OPS[batch.op].component).held():
+            if len(batch.ranks) == 1 or OPS[batch.op].parallel == "none":
+                done = [attempt_in_halves(items, attempt, self._free_memory) for items in passes]
+            else:
+                done = [(self._attempt_together(batch, attempt), 1)]
         self._context.exchange.finish_batch()
         return BatchResult(
             batch_id=batch.id,

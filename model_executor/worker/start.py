@@ -15,7 +15,7 @@ from core.config import CacheConfig
 from core.ipc.limits import memory_limit
 from core.ipc.peer_sockets import PeerSockets
 from core.ipc.shared_array import Arena
-from core.memory_budget import CPU_REMEDIES, REMEDIES, Room, bytes_to_come, check_fits
+from core.memory_budget import CPU_REMEDIES, REMEDIES, Room, at_one_time, bytes_to_come, check_fits
 from core.messages.worker import WorkerConfig, WorkerReady
 from model_executor.checkpoint.libraries import quiet_libraries
 from model_executor.page_cache.page_files import PageFiles
@@ -31,6 +31,7 @@ from model_executor.worker.loading.weights_room import WeightsRoom
 from model_executor.worker.ops.context import WorkerContext
 from model_executor.worker.probes.cost_probe import known_or_probed
 from model_executor.worker.probes.memory_probe import Gauge, device_page_bytes, gauge_of, room_for
+from model_executor.worker.probes.offload_price import log_offload_price
 from model_executor.worker.runner import Runner
 from model_executor.worker.stores.exchange import Exchange
 from model_executor.worker.stores.tensor_store import TensorStore
@@ -49,7 +50,8 @@ def start(
     models = _opened(settings)
     gauge = gauge_of(models.device)
     in_turns = settings.scheduler.model_bytes > 0
-    room = WeightsRoom(models, _room(gauge, settings.cache), is_shared_in_turns=in_turns)
+    host = Room.of_offloaded(memory_limit(), settings.num_workers)
+    room = WeightsRoom(models, _room(gauge, settings.cache), host, is_shared_in_turns=in_turns)
     room.check_models()
     thread = LoaderThread(models.device)
     taken = TakenWeights(settings.keeper) if settings.keeper else None
@@ -100,6 +102,7 @@ def _loaded(
         loader.load_first()
         models.warm_up()
     models.log_dtypes()
+    log_offload_price(models.loaded_families)
     ready = models.ready(settings.rank)
     page_bytes = device_page_bytes(
         gauge,
@@ -107,7 +110,11 @@ def _loaded(
         ready.models,
         settings.cache,
         settings.scheduler,
-        bytes_to_come(ready.sizes, ready.components, settings.scheduler.model_bytes),
+        bytes_to_come(
+            at_one_time(ready.sizes, models.in_turn),
+            at_one_time(ready.components, models.in_turn),
+            settings.scheduler.model_bytes,
+        ),
     )
     samples = ready.samples
     if settings.measures_costs:

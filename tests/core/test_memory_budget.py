@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from core.config import CacheConfig
 from core.errors import ConfigError
 from core.handles import LoadedComponent, ModelKey
-from core.memory_budget import DeviceMemory, Room, check_fits, describe, page_bytes
+from core.memory_budget import DeviceMemory, Room, at_one_time, bytes_to_come, check_fits, describe, page_bytes
 
 GIB = 1024**3
 H200 = DeviceMemory(total=140 * GIB, taken=34 * GIB, peak=7 * GIB, kept=GIB, free=105 * GIB)
@@ -96,14 +96,45 @@ def test_weights_that_do_not_fit_are_told_with_the_arithmetic() -> None:
     assert room.has(FLUX[:1])
     assert room.why_not("flux", FLUX) == (
         "flux does not fit: its weights take 31.00 GiB (transformer 22.00 GiB, text_encoder 9.00 GiB), and there may "
-        "be 12.00 GiB (24.00 GiB x --gpu-memory-utilization 0.5); quantise the denoiser (--quantization), take a "
-        "smaller --dtype, or give weights more memory"
+        "be 12.00 GiB (24.00 GiB x --gpu-memory-utilization 0.5); keep text encoders and VAE in host memory (--offload "
+        "host), quantise the denoiser (--quantization), take a smaller --dtype, or give weights more memory"
+    )
+    offloaded = room.why_not("flux", FLUX[1:], elsewhere=FLUX[:1])
+    assert offloaded == (
+        "flux does not fit: its weights take 30.00 GiB (transformer 22.00 GiB, text_encoder 8.00 GiB) while 1.00 GiB "
+        "are in host memory (--offload host), and there may be 12.00 GiB (24.00 GiB x --gpu-memory-utilization 0.5); "
+        "quantise the denoiser (--quantization), take a smaller --dtype, or give weights more memory"
+    )
+    assert Room.of_offloaded(8 * GIB, 2).why_not("flux", FLUX[2:]) == (
+        "flux does not fit: its weights take 8.00 GiB (text_encoder 8.00 GiB), and there may be 4.00 GiB (all memory "
+        "of the host, shared by 2 workers); take a smaller --dtype, or leave --offload host out"
     )
     beside = Room.of_host(32 * GIB).why_not("flux", FLUX[1:2], [component("unet", 12)])
     assert beside == (
         "flux does not fit: its weights take 22.00 GiB (transformer 22.00 GiB), and models hold 12.00 GiB of 32.00 GiB "
         "(all memory here); serve fewer models, or have them take turns (--model-bytes)"
     )
+
+
+CLIP, TRANSFORMER, T5 = (each.key for each in FLUX)
+VAE = component("vae", 3, "vae")
+
+
+def test_of_what_comes_in_turn_the_largest_set_counts() -> None:
+    with_vae = [*FLUX, VAE]
+    assert at_one_time(with_vae, []) == with_vae
+    assert at_one_time(with_vae, [{CLIP, T5}, {VAE.key}, set()]) == [FLUX[1], FLUX[0], FLUX[2]]
+    assert at_one_time(with_vae, [{CLIP}, {VAE.key}]) == [FLUX[1], FLUX[2], VAE]
+    assert at_one_time(with_vae, [{T5}, {CLIP, T5}]) == [FLUX[1], VAE, FLUX[0], FLUX[2]], "one is in two sets"
+    assert at_one_time([], [{T5}]) == []
+
+
+def test_weights_that_come_in_turn_are_not_loaded_later() -> None:
+    """With another model its denoiser is, and what is larger of its largest set than of those that are measured."""
+    loaded, others = [*FLUX, VAE], [component("transformer", 5, "b"), component("text_encoder", 11, "c")]
+    in_turn = [{CLIP, T5}, {VAE.key}, {others[1].key}]
+    sizes = [at_one_time(each, in_turn) for each in ([*loaded, *others], loaded)]
+    assert bytes_to_come(*sizes, budget=0) == (5 + 11 - 9) * GIB
 
 
 def test_a_budget_is_refused_with_the_arithmetic() -> None:

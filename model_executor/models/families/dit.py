@@ -110,7 +110,7 @@ class DiT(TransformerFamily, TimestepFamily):
     def encode_longest(self, text_tokens: int, pictures: Sequence[Tensor]) -> EncodedText:
         return self.encode_class(None)
 
-    def encode_text(
+    def _encode_text(
         self, prompt: str, max_sequence_length: int, pictures: Sequence[Tensor] = (), patches: PatchSet = ()
     ) -> EncodedText:
         """Raises InvalidRequestError: there are no prompts."""

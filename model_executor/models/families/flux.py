@@ -66,7 +66,7 @@ class Flux(LatentFamily):
             can_skip_steps=self._sampling.can_skip_steps,
         )
 
-    def encode_text(
+    def _encode_text(
         self, prompt: str, max_sequence_length: int, pictures: Sequence[Tensor] = (), patches: PatchSet = ()
     ) -> EncodedText:
         """As encode_prompt: CLIP's pooled output and T5's sequence; each cuts the prompt at its own length."""

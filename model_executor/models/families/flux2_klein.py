@@ -125,7 +125,7 @@ class Flux2Klein(NoisedTemplate):
     def recipe(self, part: str) -> str:
         return f"{TEXT_LAYERS[-1]} layers" if part == "text_encoder" else super().recipe(part)
 
-    def encode_text(
+    def _encode_text(
         self, prompt: str, max_sequence_length: int, pictures: Sequence[Tensor] = (), patches: PatchSet = ()
     ) -> EncodedText:
         """As _get_qwen3_prompt_embeds, which cuts prompt and chat template together."""

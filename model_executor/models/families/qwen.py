@@ -150,7 +150,7 @@ class QwenInpaint(Qwen):
     )
     dropped = 34
 
-    def encode_text(
+    def _encode_text(
         self, prompt: str, max_sequence_length: int, pictures: Sequence[Tensor] = (), patches: PatchSet = ()
     ) -> EncodedText:
         """As encode_prompt, which cuts prompt and chat template together."""
@@ -200,7 +200,7 @@ class QwenEdit(Qwen):
         self._processor = checkpoint.load("processor")
         self._picture_id: int = self._tokenizer.convert_tokens_to_ids("<|image_pad|>")
 
-    def encode_text(
+    def _encode_text(
         self, prompt: str, max_sequence_length: int, pictures: Sequence[Tensor] = (), patches: PatchSet = ()
     ) -> EncodedText:
         """As encode_prompt, except that a prompt is cut at `max_sequence_length` tokens of its own."""

@@ -82,7 +82,7 @@ class StableDiffusion3(NoisedTemplate):
     def text_recipe(self) -> str:
         return f"{super().text_recipe} {self._has_t5} {self._transformer_config['joint_attention_dim']}"
 
-    def encode_text(
+    def _encode_text(
         self, prompt: str, max_sequence_length: int, pictures: Sequence[Tensor] = (), patches: PatchSet = ()
     ) -> EncodedText:
         """As encode_prompt: both CLIPs' sequences side by side, padded with zeros to T5's width, then T5's sequence;

@@ -161,7 +161,7 @@ class UnetFamily(TimestepFamily):
 
     # -------------------------------------------------------------------------------------------------------- text
 
-    def encode_text(
+    def _encode_text(
         self, prompt: str, max_sequence_length: int, pictures: Sequence[Tensor] = (), patches: PatchSet = ()
     ) -> EncodedText:
         """As encode_prompt, except that a prompt may be cut below the encoders' length."""
@@ -370,10 +370,10 @@ class StableDiffusionXL(UnetFamily):
     def text_recipe(self) -> str:
         return f"{super().text_recipe} {self._has_zero_prompt}"
 
-    def encode_text(
+    def _encode_text(
         self, prompt: str, max_sequence_length: int, pictures: Sequence[Tensor] = (), patches: PatchSet = ()
     ) -> EncodedText:
-        text = super().encode_text(prompt, max_sequence_length, pictures, patches)
+        text = super()._encode_text(prompt, max_sequence_length, pictures, patches)
         if prompt or not self._has_zero_prompt:
             return text
         return EncodedText(

@@ -20,9 +20,10 @@ from core.model_info import ModelInfo
 from core.patches import PatchSet
 from model_executor.checkpoint.loader import ModelCheckpoint
 from model_executor.cpu import cpu_gains_by_bfloat16
+from model_executor.host_weights import JointWeights, Weights
 from model_executor.kernels.gpu_tables import upload
 from model_executor.kernels.operators import Operators, chosen_operators
-from model_executor.models.base import Family, ImageInputs, LatentSpace, PreparedAdapter
+from model_executor.models.base import EncodedText, Family, ImageInputs, LatentSpace, PreparedAdapter
 from model_executor.models.boxes import Box, around, times
 from model_executor.models.latents import PATCH, pack, unpack
 from model_executor.models.parts import Classes
@@ -134,7 +135,7 @@ class VaeFamily(Family):
 
     @property
     def text_recipe(self) -> str:
-        return type(self).encode_text.__qualname__
+        return type(self)._encode_text.__qualname__
 
     def prepare(self, part: str, module: nn.Module) -> Any:
         if part == self.denoiser_part:
@@ -143,7 +144,7 @@ class VaeFamily(Family):
             denoiser = self._make_denoiser(module, operators)
             denoiser.graphs.enabled = self._checkpoint.cuda_graphs == "auto"
             return denoiser
-        return self.vae(module) if part == "vae" else unarranged(module)
+        return self.vae(module, device=self._device) if part == "vae" else unarranged(module, self._device)
 
     @abstractmethod
     def _make_denoiser(self, module: nn.Module, operators: Operators) -> Any:
@@ -168,6 +169,10 @@ class VaeFamily(Family):
     def drop(self, part: str) -> None:
         del self._parts[part]
 
+    def weights(self, component: str) -> Weights:
+        parts = [part for part in self.components.get(component, ()) if part != self.denoiser_part]
+        return JointWeights([self._parts[part].weights for part in parts if part in self._parts])
+
     def _part(self, name: str) -> Any:
         if name not in self._parts:
             raise KeyError(f"the {name} is not loaded")
@@ -188,6 +193,18 @@ class VaeFamily(Family):
     def _encoder(self, part: str, patches: PatchSet = ()) -> Any:
         """A text encoder, to be used before the next call."""
         return self._part(part).under(patches)
+
+    def encode_text(
+        self, prompt: str, max_sequence_length: int, pictures: Sequence[Tensor] = (), patches: PatchSet = ()
+    ) -> EncodedText:
+        with self.weights("text_encoder").on_device():
+            return self._encode_text(prompt, max_sequence_length, pictures, patches)
+
+    @abstractmethod
+    def _encode_text(
+        self, prompt: str, max_sequence_length: int, pictures: Sequence[Tensor] = (), patches: PatchSet = ()
+    ) -> EncodedText:
+        """`encode_text`, with the text encoders' weights on the device."""
 
     def patches_of_text(self, patches: PatchSet) -> PatchSet:
         changed = {patch for part in self.text_parts for patch in self._part(part).changed_by(patches)}

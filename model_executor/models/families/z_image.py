@@ -100,7 +100,7 @@ class ZImage(NoisedTemplate):
     def recipe(self, part: str) -> str:
         return "without head" if part == "text_encoder" else super().recipe(part)
 
-    def encode_text(
+    def _encode_text(
         self, prompt: str, max_sequence_length: int, pictures: Sequence[Tensor] = (), patches: PatchSet = ()
     ) -> EncodedText:
         """As encode_prompt, which cuts prompt and chat template together; without padding, which is dropped there."""

@@ -16,12 +16,12 @@ class Flux2Vae(ImageVae):
     """Scales each channel to the denoiser's range with the running mean and variance of a batch norm, which differ
     between the four pixels of a patch, as `Flux2KleinPipeline` does with latents that it has packed into patches."""
 
-    def __init__(self, module: Any, dtype: torch.dtype | None = None) -> None:
-        super().__init__(module, dtype)
+    def __init__(self, module: Any, dtype: torch.dtype | None = None, device: torch.device | None = None) -> None:
+        super().__init__(module, dtype, device)
         mean, variance = (x.view(1, -1, 1, PATCH, 1, PATCH) for x in (module.bn.running_mean, module.bn.running_var))
         deviation = torch.sqrt(variance + module.config.batch_norm_eps)
-        self._mean: Tensor = mean.to(self.dtype)
-        self._deviation: Tensor = deviation.to(self.dtype)
+        self._mean: Tensor = mean.to(self._device, self.dtype)
+        self._deviation: Tensor = deviation.to(self._device, self.dtype)
 
     def in_bfloat16(self, kernels: Kernels | None) -> Self:
         twin = super().in_bfloat16(kernels)

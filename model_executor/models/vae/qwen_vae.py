@@ -21,13 +21,13 @@ from model_executor.models.vae.vae import Vae, silu_in_place
 class QwenVae(Vae):
     """Scales each channel to the denoiser's range with latents_mean and latents_std."""
 
-    def __init__(self, module: Any, dtype: torch.dtype | None = None) -> None:
+    def __init__(self, module: Any, dtype: torch.dtype | None = None, device: torch.device | None = None) -> None:
         silu_in_place(module)
         _forget_time(module)
-        super().__init__(module, dtype)
+        super().__init__(module, dtype, device)
         config = module.config
         mean, std = (torch.tensor(values).view(1, -1, 1, 1) for values in (config.latents_mean, config.latents_std))
-        self._mean, self._inverse_std = (x.to(module.device, self.dtype) for x in (mean, 1.0 / std))
+        self._mean, self._inverse_std = (x.to(self._device, self.dtype) for x in (mean, 1.0 / std))
         self._halo = _halo(module.decoder)
 
     @staticmethod
@@ -41,10 +41,10 @@ class QwenVae(Vae):
     def _scaled(self, latents: Tensor) -> Tensor:
         return (latents[:, :, 0] - self._mean) * self._inverse_std
 
-    def decode(self, latents: Tensor) -> Tensor:
+    def _decode(self, latents: Tensor) -> Tensor:
         return self._finish(self._first_map(latents))
 
-    def decode_region(self, latents: Tensor, tokens: Box, grid: tuple[int, int]) -> Tensor:
+    def _decode_region(self, latents: Tensor, tokens: Box, grid: tuple[int, int]) -> Tensor:
         left, top, right, bottom = inside = times(tokens, PATCH)
         rows, columns = latents.shape[2:]
         halo = self._halo

@@ -5,7 +5,7 @@ the denoiser's range, and back, whole or in part.
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from copy import deepcopy
 from typing import Any, Self
 
@@ -13,6 +13,7 @@ import torch
 from diffusers.models.autoencoders.vae import DiagonalGaussianDistribution
 from torch import Tensor, nn
 
+from model_executor.host_weights import ON_DEVICE, HostWeights, Weights
 from model_executor.kernels.cpu_kernels import Kernels
 from model_executor.models.boxes import Box, times
 from model_executor.models.vae.last_posterior import LastPosterior, PictureKey
@@ -24,12 +25,14 @@ class Vae(ABC):
     """Pictures are float [1, 3, height, width], about -1..1; latents [1, channels, height / scale, width / scale].
 
     module: the diffusers VAE; its weights must not change afterwards. dtype: of pictures and latents, in which noise is
-    drawn; by default the module's, in which it computes.
+    drawn; by default the module's, in which it computes. device: of pictures and latents; by default the module's.
     """
 
-    def __init__(self, module: Any, dtype: torch.dtype | None = None) -> None:
+    def __init__(self, module: Any, dtype: torch.dtype | None = None, device: torch.device | None = None) -> None:
         self._module = module
         self.dtype: torch.dtype = dtype or module.dtype
+        self._device: torch.device = device or module.device
+        self.weights: Weights = ON_DEVICE
         self._in_bfloat16: dict[Kernels | None, Self] = {}
         self._last = LastPosterior()
 
@@ -45,6 +48,15 @@ class Vae(ABC):
             self._in_bfloat16[kernels] = type(self)(module, self.dtype)
         return self._in_bfloat16[kernels]
 
+    def keep_on_host(self) -> None:
+        """Have the weights in host memory while nothing is encoded or decoded. Raises as `HostWeights`."""
+        self.weights = HostWeights(self._used_modules, self._device)
+
+    @property
+    def _used_modules(self) -> Sequence[nn.Module]:
+        """All modules with weights that are computed with."""
+        return (self._module,)
+
     @staticmethod
     @abstractmethod
     def scale_and_channels(config: Mapping[str, Any]) -> tuple[int, int]:
@@ -57,7 +69,9 @@ class Vae(ABC):
         return self._scaled(posterior.mode() if generator is None else posterior.sample(generator))
 
     def _posterior(self, image: Tensor) -> DiagonalGaussianDistribution:
-        return DiagonalGaussianDistribution(self._moments(image.to(self._module.dtype)).to(self.dtype))
+        with self.weights.on_device():
+            moments = self._moments(image.to(self._module.dtype))
+        return DiagonalGaussianDistribution(moments.to(self.dtype))
 
     @abstractmethod
     def _moments(self, image: Tensor) -> Tensor:
@@ -67,25 +81,39 @@ class Vae(ABC):
     def _scaled(self, latents: Tensor) -> Tensor:
         """The VAE's latents in the denoiser's range."""
 
-    @abstractmethod
     def decode(self, latents: Tensor) -> Tensor:
         """The whole picture."""
+        with self.weights.on_device():
+            return self._decode(latents)
 
-    @abstractmethod
     def decode_region(self, latents: Tensor, tokens: Box, grid: tuple[int, int]) -> Tensor:
         """The pixels of a box of tokens. latents: of the whole picture; grid: its tokens as (rows, columns)."""
+        with self.weights.on_device():
+            return self._decode_region(latents, tokens, grid)
+
+    @abstractmethod
+    def _decode(self, latents: Tensor) -> Tensor:
+        """`decode`, with the weights on the device."""
+
+    @abstractmethod
+    def _decode_region(self, latents: Tensor, tokens: Box, grid: tuple[int, int]) -> Tensor:
+        """`decode_region`, with the weights on the device."""
 
 
 class ImageVae(Vae):
     """diffusers' `AutoencoderKL`, with `RegionDecoder` as its decoder."""
 
-    def __init__(self, module: Any, dtype: torch.dtype | None = None) -> None:
+    def __init__(self, module: Any, dtype: torch.dtype | None = None, device: torch.device | None = None) -> None:
         # Convolutions of few channels on large maps: channels last took 0.6 of the time on one core in float32.
         module.to(memory_format=torch.channels_last)
         silu_in_place(module)
-        super().__init__(module, dtype)
+        super().__init__(module, dtype, device)
         self._decoder = RegionDecoder(module)
         self._shift: float = module.config.get("shift_factor") or 0.0
+
+    @property
+    def _used_modules(self) -> Sequence[nn.Module]:
+        return (self._module, *self._decoder.own_modules)
 
     @staticmethod
     def scale_and_channels(config: Mapping[str, Any]) -> tuple[int, int]:
@@ -98,13 +126,13 @@ class ImageVae(Vae):
     def _scaled(self, latents: Tensor) -> Tensor:
         return (latents - self._shift) * self._module.config.scaling_factor  # type: ignore[no-any-return]
 
-    def decode(self, latents: Tensor) -> Tensor:
+    def _decode(self, latents: Tensor) -> Tensor:
         return self._decoder.decode(self._unscaled(latents)).to(self.dtype)
 
-    def decode_region(self, latents: Tensor, tokens: Box, grid: tuple[int, int]) -> Tensor:
+    def _decode_region(self, latents: Tensor, tokens: Box, grid: tuple[int, int]) -> Tensor:
         region = self._decoder.region(tokens, grid)
         if region is None:
-            return cut_tokens(self.decode(latents), tokens, grid)
+            return cut_tokens(self._decode(latents), tokens, grid)
         return self._decoder.decode_region(self._unscaled(latents), region).to(self.dtype)
 
     def _unscaled(self, latents: Tensor) -> Tensor:

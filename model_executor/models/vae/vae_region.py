@@ -53,11 +53,18 @@ class RegionDecoder:
         self._decoder = vae.decoder
         self._post_quant = nn.Identity() if vae.post_quant_conv is None else vae.post_quant_conv
         self._blocks = list(self._decoder.up_blocks)
-        self._upsamplers = [_upsampler(block.upsamplers[0]) if block.upsamplers else _same for block in self._blocks]
+        self._upsamplers = [
+            _Upsampler(block.upsamplers[0].conv) if block.upsamplers else nn.Identity() for block in self._blocks
+        ]
         self._first = len(self._blocks) - CROPPED_BLOCKS - 1
         self._halo = _halo(self._blocks)
         norm = self._decoder.conv_norm_out
         self._kernels = norm.kernels if isinstance(norm, NormSilu) else None
+
+    @property
+    def own_modules(self) -> list[nn.Module]:
+        """Those whose weights were made from the VAE's and are used in their place."""
+        return [*self._upsamplers]
 
     def decode(self, latents: Tensor) -> Tensor:
         """[1, channels, rows, columns], in the VAE's own range -> [1, 3, height, width], about -1..1."""
@@ -204,16 +211,33 @@ def _resnets(block: Any, maps: _Maps) -> _Maps:
     return maps
 
 
-def _upsampler(module: Any) -> Callable[[Tensor], Tensor]:
+class _Upsampler(nn.Module):
     """diffusers' Upsample2D: nearest neighbours, then a 3x3 convolution.
 
     In an enlarged map, the pixels (2y + i, 2x + j) see only 2x2 different values. Their convolution is therefore one of
     the small map with a 2x2 kernel, in which the weights that meet the same value are added.
     """
-    weight = module.conv.weight.float()
-    rows = [_folded(weight, 2, i) for i in (0, 1)]
-    folded = torch.cat([_folded(row, 3, j) for row in rows for j in (0, 1)]).to(module.conv.weight.dtype)
-    return partial(_upsample, folded.contiguous(memory_format=torch.channels_last), module.conv.bias.repeat(4))
+
+    weight: Tensor  # [4 x out, in, 2, 2]
+    bias: Tensor  # [4 x out]
+
+    def __init__(self, conv: Any) -> None:
+        super().__init__()
+        rows = [_folded(conv.weight.float(), 2, i) for i in (0, 1)]
+        folded = torch.cat([_folded(row, 3, j) for row in rows for j in (0, 1)]).to(conv.weight.dtype)
+        self.register_buffer("weight", folded.contiguous(memory_format=torch.channels_last))
+        self.register_buffer("bias", conv.bias.repeat(4))
+
+    def forward(self, x: Tensor) -> Tensor:
+        """[1, channels, rows, columns] -> [1, channels, 2 rows, 2 columns]."""
+        _, _, rows, columns = x.shape
+        phases = nn.functional.conv2d(x, self.weight, self.bias, padding=1).chunk(4, dim=1)
+        shape = (1, phases[0].shape[1], 2 * rows, 2 * columns)
+        enlarged = torch.empty(shape, dtype=x.dtype, device=x.device, memory_format=torch.channels_last)
+        for i in (0, 1):
+            for j in (0, 1):
+                enlarged[:, :, i::2, j::2] = phases[2 * i + j][:, :, i : i + rows, j : j + columns]
+        return enlarged
 
 
 def _folded(weight: Tensor, dim: int, phase: int) -> Tensor:
@@ -221,22 +245,6 @@ def _folded(weight: Tensor, dim: int, phase: int) -> Tensor:
     first, middle, last = weight.unbind(dim)
     pair = (first, middle + last) if phase == 0 else (first + middle, last)
     return torch.stack(pair, dim)
-
-
-def _upsample(weight: Tensor, bias: Tensor, x: Tensor) -> Tensor:
-    """[1, channels, rows, columns] -> [1, channels, 2 rows, 2 columns]."""
-    _, _, rows, columns = x.shape
-    phases = nn.functional.conv2d(x, weight, bias, padding=1).chunk(4, dim=1)
-    shape = (1, phases[0].shape[1], 2 * rows, 2 * columns)
-    enlarged = torch.empty(shape, dtype=x.dtype, device=x.device, memory_format=torch.channels_last)
-    for i in (0, 1):
-        for j in (0, 1):
-            enlarged[:, :, i::2, j::2] = phases[2 * i + j][:, :, i : i + rows, j : j + columns]
-    return enlarged
-
-
-def _same(x: Tensor) -> Tensor:
-    return x
 
 
 def _halo(blocks: list[Any]) -> int:

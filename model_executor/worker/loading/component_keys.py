@@ -91,7 +91,8 @@ def _outline(opened: Opened, kind: str, part: str) -> tuple[str, tuple[Path, ...
     checkpoint, family = opened.checkpoint, opened.family
     folder = checkpoint.path / part
     files = tuple(weight_files(folder, usual_variant(folder, checkpoint.variant)))
-    form = [str(checkpoint.dtype), checkpoint.device.type, checkpoint.quantization if part in QUANTIZED else "none"]
+    places = checkpoint.device.type, checkpoint.home_of(part).type
+    form = [str(checkpoint.dtype), *places, checkpoint.quantization if part in QUANTIZED else "none"]
     facts = [kind, checkpoint.index.get(part), _configuration(folder / "config.json"), form, family.recipe(part)]
     return _digest(*facts, [file.stat().st_size for file in files]), files
 

@@ -115,7 +115,7 @@ class ComponentLoader:
         checkpoint, part = self._models.origin(key)
         cpu_threads = torch.get_num_threads() if checkpoint.device.type == "cpu" else 0
         module, nbytes = self._taken.take(key, checkpoint.config_as_opened, part, cpu_threads)
-        return _on(module, checkpoint.device), nbytes
+        return _on(module, checkpoint.home_of(part)), nbytes
 
 
 def _on(module: nn.Module, device: torch.device) -> nn.Module:

@@ -129,6 +129,16 @@ class ResidentModels:
         """The device that all models run on."""
         return next(iter(self._checkpoints.values())).device
 
+    @property
+    def in_turn(self) -> list[set[ModelKey]]:
+        """The components whose weights lie in host memory between uses, in sets that are used at one time: those of one
+        kind of each model."""
+        return [
+            {key for key in (keys[part] for part in parts) if self.is_offloaded(key)}
+            for name, keys in self.keys.items()
+            for parts in self.families[name].components.values()
+        ]
+
     def load_all(self, names: Collection[str] = (), read: Read | None = None) -> None:
         """Load every component that these models need, by default all, and their adapters. read: by default
         `self.read`. Raises ConfigError."""
@@ -152,11 +162,18 @@ class ResidentModels:
         (name, part), *_ = self._users(key)
         return self._checkpoints[name], part
 
+    def is_offloaded(self, key: ModelKey) -> bool:
+        """Whether a component's weights lie in host memory between uses."""
+        checkpoint, part = self.origin(key)
+        return checkpoint.is_offloaded(part)
+
     def install(self, key: ModelKey, module: nn.Module, nbytes: int) -> LoadedComponent:
         """Put a component that was just loaded in use, for all models that share it. nbytes: of its weights."""
         (name, part), *_ = self._users(key)
         loaded = LoadedComponent(key, nbytes)
         prepared = self.families[name].prepare(part, module)
+        if self.is_offloaded(key):
+            prepared.keep_on_host()
         for name, part in self._users(key):
             self.families[name].put(part, prepared)
             for adapter in list(self._adapters[name]):

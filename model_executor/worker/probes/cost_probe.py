@@ -143,7 +143,7 @@ def profile_path(info: ModelInfo, config: ModelConfig, cache_folder: Path) -> Pa
 
 def _conditions(info: ModelInfo, config: ModelConfig) -> str:
     """Hex digest of everything that costs depend on: the model as served, processor, threads, PyTorch, kernels,
-    CUDA graphs."""
+    CUDA graphs, where weights lie."""
     info = msgspec.structs.replace(info, components=())  # which depend on the other models
     device = torch.device(info.device)
     cores = f"{cpu_description()} x {len(os.sched_getaffinity(0))}"
@@ -151,6 +151,7 @@ def _conditions(info: ModelInfo, config: ModelConfig) -> str:
     digest = chosen_operators(config.kernels, device, batch_invariant=config.batch_invariant).digest
     graphs = config.cuda_graphs if device.type == "cuda" else ""
     parts = [PROBE, processor, platform.node(), torch.get_num_threads(), torch.__version__, digest, graphs]
+    parts += [config.offload] if config.offload == "host" else []
     return hashlib.sha256(msgspec.json.encode(info) + repr(parts).encode()).hexdigest()
 
 

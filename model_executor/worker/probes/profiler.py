@@ -17,7 +17,7 @@ import msgspec
 import torch
 
 from core.cache_folder import user_cache_folder
-from core.config import EMBEDDED_MODEL, CudaGraphs, ModelConfig, SchedulerConfig
+from core.config import EMBEDDED_MODEL, CudaGraphs, ModelConfig, Offload, SchedulerConfig
 from core.ipc.atomic_file import write_atomically
 from core.messages.worker import CostSample
 from core.model_info import ModelInfo
@@ -54,6 +54,7 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--dtype", default="auto", help="as for the server")
     parser.add_argument("--device", default="auto", help="as for the server")
     parser.add_argument("--cuda-graphs", default="auto", choices=get_args(CudaGraphs), help="as for the server")
+    parser.add_argument("--offload", default="none", choices=get_args(Offload), help="as for the server")
     parser.add_argument("--batch-invariant", action="store_true", help="as for the server")
     parser.add_argument("--threads", type=int, default=default_threads(1), help="as for the server")
     parser.add_argument("--max-num-seqs", type=int, default=SchedulerConfig().max_num_seqs, help="largest batch")
@@ -71,6 +72,7 @@ def config_of(args: argparse.Namespace) -> ModelConfig:
         dtype=args.dtype,
         device=args.device,
         cuda_graphs=args.cuda_graphs,
+        offload=args.offload,
         batch_invariant=args.batch_invariant,
     )
 

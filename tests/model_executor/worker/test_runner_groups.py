@@ -15,6 +15,7 @@ from torch._C._distributed_c10d import PrefixStore
 from core.errors import GroupBrokenError
 from core.messages.worker import Batch, Item, ItemResult
 from core.scheduling.ops.denoise import DENOISE
+from model_executor.host_weights import ON_DEVICE
 from model_executor.parallel import groups as groups_module
 from model_executor.parallel.group import Group
 from model_executor.parallel.groups import CPU, Groups
@@ -72,7 +73,9 @@ class Ranks:
         monkeypatch.setitem(HANDLERS, DENOISE.name, self.handle)
 
     def _family(self, rank: int) -> Any:
-        return SimpleNamespace(drop_graphs=lambda: self.graphs_dropped.append(rank))
+        return SimpleNamespace(
+            drop_graphs=lambda: self.graphs_dropped.append(rank), weights=lambda component: ON_DEVICE
+        )
 
     def handle(self, context: Any, items: Sequence[Item]) -> list[ItemResult]:
         if self.fails and context.rank == 1:

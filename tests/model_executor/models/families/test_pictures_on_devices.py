@@ -156,18 +156,23 @@ class Apart(TorchDispatchMode):
         return func(*args, **wanted)
 
 
-def on_gpu(of: VaeFamily) -> VaeFamily:
-    """The family with its VAE on the meta device."""
+def on_gpu(of: VaeFamily, *, is_prepared_there: bool) -> VaeFamily:
+    """The family with its VAE on the meta device. is_prepared_there: else it comes there later, from the host."""
     of._device = GPU
-    of.put("vae", of.vae(of._checkpoint.outline("vae")))
+    vae = of.vae(of._checkpoint.outline("vae") if is_prepared_there else of._checkpoint.load("vae"), device=GPU)
+    for module in vae._used_modules:
+        module.to(GPU)
+    of.put("vae", vae)
     return of
 
 
-@pytest.mark.parametrize("name", FAMILIES)
+@pytest.mark.parametrize(("name", "is_prepared_there"), [*product(FAMILIES, [True]), *product(FAMILIES, [False])])
 @torch.inference_mode()
-def test_families_mix_no_devices(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_families_mix_no_devices(
+    name: str, is_prepared_there: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Whether template and mask are on the host, or on the GPU as the VAE is."""
-    ours = on_gpu(family(name, tmp_path))
+    ours = on_gpu(family(name, tmp_path), is_prepared_there=is_prepared_there)
     rows, columns = ours.grid(SIDE, SIDE)
     host = picture(), mask()
     there = picture().to(GPU), mask().to(GPU)

@@ -13,8 +13,9 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
+from benchmarks.gpu.local_engine import open_offloaded
 from core.config import CacheConfig, ModelConfig
-from core.errors import ConfigError
+from core.errors import ConfigError, OutOfMemoryError
 from core.handles import ModelKey
 from core.ipc.limits import memory_limit
 from core.memory_budget import Room, total_bytes
@@ -165,6 +166,43 @@ def test_of_a_model_that_cannot_become_whole_nothing_is_loaded(paths: dict[str, 
         assert "sd does not fit: its weights take" in why
         assert " (transformer " in why
     assert {each.key for each in models.loaded} == {*first}
+
+
+def test_of_weights_in_host_memory_the_largest_set_counts(paths: dict[str, Path]) -> None:
+    models = open_offloaded(
+        [ModelConfig(model=str(paths["fill"]), served_model_name="fill", dtype="float32", device="cpu")]
+    )
+    nbytes = {part: models.least_bytes(key) for part, key in models.keys["fill"].items()}
+    text, vae = nbytes["text_encoder"] + nbytes["text_encoder_2"], nbytes["vae"]
+    on_device = nbytes["transformer"] + max(text, vae)
+    host = Room.of_offloaded(2 * (text + vae), 2)
+    WeightsRoom(models, Room(on_device, "a test"), host).check_models()
+    with pytest.raises(
+        ConfigError, match=r"while \d+\.\d+ GiB are in host memory \(--offload host\), and there may be"
+    ):
+        WeightsRoom(models, Room(on_device - 1, "a test"), host).check_models()
+    with pytest.raises(ConfigError, match=r"of the host, shared by 3 workers\); .* or leave --offload host out$"):
+        WeightsRoom(models, Room(on_device, "a test"), Room.of_offloaded(3 * (text + vae) - 1, 3)).check_models()
+    models.load_all()
+    WeightsRoom(models, Room(on_device, "a test"), host).check_models()
+
+
+def test_beside_a_model_the_denoiser_of_another_counts(paths: dict[str, Path]) -> None:
+    """The two share text encoders and VAE."""
+    models = open_offloaded(
+        [
+            ModelConfig(model=str(path), served_model_name=name, dtype="float32", device="cpu")
+            for name, path in paths.items()
+        ]
+    )
+    models.load_all(["fill"])
+    nbytes = {part: models.least_bytes(key) for part, key in models.keys["dev"].items()}
+    largest = max(nbytes["text_encoder"] + nbytes["text_encoder_2"], nbytes["vae"])
+    wanted = models.keys["dev"]["transformer"]
+    enough = models.least_bytes(models.keys["fill"]["transformer"]) + nbytes["transformer"] + largest
+    WeightsRoom(models, Room(enough, "a test")).check_next(wanted)
+    with pytest.raises(OutOfMemoryError, match=r"^dev does not fit: its weights take .* and models hold .* of"):
+        WeightsRoom(models, Room(enough - 1, "a test")).check_next(wanted)
 
 
 def test_the_room_is_a_share_of_the_gpu_or_all_memory_of_a_cpu() -> None:

@@ -84,8 +84,8 @@ def test_a_profile_is_found_by_servers_with_the_settings_it_was_measured_with(
 
 def test_flags_of_graphs_and_invariance_are_the_servers() -> None:
     assert config_of(parse([])) == ModelConfig()
-    chosen = config_of(parse(["--cuda-graphs", "off", "--batch-invariant"]))
-    assert chosen == ModelConfig(cuda_graphs="off", batch_invariant=True)
+    chosen = config_of(parse(["--cuda-graphs", "off", "--offload", "host", "--batch-invariant"]))
+    assert chosen == ModelConfig(cuda_graphs="off", offload="host", batch_invariant=True)
 
 
 def test_a_model_without_pages_is_measured_with_exact_steps_alone(family: Family, info: ModelInfo) -> None:

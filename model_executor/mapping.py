@@ -1,4 +1,4 @@
-"""Mapping: a memfd's memory in this process, mapped and unmapped without the interpreter's lock.
+"""Mapping: memory of a memfd, or of this process alone, mapped and unmapped without the interpreter's lock.
 
 Python's `mmap` holds the lock while the kernel works: 10 ms for the end of a mapping of 500 MB, in which no thread
 computes.
@@ -23,8 +23,16 @@ _FAILED = ctypes.c_void_p(-1).value
 def map_private(fd: int, nbytes: int) -> Any:
     """The first bytes of a file as a buffer of ctypes, to which weak references can be made. What this process writes
     to it is its own. The mapping ends with the last object that refers to it. Raises OSError."""
-    protection = mmap.PROT_READ | mmap.PROT_WRITE
-    address = _libc.mmap(None, nbytes, protection, mmap.MAP_PRIVATE, fd, 0)
+    return _mapped(nbytes, mmap.MAP_PRIVATE, fd)
+
+
+def map_own(nbytes: int) -> Any:
+    """Memory of this process alone, in pages of its own, as a buffer like that of `map_private`. Raises OSError."""
+    return _mapped(nbytes, mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS, -1)
+
+
+def _mapped(nbytes: int, flags: int, fd: int) -> Any:
+    address = _libc.mmap(None, nbytes, mmap.PROT_READ | mmap.PROT_WRITE, flags, fd, 0)
     if address == _FAILED:
         number = ctypes.get_errno()
         raise OSError(number, os.strerror(number))
