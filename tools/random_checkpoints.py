@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import json
 import string
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -355,17 +355,15 @@ def clip_encoder(tokenizer: CLIPTokenizer, length: int, width: int, model: Any =
     return model(config)
 
 
-def t5_encoder(tokenizer: T5TokenizerFast, width: int) -> T5EncoderModel:
+def t5_encoder(tokenizer: T5TokenizerFast, width: int, shape: Mapping[str, int] | None = None) -> T5EncoderModel:
+    """shape: of the layers, as in T5Config; None: one small layer."""
     config = T5Config(
         vocab_size=len(tokenizer),
         d_model=width,
-        d_kv=16,
-        d_ff=2 * width,
-        num_layers=1,
-        num_heads=4,
         feed_forward_proj="gated-gelu",
         is_encoder_decoder=False,
         use_cache=False,
+        **(shape or {"d_kv": 16, "d_ff": 2 * width, "num_layers": 1, "num_heads": 4}),
     )
     return T5EncoderModel(config)
 

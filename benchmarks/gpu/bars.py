@@ -176,5 +176,6 @@ _BARS: list[tuple[str, Figure, dict[str, float]]] = [
     ("tests of kernels on the GPU, 1 if all pass", _kernel_tests, {"at_least": 1}),
     ("edits in float32, least share of pixel values within 1 of 255 of a CPU's", _float32_share, {"at_least": 0.999}),
     ("the same of an edit by a server's own processes", lambda s: s["served"]["share_within_1"], {"at_least": 0.999}),
+    ("pixel values that --offload host changes", lambda s: s["offload"]["differing"], {"at_most": 0}),
     ("embedded model in bfloat16, mean difference from a CPU's in levels of 255", _bfloat16_levels, {"at_most": 1}),
 ]

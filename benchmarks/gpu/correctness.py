@@ -26,7 +26,7 @@ from benchmarks.gpu.graphs import GraphChoice, model_options
 from benchmarks.gpu.local_engine import LocalEngine, Pixels
 from benchmarks.gpu.report import Figures
 from benchmarks.load.server import ROOT
-from core.config import EMBEDDED_MODEL, CacheConfig, KernelChoice, ModelConfig
+from core.config import EMBEDDED_MODEL, CacheConfig, KernelChoice, ModelConfig, Offload
 from core.sampling_params import SamplingParams
 
 STEPS = 4
@@ -52,7 +52,7 @@ def edits(bench: Bench) -> None:
     with tempfile.TemporaryDirectory() as folder, _no_tf32():
         for name in bench.size.checkpoints:
             try:
-                figures[name] = _compare(_checkpoint(name, Path(folder)), bench, 2 if name == "embedded" else 1)
+                figures[name] = _compare(small_checkpoint(name, Path(folder)), bench, 2 if name == "embedded" else 1)
             except Exception as error:  # one family that fails must not cost the others their figures
                 broken.append(error)
             bench.report.put("correctness", checkpoints=figures)
@@ -61,7 +61,7 @@ def edits(bench: Bench) -> None:
         raise ExceptionGroup("checkpoints that failed", broken)
 
 
-def _checkpoint(name: str, folder: Path) -> Path:
+def small_checkpoint(name: str, folder: Path) -> Path:
     """The embedded model, or random weights of a family."""
     return Path(EMBEDDED_MODEL) if name == "embedded" else MAKERS[name](folder / name)
 
@@ -69,19 +69,25 @@ def _checkpoint(name: str, folder: Path) -> Path:
 def _compare(checkpoint: Path, bench: Bench, scale: int) -> Figures:
     figures: Figures = {}
     for dtype in ("float32", "bfloat16"):
-        expected = _edit(checkpoint, "cpu", dtype, scale)
-        painted = _edit(checkpoint, str(bench.device), dtype, scale, bench.graphs)
+        expected = edit_pictures(checkpoint, "cpu", dtype, scale)
+        painted = edit_pictures(checkpoint, str(bench.device), dtype, scale, bench.graphs)
         figures[dtype] = {way: difference(pictures, expected[way]) for way, pictures in painted.items()}
     return figures
 
 
-def _edit(
-    checkpoint: Path, device: str, dtype: str, scale: int, graphs: GraphChoice | None = None
+def edit_pictures(
+    checkpoint: Path,
+    device: str,
+    dtype: str,
+    scale: int,
+    graphs: GraphChoice | None = None,
+    offload: Offload = "none",
 ) -> dict[str, list[Pixels]]:
     """Exact and mask-aware edits of pictures of two sizes, which share steps; on a device pages lie in its memory."""
     templates = [soft_picture(scale * side, seed) for seed, side in enumerate(SIDES)]
     cache = CacheConfig(device_bytes=CACHE_BYTES if device != "cpu" else 0, host_bytes=CACHE_BYTES)
-    with closing(LocalEngine(checkpoint, device, dtype, cache, kernels=_kernels(device), graphs=graphs)) as engine:
+    options: dict[str, Any] = {"kernels": _kernels(device), "graphs": graphs, "offload": offload}
+    with closing(LocalEngine(checkpoint, device, dtype, cache, **options)) as engine:
         return {
             way: engine.edit(
                 templates,
@@ -131,7 +137,7 @@ def served(bench: Bench) -> None:
     memory for pages and pins the host's."""
     with tempfile.TemporaryDirectory() as folder:
         name = bench.size.checkpoints[0]
-        checkpoint = _checkpoint(name, Path(folder))
+        checkpoint = small_checkpoint(name, Path(folder))
         painted, figures = _serve(checkpoint, str(bench.device), model_options(bench.graphs))
         bench.report.put("served", **figures)
         expected = painted if bench.device.type == "cpu" else _serve(checkpoint, "cpu", {})[0]

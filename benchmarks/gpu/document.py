@@ -36,6 +36,7 @@ SECTIONS = {
     "served": "an edit by a server's processes",
     "correctness": "edits against a CPU's",
     "attention": "ways of attention",
+    "offload": "text encoders and VAE in host memory",
 }
 """Section -> what it measures, in the order in which they run."""
 

@@ -81,6 +81,7 @@ class LocalEngine:
         families = {"checked": self.family}
         self.runner = Runner(0, WorkerContext(families, self._tensors, self._arenas, self._pages))
         self._num_edits = 0
+        self.prompt = "a red striped shirt"  # of the edits that follow
 
     def close(self) -> None:
         """End the page store's thread and free the arenas."""
@@ -150,7 +151,7 @@ class LocalEngine:
             workflow=INPAINT.name,
             rounds=(info.num_steps(sampling),),
             spec=EditSpec(
-                prompt="a red striped shirt",
+                prompt=self.prompt,
                 sampling=msgspec.structs.replace(sampling, full_steps=0),
                 width=width,
                 height=height,

@@ -1,7 +1,8 @@
 """A FLUX checkpoint without weights: folders of configurations, and weights that are drawn on the device when a part is
 loaded. 12 billion parameters lie on no disk and never pass through the host.
 
-Transformer and VAE have FLUX.1-dev's shape. The text encoders have one layer: a prompt is embedded once for all edits.
+Transformer and VAE have FLUX.1-dev's shape. The text encoders have one layer, unless T5 is to be whole: a prompt is
+embedded once for all edits.
 """
 
 from __future__ import annotations
@@ -34,9 +35,9 @@ CLASSES = {
 
 
 class RandomFlux:
-    """The parts of a checkpoint."""
+    """The parts of a checkpoint. has_whole_t5: T5 has FLUX.1-dev's shape, too."""
 
-    def __init__(self, bench: Bench) -> None:
+    def __init__(self, bench: Bench, *, has_whole_t5: bool = False) -> None:
         self._bench, size = bench, bench.size.flux
         tokenizer, tokenizer_2 = clip_tokenizer(CLIP_TOKENS), t5_tokenizer(size.text_tokens)
         self._tokenizers = {"tokenizer": tokenizer, "tokenizer_2": tokenizer_2}
@@ -45,7 +46,7 @@ class RandomFlux:
             "transformer": lambda: FluxTransformer2DModel(**size.transformer),
             "vae": lambda: AutoencoderKL(**size.autoencoder),
             "text_encoder": lambda: clip_encoder(tokenizer, CLIP_TOKENS, pooled),
-            "text_encoder_2": lambda: t5_encoder(tokenizer_2, joint),
+            "text_encoder_2": lambda: t5_encoder(tokenizer_2, joint, size.t5 if has_whole_t5 else None),
         }
 
     def save(self, path: Path) -> Path:

@@ -20,6 +20,7 @@ from benchmarks.gpu import (
     invariance,
     kernel_times,
     machine,
+    offload,
     overhead,
     sdxl,
 )
@@ -76,6 +77,13 @@ def sections(bench: Bench) -> dict[str, Section]:
                 bench.clear()
         engine_edits.run(bench, entry)
 
+    def offloading() -> None:
+        """Its engines have weights of their own."""
+        for made in (entries, unet, flux):
+            made.cache_clear()
+        bench.clear()
+        offload.run(bench)
+
     table = {
         "machine": Section(lambda: machine.run(bench), 30),
         "kernel_tests": Section(lambda: correctness.kernel_tests(bench), 160),
@@ -92,6 +100,7 @@ def sections(bench: Bench) -> dict[str, Section]:
         "served": Section(lambda: correctness.served(bench), 70, has_graphs=True),
         "correctness": Section(lambda: correctness.edits(bench), 150, has_graphs=True),
         "attention": Section(lambda: flux_sections.attention(bench, flux(), entries()), 30),
+        "offload": Section(offloading, 120, has_graphs=True),
     }
     patience = 1 if bench.device.type == "cuda" else CPU_PATIENCE
     return {name: section._replace(seconds=patience * section.seconds) for name, section in table.items()}

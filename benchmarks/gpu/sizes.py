@@ -18,6 +18,7 @@ from benchmarks.micro.unet_step import CONFIGS, LAYERS
 class FluxSize(msgspec.Struct, frozen=True):
     transformer: dict[str, Any]  # differences from FLUX.1-dev
     autoencoder: dict[str, Any]
+    t5: dict[str, int]  # shape of its layers
     side: int  # image tokens of a side
     text_tokens: int
     steps: int

@@ -208,6 +208,18 @@ def full_sections() -> dict[str, Any]:
             "exact_edit_s": 5.4,
             "cold_bound": 0.38,
         },
+        "offload": {
+            "steps": 8,
+            "differing": 0,
+            "edit_s": 2.0,
+            "offload_edit_s": 2.4,
+            "peak_gb": 35.0,
+            "offload_peak_gb": 33.0,
+            "offload_text_encoder_gb": 9.4,
+            "offload_text_encoder_ms": 190.0,
+            "offload_vae_gb": 0.2,
+            "offload_vae_ms": 4.0,
+        },
         "engine_edits": {
             "steps": 28,
             "warm_ratio": 0.2,
@@ -283,6 +295,7 @@ def test_bars_pass_miss_or_were_not_run() -> None:
         (("overhead", "total_ms"), 1.1),
         (("sdxl", "masked_edit_s"), 1.0),
         (("sdxl", "exact_graph_ms"), 47.0),
+        (("offload", "differing"), 1),
     ):
         sections = full_sections()
         place = sections
