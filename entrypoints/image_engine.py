@@ -27,6 +27,7 @@ from core.config import (
     EngineConfig,
     ImageConfig,
     ModelConfig,
+    Offload,
     Quantization,
     SchedulerConfig,
     StencilConfig,
@@ -106,7 +107,7 @@ class ImageEngine:
 
     model: diffusers directory or hub id; default: the embedded model. models: several models, each with settings of its
     own, instead of `model` and all other arguments up to `loras`; `Edit.model` names one of them. model_bytes: weights
-    that each worker may hold, see SchedulerConfig. variant, dtype, quantization, device, threads, mask_aware,
+    that each worker may hold, see SchedulerConfig. variant, dtype, quantization, device, offload, threads, mask_aware,
     cache_keyframes, cache_dtype, priming_prompt: see ModelConfig. loras: name -> file of each adapter, see
     AdapterConfig. cache: see CacheConfig. data_parallel_size: number of engines, between which edits are distributed.
     workers_per_engine: ranks of each, the last of which decodes. degree: ranks that compute each denoising step
@@ -125,6 +126,7 @@ class ImageEngine:
         dtype: str = "auto",
         quantization: Quantization = "none",
         device: str = "auto",
+        offload: Offload = "none",
         threads: int = 0,
         mask_aware: bool = True,
         cache_keyframes: str = "auto",
@@ -146,6 +148,7 @@ class ImageEngine:
             dtype=dtype,
             quantization=quantization,
             device=device,
+            offload=offload,
             threads=threads,
             mask_aware=mask_aware,
             cache_keyframes=cache_keyframes,

@@ -284,6 +284,8 @@ def test_a_model_that_cannot_be_loaded_is_one_clear_error(tmp_path: Path) -> Non
     before = {child.pid for child in psutil.Process().children()}
     with pytest.raises(ConfigError, match="NoSuchPipeline"):
         ImageEngine(str(tmp_path), data_parallel_size=2)
+    with pytest.raises(ConfigError, match="--offload host: on a CPU"):
+        ImageEngine(device="cpu", offload="host")
     assert {child.pid for child in psutil.Process().children()} <= before
 
 

@@ -311,6 +311,11 @@ def test_bad_flag_and_help(tmp_path: Path) -> None:
         assert flag in result.stdout
 
 
+def test_weights_of_a_cpu_are_in_host_memory_already(tmp_path: Path) -> None:
+    refused = run_to_its_end(tmp_path, "--device", "cpu", "--offload", "host")
+    assert_one_line(refused, 1, "--offload host", "on a CPU all weights are in host memory anyway")
+
+
 def test_files_that_flags_name_may_be_pipes() -> None:
     """They can be read once. With these flags the server fails only when it listens, after it has read them."""
     reader, writer = os.pipe()
