@@ -5,7 +5,7 @@ models fit into a budget, or into the memory there is.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Collection, Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping, Sequence
 
 import msgspec
 
@@ -111,10 +111,18 @@ def at_one_time(
 ) -> list[LoadedComponent]:
     """Those of these components that are on a device at one time, at most: those that stay there, and the largest set
     of those that come in turn. in_turn: the sets; a component of several comes with each of them."""
+    staying, turn = _at_one_time(components, in_turn)
+    return staying + turn
+
+
+def _at_one_time(
+    components: Iterable[LoadedComponent], in_turn: Iterable[Collection[ModelKey]]
+) -> tuple[list[LoadedComponent], list[LoadedComponent]]:
+    """(those that stay, the largest set of those that come in turn), see `at_one_time`."""
     known, sets = [*components], [*in_turn]
     come = {key for keys in sets for key in keys}
     together = ([each for each in known if each.key in keys] for keys in sets)
-    return [each for each in known if each.key not in come] + max(together, key=total_bytes, default=[])
+    return [each for each in known if each.key not in come], max(together, key=total_bytes, default=[])
 
 
 def total_bytes(components: Iterable[LoadedComponent]) -> int:
@@ -130,10 +138,19 @@ def _by_kind(components: Iterable[LoadedComponent]) -> str:
     return ", ".join(f"{kind} {_gib(nbytes)}" for kind, nbytes in kinds.most_common())
 
 
-def bytes_to_come(sizes: Iterable[LoadedComponent], loaded: Iterable[LoadedComponent], budget: int) -> int:
-    """Bytes of weights that may be loaded later. sizes: of all components. budget: 0: none."""
-    every = total_bytes(sizes)
-    return max(0, min(every, budget or every) - total_bytes(loaded))
+def bytes_to_come(
+    sizes: Iterable[LoadedComponent],
+    loaded: Iterable[LoadedComponent],
+    budget: int,
+    in_turn: Sequence[Collection[ModelKey]] = (),
+) -> int:
+    """Bytes of a device that weights may take later. sizes: of all components. budget: of those that are loaded; 0:
+    none. in_turn: as for `at_one_time`; what comes in turn makes no room for what stays when it is dropped."""
+    every, held = ([*each] for each in (sizes, loaded))
+    (staying, turn), (staying_now, turn_now) = (_at_one_time(each, in_turn) for each in (every, held))
+    most = total_bytes(staying)
+    more = max(0, min(most, budget or most) - total_bytes(staying_now))
+    return more + max(0, total_bytes(turn) - total_bytes(turn_now))
 
 
 def page_bytes(memory: DeviceMemory, utilization: float, least: int) -> int:

@@ -51,13 +51,17 @@ class HostWeights(Weights):
 
     def __init__(self, modules: Sequence[nn.Module], device: torch.device) -> None:
         """Move the modules' parameters and buffers to host memory. modules: their tensors are plain, on any device.
-        device: to use them on. Raises ConfigError if CUDA cannot pin the memory, OSError if there is none."""
+        device: to use them on. Raises ConfigError if there is no such memory, or CUDA cannot pin it."""
         found = chain.from_iterable(chain(module.parameters(), module.buffers()) for module in modules)
         tensors = {id(each): each for each in found}
         self._tensors = list(tensors.values())
         self._places, self.nbytes = _places(self._tensors)
         self._device = device
-        self._host = torch.frombuffer(map_own(max(1, self.nbytes)), dtype=torch.uint8)[: self.nbytes]
+        try:
+            memory = map_own(max(1, self.nbytes))
+        except OSError as error:
+            raise ConfigError(f"--offload host: no host memory for {_gib(self.nbytes)} of weights") from error
+        self._host = torch.frombuffer(memory, dtype=torch.uint8)[: self.nbytes]
         for tensor, place in zip(self._tensors, self._places, strict=True):
             place.flat(self._host).copy_(torch.as_strided(tensor, (place.length,), (1,)))
         if device.type == "cuda":
@@ -109,10 +113,14 @@ class HostWeights(Weights):
         runtime = torch.cuda.cudart()
         error = int(runtime.cudaHostRegister(self._host.data_ptr(), self.nbytes, 0))
         if error:
-            size = f"{self.nbytes / 1024**3:.1f} GiB"
-            raise ConfigError(f"--offload host: CUDA cannot pin {size} of host memory (cudaError {error})")
+            what = f"{_gib(self.nbytes)} of host memory"
+            raise ConfigError(f"--offload host: CUDA cannot pin {what} (cudaError {error})")
         # Before the memory is unmapped: this object refers to it.
         weakref.finalize(self, runtime.cudaHostUnregister, self._host.data_ptr()).atexit = False
+
+
+def _gib(nbytes: int) -> str:
+    return f"{nbytes / 1024**3:.1f} GiB"
 
 
 class JointWeights(Weights):

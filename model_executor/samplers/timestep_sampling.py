@@ -216,7 +216,7 @@ def _is_equal(one: Any, other: Any) -> bool:
         return one.dtype == other.dtype and torch.equal(one, other)
     if isinstance(one, np.ndarray):
         return np.array_equal(one, other)
-    if isinstance(one, list):
+    if isinstance(one, list | tuple):
         return len(one) == len(other) and all(map(_is_equal, one, other))
     return bool(one == other)
 

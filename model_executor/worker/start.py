@@ -15,7 +15,7 @@ from core.config import CacheConfig
 from core.ipc.limits import memory_limit
 from core.ipc.peer_sockets import PeerSockets
 from core.ipc.shared_array import Arena
-from core.memory_budget import CPU_REMEDIES, REMEDIES, Room, at_one_time, bytes_to_come, check_fits
+from core.memory_budget import CPU_REMEDIES, REMEDIES, Room, bytes_to_come, check_fits
 from core.messages.worker import WorkerConfig, WorkerReady
 from model_executor.checkpoint.libraries import quiet_libraries
 from model_executor.page_cache.page_files import PageFiles
@@ -110,11 +110,7 @@ def _loaded(
         ready.models,
         settings.cache,
         settings.scheduler,
-        bytes_to_come(
-            at_one_time(ready.sizes, models.in_turn),
-            at_one_time(ready.components, models.in_turn),
-            settings.scheduler.model_bytes,
-        ),
+        bytes_to_come(ready.sizes, ready.components, settings.scheduler.model_bytes, models.in_turn),
     )
     samples = ready.samples
     if settings.measures_costs:

@@ -133,8 +133,9 @@ def test_weights_that_come_in_turn_are_not_loaded_later() -> None:
     """With another model its denoiser is, and what is larger of its largest set than of those that are measured."""
     loaded, others = [*FLUX, VAE], [component("transformer", 5, "b"), component("text_encoder", 11, "c")]
     in_turn = [{CLIP, T5}, {VAE.key}, {others[1].key}]
-    sizes = [at_one_time(each, in_turn) for each in ([*loaded, *others], loaded)]
-    assert bytes_to_come(*sizes, budget=0) == (5 + 11 - 9) * GIB
+    sizes = [*loaded, *others]
+    assert bytes_to_come(sizes, loaded, 0, in_turn) == (5 + 11 - 9) * GIB
+    assert bytes_to_come(sizes, loaded, 24 * GIB, in_turn) == (2 + 11 - 9) * GIB, "denoisers have the whole budget"
 
 
 def test_a_budget_is_refused_with_the_arithmetic() -> None:

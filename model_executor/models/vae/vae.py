@@ -45,7 +45,7 @@ class Vae(ABC):
             module = copied_in_bfloat16(self._module)
             if kernels is not None:
                 fuse(module, kernels)
-            self._in_bfloat16[kernels] = type(self)(module, self.dtype)
+            self._in_bfloat16[kernels] = type(self)(module, self.dtype, self._device)
         return self._in_bfloat16[kernels]
 
     def keep_on_host(self) -> None:

@@ -408,6 +408,11 @@ class Batches:
         """Tokens of an exact row: text, image and condition tokens."""
         return self._text_tokens + self._num_tokens + self._num_conditions
 
+    def share_of(self, tokens: float) -> float:
+        """The share of active tokens, at least 0, with which a row computes this many tokens, those of its text
+        included."""
+        return max(0.0, (tokens - self._text_tokens) / self._num_tokens)
+
     @property
     def _grid(self) -> tuple[int, int]:
         return self.family.grid(self._side(1.0), self._side(1.0))

@@ -103,12 +103,14 @@ def device_page_bytes(
     schemes = [(info, info.page_scheme) for info in infos if info.page_scheme is not None and not info.parent]
     if cache.device_bytes is not None or gauge is None or not schemes:
         return cache.device_bytes or 0
-    models = [_with_most_references(families[info.name], info) for info in loaded]
-    runs = (run for batches in models for run in heaviest(batches, scheduler))
+    # What batches keep is freed before what weights take is read: they are made anew for each model.
+    runs = (run for info in loaded for run in _heaviest_of(families[info.name], info, scheduler))
     with room_for("what a request keeps beside the model"):
         # A plan frees what the results before it have made useless; plans that are under way have theirs still.
         num_states = scheduler.max_plans_in_flight + 1
-        kept = scheduler.max_num_seqs * max(batches.kept_bytes(num_states) for batches in models)
+        kept = scheduler.max_num_seqs * max(
+            _with_most_references(families[info.name], info).kept_bytes(num_states) for info in loaded
+        )
     with _without_graphs(families.values()):
         memory = measure(gauge, runs, kept)
     with room_for("CUDA graphs of steps beside the model", f"turn them off (--cuda-graphs off), or {REMEDIES}"):
@@ -118,6 +120,13 @@ def device_page_bytes(
     pages = page_bytes(memory, cache.gpu_memory_utilization, least)
     logger.info("%s", describe(memory, pages))
     return pages
+
+
+def _heaviest_of(family: Family, info: ModelInfo, limits: SchedulerConfig) -> Iterator[Run]:
+    """The largest batches of requests without references, and of those with most: either may be larger."""
+    yield from heaviest(Batches(family, info), limits)
+    if info.references is not None:
+        yield from heaviest(_with_most_references(family, info), limits)
 
 
 def _with_most_references(family: Family, info: ModelInfo) -> Batches:
@@ -163,7 +172,7 @@ def all_graph_bytes(gauge: Gauge, infos: Sequence[ModelInfo], families: Mapping[
     """Bytes that the CUDA graphs of all models take: those of each denoiser that is loaded, and for each that may be
     loaded later as much as the largest. infos: of all models, without adapters. families: of those that are loaded."""
     denoisers = {_denoiser(info): info for info in infos if info.name in families}
-    taken = [graph_bytes(gauge, Batches(families[info.name], info)) for info in denoisers.values()]
+    taken = [graph_bytes(gauge, _with_most_references(families[info.name], info)) for info in denoisers.values()]
     to_come = {_denoiser(info) for info in infos} - denoisers.keys()
     return sum(taken) + len(to_come) * max(taken, default=0)
 
@@ -206,7 +215,7 @@ def heaviest(batches: Batches, limits: SchedulerConfig) -> Iterator[Run]:
     yield batches.denoise((1.0,) * _within(limits.max_num_batched_tokens // tokens, most_rows))[2]
     if info.page_scheme is None:
         return
-    share = limits.max_num_batched_tokens / (most_rows * tokens)
+    share = batches.share_of(limits.max_num_batched_tokens / most_rows)
     yield batches.denoise((min(0.9, share),) * most_rows)[2]
     keyframes = len(info.page_scheme.keyframes) or 2
     yield batches.prime(_within(limits.max_num_batched_tokens // tokens, keyframes), 1.0)[2]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import weakref
 from collections.abc import Callable
 from contextlib import closing
@@ -28,6 +29,7 @@ from model_executor.graphs.step_graphs import MAX_GRAPHS, StepGraphs
 from model_executor.kernels.gpu_operators import gpu_operators
 from model_executor.models.base import Family, ModulationInputs
 from model_executor.worker.loading.resident import ResidentModels
+from model_executor.worker.probes import memory_probe
 from model_executor.worker.probes.cost_probe import Batches
 from model_executor.worker.probes.memory_probe import (
     CudaGauge,
@@ -201,6 +203,28 @@ def test_a_mask_aware_run_of_a_unet_keeps_the_templates_latents_and_noise(tmp_pa
 
 def page_bytes(models: ResidentModels, info: ModelInfo, gauge: CpuGauge | None, cache: CacheConfig) -> int:
     return device_page_bytes(gauge, models.families, [info], cache, LIMITS)
+
+
+def test_what_batches_keep_is_freed_before_what_weights_take_is_read(
+    models: ResidentModels, info: ModelInfo, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    made, alive = list[weakref.ref[Batches]](), list[int]()
+
+    class Noted(Batches):
+        def __init__(self, *args: Any, **options: Any) -> None:
+            super().__init__(*args, **options)
+            made.append(weakref.ref(self))
+
+    class Watchful(CpuGauge):
+        def taken(self) -> int:
+            gc.collect()  # as a CUDA gauge does
+            alive.append(sum(each() is not None for each in made))
+            return super().taken()
+
+    monkeypatch.setattr(memory_probe, "Batches", Noted)
+    page_bytes(models, info, Watchful(1000 * MIB), CacheConfig())
+    assert made
+    assert alive[0] == 0
 
 
 def test_pages_get_what_the_model_and_its_batches_leave(models: ResidentModels, info: ModelInfo) -> None:
