@@ -58,7 +58,7 @@ class Sizes(Protocol):
 
     @property
     def num_paged_reference_tokens(self) -> int:
-        """The same, if no step computes them, else 0."""
+        """Condition tokens of references if no step computes them, else 0."""
 
     @property
     def num_text_tokens(self) -> int:

@@ -22,7 +22,7 @@ def _properties(fields: Mapping[str, Field]) -> dict[str, Any]:
 
 
 def _pictures(item: dict[str, Any]) -> dict[str, Any]:
-    """Of one request all together at most so many."""
+    """An array of pictures. A request may have MAX_INPUT_IMAGES of them in all its fields together."""
     return {"type": "array", "items": item, "maxItems": MAX_INPUT_IMAGES}
 
 

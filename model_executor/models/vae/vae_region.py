@@ -63,7 +63,7 @@ class RegionDecoder:
 
     @property
     def own_modules(self) -> list[nn.Module]:
-        """Those whose weights were made from the VAE's and are used in their place."""
+        """Modules whose weights were made from the VAE's. They are used instead of the VAE's own."""
         return [*self._upsamplers]
 
     def decode(self, latents: Tensor) -> Tensor:

@@ -103,7 +103,7 @@ def device_page_bytes(
     schemes = [(info, info.page_scheme) for info in infos if info.page_scheme is not None and not info.parent]
     if cache.device_bytes is not None or gauge is None or not schemes:
         return cache.device_bytes or 0
-    # What batches keep is freed before what weights take is read: they are made anew for each model.
+    # Batches are made anew for each model, so that their tensors are freed before the gauge reads what weights take.
     runs = (run for info in loaded for run in _heaviest_of(families[info.name], info, scheduler))
     with room_for("what a request keeps beside the model"):
         # A plan frees what the results before it have made useless; plans that are under way have theirs still.
