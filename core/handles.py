@@ -43,8 +43,8 @@ class ArrayRef(msgspec.Struct, frozen=True):
         return n
 
 
-Media = Literal["picture"]
-"""Kinds of what requests make. picture: uint8 [height, width, 3], RGB."""
+Media = Literal["picture", "mask"]
+"""Kinds of what requests make. picture: uint8 [height, width, 3], RGB; mask: uint8 [height, width], 1 = edit."""
 
 
 class Artefact(msgspec.Struct, frozen=True):
@@ -62,7 +62,7 @@ class ModelKey(msgspec.Struct, frozen=True):
     """A component of a model, the unit that workers load. Served models with equal keys share it."""
 
     content: str  # hex digest of its weights, its configuration, and the form in which it is loaded
-    component: str  # its kind, which ops name: text_encoder, transformer (a UNet, too), vae
+    component: str  # its kind, which ops name: text_encoder, transformer (a UNet, too), vae, segmenter
 
 
 class LoadedComponent(msgspec.Struct, frozen=True):

@@ -12,6 +12,7 @@ from core.page_scheme import PageScheme
 from core.reference_pictures import ReferencePictures
 from core.sampler_defaults import LEFT_OPEN, SamplerDefaults
 from core.sampling_params import SamplingParams
+from core.selection import SelectionKind
 from core.step_schedule import StepSchedule
 from core.vision_tokens import VisionTokens
 
@@ -39,6 +40,9 @@ class ModelInfo(msgspec.Struct, frozen=True, kw_only=True):
     device: str  # type of device; identical devices are not distinguished
     dtype: str  # of computing
     components: tuple[ModelKey, ...] = ()  # set by the worker: what it consists of; an adapter: as its model
+    # The model that finds masks for it, set by the worker. It is loaded when the first request needs it.
+    segmenter: tuple[ModelKey, ...] = ()  # its components; (): there is none
+    selects_by: tuple[SelectionKind, ...] = ()  # what it takes
     # Other models that work for it, set by the worker.
     workflow: str = ""  # that serves its requests; "": the first one of the catalog that takes what they give
     roles: dict[str, str] = {}  # role of a workflow -> name of the model that plays it instead of this one
@@ -89,7 +93,7 @@ class ModelInfo(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def needs(self) -> tuple[ModelKey, ...]:
-        """All components that its requests are computed with."""
+        """All components that its requests are computed with, but for those whose mask is to be found."""
         return (*self.components, *self.borrowed)
 
     def num_condition_tokens(self, num_tokens: int, *, has_template: bool, reference_tokens: int = 0) -> int:
@@ -104,7 +108,7 @@ class ModelInfo(msgspec.Struct, frozen=True, kw_only=True):
 
     def keys_of(self, component: str) -> tuple[ModelKey, ...]:
         """Its components of one kind, all of which an op of this kind needs."""
-        return tuple(key for key in self.components if key.component == component)
+        return tuple(key for key in (*self.components, *self.segmenter) if key.component == component)
 
     def num_steps(self, sampling: SamplingParams) -> int:
         """Computed steps of a run, with hires_scale of its first pass. sampling: resolved as to steps."""

@@ -2,7 +2,12 @@
 
 from __future__ import annotations
 
+from typing import Literal
+
 import msgspec
+
+SelectionKind = Literal["words", "points", "box"]
+"""A way to ask for a mask."""
 
 MAX_POINTS = 64
 MAX_WORDS = 1000
@@ -26,3 +31,13 @@ class Selection(msgspec.Struct, frozen=True, omit_defaults=True):
     words: str = ""  # at most MAX_WORDS characters
     points: tuple[Point, ...] = ()  # at most MAX_POINTS
     box: tuple[float, float, float, float] | None = None  # left, top, right, bottom, as shares of the sides
+
+    @property
+    def kinds(self) -> frozenset[SelectionKind]:
+        """The ways in which it asks."""
+        given: dict[SelectionKind, bool] = {
+            "words": bool(self.words),
+            "points": bool(self.points),
+            "box": self.box is not None,
+        }
+        return frozenset(kind for kind, is_given in given.items() if is_given)

@@ -82,7 +82,7 @@ class RequestPrefetcher:
         overtaking, so that none waits for room forever. page_rank: see `NodeCache.reserve`.
         """
         for request in islice(requests.live(), self._num_prefetched):
-            if request.status is Status.WAITING and request.spec.reads_template and request.id not in self.records:
+            if request.id not in self.records and self._may_prefetch(request):
                 self._prefetch(request)
         running, waiting = self._missing(requests)
         for reservation in [*running, *waiting, *self._template_requests.wanting_room(is_idle=not len(requests))]:
@@ -105,6 +105,11 @@ class RequestPrefetcher:
                 if not left:
                     break
         return running, waiting
+
+    @staticmethod
+    def _may_prefetch(request: Request) -> bool:
+        """Whether it is sure to read pages: where the mask is to be found, that depends on it."""
+        return request.status is Status.WAITING and request.spec.reads_template and not request.awaits_mask
 
     def _prefetch(self, request: Request) -> None:
         """Prepare a reservation of all keyframes, since the request's noise levels are not known yet."""

@@ -28,7 +28,7 @@ PageUse = Literal["none", "latents", "span"]
 """What an op reads of the activation cache for a mask-aware request. latents: its template's clean latents; span: also
 the pages at the step's noise level."""
 
-Part = Literal["encode", "prime", "denoise", "decode"]
+Part = Literal["segment", "encode", "prime", "denoise", "decode"]
 """The part of a request's time that an op's time is added to, as in the API's `stencil.ms`."""
 
 

@@ -102,6 +102,8 @@ class Finished(Message, frozen=True):
     full_blocks: int  # most blocks that one of its mask-aware steps computed in full
     made: float  # when the workers had finished it, seconds of CLOCK_MONOTONIC
     degrees: tuple[int, ...] = ()  # of each computed step, the number of ranks that computed it together
+    active_tokens: int | None = None  # of the mask that was found; None: none was asked for
+    mask_score: float = 0.0  # how sure the segmenter was, 0..1
 
 
 class TemplatePrimed(Message, frozen=True):

@@ -21,6 +21,7 @@ from core.graph.workflow import op_of
 from core.graph.workflows.inpaint import INPAINT
 from core.handles import Tier
 from core.scheduling.ops.prime import PRIME
+from core.scheduling.ops.segment import SEGMENT
 from core.scheduling.ops.template_encode import TEMPLATE_ENCODE
 
 Vector = npt.NDArray[np.float64]
@@ -28,7 +29,9 @@ Vector = npt.NDArray[np.float64]
 WORKFLOW = INPAINT
 """The plain workflow, whose lines are known. Requests of others say what they have."""
 
-LINES = tuple(dict.fromkeys(op.cost_name for op in (op_of(WORKFLOW.steps[0]), *map(op_of, WORKFLOW.nodes), PRIME)))
+LINES = tuple(
+    dict.fromkeys(op.cost_name for op in (op_of(WORKFLOW.steps[0]), *map(op_of, WORKFLOW.nodes), PRIME, SEGMENT))
+)
 """Names of the cost lines, see Op, in the order of their coefficients in a model's column; the loop's is the first."""
 
 GUESS_PER_KILOTOKEN = 0.02

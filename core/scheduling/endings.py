@@ -108,4 +108,6 @@ def finished(request: Request, cache: CacheOutcome) -> Finished:
         full_blocks=cache.full_blocks,
         made=request.made,
         degrees=tuple(request.degrees.values()),
+        active_tokens=request.active_tokens,
+        mask_score=request.mask_score,
     )

@@ -11,9 +11,9 @@ from core.messages.worker import ModelFailed, ModelLoaded
 from core.scheduling.endings import Endings
 from core.scheduling.node_cache import NodeCache
 from core.scheduling.ranks.in_flight import Flight
-from core.scheduling.ranks.residency import ModelOrders, Residency
+from core.scheduling.ranks.residency import ModelOrders, Needs, Residency
 from core.scheduling.requests.live_requests import LiveRequests
-from core.scheduling.requests.request import Status
+from core.scheduling.requests.request import Request, Status
 
 LoadAnswer = ModelLoaded | ModelFailed
 """A rank's answer to an order to load a component."""
@@ -33,18 +33,21 @@ class ModelLoads:
         """The components that ranks are to load and drop now."""
         if self.residency.is_complete:
             return ModelOrders()
-        running = {request.head.model for request in self.requests.running}
-        running.update(self.cache.models_in_use)
+        running = {request.needs for request in self.requests.running}
+        running.update(map(self._needs_of, self.cache.models_in_use))
         return self.residency.order(running, self._waiting(now), now)
 
-    def _waiting(self, now: float) -> Iterator[tuple[str, float]]:
-        """(model, arrival) of waiting requests, then of the cache's jobs other than idle work."""
+    def _needs_of(self, model: str) -> Needs:
+        return self.residency.models[model].needs
+
+    def _waiting(self, now: float) -> Iterator[tuple[Needs, float]]:
+        """(needs, arrival) of waiting requests, then of the cache's jobs other than idle work."""
         for request in self.requests.live():
             if request.status is Status.WAITING:
-                yield request.head.model, request.head.arrival
+                yield request.needs, request.head.arrival
         for job in self.cache.jobs():
             if not job.is_idle_work:
-                yield job.model, now
+                yield self._needs_of(job.model), now
 
     def note_batch(self, flight: Flight) -> None:
         """Note a batch that is sent."""
@@ -56,17 +59,19 @@ class ModelLoads:
             self.residency.note_loaded(answer.rank, answer.loaded)
             self.cost.observe_load(answer.loaded.nbytes, answer.seconds)
             return
-        models = self.residency.note_failed(answer.rank, answer.key, answer.failure, now)
-        failures = {model: _unavailable(model, answer.failure) for model in models}
+        self.residency.note_failed(answer.rank, answer.key, answer.failure, now)
         for request in list(self.requests.live()):
-            if request.head.model in failures:
-                self.endings.fail(request, failures[request.head.model])
-        self.cache.fail_templates(failures)
+            if answer.key in request.needs:
+                self.endings.fail(request, _unavailable(request.head.model, answer.failure))
+        models = [name for name, info in self.residency.models.items() if answer.key in info.needs]
+        self.cache.fail_templates({model: _unavailable(model, answer.failure) for model in models})
 
-    def refusal(self, model: str, now: float) -> Failure | None:
-        """Why a new request of a model fails at once; None: it does not."""
-        failure = self.residency.failure_of(model, now)
-        return None if failure is None else _unavailable(model, failure)
+    def refusal(self, request: Request, now: float) -> Failure | None:
+        """Why a new request fails at once; None: it does not, and what it needs is noted."""
+        if (failure := self.residency.failure_of(request.needs, now)) is not None:
+            return _unavailable(request.head.model, failure)
+        self.residency.note_wanted(request.needs)
+        return None
 
 
 def _unavailable(model: str, failure: Failure) -> Failure:

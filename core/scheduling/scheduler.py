@@ -138,7 +138,7 @@ class StepScheduler:
             request = Request.of(head, self.workflows, self._bindings)
         except InvalidRequestError as error:
             return self.refuse(head.request_id, Failure.of(error))
-        if (failure := self._loads.refusal(head.model, head.arrival)) is not None:
+        if (failure := self._loads.refusal(request, head.arrival)) is not None:
             return self.refuse(head.request_id, failure)
         self._reporter.note_received()
         self._policy.on_arrival(request)

@@ -64,7 +64,7 @@ class View:
         """Whether a waiting request may begin as far as its model is concerned: it is loaded, and no earlier request
         waits for room for another model.
         """
-        return self._residency.may_start(request.head.model)
+        return self._residency.may_start(request.needs)
 
     def has_components(self, request: Request, node: Node, ranks: RankIds) -> bool:
         """Whether these ranks have the components that a node needs."""

@@ -2,7 +2,8 @@
 
 from core.messages.specs.edit_spec import EditSpec
 from core.messages.specs.generation_spec import GenerationSpec
+from core.messages.specs.mask_spec import MaskSpec
 
-Spec = EditSpec | GenerationSpec
+Spec = EditSpec | GenerationSpec | MaskSpec
 
-__all__ = ["EditSpec", "GenerationSpec", "Spec"]
+__all__ = ["EditSpec", "GenerationSpec", "MaskSpec", "Spec"]

@@ -27,7 +27,7 @@ class ImageEncode(Message, OpWork, frozen=True, omit_defaults=True):
     """
 
     template: ArrayRef | None  # None: an empty canvas
-    mask: ArrayRef | None  # None: everything
+    mask: ArrayRef | None  # None: everything, unless it reads `mask` of `segment`
     width: int
     height: int
     seed: int
@@ -59,7 +59,7 @@ def _make(request: Request, node: Node, pages: NodePages) -> ImageEncode:
     assert sampling.num_inference_steps is not None
     return ImageEncode(
         template=canvas.template,
-        mask=canvas.mask,
+        mask=None if any(edge.input == "mask" for edge in node.inputs) else canvas.mask,
         width=canvas.width,
         height=canvas.height,
         seed=sampling.seed,
@@ -90,7 +90,7 @@ IMAGE_ENCODE = RequestOp(
     message=ImageEncode,
     size=_size,
     part="encode",
-    inputs=(Port("start", "latents", is_optional=True),),
+    inputs=(Port("start", "latents", is_optional=True), Port("mask", "mask", is_optional=True)),
     outputs=(
         Port("latents", "latents"),
         Port("condition", "condition"),

@@ -4,12 +4,13 @@ A component counts as loaded when its worker has reported it. Models are loaded 
 request first, and without any request while there is room. When another component needs the room, components that no
 live request needs are dropped, the least recently used first. If all of them are needed, the request that waits for
 room lets later requests of loaded models go ahead, for about as long as its own model takes to load; after that no
-other request begins before it.
+other request begins before it. A component that only some requests of a model need, as a segmenter, is loaded for the
+first of them.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from itertools import islice
 
@@ -28,6 +29,9 @@ LEAST_PATIENCE_SECONDS = 1.0
 MOST_LOOKED_AT = 256
 """Number of the most urgent waiting requests that decide what is loaded."""
 
+
+Needs = tuple[ModelKey, ...]
+"""The components that a request, or a model, needs."""
 
 Started = tuple[int, Iterable[LoadedComponent]]
 """(rank, the components that its worker has loaded)"""
@@ -70,7 +74,8 @@ class Residency:
         self._failed: dict[ModelKey, tuple[Failure, float]] = {}  # component -> (why its last load failed, when)
         self._uses: dict[ModelKey, int] = {}  # component -> number of its last use
         self._num_uses = 0
-        self._may_start: frozenset[str] | None = None  # models whose waiting requests may begin; None: all
+        self._may_start: frozenset[Needs] | None = None  # needs of waiting requests that may begin; None: of all
+        self._on_demand: set[ModelKey] = set()  # components of no model's own needs that a request has asked for
         self._is_complete: bool | None = None  # None: to be computed
 
     # ------------------------------------------------------------------------------------------------- notes
@@ -99,11 +104,18 @@ class Residency:
         self._failed.pop(loaded.key, None)
         self._settle(loaded.key, rank)
 
-    def note_failed(self, rank: int, key: ModelKey, failure: Failure, now: float) -> list[str]:
-        """Note a component that a worker could not load; returns the models that cannot be used because of it."""
+    def note_failed(self, rank: int, key: ModelKey, failure: Failure, now: float) -> None:
+        """Note a component that a worker could not load."""
         self._settle(key, rank)
         self._failed[key] = failure, now
-        return [name for name, info in self.models.items() if key in info.needs]
+        self._on_demand.discard(key)
+
+    def note_wanted(self, needs: Needs) -> None:
+        """Note the needs of a new request."""
+        if not self._on_demand.issuperset(needs):
+            further = {*needs}.difference(*(info.needs for info in self.models.values())) - self._on_demand
+            self._on_demand |= further
+            self._is_complete = None if further else self._is_complete
 
     def note_use(self, used: ModelKeys) -> None:
         """Note that a batch uses these components."""
@@ -120,13 +132,13 @@ class Residency:
         keys = {*wanted.keys}
         return all((components := self._components[rank]) is not None and components.keys() >= keys for rank in ranks)
 
-    def may_start(self, model: str) -> bool:
-        """Whether waiting requests of a model may begin, as of the last `order`."""
-        return self._may_start is None or model in self._may_start
+    def may_start(self, needs: Needs) -> bool:
+        """Whether waiting requests with these needs may begin, as of the last `order`."""
+        return self._may_start is None or needs in self._may_start
 
-    def failure_of(self, model: str, now: float) -> Failure | None:
-        """Why a model cannot be used; None: it can, or it is time to try again."""
-        for key in self.models[model].needs:
+    def failure_of(self, needs: Needs, now: float) -> Failure | None:
+        """Why some of these components cannot be used; None: they can, or it is time to try again."""
+        for key in needs:
             failure, since = self._failed.get(key, (None, 0.0))
             if failure is not None and now - since < RETRY_SECONDS:
                 return failure
@@ -136,9 +148,9 @@ class Residency:
         """Whether the last load of any of these components has failed."""
         return any(key in self._failed for key in keys)
 
-    def seconds_left(self, model: str) -> float:
-        """Predicted seconds of loading the components that a model lacks."""
-        return sum(self._predict(self.size_of(key)) for key in self.lacking(model))
+    def seconds_left(self, needs: Needs) -> float:
+        """Predicted seconds of loading those of these components that a rank lacks."""
+        return sum(self._predict(self.size_of(key)) for key in self.lacking(needs))
 
     def components(self, rank: int) -> tuple[LoadedComponent, ...]:
         """The components that a rank has loaded."""
@@ -149,7 +161,7 @@ class Residency:
         return {name: self._state(info) for name, info in self.models.items() if not info.parent}
 
     def _state(self, info: ModelInfo) -> ModelState:
-        lacking = self.lacking(info.name)
+        lacking = self.lacking(info.needs)
         if not lacking:
             return "loaded"
         if any(key in self._awaited for key in lacking):
@@ -158,11 +170,17 @@ class Residency:
 
     @property
     def is_complete(self) -> bool:
-        """Whether everything is loaded on all ranks that live."""
+        """Whether everything is loaded on all ranks that live, of what is loaded on demand as far as it was needed."""
         if self._is_complete is None:
-            self._is_complete = not self._awaited and not any(map(self.lacking, self.models))
+            self._is_complete = not self._awaited and not any(map(self.lacking, self.idle_needs))
             self._may_start = None if self._is_complete else self._may_start
         return self._is_complete
+
+    @property
+    def idle_needs(self) -> Iterator[Needs]:
+        """What is loaded without any request, while there is room: models, and what was loaded on demand before."""
+        yield from (info.needs for info in self.models.values())
+        yield from ((key,) for key in self._on_demand)
 
     @property
     def is_loading(self) -> bool:
@@ -171,8 +189,8 @@ class Residency:
 
     # ------------------------------------------------------------------------------------------------- decisions
 
-    def order(self, running: Iterable[str], waiting: Iterable[tuple[str, float]], now: float) -> ModelOrders:
-        """The components to load and drop now. running: models that are in use. waiting: (model, arrival) of the other
+    def order(self, running: Iterable[Needs], waiting: Iterable[tuple[Needs, float]], now: float) -> ModelOrders:
+        """The components to load and drop now. running: what is in use. waiting: (needs, arrival) of the other
         requests, the most urgent first.
         """
         if self.is_complete:
@@ -183,10 +201,10 @@ class Residency:
         self._note_sent(load_pass.orders)
         return load_pass.orders
 
-    def lacking(self, model: str) -> list[ModelKey]:
-        """Components of a model that any live rank lacks."""
+    def lacking(self, needs: Needs) -> list[ModelKey]:
+        """Those of these components that any live rank lacks."""
         up = [components for components in self._components if components is not None]
-        return [key for key in self.models[model].needs if not all(key in components for components in up)]
+        return [key for key in needs if not all(key in components for components in up)]
 
     def excess(self, further: Iterable[ModelKey]) -> int:
         """Bytes by which these components and the present ones together would exceed the budget; at most 0: there is
@@ -213,6 +231,7 @@ class Residency:
         """Note orders that are sent to all ranks."""
         up = [rank for rank, components in enumerate(self._components) if components is not None]
         for key in orders.unload:
+            self._on_demand.discard(key)
             for rank in up:
                 self._components_on(rank).pop(key, None)
         for key in orders.load:
@@ -237,79 +256,77 @@ class Residency:
 class _LoadPass:
     """One decision about what to load and drop; `run` is called once."""
 
-    def __init__(self, residency: Residency, running: Iterable[str], now: float) -> None:
+    def __init__(self, residency: Residency, running: Iterable[Needs], now: float) -> None:
         self._residency = residency
         self._now = now
         self._running = list(running)
-        self._needed = {key for model in self._running for key in residency.models[model].needs}  # not dropped
-        self._seen: set[str] = set()
+        self._needed = {key for needs in self._running for key in needs}  # not dropped
+        self._seen: set[Needs] = set()
         self._is_loading = residency.is_loading
-        self.startable: set[str] = set()
+        self.startable: set[Needs] = set()
         self.orders = ModelOrders()
 
-    def run(self, waiting: Iterable[tuple[str, float]]) -> None:
-        """Consider the models of running requests, which may lack components after a rank's death; then the models that
-        requests wait for; and unless a request has lost patience, the models that no request needs.
+    def run(self, waiting: Iterable[tuple[Needs, float]]) -> None:
+        """Consider what running requests need, who may lack components after a rank's death; then what requests wait
+        for; and unless a request has lost patience, what no request needs.
         """
-        for model in self._running:
-            self._restore(model)
-        for model, arrival in waiting:
-            if model not in self._seen and not self._consider(model, arrival):
+        for needs in self._running:
+            self._restore(needs)
+        for needs, arrival in waiting:
+            if needs not in self._seen and not self._consider(needs, arrival):
                 return
-        for model in self._residency.models:
-            if model not in self._seen:
-                self._consider_idle(model)
+        for needs in self._residency.idle_needs:
+            if needs not in self._seen:
+                self._consider_idle(needs)
 
-    def _restore(self, model: str) -> None:
-        """Load the components that the model of a running request lacks. Other models wait, because its requests go
-        first.
-        """
-        lacking = self._lacking(model)
-        if lacking and self._may_load(model) and (dropped := self._room_for(model, lacking)) is not None:
+    def _restore(self, needs: Needs) -> None:
+        """Load the components that a running request lacks. Other models wait, because its requests go first."""
+        lacking = self._lacking(needs)
+        if lacking and self._may_load(needs) and (dropped := self._room_for(needs, lacking)) is not None:
             self._load(lacking, dropped)
 
-    def _consider(self, model: str, arrival: float) -> bool:
-        """Consider a model that a request waits for; False: no later request may begin before that one."""
-        self._seen.add(model)
-        lacking = self._lacking(model)
+    def _consider(self, needs: Needs, arrival: float) -> bool:
+        """Consider what a request waits for; False: no later request may begin before that one."""
+        self._seen.add(needs)
+        lacking = self._lacking(needs)
         if not lacking:
-            self.startable.add(model)
-        elif self._may_load(model):
-            dropped = self._room_for(model, lacking)
+            self.startable.add(needs)
+        elif self._may_load(needs):
+            dropped = self._room_for(needs, lacking)
             if dropped is None:
-                patience = max(LEAST_PATIENCE_SECONDS, self._residency.seconds_left(model))
+                patience = max(LEAST_PATIENCE_SECONDS, self._residency.seconds_left(needs))
                 return self._now - arrival < patience
             self._load(lacking, dropped)
-        self._needed.update(self._residency.models[model].needs)
+        self._needed.update(needs)
         return True
 
-    def _consider_idle(self, model: str) -> None:
-        """Consider a model that no request waits for. Nothing is dropped for it, and failed loads are not repeated."""
-        lacking = self._lacking(model)
+    def _consider_idle(self, needs: Needs) -> None:
+        """Consider what no request waits for. Nothing is dropped for it, and failed loads are not repeated."""
+        lacking = self._lacking(needs)
         if not lacking:
-            self.startable.add(model)
-        elif self._may_load(model) and not self._residency.has_failed(lacking) and self._residency.excess(lacking) <= 0:
+            self.startable.add(needs)
+        elif self._may_load(needs) and not self._residency.has_failed(lacking) and self._residency.excess(lacking) <= 0:
             self._load(lacking, ())
 
-    def _lacking(self, model: str) -> list[ModelKey]:
-        """Components that a model lacks, or will lack after these orders."""
-        dropped = set(self.orders.unload).intersection(self._residency.models[model].needs)
-        return [*self._residency.lacking(model), *dropped]
+    def _lacking(self, needs: Needs) -> list[ModelKey]:
+        """Those of these components that a rank lacks, or will lack after these orders."""
+        dropped = set(self.orders.unload).intersection(needs)
+        return [*self._residency.lacking(needs), *dropped]
 
-    def _may_load(self, model: str) -> bool:
-        """Whether a model may be loaded now. One is loaded at a time: others would only be queued, in front of models
-        that are more urgent by then.
+    def _may_load(self, needs: Needs) -> bool:
+        """Whether these may be loaded now. One request's are loaded at a time: others would only be queued, in front of
+        components that are more urgent by then.
         """
-        return not self._is_loading and self._residency.failure_of(model, self._now) is None
+        return not self._is_loading and self._residency.failure_of(needs, self._now) is None
 
     def _load(self, lacking: Iterable[ModelKey], dropped: Iterable[ModelKey]) -> None:
         self.orders = ModelOrders(tuple(lacking), tuple(dropped))
         self._is_loading = True
 
-    def _room_for(self, model: str, lacking: Iterable[ModelKey]) -> list[ModelKey] | None:
-        """The components to drop for these components of a model; None: too many are in use."""
+    def _room_for(self, needs: Needs, lacking: Iterable[ModelKey]) -> list[ModelKey] | None:
+        """The components to drop for these; None: too many are in use."""
         residency, missing = self._residency, self._residency.excess(lacking)
-        idle = residency.present - self._needed.union(residency.models[model].needs)
+        idle = residency.present - self._needed.union(needs)
         dropped: list[ModelKey] = []
         for key in residency.least_used(idle):
             if missing <= 0:

@@ -14,6 +14,7 @@ from core.costs.step_profiles import useful_degree
 from core.graph.op import Op
 from core.graph.work import Work
 from core.graph.workflow import Node, op_of
+from core.handles import ModelKey
 from core.messages.worker import CostSample
 from core.model_info import ModelInfo
 from core.scheduling.requests.bindings import Bindings, ModelKeys
@@ -27,10 +28,10 @@ class Predictor:
         self,
         cost: CostModel,
         bindings: Bindings,
-        load_seconds: Callable[[str], float] = lambda model: 0.0,
+        load_seconds: Callable[[tuple[ModelKey, ...]], float] = lambda needs: 0.0,
         most_ranks: int = 1,
     ) -> None:
-        """load_seconds: model -> seconds until its weights are loaded. most_ranks: the most ranks that compute a step
+        """load_seconds: components -> seconds until all of them are loaded. most_ranks: the most ranks that compute a step
         together, where that is useful; remaining work is predicted for them.
         """
         self.cost = cost
@@ -148,7 +149,7 @@ class Predictor:
         steps = request.progress.steps_left
         step_seconds = self.remaining_step_seconds(request) / steps if steps else 0.0
         other_seconds = sum(seconds for _, seconds in self.other_seconds_by_op(request))
-        other_seconds += self._load_seconds(request.head.model)
+        other_seconds += self._load_seconds(request.needs)
         is_running = request.status is Status.RUNNING
         head = request.head
         return RequestLoad(steps, step_seconds, other_seconds, head.priority, is_running, head.arrival, head.owner)
@@ -163,5 +164,5 @@ def _key(keys: ModelKeys, cost_name: str, degree: int) -> CostKey:
 
 def _has(info: ModelInfo, key: CostKey) -> bool:
     kinds = {each.component for each in key.components}
-    own = tuple(each for each in info.components if each.component in kinds)
+    own = tuple(each for each in (*info.components, *info.segmenter) if each.component in kinds)
     return (info.family, info.device, own) == (key.family, key.device, key.components)

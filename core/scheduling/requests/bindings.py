@@ -27,6 +27,7 @@ class Binding:
 
     models: Mapping[str, str]  # name of the model whose family runs the node
     keys: Mapping[str, ModelKeys]  # the components that it computes with
+    needs: tuple[ModelKey, ...]  # all of these
 
 
 class Bindings:
@@ -46,7 +47,8 @@ class Bindings:
             roles = self.models[model].roles
             models = {node.name: roles.get(role_of(node), model) for node in workflow.nodes}
             keys = {node.name: self.keys(models[node.name], op_of(node).component) for node in workflow.nodes}
-            found = self._bindings[model, workflow.name] = Binding(models, keys)
+            needs = tuple(dict.fromkeys(key for each in keys.values() for key in each.keys))
+            found = self._bindings[model, workflow.name] = Binding(models, keys, needs)
         return found
 
     def keys(self, model: str, component: str) -> ModelKeys:

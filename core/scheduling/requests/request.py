@@ -14,11 +14,12 @@ from typing import TYPE_CHECKING
 from core.errors import InvalidRequestError
 from core.graph.progress import Progress, preview_steps
 from core.graph.workflow import Node, Workflow, op_of
+from core.messages.specs import EditSpec, MaskSpec
 
 if TYPE_CHECKING:
     from core.costs.load_report import RequestLoad
     from core.graph.work import Work
-    from core.handles import TensorKey, TensorRef
+    from core.handles import ModelKey, TensorKey, TensorRef
     from core.messages.canvas import Canvas
     from core.messages.engine import EngineRequest
     from core.messages.specs import Spec
@@ -96,7 +97,7 @@ class Request:
     progress: Progress  # position in its workflow; written by the scheduler and its Dispatcher
     # Copied from the head, for quick access.
     id: str = field(init=False)
-    spec: Spec = field(init=False)
+    spec: Spec = field(init=False)  # once a mask is found, the one that goes with it
     # Set by the scheduler and its Dispatcher.
     status: Status = Status.WAITING
     # (node, version of the values that it makes) -> the ranks of a run in flight
@@ -127,6 +128,9 @@ class Request:
     degrees: dict[tuple[str, int], int] = field(default_factory=dict)  # (step node, round) -> ranks that computed it
     # Set by the Predictor.
     waiting_load: RequestLoad | None = None  # remaining work, computed once while it waits
+    # From the segmenter.
+    active_tokens: int | None = None  # of the mask that it has found; None: none was asked for, or it is not found yet
+    mask_score: float = 0.0  # how sure it is, 0..1
     # From the text encoder.
     text_tokens: int = 0
     prompt_truncated: bool = False
@@ -168,6 +172,11 @@ class Request:
     def keys_of(self, node: Node) -> ModelKeys:
         """The components that a node computes with."""
         return self.binding.keys[node.name]
+
+    @property
+    def needs(self) -> tuple[ModelKey, ...]:
+        """The components that its nodes compute with."""
+        return self.binding.needs
 
     def patches_of(self, node: Node) -> PatchSet:
         """The adapters that change the layers of a node's model: only the request's own model has any."""
@@ -218,6 +227,19 @@ class Request:
     def note_answer(self, node: Node) -> None:
         """Note that a node's oldest run in flight has been answered. To be called before progress is changed."""
         self.sent_to.pop((node.name, self.progress.done[node.name] + 1 if node.region else 0), None)
+
+    def note_mask(self, num_active: int, score: float) -> None:
+        """Note the mask that was found: how the request runs depends on it. num_active: its active tokens."""
+        spec = self.head.spec
+        assert isinstance(spec, EditSpec | MaskSpec)
+        self.spec, self.active_tokens, self.mask_score = spec.with_mask(num_active), num_active, score
+        self.known_sizes.clear()
+        self.known_work.clear()
+
+    @property
+    def awaits_mask(self) -> bool:
+        """Whether its mask is to be found first, so that what its steps compute is a prediction."""
+        return self.active_tokens is None and isinstance(self.spec, EditSpec) and self.spec.search is not None
 
     def note_run(self, start: float, end: float) -> None:
         """Note that a worker has run a node of the request. Times are monotonic seconds."""

@@ -51,35 +51,45 @@ def answer(residency: Residency, orders: ModelOrders, ranks: Iterable[int] = (0,
             residency.note_loaded(rank, LoadedComponent(key, SIZES[key]))
 
 
+def order(
+    residency: Residency, running: Iterable[str], waiting: Iterable[tuple[str, float]], now: float
+) -> ModelOrders:
+    """Requests of these models need all components of theirs."""
+    models = residency.models
+    return residency.order(
+        [models[name].needs for name in running], ((models[name].needs, since) for name, since in waiting), now
+    )
+
+
 def transformer(name: str) -> ModelKey:
     return ModelKey(name, "transformer")
 
 
 def test_with_everything_loaded_there_is_nothing_to_order() -> None:
     residency = make("a", "b", "c")
-    assert residency.order([], [("a", 0.0)], 0.0) == ModelOrders()
-    assert residency.may_start("a")
+    assert order(residency, [], [("a", 0.0)], 0.0) == ModelOrders()
+    assert residency.may_start(MODELS["a"].needs)
     assert residency.has(keys("a", "vae"), [0])
 
 
 def test_what_a_request_waits_for_is_loaded_first_and_only_what_is_lacking() -> None:
     residency = make("a")
-    orders = residency.order([], [("a", 0.0), ("c", 0.0)], 0.0)
+    orders = order(residency, [], [("a", 0.0), ("c", 0.0)], 0.0)
     assert orders == ModelOrders(load=MODELS["c"].components)
-    assert (residency.may_start("a"), residency.may_start("c")) == (True, False)
-    assert residency.order([], [("c", 0.0)], 0.0) == ModelOrders(), "it is on its way"
+    assert (residency.may_start(MODELS["a"].needs), residency.may_start(MODELS["c"].needs)) == (True, False)
+    assert order(residency, [], [("c", 0.0)], 0.0) == ModelOrders(), "it is on its way"
     answer(residency, orders)
     assert residency.has(keys("c", "transformer"), [0])
-    assert residency.order([], [], 0.0) == ModelOrders(load=(transformer("b"),)), "b shares the rest with a"
-    assert residency.may_start("c")
+    assert order(residency, [], [], 0.0) == ModelOrders(load=(transformer("b"),)), "b shares the rest with a"
+    assert residency.may_start(MODELS["c"].needs)
 
 
 def test_models_are_loaded_in_their_order_while_nothing_waits() -> None:
-    residency, order = make("a"), []
-    while (orders := residency.order([], [], 0.0)) != ModelOrders():
-        order.append(orders.load[-1].content)
+    residency, loaded = make("a"), []
+    while (orders := order(residency, [], [], 0.0)) != ModelOrders():
+        loaded.append(orders.load[-1].content)
         answer(residency, orders)
-    assert order == ["b", "c"]
+    assert loaded == ["b", "c"]
 
 
 def test_the_least_recently_used_makes_room() -> None:
@@ -88,7 +98,7 @@ def test_the_least_recently_used_makes_room() -> None:
     residency = make("a", "b", budget=24, models=models)
     for name in ("b", "a"):
         residency.note_use(keys(name, "transformer"))
-    assert residency.order([], [("d", 0.0)], 0.0) == ModelOrders(load=(transformer("d"),), unload=(transformer("b"),))
+    assert order(residency, [], [("d", 0.0)], 0.0) == ModelOrders(load=(transformer("d"),), unload=(transformer("b"),))
     assert not residency.has(keys("b", "transformer"), [0])
     assert residency.has(keys("b", "vae"), [0]), "what a needs, too"
 
@@ -97,11 +107,11 @@ def test_what_runs_is_not_dropped_and_later_requests_go_ahead_for_a_while() -> N
     residency = make("a", budget=14, seconds=2.0)
     waiting = [("c", 0.0), ("a", 1.0)]
     patience = 2 * 2.0  # c lacks two components
-    assert residency.order(["a"], waiting, patience - 0.1) == ModelOrders()
-    assert residency.may_start("a")
-    assert residency.order(["a"], waiting, patience) == ModelOrders()
-    assert not residency.may_start("a"), "the running ones end, and no other one begins"
-    orders = residency.order([], waiting, patience)
+    assert order(residency, ["a"], waiting, patience - 0.1) == ModelOrders()
+    assert residency.may_start(MODELS["a"].needs)
+    assert order(residency, ["a"], waiting, patience) == ModelOrders()
+    assert not residency.may_start(MODELS["a"].needs), "the running ones end, and no other one begins"
+    orders = order(residency, [], waiting, patience)
     assert sum(map(SIZES.get, orders.unload)) == 12  # type: ignore[arg-type]
     assert set(orders.unload) < set(MODELS["a"].components)
     assert orders.load == MODELS["c"].components
@@ -111,60 +121,60 @@ def test_what_runs_is_restored_first_when_its_rank_is_restarted() -> None:
     """Room is made for it, and requests wait that would take the room away: else its own would never end."""
     residency = make("a", "b", budget=24)
     waiting = [("b", 0.0)]
-    orders = residency.order(["c"], waiting, LEAST_PATIENCE_SECONDS)
+    orders = order(residency, ["c"], waiting, LEAST_PATIENCE_SECONDS)
     assert orders.load == MODELS["c"].components
     assert sum(map(SIZES.get, orders.unload)) >= 12  # type: ignore[arg-type]
     answer(residency, orders)
     assert residency.has(keys("c", "transformer"), [0])
-    assert residency.order(["c"], waiting, LEAST_PATIENCE_SECONDS) == ModelOrders()
+    assert order(residency, ["c"], waiting, LEAST_PATIENCE_SECONDS) == ModelOrders()
 
 
 def test_a_short_load_has_some_patience_too() -> None:
     residency = make("a", budget=14)
-    residency.order(["a"], [("c", 0.0), ("a", 0.5)], LEAST_PATIENCE_SECONDS - 0.1)
-    assert residency.may_start("a")
+    order(residency, ["a"], [("c", 0.0), ("a", 0.5)], LEAST_PATIENCE_SECONDS - 0.1)
+    assert residency.may_start(MODELS["a"].needs)
 
 
 def test_nothing_is_dropped_for_a_model_that_nothing_waits_for() -> None:
     residency = make("a", budget=15)
-    assert residency.order([], [], 0.0) == ModelOrders()
-    assert residency.may_start("a")
+    assert order(residency, [], [], 0.0) == ModelOrders()
+    assert residency.may_start(MODELS["a"].needs)
 
 
-def test_a_failed_load_is_told_for_every_model_and_tried_again_later() -> None:
+def test_a_failed_load_keeps_requests_out_and_is_tried_again_later() -> None:
     residency = make("c")
-    orders = residency.order([], [("a", 0.0)], 0.0)
+    orders = order(residency, [], [("a", 0.0)], 0.0)
     residency.note_loaded(0, LoadedComponent(TEXT, 2))
-    assert residency.note_failed(0, VAE, BROKEN, 5.0) == ["a", "b"]
+    residency.note_failed(0, VAE, BROKEN, 5.0)
     residency.note_loaded(0, LoadedComponent(orders.load[2], 10))
-    assert residency.failure_of("b", 5.0) == BROKEN
-    assert residency.failure_of("c", 5.0) is None
-    assert residency.order([], [("a", 5.0)], 5.0) == ModelOrders()
+    assert residency.failure_of(MODELS["b"].needs, 5.0) == BROKEN
+    assert residency.failure_of(MODELS["c"].needs, 5.0) is None
+    assert order(residency, [], [("a", 5.0)], 5.0) == ModelOrders()
     later = 5.0 + RETRY_SECONDS
-    assert residency.failure_of("a", later) is None
-    assert residency.order([], [("a", later)], later) == ModelOrders(load=(VAE,))
+    assert residency.failure_of(MODELS["a"].needs, later) is None
+    assert order(residency, [], [("a", later)], later) == ModelOrders(load=(VAE,))
     residency.note_loaded(0, LoadedComponent(VAE, 2))
-    assert residency.failure_of("a", 5.0) is None
+    assert residency.failure_of(MODELS["a"].needs, 5.0) is None
 
 
 def test_a_component_counts_when_every_living_rank_has_it() -> None:
     residency = make("a", ranks=2, models={name: MODELS[name] for name in ("a", "c")})
-    orders = residency.order([], [("c", 0.0)], 0.0)
+    orders = order(residency, [], [("c", 0.0)], 0.0)
     answer(residency, orders, [0])
     assert residency.has(keys("c", "vae"), [0])
     assert not residency.has(keys("c", "vae"), [0, 1])
     residency.lose(1)
     assert not residency.has(keys("a", "vae"), [1])
     assert not residency.is_loading, "what the dead rank was loading is not awaited"
-    residency.order([], [("c", 0.0)], 0.0)
-    assert residency.may_start("c")
+    order(residency, [], [("c", 0.0)], 0.0)
+    assert residency.may_start(MODELS["c"].needs)
     residency.join(1, [])
-    assert residency.order([], [("a", 0.0)], 0.0) == ModelOrders(load=MODELS["a"].components)
+    assert order(residency, [], [("a", 0.0)], 0.0) == ModelOrders(load=MODELS["a"].components)
 
 
 def test_what_is_lacking_is_predicted() -> None:
     residency = make("a", seconds=0.5)
-    assert [residency.seconds_left(name) for name in MODELS] == [0.0, 0.5, 1.0]
+    assert [residency.seconds_left(MODELS[name].needs) for name in MODELS] == [0.0, 0.5, 1.0]
 
 
 @given(st.data(), st.sampled_from([0, 14, 16, 24, 30]), st.integers(1, 3))
@@ -183,14 +193,14 @@ def test_every_request_gets_its_model_within_the_budget(data: st.DataObject, bud
             on_its_way.remove(each)
             for rank in range(ranks):
                 residency.note_loaded(rank, LoadedComponent(each[1], SIZES[each[1]]))
-        orders = residency.order({name for name, _ in running}, waiting, now)
+        orders = order(residency, {name for name, _ in running}, waiting, now)
         for key in orders.unload:
             assert all(key not in MODELS[name].components for name, _ in running), "it is in use"
         on_its_way += [(now + data.draw(st.sampled_from([0.0, 0.5, 1.0])), key) for key in orders.load]
         if budget:
             assert sum(SIZES[key] for key in residency.present) <= budget
         for name, arrival in list(waiting):
-            if residency.may_start(name) and len(running) < 2:
+            if residency.may_start(residency.models[name].needs) and len(running) < 2:
                 assert residency.has(keys(name, "transformer"), range(ranks))
                 waiting.remove((name, arrival))
                 running.append((name, now + data.draw(st.sampled_from([0.25, 0.5, 2.0]))))
@@ -205,7 +215,53 @@ def test_a_stream_of_requests_for_one_model_does_not_keep_out_another(budget: in
     waiting = [("c", 0.0)]
     while not residency.has(keys("c", "transformer"), [0]):
         now += 0.1
-        orders = residency.order(["a"] * running, [*waiting, ("a", now)], now)
+        orders = order(residency, ["a"] * running, [*waiting, ("a", now)], now)
         answer(residency, orders)
-        running = int(residency.may_start("a"))  # each ends at once, and the next one begins if it may
+        running = int(residency.may_start(MODELS["a"].needs))  # each ends at once, and the next one begins if it may
         assert now < 10
+
+
+SEGMENTER = ModelKey("s", "segmenter")
+
+
+def test_what_only_some_requests_need_is_loaded_for_the_first_of_them() -> None:
+    residency = make("a", models={"a": MODELS["a"]})
+    assert residency.order([], [], 0.0) == ModelOrders(), "no request has needed it"
+    needs = (*MODELS["a"].needs, SEGMENTER)
+    residency.note_wanted(needs)
+    orders = residency.order([], [(needs, 0.0), (MODELS["a"].needs, 0.0)], 0.0)
+    assert orders == ModelOrders(load=(SEGMENTER,))
+    assert (residency.may_start(needs), residency.may_start(MODELS["a"].needs)) == (False, True), "others go ahead"
+    residency.note_loaded(0, LoadedComponent(SEGMENTER, 1))
+    assert residency.is_complete
+    assert residency.may_start(needs)
+    residency.lose(0)
+    residency.join(0, [LoadedComponent(key, 1) for key in MODELS["a"].needs])
+    assert residency.order([], [], 0.0) == ModelOrders(load=(SEGMENTER,)), "a rank that is restarted gets it, too"
+
+
+def test_a_failed_component_of_some_requests_leaves_the_others() -> None:
+    residency = make("a", models={"a": MODELS["a"]})
+    needs = (*MODELS["a"].needs, SEGMENTER)
+    residency.note_wanted(needs)
+    residency.order([], [(needs, 0.0)], 0.0)
+    residency.note_failed(0, SEGMENTER, BROKEN, 1.0)
+    assert residency.failure_of(needs, 1.0) == BROKEN
+    assert residency.failure_of(MODELS["a"].needs, 1.0) is None
+    assert residency.is_complete
+    assert residency.states() == {"a": "loaded"}
+    later = 1.0 + RETRY_SECONDS
+    residency.note_wanted(needs)
+    assert residency.order([], [(needs, later)], later) == ModelOrders(load=(SEGMENTER,))
+
+
+def test_what_is_loaded_on_demand_makes_room_for_models() -> None:
+    residency = make("a", budget=15, models={name: MODELS[name] for name in ("a", "c")})
+    residency.note_wanted((SEGMENTER,))
+    SIZES[SEGMENTER] = 1
+    assert residency.order([], [((SEGMENTER,), 0.0)], 0.0).load == (SEGMENTER,)
+    residency.note_loaded(0, LoadedComponent(SEGMENTER, 1))
+    orders = order(residency, [], [("c", 0.0)], 0.0)
+    assert orders.load == MODELS["c"].components
+    answer(residency, orders)
+    assert order(residency, [], [], 0.0).load == (), "and is not loaded again before a request needs it"
