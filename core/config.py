@@ -36,6 +36,10 @@ EMBEDDED_NAME = "stencil-embedded"
 
 EMBEDDED_MODEL = str(Path(__file__).resolve().parent.parent / "model_executor" / "embedded")
 
+EMBEDDED_SEGMENTER = f"{EMBEDDED_MODEL}_segmenter"
+
+NO_SEGMENTER = "none"
+
 MAX_CACHE_BYTES = 2**46
 """Largest address space of a process."""
 
@@ -85,6 +89,9 @@ class ModelConfig(msgspec.Struct, frozen=True, kw_only=True):
     priming_prompt: str = ""  # prompt with which templates are primed
     # Adapters.
     adapters: tuple[AdapterConfig, ...] = ()  # served beside the model itself
+    # Masks without drawing: directories or hub ids of the checkpoints that find them; one that reads points and boxes
+    # beside one that finds boxes for words; ("none",): none. (): the embedded one, for the embedded model.
+    segmenter: tuple[str, ...] = ()
     # Its requests.
     workflow: str = ""  # that serves them all; "": the first of `core.graph.catalog` that takes what a request gives
     refiner: str = ""  # name of another model, which makes their last steps: it plays the REFINER_ROLES
@@ -114,6 +121,13 @@ class ModelConfig(msgspec.Struct, frozen=True, kw_only=True):
         names = [self.name, *(adapter.name for adapter in self.adapters)]
         if twice := next((name for name in names if names.count(name) > 1), None):
             raise ConfigError(f"--lora {twice}: adapters need names of their own, other than the model's")
+
+    @property
+    def segmenter_checkpoints(self) -> tuple[str, ...]:
+        """The checkpoints of its segmenter; (): it has none."""
+        if self.segmenter:
+            return () if self.segmenter == (NO_SEGMENTER,) else self.segmenter
+        return (EMBEDDED_SEGMENTER,) if self.model == EMBEDDED_MODEL else ()
 
     @property
     def players(self) -> dict[str, str]:

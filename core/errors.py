@@ -8,6 +8,7 @@
     |   |-- ModelNotFoundError no such model is served
     |   |-- AdapterNotFoundError no such adapter is served
     |   |-- AdapterNotFiniteError no picture can be made with the adapters
+    |   |-- NothingFoundError     no pixel of the picture is what the mask is asked for
     |   `-- TemplateNotFoundError no such template is kept for this owner
     |-- OverloadedError        refused by admission control, try again after `retry_after` seconds
     |-- DeadlineExceededError  the request's own timeout passed
@@ -86,6 +87,13 @@ class AdapterNotFiniteError(InvalidRequestError):
         which = f"the adapter '{names[0]}'" if len(names) == 1 else f"the adapters {', '.join(map(repr, names))}"
         message = f"Invalid 'lora': with {which} the model computes no finite numbers. Try a smaller scale, or without."
         super().__init__(message, param="lora", code="adapter_not_finite")
+
+
+class NothingFoundError(InvalidRequestError):
+    """No pixel of the picture is what the mask is asked for. An edit of nothing, or of everything, is never meant."""
+
+    def __init__(self, message: str, *, param: str | None = None) -> None:
+        super().__init__(message, param=param, code="nothing_found")
 
 
 class TemplateNotFoundError(InvalidRequestError):

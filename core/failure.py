@@ -11,6 +11,7 @@ from core import errors
 FailureKind = Literal[
     "invalid_request",
     "invalid_image",
+    "nothing_found",
     "out_of_memory",
     "not_finite",
     "pages_lost",
@@ -48,6 +49,8 @@ class Failure(msgspec.Struct, frozen=True):
         match error:
             case errors.InvalidImageError():
                 return cls("invalid_image", error.message, error.param, error.code, detail)
+            case errors.NothingFoundError():
+                return cls("nothing_found", error.message, error.param, error.code, detail)
             case errors.InvalidRequestError():
                 return cls("invalid_request", error.message, error.param, error.code, detail)
             case errors.OutOfMemoryError() | MemoryError():
@@ -80,6 +83,8 @@ class Failure(msgspec.Struct, frozen=True):
                 return errors.InvalidImageError(self.message, param=self.param, code=self.code or "invalid_image_file")
             case "invalid_request":
                 return errors.InvalidRequestError(self.message, param=self.param, code=self.code or "invalid_value")
+            case "nothing_found":
+                return errors.NothingFoundError(self.message, param=self.param)
             case "out_of_memory":
                 return errors.OutOfMemoryError(self.message)
             case "not_finite":

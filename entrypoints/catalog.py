@@ -5,6 +5,7 @@
     path = "checkpoints/flux-fill"     # or a hub id; left out: the embedded model
     dtype = "bfloat16"
     loras = { shirt = "loras/shirt.safetensors" }
+    segmenter = "checkpoints/clipseg"  # finds masks; or a list of two
     refiner = "polish"                 # the name of another entry
     defaults = { num_inference_steps = 40, refiner_start = 0.8 }
 
@@ -24,7 +25,7 @@ from core.config import EMBEDDED_MODEL, AdapterConfig, ModelConfig, RequestDefau
 from core.errors import ConfigError, InvalidRequestError
 from core.paths import expanded
 from core.sampler_defaults import SamplerDefaults
-from entrypoints.model_paths import check_model, is_hub_id
+from entrypoints.model_paths import check_model, is_hub_id, named_segmenter
 from entrypoints.serve_flags import flags_of
 
 OF_THE_SERVER = {"device": "--device", "threads": "--threads"}
@@ -72,6 +73,8 @@ class _Entry:
     def config(self, common: ModelConfig) -> ModelConfig:
         self._check_keys()
         own = {key: self._entry[key] for key in (*SETTINGS, *OF_REQUESTS) if key in self._entry}
+        if "segmenter" in own:
+            own["segmenter"] = self._segmenter(own["segmenter"])
         name, loras = self._text("name", self._entry.get("name", "")), self._entry.get("loras", {})
         if not isinstance(loras, dict):
             raise self._refuse("loras", 'is a table: loras = { name = "file" }')
@@ -112,6 +115,15 @@ class _Entry:
         except (ConfigError, OSError) as error:
             raise self._refuse("path", getattr(error, "strerror", None) or str(error)) from error
         return model
+
+    def _segmenter(self, value: object) -> tuple[str, ...]:
+        """The directories or hub ids of its segmenter's checkpoints. value: one, or a list."""
+        found = []
+        for each in value if isinstance(value, list) else [value]:
+            path = named_segmenter(self._text("segmenter", each))
+            folder = self._file.parent / expanded(path)
+            found.append(str(folder) if folder.exists() else path)
+        return tuple(found)
 
     def _adapter(self, name: str, value: object) -> AdapterConfig:
         """value: the path of its file, or a table with that and the defaults of its requests."""

@@ -28,11 +28,17 @@ def main(argv: list[str] | None = None) -> int:
             references=args.reference,
             mask=args.mask,
             mask_image=args.mask_image,
+            mask_prompt=args.mask_prompt,
+            mask_points=args.mask_point,
+            mask_box=args.mask_box,
+            mask_grow=args.mask_grow,
+            mask_feather=args.mask_feather,
             padding_mask_crop=args.padding_mask_crop,
         )
         _check_output(args.output)
         sampling = SamplingParams(num_inference_steps=args.num_inference_steps, seed=args.seed)
-        with ImageEngine(args.model, dtype=args.dtype, device=args.device) as engine:
+        model = {"dtype": args.dtype, "device": args.device, "segmenter": args.segmenter}
+        with ImageEngine(args.model, **model) as engine:
             (result,) = engine.generate([edit], sampling, use_tqdm=False)
         if result.error is not None:
             raise result.error
@@ -73,6 +79,11 @@ def _flattened(image: Image.Image) -> Image.Image:
     return Image.alpha_composite(Image.new("RGBA", image.size, "white"), image).convert("RGB")
 
 
+def _numbers(text: str) -> tuple[float, ...]:
+    """Numbers with commas between them."""
+    return tuple(float(each) for each in text.split(","))
+
+
 def _parse(argv: list[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(prog="python -m entrypoints.edit", description="Edit one picture.")
     parser.add_argument("image", type=Path, help="the picture: PNG, WebP or JPEG")
@@ -81,6 +92,14 @@ def _parse(argv: list[str] | None) -> argparse.Namespace:
     masks = parser.add_mutually_exclusive_group()
     masks.add_argument("--mask", type=Path, help="mask of the picture's size: transparent = edit")
     masks.add_argument("--mask-image", type=Path, help="mask of the picture's size: white = edit")
+    masks.add_argument("--mask-prompt", help="what to edit, in words, instead of a mask")
+    point_help = "a point of what to edit, X,Y in pixels, or X,Y,-1 of what to leave out; may be given several times"
+    parser.add_argument("--mask-point", type=_numbers, action="append", default=[], metavar="X,Y", help=point_help)
+    box_help = "a box around what to edit, in pixels"
+    parser.add_argument("--mask-box", type=_numbers, metavar="LEFT,TOP,RIGHT,BOTTOM", help=box_help)
+    parser.add_argument("--mask-grow", type=int, default=0, help="pixels by which the mask is grown (default: 0)")
+    parser.add_argument("--mask-feather", type=float, default=0.0, help="pixels over which its edge is softened (0)")
+    parser.add_argument("--segmenter", action="append", default=[], help="checkpoint that finds masks; see serve")
     crop_help = "edit only the mask's box, grown by this many pixels, at the model's resolution (default: whole image)"
     parser.add_argument("--padding-mask-crop", type=int, help=crop_help)
     parser.add_argument("--prompt", required=True, help="what to paint under the mask")

@@ -34,6 +34,7 @@ from core.config import (
 )
 from core.errors import EngineError, InvalidRequestError, StencilError
 from core.lora import Lora, named_loras
+from core.mask_request import mask_request
 from core.model_info import ModelInfo
 from core.sampling_params import MAX_PADDING_MASK_CROP, MAX_PROMPT_CHARACTERS, MAX_SIDE, MIN_SIDE, SamplingParams
 from core.validation import check_filled, check_integer, check_length, conform, conformed
@@ -69,6 +70,13 @@ class Edit:
     references: Sequence[ImageLike] = ()  # further pictures to look at, for models that see them
     mask: ImageLike | None = None  # transparent = edit, as in OpenAI's API
     mask_image: ImageLike | None = None  # white = edit, as in diffusers
+    # Instead of a mask, what to find: in words, by points (x, y and 1, or -1 for what to leave out), or by a box (left,
+    # top, right, bottom), all in pixels of the picture. Needs a segmenter, see ModelConfig.
+    mask_prompt: str | None = None
+    mask_points: Sequence[Sequence[float]] = ()
+    mask_box: tuple[float, float, float, float] | None = None
+    mask_grow: int = 0  # px, 0..1024: grow the mask on each side
+    mask_feather: float = 0.0  # px, 0..256: soften its edge by a Gaussian with this deviation
     size: tuple[int, int] | None = None  # of the result: width, height, 16..4096 px; a generation's default: native
     template_id: str | None = None  # from ImageEngine.create_template; instead of an image
     padding_mask_crop: int | None = None  # px, 0..65535: edit the mask's box, grown by this, at the model's resolution
@@ -86,6 +94,10 @@ class Edit:
             check_integer("size", side, MIN_SIDE, MAX_SIDE)
         if self.padding_mask_crop is not None:
             check_integer("padding_mask_crop", self.padding_mask_crop, 0, MAX_PADDING_MASK_CROP)
+        object.__setattr__(
+            self, "mask_points", conformed("mask_points", self.mask_points, tuple[tuple[float, ...], ...])
+        )
+        mask_request(self.mask_prompt, self.mask_points, self.mask_box)  # type: ignore[arg-type]
         if self.mask is not None and self.mask_image is not None:
             raise InvalidRequestError("Give either 'mask' or 'mask_image', not both.", param="mask")
         if self.image is not None and self.template_id is not None:
@@ -106,9 +118,9 @@ class ImageEngine:
     """Loaded models, ready to edit. Use it as a context manager, or call `close`.
 
     model: diffusers directory or hub id; default: the embedded model. models: several models, each with settings of its
-    own, instead of `model` and all other arguments up to `loras`; `Edit.model` names one of them. model_bytes: weights
+    own, instead of `model` and all other arguments up to `segmenter`; `Edit.model` names one of them. model_bytes: weights
     that each worker may hold, see SchedulerConfig. variant, dtype, quantization, device, offload, threads, mask_aware,
-    cache_keyframes, cache_dtype, priming_prompt: see ModelConfig. loras: name -> file of each adapter, see
+    cache_keyframes, cache_dtype, priming_prompt, segmenter: see ModelConfig. loras: name -> file of each adapter, see
     AdapterConfig. cache: see CacheConfig. data_parallel_size: number of engines, between which edits are distributed.
     workers_per_engine: ranks of each, the last of which decodes. degree: ranks that compute each denoising step
     together. Raises InvalidRequestError for an argument of the wrong type or out of range, and ConfigError if a model
@@ -133,6 +145,7 @@ class ImageEngine:
         cache_dtype: str = "auto",
         priming_prompt: str = "",
         loras: Mapping[str, str | Path] = _NO_ADAPTERS,
+        segmenter: str | Sequence[str] = (),
         models: Sequence[ModelConfig] = (),
         model_bytes: int = SchedulerConfig().model_bytes,
         cache: CacheConfig = _CACHE,
@@ -155,6 +168,7 @@ class ImageEngine:
             cache_dtype=cache_dtype,
             priming_prompt=priming_prompt,
             adapters=_adapters(loras),
+            segmenter=(segmenter,) if isinstance(segmenter, str) else tuple(segmenter),
         )
         config = StencilConfig(
             engine=EngineConfig(
@@ -346,6 +360,9 @@ def _to_input(edit: Edit, sampling: SamplingParams) -> EditInput:
         mask=None if mask is None else BytesUpload(encode_picture(mask, mask_name)),
         mask_kind="alpha" if edit.mask is not None else "luminance",
         template_id=edit.template_id,
+        mask_request=mask_request(edit.mask_prompt, edit.mask_points, edit.mask_box),  # type: ignore[arg-type]
+        mask_grow=edit.mask_grow,
+        mask_feather=edit.mask_feather,
         padding_mask_crop=edit.padding_mask_crop,
         canvas_size=edit.size if is_generation else None,
         output_size=None if is_generation else edit.size,

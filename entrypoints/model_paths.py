@@ -5,8 +5,10 @@ from __future__ import annotations
 import re
 from pathlib import Path
 
-from core.config import EMBEDDED_MODEL, EMBEDDED_NAME
+from core.config import EMBEDDED_MODEL, EMBEDDED_NAME, EMBEDDED_SEGMENTER
 from core.errors import ConfigError
+
+EMBEDDED_SEGMENTER_NAME = f"{EMBEDDED_NAME}-segmenter"
 
 _HUB_ID = re.compile(r"[\w.-]+/[\w.-]+")
 _NAME = re.compile(r"[\w.:/-]+")
@@ -23,6 +25,11 @@ def named_model(text: str) -> tuple[str, str]:
 def real_model(path: str) -> str:
     """The path, or the embedded model's if it is its name and no directory is called so."""
     return EMBEDDED_MODEL if path == EMBEDDED_NAME and not Path(path).is_dir() else path
+
+
+def named_segmenter(text: str) -> str:
+    """The path of a --segmenter value: the embedded segmenter's if it is called so and no directory is."""
+    return EMBEDDED_SEGMENTER if text == EMBEDDED_SEGMENTER_NAME and not Path(text).is_dir() else text
 
 
 def is_hub_id(model: str) -> bool:

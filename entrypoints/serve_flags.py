@@ -34,7 +34,7 @@ from entrypoints.flag_types import (
     web_origin,
     whole_number,
 )
-from entrypoints.model_paths import named_model
+from entrypoints.model_paths import named_model, named_segmenter
 from entrypoints.serve_options import ServeOptions
 
 
@@ -126,6 +126,16 @@ FLAGS: dict[str, tuple[Flag, ...]] = {
             convert=named_adapter,
             repeats=True,
             field="loras",
+        ),
+        Flag(
+            "--segmenter",
+            ModelConfig,
+            "checkpoint of a model that finds masks for words, points or boxes: CLIPSeg, SAM 3, SAM 2, or SAM 2 beside "
+            "Grounding DINO, for which the flag is given twice; none: no masks are found; default: with the embedded "
+            "model one for its pictures, else none",
+            "DIR_OR_HUB_ID",
+            convert=named_segmenter,
+            repeats=True,
         ),
         Flag(
             "--allow-runtime-lora",

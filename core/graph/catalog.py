@@ -16,7 +16,6 @@ SELECTED = {INPAINT: SELECTED_INPAINT, HIRES: SELECTED_HIRES, REFINED: SELECTED_
 """Workflow whose mask is given -> the same with a mask that is found."""
 
 WORKFLOWS: dict[str, Workflow] = {
-    workflow.name: workflow
-    for workflow in (INPAINT, HIRES, CLASS_CONDITIONAL, REFINED, *SELECTED.values(), FIND_MASK)
+    workflow.name: workflow for workflow in (INPAINT, HIRES, CLASS_CONDITIONAL, REFINED, *SELECTED.values(), FIND_MASK)
 }
 """Name -> workflow, for all that requests may name. Of several that take what a request gives, the first serves it."""

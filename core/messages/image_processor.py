@@ -43,6 +43,10 @@ class PrepareImages(Message, frozen=True):
     # px of the upload around the mask's box: the engine sees this crop at the model's full area; None: the whole
     padding_mask_crop: int | None = None
     scales: tuple[CanvasScale, ...] = ()  # also make the arrays at these sizes
+    # Of the mask, in px of the upload.
+    mask_grow: int = 0  # what is edited is grown by this on each side, a square
+    mask_feather: float = 0.0  # deviation of the Gaussian that softens its edge
+    is_mask_sought: bool = False  # the engine finds the mask: the arrays are those of everything
     references: tuple[ArrayRef, ...] = ()  # further encoded files, uint8 [bytes], for a model that sees them
     reference_pictures: ReferencePictures | None = None  # see ModelInfo
 
@@ -84,7 +88,7 @@ class ComposeImage(Message, frozen=True):
     """Paste generated pixels into the original upload under its mask and encode the result. Set by the API server."""
 
     job_id: int
-    pixels: ArrayRef  # uint8 [height, width, 3] at generation size
+    pixels: ArrayRef | None  # uint8 [height, width, 3] at generation size; None: make a file of the mask
     # The upload, as in PrepareImages.
     image: ArrayRef | None
     mask: ArrayRef | None
@@ -98,6 +102,9 @@ class ComposeImage(Message, frozen=True):
     max_pixels: int  # limit on the upload
     out: ArrayRef  # uint8 [bytes] for the file; at least engine.images.image_ops.encoded_bytes(...)
     crop: Box | None = None  # as in PreparedImages
+    mask_grow: int = 0  # as in PrepareImages
+    mask_feather: float = 0.0
+    found: ArrayRef | None = None  # the mask that an engine has found, grown, uint8 [height, width], 1 = edit
 
 
 class ComposedImage(Message, frozen=True):
@@ -108,6 +115,7 @@ class ComposedImage(Message, frozen=True):
     width: int
     height: int
     colour_lost: tuple[str, ...] = ()  # colour information of the upload that this file does not carry
+    box: Box | None = None  # around all that was edited, in px of the upload
 
 
 class JobFailed(Message, frozen=True):

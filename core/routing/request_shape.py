@@ -86,7 +86,7 @@ class RequestShape:
             owner=request.owner,
             denoiser=info.name if workflow.paged is None else _player(info, workflow.paged),
             loops=loops_of(workflow, info, request.rounds, tokens_of),
-            encodings=_encodings(workflow, info, tokens_of),
+            encodings=encodings_of(workflow, info, tokens_of),
         )
 
     @classmethod
@@ -144,7 +144,7 @@ def loops_of(workflow: Workflow, info: ModelInfo, rounds: Sequence[int], tokens_
     )
 
 
-def _encodings(workflow: Workflow, info: ModelInfo, tokens_of: TokensOf) -> tuple[Encoding, ...]:
+def encodings_of(workflow: Workflow, info: ModelInfo, tokens_of: TokensOf) -> tuple[Encoding, ...]:
     """Its nodes that run once, unless they are those of the plain workflow, run by its own model."""
     once = [node for node in workflow.nodes if not (node.region or node.shows)]
     if not info.roles and all(node in WORKFLOW.nodes for node in once):

@@ -5,9 +5,10 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 
 from core.handles import CacheResult, Tier
+from core.mask_request import MAX_FEATHER, MAX_GROW, MaskRequest
 from core.messages.image_processor import Box, MaskKind, OutputFormat
 from core.sampling_params import MAX_PADDING_MASK_CROP, MAX_PROMPT_CHARACTERS, SamplingParams
-from core.validation import check_integer, check_length
+from core.validation import check_decimal, check_integer, check_length
 from engine.client.resolve.mask_aware import ExactReason
 from engine.client.upload import Upload
 
@@ -33,6 +34,10 @@ class EditInput:
     # The part to edit, see `PrepareImages`.
     mask: Upload | None = None
     mask_kind: MaskKind = "alpha"
+    mask_request: MaskRequest | None = None  # a mask to find, instead of one that is given
+    mask_grow: int = 0  # pixels of the picture, 0..MAX_GROW
+    mask_feather: float = 0.0  # pixels of the picture, 0..MAX_FEATHER: deviation of the Gaussian that softens the edge
+    makes_mask: bool = False  # the result is the file of the mask, as `mask` takes it
     padding_mask_crop: int | None = None  # pixels, 0..MAX_PADDING_MASK_CROP
     # Digest of the API key, "" without keys. A template made of the result has the same owner.
     owner: str = ""
@@ -47,6 +52,17 @@ class EditInput:
         check_length("prompt", self.prompt, MAX_PROMPT_CHARACTERS)
         if self.padding_mask_crop is not None:
             check_integer("padding_mask_crop", self.padding_mask_crop, 0, MAX_PADDING_MASK_CROP)
+        check_integer("mask_grow", self.mask_grow, 0, MAX_GROW)
+        check_decimal("mask_feather", self.mask_feather, 0, MAX_FEATHER)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class FoundMask:
+    """A mask that was found for an edit."""
+
+    score: float  # how sure the model is, 0..1
+    box: Box | None  # around it, in pixels of the picture
+    tokens: tuple[tuple[int, int], ...]  # runs of active tokens: the first one's index, row-major, and their number
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -61,6 +77,7 @@ class EditReport:
     shift: float | None = None  # None: the scheduler's own way
     sigmas: tuple[float, ...] | None = None  # None: evenly spaced
     unmasked: bool  # there was no mask: every token was edited
+    found: FoundMask | None = None  # the mask that was found; None: none was asked for
     crop: Box | None = None  # part of the upload that was edited; None = the whole. Token counts are of this part
     # Tokens.
     mask_ratio: float  # tokens under the mask and its margin / image tokens

@@ -11,6 +11,7 @@ from core.config import StencilConfig
 from engine.client.admission.admission_controller import AdmissionController
 from engine.client.processes.keeper_process import KeeperProcess, needs_keeper
 from engine.client.processes.worker_launcher import needs_launcher, worker_launcher
+from engine.client.resolve.mask_ratios import MaskRatios
 from engine.client.resolve.served_models import ServedModels
 from engine.client.sessions.client_arena import ClientArena
 from engine.client.sessions.running_sessions import RunningSessions
@@ -34,6 +35,7 @@ class Services:
     router: Router  # sends requests to the engines
     templates: TemplateRegistry  # registered templates and their pages
     admission: AdmissionController  # admits or refuses requests
+    mask_ratios: MaskRatios  # of masks that were found
     keeper: KeeperProcess | None  # loads weights for the engines' workers; None: each loads its own
     launcher: ExitStack  # closed when no engine needs the process any more that forks workers
 
@@ -68,6 +70,7 @@ class Services:
                 router=router,
                 templates=TemplateRegistry(templates, served, router),
                 admission=AdmissionController(config, sessions, router, metrics),
+                mask_ratios=MaskRatios(),
                 keeper=keeper,
                 launcher=stack.pop_all(),
             )

@@ -8,10 +8,9 @@ uint8 [height, width] at upload size, 255 = keep the upload's pixel, 0 = take th
 from __future__ import annotations
 
 import hashlib
-import itertools
 import struct
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 import numpy.typing as npt
@@ -39,6 +38,15 @@ from engine.images.image_codec import (
     decode,
     encode,
     encoded_bytes,
+)
+from engine.images.masks import (
+    active_tokens,
+    edited_box,
+    found_keep,
+    mask_file,
+    masked_tokens,
+    model_mask,
+    soft_keep,
 )
 
 __all__ = [
@@ -86,6 +94,7 @@ class Composed:
     nbytes: int
     size: Size
     colour_lost: tuple[str, ...]
+    box: Box  # around all that was edited
 
 
 @dataclass(frozen=True, slots=True)
@@ -108,7 +117,7 @@ def prepare(
     a crop around the mask, and mask and active tokens are those of the crop. Arrays of other sizes are made in the same
     way. Raises InvalidImageError and InvalidRequestError; `param` is the field at fault.
     """
-    upload = _read(image, mask, job.mask_kind, job.canvas_size, job.max_pixels)
+    upload = _upload_of(job, image, mask)
     size, crop = _view_of(upload, job)
     sizes = {scale.name: smaller_size(size, job.token_size, scale) for scale in job.scales}
     picture, keep = upload.picture.image, upload.keep
@@ -161,7 +170,7 @@ def _canvas_arrays(picture: Image.Image, keep: Bytes, size: Size, job: PrepareIm
     return CanvasArrays(
         template=np.asarray(lay(picture, size, geometry)),
         mask=mask,
-        active=np.union1d(active, _masked_tokens(mask, job.token_size)),
+        active=np.union1d(active, masked_tokens(mask, job.token_size)),
     )
 
 
@@ -196,8 +205,17 @@ def _view_of(upload: _Upload, job: PrepareImages) -> tuple[Size, Box | None]:
     return frame, crop_region(edited_box(upload.keep), job.padding_mask_crop, size, frame)
 
 
-def compose(job: ComposeImage, pixels: Bytes, image: Bytes | None, mask: Bytes | None, out: Bytes) -> Composed:
+def compose(
+    job: ComposeImage,
+    pixels: Bytes | None,
+    image: Bytes | None,
+    mask: Bytes | None,
+    out: Bytes,
+    found: Bytes | None = None,
+) -> Composed:
     """Paste `pixels` (uint8 [height, width, 3], generation size) into the original upload and encode it into `out`.
+    found: the mask that an engine has found (uint8 [height, width], generation size, 1 = edit). Without `pixels` the
+    file is that of the mask, as `mask` of an edit takes it: transparent = edit.
 
     Every channel is ``round(source * a / 255 + generated * (1 - a / 255))`` with the pixel's `keep` as a, so a = 255
     leaves it bit for bit. With an explicit mask the upload keeps its alpha channel, and generated pixels count as
@@ -205,13 +223,17 @@ def compose(job: ComposeImage, pixels: Bytes, image: Bytes | None, mask: Bytes |
     was none, the result is opaque RGB. Palettes and 16-bit files become 8-bit RGB(A). `job.output_size` resizes last.
     Raises as `prepare` and `encode` do.
     """
-    upload = _read(image, mask, job.mask_kind, job.canvas_size, job.max_pixels)
-    canvas = upload.picture.image.convert("RGB") if upload.own_mask else upload.picture.image
-    paste_generated(canvas, pixels, upload.keep, job.crop)
+    upload = _upload_of(job, image, mask)
+    keep = upload.keep if found is None else found_keep(found, upload.picture.image.size, job.mask_feather)
+    if pixels is None:
+        canvas = mask_file(keep)
+    else:
+        canvas = upload.picture.image.convert("RGB") if upload.own_mask else upload.picture.image
+        paste_generated(canvas, pixels, keep, job.crop)
     if job.output_size is not None and job.output_size != canvas.size:
         canvas = canvas.resize(job.output_size, Image.Resampling.LANCZOS)
     written = encode(canvas, job.output_format, job.compression, upload.picture.colour, job.base64, out)
-    return Composed(written, canvas.size, upload.picture.colour.lost_in(job.output_format))
+    return Composed(written, canvas.size, upload.picture.colour.lost_in(job.output_format), edited_box(keep))
 
 
 def scratch_bytes(native_size: int, token_size: int, num_canvases: int = 1) -> int:
@@ -224,6 +246,18 @@ def scratch_bytes(native_size: int, token_size: int, num_canvases: int = 1) -> i
 def reference_bytes(rule: ReferencePictures) -> int:
     """Most bytes that a reference's pixels take, alignment included."""
     return 3 * rule.most_pixels + ALIGNMENT
+
+
+def _upload_of(job: PrepareImages | ComposeImage, image: Bytes | None, mask: Bytes | None) -> _Upload:
+    """The upload with its mask grown and softened, as `job` says. A mask that is found, or to be found, goes before the
+    picture's own transparency."""
+    upload = _read(image, mask, job.mask_kind, job.canvas_size, job.max_pixels)
+    is_sought = job.is_mask_sought if isinstance(job, PrepareImages) else job.found is not None
+    if is_sought:
+        return replace(upload, keep=np.zeros_like(upload.keep), own_mask=False, unmasked=False)
+    if upload.unmasked:
+        return upload
+    return replace(upload, keep=soft_keep(upload.keep, job.mask_grow, job.mask_feather))
 
 
 def _read(
@@ -288,75 +322,6 @@ def _bad_mask(reason: str, field: Field) -> InvalidImageError:
     return InvalidImageError(f"Invalid mask image format - {reason}", param=field, code="invalid_mask_image_format")
 
 
-def model_mask(keep: Bytes, size: Size, geometry: CropGeometry | None = None) -> Bytes:
-    """The model's mask: uint8 [height, width] at generation size, 1 = edit.
-
-    As in FluxFillPipeline's mask processor: 255 - keep resized (Pillow, Lanczos), then 1 from one half on. If that
-    leaves no pixel of a small or faint mask, every pixel that it touches is selected, as an empty edit is never meant.
-    geometry: where the picture lies at generation size, if it is a crop.
-    """
-    grey = lay(Image.fromarray(255 - keep), size, geometry or CropGeometry(size))
-    mask = (np.asarray(grey) >= 128).astype(np.uint8)
-    if not mask.any():
-        mask = touched_cells(keep, size, cell=1, margin=0, geometry=geometry).astype(np.uint8)
-    return mask
-
-
-def active_tokens(
-    keep: Bytes, size: Size, token_size: int, margin: int, geometry: CropGeometry | None = None
-) -> npt.NDArray[np.int32]:
-    """Indices of the tokens to compute, int32 [active tokens], row-major, ascending.
-
-    A token is active if a pixel of the upload with keep < 255, grown by `margin` pixels of generation size on each side
-    (a square), covers any part of it. geometry: as for `model_mask`.
-    """
-    return np.flatnonzero(touched_cells(keep, size, token_size, margin, geometry)).astype(np.int32)
-
-
-def _masked_tokens(mask: Bytes, token_size: int) -> npt.NDArray[np.int32]:
-    """Tokens with a pixel of the model's mask: that of an enlarged small picture may reach beyond the upload's mask."""
-    height, width = mask.shape
-    cells = mask.reshape(height // token_size, token_size, width // token_size, token_size)
-    return np.flatnonzero(cells.any(axis=(1, 3))).astype(np.int32)
-
-
-def touched_cells(
-    keep: Bytes, size: Size, cell: int, margin: int, geometry: CropGeometry | None = None
-) -> npt.NDArray[np.bool_]:
-    """The cells of `cell` px that the mask touches, scaled to `size` and grown by `margin` px: bool [rows, columns].
-    geometry: where the mask lies in `size`; by default it fills it."""
-    (width, height), (x, y) = (geometry.size, geometry.offset) if geometry else (size, (0, 0))
-    rows = _any_in_windows(keep < 255, *_windows(keep.shape[0], height, y, size[1] // cell, cell, margin))
-    across = _windows(keep.shape[1], width, x, size[0] // cell, cell, margin)
-    return _any_in_windows(np.ascontiguousarray(rows.T), *across).T
-
-
-def _windows(
-    source: int, scaled: int, offset: int, count: int, cell: int, margin: int
-) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.int64]]:
-    """For each of `count` cells along a side: the first source pixel that touches it, and the one after the last.
-
-    Exact integer arithmetic. Source pixel x covers [x, x + 1) * scaled / source + offset at generation size, and
-    `margin` more on both ends; the first and last pixels also cover all beyond them, where a crop repeats its edges.
-    """
-    left = np.arange(count, dtype=np.int64) * cell - margin - offset
-    right = left + cell + 2 * margin
-    starts = left * source // scaled
-    ends = -(-right * source // scaled)
-    return starts.clip(0, source - 1), ends.clip(1, source)
-
-
-def _any_in_windows(
-    touched: npt.NDArray[np.bool_], starts: npt.NDArray[np.int64], ends: npt.NDArray[np.int64]
-) -> npt.NDArray[np.bool_]:
-    """OR over rows [start, end) of each window: bool [windows, columns]. Windows overlap; each row is read once."""
-    edges = np.unique(np.concatenate((starts, ends)))
-    segments = np.stack([touched[start:end].any(axis=0) for start, end in itertools.pairwise(edges)])
-    counts = np.concatenate((np.zeros((1, touched.shape[1]), np.int32), segments.cumsum(axis=0, dtype=np.int32)))
-    hit: npt.NDArray[np.bool_] = counts[np.searchsorted(edges, ends)] > counts[np.searchsorted(edges, starts)]
-    return hit
-
-
 # ------------------------------------------------------------------------------------------------------------- pixels
 
 
@@ -406,10 +371,3 @@ def _part_of_scaled(picture: Image.Image, geometry: CropGeometry, box: Box) -> I
         return _scaled_part(picture, geometry, box)
     resized = picture.resize(geometry.size, Image.Resampling.LANCZOS)
     return resized.crop((box[0] - x, box[1] - y, box[2] - x, box[3] - y))
-
-
-def edited_box(keep: Bytes) -> Box:
-    """The smallest box around all pixels with keep < 255, of which there must be at least one."""
-    rows = np.flatnonzero(keep.min(axis=1) < 255)
-    columns = np.flatnonzero(keep[rows[0] : rows[-1] + 1].min(axis=0) < 255)
-    return int(columns[0]), int(rows[0]), int(columns[-1]) + 1, int(rows[-1]) + 1

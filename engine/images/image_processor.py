@@ -184,14 +184,16 @@ def _write(arena: Arena, scratch: ArrayRef, arrays: Sequence[npt.NDArray[np.gene
 
 
 def _compose(arena: Arena, job: ComposeImage) -> ComposedImage:
-    pixels, out = arena.view(job.pixels), arena.view(job.out)
-    composed = image_ops.compose(job, pixels, _bytes(arena, job.image), _bytes(arena, job.mask), out)
+    files = _bytes(arena, job.image), _bytes(arena, job.mask)
+    pixels, found = _bytes(arena, job.pixels), _bytes(arena, job.found)
+    composed = image_ops.compose(job, pixels, *files, arena.view(job.out), found)
     return ComposedImage(
         job_id=job.job_id,
         encoded=carve(job.out, 0, (composed.nbytes,), "uint8"),
         width=composed.size[0],
         height=composed.size[1],
         colour_lost=composed.colour_lost,
+        box=composed.box,
     )
 
 

@@ -31,8 +31,8 @@ from entrypoints.openai.answer.errors import describe_http, log_internal
 from entrypoints.openai.answer.reference_page import reference_router
 from entrypoints.openai.body.submission import Submission, read_edit, read_json, read_template
 from entrypoints.openai.body.upload_slots import UploadSlots
-from entrypoints.openai.edit_request import Operation, build_call, missing
-from entrypoints.openai.fields.fields import GENERATION_FIELDS
+from entrypoints.openai.edit_request import Operation, build_call, build_mask_call, missing
+from entrypoints.openai.fields.fields import GENERATION_FIELDS, MASK_FIELDS
 from entrypoints.openai.guards.host_guard import HostGuard
 from entrypoints.openai.guards.key_ring import KeyRing
 from entrypoints.openai.guards.middleware import (
@@ -52,6 +52,8 @@ from entrypoints.openai.schema import (
     EDIT_BODY,
     GENERATION_BODY,
     IMAGE_ANSWERS,
+    MASK_ANSWERS,
+    MASK_BODY,
     TEMPLATE_ANSWERS,
     TEMPLATE_BODY,
 )
@@ -151,6 +153,15 @@ def _add_image_routes(
         owners.note(request.scope[REQUEST_ID], _owner(request))
         return _answer(engine, request, "image_generation", submission)
 
+    @app.post("/v1/images/masks", response_model=None, openapi_extra=MASK_BODY, responses=MASK_ANSWERS)
+    async def find_mask(request: Request) -> Response:
+        """Find the mask of what words, points or a box ask for, as `mask` of an edit takes it."""
+        engine.check_ready()
+        async with engine.until_shutdown(), places.take(_owner(request)):
+            submission = await read_edit(request, settings.max_upload_bytes, fields=MASK_FIELDS)
+        owners.note(request.scope[REQUEST_ID], _owner(request))
+        return _answer(engine, request, "image_mask", submission)
+
     @app.post("/v1/images/variations", response_model=None, include_in_schema=False)
     async def vary_image() -> Response:
         raise HTTPException(404)
@@ -159,7 +170,10 @@ def _add_image_routes(
 def _answer(engine: AsyncEngine, request: Request, operation: Operation, submission: Submission) -> EditResponse:
     try:
         choice = engine.choose_model(submission.model, submission.loras)
-        call = build_call(operation, submission, choice, _owner(request))
+        if operation == "image_mask":
+            call = build_mask_call(submission, choice, _owner(request))
+        else:
+            call = build_call(operation, submission, choice, _owner(request))
     except StencilError:
         submission.close()
         raise

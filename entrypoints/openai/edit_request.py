@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from typing import Any, Literal, cast
 
 from core.errors import InvalidRequestError
+from core.mask_request import mask_request
 from core.messages.image_processor import MaskKind, OutputFormat
 from core.model_choice import ModelChoice
 from core.model_info import ModelInfo
@@ -19,7 +20,7 @@ from entrypoints.openai.body.submission import Submission
 from entrypoints.openai.fields.field import Field, Value
 from entrypoints.openai.fields.fields import EDIT_FIELDS, GENERATION_FIELDS, QUALITY_FACTORS, parse_size
 
-Operation = Literal["image_edit", "image_generation"]
+Operation = Literal["image_edit", "image_generation", "image_mask"]
 
 _MAX_ASPECT = 3.0  # longer to shorter side of a generation; OpenAI's limit
 _SAMPLING_FIELDS = (
@@ -88,6 +89,7 @@ def build_call(operation: Operation, submission: Submission, choice: ModelChoice
         compression=cast(int, values.get("output_compression", 100)),
         partial_images=cast(int, values.get("partial_images", 0)) if stream else 0,
         base64=True,
+        **(_of_mask(values) if is_edit else {}),
     )
     ignored = _ignored(operation, values, model)
     return ImagesCall(
@@ -101,6 +103,34 @@ def build_call(operation: Operation, submission: Submission, choice: ModelChoice
         ignored=(*ignored, *(() if sees_references else submission.references), *submission.ignored),
         ignored_if_exact=tuple(name for name in values if name in _MASK_AWARE_FIELDS),
     )
+
+
+def build_mask_call(submission: Submission, choice: ModelChoice, owner: str = "") -> ImagesCall:
+    """The call that a request for a mask makes; the rest as `build_call`."""
+    values = submission.values
+    _require_image(submission)
+    given = {name: values[name] for name in ("priority", "timeout") if name in values}
+    edit = EditInput(
+        prompt="",
+        sampling=SamplingParams(**given),  # type: ignore[arg-type]
+        image=submission.uploads.get("image"),
+        template_id=str(values["template_id"]) if values.get("template_id") else None,
+        owner=owner,
+        makes_mask=True,
+        base64=True,
+        **_of_mask(values),
+    )
+    ignored = (*(name for name in submission.uploads if name != "image"), *submission.references, *submission.ignored)
+    return ImagesCall("image_mask", edit, choice, False, None, None, None, ignored, ())
+
+
+def _of_mask(values: Mapping[str, Value]) -> dict[str, Any]:
+    """What a request says of a mask that is to be found, or of one that is given."""
+    asked: dict[str, Any] = {
+        name: values[f"mask_{name}"] for name in ("prompt", "points", "box") if f"mask_{name}" in values
+    }
+    beside = {name: values[name] for name in ("mask_grow", "mask_feather") if name in values}
+    return {"mask_request": mask_request(**asked), **beside}
 
 
 def _refuse_unsupported(values: Mapping[str, Value]) -> None:

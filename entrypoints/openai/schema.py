@@ -7,7 +7,13 @@ from typing import Any
 
 from entrypoints.openai.body.submission import MAX_INPUT_IMAGES
 from entrypoints.openai.fields.field import Field
-from entrypoints.openai.fields.fields import ADAPTER_FIELDS, EDIT_FIELDS, GENERATION_FIELDS, TEMPLATE_FIELDS
+from entrypoints.openai.fields.fields import (
+    ADAPTER_FIELDS,
+    EDIT_FIELDS,
+    GENERATION_FIELDS,
+    MASK_FIELDS,
+    TEMPLATE_FIELDS,
+)
 
 _FILE = {"type": "string", "format": "binary"}
 _TEXT = {"type": "string"}
@@ -68,6 +74,18 @@ EDIT_BODY = _body(
         ),
     }
 )
+_MASK_KINDS = ("mask_prompt", "mask_points", "mask_box")
+MASK_BODY = _body(
+    {
+        "multipart/form-data": _with_any(
+            _object(
+                {"image": _FILE | {"description": "PNG, WebP or JPEG. Or template_id."}} | _properties(MASK_FIELDS)
+            ),
+            *_MASK_KINDS,
+        ),
+        "application/json": _with_any(_object({"image": _IMAGE_URL} | _properties(MASK_FIELDS)), *_MASK_KINDS),
+    }
+)
 GENERATION_BODY = _body(
     {"application/json": _with_any(_object(_properties(GENERATION_FIELDS)), "prompt", "class_label")}
 )
@@ -93,6 +111,13 @@ IMAGE_ANSWERS: dict[int | str, dict[str, Any]] = {
     200: {
         "description": "The images, or with `stream` a stream of events.",
         "content": {"application/json": {"schema": {"type": "object"}}, "text/event-stream": {"schema": _TEXT}},
+    },
+    **_FAILURES,
+}
+MASK_ANSWERS: dict[int | str, dict[str, Any]] = {
+    200: {
+        "description": "The mask, and what it covers.",
+        "content": {"application/json": {"schema": {"type": "object"}}},
     },
     **_FAILURES,
 }

@@ -69,7 +69,8 @@ def start(
     exchange = Exchange(store, sockets)
     groups = None if sockets is None else Groups(settings.rank, settings.group_seconds, models.device)
     adapters = AdapterLoader(settings.rank, models, link.report, thread, adapter_bytes(settings.num_workers))
-    context = WorkerContext(models.families, store, arena, pages, models.prompts_of, exchange, adapters.wait)
+    waiting, finders = adapters.wait, models.segmenters.finders
+    context = WorkerContext(models.families, store, arena, pages, models.prompts_of, exchange, waiting, finders)
     runner = Runner(settings.rank, context, groups)
     link.send(msgspec.structs.replace(ready, port=groups.port if groups else 0))
     return Worker(settings.rank, link, loader, context, runner, adapters)

@@ -13,7 +13,8 @@ import sys
 import numpy as np
 from PIL import Image, ImageOps
 
-from engine.images.image_ops import active_tokens, generation_size
+from engine.images.generation_size import generation_size
+from engine.images.masks import active_tokens
 
 ROTATED = 6  # EXIF orientation: to be turned by a quarter
 

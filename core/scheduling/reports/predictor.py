@@ -31,8 +31,8 @@ class Predictor:
         load_seconds: Callable[[tuple[ModelKey, ...]], float] = lambda needs: 0.0,
         most_ranks: int = 1,
     ) -> None:
-        """load_seconds: components -> seconds until all of them are loaded. most_ranks: the most ranks that compute a step
-        together, where that is useful; remaining work is predicted for them.
+        """load_seconds: components -> seconds until all of them are loaded. most_ranks: the most ranks that compute a
+        step together, where that is useful; remaining work is predicted for them.
         """
         self.cost = cost
         self._most_ranks = most_ranks

@@ -13,7 +13,7 @@ from collections.abc import Iterator
 from contextlib import suppress
 from pathlib import Path
 
-from core.config import EngineConfig
+from core.config import EMBEDDED_SEGMENTER, EngineConfig
 from core.ipc.local_sockets import address_of, listen
 from core.ipc.logs import of_request
 from core.ipc.process import ChildProcess, spawn
@@ -29,6 +29,10 @@ PROVEN_SECONDS = 60.0
 
 WORTH_BYTES = 1024**3
 """Least size of a checkpoint that several workers do not load each for itself: the process itself takes 0.3 GB."""
+
+
+USUAL = ((), (EMBEDDED_SEGMENTER,))
+"""Segmenters that no keeper is needed for: none, and one that is loaded in no time."""
 
 
 class KeeperProcess:
@@ -78,7 +82,7 @@ class KeeperProcess:
 def needs_keeper(config: EngineConfig) -> bool:
     """Whether an engine's workers load weights through a keeper: to load some while they compute, or because several
     would hold large ones each."""
-    if len(config.models) > 1:
+    if len(config.models) > 1 or any(model.segmenter_checkpoints not in USUAL for model in config.models):
         return True
     return config.num_workers > 1 and sum(_weight_bytes(Path(config.models[0].model))) > WORTH_BYTES
 

@@ -3,16 +3,24 @@
 from __future__ import annotations
 
 from core.errors import InvalidRequestError
-from core.graph.catalog import WORKFLOWS
+from core.graph.catalog import SELECTED, WORKFLOWS
 from core.graph.workflow import Workflow
 from core.model_info import ModelInfo
 from core.sampling_params import SamplingParams
 
 
-def chosen_workflow(model: ModelInfo, sampling: SamplingParams, class_label: int | None) -> Workflow:
+def chosen_workflow(
+    model: ModelInfo, sampling: SamplingParams, class_label: int | None, *, finds_mask: bool = False
+) -> Workflow:
     """The first workflow of the catalog that takes all that the request gives, and whose roles the model has. sampling:
-    resolved. Raises InvalidRequestError if there is none: a parameter excludes another one, or is missing.
+    resolved. finds_mask: whether its mask is to be found. Raises InvalidRequestError if there is none: a parameter
+    excludes another one, or is missing.
     """
+    chosen = _first_able(model, sampling, class_label)
+    return SELECTED[chosen] if finds_mask else chosen
+
+
+def _first_able(model: ModelInfo, sampling: SamplingParams, class_label: int | None) -> Workflow:
     served = [WORKFLOWS[model.workflow]] if model.workflow else list(WORKFLOWS.values())
     able = [workflow for workflow in served if _has_roles(model, workflow)]
     numbers = [name for name in _deciding() if getattr(sampling, name) is not None]

@@ -4,10 +4,13 @@ from __future__ import annotations
 
 import time
 
+import msgspec
+import numpy as np
+
 from core.handles import NOWHERE, ArrayRef
 from core.messages.engine import Finished, PartialImage
 from core.messages.image_processor import ComposedImage, ComposeImage, PrepareImages
-from engine.client.edit_types import EditReport, ImageOutput
+from engine.client.edit_types import EditReport, FoundMask, ImageOutput
 from engine.client.services import Services
 from engine.client.sessions.edit_images import EditImage
 from engine.client.sessions.image_work import ImageSeconds, compose_work, num_files
@@ -58,28 +61,45 @@ class EditDelivery:
     async def finished(self, image: EditImage, output: Finished) -> ImageOutput:
         """Make the file of a final image, with its report, and count it in the metrics. Raises as `partial`."""
         start = time.monotonic()
-        composed = await self._compose(image, image.request.spec.pixels)
+        composed = await self._compose(image, None if self._makes_mask else image.request.spec.pixels)
         self._num_files_left -= self._prepared.num_partial_images - image.num_partials  # that will not come
         seconds = time.monotonic() - start
         ready_at = image.request.arrival
         self._span.child("queue", ready_at, ready_at + output.ms["queue"] / 1e3, {"stencil.image": image.index})
-        template_id = await self._keep(composed)
-        report = self._make_report(image, output, composed, seconds, template_id)
-        self._services.metrics.observe_finished(
-            self._prepared.model.name,
-            seconds=time.monotonic() - self._caller.arrival,
-            ms=report.ms,
-            mask_ratio=report.mask_ratio,
-            cache=report.cache,
-            num_inference_steps=report.num_inference_steps,
-        )
+        known = self._prepared
+        if output.active_tokens is not None:
+            known = known.with_mask(output.active_tokens)
+            self._services.mask_ratios.note(known.mask_ratio)
+        template_id = None if self._makes_mask else await self._keep(composed, known)
+        report = self._make_report(known, image, output, composed, seconds, template_id)
+        if not self._makes_mask:
+            self._services.metrics.observe_finished(
+                known.model.name,
+                seconds=time.monotonic() - self._caller.arrival,
+                ms=report.ms,
+                mask_ratio=report.mask_ratio,
+                cache=report.cache,
+                num_inference_steps=report.num_inference_steps,
+            )
         return self._make_output(image, composed, report=report)
 
+    @property
+    def _makes_mask(self) -> bool:
+        """Whether the mask itself is the result."""
+        return self._prepared.edit.makes_mask
+
     def _make_report(
-        self, image: EditImage, output: Finished, composed: ComposedImage, seconds: float, template_id: str | None
+        self,
+        known: PreparedEdit,
+        image: EditImage,
+        output: Finished,
+        composed: ComposedImage,
+        seconds: float,
+        template_id: str | None,
     ) -> EditReport:
-        """seconds: time to make the file. template_id: of the template that the image became, or None."""
-        known, prepared, ms = self._prepared, self._prepared.prepared, output.ms
+        """known: the edit with its mask. seconds: time to make the file. template_id: of the template that the image
+        became, or None."""
+        prepared, ms = known.prepared, output.ms
         return EditReport(
             mask_ratio=known.mask_ratio,
             active_tokens=known.num_tokens if known.exact_reason else known.num_active_tokens,
@@ -104,28 +124,37 @@ class EditDelivery:
             engine=image.engine,
             degrees=output.degrees,
             template_id=template_id,
+            found=self._found(image, output, composed),
             crop=prepared.crop,
             colour_lost=composed.colour_lost,
             ms={
                 "queue": ms["queue"],
                 "preprocess": (image.request.arrival - self._caller.arrival) * 1e3,
-                "encode": ms["encode"],
-                "prime": ms["prime"],
-                "denoise": ms["denoise"],
-                "decode": ms["decode"],
+                **{part: ms.get(part, 0.0) for part in ("encode", "prime", "denoise", "decode")},
+                **({} if output.active_tokens is None else {"segment": ms.get("segment", 0.0)}),
                 "postprocess": seconds * 1e3,
             },
         )
 
-    async def _keep(self, composed: ComposedImage) -> str | None:
+    def _found(self, image: EditImage, output: Finished, composed: ComposedImage) -> FoundMask | None:
+        """The mask that was found, if one was asked for."""
+        memory = image.request.spec.active
+        if output.active_tokens is None or memory is None:
+            return None
+        active = self._services.arena.view(msgspec.structs.replace(memory, shape=(output.active_tokens,)))
+        starts = np.flatnonzero(np.diff(active, prepend=-2) != 1)
+        lengths = np.diff(starts, append=len(active))
+        tokens = tuple(zip(active[starts].tolist(), lengths.tolist(), strict=True))
+        return FoundMask(score=output.mask_score, box=composed.box, tokens=tokens)
+
+    async def _keep(self, composed: ComposedImage, prepared: PreparedEdit) -> str | None:
         """Make a template of a result if its request, not a server limit, had all tokens computed; its id, or None."""
-        prepared = self._prepared
         if prepared.exact_reason not in ("asked", "mask_covers_all", prepared.graph.name):
             return None
         return await self._results.keep(composed, prepared.choice, prepared.edit.owner, is_base64=prepared.edit.base64)
 
-    async def _compose(self, image: EditImage, pixels: ArrayRef) -> ComposedImage:
-        """pixels: uint8 [height, width, 3] at generation size."""
+    async def _compose(self, image: EditImage, pixels: ArrayRef | None) -> ComposedImage:
+        """pixels: uint8 [height, width, 3] at generation size; None: make the file of the mask."""
         start, edit = time.monotonic(), self._prepared.edit
         width, height = self._prepared.output_size
         nbytes = image_ops.encoded_bytes(width, height, 4, edit.base64, edit.output_format)
@@ -137,7 +166,7 @@ class EditDelivery:
             return out
 
         work = compose_work(edit, self._upload_size)
-        job = self._make_job(pixels)
+        job = self._make_job(image, pixels)
         composed = await self._services.images.compose(job, work, self._caller, Room(nbytes, take))
         # The worst-case size is many times that of most pictures, and all outputs are kept until the edit ends.
         self._memory.trim(out, composed.encoded.size)
@@ -145,7 +174,7 @@ class EditDelivery:
         self._span.child("compose", start, time.monotonic(), {"stencil.image": image.index})
         return composed
 
-    def _make_job(self, pixels: ArrayRef) -> ComposeImage:
+    def _make_job(self, image: EditImage, pixels: ArrayRef | None) -> ComposeImage:
         edit, uploads = self._prepared.edit, self._uploads
         return ComposeImage(
             job_id=0,
@@ -161,6 +190,9 @@ class EditDelivery:
             max_pixels=uploads.max_pixels,
             out=NOWHERE,
             crop=self._prepared.prepared.crop,
+            mask_grow=uploads.mask_grow,
+            mask_feather=uploads.mask_feather,
+            found=image.request.spec.mask if uploads.is_mask_sought else None,
         )
 
     def _make_output(

@@ -6,18 +6,22 @@ import time
 from dataclasses import replace
 
 from core.errors import InvalidRequestError
+from core.graph.workflow import Workflow
+from core.graph.workflows.find_mask import FIND_MASK
 from core.handles import NOWHERE
 from core.messages.image_processor import CanvasScale, PreparedImages, PrepareImages
 from core.model_choice import ModelChoice
 from core.model_info import ModelInfo
-from core.routing.request_shape import RequestShape, loops_of
+from core.routing.request_shape import RequestShape, encodings_of, loops_of
 from engine.client.edit_types import EditInput
 from engine.client.resolve.chosen_workflow import chosen_workflow, rounds_of
 from engine.client.resolve.class_label import chosen_class
 from engine.client.resolve.mask_aware import resolve_margin
 from engine.client.resolve.sampling_defaults import resolve
+from engine.client.resolve.sought_mask import check_sought_mask
 from engine.client.services import Services
 from engine.client.sessions.edit_images import EditImage
+from engine.client.sessions.edit_requests import EditRequests
 from engine.client.sessions.image_work import ImageSeconds, compose_work, num_files, prepare_work
 from engine.client.sessions.prepared_edit import PreparedEdit
 from engine.client.sessions.session_memory import SessionMemory
@@ -45,6 +49,7 @@ class EditPreparation:
         self._choice = choice
         self._model = model = choice.model
         _check_references(edit, model)
+        check_sought_mask(edit, model)
         self._class_label = chosen_class(edit, model)
         if self._class_label is not None:  # made at the model's own size
             edit = replace(edit, canvas_size=None, output_size=edit.canvas_size)
@@ -52,10 +57,17 @@ class EditPreparation:
         self._memory = memory
         self._span = span
         self._sampling = resolve(edit.sampling, model, services.config.step_schedule)
-        self._workflow = chosen_workflow(model, self._sampling, self._class_label)
+        self._workflow = self._chosen_workflow()
         self._template = _find_template(edit, services.templates.store)
         self._upload = self._template.upload if self._template else edit.image
         self._ready_at = 0.0  # when the images were prepared, seconds of CLOCK_MONOTONIC
+
+    def _chosen_workflow(self) -> Workflow:
+        edit = self._edit
+        if edit.makes_mask:
+            return FIND_MASK
+        finds_mask = edit.mask_request is not None
+        return chosen_workflow(self._model, self._sampling, self._class_label, finds_mask=finds_mask)
 
     @property
     def smallest_shape(self) -> RequestShape:
@@ -74,6 +86,7 @@ class EditPreparation:
             num_rows=sampling.num_rows,
             owner=self._edit.owner,
             loops=loops_of(workflow, model, rounds, lambda canvas: 1),
+            encodings=encodings_of(workflow, model, lambda canvas: 1),
         )
 
     @property
@@ -125,6 +138,9 @@ class EditPreparation:
             scratch=NOWHERE if self._is_generation else self._memory.alloc(nbytes),
             max_side=model.max_side,
             padding_mask_crop=edit.padding_mask_crop,
+            mask_grow=edit.mask_grow,
+            mask_feather=edit.mask_feather,
+            is_mask_sought=edit.mask_request is not None,
             scales=scales,
             references=tuple([await self._memory.store_file(reference) for reference in edit.references]),
             reference_pictures=model.references,
@@ -141,8 +157,7 @@ class EditPreparation:
         _check_reference_is_beside_a_mask(images, self._model)
         engine = self._services.served.engine
         parts = self._edit, self._choice, self._sampling, images, engine, self._workflow, self._class_label
-        prepared = PreparedEdit(*parts)
-        prepared = prepared.with_full_steps()
+        prepared = PreparedEdit(*parts).with_usual_mask(self._services.mask_ratios.usual)
         image_ops.check_output_size(*prepared.output_size, self._edit.output_format)
         self._note_content(images)
         self._ready_at = time.monotonic()
@@ -160,17 +175,14 @@ class EditPreparation:
             templates.add_view(template.id, images.content_id)
 
     def make_images(self, prepared: PreparedEdit) -> list[EditImage]:
-        """Make the n images with their requests, and allocate their pixels. Raises OverloadedError."""
-        return [self._make_image(prepared, index) for index in range(self._edit.sampling.n)]
+        """Make the n images with their requests, and allocate their arrays. Raises OverloadedError, and
+        InvalidRequestError for a mask that is asked for outside of the picture."""
+        requests = EditRequests(prepared, self._memory.alloc)
+        return [self._make_image(requests, index) for index in range(self._edit.sampling.n)]
 
-    def _make_image(self, prepared: PreparedEdit, index: int) -> EditImage:
-        request = prepared.make_request(
-            index,
-            f"{self._caller.edit_id}-{index}",
-            self._memory.alloc,
-            arrival=self._ready_at,
-            trace_context=self._span.traceparent,
-        )
+    def _make_image(self, requests: EditRequests, index: int) -> EditImage:
+        name, context = f"{self._caller.edit_id}-{index}", self._span.traceparent
+        request = requests.make(index, name, arrival=self._ready_at, trace_context=context)
         assert request.spec.sampling.seed is not None
         return EditImage(index, request.spec.sampling.seed, request)
 

@@ -1,22 +1,14 @@
-"""PreparedEdit: an edit after its uploads were prepared; decides how it runs and makes its requests to the engines."""
+"""PreparedEdit: an edit after its uploads were prepared; decides how it runs."""
 
 from __future__ import annotations
 
-import math
-from collections.abc import Callable
 from dataclasses import dataclass, replace
-
-import msgspec
+from functools import cached_property
 
 from core.config import EngineConfig
 from core.graph.progress import preview_steps
 from core.graph.workflow import Workflow
-from core.handles import ArrayRef, Artefact
-from core.ipc.shared_array import carve
-from core.messages.canvas import Canvas
-from core.messages.engine import EngineRequest
-from core.messages.image_processor import PreparedCanvas, PreparedImages
-from core.messages.specs import EditSpec, GenerationSpec, Spec
+from core.messages.image_processor import PreparedImages
 from core.model_choice import ModelChoice
 from core.model_info import ModelInfo
 from core.sampling_params import SamplingParams
@@ -25,22 +17,35 @@ from engine.client.resolve.chosen_workflow import rounds_of
 from engine.client.resolve.mask_aware import ExactReason, resolve_full_steps, why_exact
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class PreparedEdit:
-    """sampling: of its first image, resolved: all values that the model needs are set. config: of the engines. graph:
-    the workflow that makes each image. class_label: the class that it asks a picture of, None for a prompt."""
+    """asked: sampling of its first image, resolved but for full steps. config: of the engines. graph: the workflow that
+    makes each image. class_label: the class that it asks a picture of, None for a prompt. found: image tokens under the
+    mask with its margin, found or predicted, where an engine finds it; None: it is among the prepared arrays."""
 
     edit: EditInput
     choice: ModelChoice
-    sampling: SamplingParams
+    asked: SamplingParams
     prepared: PreparedImages
     config: EngineConfig
     graph: Workflow
     class_label: int | None = None
+    found: int | None = None
 
-    def with_full_steps(self) -> PreparedEdit:
-        """The edit with its full steps set, from the mask: `sampling_defaults.resolve` leaves them open."""
-        return replace(self, sampling=resolve_full_steps(self.sampling, self.model, self.mask_ratio))
+    def with_usual_mask(self, mask_ratio: float) -> PreparedEdit:
+        """The edit with a mask of this ratio, if its own is to be found."""
+        if self.edit.mask_request is None:
+            return self
+        return self.with_mask(min(self.num_tokens, max(1, round(mask_ratio * self.num_tokens))))
+
+    def with_mask(self, num_active: int) -> PreparedEdit:
+        """The edit with a mask that was found, or is predicted. num_active: image tokens under it with its margin."""
+        return replace(self, found=num_active)
+
+    @cached_property
+    def sampling(self) -> SamplingParams:
+        """Of its first image: all values that the model needs are set, full steps as its mask is."""
+        return resolve_full_steps(self.asked, self.model, self.mask_ratio)
 
     @property
     def model(self) -> ModelInfo:
@@ -64,6 +69,8 @@ class PreparedEdit:
     @property
     def num_active_tokens(self) -> int:
         """Image tokens under the mask with its margin."""
+        if self.found is not None:
+            return self.found
         return self.num_tokens if self.prepared.active is None else self.prepared.active.size
 
     @property
@@ -80,14 +87,14 @@ class PreparedEdit:
         )
 
     @property
-    def _reference_sizes(self) -> tuple[tuple[int, int], ...]:
+    def reference_sizes(self) -> tuple[tuple[int, int], ...]:
         """(width, height) of each reference as the model sees it, in pixels."""
         return tuple((each.shape[1], each.shape[0]) for each in self.prepared.references)
 
     @property
     def num_reference_tokens(self) -> int:
         """Condition tokens of its references."""
-        return self.model.num_reference_tokens(self._reference_sizes)
+        return self.model.num_reference_tokens(self.reference_sizes)
 
     @property
     def num_partial_images(self) -> int:
@@ -125,69 +132,12 @@ class PreparedEdit:
             return sum(self.rounds)
         return len(self.sampling.own_page_steps or ()) or self.sampling.full_steps or 0
 
-    def make_request(
-        self,
-        index: int,
-        request_id: str,
-        alloc: Callable[[int], ArrayRef],
-        *,
-        arrival: float,
-        trace_context: str,
-    ) -> EngineRequest:
-        """The request for image `index`. alloc: allocates bytes of shared memory. The rest: as in EngineRequest."""
-        return EngineRequest(
-            request_id=request_id,
-            model=self.model.name,
-            workflow=self.graph.name,
-            spec=self._make_spec(index, alloc),
-            rounds=self.rounds,
-            arrival=arrival,
-            priority=self.sampling.priority,
-            owner=self.edit.owner,
-            trace_context=trace_context,
-        )
-
-    def _make_spec(self, index: int, alloc: Callable[[int], ArrayRef]) -> Spec:
-        prepared, shape = self.prepared, (self.prepared.height, self.prepared.width, 3)
-        assert self.sampling.seed is not None
-        num_previews, num_outputs = self.num_partial_images, len(self.graph.outputs)
-        num_bytes, num_pictures = math.prod(shape), num_previews + num_outputs
-        pixels = alloc(num_pictures * num_bytes)
-        pictures = [Artefact(carve(pixels, number * num_bytes, shape, "uint8")) for number in range(num_pictures)]
-        common = {
-            **msgspec.structs.asdict(self._canvas(prepared)),
-            "prompt": self.edit.prompt,
-            "sampling": msgspec.structs.replace(self.sampling, seed=self.sampling.seed + index, n=1),
-            "class_label": self.class_label,
-            "patches": self.choice.patches,
-            "content_id": prepared.content_id,
-            "references": prepared.references,
-            "canvases": {name: self._canvas(picture) for name, picture in prepared.canvases.items()},
-            "outputs": dict(zip(self.graph.outputs, pictures[num_previews:], strict=True)),
-            "previews": tuple(pictures[:num_previews]),
-            "cache_salt": self.config.cache.salt(self.edit.owner),
-        }
-        if prepared.template is None:
-            return GenerationSpec(**common)
-        return EditSpec(**common, is_mask_aware=self.exact_reason is None)
-
-    def _canvas(self, picture: PreparedImages | PreparedCanvas) -> Canvas:
-        """The canvas of one size. The prompt is encoded once for all, with the final template where the text encoder
-        sees it."""
-        model, final, references = self.model, self.prepared, self._reference_sizes
-        num_tokens, beside = model.num_image_tokens(picture.width, picture.height), self.num_reference_tokens
-        conditions = model.num_condition_tokens(
-            num_tokens, has_template=picture.template is not None, reference_tokens=beside
-        )
-        return Canvas(
-            width=picture.width,
-            height=picture.height,
-            template=picture.template,
-            mask=picture.mask,
-            active=picture.active,
-            num_tokens=num_tokens,
-            num_condition_tokens=conditions,
-            num_reference_tokens=beside,
-            max_text_tokens=self.sampling.max_sequence_length or model.max_text_tokens,
-            extra_text_tokens=model.text_tokens_beside(final.width, final.height, references),
-        )
+    @property
+    def decisive_sizes(self) -> list[int]:
+        """Numbers of active tokens, rising from 1, between which a mask's size does not change how the edit runs: it
+        does where full steps begin, and where a mask covers everything."""
+        scheme, tokens = self.model.page_scheme, self.num_tokens
+        shares = [schedule.full_steps_from for schedule in self.model.step_schedules]
+        shares += [] if scheme is None else [scheme.full_steps_from]
+        around = (round(share * tokens) + beside for share in shares for beside in (-1, 0, 1))
+        return sorted({1, tokens, *(size for size in around if 1 < size < tokens)})

@@ -16,7 +16,14 @@ from starlette.types import Message, Receive, Scope, Send
 from engine.client.async_engine import AsyncEngine
 from engine.client.edit_types import EditReport, ImageOutput
 from entrypoints.openai.answer.errors import describe, log_internal
-from entrypoints.openai.answer.responses import Parts, error_event, image_event, images_response, send_pieces
+from entrypoints.openai.answer.responses import (
+    Parts,
+    error_event,
+    image_event,
+    images_response,
+    mask_response,
+    send_pieces,
+)
 from entrypoints.openai.body.submission import STALL_SECONDS, Submission
 from entrypoints.openai.edit_request import ImagesCall
 from entrypoints.openai.guards.middleware import RECORD
@@ -71,7 +78,10 @@ class EditResponse(Response):
         images = [output async for output in outputs if output.partial_index is None]
         for image in images:
             self._note(image)
-        parts = images_response(self._call, sorted(images, key=lambda image: image.image_index))
+        if self._call.edit.makes_mask:
+            parts = mask_response(self._call, images[0])
+        else:
+            parts = images_response(self._call, sorted(images, key=lambda image: image.image_index))
         length = sum(len(part) for part in parts)
         await _start(send, {"content-type": "application/json", "content-length": str(length)})
         await _send_parts(send, parts)

@@ -5,7 +5,7 @@ in shared memory and is not copied together.
 from __future__ import annotations
 
 import time
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import msgspec
@@ -27,6 +27,7 @@ EXACT_NOTES: dict[ExactReason, str] = {
     "hires": "Every token was computed: with hires_scale both passes run exact.",
     "refined": "Every token was computed: pictures of a model with a refiner run exact.",
 }
+EXACT_NOTES |= {f"selected_{name}": EXACT_NOTES[name] for name in ("hires", "refined")}
 """Notes for clients on why an edit ran exact although exact execution was not requested."""
 
 Parts = list[bytes | memoryview]
@@ -45,6 +46,32 @@ def images_response(call: ImagesCall, images: Sequence[ImageOutput]) -> Parts:
         parts += [b'{"b64_json":"' if index == 0 else b',{"b64_json":"', image.data, b'","seed":%d}' % image.seed]
     parts.append(b"]," + msgspec.json.encode(tail)[1:])
     return parts
+
+
+def mask_response(call: ImagesCall, image: ImageOutput) -> Parts:
+    """The JSON body for a mask that was found."""
+    report, found = _report(image), _report(image).found
+    assert found is not None
+    shown = {"score": round(found.score, 4), "box": found.box}
+    tail = {"stencil": {"ignored": call.ignored, **_found(report), "ms": _rounded(report.ms)}}
+    head = _open_object({"created": int(time.time())} | _echo(call, image))
+    entry = b',"data":[{"b64_json":"', image.data, b'",' + msgspec.json.encode(shown)[1:]
+    return [head + entry[0], *entry[1:], b"]," + msgspec.json.encode(tail)[1:]]
+
+
+def _found(report: EditReport) -> dict[str, Any]:
+    """What an answer says of a mask that was found."""
+    assert report.found is not None
+    return {
+        "mask_ratio": report.mask_ratio,
+        "active_tokens": report.active_tokens,
+        "image_tokens": report.image_tokens,
+        "tokens": report.found.tokens,
+    }
+
+
+def _rounded(ms: Mapping[str, float]) -> dict[str, float]:
+    return {part: round(value, 3) for part, value in ms.items()}
 
 
 def usage(call: ImagesCall, reports: Sequence[EditReport]) -> dict[str, Any]:
@@ -87,6 +114,7 @@ def stencil(call: ImagesCall, images: Sequence[ImageOutput]) -> dict[str, Any]:
         "mask_ratio": first.mask_ratio,
         "active_tokens": first.active_tokens,
         "image_tokens": first.image_tokens,
+        **({} if first.found is None else {"mask": first.found}),
         "crop": first.crop,
         "cache": first.cache,
         "tier": first.tier,

@@ -68,19 +68,25 @@ class Submission:
         return [*self.uploads.values(), *self.references.values()]
 
 
-async def read_edit(request: Request, max_upload_bytes: int, *, max_references: int = 0) -> Submission:
-    """Read the body of POST /v1/images/edits: multipart, or JSON with data: URLs. max_upload_bytes: per file.
-    max_references: as many as any served model sees; further ones are empty.
+async def read_edit(
+    request: Request,
+    max_upload_bytes: int,
+    *,
+    max_references: int = 0,
+    fields: Mapping[str, Field] = EDIT_FIELDS,
+) -> Submission:
+    """Read the body of POST /v1/images/edits or /v1/images/masks: multipart, or JSON with data: URLs. max_upload_bytes:
+    per file. max_references: as many as any served model sees; further ones are empty. fields: that it may have.
 
     Raises InvalidRequestError and below, BodyTimeoutError, NoDiskError, and AbortedError if the client disconnects.
     """
     content_type = request.headers.get("content-type", "")
     match _media_type(content_type):
         case "multipart/form-data":
-            form = replace(_EDIT_FORM, max_references=max_references)
+            form = replace(_EDIT_FORM, fields=fields, max_references=max_references)
             return await _read_multipart(request, content_type, max_upload_bytes, form)
         case "application/json":
-            return await _read_json_edit(request, max_upload_bytes, max_references)
+            return await _read_json_edit(request, max_upload_bytes, max_references, fields)
         case other:
             raise UnsupportedContentTypeError(other, f"{MULTIPART} or {JSON}")
 
@@ -175,7 +181,7 @@ async def _take_parts(submission: Submission, parts: list[Part], max_upload_byte
         elif base in form.files or base == "markup":
             await _take_file(submission, part, base, max_upload_bytes)
         elif part.name in form.fields:
-            await _take_text(submission, part)
+            await _take_text(submission, part, form.fields)
         else:
             _refuse_split(part.name)
             _ignore(submission, part.name)
@@ -216,12 +222,13 @@ async def _take_file(submission: Submission, part: Part, base: str, max_upload_b
         raise _expected_file(base, base)
 
 
-async def _take_text(submission: Submission, part: Part) -> None:
+async def _take_text(submission: Submission, part: Part, fields: Mapping[str, Field]) -> None:
+    field = fields[part.name]
     if part.is_file:
-        raise _invalid_type(part.name, f"a {EDIT_FIELDS[part.name].kind}", "a file")
+        raise _invalid_type(part.name, f"a {field.kind}", "a file")
     if part.name in submission.values:
         raise _duplicate(part.name)
-    submission.values[part.name] = EDIT_FIELDS[part.name].from_text(await part.text())
+    submission.values[part.name] = field.from_text(await part.text())
 
 
 def _base_name(name: str) -> str:
@@ -233,14 +240,16 @@ def _base_name(name: str) -> str:
 # ---------------------------------------------------------------------------------------------------------------- JSON
 
 
-async def _read_json_edit(request: Request, max_upload_bytes: int, max_references: int) -> Submission:
+async def _read_json_edit(
+    request: Request, max_upload_bytes: int, max_references: int, fields: Mapping[str, Field]
+) -> Submission:
     limit = (2 + max_references) * _base64_bytes(max_upload_bytes) + MAX_TEXT_BYTES
     submission = Submission()
     with ExitStack() as on_error, closing(await _read_json(request, limit)) as body:
         on_error.callback(submission.close)
         members = _members(body)
         sources, references = _pop_images(members)
-        _take_json_scalars(submission, members, EDIT_FIELDS, body)
+        _take_json_scalars(submission, members, fields, body)
         for name, (text, needs_data_url) in sources.items():
             submission.uploads[name] = await decode_base64(
                 _pieces(body, text), name, max_upload_bytes, needs_data_url=needs_data_url
@@ -323,7 +332,7 @@ def _take_json_scalars(
         if name not in fields:
             _ignore(submission, name)
         elif (value := fields[name].from_json(raw)) is not None:
-            texts = [lora.name for lora in value] if isinstance(value, tuple) else [value]
+            texts = [each.name for each in value if isinstance(each, Lora)] if isinstance(value, tuple) else [value]
             if too_long := [str(text) for text in texts if text in body.long_strings]:
                 raise _too_long(name, body.long_strings[too_long[0]].size)
             submission.values[name] = value

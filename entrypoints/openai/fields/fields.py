@@ -10,6 +10,7 @@ import re
 from typing import get_args
 
 from core.errors import InvalidRequestError
+from core.mask_request import MAX_FEATHER, MAX_GROW
 from core.sampling_params import (
     MAX_GUIDANCE,
     MAX_HIRES_SCALE,
@@ -26,11 +27,13 @@ from core.sampling_params import (
     MIN_SHIFT,
     MIN_SIDE,
 )
+from core.selection import MAX_WORDS
 from core.step_schedule import StepScheduleName
 from core.validation import shorten
 from entrypoints.openai.fields.class_field import ClassField
 from entrypoints.openai.fields.field import Field
 from entrypoints.openai.fields.lora_field import LoraField
+from entrypoints.openai.fields.mask_fields import BoxField, PointsField
 
 QUALITY_FACTORS = {"low": 0.5, "medium": 1.0, "high": 2.0, "hd": 2.0, "xhigh": 3.0, "max": 4.0}
 """`quality` -> factor on the model's default number of steps."""
@@ -130,10 +133,23 @@ _COMMON = (
     Field("timeout", "number", "Seconds the edit may take; answers 503 or 504 as soon as it cannot be met."),
 )
 
+_OF_MASKS = (
+    Field("mask_prompt", "string", "What to edit, in words, instead of a mask.", max_length=MAX_WORDS),
+    PointsField(
+        "mask_points",
+        "string",
+        "What to edit, by points of it: [[x, y], ...] in pixels; [x, y, -1] is a point of what is to be left out.",
+    ),
+    BoxField("mask_box", "string", "What to edit, by a box around it: [left, top, right, bottom] in pixels."),
+    Field("mask_grow", "integer", "Pixels by which the mask is grown on each side.", 0, MAX_GROW),
+    Field("mask_feather", "number", "Pixels over which the mask's edge is softened.", 0, MAX_FEATHER),
+)
+
 EDIT_FIELDS: dict[str, Field] = {
     field.name: field
     for field in (
         *_COMMON,
+        *_OF_MASKS,
         Field("input_fidelity", "string", "Not used.", choices=("high", "low"), has_effect=False),
     )
 }
@@ -150,6 +166,13 @@ ADAPTER_FIELDS: dict[str, Field] = {
         Field("lora_name", "string", "The name that requests choose it by: letters, digits and _ . : -"),
         Field("lora_path", "string", "A safetensors file on the server's machine, or a folder with one."),
         Field("model", "string", "The model id that it is for; empty or omitted: the first one."),
+    )
+}
+MASK_FIELDS: dict[str, Field] = {
+    field.name: field
+    for field in (
+        *_OF_MASKS,
+        *(field for field in _COMMON if field.name in ("model", "template_id", "priority", "timeout")),
     )
 }
 TEMPLATE_FIELDS: dict[str, Field] = {field.name: field for field in _COMMON if field.name in ("model", "lora")}

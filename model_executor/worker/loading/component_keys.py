@@ -45,22 +45,40 @@ class Opened:
     family: Family
 
 
-def component_keys(opened: Mapping[str, Opened], cache_folder: Path) -> dict[str, dict[str, ModelKey]]:
-    """Model -> part of its checkpoint -> the key of the component; parts with equal keys are equal. Raises ConfigError
-    for weights that cannot be read."""
-    parts = [
-        _Part(name, kind, part, *_outline(each, kind, part))
+@dataclass(frozen=True, slots=True)
+class Part:
+    """A component as it is named by what consists of it."""
+
+    owner: str  # name of a model, or of the model that it finds masks for
+    kind: str
+    name: str  # that its owner gives it
+    checkpoint: ModelCheckpoint
+    part: str  # of the checkpoint
+    recipe: str = ""  # what else a loaded part depends on, see `Family.recipe`
+
+
+def parts_of_models(opened: Mapping[str, Opened]) -> list[Part]:
+    """The parts of all models."""
+    return [
+        Part(name, kind, part, each.checkpoint, part, each.family.recipe(part))
         for name, each in opened.items()
         for kind, group in each.family.components.items()
         for part in group
     ]
-    keys: dict[str, dict[str, ModelKey]] = {name: {} for name in opened}
+
+
+def component_keys(wanted: Iterable[Part], cache_folder: Path) -> dict[str, dict[str, ModelKey]]:
+    """Owner -> name of a part -> the key of the component; parts with equal keys are equal. Raises ConfigError for
+    weights that cannot be read."""
+    parts = [_Files(each, *_outline(each)) for each in wanted]
+    keys: dict[str, dict[str, ModelKey]] = {each.part.owner: {} for each in parts}
     hashes = FileHashes(cache_folder)
     for alike in _grouped((part.outline, part) for part in parts).values():
         are_hashed = len({_places(part.files) for part in alike}) > 1
         for part in alike:
             files = _contents(part.files, hashes) if are_hashed else _places(part.files)
-            keys[part.model][part.name] = ModelKey(_digest(part.outline, files)[:KEY_DIGITS], part.kind)
+            name = part.part
+            keys[name.owner][name.name] = ModelKey(_digest(part.outline, files)[:KEY_DIGITS], name.kind)
     hashes.save()
     return keys
 
@@ -78,22 +96,21 @@ def prompt_twins(opened: Mapping[str, Opened], keys: Mapping[str, Mapping[str, M
 
 
 @dataclass(frozen=True, slots=True)
-class _Part:
-    model: str
-    kind: str
-    name: str
+class _Files:
+    part: Part
     outline: str  # digest of all but the content of its weights
     files: tuple[Path, ...]  # its weights
 
 
-def _outline(opened: Opened, kind: str, part: str) -> tuple[str, tuple[Path, ...]]:
+def _outline(wanted: Part) -> tuple[str, tuple[Path, ...]]:
     """(digest of all that a loaded part depends on but the content of its weights, their files)."""
-    checkpoint, family = opened.checkpoint, opened.family
+    checkpoint, part = wanted.checkpoint, wanted.part
     folder = checkpoint.path / part
     files = tuple(weight_files(folder, usual_variant(folder, checkpoint.variant)))
     places = checkpoint.device.type, checkpoint.home_of(part).type
     form = [str(checkpoint.dtype), *places, checkpoint.quantization if part in QUANTIZED else "none"]
-    facts = [kind, checkpoint.index.get(part), _configuration(folder / "config.json"), form, family.recipe(part)]
+    configuration = _configuration(folder / "config.json")
+    facts = [wanted.kind, checkpoint.index.get(part), configuration, form, wanted.recipe]
     return _digest(*facts, [file.stat().st_size for file in files]), files
 
 

@@ -29,8 +29,9 @@ from model_executor.models.base import Family, ImageInputs, PrimeRow, Row
 from model_executor.models.registry import make_family
 from model_executor.page_cache.pages import Pages
 from model_executor.patches.adapters import NOTHING_KNOWN, Adapter, read_adapter
-from model_executor.worker.loading.component_keys import Opened, component_keys, prompt_twins
+from model_executor.worker.loading.component_keys import Opened, component_keys, parts_of_models, prompt_twins
 from model_executor.worker.loading.players import borrowed, check_players, with_players
+from model_executor.worker.loading.resident_segmenters import ResidentSegmenters, open_segmenter, segmenter_parts
 
 logger = logging.getLogger("stencil.worker")
 
@@ -48,13 +49,18 @@ class ResidentModels:
     """The served models by name; loads and unloads their components, of which models with equal keys share one. Create
     it with `open`, which reads adapters but no other weights. Raises ConfigError for an adapter that cannot be used.
 
-    families: model's name -> its family, with its adapters once it is loaded.
+    families: model's name -> its family, with its adapters once it is loaded. segmenters: that find masks for them.
     """
 
     def __init__(
-        self, configs: Sequence[ModelConfig], opened: Mapping[str, Opened], keys: Mapping[str, Mapping[str, ModelKey]]
+        self,
+        configs: Sequence[ModelConfig],
+        opened: Mapping[str, Opened],
+        keys: Mapping[str, Mapping[str, ModelKey]],
+        segmenters: ResidentSegmenters,
     ) -> None:
         """keys: from `component_keys`."""
+        self.segmenters = segmenters
         self._configs = {config.name: config for config in configs}
         self._checkpoints = {name: each.checkpoint for name, each in opened.items()}
         self.families = {name: each.family for name, each in opened.items()}
@@ -113,7 +119,12 @@ class ResidentModels:
             checkpoint.check_quantization()
         check_players(configs, families)
         opened = {name: Opened(checkpoint, families[name]) for name, checkpoint in checkpoints.items()}
-        return cls(configs, opened, component_keys(opened, user_cache_folder(os.environ)))
+        device = next(iter(checkpoints.values())).device
+        segmenters = {config.name: each for config in configs if (each := open_segmenter(config, device)) is not None}
+        folder = user_cache_folder(os.environ)
+        keys = component_keys(parts_of_models(opened), folder)
+        finding = ResidentSegmenters(segmenters, component_keys(segmenter_parts(segmenters), folder), device)
+        return cls(configs, opened, keys, finding)
 
     def log_dtypes(self) -> None:
         """Log which dtypes `auto` is for the models, and why. Called once they are loaded: a start that fails says only
@@ -159,6 +170,8 @@ class ResidentModels:
     def origin(self, key: ModelKey) -> tuple[ModelCheckpoint, str]:
         """(a checkpoint that contains this component, the part of it that is the component). Raises KeyError for a
         component of no model."""
+        if self.segmenters.users_of(key):
+            return self.segmenters.origin(key)
         (name, part), *_ = self._users(key)
         return self._checkpoints[name], part
 
@@ -169,8 +182,12 @@ class ResidentModels:
 
     def install(self, key: ModelKey, module: nn.Module, nbytes: int) -> LoadedComponent:
         """Put a component that was just loaded in use, for all models that share it. nbytes: of its weights."""
-        (name, part), *_ = self._users(key)
         loaded = LoadedComponent(key, nbytes)
+        if self.segmenters.users_of(key):
+            self.segmenters.put(key, module)
+            self._loaded[key] = loaded
+            return loaded
+        (name, part), *_ = self._users(key)
         prepared = self.families[name].prepare(part, module)
         if self.is_offloaded(key):
             prepared.keep_on_host()
@@ -247,8 +264,11 @@ class ResidentModels:
 
     def unload(self, key: ModelKey) -> None:
         """Drop a component's weights. Raises KeyError if it is not loaded."""
-        for name, part in self._users(key):
-            self.families[name].drop(part)
+        if self.segmenters.users_of(key):
+            self.segmenters.drop(key)
+        else:
+            for name, part in self._users(key):
+                self.families[name].drop(part)
         del self._loaded[key]
 
     def find(self, key: ModelKey) -> LoadedComponent | None:
@@ -276,7 +296,8 @@ class ResidentModels:
     @property
     def sizes(self) -> tuple[LoadedComponent, ...]:
         """Every component of every model, with its bytes; of those that are not loaded, as their files say."""
-        known = {key: self.expected_bytes(key) for keys in self.keys.values() for key in keys.values()}
+        every = [*(key for keys in self.keys.values() for key in keys.values()), *self.segmenters.keys]
+        known = {key: self.expected_bytes(key) for key in every}
         known |= {loaded.key: loaded.nbytes for loaded in self.loaded}
         return tuple(LoadedComponent(key, nbytes) for key, nbytes in known.items())
 
@@ -305,7 +326,10 @@ class ResidentModels:
         return min(stored, checkpoint.dtype.itemsize * sum(parameter.numel() for parameter in kept.parameters()))
 
     def users_of(self, key: ModelKey) -> list[str]:
-        """The models that a component is of, then those that borrow it. Raises KeyError for a component of no model."""
+        """The models that a component is of, then those that borrow it; of a segmenter's, the models that it works for.
+        Raises KeyError for a component of no model."""
+        if finding := self.segmenters.users_of(key):
+            return finding
         own = [name for name, _ in self._users(key)]
         return list(dict.fromkeys([*own, *(name for name in self.keys if key in self.needs(name))]))
 
@@ -331,7 +355,7 @@ class ResidentModels:
         family, folder = self.families[name], user_cache_folder(os.environ)
         info = msgspec.structs.replace(family.info(name), components=tuple(self.keys[name].values()))
         info = with_calibration(info, self._configs[name], self._checkpoints[name], family, folder)
-        return with_players(info, self._configs[name], self._borrowed[name])
+        return self.segmenters.with_segmenter(with_players(info, self._configs[name], self._borrowed[name]))
 
     def warm_up(self) -> None:
         """Edit one small picture with every loaded model, so that the first request does not pay for first calls and

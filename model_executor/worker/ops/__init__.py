@@ -7,6 +7,7 @@ from core.scheduling.ops.decode import DECODE
 from core.scheduling.ops.denoise import DENOISE
 from core.scheduling.ops.image_encode import IMAGE_ENCODE
 from core.scheduling.ops.prime import PRIME
+from core.scheduling.ops.segment import SEGMENT
 from core.scheduling.ops.template_encode import TEMPLATE_ENCODE
 from core.scheduling.ops.text_encode import TEXT_ENCODE
 from core.scheduling.ops.upscale import UPSCALE
@@ -15,6 +16,7 @@ from model_executor.worker.ops.decode import decode
 from model_executor.worker.ops.denoise import denoise
 from model_executor.worker.ops.image_encode import encode_image
 from model_executor.worker.ops.prime import prime
+from model_executor.worker.ops.segment import segment
 from model_executor.worker.ops.template_encode import encode_template
 from model_executor.worker.ops.text_encode import encode_text
 from model_executor.worker.ops.upscale import upscale
@@ -23,6 +25,7 @@ Handler = Callable[[WorkerContext, Sequence[Item]], list[ItemResult]]
 """(context, items) -> their results. It gets all items of a batch if the op's items share a pass, else one."""
 
 HANDLERS: dict[str, Handler] = {
+    SEGMENT.name: segment,
     TEXT_ENCODE.name: encode_text,
     IMAGE_ENCODE.name: encode_image,
     DENOISE.name: denoise,

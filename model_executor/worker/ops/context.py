@@ -17,6 +17,7 @@ from model_executor.models.base import Family
 from model_executor.page_cache.page_store import PageStore
 from model_executor.parallel.group import Group
 from model_executor.worker.stores.exchange import Exchange
+from model_executor.worker.stores.mask_finder import MaskFinder
 from model_executor.worker.stores.prompt_cache import PromptCache
 from model_executor.worker.stores.tensor_store import SharedMemory, TensorStore
 
@@ -28,7 +29,7 @@ class WorkerContext:
 
     models: name -> family, whose components the worker loads. prompts_of: model -> the model that embeds prompts alike,
     whose prompt cache it shares. exchange: with other ranks; None: there are none. wait_for_adapters: until those
-    that are being loaded are in use.
+    that are being loaded are in use. finders: model -> who finds its masks, for models with a segmenter.
     """
 
     def __init__(
@@ -40,6 +41,7 @@ class WorkerContext:
         prompts_of: Mapping[str, str] = _NONE,
         exchange: Exchange | None = None,
         wait_for_adapters: Callable[[], None] = lambda: None,
+        finders: Mapping[str, MaskFinder] = MappingProxyType({}),
     ) -> None:
         self.models = models
         self.store = store
@@ -48,11 +50,13 @@ class WorkerContext:
         self.group: Group | None = None  # of the batch that runs; None: this rank runs it alone
         self._arena = arena
         self._wait_for_adapters = wait_for_adapters
+        self.finders = finders
         prompts = {name: PromptCache(family) for name, family in models.items() if name not in prompts_of}
         self.prompts = {name: prompts[prompts_of.get(name, name)] for name in models}  # model -> its prompt cache
         infos = {name: family.info(name) for name, family in models.items()}
         self._dtypes: dict[str, torch.dtype] = {name: getattr(torch, info.dtype) for name, info in infos.items()}
         self._latent_widths = {name: info.latent_width for name, info in infos.items()}
+        self._token_sizes = {name: info.token_size for name, info in infos.items()}
 
     def family(self, model: str, patches: PatchSet) -> Family:
         """A model, for an item with these patches. Raises InvalidRequestError if one of them is not in use."""
@@ -62,6 +66,10 @@ class WorkerContext:
         if family.lacking(patches):
             raise InvalidRequestError("Its adapter is not loaded any more; load it again.", param="lora")
         return family
+
+    def token_size(self, model: str) -> int:
+        """Pixels of a token's side."""
+        return self._token_sizes[model]
 
     def shared(self, ref: ArrayRef) -> Tensor:
         """A tensor over an array in shared memory, without a copy."""

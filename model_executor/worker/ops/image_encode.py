@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from torch import Tensor
+from torch.nn.functional import adaptive_avg_pool2d
 
 from core.messages.worker import Item, ItemResult
 from core.scheduling.ops.image_encode import ImageEncode
@@ -13,24 +14,24 @@ from model_executor.worker.ops.context import WorkerContext
 
 
 def encode_image(context: WorkerContext, items: Sequence[Item]) -> list[ItemResult]:
-    """Encode one item's template, references and mask, and draw its noise. Its input, if there is one, is what sampling
-    starts from instead of the template.
+    """Encode one item's template, references and mask, and draw its noise. Its inputs, if there are any, are what
+    sampling starts from instead of the template, and the mask.
     """
     (item,) = items
     work = item.work
     assert isinstance(work, ImageEncode)
-    start = context.read(item.inputs[0]) if item.inputs else None
+    given = {ref.input: context.read(ref) for ref in item.inputs}
     inputs = ImageInputs(
         template=context.picture(work.template, work.width, work.height),
         is_empty=work.template is None,
-        mask=context.mask(work.mask, work.width, work.height),
+        mask=_fitted(given["mask"], work) if "mask" in given else context.mask(work.mask, work.width, work.height),
         seed=work.seed,
         num_inference_steps=work.num_inference_steps,
         num_denoising_steps=work.num_denoising_steps,
         shift=work.shift,
         sigmas=work.sigmas,
         part=(work.begin, work.end),
-        start=start,
+        start=given.get("start"),
         is_exact=work.is_exact,
         cache_salt=work.cache_salt,
         references=[context.shared(reference) for reference in work.references],
@@ -41,6 +42,15 @@ def encode_image(context: WorkerContext, items: Sequence[Item]) -> list[ItemResu
     named = {"latents": image.latents, "condition": image.condition, "outside": image.outside, "sigmas": sigmas}
     tensors = context.put(item, named) + context.put_state(item, image.state)
     return [ItemResult(item.request_id, item.node, tensors, sigmas=tuple(sigmas.tolist()))]
+
+
+def _fitted(mask: Tensor, work: ImageEncode) -> Tensor:
+    """A found mask at the size of a pass, which may be smaller than the picture: a pixel belongs to it if half of what
+    it covers does."""
+    if mask.shape == (work.height, work.width):
+        return mask.cpu()
+    shares = adaptive_avg_pool2d(mask[None, None].float().cpu(), (work.height, work.width))
+    return (shares[0, 0] >= 0.5).byte()
 
 
 def _computed(sigmas: Tensor, work: ImageEncode) -> Tensor:

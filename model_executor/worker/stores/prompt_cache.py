@@ -1,15 +1,15 @@
-"""PromptCache: keeps embedded prompts within a byte budget, and evicts the least recently used."""
+"""PromptCache: keeps embedded prompts within a byte budget."""
 
 from __future__ import annotations
 
 import sys
-from collections import OrderedDict
 from collections.abc import Sequence
 
 from torch import Tensor
 
 from core.patches import PatchSet
 from model_executor.models.base import EncodedText, Family
+from model_executor.worker.stores.byte_cache import ByteCache
 
 DEFAULT_BYTES = 64 * 1024 * 1024
 
@@ -23,9 +23,12 @@ class PromptCache:
 
     def __init__(self, family: Family, max_bytes: int = DEFAULT_BYTES) -> None:
         self._family = family
-        self._max_bytes = max_bytes
-        self._texts: OrderedDict[Key, EncodedText] = OrderedDict()  # in order of last use
-        self.nbytes = 0
+        self._texts: ByteCache[Key, EncodedText] = ByteCache(max_bytes)
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of all texts."""
+        return self._texts.nbytes
 
     def encode(
         self,
@@ -40,20 +43,10 @@ class PromptCache:
         of the same `cache_salt` and must not be modified."""
         picture = content_id if self._family.text_sees_template else ""
         key = (prompt, max_sequence_length, picture, cache_salt, self._family.patches_of_text(patches))
-        if key in self._texts:
-            self._texts.move_to_end(key)
-            return self._texts[key]
-        text = self._family.encode_text(prompt, max_sequence_length, pictures, patches)
-        if _nbytes(prompt, text) <= self._max_bytes:
-            self._keep(key, text)
+        if (text := self._texts.get(key)) is None:
+            text = self._family.encode_text(prompt, max_sequence_length, pictures, patches)
+            self._texts.put(key, text, _nbytes(prompt, text))
         return text
-
-    def _keep(self, key: Key, text: EncodedText) -> None:
-        self.nbytes += _nbytes(key[0], text)
-        self._texts[key] = text
-        while self.nbytes > self._max_bytes:
-            (prompt, *_), oldest = self._texts.popitem(last=False)
-            self.nbytes -= _nbytes(prompt, oldest)
 
 
 def _nbytes(prompt: str, text: EncodedText) -> int:

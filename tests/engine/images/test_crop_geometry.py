@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from PIL import Image
 
 from engine.images.crop_geometry import covering, crop_region, fitted, lay
-from engine.images.image_ops import edited_box
+from engine.images.masks import edited_box
 
 SIDE = st.integers(1, 90)
 FRAME = st.tuples(st.integers(1, 12), st.integers(1, 12)).map(lambda grid: (grid[0] * 16, grid[1] * 16))

@@ -1,0 +1,137 @@
+"""EditRequests: makes the requests to the engines of an edit that is prepared, with the memory for what they make."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import msgspec
+
+from core.handles import ArrayRef, Artefact
+from core.ipc.shared_array import carve
+from core.messages.canvas import Canvas
+from core.messages.engine import EngineRequest
+from core.messages.image_processor import PreparedCanvas, PreparedImages
+from core.messages.specs import EditSpec, GenerationSpec, MaskSpec, Spec
+from core.messages.specs.mask_search import MaskedRun, MaskSearch
+from engine.client.resolve.mask_aware import resolve_margin
+from engine.client.sessions.prepared_edit import PreparedEdit
+from engine.images.image_ops import ALIGNMENT
+
+
+@dataclass(frozen=True, slots=True)
+class EditRequests:
+    """alloc: allocates bytes of shared memory, which the requests' arrays stay in."""
+
+    prepared: PreparedEdit
+    alloc: Callable[[int], ArrayRef]
+
+    def make(self, index: int, request_id: str, *, arrival: float, trace_context: str) -> EngineRequest:
+        """The request for image `index`; the rest as in EngineRequest. Raises InvalidRequestError for a mask that is
+        asked for outside of the picture, and what `alloc` raises."""
+        edit = self.prepared
+        return EngineRequest(
+            request_id=request_id,
+            model=edit.model.name,
+            workflow=edit.graph.name,
+            spec=self._spec(index),
+            rounds=edit.rounds,
+            arrival=arrival,
+            priority=edit.sampling.priority,
+            owner=edit.edit.owner,
+            trace_context=trace_context,
+        )
+
+    def _spec(self, index: int) -> Spec:
+        edit, images = self.prepared, self.prepared.prepared
+        assert edit.sampling.seed is not None
+        common: dict[str, Any] = {
+            **msgspec.structs.asdict(self._canvas(images)),
+            "prompt": edit.edit.prompt,
+            "sampling": msgspec.structs.replace(edit.sampling, seed=edit.sampling.seed + index, n=1),
+            "class_label": edit.class_label,
+            "patches": edit.choice.patches,
+            "content_id": images.content_id,
+            "references": images.references,
+            "canvases": {name: self._canvas(picture) for name, picture in images.canvases.items()},
+            "cache_salt": edit.config.cache.salt(edit.edit.owner),
+        }
+        if edit.edit.mask_request is not None:
+            common |= self._sought()
+        if edit.edit.makes_mask:
+            return MaskSpec(**common, outputs={"mask": Artefact(common["mask"], "mask")})
+        common |= self._pictures()
+        if images.template is None:
+            return GenerationSpec(**common)
+        return EditSpec(**common, is_mask_aware=edit.exact_reason is None)
+
+    def _pictures(self) -> dict[str, Any]:
+        """Memory for results and previews."""
+        edit, shape = self.prepared, (self.prepared.prepared.height, self.prepared.prepared.width, 3)
+        num_previews, num_bytes = edit.num_partial_images, math.prod(shape)
+        num_pictures = num_previews + len(edit.graph.outputs)
+        pixels = self.alloc(num_pictures * num_bytes)
+        pictures = [Artefact(carve(pixels, number * num_bytes, shape, "uint8")) for number in range(num_pictures)]
+        outputs = dict(zip(edit.graph.outputs, pictures[num_previews:], strict=True))
+        return {"outputs": outputs, "previews": tuple(pictures[:num_previews])}
+
+    def _canvas(self, picture: PreparedImages | PreparedCanvas) -> Canvas:
+        """The canvas of one size. The prompt is encoded once for all, with the final template where the text encoder
+        sees it."""
+        edit, final, references = self.prepared, self.prepared.prepared, self.prepared.reference_sizes
+        model, beside = edit.model, edit.num_reference_tokens
+        num_tokens = model.num_image_tokens(picture.width, picture.height)
+        conditions = model.num_condition_tokens(
+            num_tokens, has_template=picture.template is not None, reference_tokens=beside
+        )
+        return Canvas(
+            width=picture.width,
+            height=picture.height,
+            template=picture.template,
+            mask=picture.mask,
+            active=picture.active,
+            num_tokens=num_tokens,
+            num_condition_tokens=conditions,
+            num_reference_tokens=beside,
+            max_text_tokens=edit.sampling.max_sequence_length or model.max_text_tokens,
+            extra_text_tokens=model.text_tokens_beside(final.width, final.height, references),
+        )
+
+    # ------------------------------------------------------------------------------------- masks that are found
+
+    def _sought(self) -> dict[str, Any]:
+        """The search for a mask, and memory for the mask and its active tokens, whose number is predicted."""
+        edit, images = self.prepared, self.prepared.prepared
+        width, height = images.width, images.height
+        start = -(-width * height // ALIGNMENT) * ALIGNMENT
+        memory = self.alloc(start + 4 * edit.num_tokens)
+        return {
+            "mask": carve(memory, 0, (height, width), "uint8"),
+            "active": carve(memory, start, (edit.num_active_tokens,), "int32"),
+            "search": self._search(),
+        }
+
+    def _search(self) -> MaskSearch:
+        edit, images = self.prepared, self.prepared.prepared
+        request, scale = edit.edit.mask_request, images.width / images.upload_width
+        assert request is not None
+        softened = math.ceil(2 * edit.edit.mask_feather * scale)  # beyond two deviations hardly anything is blended
+        return MaskSearch(
+            selection=request.within(images.upload_width, images.upload_height),
+            grow=round(edit.edit.mask_grow * scale),
+            margin=resolve_margin(edit.edit.sampling, edit.model, edit.graph) + softened,
+            runs=() if edit.edit.makes_mask else self._runs(),
+        )
+
+    def _runs(self) -> tuple[MaskedRun, ...]:
+        """How the edit runs, by the size of its mask, as it would with a mask of this size that is given."""
+        runs = list[MaskedRun]()
+        for least in self.prepared.decisive_sizes:
+            edit = self.prepared.with_mask(least)
+            sampling = edit.sampling
+            run = MaskedRun(least, edit.exact_reason is None, sampling.full_steps or 0, sampling.own_page_steps or ())
+            if not runs or run != msgspec.structs.replace(runs[-1], least_active=least):
+                runs.append(run)
+        return tuple(runs)
