@@ -34,7 +34,7 @@ from core.config import (
 )
 from core.errors import EngineError, InvalidRequestError, StencilError
 from core.lora import Lora, named_loras
-from core.mask_request import mask_request
+from core.mask_request import MaskRequest, mask_request
 from core.model_info import ModelInfo
 from core.sampling_params import MAX_PADDING_MASK_CROP, MAX_PROMPT_CHARACTERS, MAX_SIDE, MIN_SIDE, SamplingParams
 from core.validation import check_filled, check_integer, check_length, conform, conformed
@@ -94,14 +94,16 @@ class Edit:
             check_integer("size", side, MIN_SIDE, MAX_SIDE)
         if self.padding_mask_crop is not None:
             check_integer("padding_mask_crop", self.padding_mask_crop, 0, MAX_PADDING_MASK_CROP)
-        object.__setattr__(
-            self, "mask_points", conformed("mask_points", self.mask_points, tuple[tuple[float, ...], ...])
-        )
-        mask_request(self.mask_prompt, self.mask_points, self.mask_box)  # type: ignore[arg-type]
+        self.to_mask_request()
         if self.mask is not None and self.mask_image is not None:
             raise InvalidRequestError("Give either 'mask' or 'mask_image', not both.", param="mask")
         if self.image is not None and self.template_id is not None:
             raise InvalidRequestError("Give either 'image' or 'template_id', not both.", param="template_id")
+
+    def to_mask_request(self) -> MaskRequest | None:
+        """The mask to find; None: none. Raises InvalidRequestError."""
+        points = conformed("mask_points", self.mask_points, tuple[tuple[float, ...], ...])
+        return mask_request(self.mask_prompt, points, self.mask_box)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -118,8 +120,8 @@ class ImageEngine:
     """Loaded models, ready to edit. Use it as a context manager, or call `close`.
 
     model: diffusers directory or hub id; default: the embedded model. models: several models, each with settings of its
-    own, instead of `model` and all other arguments up to `segmenter`; `Edit.model` names one of them. model_bytes: weights
-    that each worker may hold, see SchedulerConfig. variant, dtype, quantization, device, offload, threads, mask_aware,
+    own, instead of `model` and all other arguments up to `segmenter`; `Edit.model` names one of them. model_bytes:
+    weights that each worker may hold, see SchedulerConfig. variant, dtype, quantization, device, offload, threads, mask_aware,
     cache_keyframes, cache_dtype, priming_prompt, segmenter: see ModelConfig. loras: name -> file of each adapter, see
     AdapterConfig. cache: see CacheConfig. data_parallel_size: number of engines, between which edits are distributed.
     workers_per_engine: ranks of each, the last of which decodes. degree: ranks that compute each denoising step
@@ -360,7 +362,7 @@ def _to_input(edit: Edit, sampling: SamplingParams) -> EditInput:
         mask=None if mask is None else BytesUpload(encode_picture(mask, mask_name)),
         mask_kind="alpha" if edit.mask is not None else "luminance",
         template_id=edit.template_id,
-        mask_request=mask_request(edit.mask_prompt, edit.mask_points, edit.mask_box),  # type: ignore[arg-type]
+        mask_request=edit.to_mask_request(),
         mask_grow=edit.mask_grow,
         mask_feather=edit.mask_feather,
         padding_mask_crop=edit.padding_mask_crop,

@@ -27,7 +27,9 @@ class PointsField(Field):
         return None if data == b"null" else self._from_json(data)
 
     def _from_json(self, data: bytes) -> tuple[tuple[float, ...], ...]:
-        return _decoded(self.name, data, tuple[tuple[float, ...], ...], "an array of points, each [x, y] or [x, y, -1]")
+        expected = "an array of points, each [x, y] or [x, y, -1]"
+        points: tuple[tuple[float, ...], ...] = _decoded(self.name, data, tuple[tuple[float, ...], ...], expected)
+        return points
 
     def schema(self) -> dict[str, Any]:
         """The field's OpenAPI schema."""
@@ -47,7 +49,9 @@ class BoxField(Field):
         return None if data == b"null" else self._from_json(data)
 
     def _from_json(self, data: bytes) -> tuple[float, float, float, float]:
-        return _decoded(self.name, data, tuple[float, float, float, float], "an array of left, top, right, bottom")
+        expected = "an array of left, top, right, bottom"
+        box: tuple[float, float, float, float] = _decoded(self.name, data, tuple[float, float, float, float], expected)
+        return box
 
     def schema(self) -> dict[str, Any]:
         """The field's OpenAPI schema."""
