@@ -89,7 +89,7 @@ class _Part:
 def _outline(opened: Opened, kind: str, part: str) -> tuple[str, tuple[Path, ...]]:
     """(digest of all that a loaded part depends on but the content of its weights, their files)."""
     checkpoint, family = opened.checkpoint, opened.family
-    folder = checkpoint.path / part
+    folder = checkpoint.folder(part)
     files = tuple(weight_files(folder, usual_variant(folder, checkpoint.variant)))
     places = checkpoint.device.type, checkpoint.home_of(part).type
     form = [str(checkpoint.dtype), *places, checkpoint.quantization if part in QUANTIZED else "none"]
@@ -128,7 +128,7 @@ def _text_files(checkpoint: ModelCheckpoint) -> str:
 
 def _named(checkpoint: ModelCheckpoint) -> Iterator[Path]:
     for part in sorted(part for part in checkpoint.index if part.startswith(TEXT_FILES)):
-        yield from sorted(file for file in (checkpoint.path / part).glob("*") if file.is_file())
+        yield from sorted(file for file in checkpoint.folder(part).glob("*") if file.is_file())
 
 
 def _grouped(pairs: Iterable[tuple[Hashable, T]]) -> dict[Hashable, list[T]]:
