@@ -121,12 +121,12 @@ class ImageEngine:
 
     model: diffusers directory or hub id; default: the embedded model. models: several models, each with settings of its
     own, instead of `model` and all other arguments up to `segmenter`; `Edit.model` names one of them. model_bytes:
-    weights that each worker may hold, see SchedulerConfig. variant, dtype, quantization, device, offload, threads, mask_aware,
-    cache_keyframes, cache_dtype, priming_prompt, segmenter: see ModelConfig. loras: name -> file of each adapter, see
-    AdapterConfig. cache: see CacheConfig. data_parallel_size: number of engines, between which edits are distributed.
-    workers_per_engine: ranks of each, the last of which decodes. degree: ranks that compute each denoising step
-    together. Raises InvalidRequestError for an argument of the wrong type or out of range, and ConfigError if a model
-    or an adapter cannot be loaded.
+    weights that each worker may hold, see SchedulerConfig. variant, dtype, quantization, device, offload, threads,
+    mask_aware, cache_keyframes, cache_dtype, priming_prompt, segmenter: see ModelConfig. loras: name -> file of each
+    adapter, see AdapterConfig. cache: see CacheConfig. data_parallel_size: number of engines, between which edits are
+    distributed. workers_per_engine: ranks of each, the last of which decodes. degree: ranks that compute each denoising
+    step together. Raises InvalidRequestError for an argument of the wrong type or out of range, and ConfigError if a
+    model or an adapter cannot be loaded.
 
     Usable only in the process that created it, since a forked child has neither its thread nor its child processes.
     Methods raise EngineError in a fork and after `close`.

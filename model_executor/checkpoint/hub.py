@@ -7,12 +7,29 @@ from pathlib import Path
 
 from core.errors import ConfigError
 from model_executor.checkpoint.weights import variants
+from model_executor.models.parts import SEGMENTERS
 
 INDEX = "model_index.json"
 DEFAULTS = "generation_config.json"
+CONFIG = "config.json"
 
 SMALL_FILES = [INDEX, DEFAULTS, "*/*.json", "*/*.txt", "*/*.model", "*/*.jinja"]
 """All files of a checkpoint but weights."""
+
+SMALL_FILES_OF_ONE_PART = [
+    CONFIG,
+    "things.json",
+    "preprocessor_config.json",
+    "processor_config.json",
+    "tokenizer.json",
+    "tokenizer_config.json",
+    "special_tokens_map.json",
+    "added_tokens.json",
+    "vocab.json",
+    "vocab.txt",
+    "merges.txt",
+]
+"""All files of a checkpoint of one part but weights."""
 
 KNOWN_VARIANTS = ("fp16", "bf16")
 """Not downloaded unless asked for, since each is another full set of weights."""
@@ -20,7 +37,8 @@ KNOWN_VARIANTS = ("fp16", "bf16")
 
 def download(hub_id: str, variant: str) -> Path:
     """Download a checkpoint; returns its folder. Leaves out pickles, single-file weights in the repository's root, and
-    all but one variant of each part. Raises ConfigError.
+    all but one variant of each part. Of a repository without an index, only what `one_part_class` knows. Raises
+    ConfigError.
     """
     # Imported here: it takes 0.2 s and a model on disk does not need it.
     from huggingface_hub import snapshot_download
@@ -32,9 +50,32 @@ def download(hub_id: str, variant: str) -> Path:
         path = Path(snapshot_download(hub_id, allow_patterns=SMALL_FILES + weights, ignore_patterns=ignored))
         for part in _parts_without_weights(path):
             snapshot_download(hub_id, allow_patterns=[f"{part}/*.json", f"{part}/*.safetensors"])
+        if not (path / INDEX).is_file():
+            path = Path(snapshot_download(hub_id, allow_patterns=[CONFIG]))
+            if one_part_class(path) is not None:
+                path = Path(snapshot_download(hub_id, allow_patterns=_files_of_one_part(variant)))
     except (OSError, HfHubHTTPError, HFValidationError) as error:
         raise ConfigError(_explain(hub_id, error)) from error
     return path
+
+
+def one_part_class(folder: Path) -> str | None:
+    """The class of a checkpoint of one part, which transformers saves without an index: one of `SEGMENTERS`. None for
+    any other folder."""
+    if (folder / INDEX).is_file():
+        return None
+    try:
+        config = json.loads((folder / CONFIG).read_text("utf-8"))
+    except (OSError, ValueError, RecursionError):
+        return None
+    model_type = config.get("model_type") if isinstance(config, dict) else None
+    return SEGMENTERS.get(model_type) if isinstance(model_type, str) else None
+
+
+def _files_of_one_part(variant: str) -> list[str]:
+    names = [f"model.{variant}", f"model.{variant}-*"] if variant else ["model", "model-*"]
+    index = f"model.safetensors.index.{variant}.json" if variant else "model.safetensors.index.json"
+    return [*SMALL_FILES_OF_ONE_PART, index, *(f"{name}.safetensors" for name in names)]
 
 
 def _parts_without_weights(path: Path) -> list[str]:

@@ -1,4 +1,5 @@
-"""Reads diffusers checkpoints part by part: a directory, or a Hugging Face hub id that is downloaded.
+"""Reads diffusers checkpoints part by part: a directory, or a Hugging Face hub id that is downloaded. A checkpoint of
+transformers with one model that finds masks is read as if it had an index that names this one part.
 
 Only safetensors weights are read. Every fault of a checkpoint is reported as a ConfigError of one line. Parts are
 loaded with the classes of diffusers and transformers, imported from their submodules, because the packages as a whole
@@ -27,7 +28,7 @@ from core.ipc.limits import memory_limit
 from core.paths import expanded
 from model_executor.checkpoint.file_parameters import loaded_bytes
 from model_executor.checkpoint.formats import check_format, why_not_file, why_not_folder
-from model_executor.checkpoint.hub import DEFAULTS, INDEX, download
+from model_executor.checkpoint.hub import CONFIG, DEFAULTS, INDEX, download, one_part_class
 from model_executor.checkpoint.quantization import (
     BYTES_PER_WEIGHT,
     INSTEAD,
@@ -54,10 +55,13 @@ from model_executor.checkpoint.weights import (
 from model_executor.cpu import cpu_has_amx, cpu_has_bfloat16
 from model_executor.device_failures import is_out_of_memory
 from model_executor.devices import resolve_device
-from model_executor.models.parts import IN_PLACE_OF, MODULES, Classes
+from model_executor.models.parts import IN_PLACE_OF, MODULES, SEGMENTERS, Classes
 
 WEIGHTS_SHARE = 2 / 3
 """Of the machine's memory that weights may take in float32 where `auto` prefers it; the rest is for computing."""
+
+ONE_PART = "segmenter"
+"""The name of the part of a checkpoint that has only one."""
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 
@@ -123,9 +127,7 @@ class ModelCheckpoint:
         if model.offload == "host" and device.type == "cpu":
             raise ConfigError("--offload host: on a CPU all weights are in host memory anyway; leave it out")
         path = _locate(model.model, model.variant)
-        index = _read_json(path / INDEX)
-        if "_class_name" not in index:
-            raise ConfigError(f"{path / INDEX} names no _class_name; is this a diffusers checkpoint?")
+        index = _read_index(path)
         dtype, why = resolve_dtype(model.dtype, device, lambda: _float32_bytes(path, model), model_bytes)
         computing = model.kernels, model.cuda_graphs, model.offload, model.batch_invariant
         defaults, wishes = _read_defaults(path), (model.variant, model.quantization, *computing)
@@ -135,13 +137,20 @@ class ModelCheckpoint:
 
     @property
     def class_name(self) -> str:
-        """The diffusers pipeline this checkpoint is for."""
+        """The diffusers pipeline this checkpoint is for, or the class of its one part."""
         return str(self.index["_class_name"])
+
+    def folder(self, part: str) -> Path:
+        """The folder of a part's files: the checkpoint's own if it has one part."""
+        return self.path / self._subfolder(part)
+
+    def _subfolder(self, part: str) -> str:
+        return "" if self.class_name in SEGMENTERS.values() else part
 
     def config(self, part: str) -> dict[str, Any]:
         """A part's config.json. Raises ConfigError."""
         self._check_part(part)
-        return _read_json(self.path / part / "config.json")
+        return _read_json(self.folder(part) / CONFIG)
 
     def has(self, part: str) -> bool:
         """Whether the checkpoint contains an optional part."""
@@ -177,7 +186,7 @@ class ModelCheckpoint:
         """Single weights of a part by name, as they are stored, without loading the part. Raises ConfigError."""
         self._check_part(part)
         try:
-            return read_tensors(weight_files(self.path / part, self.variant_of(part)), names)
+            return read_tensors(weight_files(self.folder(part), self.variant_of(part)), names)
         except LOAD_ERRORS as error:
             raise ConfigError(f"cannot load {part} of {self.path}: {first_line(error)}") from error
 
@@ -192,7 +201,7 @@ class ModelCheckpoint:
         scales and 8-bit floats of their own."""
         for part in (part for part in self.index if self._class_name(part) in MODULES):
             if self._stored_method(part) is None:
-                folder = self.path / part
+                folder = self.folder(part)
                 check_format(folder, weight_files(folder, usual_variant(folder, self.variant)))
 
     def check_quantization(self) -> None:
@@ -235,7 +244,7 @@ class ModelCheckpoint:
     def expected_bytes(self, part: str) -> int:
         """Bytes that a part's weights will take at least, as its files' headers say. Raises ConfigError for a file that
         cannot be read."""
-        return _part_bytes(self.path / part, self.variant, self.quantization, self.dtype.itemsize)
+        return _part_bytes(self.folder(part), self.variant, self.quantization, self.dtype.itemsize)
 
     @property
     def config_as_opened(self) -> ModelConfig:
@@ -253,7 +262,7 @@ class ModelCheckpoint:
 
     def _load_tokenizer(self, cls: Any, part: str) -> Any:
         """Raises ValueError for a tokenizer that is damaged or would not distinguish prompts."""
-        folder = self.path / part
+        folder = self.folder(part)
         check_json(folder)
         check_files(folder, cls)
         try:
@@ -266,9 +275,9 @@ class ModelCheckpoint:
     def _load_configured(self, cls: Any, part: str) -> Any:
         """Load a scheduler or a processor. Raises ValueError if its configuration is missing or damaged."""
         names = CONFIGURATIONS[part]
-        if not any((self.path / part / name).is_file() for name in names):
+        if not any((self.folder(part) / name).is_file() for name in names):
             raise ValueError(f"it has no {' or '.join(names)}; is the checkpoint complete?")
-        check_json(self.path / part)
+        check_json(self.folder(part))
         try:
             return cls.from_pretrained(self.path, subfolder=part, local_files_only=True)
         except OSError as error:  # the files exist, so they describe another class
@@ -293,7 +302,7 @@ class ModelCheckpoint:
         try:
             module, report = cls.from_pretrained(
                 self.path,
-                subfolder=part,
+                subfolder=self._subfolder(part),
                 use_safetensors=True,
                 variant=variant or None,
                 local_files_only=True,
@@ -304,7 +313,7 @@ class ModelCheckpoint:
         except LOAD_ERRORS as error:
             if is_out_of_memory(error) or self._stored_method(part) is not None:
                 raise
-            if (reason := differing_shape(self.outline(part), weight_files(self.path / part, variant))) is None:
+            if (reason := differing_shape(self.outline(part), weight_files(self.folder(part), variant))) is None:
                 raise
             raise ValueError(reason) from error
         if report["missing_keys"]:
@@ -314,7 +323,7 @@ class ModelCheckpoint:
     def variant_of(self, part: str) -> str:
         """The variant of the weights that a part is loaded from, "" for unnamed ones. Raises ValueError if they
         cannot be used."""
-        folder = self.path / part
+        folder = self.folder(part)
         check_pickles(folder)
         variant = choose_variant(folder, self.variant)
         check_shards(folder, variant)
@@ -323,7 +332,7 @@ class ModelCheckpoint:
 
     def _check_variant(self) -> None:
         """Raises ConfigError if no part has the variant that was asked for."""
-        folders = [self.path / part for part, value in self.index.items() if isinstance(value, list)]
+        folders = [self.folder(part) for part, value in self.index.items() if isinstance(value, list)]
         found = {name for folder in folders for name in variants(folder)}
         if self.variant and self.variant not in found:
             there = ", ".join(sorted(name for name in found if name)) or "none with a name"
@@ -331,13 +340,13 @@ class ModelCheckpoint:
 
     def _stored_method(self, part: str) -> str | None:
         """The method that a part's weights are quantised with in their files, None if they are not."""
-        file = self.path / part / "config.json"
+        file = self.folder(part) / CONFIG
         return stored_method(_read_json(file)) if file.is_file() else None
 
     def _check_part(self, part: str) -> None:
         if not self.has(part):
             raise ConfigError(f"{self.path}: {INDEX} names no {part}, which {self.class_name} cannot do without")
-        if not (self.path / part).is_dir():
+        if not self.folder(part).is_dir():
             raise ConfigError(f"{self.path} lacks {part}, which its {INDEX} names; is the checkpoint complete?")
 
     def _class_of(self, part: str) -> Any:
@@ -387,7 +396,8 @@ def _float32_bytes(path: Path, model: ModelConfig) -> int:
     """Bytes of all weights of a checkpoint if those that are not quantised are float32. A part that cannot be read
     counts nothing: loading reports it."""
     total = 0
-    for folder in (each for each in path.iterdir() if each.is_dir() and variants(each)):
+    folders = [path] if one_part_class(path) else [each for each in path.iterdir() if each.is_dir() and variants(each)]
+    for folder in folders:
         with suppress(ConfigError, *LOAD_ERRORS):
             total += _part_bytes(folder, model.variant, model.quantization, torch.float32.itemsize)
     return total
@@ -396,7 +406,7 @@ def _float32_bytes(path: Path, model: ModelConfig) -> int:
 def _part_bytes(folder: Path, variant: str, quantization: Quantization, itemsize: int) -> int:
     """Bytes of a part's weights in a dtype of this size, or as they are quantised: in their files, or while they are
     loaded. Raises ConfigError for a file that cannot be read."""
-    files, config = weight_files(folder, usual_variant(folder, variant)), folder / "config.json"
+    files, config = weight_files(folder, usual_variant(folder, variant)), folder / CONFIG
     is_quantized = config.is_file() and stored_method(_read_json(config)) is not None
     matrices = BYTES_PER_WEIGHT[quantization] if folder.name in QUANTIZED else None
     return sum(loaded_bytes(file, itemsize, matrices, is_quantized=is_quantized) for file in files)
@@ -406,7 +416,7 @@ def _locate(model: str, variant: str) -> Path:
     path = expanded(model)
     try:
         if path.is_dir():
-            if not (path / INDEX).is_file():
+            if not _is_checkpoint(path):
                 raise ConfigError(why_not_folder(path, INDEX))
             return path
         if path.is_file():
@@ -416,9 +426,23 @@ def _locate(model: str, variant: str) -> Path:
     if path.is_absolute() or model.startswith((".", "~")) or model.count("/") != 1:
         raise ConfigError(f"no model directory {path}")
     path = download(model, variant)
-    if not (path / INDEX).is_file():
+    if not _is_checkpoint(path):
         raise ConfigError(f"{model} has no {INDEX}: single files and GGUF are not read; {INSTEAD}")
     return path
+
+
+def _is_checkpoint(path: Path) -> bool:
+    return (path / INDEX).is_file() or one_part_class(path) is not None
+
+
+def _read_index(path: Path) -> dict[str, Any]:
+    """A checkpoint's model_index.json; for one of one part, what it would say."""
+    if (name := one_part_class(path)) is not None:
+        return {"_class_name": name, ONE_PART: ["transformers", name]}
+    index = _read_json(path / INDEX)
+    if "_class_name" not in index:
+        raise ConfigError(f"{path / INDEX} names no _class_name; is this a diffusers checkpoint?")
+    return index
 
 
 def _read_json(path: Path) -> dict[str, Any]:
@@ -433,7 +457,7 @@ def _read_json(path: Path) -> dict[str, Any]:
 
 def _read_defaults(path: Path) -> Defaults:
     file = path / DEFAULTS
-    if not file.is_file():
+    if not file.is_file() or one_part_class(path) is not None:  # there it would be a language model's
         return Defaults()
     try:
         return msgspec.convert(_read_json(file), Defaults)

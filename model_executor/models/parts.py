@@ -28,6 +28,11 @@ MODULES = {
     "Qwen2_5_VLForConditionalGeneration": "transformers.models.qwen2_5_vl.modeling_qwen2_5_vl",
     "Qwen3Model": "transformers.models.qwen3.modeling_qwen3",
     "Qwen3ForCausalLM": "transformers.models.qwen3.modeling_qwen3",
+    "CLIPSegForImageSegmentation": "transformers.models.clipseg.modeling_clipseg",
+    "GroundingDinoForObjectDetection": "transformers.models.grounding_dino.modeling_grounding_dino",
+    "MMGroundingDinoForObjectDetection": "transformers.models.mm_grounding_dino.modeling_mm_grounding_dino",
+    "Sam2Model": "transformers.models.sam2.modeling_sam2",
+    "Sam3Model": "transformers.models.sam3.modeling_sam3",
     "CLIPTokenizer": "transformers",
     "T5Tokenizer": "transformers",
     "T5TokenizerFast": "transformers",
@@ -46,6 +51,18 @@ IN_PLACE_OF = {
 """Class named by model_index.json -> the class loaded instead: of a processor of pictures, videos and chats the image
 processor alone, in the form that works without torchvision; a DiT's transformer, as it was named before
 it had a class of its own."""
+
+SEGMENTERS = {
+    "clipseg": "CLIPSegForImageSegmentation",
+    "grounding-dino": "GroundingDinoForObjectDetection",
+    "mm-grounding-dino": "MMGroundingDinoForObjectDetection",
+    "sam2": "Sam2Model",
+    "sam2_video": "Sam2Model",
+    "sam3": "Sam3Model",
+    "sam3_video": "Sam3Model",
+}
+"""The model_type of a config.json -> the class that its checkpoint is loaded with, for models that find masks. Meta
+publishes SAM 2 and 3 as models for videos; the classes for pictures leave out the weights that only videos need."""
 
 FLOW_SCHEDULERS = ("FlowMatchEulerDiscreteScheduler", "FlowMatchHeunDiscreteScheduler", "FlowMatchLCMScheduler")
 """Schedulers of transformer denoisers."""

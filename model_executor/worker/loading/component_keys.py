@@ -105,7 +105,7 @@ class _Files:
 def _outline(wanted: Part) -> tuple[str, tuple[Path, ...]]:
     """(digest of all that a loaded part depends on but the content of its weights, their files)."""
     checkpoint, part = wanted.checkpoint, wanted.part
-    folder = checkpoint.path / part
+    folder = checkpoint.folder(part)
     files = tuple(weight_files(folder, usual_variant(folder, checkpoint.variant)))
     places = checkpoint.device.type, checkpoint.home_of(part).type
     form = [str(checkpoint.dtype), *places, checkpoint.quantization if part in QUANTIZED else "none"]
@@ -145,7 +145,7 @@ def _text_files(checkpoint: ModelCheckpoint) -> str:
 
 def _named(checkpoint: ModelCheckpoint) -> Iterator[Path]:
     for part in sorted(part for part in checkpoint.index if part.startswith(TEXT_FILES)):
-        yield from sorted(file for file in (checkpoint.path / part).glob("*") if file.is_file())
+        yield from sorted(file for file in checkpoint.folder(part).glob("*") if file.is_file())
 
 
 def _grouped(pairs: Iterable[tuple[Hashable, T]]) -> dict[Hashable, list[T]]:

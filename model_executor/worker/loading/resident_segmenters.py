@@ -13,14 +13,11 @@ from core.errors import ConfigError
 from core.handles import ModelKey
 from core.model_info import ModelInfo
 from core.scheduling.ops.segment import SEGMENT
-from model_executor.checkpoint.loader import ModelCheckpoint
+from model_executor.checkpoint.loader import ONE_PART, ModelCheckpoint
 from model_executor.segmenters.registry import make_segmenter
 from model_executor.segmenters.segmenter import Segmenter
 from model_executor.worker.loading.component_keys import Part
 from model_executor.worker.stores.mask_finder import MaskFinder
-
-PART = "segmenter"
-"""The name of the one part of a segmenter's checkpoint."""
 
 
 def open_segmenter(config: ModelConfig, device: torch.device) -> Segmenter | None:
@@ -62,7 +59,7 @@ class ResidentSegmenters:
     def origin(self, key: ModelKey) -> tuple[ModelCheckpoint, str]:
         """(checkpoint, part of it) of a component. Raises KeyError if no segmenter has it."""
         (segmenter, part), *_ = self._places(key)
-        return segmenter.parts[part], PART
+        return segmenter.parts[part], ONE_PART
 
     def _places(self, key: ModelKey) -> list[tuple[Segmenter, str]]:
         """The (segmenter, part) that are this component; at least one. Raises KeyError if there is none."""
@@ -92,7 +89,7 @@ class ResidentSegmenters:
 def segmenter_parts(segmenters: Mapping[str, Segmenter]) -> list[Part]:
     """The parts of all segmenters. segmenters: model -> its segmenter."""
     return [
-        Part(name, SEGMENT.component, part, checkpoint, PART)
+        Part(name, SEGMENT.component, part, checkpoint, ONE_PART)
         for name, segmenter in segmenters.items()
         for part, checkpoint in segmenter.parts.items()
     ]
