@@ -7,17 +7,13 @@ import pytest
 
 from tools.train_embedded.garments import COLOURS, Garment
 from tools.train_segmenter.pool import DrawnScene, Pool, draw
-from tools.train_segmenter.prompts import Shares, absent, draw_prompt, other_colours, phrase, there, words
+from tools.train_segmenter.prompts import Asked, Shares, draw_prompt, other_colours, phrase, words
 from tools.train_segmenter.things import NOUNS, covered
 
 
 @pytest.fixture(scope="module")
 def drawn() -> DrawnScene:
     return draw(5_000_001)
-
-
-def nouns(thing: str) -> set[str]:
-    return set(NOUNS[thing])
 
 
 def test_a_garment_is_asked_for_by_its_look() -> None:
@@ -36,25 +32,25 @@ def test_an_article_fits_the_next_word() -> None:
 
 
 def test_what_is_there_has_a_mask(drawn: DrawnScene) -> None:
-    rng, seen = random.Random(0), there(drawn.parts, drawn.scene)
-    assert {"person", "background", "shoes", "headwear", "shirt", "trousers"} <= set(seen)
+    rng, asked = random.Random(0), Asked.of(drawn.parts, drawn.scene)
+    assert {"person", "background", "shoes", "headwear", "shirt", "trousers"} <= set(asked.seen)
     for _ in range(40):
-        prompt = draw_prompt(rng, drawn.parts, drawn.scene, Shares(0, 0, 0))
-        named = [thing for thing in seen if any(prompt.text.endswith(noun) for noun in nouns(thing))]
+        prompt = draw_prompt(rng, asked, Shares(0, 0, 0))
+        named = [thing for thing in asked.seen if any(prompt.text.endswith(noun) for noun in NOUNS[thing])]
         assert any(np.array_equal(prompt.mask, covered(drawn.parts, thing, drawn.scene)) for thing in named)
         assert prompt.mask.any()
 
 
 @pytest.mark.parametrize("shares", [Shares(1, 0, 0), Shares(0, 1, 0), Shares(0, 0, 1)])
 def test_what_is_not_there_has_an_empty_mask(drawn: DrawnScene, shares: Shares) -> None:
-    rng = random.Random(0)
-    assert not any(draw_prompt(rng, drawn.parts, drawn.scene, shares).mask.any() for _ in range(20))
+    rng, asked = random.Random(0), Asked.of(drawn.parts, drawn.scene)
+    assert not any(draw_prompt(rng, asked, shares).mask.any() for _ in range(20))
 
 
 def test_absent_things_are_those_without_a_pixel(drawn: DrawnScene) -> None:
-    missing = absent(drawn.parts, drawn.scene)
-    assert {"coat", "dress", "sweater", "skirt", "shorts"} <= set(missing)
-    assert not set(missing) & set(there(drawn.parts, drawn.scene))
+    asked = Asked.of(drawn.parts, drawn.scene)
+    assert {"coat", "dress", "sweater", "skirt", "shorts"} <= set(asked.absent)
+    assert not set(asked.absent) & set(asked.seen)
 
 
 def test_another_colour_is_one_that_is_not_mistaken(drawn: DrawnScene) -> None:
@@ -63,9 +59,9 @@ def test_another_colour_is_one_that_is_not_mistaken(drawn: DrawnScene) -> None:
 
 
 def test_every_word_of_a_prompt_is_in_the_vocabulary(drawn: DrawnScene) -> None:
-    rng, known = random.Random(0), set(words())
+    rng, known, asked = random.Random(0), set(words()), Asked.of(drawn.parts, drawn.scene)
     for _ in range(200):
-        text = draw_prompt(rng, drawn.parts, drawn.scene, Shares(0.3, 0.3, 0)).text
+        text = draw_prompt(rng, asked, Shares(0.3, 0.3, 0)).text
         assert set(text.split()) <= known
 
 

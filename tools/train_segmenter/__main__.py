@@ -13,7 +13,7 @@ def parse() -> argparse.Namespace:
     parser.add_argument("stages", nargs="*", metavar="stage", help=f"any of {', '.join(STAGES)}; default: all in order")
     parser.add_argument("--work", type=Path, default=Path(".train/segmenter"), help="training state and tokenizer")
     parser.add_argument("--out", type=Path, default=Path("model_executor/embedded_segmenter"), help="the checkpoint")
-    parser.add_argument("--minutes", type=float, default=65.0, help="training time, earlier runs included")
+    parser.add_argument("--minutes", type=float, default=65.0, help="CPU time of training, earlier runs included")
     parser.add_argument("--threads", type=int, default=1)
     parser.add_argument("--sheet", type=Path, default=Path("docs/segmenter_sheet.png"))
     parser.add_argument("--tuning", action="store_true", help="evaluate on the tuning scenes, write no files")

@@ -16,11 +16,10 @@ import numpy as np
 from numpy.typing import NDArray
 
 from tools.train_embedded import seeds
-from tools.train_embedded.garments import COLOURS, Garment
 from tools.train_segmenter.pool import DrawnScene, draw
-from tools.train_segmenter.prompts import absent, other_colours, phrase, there
+from tools.train_segmenter.prompts import Asked, any_look, phrase, phrase_in_other_colour
 from tools.train_segmenter.segmenter import THRESHOLD, Segmenter
-from tools.train_segmenter.things import covered, garment_of, is_garment
+from tools.train_segmenter.things import garment_of
 
 CLASSES = {
     "person": ("person",),
@@ -61,19 +60,17 @@ class Question:
 
 def questions(drawn: DrawnScene, rng: random.Random) -> Iterator[Question]:
     """Everything that is asked of one scene."""
-    seen, parts, scene = there(drawn.parts, drawn.scene), drawn.parts, drawn.scene
-    nothing = np.zeros(parts.shape, np.bool_)
+    scene, asked = drawn.scene, Asked.of(drawn.parts, drawn.scene)
     for name, things in CLASSES.items():
         for thing in things:
-            if thing in seen:
-                text = phrase(rng, thing, garment_of(thing, scene))
-                yield Question(text, covered(parts, thing, scene), name)
-            if thing in seen and (worn := garment_of(thing, scene)) is not None:
-                other = Garment(worn.kind, rng.choice(other_colours(worn.colour)), "plain", 0)
-                yield Question(phrase(rng, thing, other, say_colour=1.0), nothing, "other colour")
-    for thing in absent(parts, scene):
-        look = Garment("shirt", rng.choice(COLOURS), "plain", 0) if is_garment(thing) else None
-        yield Question(phrase(rng, thing, look), nothing, "absent")
+            if thing not in asked.seen:
+                continue
+            worn = garment_of(thing, scene)
+            yield Question(phrase(rng, thing, worn), asked.seen[thing], name)
+            if worn is not None:
+                yield Question(phrase_in_other_colour(rng, thing, scene), asked.nothing, "other colour")
+    for thing in asked.absent:
+        yield Question(phrase(rng, thing, any_look(rng, thing)), asked.nothing, "absent")
 
 
 def overlap(a: NDArray[np.bool_], b: NDArray[np.bool_]) -> float:

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from tools.train_embedded.scenes import Pixels, Scene, draw_scene, render
 from tools.train_segmenter.augment import augment
-from tools.train_segmenter.prompts import draw_prompt
+from tools.train_segmenter.prompts import Asked, draw_prompt
 from tools.train_segmenter.things import shown
 
 CAPACITY = 1536  # scenes, 256 KiB each
@@ -64,10 +64,11 @@ class Pool:
         for _ in range(pictures):
             drawn = rng.choice(self._scenes)
             image, parts = augment(rng, drawn.image, drawn.parts)
-            asked = [draw_prompt(rng, parts, drawn.scene) for _ in range(prompts)]
+            asked = Asked.of(parts, drawn.scene)
+            drawn_prompts = [draw_prompt(rng, asked) for _ in range(prompts)]
             images.append(image)
             shows.append(shown(parts, drawn.scene))
-            texts += [prompt.text for prompt in asked]
-            masks += [prompt.mask for prompt in asked]
+            texts += [prompt.text for prompt in drawn_prompts]
+            masks += [prompt.mask for prompt in drawn_prompts]
         images_, shown_, masks_ = (torch.from_numpy(np.stack(each)) for each in (images, shows, masks))
         return Batch(images_, shown_, texts, masks_)

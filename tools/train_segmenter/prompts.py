@@ -49,35 +49,44 @@ class Shares:
     strange: float = 0.06
 
 
-def there(parts: Pixels, scene: Scene) -> list[str]:
-    """The things of which enough is seen."""
-    return [thing for thing in THINGS if covered(parts, thing, scene).sum() >= SMALLEST]
+SHARES = Shares()
 
 
-def absent(parts: Pixels, scene: Scene) -> list[str]:
-    """The things of which no pixel is seen."""
-    return [thing for thing in THINGS if not covered(parts, thing, scene).any()]
+@dataclass(frozen=True)
+class Asked:
+    """What prompts can ask of one picture."""
+
+    scene: Scene
+    nothing: NDArray[np.bool_]  # an empty mask, shaped like the picture's map of parts
+    seen: dict[str, NDArray[np.bool_]]  # thing -> its pixels, of the things of which enough is seen
+    absent: tuple[str, ...]  # the things of which no pixel is seen
+
+    @classmethod
+    def of(cls, parts: Pixels, scene: Scene) -> "Asked":
+        masks = {thing: covered(parts, thing, scene) for thing in THINGS}
+        sizes = {thing: int(mask.sum()) for thing, mask in masks.items()}
+        return cls(
+            scene,
+            np.zeros(parts.shape, np.bool_),
+            {thing: mask for thing, mask in masks.items() if sizes[thing] >= SMALLEST},
+            tuple(thing for thing in THINGS if not sizes[thing]),
+        )
 
 
-def draw_prompt(rng: random.Random, parts: Pixels, scene: Scene, shares: Shares = Shares()) -> Prompt:
-    nothing = np.zeros(parts.shape, np.bool_)
-    kind, missing, seen = rng.random(), absent(parts, scene), there(parts, scene)
-    if kind < shares.absent and missing:
-        thing = rng.choice(missing)
-        return Prompt(phrase(rng, thing, any_look(rng, thing)), nothing)
+def draw_prompt(rng: random.Random, asked: Asked, shares: Shares = SHARES) -> Prompt:
+    kind = rng.random()
+    if kind < shares.absent and asked.absent:
+        thing = rng.choice(asked.absent)
+        return Prompt(phrase(rng, thing, any_look(rng, thing)), asked.nothing)
     kind -= shares.absent
-    garments = [thing for thing in seen if garment_of(thing, scene) is not None]
+    garments = [thing for thing in asked.seen if garment_of(thing, asked.scene) is not None]
     if 0 <= kind < shares.other_colour and garments:
-        thing = rng.choice(garments)
-        worn = garment_of(thing, scene)
-        assert worn is not None
-        colour = rng.choice(other_colours(worn.colour))
-        return Prompt(phrase(rng, thing, Garment(worn.kind, colour, "plain", 0), say_colour=1.0), nothing)
+        return Prompt(phrase_in_other_colour(rng, rng.choice(garments), asked.scene), asked.nothing)
     kind -= shares.other_colour
     if 0 <= kind < shares.strange:
-        return Prompt(determined(rng, [stranger(rng)]), nothing)
-    thing = rng.choice(seen)
-    return Prompt(phrase(rng, thing, garment_of(thing, scene)), covered(parts, thing, scene))
+        return Prompt(determined(rng, [stranger(rng)]), asked.nothing)
+    thing = rng.choice(list(asked.seen))
+    return Prompt(phrase(rng, thing, garment_of(thing, asked.scene)), asked.seen[thing])
 
 
 def phrase(rng: random.Random, thing: str, look: Garment | None = None, say_colour: float = 0.5) -> str:
@@ -89,6 +98,14 @@ def phrase(rng: random.Random, thing: str, look: Garment | None = None, say_colo
     elif thing in ADJECTIVES and rng.random() < 0.25:
         words.append(rng.choice(ADJECTIVES[thing]))
     return determined(rng, [*words, rng.choice(NOUNS[thing])])
+
+
+def phrase_in_other_colour(rng: random.Random, thing: str, scene: Scene) -> str:
+    """A noun phrase for a worn garment that gives it a clearly wrong colour."""
+    worn = garment_of(thing, scene)
+    assert worn is not None
+    colour = rng.choice(other_colours(worn.colour))
+    return phrase(rng, thing, Garment(worn.kind, colour, "plain", 0), say_colour=1.0)
 
 
 def other_colours(colour: str) -> list[str]:

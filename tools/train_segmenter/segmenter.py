@@ -1,4 +1,4 @@
-"""The exported segmenter as any user of transformers runs it."""
+"""Runs the exported segmenter; one pass over a picture serves all texts."""
 
 from collections.abc import Sequence
 from pathlib import Path
@@ -18,15 +18,19 @@ class Segmenter:
     """A checkpoint in CLIPSeg's layout."""
 
     def __init__(self, folder: Path) -> None:
-        self._model = CLIPSegForImageSegmentation.from_pretrained(folder).eval()
-        self._processor = CLIPSegProcessor.from_pretrained(folder)
+        self.model = CLIPSegForImageSegmentation.from_pretrained(folder).eval()
+        self.processor = CLIPSegProcessor.from_pretrained(folder)
 
     @torch.inference_mode()
     def probabilities(self, image: Pixels, texts: Sequence[str]) -> NDArray[np.float32]:
-        """The probability of each pixel [texts, 256, 256], for a picture [256, 256, 3]."""
-        pictures = [Image.fromarray(image)] * len(texts)
-        inputs = self._processor(text=list(texts), images=pictures, padding=True, return_tensors="pt")
-        probabilities: NDArray[np.float32] = self._model(**inputs).logits.sigmoid().float().numpy()
+        """The probability of each pixel [texts, 256, 256], for a picture [height, width, 3]."""
+        model, clip = self.model, self.model.clip
+        picture = Image.fromarray(image)
+        inputs = self.processor(text=list(texts), images=picture, padding=True, truncation=True, return_tensors="pt")
+        meanings = clip.get_text_features(inputs["input_ids"], inputs["attention_mask"]).pooler_output
+        hidden = clip.vision_model(inputs["pixel_values"], output_hidden_states=True).hidden_states
+        extracted = tuple(hidden[i + 1].expand(len(texts), -1, -1) for i in model.extract_layers)
+        probabilities: NDArray[np.float32] = model.decoder(extracted, meanings).logits.sigmoid().numpy()
         return probabilities
 
     def masks(self, image: Pixels, texts: Sequence[str]) -> NDArray[np.bool_]:

@@ -1,4 +1,8 @@
-"""Stage `train`: trains the segmenter in one process; can be resumed."""
+"""Stage `train`: trains the segmenter in one process of one thread; can be resumed.
+
+Its progress is measured by the CPU time that it has used, summed over runs, so that other work on the machine delays it
+and changes nothing else.
+"""
 
 import random
 import time
@@ -12,12 +16,12 @@ from torch import Tensor, nn
 
 from tools.train_embedded import seeds
 from tools.train_embedded.muon import Muon
-from tools.train_embedded.training import Average, Clock, load, load_state, save, set_rate, state_of
+from tools.train_embedded.training import Average, load, load_state, save, set_rate, state_of
 from tools.train_segmenter.models import Sizes, build_model, tokenizer_in
 from tools.train_segmenter.pool import Batch, Pool
 from tools.train_segmenter.things import SHOWN
 from tools.train_segmenter.tokens import logits_of, to_patches
-from tools.train_segmenter.wording import teach_wording
+from tools.train_segmenter.wording import STEPS, teach_wording
 
 CHECKPOINT = "segmenter.pt"
 TOKENIZER = "tokenizer"
@@ -35,13 +39,13 @@ class Recipe:
     prompts: int = 4  # of each picture
     guidance: float = 1.0  # weight of the loss of the head that tells what each pixel shows
     patches: int = 256  # of each picture that are seen in a step, of 1,024
-    whole_from: float = 0.7  # share after which all patches are seen
+    whole_from: float = 0.85  # share after which all patches are seen
     whole_pictures: int = 4  # of a batch from then on
     warmup: int = 60  # steps
     decay_from: float = 0.3  # share after which the rate falls linearly
-    reuse: float = 4.0  # times a scene is shown, on average
+    reuse: float = 8.0  # times a scene is shown, on average
     average: float = 0.99  # decay of the weights' average, applied every 4th step
-    warm_pool: int = 256  # scenes drawn before the first step
+    warm_pool: int = 128  # scenes drawn before the first step
     save_every: float = 240.0  # seconds
     report_every: int = 25  # steps
 
@@ -62,10 +66,11 @@ def optimisers_of(model: nn.Module, rate: float) -> list[torch.optim.Optimizer]:
 class Trainer:
     """The training loop and its state on disk."""
 
-    def __init__(self, recipe: Recipe, work: Path, budget: float) -> None:
-        """budget: seconds, those of earlier runs included."""
+    def __init__(self, recipe: Recipe, work: Path, budget: float, wording_steps: int = STEPS) -> None:
+        """budget: seconds of CPU time, those of earlier runs included."""
         self.recipe, self._path = recipe, work / CHECKPOINT
-        self.clock, self.step, self.shown = Clock(budget), 0, 0
+        self._budget, self._spent_earlier = budget, 0.0
+        self.step, self.shown = 0, 0  # steps done, and pictures seen in them
         torch.manual_seed(0)
         self._tokenizer = tokenizer_in(work / TOKENIZER)
         self.model = build_model(self._tokenizer, recipe.sizes)
@@ -77,7 +82,9 @@ class Trainer:
         if (state := load(self._path)) is not None:
             self._resume(state)
         else:
-            self._report(f"{teach_wording(self.model, self._tokenizer):.3f} of the wordings are read right")
+            self._report(
+                f"{teach_wording(self.model, self._tokenizer, wording_steps):.3f} of the wordings are read right"
+            )
             self._average.load({"segmenter": state_of(self.model)})
         torch.manual_seed(1000 + self.step)
         self._rng = random.Random(1000 + self.step)
@@ -87,7 +94,7 @@ class Trainer:
         for optimiser, saved in zip(self.optimisers, state["optimisers"], strict=True):
             optimiser.load_state_dict(saved)
         self._average.weights = state["average"]
-        self.step, self.shown, self.clock.spent = state["step"], state["shown"], state["spent"]
+        self.step, self.shown, self._spent_earlier = state["step"], state["shown"], state["spent"]
         self.pool.skip_to(state["drawn"])
 
     def keep(self) -> None:
@@ -98,26 +105,29 @@ class Trainer:
             "sizes": self.recipe.sizes,
             "drawn": self.pool.drawn,
         }
-        save(self._path, state | {"step": self.step, "shown": self.shown, "spent": self.clock.spent})
+        save(self._path, state | {"step": self.step, "shown": self.shown, "spent": self.spent})
+
+    @property
+    def spent(self) -> float:
+        """Seconds of CPU time."""
+        return self._spent_earlier + time.process_time()
 
     def train(self) -> None:
         """Train until the time budget is spent."""
-        self._fill()
+        self.fill()
         self._report(f"{self.pool.drawn} scenes, at step {self.step}")
-        share, losses = self.clock.tick(), list[float]()
-        saved_at = reported_at = time.monotonic()
-        while share < 1:
+        losses, saved_at, reported_at = list[float](), time.monotonic(), self.spent
+        while (share := self.spent / self._budget) < 1:
             set_rate(self.optimisers, self._rate(share))
             losses.append(self.learn(is_whole=share >= self.recipe.whole_from))
-            self._fill()
-            share, now = self.clock.tick(), time.monotonic()
+            self.fill()
             if len(losses) == self.recipe.report_every:
-                mean, speed = sum(losses) / len(losses), (now - reported_at) / len(losses)
+                mean, speed = sum(losses) / len(losses), (self.spent - reported_at) / len(losses)
                 self._report(f"step {self.step} loss {mean:.4f}, {speed:.2f} s a step")
-                losses, reported_at = [], now
-            if now - saved_at > self.recipe.save_every:
+                losses, reported_at = [], self.spent
+            if time.monotonic() - saved_at > self.recipe.save_every:
                 self.keep()
-                saved_at = now
+                saved_at = time.monotonic()
         self.keep()
 
     def learn(self, is_whole: bool = False) -> float:
@@ -156,13 +166,13 @@ class Trainer:
         fall = min(1.0, max(0.02, (1 - share) / (1 - recipe.decay_from)))
         return recipe.rate * min(1.0, (self.step + 1) / recipe.warmup) * fall
 
-    def _fill(self) -> None:
+    def fill(self) -> None:
         """Draw scenes so that each is shown `reuse` times on average."""
         while len(self.pool) < self.recipe.warm_pool or self.pool.drawn < self.shown / self.recipe.reuse:
             self.pool.grow()
 
     def _report(self, line: str) -> None:
-        print(f"{self.clock.spent:.0f}s {line}", flush=True)
+        print(f"{self.spent:.0f}s {line}", flush=True)
 
 
 def choose(shown: Tensor, number: int) -> Tensor:

@@ -19,7 +19,7 @@ STEPS, BATCH = 300, 96
 STRANGE = 0.15  # share of the prompts that name no thing
 
 
-def teach_wording(model: CLIPSegForImageSegmentation, tokenizer: PreTrainedTokenizerBase) -> float:
+def teach_wording(model: CLIPSegForImageSegmentation, tokenizer: PreTrainedTokenizerBase, steps: int = STEPS) -> float:
     """Train the text encoder in place; returns the share of the last batch's prompts that are read without error."""
     rng, width = random.Random(0), model.config.projection_dim
     heads = nn.ModuleList([nn.Linear(width, len(THINGS) + 1), nn.Linear(width, len(COLOURS) + 1)])
@@ -27,9 +27,9 @@ def teach_wording(model: CLIPSegForImageSegmentation, tokenizer: PreTrainedToken
     parameters = [parameter for module in text for parameter in module.parameters()]
     optimiser = torch.optim.AdamW(parameters, lr=2e-3, betas=(0.9, 0.98), weight_decay=0.0)
     right = 0.0
-    for step in range(STEPS):
+    for step in range(steps):
         for group in optimiser.param_groups:
-            group["lr"] = 2e-3 * min(1.0, step / 20) * (1 - step / STEPS)
+            group["lr"] = 2e-3 * min(1.0, step / 20) * (1 - step / steps)
         texts, labels = _lesson(rng)
         text_ids = tokenizer(texts, padding=True, return_tensors="pt")["input_ids"]
         meanings = model.clip.get_text_features(text_ids).pooler_output
