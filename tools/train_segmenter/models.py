@@ -1,9 +1,11 @@
 """Builds the segmenter: transformers' CLIPSeg in a small size, its tokenizer and its image processor."""
 
+import math
 from dataclasses import dataclass
 from pathlib import Path
 
-from torch import nn
+import torch
+from torch import Tensor, nn
 from transformers import (
     CLIPSegConfig,
     CLIPSegForImageSegmentation,
@@ -34,8 +36,8 @@ class Sizes:
 
 
 def build_model(tokenizer: PreTrainedTokenizerBase, sizes: Sizes) -> CLIPSegForImageSegmentation:
-    """A model with random weights. At first a prompt scales the decoder's channels by about 1, not by about 0, and all
-    logits are small.
+    """A model with random weights. At first a prompt scales the decoder's channels by about 1, not by about 0, and
+    neighbouring patches have similar positions.
     """
     text = {
         "vocab_size": len(tokenizer), "hidden_size": sizes.text, "intermediate_size": 2 * sizes.text,
@@ -54,7 +56,19 @@ def build_model(tokenizer: PreTrainedTokenizerBase, sizes: Sizes) -> CLIPSegForI
     model = CLIPSegForImageSegmentation(config)
     nn.init.ones_(model.decoder.film_mul.bias)
     nn.init.normal_(model.decoder.transposed_convolution.weight, std=0.02)
+    embeddings = model.clip.vision_model.embeddings
+    nn.init.normal_(embeddings.patch_embedding.weight, std=(3 * sizes.patch**2) ** -0.5)
+    embeddings.position_embedding.weight.data[1:] = waves(SIZE // sizes.patch, sizes.vision) / 2
     return model
+
+
+def waves(grid: int, width: int) -> Tensor:
+    """Sines and cosines of a patch's row and column, [grid * grid, width]: a quarter of the channels each."""
+    frequencies = math.pi / 2 ** torch.linspace(0, math.log2(grid), width // 4)
+    angles = (torch.arange(grid)[:, None] + 0.5) * frequencies
+    of_place = torch.cat([angles.sin(), angles.cos()], dim=1)  # [grid, width / 2]
+    rows, columns = of_place[:, None].expand(-1, grid, -1), of_place[None].expand(grid, -1, -1)
+    return torch.cat([rows, columns], dim=-1).flatten(0, 1)
 
 
 def tokenizer_in(folder: Path) -> PreTrainedTokenizerBase:

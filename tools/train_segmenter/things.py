@@ -37,21 +37,26 @@ SHOWN = ("room", "skin", "hair", "shoes", *(kind for kinds in KINDS.values() for
 
 def covered(parts: Pixels, thing: str, scene: Scene) -> NDArray[np.bool_]:
     """The pixels of a thing, shaped like `parts`, a map of Part numbers; none if the scene lacks it."""
+    wanted = _parts_of(thing, scene)
+    pixels: NDArray[np.bool_] = np.isin(parts, [int(part) for part in wanted])
+    return pixels
+
+
+def _parts_of(thing: str, scene: Scene) -> tuple[Part, ...]:
+    """The parts that a thing consists of in a scene; none if the scene lacks it."""
     match thing:
         case "person":
-            return parts != Part.ROOM
+            return tuple(part for part in Part if part != Part.ROOM)
         case "background":
-            return parts == Part.ROOM
+            return (Part.ROOM,)
         case "hair":
-            return parts == Part.HAIR
+            return (Part.HAIR,)
         case "shoes":
-            return parts == Part.SHOES
-        case "headwear":
-            return parts == Part.HAT
+            return (Part.SHOES,)
         case "clothes":
-            return (parts == Part.TOP) | (parts == Part.BOTTOM)
+            return (Part.TOP, Part.BOTTOM)
     garment = garment_of(thing, scene)
-    return np.zeros(parts.shape, np.bool_) if garment is None else parts == PART_OF_SLOT[garment.slot]
+    return () if garment is None else (PART_OF_SLOT[garment.slot],)
 
 
 def garment_of(thing: str, scene: Scene) -> Garment | None:

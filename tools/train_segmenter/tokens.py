@@ -5,7 +5,7 @@ of the others show a flat wall, so training sees some of them: attention costs t
 """
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from transformers import CLIPSegForImageSegmentation
 
 
@@ -30,20 +30,20 @@ def logits_of(
         if i in model.extract_layers:
             extracted.append(hidden)
     meanings = model.clip.get_text_features(text_ids).pooler_output
-    return _decode(model.decoder, extracted, meanings, prompts), hidden[:, 1:]
+    return _decode(model, extracted, meanings, prompts), hidden[:, 1:]
 
 
-def _decode(decoder: nn.Module, extracted: list[Tensor], meanings: Tensor, prompts: int) -> Tensor:
+def _decode(model: CLIPSegForImageSegmentation, extracted: list[Tensor], meanings: Tensor, prompts: int) -> Tensor:
     """extracted: [pictures, 1 + patches, width], the first layer's first; meanings: [pictures * prompts, width]."""
-    output: Tensor | None = None
+    decoder, output = model.decoder, None
     for i, hidden in enumerate(reversed(extracted)):
         reduced = decoder.reduces[i](hidden).repeat_interleave(prompts, dim=0)
         output = reduced if output is None else output + reduced
         if i == decoder.conditional_layer:
             output = decoder.film_mul(meanings)[:, None] * output + decoder.film_add(meanings)[:, None]
         output = decoder.layers[i](output, attention_mask=None)
-    assert output is not None
     head = decoder.transposed_convolution  # each patch by itself, since its stride is its kernel's size
+    assert output is not None
     logits: Tensor = output[:, 1:] @ head.weight.flatten(1) + head.bias
     return logits
 

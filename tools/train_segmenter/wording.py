@@ -1,4 +1,4 @@
-"""Pretrains the text encoder for half a minute: tell the thing and the colour that a prompt names, with linear heads
+"""Pretrains the text encoder for some seconds: tell the thing and the colour that a prompt names, with linear heads
 that are discarded.
 
 Otherwise the encoder would first have to learn the nouns from the decoder's gradients.
@@ -15,7 +15,7 @@ from tools.train_embedded.garments import COLOURS
 from tools.train_segmenter.prompts import any_look, determined, phrase, stranger
 from tools.train_segmenter.things import THINGS
 
-STEPS, BATCH = 300, 96
+STEPS, BATCH = 200, 96
 STRANGE = 0.15  # share of the prompts that name no thing
 
 
