@@ -37,8 +37,9 @@ SHOWN = ("room", "skin", "hair", "shoes", *(kind for kinds in KINDS.values() for
 
 def covered(parts: Pixels, thing: str, scene: Scene) -> NDArray[np.bool_]:
     """The pixels of a thing, shaped like `parts`, a map of Part numbers; none if the scene lacks it."""
-    wanted = _parts_of(thing, scene)
-    pixels: NDArray[np.bool_] = np.isin(parts, [int(part) for part in wanted])
+    table = np.zeros(len(Part), np.bool_)  # Part -> whether the thing has it
+    table[list(_parts_of(thing, scene))] = True
+    pixels: NDArray[np.bool_] = table[parts]
     return pixels
 
 
