@@ -34,7 +34,7 @@ class Recipe:
     """Hyperparameters. Shares are of the time budget."""
 
     sizes: Sizes = SIZES
-    rate: float = 3e-3
+    rate: float = 2.5e-3
     pictures: int = 8  # of a batch
     prompts: int = 4  # of each picture
     guidance: float = 1.0  # weight of the loss of the head that tells what each pixel shows
@@ -98,6 +98,8 @@ class Trainer:
         self.pool.skip_to(state["drawn"])
 
     def keep(self) -> None:
+        if not all(weights.isfinite().all() for weights in self._modules.parameters()):
+            raise ArithmeticError("the weights are not finite any more; train again from the last checkpoint")
         state = {
             "modules": state_of(self._modules),
             "average": self._average.weights,
@@ -138,7 +140,11 @@ class Trainer:
         for parameter in self._modules.parameters():
             parameter.grad = None
         loss.backward()
-        nn.utils.clip_grad_norm_(self._modules.parameters(), 1.0)
+        norm = nn.utils.clip_grad_norm_(self._modules.parameters(), 1.0)
+        if not norm.isfinite():  # a batch of which rounding has made nothing must not take the weights with it
+            self._report(f"step {self.step} is left out: its gradient is not finite")
+            self.shown += len(batch.images)
+            return 0.0
         for optimiser in self.optimisers:
             optimiser.step()
         self.step += 1
