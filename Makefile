@@ -12,7 +12,7 @@ ARGS ?=
 BENCHMARKS := bench compare bench-quick bench-serving bench-throughput bench-startup bench-responsiveness bench-edit bench-shared-denoiser bench-overload bench-goodput bench-step bench-lora-step bench-model-load bench-parallel-step bench-elastic bench-unet bench-vae bench-cache bench-block-plan bench-cost-model bench-router-decision bench-scheduler-scale bench-quality simulate soak
 
 .DEFAULT_GOAL := help
-.PHONY: $(BENCHMARKS) help serve test test-slow test-latest test-browser fuzz lint types format wheel train-embedded train-unet gpu-run bench-playground calibrate profile clean
+.PHONY: $(BENCHMARKS) help serve test test-slow test-latest test-browser fuzz lint types format wheel train-embedded train-segmenter train-unet gpu-run bench-playground calibrate profile clean
 
 help:  ## Show this list
 	@sed -n 's/^\([a-z-]*\):.*## /\1\t/p' $(MAKEFILE_LIST) | expand -t 24
@@ -57,6 +57,9 @@ wheel: $(RUNTIME)  ## Build the wheel, embedded model included, into dist/
 
 train-embedded: $(DEV)  ## Train the embedded model again, as the published weights were (3.5 hours of two cores)
 	$(BIN)/python -m tools.train_embedded $(ARGS)
+
+train-segmenter: $(DEV)  ## Train the segmenter beside the embedded model again (an hour of one core)
+	$(BIN)/python -m tools.train_segmenter $(ARGS)
 
 train-unet: $(DEV)  ## Train a small Stable Diffusion checkpoint to measure UNets with (62 minutes of one core, into .train_unet)
 	$(BIN)/python -m tools.train_unet $(ARGS)

@@ -15,6 +15,7 @@ from numpy.typing import NDArray
 from PIL import Image, ImageDraw, ImageFilter
 
 from tools.train_embedded.garments import Colour, Garment, Slot, detail_of, draw_garment, jitter, scale, texture
+from tools.train_embedded.parts import Part, PartsDraw, part_of_pixels
 
 SIZE = 256  # pixels
 UNIT = 2  # samples per pixel, in each direction
@@ -26,6 +27,8 @@ HAIRS: tuple[Colour, ...] = (
     (30, 22, 20), (70, 42, 26), (120, 74, 40), (190, 140, 70), (226, 196, 130), (150, 60, 36), (150, 150, 155),
 )  # fmt: skip
 SHOES: tuple[Colour, ...] = ((40, 36, 40), (110, 60, 36), (230, 230, 230), (160, 30, 40))
+
+PART_OF_SLOT: dict[Slot, Part] = {"top": Part.TOP, "bottom": Part.BOTTOM, "hat": Part.HAT}
 
 Point = tuple[float, float]
 Arm = tuple[Point, Point, Point]  # shoulder, elbow, hand
@@ -78,6 +81,11 @@ class Render:
     silhouettes: dict[Slot, Pixels]  # coverage [256, 256], 0..255, of each worn garment
     boxes: dict[Slot, Box]  # may cut through sleeves and hems
     whole_boxes: dict[Slot, Box]  # contain any garment of the slot; the top's also both hands
+    part_samples: Pixels  # [512, 512]: the Part that each sample shows
+
+    def parts(self) -> Pixels:
+        """The Part that covers most of each pixel, [256, 256]."""
+        return part_of_pixels(self.part_samples, UNIT)
 
 
 def draw_scene(seed: int) -> Scene:
@@ -219,21 +227,26 @@ def draw_room(rng: random.Random) -> Image.Image:
     return image
 
 
-def draw_figure(image: Image.Image, body: Body, rng: random.Random) -> None:
+def draw_figure(draw: PartsDraw, body: Body, rng: random.Random) -> None:
     """Draw what garments are drawn over: shadow, back hair, legs, shoes, torso, neck and arms."""
-    draw, h = ImageDraw.Draw(image), body.height
-    floor = image.getpixel((int(min(SAMPLES - 1, body.x)), SAMPLES - 3))
+    h = body.height
+    floor = draw.picture.getpixel((int(min(SAMPLES - 1, body.x)), SAMPLES - 3))
     assert isinstance(floor, tuple)
+    draw.part = Part.ROOM
     shadow_y = body.ankle_y + 0.03 * h
     shadow = (body.x - 0.22 * h, shadow_y - 0.02 * h, body.x + 0.22 * h, shadow_y + 0.025 * h)
     draw.ellipse(shadow, fill=scale((int(floor[0]), int(floor[1]), int(floor[2])), 0.75))
+    draw.part = Part.HAIR
     draw_back_hair(draw, body)
+    draw.part = Part.SKIN
     for leg in body.legs:
         limb(draw, leg, body.leg_width, scale(body.skin, 0.9))
+    draw.part = Part.SHOES
     shoe, w = jitter(rng.choice(SHOES), rng, 10), body.leg_width
     for side, (_, _, (x, y)) in zip((-1, 1), body.legs, strict=True):
         left, right = (0.35, 0.0) if side < 0 else (0.0, 0.35)
         draw.ellipse((x - w * (0.6 + left), y - w * 0.1, x + w * (0.6 + right), y + w * 0.75), fill=shoe)
+    draw.part = Part.SKIN
     draw.polygon(torso(body), fill=body.skin)
     hx, hy, r = *body.head, body.head_radius
     neck = (hx - r * 0.36, hy + r * 0.5, hx + r * 0.36, body.shoulder_y + body.arm_width * 0.2)
@@ -265,19 +278,23 @@ def draw_back_hair(draw: ImageDraw.ImageDraw, body: Body) -> None:
             draw.ellipse((hx - r * 0.5, hy - r * 1.7, hx + r * 0.5, hy - r * 0.7), fill=body.hair)
 
 
-def draw_head(draw: ImageDraw.ImageDraw, body: Body, locks: bool) -> None:
+def draw_head(draw: PartsDraw, body: Body, locks: bool) -> None:
     """Draw the face and the front hair."""
     hx, hy, r = *body.head, body.head_radius
+    draw.part = Part.HAIR
     if body.hair_style == "long" and locks:
         for side in (-1, 1):
             cx = hx + side * r * 0.95
             draw.ellipse((cx - r * 0.28, hy - r * 0.2, cx + r * 0.28, hy + r * 2.3), fill=body.hair)
+    draw.part = Part.SKIN
     draw.ellipse((hx - r * 0.86, hy - r, hx + r * 0.86, hy + r * 1.08), fill=body.skin)
     nose = ((hx, hy + r * 0.2), (hx + r * 0.06, hy + r * 0.42), (hx - r * 0.03, hy + r * 0.44))
     draw.line(nose, fill=scale(body.skin, 0.75), width=3)
     draw.arc((hx - r * 0.3, hy + r * 0.35, hx + r * 0.3, hy + r * 0.75), 20, 160, fill=(176, 60, 66), width=5)
     if body.hair_style != "bald":
+        draw.part = Part.HAIR
         draw.chord((hx - r * 0.95, hy - r * 1.14, hx + r * 0.95, hy + r * 0.7), 180, 360, fill=body.hair)
+        draw.part = Part.SKIN
         draw.ellipse((hx - r * 0.62, hy - r * 0.5, hx + r * 0.62, hy + r * 0.2), fill=body.skin)
     for side in (-1, 1):
         ex = hx + side * r * 0.36
@@ -421,8 +438,8 @@ def cut_hat(body: Body, garment: Garment) -> tuple[Painter, Painter]:
     return silhouette, details
 
 
-def wear(image: Image.Image, garment: Garment, painters: tuple[Painter, Painter], light: float) -> Pixels:
-    """Draw a garment with soft folds; returns its coverage [256, 256]."""
+def wear(draw: PartsDraw, garment: Garment, painters: tuple[Painter, Painter], light: float) -> Pixels:
+    """Draw a garment with soft folds; returns its coverage [256, 256], without details that stick out."""
     silhouette, details = painters
     mask = Image.new("L", (SAMPLES, SAMPLES), 0)
     silhouette(ImageDraw.Draw(mask))
@@ -432,8 +449,9 @@ def wear(image: Image.Image, garment: Garment, painters: tuple[Painter, Painter]
     shade_image = Image.fromarray((shade * 235).astype(np.uint8)).resize((SAMPLES, SAMPLES), Image.Resampling.BILINEAR)
     cloth = np.asarray(texture(garment, (SAMPLES, SAMPLES), UNIT), np.uint16)
     shaded = np.minimum(cloth * np.asarray(shade_image, np.uint16)[..., None] // 235, 255).astype(np.uint8)
-    image.paste(Image.fromarray(shaded), (0, 0), mask)
-    details(ImageDraw.Draw(image))
+    draw.part = PART_OF_SLOT[garment.slot]
+    draw.paste(Image.fromarray(shaded), mask)
+    details(draw)
     return np.asarray(mask.resize((SIZE, SIZE), Image.Resampling.BOX))
 
 
@@ -541,18 +559,20 @@ def hands(scene: Scene) -> NDArray[np.bool_]:
 
 def render(scene: Scene) -> Render:
     rng, image, body, light, locks = stage(scene)
-    draw_figure(image, body, rng)
+    draw = PartsDraw(image)
+    draw_figure(draw, body, rng)
     silhouettes: dict[Slot, Pixels] = {}
     if scene.bottom is not None:
-        silhouettes["bottom"] = wear(image, scene.bottom, cut_bottom(body, scene.bottom), light.side)
-    silhouettes["top"] = wear(image, scene.top, cut_top(body, scene.top), light.side)
-    draw = ImageDraw.Draw(image)
+        silhouettes["bottom"] = wear(draw, scene.bottom, cut_bottom(body, scene.bottom), light.side)
+    silhouettes["top"] = wear(draw, scene.top, cut_top(body, scene.top), light.side)
+    draw.part = Part.SKIN
     for box in hand_boxes(body):
         draw.ellipse(box, fill=body.skin)
     draw_head(draw, body, locks)
     if scene.hat is not None:
-        silhouettes["hat"] = wear(image, scene.hat, cut_hat(body, scene.hat), light.side)
-    return Render(light.shine(image), visible(silhouettes), slot_boxes(body), whole_boxes(body))
+        silhouettes["hat"] = wear(draw, scene.hat, cut_hat(body, scene.hat), light.side)
+    parts = np.asarray(draw.parts)
+    return Render(light.shine(image), visible(silhouettes), slot_boxes(body), whole_boxes(body), parts)
 
 
 def visible(silhouettes: dict[Slot, Pixels]) -> dict[Slot, Pixels]:
