@@ -11,6 +11,11 @@ from tools.train_segmenter.models import build_model, image_processor, tokenizer
 from tools.train_segmenter.trainer import CHECKPOINT, TOKENIZER
 
 LARGEST_FOLDER = 3_000_000  # bytes
+THINGS = (
+    "hat", "hair", "shoes", "shirt", "coat", "dress", "sweater", "trousers", "skirt", "shorts", "person", "background",
+)  # fmt: skip
+"""What a point or a box may mean: of what is there, the first one."""
+
 PROCESSOR = "ViTImageProcessor"  # every release's name for it, with or without torchvision
 
 
@@ -29,6 +34,7 @@ def export(work: Path, folder: Path) -> None:
     model.to(torch.float16).save_pretrained(folder)
     tokenizer_in(work / TOKENIZER).save_pretrained(folder)
     image_processor().save_pretrained(folder)
+    (folder / "things.json").write_text(json.dumps(THINGS) + "\n")
     # Half precision is for the disk: CPUs compute in float32, which `from_pretrained` then converts the weights to.
     _change(folder / "config.json", dtype="float32")
     _change(folder / "preprocessor_config.json", image_processor_type=PROCESSOR)
