@@ -145,7 +145,7 @@ class EditDelivery:
         starts = np.flatnonzero(np.diff(active, prepend=-2) != 1)
         lengths = np.diff(starts, append=len(active))
         tokens = tuple(zip(active[starts].tolist(), lengths.tolist(), strict=True))
-        return FoundMask(score=output.mask_score, box=composed.box, tokens=tokens)
+        return FoundMask(score=round(output.mask_score, 4), box=composed.box, tokens=tokens)
 
     async def _keep(self, composed: ComposedImage, prepared: PreparedEdit) -> str | None:
         """Make a template of a result if its request, not a server limit, had all tokens computed; its id, or None."""

@@ -5,7 +5,7 @@ in shared memory and is not copied together.
 from __future__ import annotations
 
 import time
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
 import msgspec
@@ -52,26 +52,21 @@ def mask_response(call: ImagesCall, image: ImageOutput) -> Parts:
     """The JSON body for a mask that was found."""
     report, found = _report(image), _report(image).found
     assert found is not None
-    shown = {"score": round(found.score, 4), "box": found.box}
-    tail = {"stencil": {"ignored": call.ignored, **_found(report), "ms": _rounded(report.ms)}}
-    head = _open_object({"created": int(time.time())} | _echo(call, image))
-    entry = b',"data":[{"b64_json":"', image.data, b'",' + msgspec.json.encode(shown)[1:]
-    return [head + entry[0], *entry[1:], b"]," + msgspec.json.encode(tail)[1:]]
-
-
-def _found(report: EditReport) -> dict[str, Any]:
-    """What an answer says of a mask that was found."""
-    assert report.found is not None
-    return {
+    head = _open_object({"created": int(time.time())} | _echo(call, image)) + b',"data":[{"b64_json":"'
+    shown = {"score": found.score, "box": found.box}
+    parts = ("queue", "preprocess", "segment", "postprocess")
+    about = {
+        "ignored": call.ignored,
         "mask_ratio": report.mask_ratio,
-        "active_tokens": report.active_tokens,
         "image_tokens": report.image_tokens,
-        "tokens": report.found.tokens,
+        "tokens": found.tokens,
+        "ms": {part: round(report.ms[part], 3) for part in parts},
     }
-
-
-def _rounded(ms: Mapping[str, float]) -> dict[str, float]:
-    return {part: round(value, 3) for part, value in ms.items()}
+    return [
+        head,
+        image.data,
+        b'",' + msgspec.json.encode(shown)[1:] + b'],"stencil":' + msgspec.json.encode(about) + b"}",
+    ]
 
 
 def usage(call: ImagesCall, reports: Sequence[EditReport]) -> dict[str, Any]:
