@@ -29,7 +29,7 @@ class MaskRequest(msgspec.Struct, frozen=True, kw_only=True):
     def __post_init__(self) -> None:
         conform(self)
         if self.prompt is not None:
-            check_filled("mask_prompt", self.prompt)
+            check_filled("mask_prompt", self.prompt.strip())
             check_length("mask_prompt", self.prompt, MAX_WORDS)
         if len(self.points) > MAX_POINTS:
             what = f"array too long. Expected at most {MAX_POINTS} points, but got {len(self.points)}"

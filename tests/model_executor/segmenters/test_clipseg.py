@@ -142,5 +142,3 @@ def test_a_part_that_is_dropped_and_put_again(folder: Path) -> None:
 def test_a_picture_three_pixels_high(folder: Path) -> None:
     """Its height is not mistaken for its channels."""
     assert find(load_segmenter(folder), pictures()[0][:3], EVERYTHING[0]).shares.shape == (3, 70)
-
-

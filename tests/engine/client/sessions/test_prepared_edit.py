@@ -19,6 +19,7 @@ from core.vision_tokens import VisionTokens
 from engine.client.edit_types import EditInput
 from engine.client.resolve.chosen_workflow import chosen_workflow
 from engine.client.resolve.sampling_defaults import resolve
+from engine.client.sessions.edit_requests import EditRequests
 from engine.client.sessions.prepared_edit import PreparedEdit
 
 FINAL = PreparedImages(
@@ -47,15 +48,14 @@ def prepared(model: ModelInfo = fakes.MODEL, *, partial_images: int = 0, **field
     edit = EditInput(prompt="p", sampling=sampling, partial_images=partial_images)
     workflow = chosen_workflow(model, sampling, None)
     images = msgspec.structs.replace(FINAL, canvases={"first": FIRST} if workflow is HIRES else {})
-    known = PreparedEdit(edit, ModelChoice(model), resolve(sampling, model), images, EngineConfig(), workflow)
-    return known.with_full_steps()
+    return PreparedEdit(edit, ModelChoice(model), resolve(sampling, model), images, EngineConfig(), workflow)
 
 
 def request_of(edit: PreparedEdit) -> EngineRequest:
     def alloc(nbytes: int) -> ArrayRef:
         return ArrayRef(0, 0, (nbytes,), "uint8")
 
-    return edit.make_request(0, "a", alloc, arrival=0.0, trace_context="")
+    return EditRequests(edit, alloc).make(0, "a", arrival=0.0, trace_context="")
 
 
 def test_two_passes_have_two_canvases() -> None:
