@@ -73,7 +73,7 @@ class Edit:
     # Instead of a mask, what to find: in words, by points (x, y and 1, or -1 for what to leave out), or by a box (left,
     # top, right, bottom), all in pixels of the picture. Needs a segmenter, see ModelConfig.
     mask_prompt: str | None = None
-    mask_points: Sequence[Sequence[float]] = ()
+    mask_points: tuple[tuple[float, ...], ...] = ()
     mask_box: tuple[float, float, float, float] | None = None
     mask_grow: int = 0  # px, 0..1024: grow the mask on each side
     mask_feather: float = 0.0  # px, 0..256: soften its edge by a Gaussian with this deviation
@@ -102,8 +102,7 @@ class Edit:
 
     def to_mask_request(self) -> MaskRequest | None:
         """The mask to find; None: none. Raises InvalidRequestError."""
-        points = conformed("mask_points", self.mask_points, tuple[tuple[float, ...], ...])
-        return mask_request(self.mask_prompt, points, self.mask_box)
+        return mask_request(self.mask_prompt, self.mask_points, self.mask_box)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -170,7 +169,9 @@ class ImageEngine:
             cache_dtype=cache_dtype,
             priming_prompt=priming_prompt,
             adapters=_adapters(loras),
-            segmenter=(segmenter,) if isinstance(segmenter, str) else tuple(segmenter),
+            segmenter=(segmenter,)
+            if isinstance(segmenter, str)
+            else conformed("segmenter", segmenter, tuple[str, ...]),
         )
         config = StencilConfig(
             engine=EngineConfig(

@@ -85,11 +85,11 @@ SEEN_BY_CACHE = (NODE_CACHE, OPS, PREDICTOR, REQUESTS)
 CORE = (*MESSAGES, "core.cache", *below(SCHEDULING), "core.routing")
 SHARED = (*CORE, "core.ipc")
 EXECUTOR = "model_executor.executor"
-CHECKPOINT, GRAPHS, KERNELS, MODELS, PAGES, PARALLEL, PATCHES, SAMPLERS, WEIGHTS, WORKER = (
+CHECKPOINT, GRAPHS, KERNELS, MODELS, PAGES, PARALLEL, PATCHES, SAMPLERS, SEGMENTERS, WEIGHTS, WORKER = (
     f"model_executor.{folder}"
     for folder in (
         *("checkpoint", "graphs", "kernels", "models", "page_cache"),
-        *("parallel", "patches", "samplers", "weights", "worker"),
+        *("parallel", "patches", "samplers", "segmenters", "weights", "worker"),
     )
 )
 SEEN_BY_DENOISERS = (GRAPHS, KERNELS, MODELS, PAGES, PATCHES)
@@ -147,6 +147,7 @@ LAWS = {
     PAGES: of_model("core.messages", KERNELS, PAGES),
     PATCHES: of_model(CHECKPOINT, KERNELS, PATCHES),
     PARALLEL: of_model(KERNELS, MODELS, PARALLEL),
+    SEGMENTERS: of_model(CHECKPOINT, SEGMENTERS),
     GRAPHS: of_model(KERNELS, MODELS, PAGES, GRAPHS),
     CHECKPOINT: of_model(KERNELS, MODELS, PATCHES, CHECKPOINT),
     WEIGHTS: of_model("core.messages", CHECKPOINT, MODELS, WEIGHTS),
@@ -157,9 +158,10 @@ LAWS = {
     f"{MODELS}.transformer": of_model(*SEEN_BY_DENOISERS, PARALLEL, f"{MODELS}.transformer"),
     f"{MODELS}.families": of_model(CHECKPOINT, KERNELS, PARALLEL, PATCHES, SAMPLERS, *below(MODELS)),
     WORKER: of_model(*MESSAGES, CHECKPOINT, PAGES, PARALLEL, WEIGHTS, *below(WORKER)),
-    f"{WORKER}.stores": of_model("core.messages", MODELS, f"{WORKER}.stores"),
+    f"{WORKER}.stores": of_model("core.messages", MODELS, SEGMENTERS, f"{WORKER}.stores"),
     f"{WORKER}.loading": of_model(
-        *("core.messages", *GRAPH, OPS, CHECKPOINT, MODELS, PAGES, PATCHES, WEIGHTS, f"{WORKER}.loading")
+        *("core.messages", *GRAPH, OPS, CHECKPOINT, MODELS, PAGES, PATCHES, SEGMENTERS, WEIGHTS),
+        *(f"{WORKER}.loading", f"{WORKER}.stores"),
     ),
     f"{WORKER}.ops": of_model(
         *("core.messages", OPS, KERNELS, MODELS, PAGES, PARALLEL, SAMPLERS, f"{WORKER}.stores", f"{WORKER}.ops")

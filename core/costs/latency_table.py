@@ -5,11 +5,11 @@ from __future__ import annotations
 from bisect import bisect_left
 from collections.abc import Callable, Iterable, Sequence
 
-Point = tuple[float, float]
+Measured = tuple[float, float]
 """(size, seconds)"""
 
 
-def interpolated(points: Sequence[Point], size: float) -> float:
+def interpolated(points: Sequence[Measured], size: float) -> float:
     """Seconds at a size, from one or more points in ascending order of size: linear between them and beyond the
     largest, below the smallest as at the smallest. From one point alone, in proportion to the size.
     """

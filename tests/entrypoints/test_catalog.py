@@ -81,7 +81,7 @@ def test_models_have_the_settings_of_their_entries_and_else_the_flags(folder: Pa
 @pytest.mark.parametrize(
     ("entry", "said"),
     [
-        ("dtyp = 'float32'", "model 2: dtyp: is not known; there are name, path, loras, variant, dtype"),
+        ("dtyp = 'float32'", "model 2: dtyp: is not known; there are name, path, loras, variant, segmenter, dtype"),
         ("dtype = 'int4'", "model 2: dtype: Invalid value: 'int4'. Supported values are: 'auto'"),
         ("mask_aware = 'no'", "model 2: mask_aware: Invalid type for 'mask_aware'"),
         ("name = 3", "model 2: name: is text, not int"),

@@ -655,8 +655,12 @@ def test_any_text_is_parsed_or_refused(name: str, text: str) -> None:
         assert value.param == name
     else:
         kinds = {"string": (str,), "integer": (int,), "number": (float,), "boolean": (bool,)}
-        unions = {"lora": (tuple,), "class_label": (int, str)}
+        unions = {"lora": (tuple,), "class_label": (int, str), "mask_points": (tuple,), "mask_box": (tuple,)}
         assert type(value) in unions.get(name, kinds[EDIT_FIELDS[name].kind])
+
+
+def as_tuples(value: Any) -> Any:
+    return tuple(map(as_tuples, value)) if isinstance(value, list) else value
 
 
 @given(
@@ -671,4 +675,5 @@ def test_any_json_is_parsed_or_refused(name: str, value: Any) -> None:
     else:
         if name == "class_label" and isinstance(value, str):
             value = EDIT_FIELDS[name].from_text(value)
-        assert parsed == (named_loras(value) if name == "lora" else value)
+        expected = as_tuples(value) if name in ("mask_points", "mask_box") else value
+        assert parsed == (named_loras(value) if name == "lora" else expected)
