@@ -34,12 +34,14 @@ Told = list[tuple[int | None, bytes]]
 
 
 @asynccontextmanager
-async def start(checkpoint: Path, size: int = 1, degree: int = 1, **settings: float) -> AsyncIterator[AsyncEngine]:
+async def start(
+    checkpoint: Path, size: int = 1, degree: int = 1, segmenter: Sequence[Path] = (), **settings: float
+) -> AsyncIterator[AsyncEngine]:
     """Starts an AsyncEngine with `size` engines, of which `degree` ranks compute a step together. At the end nothing
     may be left: no process, even if it was adopted by another; so no shared memory, which has no name; no file; no
     allocation in the arena.
     """
-    model = ModelConfig(model=str(checkpoint), threads=1)
+    model = ModelConfig(model=str(checkpoint), threads=1, segmenter=tuple(map(str, segmenter)))
     names = ("hang_seconds", "start_seconds", "workers_per_engine")
     of_engine = {key: settings.pop(key) for key in names if key in settings}
     scheduler = SchedulerConfig(degree=degree)

@@ -16,28 +16,38 @@ import pytest_asyncio
 from fault_kit import EDITS, Told, assert_alike, begin, count, ends, make_input, processes, run_each, shim, start, until
 
 from core.costs.load_report import RankStats
+from core.mask_request import MaskRequest
 from engine.client.async_engine import AsyncEngine
+from tools.random_segmenter_checkpoints import make_clipseg
 
 pytestmark = pytest.mark.asyncio(loop_scope="module")
 
 HIRES = make_input(9, steps=12, partial_images=1)
 HIRES = replace(HIRES, sampling=msgspec.structs.replace(HIRES.sampling, hires_scale=2.0))
-MIXED = EDITS | {"hires": HIRES}
+FOUND = replace(make_input(10, steps=40), mask=None, mask_request=MaskRequest(prompt="the hat"))
+MIXED = EDITS | {"hires": HIRES, "found": FOUND}
+
+
+@pytest.fixture(scope="module")
+def segmenter(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path]:
+    return (make_clipseg(tmp_path_factory.mktemp("clipseg"), seed=3),)
 
 
 @pytest_asyncio.fixture(scope="module", loop_scope="module")
-async def expected(tiny_checkpoint: Path) -> dict[str, Told]:
+async def expected(tiny_checkpoint: Path, segmenter: tuple[Path]) -> dict[str, Told]:
     """What one rank makes."""
-    async with start(tiny_checkpoint) as engine:
+    async with start(tiny_checkpoint, segmenter=segmenter) as engine:
         return await run_each(engine, MIXED)
 
 
 @pytest_asyncio.fixture(scope="module", loop_scope="module")
-async def engine(tiny_checkpoint: Path, tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[AsyncEngine]:
+async def engine(
+    tiny_checkpoint: Path, segmenter: tuple[Path], tmp_path_factory: pytest.TempPathFactory
+) -> AsyncIterator[AsyncEngine]:
     """Three ranks, of an engine for which each death counts as the first."""
     with pytest.MonkeyPatch.context() as patch:
         shim(tmp_path_factory.mktemp("shim"), patch)
-        async with start(tiny_checkpoint, workers_per_engine=3, hang_seconds=3.0) as engine:
+        async with start(tiny_checkpoint, segmenter=segmenter, workers_per_engine=3, hang_seconds=3.0) as engine:
             yield engine
 
 
