@@ -26,7 +26,7 @@ FinishedReason = Literal["stop", "abort", "error"]
 GATEWAYS = "vllm:"
 """The prefix of the metrics that gateways read."""
 
-STAGES = ("preprocess", "encode", "prime", "denoise", "decode", "postprocess")
+STAGES = ("preprocess", "segment", "encode", "prime", "denoise", "decode", "postprocess")
 """Parts of the response's `stencil.ms`, except queue."""
 
 _LATENCY_SECONDS = (0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 25.0, 60.0, 120.0, 300.0, 600.0)
@@ -182,7 +182,8 @@ class Metrics:
         self._cache_results.labels(model, cache).inc()
         self._inference_steps.labels(model).observe(num_inference_steps)
         for stage in STAGES:
-            if stage != "prime" or ms[stage] > 0:  # 0: the edit primed nothing, which is no priming time
+            # Not the time of a stage that the edit did not have: one that primed nothing, or whose mask was given.
+            if ms.get(stage, 0.0) > 0 or stage not in ("prime", "segment"):
                 self._stage_seconds.labels(model, stage).observe(ms[stage] / 1e3)
 
     def observe_aborted(self, model: str) -> None:
