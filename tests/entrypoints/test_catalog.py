@@ -4,11 +4,13 @@ from __future__ import annotations
 
 from pathlib import Path
 
+import msgspec
 import pytest
 
 from core.config import (
     EMBEDDED_MODEL,
     EMBEDDED_NAME,
+    EMBEDDED_SEGMENTER,
     REFINER_ROLES,
     AdapterConfig,
     EngineConfig,
@@ -252,3 +254,39 @@ def test_players_that_cannot_be_are_refused(
     text = f"[[model]]\nname = 'base'\npath = 'fill'\n{entry}\n[[model]]\nname = 'polish'\npath = 'fill'\n{back}\n"
     line = refused(["--catalog", str(catalog(folder, text))], capsys)
     assert said in line
+
+
+def test_a_segmenter_is_of_one_model_or_of_all(folder: Path) -> None:
+    (folder / "sam").mkdir()
+    file = catalog(
+        folder,
+        """
+        [[model]]
+        name = "own"
+        path = "fill"
+        segmenter = ["sam", "IDEA-Research/grounding-dino-tiny"]
+        [[model]]
+        name = "all"
+        path = "fill"
+        [[model]]
+        name = "without"
+        segmenter = "none"
+        [[model]]
+        """,
+    )
+    own, every, without, embedded = read_catalog(file, msgspec.structs.replace(COMMON, segmenter=("some/clipseg",)))
+    assert own.segmenter_checkpoints == (str(folder / "sam"), "IDEA-Research/grounding-dino-tiny")
+    assert every.segmenter_checkpoints == embedded.segmenter_checkpoints == ("some/clipseg",)
+    assert without.segmenter_checkpoints == ()
+    with pytest.raises(ConfigError, match="model 1: segmenter: is text, not int"):
+        read_catalog(catalog(folder, "[[model]]\nsegmenter = 3"), COMMON)
+
+
+def test_the_embedded_model_has_a_segmenter_of_its_own() -> None:
+    def of(*flags: str) -> tuple[str, ...]:
+        (model,) = parse_options([*flags]).config.engine.models
+        return model.segmenter_checkpoints
+
+    assert of() == of("--segmenter", "stencil-embedded-segmenter") == (EMBEDDED_SEGMENTER,)
+    assert of("--segmenter", "none") == of("--model", "some/model") == ()
+    assert of("--segmenter", "a/b", "--segmenter", "c") == ("a/b", "c")
