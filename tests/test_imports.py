@@ -144,7 +144,6 @@ LAWS = {
     f"{KERNELS}.triton_kernels": Law((), frozenset({"triton"})),
     f"{KERNELS}.unet_kernels": Law((f"{KERNELS}.triton_kernels",), frozenset({"triton"})),
     SAMPLERS: Law((SAMPLERS,), TORCH),
-    SEGMENTERS: of_model(CHECKPOINT, SEGMENTERS),
     PAGES: of_model("core.messages", KERNELS, PAGES),
     PATCHES: of_model(CHECKPOINT, KERNELS, PATCHES),
     PARALLEL: of_model(KERNELS, MODELS, PARALLEL),
