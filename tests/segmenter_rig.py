@@ -43,6 +43,12 @@ def find(segmenter: Segmenter, picture: Tensor, selection: Selection) -> Found:
     return segmenter.find(segmenter.look([picture])[0], selection)
 
 
+def enlarged(masks: Tensor, picture: Tensor) -> Tensor:
+    """Masks [number, maps, height, width] at the picture's size. `Sam2ImageProcessor.post_process_masks`, which needs
+    torchvision, does no more by default, but for its threshold."""
+    return torch.nn.functional.interpolate(masks, picture.shape[:2], mode="bilinear", align_corners=False)
+
+
 def difference(one: Tensor, other: Tensor) -> float:
     """The largest difference of two masks, of 255."""
     assert one.shape == other.shape
@@ -69,4 +75,4 @@ def check_bfloat16(*paths: Path, selections: Iterable[Selection]) -> None:
     for selection in selections:
         found = find(rounded, pictures()[0], selection)
         assert found.shares.dtype == torch.float32
-        assert (found.shares - find(exact, pictures()[0], selection).shares).abs().mean() < 0.02
+        assert (found.shares - find(exact, pictures()[0], selection).shares).abs().mean() < 0.05

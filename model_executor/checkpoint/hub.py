@@ -37,8 +37,7 @@ KNOWN_VARIANTS = ("fp16", "bf16")
 
 def download(hub_id: str, variant: str) -> Path:
     """Download a checkpoint; returns its folder. Leaves out pickles, single-file weights in the repository's root, and
-    all but one variant of each part. Of a repository without an index, only what `one_part_class` knows. Raises
-    ConfigError.
+    all but one variant of each part. Raises ConfigError.
     """
     # Imported here: it takes 0.2 s and a model on disk does not need it.
     from huggingface_hub import snapshot_download
@@ -47,13 +46,12 @@ def download(hub_id: str, variant: str) -> Path:
     weights = [f"*/*.{variant}.safetensors", f"*/*.{variant}-*.safetensors"] if variant else ["*/*.safetensors"]
     ignored = [] if variant else [f"*/*.{name}{end}" for name in KNOWN_VARIANTS for end in (".*", "-*")]
     try:
+        path = Path(snapshot_download(hub_id, allow_patterns=[INDEX, CONFIG]))
+        if one_part_class(path) is not None:
+            return Path(snapshot_download(hub_id, allow_patterns=_files_of_one_part(variant)))
         path = Path(snapshot_download(hub_id, allow_patterns=SMALL_FILES + weights, ignore_patterns=ignored))
         for part in _parts_without_weights(path):
             snapshot_download(hub_id, allow_patterns=[f"{part}/*.json", f"{part}/*.safetensors"])
-        if not (path / INDEX).is_file():
-            path = Path(snapshot_download(hub_id, allow_patterns=[CONFIG]))
-            if one_part_class(path) is not None:
-                path = Path(snapshot_download(hub_id, allow_patterns=_files_of_one_part(variant)))
     except (OSError, HfHubHTTPError, HFValidationError) as error:
         raise ConfigError(_explain(hub_id, error)) from error
     return path

@@ -244,7 +244,8 @@ class ModelCheckpoint:
     def expected_bytes(self, part: str) -> int:
         """Bytes that a part's weights will take at least, as its files' headers say. Raises ConfigError for a file that
         cannot be read."""
-        return _part_bytes(self.folder(part), self.variant, self.quantization, self.dtype.itemsize)
+        quantization = self.quantization if part in QUANTIZED else "none"
+        return _part_bytes(self.folder(part), self.variant, quantization, self.dtype.itemsize)
 
     @property
     def config_as_opened(self) -> ModelConfig:

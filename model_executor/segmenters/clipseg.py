@@ -36,8 +36,9 @@ class ClipSeg(Segmenter):
 
         super().__init__({"segmenter": checkpoint})
         self._processor = read_image_processor(checkpoint, ViTImageProcessorPil)
-        self._tokenizer = read_tokenizer(checkpoint, CLIPTokenizer)
-        self._max_tokens = read_config(checkpoint).text_config.max_position_embeddings
+        config = read_config(checkpoint)
+        self._tokenizer = read_tokenizer(checkpoint, CLIPTokenizer, config)
+        self._max_tokens = config.text_config.max_position_embeddings
         self._things = read_things(checkpoint)
         self.takes = frozenset({WORDS, POINTS, BOX} if self._things else {WORDS})
         size = self._processor.size

@@ -33,8 +33,9 @@ class Detector:
         )
 
         self._processor = read_image_processor(checkpoint, GroundingDinoImageProcessorPil)
-        self._tokenizer = read_tokenizer(checkpoint, BertTokenizer)
-        self._max_tokens = read_config(checkpoint).max_text_len
+        config = read_config(checkpoint)
+        self._tokenizer = read_tokenizer(checkpoint, BertTokenizer, config)
+        self._max_tokens = config.max_text_len
 
     def look(self, module: Any, pictures: Sequence[Tensor]) -> list[tuple[Tensor, ...]]:
         """The backbone's feature maps of each picture. Pictures that are of one size once they are resized share a

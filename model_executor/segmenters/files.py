@@ -21,14 +21,14 @@ def read_config(checkpoint: ModelCheckpoint) -> Any:
     return checkpoint.outline(ONE_PART).config
 
 
-def read_tokenizer(checkpoint: ModelCheckpoint, cls: Any) -> Any:
-    """The tokenizer of this class. Raises ConfigError if it is missing, damaged, or does not fit the model."""
+def read_tokenizer(checkpoint: ModelCheckpoint, cls: Any, config: Any) -> Any:
+    """The tokenizer of this class. config: from `read_config`. Raises ConfigError if it is missing, damaged, or does
+    not fit the model."""
     folder = checkpoint.folder(ONE_PART)
-    config = read_config(checkpoint).to_dict()
     try:
         check_files(folder, cls)
         tokenizer = cls.from_pretrained(folder, local_files_only=True)
-        check_tokenizer(tokenizer, config)
+        check_tokenizer(tokenizer, config.to_dict())
     except Exception as error:  # tokenizers raises nothing more specific
         raise ConfigError(f"cannot load the tokenizer of {folder}: {first_line(error)}") from error
     return tokenizer

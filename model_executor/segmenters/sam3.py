@@ -44,7 +44,7 @@ class Sam3(Segmenter):
         super().__init__({"segmenter": checkpoint})
         config = read_config(checkpoint)
         self._square = Square.of_checkpoint(checkpoint, config.vision_config.image_size)
-        self._tokenizer = read_tokenizer(checkpoint, CLIPTokenizer)
+        self._tokenizer = read_tokenizer(checkpoint, CLIPTokenizer, config)
         self._num_tokens = config.text_config.max_position_embeddings
 
     def look(self, pictures: Sequence[Tensor]) -> list[Seen]:

@@ -54,6 +54,7 @@ def write_image(module: nn.Module) -> tuple[int, Image]:
     caller owns the descriptor. Raises OSError if there is no memory."""
     places = _Places()
     structure = io.BytesIO()
+    _take_off_recorders(module)
     _Pickler(structure, places).dump(module)
     content = pickle.dumps((places.listed, structure.getvalue()), pickle.HIGHEST_PROTOCOL)
     image = Image(places.nbytes, places.nbytes + len(content))
@@ -79,6 +80,16 @@ def read_image(fd: int, image: Image) -> tuple[nn.Module, Any]:
     module: nn.Module = _Unpickler(structure, memory, listed).load()
     register_classes(module)
     return module, memory
+
+
+def _take_off_recorders(module: nn.Module) -> None:
+    """Remove the hooks with which transformers records hidden states, and which cannot be pickled. Its backbones have
+    them from the start, its other models from their first pass, at which they come back."""
+    for each in module.modules():
+        each.__dict__.pop("_output_capturing_hooks_installed", None)
+        for key, hook in list(each._forward_hooks.items()):
+            if hook.__module__ == "transformers.utils.output_capturing":
+                del each._forward_hooks[key]
 
 
 def _write(buffer: Any, place: _Place, tensor: Tensor) -> None:

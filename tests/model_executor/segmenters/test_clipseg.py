@@ -12,6 +12,7 @@ from transformers import CLIPSegForImageSegmentation, CLIPSegProcessor, CLIPToke
 from transformers.models.vit.image_processing_pil_vit import ViTImageProcessorPil
 
 from core.selection import Point, Selection
+from model_executor.segmenters.segmenter import Segmenter
 from tools.random_segmenter_checkpoints import make_clipseg
 
 THINGS = ("shoes", "hat", "shirt", "hair")
@@ -25,6 +26,11 @@ EVERYTHING = [
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return make_clipseg(tmp_path_factory.mktemp("clipseg"), things=THINGS)
+
+
+@pytest.fixture(scope="module")
+def segmenter(folder: Path) -> Segmenter:
+    return load_segmenter(folder)
 
 
 @torch.inference_mode()
@@ -41,19 +47,19 @@ def expected(folder: Path, picture: Tensor, *texts: str) -> Tensor:
 
 @pytest.mark.parametrize("index", [0, 1])
 @pytest.mark.parametrize("words", ["a red hat", "Shoes, and everything else that is on the floor", "?"])
-def test_words(folder: Path, words: str, index: int) -> None:
+def test_words(folder: Path, segmenter: Segmenter, words: str, index: int) -> None:
     """Also more of them than the model reads."""
     picture = pictures()[index]
-    found, shares = find(load_segmenter(folder), picture, Selection(words=words)), expected(folder, picture, words)[0]
+    found, shares = find(segmenter, picture, Selection(words=words)), expected(folder, picture, words)[0]
     assert difference(found.shares, shares) < 0.1
     assert found.score == pytest.approx(shares.max().item(), abs=1e-4)
     assert shares.max() - shares.min() > 0.1  # what is compared is no plain grey
 
 
-def test_a_point_means_the_thing_that_is_surest_there(folder: Path) -> None:
+def test_a_point_means_the_thing_that_is_surest_there(folder: Path, segmenter: Segmenter) -> None:
     picture = pictures()[0]
     shares = expected(folder, picture, *THINGS)
-    segmenter, chosen = load_segmenter(folder), set[int]()
+    chosen = set[int]()
     for y, x in [(5, 5), (20, 30), (44, 60), (10, 55), (35, 3)]:
         best = int(shares[:, y, x].argmax())
         chosen.add(best)
@@ -63,23 +69,21 @@ def test_a_point_means_the_thing_that_is_surest_there(folder: Path) -> None:
     assert len(chosen) > 1
 
 
-def test_points_are_joined_and_left_out(folder: Path) -> None:
+def test_points_are_joined_and_left_out(folder: Path, segmenter: Segmenter) -> None:
     picture = pictures()[0]
     shares = expected(folder, picture, *THINGS)
     winners = shares.argmax(dim=0)
     kinds = winners.unique().tolist()[:2]
     places = [(winners == kind).nonzero()[0].tolist() for kind in kinds]
     one, other = (Point((x + 0.5) / 70, (y + 0.5) / 50) for y, x in places)
-    segmenter = load_segmenter(folder)
     both = find(segmenter, picture, Selection(points=(one, other)))
     assert difference(both.shares, shares[kinds].amax(dim=0)) < 0.1
     less = find(segmenter, picture, Selection(points=(one, Point(other.x, other.y, adds=False))))
     assert difference(less.shares, torch.minimum(shares[kinds[0]], 1 - shares[kinds[1]])) < 0.1
 
 
-def test_words_and_points(folder: Path) -> None:
+def test_words_and_points(segmenter: Segmenter) -> None:
     picture, point = pictures()[0], Point(0.3, 0.4)
-    segmenter = load_segmenter(folder)
     words = find(segmenter, picture, Selection(words="coat")).shares
     there = find(segmenter, picture, Selection(points=(point,))).shares
     both = find(segmenter, picture, Selection(words="coat", points=(point,))).shares
@@ -88,11 +92,11 @@ def test_words_and_points(folder: Path) -> None:
     assert torch.equal(less, torch.minimum(words, 1 - there))
 
 
-def test_a_box_means_the_thing_whose_bounding_box_it_is(folder: Path) -> None:
+def test_a_box_means_the_thing_whose_bounding_box_it_is(folder: Path, segmenter: Segmenter) -> None:
     """The bounds are those of the mask before it is resized; here it has the model's size."""
     picture = torch.nn.functional.interpolate(pictures()[0].permute(2, 0, 1)[None], (64, 64))[0].permute(1, 2, 0)
     shares = expected(folder, picture.contiguous(), *THINGS)
-    segmenter, compared = load_segmenter(folder), 0
+    compared = 0
     for each in shares:
         rows, columns = (each >= 0.5).any(dim=1).nonzero(), (each >= 0.5).any(dim=0).nonzero()
         if not len(rows):
@@ -106,8 +110,7 @@ def test_a_box_means_the_thing_whose_bounding_box_it_is(folder: Path) -> None:
     assert compared
 
 
-def test_a_box_of_no_thing(folder: Path) -> None:
-    segmenter = load_segmenter(folder)
+def test_a_box_of_no_thing(segmenter: Segmenter) -> None:
     seen = segmenter.look(pictures()[:1])[0]
     empty = (0.5, 0.5, 0.5, 0.5)
     found = segmenter.find(seen, Selection(box=empty))
@@ -121,8 +124,8 @@ def test_without_things_it_takes_words_alone(tmp_path: Path) -> None:
         find(segmenter, pictures()[0], Selection(words="hat", points=(Point(0.5, 0.5),)))
 
 
-def test_batches(folder: Path) -> None:
-    check_batch(load_segmenter(folder), EVERYTHING)
+def test_batches(segmenter: Segmenter) -> None:
+    check_batch(segmenter, EVERYTHING)
 
 
 def test_bfloat16(folder: Path) -> None:
@@ -139,6 +142,6 @@ def test_a_part_that_is_dropped_and_put_again(folder: Path) -> None:
     assert torch.equal(find(segmenter, pictures()[0], EVERYTHING[0]).shares, before)
 
 
-def test_a_picture_three_pixels_high(folder: Path) -> None:
+def test_a_picture_three_pixels_high(segmenter: Segmenter) -> None:
     """Its height is not mistaken for its channels."""
-    assert find(load_segmenter(folder), pictures()[0][:3], EVERYTHING[0]).shares.shape == (3, 70)
+    assert find(segmenter, pictures()[0][:3], EVERYTHING[0]).shares.shape == (3, 70)

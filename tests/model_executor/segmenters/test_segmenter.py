@@ -116,7 +116,7 @@ def test_a_box_above_and_below() -> None:
 def test_what_is_not_taken() -> None:
     scripted = Scripted()
     scripted.takes = frozenset({"words"})
-    with pytest.raises(ValueError, match="Scripted takes no box and no points$"):
+    with pytest.raises(ValueError, match=r"Scripted takes no box and no points$"):
         scripted.find(SEEN, Selection(words="hat", points=(at(1),), box=(0, 0, 1, 1)))
 
 
