@@ -5,18 +5,22 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
+from typing import Any
 
 import msgspec
 
 from core.failure import Failure
 from core.graph.op import OPS
+from core.graph.workflows.find_mask import FIND_MASK
 from core.graph.workflows.hires import HIRES
 from core.graph.workflows.inpaint import INPAINT
+from core.graph.workflows.selected_inpaint import SELECTED_INPAINT
 from core.handles import ArrayRef, Artefact, EntryRef, ModelKey, TensorKey, TensorRef
 from core.messages.canvas import Canvas
 from core.messages.engine import EngineRequest
 from core.messages.plan_parts import parts_of
-from core.messages.specs import EditSpec
+from core.messages.specs import EditSpec, MaskSpec
+from core.messages.specs.mask_search import MaskedRun, MaskSearch
 from core.messages.worker import (
     Batch,
     BatchResult,
@@ -36,8 +40,10 @@ from core.scheduling.ops.decode import Decode
 from core.scheduling.ops.denoise import Denoise
 from core.scheduling.ops.image_encode import ImageEncode
 from core.scheduling.ops.prime import Prime
+from core.scheduling.ops.segment import Segment
 from core.scheduling.ops.template_encode import TemplateEncode
 from core.scheduling.scheduler import StepScheduler
+from core.selection import Selection
 
 MODEL = ModelInfo(
     name="m",
@@ -113,6 +119,31 @@ def make_hires_edit(request_id: str, *, steps: int = 4, strength: float = 0.5, *
     request = with_spec(request, sampling=sampling, canvases={"first": first}, **changes)
     rounds = (MODEL.num_steps(sampling), MODEL.num_steps_of(sampling, strength))
     return msgspec.structs.replace(request, workflow=HIRES.name, rounds=rounds)
+
+
+RUNS = (MaskedRun(1, True, 0), MaskedRun(100, True, 2), MaskedRun(256, False, 0))
+SEARCH = MaskSearch(Selection("a hat"), grow=2, margin=8, runs=RUNS)
+
+
+def make_selecting_edit(
+    request_id: str, *, predicted: int = 50, is_mask_aware: bool = False, **wishes: Any
+) -> EngineRequest:
+    """As `make_edit`, under a mask that is to be found. predicted: its active tokens. is_mask_aware: whether it runs so,
+    as its mask is."""
+    edit = make_edit(request_id, **wishes)
+    active = ArrayRef(0, 4096, (predicted,), "int32")
+    search = SEARCH if is_mask_aware else msgspec.structs.replace(SEARCH, runs=(MaskedRun(1, False, 0),))
+    edit = with_spec(edit, search=search, active=active, is_mask_aware=is_mask_aware)
+    return msgspec.structs.replace(edit, workflow=SELECTED_INPAINT.name)
+
+
+def make_mask_request(request_id: str, **wishes: Any) -> EngineRequest:
+    """A request for a mask alone."""
+    edit = make_selecting_edit(request_id, **wishes)
+    fields = {name: getattr(edit.spec, name) for name in MaskSpec.__struct_fields__}
+    assert edit.spec.mask is not None
+    spec = MaskSpec(**fields | {"outputs": {"mask": Artefact(edit.spec.mask, "mask")}})
+    return msgspec.structs.replace(edit, spec=spec, workflow=FIND_MASK.name, rounds=())
 
 
 def with_spec(request: EngineRequest, **changes: object) -> EngineRequest:
@@ -447,6 +478,8 @@ class FakeWorkers:
             sigmas = self._touch_pages(item, rank) if failure is None else ()
             made = self._make(item, batch.op, rank) if failure is None else ()
             more = self.answers(item) if self.answers and failure is None else {}
+            if isinstance(item.work, Segment) and failure is None:
+                more = {"active_tokens": 40, **more}
             result = ItemResult(item.request_id, item.node, made, 3, sigmas=sigmas, failure=failure)
             items.append(msgspec.structs.replace(result, **more))
         return BatchResult(batch_id=batch.id, rank=rank, started=1.0, seconds=0.01 * len(items), items=tuple(items))

@@ -4,15 +4,14 @@ from __future__ import annotations
 
 import msgspec
 import pytest
-from fakes import MODEL, PIXELS, make_edit, with_spec
+from fakes import MODEL, PIXELS, SEARCH, make_edit, make_mask_request, make_selecting_edit
 
 from core.config import SchedulerConfig
 from core.failure import Failure
-from core.graph.catalog import SELECTED, WORKFLOWS
-from core.handles import ArrayRef, Artefact, LoadedComponent, ModelKey
+from core.graph.catalog import WORKFLOWS
+from core.handles import ArrayRef, LoadedComponent, ModelKey
 from core.messages.engine import EngineRequest, Failed, Finished
-from core.messages.specs import EditSpec, MaskSpec
-from core.messages.specs.mask_search import MaskedRun, MaskSearch
+from core.messages.specs import EditSpec
 from core.messages.worker import BatchResult, ItemResult, ModelFailed
 from core.model_info import ModelInfo
 from core.scheduling.node_cache import NO_PAGES
@@ -22,27 +21,10 @@ from core.scheduling.ops.segment import SEGMENT, Segment
 from core.scheduling.requests.bindings import Bindings
 from core.scheduling.requests.request import Request
 from core.scheduling.scheduler import StepScheduler
-from core.selection import Selection
 
 KEYS = tuple(ModelKey("k", kind) for kind in ("text_encoder", "vae", "transformer"))
 SEGMENTER = ModelKey("s", "segmenter")
 FINDING = msgspec.structs.replace(MODEL, components=KEYS, segmenter=(SEGMENTER,), selects_by=("words",))
-RUNS = (MaskedRun(1, True, 0), MaskedRun(100, True, 2), MaskedRun(256, False, 0))
-SEARCH = MaskSearch(Selection("a hat"), grow=2, margin=8, runs=RUNS)
-
-
-def selecting_edit(request_id: str = "a", predicted: int = 50) -> EngineRequest:
-    edit = make_edit(request_id)
-    active = ArrayRef(0, 4096, (predicted,), "int32")
-    edit = with_spec(edit, search=SEARCH, active=active, is_mask_aware=True)
-    return msgspec.structs.replace(edit, workflow=SELECTED[WORKFLOWS[edit.workflow]].name)
-
-
-def mask_request() -> EngineRequest:
-    edit = selecting_edit()
-    fields = {name: getattr(edit.spec, name) for name in MaskSpec.__struct_fields__ if hasattr(edit.spec, name)}
-    spec = MaskSpec(**fields | {"outputs": {"mask": Artefact(edit.spec.mask, "mask")}, "is_mask_aware": False})
-    return msgspec.structs.replace(edit, spec=spec, workflow="find_mask", rounds=())
 
 
 def record(edit: EngineRequest, model: ModelInfo = FINDING) -> Request:
@@ -54,7 +36,7 @@ def result(node: str, **fields: object) -> ItemResult:
 
 
 def test_the_message_has_room_for_every_token() -> None:
-    request = record(selecting_edit())
+    request = record(make_selecting_edit("a", is_mask_aware=True))
     work = SEGMENT.make(request, request.workflow.node("segment"), NO_PAGES)
     assert isinstance(work, Segment)
     assert (work.template, work.search, work.mask) == (PIXELS, SEARCH, request.spec.mask)
@@ -62,7 +44,7 @@ def test_the_message_has_room_for_every_token() -> None:
 
 
 def test_the_image_is_encoded_under_the_mask_that_is_found() -> None:
-    request = record(selecting_edit())
+    request = record(make_selecting_edit("a", is_mask_aware=True))
     node = request.workflow.node("image_encode")
     assert [(edge.source, edge.name) for edge in node.inputs] == [("segment", "mask")]
     work = IMAGE_ENCODE.make(request, node, NO_PAGES)
@@ -75,7 +57,7 @@ def test_the_image_is_encoded_under_the_mask_that_is_found() -> None:
     [(1, True, 0), (99, True, 0), (100, True, 2), (255, True, 2), (256, False, 0)],
 )
 def test_how_an_edit_runs_follows_from_its_mask(found: int, is_mask_aware: bool, full_steps: int) -> None:
-    request = record(selecting_edit())
+    request = record(make_selecting_edit("a", is_mask_aware=True))
     before = request.work_of(request.workflow.node("denoise"), is_masked=True)
     assert request.awaits_mask
     SEGMENT.note(request, result("segment", active_tokens=found, score=0.75))
@@ -90,17 +72,17 @@ def test_how_an_edit_runs_follows_from_its_mask(found: int, is_mask_aware: bool,
 
 
 def test_a_mask_that_is_found_again_does_not_depend_on_the_one_before() -> None:
-    request = record(selecting_edit())
+    request = record(make_selecting_edit("a", is_mask_aware=True))
     for found in (256, 50):
         SEGMENT.note(request, result("segment", active_tokens=found))
-    assert request.spec == record(selecting_edit()).spec.with_mask(50)  # type: ignore[union-attr]
+    assert request.spec == record(make_selecting_edit("a", is_mask_aware=True)).spec.with_mask(50)  # type: ignore[union-attr]
     assert request.spec.is_mask_aware
 
 
 def test_only_requests_that_find_masks_need_the_segmenter() -> None:
     assert set(record(make_edit("a")).needs) == {*KEYS}
-    assert set(record(selecting_edit()).needs) == {*KEYS, SEGMENTER}
-    assert record(mask_request()).needs == (SEGMENTER,), "and a mask alone needs nothing else"
+    assert set(record(make_selecting_edit("a", is_mask_aware=True)).needs) == {*KEYS, SEGMENTER}
+    assert record(make_mask_request("a")).needs == (SEGMENTER,), "and a mask alone needs nothing else"
 
 
 def test_refiners_read_the_mask_too() -> None:
@@ -126,7 +108,7 @@ def answer(scheduler: StepScheduler, plan: object, **fields: object) -> None:
 
 def test_a_mask_alone_ends_with_what_was_found() -> None:
     scheduler = scheduler_of(*KEYS, SEGMENTER)
-    scheduler.add(mask_request())
+    scheduler.add(make_mask_request("a"))
     plan = scheduler.schedule(0.0)
     assert plan is not None
     assert [batch.op for batch in plan.batches] == ["segment"]
@@ -141,7 +123,7 @@ def test_a_mask_alone_ends_with_what_was_found() -> None:
 def test_the_masks_of_several_requests_are_found_in_one_batch() -> None:
     scheduler = scheduler_of(*KEYS, SEGMENTER)
     for name in ("a", "b", "c"):
-        scheduler.add(msgspec.structs.replace(mask_request(), request_id=name))
+        scheduler.add(msgspec.structs.replace(make_mask_request("a"), request_id=name))
     plan = scheduler.schedule(0.0)
     assert plan is not None
     assert [[item.request_id for item in batch.items] for batch in plan.batches] == [["a", "b", "c"]]
@@ -150,7 +132,7 @@ def test_the_masks_of_several_requests_are_found_in_one_batch() -> None:
 def test_nothing_found_fails_its_request_alone() -> None:
     scheduler = scheduler_of(*KEYS, SEGMENTER)
     for name in ("a", "b"):
-        scheduler.add(msgspec.structs.replace(mask_request(), request_id=name))
+        scheduler.add(msgspec.structs.replace(make_mask_request("a"), request_id=name))
     plan = scheduler.schedule(0.0)
     assert plan is not None
     (batch,) = plan.batches
@@ -166,7 +148,7 @@ def test_nothing_found_fails_its_request_alone() -> None:
 def test_a_segmenter_is_loaded_for_the_first_request_that_needs_it() -> None:
     scheduler = scheduler_of(*KEYS)
     assert scheduler.schedule(0.0) is None, "without requests nothing is loaded"
-    scheduler.add(selecting_edit())
+    scheduler.add(make_selecting_edit("a", is_mask_aware=True))
     plan = scheduler.schedule(0.0)
     assert plan is not None
     assert (plan.load, plan.batches) == ((SEGMENTER,), ())
@@ -174,7 +156,7 @@ def test_a_segmenter_is_loaded_for_the_first_request_that_needs_it() -> None:
 
 def test_a_segmenter_that_cannot_be_loaded_fails_only_who_needs_it() -> None:
     scheduler = scheduler_of(*KEYS)
-    scheduler.add(selecting_edit("a"))
+    scheduler.add(make_selecting_edit("a", is_mask_aware=True))
     scheduler.add(make_edit("b"))
     plan = scheduler.schedule(0.0)
     assert plan is not None
@@ -184,8 +166,8 @@ def test_a_segmenter_that_cannot_be_loaded_fails_only_who_needs_it() -> None:
     (failed,) = scheduler.take_outputs()
     assert isinstance(failed, Failed)
     assert (failed.request_id, failed.failure.kind) == ("a", "model_unavailable")
-    scheduler.add(selecting_edit("c"))
+    scheduler.add(make_selecting_edit("c"))
     assert [output.request_id for output in scheduler.take_outputs()] == ["c"], "refused for a while"
     scheduler.add(make_edit("d"))
     assert scheduler.take_outputs() == ()
-    assert isinstance(selecting_edit().spec, EditSpec)
+    assert isinstance(make_selecting_edit("a", is_mask_aware=True).spec, EditSpec)

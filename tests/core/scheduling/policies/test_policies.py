@@ -9,7 +9,7 @@ from typing import get_args
 
 import msgspec
 import pytest
-from fakes import MODEL, FakeWorkers, make_edit
+from fakes import MODEL, FakeWorkers, make_edit, make_mask_request, make_selecting_edit
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -82,7 +82,8 @@ def test_every_policy_ends_every_request_and_changes_nothing_itself(
         if turn < 12 and data.draw(st.booleans()):
             steps, previews = data.draw(st.integers(1, 4)), data.draw(st.integers(0, 2))
             added.append(f"r{turn}")
-            scheduler.add(make_edit(added[-1], steps=steps, partial_images=previews, arrival=float(turn)))
+            make = data.draw(st.sampled_from([make_edit, make_edit, make_selecting_edit, make_mask_request]))
+            scheduler.add(make(added[-1], steps=steps, partial_images=previews, arrival=float(turn)))
         if turn < 12 and added and data.draw(st.integers(0, 5)) == 0:
             scheduler.abort([data.draw(st.sampled_from(added))])
         plan = scheduler.schedule(float(turn))
