@@ -1,0 +1,129 @@
+// Selection by words or by a click: the server finds the mask, and it joins what is drawn.
+import { ApiError, findMask } from "./api.js";
+import { byId } from "./dom.js";
+import { percent } from "./format.js";
+import { viewOf } from "./picture.js";
+import { BadField } from "./settings.js";
+
+/** Asks for one mask at a time: what is asked meanwhile is dropped. */
+export class Selection {
+  #mask;
+  #reveal;
+  #report;
+  #abort = null; // AbortController while the server is asked
+  #asking = null; // the promise of whether it found something
+
+  /** reveal(): the mask changes, show it. report(error): there is none. */
+  constructor(mask, { reveal, report }) {
+    this.#mask = mask;
+    this.#reveal = reveal;
+    this.#report = report;
+    byId("pick-removes").addEventListener("click", () => {
+      byId("pick-removes").setAttribute("aria-pressed", String(!this.#removes));
+    });
+  }
+
+  /** Offer what the model's segmenter takes, of "words" and "points", and say what it does not take. */
+  offer(ways) {
+    const [words, points] = ["words", "points"].map((way) => ways.includes(way));
+    const tool = byId("pick").querySelector("input");
+    if (tool.checked && !points) document.querySelector("input[name=tool]").click();
+    byId("pick").hidden = tool.disabled = !points; // hidden alone, its key would choose it
+    byId("words-form").hidden = !words;
+    const missing = [!words && "by words", !points && "by clicks"].filter(Boolean);
+    byId("no-selecting").hidden = !missing.length;
+    byId("no-selecting").textContent = `The server has no segmenter that selects ${missing.join(" or ")} (see --segmenter).`;
+  }
+
+  /** Select what the text field names, instead of what is selected. */
+  byWords(picture) {
+    const words = byId("words").value.trim();
+    if (words) this.#find(picture, { mask_prompt: words }, `for “${words}”`, (found) => this.#replace(found));
+    else this.#report(new BadField(byId("words"), "Say what to select: the field is empty."));
+  }
+
+  /** Add what is at a point of the mask, or remove it. */
+  atPoint(picture, { x, y }, removes) {
+    const { width, height } = this.#mask.size;
+    if (x < 0 || y < 0 || x > width || y > height) return; // lifted beside the picture: not meant
+    const pixel = (place, side, pixels) => Math.min(Math.floor((place / side) * pixels), pixels - 1);
+    const point = [pixel(x, width, picture.size.width), pixel(y, height, picture.size.height)];
+    this.#find(picture, { mask_points: JSON.stringify([point]) }, "there", (found) => this.#join(found, removes || this.#removes));
+  }
+
+  /** What is under way was not meant. */
+  cancel() {
+    this.#abort?.abort();
+  }
+
+  /** Resolves when nothing is under way any more: false if that came to nothing. */
+  get settled() {
+    return this.#abort ? this.#asking : Promise.resolve(true);
+  }
+
+  // -------------------------------------------------------------------------------------------------------- inside
+
+  get #removes() {
+    return byId("pick-removes").getAttribute("aria-pressed") === "true";
+  }
+
+  #find(picture, asked, where, use) {
+    if (this.#abort) return;
+    this.#asking = this.#ask(picture, asked, use).then(
+      () => true,
+      (error) => {
+        this.#report(error.code === "nothing_found" ? new ApiError(`Nothing found ${where}.`, error.status, error.code) : error);
+        return false;
+      },
+    );
+  }
+
+  /** use(found): change the mask; the news of it. */
+  async #ask(picture, asked, use) {
+    const { signal } = (this.#abort = new AbortController());
+    this.#show("Selecting…");
+    let news = "";
+    try {
+      const file = await findMask({ image: picture.file, ...asked }, signal);
+      const found = opacityOf(await viewOf(file, picture.size));
+      signal.throwIfAborted();
+      this.#reveal();
+      this.#mask.end(); // a stroke that is being drawn
+      news = use(found);
+    } finally {
+      this.#abort = null;
+      this.#show(news);
+    }
+  }
+
+  #replace(found) {
+    this.#mask.restore(found);
+    return `Selected ${percent(this.#mask.share)} of the picture.`;
+  }
+
+  #join(found, removes) {
+    const before = this.#mask.share;
+    const joined = this.#mask.save().map((opacity, index) => (removes ? Math.min(opacity, 255 - found[index]) : Math.max(opacity, found[index])));
+    this.#mask.restore(joined);
+    return `${removes ? "Removed" : "Added"} ${percent(Math.abs(this.#mask.share - before))} of the picture.`;
+  }
+
+  /** Tell what is under way, or how it ended. */
+  #show(news) {
+    const isBusy = this.#abort !== null;
+    byId("select").textContent = isBusy ? news : "Select";
+    byId("select").setAttribute("aria-disabled", String(isBusy)); // disabled, it would lose the focus
+    byId("sheet").toggleAttribute("data-busy", isBusy);
+    byId("found").textContent = news;
+  }
+}
+
+/** What a mask's file edits, as opacities of the drawn mask: where the file is transparent. */
+function opacityOf(bitmap) {
+  const { width, height } = bitmap;
+  const context = new OffscreenCanvas(width, height).getContext("2d", { willReadFrequently: true });
+  context.drawImage(bitmap, 0, 0);
+  bitmap.close();
+  const { data } = context.getImageData(0, 0, width, height);
+  return new Uint8Array(width * height).map((_, index) => 255 - data[index * 4 + 3]);
+}
