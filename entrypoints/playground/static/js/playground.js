@@ -10,12 +10,12 @@ import { markExample, readExamples, showChips, showGallery } from "./gallery.js"
 import { History } from "./history.js";
 import { hasKey } from "./key.js";
 import { theWorker } from "./mask-export.js";
+import { MaskFinder } from "./mask-finder.js";
 import { Mask } from "./mask.js";
 import { waitForModels } from "./model.js";
 import { openPicture, UnreadablePicture, viewOf } from "./picture.js";
 import { References } from "./references.js";
 import { gridOf, runEdit } from "./run.js";
-import { Selection } from "./selection.js";
 import { BadField, offerAdapters, readSettings, showDefaults } from "./settings.js";
 import { addShortcuts } from "./shortcuts.js";
 import { asCurl, asPython, fileNames, isInline } from "./snippets.js";
@@ -28,8 +28,8 @@ const MASK_COLOUR = "#ff2d78";
 
 const stage = new Stage();
 const mask = new Mask(byId("mask"), MASK_COLOUR);
-const tools = new Tools(stage, mask, (point, removes) => select(() => selection.atPoint(picture, point, removes)));
-const selection = new Selection(mask, { reveal: backToMask, report });
+const tools = new Tools(stage, mask, (point, removes) => find(() => finder.atPoint(picture, point, removes)));
+const finder = new MaskFinder(mask, { reveal: backToMask, report });
 const history = new History(byId("history-box"), byId("history"), (entry) => showEntry(entry));
 const references = new References(report);
 
@@ -58,7 +58,7 @@ async function open(blob, name, url = null, example = null) {
 
 function setPicture(opened) {
   running?.abort();
-  selection.cancel();
+  finder.cancel();
   picture = opened;
   stage.showPicture(opened.view);
   showResult(null);
@@ -154,8 +154,8 @@ function backToMask() {
   stage.hideTokens();
 }
 
-/** Let the server find a mask, unless the mask is in use. */
-function select(ask) {
+/** Ask the server for a mask, unless an edit runs. */
+function find(ask) {
   if (picture && !running) ask();
 }
 
@@ -169,7 +169,7 @@ async function run() {
   try {
     if (!model) await connect(); // they declined to give a key, or it still loads
     await references.settled;
-    if (!(await selection.settled)) return; // what it was for is told
+    if (!(await finder.settled)) return; // why is told
     if (running) return; // by a second click meanwhile
     const settings = ready();
     if (settings) await runOnce(settings);
@@ -217,7 +217,7 @@ async function runOnce(settings, isKept = true) {
 
 function begin() {
   tools.cancel();
-  selection.cancel();
+  finder.cancel();
   showResult(null);
   stage.hideTokens();
   stage.showAfter(picture.view);
@@ -260,7 +260,7 @@ async function runExact(entry) {
 
 function showEntry(entry) {
   if (running) return;
-  selection.cancel();
+  finder.cancel();
   if (picture !== entry.picture) {
     setPicture(entry.picture);
     mask.reset(stage.size);
@@ -367,7 +367,7 @@ function wire() {
   }
   byId("words-form").addEventListener("submit", (event) => {
     event.preventDefault();
-    select(() => selection.byWords(picture));
+    find(() => finder.byWords(picture));
   });
   byId("brush-size").addEventListener("input", ({ target }) => {
     tools.size = Number(target.value);
@@ -419,7 +419,7 @@ async function meetModel() {
   [model] = models;
   byId("model").textContent = `${model.id}, ${model.device}`;
   showDefaults(model);
-  selection.offer(model.selects_by);
+  finder.offer(model.selects_by);
   references.offer(model.references?.most ?? 0);
   offerAdapters(models.filter(({ parent }) => parent === model.id).map(({ id }) => id));
   tellSize();

@@ -1,19 +1,19 @@
-// Selection by words or by a click: the server finds the mask, and it joins what is drawn.
+// Masks that the server finds, by words or at a point, as changes of the drawn one.
 import { ApiError, findMask } from "./api.js";
 import { byId } from "./dom.js";
 import { percent } from "./format.js";
 import { viewOf } from "./picture.js";
 import { BadField } from "./settings.js";
 
-/** Asks for one mask at a time: what is asked meanwhile is dropped. */
-export class Selection {
+/** Asks for one mask at a time. A question that comes meanwhile is dropped. */
+export class MaskFinder {
   #mask;
   #reveal;
   #report;
   #abort = null; // AbortController while the server is asked
   #asking = null; // the promise of whether it found something
 
-  /** reveal(): the mask changes, show it. report(error): there is none. */
+  /** reveal(): show the mask, it is about to change. report(error): no mask came. */
   constructor(mask, { reveal, report }) {
     this.#mask = mask;
     this.#reveal = reveal;
@@ -23,7 +23,7 @@ export class Selection {
     });
   }
 
-  /** Offer what the model's segmenter takes, of "words" and "points", and say what it does not take. */
+  /** Offer the ways to ask that the model takes, of "words" and "points", and say which it does not take. */
   offer(ways) {
     const [words, points] = ["words", "points"].map((way) => ways.includes(way));
     const tool = byId("pick").querySelector("input");
@@ -51,12 +51,12 @@ export class Selection {
     this.#find(picture, { mask_points: JSON.stringify([point]) }, "there", (found) => this.#join(found, removes || this.#removes));
   }
 
-  /** What is under way was not meant. */
+  /** Give up the question that is under way. */
   cancel() {
     this.#abort?.abort();
   }
 
-  /** Resolves when nothing is under way any more: false if that came to nothing. */
+  /** Resolves when no question is under way: to false if the last one was and brought no mask. */
   get settled() {
     return this.#abort ? this.#asking : Promise.resolve(true);
   }
@@ -78,7 +78,7 @@ export class Selection {
     );
   }
 
-  /** use(found): change the mask; the news of it. */
+  /** use(found): changes the mask, and returns the news of it. */
   async #ask(picture, asked, use) {
     const { signal } = (this.#abort = new AbortController());
     this.#show("Selecting…");
@@ -108,7 +108,7 @@ export class Selection {
     return `${removes ? "Removed" : "Added"} ${percent(Math.abs(this.#mask.share - before))} of the picture.`;
   }
 
-  /** Tell what is under way, or how it ended. */
+  /** news: what is under way, or how it ended. */
   #show(news) {
     const isBusy = this.#abort !== null;
     byId("select").textContent = isBusy ? news : "Select";
@@ -118,7 +118,7 @@ export class Selection {
   }
 }
 
-/** What a mask's file edits, as opacities of the drawn mask: where the file is transparent. */
+/** A mask as the server answers it, transparent = edit, as one byte per pixel: its opacity when drawn. */
 function opacityOf(bitmap) {
   const { width, height } = bitmap;
   const context = new OffscreenCanvas(width, height).getContext("2d", { willReadFrequently: true });
