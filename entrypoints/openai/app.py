@@ -312,6 +312,7 @@ def _model_object(engine: AsyncEngine, model: ModelInfo, created: int) -> dict[s
         "modality": model.modality,
         "num_classes": model.num_classes,
         "class_names": model.class_names,
+        "selects_by": list(model.selects_by),
         "state": model_state(model, alive),
     }
 

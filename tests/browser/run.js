@@ -13,7 +13,7 @@ const HERE = fileURLToPath(new URL("./", import.meta.url));
 async function main() {
   const folder = mkdtempSync(join(tmpdir(), "playground-"));
   const adapter = makeAdapter(join(folder, "adapter.safetensors"));
-  const servers = await Promise.all([startServer("--max-pixels", "13000000"), startServer("--api-key", KEY, "--lora", `${ADAPTER}=${adapter}`)]);
+  const servers = await Promise.all([startServer("--max-pixels", "13000000"), startServer("--api-key", KEY, "--segmenter", "none", "--lora", `${ADAPTER}=${adapter}`)]);
   try {
     const [open, guarded] = servers.map(({ url }) => url);
     return await runTests({ OPEN_URL: open, GUARDED_URL: guarded });

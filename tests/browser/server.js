@@ -10,7 +10,7 @@ export const PYTHON = process.env.PYTHON ?? `${ROOT}.venv/bin/python`;
 export const KEY = "sk-browser-test";
 export const ADAPTER = "stripes";
 
-/** What run.js has started: servers without and with an API key and an adapter. */
+/** What run.js has started: servers without and with an API key and an adapter. The latter finds no masks. */
 export const [OPEN_URL, GUARDED_URL] = [process.env.OPEN_URL, process.env.GUARDED_URL];
 
 /** Run a Python program that may import the repository, its tests' helpers included. */

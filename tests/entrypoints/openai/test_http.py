@@ -10,9 +10,10 @@ from collections.abc import AsyncIterator
 from typing import Any
 
 import httpx
+import msgspec
 import pytest
 from api_calls import IMAGE, assert_refused, post_edit, post_json
-from fake_engine import FakeEngine
+from fake_engine import MODEL, FakeEngine
 
 from core.errors import (
     DeadlineExceededError,
@@ -132,6 +133,12 @@ async def test_ready_models_and_metrics(client: httpx.AsyncClient) -> None:
         assert (await client.get(f"/v1/models/{path}")).json() == listed["data"][0]
     assert_refused(await client.get("/v1/models/tiny"), 404, "model_not_found", "model")
     assert "stencil:request_success_total" in (await client.get("/metrics")).text
+
+
+async def test_models_tell_how_masks_are_asked_for(client: httpx.AsyncClient, engine: FakeEngine) -> None:
+    engine.models["sam"] = msgspec.structs.replace(MODEL, name="sam", selects_by=("points", "box"))
+    data = (await client.get("/v1/models")).json()["data"]
+    assert [model["selects_by"] for model in data] == [[], ["points", "box"]]
 
 
 async def test_probes_may_use_head_requests(client: httpx.AsyncClient, engine: FakeEngine) -> None:

@@ -14,7 +14,16 @@ export class ApiError extends Error {
 
 /** GET as JSON. */
 export async function get(path) {
-  const response = await call(path, {});
+  return jsonOf(await call(path, {}));
+}
+
+/** The mask that the server finds, as a PNG: transparent = edit. fields: as of `edit`. */
+export async function findMask(fields, signal) {
+  const { data } = await jsonOf(await call("v1/images/masks", { method: "POST", body: form(fields), signal }));
+  return fromBase64(data[0].b64_json, "image/png");
+}
+
+async function jsonOf(response) {
   try {
     return await response.json();
   } catch (error) {

@@ -10,6 +10,7 @@ import { markExample, readExamples, showChips, showGallery } from "./gallery.js"
 import { History } from "./history.js";
 import { hasKey } from "./key.js";
 import { theWorker } from "./mask-export.js";
+import { MaskFinder } from "./mask-finder.js";
 import { Mask } from "./mask.js";
 import { waitForModels } from "./model.js";
 import { openPicture, UnreadablePicture, viewOf } from "./picture.js";
@@ -27,7 +28,8 @@ const MASK_COLOUR = "#ff2d78";
 
 const stage = new Stage();
 const mask = new Mask(byId("mask"), MASK_COLOUR);
-const tools = new Tools(stage, mask);
+const tools = new Tools(stage, mask, (point, removes) => find(() => finder.atPoint(picture, point, removes)));
+const finder = new MaskFinder(mask, { reveal: backToMask, report });
 const history = new History(byId("history-box"), byId("history"), (entry) => showEntry(entry));
 const references = new References(report);
 
@@ -56,6 +58,7 @@ async function open(blob, name, url = null, example = null) {
 
 function setPicture(opened) {
   running?.abort();
+  finder.cancel();
   picture = opened;
   stage.showPicture(opened.view);
   showResult(null);
@@ -151,6 +154,11 @@ function backToMask() {
   stage.hideTokens();
 }
 
+/** Ask the server for a mask, unless an edit runs. */
+function find(ask) {
+  if (picture && !running) ask();
+}
+
 // -------------------------------------------------------------------------------------------------------------- edit
 
 async function run() {
@@ -161,6 +169,7 @@ async function run() {
   try {
     if (!model) await connect(); // they declined to give a key, or it still loads
     await references.settled;
+    if (!(await finder.settled)) return; // why is told
     if (running) return; // by a second click meanwhile
     const settings = ready();
     if (settings) await runOnce(settings);
@@ -208,6 +217,7 @@ async function runOnce(settings, isKept = true) {
 
 function begin() {
   tools.cancel();
+  finder.cancel();
   showResult(null);
   stage.hideTokens();
   stage.showAfter(picture.view);
@@ -250,6 +260,7 @@ async function runExact(entry) {
 
 function showEntry(entry) {
   if (running) return;
+  finder.cancel();
   if (picture !== entry.picture) {
     setPicture(entry.picture);
     mask.reset(stage.size);
@@ -350,9 +361,14 @@ function wire() {
   for (const radio of document.getElementsByName("tool")) {
     radio.addEventListener("change", () => {
       tools.name = radio.value;
+      byId("pick-removes").hidden = radio.value !== "pick";
       backToMask();
     });
   }
+  byId("words-form").addEventListener("submit", (event) => {
+    event.preventDefault();
+    find(() => finder.byWords(picture));
+  });
   byId("brush-size").addEventListener("input", ({ target }) => {
     tools.size = Number(target.value);
   });
@@ -403,6 +419,7 @@ async function meetModel() {
   [model] = models;
   byId("model").textContent = `${model.id}, ${model.device}`;
   showDefaults(model);
+  finder.offer(model.selects_by);
   references.offer(model.references?.most ?? 0);
   offerAdapters(models.filter(({ parent }) => parent === model.id).map(({ id }) => id));
   tellSize();

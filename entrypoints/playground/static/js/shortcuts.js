@@ -2,7 +2,7 @@
 import { byId } from "./dom.js";
 
 const CLICKS = { i: "invert", x: "clear", "+": "zoom-in", "=": "zoom-in", "-": "zoom-out", 0: "zoom-fit", "?": "help" };
-const TOOLS = { b: "brush", e: "eraser", r: "rectangle", l: "lasso" };
+const TOOLS = { b: "brush", e: "eraser", r: "rectangle", l: "lasso", p: "pick" };
 
 /** run(): start the edit. sizeBy(factor): another brush. All else is a click on what shows it. */
 export function addShortcuts({ run, sizeBy }) {

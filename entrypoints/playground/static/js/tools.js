@@ -2,25 +2,30 @@
 import { svg } from "./dom.js";
 
 const KEY_STEP = 4; // px of the mask that an arrow key moves the pen; with Shift four times that
+const PICKS = { " ": false, Enter: false, Delete: true, Backspace: true }; // keys that pick: whether they remove
 const PEN_ERASER = 32; // in PointerEvent.buttons
+const BRUSHES = ["brush", "eraser"];
 
 /** What a tool does between pen down and pen up. "erase" inverts brush and shapes alike. */
 const SHAPES = { rectangle: ([first, last]) => corners(first, last), lasso: (points) => points };
 
 export class Tools {
-  name = "brush"; // brush, eraser, rectangle, lasso
+  name = "brush"; // brush, eraser, rectangle, lasso, pick
   size = 24; // diameter of brush and eraser, px of the mask
   #stage;
   #mask;
+  #pick;
   #points = null; // of the gesture that runs; for a rectangle its corners
   #isErasing = false;
   #pointers = new Map(); // pointer id -> {x, y} on the screen, of those that are down
   #pinch = null; // {distance, middle, zoom} at its last move
   #pen = null; // the keyboard's pen, {x, y}
 
-  constructor(stage, mask) {
+  /** pick(point, removes): a place was picked, what is there joins the mask or is removed from it. */
+  constructor(stage, mask, pick) {
     this.#stage = stage;
     this.#mask = mask;
+    this.#pick = pick;
     const area = stage.area;
     area.addEventListener("pointerdown", (event) => this.#down(event));
     area.addEventListener("pointermove", (event) => this.#move(event));
@@ -94,6 +99,7 @@ export class Tools {
     const [x, y] = { ArrowLeft: [-1, 0], ArrowRight: [1, 0], ArrowUp: [0, -1], ArrowDown: [0, 1] }[event.key] ?? [0, 0];
     if (event.ctrlKey || event.metaKey || event.altKey) return;
     if (x || y) this.#walk(x, y, event.shiftKey ? 4 * KEY_STEP : KEY_STEP);
+    else if (this.name === "pick" && event.key in PICKS) this.#pick(this.#placedPen(), PICKS[event.key]);
     else if (event.key === " ") this.#press();
     else if (event.key === "Escape") this.cancel();
     else return;
@@ -104,7 +110,7 @@ export class Tools {
 
   #walk(x, y, step) {
     const { width, height } = this.#mask.size;
-    const pen = this.#pen ?? { x: width / 2, y: height / 2 };
+    const pen = this.#placedPen();
     const inside = (value, most) => Math.min(Math.max(value, 0), most);
     this.#pen = { x: inside(pen.x + x * step, width), y: inside(pen.y + y * step, height) };
     if (this.#points) this.#extend(this.#pen);
@@ -112,10 +118,16 @@ export class Tools {
 
   /** Space puts the keyboard's pen down, and lifts it. */
   #press() {
+    const pen = this.#placedPen();
+    if (this.#points) this.#end();
+    else this.#begin(pen, false);
+  }
+
+  /** The keyboard's pen, at first in the middle. */
+  #placedPen() {
     const { width, height } = this.#mask.size;
     this.#pen ??= { x: width / 2, y: height / 2 };
-    if (this.#points) this.#end();
-    else this.#begin(this.#pen, false);
+    return this.#pen;
   }
 
   #leave() {
@@ -126,15 +138,19 @@ export class Tools {
 
   // ------------------------------------------------------------------------------------------------------- gesture
 
+  get #isBrush() {
+    return BRUSHES.includes(this.name);
+  }
+
   #begin(point, erase) {
     this.#points = [point];
     this.#isErasing = erase || this.name === "eraser";
-    if (!(this.name in SHAPES)) this.#mask.begin(point, this.size, this.#isErasing);
+    if (this.#isBrush) this.#mask.begin(point, this.size, this.#isErasing);
     this.#draft();
   }
 
   #extend(point) {
-    if (!(this.name in SHAPES)) this.#mask.extend(point);
+    if (this.#isBrush) this.#mask.extend(point);
     if (this.name === "rectangle") this.#points = [this.#points[0], point];
     else this.#points.push(point);
   }
@@ -142,14 +158,15 @@ export class Tools {
   #end() {
     const points = this.#points;
     this.#points = null;
-    if (!(this.name in SHAPES)) this.#mask.end();
+    if (this.#isBrush) this.#mask.end();
+    else if (this.name === "pick") this.#pick(points.at(-1), this.#isErasing);
     else if (points.length > 1) this.#mask.fill(SHAPES[this.name](points), this.#isErasing);
     this.#stage.showDraft();
     this.#draft();
   }
 
   #hover(point) {
-    if (!this.#points && !this.#pen) this.#stage.showDraft(...(point && !(this.name in SHAPES) ? [this.#ring(point)] : []));
+    if (!this.#points && !this.#pen) this.#stage.showDraft(...(point && this.#isBrush ? [this.#ring(point)] : []));
   }
 
   /** Show what is under way: a shape's outline, or where the brush is. */
@@ -158,7 +175,7 @@ export class Tools {
     if (this.#points && this.name in SHAPES && this.#points.length > 1) {
       const points = SHAPES[this.name](this.#points).map(({ x, y }) => `${x},${y}`);
       marks.push(svg("polygon", { points: points.join(" ") }));
-    } else if (!(this.name in SHAPES)) {
+    } else if (this.#isBrush) {
       const point = this.#points?.at(-1) ?? this.#pen;
       if (point) marks.push(this.#ring(point));
     }
