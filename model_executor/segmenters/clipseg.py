@@ -21,11 +21,12 @@ from model_executor.segmenters.segmenter import BOX, POINTS, WORDS, Box, Found, 
 class ClipSeg(Segmenter):
     """A CLIPSeg. Its logits are resized to the picture before they become shares, so that edges stay sharp.
 
-    With a things.json it takes points and boxes, too: a point means the thing whose share is highest there, and a box
-    the thing whose mask has the bounding box that overlaps it most.
+    With a things.json it takes points and boxes, too: a point means the first thing of the list that is there, with a
+    share of at least one half, or else the one whose share is highest; so parts of other things are listed before them.
+    A box means the thing whose mask has the bounding box that overlaps it most.
 
-    A score is the highest share of a pixel for words, the share at the surest point for points, and for a box its
-    overlap (intersection over union) with the thing's bounding box.
+    A score is the highest share of a pixel for words, the share of the thing at the surest point for points, and for a
+    box its overlap (intersection over union) with the thing's bounding box.
     """
 
     def __init__(self, checkpoint: ModelCheckpoint) -> None:
@@ -63,13 +64,14 @@ class ClipSeg(Segmenter):
 
     def _find_points(self, seen: Seen, points: tuple[Point, ...]) -> Found:
         logits = self._logits(seen, self._things)
-        best = _at(logits, points).max(dim=0)  # of each point
+        there = _at(logits, points)  # [things, points]
         joined, score = nothing(seen), 0.0
-        for point, thing, logit in zip(points, best.indices.tolist(), best.values, strict=True):
+        chosen = [_first_there(each) for each in there.unbind(dim=1)]
+        for point, thing, logit in zip(points, chosen, there.T, strict=True):
             if point.adds:
                 joined = torch.maximum(joined, enlarge(logits[thing : thing + 1], seen)[0].sigmoid())
-                score = max(score, logit.sigmoid().item())
-        for point, thing in zip(points, best.indices.tolist(), strict=True):
+                score = max(score, logit[thing].sigmoid().item())
+        for point, thing in zip(points, chosen, strict=True):
             if not point.adds:
                 joined = torch.minimum(joined, (-enlarge(logits[thing : thing + 1], seen)[0]).sigmoid())
         return Found(joined, score)
@@ -91,6 +93,12 @@ class ClipSeg(Segmenter):
         states = tuple(each.expand(len(texts), -1, -1) for each in seen.tensors)
         logits: Tensor = module.decoder(states, meanings).logits
         return logits.float()
+
+
+def _first_there(logits: Tensor) -> int:
+    """The first thing that is at a point, or else the likeliest. logits: [things], at the point."""
+    there = (logits >= 0).nonzero()
+    return int(there[0] if len(there) else logits.argmax())
 
 
 def _at(logits: Tensor, points: Sequence[Point]) -> Tensor:
