@@ -7,6 +7,7 @@ keep the upload's pixel, 0 = take the generated one, between = blend.
 from __future__ import annotations
 
 import itertools
+from math import ceil, floor
 
 import numpy as np
 import numpy.typing as npt
@@ -16,15 +17,27 @@ from core.messages.image_processor import Box
 from engine.images.crop_geometry import CropGeometry, Size, lay
 from engine.images.image_codec import Bytes
 
+BLUR_REACH = 4
+"""Deviations of a Gaussian beyond which Pillow's blur of 8-bit values changes nothing."""
+
 
 def soft_keep(keep: Bytes, grow: int, feather: float) -> Bytes:
-    """`keep` with what is edited grown by `grow` px on each side, a square, and its edge softened by a Gaussian with a
-    deviation of `feather` px."""
-    for axis in (0, 1) if grow else ():
-        keep = _least_around(keep, grow, axis)
-    if not feather:
+    """`keep`, of which something is edited, with that grown by `grow` px on each side, a square, and its edge softened
+    by a Gaussian with a deviation of `feather` px. Only its surroundings are computed, so a small edit of a large photo
+    costs little.
+    """
+    if not (grow or feather):
         return keep
-    return np.asarray(Image.fromarray(keep).filter(ImageFilter.GaussianBlur(feather)))
+    reach = grow + ceil(BLUR_REACH * feather)
+    left, top, right, bottom = edited_box(keep)
+    rows, columns = slice(max(0, top - reach), bottom + reach), slice(max(0, left - reach), right + reach)
+    soft, part = keep.copy(), np.ascontiguousarray(keep[rows, columns])
+    for axis in (0, 1) if grow else ():
+        part = _least_around(part, grow, axis)
+    if feather:
+        part = np.asarray(Image.fromarray(part).filter(ImageFilter.GaussianBlur(feather)))
+    soft[rows, columns] = part
+    return soft
 
 
 def _least_around(values: Bytes, reach: int, axis: int) -> Bytes:
@@ -41,11 +54,19 @@ def _least_around(values: Bytes, reach: int, axis: int) -> Bytes:
 
 
 def found_keep(found: Bytes, size: Size, feather: float) -> Bytes:
-    """`keep` at upload size of a mask that an engine has found at generation size (uint8 [height, width], 1 = edit)."""
-    scaled = Image.fromarray(found * np.uint8(255)).resize(size, Image.Resampling.BILINEAR)
-    keep = np.where(np.asarray(scaled) >= 128, 0, 255).astype(np.uint8)
+    """`keep` at upload size of a mask that an engine has found at generation size (uint8 [height, width], 1 = edit, at
+    least one pixel)."""
+    (width, height), (across, down) = size, (found.shape[1] / size[0], found.shape[0] / size[1])
+    left, top, right, bottom = edited_box(255 - found)
+    columns = slice(max(0, floor(left / across) - 1), min(width, ceil(right / across) + 1))
+    rows = slice(max(0, floor(top / down) - 1), min(height, ceil(bottom / down) + 1))
+    source = columns.start * across, rows.start * down, columns.stop * across, rows.stop * down
+    shape = columns.stop - columns.start, rows.stop - rows.start
+    part = Image.fromarray(found * np.uint8(255)).resize(shape, Image.Resampling.BILINEAR, source)
+    keep = np.full((height, width), 255, np.uint8)
+    keep[rows, columns] = np.where(np.asarray(part) >= 128, 0, 255)
     if keep.min() == 255:  # a pixel that a smaller upload has no room for
-        keep = np.where(touched_cells(255 - found * np.uint8(255), size, 1, 0), 0, 255).astype(np.uint8)
+        keep = np.where(touched_cells(255 - found, size, 1, 0), 0, 255).astype(np.uint8)
     return soft_keep(keep, 0, feather)
 
 

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from PIL import Image
+from PIL import Image, ImageFilter
 
 from engine.images.image_codec import Bytes
 from engine.images.masks import edited_box, found_keep, mask_file, soft_keep
@@ -14,7 +14,9 @@ from engine.images.masks import edited_box, found_keep, mask_file, soft_keep
 
 def keeps(seed: int, height: int, width: int) -> Bytes:
     random = np.random.default_rng(seed)
-    return random.choice(np.array([0, 100, 255], np.uint8), (height, width), p=[0.03, 0.02, 0.95])
+    keep = random.choice(np.array([0, 100, 255], np.uint8), (height, width), p=[0.03, 0.02, 0.95])
+    keep[random.integers(height), random.integers(width)] = 0
+    return keep
 
 
 @given(st.integers(0, 10**6), st.integers(1, 40), st.integers(1, 40), st.integers(0, 50))
@@ -72,3 +74,21 @@ def test_the_file_is_transparent_where_the_mask_is() -> None:
     assert picture.mode == "RGBA"
     assert np.array_equal(np.asarray(picture.getchannel("A")), keep)
     assert isinstance(picture, Image.Image)
+
+
+@pytest.mark.parametrize("feather", [0.3, 1.0, 7.5, 40.0])
+def test_what_is_far_from_an_edge_is_not_blurred(feather: float) -> None:
+    """So only the surroundings need to be."""
+    keep = np.full((400, 500), 255, np.uint8)
+    keep[150:170, 220:260] = 0
+    keep[160, 300] = 90
+    whole = np.asarray(Image.fromarray(keep).filter(ImageFilter.GaussianBlur(feather)))
+    assert np.array_equal(soft_keep(keep, 0, feather), whole)
+
+
+@pytest.mark.parametrize("size", [(64, 48), (300, 200), (91, 77), (40, 30)])
+def test_a_part_is_scaled_as_the_whole(size: tuple[int, int]) -> None:
+    found = np.zeros((48, 64), np.uint8)
+    found[5:20, 30:31] = found[11:14, 25:60] = 1
+    whole = np.asarray(Image.fromarray(found * np.uint8(255)).resize(size, Image.Resampling.BILINEAR))
+    assert (np.abs((found_keep(found, size, 0.0) == 0) ^ (whole >= 128)).mean()) < 0.001

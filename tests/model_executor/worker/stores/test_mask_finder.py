@@ -77,6 +77,7 @@ def test_tokens_are_those_that_image_processors_find(
     seed: int, rows: int, columns: int, token: int, margin: int, grow: int
 ) -> None:
     mask = np.random.default_rng(seed).random((rows * token, columns * token)) < 0.01
+    mask[seed % (rows * token), seed % (columns * token)] = True
     size = (columns * token, rows * token)
     keep = masks.soft_keep(np.where(mask, 0, 255).astype(np.uint8), grow, 0.0)
     wider = grown(torch.from_numpy(mask), grow)
