@@ -61,7 +61,7 @@ class Client:
 
 def main(argv: Sequence[str] | None = None) -> None:
     parser = command(__doc__, model=EMBEDDED_MODEL, dtype="float32", threads=1, rounds=15)
-    parser.add_argument("--words", default="the sweater", help="what is edited in the example picture")
+    parser.add_argument("--words", default="the shirt", help="what is edited in the example picture")
     parser.add_argument("--steps", type=int, default=8, help="denoising steps")
     args = parser.parse_args(argv)
     with ready_server(model_flags(args)) as server:
