@@ -92,6 +92,11 @@ class ModelInfo(msgspec.Struct, frozen=True, kw_only=True):
         return not self.num_classes
 
     @property
+    def own(self) -> tuple[ModelKey, ...]:
+        """Its components, and those of its segmenter."""
+        return (*self.components, *self.segmenter)
+
+    @property
     def needs(self) -> tuple[ModelKey, ...]:
         """All components that its requests are computed with, but for those whose mask is to be found."""
         return (*self.components, *self.borrowed)
@@ -108,7 +113,7 @@ class ModelInfo(msgspec.Struct, frozen=True, kw_only=True):
 
     def keys_of(self, component: str) -> tuple[ModelKey, ...]:
         """Its components of one kind, all of which an op of this kind needs."""
-        return tuple(key for key in (*self.components, *self.segmenter) if key.component == component)
+        return tuple(key for key in self.own if key.component == component)
 
     def num_steps(self, sampling: SamplingParams) -> int:
         """Computed steps of a run, with hires_scale of its first pass. sampling: resolved as to steps."""

@@ -164,5 +164,5 @@ def _key(keys: ModelKeys, cost_name: str, degree: int) -> CostKey:
 
 def _has(info: ModelInfo, key: CostKey) -> bool:
     kinds = {each.component for each in key.components}
-    own = tuple(each for each in (*info.components, *info.segmenter) if each.component in kinds)
+    own = tuple(each for each in info.own if each.component in kinds)
     return (info.family, info.device, own) == (key.family, key.device, key.components)

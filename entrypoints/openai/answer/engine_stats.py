@@ -90,7 +90,7 @@ def _components(loaded: Iterable[LoadedComponent], models: Iterable[ModelInfo]) 
             "component": each.key.component,
             "content": each.key.content,
             "bytes": each.nbytes,
-            "models": [model.name for model in models if each.key in model.components and not model.parent],
+            "models": [model.name for model in models if each.key in model.own and not model.parent],
         }
         for each in loaded
     ]
