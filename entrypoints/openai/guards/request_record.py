@@ -21,7 +21,8 @@ MAX_LOGGED_CHARACTERS = 256
 CLIENT_GONE_STATUS = 499  # recorded if the client disconnected; never sent
 PROBES = ("/health", "/ready", "/metrics", "/v1/engine/stats")  # polled every few seconds, so logged at debug level
 PAGE_FILES = "/playground/"  # two dozen files per page, so logged at debug level
-TRACED = ("/v1/images/edits", "/v1/images/generations", "/v1/images/masks", "/v1/templates")  # POSTs that give engines work
+# POSTs that give engines work.
+TRACED = ("/v1/images/edits", "/v1/images/generations", "/v1/images/masks", "/v1/templates")
 
 Outcome = Literal["finished", "refused", "failed", "cancelled"]
 
