@@ -128,8 +128,7 @@ SEARCH = MaskSearch(Selection("a hat"), grow=2, margin=8, runs=RUNS)
 def make_selecting_edit(
     request_id: str, *, predicted: int = 50, is_mask_aware: bool = False, **wishes: Any
 ) -> EngineRequest:
-    """As `make_edit`, under a mask that is to be found. predicted: its active tokens. is_mask_aware: whether it is to run
-    so, with a mask of most sizes."""
+    """As `make_edit`, under a mask that is to be found. predicted: its active tokens."""
     edit = make_edit(request_id, **wishes)
     active = ArrayRef(0, 4096, (predicted,), "int32")
     search = SEARCH if is_mask_aware else msgspec.structs.replace(SEARCH, runs=(MaskedRun(1, False, 0),))
