@@ -231,7 +231,6 @@ class Residency:
         """Note orders that are sent to all ranks."""
         up = [rank for rank, components in enumerate(self._components) if components is not None]
         for key in orders.unload:
-            self._on_demand.discard(key)
             for rank in up:
                 self._components_on(rank).pop(key, None)
         for key in orders.load:

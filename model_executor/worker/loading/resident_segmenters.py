@@ -52,6 +52,10 @@ class ResidentSegmenters:
         """All components."""
         return list(dict.fromkeys(key for keys in self._keys.values() for key in keys.values()))
 
+    def keys_of(self, model: str) -> tuple[ModelKey, ...]:
+        """The components of a model's segmenter; none if it has none."""
+        return tuple(self._keys.get(model, {}).values())
+
     def users_of(self, key: ModelKey) -> list[str]:
         """The models whose segmenter has this component."""
         return [name for name, keys in self._keys.items() if key in keys.values()]
@@ -83,7 +87,7 @@ class ResidentSegmenters:
         if info.name not in self._segmenters:
             return info
         takes = tuple(sorted(self._segmenters[info.name].takes))
-        return msgspec.structs.replace(info, segmenter=tuple(self._keys[info.name].values()), selects_by=takes)
+        return msgspec.structs.replace(info, segmenter=self.keys_of(info.name), selects_by=takes)
 
 
 def segmenter_parts(segmenters: Mapping[str, Segmenter]) -> list[Part]:

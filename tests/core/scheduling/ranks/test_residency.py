@@ -264,4 +264,5 @@ def test_what_is_loaded_on_demand_makes_room_for_models() -> None:
     orders = order(residency, [], [("c", 0.0)], 0.0)
     assert orders.load == MODELS["c"].components
     answer(residency, orders)
-    assert order(residency, [], [], 0.0).load == (), "and is not loaded again before a request needs it"
+    assert order(residency, [], [], 0.0).load == (), "and is not loaded again where there is no room for it"
+    assert not residency.has(ModelKeys("", "", (SEGMENTER,)), [0])
