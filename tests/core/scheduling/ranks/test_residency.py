@@ -255,14 +255,16 @@ def test_a_failed_component_of_some_requests_leaves_the_others() -> None:
     assert residency.order([], [(needs, later)], later) == ModelOrders(load=(SEGMENTER,))
 
 
-def test_what_is_loaded_on_demand_makes_room_for_models() -> None:
-    residency = make("a", budget=15, models={name: MODELS[name] for name in ("a", "c")})
+def test_what_is_loaded_on_demand_makes_room_for_models(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(SIZES, SEGMENTER, 3)
+    residency = make("a", budget=14, models={name: MODELS[name] for name in ("a", "c")})
     residency.note_wanted((SEGMENTER,))
-    SIZES[SEGMENTER] = 1
-    assert residency.order([], [((SEGMENTER,), 0.0)], 0.0).load == (SEGMENTER,)
-    residency.note_loaded(0, LoadedComponent(SEGMENTER, 1))
+    orders = residency.order([], [((SEGMENTER,), 0.0)], 0.0)
+    assert orders.load == (SEGMENTER,)
+    answer(residency, orders)
     orders = order(residency, [], [("c", 0.0)], 0.0)
     assert orders.load == MODELS["c"].components
+    assert SEGMENTER in orders.unload
     answer(residency, orders)
     assert order(residency, [], [], 0.0).load == (), "and is not loaded again where there is no room for it"
     assert not residency.has(ModelKeys("", "", (SEGMENTER,)), [0])
