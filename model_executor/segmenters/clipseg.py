@@ -41,10 +41,15 @@ class ClipSeg(Segmenter):
         self._tokenizer = read_tokenizer(checkpoint, CLIPTokenizer, config)
         self._max_tokens = config.text_config.max_position_embeddings
         self._things = read_things(checkpoint)
+        self._last: tuple[Seen, Tensor] | None = None
         self.takes = frozenset({WORDS, POINTS, BOX} if self._things else {WORDS})
         size = self._processor.size
         if not size or size.height is None or size.height != size.width:
             raise ConfigError(f"{checkpoint.path} prepares pictures that are no squares, which CLIPSeg cannot read")
+
+    def drop(self, part: str) -> None:
+        super().drop(part)
+        self._last = None
 
     def look(self, pictures: Sequence[Tensor]) -> list[Seen]:
         """Runs CLIP over all pictures in one batch, and keeps the hidden states that the decoder reads."""
@@ -63,7 +68,7 @@ class ClipSeg(Segmenter):
         return Found(shares, shares.max().item())
 
     def _find_points(self, seen: Seen, points: tuple[Point, ...]) -> Found:
-        logits = self._logits(seen, self._things)
+        logits = self._logits_of_things(seen)
         there = _at(logits, points)  # [things, points]
         joined, score = nothing(seen), 0.0
         chosen = [_first_there(each) for each in there.unbind(dim=1)]
@@ -77,12 +82,18 @@ class ClipSeg(Segmenter):
         return Found(joined, score)
 
     def _find_box(self, seen: Seen, box: Box) -> Found:
-        logits = self._logits(seen, self._things)
+        logits = self._logits_of_things(seen)
         overlaps = [_overlap(box, _bounds(each >= 0)) for each in logits]
         best = max(range(len(overlaps)), key=overlaps.__getitem__)
         if not overlaps[best]:
             return Found(nothing(seen), 0.0)
         return Found(enlarge(logits[best : best + 1], seen)[0].sigmoid(), overlaps[best])
+
+    def _logits_of_things(self, seen: Seen) -> Tensor:
+        """Logits of all things, kept for the next click on the same picture: float32 [things, side, side]."""
+        if self._last is None or self._last[0] is not seen:
+            self._last = seen, self._logits(seen, self._things)
+        return self._last[1]
 
     def _logits(self, seen: Seen, texts: Sequence[str]) -> Tensor:
         """Logits of all texts, float32 [texts, side, side]."""
