@@ -12,6 +12,8 @@ from core.validation import check_filled, check_length, conform
 
 MAX_GROW = 1024  # px
 MAX_FEATHER = 256  # px
+SOFT_REACH = 2
+"""Deviations of the Gaussian beyond which a softened edge hardly blends anything, so nothing is computed there."""
 
 PixelPoint = tuple[float, ...]
 """x and y in pixels from the left and the top; and a sign: 1 if what is there belongs to the mask, as without it, or -1

@@ -195,6 +195,7 @@ class ItemResult(msgspec.Struct, frozen=True):
     prompt_truncated: bool = False  # set by text encoding
     active_tokens: int = 0  # set by segmenting: of the mask with its margin, at least 1
     score: float = 0.0  # set by segmenting: how sure the model is, 0..1
+    is_usual: bool = True  # False: less was computed than usual, which says nothing of what later work takes
     sigmas: tuple[float, ...] = ()  # set by image encoding: noise levels before each step to come, and after all
     chosen: str = ""  # set by nodes that choose: the reader that runs
     failure: Failure | None = None  # None: it succeeded

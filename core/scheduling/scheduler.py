@@ -276,7 +276,8 @@ class StepScheduler:
         key = self._predictor.key(flight.keys, OPS[batch.op], len(batch.ranks))
         if not is_ok and len(flight.batch.ranks) > 1:
             self.ranks.break_groups()
-        self._reporter.note_batch(key, flight, result, is_ok=is_ok and flight.is_whole and result.num_parts == 1)
+        is_usual = is_ok and flight.is_whole and result.num_parts == 1 and all(item.is_usual for item in result.items)
+        self._reporter.note_batch(key, flight, result, is_usual=is_usual)
         self._policy.on_result(flight.batch, result)
         if is_ok and flight.is_step:
             self._step_limit.note(sum(flight.work.queries), result.num_parts)

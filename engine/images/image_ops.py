@@ -11,12 +11,15 @@ import hashlib
 import struct
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
+from math import ceil
+from operator import truediv
 
 import numpy as np
 import numpy.typing as npt
 from PIL import Image
 
 from core.errors import InvalidImageError, InvalidRequestError
+from core.mask_request import SOFT_REACH
 from core.messages.canvas import EMPTY_RGB
 from core.messages.image_processor import (
     Box,
@@ -43,6 +46,7 @@ from engine.images.masks import (
     active_tokens,
     edited_box,
     found_keep,
+    grown_keep,
     mask_file,
     masked_tokens,
     model_mask,
@@ -166,7 +170,8 @@ def _canvas_arrays(picture: Image.Image, keep: Bytes, size: Size, job: PrepareIm
     """The arrays at `size` of a picture (RGB), which is a crop of the upload where `job` asks for one."""
     geometry = CropGeometry(size) if job.padding_mask_crop is None else fitted(picture.size, size)
     mask = model_mask(keep, size, geometry)
-    active = active_tokens(keep, size, job.token_size, job.mask_margin, geometry)
+    blended = ceil(SOFT_REACH * job.mask_feather * min(map(truediv, geometry.size, picture.size)))
+    active = active_tokens(keep, size, job.token_size, job.mask_margin + blended, geometry)
     return CanvasArrays(
         template=np.asarray(lay(picture, size, geometry)),
         mask=mask,
@@ -224,12 +229,13 @@ def compose(
     Raises as `prepare` and `encode` do.
     """
     upload = _upload_of(job, image, mask)
-    keep = upload.keep if found is None else found_keep(found, upload.picture.image.size, job.mask_feather)
+    keep = upload.keep if found is None else found_keep(found, upload.picture.image.size)
+    soft = keep if upload.unmasked else soft_keep(keep, job.mask_feather)
     if pixels is None:
-        canvas = mask_file(keep)
+        canvas = mask_file(soft)
     else:
         canvas = upload.picture.image.convert("RGB") if upload.own_mask else upload.picture.image
-        paste_generated(canvas, pixels, keep, job.crop)
+        paste_generated(canvas, pixels, soft, job.crop)
     if job.output_size is not None and job.output_size != canvas.size:
         canvas = canvas.resize(job.output_size, Image.Resampling.LANCZOS)
     written = encode(canvas, job.output_format, job.compression, upload.picture.colour, job.base64, out)
@@ -249,15 +255,15 @@ def reference_bytes(rule: ReferencePictures) -> int:
 
 
 def _upload_of(job: PrepareImages | ComposeImage, image: Bytes | None, mask: Bytes | None) -> _Upload:
-    """The upload with its mask grown and softened, as `job` says. A mask that is found, or to be found, goes before the
-    picture's own transparency."""
+    """The upload with its mask grown, as `job` says. A mask that is found, or to be found, goes before the transparency
+    of the picture itself."""
     upload = _read(image, mask, job.mask_kind, job.canvas_size, job.max_pixels)
     is_sought = job.is_mask_sought if isinstance(job, PrepareImages) else job.found is not None
     if is_sought:
         return replace(upload, keep=np.zeros_like(upload.keep), own_mask=False, unmasked=False)
     if upload.unmasked:
         return upload
-    return replace(upload, keep=soft_keep(upload.keep, job.mask_grow, job.mask_feather))
+    return replace(upload, keep=grown_keep(upload.keep, job.mask_grow))
 
 
 def _read(
@@ -337,11 +343,14 @@ def content_id(template: Bytes, *references: Bytes) -> str:
 
 
 def paste_generated(canvas: Image.Image, pixels: Bytes, keep: Bytes, crop: Box | None = None) -> None:
-    """Blend `pixels` (uint8 [height, width, 3]), scaled to the canvas (RGB or RGBA) or to its `crop`, into the canvas.
+    """Blend `pixels` (uint8 [height, width, 3]), scaled to the canvas (RGB or RGBA) or to its `crop`, into the canvas,
+    unless a small mask's edge is so soft that nothing is left of it.
 
     Only the box around the mask is changed, and without a crop only that box is resized, so a small edit of a large
     photo costs little.
     """
+    if keep.min() == 255:
+        return
     box = left, top, right, bottom = edited_box(keep)
     painted, geometry = Image.fromarray(pixels), CropGeometry(canvas.size)
     if crop is None:

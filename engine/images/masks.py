@@ -21,23 +21,37 @@ BLUR_REACH = 4
 """Deviations of a Gaussian beyond which Pillow's blur of 8-bit values changes nothing."""
 
 
-def soft_keep(keep: Bytes, grow: int, feather: float) -> Bytes:
-    """`keep`, of which something is edited, with that grown by `grow` px on each side, a square, and its edge softened
-    by a Gaussian with a deviation of `feather` px. Only its surroundings are computed, so a small edit of a large photo
-    costs little.
+def grown_keep(keep: Bytes, grow: int) -> Bytes:
+    """`keep`, of which something is edited, with that grown by `grow` px on each side, a square. Only its surroundings
+    are computed, so a small edit of a large photo costs little.
     """
-    if not (grow or feather):
+    if not grow:
         return keep
-    reach = grow + ceil(BLUR_REACH * feather)
+    rows, columns = _around(keep, grow)
+    part = np.ascontiguousarray(keep[rows, columns])
+    return _with_part(keep, rows, columns, _least_around(_least_around(part, grow, axis=0), grow, axis=1))
+
+
+def soft_keep(keep: Bytes, feather: float) -> Bytes:
+    """`keep`, of which something is edited, with its edge softened by a Gaussian with a deviation of `feather` px: of a
+    smaller mask nothing may be left."""
+    if not feather:
+        return keep
+    rows, columns = _around(keep, ceil(BLUR_REACH * feather))
+    blurred = Image.fromarray(keep[rows, columns]).filter(ImageFilter.GaussianBlur(feather))
+    return _with_part(keep, rows, columns, np.asarray(blurred))
+
+
+def _around(keep: Bytes, reach: int) -> tuple[slice, slice]:
+    """Rows and columns of all that is at most `reach` px from what is edited."""
     left, top, right, bottom = edited_box(keep)
-    rows, columns = slice(max(0, top - reach), bottom + reach), slice(max(0, left - reach), right + reach)
-    soft, part = keep.copy(), np.ascontiguousarray(keep[rows, columns])
-    for axis in (0, 1) if grow else ():
-        part = _least_around(part, grow, axis)
-    if feather:
-        part = np.asarray(Image.fromarray(part).filter(ImageFilter.GaussianBlur(feather)))
-    soft[rows, columns] = part
-    return soft
+    return slice(max(0, top - reach), bottom + reach), slice(max(0, left - reach), right + reach)
+
+
+def _with_part(keep: Bytes, rows: slice, columns: slice, part: Bytes) -> Bytes:
+    changed = keep.copy()
+    changed[rows, columns] = part
+    return changed
 
 
 def _least_around(values: Bytes, reach: int, axis: int) -> Bytes:
@@ -53,7 +67,7 @@ def _least_around(values: Bytes, reach: int, axis: int) -> Bytes:
     return np.ascontiguousarray(np.moveaxis(found, 0, axis))
 
 
-def found_keep(found: Bytes, size: Size, feather: float) -> Bytes:
+def found_keep(found: Bytes, size: Size) -> Bytes:
     """`keep` at upload size of a mask that an engine has found at generation size (uint8 [height, width], 1 = edit, at
     least one pixel)."""
     (width, height), (across, down) = size, (found.shape[1] / size[0], found.shape[0] / size[1])
@@ -67,7 +81,7 @@ def found_keep(found: Bytes, size: Size, feather: float) -> Bytes:
     keep[rows, columns] = np.where(np.asarray(part) >= 128, 0, 255)
     if keep.min() == 255:  # a pixel that a smaller upload has no room for
         keep = np.where(touched_cells(255 - found, size, 1, 0), 0, 255).astype(np.uint8)
-    return soft_keep(keep, 0, feather)
+    return keep
 
 
 def mask_file(keep: Bytes) -> Image.Image:

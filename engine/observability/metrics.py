@@ -186,6 +186,11 @@ class Metrics:
             if ms.get(stage, 0.0) > 0 or stage not in ("prime", "segment"):
                 self._stage_seconds.labels(model, stage).observe(ms[stage] / 1e3)
 
+    def observe_mask(self, model: str, ms: Mapping[str, float]) -> None:
+        """One mask alone was found. ms: its answer's `stencil.ms`."""
+        self._success.labels(model, "stop").inc()
+        self._stage_seconds.labels(model, "segment").observe(ms["segment"] / 1e3)
+
     def observe_aborted(self, model: str) -> None:
         """One accepted image was aborted by its client."""
         self._success.labels(model, "abort").inc()

@@ -125,12 +125,14 @@ def build_mask_call(submission: Submission, choice: ModelChoice, owner: str = ""
 
 
 def _of_mask(values: Mapping[str, Value]) -> dict[str, Any]:
-    """What a request says of a mask that is to be found, or of one that is given."""
-    asked: dict[str, Any] = {
-        name: values[f"mask_{name}"] for name in ("prompt", "points", "box") if f"mask_{name}" in values
-    }
+    """What a request says of a mask that is to be found, or of one that is given. An empty text is none; an empty list
+    of points asks for nothing. Raises InvalidRequestError."""
+    if values.get("mask_points") == ():
+        raise InvalidRequestError("Invalid 'mask_points': there is no point; leave it out.", param="mask_points")
+    asked: dict[str, Any] = {name: values.get(f"mask_{name}") for name in ("prompt", "points", "box")}
     beside = {name: values[name] for name in ("mask_grow", "mask_feather") if name in values}
-    return {"mask_request": mask_request(**asked), **beside}
+    request = mask_request(asked["prompt"] or None, asked["points"] or (), asked["box"])
+    return {"mask_request": request, **beside}
 
 
 def _refuse_unsupported(values: Mapping[str, Value]) -> None:

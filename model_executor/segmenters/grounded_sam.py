@@ -13,11 +13,8 @@ from torch import Tensor
 
 from model_executor.checkpoint.loader import ModelCheckpoint
 from model_executor.segmenters.detector import Detector
-from model_executor.segmenters.sam2 import LEVELS, Sam2
+from model_executor.segmenters.sam2 import LEVELS, PROMPTS_AT_ONCE, Sam2
 from model_executor.segmenters.segmenter import BOX, POINTS, WORDS, Found, Seen, enlarge, nothing
-
-BOXES_AT_ONCE = 8
-"""Boxes whose masks are made together. SAM 2's decoder takes about 40 MB for each, and there may be 900."""
 
 
 class GroundedSam(Sam2):
@@ -41,7 +38,7 @@ class GroundedSam(Sam2):
     def _find_words(self, seen: Seen, words: str) -> Found:
         boxes, scores = self._detector.find(self._modules["detector"], seen.tensors[LEVELS:], words)
         shares = nothing(seen)
-        for some in boxes.split(BOXES_AT_ONCE):
+        for some in boxes.split(PROMPTS_AT_ONCE):
             if len(some):
                 logits, _ = self._find_boxes(seen, some.to(shares.device))
                 shares = torch.maximum(shares, enlarge(logits, seen).sigmoid().amax(dim=0))

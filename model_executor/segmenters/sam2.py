@@ -14,8 +14,11 @@ from torch import Tensor
 from core.selection import Point
 from model_executor.checkpoint.loader import ModelCheckpoint
 from model_executor.segmenters.files import read_config
-from model_executor.segmenters.segmenter import BOX, POINTS, Box, Found, Seen, Segmenter, enlarge
+from model_executor.segmenters.segmenter import BOX, POINTS, Box, Found, Seen, Segmenter, enlarge, nothing
 from model_executor.segmenters.square import Square
+
+PROMPTS_AT_ONCE = 8
+"""Prompts whose masks are made together: the decoder takes about 40 MB for each."""
 
 LEVELS = 3
 """Tensors that SAM 2's decoder reads: two of high resolution, and the embedding."""
@@ -51,6 +54,15 @@ class Sam2(Segmenter):
         signs = torch.tensor([[[int(point.adds) for point in points]]], device=device)
         logits, scores = self._decode(seen, len(points) == 1, input_points=places, input_labels=signs)
         return Found(enlarge(logits, seen)[0].sigmoid(), scores[0].item())
+
+    def _find_each(self, seen: Seen, points: tuple[Point, ...]) -> Tensor:
+        device, shares = seen.tensors[0].device, nothing(seen)
+        places = self._square.side * torch.tensor([[[[point.x, point.y]] for point in points]], device=device)
+        for some in places.split(PROMPTS_AT_ONCE, dim=1):
+            signs = torch.ones(1, some.shape[1], 1, dtype=torch.long, device=device)
+            logits, _ = self._decode(seen, True, input_points=some, input_labels=signs)
+            shares = torch.maximum(shares, enlarge(logits, seen).sigmoid().amax(dim=0))
+        return shares
 
     def _find_box(self, seen: Seen, box: Box) -> Found:
         logits, scores = self._find_boxes(seen, torch.tensor([box], device=seen.tensors[0].device))

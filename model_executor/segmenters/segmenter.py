@@ -92,7 +92,7 @@ class Segmenter(ABC):
             joined.append(self._find_box(seen, selection.box))
         shares = _union(seen, joined) * _inside(seen, limits)
         if not is_one_prompt:
-            shares = self._leave_out(seen, shares, (point for point in selection.points if not point.adds))
+            shares = self._leave_out(seen, shares, tuple(point for point in selection.points if not point.adds))
         return Found(shares, max((found.score for found in joined), default=0.0))
 
     def _check(self, selection: Selection) -> None:
@@ -100,11 +100,15 @@ class Segmenter(ABC):
         if unknown := sorted(kind for kind, value in given.items() if value and kind not in self.takes):
             raise ValueError(f"{type(self).__name__} takes no {' and no '.join(unknown)}")
 
-    def _leave_out(self, seen: Seen, shares: Tensor, points: Iterable[Point]) -> Tensor:
-        for point in points:
-            there = self._find_points(seen, (msgspec.structs.replace(point, adds=True),))
-            shares = torch.minimum(shares, 1 - there.shares)
-        return shares
+    def _leave_out(self, seen: Seen, shares: Tensor, points: tuple[Point, ...]) -> Tensor:
+        if not points or not shares.any():
+            return shares
+        return torch.minimum(shares, 1 - self._find_each(seen, points))
+
+    def _find_each(self, seen: Seen, points: tuple[Point, ...]) -> Tensor:
+        """The shares of what is at any of these points, each by itself."""
+        targets = (msgspec.structs.replace(point, adds=True) for point in points)
+        return _union(seen, (self._find_points(seen, (each,)) for each in targets))
 
     def _find_words(self, seen: Seen, words: str) -> Found:
         """What the words name."""

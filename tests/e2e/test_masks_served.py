@@ -181,6 +181,43 @@ def test_any_words_are_answered(server: ServerProcess, words: str) -> None:
     assert answer.status_code in (200, 400, 422), answer.text
 
 
+def test_fields_that_nobody_filled_in_are_not_given(server: ServerProcess) -> None:
+    asked = {"mask_prompt": "a hat", "mask_points": "", "mask_box": " "}
+    np.testing.assert_array_equal(found(mask_of(server, **asked))[0], found(mask_of(server, mask_prompt="a hat"))[0])
+
+
+def test_no_point_is_not_everything(server: ServerProcess) -> None:
+    data = {"prompt": "a hat", "mask_points": "[]"}
+    answer = httpx.post(f"{server.base_url}/images/edits", data=data, files={"image": ("p.png", PHOTO)}, timeout=60)
+    assert (answer.status_code, answer.json()["error"]["param"]) == (400, "mask_points")
+
+
+def test_the_most_that_can_be_asked_is_answered_soon(server: ServerProcess) -> None:
+    points = [[4 + index, 20] for index in range(3)] + [[index + 1, 40, -1] for index in range(61)]
+    wish = {"mask_prompt": "a hat", "mask_points": json.dumps(points), "mask_grow": "1024", "mask_feather": "256"}
+    assert mask_of(server, encode(photo(16, 96)), **wish).status_code in (200, 422)
+
+
+@pytest.mark.parametrize("fields", [{}, {"padding_mask_crop": 4}], ids=["whole", "crop"])
+def test_a_soft_edge_never_takes_the_mask_away(client: openai.OpenAI, fields: dict[str, int]) -> None:
+    """Of a mask of one pixel nothing is seen then, and that is all."""
+    mask = np.full((80, 96, 4), 255, np.uint8)
+    mask[40, 50, 3] = 0
+    picture, _ = edit(client, PHOTO, encode(mask), mask_feather=60, **fields)
+    assert np.abs(picture[..., :3].astype(int) - photo()).max() < 30
+
+
+def test_masks_are_counted_whether_anything_is_found_or_not(server: ServerProcess) -> None:
+    def count(reason: str) -> float:
+        text = httpx.get(f"{server.url}/metrics").text
+        lines = [line for line in text.splitlines() if "request_success_total" in line and f'="{reason}"' in line]
+        return sum(float(line.rpartition(" ")[2]) for line in lines)
+
+    before = count("stop")
+    found(mask_of(server, mask_prompt="a hat"))
+    assert count("stop") == before + 1
+
+
 def test_a_mask_is_given_or_found_and_not_both(server: ServerProcess) -> None:
     files = {"image": ("p.png", PHOTO), "mask": ("m.png", alpha_mask())}
     data = {"prompt": "a hat", **WORDS}

@@ -74,7 +74,7 @@ class Residency:
         self._failed: dict[ModelKey, tuple[Failure, float]] = {}  # component -> (why its last load failed, when)
         self._uses: dict[ModelKey, int] = {}  # component -> number of its last use
         self._num_uses = 0
-        self._may_start: frozenset[Needs] | None = None  # needs of waiting requests that may begin; None: of all
+        self._may_start: frozenset[ModelKey] | None = None  # what waiting requests that may begin need; None: all
         self._on_demand: set[ModelKey] = set()  # components of no model's own needs that a request has asked for
         self._is_complete: bool | None = None  # None: to be computed
 
@@ -134,7 +134,7 @@ class Residency:
 
     def may_start(self, needs: Needs) -> bool:
         """Whether waiting requests with these needs may begin, as of the last `order`."""
-        return self._may_start is None or needs in self._may_start
+        return self._may_start is None or self._may_start.issuperset(needs)
 
     def failure_of(self, needs: Needs, now: float) -> Failure | None:
         """Why some of these components cannot be used; None: they can, or it is time to try again."""
@@ -262,7 +262,7 @@ class _LoadPass:
         self._needed = {key for needs in self._running for key in needs}  # not dropped
         self._seen: set[Needs] = set()
         self._is_loading = residency.is_loading
-        self.startable: set[Needs] = set()
+        self.startable: set[ModelKey] = set()
         self.orders = ModelOrders()
 
     def run(self, waiting: Iterable[tuple[Needs, float]]) -> None:
@@ -289,7 +289,7 @@ class _LoadPass:
         self._seen.add(needs)
         lacking = self._lacking(needs)
         if not lacking:
-            self.startable.add(needs)
+            self.startable.update(needs)
         elif self._may_load(needs):
             dropped = self._room_for(needs, lacking)
             if dropped is None:
@@ -303,7 +303,7 @@ class _LoadPass:
         """Consider what no request waits for. Nothing is dropped for it, and failed loads are not repeated."""
         lacking = self._lacking(needs)
         if not lacking:
-            self.startable.add(needs)
+            self.startable.update(needs)
         elif self._may_load(needs) and not self._residency.has_failed(lacking) and self._residency.excess(lacking) <= 0:
             self._load(lacking, ())
 

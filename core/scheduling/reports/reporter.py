@@ -76,14 +76,14 @@ class Reporter:
         """Note that an edit or a template request was received."""
         self._num_received += 1
 
-    def note_batch(self, key: CostKey, flight: Flight, result: BatchResult, *, is_ok: bool) -> None:
-        """Note a batch that all its ranks have answered. is_ok: whether it trains the cost model."""
+    def note_batch(self, key: CostKey, flight: Flight, result: BatchResult, *, is_usual: bool) -> None:
+        """Note a batch that all its ranks have answered. is_usual: whether it trains the cost model."""
         busy = self._counters.busy_seconds
         busy[key.op] = busy.get(key.op, 0.0) + flight.busy_seconds
         self._batches_since_costs += 1
         if flight.is_step:
             self._note_step(key, flight, result)
-        if is_ok:
+        if is_usual:
             self._cost.observe(key, flight.work, result.seconds)
 
     def note_copy(self, done: PageCopied) -> None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from core.errors import InvalidRequestError
-from core.graph.catalog import SELECTED, WORKFLOWS
+from core.graph.catalog import NAMED, SELECTED, WORKFLOWS
 from core.graph.workflow import Workflow
 from core.model_info import ModelInfo
 from core.sampling_params import SamplingParams
@@ -21,7 +21,7 @@ def chosen_workflow(
 
 
 def _first_able(model: ModelInfo, sampling: SamplingParams, class_label: int | None) -> Workflow:
-    served = [WORKFLOWS[model.workflow]] if model.workflow else list(WORKFLOWS.values())
+    served = [WORKFLOWS[model.workflow]] if model.workflow else [*NAMED]
     able = [workflow for workflow in served if _has_roles(model, workflow)]
     numbers = [name for name in _deciding() if getattr(sampling, name) is not None]
     given = {"prompt" if class_label is None else "class_label", *numbers}

@@ -72,7 +72,9 @@ class EditDelivery:
             self._services.mask_ratios.note(known.mask_ratio)
         template_id = None if self._makes_mask else await self._keep(composed, known)
         report = self._make_report(known, image, output, composed, seconds, template_id)
-        if not self._makes_mask:
+        if self._makes_mask:
+            self._services.metrics.observe_mask(known.model.name, report.ms)
+        else:
             self._services.metrics.observe_finished(
                 known.model.name,
                 seconds=time.monotonic() - self._caller.arrival,

@@ -11,6 +11,7 @@ import msgspec
 
 from core.handles import ArrayRef, Artefact
 from core.ipc.shared_array import carve
+from core.mask_request import SOFT_REACH
 from core.messages.canvas import Canvas
 from core.messages.engine import EngineRequest
 from core.messages.image_processor import PreparedCanvas, PreparedImages
@@ -115,9 +116,10 @@ class EditRequests:
 
     def _search(self) -> MaskSearch:
         edit, images = self.prepared, self.prepared.prepared
-        request, scale = edit.edit.mask_request, images.width / images.upload_width
+        request = edit.edit.mask_request
         assert request is not None
-        softened = math.ceil(2 * edit.edit.mask_feather * scale)  # beyond two deviations hardly anything is blended
+        scale = min(images.width / images.upload_width, images.height / images.upload_height)
+        softened = math.ceil(SOFT_REACH * edit.edit.mask_feather * scale)
         return MaskSearch(
             selection=request.within(images.upload_width, images.upload_height),
             grow=round(edit.edit.mask_grow * scale),

@@ -228,7 +228,8 @@ async def _take_text(submission: Submission, part: Part, fields: Mapping[str, Fi
         raise _invalid_type(part.name, f"a {field.kind}", "a file")
     if part.name in submission.values:
         raise _duplicate(part.name)
-    submission.values[part.name] = field.from_text(await part.text())
+    if (value := field.from_text(await part.text())) is not None:
+        submission.values[part.name] = value
 
 
 def _base_name(name: str) -> str:

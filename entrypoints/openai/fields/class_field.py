@@ -17,7 +17,7 @@ MAX_NAME_CHARACTERS = 512
 class ClassField(Field):
     """Its values are integers and strings. Digits are a number, also as text."""
 
-    def from_text(self, text: str) -> Value:
+    def from_text(self, text: str) -> Value | None:
         """The value of a multipart text part. Raises InvalidRequestError."""
         if INTEGER.fullmatch(text):
             return super().from_text(text)

@@ -48,8 +48,8 @@ class Field:
     max_length: int | None = None  # characters
     has_effect: bool = True  # False: valid values are accepted and listed in `stencil.ignored`
 
-    def from_text(self, text: str) -> Value:
-        """The value of a multipart text part. Raises InvalidRequestError."""
+    def from_text(self, text: str) -> Value | None:
+        """The value of a multipart text part; None: there is none. Raises InvalidRequestError."""
         match self.kind:
             case "string":
                 return self._checked(text)

@@ -14,17 +14,20 @@ from entrypoints.openai.fields.field import Field, decode_json
 MAX_JSON_BYTES = 64 * 1024
 """More than MAX_POINTS points need."""
 
+NOTHING = (b"", b"null")
+"""Texts of a field that is not given: forms send those that nobody has filled in, too."""
+
 
 @dataclass(frozen=True)
 class PointsField(Field):
     """Its values are tuples of PixelPoint."""
 
-    def from_text(self, text: str) -> tuple[tuple[float, ...], ...]:
-        return self._from_json(text.encode("utf-8", "replace"))
+    def from_text(self, text: str) -> tuple[tuple[float, ...], ...] | None:
+        return self.from_json(msgspec.Raw(text.encode("utf-8", "replace")))
 
     def from_json(self, raw: msgspec.Raw) -> tuple[tuple[float, ...], ...] | None:
-        data = bytes(memoryview(raw))
-        return None if data == b"null" else self._from_json(data)
+        data = bytes(memoryview(raw)).strip()
+        return None if data in NOTHING else self._from_json(data)
 
     def _from_json(self, data: bytes) -> tuple[tuple[float, ...], ...]:
         expected = "an array of points, each [x, y] or [x, y, -1]"
@@ -41,12 +44,12 @@ class PointsField(Field):
 class BoxField(Field):
     """Its values are tuples of left, top, right and bottom."""
 
-    def from_text(self, text: str) -> tuple[float, float, float, float]:
-        return self._from_json(text.encode("utf-8", "replace"))
+    def from_text(self, text: str) -> tuple[float, float, float, float] | None:
+        return self.from_json(msgspec.Raw(text.encode("utf-8", "replace")))
 
     def from_json(self, raw: msgspec.Raw) -> tuple[float, float, float, float] | None:
-        data = bytes(memoryview(raw))
-        return None if data == b"null" else self._from_json(data)
+        data = bytes(memoryview(raw)).strip()
+        return None if data in NOTHING else self._from_json(data)
 
     def _from_json(self, data: bytes) -> tuple[float, float, float, float]:
         expected = "an array of left, top, right, bottom"

@@ -9,7 +9,7 @@ import msgspec
 import core.scheduling.ops  # noqa: F401  registers the ops that workflows name
 from core.config import ModelConfig
 from core.errors import ConfigError
-from core.graph.catalog import WORKFLOWS
+from core.graph.catalog import NAMED, WORKFLOWS
 from core.graph.workflow import Node, Workflow, op_of, role_of
 from core.handles import ModelKey
 from core.model_info import ModelInfo
@@ -85,8 +85,8 @@ def _check_names(config: ModelConfig) -> None:
             raise ConfigError(f"{config.name}: roles: {role} is always played by the model's own {role}; leave it out")
     if not config.workflow:
         return
-    if config.workflow not in WORKFLOWS:
-        raise ConfigError(f"{config.name}: workflow: there is no {config.workflow}; there are {', '.join(WORKFLOWS)}")
+    if config.workflow not in (names := [workflow.name for workflow in NAMED]):
+        raise ConfigError(f"{config.name}: workflow: there is no {config.workflow}; there are {', '.join(names)}")
     if unused := [role for role in config.players if role not in WORKFLOWS[config.workflow].roles]:
         what = f"{config.workflow} has no role {unused[0]}, which another model is to play"
         raise ConfigError(f"{config.name}: workflow: {what}; name a workflow that has it, or none")

@@ -123,7 +123,9 @@ class ResidentModels:
         segmenters = {config.name: each for config in configs if (each := open_segmenter(config, device)) is not None}
         folder = user_cache_folder(os.environ)
         keys = component_keys(parts_of_models(opened), folder)
-        finding = ResidentSegmenters(segmenters, component_keys(segmenter_parts(segmenters), folder), device)
+        together = device.type != "cpu" and not any(config.batch_invariant for config in configs)
+        its_keys = component_keys(segmenter_parts(segmenters), folder)
+        finding = ResidentSegmenters(segmenters, its_keys, together=together)
         return cls(configs, opened, keys, finding)
 
     def log_dtypes(self) -> None:

@@ -39,12 +39,13 @@ class ResidentSegmenters:
     component."""
 
     def __init__(
-        self, segmenters: Mapping[str, Segmenter], keys: Mapping[str, Mapping[str, ModelKey]], device: torch.device
+        self, segmenters: Mapping[str, Segmenter], keys: Mapping[str, Mapping[str, ModelKey]], *, together: bool
     ) -> None:
+        """together: see MaskFinder."""
         own = {tuple(keys[name].values()): each for name, each in segmenters.items()}
         self._segmenters = {name: own[tuple(keys[name].values())] for name in segmenters}
         self._keys = keys
-        finders = {id(each): MaskFinder(each, together=device.type != "cpu") for each in own.values()}
+        finders = {id(each): MaskFinder(each, together=together) for each in own.values()}
         self.finders = {name: finders[id(each)] for name, each in self._segmenters.items()}
 
     @property
@@ -78,9 +79,11 @@ class ResidentSegmenters:
             segmenter.put(part, module)
 
     def drop(self, key: ModelKey) -> None:
-        """Drop a component's weights."""
+        """Drop a component's weights, and what they have made of pictures."""
         for segmenter, part in self._places(key):
             segmenter.drop(part)
+        for model in self.users_of(key):
+            self.finders[model].forget_pictures()
 
     def with_segmenter(self, info: ModelInfo) -> ModelInfo:
         """The info of a model, with its segmenter if it has one."""

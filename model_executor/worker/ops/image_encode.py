@@ -46,11 +46,12 @@ def encode_image(context: WorkerContext, items: Sequence[Item]) -> list[ItemResu
 
 def _fitted(mask: Tensor, work: ImageEncode) -> Tensor:
     """A found mask at the size of a pass, which may be smaller than the picture: a pixel belongs to it if half of what
-    it covers does."""
+    it covers does, or if that leaves nothing, any of that."""
     if mask.shape == (work.height, work.width):
         return mask.cpu()
     shares = adaptive_avg_pool2d(mask[None, None].float().cpu(), (work.height, work.width))
-    return (shares[0, 0] >= 0.5).byte()
+    fitted = shares[0, 0] >= 0.5
+    return (fitted if fitted.any() else shares[0, 0] > 0).byte()
 
 
 def _computed(sigmas: Tensor, work: ImageEncode) -> Tensor:

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+import msgspec
+
 from core.errors import NothingFoundError
 from core.failure import Failure
 from core.messages.worker import Item, ItemResult
@@ -17,8 +19,10 @@ from model_executor.worker.stores.mask_finder import Asked, FoundMask, active_to
 def segment(context: WorkerContext, items: Sequence[Item]) -> list[ItemResult]:
     """Find the masks of these items, whose models share a segmenter."""
     finder = context.finders[items[0].model]
+    before = finder.num_seen
     found = finder.find([_asked(context, item) for item in items])
-    return [_result(context, item, mask) for item, mask in zip(items, found, strict=True)]
+    is_usual = finder.num_seen - before == len(items)  # no picture was known
+    return [_result(context, item, mask, is_usual=is_usual) for item, mask in zip(items, found, strict=True)]
 
 
 def _asked(context: WorkerContext, item: Item) -> Asked:
@@ -27,7 +31,7 @@ def _asked(context: WorkerContext, item: Item) -> Asked:
     return Asked(context.shared(work.template), work.content_id, work.cache_salt, work.search.selection)
 
 
-def _result(context: WorkerContext, item: Item, found: FoundMask) -> ItemResult:
+def _result(context: WorkerContext, item: Item, found: FoundMask, *, is_usual: bool) -> ItemResult:
     work = item.work
     assert isinstance(work, Segment)
     if not found.mask.any():
@@ -37,7 +41,8 @@ def _result(context: WorkerContext, item: Item, found: FoundMask) -> ItemResult:
     context.shared(work.mask).copy_(mask)
     context.shared(work.active)[: len(active)].copy_(active)
     tensors = context.put(item, {"mask": mask.byte()})
-    return ItemResult(item.request_id, item.node, tensors, active_tokens=len(active), score=found.score)
+    result = ItemResult(item.request_id, item.node, tensors, active_tokens=len(active), score=found.score)
+    return msgspec.structs.replace(result, is_usual=is_usual)
 
 
 def _nothing_found(selection: Selection) -> NothingFoundError:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -17,6 +17,9 @@ SEEN_BYTES = 128 * 1024 * 1024
 
 FOUND_BYTES = 32 * 1024 * 1024
 """Of masks: one of 1024x1024 pixels takes 1 MB."""
+
+Picture = tuple[str, str]
+"""Content id and cache salt of a picture."""
 
 LEAST_SHARE = 0.5
 """The share, see `Found`, from which a pixel belongs to the mask."""
@@ -42,25 +45,30 @@ class FoundMask:
 
 
 class MaskFinder:
-    """One per segmenter of a worker. together: whether pictures share a pass: on a CPU that gains nothing, and would
-    have the bits of a mask depend on what is asked beside it."""
+    """One per segmenter of a worker. together: whether pictures share a pass: on a CPU that gains nothing, and the bits
+    of a mask would depend on what is asked beside it."""
 
     def __init__(self, segmenter: Segmenter, *, together: bool) -> None:
         self._segmenter = segmenter
         self._together = together
-        self._seen: ByteCache[tuple[str, str], Seen] = ByteCache(SEEN_BYTES)
-        self._found: ByteCache[tuple[str, str, Selection], FoundMask] = ByteCache(FOUND_BYTES)
+        self._seen: ByteCache[Picture, Seen] = ByteCache(SEEN_BYTES)
+        self._found: ByteCache[tuple[Picture, Selection], FoundMask] = ByteCache(FOUND_BYTES)
+        self.num_seen = 0  # pictures that were encoded
 
     def find(self, asked: Sequence[Asked]) -> list[FoundMask]:
         """The masks, in order; pictures that no earlier call has seen are encoded together."""
-        found = [self._found.get((each.content_id, each.cache_salt, each.selection)) for each in asked]
-        missing = [each for each, known in zip(asked, found, strict=True) if known is None]
-        seen = self._look(missing)
-        made = {id(each): self._search(each, seen[each.content_id, each.cache_salt]) for each in missing}
-        return [known or made[id(each)] for each, known in zip(asked, found, strict=True)]
+        found = {key: self._found.get(key) for key in map(_key, asked)}
+        missing = {key: each for key, each in zip(map(_key, asked), asked, strict=True) if found[key] is None}
+        seen = self._look({picture: each.picture for (picture, _), each in missing.items()})
+        for picture, selection in missing:
+            found[picture, selection] = self._search(seen[picture], picture, selection)
+        return [mask for each in asked if (mask := found[_key(each)]) is not None]
 
-    def _look(self, asked: Sequence[Asked]) -> dict[tuple[str, str], Seen]:
-        pictures = {(each.content_id, each.cache_salt): each.picture for each in asked}
+    def forget_pictures(self) -> None:
+        """Free what the segmenter has seen, which only it can read."""
+        self._seen = ByteCache(SEEN_BYTES)
+
+    def _look(self, pictures: Mapping[Picture, Tensor]) -> dict[Picture, Seen]:
         known = {key: seen for key in pictures if (seen := self._seen.get(key)) is not None}
         unseen = [key for key in pictures if key not in known]
         for keys in [unseen] if self._together else [[key] for key in unseen]:
@@ -68,34 +76,43 @@ class MaskFinder:
                 known |= zip(keys, self._segmenter.look([pictures[key] for key in keys]), strict=True)
         for key in unseen:
             self._seen.put(key, known[key], known[key].nbytes)
+        self.num_seen += len(unseen)
         return known
 
-    def _search(self, asked: Asked, seen: Seen) -> FoundMask:
-        found = self._segmenter.find(seen, asked.selection)
+    def _search(self, seen: Seen, picture: Picture, selection: Selection) -> FoundMask:
+        found = self._segmenter.find(seen, selection)
         result = FoundMask((found.shares >= LEAST_SHARE).cpu(), found.score)
-        self._found.put((asked.content_id, asked.cache_salt, asked.selection), result, result.mask.nbytes)
+        self._found.put((picture, selection), result, result.mask.nbytes)
         return result
+
+
+def _key(asked: Asked) -> tuple[Picture, Selection]:
+    return (asked.content_id, asked.cache_salt), asked.selection
 
 
 def grown(mask: Tensor, by: int) -> Tensor:
     """The mask, bool [height, width], with all pixels at most `by` pixels beside or above or below one of it: grown by
-    a square."""
-    if not by:
-        return mask
-    pooled = mask[None, None].float()
-    for kernel, padding in (((2 * by + 1, 1), (by, 0)), ((1, 2 * by + 1), (0, by))):
-        pooled = _largest_around(pooled, kernel, padding)
-    return pooled[0, 0] > 0
+    a square. In log2(by) passes over the picture."""
+    for dim in (0, 1):
+        mask = _grown_along(mask, min(by, mask.shape[dim]), dim)
+    return mask
 
 
-def _largest_around(picture: Tensor, kernel: tuple[int, int], padding: tuple[int, int]) -> Tensor:
-    """max_pool2d with stride 1, whose own padding is limited to half a kernel."""
-    padded = torch.nn.functional.pad(picture, (padding[1], padding[1], padding[0], padding[0]))
-    return torch.nn.functional.max_pool2d(padded, kernel, stride=1)
+def _grown_along(mask: Tensor, by: int, dim: int) -> Tensor:
+    side, window, covered = mask.shape[dim], 2 * by + 1, 1
+    pad = (by, by, 0, 0) if dim == 1 else (0, 0, by, by)
+    any_of = torch.nn.functional.pad(mask, pad)  # each entry stands for itself and the `covered` - 1 after it
+    while covered < window:
+        step = min(covered, window - covered)
+        length = any_of.shape[dim] - step
+        any_of = any_of.narrow(dim, 0, length) | any_of.narrow(dim, step, length)
+        covered += step
+    return any_of.narrow(dim, 0, side)
 
 
 def active_tokens(mask: Tensor, margin: int, token_size: int) -> Tensor:
     """Indices of the tokens with a pixel at most `margin` from the mask, int32 [active tokens], row-major, ascending;
     as image processors find them for a mask that is given."""
-    cells = torch.nn.functional.max_pool2d(grown(mask, margin)[None, None].float(), token_size)
+    rows, columns = (side // token_size for side in mask.shape)
+    cells = grown(mask, margin).view(rows, token_size, columns, token_size).any(dim=3).any(dim=1)
     return cells.flatten().nonzero()[:, 0].int()

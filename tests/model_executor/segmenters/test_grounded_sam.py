@@ -132,7 +132,7 @@ def test_more_boxes_than_are_decoded_at_once(segmenter: Segmenter, monkeypatch: 
     picture = pictures()[0]
     monkeypatch.setattr(detector, "THRESHOLD", 0.0)
     together = find(segmenter, picture, EVERYTHING[0]).shares
-    monkeypatch.setattr(grounded_sam, "BOXES_AT_ONCE", 1)
+    monkeypatch.setattr(grounded_sam, "PROMPTS_AT_ONCE", 1)
     assert difference(find(segmenter, picture, EVERYTHING[0]).shares, together) < 0.1
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import pytest
 import torch
 from segmenter_rig import (
@@ -21,6 +22,7 @@ from torch import Tensor
 from transformers.models.sam2.modeling_sam2 import Sam2Model
 
 from core.selection import Point, Selection
+from model_executor.segmenters.sam2 import PROMPTS_AT_ONCE
 from model_executor.segmenters.segmenter import Segmenter
 from model_executor.segmenters.square import Square
 from tools.random_segmenter_checkpoints import make_sam2
@@ -140,3 +142,17 @@ def test_batches(segmenter: Segmenter) -> None:
 
 def test_bfloat16(folder: Path) -> None:
     check_bfloat16(folder, selections=EVERYTHING)
+
+
+@torch.inference_mode()
+def test_many_points_that_are_left_out_are_those_of_each(tmp_path: Path) -> None:
+    """More than the decoder takes at once."""
+    segmenter = load_segmenter(make_sam2(tmp_path))
+    seen = segmenter.look(pictures()[:1])[0]
+    points = tuple(Point(0.05 + 0.09 * index, 0.5) for index in range(PROMPTS_AT_ONCE + 2))
+    each = [segmenter.find(seen, Selection(points=(point,))).shares for point in points]
+    box = segmenter.find(seen, Selection(box=(0.1, 0.1, 0.9, 0.9))).shares
+    without = tuple(msgspec.structs.replace(point, adds=False) for point in points)
+    found = segmenter.find(seen, Selection(box=(0.1, 0.1, 0.9, 0.9), points=without)).shares
+    expected = torch.minimum(box, 1 - torch.stack(each).amax(dim=0))
+    assert difference(found, expected) < 0.1

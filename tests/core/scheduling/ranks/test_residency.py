@@ -14,7 +14,13 @@ from hypothesis import strategies as st
 from core.failure import Failure
 from core.handles import LoadedComponent, ModelKey
 from core.model_info import ModelInfo
-from core.scheduling.ranks.residency import LEAST_PATIENCE_SECONDS, RETRY_SECONDS, ModelOrders, Residency
+from core.scheduling.ranks.residency import (
+    LEAST_PATIENCE_SECONDS,
+    MOST_LOOKED_AT,
+    RETRY_SECONDS,
+    ModelOrders,
+    Residency,
+)
 from core.scheduling.requests.bindings import Bindings, ModelKeys
 
 TEXT, VAE = ModelKey("0", "text_encoder"), ModelKey("0", "vae")
@@ -268,3 +274,30 @@ def test_what_is_loaded_on_demand_makes_room_for_models(monkeypatch: pytest.Monk
     answer(residency, orders)
     assert order(residency, [], [], 0.0).load == (), "and is not loaded again where there is no room for it"
     assert not residency.has(ModelKeys("", "", (SEGMENTER,)), [0])
+
+
+def test_whoever_has_all_it_needs_may_begin_behind_however_many_others() -> None:
+    residency = make("a", models={name: MODELS[name] for name in ("a", "c")})
+    needs = (SEGMENTER, *MODELS["a"].needs)
+    residency.note_wanted(needs)
+    residency.note_loaded(0, LoadedComponent(SEGMENTER, 1))
+    others = [(MODELS["a"].needs, 0.0)] * MOST_LOOKED_AT
+    residency.order([], [*others, (needs, 0.0)], 0.0)
+    assert not residency.is_complete, "c is on its way"
+    assert residency.may_start(needs)
+    assert not residency.may_start((*needs, *MODELS["c"].needs))
+
+
+def test_what_a_waiting_request_needs_is_loaded_again_after_it_made_room(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its order was sent in a pass that looked at the request behind."""
+    monkeypatch.setitem(SIZES, SEGMENTER, 3)
+    residency = make("a", budget=17, models={name: MODELS[name] for name in ("a", "c")})
+    needs = (*MODELS["a"].needs, SEGMENTER)
+    residency.note_wanted(needs)
+    residency.note_loaded(0, LoadedComponent(SEGMENTER, 3))
+    orders = order(residency, [], [("c", 0.0)], 0.0)
+    answer(residency, orders)
+    assert not residency.has(ModelKeys("", "", needs), [0])
+    orders = residency.order([], [(needs, 1.0)], 1.0)
+    answer(residency, orders)
+    assert residency.has(ModelKeys("", "", needs), [0])

@@ -56,6 +56,36 @@ def test_pictures_are_seen_once_and_masks_are_found_once(*, together: bool, look
     assert (segmenter.looks, segmenter.finds) == (looks, 4), "the picture is known"
 
 
+def test_equal_wishes_of_one_call_are_searched_once() -> None:
+    segmenter = Bright()
+    finder = MaskFinder(segmenter, together=False)
+    one, other, _ = finder.find([asked("a", "10"), asked("a", "10"), asked("a", "20")])
+    assert one is other
+    assert (segmenter.looks, segmenter.finds, finder.num_seen) == ([1], 2, 1)
+
+
+def test_pictures_are_forgotten_with_the_segmenter_and_masks_are_not() -> None:
+    segmenter = Bright()
+    finder = MaskFinder(segmenter, together=False)
+    finder.find([asked("a", "10")])
+    finder.forget_pictures()
+    finder.find([asked("a", "10")])
+    assert segmenter.looks == [1]
+    finder.find([asked("a", "20")])
+    assert segmenter.looks == [1, 1]
+
+
+@pytest.mark.parametrize(("side", "by"), [(1024, 1024), (512, 4096), (1024, 512)])
+def test_growing_far_takes_few_passes(side: int, by: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A client chooses how far."""
+    passes = []
+    monkeypatch.setattr(Tensor, "__or__", lambda one, other: passes.append(1) or torch.logical_or(one, other))
+    mask = torch.zeros(side, side, dtype=torch.bool)
+    mask[side // 2, side // 2] = True
+    assert grown(mask, by).sum() == min(side, side // 2 + by + 1) ** 2 if by < side // 2 else side**2
+    assert len(passes) <= 24
+
+
 def test_owners_share_nothing() -> None:
     segmenter = Bright()
     finder = MaskFinder(segmenter, together=False)
@@ -79,7 +109,7 @@ def test_tokens_are_those_that_image_processors_find(
     mask = np.random.default_rng(seed).random((rows * token, columns * token)) < 0.01
     mask[seed % (rows * token), seed % (columns * token)] = True
     size = (columns * token, rows * token)
-    keep = masks.soft_keep(np.where(mask, 0, 255).astype(np.uint8), grow, 0.0)
+    keep = masks.grown_keep(np.where(mask, 0, 255).astype(np.uint8), grow)
     wider = grown(torch.from_numpy(mask), grow)
     assert np.array_equal(wider.numpy(), keep == 0)
     assert np.array_equal(active_tokens(wider, margin, token).numpy(), masks.active_tokens(keep, size, token, margin))
