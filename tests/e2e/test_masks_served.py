@@ -62,7 +62,7 @@ def client(server: ServerProcess) -> Iterator[openai.OpenAI]:
     [
         WORDS,
         WORDS | {"mask_grow": 3, "mask_margin": 4},
-        {"mask_points": "[[20, 30], [60, 60, -1]]"},
+        {"mask_points": "[[20, 30]]"},
         {"mask_prompt": "a coat", "mask_box": "[10, 10, 60, 60]"},
     ],
     ids=["words", "grown", "points", "words in a box"],
@@ -141,8 +141,9 @@ def test_a_registered_template_is_a_picture(server: ServerProcess, client: opena
     asked = {"template_id": made["id"], "mask_prompt": "a hat"}
     answer = httpx.post(f"{server.base_url}/images/masks", json=asked, timeout=60)
     np.testing.assert_array_equal(found(answer)[0], found(mask_of(server, mask_prompt="a hat"))[0])
-    _, report = edit(client, PHOTO, None, template_id=made["id"], **WORDS)
-    assert report["cache"] == "hit"
+    np.testing.assert_array_equal(
+        edit(client, PHOTO, None, template_id=made["id"], **WORDS)[0], edit(client, PHOTO, None, **WORDS)[0]
+    )
 
 
 @pytest.mark.parametrize(
@@ -193,7 +194,7 @@ def test_no_point_is_not_everything(server: ServerProcess) -> None:
 
 
 def test_the_most_that_can_be_asked_is_answered_soon(server: ServerProcess) -> None:
-    points = [[4 + index, 20] for index in range(3)] + [[index + 1, 40, -1] for index in range(61)]
+    points = [[4 + index, 20] for index in range(3)] + [[index % 16, index + 1, -1] for index in range(61)]
     wish = {"mask_prompt": "a hat", "mask_points": json.dumps(points), "mask_grow": "1024", "mask_feather": "256"}
     assert mask_of(server, encode(photo(16, 96)), **wish).status_code in (200, 422)
 

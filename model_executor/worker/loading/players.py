@@ -16,8 +16,9 @@ from core.model_info import ModelInfo
 from core.sampler_defaults import SamplerDefaults
 from model_executor.models.base import Family
 
-PASSED_ON = ("latents",)
-"""Types of values that one model makes for another of the same latent space. All others are for its own nodes."""
+PASSED_ON = ("latents", "mask")
+"""Types of values that one model makes for another: latents for one of the same latent space, and masks for any. All
+others are for its own nodes."""
 
 
 def component_of(role: str) -> str:

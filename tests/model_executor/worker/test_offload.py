@@ -172,7 +172,7 @@ def test_models_with_and_without_do_not_share(tmp_path: Path, monkeypatch: pytes
     cuda = {name: replace(each, device=torch.device("cuda")) for name, each in opened._checkpoints.items()}
     cuda["other"] = replace(cuda["other"], offload="host")
     found = {name: resident.Opened(cuda[name], family) for name, family in opened.families.items()}
-    keys = resident.component_keys(found, tmp_path)
+    keys = resident.component_keys(resident.parts_of_models(found), tmp_path)
     assert [part for part in keys["m"] if keys["m"][part] == keys["other"][part]] == ["transformer"]
     assert {part: cuda["other"].home_of(part).type for part in keys["m"]} == {
         "text_encoder": "cpu",

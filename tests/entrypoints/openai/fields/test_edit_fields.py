@@ -5,6 +5,7 @@ from __future__ import annotations
 import base64
 from collections.abc import Callable
 from dataclasses import replace
+from types import NoneType
 from typing import Any
 
 import httpx
@@ -655,7 +656,12 @@ def test_any_text_is_parsed_or_refused(name: str, text: str) -> None:
         assert value.param == name
     else:
         kinds = {"string": (str,), "integer": (int,), "number": (float,), "boolean": (bool,)}
-        unions = {"lora": (tuple,), "class_label": (int, str), "mask_points": (tuple,), "mask_box": (tuple,)}
+        unions = {
+            "lora": (tuple,),
+            "class_label": (int, str),
+            "mask_points": (tuple, NoneType),
+            "mask_box": (tuple, NoneType),
+        }
         assert type(value) in unions.get(name, kinds[EDIT_FIELDS[name].kind])
 
 

@@ -16,7 +16,7 @@ from core.handles import ModelKey
 from model_executor.checkpoint import file_hashes
 from model_executor.checkpoint.loader import ModelCheckpoint
 from model_executor.models.registry import make_family
-from model_executor.worker.loading.component_keys import Opened, component_keys, prompt_twins
+from model_executor.worker.loading.component_keys import Opened, component_keys, parts_of_models, prompt_twins
 from tools.random_checkpoints import make_flux, make_flux_fill, make_sd3
 
 Keys = dict[str, dict[str, ModelKey]]
@@ -61,7 +61,7 @@ def opened(**paths: Path | ModelConfig) -> dict[str, Opened]:
 
 
 def keys_of(models: Mapping[str, Opened], tmp_path: Path) -> Keys:
-    return component_keys(models, tmp_path / "cache")
+    return component_keys(parts_of_models(models), tmp_path / "cache")
 
 
 def shared(keys: Keys) -> set[str]:
