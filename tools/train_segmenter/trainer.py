@@ -71,6 +71,7 @@ class Trainer:
         self.recipe, self._path = recipe, work / CHECKPOINT
         self._budget, self._spent_earlier = budget, 0.0
         self.step, self.shown = 0, 0  # steps done, and pictures seen in them
+        self.falls = 0  # times that it has gone back to the averaged weights
         torch.manual_seed(0)
         self._tokenizer = tokenizer_in(work / TOKENIZER)
         self.model = build_model(self._tokenizer, recipe.sizes)
@@ -95,6 +96,7 @@ class Trainer:
             optimiser.load_state_dict(saved)
         self._average.weights = state["average"]
         self.step, self.shown, self._spent_earlier = state["step"], state["shown"], state["spent"]
+        self.falls = state.get("falls", 0)
         self.pool.skip_to(state["drawn"])
 
     def keep(self) -> None:
@@ -107,7 +109,8 @@ class Trainer:
             "sizes": self.recipe.sizes,
             "drawn": self.pool.drawn,
         }
-        save(self._path, state | {"step": self.step, "shown": self.shown, "spent": self.spent})
+        counts = {"step": self.step, "shown": self.shown, "spent": self.spent, "falls": self.falls}
+        save(self._path, state | counts)
 
     @property
     def spent(self) -> float:
@@ -141,10 +144,9 @@ class Trainer:
             parameter.grad = None
         loss.backward()
         norm = nn.utils.clip_grad_norm_(self._modules.parameters(), 1.0)
-        if not norm.isfinite():  # a batch of which rounding has made nothing must not take the weights with it
-            self._report(f"step {self.step} is left out: its gradient is not finite")
-            self.shown += len(batch.images)
-            return 0.0
+        if not norm.isfinite():
+            self._fall_back()
+            return float(loss.detach())
         for optimiser in self.optimisers:
             optimiser.step()
         self.step += 1
@@ -153,6 +155,13 @@ class Trainer:
             turn = self.step / 4
             self._average.update(min(recipe.average, (1 + turn) / (10 + turn)))
         return float(loss.detach())
+
+    def _fall_back(self) -> None:
+        """Go on from the averaged weights at half the rate: attention that has become too sharp has no gradient."""
+        self.falls += 1
+        self._report(f"step {self.step}: the gradient is not finite; back to the averaged weights")
+        load_state(self.model, self._average.weights["segmenter"])
+        self.optimisers = optimisers_of(self._modules, self.recipe.rate)
 
     def _loss(self, batch: Batch, patch: int, patches: int | None) -> Tensor:
         pixels = batch.images.permute(0, 3, 1, 2).float() / 127.5 - 1
@@ -170,7 +179,7 @@ class Trainer:
     def _rate(self, share: float) -> float:
         recipe = self.recipe
         fall = min(1.0, max(0.02, (1 - share) / (1 - recipe.decay_from)))
-        return recipe.rate * min(1.0, (self.step + 1) / recipe.warmup) * fall
+        return recipe.rate * min(1.0, (self.step + 1) / recipe.warmup) * fall / 2**self.falls
 
     def fill(self) -> None:
         """Draw scenes so that each is shown `reuse` times on average."""
