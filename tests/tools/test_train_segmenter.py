@@ -102,3 +102,18 @@ def test_the_error_is_least_where_the_mask_is() -> None:
     right, wrong, nothing = 20 * (masks - 0.5), -20 * (masks - 0.5), torch.full_like(masks, -10)
     assert error(right, masks) < 0.01
     assert error(right, masks) < error(nothing, masks) < error(wrong, masks)
+
+
+def test_a_training_that_diverges_goes_on_from_its_averaged_weights(tmp_path: Path) -> None:
+    trainer = Trainer(TINY, tmp_path, BUDGET, wording_steps=5)
+    trainer.fill()
+    rate = trainer._rate(0.5)
+    for parameter in trainer.model.decoder.parameters():
+        parameter.data.fill_(torch.inf)
+    trainer.learn()
+    assert (trainer.falls, trainer.step, trainer._rate(0.5)) == (1, 0, rate / 2)
+    assert all(parameter.isfinite().all() for parameter in trainer.model.parameters())
+    trainer.learn()
+    assert (trainer.falls, trainer.step) == (1, 1)
+    trainer.keep()
+    assert Trainer(TINY, tmp_path, BUDGET).falls == 1
