@@ -51,6 +51,9 @@ class Shares:
 
 SHARES = Shares()
 
+WEIGHTS = {"shorts": 4.0, "skirt": 2.0, "dress": 2.0, "headwear": 2.0, "cap": 2.0, "beanie": 2.0, "hair": 1.5}
+"""Thing -> how often it is asked for where it is seen, of those that are rare or hard; others: 1."""
+
 
 @dataclass(frozen=True)
 class Asked:
@@ -85,7 +88,8 @@ def draw_prompt(rng: random.Random, asked: Asked, shares: Shares = SHARES) -> Pr
     kind -= shares.other_colour
     if 0 <= kind < shares.strange:
         return Prompt(determined(rng, [stranger(rng)]), asked.nothing)
-    thing = rng.choice(list(asked.seen))
+    things = list(asked.seen)
+    (thing,) = rng.choices(things, [WEIGHTS.get(thing, 1.0) for thing in things])
     return Prompt(phrase(rng, thing, garment_of(thing, asked.scene)), asked.seen[thing])
 
 
