@@ -85,7 +85,7 @@ def _opened(settings: WorkerConfig) -> ResidentModels:
         num_workers=settings.num_workers,
         model_bytes=settings.scheduler.model_bytes,
     )
-    keys = {name: models.most_needs(name) for name in models.keys}
+    keys = {name: models.needs(name) for name in models.keys}
     check_fits(keys, models.sizes, settings.scheduler.model_bytes)
     return models
 

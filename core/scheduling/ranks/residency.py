@@ -137,7 +137,9 @@ class Residency:
         return self._may_start is None or self._may_start.issuperset(needs)
 
     def failure_of(self, needs: Needs, now: float) -> Failure | None:
-        """Why some of these components cannot be used; None: they can, or it is time to try again."""
+        """Why these components cannot be used together; None: they can, or it is time to try again."""
+        if self._budget and (nbytes := sum(map(self.size_of, needs))) > self._budget:
+            return Failure("config", f"its weights take {nbytes} bytes, and --model-bytes allows {self._budget}")
         for key in needs:
             failure, since = self._failed.get(key, (None, 0.0))
             if failure is not None and now - since < RETRY_SECONDS:

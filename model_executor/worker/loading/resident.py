@@ -285,10 +285,6 @@ class ResidentModels:
         """The components that requests to a model are computed with, also those of other models."""
         return (*self.keys[name].values(), *self._borrowed[name])
 
-    def most_needs(self, name: str) -> tuple[ModelKey, ...]:
-        """The components that a request to a model may need at most: those of its segmenter, too."""
-        return (*self.needs(name), *self.segmenters.keys_of(name))
-
     @property
     def loaded_families(self) -> dict[str, Family]:
         """The families of the models that are loaded, by name."""

@@ -32,7 +32,7 @@ class WeightsRoom:
     def check_models(self) -> None:
         """Raises ConfigError for a model that does not fit by itself."""
         for name in self._models.keys:
-            if reason := self._why_not(name, self._models.most_needs(name)):
+            if reason := self._why_not(name, self._models.needs(name)):
                 raise ConfigError(reason)
 
     def check_next(self, key: ModelKey) -> None:

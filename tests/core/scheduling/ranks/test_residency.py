@@ -301,3 +301,14 @@ def test_what_a_waiting_request_needs_is_loaded_again_after_it_made_room(monkeyp
     orders = residency.order([], [(needs, 1.0)], 1.0)
     answer(residency, orders)
     assert residency.has(ModelKeys("", "", needs), [0])
+
+
+def test_what_exceeds_the_budget_by_itself_is_refused_and_holds_up_nobody(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A model fits, and with its segmenter it does not."""
+    monkeypatch.setitem(SIZES, SEGMENTER, 1)
+    residency = make("a", budget=14, models={"a": MODELS["a"]})
+    failure = residency.failure_of((*MODELS["a"].needs, SEGMENTER), 0.0)
+    assert failure is not None
+    assert "--model-bytes allows 14" in failure.message
+    assert residency.failure_of(MODELS["a"].needs, 0.0) is None
+    assert residency.failure_of((SEGMENTER,), 0.0) is None
