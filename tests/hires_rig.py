@@ -55,7 +55,7 @@ class HiresEdit:
         for plan in (first.encode_plan(), *map(first.denoise_plan, range(first.num_steps)), final.upscale_plan(first)):
             rig.do(plan)
         rig.do(StepPlan(seq=0, batches=(), free=(Free(first.key("", ""), (0,)),)))
-        start = TensorRef(final.key("upscale", "latents"), 0)
+        start = TensorRef(final.key("upscale", "latents"), 0, port="start")
         rig.do(final.encode_plan(start=start))
         for plan in (*map(final.denoise_plan, range(final.num_steps)), final.decode_plan()):
             rig.do(plan)

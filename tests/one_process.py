@@ -22,6 +22,7 @@ from core.scheduling.values.values import VALUE_BYTES
 from engine.client.edit_types import EditInput
 from engine.client.resolve.chosen_workflow import chosen_workflow
 from engine.client.resolve.sampling_defaults import resolve
+from engine.client.sessions.edit_requests import EditRequests
 from engine.client.sessions.prepared_edit import PreparedEdit
 from engine.images import image_ops
 from model_executor.page_cache.page_store import PageStore
@@ -71,8 +72,9 @@ class OneProcess:
         job = PrepareImages(0, None, None, "luminance", (side, side), 0, side, info.token_size, side**2, NOWHERE)
         job = msgspec.structs.replace(job, scales=scales)
         images = image_ops.prepare_nothing(job) if files is None else self._prepared(job, *files)
-        prepared = PreparedEdit(edit, ModelChoice(info), resolved, images, EngineConfig(), workflow).with_full_steps()
-        return prepared.make_request(0, name, self._space.alloc, arrival=time.monotonic(), trace_context="")
+        prepared = PreparedEdit(edit, ModelChoice(info), resolved, images, EngineConfig(), workflow)
+        requests = EditRequests(prepared, self._space.alloc)
+        return requests.make(0, name, arrival=time.monotonic(), trace_context="")
 
     def run(self, *requests: EngineRequest) -> list[Pixels]:
         """The pictures of requests that come together. Their previews are made, too."""
