@@ -268,7 +268,7 @@ HAND_WRITTEN = [
     *(page for page in PAGES if page.stem not in ("benchmarks", "benchmarks_zen3", "flags", "gpu", "papers")),
     *(ROOT / "benchmarks" / "evidence").glob("*.md"),
     *(ROOT / "benchmarks" / "gpu").glob("*.md"),
-    ROOT / "model_executor" / "embedded" / "README.md",
+    *(ROOT / "model_executor").glob("embedded*/README.md"),
 ]
 
 

@@ -29,8 +29,7 @@ quality() { # the tables of docs/quality.md
   "$PYTHON" -m benchmarks.quality by-ratio | tee "$OUT/by_ratio.txt"
 }
 
-pictures() { # docs/quality_worst.png, docs/benchmarks_sheet_*.png, and the playground's screenshots
-  "$PYTHON" -m benchmarks.quality --steps 28 --full-steps 0 --sheet docs/quality_worst.png
+pictures() { # docs/benchmarks_sheet_*.png, and the playground's screenshots
   "$PYTHON" -m benchmarks.evidence --only quality
   npm --prefix tests/browser run screenshots
 }
