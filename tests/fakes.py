@@ -365,9 +365,9 @@ class FakeWorkers:
         for free in plan.free:
             if rank in free.ranks:
                 self._free(free.key, rank)
-        if rank in plan.model_ranks:
-            self.loaded[rank] -= set(plan.unload)
-            self.loading += [(rank, key) for key in plan.load]
+        for load in (each for each in plan.loads if rank in each.ranks):
+            self.loaded[rank] -= set(load.drop)
+            self.loading += [(rank, key) for key in load.load]
         for gone in plan.forget:
             if gone.rank == rank:
                 self.pages.forget(gone)

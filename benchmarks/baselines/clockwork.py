@@ -82,7 +82,7 @@ class ClockworkPass(StepPass):
             if items and all(self._can_run(request, node) for request, node in items):
                 self._add(items)
                 tokens += sum(request.sizes(node).num_step_tokens for request, node in items)
-        self._choose_cache_work(tokens)
+        self._choose_cache_work({self.view.ranks[0]: tokens})
         return [*self._fetches(), *(self._decision(key) for key in self._order)]
 
     def _next_op(self, batch: Sequence[Request]) -> list[tuple[Request, list[Node]]]:

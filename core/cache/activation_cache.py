@@ -70,7 +70,7 @@ class ActivationCache(NodeCache):
 
     # ------------------------------------------------------------------------------------------------- requests
 
-    def reserve(self, requests: LiveRequests, page_rank: Callable[[str], int]) -> None:
+    def reserve(self, requests: LiveRequests, page_rank: Callable[[str, str], int]) -> None:
         self._prefetcher.reserve(requests, page_rank)
 
     def has_pages(self, request: Request, node: Node, ranks: tuple[int, ...]) -> bool:

@@ -77,7 +77,7 @@ class RequestPrefetcher:
         if mine is not None:
             self._pages.release(mine.reservation)
 
-    def reserve(self, requests: LiveRequests, page_rank: Callable[[str], int]) -> None:
+    def reserve(self, requests: LiveRequests, page_rank: Callable[[str, str], int]) -> None:
         """Reserve what requests need: running ones before waiting ones, and of each the most urgent first, without
         overtaking, so that none waits for room forever. page_rank: see `NodeCache.reserve`.
         """
@@ -87,7 +87,7 @@ class RequestPrefetcher:
         running, waiting = self._missing(requests)
         for reservation in [*running, *waiting, *self._template_requests.wanting_room(is_idle=not len(requests))]:
             if not reservation.is_reserved:
-                rank = page_rank(reservation.template.key)
+                rank = page_rank(reservation.template.key, reservation.template.model)
                 room_of_others = self._yield_room(requests) if reservation in running else self._yield_idle_room()
                 if not self._reserve(reservation, rank, room_of_others):
                     break

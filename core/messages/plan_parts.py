@@ -12,9 +12,8 @@ T = TypeVar("T")
 
 
 def parts_of(plan: StepPlan) -> dict[int, StepPlan]:
-    """Rank -> its part of a plan, ascending, for ranks that have one. Loads and unloads go to the plan's model ranks,
-    files to delete to its file rank, a batch to each of its ranks, and all else to the ranks that it names. Costs by
-    the size of the parts.
+    """Rank -> its part of a plan, ascending, for ranks that have one. Files to delete go to the plan's file rank, a
+    batch to each of its ranks, and all else to the ranks that it names. Costs by the size of the parts.
     """
     batches = _by_rank((rank, batch) for batch in plan.batches for rank in batch.ranks)
     transfers = _by_rank((transfer.source, transfer) for transfer in plan.transfers)
@@ -22,8 +21,8 @@ def parts_of(plan: StepPlan) -> dict[int, StepPlan]:
     frees = _by_rank((rank, free) for free in plan.free for rank in free.ranks)
     forgets = _by_rank((forget.rank, forget) for forget in plan.forget)
     copies = _by_rank((copy.rank, copy) for copy in plan.copies)
-    ranks = set(chain(batches, transfers, deliveries, frees, forgets, copies))
-    ranks.update(plan.model_ranks)
+    loads = _by_rank((rank, load) for load in plan.loads for rank in load.ranks)
+    ranks = set(chain(batches, transfers, deliveries, frees, forgets, copies, loads))
     if plan.delete:
         ranks.add(plan.file_rank)
     return {
@@ -36,9 +35,7 @@ def parts_of(plan: StepPlan) -> dict[int, StepPlan]:
             transfers=tuple(transfers.get(rank, ())),
             deliveries=tuple(deliveries.get(rank, ())),
             free=tuple(frees.get(rank, ())),
-            load=plan.load if rank in plan.model_ranks else (),
-            unload=plan.unload if rank in plan.model_ranks else (),
-            model_ranks=(rank,) if rank in plan.model_ranks else (),
+            loads=tuple(loads.get(rank, ())),
         )
         for rank in sorted(ranks)
     }

@@ -8,7 +8,7 @@ from core.config import CacheConfig, ModelConfig, SchedulerConfig
 from core.failure import Failure
 from core.graph.op import OpWork
 from core.graph.work import Work
-from core.handles import ArrayRef, EntryRef, LoadedComponent, ModelKey, TensorKey, TensorRef, Tier
+from core.handles import ArrayRef, EntryRef, LoadedComponent, ModelKey, RankIds, TensorKey, TensorRef, Tier
 from core.messages.message import Message
 from core.model_info import ModelInfo
 from core.page_scheme import PageDtype
@@ -93,8 +93,16 @@ class PageForget(msgspec.Struct, frozen=True):
     rank: int = 0
 
 
+class Load(msgspec.Struct, frozen=True):
+    """Components that ranks drop and then load, beside their other work."""
+
+    ranks: RankIds
+    load: tuple[ModelKey, ...]  # not awaited; each is answered by ModelLoaded or ModelFailed
+    drop: tuple[ModelKey, ...] = ()
+
+
 class StepPlan(Message, frozen=True):
-    """What one rank does next: free, unload, load, forget, delete, copies, transfers, batches, in this order; each
+    """What one rank does next: free, loads, forget, delete, copies, transfers, batches, in this order; each
     delivery as soon as its value is there. Made by the StepScheduler for all ranks at once; `core.messages.plan_parts`
     gives each its part.
     """
@@ -111,9 +119,7 @@ class StepPlan(Message, frozen=True):
     deliveries: tuple[Delivery, ...] = ()  # of values that this rank has, or that its batches make
     free: tuple[Free, ...] = ()
     # Models.
-    load: tuple[ModelKey, ...] = ()  # started, not awaited; answered by ModelLoaded or ModelFailed
-    unload: tuple[ModelKey, ...] = ()
-    model_ranks: tuple[int, ...] = ()  # the ranks that load and unload
+    loads: tuple[Load, ...] = ()
 
 
 class LoadAdapter(Message, frozen=True):

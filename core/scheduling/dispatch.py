@@ -6,7 +6,9 @@ from dataclasses import dataclass
 
 from core.failure import Failure
 from core.graph.workflow import Node
+from core.messages.worker import Load
 from core.scheduling.node_cache import CacheJob
+from core.scheduling.requests.bindings import ModelKeys
 from core.scheduling.requests.request import Request
 
 
@@ -42,6 +44,16 @@ class GiveUp:
 
     request: Request
     failure: Failure  # why, for the client
+
+
+@dataclass(frozen=True, slots=True)
+class Loads:
+    """What ranks are to load and drop now, and which waiting requests may begin."""
+
+    loads: tuple[Load, ...] = ()
+    startable: frozenset[ModelKeys] | None = None  # what these may need; None: anything
+    # When to decide again although no rank and no request has changed, monotonic seconds; None: not before they change.
+    again: float | None = None
 
 
 Decision = Dispatch | Fetch | CacheDispatch | GiveUp

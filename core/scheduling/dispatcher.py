@@ -191,6 +191,9 @@ def _check_fetch(fetch: Fetch, view: View) -> list[tuple[str, str]]:
 def _check_job(dispatch: CacheDispatch, view: View) -> list[tuple[str, str]]:
     assert dispatch.rank in view.open_ranks, f"rank {dispatch.rank} is not open"
     assert dispatch.job in view.jobs(), f"{dispatch.job.id} is not offered"
+    assert dispatch.rank in view.ranks_with(dispatch.job.keys), (
+        f"rank {dispatch.rank} lacks what {dispatch.job.id} needs"
+    )
     assert dispatch.job.rank in (None, dispatch.rank), f"{dispatch.job.id} can run on rank {dispatch.job.rank} alone"
     return [(dispatch.job.id, "")]
 

@@ -1,53 +1,66 @@
-"""ModelLoads: orders the components that requests need, and fails requests whose model cannot be loaded."""
+"""ModelLoads: sends the policy's orders to load components, and fails requests whose model cannot be loaded."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from dataclasses import dataclass
+from collections.abc import Iterable
+from dataclasses import dataclass, field
 
 from core.costs.cost_model import CostModel
 from core.failure import Failure
-from core.messages.worker import ModelFailed, ModelLoaded
+from core.messages.worker import Load, ModelFailed, ModelLoaded
+from core.scheduling.demand import Demand
+from core.scheduling.dispatch import Loads
 from core.scheduling.endings import Endings
 from core.scheduling.node_cache import NodeCache
+from core.scheduling.policies.policy import SchedulingPolicy
 from core.scheduling.ranks.in_flight import Flight
-from core.scheduling.ranks.residency import ModelOrders, Needs, Residency
+from core.scheduling.ranks.residency import Residency, keys_of
+from core.scheduling.requests.bindings import ModelKeys
 from core.scheduling.requests.live_requests import LiveRequests
-from core.scheduling.requests.request import Request, Status
+from core.scheduling.requests.request import Request
 
 LoadAnswer = ModelLoaded | ModelFailed
 """A rank's answer to an order to load a component."""
 
+LONGEST_WAIT_SECONDS = 1.0
+"""Time after which the policy is asked again although nothing has changed that is looked at here, such as the places of
+pages."""
 
-@dataclass(frozen=True, slots=True)
+
+@dataclass(slots=True)
 class ModelLoads:
-    """Decides for one scheduler, by its Residency."""
+    """The mechanism of one scheduler."""
 
     residency: Residency
     requests: LiveRequests
     cache: NodeCache
     endings: Endings
     cost: CostModel
+    policy: SchedulingPolicy
+    _decided: Loads = field(default_factory=Loads)
+    _state: tuple[int, int] = (-1, -1)  # versions of residency and requests when that was decided
+    _again: float = 0.0  # when it is to be decided again even if these are the same, monotonic seconds
 
-    def order(self, now: float) -> ModelOrders:
-        """The components that ranks are to load and drop now."""
+    def order(self, now: float) -> tuple[Load, ...]:
+        """What ranks are to load and drop now."""
         if self.residency.is_complete:
-            return ModelOrders()
-        running = {request.needs for request in self.requests.running}
-        running.update(map(self._needs_of, self.cache.models_in_use))
-        return self.residency.order(running, self._waiting(now), now)
+            return ()
+        state = self.residency.version, self.requests.version
+        if state == self._state and now < self._again:
+            return ()
+        self._decided = self.policy.loads(Demand(self.residency, self.requests, self.cache), now)
+        check(self._decided.loads, self.residency)
+        for load in self._decided.loads:
+            self.residency.note_sent(load.ranks, load.load, load.drop)
+        self._state = self.residency.version, self.requests.version
+        again = self._decided.again
+        self._again = now + LONGEST_WAIT_SECONDS if again is None else min(again, now + LONGEST_WAIT_SECONDS)
+        return self._decided.loads
 
-    def _needs_of(self, model: str) -> Needs:
-        return self.residency.models[model].needs
-
-    def _waiting(self, now: float) -> Iterator[tuple[Needs, float]]:
-        """(needs, arrival) of waiting requests, then of the cache's jobs other than idle work."""
-        for request in self.requests.live():
-            if request.status is Status.WAITING:
-                yield request.needs, request.head.arrival
-        for job in self.cache.jobs():
-            if not job.is_idle_work:
-                yield self._needs_of(job.model), now
+    @property
+    def startable(self) -> frozenset[ModelKeys] | None:
+        """What waiting requests may need that begin now, as last decided; None: anything."""
+        return None if self.residency.is_complete else self._decided.startable
 
     def note_batch(self, flight: Flight) -> None:
         """Note a batch that is sent."""
@@ -61,7 +74,7 @@ class ModelLoads:
             return
         self.residency.note_failed(answer.rank, answer.key, answer.failure, now)
         for request in list(self.requests.live()):
-            if answer.key in request.needs:
+            if answer.key in keys_of(request.needs):
                 self.endings.fail(request, _unavailable(request.head.model, answer.failure))
         models = [name for name, info in self.residency.models.items() if answer.key in info.needs]
         self.cache.fail_templates({model: _unavailable(model, answer.failure) for model in models})
@@ -72,6 +85,19 @@ class ModelLoads:
             return _unavailable(request.head.model, failure)
         self.residency.note_wanted(request.needs)
         return None
+
+
+def check(loads: Iterable[Load], residency: Residency) -> None:
+    """Raise AssertionError unless all of these can be carried out now, on live ranks and within the budget of bytes."""
+    up, seen = {rank for ranks in residency.sets for rank in ranks}, set[int]()
+    for each in loads:
+        assert up.issuperset(each.ranks), f"a rank of {each.ranks} is dead"
+        assert seen.isdisjoint(each.ranks), f"a rank of {each.ranks} gets two orders"
+        seen.update(each.ranks)
+        for rank in each.ranks:
+            present = residency.present((rank,))
+            assert residency.awaited((rank,)).isdisjoint(each.drop), f"rank {rank} is loading what it is to drop"
+            assert residency.excess(each.load, present - {*each.drop}) <= 0, f"rank {rank} has no room for {each.load}"
 
 
 def _unavailable(model: str, failure: Failure) -> Failure:

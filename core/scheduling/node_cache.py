@@ -91,9 +91,9 @@ class NodeCache(ABC):
     # ------------------------------------------------------------------------------------------------- requests
 
     @abstractmethod
-    def reserve(self, requests: LiveRequests, page_rank: Callable[[str], int]) -> None:
+    def reserve(self, requests: LiveRequests, page_rank: Callable[[str, str], int]) -> None:
         """Reserve the entries that requests need and begin to load them, for the most urgent request first. Called
-        before every pass. page_rank: see `SchedulingPolicy.page_rank`.
+        before every pass. page_rank: (template, its model) -> rank, see `SchedulingPolicy.page_rank`.
         """
 
     @abstractmethod

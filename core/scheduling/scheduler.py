@@ -10,7 +10,6 @@ One iteration is schedule -> (a worker runs the plan) -> apply; `take_outputs` r
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
-from functools import partial
 from itertools import count
 
 import msgspec
@@ -26,17 +25,18 @@ from core.graph.check import check_workflow
 from core.graph.op import OPS
 from core.handles import LoadedComponent
 from core.messages.engine import Aborted, DropTemplate, EngineRequest, Failed, PrimeTemplate
-from core.messages.worker import BatchResult, CostSample, Free, PageCopied, StepPlan, TransferDone
+from core.messages.worker import BatchResult, CostSample, Free, Load, PageCopied, StepPlan, TransferDone
 from core.model_info import ModelInfo
 from core.scheduling.dispatcher import Dispatched, Dispatcher
 from core.scheduling.endings import Endings, Output
 from core.scheduling.model_loads import LoadAnswer, ModelLoads
 from core.scheduling.node_cache import CacheOrders, NodeCache
+from core.scheduling.ops.prime import PRIME
 from core.scheduling.policies import make_policy
 from core.scheduling.policies.policy import SchedulingPolicy
 from core.scheduling.ranks.in_flight import Flight, InFlight
 from core.scheduling.ranks.ranks import Ranks
-from core.scheduling.ranks.residency import ModelOrders, Residency, Started
+from core.scheduling.ranks.residency import Residency, Started
 from core.scheduling.ranks.step_limit import StepLimit
 from core.scheduling.recovery.checkpoints import Checkpoints
 from core.scheduling.recovery.recovery import Recovery, Resumed
@@ -75,10 +75,12 @@ class StepScheduler:
         for workflow in self.workflows.values():
             check_workflow(workflow)
         self.cost = cost or CostModel()
-        residency = Residency(self.models, num_workers, sizes, config.model_bytes, self.cost.predict_load)
         self._policy = policy or make_policy(config.policy)
         most_ranks = min(num_workers, config.max_degree) if self._policy.shares_steps else 1
         self._bindings = Bindings(self.models)
+        set_size = config.degree if self._policy.spreads_models else num_workers
+        loading = sizes, config.model_bytes, self.cost.predict_load
+        residency = Residency(self._bindings, num_workers, set_size, *loading)
         self._predictor = Predictor(self.cost, self._bindings, residency.seconds_left, most_ranks)
         self._step_limit = StepLimit(config.max_num_batched_tokens)
         cache = cache or CacheConfig()
@@ -100,7 +102,7 @@ class StepScheduler:
         self._checkpoints = Checkpoints(self.values)
         parts = self._requests, self.values, self.cache
         self._endings = Endings(*parts, self._note_end, self._outputs, self._free)
-        self._loads = ModelLoads(residency, self._requests, self.cache, self._endings, self.cost)
+        self._loads = ModelLoads(residency, self._requests, self.cache, self._endings, self.cost, self._policy)
         remaining_load, retries = self._predictor.remaining_load, config.max_retries
         self._recovery = Recovery(*parts, self._in_flight, self._checkpoints, remaining_load, retries)
         self._results = Results(*parts, self._endings, self._recovery, self._checkpoints)
@@ -228,12 +230,12 @@ class StepScheduler:
         self._endings.fail_each(self._views.too_late(now))
         if not self.ranks.up:
             return None, False
-        page_rank = partial(self._policy.page_rank, ranks=self.ranks.up)
-        self.cache.reserve(self._requests, page_rank)
+        self.cache.reserve(self._requests, self._page_rank)
         while answers := self.cache.take_answers():  # the next template request may be answered at once, too
             self._outputs += answers
-            self.cache.reserve(self._requests, page_rank)
-        models, view = self._loads.order(now), self._views.view(now, self._passed_over)
+            self.cache.reserve(self._requests, self._page_rank)
+        loads = self._loads.order(now)
+        view = self._views.view(now, self._passed_over, self._loads.startable)
         chosen = self._dispatcher.carry_out(self._policy.choose(view, now) if view.open_ranks else (), view)
         self._passed_over = chosen.passed_over(view, self._passed_over)
         self._note_sent(chosen.flights)
@@ -246,12 +248,12 @@ class StepScheduler:
             self._free.append(Free(key, tuple(range(self.num_workers))))
             self._recovery.forget_job(key.request_id)
         self._free += self.values.take_freed()
-        has_work = bool(chosen.flights or chosen.transfers or orders.has_any or models.has_any)
+        has_work = bool(chosen.flights or chosen.transfers or orders.has_any or loads)
         is_freed = bool(chosen.given_up) or (not has_work and self._recovery.make_room(chosen.without_room))
         # Freeing alone can wait for the next plan with work, unless none is expected.
         if not has_work and (is_freed or not self._free or self._in_flight.has_busy):
             return None, is_freed
-        return self._send(chosen, orders, models, now), is_freed
+        return self._send(chosen, orders, loads, now), is_freed
 
     def apply(self, result: BatchResult) -> None:
         """Process one rank's result of a batch. The batch is applied when all of its ranks have answered. An unknown
@@ -353,15 +355,19 @@ class StepScheduler:
         for item in (item for flight in flights if not flight.job_id for item in flight.batch.items):
             self._requests.note_progress(self._requests[item.request_id])
 
-    def _send(self, chosen: Dispatched, orders: CacheOrders, models: ModelOrders, now: float) -> StepPlan:
+    def _page_rank(self, template: str, model: str) -> int:
+        """The rank on whose device to put a template's pages: of those that have the model, if there are any."""
+        having = self.ranks.residency.homes(self._bindings.keys(model, PRIME.component)).ranks
+        return self._policy.page_rank(template, having or self.ranks.up)
+
+    def _send(self, chosen: Dispatched, orders: CacheOrders, loads: tuple[Load, ...], now: float) -> StepPlan:
         plan = chosen.plan(next(self._plan_seqs), orders, self._free, self.ranks.up[0])
         self._free.clear()
         for flight in chosen.flights:
             self._in_flight.send(plan.seq, flight, now)
             self._loads.note_batch(flight)
         self._in_flight.send_transfers(plan.seq, chosen.transfers)
-        ranks = self.ranks.up if models.has_any else ()
-        return msgspec.structs.replace(plan, load=models.load, unload=models.unload, model_ranks=ranks)
+        return msgspec.structs.replace(plan, loads=loads) if loads else plan
 
     def _note_end(self, request_id: str) -> None:
         self._policy.on_end(request_id)

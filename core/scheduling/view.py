@@ -39,6 +39,7 @@ class View:
     _now: float
     _in_flight: InFlight
     _residency: Residency
+    startable: frozenset[ModelKeys] | None  # what waiting requests may need that begin now; None: anything
     _cache: NodeCache
     _values: ValueTable
     _predictor: Predictor
@@ -64,11 +65,15 @@ class View:
         """Whether a waiting request may begin as far as its model is concerned: it is loaded, and no earlier request
         waits for room for another model.
         """
-        return self._residency.may_start(request.needs)
+        return self.startable is None or self.startable.issuperset(request.needs)
 
     def has_components(self, request: Request, node: Node, ranks: RankIds) -> bool:
         """Whether these ranks have the components that a node needs."""
         return self._residency.has(request.keys_of(node), ranks)
+
+    def ranks_with(self, keys: ModelKeys) -> RankIds:
+        """The live ranks that have these components, ascending; all live ranks while none has them."""
+        return self.ranks if self._residency.is_complete else self._residency.homes(keys).ranks or self.ranks
 
     def inputs(self, request: Request, node: Node, ranks: RankIds) -> Inputs:
         """Where the inputs of a ready node are, as seen from these ranks."""
@@ -129,8 +134,13 @@ class View:
         """Jobs of the cache whose next piece can be dispatched now, oldest first. A job that names a rank runs only
         there.
         """
-        has = self._residency.has
-        return [job for job in self._cache.jobs() if has(job.keys, self.ranks)]
+        if self._residency.is_complete:
+            return self._cache.jobs()
+        return [job for job in self._cache.jobs() if self._has_rank(job)]
+
+    def _has_rank(self, job: CacheJob) -> bool:
+        ranks = self._residency.homes(job.keys).ranks
+        return bool(ranks) if job.rank is None else job.rank in ranks
 
     def tokens_within(self, job: CacheJob, token_budget: int) -> int:
         """See `NodeCache.tokens_within`."""
@@ -166,8 +176,13 @@ class ViewMaker:
         """Ranks that may be given work."""
         return self._idle_ranks | self._nearly_idle_ranks
 
-    def view(self, now: float, passed_over: frozenset[int] = frozenset()) -> View:
-        """The view of a pass that begins now. passed_over: ranks that are to get no work."""
+    def view(
+        self,
+        now: float,
+        passed_over: frozenset[int] = frozenset(),
+        startable: frozenset[ModelKeys] | None = None,
+    ) -> View:
+        """The view of a pass that begins now. passed_over: ranks that are to get no work. startable: see `Loads`."""
         judged = [] if self.deadlines is None else self._judged()
         return View(
             config=self.config,
@@ -179,6 +194,7 @@ class ViewMaker:
             may_join=self.deadlines.joining(judged, now) if self.deadlines is not None and judged else None,
             _now=now,
             _in_flight=self.in_flight,
+            startable=startable,
             _residency=self.residency,
             _cache=self.cache,
             _values=self.values,

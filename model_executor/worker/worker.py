@@ -50,10 +50,11 @@ class Worker:
         """Execute a plan in the order that StepPlan defines."""
         for free in plan.free:
             self._store.free(free.key)
-        for component in plan.unload:
-            self._loader.unload(component)
-        for component in plan.load:
-            self._loader.load(component)
+        for load in plan.loads:
+            for component in load.drop:
+                self._loader.unload(component)
+            for component in load.load:
+                self._loader.load(component)
         self._pages.forget(each.key for each in plan.forget)
         self._pages.delete(plan.delete)
         for copy in plan.copies:

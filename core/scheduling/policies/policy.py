@@ -6,7 +6,9 @@ from abc import ABC, abstractmethod
 from collections.abc import Sequence
 
 from core.messages.worker import Batch, BatchResult
-from core.scheduling.dispatch import Decision
+from core.scheduling.demand import Demand
+from core.scheduling.dispatch import Decision, Loads
+from core.scheduling.policies.loads import where_needed
 from core.scheduling.requests.request import Request
 from core.scheduling.view import View
 
@@ -23,6 +25,16 @@ class SchedulingPolicy(ABC):
 
     shares_steps = False
     """Whether several ranks compute a step together where that is useful, whatever `SchedulerConfig.degree` says."""
+
+    spreads_models = False
+    """Whether each model may be loaded on some ranks only, so that the policy chooses among the ranks that have what a
+    node needs. If not, all ranks load the same."""
+
+    def loads(self, demand: Demand, now: float) -> Loads:
+        """What to load and drop now, and which waiting requests may begin. Called before `choose` when something has
+        changed, until all that is served is loaded on all ranks. now: monotonic seconds.
+        """
+        return where_needed(demand, now)
 
     @abstractmethod
     def choose(self, view: View, now: float) -> Sequence[Decision]:

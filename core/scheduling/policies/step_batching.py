@@ -6,7 +6,8 @@ runs beside it: encodings, decodings and previews within a time budget, priming 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections import Counter
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from core.config import PRIME_SHARE
@@ -21,6 +22,8 @@ from core.scheduling.view import View
 
 class StepBatching(SchedulingPolicy):
     """The default policy. It keeps no state between passes."""
+
+    spreads_models = True
 
     def choose(self, view: View, now: float) -> Sequence[Decision]:
         return StepPass(view).run()
@@ -116,9 +119,9 @@ class StepPass:
 
     # ------------------------------------------------------------------------------------------------ the step
 
-    def _choose_step(self) -> int:
-        """Choose the most urgent requests that fit, in one batch per denoiser, op and ranks; returns the tokens of the
-        first rank's step. A request that exceeds the token budget alone gets a step for itself.
+    def _choose_step(self) -> Mapping[int, int]:
+        """Choose the most urgent requests that fit, in one batch per denoiser, op and ranks; returns the tokens of each
+        rank's step. A request that exceeds the token budget alone gets a step for itself.
         """
         chosen: dict[BatchKey, list[tuple[Request, Node]]] = {}
         steps: dict[tuple[int, ...], tuple[int, int]] = {}  # ranks -> (requests, tokens) chosen for them
@@ -135,7 +138,10 @@ class StepPass:
             steps[ranks] = num_seqs + 1, tokens
         for items in chosen.values():
             self._add(items)
-        return sum(tokens for ranks, (_, tokens) in steps.items() if self.view.ranks[0] in ranks)
+        by_rank = Counter[int]()
+        for ranks, (_, tokens) in steps.items():
+            by_rank.update(dict.fromkeys(ranks, tokens))
+        return by_rank
 
     def _ready_steps(self) -> Iterator[tuple[Request, Node]]:
         for request, ready in self._candidates:
@@ -146,14 +152,15 @@ class StepPass:
     # ------------------------------------------------------------------------------------------------ ranks
 
     def _rank(self, request: Request, node: Node) -> int:
-        """The rank that is to run a node. Nodes that read the results of rounds, such as decodes, go to the last live
-        rank and all others to the first one, so that a decode never delays other requests' steps. A node whose pages
-        are on one device goes there.
+        """The rank that is to run a node, of those that have its model. Nodes that read the results of rounds, such as
+        decodes, go to the last of them and all others to the first one, so that a decode never delays other requests'
+        steps. A node whose pages are on one device goes there.
         """
+        ranks = self.view.ranks_with(request.keys_of(node))
         if node.name in request.workflow.after_rounds:
-            return self.view.ranks[-1]
+            return ranks[-1]
         device = self._device(request, node)
-        return self.view.ranks[0] if device is None else device
+        return ranks[0] if device is None else device
 
     def _rank_apart(self, request: Request, node: Node) -> int:
         """The rank of a node where steps have the first rank to themselves, and all other nodes go to the last."""
@@ -165,7 +172,7 @@ class StepPass:
         degree = self.view.config.degree
         if degree == 1 or not is_shared or request.runs_on_one_rank or self._device(request, node) is not None:
             return (self._rank(request, node),)
-        return self.view.ranks[:degree]
+        return self.view.ranks_with(request.keys_of(node))[:degree]
 
     def _ranks_of(self, request: Request, node: Node) -> tuple[int, ...]:
         """The result of `_ranks`, which is called once for each node in a pass."""
@@ -184,7 +191,7 @@ class StepPass:
 
     def _rank_of(self, job: CacheJob) -> int:
         """The rank for a job's next piece: the one that makes steps, unless another is the only one that can run it."""
-        return self.view.ranks[0] if job.rank is None else job.rank
+        return self.view.ranks_with(job.keys)[0] if job.rank is None else job.rank
 
     def _fetches(self) -> Iterator[Fetch]:
         """Fetches of inputs that candidates' ready nodes need and that only other ranks have."""
@@ -196,7 +203,7 @@ class StepPass:
 
     # ------------------------------------------------------------------------------------------------ the cache
 
-    def _choose_cache_work(self, step_tokens: int) -> None:
+    def _choose_cache_work(self, step_tokens: Mapping[int, int]) -> None:
         """Choose pieces of jobs, oldest first, within the tokens that a rank's step leaves. The first piece on a rank
         is never empty, so that priming always advances.
         """
@@ -209,15 +216,15 @@ class StepPass:
                 if job.is_idle_work:
                     self._choose_whole_piece(job)
             elif remaining.get(rank, 1) > 0:
-                budget = remaining[rank] if rank in remaining else self._budget_beside(rank, step_tokens)
+                budget = remaining[rank] if rank in remaining else self._budget_beside(step_tokens.get(rank, 0))
                 # Idle work runs in the smallest pieces, so that a new request waits for at most one of them.
                 within = 0 if job.is_idle_work else budget
                 self._add_cache_work(CacheDispatch(job, within, rank))
                 remaining[rank] = budget - self.view.tokens_within(job, within)
 
-    def _budget_beside(self, rank: int, step_tokens: int) -> int:
-        """Tokens that a rank's step leaves. step_tokens: tokens of the first rank's step; other ranks have none."""
-        if rank != self.view.ranks[0] or not step_tokens:
+    def _budget_beside(self, step_tokens: int) -> int:
+        """Tokens that a rank's step leaves."""
+        if not step_tokens:
             return self.view.max_step_tokens
         return min(self.view.max_step_tokens - step_tokens, int(PRIME_SHARE * step_tokens))
 

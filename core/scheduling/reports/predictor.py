@@ -14,10 +14,9 @@ from core.costs.step_profiles import useful_degree
 from core.graph.op import Op
 from core.graph.work import Work
 from core.graph.workflow import Node, op_of
-from core.handles import ModelKey
 from core.messages.worker import CostSample
 from core.model_info import ModelInfo
-from core.scheduling.requests.bindings import Bindings, ModelKeys
+from core.scheduling.requests.bindings import Bindings, ModelKeys, Needs
 from core.scheduling.requests.request import Request, Status
 
 
@@ -28,7 +27,7 @@ class Predictor:
         self,
         cost: CostModel,
         bindings: Bindings,
-        load_seconds: Callable[[tuple[ModelKey, ...]], float] = lambda needs: 0.0,
+        load_seconds: Callable[[Needs], float] = lambda needs: 0.0,
         most_ranks: int = 1,
     ) -> None:
         """load_seconds: components -> seconds until all of them are loaded. most_ranks: the most ranks that compute a

@@ -21,13 +21,19 @@ class ModelKeys:
     keys: tuple[ModelKey, ...]
 
 
-@dataclass(frozen=True, slots=True)
+Needs = tuple[ModelKeys, ...]
+"""What a request, or a model, computes with: the components of one node must be on one rank, those of two need not."""
+
+
+@dataclass(frozen=True, slots=True, eq=False)
 class Binding:
-    """Who plays the roles of a workflow for one served model. Mappings are by name of the node."""
+    """Who plays the roles of a workflow for one served model. Mappings are by name of the node. There is one for each
+    model and workflow, so it is compared by identity.
+    """
 
     models: Mapping[str, str]  # name of the model whose family runs the node
     keys: Mapping[str, ModelKeys]  # the components that it computes with
-    needs: tuple[ModelKey, ...]  # all of these
+    needs: Needs  # all of these
 
 
 class Bindings:
@@ -47,7 +53,7 @@ class Bindings:
             roles = self.models[model].roles
             models = {node.name: roles.get(role_of(node), model) for node in workflow.nodes}
             keys = {node.name: self.keys(models[node.name], op_of(node).component) for node in workflow.nodes}
-            needs = tuple(dict.fromkeys(key for each in keys.values() for key in each.keys))
+            needs = tuple(each for each in dict.fromkeys(keys.values()) if each.keys)
             found = self._bindings[model, workflow.name] = Binding(models, keys, needs)
         return found
 
@@ -59,3 +65,11 @@ class Bindings:
             facts = info.family, info.device, info.keys_of(component)
             found = self._keys[model, component] = self._distinct.setdefault(facts, ModelKeys(*facts))
         return found
+
+    def needs(self, model: str) -> Needs:
+        """What a model's requests compute with, but for those whose mask is to be found."""
+        info = self.models[model]
+        own = [(model, key.component) for key in info.components]
+        players = dict.fromkeys(info.roles.values())
+        lent = [(name, key.component) for name in players for key in self.models[name].own if key in info.borrowed]
+        return tuple(dict.fromkeys(self.keys(name, kind) for name, kind in (*own, *lent)))

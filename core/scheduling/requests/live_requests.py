@@ -24,6 +24,7 @@ class LiveRequests:
         self._pending: set[str] = set()  # ids of requests with a preview that is being prepared or runs
         self._moved: dict[str, Request] = {}  # id -> request whose progress or status has changed since `take_moved`
         self._num_due = 0  # requests with a due time
+        self.version = 0  # of which requests wait and run
         self._changes: list[QueueChange] = []  # since `take_changes`
 
     def add(self, request: Request, load: RequestLoad) -> None:
@@ -35,6 +36,7 @@ class LiveRequests:
         head = request.head
         claim = Claim(request, head.owner, head.priority, urgency(request), load.seconds)
         self._claims[request.id] = claim
+        self.version += 1
         self._changes.append(Queued(request.id, load, claim.urgency[0]))
         self._queue.add(claim)
         self._order = None
@@ -47,6 +49,7 @@ class LiveRequests:
         claim.seconds = claim.seconds or predict(claim.item)
         self._queue.begin(claim)
         self._running[request_id] = claim.item
+        self.version += 1
         self._changes.append(Begun(request_id, claim.seconds))
         if self._queue.num_owners > 1:  # among the requests of one owner the order does not depend on who has begun
             self._order = None
@@ -64,6 +67,7 @@ class LiveRequests:
     def end(self, request_id: str) -> None:
         """Note that a request has ended whose terminal message has to wait until no worker has work of it."""
         running = self._running.pop(request_id, None)
+        self.version += 1
         if running is None:
             self._changes.append(Ended(request_id))
         else:
@@ -78,6 +82,7 @@ class LiveRequests:
     def remove(self, request_id: str) -> None:
         """Remove a request whose terminal message is made."""
         claim = self._claims.pop(request_id)
+        self.version += 1
         self._queue.remove(claim)
         self._running.pop(request_id, None)
         self._pending.discard(request_id)

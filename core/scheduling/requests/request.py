@@ -19,12 +19,12 @@ from core.messages.specs import EditSpec, MaskSpec
 if TYPE_CHECKING:
     from core.costs.load_report import RequestLoad
     from core.graph.work import Work
-    from core.handles import ModelKey, TensorKey, TensorRef
+    from core.handles import TensorKey, TensorRef
     from core.messages.canvas import Canvas
     from core.messages.engine import EngineRequest
     from core.messages.specs import Spec
     from core.patches import PatchSet
-    from core.scheduling.requests.bindings import Binding, Bindings, ModelKeys
+    from core.scheduling.requests.bindings import Binding, Bindings, ModelKeys, Needs
 
 
 class Status(enum.Enum):
@@ -174,7 +174,7 @@ class Request:
         return self.binding.keys[node.name]
 
     @property
-    def needs(self) -> tuple[ModelKey, ...]:
+    def needs(self) -> Needs:
         """The components that its nodes compute with."""
         return self.binding.needs
 

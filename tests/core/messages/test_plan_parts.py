@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from core.handles import ModelKey, TensorKey, TensorRef
 from core.messages.plan_parts import parts_of
-from core.messages.worker import Batch, Delivery, Free, PageCopy, PageForget, StepPlan, Transfer
+from core.messages.worker import Batch, Delivery, Free, Load, PageCopy, PageForget, StepPlan, Transfer
 
 KEY = TensorKey("r", "node", "x")
 MODEL, OTHER = ModelKey("0f", "transformer"), ModelKey("1e", "vae")
@@ -36,10 +36,11 @@ def test_each_rank_gets_the_orders_for_its_pages_and_one_those_for_files() -> No
 
 
 def test_models_go_to_the_ranks_that_are_to_load_them() -> None:
-    plan = StepPlan(1, load=(MODEL,), unload=(OTHER,), model_ranks=(0, 2), delete=("t",), file_rank=1)
-    assert parts_of(plan) == {
-        0: StepPlan(1, load=(MODEL,), unload=(OTHER,), model_ranks=(0,)),
+    both, one = Load((0, 2), (MODEL,), (OTHER,)), Load((3,), (OTHER,))
+    assert parts_of(StepPlan(1, loads=(both, one), delete=("t",), file_rank=1)) == {
+        0: StepPlan(1, loads=(both,)),
         1: StepPlan(1, delete=("t",)),
-        2: StepPlan(1, load=(MODEL,), unload=(OTHER,), model_ranks=(2,)),
+        2: StepPlan(1, loads=(both,)),
+        3: StepPlan(1, loads=(one,)),
     }
     assert parts_of(StepPlan(1)) == {}

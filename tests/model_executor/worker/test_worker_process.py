@@ -31,6 +31,7 @@ from core.messages.worker import (
     BatchResult,
     FromWorker,
     Item,
+    Load,
     ModelFailed,
     ModelLoaded,
     PageCopied,
@@ -261,10 +262,10 @@ async def reload(executor: Executor, key: ModelKey, keeper: ChildProcess | None 
     so that it loads it again."""
     ranks = tuple(executor.components)
     kept = num_kept(keeper)
-    executor.submit(StepPlan(seq=0, unload=(key,), model_ranks=ranks))
+    executor.submit(StepPlan(seq=0, loads=(Load(ranks, (), (key,)),)))
     while keeper is not None and num_kept(keeper) == kept:
         await asyncio.sleep(0.01)
-    executor.submit(StepPlan(seq=1, load=(key,), model_ranks=ranks))
+    executor.submit(StepPlan(seq=1, loads=(Load(ranks, (key,)),)))
     return [await asyncio.wait_for(anext(executor.results()), PATIENCE) for _ in ranks]
 
 
@@ -300,7 +301,7 @@ async def test_components_are_loaded_and_unloaded(executor: Executor, arena: Are
 
 
 async def test_a_component_that_no_model_has_cannot_be_loaded(executor: Executor) -> None:
-    executor.submit(StepPlan(seq=0, load=(ModelKey("0f", "unheard of"),), model_ranks=tuple(executor.components)))
+    executor.submit(StepPlan(seq=0, loads=(Load(tuple(executor.components), (ModelKey("0f", "unheard of"),)),)))
     for _ in executor.components:
         message = await asyncio.wait_for(anext(executor.results()), PATIENCE)
         assert isinstance(message, ModelFailed)

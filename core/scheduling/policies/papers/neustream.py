@@ -125,8 +125,9 @@ class NeuStreamPass(StepPass):
             if len(self._batches.get(key, ())) < self._limit(request, node):
                 self._add([(request, node)])
 
-    def _choose_step(self) -> int:
-        """Fill one batch per denoiser, op and rank up to the op's batch limit; returns the tokens of all of them."""
+    def _choose_step(self) -> Mapping[int, int]:
+        """Fill one batch per denoiser, op and rank up to the op's batch limit; returns the tokens of the first rank,
+        which makes all steps."""
         tokens = 0
         for request, node in self._ready_steps():
             sizes = request.sizes(node)
@@ -135,7 +136,7 @@ class NeuStreamPass(StepPass):
             if len(chosen) < self._limit(request, node) and (not chosen or tokens + size <= self.view.max_step_tokens):
                 self._add([(request, node)])
                 tokens += size
-        return tokens
+        return {self.view.ranks[0]: tokens}
 
     def _limit(self, request: Request, node: Node) -> int:
         """Largest batch within the request's partial SLO for this op; 1 if no batch is."""

@@ -12,12 +12,13 @@ from core.graph.catalog import WORKFLOWS
 from core.handles import ArrayRef, LoadedComponent, ModelKey
 from core.messages.engine import EngineRequest, Failed, Finished
 from core.messages.specs import EditSpec
-from core.messages.worker import BatchResult, ItemResult, ModelFailed
+from core.messages.worker import BatchResult, ItemResult, Load, ModelFailed
 from core.model_info import ModelInfo
 from core.scheduling.node_cache import NO_PAGES
 from core.scheduling.ops.denoise import DENOISE, Denoise
 from core.scheduling.ops.image_encode import IMAGE_ENCODE, ImageEncode
 from core.scheduling.ops.segment import SEGMENT, Segment
+from core.scheduling.ranks.residency import keys_of
 from core.scheduling.requests.bindings import Bindings
 from core.scheduling.requests.request import Request
 from core.scheduling.scheduler import StepScheduler
@@ -80,9 +81,9 @@ def test_a_mask_that_is_found_again_does_not_depend_on_the_one_before() -> None:
 
 
 def test_only_requests_that_find_masks_need_the_segmenter() -> None:
-    assert set(record(make_edit("a")).needs) == {*KEYS}
-    assert set(record(make_selecting_edit("a", is_mask_aware=True)).needs) == {*KEYS, SEGMENTER}
-    assert record(make_mask_request("a")).needs == (SEGMENTER,), "and a mask alone needs nothing else"
+    assert {*keys_of(record(make_edit("a")).needs)} == {*KEYS}
+    assert {*keys_of(record(make_selecting_edit("a", is_mask_aware=True)).needs)} == {*KEYS, SEGMENTER}
+    assert keys_of(record(make_mask_request("a")).needs) == [SEGMENTER], "and a mask alone needs nothing else"
 
 
 def test_refiners_read_the_mask_too() -> None:
@@ -151,7 +152,7 @@ def test_a_segmenter_is_loaded_for_the_first_request_that_needs_it() -> None:
     scheduler.add(make_selecting_edit("a", is_mask_aware=True))
     plan = scheduler.schedule(0.0)
     assert plan is not None
-    assert (plan.load, plan.batches) == ((SEGMENTER,), ())
+    assert (plan.loads, plan.batches) == ((Load((0,), (SEGMENTER,)),), ())
 
 
 def test_a_segmenter_that_cannot_be_loaded_fails_only_who_needs_it() -> None:
@@ -160,7 +161,7 @@ def test_a_segmenter_that_cannot_be_loaded_fails_only_who_needs_it() -> None:
     scheduler.add(make_edit("b"))
     plan = scheduler.schedule(0.0)
     assert plan is not None
-    assert plan.load == (SEGMENTER,)
+    assert plan.loads == (Load((0,), (SEGMENTER,)),)
     assert {item.request_id for batch in plan.batches for item in batch.items} == {"b"}
     scheduler.apply_load(ModelFailed(0, SEGMENTER, Failure("config", "it is broken")), 1.0)
     (failed,) = scheduler.take_outputs()

@@ -1,0 +1,46 @@
+"""Demand: what requests and the cache's jobs compute with, as a policy sees it when it decides about loads."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+from core.scheduling.node_cache import NodeCache
+from core.scheduling.ranks.residency import Residency
+from core.scheduling.requests.bindings import Needs
+from core.scheduling.requests.live_requests import LiveRequests
+from core.scheduling.requests.request import Status
+
+
+@dataclass(frozen=True, slots=True)
+class Demand:
+    """Of one scheduler. A policy must not change the objects that it gets from here."""
+
+    residency: Residency
+    requests: LiveRequests
+    cache: NodeCache
+
+    def in_use(self) -> Iterator[tuple[Needs, int | None]]:
+        """(what it is computed with, the only rank that can read its pages, None: any can) of running requests and of
+        the cache's jobs in flight or bound to a rank. Each pair once.
+        """
+        found: dict[tuple[Needs, int | None], None] = {}
+        for request in self.requests.running:
+            found[request.needs, self.cache.rank_of(request)] = None
+        for model in self.cache.models_in_use:
+            found[self.residency.needs_of(model), None] = None
+        for job in self.cache.jobs():
+            if job.rank is not None and not job.is_idle_work:
+                found[self.residency.needs_of(job.model), job.rank] = None
+        return iter(found)
+
+    def waiting(self, now: float) -> Iterator[tuple[Needs, float]]:
+        """(what it is computed with, when it came, monotonic seconds) of waiting requests, the most urgent first; then
+        of the cache's jobs other than idle work.
+        """
+        for request in self.requests.live():
+            if request.status is Status.WAITING:
+                yield request.needs, request.head.arrival
+        for job in self.cache.jobs():
+            if not job.is_idle_work:
+                yield self.residency.needs_of(job.model), now

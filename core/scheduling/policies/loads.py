@@ -1,0 +1,231 @@
+"""Loads: which components are loaded where, and which are dropped to make room.
+
+Where they are needed: the most urgent request first, on the set of ranks where the least is dropped for it. What a set
+has is not loaded on another one for a request. When a component needs room, others are dropped that no live request
+needs there: copies before the only one, the least recently used first. If all of them are needed, the request that
+waits for room lets later requests go ahead whose models are loaded, for about as long as its own model takes to load;
+after that no other request begins before it. What no request needs is loaded while there is room: models that no set
+has, and then copies of them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
+from itertools import islice
+
+from core.handles import ModelKey, RankIds
+from core.messages.worker import Load
+from core.scheduling.demand import Demand
+from core.scheduling.dispatch import Loads
+from core.scheduling.ranks.residency import Residency, keys_of
+from core.scheduling.requests.bindings import ModelKeys, Needs
+
+LEAST_PATIENCE_SECONDS = 1.0
+"""Least time during which later requests go ahead of one whose model has no room."""
+
+MOST_LOOKED_AT = 256
+"""Number of the most urgent waiting requests that decide what is loaded."""
+
+
+def where_needed(demand: Demand, now: float) -> Loads:
+    """The rule above."""
+    return _LoadPass(demand.residency, now).run(demand.in_use(), islice(demand.waiting(now), MOST_LOOKED_AT))
+
+
+@dataclass(slots=True)
+class _Room:
+    """Where components can be loaded."""
+
+    ranks: RankIds
+    load: list[ModelKey]
+    drop: list[ModelKey]
+    cost: tuple[int, int, int]  # bytes to drop, bytes to load, bytes that are there; the least is best
+
+
+@dataclass(slots=True)
+class _LoadPass:
+    """One decision; `run` is called once."""
+
+    residency: Residency
+    now: float
+    _kept: dict[RankIds, set[ModelKey]] = field(default_factory=dict)  # set of ranks -> what is needed there
+    _orders: dict[RankIds, Load] = field(default_factory=dict)  # by set of ranks
+    _seen: set[Needs] = field(default_factory=set)
+    _startable: set[ModelKeys] = field(default_factory=set)
+
+    def run(self, in_use: Iterable[tuple[Needs, int | None]], waiting: Iterable[tuple[Needs, float]]) -> Loads:
+        """Consider what running requests need, who may lack components after a rank's death; then what requests wait
+        for; and unless a request has lost patience, what no request needs.
+        """
+        used = list(in_use)
+        lacking = [(needs, rank) for needs, rank in used if self._keep(needs, rank)]
+        for needs, rank in lacking:
+            self._restore(needs, rank)
+        soonest: float | None = None  # when the first request loses patience
+        for needs, arrival in waiting:
+            if needs in self._seen:
+                continue
+            patience_ends = self._consider(needs, arrival)
+            if patience_ends is not None:
+                if patience_ends <= self.now:
+                    return self._result(None)
+                soonest = patience_ends if soonest is None else min(soonest, patience_ends)
+        self._consider_idle()
+        return self._result(soonest)
+
+    def _result(self, again: float | None) -> Loads:
+        return Loads(tuple(self._orders.values()), frozenset(self._startable), again)
+
+    # ------------------------------------------------------------------------------------------------- requests
+
+    def _keep(self, needs: Needs, rank: int | None = None) -> list[ModelKeys]:
+        """Note that these are needed where they are, or are being loaded; those that are nowhere. rank: the only one
+        that can make steps.
+        """
+        nowhere = []
+        for keys in needs:
+            home = self._home(keys, rank if _is_of_steps(keys) else None)
+            if home is None:
+                nowhere.append(keys)
+            else:
+                self._kept.setdefault(home, set()).update(keys.keys)
+        return nowhere
+
+    def _home(self, keys: ModelKeys, rank: int | None = None) -> RankIds | None:
+        """The first set that has these components, or else that will have them; None: there is none. rank: one that
+        the set must contain.
+        """
+        homes = self.residency.homes(keys)
+        for ranks in (*homes.whole, *homes.coming):
+            if (rank is None or rank in ranks) and not self._drops(keys, ranks):
+                return ranks
+        return next((ranks for ranks in self._orders if not self._lacking(keys.keys, ranks)), None)
+
+    def _is_there(self, needs: Needs) -> bool:
+        """Whether each of these is in some set now, and stays there."""
+        homes = self.residency.homes
+        return all(any(not self._drops(keys, ranks) for ranks in homes(keys).whole) for keys in needs)
+
+    def _drops(self, keys: ModelKeys, ranks: RankIds) -> bool:
+        """Whether this pass drops any of these components from a set."""
+        order = self._orders.get(ranks)
+        return order is not None and not set(order.drop).isdisjoint(keys.keys)
+
+    def _lacking(self, keys: Iterable[ModelKey], ranks: RankIds) -> list[ModelKey]:
+        """Those of these components that a set lacks, or will lack after this pass's orders."""
+        order = self._orders.get(ranks)
+        if order is None:
+            return self.residency.lacking(keys, ranks)
+        keys = list(keys)
+        lacking = {*self.residency.lacking(keys, ranks), *order.drop} - {*order.load}
+        return [key for key in keys if key in lacking]
+
+    def _restore(self, needs: Needs, rank: int | None) -> None:
+        """Load what a running request lacks. Other models wait, because its requests go first."""
+        if missing := self._keep(needs, rank):
+            self._load(missing, self._rooms(missing, rank))
+
+    def _consider(self, needs: Needs, arrival: float) -> float | None:
+        """Consider what a request waits for. Returns when no later request may begin before it, monotonic seconds;
+        None: they may.
+        """
+        self._seen.add(needs)
+        missing = self._keep(needs)
+        if self._is_there(needs):
+            self._startable.update(needs)
+        elif missing and self.residency.failure_of(needs, self.now) is None:
+            rooms = self._rooms(missing)
+            if not rooms and not all(map(self._is_loading, self.residency.sets)):
+                return arrival + max(LEAST_PATIENCE_SECONDS, self.residency.seconds_left(needs))
+            self._load(missing, rooms)
+        return None
+
+    # ------------------------------------------------------------------------------------------------- without requests
+
+    def _consider_idle(self) -> None:
+        """Consider what no request waits for. Nothing is dropped for it, and failed loads are not repeated."""
+        for needs in self.residency.idle_needs:
+            if self._is_there(needs):
+                self._startable.update(needs)
+        for ranks in self.residency.sets:
+            if not self._is_loading(ranks) and not self.residency.is_full(ranks):
+                lacking = self._idle_load(ranks, only_new=True) or self._idle_load(ranks, only_new=False)
+                if lacking:
+                    self._orders[ranks] = Load(ranks, tuple(lacking))
+                else:
+                    self.residency.note_full(ranks)
+
+    def _idle_load(self, ranks: RankIds, *, only_new: bool) -> list[ModelKey]:
+        """What a set lacks of the first model that it has room for. only_new: of those that no set has or will have."""
+        residency = self.residency
+        present = residency.present(ranks)
+        for needs in residency.idle_needs:
+            wanted = [keys for keys in needs if self._home(keys) is None] if only_new else needs
+            lacking = self._lacking(keys_of(wanted), ranks)
+            if lacking and not residency.has_failed(lacking) and residency.excess(lacking, present) <= 0:
+                return lacking
+        return []
+
+    # ------------------------------------------------------------------------------------------------- room
+
+    def _is_loading(self, ranks: RankIds) -> bool:
+        """Whether a set loads something. One request's components are loaded at a time: others would only be queued,
+        in front of components that are more urgent by then.
+        """
+        return ranks in self._orders or self.residency.is_loading(ranks)
+
+    def _load(self, missing: Sequence[ModelKeys], rooms: Sequence[_Room]) -> None:
+        """Load these where it costs least, unless those sets have to end other loads before."""
+        free = [room for room in rooms if not self._is_loading(room.ranks)]
+        if free:
+            best = min(free, key=lambda room: room.cost)
+            self._orders[best.ranks] = Load(best.ranks, tuple(best.load), tuple(best.drop))
+            self._kept.setdefault(best.ranks, set()).update(keys_of(missing))
+
+    def _rooms(self, missing: Sequence[ModelKeys], rank: int | None = None) -> list[_Room]:
+        """Where these can be loaded. rank: one that the set must contain, if steps are made with them."""
+        needs_rank = rank is not None and any(map(_is_of_steps, missing))
+        sets = (ranks for ranks in self.residency.sets if not needs_rank or rank in ranks)
+        found = (self._room(keys_of(missing), ranks) for ranks in sets)
+        return [room for room in found if room is not None]
+
+    def _room(self, keys: list[ModelKey], ranks: RankIds) -> _Room | None:
+        """How a set has room for these; None: too much is in use."""
+        residency = self.residency
+        present, load = residency.present(ranks), self._lacking(keys, ranks)
+        excess = residency.excess(load, present)
+        drop = self._drop(excess, present - self._kept.get(ranks, set()) - {*keys}, ranks)
+        if drop is None:
+            return None
+        sizes = [sum(map(residency.size_of, each)) for each in (drop, load, present)]
+        return _Room(ranks, load, drop, (sizes[0], sizes[1], sizes[2]))
+
+    def _drop(self, excess: int, idle: Iterable[ModelKey], ranks: RankIds) -> list[ModelKey] | None:
+        """The components to drop for this many bytes, of those that are not needed; None: they are too few."""
+        if excess <= 0:
+            return []
+        residency = self.residency
+        awaited = residency.awaited(ranks)
+        first = sorted((key for key in idle if key not in awaited), key=lambda key: self._worth(key, ranks))
+        drop: list[ModelKey] = []
+        for key in first:
+            if excess <= 0:
+                break
+            excess -= residency.size_of(key)
+            drop.append(key)
+        for key in list(drop):
+            if excess + residency.size_of(key) <= 0:  # there is enough room without dropping it
+                excess += residency.size_of(key)
+                drop.remove(key)
+        return drop if excess <= 0 else None
+
+    def _worth(self, key: ModelKey, ranks: RankIds) -> tuple[bool, int, str, str]:
+        """What is worth least is dropped first."""
+        residency = self.residency
+        return not residency.has_copy(key, ranks), residency.last_use(key), key.component, key.content
+
+
+def _is_of_steps(keys: ModelKeys) -> bool:
+    """Whether steps are made with these, which read pages."""
+    return any(key.component == "transformer" for key in keys.keys)
