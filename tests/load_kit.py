@@ -97,7 +97,7 @@ class Rig:
     def may_start(self, needs: str | Needs) -> bool:
         wanted = self.needs(needs) if isinstance(needs, str) else needs
         startable = self.decided.startable
-        return self.residency.is_complete or startable is None or startable.issuperset(wanted)
+        return not self.residency.missing(wanted) and (startable is None or startable.issuperset(wanted))
 
     def has(self, name: str, *ranks: int) -> bool:
         return all(self.residency.has(keys, ranks or (0,)) for keys in self.needs(name))
@@ -112,6 +112,12 @@ class _Demand:
         self, residency: Residency, used: list[tuple[Needs, int | None]], wanted: list[tuple[Needs, float]]
     ) -> None:
         self.residency, self._used, self._wanted = residency, used, wanted
+
+    @property
+    def has_missing(self) -> bool:
+        needs = [*(needs for needs, _ in self._used), *(needs for needs, _ in self._wanted)]
+        is_bound = any(rank is not None for _, rank in self._used)
+        return is_bound or any(map(self.residency.missing, needs))
 
     def in_use(self) -> Iterator[tuple[Needs, int | None]]:
         return iter(self._used)

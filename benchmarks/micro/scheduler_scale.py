@@ -10,8 +10,9 @@ from __future__ import annotations
 import asyncio
 import time
 from collections import OrderedDict, deque
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
+from itertools import count, product
 from random import Random
 
 import msgspec
@@ -23,12 +24,15 @@ from benchmarks.simulation.machine import Machine
 from benchmarks.simulation.scenario import MIX, MODEL, make_trace
 from core.config import SchedulerConfig
 from core.graph.workflow import Node
+from core.handles import LoadedComponent, ModelKey, RankIds
 from core.messages.codec import MessageDecoder, encode
 from core.messages.engine import EngineOutputs, EngineRequest, FromEngine, ToEngine
 from core.messages.plan_parts import parts_of
 from core.messages.worker import Batch, BatchResult, DropAdapter, FromWorker, LoadAdapter, StepPlan, TransferDone
+from core.model_info import ModelInfo
 from core.scheduling.dispatch import Decision, Dispatch
 from core.scheduling.policies.policy import SchedulingPolicy
+from core.scheduling.requests.bindings import ModelKeys
 from core.scheduling.requests.request import Request
 from core.scheduling.scheduler import StepScheduler
 from core.scheduling.view import View
@@ -38,67 +42,111 @@ SLOTS = 4
 
 
 class LeastWork(SchedulingPolicy):
-    """Gives each request the rank with the least work, and runs together what is ready of a rank's requests. It looks
-    only at ranks of which something has begun or ended.
+    """Gives each rank that has a free slot the first request of a model that it runs, or else has, and runs together
+    what is ready of a rank's requests. It looks only at ranks of which something has begun or ended.
     """
 
+    spreads_models = True
+
     def __init__(self, num_ranks: int) -> None:
-        self._waiting: OrderedDict[str, Request] = OrderedDict()
+        self._waiting: dict[str, OrderedDict[str, tuple[int, Request]]] = {}  # per model: id -> (number, request)
+        self._numbers = count()
+        self._models = ModelsOf(num_ranks)
         self._requests: list[dict[str, Request]] = [{} for _ in range(num_ranks)]  # per rank: id -> request
         self._rank_of: dict[str, int] = {}
-        self._work = [0] * num_ranks  # per rank: rounds of all its requests
         self._free = set(range(num_ranks))  # ranks with a free slot
         self._changed: set[int] = set()  # ranks
 
     def on_arrival(self, request: Request) -> None:
-        self._waiting[request.id] = request
+        self._waiting.setdefault(request.head.model, OrderedDict())[request.id] = next(self._numbers), request
 
     def on_result(self, batch: Batch, result: BatchResult) -> None:
         self._changed.update(batch.ranks)
 
     def on_end(self, request_id: str) -> None:
-        self._waiting.pop(request_id, None)
-        rank = self._rank_of.pop(request_id, None)
-        if rank is not None:
-            self._work[rank] -= sum(self._requests[rank].pop(request_id).head.rounds)
-            self._free.add(rank)
+        rank = self._rank_of.pop(request_id)
+        model = self._requests[rank].pop(request_id).head.model
+        self._free.add(rank)
+        self._changed.add(rank)
+        assert request_id not in self._waiting[model]
 
     def choose(self, view: View, now: float) -> Sequence[Decision]:
-        while self._waiting and self._free:
-            self._place(self._waiting.popitem(last=False)[1], min(self._free, key=self._work.__getitem__))
+        self._models.look(view, self._waiting)
+        for rank in sorted(self._free):
+            while rank in self._free and self._place(rank):
+                pass
         changed, self._changed = self._changed & view.open_ranks, set()
         return [dispatch for rank in sorted(changed) for dispatch in self._dispatches(rank, view)]
 
-    def _place(self, request: Request, rank: int) -> None:
+    def _place(self, rank: int) -> bool:
+        """Give a rank a request, of a model of its other ones if there is any; False: none of its models has any."""
+        running = {request.head.model: None for request in self._requests[rank].values()}
+        waiting = self._queues(running) or self._queues(self._models.on(rank))
+        if not waiting:
+            return False
+        _, (_, request) = min(waiting, key=_first).popitem(last=False)
         self._requests[rank][request.id], self._rank_of[request.id] = request, rank
-        self._work[rank] += sum(request.head.rounds)
         self._changed.add(rank)
         if len(self._requests[rank]) == SLOTS:
             self._free.remove(rank)
+        return True
+
+    def _queues(self, models: Iterable[str]) -> list[OrderedDict[str, tuple[int, Request]]]:
+        return [queue for model in models if (queue := self._waiting.get(model))]
 
     def _dispatches(self, rank: int, view: View) -> Iterator[Dispatch]:
-        batches: dict[str, list[tuple[Request, Node]]] = {}
+        batches: dict[tuple[ModelKeys, str], list[tuple[Request, Node]]] = {}
         for request in self._requests[rank].values():
             for node in view.ready(request):
                 if view.can_run(request, node, (rank,)):
-                    batches.setdefault(node.op, []).append((request, node))
+                    batches.setdefault((request.keys_of(node), node.op), []).append((request, node))
         for items in batches.values():
             yield Dispatch(tuple(items), (rank,))
+
+
+def _first(queue: Mapping[str, tuple[int, Request]]) -> int:
+    return next(iter(queue.values()))[0]
+
+
+class ModelsOf:
+    """Which models the ranks have. They keep them, as all models are on some rank."""
+
+    def __init__(self, num_ranks: int) -> None:
+        self._on: list[dict[str, None]] = [{} for _ in range(num_ranks)]  # per rank: names of its models
+        self._ranks: dict[str, RankIds] = {}  # model -> its ranks
+
+    def look(self, view: View, waiting: Mapping[str, Mapping[str, tuple[int, Request]]]) -> None:
+        """Note where the models of waiting requests are."""
+        for model, queue in waiting.items():
+            if queue and model not in self._ranks:
+                _, request = next(iter(queue.values()))
+                assert request.step_node is not None
+                self._ranks[model] = view.ranks_with(request.keys_of(request.step_node))
+                for rank in self._ranks[model]:
+                    self._on[rank][model] = None
+
+    def on(self, rank: int) -> Iterable[str]:
+        return self._on[rank]
 
 
 class Loop:
     """An EngineCore between clients and fake ranks, to which it is the executor."""
 
-    def __init__(self, num_ranks: int, num_waiting: int) -> None:
+    def __init__(self, num_ranks: int, num_waiting: int, num_models: int = 1) -> None:
+        """num_models: of equal size, of which a third fit on a rank; 1: it fits."""
         self._random = Random(0)
         self._plans: list[deque[StepPlan]] = [deque() for _ in range(num_ranks)]
-        config, policy = SchedulerConfig(max_num_seqs=SLOTS), LeastWork(num_ranks)
-        scheduler = StepScheduler(config, {MODEL.name: MODEL}, num_ranks, policy=policy)
-        scheduler.learn(Machine(text_encode=0.01, image_encode=0.01, decode=0.02).samples(MODEL.name))
+        models, num_fit = [_model(index) for index in range(num_models)], -(-num_models // 3)
+        nbytes = sum(len(model.components) for model in models[:num_fit])
+        config = SchedulerConfig(max_num_seqs=SLOTS, model_bytes=nbytes)
+        scheduler = StepScheduler(config, {each.name: each for each in models}, num_ranks, policy=LeastWork(num_ranks))
+        machine = Machine(text_encode=0.01, image_encode=0.01, decode=0.02)
+        loaded = [(rank, _components(models, rank * num_fit, num_fit)) for rank in range(num_ranks)]
+        scheduler.learn([sample for model in models for sample in machine.samples(model.name)], loaded)
         self._core = EngineCore(scheduler, self, self._emit)
         self._to_engine: MessageDecoder[ToEngine] = MessageDecoder(ToEngine)
         self._from_worker: MessageDecoder[FromWorker] = MessageDecoder(FromWorker)
-        self._requests = _requests()
+        self._requests = _requests([model.name for model in models])
         self._num_due = num_ranks * SLOTS + num_waiting  # requests to be sent
 
     def submit(self, plan: StepPlan) -> None:
@@ -152,25 +200,44 @@ class Loop:
         return seconds, sum(len(result.items) for result in results if isinstance(result, BatchResult))
 
 
-def _requests() -> Iterator[EngineRequest]:
-    """Exact edits of different lengths, so that they do not end together."""
+def _model(index: int) -> ModelInfo:
+    """A model with components of its own."""
+    keys = tuple(ModelKey(str(index), kind) for kind in ("text_encoder", "transformer", "vae"))
+    return msgspec.structs.replace(MODEL, name=str(index), components=keys)
+
+
+def _components(models: Sequence[ModelInfo], first: int, number: int) -> list[LoadedComponent]:
+    """Those of some models, from the first on, in a circle."""
+    chosen = [models[(first + index) % len(models)] for index in range(number)]
+    return [LoadedComponent(key, 1) for model in chosen for key in model.components]
+
+
+def _requests(models: Sequence[str]) -> Iterator[EngineRequest]:
+    """Exact edits of different lengths, so that they do not end together, of any of these models."""
+    random = Random(1)
     for edit in make_trace(replace(MIX, num_edits=20_000), 0):
-        yield msgspec.structs.replace(edit, spec=msgspec.structs.replace(edit.spec, is_mask_aware=False))
+        spec = msgspec.structs.replace(edit.spec, is_mask_aware=False)
+        yield msgspec.structs.replace(edit, model=random.choice(models), spec=spec)
 
 
 def main(argv: Sequence[str] | None = None) -> None:
     parser = command(__doc__)
     parser.add_argument("--ranks", type=int, nargs="+", default=[16, 64, 256], help="numbers of ranks")
     parser.add_argument("--waiting", type=int, nargs="+", default=[50, 500, 5000], help="numbers of waiting requests")
+    parser.add_argument(
+        "--models", type=int, nargs="+", default=[1, 87], help="numbers of models; of several, a third fit"
+    )
     parser.add_argument("--turns", type=int, default=2500, help="of the loop, timed in each case")
     args = parser.parse_args(argv)
     rows, result = list[tuple[str, str]](), dict[str, Value]({"benchmark": "scheduler_scale"})
-    for ranks, waiting in ((ranks, waiting) for ranks in args.ranks for waiting in args.waiting):
-        turns = asyncio.run(Loop(ranks, waiting).run(args.turns))
+    for ranks, waiting, models in product(args.ranks, args.waiting, args.models):
+        turns = asyncio.run(Loop(ranks, waiting, models).run(args.turns))
         mean = 1e6 * sum(seconds for seconds, _ in turns) / sum(nodes for _, nodes in turns)
         p99 = percentile([1e6 * seconds / nodes for seconds, nodes in turns], 0.99)
-        rows.append((f"{ranks} ranks, {waiting} waiting", f"mean {mean:4.0f} us, P99 {p99:5.0f} us"))
-        result |= {f"{ranks}_{waiting}_mean_us": mean, f"{ranks}_{waiting}_p99_us": p99}
+        name = "1 model" if models == 1 else f"{models} models"
+        rows.append((f"{ranks} ranks, {waiting} waiting, {name}", f"mean {mean:4.0f} us, P99 {p99:5.0f} us"))
+        case = f"{ranks}_{waiting}_{models}"
+        result |= {f"{case}_mean_us": mean, f"{case}_p99_us": p99}
     print_report("CPU time per completed node", rows, result, args.output)
 
 

@@ -153,6 +153,10 @@ class ActivationCache(NodeCache):
         self._pageless.discard(request.id)
 
     @property
+    def has_devices(self) -> bool:
+        return self._has_devices
+
+    @property
     def may_lose_pages(self) -> bool:
         return self._may_plan_blocks
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
+from itertools import chain
 
 from core.scheduling.node_cache import NodeCache
 from core.scheduling.ranks.residency import Residency
@@ -19,6 +20,15 @@ class Demand:
     residency: Residency
     requests: LiveRequests
     cache: NodeCache
+
+    @property
+    def has_missing(self) -> bool:
+        """Whether something that is wanted is nowhere, or not where it is wanted."""
+        models = (self.residency.needs_of(job.model) for job in self.cache.jobs() if not job.is_idle_work)
+        if any(map(self.residency.missing, chain(self.requests.needs, models))):
+            return True
+        bound = [(needs, rank) for needs, rank in self.in_use() if rank is not None] if self.cache.has_devices else ()
+        return not all(self.residency.has(keys, (rank,)) for needs, rank in bound for keys in needs)
 
     def in_use(self) -> Iterator[tuple[Needs, int | None]]:
         """(what it is computed with, the only rank that can read its pages, None: any can) of running requests and of

@@ -51,7 +51,7 @@ class Loads:
     """What ranks are to load and drop now, and which waiting requests may begin."""
 
     loads: tuple[Load, ...] = ()
-    startable: frozenset[ModelKeys] | None = None  # what these may need; None: anything
+    startable: frozenset[ModelKeys] | None = None  # what these may need; None: anything that is there
     # When to decide again although no rank and no request has changed, monotonic seconds; None: not before they change.
     again: float | None = None
 

@@ -59,7 +59,7 @@ class ModelLoads:
 
     @property
     def startable(self) -> frozenset[ModelKeys] | None:
-        """What waiting requests may need that begin now, as last decided; None: anything."""
+        """What waiting requests may need that begin now, as last decided; None: anything that is there."""
         return None if self.residency.is_complete else self._decided.startable
 
     def note_batch(self, flight: Flight) -> None:

@@ -144,6 +144,11 @@ class NodeCache(ABC):
 
     @property
     @abstractmethod
+    def has_devices(self) -> bool:
+        """Whether pages may be on a rank's device, where other ranks cannot read them."""
+
+    @property
+    @abstractmethod
     def may_lose_pages(self) -> bool:
         """Whether a step can find its pages lost, and is then repeated: no later step of its request may be in flight
         with it.

@@ -39,7 +39,7 @@ class View:
     _now: float
     _in_flight: InFlight
     _residency: Residency
-    startable: frozenset[ModelKeys] | None  # what waiting requests may need that begin now; None: anything
+    startable: frozenset[ModelKeys] | None  # see `Loads`
     _cache: NodeCache
     _values: ValueTable
     _predictor: Predictor
@@ -65,7 +65,9 @@ class View:
         """Whether a waiting request may begin as far as its model is concerned: it is loaded, and no earlier request
         waits for room for another model.
         """
-        return self.startable is None or self.startable.issuperset(request.needs)
+        if self.startable is not None and not self.startable.issuperset(request.needs):
+            return False
+        return self._residency.is_complete or not self._residency.missing(request.needs)
 
     def has_components(self, request: Request, node: Node, ranks: RankIds) -> bool:
         """Whether these ranks have the components that a node needs."""

@@ -30,6 +30,9 @@ MOST_LOOKED_AT = 256
 
 def where_needed(demand: Demand, now: float) -> Loads:
     """The rule above."""
+    residency = demand.residency
+    if not demand.has_missing and all(residency.is_loading(each) or residency.is_full(each) for each in residency.sets):
+        return Loads()
     return _LoadPass(demand.residency, now).run(demand.in_use(), islice(demand.waiting(now), MOST_LOOKED_AT))
 
 
@@ -69,13 +72,10 @@ class _LoadPass:
             patience_ends = self._consider(needs, arrival)
             if patience_ends is not None:
                 if patience_ends <= self.now:
-                    return self._result(None)
+                    return Loads(tuple(self._orders.values()), frozenset(self._startable))
                 soonest = patience_ends if soonest is None else min(soonest, patience_ends)
         self._consider_idle()
-        return self._result(soonest)
-
-    def _result(self, again: float | None) -> Loads:
-        return Loads(tuple(self._orders.values()), frozenset(self._startable), again)
+        return Loads(tuple(self._orders.values()), None, soonest)
 
     # ------------------------------------------------------------------------------------------------- requests
 
@@ -145,9 +145,6 @@ class _LoadPass:
 
     def _consider_idle(self) -> None:
         """Consider what no request waits for. Nothing is dropped for it, and failed loads are not repeated."""
-        for needs in self.residency.idle_needs:
-            if self._is_there(needs):
-                self._startable.update(needs)
         for ranks in self.residency.sets:
             if not self._is_loading(ranks) and not self.residency.is_full(ranks):
                 lacking = self._idle_load(ranks, only_new=True) or self._idle_load(ranks, only_new=False)

@@ -8,7 +8,7 @@ computed on any set that has what they need. The components of one node must be 
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Mapping, Set
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Set
 from dataclasses import dataclass
 
 from core.costs.load_report import ModelState
@@ -73,6 +73,7 @@ class Residency:
         self._homes: dict[ModelKeys, Homes] = {}
         self._users: dict[ModelKey, set[ModelKeys]] = {}  # component -> keys of `_homes` that contain it
         self._present: dict[RankIds, frozenset[ModelKey]] = {}
+        self._missing: dict[Needs, list[ModelKeys]] = {}
 
     # ------------------------------------------------------------------------------------------------- notes
 
@@ -157,6 +158,7 @@ class Residency:
         """Note that these components of a rank have changed."""
         self.version += 1
         self._is_complete = None
+        self._missing.clear()
         for user in [user for key in keys for user in self._users.get(key, ())]:
             self._homes.pop(user, None)
         for ranks in [ranks for ranks in self._present if rank in ranks]:
@@ -246,9 +248,12 @@ class Residency:
         """Whether the last load of any of these components has failed."""
         return any(key in self._failed for key in keys)
 
-    def missing(self, needs: Needs) -> list[ModelKeys]:
+    def missing(self, needs: Needs) -> Sequence[ModelKeys]:
         """Those of these that no set has."""
-        return [keys for keys in needs if not self.homes(keys).whole]
+        found = self._missing.get(needs)
+        if found is None:
+            found = self._missing[needs] = [keys for keys in needs if not self.homes(keys).whole]
+        return found
 
     def seconds_left(self, needs: Needs) -> float:
         """Predicted seconds of loading what no set has."""

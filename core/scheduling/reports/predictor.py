@@ -38,6 +38,7 @@ class Predictor:
         self._load_seconds = load_seconds
         self._bindings = bindings
         self._keys: dict[tuple[ModelKeys, str, int], CostKey] = {}  # (components, op, degree) -> key
+        self._models_of: dict[CostKey, list[str]] = {}  # see `models_of`
 
     def key(self, keys: ModelKeys, op: Op, degree: int = 1) -> CostKey:
         """The key of an op with these components in the cost model. degree: ranks that compute it together."""
@@ -46,9 +47,13 @@ class Predictor:
             found = self._keys[keys, op.name, degree] = _key(keys, op.cost_name, degree)
         return found
 
-    def models_of(self, key: CostKey) -> list[str]:
+    def models_of(self, key: CostKey) -> Sequence[str]:
         """The served models whose work has this key."""
-        return [name for name, info in self._bindings.models.items() if _has(info, key)]
+        found = self._models_of.get(key)
+        if found is None:
+            found = [name for name, info in self._bindings.models.items() if _has(info, key)]
+            self._models_of[key] = found
+        return found
 
     def op_seconds(self, keys: ModelKeys, op: Op, work: Work, degree: int = 1) -> float:
         """Seconds of running an op once over this much work, on this many ranks together."""

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Iterable, Iterator
 from itertools import count
 
 from core.costs.load_report import Begun, Dequeued, Ended, QueueChange, Queued, RequestLoad
+from core.scheduling.requests.bindings import Needs
 from core.scheduling.requests.deadlines import due, urgency
 from core.scheduling.requests.fair_queue import Claim, FairQueue
 from core.scheduling.requests.request import Request, Status
@@ -25,11 +27,13 @@ class LiveRequests:
         self._moved: dict[str, Request] = {}  # id -> request whose progress or status has changed since `take_moved`
         self._num_due = 0  # requests with a due time
         self.version = 0  # of which requests wait and run
+        self._num_with = Counter[Needs]()  # needs -> requests that have them
         self._changes: list[QueueChange] = []  # since `take_changes`
 
     def add(self, request: Request, load: RequestLoad) -> None:
         """Add a request. load: its predicted work; 0 seconds: unknown."""
         self._queue_up(request, load)
+        self._num_with[request.needs] += 1
         self._num_due += due(request.head) is not None
 
     def _queue_up(self, request: Request, load: RequestLoad) -> None:
@@ -83,6 +87,7 @@ class LiveRequests:
         """Remove a request whose terminal message is made."""
         claim = self._claims.pop(request_id)
         self.version += 1
+        self._num_with[claim.item.needs] -= 1
         self._queue.remove(claim)
         self._running.pop(request_id, None)
         self._pending.discard(request_id)
@@ -125,6 +130,11 @@ class LiveRequests:
         return list(self._running.values())
 
     @property
+    def needs(self) -> Iterator[Needs]:
+        """What they are computed with, each once."""
+        return (needs for needs, number in self._num_with.items() if number)
+
+    @property
     def has_pending_previews(self) -> bool:
         """Whether a preview of any request is being prepared or runs."""
         return bool(self._pending)
@@ -149,6 +159,7 @@ class LiveRequests:
         assert set(self._running) == {request.id for request in self if request.status is Status.RUNNING}
         assert self._pending == {request.id for request in self if request.progress.pending}
         assert self._num_due == sum(due(claim.item.head) is not None for claim in self._claims.values())
+        assert {*self.needs} == {request.needs for request in self}
         assert list(self.in_order()) == list(self._queue.in_order())
 
     @property
