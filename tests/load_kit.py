@@ -12,10 +12,10 @@ from core.failure import Failure
 from core.handles import LoadedComponent, ModelKey
 from core.messages.worker import Load
 from core.model_info import ModelInfo
-from core.scheduling.demand import Demand
 from core.scheduling.dispatch import Loads
+from core.scheduling.model_demand import ModelDemand
 from core.scheduling.model_loads import check
-from core.scheduling.policies.loads import where_needed
+from core.scheduling.policies.where_needed import where_needed
 from core.scheduling.ranks.residency import Residency
 from core.scheduling.requests.bindings import Bindings, ModelKeys, Needs
 
@@ -78,7 +78,7 @@ class Rig:
         """What is ordered while these models are in use, or (needs, pinned rank), and these requests wait."""
         used = [(self.needs(each), None) if isinstance(each, str) else each for each in running]
         wanted = [(self.needs(name) if isinstance(name, str) else name, since) for name, since in waiting]
-        self.decided = where_needed(cast(Demand, _Demand(self.residency, used, wanted)), now)
+        self.decided = where_needed(cast(ModelDemand, _Demand(self.residency, used, wanted)), now)
         check(self.decided.loads, self.residency)
         for load in self.decided.loads:
             self.residency.note_sent(load.ranks, load.load, load.drop)

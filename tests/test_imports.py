@@ -78,7 +78,10 @@ OPS, POLICIES, NODE_CACHE = f"{SCHEDULING}.ops", f"{SCHEDULING}.policies", f"{SC
 REQUESTS, VALUES, RANKS = f"{SCHEDULING}.requests", f"{SCHEDULING}.values", f"{SCHEDULING}.ranks"
 CACHE = "core.cache.activation_cache"
 PREDICTOR = f"{SCHEDULING}.reports.predictor"
-SEEN_BY_POLICIES = (REQUESTS, NODE_CACHE, f"{SCHEDULING}.dispatch", f"{SCHEDULING}.view")
+SEEN_BY_POLICIES = (
+    *(REQUESTS, NODE_CACHE, f"{SCHEDULING}.dispatch", f"{SCHEDULING}.view"),
+    *(f"{SCHEDULING}.model_demand", f"{RANKS}.residency"),
+)
 """What a policy may know besides messages, costs, graphs and ops."""
 SEEN_BY_CACHE = (NODE_CACHE, OPS, PREDICTOR, REQUESTS)
 """What the activation cache may know of scheduling, where it does work for requests."""

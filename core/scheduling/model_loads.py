@@ -2,17 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 
 from core.costs.cost_model import CostModel
 from core.failure import Failure
 from core.messages.worker import Load, ModelFailed, ModelLoaded
-from core.scheduling.demand import Demand
 from core.scheduling.dispatch import Loads
 from core.scheduling.endings import Endings
+from core.scheduling.model_demand import ModelDemand
 from core.scheduling.node_cache import NodeCache
-from core.scheduling.policies.policy import SchedulingPolicy
 from core.scheduling.ranks.in_flight import Flight
 from core.scheduling.ranks.residency import Residency, keys_of
 from core.scheduling.requests.bindings import ModelKeys
@@ -36,7 +35,7 @@ class ModelLoads:
     cache: NodeCache
     endings: Endings
     cost: CostModel
-    policy: SchedulingPolicy
+    decide: Callable[[ModelDemand, float], Loads]  # the policy's `loads`
     _decided: Loads = field(default_factory=Loads)
     _state: tuple[int, int] = (-1, -1)  # versions of residency and requests when that was decided
     _again: float = 0.0  # when it is to be decided again even if these are the same, monotonic seconds
@@ -48,7 +47,7 @@ class ModelLoads:
         state = self.residency.version, self.requests.version
         if state == self._state and now < self._again:
             return ()
-        self._decided = self.policy.loads(Demand(self.residency, self.requests, self.cache), now)
+        self._decided = self.decide(ModelDemand(self.residency, self.requests, self.cache), now)
         check(self._decided.loads, self.residency)
         for load in self._decided.loads:
             self.residency.note_sent(load.ranks, load.load, load.drop)

@@ -102,7 +102,7 @@ class StepScheduler:
         self._checkpoints = Checkpoints(self.values)
         parts = self._requests, self.values, self.cache
         self._endings = Endings(*parts, self._note_end, self._outputs, self._free)
-        self._loads = ModelLoads(residency, self._requests, self.cache, self._endings, self.cost, self._policy)
+        self._loads = ModelLoads(residency, self._requests, self.cache, self._endings, self.cost, self._policy.loads)
         remaining_load, retries = self._predictor.remaining_load, config.max_retries
         self._recovery = Recovery(*parts, self._in_flight, self._checkpoints, remaining_load, retries)
         self._results = Results(*parts, self._endings, self._recovery, self._checkpoints)

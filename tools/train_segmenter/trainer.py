@@ -179,7 +179,7 @@ class Trainer:
     def _rate(self, share: float) -> float:
         recipe = self.recipe
         fall = min(1.0, max(0.02, (1 - share) / (1 - recipe.decay_from)))
-        return recipe.rate * min(1.0, (self.step + 1) / recipe.warmup) * fall / 2**self.falls
+        return recipe.rate * min(1.0, (self.step + 1) / recipe.warmup) * fall * 0.5**self.falls
 
     def fill(self) -> None:
         """Draw scenes so that each is shown `reuse` times on average."""

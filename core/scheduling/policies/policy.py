@@ -6,9 +6,9 @@ from abc import ABC, abstractmethod
 from collections.abc import Sequence
 
 from core.messages.worker import Batch, BatchResult
-from core.scheduling.demand import Demand
 from core.scheduling.dispatch import Decision, Loads
-from core.scheduling.policies.loads import where_needed
+from core.scheduling.model_demand import ModelDemand
+from core.scheduling.policies.where_needed import where_needed
 from core.scheduling.requests.request import Request
 from core.scheduling.view import View
 
@@ -30,7 +30,7 @@ class SchedulingPolicy(ABC):
     """Whether each model may be loaded on some ranks only, so that the policy chooses among the ranks that have what a
     node needs. If not, all ranks load the same."""
 
-    def loads(self, demand: Demand, now: float) -> Loads:
+    def loads(self, demand: ModelDemand, now: float) -> Loads:
         """What to load and drop now, and which waiting requests may begin. Called before `choose` when something has
         changed, until all that is served is loaded on all ranks. now: monotonic seconds.
         """

@@ -1,8 +1,9 @@
 """Residency: which components each rank has, and which it is loading.
 
 A component counts as loaded when its worker has reported it. What is loaded and dropped where is a decision of the
-scheduling policy (`core.scheduling.policies.loads`). Ranks are in *sets* that the policy loads as one: requests are
-computed on any set that has what they need. The components of one node must be in one set; those of two nodes need not.
+scheduling policy (`core.scheduling.policies.where_needed`). Ranks are in *sets* that the policy loads as one: requests
+are computed on any set that has what they need. The components of one node must be in one set; those of two nodes need
+not.
 """
 
 from __future__ import annotations

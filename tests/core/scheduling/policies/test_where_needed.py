@@ -11,7 +11,7 @@ from load_kit import BROKEN, MODELS, SEGMENTER, TEXT, VAE, Rig, model, size_of, 
 
 from core.handles import ModelKey
 from core.messages.worker import Load
-from core.scheduling.policies.loads import LEAST_PATIENCE_SECONDS, MOST_LOOKED_AT
+from core.scheduling.policies.where_needed import LEAST_PATIENCE_SECONDS, MOST_LOOKED_AT
 from core.scheduling.ranks.residency import RETRY_SECONDS
 
 # ------------------------------------------------------------------------------------------------- equal ranks

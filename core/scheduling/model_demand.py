@@ -1,4 +1,4 @@
-"""Demand: what requests and the cache's jobs compute with, as a policy sees it when it decides about loads."""
+"""ModelDemand: what requests and the cache's jobs compute with, as a policy sees it when it decides about loads."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from core.scheduling.requests.request import Status
 
 
 @dataclass(frozen=True, slots=True)
-class Demand:
+class ModelDemand:
     """Of one scheduler. A policy must not change the objects that it gets from here."""
 
     residency: Residency

@@ -1,4 +1,4 @@
-"""Loads: which components are loaded where, and which are dropped to make room.
+"""Where needed: which components are loaded where, and which are dropped to make room.
 
 Where they are needed: the most urgent request first, on the set of ranks where the least is dropped for it. What a set
 has is not loaded on another one for a request. When a component needs room, others are dropped that no live request
@@ -16,8 +16,8 @@ from itertools import islice
 
 from core.handles import ModelKey, RankIds
 from core.messages.worker import Load
-from core.scheduling.demand import Demand
 from core.scheduling.dispatch import Loads
+from core.scheduling.model_demand import ModelDemand
 from core.scheduling.ranks.residency import Residency, keys_of
 from core.scheduling.requests.bindings import ModelKeys, Needs
 
@@ -28,7 +28,7 @@ MOST_LOOKED_AT = 256
 """Number of the most urgent waiting requests that decide what is loaded."""
 
 
-def where_needed(demand: Demand, now: float) -> Loads:
+def where_needed(demand: ModelDemand, now: float) -> Loads:
     """The rule above."""
     residency = demand.residency
     if not demand.has_missing and all(residency.is_loading(each) or residency.is_full(each) for each in residency.sets):
