@@ -96,7 +96,7 @@ class StepScheduler:
         self._passed_over: frozenset[int] = frozenset()  # ranks that got no work in any pass since the last event
         self._outputs: list[Output] = []
         self.ranks = Ranks(num_workers, residency)
-        self._reporter = Reporter(config, self.ranks, self._predictor, self.cache)
+        self._reporter = Reporter(config, self.ranks, self._predictor, self.cache, self._bindings)
         self._plan_seqs = count()
         self._dispatcher = Dispatcher(self.cache, self.values, self.ranks, self._predictor.op_seconds, count())
         self._checkpoints = Checkpoints(self.values)

@@ -67,7 +67,7 @@ def test_models_have_the_settings_of_their_entries_and_else_the_flags(folder: Pa
         [[model]]
         """,
     )
-    person, dev, embedded = read_catalog(file, COMMON)
+    person, dev, embedded = read_catalog(file, COMMON).models
     assert (person.name, person.model, person.dtype) == ("person", str(folder / "fill"), "float32")
     assert (person.cache_keyframes, person.mask_aware, person.device) == ("per-step", False, "cpu")
     assert person.adapters == (AdapterConfig("hat", str(folder / "hat.safetensors")),)
@@ -274,7 +274,8 @@ def test_a_segmenter_is_of_one_model_or_of_all(folder: Path) -> None:
         [[model]]
         """,
     )
-    own, every, without, embedded = read_catalog(file, msgspec.structs.replace(COMMON, segmenter=("some/clipseg",)))
+    common = msgspec.structs.replace(COMMON, segmenter=("some/clipseg",))
+    own, every, without, embedded = read_catalog(file, common).models
     assert own.segmenter_checkpoints == (str(folder / "sam"), "IDEA-Research/grounding-dino-tiny")
     assert every.segmenter_checkpoints == embedded.segmenter_checkpoints == ("some/clipseg",)
     assert without.segmenter_checkpoints == ()

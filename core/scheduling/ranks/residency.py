@@ -306,6 +306,10 @@ class Residency:
         """
         return sum(map(self.size_of, present | {*further})) - self.budget if self.budget else 0
 
+    def load_seconds(self, key: ModelKey) -> float:
+        """Predicted seconds of loading a component; 0 if none was loaded yet."""
+        return self._predict(self.size_of(key))
+
     def size_of(self, key: ModelKey) -> int:
         """Bytes of a component; predicted until it has been loaded once."""
         return self._sizes.get(key, 0)
