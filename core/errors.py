@@ -140,7 +140,7 @@ class GroupBrokenError(EngineError):
 
 
 class ModelUnavailableError(EngineError):
-    """A component of the request's model cannot be loaded. Other models are served."""
+    """A component of the request's model cannot be loaded, or no engine is left that serves it. Others are served."""
 
 
 class PagesLostError(EngineError):

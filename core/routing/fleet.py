@@ -14,7 +14,7 @@ queue one by one, and from sums over the rest, which is assumed to leave the slo
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from copy import copy
 from dataclasses import dataclass
 from typing import NamedTuple
@@ -26,6 +26,7 @@ from core.costs.load_report import LoadReport, RequestLoad
 from core.costs.slot_forecast import Slot, until_free
 from core.routing.engine_queue import EngineQueue
 from core.routing.fleet_costs import FleetCosts, SizeCosts, TokensBeside, Vector
+from core.routing.model_map import LoadWait, ModelMap, Weights
 from core.routing.overtaking import staying_ahead
 from core.routing.request_shape import RequestShape
 from core.routing.template_map import Counts, TemplateMap, TemplatePages
@@ -58,16 +59,19 @@ class PendingSend:
     base_seconds: float  # the constant part of its steps
     priming_seconds: float  # priming that it causes
     time: float  # when it was sent
+    needed: tuple[Weights, ...]  # what is loaded for it
 
 
 class Fleet:
     """Owned by one router. Times are seconds of one monotonic clock."""
 
-    def __init__(self, num_engines: int, max_num_seqs: int) -> None:
+    def __init__(self, num_engines: int, max_num_seqs: int, served: Sequence[Collection[str]] = ()) -> None:
+        """served: names of the models that each engine serves; (): all serve all."""
         self.num_engines = num_engines
         self.max_num_seqs = max_num_seqs
         self.costs = FleetCosts()
         self.templates = TemplateMap(num_engines)
+        self._models = ModelMap(num_engines, served)
         # Added to an engine's cost: 0, or infinity if it is no candidate: dead, or without a rank that lives.
         self.death: Vector = np.zeros(num_engines)
         self._lost: set[int] = set()  # engines that are dead
@@ -108,6 +112,9 @@ class Fleet:
             self.templates.observe(engine, resident)
         pending = [sent for sent in self._pending[engine] if sent.number > report.num_received]
         self._pending[engine] = pending
+        self._models.observe(engine, report, now)
+        for sent in pending:
+            self._models.send(engine, sent.needed, sent.time)
         queue = self._queues[engine]
         queue.update(report)
         if not (pending or queue or report.priming_seconds):
@@ -132,6 +139,7 @@ class Fleet:
         self._num_sends += 1
         sent = self._make_sent(engine, shape, now)
         self._pending[engine].append(sent)
+        self._models.send(engine, sent.needed, now)
         self._set_held(engine, float(self.num_requests[engine]) + 1)
         self.priming_seconds[engine] += sent.priming_seconds
         if sent.load is not None:
@@ -144,6 +152,7 @@ class Fleet:
         self._lost.add(engine)
         self._set_death(engine, is_dead=True)
         self.templates.forget(engine)
+        self._models.forget(engine)
         self._pending[engine].clear()
         self._num_sent[engine] = 0
         self.last_sent[engine] = -1
@@ -172,6 +181,24 @@ class Fleet:
         """Which engines are candidates, shape [engines]."""
         is_alive: npt.NDArray[np.bool_] = self.death == 0.0
         return is_alive
+
+    def bars(self, shape: RequestShape) -> Vector:
+        """What is added to an engine's cost for this request: infinity where it cannot go, because the engine is dead,
+        does not serve its model, or has failed to load it while another one may not; else 0.
+        """
+        bars = self.death + self._models.bar(shape.model)
+        failed = self._models.has_failed(shape.needed)
+        if failed is not None and (~failed & (bars == 0.0)).any():
+            bars = np.where(failed, np.inf, bars)
+        return bars
+
+    def num_serving(self, model: str) -> int:
+        """Living engines that serve a model."""
+        return int(np.count_nonzero(self.death + self._models.bar(model) == 0.0))
+
+    def load_wait(self, shape: RequestShape, now: float) -> LoadWait | None:
+        """How long the request waits for its model's weights on each engine; None: they are there everywhere."""
+        return self._models.wait(shape.needed, now)
 
     def before(self, priority: int, now: float, owner: str = "") -> Fleet:
         """The fleet as seen by a new request of this owner and class, without the waiting requests that it overtakes:
@@ -246,10 +273,10 @@ class Fleet:
     def _make_sent(self, engine: int, shape: RequestShape, now: float) -> PendingSend:
         number, priming = self._num_sent[engine], self._expect_pages(engine, shape)
         if not shape.num_steps:
-            return PendingSend(number, None, 0.0, priming, now)
+            return PendingSend(number, None, 0.0, priming, now, shape.needed)
         costs, step = self.size_costs(shape), self.step_seconds(shape)
         load = RequestLoad(shape.num_steps, step, costs.other, shape.priority, arrival=now, owner=shape.owner)
-        return PendingSend(number, load, costs.base, priming, now)
+        return PendingSend(number, load, costs.base, priming, now, shape.needed)
 
     def _expect_pages(self, engine: int, shape: RequestShape) -> float:
         """Note the pages that the engine will have to prime for it; returns the seconds that takes."""

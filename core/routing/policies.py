@@ -36,7 +36,7 @@ class Route(NamedTuple):
 
 class RoutingPolicy(Protocol):
     def choose(self, shape: RequestShape, fleet: Fleet, now: float) -> Route:
-        """Raises EngineDeadError if no engine is alive."""
+        """Raises EngineDeadError if no engine is alive that serves its model."""
         ...
 
 
@@ -46,14 +46,15 @@ class EngineTimes(NamedTuple):
     finish: Vector  # until it is done
     imposed: Vector  # delay of the requests that the engine holds, summed over them
     priming: Vector  # worker time spent on its template's pages
+    repeated: Vector  # by which loading its model should wait for another engine that loads it already
 
 
 def predict_times(shape: RequestShape, fleet: Fleet, now: float) -> EngineTimes:
     """Predict the request's times on each engine.
 
-    It waits for a slot, is encoded, waits for pages (a load runs beside the others' steps, priming takes a share of
-    each) and then makes its steps together with the requests left in the other slots. A step takes base + sum of step
-    seconds, so s steps beside others with S_i left, at C_i each, take s * (base + c) + sum min(s, S_i) * C_i.
+    It waits for a slot, is encoded, waits for weights and pages (a load runs beside the others' steps, priming takes a
+    share of each) and then makes its steps together with the requests left in the other slots. A step takes base + sum
+    of step seconds, so s steps beside others with S_i left, at C_i each, take s * (base + c) + sum min(s, S_i) * C_i.
     """
     costs, step = fleet.size_costs(shape), fleet.step_seconds(shape)
     slots = fleet.slots
@@ -65,6 +66,9 @@ def predict_times(shape: RequestShape, fleet: Fleet, now: float) -> EngineTimes:
     pages = fleet.pages(shape)
     if pages is not None:
         lead = np.maximum(lead, pages.loads_first * costs.load - wait)  # a load has the time in the queue to itself
+    load = fleet.load_wait(shape, now)
+    if load is not None:
+        lead = np.maximum(lead, load.seconds - wait)
     steps = _after(slots.steps, (idle + lead) / slots.pace)
     base = np.maximum(costs.base, fleet.base_seconds)
     finish, own, beside = wait + lead, NOTHING, fleet.priming_seconds
@@ -76,7 +80,8 @@ def predict_times(shape: RequestShape, fleet: Fleet, now: float) -> EngineTimes:
     making = shape.num_steps * (base + step) + np.add.reduce(shared * slots.seconds)
     alone = own + (costs.other if shape.num_steps else 0.0)
     finish += alone - own + making + np.minimum(beside, PRIME_SHARE * making)
-    return EngineTimes(finish, step * np.add.reduce(shared) + alone * slots.num_placed, own)
+    imposed = step * np.add.reduce(shared) + alone * slots.num_placed
+    return EngineTimes(finish, imposed, own, NOTHING if load is None else load.repeated)
 
 
 class PrimingTimes(NamedTuple):
@@ -109,14 +114,14 @@ class RoundRobin:
     """Each engine in turn."""
 
     def choose(self, shape: RequestShape, fleet: Fleet, now: float) -> Route:
-        return Route(cheapest(np.zeros(fleet.num_engines), fleet))
+        return Route(cheapest(np.zeros(fleet.num_engines), fleet.bars(shape), fleet))
 
 
 class LeastRequests:
     """The engine with the fewest requests (FlashPS, section 6.5: request-granularity load balance)."""
 
     def choose(self, shape: RequestShape, fleet: Fleet, now: float) -> Route:
-        return Route(cheapest(fleet.num_requests, fleet))
+        return Route(cheapest(fleet.num_requests, fleet.bars(shape), fleet))
 
 
 class LeastTokens:
@@ -126,7 +131,7 @@ class LeastTokens:
     """
 
     def choose(self, shape: RequestShape, fleet: Fleet, now: float) -> Route:
-        return Route(cheapest(fleet.held_seconds, fleet))
+        return Route(cheapest(fleet.held_seconds, fleet.bars(shape), fleet))
 
 
 class BatchCost:
@@ -139,9 +144,9 @@ class BatchCost:
 
     def choose(self, shape: RequestShape, fleet: Fleet, now: float) -> Route:
         base = np.maximum(fleet.size_costs(shape).base, fleet.base_seconds)
-        batch_seconds = base + fleet.held_seconds + fleet.step_seconds(shape)
-        has_slack = (fleet.num_requests < fleet.max_num_seqs) & fleet.is_alive
-        return Route(cheapest(np.where(has_slack | ~has_slack.any(), batch_seconds, np.inf), fleet))
+        batch_seconds, bars = base + fleet.held_seconds + fleet.step_seconds(shape), fleet.bars(shape)
+        has_slack = (fleet.num_requests < fleet.max_num_seqs) & (bars == 0.0)
+        return Route(cheapest(np.where(has_slack | ~has_slack.any(), batch_seconds, np.inf), bars, fleet))
 
 
 class MaskAware:
@@ -155,7 +160,8 @@ class MaskAware:
 
     def choose(self, shape: RequestShape, fleet: Fleet, now: float) -> Route:
         ahead = predict_times(shape, fleet, now)
-        engine = cheapest(ahead.finish + ahead.imposed + fleet.mean_held * ahead.priming, fleet)
+        costs = ahead.finish + ahead.imposed + fleet.mean_held * ahead.priming + ahead.repeated
+        engine = cheapest(costs, fleet.bars(shape), fleet)
         return Route(engine, float(ahead.finish[engine]) if fleet.costs.is_known(shape.model) else None)
 
 
@@ -172,14 +178,14 @@ def make_policy(name: RouterPolicy) -> RoutingPolicy:
     return _POLICIES[name]()
 
 
-def cheapest(costs: Vector, fleet: Fleet) -> int:
-    """The living engine of least cost, among equals the one used least recently. Raises EngineDeadError if none is
-    alive.
+def cheapest(costs: Vector, bars: Vector, fleet: Fleet) -> int:
+    """The engine of least cost, among equals the one used least recently. bars: see `Fleet.bars`. Raises
+    EngineDeadError if no engine may be chosen.
     """
-    if not fleet.num_alive:
-        raise EngineDeadError("No engine is alive.")
-    costs = costs + fleet.death
+    costs = costs + bars
     best = int(costs.argmin())
+    if bars[best] == np.inf:
+        raise EngineDeadError("No engine is alive that serves the model.")
     equals = (costs <= float(costs[best]) * (1 + TIE)).nonzero()[0]
     return best if len(equals) == 1 else int(equals[fleet.last_sent[equals].argmin()])
 
@@ -193,7 +199,7 @@ def _after(steps: Matrix, passed: Vector) -> Matrix:
 
 def outlook(shape: RequestShape, fleet: Fleet, policy: RoutingPolicy, now: float) -> Outlook | None:
     """The prediction for an edit on the engine that the policy chooses; None before any engine has reported costs.
-    Raises EngineDeadError if no engine is alive.
+    Raises EngineDeadError if no engine is alive that serves its model.
     """
     if not fleet.costs.is_known(shape.model):
         return None
@@ -201,7 +207,9 @@ def outlook(shape: RequestShape, fleet: Fleet, policy: RoutingPolicy, now: float
     engine = policy.choose(shape, fleet, now).engine
     costs = fleet.size_costs(shape)
     alone = costs.other + shape.num_steps * (costs.base + fleet.step_seconds(shape))
-    return Outlook(float(predict_times(shape, fleet, now).finish[engine]), alone, not fleet.num_requests[engine])
+    seconds, load = float(predict_times(shape, fleet, now).finish[engine]), fleet.load_wait(shape, now)
+    starts_load = load is not None and bool((load.is_first | (fleet.bars(shape) > 0.0)).all())
+    return Outlook(seconds, alone, not fleet.num_requests[engine], starts_load)
 
 
 def work_seconds(shape: RequestShape, fleet: Fleet) -> float:

@@ -11,6 +11,8 @@ from core.graph.workflow import Node, Workflow, role_of
 from core.messages.engine import EngineRequest, PrimeTemplate
 from core.model_info import ModelInfo
 from core.routing.fleet_costs import WORKFLOW, Encoding, Features, work_features
+from core.routing.model_map import Weights
+from core.scheduling.ops.segment import SEGMENT
 
 
 class Loop(NamedTuple):
@@ -51,6 +53,8 @@ class RequestShape:
     denoiser: str = ""  # the model that makes its steps; "": its own
     loops: tuple[Loop, ...] = ()  # further loops, whose steps are among `num_steps` and compute all tokens
     encodings: tuple[Encoding, ...] = ()  # all nodes that run once; (): those of the plain workflow
+    seeks_mask: bool = False  # a segmenter finds its mask
+    is_mask: bool = False  # and that is all that is asked for
 
     @classmethod
     def of_request(cls, request: EngineRequest, info: ModelInfo) -> RequestShape:
@@ -87,6 +91,8 @@ class RequestShape:
             denoiser=info.name if workflow.paged is None else _player(info, workflow.paged),
             loops=loops_of(workflow, info, request.rounds, tokens_of),
             encodings=encodings_of(workflow, info, tokens_of),
+            seeks_mask=any(node.op == SEGMENT.name for node in workflow.nodes),
+            is_mask=all(node.op == SEGMENT.name for node in workflow.nodes),
         )
 
     @classmethod
@@ -100,6 +106,14 @@ class RequestShape:
         num_keyframes = len(scheme.keyframes)
         beside = info.num_condition_tokens(tokens, has_template=True)
         return cls(prime.model, 0, 0, tokens, tokens, text, key, num_keyframes, entry_bytes, condition_tokens=beside)
+
+    @property
+    def needed(self) -> tuple[Weights, ...]:
+        """The weights that its work needs."""
+        if not self.seeks_mask:
+            return (Weights(self.model),)
+        segmenter = Weights(self.model, is_segmenter=True)
+        return (segmenter,) if self.is_mask else (Weights(self.model), segmenter)
 
     @property
     def step_features(self) -> dict[str, Features]:

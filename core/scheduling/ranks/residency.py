@@ -262,7 +262,7 @@ class Residency:
         if not missing or not sets:
             return 0.0
         keys = keys_of(missing)
-        return min(sum(self._predict(self.size_of(key)) for key in self._unloaded(keys, ranks)) for ranks in sets)
+        return min(sum(map(self.load_seconds, self._unloaded(keys, ranks))) for ranks in sets)
 
     def _unloaded(self, keys: Iterable[ModelKey], ranks: RankIds) -> list[ModelKey]:
         mine = [self._components_on(rank) for rank in ranks]
