@@ -112,9 +112,7 @@ class Fleet:
             self.templates.observe(engine, resident)
         pending = [sent for sent in self._pending[engine] if sent.number > report.num_received]
         self._pending[engine] = pending
-        self._models.observe(engine, report, now)
-        for sent in pending:
-            self._models.send(engine, sent.needed, sent.time)
+        self._models.observe(engine, report, [(sent.needed, sent.time) for sent in pending], now)
         queue = self._queues[engine]
         queue.update(report)
         if not (pending or queue or report.priming_seconds):
@@ -139,7 +137,7 @@ class Fleet:
         self._num_sends += 1
         sent = self._make_sent(engine, shape, now)
         self._pending[engine].append(sent)
-        self._models.send(engine, sent.needed, now)
+        self._models.send(engine, sent.needed, self._work(shape), now)
         self._set_held(engine, float(self.num_requests[engine]) + 1)
         self.priming_seconds[engine] += sent.priming_seconds
         if sent.load is not None:
@@ -288,6 +286,13 @@ class Fleet:
         number = pages.prime_first[engine] + pages.prime_later[engine]
         self.templates.expect(engine, shape.template, shape.num_keyframes)
         return float(number * costs.prime + costs.template)
+
+    def _work(self, shape: RequestShape) -> float:
+        """Seconds that an edit adds to the work of an engine: all of it if it has the only slot, else without the
+        constant part of its steps, which it shares.
+        """
+        costs, step = self.size_costs(shape), self.step_seconds(shape)
+        return costs.other + shape.num_steps * (step + (costs.base if self.max_num_seqs == 1 else 0.0))
 
     def _set_held(self, engine: int, number: float) -> None:
         self._num_held += number - float(self.num_requests[engine])

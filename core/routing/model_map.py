@@ -28,7 +28,7 @@ class Weights(NamedTuple):
 class LoadWait(NamedTuple):
     """What loading weights means for a request, float64 [engines] each."""
 
-    seconds: Seconds  # until they are loaded
+    seconds: Seconds  # until they are loaded and the requests are done that wait for them already
     repeated: Seconds  # by which loading them should wait for another engine that loads them already
     is_first: npt.NDArray[np.bool_]  # whether no request has asked for them there
 
@@ -37,12 +37,17 @@ class _Places:
     """One Weights on each engine; shape [engines] each."""
 
     def __init__(self, num_engines: int) -> None:
+        # Work of the requests that were sent there to wait for them, since they are being loaded.
+        self.behind: Seconds = np.zeros(num_engines)
         self.due: Seconds = np.zeros(num_engines)  # when they are loaded, if they are being loaded; in the past: there
         self.own: Seconds = np.zeros(num_engines)  # seconds of loading them, if nobody has asked for them; 0: they have
         self.has_failed = np.zeros(num_engines, np.bool_)
 
     def set(self, engine: int, due: float, own: float) -> None:
         self.due[engine], self.own[engine] = due, own
+
+    def is_coming(self, engine: int, now: float) -> bool:
+        return not self.own[engine] and bool(self.due[engine] > now)
 
     def are_there(self, now: float) -> bool:
         """Whether all engines have them."""
@@ -68,19 +73,35 @@ class ModelMap:
 
     # ------------------------------------------------------------------------------------------------- events
 
-    def observe(self, engine: int, report: LoadReport, now: float) -> None:
-        """Take over a report, and forget what was sent there."""
-        for weights in self._asked[engine]:
+    def observe(
+        self, engine: int, report: LoadReport, sent: Iterable[tuple[Sequence[Weights], float]], now: float
+    ) -> None:
+        """Take over a report. sent: what requests need that are not in it yet, and when each was sent."""
+        asked, self._asked[engine] = self._asked[engine], set()
+        for weights in asked:
             self._places[weights].set(engine, *self._reported[engine][weights])
-        self._asked[engine].clear()
         if report.load_seconds is not None:
             self._reported_until[engine] = now + report.load_seconds
         self._until[engine] = self._reported_until[engine]
         for load in report.models:
             self._take(engine, load, now)
+        for needed, time in sent:
+            self._ask(engine, needed, time)
+        for places in map(self._places.__getitem__, asked):
+            if places.own[engine]:  # the requests that asked have ended
+                places.behind[engine] = 0.0
 
-    def send(self, engine: int, needed: Iterable[Weights], now: float) -> None:
-        """Note that a request was sent there that needs these: they are loaded if they are not there."""
+    def send(self, engine: int, needed: Sequence[Weights], work: float, now: float) -> None:
+        """Note that a request was sent there that needs these: they are loaded if they are not there. work: its seconds
+        without a wait.
+        """
+        self._ask(engine, needed, now)
+        for weights in needed:
+            places = self._places.get(weights)
+            if places is not None and places.is_coming(engine, now):
+                places.behind[engine] += work
+
+    def _ask(self, engine: int, needed: Iterable[Weights], now: float) -> None:
         for weights in needed:
             places = self._places.get(weights)
             if places is not None and places.own[engine]:
@@ -93,7 +114,7 @@ class ModelMap:
         """Forget what a dead engine has reported."""
         for places in self._places.values():
             places.set(engine, 0.0, 0.0)
-            places.has_failed[engine] = False
+            places.has_failed[engine], places.behind[engine] = False, 0.0
         self._reported[engine].clear()
         self._asked[engine].clear()
         self._until[engine] = self._reported_until[engine] = 0.0
@@ -108,6 +129,8 @@ class ModelMap:
         places.set(engine, *facts)
         places.has_failed[engine] = not is_coming and load.state != "unloaded"
         self._reported[engine][weights] = facts
+        if load.state != "loading":
+            places.behind[engine] = 0.0
 
     # ------------------------------------------------------------------------------------------------- queries
 
@@ -131,10 +154,11 @@ class ModelMap:
         found = [places for each in needed if (places := self._places.get(each)) and not places.are_there(now)]
         if not found:
             return None
-        own = sum(places.own for places in found)
+        own: Seconds = np.add.reduce([places.own for places in found])
         coming = np.maximum(np.maximum.reduce([places.due for places in found]) - now, 0.0)
-        has_to_load = own > 0.0
-        seconds = np.where(has_to_load, np.maximum(self._until - now, 0.0) + own, coming)
+        has_to_load, behind = own > 0.0, np.maximum.reduce([places.behind for places in found])
+        begin = np.where(coming > 0.0, coming + behind, 0.0)
+        seconds = np.where(has_to_load, np.maximum(self._until - now, 0.0) + own, begin)
         begun = coming[(coming > 0.0) & ~has_to_load]
         first = float(begun.min()) if len(begun) else 0.0
         return LoadWait(seconds, np.minimum(own, first), has_to_load)

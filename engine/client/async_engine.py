@@ -148,7 +148,8 @@ class AsyncEngine:
         they are finished; leaving early aborts it. choice: from `choose_model`.
 
         Raises on entering: InvalidRequestError and its subclasses, OverloadedError (full, too busy, loading or shutting
-        down), DeadlineExceededError, ModelUnavailableError. While iterating: DeadlineExceededError, OverloadedError, EngineError.
+        down), DeadlineExceededError, ModelUnavailableError. While iterating: DeadlineExceededError, OverloadedError,
+        EngineError.
         """
         services = self.services
         self._check_served(choice)

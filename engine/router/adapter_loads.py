@@ -28,8 +28,8 @@ class AdapterLoads:
         self._loaded: dict[tuple[str, str], LoadAdapter] = {}  # (model, patch) -> how to load it again
 
     async def load(self, model: str, name: str, path: str, keep: Collection[str]) -> AdapterAdded:
-        """Load an adapter on every engine with its model that is up; on others when they are. Returns what it is. Raises
-        InvalidRequestError for a file that cannot be used, EngineDeadError if all engines die meanwhile,
+        """Load an adapter on every engine with its model that is up; on others when they are. Returns what it is.
+        Raises InvalidRequestError for a file that cannot be used, EngineDeadError if all engines die meanwhile,
         OverloadedError if none is up; then none has it, unless its patch is among `keep`: those of the model that have
         a name.
         """

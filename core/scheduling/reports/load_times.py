@@ -34,6 +34,7 @@ class LoadTimes:
         self._residency = residency
         self._weights = tuple(_weights(bindings, residency))
         self._told: dict[tuple[str, bool], ModelLoad] = {}  # (model, whether of its segmenter) -> as last reported
+        self.seconds = 0.0  # until what requests lack is loaded, as last predicted
         self._seen: tuple[int, tuple[Needs, ...]] = -1, ()  # version of the residency, and what requests lacked then
 
     def take(self, needs: Iterable[Needs]) -> tuple[float | None, tuple[ModelLoad, ...]]:
@@ -50,6 +51,7 @@ class LoadTimes:
         )
         changed = tuple(load for load in found if not self._is_told(load))
         self._told |= {(load.model, load.is_segmenter): load for load in changed}
+        self.seconds = forecast.seconds
         return forecast.seconds, changed
 
     def _is_told(self, load: ModelLoad) -> bool:

@@ -143,7 +143,7 @@ class Reporter:
             running=self._running.by_id(),
             base_seconds=base,
             priming_seconds=priming,
-            drain_seconds=priming + self._drain_seconds(base),
+            drain_seconds=priming + self._load_times.seconds + self._drain_seconds(base),
             is_first=is_first,
             queue=changes,
             resident_pages=self._cache.take_resident_pages(),

@@ -194,8 +194,13 @@ def test_the_time_to_load_is_predicted_and_reported() -> None:
     rig.scheduler.cost.observe_load(NBYTES, 2.0)
     rig.add("1", "b")
     rig.add("2", "a")
-    waiting, ready = [change.load for change in rig.scheduler.load_report().queue if isinstance(change, Queued)]
-    assert waiting.other_seconds - ready.other_seconds > 1.9
+    report = rig.scheduler.load_report()
+    waiting, ready = [change.load for change in report.queue if isinstance(change, Queued)]
+    assert waiting.other_seconds == ready.other_seconds, "loading is no work of the request"
+    told = {load.model: (load.state, load.seconds) for load in report.models}
+    assert told["a"] == ("loaded", 0.0)
+    assert told["b"][0] == "loading"
+    assert told["b"][1] == report.load_seconds == report.drain_seconds > 1.9
 
 
 def test_a_rank_that_joins_again_loads_what_the_others_have() -> None:
