@@ -83,7 +83,9 @@ class Predictor:
     # ------------------------------------------------------------------------------------------------- remaining work
 
     def remaining_load(self, request: Request) -> RequestLoad:
-        """A request's remaining work, without loading its model. Computed once while it waits, because it does not change and queues are long."""
+        """A request's remaining work, without loading its model. Computed once while it waits, because it does not
+        change and queues are long.
+        """
         if request.waiting_load is None or request.status is not Status.WAITING:
             request.waiting_load = self._make_request_load(request)
         return request.waiting_load

@@ -54,9 +54,9 @@ class Deadlines:
         """The requests to give up, with the reason. requests: all live ones, the most urgent first.
 
         A running request is given up when its timeout has passed or is certain to pass; its objective is ignored. A
-        waiting request is given up if it would be late even in the next free slot, once its model is loaded; only the max_num_seqs most urgent
-        ones are predicted. While no request runs, a waiting one, too, is given up only when its timeout is certain to
-        pass.
+        waiting request is given up if it would be late even in the next free slot, once its model is loaded; only the
+        max_num_seqs most urgent ones are predicted. While no request runs, a waiting one, too, is given up only when
+        its timeout is certain to pass.
         """
         base = self.base_seconds(requests)
         running = [request for request in requests if request.status is Status.RUNNING]

@@ -6,7 +6,7 @@ from dataclasses import replace
 from typing import get_args
 
 import pytest
-from load_reports import COSTS, load, make_report, make_shape
+from load_reports import COSTS, PER_KILOTOKEN, load, make_report, make_shape
 
 from core.config import RouterPolicy
 from core.costs.load_report import LoadReport, ModelLoad, ModelState, RequestLoad
@@ -85,21 +85,23 @@ def test_a_burst_follows_its_first_request() -> None:
 def test_the_reports_replace_what_the_router_noted() -> None:
     fleet = fleet_of(report(unloaded(2.0)), report(unloaded(2.0)))
     fleet.sent(0, SHAPE, 0.0)
+    work = 28 * (600 + 512) / 1e3 * PER_KILOTOKEN  # of the one that waits already
     wait = fleet.load_wait(SHAPE, 0.5)
     assert wait is not None
-    assert wait.seconds.tolist() == [1.5, 2.0]
+    assert wait.seconds == pytest.approx([1.5 + work, 2.0])
     fleet.observe(0, report(until=None, num_received=0), 0.5)
     again = fleet.load_wait(SHAPE, 0.5)
     assert again is not None
-    assert again.seconds.tolist() == [1.5, 2.0], "it is not in the report yet"
+    assert again.seconds == pytest.approx([1.5 + work, 2.0]), "it is not in the report yet"
     fleet.observe(0, report(until=None, num_received=1), 0.5)
     refused = fleet.load_wait(SHAPE, 0.5)
     assert refused is not None
     assert refused.seconds.tolist() == [2.0, 2.0], "the engine loads nothing for it"
-    fleet.observe(0, report(unloaded(1.0, "loading"), until=1.0, num_received=1), 1.0)
+    fleet.sent(0, SHAPE, 0.5)
+    fleet.observe(0, report(unloaded(1.0, "loading"), until=1.0, num_received=2), 1.0)
     loading = fleet.load_wait(SHAPE, 1.25)
     assert loading is not None
-    assert loading.seconds.tolist() == [0.75, 2.0]
+    assert loading.seconds == pytest.approx([0.75 + work, 2.0])
     fleet.observe(1, report(LOADED), 1.25)
     assert fleet.load_wait(SHAPE, 2.0) is None, "both have it"
 

@@ -46,7 +46,7 @@ def test_what_ranks_are_loading_comes_before() -> None:
     rig.order([], [("b", 0.0)])
     assert loads_of(rig, "b", "c") == (
         1.0,
-        {name: ("unloaded", 0.5) for name in "def"}
+        dict.fromkeys("def", ("unloaded", 0.5))
         | {"a": ("loaded", 0.0)}
         | {"b": ("loading", 0.5), "c": ("loading", 1.0)},
     )
