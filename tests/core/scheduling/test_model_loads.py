@@ -203,6 +203,19 @@ def test_the_time_to_load_is_predicted_and_reported() -> None:
     assert told["b"][1] == report.load_seconds == report.drain_seconds > 1.9
 
 
+def test_a_request_is_given_up_if_its_model_is_not_loaded_in_time_and_not_for_a_load_that_is_over() -> None:
+    for deadline, is_late in ((0.9, True), (2.6, False)):
+        rig = Rig()
+        rig.scheduler.cost.observe_load(NBYTES, 2.0)
+        rig.add("1", "b", deadline=deadline)
+        rig.step()
+        assert isinstance(rig.outputs.get("1"), Failed) == is_late
+        rig.now = 2.0
+        rig.answer()
+        rig.run(20)
+        assert ("1" in rig.finished) != is_late
+
+
 def test_a_rank_that_joins_again_loads_what_the_others_have() -> None:
     rig = Rig(num_ranks=2)
     rig.step()

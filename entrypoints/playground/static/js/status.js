@@ -72,7 +72,7 @@ function recent(steps) {
     .map((step) => ({ start: step.ms_ago, end: step.ms_ago - step.ms, requests: step.requests, degree: step.degree }));
 }
 
-function engineRow({ index, alive, load, totals }) {
+function engineRow({ index, alive, load, totals, models }) {
   const cells = [
     alive ? "serves" : "down",
     load ? count(load.num_running) : "–",
@@ -81,7 +81,19 @@ function engineRow({ index, alive, load, totals }) {
     totals ? count(totals.steps) : "–",
     totals?.steps ? (totals.batch_requests / totals.steps).toFixed(2) : "–",
   ];
-  return el("tr", {}, el("th", { scope: "row" }, String(index)), ...cells.map((text) => el("td", {}, text)));
+  const row = [el("th", { scope: "row" }, String(index)), ...cells.map((text) => el("td", {}, text))];
+  return el("tr", {}, ...row, el("td", { title: names(models ?? {}) }, states(models ?? {})));
+}
+
+/** How many of an engine's models are loaded, and how many are in each other state. */
+function states(models) {
+  const counts = {};
+  for (const state of Object.values(models)) counts[state] = (counts[state] ?? 0) + 1;
+  return Object.entries(counts).map(([state, number]) => `${count(number)} ${state}`).join(", ") || "–";
+}
+
+function names(models) {
+  return Object.entries(models).map(([name, state]) => `${name}: ${state}`).join("\n");
 }
 
 function showCache(cache) {
