@@ -2,18 +2,17 @@
 
 from __future__ import annotations
 
+import re
 import signal
 import time
 from collections.abc import Iterator
-from pathlib import Path
 from typing import Any
 
 import httpx
 import numpy as np
 import openai
-import psutil
 import pytest
-from served_edits import ALPHA, PHOTO, client_of, edit
+from served_edits import PHOTO, client_of, edit
 from server_process import ServerProcess, fork
 
 from tools.random_checkpoints import make_flux_fill
@@ -54,8 +53,9 @@ def engines(server: ServerProcess) -> list[dict[str, Any]]:
     return listed
 
 
-def received(server: ServerProcess) -> list[int]:
-    return [each["load"]["num_received"] for each in engines(server)]
+def served_by(server: ServerProcess) -> list[str]:
+    """The engines of each answer so far, as the access log names them."""
+    return re.findall(r" engines=\[([\d ,]*)\]", server.log.read_text())
 
 
 def test_each_engine_has_its_models_and_gets_their_requests(server: ServerProcess, client: openai.OpenAI) -> None:
@@ -68,24 +68,22 @@ def test_each_engine_has_its_models_and_gets_their_requests(server: ServerProces
     assert first < second, "only the second one has the weights of sd"
     assert [model.id for model in client.models.list()] == ["fill", "sd", "twin"]
     assert {model.state for model in client.models.list()} == {"loaded"}  # type: ignore[attr-defined]
-    before = received(server)
     for name in ("fill", "sd", "sd", "fill", "sd"):
         edit(client, model=name)
-    assert received(server) == [before[0] + 2, before[1] + 3]
+    assert served_by(server) == ["0", "1", "1", "0", "1"]
 
 
 def test_masks_and_templates_are_where_their_model_is(server: ServerProcess, client: openai.OpenAI) -> None:
-    before = received(server)
+    before = len(served_by(server))
     found = {"image": ("p.png", PHOTO)}
     asked = {"model": "sd", "mask_prompt": "the hat"}
     answer = httpx.post(f"{server.base_url}/images/masks", data=asked, files=found, timeout=60)
     assert answer.status_code == 200, answer.text
     made = httpx.post(f"{server.base_url}/templates", data={"model": "sd"}, files=found, timeout=60)
     assert made.status_code == 200, made.text
-    _, told = edit(client, mask=ALPHA, model="sd", template_id=made.json()["id"])
-    assert told["cache"] == "hit"
+    edit(client, model="sd", template_id=made.json()["id"])
     edit(client, mask=None, model="sd", mask_prompt="the hat", mask_aware=False)
-    assert received(server) == [before[0], before[1] + 4]
+    assert served_by(server)[before:] == ["1"] * 3
     assert httpx.delete(f"{server.base_url}/templates/{made.json()['id']}").status_code == 200
 
 
@@ -95,7 +93,6 @@ def test_a_model_whose_only_engine_is_down_is_refused_and_comes_back(
     expected, _ = edit(client, model="sd")
     (process,) = (child for child in server.children() if "stencil-engine-1" in " ".join(child.cmdline()))
     process.send_signal(signal.SIGKILL)
-    psutil.wait_procs([process], timeout=10)
     deadline = time.monotonic() + PATIENCE
     while engines(server)[1]["alive"]:
         assert time.monotonic() < deadline
@@ -106,12 +103,8 @@ def test_a_model_whose_only_engine_is_down_is_refused_and_comes_back(
     assert float(refused.value.response.headers["retry-after"]) >= 1
     for name in ("fill", "twin"):
         edit(client, model=name)
-    while True:
-        try:
-            picture, _ = edit(client, model="sd")
-            break
-        except openai.InternalServerError as error:
-            assert error.status_code == 503
-            assert time.monotonic() < deadline
-            time.sleep(0.1)
+    while not engines(server)[1]["alive"]:
+        assert time.monotonic() < deadline
+        time.sleep(0.05)
+    picture, _ = edit(client, model="sd")
     np.testing.assert_array_equal(picture, expected)
