@@ -42,16 +42,20 @@ class _Places:
         self.due: Seconds = np.zeros(num_engines)  # when they are loaded, if they are being loaded; in the past: there
         self.own: Seconds = np.zeros(num_engines)  # seconds of loading them, if nobody has asked for them; 0: they have
         self.has_failed = np.zeros(num_engines, np.bool_)
+        # For all engines, because most decisions look no further.
+        self.are_asked_for, self.last_due, self.have_failed = True, 0.0, False
 
-    def set(self, engine: int, due: float, own: float) -> None:
-        self.due[engine], self.own[engine] = due, own
+    def set(self, engine: int, due: float, own: float, has_failed: bool = False) -> None:
+        self.due[engine], self.own[engine], self.has_failed[engine] = due, own, has_failed
+        self.are_asked_for, self.last_due = not self.own.any(), float(self.due.max())
+        self.have_failed = bool(self.has_failed.any())
 
     def is_coming(self, engine: int, now: float) -> bool:
         return not self.own[engine] and bool(self.due[engine] > now)
 
     def are_there(self, now: float) -> bool:
         """Whether all engines have them."""
-        return not self.own.any() and bool((self.due <= now).all())
+        return self.are_asked_for and self.last_due <= now
 
 
 class ModelMap:
@@ -67,7 +71,7 @@ class ModelMap:
         self._places: dict[Weights, _Places] = {}
         self._until: Seconds = np.zeros(num_engines)  # when what requests wait for is loaded
         # By engine: what it has reported, and what was sent there since to be loaded.
-        self._reported: list[dict[Weights, tuple[float, float]]] = [{} for _ in range(num_engines)]  # -> due, own
+        self._reported: list[dict[Weights, tuple[float, float, bool]]] = [{} for _ in range(num_engines)]  # as set
         self._reported_until = [0.0] * num_engines
         self._asked: list[set[Weights]] = [set() for _ in range(num_engines)]
 
@@ -114,7 +118,7 @@ class ModelMap:
         """Forget what a dead engine has reported."""
         for places in self._places.values():
             places.set(engine, 0.0, 0.0)
-            places.has_failed[engine], places.behind[engine] = False, 0.0
+            places.behind[engine] = 0.0
         self._reported[engine].clear()
         self._asked[engine].clear()
         self._until[engine] = self._reported_until[engine] = 0.0
@@ -125,9 +129,8 @@ class ModelMap:
         if places is None:
             places = self._places[weights] = _Places(self._num_engines)
         is_coming = load.state in ("loaded", "loading")
-        facts = (now + load.seconds, 0.0) if is_coming else (0.0, load.seconds)
+        facts = (now + load.seconds, 0.0, False) if is_coming else (0.0, load.seconds, load.state != "unloaded")
         places.set(engine, *facts)
-        places.has_failed[engine] = not is_coming and load.state != "unloaded"
         self._reported[engine][weights] = facts
         if load.state != "loading":
             places.behind[engine] = 0.0
@@ -146,8 +149,8 @@ class ModelMap:
 
     def has_failed(self, needed: Iterable[Weights]) -> npt.NDArray[np.bool_] | None:
         """Where some of these could not be loaded, shape [engines]; None: nowhere."""
-        failed = [places.has_failed for each in needed if (places := self._places.get(each)) is not None]
-        return np.logical_or.reduce(failed) if any(each.any() for each in failed) else None
+        found = [places for each in needed if (places := self._places.get(each)) and places.have_failed]
+        return np.logical_or.reduce([places.has_failed for places in found]) if found else None
 
     def wait(self, needed: Iterable[Weights], now: float) -> LoadWait | None:
         """How long a request waits for these on each engine; None: they are there everywhere."""

@@ -141,6 +141,10 @@ def test_an_engine_that_could_not_load_a_model_gets_it_only_if_no_other_serves_i
     assert chosen(fleet, policy=policy) == 1
     fleet.lose(1)
     assert chosen(fleet, policy=policy) == 0
+    fleet.restore(1)
+    fleet.sent(0, SHAPE, 0.0)
+    fleet.observe(0, report(num_received=1), 0.0)
+    assert chosen(fleet, policy=policy) == 1, "it could not be loaded again"
 
 
 def test_a_search_for_a_mask_waits_for_the_segmenter_alone() -> None:
