@@ -8,6 +8,7 @@ import io
 import json
 import math
 from collections import Counter
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -131,6 +132,14 @@ def test_edits_are_different_and_the_same_in_every_run() -> None:
     edits = [*catalogue(), *map(fresh, range(20))]
     assert len({edit.name for edit in edits}) == len(edits)
     assert len({template(number).tobytes() for number in {e.template for e in edits} - {None}}) == 8 + 20
+
+
+def test_edits_are_of_all_models_and_depend_on_nothing_else() -> None:
+    models = ["a", "b", "c"]
+    edits = catalogue(models)
+    assert [replace(edit, model="") for edit in edits] == [*catalogue()]
+    assert {edit.fields["model"] for edit in edits} == {*models}
+    assert not any("model" in edit.fields for edit in catalogue())
 
 
 def held(megabytes: float, age: float = 0.0, pid: int = 1) -> Holdings:
