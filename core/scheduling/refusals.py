@@ -1,0 +1,127 @@
+"""Refusals: fails the requests whose model is refused for a while, because it could not be loaded or has ended ranks."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+from core.costs.load_report import QuarantineCause, QuarantinedModel
+from core.failure import Failure
+from core.handles import ModelKey
+from core.messages.worker import BatchResult
+from core.scheduling.endings import Endings
+from core.scheduling.node_cache import NodeCache
+from core.scheduling.ranks.in_flight import Flight
+from core.scheduling.ranks.quarantine import FIRST_WAIT_SECONDS, Refusal, Suspects
+from core.scheduling.ranks.residency import Residency, keys_of
+from core.scheduling.recovery.recovery import Blame
+from core.scheduling.requests.bindings import Needs
+from core.scheduling.requests.live_requests import LiveRequests
+
+_WHY: dict[QuarantineCause, str] = {
+    "load": "the model {} cannot be loaded",
+    "deaths": "the model {} is not run for a while, because its batches ended workers",
+    "owner_deaths": "the model {} is not run for this owner for a while, because its batches ended workers",
+}
+
+
+@dataclass(slots=True)
+class Refusals:
+    """The mechanism of one scheduler. now: monotonic seconds."""
+
+    residency: Residency
+    requests: LiveRequests
+    cache: NodeCache
+    endings: Endings
+    _new: list[str] = field(default_factory=list)  # since `take_new`
+
+    # ------------------------------------------------------------------------------------------------- events
+
+    def note_failed_load(self, rank: int, key: ModelKey, failure: Failure, now: float) -> None:
+        """Note that a rank could not load a component."""
+        self._begin(self.residency.note_failed(rank, key, failure, now), now)
+
+    def note_death(
+        self, rank: int, blame: Blame | None, loading: ModelKey | None, failure: Failure, now: float, *, is_fast: bool
+    ) -> None:
+        """Note that a rank has died. blame: of the batch that it ran; loading: the component that it loaded; None: there
+        was none. is_fast: it had served only briefly; what has served for longer was not ended by its models.
+        """
+        begun: list[Refusal | None] = []
+        if loading is not None and (is_fast or blame is None):
+            suspects = Suspects() if blame is None else blame.suspects
+            begun += [self.residency.quarantine.note_death_in_load(rank, loading, suspects, failure, now)]
+            self.residency.note_refused(rank, loading)
+        if blame is not None and is_fast:
+            begun += self.residency.quarantine.note_death(blame.keys, blame.suspects, failure, now)
+        for refusal in filter(None, begun):
+            self._begin(refusal, now)
+
+    def note_good_batch(self, flight: Flight, result: BatchResult) -> None:
+        """Note a batch that has succeeded."""
+
+        def owners() -> set[str]:
+            found = (self.requests.get(item.request_id) for item in result.items)
+            return {request.head.owner for request in found if request is not None}
+
+        self.residency.quarantine.note_good_batch(flight.keys, owners, result.started + result.seconds)
+
+    def _begin(self, refusal: Refusal, now: float) -> None:
+        """Fail the requests and templates that are refused from now on."""
+        for request in list(self.requests.live()):
+            if self._concerns(refusal, request.needs, request.head.owner):
+                self.endings.fail(request, _failure(request.head.model, refusal, now))
+        models = self._models(refusal)
+        self.cache.fail_templates({model: _failure(model, refusal, now) for model in models}, refusal.owner)
+        if refusal.since == now:
+            self._new += [f"{_failure(model, refusal, now).message} (for {refusal.until - now:.0f} s)" for model in models]
+
+    # ------------------------------------------------------------------------------------------------- what is asked
+
+    def failure_of(self, model: str, needs: Needs, owner: str, now: float) -> Failure | None:
+        """Why an owner's new request of a model fails at once; None: it does not."""
+        quarantine = self.residency.quarantine
+        refusal = quarantine.refusal_of_loads(keys_of(self.residency.missing(needs)), now)
+        refusal = refusal or quarantine.refusal_of(needs, owner, now)
+        if refusal is not None:
+            return _failure(model, refusal, now)
+        failure = self.residency.failure_of(needs, now)
+        return None if failure is None else _unavailable(model, "load", failure, FIRST_WAIT_SECONDS)
+
+    def refused_models(self) -> dict[str, float]:
+        """Model -> until when everybody's requests are refused."""
+        found: dict[str, float] = {}
+        for refusal in self.residency.quarantine.refusals:
+            for model in self._models(refusal) if refusal.owner is None else ():
+                found[model] = max(refusal.until, found.get(model, 0.0))
+        return found
+
+    def in_force(self) -> tuple[QuarantinedModel, ...]:
+        """All that is refused, or was and has not run since."""
+        return tuple(
+            QuarantinedModel(model, each.cause, each.times, each.since, each.until)
+            for each in self.residency.quarantine.refusals
+            for model in self._models(each)
+        )
+
+    def take_new(self) -> list[str]:
+        """What is refused since the last call, in words."""
+        new, self._new = self._new, []
+        return new
+
+    def _models(self, refusal: Refusal) -> list[str]:
+        """Models whose own needs are refused."""
+        residency = self.residency
+        return [name for name in residency.models if self._concerns(refusal, residency.needs_of(name), refusal.owner)]
+
+    def _concerns(self, refusal: Refusal, needs: Needs, owner: str | None) -> bool:
+        """Whether requests are refused. What could not be loaded may be loaded elsewhere."""
+        return refusal.is_of(self.residency.missing(needs) if refusal.cause == "load" else needs, owner)
+
+
+def _failure(model: str, refusal: Refusal, now: float) -> Failure:
+    return _unavailable(model, refusal.cause, refusal.failure, max(0.0, refusal.until - now))
+
+
+def _unavailable(model: str, cause: QuarantineCause, failure: Failure, retry_after: float) -> Failure:
+    message = f"{_WHY[cause].format(model)}: {failure.message}"
+    return Failure("model_unavailable", message, code=cause, retry_after=retry_after)
