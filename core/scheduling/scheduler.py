@@ -43,7 +43,7 @@ from core.scheduling.recovery.recovery import Recovery, Resumed
 from core.scheduling.refusals import Refusals
 from core.scheduling.reports.predictor import Predictor
 from core.scheduling.reports.reporter import Reporter
-from core.scheduling.requests.bindings import Bindings
+from core.scheduling.requests.bindings import Bindings, Needs
 from core.scheduling.requests.deadlines import Deadlines
 from core.scheduling.requests.live_requests import LiveRequests
 from core.scheduling.requests.request import Request, Status
@@ -98,6 +98,7 @@ class StepScheduler:
         self._outputs: list[Output] = []
         self.ranks = Ranks(num_workers, residency)
         self._plan_seqs = count()
+        self._now = 0.0  # of the last pass
         self._dispatcher = Dispatcher(self.cache, self.values, self.ranks, self._predictor.op_seconds, count())
         self._checkpoints = Checkpoints(self.values)
         parts = self._requests, self.values, self.cache
@@ -142,12 +143,16 @@ class StepScheduler:
             request = Request.of(head, self.workflows, self._bindings)
         except InvalidRequestError as error:
             return self.refuse(head.request_id, Failure.of(error))
-        if (failure := self._refusals.failure_of(head.model, request.needs, head.owner, head.arrival)) is not None:
+        if (failure := self._refusal(head, request.needs)) is not None:
             return self.refuse(head.request_id, failure)
         self._loads.residency.note_wanted(request.needs)
         self._reporter.note_received()
         self._policy.on_arrival(request)
         self._requests.add(request, self._predictor.remaining_load(request))
+
+    def _refusal(self, head: EngineRequest | PrimeTemplate, needs: Needs) -> Failure | None:
+        now = max(head.arrival, self._now)  # one that is sent again has come long ago
+        return self._refusals.failure_of(head.model, needs, head.owner, now)
 
     def refuse(self, request_id: str, failure: Failure) -> None:
         """Answer a request that cannot be added."""
@@ -158,8 +163,7 @@ class StepScheduler:
         """Add a template to be primed and kept. A duplicate id raises ValueError."""
         if prime.request_id in self._requests or prime.request_id in self.cache.template_requests:
             raise ValueError(f"request {prime.request_id} is here already")
-        needs = self._loads.residency.needs_of(prime.model)
-        if (failure := self._refusals.failure_of(prime.model, needs, prime.owner, prime.arrival)) is not None:
+        if (failure := self._refusal(prime, self._loads.residency.needs_of(prime.model))) is not None:
             return self.refuse(prime.request_id, failure)
         self._reporter.note_received()
         self.cache.add_template(prime)
@@ -228,6 +232,7 @@ class StepScheduler:
         self._passed_over = self._passed_over if again else frozenset()
         if again and self._in_flight.has_busy and self._views.open_ranks <= self._passed_over:
             return None
+        self._now = now
         plan, is_freed = self._run_pass(now)
         while plan is None and is_freed:
             plan, is_freed = self._run_pass(now)

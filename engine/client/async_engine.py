@@ -281,6 +281,17 @@ class AsyncEngine:
         return tuple(self.services.router.alive)
 
     @property
+    def num_ranks(self) -> tuple[int, ...]:
+        """The number of live workers of each engine."""
+        loads = zip(self.loads, self.alive, strict=True)
+        return tuple(load.num_ranks if load is not None and is_alive else 0 for load, is_alive in loads)
+
+    @property
+    def has_all_ranks(self) -> bool:
+        """Whether all workers of all engines live."""
+        return all(number == self.config.engine.workers_per_engine for number in self.num_ranks)
+
+    @property
     def replicas(self) -> tuple[tuple[ReplicaState, int], ...]:
         """State and number of restarts in a row of each engine."""
         return tuple(self.services.router.replicas)

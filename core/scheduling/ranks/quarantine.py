@@ -56,7 +56,7 @@ class Refusal:
     since: float
     until: float
 
-    def is_of(self, needs: Needs, owner: str | None) -> bool:
+    def is_of(self, needs: Iterable[ModelKeys], owner: str | None) -> bool:
         """Whether requests of this owner with these needs are refused. owner: None: those of all owners."""
         return self.owner in (None, owner) and any(set(self.keys).issubset(each.keys) for each in needs)
 
