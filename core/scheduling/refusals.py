@@ -73,7 +73,8 @@ class Refusals:
         models = self._models(refusal)
         self.cache.fail_templates({model: _failure(model, refusal, now) for model in models}, refusal.owner)
         if refusal.since == now:
-            self._new += [f"{_failure(model, refusal, now).message} (for {refusal.until - now:.0f} s)" for model in models]
+            seconds = f"for {refusal.until - now:.0f} s"
+            self._new += [f"{_failure(model, refusal, now).message} ({seconds})" for model in self._served(refusal)]
 
     # ------------------------------------------------------------------------------------------------- what is asked
 
@@ -100,7 +101,7 @@ class Refusals:
         return tuple(
             QuarantinedModel(model, each.cause, each.times, each.since, each.until)
             for each in self.residency.quarantine.refusals
-            for model in self._models(each)
+            for model in self._served(each)
         )
 
     def take_new(self) -> list[str]:
@@ -112,6 +113,10 @@ class Refusals:
         """Models whose own needs are refused."""
         residency = self.residency
         return [name for name in residency.models if self._concerns(refusal, residency.needs_of(name), refusal.owner)]
+
+    def _served(self, refusal: Refusal) -> list[str]:
+        """These models without adapters."""
+        return [name for name in self._models(refusal) if not self.residency.models[name].parent]
 
     def _concerns(self, refusal: Refusal, needs: Needs, owner: str | None) -> bool:
         """Whether requests are refused. What could not be loaded may be loaded elsewhere."""

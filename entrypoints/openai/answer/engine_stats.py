@@ -132,7 +132,7 @@ def _of_the_dead(stats: EngineStats) -> EngineStats:
     if stats.cache is None:
         return stats
     cache = msgspec.structs.replace(stats.cache, entries={}, used_bytes={}, budget_bytes={})
-    return msgspec.structs.replace(stats, op_seconds={}, ranks=(), quarantine=(), cache=cache)
+    return msgspec.structs.replace(stats, op_seconds={}, ranks=(), cache=cache)
 
 
 def _cache(stats: CacheStats) -> dict[str, Any]:
