@@ -1,10 +1,10 @@
-"""Refusals: fails the requests whose model is refused for a while, because it could not be loaded or has ended ranks."""
+"""Refusals: fails requests whose model is refused for a while, because it could not be loaded or has ended ranks."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass, field
 
-from core.costs.load_report import QuarantineCause, QuarantinedModel
+from core.costs.load_report import QuarantineCause
 from core.failure import Failure
 from core.handles import ModelKey
 from core.messages.worker import BatchResult
@@ -43,8 +43,8 @@ class Refusals:
     def note_death(
         self, rank: int, blame: Blame | None, loading: ModelKey | None, failure: Failure, now: float, *, is_fast: bool
     ) -> None:
-        """Note that a rank has died. blame: of the batch that it ran; loading: the component that it loaded; None: there
-        was none. is_fast: it had served only briefly; what has served for longer was not ended by its models.
+        """Note that a rank has died. blame: for the batch that it ran. loading: the component that it was loading.
+        is_fast: it had served only briefly: what has served for longer was not ended by its models.
         """
         begun: list[Refusal | None] = []
         if loading is not None and (is_fast or blame is None):
@@ -68,13 +68,14 @@ class Refusals:
     def _begin(self, refusal: Refusal, now: float) -> None:
         """Fail the requests and templates that are refused from now on."""
         for request in list(self.requests.live()):
-            if self._concerns(refusal, request.needs, request.head.owner):
+            if self.residency.is_refused(refusal, request.needs, request.head.owner):
                 self.endings.fail(request, _failure(request.head.model, refusal, now))
-        models = self._models(refusal)
+        models = self.residency.refused(refusal)
         self.cache.fail_templates({model: _failure(model, refusal, now) for model in models}, refusal.owner)
+        served = [model for model in models if not self.residency.models[model].parent]
         if refusal.since == now:
             seconds = f"for {refusal.until - now:.0f} s"
-            self._new += [f"{_failure(model, refusal, now).message} ({seconds})" for model in self._served(refusal)]
+            self._new += [f"{_failure(model, refusal, now).message} ({seconds})" for model in served]
 
     # ------------------------------------------------------------------------------------------------- what is asked
 
@@ -88,39 +89,10 @@ class Refusals:
         failure = self.residency.failure_of(needs, now)
         return None if failure is None else _unavailable(model, "load", failure, FIRST_WAIT_SECONDS)
 
-    def refused_models(self) -> dict[str, float]:
-        """Model -> until when everybody's requests are refused."""
-        found: dict[str, float] = {}
-        for refusal in self.residency.quarantine.refusals:
-            for model in self._models(refusal) if refusal.owner is None else ():
-                found[model] = max(refusal.until, found.get(model, 0.0))
-        return found
-
-    def in_force(self) -> tuple[QuarantinedModel, ...]:
-        """All that is refused, or was and has not run since."""
-        return tuple(
-            QuarantinedModel(model, each.cause, each.times, each.since, each.until)
-            for each in self.residency.quarantine.refusals
-            for model in self._served(each)
-        )
-
     def take_new(self) -> list[str]:
         """What is refused since the last call, in words."""
         new, self._new = self._new, []
         return new
-
-    def _models(self, refusal: Refusal) -> list[str]:
-        """Models whose own needs are refused."""
-        residency = self.residency
-        return [name for name in residency.models if self._concerns(refusal, residency.needs_of(name), refusal.owner)]
-
-    def _served(self, refusal: Refusal) -> list[str]:
-        """These models without adapters."""
-        return [name for name in self._models(refusal) if not self.residency.models[name].parent]
-
-    def _concerns(self, refusal: Refusal, needs: Needs, owner: str | None) -> bool:
-        """Whether requests are refused. What could not be loaded may be loaded elsewhere."""
-        return refusal.is_of(self.residency.missing(needs) if refusal.cause == "load" else needs, owner)
 
 
 def _failure(model: str, refusal: Refusal, now: float) -> Failure:

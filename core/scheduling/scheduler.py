@@ -104,7 +104,7 @@ class StepScheduler:
         parts = self._requests, self.values, self.cache
         self._endings = Endings(*parts, self._note_end, self._outputs, self._free)
         self._refusals = Refusals(residency, self._requests, self.cache, self._endings)
-        self._reporter = Reporter(config, self.ranks, self._predictor, self.cache, self._refusals)
+        self._reporter = Reporter(config, self.ranks, self._predictor, self.cache)
         self._loads = ModelLoads(residency, self._requests, self.cache, self._refusals, self.cost, self._policy.loads)
         remaining_load, retries = self._predictor.remaining_load, config.max_retries
         self._recovery = Recovery(*parts, self._in_flight, self._checkpoints, remaining_load, retries)
@@ -203,8 +203,8 @@ class StepScheduler:
 
     def lose_rank(self, rank: int, failure: Failure, now: float = 0.0, *, is_fast: bool = False) -> None:
         """Note that a rank's worker has died. Requests that have lost something with it resume from what is left, on
-        other ranks or when it joins again. failure: the failure of requests that have used up their retries. is_fast: it
-        had served only briefly, so that what it ran may be to blame.
+        other ranks or when it joins again. failure: the failure of requests that have used up their retries. is_fast:
+        it had served only briefly, so that what it ran may be to blame.
         """
         loading = self._loads.residency.loading_now(rank)
         self.ranks.lose(rank)

@@ -90,7 +90,10 @@ class EngineMetrics:
             "rank_restarts", "Workers that died and were restarted while their engine lived on.", "engine"
         )
         self._quarantined = registry.gauge(
-            "model_quarantined", "Refusals of a model that has not run since: of engines, or owners.", "model_name", "cause"
+            "model_quarantined",
+            "Refusals of a model that has not run since: of engines, or owners.",
+            "model_name",
+            "cause",
         )
         self._restarts = registry.counter("engine_restarts", "Starts of an engine after its death.", "engine")
         self._running = registry.gauge("engine_requests_running", "Images that an engine has begun.", "engine")
@@ -217,7 +220,6 @@ class EngineMetrics:
             held, holds = getattr(before, field), getattr(now, field)
             for tier in held | holds:
                 level.labels(tier).inc(holds.get(tier, 0) - held.get(tier, 0))
-
 
     def _move_quarantine(self, before: EngineStats, now: EngineStats) -> None:
         """Replace an engine's part of the gauge."""

@@ -94,7 +94,7 @@ class Quarantine:
         return record.refuse("load", None, failure, now) if record.evidence(None) > before else None
 
     def note_death(self, keys: ModelKeys, suspects: Suspects, failure: Failure, now: float) -> list[Refusal]:
-        """Note that a rank has died soon after its start, in a batch with these components; the refusals that follow."""
+        """Note that a rank has died soon after its start, in a batch with these components; what is refused then."""
         record = self._batches.setdefault(keys.keys, _Record(keys.keys))
         scopes: list[tuple[str | None, QuarantineCause]] = [(None, "deaths")]
         scopes += [(owner, "owner_deaths") for owner in sorted(suspects.owners)]

@@ -248,6 +248,33 @@ class Residency:
         refusal = self.quarantine.refusal_of_loads(keys_of(self.missing(needs)), now)
         return None if refusal is None else refusal.failure
 
+    def is_refused(self, refusal: Refusal, needs: Needs, owner: str | None) -> bool:
+        """Whether a refusal is of an owner's requests with these needs. What could not be loaded on one set may be on
+        another. owner: None: of all owners' requests.
+        """
+        return refusal.is_of(self.missing(needs) if refusal.cause == "load" else needs, owner)
+
+    def refused(self, refusal: Refusal) -> list[str]:
+        """The models, adapters included, whose own needs are refused."""
+        return [name for name, needs in self._needs.items() if self.is_refused(refusal, needs, refusal.owner)]
+
+    def refused_models(self) -> dict[str, float]:
+        """Model -> until when all requests of it are refused, monotonic seconds."""
+        found: dict[str, float] = {}
+        for refusal in self.quarantine.refusals:
+            for name in self.refused(refusal) if refusal.owner is None else ():
+                found[name] = max(refusal.until, found.get(name, 0.0))
+        return found
+
+    def quarantined(self) -> tuple[QuarantinedModel, ...]:
+        """The models, without adapters, that are refused, or were and have not run since."""
+        return tuple(
+            QuarantinedModel(name, each.cause, each.times, each.since, each.until)
+            for each in self.quarantine.refusals
+            for name in self.refused(each)
+            if not self.models[name].parent
+        )
+
     def has_failed(self, keys: Iterable[ModelKey]) -> bool:
         """Whether the last load of any of these components has failed."""
         return self.quarantine.has_failed_to_load(keys)

@@ -22,7 +22,6 @@ from core.scheduling.node_cache import NodeCache
 from core.scheduling.ops.prime import PRIME
 from core.scheduling.ranks.in_flight import Flight
 from core.scheduling.ranks.ranks import Ranks
-from core.scheduling.refusals import Refusals
 from core.scheduling.reports.predictor import Predictor
 from core.scheduling.reports.running_loads import RunningLoads
 from core.scheduling.reports.waiting_work import WaitingWork
@@ -56,14 +55,12 @@ class Reporter:
         ranks: Ranks,
         predictor: Predictor,
         cache: NodeCache,
-        refusals: Refusals,
     ) -> None:
         self._config = config
         self._ranks = ranks
         self._predictor = predictor
         self._cost = predictor.cost
         self._cache = cache
-        self._refusals = refusals
         self._num_received = 0
         self._counters = Counters()
         self._recent_steps: list[StepSample] = []
@@ -146,7 +143,7 @@ class Reporter:
             queue=changes,
             resident_pages=self._cache.take_resident_pages(),
             costs=self._take_costs(),
-            refused=self._refusals.refused_models(),
+            refused=self._ranks.residency.refused_models(),
         )
 
     def stats(self, requests: LiveRequests, steps_repeated: int) -> EngineStats:
@@ -160,7 +157,7 @@ class Reporter:
             op_seconds=self._op_seconds_left(requests),
             ranks=self._ranks.stats(),
             models=self._ranks.residency.states(),
-            quarantine=self._refusals.in_force(),
+            quarantine=self._ranks.residency.quarantined(),
             r_squared=self._r_squared(),
             steps=counters.steps,
             mixed_steps=counters.mixed_steps,

@@ -35,12 +35,12 @@ FAILURES = {
     "internal_error": "The server had an error while processing your request. Sorry about that!",
     "out_of_memory": "The server did not have enough memory for this request. Try a smaller image or fewer images.",
     "model_unavailable": "The server could not load this model's weights. Try another model, or this one again later.",
-    "model_deaths": "Work with this model has ended the server's processes. Try another model, or this one again later.",
-    "owner_deaths": "Your requests of this model have ended the server's processes. Try another model, or again later.",
+    "model_deaths": "Requests of this model have ended worker processes. Try another model, or this one again later.",
+    "owner_deaths": "Your requests of this model have ended worker processes. Try another model, or again later.",
     "engine_died": "The engine that worked on this request died at every attempt. Try again later.",
 }
-"""Messages to clients for internal failures, by code, or by cause where a code has several. The exceptions' own messages are only logged, since they may name
-files, devices and other requests."""
+"""Messages to clients for internal failures, by code, or by cause where a code has several. The exceptions' own messages
+are only logged, since they may name files, devices and other requests."""
 
 
 class RequestTooLargeError(InvalidRequestError):
