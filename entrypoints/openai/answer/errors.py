@@ -39,7 +39,7 @@ FAILURES = {
     "owner_deaths": "Your requests of this model have ended worker processes. Try another model, or again later.",
     "engine_died": "The engine that worked on this request died at every attempt. Try again later.",
 }
-"""Messages to clients for internal failures, by code, or by cause where a code has several. The exceptions' own messages
+"""Messages to clients for internal failures, by code, or by cause if a code has several. The exceptions' own messages
 are only logged, since they may name files, devices and other requests."""
 
 
