@@ -51,7 +51,7 @@ class Refusals:
             suspects = Suspects() if blame is None else blame.suspects
             begun += [self.residency.quarantine.note_death_in_load(rank, loading, suspects, failure, now)]
             self.residency.note_refused(rank, loading)
-        if blame is not None and is_fast:
+        if blame is not None and blame.keys.keys and is_fast:
             begun += self.residency.quarantine.note_death(blame.keys, blame.suspects, failure, now)
         for refusal in filter(None, begun):
             self._begin(refusal, now)

@@ -283,13 +283,8 @@ class AsyncEngine:
     @property
     def num_ranks(self) -> tuple[int, ...]:
         """The number of live workers of each engine."""
-        loads = zip(self.loads, self.alive, strict=True)
-        return tuple(load.num_ranks if load is not None and is_alive else 0 for load, is_alive in loads)
-
-    @property
-    def has_all_ranks(self) -> bool:
-        """Whether all workers of all engines live."""
-        return all(number == self.config.engine.workers_per_engine for number in self.num_ranks)
+        known = [self.config.engine.workers_per_engine if load is None else load.num_ranks for load in self.loads]
+        return tuple(number if is_alive else 0 for number, is_alive in zip(known, self.alive, strict=True))
 
     @property
     def replicas(self) -> tuple[tuple[ReplicaState, int], ...]:

@@ -299,7 +299,8 @@ def _require_ready(engine: AsyncEngine) -> None:
 def _status(engine: AsyncEngine) -> str:
     if not engine.models:
         return "loading"
-    return "ok" if all(engine.alive) and engine.has_all_ranks else "degraded"
+    is_whole = all(number == engine.config.engine.workers_per_engine for number in engine.num_ranks)
+    return "ok" if is_whole else "degraded"
 
 
 def _model_object(engine: AsyncEngine, model: ModelInfo, created: int) -> dict[str, Any]:
