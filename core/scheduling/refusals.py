@@ -7,7 +7,6 @@ from dataclasses import dataclass, field
 from core.costs.load_report import QuarantineCause
 from core.failure import Failure
 from core.handles import ModelKey
-from core.messages.worker import BatchResult
 from core.scheduling.endings import Endings
 from core.scheduling.node_cache import NodeCache
 from core.scheduling.ranks.in_flight import Flight
@@ -56,14 +55,14 @@ class Refusals:
         for refusal in filter(None, begun):
             self._begin(refusal, now)
 
-    def note_good_batch(self, flight: Flight, result: BatchResult) -> None:
+    def note_good_batch(self, flight: Flight, now: float) -> None:
         """Note a batch that has succeeded."""
 
         def owners() -> set[str]:
-            found = (self.requests.get(item.request_id) for item in result.items)
+            found = (self.requests.get(item.request_id) for item in flight.batch.items)
             return {request.head.owner for request in found if request is not None}
 
-        self.residency.quarantine.note_good_batch(flight.keys, owners, result.started + result.seconds)
+        self.residency.quarantine.note_good_batch(flight.keys, owners, now)
 
     def _begin(self, refusal: Refusal, now: float) -> None:
         """Fail the requests and templates that are refused from now on."""

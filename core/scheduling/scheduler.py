@@ -297,7 +297,7 @@ class StepScheduler:
         self._reporter.note_batch(key, flight, result, is_usual=is_usual)
         self._policy.on_result(flight.batch, result)
         if is_ok:
-            self._refusals.note_good_batch(flight, result)
+            self._refusals.note_good_batch(flight, self._now)
         if is_ok and flight.is_step:
             self._step_limit.note(sum(flight.work.queries), result.num_parts)
 
