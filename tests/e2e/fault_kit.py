@@ -215,13 +215,15 @@ INJECTED["engine.engine_core.engine_core"] = prove
 """However short a worker has lived, its engine starts it again at once."""
 
 
-def shim(folder: Path, patch: pytest.MonkeyPatch, inject: str = "inject = None") -> None:
+def shim(
+    folder: Path, patch: pytest.MonkeyPatch, inject: str = "inject = None", *, each_death_is_the_first: bool = True
+) -> None:
     """Make every process that is started from now on and imports the runner call `inject(runner module, folder)`, whose
-    source is given here. Simulates a bug in a library, lack of memory and the like. For an engine, each death of a
-    worker counts as the first.
+    source is given here. Simulates a bug in a library, lack of memory and the like. each_death_is_the_first: for an
+    engine, of a worker.
     """
     hooks = 'INJECTED = {"model_executor.worker.runner": inject} if inject else {}\n'
-    (folder / "sitecustomize.py").write_text(inject + "\n" + hooks + EACH_DEATH_IS_THE_FIRST + _SHIM)
+    (folder / "sitecustomize.py").write_text(inject + "\n" + hooks + EACH_DEATH_IS_THE_FIRST * each_death_is_the_first + _SHIM)
     patch.setenv("PYTHONPATH", str(folder))
     patch.setattr(services, "worker_launcher", WorkerLauncher())  # that of all tests has imported the runner before
 
