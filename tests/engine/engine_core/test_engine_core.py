@@ -43,7 +43,7 @@ from engine.engine_core import engine_core
 from engine.engine_core.engine_core import EngineCore, RefusedRequest
 
 
-KEY = ModelKey("0", "text_encoder")
+LOADED = tuple(LoadedComponent(ModelKey("0", kind), 1) for kind in ("text_encoder", "transformer", "vae"))
 
 
 class Loopback:
@@ -349,11 +349,11 @@ async def test_a_death_is_a_models_if_its_worker_had_worked_only_briefly(
     said: list[FromEngine], caplog: pytest.LogCaptureFixture
 ) -> None:
     """What has computed for a while before is not blamed on what it computes now."""
-    model = msgspec.structs.replace(MODEL, components=(KEY,))
+    model = msgspec.structs.replace(MODEL, components=tuple(each.key for each in LOADED))
     for seconds, is_refused in ((0.0, True), (engine_core.PROVEN_SECONDS, False)):
         loopback = Loopback()
         scheduler = StepScheduler(SchedulerConfig(), {"m": model})
-        scheduler.learn((), [(0, [LoadedComponent(KEY, 1)])])
+        scheduler.learn((), [(0, LOADED)])
         core = loopback.core = EngineCore(scheduler, loopback, said.append)
         loopback.is_hung = True
         running = asyncio.create_task(core.run())
@@ -366,7 +366,7 @@ async def test_a_death_is_a_models_if_its_worker_had_worked_only_briefly(
             loopback.die()
             await until(lambda before=before: len(loopback.restarted) > before)
             core.mailbox.put_nowait(Abort((f"{owner}{seconds}",)))
-            loopback.say(WorkerReady(rank=0, models=(model,), components=(LoadedComponent(KEY, 1),)))
+            loopback.say(WorkerReady(rank=0, models=(model,), components=LOADED))
             loopback.workers.join(0)
             await until(lambda: scheduler.ranks.up == (0,))
         assert scheduler.stats().models == {"m": "quarantined" if is_refused else "loaded"}
