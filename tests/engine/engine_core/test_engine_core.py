@@ -42,7 +42,6 @@ from core.scheduling.scheduler import StepScheduler
 from engine.engine_core import engine_core
 from engine.engine_core.engine_core import EngineCore, RefusedRequest
 
-
 LOADED = tuple(LoadedComponent(ModelKey("0", kind), 1) for kind in ("text_encoder", "transformer", "vae"))
 
 
@@ -360,7 +359,7 @@ async def test_a_death_is_a_models_if_its_worker_had_worked_only_briefly(
         for owner in "AB":
             before = len(loopback.restarted)
             core.mailbox.put_nowait(make_edit(f"{owner}{seconds}", owner=owner))
-            await until(lambda: bool(loopback.workers.queues[0]))
+            await until(lambda: any(plan.batches for plan in loopback.workers.queues[0]))
             if seconds:
                 core._restarts[0].note_work(time.monotonic() + seconds)
             loopback.die()
