@@ -344,34 +344,30 @@ async def test_an_engine_goes_on_without_a_worker_that_keeps_dying_until_all_do(
         await asyncio.wait_for(running, 5)
 
 
+@pytest.mark.parametrize(("seconds", "is_refused"), [(0.0, True), (engine_core.PROVEN_SECONDS, False)])
 async def test_a_death_is_a_models_if_its_worker_had_worked_only_briefly(
-    said: list[FromEngine], caplog: pytest.LogCaptureFixture
+    said: list[FromEngine], caplog: pytest.LogCaptureFixture, seconds: float, is_refused: bool
 ) -> None:
     """What has computed for a while before is not blamed on what it computes now."""
-    model = msgspec.structs.replace(MODEL, components=tuple(each.key for each in LOADED))
-    for seconds, is_refused in ((0.0, True), (engine_core.PROVEN_SECONDS, False)):
-        loopback = Loopback()
-        scheduler = StepScheduler(SchedulerConfig(), {"m": model})
-        scheduler.learn((), [(0, LOADED)])
-        core = loopback.core = EngineCore(scheduler, loopback, said.append)
-        loopback.is_hung = True
-        running = asyncio.create_task(core.run())
-        for owner in "AB":
-            before = len(loopback.restarted)
-            core.mailbox.put_nowait(make_edit(f"{owner}{seconds}", owner=owner))
-            await until(lambda: any(plan.batches for plan in loopback.workers.queues[0]))
-            if seconds:
-                core._restarts[0].note_work(time.monotonic() + seconds)
-            loopback.die()
-            await until(lambda before=before: len(loopback.restarted) > before)
-            core.mailbox.put_nowait(Abort((f"{owner}{seconds}",)))
-            loopback.say(WorkerReady(rank=0, models=(model,), components=LOADED))
-            loopback.workers.join(0)
-            await until(lambda: scheduler.ranks.up == (0,))
-        assert scheduler.stats().models == {"m": "quarantined" if is_refused else "loaded"}
-        assert ("the model m is not run for a while" in caplog.text) is is_refused
-        caplog.clear()
-        running.cancel()
+    model, loopback = msgspec.structs.replace(MODEL, components=tuple(each.key for each in LOADED)), Loopback()
+    scheduler = StepScheduler(SchedulerConfig(), {"m": model})
+    scheduler.learn((), [(0, LOADED)])
+    core = loopback.core = EngineCore(scheduler, loopback, said.append)
+    loopback.is_hung = True
+    running = asyncio.create_task(core.run())
+    for number, owner in enumerate("AB", start=1):
+        core.mailbox.put_nowait(make_edit(owner, owner=owner))
+        await until(lambda: any(plan.batches for plan in loopback.workers.queues[0]))
+        core._restarts[0].note_work(time.monotonic() + seconds)
+        loopback.die()
+        await until(lambda number=number: len(loopback.restarted) == number)
+        core.mailbox.put_nowait(Abort((owner,)))
+        loopback.say(WorkerReady(rank=0, models=(model,), components=LOADED))
+        loopback.workers.join(0)
+        await until(lambda: scheduler.ranks.up == (0,))
+    assert scheduler.stats().models == {"m": "quarantined" if is_refused else "loaded"}
+    assert ("the model m is not run for a while" in caplog.text) is is_refused
+    running.cancel()
 
 
 async def test_a_worker_that_has_served_a_while_may_die_any_number_of_times(
