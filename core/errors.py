@@ -144,7 +144,7 @@ class ModelUnavailableError(EngineError):
     are served. cause: a `core.costs.load_report.QuarantineCause`. retry_after: in seconds.
     """
 
-    def __init__(self, message: str, *, cause: str, retry_after: float) -> None:
+    def __init__(self, message: str, *, cause: str = "load", retry_after: float = 1.0) -> None:
         super().__init__(message)
         self.cause = cause
         self.retry_after = retry_after

@@ -245,11 +245,11 @@ def test_refused_models_by_cause() -> None:
         metrics.observe_load(engine, LOAD, stats)
     name = "stencil:model_quarantined"
     causes = ("deaths", "owner_deaths", "load")
-    assert [values(metrics)[f"{name},m,{cause}"] for cause in causes] == [2, 4, 0]
+    assert [values(metrics)[f"{name},{cause},m"] for cause in causes] == [2, 4, 0]
     metrics.observe_load(0, LOAD, engine_stats(2, 20))
-    assert [values(metrics)[f"{name},m,{cause}"] for cause in causes] == [1, 2, 0]
+    assert [values(metrics)[f"{name},{cause},m"] for cause in causes] == [1, 2, 0]
     metrics.observe_lost(1)
-    assert [values(metrics)[f"{name},{model},deaths"] for model in "mn"] == [0, 0]
+    assert [values(metrics)[f"{name},deaths,{model}"] for model in "mn"] == [0, 0]
 
 
 def test_the_cache_of_a_lost_engine_is_empty() -> None:

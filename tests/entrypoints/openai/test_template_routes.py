@@ -267,7 +267,8 @@ async def test_engine_stats(client: httpx.AsyncClient, engine: FakeEngine) -> No
     assert first["cost_model"]["r_squared"] == {"denoise": 0.98, "prime": None}
     assert first["cache"]["hit_ratio"] == 0.9
     assert first["totals"]["tokens_skipped"] == 900
-    nothing = dict.fromkeys(("load", "stage_seconds", "resident_models", "ranks", "totals", "cost_model", "cache"))
+    parts = ("load", "stage_seconds", "resident_models", "ranks", "quarantine", "totals", "cost_model", "cache")
+    nothing = dict.fromkeys(parts)
     assert second == {"index": 1, "alive": False} | nothing
     assert stats["templates"] == {"count": 0, "used_bytes": 0, "budget_bytes": 1000}
     assert stats["models"][0]["id"] == "tiny/fill"
