@@ -45,12 +45,14 @@ class Refusals:
         """Note that a rank has died. blame: for the batch that it ran. loading: the component that it was loading.
         is_fast: it had served only briefly: what has served for longer was not ended by its models.
         """
+        if not is_fast:
+            return
         begun: list[Refusal | None] = []
-        if loading is not None and (is_fast or blame is None):
+        if loading is not None:
             suspects = Suspects() if blame is None else blame.suspects
             begun += [self.residency.quarantine.note_death_in_load(rank, loading, suspects, failure, now)]
             self.residency.note_refused(rank, loading)
-        if blame is not None and blame.keys.keys and is_fast:
+        if blame is not None and blame.keys.keys:
             begun += self.residency.quarantine.note_death(blame.keys, blame.suspects, failure, now)
         for refusal in filter(None, begun):
             self._begin(refusal, now)

@@ -5,14 +5,15 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 
 import msgspec
-from cache_kit import SCHEME
-from fakes import MODEL, FakeWorkers, apply, make_edit
+from cache_kit import LAYOUT, ROOMY, SCHEME, make_masked
+from fakes import MODEL, FakePages, FakeWorkers, apply, make_edit
 
 from core.config import SchedulerConfig
 from core.failure import Failure
 from core.handles import LoadedComponent, ModelKey
 from core.messages.engine import Failed, Finished, PrimeTemplate
 from core.messages.worker import Batch
+from core.model_info import ModelInfo
 from core.scheduling.endings import Output
 from core.scheduling.ranks.quarantine import FIRST_WAIT_SECONDS
 from core.scheduling.scheduler import StepScheduler
@@ -28,9 +29,9 @@ MODELS = {
 class Rig:
     """A scheduler with two models on ranks that die soon after their start, when they begin a batch that `kills`."""
 
-    def __init__(self, num_ranks: int, kills: Callable[[Batch], bool]) -> None:
-        self.scheduler = StepScheduler(SchedulerConfig(max_plans_in_flight=1), MODELS, num_ranks)
-        self.workers = FakeWorkers(num_ranks)
+    def __init__(self, num_ranks: int, kills: Callable[[Batch], bool], models: dict[str, ModelInfo] = MODELS) -> None:
+        self.scheduler = StepScheduler(SchedulerConfig(max_plans_in_flight=1), models, num_ranks, ROOMY)
+        self.workers = FakeWorkers(num_ranks, pages=FakePages(LAYOUT.num_blocks))
         self.kills = kills
         self.now = 0.0
         self.told: dict[str, Output] = {}
@@ -68,9 +69,9 @@ class Rig:
                     apply(self.scheduler, result)
         self.take()
 
-    def kill(self, rank: int) -> None:
+    def kill(self, rank: int, *, is_fast: bool = True) -> None:
         self.workers.lose(rank)
-        self.scheduler.lose_rank(rank, DIED, self.now, is_fast=True)
+        self.scheduler.lose_rank(rank, DIED, self.now, is_fast=is_fast)
         self.workers.join(rank)
         self.scheduler.join_rank(rank, self.components)
 
@@ -183,14 +184,25 @@ def test_a_request_that_is_sent_again_late_is_judged_now() -> None:
     steady(rig, ["C1"])
 
 
-def test_templates_of_a_refused_model_are_refused() -> None:
-    rig = Rig(1, of_model("a"))
-    rig.scheduler.models["a"] = msgspec.structs.replace(MODELS["a"], page_scheme=SCHEME)
-    rig.run("A1", "B1")
+def test_priming_that_ends_ranks_is_blamed_on_those_that_wait_for_it() -> None:
+    """Edits, and requests for a template."""
+    models = {name: msgspec.structs.replace(info, page_scheme=SCHEME) for name, info in MODELS.items()}
+    rig = Rig(1, lambda batch: batch.op == "prime", models)
+    for name in ("A1", "A2", "B1"):
+        head = make_masked(name, content=name, arrival=rig.now)
+        rig.scheduler.add(msgspec.structs.replace(head, model="a", owner=name[0]))
+        rig.run()
+        causes = sorted(each.cause for each in rig.scheduler.stats().quarantine)
+        assert causes == {"A1": [], "A2": ["owner_deaths"], "B1": ["deaths", "owner_deaths"]}[name]
+    assert rig.ended("A2", "B1") == ["model_unavailable"] * 2
     pixels = make_edit("x").spec.template
     rig.scheduler.add_template(PrimeTemplate("t", "a", pixels, 256, 256, "0", 256, rig.now, owner="C"))
     rig.take()
-    assert rig.ended("t") == ["model_unavailable"]
+    assert rig.ended("t") == ["model_unavailable"], "at once"
+    rig.now += 3 * FIRST_WAIT_SECONDS
+    rig.scheduler.add_template(PrimeTemplate("u", "a", pixels, 256, 256, "0", 256, rig.now, owner="C"))
+    rig.run()
+    assert rig.ended("u") == ["model_unavailable"], "of its own death"
 
 
 def test_a_death_while_only_a_component_is_loaded_fails_its_requests_alone() -> None:
@@ -200,9 +212,12 @@ def test_a_death_while_only_a_component_is_loaded_fails_its_requests_alone() -> 
     rig.run("A1")
     rig.add("B1", of="b")
     rig.step()
-    assert rig.workers.loading == [(0, ModelKey("b", "transformer"))]
-    rig.kill(0)
-    rig.workers.loading.clear()
+    for is_fast in (False, True):
+        assert rig.workers.loading == [(0, ModelKey("b", "transformer"))]
+        assert "B1" not in rig.told, "the first may have had other causes"
+        rig.kill(0, is_fast=is_fast)
+        rig.workers.loading.clear()
+        rig.step()
     rig.run("A2")
     steady(rig, ["A1", "A2"])
     assert rig.ended("B1") == ["model_unavailable"]
