@@ -59,12 +59,10 @@ class Refusals:
 
     def note_good_batch(self, flight: Flight, now: float) -> None:
         """Note a batch that has succeeded."""
-
-        def owners() -> set[str]:
-            found = (self.requests.get(item.request_id) for item in flight.batch.items)
-            return {request.head.owner for request in found if request is not None}
-
-        self.residency.quarantine.note_good_batch(flight.keys, owners, now)
+        if self.residency.quarantine.awaits_batches:
+            requests = (self.requests.get(item.request_id) for item in flight.batch.items)
+            owners = {request.head.owner for request in requests if request is not None}
+            self.residency.quarantine.note_good_batch(flight.keys, owners, now)
 
     def _begin(self, refusal: Refusal, now: float) -> None:
         """Fail the requests and templates that are refused from now on."""

@@ -16,7 +16,7 @@ deaths of other causes do not add up.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Set
+from collections.abc import Iterable, Iterator, Set
 from dataclasses import dataclass, field
 from itertools import chain
 
@@ -103,13 +103,16 @@ class Quarantine:
         found = [(owner, cause) for owner, cause in scopes if record.evidence(owner) > before[owner]]
         return [record.refuse(cause, owner, failure, now) for owner, cause in found]
 
-    def note_good_batch(self, keys: ModelKeys, owners: Callable[[], Set[str]], now: float) -> None:
-        """Note that a batch with these components has succeeded. owners: those of its requests, asked for only while
-        there is something against these components.
-        """
-        record = self._batches.get(keys.keys) if self._batches else None
+    @property
+    def awaits_batches(self) -> bool:
+        """Whether good batches of any components matter."""
+        return bool(self._batches)
+
+    def note_good_batch(self, keys: ModelKeys, owners: Set[str], now: float) -> None:
+        """Note that a batch with these components has succeeded. owners: those of its requests."""
+        record = self._batches.get(keys.keys)
         if record is not None:
-            record.note_good(owners(), now)
+            record.note_good(owners, now)
             if not record.cases:
                 del self._batches[keys.keys]
 

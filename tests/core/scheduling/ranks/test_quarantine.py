@@ -41,7 +41,7 @@ class Bench:
 
     def work(self, number: int, *owners: str, keys: ModelKeys = KEYS) -> None:
         for _ in range(number):
-            self.quarantine.note_good_batch(keys, lambda: set(owners), self.now)
+            self.quarantine.note_good_batch(keys, set(owners), self.now)
 
     def refuses(self, owner: str, keys: ModelKeys = KEYS) -> bool:
         return self.quarantine.refusal_of((OTHER, keys), owner, self.now) is not None
