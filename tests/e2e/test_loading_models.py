@@ -125,7 +125,7 @@ def test_a_model_that_cannot_be_loaded_fails_its_own_requests(tmp_path: Path, pa
             edit(client, model="broken")
         assert caught.value.status_code == 503
         assert caught.value.code == "model_unavailable"
-        assert caught.value.response.headers["retry-after"] == "10"
+        assert 1 <= int(caught.value.response.headers["retry-after"]) <= 10
         assert str(broken) not in caught.value.message, "files are named in the log alone"
         assert "the weights lack" in server.log.read_text()
         for name in paths:

@@ -14,7 +14,7 @@ from core.handles import LoadedComponent, ModelKey
 from core.messages.engine import EngineRequest, Failed, Finished, PrimeTemplate
 from core.messages.worker import BatchResult, ModelFailed, ModelLoaded, StepPlan
 from core.model_info import ModelInfo
-from core.scheduling.ranks.residency import RETRY_SECONDS
+from core.scheduling.ranks.quarantine import FIRST_WAIT_SECONDS
 from core.scheduling.scheduler import StepScheduler
 
 SHARED = tuple(ModelKey("0", kind) for kind in ("text_encoder", "vae"))
@@ -181,7 +181,7 @@ def test_a_failed_load_fails_the_requests_of_its_model_with_the_cause() -> None:
     rig.step()
     assert isinstance(rig.outputs["4"], Failed), "at once, without another try"
     assert not rig.workers.loading
-    rig.now += RETRY_SECONDS
+    rig.now += FIRST_WAIT_SECONDS
     rig.add("5", "b")
     rig.step()
     rig.answer()
