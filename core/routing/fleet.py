@@ -14,7 +14,7 @@ queue one by one, and from sums over the rest, which is assumed to leave the slo
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from copy import copy
 from dataclasses import dataclass
 from typing import NamedTuple
@@ -75,6 +75,8 @@ class Fleet:
         # Added to an engine's cost: 0, or infinity if it is no candidate: dead, or without a rank that lives.
         self.death: Vector = np.zeros(num_engines)
         self._lost: set[int] = set()  # engines that are dead
+        # Model -> engine -> until when it refuses it, seconds.
+        self._refused: dict[str, dict[int, float]] = {}
         self.num_alive = num_engines
         self._stale: set[int] = set()  # engines whose slots are to be computed from their last reports
         self._bind(np.zeros((7 + 2 * max_num_seqs, num_engines)))
@@ -106,6 +108,7 @@ class Fleet:
         if engine in self._lost:
             return
         self._set_death(engine, is_dead=not report.num_ranks)
+        self._note_refused(engine, report.refused)
         if report.costs is not None:
             self.costs.observe(report.costs)
         for resident in report.resident_pages:
@@ -149,6 +152,7 @@ class Fleet:
         """Mark an engine as dead: it is no candidate any more and its state is cleared."""
         self._lost.add(engine)
         self._set_death(engine, is_dead=True)
+        self._note_refused(engine, {})
         self.templates.forget(engine)
         self._models.forget(engine)
         self._pending[engine].clear()
@@ -180,15 +184,30 @@ class Fleet:
         is_alive: npt.NDArray[np.bool_] = self.death == 0.0
         return is_alive
 
-    def bars(self, shape: RequestShape) -> Vector:
-        """What is added to an engine's cost for this request: infinity where it cannot go, because the engine is dead,
-        does not serve its model, or has failed to load it while another one may not; else 0.
+    def _note_refused(self, engine: int, refused: Mapping[str, float]) -> None:
+        """Replace what an engine refuses. refused: model -> until when."""
+        if refused or self._refused:
+            for model in {*refused, *self._refused}:
+                self._refused.setdefault(model, {}).pop(engine, None)
+            for model, until in refused.items():
+                self._refused[model][engine] = until
+            self._refused = {model: engines for model, engines in self._refused.items() if engines}
+
+    def serving(self, model: str, now: float) -> Fleet:
+        """The fleet without the engines that do not serve a model, and without those that refuse it at the moment,
+        unless all others do. Read-only.
         """
-        bars = self.death + self._models.bar(shape.model)
-        failed = self._models.has_failed(shape.needed)
-        if failed is not None and (~failed & (bars == 0.0)).any():
-            bars = np.where(failed, np.inf, bars)
-        return bars
+        if model not in self._refused and not self._models.differs:
+            return self
+        serving = self.is_alive & (self._models.bar(model) == 0.0)
+        willing = serving.copy()
+        willing[[engine for engine, until in self._refused.get(model, {}).items() if now < until]] = False
+        others = willing if willing.any() else serving
+        self.settle()
+        fleet = copy(self)
+        fleet.death, fleet._stale = np.where(others, 0.0, np.inf), set()
+        fleet.num_alive, fleet._num_held = int(others.sum()), float(self.num_requests[others].sum())
+        return fleet
 
     def num_serving(self, model: str) -> int:
         """Living engines that serve a model."""

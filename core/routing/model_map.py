@@ -41,14 +41,12 @@ class _Places:
         self.behind: Seconds = np.zeros(num_engines)
         self.due: Seconds = np.zeros(num_engines)  # when they are loaded, if they are being loaded; in the past: there
         self.own: Seconds = np.zeros(num_engines)  # seconds of loading them, if nobody has asked for them; 0: they have
-        self.has_failed = np.zeros(num_engines, np.bool_)
-        # For all engines, because most decisions look no further.
-        self.are_asked_for, self.last_due, self.have_failed = True, 0.0, False
+        # Of all engines, because most decisions look no further.
+        self.are_asked_for, self.last_due = True, 0.0
 
-    def set(self, engine: int, due: float, own: float, has_failed: bool = False) -> None:
-        self.due[engine], self.own[engine], self.has_failed[engine] = due, own, has_failed
+    def set(self, engine: int, due: float, own: float) -> None:
+        self.due[engine], self.own[engine] = due, own
         self.are_asked_for, self.last_due = not self.own.any(), float(self.due.max())
-        self.have_failed = bool(self.has_failed.any())
 
     def is_coming(self, engine: int, now: float) -> bool:
         return not self.own[engine] and bool(self.due[engine] > now)
@@ -67,11 +65,12 @@ class ModelMap:
         """served: names of the models that each engine serves; (): all serve all."""
         self._num_engines = num_engines
         self._served = served
+        self.differs = bool(served)  # whether an engine may lack a model
         self._bars: dict[str, Seconds] = {}  # model -> infinity where it is not served, else 0; computed when asked for
         self._places: dict[Weights, _Places] = {}
         self._until: Seconds = np.zeros(num_engines)  # when what requests wait for is loaded
         # By engine: what it has reported, and what was sent there since to be loaded.
-        self._reported: list[dict[Weights, tuple[float, float, bool]]] = [{} for _ in range(num_engines)]  # as set
+        self._reported: list[dict[Weights, tuple[float, float]]] = [{} for _ in range(num_engines)]  # -> due, own
         self._reported_until = [0.0] * num_engines
         self._asked: list[set[Weights]] = [set() for _ in range(num_engines)]
 
@@ -129,7 +128,7 @@ class ModelMap:
         if places is None:
             places = self._places[weights] = _Places(self._num_engines)
         is_coming = load.state in ("loaded", "loading")
-        facts = (now + load.seconds, 0.0, False) if is_coming else (0.0, load.seconds, load.state != "unloaded")
+        facts = (now + load.seconds, 0.0) if is_coming else (0.0, load.seconds)
         places.set(engine, *facts)
         self._reported[engine][weights] = facts
         if load.state != "loading":
@@ -139,18 +138,13 @@ class ModelMap:
 
     def bar(self, model: str) -> Seconds | float:
         """Infinity where the model is not served, else 0."""
-        if not self._served:
+        if not self.differs:
             return 0.0
         found = self._bars.get(model)
         if found is None:
             serving = [model in names for names in self._served]
             found = self._bars[model] = np.where(serving, 0.0, np.inf)
         return found
-
-    def has_failed(self, needed: Iterable[Weights]) -> npt.NDArray[np.bool_] | None:
-        """Where some of these could not be loaded, shape [engines]; None: nowhere."""
-        found = [places for each in needed if (places := self._places.get(each)) and places.have_failed]
-        return np.logical_or.reduce([places.has_failed for places in found]) if found else None
 
     def wait(self, needed: Iterable[Weights], now: float) -> LoadWait | None:
         """How long a request waits for these on each engine; None: they are there everywhere."""

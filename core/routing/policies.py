@@ -114,14 +114,14 @@ class RoundRobin:
     """Each engine in turn."""
 
     def choose(self, shape: RequestShape, fleet: Fleet, now: float) -> Route:
-        return Route(cheapest(np.zeros(fleet.num_engines), fleet.bars(shape), fleet))
+        return Route(cheapest(np.zeros(fleet.num_engines), fleet))
 
 
 class LeastRequests:
     """The engine with the fewest requests (FlashPS, section 6.5: request-granularity load balance)."""
 
     def choose(self, shape: RequestShape, fleet: Fleet, now: float) -> Route:
-        return Route(cheapest(fleet.num_requests, fleet.bars(shape), fleet))
+        return Route(cheapest(fleet.num_requests, fleet))
 
 
 class LeastTokens:
@@ -131,7 +131,7 @@ class LeastTokens:
     """
 
     def choose(self, shape: RequestShape, fleet: Fleet, now: float) -> Route:
-        return Route(cheapest(fleet.held_seconds, fleet.bars(shape), fleet))
+        return Route(cheapest(fleet.held_seconds, fleet))
 
 
 class BatchCost:
@@ -144,9 +144,9 @@ class BatchCost:
 
     def choose(self, shape: RequestShape, fleet: Fleet, now: float) -> Route:
         base = np.maximum(fleet.size_costs(shape).base, fleet.base_seconds)
-        batch_seconds, bars = base + fleet.held_seconds + fleet.step_seconds(shape), fleet.bars(shape)
-        has_slack = (fleet.num_requests < fleet.max_num_seqs) & (bars == 0.0)
-        return Route(cheapest(np.where(has_slack | ~has_slack.any(), batch_seconds, np.inf), bars, fleet))
+        batch_seconds = base + fleet.held_seconds + fleet.step_seconds(shape)
+        has_slack = (fleet.num_requests < fleet.max_num_seqs) & fleet.is_alive
+        return Route(cheapest(np.where(has_slack | ~has_slack.any(), batch_seconds, np.inf), fleet))
 
 
 class MaskAware:
@@ -161,7 +161,7 @@ class MaskAware:
     def choose(self, shape: RequestShape, fleet: Fleet, now: float) -> Route:
         ahead = predict_times(shape, fleet, now)
         costs = ahead.finish + ahead.imposed + fleet.mean_held * ahead.priming + ahead.repeated
-        engine = cheapest(costs, fleet.bars(shape), fleet)
+        engine = cheapest(costs, fleet)
         return Route(engine, float(ahead.finish[engine]) if fleet.costs.is_known(shape.model) else None)
 
 
@@ -178,14 +178,14 @@ def make_policy(name: RouterPolicy) -> RoutingPolicy:
     return _POLICIES[name]()
 
 
-def cheapest(costs: Vector, bars: Vector, fleet: Fleet) -> int:
-    """The engine of least cost, among equals the one used least recently. bars: see `Fleet.bars`. Raises
-    EngineDeadError if no engine may be chosen.
+def cheapest(costs: Vector, fleet: Fleet) -> int:
+    """The living engine of least cost, among equals the one used least recently. Raises EngineDeadError if none is
+    alive.
     """
-    costs = costs + bars
+    if not fleet.num_alive:
+        raise EngineDeadError("No engine is alive.")
+    costs = costs + fleet.death
     best = int(costs.argmin())
-    if bars[best] == np.inf:
-        raise EngineDeadError("No engine is alive that serves the model.")
     equals = (costs <= float(costs[best]) * (1 + TIE)).nonzero()[0]
     return best if len(equals) == 1 else int(equals[fleet.last_sent[equals].argmin()])
 
@@ -203,12 +203,12 @@ def outlook(shape: RequestShape, fleet: Fleet, policy: RoutingPolicy, now: float
     """
     if not fleet.costs.is_known(shape.model):
         return None
-    fleet = fleet.before(shape.priority, now, shape.owner)
+    fleet = fleet.before(shape.priority, now, shape.owner).serving(shape.model, now)
     engine = policy.choose(shape, fleet, now).engine
     costs = fleet.size_costs(shape)
     alone = costs.other + shape.num_steps * (costs.base + fleet.step_seconds(shape))
     seconds, load = float(predict_times(shape, fleet, now).finish[engine]), fleet.load_wait(shape, now)
-    starts_load = load is not None and bool((load.is_first | (fleet.bars(shape) > 0.0)).all())
+    starts_load = load is not None and bool(load.is_first[fleet.is_alive].all())
     return Outlook(seconds, alone, not fleet.num_requests[engine], starts_load)
 
 

@@ -288,7 +288,7 @@ class Router:
         routed.has_begun = routed.is_bystander = False
         while self._fleet.num_serving(shape.model):
             now = time.monotonic()
-            choice = self._policy.choose(shape, self._fleet, now)
+            choice = self._policy.choose(shape, self._fleet.serving(shape.model, now), now)
             try:
                 self._replicas[choice.engine].submit(routed.message, partial(self._on_output, choice.engine))
             except EngineDeadError as error:  # it died a moment ago

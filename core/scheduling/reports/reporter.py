@@ -150,6 +150,7 @@ class Reporter:
             models=models,
             load_seconds=load_seconds,
             costs=self._take_costs(),
+            refused=self._ranks.residency.refused_models(),
         )
 
     def stats(self, requests: LiveRequests, steps_repeated: int) -> EngineStats:
@@ -163,6 +164,7 @@ class Reporter:
             op_seconds=self._op_seconds_left(requests),
             ranks=self._ranks.stats(),
             models=self._ranks.residency.states(),
+            quarantine=self._ranks.residency.quarantined(),
             r_squared=self._r_squared(),
             steps=counters.steps,
             mixed_steps=counters.mixed_steps,

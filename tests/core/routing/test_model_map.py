@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
+import dataclasses
 from typing import get_args
 
 import pytest
 from load_reports import COSTS, PER_KILOTOKEN, load, make_report, make_shape
+from msgspec.structs import replace
 
 from core.config import RouterPolicy
 from core.costs.load_report import LoadReport, ModelLoad, ModelState, RequestLoad
@@ -42,7 +43,7 @@ def fleet_of(*reports: LoadReport, slots: int = 8) -> Fleet:
 
 
 def chosen(fleet: Fleet, now: float = 0.0, policy: RouterPolicy = "mask-aware") -> int:
-    return make_policy(policy).choose(SHAPE, fleet, now).engine
+    return make_policy(policy).choose(SHAPE, fleet.serving("m", now), now).engine
 
 
 def test_the_engine_that_has_the_model_is_preferred() -> None:
@@ -107,7 +108,7 @@ def test_the_reports_replace_what_the_router_noted() -> None:
 
 
 def test_another_models_load_is_waited_for() -> None:
-    other = replace(SHAPE, model="other")
+    other = dataclasses.replace(SHAPE, model="other")
     fleet = fleet_of(report(unloaded(2.0), ModelLoad("other", False, "unloaded", 3.0)))
     fleet.sent(0, SHAPE, 0.0)
     wait = fleet.load_wait(other, 0.5)
@@ -134,17 +135,14 @@ def test_only_engines_that_serve_a_model_get_its_requests(policy: RouterPolicy) 
         chosen(fleet, policy=policy)
 
 
-@pytest.mark.parametrize("policy", POLICIES)
-def test_an_engine_that_could_not_load_a_model_gets_it_only_if_no_other_serves_it(policy: RouterPolicy) -> None:
-    busy = [load(50, 0.1)] * 8
-    fleet = fleet_of(report(unloaded(1.0, "failed")), report(unloaded(1.0), requests=busy))
-    assert chosen(fleet, policy=policy) == 1
-    fleet.lose(1)
-    assert chosen(fleet, policy=policy) == 0
-    fleet.restore(1)
-    fleet.sent(0, SHAPE, 0.0)
-    fleet.observe(0, report(num_received=1), 0.0)
-    assert chosen(fleet, policy=policy) == 1, "it could not be loaded again"
+def test_of_the_engines_that_serve_a_model_those_that_refuse_it_come_last() -> None:
+    fleet = Fleet(3, 8, [{"a"}, {"m"}, {"m"}])
+    refusing = report(unloaded(1.0, "failed"))
+    fleet.observe(1, replace(refusing, refused={"m": 10.0}), 0.0)
+    fleet.observe(2, report(unloaded(9.0)), 0.0)
+    assert (chosen(fleet, 9.0), chosen(fleet, 11.0)) == (2, 1)
+    fleet.lose(2)
+    assert chosen(fleet, 9.0) == 1, "it says for how long it is refused"
 
 
 def test_a_search_for_a_mask_waits_for_the_segmenter_alone() -> None:
@@ -153,7 +151,7 @@ def test_a_search_for_a_mask_waits_for_the_segmenter_alone() -> None:
         report(LOADED, ModelLoad("m", True, "unloaded", 1.0)),
     )
     waits = [
-        fleet.load_wait(replace(SHAPE, seeks_mask=seeks, is_mask=alone), 0.0)
+        fleet.load_wait(dataclasses.replace(SHAPE, seeks_mask=seeks, is_mask=alone), 0.0)
         for seeks, alone in ((False, False), (True, False), (True, True))
     ]
     assert [wait.seconds.tolist() for wait in waits if wait is not None] == [[2.0, 0.0], [2.5, 1.0], [0.5, 1.0]]
