@@ -26,10 +26,11 @@ from core.costs.load_report import LoadReport, RequestLoad
 from core.costs.slot_forecast import Slot, until_free
 from core.routing.engine_queue import EngineQueue
 from core.routing.fleet_costs import FleetCosts, SizeCosts, TokensBeside, Vector
-from core.routing.model_map import LoadWait, ModelMap, Weights
+from core.routing.model_map import LoadWait, ModelMap
 from core.routing.overtaking import staying_ahead
 from core.routing.request_shape import RequestShape
 from core.routing.template_map import Counts, TemplateMap, TemplatePages
+from core.routing.weights import Weights
 
 MAX_SIMULATED = 256
 """Requests of an engine's queue that are looked at one by one, besides one for each slot; as many as a server takes by

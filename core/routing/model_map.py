@@ -13,23 +13,15 @@ import numpy as np
 import numpy.typing as npt
 
 from core.costs.load_report import LoadReport, ModelLoad
-
-Seconds = npt.NDArray[np.float64]
-"""Shape [engines]."""
-
-
-class Weights(NamedTuple):
-    """Weights that requests need: those of a model, or of its segmenter."""
-
-    model: str
-    is_segmenter: bool = False
+from core.routing.fleet_costs import Vector
+from core.routing.weights import Weights
 
 
 class LoadWait(NamedTuple):
     """What loading weights means for a request, float64 [engines] each."""
 
-    seconds: Seconds  # until they are loaded and the requests are done that wait for them already
-    repeated: Seconds  # by which loading them should wait for another engine that loads them already
+    seconds: Vector  # until they are loaded and the requests are done that wait for them already
+    repeated: Vector  # by which loading them should wait for another engine that loads them already
     is_first: npt.NDArray[np.bool_]  # whether no request has asked for them there
 
 
@@ -38,9 +30,9 @@ class _Places:
 
     def __init__(self, num_engines: int) -> None:
         # Work of the requests that were sent there to wait for them, since they are being loaded.
-        self.behind: Seconds = np.zeros(num_engines)
-        self.due: Seconds = np.zeros(num_engines)  # when they are loaded, if they are being loaded; in the past: there
-        self.own: Seconds = np.zeros(num_engines)  # seconds of loading them, if nobody has asked for them; 0: they have
+        self.behind: Vector = np.zeros(num_engines)
+        self.due: Vector = np.zeros(num_engines)  # when they are loaded, if they are being loaded; in the past: there
+        self.own: Vector = np.zeros(num_engines)  # seconds of loading them, if nobody has asked for them; 0: they have
         # Of all engines, because most decisions look no further.
         self.are_asked_for, self.last_due = True, 0.0
 
@@ -66,9 +58,9 @@ class ModelMap:
         self._num_engines = num_engines
         self._served = served
         self.differs = bool(served)  # whether an engine may lack a model
-        self._bars: dict[str, Seconds] = {}  # model -> infinity where it is not served, else 0; computed when asked for
+        self._bars: dict[str, Vector] = {}  # model -> infinity where it is not served, else 0; computed when asked for
         self._places: dict[Weights, _Places] = {}
-        self._until: Seconds = np.zeros(num_engines)  # when what requests wait for is loaded
+        self._until: Vector = np.zeros(num_engines)  # when what requests wait for is loaded
         # By engine: what it has reported, and what was sent there since to be loaded.
         self._reported: list[dict[Weights, tuple[float, float]]] = [{} for _ in range(num_engines)]  # -> due, own
         self._reported_until = [0.0] * num_engines
@@ -136,7 +128,7 @@ class ModelMap:
 
     # ------------------------------------------------------------------------------------------------- queries
 
-    def bar(self, model: str) -> Seconds | float:
+    def bar(self, model: str) -> Vector | float:
         """Infinity where the model is not served, else 0."""
         if not self.differs:
             return 0.0
@@ -151,7 +143,7 @@ class ModelMap:
         found = [places for each in needed if (places := self._places.get(each)) and not places.are_there(now)]
         if not found:
             return None
-        own: Seconds = np.add.reduce([places.own for places in found])
+        own: Vector = np.add.reduce([places.own for places in found])
         coming = np.maximum(np.maximum.reduce([places.due for places in found]) - now, 0.0)
         has_to_load, behind = own > 0.0, np.maximum.reduce([places.behind for places in found])
         begin = np.where(coming > 0.0, coming + behind, 0.0)

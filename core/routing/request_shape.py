@@ -11,7 +11,7 @@ from core.graph.workflow import Node, Workflow, role_of
 from core.messages.engine import EngineRequest, PrimeTemplate
 from core.model_info import ModelInfo
 from core.routing.fleet_costs import WORKFLOW, Encoding, Features, work_features
-from core.routing.model_map import Weights
+from core.routing.weights import Weights
 from core.scheduling.ops.segment import SEGMENT
 
 
