@@ -55,9 +55,12 @@ def problems_of_ends(workflow: Workflow) -> Iterator[Problem]:
     yield from _problems_of_names("inputs", workflow.inputs)
     for name, maker in workflow.outputs.items():
         node, wanted = workflow.find(maker), workflow.output_ports.get(name)
-        if node is None or not (port := port_of(node.makes, wanted or "")):
+        if node is None:
+            continue  # which is another check's
+        made = port_of(node.makes, wanted or "")
+        if made is None:
             yield name, f"which output of {maker} it is must be named in output_ports, and {wanted or 'none'} is none"
-        elif problem := _problem_of_array(port):
+        elif problem := _problem_of_array(made):
             yield name, problem
 
 

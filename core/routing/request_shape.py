@@ -9,6 +9,7 @@ from typing import NamedTuple
 from core.graph.catalog import WORKFLOWS
 from core.graph.workflow import Node, Workflow, role_of
 from core.messages.engine import EngineRequest, PrimeTemplate
+from core.messages.specs import RunSpec
 from core.model_info import ModelInfo
 from core.routing.fleet_costs import WORKFLOW, Encoding, Features, work_features
 
@@ -55,7 +56,10 @@ class RequestShape:
     @classmethod
     def of_request(cls, request: EngineRequest, info: ModelInfo) -> RequestShape:
         """info: of the request's model."""
-        spec, scheme, workflow = request.spec, info.page_scheme, WORKFLOWS[request.workflow]
+        spec, scheme = request.spec, info.page_scheme
+        if isinstance(spec, RunSpec):  # until engines have reported what its classes cost, all that is known of it
+            return cls(request.model, 0, 0, 0, 0, 0, priority=request.priority, owner=request.owner)
+        workflow = WORKFLOWS[request.workflow]
 
         def tokens_of(canvas: str) -> int:
             return spec.canvas(canvas).num_tokens

@@ -74,16 +74,21 @@ class ModelLoads:
         self.residency.note_failed(answer.rank, answer.key, answer.failure, now)
         for request in list(self.requests.live()):
             if answer.key in keys_of(request.needs):
-                self.endings.fail(request, _unavailable(request.head.model, answer.failure))
+                self.endings.fail(request, self._unavailable(request, answer.failure))
         models = [name for name, info in self.residency.models.items() if answer.key in info.needs]
-        self.cache.fail_templates({model: _unavailable(model, answer.failure) for model in models})
+        self.cache.fail_templates({model: _unavailable(f"the model {model}", answer.failure) for model in models})
 
     def refusal(self, request: Request, now: float) -> Failure | None:
         """Why a new request fails at once; None: it does not, and what it needs is noted."""
         if (failure := self.residency.failure_of(request.needs, now)) is not None:
-            return _unavailable(request.head.model, failure)
+            return self._unavailable(request, failure)
         self.residency.note_wanted(request.needs)
         return None
+
+    @staticmethod
+    def _unavailable(request: Request, failure: Failure) -> Failure:
+        what = "a class" if request.workflow.has_own_ports else f"the model {request.head.model}"
+        return _unavailable(what, failure)
 
 
 def check(loads: Iterable[Load], residency: Residency) -> None:
@@ -99,5 +104,5 @@ def check(loads: Iterable[Load], residency: Residency) -> None:
             assert residency.excess(each.load, present - {*each.drop}) <= 0, f"rank {rank} has no room for {each.load}"
 
 
-def _unavailable(model: str, failure: Failure) -> Failure:
-    return Failure("model_unavailable", f"the model {model} cannot be loaded: {failure.message}")
+def _unavailable(what: str, failure: Failure) -> Failure:
+    return Failure("model_unavailable", f"{what} cannot be loaded: {failure.message}")

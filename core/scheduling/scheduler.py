@@ -20,13 +20,15 @@ from core.costs.cost_model import CostKey, CostModel
 from core.costs.load_report import EngineStats, LoadReport
 from core.errors import InvalidRequestError
 from core.failure import Failure
-from core.graph.catalog import WORKFLOWS
+from core.graph.catalog import WORKFLOWS, with_registered
 from core.graph.check import check_workflow
 from core.graph.op import OPS
+from core.graph.workflow import Workflow
 from core.handles import LoadedComponent
 from core.messages.engine import Aborted, DropTemplate, EngineRequest, Failed, PrimeTemplate
 from core.messages.worker import BatchResult, CostSample, Free, Load, PageCopied, StepPlan, TransferDone
 from core.model_info import ModelInfo
+from core.run_class import RunClass
 from core.scheduling.dispatcher import Dispatched, Dispatcher
 from core.scheduling.endings import Endings, Output
 from core.scheduling.model_loads import LoadAnswer, ModelLoads
@@ -34,7 +36,7 @@ from core.scheduling.node_cache import CacheOrders, NodeCache
 from core.scheduling.ops.prime import PRIME
 from core.scheduling.policies import make_policy
 from core.scheduling.policies.policy import SchedulingPolicy
-from core.scheduling.ranks.in_flight import Flight, InFlight
+from core.scheduling.ranks.in_flight import Busy, Flight, InFlight
 from core.scheduling.ranks.ranks import Ranks
 from core.scheduling.ranks.residency import Residency, Started
 from core.scheduling.ranks.step_limit import StepLimit
@@ -64,20 +66,23 @@ class StepScheduler:
         device_page_bytes: Sequence[int] | None = None,
         policy: SchedulingPolicy | None = None,
         sizes: Iterable[LoadedComponent] = (),
+        classes: Sequence[RunClass] = (),
+        workflows: Iterable[Workflow] = (),
     ) -> None:
         """cost: the model to predict with and to train; by default an empty one. device_page_bytes: bytes of device
         memory for pages, by rank; by default `device_bytes` of `cache` for each. policy: by default a new one of the
-        name in `config`. sizes: predicted sizes of components that may not be loaded yet. Raises WorkflowError.
+        name in `config`. sizes: predicted sizes of components that may not be loaded yet. classes, workflows: that a
+        user has registered. Raises WorkflowError.
         """
         self.config = config
         self.models = dict(models)
-        self.workflows = dict(WORKFLOWS)
-        for workflow in self.workflows.values():
+        for workflow in WORKFLOWS.values():
             check_workflow(workflow)
+        self.workflows = with_registered(workflows, {each.name for each in classes})
         self.cost = cost or CostModel()
         self._policy = policy or make_policy(config.policy)
         most_ranks = min(num_workers, config.max_degree) if self._policy.shares_steps else 1
-        self._bindings = Bindings(self.models)
+        self._bindings = Bindings(self.models, classes)
         set_size = config.degree if self._policy.spreads_models else num_workers
         loading = sizes, config.model_bytes, self.cost.predict_load
         residency = Residency(self._bindings, num_workers, set_size, *loading)
@@ -191,12 +196,15 @@ class StepScheduler:
 
     # ------------------------------------------------------------------------------------------------- ranks
 
-    def lose_rank(self, rank: int, failure: Failure) -> None:
+    def lose_rank(self, rank: int, failure: Failure, culprit: str = "") -> None:
         """Note that a rank's worker has died. Requests that have lost something with it resume from what is left, on
-        other ranks or when it joins again. failure: the failure of requests that have used up their retries.
+        other ranks or when it joins again. failure: the failure of requests that have used up their retries. culprit:
+        id of the request that is to blame, and alone fails with it; "": nobody knows.
         """
+        if (to_blame := self._requests.get(culprit)) is not None:
+            self._endings.fail(to_blame, failure)
         self.ranks.lose(rank)
-        aftermath = self._recovery.lose(rank, failure)
+        aftermath = self._recovery.lose(rank, failure, is_solved=bool(culprit))
         self._endings.fail_each(aftermath.failed)
         for job_id, result in aftermath.failed_jobs:
             self._results.apply_job(job_id, result)
@@ -318,8 +326,8 @@ class StepScheduler:
 
     # ------------------------------------------------------------------------------------------------- what it knows
 
-    def busy_ranks(self, ranks: Iterable[int]) -> dict[int, float]:
-        """Busy rank -> predicted seconds of its unanswered work, for those of these ranks that are busy."""
+    def busy_ranks(self, ranks: Iterable[int]) -> dict[int, Busy]:
+        """See `InFlight.busy_ranks`."""
         return self._in_flight.busy_ranks(ranks)
 
     def cost_key(self, model: str, op: str) -> CostKey:
