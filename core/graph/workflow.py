@@ -85,7 +85,9 @@ class Node:
     # Of a node with ports of its own, whose role is a class.
     takes: tuple[Port, ...] = ()
     makes: tuple[Port, ...] = ()
-    given: Mapping[str, str] = field(default_factory=dict, hash=False)  # its input -> the workflow's, which a request gives
+    given: Mapping[str, str] = field(
+        default_factory=dict, hash=False
+    )  # its input -> the workflow's, which a request gives
 
     @property
     def canvas(self) -> str:

@@ -45,6 +45,7 @@ class StepPass:
     _cache_work: dict[str, CacheDispatch] = field(default_factory=dict)  # job id -> its chosen piece
     _order: list[BatchKey | str] = field(default_factory=list)  # keys of `_batches` and `_cache_work`, as dispatched
     _stage_ms: dict[int, float] = field(default_factory=dict)  # rank -> predicted milliseconds of chosen stage work
+    _num_given: Counter[int] = field(default_factory=Counter)  # rank -> nodes that it got of those that go anywhere
     _known_ranks: dict[tuple[str, str], tuple[int, ...]] = field(default_factory=dict)  # see `_ranks_of`
 
     def run(self) -> list[Decision]:
@@ -99,8 +100,11 @@ class StepPass:
     def _choose_stage_work(self, is_wanted: Callable[[Request, Node], bool]) -> None:
         for request, ready in self._candidates:
             nodes = [node for node in ready if is_wanted(request, node) and self._can_run(request, node)]
-            if nodes:
-                self._choose_nodes(request, nodes)
+            anywhere = [node for node in nodes if op_of(node).runs_anywhere]
+            for node in anywhere:
+                self._choose_anywhere(request, node)
+            if len(nodes) > len(anywhere):
+                self._choose_nodes(request, [node for node in nodes if node not in anywhere])
 
     def _choose_nodes(self, request: Request, nodes: Sequence[Node]) -> None:
         """Choose these nodes, or none if they exceed the rank's time budget. A rank's first choice always fits."""
@@ -108,6 +112,14 @@ class StepPass:
         if self._spend_stage_ms(rank, sum(self.view.seconds(request, node) for node in nodes) * 1e3):
             for node in nodes:
                 self._add([(request, node)])
+
+    def _choose_anywhere(self, request: Request, node: Node) -> None:
+        """Choose a node that goes to any rank, unless that exceeds the rank's time budget. A time that is not known yet
+        counts as all of it.
+        """
+        ms = self.view.seconds(request, node) * 1e3 or self.view.config.max_stage_ms
+        if self._spend_stage_ms(self._ranks_of(request, node)[0], ms):
+            self._add([(request, node)])
 
     def _spend_stage_ms(self, rank: int, ms: float) -> bool:
         """Charge predicted milliseconds to a rank's time budget; False if they exceed what is left."""
@@ -154,13 +166,26 @@ class StepPass:
     def _rank(self, request: Request, node: Node) -> int:
         """The rank that is to run a node, of those that have its model. Nodes that read the results of rounds, such as
         decodes, go to the last of them and all others to the first one, so that a decode never delays other requests'
-        steps. A node whose pages are on one device goes there.
+        steps. A node whose pages are on one device goes there, and one that runs anywhere where the least is to do.
         """
         ranks = self.view.ranks_with(request.keys_of(node))
+        if op_of(node).runs_anywhere:
+            return self._least_given(request, node, ranks)
         if node.name in request.workflow.after_rounds:
             return ranks[-1]
         device = self._device(request, node)
         return ranks[0] if device is None else device
+
+    def _least_given(self, request: Request, node: Node, ranks: tuple[int, ...]) -> int:
+        """An open rank that this pass has given the fewest nodes; of several, one that has the inputs."""
+
+        def cost(rank: int) -> tuple[bool, int, bool]:
+            has_inputs = len(ranks) == 1 or self.view.inputs(request, node, (rank,)).are_there
+            return rank not in self.view.open_ranks, self._num_given[rank], not has_inputs
+
+        rank = min(ranks, key=cost)
+        self._num_given[rank] += 1
+        return rank
 
     def _rank_apart(self, request: Request, node: Node) -> int:
         """The rank of a node where steps have the first rank to themselves, and all other nodes go to the last."""
