@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import msgspec
+
 from core.costs.load_report import EngineStats, LoadReport
 from core.failure import Failure
 from core.handles import ArrayRef, CacheResult, Tier
@@ -111,7 +113,8 @@ class Finished(Message, frozen=True):
     degrees: tuple[int, ...] = ()  # of each computed step, the number of ranks that computed it together
     active_tokens: int | None = None  # of the mask that was found; None: none was asked for
     mask_score: float = 0.0  # how sure the segmenter was, 0..1
-    shapes: dict[str, tuple[int, ...]] = {}  # of the results of classes, by name; their bytes are at their places
+    # Of the results of users' classes, by name; their bytes are at their places.
+    shapes: dict[str, tuple[int, ...]] = msgspec.field(default_factory=dict)
 
 
 class TemplatePrimed(Message, frozen=True):

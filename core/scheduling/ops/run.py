@@ -5,6 +5,8 @@ from __future__ import annotations
 from math import prod
 from typing import TYPE_CHECKING
 
+from msgspec import field
+
 from core.graph.op import OpWork, Port, Sizes
 from core.graph.work import Work
 from core.graph.workflow import Literal, Node
@@ -26,9 +28,10 @@ class Run(Message, OpWork, frozen=True, omit_defaults=True):
 
     takes: tuple[Port, ...]
     makes: tuple[Port, ...]
-    given: dict[str, ArrayRef] = {}  # input -> the request's array
-    literals: dict[str, Literal] = {}  # input -> its value
-    results: dict[str, tuple[str, ArrayRef]] = {}  # result of the workflow -> (output that it is, uint8 [most bytes])
+    given: dict[str, ArrayRef] = field(default_factory=dict)  # input -> the request's array
+    literals: dict[str, Literal] = field(default_factory=dict)  # input -> its value
+    # Result of the workflow -> (output that it is, uint8 [most bytes]).
+    results: dict[str, tuple[str, ArrayRef]] = field(default_factory=dict)
 
 
 def _size(sizes: Sizes) -> Work:

@@ -311,7 +311,7 @@ class Request:
 
 
 def _check_given(spec: Spec, workflow: Workflow) -> None:
-    """Raises InvalidRequestError if a request lacks something that its workflow needs, or gives what it does not take."""
+    """Raises InvalidRequestError if a request lacks what its workflow needs, or gives what that does not take."""
     if isinstance(spec, RunSpec) is not workflow.has_own_ports:
         asked = "values for classes" if isinstance(spec, RunSpec) else "a picture"
         raise InvalidRequestError(f"workflow {workflow.name} makes no {asked}; name another", param="workflow")

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from core.errors import ConfigError, EngineError
+from core.errors import ConfigError
 from core.handles import LoadedComponent, ModelKey
 from core.run_class import RunClass
 from model_executor.device_failures import is_out_of_memory
@@ -29,7 +29,7 @@ class ClassLoader:
         return key in self._types
 
     def load(self, key: ModelKey) -> LoadedComponent:
-        """Load a class, unless it is loaded. Raises EngineError that names it, whatever it raises, but for a lack of
+        """Load a class, unless it is loaded. Raises ConfigError that names it, whatever it raises, but for a lack of
         memory."""
         if (known := self._classes.find(key)) is not None:
             return known
@@ -40,9 +40,8 @@ class ClassLoader:
         except Exception as error:  # a user's class may raise anything
             if is_out_of_memory(error):
                 raise
-            raise EngineError(f"{config.name} ({config.path}): {type(error).__name__}: {error}") from error
-        is_told = isinstance(told, int) and not isinstance(told, bool) and told >= 0
-        loaded = LoadedComponent(key, told if is_told else _attribute_bytes(made))
+            raise ConfigError(f"{config.name} ({config.path}): {type(error).__name__}: {error}") from error
+        loaded = LoadedComponent(key, told if type(told) is int and told >= 0 else _attribute_bytes(made))
         self._classes.put(made, loaded)
         return loaded
 
