@@ -1,23 +1,16 @@
-"""Classes of a user for tests, whose workers import them, and random workflows of them."""
+"""Classes of a user for tests, which workers import, and what their workflows make in this process."""
 
 from __future__ import annotations
 
 import time
-from collections.abc import Mapping, Sequence
-from dataclasses import replace
-from random import Random
+from collections.abc import Mapping
 from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from core.graph.form import INTEGER, NUMBER, TRUTH, Form, picture, tensor, text
-from core.graph.op import Port
-from core.graph.workflow import Edge, Node, Workflow
-from core.run_class import RunClass
-
-VECTOR, PICTURE, TEXT = tensor("float32", 16), picture(8, 8), text(64)
+from core.graph.workflow import Workflow
 
 
 class Mixer:
@@ -87,102 +80,6 @@ class Broken:
 
     def execute(self) -> dict[str, object]:
         return {}
-
-
-CLASSES = tuple(
-    RunClass(name=each.__name__.lower(), path=f"{__name__}:{each.__name__}")
-    for each in (Mixer, Shouter, Inverter, Wayward, Broken)
-)
-
-
-def _node(
-    name: str, role: str, takes: Mapping[str, Form], makes: Mapping[str, Form], optional: Sequence[str] = ()
-) -> Node:
-    ports = tuple(Port.of(each, form, is_optional=each in optional) for each, form in takes.items())
-    return Node(name, "run", role=role, takes=ports, makes=tuple(Port.of(each, form) for each, form in makes.items()))
-
-
-def mixer(name: str) -> Node:
-    takes = {"a": VECTOR, "b": VECTOR, "scale": NUMBER}
-    return _node(name, "mixer", takes, {"y": VECTOR, "mean": NUMBER}, optional=("b", "scale"))
-
-
-def shouter(name: str) -> Node:
-    return _node(name, "shouter", {"words": TEXT, "times": INTEGER}, {"y": TEXT, "count": INTEGER}, optional=("times",))
-
-
-def inverter(name: str) -> Node:
-    makes = {"y": PICTURE, "means": tensor("float32", 3)}
-    return _node(name, "inverter", {"image": PICTURE, "flip": TRUTH}, makes, optional=("flip",))
-
-
-WAYWARD = Workflow(
-    "wayward",
-    (replace(_node("does", "wayward", {"how": text(16)}, {"y": VECTOR}), given={"how": "how"}),),
-    {"y": "does"},
-    inputs=(Port.of("how", text(16)),),
-    output_ports={"y": "y"},
-)
-BROKEN = Workflow("broken", (_node("never", "broken", {}, {"y": VECTOR}),), {"y": "never"}, output_ports={"y": "y"})
-
-INPUTS = (Port.of("vector", VECTOR), Port.of("words", TEXT), Port.of("image", PICTURE))
-LITERALS: dict[str, tuple[Any, ...]] = {"scale": (0.5, 2, -1.0), "times": (1, 3), "flip": (False, True)}
-
-
-def random_workflow(random: Random, name: str, num_nodes: int) -> Workflow:
-    """A graph of all three classes, in which every value of the right form may be read, and what is made at the end of
-    each branch is a result.
-    """
-    made: list[tuple[Node, Port]] = []
-    nodes: list[Node] = []
-    for index in range(num_nodes):
-        node = random.choice([mixer, mixer, shouter, inverter])(f"n{index}")
-        node = _connected(random, node, made)
-        nodes.append(node)
-        made += [(node, port) for port in node.makes]
-    read = {edge.source for node in nodes for edge in node.inputs}
-    ends = [node for node in nodes if node.name not in read]
-    results = {f"{node.name}_{port.name}": (node.name, port.name) for node in ends for port in node.makes}
-    return Workflow(
-        name,
-        tuple(nodes),
-        {result: maker for result, (maker, _) in results.items()},
-        inputs=INPUTS,
-        output_ports={result: port for result, (_, port) in results.items()},
-    )
-
-
-def _connected(random: Random, node: Node, made: Sequence[tuple[Node, Port]]) -> Node:
-    edges: list[Edge] = []
-    given: dict[str, str] = {}
-    literals: dict[str, Any] = {}
-    for port in node.takes:
-        assert port.form is not None
-        fitting = [
-            (source.name, each.name)
-            for source, each in made
-            if each.form is not None and not port.form.why_not_from(each.form)
-        ]
-        sources = [each.name for each in INPUTS if each.form is not None and not port.form.why_not_from(each.form)]
-        if port.is_optional and random.random() < 0.4:
-            continue
-        if fitting and (random.random() < 0.8 or not sources):
-            source, value = random.choice(fitting)
-            edges.append(Edge(source, value, port.name))
-        elif sources:
-            given[port.name] = random.choice(sources)
-        else:
-            literals[port.name] = random.choice(LITERALS[port.name])
-    return replace(node, inputs=tuple(edges), given=given, literals=literals)
-
-
-def random_inputs(random: Random) -> dict[str, Any]:
-    rng = np.random.default_rng(random.randrange(1 << 30))
-    return {
-        "vector": rng.standard_normal(random.randint(3, 16)).astype(np.float32),
-        "words": random.choice(["", "a red hat", "grüße", "x" * 40]),
-        "image": rng.integers(0, 256, (random.randint(1, 8), random.randint(1, 8), 3), np.uint8),
-    }
 
 
 def alone(workflow: Workflow, inputs: Mapping[str, Any]) -> dict[str, Any]:

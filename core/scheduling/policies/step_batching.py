@@ -70,7 +70,7 @@ class StepPass:
         """
         running = self.view.requests.running
         num_unseen, is_idle = sum(request.id not in self.apart for request in running), not running
-        slots = self.view.config.max_num_seqs - sum(request.progress.steps_left > 0 for request in running)
+        slots = self.view.config.max_num_seqs - sum(map(_has_slot, running))
         if any(request.runs_alone for request in running):
             slots = 0
         admitted: list[Request] = []
@@ -290,6 +290,13 @@ class StepPass:
     def _add_cache_work(self, work: CacheDispatch) -> None:
         self._cache_work[work.job.id] = work
         self._order.append(work.job.id)
+
+
+def _has_slot(request: Request) -> bool:
+    """Whether a running request counts among those that may run together: until its last step, or if users' classes run
+    it until its end, because the values between its nodes may be large.
+    """
+    return request.progress.steps_left > 0 or request.workflow.has_own_ports
 
 
 def _is_output(request: Request, node: Node) -> bool:

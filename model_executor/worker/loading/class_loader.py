@@ -37,8 +37,8 @@ class ClassLoader:
         try:
             made: UserClass = self._types[key]()
             told = made.load(str(self._device), getattr(torch, config.dtype))
-        except Exception as error:  # a user's class may raise anything
-            if is_out_of_memory(error):
+        except (Exception, SystemExit) as error:  # a user's class may raise anything
+            if isinstance(error, Exception) and is_out_of_memory(error):
                 raise
             raise ConfigError(f"{config.name} ({config.path}): {type(error).__name__}: {error}") from error
         loaded = LoadedComponent(key, told if type(told) is int and told >= 0 else _attribute_bytes(made))
@@ -55,7 +55,7 @@ def _imported(config: RunClass) -> type[Any]:
     path, _, name = config.path.partition(":")
     try:
         found = getattr(import_module(path), name)
-    except Exception as error:  # a user's module may raise anything
+    except (Exception, SystemExit) as error:  # a user's module may raise anything
         why = f"{type(error).__name__}: {error}; workers import it, so its folder must be on PYTHONPATH"
         raise ConfigError(f"classes: {config.name}: path {config.path}: {why}") from error
     if not isinstance(found, type) or inspect.isabstract(found):

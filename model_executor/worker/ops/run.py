@@ -62,8 +62,8 @@ def _execute(context: WorkerContext, item: Item, inputs: dict[str, object]) -> o
     """What a class returns. Raises RunError for whatever it raises, but for a lack of memory."""
     try:
         return context.classes.of(item.model).execute(**inputs)
-    except Exception as error:  # a user's class may raise anything
-        if is_out_of_memory(error):
+    except (Exception, SystemExit) as error:  # a user's class may raise anything
+        if isinstance(error, Exception) and is_out_of_memory(error):
             raise
         raise RunError.at(item.node, f"class {item.model} raised {type(error).__name__}: {error}") from error
 
@@ -83,17 +83,14 @@ def _checked(item: Item, makes: Sequence[Port], made: object) -> dict[str, Tenso
 def _array(item: Item, port: Port, value: object) -> Tensor:
     assert port.form is not None, "check_workflow lets no port pass without a form"
     form, where = port.form, f"output {port.name} of class {item.model}"
-    if isinstance(value, Tensor):
-        array = value.detach().contiguous().clone() if form.kind in ("picture", "tensor") else None
-    else:
-        array = _plain(form, value)
-    if array is None:
+    array = value if isinstance(value, Tensor) and form.kind in ("picture", "tensor") else _plain(form, value)
+    if array is None or array.layout is not torch.strided:
         raise RunError.at(item.node, f"{where}: it is a {type(value).__name__}, and {form} is declared")
     if problem := form.why_not(array.shape, str(array.dtype).removeprefix("torch.")):
         raise RunError.at(item.node, f"{where}: {problem}")
     if array.is_floating_point() and not bool(torch.isfinite(array).all()):
         raise RunError.at(item.node, f"{where}: not all of its numbers are finite")
-    return array
+    return array.detach().clone(memory_format=torch.contiguous_format)
 
 
 def _plain(form: Form, value: object) -> Tensor | None:
