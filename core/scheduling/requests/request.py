@@ -313,8 +313,11 @@ class Request:
 def _check_given(spec: Spec, workflow: Workflow) -> None:
     """Raises InvalidRequestError if a request lacks what its workflow needs, or gives what that does not take."""
     if isinstance(spec, RunSpec) is not workflow.has_own_ports:
-        asked = "values for classes" if isinstance(spec, RunSpec) else "a picture"
-        raise InvalidRequestError(f"workflow {workflow.name} makes no {asked}; name another", param="workflow")
+        made, asked = (
+            ("values of classes", "a picture") if workflow.has_own_ports else ("a picture", "values of classes")
+        )
+        message = f"workflow {workflow.name} makes {made}, and the request asks for {asked}; name another"
+        raise InvalidRequestError(message, param="workflow")
     required = [port.name for port in workflow.inputs if not port.is_optional]
     lacking = [(name, name) for name in required if not spec.gives(name)]
     if isinstance(spec, RunSpec):
