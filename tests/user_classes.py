@@ -56,6 +56,8 @@ class Wayward:
     def execute(self, how: str) -> object:
         if how.startswith("sleep"):
             time.sleep(float(how.removeprefix("sleep")))
+        if how == "exit":
+            raise SystemExit(3)
         if how == "raise":
             raise ValueError("it will not")
         made: dict[str, object] = {
@@ -64,6 +66,7 @@ class Wayward:
             "dtype": {"y": torch.zeros(4, dtype=torch.float64)},
             "finite": {"y": torch.tensor([1.0, float("nan")])},
             "type": {"y": [1.0]},
+            "sparse": {"y": torch.ones(4).to_sparse()},
             "name": {"z": torch.zeros(4)},
             "more": {"y": torch.zeros(4), "z": 1},
             "none": {},

@@ -259,7 +259,7 @@ def test_a_run_beside_too_many_deaths_fails() -> None:
     site.scheduler.add(run_request("a", DIAMOND))
     for _ in range(2):
         site.schedule()
-        rank = next(rank for rank, queue in enumerate(site.workers.queues) if any(plan.batches for plan in queue))
+        rank = next(iter(site.scheduler.busy_ranks(range(2))))
         site.kill(rank)
         site.join(rank)
         for loaded in site.workers.finish_loads():
