@@ -33,7 +33,8 @@ class Shouter:
         return 1000
 
     def execute(self, words: str, times: int = 1) -> dict[str, object]:
-        return {"y": words.upper()[: 60 // times] * times, "count": len(words)}
+        copies = 1 + abs(times) % 3
+        return {"y": words.upper()[: 40 // copies] * copies, "count": len(words)}
 
 
 class Inverter:

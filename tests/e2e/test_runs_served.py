@@ -17,18 +17,17 @@ from run_workflows import BROKEN, CLASSES, WAYWARD, random_inputs, random_workfl
 from user_classes import alone, same
 
 from core.config import EngineConfig, ModelConfig, SchedulerConfig, StencilConfig
-from core.errors import ConfigError, DeadlineExceededError, InvalidRequestError, ModelUnavailableError, RunError
+from core.errors import DeadlineExceededError, InvalidRequestError, ModelUnavailableError, RunError
 from core.graph.workflow import Workflow
 from core.run_class import RunClass
 from engine.client.async_engine import AsyncEngine
 from engine.client.run_input import RunInput
-from entrypoints import ImageEngine
 
 pytestmark = pytest.mark.asyncio(loop_scope="module")
 
 WORKFLOWS = [random_workflow(Random(seed), f"w{seed}", 1 + seed % 9) for seed in range(20)]
 HASTY = tuple(
-    RunClass(name=each.name, path=each.path, seconds=0.3 if each.name == "wayward" else 60.0) for each in CLASSES
+    RunClass(name=each.name, path=each.path, seconds=0.2 if each.name == "wayward" else 60.0) for each in CLASSES
 )
 
 
@@ -108,19 +107,19 @@ async def test_what_is_not_as_declared_fails_its_request_with_node_and_cause(
 
 
 async def test_a_run_beyond_its_time_limit_fails_alone(engine: AsyncEngine) -> None:
-    """Five times, as a worker that keeps dying by itself would end its engine."""
-    for index in range(5):
+    """Five times, as a lone worker that keeps dying by itself would end its engine."""
+    for index in range(5 if len(processes("worker")) == 1 else 1):
         slow = asyncio.create_task(wayward(engine, "sleep20"))
         await asyncio.sleep(0.05)
         other = asyncio.create_task(wayward(engine, "fine"))
-        with pytest.raises(RunError, match="^node does: class wayward took longer than its 0.3 s"):
+        with pytest.raises(RunError, match=r"^node does: class wayward took longer than its 0\.2 s"):
             await asyncio.wait_for(slow, 60)
         assert set(await asyncio.wait_for(other, 60)) == {"y"}, index
 
 
 async def test_a_run_whose_timeout_passes_is_aborted(engine: AsyncEngine) -> None:
     with pytest.raises(DeadlineExceededError):
-        await wayward(engine, "sleep0.25", timeout=0.1)
+        await wayward(engine, "sleep0.15", timeout=0.1)
     await until(lambda: engine.services.arena.used_bytes == 0, 10)
 
 
@@ -149,33 +148,3 @@ async def test_inputs_are_checked_at_the_door(engine: AsyncEngine, asked: RunInp
         await engine.run("wrong", asked)
     assert caught.value.param == param
     await until(lambda: engine.services.arena.used_bytes == 0, 10)
-
-
-@pytest.mark.parametrize(
-    ("path", "reason"),
-    [
-        ("no_such_module:Blur", "ModuleNotFoundError.*PYTHONPATH"),
-        ("user_classes:Blur", "no attribute 'Blur'"),
-        ("user_classes:alone", "is no class that can be made"),
-        ("user_classes:Mapping", "is no class that can be made"),
-        ("core.graph.form:Form", "has no method load; define it"),
-    ],
-)
-def test_a_class_that_cannot_be_imported_keeps_the_engine_from_starting(
-    tiny_checkpoint: Path, path: str, reason: str
-) -> None:
-    with pytest.raises(ConfigError, match=f"classes: blur: path {path}.*{reason}"):
-        ImageEngine(str(tiny_checkpoint), threads=1, classes=(RunClass(name="blur", path=path),))
-
-
-def test_an_offline_engine_runs_workflows(tiny_checkpoint: Path) -> None:
-    random = Random(2)
-    asked = [(workflow, random_inputs(random)) for workflow in WORKFLOWS]
-    runs = [RunInput(workflow=workflow.name, inputs=inputs) for workflow, inputs in asked]
-    with ImageEngine(str(tiny_checkpoint), threads=1, classes=CLASSES, workflows=WORKFLOWS) as engine:
-        *results, wrong = engine.run([*runs, RunInput(workflow="none")])
-    for (workflow, inputs), result in zip(asked, results, strict=True):
-        expected = alone(workflow, inputs)
-        assert result.error is None
-        assert all(same(result.values[name], expected[name]) for name in expected)
-    assert isinstance(wrong.error, InvalidRequestError)
