@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+import math
+from collections.abc import Callable, Hashable, Iterable
 from dataclasses import dataclass, field
 
 from core.costs.cost_model import CostModel
@@ -21,10 +22,6 @@ from core.scheduling.requests.request import Request
 LoadAnswer = ModelLoaded | ModelFailed
 """A rank's answer to an order to load a component."""
 
-LONGEST_WAIT_SECONDS = 1.0
-"""Time after which the policy is asked again although nothing has changed that is looked at here, such as the places of
-pages."""
-
 
 @dataclass(slots=True)
 class ModelLoads:
@@ -37,23 +34,22 @@ class ModelLoads:
     cost: CostModel
     decide: Callable[[ModelDemand, float], Loads]  # the policy's `loads`
     _decided: Loads = field(default_factory=Loads)
-    _state: tuple[int, int] = (-1, -1)  # versions of residency and requests when that was decided
+    _state: Hashable = None  # what the policy saw when it decided that, and its own orders
     _again: float = 0.0  # when it is to be decided again even if these are the same, monotonic seconds
 
     def order(self, now: float) -> tuple[Load, ...]:
         """What ranks are to load and drop now."""
         if self.residency.is_complete:
             return ()
-        state = self.residency.version, self.requests.version
-        if state == self._state and now < self._again:
+        demand = ModelDemand(self.residency, self.requests, self.cache)
+        if demand.state == self._state and now < self._again:
             return ()
-        self._decided = self.decide(ModelDemand(self.residency, self.requests, self.cache), now)
+        self._decided = self.decide(demand, now)
         check(self._decided.loads, self.residency)
         for load in self._decided.loads:
             self.residency.note_sent(load.ranks, load.load, load.drop)
-        self._state = self.residency.version, self.requests.version
-        again = self._decided.again
-        self._again = now + LONGEST_WAIT_SECONDS if again is None else min(again, now + LONGEST_WAIT_SECONDS)
+        self._state = demand.state
+        self._again = math.inf if self._decided.again is None else self._decided.again
         return self._decided.loads
 
     @property
