@@ -305,6 +305,9 @@ class ImageEngine:
                     return RunResult(values=await self._engine.run(f"offline-{uuid.uuid4().hex}", asked))
                 except StencilError as error:
                     return RunResult(error=error)
+                except Exception as error:  # a bug must fail this run only, not all runs of the call
+                    logger.exception("a run failed")
+                    return RunResult(error=EngineError(f"internal error: {error!r}"))
 
         return await asyncio.gather(*map(one, runs))
 

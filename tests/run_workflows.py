@@ -11,7 +11,7 @@ import numpy as np
 
 from core.graph.form import INTEGER, NUMBER, TRUTH, Form, picture, tensor, text
 from core.graph.op import Port
-from core.graph.workflow import Edge, Node, Workflow
+from core.graph.workflow import Edge, Node, Region, Workflow
 from core.handles import ArrayRef
 from core.messages.engine import EngineRequest
 from core.messages.specs import RunSpec
@@ -137,3 +137,19 @@ DIAMOND = Workflow(
     output_ports={"sum": "y", "mean": "mean"},
 )
 """Two branches that meet, of one class."""
+
+DOUBLING = Workflow(
+    "doubling",
+    (
+        replace(mixer("begin"), given={"a": "vector"}),
+        replace(
+            mixer("double"), inputs=(Edge("begin", "y", "a", carried="double"),), literals={"scale": 2.0}, region="r"
+        ),
+        replace(mixer("end"), inputs=(Edge("double", "y", "a"), Edge("begin", "y", "b"))),
+    ),
+    {"sum": "end"},
+    (Region("r"),),
+    inputs=(Port.of("vector", VECTOR),),
+    output_ports={"sum": "y"},
+)
+"""A loop."""

@@ -12,6 +12,7 @@ from core.messages.engine import EngineRequest, PrimeTemplate
 from core.messages.specs import RunSpec
 from core.model_info import ModelInfo
 from core.routing.fleet_costs import WORKFLOW, Encoding, Features, work_features
+from core.scheduling.ops.run import RUN
 
 
 class Loop(NamedTuple):
@@ -57,8 +58,9 @@ class RequestShape:
     def of_request(cls, request: EngineRequest, info: ModelInfo) -> RequestShape:
         """info: of the request's model."""
         spec, scheme = request.spec, info.page_scheme
-        if isinstance(spec, RunSpec):  # until engines have reported what its classes cost, all that is known of it
-            return cls(request.model, 0, 0, 0, 0, 0, priority=request.priority, owner=request.owner)
+        if isinstance(spec, RunSpec):  # what users' classes cost is known to engines alone
+            unknown = (Encoding(request.model, RUN.name, 0),)
+            return cls(request.model, 0, 0, 0, 0, 0, priority=request.priority, owner=request.owner, encodings=unknown)
         workflow = WORKFLOWS[request.workflow]
 
         def tokens_of(canvas: str) -> int:

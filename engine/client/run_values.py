@@ -20,6 +20,7 @@ _SCALARS: dict[str, tuple[type, ...]] = {"truth": (bool,), "integer": (int,), "n
 
 def to_array(name: str, form: Form, value: object) -> npt.NDArray[Any]:
     """A value as an array. Raises InvalidRequestError, with `name` as its param, for one that is not of its form."""
+    value = value.item() if isinstance(value, np.generic) else value
     types = _SCALARS.get(form.kind, (np.ndarray,))
     if not isinstance(value, types) or (isinstance(value, bool) and form.kind != "truth"):
         raise _refuse(name, f"it is a {type(value).__name__}, and {form} is declared")
@@ -53,7 +54,7 @@ def array_at(form: Form, place: npt.NDArray[Any], shape: tuple[int, ...]) -> npt
 def _array(form: Form, value: Any) -> npt.NDArray[Any]:
     if isinstance(value, str):
         return np.frombuffer(value.encode(), np.uint8)
-    return np.ascontiguousarray(value) if isinstance(value, np.ndarray) else np.array(value, form.dtype)
+    return value if isinstance(value, np.ndarray) else np.array(value, form.dtype)
 
 
 def _refuse(name: str, problem: str) -> InvalidRequestError:

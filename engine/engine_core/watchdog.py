@@ -18,8 +18,7 @@ LOOKS = 4
 
 class Watchdog:
     """Runs in the engine, with one timer per worker that has work. `on_hang` is called with the rank of a worker that
-    gave no answer within max(hang_seconds, PATIENCE * predicted seconds), and hang_seconds more than what its work is
-    allowed, and with this time in seconds.
+    gave no answer in time, and with its time limit in seconds: max(hang_seconds + allowed, PATIENCE * predicted).
     """
 
     def __init__(self, hang_seconds: float, on_hang: Callable[[int, float], None]) -> None:

@@ -8,12 +8,13 @@ from pathlib import Path
 from random import Random
 from typing import Any
 
+import numpy as np
 import psutil
 import pytest
 import pytest_asyncio
 from engines import serving_engine
 from fault_kit import processes, until
-from run_workflows import BROKEN, CLASSES, WAYWARD, random_inputs, random_workflow
+from run_workflows import BROKEN, CLASSES, DOUBLING, WAYWARD, random_inputs, random_workflow
 from user_classes import alone, same
 
 from core.config import EngineConfig, ModelConfig, SchedulerConfig, StencilConfig
@@ -39,7 +40,7 @@ def config_of(checkpoint: Path, num_ranks: int) -> StencilConfig:
             scheduler=SchedulerConfig(max_retries=100),
             workers_per_engine=num_ranks,
             classes=HASTY,
-            workflows=(*WORKFLOWS, WAYWARD, BROKEN),
+            workflows=(*WORKFLOWS, WAYWARD, BROKEN, DOUBLING),
         )
     )
 
@@ -115,6 +116,12 @@ async def test_a_run_beyond_its_time_limit_fails_alone(engine: AsyncEngine) -> N
         with pytest.raises(RunError, match=r"^node does: class wayward took longer than its 0\.2 s"):
             await asyncio.wait_for(slow, 60)
         assert set(await asyncio.wait_for(other, 60)) == {"y"}, index
+
+
+async def test_a_loop_runs_as_often_as_the_request_says(engine: AsyncEngine) -> None:
+    vector = np.arange(4, dtype=np.float32)
+    made = await engine.run("loop", RunInput(workflow="doubling", inputs={"vector": vector}, rounds=(3,)))
+    assert same(made["sum"], 9 * vector)
 
 
 async def test_a_run_whose_timeout_passes_is_aborted(engine: AsyncEngine) -> None:

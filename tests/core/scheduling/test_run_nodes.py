@@ -13,7 +13,7 @@ from fakes import MODEL, apply, make_edit
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from ranks_that_die import DIED, Site
-from run_workflows import BROKEN, CLASSES, DIAMOND, WAYWARD, mixer, random_workflow, run_request
+from run_workflows import BROKEN, CLASSES, DIAMOND, DOUBLING, WAYWARD, mixer, random_workflow, run_request
 
 from core.config import SchedulerConfig, SchedulingPolicyName
 from core.failure import Failure
@@ -87,6 +87,21 @@ def test_every_policy_ends_runs_beside_edits(name: str, seed: int, num_ranks: in
     assert sorted(site.ended) == sorted(request.request_id for request in everything)
     for request in runs:
         assert digests(site, request) == made_alone(request, served)
+
+
+@settings(max_examples=25)
+@given(st.integers(0, 1 << 30), st.integers(1, 3), st.integers(0, 4))
+def test_loops_of_classes_survive_deaths(seed: int, num_ranks: int, num_deaths: int) -> None:
+    random = Random(seed)
+    site = Site(random, num_ranks, StepBatching(), (DOUBLING,))
+    runs = [run_request(str(index), DOUBLING, rounds=(random.randint(1, 6),)) for index in range(4)]
+    for request in runs:
+        site.scheduler.add(request)
+    site.disturb(num_deaths)
+    site.finish()
+    assert sorted(site.ended) == sorted(request.request_id for request in runs)
+    for request in runs:
+        assert digests(site, request) == made_alone(request, (DOUBLING,))
 
 
 # ------------------------------------------------------------------------------------------------------ one by one
