@@ -52,7 +52,7 @@ def test_numbers_of_numpy_are_numbers() -> None:
         (text(4), b"abc", "it is a bytes"),
         (text(4), "grüße", r"its shape is \[7\], and text of up to 4 bytes is declared"),
         (text(4), "\ud800", "it is no text of up to 4 bytes"),
-        (picture(4, 4), np.zeros((2, 3, 4), np.uint8), "picture of up to 4 x 4 px is declared"),
+        (picture(4, 4), np.zeros((2, 3, 4), np.uint8), r"its shape is \[2, 3, 4\], and picture of up to 4 x 4 px"),
         (tensor("float32", 4), [1.0], "it is a list"),
         (tensor("float32", 4), np.zeros(3), "it is float64, and float32 is declared"),
         (tensor("float32", 4), np.array([None]), "it is object"),
