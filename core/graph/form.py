@@ -35,6 +35,9 @@ TENSOR_BYTES = {
 }
 """dtype of a tensor -> bytes of an element. NumPy has no bfloat16: only nodes can give it to each other."""
 
+_NUM_SIDES: dict[FormKind, int] = {"truth": 0, "integer": 0, "number": 0, "text": 1, "picture": 3}
+"""Kind of a value -> sides of its array; tensors have any number."""
+
 MAX_SIDES = 8
 
 MAX_FORM_BYTES = 2**30
@@ -71,6 +74,9 @@ class Form:
             return f"there is no dtype {self.dtype}; there are {', '.join(TENSOR_BYTES)}"
         if len(self.shape) > MAX_SIDES or min(self.shape, default=1) < 1:
             return f"its shape {list(self.shape)} needs at most {MAX_SIDES} sides, each at least 1"
+        is_picture = self.kind == "picture"
+        if len(self.shape) != _NUM_SIDES.get(self.kind, len(self.shape)) or (is_picture and self.shape[2] != 3):
+            return f"{list(self.shape)} is no shape of a {self.kind}; make it by the functions of core.graph.form"
         if self.nbytes > MAX_FORM_BYTES:
             return f"a value of up to {self.nbytes} bytes is too large; give sides that make at most {MAX_FORM_BYTES}"
         return ""

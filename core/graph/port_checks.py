@@ -13,9 +13,9 @@ MAX_PORTS = 64
 """Most inputs, and most outputs, of one node: each is named in the message that runs it."""
 
 MAX_NAME = 64
-"""Most characters of a port's name."""
+"""Most characters of a name: of a port, a node, or a result."""
 
-MAX_TEXT_LITERALS = 16 * 1024
+MAX_TEXT_LITERALS = 4 * 1024
 """Most bytes of all texts that one node is given as literals, which its message carries."""
 
 Problem = tuple[str, str]
@@ -32,6 +32,8 @@ def port_of(ports: Sequence[Port], name: str) -> Port | None:
 
 def problems_of_ports(workflow: Workflow, node: Node) -> Iterator[Problem]:
     """What is wrong with the ports of a node that has its own, and with what it is given."""
+    if len(node.name) > MAX_NAME:
+        yield "", f"its name has {len(node.name)} characters, and may have {MAX_NAME}"
     for kind, ports in (("inputs", node.takes), ("outputs", node.makes)):
         yield from _problems_of_names(kind, ports)
         for port in ports:
@@ -53,6 +55,9 @@ def problems_of_ends(workflow: Workflow) -> Iterator[Problem]:
         if problem := _problem_of_form(port) or _problem_of_array(port):
             yield port.name, problem
     yield from _problems_of_names("inputs", workflow.inputs)
+    for name in workflow.output_ports.keys() - workflow.outputs.keys():
+        yield name, "output_ports says which output it is, and outputs not of which node"
+    made_by = Counter((maker, workflow.output_ports.get(name)) for name, maker in workflow.outputs.items())
     for name, maker in workflow.outputs.items():
         node, wanted = workflow.find(maker), workflow.output_ports.get(name)
         if node is None:
@@ -60,6 +65,10 @@ def problems_of_ends(workflow: Workflow) -> Iterator[Problem]:
         made = port_of(node.makes, wanted or "")
         if made is None:
             yield name, f"which output of {maker} it is must be named in output_ports, and {wanted or 'none'} is none"
+        elif made_by[maker, made.name] > 1:
+            yield name, f"another result is output {made.name} of {maker}, too"
+        elif len(name) > MAX_NAME:
+            yield name, f"a result's name has at most {MAX_NAME} characters"
         elif problem := _problem_of_array(made):
             yield name, problem
 

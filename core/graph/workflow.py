@@ -82,12 +82,10 @@ class Node:
     joins: bool = False  # it runs although some of its sources are skipped, on what the others have made
     # By name, as its op takes them; a node with ports of its own gets each as the input of this name.
     literals: Mapping[str, Literal] = field(default_factory=dict, hash=False)
-    # Of a node with ports of its own, whose role is a class.
+    # Of a node with ports of its own, whose role is a class. given: its input -> the workflow's, which a request gives.
     takes: tuple[Port, ...] = ()
     makes: tuple[Port, ...] = ()
-    given: Mapping[str, str] = field(
-        default_factory=dict, hash=False
-    )  # its input -> the workflow's, which a request gives
+    given: Mapping[str, str] = field(default_factory=dict, hash=False)
 
     @property
     def canvas(self) -> str:
@@ -151,7 +149,14 @@ class Workflow:
 
     def results_of(self, node: Node) -> Mapping[str, str]:
         """Name of each result that a node with ports of its own makes -> the output that is the result."""
-        return {name: self.output_ports[name] for name, maker in self.outputs.items() if maker == node.name}
+        return self._results.get(node.name, {})
+
+    @cached_property
+    def _results(self) -> Mapping[str, Mapping[str, str]]:
+        found: dict[str, dict[str, str]] = {}
+        for name, port in self.output_ports.items():
+            found.setdefault(self.outputs[name], {})[name] = port
+        return found
 
     @cached_property
     def has_own_ports(self) -> bool:

@@ -33,6 +33,11 @@ BatchKey = tuple[ModelKeys, str, tuple[int, ...]]
 """(components, op, ranks): nodes with the same key run in one batch, whatever models they are of."""
 
 
+MOST_ANYWHERE = 8
+"""Most nodes that go anywhere for one rank and pass: with as many ports, literals and results as they may have each is
+40 KB of its plan, and two plans must find room in the rank's ring."""
+
+
 @dataclass(slots=True)
 class StepPass:
     """One pass over a view; `run` is called once. Other policies override the methods in which they differ."""
@@ -45,7 +50,8 @@ class StepPass:
     _cache_work: dict[str, CacheDispatch] = field(default_factory=dict)  # job id -> its chosen piece
     _order: list[BatchKey | str] = field(default_factory=list)  # keys of `_batches` and `_cache_work`, as dispatched
     _stage_ms: dict[int, float] = field(default_factory=dict)  # rank -> predicted milliseconds of chosen stage work
-    _num_given: Counter[int] = field(default_factory=Counter)  # rank -> nodes that it got of those that go anywhere
+    _num_anywhere: Counter[int] = field(default_factory=Counter)  # rank -> nodes chosen that go anywhere
+    _num_given: Counter[int] = field(default_factory=Counter)  # rank -> nodes for which it is the choice, of those
     _known_ranks: dict[tuple[str, str], tuple[int, ...]] = field(default_factory=dict)  # see `_ranks_of`
 
     def run(self) -> list[Decision]:
@@ -114,11 +120,13 @@ class StepPass:
                 self._add([(request, node)])
 
     def _choose_anywhere(self, request: Request, node: Node) -> None:
-        """Choose a node that goes to any rank, unless that exceeds the rank's time budget. A time that is not known yet
-        counts as all of it.
+        """Choose a node that goes to any rank, unless that exceeds the rank's time budget, or MOST_ANYWHERE. A time that
+        is not known yet counts as all of the budget.
         """
-        ms = self.view.seconds(request, node) * 1e3 or self.view.config.max_stage_ms
-        if self._spend_stage_ms(self._ranks_of(request, node)[0], ms):
+        (rank,), ms = self._ranks_of(request, node), self.view.seconds(request, node) * 1e3
+        is_full = self._num_anywhere[rank] == MOST_ANYWHERE
+        if not is_full and self._spend_stage_ms(rank, ms or self.view.config.max_stage_ms):
+            self._num_anywhere[rank] += 1
             self._add([(request, node)])
 
     def _spend_stage_ms(self, rank: int, ms: float) -> bool:

@@ -74,6 +74,15 @@ def changed(name: str, **changes: object) -> Workflow:
             "NumPy has no bfloat16",
         ),
         (replace(DIAMOND, inputs=(Port("vector", "tensor"),)), "", "vector", "it has no form"),
+        (replace(DIAMOND, output_ports={"sum": "y", "mean": "y"}), "", "sum", "another result is output y of end"),
+        (
+            replace(DIAMOND, output_ports=dict(DIAMOND.output_ports, more="y")),
+            "",
+            "more",
+            "and outputs not of which node",
+        ),
+        (changed("left", takes=(A, Port.of("b", Form("picture", (4, 4, 1))))), "left", "b", "no shape of a picture"),
+        (changed("left", takes=(A, Port.of("b", Form("text")))), "left", "b", "is no shape of a text"),
         (replace(DIAMOND, inputs=(Port.of("vector", VECTOR, is_optional=True),)), "top", "a", "may be left out"),
         (replace(DIAMOND, outputs={"sum": "none"}), "none", "", "there is no node none"),
         (replace(DIAMOND, nodes=(*DIAMOND.nodes, Node("image", "image_encode"))), "image", "", "works for pictures"),
@@ -89,7 +98,7 @@ def test_what_cannot_run_is_refused_with_node_and_input(workflow: Workflow, node
 def test_a_long_text_is_no_literal() -> None:
     port = Port.of("words", text(4 * MAX_TEXT_LITERALS))
     node = replace(shouter("only"), takes=(port,), literals={"words": "x" * (MAX_TEXT_LITERALS + 1)})
-    with pytest.raises(WorkflowError, match="bytes of text, and there may be 16384; give it by an input"):
+    with pytest.raises(WorkflowError, match="bytes of text, and there may be 4096; give it by an input"):
         check_workflow(Workflow("long", (node,), {"y": "only"}, output_ports={"y": "y"}))
     short = replace(node, literals={"words": "x" * 65})
     check_workflow(Workflow("long", (short,), {"y": "only"}, output_ports={"y": "y"}))
