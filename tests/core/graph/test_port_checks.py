@@ -84,7 +84,7 @@ def changed(name: str, **changes: object) -> Workflow:
         (changed("left", takes=(A, Port.of("b", Form("picture", (4, 4, 1))))), "left", "b", "no shape of a picture"),
         (changed("left", takes=(A, Port.of("b", Form("text")))), "left", "b", "is no shape of a text"),
         (replace(DIAMOND, inputs=(Port.of("vector", VECTOR, is_optional=True),)), "top", "a", "may be left out"),
-        (replace(DIAMOND, outputs={"sum": "none"}), "none", "", "there is no node none"),
+        (replace(DIAMOND, outputs={"sum": "none"}, output_ports={"sum": "y"}), "none", "", "there is no node none"),
         (replace(DIAMOND, nodes=(*DIAMOND.nodes, Node("image", "image_encode"))), "image", "", "works for pictures"),
         (replace(WORKFLOWS["inpaint"], output_ports={"picture": "x"}), "", "", "of nodes with ports of their own"),
     ],
