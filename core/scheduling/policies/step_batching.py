@@ -120,8 +120,8 @@ class StepPass:
                 self._add([(request, node)])
 
     def _choose_anywhere(self, request: Request, node: Node) -> None:
-        """Choose a node that goes to any rank, unless that exceeds the rank's time budget or MOST_ANYWHERE. A time that is
-        not known yet counts as all of the budget.
+        """Choose a node that goes to any rank, unless that exceeds the rank's time budget or MOST_ANYWHERE. A time that
+        is not known yet counts as all of the budget.
         """
         (rank,), ms = self._ranks_of(request, node), self.view.seconds(request, node) * 1e3
         is_full = self._num_anywhere[rank] == MOST_ANYWHERE
