@@ -102,7 +102,6 @@ class Op:
     # How batches are formed.
     sharing: Sharing = "single"
     parallel: Parallel = "none"
-    runs_anywhere: bool = False  # its nodes go to the rank that has the least to do, wherever steps are made
     # What it reads and makes.
     inputs: tuple[Port, ...] = ()
     outputs: tuple[Port, ...] = ()

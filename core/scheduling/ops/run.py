@@ -58,7 +58,6 @@ RUN = RequestOp(
     size=_size,
     part="run",
     has_own_ports=True,
-    runs_anywhere=True,
     make=_make,
     note=_note,
 )

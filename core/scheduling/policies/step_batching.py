@@ -34,8 +34,8 @@ BatchKey = tuple[ModelKeys, str, tuple[int, ...]]
 
 
 MOST_ANYWHERE = 8
-"""Most nodes that go anywhere for one rank and pass: with as many ports, literals and results as they may have each is
-40 KB of its plan, and two plans must find room in the rank's ring."""
+"""Most nodes of users' classes, which go anywhere, for one rank and pass. With as many ports, literals and results as it
+may have, each is 40 KB of a plan, and two plans must find room in the rank's ring."""
 
 
 @dataclass(slots=True)
@@ -106,11 +106,11 @@ class StepPass:
     def _choose_stage_work(self, is_wanted: Callable[[Request, Node], bool]) -> None:
         for request, ready in self._candidates:
             nodes = [node for node in ready if is_wanted(request, node) and self._can_run(request, node)]
-            anywhere = [node for node in nodes if op_of(node).runs_anywhere]
-            for node in anywhere:
-                self._choose_anywhere(request, node)
-            if len(nodes) > len(anywhere):
-                self._choose_nodes(request, [node for node in nodes if node not in anywhere])
+            if nodes and request.workflow.has_own_ports:
+                for node in nodes:
+                    self._choose_anywhere(request, node)
+            elif nodes:
+                self._choose_nodes(request, nodes)
 
     def _choose_nodes(self, request: Request, nodes: Sequence[Node]) -> None:
         """Choose these nodes, or none if they exceed the rank's time budget. A rank's first choice always fits."""
@@ -120,7 +120,7 @@ class StepPass:
                 self._add([(request, node)])
 
     def _choose_anywhere(self, request: Request, node: Node) -> None:
-        """Choose a node that goes to any rank, unless that exceeds the rank's time budget or MOST_ANYWHERE. A time that
+        """Choose a node of a user's class, unless that exceeds the rank's time budget or MOST_ANYWHERE. A time that
         is not known yet counts as all of the budget.
         """
         (rank,), ms = self._ranks_of(request, node), self.view.seconds(request, node) * 1e3
@@ -174,10 +174,10 @@ class StepPass:
     def _rank(self, request: Request, node: Node) -> int:
         """The rank that is to run a node, of those that have its model. Nodes that read the results of rounds, such as
         decodes, go to the last of them and all others to the first one, so that a decode never delays other requests'
-        steps. A node whose pages are on one device goes there, and one that runs anywhere where the least is to do.
+        steps. A node whose pages are on one device goes there, and one of a user's class where the least is to do.
         """
         ranks = self.view.ranks_with(request.keys_of(node))
-        if op_of(node).runs_anywhere:
+        if request.workflow.has_own_ports:
             return self._least_given(request, node, ranks)
         if node.name in request.workflow.after_rounds:
             return ranks[-1]
