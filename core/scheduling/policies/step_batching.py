@@ -34,8 +34,8 @@ BatchKey = tuple[ModelKeys, str, tuple[int, ...]]
 
 
 MOST_ANYWHERE = 8
-"""Most nodes of users' classes, which go anywhere, for one rank and pass. With as many ports, literals and results as it
-may have, each is 40 KB of a plan, and two plans must find room in the rank's ring."""
+"""Most nodes of users' classes, which go anywhere, for one rank and pass. With as many ports, literals and results as
+they may have, each is 60 KB of a plan, and two plans must find room in the rank's ring."""
 
 
 @dataclass(slots=True)
