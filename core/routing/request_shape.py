@@ -9,8 +9,10 @@ from typing import NamedTuple
 from core.graph.catalog import WORKFLOWS
 from core.graph.workflow import Node, Workflow, role_of
 from core.messages.engine import EngineRequest, PrimeTemplate
+from core.messages.specs import RunSpec
 from core.model_info import ModelInfo
 from core.routing.fleet_costs import WORKFLOW, Encoding, Features, work_features
+from core.scheduling.ops.run import RUN
 
 
 class Loop(NamedTuple):
@@ -55,7 +57,11 @@ class RequestShape:
     @classmethod
     def of_request(cls, request: EngineRequest, info: ModelInfo) -> RequestShape:
         """info: of the request's model."""
-        spec, scheme, workflow = request.spec, info.page_scheme, WORKFLOWS[request.workflow]
+        spec, scheme = request.spec, info.page_scheme
+        if isinstance(spec, RunSpec):  # what users' classes cost is known to engines alone
+            unknown = (Encoding(request.model, RUN.name, 0),)
+            return cls(request.model, 0, 0, 0, 0, 0, priority=request.priority, owner=request.owner, encodings=unknown)
+        workflow = WORKFLOWS[request.workflow]
 
         def tokens_of(canvas: str) -> int:
             return spec.canvas(canvas).num_tokens
