@@ -13,6 +13,8 @@ from typing import Literal, get_args
 import msgspec
 
 from core.errors import ConfigError, InvalidRequestError
+from core.graph.workflow import Workflow
+from core.run_class import RunClass
 from core.sampler_defaults import LEFT_OPEN, SamplerDefaults
 from core.step_schedule import StepScheduleName
 from core.validation import check_choice, check_decimal, check_integer, check_matches, conform
@@ -239,6 +241,9 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True):
     workers_per_engine: int = 1
     data_parallel_size: int = 1  # engines on this machine; they share its cores, and each has its own GPUs
     data_parallel_rank: int = 0  # number of this engine among them; set by the process that starts it
+    # Of users. The classes that nodes of the op `run` compute with, and the workflows of such nodes.
+    classes: tuple[RunClass, ...] = ()
+    workflows: tuple[Workflow, ...] = ()
     # Time limits.
     drain_seconds: float = 60.0  # for requests to finish at shutdown
     # An engine without a sign of life for this long is killed, and a worker without an answer for this long and for 20
@@ -265,6 +270,9 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True):
             )
         _check_models(self.models)
         self._check_engines()
+        names = [each.name for each in self.classes]
+        if twice := next((name for name in names if names.count(name) > 1), None):
+            raise ConfigError(f"classes: two are called {twice}; give each a name of its own")
         numbered = next((model.device for model in self.models if ":" in model.device), None)
         if numbered and self.num_workers > 1:
             raise ConfigError(

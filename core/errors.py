@@ -14,6 +14,7 @@
     |-- DeadlineExceededError  the request's own timeout passed
     |-- AbortedError           the client or the operator cancelled the request
     `-- EngineError            the server's fault
+        |-- RunError           a user's class failed, or made something else than was declared
         |-- NonFiniteError     a picture's numbers are infinite or none
         |-- OutOfMemoryError   the device or an arena had no room
         |-- ModelUnavailableError  the request's model cannot be loaded, or has ended workers
@@ -127,6 +128,17 @@ class EngineError(StencilError):
 
 class OutOfMemoryError(EngineError):
     """A device, a shared arena or the host had no room for this request."""
+
+
+class RunError(EngineError):
+    """A node that runs a user's class has failed: the class raised an error, took too long, or made what its node does
+    not declare.
+    """
+
+    @classmethod
+    def at(cls, node: str, cause: str) -> RunError:
+        """The error of a node, by name."""
+        return cls(f"node {node}: {cause}")
 
 
 class NonFiniteError(EngineError):

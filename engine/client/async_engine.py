@@ -18,17 +18,22 @@ import msgspec
 from core.config import CacheConfig, StencilConfig
 from core.costs.load_report import EngineStats, LoadReport, StepSample
 from core.errors import EngineError, InvalidRequestError, StencilError
+from core.graph.catalog import with_registered
 from core.ipc.limits import check_limits
 from core.lora import Lora
 from core.model_choice import ModelChoice, choose_model
 from core.model_info import ModelInfo
+from core.validation import shorten
 from engine.client.admission.not_ready import not_ready
 from engine.client.edit_types import EditInput, ImageOutput
 from engine.client.processes.page_folder import check_page_folder
 from engine.client.resolve.class_label import edits_nothing
 from engine.client.resolve.served_models import ServedModels
+from engine.client.run_input import RunInput
+from engine.client.run_values import RunValue
 from engine.client.services import Services
 from engine.client.sessions.edit_session import EditSession
+from engine.client.sessions.run_session import RunSession
 from engine.client.sessions.running_sessions import RunningSessions
 from engine.client.sessions.runtime_adapters import RuntimeAdapters
 from engine.client.sessions.template_session import TemplateSession
@@ -53,7 +58,9 @@ class AsyncEngine:
     _adapters: RuntimeAdapters
 
     def __init__(self, config: StencilConfig, metrics: Metrics | None = None) -> None:
+        """Raises WorkflowError for a registered workflow that cannot run."""
         self.config = config
+        self._workflows = with_registered(config.engine.workflows, {each.name for each in config.engine.classes})
         self.metrics = metrics or Metrics()
         self.templates = TemplateStore(config.template_bytes)
         self._served = ServedModels(config.engine)
@@ -158,6 +165,26 @@ class AsyncEngine:
         with services.sessions.track(session):
             await session.begin()
             yield session.outputs()
+
+    async def run(self, request_id: str, asked: RunInput) -> dict[str, RunValue]:
+        """Run a workflow of users' classes that was registered at the start; its results, by name. Cancelling it aborts
+        it.
+
+        Raises InvalidRequestError that names the input, OverloadedError, DeadlineExceededError, EngineError and its
+        subclasses, of which RunError names the node that has failed.
+        """
+        choice, services = self.choose_model(), self.services
+        workflow = self._workflows.get(asked.workflow)
+        if workflow is None or not workflow.has_own_ports:
+            known = ", ".join(each.name for each in self.config.engine.workflows) or "none"
+            message = (
+                f"Invalid 'workflow': there is no workflow '{shorten(asked.workflow)}' of classes; there are {known}."
+            )
+            raise InvalidRequestError(message, param="workflow")
+        session = RunSession(services, request_id, asked, workflow, choice)
+        services.admission.check_queue(session)
+        with services.sessions.track(session):
+            return await session.run()
 
     def until_shutdown(self) -> AbstractAsyncContextManager[None]:
         """A block that is cancelled, and raises OverloadedError, once a shutdown's time to drain has passed."""

@@ -46,10 +46,11 @@ class Predictor:
         return found
 
     def models_of(self, key: CostKey) -> Sequence[str]:
-        """The served models whose work has this key."""
+        """The served models, or classes, whose work has this key."""
         found = self._models_of.get(key)
         if found is None:
             found = [name for name, info in self._bindings.models.items() if _has(info, key)]
+            found += [name for name, each in self._bindings.classes.items() if (each.key,) == key.components]
             self._models_of[key] = found
         return found
 

@@ -16,6 +16,7 @@ from core.errors import EngineDeadError
 from core.routing.admission import Terms, judge
 from core.routing.fleet import Fleet
 from core.routing.policies import make_policy, outlook, predict_times
+from core.routing.weights import Weights
 
 POLICIES: tuple[RouterPolicy, ...] = get_args(RouterPolicy)
 SHAPE = make_shape()
@@ -108,7 +109,7 @@ def test_the_reports_replace_what_the_router_noted() -> None:
 
 
 def test_another_models_load_is_waited_for() -> None:
-    other = dataclasses.replace(SHAPE, model="other")
+    other = dataclasses.replace(SHAPE, model="other", needed=(Weights("other"),))
     fleet = fleet_of(report(unloaded(2.0), ModelLoad("other", False, "unloaded", 3.0)))
     fleet.sent(0, SHAPE, 0.0)
     wait = fleet.load_wait(other, 0.5)
@@ -150,9 +151,10 @@ def test_a_search_for_a_mask_waits_for_the_segmenter_alone() -> None:
         report(unloaded(2.0), ModelLoad("m", True, "unloaded", 0.5)),
         report(LOADED, ModelLoad("m", True, "unloaded", 1.0)),
     )
+    model, segmenter = Weights("m"), Weights("m", is_segmenter=True)
     waits = [
-        fleet.load_wait(dataclasses.replace(SHAPE, seeks_mask=seeks, is_mask=alone), 0.0)
-        for seeks, alone in ((False, False), (True, False), (True, True))
+        fleet.load_wait(dataclasses.replace(SHAPE, needed=needed), 0.0)
+        for needed in ((model,), (model, segmenter), (segmenter,))
     ]
     assert [wait.seconds.tolist() for wait in waits if wait is not None] == [[2.0, 0.0], [2.5, 1.0], [0.5, 1.0]]
 
