@@ -152,8 +152,8 @@ class GroupBrokenError(EngineError):
 
 
 class ModelUnavailableError(EngineError):
-    """The request's model is refused for a while: it cannot be loaded, or its batches have ended workers. Other models
-    are served. cause: a `core.costs.load_report.QuarantineCause`. retry_after: in seconds.
+    """The request's model is refused for a while: it cannot be loaded, its batches have ended workers, or no engine
+    that serves it is left. Others are served. cause: a `core.costs.load_report.QuarantineCause`. retry_after: seconds.
     """
 
     def __init__(self, message: str, *, cause: str = "load", retry_after: float = 1.0) -> None:

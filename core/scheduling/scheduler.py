@@ -87,7 +87,7 @@ class StepScheduler:
         set_size = config.degree if self._policy.spreads_models else num_workers
         loading = sizes, config.model_bytes, self.cost.predict_load
         residency = Residency(self._bindings, num_workers, set_size, *loading)
-        self._predictor = Predictor(self.cost, self._bindings, residency.seconds_left, most_ranks)
+        self._predictor = Predictor(self.cost, self._bindings, most_ranks)
         self._step_limit = StepLimit(config.max_num_batched_tokens)
         cache = cache or CacheConfig()
         device_bytes = device_page_bytes or [cache.device_bytes or 0] * num_workers
@@ -109,12 +109,13 @@ class StepScheduler:
         parts = self._requests, self.values, self.cache
         self._endings = Endings(*parts, self._note_end, self._outputs, self._free)
         self._refusals = Refusals(residency, self._requests, self.cache, self._endings)
-        self._reporter = Reporter(config, self.ranks, self._predictor, self.cache)
+        self._reporter = Reporter(config, self.ranks, self._predictor, self.cache, self._bindings)
         self._loads = ModelLoads(residency, self._requests, self.cache, self._refusals, self.cost, self._policy.loads)
         remaining_load, retries = self._predictor.remaining_load, config.max_retries
         self._recovery = Recovery(*parts, self._in_flight, self._checkpoints, remaining_load, retries)
         self._results = Results(*parts, self._endings, self._recovery, self._checkpoints)
-        deadlines = Deadlines(config.max_num_seqs, remaining_load, self._predictor.base_seconds)
+        base_seconds, load_seconds = self._predictor.base_seconds, residency.seconds_left
+        deadlines = Deadlines(config.max_num_seqs, remaining_load, base_seconds, load_seconds)
         self._views = ViewMaker(
             config=config,
             requests=self._requests,

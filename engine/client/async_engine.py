@@ -155,7 +155,8 @@ class AsyncEngine:
         they are finished; leaving early aborts it. choice: from `choose_model`.
 
         Raises on entering: InvalidRequestError and its subclasses, OverloadedError (full, too busy, loading or shutting
-        down), DeadlineExceededError. While iterating: DeadlineExceededError, OverloadedError, EngineError.
+        down), DeadlineExceededError, ModelUnavailableError. While iterating: DeadlineExceededError, OverloadedError,
+        EngineError.
         """
         services = self.services
         self._check_served(choice)
@@ -219,9 +220,14 @@ class AsyncEngine:
 
     def _check_served(self, choice: ModelChoice) -> None:
         """Check a choice that was made a while ago, right before its session begins, which keeps its adapters. Raises
-        InvalidRequestError if one of them was unloaded, OverloadedError.
+        InvalidRequestError if one of them was unloaded, ModelUnavailableError if no engine with its model is left,
+        OverloadedError, also while engines are up and none of them has its model.
         """
         self._check_open()
+        router, model = self.services.router, choice.model.name
+        if router.error is None and (error := router.error_of(model)) is not None:
+            raise error
+        self._refuse_unless(router.is_served(model) or not router.is_ready)
         if not self._served.has(choice):
             raise InvalidRequestError("Invalid 'lora': an adapter of this request was unloaded.", param="lora")
 
