@@ -21,7 +21,7 @@ VECTOR, PICTURE, TEXT = tensor("float32", 16), picture(8, 8), text(64)
 
 CLASSES = tuple(
     RunClass(name=name.lower(), path=f"user_classes:{name}")
-    for name in ("Mixer", "Shouter", "Inverter", "Wayward", "Broken")
+    for name in ("Mixer", "Shouter", "Inverter", "Wayward", "Teller", "Broken")
 )
 
 
@@ -52,6 +52,19 @@ WAYWARD = Workflow(
     {"y": "does"},
     inputs=(Port.of("how", text(16)),),
     output_ports={"y": "y"},
+)
+TELLING = Workflow(
+    "telling",
+    (
+        replace(
+            _node("tells", "teller", {"how": text(16), "number": NUMBER}, {"count": INTEGER, "type": text(16)}),
+            given={"how": "how"},
+            literals={"number": 2},
+        ),
+    ),
+    {"count": "tells", "type": "tells"},
+    inputs=(Port.of("how", text(16)),),
+    output_ports={"count": "count", "type": "type"},
 )
 BROKEN = Workflow("broken", (_node("never", "broken", {}, {"y": VECTOR}),), {"y": "never"}, output_ports={"y": "y"})
 

@@ -14,7 +14,7 @@ import pytest
 import pytest_asyncio
 from engines import serving_engine
 from fault_kit import processes, until
-from run_workflows import BROKEN, CLASSES, DOUBLING, WAYWARD, random_inputs, random_workflow
+from run_workflows import BROKEN, CLASSES, DOUBLING, TELLING, WAYWARD, random_inputs, random_workflow
 from user_classes import alone, same
 
 from core.config import EngineConfig, ModelConfig, SchedulerConfig, StencilConfig
@@ -40,7 +40,7 @@ def config_of(checkpoint: Path, num_ranks: int) -> StencilConfig:
             scheduler=SchedulerConfig(max_retries=100),
             workers_per_engine=num_ranks,
             classes=HASTY,
-            workflows=(*WORKFLOWS, WAYWARD, BROKEN, DOUBLING),
+            workflows=(*WORKFLOWS, WAYWARD, TELLING, BROKEN, DOUBLING),
         )
     )
 
@@ -87,12 +87,16 @@ async def test_two_hundred_runs_make_what_they_make_alone_whatever_dies_or_is_ab
     [
         ("raise", "class wayward raised ValueError: it will not"),
         ("exit", "class wayward raised SystemExit: 3"),
+        ("panic", "class wayward raised Panic: unwrap on None"),
         ("shape", r"output y of class wayward: its shape is \[17\], and tensor float32 up to \[16\] is declared"),
         ("sides", r"output y of class wayward: its shape is \[2, 2\]"),
         ("dtype", "output y of class wayward: it is float64, and float32 is declared"),
         ("finite", "output y of class wayward: not all of its numbers are finite"),
         ("type", "output y of class wayward: it is a list"),
         ("sparse", "output y of class wayward: it is a Tensor"),
+        ("meta", "output y of class wayward: it is on the device meta, where tensors have no content"),
+        ("nested", "output y of class wayward cannot be read: RuntimeError"),
+        ("gone", "what class wayward returned cannot be read: KeyError: 'it is gone'"),
         ("name", "lacks its output y"),
         ("more", "returned 'z', and y are declared"),
         ("list", "returned list, and a dict of outputs is due"),
@@ -105,6 +109,24 @@ async def test_what_is_not_as_declared_fails_its_request_with_node_and_cause(
     with pytest.raises(RunError, match=f"^node does: .*{cause}"):
         await wayward(engine, how)
     assert set(await wayward(engine, "fine")) == {"y"}
+
+
+@pytest.mark.parametrize(
+    ("how", "cause"),
+    [
+        ("beyond", "output count of class teller: it is no integer of 64 bits"),
+        ("truth", "output count of class teller: it is a bool, and integer is declared"),
+        ("surrogate", "output type of class teller: it is no text in UTF-8: surrogates not allowed"),
+    ],
+)
+async def test_a_plain_output_is_as_declared(engine: AsyncEngine, how: str, cause: str) -> None:
+    with pytest.raises(RunError, match=f"^node tells: {cause}"):
+        await engine.run(how, RunInput(workflow="telling", inputs={"how": how}))
+
+
+async def test_a_literal_int_is_a_float_where_a_number_is_declared(engine: AsyncEngine) -> None:
+    made = await engine.run("most", RunInput(workflow="telling", inputs={"how": "most"}))
+    assert made == {"count": 2**63 - 1, "type": "float"}
 
 
 async def test_a_run_beyond_its_time_limit_fails_alone(engine: AsyncEngine) -> None:
