@@ -21,7 +21,7 @@ VECTOR, PICTURE, TEXT = tensor("float32", 16), picture(8, 8), text(64)
 
 CLASSES = tuple(
     RunClass(name=name.lower(), path=f"user_classes:{name}")
-    for name in ("Mixer", "Shouter", "Inverter", "Wayward", "Teller", "Broken")
+    for name in ("Mixer", "Shouter", "Inverter", "Wayward", "Teller", "Sleeper", "Broken")
 )
 
 
@@ -67,6 +67,10 @@ TELLING = Workflow(
     output_ports={"count": "count", "type": "type"},
 )
 BROKEN = Workflow("broken", (_node("never", "broken", {}, {"y": VECTOR}),), {"y": "never"}, output_ports={"y": "y"})
+
+SLEEPING = Workflow(
+    "sleeping", (_node("never", "sleeper", {}, {"y": VECTOR}),), {"y": "never"}, output_ports={"y": "y"}
+)
 
 INPUTS = (Port.of("vector", VECTOR), Port.of("words", TEXT), Port.of("image", PICTURE))
 LITERALS: dict[str, tuple[Any, ...]] = {"scale": (0.5, 2, -1.0), "times": (1, 3), "flip": (False, True)}

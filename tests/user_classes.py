@@ -101,6 +101,16 @@ class Teller:
         return {"count": counts.get(how, 1), "type": "\ud800" if how == "surrogate" else type(number).__name__}
 
 
+class Sleeper:
+    """Takes long to load."""
+
+    def load(self, device: str, dtype: torch.dtype) -> None:
+        time.sleep(20)
+
+    def execute(self) -> dict[str, object]:
+        return {}
+
+
 class Broken:
     """Cannot be loaded."""
 

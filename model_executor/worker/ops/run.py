@@ -30,7 +30,7 @@ def run(context: WorkerContext, items: Sequence[Item]) -> list[ItemResult]:
     work = item.work
     assert isinstance(work, Run)
     inputs = _inputs(context, item, work)
-    with context.time_limits.of(item, context.classes.configs[item.model].seconds):
+    with context.time_limits.of(item, context.classes.configs[item.model]):
         made = _execute(context, item, inputs)
         values = _checked(item, work.makes, made)
         wait_for_device()
@@ -90,7 +90,7 @@ def _blamed(item: Item, what: str) -> Iterator[None]:
     try:
         yield
     except BaseException as error:  # a user's class may raise anything; panics of Rust are no Exceptions
-        if isinstance(error, Exception) and is_out_of_memory(error):
+        if is_out_of_memory(error):
             raise
         raise RunError.at(item.node, f"{what} {in_words(error)}") from error
 
