@@ -137,7 +137,7 @@ def run_request(request_id: str, workflow: Workflow, **head: Any) -> EngineReque
     inputs = {port.name: ArrayRef(0, 0, port.form.shape, port.form.dtype) for port in workflow.inputs if port.form}
     outputs = dict.fromkeys(workflow.outputs, ArrayRef(0, 0, (64,), "uint8"))
     spec = RunSpec(inputs=inputs, outputs=outputs)
-    common = {"model": "m", "arrival": 0.0, "rounds": ()} | head
+    common = {"model": "", "arrival": 0.0, "rounds": ()} | head
     return EngineRequest(request_id=request_id, workflow=workflow.name, spec=spec, **common)
 
 

@@ -19,7 +19,6 @@ from core.graph.workflow import Workflow
 from core.handles import ArrayRef
 from core.messages.engine import Aborted, EngineRequest, Failed, Finished
 from core.messages.specs import RunSpec
-from core.model_choice import ModelChoice
 from engine.client.run_input import RunInput
 from engine.client.run_values import RunValue, array_at, from_array, to_array
 from engine.client.services import Services
@@ -34,11 +33,8 @@ logger = logging.getLogger("stencil.engine")
 class RunSession(Session):
     """Called in this order: run, give_up, close. One caller."""
 
-    def __init__(
-        self, services: Services, request_id: str, asked: RunInput, workflow: Workflow, choice: ModelChoice
-    ) -> None:
-        """choice: of a served model, which the engine knows the request by."""
-        super().__init__(choice, asked.owner, 1, asked.priority)
+    def __init__(self, services: Services, request_id: str, asked: RunInput, workflow: Workflow) -> None:
+        super().__init__(None, asked.owner, 1, asked.priority)
         self._services = services
         self._id = request_id
         self._asked = asked

@@ -99,7 +99,7 @@ def test_the_shape_of_an_edit() -> None:
 
 def test_what_a_request_needs_loaded() -> None:
     made = make_edit("a"), make_selecting_edit("b"), make_mask_request("c")
-    own, segmenter = Weights("m"), Weights("m", is_segmenter=True)
+    own, segmenter = Weights("m"), Weights("m", "segmenter")
     shapes = [RequestShape.of_request(each, MODEL).needed for each in made]
     assert shapes == [(own,), (own, segmenter), (segmenter,)]
 

@@ -20,11 +20,11 @@ from core.routing.weights import Weights
 
 POLICIES: tuple[RouterPolicy, ...] = get_args(RouterPolicy)
 SHAPE = make_shape()
-LOADED = ModelLoad("m", False, "loaded", 0.0)
+LOADED = ModelLoad("m", "model", "loaded", 0.0)
 
 
 def unloaded(seconds: float, state: ModelState = "unloaded") -> ModelLoad:
-    return ModelLoad("m", False, state, seconds)
+    return ModelLoad("m", "model", state, seconds)
 
 
 def report(
@@ -110,7 +110,7 @@ def test_the_reports_replace_what_the_router_noted() -> None:
 
 def test_another_models_load_is_waited_for() -> None:
     other = dataclasses.replace(SHAPE, model="other", needed=(Weights("other"),))
-    fleet = fleet_of(report(unloaded(2.0), ModelLoad("other", False, "unloaded", 3.0)))
+    fleet = fleet_of(report(unloaded(2.0), ModelLoad("other", "model", "unloaded", 3.0)))
     fleet.sent(0, SHAPE, 0.0)
     wait = fleet.load_wait(other, 0.5)
     assert wait is not None
@@ -148,10 +148,10 @@ def test_of_the_engines_that_serve_a_model_those_that_refuse_it_come_last() -> N
 
 def test_a_search_for_a_mask_waits_for_the_segmenter_alone() -> None:
     fleet = fleet_of(
-        report(unloaded(2.0), ModelLoad("m", True, "unloaded", 0.5)),
-        report(LOADED, ModelLoad("m", True, "unloaded", 1.0)),
+        report(unloaded(2.0), ModelLoad("m", "segmenter", "unloaded", 0.5)),
+        report(LOADED, ModelLoad("m", "segmenter", "unloaded", 1.0)),
     )
-    model, segmenter = Weights("m"), Weights("m", is_segmenter=True)
+    model, segmenter = Weights("m"), Weights("m", "segmenter")
     waits = [
         fleet.load_wait(dataclasses.replace(SHAPE, needed=needed), 0.0)
         for needed in ((model,), (model, segmenter), (segmenter,))

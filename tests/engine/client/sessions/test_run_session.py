@@ -7,13 +7,11 @@ from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
-from fakes import MODEL
 from run_workflows import VECTOR
 
 from core.graph.form import tensor
 from core.graph.op import Port
 from core.graph.workflow import Node, Workflow
-from core.model_choice import ModelChoice
 from engine.client.run_input import RunInput
 from engine.client.sessions.client_arena import ClientArena
 from engine.client.sessions.run_session import RunSession
@@ -45,7 +43,7 @@ async def test_a_run_that_is_cancelled_while_its_input_is_copied_writes_no_more(
     config = SimpleNamespace(image=SimpleNamespace(max_upload_bytes=1))
     services: Any = SimpleNamespace(arena=arena, admission=None, config=config, sessions=sessions, router=None)
     asked = RunInput(workflow="large", inputs={"a": np.full(LARGE.shape, 7, np.float32)})
-    session = RunSession(services, "r", asked, WORKFLOW, ModelChoice(MODEL))
+    session = RunSession(services, "r", asked, WORKFLOW)
 
     async def run() -> None:
         with sessions.track(session):
