@@ -95,7 +95,7 @@ class RequestShape:
             denoiser=info.name if workflow.paged is None else _player(info, workflow.paged),
             loops=loops_of(workflow, info, request.rounds, tokens_of),
             encodings=encodings_of(workflow, info, tokens_of),
-            needed=tuple(dict.fromkeys(Weights(request.model, _weights_kind(node)) for node in workflow.nodes)),
+            needed=tuple(Weights(request.model, kind) for kind in sorted(set(map(_weights_kind, workflow.nodes)))),
         )
 
     @classmethod

@@ -8,6 +8,7 @@ from typing import get_args
 import pytest
 from load_reports import COSTS, PER_KILOTOKEN, load, make_report, make_shape
 from msgspec.structs import replace
+from run_workflows import DIAMOND, run_request
 
 from core.config import RouterPolicy
 from core.costs.load_report import LoadReport, ModelLoad, ModelState, RequestLoad
@@ -16,6 +17,7 @@ from core.errors import EngineDeadError
 from core.routing.admission import Terms, judge
 from core.routing.fleet import Fleet
 from core.routing.policies import make_policy, outlook, predict_times
+from core.routing.request_shape import RequestShape
 from core.routing.weights import Weights
 
 POLICIES: tuple[RouterPolicy, ...] = get_args(RouterPolicy)
@@ -52,6 +54,15 @@ def test_the_engine_that_has_the_model_is_preferred() -> None:
     assert [chosen(fleet) for _ in range(3)] == [1, 1, 1]
     alone = predict_times(SHAPE, fleet_of(report(LOADED)), 0.0).finish[0]
     assert predict_times(SHAPE, fleet, 0.0).finish == pytest.approx([alone + 2.0, alone])
+
+
+def test_the_engine_that_has_a_runs_class_is_preferred() -> None:
+    shape = RequestShape.of_run(run_request("r", DIAMOND), DIAMOND)
+    lacking, having = ModelLoad("mixer", "class", "unloaded", 0.5), ModelLoad("mixer", "class", "loaded", 0.0)
+    fleet = fleet_of(report(lacking), report(having))
+    for now in (0.0, 1.0, 2.0):
+        assert make_policy("mask-aware").choose(shape, fleet.serving("", now), now).engine == 1
+        fleet.sent(1, shape, now)
 
 
 @pytest.mark.parametrize(("queue_seconds", "engine"), [(1.5, 1), (2.5, 0)])

@@ -122,6 +122,16 @@ def until_loaded(site: Site) -> None:
         site.step()
 
 
+def test_the_router_hears_which_classes_are_loaded() -> None:
+    site = make_site(1)
+    told = {load.name: load for load in site.scheduler.load_report().models if load.kind == "class"}
+    assert {name: load.state for name, load in told.items()} == {each.name: "unloaded" for each in CLASSES}
+    assert all(load.seconds > 0 for load in told.values())
+    until_loaded(site)
+    told |= {load.name: load for load in site.scheduler.load_report().models if load.kind == "class"}
+    assert [name for name, load in told.items() if load.state == "loaded"] == ["mixer"]
+
+
 def test_branches_run_on_several_ranks_at_once() -> None:
     site = make_site(3)
     until_loaded(site)
