@@ -12,7 +12,8 @@ from core.errors import InvalidRequestError
 from core.graph.form import Form
 
 RunValue = bool | int | float | str | npt.NDArray[Any]
-"""bool, int, float or str where that is declared; a picture is uint8 [height, width, 3], a tensor as declared."""
+"""bool, int, float or str where that is declared; a picture is uint8 [height, width, 3], a tensor as declared. Numbers
+are finite."""
 
 
 def to_array(name: str, form: Form, value: object) -> npt.NDArray[Any]:

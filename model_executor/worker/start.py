@@ -36,8 +36,8 @@ from model_executor.worker.probes.offload_price import log_offload_price
 from model_executor.worker.runner import Runner
 from model_executor.worker.stores.exchange import Exchange
 from model_executor.worker.stores.tensor_store import TensorStore
+from model_executor.worker.stores.time_limits import TimeLimits
 from model_executor.worker.stores.user_classes import UserClasses
-from model_executor.worker.time_limits import TimeLimits
 from model_executor.worker.worker import Worker
 
 

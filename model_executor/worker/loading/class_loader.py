@@ -14,8 +14,8 @@ from core.handles import LoadedComponent, ModelKey
 from core.run_class import RunClass
 from model_executor.device_failures import is_out_of_memory
 from model_executor.worker.loading.resident import weight_bytes
+from model_executor.worker.stores.time_limits import TimeLimits
 from model_executor.worker.stores.user_classes import UserClass, UserClasses, in_words
-from model_executor.worker.time_limits import TimeLimits
 
 
 class ClassLoader:

@@ -22,8 +22,8 @@ from model_executor.worker.stores.exchange import Exchange
 from model_executor.worker.stores.mask_finder import MaskFinder
 from model_executor.worker.stores.prompt_cache import PromptCache
 from model_executor.worker.stores.tensor_store import SharedMemory, TensorStore
+from model_executor.worker.stores.time_limits import TimeLimits
 from model_executor.worker.stores.user_classes import UserClasses
-from model_executor.worker.time_limits import TimeLimits
 
 _NONE: Mapping[str, str] = MappingProxyType({})
 

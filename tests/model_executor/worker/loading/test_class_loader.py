@@ -16,8 +16,8 @@ from core.failure import Failure
 from core.messages.worker import WorkerFailed
 from core.run_class import RunClass
 from model_executor.worker.loading.class_loader import ClassLoader
+from model_executor.worker.stores.time_limits import TimeLimits
 from model_executor.worker.stores.user_classes import UserClasses
-from model_executor.worker.time_limits import TimeLimits
 
 CPU = torch.device("cpu")
 
