@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from load_kit import BROKEN, MODELS, SEGMENTER, TEXT, VAE, Rig, model, size_of, transformer
 
-from core.handles import ModelKey
+from core.handles import LoadedComponent, ModelKey
 from core.messages.worker import Load
 from core.scheduling.policies.where_needed import LEAST_PATIENCE_SECONDS, MOST_LOOKED_AT
 from core.scheduling.ranks.quarantine import FIRST_WAIT_SECONDS
@@ -106,6 +106,17 @@ def test_a_failed_load_keeps_requests_out_and_is_tried_again_later() -> None:
     assert rig.order([], [("a", later)], later) == (Load((0,), (VAE,)),)
     rig.note_loaded(0, VAE)
     assert rig.residency.failure_of(rig.needs("a"), 5.0) is None
+
+
+def test_a_load_that_fails_on_the_rank_of_a_requests_pages_is_not_repeated() -> None:
+    rig = Rig("a", ranks=2, set_size=1, models={"a": MODELS["a"]})
+    rig.residency.join(1, [LoadedComponent(key, size_of(key)) for key in (TEXT, VAE)])
+    assert rig.order([(rig.needs("a"), 1)]) == (Load((1,), (transformer("a"),)),)
+    rig.residency.note_failed(1, transformer("a"), BROKEN, 0.0)
+    assert rig.order([(rig.needs("a"), 1)], now=1.0) == ()
+    assert rig.residency.failure_of(rig.needs("a"), 1.0, 1) == BROKEN
+    assert rig.residency.failure_of(rig.needs("a"), 1.0) is None, "it is on the other rank"
+    assert [load.load for load in rig.order([(rig.needs("a"), 1)], now=FIRST_WAIT_SECONDS)] == [(transformer("a"),)]
 
 
 def test_equal_ranks_count_when_all_have_it() -> None:
