@@ -50,6 +50,9 @@ class ModelRanks(Ranks):
     ) -> None:
         """failure_share: of the loads that fail, 0..1, drawn from `random` when they end."""
         self.memory = RankMemory(num_ranks, sizes, budget)
+        self.loaded: list[LoadedComponent] = []  # so far, on any rank, without those of the processes' starts
+        self.num_failed_loads = 0
+        self.num_deaths = 0
         self._bindings = Bindings(models)
         self._first = next(iter(models.values())).components
         self._poison, self._failure_share, self._random = poison, failure_share, random
@@ -62,7 +65,11 @@ class ModelRanks(Ranks):
                 self.memory.check_has(rank, keys, dropped)
 
     def dies(self, batch: Batch) -> bool:
-        return self._poison.is_in(batch)
+        is_deadly = self._poison.is_in(batch)
+        if is_deadly:
+            self.num_deaths += 1
+            self.memory.lose(batch.ranks[0])
+        return is_deadly
 
     def has(self, key: ModelKey, rank: int) -> bool:
         return self.memory.has(rank, (key,))
@@ -71,9 +78,15 @@ class ModelRanks(Ranks):
         self.memory.begin(rank, load)
 
     def end_load(self, key: ModelKey, rank: int, seconds: float) -> LoadAnswer:
-        is_loaded = self.has(key, rank) or self._random.random() >= self._failure_share
+        if self.has(key, rank):
+            return ModelLoaded(rank, self.memory.loaded(key), seconds)
+        is_loaded = self._random.random() >= self._failure_share
         self.memory.end(rank, key, is_loaded=is_loaded)
-        return ModelLoaded(rank, self.memory.loaded(key), seconds) if is_loaded else ModelFailed(rank, key, UNREADABLE)
+        if not is_loaded:
+            self.num_failed_loads += 1
+            return ModelFailed(rank, key, UNREADABLE)
+        self.loaded.append(self.memory.loaded(key))
+        return ModelLoaded(rank, self.loaded[-1], seconds)
 
     def start(self, rank: int) -> tuple[LoadedComponent, ...]:
         return self.memory.start(rank, self._first)

@@ -15,6 +15,7 @@ class RankMemory:
 
     def __init__(self, num_ranks: int, sizes: Mapping[ModelKey, int], budget: int) -> None:
         """sizes: bytes of each component. budget: bytes for all components of a rank; 0: no limit."""
+        self.version = 0  # of what batches may use
         self._sizes, self._budget = sizes, budget
         self._there: list[set[ModelKey]] = [set() for _ in range(num_ranks)]  # by rank: what batches may use
         self._coming: list[set[ModelKey]] = [set() for _ in range(num_ranks)]  # by rank: what it is loading
@@ -22,6 +23,7 @@ class RankMemory:
     def start(self, rank: int, keys: Iterable[ModelKey]) -> tuple[LoadedComponent, ...]:
         """Note a process that has started, with these components; returns them as it reports them."""
         self._there[rank], self._coming[rank] = set(keys), set()
+        self.version += 1
         self._check_room(rank)
         return tuple(map(self.loaded, sorted(self._there[rank], key=_order)))
 
@@ -32,6 +34,7 @@ class RankMemory:
         busy = self._coming[rank].intersection(load.drop)
         assert not busy, f"rank {rank} is to drop what it is loading: {busy}"
         self._there[rank].difference_update(load.drop)
+        self.version += 1
         self._coming[rank].update(set(load.load) - self._there[rank])
         self._check_room(rank)
 
@@ -40,11 +43,17 @@ class RankMemory:
         self._coming[rank].discard(key)
         if is_loaded:
             self._there[rank].add(key)
+            self.version += 1
 
     def check_has(self, rank: int, keys: Iterable[ModelKey], dropped: Iterable[ModelKey] = ()) -> None:
         """Check that a rank has these components, also without those that it is about to drop."""
         lacking = set(keys) - self._there[rank] | set(keys).intersection(dropped)
         assert not lacking, f"rank {rank} has no {sorted(map(str, lacking))} for a batch"
+
+    def lose(self, rank: int) -> None:
+        """Note a process that has died."""
+        self._there[rank], self._coming[rank] = set(), set()
+        self.version += 1
 
     def has(self, rank: int, keys: Iterable[ModelKey]) -> bool:
         """Whether a rank has these components."""
