@@ -43,7 +43,8 @@ class _Room:
     ranks: RankIds
     load: list[ModelKey]
     drop: list[ModelKey]
-    cost: tuple[int, int, int]  # bytes to drop, bytes to load, bytes that are there; the least is best
+    # Bytes to drop, bytes to load, what is dropped that is worth most, bytes that are there; the least is best.
+    cost: tuple[int, int, tuple[bool, int], int]
 
 
 @dataclass(slots=True)
@@ -196,7 +197,8 @@ class _LoadPass:
         if drop is None:
             return None
         sizes = [sum(map(residency.size_of, each)) for each in (drop, load, present)]
-        return _Room(ranks, load, drop, (sizes[0], sizes[1], sizes[2]))
+        worth = max((self._worth(key, ranks)[:2] for key in drop), default=(False, 0))
+        return _Room(ranks, load, drop, (sizes[0], sizes[1], worth, sizes[2]))
 
     def _drop(self, excess: int, idle: Iterable[ModelKey], ranks: RankIds) -> list[ModelKey] | None:
         """The components to drop for this many bytes, of those that are not needed; None: they are too few."""
