@@ -12,6 +12,7 @@ from dataclasses import dataclass, field
 
 from core.config import PRIME_SHARE
 from core.graph.workflow import Node, op_of
+from core.handles import RankIds
 from core.scheduling.dispatch import CacheDispatch, Decision, Dispatch, Fetch
 from core.scheduling.node_cache import CacheJob
 from core.scheduling.policies.policy import SchedulingPolicy
@@ -21,12 +22,15 @@ from core.scheduling.view import View
 
 
 class StepBatching(SchedulingPolicy):
-    """The default policy. It keeps no state between passes."""
+    """The default policy. It keeps nothing between passes but where steps are made."""
 
     spreads_models = True
 
+    def __init__(self) -> None:
+        self._homes: dict[ModelKeys, int] = {}
+
     def choose(self, view: View, now: float) -> Sequence[Decision]:
-        return StepPass(view).run()
+        return StepPass(view, homes=self._homes).run()
 
 
 BatchKey = tuple[ModelKeys, str, tuple[int, ...]]
@@ -39,12 +43,16 @@ class StepPass:
 
     view: View
     apart: frozenset[str] = frozenset()  # ids of requests that are not admitted by the rule of `_admit`
+    # Components of steps -> the rank that makes these, while requests that need them are running. None: of the ranks that
+    # have them always the first one.
+    homes: dict[ModelKeys, int] | None = None
     _candidates: list[tuple[Request, list[Node]]] = field(default_factory=list)  # most urgent first, with ready nodes
     _batches: dict[BatchKey, list[tuple[Request, Node]]] = field(default_factory=dict)  # chosen nodes
     _jobs: Sequence[CacheJob] = ()  # oldest first
     _cache_work: dict[str, CacheDispatch] = field(default_factory=dict)  # job id -> its chosen piece
     _order: list[BatchKey | str] = field(default_factory=list)  # keys of `_batches` and `_cache_work`, as dispatched
     _stage_ms: dict[int, float] = field(default_factory=dict)  # rank -> predicted milliseconds of chosen stage work
+    _running_keys: list[ModelKeys] = field(default_factory=list)  # of the steps of each running request
     _known_ranks: dict[tuple[str, str], tuple[int, ...]] = field(default_factory=dict)  # see `_ranks_of`
 
     def run(self) -> list[Decision]:
@@ -52,6 +60,10 @@ class StepPass:
         cache's jobs; encodings and previews; the step; and divisible pieces of the cache's jobs beside the step.
         """
         self._jobs = self.view.jobs()
+        if self.homes is not None and len(self.view.ranks) > 1:
+            self._running_keys = [keys for request in self.view.requests.running for keys in _step_keys(request)]
+            for keys in self.homes.keys() - set(self._running_keys):
+                del self.homes[keys]
         self._candidates = [(request, self.view.ready(request)) for request in self._admit()]
         self._choose_stage_work(_is_output)
         self._choose_waited_for_pieces()
@@ -160,7 +172,20 @@ class StepPass:
         if node.name in request.workflow.after_rounds:
             return ranks[-1]
         device = self._device(request, node)
+        if device is None and self.homes is not None and node.name in request.workflow.step_names:
+            return self._step_rank(request.keys_of(node), ranks)
         return ranks[0] if device is None else device
+
+    def _step_rank(self, keys: ModelKeys, ranks: RankIds) -> int:
+        """The rank that makes the steps of these components: the one that has made them while other requests were
+        running, or else the one that makes those of the fewest running requests.
+        """
+        assert self.homes is not None
+        known = self.homes.get(keys)
+        if known not in ranks:
+            load = Counter(self.homes.get(each) for each in self._running_keys)
+            known = self.homes[keys] = min(ranks, key=lambda rank: load[rank])
+        return known
 
     def _rank_apart(self, request: Request, node: Node) -> int:
         """The rank of a node where steps have the first rank to themselves, and all other nodes go to the last."""
@@ -265,6 +290,10 @@ class StepPass:
     def _add_cache_work(self, work: CacheDispatch) -> None:
         self._cache_work[work.job.id] = work
         self._order.append(work.job.id)
+
+
+def _step_keys(request: Request) -> Iterator[ModelKeys]:
+    return (request.keys_of(request.workflow.node(name)) for name in request.workflow.step_names)
 
 
 def _is_output(request: Request, node: Node) -> bool:
