@@ -50,6 +50,7 @@ from tools.random_checkpoints import make_flux_fill
 Key = TypeVar("Key")
 
 NUM_MODELS, NUM_RANKS = 5, 2
+SLACK = 1.05
 SETTLED_SECONDS = 3.0
 """Without a load for so long, a server has loaded what fits."""
 
@@ -88,7 +89,9 @@ class Models:
         return cls(infos, {each.key: each.nbytes for each in ready.sizes}, flags)
 
     def budget(self, places: int) -> int:
-        return places * max(sum(self.sizes[key] for key in info.components) for info in self.infos.values())
+        """Bytes of so many places. Buffers are loaded beside what the files hold."""
+        largest = max(sum(self.sizes[key] for key in info.components) for info in self.infos.values())
+        return round(SLACK * places * largest)
 
 
 @dataclass(frozen=True)
