@@ -16,7 +16,7 @@
     `-- EngineError            the server's fault
         |-- NonFiniteError     a picture's numbers are infinite or none
         |-- OutOfMemoryError   the device or an arena had no room
-        |-- ModelUnavailableError  the weights of the request's model cannot be loaded
+        |-- ModelUnavailableError  the request's model cannot be loaded, or has ended workers
         |-- PagesLostError     cached activations on their way to a step did not arrive
         |-- GroupBrokenError   a batch of several ranks failed on one of them
         |-- MessageError       a message between processes cannot be encoded or decoded
@@ -140,7 +140,14 @@ class GroupBrokenError(EngineError):
 
 
 class ModelUnavailableError(EngineError):
-    """A component of the request's model cannot be loaded. Other models are served."""
+    """The request's model is refused for a while: it cannot be loaded, or its batches have ended workers. Other models
+    are served. cause: a `core.costs.load_report.QuarantineCause`. retry_after: in seconds.
+    """
+
+    def __init__(self, message: str, *, cause: str = "load", retry_after: float = 1.0) -> None:
+        super().__init__(message)
+        self.cause = cause
+        self.retry_after = retry_after
 
 
 class PagesLostError(EngineError):

@@ -42,6 +42,7 @@ class Failure(msgspec.Struct, frozen=True):
     param: str | None = None  # see InvalidRequestError
     code: str | None = None  # see InvalidRequestError
     detail: str = ""  # a traceback, for logs and never for clients
+    retry_after: float = LEAST_RETRY_SECONDS  # of "model_unavailable": seconds; its code is the cause
 
     @classmethod
     def of(cls, error: BaseException, detail: str = "") -> Failure:
@@ -70,7 +71,7 @@ class Failure(msgspec.Struct, frozen=True):
             case errors.EngineDeadError():
                 return cls("engine_dead", str(error), detail=detail)
             case errors.ModelUnavailableError():
-                return cls("model_unavailable", str(error), detail=detail)
+                return cls("model_unavailable", str(error), None, error.cause, detail, error.retry_after)
             case errors.ConfigError():
                 return cls("config", str(error), detail=detail)
             case _:
@@ -102,7 +103,8 @@ class Failure(msgspec.Struct, frozen=True):
             case "engine_dead" | "rank_dead":
                 return errors.EngineDeadError(self.message)
             case "model_unavailable":
-                return errors.ModelUnavailableError(self.message)
+                cause = self.code or "load"
+                return errors.ModelUnavailableError(self.message, cause=cause, retry_after=self.retry_after)
             case "config":
                 return errors.ConfigError(self.message)
             case "engine":

@@ -22,10 +22,26 @@ class Restarts:
     def __init__(self) -> None:
         self.in_a_row = 0
         self._up_since: float | None = None  # when its last start was done; None: it is not
+        self._worked: float = 0.0  # when it did work last
 
     def note_up(self, now: float) -> None:
         """Note that the process serves."""
-        self._up_since = now
+        self._up_since = self._worked = now
+
+    def note_work(self, now: float) -> None:
+        """Note that it has done work."""
+        self._worked = now
+
+    def has_proven(self, proven_seconds: float) -> bool:
+        """Whether it has done work for this long since its last start, so that a death now is none of its work's. To be
+        called before `may_restart`.
+        """
+        return self._up_since is not None and self._worked - self._up_since >= proven_seconds
+
+    @property
+    def is_spent(self) -> bool:
+        """Whether it has been started MAX_RESTARTS times in a row."""
+        return self.in_a_row >= MAX_RESTARTS
 
     def may_restart(self, now: float, proven_seconds: float) -> bool:
         """Whether to start it again after a death: not if it keeps dying, as it would again. proven_seconds: after it
@@ -34,7 +50,7 @@ class Restarts:
         if self._up_since is not None and now - self._up_since >= proven_seconds:
             self.in_a_row = 0
         self._up_since = None
-        return self.in_a_row < MAX_RESTARTS
+        return not self.is_spent
 
     def next_wait(self) -> float:
         """Note that it is started again; the seconds to wait before. Backs off: it may have died for lack of memory or
@@ -46,7 +62,7 @@ class Restarts:
 
 def wait_before(num_restarts: int) -> float:
     """Seconds to wait before the next restart after `num_restarts` in a row: 0, 1, 2, 4, ..."""
-    return min(MAX_WAIT_SECONDS, FIRST_WAIT_SECONDS * 2 ** (num_restarts - 1)) if num_restarts else 0.0
+    return min(MAX_WAIT_SECONDS, FIRST_WAIT_SECONDS * 2 ** min(num_restarts - 1, 8)) if num_restarts else 0.0
 
 
 def restart_limit(first_start_seconds: float, start_seconds: float) -> float:

@@ -11,8 +11,10 @@ import signal
 import sys
 
 if __name__ == "__main__":
-    # Before the imports, which take seconds: as process 1 of a container, only signals with a handler are delivered.
-    signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))
+    # Before the imports, which take seconds: as process 1 of a container, only signals with a handler are delivered. It
+    # only takes note, as an exception could leave a module of C half imported.
+    TERMINATED = list[int]()
+    signal.signal(signal.SIGTERM, lambda number, _: TERMINATED.append(number))
     if signal.getsignal(signal.SIGHUP) is signal.SIG_DFL:  # would end the process; key files are read later anyway
         signal.signal(signal.SIGHUP, lambda *_: None)
 
@@ -214,4 +216,5 @@ def _url(listener: socket.socket) -> str:
 
 if __name__ == "__main__":
     with launched:
-        sys.exit(main(OPTIONS))
+        signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))
+        sys.exit(128 + signal.SIGTERM if TERMINATED else main(OPTIONS))

@@ -116,8 +116,8 @@ class ModelsOf:
         self._ranks: dict[str, RankIds] = {}  # model -> its ranks
 
     def look(self, view: View, waiting: Mapping[str, Mapping[str, tuple[int, Request]]]) -> None:
-        """Note where the models of waiting requests are."""
-        for model, queue in waiting.items():
+        """Note where the models of waiting requests are, of those that were not seen yet."""
+        for model, queue in waiting.items() if len(self._ranks) < len(waiting) else ():
             if queue and model not in self._ranks:
                 _, request = next(iter(queue.values()))
                 assert request.step_node is not None

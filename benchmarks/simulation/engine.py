@@ -164,6 +164,7 @@ class SimulatedEngine:
                     if self._ranks.dies(event.batch):
                         self._lose(rank)
                         continue
+                    self._restarts[rank].note_work(self._clock.now)
                     items = self._ranks.run(event.batch, rank)
                     self.scheduler.apply(BatchResult(event.batch.id, rank, event.started, event.seconds, items))
             case TransferEnded():
@@ -186,13 +187,18 @@ class SimulatedEngine:
         now, restarts = self._clock.now, self._restarts[rank]
         self._lives[rank] += 1
         self.clocks.lose(rank, now)
-        if not restarts.may_restart(now, PROVEN_SECONDS):
+        is_fast = not restarts.has_proven(PROVEN_SECONDS)
+        if not restarts.may_restart(now, PROVEN_SECONDS) and not self._has_others(rank):
             self.has_given_up = True
             self._lives = [life + 1 for life in self._lives]
             self.scheduler.fail_all(DIED)
             return
-        self.scheduler.lose_rank(rank, DIED)
+        self.scheduler.lose_rank(rank, DIED, now, is_fast=is_fast)
         self._clock.after(restarts.next_wait() + self._durations.start_seconds(), partial(self._join, rank))
+
+    def _has_others(self, rank: int) -> bool:
+        others = [other for other in range(self.scheduler.num_workers) if other != rank]
+        return any(other in self.scheduler.ranks.up or not self._restarts[other].is_spent for other in others)
 
     def _join(self, rank: int) -> None:
         if self.has_given_up:

@@ -1,5 +1,6 @@
 """Soak: minutes of mixed traffic on a server with two engines, with a fault every half minute; or, with
---single-deaths, on one engine with two workers, one of which is killed every 20 seconds.
+--single-deaths, on one engine with two workers, one of which is killed every 20 seconds; --turns adds models that
+take turns, and loads that fail.
 
 Every returned picture is compared with that of an undisturbed run of the same edit. Prints requests, lost, wrong,
 restarts, steps repeated and memory slope, and a line of JSON. Exit status 1 if a bar is missed.
@@ -15,7 +16,7 @@ import shutil
 import sys
 import tempfile
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from itertools import count
@@ -44,7 +45,7 @@ from benchmarks.soak.memory import (
 )
 from benchmarks.soak.resumes import Resumes
 from benchmarks.soak.sending import Sender
-from benchmarks.soak.setups import ENGINES, SINGLE_DEATHS, Setup
+from benchmarks.soak.setups import ENGINES, SINGLE_DEATHS, TURNS, Setup
 from benchmarks.soak.users import Crowd
 from core.handles import CacheResult
 
@@ -82,6 +83,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     faults = parser.add_mutually_exclusive_group()
     faults.add_argument("--faults", nargs="+", choices=FAULTS, metavar="NAME", help=f"only: {', '.join(FAULTS)}")
     faults.add_argument("--single-deaths", action="store_true", help="kill single workers of one engine, and no more")
+    faults.add_argument(
+        "--turns", action="store_true", help="the same with five models, of which each worker has one at a time"
+    )
     parser.add_argument(
         "--joint-steps", action="store_true", help="with --single-deaths: both compute each step together"
     )
@@ -101,6 +105,8 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _setup(args: argparse.Namespace) -> Setup:
+    if args.turns:
+        return TURNS
     if not args.single_deaths:
         return ENGINES
     return replace(SINGLE_DEATHS, degree=SINGLE_DEATHS.num_ranks) if args.joint_steps else SINGLE_DEATHS
@@ -110,26 +116,34 @@ def _soak(args: argparse.Namespace, folder: Path, ledger: Ledger, record: Record
     scratch, pages = folder / "scratch", folder / "pages"
     scratch.mkdir()
     pages.mkdir(mode=0o700)
-    shared, flags = shared_memory_files(), [*FLAGS, *_setup(args).flags, "--cache-dir", str(pages)]
+    checkpoints = _setup(args).make_checkpoints(folder / "models")
+    shared, flags = shared_memory_files(), [*FLAGS, *_setup(args).flags(checkpoints), "--cache-dir", str(pages)]
     with (folder / "server.log").open("wb") as log:
         environment = {"TMPDIR": str(scratch), "XDG_CACHE_HOME": str(folder / "cache")}
         with start_server(flags, environment=environment, log=log) as server:
             server.wait_for("/ready")
-            asyncio.run(_disturb(args, server, pages, ledger, record))
+            asyncio.run(_disturb(args, server, pages, checkpoints, ledger, record))
             _end(server, record)
     record.resumes = Resumes.of_log(folder / "server.log")
     _check_resumes(_setup(args), record)
     _look_for_leftovers(scratch, shared, record)
 
 
-async def _disturb(args: argparse.Namespace, server: Server, pages: Path, ledger: Ledger, record: Record) -> None:
+async def _disturb(
+    args: argparse.Namespace,
+    server: Server,
+    pages: Path,
+    checkpoints: Mapping[str, Path],
+    ledger: Ledger,
+    record: Record,
+) -> None:
     """Takes the references, runs traffic and faults for `minutes`, then checks that the queue empties."""
     sender = Sender(server.url, ledger)
-    crowd = Crowd(server.url, sender, References(ledger), ledger, args.seed)
+    crowd = Crowd(server.url, sender, References(ledger), ledger, args.seed, [*checkpoints] or [""])
     async with httpx.AsyncClient(base_url=server.url, timeout=60) as probe:
         setup = _setup(args)
-        sizes = setup.num_engines, setup.num_ranks
-        site = Site(Tree(server.process.pid, setup.num_ranks), pages, crowd, probe, random.Random(args.seed), *sizes)
+        tree, sizes = Tree(server.process.pid, setup.num_ranks), (setup.num_engines, setup.num_ranks)
+        site = Site(tree, pages, crowd, probe, random.Random(args.seed), *sizes, checkpoints)
         await site.recovered()
         await crowd.learn()
         print(f"{ledger.seconds:6.0f} s  references taken, {_told(ledger)}", flush=True)

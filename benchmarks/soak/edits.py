@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import io
-from dataclasses import dataclass
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
 from functools import lru_cache
 from typing import Literal
 
@@ -57,11 +58,13 @@ class Edit:
     n: int = 1
     extras: tuple[tuple[str, Value], ...] = ()
     partial_images: int = 0
+    model: str = ""  # "": the server's first
 
     @property
     def fields(self) -> dict[str, Value]:
         """The request's fields except for pictures."""
         fields: dict[str, Value] = {"prompt": self.prompt, "n": self.n, "seed": self.seed}
+        fields |= {"model": self.model} if self.model else {}
         return fields | {"num_inference_steps": self.steps, **dict(self.extras)}
 
     @property
@@ -104,12 +107,12 @@ class Delivery:
 PLAIN = Delivery()
 
 
-@lru_cache(1)
-def catalogue() -> tuple[Edit, ...]:
-    """The edits that are repeated, the same in every run."""
+def catalogue(models: Sequence[str] = ("",)) -> tuple[Edit, ...]:
+    """The edits that are repeated, the same in every run. models: whose turn it is, by the edit's number."""
     random = np.random.default_rng(5)
     edits = [_edit(number, random) for number in range(26)]
-    return (*edits, *(_generation(number) for number in range(4)), *(_long(number) for number in range(4)))
+    edits += [*map(_generation, range(4)), *map(_long, range(4))]
+    return tuple(replace(edit, model=models[number % len(models)]) for number, edit in enumerate(edits))
 
 
 def fresh(number: int) -> Edit:

@@ -13,7 +13,7 @@ import random
 import shutil
 import signal
 import time
-from collections.abc import AsyncIterator, Awaitable, Callable
+from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -21,7 +21,7 @@ from typing import Any
 import httpx
 import psutil
 
-from benchmarks.soak.edits import PLAIN, catalogue
+from benchmarks.soak.edits import PLAIN
 from benchmarks.soak.memory import Member, Role, Tree
 from benchmarks.soak.misbehaviour import hang_up
 from benchmarks.soak.users import Crowd
@@ -36,7 +36,9 @@ MAX_FILE_BYTES = 64 * 1024
 
 @dataclass
 class Site:
-    """The server under test. pages: the folder of the disk tier. num_ranks: workers of each engine."""
+    """The server under test. pages: the folder of the disk tier. num_ranks: workers of each engine. checkpoints: model
+    -> its folder, of models that take turns.
+    """
 
     tree: Tree
     pages: Path
@@ -45,6 +47,7 @@ class Site:
     pick: random.Random
     num_engines: int
     num_ranks: int
+    checkpoints: Mapping[str, Path]
 
     async def ask(self, path: str) -> dict[str, Any]:
         """The JSON answer of a path that always works."""
@@ -125,6 +128,26 @@ async def kill_one_worker(site: Site, turn: int) -> None:
             await asyncio.sleep(0.1)
 
 
+async def take_weights_away(site: Site, turn: int) -> None:
+    """Until a load of the model has failed. It must serve again when they are back."""
+    name, folder = [*site.checkpoints.items()][turn % len(site.checkpoints)]
+    (weights,) = folder.glob("transformer/*.safetensors")
+    aside = weights.with_suffix(".aside")
+    weights.rename(aside)
+    try:
+        await _until_state(site, name, "failed")
+    finally:
+        aside.rename(weights)
+    await _until_state(site, name, "loaded")
+
+
+async def _until_state(site: Site, model: str, state: str) -> None:
+    """Waits until a model is in a state, which its requests bring about. Raises TimeoutError."""
+    async with asyncio.timeout(RECOVERY_SECONDS):
+        while {each["id"]: each["state"] for each in (await site.ask("/v1/models"))["data"]}[model] != state:
+            await asyncio.sleep(0.1)
+
+
 async def kill_image_processor(site: Site, turn: int) -> None:
     members = site.tree.of("images")
     _signal(site.pick.sample(members, min(1, len(members))), signal.SIGKILL)
@@ -176,7 +199,7 @@ async def fill_disk(site: Site, turn: int) -> None:
 
 async def burst(site: Site, turn: int) -> None:
     """Sixty edits at once: some are refused, and retried when retry-after says."""
-    edits = [edit for edit in catalogue() if edit.steps <= 8 and edit.n == 1]
+    edits = [edit for edit in site.crowd.edits if edit.steps <= 8 and edit.n == 1]
     async with asyncio.TaskGroup() as group:
         for number in range(BURST):
             group.create_task(site.crowd.ask(edits[number % len(edits)], PLAIN))

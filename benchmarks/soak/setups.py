@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from pathlib import Path
 
-from benchmarks.soak.faults import FAULTS, Act, kill_one_worker
+from benchmarks.soak.faults import FAULTS, Act, kill_one_worker, take_weights_away
+from tools.random_checkpoints import make_flux_fill
 
 
 @dataclass(frozen=True)
@@ -21,22 +23,34 @@ class Setup:
     faults: Mapping[str, Act]
     may_restart: bool
     degree: int = 1  # workers that compute each step together
+    num_models: int = 0  # small ones with random weights, which take turns; 0: the embedded model alone
+    num_places: int = 0  # models that a worker has room for
 
-    @property
-    def flags(self) -> tuple[str, ...]:
+    def make_checkpoints(self, folder: Path) -> dict[str, Path]:
+        """Model -> its checkpoint, for the models that take turns."""
+        return {f"m{seed}": make_flux_fill(folder / f"m{seed}", seed=seed) for seed in range(self.num_models)}
+
+    def flags(self, checkpoints: Mapping[str, Path]) -> tuple[str, ...]:
         """The server's."""
         sizes = {
             "--data-parallel-size": self.num_engines,
             "--workers-per-engine": self.num_ranks,
             "--degree": self.degree,
         }
-        return tuple(str(word) for flag in sizes.items() for word in flag)
+        flags = [str(word) for flag in sizes.items() for word in flag]
+        if checkpoints:
+            nbytes = max(
+                sum(file.stat().st_size for file in each.glob("*/*.safetensors")) for each in checkpoints.values()
+            )
+            flags += ["--model-bytes", str(self.num_places * nbytes)]
+        return (*flags, *(word for name, path in checkpoints.items() for word in ("--model", f"{name}={path}")))
 
     def __str__(self) -> str:
         engines = "one engine" if self.num_engines == 1 else f"{self.num_engines} engines"
         ranks = "" if self.num_ranks == 1 else f" with {self.num_ranks} workers"
         ranks += "" if self.degree == 1 else f", {self.degree} for each step"
-        return f"{engines}{ranks}, a fault every {self.fault_seconds:g} s"
+        models = f", {self.num_models} models with room for {self.num_places} on each" if self.num_models else ""
+        return f"{engines}{ranks}{models}, a fault every {self.fault_seconds:g} s"
 
 
 ENGINES = Setup(2, 1, 30.0, 15.0, FAULTS, may_restart=True)
@@ -44,3 +58,11 @@ ENGINES = Setup(2, 1, 30.0, 15.0, FAULTS, may_restart=True)
 
 SINGLE_DEATHS = Setup(1, 2, 20.0, 10.0, {"one worker killed": kill_one_worker}, may_restart=False)
 """One of two workers is killed, while the other goes on."""
+
+TURNS = replace(
+    SINGLE_DEATHS,
+    faults={"one worker killed": kill_one_worker, "weights gone": take_weights_away},
+    num_models=5,
+    num_places=1,
+)
+"""The same, with more models than fit, whose weights cannot always be read."""

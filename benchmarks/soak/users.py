@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import random
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Sequence
 from contextlib import suppress
 from dataclasses import replace
 
@@ -35,8 +35,12 @@ WORKS = ("/health", "/metrics", "/v1/engine/stats", "/v1/models")
 class Crowd:
     """State that all users share. stopping: ends them when set."""
 
-    def __init__(self, url: str, sender: Sender, references: References, ledger: Ledger, seed: int) -> None:
+    def __init__(
+        self, url: str, sender: Sender, references: References, ledger: Ledger, seed: int, models: Sequence[str]
+    ) -> None:
+        """models: that edits are of, by name; "" for the server's first."""
         self.url = url
+        self.edits = catalogue(models)
         self.sender = sender
         self.references = references
         self.ledger = ledger
@@ -47,7 +51,7 @@ class Crowd:
 
     async def learn(self) -> None:
         """Take the references of all edits, one after the other."""
-        for number, edit in enumerate(catalogue()):
+        for number, edit in enumerate(self.edits):
             way: Way = "stream" if edit.partial_images else "form"
             for delivery in (replace(PLAIN, way=way), *([replace(PLAIN, output_format="jpeg")] * has_jpeg(number))):
                 answer = await self.sender.send(edit, delivery)
@@ -62,8 +66,8 @@ class Crowd:
 
     async def ask_again(self) -> None:
         """Request an edit of the catalogue, sent in any way."""
-        number = self.random.randrange(len(catalogue()))
-        await self.ask(catalogue()[number], self._any_delivery(number))
+        number = self.random.randrange(len(self.edits))
+        await self.ask(self.edits[number], self._any_delivery(number))
 
     async def ask_fresh(self) -> None:
         """Request an edit of a new template, twice."""
@@ -77,8 +81,8 @@ class Crowd:
 
     async def ask_hastily(self) -> None:
         """Request an edit with a very short timeout: a picture, 503 or 504."""
-        number = self.random.randrange(len(catalogue()))
-        await self.ask(catalogue()[number], replace(PLAIN, timeout=HASTY_SECONDS))
+        edit = self.random.choice(self.edits)
+        await self.ask(edit, replace(PLAIN, timeout=HASTY_SECONDS))
 
     async def look_around(self) -> None:
         """Read status pages, as monitoring does."""
@@ -115,7 +119,9 @@ class Crowd:
 
     async def ask(self, edit: Edit, delivery: Delivery) -> Answer | None:
         """Send an edit and judge its answer; None where there is none."""
-        template_id = self._template_ids.get(edit.template) if delivery.by_id and edit.template is not None else None
+        template_id = None
+        if delivery.by_id and edit.template is not None and not edit.model:  # templates are of the first model
+            template_id = self._template_ids.get(edit.template)
         try:
             answer = await self.sender.send(edit, delivery, template_id)
         except Refusal as error:

@@ -204,6 +204,9 @@ class ActivationCache(NodeCache):
         del self._out[job_id]
         self._pages.undo(self._pages.job(job_id))
 
+    def owners_of(self, job_id: str) -> frozenset[str]:
+        return frozenset(each.owner for each in self._pages.waiters(self._pages.job(job_id)))
+
     def seconds_left(self) -> float:
         return sum(self._costs.priming(job.template, self._pages.tokens_left(job)) for job in self._pages.all_jobs())
 
@@ -268,8 +271,8 @@ class ActivationCache(NodeCache):
     def abort_template(self, request_id: str) -> None:
         self._templates.give_up(request_id)
 
-    def fail_templates(self, failures: Mapping[str, Failure]) -> None:
-        self._templates.fail_models(failures)
+    def fail_templates(self, failures: Mapping[str, Failure], owner: str | None = None) -> None:
+        self._templates.fail_models(failures, owner)
 
     def drop_template(self, drop: DropTemplate) -> None:
         self._pages.drop(drop, self._models[drop.model])

@@ -120,6 +120,7 @@ class RequestPrefetcher:
     def _make(self, request: Request, template: TemplateInfo, keyframes: tuple[float, ...]) -> RequestPages:
         assert request.spec.template is not None
         reservation = Reservation(request.id, template, (request.spec.template, *request.spec.references), keyframes)
+        reservation.owner = request.head.owner
         self._unreserved.add(request.id)
         mine = self.records[request.id] = RequestPages(reservation)
         return mine

@@ -27,6 +27,7 @@ class Reservation:
     # All its entries have been filled. They are pinned: none is evicted, but a device's may be lost with its rank.
     is_complete: bool = False
     is_read: bool = False  # a worker reads `pictures` for a priming job
+    owner: str = ""  # set by its maker: see EngineRequest
     is_idle_work: bool = False  # set by its maker: primed only when there is no other work
     is_prefetch: bool = False  # set by its maker: its owner waits for a slot; entries are loaded, but not primed
     is_given_up: bool = False  # priming failed, and so does its owner

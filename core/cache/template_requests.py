@@ -63,7 +63,7 @@ class TemplateRequests(Collection[str]):
         """Add a request. info: of its model, which must have a page scheme."""
         template = TemplateInfo.of(prime, info)
         reservation = Reservation(prime.request_id, template, (prime.template,), template.scheme.keyframes)
-        reservation.is_idle_work = prime.is_idle_work
+        reservation.is_idle_work, reservation.owner = prime.is_idle_work, prime.owner
         self._reservations[reservation.owner_id] = reservation
 
     def give_up(self, request_id: str) -> None:
@@ -73,10 +73,11 @@ class TemplateRequests(Collection[str]):
     def fail(self, request_id: str, failure: Failure) -> None:
         self._failures.setdefault(request_id, failure)
 
-    def fail_models(self, failures: Mapping[str, Failure]) -> None:
-        """Fail the requests of these models. failures: model -> why."""
+    def fail_models(self, failures: Mapping[str, Failure], owner: str | None) -> None:
+        """Fail the requests of these models and this owner. failures: model -> why. owner: None: of all."""
         for reservation in self._reservations.values():
-            if (failure := failures.get(reservation.template.model)) is not None:
+            failure = failures.get(reservation.template.model) if owner in (None, reservation.owner) else None
+            if failure is not None:
                 self.fail(reservation.owner_id, failure)
 
     def take_answers(self) -> list[Ending]:

@@ -114,6 +114,7 @@ class LoadReport(msgspec.Struct, frozen=True, kw_only=True):
     queue: tuple[QueueChange, ...] = ()  # in the order in which they happened
     resident_pages: tuple[ResidentPages, ...] = ()  # templates with pages that have come or gone
     costs: EngineCosts | None = None  # None: unchanged, or not due yet
+    refused: dict[str, float] = {}  # model -> until when it is refused to everybody, monotonic seconds
 
     @property
     def begun(self) -> Iterator[str]:
@@ -165,9 +166,23 @@ class RankStats(msgspec.Struct, frozen=True):
     is_up: bool = True  # its worker lives and accepts plans
 
 
-ModelState = Literal["loaded", "loading", "failed", "unloaded"]
+ModelState = Literal["loaded", "loading", "failed", "quarantined", "unloaded"]
 """Of a model's weights. loaded: all ranks that live have them. failed: some could not be loaded when they were asked
-for last. unloaded: they are loaded when a request needs them."""
+for last. quarantined: their batches have ended ranks. unloaded: they are loaded when a request needs them."""
+
+QuarantineCause = Literal["load", "deaths", "owner_deaths"]
+"""Why a model is refused. load: it could not be loaded. deaths: its batches ended ranks. owner_deaths: those of one
+owner did, whose requests alone are refused."""
+
+
+class QuarantinedModel(msgspec.Struct, frozen=True, array_like=True):
+    """A model that an engine refuses for a while, or that has not run since. Times are monotonic seconds."""
+
+    model: str  # name
+    cause: QuarantineCause
+    times: int  # number of this refusal, from 1
+    since: float
+    until: float  # when it is tried again
 
 
 class EngineStats(msgspec.Struct, frozen=True, kw_only=True):
@@ -177,6 +192,7 @@ class EngineStats(msgspec.Struct, frozen=True, kw_only=True):
     op_seconds: dict[str, float]  # op -> predicted work left
     ranks: tuple[RankStats, ...]
     models: dict[str, ModelState] = {}  # name -> state, without adapters
+    quarantine: tuple[QuarantinedModel, ...] = ()
     r_squared: dict[str, float]  # op -> quality of its predictions, 1 = exact; of the worst model
     # Since start.
     steps: int

@@ -50,6 +50,7 @@ class PrimeTemplate(Message, frozen=True):
     is_idle_work: bool = False  # to be computed only when there is no other work
     cache_salt: str = ""  # see CacheConfig.salt
     patches: PatchSet = ()  # of the edits that the pages are for
+    owner: str = ""  # see EngineRequest
 
 
 class DropTemplate(Message, frozen=True):

@@ -14,7 +14,7 @@ queue one by one, and from sums over the rest, which is assumed to leave the slo
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from copy import copy
 from dataclasses import dataclass
 from typing import NamedTuple
@@ -71,6 +71,8 @@ class Fleet:
         # Added to an engine's cost: 0, or infinity if it is no candidate: dead, or without a rank that lives.
         self.death: Vector = np.zeros(num_engines)
         self._lost: set[int] = set()  # engines that are dead
+        # Model -> engine -> until when it refuses it, seconds.
+        self._refused: dict[str, dict[int, float]] = {}
         self.num_alive = num_engines
         self._stale: set[int] = set()  # engines whose slots are to be computed from their last reports
         self._bind(np.zeros((7 + 2 * max_num_seqs, num_engines)))
@@ -102,6 +104,7 @@ class Fleet:
         if engine in self._lost:
             return
         self._set_death(engine, is_dead=not report.num_ranks)
+        self._note_refused(engine, report.refused)
         if report.costs is not None:
             self.costs.observe(report.costs)
         for resident in report.resident_pages:
@@ -143,6 +146,7 @@ class Fleet:
         """Mark an engine as dead: it is no candidate any more and its state is cleared."""
         self._lost.add(engine)
         self._set_death(engine, is_dead=True)
+        self._note_refused(engine, {})
         self.templates.forget(engine)
         self._pending[engine].clear()
         self._num_sent[engine] = 0
@@ -172,6 +176,29 @@ class Fleet:
         """Which engines are candidates, shape [engines]."""
         is_alive: npt.NDArray[np.bool_] = self.death == 0.0
         return is_alive
+
+    def _note_refused(self, engine: int, refused: Mapping[str, float]) -> None:
+        """Replace what an engine refuses. refused: model -> until when."""
+        if refused or self._refused:
+            for model in {*refused, *self._refused}:
+                self._refused.setdefault(model, {}).pop(engine, None)
+            for model, until in refused.items():
+                self._refused[model][engine] = until
+            self._refused = {model: engines for model, engines in self._refused.items() if engines}
+
+    def serving(self, model: str, now: float) -> Fleet:
+        """The fleet without the engines that refuse a model at the moment, unless all that live do. Read-only."""
+        if model not in self._refused:
+            return self
+        others = self.is_alive
+        others[[engine for engine, until in self._refused[model].items() if now < until]] = False
+        if not others.any():
+            return self
+        self.settle()
+        fleet = copy(self)
+        fleet.death, fleet._stale = np.where(others, 0.0, np.inf), set()
+        fleet.num_alive = int(others.sum())
+        return fleet
 
     def before(self, priority: int, now: float, owner: str = "") -> Fleet:
         """The fleet as seen by a new request of this owner and class, without the waiting requests that it overtakes:

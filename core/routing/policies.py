@@ -197,7 +197,7 @@ def outlook(shape: RequestShape, fleet: Fleet, policy: RoutingPolicy, now: float
     """
     if not fleet.costs.is_known(shape.model):
         return None
-    fleet = fleet.before(shape.priority, now, shape.owner)
+    fleet = fleet.before(shape.priority, now, shape.owner).serving(shape.model, now)
     engine = policy.choose(shape, fleet, now).engine
     costs = fleet.size_costs(shape)
     alone = costs.other + shape.num_steps * (costs.base + fleet.step_seconds(shape))

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Hashable, Iterator
 from dataclasses import dataclass
 from itertools import chain
 
@@ -20,6 +20,14 @@ class ModelDemand:
     residency: Residency
     requests: LiveRequests
     cache: NodeCache
+
+    @property
+    def state(self) -> Hashable:
+        """It is equal to an earlier state as long as all that can be seen from here is, but for the time."""
+        running = [*map(self.cache.rank_of, self.requests.running)] if self.cache.has_devices else []
+        jobs = ((job.model, job.rank, job.is_idle_work) for job in self.cache.jobs())
+        versions = self.residency.version, self.requests.version
+        return versions, frozenset(self.cache.models_in_use), tuple(jobs), tuple(running)
 
     @property
     def has_missing(self) -> bool:

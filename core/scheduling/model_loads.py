@@ -1,29 +1,24 @@
-"""ModelLoads: sends the policy's orders to load components, and fails requests whose model cannot be loaded."""
+"""ModelLoads: sends the policy's orders to load components, and notes the answers."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+import math
+from collections.abc import Callable, Hashable, Iterable
 from dataclasses import dataclass, field
 
 from core.costs.cost_model import CostModel
-from core.failure import Failure
 from core.messages.worker import Load, ModelFailed, ModelLoaded
 from core.scheduling.dispatch import Loads
-from core.scheduling.endings import Endings
 from core.scheduling.model_demand import ModelDemand
 from core.scheduling.node_cache import NodeCache
 from core.scheduling.ranks.in_flight import Flight
-from core.scheduling.ranks.residency import Residency, keys_of
+from core.scheduling.ranks.residency import Residency
+from core.scheduling.refusals import Refusals
 from core.scheduling.requests.bindings import ModelKeys
 from core.scheduling.requests.live_requests import LiveRequests
-from core.scheduling.requests.request import Request
 
 LoadAnswer = ModelLoaded | ModelFailed
 """A rank's answer to an order to load a component."""
-
-LONGEST_WAIT_SECONDS = 1.0
-"""Time after which the policy is asked again although nothing has changed that is looked at here, such as the places of
-pages."""
 
 
 @dataclass(slots=True)
@@ -33,27 +28,26 @@ class ModelLoads:
     residency: Residency
     requests: LiveRequests
     cache: NodeCache
-    endings: Endings
+    refusals: Refusals
     cost: CostModel
     decide: Callable[[ModelDemand, float], Loads]  # the policy's `loads`
     _decided: Loads = field(default_factory=Loads)
-    _state: tuple[int, int] = (-1, -1)  # versions of residency and requests when that was decided
+    _state: Hashable = None  # what the policy saw when it decided that, and its own orders
     _again: float = 0.0  # when it is to be decided again even if these are the same, monotonic seconds
 
     def order(self, now: float) -> tuple[Load, ...]:
         """What ranks are to load and drop now."""
         if self.residency.is_complete:
             return ()
-        state = self.residency.version, self.requests.version
-        if state == self._state and now < self._again:
+        demand = ModelDemand(self.residency, self.requests, self.cache)
+        if demand.state == self._state and now < self._again:
             return ()
-        self._decided = self.decide(ModelDemand(self.residency, self.requests, self.cache), now)
+        self._decided = self.decide(demand, now)
         check(self._decided.loads, self.residency)
         for load in self._decided.loads:
             self.residency.note_sent(load.ranks, load.load, load.drop)
-        self._state = self.residency.version, self.requests.version
-        again = self._decided.again
-        self._again = now + LONGEST_WAIT_SECONDS if again is None else min(again, now + LONGEST_WAIT_SECONDS)
+        self._state = demand.state
+        self._again = math.inf if self._decided.again is None else self._decided.again
         return self._decided.loads
 
     @property
@@ -71,19 +65,7 @@ class ModelLoads:
             self.residency.note_loaded(answer.rank, answer.loaded)
             self.cost.observe_load(answer.loaded.nbytes, answer.seconds)
             return
-        self.residency.note_failed(answer.rank, answer.key, answer.failure, now)
-        for request in list(self.requests.live()):
-            if answer.key in keys_of(request.needs):
-                self.endings.fail(request, _unavailable(request.head.model, answer.failure))
-        models = [name for name, info in self.residency.models.items() if answer.key in info.needs]
-        self.cache.fail_templates({model: _unavailable(model, answer.failure) for model in models})
-
-    def refusal(self, request: Request, now: float) -> Failure | None:
-        """Why a new request fails at once; None: it does not, and what it needs is noted."""
-        if (failure := self.residency.failure_of(request.needs, now)) is not None:
-            return _unavailable(request.head.model, failure)
-        self.residency.note_wanted(request.needs)
-        return None
+        self.refusals.note_failed_load(answer.rank, answer.key, answer.failure, now)
 
 
 def check(loads: Iterable[Load], residency: Residency) -> None:
@@ -97,7 +79,3 @@ def check(loads: Iterable[Load], residency: Residency) -> None:
             present = residency.present((rank,))
             assert residency.awaited((rank,)).isdisjoint(each.drop), f"rank {rank} is loading what it is to drop"
             assert residency.excess(each.load, present - {*each.drop}) <= 0, f"rank {rank} has no room for {each.load}"
-
-
-def _unavailable(model: str, failure: Failure) -> Failure:
-    return Failure("model_unavailable", f"the model {model} cannot be loaded: {failure.message}")

@@ -181,6 +181,10 @@ class NodeCache(ABC):
         """Note that the piece that was started is lost, because its rank has died. To be called after `lose_rank`."""
 
     @abstractmethod
+    def owners_of(self, job_id: str) -> frozenset[str]:
+        """Owners of the requests that wait for a job, template requests included."""
+
+    @abstractmethod
     def seconds_left(self) -> float:
         """Predicted worker time of all jobs."""
 
@@ -234,8 +238,8 @@ class NodeCache(ABC):
         """Abort a template request."""
 
     @abstractmethod
-    def fail_templates(self, failures: Mapping[str, Failure]) -> None:
-        """Fail all template requests of these models. failures: model -> why."""
+    def fail_templates(self, failures: Mapping[str, Failure], owner: str | None = None) -> None:
+        """Fail all template requests of these models and this owner. failures: model -> why. owner: None: of all."""
 
     @abstractmethod
     def drop_template(self, drop: DropTemplate) -> None:

@@ -40,9 +40,10 @@ from core.scheduling.ranks.residency import Residency, Started
 from core.scheduling.ranks.step_limit import StepLimit
 from core.scheduling.recovery.checkpoints import Checkpoints
 from core.scheduling.recovery.recovery import Recovery, Resumed
+from core.scheduling.refusals import Refusals
 from core.scheduling.reports.predictor import Predictor
 from core.scheduling.reports.reporter import Reporter
-from core.scheduling.requests.bindings import Bindings
+from core.scheduling.requests.bindings import Bindings, Needs
 from core.scheduling.requests.deadlines import Deadlines
 from core.scheduling.requests.live_requests import LiveRequests
 from core.scheduling.requests.request import Request, Status
@@ -96,13 +97,15 @@ class StepScheduler:
         self._passed_over: frozenset[int] = frozenset()  # ranks that got no work in any pass since the last event
         self._outputs: list[Output] = []
         self.ranks = Ranks(num_workers, residency)
-        self._reporter = Reporter(config, self.ranks, self._predictor, self.cache)
         self._plan_seqs = count()
+        self._now = 0.0  # of the last pass
         self._dispatcher = Dispatcher(self.cache, self.values, self.ranks, self._predictor.op_seconds, count())
         self._checkpoints = Checkpoints(self.values)
         parts = self._requests, self.values, self.cache
         self._endings = Endings(*parts, self._note_end, self._outputs, self._free)
-        self._loads = ModelLoads(residency, self._requests, self.cache, self._endings, self.cost, self._policy.loads)
+        self._refusals = Refusals(residency, self._requests, self.cache, self._endings)
+        self._reporter = Reporter(config, self.ranks, self._predictor, self.cache)
+        self._loads = ModelLoads(residency, self._requests, self.cache, self._refusals, self.cost, self._policy.loads)
         remaining_load, retries = self._predictor.remaining_load, config.max_retries
         self._recovery = Recovery(*parts, self._in_flight, self._checkpoints, remaining_load, retries)
         self._results = Results(*parts, self._endings, self._recovery, self._checkpoints)
@@ -140,11 +143,16 @@ class StepScheduler:
             request = Request.of(head, self.workflows, self._bindings)
         except InvalidRequestError as error:
             return self.refuse(head.request_id, Failure.of(error))
-        if (failure := self._loads.refusal(request, head.arrival)) is not None:
+        if (failure := self._refusal(head, request.needs)) is not None:
             return self.refuse(head.request_id, failure)
+        self._loads.residency.note_wanted(request.needs)
         self._reporter.note_received()
         self._policy.on_arrival(request)
         self._requests.add(request, self._predictor.remaining_load(request))
+
+    def _refusal(self, head: EngineRequest | PrimeTemplate, needs: Needs) -> Failure | None:
+        now = max(head.arrival, self._now)  # one that is sent again has come long ago
+        return self._refusals.failure_of(head.model, needs, head.owner, now)
 
     def refuse(self, request_id: str, failure: Failure) -> None:
         """Answer a request that cannot be added."""
@@ -155,6 +163,8 @@ class StepScheduler:
         """Add a template to be primed and kept. A duplicate id raises ValueError."""
         if prime.request_id in self._requests or prime.request_id in self.cache.template_requests:
             raise ValueError(f"request {prime.request_id} is here already")
+        if (failure := self._refusal(prime, self._loads.residency.needs_of(prime.model))) is not None:
+            return self.refuse(prime.request_id, failure)
         self._reporter.note_received()
         self.cache.add_template(prime)
 
@@ -191,10 +201,12 @@ class StepScheduler:
 
     # ------------------------------------------------------------------------------------------------- ranks
 
-    def lose_rank(self, rank: int, failure: Failure) -> None:
+    def lose_rank(self, rank: int, failure: Failure, now: float = 0.0, *, is_fast: bool = False) -> None:
         """Note that a rank's worker has died. Requests that have lost something with it resume from what is left, on
-        other ranks or when it joins again. failure: the failure of requests that have used up their retries.
+        other ranks or when it joins again. failure: the failure of requests that have used up their retries. is_fast:
+        it had served only briefly, so that what it ran may be to blame.
         """
+        loading = self._loads.residency.loading_now(rank)
         self.ranks.lose(rank)
         aftermath = self._recovery.lose(rank, failure)
         self._endings.fail_each(aftermath.failed)
@@ -203,6 +215,8 @@ class StepScheduler:
         self._apply_landed()
         for request in aftermath.requests.values():
             self._results.settle(request)
+        self._refusals.note_death(rank, aftermath.blame, loading, failure, now, is_fast=is_fast)
+        self._outputs += self.cache.take_answers()
 
     def join_rank(self, rank: int, components: Iterable[LoadedComponent], port: int = 0) -> None:
         """Note that the worker of a lost rank has been restarted and has loaded these components."""
@@ -218,6 +232,7 @@ class StepScheduler:
         self._passed_over = self._passed_over if again else frozenset()
         if again and self._in_flight.has_busy and self._views.open_ranks <= self._passed_over:
             return None
+        self._now = now
         plan, is_freed = self._run_pass(now)
         while plan is None and is_freed:
             plan, is_freed = self._run_pass(now)
@@ -281,6 +296,8 @@ class StepScheduler:
         is_usual = is_ok and flight.is_whole and result.num_parts == 1 and all(item.is_usual for item in result.items)
         self._reporter.note_batch(key, flight, result, is_usual=is_usual)
         self._policy.on_result(flight.batch, result)
+        if is_ok:
+            self._refusals.note_good_batch(flight, self._now)
         if is_ok and flight.is_step:
             self._step_limit.note(sum(flight.work.queries), result.num_parts)
 
@@ -311,6 +328,10 @@ class StepScheduler:
         """Messages for clients since the last call, in order."""
         outputs, self._outputs[:] = tuple(self._outputs), ()
         return outputs
+
+    def take_refused(self) -> list[str]:
+        """What is refused since the last call, in words."""
+        return self._refusals.take_new()
 
     def take_resumed(self) -> list[Resumed]:
         """Requests that have resumed after a rank's death since the last call."""

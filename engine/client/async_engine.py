@@ -281,6 +281,12 @@ class AsyncEngine:
         return tuple(self.services.router.alive)
 
     @property
+    def num_ranks(self) -> tuple[int, ...]:
+        """The number of live workers of each engine."""
+        known = [self.config.engine.workers_per_engine if load is None else load.num_ranks for load in self.loads]
+        return tuple(number if is_alive else 0 for number, is_alive in zip(known, self.alive, strict=True))
+
+    @property
     def replicas(self) -> tuple[tuple[ReplicaState, int], ...]:
         """State and number of restarts in a row of each engine."""
         return tuple(self.services.router.replicas)

@@ -42,7 +42,7 @@ from core.messages.worker import (
     WorkerFailed,
     WorkerReady,
 )
-from core.restarts import MAX_RESTARTS, Restarts
+from core.restarts import Restarts
 from core.scheduling.endings import Output
 from core.scheduling.scheduler import StepScheduler
 from engine.engine_core.rank_adapters import RankAdapters
@@ -114,8 +114,8 @@ class EngineCore:
         self._stats_sent = -REPORT_SECONDS
 
     async def run(self) -> None:
-        """Serve until a Drain message was received and all requests have ended. Raises EngineDeadError when a worker
-        keeps dying, after every request got its terminal output."""
+        """Serve until a Drain message was received and all requests have ended. Raises EngineDeadError when all workers
+        keep dying, after every request got its terminal output."""
         for restarts in self._restarts:
             restarts.note_up(time.monotonic())
         self._step()  # models that no request waits for are loaded from here on
@@ -125,7 +125,7 @@ class EngineCore:
                 await self._drain_mailbox()
                 self._step()
                 self._report()
-                self._tell_resumed()
+                self._tell()
         finally:
             self._watchdog.close()
             if self._next_report is not None:
@@ -171,7 +171,9 @@ class EngineCore:
         if self._is_idle and not was_idle:  # once per idle period: it visits all cached entries
             self._scheduler.check_integrity()
 
-    def _tell_resumed(self) -> None:
+    def _tell(self) -> None:
+        for text in self._scheduler.take_refused():
+            logger.error("%s", text, extra=of_request(""))
         for each in self._scheduler.take_resumed():
             facts = asdict(each)
             extra = of_request(facts.pop("request_id")) | with_facts(**facts)
@@ -224,6 +226,7 @@ class EngineCore:
                 self._is_draining = True
             case BatchResult():
                 self._note_answer(message.rank)
+                self._restarts[message.rank].note_work(message.started + message.seconds)
                 self._scheduler.apply(message)
             case TransferDone():
                 self._note_answer(message.rank)
@@ -238,23 +241,29 @@ class EngineCore:
                 self._join(message)
 
     def _lose(self, message: WorkerFailed) -> None:
-        """Restart a dead worker, while the others go on; or give up if it keeps dying."""
+        """Restart a dead worker, while the others go on; or give up if no other lives and it keeps dying."""
         rank, failure, restarts = message.rank, message.failure, self._restarts[message.rank]
         self._watchdog.note_answer(rank)
         self._unwatched.discard(rank)
-        if not restarts.may_restart(time.monotonic(), PROVEN_SECONDS):
+        now, is_fast = time.monotonic(), not restarts.has_proven(PROVEN_SECONDS)
+        if not restarts.may_restart(now, PROVEN_SECONDS) and not self._has_others(rank):
             self._fail(message)
         if failure.detail:
             logger.error("worker %d failed: %s\n%s", rank, failure.message, failure.detail, extra=of_request(""))
         if rank in self._scheduler.ranks.up:  # else its restart has failed
-            self._scheduler.lose_rank(rank, failure)
+            self._scheduler.lose_rank(rank, failure, now, is_fast=is_fast)
             self._answers += self._adapters.lose(rank)
             self._trace.lost(rank)
         seconds = restarts.next_wait()
-        text = "worker %d is restarted in %.0f s, restart %d of at most %d in a row: %s"
-        logger.error(text, rank, seconds, restarts.in_a_row, MAX_RESTARTS, failure.message, extra=of_request(""))
+        text = "worker %d is restarted in %.0f s, restart %d in a row: %s"
+        logger.error(text, rank, seconds, restarts.in_a_row, failure.message, extra=of_request(""))
         self._executor.restart(rank, seconds)
         self._is_report_due = True
+
+    def _has_others(self, rank: int) -> bool:
+        """Whether another rank lives, or may still be restarted for the first times."""
+        others = [other for other in range(self._scheduler.num_workers) if other != rank]
+        return any(other in self._scheduler.ranks.up or not self._restarts[other].is_spent for other in others)
 
     def _join(self, message: WorkerReady) -> None:
         """Give work to a worker that was restarted."""

@@ -9,11 +9,11 @@ import math
 from collections.abc import Iterable, Mapping, Sequence
 from functools import partial
 from itertools import chain
-from typing import Any
+from typing import Any, get_args
 
 from prometheus_client import Gauge
 
-from core.costs.load_report import CacheStats, EngineStats, LoadReport, StepSample
+from core.costs.load_report import CacheStats, EngineStats, LoadReport, QuarantineCause, StepSample
 from core.scheduling.ops import BUILT_IN
 from engine.observability.metric_registry import MetricRegistry
 
@@ -89,6 +89,12 @@ class EngineMetrics:
         self._rank_restarts = registry.counter(
             "rank_restarts", "Workers that died and were restarted while their engine lived on.", "engine"
         )
+        self._quarantined = registry.gauge(
+            "model_quarantined",
+            "Refusals of a model that has not run since: of engines, or owners.",
+            "model_name",
+            "cause",
+        )
         self._restarts = registry.counter("engine_restarts", "Starts of an engine after its death.", "engine")
         self._running = registry.gauge("engine_requests_running", "Images that an engine has begun.", "engine")
         self._waiting = registry.gauge("engine_requests_waiting", "Images queued in an engine.", "engine")
@@ -133,6 +139,11 @@ class EngineMetrics:
             for stage in _OP_NAMES:
                 self._busy_seconds.labels(str(engine), stage)
 
+    def expect_model(self, name: str) -> None:
+        """Create the series of a model, before any report."""
+        for cause in get_args(QuarantineCause):
+            self._quarantined.labels(name, cause)
+
     def observe(self, engine: int, load: LoadReport, stats: EngineStats | None) -> None:
         """Take over an engine's report. An engine with totals lower than before has been restarted."""
         self._alive.labels(str(engine)).set(load.num_ranks > 0)
@@ -145,6 +156,7 @@ class EngineMetrics:
             self._stats[engine] = stats
             self._observe_stats(engine, stats, _NO_STATS if is_restarted else last)
             self._move_levels(last.cache or _NO_CACHE, stats.cache or _NO_CACHE)
+            self._move_quarantine(last, stats)
 
     def observe_restart(self, engine: int) -> None:
         """Count a restart of an engine."""
@@ -156,6 +168,7 @@ class EngineMetrics:
             gauge.labels(str(engine)).set(0)
         gone = self._stats.pop(engine, _NO_STATS)
         self._move_levels(gone.cache or _NO_CACHE, _NO_CACHE)
+        self._move_quarantine(gone, _NO_STATS)
 
     def _load_gauges(self) -> tuple[Gauge, ...]:
         return self._running, self._waiting, self._drain_seconds
@@ -207,6 +220,12 @@ class EngineMetrics:
             held, holds = getattr(before, field), getattr(now, field)
             for tier in held | holds:
                 level.labels(tier).inc(holds.get(tier, 0) - held.get(tier, 0))
+
+    def _move_quarantine(self, before: EngineStats, now: EngineStats) -> None:
+        """Replace an engine's part of the gauge."""
+        for stats, sign in ((before, -1), (now, 1)):
+            for each in stats.quarantine:
+                self._quarantined.labels(each.model, each.cause).inc(sign)
 
 
 def _is_less_busy(stats: EngineStats, last: EngineStats) -> bool:

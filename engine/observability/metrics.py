@@ -129,6 +129,7 @@ class Metrics:
                 self._success.labels(model, reason)
             for result in get_args(CacheResult):
                 self._cache_results.labels(model, result)
+            self._engines.expect_model(model)
         for engine in range(num_engines):
             self._routed.labels(str(engine))
         self._engines.expect(num_engines)

@@ -259,7 +259,7 @@ class Router:
         routed.has_begun = routed.is_bystander = False
         while self._fleet.is_alive.any():
             now = time.monotonic()
-            choice = self._policy.choose(shape, self._fleet, now)
+            choice = self._policy.choose(shape, self._fleet.serving(shape.model, now), now)
             try:
                 self._replicas[choice.engine].submit(routed.message, partial(self._on_output, choice.engine))
             except EngineDeadError as error:  # it died a moment ago

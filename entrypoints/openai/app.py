@@ -258,11 +258,12 @@ def _add_operator_routes(app: FastAPI, engine: AsyncEngine, owners: RequestOwner
     @app.head("/health", include_in_schema=False)
     async def health() -> Response:
         """200 while the server process is alive, with each engine's state ("serving", "loading", "restarting" or
-        "gone") and its number of consecutive restarts.
+        "gone"), its number of consecutive restarts and its number of live workers.
         """
+        facts = zip(engine.replicas, engine.num_ranks, strict=True)
         engines = [
-            {"index": index, "alive": state == "serving", "state": state, "restarts": restarts}
-            for index, (state, restarts) in enumerate(engine.replicas)
+            {"index": index, "alive": state == "serving", "state": state, "restarts": restarts, "workers": workers}
+            for index, ((state, restarts), workers) in enumerate(facts)
         ]
         return _json({"status": _status(engine), "engines": engines})
 
@@ -298,7 +299,8 @@ def _require_ready(engine: AsyncEngine) -> None:
 def _status(engine: AsyncEngine) -> str:
     if not engine.models:
         return "loading"
-    return "ok" if all(engine.alive) else "degraded"
+    is_whole = all(number == engine.config.engine.workers_per_engine for number in engine.num_ranks)
+    return "ok" if is_whole else "degraded"
 
 
 def _model_object(engine: AsyncEngine, model: ModelInfo, created: int) -> dict[str, Any]:

@@ -206,22 +206,24 @@ sys.meta_path.insert(0, Finder())
 """
 
 
-EACH_DEATH_IS_THE_FIRST = """
+_PROVEN = """
 def prove(module, folder):
-    module.PROVEN_SECONDS = 0.0
+    module.PROVEN_SECONDS = {}
 
 INJECTED["engine.engine_core.engine_core"] = prove
 """
-"""However short a worker has lived, its engine starts it again at once."""
+"""After how long an engine starts a worker again at once."""
 
 
-def shim(folder: Path, patch: pytest.MonkeyPatch, inject: str = "inject = None") -> None:
+def shim(
+    folder: Path, patch: pytest.MonkeyPatch, inject: str = "inject = None", *, proven_seconds: float = 0.0
+) -> None:
     """Make every process that is started from now on and imports the runner call `inject(runner module, folder)`, whose
-    source is given here. Simulates a bug in a library, lack of memory and the like. For an engine, each death of a
-    worker counts as the first.
+    source is given here. Simulates a bug in a library, lack of memory and the like. proven_seconds: see
+    `engine_core.PROVEN_SECONDS`; 0: each death of a worker counts as the first.
     """
     hooks = 'INJECTED = {"model_executor.worker.runner": inject} if inject else {}\n'
-    (folder / "sitecustomize.py").write_text(inject + "\n" + hooks + EACH_DEATH_IS_THE_FIRST + _SHIM)
+    (folder / "sitecustomize.py").write_text(inject + "\n" + hooks + _PROVEN.format(proven_seconds) + _SHIM)
     patch.setenv("PYTHONPATH", str(folder))
     patch.setattr(services, "worker_launcher", WorkerLauncher())  # that of all tests has imported the runner before
 

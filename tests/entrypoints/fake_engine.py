@@ -80,6 +80,7 @@ class FakeEngine:
         self.recent_steps: tuple[tuple[StepSample, ...], ...] = ((), ())
         self.alive = (True, True)
         self.replicas: tuple[tuple[str, int], ...] = (("serving", 0), ("serving", 0))
+        self.num_ranks = (1, 1)
         self.num_requests_running = 2
         self.num_requests_waiting = 1
 

@@ -13,13 +13,11 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Set
 from dataclasses import dataclass
 from itertools import chain
 
-from core.costs.load_report import ModelState
+from core.costs.load_report import ModelState, QuarantinedModel
 from core.failure import Failure
 from core.handles import LoadedComponent, ModelKey, RankIds
+from core.scheduling.ranks.quarantine import Quarantine, Refusal
 from core.scheduling.requests.bindings import Bindings, ModelKeys, Needs
-
-RETRY_SECONDS = 10.0
-"""Time after a failed load during which requests that need it are refused without trying again."""
 
 Started = tuple[int, Iterable[LoadedComponent]]
 """(rank, the components that its worker has loaded)"""
@@ -54,6 +52,7 @@ class Residency:
         self.models = bindings.models
         self.budget = budget
         self.version = 0  # of what ranks have and load
+        self.quarantine = Quarantine()
         self._needs = {name: bindings.needs(name) for name in self.models}
         self._own = frozenset(keys for needs in self._needs.values() for keys in needs)
         self._set_size = set_size
@@ -61,11 +60,10 @@ class Residency:
         self._predict = predict
         # By rank: its components by key; None: its worker is dead.
         self._components: list[dict[ModelKey, LoadedComponent] | None] = [{} for _ in range(num_ranks)]
-        self._awaited: list[set[ModelKey]] = [set() for _ in range(num_ranks)]  # by rank: what it is loading
+        # By rank: what it is loading, in this order.
+        self._awaited: list[dict[ModelKey, None]] = [{} for _ in range(num_ranks)]
         self._since: dict[tuple[int, ModelKey], int] = {}  # (rank, its component) -> number of its load
         self._num_loads = 0
-        # Component -> (why its last load failed, when, on which rank).
-        self._failed: dict[ModelKey, tuple[Failure, float, int]] = {}
         self._uses: dict[ModelKey, int] = {}  # component -> number of its last use
         self._num_uses = 0
         self._on_demand: dict[ModelKeys, None] = {}  # of no model's own needs: what requests have asked for
@@ -96,7 +94,7 @@ class Residency:
     def lose(self, rank: int) -> None:
         """Note that a worker has died. Its answers to load orders are not awaited any more."""
         self._copies.subtract(self._on(rank))
-        self._components[rank], self._awaited[rank] = None, set()
+        self._components[rank], self._awaited[rank] = None, {}
         self._sets = None
         self._homes.clear()
         self._users.clear()
@@ -107,23 +105,27 @@ class Residency:
     def note_loaded(self, rank: int, loaded: LoadedComponent) -> None:
         """Note a component that a worker has loaded."""
         self._sizes[loaded.key] = loaded.nbytes
-        if loaded.key in self._failed and self._failed[loaded.key][2] == rank:
-            del self._failed[loaded.key]
+        self.quarantine.note_loaded(rank, loaded.key)
         if (components := self._components[rank]) is not None:
             self._copies[loaded.key] += loaded.key not in self._on(rank)
             if loaded.key not in components:
                 self._num_loads += 1
                 self._since[rank, loaded.key] = self._num_loads
             components[loaded.key] = loaded
-            self._awaited[rank].discard(loaded.key)
+            self._awaited[rank].pop(loaded.key, None)
         self._note_change(rank, (loaded.key,))
 
-    def note_failed(self, rank: int, key: ModelKey, failure: Failure, now: float) -> None:
-        """Note a component that a worker could not load."""
+    def note_failed(self, rank: int, key: ModelKey, failure: Failure, now: float) -> Refusal:
+        """Note a component that a worker could not load, and that is refused for a while."""
         if key in self._awaited[rank]:
-            self._awaited[rank].remove(key)
+            del self._awaited[rank][key]
             self._copies[key] -= key not in self._on(rank)
-        self._failed[key] = failure, now, rank
+        refusal = self.quarantine.note_failed_load(rank, key, failure, now)
+        self.note_refused(rank, key)
+        return refusal
+
+    def note_refused(self, rank: int, key: ModelKey) -> None:
+        """Note that a component is not loaded without a request any more."""
         for keys in [each for each in self._on_demand if key in each.keys]:
             del self._on_demand[keys]
         self._note_change(rank, (key,))
@@ -137,7 +139,7 @@ class Residency:
             before = self._on(rank)
             for key in drop:
                 components.pop(key, None)
-            self._awaited[rank].update(load)
+            self._awaited[rank].update(dict.fromkeys(load))
             after = self._on(rank)
             self._copies.subtract(before - after)
             self._copies.update(after - before)
@@ -231,6 +233,10 @@ class Residency:
         """Whether any of these ranks is loading anything."""
         return any(self._awaited[rank] for rank in ranks)
 
+    def loading_now(self, rank: int) -> ModelKey | None:
+        """The component that a rank is loading, before others that it was told to load."""
+        return next(iter(self._awaited[rank]), None)
+
     def awaited(self, ranks: RankIds) -> set[ModelKey]:
         """What any of these ranks is loading."""
         return set().union(*(self._awaited[rank] for rank in ranks))
@@ -250,15 +256,39 @@ class Residency:
         keys = keys_of(needs)
         if self.budget and (nbytes := sum(map(self.size_of, keys))) > self.budget:
             return Failure("config", f"its weights take {nbytes} bytes, and --model-bytes allows {self.budget}")
-        for key in keys_of(self.missing(needs)):
-            failure, since, _ = self._failed.get(key, (None, 0.0, 0))
-            if failure is not None and now - since < RETRY_SECONDS:
-                return failure
-        return None
+        refusal = self.quarantine.refusal_of_loads(keys_of(self.missing(needs)), now)
+        return None if refusal is None else refusal.failure
+
+    def is_refused(self, refusal: Refusal, needs: Needs, owner: str | None) -> bool:
+        """Whether a refusal is of an owner's requests with these needs. What could not be loaded on one set may be on
+        another. owner: None: of all owners' requests.
+        """
+        return refusal.is_of(self.missing(needs) if refusal.cause == "load" else needs, owner)
+
+    def refused(self, refusal: Refusal) -> list[str]:
+        """The models, adapters included, whose own needs are refused."""
+        return [name for name, needs in self._needs.items() if self.is_refused(refusal, needs, refusal.owner)]
+
+    def refused_models(self) -> dict[str, float]:
+        """Model -> until when all requests of it are refused, monotonic seconds."""
+        found: dict[str, float] = {}
+        for refusal in self.quarantine.refusals:
+            for name in self.refused(refusal) if refusal.owner is None else ():
+                found[name] = max(refusal.until, found.get(name, 0.0))
+        return found
+
+    def quarantined(self) -> tuple[QuarantinedModel, ...]:
+        """The models, without adapters, that are refused, or were and have not run since."""
+        return tuple(
+            QuarantinedModel(name, each.cause, each.times, each.since, each.until)
+            for each in self.quarantine.refusals
+            for name in self.refused(each)
+            if not self.models[name].parent
+        )
 
     def has_failed(self, keys: Iterable[ModelKey]) -> bool:
         """Whether the last load of any of these components has failed."""
-        return any(key in self._failed for key in keys)
+        return self.quarantine.has_failed_to_load(keys)
 
     def missing(self, needs: Needs) -> Sequence[ModelKeys]:
         """Those of these that no set has."""
@@ -284,11 +314,13 @@ class Residency:
         return {name: self._state(name) for name, info in self.models.items() if not info.parent}
 
     def _state(self, name: str) -> ModelState:
+        if any(each.cause == "deaths" and each.is_of(self._needs[name], None) for each in self.quarantine.refusals):
+            return "quarantined"
         missing = self.missing(self._needs[name])
         if not missing:
             return "loaded"
         keys = keys_of(missing)
-        if any(not awaited.isdisjoint(keys) for awaited in self._awaited):
+        if any(not awaited.keys().isdisjoint(keys) for awaited in self._awaited):
             return "loading"
         return "failed" if self.has_failed(keys) else "unloaded"
 
@@ -327,7 +359,7 @@ class Residency:
 
     def _on(self, rank: int) -> set[ModelKey]:
         """What a rank has or is loading."""
-        return self._components_on(rank).keys() | self._awaited[rank]
+        return self._components_on(rank).keys() | self._awaited[rank].keys()
 
     def _components_on(self, rank: int) -> Mapping[ModelKey, LoadedComponent]:
         """A rank's components by key; empty if its worker is dead."""

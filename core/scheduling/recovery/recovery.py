@@ -12,11 +12,21 @@ from core.graph.workflow import Node
 from core.messages.worker import BatchResult, ItemResult
 from core.scheduling.node_cache import NodeCache
 from core.scheduling.ranks.in_flight import Flight, InFlight, LostWork
+from core.scheduling.ranks.quarantine import Suspects
 from core.scheduling.recovery.checkpoints import Checkpoints
+from core.scheduling.requests.bindings import ModelKeys
 from core.scheduling.requests.live_requests import LiveRequests
 from core.scheduling.requests.request import Request, Status
 from core.scheduling.values.request_values import restart, resume
 from core.scheduling.values.values import ValueTable
+
+
+@dataclass(frozen=True, slots=True)
+class Blame:
+    """What a rank ran when it died."""
+
+    keys: ModelKeys  # the components that it computed with
+    suspects: Suspects
 
 
 @dataclass(slots=True)
@@ -24,6 +34,7 @@ class Aftermath:
     """The consequences of a rank's death, which the scheduler carries out."""
 
     requests: dict[str, Request]  # id -> request whose state has changed
+    blame: Blame | None  # None: it ran nothing, or what no request waits for any more
     failed: list[tuple[Request, Failure]] = field(default_factory=list)  # requests that may have caused too many deaths
     # (id of a job of the cache that may have caused too many deaths, a result that says that it failed)
     failed_jobs: list[tuple[str, BatchResult]] = field(default_factory=list)
@@ -67,11 +78,12 @@ class Recovery:
     def lose(self, rank: int, failure: Failure) -> Aftermath:
         """Note that a rank has died with everything that it had. failure: why it died."""
         lost = self.in_flight.lose(rank)
+        blame = self._blame(lost.running)
         for request in self.requests:
             request.lose_rank(rank)
         ids = [*self._land_lost_work(lost), *self._lose_values(rank), *self._readers_of_deliveries(rank)]
         ids += [*self.cache.lose_rank(rank), *self._suspects(lost.running)]
-        aftermath = Aftermath({request_id: self.requests[request_id] for request_id in ids})
+        aftermath = Aftermath({request_id: self.requests[request_id] for request_id in ids}, blame)
         for request in aftermath.requests.values():
             request.is_set_back = request.progress.is_restarting = True
         for request in self.requests:
@@ -132,6 +144,16 @@ class Recovery:
         for item in (item for flight in self.in_flight.flights for item in flight.batch.items):
             if any(ref.is_deferred and ref.rank == rank for ref in item.inputs):
                 yield item.request_id
+
+    def _blame(self, running: Flight | None) -> Blame | None:
+        if running is None:
+            return None
+        if running.job_id:
+            owners = self.cache.owners_of(running.job_id)
+            return Blame(running.keys, Suspects(frozenset({running.job_id}), owners)) if owners else None
+        requests = [self.requests[item.request_id] for item in running.batch.items]
+        owners = frozenset(request.head.owner for request in requests)
+        return Blame(running.keys, Suspects(frozenset(request.id for request in requests), owners))
 
     def _suspects(self, running: Flight | None) -> list[str]:
         return [] if running is None or running.job_id else [item.request_id for item in running.batch.items]

@@ -143,6 +143,7 @@ class Reporter:
             queue=changes,
             resident_pages=self._cache.take_resident_pages(),
             costs=self._take_costs(),
+            refused=self._ranks.residency.refused_models(),
         )
 
     def stats(self, requests: LiveRequests, steps_repeated: int) -> EngineStats:
@@ -156,6 +157,7 @@ class Reporter:
             op_seconds=self._op_seconds_left(requests),
             ranks=self._ranks.stats(),
             models=self._ranks.residency.states(),
+            quarantine=self._ranks.residency.quarantined(),
             r_squared=self._r_squared(),
             steps=counters.steps,
             mixed_steps=counters.mixed_steps,

@@ -129,6 +129,7 @@ class TemplateSession(Session):
             is_idle_work=self.is_idle_work,
             cache_salt=self._cache_salt,
             patches=self.patches,
+            owner=self.owner,
         )
 
     def _on_output(self, output: RequestOutput) -> None:

@@ -8,7 +8,7 @@ from typing import Any
 
 import msgspec
 
-from core.costs.load_report import CacheStats, EngineStats, LoadReport, RankStats, StepSample
+from core.costs.load_report import CacheStats, EngineStats, LoadReport, QuarantinedModel, RankStats, StepSample
 from core.handles import LoadedComponent
 from core.model_info import ModelInfo
 from engine.client.async_engine import AsyncEngine
@@ -69,6 +69,7 @@ def _engine(
         "stage_seconds": None if stats is None else stats.op_seconds,
         "resident_models": None if stats is None else _components(stats.resident_models, models),
         "ranks": None if stats is None else [_rank(rank, models) for rank in stats.ranks],
+        "quarantine": None if stats is None else [_quarantined(each, time.monotonic()) for each in stats.quarantine],
         "totals": None if stats is None else _totals([stats]),
         "cost_model": None if stats is None else {"r_squared": stats.r_squared},
         "cache": None if stats is None or stats.cache is None else _cache(stats.cache),
@@ -82,6 +83,12 @@ def _rank(rank: RankStats, models: Iterable[ModelInfo]) -> dict[str, Any]:
         "resident_models": _components(rank.resident_models, models),
         "busy_seconds": rank.busy_seconds,
     }
+
+
+def _quarantined(each: QuarantinedModel, now: float) -> dict[str, Any]:
+    """A model that the engine refuses. now: monotonic seconds."""
+    seconds = {"seconds": round(now - each.since, 1), "seconds_left": round(max(0.0, each.until - now), 1)}
+    return {"model": each.model, "cause": each.cause, "times": each.times} | seconds
 
 
 def _components(loaded: Iterable[LoadedComponent], models: Iterable[ModelInfo]) -> list[dict[str, Any]]:

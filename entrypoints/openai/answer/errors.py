@@ -27,7 +27,6 @@ from core.errors import (
     StencilError,
     TemplateNotFoundError,
 )
-from core.scheduling.ranks.residency import RETRY_SECONDS
 
 INVALID_REQUEST = "invalid_request_error"
 SERVER_ERROR = "server_error"
@@ -36,10 +35,12 @@ FAILURES = {
     "internal_error": "The server had an error while processing your request. Sorry about that!",
     "out_of_memory": "The server did not have enough memory for this request. Try a smaller image or fewer images.",
     "model_unavailable": "The server could not load this model's weights. Try another model, or this one again later.",
+    "model_deaths": "Requests of this model have ended worker processes. Try another model, or this one again later.",
+    "owner_deaths": "Your requests of this model have ended worker processes. Try another model, or again later.",
     "engine_died": "The engine that worked on this request died at every attempt. Try again later.",
 }
-"""Messages to clients for internal failures, by code. The exceptions' own messages are only logged, since they may name
-files, devices and other requests."""
+"""Messages to clients for internal failures, by code, or by cause if a code has several. The exceptions' own messages
+are only logged, since they may name files, devices and other requests."""
 
 
 class RequestTooLargeError(InvalidRequestError):
@@ -170,7 +171,7 @@ def describe(error: BaseException) -> ErrorReply:
         status=status,
         type=kind or _image_error_type(error),
         code=code or getattr(error, "code", None),
-        message=FAILURES.get(code or "", str(error)),
+        message=FAILURES.get(_failure_of(error, code), str(error)),
         param=getattr(error, "param", None),
         headers=_headers(error),
     )
@@ -199,13 +200,18 @@ def _image_error_type(error: BaseException) -> str:
     return "image_generation_user_error" if is_users else INVALID_REQUEST
 
 
+def _failure_of(error: BaseException, code: str | None) -> str:
+    """The key of FAILURES."""
+    if isinstance(error, ModelUnavailableError):
+        return {"deaths": "model_deaths", "owner_deaths": "owner_deaths"}.get(error.cause, "model_unavailable")
+    return code or ""
+
+
 def _headers(error: BaseException) -> dict[str, str]:
     match error:
-        case OverloadedError() | RateLimitError():
+        case OverloadedError() | RateLimitError() | ModelUnavailableError():
             # OpenAI's client libraries ignore 0, and ignore values above 120 s.
             return {"retry-after": str(min(120, max(1, math.ceil(error.retry_after))))}
-        case ModelUnavailableError():
-            return {"retry-after": str(math.ceil(RETRY_SECONDS))}
         case DeadlineExceededError():
             return {"x-should-retry": "false"}
         case BodyTimeoutError():

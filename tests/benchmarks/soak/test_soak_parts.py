@@ -8,6 +8,7 @@ import io
 import json
 import math
 from collections import Counter
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -133,6 +134,14 @@ def test_edits_are_different_and_the_same_in_every_run() -> None:
     assert len({template(number).tobytes() for number in {e.template for e in edits} - {None}}) == 8 + 20
 
 
+def test_edits_are_of_all_models_and_depend_on_nothing_else() -> None:
+    models = ["a", "b", "c"]
+    edits = catalogue(models)
+    assert [replace(edit, model="") for edit in edits] == [*catalogue()]
+    assert {edit.fields["model"] for edit in edits} == {*models}
+    assert not any("model" in edit.fields for edit in catalogue())
+
+
 def held(megabytes: float, age: float = 0.0, pid: int = 1) -> Holdings:
     """A tree of one worker, of that age, and a server of 100 MB."""
     nbytes = int(megabytes * MB)
@@ -216,7 +225,7 @@ def test_a_soak_that_measured_nothing_is_not_good(
     ledger: Ledger, minutes: float, samples: Samples, compared: int, faults: list[str] | None, is_good: bool
 ) -> None:
     ledger.count("compared", compared)
-    args = argparse.Namespace(minutes=minutes, output=None, single_deaths=False, joint_steps=False, faults=faults)
+    args = argparse.Namespace(minutes=minutes, output=None, single_deaths=False, turns=False, joint_steps=False, faults=faults)
     assert _report(args, ledger, Record(samples)) is is_good
 
 

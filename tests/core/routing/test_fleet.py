@@ -217,6 +217,26 @@ def test_an_engine_without_a_rank_that_lives_is_no_candidate_and_keeps_its_queue
     assert fleet.is_alive.tolist() == [False, True], "a report that was on its way when it died"
 
 
+def test_an_engine_that_refuses_a_model_is_no_candidate_for_it_unless_all_do() -> None:
+    fleet, report = Fleet(2, 8), make_report()
+    assert fleet.serving("m", 0.0) is fleet
+    fleet.observe(0, replace(report, refused={"m": 10.0}), 0.0)
+    assert fleet.serving("n", 0.0) is fleet
+    others = fleet.serving("m", 9.0)
+    assert (others.is_alive.tolist(), others.num_alive) == ([False, True], 1)
+    assert (fleet.is_alive.tolist(), fleet.num_alive) == ([True, True], 2)
+    assert fleet.serving("m", 10.0).is_alive.tolist() == [True, True], "it is tried again"
+    fleet.observe(1, replace(report, refused={"m": 20.0}), 0.0)
+    assert fleet.serving("m", 9.0).is_alive.tolist() == [True, True]
+    fleet.observe(0, report, 1.0)
+    assert fleet.serving("m", 9.0).is_alive.tolist() == [True, False]
+    fleet.lose(0)
+    assert fleet.serving("m", 9.0).is_alive.tolist() == [False, True], "better than none"
+    fleet.lose(1)
+    fleet.restore(1)
+    assert fleet.serving("m", 9.0) is fleet
+
+
 def test_the_cost_model_that_one_engine_reported_last_holds_for_all() -> None:
     fleet, shape = Fleet(3, 8), make_shape()
     fleet.observe(0, make_report(costs=COSTS), 0.0)

@@ -14,7 +14,7 @@ from core.handles import LoadedComponent, ModelKey
 from core.messages.engine import EngineRequest, Failed, Finished, PrimeTemplate
 from core.messages.worker import BatchResult, ModelFailed, ModelLoaded, StepPlan
 from core.model_info import ModelInfo
-from core.scheduling.ranks.residency import RETRY_SECONDS
+from core.scheduling.ranks.quarantine import FIRST_WAIT_SECONDS
 from core.scheduling.scheduler import StepScheduler
 
 SHARED = tuple(ModelKey("0", kind) for kind in ("text_encoder", "vae"))
@@ -47,14 +47,18 @@ class Rig:
         head: EngineRequest = make_edit(name, **fields)  # type: ignore[arg-type]
         self.scheduler.add(msgspec.structs.replace(head, model=of, arrival=self.now))
 
-    def step(self) -> None:
-        """Schedule all that can be, and have every rank do one plan."""
+    def submit(self) -> None:
+        """Schedule all that can be."""
         self.now += 0.01
         plan = self.scheduler.schedule(self.now)
         while plan is not None:
             self.plans.append(plan)
             self.workers.submit(plan)
             plan = self.scheduler.schedule(self.now, again=True)
+
+    def step(self) -> None:
+        """Schedule all that can be, and have every rank do one plan."""
+        self.submit()
         for rank in self.scheduler.ranks.up:
             plan = self.workers.queues[rank][0] if self.workers.queues[rank] else StepPlan(0)
             for batch in (each for each in plan.batches if rank in each.ranks):
@@ -147,6 +151,19 @@ def test_a_model_makes_room_for_another_when_its_last_request_has_ended() -> Non
     assert sum(len(load.load) for load in loads) == sum(len(load.drop) for load in loads) == 2
 
 
+def test_a_model_makes_room_when_the_cache_has_ended_its_work_with_it() -> None:
+    """No request begins or ends then, and time does not matter."""
+    rig = Rig(budget=3 * NBYTES)
+    rig.scheduler.models["a"] = msgspec.structs.replace(rig.scheduler.models["a"], page_scheme=SCHEME)
+    rig.scheduler.add_template(PrimeTemplate("t", "a", make_edit("x").spec.template, 256, 256, "0", 256, 0.0))
+    rig.submit()
+    rig.add("1", "b")
+    rig.submit()
+    rig.scheduler.abort(["t"])
+    rig.run(5)
+    assert rig.workers.loading == [(0, ModelKey("b", "transformer"))]
+
+
 def test_a_failed_load_fails_the_requests_of_its_model_with_the_cause() -> None:
     rig = Rig()
     for name, of in (("1", "b"), ("2", "a"), ("3", "b")):
@@ -164,7 +181,7 @@ def test_a_failed_load_fails_the_requests_of_its_model_with_the_cause() -> None:
     rig.step()
     assert isinstance(rig.outputs["4"], Failed), "at once, without another try"
     assert not rig.workers.loading
-    rig.now += RETRY_SECONDS
+    rig.now += FIRST_WAIT_SECONDS
     rig.add("5", "b")
     rig.step()
     rig.answer()

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import asyncio
+import time
 from collections.abc import Callable
 
+import msgspec
 import pytest
 from fakes import MODEL, FakeWorkers, make_edit
 
@@ -13,6 +15,7 @@ from core.config import SchedulerConfig
 from core.costs.load_report import LoadReport
 from core.errors import EngineDeadError
 from core.failure import NEVER_BEGUN, Failure
+from core.handles import LoadedComponent, ModelKey
 from core.messages.engine import (
     Abort,
     Aborted,
@@ -38,6 +41,8 @@ from core.messages.worker import (
 from core.scheduling.scheduler import StepScheduler
 from engine.engine_core import engine_core
 from engine.engine_core.engine_core import EngineCore, RefusedRequest
+
+LOADED = tuple(LoadedComponent(ModelKey("0", kind), 1) for kind in ("text_encoder", "transformer", "vae"))
 
 
 class Loopback:
@@ -311,6 +316,58 @@ async def test_a_worker_that_keeps_dying_ends_the_engine(sturdy: Loopback, said:
     assert isinstance(said[-1], EngineFailed)
     load = last_load(said)
     assert load.num_running + load.num_waiting == 2, "it does not say that it is idle, to be sent more"
+
+
+async def test_an_engine_goes_on_without_a_worker_that_keeps_dying_until_all_do(said: list[FromEngine]) -> None:
+    """It is restarted after longer and longer waits."""
+    loopback, config = Loopback(), SchedulerConfig(max_retries=100)
+    loopback.workers = FakeWorkers(2)
+    core = loopback.core = EngineCore(StepScheduler(config, {"m": MODEL}, 2), loopback, said.append)
+    running = await serve(core, said, num_edits=0)
+    for number in range(1, 12):
+        loopback.die(1)
+        await until(lambda number=number: len(loopback.restarted) == number)
+        await until(lambda: last_load(said).num_ranks == 1)
+        if number < 11:
+            loopback.join(1)
+            await until(lambda: last_load(said).num_ranks == 2)
+    assert [seconds for _, seconds in loopback.restarted] == [0.0, 1.0, 2.0, 4.0, 8.0, 16.0, *[30.0] * 5]
+    core.mailbox.put_nowait(make_edit("a"))
+    await until(lambda: bool(outputs(said)))
+    assert isinstance(outputs(said)[0], Finished)
+    for number in range(1, 5):
+        loopback.die(0)
+        await until(lambda number=number: len(loopback.restarted) == 11 + number)
+        loopback.join(0)
+    loopback.die(0)
+    with pytest.raises(EngineDeadError, match="worker 0 died"):
+        await asyncio.wait_for(running, 5)
+
+
+@pytest.mark.parametrize(("seconds", "is_refused"), [(0.0, True), (engine_core.PROVEN_SECONDS, False)])
+async def test_a_death_is_a_models_if_its_worker_had_worked_only_briefly(
+    said: list[FromEngine], caplog: pytest.LogCaptureFixture, seconds: float, is_refused: bool
+) -> None:
+    """What has computed for a while before is not blamed on what it computes now."""
+    model, loopback = msgspec.structs.replace(MODEL, components=tuple(each.key for each in LOADED)), Loopback()
+    scheduler = StepScheduler(SchedulerConfig(), {"m": model})
+    scheduler.learn((), [(0, LOADED)])
+    core = loopback.core = EngineCore(scheduler, loopback, said.append)
+    loopback.is_hung = True
+    running = asyncio.create_task(core.run())
+    for number, owner in enumerate("AB", start=1):
+        core.mailbox.put_nowait(make_edit(owner, owner=owner))
+        await until(lambda: any(plan.batches for plan in loopback.workers.queues[0]))
+        core._restarts[0].note_work(time.monotonic() + seconds)
+        loopback.die()
+        await until(lambda number=number: len(loopback.restarted) == number)
+        core.mailbox.put_nowait(Abort((owner,)))
+        loopback.say(WorkerReady(rank=0, models=(model,), components=LOADED))
+        loopback.workers.join(0)
+        await until(lambda: scheduler.ranks.up == (0,))
+    assert scheduler.stats().models == {"m": "quarantined" if is_refused else "loaded"}
+    assert ("the model m is not run for a while" in caplog.text) is is_refused
+    running.cancel()
 
 
 async def test_a_worker_that_has_served_a_while_may_die_any_number_of_times(

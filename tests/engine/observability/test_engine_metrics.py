@@ -8,7 +8,7 @@ import msgspec
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
-from core.costs.load_report import CacheStats, EngineStats, LoadReport, StepSample
+from core.costs.load_report import CacheStats, EngineStats, LoadReport, QuarantinedModel, StepSample
 from engine.observability.metrics import Metrics
 
 LOAD = LoadReport(num_received=9, num_running=2, num_waiting=3, drain_seconds=1.5)
@@ -233,6 +233,23 @@ def test_cache_totals_and_levels_by_tier() -> None:
     assert seen["stencil:cache_failed_stores_total"] == 6
     assert (seen["stencil:cache_entries,host"], seen["stencil:cache_used_bytes,host"]) == (2, 110)
     assert seen["stencil:cache_budget_bytes,host"] == 2000
+
+
+def test_refused_models_by_cause() -> None:
+    metrics = Metrics()
+    metrics.expect(["m", "n"], 2)
+    refused = [QuarantinedModel("m", cause, 1, 0.0, 10.0) for cause in ("deaths", "owner_deaths", "owner_deaths")]
+    for engine in (0, 1):
+        stats = msgspec.structs.replace(engine_stats(2, 20), quarantine=tuple(refused))
+        metrics.observe_load(engine, LOAD, stats)
+        metrics.observe_load(engine, LOAD, stats)
+    name = "stencil:model_quarantined"
+    causes = ("deaths", "owner_deaths", "load")
+    assert [values(metrics)[f"{name},{cause},m"] for cause in causes] == [2, 4, 0]
+    metrics.observe_load(0, LOAD, engine_stats(2, 20))
+    assert [values(metrics)[f"{name},{cause},m"] for cause in causes] == [1, 2, 0]
+    metrics.observe_lost(1)
+    assert [values(metrics)[f"{name},deaths,{model}"] for model in "mn"] == [0, 0]
 
 
 def test_the_cache_of_a_lost_engine_is_empty() -> None:

@@ -19,6 +19,7 @@ from core.errors import (
     DeadlineExceededError,
     EngineDeadError,
     InvalidImageError,
+    ModelUnavailableError,
     OutOfMemoryError,
     OverloadedError,
 )
@@ -43,6 +44,12 @@ MULTIPART = {"content-type": "multipart/form-data; boundary=b"}
         (OverloadedError("full", retry_after=3.2), 503, "service_unavailable_error", "server_is_overloaded"),
         (DeadlineExceededError("late"), 504, "server_error", "deadline_exceeded"),
         (EngineDeadError("/secret/path"), 500, "server_error", "engine_died"),
+        (
+            ModelUnavailableError("/secret/path", cause="load", retry_after=3.2),
+            503,
+            "server_error",
+            "model_unavailable",
+        ),
         (OutOfMemoryError("/secret/path"), 500, "server_error", "out_of_memory"),
         (RuntimeError("/secret/path"), 500, "server_error", "internal_error"),
     ],
@@ -93,6 +100,23 @@ async def test_the_text_of_internal_errors_is_only_in_the_log(
             assert record.exc_info is not None
 
 
+@pytest.mark.parametrize(
+    ("cause", "text"),
+    [
+        ("load", "could not load this model's weights"),
+        ("deaths", "Requests of this model have ended worker processes"),
+        ("owner_deaths", "Your requests of this model have ended worker processes"),
+    ],
+)
+async def test_a_refused_model_is_refused_with_its_cause(
+    client: httpx.AsyncClient, engine: FakeEngine, cause: str, text: str
+) -> None:
+    engine.failing = ModelUnavailableError("/secret/path", cause=cause, retry_after=640.0)
+    response = await post_edit(client)
+    assert text in response.json()["error"]["message"]
+    assert response.headers["retry-after"] == "120", "more is ignored by clients"
+
+
 async def test_unknown_path_and_method(client: httpx.AsyncClient) -> None:
     assert_refused(await client.get("/v1/nothing"), 404, "unknown_url", None)
     assert_refused(await client.post("/v1/images/variations", files=[IMAGE]), 404, "unknown_url", None)
@@ -105,15 +129,25 @@ async def test_unknown_path_and_method(client: httpx.AsyncClient) -> None:
 async def test_health_says_which_engines_serve(client: httpx.AsyncClient, engine: FakeEngine) -> None:
     assert (await client.get("/health")).json()["status"] == "ok"
     engine.alive, engine.replicas = (True, False), (("serving", 0), ("restarting", 2))
+    engine.num_ranks = (1, 0)
     response = await client.get("/health")
     assert response.status_code == 200
     engines = [
-        {"index": 0, "alive": True, "state": "serving", "restarts": 0},
-        {"index": 1, "alive": False, "state": "restarting", "restarts": 2},
+        {"index": 0, "alive": True, "state": "serving", "restarts": 0, "workers": 1},
+        {"index": 1, "alive": False, "state": "restarting", "restarts": 2, "workers": 0},
     ]
     assert response.json() == {"status": "degraded", "engines": engines}
     engine.models = {}
     assert (await client.get("/health")).json()["status"] == "loading"
+
+
+async def test_health_is_degraded_while_a_worker_is_dead(client: httpx.AsyncClient, engine: FakeEngine) -> None:
+    config = msgspec.structs.replace(engine.config.engine, workers_per_engine=2)
+    engine.config = msgspec.structs.replace(engine.config, engine=config)
+    for workers, status in (((2, 2), "ok"), ((2, 1), "degraded")):
+        engine.num_ranks = workers
+        told = (await client.get("/health")).json()
+        assert (told["status"], [each["workers"] for each in told["engines"]]) == (status, list(workers))
 
 
 async def test_not_ready(client: httpx.AsyncClient, engine: FakeEngine) -> None:

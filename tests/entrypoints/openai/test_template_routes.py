@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import time
 from collections.abc import AsyncIterator
 from dataclasses import replace
 from typing import Any
@@ -13,7 +14,7 @@ import pytest
 from api_calls import IMAGE, MASK, assert_refused, post_edit, post_json
 from fake_engine import FakeEngine
 
-from core.costs.load_report import CacheStats, EngineStats, LoadReport, RankStats
+from core.costs.load_report import CacheStats, EngineStats, LoadReport, QuarantinedModel, RankStats
 from core.handles import LoadedComponent, ModelKey
 from engine.client.resolve.mask_aware import ExactReason
 from entrypoints.openai.app import ServerSettings, create_app
@@ -266,7 +267,8 @@ async def test_engine_stats(client: httpx.AsyncClient, engine: FakeEngine) -> No
     assert first["cost_model"]["r_squared"] == {"denoise": 0.98, "prime": None}
     assert first["cache"]["hit_ratio"] == 0.9
     assert first["totals"]["tokens_skipped"] == 900
-    nothing = dict.fromkeys(("load", "stage_seconds", "resident_models", "ranks", "totals", "cost_model", "cache"))
+    parts = ("load", "stage_seconds", "resident_models", "ranks", "quarantine", "totals", "cost_model", "cache")
+    nothing = dict.fromkeys(parts)
     assert second == {"index": 1, "alive": False} | nothing
     assert stats["templates"] == {"count": 0, "used_bytes": 0, "budget_bytes": 1000}
     assert stats["models"][0]["id"] == "tiny/fill"
@@ -290,6 +292,17 @@ async def test_components_are_listed_with_the_models_that_share_them(
     ]
     told = {"alive": False, "deaths": 3, "resident_models": first["resident_models"], "busy_seconds": 0.5}
     assert first["ranks"] == [told] * 2
+
+
+async def test_refused_models_are_listed(client: httpx.AsyncClient, engine: FakeEngine) -> None:
+    now = time.monotonic()
+    refused = (QuarantinedModel("m", "deaths", 2, now - 5.0, now + 15.0), QuarantinedModel("m", "load", 1, 0.0, 10.0))
+    engine.stats = (msgspec.structs.replace(STATS, quarantine=refused), None)
+    first, _ = (await client.get("/v1/engine/stats")).json()["engines"]
+    soon, now_again = first["quarantine"]
+    assert {key: soon[key] for key in ("model", "cause", "times")} == {"model": "m", "cause": "deaths", "times": 2}
+    assert (5.0 <= soon["seconds"] < 10.0, 10.0 < soon["seconds_left"] <= 15.0) == (True, True)
+    assert (now_again["cause"], now_again["seconds_left"]) == ("load", 0.0), "with the next request"
 
 
 async def test_totals_are_summed_over_engines(client: httpx.AsyncClient, engine: FakeEngine) -> None:

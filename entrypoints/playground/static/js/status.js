@@ -30,6 +30,7 @@ function show(stats) {
   byId("now").replaceChildren(...now(stats));
   showTimelines(stats.engines);
   byId("engines").replaceChildren(...stats.engines.map(engineRow));
+  showRefused(stats.engines);
   showCache(stats.cache);
 }
 
@@ -72,9 +73,30 @@ function recent(steps) {
     .map((step) => ({ start: step.ms_ago, end: step.ms_ago - step.ms, requests: step.requests, degree: step.degree }));
 }
 
-function engineRow({ index, alive, load, totals }) {
+const CAUSES = {
+  load: "it could not be loaded",
+  deaths: "its work ended workers",
+  owner_deaths: "one key's requests ended workers; refused to that key alone",
+};
+
+/** What engines refuse for a while, one line each. */
+function showRefused(engines) {
+  const lines = engines.flatMap(({ index, quarantine }) => (quarantine ?? []).map((each) => refused(index, each)));
+  byId("refused").replaceChildren(...lines.map((text) => el("li", {}, text)));
+  byId("refused-card").hidden = !lines.length;
+}
+
+function refused(index, { model, cause, times, seconds_left: left }) {
+  const next = left ? `tried again in ${duration(left * 1000)}` : "tried again with the next request";
+  return `${model} on engine ${index}: ${CAUSES[cause]} (${count(times)}×); ${next}`;
+}
+
+function engineRow({ index, alive, load, totals, ranks }) {
+  const workers = ranks?.length ?? 0;
+  const living = (ranks ?? []).filter((rank) => rank.alive).length;
+  const serving = living < workers ? `serves with ${living} of ${workers} workers` : "serves";
   const cells = [
-    alive ? "serves" : "down",
+    alive ? serving : "down",
     load ? count(load.num_running) : "–",
     load ? count(load.num_waiting) : "–",
     load ? duration(load.drain_seconds * 1000) : "–",

@@ -12,7 +12,7 @@ from load_kit import BROKEN, MODELS, SEGMENTER, TEXT, VAE, Rig, model, size_of, 
 from core.handles import ModelKey
 from core.messages.worker import Load
 from core.scheduling.policies.where_needed import LEAST_PATIENCE_SECONDS, MOST_LOOKED_AT
-from core.scheduling.ranks.residency import RETRY_SECONDS
+from core.scheduling.ranks.quarantine import FIRST_WAIT_SECONDS
 
 # ------------------------------------------------------------------------------------------------- equal ranks
 
@@ -101,7 +101,7 @@ def test_a_failed_load_keeps_requests_out_and_is_tried_again_later() -> None:
     assert rig.residency.failure_of(rig.needs("b"), 5.0) == BROKEN
     assert rig.residency.failure_of(rig.needs("c"), 5.0) is None
     assert rig.order([], [("a", 5.0)], 5.0) == ()
-    later = 5.0 + RETRY_SECONDS
+    later = 5.0 + FIRST_WAIT_SECONDS
     assert rig.residency.failure_of(rig.needs("a"), later) is None
     assert rig.order([], [("a", later)], later) == (Load((0,), (VAE,)),)
     rig.note_loaded(0, VAE)
@@ -300,7 +300,7 @@ def test_a_failed_component_of_some_requests_leaves_the_others() -> None:
     assert rig.residency.failure_of(rig.needs("a"), 1.0) is None
     assert rig.residency.is_complete
     assert rig.residency.states() == {"a": "loaded"}
-    later = 1.0 + RETRY_SECONDS
+    later = 1.0 + FIRST_WAIT_SECONDS
     rig.residency.note_wanted(needs)
     assert rig.order([], [(needs, later)], later) == (Load((0,), (SEGMENTER,)),)
 

@@ -1,0 +1,103 @@
+"""Refusals: fails requests whose model is refused for a while, because it could not be loaded or has ended ranks."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+from core.costs.load_report import QuarantineCause
+from core.failure import Failure
+from core.handles import ModelKey
+from core.scheduling.endings import Endings
+from core.scheduling.node_cache import NodeCache
+from core.scheduling.ranks.in_flight import Flight
+from core.scheduling.ranks.quarantine import FIRST_WAIT_SECONDS, Refusal, Suspects
+from core.scheduling.ranks.residency import Residency, keys_of
+from core.scheduling.recovery.recovery import Blame
+from core.scheduling.requests.bindings import Needs
+from core.scheduling.requests.live_requests import LiveRequests
+
+_WHY: dict[QuarantineCause, str] = {
+    "load": "the model {} cannot be loaded",
+    "deaths": "the model {} is not run for a while, because its batches ended workers",
+    "owner_deaths": "the model {} is not run for this owner for a while, because its batches ended workers",
+}
+
+
+@dataclass(slots=True)
+class Refusals:
+    """The mechanism of one scheduler. now: monotonic seconds."""
+
+    residency: Residency
+    requests: LiveRequests
+    cache: NodeCache
+    endings: Endings
+    _new: list[str] = field(default_factory=list)  # since `take_new`
+
+    # ------------------------------------------------------------------------------------------------- events
+
+    def note_failed_load(self, rank: int, key: ModelKey, failure: Failure, now: float) -> None:
+        """Note that a rank could not load a component."""
+        self._begin(self.residency.note_failed(rank, key, failure, now), now)
+
+    def note_death(
+        self, rank: int, blame: Blame | None, loading: ModelKey | None, failure: Failure, now: float, *, is_fast: bool
+    ) -> None:
+        """Note that a rank has died. blame: for the batch that it ran. loading: the component that it was loading.
+        is_fast: it had served only briefly: what has served for longer was not ended by its models.
+        """
+        if not is_fast:
+            return
+        begun: list[Refusal | None] = []
+        if loading is not None:
+            suspects = Suspects() if blame is None else blame.suspects
+            begun += [self.residency.quarantine.note_death_in_load(rank, loading, suspects, failure, now)]
+            self.residency.note_refused(rank, loading)
+        if blame is not None and blame.keys.keys:
+            begun += self.residency.quarantine.note_death(blame.keys, blame.suspects, failure, now)
+        for refusal in filter(None, begun):
+            self._begin(refusal, now)
+
+    def note_good_batch(self, flight: Flight, now: float) -> None:
+        """Note a batch that has succeeded."""
+        if self.residency.quarantine.awaits_batches:
+            requests = (self.requests.get(item.request_id) for item in flight.batch.items)
+            owners = {request.head.owner for request in requests if request is not None}
+            self.residency.quarantine.note_good_batch(flight.keys, owners, now)
+
+    def _begin(self, refusal: Refusal, now: float) -> None:
+        """Fail the requests and templates that are refused from now on."""
+        for request in list(self.requests.live()):
+            if self.residency.is_refused(refusal, request.needs, request.head.owner):
+                self.endings.fail(request, _failure(request.head.model, refusal, now))
+        models = self.residency.refused(refusal)
+        self.cache.fail_templates({model: _failure(model, refusal, now) for model in models}, refusal.owner)
+        served = [model for model in models if not self.residency.models[model].parent]
+        if refusal.since == now:
+            seconds = f"for {refusal.until - now:.0f} s"
+            self._new += [f"{_failure(model, refusal, now).message} ({seconds})" for model in served]
+
+    # ------------------------------------------------------------------------------------------------- what is asked
+
+    def failure_of(self, model: str, needs: Needs, owner: str, now: float) -> Failure | None:
+        """Why an owner's new request of a model fails at once; None: it does not."""
+        quarantine = self.residency.quarantine
+        refusal = quarantine.refusal_of_loads(keys_of(self.residency.missing(needs)), now)
+        refusal = refusal or quarantine.refusal_of(needs, owner, now)
+        if refusal is not None:
+            return _failure(model, refusal, now)
+        failure = self.residency.failure_of(needs, now)
+        return None if failure is None else _unavailable(model, "load", failure, FIRST_WAIT_SECONDS)
+
+    def take_new(self) -> list[str]:
+        """What is refused since the last call, in words."""
+        new, self._new = self._new, []
+        return new
+
+
+def _failure(model: str, refusal: Refusal, now: float) -> Failure:
+    return _unavailable(model, refusal.cause, refusal.failure, max(0.0, refusal.until - now))
+
+
+def _unavailable(model: str, cause: QuarantineCause, failure: Failure, retry_after: float) -> Failure:
+    message = f"{_WHY[cause].format(model)}: {failure.message}"
+    return Failure("model_unavailable", message, code=cause, retry_after=retry_after)
