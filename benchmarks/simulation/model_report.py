@@ -5,6 +5,7 @@ Each run is a line of JSON; a table follows, of means over seeds. The loads of a
 
 from __future__ import annotations
 
+import math
 import time
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
@@ -15,7 +16,7 @@ from statistics import fmean
 import msgspec
 import numpy as np
 
-from benchmarks.report import print_line
+from benchmarks.report import percentile, print_line
 from benchmarks.simulation.model_engine import Served, serve
 from benchmarks.simulation.model_scenario import MODEL_SCENARIOS, ModelScenario
 
@@ -27,8 +28,8 @@ class ModelRun(msgspec.Struct, frozen=True, kw_only=True):
     policy: str
     fits: int  # models whose components a rank's budget holds; 0: no limit
     seed: int
-    mean: float
-    p99: float
+    mean: float | None  # latency of requests with a picture; None: there is none
+    p99: float | None
     goodput: float  # requests in time per second
     in_time: float  # their share of all
     failed: float  # share of all
@@ -50,14 +51,14 @@ def simulate(scenario: ModelScenario, policy: str, seed: int) -> ModelRun:
     start = time.perf_counter()
     served = serve(scenario, policy, seed)
     number = len(served.latencies) + served.failures.total()
-    latencies, watch = np.array([*served.latencies.values(), *[np.nan] * (not served.latencies)]), served.watch
+    latencies, watch = list(served.latencies.values()), served.watch
     return ModelRun(
         scenario=scenario.name,
         policy=policy,
         fits=scenario.fits,
         seed=seed,
-        mean=float(latencies.mean()),
-        p99=float(np.quantile(latencies, 0.99)),
+        mean=fmean(latencies) if latencies else None,
+        p99=percentile(latencies, 0.99) if latencies else None,
         goodput=served.in_time / served.seconds,
         in_time=served.in_time / number,
         failed=served.failures.total() / number,
@@ -181,7 +182,8 @@ def table(runs: Sequence[ModelRun]) -> Iterator[str]:
 
 def _row(runs: Sequence[ModelRun]) -> str:
     def mean(field: str) -> float:
-        return fmean(getattr(run, field) for run in runs)
+        values = [value for run in runs if (value := getattr(run, field)) is not None]
+        return fmean(values) if values else math.nan
 
     return (
         f"{runs[0].fits:>4}  {runs[0].policy:<13} {mean('mean'):6.2f} {mean('p99'):6.1f}  {mean('in_time'):7.1%}  "

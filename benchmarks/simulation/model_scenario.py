@@ -24,7 +24,7 @@ class ModelScenario:
     """fits: models of which a rank's budget holds the components; 0: no limit. edits: their number, arrivals and steps;
     its engines stand for ranks, its machine's speed for theirs. failures: share of loads that fail. poison_models: names
     of models whose steps end their rank's process. poison_share: of the requests, whose steps do, too. slo_scale: a
-    request is in time that takes at most so many times what it takes alone.
+    request is in time that takes at most so many times what it takes alone. num_owners: of requests, each as likely.
     """
 
     name: str
@@ -37,6 +37,7 @@ class ModelScenario:
     poison_models: frozenset[str] = frozenset()
     poison_share: float = 0.0
     slo_scale: float = 5.0
+    num_owners: int = 8
 
     @property
     def budget(self) -> int:
@@ -66,12 +67,16 @@ class ModelScenario:
     def trace(self, seed: int) -> list[EngineRequest]:
         """The requests in the order they come: exact edits. The same seed draws the same."""
         edits = make_trace(replace(self.edits, num_engines=self.num_ranks), seed)
-        names = self.models.draw(np.random.default_rng((seed, 1)), len(edits))
+        random = np.random.default_rng((seed, 1))
+        names, owners = self.models.draw(random, len(edits)), random.integers(self.num_owners, size=len(edits))
         return [
             msgspec.structs.replace(
-                edit, model=name, spec=msgspec.structs.replace(edit.spec, is_mask_aware=False, active=None)
+                edit,
+                model=name,
+                owner=f"owner {owner}",
+                spec=msgspec.structs.replace(edit.spec, is_mask_aware=False, active=None),
             )
-            for edit, name in zip(edits, names, strict=True)
+            for edit, name, owner in zip(edits, names, owners, strict=True)
         ]
 
     def poisonous(self, seed: int, requests: Sequence[EngineRequest]) -> frozenset[str]:
@@ -100,4 +105,15 @@ EIGHTY_SEVEN = ModelScenario(
 )
 """A third of the models fit on the ranks together."""
 
-MODEL_SCENARIOS = {each.name: each for each in (FIVE, EIGHTY_SEVEN)}
+APART = replace(FIVE, name="apart", models=ModelSet.alike(5, zipf(5, 1.0), SHARED | OWN, {}))
+"""Models that share nothing."""
+
+FAILING_LOADS = replace(FIVE, name="failing-loads", fits=2, failures=0.1)
+
+POISONOUS_MODEL = replace(FIVE, name="poisonous-model", poison_models=frozenset({"3"}))
+
+POISONOUS_REQUESTS = replace(FIVE, name="poisonous-requests", poison_share=0.01)
+
+_ALL = (FIVE, APART, EIGHTY_SEVEN, FAILING_LOADS, POISONOUS_MODEL, POISONOUS_REQUESTS)
+
+MODEL_SCENARIOS = {each.name: each for each in _ALL}
