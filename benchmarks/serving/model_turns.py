@@ -26,7 +26,7 @@ import numpy as np
 
 from benchmarks.command import command
 from benchmarks.load.client import Target
-from benchmarks.load.dataset import EditCall, Mix, synthetic
+from benchmarks.load.dataset import Mix, synthetic
 from benchmarks.report import Value, print_report
 from benchmarks.serving.recorded import Arrival, Batch, Loading, read_loading
 from benchmarks.serving.recorded_server import RecordedServer, recorded_server
@@ -142,7 +142,9 @@ def compare(models: Models, places: int, args: argparse.Namespace) -> tuple[Serv
     names = random.choice(list(models.infos), args.edits, p=weights / weights.sum())
     due = random.exponential(1.0 / args.request_rate, args.edits).cumsum().tolist()
     mix = Mix("fixed:0.2", "fixed:4", num_inference_steps=str(args.steps), sizes="128x128")
-    calls = [replace(call, model=str(name)) for call, name in zip(synthetic(mix, args.edits, random), names, strict=True)]
+    calls = [
+        replace(call, model=str(name)) for call, name in zip(synthetic(mix, args.edits, random), names, strict=True)
+    ]
     budget = models.budget(places)
     with _server(models, budget) as server:
         _wait_until_settled(server)

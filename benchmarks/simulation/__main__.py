@@ -110,7 +110,9 @@ def main(argv: Sequence[str] | None = None) -> None:
     traces = parser.add_mutually_exclusive_group()
     traces.add_argument("--paper", choices=[*PAPERS, "ddit"], help="serve what this paper's authors have served")
     traces.add_argument("--trace", type=Path, metavar="FILE", help="serve the trace of a file of the same form")
-    traces.add_argument("--models", nargs="+", choices=MODEL_SCENARIOS, metavar="NAME", help="serve these sets of models")
+    traces.add_argument(
+        "--models", nargs="+", choices=MODEL_SCENARIOS, metavar="NAME", help="serve these sets of models"
+    )
     parser.add_argument("--fits", type=int, nargs="+", help="with --models: models that fit on a rank; 0: all")
     parser.add_argument(
         "--scheduling-policies",
@@ -121,7 +123,9 @@ def main(argv: Sequence[str] | None = None) -> None:
         help="with --models: of the engine",
     )
     parser.add_argument("--plots", type=Path, metavar="FOLDER", help="with --paper or --trace: write plots there")
-    parser.add_argument("--processes", type=int, default=os.cpu_count(), help="with --paper, --trace or --models: runs at once")
+    parser.add_argument(
+        "--processes", type=int, default=os.cpu_count(), help="with --paper, --trace or --models: runs at once"
+    )
     parser.add_argument("--overhead", type=float, default=OVERHEAD, help="share by which batches exceed their tables")
     parser.add_argument("--vary", action="store_true", help="with --paper ddit: halve and double each assumed number")
     args = parser.parse_args(argv)

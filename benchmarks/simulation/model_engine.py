@@ -88,7 +88,9 @@ def serve(
     assert not scheduler.num_requests, f"{scheduler.num_requests} requests are left"
     assert len(ends) + failures.total() == len(requests), "a request has no answer"
     scheduler.check_integrity()
-    latencies = {each.request_id: ends[each.request_id] - start - each.arrival for each in requests if each.request_id in ends}
+    latencies = {
+        each.request_id: ends[each.request_id] - start - each.arrival for each in requests if each.request_id in ends
+    }
     alone = {each.request_id: scenario.alone_seconds(each) for each in requests}
     return Served(
         latencies=latencies,

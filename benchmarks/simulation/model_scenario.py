@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 
 import msgspec
 import numpy as np
@@ -21,10 +21,10 @@ OWN = {"transformer": 23_800_000_000}
 
 @dataclass(frozen=True)
 class ModelScenario:
-    """fits: models of which a rank's budget holds the components; 0: no limit. edits: their number, arrivals and steps;
-    its engines stand for ranks, its machine's speed for theirs. failures: share of loads that fail. poison_models: names
-    of models whose steps end their rank's process. poison_share: of the requests, whose steps do, too. slo_scale: a
-    request is in time that takes at most so many times what it takes alone. num_owners: of requests, each as likely.
+    """fits: models of which a rank's budget holds the components; 0: no limit. edits: number, arrivals and steps; an
+    engine of theirs is a rank here. failures: share of loads that fail. poison_models: names of those whose steps end
+    their rank's process. poison_share: of the requests, whose steps do, too. slo_scale: a request is in time that takes
+    at most so many times what it takes alone. num_owners: of requests, each as likely.
     """
 
     name: str

@@ -27,7 +27,9 @@ class ModelSet:
     weights: Sequence[float]
 
     @classmethod
-    def alike(cls, number: int, weights: Sequence[float], own: Mapping[str, int], shared: Mapping[str, int]) -> ModelSet:
+    def alike(
+        cls, number: int, weights: Sequence[float], own: Mapping[str, int], shared: Mapping[str, int]
+    ) -> ModelSet:
         """Models "0", "1", .. with components of their own and components that all of them share. own, shared: kind of
         component -> bytes.
         """
@@ -39,9 +41,7 @@ class ModelSet:
     @property
     def infos(self) -> dict[str, ModelInfo]:
         """Name -> facts, as a scheduler takes them."""
-        return {
-            name: msgspec.structs.replace(MODEL, name=name, components=keys) for name, keys in self.models.items()
-        }
+        return {name: msgspec.structs.replace(MODEL, name=name, components=keys) for name, keys in self.models.items()}
 
     def budget(self, number: int) -> int:
         """Bytes of the largest so many of these models together, on one rank."""

@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from typing import NamedTuple
 
 from core.config import PRIME_SHARE
 from core.graph.workflow import Node, op_of
@@ -21,16 +22,23 @@ from core.scheduling.requests.request import Request, Status
 from core.scheduling.view import View
 
 
+class Home(NamedTuple):
+    """Where steps of some components are made."""
+
+    rank: int
+    among: RankIds  # that had the components when it was chosen
+
+
 class StepBatching(SchedulingPolicy):
     """The default policy. It keeps nothing between passes but where steps are made."""
 
     spreads_models = True
 
     def __init__(self) -> None:
-        self._homes: dict[ModelKeys, int] = {}
+        self._homes: dict[ModelKeys, Home] = {}
 
     def choose(self, view: View, now: float) -> Sequence[Decision]:
-        return StepPass(view, homes=self._homes).run()
+        return StepPass(view, homes=self._homes if len(view.ranks) > 1 else None).run()
 
 
 BatchKey = tuple[ModelKeys, str, tuple[int, ...]]
@@ -43,9 +51,8 @@ class StepPass:
 
     view: View
     apart: frozenset[str] = frozenset()  # ids of requests that are not admitted by the rule of `_admit`
-    # Components of steps -> the rank that makes these, while requests that need them are running. None: of the ranks that
-    # have them always the first one.
-    homes: dict[ModelKeys, int] | None = None
+    # Where the steps of running requests are made; None: always on the first rank that has their components.
+    homes: dict[ModelKeys, Home] | None = None
     _candidates: list[tuple[Request, list[Node]]] = field(default_factory=list)  # most urgent first, with ready nodes
     _batches: dict[BatchKey, list[tuple[Request, Node]]] = field(default_factory=dict)  # chosen nodes
     _jobs: Sequence[CacheJob] = ()  # oldest first
@@ -60,7 +67,7 @@ class StepPass:
         cache's jobs; encodings and previews; the step; and divisible pieces of the cache's jobs beside the step.
         """
         self._jobs = self.view.jobs()
-        if self.homes is not None and len(self.view.ranks) > 1:
+        if self.homes is not None:
             self._running_keys = [keys for request in self.view.requests.running for keys in _step_keys(request)]
             for keys in self.homes.keys() - set(self._running_keys):
                 del self.homes[keys]
@@ -173,19 +180,23 @@ class StepPass:
             return ranks[-1]
         device = self._device(request, node)
         if device is None and self.homes is not None and node.name in request.workflow.step_names:
-            return self._step_rank(request.keys_of(node), ranks)
+            return self._step_rank(request, node, self.homes)
         return ranks[0] if device is None else device
 
-    def _step_rank(self, keys: ModelKeys, ranks: RankIds) -> int:
-        """The rank that makes the steps of these components: the one that has made them while other requests were
-        running, or else the one that makes those of the fewest running requests.
+    def _step_rank(self, request: Request, node: Node, homes: dict[ModelKeys, Home]) -> int:
+        """The rank that makes a step. Steps of the same components stay together as long as the ranks that have them do
+        not change; they begin where other steps of the request are made, or else where the fewest running requests are.
         """
-        assert self.homes is not None
-        known = self.homes.get(keys)
-        if known not in ranks:
-            load = Counter(self.homes.get(each) for each in self._running_keys)
-            known = self.homes[keys] = min(ranks, key=lambda rank: load[rank])
-        return known
+        keys = request.keys_of(node)
+        ranks = self.view.ranks_with(keys)
+        known = homes.get(keys)
+        if known is None or known.among != ranks:
+            own = next((homes[each].rank for each in _step_keys(request) if each is not keys and each in homes), None)
+            others = (homes[each].rank for each in self._running_keys if each is not keys and each in homes)
+            load = Counter(others)
+            best = own if own in ranks else min(ranks, key=lambda rank: load[rank])
+            known = homes[keys] = Home(best, ranks)
+        return known.rank
 
     def _rank_apart(self, request: Request, node: Node) -> int:
         """The rank of a node where steps have the first rank to themselves, and all other nodes go to the last."""

@@ -1,8 +1,9 @@
 """Where needed: which components are loaded where, and which are dropped to make room.
 
-Where they are needed: the most urgent request first, on the set of ranks where the least is dropped for it. What a set
-has is not loaded on another one for a request. When a component needs room, others are dropped that no live request
-needs there: copies before the only one, the least recently used first. If all of them are needed, the request that
+Where they are needed: the most urgent request first, on the set of ranks where the least is dropped for it, and of
+equals where that was used least recently. What a set has is not loaded on another one for a request. When a component
+needs room, others are dropped that no live request needs there: copies before the only one, the least recently used
+first. If all of them are needed, the request that
 waits for room lets later requests go ahead whose models are loaded, for about as long as its own model takes to load;
 after that no other request begins before it. What no request needs is loaded while there is room: models that no set
 has, and then copies of them.

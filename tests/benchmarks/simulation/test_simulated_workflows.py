@@ -190,7 +190,9 @@ def test_ranks_run_their_plans_in_order_and_wait_for_each_other() -> None:
     ends = [
         (event.batch.id, event.started, event.when)
         for seq, batch in enumerate(batches)
-        for event in clocks.submit(StepPlan(seq, batches=(batch,)), lambda batch: seconds[batch.id], no_load, 10.0 + seq)
+        for event in clocks.submit(
+            StepPlan(seq, batches=(batch,)), lambda batch: seconds[batch.id], no_load, 10.0 + seq
+        )
         if isinstance(event, BatchEnded)
     ]
     assert ends == [(0, 10.0, 15.0), (1, 15.0, 17.0), (2, 17.0, 18.0)]
