@@ -175,10 +175,10 @@ def _served(arrivals: Sequence[Arrival], batches: Sequence[Batch], loading: Sequ
     heads = [(each, each.request) for each in arrivals]
     latencies = [(ends[head.request_id] - each.now, head.model) for each, head in heads]
     first = arrivals[0].now
-    return Served(latencies, sum(when >= first for when, _, _ in _ends(loading)))
+    return Served(latencies, sum(when >= first for when, _, _ in loads_ended(loading)))
 
 
-def _ends(loading: Sequence[Loading]) -> Iterator[tuple[float, ModelKey, float]]:
+def loads_ended(loading: Sequence[Loading]) -> Iterator[tuple[float, ModelKey, float]]:
     """(when, component, seconds) of each load: a rank loads one component after the other."""
     by_rank = defaultdict[int, list[Loading]](list)
     for each in loading:
@@ -190,7 +190,7 @@ def _ends(loading: Sequence[Loading]) -> Iterator[tuple[float, ModelKey, float]]
 
 
 def _load_means(loading: Sequence[Loading]) -> dict[str, float]:
-    return _means((key.component, seconds) for _, key, seconds in _ends(loading))
+    return _means((key.component, seconds) for _, key, seconds in loads_ended(loading))
 
 
 def _batch_means(batches: Sequence[Batch]) -> dict[tuple[str, int], float]:

@@ -74,7 +74,7 @@ class ModelScenario:
                 edit,
                 model=name,
                 owner=f"owner {owner}",
-                spec=msgspec.structs.replace(edit.spec, is_mask_aware=False, active=None),
+                spec=msgspec.structs.replace(edit.spec, is_mask_aware=False),
             )
             for edit, name, owner in zip(edits, names, owners, strict=True)
         ]
