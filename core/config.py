@@ -13,6 +13,8 @@ from typing import Literal, get_args
 import msgspec
 
 from core.errors import ConfigError, InvalidRequestError
+from core.graph.workflow import Workflow
+from core.run_class import RunClass
 from core.sampler_defaults import LEFT_OPEN, SamplerDefaults
 from core.step_schedule import StepScheduleName
 from core.validation import check_choice, check_decimal, check_integer, check_matches, conform
@@ -225,18 +227,23 @@ class CacheConfig(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class EngineConfig(msgspec.Struct, frozen=True, kw_only=True):
-    """One engine: its models, scheduler and workers. Set by flags. Raises ConfigError for several workers with a
-    single GPU, and for models whose names are not unique, or that ask for different devices or threads.
+    """The engines: their models, scheduler and workers; or one of them, see `of_engine`. Set by flags. Raises
+    ConfigError for several workers with a single GPU, for models whose names are not unique, or that ask for different
+    devices or threads, and for `engines` that do not exist, or leave a model out.
     """
 
     # Parts.
     models: tuple[ModelConfig, ...] = (ModelConfig(),)
+    engines: dict[int, tuple[str, ...]] = {}  # number of an engine -> names of its models; others have all
     scheduler: SchedulerConfig = SchedulerConfig()
     cache: CacheConfig = CacheConfig()
     # Processes.
     workers_per_engine: int = 1
-    data_parallel_size: int = 1  # identical engines on this machine; they share its cores, and each has its own GPUs
+    data_parallel_size: int = 1  # engines on this machine; they share its cores, and each has its own GPUs
     data_parallel_rank: int = 0  # number of this engine among them; set by the process that starts it
+    # Of users. The classes that nodes of the op `run` compute with, and the workflows of such nodes.
+    classes: tuple[RunClass, ...] = ()
+    workflows: tuple[Workflow, ...] = ()
     # Time limits.
     drain_seconds: float = 60.0  # for requests to finish at shutdown
     # An engine without a sign of life for this long is killed, and a worker without an answer for this long and for 20
@@ -262,12 +269,49 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True):
                 f"{self.scheduler.degree} or more"
             )
         _check_models(self.models)
+        self._check_engines()
+        names = [each.name for each in self.classes]
+        if twice := next((name for name in names if names.count(name) > 1), None):
+            raise ConfigError(f"classes: two are called {twice}; give each a name of its own")
         numbered = next((model.device for model in self.models if ":" in model.device), None)
         if numbered and self.num_workers > 1:
             raise ConfigError(
                 f"--device {numbered} is one device, and each worker takes one of its own; give --device "
                 f"{numbered.partition(':')[0]}, or one engine with one worker"
             )
+
+    def _check_engines(self) -> None:
+        """Raises ConfigError for engines and models that do not exist, and for a model that no engine has."""
+        names = [model.name for model in self.models]
+        for number, listed in self.engines.items():
+            if not 0 <= number < self.data_parallel_size:
+                raise ConfigError(
+                    f"engines: {number}: there are {self.data_parallel_size} engines, numbered from 0; give "
+                    f"--data-parallel-size {number + 1} or more, or another number"
+                )
+            if not listed:
+                raise ConfigError(f"engines: {number}: it has no model; name one, or leave the engine out: it has all")
+            if unknown := next((name for name in listed if name not in names), None):
+                raise ConfigError(f"engines: {number}: there is no model {unknown}; there are {', '.join(names)}")
+        had = {model.name for rank in range(self.data_parallel_size) for model in self.models_of(rank)}
+        if without := next((name for name in names if name not in had), None):
+            raise ConfigError(f"engines: no engine has the model {without}; add it to one of them")
+
+    def models_of(self, rank: int) -> tuple[ModelConfig, ...]:
+        """The models of an engine: those that are listed for it, and those that play roles for these."""
+        if rank not in self.engines:
+            return self.models
+        by_name, names = {model.name: model for model in self.models}, dict.fromkeys(self.engines[rank])
+        waiting = list(names)
+        while waiting:
+            players = [name for name in by_name[waiting.pop()].players.values() if name not in names]
+            names |= dict.fromkeys(players)
+            waiting += players
+        return tuple(model for model in self.models if model.name in names)
+
+    def of_engine(self, rank: int) -> EngineConfig:
+        """The configuration of one of the engines."""
+        return msgspec.structs.replace(self, models=self.models_of(rank), engines={}, data_parallel_rank=rank)
 
     @property
     def num_workers(self) -> int:

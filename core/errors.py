@@ -14,6 +14,7 @@
     |-- DeadlineExceededError  the request's own timeout passed
     |-- AbortedError           the client or the operator cancelled the request
     `-- EngineError            the server's fault
+        |-- RunError           a user's class failed, or made something else than was declared
         |-- NonFiniteError     a picture's numbers are infinite or none
         |-- OutOfMemoryError   the device or an arena had no room
         |-- ModelUnavailableError  the request's model cannot be loaded, or has ended workers
@@ -129,6 +130,17 @@ class OutOfMemoryError(EngineError):
     """A device, a shared arena or the host had no room for this request."""
 
 
+class RunError(EngineError):
+    """A node that runs a user's class has failed: the class raised an error, took too long, or made what its node does
+    not declare.
+    """
+
+    @classmethod
+    def at(cls, node: str, cause: str) -> RunError:
+        """The error of a node, by name."""
+        return cls(f"node {node}: {cause}")
+
+
 class NonFiniteError(EngineError):
     """The numbers of a picture are infinite or none. Adapters can cause that, so their names go with it."""
 
@@ -140,8 +152,8 @@ class GroupBrokenError(EngineError):
 
 
 class ModelUnavailableError(EngineError):
-    """The request's model is refused for a while: it cannot be loaded, or its batches have ended workers. Other models
-    are served. cause: a `core.costs.load_report.QuarantineCause`. retry_after: in seconds.
+    """The request's model is refused for a while: it cannot be loaded, its batches have ended workers, or no engine
+    that serves it is left. Others are served. cause: a `core.costs.load_report.QuarantineCause`. retry_after: seconds.
     """
 
     def __init__(self, message: str, *, cause: str = "load", retry_after: float = 1.0) -> None:

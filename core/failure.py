@@ -14,6 +14,7 @@ FailureKind = Literal[
     "nothing_found",
     "out_of_memory",
     "not_finite",
+    "run_failed",
     "pages_lost",
     "group_broken",
     "overloaded",
@@ -58,6 +59,8 @@ class Failure(msgspec.Struct, frozen=True):
                 return cls("out_of_memory", str(error) or "out of memory", detail=detail)
             case errors.NonFiniteError():
                 return cls("not_finite", str(error), detail=detail)
+            case errors.RunError():
+                return cls("run_failed", str(error), detail=detail)
             case errors.PagesLostError():
                 return cls("pages_lost", str(error), detail=detail)
             case errors.GroupBrokenError():
@@ -90,6 +93,8 @@ class Failure(msgspec.Struct, frozen=True):
                 return errors.OutOfMemoryError(self.message)
             case "not_finite":
                 return errors.NonFiniteError(self.message)
+            case "run_failed":
+                return errors.RunError(self.message)
             case "pages_lost":
                 return errors.PagesLostError(self.message)
             case "group_broken":

@@ -6,10 +6,12 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from core.run_class import RunClass
     from core.sampling_params import SamplingParams
-    from entrypoints.image_engine import Edit, EditResult, ImageEngine
+    from engine.client.run_input import RunInput
+    from entrypoints.image_engine import Edit, EditResult, ImageEngine, RunResult
 
-__all__ = ["Edit", "EditResult", "ImageEngine", "SamplingParams"]
+__all__ = ["Edit", "EditResult", "ImageEngine", "RunClass", "RunInput", "RunResult", "SamplingParams"]
 
 
 def __getattr__(name: str) -> Any:
@@ -18,8 +20,10 @@ def __getattr__(name: str) -> Any:
         return import_module(f"{__name__}.{name}")
     if name not in __all__:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    from core.sampling_params import SamplingParams
-    from entrypoints.image_engine import Edit, EditResult, ImageEngine
+    from core import run_class, sampling_params
+    from engine.client import run_input
 
-    globals().update(Edit=Edit, EditResult=EditResult, ImageEngine=ImageEngine, SamplingParams=SamplingParams)
+    offline = import_module(f"{__name__}.image_engine")
+    places = {"RunClass": run_class, "RunInput": run_input, "SamplingParams": sampling_params}
+    globals().update({each: getattr(places.get(each, offline), each) for each in __all__})
     return globals()[name]

@@ -9,6 +9,9 @@
     refiner = "polish"                 # the name of another entry
     defaults = { num_inference_steps = 40, refiner_start = 0.8 }
 
+    [engines]                          # others have all models
+    0 = ["fill", "polish"]
+
 What an entry leaves out is as the server's flags say. Paths are relative to the file's folder.
 """
 
@@ -17,7 +20,7 @@ from __future__ import annotations
 import tomllib
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import msgspec
 
@@ -37,16 +40,44 @@ SETTINGS = tuple(flag.sets for flag in flags_of(ModelConfig) if flag.sets not in
 OF_REQUESTS = ("workflow", "refiner", "roles")
 """Further keys of an entry that are fields of ModelConfig, without a flag."""
 
+MAX_DIGITS = 9
+"""Most digits of an engine's number."""
+
 KEYS = ("name", "path", "loras", *SETTINGS, *OF_REQUESTS, "defaults")
 
 
-def read_catalog(file: Path, common: ModelConfig) -> tuple[ModelConfig, ...]:
-    """The models that a catalog lists, at least one. common: from the flags. Raises ConfigError that names the file,
-    the entry and its key."""
-    entries = _read(file).get("model", [])
+class Catalog(NamedTuple):
+    """The content of a catalog."""
+
+    models: tuple[ModelConfig, ...]  # at least one
+    engines: dict[int, tuple[str, ...]]  # number of an engine -> names of its models, which need not exist
+
+
+def read_catalog(file: Path, common: ModelConfig) -> Catalog:
+    """Read a catalog. common: what the flags say of all models. Raises ConfigError that names the file, the entry and
+    its key."""
+    content = _read(file)
+    entries = content.get("model", [])
     if not isinstance(entries, list) or not entries or not all(isinstance(entry, dict) for entry in entries):
         raise ConfigError(f"{file} lists no model: each is a table that begins with [[model]]")
-    return tuple(_Entry(file, number, entry).config(common) for number, entry in enumerate(entries, 1))
+    models = tuple(_Entry(file, number, entry).config(common) for number, entry in enumerate(entries, 1))
+    return Catalog(models, _engines(file, content.get("engines", {})))
+
+
+def _engines(file: Path, table: object) -> dict[int, tuple[str, ...]]:
+    if not isinstance(table, dict):
+        raise ConfigError(f'{file}: engines: is a table: [engines], and a line 0 = ["name of a model"] for each')
+    engines: dict[int, tuple[str, ...]] = {}
+    for key, names in table.items():
+        where = f"{file}: engines: {key}"
+        if not (key.isascii() and key.isdecimal() and len(key) <= MAX_DIGITS):
+            raise ConfigError(f"{where}: is no engine's number; they are numbered from 0")
+        if not isinstance(names, list) or not all(isinstance(name, str) for name in names):
+            raise ConfigError(f"{where}: is a list of models' names")
+        if int(key) in engines:
+            raise ConfigError(f"{where}: engine {int(key)} is listed twice")
+        engines[int(key)] = tuple(names)
+    return engines
 
 
 def _read(file: Path) -> dict[str, Any]:
@@ -58,7 +89,7 @@ def _read(file: Path) -> dict[str, Any]:
         raise ConfigError(f"the catalog {file} is no TOML: {error}") from error
     except RecursionError as error:
         raise ConfigError(f"the catalog {file} cannot be read: it is nested too deeply") from error
-    if unknown := sorted(content.keys() - {"model"}):
+    if unknown := sorted(content.keys() - {"model", "engines"}):
         raise ConfigError(f"{file}: {unknown[0]} is not known; models are tables that begin with [[model]]")
     return content
 

@@ -33,13 +33,17 @@ from core.config import (
     StencilConfig,
 )
 from core.errors import EngineError, InvalidRequestError, StencilError
+from core.graph.workflow import Workflow
 from core.lora import Lora, named_loras
 from core.mask_request import MaskRequest, mask_request
 from core.model_info import ModelInfo
+from core.run_class import RunClass
 from core.sampling_params import MAX_PADDING_MASK_CROP, MAX_PROMPT_CHARACTERS, MAX_SIDE, MIN_SIDE, SamplingParams
 from core.validation import check_filled, check_integer, check_length, conform, conformed
 from engine.client.async_engine import AsyncEngine
 from engine.client.edit_types import EditInput, EditReport
+from engine.client.run_input import RunInput
+from engine.client.run_values import RunValue
 from engine.client.templates.template_store import RegisteredTemplate
 from engine.client.upload import BytesUpload
 from entrypoints.pictures import ImageLike, decode_picture, encode_picture
@@ -115,6 +119,14 @@ class EditResult:
     error: StencilError | None = None
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RunResult:
+    """The results of one RunInput by name, or an error."""
+
+    values: Mapping[str, RunValue] = field(default_factory=dict)
+    error: StencilError | None = None
+
+
 class ImageEngine:
     """Loaded models, ready to edit. Use it as a context manager, or call `close`.
 
@@ -124,8 +136,8 @@ class ImageEngine:
     mask_aware, cache_keyframes, cache_dtype, priming_prompt, segmenter: see ModelConfig. loras: name -> file of each
     adapter, see AdapterConfig. cache: see CacheConfig. data_parallel_size: number of engines, between which edits are
     distributed. workers_per_engine: ranks of each, the last of which decodes. degree: ranks that compute each denoising
-    step together. Raises InvalidRequestError for an argument of the wrong type or out of range, and ConfigError if a
-    model or an adapter cannot be loaded.
+    step together. classes, workflows: of users, see `run`. Raises InvalidRequestError for an argument of the wrong type
+    or out of range, and ConfigError if a model, an adapter, a class or a workflow cannot be used.
 
     Usable only in the process that created it, since a forked child has neither its thread nor its child processes.
     Methods raise EngineError in a fork and after `close`.
@@ -155,6 +167,8 @@ class ImageEngine:
         data_parallel_size: int = EngineConfig().data_parallel_size,
         workers_per_engine: int = EngineConfig().workers_per_engine,
         degree: int = SchedulerConfig().degree,
+        classes: Sequence[RunClass] = (),
+        workflows: Sequence[Workflow] = (),
     ) -> None:
         only = ModelConfig(
             model=model,
@@ -180,6 +194,8 @@ class ImageEngine:
                 cache=cache,
                 data_parallel_size=data_parallel_size,
                 workers_per_engine=workers_per_engine,
+                classes=tuple(_all_of("classes", classes, RunClass)),
+                workflows=tuple(_all_of("workflows", workflows, Workflow)),
             ),
             image=ImageConfig(image_workers=image_workers),
             max_queue=MAX_IN_FLIGHT * data_parallel_size * 10,
@@ -213,6 +229,13 @@ class ImageEngine:
         params = _per_edit(sampling_params, len(edits))
         with tqdm(total=len(edits), desc="Edits", unit="edit", disable=not use_tqdm) as progress:
             return self._run(self._generate(edits, params, progress))
+
+    def run(self, runs: Sequence[RunInput]) -> list[RunResult]:
+        """Run workflows of users' classes, in parallel. Results are in the order of `runs`; one that fails has its
+        error in its result. Raises InvalidRequestError for values that are not RunInputs.
+        """
+        self._check_open()
+        return self._run(self._run_all(_all_of("runs", runs, RunInput)))
 
     @property
     def model(self) -> ModelInfo:
@@ -272,6 +295,21 @@ class ImageEngine:
             return result
 
         return await asyncio.gather(*map(one, edits, params))
+
+    async def _run_all(self, runs: Sequence[RunInput]) -> list[RunResult]:
+        places = asyncio.Semaphore(MAX_IN_FLIGHT * self._engine.config.engine.data_parallel_size)
+
+        async def one(asked: RunInput) -> RunResult:
+            async with places:
+                try:
+                    return RunResult(values=await self._engine.run(f"offline-{uuid.uuid4().hex}", asked))
+                except StencilError as error:
+                    return RunResult(error=error)
+                except Exception as error:  # a bug must fail this run only, not all runs of the call
+                    logger.exception("a run failed")
+                    return RunResult(error=EngineError(f"internal error: {error!r}"))
+
+        return await asyncio.gather(*map(one, runs))
 
     def _run(self, coroutine: Coroutine[Any, Any, T]) -> T:
         """Run a coroutine on the engine's loop. Ctrl-C cancels it and is raised after its cleanup; a second Ctrl-C is

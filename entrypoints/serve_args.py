@@ -24,7 +24,7 @@ from core.errors import ConfigError
 from core.ipc.logs import one_line
 from core.scheduling.policies import make_policy
 from entrypoints.api_keys import KeySource
-from entrypoints.catalog import read_catalog
+from entrypoints.catalog import Catalog, read_catalog
 from entrypoints.serve_flags import FLAGS, Flag, flags_of
 from entrypoints.serve_options import ServeOptions
 
@@ -49,7 +49,9 @@ def _config(args: argparse.Namespace) -> StencilConfig:
     cache = CacheConfig(**_values(CacheConfig, args))
     make_policy(args.policy)
     scheduler = SchedulerConfig(**_values(SchedulerConfig, args))
-    engine = EngineConfig(models=_models(args), scheduler=scheduler, cache=cache, **_values(EngineConfig, args))
+    models, engines = _catalog(args)
+    settings = _values(EngineConfig, args)
+    engine = EngineConfig(models=models, engines=engines, scheduler=scheduler, cache=cache, **settings)
     image = ImageConfig(**_values(ImageConfig, args))
     return StencilConfig(engine=engine, image=image, **_values(StencilConfig, args))
 
@@ -60,20 +62,21 @@ def _values(config: type, args: argparse.Namespace) -> dict[str, Any]:
     return {name: tuple(value) if isinstance(value, list) else value for name, value in values.items()}
 
 
-def _models(args: argparse.Namespace) -> tuple[ModelConfig, ...]:
-    """The models to serve. Raises ConfigError."""
+def _catalog(args: argparse.Namespace) -> Catalog:
+    """The models to serve, and which engines have which. Raises ConfigError."""
     common = ModelConfig(**_values(ModelConfig, args))
     named = args.models or [("", EMBEDDED_MODEL)]
     _check_flags_of_one(args, is_alone=len(named) == 1 and not args.catalog)
     if args.catalog:
         return read_catalog(Path(args.catalog), common)
     adapters = tuple(args.loras)
-    return tuple(
+    models = tuple(
         msgspec.structs.replace(
             common, model=model, served_model_name=name or args.served_model_name, adapters=adapters
         )
         for name, model in named
     )
+    return Catalog(models, {})
 
 
 def _check_flags_of_one(args: argparse.Namespace, *, is_alone: bool) -> None:

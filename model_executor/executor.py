@@ -215,6 +215,7 @@ class Executor:
             device_index=config.device_index(rank),
             keeper=config.keeper,
             measures_costs=measures,
+            classes=config.classes,
         )
 
     async def _stop(self) -> None:

@@ -15,7 +15,7 @@ from core.graph.workflows.find_mask import FIND_MASK
 from core.graph.workflows.hires import HIRES
 from core.graph.workflows.inpaint import INPAINT
 from core.graph.workflows.selected_inpaint import SELECTED_INPAINT
-from core.handles import ArrayRef, Artefact, EntryRef, ModelKey, TensorKey, TensorRef
+from core.handles import ArrayRef, Artefact, EntryRef, LoadedComponent, ModelKey, TensorKey, TensorRef
 from core.messages.canvas import Canvas
 from core.messages.engine import EngineRequest
 from core.messages.plan_parts import parts_of
@@ -27,6 +27,7 @@ from core.messages.worker import (
     Delivery,
     Item,
     ItemResult,
+    ModelLoaded,
     PageCopied,
     PageCopy,
     PageForget,
@@ -40,6 +41,7 @@ from core.scheduling.ops.decode import Decode
 from core.scheduling.ops.denoise import Denoise
 from core.scheduling.ops.image_encode import ImageEncode
 from core.scheduling.ops.prime import Prime
+from core.scheduling.ops.run import Run
 from core.scheduling.ops.segment import Segment
 from core.scheduling.ops.template_encode import TemplateEncode
 from core.scheduling.scheduler import StepScheduler
@@ -356,6 +358,13 @@ class FakeWorkers:
         self.num_run[rank], self.results[rank] = None, []
         return results
 
+    def finish_loads(self, nbytes: int = 8) -> list[ModelLoaded]:
+        """Load what was ordered. nbytes: of each component."""
+        loading, self.loading = self.loading, []
+        for rank, key in loading:
+            self.loaded[rank].add(key)
+        return [ModelLoaded(rank, LoadedComponent(key, nbytes), 0.01) for rank, key in loading]
+
     def steps_done(self, request_id: str) -> int:
         """Steps that a request has done, of its node `denoise`."""
         return len(self.steps.get(request_id, {}).get("denoise", ()))
@@ -454,7 +463,8 @@ class FakeWorkers:
     def _make(self, item: Item, op: str, rank: int) -> tuple[TensorRef, ...]:
         """The values that the op makes."""
         omitted = self.omitted | ({"clean"} if isinstance(item.work, Denoise) and not item.work.keep_clean else set())
-        names = [port.name for port in OPS[op].outputs if port.name not in omitted]
+        ports = item.work.makes if isinstance(item.work, Run) else OPS[op].outputs
+        names = [port.name for port in ports if port.name not in omitted]
         keys = [TensorKey(item.request_id, item.node, name, item.version) for name in names]
         read = [(ref.input, self._read(ref, rank)) for ref in item.inputs]
         digest = self.made[item.request_id, item.node] = hash((item.node, item.version, tuple(read)))

@@ -17,6 +17,7 @@ from core.costs.load_report import (
     ResidentPages,
 )
 from core.routing.request_shape import RequestShape
+from core.routing.weights import Weights
 
 PER_KILOTOKEN = 0.1 / 4.608
 BASE = 0.006
@@ -80,4 +81,5 @@ def make_shape(
     is_exact = template is None and active_tokens == image_tokens
     full_steps = num_steps if is_exact else 0
     pages = (template, num_keyframes, 10**9) if template is not None else (None, 0, 0)
-    return RequestShape("m", num_steps, full_steps, active_tokens, image_tokens, 512, *pages)
+    tokens = active_tokens, image_tokens, 512
+    return RequestShape("m", num_steps, full_steps, *tokens, *pages, needed=(Weights("m"),))

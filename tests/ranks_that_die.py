@@ -9,6 +9,7 @@ from random import Random
 import pytest
 from any_ranks import answer_of
 from fakes import MODEL, FakeWorkers, apply
+from run_workflows import CLASSES
 
 from core.config import SchedulerConfig
 from core.failure import Failure
@@ -43,7 +44,8 @@ class Site:
     ) -> None:
         self._random = random
         settings = {"max_num_seqs": 8, "max_ahead_ms": 1e6, "max_plans_in_flight": 3, "max_retries": NEVER} | limits
-        self.scheduler = StepScheduler(SchedulerConfig(**settings), {"m": MODEL}, num_ranks, policy=policy)
+        config = SchedulerConfig(**settings)
+        self.scheduler = StepScheduler(config, {"m": MODEL}, num_ranks, policy=policy, classes=CLASSES)
         self.scheduler.workflows |= {workflow.name: workflow for workflow in served}
         self.workers = FakeWorkers(num_ranks, omitted={"sampler"}, answers=answer_of)
         self.outputs: list[Output] = []
@@ -52,6 +54,8 @@ class Site:
     def step(self) -> None:
         """Schedule, and let one rank answer."""
         self.schedule()
+        for loaded in self.workers.finish_loads():
+            self.scheduler.apply_load(loaded, 0.0)
         queues = self.workers.queues
         ranks, num_queued = [rank for rank, queue in enumerate(queues) if queue], sum(map(len, queues))
         self._random.shuffle(ranks)

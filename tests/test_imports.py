@@ -118,6 +118,7 @@ def of_model(*ours: str) -> Law:
 LAWS = {
     # folder or module -> its law; for each module the longest matching prefix applies
     "core": pure("core"),
+    "core.config": pure("core", "core.graph"),
     "core.costs": pure("core", *GRAPH, "core.costs"),
     "core.messages": pure(*MESSAGES),
     "core.graph": pure("core.errors", *GRAPH),
@@ -167,7 +168,8 @@ LAWS = {
         *(f"{WORKER}.loading", f"{WORKER}.stores"),
     ),
     f"{WORKER}.ops": of_model(
-        *("core.messages", OPS, KERNELS, MODELS, PAGES, PARALLEL, SAMPLERS, f"{WORKER}.stores", f"{WORKER}.ops")
+        *("core.messages", *GRAPH, OPS, KERNELS, MODELS, PAGES, PARALLEL, SAMPLERS),
+        *(f"{WORKER}.stores", f"{WORKER}.ops"),
     ),
     f"{WORKER}.probes": of_model(
         *(*MESSAGES, OPS, CHECKPOINT, *SEEN_BY_DENOISERS, f"{MODELS}.transformer", PARALLEL),

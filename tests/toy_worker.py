@@ -1,34 +1,31 @@
-"""A worker process for tests: the real one, which also runs the op TOY."""
+"""What workers of tests import as a user's class: with it, they run the op TOY, too."""
 
 from __future__ import annotations
 
-import os
 import time
 from collections.abc import Sequence
-from typing import TYPE_CHECKING
 from zlib import crc32
 
+import torch
 from workflows import TOY, Toy
 
 from core.graph.op import OPS
-
-if TYPE_CHECKING:
-    from core.messages.worker import Item, ItemResult
-    from model_executor.worker.ops.context import WorkerContext
+from core.messages.worker import Item, ItemResult
+from model_executor.worker.ops import HANDLERS
+from model_executor.worker.ops.context import WorkerContext
 
 PRIME = 1_000_003
 SIZE = 1000
 
 
-def main(config: bytes, fds: list[int]) -> None:
-    """Entry point, as `model_executor.worker.main.main`."""
-    os.environ["OMP_NUM_THREADS"] = "1"
-    from model_executor.worker import main as worker
-    from model_executor.worker.ops import HANDLERS
+class Toys:
+    """To name in EngineConfig: what counts is that its module is imported."""
 
-    OPS.register(TOY)
-    HANDLERS[TOY.name] = run_toys
-    worker.main(config, fds)
+    def load(self, device: str, dtype: torch.dtype) -> None:
+        """Nothing."""
+
+    def execute(self) -> dict[str, object]:
+        return {}
 
 
 def run_toys(context: WorkerContext, items: Sequence[Item]) -> list[ItemResult]:
@@ -37,10 +34,6 @@ def run_toys(context: WorkerContext, items: Sequence[Item]) -> list[ItemResult]:
 
 
 def _run_toy(context: WorkerContext, item: Item) -> ItemResult:
-    import torch
-
-    from core.messages.worker import ItemResult
-
     work = item.work
     assert isinstance(work, Toy)
     mixed = torch.arange(SIZE) + crc32(f"{item.node} {item.version} {work.seed}".encode())
@@ -53,3 +46,7 @@ def _run_toy(context: WorkerContext, item: Item) -> ItemResult:
         context.shared(work.pixels).view(-1)[:SIZE].copy_(mixed % 256)
     values = context.put(item, {"x": mixed, "y": (mixed * 7 + 1) % PRIME})
     return ItemResult(item.request_id, item.node, values, **work.answer)  # type: ignore[arg-type]
+
+
+OPS.register(TOY)
+HANDLERS[TOY.name] = run_toys

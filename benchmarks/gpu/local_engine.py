@@ -99,7 +99,7 @@ class LocalEngine:
                 if not isinstance(output, Finished):
                     raise RuntimeError(f"an edit failed: {output}")
                 left.discard(output.request_id)
-        return [self._arenas.own.view(request.spec.pixels).copy() for request in requests]
+        return [self._arenas.own.view(request.picture.pixels).copy() for request in requests]
 
     def begin(self, template: Pixels, sampling: SamplingParams, box: Box | None = None) -> EngineRequest:
         """Add an edit to the scheduler. box: as for `edit`."""

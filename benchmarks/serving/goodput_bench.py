@@ -256,6 +256,6 @@ def _mean(every: Sequence[Surroundings]) -> Surroundings:
 
 def _with_steps(head: str, steps: int) -> str:
     request = _decode(head)
-    sampling = msgspec.structs.replace(request.spec.sampling, num_inference_steps=steps)
+    sampling = msgspec.structs.replace(request.picture.sampling, num_inference_steps=steps)
     spec = msgspec.structs.replace(request.spec, sampling=sampling)
     return base64.b64encode(encode(msgspec.structs.replace(request, spec=spec, rounds=(steps,)))).decode()

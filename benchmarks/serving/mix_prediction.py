@@ -126,6 +126,6 @@ def predict(
 
 
 def _seed(arrival: Arrival) -> int:
-    seed = arrival.request.spec.sampling.seed
+    seed = arrival.request.picture.sampling.seed
     assert seed is not None, "edits of the mix have seeds"
     return seed

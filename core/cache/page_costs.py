@@ -45,7 +45,7 @@ class PageCosts:
         assert request.workflow.paged is not None
         op, num_rows = op_of(request.workflow.paged), request.spec.num_rows
         keys = request.keys_of(request.workflow.paged)
-        every, active = request.spec.num_all_tokens, request.spec.num_active_tokens
+        every, active = request.picture.num_all_tokens, request.picture.num_active_tokens
         full = self._predictor.op_seconds(keys, op, Work.of([every] * num_rows))
         cached = self._predictor.op_seconds(keys, op, Work.of_pairs([(active, every)] * num_rows))
         load = sum(self._cost.predict_copy(tier, nbytes) for tier, nbytes in loading)

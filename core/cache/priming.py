@@ -15,7 +15,7 @@ from core.patches import PatchSet
 
 if TYPE_CHECKING:
     from core.messages.engine import PrimeTemplate
-    from core.messages.specs import Spec
+    from core.messages.specs.picture_spec import PictureSpec
     from core.model_info import ModelInfo
 
 
@@ -44,7 +44,7 @@ class TemplateInfo:
 
     @classmethod
     def of(
-        cls, asked: Spec | PrimeTemplate, info: ModelInfo, references: tuple[tuple[int, int], ...] = ()
+        cls, asked: PictureSpec | PrimeTemplate, info: ModelInfo, references: tuple[tuple[int, int], ...] = ()
     ) -> TemplateInfo:
         """The template of a request or a template request. info: of its model, which must have a page scheme.
         references: their sizes in pixels."""

@@ -118,8 +118,9 @@ class RequestPrefetcher:
             self._make(request, template, template.scheme.keyframes).reservation.is_prefetch = True
 
     def _make(self, request: Request, template: TemplateInfo, keyframes: tuple[float, ...]) -> RequestPages:
-        assert request.spec.template is not None
-        reservation = Reservation(request.id, template, (request.spec.template, *request.spec.references), keyframes)
+        spec = request.picture
+        assert spec.template is not None
+        reservation = Reservation(request.id, template, (spec.template, *spec.references), keyframes)
         reservation.owner = request.head.owner
         self._unreserved.add(request.id)
         mine = self.records[request.id] = RequestPages(reservation)
@@ -150,7 +151,7 @@ class RequestPrefetcher:
     def _template_of(self, request: Request) -> TemplateInfo:
         assert request.workflow.paged is not None
         info = self._models[request.model_of(request.workflow.paged)]
-        return TemplateInfo.of(request.spec, info, request.spec.reference_sizes)
+        return TemplateInfo.of(request.picture, info, request.picture.reference_sizes)
 
 
 def _masked(request: Request, sigmas: tuple[float, ...], first: int) -> tuple[float, ...]:

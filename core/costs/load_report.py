@@ -96,6 +96,22 @@ class EngineCosts(msgspec.Struct, frozen=True):
     copies: tuple[CopyLine, ...]
 
 
+ModelState = Literal["loaded", "loading", "failed", "quarantined", "unloaded"]
+"""Of a model's weights. loaded: all ranks that live have them. failed: some could not be loaded when they were asked
+for last. quarantined: their batches have ended ranks. unloaded: they are loaded when a request needs them."""
+
+
+class ModelLoad(msgspec.Struct, frozen=True, array_like=True):
+    """How far an engine is with the weights that requests of a model need."""
+
+    model: str  # name
+    # Whether these are of its segmenter, which only requests need whose mask is to be found, and the others are not.
+    is_segmenter: bool
+    state: ModelState  # loading: or about to be, because a request waits for them
+    # loaded: 0. loading: until they are loaded. Else: what loading them adds to LoadReport.load_seconds; above 0.
+    seconds: float
+
+
 class LoadReport(msgspec.Struct, frozen=True, kw_only=True):
     """How busy an engine is. Made by its Reporter."""
 
@@ -113,6 +129,8 @@ class LoadReport(msgspec.Struct, frozen=True, kw_only=True):
     is_first: bool = False
     queue: tuple[QueueChange, ...] = ()  # in the order in which they happened
     resident_pages: tuple[ResidentPages, ...] = ()  # templates with pages that have come or gone
+    models: tuple[ModelLoad, ...] = ()  # weights of which more has changed than the time left
+    load_seconds: float | None = None  # until what requests wait for is loaded; None: when the last report said
     costs: EngineCosts | None = None  # None: unchanged, or not due yet
     refused: dict[str, float] = {}  # model -> until when it is refused to everybody, monotonic seconds
 
@@ -165,10 +183,6 @@ class RankStats(msgspec.Struct, frozen=True):
     deaths: int = 0  # since start: of its worker, which was restarted each time
     is_up: bool = True  # its worker lives and accepts plans
 
-
-ModelState = Literal["loaded", "loading", "failed", "quarantined", "unloaded"]
-"""Of a model's weights. loaded: all ranks that live have them. failed: some could not be loaded when they were asked
-for last. quarantined: their batches have ended ranks. unloaded: they are loaded when a request needs them."""
 
 QuarantineCause = Literal["load", "deaths", "owner_deaths"]
 """Why a model is refused. load: it could not be loaded. deaths: its batches ended ranks. owner_deaths: those of one

@@ -45,10 +45,12 @@ class SlotForecast:
         self._base = base_seconds
         self._wait, self._others = until_free(slots, num_slots, base_seconds)
 
-    def seconds(self, load: RequestLoad) -> float:
-        """Seconds until it is done if it takes the next free slot and shares its steps with the running ones alone."""
+    def seconds(self, load: RequestLoad, earliest: float = 0.0) -> float:
+        """Seconds until it is done if it takes the next free slot, but in `earliest` seconds at the soonest, and shares
+        its steps with the running ones alone.
+        """
         beside = sum(min(load.steps_left, steps) * seconds for steps, seconds in self._others)
-        return self._wait + alone(load, self._base) + beside
+        return max(self._wait + beside, earliest) + alone(load, self._base)
 
 
 def alone(load: RequestLoad, base_seconds: float) -> float:

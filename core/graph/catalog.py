@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
-from core.graph.workflow import Workflow
+from collections.abc import Collection, Iterable
+
+from core.errors import WorkflowError
+from core.graph.check import check_workflow
+from core.graph.workflow import Workflow, role_of
 from core.graph.workflows.class_conditional import CLASS_CONDITIONAL
 from core.graph.workflows.find_mask import FIND_MASK
 from core.graph.workflows.hires import HIRES
@@ -20,3 +24,21 @@ SELECTED = {INPAINT: SELECTED_INPAINT, HIRES: SELECTED_HIRES, REFINED: SELECTED_
 
 WORKFLOWS: dict[str, Workflow] = {workflow.name: workflow for workflow in (*NAMED, *SELECTED.values(), FIND_MASK)}
 """Name -> workflow, for all that engines run. Of several that take what a request gives, the first serves it."""
+
+
+def with_registered(registered: Iterable[Workflow], classes: Collection[str]) -> dict[str, Workflow]:
+    """WORKFLOWS with those that a user has registered. classes: names of the classes that play roles in these. Raises
+    WorkflowError for one that cannot run, one whose name is taken, and a role that no class plays.
+    """
+    found = dict(WORKFLOWS)
+    for workflow in registered:
+        if not workflow.name or workflow.name in found:
+            raise WorkflowError(f"a workflow {workflow.name!r} is here already; give it another name", node="")
+        check_workflow(workflow)
+        found[workflow.name] = workflow
+        for node in workflow.nodes if workflow.has_own_ports else ():
+            if role_of(node) not in classes:
+                known = f"{', '.join(classes) or 'none'}; register it (classes)"
+                problem = f"its role {role_of(node)} is played by no class: there are {known}"
+                raise WorkflowError(f"workflow {workflow.name}, node {node.name}: {problem}", node=node.name)
+    return found

@@ -8,9 +8,10 @@ from graphlib import CycleError, TopologicalSorter
 
 from core.errors import WorkflowError
 from core.graph.op import OPS, Port
+from core.graph.port_checks import port_of, problems_of_ends, problems_of_ports
 from core.graph.risks import NEVER, Risks
 from core.graph.skipping import readers_of
-from core.graph.workflow import Edge, Node, Workflow, role_of
+from core.graph.workflow import Edge, Node, Workflow, inputs_of, outputs_of, role_of
 
 
 def check_workflow(workflow: Workflow) -> None:
@@ -21,6 +22,7 @@ def check_workflow(workflow: Workflow) -> None:
     _check_order(workflow)
     for node in workflow.nodes:
         _check_node(workflow, node)
+    _check_ends(workflow)
     _check_roles(workflow)
     for node in workflow.nodes:
         for edge in node.inputs:
@@ -36,9 +38,12 @@ def check_workflow(workflow: Workflow) -> None:
 
 
 def _fail(workflow: Workflow, node: Node, problem: str, edge: Edge | None = None) -> WorkflowError:
-    name = "" if edge is None else edge.input
-    where = node.name if edge is None else f"{node.name}, input {name}"
-    return WorkflowError(f"workflow {workflow.name}, node {where}: {problem}", node=node.name, input=name)
+    return _fail_at(workflow, node, "" if edge is None else edge.input, problem)
+
+
+def _fail_at(workflow: Workflow, node: Node, input: str, problem: str) -> WorkflowError:
+    where = f"{node.name}, input {input}" if input else node.name
+    return WorkflowError(f"workflow {workflow.name}, node {where}: {problem}", node=node.name, input=input)
 
 
 # ---------------------------------------------------------------------------------------------------- the graph
@@ -90,8 +95,11 @@ def _check_cycles(workflow: Workflow, places: Mapping[str, str], problem: str) -
 def _check_node(workflow: Workflow, node: Node) -> None:
     if node.op not in OPS:
         raise _fail(workflow, node, f"there is no op {node.op}")
-    connected = Counter(edge.input for edge in node.inputs)
-    for port in OPS[node.op].inputs:
+    _check_own_ports(workflow, node)
+    connected = Counter((*(edge.input for edge in node.inputs), *node.given))
+    if OPS[node.op].has_own_ports:
+        connected.update(node.literals.keys())
+    for port in inputs_of(node):
         if not port.is_optional and not connected[port.name]:
             raise WorkflowError(
                 f"workflow {workflow.name}, node {node.name}: its input {port.name} is not connected",
@@ -100,13 +108,33 @@ def _check_node(workflow: Workflow, node: Node) -> None:
             )
     for name, times in connected.items():
         if times > 1:
-            edge = next(edge for edge in node.inputs if edge.input == name)
-            raise _fail(workflow, node, "it is connected more than once", edge)
+            raise _fail_at(workflow, node, name, "it is connected more than once")
     _check_literals(workflow, node)
     if node.shows:
         _check_side(workflow, node)
     if node.chooses:
         _check_chooser(workflow, node)
+
+
+def _check_own_ports(workflow: Workflow, node: Node) -> None:
+    if OPS[node.op].has_own_ports:
+        for name, problem in problems_of_ports(workflow, node):
+            raise _fail_at(workflow, node, name, problem)
+    elif node.takes or node.makes or node.given:
+        raise _fail(workflow, node, f"op {node.op} has ports already, and takes no others")
+
+
+def _check_ends(workflow: Workflow) -> None:
+    """Requests for what a user's classes make give other things than requests for a picture."""
+    if not workflow.has_own_ports:
+        if workflow.output_ports:
+            raise WorkflowError(f"workflow {workflow.name}: output_ports are of nodes with ports of their own", node="")
+        return
+    for node in workflow.nodes:
+        if not OPS[node.op].has_own_ports:
+            raise _fail(workflow, node, f"op {node.op} works for pictures, beside no node with ports of its own")
+    for name, problem in problems_of_ends(workflow):
+        raise WorkflowError(f"workflow {workflow.name}, {name}: {problem}", node="", input=name)
 
 
 def _check_roles(workflow: Workflow) -> None:
@@ -122,9 +150,9 @@ def _check_roles(workflow: Workflow) -> None:
 
 def _check_literals(workflow: Workflow, node: Node) -> None:
     for name in node.literals:
-        if name not in OPS[node.op].literals:
+        if name not in OPS[node.op].literals and not OPS[node.op].has_own_ports:
             raise _fail(workflow, node, f"op {node.op} takes no literal {name}")
-    if node.canvas and node.canvas not in workflow.canvases:
+    if not OPS[node.op].has_own_ports and node.canvas and node.canvas not in workflow.canvases:
         raise _fail(workflow, node, f"the workflow has no canvas {node.canvas}")
 
 
@@ -163,13 +191,14 @@ def _check_edge(workflow: Workflow, node: Node, edge: Edge) -> None:
     if source.shows:
         raise _fail(workflow, node, f"no node can read what a side node makes, as {source.name} is", edge)
     made = _output(workflow, node, edge, source)
-    read = OPS[node.op].inputs_by_name.get(edge.input)
+    read = port_of(inputs_of(node), edge.input)
     if read is None:
         raise _fail(workflow, node, f"op {node.op} has no input {edge.input}", edge)
     if made.type != read.type:
         raise _fail(workflow, node, f"it takes {read.type}, and {edge.source}.{edge.name} is {made.type}", edge)
+    _check_form(workflow, node, edge, made, read)
     if edge.carried:
-        _check_carried(workflow, node, edge, made)
+        _check_carried(workflow, node, edge, made, read)
     if edge.deferred:
         _check_deferred(workflow, node, edge, made)
 
@@ -187,7 +216,14 @@ def _check_deferred(workflow: Workflow, node: Node, edge: Edge, made: Port) -> N
         raise _fail(workflow, node, f"{source.name} may make no {edge.name}, so it cannot be read deferred", edge)
 
 
-def _check_carried(workflow: Workflow, node: Node, edge: Edge, made: Port) -> None:
+def _check_form(workflow: Workflow, node: Node, edge: Edge, made: Port, read: Port) -> None:
+    """Ports of an op have no form: values of their type are as the op knows them."""
+    problem = read.form.why_not_from(made.form) if read.form is not None and made.form is not None else ""
+    if problem:
+        raise _fail(workflow, node, problem, edge)
+
+
+def _check_carried(workflow: Workflow, node: Node, edge: Edge, made: Port, read: Port) -> None:
     by = workflow.find(edge.carried)
     if by is None or not node.region or by.region != node.region:
         raise _fail(workflow, node, f"it is carried by {edge.carried}, which is no node of its region", edge)
@@ -200,11 +236,12 @@ def _check_carried(workflow: Workflow, node: Node, edge: Edge, made: Port) -> No
     port = _output(workflow, node, edge, by)
     if port.type != made.type:
         raise _fail(workflow, node, f"{by.name}.{edge.name} is {port.type}, and the first one {made.type}", edge)
+    _check_form(workflow, node, edge, port, read)
 
 
 def _output(workflow: Workflow, node: Node, edge: Edge, source: Node) -> Port:
     """The output of a node that an edge reads."""
-    port = OPS[source.op].outputs_by_name.get(edge.name)
+    port = port_of(outputs_of(source), edge.name)
     if port is None:
         raise _fail(workflow, node, f"{source.name} makes no {edge.name}", edge)
     return port
@@ -253,7 +290,7 @@ def _check_skipped_together(workflow: Workflow, risks: Risks) -> None:
 def _check_outputs(workflow: Workflow) -> None:
     if not workflow.outputs:
         raise WorkflowError(f"workflow {workflow.name} has no output", node="")
-    if len(workflow.output_names) < len(workflow.outputs):
+    if len(workflow.output_names) < len(workflow.outputs) and not workflow.has_own_ports:
         raise WorkflowError(f"workflow {workflow.name}: two outputs are of one node", node="")
     for name, maker in workflow.outputs.items():
         node = workflow.find(maker)

@@ -7,13 +7,13 @@ built-in workflows are in `core.scheduling.ops`; what a worker computes for them
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from functools import cached_property
 from typing import Literal, Protocol
 
 import msgspec
 
+from core.graph.form import Form
 from core.graph.work import Work
 
 Sharing = Literal["together", "single"]
@@ -28,17 +28,23 @@ PageUse = Literal["none", "latents", "span"]
 """What an op reads of the activation cache for a mask-aware request. latents: its template's clean latents; span: also
 the pages at the step's noise level."""
 
-Part = Literal["segment", "encode", "prime", "denoise", "decode"]
+Part = Literal["segment", "encode", "prime", "denoise", "decode", "run"]
 """The part of a request's time that an op's time is added to, as in the API's `stencil.ms`."""
 
 
 @dataclass(frozen=True, slots=True)
 class Port:
-    """An input or output of an op."""
+    """An input or output of an op, or of a node that has ports of its own."""
 
     name: str
     type: str  # kind of value; an edge joins an output and an input of the same type
     is_optional: bool = False  # an input that may be left unconnected; an output that some runs do not make
+    form: Form | None = None  # of a node's own port: of which values, in more detail
+
+    @classmethod
+    def of(cls, name: str, form: Form, *, is_optional: bool = False) -> Port:
+        """A port for a node of its own."""
+        return cls(name, form.kind, is_optional, form)
 
 
 class Sizes(Protocol):
@@ -72,6 +78,10 @@ class Sizes(Protocol):
     def num_step_tokens(self) -> int:
         """Tokens of a row that the next denoising step computes."""
 
+    @property
+    def num_elements(self) -> int:
+        """Elements of all inputs of a node with ports of its own; until they are made, the most that are declared."""
+
 
 class OpWork:
     """Base class of the messages that carry an op's work for one item. A message is encoded by its own type, and
@@ -95,6 +105,7 @@ class Op:
     # What it reads and makes.
     inputs: tuple[Port, ...] = ()
     outputs: tuple[Port, ...] = ()
+    has_own_ports: bool = False  # each of its nodes says itself what it reads and makes
     pages: PageUse = "none"
     literals: tuple[str, ...] = ()  # constants that a workflow may give to its nodes
     begins_region: bool = False  # its nodes make the first values of a region
@@ -105,16 +116,6 @@ class Op:
     def cost_name(self) -> str:
         """Name of the cost line that predicts its time."""
         return self.costs_as or self.name
-
-    @cached_property
-    def inputs_by_name(self) -> Mapping[str, Port]:
-        """Its inputs, for checks of workflows with many edges."""
-        return {port.name: port for port in self.inputs}
-
-    @cached_property
-    def outputs_by_name(self) -> Mapping[str, Port]:
-        """Its outputs."""
-        return {port.name: port for port in self.outputs}
 
 
 class OpTable:

@@ -80,7 +80,12 @@ class Node:
     shows: str = ""  # a side node: it runs after some rounds of this node, and reads what these rounds have made
     chooses: bool = False  # its result names the one of its readers that runs; the others are skipped
     joins: bool = False  # it runs although some of its sources are skipped, on what the others have made
-    literals: Mapping[str, Literal] = field(default_factory=dict, hash=False)  # by name, as its op takes them
+    # By name, as its op takes them; a node with ports of its own gets each as the input of this name.
+    literals: Mapping[str, Literal] = field(default_factory=dict, hash=False)
+    # Of a node with ports of its own, whose role is a class. given: its input -> the workflow's, which a request gives.
+    takes: tuple[Port, ...] = ()
+    makes: tuple[Port, ...] = ()
+    given: Mapping[str, str] = field(default_factory=dict, hash=False)
 
     @property
     def canvas(self) -> str:
@@ -117,6 +122,8 @@ class Workflow:
     nodes: tuple[Node, ...]
     # Name of a result -> the node that makes it. A request ends with the last of them.
     outputs: Mapping[str, str] = field(hash=False)
+    # Name of a result -> the output of its node, for nodes with ports of their own.
+    output_ports: Mapping[str, str] = field(default_factory=dict, hash=False, kw_only=True)
     regions: tuple[Region, ...] = ()
     inputs: tuple[Port, ...] = ()  # what a request gives
     # Name -> how many times smaller than the final one.
@@ -137,8 +144,24 @@ class Workflow:
 
     @cached_property
     def output_names(self) -> Mapping[str, str]:
-        """Node that makes a result -> name of the result."""
+        """Node that makes a result -> name of the result, or of one of them."""
         return {node: name for name, node in self.outputs.items()}
+
+    def results_of(self, node: Node) -> Mapping[str, str]:
+        """Name of each result that a node with ports of its own makes -> the output that is the result."""
+        return self._results.get(node.name, {})
+
+    @cached_property
+    def _results(self) -> Mapping[str, Mapping[str, str]]:
+        found: dict[str, dict[str, str]] = {}
+        for name, port in self.output_ports.items():
+            found.setdefault(self.outputs[name], {})[name] = port
+        return found
+
+    @cached_property
+    def has_own_ports(self) -> bool:
+        """Whether its nodes have ports of their own."""
+        return any(op_of(node).has_own_ports for node in self.nodes)
 
     @cached_property
     def last_output(self) -> Node:
@@ -334,6 +357,16 @@ class Workflow:
 def op_of(node: Node) -> Op:
     """A node's op. Raises KeyError if none of this name is registered."""
     return OPS[node.op]
+
+
+def inputs_of(node: Node) -> tuple[Port, ...]:
+    """What a node may read. Raises KeyError if its op is not registered."""
+    return node.takes if (op := op_of(node)).has_own_ports else op.inputs
+
+
+def outputs_of(node: Node) -> tuple[Port, ...]:
+    """What a node makes. Raises KeyError if its op is not registered."""
+    return node.makes if (op := op_of(node)).has_own_ports else op.outputs
 
 
 def role_of(node: Node) -> str:

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import msgspec
+
 from core.costs.load_report import EngineStats, LoadReport
 from core.failure import Failure
 from core.handles import ArrayRef, CacheResult, Tier
 from core.messages.message import Message
 from core.messages.specs import Spec
+from core.messages.specs.picture_spec import PictureSpec
 from core.messages.worker import DropAdapter, LoadAdapter
 from core.model_info import ModelInfo
 from core.patches import PatchSet
@@ -30,6 +33,12 @@ class EngineRequest(Message, frozen=True):
     owner: str = ""  # digest of its API key, "" = none; owners get equal shares of the engine
     num_deaths: int = 0  # of processes that died while they ran it; after some it runs alone
     trace_context: str = ""  # W3C traceparent of the parent of the engine's spans; "" = not traced
+
+    @property
+    def picture(self) -> PictureSpec:
+        """Its spec, of a request for a picture or a mask."""
+        assert isinstance(self.spec, PictureSpec), f"{self.request_id} asks for no picture"
+        return self.spec
 
 
 class PrimeTemplate(Message, frozen=True):
@@ -105,6 +114,8 @@ class Finished(Message, frozen=True):
     degrees: tuple[int, ...] = ()  # of each computed step, the number of ranks that computed it together
     active_tokens: int | None = None  # of the mask that was found; None: none was asked for
     mask_score: float = 0.0  # how sure the segmenter was, 0..1
+    # Of the results of users' classes, by name; their bytes are at their places.
+    shapes: dict[str, tuple[int, ...]] = msgspec.field(default_factory=dict)
 
 
 class TemplatePrimed(Message, frozen=True):

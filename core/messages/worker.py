@@ -12,6 +12,7 @@ from core.handles import ArrayRef, EntryRef, LoadedComponent, ModelKey, RankIds,
 from core.messages.message import Message
 from core.model_info import ModelInfo
 from core.page_scheme import PageDtype
+from core.run_class import RunClass
 from core.sampler_defaults import LEFT_OPEN, SamplerDefaults
 
 
@@ -165,6 +166,7 @@ class WorkerConfig(msgspec.Struct, frozen=True):
     device_index: int = 0  # its number among them: the GPU that it uses unless one is configured
     keeper: str = ""  # address of the keeper of weights, see `core.ipc.local_sockets`; "": the worker loads by itself
     measures_costs: bool = False  # its WorkerReady has samples for the cost model
+    classes: tuple[RunClass, ...] = ()  # of users, which it imports
 
 
 class CostSample(msgspec.Struct, frozen=True):
@@ -204,6 +206,7 @@ class ItemResult(msgspec.Struct, frozen=True):
     is_usual: bool = True  # False: less was computed than usual, which says nothing of what later work takes
     sigmas: tuple[float, ...] = ()  # set by image encoding: noise levels before each step to come, and after all
     chosen: str = ""  # set by nodes that choose: the reader that runs
+    shapes: dict[str, tuple[int, ...]] = {}  # set by run: result of the workflow -> its shape
     failure: Failure | None = None  # None: it succeeded
 
 
@@ -269,6 +272,7 @@ class WorkerFailed(Message, frozen=True):
 
     rank: int
     failure: Failure
+    request_id: str = ""  # of the request that is to blame, which fails with it; "": nobody knows
 
 
 FromWorker = (

@@ -24,6 +24,7 @@ class Outlook:
     seconds: float  # from now until its pictures are finished
     alone: float  # the same on an idle server
     is_idle: bool  # the engine that it would go to has no other work
+    starts_load: bool = False  # its model's weights are on no engine, and it would be the first to ask for them
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,7 +50,8 @@ def judge(outlook: Outlook, terms: Terms, margin: PredictionMargin, *, gives_up:
     may miss the objective even alone, by the margin, has none on an idle server, as no policy would serve it.
 
     An idle server never refuses because of the objective, and because of a timeout only if that would be missed even
-    with a prediction that is far too long.
+    with a prediction that is far too long. The same holds for the first edit of a model that is not loaded: if all were
+    refused, it never would be.
     """
     likely = outlook.seconds * margin.high
     if terms.timeout is not None and outlook.alone * CERTAIN > terms.timeout:
@@ -57,11 +59,12 @@ def judge(outlook: Outlook, terms: Terms, margin: PredictionMargin, *, gives_up:
     if gives_up:
         cannot_be_met = outlook.is_idle and terms.slo is not None and outlook.alone * margin.high > terms.slo
         return Verdict(has_objective=terms.slo is not None and not cannot_be_met)
-    if terms.timeout is not None and not outlook.is_idle and likely > terms.timeout:
+    never_refused = outlook.is_idle or outlook.starts_load
+    if terms.timeout is not None and not never_refused and likely > terms.timeout:
         return Verdict("timeout", likely - terms.timeout)
     if terms.slo is None or likely <= terms.slo:
         return Verdict(has_objective=terms.slo is not None)
-    if outlook.is_idle:
+    if never_refused:
         return Verdict()
     is_too_large = outlook.alone * margin.high > terms.slo  # only an idle server will admit it
     return Verdict("slo", outlook.seconds - outlook.alone if is_too_large else likely - terms.slo)

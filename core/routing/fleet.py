@@ -14,7 +14,7 @@ queue one by one, and from sums over the rest, which is assumed to leave the slo
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from copy import copy
 from dataclasses import dataclass
 from typing import NamedTuple
@@ -26,9 +26,11 @@ from core.costs.load_report import LoadReport, RequestLoad
 from core.costs.slot_forecast import Slot, until_free
 from core.routing.engine_queue import EngineQueue
 from core.routing.fleet_costs import FleetCosts, SizeCosts, TokensBeside, Vector
+from core.routing.model_map import LoadWait, ModelMap
 from core.routing.overtaking import staying_ahead
 from core.routing.request_shape import RequestShape
 from core.routing.template_map import Counts, TemplateMap, TemplatePages
+from core.routing.weights import Weights
 
 MAX_SIMULATED = 256
 """Requests of an engine's queue that are looked at one by one, besides one for each slot; as many as a server takes by
@@ -58,16 +60,19 @@ class PendingSend:
     base_seconds: float  # the constant part of its steps
     priming_seconds: float  # priming that it causes
     time: float  # when it was sent
+    needed: tuple[Weights, ...]  # what is loaded for it
 
 
 class Fleet:
     """Owned by one router. Times are seconds of one monotonic clock."""
 
-    def __init__(self, num_engines: int, max_num_seqs: int) -> None:
+    def __init__(self, num_engines: int, max_num_seqs: int, served: Sequence[Collection[str]] = ()) -> None:
+        """served: names of the models that each engine serves; (): all serve all."""
         self.num_engines = num_engines
         self.max_num_seqs = max_num_seqs
         self.costs = FleetCosts()
         self.templates = TemplateMap(num_engines)
+        self._models = ModelMap(num_engines, served)
         # Added to an engine's cost: 0, or infinity if it is no candidate: dead, or without a rank that lives.
         self.death: Vector = np.zeros(num_engines)
         self._lost: set[int] = set()  # engines that are dead
@@ -111,6 +116,7 @@ class Fleet:
             self.templates.observe(engine, resident)
         pending = [sent for sent in self._pending[engine] if sent.number > report.num_received]
         self._pending[engine] = pending
+        self._models.observe(engine, report, [(sent.needed, sent.time) for sent in pending], now)
         queue = self._queues[engine]
         queue.update(report)
         if not (pending or queue or report.priming_seconds):
@@ -135,6 +141,7 @@ class Fleet:
         self._num_sends += 1
         sent = self._make_sent(engine, shape, now)
         self._pending[engine].append(sent)
+        self._models.send(engine, sent.needed, self._work(shape), now)
         self._set_held(engine, float(self.num_requests[engine]) + 1)
         self.priming_seconds[engine] += sent.priming_seconds
         if sent.load is not None:
@@ -148,6 +155,7 @@ class Fleet:
         self._set_death(engine, is_dead=True)
         self._note_refused(engine, {})
         self.templates.forget(engine)
+        self._models.forget(engine)
         self._pending[engine].clear()
         self._num_sent[engine] = 0
         self.last_sent[engine] = -1
@@ -187,18 +195,28 @@ class Fleet:
             self._refused = {model: engines for model, engines in self._refused.items() if engines}
 
     def serving(self, model: str, now: float) -> Fleet:
-        """The fleet without the engines that refuse a model at the moment, unless all that live do. Read-only."""
-        if model not in self._refused:
+        """The fleet without the engines that do not serve a model, and without those that refuse it at the moment,
+        unless all others do. Read-only.
+        """
+        if model not in self._refused and not self._models.differs:
             return self
-        others = self.is_alive
-        others[[engine for engine, until in self._refused[model].items() if now < until]] = False
-        if not others.any():
-            return self
+        serving = self.is_alive & (self._models.bar(model) == 0.0)
+        willing = serving.copy()
+        willing[[engine for engine, until in self._refused.get(model, {}).items() if now < until]] = False
+        others = willing if willing.any() else serving
         self.settle()
         fleet = copy(self)
         fleet.death, fleet._stale = np.where(others, 0.0, np.inf), set()
-        fleet.num_alive = int(others.sum())
+        fleet.num_alive, fleet._num_held = int(others.sum()), float(self.num_requests[others].sum())
         return fleet
+
+    def num_serving(self, model: str) -> int:
+        """Living engines that serve a model."""
+        return int(np.count_nonzero(self.death + self._models.bar(model) == 0.0))
+
+    def load_wait(self, shape: RequestShape, now: float) -> LoadWait | None:
+        """How long the request waits for its model's weights on each engine; None: they are there everywhere."""
+        return self._models.wait(shape.needed, now)
 
     def before(self, priority: int, now: float, owner: str = "") -> Fleet:
         """The fleet as seen by a new request of this owner and class, without the waiting requests that it overtakes:
@@ -273,10 +291,10 @@ class Fleet:
     def _make_sent(self, engine: int, shape: RequestShape, now: float) -> PendingSend:
         number, priming = self._num_sent[engine], self._expect_pages(engine, shape)
         if not shape.num_steps:
-            return PendingSend(number, None, 0.0, priming, now)
+            return PendingSend(number, None, 0.0, priming, now, shape.needed)
         costs, step = self.size_costs(shape), self.step_seconds(shape)
         load = RequestLoad(shape.num_steps, step, costs.other, shape.priority, arrival=now, owner=shape.owner)
-        return PendingSend(number, load, costs.base, priming, now)
+        return PendingSend(number, load, costs.base, priming, now, shape.needed)
 
     def _expect_pages(self, engine: int, shape: RequestShape) -> float:
         """Note the pages that the engine will have to prime for it; returns the seconds that takes."""
@@ -288,6 +306,13 @@ class Fleet:
         number = pages.prime_first[engine] + pages.prime_later[engine]
         self.templates.expect(engine, shape.template, shape.num_keyframes)
         return float(number * costs.prime + costs.template)
+
+    def _work(self, shape: RequestShape) -> float:
+        """Seconds that an edit adds to the work of an engine: all of it if it has the only slot, else without the
+        constant part of its steps, which it shares.
+        """
+        costs, step = self.size_costs(shape), self.step_seconds(shape)
+        return costs.other + shape.num_steps * (step + (costs.base if self.max_num_seqs == 1 else 0.0))
 
     def _set_held(self, engine: int, number: float) -> None:
         self._num_held += number - float(self.num_requests[engine])

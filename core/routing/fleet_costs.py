@@ -146,6 +146,7 @@ class _TokenSizes:
     num_tokens: int
     beside: TokensBeside
     num_rows: int = 1
+    num_elements: int = 0
 
     @property
     def num_text_tokens(self) -> int:

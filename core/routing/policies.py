@@ -36,7 +36,7 @@ class Route(NamedTuple):
 
 class RoutingPolicy(Protocol):
     def choose(self, shape: RequestShape, fleet: Fleet, now: float) -> Route:
-        """Raises EngineDeadError if no engine is alive."""
+        """Raises EngineDeadError if no engine is alive that serves its model."""
         ...
 
 
@@ -46,14 +46,15 @@ class EngineTimes(NamedTuple):
     finish: Vector  # until it is done
     imposed: Vector  # delay of the requests that the engine holds, summed over them
     priming: Vector  # worker time spent on its template's pages
+    repeated: Vector  # by which loading its model should wait for another engine that loads it already
 
 
 def predict_times(shape: RequestShape, fleet: Fleet, now: float) -> EngineTimes:
     """Predict the request's times on each engine.
 
-    It waits for a slot, is encoded, waits for pages (a load runs beside the others' steps, priming takes a share of
-    each) and then makes its steps together with the requests left in the other slots. A step takes base + sum of step
-    seconds, so s steps beside others with S_i left, at C_i each, take s * (base + c) + sum min(s, S_i) * C_i.
+    It waits for a slot, is encoded, waits for weights and pages (a load runs beside the others' steps, priming takes a
+    share of each) and then makes its steps together with the requests left in the other slots. A step takes base + sum
+    of step seconds, so s steps beside others with S_i left, at C_i each, take s * (base + c) + sum min(s, S_i) * C_i.
     """
     costs, step = fleet.size_costs(shape), fleet.step_seconds(shape)
     slots = fleet.slots
@@ -65,6 +66,9 @@ def predict_times(shape: RequestShape, fleet: Fleet, now: float) -> EngineTimes:
     pages = fleet.pages(shape)
     if pages is not None:
         lead = np.maximum(lead, pages.loads_first * costs.load - wait)  # a load has the time in the queue to itself
+    load = fleet.load_wait(shape, now)
+    if load is not None:
+        lead = np.maximum(lead, load.seconds - wait)
     steps = _after(slots.steps, (idle + lead) / slots.pace)
     base = np.maximum(costs.base, fleet.base_seconds)
     finish, own, beside = wait + lead, NOTHING, fleet.priming_seconds
@@ -76,7 +80,8 @@ def predict_times(shape: RequestShape, fleet: Fleet, now: float) -> EngineTimes:
     making = shape.num_steps * (base + step) + np.add.reduce(shared * slots.seconds)
     alone = own + (costs.other if shape.num_steps else 0.0)
     finish += alone - own + making + np.minimum(beside, PRIME_SHARE * making)
-    return EngineTimes(finish, step * np.add.reduce(shared) + alone * slots.num_placed, own)
+    imposed = step * np.add.reduce(shared) + alone * slots.num_placed
+    return EngineTimes(finish, imposed, own, NOTHING if load is None else load.repeated)
 
 
 class PrimingTimes(NamedTuple):
@@ -155,7 +160,8 @@ class MaskAware:
 
     def choose(self, shape: RequestShape, fleet: Fleet, now: float) -> Route:
         ahead = predict_times(shape, fleet, now)
-        engine = cheapest(ahead.finish + ahead.imposed + fleet.mean_held * ahead.priming, fleet)
+        costs = ahead.finish + ahead.imposed + fleet.mean_held * ahead.priming + ahead.repeated
+        engine = cheapest(costs, fleet)
         return Route(engine, float(ahead.finish[engine]) if fleet.costs.is_known(shape.model) else None)
 
 
@@ -193,7 +199,7 @@ def _after(steps: Matrix, passed: Vector) -> Matrix:
 
 def outlook(shape: RequestShape, fleet: Fleet, policy: RoutingPolicy, now: float) -> Outlook | None:
     """The prediction for an edit on the engine that the policy chooses; None before any engine has reported costs.
-    Raises EngineDeadError if no engine is alive.
+    Raises EngineDeadError if no engine is alive that serves its model.
     """
     if not fleet.costs.is_known(shape.model):
         return None
@@ -201,7 +207,9 @@ def outlook(shape: RequestShape, fleet: Fleet, policy: RoutingPolicy, now: float
     engine = policy.choose(shape, fleet, now).engine
     costs = fleet.size_costs(shape)
     alone = costs.other + shape.num_steps * (costs.base + fleet.step_seconds(shape))
-    return Outlook(float(predict_times(shape, fleet, now).finish[engine]), alone, not fleet.num_requests[engine])
+    seconds, load = float(predict_times(shape, fleet, now).finish[engine]), fleet.load_wait(shape, now)
+    starts_load = load is not None and bool(load.is_first[fleet.is_alive].all())
+    return Outlook(seconds, alone, not fleet.num_requests[engine], starts_load)
 
 
 def work_seconds(shape: RequestShape, fleet: Fleet) -> float:

@@ -9,8 +9,12 @@ from typing import NamedTuple
 from core.graph.catalog import WORKFLOWS
 from core.graph.workflow import Node, Workflow, role_of
 from core.messages.engine import EngineRequest, PrimeTemplate
+from core.messages.specs import RunSpec
 from core.model_info import ModelInfo
 from core.routing.fleet_costs import WORKFLOW, Encoding, Features, work_features
+from core.routing.weights import Weights
+from core.scheduling.ops.run import RUN
+from core.scheduling.ops.segment import SEGMENT
 
 
 class Loop(NamedTuple):
@@ -51,11 +55,16 @@ class RequestShape:
     denoiser: str = ""  # the model that makes its steps; "": its own
     loops: tuple[Loop, ...] = ()  # further loops, whose steps are among `num_steps` and compute all tokens
     encodings: tuple[Encoding, ...] = ()  # all nodes that run once; (): those of the plain workflow
+    needed: tuple[Weights, ...] = ()  # what has to be loaded for it, as far as engines report it
 
     @classmethod
     def of_request(cls, request: EngineRequest, info: ModelInfo) -> RequestShape:
         """info: of the request's model."""
-        spec, scheme, workflow = request.spec, info.page_scheme, WORKFLOWS[request.workflow]
+        spec, scheme = request.spec, info.page_scheme
+        if isinstance(spec, RunSpec):  # what users' classes cost is known to engines alone
+            unknown = (Encoding(request.model, RUN.name, 0),)
+            return cls(request.model, 0, 0, 0, 0, 0, priority=request.priority, owner=request.owner, encodings=unknown)
+        workflow = WORKFLOWS[request.workflow]
 
         def tokens_of(canvas: str) -> int:
             return spec.canvas(canvas).num_tokens
@@ -87,6 +96,9 @@ class RequestShape:
             denoiser=info.name if workflow.paged is None else _player(info, workflow.paged),
             loops=loops_of(workflow, info, request.rounds, tokens_of),
             encodings=encodings_of(workflow, info, tokens_of),
+            needed=tuple(
+                Weights(request.model, each) for each in sorted({_finds_mask(node) for node in workflow.nodes})
+            ),
         )
 
     @classmethod
@@ -99,7 +111,8 @@ class RequestShape:
         key = scheme.template_key(prime.content_id, prime.cache_salt, prime.patches)
         num_keyframes = len(scheme.keyframes)
         beside = info.num_condition_tokens(tokens, has_template=True)
-        return cls(prime.model, 0, 0, tokens, tokens, text, key, num_keyframes, entry_bytes, condition_tokens=beside)
+        sizes = tokens, tokens, text, key, num_keyframes, entry_bytes
+        return cls(prime.model, 0, 0, *sizes, condition_tokens=beside, needed=(Weights(prime.model),))
 
     @property
     def step_features(self) -> dict[str, Features]:
@@ -150,6 +163,10 @@ def encodings_of(workflow: Workflow, info: ModelInfo, tokens_of: TokensOf) -> tu
     if not info.roles and all(node in WORKFLOW.nodes for node in once):
         return ()
     return tuple(Encoding(_player(info, node), node.op, tokens_of(node.canvas)) for node in once)
+
+
+def _finds_mask(node: Node) -> bool:
+    return node.op == SEGMENT.name
 
 
 def _player(info: ModelInfo, node: Node) -> str:

@@ -110,4 +110,5 @@ def finished(request: Request, cache: CacheOutcome) -> Finished:
         degrees=tuple(request.degrees.values()),
         active_tokens=request.active_tokens,
         mask_score=request.mask_score,
+        shapes=dict(request.result_shapes),
     )

@@ -15,11 +15,12 @@ from core.scheduling.ranks.residency import Residency, keys_of
 from core.scheduling.recovery.recovery import Blame
 from core.scheduling.requests.bindings import Needs
 from core.scheduling.requests.live_requests import LiveRequests
+from core.scheduling.requests.request import Request
 
 _WHY: dict[QuarantineCause, str] = {
-    "load": "the model {} cannot be loaded",
-    "deaths": "the model {} is not run for a while, because its batches ended workers",
-    "owner_deaths": "the model {} is not run for this owner for a while, because its batches ended workers",
+    "load": "{} cannot be loaded",
+    "deaths": "{} is not run for a while, because its batches ended workers",
+    "owner_deaths": "{} is not run for this owner for a while, because its batches ended workers",
 }
 
 
@@ -40,13 +41,11 @@ class Refusals:
         self._begin(self.residency.note_failed(rank, key, failure, now), now)
 
     def note_death(
-        self, rank: int, blame: Blame | None, loading: ModelKey | None, failure: Failure, now: float, *, is_fast: bool
+        self, rank: int, blame: Blame | None, loading: ModelKey | None, failure: Failure, now: float
     ) -> None:
-        """Note that a rank has died. blame: for the batch that it ran. loading: the component that it was loading.
-        is_fast: it had served only briefly: what has served for longer was not ended by its models.
+        """Note that a rank has died that had served only briefly: what has served for longer was not ended by its
+        models. blame: for the batch that it ran. loading: the component that it was loading.
         """
-        if not is_fast:
-            return
         begun: list[Refusal | None] = []
         if loading is not None:
             suspects = Suspects() if blame is None else blame.suspects
@@ -68,25 +67,25 @@ class Refusals:
         """Fail the requests and templates that are refused from now on."""
         for request in list(self.requests.live()):
             if self.residency.is_refused(refusal, request.needs, request.head.owner):
-                self.endings.fail(request, _failure(request.head.model, refusal, now))
+                self.endings.fail(request, _failure(computing_for(request), refusal, now))
         models = self.residency.refused(refusal)
-        self.cache.fail_templates({model: _failure(model, refusal, now) for model in models}, refusal.owner)
+        failures = {model: _failure(f"the model {model}", refusal, now) for model in models}
+        self.cache.fail_templates(failures, refusal.owner)
         served = [model for model in models if not self.residency.models[model].parent]
         if refusal.since == now:
-            seconds = f"for {refusal.until - now:.0f} s"
-            self._new += [f"{_failure(model, refusal, now).message} ({seconds})" for model in served]
+            self._new += [f"{failures[model].message} (for {refusal.until - now:.0f} s)" for model in served]
 
     # ------------------------------------------------------------------------------------------------- what is asked
 
-    def failure_of(self, model: str, needs: Needs, owner: str, now: float) -> Failure | None:
-        """Why an owner's new request of a model fails at once; None: it does not."""
+    def failure_of(self, what: str, needs: Needs, owner: str, now: float) -> Failure | None:
+        """Why an owner's new request fails at once; None: it does not. what: computes for it, see `computing_for`."""
         quarantine = self.residency.quarantine
         refusal = quarantine.refusal_of_loads(keys_of(self.residency.missing(needs)), now)
         refusal = refusal or quarantine.refusal_of(needs, owner, now)
         if refusal is not None:
-            return _failure(model, refusal, now)
+            return _failure(what, refusal, now)
         failure = self.residency.failure_of(needs, now)
-        return None if failure is None else _unavailable(model, "load", failure, FIRST_WAIT_SECONDS)
+        return None if failure is None else _unavailable(what, "load", failure, FIRST_WAIT_SECONDS)
 
     def take_new(self) -> list[str]:
         """What is refused since the last call, in words."""
@@ -94,10 +93,15 @@ class Refusals:
         return new
 
 
-def _failure(model: str, refusal: Refusal, now: float) -> Failure:
-    return _unavailable(model, refusal.cause, refusal.failure, max(0.0, refusal.until - now))
+def computing_for(request: Request) -> str:
+    """What computes for a request, in words. A class names itself in its failures."""
+    return "a class" if request.workflow.has_own_ports else f"the model {request.head.model}"
 
 
-def _unavailable(model: str, cause: QuarantineCause, failure: Failure, retry_after: float) -> Failure:
-    message = f"{_WHY[cause].format(model)}: {failure.message}"
+def _failure(what: str, refusal: Refusal, now: float) -> Failure:
+    return _unavailable(what, refusal.cause, refusal.failure, max(0.0, refusal.until - now))
+
+
+def _unavailable(what: str, cause: QuarantineCause, failure: Failure, retry_after: float) -> Failure:
+    message = f"{_WHY[cause].format(what)}: {failure.message}"
     return Failure("model_unavailable", message, code=cause, retry_after=retry_after)

@@ -20,13 +20,15 @@ from core.costs.cost_model import CostKey, CostModel
 from core.costs.load_report import EngineStats, LoadReport
 from core.errors import InvalidRequestError
 from core.failure import Failure
-from core.graph.catalog import WORKFLOWS
+from core.graph.catalog import WORKFLOWS, with_registered
 from core.graph.check import check_workflow
 from core.graph.op import OPS
+from core.graph.workflow import Workflow
 from core.handles import LoadedComponent
 from core.messages.engine import Aborted, DropTemplate, EngineRequest, Failed, PrimeTemplate
 from core.messages.worker import BatchResult, CostSample, Free, Load, PageCopied, StepPlan, TransferDone
 from core.model_info import ModelInfo
+from core.run_class import RunClass
 from core.scheduling.dispatcher import Dispatched, Dispatcher
 from core.scheduling.endings import Endings, Output
 from core.scheduling.model_loads import LoadAnswer, ModelLoads
@@ -34,13 +36,13 @@ from core.scheduling.node_cache import CacheOrders, NodeCache
 from core.scheduling.ops.prime import PRIME
 from core.scheduling.policies import make_policy
 from core.scheduling.policies.policy import SchedulingPolicy
-from core.scheduling.ranks.in_flight import Flight, InFlight
+from core.scheduling.ranks.in_flight import Busy, Flight, InFlight
 from core.scheduling.ranks.ranks import Ranks
 from core.scheduling.ranks.residency import Residency, Started
 from core.scheduling.ranks.step_limit import StepLimit
 from core.scheduling.recovery.checkpoints import Checkpoints
 from core.scheduling.recovery.recovery import Recovery, Resumed
-from core.scheduling.refusals import Refusals
+from core.scheduling.refusals import Refusals, computing_for
 from core.scheduling.reports.predictor import Predictor
 from core.scheduling.reports.reporter import Reporter
 from core.scheduling.requests.bindings import Bindings, Needs
@@ -65,24 +67,27 @@ class StepScheduler:
         device_page_bytes: Sequence[int] | None = None,
         policy: SchedulingPolicy | None = None,
         sizes: Iterable[LoadedComponent] = (),
+        classes: Sequence[RunClass] = (),
+        workflows: Iterable[Workflow] = (),
     ) -> None:
         """cost: the model to predict with and to train; by default an empty one. device_page_bytes: bytes of device
         memory for pages, by rank; by default `device_bytes` of `cache` for each. policy: by default a new one of the
-        name in `config`. sizes: predicted sizes of components that may not be loaded yet. Raises WorkflowError.
+        name in `config`. sizes: predicted sizes of components that may not be loaded yet. classes, workflows: that a
+        user has registered. Raises WorkflowError.
         """
         self.config = config
         self.models = dict(models)
-        self.workflows = dict(WORKFLOWS)
-        for workflow in self.workflows.values():
+        for workflow in WORKFLOWS.values():
             check_workflow(workflow)
+        self.workflows = with_registered(workflows, {each.name for each in classes})
         self.cost = cost or CostModel()
         self._policy = policy or make_policy(config.policy)
         most_ranks = min(num_workers, config.max_degree) if self._policy.shares_steps else 1
-        self._bindings = Bindings(self.models)
+        self._bindings = Bindings(self.models, classes)
         set_size = config.degree if self._policy.spreads_models else num_workers
         loading = sizes, config.model_bytes, self.cost.predict_load
         residency = Residency(self._bindings, num_workers, set_size, *loading)
-        self._predictor = Predictor(self.cost, self._bindings, residency.seconds_left, most_ranks)
+        self._predictor = Predictor(self.cost, self._bindings, most_ranks)
         self._step_limit = StepLimit(config.max_num_batched_tokens)
         cache = cache or CacheConfig()
         device_bytes = device_page_bytes or [cache.device_bytes or 0] * num_workers
@@ -104,12 +109,13 @@ class StepScheduler:
         parts = self._requests, self.values, self.cache
         self._endings = Endings(*parts, self._note_end, self._outputs, self._free)
         self._refusals = Refusals(residency, self._requests, self.cache, self._endings)
-        self._reporter = Reporter(config, self.ranks, self._predictor, self.cache)
+        self._reporter = Reporter(config, self.ranks, self._predictor, self.cache, self._bindings)
         self._loads = ModelLoads(residency, self._requests, self.cache, self._refusals, self.cost, self._policy.loads)
         remaining_load, retries = self._predictor.remaining_load, config.max_retries
         self._recovery = Recovery(*parts, self._in_flight, self._checkpoints, remaining_load, retries)
         self._results = Results(*parts, self._endings, self._recovery, self._checkpoints)
-        deadlines = Deadlines(config.max_num_seqs, remaining_load, self._predictor.base_seconds)
+        base_seconds, load_seconds = self._predictor.base_seconds, residency.seconds_left
+        deadlines = Deadlines(config.max_num_seqs, remaining_load, base_seconds, load_seconds)
         self._views = ViewMaker(
             config=config,
             requests=self._requests,
@@ -143,16 +149,16 @@ class StepScheduler:
             request = Request.of(head, self.workflows, self._bindings)
         except InvalidRequestError as error:
             return self.refuse(head.request_id, Failure.of(error))
-        if (failure := self._refusal(head, request.needs)) is not None:
+        if (failure := self._refusal(head, request.needs, computing_for(request))) is not None:
             return self.refuse(head.request_id, failure)
         self._loads.residency.note_wanted(request.needs)
         self._reporter.note_received()
         self._policy.on_arrival(request)
         self._requests.add(request, self._predictor.remaining_load(request))
 
-    def _refusal(self, head: EngineRequest | PrimeTemplate, needs: Needs) -> Failure | None:
+    def _refusal(self, head: EngineRequest | PrimeTemplate, needs: Needs, what: str) -> Failure | None:
         now = max(head.arrival, self._now)  # one that is sent again has come long ago
-        return self._refusals.failure_of(head.model, needs, head.owner, now)
+        return self._refusals.failure_of(what, needs, head.owner, now)
 
     def refuse(self, request_id: str, failure: Failure) -> None:
         """Answer a request that cannot be added."""
@@ -163,7 +169,8 @@ class StepScheduler:
         """Add a template to be primed and kept. A duplicate id raises ValueError."""
         if prime.request_id in self._requests or prime.request_id in self.cache.template_requests:
             raise ValueError(f"request {prime.request_id} is here already")
-        if (failure := self._refusal(prime, self._loads.residency.needs_of(prime.model))) is not None:
+        needs = self._loads.residency.needs_of(prime.model)
+        if (failure := self._refusal(prime, needs, f"the model {prime.model}")) is not None:
             return self.refuse(prime.request_id, failure)
         self._reporter.note_received()
         self.cache.add_template(prime)
@@ -201,21 +208,27 @@ class StepScheduler:
 
     # ------------------------------------------------------------------------------------------------- ranks
 
-    def lose_rank(self, rank: int, failure: Failure, now: float = 0.0, *, is_fast: bool = False) -> None:
+    def lose_rank(
+        self, rank: int, failure: Failure, now: float = 0.0, *, is_fast: bool = False, culprit: str = ""
+    ) -> None:
         """Note that a rank's worker has died. Requests that have lost something with it resume from what is left, on
         other ranks or when it joins again. failure: the failure of requests that have used up their retries. is_fast:
-        it had served only briefly, so that what it ran may be to blame.
+        it had served only briefly, so that what it ran may be to blame. culprit: id of the request that is to blame,
+        and alone fails with it; "": nobody knows.
         """
         loading = self._loads.residency.loading_now(rank)
+        if (to_blame := self._requests.get(culprit)) is not None:
+            self._endings.fail(to_blame, failure)
         self.ranks.lose(rank)
-        aftermath = self._recovery.lose(rank, failure)
+        aftermath = self._recovery.lose(rank, failure, is_solved=bool(culprit))
         self._endings.fail_each(aftermath.failed)
         for job_id, result in aftermath.failed_jobs:
             self._results.apply_job(job_id, result)
         self._apply_landed()
         for request in aftermath.requests.values():
             self._results.settle(request)
-        self._refusals.note_death(rank, aftermath.blame, loading, failure, now, is_fast=is_fast)
+        if is_fast and not culprit:
+            self._refusals.note_death(rank, aftermath.blame, loading, failure, now)
         self._outputs += self.cache.take_answers()
 
     def join_rank(self, rank: int, components: Iterable[LoadedComponent], port: int = 0) -> None:
@@ -339,8 +352,8 @@ class StepScheduler:
 
     # ------------------------------------------------------------------------------------------------- what it knows
 
-    def busy_ranks(self, ranks: Iterable[int]) -> dict[int, float]:
-        """Busy rank -> predicted seconds of its unanswered work, for those of these ranks that are busy."""
+    def busy_ranks(self, ranks: Iterable[int]) -> dict[int, Busy]:
+        """See `InFlight.busy_ranks`."""
         return self._in_flight.busy_ranks(ranks)
 
     def cost_key(self, model: str, op: str) -> CostKey:

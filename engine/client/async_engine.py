@@ -18,17 +18,22 @@ import msgspec
 from core.config import CacheConfig, StencilConfig
 from core.costs.load_report import EngineStats, LoadReport, StepSample
 from core.errors import EngineError, InvalidRequestError, StencilError
+from core.graph.catalog import with_registered
 from core.ipc.limits import check_limits
 from core.lora import Lora
 from core.model_choice import ModelChoice, choose_model
 from core.model_info import ModelInfo
+from core.validation import shorten
 from engine.client.admission.not_ready import not_ready
 from engine.client.edit_types import EditInput, ImageOutput
 from engine.client.processes.page_folder import check_page_folder
 from engine.client.resolve.class_label import edits_nothing
 from engine.client.resolve.served_models import ServedModels
+from engine.client.run_input import RunInput
+from engine.client.run_values import RunValue
 from engine.client.services import Services
 from engine.client.sessions.edit_session import EditSession
+from engine.client.sessions.run_session import RunSession
 from engine.client.sessions.running_sessions import RunningSessions
 from engine.client.sessions.runtime_adapters import RuntimeAdapters
 from engine.client.sessions.template_session import TemplateSession
@@ -53,7 +58,9 @@ class AsyncEngine:
     _adapters: RuntimeAdapters
 
     def __init__(self, config: StencilConfig, metrics: Metrics | None = None) -> None:
+        """Raises WorkflowError for a registered workflow that cannot run."""
         self.config = config
+        self._workflows = with_registered(config.engine.workflows, {each.name for each in config.engine.classes})
         self.metrics = metrics or Metrics()
         self.templates = TemplateStore(config.template_bytes)
         self._served = ServedModels(config.engine)
@@ -148,7 +155,8 @@ class AsyncEngine:
         they are finished; leaving early aborts it. choice: from `choose_model`.
 
         Raises on entering: InvalidRequestError and its subclasses, OverloadedError (full, too busy, loading or shutting
-        down), DeadlineExceededError. While iterating: DeadlineExceededError, OverloadedError, EngineError.
+        down), DeadlineExceededError, ModelUnavailableError. While iterating: DeadlineExceededError, OverloadedError,
+        EngineError.
         """
         services = self.services
         self._check_served(choice)
@@ -157,6 +165,26 @@ class AsyncEngine:
         with services.sessions.track(session):
             await session.begin()
             yield session.outputs()
+
+    async def run(self, request_id: str, asked: RunInput) -> dict[str, RunValue]:
+        """Run a workflow of users' classes that was registered at the start; its results, by name. Cancelling it aborts
+        it.
+
+        Raises InvalidRequestError that names the input, OverloadedError, DeadlineExceededError, EngineError and its
+        subclasses, of which RunError names the node that has failed.
+        """
+        choice, services = self.choose_model(), self.services
+        workflow = self._workflows.get(asked.workflow)
+        if workflow is None or not workflow.has_own_ports:
+            known = ", ".join(each.name for each in self.config.engine.workflows) or "none"
+            message = (
+                f"Invalid 'workflow': there is no workflow '{shorten(asked.workflow)}' of classes; there are {known}."
+            )
+            raise InvalidRequestError(message, param="workflow")
+        session = RunSession(services, request_id, asked, workflow, choice)
+        services.admission.check_queue(session)
+        with services.sessions.track(session):
+            return await session.run()
 
     def until_shutdown(self) -> AbstractAsyncContextManager[None]:
         """A block that is cancelled, and raises OverloadedError, once a shutdown's time to drain has passed."""
@@ -192,9 +220,14 @@ class AsyncEngine:
 
     def _check_served(self, choice: ModelChoice) -> None:
         """Check a choice that was made a while ago, right before its session begins, which keeps its adapters. Raises
-        InvalidRequestError if one of them was unloaded, OverloadedError.
+        InvalidRequestError if one of them was unloaded, ModelUnavailableError if no engine with its model is left,
+        OverloadedError, also while engines are up and none of them has its model.
         """
         self._check_open()
+        router, model = self.services.router, choice.model.name
+        if router.error is None and (error := router.error_of(model)) is not None:
+            raise error
+        self._refuse_unless(router.is_served(model) or not router.is_ready)
         if not self._served.has(choice):
             raise InvalidRequestError("Invalid 'lora': an adapter of this request was unloaded.", param="lora")
 

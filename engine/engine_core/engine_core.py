@@ -139,9 +139,9 @@ class EngineCore:
             self._unwatched.update(rank for batch in plan.batches for rank in batch.ranks)
             self._unwatched.update(transfer.source for transfer in plan.transfers)
             plan = self._scheduler.schedule(time.monotonic(), again=True)
-        for rank, seconds in self._scheduler.busy_ranks(self._unwatched).items():
+        for rank, busy in self._scheduler.busy_ranks(self._unwatched).items():
             if not self._watchdog.is_watching(rank):
-                self._watchdog.expect(rank, seconds)
+                self._watchdog.expect(rank, busy.predicted, busy.allowed)
         self._unwatched.clear()
 
     def _note_answer(self, rank: int) -> None:
@@ -246,15 +246,16 @@ class EngineCore:
         self._watchdog.note_answer(rank)
         self._unwatched.discard(rank)
         now, is_fast = time.monotonic(), not restarts.has_proven(PROVEN_SECONDS)
-        if not restarts.may_restart(now, PROVEN_SECONDS) and not self._has_others(rank):
+        is_solved = bool(message.request_id)  # it does not keep dying: one request is to blame, which fails
+        if not is_solved and not restarts.may_restart(now, PROVEN_SECONDS) and not self._has_others(rank):
             self._fail(message)
         if failure.detail:
             logger.error("worker %d failed: %s\n%s", rank, failure.message, failure.detail, extra=of_request(""))
         if rank in self._scheduler.ranks.up:  # else its restart has failed
-            self._scheduler.lose_rank(rank, failure, now, is_fast=is_fast)
+            self._scheduler.lose_rank(rank, failure, now, is_fast=is_fast, culprit=message.request_id)
             self._answers += self._adapters.lose(rank)
             self._trace.lost(rank)
-        seconds = restarts.next_wait()
+        seconds = 0.0 if is_solved else restarts.next_wait()
         text = "worker %d is restarted in %.0f s, restart %d in a row: %s"
         logger.error(text, rank, seconds, restarts.in_a_row, failure.message, extra=of_request(""))
         self._executor.restart(rank, seconds)

@@ -118,6 +118,8 @@ async def _run_engine(config: EngineConfig, executor: Executor, link: _Link, tra
         cache=config.cache,
         device_page_bytes=page_bytes,
         sizes=executor.sizes,
+        classes=config.classes,
+        workflows=config.workflows,
     )
     scheduler.learn(executor.cost_samples, executor.components.items(), executor.ports)
     _warn_of_missing_profile(config, executor.cost_samples)

@@ -18,7 +18,7 @@ LOOKS = 4
 
 class Watchdog:
     """Runs in the engine, with one timer per worker that has work. `on_hang` is called with the rank of a worker that
-    gave no answer within max(hang_seconds, PATIENCE * predicted seconds), and with this time in seconds.
+    gave no answer in time, and with its time limit in seconds: max(hang_seconds + allowed, PATIENCE * predicted).
     """
 
     def __init__(self, hang_seconds: float, on_hang: Callable[[int, float], None]) -> None:
@@ -31,9 +31,11 @@ class Watchdog:
         """Whether an answer from this worker is expected."""
         return rank in self._timers
 
-    def expect(self, rank: int, predicted_seconds: float) -> None:
-        """Start a worker's time limit. predicted_seconds: predicted time of the work that it has."""
-        self._start(rank, max(self._hang_seconds, PATIENCE * predicted_seconds))
+    def expect(self, rank: int, predicted_seconds: float, allowed_seconds: float = 0.0) -> None:
+        """Start a worker's time limit. predicted_seconds: predicted time of the work that it has. allowed_seconds: time
+        limits of its work, which the worker itself watches.
+        """
+        self._start(rank, max(self._hang_seconds + allowed_seconds, PATIENCE * predicted_seconds))
 
     def _start(self, rank: int, seconds: float) -> None:
         self.note_answer(rank)

@@ -1,4 +1,4 @@
-"""AdapterLoads: has all engines load adapters beside the configured ones, also engines that start again."""
+"""AdapterLoads: has all engines that serve a model load further adapters of it, also engines that start again."""
 
 from __future__ import annotations
 
@@ -28,13 +28,14 @@ class AdapterLoads:
         self._loaded: dict[tuple[str, str], LoadAdapter] = {}  # (model, patch) -> how to load it again
 
     async def load(self, model: str, name: str, path: str, keep: Collection[str]) -> AdapterAdded:
-        """Load an adapter on every engine that serves; on others when they do. Returns what it is. Raises
-        InvalidRequestError for a file that cannot be used, EngineDeadError if all engines die meanwhile,
+        """Load an adapter on every engine with its model that is up; on others when they are. Returns what it is.
+        Raises InvalidRequestError for a file that cannot be used, EngineDeadError if all engines die meanwhile,
         OverloadedError if none is up; then none has it, unless its patch is among `keep`: those of the model that have
         a name.
         """
         load = LoadAdapter("", model, name, path)
-        asked = [replica for replica in self._replicas if replica.is_alive]
+        serving = self._serving(model)
+        asked = [replica for replica in serving if replica.is_alive]
         answers = await asyncio.gather(*(self._ask(replica, load) for replica in asked))
         added = [answer for answer in answers if isinstance(answer, AdapterAdded)]
         patches = {answer.patch for answer in added}
@@ -49,21 +50,25 @@ class AdapterLoads:
         for replica, answer in zip(asked, answers, strict=True):
             if isinstance(answer, Failed) and replica.is_alive:  # it has died, and is up again
                 self._load_again(replica, load)
-        for replica in self._replicas:
+        for replica in serving:
             if replica not in asked and replica.is_alive:
                 self._load_again(replica, load)
         return added[0]
 
     def drop(self, model: str, patch: str) -> None:
-        """Free an adapter that no request uses any more, on all engines."""
+        """Free an adapter that no request uses any more, on all engines with its model."""
         self._loaded.pop((model, patch), None)
-        for replica in self._replicas:
+        for replica in self._serving(model):
             replica.drop_adapter(DropAdapter(model, patch))
 
     def restore(self, replica: EngineReplica) -> None:
         """Load all adapters on an engine that has started again, before it is sent any request."""
         for load in self._loaded.values():
-            self._load_again(replica, load)
+            if load.model in replica.model_names:
+                self._load_again(replica, load)
+
+    def _serving(self, model: str) -> list[EngineReplica]:
+        return [replica for replica in self._replicas if model in replica.model_names]
 
     async def _ask(self, replica: EngineReplica, load: LoadAdapter) -> RequestOutput:
         answer: asyncio.Future[RequestOutput] = asyncio.get_running_loop().create_future()

@@ -59,6 +59,7 @@ class EngineReplica:
 
     def __init__(self, config: EngineConfig, arena: Arena, watcher: ReplicaWatcher) -> None:
         self.rank = config.data_parallel_rank
+        self.model_names = tuple(model.name for model in config.models)  # that it serves, without adapters
         self.error: StencilError | None = None  # why it was given up; None while it is not
         self.cache = config.cache  # after the first start, with the measured device memory
         self._config = config

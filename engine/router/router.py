@@ -19,7 +19,7 @@ import msgspec
 
 from core.config import CacheConfig, StencilConfig
 from core.costs.load_report import EngineStats, LoadReport, StepSample
-from core.errors import ConfigError, EngineDeadError, MessageError, StencilError
+from core.errors import ConfigError, EngineDeadError, MessageError, ModelUnavailableError, StencilError
 from core.failure import NEVER_BEGUN, Failure
 from core.ipc.logs import of_request
 from core.ipc.shared_array import Arena
@@ -67,13 +67,12 @@ class Router:
         self.loads: list[LoadReport | None] = [None] * size  # by engine
         self.stats: list[EngineStats | None] = [None] * size
         self.recent_steps = tuple(deque[StepSample](maxlen=MAX_RECENT_STEPS) for _ in range(size))
-        self._replicas = [
-            EngineReplica(msgspec.structs.replace(config.engine, data_parallel_rank=rank), arena, self)
-            for rank in range(size)
-        ]
+        self._replicas = [EngineReplica(config.engine.of_engine(rank), arena, self) for rank in range(size)]
         self.adapters = AdapterLoads(self._replicas)
         self._models: dict[str, ModelInfo] = {}
-        self._fleet = Fleet(size, config.engine.scheduler.max_num_seqs)
+        self._names = [model.name for model in config.engine.models]
+        served = [replica.model_names for replica in self._replicas]
+        self._fleet = Fleet(size, config.engine.scheduler.max_num_seqs, served if config.engine.engines else ())
         self._policy = make_policy(config.router_policy)
         self._max_retries = config.engine.scheduler.max_retries
         self._metrics = metrics
@@ -83,7 +82,7 @@ class Router:
     # ---------------------------------------------------------------------------------- life
 
     def start(self) -> None:
-        """Spawn the first engine; the others follow when it is ready. Raises ConfigError."""
+        """Spawn the first engine; the others follow, see `_follow`. Raises ConfigError."""
         self._replicas[0].start()
 
     async def run(self) -> None:
@@ -97,11 +96,18 @@ class Router:
             await replica.run()
 
     async def _follow(self, replica: EngineReplica) -> bool:
-        """Start an engine once the first one is ready: the first one measures costs, which the others read, and must
-        not be disturbed. Returns False if the first one did not start or the router is stopping.
+        """Start an engine once those that measure costs are ready, which must not be disturbed: of the engines with
+        one first model, the first one, whose measurements the others read. Returns False if one of these did not start
+        or the router is stopping.
         """
+        first: dict[str, EngineReplica] = {}  # model -> the engine that measures it
+        for each in self._replicas:
+            first.setdefault(each.model_names[0], each)
+        measuring = list(first.values())
+        before = measuring[: measuring.index(replica)] if replica in measuring else measuring
         try:
-            await self._replicas[0].ready()
+            for each in before:
+                await each.ready()
             if not self._is_stopping:
                 replica.start()
                 return True
@@ -111,14 +117,18 @@ class Router:
         return False
 
     async def ready(self) -> dict[str, ModelInfo]:
-        """Wait until every engine serves; model name -> info. Raises the error that kept an engine from starting."""
-        models, *others = await asyncio.gather(*(replica.ready() for replica in self._replicas))
-        if any(other != models for other in others):
-            raise ConfigError(
-                "the engines do not serve the same models in the same way; give all of them one device type"
-            )
-        self._models = models
-        return models
+        """Wait until every engine serves; model name -> info, of the models and then of their adapters. Raises the
+        error that kept an engine from starting.
+        """
+        found: dict[str, ModelInfo] = {}
+        for models in await asyncio.gather(*(replica.ready() for replica in self._replicas)):
+            if any(found.setdefault(name, info) != info for name, info in models.items()):
+                raise ConfigError(
+                    "the engines do not serve the same models in the same way; give all of them one device type"
+                )
+        adapters = sorted(found.keys() - {*self._names}, key=lambda name: self._names.index(found[name].parent))
+        self._models = {name: found[name] for name in (*self._names, *adapters)}
+        return self._models
 
     @property
     def cache(self) -> CacheConfig:
@@ -177,6 +187,22 @@ class Router:
             for replica, alive in states
         ]
 
+    def is_served(self, model: str) -> bool:
+        """Whether an engine that serves this model is up."""
+        return any(
+            is_alive and model in replica.model_names
+            for replica, is_alive in zip(self._replicas, self.alive, strict=True)
+        )
+
+    def error_of(self, model: str) -> StencilError | None:
+        """Why a model is not served any more; None while an engine that serves it may come up."""
+        if (error := self.error) is not None:
+            return EngineDeadError(str(error))
+        serving = [replica for replica in self._replicas if model in replica.model_names]
+        if any(replica.error is None for replica in serving):
+            return None
+        return ModelUnavailableError(f"no engine is left that serves {model}: {serving[-1].error}")
+
     @property
     def drain_seconds(self) -> float:
         """Predicted seconds until the first engine has done all of its requests."""
@@ -198,14 +224,16 @@ class Router:
         return routed is None or routed.has_begun
 
     def outlook(self, shape: RequestShape) -> Outlook | None:
-        """The prediction for an edit submitted now; None before an engine has reported costs, or if none is alive."""
-        if not self._fleet.num_alive:
+        """The prediction for an edit submitted now; None before an engine has reported costs, or if none is alive that
+        serves its model.
+        """
+        if not self._fleet.num_serving(shape.model):
             return None
         return outlook(shape, self._fleet, self._policy, time.monotonic())
 
     def work_seconds(self, shape: RequestShape) -> float:
-        """Seconds by which an edit delays the end of all work, spread over the engines alive."""
-        return work_seconds(shape, self._fleet) / max(1, self._fleet.num_alive)
+        """Seconds by which an edit delays the end of all work, spread over the living engines that serve its model."""
+        return work_seconds(shape, self._fleet) / max(1, self._fleet.num_serving(shape.model))
 
     def engine_of(self, request_id: str) -> int | None:
         """The engine that has a request, also during the callback for its terminal output; None while it has none."""
@@ -221,11 +249,11 @@ class Router:
 
     def submit(self, request: EngineRequest | PrimeTemplate, waiter: Waiter) -> None:
         """Send a request to an engine; `waiter` is called with every output, the last one terminal. Raises
-        EngineDeadError if all engines are given up, MessageError for a request that cannot be encoded; it is not kept
-        then.
+        EngineDeadError if all engines are given up, ModelUnavailableError if all that serve its model are, MessageError
+        for a request that cannot be encoded; it is not kept then.
         """
-        if self.error is not None:
-            raise EngineDeadError(str(self.error))
+        if (error := self.error_of(request.model)) is not None:
+            raise error
         routed = self._placements[request.request_id] = RoutedRequest(request, waiter)
         try:
             self._place(routed)
@@ -234,9 +262,10 @@ class Router:
             raise
 
     def drop(self, template: DropTemplate) -> None:
-        """Have every engine drop a template's pages."""
+        """Have every engine that serves its model drop a template's pages."""
         for replica in self._replicas:
-            replica.drop(template)
+            if template.model in replica.model_names:
+                replica.drop(template)
 
     def abort(self, request_ids: Iterable[str]) -> None:
         """Abort requests. The terminal output of each still follows, at once if no engine has the request."""
@@ -254,10 +283,10 @@ class Router:
             self._replicas[engine].abort(tuple(ids))
 
     def _place(self, routed: RoutedRequest) -> None:
-        """Send a request to the engine that the policy chooses; it waits if none is alive."""
+        """Send a request to the engine that the policy chooses; it waits if none is alive that serves its model."""
         shape = self._shape(routed.message)
         routed.has_begun = routed.is_bystander = False
-        while self._fleet.is_alive.any():
+        while self._fleet.num_serving(shape.model):
             now = time.monotonic()
             choice = self._policy.choose(shape, self._fleet.serving(shape.model, now), now)
             try:
@@ -314,6 +343,8 @@ class Router:
             self._end(routed, Aborted(request_id=request_id))
         elif self._is_stopping or self.error is not None:
             self._end(routed, Failed(request_id=request_id, failure=failure))
+        elif (error := self.error_of(routed.message.model)) is not None:
+            self._end(routed, Failed(request_id=request_id, failure=Failure.of(error)))
         elif routed.num_deaths > self._max_retries:
             times = f"{routed.num_deaths} engines" if routed.num_deaths > 1 else "The engine"
             message = f"{times} died while running this request (retries allowed: {self._max_retries}): "
@@ -378,11 +409,7 @@ class Router:
         self._metrics.observe_restart(rank)
 
     def on_given_up(self, rank: int) -> None:
-        """Fail the requests that wait for an engine, if this was the last one."""
-        error = self.error
-        if error is None:
-            return
-        failure = Failure.of(EngineDeadError(str(error)))
+        """Fail the requests that wait for an engine, of models for which this was the last one."""
         for request_id, routed in list(self._placements.items()):
-            if routed.engine is None:
-                self._end(routed, Failed(request_id=request_id, failure=failure))
+            if routed.engine is None and (error := self.error_of(routed.message.model)) is not None:
+                self._end(routed, Failed(request_id=request_id, failure=Failure.of(error)))

@@ -58,7 +58,7 @@ class Runner:
         share_pass = OPS[batch.op].sharing == "together"
         passes = [batch.items] if share_pass else [(item,) for item in batch.items]
         self._context.exchange.begin_batch(batch)
-        with self._context.models[batch.items[0].model].weights(OPS[batch.op].component).held():
+        with self._context.weights(batch.items[0].model, OPS[batch.op].component):
             if len(batch.ranks) == 1 or OPS[batch.op].parallel == "none":
                 done = [attempt_in_halves(items, attempt, self._free_memory) for items in passes]
             else:

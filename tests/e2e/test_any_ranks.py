@@ -35,12 +35,12 @@ from core.messages.engine import (
 from core.messages.specs import EditSpec
 from core.messages.worker import DropAdapter, LoadAdapter, StepPlan
 from core.model_info import ModelInfo
+from core.run_class import RunClass
 from core.sampling_params import SamplingParams
 from core.scheduling.endings import Output
 from core.scheduling.scheduler import StepScheduler
 from engine.client.processes.worker_launcher import worker_launcher
 from engine.engine_core.engine_core import EngineCore
-from model_executor import executor as executors
 from model_executor.executor import Executor
 
 SIDE, TOKEN = 96, 16
@@ -50,9 +50,7 @@ PATIENCE = 120.0
 @pytest.fixture(autouse=True, scope="module")
 def toy() -> Iterator[None]:
     OPS.register(TOY)
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(executors, "WORKER_MAIN", "toy_worker:main")
-        yield
+    yield
     OPS.unregister(TOY.name)
 
 
@@ -137,7 +135,8 @@ class Engine:
 async def engine(checkpoint: Path, num_ranks: int, seed: int | None) -> AsyncIterator[Engine]:
     """seed: of a policy that draws ranks; None: the default policy."""
     model = ModelConfig(model=str(checkpoint), served_model_name="tiny", dtype="float32", device="cpu", threads=1)
-    config = EngineConfig(models=(model,), workers_per_engine=num_ranks, cache=CacheConfig())
+    toys = RunClass(name="toys", path="toy_worker:Toys")
+    config = EngineConfig(models=(model,), workers_per_engine=num_ranks, cache=CacheConfig(), classes=(toys,))
     with (
         closing(Arena.create(0, 1 << 26)) as arena,
         closing(Arena.create(PAGE_ARENA, 1 << 20)) as pages,

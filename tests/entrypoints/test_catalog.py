@@ -67,7 +67,7 @@ def test_models_have_the_settings_of_their_entries_and_else_the_flags(folder: Pa
         [[model]]
         """,
     )
-    person, dev, embedded = read_catalog(file, COMMON)
+    person, dev, embedded = read_catalog(file, COMMON).models
     assert (person.name, person.model, person.dtype) == ("person", str(folder / "fill"), "float32")
     assert (person.cache_keyframes, person.mask_aware, person.device) == ("per-step", False, "cpu")
     assert person.adapters == (AdapterConfig("hat", str(folder / "hat.safetensors")),)
@@ -274,7 +274,8 @@ def test_a_segmenter_is_of_one_model_or_of_all(folder: Path) -> None:
         [[model]]
         """,
     )
-    own, every, without, embedded = read_catalog(file, msgspec.structs.replace(COMMON, segmenter=("some/clipseg",)))
+    common = msgspec.structs.replace(COMMON, segmenter=("some/clipseg",))
+    own, every, without, embedded = read_catalog(file, common).models
     assert own.segmenter_checkpoints == (str(folder / "sam"), "IDEA-Research/grounding-dino-tiny")
     assert every.segmenter_checkpoints == embedded.segmenter_checkpoints == ("some/clipseg",)
     assert without.segmenter_checkpoints == ()
@@ -290,3 +291,57 @@ def test_the_embedded_model_has_a_segmenter_of_its_own() -> None:
     assert of() == of("--segmenter", "stencil-embedded-segmenter") == (EMBEDDED_SEGMENTER,)
     assert of("--segmenter", "none") == of("--model", "some/model") == ()
     assert of("--segmenter", "a/b", "--segmenter", "c") == ("a/b", "c")
+
+
+THREE = "[[model]]\nname = 'base'\npath = 'fill'\nrefiner = 'polish'\n" + "".join(
+    f"[[model]]\nname = '{name}'\npath = 'fill'\n" for name in ("polish", "other")
+)
+
+
+def sets_of(folder: Path, engines: str, number: int) -> list[list[str]]:
+    """Names of each engine's models."""
+    file = catalog(folder, f"{THREE}[engines]\n{engines}\n")
+    config = parse_options(["--catalog", str(file), "--data-parallel-size", str(number)]).config.engine
+    return [[model.name for model in config.of_engine(rank).models] for rank in range(number)]
+
+
+def test_engines_have_the_models_listed_for_them_and_what_these_need(folder: Path) -> None:
+    everything = ["base", "polish", "other"]
+    assert sets_of(folder, "", 2) == [everything] * 2
+    assert sets_of(folder, "1 = ['other']", 2) == [everything, ["other"]]
+    assert sets_of(folder, "0 = ['base']\n01 = ['other', 'other']", 2) == [["base", "polish"], ["other"]]
+    assert sets_of(folder, "2 = ['other', 'polish']", 3) == [everything] * 2 + [["polish", "other"]]
+    file = catalog(folder, f"engines = {{}}\n{THREE}")
+    assert read_catalog(file, COMMON).engines == {}
+
+
+def test_an_engine_is_configured_as_if_it_had_these_alone(folder: Path) -> None:
+    file = catalog(folder, f"{THREE}[engines]\n1 = ['other']\n")
+    whole = parse_options(["--catalog", str(file), "--data-parallel-size", "2"]).config.engine
+    own = whole.of_engine(1)
+    assert (own.data_parallel_rank, own.engines, own.num_workers) == (1, {}, 2)
+    assert own.models == whole.models[2:]
+    assert msgspec.msgpack.decode(msgspec.msgpack.encode(whole), type=EngineConfig) == whole
+
+
+@pytest.mark.parametrize(
+    ("engines", "said"),
+    [
+        ("engines = 3", "{file}: engines: is a table: [engines], and a line 0 = "),
+        ("engines.first = ['base']", "{file}: engines: first: is no engine's number; they are numbered from 0"),
+        ("engines.-1 = ['base']", "{file}: engines: -1: is no engine's number"),
+        (f"engines.{'1' * 5000} = ['base']", "is no engine's number"),
+        ("engines.0 = 'base'", "{file}: engines: 0: is a list of models' names"),
+        ("engines.0 = [1]", "{file}: engines: 0: is a list of models' names"),
+        ("engines.0 = ['base']\nengines.00 = ['base']", "{file}: engines: 00: engine 0 is listed twice"),
+        ("engines.2 = ['base']", "engines: 2: there are 2 engines, numbered from 0; give --data-parallel-size 3 or"),
+        ("engines.0 = []", "engines: 0: it has no model; name one, or leave the engine out: it has all"),
+        ("engines.0 = ['gone']", "engines: 0: there is no model gone; there are base, polish, other"),
+        ("engines.0 = ['base']\nengines.1 = ['base']", "engines: no engine has the model other; add it to one of them"),
+    ],
+)
+def test_engines_that_cannot_be_are_refused(
+    folder: Path, capsys: pytest.CaptureFixture[str], engines: str, said: str
+) -> None:
+    file = catalog(folder, f"{engines}\n{THREE}")
+    assert said.format(file=file) in refused(["--catalog", str(file), "--data-parallel-size", "2"], capsys)

@@ -11,8 +11,8 @@ from entrypoints.image_engine import ImageEngine
 from entrypoints.serve_flags import FLAGS, Flag
 
 ALL = [flag for flags in FLAGS.values() for flag in flags]
-OWN_ARGUMENTS = {"self", "model", "models", "loras", "cache"}
-"""Of ImageEngine: what flags name in another form."""
+OWN_ARGUMENTS = {"self", "model", "models", "loras", "cache", "classes", "workflows"}
+"""Of ImageEngine: what flags name in another form, or what a server has no use for."""
 
 
 def test_no_two_flags_set_the_same() -> None:

@@ -3,7 +3,8 @@
 from core.messages.specs.edit_spec import EditSpec
 from core.messages.specs.generation_spec import GenerationSpec
 from core.messages.specs.mask_spec import MaskSpec
+from core.messages.specs.run_spec import RunSpec
 
-Spec = EditSpec | GenerationSpec | MaskSpec
+Spec = EditSpec | GenerationSpec | MaskSpec | RunSpec
 
-__all__ = ["EditSpec", "GenerationSpec", "MaskSpec", "Spec"]
+__all__ = ["EditSpec", "GenerationSpec", "MaskSpec", "RunSpec", "Spec"]

@@ -32,7 +32,7 @@ def _size(sizes: Sizes) -> Work:
 
 
 def _make(request: Request, node: Node, pages: NodePages) -> Decode:
-    spec = request.spec
+    spec = request.picture
     name = request.workflow.output_names.get(node.name)
     artefact = spec.previews[request.progress.pending[node.name]] if name is None else spec.outputs[name]
     is_part = spec.has_own_pages or pages.latents is not None

@@ -51,7 +51,7 @@ def _size(sizes: Sizes) -> Work:
 
 
 def _make(request: Request, node: Node, pages: NodePages) -> Denoise:
-    spec, progress = request.spec, request.progress
+    spec, progress = request.picture, request.progress
     assert spec.sampling.guidance_scale is not None
     step, canvas = progress.scheduled[node.name], spec.canvas(node.canvas)
     own_page_step = spec.own_page_step(step)

@@ -50,7 +50,7 @@ def _size(sizes: Sizes) -> Work:
 
 
 def _make(request: Request, node: Node, pages: NodePages) -> ImageEncode:
-    spec, sampling = request.spec, request.spec.sampling
+    spec, sampling = request.picture, request.picture.sampling
     canvas = spec.canvas(node.canvas)
     region = request.workflow.begins[node.name]
     paged = spec.num_paged_reference_tokens

@@ -42,7 +42,7 @@ def _size(sizes: Sizes) -> Work:
 
 
 def _make(request: Request, node: Node, pages: NodePages) -> TextEncode:
-    spec = request.spec
+    spec = request.picture
     return TextEncode(
         prompt=spec.prompt,
         max_sequence_length=spec.max_text_tokens,

@@ -45,6 +45,11 @@ BatchKey = tuple[ModelKeys, str, tuple[int, ...]]
 """(components, op, ranks): nodes with the same key run in one batch, whatever models they are of."""
 
 
+MOST_ANYWHERE = 8
+"""Most nodes of users' classes, which go anywhere, for one rank and pass. With as many ports, literals and results as
+they may have, each is 60 KB of a plan, and two plans must find room in the rank's ring."""
+
+
 @dataclass(slots=True)
 class StepPass:
     """One pass over a view; `run` is called once. Other policies override the methods in which they differ."""
@@ -60,6 +65,8 @@ class StepPass:
     _order: list[BatchKey | str] = field(default_factory=list)  # keys of `_batches` and `_cache_work`, as dispatched
     _stage_ms: dict[int, float] = field(default_factory=dict)  # rank -> predicted milliseconds of chosen stage work
     _running_keys: list[ModelKeys] = field(default_factory=list)  # of the steps of each running request
+    _num_anywhere: Counter[int] = field(default_factory=Counter)  # rank -> nodes chosen that go anywhere
+    _num_given: Counter[int] = field(default_factory=Counter)  # rank -> nodes for which it is the choice, of those
     _known_ranks: dict[tuple[str, str], tuple[int, ...]] = field(default_factory=dict)  # see `_ranks_of`
 
     def run(self) -> list[Decision]:
@@ -88,7 +95,7 @@ class StepPass:
         """
         running = self.view.requests.running
         num_unseen, is_idle = sum(request.id not in self.apart for request in running), not running
-        slots = self.view.config.max_num_seqs - sum(request.progress.steps_left > 0 for request in running)
+        slots = self.view.config.max_num_seqs - sum(map(_has_slot, running))
         if any(request.runs_alone for request in running):
             slots = 0
         admitted: list[Request] = []
@@ -118,7 +125,10 @@ class StepPass:
     def _choose_stage_work(self, is_wanted: Callable[[Request, Node], bool]) -> None:
         for request, ready in self._candidates:
             nodes = [node for node in ready if is_wanted(request, node) and self._can_run(request, node)]
-            if nodes:
+            if nodes and request.workflow.has_own_ports:
+                for node in nodes:
+                    self._choose_anywhere(request, node)
+            elif nodes:
                 self._choose_nodes(request, nodes)
 
     def _choose_nodes(self, request: Request, nodes: Sequence[Node]) -> None:
@@ -127,6 +137,16 @@ class StepPass:
         if self._spend_stage_ms(rank, sum(self.view.seconds(request, node) for node in nodes) * 1e3):
             for node in nodes:
                 self._add([(request, node)])
+
+    def _choose_anywhere(self, request: Request, node: Node) -> None:
+        """Choose a node of a user's class, unless that exceeds the rank's time budget or MOST_ANYWHERE. A time that
+        is not known yet counts as all of the budget.
+        """
+        (rank,), ms = self._ranks_of(request, node), self.view.seconds(request, node) * 1e3
+        is_full = self._num_anywhere[rank] == MOST_ANYWHERE
+        if not is_full and self._spend_stage_ms(rank, ms or self.view.config.max_stage_ms):
+            self._num_anywhere[rank] += 1
+            self._add([(request, node)])
 
     def _spend_stage_ms(self, rank: int, ms: float) -> bool:
         """Charge predicted milliseconds to a rank's time budget; False if they exceed what is left."""
@@ -173,9 +193,11 @@ class StepPass:
     def _rank(self, request: Request, node: Node) -> int:
         """The rank that is to run a node, of those that have its model. Nodes that read the results of rounds, such as
         decodes, go to the last of them and all others to the first one, so that a decode never delays other requests'
-        steps. A node whose pages are on one device goes there.
+        steps. A node whose pages are on one device goes there, and one of a user's class where the least is to do.
         """
         ranks = self.view.ranks_with(request.keys_of(node))
+        if request.workflow.has_own_ports:
+            return self._least_given(request, node, ranks)
         if node.name in request.workflow.after_rounds:
             return ranks[-1]
         device = self._device(request, node)
@@ -197,6 +219,17 @@ class StepPass:
             best = own if own in ranks else min(ranks, key=lambda rank: load[rank])
             known = homes[keys] = Home(best, ranks)
         return known.rank
+
+    def _least_given(self, request: Request, node: Node, ranks: tuple[int, ...]) -> int:
+        """An open rank that this pass has given the fewest nodes; of several, one that has the inputs."""
+
+        def cost(rank: int) -> tuple[bool, int, bool]:
+            has_inputs = len(ranks) == 1 or self.view.inputs(request, node, (rank,)).are_there
+            return rank not in self.view.open_ranks, self._num_given[rank], not has_inputs
+
+        rank = min(ranks, key=cost)
+        self._num_given[rank] += 1
+        return rank
 
     def _rank_apart(self, request: Request, node: Node) -> int:
         """The rank of a node where steps have the first rank to themselves, and all other nodes go to the last."""
@@ -305,6 +338,13 @@ class StepPass:
 
 def _step_keys(request: Request) -> Iterator[ModelKeys]:
     return (request.keys_of(request.workflow.node(name)) for name in request.workflow.step_names)
+
+
+def _has_slot(request: Request) -> bool:
+    """Whether a running request counts among those that may run together: until its last step, or if users' classes run
+    it until its end, because the values between its nodes may be large.
+    """
+    return request.progress.steps_left > 0 or request.workflow.has_own_ports
 
 
 def _is_output(request: Request, node: Node) -> bool:

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
+from typing import NamedTuple
 
 import msgspec
 
@@ -20,6 +21,13 @@ from core.scheduling.requests.bindings import ModelKeys
 
 UNKNOWN_SECONDS = 30.0
 """Default prediction for work unlike any observed so far: a large model's first step on a CPU."""
+
+
+class Busy(NamedTuple):
+    """Unanswered work of a rank, in seconds."""
+
+    predicted: float
+    allowed: float  # time limits of what users' classes run: it may take as long
 
 
 @dataclass(slots=True)
@@ -39,6 +47,11 @@ class Flight:
     @property
     def is_complete(self) -> bool:
         return len(self.answers) == len(self.batch.ranks)
+
+    @property
+    def allowed(self) -> float:
+        """The time limits of its items together, seconds; 0 unless users' classes run them."""
+        return self.keys.seconds * len(self.batch.items)
 
     def lose(self, rank: int) -> None:
         """Note that a rank has died with everything that it had made."""
@@ -101,6 +114,7 @@ class InFlight:
         self.landed: list[Flight] = []  # answered by all their ranks, but not applied yet
         self._awaited: list[dict[int, int]] = [{} for _ in range(num_ranks)]  # per rank: plan seq -> answers awaited
         self._seconds = [0.0] * num_ranks  # per rank: predicted seconds of its batches
+        self._allowed = [0.0] * num_ranks  # per rank: time limits of what users' classes run there, in seconds
         self._known = [0.0] * num_ranks  # per rank: predicted seconds of its batches, without those of unknown time
         self._since = [0.0] * num_ranks  # per rank: when it began the first of its batches, in monotonic seconds
         self._plan_of: dict[tuple[int, int | TensorKey], int] = {}  # (rank, batch id or tensor under transfer) -> seq
@@ -116,6 +130,7 @@ class InFlight:
                 self._since[rank] = now
             self._seconds[rank] += flight.predicted or UNKNOWN_SECONDS
             self._known[rank] += flight.predicted
+            self._allowed[rank] += flight.allowed
             self._await(seq, rank, flight.batch.id)
 
     def send_transfers(self, seq: int, transfers: Iterable[Transfer]) -> None:
@@ -131,6 +146,7 @@ class InFlight:
         seq = self._plan_of.pop((result.rank, result.batch_id))
         self._seconds[result.rank] -= flight.predicted or UNKNOWN_SECONDS
         self._known[result.rank] -= flight.predicted
+        self._allowed[result.rank] -= flight.allowed
         self._since[result.rank] = result.started + result.seconds
         self._forget(seq, result.rank)
         flight.answers[result.rank] = result
@@ -149,7 +165,7 @@ class InFlight:
         running = next((flight for flight in self._flights.values() if rank in flight.waits_for), None)
         transfers = tuple(what for other, what in self._plan_of if other == rank and isinstance(what, TensorKey))
         self._plan_of = {place: seq for place, seq in self._plan_of.items() if place[0] != rank}
-        self._awaited[rank], self._seconds[rank], self._known[rank] = {}, 0.0, 0.0
+        self._awaited[rank], self._seconds[rank], self._known[rank], self._allowed[rank] = {}, 0.0, 0.0, 0.0
         self._note_load(rank)
         for flight in [*self._flights.values(), *self.landed]:
             flight.lose(rank)
@@ -166,16 +182,16 @@ class InFlight:
         self.landed.clear()
         self._plan_of.clear()
         self._awaited = [{} for _ in self._awaited]
-        self._seconds, self._known = [0.0] * len(self._seconds), [0.0] * len(self._known)
+        self._seconds, self._known, self._allowed = ([0.0] * len(self._seconds) for _ in range(3))
         self._idle, self._nearly_idle = set(range(len(self._seconds))), set()
 
     @property
     def flights(self) -> Sequence[Flight]:
         return tuple(self._flights.values())
 
-    def busy_ranks(self, ranks: Iterable[int]) -> dict[int, float]:
-        """Busy rank -> predicted seconds of its unanswered work, for those of these ranks that are busy."""
-        return {rank: self._seconds[rank] for rank in ranks if rank not in self._idle}
+    def busy_ranks(self, ranks: Iterable[int]) -> dict[int, Busy]:
+        """What those of these ranks that are busy have to do."""
+        return {rank: Busy(self._seconds[rank], self._allowed[rank]) for rank in ranks if rank not in self._idle}
 
     def wait_seconds(self, rank: int, now: float) -> float:
         """Predicted seconds until a rank has done its work; 0 if it has none or is overdue. Work of unknown time counts

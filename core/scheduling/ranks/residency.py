@@ -303,7 +303,7 @@ class Residency:
         if not missing or not sets:
             return 0.0
         keys = keys_of(missing)
-        return min(sum(self._predict(self.size_of(key)) for key in self._unloaded(keys, ranks)) for ranks in sets)
+        return min(sum(map(self.load_seconds, self._unloaded(keys, ranks))) for ranks in sets)
 
     def _unloaded(self, keys: Iterable[ModelKey], ranks: RankIds) -> list[ModelKey]:
         mine = [self._components_on(rank) for rank in ranks]
@@ -348,6 +348,10 @@ class Residency:
         room.
         """
         return sum(map(self.size_of, present | {*further})) - self.budget if self.budget else 0
+
+    def load_seconds(self, key: ModelKey) -> float:
+        """Predicted seconds of loading a component; 0 if none was loaded yet."""
+        return self._predict(self.size_of(key))
 
     def size_of(self, key: ModelKey) -> int:
         """Bytes of a component; predicted until it has been loaded once."""

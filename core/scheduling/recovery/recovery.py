@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from core.costs.load_report import RequestLoad
 from core.failure import Failure
@@ -75,9 +75,13 @@ class Recovery:
 
     # ------------------------------------------------------------------------------------------------- a death
 
-    def lose(self, rank: int, failure: Failure) -> Aftermath:
-        """Note that a rank has died with everything that it had. failure: why it died."""
+    def lose(self, rank: int, failure: Failure, *, is_solved: bool = False) -> Aftermath:
+        """Note that a rank has died with everything that it had. failure: why it died. is_solved: who is to blame is
+        known, and has failed: what ran beside it is not suspected.
+        """
         lost = self.in_flight.lose(rank)
+        if is_solved and lost.running is not None and not lost.running.job_id:
+            lost = replace(lost, running=None)
         blame = self._blame(lost.running)
         for request in self.requests:
             request.lose_rank(rank)

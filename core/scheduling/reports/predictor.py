@@ -5,7 +5,7 @@ It translates requests into the keys and sizes of work that the cost model knows
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 
 from core.costs.cost_model import CostKey, CostModel, extra_seconds
 from core.costs.load_report import RequestLoad
@@ -16,7 +16,7 @@ from core.graph.work import Work
 from core.graph.workflow import Node, op_of
 from core.messages.worker import CostSample
 from core.model_info import ModelInfo
-from core.scheduling.requests.bindings import Bindings, ModelKeys, Needs
+from core.scheduling.requests.bindings import Bindings, ModelKeys
 from core.scheduling.requests.request import Request, Status
 
 
@@ -27,15 +27,13 @@ class Predictor:
         self,
         cost: CostModel,
         bindings: Bindings,
-        load_seconds: Callable[[Needs], float] = lambda needs: 0.0,
         most_ranks: int = 1,
     ) -> None:
-        """load_seconds: components -> seconds until all of them are loaded. most_ranks: the most ranks that compute a
-        step together, where that is useful; remaining work is predicted for them.
+        """most_ranks: the most ranks that compute a step together, where that is useful; remaining work is predicted
+        for them.
         """
         self.cost = cost
         self._most_ranks = most_ranks
-        self._load_seconds = load_seconds
         self._bindings = bindings
         self._keys: dict[tuple[ModelKeys, str, int], CostKey] = {}  # (components, op, degree) -> key
         self._models_of: dict[CostKey, list[str]] = {}  # see `models_of`
@@ -48,10 +46,11 @@ class Predictor:
         return found
 
     def models_of(self, key: CostKey) -> Sequence[str]:
-        """The served models whose work has this key."""
+        """The served models, or classes, whose work has this key."""
         found = self._models_of.get(key)
         if found is None:
             found = [name for name, info in self._bindings.models.items() if _has(info, key)]
+            found += [name for name, each in self._bindings.classes.items() if (each.key,) == key.components]
             self._models_of[key] = found
         return found
 
@@ -85,7 +84,9 @@ class Predictor:
     # ------------------------------------------------------------------------------------------------- remaining work
 
     def remaining_load(self, request: Request) -> RequestLoad:
-        """A request's remaining work. Computed once while it waits, because it does not change and queues are long."""
+        """A request's remaining work, without loading its model. Computed once while it waits, because it does not
+        change and queues are long.
+        """
         if request.waiting_load is None or request.status is not Status.WAITING:
             request.waiting_load = self._make_request_load(request)
         return request.waiting_load
@@ -153,7 +154,6 @@ class Predictor:
         steps = request.progress.steps_left
         step_seconds = self.remaining_step_seconds(request) / steps if steps else 0.0
         other_seconds = sum(seconds for _, seconds in self.other_seconds_by_op(request))
-        other_seconds += self._load_seconds(request.needs)
         is_running = request.status is Status.RUNNING
         head = request.head
         return RequestLoad(steps, step_seconds, other_seconds, head.priority, is_running, head.arrival, head.owner)

@@ -22,9 +22,11 @@ from core.scheduling.node_cache import NodeCache
 from core.scheduling.ops.prime import PRIME
 from core.scheduling.ranks.in_flight import Flight
 from core.scheduling.ranks.ranks import Ranks
+from core.scheduling.reports.load_times import LoadTimes
 from core.scheduling.reports.predictor import Predictor
 from core.scheduling.reports.running_loads import RunningLoads
 from core.scheduling.reports.waiting_work import WaitingWork
+from core.scheduling.requests.bindings import Bindings
 from core.scheduling.requests.live_requests import LiveRequests
 
 COSTS_EVERY = 128
@@ -55,6 +57,7 @@ class Reporter:
         ranks: Ranks,
         predictor: Predictor,
         cache: NodeCache,
+        bindings: Bindings,
     ) -> None:
         self._config = config
         self._ranks = ranks
@@ -67,6 +70,7 @@ class Reporter:
         self._batches_since_costs = COSTS_EVERY
         self._waiting = WaitingWork(predictor)
         self._running = RunningLoads(predictor)
+        self._load_times = LoadTimes(bindings, ranks.residency)
         self._changes: list[QueueChange] = []  # of the queue since the last report
         self._is_first = True  # no report was made yet
 
@@ -130,6 +134,7 @@ class Reporter:
         priming, counts = self._cache.seconds_left(), requests.counts
         changes, self._changes = tuple(self._changes), []
         is_first, self._is_first = self._is_first, False
+        load_seconds, models = self._load_times.take(requests.needs)
         return LoadReport(
             num_received=self._num_received,
             num_running=counts[0],
@@ -138,10 +143,12 @@ class Reporter:
             running=self._running.by_id(),
             base_seconds=base,
             priming_seconds=priming,
-            drain_seconds=priming + self._drain_seconds(base),
+            drain_seconds=priming + self._load_times.seconds + self._drain_seconds(base),
             is_first=is_first,
             queue=changes,
             resident_pages=self._cache.take_resident_pages(),
+            models=models,
+            load_seconds=load_seconds,
             costs=self._take_costs(),
             refused=self._ranks.residency.refused_models(),
         )

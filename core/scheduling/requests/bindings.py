@@ -1,13 +1,14 @@
-"""Bindings: which models play the roles of the workflows, for each served model."""
+"""Bindings: which models, and which classes of users, play the roles of the workflows, for each served model."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 
-from core.graph.workflow import Workflow, op_of, role_of
+from core.graph.workflow import Node, Workflow, op_of, role_of
 from core.handles import ModelKey
 from core.model_info import ModelInfo
+from core.run_class import RUN_CLASS, RunClass
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -19,6 +20,7 @@ class ModelKeys:
     family: str  # whose code runs it
     device: str
     keys: tuple[ModelKey, ...]
+    seconds: float = 0.0  # of a user's class: the most that one run of a node may take; 0: there is no limit
 
 
 Needs = tuple[ModelKeys, ...]
@@ -31,7 +33,7 @@ class Binding:
     model and workflow, so it is compared by identity.
     """
 
-    models: Mapping[str, str]  # name of the model whose family runs the node
+    models: Mapping[str, str]  # name of the model whose family runs the node, or of the class
     keys: Mapping[str, ModelKeys]  # the components that it computes with
     needs: Needs  # all of these
 
@@ -39,11 +41,14 @@ class Binding:
 class Bindings:
     """One per scheduler. A role that a served model binds to no other model is played by its own components."""
 
-    def __init__(self, models: Mapping[str, ModelInfo]) -> None:
-        """models: name -> info; those that play roles are among them."""
+    def __init__(self, models: Mapping[str, ModelInfo], classes: Iterable[RunClass] = ()) -> None:
+        """models: name -> info; those that play roles are among them. classes: of users, which play the roles that are
+        named as they are.
+        """
         self.models = models
+        self.classes = {each.name: each for each in classes}
         self._keys: dict[tuple[str, str], ModelKeys] = {}  # (model, kind of component) -> its keys
-        self._distinct: dict[tuple[str, str, tuple[ModelKey, ...]], ModelKeys] = {}
+        self._distinct: dict[tuple[str, str, tuple[ModelKey, ...], float], ModelKeys] = {}
         self._bindings: dict[tuple[str, str], Binding] = {}  # (model, workflow) -> its binding
 
     def of(self, model: str, workflow: Workflow) -> Binding:
@@ -51,20 +56,31 @@ class Bindings:
         found = self._bindings.get((model, workflow.name))
         if found is None:
             roles = self.models[model].roles
-            models = {node.name: roles.get(role_of(node), model) for node in workflow.nodes}
+            models = {node.name: self._player(node, roles, model) for node in workflow.nodes}
             keys = {node.name: self.keys(models[node.name], op_of(node).component) for node in workflow.nodes}
             needs = tuple(each for each in dict.fromkeys(keys.values()) if each.keys)
             found = self._bindings[model, workflow.name] = Binding(models, keys, needs)
         return found
 
+    @staticmethod
+    def _player(node: Node, roles: Mapping[str, str], model: str) -> str:
+        role = role_of(node)
+        return role if op_of(node).component == RUN_CLASS else roles.get(role, model)
+
     def keys(self, model: str, component: str) -> ModelKeys:
-        """A model's components of one kind."""
+        """A model's components of one kind; of the kind RUN_CLASS, those of the class that is named instead."""
         found = self._keys.get((model, component))
         if found is None:
-            info = self.models[model]
-            facts = info.family, info.device, info.keys_of(component)
+            facts = self._facts(model, component)
             found = self._keys[model, component] = self._distinct.setdefault(facts, ModelKeys(*facts))
         return found
+
+    def _facts(self, model: str, component: str) -> tuple[str, str, tuple[ModelKey, ...], float]:
+        if component == RUN_CLASS:
+            mine, device = self.classes[model], next(iter(self.models.values())).device  # all have the same one
+            return mine.path, device, (mine.key,), mine.seconds
+        info = self.models[model]
+        return info.family, info.device, info.keys_of(component), 0.0
 
     def needs(self, model: str) -> Needs:
         """What a model's requests compute with, but for those whose mask is to be found."""

@@ -17,6 +17,7 @@ from core.costs.slot_forecast import SlotForecast, alone
 from core.errors import DeadlineExceededError
 from core.failure import Failure
 from core.messages.engine import EngineRequest
+from core.scheduling.requests.bindings import Needs
 from core.scheduling.requests.fair_queue import Urgency, counts_as_due
 from core.scheduling.requests.request import Request, Status
 
@@ -47,14 +48,15 @@ class Deadlines:
     max_num_seqs: int
     remaining_load: Callable[[Request], RequestLoad]  # a request's remaining work
     base_seconds: Callable[[Sequence[Request]], float]  # the constant part of a step with these requests
+    load_seconds: Callable[[Needs], float] = lambda needs: 0.0  # until these are loaded
 
     def too_late(self, requests: Sequence[Request], now: float) -> Iterator[tuple[Request, Failure]]:
         """The requests to give up, with the reason. requests: all live ones, the most urgent first.
 
         A running request is given up when its timeout has passed or is certain to pass; its objective is ignored. A
-        waiting request is given up if it would be late even in the next free slot; only the max_num_seqs most urgent
-        ones are predicted. While no request runs, a waiting one, too, is given up only when its timeout is certain to
-        pass.
+        waiting request is given up if it would be late even in the next free slot, once its model is loaded; only the
+        max_num_seqs most urgent ones are predicted. While no request runs, a waiting one, too, is given up only when
+        its timeout is certain to pass.
         """
         base = self.base_seconds(requests)
         running = [request for request in requests if request.status is Status.RUNNING]
@@ -82,7 +84,8 @@ class Deadlines:
                 yield request, PASSED
             elif num_looked_at < self.max_num_seqs:
                 num_looked_at += 1
-                seconds = slot_forecast.seconds(self.remaining_load(request))
+                loaded = self.load_seconds(request.needs)
+                seconds = slot_forecast.seconds(self.remaining_load(request), loaded)
                 failure = why_late(head, now + seconds) if running else _why_stop(head, now, now + CERTAIN * seconds)
                 if failure is not None:
                     yield request, failure

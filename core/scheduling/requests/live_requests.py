@@ -27,7 +27,7 @@ class LiveRequests:
         self._moved: dict[str, Request] = {}  # id -> request whose progress or status has changed since `take_moved`
         self._num_due = 0  # requests with a due time
         self.version = 0  # of which requests wait and run
-        self._num_with = Counter[Needs]()  # needs -> requests that have them
+        self._num_with = Counter[Needs]()  # needs -> requests that have them; no zeros
         self._changes: list[QueueChange] = []  # since `take_changes`
 
     def add(self, request: Request, load: RequestLoad) -> None:
@@ -88,6 +88,8 @@ class LiveRequests:
         claim = self._claims.pop(request_id)
         self.version += 1
         self._num_with[claim.item.needs] -= 1
+        if not self._num_with[claim.item.needs]:
+            del self._num_with[claim.item.needs]
         self._queue.remove(claim)
         self._running.pop(request_id, None)
         self._pending.discard(request_id)
@@ -131,8 +133,8 @@ class LiveRequests:
 
     @property
     def needs(self) -> Iterator[Needs]:
-        """What they are computed with, each once."""
-        return (needs for needs, number in self._num_with.items() if number)
+        """What they are computed with, each once, in the order in which they came first."""
+        return iter(self._num_with)
 
     @property
     def has_pending_previews(self) -> bool:

@@ -8,13 +8,15 @@ from __future__ import annotations
 
 import enum
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING
 
 from core.errors import InvalidRequestError
 from core.graph.progress import Progress, preview_steps
+from core.graph.skipping import readers_of
 from core.graph.workflow import Node, Workflow, op_of
-from core.messages.specs import EditSpec, MaskSpec
+from core.messages.specs import EditSpec, MaskSpec, RunSpec
+from core.messages.specs.picture_spec import PictureSpec
 
 if TYPE_CHECKING:
     from core.costs.load_report import RequestLoad
@@ -59,6 +61,7 @@ class NodeSizes:
     num_rows: int
     num_step_tokens: int
     num_paged_reference_tokens: int
+    num_elements: int = 0
 
     @property
     def num_tokens(self) -> int:
@@ -128,6 +131,9 @@ class Request:
     degrees: dict[tuple[str, int], int] = field(default_factory=dict)  # (step node, round) -> ranks that computed it
     # Set by the Predictor.
     waiting_load: RequestLoad | None = None  # remaining work, computed once while it waits
+    # From nodes with ports of their own.
+    made_sizes: dict[tuple[str, str], int] = field(default_factory=dict)  # (node, output) -> elements that it has made
+    result_shapes: dict[str, tuple[int, ...]] = field(default_factory=dict)  # by name
     # From the segmenter.
     active_tokens: int | None = None  # of the mask that it has found; None: none was asked for, or it is not found yet
     mask_score: float = 0.0  # how sure it is, 0..1
@@ -157,6 +163,18 @@ class Request:
 
     def __post_init__(self) -> None:
         self.id, self.spec, self.num_deaths = self.head.request_id, self.head.spec, self.head.num_deaths
+
+    @property
+    def picture(self) -> PictureSpec:
+        """What it asks for, of a request for a picture or a mask."""
+        assert isinstance(self.spec, PictureSpec), f"{self.id} asks for no picture"
+        return self.spec
+
+    @property
+    def run(self) -> RunSpec:
+        """What it asks for, of a request for what a user's classes make."""
+        assert isinstance(self.spec, RunSpec), f"{self.id} asks for a picture"
+        return self.spec
 
     @property
     def step_node(self) -> Node | None:
@@ -205,8 +223,25 @@ class Request:
         key = node.name, is_masked
         work = self.known_work.get(key)
         if work is None:
-            work = self.known_work[key] = op_of(node).size(self.sizes_of(node, is_masked=is_masked))
+            op, sizes = op_of(node), self.sizes_of(node, is_masked=is_masked)
+            if op.has_own_ports:
+                sizes = replace(sizes, num_elements=self._num_elements(node))
+            work = self.known_work[key] = op.size(sizes)
         return work
+
+    def _num_elements(self, node: Node) -> int:
+        """Elements of a node's inputs: as they were made or given, else the most that is declared."""
+        sizes = {port.name: port.form.size for port in node.takes if port.form is not None}
+        given = {name: self.run.inputs.get(source) for name, source in node.given.items()}
+        known = {name: array.size for name, array in given.items() if array is not None}
+        known |= {edge.input: self.made_sizes.get((edge.source, edge.name), sizes[edge.input]) for edge in node.inputs}
+        return sum(known.values()) + len(node.literals)
+
+    def note_sizes(self, node: Node, sizes: Mapping[str, int]) -> None:
+        """Note how many elements the outputs of a node have, on which the work of its readers depends."""
+        self.made_sizes |= {(node.name, name): size for name, size in sizes.items()}
+        for name in readers_of(self.workflow, node.name):
+            self.known_work.pop((name, False), None)
 
     def is_masked(self, node: Node) -> bool:
         """Whether the next run of a node is a mask-aware step."""
@@ -276,10 +311,31 @@ class Request:
 
 
 def _check_given(spec: Spec, workflow: Workflow) -> None:
-    """Raises InvalidRequestError if a request lacks something that its workflow needs."""
+    """Raises InvalidRequestError if a request lacks what its workflow needs, or gives what that does not take."""
+    if isinstance(spec, RunSpec) is not workflow.has_own_ports:
+        made, asked = (
+            ("values of classes", "a picture") if workflow.has_own_ports else ("a picture", "values of classes")
+        )
+        message = f"workflow {workflow.name} makes {made}, and the request asks for {asked}; name another"
+        raise InvalidRequestError(message, param="workflow")
     required = [port.name for port in workflow.inputs if not port.is_optional]
     lacking = [(name, name) for name in required if not spec.gives(name)]
-    lacking += [(f"a canvas {name}", "canvases") for name in workflow.canvases if name not in spec.canvases]
+    if isinstance(spec, RunSpec):
+        _check_arrays(spec, workflow)
+    else:
+        lacking += [(f"a canvas {name}", "canvases") for name in workflow.canvases if name not in spec.canvases]
     lacking += [(f"memory for its {name}", "outputs") for name in workflow.outputs if name not in spec.outputs]
     for what, param in lacking:
         raise InvalidRequestError(f"workflow {workflow.name} takes {what}", param=param)
+
+
+def _check_arrays(spec: RunSpec, workflow: Workflow) -> None:
+    """Raises InvalidRequestError for an array that is not as the workflow declares it."""
+    ports = {port.name: port for port in workflow.inputs}
+    for name, array in spec.inputs.items():
+        form = ports[name].form if name in ports else None
+        if form is None:
+            known = ", ".join(ports) or "none"
+            raise InvalidRequestError(f"workflow {workflow.name} has no input {name}; there are {known}", param=name)
+        if problem := form.why_not(array.shape, array.dtype):
+            raise InvalidRequestError(f"workflow {workflow.name}, input {name}: {problem}", param=name)

@@ -4,9 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator
 
-from core.graph.op import OPS
 from core.graph.progress import Progress
-from core.graph.workflow import Node, Workflow
+from core.graph.workflow import Node, Workflow, outputs_of
 from core.handles import TensorKey
 from core.scheduling.values.value_keys import keys_read
 
@@ -50,4 +49,4 @@ def _missing(keys: Iterable[TensorKey], workflow: Workflow, has: Has) -> Iterato
 
 
 def _is_optional(workflow: Workflow, key: TensorKey) -> bool:
-    return any(port.name == key.name and port.is_optional for port in OPS[workflow.node(key.node).op].outputs)
+    return any(port.name == key.name and port.is_optional for port in outputs_of(workflow.node(key.node)))

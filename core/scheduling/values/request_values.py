@@ -4,9 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
 
-from core.graph.op import OPS
 from core.graph.skipping import readers_of
-from core.graph.workflow import Node, Workflow
+from core.graph.workflow import Node, Workflow, outputs_of
 from core.handles import TensorKey, TensorRef
 from core.messages.worker import Batch
 from core.scheduling.requests.request import Request
@@ -116,5 +115,5 @@ def _is_whole(values: ValueTable, request: Request, name: str) -> bool:
     """Whether all values that a node has made are still there; if it repeats, those of its last round."""
     node = request.workflow.node(name)
     version = request.progress.rounds[node.region] if node.region else 0
-    names = (port.name for port in OPS[node.op].outputs if not port.is_optional)
+    names = (port.name for port in outputs_of(node) if not port.is_optional)
     return all(values.get(TensorKey(request.id, name, each, version)) is not None for each in names)

@@ -13,7 +13,8 @@ STATES: tuple[ModelState, ...] = get_args(ModelState)
 
 
 def model_state(model: ModelInfo, stats: Iterable[EngineStats | None]) -> ModelState:
-    """The state of a model, or of the one that an adapter is for: the best that any engine tells. stats: of the engines
-    that serve; None: not known yet, as is the case for a moment after their start."""
-    reported = {each.models.get(model.parent or model.name, "loading") for each in stats if each is not None}
+    """The state of a model, or of the one that an adapter is for: the best that any engine tells which serves it.
+    stats: of the engines that are up; None: not known yet, as is the case for a moment after their start."""
+    name = model.parent or model.name
+    reported = {each.models[name] for each in stats if each is not None and name in each.models}
     return next((state for state in STATES if state in reported), "loading")

@@ -61,7 +61,7 @@ class EditDelivery:
     async def finished(self, image: EditImage, output: Finished) -> ImageOutput:
         """Make the file of a final image, with its report, and count it in the metrics. Raises as `partial`."""
         start = time.monotonic()
-        composed = await self._compose(image, None if self._makes_mask else image.request.spec.pixels)
+        composed = await self._compose(image, None if self._makes_mask else image.request.picture.pixels)
         self._num_files_left -= self._prepared.num_partial_images - image.num_partials  # that will not come
         seconds = time.monotonic() - start
         ready_at = image.request.arrival
@@ -140,7 +140,7 @@ class EditDelivery:
 
     def _found(self, image: EditImage, output: Finished, composed: ComposedImage) -> FoundMask | None:
         """The mask that was found, if one was asked for."""
-        memory = image.request.spec.active
+        memory = image.request.picture.active
         if output.active_tokens is None or memory is None:
             return None
         active = self._services.arena.view(msgspec.structs.replace(memory, shape=(output.active_tokens,)))
@@ -194,7 +194,7 @@ class EditDelivery:
             crop=self._prepared.prepared.crop,
             mask_grow=uploads.mask_grow,
             mask_feather=uploads.mask_feather,
-            found=image.request.spec.mask if uploads.is_mask_sought else None,
+            found=image.request.picture.mask if uploads.is_mask_sought else None,
         )
 
     def _make_output(

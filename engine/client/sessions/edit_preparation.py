@@ -183,8 +183,8 @@ class EditPreparation:
     def _make_image(self, requests: EditRequests, index: int) -> EditImage:
         name, context = f"{self._caller.edit_id}-{index}", self._span.traceparent
         request = requests.make(index, name, arrival=self._ready_at, trace_context=context)
-        assert request.spec.sampling.seed is not None
-        return EditImage(index, request.spec.sampling.seed, request)
+        assert request.picture.sampling.seed is not None
+        return EditImage(index, request.picture.sampling.seed, request)
 
 
 def _check_references(edit: EditInput, model: ModelInfo) -> None:

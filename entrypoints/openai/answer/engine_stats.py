@@ -67,6 +67,7 @@ def _engine(
         "alive": alive,
         "load": None if load is None or not alive else {field: getattr(load, field) for field in _LOAD_FIELDS},
         "stage_seconds": None if stats is None else stats.op_seconds,
+        "models": None if stats is None else stats.models,
         "resident_models": None if stats is None else _components(stats.resident_models, models),
         "ranks": None if stats is None else [_rank(rank, models) for rank in stats.ranks],
         "quarantine": None if stats is None else [_quarantined(each, time.monotonic()) for each in stats.quarantine],
@@ -129,10 +130,10 @@ def _step(sample: StepSample, now: float, shown: Callable[[str], str]) -> dict[s
 
 def _of_the_dead(stats: EngineStats) -> EngineStats:
     """The last statistics of a dead engine: counters are kept, and memory, models and predictions are emptied."""
-    if stats.cache is None:
-        return stats
-    cache = msgspec.structs.replace(stats.cache, entries={}, used_bytes={}, budget_bytes={})
-    return msgspec.structs.replace(stats, op_seconds={}, ranks=(), cache=cache)
+    cache = stats.cache
+    if cache is not None:
+        cache = msgspec.structs.replace(cache, entries={}, used_bytes={}, budget_bytes={})
+    return msgspec.structs.replace(stats, op_seconds={}, ranks=(), models={}, cache=cache)
 
 
 def _cache(stats: CacheStats) -> dict[str, Any]:

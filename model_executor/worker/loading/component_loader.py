@@ -23,6 +23,7 @@ from core.ipc.logs import of_request
 from core.messages.worker import ModelFailed, ModelLoaded
 from model_executor.device_failures import is_out_of_memory
 from model_executor.weights.taking import TakenWeights
+from model_executor.worker.loading.class_loader import ClassLoader
 from model_executor.worker.loading.loader_thread import LoaderThread
 from model_executor.worker.loading.resident import ResidentModels
 from model_executor.worker.loading.weights_room import WeightsRoom
@@ -35,7 +36,8 @@ Report = Callable[[ModelLoaded | ModelFailed], None]
 
 
 class ComponentLoader:
-    """report: called in the thread. taken: None: there is no keeper, and everything is loaded from the start."""
+    """report: called in the thread. taken: None: there is no keeper, and everything is loaded from the start.
+    classes: loads those of users; None: there are none."""
 
     def __init__(
         self,
@@ -45,6 +47,7 @@ class ComponentLoader:
         report: Report,
         thread: LoaderThread,
         taken: TakenWeights | None = None,
+        classes: ClassLoader | None = None,
     ) -> None:
         self._rank = rank
         self._models = models
@@ -52,6 +55,7 @@ class ComponentLoader:
         self._report = report
         self._thread = thread
         self._taken = taken
+        self._classes = classes
 
     def load_first(self) -> None:
         """Load, in the caller's thread, what is served from the start: everything, or with a keeper the first model.
@@ -63,12 +67,15 @@ class ComponentLoader:
     def load(self, key: ModelKey) -> None:
         """Load a component, unless it is loaded; the report says when it is there, or why it is not."""
         wait = self._thread.put(lambda: self._load(key))
-        if not self._can_be_taken(key):
+        if not self._is_class(key) and not self._can_be_taken(key):
             wait()  # what reads the files changes settings of the whole process
 
     def unload(self, key: ModelKey) -> None:
         """Drop a component that no batch uses any more, once the loads before it are over."""
         self._thread.put(lambda: self._unload(key))
+
+    def _is_class(self, key: ModelKey) -> bool:
+        return self._classes is not None and key in self._classes
 
     def _can_be_taken(self, key: ModelKey) -> bool:
         """Whether the keeper can load it: not what is quantised on a GPU, layer by layer while it is loaded."""
@@ -93,6 +100,8 @@ class ComponentLoader:
         self._report(ModelLoaded(self._rank, loaded, time.monotonic() - started))
 
     def _loaded(self, key: ModelKey) -> LoadedComponent:
+        if self._classes is not None and key in self._classes:
+            return self._classes.load(key)  # how much it takes is known only then
         if (known := self._models.find(key)) is not None:
             return known
         self._room.check_next(key)
@@ -102,9 +111,12 @@ class ComponentLoader:
         return loaded
 
     def _unload(self, key: ModelKey) -> None:
-        if self._models.find(key) is None:
+        if self._classes is not None and key in self._classes:
+            self._classes.unload(key)
+        elif self._models.find(key) is None:
             return  # its load has failed
-        self._models.unload(key)
+        else:
+            self._models.unload(key)
         gc.collect()  # denoisers refer to themselves
         if self._taken is not None:
             self._taken.drop_unused()

@@ -10,7 +10,7 @@ import core.scheduling.ops  # noqa: F401  registers the ops that workflows name
 from core.config import ModelConfig
 from core.errors import ConfigError
 from core.graph.catalog import NAMED, WORKFLOWS
-from core.graph.workflow import Node, Workflow, op_of, role_of
+from core.graph.workflow import Node, Workflow, outputs_of, role_of
 from core.handles import ModelKey
 from core.model_info import ModelInfo
 from core.sampler_defaults import SamplerDefaults
@@ -142,6 +142,6 @@ def _reads(workflow: Workflow) -> Iterator[tuple[Node, Node, str]]:
     for node in workflow.nodes:
         for edge in node.inputs:
             source = workflow.node(edge.source)
-            kind = next(port.type for port in op_of(source).outputs if port.name == edge.name)
+            kind = next(port.type for port in outputs_of(source) if port.name == edge.name)
             if kind not in PASSED_ON:
                 yield node, source, kind

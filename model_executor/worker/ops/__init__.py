@@ -7,6 +7,7 @@ from core.scheduling.ops.decode import DECODE
 from core.scheduling.ops.denoise import DENOISE
 from core.scheduling.ops.image_encode import IMAGE_ENCODE
 from core.scheduling.ops.prime import PRIME
+from core.scheduling.ops.run import RUN
 from core.scheduling.ops.segment import SEGMENT
 from core.scheduling.ops.template_encode import TEMPLATE_ENCODE
 from core.scheduling.ops.text_encode import TEXT_ENCODE
@@ -16,6 +17,7 @@ from model_executor.worker.ops.decode import decode
 from model_executor.worker.ops.denoise import denoise
 from model_executor.worker.ops.image_encode import encode_image
 from model_executor.worker.ops.prime import prime
+from model_executor.worker.ops.run import run
 from model_executor.worker.ops.segment import segment
 from model_executor.worker.ops.template_encode import encode_template
 from model_executor.worker.ops.text_encode import encode_text
@@ -33,5 +35,6 @@ HANDLERS: dict[str, Handler] = {
     DECODE.name: decode,
     PRIME.name: prime,
     TEMPLATE_ENCODE.name: encode_template,
+    RUN.name: run,
 }
 """Op name -> its handler."""

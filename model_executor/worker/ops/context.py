@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from types import MappingProxyType
 
 import torch
@@ -13,13 +14,16 @@ from core.handles import ArrayRef, EntryRef, TensorKey, TensorRef
 from core.messages.canvas import EMPTY_RGB
 from core.messages.worker import Item
 from core.patches import PatchSet
+from core.run_class import RUN_CLASS
 from model_executor.models.base import Family
 from model_executor.page_cache.page_store import PageStore
 from model_executor.parallel.group import Group
+from model_executor.worker.ops.time_limits import TimeLimits
 from model_executor.worker.stores.exchange import Exchange
 from model_executor.worker.stores.mask_finder import MaskFinder
 from model_executor.worker.stores.prompt_cache import PromptCache
 from model_executor.worker.stores.tensor_store import SharedMemory, TensorStore
+from model_executor.worker.stores.user_classes import UserClasses
 
 _NONE: Mapping[str, str] = MappingProxyType({})
 
@@ -30,6 +34,7 @@ class WorkerContext:
     models: name -> family, whose components the worker loads. prompts_of: model -> the model that embeds prompts alike,
     whose prompt cache it shares. exchange: with other ranks; None: there are none. wait_for_adapters: until those
     that are being loaded are in use. finders: model -> who finds its masks, for models with a segmenter.
+    classes: of users, and time_limits: of their runs; None: there are no classes.
     """
 
     def __init__(
@@ -42,6 +47,8 @@ class WorkerContext:
         exchange: Exchange | None = None,
         wait_for_adapters: Callable[[], None] = lambda: None,
         finders: Mapping[str, MaskFinder] = MappingProxyType({}),
+        classes: UserClasses | None = None,
+        time_limits: TimeLimits | None = None,
     ) -> None:
         self.models = models
         self.store = store
@@ -51,6 +58,9 @@ class WorkerContext:
         self._arena = arena
         self._wait_for_adapters = wait_for_adapters
         self.finders = finders
+        self.classes = classes or UserClasses()
+        self.time_limits = time_limits or TimeLimits(store.rank, lambda failed: None)
+        self.device = store.device
         prompts = {name: PromptCache(family) for name, family in models.items() if name not in prompts_of}
         self.prompts = {name: prompts[prompts_of.get(name, name)] for name in models}  # model -> its prompt cache
         infos = {name: family.info(name) for name, family in models.items()}
@@ -66,6 +76,10 @@ class WorkerContext:
         if family.lacking(patches):
             raise InvalidRequestError("Its adapter is not loaded any more; load it again.", param="lora")
         return family
+
+    def weights(self, model: str, component: str) -> AbstractContextManager[None]:
+        """A block in which a model's components of one kind are on the device; what a class has loaded is, always."""
+        return nullcontext() if component == RUN_CLASS else self.models[model].weights(component).held()
 
     def token_size(self, model: str) -> int:
         """Pixels of a token's side."""

@@ -44,7 +44,7 @@ class TensorStore:
 
     def __init__(self, rank: int, device: torch.device, arena: SharedMemory) -> None:
         self.rank = rank
-        self._device = device
+        self.device = device
         self._arena = arena
         self._tensors: dict[str, dict[TensorKey, Tensor]] = {}  # request id -> key -> tensor
         self._series: dict[str, dict[TensorKey, tuple[Tensor, ...]]] = {}  # likewise, of series
@@ -150,7 +150,7 @@ class TensorStore:
             dtype: torch.dtype = getattr(torch, name)
             nbytes = prod(shape) * dtype.itemsize
             tensor = source[start : start + nbytes].clone().view(dtype).view(shape)
-            tensors.append(tensor if is_in_host_memory else tensor.to(self._device))
+            tensors.append(tensor if is_in_host_memory else tensor.to(self.device))
             start += _padded(nbytes)
         return tuple(tensors)
 
@@ -158,7 +158,7 @@ class TensorStore:
 
     def _ref(self, key: TensorKey, tensor: Tensor) -> TensorRef:
         dtype, shape, is_in_host_memory = _part(tensor)
-        stays_on_host = is_in_host_memory and self._device.type != "cpu"
+        stays_on_host = is_in_host_memory and self.device.type != "cpu"
         return TensorRef(key, self.rank, shape, dtype, tensor.nbytes, stays_on_host=stays_on_host)
 
     def _series_ref(self, key: TensorKey, series: Sequence[Tensor]) -> TensorRef:

@@ -225,9 +225,8 @@ def test_a_soak_that_measured_nothing_is_not_good(
     ledger: Ledger, minutes: float, samples: Samples, compared: int, faults: list[str] | None, is_good: bool
 ) -> None:
     ledger.count("compared", compared)
-    args = argparse.Namespace(
-        minutes=minutes, output=None, single_deaths=False, turns=False, joint_steps=False, faults=faults
-    )
+    setup = {"single_deaths": False, "turns": False, "joint_steps": False}
+    args = argparse.Namespace(minutes=minutes, output=None, faults=faults, **setup)
     assert _report(args, ledger, Record(samples)) is is_good
 
 

@@ -6,7 +6,7 @@ import dataclasses
 from random import Random
 
 import pytest
-from fakes import MODEL, PIXELS, make_edit, make_hires_edit, with_spec
+from fakes import MODEL, PIXELS, make_edit, make_hires_edit, make_mask_request, make_selecting_edit, with_spec
 from hypothesis import given
 from hypothesis import strategies as st
 from load_reports import COSTS, SLOW_COSTS, load, make_costs, make_report, make_shape
@@ -23,6 +23,7 @@ from core.routing.fleet import Fleet
 from core.routing.fleet_costs import MAX_SIZES, work_features
 from core.routing.request_shape import Loop, RequestShape
 from core.routing.template_map import MAX_EXPECTED
+from core.routing.weights import Weights
 
 SCHEME = PageScheme(
     layout=PageLayout(num_blocks=2, num_heads=2, head_dim=8, dtype="int8"),
@@ -94,6 +95,13 @@ def test_the_shape_of_an_edit() -> None:
     prime = PrimeTemplate("t", "m", PIXELS, 256, 256, "0", 256, 0.0)
     assert RequestShape.of_template(prime, info).template == shape.template
     assert RequestShape.of_template(prime, info).num_steps == 0
+
+
+def test_what_a_request_needs_loaded() -> None:
+    made = make_edit("a"), make_selecting_edit("b"), make_mask_request("c")
+    own, segmenter = Weights("m"), Weights("m", is_segmenter=True)
+    shapes = [RequestShape.of_request(each, MODEL).needed for each in made]
+    assert shapes == [(own,), (own, segmenter), (segmenter,)]
 
 
 @pytest.mark.parametrize("conditions_per_token", [0, 1])

@@ -211,8 +211,26 @@ def test_the_time_to_load_is_predicted_and_reported() -> None:
     rig.scheduler.cost.observe_load(NBYTES, 2.0)
     rig.add("1", "b")
     rig.add("2", "a")
-    waiting, ready = [change.load for change in rig.scheduler.load_report().queue if isinstance(change, Queued)]
-    assert waiting.other_seconds - ready.other_seconds > 1.9
+    report = rig.scheduler.load_report()
+    waiting, ready = [change.load for change in report.queue if isinstance(change, Queued)]
+    assert waiting.other_seconds == ready.other_seconds, "loading is no work of the request"
+    told = {load.model: (load.state, load.seconds) for load in report.models}
+    assert told["a"] == ("loaded", 0.0)
+    assert told["b"][0] == "loading"
+    assert told["b"][1] == report.load_seconds == report.drain_seconds > 1.9
+
+
+def test_a_request_is_given_up_if_its_model_is_not_loaded_in_time_and_not_for_a_load_that_is_over() -> None:
+    for deadline, is_late in ((0.9, True), (2.6, False)):
+        rig = Rig()
+        rig.scheduler.cost.observe_load(NBYTES, 2.0)
+        rig.add("1", "b", deadline=deadline)
+        rig.step()
+        assert isinstance(rig.outputs.get("1"), Failed) == is_late
+        rig.now = 2.0
+        rig.answer()
+        rig.run(20)
+        assert ("1" in rig.finished) != is_late
 
 
 def test_a_rank_that_joins_again_loads_what_the_others_have() -> None:

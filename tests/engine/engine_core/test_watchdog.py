@@ -1,4 +1,4 @@
-"""SilenceWatch: it reports a silent process once, and not if this process itself was stopped."""
+"""SilenceWatch reports a silent process once, and not if this process itself was stopped; Watchdog one that hangs."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import time
 
 import pytest
 
-from engine.engine_core.watchdog import SilenceWatch
+from engine.engine_core.watchdog import SilenceWatch, Watchdog
 
 SECONDS = 0.1
 
@@ -35,6 +35,17 @@ async def test_silence_is_reported_once_and_not_too_early(watch: SilenceWatch, s
     assert silences[0] - started >= SECONDS
     await asyncio.sleep(2 * SECONDS)
     assert len(silences) == 1
+
+
+async def test_a_worker_may_take_as_long_as_its_work_is_allowed() -> None:
+    hangs: list[tuple[int, float]] = []
+    dog = Watchdog(SECONDS, lambda rank, seconds: hangs.append((rank, seconds)))
+    dog.expect(0, 0.0, allowed_seconds=3 * SECONDS)
+    dog.expect(1, 0.0)
+    async with asyncio.timeout(30):
+        while len(hangs) < 2:
+            await asyncio.sleep(0.01)
+    assert hangs == [(1, SECONDS), (0, 4 * SECONDS)]
 
 
 async def test_nothing_is_expected_before_the_first_message_and_after_the_end(

@@ -22,8 +22,10 @@ DEAD = Failure("engine_dead", "it died")
 class Engine:
     """Answers loads with `answer`, or when told to."""
 
-    def __init__(self, rank: int, answer: str | Failure | None = "p", *, is_alive: bool = True) -> None:
-        self.rank, self.answer, self.is_alive = rank, answer, is_alive
+    def __init__(
+        self, rank: int, answer: str | Failure | None = "p", *, is_alive: bool = True, model: str = "m"
+    ) -> None:
+        self.rank, self.answer, self.is_alive, self.model_names = rank, answer, is_alive, (model,)
         self.loads: list[LoadAdapter] = []
         self.dropped: list[DropAdapter] = []
         self._waiters: list[Callable[[RequestOutput], None]] = []
@@ -63,6 +65,15 @@ async def test_all_engines_load_it_and_those_that_start_again() -> None:
     assert (again.model, again.path, again.patch) == ("m", "hat.safetensors", "p")
     ids = [each.request_id for engine in engines for each in engine.loads]
     assert len(set(ids)) == len(ids)
+
+
+async def test_engines_without_its_model_are_not_asked() -> None:
+    engines = [Engine(0), Engine(1, model="other")]
+    loads = make(*engines)
+    assert await load(loads) == "p"
+    loads.restore(engines[1])  # type: ignore[arg-type]
+    loads.drop("m", "p")
+    assert [(len(engine.loads), len(engine.dropped)) for engine in engines] == [(1, 1), (0, 0)]
 
 
 async def test_an_engine_that_starts_again_meanwhile_loads_it_afterwards() -> None:

@@ -244,6 +244,7 @@ CACHE = CacheStats(
 STATS = EngineStats(
     op_seconds={"denoise": 1.25},
     ranks=(),
+    models={"tiny/fill": "loaded"},
     r_squared={"denoise": 0.98, "prime": float("nan")},
     steps=4,
     batch_tokens=100,
@@ -264,10 +265,21 @@ async def test_engine_stats(client: httpx.AsyncClient, engine: FakeEngine) -> No
     first, second = stats["engines"]
     assert (first["index"], first["alive"], first["load"]["drain_seconds"]) == (0, True, 1.5)
     assert first["stage_seconds"] == {"denoise": 1.25}
+    assert first["models"] == {"tiny/fill": "loaded"}
     assert first["cost_model"]["r_squared"] == {"denoise": 0.98, "prime": None}
     assert first["cache"]["hit_ratio"] == 0.9
     assert first["totals"]["tokens_skipped"] == 900
-    parts = ("load", "stage_seconds", "resident_models", "ranks", "quarantine", "totals", "cost_model", "cache")
+    parts = (
+        "load",
+        "stage_seconds",
+        "models",
+        "resident_models",
+        "ranks",
+        "quarantine",
+        "totals",
+        "cost_model",
+        "cache",
+    )
     nothing = dict.fromkeys(parts)
     assert second == {"index": 1, "alive": False} | nothing
     assert stats["templates"] == {"count": 0, "used_bytes": 0, "budget_bytes": 1000}

@@ -63,7 +63,13 @@ class Ranks:
         exchange = SimpleNamespace(begin_batch=lambda batch: None, finish_batch=lambda: None, take_waited=lambda: 0.0)
         self.graphs_dropped: list[int] = []  # by which ranks
         self.contexts: list[Any] = [
-            SimpleNamespace(group=None, exchange=exchange, rank=rank, models={"tiny": self._family(rank)})
+            SimpleNamespace(
+                group=None,
+                exchange=exchange,
+                rank=rank,
+                models={"tiny": self._family(rank)},
+                weights=lambda model, component: ON_DEVICE.held(),
+            )
             for rank in RANKS
         ]
         self.waited: list[int] = []  # ranks that have waited for their device
@@ -73,9 +79,7 @@ class Ranks:
         monkeypatch.setitem(HANDLERS, DENOISE.name, self.handle)
 
     def _family(self, rank: int) -> Any:
-        return SimpleNamespace(
-            drop_graphs=lambda: self.graphs_dropped.append(rank), weights=lambda component: ON_DEVICE
-        )
+        return SimpleNamespace(drop_graphs=lambda: self.graphs_dropped.append(rank))
 
     def handle(self, context: Any, items: Sequence[Item]) -> list[ItemResult]:
         if self.fails and context.rank == 1:

@@ -91,7 +91,7 @@ function refused(index, { model, cause, times, seconds_left: left }) {
   return `${model} on engine ${index}: ${CAUSES[cause]} (${count(times)}×); ${next}`;
 }
 
-function engineRow({ index, alive, load, totals, ranks }) {
+function engineRow({ index, alive, load, totals, ranks, models }) {
   const workers = ranks?.length ?? 0;
   const living = (ranks ?? []).filter((rank) => rank.alive).length;
   const serving = living < workers ? `serves with ${living} of ${workers} workers` : "serves";
@@ -103,7 +103,19 @@ function engineRow({ index, alive, load, totals, ranks }) {
     totals ? count(totals.steps) : "–",
     totals?.steps ? (totals.batch_requests / totals.steps).toFixed(2) : "–",
   ];
-  return el("tr", {}, el("th", { scope: "row" }, String(index)), ...cells.map((text) => el("td", {}, text)));
+  const row = [el("th", { scope: "row" }, String(index)), ...cells.map((text) => el("td", {}, text))];
+  return el("tr", {}, ...row, el("td", { title: names(models ?? {}) }, states(models ?? {})));
+}
+
+/** How many of an engine's models are loaded, and how many are in each other state. */
+function states(models) {
+  const counts = {};
+  for (const state of Object.values(models)) counts[state] = (counts[state] ?? 0) + 1;
+  return Object.entries(counts).map(([state, number]) => `${count(number)} ${state}`).join(", ") || "–";
+}
+
+function names(models) {
+  return Object.entries(models).map(([name, state]) => `${name}: ${state}`).join("\n");
 }
 
 function showCache(cache) {

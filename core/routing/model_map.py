@@ -1,0 +1,153 @@
+"""ModelMap: which engines have the weights that requests need, and when the others could.
+
+An engine that has to load weights first is compared with one that loads them already as if both had them: a burst of
+requests then follows its first one, unless its queue is longer than loading the weights once more takes.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterable, Sequence
+from typing import NamedTuple
+
+import numpy as np
+import numpy.typing as npt
+
+from core.costs.load_report import LoadReport, ModelLoad
+from core.routing.fleet_costs import Vector
+from core.routing.weights import Weights
+
+
+class LoadWait(NamedTuple):
+    """What loading weights means for a request, float64 [engines] each."""
+
+    seconds: Vector  # until they are loaded and the requests are done that wait for them already
+    repeated: Vector  # by which loading them should wait for another engine that loads them already
+    is_first: npt.NDArray[np.bool_]  # whether no request has asked for them there
+
+
+class _Places:
+    """One Weights on each engine; shape [engines] each."""
+
+    def __init__(self, num_engines: int) -> None:
+        # Work of the requests that were sent there to wait for them, since they are being loaded.
+        self.behind: Vector = np.zeros(num_engines)
+        self.due: Vector = np.zeros(num_engines)  # when they are loaded, if they are being loaded; in the past: there
+        self.own: Vector = np.zeros(num_engines)  # seconds of loading them, if nobody has asked for them; 0: they have
+        # Of all engines, because most decisions look no further.
+        self.are_asked_for, self.last_due = True, 0.0
+
+    def set(self, engine: int, due: float, own: float) -> None:
+        self.due[engine], self.own[engine] = due, own
+        self.are_asked_for, self.last_due = not self.own.any(), float(self.due.max())
+
+    def is_coming(self, engine: int, now: float) -> bool:
+        return not self.own[engine] and bool(self.due[engine] > now)
+
+    def are_there(self, now: float) -> bool:
+        """Whether all engines have them."""
+        return self.are_asked_for and self.last_due <= now
+
+
+class ModelMap:
+    """Owned by one Fleet. Times are seconds of its clock. Of weights that were not reported, all engines count as
+    having them.
+    """
+
+    def __init__(self, num_engines: int, served: Sequence[Collection[str]] = ()) -> None:
+        """served: names of the models that each engine serves; (): all serve all."""
+        self._num_engines = num_engines
+        self._served = served
+        self.differs = bool(served)  # whether an engine may lack a model
+        self._bars: dict[str, Vector] = {}  # model -> infinity where it is not served, else 0; computed when asked for
+        self._places: dict[Weights, _Places] = {}
+        self._until: Vector = np.zeros(num_engines)  # when what requests wait for is loaded
+        # By engine: what it has reported, and what was sent there since to be loaded.
+        self._reported: list[dict[Weights, tuple[float, float]]] = [{} for _ in range(num_engines)]  # -> due, own
+        self._reported_until = [0.0] * num_engines
+        self._asked: list[set[Weights]] = [set() for _ in range(num_engines)]
+
+    # ------------------------------------------------------------------------------------------------- events
+
+    def observe(
+        self, engine: int, report: LoadReport, sent: Iterable[tuple[Sequence[Weights], float]], now: float
+    ) -> None:
+        """Take over a report. sent: what requests need that are not in it yet, and when each was sent."""
+        asked, self._asked[engine] = self._asked[engine], set()
+        for weights in asked:
+            self._places[weights].set(engine, *self._reported[engine][weights])
+        if report.load_seconds is not None:
+            self._reported_until[engine] = now + report.load_seconds
+        self._until[engine] = self._reported_until[engine]
+        for load in report.models:
+            self._take(engine, load, now)
+        for needed, time in sent:
+            self._ask(engine, needed, time)
+        for places in map(self._places.__getitem__, asked):
+            if places.own[engine]:  # the requests that asked have ended
+                places.behind[engine] = 0.0
+
+    def send(self, engine: int, needed: Sequence[Weights], work: float, now: float) -> None:
+        """Note that a request was sent there that needs these: they are loaded if they are not there. work: its seconds
+        without a wait.
+        """
+        self._ask(engine, needed, now)
+        for weights in needed:
+            places = self._places.get(weights)
+            if places is not None and places.is_coming(engine, now):
+                places.behind[engine] += work
+
+    def _ask(self, engine: int, needed: Iterable[Weights], now: float) -> None:
+        for weights in needed:
+            places = self._places.get(weights)
+            if places is not None and places.own[engine]:
+                until = max(float(self._until[engine]), now) + float(places.own[engine])
+                self._until[engine] = until
+                places.set(engine, until, 0.0)
+                self._asked[engine].add(weights)
+
+    def forget(self, engine: int) -> None:
+        """Forget what a dead engine has reported."""
+        for places in self._places.values():
+            places.set(engine, 0.0, 0.0)
+            places.behind[engine] = 0.0
+        self._reported[engine].clear()
+        self._asked[engine].clear()
+        self._until[engine] = self._reported_until[engine] = 0.0
+
+    def _take(self, engine: int, load: ModelLoad, now: float) -> None:
+        weights = Weights(load.model, load.is_segmenter)
+        places = self._places.get(weights)
+        if places is None:
+            places = self._places[weights] = _Places(self._num_engines)
+        is_coming = load.state in ("loaded", "loading")
+        facts = (now + load.seconds, 0.0) if is_coming else (0.0, load.seconds)
+        places.set(engine, *facts)
+        self._reported[engine][weights] = facts
+        if load.state != "loading":
+            places.behind[engine] = 0.0
+
+    # ------------------------------------------------------------------------------------------------- queries
+
+    def bar(self, model: str) -> Vector | float:
+        """Infinity where the model is not served, else 0."""
+        if not self.differs:
+            return 0.0
+        found = self._bars.get(model)
+        if found is None:
+            serving = [model in names for names in self._served]
+            found = self._bars[model] = np.where(serving, 0.0, np.inf)
+        return found
+
+    def wait(self, needed: Iterable[Weights], now: float) -> LoadWait | None:
+        """How long a request waits for these on each engine; None: they are there everywhere."""
+        found = [places for each in needed if (places := self._places.get(each)) and not places.are_there(now)]
+        if not found:
+            return None
+        own: Vector = np.add.reduce([places.own for places in found])
+        coming = np.maximum(np.maximum.reduce([places.due for places in found]) - now, 0.0)
+        has_to_load, behind = own > 0.0, np.maximum.reduce([places.behind for places in found])
+        begin = np.where(coming > 0.0, coming + behind, 0.0)
+        seconds = np.where(has_to_load, np.maximum(self._until - now, 0.0) + own, begin)
+        begun = coming[(coming > 0.0) & ~has_to_load]
+        first = float(begun.min()) if len(begun) else 0.0
+        return LoadWait(seconds, np.minimum(own, first), has_to_load)

@@ -1,0 +1,51 @@
+"""RunClass: a user's class, which nodes of the op `run` compute with."""
+
+from __future__ import annotations
+
+import hashlib
+
+import msgspec
+
+from core.handles import ModelKey
+from core.validation import check_choice, check_decimal, check_filled, check_matches, conform
+
+RUN_CLASS = "class"
+"""Kind of component that a class is, see ModelKey."""
+
+RUN_SECONDS = 60.0
+"""Default time limit of one run of a node."""
+
+MAX_RUN_SECONDS = 3600.0
+
+
+class RunClass(msgspec.Struct, frozen=True, kw_only=True):
+    """A class of a user, by its import path. Only workers import it; it needs no base class, and is made without
+    arguments:
+
+        class Blur:
+            def load(self, device: str, dtype: torch.dtype) -> int | None: ...
+            def execute(self, image: torch.Tensor, radius: float) -> dict[str, object]: ...
+
+    `load` is called once, in a thread beside what the worker computes; it returns how many bytes it has taken of the
+    device, or None for what its attributes (tensors and modules) take. `execute` gets the node's inputs by name and
+    returns its outputs by name: bool, int, float, str, and tensors for pictures and tensors. It must make the same
+    values of the same inputs, because a node is run again where its values are lost. Raises InvalidRequestError.
+    """
+
+    name: str  # the role of the nodes that it runs
+    path: str  # module:Class
+    # Most that one run of a node may take. A longer one fails its request, and costs a restart of its worker.
+    seconds: float = RUN_SECONDS
+    dtype: str = "float32"  # that `load` is given
+
+    def __post_init__(self) -> None:
+        conform(self)
+        check_filled("name", self.name)
+        check_matches("path", self.path, r"[\w.]+:\w+", "module:Class")
+        check_decimal("seconds", self.seconds, 0.001, MAX_RUN_SECONDS)
+        check_choice("dtype", self.dtype, ("float32", "bfloat16", "float16"))
+
+    @property
+    def key(self) -> ModelKey:
+        """The component. Classes of one path and dtype are loaded once."""
+        return ModelKey(hashlib.sha256(f"{self.path} {self.dtype}".encode()).hexdigest()[:16], RUN_CLASS)

@@ -1,0 +1,135 @@
+"""LoadTimes: when the weights of each model could be used on one engine, for its router.
+
+What ranks are loading comes first, then what live requests lack, in the order in which they came, and then any other
+model. Each load is assumed to go to the set of ranks that ends it soonest. Which components are dropped for it, and
+which requests have to end before, is not predicted.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Sequence
+
+from core.costs.load_report import ModelLoad, ModelState
+from core.handles import ModelKey, RankIds
+from core.scheduling.ranks.residency import Residency, keys_of
+from core.scheduling.requests.bindings import Bindings, Needs
+
+GUESSED_BYTES_PER_SECOND = 1e9
+"""Speed of loading before any load was measured: a fast disk's."""
+
+LEAST_SECONDS = 1e-3
+"""Least predicted time of a load: what has to be loaded is never reported as if it were there."""
+
+MOST_SETS = 4
+"""Sets of ranks that are considered for a load: those that end their present ones first."""
+
+SAME = 0.1
+"""Relative change of a time that is not reported: each load that is measured changes all predictions a little."""
+
+
+class LoadTimes:
+    """One per scheduler, in its Reporter."""
+
+    def __init__(self, bindings: Bindings, residency: Residency) -> None:
+        self._residency = residency
+        self._weights = tuple(_weights(bindings, residency))
+        self._told: dict[tuple[str, bool], ModelLoad] = {}  # (model, whether of its segmenter) -> as last reported
+        self.seconds = 0.0  # until what requests lack is loaded, as last predicted
+        self._seen: tuple[int, tuple[Needs, ...]] = -1, ()  # version of the residency, and what requests lacked then
+
+    def take(self, needs: Iterable[Needs]) -> tuple[float | None, tuple[ModelLoad, ...]]:
+        """LoadReport.load_seconds and LoadReport.models since the last call. needs: those of the live requests."""
+        residency = self._residency
+        lacking = () if residency.is_complete else tuple(each for each in needs if residency.missing(each))
+        if self._seen == (residency.version, lacking):
+            return None, ()
+        self._seen = residency.version, lacking
+        forecast, states = _LoadForecast(residency, lacking), residency.states()
+        found = (
+            ModelLoad(model, is_segmenter, *forecast.of(own, "unloaded" if is_segmenter else states[model]))
+            for model, is_segmenter, own in self._weights
+        )
+        changed = tuple(load for load in found if not self._is_told(load))
+        self._told |= {(load.model, load.is_segmenter): load for load in changed}
+        self.seconds = forecast.seconds
+        return forecast.seconds, changed
+
+    def _is_told(self, load: ModelLoad) -> bool:
+        told = self._told.get((load.model, load.is_segmenter))
+        if told is None or told.state != load.state:
+            return False
+        return abs(told.seconds - load.seconds) <= SAME * max(told.seconds, load.seconds)
+
+
+def _weights(bindings: Bindings, residency: Residency) -> Iterator[tuple[str, bool, Needs]]:
+    """(model, whether they are of its segmenter, what they consist of), of all models but adapters."""
+    for name, info in bindings.models.items():
+        if not info.parent:
+            yield name, False, residency.needs_of(name)
+            if info.segmenter:
+                yield name, True, (bindings.keys(name, "segmenter"),)
+
+
+class _LoadForecast:
+    """When each set of ranks will have loaded what it is loading, and what requests lack."""
+
+    def __init__(self, residency: Residency, lacking: Iterable[Needs]) -> None:
+        """lacking: what requests need of which something is on no set, the first one first."""
+        self._residency = residency
+        self._ends: dict[RankIds, float] = {}  # set of ranks -> seconds until its loads end
+        self._loads: dict[RankIds, dict[ModelKey, float]] = {}  # set of ranks -> its loads, seconds until each ends
+        for ranks in residency.sets:
+            awaited = residency.awaited(ranks)
+            self._ends[ranks] = sum(map(self._seconds, awaited))
+            self._loads[ranks] = dict.fromkeys(awaited, self._ends[ranks])
+        self._expected = {key for loads in self._loads.values() for key in loads}
+        if self._ends:
+            for needs in lacking:
+                self._plan(keys_of(residency.missing(needs)))
+        self.seconds = min(self._ends.values(), default=0.0)  # until the first set could load something else
+
+    def of(self, needs: Needs, state: ModelState) -> tuple[ModelState, float]:
+        """The state and the seconds of a ModelLoad for these. state: as the residency knows it."""
+        missing = self._residency.missing(needs)
+        if not missing or not self._ends:
+            return "loaded", 0.0
+        keys = keys_of(missing)
+        _, end, load = self._soonest(keys)
+        if not load:
+            return "loading", end
+        if state == "loading":  # some of these are, for another model
+            state = "unloaded"
+        if state == "unloaded" and self._residency.has_failed(keys):
+            state = "failed"
+        return state, max(end - self.seconds, LEAST_SECONDS)
+
+    def _plan(self, keys: Sequence[ModelKey]) -> None:
+        """Note that these are to be loaded."""
+        ranks, end, load = self._soonest(keys)
+        self._ends[ranks] = max(end, self._ends[ranks])
+        self._loads[ranks] |= dict.fromkeys(load, end)
+        self._expected.update(load)
+
+    def _soonest(self, keys: Sequence[ModelKey]) -> tuple[RankIds, float, list[ModelKey]]:
+        """(the set that will have all of these first, seconds until then, those of them that it does not load yet)"""
+        if not self._expected.isdisjoint(keys):
+            expecting = [found for ranks in self._ends if not (found := self._on(ranks, keys))[2]]
+            if expecting:
+                return min(expecting, key=_end)
+        first = sorted(self._ends, key=self._ends.__getitem__)[:MOST_SETS] if len(self._ends) > 1 else self._ends
+        return min((self._on(ranks, keys) for ranks in first), key=_end)
+
+    def _on(self, ranks: RankIds, keys: Iterable[ModelKey]) -> tuple[RankIds, float, list[ModelKey]]:
+        """As `_soonest`, for this set."""
+        present, loads = self._residency.present(ranks), self._loads[ranks]
+        load = [key for key in keys if key not in present and key not in loads]
+        if load:
+            return ranks, self._ends[ranks] + sum(map(self._seconds, load)), load
+        return ranks, max((loads[key] for key in keys if key in loads), default=0.0), load
+
+    def _seconds(self, key: ModelKey) -> float:
+        return self._residency.load_seconds(key) or self._residency.size_of(key) / GUESSED_BYTES_PER_SECOND
+
+
+def _end(found: tuple[RankIds, float, list[ModelKey]]) -> float:
+    return found[1]

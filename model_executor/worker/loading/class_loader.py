@@ -1,0 +1,75 @@
+"""ClassLoader: imports the classes of users, and makes and loads their objects."""
+
+from __future__ import annotations
+
+import inspect
+from importlib import import_module
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from core.errors import ConfigError
+from core.handles import LoadedComponent, ModelKey
+from core.run_class import RunClass
+from model_executor.device_failures import is_out_of_memory
+from model_executor.worker.loading.resident import weight_bytes
+from model_executor.worker.stores.user_classes import UserClass, UserClasses
+
+
+class ClassLoader:
+    """classes: where they are put in use. device: that they are loaded on."""
+
+    def __init__(self, classes: UserClasses, device: torch.device) -> None:
+        """Imports all classes. Raises ConfigError for one that cannot be used."""
+        self._classes, self._device = classes, device
+        self._types = {each.key: _imported(each) for each in classes.configs.values()}
+
+    def __contains__(self, key: ModelKey) -> bool:
+        return key in self._types
+
+    def load(self, key: ModelKey) -> LoadedComponent:
+        """Load a class, unless it is loaded. Raises ConfigError that names it, whatever it raises, but for a lack of
+        memory."""
+        if (known := self._classes.find(key)) is not None:
+            return known
+        config = next(each for each in self._classes.configs.values() if each.key == key)
+        try:
+            made: UserClass = self._types[key]()
+            told = made.load(str(self._device), getattr(torch, config.dtype))
+        except (Exception, SystemExit) as error:  # a user's class may raise anything
+            if isinstance(error, Exception) and is_out_of_memory(error):
+                raise
+            raise ConfigError(f"{config.name} ({config.path}): {type(error).__name__}: {error}") from error
+        loaded = LoadedComponent(key, told if type(told) is int and told >= 0 else _attribute_bytes(made))
+        self._classes.put(made, loaded)
+        return loaded
+
+    def unload(self, key: ModelKey) -> None:
+        """Drop a class, with all that it has."""
+        self._classes.drop(key)
+
+
+def _imported(config: RunClass) -> type[Any]:
+    """Raises ConfigError that names the class and the remedy."""
+    path, _, name = config.path.partition(":")
+    try:
+        found = getattr(import_module(path), name)
+    except (Exception, SystemExit) as error:  # a user's module may raise anything
+        why = f"{type(error).__name__}: {error}; workers import it, so its folder must be on PYTHONPATH"
+        raise ConfigError(f"classes: {config.name}: path {config.path}: {why}") from error
+    if not isinstance(found, type) or inspect.isabstract(found):
+        raise ConfigError(f"classes: {config.name}: path {config.path} is no class that can be made; name another")
+    for method in ("load", "execute"):
+        if not callable(getattr(found, method, None)):
+            raise ConfigError(f"classes: {config.name}: path {config.path} has no method {method}; define it")
+    return found
+
+
+def _attribute_bytes(made: object) -> int:
+    """Bytes of an object that is a module, or of the tensors and modules that are its attributes."""
+    if isinstance(made, nn.Module):
+        return weight_bytes(made)
+    held = {id(each): each for each in vars(made).values()} if hasattr(made, "__dict__") else {}
+    tensors = sum(each.nbytes for each in held.values() if isinstance(each, Tensor))
+    return tensors + sum(weight_bytes(each) for each in held.values() if isinstance(each, nn.Module))

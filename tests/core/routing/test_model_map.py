@@ -1,0 +1,194 @@
+"""Requests go where their model is, unless its queue is longer than loading the model elsewhere takes."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import get_args
+
+import pytest
+from load_reports import COSTS, PER_KILOTOKEN, load, make_report, make_shape
+from msgspec.structs import replace
+
+from core.config import RouterPolicy
+from core.costs.load_report import LoadReport, ModelLoad, ModelState, RequestLoad
+from core.costs.prediction_margin import PredictionMargin
+from core.errors import EngineDeadError
+from core.routing.admission import Terms, judge
+from core.routing.fleet import Fleet
+from core.routing.policies import make_policy, outlook, predict_times
+from core.routing.weights import Weights
+
+POLICIES: tuple[RouterPolicy, ...] = get_args(RouterPolicy)
+SHAPE = make_shape()
+LOADED = ModelLoad("m", False, "loaded", 0.0)
+
+
+def unloaded(seconds: float, state: ModelState = "unloaded") -> ModelLoad:
+    return ModelLoad("m", False, state, seconds)
+
+
+def report(
+    *models: ModelLoad, requests: list[RequestLoad] | None = None, until: float | None = 0.0, **more: int
+) -> LoadReport:
+    made = make_report(requests=requests or [], base_seconds=0.006 if requests else 0.0, costs=COSTS, **more)
+    return LoadReport(
+        **{name: getattr(made, name) for name in made.__struct_fields__} | {"models": models, "load_seconds": until}
+    )
+
+
+def fleet_of(*reports: LoadReport, slots: int = 8) -> Fleet:
+    fleet = Fleet(len(reports), slots)
+    for engine, each in enumerate(reports):
+        fleet.observe(engine, each, 0.0)
+    return fleet
+
+
+def chosen(fleet: Fleet, now: float = 0.0, policy: RouterPolicy = "mask-aware") -> int:
+    return make_policy(policy).choose(SHAPE, fleet.serving("m", now), now).engine
+
+
+def test_the_engine_that_has_the_model_is_preferred() -> None:
+    fleet = fleet_of(report(unloaded(2.0)), report(LOADED))
+    assert [chosen(fleet) for _ in range(3)] == [1, 1, 1]
+    alone = predict_times(SHAPE, fleet_of(report(LOADED)), 0.0).finish[0]
+    assert predict_times(SHAPE, fleet, 0.0).finish == pytest.approx([alone + 2.0, alone])
+
+
+@pytest.mark.parametrize(("queue_seconds", "engine"), [(1.5, 1), (2.5, 0)])
+def test_unless_its_queue_is_longer_than_loading_elsewhere_takes(queue_seconds: float, engine: int) -> None:
+    """One slot, so that the request waits for the one before."""
+    steps = round(queue_seconds / 0.1)
+    queue = [load(steps, 0.094)]
+    fleet = fleet_of(report(unloaded(2.0)), report(LOADED, requests=queue), slots=1)
+    assert chosen(fleet) == engine
+
+
+def test_a_model_on_no_engine_is_loaded_where_it_ends_soonest() -> None:
+    assert chosen(fleet_of(report(unloaded(2.0)), report(unloaded(1.0)))) == 1
+    assert chosen(fleet_of(report(unloaded(2.0), until=0.5), report(unloaded(1.0), until=4.0))) == 0
+    busy = [load(50, 0.1)]
+    assert chosen(fleet_of(report(unloaded(2.0)), report(unloaded(1.0), requests=busy), slots=1)) == 0
+
+
+def test_a_burst_follows_its_first_request() -> None:
+    """Each request on the engine that loads adds less than the load, until their sum exceeds it."""
+    fleet = fleet_of(report(unloaded(2.0)), report(unloaded(2.0)), slots=1)
+    engines = []
+    for _ in range(6):
+        engines.append(chosen(fleet))
+        fleet.sent(engines[-1], SHAPE, 0.0)
+    alone = float(predict_times(SHAPE, fleet_of(report(LOADED)), 0.0).finish[0])
+    first = engines[0]
+    together = engines.index(1 - first)
+    assert (together - 1) * alone < 2.0 < (together + 1) * alone
+    assert engines.count(first) == engines.count(1 - first) == 3
+
+
+def test_the_reports_replace_what_the_router_noted() -> None:
+    fleet = fleet_of(report(unloaded(2.0)), report(unloaded(2.0)))
+    fleet.sent(0, SHAPE, 0.0)
+    work = 28 * (600 + 512) / 1e3 * PER_KILOTOKEN  # of the one that waits already
+    wait = fleet.load_wait(SHAPE, 0.5)
+    assert wait is not None
+    assert wait.seconds == pytest.approx([1.5 + work, 2.0])
+    fleet.observe(0, report(until=None, num_received=0), 0.5)
+    again = fleet.load_wait(SHAPE, 0.5)
+    assert again is not None
+    assert again.seconds == pytest.approx([1.5 + work, 2.0]), "it is not in the report yet"
+    fleet.observe(0, report(until=None, num_received=1), 0.5)
+    refused = fleet.load_wait(SHAPE, 0.5)
+    assert refused is not None
+    assert refused.seconds.tolist() == [2.0, 2.0], "the engine loads nothing for it"
+    fleet.sent(0, SHAPE, 0.5)
+    fleet.observe(0, report(unloaded(1.0, "loading"), until=1.0, num_received=2), 1.0)
+    loading = fleet.load_wait(SHAPE, 1.25)
+    assert loading is not None
+    assert loading.seconds == pytest.approx([0.75 + work, 2.0])
+    fleet.observe(1, report(LOADED), 1.25)
+    assert fleet.load_wait(SHAPE, 2.0) is None, "both have it"
+
+
+def test_another_models_load_is_waited_for() -> None:
+    other = dataclasses.replace(SHAPE, model="other", needed=(Weights("other"),))
+    fleet = fleet_of(report(unloaded(2.0), ModelLoad("other", False, "unloaded", 3.0)))
+    fleet.sent(0, SHAPE, 0.0)
+    wait = fleet.load_wait(other, 0.5)
+    assert wait is not None
+    assert wait.seconds.tolist() == [4.5]
+
+
+@pytest.mark.parametrize("policy", POLICIES)
+def test_only_engines_that_serve_a_model_get_its_requests(policy: RouterPolicy) -> None:
+    fleet = Fleet(3, 8, [{"a"}, {"m"}, {"m", "a"}])
+    for engine in range(3):
+        fleet.observe(engine, report(LOADED), 0.0)
+    seen = set()
+    for _ in range(8):
+        engine = chosen(fleet, policy=policy)
+        seen.add(engine)
+        fleet.sent(engine, SHAPE, 0.0)
+    assert seen == {1, 2}
+    fleet.lose(1)
+    assert (chosen(fleet, policy=policy), fleet.num_serving("m")) == (2, 1)
+    fleet.lose(2)
+    assert fleet.num_serving("m") == 0
+    with pytest.raises(EngineDeadError):
+        chosen(fleet, policy=policy)
+
+
+def test_of_the_engines_that_serve_a_model_those_that_refuse_it_come_last() -> None:
+    fleet = Fleet(3, 8, [{"a"}, {"m"}, {"m"}])
+    refusing = report(unloaded(1.0, "failed"))
+    fleet.observe(1, replace(refusing, refused={"m": 10.0}), 0.0)
+    fleet.observe(2, report(unloaded(9.0)), 0.0)
+    assert (chosen(fleet, 9.0), chosen(fleet, 11.0)) == (2, 1)
+    fleet.lose(2)
+    assert chosen(fleet, 9.0) == 1, "it says for how long it is refused"
+
+
+def test_a_search_for_a_mask_waits_for_the_segmenter_alone() -> None:
+    fleet = fleet_of(
+        report(unloaded(2.0), ModelLoad("m", True, "unloaded", 0.5)),
+        report(LOADED, ModelLoad("m", True, "unloaded", 1.0)),
+    )
+    model, segmenter = Weights("m"), Weights("m", is_segmenter=True)
+    waits = [
+        fleet.load_wait(dataclasses.replace(SHAPE, needed=needed), 0.0)
+        for needed in ((model,), (model, segmenter), (segmenter,))
+    ]
+    assert [wait.seconds.tolist() for wait in waits if wait is not None] == [[2.0, 0.0], [2.5, 1.0], [0.5, 1.0]]
+
+
+def test_a_dead_engine_has_nothing_and_a_new_one_what_it_reports() -> None:
+    fleet = fleet_of(report(unloaded(2.0, "loading"), until=2.0), report(unloaded(2.0)))
+    fleet.lose(0)
+    wait = fleet.load_wait(SHAPE, 0.0)
+    assert wait is not None
+    assert wait.repeated.tolist() == [0.0, 0.0], "nobody loads it any more"
+    fleet.restore(0)
+    fleet.observe(0, report(unloaded(3.0)), 1.0)
+    again = fleet.load_wait(SHAPE, 1.0)
+    assert again is not None
+    assert again.seconds.tolist() == [3.0, 2.0]
+
+
+def test_the_first_request_of_a_model_is_not_refused_for_its_load() -> None:
+    """Else a model whose load takes longer than the objective would never be loaded on a busy server."""
+    busy = [load(5, 0.01)]
+    terms, margin = Terms(timeout=None, slo=1.5), PredictionMargin()
+    fleet = fleet_of(report(unloaded(5.0), requests=busy))
+    first = outlook(SHAPE, fleet, make_policy("mask-aware"), 0.0)
+    assert first is not None
+    assert first.seconds > 5.0
+    verdict = judge(first, terms, margin)
+    assert (verdict.refused, verdict.has_objective) == (None, False)
+    fleet.sent(0, SHAPE, 0.0)
+    second = outlook(SHAPE, fleet, make_policy("mask-aware"), 0.0)
+    assert second is not None
+    assert judge(second, terms, margin).refused == "slo"
+    loaded_elsewhere = fleet_of(
+        report(unloaded(5.0), requests=busy), report(LOADED, requests=[load(900, 0.1)]), slots=1
+    )
+    third = outlook(SHAPE, loaded_elsewhere, make_policy("mask-aware"), 0.0)
+    assert third is not None
+    assert judge(third, terms, margin).refused == "slo"

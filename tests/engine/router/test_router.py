@@ -1,0 +1,121 @@
+"""A router whose engines serve different models, while some of them are down or given up."""
+
+from __future__ import annotations
+
+from typing import cast
+
+import msgspec
+import pytest
+from fakes import MODEL, make_edit
+
+from core.config import EngineConfig, ModelConfig, StencilConfig
+from core.errors import EngineDeadError, ModelUnavailableError, StencilError
+from core.failure import Failure
+from core.ipc.shared_array import Arena
+from core.messages.engine import DropTemplate, EngineRequest, Failed
+from engine.observability.metrics import Metrics
+from engine.router.engine_client import RequestOutput, Waiter
+from engine.router.router import Router
+
+DEAD = EngineDeadError("it died")
+
+
+class Replica:
+    """Stands for an EngineReplica that was started."""
+
+    def __init__(self, config: EngineConfig, arena: Arena, watcher: Router) -> None:
+        self.rank, self.is_alive = config.data_parallel_rank, True
+        self.model_names = tuple(model.name for model in config.models)
+        self.error: StencilError | None = None
+        self.sent: dict[str, Waiter] = {}
+        self.dropped: list[DropTemplate] = []
+        self.watcher = watcher
+
+    def submit(self, request: EngineRequest, waiter: Waiter) -> None:
+        self.sent[request.request_id] = waiter
+
+    def drop(self, template: DropTemplate) -> None:
+        self.dropped.append(template)
+
+    def die(self) -> None:
+        self.is_alive = False
+        self.watcher.on_down(self.rank, DEAD)
+        sent, self.sent = self.sent, {}
+        for request_id, waiter in sent.items():
+            waiter(Failed(request_id, Failure.of(DEAD)))
+
+    def give_up(self) -> None:
+        self.die()
+        self.error = DEAD
+        self.watcher.on_given_up(self.rank)
+
+    def serve(self) -> None:
+        self.is_alive = True
+        self.watcher.on_up(self.rank)
+
+
+class Engines:
+    """Engine 0 has the models a and both, engine 1 has b and both."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        monkeypatch.setattr("engine.router.router.EngineReplica", Replica)
+        names = ("a", "b", "both")
+        models = tuple(ModelConfig(served_model_name=name) for name in names)
+        config = EngineConfig(models=models, engines={0: ("a", "both"), 1: ("b", "both")}, data_parallel_size=2)
+        self.router = Router(StencilConfig(engine=config), cast(Arena, None), Metrics())
+        self.router._models = {name: msgspec.structs.replace(MODEL, name=name) for name in names}
+        self.first, self.second = cast(list[Replica], self.router._replicas)
+        self.told: dict[str, RequestOutput] = {}
+
+    def submit(self, name: str, model: str) -> None:
+        edit = msgspec.structs.replace(make_edit(name), model=model)
+        self.router.submit(edit, lambda output: self.told.setdefault(name, output) and None)
+
+
+@pytest.fixture
+def engines(monkeypatch: pytest.MonkeyPatch) -> Engines:
+    return Engines(monkeypatch)
+
+
+def test_requests_go_to_engines_that_serve_their_model(engines: Engines) -> None:
+    for number in range(3):
+        engines.submit(f"a{number}", "a")
+        engines.submit(f"b{number}", "b")
+    assert [*engines.first.sent] == ["a0", "a1", "a2"]
+    assert [*engines.second.sent] == ["b0", "b1", "b2"]
+    for template in (DropTemplate("a", "0", ""), DropTemplate("both", "0", "")):
+        engines.router.drop(template)
+    assert [each.model for each in engines.first.dropped] == ["a", "both"]
+    assert [each.model for each in engines.second.dropped] == ["both"]
+
+
+def test_a_request_waits_for_the_only_engine_that_serves_its_model(engines: Engines) -> None:
+    engines.submit("1", "b")
+    engines.second.die()
+    assert (engines.told, engines.router.num_waiting) == ({}, 1)
+    assert engines.router.is_ready
+    assert not engines.router.is_served("b")
+    assert engines.router.is_served("both")
+    engines.submit("2", "both")
+    assert [*engines.first.sent] == ["2"]
+    engines.second.serve()
+    assert [*engines.second.sent] == ["1"]
+
+
+def test_a_model_whose_engines_are_given_up_is_refused_and_the_others_go_on(engines: Engines) -> None:
+    engines.submit("1", "b")
+    engines.submit("2", "a")
+    engines.second.give_up()
+    told = engines.told["1"]
+    assert isinstance(told, Failed)
+    assert told.failure.kind == "model_unavailable"
+    assert engines.router.error is None
+    with pytest.raises(ModelUnavailableError, match="no engine is left that serves b"):
+        engines.submit("3", "b")
+    engines.submit("4", "both")
+    assert [*engines.first.sent] == ["2", "4"]
+    engines.first.give_up()
+    failed = [engines.told[name] for name in ("2", "4")]
+    assert [each.failure.kind for each in failed if isinstance(each, Failed)] == ["engine_dead"] * 2
+    with pytest.raises(EngineDeadError):
+        engines.submit("5", "a")

@@ -1,0 +1,133 @@
+"""Classes of users as a worker imports, loads and measures them."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+
+import pytest
+import torch
+from torch import nn
+
+from core.errors import ConfigError, InvalidRequestError
+from core.run_class import RunClass
+from model_executor.worker.loading.class_loader import ClassLoader
+from model_executor.worker.stores.user_classes import UserClasses
+
+CPU = torch.device("cpu")
+
+
+def loader_of(name: str, dtype: str = "float32") -> tuple[ClassLoader, UserClasses, RunClass]:
+    config = RunClass(name="blur", path=name if ":" in name else f"{__name__}:{name}", dtype=dtype)
+    classes = UserClasses([config])
+    return ClassLoader(classes, CPU), classes, config
+
+
+class Abstract(ABC):
+    @abstractmethod
+    def load(self) -> None: ...
+
+
+class Lazy:
+    def load(self, device: str, dtype: torch.dtype) -> None: ...
+
+
+@pytest.mark.parametrize(
+    ("path", "reason"),
+    [
+        ("no_such_module:Blur", "ModuleNotFoundError.*PYTHONPATH"),
+        ("run_workflows:Blur", "no attribute 'Blur'"),
+        ("run_workflows:mixer", "is no class that can be made"),
+        (f"{__name__}:Abstract", "is no class that can be made"),
+        (f"{__name__}:Lazy", "has no method execute; define it"),
+        ("core.graph.form:Form", "has no method load; define it"),
+    ],
+)
+def test_what_is_no_class_of_a_user_is_refused_with_field_and_remedy(path: str, reason: str) -> None:
+    with pytest.raises(ConfigError, match=f"^classes: blur: path {path}.*{reason}"):
+        loader_of(path)
+
+
+class Tells:
+    def load(self, device: str, dtype: torch.dtype) -> int:
+        self.weight = torch.ones(100)
+        return 1000
+
+
+class Keeps:
+    def load(self, device: str, dtype: torch.dtype) -> None:
+        self.weight = torch.ones(100, dtype=dtype, device=device)
+        self.layer = self.again = nn.Linear(4, 4, bias=False)
+
+
+class Consists(nn.Module):
+    def load(self, device: str, dtype: torch.dtype) -> None:
+        self.layer = nn.Linear(4, 4, bias=False)
+
+    def execute(self) -> dict[str, object]:
+        return {}
+
+
+class Slotted:
+    __slots__ = ()
+
+    def load(self, device: str, dtype: torch.dtype) -> None: ...
+
+
+for each in (Tells, Keeps, Slotted):
+    each.execute = Consists.execute  # type: ignore[attr-defined]
+
+
+@pytest.mark.parametrize(
+    ("name", "dtype", "nbytes"),
+    [
+        ("Tells", "float32", 1000),
+        ("Keeps", "float32", 400 + 64),
+        ("Keeps", "bfloat16", 200 + 64),
+        ("Consists", "float32", 64),
+        ("Slotted", "float32", 0),
+    ],
+)
+def test_its_bytes_are_what_it_tells_or_what_it_keeps(name: str, dtype: str, nbytes: int) -> None:
+    loader, classes, config = loader_of(name, dtype)
+    assert config.key in loader
+    loaded = loader.load(config.key)
+    assert loaded.nbytes == nbytes
+    assert classes.find(config.key) == loaded
+    assert type(classes.of("blur")).__name__ == name
+    assert loader.load(config.key) is loaded, "it is loaded once"
+    loader.unload(config.key)
+    assert classes.find(config.key) is None
+
+
+class Leaves:
+    def load(self, device: str, dtype: torch.dtype) -> None:
+        raise SystemExit(2)
+
+    def execute(self) -> dict[str, object]:
+        return {}
+
+
+def test_a_load_that_fails_names_the_class() -> None:
+    loader, _, config = loader_of("Leaves")
+    with pytest.raises(ConfigError, match=r"^blur \(.*:Leaves\): SystemExit: 2"):
+        loader.load(config.key)
+
+
+@pytest.mark.parametrize(
+    ("settings", "param"),
+    [
+        ({"name": "", "path": "a:B"}, "name"),
+        ({"name": "blur", "path": "a.B"}, "path"),
+        ({"name": "blur", "path": "a:B", "seconds": 0.0}, "seconds"),
+        ({"name": "blur", "path": "a:B", "dtype": "int8"}, "dtype"),
+    ],
+)
+def test_a_setting_out_of_range_is_refused(settings: dict[str, object], param: str) -> None:
+    with pytest.raises(InvalidRequestError) as caught:
+        RunClass(**settings)  # type: ignore[arg-type]
+    assert caught.value.param == param
+
+
+def test_classes_of_one_path_and_dtype_are_one_component() -> None:
+    one, other = (RunClass(name=name, path="a:B") for name in ("one", "other"))
+    assert one.key == other.key != RunClass(name="one", path="a:B", dtype="bfloat16").key

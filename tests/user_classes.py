@@ -1,0 +1,111 @@
+"""Classes of a user for tests, which workers import, and what their workflows make in this process."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Mapping
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from core.graph.workflow import Workflow
+
+
+class Mixer:
+    """Sums two vectors, of which the second may be missing."""
+
+    def load(self, device: str, dtype: torch.dtype) -> None:
+        self.weight = torch.ones(4, dtype=dtype, device=device)
+
+    def execute(self, a: Tensor, b: Tensor | None = None, scale: float = 1.0) -> dict[str, object]:
+        length = min(len(a), 16 if b is None else len(b))
+        mixed = a[:length] * scale + (0 if b is None else b[:length]) * self.weight[0]
+        a.zero_()  # a class may spoil what it is given
+        return {"y": mixed, "mean": float(mixed.mean())}
+
+
+class Shouter:
+    """Upper case, and the number of characters."""
+
+    def load(self, device: str, dtype: torch.dtype) -> int:
+        return 1000
+
+    def execute(self, words: str, times: int = 1) -> dict[str, object]:
+        copies = 1 + abs(times) % 3
+        return {"y": words.upper()[: 40 // copies] * copies, "count": len(words)}
+
+
+class Inverter:
+    """The negative of a picture, and its mean by channel."""
+
+    def load(self, device: str, dtype: torch.dtype) -> None:
+        self.result = torch.empty(0)
+
+    def execute(self, image: Tensor, flip: bool = False) -> dict[str, object]:
+        self.result = 255 - (image.flip(1) if flip else image)  # the same memory as what it has returned
+        return {"y": self.result, "means": self.result.float().mean((0, 1))}
+
+
+class Wayward:
+    """Does as it is told."""
+
+    def load(self, device: str, dtype: torch.dtype) -> None:
+        pass
+
+    def execute(self, how: str) -> object:
+        if how.startswith("sleep"):
+            time.sleep(float(how.removeprefix("sleep")))
+        if how == "exit":
+            raise SystemExit(3)
+        if how == "raise":
+            raise ValueError("it will not")
+        made: dict[str, object] = {
+            "shape": {"y": torch.zeros(17)},
+            "sides": {"y": torch.zeros(2, 2)},
+            "dtype": {"y": torch.zeros(4, dtype=torch.float64)},
+            "finite": {"y": torch.tensor([1.0, float("nan")])},
+            "type": {"y": [1.0]},
+            "sparse": {"y": torch.ones(4).to_sparse()},
+            "name": {"z": torch.zeros(4)},
+            "more": {"y": torch.zeros(4), "z": 1},
+            "none": {},
+            "list": [torch.zeros(4)],
+        }
+        return made.get(how, {"y": torch.ones(4)}) if how != "nothing" else None
+
+
+class Broken:
+    """Cannot be loaded."""
+
+    def load(self, device: str, dtype: torch.dtype) -> None:
+        raise OSError("its file is gone")
+
+    def execute(self) -> dict[str, object]:
+        return {}
+
+
+def alone(workflow: Workflow, inputs: Mapping[str, Any]) -> dict[str, Any]:
+    """What the classes make of these inputs, called one after the other in this process."""
+    types = {"mixer": Mixer, "shouter": Shouter, "inverter": Inverter}
+    made: dict[tuple[str, str], Any] = {}
+    for node in workflow.nodes:
+        each: Any = types[node.role]()
+        each.load("cpu", torch.float32)
+        values = dict(node.literals) | {name: inputs[source] for name, source in node.given.items()}
+        values |= {edge.input: made[edge.source, edge.name] for edge in node.inputs}
+        taken = {
+            name: torch.from_numpy(value.copy()) if isinstance(value, np.ndarray) else value
+            for name, value in values.items()
+        }
+        for name, value in each.execute(**taken).items():
+            made[node.name, name] = value.numpy().copy() if isinstance(value, Tensor) else value
+    return {name: made[maker, workflow.output_ports[name]] for name, maker in workflow.outputs.items()}
+
+
+def same(one: Any, other: Any) -> bool:
+    """Whether two results are equal, bit for bit."""
+    if isinstance(one, np.ndarray):
+        return bool(isinstance(other, np.ndarray) and one.dtype == other.dtype and np.array_equal(one, other))
+    return type(one) is type(other) and one == other
