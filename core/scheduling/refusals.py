@@ -40,6 +40,25 @@ class Refusals:
         """Note that a rank could not load a component."""
         self._begin(self.residency.note_failed(rank, key, failure, now), now)
 
+    def fail_stuck(self, now: float) -> None:
+        """Fail the requests that wait for what cannot be loaded now. What they need was there when they came, and has
+        gone with a rank or to make room; or it was larger than predicted.
+        """
+        if not self._may_refuse_loads(now):
+            return
+        for request in list(self.requests.live()):
+            rank = self.cache.rank_of(request)
+            if (failure := self._load_failure(computing_for(request), request.needs, now, rank)) is not None:
+                self.endings.fail(request, failure)
+        for model in self.cache.wanted_models():
+            failure = self._load_failure(f"the model {model}", self.residency.needs_of(model), now)
+            if failure is not None:
+                self.cache.fail_templates({model: failure})
+
+    def _may_refuse_loads(self, now: float) -> bool:
+        refusals = self.residency.quarantine.refusals
+        return self.residency.has_outgrown or any(each.cause == "load" and now < each.until for each in refusals)
+
     def note_death(
         self, rank: int, blame: Blame | None, loading: ModelKey | None, failure: Failure, now: float
     ) -> None:
@@ -79,13 +98,20 @@ class Refusals:
 
     def failure_of(self, what: str, needs: Needs, owner: str, now: float) -> Failure | None:
         """Why an owner's new request fails at once; None: it does not. what: computes for it, see `computing_for`."""
-        quarantine = self.residency.quarantine
-        refusal = quarantine.refusal_of_loads(keys_of(self.residency.missing(needs)), now)
-        refusal = refusal or quarantine.refusal_of(needs, owner, now)
-        if refusal is not None:
-            return _failure(what, refusal, now)
-        failure = self.residency.failure_of(needs, now)
-        return None if failure is None else _unavailable(what, "load", failure, FIRST_WAIT_SECONDS)
+        if (failure := self._load_failure(what, needs, now)) is not None:
+            return failure
+        refusal = self.residency.quarantine.refusal_of(needs, owner, now)
+        return None if refusal is None else _failure(what, refusal, now)
+
+    def _load_failure(self, what: str, needs: Needs, now: float, rank: int | None = None) -> Failure | None:
+        """Why what is missing cannot be loaded now. rank: the only one that can make steps."""
+        residency = self.residency
+        if (failure := residency.failure_of(needs, now, rank)) is None:
+            return None
+        missing = residency.missing(needs) if rank is None else residency.missing_for(needs, rank)
+        refusal = residency.quarantine.refusal_of_loads(keys_of(missing), now)
+        retry_after = FIRST_WAIT_SECONDS if refusal is None else max(0.0, refusal.until - now)
+        return _unavailable(what, "load", failure, retry_after)
 
     def take_new(self) -> list[str]:
         """What is refused since the last call, in words."""

@@ -1,9 +1,8 @@
 """Residency: which components each rank has, and which it is loading.
 
 A component counts as loaded when its worker has reported it. What is loaded and dropped where is a decision of the
-scheduling policy (`core.scheduling.policies.where_needed`). Ranks are in *sets* that the policy loads as one: requests
-are computed on any set that has what they need. The components of one node must be in one set; those of two nodes need
-not.
+scheduling policy (`core.scheduling.policies.where_needed`). Ranks are in *sets* that the policy loads as one. A node
+runs on any set that has all of its components; two nodes of a request may run on two sets.
 """
 
 from __future__ import annotations
@@ -11,6 +10,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Set
 from dataclasses import dataclass
+from itertools import chain
 
 from core.costs.load_report import ModelState, QuarantinedModel
 from core.failure import Failure
@@ -26,8 +26,8 @@ Started = tuple[int, Iterable[LoadedComponent]]
 class Homes:
     """Where some components are."""
 
-    ranks: RankIds  # that have them, ascending
-    whole: tuple[RankIds, ...]  # sets all of whose ranks have them
+    ranks: RankIds  # that have them: those of `whole` first, in its order
+    whole: tuple[RankIds, ...]  # sets all of whose ranks have them, those first that have had them for longest
     coming: tuple[RankIds, ...]  # other sets all of whose ranks have them or are loading them
 
 
@@ -51,6 +51,7 @@ class Residency:
         self.models = bindings.models
         self.budget = budget
         self.version = 0  # of what ranks have and load
+        self.has_outgrown = False  # whether a component was larger than predicted, so that its model may not fit
         self.quarantine = Quarantine()
         self._needs = {name: bindings.needs(name) for name in self.models}
         self._own = frozenset(keys for needs in self._needs.values() for keys in needs)
@@ -61,6 +62,8 @@ class Residency:
         self._components: list[dict[ModelKey, LoadedComponent] | None] = [{} for _ in range(num_ranks)]
         # By rank: what it is loading, in this order.
         self._awaited: list[dict[ModelKey, None]] = [{} for _ in range(num_ranks)]
+        self._since: dict[tuple[int, ModelKey], int] = {}  # (rank, its component) -> number of its load
+        self._num_loads = 0
         self._uses: dict[ModelKey, int] = {}  # component -> number of its last use
         self._num_uses = 0
         self._on_demand: dict[ModelKeys, None] = {}  # of no model's own needs: what requests have asked for
@@ -101,10 +104,14 @@ class Residency:
 
     def note_loaded(self, rank: int, loaded: LoadedComponent) -> None:
         """Note a component that a worker has loaded."""
+        self.has_outgrown |= bool(self.budget) and loaded.nbytes > self.size_of(loaded.key)
         self._sizes[loaded.key] = loaded.nbytes
         self.quarantine.note_loaded(rank, loaded.key)
         if (components := self._components[rank]) is not None:
             self._copies[loaded.key] += loaded.key not in self._on(rank)
+            if loaded.key not in components:
+                self._num_loads += 1
+                self._since[rank, loaded.key] = self._num_loads
             components[loaded.key] = loaded
             self._awaited[rank].pop(loaded.key, None)
         self._note_change(rank, (loaded.key,))
@@ -186,11 +193,16 @@ class Residency:
         found = self._homes.get(wanted)
         if found is None:
             keys, up = set(wanted.keys), [rank for ranks in self.sets for rank in ranks]
+
+            def age(ranks: RankIds) -> int:
+                return max((self._since[rank, key] for rank in ranks for key in keys), default=0)
+
             having = {rank for rank in up if self._components_on(rank).keys() >= keys}
             expecting = {rank for rank in up if rank in having or self._on(rank) >= keys}
-            whole = tuple(ranks for ranks in self.sets if having.issuperset(ranks))
+            whole = tuple(sorted((ranks for ranks in self.sets if having.issuperset(ranks)), key=age))
             coming = tuple(ranks for ranks in self.sets if expecting.issuperset(ranks) and not having.issuperset(ranks))
-            found = self._homes[wanted] = Homes(tuple(sorted(having)), whole, coming)
+            others = sorted(having.difference(*whole))
+            found = self._homes[wanted] = Homes((*chain.from_iterable(whole), *others), whole, coming)
             for key in wanted.keys:
                 self._users.setdefault(key, set()).add(wanted)
         return found
@@ -240,12 +252,16 @@ class Residency:
 
     # ------------------------------------------------------------------------------------------------- what is asked
 
-    def failure_of(self, needs: Needs, now: float) -> Failure | None:
-        """Why these components cannot be used together; None: they can, or it is time to try again."""
-        keys = keys_of(needs)
-        if self.budget and (nbytes := sum(map(self.size_of, keys))) > self.budget:
+    def failure_of(self, needs: Needs, now: float, rank: int | None = None) -> Failure | None:
+        """Why what is missing of these components cannot be loaded; None: nothing is missing, it can be loaded, or it
+        is time to try again. rank: the only one that can make steps; None: any can.
+        """
+        missing = self.missing(needs) if rank is None else self.missing_for(needs, rank)
+        if not missing:
+            return None
+        if self.budget and (nbytes := sum(map(self.size_of, keys_of(needs)))) > self.budget:
             return Failure("config", f"its weights take {nbytes} bytes, and --model-bytes allows {self.budget}")
-        refusal = self.quarantine.refusal_of_loads(keys_of(self.missing(needs)), now)
+        refusal = self.quarantine.refusal_of_loads(keys_of(missing), now)
         return None if refusal is None else refusal.failure
 
     def is_refused(self, refusal: Refusal, needs: Needs, owner: str | None) -> bool:
@@ -285,6 +301,12 @@ class Residency:
         if found is None:
             found = self._missing[needs] = [keys for keys in needs if not self.homes(keys).whole]
         return found
+
+    def missing_for(self, needs: Needs, rank: int) -> list[ModelKeys]:
+        """Those of these that no set has, and of those that make steps those that the set of a rank has not."""
+        return [
+            keys for keys in needs if not any(rank in ranks or not keys.makes_steps for ranks in self.homes(keys).whole)
+        ]
 
     def seconds_left(self, needs: Needs) -> float:
         """Predicted seconds of loading what no set has."""

@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from load_kit import BROKEN, MODELS, SEGMENTER, TEXT, VAE, Rig, model, size_of, transformer
 
-from core.handles import ModelKey
+from core.handles import LoadedComponent, ModelKey
 from core.messages.worker import Load
 from core.scheduling.policies.where_needed import LEAST_PATIENCE_SECONDS, MOST_LOOKED_AT
 from core.scheduling.ranks.quarantine import FIRST_WAIT_SECONDS
@@ -108,6 +108,17 @@ def test_a_failed_load_keeps_requests_out_and_is_tried_again_later() -> None:
     assert rig.residency.failure_of(rig.needs("a"), 5.0) is None
 
 
+def test_a_load_that_fails_on_the_rank_of_a_requests_pages_is_not_repeated() -> None:
+    rig = Rig("a", ranks=2, set_size=1, models={"a": MODELS["a"]})
+    rig.residency.join(1, [LoadedComponent(key, size_of(key)) for key in (TEXT, VAE)])
+    assert rig.order([(rig.needs("a"), 1)]) == (Load((1,), (transformer("a"),)),)
+    rig.residency.note_failed(1, transformer("a"), BROKEN, 0.0)
+    assert rig.order([(rig.needs("a"), 1)], now=1.0) == ()
+    assert rig.residency.failure_of(rig.needs("a"), 1.0, 1) == BROKEN
+    assert rig.residency.failure_of(rig.needs("a"), 1.0) is None, "it is on the other rank"
+    assert [load.load for load in rig.order([(rig.needs("a"), 1)], now=FIRST_WAIT_SECONDS)] == [(transformer("a"),)]
+
+
 def test_equal_ranks_count_when_all_have_it() -> None:
     rig = Rig("a", ranks=2, models={name: MODELS[name] for name in ("a", "c")})
     (load,) = rig.order([], [("c", 0.0)])
@@ -191,6 +202,29 @@ def test_five_models_on_two_ranks_with_room_for_three_are_all_there() -> None:
     for name in FIVE:
         assert rig.order([], [(name, 0.0)]) == ()
         assert rig.may_start(name), "no request waits for a load that another rank's copy avoids"
+
+
+def test_room_is_made_where_what_is_dropped_was_used_least_recently() -> None:
+    rig = Rig(budget=10, ranks=3, set_size=1, models=FIVE)
+    for rank, name in enumerate("abc"):
+        rig.join(rank, name)
+    for name in "acb":
+        rig.residency.note_use(rig.bindings.keys(name, "transformer"))
+    rig.residency.note_use(rig.bindings.keys("a", "transformer"))
+    assert rig.order([], [("d", 0.0)]) == (Load((2,), (transformer("d"),), (transformer("c"),)),)
+
+
+def test_the_first_home_of_a_model_stays_the_first() -> None:
+    """Its steps stay there, while copies come and go."""
+    rig = Rig(ranks=3, set_size=1, models=FIVE)
+    rig.note_loaded(2, transformer("a"))
+    rig.note_loaded(0, transformer("a"))
+    (keys,) = rig.needs("a")
+    assert (rig.residency.homes(keys).ranks, rig.residency.homes(keys).whole) == ((2, 0), ((2,), (0,)))
+    rig.residency.note_sent((2,), (), (transformer("a"),))
+    rig.residency.note_sent((2,), (transformer("a"),), ())
+    rig.note_loaded(2, transformer("a"))
+    assert rig.residency.homes(keys).ranks == (0, 2)
 
 
 def test_what_fits_everywhere_is_loaded_everywhere() -> None:
