@@ -82,7 +82,7 @@ class Recovery:
         """
         lost = self.in_flight.lose(rank)
         blame = self._blame(lost.running, culprit)
-        if culprit is not None and lost.running is not None and not lost.running.job_id:
+        if culprit is not None:
             lost = replace(lost, running=None)
         for request in self.requests:
             request.lose_rank(rank)
