@@ -10,8 +10,8 @@ from core.handles import ModelKey
 from core.scheduling.endings import Endings
 from core.scheduling.node_cache import NodeCache
 from core.scheduling.ranks.in_flight import Flight
-from core.scheduling.ranks.quarantine import FIRST_WAIT_SECONDS, Refusal, Suspects
-from core.scheduling.ranks.residency import Residency, keys_of
+from core.scheduling.ranks.quarantine import Refusal, Suspects
+from core.scheduling.ranks.residency import Residency
 from core.scheduling.recovery.recovery import Blame
 from core.scheduling.requests.bindings import Needs
 from core.scheduling.requests.live_requests import LiveRequests
@@ -49,8 +49,7 @@ class Refusals:
         begun: list[Refusal | None] = []
         if loading is not None:
             suspects = Suspects() if blame is None else blame.suspects
-            begun += [self.residency.quarantine.note_death_in_load(rank, loading, suspects, failure, now)]
-            self.residency.note_refused(rank, loading)
+            begun += [self.residency.note_death_in_load(rank, loading, suspects, failure, now)]
         if blame is not None and blame.keys.keys:
             begun += self.residency.quarantine.note_death(blame.keys, blame.suspects, failure, now)
         for refusal in filter(None, begun):
@@ -79,13 +78,9 @@ class Refusals:
 
     def failure_of(self, what: str, needs: Needs, owner: str, now: float) -> Failure | None:
         """Why an owner's new request fails at once; None: it does not. what: computes for it, see `computing_for`."""
-        quarantine = self.residency.quarantine
-        refusal = quarantine.refusal_of_loads(keys_of(self.residency.missing(needs)), now)
-        refusal = refusal or quarantine.refusal_of(needs, owner, now)
-        if refusal is not None:
-            return _failure(what, refusal, now)
-        failure = self.residency.failure_of(needs, now)
-        return None if failure is None else _unavailable(what, "load", failure, FIRST_WAIT_SECONDS)
+        refusal = self.residency.refusal_of_loads(needs, now)
+        refusal = refusal or self.residency.quarantine.refusal_of(needs, owner, now)
+        return None if refusal is None else _failure(what, refusal, now)
 
     def take_new(self) -> list[str]:
         """What is refused since the last call, in words."""
@@ -99,9 +94,5 @@ def computing_for(request: Request) -> str:
 
 
 def _failure(what: str, refusal: Refusal, now: float) -> Failure:
-    return _unavailable(what, refusal.cause, refusal.failure, max(0.0, refusal.until - now))
-
-
-def _unavailable(what: str, cause: QuarantineCause, failure: Failure, retry_after: float) -> Failure:
-    message = f"{_WHY[cause].format(what)}: {failure.message}"
-    return Failure("model_unavailable", message, code=cause, retry_after=retry_after)
+    message = f"{_WHY[refusal.cause].format(what)}: {refusal.failure.message}"
+    return Failure("model_unavailable", message, code=refusal.cause, retry_after=max(0.0, refusal.until - now))

@@ -161,7 +161,8 @@ class _LoadPass:
             wanted = [keys for keys in needs if self._home(keys) is None] if only_new else needs
             lacking = self._lacking(keys_of(wanted), ranks)
             if lacking and not residency.has_failed(lacking) and residency.excess(lacking, present) <= 0:
-                return lacking
+                if residency.failure_of(wanted, self.now, ranks) is None:
+                    return lacking
         return []
 
     # ------------------------------------------------------------------------------------------------- room
@@ -181,11 +182,14 @@ class _LoadPass:
             self._kept.setdefault(best.ranks, set()).update(keys_of(missing))
 
     def _rooms(self, missing: Sequence[ModelKeys], rank: int | None = None) -> list[_Room]:
-        """Where these can be loaded. rank: one that the set must contain, if steps are made with them."""
+        """Where these can be loaded: where it has failed before only if there is nowhere else. rank: one that the set
+        must contain, if steps are made with them.
+        """
         needs_rank = rank is not None and any(map(_is_of_steps, missing))
         sets = (ranks for ranks in self.residency.sets if not needs_rank or rank in ranks)
-        found = (self._room(keys_of(missing), ranks) for ranks in sets)
-        return [room for room in found if room is not None]
+        may_load = (ranks for ranks in sets if self.residency.failure_of(missing, self.now, ranks) is None)
+        found = [room for ranks in may_load if (room := self._room(keys_of(missing), ranks)) is not None]
+        return [room for room in found if not self.residency.has_failed_on(room.ranks, room.load)] or found
 
     def _room(self, keys: list[ModelKey], ranks: RankIds) -> _Room | None:
         """How a set has room for these; None: too much is in use."""
