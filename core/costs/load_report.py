@@ -98,8 +98,8 @@ class EngineCosts(msgspec.Struct, frozen=True):
 
 ModelState = Literal["loaded", "loading", "failed", "quarantined", "unloaded"]
 """Of a model's weights. loaded: all ranks that live have them. failed: some could not be loaded when they were asked
-for last. quarantined: refused to
-everybody, because their batches have ended ranks. unloaded: they are loaded when a request needs them."""
+for last. quarantined: their batches have ended ranks, and they are refused to everybody. unloaded: they are loaded when
+a request needs them."""
 
 
 class ModelLoad(msgspec.Struct, frozen=True, array_like=True):
@@ -187,7 +187,7 @@ class RankStats(msgspec.Struct, frozen=True):
 
 QuarantineCause = Literal["load", "deaths", "owner_deaths"]
 """Why a model is refused. load: it could not be loaded. deaths: its batches ended ranks. owner_deaths: those of one
-API key's owner did, whose requests alone are refused."""
+owner did, whose requests alone are refused."""
 
 
 class QuarantinedModel(msgspec.Struct, frozen=True, array_like=True):
