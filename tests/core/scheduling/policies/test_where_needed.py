@@ -260,8 +260,8 @@ def test_what_dies_with_a_rank_is_loaded_on_another_that_has_room() -> None:
 
 
 def test_a_model_stays_available_where_it_can_be_loaded() -> None:
-    """The device of rank 0 is too small for b, and has more room than that of rank 1."""
-    rig = Rig(ranks=2, set_size=1, models={name: FIVE[name] for name in "ab"})
+    """Rank 0 has room for b and cannot load it; rank 1 can, where it makes room."""
+    rig = Rig(budget=10, ranks=2, set_size=1, models={name: FIVE[name] for name in "ab"})
     rig.join(1, "a")
     (load, *_) = rig.order([], [("b", 0.0)])
     assert load == Load((0,), (transformer("b"),))
@@ -273,9 +273,8 @@ def test_a_model_stays_available_where_it_can_be_loaded() -> None:
         loads = {load.ranks: load.load for load in rig.order([], [("b", now)], now)}
         assert loads[1,] == (transformer("b"),)
         assert transformer("b") not in loads.get((0,), ())
-        rig.residency.lose(1)
-        rig.join(1, "b")
-        rig.residency.lose(1)
+        rig.note_loaded(1, transformer("b"))
+        rig.join(0)
         rig.join(1, "a")
     loads = {load.ranks: load.load for load in rig.order([(rig.needs("b"), 0)], [], now)}
     assert loads[0,] == (transformer("b"),), "for steps that this rank alone can make"
