@@ -56,6 +56,7 @@ class _LoadPass:
     _orders: dict[RankIds, Load] = field(default_factory=dict)  # by set of ranks
     _seen: set[Needs] = field(default_factory=set)
     _startable: set[ModelKeys] = field(default_factory=set)
+    _again: float | None = None  # when to decide again: a request loses patience, or a load that failed may be tried
 
     def run(self, in_use: Iterable[tuple[Needs, int | None]], waiting: Iterable[tuple[Needs, float]]) -> Loads:
         """Consider what running requests need, who may lack components after a rank's death; then what requests wait
@@ -65,17 +66,19 @@ class _LoadPass:
         lacking = [(needs, rank) for needs, rank in used if self._keep(needs, rank)]
         for needs, rank in lacking:
             self._restore(needs, rank)
-        soonest: float | None = None  # when the first request loses patience
         for needs, arrival in waiting:
             if needs in self._seen:
                 continue
             patience_ends = self._consider(needs, arrival)
             if patience_ends is not None:
                 if patience_ends <= self.now:
-                    return Loads(tuple(self._orders.values()), frozenset(self._startable))
-                soonest = patience_ends if soonest is None else min(soonest, patience_ends)
+                    return Loads(tuple(self._orders.values()), frozenset(self._startable), self._again)
+                self._decide_again(patience_ends)
         self._consider_idle()
-        return Loads(tuple(self._orders.values()), None, soonest)
+        return Loads(tuple(self._orders.values()), None, self._again)
+
+    def _decide_again(self, when: float) -> None:
+        self._again = when if self._again is None else min(self._again, when)
 
     # ------------------------------------------------------------------------------------------------- requests
 
@@ -186,9 +189,14 @@ class _LoadPass:
         must contain, if steps are made with them.
         """
         needs_rank = rank is not None and any(map(_is_of_steps, missing))
-        sets = (ranks for ranks in self.residency.sets if not needs_rank or rank in ranks)
-        may_load = (ranks for ranks in sets if self.residency.failure_of(missing, self.now, ranks) is None)
-        found = [room for ranks in may_load if (room := self._room(keys_of(missing), ranks)) is not None]
+        found = []
+        for ranks in self.residency.sets:
+            if needs_rank and rank not in ranks:
+                continue
+            if (refusal := self.residency.refusal_of_loads(missing, self.now, ranks)) is not None:
+                self._decide_again(refusal.until)
+            elif (room := self._room(keys_of(missing), ranks)) is not None:
+                found.append(room)
         return [room for room in found if not self.residency.has_failed_on(room.ranks, room.load)] or found
 
     def _room(self, keys: list[ModelKey], ranks: RankIds) -> _Room | None:

@@ -306,6 +306,7 @@ def test_what_runs_is_not_restored_again_and_again_where_it_cannot_be_loaded() -
     assert rig.order(["b"])
     rig.residency.note_failed(0, transformer("b"), BROKEN, 0.0)
     assert rig.order(["b"], [], 1.0) == ()
+    assert rig.decided.again == FIRST_WAIT_SECONDS
     assert rig.order(["b"], [], FIRST_WAIT_SECONDS) == (Load((0,), (transformer("b"),)),)
 
 
