@@ -33,6 +33,8 @@ class Refusals:
     cache: NodeCache
     endings: Endings
     _new: list[str] = field(default_factory=list)  # since `take_new`
+    # (model, why, whose requests are refused; None: everybody's) -> since when, as it was put in `_new` last
+    _told: dict[tuple[str, QuarantineCause, str | None], float] = field(default_factory=dict)
 
     # ------------------------------------------------------------------------------------------------- events
 
@@ -70,9 +72,11 @@ class Refusals:
         models = self.residency.refused(refusal)
         failures = {model: _failure(f"the model {model}", refusal, now) for model in models}
         self.cache.fail_templates(failures, refusal.owner)
-        served = [model for model in models if not self.residency.models[model].parent]
-        if refusal.since == now:
-            self._new += [f"{failures[model].message} (for {refusal.until - now:.0f} s)" for model in served]
+        for model in (each for each in models if not self.residency.models[each].parent):
+            told = (model, refusal.cause, refusal.owner)
+            if self._told.get(told) != refusal.since:  # else another rank tells of the same try
+                self._told[told] = refusal.since
+                self._new.append(f"{failures[model].message} (for {refusal.until - now:.0f} s)")
 
     # ------------------------------------------------------------------------------------------------- what is asked
 

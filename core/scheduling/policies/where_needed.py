@@ -147,7 +147,9 @@ class _LoadPass:
     # ------------------------------------------------------------------------------------------------- without requests
 
     def _consider_idle(self) -> None:
-        """Consider what no request waits for. Nothing is dropped for it, and failed loads are not repeated."""
+        """Consider what no request waits for. Nothing is dropped for it, and failed loads are repeated rarely, and only
+        after the component was loaded elsewhere.
+        """
         for ranks in self.residency.sets:
             if not self._is_loading(ranks) and not self.residency.is_full(ranks):
                 lacking = self._idle_load(ranks, only_new=True) or self._idle_load(ranks, only_new=False)
@@ -163,9 +165,13 @@ class _LoadPass:
         for needs in residency.idle_needs:
             wanted = [keys for keys in needs if self._home(keys) is None] if only_new else needs
             lacking = self._lacking(keys_of(wanted), ranks)
-            if lacking and not residency.has_failed(lacking) and residency.excess(lacking, present) <= 0:
-                if residency.failure_of(wanted, self.now, ranks) is None:
-                    return lacking
+            if (
+                lacking
+                and not residency.has_failed(lacking)
+                and residency.excess(lacking, present) <= 0
+                and residency.failure_of(wanted, self.now, ranks) is None
+            ):
+                return lacking
         return []
 
     # ------------------------------------------------------------------------------------------------- room
