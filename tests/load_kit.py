@@ -3,21 +3,26 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
 from typing import cast
 
 import msgspec
-from fakes import MODEL
+from fakes import MODEL, make_edit
 
 from core.failure import Failure
 from core.handles import LoadedComponent, ModelKey
+from core.messages.engine import EngineRequest
 from core.messages.worker import Load
 from core.model_info import ModelInfo
 from core.scheduling.dispatch import Loads
 from core.scheduling.model_demand import ModelDemand
 from core.scheduling.model_loads import check
+from core.scheduling.node_cache import CacheJob, NodeCache
 from core.scheduling.policies.where_needed import where_needed
 from core.scheduling.ranks.residency import Residency
 from core.scheduling.requests.bindings import Bindings, ModelKeys, Needs
+from core.scheduling.requests.live_requests import LiveRequests
+from core.scheduling.requests.request import Status
 
 TEXT, VAE, SEGMENTER = ModelKey("0", "text_encoder"), ModelKey("0", "vae"), ModelKey("s", "segmenter")
 BROKEN = Failure("config", "cannot load it")
@@ -77,8 +82,12 @@ class Rig:
     ) -> tuple[Load, ...]:
         """What is ordered while these models are in use, or (needs, pinned rank), and these requests wait."""
         used = [(self.needs(each), None) if isinstance(each, str) else each for each in running]
-        wanted = [(self.needs(name) if isinstance(name, str) else name, since) for name, since in waiting]
-        self.decided = where_needed(cast(ModelDemand, _Demand(self.residency, used, wanted)), now)
+        requests = [_Request(needs, rank, make_edit("", arrival=0.0), Status.RUNNING) for needs, rank in used]
+        for name, since in waiting:
+            needs = self.needs(name) if isinstance(name, str) else name
+            requests.append(_Request(needs, None, make_edit("", arrival=since), Status.WAITING))
+        demand = ModelDemand(self.residency, cast(LiveRequests, _Requests(requests)), cast(NodeCache, _Cache()))
+        self.decided = where_needed(demand, now)
         check(self.decided.loads, self.residency)
         for load in self.decided.loads:
             self.residency.note_sent(load.ranks, load.load, load.drop)
@@ -107,20 +116,43 @@ class Rig:
         return "".join(name for name in self.models if self.has(name, rank))
 
 
-class _Demand:
-    def __init__(
-        self, residency: Residency, used: list[tuple[Needs, int | None]], wanted: list[tuple[Needs, float]]
-    ) -> None:
-        self.residency, self._used, self._wanted = residency, used, wanted
+@dataclass
+class _Request:
+    needs: Needs
+    rank: int | None
+    head: EngineRequest
+    status: Status
+
+
+@dataclass
+class _Requests:
+    """What a demand reads of live requests."""
+
+    every: list[_Request]
+    version: int = 0
 
     @property
-    def has_missing(self) -> bool:
-        needs = [*(needs for needs, _ in self._used), *(needs for needs, _ in self._wanted)]
-        is_bound = any(rank is not None for _, rank in self._used)
-        return is_bound or any(map(self.residency.missing, needs))
+    def needs(self) -> Iterator[Needs]:
+        return iter({request.needs: None for request in self.every})
 
-    def in_use(self) -> Iterator[tuple[Needs, int | None]]:
-        return iter(self._used)
+    @property
+    def running(self) -> list[_Request]:
+        return [request for request in self.every if request.status is Status.RUNNING]
 
-    def waiting(self, now: float) -> Iterator[tuple[Needs, float]]:
-        return iter(self._wanted)
+    def live(self) -> Iterator[_Request]:
+        return iter(self.every)
+
+
+class _Cache:
+    """What a demand reads of a cache without jobs."""
+
+    has_devices, models_in_use = True, ()
+
+    def rank_of(self, request: _Request) -> int | None:
+        return request.rank
+
+    def jobs(self) -> list[CacheJob]:
+        return []
+
+    def wanted_models(self) -> dict[str, float]:
+        return {}

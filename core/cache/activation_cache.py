@@ -152,6 +152,9 @@ class ActivationCache(NodeCache):
         self._prefetcher.forget(request)
         self._pageless.discard(request.id)
 
+    def wanted_models(self) -> Mapping[str, float]:
+        return self._templates.wanted_models()
+
     @property
     def has_devices(self) -> bool:
         return self._has_devices

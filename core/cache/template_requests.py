@@ -23,6 +23,7 @@ class TemplateRequests(Collection[str]):
     def __init__(self, pages: PageReservations) -> None:
         self._pages = pages
         self._reservations: dict[str, Reservation] = {}  # request id -> its reservation
+        self._arrivals: dict[str, float] = {}  # request id -> when it came, monotonic seconds
         self._failures: dict[str, Failure | None] = {}  # request id -> why it ends early; None: aborted
 
     def __contains__(self, request_id: object) -> bool:
@@ -48,6 +49,14 @@ class TemplateRequests(Collection[str]):
         may_idle = is_idle and not urgent and not any(reservation.is_reserved for reservation in idle_work)
         return idle_work[:1] if may_idle else urgent
 
+    def wanted_models(self) -> dict[str, float]:
+        """Model -> when the first of its requests came, monotonic seconds, but for idle work."""
+        arrivals: dict[str, float] = {}
+        for request_id, reservation in self._reservations.items():
+            if not reservation.is_idle_work:
+                arrivals.setdefault(reservation.template.model, self._arrivals[request_id])
+        return arrivals
+
     def yield_room(self) -> bool:
         """Release the reservations of idle work, which will be made again later; whether there were any."""
         holding = [
@@ -65,6 +74,7 @@ class TemplateRequests(Collection[str]):
         reservation = Reservation(prime.request_id, template, (prime.template,), template.scheme.keyframes)
         reservation.is_idle_work, reservation.owner = prime.is_idle_work, prime.owner
         self._reservations[reservation.owner_id] = reservation
+        self._arrivals[reservation.owner_id] = prime.arrival
 
     def give_up(self, request_id: str) -> None:
         """Abort a request."""
@@ -89,6 +99,7 @@ class TemplateRequests(Collection[str]):
         ]
         for reservation, ending in ended:
             del self._reservations[reservation.owner_id]
+            del self._arrivals[reservation.owner_id]
             self._failures.pop(reservation.owner_id, None)
             if isinstance(ending, TemplatePrimed):
                 self._pages.cache.register(reservation.entry_keys())

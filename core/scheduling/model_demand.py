@@ -23,16 +23,16 @@ class ModelDemand:
 
     @property
     def state(self) -> Hashable:
-        """It is equal to an earlier state as long as all that can be seen from here is, but for the time."""
+        """What a policy can see here, but for the time: while it is equal to an earlier one, nothing has changed."""
         running = [*map(self.cache.rank_of, self.requests.running)] if self.cache.has_devices else []
         jobs = ((job.model, job.rank, job.is_idle_work) for job in self.cache.jobs())
-        versions = self.residency.version, self.requests.version
-        return versions, frozenset(self.cache.models_in_use), tuple(jobs), tuple(running)
+        models = frozenset(self.cache.models_in_use), tuple(self.cache.wanted_models().items())
+        return self.residency.version, self.requests.version, models, tuple(jobs), tuple(running)
 
     @property
     def has_missing(self) -> bool:
         """Whether something that is wanted is nowhere, or not where it is wanted."""
-        models = (self.residency.needs_of(job.model) for job in self.cache.jobs() if not job.is_idle_work)
+        models = map(self.residency.needs_of, self.cache.wanted_models())
         if any(map(self.residency.missing, chain(self.requests.needs, models))):
             return True
         bound = [(needs, rank) for needs, rank in self.in_use() if rank is not None] if self.cache.has_devices else ()
@@ -52,13 +52,16 @@ class ModelDemand:
                 found[self.residency.needs_of(job.model), job.rank] = None
         return iter(found)
 
-    def waiting(self, now: float) -> Iterator[tuple[Needs, float]]:
-        """(what it is computed with, when it came, monotonic seconds) of waiting requests, the most urgent first; then
-        of the cache's jobs other than idle work.
+    def waiting(self) -> Iterator[tuple[Needs, int | None, float]]:
+        """(what it is computed with, the only rank that can read its pages, None: any can, when it came, monotonic
+        seconds) of waiting requests, the most urgent first.
         """
         for request in self.requests.live():
             if request.status is Status.WAITING:
-                yield request.needs, request.head.arrival
-        for job in self.cache.jobs():
-            if not job.is_idle_work:
-                yield self.residency.needs_of(job.model), now
+                yield request.needs, self.cache.rank_of(request), request.head.arrival
+
+    def templates(self) -> Iterator[tuple[Needs, float]]:
+        """(what it is computed with, when the first came) of the models with templates to be primed, but for idle
+        work.
+        """
+        return ((self.residency.needs_of(model), arrival) for model, arrival in self.cache.wanted_models().items())

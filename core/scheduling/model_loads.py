@@ -39,6 +39,7 @@ class ModelLoads:
         """What ranks are to load and drop now."""
         if self.residency.is_complete:
             return ()
+        self.refusals.fail_stuck(now)
         demand = ModelDemand(self.residency, self.requests, self.cache)
         if demand.state == self._state and now < self._again:
             return ()

@@ -142,6 +142,10 @@ class NodeCache(ABC):
     def forget(self, request: Request) -> None:
         """Release everything that a request holds, because it has ended."""
 
+    @abstractmethod
+    def wanted_models(self) -> Mapping[str, float]:
+        """Model -> when the first of its template requests came, monotonic seconds, but for idle work."""
+
     @property
     @abstractmethod
     def has_devices(self) -> bool:

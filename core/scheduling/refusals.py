@@ -42,6 +42,21 @@ class Refusals:
         """Note that a rank could not load a component."""
         self._begin(self.residency.note_failed(rank, key, failure, now), now)
 
+    def fail_stuck(self, now: float) -> None:
+        """Fail the requests that wait for what cannot be loaded now. What they need was there when they came, and has
+        gone with a rank or to make room; or it was larger than predicted.
+        """
+        if not self.residency.has_outgrown and not self.residency.quarantine.refuses_loads(now):
+            return
+        for request in list(self.requests.live()):
+            refusal = self.residency.refusal_of_loads(request.needs, now, self.cache.rank_of(request))
+            if refusal is not None:
+                self.endings.fail(request, _failure(computing_for(request), refusal, now))
+        for model in self.cache.wanted_models():
+            refusal = self.residency.refusal_of_loads(self.residency.needs_of(model), now)
+            if refusal is not None:
+                self.cache.fail_templates({model: _failure(f"the model {model}", refusal, now)})
+
     def note_death(
         self, rank: int, blame: Blame | None, loading: ModelKey | None, failure: Failure, now: float
     ) -> None:

@@ -126,7 +126,8 @@ class Router:
                 raise ConfigError(
                     "the engines do not serve the same models in the same way; give all of them one device type"
                 )
-        adapters = sorted(found.keys() - {*self._names}, key=lambda name: self._names.index(found[name].parent))
+        adapters = [name for name in found if name not in self._names]  # of each model in their order
+        adapters.sort(key=lambda name: self._names.index(found[name].parent))
         self._models = {name: found[name] for name in (*self._names, *adapters)}
         return self._models
 

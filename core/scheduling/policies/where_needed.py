@@ -1,18 +1,18 @@
 """Where needed: which components are loaded where, and which are dropped to make room.
 
-Where they are needed: the most urgent request first, on the set of ranks where the least is dropped for it. What a set
-has is not loaded on another one for a request. When a component needs room, others are dropped that no live request
-needs there: copies before the only one, the least recently used first. If all of them are needed, the request that
-waits for room lets later requests go ahead whose models are loaded, for about as long as its own model takes to load;
-after that no other request begins before it. What no request needs is loaded while there is room: models that no set
-has, and then copies of them.
+A component is loaded where it is needed: for the most urgent request first, on the set of ranks where the least is
+dropped for it. What a set has is not loaded on another one for a request. When a component needs room, others are
+dropped that no live request needs there: copies before the only one, the least recently used first. If all of them are
+needed, the request that waits for room lets later requests go ahead whose models are loaded, for about as long as its
+own model takes to load; after that no other request begins before it. What no request needs is loaded while there is
+room: models that no set has, and then copies of them.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
-from itertools import islice
+from itertools import chain, islice
 
 from core.handles import ModelKey, RankIds
 from core.messages.worker import Load
@@ -33,7 +33,9 @@ def where_needed(demand: ModelDemand, now: float) -> Loads:
     residency = demand.residency
     if not demand.has_missing and all(residency.is_loading(each) or residency.is_full(each) for each in residency.sets):
         return Loads()
-    return _LoadPass(demand.residency, now).run(demand.in_use(), islice(demand.waiting(now), MOST_LOOKED_AT))
+    templates = ((needs, None, arrival) for needs, arrival in demand.templates())
+    waiting = chain(islice(demand.waiting(), MOST_LOOKED_AT), templates)
+    return _LoadPass(demand.residency, now).run(demand.in_use(), waiting)
 
 
 @dataclass(slots=True)
@@ -54,46 +56,46 @@ class _LoadPass:
     now: float
     _kept: dict[RankIds, set[ModelKey]] = field(default_factory=dict)  # set of ranks -> what is needed there
     _orders: dict[RankIds, Load] = field(default_factory=dict)  # by set of ranks
-    _seen: set[Needs] = field(default_factory=set)
+    _seen: set[tuple[Needs, int | None]] = field(default_factory=set)
     _startable: set[ModelKeys] = field(default_factory=set)
-    _again: float | None = None  # when to decide again: a request loses patience, or a load that failed may be tried
 
-    def run(self, in_use: Iterable[tuple[Needs, int | None]], waiting: Iterable[tuple[Needs, float]]) -> Loads:
+    def run(
+        self, in_use: Iterable[tuple[Needs, int | None]], waiting: Iterable[tuple[Needs, int | None, float]]
+    ) -> Loads:
         """Consider what running requests need, who may lack components after a rank's death; then what requests wait
         for; and unless a request has lost patience, what no request needs.
         """
-        used = list(in_use)
-        lacking = [(needs, rank) for needs, rank in used if self._keep(needs, rank)]
-        for needs, rank in lacking:
+        lacking = []
+        for needs, rank in in_use:
+            if self._nowhere(needs, rank):
+                lacking.append((needs, rank))
+            else:
+                self._keep(needs, rank)
+        for needs, rank in lacking:  # nothing is kept for the later ones yet, or all of them might wait for each other
             self._restore(needs, rank)
-        for needs, arrival in waiting:
-            if needs in self._seen:
+        soonest: float | None = None  # when the first request loses patience
+        for needs, rank, arrival in waiting:
+            if (needs, rank) in self._seen:
                 continue
-            patience_ends = self._consider(needs, arrival)
+            patience_ends = self._consider(needs, rank, arrival)
             if patience_ends is not None:
                 if patience_ends <= self.now:
-                    return Loads(tuple(self._orders.values()), frozenset(self._startable), self._again)
-                self._decide_again(patience_ends)
+                    return Loads(tuple(self._orders.values()), frozenset(self._startable))
+                soonest = patience_ends if soonest is None else min(soonest, patience_ends)
         self._consider_idle()
-        return Loads(tuple(self._orders.values()), None, self._again)
-
-    def _decide_again(self, when: float) -> None:
-        self._again = when if self._again is None else min(self._again, when)
+        return Loads(tuple(self._orders.values()), None, soonest)
 
     # ------------------------------------------------------------------------------------------------- requests
 
-    def _keep(self, needs: Needs, rank: int | None = None) -> list[ModelKeys]:
-        """Note that these are needed where they are, or are being loaded; those that are nowhere. rank: the only one
-        that can make steps.
-        """
-        nowhere = []
+    def _nowhere(self, needs: Needs, rank: int | None = None) -> list[ModelKeys]:
+        """Those of these that no set has, or will have. rank: the only one that can make steps."""
+        return [keys for keys in needs if self._home(keys, rank if keys.makes_steps else None) is None]
+
+    def _keep(self, needs: Needs, rank: int | None = None) -> None:
+        """Note that these are needed where they are, or are being loaded. rank: the only one that can make steps."""
         for keys in needs:
-            home = self._home(keys, rank if _is_of_steps(keys) else None)
-            if home is None:
-                nowhere.append(keys)
-            else:
+            if (home := self._home(keys, rank if keys.makes_steps else None)) is not None:
                 self._kept.setdefault(home, set()).update(keys.keys)
-        return nowhere
 
     def _home(self, keys: ModelKeys, rank: int | None = None) -> RankIds | None:
         """The first set that has these components, or else that will have them; None: there is none. rank: one that
@@ -126,15 +128,19 @@ class _LoadPass:
 
     def _restore(self, needs: Needs, rank: int | None) -> None:
         """Load what a running request lacks. Other models wait, because its requests go first."""
-        if missing := self._keep(needs, rank):
+        self._keep(needs, rank)
+        missing = self._nowhere(needs, rank)
+        if missing and self.residency.failure_of(needs, self.now, rank) is None:
             self._load(missing, self._rooms(missing, rank))
 
-    def _consider(self, needs: Needs, arrival: float) -> float | None:
-        """Consider what a request waits for. Returns when no later request may begin before it, monotonic seconds;
-        None: they may.
+    def _consider(self, needs: Needs, rank: int | None, arrival: float) -> float | None:
+        """Consider what a request waits for. rank: the only one that can read its pages. Returns when no later request
+        may begin before it, monotonic seconds; None: they may.
         """
-        self._seen.add(needs)
-        missing = self._keep(needs)
+        self._seen.add((needs, rank))
+        self._keep(needs)
+        self._keep(needs, rank)
+        missing = self._nowhere(needs)
         if self._is_there(needs):
             self._startable.update(needs)
         elif missing and self.residency.failure_of(needs, self.now) is None:
@@ -169,7 +175,7 @@ class _LoadPass:
                 lacking
                 and not residency.has_failed(lacking)
                 and residency.excess(lacking, present) <= 0
-                and residency.failure_of(wanted, self.now, ranks) is None
+                and residency.refusal_on(ranks, lacking, self.now) is None
             ):
                 return lacking
         return []
@@ -194,16 +200,14 @@ class _LoadPass:
         """Where these can be loaded: where it has failed before only if there is nowhere else. rank: one that the set
         must contain, if steps are made with them.
         """
-        needs_rank = rank is not None and any(map(_is_of_steps, missing))
-        found = []
-        for ranks in self.residency.sets:
-            if needs_rank and rank not in ranks:
-                continue
-            if (refusal := self.residency.refusal_of_loads(missing, self.now, ranks)) is not None:
-                self._decide_again(refusal.until)
-            elif (room := self._room(keys_of(missing), ranks)) is not None:
-                found.append(room)
+        needs_rank = rank is not None and any(keys.makes_steps for keys in missing)
+        sets = (ranks for ranks in self.residency.sets if not needs_rank or rank in ranks)
+        rooms = (self._room(keys_of(missing), ranks) for ranks in sets)
+        found = [room for room in rooms if room is not None and self._may_load(room)]
         return [room for room in found if not self.residency.has_failed_on(room.ranks, room.load)] or found
+
+    def _may_load(self, room: _Room) -> bool:
+        return self.residency.refusal_on(room.ranks, room.load, self.now) is None
 
     def _room(self, keys: list[ModelKey], ranks: RankIds) -> _Room | None:
         """How a set has room for these; None: too much is in use."""
@@ -239,8 +243,3 @@ class _LoadPass:
         """What is worth least is dropped first."""
         residency = self.residency
         return not residency.has_copy(key, ranks), residency.last_use(key), key.component, key.content
-
-
-def _is_of_steps(keys: ModelKeys) -> bool:
-    """Whether steps are made with these, which read pages."""
-    return any(key.component == "transformer" for key in keys.keys)

@@ -23,6 +23,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Set
 from dataclasses import dataclass, field
+from itertools import chain
 
 from core.back_off import doubled
 from core.costs.load_report import QuarantineCause
@@ -141,6 +142,11 @@ class Quarantine:
             yield record
         if place is not None and (record := self._loads_at.get((place, key))) is not None:
             yield record
+
+    def refuses_loads(self, now: float) -> bool:
+        """Whether anything is not loaded now, anywhere or at a place."""
+        records = chain(self._loads.values(), self._loads_at.values())
+        return any(now < each.until for record in records for each in record.in_force)
 
     def refusal_of(self, needs: Needs, owner: str, now: float) -> Refusal | None:
         """Why an owner's requests with these needs do not run now; None: they may, or it is time to try again."""

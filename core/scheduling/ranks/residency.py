@@ -1,9 +1,8 @@
 """Residency: which components each rank has, and which it is loading.
 
 A component counts as loaded when its worker has reported it. What is loaded and dropped where is a decision of the
-scheduling policy (`core.scheduling.policies.where_needed`). Ranks are in *sets* that the policy loads as one: requests
-are computed on any set that has what they need. The components of one node must be in one set; those of two nodes need
-not.
+scheduling policy (`core.scheduling.policies.where_needed`). Ranks are in *sets* that the policy loads as one. A node
+runs on any set that has all of its components; two nodes of a request may run on two sets.
 """
 
 from __future__ import annotations
@@ -51,6 +50,7 @@ class Residency:
         self.models = bindings.models
         self.budget = budget
         self.version = 0  # of what ranks have and load
+        self.has_outgrown = False  # whether a component was larger than predicted, so that its model may not fit
         self.quarantine = Quarantine()
         self._needs = {name: bindings.needs(name) for name in self.models}
         self._own = frozenset(keys for needs in self._needs.values() for keys in needs)
@@ -101,6 +101,7 @@ class Residency:
 
     def note_loaded(self, rank: int, loaded: LoadedComponent) -> None:
         """Note a component that a worker has loaded."""
+        self.has_outgrown |= bool(self.budget) and loaded.nbytes > self.size_of(loaded.key)
         self._sizes[loaded.key] = loaded.nbytes
         if (components := self._components[rank]) is not None:
             self._copies[loaded.key] += loaded.key not in self._on(rank)
@@ -262,39 +263,41 @@ class Residency:
 
     # ------------------------------------------------------------------------------------------------- what is asked
 
-    def failure_of(self, needs: Iterable[ModelKeys], now: float, ranks: RankIds | None = None) -> Failure | None:
-        """Why these components are not loaded now. See `refusal_of_loads`."""
-        refusal = self.refusal_of_loads(needs, now, ranks)
+    def failure_of(self, needs: Needs, now: float, rank: int | None = None) -> Failure | None:
+        """Why what is missing of these components cannot be loaded. See `refusal_of_loads`."""
+        refusal = self.refusal_of_loads(needs, now, rank)
         return None if refusal is None else refusal.failure
 
-    def refusal_of_loads(self, needs: Iterable[ModelKeys], now: float, ranks: RankIds | None = None) -> Refusal | None:
-        """Why what is missing of these components is not loaded now; None: it may be, or nothing is missing. ranks: the
-        set on which it is to be loaded; None: any that may load it.
+    def refusal_of_loads(self, needs: Needs, now: float, rank: int | None = None) -> Refusal | None:
+        """Why what is missing of these components cannot be loaded; None: nothing is missing, it can be loaded, or it
+        is time to try again. rank: the only one that can make steps; None: any can.
         """
-        needs = tuple(needs)
+        missing = self.missing(needs) if rank is None else self.missing_for(needs, rank)
+        if not missing:
+            return None
         keys = keys_of(needs)
         if self.budget and (nbytes := sum(map(self.size_of, keys))) > self.budget:
             failure = Failure("config", f"its weights take {nbytes} bytes, and --model-bytes allows {self.budget}")
             return Refusal(tuple(keys), "load", None, failure, 1, now, now + FIRST_WAIT_SECONDS)
-        if ranks is not None:
-            return self._refusal_at(ranks, keys, now)
-        found = (self._refusal_everywhere(each, now) for each in self.missing(needs))
+        found = (self._refusal_of_load(each, now, rank if each.makes_steps else None) for each in missing)
         return next(filter(None, found), None)
 
-    def _refusal_at(self, ranks: RankIds, keys: Iterable[ModelKey], now: float) -> Refusal | None:
-        return self.quarantine.refusal_of_loads(self.lacking(keys, ranks), self._place(ranks), now)
-
-    def _refusal_everywhere(self, needed: ModelKeys, now: float) -> Refusal | None:
-        """Why no set loads these together now: the refusal that ends first."""
-        if not self.sets:
+    def _refusal_of_load(self, needed: ModelKeys, now: float, rank: int | None) -> Refusal | None:
+        """Why no set with this rank loads these together now: the refusal that ends first. rank: None: any set."""
+        sets = [ranks for ranks in self.sets if rank is None or rank in ranks]
+        if not sets:
             return self.quarantine.refusal_of_loads(needed.keys, None, now)
         found: list[Refusal] = []
-        for ranks in self.sets:
-            refusal = self._refusal_at(ranks, needed.keys, now)
+        for ranks in sets:
+            refusal = self.refusal_on(ranks, needed.keys, now)
             if refusal is None:
                 return None
             found.append(refusal)
         return min(found, key=lambda refusal: refusal.until)
+
+    def refusal_on(self, ranks: RankIds, keys: Iterable[ModelKey], now: float) -> Refusal | None:
+        """Why those of these components are not loaded on a set now that it lacks; None: they may be."""
+        return self.quarantine.refusal_of_loads(self.lacking(keys, ranks), self._place(ranks), now)
 
     def is_refused(self, refusal: Refusal, needs: Needs, owner: str | None) -> bool:
         """Whether a refusal is of an owner's requests with these needs. What could not be loaded on one set may be on
@@ -339,6 +342,12 @@ class Residency:
         if found is None:
             found = self._missing[needs] = [keys for keys in needs if not self.homes(keys).whole]
         return found
+
+    def missing_for(self, needs: Needs, rank: int) -> list[ModelKeys]:
+        """Those of these that no set has, and of those that make steps those that the set of a rank has not."""
+        return [
+            keys for keys in needs if not any(rank in ranks or not keys.makes_steps for ranks in self.homes(keys).whole)
+        ]
 
     def seconds_left(self, needs: Needs) -> float:
         """Predicted seconds of loading what no set has."""

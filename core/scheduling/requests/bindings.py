@@ -22,6 +22,11 @@ class ModelKeys:
     keys: tuple[ModelKey, ...]
     seconds: float = 0.0  # of a user's class: the most that one run of a node may take; 0: there is no limit
 
+    @property
+    def makes_steps(self) -> bool:
+        """Whether steps are made with these, which read pages."""
+        return any(key.component == "transformer" for key in self.keys)
+
 
 Needs = tuple[ModelKeys, ...]
 """What a request, or a model, computes with: the components of one node must be on one rank, those of two need not."""

@@ -22,15 +22,21 @@ BROKEN = Failure("config", "cannot load transformer: cut short")
 NBYTES = 1000
 
 
-def model(name: str) -> ModelInfo:
-    return msgspec.structs.replace(MODEL, name=name, components=(*SHARED, ModelKey(name, "transformer")))
+def model(name: str, shared: tuple[ModelKey, ...] = SHARED) -> ModelInfo:
+    own = (
+        ModelKey(name, kind) for kind in ("text_encoder", "transformer") if kind not in {k.component for k in shared}
+    )
+    return msgspec.structs.replace(MODEL, name=name, components=(*shared, *own))
 
 
 class Rig:
-    """A scheduler with models a and b, of which a is loaded; they share all but the denoiser."""
+    """A scheduler with models a and b, of which a is loaded; they share all but the denoiser, and if encoders also the
+    text encoder.
+    """
 
-    def __init__(self, *, num_ranks: int = 1, budget: int = 0) -> None:
-        models = {name: model(name) for name in ("a", "b")}
+    def __init__(self, *, num_ranks: int = 1, budget: int = 0, encoders: bool = False) -> None:
+        models = {name: model(name, SHARED[encoders:]) for name in ("a", "b")}
+        self.models = models
         sizes = {LoadedComponent(key, NBYTES) for info in models.values() for key in info.components}
         config = SchedulerConfig(model_bytes=budget)
         self.scheduler = StepScheduler(config, models, num_ranks, sizes=sizes)
@@ -71,6 +77,18 @@ class Rig:
                 else:
                     self.scheduler.apply_transfer(result)
         self.outputs |= {each.request_id: each for each in self.scheduler.take_outputs()}  # type: ignore[union-attr]
+
+    def lose(self, rank: int) -> None:
+        self.workers.lose(rank)
+        self.scheduler.lose_rank(rank, Failure("engine_dead", "it died"), self.now)
+
+    def restart(self, rank: int, *has: str | ModelKey) -> None:
+        """With these models or components."""
+        self.lose(rank)
+        self.workers.join(rank)
+        keys = [key for each in has for key in (self.models[each].components if isinstance(each, str) else [each])]
+        self.workers.loaded[rank] = set(keys)
+        self.scheduler.join_rank(rank, [LoadedComponent(key, NBYTES) for key in keys])
 
     def run(self, number: int = 100) -> None:
         for _ in range(number):
@@ -214,6 +232,66 @@ def test_a_load_that_fails_on_two_ranks_is_told_once() -> None:
     rig.answer(BROKEN)
     assert rig.scheduler.take_refused() == [f"the model b cannot be loaded: {BROKEN.message} (for 10 s)"]
     assert rig.scheduler.load_report().refused == {"b": rig.now + FIRST_WAIT_SECONDS}
+
+
+def test_a_request_whose_model_is_lost_while_it_is_refused_fails() -> None:
+    """It was let in, since another rank had the model; and nothing would tell when to try again."""
+    rig, key = Rig(num_ranks=2), ModelKey("b", "transformer")
+    rig.step()
+    rig.workers.loaded[1].add(key)
+    rig.scheduler.apply_load(ModelLoaded(1, LoadedComponent(key, NBYTES), 1.0), rig.now)
+    rig.scheduler.apply_load(ModelFailed(0, key, BROKEN), rig.now)
+    rig.workers.loading.clear()
+    rig.step()
+    rig.add("1", "b")
+    rig.restart(1, "a")
+    rig.run(5)
+    told = rig.outputs["1"]
+    assert isinstance(told, Failed)
+    assert told.failure.kind == "model_unavailable"
+    assert 0 < told.failure.retry_after <= FIRST_WAIT_SECONDS
+    rig.scheduler.check_integrity()
+
+
+def test_requests_of_a_model_that_is_larger_than_predicted_fail_when_it_is_gone() -> None:
+    rig, key = Rig(budget=3 * NBYTES), ModelKey("b", "transformer")
+    rig.add("1", "b", steps=2)
+    rig.step()
+    rig.workers.loaded[0].add(key)
+    rig.workers.loading.clear()
+    rig.scheduler.apply_load(ModelLoaded(0, LoadedComponent(key, 9 * NBYTES), 1.0), rig.now)
+    rig.add("2", "b")
+    rig.run()
+    assert rig.finished == {"1", "2"}, "it works where it is"
+    rig.add("3", "a")
+    rig.step()
+    rig.add("4", "b")
+    for _ in range(100):
+        rig.answer()
+        rig.step()
+    assert rig.finished == {"1", "2", "3"}
+    told = rig.outputs["4"]
+    assert isinstance(told, Failed)
+    assert "--model-bytes allows" in told.failure.message
+
+
+def test_requests_that_lost_their_models_with_a_rank_do_not_wait_for_each_other() -> None:
+    """Each has a component on the rank that is left, and no room for the other one."""
+    rig = Rig(num_ranks=2, budget=3 * NBYTES, encoders=True)
+    mine = [ModelKey("0", "vae"), *(ModelKey(name, "text_encoder") for name in "ab")]
+    others = [ModelKey("0", "vae"), *(ModelKey(name, "transformer") for name in "ab")]
+    rig.restart(0, *mine)
+    rig.restart(1, *others)
+    rig.add("1", "a", steps=20)
+    rig.add("2", "b", steps=20)
+    rig.run(8)
+    assert rig.scheduler.counts == (2, 0)
+    rig.lose(1)
+    for _ in range(200):
+        rig.answer()
+        rig.step()
+    assert rig.finished == {"1", "2"}
+    rig.scheduler.check_integrity()
 
 
 def test_templates_of_a_model_that_cannot_be_loaded_fail() -> None:

@@ -12,6 +12,7 @@ remaining work at batch 1 and TRANSFER_SECONDS together. This policy follows the
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
@@ -126,17 +127,18 @@ class NeuStreamPass(StepPass):
                 self._add([(request, node)])
 
     def _choose_step(self) -> Mapping[int, int]:
-        """Fill one batch per denoiser, op and rank up to the op's batch limit; returns the tokens of the first rank,
-        which makes all steps."""
-        tokens = 0
+        """Fill one batch per denoiser, op and rank up to the op's batch limit; returns rank -> tokens."""
+        tokens = Counter[int]()
         for request, node in self._ready_steps():
             sizes = request.sizes(node)
             size = sizes.num_step_tokens * sizes.num_rows
-            chosen = self._batches.get((request.keys_of(node), node.op, self._ranks_of(request, node)), ())
-            if len(chosen) < self._limit(request, node) and (not chosen or tokens + size <= self.view.max_step_tokens):
+            ranks = self._ranks_of(request, node)
+            chosen = self._batches.get((request.keys_of(node), node.op, ranks), ())
+            fits = not chosen or tokens[ranks[0]] + size <= self.view.max_step_tokens
+            if fits and len(chosen) < self._limit(request, node):
                 self._add([(request, node)])
-                tokens += size
-        return {self.view.ranks[0]: tokens}
+                tokens[ranks[0]] += size
+        return tokens
 
     def _limit(self, request: Request, node: Node) -> int:
         """Largest batch within the request's partial SLO for this op; 1 if no batch is."""

@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from load_kit import BROKEN, MODELS, SEGMENTER, TEXT, VAE, Rig, model, size_of, transformer
 
-from core.handles import ModelKey
+from core.handles import LoadedComponent, ModelKey
 from core.messages.worker import Load
 from core.scheduling.policies.where_needed import LEAST_PATIENCE_SECONDS, MOST_LOOKED_AT
 from core.scheduling.ranks.quarantine import FIRST_WAIT_SECONDS
@@ -106,6 +106,17 @@ def test_a_failed_load_keeps_requests_out_and_is_tried_again_later() -> None:
     assert rig.order([], [("a", later)], later) == (Load((0,), (VAE,)),)
     rig.note_loaded(0, VAE)
     assert rig.residency.failure_of(rig.needs("a"), 5.0) is None
+
+
+def test_a_load_that_fails_on_the_rank_of_a_requests_pages_is_not_repeated() -> None:
+    rig = Rig("a", ranks=2, set_size=1, models={"a": MODELS["a"]})
+    rig.residency.join(1, [LoadedComponent(key, size_of(key)) for key in (TEXT, VAE)])
+    assert rig.order([(rig.needs("a"), 1)]) == (Load((1,), (transformer("a"),)),)
+    rig.residency.note_failed(1, transformer("a"), BROKEN, 0.0)
+    assert rig.order([(rig.needs("a"), 1)], now=1.0) == ()
+    assert rig.residency.failure_of(rig.needs("a"), 1.0, 1) == BROKEN
+    assert rig.residency.failure_of(rig.needs("a"), 1.0) is None, "it is on the other rank"
+    assert [load.load for load in rig.order([(rig.needs("a"), 1)], now=FIRST_WAIT_SECONDS)] == [(transformer("a"),)]
 
 
 def test_equal_ranks_count_when_all_have_it() -> None:
@@ -299,15 +310,6 @@ def test_what_failed_on_a_rank_is_copied_to_others_at_once_and_there_after_a_wai
     assert rig.order([], [], later + 2 * FIRST_WAIT_SECONDS) == (Load((0,), (transformer("b"),)),)
     rig.note_loaded(0, transformer("b"))
     assert residency.is_complete
-
-
-def test_what_runs_is_not_restored_again_and_again_where_it_cannot_be_loaded() -> None:
-    rig = Rig("a", models={name: FIVE[name] for name in "ab"})
-    assert rig.order(["b"])
-    rig.residency.note_failed(0, transformer("b"), BROKEN, 0.0)
-    assert rig.order(["b"], [], 1.0) == ()
-    assert rig.decided.again == FIRST_WAIT_SECONDS
-    assert rig.order(["b"], [], FIRST_WAIT_SECONDS) == (Load((0,), (transformer("b"),)),)
 
 
 def test_a_request_waits_for_a_set_that_loads_its_model_while_another_one_fails() -> None:

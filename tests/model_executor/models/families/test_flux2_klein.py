@@ -86,7 +86,7 @@ def test_a_picture_without_a_mask_equals_the_other_pipelines(rig: Rig, has_templ
 
 
 @torch.inference_mode()
-def test_an_empty_canvas_is_encoded_only_where_a_run_starts_from_it(rig: Rig) -> None:
+def test_an_empty_canvas_is_encoded_only_where_a_run_starts_from_it(rig: Rig, slow_bfloat16: None) -> None:
     family, size = rig.family, (32, 48)
     blank = ImageInputs.blank(48, 4)
     whole = {"template": torch.zeros(*size, 3, dtype=torch.uint8), "mask": torch.ones(*size, dtype=torch.uint8)}

@@ -91,7 +91,7 @@ def encoded(of: VaeFamily, template: Tensor, **options: Any) -> tuple[Tensor, ..
 
 @pytest.mark.parametrize("name", FROM_TEMPLATE)
 @torch.inference_mode()
-def test_two_ops_encode_a_picture_once(name: str, tmp_path: Path) -> None:
+def test_two_ops_encode_a_picture_once(name: str, tmp_path: Path, slow_bfloat16: None) -> None:
     ours = family(name, tmp_path)
     encoder, arena = Encoder(ours), picture()
     clean, expected = ours.encode_template(arena), encoded(ours, arena)
@@ -105,7 +105,7 @@ def test_two_ops_encode_a_picture_once(name: str, tmp_path: Path) -> None:
 
 
 @torch.inference_mode()
-def test_a_masked_picture_is_not_kept(tmp_path: Path) -> None:
+def test_a_masked_picture_is_not_kept(tmp_path: Path, slow_bfloat16: None) -> None:
     """The denoiser of FLUX Fill sees it besides the picture."""
     ours = family("flux_fill", tmp_path)
     encoder, expected = Encoder(ours), encoded(ours, picture())
