@@ -238,7 +238,8 @@ def _file(name: str, content: bytes) -> bytes:
 
 def _message(target: Target, call: EditCall) -> Message:
     fields: dict[str, Any] = {"prompt": call.prompt, "seed": call.seed, "num_inference_steps": call.steps}
-    fields |= {} if target.model is None else {"model": target.model}
+    model = call.model or target.model
+    fields |= {} if model is None else {"model": model}
     fields |= {"stream": True, "partial_images": target.partial_images} if target.partial_images else {}
     fields |= {"timeout": call.slo_ms / 1e3} if target.sends_slo and call.slo_ms is not None else {}
     fields, is_stream = fields | dict(target.extra), target.partial_images > 0

@@ -32,6 +32,7 @@ class EditCall:
     mask: bytes | None
     area: float | None
     slo_ms: float | None = None
+    model: str | None = None
 
 
 @dataclass(frozen=True)

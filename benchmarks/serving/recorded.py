@@ -1,7 +1,7 @@
 """Scheduling policies that write down what they are shown: requests as they reach the engine, batches as they end.
 
 For `--scheduling-policy benchmarks.serving.recorded:Goodput` and so on; the file is named by the environment of the
-server. Every record is a line of JSON; what they mean: `Batch`, `Arrival`.
+server. Every record is a line of JSON; what they mean: `Batch`, `Arrival`, `Loading`.
 """
 
 from __future__ import annotations
@@ -17,11 +17,13 @@ from typing import ClassVar
 
 import msgspec
 
+from core.handles import ModelKey
 from core.messages.codec import MessageDecoder, encode
 from core.messages.engine import EngineRequest
 from core.messages.worker import Batch as SentBatch
 from core.messages.worker import BatchResult
-from core.scheduling.dispatch import Decision, Dispatch
+from core.scheduling.dispatch import Decision, Dispatch, Loads
+from core.scheduling.model_demand import ModelDemand
 from core.scheduling.policies import make_policy, policy_class
 from core.scheduling.policies.policy import SchedulingPolicy
 from core.scheduling.requests.request import Request
@@ -68,14 +70,31 @@ class Batch(msgspec.Struct, frozen=True, tag="batch"):
         return following.sent is None or following.sent <= self.ended
 
 
+class Loading(msgspec.Struct, frozen=True, tag="loading"):
+    """What a rank is loading, after its policy has decided about loads; written when it has changed."""
+
+    rank: int
+    now: float  # seconds of CLOCK_MONOTONIC
+    keys: tuple[ModelKey, ...]
+
+
 _DECODER: MessageDecoder[EngineRequest] = MessageDecoder(EngineRequest)
 
 
 def read(path: Path) -> tuple[list[Arrival], list[Batch]]:
     """The records of a file, in the order of time."""
-    lines = [msgspec.json.decode(line, type=Arrival | Batch) for line in path.read_bytes().splitlines()]
+    lines = _lines(path)
     batches = [line for line in lines if isinstance(line, Batch)]
     return [line for line in lines if isinstance(line, Arrival)], sorted(batches, key=lambda batch: batch.started)
+
+
+def read_loading(path: Path) -> list[Loading]:
+    """What ranks were loading, in the order of time."""
+    return [line for line in _lines(path) if isinstance(line, Loading)]
+
+
+def _lines(path: Path) -> list[Arrival | Batch | Loading]:
+    return [msgspec.json.decode(line, type=Arrival | Batch | Loading) for line in path.read_bytes().splitlines()]
 
 
 def successive(batches: Sequence[Batch]) -> Iterator[tuple[Batch, Batch]]:
@@ -97,7 +116,19 @@ class Recorded(SchedulingPolicy):
         # Unbuffered: lines of several engines stay whole. Open as long as its process.
         self._file = Path(os.environ[FILE]).open("ab", buffering=0)  # noqa: SIM115
         self._cpu = 0.0
+        self._loading: dict[int, list[ModelKey]] = {}  # rank -> what it is loading
         self._sent: defaultdict[tuple[str, str], deque[float]] = defaultdict(deque)  # (request, node) -> times
+
+    def loads(self, demand: ModelDemand, now: float) -> Loads:
+        decided = self._policy.loads(demand, now)
+        residency = demand.residency
+        for rank in (rank for ranks in residency.sets for rank in ranks):
+            orders = (load.load for load in decided.loads if rank in load.ranks)
+            keys = sorted(residency.awaited((rank,)).union(*orders), key=lambda key: (key.component, key.content))
+            if keys != self._loading.get(rank, []):
+                self._loading[rank] = keys
+                self._write(Loading(rank, time.monotonic(), tuple(keys)))
+        return decided
 
     def choose(self, view: View, now: float) -> Sequence[Decision]:
         before = time.thread_time()
@@ -139,7 +170,7 @@ class Recorded(SchedulingPolicy):
         for place in [place for place in self._sent if place[0] == request_id and not self._sent[place]]:
             del self._sent[place]
 
-    def _write(self, line: Arrival | Batch) -> None:
+    def _write(self, line: Arrival | Batch | Loading) -> None:
         self._file.write(msgspec.json.encode(line) + b"\n")
 
 
@@ -153,6 +184,7 @@ class StepBatching(Recorded):
     """`step_batching`."""
 
     inner = "step_batching"
+    spreads_models = policy_class(inner).spreads_models
 
 
 class Goodput(Recorded):

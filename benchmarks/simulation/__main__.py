@@ -1,5 +1,6 @@
 """Latency by routing policy on simulated fleets: P95 and mean over seeds; with --paper or --trace instead goodput by
-scheduling policy on published traces, or latency by scheduling policy of videos on several devices.
+scheduling policy on published traces, or latency by scheduling policy of videos on several devices; with --models what
+loads cost where several models take turns in the memory of ranks.
 
 Schedulers, caches, cost models, reports and the router are the code that serves; time and workers are simulated. Each
 run of a fleet prints one line of JSON; a table by scenario follows. With --trace, --output gets one JSON object.
@@ -20,15 +21,16 @@ import numpy as np
 
 from benchmarks.command import command
 from benchmarks.report import print_line
-from benchmarks.simulation import videos
+from benchmarks.simulation import model_report, videos
 from benchmarks.simulation.cluster import Cluster
+from benchmarks.simulation.model_scenario import MODEL_SCENARIOS
 from benchmarks.simulation.module_engine import OVERHEAD
 from benchmarks.simulation.module_trace import ModuleTrace
 from benchmarks.simulation.published import DATA, PAPERS, as_json, compare
 from benchmarks.simulation.published_plots import write_plots
 from benchmarks.simulation.scenario import SCENARIOS
 from benchmarks.simulation.video_load import VideoLoad
-from core.config import RouterPolicy
+from core.config import RouterPolicy, SchedulingPolicyName
 
 POLICIES: tuple[RouterPolicy, ...] = get_args(RouterPolicy)
 SHARES = (0.5, 0.95, 0.99)
@@ -103,18 +105,36 @@ def _spread(values: Sequence[float]) -> str:
 def main(argv: Sequence[str] | None = None) -> None:
     parser = command(__doc__)
     parser.add_argument("--scenarios", nargs="+", default=["reference", "mix"], choices=SCENARIOS, help="by name")
-    parser.add_argument("--seeds", type=int, help="traces of each scenario; without this 5, of videos 1")
+    parser.add_argument("--seeds", type=int, help="traces of each scenario; without this 5, of videos and models 1")
     parser.add_argument("--policies", nargs="+", default=POLICIES, choices=POLICIES, help="of the router")
     traces = parser.add_mutually_exclusive_group()
     traces.add_argument("--paper", choices=[*PAPERS, "ddit"], help="serve what this paper's authors have served")
     traces.add_argument("--trace", type=Path, metavar="FILE", help="serve the trace of a file of the same form")
+    traces.add_argument(
+        "--models", nargs="+", choices=MODEL_SCENARIOS, metavar="NAME", help="serve these sets of models"
+    )
+    parser.add_argument("--fits", type=int, nargs="+", help="with --models: models that fit on a rank; 0: all")
+    parser.add_argument(
+        "--scheduling-policies",
+        nargs="+",
+        default=["step_batching"],
+        choices=get_args(SchedulingPolicyName),
+        metavar="NAME",
+        help="with --models: of the engine",
+    )
     parser.add_argument("--plots", type=Path, metavar="FOLDER", help="with --paper or --trace: write plots there")
-    parser.add_argument("--processes", type=int, default=os.cpu_count(), help="with --paper or --trace: runs at once")
+    parser.add_argument(
+        "--processes", type=int, default=os.cpu_count(), help="with --paper, --trace or --models: runs at once"
+    )
     parser.add_argument("--overhead", type=float, default=OVERHEAD, help="share by which batches exceed their tables")
     parser.add_argument("--vary", action="store_true", help="with --paper ddit: halve and double each assumed number")
     args = parser.parse_args(argv)
     if args.paper == "ddit":
         serve_videos(args)
+        return
+    if args.models:
+        models = args.models, args.scheduling_policies, args.fits
+        model_report.compare(*models, args.seeds or 1, args.processes, args.output)
         return
     files = [DATA / name for name in PAPERS[args.paper]] if args.paper else [args.trace] if args.trace else []
     if files:

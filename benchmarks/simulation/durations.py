@@ -10,6 +10,7 @@ from core.costs.latency_table import interpolated
 from core.graph.op import OPS
 from core.graph.work import Work
 from core.graph.workflow import Workflow
+from core.handles import ModelKey
 from core.messages.engine import EngineRequest
 from core.messages.worker import Batch, Delivery, Item, PageCopy, Transfer
 from core.scheduling.requests.request import NodeSizes
@@ -46,6 +47,18 @@ class Durations(ABC):
 
     def copy_seconds(self, copy: PageCopy) -> float:
         """To copy an entry of the activation cache, without the wait for earlier copies."""
+        return 0.0
+
+    def load_seconds(self, key: ModelKey) -> float:
+        """To load a component, without the wait for the loads before it on its rank."""
+        return 0.0
+
+    def load_slowness(self) -> float:
+        """What a batch takes while its rank loads a component, as a multiple of what it takes otherwise; at least 1."""
+        return 1.0
+
+    def start_seconds(self) -> float:
+        """From when a dead rank's process is started again until it accepts plans, with its first model loaded."""
         return 0.0
 
 

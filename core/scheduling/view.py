@@ -74,8 +74,10 @@ class View:
         return self._residency.has(request.keys_of(node), ranks)
 
     def ranks_with(self, keys: ModelKeys) -> RankIds:
-        """The live ranks that have these components, ascending; all live ranks while none has them."""
-        return self.ranks if self._residency.is_complete else self._residency.homes(keys).ranks or self.ranks
+        """The live ranks that have these components, those that have had them for longest first; all live ranks while
+        none has them.
+        """
+        return self._residency.homes(keys).ranks or self.ranks
 
     def inputs(self, request: Request, node: Node, ranks: RankIds) -> Inputs:
         """Where the inputs of a ready node are, as seen from these ranks."""

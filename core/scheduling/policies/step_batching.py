@@ -9,9 +9,11 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from typing import NamedTuple
 
 from core.config import PRIME_SHARE
 from core.graph.workflow import Node, op_of
+from core.handles import RankIds
 from core.scheduling.dispatch import CacheDispatch, Decision, Dispatch, Fetch
 from core.scheduling.node_cache import CacheJob
 from core.scheduling.policies.policy import SchedulingPolicy
@@ -20,13 +22,23 @@ from core.scheduling.requests.request import Request, Status
 from core.scheduling.view import View
 
 
+class Home(NamedTuple):
+    """Where steps of some components are made."""
+
+    rank: int
+    among: RankIds  # that had the components when it was chosen
+
+
 class StepBatching(SchedulingPolicy):
-    """The default policy. It keeps no state between passes."""
+    """The default policy. It keeps nothing between passes but where steps are made."""
 
     spreads_models = True
 
+    def __init__(self) -> None:
+        self._homes: dict[ModelKeys, Home] = {}
+
     def choose(self, view: View, now: float) -> Sequence[Decision]:
-        return StepPass(view).run()
+        return StepPass(view, homes=self._homes if len(view.ranks) > 1 else None).run()
 
 
 BatchKey = tuple[ModelKeys, str, tuple[int, ...]]
@@ -44,12 +56,15 @@ class StepPass:
 
     view: View
     apart: frozenset[str] = frozenset()  # ids of requests that are not admitted by the rule of `_admit`
+    # Where the steps of running requests are made; None: always on the first rank that has their components.
+    homes: dict[ModelKeys, Home] | None = None
     _candidates: list[tuple[Request, list[Node]]] = field(default_factory=list)  # most urgent first, with ready nodes
     _batches: dict[BatchKey, list[tuple[Request, Node]]] = field(default_factory=dict)  # chosen nodes
     _jobs: Sequence[CacheJob] = ()  # oldest first
     _cache_work: dict[str, CacheDispatch] = field(default_factory=dict)  # job id -> its chosen piece
     _order: list[BatchKey | str] = field(default_factory=list)  # keys of `_batches` and `_cache_work`, as dispatched
     _stage_ms: dict[int, float] = field(default_factory=dict)  # rank -> predicted milliseconds of chosen stage work
+    _running_keys: list[ModelKeys] = field(default_factory=list)  # of the steps of each running request
     _num_anywhere: Counter[int] = field(default_factory=Counter)  # rank -> nodes chosen that go anywhere
     _num_given: Counter[int] = field(default_factory=Counter)  # rank -> nodes for which it is the choice, of those
     _known_ranks: dict[tuple[str, str], tuple[int, ...]] = field(default_factory=dict)  # see `_ranks_of`
@@ -59,6 +74,10 @@ class StepPass:
         cache's jobs; encodings and previews; the step; and divisible pieces of the cache's jobs beside the step.
         """
         self._jobs = self.view.jobs()
+        if self.homes is not None:
+            self._running_keys = [keys for request in self.view.requests.running for keys in _step_keys(request)]
+            for keys in self.homes.keys() - set(self._running_keys):
+                del self.homes[keys]
         self._candidates = [(request, self.view.ready(request)) for request in self._admit()]
         self._choose_stage_work(_is_output)
         self._choose_waited_for_pieces()
@@ -182,7 +201,24 @@ class StepPass:
         if node.name in request.workflow.after_rounds:
             return ranks[-1]
         device = self._device(request, node)
+        if device is None and self.homes is not None and node.name in request.workflow.step_names:
+            return self._step_rank(request, node, self.homes)
         return ranks[0] if device is None else device
+
+    def _step_rank(self, request: Request, node: Node, homes: dict[ModelKeys, Home]) -> int:
+        """The rank that makes a step. Steps of the same components stay together as long as the ranks that have them do
+        not change; they begin where other steps of the request are made, or else where the fewest running requests are.
+        """
+        keys = request.keys_of(node)
+        ranks = self.view.ranks_with(keys)
+        known = homes.get(keys)
+        if known is None or known.among != ranks:
+            own = next((homes[each].rank for each in _step_keys(request) if each is not keys and each in homes), None)
+            others = (homes[each].rank for each in self._running_keys if each is not keys and each in homes)
+            load = Counter(others)
+            best = own if own in ranks else min(ranks, key=lambda rank: load[rank])
+            known = homes[keys] = Home(best, ranks)
+        return known.rank
 
     def _least_given(self, request: Request, node: Node, ranks: tuple[int, ...]) -> int:
         """An open rank that this pass has given the fewest nodes; of several, one that has the inputs."""
@@ -298,6 +334,10 @@ class StepPass:
     def _add_cache_work(self, work: CacheDispatch) -> None:
         self._cache_work[work.job.id] = work
         self._order.append(work.job.id)
+
+
+def _step_keys(request: Request) -> Iterator[ModelKeys]:
+    return (request.keys_of(request.workflow.node(name)) for name in request.workflow.step_names)
 
 
 def _has_slot(request: Request) -> bool:

@@ -1,11 +1,11 @@
 """Where needed: which components are loaded where, and which are dropped to make room.
 
 A component is loaded where it is needed: for the most urgent request first, on the set of ranks where the least is
-dropped for it. What a set has is not loaded on another one for a request. When a component needs room, others are
-dropped that no live request needs there: copies before the only one, the least recently used first. If all of them are
-needed, the request that waits for room lets later requests go ahead whose models are loaded, for about as long as its
-own model takes to load; after that no other request begins before it. What no request needs is loaded while there is
-room: models that no set has, and then copies of them.
+dropped for it, and of equals where that was used least recently. What a set has is not loaded on another one for a
+request. When a component needs room, others are dropped that no live request needs there: copies before the only one,
+the least recently used first. If all of them are needed, the request that waits for room lets later requests go ahead
+whose models are loaded, for about as long as its own model takes to load; after that no other request begins before it.
+What no request needs is loaded while there is room: models that no set has, and then copies of them.
 """
 
 from __future__ import annotations
@@ -45,7 +45,8 @@ class _Room:
     ranks: RankIds
     load: list[ModelKey]
     drop: list[ModelKey]
-    cost: tuple[int, int, int]  # bytes to drop, bytes to load, bytes that are there; the least is best
+    # Bytes to drop, bytes to load, what is dropped that is worth most, bytes that are there; the least is best.
+    cost: tuple[int, int, tuple[bool, int], int]
 
 
 @dataclass(slots=True)
@@ -218,7 +219,8 @@ class _LoadPass:
         if drop is None:
             return None
         sizes = [sum(map(residency.size_of, each)) for each in (drop, load, present)]
-        return _Room(ranks, load, drop, (sizes[0], sizes[1], sizes[2]))
+        worth = max((self._worth(key, ranks)[:2] for key in drop), default=(False, 0))
+        return _Room(ranks, load, drop, (sizes[0], sizes[1], worth, sizes[2]))
 
     def _drop(self, excess: int, idle: Iterable[ModelKey], ranks: RankIds) -> list[ModelKey] | None:
         """The components to drop for this many bytes, of those that are not needed; None: they are too few."""

@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Set
 from dataclasses import dataclass
+from itertools import chain
 
 from core.costs.load_report import ModelState, QuarantinedModel
 from core.failure import Failure
@@ -25,8 +26,8 @@ Started = tuple[int, Iterable[LoadedComponent]]
 class Homes:
     """Where some components are."""
 
-    ranks: RankIds  # that have them, ascending
-    whole: tuple[RankIds, ...]  # sets all of whose ranks have them
+    ranks: RankIds  # that have them: those of `whole` first, in its order
+    whole: tuple[RankIds, ...]  # sets all of whose ranks have them, those first that have had them for longest
     coming: tuple[RankIds, ...]  # other sets all of whose ranks have them or are loading them
 
 
@@ -61,6 +62,8 @@ class Residency:
         self._components: list[dict[ModelKey, LoadedComponent] | None] = [{} for _ in range(num_ranks)]
         # By rank: what it is loading, in this order.
         self._awaited: list[dict[ModelKey, None]] = [{} for _ in range(num_ranks)]
+        self._since: dict[tuple[int, ModelKey], int] = {}  # (rank, its component) -> number of its load
+        self._num_loads = 0
         self._uses: dict[ModelKey, int] = {}  # component -> number of its last use
         self._num_uses = 0
         self._on_demand: dict[ModelKeys, None] = {}  # of no model's own needs: what requests have asked for
@@ -105,6 +108,9 @@ class Residency:
         self._sizes[loaded.key] = loaded.nbytes
         if (components := self._components[rank]) is not None:
             self._copies[loaded.key] += loaded.key not in self._on(rank)
+            if loaded.key not in components:
+                self._num_loads += 1
+                self._since[rank, loaded.key] = self._num_loads
             components[loaded.key] = loaded
             self._awaited[rank].pop(loaded.key, None)
             self._note_good_load(rank, loaded.key)
@@ -209,11 +215,16 @@ class Residency:
         found = self._homes.get(wanted)
         if found is None:
             keys, up = set(wanted.keys), [rank for ranks in self.sets for rank in ranks]
+
+            def age(ranks: RankIds) -> int:
+                return max((self._since[rank, key] for rank in ranks for key in keys), default=0)
+
             having = {rank for rank in up if self._components_on(rank).keys() >= keys}
             expecting = {rank for rank in up if rank in having or self._on(rank) >= keys}
-            whole = tuple(ranks for ranks in self.sets if having.issuperset(ranks))
+            whole = tuple(sorted((ranks for ranks in self.sets if having.issuperset(ranks)), key=age))
             coming = tuple(ranks for ranks in self.sets if expecting.issuperset(ranks) and not having.issuperset(ranks))
-            found = self._homes[wanted] = Homes(tuple(sorted(having)), whole, coming)
+            others = sorted(having.difference(*whole))
+            found = self._homes[wanted] = Homes((*chain.from_iterable(whole), *others), whole, coming)
             for key in wanted.keys:
                 self._users.setdefault(key, set()).add(wanted)
         return found

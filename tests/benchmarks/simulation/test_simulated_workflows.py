@@ -18,6 +18,7 @@ from core.config import SchedulerConfig
 from core.graph.workflow import Edge, Node, Workflow
 from core.graph.workflows.hires import HIRES
 from core.graph.workflows.inpaint import INPAINT
+from core.handles import ModelKey
 from core.messages.engine import EngineRequest, Finished, PartialImage
 from core.messages.worker import Batch, Item, ItemResult, StepPlan, Transfer
 from core.scheduling.dispatch import Decision, Dispatch, Fetch
@@ -178,6 +179,10 @@ def test_a_small_case_takes_exactly_as_long_as_by_hand() -> None:
     scheduler.check_integrity()
 
 
+def no_load(key: ModelKey, rank: int) -> float:
+    raise AssertionError("nothing is to be loaded")
+
+
 def test_ranks_run_their_plans_in_order_and_wait_for_each_other() -> None:
     """The third batch runs on an idle rank, but comes after one that waits for the other rank."""
     clocks, seconds = RankClocks(2, TableDurations(TABLE)), {0: 5.0, 1: 2.0, 2: 1.0}
@@ -185,7 +190,9 @@ def test_ranks_run_their_plans_in_order_and_wait_for_each_other() -> None:
     ends = [
         (event.batch.id, event.started, event.when)
         for seq, batch in enumerate(batches)
-        for event in clocks.submit(StepPlan(seq, batches=(batch,)), lambda batch: seconds[batch.id], 10.0 + seq)
+        for event in clocks.submit(
+            StepPlan(seq, batches=(batch,)), lambda batch: seconds[batch.id], no_load, 10.0 + seq
+        )
         if isinstance(event, BatchEnded)
     ]
     assert ends == [(0, 10.0, 15.0), (1, 15.0, 17.0), (2, 17.0, 18.0)]

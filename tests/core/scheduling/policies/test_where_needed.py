@@ -204,6 +204,29 @@ def test_five_models_on_two_ranks_with_room_for_three_are_all_there() -> None:
         assert rig.may_start(name), "no request waits for a load that another rank's copy avoids"
 
 
+def test_room_is_made_where_what_is_dropped_was_used_least_recently() -> None:
+    rig = Rig(budget=10, ranks=3, set_size=1, models=FIVE)
+    for rank, name in enumerate("abc"):
+        rig.join(rank, name)
+    for name in "acb":
+        rig.residency.note_use(rig.bindings.keys(name, "transformer"))
+    rig.residency.note_use(rig.bindings.keys("a", "transformer"))
+    assert rig.order([], [("d", 0.0)]) == (Load((2,), (transformer("d"),), (transformer("c"),)),)
+
+
+def test_the_first_home_of_a_model_stays_the_first() -> None:
+    """Its steps stay there, while copies come and go."""
+    rig = Rig(ranks=3, set_size=1, models=FIVE)
+    rig.note_loaded(2, transformer("a"))
+    rig.note_loaded(0, transformer("a"))
+    (keys,) = rig.needs("a")
+    assert (rig.residency.homes(keys).ranks, rig.residency.homes(keys).whole) == ((2, 0), ((2,), (0,)))
+    rig.residency.note_sent((2,), (), (transformer("a"),))
+    rig.residency.note_sent((2,), (transformer("a"),), ())
+    rig.note_loaded(2, transformer("a"))
+    assert rig.residency.homes(keys).ranks == (0, 2)
+
+
 def test_what_fits_everywhere_is_loaded_everywhere() -> None:
     rig = Rig("a", ranks=2, set_size=1, models=FIVE)
     settle(rig)

@@ -54,6 +54,7 @@ def test_what_is_kept_agrees_with_what_was_told(events: list[tuple[int, str, str
     rig = Rig(ranks=3, set_size=1, models=models)
     has: list[set[str] | None] = [set(), set(), set()]
     loading: list[set[str]] = [set(), set(), set()]
+    loaded: list[tuple[int, str]] = []  # (rank, model), in the order of the loads
     for rank, name, event in events:
         key, mine = transformer(name), has[rank]
         if event == "j" and mine is None:
@@ -68,6 +69,7 @@ def test_what_is_kept_agrees_with_what_was_told(events: list[tuple[int, str, str
             rig.note_loaded(rank, key)
             loading[rank].remove(name)
             mine.add(name)
+            loaded = [each for each in loaded if each != (rank, name)] + [(rank, name)]
         elif event == "f" and name in loading[rank]:
             rig.residency.note_failed(rank, key, BROKEN, 0.0)
             loading[rank].remove(name)
@@ -80,7 +82,7 @@ def test_what_is_kept_agrees_with_what_was_told(events: list[tuple[int, str, str
                 has[rank], loading[rank] = None, set()
         for other in models:
             keys, up = rig.bindings.keys(other, "transformer"), [one for one in range(3) if has[one] is not None]
-            holders = [one for one in up if other in (has[one] or ())]
+            holders = [one for one, its in loaded if its == other and other in (has[one] or ())]
             homes = rig.residency.homes(keys)
             assert homes.ranks == tuple(holders)
             assert homes.whole == tuple((one,) for one in holders)

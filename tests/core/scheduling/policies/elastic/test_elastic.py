@@ -78,8 +78,8 @@ class CheckedClocks(RankClocks):
         self.steps = list[Step]()
         self._last: dict[str, Step] = {}
 
-    def submit(self, plan: StepPlan, seconds_of: Any, now: float) -> Any:
-        events = super().submit(plan, seconds_of, now)
+    def submit(self, plan: StepPlan, seconds_of: Any, load_seconds: Any, now: float) -> Any:
+        events = super().submit(plan, seconds_of, load_seconds, now)
         for event in events:
             if isinstance(event, BatchEnded) and event.batch.op == "denoise":
                 self._note(event)
