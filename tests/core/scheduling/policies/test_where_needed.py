@@ -325,6 +325,9 @@ def test_what_failed_on_a_rank_is_copied_to_others_at_once_and_there_after_a_wai
     rig.note_loaded(1, transformer("b"))
     assert residency.states() == {"a": "loaded", "b": "loaded"}
     assert rig.order([], [], 1.0) == ()
+    assert residency.failure_of(rig.needs("b"), 1.0) is None
+    assert residency.failure_of(rig.needs("b"), 1.0, 0) == BROKEN, "for steps that this rank alone can make"
+    assert residency.quarantine.refuses_loads(1.0)
     later = FIRST_WAIT_SECONDS
     assert {load.ranks for load in rig.order([], [], later)} == {(0,), (2,)}
     residency.note_failed(0, transformer("b"), BROKEN, later)
