@@ -4,6 +4,8 @@ times are arguments.
 
 from __future__ import annotations
 
+from core.back_off import doubled
+
 MAX_RESTARTS = 4
 """Restarts in a row before a process is given up."""
 
@@ -33,8 +35,8 @@ class Restarts:
         self._worked = now
 
     def has_proven(self, proven_seconds: float) -> bool:
-        """Whether it has done work for this long since its last start, so that a death now is none of its work's. To be
-        called before `may_restart`.
+        """Whether it has done work for this long since its last start. If it has and dies now, what it runs is not
+        blamed. To be called before `may_restart`, which forgets that start.
         """
         return self._up_since is not None and self._worked - self._up_since >= proven_seconds
 
@@ -62,7 +64,7 @@ class Restarts:
 
 def wait_before(num_restarts: int) -> float:
     """Seconds to wait before the next restart after `num_restarts` in a row: 0, 1, 2, 4, ..."""
-    return min(MAX_WAIT_SECONDS, FIRST_WAIT_SECONDS * 2 ** min(num_restarts - 1, 8)) if num_restarts else 0.0
+    return doubled(FIRST_WAIT_SECONDS, MAX_WAIT_SECONDS, num_restarts) if num_restarts else 0.0
 
 
 def restart_limit(first_start_seconds: float, start_seconds: float) -> float:

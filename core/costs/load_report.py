@@ -98,7 +98,8 @@ class EngineCosts(msgspec.Struct, frozen=True):
 
 ModelState = Literal["loaded", "loading", "failed", "quarantined", "unloaded"]
 """Of a model's weights. loaded: all ranks that live have them. failed: some could not be loaded when they were asked
-for last. quarantined: their batches have ended ranks. unloaded: they are loaded when a request needs them."""
+for last. quarantined: their batches have ended ranks, and they are refused to everybody. unloaded: they are loaded when
+a request needs them."""
 
 
 WeightsKind = Literal["model", "segmenter", "class"]

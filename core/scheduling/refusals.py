@@ -10,8 +10,8 @@ from core.handles import ModelKey
 from core.scheduling.endings import Endings
 from core.scheduling.node_cache import NodeCache
 from core.scheduling.ranks.in_flight import Flight
-from core.scheduling.ranks.quarantine import FIRST_WAIT_SECONDS, Refusal, Suspects
-from core.scheduling.ranks.residency import Residency, keys_of
+from core.scheduling.ranks.quarantine import Refusal, Suspects
+from core.scheduling.ranks.residency import Residency
 from core.scheduling.recovery.recovery import Blame
 from core.scheduling.requests.bindings import Needs
 from core.scheduling.requests.live_requests import LiveRequests
@@ -33,6 +33,8 @@ class Refusals:
     cache: NodeCache
     endings: Endings
     _new: list[str] = field(default_factory=list)  # since `take_new`
+    # (model, why, whose requests are refused; None: everybody's) -> since when, as it was put in `_new` last
+    _told: dict[tuple[str, QuarantineCause, str | None], float] = field(default_factory=dict)
 
     # ------------------------------------------------------------------------------------------------- events
 
@@ -44,20 +46,16 @@ class Refusals:
         """Fail the requests that wait for what cannot be loaded now. What they need was there when they came, and has
         gone with a rank or to make room; or it was larger than predicted.
         """
-        if not self._may_refuse_loads(now):
+        if not self.residency.has_outgrown and not self.residency.quarantine.refuses_loads(now):
             return
         for request in list(self.requests.live()):
-            rank = self.cache.rank_of(request)
-            if (failure := self._load_failure(computing_for(request), request.needs, now, rank)) is not None:
-                self.endings.fail(request, failure)
+            refusal = self.residency.refusal_of_loads(request.needs, now, self.cache.rank_of(request))
+            if refusal is not None:
+                self.endings.fail(request, _failure(computing_for(request), refusal, now))
         for model in self.cache.wanted_models():
-            failure = self._load_failure(f"the model {model}", self.residency.needs_of(model), now)
-            if failure is not None:
-                self.cache.fail_templates({model: failure})
-
-    def _may_refuse_loads(self, now: float) -> bool:
-        refusals = self.residency.quarantine.refusals
-        return self.residency.has_outgrown or any(each.cause == "load" and now < each.until for each in refusals)
+            refusal = self.residency.refusal_of_loads(self.residency.needs_of(model), now)
+            if refusal is not None:
+                self.cache.fail_templates({model: _failure(f"the model {model}", refusal, now)})
 
     def note_death(
         self, rank: int, blame: Blame | None, loading: ModelKey | None, failure: Failure, now: float
@@ -68,8 +66,7 @@ class Refusals:
         begun: list[Refusal | None] = []
         if loading is not None:
             suspects = Suspects() if blame is None else blame.suspects
-            begun += [self.residency.quarantine.note_death_in_load(rank, loading, suspects, failure, now)]
-            self.residency.note_refused(rank, loading)
+            begun += [self.residency.note_death_in_load(rank, loading, suspects, failure, now)]
         if blame is not None and blame.keys.keys:
             begun += self.residency.quarantine.note_death(blame.keys, blame.suspects, failure, now)
         for refusal in filter(None, begun):
@@ -90,28 +87,19 @@ class Refusals:
         models = self.residency.refused(refusal)
         failures = {model: _failure(f"the model {model}", refusal, now) for model in models}
         self.cache.fail_templates(failures, refusal.owner)
-        served = [model for model in models if not self.residency.models[model].parent]
-        if refusal.since == now:
-            self._new += [f"{failures[model].message} (for {refusal.until - now:.0f} s)" for model in served]
+        for model in (each for each in models if not self.residency.models[each].parent):
+            told = (model, refusal.cause, refusal.owner)
+            if self._told.get(told) != refusal.since:  # else another rank tells of the same try
+                self._told[told] = refusal.since
+                self._new.append(f"{failures[model].message} (for {refusal.until - now:.0f} s)")
 
     # ------------------------------------------------------------------------------------------------- what is asked
 
     def failure_of(self, what: str, needs: Needs, owner: str, now: float) -> Failure | None:
         """Why an owner's new request fails at once; None: it does not. what: computes for it, see `computing_for`."""
-        if (failure := self._load_failure(what, needs, now)) is not None:
-            return failure
-        refusal = self.residency.quarantine.refusal_of(needs, owner, now)
+        refusal = self.residency.refusal_of_loads(needs, now)
+        refusal = refusal or self.residency.quarantine.refusal_of(needs, owner, now)
         return None if refusal is None else _failure(what, refusal, now)
-
-    def _load_failure(self, what: str, needs: Needs, now: float, rank: int | None = None) -> Failure | None:
-        """Why what is missing cannot be loaded now. rank: the only one that can make steps."""
-        residency = self.residency
-        if (failure := residency.failure_of(needs, now, rank)) is None:
-            return None
-        missing = residency.missing(needs) if rank is None else residency.missing_for(needs, rank)
-        refusal = residency.quarantine.refusal_of_loads(keys_of(missing), now)
-        retry_after = FIRST_WAIT_SECONDS if refusal is None else max(0.0, refusal.until - now)
-        return _unavailable(what, "load", failure, retry_after)
 
     def take_new(self) -> list[str]:
         """What is refused since the last call, in words."""
@@ -125,9 +113,5 @@ def computing_for(request: Request) -> str:
 
 
 def _failure(what: str, refusal: Refusal, now: float) -> Failure:
-    return _unavailable(what, refusal.cause, refusal.failure, max(0.0, refusal.until - now))
-
-
-def _unavailable(what: str, cause: QuarantineCause, failure: Failure, retry_after: float) -> Failure:
-    message = f"{_WHY[cause].format(what)}: {failure.message}"
-    return Failure("model_unavailable", message, code=cause, retry_after=retry_after)
+    message = f"{_WHY[refusal.cause].format(what)}: {refusal.failure.message}"
+    return Failure("model_unavailable", message, code=refusal.cause, retry_after=max(0.0, refusal.until - now))

@@ -84,13 +84,13 @@ class Results:
         progress = request.progress
         round_, index = progress.round_done(node), progress.pending.get(node.name, 0)
         progress.finish(node)
+        if not request.is_live:  # its values are freed together: an earlier run may not have read them yet
+            return
         request_op(node).note(request, item)
         note_values(self.values, request, node, round_, item.tensors, batch)
         if node.chooses:
             note_choice(self.values, request, node, item.chosen)
         self.cache.note_result(request, node, item)
-        if not request.is_live:
-            return
         if node.shows:
             self.endings.outputs.append(PartialImage(request_id=request.id, index=index, step=round_))
         elif self._has_ended(request, node) and not self.cache.must_restart(request):

@@ -154,7 +154,9 @@ class _LoadPass:
     # ------------------------------------------------------------------------------------------------- without requests
 
     def _consider_idle(self) -> None:
-        """Consider what no request waits for. Nothing is dropped for it, and failed loads are not repeated."""
+        """Consider what no request waits for. Nothing is dropped for it, and failed loads are repeated rarely, and only
+        after the component was loaded elsewhere.
+        """
         for ranks in self.residency.sets:
             if not self._is_loading(ranks) and not self.residency.is_full(ranks):
                 lacking = self._idle_load(ranks, only_new=True) or self._idle_load(ranks, only_new=False)
@@ -170,7 +172,12 @@ class _LoadPass:
         for needs in residency.idle_needs:
             wanted = [keys for keys in needs if self._home(keys) is None] if only_new else needs
             lacking = self._lacking(keys_of(wanted), ranks)
-            if lacking and not residency.has_failed(lacking) and residency.excess(lacking, present) <= 0:
+            if (
+                lacking
+                and not residency.has_failed(lacking)
+                and residency.excess(lacking, present) <= 0
+                and residency.refusal_on(ranks, lacking, self.now) is None
+            ):
                 return lacking
         return []
 
@@ -191,11 +198,17 @@ class _LoadPass:
             self._kept.setdefault(best.ranks, set()).update(keys_of(missing))
 
     def _rooms(self, missing: Sequence[ModelKeys], rank: int | None = None) -> list[_Room]:
-        """Where these can be loaded. rank: one that the set must contain, if steps are made with them."""
+        """Where these can be loaded: where it has failed before only if there is nowhere else. rank: one that the set
+        must contain, if steps are made with them.
+        """
         needs_rank = rank is not None and any(keys.makes_steps for keys in missing)
         sets = (ranks for ranks in self.residency.sets if not needs_rank or rank in ranks)
-        found = (self._room(keys_of(missing), ranks) for ranks in sets)
-        return [room for room in found if room is not None]
+        rooms = (self._room(keys_of(missing), ranks) for ranks in sets)
+        found = [room for room in rooms if room is not None and self._may_load(room)]
+        return [room for room in found if not self.residency.has_failed_on(room.ranks, room.load)] or found
+
+    def _may_load(self, room: _Room) -> bool:
+        return self.residency.refusal_on(room.ranks, room.load, self.now) is None
 
     def _room(self, keys: list[ModelKey], ranks: RankIds) -> _Room | None:
         """How a set has room for these; None: too much is in use."""

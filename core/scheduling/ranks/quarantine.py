@@ -1,7 +1,8 @@
 """Quarantine: which components are refused for a while, because they could not be loaded or their batches ended ranks.
 
 A component that could not be loaded, or that ended a rank that ran nothing while it was loaded, is refused to everybody
-at once.
+at once, until it is loaded anywhere. Where its load has failed, it is not loaded again before a wait of that place is
+over, which a load elsewhere does not end: the rank's device may be too small.
 
 A batch that ends a rank soon after its start has *suspects*: its requests. Deaths with a request in common are one
 *case*, as that request may be their only cause. An owner may be the cause of a case if each of its deaths had a request
@@ -9,6 +10,10 @@ of that owner. The components of such batches are refused
 
 - to everybody, when some case is left whichever owner's are left out, so that no owner can cause this for the others;
 - to one owner, when nobody else may be the cause of two cases.
+
+Requests of owner "" may come from anybody. Two cases of such requests alone are refused to everybody, although one
+client may have sent both: a rank that has died five times in a row is given up, and three bad requests are enough for
+that. A model that is away for some seconds is the smaller loss.
 
 Every further case doubles the wait. A case is forgotten after some good batches of the same components, so that rare
 deaths of other causes do not add up.
@@ -20,6 +25,7 @@ from collections.abc import Iterable, Iterator, Set
 from dataclasses import dataclass, field
 from itertools import chain
 
+from core.back_off import doubled
 from core.costs.load_report import QuarantineCause
 from core.failure import Failure
 from core.handles import ModelKey
@@ -41,7 +47,8 @@ class Suspects:
     """What may have ended a rank."""
 
     requests: frozenset[str] = frozenset()  # ids; for a job of the cache its own
-    owners: frozenset[str] = frozenset()  # see EngineRequest; for a job those of the requests that wait for it
+    # See EngineRequest; "": nobody knows whose. For a job: those of the requests that wait for it.
+    owners: frozenset[str] = frozenset()
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,46 +69,49 @@ class Refusal:
 
 
 class Quarantine:
-    """One per scheduler. now: monotonic seconds."""
+    """One per scheduler. now: monotonic seconds. place: number of a set of ranks that loads as one."""
 
     def __init__(self) -> None:
-        self._loads: dict[ModelKey, _Record] = {}  # component -> what is known of its failed loads
+        # Of failed loads. Component -> what is known since it was last loaded anywhere.
+        self._loads: dict[ModelKey, _Record] = {}
+        # (place, component) -> what is known since it was last loaded there.
+        self._loads_at: dict[tuple[int, ModelKey], _Record] = {}
         self._batches: dict[tuple[ModelKey, ...], _Record] = {}  # components of a batch -> what is known of its deaths
 
     # ------------------------------------------------------------------------------------------------- notes
 
-    def note_failed_load(self, rank: int, key: ModelKey, failure: Failure, now: float) -> Refusal:
-        """Note that a rank could not load a component, which is refused from now on."""
-        record = self._loads.setdefault(key, _Record((key,)))
-        record.rank = rank
-        return record.refuse("load", None, failure, now)
+    def note_failed_load(self, place: int, key: ModelKey, failure: Failure, now: float) -> Refusal:
+        """Note that a rank of this place could not load a component, which is refused from now on."""
+        here, everywhere = self._records(place, key)
+        here.refuse("load", None, failure, now)
+        return everywhere.refuse("load", None, failure, now)
 
-    def note_loaded(self, rank: int, key: ModelKey) -> None:
-        """Note that a rank has loaded a component. Where it has failed on another rank, it may fail again."""
-        if key in self._loads and self._loads[key].rank == rank:
-            del self._loads[key]
+    def note_loaded(self, place: int, key: ModelKey) -> None:
+        """Note that all ranks of this place have a component."""
+        self._loads.pop(key, None)
+        self._loads_at.pop((place, key), None)
 
     def note_death_in_load(
-        self, rank: int, key: ModelKey, suspects: Suspects, failure: Failure, now: float
+        self, place: int, key: ModelKey, suspects: Suspects, failure: Failure, now: float
     ) -> Refusal | None:
-        """Note that a rank has died while it loaded a component; the refusal that follows. suspects: of what it ran
-        beside the load; none: the load alone is the cause.
+        """Note that a rank of this place has died while it loaded a component; the refusal to everybody that follows.
+        suspects: of what it ran beside the load; none: the load alone is the cause.
         """
-        record = self._loads.setdefault(key, _Record((key,)))
-        record.rank = rank
-        before = record.evidence(None)
-        record.add(suspects, now)
-        return record.refuse("load", None, failure, now) if record.evidence(None) > before else None
+        here, everywhere = self._records(place, key)
+        if None in here.add(suspects, now):
+            here.refuse("load", None, failure, now)
+        return everywhere.refuse("load", None, failure, now) if None in everywhere.add(suspects, now) else None
+
+    def _records(self, place: int, key: ModelKey) -> tuple[_Record, _Record]:
+        """What is known of a component's failed loads at a place, and anywhere."""
+        here = self._loads_at.setdefault((place, key), _Record((key,)))
+        return here, self._loads.setdefault(key, _Record((key,)))
 
     def note_death(self, keys: ModelKeys, suspects: Suspects, failure: Failure, now: float) -> list[Refusal]:
         """Note that a rank has died soon after its start, in a batch with these components; what is refused then."""
         record = self._batches.setdefault(keys.keys, _Record(keys.keys))
-        scopes: list[tuple[str | None, QuarantineCause]] = [(None, "deaths")]
-        scopes += [(owner, "owner_deaths") for owner in sorted(suspects.owners)]
-        before = {owner: record.evidence(owner) for owner, _ in scopes}
-        record.add(suspects, now)
-        found = [(owner, cause) for owner, cause in scopes if record.evidence(owner) > before[owner]]
-        return [record.refuse(cause, owner, failure, now) for owner, cause in found]
+        owners = record.add(suspects, now)
+        return [record.refuse("deaths" if owner is None else "owner_deaths", owner, failure, now) for owner in owners]
 
     @property
     def awaits_batches(self) -> bool:
@@ -118,10 +128,25 @@ class Quarantine:
 
     # ------------------------------------------------------------------------------------------------- what is refused
 
-    def refusal_of_loads(self, keys: Iterable[ModelKey], now: float) -> Refusal | None:
-        """Why some of these components are not loaded now; None: they may be, or it is time to try again."""
-        found = (self._loads[key].in_force for key in keys if key in self._loads) if self._loads else ()
-        return next((each for each in chain.from_iterable(found) if now < each.until), None)
+    def refusal_of_loads(self, keys: Iterable[ModelKey], place: int | None, now: float) -> Refusal | None:
+        """Why some of these components are not loaded at a place now; None: they may be, or it is time to try again.
+        place: None: why they are not loaded anywhere.
+        """
+        if not self._loads and not self._loads_at:  # most of the time
+            return None
+        found = (each for key in keys for record in self._known(key, place) for each in record.in_force)
+        return max((each for each in found if now < each.until), key=lambda each: each.until, default=None)
+
+    def _known(self, key: ModelKey, place: int | None) -> Iterator[_Record]:
+        if (record := self._loads.get(key)) is not None:
+            yield record
+        if place is not None and (record := self._loads_at.get((place, key))) is not None:
+            yield record
+
+    def refuses_loads(self, now: float) -> bool:
+        """Whether anything is not loaded now, anywhere or at a place."""
+        records = chain(self._loads.values(), self._loads_at.values())
+        return any(now < each.until for record in records for each in record.in_force)
 
     def refusal_of(self, needs: Needs, owner: str, now: float) -> Refusal | None:
         """Why an owner's requests with these needs do not run now; None: they may, or it is time to try again."""
@@ -129,12 +154,19 @@ class Quarantine:
         return next((each for each in found if now < each.until and each.is_of(needs, owner)), None)
 
     def has_failed_to_load(self, keys: Iterable[ModelKey]) -> bool:
-        """Whether the last load of any of these components has failed, or may have ended its rank."""
+        """Whether a load of any of these components has failed, or may have ended its rank, since it was last loaded
+        anywhere.
+        """
         return bool(self._loads) and any(key in self._loads for key in keys)
+
+    def has_failed_at(self, place: int, keys: Iterable[ModelKey] | None = None) -> bool:
+        """As `has_failed_to_load`, but at this place, since it was last loaded there. keys: None: any component."""
+        failed = (key for at, key in self._loads_at if at == place)
+        return next(failed, None) is not None if keys is None else not set(keys).isdisjoint(failed)
 
     @property
     def refusals(self) -> Iterator[Refusal]:
-        """Those in force, or over without a good load or batch since then."""
+        """Those in force, or over without a good load or batch since then. Those of one place are not among them."""
         for record in (*self._loads.values(), *self._batches.values()):
             yield from record.in_force
 
@@ -167,7 +199,6 @@ class _Record:
     """What is known against some components."""
 
     keys: tuple[ModelKey, ...]
-    rank: int = -1  # of loads: where the last one failed
     cases: list[_Case] = field(default_factory=list)
     _last: dict[str | None, Refusal] = field(default_factory=dict)  # owner, None: everybody -> the last refusal
     _in_force: set[str | None] = field(default_factory=set)  # keys of `_last`
@@ -177,9 +208,15 @@ class _Record:
         """See `Quarantine.refusals`."""
         return (each for owner, each in self._last.items() if owner in self._in_force)
 
-    def add(self, suspects: Suspects, now: float) -> None:
-        """Note a death."""
+    def add(self, suspects: Suspects, now: float) -> list[str | None]:
+        """Note a death. Returns to whom its components are to be refused because of it: owners; None: everybody."""
         self.cases = [case for case in self.cases if not case.is_forgotten(now)]
+        scopes: list[str | None] = [None, *sorted(suspects.owners - {""})]
+        before = [self._evidence(owner) for owner in scopes]
+        self._add_to_cases(suspects, now)
+        return [owner for owner, old in zip(scopes, before, strict=True) if self._evidence(owner) > old]
+
+    def _add_to_cases(self, suspects: Suspects, now: float) -> None:
         for case in self.cases:
             if common := case.requests & suspects.requests:
                 case.requests, case.owners = common, case.owners & suspects.owners
@@ -187,13 +224,14 @@ class _Record:
                 return
         self.cases.append(_Case(suspects.requests, suspects.owners, now))
 
-    def evidence(self, owner: str | None) -> int:
+    def _evidence(self, owner: str | None) -> int:
         """Number of cases that speak for a refusal to an owner; None: to everybody; at least 0."""
         if owner is not None:
             return max(0, sum(case.speaks_against(owner) for case in self.cases) - 1)
         cases = [case.owners for case in self.cases if case.speaks_against_all]
         owners: frozenset[str] = frozenset().union(*cases)
-        return min((sum(each not in of for of in cases) for each in owners), default=len(cases))
+        of_others = min((sum(each not in of for of in cases) for each in owners), default=len(cases))
+        return max(of_others, self._evidence(""))  # "": it may be anybody
 
     def refuse(self, cause: QuarantineCause, owner: str | None, failure: Failure, now: float) -> Refusal:
         """Refuse them. What several ranks tell of one try counts once."""
@@ -202,8 +240,8 @@ class _Record:
         if last is not None and now < last.until:
             return last
         times = 1 if last is None else last.times + 1
-        wait = min(MAX_WAIT_SECONDS, FIRST_WAIT_SECONDS * 2.0 ** min(times - 1, 16))
-        self._last[owner] = Refusal(self.keys, cause, owner, failure, times, now, now + wait)
+        until = now + doubled(FIRST_WAIT_SECONDS, MAX_WAIT_SECONDS, times)
+        self._last[owner] = Refusal(self.keys, cause, owner, failure, times, now, until)
         return self._last[owner]
 
     def note_good(self, owners: Set[str], now: float) -> None:

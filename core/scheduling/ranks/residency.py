@@ -15,7 +15,7 @@ from itertools import chain
 from core.costs.load_report import ModelState, QuarantinedModel
 from core.failure import Failure
 from core.handles import LoadedComponent, ModelKey, RankIds
-from core.scheduling.ranks.quarantine import Quarantine, Refusal
+from core.scheduling.ranks.quarantine import FIRST_WAIT_SECONDS, Quarantine, Refusal, Suspects
 from core.scheduling.requests.bindings import Bindings, ModelKeys, Needs
 
 Started = tuple[int, Iterable[LoadedComponent]]
@@ -106,7 +106,6 @@ class Residency:
         """Note a component that a worker has loaded."""
         self.has_outgrown |= bool(self.budget) and loaded.nbytes > self.size_of(loaded.key)
         self._sizes[loaded.key] = loaded.nbytes
-        self.quarantine.note_loaded(rank, loaded.key)
         if (components := self._components[rank]) is not None:
             self._copies[loaded.key] += loaded.key not in self._on(rank)
             if loaded.key not in components:
@@ -114,18 +113,34 @@ class Residency:
                 self._since[rank, loaded.key] = self._num_loads
             components[loaded.key] = loaded
             self._awaited[rank].pop(loaded.key, None)
+            self._note_good_load(rank, loaded.key)
         self._note_change(rank, (loaded.key,))
+
+    def _note_good_load(self, rank: int, key: ModelKey) -> None:
+        ranks = next(ranks for ranks in self.sets if rank in ranks)
+        if not self._unloaded((key,), ranks):
+            if self.quarantine.has_failed_to_load((key,)):
+                self._full.clear()  # other sets may have room for what was not loaded without a request until now
+            self.quarantine.note_loaded(self._place(ranks), key)
 
     def note_failed(self, rank: int, key: ModelKey, failure: Failure, now: float) -> Refusal:
         """Note a component that a worker could not load, and that is refused for a while."""
         if key in self._awaited[rank]:
             del self._awaited[rank][key]
             self._copies[key] -= key not in self._on(rank)
-        refusal = self.quarantine.note_failed_load(rank, key, failure, now)
-        self.note_refused(rank, key)
+        refusal = self.quarantine.note_failed_load(self._place((rank,)), key, failure, now)
+        self._note_refused(rank, key)
         return refusal
 
-    def note_refused(self, rank: int, key: ModelKey) -> None:
+    def note_death_in_load(
+        self, rank: int, key: ModelKey, suspects: Suspects, failure: Failure, now: float
+    ) -> Refusal | None:
+        """Note that a rank has died while it loaded a component. See `Quarantine.note_death_in_load`."""
+        refusal = self.quarantine.note_death_in_load(self._place((rank,)), key, suspects, failure, now)
+        self._note_refused(rank, key)
+        return refusal
+
+    def _note_refused(self, rank: int, key: ModelKey) -> None:
         """Note that a component is not loaded without a request any more."""
         for keys in [each for each in self._on_demand if key in each.keys]:
             del self._on_demand[keys]
@@ -161,8 +176,11 @@ class Residency:
             self._uses[key] = self._num_uses
 
     def note_full(self, ranks: RankIds) -> None:
-        """Note that a set has no room for more without a request. It is so until something of it changes."""
-        self._full.add(ranks)
+        """Note that a set has no room for more without a request, until something of it changes. Not noted where a load
+        has failed, which is to be tried again.
+        """
+        if not self.quarantine.has_failed_at(self._place(ranks)):
+            self._full.add(ranks)
 
     def _note_change(self, rank: int | None = None, keys: Iterable[ModelKey] = ()) -> None:
         """Note that these components of a rank have changed."""
@@ -187,6 +205,10 @@ class Residency:
                 sets.setdefault(rank // self._set_size, []).append(rank)
             self._sets = tuple(map(tuple, sets.values()))
         return self._sets
+
+    def _place(self, ranks: RankIds) -> int:
+        """The number of the set that these ranks are in."""
+        return ranks[0] // self._set_size
 
     def homes(self, wanted: ModelKeys) -> Homes:
         """Where these components are."""
@@ -253,22 +275,48 @@ class Residency:
     # ------------------------------------------------------------------------------------------------- what is asked
 
     def failure_of(self, needs: Needs, now: float, rank: int | None = None) -> Failure | None:
+        """Why what is missing of these components cannot be loaded. See `refusal_of_loads`."""
+        refusal = self.refusal_of_loads(needs, now, rank)
+        return None if refusal is None else refusal.failure
+
+    def refusal_of_loads(self, needs: Needs, now: float, rank: int | None = None) -> Refusal | None:
         """Why what is missing of these components cannot be loaded; None: nothing is missing, it can be loaded, or it
         is time to try again. rank: the only one that can make steps; None: any can.
         """
         missing = self.missing(needs) if rank is None else self.missing_for(needs, rank)
         if not missing:
             return None
-        if self.budget and (nbytes := sum(map(self.size_of, keys_of(needs)))) > self.budget:
-            return Failure("config", f"its weights take {nbytes} bytes, and --model-bytes allows {self.budget}")
-        refusal = self.quarantine.refusal_of_loads(keys_of(missing), now)
-        return None if refusal is None else refusal.failure
+        keys = keys_of(needs)
+        if self.budget and (nbytes := sum(map(self.size_of, keys))) > self.budget:
+            failure = Failure("config", f"its weights take {nbytes} bytes, and --model-bytes allows {self.budget}")
+            return Refusal(tuple(keys), "load", None, failure, 1, now, now + FIRST_WAIT_SECONDS)
+        found = (self._refusal_of_load(each, now, rank if each.makes_steps else None) for each in missing)
+        return next(filter(None, found), None)
+
+    def _refusal_of_load(self, needed: ModelKeys, now: float, rank: int | None) -> Refusal | None:
+        """Why no set with this rank loads these together now: the refusal that ends first. rank: None: any set."""
+        sets = [ranks for ranks in self.sets if rank is None or rank in ranks]
+        if not sets:
+            return self.quarantine.refusal_of_loads(needed.keys, None, now)
+        found: list[Refusal] = []
+        for ranks in sets:
+            refusal = self.refusal_on(ranks, needed.keys, now)
+            if refusal is None:
+                return None
+            found.append(refusal)
+        return min(found, key=lambda refusal: refusal.until)
+
+    def refusal_on(self, ranks: RankIds, keys: Iterable[ModelKey], now: float) -> Refusal | None:
+        """Why those of these components are not loaded on a set now that it lacks; None: they may be."""
+        return self.quarantine.refusal_of_loads(self.lacking(keys, ranks), self._place(ranks), now)
 
     def is_refused(self, refusal: Refusal, needs: Needs, owner: str | None) -> bool:
         """Whether a refusal is of an owner's requests with these needs. What could not be loaded on one set may be on
-        another. owner: None: of all owners' requests.
+        another, or be on its way there. owner: None: of all owners' requests.
         """
-        return refusal.is_of(self.missing(needs) if refusal.cause == "load" else needs, owner)
+        if refusal.cause == "load":
+            return refusal.is_of((keys for keys in self.missing(needs) if not self.homes(keys).coming), owner)
+        return refusal.is_of(needs, owner)
 
     def refused(self, refusal: Refusal) -> list[str]:
         """The models, adapters included, whose own needs are refused."""
@@ -292,8 +340,12 @@ class Residency:
         )
 
     def has_failed(self, keys: Iterable[ModelKey]) -> bool:
-        """Whether the last load of any of these components has failed."""
+        """Whether a load of any of these components has failed since it was last loaded anywhere."""
         return self.quarantine.has_failed_to_load(keys)
+
+    def has_failed_on(self, ranks: RankIds, keys: Iterable[ModelKey]) -> bool:
+        """Whether a load of any of these components has failed on a set since all of it last had it."""
+        return self.quarantine.has_failed_at(self._place(ranks), keys)
 
     def missing(self, needs: Needs) -> Sequence[ModelKeys]:
         """Those of these that no set has."""

@@ -118,6 +118,7 @@ class Request:
     runs_on_one_rank: bool = False  # one of its batches failed on several ranks
     # It has lost something with a rank, or its group broke: results in flight do not count, and then it resumes.
     is_set_back: bool = False
+    made_outputs: set[tuple[str, str]] = field(default_factory=set)  # (node, output) that was made at least once
     lost: list[TensorKey] = field(default_factory=list)  # values that are nowhere any more, since it was set back
     # Set by the scheduler's Checkpoints.
     checkpoints: dict[str, Checkpoint] = field(default_factory=dict)  # region -> the last complete one

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Set
 
 from core.graph.progress import Progress
 from core.graph.workflow import Node, Workflow, outputs_of
@@ -12,8 +12,13 @@ from core.scheduling.values.value_keys import keys_read
 Has = Callable[[TensorKey], bool]
 """Whether a value is there."""
 
+Made = Set[tuple[str, str]]
+"""(node, output) of the optional outputs that were made: a node makes such an output in all of its runs or in none."""
 
-def runs_to_keep(request_id: str, progress: Progress, lost: Iterable[TensorKey], has: Has) -> dict[str, int]:
+
+def runs_to_keep(
+    request_id: str, progress: Progress, lost: Iterable[TensorKey], has: Has, made: Made
+) -> dict[str, int]:
     """Node -> how many of its runs still count as done, for the nodes that must run again to make all `lost` values of
     a request. These are the producers of the lost values and, recursively, the producers of the inputs that these need
     and that are gone. All later runs of these nodes are repeated, too, because each round needs the one before.
@@ -27,7 +32,8 @@ def runs_to_keep(request_id: str, progress: Progress, lost: Iterable[TensorKey],
         if first < before:
             kept[node.name] = first
             for round_ in range(first, before):
-                missing += _missing(keys_read(request_id, progress, node, round_), progress.workflow, has)
+                keys = keys_read(request_id, progress, node, round_)
+                missing += [key for key in keys if not has(key) and _was_made(key, progress.workflow, made)]
     return kept
 
 
@@ -36,17 +42,7 @@ def _run_of(node: Node, key: TensorKey) -> int:
     return key.version - 1 if node.region else 0
 
 
-def _missing(keys: Iterable[TensorKey], workflow: Workflow, has: Has) -> Iterator[TensorKey]:
-    """The inputs of one run that must be made again. Nobody knows whether an optional value was ever made, so it counts
-    as there if everything else is there that its producer made in the same run for the same reader.
-    """
-    by_run: dict[tuple[str, int], list[TensorKey]] = {}
-    for key in keys:
-        by_run.setdefault((key.node, key.version), []).append(key)
-    for made in by_run.values():
-        certain = [key for key in made if not _is_optional(workflow, key)]
-        yield from (key for key in certain or made if not has(key))
-
-
-def _is_optional(workflow: Workflow, key: TensorKey) -> bool:
-    return any(port.name == key.name and port.is_optional for port in outputs_of(workflow.node(key.node)))
+def _was_made(key: TensorKey, workflow: Workflow, made: Made) -> bool:
+    outputs = outputs_of(workflow.node(key.node))
+    is_optional = any(port.name == key.name and port.is_optional for port in outputs)
+    return not is_optional or (key.node, key.name) in made

@@ -28,6 +28,7 @@ def note_values(
     if node.name in request.workflow.step_names:
         request.degrees[node.name, round_] = len(batch.ranks)
     for ref in made:
+        request.made_outputs.add((node.name, ref.key.name))
         values.add(ref, batch.ranks, num_reads(progress, node, ref.key.name, ref.key.version))
     for key in keys_done(request.id, progress, node, round_):
         values.done_reading(key)
@@ -58,7 +59,7 @@ def resume(values: ValueTable, request: Request) -> None:
     """
     progress = request.progress
     lost = [key for key in request.lost if values.get(key) is None]
-    kept = runs_to_keep(request.id, progress, lost, lambda key: values.get(key) is not None)
+    kept = runs_to_keep(request.id, progress, lost, lambda key: values.get(key) is not None, request.made_outputs)
     progress.rewind(kept)
     request.is_set_back = False
     for each in (request.lost, request.fixed_inputs, request.sent_to):

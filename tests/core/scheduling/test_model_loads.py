@@ -208,6 +208,32 @@ def test_a_failed_load_fails_the_requests_of_its_model_with_the_cause() -> None:
     rig.scheduler.check_integrity()
 
 
+def test_a_load_that_fails_on_one_of_two_ranks_fails_no_request() -> None:
+    rig = Rig(num_ranks=2)
+    rig.step()
+    assert sorted(rank for rank, _ in rig.workers.loading) == [0, 1]
+    rig.add("1", "b", steps=3)
+    key = ModelKey("b", "transformer")
+    rig.scheduler.apply_load(ModelFailed(0, key, BROKEN), rig.now)
+    assert rig.scheduler.load_report().refused == {}
+    assert rig.scheduler.take_refused() == []
+    rig.add("2", "b", steps=3)
+    rig.workers.loading.remove((0, key))
+    rig.answer()
+    rig.run()
+    assert rig.finished == {"1", "2"}
+    assert rig.scheduler.stats().models == {"a": "loaded", "b": "loaded"}
+    assert not rig.scheduler.stats().quarantine
+
+
+def test_a_load_that_fails_on_two_ranks_is_told_once() -> None:
+    rig = Rig(num_ranks=2)
+    rig.step()
+    rig.answer(BROKEN)
+    assert rig.scheduler.take_refused() == [f"the model b cannot be loaded: {BROKEN.message} (for 10 s)"]
+    assert rig.scheduler.load_report().refused == {"b": rig.now + FIRST_WAIT_SECONDS}
+
+
 def test_a_request_whose_model_is_lost_while_it_is_refused_fails() -> None:
     """It was let in, since another rank had the model; and nothing would tell when to try again."""
     rig, key = Rig(num_ranks=2), ModelKey("b", "transformer")

@@ -40,8 +40,8 @@ class Rig:
         self.scheduler.learn((), [(rank, self.components) for rank in range(num_ranks)])
 
     def add(self, name: str, of: str = "a", steps: int = 4) -> None:
-        """The first letter of its name is its owner's."""
-        head = make_edit(name, steps=steps, owner=name[0], arrival=self.now)
+        """The first letter of its name is its owner's. "_": nobody knows whose it is."""
+        head = make_edit(name, steps=steps, owner=name[0].strip("_"), arrival=self.now)
         self.scheduler.add(msgspec.structs.replace(head, model=of))
 
     def run(self, *names: str, of: str = "a") -> None:
@@ -154,6 +154,27 @@ def test_a_model_that_ends_its_only_rank_is_refused_before_the_fifth_death() -> 
     rig.run("D2", "A3", of="b")
     steady(rig, ["D2", "A3"])
     assert rig.workers.num_deaths == 4
+
+
+def test_without_keys_a_model_that_ends_its_only_rank_is_refused_before_the_fifth_death() -> None:
+    rig = Rig(1, of_model("a"))
+    rig.run("_1", "_2", "_3")
+    assert rig.workers.num_deaths == 4
+    (refused,) = rig.scheduler.stats().quarantine
+    assert (refused.model, refused.cause) == ("a", "deaths")
+    assert rig.scheduler.load_report().refused == {"a": refused.until}, "the router chooses other engines"
+    assert rig.scheduler.stats().models == {"a": "quarantined", "b": "loaded"}
+    rig.run("_4")
+    failed = rig.told["_4"]
+    assert isinstance(failed, Failed)
+    text = "the model a is not run for a while, because its batches ended workers: worker 0 died (killed by signal 11)"
+    assert (failed.failure.message, failed.failure.code) == (text, "deaths")
+    rig.wait()
+    rig.kills = lambda batch: False
+    rig.run("_5")
+    steady(rig, ["_5"])
+    assert rig.scheduler.stats().models["a"] == "loaded"
+    assert not rig.scheduler.stats().quarantine
 
 
 def test_a_refused_model_is_tried_again_with_the_next_request() -> None:

@@ -293,6 +293,62 @@ def test_what_dies_with_a_rank_is_loaded_on_another_that_has_room() -> None:
     assert rig.order(["b"]) == (Load((0,), (transformer("b"),)),)
 
 
+def test_a_model_stays_available_where_it_can_be_loaded() -> None:
+    """Rank 0 has room for b and cannot load it; rank 1 can, where it makes room."""
+    rig = Rig(budget=10, ranks=2, set_size=1, models={name: FIVE[name] for name in "ab"})
+    rig.join(1, "a")
+    (load, *_) = rig.order([], [("b", 0.0)])
+    assert load == Load((0,), (transformer("b"),))
+    rig.residency.note_failed(0, transformer("b"), BROKEN, 0.0)
+    assert rig.residency.failure_of(rig.needs("b"), 0.0) == BROKEN, "its files may be broken"
+    now = FIRST_WAIT_SECONDS
+    for _ in range(3):
+        assert rig.residency.failure_of(rig.needs("b"), now) is None
+        loads = {load.ranks: load.load for load in rig.order([], [("b", now)], now)}
+        assert loads[1,] == (transformer("b"),)
+        assert transformer("b") not in loads.get((0,), ())
+        rig.note_loaded(1, transformer("b"))
+        rig.join(0)
+        rig.join(1, "a")
+    loads = {load.ranks: load.load for load in rig.order([(rig.needs("b"), 0)], [], now)}
+    assert loads[0,] == (transformer("b"),), "for steps that this rank alone can make"
+
+
+def test_what_failed_on_a_rank_is_copied_to_others_at_once_and_there_after_a_wait() -> None:
+    rig = Rig("a", ranks=3, set_size=1, models={name: FIVE[name] for name in "ab"})
+    for load in rig.order():
+        assert load.load == (transformer("b"),)
+    residency = rig.residency
+    for rank in (0, 2):
+        residency.note_failed(rank, transformer("b"), BROKEN, 0.0)
+    assert rig.order([], [], 100.0) == (), "not without a request"
+    rig.note_loaded(1, transformer("b"))
+    assert residency.states() == {"a": "loaded", "b": "loaded"}
+    assert rig.order([], [], 1.0) == ()
+    assert residency.failure_of(rig.needs("b"), 1.0) is None
+    assert residency.failure_of(rig.needs("b"), 1.0, 0) == BROKEN, "for steps that this rank alone can make"
+    assert residency.quarantine.refuses_loads(1.0)
+    later = FIRST_WAIT_SECONDS
+    assert {load.ranks for load in rig.order([], [], later)} == {(0,), (2,)}
+    residency.note_failed(0, transformer("b"), BROKEN, later)
+    rig.note_loaded(2, transformer("b"))
+    assert rig.order([], [], later + FIRST_WAIT_SECONDS) == (), "for longer each time"
+    assert rig.order([], [], later + 2 * FIRST_WAIT_SECONDS) == (Load((0,), (transformer("b"),)),)
+    rig.note_loaded(0, transformer("b"))
+    assert residency.is_complete
+
+
+def test_a_request_waits_for_a_set_that_loads_its_model_while_another_one_fails() -> None:
+    rig = Rig("a", ranks=2, set_size=1, models={name: FIVE[name] for name in "ab"})
+    assert len(rig.order()) == 2, "a copy each"
+    refusal = rig.residency.note_failed(0, transformer("b"), BROKEN, 0.0)
+    assert rig.residency.failure_of(rig.needs("b"), 0.0) is None
+    assert rig.residency.refused(refusal) == []
+    rig.residency.note_failed(1, transformer("b"), BROKEN, 0.1)
+    assert rig.residency.failure_of(rig.needs("b"), 0.1) == BROKEN
+    assert rig.residency.refused(refusal) == ["b"]
+
+
 def test_sets_of_two_ranks_load_together() -> None:
     rig = Rig(budget=10, ranks=4, set_size=2, models={name: FIVE[name] for name in "ab"})
     loads = rig.order([], [("a", 0.0), ("b", 0.0)])

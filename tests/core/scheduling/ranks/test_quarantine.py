@@ -25,8 +25,8 @@ BROKEN = Failure("config", "cut short")
 
 
 def suspects(*requests: str) -> Suspects:
-    """Requests such as "A1", whose owner is "A"."""
-    return Suspects(frozenset(requests), frozenset(each[0] for each in requests))
+    """Requests such as "A1", whose owner is "A". "_1": nobody knows whose it is."""
+    return Suspects(frozenset(requests), frozenset(each[0].strip("_") for each in requests))
 
 
 class Bench:
@@ -143,6 +143,38 @@ def test_a_case_is_forgotten_in_time(bench: Bench) -> None:
     assert not any(map(bench.refuses, "AB"))
 
 
+def test_stale_deaths_hide_no_refusal(bench: Bench) -> None:
+    bench.die("A1")
+    bench.now = MEMORY_SECONDS - 100.0
+    bench.die("B1")
+    assert bench.refuses("C")
+    bench.now = MEMORY_SECONDS + 1.0  # the first is forgotten
+    assert not bench.refuses("C")
+    bench.die("C1")
+    assert bench.refuses("D")
+
+
+def test_two_requests_of_nobody_knows_whom_are_refused_to_everybody(bench: Bench) -> None:
+    for _ in range(3):
+        bench.die("_1")
+    assert not bench.refuses("")
+    bench.die("_2")
+    (refusal,) = bench.quarantine.refusals
+    assert (refusal.cause, refusal.owner, refusal.times) == ("deaths", None, 1)
+    assert all(map(bench.refuses, ["", "A"]))
+    bench.wait()
+    bench.work(1, "")
+    assert not list(bench.quarantine.refusals)
+
+
+def test_rare_deaths_of_nobody_knows_whose_requests_do_not_add_up(bench: Bench) -> None:
+    for number in range(5):
+        bench.die(f"_{number}")
+        bench.work(GOOD_BATCHES, "")
+    assert not list(bench.quarantine.refusals)
+    assert not bench.quarantine._batches, "nothing is kept"
+
+
 # ------------------------------------------------------------------------------------------------------ for how long
 
 
@@ -195,25 +227,44 @@ def test_a_good_batch_ends_it_once_the_wait_is_over(bench: Bench) -> None:
 
 def test_a_component_that_could_not_be_loaded_is_refused_for_longer_each_time(bench: Bench) -> None:
     quarantine, waits = bench.quarantine, []
-    for rank in (0, 1, 0, 1):
-        refusal = quarantine.note_failed_load(rank, VAE, BROKEN, bench.now)
-        assert quarantine.note_failed_load(1 - rank, VAE, BROKEN, bench.now + 0.1) == refusal, "of one try"
-        assert quarantine.refusal_of_loads([VAE], bench.now + 1.0) == refusal
-        assert quarantine.refusal_of_loads([KEYS.keys[0]], bench.now + 1.0) is None
-        assert quarantine.refusal_of_loads([VAE], refusal.until) is None
+    for place in (0, 1, 0, 1):
+        refusal = quarantine.note_failed_load(place, VAE, BROKEN, bench.now)
+        assert quarantine.note_failed_load(place, VAE, BROKEN, bench.now + 0.1) == refusal, "of one try"
+        for at in (0, 1, 2, None):
+            assert quarantine.refusal_of_loads([VAE], at, bench.now + 1.0) == refusal
+        assert quarantine.refusal_of_loads([KEYS.keys[0]], place, bench.now + 1.0) is None
+        bench.wait()
+        assert quarantine.refusal_of_loads([VAE], place, bench.now) is None, "it is tried again"
         assert quarantine.has_failed_to_load([VAE])
-        waits.append(refusal.until - bench.now)
-        bench.now = refusal.until
+        waits.append(refusal.until - refusal.since)
     assert waits == [FIRST_WAIT_SECONDS * each for each in (1, 2, 4, 8)]
-    quarantine.note_loaded(1, VAE)
-    assert quarantine.has_failed_to_load([VAE]), "where it has failed it may fail again"
+
+
+def test_a_load_anywhere_ends_a_refusal_but_where_it_keeps_failing_it_is_tried_rarely(bench: Bench) -> None:
+    """A component that does not fit the device of place 0, and that of place 1."""
+    quarantine, waits = bench.quarantine, []
+    for _ in range(8):
+        refusal = quarantine.note_failed_load(0, VAE, BROKEN, bench.now)
+        assert refusal.until - bench.now == FIRST_WAIT_SECONDS, "it was loaded since the last time"
+        quarantine.note_loaded(1, VAE)
+        assert not quarantine.has_failed_to_load([VAE])
+        assert not list(quarantine.refusals)
+        assert [quarantine.has_failed_at(place, [VAE]) for place in (0, 1)] == [True, False]
+        assert quarantine.refusal_of_loads([VAE], 1, bench.now) is None
+        here = quarantine.refusal_of_loads([VAE], 0, bench.now)
+        assert here is not None
+        waits.append(here.until - bench.now)
+        bench.now = here.until
+        assert quarantine.refusal_of_loads([VAE], 0, bench.now) is None
+    assert waits[:3] == [FIRST_WAIT_SECONDS * each for each in (1, 2, 4)]
+    assert waits[-1] == MAX_WAIT_SECONDS
     quarantine.note_loaded(0, VAE)
-    assert not quarantine.has_failed_to_load([VAE])
+    assert not quarantine.has_failed_at(0)
 
 
 def test_a_death_in_a_load_alone_is_a_failed_load(bench: Bench) -> None:
     assert bench.quarantine.note_death_in_load(0, VAE, Suspects(), DIED, 1.0)
-    refusal = bench.quarantine.refusal_of_loads([VAE], 2.0)
+    refusal = bench.quarantine.refusal_of_loads([VAE], 1, 2.0)
     assert refusal is not None
     assert (refusal.cause, refusal.owner, refusal.failure) == ("load", None, DIED)
 
@@ -221,6 +272,11 @@ def test_a_death_in_a_load_alone_is_a_failed_load(bench: Bench) -> None:
 def test_an_owner_whose_requests_end_ranks_has_nothing_refused_that_loads_meanwhile(bench: Bench) -> None:
     for number in range(5):
         bench.quarantine.note_death_in_load(0, VAE, suspects(f"A{number}", "B1"), DIED, float(number))
-    assert bench.quarantine.refusal_of_loads([VAE], 5.0) is None
+    assert bench.quarantine.refusal_of_loads([VAE], 0, 5.0) is None
     assert bench.quarantine.has_failed_to_load([VAE]), "but it is loaded for requests alone from now on"
     assert bench.quarantine.note_death_in_load(0, VAE, suspects("C1"), DIED, 6.0)
+
+
+def test_two_deaths_in_loads_beside_requests_of_nobody_knows_whom_are_failed_loads(bench: Bench) -> None:
+    assert not bench.quarantine.note_death_in_load(0, VAE, suspects("_1"), DIED, 1.0)
+    assert bench.quarantine.note_death_in_load(0, VAE, suspects("_2"), DIED, 2.0)

@@ -13,6 +13,7 @@ from workflows import TOY, workflows
 
 from core.graph.progress import Progress, preview_steps
 from core.graph.workflow import Node, Workflow
+from core.graph.workflows.inpaint import INPAINT
 from core.handles import VALUE_ARENA, TensorKey, TensorRef
 from core.messages.worker import Free
 from core.scheduling.requests.bindings import Bindings
@@ -215,7 +216,7 @@ def test_lost_values_are_made_again_from_what_survives(workflow: Workflow, data:
     every = all_made(progress)
     survivors = set(data.draw(st.lists(st.sampled_from(every), unique=True)))
     lost = set(data.draw(st.lists(st.sampled_from(every), min_size=1, unique=True))) - survivors
-    kept = runs_to_keep("r", progress, lost, survivors.__contains__)
+    kept = runs_to_keep("r", progress, lost, survivors.__contains__, {(key.node, key.name) for key in every})
     again = [
         (workflow.node(name), round_) for name, first in kept.items() for round_ in range(first, progress.done[name])
     ]
@@ -225,6 +226,17 @@ def test_lost_values_are_made_again_from_what_survives(workflow: Workflow, data:
     assert read <= made | survivors
     for name, first in kept.items():
         assert made_by(workflow.node(name), first) & ((read - survivors) | lost), f"{name} goes back for nothing"
+
+
+def test_an_optional_value_that_was_never_made_is_not_missed() -> None:
+    """A sampler may have no state; one that has it needs it again, although all else that was made with it is left."""
+    progress = Progress(INPAINT, {"denoise": 2}, {})
+    progress.done = {node.name: runs_of(progress, node) for node in INPAINT.nodes}
+    lost = [TensorKey("r", "denoise", "latents", 1)]
+    left = {*keys_read("r", progress, INPAINT.node("denoise"), 0)} - {TensorKey("r", "image_encode", "sampler", 0)}
+    assert "image_encode" not in runs_to_keep("r", progress, lost, left.__contains__, set())
+    made = {("image_encode", "sampler")}
+    assert runs_to_keep("r", progress, lost, left.__contains__, made)["image_encode"] == 0
 
 
 @given(workflows(), st.data())
