@@ -7,7 +7,7 @@ import hashlib
 import msgspec
 
 from core.handles import ModelKey
-from core.validation import check_choice, check_decimal, check_filled, check_matches, conform
+from core.validation import check_choice, check_decimal, check_filled, check_integer, check_matches, conform
 
 RUN_CLASS = "class"
 """Kind of component that a class is, see ModelKey."""
@@ -15,7 +15,11 @@ RUN_CLASS = "class"
 RUN_SECONDS = 60.0
 """Default time limit of one run of a node."""
 
+LOAD_SECONDS = 600.0
+"""Default time limit of a load."""
+
 MAX_RUN_SECONDS = 3600.0
+"""Most that a run or a load may be given."""
 
 
 class RunClass(msgspec.Struct, frozen=True, kw_only=True):
@@ -36,6 +40,11 @@ class RunClass(msgspec.Struct, frozen=True, kw_only=True):
     path: str  # module:Class
     # Most that one run of a node may take. A longer one fails its request, and costs a restart of its worker.
     seconds: float = RUN_SECONDS
+    # Most that `load` may take. A longer one counts as failed, and costs a restart of its worker, too.
+    load_seconds: float = LOAD_SECONDS
+    # What `load` takes of the device, for which others make room before its first load; 0: unknown, nothing is dropped
+    # for it. Later loads are expected to take what the last one took.
+    nbytes: int = 0
     dtype: str = "float32"  # that `load` is given
 
     def __post_init__(self) -> None:
@@ -43,6 +52,8 @@ class RunClass(msgspec.Struct, frozen=True, kw_only=True):
         check_filled("name", self.name)
         check_matches("path", self.path, r"[\w.]+:\w+", "module:Class")
         check_decimal("seconds", self.seconds, 0.001, MAX_RUN_SECONDS)
+        check_decimal("load_seconds", self.load_seconds, 0.001, MAX_RUN_SECONDS)
+        check_integer("nbytes", self.nbytes, 0)
         check_choice("dtype", self.dtype, ("float32", "bfloat16", "float16"))
 
     @property

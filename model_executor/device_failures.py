@@ -30,7 +30,7 @@ def free_memory() -> None:
         torch.cuda.empty_cache()
 
 
-def is_out_of_memory(error: Exception) -> bool:
+def is_out_of_memory(error: BaseException) -> bool:
     """Whether a device or the host ran out of memory."""
     return isinstance(error, torch.OutOfMemoryError | MemoryError) or (
         isinstance(error, RuntimeError) and any(words in str(error) for words in OUT_OF_MEMORY)

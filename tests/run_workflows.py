@@ -21,7 +21,7 @@ VECTOR, PICTURE, TEXT = tensor("float32", 16), picture(8, 8), text(64)
 
 CLASSES = tuple(
     RunClass(name=name.lower(), path=f"user_classes:{name}")
-    for name in ("Mixer", "Shouter", "Inverter", "Wayward", "Broken")
+    for name in ("Mixer", "Shouter", "Inverter", "Wayward", "Teller", "Sleeper", "Broken")
 )
 
 
@@ -53,7 +53,24 @@ WAYWARD = Workflow(
     inputs=(Port.of("how", text(16)),),
     output_ports={"y": "y"},
 )
+TELLING = Workflow(
+    "telling",
+    (
+        replace(
+            _node("tells", "teller", {"how": text(16), "number": NUMBER}, {"count": INTEGER, "type": text(16)}),
+            given={"how": "how"},
+            literals={"number": 2},
+        ),
+    ),
+    {"count": "tells", "type": "tells"},
+    inputs=(Port.of("how", text(16)),),
+    output_ports={"count": "count", "type": "type"},
+)
 BROKEN = Workflow("broken", (_node("never", "broken", {}, {"y": VECTOR}),), {"y": "never"}, output_ports={"y": "y"})
+
+SLEEPING = Workflow(
+    "sleeping", (_node("never", "sleeper", {}, {"y": VECTOR}),), {"y": "never"}, output_ports={"y": "y"}
+)
 
 INPUTS = (Port.of("vector", VECTOR), Port.of("words", TEXT), Port.of("image", PICTURE))
 LITERALS: dict[str, tuple[Any, ...]] = {"scale": (0.5, 2, -1.0), "times": (1, 3), "flip": (False, True)}
@@ -120,7 +137,7 @@ def run_request(request_id: str, workflow: Workflow, **head: Any) -> EngineReque
     inputs = {port.name: ArrayRef(0, 0, port.form.shape, port.form.dtype) for port in workflow.inputs if port.form}
     outputs = dict.fromkeys(workflow.outputs, ArrayRef(0, 0, (64,), "uint8"))
     spec = RunSpec(inputs=inputs, outputs=outputs)
-    common = {"model": "m", "arrival": 0.0, "rounds": ()} | head
+    common = {"model": "", "arrival": 0.0, "rounds": ()} | head
     return EngineRequest(request_id=request_id, workflow=workflow.name, spec=spec, **common)
 
 

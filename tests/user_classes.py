@@ -48,6 +48,15 @@ class Inverter:
         return {"y": self.result, "means": self.result.float().mean((0, 1))}
 
 
+class Panic(BaseException):
+    """As bindings of Rust raise it."""
+
+
+class Unreadable(dict[str, object]):
+    def __getitem__(self, name: str) -> object:
+        raise KeyError("it is gone")
+
+
 class Wayward:
     """Does as it is told."""
 
@@ -59,6 +68,8 @@ class Wayward:
             time.sleep(float(how.removeprefix("sleep")))
         if how == "exit":
             raise SystemExit(3)
+        if how == "panic":
+            raise Panic("unwrap on None")
         if how == "raise":
             raise ValueError("it will not")
         made: dict[str, object] = {
@@ -68,12 +79,36 @@ class Wayward:
             "finite": {"y": torch.tensor([1.0, float("nan")])},
             "type": {"y": [1.0]},
             "sparse": {"y": torch.ones(4).to_sparse()},
+            "meta": {"y": torch.zeros(4, device="meta")},
+            "nested": {"y": torch.nested.nested_tensor([torch.zeros(1), torch.zeros(2)])},
+            "gone": Unreadable(y=torch.zeros(4)),
             "name": {"z": torch.zeros(4)},
             "more": {"y": torch.zeros(4), "z": 1},
             "none": {},
             "list": [torch.zeros(4)],
         }
         return made.get(how, {"y": torch.ones(4)}) if how != "nothing" else None
+
+
+class Teller:
+    """Tells of which type the number is that it gets."""
+
+    def load(self, device: str, dtype: torch.dtype) -> None:
+        pass
+
+    def execute(self, how: str, number: float) -> dict[str, object]:
+        counts: dict[str, object] = {"beyond": 2**63, "truth": True, "most": 2**63 - 1}
+        return {"count": counts.get(how, 1), "type": "\ud800" if how == "surrogate" else type(number).__name__}
+
+
+class Sleeper:
+    """Takes long to load."""
+
+    def load(self, device: str, dtype: torch.dtype) -> None:
+        time.sleep(20)
+
+    def execute(self) -> dict[str, object]:
+        return {}
 
 
 class Broken:

@@ -102,12 +102,16 @@ for last. quarantined: their batches have ended ranks, and they are refused to e
 a request needs them."""
 
 
-class ModelLoad(msgspec.Struct, frozen=True, array_like=True):
-    """How far an engine is with the weights that requests of a model need."""
+WeightsKind = Literal["model", "segmenter", "class"]
+"""Whose weights: of a model, of a model's segmenter, which only requests need whose mask is to be found and which the
+model's own do not include, or of a user's class."""
 
-    model: str  # name
-    # Whether these are of its segmenter, which only requests need whose mask is to be found, and the others are not.
-    is_segmenter: bool
+
+class ModelLoad(msgspec.Struct, frozen=True, array_like=True):
+    """How far an engine is with weights that requests need."""
+
+    name: str  # of the model or the class
+    kind: WeightsKind
     state: ModelState  # loading: or about to be, because a request waits for them
     # loaded: 0. loading: until they are loaded. Else: what loading them adds to LoadReport.load_seconds; above 0.
     seconds: float

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from math import prod
+from math import isfinite, prod
 from typing import Literal
 
 FormKind = Literal["truth", "integer", "number", "text", "picture", "tensor"]
@@ -22,6 +22,16 @@ _DTYPES: dict[FormKind, str] = {
     "text": "uint8",
     "picture": "uint8",
 }
+
+_PLAIN_TYPES: dict[FormKind, tuple[type, ...]] = {
+    "truth": (bool,),
+    "integer": (int,),
+    "number": (float, int),
+    "text": (str,),
+}
+"""Kind of a value -> Python's types of it; pictures and tensors are arrays."""
+
+_LEAST_INTEGER, _MOST_INTEGER = -(2**63), 2**63 - 1
 
 TENSOR_BYTES = {
     "bool": 1,
@@ -91,6 +101,30 @@ class Form:
             return f"its shape is {list(shape)}, and {self} is declared"
         return ""
 
+    @property
+    def is_plain(self) -> bool:
+        """Whether its values are Python's bool, int, float or str, not arrays."""
+        return self.kind in _PLAIN_TYPES
+
+    def why_not_plain(self, value: object) -> str:
+        """Why a value is not Python's bool, int, float or str of this form; "": it is. An int is a number, a bool is no
+        int, and numbers are finite.
+        """
+        if not isinstance(value, _PLAIN_TYPES.get(self.kind, ())) or (self.kind != "truth" and isinstance(value, bool)):
+            return f"it is a {type(value).__name__}, and {self} is declared"
+        if isinstance(value, str):
+            return self._why_not_text(value)
+        if self.kind == "integer" and isinstance(value, int) and not _LEAST_INTEGER <= value <= _MOST_INTEGER:
+            return "it is no integer of 64 bits"
+        return "it is no finite number" if isinstance(value, int | float) and not _is_finite(value) else ""
+
+    def _why_not_text(self, value: str) -> str:
+        try:
+            nbytes = len(value.encode())
+        except UnicodeEncodeError as error:
+            return f"it is no text in UTF-8: {error.reason}"
+        return self.why_not((nbytes,), "uint8")
+
     def why_not_from(self, made: Form) -> str:
         """Why a port of this form does not take all that a port of another form makes; "": it does."""
         if made.kind != self.kind:
@@ -103,6 +137,13 @@ class Form:
         if self.kind == "text":
             return f"text of up to {self.size} bytes"
         return f"picture of up to {self.shape[1]} x {self.shape[0]} px" if self.kind == "picture" else self.kind
+
+
+def _is_finite(value: float) -> bool:
+    try:
+        return isfinite(value)
+    except OverflowError:  # an int beyond all floats
+        return False
 
 
 TRUTH, INTEGER, NUMBER = Form("truth"), Form("integer"), Form("number")

@@ -5,9 +5,8 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterator, Sequence
 
-from core.graph.form import Form
 from core.graph.op import Port
-from core.graph.workflow import Literal, Node, Workflow
+from core.graph.workflow import Node, Workflow
 
 MAX_PORTS = 64
 """Most inputs, and most outputs, of one node: each is named in the message that runs it."""
@@ -20,9 +19,6 @@ MAX_TEXT_LITERALS = 4 * 1024
 
 Problem = tuple[str, str]
 """(input, or ""; what is wrong with it)"""
-
-_KINDS: dict[str, tuple[type, ...]] = {"truth": (bool,), "integer": (int,), "number": (float, int), "text": (str,)}
-"""Kind of a form -> types of its literals."""
 
 
 def port_of(ports: Sequence[Port], name: str) -> Port | None:
@@ -113,18 +109,8 @@ def _problems_of_literals(node: Node) -> Iterator[Problem]:
         port = port_of(node.takes, name)
         if port is None or port.form is None:
             yield name, "it has no input of this name"
-        elif problem := why_not_literal(port.form, literal):
-            yield name, problem
+        elif problem := port.form.why_not_plain(literal):
+            yield name, f"its literal: {problem}"
     texts = [each for each in node.literals.values() if isinstance(each, str)]
-    if (nbytes := sum(len(each.encode()) for each in texts)) > MAX_TEXT_LITERALS:
+    if (nbytes := sum(len(each.encode(errors="replace")) for each in texts)) > MAX_TEXT_LITERALS:
         yield "", f"its literals are {nbytes} bytes of text, and there may be {MAX_TEXT_LITERALS}; give it by an input"
-
-
-def why_not_literal(form: Form, value: Literal) -> str:
-    """Why a constant is no value of a form; "": it is one."""
-    types = _KINDS.get(form.kind, ())
-    if not isinstance(value, types) or (isinstance(value, bool) and form.kind != "truth"):
-        return f"it takes {form}, and its literal is {type(value).__name__}"
-    if isinstance(value, str):
-        return form.why_not((len(value.encode()),), "uint8") and f"its literal is longer than {form}"
-    return ""

@@ -20,7 +20,7 @@ class EngineRequest(Message, frozen=True):
     """One request to an engine: a head that all kinds of request have, and the spec. Sent by the API server."""
 
     request_id: str
-    model: str  # name of a served model
+    model: str  # name of a served model; "": of none, see RunSpec
     workflow: str  # name, see core.graph.catalog
     spec: Spec  # what it asks for
     rounds: tuple[int, ...]  # of each of the workflow's regions, at least 1

@@ -272,7 +272,8 @@ class WorkerFailed(Message, frozen=True):
 
     rank: int
     failure: Failure
-    request_id: str = ""  # of the request that is to blame, which fails with it; "": nobody knows
+    # What is to blame: a request, by id, which fails with it, or a component that took too long to load.
+    culprit: str | ModelKey | None = None  # None: nobody knows
 
 
 FromWorker = (

@@ -196,9 +196,9 @@ class Fleet:
 
     def serving(self, model: str, now: float) -> Fleet:
         """The fleet without the engines that do not serve a model, and without those that refuse it at the moment,
-        unless all others do. Read-only.
+        unless all others do. "": any engine serves. Read-only.
         """
-        if model not in self._refused and not self._models.differs:
+        if model not in self._refused and (not self._models.differs or not model):
             return self
         serving = self.is_alive & (self._models.bar(model) == 0.0)
         willing = serving.copy()

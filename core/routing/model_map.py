@@ -115,7 +115,7 @@ class ModelMap:
         self._until[engine] = self._reported_until[engine] = 0.0
 
     def _take(self, engine: int, load: ModelLoad, now: float) -> None:
-        weights = Weights(load.model, load.is_segmenter)
+        weights = Weights(load.name, load.kind)
         places = self._places.get(weights)
         if places is None:
             places = self._places[weights] = _Places(self._num_engines)
@@ -129,8 +129,8 @@ class ModelMap:
     # ------------------------------------------------------------------------------------------------- queries
 
     def bar(self, model: str) -> Vector | float:
-        """Infinity where the model is not served, else 0."""
-        if not self.differs:
+        """Infinity where the model is not served, else 0. "": any engine serves."""
+        if not self.differs or not model:
             return 0.0
         found = self._bars.get(model)
         if found is None:

@@ -6,6 +6,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
+from core.costs.load_report import WeightsKind
 from core.graph.catalog import WORKFLOWS
 from core.graph.workflow import Node, Workflow, role_of
 from core.messages.engine import EngineRequest, PrimeTemplate
@@ -32,7 +33,7 @@ class RequestShape:
     request by `of_request` and `of_template`.
     """
 
-    model: str
+    model: str  # "": none, users' classes compute it
     # Steps.
     num_steps: int  # denoising steps
     full_steps: int  # steps that compute all tokens; the others compute active and text tokens
@@ -61,9 +62,7 @@ class RequestShape:
     def of_request(cls, request: EngineRequest, info: ModelInfo) -> RequestShape:
         """info: of the request's model."""
         spec, scheme = request.spec, info.page_scheme
-        if isinstance(spec, RunSpec):  # what users' classes cost is known to engines alone
-            unknown = (Encoding(request.model, RUN.name, 0),)
-            return cls(request.model, 0, 0, 0, 0, 0, priority=request.priority, owner=request.owner, encodings=unknown)
+        assert not isinstance(spec, RunSpec), "it is of no model"
         workflow = WORKFLOWS[request.workflow]
 
         def tokens_of(canvas: str) -> int:
@@ -96,9 +95,20 @@ class RequestShape:
             denoiser=info.name if workflow.paged is None else _player(info, workflow.paged),
             loops=loops_of(workflow, info, request.rounds, tokens_of),
             encodings=encodings_of(workflow, info, tokens_of),
-            needed=tuple(
-                Weights(request.model, each) for each in sorted({_finds_mask(node) for node in workflow.nodes})
-            ),
+            needed=tuple(Weights(request.model, kind) for kind in sorted(set(map(_weights_kind, workflow.nodes)))),
+        )
+
+    @classmethod
+    def of_run(cls, request: EngineRequest, workflow: Workflow) -> RequestShape:
+        """workflow: of users' classes, whose names are its roles. What they cost is known to engines alone."""
+        classes = dict.fromkeys(Weights(role_of(node), "class") for node in workflow.nodes)
+        return cls(
+            "",
+            *(0, 0, 0, 0, 0),
+            priority=request.priority,
+            owner=request.owner,
+            encodings=(Encoding("", RUN.name, 0),),
+            needed=tuple(classes),
         )
 
     @classmethod
@@ -165,8 +175,8 @@ def encodings_of(workflow: Workflow, info: ModelInfo, tokens_of: TokensOf) -> tu
     return tuple(Encoding(_player(info, node), node.op, tokens_of(node.canvas)) for node in once)
 
 
-def _finds_mask(node: Node) -> bool:
-    return node.op == SEGMENT.name
+def _weights_kind(node: Node) -> WeightsKind:
+    return "segmenter" if node.op == SEGMENT.name else "model"
 
 
 def _player(info: ModelInfo, node: Node) -> str:

@@ -1,12 +1,14 @@
-"""Weights: what requests of a model need to be loaded."""
+"""Weights: what requests need to be loaded."""
 
 from __future__ import annotations
 
 from typing import NamedTuple
 
+from core.costs.load_report import WeightsKind
+
 
 class Weights(NamedTuple):
-    """Those of a model, or of its segmenter, which only requests need whose mask is to be found."""
+    """Those of a model, of its segmenter, or of a user's class."""
 
-    model: str
-    is_segmenter: bool = False
+    name: str  # of the model or the class
+    kind: WeightsKind = "model"

@@ -24,7 +24,7 @@ from core.graph.catalog import WORKFLOWS, with_registered
 from core.graph.check import check_workflow
 from core.graph.op import OPS
 from core.graph.workflow import Workflow
-from core.handles import LoadedComponent
+from core.handles import LoadedComponent, ModelKey
 from core.messages.engine import Aborted, DropTemplate, EngineRequest, Failed, PrimeTemplate
 from core.messages.worker import BatchResult, CostSample, Free, Load, PageCopied, StepPlan, TransferDone
 from core.model_info import ModelInfo
@@ -85,7 +85,8 @@ class StepScheduler:
         most_ranks = min(num_workers, config.max_degree) if self._policy.shares_steps else 1
         self._bindings = Bindings(self.models, classes)
         set_size = config.degree if self._policy.spreads_models else num_workers
-        loading = sizes, config.model_bytes, self.cost.predict_load
+        declared = [LoadedComponent(each.key, each.nbytes) for each in sorted(classes, key=lambda each: each.nbytes)]
+        loading = [*sizes, *declared], config.model_bytes, self.cost.predict_load
         residency = Residency(self._bindings, num_workers, set_size, *loading)
         self._predictor = Predictor(self.cost, self._bindings, most_ranks)
         self._step_limit = StepLimit(config.max_num_batched_tokens)
@@ -209,26 +210,34 @@ class StepScheduler:
     # ------------------------------------------------------------------------------------------------- ranks
 
     def lose_rank(
-        self, rank: int, failure: Failure, now: float = 0.0, *, is_fast: bool = False, culprit: str = ""
+        self,
+        rank: int,
+        failure: Failure,
+        now: float = 0.0,
+        *,
+        is_fast: bool = False,
+        culprit: str | ModelKey | None = None,
     ) -> None:
         """Note that a rank's worker has died. Requests that have lost something with it resume from what is left, on
         other ranks or when it joins again. failure: the failure of requests that have used up their retries. is_fast:
-        it had served only briefly, so that what it ran may be to blame. culprit: id of the request that is to blame,
-        and alone fails with it; "": nobody knows.
+        it had served only briefly, so that what it ran may be to blame. culprit: what is to blame, whenever it died: a
+        request by its id, which fails with it, or the component that it was loading; None: nobody knows.
         """
         loading = self._loads.residency.loading_now(rank)
-        if (to_blame := self._requests.get(culprit)) is not None:
+        if isinstance(culprit, str) and (to_blame := self._requests.get(culprit)) is not None:
             self._endings.fail(to_blame, failure)
         self.ranks.lose(rank)
-        aftermath = self._recovery.lose(rank, failure, is_solved=bool(culprit))
+        aftermath = self._recovery.lose(rank, failure, culprit)
         self._endings.fail_each(aftermath.failed)
         for job_id, result in aftermath.failed_jobs:
             self._results.apply_job(job_id, result)
         self._apply_landed()
         for request in aftermath.requests.values():
             self._results.settle(request)
-        if is_fast and not culprit:
-            self._refusals.note_death(rank, aftermath.blame, loading, failure, now)
+        if isinstance(culprit, ModelKey):
+            self._refusals.note_failed_load(rank, culprit, failure, now)
+        elif is_fast or culprit is not None:
+            self._refusals.note_death(rank, aftermath.blame, None if culprit else loading, failure, now)
         self._outputs += self.cache.take_answers()
 
     def join_rank(self, rank: int, components: Iterable[LoadedComponent], port: int = 0) -> None:

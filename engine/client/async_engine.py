@@ -173,7 +173,8 @@ class AsyncEngine:
         Raises InvalidRequestError that names the input, OverloadedError, DeadlineExceededError, EngineError and its
         subclasses, of which RunError names the node that has failed.
         """
-        choice, services = self.choose_model(), self.services
+        services = self.services
+        self._check_up()
         workflow = self._workflows.get(asked.workflow)
         if workflow is None or not workflow.has_own_ports:
             known = ", ".join(each.name for each in self.config.engine.workflows) or "none"
@@ -181,7 +182,7 @@ class AsyncEngine:
                 f"Invalid 'workflow': there is no workflow '{shorten(asked.workflow)}' of classes; there are {known}."
             )
             raise InvalidRequestError(message, param="workflow")
-        session = RunSession(services, request_id, asked, workflow, choice)
+        session = RunSession(services, request_id, asked, workflow)
         services.admission.check_queue(session)
         with services.sessions.track(session):
             return await session.run()
@@ -218,16 +219,21 @@ class AsyncEngine:
             self.metrics.observe_rejected("shutting_down" if self.is_closing else "not_ready")
             raise not_ready(is_closing=self.is_closing)
 
-    def _check_served(self, choice: ModelChoice) -> None:
-        """Check a choice that was made a while ago, right before its session begins, which keeps its adapters. Raises
-        InvalidRequestError if one of them was unloaded, ModelUnavailableError if no engine with its model is left,
-        OverloadedError, also while engines are up and none of them has its model.
+    def _check_up(self, model: str = "") -> None:
+        """Check that a model may be computed; "": none is needed. Raises ModelUnavailableError if no engine with it is
+        left, OverloadedError, also while engines are up and none of them has it.
         """
         self._check_open()
-        router, model = self.services.router, choice.model.name
+        router = self.services.router
         if router.error is None and (error := router.error_of(model)) is not None:
             raise error
         self._refuse_unless(router.is_served(model) or not router.is_ready)
+
+    def _check_served(self, choice: ModelChoice) -> None:
+        """Check a choice that was made a while ago, right before its session begins, which keeps its adapters. Raises
+        InvalidRequestError if one of them was unloaded, and as `_check_up`.
+        """
+        self._check_up(choice.model.name)
         if not self._served.has(choice):
             raise InvalidRequestError("Invalid 'lora': an adapter of this request was unloaded.", param="lora")
 

@@ -12,25 +12,20 @@ from core.errors import InvalidRequestError
 from core.graph.form import Form
 
 RunValue = bool | int | float | str | npt.NDArray[Any]
-"""bool, int, float or str where that is declared; a picture is uint8 [height, width, 3], a tensor as declared."""
-
-_SCALARS: dict[str, tuple[type, ...]] = {"truth": (bool,), "integer": (int,), "number": (float, int), "text": (str,)}
-"""Kind of a form -> types of its values; all others are arrays."""
+"""bool, int, float or str where that is declared; a picture is uint8 [height, width, 3], a tensor as declared. Numbers
+are finite."""
 
 
 def to_array(name: str, form: Form, value: object) -> npt.NDArray[Any]:
-    """A value as an array. Raises InvalidRequestError, with `name` as its param, for one that is not of its form."""
+    """A value as an array whose bytes are in order, a copy only where they are not yet. Raises InvalidRequestError,
+    with `name` as its param, for one that is not of its form.
+    """
     value = value.item() if isinstance(value, np.generic) else value
-    types = _SCALARS.get(form.kind, (np.ndarray,))
-    if not isinstance(value, types) or (isinstance(value, bool) and form.kind != "truth"):
-        raise _refuse(name, f"it is a {type(value).__name__}, and {form} is declared")
-    try:
-        array = _array(form, value)
-    except (OverflowError, UnicodeEncodeError) as error:
-        raise _refuse(name, f"it is no {form}: {error}") from error
-    if problem := form.why_not(array.shape, array.dtype.name):
-        raise _refuse(name, problem)
-    return array
+    if problem := form.why_not_plain(value) if form.is_plain else _why_not_array(form, value):
+        raise InvalidRequestError(f"Invalid '{name}': {problem}.", param=name)
+    if isinstance(value, str):
+        return np.frombuffer(value.encode(), np.uint8)
+    return np.asarray(value, form.dtype, order="C")
 
 
 def from_array(form: Form, array: npt.NDArray[Any]) -> RunValue:
@@ -51,11 +46,9 @@ def array_at(form: Form, place: npt.NDArray[Any], shape: tuple[int, ...]) -> npt
     return place[: math.prod(shape) * dtype.itemsize].view(dtype).reshape(shape)
 
 
-def _array(form: Form, value: Any) -> npt.NDArray[Any]:
-    if isinstance(value, str):
-        return np.frombuffer(value.encode(), np.uint8)
-    return value if isinstance(value, np.ndarray) else np.array(value, form.dtype)
-
-
-def _refuse(name: str, problem: str) -> InvalidRequestError:
-    return InvalidRequestError(f"Invalid '{name}': {problem}.", param=name)
+def _why_not_array(form: Form, value: object) -> str:
+    if not isinstance(value, np.ndarray):
+        return f"it is a {type(value).__name__}, and {form} is declared"
+    if problem := form.why_not(value.shape, value.dtype.name):
+        return problem
+    return "" if value.dtype.kind != "f" or np.isfinite(value).all() else "not all of its numbers are finite"

@@ -246,13 +246,13 @@ class EngineCore:
         self._watchdog.note_answer(rank)
         self._unwatched.discard(rank)
         now, is_fast = time.monotonic(), not restarts.has_proven(PROVEN_SECONDS)
-        is_solved = bool(message.request_id)  # it does not keep dying: one request is to blame, which fails
+        is_solved = message.culprit is not None  # it does not keep dying by itself; what is to blame is refused
         if not is_solved and not restarts.may_restart(now, PROVEN_SECONDS) and not self._has_others(rank):
             self._fail(message)
         if failure.detail:
             logger.error("worker %d failed: %s\n%s", rank, failure.message, failure.detail, extra=of_request(""))
         if rank in self._scheduler.ranks.up:  # else its restart has failed
-            self._scheduler.lose_rank(rank, failure, now, is_fast=is_fast, culprit=message.request_id)
+            self._scheduler.lose_rank(rank, failure, now, is_fast=is_fast, culprit=message.culprit)
             self._answers += self._adapters.lose(rank)
             self._trace.lost(rank)
         seconds = 0.0 if is_solved else restarts.next_wait()

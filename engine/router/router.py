@@ -24,6 +24,7 @@ from core.failure import NEVER_BEGUN, Failure
 from core.ipc.logs import of_request
 from core.ipc.shared_array import Arena
 from core.messages.engine import Aborted, DropTemplate, EngineRequest, Failed, Finished, PartialImage, PrimeTemplate
+from core.messages.specs import RunSpec
 from core.model_info import ModelInfo
 from core.routing.admission import Outlook
 from core.routing.fleet import Fleet
@@ -73,6 +74,7 @@ class Router:
         self._names = [model.name for model in config.engine.models]
         served = [replica.model_names for replica in self._replicas]
         self._fleet = Fleet(size, config.engine.scheduler.max_num_seqs, served if config.engine.engines else ())
+        self._workflows = {each.name: each for each in config.engine.workflows}  # of users' classes
         self._policy = make_policy(config.router_policy)
         self._max_retries = config.engine.scheduler.max_retries
         self._metrics = metrics
@@ -189,17 +191,17 @@ class Router:
         ]
 
     def is_served(self, model: str) -> bool:
-        """Whether an engine that serves this model is up."""
-        return any(
-            is_alive and model in replica.model_names
-            for replica, is_alive in zip(self._replicas, self.alive, strict=True)
-        )
+        """Whether an engine that serves this model is up; "": any engine."""
+        return any(self.alive[replica.rank] for replica in self._serving(model))
+
+    def _serving(self, model: str) -> list[EngineReplica]:
+        return [replica for replica in self._replicas if not model or model in replica.model_names]
 
     def error_of(self, model: str) -> StencilError | None:
-        """Why a model is not served any more; None while an engine that serves it may come up."""
+        """Why a model is not served any more; None while an engine that serves it may come up; "": any engine."""
         if (error := self.error) is not None:
             return EngineDeadError(str(error))
-        serving = [replica for replica in self._replicas if model in replica.model_names]
+        serving = self._serving(model)
         if any(replica.error is None for replica in serving):
             return None
         return ModelUnavailableError(f"no engine is left that serves {model}: {serving[-1].error}")
@@ -310,6 +312,8 @@ class Router:
             self._end(routed, Failed(request_id=routed.message.request_id, failure=Failure.of(error)))
 
     def _shape(self, request: EngineRequest | PrimeTemplate) -> RequestShape:
+        if isinstance(request, EngineRequest) and isinstance(request.spec, RunSpec):
+            return RequestShape.of_run(request, self._workflows[request.workflow])
         info = self._models[request.model]
         if isinstance(request, PrimeTemplate):
             return RequestShape.of_template(request, info)

@@ -30,13 +30,13 @@ from model_executor.worker.loading.loader_thread import LoaderThread
 from model_executor.worker.loading.resident import ResidentModels, set_threads
 from model_executor.worker.loading.weights_room import WeightsRoom
 from model_executor.worker.ops.context import WorkerContext
-from model_executor.worker.ops.time_limits import TimeLimits
 from model_executor.worker.probes.cost_probe import known_or_probed
 from model_executor.worker.probes.memory_probe import Gauge, device_page_bytes, gauge_of, room_for
 from model_executor.worker.probes.offload_price import log_offload_price
 from model_executor.worker.runner import Runner
 from model_executor.worker.stores.exchange import Exchange
 from model_executor.worker.stores.tensor_store import TensorStore
+from model_executor.worker.stores.time_limits import TimeLimits
 from model_executor.worker.stores.user_classes import UserClasses
 from model_executor.worker.worker import Worker
 
@@ -52,7 +52,8 @@ def start(
     quiet_libraries()
     classes = UserClasses(settings.classes)
     models = _opened(settings)
-    class_loader = ClassLoader(classes, models.device)
+    limits = TimeLimits(settings.rank, link.report)
+    class_loader = ClassLoader(classes, models.device, limits)
     gauge = gauge_of(models.device)
     in_turns = settings.scheduler.model_bytes > 0
     host = Room.of_offloaded(memory_limit(), settings.num_workers)
@@ -75,8 +76,8 @@ def start(
     groups = None if sockets is None else Groups(settings.rank, settings.group_seconds, models.device)
     adapters = AdapterLoader(settings.rank, models, link.report, thread, adapter_bytes(settings.num_workers))
     waiting, finders = adapters.wait, models.segmenters.finders
-    used = classes, TimeLimits(settings.rank, link.report)
-    context = WorkerContext(models.families, store, arena, pages, models.prompts_of, exchange, waiting, finders, *used)
+    used = models.families, store, arena, pages, models.prompts_of, exchange, waiting, finders, classes, limits
+    context = WorkerContext(*used)
     runner = Runner(settings.rank, context, groups)
     link.send(msgspec.structs.replace(ready, port=groups.port if groups else 0))
     return Worker(settings.rank, link, loader, context, runner, adapters)

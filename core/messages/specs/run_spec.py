@@ -15,7 +15,7 @@ _NO_CANVAS = Canvas(width=0, height=0, num_tokens=0, max_text_tokens=0)
 
 class RunSpec(msgspec.Struct, frozen=True, kw_only=True, tag="run"):
     """Values for a workflow whose nodes have ports of their own, see `core.graph.form`. Arrays are in the sender's
-    arena, and stay valid until the terminal message.
+    arena, and stay valid until the terminal message. The request names no model: any engine has the classes.
     """
 
     inputs: dict[str, ArrayRef]  # by the workflow's names; of the forms that it declares

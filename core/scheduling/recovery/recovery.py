@@ -9,6 +9,7 @@ from dataclasses import dataclass, field, replace
 from core.costs.load_report import RequestLoad
 from core.failure import Failure
 from core.graph.workflow import Node
+from core.handles import ModelKey
 from core.messages.worker import BatchResult, ItemResult
 from core.scheduling.node_cache import NodeCache
 from core.scheduling.ranks.in_flight import Flight, InFlight, LostWork
@@ -75,14 +76,14 @@ class Recovery:
 
     # ------------------------------------------------------------------------------------------------- a death
 
-    def lose(self, rank: int, failure: Failure, *, is_solved: bool = False) -> Aftermath:
-        """Note that a rank has died with everything that it had. failure: why it died. is_solved: who is to blame is
-        known, and has failed: what ran beside it is not suspected.
+    def lose(self, rank: int, failure: Failure, culprit: str | ModelKey | None = None) -> Aftermath:
+        """Note that a rank has died with everything that it had. failure: why it died. culprit: what is to blame, see
+        `StepScheduler.lose_rank`; nothing else is suspected then. None: nobody knows.
         """
         lost = self.in_flight.lose(rank)
-        if is_solved and lost.running is not None and not lost.running.job_id:
+        blame = self._blame(lost.running, culprit)
+        if culprit is not None:
             lost = replace(lost, running=None)
-        blame = self._blame(lost.running)
         for request in self.requests:
             request.lose_rank(rank)
         ids = [*self._land_lost_work(lost), *self._lose_values(rank), *self._readers_of_deliveries(rank)]
@@ -149,13 +150,16 @@ class Recovery:
             if any(ref.is_deferred and ref.rank == rank for ref in item.inputs):
                 yield item.request_id
 
-    def _blame(self, running: Flight | None) -> Blame | None:
+    def _blame(self, running: Flight | None, culprit: str | ModelKey | None) -> Blame | None:
         if running is None:
             return None
         if running.job_id:
             owners = self.cache.owners_of(running.job_id)
-            return Blame(running.keys, Suspects(frozenset({running.job_id}), owners)) if owners else None
-        requests = [self.requests[item.request_id] for item in running.batch.items]
+            has_suspect = owners and culprit is None
+            return Blame(running.keys, Suspects(frozenset({running.job_id}), owners)) if has_suspect else None
+        ids = [item.request_id for item in running.batch.items if culprit in (None, item.request_id)]
+        if not (requests := [self.requests[request_id] for request_id in ids]):
+            return None
         owners = frozenset(request.head.owner for request in requests)
         return Blame(running.keys, Suspects(frozenset(request.id for request in requests), owners))
 

@@ -1,4 +1,4 @@
-"""LoadTimes: when the weights of each model could be used on one engine, for its router.
+"""LoadTimes: when the weights of each model and class could be used on one engine, for its router.
 
 What ranks are loading comes first, then what live requests lack, in the order in which they came, and then any other
 model. Each load is assumed to go to the set of ranks that ends it soonest. Which components are dropped for it, and
@@ -9,8 +9,9 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
 
-from core.costs.load_report import ModelLoad, ModelState
+from core.costs.load_report import ModelLoad, ModelState, WeightsKind
 from core.handles import ModelKey, RankIds
+from core.run_class import RUN_CLASS
 from core.scheduling.ranks.residency import Residency, keys_of
 from core.scheduling.requests.bindings import Bindings, Needs
 
@@ -33,7 +34,7 @@ class LoadTimes:
     def __init__(self, bindings: Bindings, residency: Residency) -> None:
         self._residency = residency
         self._weights = tuple(_weights(bindings, residency))
-        self._told: dict[tuple[str, bool], ModelLoad] = {}  # (model, whether of its segmenter) -> as last reported
+        self._told: dict[tuple[str, WeightsKind], ModelLoad] = {}  # (name, kind) -> as last reported
         self.seconds = 0.0  # until what requests lack is loaded, as last predicted
         self._seen: tuple[int, tuple[Needs, ...]] = -1, ()  # version of the residency, and what requests lacked then
 
@@ -46,28 +47,30 @@ class LoadTimes:
         self._seen = residency.version, lacking
         forecast, states = _LoadForecast(residency, lacking), residency.states()
         found = (
-            ModelLoad(model, is_segmenter, *forecast.of(own, "unloaded" if is_segmenter else states[model]))
-            for model, is_segmenter, own in self._weights
+            ModelLoad(name, kind, *forecast.of(own, states[name] if kind == "model" else "unloaded"))
+            for name, kind, own in self._weights
         )
         changed = tuple(load for load in found if not self._is_told(load))
-        self._told |= {(load.model, load.is_segmenter): load for load in changed}
+        self._told |= {(load.name, load.kind): load for load in changed}
         self.seconds = forecast.seconds
         return forecast.seconds, changed
 
     def _is_told(self, load: ModelLoad) -> bool:
-        told = self._told.get((load.model, load.is_segmenter))
+        told = self._told.get((load.name, load.kind))
         if told is None or told.state != load.state:
             return False
         return abs(told.seconds - load.seconds) <= SAME * max(told.seconds, load.seconds)
 
 
-def _weights(bindings: Bindings, residency: Residency) -> Iterator[tuple[str, bool, Needs]]:
-    """(model, whether they are of its segmenter, what they consist of), of all models but adapters."""
+def _weights(bindings: Bindings, residency: Residency) -> Iterator[tuple[str, WeightsKind, Needs]]:
+    """(name, kind, what they consist of), of all classes, and all models but adapters."""
     for name, info in bindings.models.items():
         if not info.parent:
-            yield name, False, residency.needs_of(name)
+            yield name, "model", residency.needs_of(name)
             if info.segmenter:
-                yield name, True, (bindings.keys(name, "segmenter"),)
+                yield name, "segmenter", (bindings.keys(name, "segmenter"),)
+    for name in bindings.classes:
+        yield name, "class", (bindings.keys(name, RUN_CLASS),)
 
 
 class _LoadForecast:

@@ -57,10 +57,12 @@ class Bindings:
         self._bindings: dict[tuple[str, str], Binding] = {}  # (model, workflow) -> its binding
 
     def of(self, model: str, workflow: Workflow) -> Binding:
-        """The binding of a served model for a workflow. Raises KeyError for an unknown model."""
+        """The binding of a served model for a workflow; "": of none, if classes play all roles. Raises KeyError for an
+        unknown model.
+        """
         found = self._bindings.get((model, workflow.name))
         if found is None:
-            roles = self.models[model].roles
+            roles = self.models[model].roles if model else {}
             models = {node.name: self._player(node, roles, model) for node in workflow.nodes}
             keys = {node.name: self.keys(models[node.name], op_of(node).component) for node in workflow.nodes}
             needs = tuple(each for each in dict.fromkeys(keys.values()) if each.keys)

@@ -8,18 +8,17 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections.abc import Mapping
+from typing import Any
 
-import numpy as np
+import numpy.typing as npt
 
 from core.errors import DeadlineExceededError, InvalidRequestError
 from core.graph.form import Form
 from core.graph.port_checks import port_of
 from core.graph.workflow import Workflow
 from core.handles import ArrayRef
-from core.ipc.shared_array import carve
 from core.messages.engine import Aborted, EngineRequest, Failed, Finished
 from core.messages.specs import RunSpec
-from core.model_choice import ModelChoice
 from engine.client.run_input import RunInput
 from engine.client.run_values import RunValue, array_at, from_array, to_array
 from engine.client.services import Services
@@ -34,11 +33,8 @@ logger = logging.getLogger("stencil.engine")
 class RunSession(Session):
     """Called in this order: run, give_up, close. One caller."""
 
-    def __init__(
-        self, services: Services, request_id: str, asked: RunInput, workflow: Workflow, choice: ModelChoice
-    ) -> None:
-        """choice: of a served model, which the engine knows the request by."""
-        super().__init__(choice, asked.owner, 1, asked.priority)
+    def __init__(self, services: Services, request_id: str, asked: RunInput, workflow: Workflow) -> None:
+        super().__init__(None, asked.owner, 1, asked.priority)
         self._services = services
         self._id = request_id
         self._asked = asked
@@ -72,15 +68,12 @@ class RunSession(Session):
         raise AssertionError(f"{self._id} runs classes, and was answered with {self._answer}")
 
     async def _store_inputs(self) -> dict[str, ArrayRef]:
-        """Copy the inputs to shared memory, beside the event loop."""
-        arrays = {name: to_array(name, self._form(name), value) for name, value in self._asked.inputs.items()}
-        places = {
-            name: carve(self._memory.alloc(max(1, array.nbytes)), 0, array.shape, array.dtype.name)
-            for name, array in arrays.items()
-        }
-        for name, array in arrays.items():
-            await asyncio.to_thread(np.copyto, self._services.arena.view(places[name]), array)
-        return places
+        """Check the inputs, beside the event loop, and copy them to shared memory."""
+        arrays = await asyncio.to_thread(self._checked_inputs)
+        return {name: await self._memory.store_array(array) for name, array in arrays.items()}
+
+    def _checked_inputs(self) -> dict[str, npt.NDArray[Any]]:
+        return {name: to_array(name, self._form(name), value) for name, value in self._asked.inputs.items()}
 
     def _form(self, name: str) -> Form:
         port = port_of(self._workflow.inputs, name)

@@ -16,16 +16,16 @@ DisplacedFor = Literal["class", "owner"]
 class Session(ABC):
     """The interface that `RunningSessions` uses to count, displace, give up and close requests.
 
-    model, patches: that it uses; an adapter's name is none of a model. owner: see EditInput. num_images: places that it
-    takes in the queue. priority: its class, 0 = the default, lower = more urgent. is_idle_work: computed while there is
-    no other work, given up at shutdown. arrival: seconds of CLOCK_MONOTONIC.
+    model, patches: that it uses, "" if users' classes compute it; an adapter's name is none of a model. owner: see
+    EditInput. num_images: places that it takes in the queue. priority: its class, 0 = the default, lower = more urgent.
+    is_idle_work: computed while there is no other work, given up at shutdown. arrival: seconds of CLOCK_MONOTONIC.
     """
 
     def __init__(
-        self, choice: ModelChoice, owner: str, num_images: int, priority: int = 0, *, is_idle_work: bool = False
+        self, choice: ModelChoice | None, owner: str, num_images: int, priority: int = 0, *, is_idle_work: bool = False
     ) -> None:
-        self.model = choice.model.name
-        self.patches = choice.patches
+        self.model = "" if choice is None else choice.model.name
+        self.patches = () if choice is None else choice.patches
         self.owner = owner
         self.num_images = num_images
         self.priority = priority

@@ -57,7 +57,7 @@ class AdapterLoader:
             known = {patch: size for (model, patch), size in self._nbytes.items() if model == message.model}
             adapter = self._models.add_adapter(message.model, config, message.patch, left, known)
             self._nbytes[message.model, adapter.patch] = adapter.nbytes
-        except Exception as error:  # the thread's outermost handler: a bad file fails its own request
+        except BaseException as error:  # whatever it is, a bad file fails its own request
             logger.warning("adapter %s was not loaded: %s", message.name, error, extra=of_request(""))
             return AdapterLoaded(self._rank, message.request_id, failure=_failure(error))
         return AdapterLoaded(self._rank, message.request_id, adapter.patch, defaults=adapter.defaults)
@@ -67,7 +67,7 @@ class AdapterLoader:
         self._models.drop_adapter(message.model, message.patch)
 
 
-def _failure(error: Exception) -> Failure:
+def _failure(error: BaseException) -> Failure:
     if isinstance(error, ConfigError):  # about the file: the client named it
         return Failure.of(InvalidRequestError(f"Invalid 'lora_path': {error}.", param="lora_path"))
     return Failure.of(error, traceback.format_exc())

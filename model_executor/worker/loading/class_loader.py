@@ -14,15 +14,16 @@ from core.handles import LoadedComponent, ModelKey
 from core.run_class import RunClass
 from model_executor.device_failures import is_out_of_memory
 from model_executor.worker.loading.resident import weight_bytes
-from model_executor.worker.stores.user_classes import UserClass, UserClasses
+from model_executor.worker.stores.time_limits import TimeLimits
+from model_executor.worker.stores.user_classes import UserClass, UserClasses, in_words
 
 
 class ClassLoader:
-    """classes: where they are put in use. device: that they are loaded on."""
+    """classes: where they are put in use. device: that they are loaded on. limits: of the time that loads take."""
 
-    def __init__(self, classes: UserClasses, device: torch.device) -> None:
+    def __init__(self, classes: UserClasses, device: torch.device, limits: TimeLimits) -> None:
         """Imports all classes. Raises ConfigError for one that cannot be used."""
-        self._classes, self._device = classes, device
+        self._classes, self._device, self._limits = classes, device, limits
         self._types = {each.key: _imported(each) for each in classes.configs.values()}
 
     def __contains__(self, key: ModelKey) -> bool:
@@ -33,15 +34,17 @@ class ClassLoader:
         memory."""
         if (known := self._classes.find(key)) is not None:
             return known
-        config = next(each for each in self._classes.configs.values() if each.key == key)
+        alike = [each for each in self._classes.configs.values() if each.key == key]
+        config = max(alike, key=lambda each: each.load_seconds)
         try:
-            made: UserClass = self._types[key]()
-            told = made.load(str(self._device), getattr(torch, config.dtype))
-        except (Exception, SystemExit) as error:  # a user's class may raise anything
-            if isinstance(error, Exception) and is_out_of_memory(error):
+            with self._limits.of_load(config):
+                made: UserClass = self._types[key]()
+                told = made.load(str(self._device), getattr(torch, config.dtype))
+            loaded = LoadedComponent(key, told if type(told) is int and told >= 0 else _attribute_bytes(made))
+        except BaseException as error:  # a user's class may raise anything; panics of Rust are no Exceptions
+            if is_out_of_memory(error):
                 raise
-            raise ConfigError(f"{config.name} ({config.path}): {type(error).__name__}: {error}") from error
-        loaded = LoadedComponent(key, told if type(told) is int and told >= 0 else _attribute_bytes(made))
+            raise ConfigError(f"{config.name} ({config.path}): {in_words(error)}") from error
         self._classes.put(made, loaded)
         return loaded
 
@@ -55,8 +58,8 @@ def _imported(config: RunClass) -> type[Any]:
     path, _, name = config.path.partition(":")
     try:
         found = getattr(import_module(path), name)
-    except (Exception, SystemExit) as error:  # a user's module may raise anything
-        why = f"{type(error).__name__}: {error}; workers import it, so its folder must be on PYTHONPATH"
+    except BaseException as error:  # a user's module may raise anything
+        why = f"{in_words(error)}; workers import it, so its folder must be on PYTHONPATH"
         raise ConfigError(f"classes: {config.name}: path {config.path}: {why}") from error
     if not isinstance(found, type) or inspect.isabstract(found):
         raise ConfigError(f"classes: {config.name}: path {config.path} is no class that can be made; name another")

@@ -91,7 +91,7 @@ class ComponentLoader:
         started = time.monotonic()
         try:
             loaded = self._loaded(key)
-        except Exception as error:  # whatever it is, it fails the requests that need this component, not the worker
+        except BaseException as error:  # whatever it is, it fails the requests that need this component alone
             error = OutOfMemoryError(NO_ROOM) if is_out_of_memory(error) else error
             where = "" if isinstance(error, StencilError) else f"\n{traceback.format_exc()}"
             logger.error("a model cannot be loaded: %s%s", error, where, extra=of_request(""))

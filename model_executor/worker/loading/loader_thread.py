@@ -26,8 +26,8 @@ class LoaderThread:
         self._jobs: queue.SimpleQueue[tuple[Job, threading.Event]] = queue.SimpleQueue()
         self._thread: threading.Thread | None = None
 
-    def put(self, job: Job) -> Callable[[], object]:
-        """Do a job after those before it; returns a function that waits until it is done. Main thread only."""
+    def put(self, job: Job) -> Callable[..., bool]:
+        """Do a job after those before it; returns `Event.wait`, which waits until it is done. Main thread only."""
         if self._thread is None:  # a daemon: the process ends while a load is under way
             self._thread = threading.Thread(target=self._run, name="loader", daemon=True)
             self._thread.start()
@@ -42,6 +42,6 @@ class LoaderThread:
             job, is_done = self._jobs.get()
             try:
                 job()
-            except Exception:  # the thread's outermost handler: later jobs are not to wait for ever
+            except BaseException:  # panics of Rust are no Exceptions: later jobs are not to wait for ever
                 logger.exception("a change to the loaded models failed", extra=of_request(""))
             is_done.set()

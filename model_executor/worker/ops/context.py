@@ -18,11 +18,11 @@ from core.run_class import RUN_CLASS
 from model_executor.models.base import Family
 from model_executor.page_cache.page_store import PageStore
 from model_executor.parallel.group import Group
-from model_executor.worker.ops.time_limits import TimeLimits
 from model_executor.worker.stores.exchange import Exchange
 from model_executor.worker.stores.mask_finder import MaskFinder
 from model_executor.worker.stores.prompt_cache import PromptCache
 from model_executor.worker.stores.tensor_store import SharedMemory, TensorStore
+from model_executor.worker.stores.time_limits import TimeLimits
 from model_executor.worker.stores.user_classes import UserClasses
 
 _NONE: Mapping[str, str] = MappingProxyType({})

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from typing import Any
 
 import numpy as np
 import torch
@@ -11,13 +13,13 @@ from torch import Tensor
 from core.errors import RunError
 from core.graph.form import Form
 from core.graph.op import Port
+from core.graph.workflow import Literal
 from core.messages.worker import Item, ItemResult
 from core.scheduling.ops.run import Run
+from core.validation import shorten
 from model_executor.device_failures import is_out_of_memory, wait_for_device
 from model_executor.worker.ops.context import WorkerContext
-
-_SCALARS: dict[str, tuple[type, ...]] = {"truth": (bool,), "integer": (int,), "number": (float, int)}
-"""Kind of a form -> types of what a class returns for it."""
+from model_executor.worker.stores.user_classes import in_words
 
 
 def run(context: WorkerContext, items: Sequence[Item]) -> list[ItemResult]:
@@ -28,7 +30,7 @@ def run(context: WorkerContext, items: Sequence[Item]) -> list[ItemResult]:
     work = item.work
     assert isinstance(work, Run)
     inputs = _inputs(context, item, work)
-    with context.time_limits.of(item, context.classes.configs[item.model].seconds):
+    with context.time_limits.of(item, context.classes.configs[item.model]):
         made = _execute(context, item, inputs)
         values = _checked(item, work.makes, made)
         wait_for_device()
@@ -43,7 +45,14 @@ def _inputs(context: WorkerContext, item: Item, work: Run) -> dict[str, object]:
     forms = {port.name: port.form for port in work.takes}
     arrays = {name: context.shared(array) for name, array in work.given.items()}
     arrays |= {ref.input: context.read(ref) for ref in item.inputs}
-    return dict(work.literals) | {name: _given(context, forms[name], array) for name, array in arrays.items()}
+    literals = {name: _constant(forms[name], value) for name, value in work.literals.items()}
+    return literals | {name: _given(context, forms[name], array) for name, array in arrays.items()}
+
+
+def _constant(form: Form | None, value: Literal) -> Literal:
+    """What a class gets for a literal."""
+    assert form is not None, "check_workflow lets no port pass without a form"
+    return float(value) if form.kind == "number" else value
 
 
 def _given(context: WorkerContext, form: Form | None, array: Tensor) -> object:
@@ -59,50 +68,77 @@ def _given(context: WorkerContext, form: Form | None, array: Tensor) -> object:
 
 
 def _execute(context: WorkerContext, item: Item, inputs: dict[str, object]) -> object:
-    """What a class returns. Raises RunError for whatever it raises, but for a lack of memory."""
-    try:
+    """What a class returns."""
+    with _blamed(item, f"class {item.model} raised"):
         return context.classes.of(item.model).execute(**inputs)
-    except (Exception, SystemExit) as error:  # a user's class may raise anything
-        if isinstance(error, Exception) and is_out_of_memory(error):
-            raise
-        raise RunError.at(item.node, f"class {item.model} raised {type(error).__name__}: {error}") from error
 
 
 def _checked(item: Item, makes: Sequence[Port], made: object) -> dict[str, Tensor]:
     """The outputs as arrays. Raises RunError that says which of them is not as it is declared."""
+    with _blamed(item, f"what class {item.model} returned cannot be read:"):
+        problem, values = _taken([port.name for port in makes], made)
+    if problem:
+        raise RunError.at(item.node, f"class {item.model} returned {problem}")
+    return {port.name: _output(item, port, values[port.name]) for port in makes}
+
+
+@contextmanager
+def _blamed(item: Item, what: str) -> Iterator[None]:
+    """Run what a user's class has made: whatever it raises becomes a RunError that names node and cause, but for a lack
+    of memory. what: the cause, in words.
+    """
+    try:
+        yield
+    except BaseException as error:  # a user's class may raise anything; panics of Rust are no Exceptions
+        if is_out_of_memory(error):
+            raise
+        raise RunError.at(item.node, f"{what} {in_words(error)}") from error
+
+
+def _taken(wanted: Sequence[str], made: object) -> tuple[str, dict[str, object]]:
+    """(what is wrong with what a class has returned, or ""; its outputs by name)"""
     if not isinstance(made, Mapping):
-        raise RunError.at(item.node, f"class {item.model} returned {type(made).__name__}, and a dict of outputs is due")
-    wanted = [port.name for port in makes]
-    if problem := next((f"lacks its output {name}" for name in wanted if name not in made), ""):
-        raise RunError.at(item.node, f"what class {item.model} returned {problem}")
-    if unknown := next((name for name in made if name not in wanted), None):
-        raise RunError.at(item.node, f"class {item.model} returned {unknown!r}, and {', '.join(wanted)} are declared")
-    return {port.name: _array(item, port, made[port.name]) for port in makes}
+        return f"{type(made).__name__}, and a dict of outputs is due", {}
+    if lacking := next((name for name in wanted if name not in made), ""):
+        return f"what lacks its output {lacking}", {}
+    for name in made:
+        if name not in wanted:
+            return f"{shorten(repr(name))}, and {', '.join(wanted)} are declared", {}
+    return "", {name: made[name] for name in wanted}
 
 
-def _array(item: Item, port: Port, value: object) -> Tensor:
+def _output(item: Item, port: Port, value: object) -> Tensor:
     assert port.form is not None, "check_workflow lets no port pass without a form"
     form, where = port.form, f"output {port.name} of class {item.model}"
-    array = value if isinstance(value, Tensor) and form.kind in ("picture", "tensor") else _plain(form, value)
-    if array is None or array.layout is not torch.strided:
-        raise RunError.at(item.node, f"{where}: it is a {type(value).__name__}, and {form} is declared")
-    if problem := form.why_not(array.shape, str(array.dtype).removeprefix("torch.")):
-        raise RunError.at(item.node, f"{where}: {problem}")
-    if array.is_floating_point() and not bool(torch.isfinite(array).all()):
-        raise RunError.at(item.node, f"{where}: not all of its numbers are finite")
-    return array.detach().clone(memory_format=torch.contiguous_format)
+    with _blamed(item, f"{where} cannot be read:"):
+        problem = form.why_not_plain(value) if form.is_plain else _why_not_array(form, value)
+        if not problem:
+            return _array(form, value)
+    raise RunError.at(item.node, f"{where}: {problem}")
 
 
-def _plain(form: Form, value: object) -> Tensor | None:
-    """Text or a number as an array; None: it is neither, or not of this form."""
-    if form.kind == "text" and isinstance(value, str):
-        return torch.from_numpy(np.frombuffer(value.encode(errors="replace"), np.uint8).copy())
-    if not isinstance(value, _SCALARS.get(form.kind, ())) or (isinstance(value, bool) and form.kind != "truth"):
-        return None
-    try:
-        return torch.tensor(value, dtype=getattr(torch, form.dtype))
-    except (OverflowError, RuntimeError):  # an int beyond 64 bits
-        return None
+def _why_not_array(form: Form, value: object) -> str:
+    """Why a value is no picture or tensor of a form; "": it is one."""
+    if not isinstance(value, Tensor) or value.layout is not torch.strided:
+        return f"it is a {type(value).__name__}, and {form} is declared"
+    if value.is_meta:
+        return "it is on the device meta, where tensors have no content"
+    if problem := form.why_not(value.shape, str(value.dtype).removeprefix("torch.")):
+        return problem
+    return (
+        ""
+        if not value.is_floating_point() or bool(torch.isfinite(value).all())
+        else "not all of its numbers are finite"
+    )
+
+
+def _array(form: Form, value: Any) -> Tensor:
+    """A copy of a value of a form."""
+    if isinstance(value, Tensor):
+        return value.detach().clone(memory_format=torch.contiguous_format)
+    if isinstance(value, str):
+        return torch.from_numpy(np.frombuffer(value.encode(), np.uint8).copy())
+    return torch.tensor(value, dtype=getattr(torch, form.dtype))
 
 
 def _bytes_of(array: Tensor) -> Tensor:

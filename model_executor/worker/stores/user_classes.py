@@ -9,6 +9,10 @@ import torch
 
 from core.handles import LoadedComponent, ModelKey
 from core.run_class import RunClass
+from core.validation import shorten
+
+MAX_WORDS = 2000
+"""Most characters of an error of a user's class that are passed on: a message carries them."""
 
 
 class UserClass(Protocol):
@@ -42,3 +46,11 @@ class UserClasses:
     def drop(self, key: ModelKey) -> None:
         """Drop a class, with all that it has; nothing if it is not loaded."""
         self._loaded.pop(key, None)
+
+
+def in_words(error: BaseException) -> str:
+    """What a user's class has raised. Its own text may fail, too."""
+    try:
+        return f"{type(error).__name__}: {shorten(str(error), MAX_WORDS)}"
+    except Exception:
+        return type(error).__name__

@@ -45,9 +45,16 @@ def changed(name: str, **changes: object) -> Workflow:
         (changed("left", given={"a": "vector"}), "left", "a", "connected more than once"),
         (changed("right", literals={"scale": 1.0}), "right", "scale", "connected more than once"),
         (changed("left", literals={"size": 1.0}), "left", "size", "it has no input of this name"),
-        (changed("left", literals={"scale": "2"}), "left", "scale", "takes number, and its literal is str"),
-        (changed("left", literals={"scale": True}), "left", "scale", "takes number, and its literal is bool"),
-        (changed("left", literals={"b": 1.0}), "left", "b", "takes tensor float32"),
+        (changed("left", literals={"scale": "2"}), "left", "scale", "its literal: it is a str, and number is declared"),
+        (
+            changed("left", literals={"scale": True}),
+            "left",
+            "scale",
+            "its literal: it is a bool, and number is declared",
+        ),
+        (changed("left", literals={"scale": float("nan")}), "left", "scale", "its literal: it is no finite number"),
+        (changed("left", literals={"scale": 10**400}), "left", "scale", "its literal: it is no finite number"),
+        (changed("left", literals={"b": 1.0}), "left", "b", "its literal: it is a float, and tensor float32"),
         (changed("end", makes=()), "end", "", "it makes nothing"),
         (changed("left", takes=(A, A)), "left", "a", "two inputs have this name"),
         (changed("left", takes=(A, replace(B, name="not one"))), "left", "not one", "a Python identifier"),
@@ -102,7 +109,9 @@ def test_a_long_text_is_no_literal() -> None:
         check_workflow(Workflow("long", (node,), {"y": "only"}, output_ports={"y": "y"}))
     short = replace(node, literals={"words": "x" * 65})
     check_workflow(Workflow("long", (short,), {"y": "only"}, output_ports={"y": "y"}))
-    with pytest.raises(WorkflowError, match="its literal is longer than text of up to 64 bytes"):
+    with pytest.raises(
+        WorkflowError, match=r"its literal: its shape is \[65\], and text of up to 64 bytes is declared"
+    ):
         check_workflow(
             Workflow(
                 "long", (replace(short, takes=(Port.of("words", text(64)),)),), {"y": "only"}, output_ports={"y": "y"}

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 from random import Random
+from typing import get_args
 
 import pytest
 from fakes import MODEL, PIXELS, make_edit, make_hires_edit, make_mask_request, make_selecting_edit, with_spec
@@ -11,8 +12,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 from load_reports import COSTS, SLOW_COSTS, load, make_costs, make_report, make_shape
 from msgspec.structs import replace
+from run_workflows import DIAMOND, run_request
 
-from core.config import CLASS_SECONDS
+from core.config import CLASS_SECONDS, RouterPolicy
 from core.costs.cost_model import FEATURES, CostKey, CostModel, features_of
 from core.costs.load_report import EngineCosts, ResidentPages
 from core.costs.slot_forecast import until_free
@@ -21,6 +23,7 @@ from core.messages.engine import PrimeTemplate
 from core.page_scheme import PageLayout, PageScheme
 from core.routing.fleet import Fleet
 from core.routing.fleet_costs import MAX_SIZES, work_features
+from core.routing.policies import make_policy
 from core.routing.request_shape import Loop, RequestShape
 from core.routing.template_map import MAX_EXPECTED
 from core.routing.weights import Weights
@@ -99,9 +102,24 @@ def test_the_shape_of_an_edit() -> None:
 
 def test_what_a_request_needs_loaded() -> None:
     made = make_edit("a"), make_selecting_edit("b"), make_mask_request("c")
-    own, segmenter = Weights("m"), Weights("m", is_segmenter=True)
+    own, segmenter = Weights("m"), Weights("m", "segmenter")
     shapes = [RequestShape.of_request(each, MODEL).needed for each in made]
     assert shapes == [(own,), (own, segmenter), (segmenter,)]
+    run = RequestShape.of_run(run_request("d", DIAMOND), DIAMOND)
+    assert (run.model, run.needed) == ("", (Weights("mixer", "class"),))
+
+
+@pytest.mark.parametrize("policy", get_args(RouterPolicy))
+def test_a_run_goes_to_any_living_engine_whatever_models_it_serves(policy: RouterPolicy) -> None:
+    fleet = Fleet(2, 8, [["a"], ["b"]])
+    shape = RequestShape.of_run(run_request("d", DIAMOND), DIAMOND)
+    chosen: list[int] = []
+    for now in (0.0, 1.0):
+        chosen.append(make_policy(policy).choose(shape, fleet.serving(shape.model, now), now).engine)
+        fleet.sent(chosen[-1], shape, now)
+    assert sorted(chosen) == [0, 1]
+    fleet.lose(0)
+    assert make_policy(policy).choose(shape, fleet.serving(shape.model, 2.0), 2.0).engine == 1
 
 
 @pytest.mark.parametrize("conditions_per_token", [0, 1])

@@ -8,6 +8,7 @@ from typing import get_args
 import pytest
 from load_reports import COSTS, PER_KILOTOKEN, load, make_report, make_shape
 from msgspec.structs import replace
+from run_workflows import DIAMOND, run_request
 
 from core.config import RouterPolicy
 from core.costs.load_report import LoadReport, ModelLoad, ModelState, RequestLoad
@@ -16,15 +17,16 @@ from core.errors import EngineDeadError
 from core.routing.admission import Terms, judge
 from core.routing.fleet import Fleet
 from core.routing.policies import make_policy, outlook, predict_times
+from core.routing.request_shape import RequestShape
 from core.routing.weights import Weights
 
 POLICIES: tuple[RouterPolicy, ...] = get_args(RouterPolicy)
 SHAPE = make_shape()
-LOADED = ModelLoad("m", False, "loaded", 0.0)
+LOADED = ModelLoad("m", "model", "loaded", 0.0)
 
 
 def unloaded(seconds: float, state: ModelState = "unloaded") -> ModelLoad:
-    return ModelLoad("m", False, state, seconds)
+    return ModelLoad("m", "model", state, seconds)
 
 
 def report(
@@ -52,6 +54,15 @@ def test_the_engine_that_has_the_model_is_preferred() -> None:
     assert [chosen(fleet) for _ in range(3)] == [1, 1, 1]
     alone = predict_times(SHAPE, fleet_of(report(LOADED)), 0.0).finish[0]
     assert predict_times(SHAPE, fleet, 0.0).finish == pytest.approx([alone + 2.0, alone])
+
+
+def test_the_engine_that_has_a_runs_class_is_preferred() -> None:
+    shape = RequestShape.of_run(run_request("r", DIAMOND), DIAMOND)
+    lacking, having = ModelLoad("mixer", "class", "unloaded", 0.5), ModelLoad("mixer", "class", "loaded", 0.0)
+    fleet = fleet_of(report(lacking), report(having))
+    for now in (0.0, 1.0, 2.0):
+        assert make_policy("mask-aware").choose(shape, fleet.serving("", now), now).engine == 1
+        fleet.sent(1, shape, now)
 
 
 @pytest.mark.parametrize(("queue_seconds", "engine"), [(1.5, 1), (2.5, 0)])
@@ -110,7 +121,7 @@ def test_the_reports_replace_what_the_router_noted() -> None:
 
 def test_another_models_load_is_waited_for() -> None:
     other = dataclasses.replace(SHAPE, model="other", needed=(Weights("other"),))
-    fleet = fleet_of(report(unloaded(2.0), ModelLoad("other", False, "unloaded", 3.0)))
+    fleet = fleet_of(report(unloaded(2.0), ModelLoad("other", "model", "unloaded", 3.0)))
     fleet.sent(0, SHAPE, 0.0)
     wait = fleet.load_wait(other, 0.5)
     assert wait is not None
@@ -148,10 +159,10 @@ def test_of_the_engines_that_serve_a_model_those_that_refuse_it_come_last() -> N
 
 def test_a_search_for_a_mask_waits_for_the_segmenter_alone() -> None:
     fleet = fleet_of(
-        report(unloaded(2.0), ModelLoad("m", True, "unloaded", 0.5)),
-        report(LOADED, ModelLoad("m", True, "unloaded", 1.0)),
+        report(unloaded(2.0), ModelLoad("m", "segmenter", "unloaded", 0.5)),
+        report(LOADED, ModelLoad("m", "segmenter", "unloaded", 1.0)),
     )
-    model, segmenter = Weights("m"), Weights("m", is_segmenter=True)
+    model, segmenter = Weights("m"), Weights("m", "segmenter")
     waits = [
         fleet.load_wait(dataclasses.replace(SHAPE, needed=needed), 0.0)
         for needed in ((model,), (model, segmenter), (segmenter,))

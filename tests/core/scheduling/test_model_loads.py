@@ -318,7 +318,7 @@ def test_the_time_to_load_is_predicted_and_reported() -> None:
     report = rig.scheduler.load_report()
     waiting, ready = [change.load for change in report.queue if isinstance(change, Queued)]
     assert waiting.other_seconds == ready.other_seconds, "loading is no work of the request"
-    told = {load.model: (load.state, load.seconds) for load in report.models}
+    told = {load.name: (load.state, load.seconds) for load in report.models}
     assert told["a"] == ("loaded", 0.0)
     assert told["b"][0] == "loading"
     assert told["b"][1] == report.load_seconds == report.drain_seconds > 1.9

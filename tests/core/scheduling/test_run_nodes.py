@@ -13,20 +13,23 @@ from fakes import MODEL, apply, make_edit
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from ranks_that_die import DIED, Site
-from run_workflows import BROKEN, CLASSES, DIAMOND, DOUBLING, WAYWARD, mixer, random_workflow, run_request
+from run_workflows import BROKEN, CLASSES, DIAMOND, DOUBLING, SLEEPING, WAYWARD, mixer, random_workflow, run_request
 
 from core.config import SchedulerConfig, SchedulingPolicyName
 from core.failure import Failure
 from core.graph.form import tensor
 from core.graph.op import Port
 from core.graph.workflow import Workflow
-from core.handles import ArrayRef
+from core.handles import ArrayRef, LoadedComponent
 from core.messages.engine import Aborted, EngineRequest, Failed, Finished
 from core.messages.specs import RunSpec
 from core.messages.worker import BatchResult, ModelFailed
+from core.run_class import RunClass
+from core.scheduling.endings import Output
 from core.scheduling.ops.run import RUN
 from core.scheduling.policies import make_policy
 from core.scheduling.policies.step_batching import StepBatching
+from core.scheduling.ranks.quarantine import GOOD_BATCHES
 from core.scheduling.scheduler import StepScheduler
 
 POLICIES = get_args(SchedulingPolicyName)
@@ -119,6 +122,16 @@ def until_loaded(site: Site) -> None:
         site.step()
 
 
+def test_the_router_hears_which_classes_are_loaded() -> None:
+    site = make_site(1)
+    told = {load.name: load for load in site.scheduler.load_report().models if load.kind == "class"}
+    assert {name: load.state for name, load in told.items()} == {each.name: "unloaded" for each in CLASSES}
+    assert all(load.seconds > 0 for load in told.values())
+    until_loaded(site)
+    told |= {load.name: load for load in site.scheduler.load_report().models if load.kind == "class"}
+    assert [name for name, load in told.items() if load.state == "loaded"] == ["mixer"]
+
+
 def test_branches_run_on_several_ranks_at_once() -> None:
     site = make_site(3)
     until_loaded(site)
@@ -155,6 +168,78 @@ def test_the_request_that_is_to_blame_for_a_death_fails_alone_with_its_cause() -
     ends = {output.request_id: output for output in site.outputs}
     assert ends["slow"] == Failed("slow", cause)
     assert isinstance(ends["other"], Finished), "it is no suspect: no retries are allowed here"
+
+
+def overrun(site: Site, name: str, owner: str) -> Output:
+    """How a request ends that passes a time limit."""
+    site.scheduler.add(run_request(name, DIAMOND, owner=owner))
+    site.schedule()
+    if site.scheduler.num_requests:
+        site.workers.lose(0)
+        site.scheduler.lose_rank(0, Failure("run_failed", "it took longer than its 60 s"), culprit=name)
+        site.check()
+        site.join(0)
+        for _ in range(3):
+            site.step()
+    site.check()
+    return site.outputs[-1]
+
+
+def test_a_class_is_refused_to_the_owner_whose_runs_keep_passing_its_time_limit() -> None:
+    """However long its ranks have served, and to nobody else."""
+    site = make_site(1, DIAMOND)
+    until_loaded(site)
+    kinds = [failure_kind(overrun(site, name, "a")) for name in ("1", "2", "3")]
+    assert kinds == ["run_failed", "run_failed", "model_unavailable"]
+    site.scheduler.add(run_request("other", DIAMOND, owner="b"))
+    site.finish()
+    assert isinstance(site.outputs[-1], Finished)
+
+
+def test_a_class_is_not_refused_for_rare_runs_that_pass_its_time_limit() -> None:
+    site = make_site(1, DIAMOND)
+    until_loaded(site)
+    for index in range(5):
+        assert failure_kind(overrun(site, f"slow{index}", "a")) == "run_failed"
+        for number in range(GOOD_BATCHES):
+            site.scheduler.add(run_request(f"{index}-{number}", DIAMOND, owner="a"))
+        site.finish()
+        assert isinstance(site.outputs[-1], Finished)
+
+
+def test_a_load_that_passes_its_time_limit_has_failed_however_long_its_rank_has_served() -> None:
+    site = make_site(1, DIAMOND, max_retries=0)
+    until_loaded(site)
+    sleeper = next(each.key for each in CLASSES if each.name == "sleeper")
+    site.scheduler.workflows["sleeping"] = SLEEPING
+    site.scheduler.add(run_request("long", SLEEPING))
+    while (0, sleeper) not in site.workers.loading:
+        site.step()
+    site.scheduler.add(run_request("beside", DIAMOND))
+    site.schedule()
+    site.workers.lose(0)
+    site.scheduler.lose_rank(0, Failure("config", "it took longer than its 600 s"), culprit=sleeper)
+    site.scheduler.add(run_request("next", SLEEPING))
+    site.finish()
+    ends = {output.request_id: output for output in site.outputs}
+    assert {name: failure_kind(ends[name]) for name in ("long", "next", "beside")} == {
+        "long": "model_unavailable",
+        "next": "model_unavailable",
+        "beside": "",
+    }
+
+
+def test_the_size_that_a_class_declares_makes_room_for_its_first_load() -> None:
+    first, second = (RunClass(name=name, path=f"a:{name}", nbytes=60) for name in ("mixer", "shouter"))
+    limits = SchedulerConfig(model_bytes=100)
+    scheduler = StepScheduler(limits, {"m": MODEL}, classes=(first, second), workflows=(DIAMOND,))
+    residency = scheduler.ranks.residency
+    residency.join_all([(0, [LoadedComponent(first.key, 60)])])
+    assert residency.excess([second.key], residency.present((0,))) == 20
+
+
+def failure_kind(output: Output) -> str:
+    return output.failure.kind if isinstance(output, Failed) else ""
 
 
 def test_a_rank_may_take_as_long_as_the_limits_of_what_it_runs() -> None:

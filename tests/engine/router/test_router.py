@@ -7,6 +7,7 @@ from typing import cast
 import msgspec
 import pytest
 from fakes import MODEL, make_edit
+from run_workflows import CLASSES, DIAMOND, run_request
 
 from core.config import EngineConfig, ModelConfig, StencilConfig
 from core.errors import EngineDeadError, ModelUnavailableError, StencilError
@@ -61,7 +62,9 @@ class Engines:
         monkeypatch.setattr("engine.router.router.EngineReplica", Replica)
         names = ("a", "b", "both")
         models = tuple(ModelConfig(served_model_name=name) for name in names)
-        config = EngineConfig(models=models, engines={0: ("a", "both"), 1: ("b", "both")}, data_parallel_size=2)
+        engines = {0: ("a", "both"), 1: ("b", "both")}
+        classes = {"classes": CLASSES, "workflows": (DIAMOND,)}
+        config = EngineConfig(models=models, engines=engines, data_parallel_size=2, **classes)
         self.router = Router(StencilConfig(engine=config), cast(Arena, None), Metrics())
         self.router._models = {name: msgspec.structs.replace(MODEL, name=name) for name in names}
         self.first, self.second = cast(list[Replica], self.router._replicas)
@@ -70,6 +73,10 @@ class Engines:
     def submit(self, name: str, model: str) -> None:
         edit = msgspec.structs.replace(make_edit(name), model=model)
         self.router.submit(edit, lambda output: self.told.setdefault(name, output) and None)
+
+    def submit_run(self, name: str) -> None:
+        run = run_request(name, DIAMOND)
+        self.router.submit(run, lambda output: self.told.setdefault(name, output) and None)
 
 
 @pytest.fixture
@@ -87,6 +94,23 @@ def test_requests_go_to_engines_that_serve_their_model(engines: Engines) -> None
         engines.router.drop(template)
     assert [each.model for each in engines.first.dropped] == ["a", "both"]
     assert [each.model for each in engines.second.dropped] == ["both"]
+
+
+def test_runs_go_to_any_engine_until_the_last_is_given_up(engines: Engines) -> None:
+    for number in range(2):
+        engines.submit_run(f"{number}")
+    assert (len(engines.first.sent), len(engines.second.sent)) == (1, 1)
+    engines.first.give_up()
+    engines.submit_run("2")
+    assert {*engines.second.sent} == {"0", "1", "2"}, "also that of the engine which is gone"
+    engines.second.die()
+    assert (engines.told, engines.router.num_waiting) == ({}, 3)
+    engines.second.serve()
+    assert {*engines.second.sent} == {"0", "1", "2"}
+    engines.second.give_up()
+    assert [each.failure.kind for each in engines.told.values() if isinstance(each, Failed)] == ["engine_dead"] * 3
+    with pytest.raises(EngineDeadError):
+        engines.submit_run("3")
 
 
 def test_a_request_waits_for_the_only_engine_that_serves_its_model(engines: Engines) -> None:

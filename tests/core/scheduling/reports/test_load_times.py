@@ -19,7 +19,7 @@ def loads_of(rig: Rig, *waiting: str) -> tuple[float | None, dict[str, tuple[str
 
 def told(times: LoadTimes, rig: Rig, *waiting: str) -> tuple[float | None, dict[str, tuple[str, float]]]:
     seconds, models = times.take([rig.needs(name) for name in waiting])
-    return seconds, {load.model: (load.state, load.seconds) for load in models}
+    return seconds, {load.name: (load.state, load.seconds) for load in models}
 
 
 def test_what_is_not_loaded_takes_the_time_of_what_it_lacks() -> None:
@@ -109,11 +109,14 @@ def test_a_segmenter_is_told_apart_from_its_model() -> None:
     rig = Rig("a", seconds=0.5, models=models)
     times = LoadTimes(rig.bindings, rig.residency)
     own = (rig.bindings.keys("a", "segmenter"),)
-    assert times.take([]) == (0.0, (ModelLoad("a", False, "loaded", 0.0), ModelLoad("a", True, "unloaded", 0.5)))
+    assert times.take([]) == (
+        0.0,
+        (ModelLoad("a", "model", "loaded", 0.0), ModelLoad("a", "segmenter", "unloaded", 0.5)),
+    )
     rig.residency.note_wanted(own)
-    assert times.take([(*rig.needs("a"), *own)]) == (0.5, (ModelLoad("a", True, "loading", 0.5),))
+    assert times.take([(*rig.needs("a"), *own)]) == (0.5, (ModelLoad("a", "segmenter", "loading", 0.5),))
     rig.note_loaded(0, SEGMENTER)
-    assert times.take([own]) == (0.0, (ModelLoad("a", True, "loaded", 0.0),))
+    assert times.take([own]) == (0.0, (ModelLoad("a", "segmenter", "loaded", 0.0),))
 
 
 def test_nothing_is_lacking_without_a_living_rank() -> None:

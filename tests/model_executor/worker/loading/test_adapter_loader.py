@@ -12,6 +12,7 @@ import pytest
 import torch
 from adapters import make_lora
 from safetensors.torch import load_file, save_file
+from user_classes import Panic
 
 from core.config import AdapterConfig, ModelConfig
 from core.messages.worker import AdapterLoaded, DropAdapter, LoadAdapter
@@ -136,7 +137,9 @@ def test_it_is_dropped_from_shared_components_with_its_last_model(
     assert torch.equal(picture(models, "b", hat.id), plain)
 
 
-def test_bad_files_are_answers(loader: Loader, models: ResidentModels, file: Path, tmp_path: Path) -> None:
+def test_bad_files_are_answers(
+    loader: Loader, models: ResidentModels, file: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     missing = loader.load(tmp_path / "nowhere")
     assert missing.failure is not None
     assert (missing.failure.kind, missing.failure.param) == ("invalid_request", "lora_path")
@@ -147,6 +150,15 @@ def test_bad_files_are_answers(loader: Loader, models: ResidentModels, file: Pat
     unknown = loader.load(file, "c")
     assert unknown.failure is not None
     assert unknown.failure.kind == "engine"
+
+    def panic(*given: object) -> object:
+        raise Panic("unwrap on None")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(models, "add_adapter", panic)
+        panicked = loader.load(file)
+    assert panicked.failure is not None
+    assert panicked.failure.message == "Panic: unwrap on None"
     assert loader.load(file).failure is None
 
 

@@ -2,15 +2,21 @@
 
 from __future__ import annotations
 
+import time
+import weakref
 from abc import ABC, abstractmethod
 
 import pytest
 import torch
 from torch import nn
+from user_classes import Panic
 
 from core.errors import ConfigError, InvalidRequestError
+from core.failure import Failure
+from core.messages.worker import WorkerFailed
 from core.run_class import RunClass
 from model_executor.worker.loading.class_loader import ClassLoader
+from model_executor.worker.stores.time_limits import TimeLimits
 from model_executor.worker.stores.user_classes import UserClasses
 
 CPU = torch.device("cpu")
@@ -19,7 +25,7 @@ CPU = torch.device("cpu")
 def loader_of(name: str, dtype: str = "float32") -> tuple[ClassLoader, UserClasses, RunClass]:
     config = RunClass(name="blur", path=name if ":" in name else f"{__name__}:{name}", dtype=dtype)
     classes = UserClasses([config])
-    return ClassLoader(classes, CPU), classes, config
+    return ClassLoader(classes, CPU, TimeLimits(0, lambda failed: None)), classes, config
 
 
 class Abstract(ABC):
@@ -107,10 +113,55 @@ class Leaves:
         return {}
 
 
-def test_a_load_that_fails_names_the_class() -> None:
-    loader, _, config = loader_of("Leaves")
-    with pytest.raises(ConfigError, match=r"^blur \(.*:Leaves\): SystemExit: 2"):
+class Panics(Leaves):
+    def load(self, device: str, dtype: torch.dtype) -> None:
+        raise Panic("unwrap on None")
+
+
+class Untold(Exception):
+    def __str__(self) -> str:
+        raise ValueError
+
+
+class Mute(Leaves):
+    def load(self, device: str, dtype: torch.dtype) -> None:
+        raise Untold
+
+
+class Refers(Leaves):
+    def load(self, device: str, dtype: torch.dtype) -> None:
+        self.gone = weakref.proxy(nn.Linear(1, 1))
+
+
+@pytest.mark.parametrize(
+    ("name", "cause"),
+    [
+        ("Leaves", "SystemExit: 2"),
+        ("Panics", "Panic: unwrap on None"),
+        ("Mute", "Untold"),
+        ("Refers", "ReferenceError: weakly-referenced object"),
+    ],
+)
+def test_a_load_that_fails_names_the_class_whatever_it_raises(name: str, cause: str) -> None:
+    loader, _, config = loader_of(name)
+    with pytest.raises(ConfigError, match=rf"^blur \(.*:{name}\): {cause}"):
         loader.load(config.key)
+
+
+class Sleeps(Leaves):
+    def load(self, device: str, dtype: torch.dtype) -> None:
+        time.sleep(0.3)
+
+
+def test_a_load_beyond_its_time_limit_is_reported_with_its_component() -> None:
+    config = RunClass(name="blur", path=f"{__name__}:Sleeps", load_seconds=0.05)
+    said: list[WorkerFailed] = []
+    ClassLoader(UserClasses([config]), CPU, TimeLimits(3, said.append)).load(config.key)
+    cause = f"blur ({config.path}): loading took longer than its 0.05 s"
+    assert said == [WorkerFailed(3, Failure("config", cause), config.key)]
+    in_time = RunClass(name="blur", path=f"{__name__}:Keeps")
+    ClassLoader(UserClasses([in_time]), CPU, TimeLimits(3, said.append)).load(in_time.key)
+    assert len(said) == 1
 
 
 @pytest.mark.parametrize(
@@ -119,6 +170,8 @@ def test_a_load_that_fails_names_the_class() -> None:
         ({"name": "", "path": "a:B"}, "name"),
         ({"name": "blur", "path": "a.B"}, "path"),
         ({"name": "blur", "path": "a:B", "seconds": 0.0}, "seconds"),
+        ({"name": "blur", "path": "a:B", "load_seconds": 3601.0}, "load_seconds"),
+        ({"name": "blur", "path": "a:B", "nbytes": -1}, "nbytes"),
         ({"name": "blur", "path": "a:B", "dtype": "int8"}, "dtype"),
     ],
 )

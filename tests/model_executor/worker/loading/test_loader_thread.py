@@ -6,19 +6,20 @@ import threading
 
 import pytest
 import torch
+from user_classes import Panic
 
 from model_executor.worker.loading.loader_thread import LoaderThread
 
 
-def test_jobs_are_done_in_order_also_after_one_that_fails() -> None:
+@pytest.mark.parametrize("error", [ValueError, SystemExit, KeyboardInterrupt, Panic])
+def test_jobs_are_done_in_order_also_after_one_that_fails(error: type[BaseException]) -> None:
     thread, done = LoaderThread(torch.device("cpu")), list[int]()
 
     def fail() -> None:
-        raise ValueError
+        raise error
 
     waits = [thread.put(job) for job in (lambda: done.append(0), fail, lambda: done.append(1))]
-    for wait in waits:
-        wait()
+    assert all(wait(5) for wait in waits)
     assert done == [0, 1]
 
 
