@@ -29,6 +29,8 @@ PAUSE_SECONDS = 0.6  # mean of a user's pauses
 JPEG_EVERY = 4  # one edit of the catalogue in this many is also requested as JPEG
 LATE_CODES = ("deadline_exceeded", "server_is_overloaded")
 """Error codes of an edit whose timeout passes, or is predicted to."""
+AFTER_BEGINNING = ("server_is_overloaded", "model_unavailable")
+"""Error codes of an edit whose stream has begun: one of a higher class displaces it, or its weights cannot be read."""
 WORKS = ("/health", "/metrics", "/v1/engine/stats", "/v1/models")
 
 
@@ -137,8 +139,8 @@ class Crowd:
             self.ledger.count("timeouts")
         elif error.code == "template_not_found":
             self.ledger.count("templates_gone")
-        elif error.status == 200 and error.code == "server_is_overloaded":
-            self.ledger.count("refused")  # a request of a higher class displaced it after its stream had begun
+        elif error.status == 200 and error.code in AFTER_BEGINNING:
+            self.ledger.count("refused")
         elif error.status not in (0, 500, 502):  # the sender has counted those
             self.ledger.blame("lost", str(error), edit=edit, delivery=delivery)
 
