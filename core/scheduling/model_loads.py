@@ -39,10 +39,10 @@ class ModelLoads:
         """What ranks are to load and drop now."""
         if self.residency.is_complete:
             return ()
-        self.refusals.fail_stuck(now)
         demand = ModelDemand(self.residency, self.requests, self.cache)
         if demand.state == self._state and now < self._again:
             return ()
+        self.refusals.fail_stuck(now)
         self._decided = self.decide(demand, now)
         check(self._decided.loads, self.residency)
         for load in self._decided.loads:

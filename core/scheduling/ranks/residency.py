@@ -104,8 +104,8 @@ class Residency:
 
     def note_loaded(self, rank: int, loaded: LoadedComponent) -> None:
         """Note a component that a worker has loaded."""
-        self.has_outgrown |= bool(self.budget) and loaded.nbytes > self.size_of(loaded.key)
-        self._sizes[loaded.key] = loaded.nbytes
+        is_larger, self._sizes[loaded.key] = loaded.nbytes > self.size_of(loaded.key), loaded.nbytes
+        self.has_outgrown |= is_larger and self._may_not_fit()
         if (components := self._components[rank]) is not None:
             self._copies[loaded.key] += loaded.key not in self._on(rank)
             if loaded.key not in components:
@@ -115,6 +115,11 @@ class Residency:
             self._awaited[rank].pop(loaded.key, None)
             self._note_good_load(rank, loaded.key)
         self._note_change(rank, (loaded.key,))
+
+    def _may_not_fit(self) -> bool:
+        """Whether a model, with all that was loaded on demand, exceeds the budget."""
+        on_demand = keys_of(self._on_demand)
+        return any(self.excess(on_demand, {*keys_of(needs)}) > 0 for needs in self._needs.values())
 
     def _note_good_load(self, rank: int, key: ModelKey) -> None:
         ranks = next(ranks for ranks in self.sets if rank in ranks)
