@@ -132,8 +132,8 @@ class _Requests:
     version: int = 0
 
     @property
-    def needs(self) -> Iterator[Needs]:
-        return iter({request.needs: None for request in self.every})
+    def needs(self) -> tuple[Needs, ...]:
+        return tuple({request.needs: None for request in self.every})
 
     @property
     def running(self) -> list[_Request]:

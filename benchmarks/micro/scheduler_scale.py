@@ -14,6 +14,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from itertools import count, product
 from random import Random
+from typing import NamedTuple
 
 import msgspec
 
@@ -129,6 +130,14 @@ class ModelsOf:
         return self._on[rank]
 
 
+class Turn(NamedTuple):
+    """Of the engine's loop."""
+
+    seconds: float  # of CPU time
+    num_nodes: int  # completed
+    num_batches: int
+
+
 class Loop:
     """An EngineCore between clients and fake ranks, to which it is the executor."""
 
@@ -164,8 +173,8 @@ class Loop:
     def restart(self, rank: int, wait_seconds: float) -> None:
         raise AssertionError("no rank dies")
 
-    async def run(self, num_turns: int) -> list[tuple[float, int]]:
-        """(CPU seconds, completed nodes) of each turn, after some that do not count."""
+    async def run(self, num_turns: int) -> list[Turn]:
+        """Some turns, after some that do not count."""
         task = asyncio.create_task(self._core.run())
         await asyncio.sleep(0)
         await self._turn(())
@@ -184,7 +193,7 @@ class Loop:
         moved = [TransferDone(rank, transfer.ref) for transfer in plan.transfers]
         return [*moved, *(BatchResult(each.id, rank, 0.0, 0.05, Ranks().run(each, rank)) for each in plan.batches)]
 
-    async def _turn(self, results: Sequence[BatchResult | TransferDone]) -> tuple[float, int]:
+    async def _turn(self, results: Sequence[BatchResult | TransferDone]) -> Turn:
         """The loop with these results and the requests that are due."""
         answers = [encode(result) for result in results]
         requests = [encode(next(self._requests)) for _ in range(self._num_due)]
@@ -197,7 +206,8 @@ class Loop:
         await asyncio.sleep(0)  # the engine's task runs until it waits for a message again
         seconds = time.thread_time() - start
         assert self._core.mailbox.empty(), "the engine's task has ended"
-        return seconds, sum(len(result.items) for result in results if isinstance(result, BatchResult))
+        sizes = [len(result.items) for result in results if isinstance(result, BatchResult)]
+        return Turn(seconds, sum(sizes), len(sizes))
 
 
 def _model(index: int) -> ModelInfo:
@@ -232,12 +242,15 @@ def main(argv: Sequence[str] | None = None) -> None:
     rows, result = list[tuple[str, str]](), dict[str, Value]({"benchmark": "scheduler_scale"})
     for ranks, waiting, models in product(args.ranks, args.waiting, args.models):
         turns = asyncio.run(Loop(ranks, waiting, models).run(args.turns))
-        mean = 1e6 * sum(seconds for seconds, _ in turns) / sum(nodes for _, nodes in turns)
-        p99 = percentile([1e6 * seconds / nodes for seconds, nodes in turns], 0.99)
+        num_nodes = sum(turn.num_nodes for turn in turns)
+        mean = 1e6 * sum(turn.seconds for turn in turns) / num_nodes
+        p99 = percentile([1e6 * turn.seconds / turn.num_nodes for turn in turns], 0.99)
+        size = num_nodes / sum(turn.num_batches for turn in turns)
         name = "1 model" if models == 1 else f"{models} models"
-        rows.append((f"{ranks} ranks, {waiting} waiting, {name}", f"mean {mean:4.0f} us, P99 {p99:5.0f} us"))
+        found = f"mean {mean:4.0f} us, P99 {p99:5.0f} us, {size:.1f} nodes a batch"
+        rows.append((f"{ranks} ranks, {waiting} waiting, {name}", found))
         case = f"{ranks}_{waiting}_{models}"
-        result |= {f"{case}_mean_us": mean, f"{case}_p99_us": p99}
+        result |= {f"{case}_mean_us": mean, f"{case}_p99_us": p99, f"{case}_nodes_per_batch": size}
     print_report("CPU time per completed node", rows, result, args.output)
 
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Hashable, Iterator
 from dataclasses import dataclass
-from itertools import chain
 
 from core.scheduling.node_cache import NodeCache
 from core.scheduling.ranks.residency import Residency
@@ -33,7 +32,7 @@ class ModelDemand:
     def has_missing(self) -> bool:
         """Whether something that is wanted is nowhere, or not where it is wanted."""
         models = map(self.residency.needs_of, self.cache.wanted_models())
-        if any(map(self.residency.missing, chain(self.requests.needs, models))):
+        if not self.residency.are_there(self.requests.needs) or any(map(self.residency.missing, models)):
             return True
         bound = [(needs, rank) for needs, rank in self.in_use() if rank is not None] if self.cache.has_devices else ()
         return not all(self.residency.has(keys, (rank,)) for needs, rank in bound for keys in needs)

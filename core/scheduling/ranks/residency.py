@@ -76,6 +76,7 @@ class Residency:
         self._users: dict[ModelKey, set[ModelKeys]] = {}  # component -> keys of `_homes` that contain it
         self._present: dict[RankIds, frozenset[ModelKey]] = {}
         self._missing: dict[Needs, list[ModelKeys]] = {}
+        self._all_there: tuple[Needs, ...] | None = None  # see `are_there`; None: it is not known
 
     # ------------------------------------------------------------------------------------------------- notes
 
@@ -192,6 +193,7 @@ class Residency:
         self.version += 1
         self._is_complete = None
         self._missing.clear()
+        self._all_there = None
         for user in [user for key in keys for user in self._users.get(key, ())]:
             self._homes.pop(user, None)
         for ranks in [ranks for ranks in self._present if rank in ranks]:
@@ -358,6 +360,12 @@ class Residency:
         if found is None:
             found = self._missing[needs] = [keys for keys in needs if not self.homes(keys).whole]
         return found
+
+    def are_there(self, every: tuple[Needs, ...]) -> bool:
+        """Whether nothing of all these is missing. It is fast for the same object as at the last call."""
+        if every is not self._all_there and not any(map(self.missing, every)):
+            self._all_there = every
+        return every is self._all_there
 
     def missing_for(self, needs: Needs, rank: int) -> list[ModelKeys]:
         """Those of these that no set has, and of those that make steps those that the set of a rank has not."""

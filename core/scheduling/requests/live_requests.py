@@ -28,12 +28,15 @@ class LiveRequests:
         self._num_due = 0  # requests with a due time
         self.version = 0  # of which requests wait and run
         self._num_with = Counter[Needs]()  # needs -> requests that have them; no zeros
+        self._needs: tuple[Needs, ...] | None = ()  # see `needs`; None: it has changed
         self._changes: list[QueueChange] = []  # since `take_changes`
 
     def add(self, request: Request, load: RequestLoad) -> None:
         """Add a request. load: its predicted work; 0 seconds: unknown."""
         self._queue_up(request, load)
         self._num_with[request.needs] += 1
+        if self._num_with[request.needs] == 1:
+            self._needs = None
         self._num_due += due(request.head) is not None
 
     def _queue_up(self, request: Request, load: RequestLoad) -> None:
@@ -90,6 +93,7 @@ class LiveRequests:
         self._num_with[claim.item.needs] -= 1
         if not self._num_with[claim.item.needs]:
             del self._num_with[claim.item.needs]
+            self._needs = None
         self._queue.remove(claim)
         self._running.pop(request_id, None)
         self._pending.discard(request_id)
@@ -132,9 +136,11 @@ class LiveRequests:
         return list(self._running.values())
 
     @property
-    def needs(self) -> Iterator[Needs]:
-        """What they are computed with, each once, in the order in which they came first."""
-        return iter(self._num_with)
+    def needs(self) -> tuple[Needs, ...]:
+        """What they are computed with, each once. The same object until it changes."""
+        if self._needs is None:
+            self._needs = tuple(self._num_with)
+        return self._needs
 
     @property
     def has_pending_previews(self) -> bool:
