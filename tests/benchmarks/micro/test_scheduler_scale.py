@@ -11,8 +11,9 @@ def test_every_rank_has_its_requests_and_the_rest_wait() -> None:
     loop = Loop(6, 20)
     turns = asyncio.run(loop.run(100))
     assert len(turns) == 100
-    assert max(nodes for _, nodes in turns) >= SLOTS
-    assert all(seconds > 0 for seconds, _ in turns)
+    assert max(turn.num_nodes for turn in turns) >= SLOTS
+    assert all(turn.num_batches <= turn.num_nodes for turn in turns)
+    assert all(turn.seconds > 0 for turn in turns)
     scheduler = loop._core._scheduler
     scheduler.check_integrity()
     running, waiting = scheduler.counts
