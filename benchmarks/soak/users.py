@@ -141,6 +141,8 @@ class Crowd:
             self.ledger.count("templates_gone")
         elif error.status == 200 and error.code in AFTER_BEGINNING:
             self.ledger.count("refused")
+        elif error.code == "model_unavailable" and delivery.is_hasty:
+            self.ledger.count("refused")  # others come again when `retry-after` says
         elif error.status not in (0, 500, 502):  # the sender has counted those
             self.ledger.blame("lost", str(error), edit=edit, delivery=delivery)
 
