@@ -50,8 +50,8 @@ def judge(outlook: Outlook, terms: Terms, margin: PredictionMargin, *, gives_up:
     may miss the objective even alone, by the margin, has none on an idle server, as no policy would serve it.
 
     An idle server never refuses because of the objective, and because of a timeout only if that would be missed even
-    with a prediction that is far too long. The same holds for the first edit of a model that is not loaded: if all were
-    refused, it never would be.
+    with a prediction that is far too long. Nor does a server refuse the first edit of a model that is not loaded:
+    if all were refused, it would never be loaded.
     """
     likely = outlook.seconds * margin.high
     if terms.timeout is not None and outlook.alone * CERTAIN > terms.timeout:

@@ -65,8 +65,8 @@ class StepPass:
     _order: list[BatchKey | str] = field(default_factory=list)  # keys of `_batches` and `_cache_work`, as dispatched
     _stage_ms: dict[int, float] = field(default_factory=dict)  # rank -> predicted milliseconds of chosen stage work
     _running_keys: list[ModelKeys] = field(default_factory=list)  # of the steps of each running request
-    _num_anywhere: Counter[int] = field(default_factory=Counter)  # rank -> nodes chosen that go anywhere
-    _num_given: Counter[int] = field(default_factory=Counter)  # rank -> nodes for which it is the choice, of those
+    _num_anywhere: Counter[int] = field(default_factory=Counter)  # rank -> nodes of users' classes that are chosen
+    _num_given: Counter[int] = field(default_factory=Counter)  # rank -> nodes of users' classes that would run there
     _known_ranks: dict[tuple[str, str], tuple[int, ...]] = field(default_factory=dict)  # see `_ranks_of`
 
     def run(self) -> list[Decision]:
