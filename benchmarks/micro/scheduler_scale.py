@@ -131,7 +131,7 @@ class ModelsOf:
 
 
 class Turn(NamedTuple):
-    """Of the engine's loop."""
+    """One turn of the engine's loop."""
 
     seconds: float  # of CPU time
     num_nodes: int  # completed
@@ -217,7 +217,7 @@ def _model(index: int) -> ModelInfo:
 
 
 def _components(models: Sequence[ModelInfo], first: int, number: int) -> list[LoadedComponent]:
-    """Those of some models, from the first on, in a circle."""
+    """The components of some models: of the first one and those after it, which begin again after the last."""
     chosen = [models[(first + index) % len(models)] for index in range(number)]
     return [LoadedComponent(key, 1) for model in chosen for key in model.components]
 

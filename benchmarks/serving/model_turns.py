@@ -57,7 +57,7 @@ SETTLED_SECONDS = 3.0
 
 @dataclass(frozen=True)
 class Served:
-    """Of one run: (seconds, model) of each request, and the loads since the first of them came."""
+    """What one run measured: (seconds, model) of each request, and the loads since the first of them came."""
 
     latencies: list[tuple[float, str]]
     loads: int

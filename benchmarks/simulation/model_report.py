@@ -127,7 +127,7 @@ def lru_loads(weights: Sequence[float], places: int) -> float:
 
 
 def _least_loads(scenario: ModelScenario, seed: int) -> int:
-    """Of models that share what they do not have to themselves."""
+    """The fewest loads (Belady), where a model's own components are loaded together and shared ones never leave."""
     names = list(scenario.models.models)
     places = scenario.num_ranks * scenario.fits if scenario.fits else len(names)
     return least_loads([request.model for request in scenario.trace(seed)], names, places)

@@ -65,4 +65,5 @@ TURNS = replace(
     num_models=5,
     num_places=1,
 )
-"""The same, with more models than fit, whose weights cannot always be read."""
+"""Single deaths on an engine with more models than fit, whose weights cannot always be read: models take turns, and
+loads fail."""

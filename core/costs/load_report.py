@@ -97,9 +97,9 @@ class EngineCosts(msgspec.Struct, frozen=True):
 
 
 ModelState = Literal["loaded", "loading", "failed", "quarantined", "unloaded"]
-"""Of a model's weights. loaded: all ranks that live have them. failed: some could not be loaded when they were asked
-for last. quarantined: their batches have ended ranks, and they are refused to everybody. unloaded: they are loaded when
-a request needs them."""
+"""The state of a model's weights. loaded: a rank, or all of a set that loads as one, has them. failed: some could not
+be loaded when they were asked for last. quarantined: their batches have ended ranks, and they are refused to everybody.
+unloaded: they are loaded when a request needs them."""
 
 
 WeightsKind = Literal["model", "segmenter", "class"]

@@ -56,7 +56,7 @@ MAX_FORM_BYTES = 2**30
 
 @dataclass(frozen=True, slots=True)
 class Form:
-    """Of which values a port takes or makes. Made by the functions below."""
+    """The form of the values that a port takes or makes. The functions below make forms."""
 
     kind: FormKind
     shape: tuple[int, ...] = ()  # greatest length of each side; of text: (UTF-8 bytes,); of numbers: ()
@@ -64,7 +64,7 @@ class Form:
 
     @property
     def dtype(self) -> str:
-        """Of the array."""
+        """Name of the array's dtype."""
         return _DTYPES.get(self.kind, self.tensor_dtype)
 
     @property
