@@ -65,10 +65,11 @@ POLICIES: dict[str, Callable[[Site], SchedulingPolicy]] = {
     "ddit": lambda site: make_policy("ddit"),
     "ddit, no promotion": lambda site: Ddit(promotes=False),
     "elastic": lambda site: make_policy("elastic"),
+    "default": lambda site: make_policy("default"),
 }
 """What is compared, by name."""
 
-CHANGES_RANKS = frozenset({"ddit", "ddit, no promotion", "elastic"})
+CHANGES_RANKS = frozenset({"ddit", "ddit, no promotion", "elastic", "default"})
 """Those that decide between steps; for the others all steps of a request are one."""
 
 
