@@ -11,7 +11,10 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
 from benchmarks.baselines.clockwork import Clockwork
+from benchmarks.baselines.former.goodput import Goodput
+from benchmarks.baselines.former.step_batching import StepBatching
 from benchmarks.simulation.clock import Clock
+from benchmarks.simulation.compared import DEFAULT
 from benchmarks.simulation.durations import Latencies, TableDurations
 from benchmarks.simulation.engine import SimulatedEngine
 from benchmarks.simulation.machine import FrozenCosts
@@ -34,7 +37,6 @@ from core.scheduling.endings import Output
 from core.scheduling.node_cache import NodePages
 from core.scheduling.ops.request_op import RequestOp
 from core.scheduling.policies import make_policy
-from core.scheduling.policies.goodput.goodput import Goodput
 from core.scheduling.policies.policy import SchedulingPolicy
 from core.scheduling.requests.request import Request
 from core.scheduling.scheduler import StepScheduler
@@ -51,8 +53,9 @@ POLICIES: dict[str, Callable[[], SchedulingPolicy]] = {
     "neustream": lambda: make_policy("neustream"),
     "clockwork": lambda: Clockwork(equal_steps=True, num_ranks=1),
     "clockwork_ideal": lambda: Clockwork(num_ranks=1),
-    "step_batching": lambda: make_policy("step_batching"),
-    "goodput": lambda: Goodput(steps_apart=True),
+    "former step_batching": StepBatching,
+    "former goodput": lambda: Goodput(steps_apart=True),
+    **DEFAULT,
 }
 """What is compared, by name."""
 
@@ -149,7 +152,7 @@ def _scheduler(trace: ModuleTrace, workflow: Workflow, policy: str) -> StepSched
     """It knows the tables, and lines that were fitted to them."""
     largest = max(trace.latency_seconds[trace.loop])
     # step_batching has as many slots as the largest batch measured; the others keep more requests begun.
-    slots = largest if policy == "step_batching" else 4 * largest
+    slots = largest if policy == "former step_batching" else 4 * largest
     config = SchedulerConfig(max_num_seqs=slots, max_plans_in_flight=1, max_num_batched_tokens=2**31 - 1)
     cost = FrozenCosts()
     scheduler = StepScheduler(config, {MODEL.name: MODEL}, NUM_RANKS, cost=cost, policy=POLICIES[policy]())

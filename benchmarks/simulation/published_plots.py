@@ -9,6 +9,7 @@ from typing import Any
 from matplotlib import rc_context
 from matplotlib.figure import Figure
 
+from benchmarks.simulation.compared import DEFAULT
 from benchmarks.simulation.module_engine import serve
 from benchmarks.simulation.module_trace import Cell, ModuleTrace
 from benchmarks.simulation.published import Result, middle
@@ -20,7 +21,14 @@ AXES: tuple[tuple[str, str, Callable[[Cell], float]], ...] = (
 )
 """(name, label, value of a cell)."""
 
-SHOWN = {"goodput": "o-", "neustream": "s-", "step_batching": "^-", "clockwork_ideal": "v-", "clockwork": "d-"}
+SHOWN = {
+    **dict.fromkeys(DEFAULT, "o-"),
+    "former goodput": "x-",
+    "neustream": "s-",
+    "former step_batching": "^-",
+    "clockwork_ideal": "v-",
+    "clockwork": "d-",
+}
 """Policy -> how its line is drawn."""
 
 WINDOW = 20.0
