@@ -38,8 +38,8 @@ WINDOW = 20.0
 def write_plots(folder: Path, trace: ModuleTrace, results: Sequence[Result]) -> None:
     """Write `goodput_<model>.svg` and `batches_<model>.svg`."""
     folder.mkdir(parents=True, exist_ok=True)
-    _save(_goodput(trace, results), folder / f"goodput_{trace.model}.svg")
-    _save(_batches(trace, middle(results)), folder / f"batches_{trace.model}.svg")
+    save(_goodput(trace, results), folder / f"goodput_{trace.model}.svg")
+    save(_batches(trace, middle(results)), folder / f"batches_{trace.model}.svg")
 
 
 def _goodput(trace: ModuleTrace, results: Sequence[Result]) -> Figure:
@@ -91,6 +91,7 @@ def _windows(sizes: Sequence[tuple[float, int]]) -> list[tuple[float, float]]:
     return [((index + 0.5) * WINDOW, sum(of) / len(of)) for index, of in sorted(windows.items())]
 
 
-def _save(figure: Figure, path: Path) -> None:
-    with rc_context({"svg.fonttype": "none", "svg.hashsalt": path.name}):  # the same file for the same points
+def save(figure: Figure, path: Path) -> None:
+    """Write a figure; the same file for the same points."""
+    with rc_context({"svg.fonttype": "none", "svg.hashsalt": path.name}):
         figure.savefig(path, metadata={"Date": None})
