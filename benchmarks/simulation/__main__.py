@@ -33,10 +33,11 @@ from benchmarks.simulation.published import DATA, PAPERS, as_json, compare
 from benchmarks.simulation.published_plots import write_plots
 from benchmarks.simulation.scenario import SCENARIOS
 from benchmarks.simulation.video_load import VideoLoad
-from core.config import RouterPolicy, SchedulerConfig
+from core.config import RouterPolicy, SchedulerConfig, SchedulingPolicyName
 
 POLICIES: tuple[RouterPolicy, ...] = get_args(RouterPolicy)
 ARENA_SEEDS = 8
+POLICY_NAMES = (*get_args(SchedulingPolicyName), *sorted({name for each in ARENA.values() for name in each.policies}))
 SHARES = (0.5, 0.95, 0.99)
 
 
@@ -125,6 +126,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     parser.add_argument(
         "--scheduling-policies",
         nargs="+",
+        choices=POLICY_NAMES,
         metavar="NAME",
         help="with --models or --arena: of the engine; without this, the default one, and with --arena all",
     )

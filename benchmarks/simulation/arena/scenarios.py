@@ -16,15 +16,16 @@ def _no_bars(played: Sequence[Played]) -> Iterable[Bar]:
 
 
 class Scenario(NamedTuple):
-    """contests: makes them. bars: figures over the contests that were played."""
+    """policies: names. contests: makes them. bars: figures over the contests that were played."""
 
+    policies: tuple[str, ...]
     contests: Callable[[], list[Contest]]
     bars: Callable[[Sequence[Played]], Iterable[Bar]] = _no_bars
 
 
 SCENARIOS: dict[str, Scenario] = {
-    "neustream": Scenario(published_cells.contests, published_cells.bars),
-    "ddit": Scenario(video_cells.contests, video_cells.bars),
+    "neustream": Scenario(published_cells.POLICIES, published_cells.contests, published_cells.bars),
+    "ddit": Scenario(video_cells.POLICIES, video_cells.contests, video_cells.bars),
 }
 
 
