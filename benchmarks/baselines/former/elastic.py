@@ -10,8 +10,9 @@ from __future__ import annotations
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 
+from benchmarks.baselines.former.deadlines import MayJoin
 from benchmarks.baselines.former.group_pass import GroupPass
-from benchmarks.baselines.former.lateness import Judgement, Lateness
+from benchmarks.baselines.former.lateness import Lateness
 from benchmarks.baselines.former.rank_plan import Contender, better_to_wait, moves, plan
 from benchmarks.baselines.former.step_batching import StepPass, eligible
 from benchmarks.baselines.former.step_speeds import StepSpeeds
@@ -97,22 +98,21 @@ class Elastic(SchedulingPolicy):
         if not view.open_ranks:
             return ()
         judgement = self._lateness.judge(view, now)
-        return [*judgement.given_up, *self._choose_work(view, judgement, now)]
+        return judgement.given_up or self._choose_work(view, judgement.may_join, now)
 
-    def _choose_work(self, view: View, judgement: Judgement, now: float) -> list[Decision]:
+    def _choose_work(self, view: View, may_join: MayJoin | None, now: float) -> list[Decision]:
         if self._work.next_pass(now):
             self._predictions.clear()
-        gone, may_join = judgement.ids, judgement.may_join
-        requests = [each for each in eligible(view) if each.id not in gone]
+        requests = eligible(view)
         small = {each.id for each in requests if len(view.ranks) == 1 or self._prediction(view, each).is_small}
         if len(small) == len(requests):
             self._shared = view.ranks[0]
-            return ElasticPass(view, apart=gone, may_join=may_join, shared=self._shared).run()
+            return ElasticPass(view, may_join=may_join, shared=self._shared).run()
         ordered = self._in_order(view, requests)
         groups = self._groups(view, _with_first_small(ordered, small), small, now)
         if shared := groups.pop(SMALL, ()):
             (self._shared,) = shared
-        apart = gone | {each.id for each in requests if not shared or each.id not in small}
+        apart = frozenset(each.id for each in requests if not shared or each.id not in small)
         admitted = [request for request, _ in ordered if request.id in groups]
         return ElasticPass(
             view, apart=apart, may_join=may_join, groups=groups, admitted=admitted, shared=self._shared

@@ -18,13 +18,9 @@ from core.scheduling.view import View
 class Judgement(NamedTuple):
     """What is decided at the start of a pass."""
 
+    # Requests to give up. A pass with any decides nothing else; the next one, which follows at once, has their room.
     given_up: tuple[GiveUp, ...] = ()
     may_join: MayJoin | None = None  # to be asked once per waiting request, in order; None: no request has a due time
-
-    @property
-    def ids(self) -> frozenset[str]:
-        """Ids of the requests that are given up."""
-        return frozenset(each.request.id for each in self.given_up)
 
 
 class Lateness:
@@ -49,8 +45,7 @@ class Lateness:
             partial(load_seconds, view),
         )
         given_up = tuple(GiveUp(request, failure) for request, failure in deadlines.too_late(live, now))
-        gone = {each.request.id for each in given_up}
-        return Judgement(given_up, deadlines.joining([each for each in live if each.id not in gone], now))
+        return Judgement(given_up, deadlines.joining(live, now))
 
 
 def _base_seconds(view: View, requests: Sequence[Request]) -> float:

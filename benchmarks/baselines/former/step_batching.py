@@ -46,8 +46,7 @@ class StepBatching(SchedulingPolicy):
 
     def choose(self, view: View, now: float) -> Sequence[Decision]:
         judgement, homes = self._lateness.judge(view, now), self._homes if len(view.ranks) > 1 else None
-        chosen = StepPass(view, apart=judgement.ids, homes=homes, may_join=judgement.may_join).run()
-        return [*judgement.given_up, *chosen]
+        return judgement.given_up or StepPass(view, homes=homes, may_join=judgement.may_join).run()
 
 
 BatchKey = tuple[ModelKeys, str, tuple[int, ...]]
