@@ -127,7 +127,7 @@ def make_trace(scenario: Scenario, seed: int) -> list[EngineRequest]:
     weights = 1.0 / np.arange(1, scenario.num_templates + 1) ** scenario.zipf
     templates = random.choice(scenario.num_templates, number, p=weights / weights.sum()).tolist()
     drawn = zip(arrivals, active, steps, templates, strict=True)
-    return [_edit(index, *values) for index, values in enumerate(drawn)]
+    return [edit_of(index, *values) for index, values in enumerate(drawn)]
 
 
 def prime_template(template: int) -> PrimeTemplate:
@@ -135,7 +135,7 @@ def prime_template(template: int) -> PrimeTemplate:
     return PrimeTemplate(f"prime {template}", MODEL.name, PIXELS, SIDE, SIDE, str(template), IMAGE_TOKENS, 0.0)
 
 
-def _edit(index: int, arrival: float, active: int, steps: int, template: int) -> EngineRequest:
+def edit_of(index: int, arrival: float, active: int, steps: int, template: int) -> EngineRequest:
     return EngineRequest(
         request_id=str(index),
         model=MODEL.name,
