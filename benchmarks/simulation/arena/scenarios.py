@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import NamedTuple
 
-from benchmarks.simulation.arena import mixed, overload, published_cells, video_cells
+from benchmarks.simulation.arena import mixed, overload, published_cells, troubles, video_cells
 from benchmarks.simulation.arena.bar import Bar
 from benchmarks.simulation.arena.contest import Contest
 from benchmarks.simulation.arena.tournament import Played
@@ -28,6 +28,7 @@ SCENARIOS: dict[str, Scenario] = {
     "ddit": Scenario(video_cells.POLICIES, video_cells.contests, video_cells.bars),
     "mixed": Scenario(mixed.POLICIES, mixed.contests, mixed.bars),
     "overload": Scenario(overload.POLICIES, overload.contests),
+    "troubles": Scenario(troubles.POLICIES, troubles.contests),
 }
 
 
