@@ -86,6 +86,11 @@ class PictureLoad:
         steps = STEPS * min(self.machine.seconds_at(degree, tokens + TEXT_TOKENS) for degree in degrees)
         return steps + self._other_seconds(kind)
 
+    def alone_seconds_of(self, request: EngineRequest) -> float:
+        """See `alone_seconds`."""
+        kind = "masked" if request.spec.is_mask_aware else _kind_of(request.spec.canvas("").num_tokens)
+        return self.alone_seconds(kind, request.spec.canvas("").num_active_tokens)
+
     def _other_seconds(self, kind: str) -> float:
         machine = self.machine
         share = 1.0 if kind == "masked" else SIDES[kind][1] / IMAGE_TOKENS
@@ -101,6 +106,10 @@ class PictureLoad:
             step = base + self.machine.token * (tokens[kind] + TEXT_TOKENS)
             seconds += share * (STEPS * step + self._other_seconds(kind))
         return self.num_ranks / seconds
+
+
+def _kind_of(tokens: int) -> str:
+    return next(kind for kind, (_, of_kind) in SIDES.items() if of_kind == tokens)
 
 
 def in_time_and_mean(requests: Sequence[EngineRequest], latencies: dict[str, float]) -> Values:

@@ -35,9 +35,9 @@ class Verdict(NamedTuple):
 
 
 def verdict(contest: Contest, metric: Metric, results: Results) -> Verdict | None:
-    """None where ours or all former policies were left out."""
+    """None where ours or all former policies were left out, and for a metric that is not judged."""
     former = [name for name in contest.former if name in results]
-    if OURS not in results or not former:
+    if OURS not in results or not former or not metric.is_judged:
         return None
     return against(best_of(former, metric, results), contest, metric, results)
 
