@@ -42,7 +42,8 @@ class ReportingEngine(SimulatedEngine):
     def __init__(self, clock: Clock, scenario: Scenario, tell: Tell, policy: SchedulingPolicy | None = None) -> None:
         config = SchedulerConfig(max_num_seqs=scenario.max_num_seqs)
         cost = CostModel() if scenario.learns else FrozenCosts()
-        scheduler = StepScheduler(config, {MODEL.name: MODEL}, cache=scenario.cache, cost=cost, policy=policy)
+        models, ranks = {MODEL.name: MODEL}, scenario.num_ranks
+        scheduler = StepScheduler(config, models, ranks, cache=scenario.cache, cost=cost, policy=policy)
         scheduler.learn(scenario.machine.samples(MODEL.name))
         if isinstance(cost, FrozenCosts):
             cost.is_frozen = True
@@ -142,7 +143,7 @@ class Cluster:
         """Priming beforehand does not count."""
         self._started = self.clock.now
         for engine in self.engines:
-            engine.clocks.busy_seconds = [0.0]
+            engine.clocks.busy_seconds = [0.0] * self.scenario.num_ranks
 
     def _route(self, edit: EngineRequest) -> None:
         index, now = int(edit.request_id), self.clock.now

@@ -30,3 +30,8 @@ def _default() -> dict[str, Make]:
 
 DEFAULT: Mapping[str, Make] = _default()
 """Empty where the engine has no policy of this name yet."""
+
+
+def make(name: str) -> SchedulingPolicy:
+    """A new policy: a former one, or one of the engine's. Raises ConfigError for an unknown name."""
+    return FORMER[name]() if name in FORMER else make_policy(name)

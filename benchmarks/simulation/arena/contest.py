@@ -17,6 +17,7 @@ class Metric(NamedTuple):
 
     name: str
     is_more_better: bool = False
+    is_judged: bool = True  # whether a policy must not fall behind by it
 
 
 IN_TIME = Metric("in time", is_more_better=True)

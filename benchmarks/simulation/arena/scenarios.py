@@ -5,7 +5,16 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import NamedTuple
 
-from benchmarks.simulation.arena import published_cells, video_cells
+from benchmarks.simulation.arena import (
+    mixed,
+    one_rank,
+    overload,
+    published_cells,
+    routed,
+    traced_models,
+    troubles,
+    video_cells,
+)
 from benchmarks.simulation.arena.bar import Bar
 from benchmarks.simulation.arena.contest import Contest
 from benchmarks.simulation.arena.tournament import Played
@@ -26,6 +35,12 @@ class Scenario(NamedTuple):
 SCENARIOS: dict[str, Scenario] = {
     "neustream": Scenario(published_cells.POLICIES, published_cells.contests, published_cells.bars),
     "ddit": Scenario(video_cells.POLICIES, video_cells.contests, video_cells.bars),
+    "mixed": Scenario(mixed.POLICIES, mixed.contests, mixed.bars),
+    "overload": Scenario(overload.POLICIES, overload.contests),
+    "troubles": Scenario(troubles.POLICIES, troubles.contests),
+    "routing": Scenario(routed.POLICIES, routed.contests),
+    "models": Scenario(traced_models.POLICIES, traced_models.contests),
+    "one-rank": Scenario(one_rank.POLICIES, one_rank.contests),
 }
 
 

@@ -21,10 +21,10 @@ Word = Literal["better", "equal", "WORSE"]
 class Verdict(NamedTuple):
     """The comparison by one metric. Gains are positive where ours is better, whichever way the metric goes."""
 
-    best: str  # former policy
+    best: str  # the policy that ours is compared with
     gain: float  # mean over seeds, in the metric's unit
     interval: float  # half of the 95 % confidence interval of the gain; 0 with one seed
-    base: float  # mean of the best former policy
+    base: float  # its mean
     word: Word
 
     @property
@@ -35,11 +35,15 @@ class Verdict(NamedTuple):
 
 
 def verdict(contest: Contest, metric: Metric, results: Results) -> Verdict | None:
-    """None where ours or all former policies were left out."""
+    """None where ours or all former policies were left out, and for a metric that is not judged."""
     former = [name for name in contest.former if name in results]
-    if OURS not in results or not former:
+    if OURS not in results or not former or not metric.is_judged:
         return None
-    best = best_of(former, metric, results)
+    return against(best_of(former, metric, results), contest, metric, results)
+
+
+def against(best: str, contest: Contest, metric: Metric, results: Results) -> Verdict:
+    """The comparison with one policy. Both have results."""
     gains = _gains(metric, values(results, OURS, metric), values(results, best, metric))
     gain, base = fmean(gains), fmean(values(results, best, metric))
     interval = half_interval(gains)
