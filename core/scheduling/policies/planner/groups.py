@@ -4,6 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
+from heapq import heappop, heappush
+from math import inf
+from typing import NamedTuple
 
 from core.handles import RankIds
 from core.scheduling.policies.planner.homes import StepCost
@@ -110,7 +113,7 @@ def _is_small(view: View, request: Request, speeds: Speeds) -> bool:
     """
     if len(view.ranks) == 1 or view.config.degree > 1 or not request.workflow.steps:
         return True
-    return speeds.is_small or (speeds.useful == 1 and request.spec.is_mask_aware)
+    return speeds.is_small
 
 
 class Groups:
@@ -138,7 +141,7 @@ class Groups:
         """(large request -> the ranks on which it may be given work, these requests in order, ranks on which small ones
         may). queue: the requests that may run, in scheduling order. small: ids of those of them that are.
         """
-        ordered = self._in_order(view, queue)
+        ordered = self._in_order(view, queue, now)
         queue_ = _with_first_small(ordered, small)
         groups = self._groups(view, queue_, small, [each for each, _ in ordered if each.id in small], now)
         lanes = tuple(ranks[0] for name, ranks in groups.items() if name.startswith("/"))
@@ -176,38 +179,37 @@ class Groups:
 
     # ------------------------------------------------------------------------------------------------ order
 
-    def _in_order(self, view: View, requests: Sequence[Request]) -> list[RequestSteps]:
+    def _in_order(self, view: View, requests: Sequence[Request], now: float) -> list[RequestSteps]:
         """Requests in order, with their remaining steps. Requests that have done all steps go first, because that makes
-        room. The others keep the scheduling order, with one exception: among the requests of one owner and class that
-        have no due time, short ones go first (see OVERTAKEN). Waiting requests for which there is no slot are left out.
+        room. The others keep the scheduling order of owners and classes; the requests of one owner and class are in the
+        order of `_Line`. Waiting requests for which there is no slot are left out.
         """
-        # (owner, class) -> (place, id, request, steps) of each request without a due time, the last place first
-        lines: dict[tuple[str, int], list[tuple[float, str, Request, int]]] = {}
-        places = list[tuple[Request, tuple[str, int] | None]]()
-        slots = view.config.max_num_seqs
+        lines: dict[tuple[str, int], list[_Member]] = {}  # (owner, class) -> its requests
+        places = list[tuple[str, int]]()
+        slots, seconds = view.config.max_num_seqs, 0.0
         for request in requests:
             head, is_waiting = request.head, request.status is Status.WAITING
             prediction = self._predictions.of(view, request)
-            line = (head.owner, head.priority) if due(head) is None else None
-            places.append((request, line))
-            steps = -1 if is_waiting else request.progress.steps_left
-            slots -= steps > 0
-            if line is not None:
-                place = prediction.place if is_waiting else prediction.place_in_line(request, steps, len(view.ranks))
-                lines.setdefault(line, []).append((place, request.id, request, steps))
-        for members in lines.values():
-            members.sort(key=lambda each: each[:2], reverse=True)
+            steps = request.progress.steps_left
+            slots -= not is_waiting and steps > 0
+            place = prediction.place if is_waiting else prediction.place_in_line(request, steps, len(view.ranks))
+            time = due(head)
+            work = prediction.other_seconds(request) + steps * (prediction.cost.extra if prediction.is_small else prediction.seconds[1])
+            work /= len(view.ranks)
+            seconds += work
+            slack = inf if time is None else time - now
+            member = _Member(place, request, steps, work, slack - prediction.other_seconds(request) - steps * prediction.seconds[prediction.efficient])
+            places.append((head.owner, head.priority))
+            lines.setdefault(places[-1], []).append(member)
+        ordered = {line: _smith(members, seconds) for line, members in lines.items()}
         done, others = list[RequestSteps](), list[RequestSteps]()
-        for request, line in places:
-            steps = -1
-            if line is not None:
-                _, _, request, steps = lines[line].pop()
-            if request.status is Status.WAITING:
+        for line in places:
+            member = ordered[line].pop()
+            if member.request.status is Status.WAITING:
                 slots -= 1
                 if slots < 0:
                     continue
-            steps = request.progress.steps_left if steps < 0 else steps
-            (others if steps else done).append((request, steps))
+            (others if member.steps else done).append((member.request, member.steps))
         return done + others
 
     # ------------------------------------------------------------------------------------------------ contenders
@@ -257,6 +259,35 @@ class Groups:
         other_seconds, time = prediction.other_seconds(request), due(request.head)
         found = Contender(request.id, steps, prediction.seconds, other_seconds, first, held, is_running)
         return found if time is None else replace(found, first=max(first, found.degree_within(time - now)))
+
+
+class _Member(NamedTuple):
+    """A request of a line."""
+
+    place: float  # see Prediction.place_in_line
+    request: Request
+    steps: int  # remaining
+    work: float  # seconds that all ranks together need for it
+    slack: float  # seconds until it has to begin; inf: it has no due time
+
+
+def _smith(members: Sequence[_Member], total: float) -> list[_Member]:
+    """The last one first: Smith's rule."""
+    if all(each.slack == inf for each in members):
+        return sorted(members, key=lambda each: (each.place, each.request.id), reverse=True)
+    own = sum(each.work for each in members)
+    scale = total / own if own else 1.0
+    waiting = sorted(members, key=lambda each: (each.slack + scale * each.work, each.request.id), reverse=True)
+    found, heap, index, left = list[_Member](), list[tuple[float, str, int]](), 0, total
+    while len(found) < len(waiting):
+        while index < len(waiting) and (not heap or waiting[index].slack + scale * waiting[index].work >= left):
+            each = waiting[index]
+            heappush(heap, (-each.place, each.request.id, index))
+            index += 1
+        _, _, place = heappop(heap)
+        found.append(waiting[place])
+        left -= scale * waiting[place].work
+    return found
 
 
 def _with_first_small(ordered: Sequence[RequestSteps], small: Collection[str]) -> list[RequestSteps]:

@@ -57,6 +57,8 @@ class RepeatedSteps:
         """
         if not self._names.issuperset(served) or view.jobs():
             return None
+        if not view.idle_ranks.issubset({rank for ranks in self._batches for rank in ranks}):
+            return None  # it may have work that was not there before
         batches = [batch for ranks, batch in self._batches.items() if view.open_ranks.issuperset(ranks)]
         all_repeat = sum(len(batch.ranks) for batch in batches) == len(view.open_ranks)
         for request in view.requests.running:
