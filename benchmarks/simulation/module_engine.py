@@ -1,9 +1,9 @@
 """Serves a ModuleTrace in simulated time, with the scheduler and the policies of the engine.
 
 The machine is as in the published measurements: one device, and the modules in processes of their own. Here the module
-of the loop, and what comes before it, are on rank 0, the others on rank 1, and the two do not slow each other. The
-policies before `default` are built for this machine; `default` is told which components each rank has. Every batch
-takes OVERHEAD longer than in the tables.
+of the loop is on rank 0, the others on rank 1 (but for `step_batching`, which encodes on rank 0), and the two do not
+slow each other. The policies before `default` are built for this machine; `default` is told which components each rank
+has. Every batch takes OVERHEAD longer than in the tables.
 """
 
 from __future__ import annotations
@@ -79,7 +79,7 @@ STATIC = frozenset({"neustream", "clockwork", "clockwork_ideal"})
 """Those that predict from the tables alone, as their published programs do; the others learn from every batch."""
 
 
-LOOP, AFTER = ModelKey(MODEL.name, "transformer"), ModelKey(MODEL.name, "vae")
+LOOP, OTHERS = ModelKey(MODEL.name, "transformer"), ModelKey(MODEL.name, "vae")
 """The components of rank 0, and of rank 1."""
 
 
@@ -133,7 +133,7 @@ def register(trace: ModuleTrace) -> Workflow:
     """The modules as ops of this process, and the workflow of a request."""
     for name in trace.modules:
         if name not in OPS:
-            OPS.register(_op(name, is_loop=name == trace.loop, is_after=name in trace.tails))
+            OPS.register(_op(name, is_loop=name == trace.loop))
     nodes, before = list[Node](), ""
     for name in trace.modules:
         region = name if name == trace.loop else ""
@@ -143,10 +143,10 @@ def register(trace: ModuleTrace) -> Workflow:
     return Workflow(trace.model, tuple(nodes), {"picture": before}, (Region(trace.loop),))
 
 
-def _op(name: str, *, is_loop: bool, is_after: bool) -> RequestOp:
+def _op(name: str, *, is_loop: bool) -> RequestOp:
     return RequestOp(
         name=name,
-        component=AFTER.component if is_after else LOOP.component,
+        component=(LOOP if is_loop else OTHERS).component,
         message=ModuleWork,
         size=_size,
         part="denoise" if is_loop else "decode",
@@ -176,10 +176,10 @@ def _scheduler(trace: ModuleTrace, workflow: Workflow, policy: str) -> StepSched
     config = SchedulerConfig(max_num_seqs=slots, max_plans_in_flight=1, max_num_batched_tokens=2**31 - 1)
     cost = FrozenCosts()
     is_resident = policy in RESIDENT
-    info = msgspec.structs.replace(MODEL, components=(LOOP, AFTER)) if is_resident else MODEL
+    info = msgspec.structs.replace(MODEL, components=(LOOP, OTHERS)) if is_resident else MODEL
     scheduler = StepScheduler(config, {MODEL.name: info}, NUM_RANKS, cost=cost, policy=POLICIES[policy]())
     scheduler.workflows[workflow.name] = workflow
-    on_ranks = [(rank, (LoadedComponent(key, 1),)) for rank, key in enumerate((LOOP, AFTER))]
+    on_ranks = [(rank, (LoadedComponent(key, 1),)) for rank, key in enumerate((LOOP, OTHERS))]
     scheduler.learn(_samples(trace), on_ranks if is_resident else ())
     cost.is_frozen = policy in STATIC
     for name, table in trace.modules.items():

@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 
 from core.graph.workflow import Node
 from core.handles import RankIds
+from core.scheduling.dispatch import Decision, Dispatch
 from core.scheduling.node_cache import CacheJob
 from core.scheduling.policies.planner.homes import Homes, StepCost
 from core.scheduling.policies.planner.plan import Plan
@@ -85,6 +86,24 @@ class LanePass(StepPass):
         if self._held and request.progress.steps_left and not self._held.isdisjoint(self._ranks_of(request, node)):
             return False
         return StepPass._can_run(self, request, node)
+
+    def run(self) -> list[Decision]:
+        decisions = StepPass.run(self)
+        if self.plan is None:
+            return decisions
+        used = self.lanes_used
+        best: dict[int, tuple[float, Dispatch]] = {}
+        for each in decisions:
+            if isinstance(each, Dispatch) and each.ranks[0] not in used:
+                seconds = sum(self.view.seconds(request, node) for request, node in each.items)
+                if each.ranks[0] not in best or seconds < best[each.ranks[0]][0]:
+                    best[each.ranks[0]] = seconds, each
+        firsts = [each for _, each in best.values()]
+        return [each for each in decisions if not isinstance(each, Dispatch) or each.ranks[0] in used or each in firsts]
+
+    @property
+    def lanes_used(self) -> set[int]:
+        return {home for each in self.plan.served if (home := self.place.of(each)) is not None}
 
     # ------------------------------------------------------------------------------------------------ ranks
 

@@ -244,11 +244,9 @@ class Planner:
         return tuple(place for place, rank in enumerate(ranks) if rank in able)
 
     def _blocks(self, request: Request) -> bool:
-        """Whether the rank that makes steps also does the work after them: others that could are there only if they
-        make steps, too.
-        """
+        """Whether the rank that makes steps also does the work after them: all that could make steps, too."""
         having = self.view.ranks_with(request.keys_of(request.workflow.last_output))
-        return all(rank in self.lanes for rank in having)
+        return set(having) <= set(self._ranks(request))
 
     def _slot_task(self, candidate: Candidate, able: tuple[int, ...]) -> SlotTask:
         """A candidate for `best_schedules`. Times are seconds of the rank, of which each denoiser gets a fraction."""
