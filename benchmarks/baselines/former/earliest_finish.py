@@ -1,7 +1,7 @@
 """EarliestFinish: which batch goes first where several ops share a rank (NeuStream, section 5).
 
 Each op has an equal share of the rank. The batch goes first that would finish first if every op used its share all the
-time (`core.costs.finish_order`).
+time (`finish_order.py`).
 """
 
 from __future__ import annotations

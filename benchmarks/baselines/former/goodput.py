@@ -1,7 +1,7 @@
 """goodput: as many requests as possible meet their latency objective.
 
 Each rank has a set of requests of each denoiser, its lane. All of them are predicted to be in time together, at the
-speed that their batches will really have (`core.costs.slot_schedule`). A newcomer joins only if all stay in time; else
+speed that their batches will really have (`slot_schedule.py`). A newcomer joins only if all stay in time; else
 the one with most work left goes, and is served if the others are done sooner than predicted. Requests that could not be
 in time even alone end early (`--on-late drop`) or run when no other request needs the rank (`--on-late last`).
 

@@ -1,4 +1,4 @@
-"""RankShares: which ranks run which ops, by normalised goodput (`core.costs.shares`), and the home of each request."""
+"""RankShares: which ranks run which ops, by normalised goodput (`shares.py`), and the home of each request."""
 
 from __future__ import annotations
 

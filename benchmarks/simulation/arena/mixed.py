@@ -40,7 +40,7 @@ def _play(load: float, burstiness: float, policy: str, seed: int) -> Values:
 
 
 def bars(played: Sequence[Played]) -> Iterator[Bar]:
-    """In each contest: the former policies than which ours is better by one metric, and not worse by the other."""
+    """Of each contest, how many former policies ours is better than by one metric, and not worse by the other."""
     for each in played:
         former = [name for name in each.contest.former if name in each.results]
         if OURS in each.results and former:

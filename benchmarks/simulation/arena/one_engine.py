@@ -42,7 +42,7 @@ class OneEngine:
             SchedulerConfig(max_num_seqs=self.max_num_seqs, degree=self.degree),
             {MODEL.name: MODEL},
             self.num_ranks,
-            cache=CacheConfig(host_bytes=16 * 10**9, device_bytes=0),
+            cache=CacheConfig(host_bytes=32 * 10**9, device_bytes=0),
             policy=policy,
         )
         scheduler.learn(self.profiled.samples(MODEL.name))

@@ -37,10 +37,11 @@ def _play(load: float, kinds: str, owners: str, policy: str, seed: int) -> Value
     pictures = PictureLoad(load, 1, shares=KINDS[kinds], aimed=0.0, owners=OWNERS[owners])
     requests = pictures.requests(seed)
     latencies = OneEngine(pictures.num_ranks, max_num_seqs=8).serve(make(policy), requests)
-    return {MEAN: fmean(latencies.values()), OVERTAKING: _most_overtaken(pictures, requests, latencies)}
+    return {MEAN: fmean(latencies.values()), OVERTAKING: most_overtaken(pictures, requests, latencies)}
 
 
-def _most_overtaken(pictures: PictureLoad, requests: Sequence[EngineRequest], latencies: Mapping[str, float]) -> float:
+def most_overtaken(pictures: PictureLoad, requests: Sequence[EngineRequest], latencies: Mapping[str, float]) -> float:
+    """See OVERTAKING. latencies: by request id, of all requests."""
     alone = {each.request_id: pictures.alone_seconds_of(each) for each in requests}
     ends = {each.request_id: each.arrival + latencies[each.request_id] for each in requests}
     has_others = len({each.owner for each in requests}) > 1

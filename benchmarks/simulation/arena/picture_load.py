@@ -15,6 +15,7 @@ from benchmarks.simulation.machine import IMAGE_TOKENS, TEXT_TOKENS
 from benchmarks.simulation.scenario import edit_of
 from core.handles import ArrayRef
 from core.messages.engine import EngineRequest
+from core.messages.specs import EditSpec
 
 STEPS = 28
 RATIOS = 0.05, 0.3
@@ -88,8 +89,10 @@ class PictureLoad:
 
     def alone_seconds_of(self, request: EngineRequest) -> float:
         """See `alone_seconds`."""
-        kind = "masked" if request.spec.is_mask_aware else _kind_of(request.spec.canvas("").num_tokens)
-        return self.alone_seconds(kind, request.spec.canvas("").num_active_tokens)
+        spec = request.spec
+        assert isinstance(spec, EditSpec), "all requests are edits"
+        kind = "masked" if spec.is_mask_aware else _kind_of(spec.num_tokens)
+        return self.alone_seconds(kind, spec.active.size)
 
     def _other_seconds(self, kind: str) -> float:
         machine = self.machine

@@ -18,7 +18,6 @@ class TracedRequest(NamedTuple):
 
     seconds: float  # when it came, from the first one on
     owner: str
-    number: int  # of pictures, 1 where the file has none
     steps: int  # 30 where the file has none
     model: str
 
@@ -27,5 +26,4 @@ def read() -> Iterator[TracedRequest]:
     """In the order in which they came."""
     with gzip.open(DATA, "rt") as file:
         for row in csv.DictReader(file):
-            number, steps = int(row["n"] or 1), int(row["steps"] or 30)
-            yield TracedRequest(float(row["t_seconds"]), row["owner"], number, steps, row["model"])
+            yield TracedRequest(float(row["t_seconds"]), row["owner"], int(row["steps"] or 30), row["model"])

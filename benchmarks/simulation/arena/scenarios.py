@@ -37,7 +37,7 @@ SCENARIOS: dict[str, Scenario] = {
     "ddit": Scenario(video_cells.POLICIES, video_cells.contests, video_cells.bars),
     "mixed": Scenario(mixed.POLICIES, mixed.contests, mixed.bars),
     "overload": Scenario(overload.POLICIES, overload.contests),
-    "troubles": Scenario(troubles.POLICIES, troubles.contests),
+    "troubles": Scenario(troubles.POLICIES, troubles.contests, troubles.bars),
     "routing": Scenario(routed.POLICIES, routed.contests),
     "models": Scenario(traced_models.POLICIES, traced_models.contests),
     "one-rank": Scenario(one_rank.POLICIES, one_rank.contests),

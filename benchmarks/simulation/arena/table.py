@@ -20,6 +20,8 @@ def means(played: Played) -> Iterator[str]:
         each = [f"{name} {_mean(played, name, metric)}" for name in played.results]
         found = verdict(played.contest, metric, played.results)
         yield f"  {metric.name:<18} {'   '.join(each)}" + (f"   | {found.text}" if found else "")
+    for policy, why in played.broken.items():
+        yield f"  BROKEN {policy}: {why}"
 
 
 def _mean(played: Played, policy: str, metric: Metric) -> str:
@@ -38,6 +40,9 @@ def summary(every: Sequence[Played], bars: Iterable[Bar]) -> Iterator[str]:
             yield f"{name:<{width}}  {metric.name:<18}{mine:>10}{f'{found.best} {best}':>34}   {found.text}"
     for bar in bars:
         yield bar.text
+    for played in every:
+        for policy, why in played.broken.items():
+            yield f"BROKEN {played.group}: {played.contest.name}, {policy}: {why}"
     words = [found.word for _, _, found in rows]
     yield f"{words.count('better')} better, {words.count('equal')} equal, {words.count('WORSE')} worse"
 
@@ -60,6 +65,7 @@ def as_json(every: Sequence[Played], bars: Iterable[Bar], seconds: float) -> str
                 policy: {metric.name: values(played.results, policy, metric) for metric in played.contest.metrics}
                 for policy in played.results
             },
+            "broken": dict(played.broken),
             "verdicts": {
                 metric.name: found._asdict()
                 for metric in played.contest.metrics

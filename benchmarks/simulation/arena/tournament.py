@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import islice
 from multiprocessing import get_context
@@ -21,6 +21,7 @@ class Played:
     group: str  # name of the scenario that the contest belongs to
     contest: Contest
     results: Results
+    broken: Mapping[str, str]  # policy -> what went wrong in one of its runs; such a policy has no results
 
 
 def play(
@@ -42,12 +43,17 @@ def play(
 
 
 def _collected(
-    pairs: Iterable[tuple[str, Contest]], only: Sequence[str] | None, num_seeds: int, found: Iterator[Values]
+    pairs: Iterable[tuple[str, Contest]], only: Sequence[str] | None, num_seeds: int, found: Iterator[Values | str]
 ) -> Iterator[Played]:
     for group, contest in pairs:
-        number = _seeds(contest, num_seeds)
-        results = {policy: list(islice(found, number)) for policy in _policies(contest, only)}
-        yield Played(group, contest, results)
+        number, results, broken = _seeds(contest, num_seeds), dict[str, list[Values]](), dict[str, str]()
+        for policy in _policies(contest, only):
+            of_seeds = list(islice(found, number))
+            if failures := [each for each in of_seeds if isinstance(each, str)]:
+                broken[policy] = failures[0]
+            else:
+                results[policy] = [each for each in of_seeds if not isinstance(each, str)]
+        yield Played(group, contest, results, broken)
 
 
 def _policies(contest: Contest, only: Sequence[str] | None) -> list[str]:
@@ -60,6 +66,10 @@ def _seeds(contest: Contest, number: int) -> int:
     return number if contest.most_seeds is None else min(number, contest.most_seeds)
 
 
-def _run(run: Run) -> Values:
+def _run(run: Run) -> Values | str:
+    """The values; what went wrong, if the policy left requests or decided what cannot be carried out."""
     contest, policy, seed = run
-    return contest.play(policy, seed)
+    try:
+        return contest.play(policy, seed)
+    except AssertionError as error:
+        return f"seed {seed}: {error}"

@@ -20,8 +20,8 @@ from core.messages.engine import EngineRequest
 
 POLICIES = (OURS, *FORMER)
 
-NUM_PICTURES = 250
-"""Of a window."""
+NUM_REQUESTS = 300
+"""Of a window: to 16 to 37 models. Each is served with one picture."""
 
 SCENARIO = replace(EIGHTY_SEVEN, name="gentd26", num_ranks=8, fits=2)
 
@@ -34,7 +34,7 @@ def contests() -> list[Contest]:
 
 
 def _play(load: float, policy: str, seed: int) -> Values:
-    """Another seed is another window. A picture is in time that takes at most `SCENARIO.slo_scale` times its time
+    """Another seed is another window. A request is in time that takes at most `SCENARIO.slo_scale` times its time
     alone.
     """
     served = serve(SCENARIO, make(policy), seed, window(SCENARIO, load, seed))
@@ -51,17 +51,17 @@ def _trace() -> tuple[list[TracedRequest], dict[str, str]]:
 
 
 def window(scenario: ModelScenario, load: float, seed: int) -> list[EngineRequest]:
-    """So many pictures of the trace, one after the other: seeds begin at even distances."""
+    """So many requests of the trace, one after the other: seeds begin at even distances."""
     every, names = _trace()
     first = (2 * seed + 1) * len(every) // 32 % len(every)
-    pictures = [each for request in every[first:] for each in [request] * request.number][:NUM_PICTURES]
-    work = sum(scenario.alone_seconds(_request(0, 0.0, each, names)) for each in pictures)
-    span = pictures[-1].seconds - pictures[0].seconds
+    chosen = every[first:][:NUM_REQUESTS]
+    work = sum(scenario.alone_seconds(_request(0, 0.0, each, names)) for each in chosen)
+    span = chosen[-1].seconds - chosen[0].seconds
     pace = work / scenario.num_ranks / load / span
-    arrivals = [(each.seconds - pictures[0].seconds) * pace for each in pictures]
+    arrivals = [(each.seconds - chosen[0].seconds) * pace for each in chosen]
     return [
         _request(index, arrival, each, names)
-        for index, (arrival, each) in enumerate(zip(arrivals, pictures, strict=True))
+        for index, (arrival, each) in enumerate(zip(arrivals, chosen, strict=True))
     ]
 
 

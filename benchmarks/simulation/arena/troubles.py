@@ -2,16 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from statistics import fmean
 
+from benchmarks.simulation.arena.bar import Bar
 from benchmarks.simulation.arena.contest import IN_TIME, MEAN, OURS, Contest, Play, Values
 from benchmarks.simulation.arena.degree_machine import DegreeMachine
 from benchmarks.simulation.arena.one_engine import OneEngine
 from benchmarks.simulation.arena.perturbed import Perturbed
 from benchmarks.simulation.arena.picture_load import PictureLoad, in_time_and_mean
+from benchmarks.simulation.arena.tournament import Played
+from benchmarks.simulation.arena.verdict import against
 from benchmarks.simulation.cluster import Cluster
 from benchmarks.simulation.compared import FORMER, make
 from benchmarks.simulation.durations import Durations
@@ -36,6 +39,20 @@ MACHINES: Mapping[str, tuple[float, Durations]] = {
 
 GREEDY = (0.8, 0.05, 0.05, 0.05, 0.05)
 """Shares of the requests by owner."""
+
+
+def bars(played: Sequence[Played]) -> Iterator[Bar]:
+    """Of each contest, how many former policies are not ahead of ours: not better by one metric and equal by others."""
+    for each in played:
+        former = [name for name in each.contest.former if name in each.results]
+        if OURS in each.results and former:
+            number = sum(not _is_ahead(name, each) for name in former)
+            yield Bar(f"{each.contest.name}: former policies that are not ahead of ours", number, len(former))
+
+
+def _is_ahead(former: str, played: Played) -> bool:
+    words = [against(former, played.contest, metric, played.results).word for metric in played.contest.metrics]
+    return "WORSE" in words and "better" not in words
 
 
 def contests() -> list[Contest]:
