@@ -8,9 +8,10 @@ from statistics import fmean
 
 from matplotlib.figure import Figure
 
-from benchmarks.simulation.arena.contest import OURS, Metric
+from benchmarks.simulation.arena.contest import Metric
 from benchmarks.simulation.arena.tournament import Played
 from benchmarks.simulation.arena.verdict import best_of, half_interval, values
+from benchmarks.simulation.compared import OURS
 from benchmarks.simulation.published_plots import save
 
 MARKS = {OURS: "o", "former step_batching": "^", "former goodput": "x", "former elastic": "v"}

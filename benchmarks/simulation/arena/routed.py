@@ -7,9 +7,9 @@ from functools import partial
 from statistics import fmean
 
 from benchmarks.report import percentile
-from benchmarks.simulation.arena.contest import MEAN, OURS, P95, Contest, Values
+from benchmarks.simulation.arena.contest import MEAN, P95, Contest, Values
 from benchmarks.simulation.cluster import Cluster
-from benchmarks.simulation.compared import FORMER, make
+from benchmarks.simulation.compared import FORMER, OURS, make
 from benchmarks.simulation.scenario import SCENARIOS
 
 POLICIES = (OURS, *FORMER)

@@ -8,9 +8,10 @@ from statistics import fmean
 
 from benchmarks.report import percentile
 from benchmarks.simulation.arena.bar import Bar
-from benchmarks.simulation.arena.contest import MEAN, OURS, P99, Contest, Metric, Values
+from benchmarks.simulation.arena.contest import MEAN, P99, Contest, Metric, Values
 from benchmarks.simulation.arena.tournament import Played
 from benchmarks.simulation.arena.verdict import best_of, values
+from benchmarks.simulation.compared import OURS
 from benchmarks.simulation.video_engine import serve
 from benchmarks.simulation.video_load import VideoLoad
 from benchmarks.simulation.videos import CELLS, MORE_MIXES, STATIC, Cell
