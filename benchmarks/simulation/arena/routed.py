@@ -15,8 +15,8 @@ from benchmarks.simulation.scenario import SCENARIOS
 POLICIES = (OURS, *FORMER)
 
 FLEETS = {
-    name: replace(SCENARIOS[name], num_engines=4, num_edits=400, num_warm_up=warm_up)
-    for name, warm_up in (("reference", 50), ("mix", 150), ("bursty", 50))
+    name: replace(SCENARIOS[name], num_engines=4, num_edits=300, num_warm_up=warm_up)
+    for name, warm_up in (("reference", 50), ("mix", 100), ("bursty", 50))
 }
 
 
