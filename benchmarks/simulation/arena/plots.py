@@ -19,7 +19,7 @@ MARKS = {OURS: "o", "former step_batching": "^", "former goodput": "x", "former 
 
 ROW_INCHES = 0.16
 
-SHOWN, TICKS = (0.25, 4.0), (0.25, 0.5, 0.7, 0.8, 0.9, 1.0, 1.1, 1.2, 1.5, 2.0, 3.0, 4.0)
+SHOWN, TICKS = (0.25, 4.0), (0.25, 0.35, 0.5, 0.7, 0.85, 1.0, 1.2, 1.5, 2.0, 3.0, 4.0)
 """Multiples; a policy beyond them is not shown."""
 
 
