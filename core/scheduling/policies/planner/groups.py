@@ -210,22 +210,13 @@ class Groups:
             steps = request.progress.steps_left
             slots -= not is_waiting and steps > 0
             place = prediction.place if is_waiting else prediction.place_in_line(request, steps, len(view.ranks))
-            time = due(head)
-            work = prediction.other_seconds(request) + steps * (
-                prediction.cost.extra if prediction.is_small else prediction.seconds[1]
-            )
-            work /= len(view.ranks)
+            time, others = due(head), prediction.other_seconds(request)
+            of_step = prediction.cost.extra if prediction.is_small else prediction.seconds[1]
+            work = (others + steps * of_step) / len(view.ranks)
             seconds += work
-            slack = inf if time is None else time - now
-            member = _Member(
-                place,
-                request,
-                steps,
-                work,
-                slack - prediction.other_seconds(request) - steps * prediction.seconds[prediction.efficient],
-            )
+            slack = inf if time is None else time - now - others - steps * prediction.seconds[prediction.efficient]
             places.append((head.owner, head.priority))
-            lines.setdefault(places[-1], []).append(member)
+            lines.setdefault(places[-1], []).append(_Member(place, request, steps, work, slack))
         ordered = {line: _smith(members, seconds) for line, members in lines.items()}
         done, others = list[RequestSteps](), list[RequestSteps]()
         for line in places:

@@ -185,7 +185,7 @@ class Planner:
         return why_late(head, self._end(candidate, CERTAIN if has_begun else 1.0))
 
     def _place_apart(self, groups: Mapping[ModelKeys, Sequence[Candidate]]) -> None:
-        """Give the most urgent requests of several denoisers homes, because lanes are planned for each denoiser alone."""
+        """Give the first requests of each denoiser homes, because lanes are planned for each denoiser alone."""
         for denoiser, group in groups.items():
             ranks = self._ranks(group[0].request)
             for each in group[: LOOK_AHEAD * self.view.config.max_num_seqs]:

@@ -67,9 +67,9 @@ class RepeatedSteps:
             if not request.progress.steps_left and _is_sent_to(request, view.open_ranks):  # its decode is next
                 return None
             names = request.workflow.step_names
-            if any(node.name not in names for node in view.ready(request)):
-                if not (all_repeat and _is_elsewhere(view, request, homes)):
-                    return None
+            is_only_stepping = all(node.name in names for node in view.ready(request))
+            if not (is_only_stepping or (all_repeat and _is_elsewhere(view, request, homes))):
+                return None
         return batches if all(_can_be_repeated(view, batch, served) for batch in batches) else None
 
 

@@ -15,7 +15,7 @@ from core.graph.workflows.hires import HIRES
 from core.graph.workflows.inpaint import INPAINT
 from core.messages.engine import EngineRequest
 from core.messages.worker import BatchResult, StepPlan, TransferDone
-from core.scheduling.policies.goodput.goodput import Goodput
+from core.scheduling.policies.planner.plan import Goodput
 from core.scheduling.policies.step_pass import StepBatching
 from core.scheduling.recovery import checkpoints
 from core.scheduling.recovery.checkpoints import MAX_ROUNDS, MAX_SHARE, rounds_between

