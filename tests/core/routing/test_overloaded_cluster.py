@@ -1,4 +1,4 @@
-"""Admission control and deadlines keep up goodput at twice the capacity, in simulated time."""
+"""Edits that are too late are dropped, which keeps up the goodput at twice the capacity, in simulated time."""
 
 from __future__ import annotations
 
@@ -35,12 +35,12 @@ def test_twice_the_load_keeps_the_goodput() -> None:
     slo = 8 * LONE
     knee, overload = measure(1.0, slo), measure(2.0, slo)
     assert overload.goodput >= 0.9 * knee.goodput
-    assert overload.ends["dropped"] > 20
+    assert overload.ends["dropped"] > 10
     assert overload.ends["finished"] <= 2, "hardly any is late"
 
 
 def test_without_an_objective_the_goodput_collapses() -> None:
-    """Shows what admission control is for, and that the other test could fail."""
+    """Shows what it is good for to drop edits that are late, and that the other test could fail."""
     slo = 8 * LONE
     assert measure(2.0, slo, has_objective=False).goodput < 0.6 * measure(2.0, slo).goodput
 
