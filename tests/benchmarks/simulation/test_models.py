@@ -134,7 +134,7 @@ def test_a_request_waits_for_its_load_exactly_as_long_as_the_load_takes() -> Non
 # ------------------------------------------------------------------------------------------------- what policies make
 
 
-@pytest.mark.parametrize("policy", ["default", "default"])
+@pytest.mark.parametrize("policy", ["default", "former goodput"])
 @pytest.mark.parametrize("fits", [0, 1, 2, 3])
 def test_every_request_is_answered_within_the_budget(policy: str, fits: int) -> None:
     served = serve(short(FIVE, fits=fits), policy, 1)
