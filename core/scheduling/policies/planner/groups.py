@@ -210,11 +210,11 @@ class Groups:
             steps = request.progress.steps_left
             slots -= not is_waiting and steps > 0
             place = prediction.place if is_waiting else prediction.place_in_line(request, steps, len(view.ranks))
-            time, others = due(head), prediction.other_seconds(request)
+            time, beside = due(head), prediction.other_seconds(request)
             of_step = prediction.cost.extra if prediction.is_small else prediction.seconds[1]
-            work = (others + steps * of_step) / len(view.ranks)
+            work = (beside + steps * of_step) / len(view.ranks)
             seconds += work
-            slack = inf if time is None else time - now - others - steps * prediction.seconds[prediction.efficient]
+            slack = inf if time is None else time - now - beside - steps * prediction.seconds[prediction.efficient]
             places.append((head.owner, head.priority))
             lines.setdefault(places[-1], []).append(_Member(place, request, steps, work, slack))
         ordered = {line: _smith(members, seconds) for line, members in lines.items()}
@@ -260,8 +260,8 @@ class Groups:
         held = sorted(contenders[index].held, key=lambda rank: rank not in busy)
         lanes = list[Contender]()
         for lane in range(max(number, sum(rank in busy for rank in held))):
-            ranks = (held[lane],) if lane < len(held) else ()
-            is_running = bool(ranks) and ranks[0] in busy
+            ranks: RankIds = (held[lane],) if lane < len(held) else ()
+            is_running = not busy.isdisjoint(ranks)
             lanes.append(Contender(f"/{lane}", 0, {1: 0.0}, 0.0, 1, ranks, is_running, is_ending=False))
         return contenders[:index] + lanes + contenders[index + 1 :]
 

@@ -284,12 +284,14 @@ class Planner:
 
     def _pace(self, candidates: Sequence[Candidate], most: int) -> Pace:
         """Seconds of steps by number of requests and sum of their tokens: exact where all requests have the fewest or
-        all have the most tokens of any candidate, and linear between.
+        all have the most tokens of any candidate, and linear between. 0 for all while that of one is unknown.
         """
         head = candidates[0].request
         step, rows = step_node(head), head.spec.num_rows
         keys, tokens = max(each.work.keys for each in candidates), [each.work.tokens for each in candidates]
         low, high = min(tokens), max(tokens)
+        if not self._step_seconds(head, step, rows, high / rows, keys / rows):
+            return Pace((0.0,), (0.0,))
         fixed, slope = list[float](), list[float]()
         for number in range(1, most + 1):
             below = self._step_seconds(head, step, number * rows, low / rows, keys / rows)

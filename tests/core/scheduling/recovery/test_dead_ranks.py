@@ -20,7 +20,7 @@ from core.graph.workflows.hires import HIRES
 from core.graph.workflows.inpaint import INPAINT
 from core.messages.engine import EngineRequest, Failed
 from core.messages.worker import StepPlan
-from core.scheduling.policies.step_pass import StepBatching
+from core.scheduling.policies.planner.default import Default
 from core.scheduling.view import View
 
 
@@ -67,7 +67,7 @@ def test_edits_end_once_whatever_dies_fails_or_is_aborted(
     data: st.DataObject, seed: int, num_ranks: int, num_deaths: int
 ) -> None:
     """With the default policy. Those that are not aborted and do not fail tell all their previews and finish."""
-    site = Site(Random(seed), num_ranks, StepBatching(), (ACCEPTANCE,), max_num_seqs=3)
+    site = Site(Random(seed), num_ranks, Default(), (ACCEPTANCE,), max_num_seqs=3)
     requests = [draw_edit(data, str(number)) for number in range(data.draw(st.integers(1, 6)))]
     aborted = {request.request_id for request in requests if data.draw(st.integers(0, 4)) == 0}
     failing = {request.request_id for request in requests if data.draw(st.integers(0, 6)) == 0}
