@@ -243,7 +243,9 @@ class Groups:
             lanes *= 2
         steps = round(sum(each.progress.steps_left for each in mine) / number)
         held = tuple(each for each in self.lanes if each in view.ranks)
-        first = power_of_two(max(1, min(num_next, max(seconds))))
+        # On one lane so many of them take at most twice the time of one.
+        together = 1 + int(base * number / extra) if extra else number
+        first = power_of_two(max(1, min(num_next // together, max(seconds))))
         return Contender(SMALL, steps, seconds, 0.0, first, held, is_running=False)
 
     def _with_lanes(self, view: View, contenders: list[Contender], mine: Sequence[Request]) -> list[Contender]:

@@ -82,7 +82,11 @@ def _is_elsewhere(view: View, request: Request, homes: Homes) -> bool:
     """Whether a request has begun, has nothing on the open ranks, and is not at home on one of them. Other work of it
     goes there or to a rank without requests.
     """
-    return request.status is Status.RUNNING and view.open_ranks.isdisjoint(request.ranks) and homes.of(request) not in (None, *view.open_ranks)
+    return (
+        request.status is Status.RUNNING
+        and view.open_ranks.isdisjoint(request.ranks)
+        and homes.of(request) not in (None, *view.open_ranks)
+    )
 
 
 def _is_sent_to(request: Request, ranks: frozenset[int]) -> bool:
