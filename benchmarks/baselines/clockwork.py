@@ -10,13 +10,13 @@ from dataclasses import dataclass, field
 from math import inf
 
 from benchmarks.baselines.former.step_batching import StepPass, eligible
-from benchmarks.baselines.former.work_estimator import steps_of
 from core.graph.work import Work
 from core.graph.workflow import Node, op_of
 from core.scheduling.dispatch import Decision, GiveUp
 from core.scheduling.policies.policy import SchedulingPolicy
 from core.scheduling.requests.deadlines import due, why_late
 from core.scheduling.requests.request import Request, Status
+from core.scheduling.requests.work_left import steps_of
 from core.scheduling.view import View
 
 

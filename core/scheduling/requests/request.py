@@ -27,6 +27,7 @@ if TYPE_CHECKING:
     from core.messages.specs import Spec
     from core.patches import PatchSet
     from core.scheduling.requests.bindings import Binding, Bindings, ModelKeys, Needs
+    from core.scheduling.requests.work_left import WorkLeft
 
 
 class Status(enum.Enum):
@@ -131,7 +132,8 @@ class Request:
     part_seconds: dict[str, float] = field(default_factory=dict)  # Part -> worker seconds spent in it
     degrees: dict[tuple[str, int], int] = field(default_factory=dict)  # (step node, round) -> ranks that computed it
     # Set by the Predictor.
-    waiting_load: RequestLoad | None = None  # remaining work, computed once while it waits
+    waiting_load: RequestLoad | None = None  # remaining work as it is reported, made once while it waits
+    kept_work: tuple[int, WorkLeft] | None = None  # (generation of predictions, remaining work)
     # From nodes with ports of their own.
     made_sizes: dict[tuple[str, str], int] = field(default_factory=dict)  # (node, output) -> elements that it has made
     result_shapes: dict[str, tuple[int, ...]] = field(default_factory=dict)  # by name

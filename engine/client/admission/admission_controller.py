@@ -160,7 +160,7 @@ class AdmissionController:
         alone = work.images.prepare + engines.alone + work.images.composes
         wait = self._image_backlog.before(work.share) / self._image_workers
         is_idle = engines.is_idle and not self._preparing and not self._image_backlog
-        return Outlook(max(done, wait + alone), alone, is_idle)
+        return Outlook(max(done, wait + alone), alone, is_idle, engines.starts_load)
 
     @property
     def drain_seconds(self) -> float:

@@ -1,7 +1,7 @@
 """Plan: which requests are served, where some have a due time.
 
 Each rank has a set of requests of each denoiser, its lane. All of them are predicted to be in time together, at the
-speed that their batches will really have (`core.costs.slot_schedule`). A newcomer joins only if all stay in time; else
+speed that their batches will really have (`core.costs.forecast`). A newcomer joins only if all stay in time; else
 the one with most work left goes, and is served if the others are done sooner than predicted. Requests that could not be
 in time even alone end early (`--on-late drop`) or run when no other request needs the rank (`--on-late last`).
 
@@ -17,18 +17,19 @@ from itertools import islice
 from math import inf
 
 from core.config import PATIENCE_SECONDS
+from core.costs.forecast import Pace, SlotTask
+from core.costs.lane_filling import best_schedules
 from core.costs.prediction_margin import CERTAIN
-from core.costs.slot_schedule import Pace, SlotTask, best_schedules
 from core.failure import Failure
 from core.graph.work import Work
 from core.graph.workflow import Node, op_of
 from core.handles import RankIds
 from core.scheduling.dispatch import GiveUp
 from core.scheduling.policies.planner.homes import Homes, StepCost
-from core.scheduling.policies.work_estimator import RemainingWork, WorkEstimator
 from core.scheduling.requests.bindings import ModelKeys
 from core.scheduling.requests.deadlines import TOO_LATE, due, why_late
 from core.scheduling.requests.request import Request, Status
+from core.scheduling.requests.work_left import WorkLeft
 from core.scheduling.view import View
 
 NOTHING = StepCost(0.0, 0.0)
@@ -94,7 +95,7 @@ class Candidate:
     """A request, as judged for a plan."""
 
     request: Request
-    work: RemainingWork
+    work: WorkLeft
     alone: float  # seconds of its remaining work, with as many ranks as are useful
     seconds: float  # computing time until it is due; inf: it has no due time
     is_late: bool  # it cannot be in time
@@ -111,11 +112,10 @@ class Planner:
 
     view: View
     now: float
-    work: WorkEstimator
     place: Homes
     lanes: RankIds  # ranks where small requests make steps
     small: Callable[[Request], bool]
-    alone: Callable[[Request, RemainingWork], float]
+    alone: Callable[[Request], float]  # seconds of its remaining work, with as many ranks as are useful
     costs: Mapping[str, StepCost]  # of small requests, by id
     stretch: float  # time that passes, as a multiple of the predicted computing time
     _num_on: dict[int, int] = field(default_factory=dict)  # rank -> denoisers whose requests may make steps there
@@ -142,9 +142,9 @@ class Planner:
         return Plan(tuple(lanes), waiting, given_up, None if tried is None else tried.request.id)
 
     def _judge(self, request: Request) -> Candidate:
-        work, time = self.work.remaining(self.view, request), due(request.head)
+        work, time = self.view.work_left(request), due(request.head)
         seconds = inf if time is None else (time - self.now) / self.stretch
-        alone = self.alone(request, work)
+        alone = self.alone(request)
         return Candidate(request, work, alone, seconds, alone > seconds)
 
     def _tried(self, candidates: Sequence[Candidate]) -> Candidate | None:
@@ -302,4 +302,4 @@ class Planner:
 
     def _step_seconds(self, request: Request, step: Node, rows: int, tokens: float, keys: float) -> float:
         work = Work((round(tokens),), (round(keys),))
-        return self.work.batch_seconds(self.view, request.keys_of(step), op_of(step), work, rows)
+        return self.view.batch_seconds(request.keys_of(step), op_of(step), work, rows)
