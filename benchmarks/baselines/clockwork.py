@@ -16,7 +16,6 @@ from core.scheduling.dispatch import Decision, GiveUp
 from core.scheduling.policies.policy import SchedulingPolicy
 from core.scheduling.requests.deadlines import due, why_late
 from core.scheduling.requests.request import Request, Status
-from core.scheduling.requests.work_left import steps_of
 from core.scheduling.view import View
 
 
@@ -134,7 +133,7 @@ def _node_seconds(view: View, batch: Sequence[Request], node: Node) -> float:
     if node.name not in batch[0].workflow.step_names:
         work = sum((op.size(request.sizes(node)) for request in batch), Work((), ()))
         return max(request.progress.times(node) for request in batch) * view.batch_seconds(keys, op, work)
-    kinds = [steps_of(request, node) for request in batch]
+    kinds = [request.steps_left(node) for request in batch]
     seconds = 0.0
     for place in range(max(map(len, kinds))):
         own = [of[min(place, len(of) - 1)] for of in kinds]

@@ -1,4 +1,4 @@
-"""Which requests go to which lanes: the largest set that can be in time, and of equal ones the one with least latency."""
+"""Which requests go to which lanes: the largest set that can be in time, and of equal ones that of least latency."""
 
 from __future__ import annotations
 

@@ -107,6 +107,10 @@ class View:
         every = work if number == 1 else Work(work.queries * number, work.keys * number)
         return self._predictor.batch_seconds(keys, op, every)
 
+    def load_seconds(self, request: Request) -> float:
+        """Predicted time until the model of a request is loaded."""
+        return self._residency.seconds_left(request.needs)
+
     def work_left(self, request: Request) -> WorkLeft:
         """The remaining work of a request."""
         return self._predictor.work_left(request)

@@ -18,7 +18,7 @@ from core.messages.worker import CostSample
 from core.model_info import ModelInfo
 from core.scheduling.requests.bindings import Bindings, ModelKeys
 from core.scheduling.requests.request import Request, Status
-from core.scheduling.requests.work_left import WorkLeft, steps_of
+from core.scheduling.requests.work_left import WorkLeft
 
 FORGET_EVERY = 4096
 """Questions after which all predictions are made again, because the cost model has learnt from batches meanwhile."""
@@ -73,9 +73,9 @@ class Predictor:
             self._questions = 0
             self.generation += 1
             self._seconds.clear()
-        seconds = self._seconds.get((keys, op.name, work))
-        if seconds is None:
-            seconds = self._seconds[keys, op.name, work] = self.op_seconds(keys, op, work)
+        seconds = self._seconds.get((keys, op.name, work)) or self.op_seconds(keys, op, work)
+        if seconds:
+            self._seconds[keys, op.name, work] = seconds
         return seconds
 
     def step_seconds(self, keys: ModelKeys, op: Op, work: Work, degree: int) -> float:
@@ -118,7 +118,7 @@ class Predictor:
         before, after = self._seconds_beside(request)
         steps, seconds, tokens, keys = 0, 0.0, 0, 0
         for node in request.workflow.steps:
-            for times, work in steps_of(request, node):
+            for times, work in request.steps_left(node):
                 steps += times
                 seconds += times * self.batch_seconds(request.keys_of(node), op_of(node), work)
                 tokens += times * sum(work.queries)

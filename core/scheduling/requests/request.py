@@ -252,6 +252,18 @@ class Request:
             return False
         return not self.spec.is_full_step(self.progress.scheduled[node.name])
 
+    def steps_left(self, node: Node) -> list[tuple[int, Work]]:
+        """(number, work of one) of a node's remaining steps: first those that compute all tokens, then the others."""
+        times = self.progress.times_left(node)
+        if not times:
+            return []
+        if node.canvas or not self.spec.is_mask_aware:
+            return [(times, self.work(node))]
+        first = self.progress.scheduled[node.name]
+        num_full = self.spec.num_full_steps(first, first + times)
+        kinds = (num_full, False), (times - num_full, True)
+        return [(number, self.work_of(node, is_masked=is_masked)) for number, is_masked in kinds if number]
+
     def reads_template_pages(self, node: Node) -> bool:
         """Whether the next run of a node reads its template's pages."""
         return self.is_masked(node) and self.spec.reads_template

@@ -14,11 +14,11 @@ from core.messages.worker import Batch, BatchResult
 from core.scheduling.dispatch import Decision, Dispatch, GiveUp
 from core.scheduling.policies.planner.groups import Groups, Prediction, Predictions
 from core.scheduling.policies.planner.headroom import Headroom
-from core.scheduling.policies.planner.homes import Homes
 from core.scheduling.policies.planner.lane_pass import LanePass
 from core.scheduling.policies.planner.pauses import Pauses
 from core.scheduling.policies.planner.plan import Plan, Planner, has_steps
 from core.scheduling.policies.planner.repeated_steps import RepeatedSteps
+from core.scheduling.policies.planner.step_homes import StepHomes
 from core.scheduling.policies.policy import SchedulingPolicy
 from core.scheduling.policies.step_pass import eligible
 from core.scheduling.requests.request import Request, Status
@@ -34,7 +34,7 @@ class Default(SchedulingPolicy):
     def __init__(self) -> None:
         self._predictions = Predictions()
         self._groups = Groups(self._predictions)
-        self._homes = Homes()
+        self._homes = StepHomes()
         self._pauses = Pauses()
         self._headroom = Headroom()
         self._repeated = RepeatedSteps()

@@ -10,8 +10,8 @@ from typing import NamedTuple
 
 from core.handles import RankIds
 from core.scheduling.policies.buddies import power_of_two
-from core.scheduling.policies.planner.homes import StepCost
 from core.scheduling.policies.planner.rank_plan import Contender, better_to_wait, degrees, moves, plan
+from core.scheduling.policies.planner.step_homes import StepCost
 from core.scheduling.policies.step_speeds import Speeds, StepSpeeds
 from core.scheduling.requests.deadlines import due
 from core.scheduling.requests.request import Request, Status

@@ -15,6 +15,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import islice
 from math import inf
+from typing import NamedTuple
 
 from core.config import PATIENCE_SECONDS
 from core.costs.forecast import Pace, SlotTask
@@ -25,7 +26,7 @@ from core.graph.work import Work
 from core.graph.workflow import Node, op_of
 from core.handles import RankIds
 from core.scheduling.dispatch import GiveUp
-from core.scheduling.policies.planner.homes import Homes, StepCost
+from core.scheduling.policies.planner.step_homes import StepCost, StepHomes
 from core.scheduling.requests.bindings import ModelKeys
 from core.scheduling.requests.deadlines import TOO_LATE, due, why_late
 from core.scheduling.requests.request import Request, Status
@@ -90,8 +91,7 @@ def _denoiser(request: Request) -> ModelKeys:
     return request.keys_of(step_node(request))
 
 
-@dataclass(slots=True)
-class Candidate:
+class Candidate(NamedTuple):
     """A request, as judged for a plan."""
 
     request: Request
@@ -112,7 +112,7 @@ class Planner:
 
     view: View
     now: float
-    place: Homes
+    place: StepHomes
     lanes: RankIds  # ranks where small requests make steps
     small: Callable[[Request], bool]
     alone: Callable[[Request], float]  # seconds of its remaining work, with as many ranks as are useful
@@ -124,7 +124,7 @@ class Planner:
         """requests: that may run, the most urgent first."""
         candidates = [self._judge(request) for request in requests]
         tried = self._tried(candidates)
-        given_up = tuple(self._given_up(candidates, tried))
+        given_up = (*self._given_up(candidates, tried), *self._loaded_too_late(requests))
         dropped = {each.request.id for each in given_up}
         kept = [each for each in candidates if each.request.id not in dropped]
         groups: dict[ModelKeys, list[Candidate]] = {}  # denoiser -> candidates, which may share steps
@@ -168,11 +168,22 @@ class Planner:
         """
         is_needed = any(each.can_be_in_time for each in candidates)
         for each in candidates:
-            failure = self._why_given_up(each, is_needed) if each.is_late and each is not tried else None
+            failure = self._why_given_up(each, is_needed=is_needed) if each.is_late and each is not tried else None
             if failure is not None:
                 yield GiveUp(each.request, failure)
 
-    def _why_given_up(self, candidate: Candidate, is_needed: bool) -> Failure | None:
+    def _loaded_too_late(self, requests: Sequence[Request]) -> Iterator[GiveUp]:
+        """Decisions that give up requests that will be late because of their model's load. requests: that may run."""
+        may_run = {request.id for request in requests}
+        for request in self.view.requests.live() if self.view.requests.has_due else ():
+            if request.id in may_run or request.status is Status.RUNNING or due(request.head) is None:
+                continue
+            candidate, seconds = self._judge(request), self.view.load_seconds(request)
+            failure = self._why_given_up(candidate._replace(alone=seconds + candidate.alone), is_needed=True)
+            if failure is not None:
+                yield GiveUp(request, failure)
+
+    def _why_given_up(self, candidate: Candidate, *, is_needed: bool) -> Failure | None:
         """Why to give up a late request: it is predicted to miss its timeout or, with `--on-late drop`, its objective.
         None: it is kept. A request that has begun is kept while no other needs the rank, and later until it is certain
         to miss its objective.
