@@ -76,7 +76,7 @@ bench-edit: MODULE := benchmarks.serving.latency  ## Latency of exact, warm and 
 bench-found-masks: MODULE := benchmarks.serving.found_masks  ## Latency of edits whose mask is found by words, against a mask that is given
 bench-shared-denoiser: MODULE := benchmarks.serving.shared_denoiser  ## Throughput of two served models that share a denoiser, against one
 bench-overload: MODULE := benchmarks.serving.overload  ## Goodput under a latency objective: at the knee, and at twice its rate
-bench-goodput: MODULE := benchmarks.serving.goodput_cells  ## Requests in time on two ranks in six cells: the scheduling policy `default`, `goodput` that was before it and Clockwork, beside what the simulation predicts; ARGS="--cells 3 --rounds 5"
+bench-goodput: MODULE := benchmarks.serving.goodput_cells  ## Requests in time on two ranks in six cells: the scheduling policy default, goodput that was before it, and Clockwork, beside what the simulation predicts; ARGS="--cells 3 --rounds 5"
 bench-step: MODULE := benchmarks.micro.denoiser_step  ## One denoising step, mask-aware against exact and against diffusers
 bench-lora-step: MODULE := benchmarks.micro.lora_step  ## One denoising step of 8 requests with up to three LoRA adapters against the same without
 bench-model-load: MODULE := benchmarks.micro.model_load  ## Steps beside which a component of 500 MB is loaded, on the same rank and on another one

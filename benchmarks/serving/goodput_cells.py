@@ -115,8 +115,8 @@ def _in_time(runs: Sequence[Outcomes] | Sequence[Simulated]) -> float:
 
 
 def compared(measured: Mapping[str, Sequence[Outcomes]], predicted: Mapping[str, Sequence[Simulated]]) -> Iterator[str]:
-    """Lines: requests in time of the policy `default` against each other policy, over the rounds that both have run. The standard error of a ratio is
-    that of the mean difference of its rounds.
+    """Lines: requests in time of the policy `default` against each other policy, over the rounds that both have run.
+    The standard error of a ratio is that of the mean difference of its rounds.
     """
     ours = measured.get(OURS)
     for policy, of in measured.items():
