@@ -18,7 +18,7 @@ from core.scheduling.policies.planner.lane_pass import LanePass
 from core.scheduling.policies.planner.pauses import Pauses
 from core.scheduling.policies.planner.plan import Plan, Planner, has_steps
 from core.scheduling.policies.planner.repeated_steps import RepeatedSteps
-from core.scheduling.policies.planner.step_homes import StepHomes
+from core.scheduling.policies.planner.step_homes import StepCost, StepHomes
 from core.scheduling.policies.policy import SchedulingPolicy
 from core.scheduling.policies.step_pass import eligible
 from core.scheduling.requests.request import Request, Status
@@ -40,8 +40,9 @@ class Default(SchedulingPolicy):
         self._repeated = RepeatedSteps()
         self._plan = Plan()
         self._seen: tuple[RankIds, int] = (), 0  # the live ranks when the plan was made, and what they had
+        self._apart: frozenset[str] = frozenset()  # ids of the large requests in the plan
+        self._costs: dict[str, StepCost] = {}  # of the steps of the others, by id
         self._large: list[Request] = []  # of the last whole pass, those that may be given work
-        self._is_large_left_out = False  # there are others
         self._passes_left = 0  # passes until the plan is made again
         self._tried = set[str]()  # ids of live requests that plans have served although they were late
         # Written by events, and reset when the plan is looked at.
@@ -94,36 +95,29 @@ class Default(SchedulingPolicy):
         return [*given_up, *decisions]
 
     def _whole_pass(self, view: View, now: float, given_up: Sequence[GiveUp]) -> list[Decision]:
-        ended = frozenset(each.request.id for each in given_up)
-        requests = [each for each in eligible(view) if each.id not in ended]
-        small = {each.id for each in requests if self._predictions.is_small(view, each)}
-        if len(small) == len(requests):
-            groups, self._large, lanes = dict[str, RankIds](), [], self._all_lanes(view)
-            self._groups.is_settled = True
-        else:
-            groups, self._large, lanes = self._groups.choose(view, requests, small, now)
-        self._is_large_left_out = len(small) + len(self._large) < len(requests)
-        costs = {each.id: self._prediction(view, each).cost for each in requests if each.id in small}
+        groups, self._large, lanes = dict[str, RankIds](), list[Request](), self._all_lanes(view)
+        if self._apart:
+            groups, self._large, lanes = self._groups.choose(view, now)
         return LanePass(
             view,
-            apart=frozenset(each.id for each in requests if each.id not in small),
+            apart=self._apart,
             place=self._homes,
-            costs=costs,
+            costs=self._costs,
             lanes=lanes,
             groups=groups,
             large=self._large,
             plan=self._plan,
-            given_up=ended,
+            given_up=frozenset(each.request.id for each in given_up),
         ).run()
 
     def _again(self, view: View) -> list[Dispatch] | None:
         """See `RepeatedSteps.next`."""
-        if not self._groups.is_settled or self._plan.others:
+        if self._plan.others or (self._apart and not self._groups.is_settled):
             return None
         running = view.requests.running
         if self._large and not all(each.progress.steps_left for each in running):
             return None  # ranks will be free soon
-        if self._is_large_left_out and not self._repeated.has_all(view.idle_ranks):
+        if self._apart and self._groups.has_others and not self._repeated.has_all(view.idle_ranks):
             return None
         served = [each for each in (*self._plan.served, *self._large) if has_steps(each)]
         return self._repeated.next(view, served, self._homes)
@@ -169,23 +163,27 @@ class Default(SchedulingPolicy):
         self._passes_left, self._seen = PLAN_EVERY, (view.ranks, view.residency_version)
         self._is_slot_left = self._has_room = False
         self._repeated.forget()
-        self._plan = self._planned(view, now)
+        requests = eligible(view)
+        small = {each.id for each in requests if self._predictions.is_small(view, each)}
+        self._apart = frozenset(each.id for each in requests if each.id not in small)
+        self._costs = {each.id: self._prediction(view, each).cost for each in requests if each.id in small}
+        lanes = self._groups.lanes if self._apart else self._all_lanes(view)
+        lanes = tuple(rank for rank in lanes if rank in view.ranks) or view.ranks[:1]
+        self._plan = self._planned(view, requests, lanes, now)
+        ended = {each.request.id for each in self._plan.given_up}
+        if self._apart:
+            self._groups.line_up(view, [each for each in requests if each.id not in ended], small, now)
         if self._plan.tried is not None:
             self._tried.add(self._plan.tried)
 
-    def _planned(self, view: View, now: float) -> Plan:
-        requests = eligible(view)
-        are_all_small = all(self._predictions.is_small(view, each) for each in requests)
-        lanes = self._all_lanes(view) if are_all_small else self._groups.lanes
-        lanes = tuple(rank for rank in lanes if rank in view.ranks) or view.ranks[:1]
+    def _planned(self, view: View, requests: Sequence[Request], lanes: RankIds, now: float) -> Plan:
         return Planner(
             view,
             now,
             self._homes,
             lanes,
-            lambda request: self._predictions.is_small(view, request),
+            self._costs,
             lambda request: self._alone(view, request),
-            {each.id: self._prediction(view, each).cost for each in requests},
             self._headroom.value * self._pauses.stretch,
         ).plan(requests)
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from heapq import heappop, heappush
 from math import inf
@@ -32,11 +32,10 @@ CROWD = 2
 """More requests per rank than this are a crowd, if they did not all arrive at once."""
 
 SMALL = ""
-"""Name of the small requests as one contender, which takes turns with the large requests. Of their lanes as contenders
-it is the first letter before a number."""
+"""Name of the small requests as one contender, which takes turns with the large requests."""
 
-RequestSteps = tuple[Request, int]
-"""(request, its remaining steps)"""
+LANE = "/"
+"""Begins the names of their lanes as contenders, which no id of a request does."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -128,6 +127,13 @@ class Groups:
         self._places: dict[str, RankIds] = {}  # request id -> ranks of the last batch that it was done in
         self.lanes: RankIds = ()
         """The ranks of the small requests."""
+        self._queue: list[Request] = []  # in order; of the small ones only the first
+        self._small: list[Request] = []  # in order
+        self._large = set[str]()  # ids of the others
+        self._num_next = 0  # small ones among the first requests, of which there are as many as ranks
+        self._is_crowd = False
+        self.has_others = False
+        """Whether there are large requests without ranks."""
         self.is_settled = True
         """Whether all have the ranks that were planned for them."""
 
@@ -139,61 +145,65 @@ class Groups:
         """Note that a request has ended."""
         self._places.pop(request_id, None)
 
-    def choose(
-        self, view: View, queue: Sequence[Request], small: Collection[str], now: float
-    ) -> tuple[dict[str, RankIds], list[Request], RankIds]:
-        """(large request -> the ranks on which it may be given work, these requests in order, ranks on which small ones
-        may). queue: the requests that may run, in scheduling order. small: ids of those of them that are.
-        """
-        ordered = self._in_order(view, queue, now)
-        queue_, mine = _with_first_small(ordered, small), [each for each, _ in ordered if each.id in small]
-        num_next = sum(each.id in small for each, _ in ordered[: len(view.ranks)])
-        groups = self._groups(view, queue_, small, mine, num_next, now)
-        lanes = tuple(ranks[0] for name, ranks in groups.items() if name.startswith("/"))
-        self.lanes = lanes or self.lanes
-        groups = {name: ranks for name, ranks in groups.items() if not name.startswith("/")}
-        return groups, [request for request, _ in ordered if request.id in groups], lanes
+    def line_up(self, view: View, requests: Sequence[Request], small: Collection[str], now: float) -> None:
+        """Note the requests that may run, in scheduling order, some of them large. small: ids of the others."""
+        ordered = self._in_order(view, requests, now)
+        self._large = {each.id for each in requests if each.id not in small}
+        self._small = [each for each in ordered if each.id in small]
+        self._queue = [each for each in ordered if each.id in self._large or each is self._small[0]]
+        self._num_next = sum(each.id in small for each in ordered[: len(view.ranks)])
+        self._is_crowd = len(self._queue) > CROWD * len(view.ranks) and _keep_coming(self._queue, now)
 
-    def _groups(
-        self,
-        view: View,
-        queue: list[RequestSteps],
-        small: Collection[str],
-        mine: Sequence[Request],
-        num_next: int,
-        now: float,
-    ) -> dict[str, RankIds]:
-        """Request id, or the name of a lane -> the ranks on which it may be given work. queue: see
-        `_with_first_small`. mine: the small requests in order.
+    def choose(self, view: View, now: float) -> tuple[dict[str, RankIds], list[Request], RankIds]:
+        """(large request -> the ranks on which it may be given work, these requests in order, ranks on which small ones
+        may).
         """
-        contenders = list[Contender]()
-        is_crowd = len(queue) > CROWD * len(view.ranks) and _keep_coming([request for request, _ in queue], now)
-        for index, (request, steps) in enumerate(queue):
-            is_next = index < len(view.ranks)
-            if request.id in small:
-                if is_next or any(each.progress.in_flight for each in mine):
-                    contenders.append(self._small_contender(view, mine, num_next))
-            elif is_next or request.progress.in_flight:
-                contenders.append(self._contender(view, request, steps, now, is_crowd=is_crowd))
-        contenders = self._with_lanes(view, contenders, mine)
+        queue = self._ready_queue(view)
+        contenders = self._with_lanes(view, list(self._contenders(view, queue, now)))
         places = plan(contenders, view.ranks)
         groups = moves(contenders, places, view.ranks)
         self.is_settled = all(groups.get(each.name, each.held) == places.get(each.name) for each in contenders)
-        by_id = {request.id: request for request, _ in queue}
+        by_id = {request.id: request for request in queue}
         for name in better_to_wait(contenders, places, groups, view.seconds_left):
             if name in by_id and _only_makes_steps(view, by_id[name]):
                 del groups[name]
         for contender in contenders:
             if contender.is_running and places.get(contender.name) == contender.held:
                 groups[contender.name] = contender.held  # its next step may be queued behind the running one
-        return groups
+        lanes = tuple(ranks[0] for name, ranks in groups.items() if name.startswith(LANE))
+        self.lanes = lanes or self.lanes
+        groups = {name: ranks for name, ranks in groups.items() if not name.startswith(LANE)}
+        self.has_others = len(groups) < len(self._queue) - bool(self._small)
+        return groups, [request for request in queue if request.id in groups], lanes
+
+    def _ready_queue(self, view: View) -> list[Request]:
+        """The requests that could be given ranks now, of the small ones only the first: those that have done all steps,
+        as many others as there are ranks, and all that are computed.
+        """
+        running = [each for each in view.requests.running if each.id in self._large]
+        queue = {each.id: each for each in running if not each.progress.steps_left}
+        most = len(queue) + len(view.ranks)
+        for request in self._queue:
+            if len(queue) >= most:
+                break
+            if request.is_live:
+                queue.setdefault(request.id, request)
+        queue |= {each.id: each for each in running if each.progress.in_flight and each.id not in queue}
+        return list(queue.values())
+
+    def _contenders(self, view: View, queue: Sequence[Request], now: float) -> Iterator[Contender]:
+        for request in queue:
+            if request.id in self._large:
+                yield self._contender(view, request, now)
+            else:
+                yield self._small_contender(view)
 
     # ------------------------------------------------------------------------------------------------ order
 
-    def _in_order(self, view: View, requests: Sequence[Request], now: float) -> list[RequestSteps]:
-        """Requests in order, with their remaining steps. Requests that have done all steps go first, because that makes
-        room. The others keep the scheduling order of owners and classes; the requests of one owner and class are in the
-        order of `_Line`. Waiting requests for which there is no slot are left out.
+    def _in_order(self, view: View, requests: Sequence[Request], now: float) -> list[Request]:
+        """Requests in order. Those that have done all steps go first, because that makes room. The others keep the
+        scheduling order of owners and classes; the requests of one owner and class are in the order of `_smith`.
+        Waiting requests for which there is no slot are left out.
         """
         lines: dict[tuple[str, int], list[_Member]] = {}  # (owner, class) -> its requests
         places = list[tuple[str, int]]()
@@ -212,22 +222,23 @@ class Groups:
             places.append((head.owner, head.priority))
             lines.setdefault(places[-1], []).append(_Member(place, request, steps, work, slack))
         ordered = {line: _smith(members, seconds) for line, members in lines.items()}
-        done, others = list[RequestSteps](), list[RequestSteps]()
+        done, others = list[Request](), list[Request]()
         for line in places:
             member = ordered[line].pop()
             if member.request.status is Status.WAITING:
                 slots -= 1
                 if slots < 0:
                     continue
-            (others if member.steps else done).append((member.request, member.steps))
+            (others if member.steps else done).append(member.request)
         return done + others
 
     # ------------------------------------------------------------------------------------------------ contenders
 
-    def _small_contender(self, view: View, mine: Sequence[Request], num_next: int) -> Contender:
+    def _small_contender(self, view: View) -> Contender:
         """All small requests together, which need one rank at least. Its steps are rounds in which each of them makes
         one, so that what further ranks save is summed over the requests.
         """
+        mine = [each for each in self._small if each.is_live]
         number = len(mine)
         costs = [self._predictions.of(view, each).cost for each in mine]
         base, extra = max(cost.base for cost in costs), sum(cost.extra for cost in costs)
@@ -239,10 +250,10 @@ class Groups:
         held = tuple(each for each in self.lanes if each in view.ranks)
         # On one lane so many of them take at most twice the time of one.
         together = 1 + int(base * number / extra) if extra else number
-        first = power_of_two(max(1, min(num_next // together, max(seconds))))
+        first = power_of_two(max(1, min(self._num_next // together, max(seconds))))
         return Contender(SMALL, steps, seconds, 0.0, first, held, is_running=False)
 
-    def _with_lanes(self, view: View, contenders: list[Contender], mine: Sequence[Request]) -> list[Contender]:
+    def _with_lanes(self, view: View, contenders: list[Contender]) -> list[Contender]:
         """These contenders with the small requests' lanes in place of all small ones together."""
         index = next((place for place, each in enumerate(contenders) if each.name == SMALL), None)
         if index is None:
@@ -252,16 +263,17 @@ class Groups:
         given = degrees(others, len(view.ranks) - num_ending)
         place = others.index(contenders[index])
         number = given[place] if place < len(given) else 1
-        busy = {rank for each in mine for ranks in each.sent_to.values() for rank in ranks}
+        busy = {rank for each in self._small for ranks in each.sent_to.values() for rank in ranks}
         held = sorted(contenders[index].held, key=lambda rank: rank not in busy)
         lanes = list[Contender]()
         for lane in range(max(number, sum(rank in busy for rank in held))):
             ranks: RankIds = (held[lane],) if lane < len(held) else ()
             is_running = not busy.isdisjoint(ranks)
-            lanes.append(Contender(f"/{lane}", 0, {1: 0.0}, 0.0, 1, ranks, is_running, is_ending=False))
+            lanes.append(Contender(f"{LANE}{lane}", 0, {1: 0.0}, 0.0, 1, ranks, is_running, is_ending=False))
         return contenders[:index] + lanes + contenders[index + 1 :]
 
-    def _contender(self, view: View, request: Request, steps: int, now: float, *, is_crowd: bool) -> Contender:
+    def _contender(self, view: View, request: Request, now: float) -> Contender:
+        steps = request.progress.steps_left
         is_running = bool(request.progress.in_flight)
         held = max(request.sent_to.values(), key=len, default=()) if is_running else self._places.get(request.id, ())
         if not set(held) <= set(view.ranks):
@@ -269,7 +281,7 @@ class Groups:
         prediction = self._predictions.of(view, request)
         if not _makes_steps(view, request, steps):
             return Contender(request.id, 0, prediction.seconds, 0.0, 1, held, is_running, request.progress.is_ending)
-        first = 1 if not steps else prediction.lossless if is_crowd else prediction.efficient
+        first = 1 if not steps else prediction.lossless if self._is_crowd else prediction.efficient
         other_seconds, time = prediction.other_seconds(request), due(request.head)
         found = Contender(request.id, steps, prediction.seconds, other_seconds, first, held, is_running)
         return found if time is None else replace(found, first=max(first, found.degree_within(time - now)))
@@ -302,12 +314,6 @@ def _smith(members: Sequence[_Member], total: float) -> list[_Member]:
         found.append(waiting[place])
         left -= scale * waiting[place].work
     return found
-
-
-def _with_first_small(ordered: Sequence[RequestSteps], small: Collection[str]) -> list[RequestSteps]:
-    """`ordered`, with all small requests represented by the first one: when its turn comes, they share one rank."""
-    first = next((entry for entry in ordered if entry[0].id in small), None)
-    return [entry for entry in ordered if entry is first or entry[0].id not in small]
 
 
 def _keep_coming(requests: Sequence[Request], now: float) -> bool:

@@ -53,6 +53,8 @@ class LanePass(StepPass):
                 admitted.append(request)
                 self._held |= self._finishing_rank(request)
         for request in (*self.plan.others, *self.plan.served):
+            if request.id in self.apart:  # it has become large since the plan was made
+                continue
             if request.status is Status.WAITING:
                 if room <= 0 or not self.view.may_begin(request):
                     continue

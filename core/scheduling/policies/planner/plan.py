@@ -114,9 +114,8 @@ class Planner:
     now: float
     place: StepHomes
     lanes: RankIds  # ranks where small requests make steps
-    small: Callable[[Request], bool]
-    alone: Callable[[Request], float]  # seconds of its remaining work, with as many ranks as are useful
     costs: Mapping[str, StepCost]  # of small requests, by id
+    alone: Callable[[Request], float]  # seconds of its remaining work, with as many ranks as are useful
     stretch: float  # time that passes, as a multiple of the predicted computing time
     _num_on: dict[int, int] = field(default_factory=dict)  # rank -> denoisers whose requests may make steps there
 
@@ -129,7 +128,7 @@ class Planner:
         kept = [each for each in candidates if each.request.id not in dropped]
         groups: dict[ModelKeys, list[Candidate]] = {}  # denoiser -> candidates, which may share steps
         for candidate in kept:
-            if candidate.work.steps and self.small(candidate.request):
+            if candidate.work.steps and candidate.request.id in self.costs:
                 groups.setdefault(_denoiser(candidate.request), []).append(candidate)
         for group in groups.values():
             for rank in self._ranks(group[0].request):
