@@ -14,6 +14,7 @@ from core.messages.specs import RunSpec
 from core.model_info import ModelInfo
 from core.routing.fleet_costs import WORKFLOW, Encoding, Features, work_features
 from core.routing.weights import Weights
+from core.scheduling.ops.controlnet import CONTROLNET
 from core.scheduling.ops.run import RUN
 from core.scheduling.ops.segment import SEGMENT
 
@@ -159,9 +160,11 @@ TokensOf = Callable[[str], int]
 
 
 def loops_of(workflow: Workflow, info: ModelInfo, rounds: Sequence[int], tokens_of: TokensOf) -> tuple[Loop, ...]:
-    """A request's loops of steps but for the one that may read pages. info: of its model. rounds: of the regions."""
+    """A request's loops of steps but for the one that may read pages. info: of its model. rounds: of the regions. What
+    ControlNets add to a loop is known to engines alone.
+    """
     steps = dict(zip((region.name for region in workflow.regions), rounds, strict=True))
-    others = (node for node in workflow.steps if node is not workflow.paged)
+    others = (node for node in workflow.steps if node is not workflow.paged and node.op != CONTROLNET.name)
     return tuple(
         Loop(_player(info, node), steps[node.region], tokens_of(node.canvas), not node.canvas) for node in others
     )

@@ -10,7 +10,6 @@ from core.graph.op import OpWork, Port, Sizes
 from core.graph.work import Work
 from core.graph.workflow import Node
 from core.messages.message import Message
-from core.scheduling.node_cache import NO_PAGES
 from core.scheduling.ops.denoise import DENOISE, Denoise, step_of
 from core.scheduling.ops.request_op import RequestOp
 from core.scheduling.requests.bindings import CONTROLNET as COMPONENT
@@ -34,8 +33,7 @@ class ControlNet(Message, OpWork, frozen=True):
     for each of its rows: the sum of all ControlNets. Nothing is made for a step that none of them steers.
     """
 
-    step: Denoise  # without pages: ControlNets have none
-    is_masked: bool  # the step computes the active tokens alone, and so do ControlNets
+    step: Denoise  # without pages, of which ControlNets have none; they compute the tokens that it computes
     uses: tuple[ControlUse, ...]
 
 
@@ -51,7 +49,7 @@ def _make(request: Request, node: Node, pages: NodePages) -> ControlNet:
         for number, (control, kind) in enumerate(zip(spec.controls, spec.control_types, strict=True))
         if control.scale and control.steers(step, num_steps)
     )
-    return ControlNet(step=step_of(request, node, NO_PAGES, is_masked=is_masked), is_masked=is_masked, uses=uses)
+    return ControlNet(step=step_of(request, node, pages, is_masked=is_masked), uses=uses)
 
 
 CONTROLNET = RequestOp(
@@ -63,6 +61,7 @@ CONTROLNET = RequestOp(
     sharing="together",
     inputs=(*DENOISE.inputs[:-1], Port("controls", "control pictures")),
     outputs=(Port("residuals", "residuals", is_optional=True),),
+    pages="latents",
     literals=("canvas",),
     make=_make,
 )
