@@ -143,7 +143,7 @@ def _load(wanted: TakeWeights) -> nn.Module:
     """The module of a component, packed for the sender. Raises ConfigError, and out-of-memory errors."""
     checkpoint = ModelCheckpoint.open(wanted.model)
     module: nn.Module = checkpoint.load(wanted.part)
-    if wanted.cpu_threads and wanted.part != ONE_PART:  # a segmenter is used as it is
+    if wanted.cpu_threads and wanted.part != ONE_PART:  # which is used as it is
         with _threads(wanted.cpu_threads):
             make_family(checkpoint).prepare(wanted.part, module)  # what it packs stays in the module
     return module

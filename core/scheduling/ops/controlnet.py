@@ -28,7 +28,7 @@ class ControlUse(msgspec.Struct, frozen=True):
     scale: float  # factor on what is added
 
 
-class ControlNet(Message, OpWork, frozen=True):
+class ControlStep(Message, OpWork, frozen=True):
     """The inputs of a step, and `controls` of `control_encode` -> `residuals`, a series of what the step's blocks add
     for each of its rows: the sum of all ControlNets. Nothing is made for a step that none of them steers.
     """
@@ -41,7 +41,7 @@ def _size(sizes: Sizes) -> Work:
     return Work.of([sizes.num_step_tokens] * sizes.num_rows)
 
 
-def _make(request: Request, node: Node, pages: NodePages) -> ControlNet:
+def _make(request: Request, node: Node, pages: NodePages) -> ControlStep:
     spec, is_masked = request.picture, request.is_masked(node)
     step, num_steps = request.progress.scheduled[node.name], request.progress.rounds[node.region]
     uses = tuple(
@@ -49,13 +49,13 @@ def _make(request: Request, node: Node, pages: NodePages) -> ControlNet:
         for number, (control, kind) in enumerate(zip(spec.controls, spec.control_types, strict=True))
         if control.scale and control.steers(step, num_steps)
     )
-    return ControlNet(step=step_of(request, node, pages, is_masked=is_masked), uses=uses)
+    return ControlStep(step=step_of(request, node, pages, is_masked=is_masked), uses=uses)
 
 
 CONTROLNET = RequestOp(
     name="controlnet",
     component=COMPONENT,
-    message=ControlNet,
+    message=ControlStep,
     size=_size,
     part="denoise",
     sharing="together",

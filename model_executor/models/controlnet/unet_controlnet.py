@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Collection, Sequence
 from functools import reduce
 from operator import add
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -35,6 +36,7 @@ class UnetControlNet(ControlNet):
             model.num_train_timesteps, model.token_size, checkpoint.device, has_scores=model.has_scores
         )
         self._num_levels = len(self._config["down_block_types"])
+        self._embedding: Any = None  # the part of the loaded module that embeds pictures
 
     def _check(self, modes: Collection[int]) -> None:
         config, model = self._config, self._model
@@ -53,13 +55,14 @@ class UnetControlNet(ControlNet):
 
     def put(self, module: nn.Module) -> None:
         """A picture is embedded once for all steps, so the module gets it embedded."""
-        for layer in module.modules():
-            if isinstance(layer, nn.Conv2d):
-                layer.to(memory_format=torch.channels_last)  # as in `Unet`
+        convolutions: list[Any] = [layer for layer in module.modules() if isinstance(layer, nn.Conv2d)]
+        for convolution in convolutions:  # faster, as in `Unet`
+            convolution.to(memory_format=torch.channels_last)
         if self.checkpoint.device.type == "cpu":
             use_onednn(module)
-        self._embedding, module.controlnet_cond_embedding = module.controlnet_cond_embedding, nn.Identity()
-        module.register_to_config(controlnet_conditioning_channel_order="rgb")  # `embed` has turned it
+        net: Any = module
+        self._embedding, net.controlnet_cond_embedding = net.controlnet_cond_embedding, nn.Identity()
+        net.register_to_config(controlnet_conditioning_channel_order="rgb")  # `embed` has turned it
         super().put(module)
 
     def drop(self) -> None:
@@ -69,7 +72,8 @@ class UnetControlNet(ControlNet):
     def embed(self, control: Tensor, mode: int | None) -> tuple[Tensor, ...]:
         """control: [1, 3, height, width] in 0..1. Returns [1, channels, height / 8, width / 8]."""
         is_turned = self._config.get("controlnet_conditioning_channel_order") == "bgr"
-        return (self._embedding(control.flip(1) if is_turned else control),)
+        embedded: Tensor = self._embedding(control.flip(1) if is_turned else control)
+        return (embedded,)
 
     def residuals(self, rows: Sequence[Row], shown: Sequence[Shown]) -> Residuals:
         box = control_box(rows[0], self._num_levels)

@@ -39,7 +39,8 @@ from model_executor.models.latents import pack, unpack
 from model_executor.models.parts import CLIP, TIMESTEP_SCHEDULERS, Classes, projected_clip
 from model_executor.models.text import Tokens, tokenize
 from model_executor.models.unet.unet import Unet
-from model_executor.models.unet.unet_layers import TOKEN_SIDE, Layers
+from model_executor.models.unet.unet_blocks import TOKEN_SIDE
+from model_executor.models.unet.unet_layers import Layers
 from model_executor.models.vae.last_posterior import PictureKey
 from model_executor.parallel.group import Group
 from model_executor.parallel.rows import predict_rows

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from model_executor.models.base import Row
 from model_executor.models.boxes import Box, around, grown, share
-from model_executor.models.unet.unet_layers import TOKEN_SIDE
+from model_executor.models.unet.unet_blocks import TOKEN_SIDE
 from model_executor.models.unet.unet_sources import WORTH
 
 CONTROL_GROWTH = 2

@@ -30,10 +30,10 @@ from model_executor.kernels.operators import Operators, best_operators
 from model_executor.models.base import PrimeRow, Row
 from model_executor.models.latents import pack, unpack
 from model_executor.models.unet.control_box import control_box
-from model_executor.models.unet.unet_blocks import Steering, UnetSource, Walk
+from model_executor.models.unet.unet_blocks import TOKEN_SIDE, Steering, UnetSource, Walk
 from model_executor.models.unet.unet_conditions import UnetConditions, texts
 from model_executor.models.unet.unet_fused import FusedEdit, finish, is_affine
-from model_executor.models.unet.unet_layers import TOKEN_SIDE, Layers
+from model_executor.models.unet.unet_layers import Layers
 from model_executor.models.unet.unet_sources import Templates, UnetEdit, Whole
 from model_executor.patches.module_patches import ModulePatches
 

@@ -8,8 +8,7 @@ from operator import add
 
 from core.handles import TensorKey
 from core.messages.worker import Item, ItemResult
-from core.scheduling.ops.controlnet import ControlNet as ControlStep
-from core.scheduling.ops.controlnet import ControlUse
+from core.scheduling.ops.controlnet import ControlStep, ControlUse
 from model_executor.models.base import Row
 from model_executor.models.controlnet.controlnet import ControlNet, Shown
 from model_executor.models.controlnet.residuals import Residuals
