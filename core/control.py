@@ -5,7 +5,7 @@ from __future__ import annotations
 import msgspec
 
 from core.errors import InvalidRequestError
-from core.validation import check_decimal, check_filled, check_length
+from core.validation import check_decimal, check_length, conform
 
 MAX_CONTROLS = 4
 """Most control pictures of a request."""
@@ -19,14 +19,14 @@ class Control(msgspec.Struct, frozen=True, kw_only=True):
     range.
     """
 
-    type: str  # a control type of the model, see `ModelInfo.controls`
+    type: str = ""  # a control type of the model, see `ModelInfo.controls`; "": the only one that it has
     scale: float | None = None  # factor on what is added to the denoiser's blocks; None: the model's default
     # The part of the steps that it steers, as shares of those that are left after `strength`, 0..1.
     start: float = 0.0
     end: float = 1.0
 
     def __post_init__(self) -> None:
-        check_filled("control_type", self.type)
+        conform(self)
         check_length("control_type", self.type, MAX_TYPE_CHARACTERS)
         if self.scale is not None:
             check_decimal("control_scale", self.scale, 0, MAX_CONTROL_SCALE)

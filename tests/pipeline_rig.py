@@ -66,9 +66,7 @@ class Rig:
         self.store = TensorStore(0, models.device, arena)
         copied: list[PageCopied] = []
         self.pages = PageStore(models.device, arena, None, copied.append)
-        context = WorkerContext(
-            models.families, self.store, arena, self.pages, controlnets=models.controlnets.nets
-        )
+        context = WorkerContext(models.families, self.store, arena, self.pages, controlnets=models.controlnets.nets)
         self.runner = Runner(0, context)
         self.family = models.families["tiny"]
         if in_bfloat16:

@@ -13,7 +13,19 @@ from core.scheduling.ops.template_encode import TEMPLATE_ENCODE
 from core.scheduling.ops.text_encode import TEXT_ENCODE
 from core.scheduling.ops.upscale import UPSCALE
 
-BUILT_IN = (SEGMENT, TEXT_ENCODE, IMAGE_ENCODE, CONTROL_ENCODE, CONTROLNET, DENOISE, UPSCALE, DECODE, PRIME, TEMPLATE_ENCODE, RUN)
+BUILT_IN = (
+    SEGMENT,
+    TEXT_ENCODE,
+    IMAGE_ENCODE,
+    CONTROL_ENCODE,
+    CONTROLNET,
+    DENOISE,
+    UPSCALE,
+    DECODE,
+    PRIME,
+    TEMPLATE_ENCODE,
+    RUN,
+)
 
 for op in BUILT_IN:
     OPS.register(op)

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from model_executor.checkpoint.loader import ONE_PART, ModelCheckpoint
+from model_executor.checkpoint.loader import ModelCheckpoint
 from model_executor.kernels.cpu_layers import use_onednn
 from model_executor.models.base import Row, SteeredModel
 from model_executor.models.boxes import Box, cut, times
@@ -49,7 +49,9 @@ class UnetControlNet(ControlNet):
             raise self._refuse("global_pool_conditions is set, and ControlNets whose maps are averaged are not served")
         strides = 2 ** (len(config.get("conditioning_embedding_out_channels", (16, 32, 96, 256))) - 1)
         if strides != model.vae_scale:
-            raise self._refuse(f"it makes pictures {strides} times smaller, and the model's VAE {model.vae_scale} times")
+            raise self._refuse(
+                f"it makes pictures {strides} times smaller, and the model's VAE {model.vae_scale} times"
+            )
         if modes:
             raise self._refuse("it is for a single kind of control pictures; leave its types out")
 

@@ -29,7 +29,6 @@ from model_executor.kernels.cpu_layers import FastConv
 from model_executor.models.base import Streamed
 from model_executor.models.boxes import Box, Window, cut, times
 
-
 TOKEN_SIDE = 4
 """Latent pixels per token side. Maps with fewer pixels than tokens are computed whole, at negligible cost."""
 

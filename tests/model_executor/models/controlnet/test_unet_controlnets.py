@@ -2,22 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
-import torch
-from control_rig import ControlledEdit, Steered, expected, lines, run_together
+from control_rig import ControlledEdit, Steered, expected, lines
 from diffusers import (
     ControlNetModel,
     PNDMScheduler,
     StableDiffusionControlNetInpaintPipeline,
-    StableDiffusionControlNetPipeline,
     StableDiffusionInpaintPipeline,
 )
-from PIL import Image
 from pipeline_rig import Rig, assert_same
 
 from core.config import ControlNetConfig
