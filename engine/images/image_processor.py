@@ -57,9 +57,9 @@ OOM_SCORE = "500"
 class ImageProcessorConfig(msgspec.Struct, frozen=True, kw_only=True):
     """Start parameters of a processor. It inherits three file descriptors: the arena's and its channel's two.
 
-    cpu_seconds: CPU time that a job may take for an upload and its mask, and as much again for each further picture; beyond
-    it, SIGPROF ends the process. memory_bytes: private memory that a job may take; one that needs more fails with
-    OutOfMemoryError.
+    cpu_seconds: CPU time that a job may take for an upload and its mask, and as much again for each further picture;
+    beyond it, SIGPROF ends the process. memory_bytes: private memory that a job may take; one that needs more fails
+    with OutOfMemoryError.
     """
 
     arena_id: int

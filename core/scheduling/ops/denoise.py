@@ -19,10 +19,11 @@ if TYPE_CHECKING:
 
 
 class Denoise(Message, OpWork, frozen=True, omit_defaults=True):
-    """One step. It reads `residuals` of `controlnet`, if there are any; `condition`, `outside` and `sigmas` of `image_encode`; the text encoder's outputs, unless the
-    picture is of a class; and `latents` and `sampler` (the sampler's state, a series) of the step before. It makes new
-    `latents` and `sampler`. If the request has its own pages, `sampler` ends with two tensors more: the latents before
-    the step that makes its pages, and the last velocity of every token.
+    """One step. It reads `condition`, `outside` and `sigmas` of `image_encode`; the text encoder's outputs, unless the
+    picture is of a class; `residuals` of `controlnet`, if there are any; and `latents` and `sampler` (the sampler's
+    state, a series) of the step before. It makes new `latents` and `sampler`. If the request has its own pages,
+    `sampler` ends with two tensors more: the latents before the step that makes its pages, and the last velocity of
+    every token.
     """
 
     # Every step.

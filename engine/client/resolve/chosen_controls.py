@@ -21,10 +21,13 @@ class ChosenControls(NamedTuple):
     types: tuple[ControlType, ...] = ()
 
 
+NO_CONTROLS = ChosenControls()
+
+
 def chosen_controls(edit: EditInput, model: ModelInfo) -> ChosenControls:
     """What an edit's control pictures ask for. Raises InvalidRequestError if the model cannot do that."""
     if not edit.controls:
-        return ChosenControls()
+        return NO_CONTROLS
     if not model.controls:
         remedy = "leave it out; GET /v1/models lists the control types of each model"
         raise _invalid(f"{model.name} has no ControlNet; {remedy}")

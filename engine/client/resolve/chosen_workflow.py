@@ -18,8 +18,8 @@ def chosen_workflow(
     is_controlled: bool = False,
 ) -> Workflow:
     """The first workflow of the catalog that takes all that the request gives, and whose roles the model has. sampling:
-    resolved. finds_mask: whether its mask is to be found. is_controlled: whether ControlNets steer it. Raises InvalidRequestError if there is none: a parameter
-    excludes another one, or is missing.
+    resolved. finds_mask: whether its mask is to be found. is_controlled: whether ControlNets steer it. Raises
+    InvalidRequestError if there is none: a parameter excludes another one, or is missing.
     """
     chosen = _first_able(model, sampling, class_label)
     if is_controlled:

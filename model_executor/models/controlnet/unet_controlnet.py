@@ -1,4 +1,4 @@
-"""UnetControlNet: the ControlNets of Stable Diffusion 1 and 2: a copy of the UNet's way down, over diffusers' module."""
+"""UnetControlNet: ControlNets of Stable Diffusion 1 and 2, copies of the UNet's way down, over diffusers' module."""
 
 from __future__ import annotations
 

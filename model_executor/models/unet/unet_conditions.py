@@ -19,8 +19,8 @@ SCORE, NEGATIVE_SCORE = 6.0, 2.5
 
 
 class UnetConditions:
-    """num_train_timesteps: the scheduler's. token_size: pixels per token side. has_scores: whether an aesthetic score is
-    seen instead of the target size. device: of the model."""
+    """num_train_timesteps: the scheduler's. token_size: pixels per token side. has_scores: an aesthetic score is seen
+    instead of the target size. device: of the model."""
 
     def __init__(self, num_train_timesteps: int, token_size: int, device: torch.device, *, has_scores: bool) -> None:
         self._num_train_timesteps = num_train_timesteps
