@@ -48,7 +48,7 @@ OF_REQUESTS = ("workflow", "refiner", "roles")
 MAX_DIGITS = 9
 """Most digits of an engine's number."""
 
-KEYS = ("name", "path", "loras", "controlnets", *SETTINGS, *OF_REQUESTS, "defaults")
+KEYS = ("name", "path", "loras", *SETTINGS, "controlnets", *OF_REQUESTS, "defaults")
 
 
 class Catalog(NamedTuple):

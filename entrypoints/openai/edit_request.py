@@ -123,7 +123,8 @@ def build_mask_call(submission: Submission, choice: ModelChoice, owner: str = ""
         base64=True,
         **_of_mask(values),
     )
-    ignored = (*(name for name in submission.uploads if name != "image"), *submission.references, *submission.ignored)
+    further = (*(name for name in submission.uploads if name != "image"), *submission.references, *submission.controls)
+    ignored = (*further, *submission.ignored)
     return ImagesCall("image_mask", edit, choice, False, None, None, None, ignored, ())
 
 

@@ -60,8 +60,8 @@ from model_executor.models.parts import CONTROLNETS, IN_PLACE_OF, MODULES, SEGME
 WEIGHTS_SHARE = 2 / 3
 """Of the machine's memory that weights may take in float32 where `auto` prefers it; the rest is for computing."""
 
-ONE_PART = "model"
-"""The name of the part of a checkpoint that has only one."""
+ONE_PART, CONTROLNET_PART = "segmenter", "controlnet"
+"""The name of the part of a checkpoint that has only one: of a segmenter, and of a ControlNet."""
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 
@@ -439,7 +439,8 @@ def _is_checkpoint(path: Path) -> bool:
 def _read_index(path: Path) -> dict[str, Any]:
     """A checkpoint's model_index.json; for one of one part, what it would say."""
     if (name := one_part_class(path)) is not None:
-        return {"_class_name": name, ONE_PART: ["diffusers" if name in CONTROLNETS else "transformers", name]}
+        part, library = (CONTROLNET_PART, "diffusers") if name in CONTROLNETS else (ONE_PART, "transformers")
+        return {"_class_name": name, part: [library, name]}
     index = _read_json(path / INDEX)
     if "_class_name" not in index:
         raise ConfigError(f"{path / INDEX} names no _class_name; is this a diffusers checkpoint?")

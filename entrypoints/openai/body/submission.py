@@ -197,7 +197,7 @@ async def _take_parts(submission: Submission, parts: list[Part], max_upload_byte
         if part.is_empty_file_input:
             continue
         base = _base_name(part.name)
-        if base in taken and (base in ("image", "control_image") or base in form.files):
+        if base in taken and base in form.files:
             _take_picture(submission, part, base, taken, form.max_images)
         elif base in form.files or base == "markup":
             await _take_file(submission, part, base, max_upload_bytes)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, cast
 
 import msgspec
 
@@ -41,7 +41,13 @@ class EachField(Field):
         if not 1 <= len(members) <= MAX_CONTROLS:
             message = f"Invalid '{self.name}': expected 1 to {MAX_CONTROLS} values, but got {len(members)} instead."
             raise InvalidRequestError(message, param=self.name, code="array_above_max_length")
-        return tuple(value for each in members for value in self._one(super(EachField, self).from_json(each)) or ())
+        return tuple(map(self._member, members))
+
+    def _member(self, raw: msgspec.Raw) -> Scalar:
+        value = super().from_json(raw)
+        if value is None:
+            raise self._invalid_type("null")
+        return cast(Scalar, value)
 
     @staticmethod
     def _one(value: Any) -> tuple[Scalar, ...] | None:

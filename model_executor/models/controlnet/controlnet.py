@@ -10,7 +10,7 @@ from typing import Any, ClassVar
 from torch import Tensor, nn
 
 from core.errors import ConfigError
-from model_executor.checkpoint.loader import ONE_PART, ModelCheckpoint
+from model_executor.checkpoint.loader import CONTROLNET_PART, ModelCheckpoint
 from model_executor.models.base import Row, SteeredModel
 from model_executor.models.controlnet.residuals import Residuals
 
@@ -38,7 +38,7 @@ class ControlNet(ABC):
         """Raises ConfigError, as `_check`."""
         self.checkpoint = checkpoint
         self._model = model
-        self._config = checkpoint.config(ONE_PART)
+        self._config = checkpoint.config(CONTROLNET_PART)
         self._module: Any = None
         self._check(modes)
 

@@ -15,7 +15,7 @@ from core.errors import ConfigError
 from core.handles import ModelKey
 from core.model_info import ModelInfo
 from core.scheduling.ops.controlnet import CONTROLNET
-from model_executor.checkpoint.loader import ONE_PART, ModelCheckpoint
+from model_executor.checkpoint.loader import CONTROLNET_PART, ModelCheckpoint
 from model_executor.models.controlnet.controlnet import ControlNet
 from model_executor.models.controlnet.registry import make_controlnet
 from model_executor.worker.loading.component_keys import Opened, Part, component_keys
@@ -65,7 +65,7 @@ class ResidentControlnets:
         return list(dict.fromkeys(own.model for own in self._every if own.key == key))
 
     def origin(self, key: ModelKey) -> tuple[ModelCheckpoint, str]:
-        return self._nets[key].checkpoint, ONE_PART
+        return self._nets[key].checkpoint, CONTROLNET_PART
 
     def put(self, key: ModelKey, module: nn.Module) -> None:
         self._nets[key].put(module)
@@ -93,4 +93,4 @@ def _opened(config: ModelConfig, wanted: ControlNetConfig, model: Opened) -> Con
 def _parts(nets: Mapping[str, Mapping[str, ControlNet]]) -> Iterator[Part]:
     for model, its in nets.items():
         for name, net in its.items():
-            yield Part(model, CONTROLNET.component, name, net.checkpoint, ONE_PART, net.recipe)
+            yield Part(model, CONTROLNET.component, name, net.checkpoint, CONTROLNET_PART, net.recipe)
