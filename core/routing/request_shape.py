@@ -14,7 +14,6 @@ from core.messages.specs import RunSpec
 from core.model_info import ModelInfo
 from core.routing.fleet_costs import WORKFLOW, Encoding, Features, work_features
 from core.routing.weights import Weights
-from core.scheduling.ops.controlnet import CONTROLNET
 from core.scheduling.ops.run import RUN
 from core.scheduling.ops.segment import SEGMENT
 
@@ -164,7 +163,7 @@ def loops_of(workflow: Workflow, info: ModelInfo, rounds: Sequence[int], tokens_
     ControlNets add to a loop is known to engines alone.
     """
     steps = dict(zip((region.name for region in workflow.regions), rounds, strict=True))
-    others = (node for node in workflow.steps if node is not workflow.paged and node.op != CONTROLNET.name)
+    others = (node for node in workflow.counted_steps if node is not workflow.paged)
     return tuple(
         Loop(_player(info, node), steps[node.region], tokens_of(node.canvas), not node.canvas) for node in others
     )

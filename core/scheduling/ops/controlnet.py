@@ -62,6 +62,7 @@ CONTROLNET = RequestOp(
     inputs=(*DENOISE.inputs[:-1], Port("controls", "control pictures")),
     outputs=(Port("residuals", "residuals", is_optional=True),),
     pages="latents",
+    serves_step=True,
     literals=("canvas",),
     make=_make,
 )
