@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from control_rig import ControlledEdit, Steered, expected, lines
+from control_rig import ControlledEdit, Steered, expected, lines, run_together
 from diffusers import (
     ControlNetModel,
     PNDMScheduler,
@@ -91,3 +91,11 @@ def test_edit_equals_the_pipeline(rig: ControlRig, name: str) -> None:
     ours = edited.run(rig)
     assert_same(ours, rig.expected(edited))
     assert not np.array_equal(ours, rig.run(edited.edit)), "the ControlNet changes nothing"
+
+
+def test_company_changes_nothing(rig: ControlRig) -> None:
+    edits = [rig.steered(f"mixed-{name}", *CASES[name][:1], seed=2, steps=3) for name in ("one", "window", "two")]
+    alone = [each.run(rig) for each in edits]
+    for before, after in zip(alone, run_together(rig, edits), strict=True):
+        assert np.array_equal(before, after)
+    assert len(rig.store) == 0
