@@ -58,8 +58,9 @@ class ControlledEdit:
         self._pictures: tuple[ArrayRef, ...] = tuple(edit.share(each.picture) for each in controls)
 
     def encode_plan(self) -> StepPlan:
-        edit, work = self.edit, ControlEncode(self._pictures)
+        edit, work = self.edit, ControlEncode(self._pictures, self.edit.seed, is_exact=True)
         item = Item(edit.request_id, "control_encode", edit.model, work, ())
+        edit.num_controls = len(self.controls)
         plan = edit.encode_plan()
         return StepPlan(seq=0, batches=(*plan.batches, Batch(0, "control_encode", (0,), (item,))))
 

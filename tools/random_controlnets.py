@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from inspect import signature
 from pathlib import Path
 from typing import Any
 
 import torch
-from diffusers import ControlNetModel
+from diffusers import ControlNetModel, FluxControlNetModel
 
+from tools.random_checkpoints import flux_transformer
 from tools.random_unet_checkpoints import sd_unet
 
 RESIDUAL = 0.3
@@ -20,6 +22,19 @@ def make_sd_controlnet(path: Path, *, seed: int = 0, width: int = 24, **unet: An
         torch.manual_seed(seed)
         net = ControlNetModel.from_unet(sd_unet(4, width, **unet), load_weights_from_unet=False)
         return _saved(net, path)
+
+
+def make_flux_controlnet(
+    path: Path, *, seed: int = 0, num_mode: int | None = None, layers: tuple[int, int] = (1, 2), **options: Any
+) -> Path:
+    """As `make_sd_controlnet`, of `make_flux`. num_mode: kinds of pictures, None for one. layers: double and single
+    blocks. options: further fields of its configuration."""
+    with torch.random.fork_rng():
+        torch.manual_seed(seed)
+        config = dict(flux_transformer(64, guidance_embeds=True, in_channels=64).config)
+        names = signature(FluxControlNetModel.__init__).parameters
+        own = {"num_layers": layers[0], "num_single_layers": layers[1], "num_mode": num_mode} | options
+        return _saved(FluxControlNetModel(**({name: config[name] for name in names if name in config} | own)), path)
 
 
 def _saved(net: Any, path: Path) -> Path:

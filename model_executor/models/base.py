@@ -59,7 +59,8 @@ class ImageInputs:
     and `decode_region`. cache_salt: see `CacheConfig.salt`; the encoder's result for a template is kept until the next
     one's, and used again for an equal template with the same salt, with equal results; None: neither.
     paged_reference_tokens: condition tokens of references whose keys and values are all read from pages; they are not
-    encoded, and zeros are in their place.
+    encoded, and zeros are in their place. num_controls: control pictures of the run, for which the pipeline may have
+    drawn first.
     """
 
     template: Tensor  # uint8 [height, width, 3]; the sides are multiples of the token size
@@ -76,6 +77,7 @@ class ImageInputs:
     cache_salt: str | None = None
     references: Sequence[Tensor] = ()  # uint8 [height, width, 3] each; the sides are multiples of the token size
     paged_reference_tokens: int = 0
+    num_controls: int = 0
 
     @property
     def goes_on(self) -> bool:
@@ -378,9 +380,9 @@ class Family(ABC):
     def encode_image(self, inputs: ImageInputs) -> EncodedImage:
         """Encode a request's template and mask, and draw its noise."""
 
-    def encode_control(self, picture: Tensor) -> Tensor:
-        """A control picture, uint8 [height, width, 3], in the form that `ControlNet.embed` takes. Only families with
-        ControlNets are asked."""
+    def encode_controls(self, pictures: Sequence[Tensor], seed: int, *, is_exact: bool) -> list[Tensor]:
+        """Control pictures, uint8 [height, width, 3] each, in the form that `ControlNet.embed` takes. seed, is_exact:
+        as in `ImageInputs`. Only families with ControlNets are asked."""
         raise NotImplementedError(f"{type(self).__name__} has no ControlNets")
 
     @abstractmethod

@@ -177,5 +177,5 @@ def test_a_controlnet_of_another_model_is_refused_at_the_start(folder: Path, tmp
     make_sd_controlnet(tmp_path / "wide", block_out_channels=(16, 32, 64))
     net = ControlNetConfig("wide", str(tmp_path / "wide"))
     model = ModelConfig(model=str(folder / "sd"), controlnets=(net,), **COMMON)
-    with pytest.raises(Exception, match="controlnets: wide: .*block_out_channels"):
+    with pytest.raises(Exception, match=r"controlnets: wide: .*block_out_channels"):
         ImageEngine(models=[model], image_workers=1)

@@ -22,6 +22,8 @@ class ControlEncode(Message, OpWork, frozen=True):
     """
 
     pictures: tuple[ArrayRef, ...]  # uint8 [height, width, 3] each
+    seed: int
+    is_exact: bool  # as in ImageEncode
 
 
 def _size(sizes: Sizes) -> Work:
@@ -29,7 +31,10 @@ def _size(sizes: Sizes) -> Work:
 
 
 def _make(request: Request, node: Node, pages: NodePages) -> ControlEncode:
-    return ControlEncode(pictures=request.picture.canvas(node.canvas).control_pictures)
+    spec = request.picture
+    assert spec.sampling.seed is not None
+    pictures = spec.canvas(node.canvas).control_pictures
+    return ControlEncode(pictures, spec.sampling.seed, is_exact=not spec.is_mask_aware)
 
 
 CONTROL_ENCODE = RequestOp(

@@ -33,6 +33,8 @@ def chosen_controls(edit: EditInput, model: ModelInfo) -> ChosenControls:
         raise _invalid(f"{model.name} has no ControlNet; {remedy}")
     if (number := len(edit.controls)) > MAX_CONTROLS:
         raise _invalid(f"there are {number} pictures, and there may be {MAX_CONTROLS}")
+    if edit.sampling.own_page_steps:
+        raise _invalid("own_page_steps is given too; leave one of the two out")
     if edit.references:
         raise _invalid("reference pictures are given too; leave one of the two out")
     controls = tuple(_resolved(each.control, edit, model) for each in edit.controls)

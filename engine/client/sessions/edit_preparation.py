@@ -5,6 +5,8 @@ from __future__ import annotations
 import time
 from dataclasses import replace
 
+import msgspec
+
 from core.errors import InvalidRequestError
 from core.graph.workflow import Workflow
 from core.graph.workflows.find_mask import FIND_MASK
@@ -47,6 +49,8 @@ class EditPreparation:
         """memory: for all that it allocates. Raises InvalidRequestError, TemplateNotFoundError."""
         self._services = services
         self._caller = caller
+        if edit.controls:  # of an earlier step, whose pages a rank's death may take, nobody knows what was added
+            choice = replace(choice, model=msgspec.structs.replace(choice.model, step_schedules=()))
         self._choice = choice
         self._model = model = choice.model
         _check_references(edit, model)

@@ -46,6 +46,16 @@ class ControlNet(ABC):
     def _check(self, modes: Collection[int]) -> None:
         """Raises ConfigError if it cannot be used with its model or has no such modes."""
 
+    def _check_modes(self, modes: Collection[int], num_modes: int | None) -> None:
+        """num_modes: that it has; None: it is for a single kind of pictures."""
+        if num_modes is None and modes:
+            raise self._refuse("it is for a single kind of control pictures; leave its types out")
+        if num_modes is not None and not modes:
+            remedy = "name them: types = { canny = 0 }"
+            raise self._refuse(f"it is for {num_modes} kinds of control pictures, by mode; {remedy}")
+        if num_modes is not None and (unknown := [mode for mode in modes if mode >= num_modes]):
+            raise self._refuse(f"it has no mode {unknown[0]}, but 0 to {num_modes - 1}")
+
     def _refuse(self, reason: str) -> ConfigError:
         return ConfigError(f"{self.checkpoint.path}: {reason}")
 

@@ -8,9 +8,10 @@ from core.errors import ConfigError
 from model_executor.checkpoint.loader import CONFIGURATION_ERRORS, ModelCheckpoint, first_line
 from model_executor.models.base import SteeredModel
 from model_executor.models.controlnet.controlnet import ControlNet
+from model_executor.models.controlnet.flux_controlnet import FluxControlNet
 from model_executor.models.controlnet.unet_controlnet import UnetControlNet
 
-KINDS: dict[str, type[ControlNet]] = {"ControlNetModel": UnetControlNet}
+KINDS: dict[str, type[ControlNet]] = {"ControlNetModel": UnetControlNet, "FluxControlNetModel": FluxControlNet}
 
 
 def make_controlnet(checkpoint: ModelCheckpoint, model: SteeredModel | None, modes: Collection[int]) -> ControlNet:

@@ -52,8 +52,7 @@ class UnetControlNet(ControlNet):
             raise self._refuse(
                 f"it makes pictures {strides} times smaller, and the model's VAE {model.vae_scale} times"
             )
-        if modes:
-            raise self._refuse("it is for a single kind of control pictures; leave its types out")
+        self._check_modes(modes, None)
 
     def put(self, module: nn.Module) -> None:
         """A picture is embedded once for all steps, so the module gets it embedded."""

@@ -149,10 +149,11 @@ class UnetFamily(TimestepFamily):
             has_scores=self.tells_negative,
         )
 
-    def encode_control(self, picture: Tensor) -> Tensor:
-        """Its pixels, [1, 3, height, width] in 0..1, as VaeImageProcessor without do_normalize."""
+    def encode_controls(self, pictures: Sequence[Tensor], seed: int, *, is_exact: bool) -> list[Tensor]:
+        """Pixels, [1, 3, height, width] in 0..1, as VaeImageProcessor without do_normalize."""
         levels = torch.full((), 255.0, dtype=torch.float32, device=self._device)  # as `to_image`
-        return (self._here(picture).permute(2, 0, 1)[None].float() / levels).to(self._checkpoint.dtype)
+        planes = (self._here(picture).permute(2, 0, 1)[None].float() for picture in pictures)
+        return [(each / levels).to(self._checkpoint.dtype) for each in planes]
 
     def _make_denoiser(self, module: nn.Module, operators: Operators) -> Unet:
         num_timesteps, has_scores = self._sampling.num_train_timesteps, self.tells_negative

@@ -117,7 +117,7 @@ class Unet:
         """Predictions of rows that share a pass, by a CUDA graph where that can be: all rows of one request, since
         launching its many small kernels takes longer than running them. num_active: None computes all tokens."""
         forward = self._run if num_active is None else self._run_masked
-        if not self.graphs.enabled or rows[0].streamed is not None:
+        if not self.graphs.enabled:
             return forward(rows)
         if num_active is None:
             rows = [replace(row, active=None, box=None, pages=None) for row in rows]

@@ -15,6 +15,7 @@ def encode_controls(context: WorkerContext, items: Sequence[Item]) -> list[ItemR
     (item,) = items
     work, family = item.work, context.models[item.model]
     assert isinstance(work, ControlEncode)
-    encoded = [family.encode_control(context.shared(picture)) for picture in work.pictures]
+    pictures = [context.shared(picture) for picture in work.pictures]
+    encoded = family.encode_controls(pictures, work.seed, is_exact=work.is_exact)
     key = TensorKey(item.request_id, item.node, "controls", item.version)
     return [ItemResult(item.request_id, item.node, (context.store.put_series(key, encoded),))]
