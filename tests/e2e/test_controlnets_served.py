@@ -23,7 +23,8 @@ from core.config import ControlNetConfig, ModelConfig
 from core.errors import InvalidRequestError
 from core.sampling_params import SamplingParams
 from entrypoints import ControlPicture, Edit, ImageEngine
-from tools.random_controlnets import make_sd_controlnet
+from tools.random_checkpoints import make_flux
+from tools.random_controlnets import make_flux_controlnet, make_sd_controlnet
 from tools.random_unet_checkpoints import make_sd
 
 SIZE = (256, 192)
@@ -39,8 +40,10 @@ Pixels = npt.NDArray[np.uint8]
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("models")
     make_sd(folder / "sd", native_size=256)
+    make_flux(folder / "flux", native_size=256, guidance_embeds=True)
     for seed, name in enumerate(("edges", "depth"), 1):
         make_sd_controlnet(folder / name, seed=seed)
+    make_flux_controlnet(folder / "union", num_mode=2, guidance_embeds=True)
     return folder
 
 
@@ -50,12 +53,13 @@ def small_mask() -> Pixels:
     return mask
 
 
-def edit(*controls: ControlPicture, mask: Pixels | None = None) -> Edit:
+def edit(*controls: ControlPicture, mask: Pixels | None = None, model: str = "sd") -> Edit:
     mask = box_mask(SIZE) * 255 if mask is None else mask
-    return Edit(prompt=PROMPT, image=picture(1, SIZE), mask_image=mask, controls=controls)
+    return Edit(prompt=PROMPT, image=picture(1, SIZE), mask_image=mask, controls=controls, model=model)
 
 
 EDGES, DEPTH = ControlPicture(LINES, "edges"), ControlPicture(lines(2, SIZE), "depth", scale=0.8, end=0.6)
+CANNY = ControlPicture(LINES, "canny", scale=0.4)
 EDITS = {
     "plain": edit(),
     "edges": edit(EDGES),
@@ -63,14 +67,21 @@ EDITS = {
     "generation": Edit(prompt=PROMPT, size=(160, 160), controls=[ControlPicture(lines(3, (320, 320)), "depth")]),
     "masked": edit(EDGES, mask=small_mask()),
     "masked, plain": edit(mask=small_mask()),
+    "flux": edit(CANNY, ControlPicture(lines(2, SIZE), "tile", start=0.2), model="flux"),
+    "flux masked": edit(CANNY, mask=small_mask(), model="flux"),
+    "flux masked, plain": edit(mask=small_mask(), model="flux"),
 }
 EXACT = SamplingParams(num_inference_steps=4, seed=5, guidance_scale=3.0, mask_aware=False)
 
 
 def open_engine(folder: Path, **options: Any) -> ImageEngine:
     nets = tuple(ControlNetConfig(name, str(folder / name)) for name in ("edges", "depth"))
-    model = ModelConfig(model=str(folder / "sd"), served_model_name="sd", controlnets=nets, **COMMON)
-    return ImageEngine(models=[model], image_workers=1, **options)
+    union = ControlNetConfig("union", str(folder / "union"), {"canny": 0, "tile": 1})
+    models = [
+        ModelConfig(model=str(folder / "sd"), served_model_name="sd", controlnets=nets, **COMMON),
+        ModelConfig(model=str(folder / "flux"), served_model_name="flux", controlnets=(union,), **COMMON),
+    ]
+    return ImageEngine(models=models, image_workers=1, **options)
 
 
 @pytest.fixture(scope="module")
@@ -143,17 +154,20 @@ def test_two_ranks_change_no_bit(folder: Path, alone: dict[str, Pixels]) -> None
         assert np.array_equal(before, after), name
 
 
-def test_a_masked_step_adds_what_an_exact_one_does(engine: ImageEngine, alone: dict[str, Pixels]) -> None:
-    """The error of a mask-aware edit is hardly larger with a ControlNet, which sees the box alone."""
+@pytest.mark.parametrize("name", ["masked", "flux masked"])
+def test_a_masked_step_adds_what_an_exact_one_does(engine: ImageEngine, alone: dict[str, Pixels], name: str) -> None:
+    """The error of a mask-aware edit is hardly larger with a ControlNet, which sees the box or the active tokens
+    alone."""
     inside = small_mask() > 0
 
     def error(name: str) -> float:
         (exact,) = pixels(engine, [EDITS[name]], EXACT)
         return float(np.abs(exact.astype(float) - alone[name])[inside].mean())
 
-    change = np.abs(alone["masked"].astype(float) - alone["masked, plain"])[inside].mean()
+    plain = f"{name}, plain"
+    change = np.abs(alone[name].astype(float) - alone[plain])[inside].mean()
     assert change > 5, "the ControlNet changes nothing"
-    assert error("masked") <= 1.15 * error("masked, plain")
+    assert error(name) <= 1.15 * error(plain)
 
 
 def test_what_cannot_be_done_is_refused(engine: ImageEngine) -> None:
@@ -162,14 +176,16 @@ def test_what_cannot_be_done_is_refused(engine: ImageEngine) -> None:
         edit(ControlPicture(LINES)),
         edit(ControlPicture(LINES[:, :192], "edges")),
         edit(*[EDGES] * 5),
+        edit(EDGES, model="flux"),
     ]
     errors = [result.error for result in engine.generate(bad, PARAMS, use_tqdm=False)]
-    assert [type(error) for error in errors] == [InvalidRequestError] * 4
+    assert [type(error) for error in errors] == [InvalidRequestError] * 5
     assert [error.param for error in errors if isinstance(error, InvalidRequestError)] == [
         "control_type",
         "control_type",
         "control_image",
         "control_image",
+        "control_type",
     ]
 
 
