@@ -178,7 +178,7 @@ class ModelConfig(msgspec.Struct, frozen=True, kw_only=True):
         return EMBEDDED_NAME if self.model == EMBEDDED_MODEL else self.model
 
 
-SchedulingPolicyName = Literal["step_batching", "goodput", "neustream", "elastic", "ddit"]
+SchedulingPolicyName = Literal["default", "step_batching", "goodput", "neustream", "elastic", "ddit"]
 """Policies that decide what runs together, see core.scheduling.policies. A user's own has an import path instead."""
 
 OnLate = Literal["drop", "last"]

@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
+from benchmarks.baselines.former.group_pass import GroupPass
 from core.graph.workflow import Node
 from core.scheduling.dispatch import Decision
-from core.scheduling.policies.group_pass import GroupPass
 from core.scheduling.policies.policy import SchedulingPolicy
 from core.scheduling.requests.request import Request
 from core.scheduling.view import View

@@ -1,6 +1,7 @@
 """Latency by routing policy on simulated fleets: P95 and mean over seeds; with --paper or --trace instead goodput by
 scheduling policy on published traces, or latency by scheduling policy of videos on several devices; with --models what
-loads cost where several models take turns in the memory of ranks.
+loads cost where several models take turns in the memory of ranks; with --arena whether the default scheduling policy
+is anywhere worse than those before it.
 
 Schedulers, caches, cost models, reports and the router are the code that serves; time and workers are simulated. Each
 run of a fleet prints one line of JSON; a table by scenario follows. With --trace, --output gets one JSON object.
@@ -22,6 +23,8 @@ import numpy as np
 from benchmarks.command import command
 from benchmarks.report import print_line
 from benchmarks.simulation import model_report, videos
+from benchmarks.simulation.arena.compete import compete
+from benchmarks.simulation.arena.scenarios import SCENARIOS as ARENA
 from benchmarks.simulation.cluster import Cluster
 from benchmarks.simulation.model_scenario import MODEL_SCENARIOS
 from benchmarks.simulation.module_engine import OVERHEAD
@@ -30,9 +33,11 @@ from benchmarks.simulation.published import DATA, PAPERS, as_json, compare
 from benchmarks.simulation.published_plots import write_plots
 from benchmarks.simulation.scenario import SCENARIOS
 from benchmarks.simulation.video_load import VideoLoad
-from core.config import RouterPolicy, SchedulingPolicyName
+from core.config import RouterPolicy, SchedulerConfig, SchedulingPolicyName
 
 POLICIES: tuple[RouterPolicy, ...] = get_args(RouterPolicy)
+ARENA_SEEDS = 8
+POLICY_NAMES = (*get_args(SchedulingPolicyName), *sorted({name for each in ARENA.values() for name in each.policies}))
 SHARES = (0.5, 0.95, 0.99)
 
 
@@ -105,7 +110,9 @@ def _spread(values: Sequence[float]) -> str:
 def main(argv: Sequence[str] | None = None) -> None:
     parser = command(__doc__)
     parser.add_argument("--scenarios", nargs="+", default=["reference", "mix"], choices=SCENARIOS, help="by name")
-    parser.add_argument("--seeds", type=int, help="traces of each scenario; without this 5, of videos and models 1")
+    parser.add_argument(
+        "--seeds", type=int, help="traces of each scenario; without this 5, of videos and models 1, with --arena 8"
+    )
     parser.add_argument("--policies", nargs="+", default=POLICIES, choices=POLICIES, help="of the router")
     traces = parser.add_mutually_exclusive_group()
     traces.add_argument("--paper", choices=[*PAPERS, "ddit"], help="serve what this paper's authors have served")
@@ -113,18 +120,21 @@ def main(argv: Sequence[str] | None = None) -> None:
     traces.add_argument(
         "--models", nargs="+", choices=MODEL_SCENARIOS, metavar="NAME", help="serve these sets of models"
     )
+    traces.add_argument("--arena", action="store_true", help="compare the default scheduling policy with all others")
+    parser.add_argument("--only", nargs="+", choices=ARENA, metavar="NAME", help=f"with --arena: of {', '.join(ARENA)}")
     parser.add_argument("--fits", type=int, nargs="+", help="with --models: models that fit on a rank; 0: all")
     parser.add_argument(
         "--scheduling-policies",
         nargs="+",
-        default=["step_batching"],
-        choices=get_args(SchedulingPolicyName),
+        choices=POLICY_NAMES,
         metavar="NAME",
-        help="with --models: of the engine",
+        help="with --models or --arena: of the engine; without this, the default one, and with --arena all",
     )
-    parser.add_argument("--plots", type=Path, metavar="FOLDER", help="with --paper or --trace: write plots there")
     parser.add_argument(
-        "--processes", type=int, default=os.cpu_count(), help="with --paper, --trace or --models: runs at once"
+        "--plots", type=Path, metavar="FOLDER", help="with --paper, --trace or --arena: write plots there"
+    )
+    parser.add_argument(
+        "--processes", type=int, default=os.cpu_count(), help="with --paper, --trace, --models or --arena: runs at once"
     )
     parser.add_argument("--overhead", type=float, default=OVERHEAD, help="share by which batches exceed their tables")
     parser.add_argument("--vary", action="store_true", help="with --paper ddit: halve and double each assumed number")
@@ -132,8 +142,13 @@ def main(argv: Sequence[str] | None = None) -> None:
     if args.paper == "ddit":
         serve_videos(args)
         return
+    if args.arena:
+        scenarios = args.only or list(ARENA)
+        of_engine = args.scheduling_policies
+        compete(scenarios, of_engine, args.seeds or ARENA_SEEDS, args.processes, args.output, args.plots)
+        return
     if args.models:
-        models = args.models, args.scheduling_policies, args.fits
+        models = args.models, args.scheduling_policies or [SchedulerConfig().policy], args.fits
         model_report.compare(*models, args.seeds or 1, args.processes, args.output)
         return
     files = [DATA / name for name in PAPERS[args.paper]] if args.paper else [args.trace] if args.trace else []

@@ -25,6 +25,7 @@ from core.routing.fleet import Fleet
 from core.routing.policies import make_policy
 from core.routing.request_shape import RequestShape
 from core.scheduling.endings import Output
+from core.scheduling.policies.policy import SchedulingPolicy
 from core.scheduling.scheduler import StepScheduler
 from engine.engine_core.engine_core import REPORT_SECONDS
 
@@ -34,12 +35,15 @@ Tell = Callable[[LoadReport, tuple[Output, ...]], None]
 
 
 class ReportingEngine(SimulatedEngine):
-    """An engine that reports as EngineCore does. tell: takes reports and outputs."""
+    """An engine that reports as EngineCore does. tell: takes reports and outputs. policy: a new one of its scheduler;
+    None: the default.
+    """
 
-    def __init__(self, clock: Clock, scenario: Scenario, tell: Tell) -> None:
+    def __init__(self, clock: Clock, scenario: Scenario, tell: Tell, policy: SchedulingPolicy | None = None) -> None:
         config = SchedulerConfig(max_num_seqs=scenario.max_num_seqs)
         cost = CostModel() if scenario.learns else FrozenCosts()
-        scheduler = StepScheduler(config, {MODEL.name: MODEL}, cache=scenario.cache, cost=cost)
+        models, ranks = {MODEL.name: MODEL}, scenario.num_ranks
+        scheduler = StepScheduler(config, models, ranks, cache=scenario.cache, cost=cost, policy=policy)
         scheduler.learn(scenario.machine.samples(MODEL.name))
         if isinstance(cost, FrozenCosts):
             cost.is_frozen = True
@@ -85,18 +89,24 @@ class Outcome:
 
 @dataclass
 class Cluster:
-    """One run: make it, `run` it once."""
+    """One run: make it, `run` it once. policy: of the router. scheduling: makes the policy of an engine's scheduler;
+    None: the default.
+    """
 
     scenario: Scenario
     policy: RouterPolicy
     seed: int
     clock: Clock = field(default_factory=Clock)
+    scheduling: Callable[[], SchedulingPolicy] | None = None
 
     def __post_init__(self) -> None:
         scenario = self.scenario
         self.fleet = Fleet(scenario.num_engines, scenario.max_num_seqs)
         tells = (partial(self._tell, index) for index in range(scenario.num_engines))
-        self.engines = [ReportingEngine(self.clock, scenario, tell) for tell in tells]
+        self.engines = [
+            ReportingEngine(self.clock, scenario, tell, self.scheduling() if self.scheduling else None)
+            for tell in tells
+        ]
         self._policy = make_policy(self.policy)
         self._latencies: dict[int, float] = {}
         self._predicted: dict[int, float | None] = {}
@@ -133,7 +143,7 @@ class Cluster:
         """Priming beforehand does not count."""
         self._started = self.clock.now
         for engine in self.engines:
-            engine.clocks.busy_seconds = [0.0]
+            engine.clocks.busy_seconds = [0.0] * self.scenario.num_ranks
 
     def _route(self, edit: EngineRequest) -> None:
         index, now = int(edit.request_id), self.clock.now

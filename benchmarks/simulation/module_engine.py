@@ -1,17 +1,24 @@
 """Serves a ModuleTrace in simulated time, with the scheduler and the policies of the engine.
 
 The machine is as in the published measurements: one device, and the modules in processes of their own. Here the module
-of the loop, and what comes before it, are on rank 0, the others on rank 1, and the two do not slow each other. Every
-batch takes OVERHEAD longer than in the tables.
+of the loop is on rank 0, the others on rank 1 (but for `step_batching`, which encodes on rank 0), and the two do not
+slow each other. The policies before `default` are built for this machine; `default` is told which components each rank
+has. Every batch takes OVERHEAD longer than in the tables.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from functools import partial
+
+import msgspec
 
 from benchmarks.baselines.clockwork import Clockwork
+from benchmarks.baselines.former.goodput import Goodput
+from benchmarks.baselines.former.step_batching import StepBatching
 from benchmarks.simulation.clock import Clock
+from benchmarks.simulation.compared import DEFAULT, Make
 from benchmarks.simulation.durations import Latencies, TableDurations
 from benchmarks.simulation.engine import SimulatedEngine
 from benchmarks.simulation.machine import FrozenCosts
@@ -24,17 +31,17 @@ from core.costs.profile import Profile
 from core.graph.op import OPS, OpWork, Port, Sizes
 from core.graph.work import Work
 from core.graph.workflow import Edge, Node, Region, Workflow
-from core.handles import ArrayRef, Artefact
+from core.handles import ArrayRef, Artefact, LoadedComponent, ModelKey
 from core.messages.engine import EngineRequest, Finished
 from core.messages.message import Message
 from core.messages.specs import EditSpec
 from core.messages.worker import CostSample
 from core.sampling_params import SamplingParams
+from core.scheduling.dispatch import Loads
 from core.scheduling.endings import Output
 from core.scheduling.node_cache import NodePages
 from core.scheduling.ops.request_op import RequestOp
 from core.scheduling.policies import make_policy
-from core.scheduling.policies.goodput.goodput import Goodput
 from core.scheduling.policies.policy import SchedulingPolicy
 from core.scheduling.requests.request import Request
 from core.scheduling.scheduler import StepScheduler
@@ -47,17 +54,33 @@ OVERHEAD = 0.036
 TOKENS = 256
 """Of every request: the tables are for one size of picture."""
 
+
+def resident(make: Make) -> SchedulingPolicy:
+    """A policy of this kind that loads nothing: each rank keeps what it has."""
+    kind = type(make())
+    made: SchedulingPolicy = type("Resident", (kind,), {"loads": lambda self, demand, now: Loads()})()
+    return made
+
+
 POLICIES: dict[str, Callable[[], SchedulingPolicy]] = {
     "neustream": lambda: make_policy("neustream"),
     "clockwork": lambda: Clockwork(equal_steps=True, num_ranks=1),
     "clockwork_ideal": lambda: Clockwork(num_ranks=1),
-    "step_batching": lambda: make_policy("step_batching"),
-    "goodput": lambda: Goodput(steps_apart=True),
+    "former step_batching": StepBatching,
+    "former goodput": lambda: Goodput(steps_apart=True),
+    **{name: partial(resident, make) for name, make in DEFAULT.items()},
 }
 """What is compared, by name."""
 
+RESIDENT = frozenset(DEFAULT)
+"""Those that are told what ranks have; for the others all ranks have everything."""
+
 STATIC = frozenset({"neustream", "clockwork", "clockwork_ideal"})
 """Those that predict from the tables alone, as their published programs do; the others learn from every batch."""
+
+
+LOOP, OTHERS = ModelKey(MODEL.name, "transformer"), ModelKey(MODEL.name, "vae")
+"""The components of rank 0, and of rank 1."""
 
 
 class ModuleWork(Message, OpWork, frozen=True):
@@ -123,7 +146,7 @@ def register(trace: ModuleTrace) -> Workflow:
 def _op(name: str, *, is_loop: bool) -> RequestOp:
     return RequestOp(
         name=name,
-        component="transformer",
+        component=(LOOP if is_loop else OTHERS).component,
         message=ModuleWork,
         size=_size,
         part="denoise" if is_loop else "decode",
@@ -149,12 +172,15 @@ def _scheduler(trace: ModuleTrace, workflow: Workflow, policy: str) -> StepSched
     """It knows the tables, and lines that were fitted to them."""
     largest = max(trace.latency_seconds[trace.loop])
     # step_batching has as many slots as the largest batch measured; the others keep more requests begun.
-    slots = largest if policy == "step_batching" else 4 * largest
+    slots = largest if policy == "former step_batching" else 4 * largest
     config = SchedulerConfig(max_num_seqs=slots, max_plans_in_flight=1, max_num_batched_tokens=2**31 - 1)
     cost = FrozenCosts()
-    scheduler = StepScheduler(config, {MODEL.name: MODEL}, NUM_RANKS, cost=cost, policy=POLICIES[policy]())
+    is_resident = policy in RESIDENT
+    info = msgspec.structs.replace(MODEL, components=(LOOP, OTHERS)) if is_resident else MODEL
+    scheduler = StepScheduler(config, {MODEL.name: info}, NUM_RANKS, cost=cost, policy=POLICIES[policy]())
     scheduler.workflows[workflow.name] = workflow
-    scheduler.learn(_samples(trace))
+    on_ranks = [(rank, (LoadedComponent(key, 1),)) for rank, key in enumerate((LOOP, OTHERS))]
+    scheduler.learn(_samples(trace), on_ranks if is_resident else ())
     cost.is_frozen = policy in STATIC
     for name, table in trace.modules.items():
         measured = LatencyTable((number, float(TOKENS), seconds) for number, seconds in table.items())

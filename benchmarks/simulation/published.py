@@ -16,6 +16,7 @@ from typing import Any
 
 import msgspec
 
+from benchmarks.simulation.compared import DEFAULT
 from benchmarks.simulation.module_engine import OVERHEAD, POLICIES, Served, serve
 from benchmarks.simulation.module_trace import Cell, ModuleTrace
 
@@ -23,6 +24,9 @@ DATA = Path(__file__).parent / "data"
 
 PAPERS = {"neustream": ("dit_s2_256.json", "sd15_256.json")}
 """Paper -> files in DATA."""
+
+OURS = next(iter(DEFAULT), "former goodput")
+"""The policy that is compared with `neustream`."""
 
 OVERLOADED = 0.9
 """Cells in which NeuStream serves less than this share are counted together, too."""
@@ -109,8 +113,8 @@ def summary(trace: ModuleTrace, results: Sequence[Result], policies: Sequence[st
     for system in ("neustream", "clockwork"):
         if measured[system] is not None and system in policies:
             yield f"{system}: {closeness(trace, results, system)}"
-    if {"neustream", "goodput"} <= set(policies):
-        yield f"goodput against neustream, both simulated: {advantage(trace, results)}"
+    if {"neustream", OURS} <= set(policies):
+        yield f"{OURS} against neustream, both simulated: {advantage(trace, results)}"
 
 
 def _total_measured(trace: ModuleTrace, results: Sequence[Result], system: str) -> int | None:
@@ -129,12 +133,12 @@ def closeness(trace: ModuleTrace, results: Sequence[Result], system: str) -> str
 
 
 def advantage(trace: ModuleTrace, results: Sequence[Result]) -> str:
-    """What `goodput` serves more than `neustream`."""
+    """What our policy serves more than `neustream`."""
     low = [result for result in results if result.goodput["neustream"] < OVERLOADED * trace.num_requests]
-    worst = min(results, key=lambda result: result.goodput["goodput"] - result.goodput["neustream"])
-    least = worst.goodput["goodput"] - worst.goodput["neustream"]
+    worst = min(results, key=lambda result: result.goodput[OURS] - result.goodput["neustream"])
+    least = worst.goodput[OURS] - worst.goodput["neustream"]
     theirs = sum(result.goodput["neustream"] for result in low)
-    gain = f"{sum(result.goodput['goodput'] for result in low) / theirs - 1:+.1%}" if theirs else "-"
+    gain = f"{sum(result.goodput[OURS] for result in low) / theirs - 1:+.1%}" if theirs else "-"
     return (
         f"{gain} over the {len(low)} cells where it serves under {OVERLOADED:.0%}; least {least:+d} ({worst.cell.name})"
     )

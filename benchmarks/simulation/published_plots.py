@@ -9,6 +9,7 @@ from typing import Any
 from matplotlib import rc_context
 from matplotlib.figure import Figure
 
+from benchmarks.simulation.compared import DEFAULT
 from benchmarks.simulation.module_engine import serve
 from benchmarks.simulation.module_trace import Cell, ModuleTrace
 from benchmarks.simulation.published import Result, middle
@@ -20,7 +21,14 @@ AXES: tuple[tuple[str, str, Callable[[Cell], float]], ...] = (
 )
 """(name, label, value of a cell)."""
 
-SHOWN = {"goodput": "o-", "neustream": "s-", "step_batching": "^-", "clockwork_ideal": "v-", "clockwork": "d-"}
+SHOWN = {
+    **dict.fromkeys(DEFAULT, "o-"),
+    "former goodput": "x-",
+    "neustream": "s-",
+    "former step_batching": "^-",
+    "clockwork_ideal": "v-",
+    "clockwork": "d-",
+}
 """Policy -> how its line is drawn."""
 
 WINDOW = 20.0
@@ -30,8 +38,8 @@ WINDOW = 20.0
 def write_plots(folder: Path, trace: ModuleTrace, results: Sequence[Result]) -> None:
     """Write `goodput_<model>.svg` and `batches_<model>.svg`."""
     folder.mkdir(parents=True, exist_ok=True)
-    _save(_goodput(trace, results), folder / f"goodput_{trace.model}.svg")
-    _save(_batches(trace, middle(results)), folder / f"batches_{trace.model}.svg")
+    save(_goodput(trace, results), folder / f"goodput_{trace.model}.svg")
+    save(_batches(trace, middle(results)), folder / f"batches_{trace.model}.svg")
 
 
 def _goodput(trace: ModuleTrace, results: Sequence[Result]) -> Figure:
@@ -83,6 +91,7 @@ def _windows(sizes: Sequence[tuple[float, int]]) -> list[tuple[float, float]]:
     return [((index + 0.5) * WINDOW, sum(of) / len(of)) for index, of in sorted(windows.items())]
 
 
-def _save(figure: Figure, path: Path) -> None:
-    with rc_context({"svg.fonttype": "none", "svg.hashsalt": path.name}):  # the same file for the same points
+def save(figure: Figure, path: Path) -> None:
+    """Write a figure; the same file for the same points."""
+    with rc_context({"svg.fonttype": "none", "svg.hashsalt": path.name}):
         figure.savefig(path, metadata={"Date": None})

@@ -40,14 +40,15 @@ _MASK = ArrayRef(0, 0, (SIDE, SIDE), "uint8")
 
 @dataclass(frozen=True)
 class Scenario:
-    """load: share of `capacity`. burstiness: shape of the Gamma distribution of the times between arrivals; 1 is a
-    Poisson process, less comes in bursts. num_templates: drawn by a Zipf law of exponent `zipf`; where they are warm,
-    all are primed on every engine before the first edit. num_warm_up: edits before those that are counted. learns: the
-    cost model goes on learning from every batch.
+    """num_ranks: of each engine. load: share of `capacity`. burstiness: shape of the Gamma distribution of the times
+    between arrivals; 1 is a Poisson process, less comes in bursts. num_templates: drawn by a Zipf law of exponent
+    `zipf`; where they are warm, all are primed on every engine before the first edit. num_warm_up: edits before those
+    that are counted. learns: the cost model goes on learning from every batch.
     """
 
     name: str
     num_engines: int = 8
+    num_ranks: int = 1
     max_num_seqs: int = 8
     load: float = 0.8
     burstiness: float = 1.0
@@ -72,7 +73,7 @@ class Scenario:
         step = machine.step / self.max_num_seqs + machine.token * tokens
         alone = machine.text_encode + machine.image_encode + machine.decode
         seconds = sum(self.steps) / len(self.steps) * step + alone
-        return self.num_engines * machine.speed / seconds
+        return self.num_engines * self.num_ranks * machine.speed / seconds
 
 
 REFERENCE = Scenario("reference")
@@ -127,7 +128,7 @@ def make_trace(scenario: Scenario, seed: int) -> list[EngineRequest]:
     weights = 1.0 / np.arange(1, scenario.num_templates + 1) ** scenario.zipf
     templates = random.choice(scenario.num_templates, number, p=weights / weights.sum()).tolist()
     drawn = zip(arrivals, active, steps, templates, strict=True)
-    return [_edit(index, *values) for index, values in enumerate(drawn)]
+    return [edit_of(index, *values) for index, values in enumerate(drawn)]
 
 
 def prime_template(template: int) -> PrimeTemplate:
@@ -135,7 +136,7 @@ def prime_template(template: int) -> PrimeTemplate:
     return PrimeTemplate(f"prime {template}", MODEL.name, PIXELS, SIDE, SIDE, str(template), IMAGE_TOKENS, 0.0)
 
 
-def _edit(index: int, arrival: float, active: int, steps: int, template: int) -> EngineRequest:
+def edit_of(index: int, arrival: float, active: int, steps: int, template: int) -> EngineRequest:
     return EngineRequest(
         request_id=str(index),
         model=MODEL.name,

@@ -7,7 +7,9 @@ from dataclasses import dataclass
 from functools import partial
 
 from benchmarks.baselines.clusters import by_class, isolated, static
+from benchmarks.baselines.former.elastic import Elastic
 from benchmarks.simulation.clock import Clock
+from benchmarks.simulation.compared import DEFAULT, Make
 from benchmarks.simulation.durations import Durations
 from benchmarks.simulation.engine import SimulatedEngine
 from benchmarks.simulation.machine import FrozenCosts
@@ -54,6 +56,10 @@ class Site:
         return [useful_degree({d: 1 / s for d, s in self.load.speed[name].items()}) for name in TOKENS]
 
 
+def _for_any_site(make: Make) -> Callable[[Site], SchedulingPolicy]:
+    return lambda site: make()
+
+
 POLICIES: dict[str, Callable[[Site], SchedulingPolicy]] = {
     "SDoP 1": lambda site: static(site.num_ranks, 1, SIZES),
     "SDoP 2": lambda site: static(site.num_ranks, 2, SIZES),
@@ -64,11 +70,12 @@ POLICIES: dict[str, Callable[[Site], SchedulingPolicy]] = {
     "DP": lambda site: by_class(site.num_ranks, site.useful, SIZES, is_isolated=False),
     "ddit": lambda site: make_policy("ddit"),
     "ddit, no promotion": lambda site: Ddit(promotes=False),
-    "elastic": lambda site: make_policy("elastic"),
+    "former elastic": lambda site: Elastic(),
+    **{name: _for_any_site(make) for name, make in DEFAULT.items()},
 }
 """What is compared, by name."""
 
-CHANGES_RANKS = frozenset({"ddit", "ddit, no promotion", "elastic"})
+CHANGES_RANKS = frozenset({"ddit", "ddit, no promotion", "former elastic", *DEFAULT})
 """Those that decide between steps; for the others all steps of a request are one."""
 
 

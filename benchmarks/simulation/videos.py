@@ -16,10 +16,14 @@ from multiprocessing import get_context
 from statistics import mean
 from typing import NamedTuple
 
+from benchmarks.simulation.compared import DEFAULT
 from benchmarks.simulation.least_mean import least_mean
 from benchmarks.simulation.optimum import batch_model, optimum
 from benchmarks.simulation.video_engine import POLICIES, serve
 from benchmarks.simulation.video_load import TOKENS, Arrival, Assumed, VideoLoad, assumed
+
+OURS = next(iter(DEFAULT), "former elastic")
+"""The policy that conclusions are about."""
 
 STATIC = ("SDoP 1", "SDoP 2", "SDoP 4")
 
@@ -180,47 +184,47 @@ PAPER_P99 = {0.25: 0.1288, 0.5: 0.1071, 0.75: 0.1923, 1.0: 0.1923}
 
 
 def conclusions(results: Sequence[Result]) -> Iterator[Conclusion]:
-    """Ratios are of another policy's figure to elastic's: above 1 elastic is faster."""
+    """Ratios are of another policy's figure to ours: above 1 ours is faster."""
     mixes = {result.mix for result in results} - set(MORE_MIXES)
     burst = [each for each in results if each.cell.devices == 64 and each.mix in mixes]
     if burst:
         yield Conclusion("64 devices, burst: p99 of SDoP 4, mean over mixes", _ratios(burst, ("SDoP 4",), _of_p99), 1.6)
         yield Conclusion("... and its mean", _ratios(burst, ("SDoP 4",), _of_mean), 1.6)
     for name, value in (("p99", _of_p99), ("mean", _of_mean)):
-        worst = min(results, key=lambda each: each.ratio("elastic", STATIC, value))
+        worst = min(results, key=lambda each: each.ratio(OURS, STATIC, value))
         yield Conclusion(
             f"least {name} of the best static degree of any cell ({worst.cell.name}, {worst.mix})",
-            worst.ratio("elastic", STATIC, value),
+            worst.ratio(OURS, STATIC, value),
             1 / 1.03,
         )
     for rate in sorted({each.cell.rate for each in results} - {0.0}):
         of_rate = [each for each in results if each.cell.rate == rate]
-        best = max(each.ratio("elastic", STATIC, _of_p99) for each in of_rate)
+        best = max(each.ratio(OURS, STATIC, _of_p99) for each in of_rate)
         yield Conclusion(f"rate {rate:g}, best mix: p99 of the best static degree", best, 1 / (1 - PAPER_P99[rate]))
     for devices in sorted({each.cell.devices for each in results if not each.cell.rate}):
         bursts = [each for each in results if not each.cell.rate and each.cell.devices == devices]
         for name, of in (("", mixes), ("mixes beside these, ", set(MORE_MIXES))):
             some = [each for each in bursts if each.mix in of]
             yield from _of_worst(f"{devices} devices, burst, {name}worst mix", some)
-        least = min(each.ratio("elastic", STATIC, _of_p99) for each in bursts)
+        least = min(each.ratio(OURS, STATIC, _of_p99) for each in bursts)
         yield Conclusion(f"{devices} devices, burst: least p99 of the best static degree", least, 1 / 1.05)
-        most = max(each.figures["elastic"].device_seconds / each.optimum for each in bursts)
-        yield Conclusion("... device-seconds of elastic against the optimum, most", most, 1.39, is_most=True)
+        most = max(each.figures[OURS].device_seconds / each.optimum for each in bursts)
+        yield Conclusion("... our device-seconds against the optimum, most", most, 1.39, is_most=True)
     yield from _ablations(results)
 
 
 def _of_worst(name: str, bursts: Sequence[Result]) -> Iterator[Conclusion]:
     if not bursts:
         return
-    worst = min(bursts, key=lambda each: each.ratio("elastic", STATIC, _of_mean))
-    least = worst.ratio("elastic", STATIC, _of_mean)
+    worst = min(bursts, key=lambda each: each.ratio(OURS, STATIC, _of_mean))
+    least = worst.ratio(OURS, STATIC, _of_mean)
     yield Conclusion(f"{name} {worst.mix}: mean of the best static degree", least, 1.2)
     bound = min(worst.figures[each].mean for each in STATIC) / worst.least_mean
     yield Conclusion("... and no policy could have more than", bound)
 
 
 def _ratios(results: Sequence[Result], others: Sequence[str], value: Callable[[Figures], float]) -> float:
-    return mean(each.ratio("elastic", others, value) for each in results)
+    return mean(each.ratio(OURS, others, value) for each in results)
 
 
 def _ablations(results: Sequence[Result]) -> Iterator[Conclusion]:
@@ -234,7 +238,7 @@ def _ablations(results: Sequence[Result]) -> Iterator[Conclusion]:
     yield Conclusion("promotion alone, policy ddit, best cell: change of p99", least - 1)
 
 
-NEEDED = (*STATIC, "SDoP 2 decoupled", "ddit", "ddit, no promotion", "elastic")
+NEEDED = (*STATIC, "SDoP 2 decoupled", "ddit", "ddit, no promotion", OURS)
 """Policies that conclusions need."""
 
 

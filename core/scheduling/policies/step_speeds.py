@@ -26,6 +26,8 @@ class Speeds:
     seconds: dict[int, float]  # degree -> predicted seconds of a step, 0 if unknown; degree 1 is always there
     useful: int  # degree up to which every doubling saves much: B of DDiT
     is_small: bool  # only one rank is useful, and it gains by computing two such steps together
+    base: float = 0.0  # seconds of a step that several requests share on one rank: once for all of them
+    extra: float = 0.0  # and that each of them adds
 
 
 NO_STEPS = Speeds({1: 0.0}, 1, is_small=True)
@@ -74,4 +76,6 @@ def _speeds(view: View, keys: ModelKeys, op: Op, work: Work, most: int) -> Speed
         degree *= 2
     useful = useful_degree(seconds)
     one, two = view.batch_seconds(keys, op, work), view.batch_seconds(keys, op, work + work)
-    return Speeds(seconds, useful, is_small=useful == 1 and (one == 0.0 or two < MIN_GAIN * 2 * one))
+    is_small = useful == 1 and (one == 0.0 or two < MIN_GAIN * 2 * one)
+    extra = min(one, max(0.0, two - one))
+    return Speeds(seconds, useful, is_small, one - extra, extra)

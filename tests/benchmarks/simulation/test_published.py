@@ -11,7 +11,7 @@ import pytest
 from benchmarks.simulation.__main__ import main
 from benchmarks.simulation.module_engine import OVERHEAD, POLICIES, serve
 from benchmarks.simulation.module_trace import Cell, ModuleTrace
-from benchmarks.simulation.published import DATA, PAPERS, Result, advantage, closeness, mean_batches
+from benchmarks.simulation.published import DATA, OURS, PAPERS, Result, advantage, closeness, mean_batches
 
 FILES = [DATA / name for names in PAPERS.values() for name in names]
 NUM_REQUESTS = 40
@@ -44,7 +44,7 @@ def test_every_policy_serves_a_trace(path: Path) -> None:
     served = {policy: serve(trace, cell, policy) for policy in POLICIES}
     assert all(0 < result.goodput <= NUM_REQUESTS for result in served.values())
     best = max(result.goodput for result in served.values())
-    assert served["goodput"].goodput == best > served["clockwork"].goodput
+    assert served[OURS].goodput == best > served["clockwork"].goodput
     for result in served.values():
         assert {module for _, module, _ in result.batches} == set(trace.modules)
         assert all(
@@ -66,7 +66,7 @@ def test_a_request_takes_as_long_as_the_tables_say() -> None:
     alone = msgspec.structs.replace(
         trace, num_requests=1, steps=trace.steps[:1], intervals_seconds={"rate=2 cv=2": [1.0]}
     )
-    served = serve(alone, cell, "goodput")
+    served = serve(alone, cell, OURS)
     assert served.goodput == 1
     assert served.batches[-1][0] - 1.0 == pytest.approx((1 + OVERHEAD) * trace.alone_seconds(trace.steps[0]))
 
@@ -101,8 +101,8 @@ def test_summaries_count_what_they_say() -> None:
     cells = {cell.name: cell for cell in trace.cells()}
     low, high = cells["rate=2 cv=2 slo=1.2"], cells["rate=2 cv=2 slo=5.0"]
     results = [
-        Result(low, {"neustream": 200, "goodput": 220}, {}),
-        Result(high, {"neustream": 500, "goodput": 497}, {}),
+        Result(low, {"neustream": 200, OURS: 220}, {}),
+        Result(high, {"neustream": 500, OURS: 497}, {}),
     ]
     assert advantage(trace, results).startswith("+10.0% over the 1 cells where it serves under 90%; least -3 (")
     assert closeness(trace, results, "neustream").startswith("-1.3% in total of the measured; 2 of 2 cells")

@@ -1,0 +1,101 @@
+"""Buddies: which ranks of an engine are free, in sets of ranks that may compute a step together."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+
+from core.handles import RankIds
+
+
+class Buddies:
+    """A buddy allocator (Knowlton, 1965) over ranks.
+
+    A set has 1, 2, 4, ... ranks, all alive, and begins at a multiple of its size: {0, 1, 2, 3}, {0, 1}, {2, 3}, {0},
+    ... The two halves of a set are buddies. Two sets are disjoint, or one contains the other. So M ranks form at most
+    2 M - 1 sets, and no more process groups are ever made (DDiT, section 5).
+    """
+
+    def __init__(self, ranks: Iterable[int]) -> None:
+        """ranks: those that live and are free, in any order; none below 0."""
+        self._free = _mask(ranks)
+        self._end = 1 << (self._free.bit_length() - 1).bit_length() if self._free else 0
+
+    @property
+    def num_free(self) -> int:
+        return self._free.bit_count()
+
+    def take(self, size: int) -> RankIds | None:
+        """Take a free set of this size; None if there is none. The choice keeps larger free sets whole where possible,
+        and among equally good sets it is the lowest. size: a power of two.
+        """
+        whole = size
+        while whole <= self._end:
+            for first in range(0, self._end, whole):
+                if self._is_free(first, whole) and not self._is_free(first & -2 * whole, 2 * whole):
+                    return self.take_this(first, size)
+            whole *= 2
+        return None
+
+    def take_at_most(self, size: int) -> RankIds | None:
+        """Take the largest free set of at most `size` ranks, a power of two; None if no rank is free."""
+        while size and (taken := self.take(size)) is None:
+            size //= 2
+        return taken if size else None
+
+    def take_around(self, ranks: RankIds, size: int) -> RankIds | None:
+        """Exchange a held set for the set of `size` ranks that contains it or is part of it; None if any other rank of
+        the new set is not free. ranks: the held set; its ranks outside of the new set become free.
+        """
+        first = ranks[0] & -size
+        others = _range(first, size) & ~_mask(ranks)
+        if others & ~self._free:
+            return None
+        self.give(ranks)
+        return self.take_this(first, size)
+
+    def take_this(self, first: int, size: int) -> RankIds:
+        """Take the set of `size` ranks that begins at rank `first`. Raises AssertionError unless it is a free set."""
+        assert first % size == 0, f"no set of {size} ranks begins at rank {first}"
+        assert self._is_free(first, size), f"{size} ranks from {first} are no free set"
+        self._free &= ~_range(first, size)
+        return tuple(range(first, first + size))
+
+    def give(self, ranks: Iterable[int]) -> None:
+        """Free ranks that are held. Raises AssertionError if one of them is free already."""
+        mask = _mask(ranks)
+        assert not mask & self._free, f"a rank of {tuple(ranks)} is free already"
+        self._free |= mask
+
+    def hold(self, ranks: Iterable[int]) -> None:
+        """Note that ranks are in use. Raises AssertionError if one of them is in use already."""
+        mask = _mask(ranks)
+        assert not mask & ~self._free, f"a rank of {tuple(ranks)} is not free"
+        self._free &= ~mask
+
+    def are_free(self, ranks: Iterable[int]) -> bool:
+        return not _mask(ranks) & ~self._free
+
+    def sets(self, size: int) -> Iterator[RankIds]:
+        """All free sets of a size, the lowest first."""
+        for first in range(0, self._end, size):
+            if self._is_free(first, size):
+                yield tuple(range(first, first + size))
+
+    def _is_free(self, first: int, size: int) -> bool:
+        return not _range(first, size) & ~self._free
+
+
+def power_of_two(number: int) -> int:
+    """The largest power of two that is at most `number`, which is above 0."""
+    return 1 << (number.bit_length() - 1)
+
+
+def _range(first: int, size: int) -> int:
+    return ((1 << size) - 1) << first
+
+
+def _mask(ranks: Iterable[int]) -> int:
+    mask = 0
+    for rank in ranks:
+        mask |= 1 << rank
+    return mask

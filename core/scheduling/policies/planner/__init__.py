@@ -1,0 +1,1 @@
+"""The policy default: one planner, from lanes and one forecast."""

@@ -1,0 +1,219 @@
+"""default: who shares a step, on which ranks, and who cannot be in time, from what is known of each request.
+
+Requests that gain by sharing steps are small: they make them in lanes, each on one rank, their home. Each of the others
+has a group of ranks, whose number changes between its steps (`groups.py`, after DDiT). Where some have a due time, a
+plan says which small requests are served (`plan.py`, after NeuStream); else the most urgent ones are.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from core.handles import RankIds
+from core.messages.worker import Batch, BatchResult
+from core.scheduling.dispatch import Decision, Dispatch, GiveUp
+from core.scheduling.policies.planner.groups import Groups, Prediction, Predictions
+from core.scheduling.policies.planner.headroom import Headroom
+from core.scheduling.policies.planner.homes import Homes
+from core.scheduling.policies.planner.lane_pass import LanePass
+from core.scheduling.policies.planner.pauses import Pauses
+from core.scheduling.policies.planner.plan import Plan, Planner, has_steps
+from core.scheduling.policies.planner.repeated_steps import RepeatedSteps
+from core.scheduling.policies.policy import SchedulingPolicy
+from core.scheduling.policies.step_batching import eligible
+from core.scheduling.policies.work_estimator import RemainingWork
+from core.scheduling.requests.request import Request, Status
+from core.scheduling.view import View
+
+PLAN_EVERY = 64
+"""Passes after which a plan is made again although no request came or went, because predictions are not exact."""
+
+
+class Default(SchedulingPolicy):
+    """Keeps its plan, and where requests are, between passes."""
+
+    gives_up = True
+    shares_steps = True
+    spreads_models = True
+
+    def __init__(self) -> None:
+        self._predictions = Predictions()
+        self._groups = Groups(self._predictions)
+        self._homes = Homes()
+        self._pauses = Pauses()
+        self._headroom = Headroom()
+        self._repeated = RepeatedSteps()
+        self._plan: Plan | None = None  # None: no request has a due time
+        self._ranks: RankIds = ()  # the ranks that lived when the plan was made
+        self._large: list[Request] = []  # of the last whole pass, those that may be given work
+        self._passes_left = 0  # passes until the plan is made again
+        self._tried = set[str]()  # ids of live requests that plans have served although they were late
+        # Written by events, and reset when the plan is looked at.
+        self._is_slot_left = False  # a request may have left its slot
+        self._has_room = False  # a request has ended, or left its slot without a successor in its lane
+
+    def on_arrival(self, request: Request) -> None:
+        self._passes_left = 0
+
+    def on_result(self, batch: Batch, result: BatchResult) -> None:
+        self._pauses.note(batch, result)
+        for item in batch.items:
+            self._groups.note_done(item.request_id, batch.ranks)
+
+    def on_end(self, request_id: str) -> None:
+        given_up = () if self._plan is None else self._plan.given_up
+        if all(request_id != each.request.id for each in given_up):  # the plan has no place for those
+            self._is_slot_left = self._has_room = True
+        self._tried.discard(request_id)
+        self._repeated.drop(request_id)
+        self._predictions.forget(request_id)
+        self._groups.forget(request_id)
+        self._homes.forget(request_id)
+        self._headroom.note_end()
+
+    def page_rank(self, template: str, ranks: Sequence[int]) -> int:
+        number = self._homes.num_on(ranks)
+        return min(ranks, key=lambda rank: (number[rank], rank))
+
+    # ------------------------------------------------------------------------------------------------ passes
+
+    def choose(self, view: View, now: float) -> Sequence[Decision]:
+        if not view.open_ranks:
+            return ()
+        self._predictions.next_pass(now)
+        self._passes_left -= 1
+        is_new = self._passes_left < 0 or view.ranks != self._ranks or self._may_be_better(view)
+        if is_new:
+            self._make_plan(view, now)
+        again = self._again(view)
+        if again is None and not is_new and self._is_stale(view):
+            self._make_plan(view, now)
+        given_up = self._given_up()
+        if again is not None:
+            self._is_slot_left |= any(each.progress.steps_left == 1 for batch in again for each, _ in batch.items)
+            return [*given_up, *again]
+        decisions = self._whole_pass(view, now, given_up)
+        self._repeated.note(decisions)
+        self._is_slot_left = True
+        return [*given_up, *decisions]
+
+    def _whole_pass(self, view: View, now: float, given_up: Sequence[GiveUp]) -> list[Decision]:
+        ended = frozenset(each.request.id for each in given_up)
+        requests = [each for each in eligible(view) if each.id not in ended]
+        small = {each.id for each in requests if self._prediction(view, each).is_small}
+        if len(small) == len(requests):
+            groups, self._large, lanes = dict[str, RankIds](), [], self._all_lanes(view)
+            self._groups.is_settled = True
+        else:
+            groups, self._large, lanes = self._groups.choose(view, requests, small, now)
+        costs = {each.id: self._prediction(view, each).cost for each in requests if each.id in small}
+        return LanePass(
+            view,
+            apart=frozenset(each.id for each in requests if each.id not in small),
+            place=self._homes,
+            costs=costs,
+            lanes=lanes,
+            groups=groups,
+            large=self._large,
+            plan=self._plan,
+            given_up=ended,
+        ).run()
+
+    def _again(self, view: View) -> list[Dispatch] | None:
+        """See `RepeatedSteps.next`."""
+        if not self._groups.is_settled or (self._plan is not None and self._plan.others):
+            return None
+        running = view.requests.running
+        if self._large and not all(each.progress.steps_left for each in running):
+            return None  # ranks will be free soon
+        if self._plan is None:
+            num_steps = sum(each.progress.steps_left > 0 for each in running)
+            if view.requests.counts[1] and num_steps < view.config.max_num_seqs:
+                return None
+            served = {each.id for each in running if each.progress.steps_left}
+        else:
+            served = {each.id for each in (*self._plan.served, *self._large) if has_steps(each)}
+        return self._repeated.next(view, served, self._homes)
+
+    def _all_lanes(self, view: View) -> RankIds:
+        """The lanes where all requests are small. Where ranks share each step, they have one lane."""
+        return view.ranks if view.config.degree == 1 else view.ranks[:1]
+
+    def _prediction(self, view: View, request: Request) -> Prediction:
+        return self._predictions.of(view, request)
+
+    # ------------------------------------------------------------------------------------------------ the plan
+
+    def _may_be_better(self, view: View) -> bool:
+        """Whether another plan may be better: there may be room for a request without a slot, or fewer requests should
+        share steps. Slots that requests have left are refilled from their lanes first.
+        """
+        plan = self._plan
+        if plan is None:
+            return self._has_room or view.requests.has_due
+        if self._is_slot_left:
+            self._is_slot_left = False
+            self._has_room |= not plan.refill_slots()
+        if not self._has_room and plan.served:
+            return False
+        self._has_room = False
+        served = {request.id for request in plan.served}
+        return len(served) > len(plan.lanes) or any(
+            request.id not in served and (request.progress.steps_left or request.status is Status.WAITING)
+            for request in view.requests.live()
+        )
+
+    def _is_stale(self, view: View) -> bool:
+        """Whether another plan may be better when a batch cannot be repeated, because one of its requests has ended or
+        was set back. A rank's death can set a request back to a step that the plan does not know, so requests that have
+        lost a rank make every plan stale until they end.
+        """
+        if self._plan is None:
+            return False
+        served = self._plan.served
+        if any(request.has_lost_rank for request in (*served, *view.requests.running)):
+            return True
+        self._is_slot_left = not all(map(has_steps, served))
+        return self._is_slot_left and self._may_be_better(view)
+
+    def _make_plan(self, view: View, now: float) -> None:
+        self._passes_left, self._ranks = PLAN_EVERY, view.ranks
+        self._is_slot_left = self._has_room = False
+        self._repeated.forget()
+        self._plan = self._planned(view, now) if view.requests.has_due else None
+        if self._plan is not None and self._plan.tried is not None:
+            self._tried.add(self._plan.tried)
+
+    def _planned(self, view: View, now: float) -> Plan:
+        requests = eligible(view)
+        are_all_small = all(self._prediction(view, each).is_small for each in requests)
+        lanes = self._all_lanes(view) if are_all_small else self._groups.lanes
+        lanes = tuple(rank for rank in lanes if rank in view.ranks) or view.ranks[:1]
+        return Planner(
+            view,
+            now,
+            self._predictions.work,
+            self._homes,
+            lanes,
+            lambda request: self._prediction(view, request).is_small,
+            lambda request, work: self._alone(view, request, work),
+            {each.id: self._prediction(view, each).cost for each in requests},
+            self._headroom.value * self._pauses.stretch,
+        ).plan(requests)
+
+    def _alone(self, view: View, request: Request, work: RemainingWork) -> float:
+        """Seconds of a request's remaining work if it had all ranks."""
+        prediction = self._prediction(view, request)
+        if len(prediction.seconds) == 1:
+            return work.alone
+        return work.before + work.steps * prediction.least_step + work.after
+
+    def _given_up(self) -> list[GiveUp]:
+        """The plan's decisions that give up requests, without those whose requests have ended since."""
+        if self._plan is None or not self._plan.given_up:
+            return []
+        given_up = [each for each in self._plan.given_up if each.request.is_live]
+        for each in given_up:
+            if each.request.status is Status.RUNNING and each.request.id not in self._tried:
+                self._headroom.note_wasted()
+        return given_up

@@ -1,0 +1,320 @@
+"""Groups: how many ranks each large request has, and how many ranks the small ones have together, in one order."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass, replace
+from heapq import heappop, heappush
+from math import inf
+from typing import NamedTuple
+
+from core.handles import RankIds
+from core.scheduling.policies.planner.homes import StepCost
+from core.scheduling.policies.planner.rank_plan import Contender, better_to_wait, degrees, moves, plan
+from core.scheduling.policies.step_speeds import Speeds, StepSpeeds
+from core.scheduling.policies.work_estimator import WorkEstimator
+from core.scheduling.requests.deadlines import due
+from core.scheduling.requests.request import Request, Status
+from core.scheduling.view import View
+
+OVERTAKEN = 1.5
+"""Shorter requests overtake a longer one if they arrive after it by at most this many times the seconds that all ranks
+together would need for its remaining work.
+"""
+
+EFFICIENT, LOSSLESS = 0.95, 0.99
+"""A request gets more ranks, before later requests get any, while each rank does at least this share of what one rank
+alone does: it ends sooner, and little is lost. In a crowd LOSSLESS counts instead of EFFICIENT, because there work
+arrives faster than it is done, and losses add up.
+"""
+
+CROWD = 2
+"""More requests per rank than this are a crowd, if they did not all arrive at once."""
+
+SMALL = ""
+"""Name of the small requests as one contender, which takes turns with the large requests. Of their lanes as contenders
+it is the first letter before a number."""
+
+RequestSteps = tuple[Request, int]
+"""(request, its remaining steps)"""
+
+
+@dataclass(frozen=True, slots=True)
+class Prediction:
+    """What is predicted of one request."""
+
+    seconds: Mapping[int, float]  # degree -> seconds of a step
+    efficient: int  # the largest degree that is EFFICIENT
+    lossless: int  # the largest degree that is LOSSLESS
+    is_small: bool  # it shares steps with others on one rank
+    cost: StepCost
+    before: float  # seconds of other work before the steps
+    after: float  # seconds of other work after the steps
+    place: float  # its place in line when this prediction was made
+
+    def other_seconds(self, request: Request) -> float:
+        """Seconds of its remaining work besides steps."""
+        return self.before + self.after if request.status is Status.WAITING else self.after
+
+    def place_in_line(self, request: Request, steps: int, num_ranks: int) -> float:
+        """The sort key of a request, lowest first, in seconds; see OVERTAKEN. steps: its remaining steps."""
+        work = self.other_seconds(request) + steps * self.seconds[1]
+        return request.head.arrival + OVERTAKEN * work / num_ranks
+
+    @property
+    def least_step(self) -> float:
+        """Seconds of a step at the best degree."""
+        return min(self.seconds.values())
+
+
+class Predictions:
+    """The predictions of the live requests of one policy."""
+
+    def __init__(self) -> None:
+        self.work = WorkEstimator()
+        self._speeds = StepSpeeds()
+        self._known: dict[str, Prediction] = {}  # by request id
+
+    def next_pass(self, now: float) -> bool:
+        """See `WorkEstimator.next_pass`."""
+        is_again = self.work.next_pass(now)
+        if is_again:
+            self._known.clear()
+        return is_again
+
+    def forget(self, request_id: str) -> None:
+        """Note that a request has ended."""
+        self._known.pop(request_id, None)
+        self.work.forget(request_id)
+
+    def of(self, view: View, request: Request) -> Prediction:
+        found = self._known.get(request.id)
+        if found is None:
+            speeds, work = self._speeds.of(view, request), self.work.remaining(view, request)
+            efficient, lossless = (_degree(speeds.seconds, share) for share in (EFFICIENT, LOSSLESS))
+            found = Prediction(
+                speeds.seconds,
+                efficient,
+                lossless,
+                _is_small(view, request, speeds),
+                StepCost(speeds.base, speeds.extra),
+                work.before,
+                work.after,
+                0.0,
+            )
+            place = found.place_in_line(request, request.progress.steps_left, len(view.ranks))
+            found = self._known[request.id] = replace(found, place=place)
+        return found
+
+
+def _is_small(view: View, request: Request, speeds: Speeds) -> bool:
+    """Whether a request makes its steps on one rank together with others: it gains by that, or is mask-aware, or there
+    is nothing else.
+    """
+    if len(view.ranks) == 1 or view.config.degree > 1 or not request.workflow.steps:
+        return True
+    return speeds.is_small
+
+
+class Groups:
+    """The groups of one policy."""
+
+    def __init__(self, predictions: Predictions) -> None:
+        self._predictions = predictions
+        self._places: dict[str, RankIds] = {}  # request id -> ranks of the last batch that it was done in
+        self.lanes: RankIds = ()
+        """The ranks of the small requests."""
+        self.is_settled = True
+        """Whether all have the ranks that were planned for them."""
+
+    def note_done(self, request_id: str, ranks: RankIds) -> None:
+        """Note the ranks of a batch that has ended, with a request."""
+        self._places[request_id] = ranks
+
+    def forget(self, request_id: str) -> None:
+        """Note that a request has ended."""
+        self._places.pop(request_id, None)
+
+    def choose(
+        self, view: View, queue: Sequence[Request], small: Collection[str], now: float
+    ) -> tuple[dict[str, RankIds], list[Request], RankIds]:
+        """(large request -> the ranks on which it may be given work, these requests in order, ranks on which small ones
+        may). queue: the requests that may run, in scheduling order. small: ids of those of them that are.
+        """
+        ordered = self._in_order(view, queue, now)
+        queue_ = _with_first_small(ordered, small)
+        groups = self._groups(view, queue_, small, [each for each, _ in ordered if each.id in small], now)
+        lanes = tuple(ranks[0] for name, ranks in groups.items() if name.startswith("/"))
+        self.lanes = lanes or self.lanes
+        groups = {name: ranks for name, ranks in groups.items() if not name.startswith("/")}
+        return groups, [request for request, _ in ordered if request.id in groups], lanes
+
+    def _groups(
+        self, view: View, queue: list[RequestSteps], small: Collection[str], mine: Sequence[Request], now: float
+    ) -> dict[str, RankIds]:
+        """Request id, or the name of a lane -> the ranks on which it may be given work. queue: see
+        `_with_first_small`. mine: the small requests in order.
+        """
+        contenders = list[Contender]()
+        is_crowd = len(queue) > CROWD * len(view.ranks) and _keep_coming([request for request, _ in queue], now)
+        for index, (request, steps) in enumerate(queue):
+            is_next = index < len(view.ranks)
+            if request.id in small:
+                if is_next or any(each.progress.in_flight for each in mine):
+                    contenders.append(self._small_contender(view, mine))
+            elif is_next or request.progress.in_flight:
+                contenders.append(self._contender(view, request, steps, now, is_crowd=is_crowd))
+        contenders = self._with_lanes(view, contenders, mine)
+        places = plan(contenders, view.ranks)
+        groups = moves(contenders, places, view.ranks)
+        self.is_settled = all(groups.get(each.name, each.held) == places.get(each.name) for each in contenders)
+        by_id = {request.id: request for request, _ in queue}
+        for name in better_to_wait(contenders, places, groups, view.seconds_left):
+            if name in by_id and _only_makes_steps(view, by_id[name]):
+                del groups[name]
+        for contender in contenders:
+            if contender.is_running and places.get(contender.name) == contender.held:
+                groups[contender.name] = contender.held  # its next step may be queued behind the running one
+        return groups
+
+    # ------------------------------------------------------------------------------------------------ order
+
+    def _in_order(self, view: View, requests: Sequence[Request], now: float) -> list[RequestSteps]:
+        """Requests in order, with their remaining steps. Requests that have done all steps go first, because that makes
+        room. The others keep the scheduling order of owners and classes; the requests of one owner and class are in the
+        order of `_Line`. Waiting requests for which there is no slot are left out.
+        """
+        lines: dict[tuple[str, int], list[_Member]] = {}  # (owner, class) -> its requests
+        places = list[tuple[str, int]]()
+        slots, seconds = view.config.max_num_seqs, 0.0
+        for request in requests:
+            head, is_waiting = request.head, request.status is Status.WAITING
+            prediction = self._predictions.of(view, request)
+            steps = request.progress.steps_left
+            slots -= not is_waiting and steps > 0
+            place = prediction.place if is_waiting else prediction.place_in_line(request, steps, len(view.ranks))
+            time = due(head)
+            work = prediction.other_seconds(request) + steps * (prediction.cost.extra if prediction.is_small else prediction.seconds[1])
+            work /= len(view.ranks)
+            seconds += work
+            slack = inf if time is None else time - now
+            member = _Member(place, request, steps, work, slack - prediction.other_seconds(request) - steps * prediction.seconds[prediction.efficient])
+            places.append((head.owner, head.priority))
+            lines.setdefault(places[-1], []).append(member)
+        ordered = {line: _smith(members, seconds) for line, members in lines.items()}
+        done, others = list[RequestSteps](), list[RequestSteps]()
+        for line in places:
+            member = ordered[line].pop()
+            if member.request.status is Status.WAITING:
+                slots -= 1
+                if slots < 0:
+                    continue
+            (others if member.steps else done).append((member.request, member.steps))
+        return done + others
+
+    # ------------------------------------------------------------------------------------------------ contenders
+
+    def _small_contender(self, view: View, mine: Sequence[Request]) -> Contender:
+        """All small requests together, which need one rank at least. Its steps are rounds in which each of them makes
+        one, so that what further ranks save is summed over the requests.
+        """
+        number = len(mine)
+        costs = [self._predictions.of(view, each).cost for each in mine]
+        base, extra = max(cost.base for cost in costs), sum(cost.extra for cost in costs)
+        seconds, lanes = dict[int, float](), 1
+        while lanes <= min(number, len(view.ranks)):
+            seconds[lanes] = number * (base + extra / lanes)
+            lanes *= 2
+        steps = round(sum(each.progress.steps_left for each in mine) / number)
+        return Contender(SMALL, steps, seconds, 0.0, 1, tuple(each for each in self.lanes if each in view.ranks), False)
+
+    def _with_lanes(self, view: View, contenders: list[Contender], mine: Sequence[Request]) -> list[Contender]:
+        """These contenders with the small requests' lanes in place of all small ones together."""
+        index = next((place for place, each in enumerate(contenders) if each.name == SMALL), None)
+        if index is None:
+            return contenders
+        num_ending = sum(len(each.held) for each in contenders if each.is_ending)
+        others = [each for each in contenders if not each.is_ending]
+        given = degrees(others, len(view.ranks) - num_ending)
+        place = others.index(contenders[index])
+        number = given[place] if place < len(given) else 1
+        busy = {rank for each in mine for ranks in each.sent_to.values() for rank in ranks}
+        held = sorted(contenders[index].held, key=lambda rank: rank not in busy)
+        lanes = list[Contender]()
+        for lane in range(max(number, sum(rank in busy for rank in held))):
+            ranks = (held[lane],) if lane < len(held) else ()
+            is_running = bool(ranks) and ranks[0] in busy
+            lanes.append(Contender(f"/{lane}", 0, {1: 0.0}, 0.0, 1, ranks, is_running, is_ending=False))
+        return [*contenders[:index], *lanes, *contenders[index + 1 :]]
+
+    def _contender(self, view: View, request: Request, steps: int, now: float, *, is_crowd: bool) -> Contender:
+        is_running = bool(request.progress.in_flight)
+        held = max(request.sent_to.values(), key=len, default=()) if is_running else self._places.get(request.id, ())
+        if not set(held) <= set(view.ranks):
+            held = ()
+        prediction = self._predictions.of(view, request)
+        if not _makes_steps(view, request, steps):
+            return Contender(request.id, 0, prediction.seconds, 0.0, 1, held, is_running, request.progress.is_ending)
+        first = 1 if not steps else prediction.lossless if is_crowd else prediction.efficient
+        other_seconds, time = prediction.other_seconds(request), due(request.head)
+        found = Contender(request.id, steps, prediction.seconds, other_seconds, first, held, is_running)
+        return found if time is None else replace(found, first=max(first, found.degree_within(time - now)))
+
+
+class _Member(NamedTuple):
+    """A request of a line."""
+
+    place: float  # see Prediction.place_in_line
+    request: Request
+    steps: int  # remaining
+    work: float  # seconds that all ranks together need for it
+    slack: float  # seconds until it has to begin; inf: it has no due time
+
+
+def _smith(members: Sequence[_Member], total: float) -> list[_Member]:
+    """The last one first: Smith's rule."""
+    if all(each.slack == inf for each in members):
+        return sorted(members, key=lambda each: (each.place, each.request.id), reverse=True)
+    own = sum(each.work for each in members)
+    scale = total / own if own else 1.0
+    waiting = sorted(members, key=lambda each: (each.slack + scale * each.work, each.request.id), reverse=True)
+    found, heap, index, left = list[_Member](), list[tuple[float, str, int]](), 0, total
+    while len(found) < len(waiting):
+        while index < len(waiting) and (not heap or waiting[index].slack + scale * waiting[index].work >= left):
+            each = waiting[index]
+            heappush(heap, (-each.place, each.request.id, index))
+            index += 1
+        _, _, place = heappop(heap)
+        found.append(waiting[place])
+        left -= scale * waiting[place].work
+    return found
+
+
+def _with_first_small(ordered: Sequence[RequestSteps], small: Collection[str]) -> list[RequestSteps]:
+    """`ordered`, with all small requests represented by the first one: when its turn comes, they share one rank."""
+    first = next((entry for entry in ordered if entry[0].id in small), None)
+    return [entry for entry in ordered if entry is first or entry[0].id not in small]
+
+
+def _keep_coming(requests: Sequence[Request], now: float) -> bool:
+    """Whether the last request arrived less than half as long ago as the first. requests: at least one."""
+    arrivals = [request.head.arrival for request in requests]
+    return now - max(arrivals) < (now - min(arrivals)) / 2
+
+
+def _degree(seconds: Mapping[int, float], share: float) -> int:
+    """The largest degree at which each rank does at least this share of what one rank alone does."""
+    return max(degree for degree, of_step in seconds.items() if degree * of_step * share <= seconds[1])
+
+
+def _makes_steps(view: View, request: Request, steps: int) -> bool:
+    """Whether a request makes steps now, or does so next. steps: its remaining steps."""
+    names, progress = request.workflow.step_names, request.progress
+    if any(name in progress.in_flight for name in names):
+        return True
+    return steps > 0 and (progress.steps_done > 0 or any(node.name in names for node in view.ready(request)))
+
+
+def _only_makes_steps(view: View, request: Request) -> bool:
+    """Whether the only work that is ready for the request is its next denoising step."""
+    return view.ready(request) == [request.step_node]

@@ -1,0 +1,80 @@
+"""Homes: on which rank each small request makes its steps, and so which of them share steps."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from typing import NamedTuple
+
+from core.handles import RankIds
+from core.scheduling.requests.bindings import ModelKeys
+from core.scheduling.requests.request import Request
+
+
+class StepCost(NamedTuple):
+    """Seconds of a step that a request shares with others of the same components."""
+
+    base: float  # once for all of them
+    extra: float  # that it adds
+
+
+class Homes:
+    """The homes of one policy. Requests stay where they are; newcomers go where their steps will be shortest."""
+
+    def __init__(self) -> None:
+        self._ranks: dict[str, dict[ModelKeys, int]] = {}  # request id -> components of its steps -> rank
+        self._costs: dict[str, StepCost] = {}  # by request id
+
+    def forget(self, request_id: str) -> None:
+        """Note that a request has ended."""
+        self._ranks.pop(request_id, None)
+        self._costs.pop(request_id, None)
+
+    def find(self, request: Request, keys: ModelKeys) -> int | None:
+        """The rank on which a request makes the steps that need these components; None: it has none yet."""
+        return self._ranks.get(request.id, {}).get(keys)
+
+    def of(self, request: Request) -> int | None:
+        """The rank on which a request makes its next steps, or has made the last ones."""
+        node = request.step_node
+        return None if node is None else self.find(request, request.keys_of(node))
+
+    def set(self, request: Request, keys: ModelKeys, rank: int, cost: StepCost) -> None:
+        """Note where a request is to make the steps that need these components."""
+        self._ranks.setdefault(request.id, {})[keys] = rank
+        self._costs[request.id] = cost
+
+    def place(self, request: Request, keys: ModelKeys, ranks: Sequence[int], cost: StepCost) -> int:
+        """Choose a home: where the request makes other steps, if that is among these ranks, or else where a round of
+        steps of all requests will take least time. ranks: at least one.
+        """
+        own = [rank for rank in self._ranks.get(request.id, {}).values() if rank in ranks]
+        rank = own[0] if own else min(ranks, key=lambda rank: (self.round_seconds(rank, keys, cost), rank))
+        self.set(request, keys, rank, cost)
+        return rank
+
+    def round_seconds(self, rank: int, keys: ModelKeys, newcomer: StepCost) -> float:
+        """Seconds that a rank takes for a step of each of its requests and of a newcomer, those of equal components in
+        one batch.
+        """
+        seconds, seen = newcomer.base + newcomer.extra, {keys}
+        for name, places in self._ranks.items():
+            for other, place in places.items():
+                if place == rank:
+                    base, extra = self._costs[name]
+                    seconds += extra if other in seen else base + extra
+                    seen.add(other)
+        return seconds
+
+    def num_on(self, ranks: Iterable[int]) -> dict[int, int]:
+        """Rank -> number of requests at home there."""
+        found = dict.fromkeys(ranks, 0)
+        for places in self._ranks.values():
+            for rank in {*places.values()} & found.keys():
+                found[rank] += 1
+        return found
+
+    def leave(self, ranks: RankIds) -> None:
+        """Forget the homes that are not on these ranks."""
+        for places in self._ranks.values():
+            for keys in [keys for keys, rank in places.items() if rank not in ranks]:
+                del places[keys]

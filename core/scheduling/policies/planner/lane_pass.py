@@ -1,0 +1,179 @@
+"""LanePass: the work that the policy default chooses in one pass."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+
+from core.graph.workflow import Node
+from core.handles import RankIds
+from core.scheduling.dispatch import Decision, Dispatch
+from core.scheduling.node_cache import CacheJob
+from core.scheduling.policies.planner.homes import Homes, StepCost
+from core.scheduling.policies.planner.plan import Plan
+from core.scheduling.policies.step_batching import StepPass
+from core.scheduling.requests.deadlines import due
+from core.scheduling.requests.request import Request, Status
+
+
+@dataclass(slots=True)
+class LanePass(StepPass):
+    """Large requests have groups of ranks, small ones share steps on the ranks that are their homes."""
+
+    place: Homes = field(default_factory=Homes)
+    costs: Mapping[str, StepCost] = field(default_factory=dict)  # of the steps of small requests, by id
+    lanes: RankIds = ()  # ranks where small requests make steps; at least one, unless there are none
+    groups: Mapping[str, RankIds] = field(default_factory=dict)  # large request that may be given work -> its ranks
+    large: Sequence[Request] = ()  # the requests of `groups`, the most urgent first
+    plan: Plan | None = None  # which small requests are served; None: the most urgent ones
+    given_up: frozenset[str] = frozenset()  # ids of requests that this pass ends
+    _held: set[int] = field(default_factory=set)  # ranks that finish a request next, see `_finishing_rank`
+
+    def _admit(self) -> list[Request]:
+        """Large requests that have an open rank, and small ones, which get homes here, before anything depends on how
+        many are at home where.
+        """
+        large = [each for each in self.large if not self.view.open_ranks.isdisjoint(self.groups[each.id])]
+        if not self.lanes:
+            return large
+        small = StepPass._admit(self) if self.plan is None else self._admit_planned(self.plan)
+        for request in small:
+            self._last_home(request)
+        return large + small
+
+    def _admit_planned(self, plan: Plan) -> list[Request]:
+        """Requests that have made all of their steps, then served ones, of which new ones need memory. If requests that
+        have begun and are not served take all memory, the one of them with the fewest steps left goes on to make room.
+        """
+        admitted, begun, num_begun = list[Request](), list[Request](), 0
+        for request in self.view.requests.running:
+            num_begun += request.progress.steps_left > 0
+            if request.id in self.apart:
+                continue
+            if request.progress.steps_left:
+                begun.append(request)
+            elif request.id not in self.given_up:
+                admitted.append(request)
+                self._held |= self._finishing_rank(request)
+        admitted += [each for each in plan.others if each.status is Status.WAITING]
+        room, num_done = self.view.config.max_num_seqs - num_begun, len(admitted)
+        for request in plan.served:
+            if not request.is_live or not request.progress.steps_left:
+                continue
+            if request.status is Status.WAITING:
+                if not self.view.may_begin(request):
+                    continue
+                room -= 1
+                if room < 0:
+                    continue
+            admitted.append(request)
+        if room < 0 and len(admitted) == num_done:
+            others = [each for each in begun if each.id not in self.given_up]
+            admitted += sorted(others, key=lambda request: (request.progress.steps_left, request.id))[:1]
+        return admitted
+
+    def _finishing_rank(self, request: Request) -> set[int]:
+        """The rank that makes a request's last step, if its picture is decoded there, too. The rank is kept free for
+        the decode: that can be sent only when the step's result has arrived, and other work sent meanwhile would go
+        first and take longer than result and plan take to travel.
+        """
+        progress = request.progress
+        ranks = self._ranks_of(request, request.workflow.last_output)
+        is_next = set(request.sent_to.values()) == {ranks} and not (progress.is_ending or progress.is_restarting)
+        return set(ranks) if is_next else set()
+
+    def _can_run(self, request: Request, node: Node) -> bool:
+        if self._held and request.progress.steps_left and not self._held.isdisjoint(self._ranks_of(request, node)):
+            return False
+        return StepPass._can_run(self, request, node)
+
+    def run(self) -> list[Decision]:
+        decisions = StepPass.run(self)
+        if self.plan is None:
+            return decisions
+        used = self.lanes_used
+        best: dict[int, tuple[float, Dispatch]] = {}
+        for each in decisions:
+            if isinstance(each, Dispatch) and each.ranks[0] not in used:
+                seconds = sum(self.view.seconds(request, node) for request, node in each.items)
+                if each.ranks[0] not in best or seconds < best[each.ranks[0]][0]:
+                    best[each.ranks[0]] = seconds, each
+        firsts = [each for _, each in best.values()]
+        return [each for each in decisions if not isinstance(each, Dispatch) or each.ranks[0] in used or each in firsts]
+
+    @property
+    def lanes_used(self) -> set[int]:
+        return {home for each in self.plan.served if (home := self.place.of(each)) is not None}
+
+    # ------------------------------------------------------------------------------------------------ ranks
+
+    def _ranks(self, request: Request, node: Node) -> RankIds:
+        if node.name not in request.workflow.step_names or self._device(request, node) is not None:
+            return (self._rank(request, node),)
+        group = self.groups.get(request.id)
+        return StepPass._ranks(self, request, node) if group is None else group
+
+    def _rank(self, request: Request, node: Node) -> int:
+        """The rank that is to run a node, of those that have its model: for a large request the first of its group, for
+        a small one its home. Where others are at home with it, pictures are decoded on a rank where nobody is. A node
+        whose pages are on one device goes there, and one of a user's class where the least is to do.
+        """
+        ranks = self.view.ranks_with(request.keys_of(node))
+        if request.workflow.has_own_ports:
+            return self._least_given(request, node, ranks)
+        device = self._device(request, node)
+        if device is not None:
+            return device
+        if request.id in self.groups:
+            first = self.groups[request.id][0]
+            return first if first in ranks else ranks[0]
+        if node.name in request.workflow.step_names:
+            return self._home(request, node, ranks)
+        home = self._last_home(request)
+        if node.name in request.workflow.after_rounds and (home not in ranks or len(ranks) > 1):
+            return self._spare(ranks, home)
+        return home if home in ranks else ranks[0]
+
+    def _home(self, request: Request, node: Node, ranks: RankIds) -> int:
+        """The rank of a small request's steps; it is chosen when the request needs it first, or cannot keep it."""
+        keys = request.keys_of(node)
+        home = self.place.find(request, keys)
+        able = [rank for rank in self.lanes if rank in ranks] or ranks
+        if home is None or home not in able:
+            home = self.place.place(request, keys, able, self.costs.get(request.id, StepCost(0.0, 0.0)))
+        return home
+
+    def _last_home(self, request: Request) -> int:
+        """The home of a request's next steps, or its last ones."""
+        node = request.step_node
+        if node is None:
+            return self.lanes[0] if self.lanes else self.view.ranks[0]
+        return self._home(request, node, self.view.ranks_with(request.keys_of(node)))
+
+    def _spare(self, ranks: RankIds, home: int) -> int:
+        """The last of these ranks that makes no steps; else the last without requests, if others are at home where this
+        one is; else its home.
+        """
+        taken = {rank for group in self.groups.values() for rank in group}
+        free = [rank for rank in ranks if rank not in taken]
+        beside = [rank for rank in free if rank not in self.lanes]
+        if beside:
+            return beside[-1]
+        number = self.place.num_on((*free, home))
+        idle = [rank for rank in free if not number[rank]]
+        if idle and (home not in ranks or number[home] > 1):
+            return idle[-1]
+        return home if home in ranks else ranks[-1]
+
+    def _choose_nodes(self, request: Request, nodes: Sequence[Node]) -> None:
+        """Choose nodes of a request, without a budget if its slot was planned with their time."""
+        if self.plan is None or due(request.head) is None:
+            StepPass._choose_nodes(self, request, nodes)
+            return
+        for node in nodes:
+            self._add([(request, node)])
+
+    # ------------------------------------------------------------------------------------------------ the cache
+
+    def _can_prime(self, job: CacheJob) -> bool:
+        return self._rank_of(job) not in self._held and StepPass._can_prime(self, job)

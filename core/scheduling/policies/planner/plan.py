@@ -1,0 +1,282 @@
+"""Plan: which requests are served, where some have a due time.
+
+Each rank has a set of requests of each denoiser, its lane. All of them are predicted to be in time together, at the
+speed that their batches will really have (`core.costs.slot_schedule`). A newcomer joins only if all stay in time; else
+the one with most work left goes, and is served if the others are done sooner than predicted. Requests that could not be
+in time even alone end early (`--on-late drop`) or run when no other request needs the rank (`--on-late last`).
+
+It starts from NeuStream's scheduling (EuroSys 2025, section 4; policy `neustream`), which limits batches by an op's
+share of the objective and serves requests in the order of arrival.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from itertools import islice
+from math import inf
+
+from core.config import PATIENCE_SECONDS
+from core.costs.prediction_margin import CERTAIN
+from core.costs.slot_schedule import Pace, SlotTask, best_schedules
+from core.failure import Failure
+from core.graph.work import Work
+from core.graph.workflow import Node, op_of
+from core.handles import RankIds
+from core.scheduling.dispatch import GiveUp
+from core.scheduling.policies.planner.homes import Homes, StepCost
+from core.scheduling.policies.work_estimator import RemainingWork, WorkEstimator
+from core.scheduling.requests.bindings import ModelKeys
+from core.scheduling.requests.deadlines import TOO_LATE, due, why_late
+from core.scheduling.requests.request import Request, Status
+from core.scheduling.view import View
+
+LOOK_AHEAD = 4
+"""Requests that a plan considers, the most urgent first, as a multiple of the slots. Later ones would get a slot too
+late.
+"""
+
+
+@dataclass(frozen=True, slots=True)
+class RankLane:
+    """The requests of one denoiser that make their steps on one rank."""
+
+    requests: tuple[Request, ...]  # in the order in which they get slots
+    num_slots: int
+
+    @property
+    def served(self) -> list[Request]:
+        """The requests that have a slot now."""
+        return [request for request in self.requests if has_steps(request)][: self.num_slots]
+
+
+@dataclass(slots=True)
+class Plan:
+    """Which requests are to be served."""
+
+    lanes: tuple[RankLane, ...] = ()
+    others: tuple[Request, ...] = ()  # waiting ones that need no slot: they made all of their steps before a rank died
+    given_up: tuple[GiveUp, ...] = ()
+    tried: str | None = None  # id of the request that is served although it is predicted to be late
+    # The requests that had a slot at the last `refill_slots`, lane by lane.
+    served: list[Request] = field(default_factory=list)
+
+    def __post_init__(self) -> None:
+        self.refill_slots()
+
+    def refill_slots(self) -> bool:
+        """Give the slots of requests without remaining steps to the next ones in their lanes. Returns whether as many
+        requests have slots as before.
+        """
+        num_slots = len(self.served)
+        self.served = [request for lane in self.lanes for request in lane.served]
+        return len(self.served) >= num_slots
+
+
+def has_steps(request: Request) -> bool:
+    return request.is_live and request.progress.steps_left > 0
+
+
+def step_node(request: Request) -> Node:
+    assert request.step_node is not None, f"{request.id} has no steps"
+    return request.step_node
+
+
+def _denoiser(request: Request) -> ModelKeys:
+    """The components that a request's next steps are computed with, or if none is left, that its last ones were."""
+    return request.keys_of(step_node(request))
+
+
+@dataclass(slots=True)
+class Candidate:
+    """A request, as judged for a plan."""
+
+    request: Request
+    work: RemainingWork
+    alone: float  # seconds of its remaining work, with as many ranks as are useful
+    seconds: float  # computing time until it is due; inf: it has no due time
+    is_late: bool  # it cannot be in time
+
+    @property
+    def can_be_in_time(self) -> bool:
+        """Whether it has a due time that it can meet."""
+        return not self.is_late and self.seconds < inf
+
+
+@dataclass(slots=True)
+class Planner:
+    """Makes one plan; `plan` is called once."""
+
+    view: View
+    now: float
+    work: WorkEstimator
+    place: Homes
+    lanes: RankIds  # ranks where small requests make steps
+    small: Callable[[Request], bool]
+    alone: Callable[[Request, RemainingWork], float]
+    costs: Mapping[str, StepCost]  # of small requests, by id
+    stretch: float  # time that passes, as a multiple of the predicted computing time
+    num_denoisers: int = 1  # that live requests make steps with; set by `plan`
+
+    def plan(self, requests: Sequence[Request]) -> Plan:
+        """requests: that may run, the most urgent first."""
+        candidates = [self._judge(request) for request in requests]
+        tried = self._tried(candidates)
+        given_up = tuple(self._given_up(candidates, tried))
+        dropped = {each.request.id for each in given_up}
+        kept = [each for each in candidates if each.request.id not in dropped]
+        groups: dict[ModelKeys, list[Candidate]] = {}  # denoiser -> candidates, which may share steps
+        for candidate in kept:
+            if candidate.work.steps and self.small(candidate.request):
+                groups.setdefault(_denoiser(candidate.request), []).append(candidate)
+        self.num_denoisers = len(groups) or 1
+        lanes = [lane for group in groups.values() for lane in self._lanes(group, tried)]
+        others = [each.request for each in kept if not each.work.steps]
+        waiting = tuple(each for each in others if each.status is Status.WAITING)
+        return Plan(tuple(lanes), waiting, given_up, None if tried is None else tried.request.id)
+
+    def _judge(self, request: Request) -> Candidate:
+        work, time = self.work.remaining(self.view, request), due(request.head)
+        seconds = inf if time is None else (time - self.now) / self.stretch
+        alone = self.alone(request, work)
+        return Candidate(request, work, alone, seconds, alone > seconds)
+
+    def _tried(self, candidates: Sequence[Candidate]) -> Candidate | None:
+        """The late request that is served nevertheless, while no candidate can be in time: predictions may be wrong,
+        and only batches correct them. It is the first that is not certain to be late, preferably one that has begun.
+        Candidates without a due time do not prevent the trial.
+        """
+        if any(each.can_be_in_time for each in candidates):
+            return None
+        late = (each for each in candidates if each.is_late)
+        doubtful = (each for each in late if why_late(each.request.head, self._end(each, CERTAIN)) is None)
+        return min(doubtful, key=lambda each: each.request.status is Status.WAITING, default=None)
+
+    def _end(self, candidate: Candidate, share: float) -> float:
+        """Finish time of a request alone, if it takes `share` of its predicted time."""
+        return self.now + share * candidate.alone
+
+    def _given_up(self, candidates: Sequence[Candidate], tried: Candidate | None) -> Iterator[GiveUp]:
+        """Decisions that give up late requests, even if no other one needs a rank: they would slow other ranks down,
+        and newcomers would wait for their steps.
+        """
+        is_needed = any(each.can_be_in_time for each in candidates)
+        for each in candidates:
+            failure = self._why_given_up(each, is_needed) if each.is_late and each is not tried else None
+            if failure is not None:
+                yield GiveUp(each.request, failure)
+
+    def _why_given_up(self, candidate: Candidate, is_needed: bool) -> Failure | None:
+        """Why to give up a late request: it is predicted to miss its timeout or, with `--on-late drop`, its objective.
+        None: it is kept. A request that has begun is kept while no other needs the rank, and later until it is certain
+        to miss its objective.
+        """
+        head, has_begun = candidate.request.head, candidate.request.status is Status.RUNNING
+        if head.deadline is not None and self._end(candidate, 1.0) > head.deadline:
+            return TOO_LATE
+        if self.view.config.on_late != "drop" or (has_begun and not is_needed):
+            return None
+        return why_late(head, self._end(candidate, CERTAIN if has_begun else 1.0))
+
+    # ------------------------------------------------------------------------------------------------ the set
+
+    def _lanes(self, mine: Sequence[Candidate], tried: Candidate | None) -> Iterable[RankLane]:
+        """The lanes of one denoiser. Late requests get slots only on ranks where no other one could be served. The one
+        that is tried goes before requests without a due time, unless one of these is patient.
+        """
+        in_time = [each for each in mine if not each.is_late or self._is_patient(each)]
+        late = [each for each in mine if each.is_late and not self._is_patient(each)]
+        first = [each for each in late if each is tried]
+        if in_time and first and not any(map(self._is_patient, in_time)):
+            parts = [first, in_time, [each for each in late if each is not tried]]
+        else:
+            parts = [in_time, late]
+        ranks = self._ranks(mine[0].request)
+        lanes = dict[int, RankLane]()
+        for part in parts:
+            lanes |= self._scheduled(part, [rank for rank in ranks if rank not in lanes])
+        for rank, lane in lanes.items():
+            for request in lane.requests:
+                cost = self.costs.get(request.id, StepCost(0.0, 0.0))
+                self.place.set(request, _denoiser(request), rank, cost)
+        return lanes.values()
+
+    def _ranks(self, request: Request) -> Sequence[int]:
+        having = self.view.ranks_with(_denoiser(request))
+        return [rank for rank in self.lanes if rank in having] or having
+
+    def _is_patient(self, candidate: Candidate) -> bool:
+        """Whether a request that is late or has no due time has waited so long that it must be served."""
+        head, has_no_due = candidate.request.head, candidate.is_late or candidate.seconds == inf
+        return has_no_due and self.now - head.arrival > PATIENCE_SECONDS * (1 + head.priority)
+
+    def _scheduled(self, candidates: Sequence[Candidate], ranks: Sequence[int]) -> dict[int, RankLane]:
+        """Rank -> its lane, for the ranks that serve any of these candidates. ranks: those that may serve them."""
+        able = {each.request.id: self._able(each.request, ranks) for each in candidates}
+        candidates = [each for each in candidates if able[each.request.id]]
+        if not candidates:
+            return {}
+        most = self._most_slots(candidates[0].request)
+        candidates = candidates[: LOOK_AHEAD * most * len(ranks)]
+        tasks = [self._slot_task(each, able[each.request.id]) for each in candidates]
+        pace = self._pace(candidates, min(most, len(candidates)))
+        starts = [self.view.wait_seconds(rank) for rank in ranks]
+        schedules = best_schedules(tasks, most, pace, starts, blocks=self._blocks(candidates[0].request))
+        chosen = {index for schedule in schedules for index in schedule.chosen}
+        found = dict[int, RankLane]()
+        for place, (rank, schedule) in enumerate(zip(ranks, schedules, strict=True)):
+            indexes = schedule.chosen
+            if not indexes:  # one that would be in time alone may seem late because predictions are rounded
+                others = (index for index, task in enumerate(tasks) if place in task.ranks and index not in chosen)
+                indexes = tuple(islice(others, 1))
+                chosen.update(indexes)
+            if indexes:
+                found[rank] = RankLane(tuple(candidates[index].request for index in indexes), schedule.num_slots)
+        return found
+
+    def _able(self, request: Request, ranks: Sequence[int]) -> tuple[int, ...]:
+        """Indexes of the ranks that can make a request's steps: one that has begun stays at home."""
+        home, device = self.place.find(request, _denoiser(request)), self.view.page_rank(request)
+        if request.status is Status.RUNNING and home in self.lanes:
+            able: Sequence[int] = (home,)
+        else:
+            able = ranks if device is None else (device,)
+        return tuple(place for place, rank in enumerate(ranks) if rank in able)
+
+    def _blocks(self, request: Request) -> bool:
+        """Whether the rank that makes steps also does the work after them: all that could make steps, too."""
+        having = self.view.ranks_with(request.keys_of(request.workflow.last_output))
+        return set(having) <= set(self._ranks(request))
+
+    def _slot_task(self, candidate: Candidate, able: tuple[int, ...]) -> SlotTask:
+        """A candidate for `best_schedules`. Times are seconds of the rank, of which each denoiser gets a fraction."""
+        head, work = candidate.request.head, candidate.work
+        seconds = inf if candidate.is_late else candidate.seconds / self.num_denoisers
+        must, group = self._is_patient(candidate), (head.owner, head.priority)
+        return SlotTask(work.steps, work.tokens, work.before, work.after, seconds, must, group, able)
+
+    def _most_slots(self, request: Request) -> int:
+        step = step_node(request)
+        largest = self.view.largest_batch(request.keys_of(step), op_of(step))
+        slots = self.view.config.max_num_seqs
+        return slots if largest is None else max(1, min(slots, largest // request.spec.num_rows))
+
+    def _pace(self, candidates: Sequence[Candidate], most: int) -> Pace:
+        """Seconds of steps by number of requests and sum of their tokens: exact where all requests have the fewest or
+        all have the most tokens of any candidate, and linear between.
+        """
+        head = candidates[0].request
+        step, rows = step_node(head), head.spec.num_rows
+        keys, tokens = max(each.work.keys for each in candidates), [each.work.tokens for each in candidates]
+        low, high = min(tokens), max(tokens)
+        fixed, slope = list[float](), list[float]()
+        for number in range(1, most + 1):
+            below = self._step_seconds(head, step, number * rows, low / rows, keys / rows)
+            above = self._step_seconds(head, step, number * rows, high / rows, keys / rows) if high > low else below
+            slope.append((above - below) / (number * (high - low)) if high > low else 0.0)
+            fixed.append(below - slope[-1] * number * low)
+        return Pace(tuple(fixed), tuple(slope))
+
+    def _step_seconds(self, request: Request, step: Node, rows: int, tokens: float, keys: float) -> float:
+        work = Work((round(tokens),), (round(keys),))
+        return self.work.batch_seconds(self.view, request.keys_of(step), op_of(step), work, rows)
