@@ -10,3 +10,4 @@ class ControlType(msgspec.Struct, frozen=True):
 
     net: str  # name of the ControlNet
     mode: int | None = None  # of one for several kinds of pictures: the number of the kind
+    is_joint: bool = False  # it sees all pictures of a request together, and goes with no other; set by the worker

@@ -67,13 +67,20 @@ class ControlledEdit:
     def control_item(self, step: int) -> Item:
         edit = self.edit
         (of_step,) = edit.denoise_plan(step).batches[0].items
-        uses = tuple(
-            ControlUse(each.net, each.mode, number, each.scale)
+        uses = [
+            ControlUse(each.net, each.mode, number, each.scale * each.control.steers(step, edit.num_steps))
             for number, each in enumerate(self.controls)
-            if each.control.steers(step, edit.num_steps)
-        )
+        ]
+        steering = {use.net for use in uses if use.scale}
         inputs = (*of_step.inputs, TensorRef(edit.key("control_encode", "controls"), 0))
-        return Item(edit.request_id, "controlnet", edit.model, ControlStep(of_step.work, uses), inputs, step + 1)
+        return Item(
+            edit.request_id,
+            "controlnet",
+            edit.model,
+            ControlStep(of_step.work, tuple(use for use in uses if use.net in steering)),
+            inputs,
+            step + 1,
+        )
 
     def step_item(self, step: int) -> Item:
         (item,) = self.edit.denoise_plan(step).batches[0].items
@@ -104,7 +111,7 @@ def run_together(rig: Rig, edits: Sequence[ControlledEdit]) -> list[npt.NDArray[
 def expected(rig: Rig, pipeline: Any, edited: ControlledEdit, **options: Any) -> npt.NDArray[np.uint8]:
     """The picture of diffusers' pipeline. pipeline: with the ControlNets of the edit, in their order."""
     edit, controls = edited.edit, edited.controls
-    several = len(controls) > 1
+    several = len(controls) > 1 or controls[0].mode is not None
 
     def each(values: Sequence[Any]) -> Any:
         return list(values) if several else values[0]

@@ -7,10 +7,10 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from diffusers import ControlNetModel, FluxControlNetModel
+from diffusers import ControlNetModel, ControlNetUnionModel, FluxControlNetModel
 
 from tools.random_checkpoints import flux_transformer
-from tools.random_unet_checkpoints import sd_unet
+from tools.random_unet_checkpoints import sd_unet, sdxl_unet
 
 RESIDUAL = 0.3
 """Deviation of the weights of the last layers, which are zeros before a ControlNet is trained."""
@@ -22,6 +22,24 @@ def make_sd_controlnet(path: Path, *, seed: int = 0, width: int = 24, **unet: An
         torch.manual_seed(seed)
         net = ControlNetModel.from_unet(sd_unet(4, width, **unet), load_weights_from_unet=False)
         return _saved(net, path)
+
+
+def make_sdxl_controlnet(path: Path, *, seed: int = 0, width: int = 24, num_modes: int = 0) -> Path:
+    """As `make_sd_controlnet`, of `make_sdxl`. num_modes: kinds of pictures of a Union; 0: it is none."""
+    with torch.random.fork_rng():
+        torch.manual_seed(seed)
+        unet = sdxl_unet(4, width)
+        if not num_modes:
+            return _saved(ControlNetModel.from_unet(unet, load_weights_from_unet=False), path)
+        config, names = dict(unet.config), signature(ControlNetUnionModel.__init__).parameters
+        sizes: dict[str, Any] = {
+            "num_trans_channel": 16,
+            "num_trans_head": 2,
+            "num_proj_channel": 16,
+            "num_control_type": num_modes,
+        }
+        sizes["conditioning_embedding_out_channels"] = (8, 8, 16, 16)
+        return _saved(ControlNetUnionModel(**({n: config[n] for n in names if n in config} | sizes)), path)
 
 
 def make_flux_controlnet(

@@ -15,6 +15,7 @@ from core.scheduling.ops.request_op import RequestOp
 from core.scheduling.requests.bindings import CONTROLNET as COMPONENT
 
 if TYPE_CHECKING:
+    from core.messages.specs.picture_spec import PictureSpec
     from core.scheduling.node_cache import NodePages
     from core.scheduling.requests.request import Request
 
@@ -42,14 +43,20 @@ def _size(sizes: Sizes) -> Work:
 
 
 def _make(request: Request, node: Node, pages: NodePages) -> ControlStep:
-    spec, is_masked = request.picture, request.is_masked(node)
     step, num_steps = request.progress.scheduled[node.name], request.progress.rounds[node.region]
-    uses = tuple(
-        ControlUse(kind.net, kind.mode, number, control.scale)
+    work = step_of(request, node, pages, is_masked=request.is_masked(node))
+    return ControlStep(work, _uses(request.picture, step, num_steps))
+
+
+def _uses(spec: PictureSpec, step: int, num_steps: int) -> tuple[ControlUse, ...]:
+    """The pictures of all ControlNets that steer a step. One that does not, of a ControlNet of which another does, has
+    a scale of 0: what some see depends on all of their pictures."""
+    uses = [
+        ControlUse(kind.net, kind.mode, number, (control.scale or 0.0) * control.steers(step, num_steps))
         for number, (control, kind) in enumerate(zip(spec.controls, spec.control_types, strict=True))
-        if control.scale and control.steers(step, num_steps)
-    )
-    return ControlStep(step=step_of(request, node, pages, is_masked=is_masked), uses=uses)
+    ]
+    steering = {use.net for use in uses if use.scale}
+    return tuple(use for use in uses if use.net in steering)
 
 
 CONTROLNET = RequestOp(

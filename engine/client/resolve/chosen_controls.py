@@ -38,7 +38,12 @@ def chosen_controls(edit: EditInput, model: ModelInfo) -> ChosenControls:
     if edit.references:
         raise _invalid("reference pictures are given too; leave one of the two out")
     controls = tuple(_resolved(each.control, edit, model) for each in edit.controls)
-    return ChosenControls(controls, tuple(model.controls[each.type] for each in controls))
+    types = tuple(model.controls[each.type] for each in controls)
+    if any(each.is_joint for each in types) and len({each.net for each in types}) > 1:
+        names = " and ".join(f"'{each.type}'" for each in controls)
+        message = f"Invalid 'control_type': {names} are of ControlNets of which one goes with no other; give one."
+        raise InvalidRequestError(message, param="control_type")
+    return ChosenControls(controls, types)
 
 
 def _resolved(control: Control, edit: EditInput, model: ModelInfo) -> Control:

@@ -31,8 +31,11 @@ class ControlNet(ABC):
     of a single kind of pictures.
     """
 
-    families: ClassVar[tuple[str, ...]]
+    families: ClassVar[Collection[str]]
     """Of the models that it steers, see `ModelInfo`."""
+
+    is_joint: ClassVar[bool] = False
+    """See `ControlType`."""
 
     def __init__(self, checkpoint: ModelCheckpoint, model: SteeredModel, modes: Collection[int] = ()) -> None:
         """Raises ConfigError, as `_check`."""
@@ -80,4 +83,4 @@ class ControlNet(ABC):
     @abstractmethod
     def residuals(self, rows: Sequence[Row], shown: Sequence[Shown]) -> Residuals:
         """What a step adds, for these control pictures together. rows: of one request; they have neither pages nor what
-        their denoiser has made for all steps. shown: at least one."""
+        their denoiser has made for all steps. shown: at least one, and one with another scale than 0."""

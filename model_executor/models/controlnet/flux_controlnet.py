@@ -6,7 +6,7 @@ from collections.abc import Collection, Sequence
 from dataclasses import dataclass, fields
 from functools import reduce
 from operator import add
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor, nn
@@ -96,7 +96,7 @@ class FluxControlTransformer(FluxTransformer):
 class FluxControlNet(ControlNet):
     """A mask-aware step has it compute the active tokens alone, which attend to one another and to the text."""
 
-    families = ("flux",)
+    families: ClassVar[Collection[str]] = ("flux",)
 
     def _check(self, modes: Collection[int]) -> None:
         config, model = self._config, self._model
@@ -118,7 +118,8 @@ class FluxControlNet(ControlNet):
         return (control,)
 
     def residuals(self, rows: Sequence[Row], shown: Sequence[Shown]) -> Residuals:
-        sums = [[sample * each.scale for sample in self._samples(rows, each)] for each in shown]
+        steering = (each for each in shown if each.scale)
+        sums = [[sample * each.scale for sample in self._samples(rows, each)] for each in steering]
         samples = [reduce(add, each) for each in zip(*sums, strict=True)]
         return Residuals(self._places, tuple(samples))
 

@@ -10,8 +10,13 @@ from model_executor.models.base import SteeredModel
 from model_executor.models.controlnet.controlnet import ControlNet
 from model_executor.models.controlnet.flux_controlnet import FluxControlNet
 from model_executor.models.controlnet.unet_controlnet import UnetControlNet
+from model_executor.models.controlnet.unet_union_controlnet import UnetUnionControlNet
 
-KINDS: dict[str, type[ControlNet]] = {"ControlNetModel": UnetControlNet, "FluxControlNetModel": FluxControlNet}
+KINDS: dict[str, type[ControlNet]] = {
+    "ControlNetModel": UnetControlNet,
+    "ControlNetUnionModel": UnetUnionControlNet,
+    "FluxControlNetModel": FluxControlNet,
+}
 
 
 def make_controlnet(checkpoint: ModelCheckpoint, model: SteeredModel | None, modes: Collection[int]) -> ControlNet:

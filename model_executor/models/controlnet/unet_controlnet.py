@@ -1,11 +1,11 @@
-"""UnetControlNet: ControlNets of Stable Diffusion 1 and 2, copies of the UNet's way down, over diffusers' module."""
+"""UnetControlNet: ControlNets of Stable Diffusion, copies of the UNet's way down, over diffusers' module."""
 
 from __future__ import annotations
 
 from collections.abc import Collection, Sequence
 from functools import reduce
 from operator import add
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor, nn
@@ -21,14 +21,19 @@ from model_executor.models.unet.control_box import control_box
 from model_executor.models.unet.unet_blocks import TOKEN_SIDE
 from model_executor.models.unet.unet_conditions import UnetConditions, texts
 
-ALIKE = ("block_out_channels", "layers_per_block", "cross_attention_dim", "addition_embed_type")
+ALIKE = (
+    *("block_out_channels", "layers_per_block", "cross_attention_dim"),
+    *("addition_embed_type", "projection_class_embeddings_input_dim"),
+)
 """Entries of the configuration that are those of the UNet."""
 
 
 class UnetControlNet(ControlNet):
     """A mask-aware step has it compute `control_box` alone, as if that were the picture: it sees nothing beyond."""
 
-    families = ("sd",)
+    families: ClassVar[Collection[str]] = ("sd", "sdxl")
+    usual_channels: ClassVar[tuple[int, ...]] = (16, 32, 96, 256)
+    """Of the layers that embed a picture, where the configuration does not say: each but the first halves it."""
 
     def __init__(self, checkpoint: ModelCheckpoint, model: SteeredModel, modes: Collection[int] = ()) -> None:
         super().__init__(checkpoint, model, modes)
@@ -47,7 +52,7 @@ class UnetControlNet(ControlNet):
             raise self._refuse(f"in_channels is not {model.latent_channels}, the channels of the model's latents")
         if config.get("global_pool_conditions"):
             raise self._refuse("global_pool_conditions is set, and ControlNets whose maps are averaged are not served")
-        strides = 2 ** (len(config.get("conditioning_embedding_out_channels", (16, 32, 96, 256))) - 1)
+        strides = 2 ** (len(config.get("conditioning_embedding_out_channels", self.usual_channels)) - 1)
         if strides != model.vae_scale:
             raise self._refuse(
                 f"it makes pictures {strides} times smaller, and the model's VAE {model.vae_scale} times"
@@ -78,21 +83,28 @@ class UnetControlNet(ControlNet):
 
     def residuals(self, rows: Sequence[Row], shown: Sequence[Shown]) -> Residuals:
         box = control_box(rows[0], self._num_levels)
-        latents = torch.cat([unpack(row.latents, row.grid, TOKEN_SIDE) for row in rows])
-        maps = [self._run(rows, _within(latents, box), _within(each.embedded[0], box), each.scale) for each in shown]
-        summed = [reduce(add, each) for each in zip(*maps, strict=True)]
-        return Residuals(tuple(range(len(summed))), tuple(summed))
+        latents = _within(torch.cat([unpack(row.latents, row.grid, TOKEN_SIDE) for row in rows]), box)
+        maps = self._maps(rows, latents, [(_within(each.embedded[0], box), each) for each in shown])
+        return Residuals(tuple(range(len(maps))), tuple(maps))
 
-    def _run(self, rows: Sequence[Row], latents: Tensor, embedded: Tensor, scale: float) -> Sequence[Tensor]:
-        """What is added to the maps of the way down, and to that of the middle."""
+    def _maps(self, rows: Sequence[Row], latents: Tensor, shown: Sequence[tuple[Tensor, Shown]]) -> Sequence[Tensor]:
+        """What is added to the maps of the way down, and to that of the middle. shown: with each, what is embedded of
+        the part of the picture that is computed."""
+        steering = [(embedded, each.scale) for embedded, each in shown if each.scale]
+        maps = [
+            self._run(rows, latents, controlnet_cond=embedded, conditioning_scale=scale) for embedded, scale in steering
+        ]
+        return [reduce(add, each) for each in zip(*maps, strict=True)]
+
+    def _run(self, rows: Sequence[Row], latents: Tensor, **control: Any) -> Sequence[Tensor]:
+        """As `_maps`, of one run of the module. control: its arguments about control pictures."""
         down, middle = self._module(
             latents,
             self._conditions.timesteps(rows),
             encoder_hidden_states=texts(rows),
-            controlnet_cond=embedded,
-            conditioning_scale=scale,
             added_cond_kwargs=self._conditions.added(rows),
             return_dict=False,
+            **control,
         )
         return *down, middle
 

@@ -55,7 +55,8 @@ class ResidentControlnets:
             for config in configs
             if config.controlnets
         }
-        return cls(nets, {config.name: config.controls for config in configs}, component_keys(_parts(nets), folder))
+        controls = {config.name: _controls(config, nets.get(config.name, {})) for config in configs}
+        return cls(nets, controls, component_keys(_parts(nets), folder))
 
     @property
     def keys(self) -> list[ModelKey]:
@@ -88,6 +89,13 @@ def _opened(config: ModelConfig, wanted: ControlNetConfig, model: Opened) -> Con
         return make_controlnet(checkpoint, model.family.steered, wanted.types.values())
     except ConfigError as error:
         raise ConfigError(f"{config.name}: controlnets: {wanted.name}: {error}") from error
+
+
+def _controls(config: ModelConfig, nets: Mapping[str, ControlNet]) -> dict[str, ControlType]:
+    """Control type of a model -> what it stands for. nets: by name."""
+    return {
+        name: msgspec.structs.replace(each, is_joint=nets[each.net].is_joint) for name, each in config.controls.items()
+    }
 
 
 def _parts(nets: Mapping[str, Mapping[str, ControlNet]]) -> Iterator[Part]:

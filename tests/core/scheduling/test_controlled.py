@@ -101,7 +101,8 @@ def test_control_pictures_steer_within_their_windows() -> None:
     rig.run()
     used = [item.work.uses for item in rig.works("controlnet") if isinstance(item.work, ControlStep)]
     edges, deep = ControlUse("edges", None, 0, 0.5), ControlUse("depth", 3, 1, 1.0)
-    assert used == [(edges,), (edges, deep), (edges, deep), (edges,)]
+    left_out = ControlUse("edges", None, 2, 0.0)  # which a ControlNet that sees all of its pictures sees, too
+    assert used == [(edges, left_out), (edges, deep, left_out), (edges, deep, left_out), (edges, left_out)]
 
 
 def test_both_passes_have_controlnets() -> None:

@@ -22,6 +22,9 @@ from engine.client.upload import BytesUpload
 CONTROLLED = msgspec.structs.replace(
     MODEL, controls={"edges": ControlType("edges"), "depth": ControlType("union", 2)}, edit_control_scale=0.5
 )
+JOINT = msgspec.structs.replace(
+    CONTROLLED, controls=CONTROLLED.controls | {"depth": ControlType("union", 2, is_joint=True)}
+)
 PICTURE = "data:image/png;base64,eA=="
 
 
@@ -126,6 +129,7 @@ def test_the_only_type_need_not_be_named() -> None:
         (asked(Control(type="pose")), CONTROLLED, "control_type", "Supported values are: 'edges', 'depth'"),
         (asked(Control()), CONTROLLED, "control_type", "Missing required parameter"),
         (asked(Control()), MODEL, "control_image", "has no ControlNet"),
+        (asked(Control(type="edges"), Control(type="depth")), JOINT, "control_type", "goes with no other"),
         (asked(*[Control(type="edges")] * 5), CONTROLLED, "control_image", "there are 5 pictures"),
         (asked(Control(type="edges"), references=(BytesUpload(b"r"),)), CONTROLLED, "control_image", "reference"),
     ],
