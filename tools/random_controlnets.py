@@ -7,9 +7,9 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from diffusers import ControlNetModel, ControlNetUnionModel, FluxControlNetModel
+from diffusers import ControlNetModel, ControlNetUnionModel, FluxControlNetModel, SD3ControlNetModel
 
-from tools.random_checkpoints import flux_transformer
+from tools.random_checkpoints import flux_transformer, sd3_transformer
 from tools.random_unet_checkpoints import sd_unet, sdxl_unet
 
 RESIDUAL = 0.3
@@ -53,6 +53,16 @@ def make_flux_controlnet(
         names = signature(FluxControlNetModel.__init__).parameters
         own = {"num_layers": layers[0], "num_single_layers": layers[1], "num_mode": num_mode} | options
         return _saved(FluxControlNetModel(**({name: config[name] for name in names if name in config} | own)), path)
+
+
+def make_sd3_controlnet(path: Path, *, seed: int = 0, num_layers: int = 2, **options: Any) -> Path:
+    """As `make_sd_controlnet`, of `make_sd3`. options: further fields of its configuration."""
+    with torch.random.fork_rng():
+        torch.manual_seed(seed)
+        config = dict(sd3_transformer(64, 48).config)
+        names = signature(SD3ControlNetModel.__init__).parameters
+        own = {"num_layers": num_layers, "dual_attention_layers": ()} | options
+        return _saved(SD3ControlNetModel(**({name: config[name] for name in names if name in config} | own)), path)
 
 
 def _saved(net: Any, path: Path) -> Path:

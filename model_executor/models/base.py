@@ -129,11 +129,13 @@ class SteeredModel:
     latent_channels: int
     sees_mask: bool = False  # whether the denoiser's condition has the mask
     has_scores: bool = False  # whether it sees an aesthetic score instead of the target size
+    latent_shift: float = 0.0  # what is subtracted from the VAE's latents, as they are scaled
+    why_none: str = ""  # why no ControlNet goes with it; "": some may
 
     @property
     def recipe(self) -> str:
         """All of these, as text."""
-        facts = self.family, self.num_train_timesteps, self.token_size, self.has_scores
+        facts = self.family, self.num_train_timesteps, self.token_size, self.has_scores, self.latent_shift
         return " ".join(map(str, facts))
 
 

@@ -30,6 +30,7 @@ MODULES = {
     "Qwen3ForCausalLM": "transformers.models.qwen3.modeling_qwen3",
     "ControlNetModel": "diffusers.models.controlnets.controlnet",
     "ControlNetUnionModel": "diffusers.models.controlnets.controlnet_union",
+    "SD3ControlNetModel": "diffusers.models.controlnets.controlnet_sd3",
     "FluxControlNetModel": "diffusers.models.controlnets.controlnet_flux",
     "CLIPSegForImageSegmentation": "transformers.models.clipseg.modeling_clipseg",
     "GroundingDinoForObjectDetection": "transformers.models.grounding_dino.modeling_grounding_dino",
@@ -67,7 +68,7 @@ SEGMENTERS = {
 """The model_type of a config.json -> the class that its checkpoint is loaded with, for models that find masks. Meta
 publishes SAM 2 and 3 as models for videos; the classes for pictures leave out the weights that only videos need."""
 
-CONTROLNETS = ("ControlNetModel", "ControlNetUnionModel", "FluxControlNetModel")
+CONTROLNETS = ("ControlNetModel", "ControlNetUnionModel", "FluxControlNetModel", "SD3ControlNetModel")
 """Classes of ControlNets, which diffusers saves without an index."""
 
 FLOW_SCHEDULERS = ("FlowMatchEulerDiscreteScheduler", "FlowMatchHeunDiscreteScheduler", "FlowMatchLCMScheduler")

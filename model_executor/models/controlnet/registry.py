@@ -9,6 +9,7 @@ from model_executor.checkpoint.loader import CONFIGURATION_ERRORS, ModelCheckpoi
 from model_executor.models.base import SteeredModel
 from model_executor.models.controlnet.controlnet import ControlNet
 from model_executor.models.controlnet.flux_controlnet import FluxControlNet
+from model_executor.models.controlnet.sd3_controlnet import Sd3ControlNet
 from model_executor.models.controlnet.unet_controlnet import UnetControlNet
 from model_executor.models.controlnet.unet_union_controlnet import UnetUnionControlNet
 
@@ -16,6 +17,7 @@ KINDS: dict[str, type[ControlNet]] = {
     "ControlNetModel": UnetControlNet,
     "ControlNetUnionModel": UnetUnionControlNet,
     "FluxControlNetModel": FluxControlNet,
+    "SD3ControlNetModel": Sd3ControlNet,
 }
 
 
@@ -28,6 +30,8 @@ def make_controlnet(checkpoint: ModelCheckpoint, model: SteeredModel | None, mod
     if model is None or model.family not in KINDS[name].families:
         known = " and ".join(KINDS[name].families)
         raise ConfigError(f"{checkpoint.path}: {name} is a ControlNet of models of the family {known}")
+    if model.why_none:
+        raise ConfigError(f"{checkpoint.path}: no ControlNet goes with this model: {model.why_none}")
     try:
         return KINDS[name](checkpoint, model, modes)
     except CONFIGURATION_ERRORS as error:
