@@ -1,5 +1,5 @@
-"""ControlNets of Stable Diffusion 3: generations against diffusers' pipeline, edits against the inpainting pipeline with
-the ControlNet put before its transformer, as diffusers has no pipeline of both.
+"""ControlNets of Stable Diffusion 3: generations against diffusers' pipeline, edits against the inpainting pipeline
+with the ControlNet put before its transformer, as diffusers has no pipeline of both.
 """
 
 from __future__ import annotations

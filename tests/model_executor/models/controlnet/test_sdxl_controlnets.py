@@ -71,7 +71,7 @@ def rig(tmp_path_factory: pytest.TempPathFactory, arena: Arena) -> Iterator[Cont
 EDGES = Steered(lines(1, SIZE), "edges")
 CASES: dict[str, tuple[list[Steered], dict[str, Any]]] = {
     "one": ([EDGES], {}),
-    "two": ([EDGES, Steered(lines(2, SIZE), "depth", scale=0.7, end=0.6)], {"strength": 0.6}),
+    "two": ([EDGES, Steered(lines(2, SIZE), "depth", scale=0.7, end=0.6)], {"strength": 0.75}),
     "union": ([Steered(EDGES.picture, "union", scale=0.8, end=0.7, mode=3)], {}),
     "union of two": ([Steered(EDGES.picture, "union", 0.6, mode=1), Steered(lines(2, SIZE), "union", mode=3)], {}),
     "union of windows": (

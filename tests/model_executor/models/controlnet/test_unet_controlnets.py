@@ -77,7 +77,7 @@ EDGES = Steered(lines(1, SIZE), "edges")
 CASES: dict[str, tuple[list[Steered], dict[str, Any]]] = {
     "one": ([EDGES], {}),
     "scaled, without guidance": ([Steered(EDGES.picture, "edges", scale=0.5)], {"scale": 1.0}),
-    "window and strength": ([Steered(EDGES.picture, "edges", start=0.3, end=0.8)], {"strength": 0.8}),
+    "window and strength": ([Steered(EDGES.picture, "edges", start=0.3, end=0.8)], {"strength": 0.75}),
     "two": ([EDGES, Steered(lines(2, SIZE), "depth", scale=0.7, end=0.6)], {}),
     "one twice": ([EDGES, Steered(lines(2, SIZE), "edges", scale=0.7)], {}),
 }
