@@ -165,23 +165,46 @@ class Schedule(NamedTuple):
 
 
 def best_schedules(
-    tasks: Sequence[SlotTask], most_slots: int, pace: Pace, starts: Sequence[float], *, blocks: bool = True
+    tasks: Sequence[SlotTask],
+    most_slots: int,
+    pace: Pace,
+    starts: Sequence[float],
+    *,
+    blocks: bool = True,
+    num_later: int = 0,
 ) -> list[Schedule]:
     """The schedules, one per rank, that serve most requests in time. Among equally good ones, requests are done
     earliest on average: where steps take unequal times, requests that are done early are safe. tasks: the one that is
-    due first comes first. starts: seconds until each rank is free. blocks: see `RankSlots`.
+    due first comes first. starts: seconds until each rank is free. blocks: see `RankSlots`. num_later: further requests
+    that wait for all of these.
 
     Many slots make a rank efficient; few slots let the requests that are due first finish early.
     """
+    fill = fill_lanes if any(task.due_in < inf for task in tasks) else spread
     found = list[tuple[int, float, int, list[Schedule]]]()
     for number in slots_to_try(max(1, min(most_slots, len(tasks)))):
-        lanes = fill_lanes(tasks, [RankSlots(number, pace, blocks, start) for start in starts])
+        lanes = fill(tasks, [RankSlots(number, pace, blocks, start) for start in starts])
         ends = [end for lane in lanes for end in lane.slots.ends([tasks[index] for index in lane.chosen])]
         schedules = [Schedule(tuple(lane.chosen), number) for lane in lanes]
-        found.append((len(ends), -sum(ends) / max(1, len(ends)), number, schedules))
+        seconds = (sum(ends) + num_later * max(ends, default=0.0)) / max(1, len(ends))
+        found.append((len(ends), -seconds, number, schedules))
         if all(lane.most <= number for lane in lanes):
             break  # with more slots all would be the same
     return max(found)[-1]
+
+
+def spread(tasks: Sequence[SlotTask], ranks: Sequence[RankSlots]) -> list[LaneBuilder]:
+    """The lanes of these ranks, where none of the tasks has a due time: each goes where least work is left."""
+    lanes = [LaneBuilder(slots, tasks) for slots in ranks]
+    left = [slots.start for slots in ranks]
+    for index, task in enumerate(tasks):
+        seconds = task.before + task.after + task.steps * ranks[0].pace.seconds(1, task.size)
+        place = min(task.ranks or range(len(lanes)), key=lambda place: (left[place], place))
+        left[place] += seconds
+        lanes[place].chosen.append(index)
+    for lane in lanes:
+        lane.most = len(lane.chosen)
+    return lanes
 
 
 @cache

@@ -43,7 +43,7 @@ class Default(SchedulingPolicy):
         self._pauses = Pauses()
         self._headroom = Headroom()
         self._repeated = RepeatedSteps()
-        self._plan: Plan | None = None  # None: no request has a due time
+        self._plan = Plan()
         self._ranks: RankIds = ()  # the ranks that lived when the plan was made
         self._large: list[Request] = []  # of the last whole pass, those that may be given work
         self._passes_left = 0  # passes until the plan is made again
@@ -61,8 +61,7 @@ class Default(SchedulingPolicy):
             self._groups.note_done(item.request_id, batch.ranks)
 
     def on_end(self, request_id: str) -> None:
-        given_up = () if self._plan is None else self._plan.given_up
-        if all(request_id != each.request.id for each in given_up):  # the plan has no place for those
+        if all(request_id != each.request.id for each in self._plan.given_up):  # the plan has no place for those
             self._is_slot_left = self._has_room = True
         self._tried.discard(request_id)
         self._repeated.drop(request_id)
@@ -100,7 +99,7 @@ class Default(SchedulingPolicy):
     def _whole_pass(self, view: View, now: float, given_up: Sequence[GiveUp]) -> list[Decision]:
         ended = frozenset(each.request.id for each in given_up)
         requests = [each for each in eligible(view) if each.id not in ended]
-        small = {each.id for each in requests if self._prediction(view, each).is_small}
+        small = {each.id for each in requests if self._predictions.is_small(view, each)}
         if len(small) == len(requests):
             groups, self._large, lanes = dict[str, RankIds](), [], self._all_lanes(view)
             self._groups.is_settled = True
@@ -121,18 +120,12 @@ class Default(SchedulingPolicy):
 
     def _again(self, view: View) -> list[Dispatch] | None:
         """See `RepeatedSteps.next`."""
-        if not self._groups.is_settled or (self._plan is not None and self._plan.others):
+        if not self._groups.is_settled or self._plan.others:
             return None
         running = view.requests.running
         if self._large and not all(each.progress.steps_left for each in running):
             return None  # ranks will be free soon
-        if self._plan is None:
-            num_steps = sum(each.progress.steps_left > 0 for each in running)
-            if view.requests.counts[1] and num_steps < view.config.max_num_seqs:
-                return None
-            served = {each.id for each in running if each.progress.steps_left}
-        else:
-            served = {each.id for each in (*self._plan.served, *self._large) if has_steps(each)}
+        served = {each.id for each in (*self._plan.served, *self._large) if has_steps(each)}
         return self._repeated.next(view, served, self._homes)
 
     def _all_lanes(self, view: View) -> RankIds:
@@ -149,8 +142,6 @@ class Default(SchedulingPolicy):
         share steps. Slots that requests have left are refilled from their lanes first.
         """
         plan = self._plan
-        if plan is None:
-            return self._has_room or view.requests.has_due
         if self._is_slot_left:
             self._is_slot_left = False
             self._has_room |= not plan.refill_slots()
@@ -168,8 +159,6 @@ class Default(SchedulingPolicy):
         was set back. A rank's death can set a request back to a step that the plan does not know, so requests that have
         lost a rank make every plan stale until they end.
         """
-        if self._plan is None:
-            return False
         served = self._plan.served
         if any(request.has_lost_rank for request in (*served, *view.requests.running)):
             return True
@@ -180,13 +169,13 @@ class Default(SchedulingPolicy):
         self._passes_left, self._ranks = PLAN_EVERY, view.ranks
         self._is_slot_left = self._has_room = False
         self._repeated.forget()
-        self._plan = self._planned(view, now) if view.requests.has_due else None
-        if self._plan is not None and self._plan.tried is not None:
+        self._plan = self._planned(view, now)
+        if self._plan.tried is not None:
             self._tried.add(self._plan.tried)
 
     def _planned(self, view: View, now: float) -> Plan:
         requests = eligible(view)
-        are_all_small = all(self._prediction(view, each).is_small for each in requests)
+        are_all_small = all(self._predictions.is_small(view, each) for each in requests)
         lanes = self._all_lanes(view) if are_all_small else self._groups.lanes
         lanes = tuple(rank for rank in lanes if rank in view.ranks) or view.ranks[:1]
         return Planner(
@@ -195,7 +184,7 @@ class Default(SchedulingPolicy):
             self._predictions.work,
             self._homes,
             lanes,
-            lambda request: self._prediction(view, request).is_small,
+            lambda request: self._predictions.is_small(view, request),
             lambda request, work: self._alone(view, request, work),
             {each.id: self._prediction(view, each).cost for each in requests},
             self._headroom.value * self._pauses.stretch,
@@ -210,7 +199,7 @@ class Default(SchedulingPolicy):
 
     def _given_up(self) -> list[GiveUp]:
         """The plan's decisions that give up requests, without those whose requests have ended since."""
-        if self._plan is None or not self._plan.given_up:
+        if not self._plan.given_up:
             return []
         given_up = [each for each in self._plan.given_up if each.request.is_live]
         for each in given_up:

@@ -9,6 +9,7 @@ from math import inf
 from typing import NamedTuple
 
 from core.handles import RankIds
+from core.scheduling.policies.buddies import power_of_two
 from core.scheduling.policies.planner.homes import StepCost
 from core.scheduling.policies.planner.rank_plan import Contender, better_to_wait, degrees, moves, plan
 from core.scheduling.policies.step_speeds import Speeds, StepSpeeds
@@ -87,6 +88,15 @@ class Predictions:
         self._known.pop(request_id, None)
         self.work.forget(request_id)
 
+    def is_small(self, view: View, request: Request) -> bool:
+        """Whether a request makes its steps on one rank together with others: it gains by that, or is mask-aware, or
+        not all ranks have its model.
+        """
+        node = request.step_node
+        if node is not None and len(view.ranks_with(request.keys_of(node))) < len(view.ranks):
+            return True
+        return self.of(view, request).is_small
+
     def of(self, view: View, request: Request) -> Prediction:
         found = self._known.get(request.id)
         if found is None:
@@ -113,7 +123,7 @@ def _is_small(view: View, request: Request, speeds: Speeds) -> bool:
     """
     if len(view.ranks) == 1 or view.config.degree > 1 or not request.workflow.steps:
         return True
-    return speeds.is_small
+    return speeds.is_small or (speeds.useful == 1 and request.spec.is_mask_aware)
 
 
 class Groups:
@@ -142,15 +152,22 @@ class Groups:
         may). queue: the requests that may run, in scheduling order. small: ids of those of them that are.
         """
         ordered = self._in_order(view, queue, now)
-        queue_ = _with_first_small(ordered, small)
-        groups = self._groups(view, queue_, small, [each for each, _ in ordered if each.id in small], now)
+        queue_, mine = _with_first_small(ordered, small), [each for each, _ in ordered if each.id in small]
+        num_next = sum(each.id in small for each, _ in ordered[: len(view.ranks)])
+        groups = self._groups(view, queue_, small, mine, num_next, now)
         lanes = tuple(ranks[0] for name, ranks in groups.items() if name.startswith("/"))
         self.lanes = lanes or self.lanes
         groups = {name: ranks for name, ranks in groups.items() if not name.startswith("/")}
         return groups, [request for request, _ in ordered if request.id in groups], lanes
 
     def _groups(
-        self, view: View, queue: list[RequestSteps], small: Collection[str], mine: Sequence[Request], now: float
+        self,
+        view: View,
+        queue: list[RequestSteps],
+        small: Collection[str],
+        mine: Sequence[Request],
+        num_next: int,
+        now: float,
     ) -> dict[str, RankIds]:
         """Request id, or the name of a lane -> the ranks on which it may be given work. queue: see
         `_with_first_small`. mine: the small requests in order.
@@ -161,7 +178,7 @@ class Groups:
             is_next = index < len(view.ranks)
             if request.id in small:
                 if is_next or any(each.progress.in_flight for each in mine):
-                    contenders.append(self._small_contender(view, mine))
+                    contenders.append(self._small_contender(view, mine, num_next))
             elif is_next or request.progress.in_flight:
                 contenders.append(self._contender(view, request, steps, now, is_crowd=is_crowd))
         contenders = self._with_lanes(view, contenders, mine)
@@ -214,7 +231,7 @@ class Groups:
 
     # ------------------------------------------------------------------------------------------------ contenders
 
-    def _small_contender(self, view: View, mine: Sequence[Request]) -> Contender:
+    def _small_contender(self, view: View, mine: Sequence[Request], num_next: int) -> Contender:
         """All small requests together, which need one rank at least. Its steps are rounds in which each of them makes
         one, so that what further ranks save is summed over the requests.
         """
@@ -226,7 +243,9 @@ class Groups:
             seconds[lanes] = number * (base + extra / lanes)
             lanes *= 2
         steps = round(sum(each.progress.steps_left for each in mine) / number)
-        return Contender(SMALL, steps, seconds, 0.0, 1, tuple(each for each in self.lanes if each in view.ranks), False)
+        held = tuple(each for each in self.lanes if each in view.ranks)
+        first = power_of_two(max(1, min(num_next, max(seconds))))
+        return Contender(SMALL, steps, seconds, 0.0, first, held, is_running=False)
 
     def _with_lanes(self, view: View, contenders: list[Contender], mine: Sequence[Request]) -> list[Contender]:
         """These contenders with the small requests' lanes in place of all small ones together."""

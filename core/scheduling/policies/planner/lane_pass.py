@@ -25,7 +25,7 @@ class LanePass(StepPass):
     lanes: RankIds = ()  # ranks where small requests make steps; at least one, unless there are none
     groups: Mapping[str, RankIds] = field(default_factory=dict)  # large request that may be given work -> its ranks
     large: Sequence[Request] = ()  # the requests of `groups`, the most urgent first
-    plan: Plan | None = None  # which small requests are served; None: the most urgent ones
+    plan: Plan = field(default_factory=Plan)  # which small requests are served
     given_up: frozenset[str] = frozenset()  # ids of requests that this pass ends
     _held: set[int] = field(default_factory=set)  # ranks that finish a request next, see `_finishing_rank`
 
@@ -36,7 +36,7 @@ class LanePass(StepPass):
         large = [each for each in self.large if not self.view.open_ranks.isdisjoint(self.groups[each.id])]
         if not self.lanes:
             return large
-        small = StepPass._admit(self) if self.plan is None else self._admit_planned(self.plan)
+        small = self._admit_planned(self.plan)
         for request in small:
             self._last_home(request)
         return large + small
@@ -89,8 +89,6 @@ class LanePass(StepPass):
 
     def run(self) -> list[Decision]:
         decisions = StepPass.run(self)
-        if self.plan is None:
-            return decisions
         used = self.lanes_used
         best: dict[int, tuple[float, Dispatch]] = {}
         for each in decisions:
@@ -167,7 +165,7 @@ class LanePass(StepPass):
 
     def _choose_nodes(self, request: Request, nodes: Sequence[Node]) -> None:
         """Choose nodes of a request, without a budget if its slot was planned with their time."""
-        if self.plan is None or due(request.head) is None:
+        if due(request.head) is None:
             StepPass._choose_nodes(self, request, nodes)
             return
         for node in nodes:

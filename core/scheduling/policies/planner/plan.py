@@ -31,6 +31,8 @@ from core.scheduling.requests.deadlines import TOO_LATE, due, why_late
 from core.scheduling.requests.request import Request, Status
 from core.scheduling.view import View
 
+NOTHING = StepCost(0.0, 0.0)
+
 LOOK_AHEAD = 4
 """Requests that a plan considers, the most urgent first, as a multiple of the slots. Later ones would get a slot too
 late.
@@ -116,7 +118,7 @@ class Planner:
     alone: Callable[[Request, RemainingWork], float]
     costs: Mapping[str, StepCost]  # of small requests, by id
     stretch: float  # time that passes, as a multiple of the predicted computing time
-    num_denoisers: int = 1  # that live requests make steps with; set by `plan`
+    _num_on: dict[int, int] = field(default_factory=dict)  # rank -> denoisers whose requests may make steps there
 
     def plan(self, requests: Sequence[Request]) -> Plan:
         """requests: that may run, the most urgent first."""
@@ -129,7 +131,11 @@ class Planner:
         for candidate in kept:
             if candidate.work.steps and self.small(candidate.request):
                 groups.setdefault(_denoiser(candidate.request), []).append(candidate)
-        self.num_denoisers = len(groups) or 1
+        for group in groups.values():
+            for rank in self._ranks(group[0].request):
+                self._num_on[rank] = self._num_on.get(rank, 0) + 1
+        if len(groups) > 1:
+            self._place_apart(groups)
         lanes = [lane for group in groups.values() for lane in self._lanes(group, tried)]
         others = [each.request for each in kept if not each.work.steps]
         waiting = tuple(each for each in others if each.status is Status.WAITING)
@@ -178,6 +184,15 @@ class Planner:
             return None
         return why_late(head, self._end(candidate, CERTAIN if has_begun else 1.0))
 
+    def _place_apart(self, groups: Mapping[ModelKeys, Sequence[Candidate]]) -> None:
+        """Give the most urgent requests of several denoisers homes, because lanes are planned for each denoiser alone."""
+        for denoiser, group in groups.items():
+            ranks = self._ranks(group[0].request)
+            for each in group[: LOOK_AHEAD * self.view.config.max_num_seqs]:
+                request = each.request
+                if self.place.find(request, denoiser) not in ranks:
+                    self.place.place(request, denoiser, ranks, self.costs.get(request.id, NOTHING))
+
     # ------------------------------------------------------------------------------------------------ the set
 
     def _lanes(self, mine: Sequence[Candidate], tried: Candidate | None) -> Iterable[RankLane]:
@@ -197,8 +212,7 @@ class Planner:
             lanes |= self._scheduled(part, [rank for rank in ranks if rank not in lanes])
         for rank, lane in lanes.items():
             for request in lane.requests:
-                cost = self.costs.get(request.id, StepCost(0.0, 0.0))
-                self.place.set(request, _denoiser(request), rank, cost)
+                self.place.set(request, _denoiser(request), rank, self.costs.get(request.id, NOTHING))
         return lanes.values()
 
     def _ranks(self, request: Request) -> Sequence[int]:
@@ -216,12 +230,13 @@ class Planner:
         candidates = [each for each in candidates if able[each.request.id]]
         if not candidates:
             return {}
-        most = self._most_slots(candidates[0].request)
+        most, number = self._most_slots(candidates[0].request), len(candidates)
         candidates = candidates[: LOOK_AHEAD * most * len(ranks)]
         tasks = [self._slot_task(each, able[each.request.id]) for each in candidates]
         pace = self._pace(candidates, min(most, len(candidates)))
         starts = [self.view.wait_seconds(rank) for rank in ranks]
-        schedules = best_schedules(tasks, most, pace, starts, blocks=self._blocks(candidates[0].request))
+        later, blocks = number - len(candidates), self._blocks(candidates[0].request)
+        schedules = best_schedules(tasks, most, pace, starts, blocks=blocks, num_later=later)
         chosen = {index for schedule in schedules for index in schedule.chosen}
         found = dict[int, RankLane]()
         for place, (rank, schedule) in enumerate(zip(ranks, schedules, strict=True)):
@@ -237,7 +252,7 @@ class Planner:
     def _able(self, request: Request, ranks: Sequence[int]) -> tuple[int, ...]:
         """Indexes of the ranks that can make a request's steps: one that has begun stays at home."""
         home, device = self.place.find(request, _denoiser(request)), self.view.page_rank(request)
-        if request.status is Status.RUNNING and home in self.lanes:
+        if home in ranks and (request.status is Status.RUNNING or self._num_on.get(ranks[0], 1) > 1):
             able: Sequence[int] = (home,)
         else:
             able = ranks if device is None else (device,)
@@ -251,7 +266,9 @@ class Planner:
     def _slot_task(self, candidate: Candidate, able: tuple[int, ...]) -> SlotTask:
         """A candidate for `best_schedules`. Times are seconds of the rank, of which each denoiser gets a fraction."""
         head, work = candidate.request.head, candidate.work
-        seconds = inf if candidate.is_late else candidate.seconds / self.num_denoisers
+        ranks = self._ranks(candidate.request)
+        num_denoisers = sum(self._num_on[rank] for rank in ranks) / len(ranks)
+        seconds = inf if candidate.is_late else candidate.seconds / num_denoisers
         must, group = self._is_patient(candidate), (head.owner, head.priority)
         return SlotTask(work.steps, work.tokens, work.before, work.after, seconds, must, group, able)
 
