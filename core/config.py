@@ -178,7 +178,7 @@ class ModelConfig(msgspec.Struct, frozen=True, kw_only=True):
         return EMBEDDED_NAME if self.model == EMBEDDED_MODEL else self.model
 
 
-SchedulingPolicyName = Literal["default", "step_batching", "goodput", "neustream", "elastic", "ddit"]
+SchedulingPolicyName = Literal["default", "neustream", "ddit"]
 """Policies that decide what runs together, see core.scheduling.policies. A user's own has an import path instead."""
 
 OnLate = Literal["drop", "last"]
@@ -189,18 +189,18 @@ are served when no other needs the rank."""
 class SchedulerConfig(msgspec.Struct, frozen=True, kw_only=True):
     """Limits of one iteration of the scheduler. Set by flags."""
 
-    policy: str = "step_batching"  # a SchedulingPolicyName, or a class by its import path, `module:Class`
-    on_late: OnLate = "drop"  # of the policies goodput and neustream
+    policy: str = "default"  # a SchedulingPolicyName, or a class by its import path, `module:Class`
+    on_late: OnLate = "drop"
     max_num_seqs: int = 8  # requests in a step: the number of slots, 1..4096
     max_num_batched_tokens: int = 65536  # active image tokens plus text tokens in a step's batch
     max_stage_ms: float = 20.0  # predicted encoding and decoding that may delay a step; a single item always may
     max_plans_in_flight: int = 2  # per worker, the running one included; above 1 hides round trips behind computing
     # Another plan is sent to a busy worker only if its work is predicted to take less: an extra wait of new requests.
     max_ahead_ms: float = 10.0
-    # Ranks that compute each step together, as far as so many live and its pages are in host memory. The policies
-    # elastic and ddit choose themselves.
+    # Ranks that compute each step together, as far as so many live and its pages are in host memory. 1: the policy
+    # chooses.
     degree: int = 1
-    max_degree: int = 64  # most ranks that the policies elastic and ddit let compute a step together
+    max_degree: int = 64  # most ranks that compute a step together where `degree` is 1
     model_bytes: int = 0  # weights that each worker may hold; 0: no limit
     max_retries: int = 2  # how often an image is run again after the engine or worker that ran it has died
 

@@ -278,17 +278,15 @@ FLAGS: dict[str, tuple[Flag, ...]] = {
             "--scheduling-policy",
             SchedulerConfig,
             f"what decides which requests run together: {', '.join(get_args(SchedulingPolicyName))}, or module:Class, "
-            "a policy of your own; step_batching: the most urgent ones share a denoising step; goodput: those of "
-            "which most meet the latency objective (--slo-ms); elastic: each on as many of the engine's workers as "
-            "are useful and free; neustream, ddit: baselines",
+            "a policy of your own; neustream, ddit: baselines",
             "NAME",
             field="policy",
         ),
         Flag(
             "--on-late",
             SchedulerConfig,
-            "of the policies goodput and neustream: requests that cannot meet the latency objective end with an "
-            "error, or run when no other needs the worker, unless they would miss their timeout",
+            "requests that cannot meet the latency objective end with an error, or run when no other needs the worker, "
+            "unless they would miss their timeout",
         ),
         Flag(
             "--max-num-seqs",
@@ -351,15 +349,15 @@ FLAGS: dict[str, tuple[Flag, ...]] = {
         Flag(
             "--degree",
             SchedulerConfig,
-            "workers of an engine that compute each denoising step together; with the policies elastic and ddit these "
-            "decide",
+            "workers of an engine that compute each denoising step together; 1: as many as are useful and free, found "
+            "from a profile (--degrees)",
             "N",
             bounds=(1, 64),
         ),
         Flag(
             "--max-degree",
             SchedulerConfig,
-            "most workers that the policies elastic and ddit let compute a step together",
+            "most workers that compute a step together where --degree is 1",
             "N",
             bounds=(1, 64),
         ),

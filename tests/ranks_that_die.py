@@ -17,7 +17,7 @@ from core.graph.workflow import Workflow
 from core.messages.engine import EngineRequest, Finished, PartialImage
 from core.scheduling.endings import Output
 from core.scheduling.policies.policy import SchedulingPolicy
-from core.scheduling.policies.step_batching import StepBatching
+from core.scheduling.policies.step_pass import StepBatching
 from core.scheduling.recovery import checkpoints
 from core.scheduling.scheduler import StepScheduler
 

@@ -276,8 +276,8 @@ def test_circles_are_found(package: str) -> None:
     [
         ("core.scheduling.scheduler", "import torch"),
         ("core.scheduling.scheduler", "import asyncio"),
-        ("core.scheduling.policies.step_batching", "from core.scheduling.scheduler import StepScheduler"),
-        ("core.scheduling.policies.step_batching", "from core.cache.priming import PrimingJob"),
+        ("core.scheduling.policies.step_pass", "from core.scheduling.scheduler import StepScheduler"),
+        ("core.scheduling.policies.step_pass", "from core.cache.priming import PrimingJob"),
         ("core.scheduling.dispatcher", "from core.cache.activation_cache import ActivationCache"),
         ("core.scheduling.scheduler", "from core.cache.page_reservations import PageReservations"),
         ("core.scheduling.dispatcher", "from core.scheduling.policies.policy import SchedulingPolicy"),

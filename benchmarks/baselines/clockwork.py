@@ -14,7 +14,7 @@ from core.graph.work import Work
 from core.graph.workflow import Node, op_of
 from core.scheduling.dispatch import Decision, GiveUp
 from core.scheduling.policies.policy import SchedulingPolicy
-from core.scheduling.policies.step_batching import StepPass, eligible
+from core.scheduling.policies.step_pass import StepPass, eligible
 from core.scheduling.requests.deadlines import due, why_late
 from core.scheduling.requests.request import Request, Status
 from core.scheduling.view import View
@@ -30,7 +30,7 @@ class Clockwork(SchedulingPolicy):
     None: all.
     """
 
-    gives_up = True
+    spreads_models = False
 
     def __init__(self, *, equal_steps: bool = False, num_ranks: int | None = None) -> None:
         self._equal_steps = equal_steps

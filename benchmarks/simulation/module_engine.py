@@ -10,7 +10,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from functools import partial
 
 import msgspec
 
@@ -18,7 +17,7 @@ from benchmarks.baselines.clockwork import Clockwork
 from benchmarks.baselines.former.goodput import Goodput
 from benchmarks.baselines.former.step_batching import StepBatching
 from benchmarks.simulation.clock import Clock
-from benchmarks.simulation.compared import DEFAULT, Make
+from benchmarks.simulation.compared import OURS
 from benchmarks.simulation.durations import Latencies, TableDurations
 from benchmarks.simulation.engine import SimulatedEngine
 from benchmarks.simulation.machine import FrozenCosts
@@ -41,7 +40,7 @@ from core.scheduling.dispatch import Loads
 from core.scheduling.endings import Output
 from core.scheduling.node_cache import NodePages
 from core.scheduling.ops.request_op import RequestOp
-from core.scheduling.policies import make_policy
+from core.scheduling.policies import make_policy, policy_class
 from core.scheduling.policies.policy import SchedulingPolicy
 from core.scheduling.requests.request import Request
 from core.scheduling.scheduler import StepScheduler
@@ -55,9 +54,8 @@ TOKENS = 256
 """Of every request: the tables are for one size of picture."""
 
 
-def resident(make: Make) -> SchedulingPolicy:
+def resident(kind: type[SchedulingPolicy]) -> SchedulingPolicy:
     """A policy of this kind that loads nothing: each rank keeps what it has."""
-    kind = type(make())
     made: SchedulingPolicy = type("Resident", (kind,), {"loads": lambda self, demand, now: Loads()})()
     return made
 
@@ -68,11 +66,11 @@ POLICIES: dict[str, Callable[[], SchedulingPolicy]] = {
     "clockwork_ideal": lambda: Clockwork(num_ranks=1),
     "former step_batching": StepBatching,
     "former goodput": lambda: Goodput(steps_apart=True),
-    **{name: partial(resident, make) for name, make in DEFAULT.items()},
+    OURS: lambda: resident(policy_class(OURS)),
 }
 """What is compared, by name."""
 
-RESIDENT = frozenset(DEFAULT)
+RESIDENT = frozenset({OURS})
 """Those that are told what ranks have; for the others all ranks have everything."""
 
 STATIC = frozenset({"neustream", "clockwork", "clockwork_ideal"})

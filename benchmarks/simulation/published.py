@@ -16,7 +16,7 @@ from typing import Any
 
 import msgspec
 
-from benchmarks.simulation.compared import DEFAULT
+from benchmarks.simulation.compared import OURS
 from benchmarks.simulation.module_engine import OVERHEAD, POLICIES, Served, serve
 from benchmarks.simulation.module_trace import Cell, ModuleTrace
 
@@ -24,9 +24,6 @@ DATA = Path(__file__).parent / "data"
 
 PAPERS = {"neustream": ("dit_s2_256.json", "sd15_256.json")}
 """Paper -> files in DATA."""
-
-OURS = next(iter(DEFAULT), "former goodput")
-"""The policy that is compared with `neustream`."""
 
 OVERLOADED = 0.9
 """Cells in which NeuStream serves less than this share are counted together, too."""

@@ -9,7 +9,7 @@ from typing import Any
 from matplotlib import rc_context
 from matplotlib.figure import Figure
 
-from benchmarks.simulation.compared import DEFAULT
+from benchmarks.simulation.compared import OURS
 from benchmarks.simulation.module_engine import serve
 from benchmarks.simulation.module_trace import Cell, ModuleTrace
 from benchmarks.simulation.published import Result, middle
@@ -22,7 +22,7 @@ AXES: tuple[tuple[str, str, Callable[[Cell], float]], ...] = (
 """(name, label, value of a cell)."""
 
 SHOWN = {
-    **dict.fromkeys(DEFAULT, "o-"),
+    OURS: "o-",
     "former goodput": "x-",
     "neustream": "s-",
     "former step_batching": "^-",

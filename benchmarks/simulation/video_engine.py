@@ -9,7 +9,7 @@ from functools import partial
 from benchmarks.baselines.clusters import by_class, isolated, static
 from benchmarks.baselines.former.elastic import Elastic
 from benchmarks.simulation.clock import Clock
-from benchmarks.simulation.compared import DEFAULT, Make
+from benchmarks.simulation.compared import OURS, make
 from benchmarks.simulation.durations import Durations
 from benchmarks.simulation.engine import SimulatedEngine
 from benchmarks.simulation.machine import FrozenCosts
@@ -56,10 +56,6 @@ class Site:
         return [useful_degree({d: 1 / s for d, s in self.load.speed[name].items()}) for name in TOKENS]
 
 
-def _for_any_site(make: Make) -> Callable[[Site], SchedulingPolicy]:
-    return lambda site: make()
-
-
 POLICIES: dict[str, Callable[[Site], SchedulingPolicy]] = {
     "SDoP 1": lambda site: static(site.num_ranks, 1, SIZES),
     "SDoP 2": lambda site: static(site.num_ranks, 2, SIZES),
@@ -71,11 +67,11 @@ POLICIES: dict[str, Callable[[Site], SchedulingPolicy]] = {
     "ddit": lambda site: make_policy("ddit"),
     "ddit, no promotion": lambda site: Ddit(promotes=False),
     "former elastic": lambda site: Elastic(),
-    **{name: _for_any_site(make) for name, make in DEFAULT.items()},
+    OURS: lambda site: make(OURS),
 }
 """What is compared, by name."""
 
-CHANGES_RANKS = frozenset({"ddit", "ddit, no promotion", "former elastic", *DEFAULT})
+CHANGES_RANKS = frozenset({"ddit", "ddit, no promotion", "former elastic", OURS})
 """Those that decide between steps; for the others all steps of a request are one."""
 
 

@@ -16,14 +16,11 @@ from multiprocessing import get_context
 from statistics import mean
 from typing import NamedTuple
 
-from benchmarks.simulation.compared import DEFAULT
+from benchmarks.simulation.compared import OURS
 from benchmarks.simulation.least_mean import least_mean
 from benchmarks.simulation.optimum import batch_model, optimum
 from benchmarks.simulation.video_engine import POLICIES, serve
 from benchmarks.simulation.video_load import TOKENS, Arrival, Assumed, VideoLoad, assumed
-
-OURS = next(iter(DEFAULT), "former elastic")
-"""The policy that conclusions are about."""
 
 STATIC = ("SDoP 1", "SDoP 2", "SDoP 4")
 

@@ -164,6 +164,10 @@ class Schedule(NamedTuple):
     num_slots: int
 
 
+TO_COME = 2
+"""Requests that come before all that are there are done, and are delayed by them, as a multiple of those that are."""
+
+
 def best_schedules(
     tasks: Sequence[SlotTask],
     most_slots: int,
@@ -173,12 +177,12 @@ def best_schedules(
     blocks: bool = True,
     num_later: int = 0,
 ) -> list[Schedule]:
-    """The schedules, one per rank, that serve most requests in time. Among equally good ones, requests are done
-    earliest on average: where steps take unequal times, requests that are done early are safe. tasks: the one that is
+    """The schedules, one per rank, that serve most requests in time. Among equally good ones, those count for which all
+    requests, later ones included, are done earliest on average. tasks: the one that is
     due first comes first. starts: seconds until each rank is free. blocks: see `RankSlots`. num_later: further requests
     that wait for all of these.
 
-    Many slots make a rank efficient; few slots let the requests that are due first finish early.
+    Many slots make a rank efficient, which later requests gain by; few slots let the first requests finish early.
     """
     fill = fill_lanes if any(task.due_in < inf for task in tasks) else spread
     found = list[tuple[int, float, int, list[Schedule]]]()
@@ -186,7 +190,7 @@ def best_schedules(
         lanes = fill(tasks, [RankSlots(number, pace, blocks, start) for start in starts])
         ends = [end for lane in lanes for end in lane.slots.ends([tasks[index] for index in lane.chosen])]
         schedules = [Schedule(tuple(lane.chosen), number) for lane in lanes]
-        seconds = (sum(ends) + num_later * max(ends, default=0.0)) / max(1, len(ends))
+        seconds = sum(ends) + (num_later + TO_COME * len(ends)) * max(ends, default=0.0)
         found.append((len(ends), -seconds, number, schedules))
         if all(lane.most <= number for lane in lanes):
             break  # with more slots all would be the same

@@ -46,7 +46,7 @@ from core.scheduling.refusals import Refusals, computing_for
 from core.scheduling.reports.predictor import Predictor
 from core.scheduling.reports.reporter import Reporter
 from core.scheduling.requests.bindings import Bindings, Needs
-from core.scheduling.requests.deadlines import Deadlines
+from core.scheduling.requests.deadlines import PASSED, passed
 from core.scheduling.requests.live_requests import LiveRequests
 from core.scheduling.requests.request import Request, Status
 from core.scheduling.results import Results
@@ -82,7 +82,7 @@ class StepScheduler:
         self.workflows = with_registered(workflows, {each.name for each in classes})
         self.cost = cost or CostModel()
         self._policy = policy or make_policy(config.policy)
-        most_ranks = min(num_workers, config.max_degree) if self._policy.shares_steps else 1
+        most_ranks = min(num_workers, config.max_degree)
         self._bindings = Bindings(self.models, classes)
         set_size = config.degree if self._policy.spreads_models else num_workers
         declared = [LoadedComponent(each.key, each.nbytes) for each in sorted(classes, key=lambda each: each.nbytes)]
@@ -112,11 +112,9 @@ class StepScheduler:
         self._refusals = Refusals(residency, self._requests, self.cache, self._endings)
         self._reporter = Reporter(config, self.ranks, self._predictor, self.cache, self._bindings)
         self._loads = ModelLoads(residency, self._requests, self.cache, self._refusals, self.cost, self._policy.loads)
-        remaining_load, retries = self._predictor.remaining_load, config.max_retries
-        self._recovery = Recovery(*parts, self._in_flight, self._checkpoints, remaining_load, retries)
+        load, retries = self._predictor.remaining_load, config.max_retries
+        self._recovery = Recovery(*parts, self._in_flight, self._checkpoints, load, retries)
         self._results = Results(*parts, self._endings, self._recovery, self._checkpoints)
-        base_seconds, load_seconds = self._predictor.base_seconds, residency.seconds_left
-        deadlines = Deadlines(config.max_num_seqs, remaining_load, base_seconds, load_seconds)
         self._views = ViewMaker(
             config=config,
             requests=self._requests,
@@ -127,7 +125,6 @@ class StepScheduler:
             values=self.values,
             predictor=self._predictor,
             step_limit=self._step_limit,
-            deadlines=None if self._policy.gives_up else deadlines,
         )
 
     def learn(
@@ -264,7 +261,8 @@ class StepScheduler:
         """(a plan, if there is anything to do; whether other requests may begin now, because some were given up or have
         left the arena)
         """
-        self._endings.fail_each(self._views.too_late(now))
+        if self._requests.has_due:
+            self._endings.fail_each((each, PASSED) for each in list(passed(self._requests.live(), now)))
         if not self.ranks.up:
             return None, False
         self.cache.reserve(self._requests, self._page_rank)

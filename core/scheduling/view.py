@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from dataclasses import dataclass, field
 
 from core.config import SchedulerConfig
-from core.failure import Failure
 from core.graph.op import Op
 from core.graph.work import Work
 from core.graph.workflow import Node, op_of
@@ -18,7 +16,6 @@ from core.scheduling.ranks.residency import Residency
 from core.scheduling.ranks.step_limit import StepLimit
 from core.scheduling.reports.predictor import Predictor
 from core.scheduling.requests.bindings import ModelKeys
-from core.scheduling.requests.deadlines import Deadlines, MayJoin
 from core.scheduling.requests.live_requests import LiveRequests
 from core.scheduling.requests.request import Request
 from core.scheduling.values.inputs import Inputs, find_inputs
@@ -35,7 +32,6 @@ class View:
     open_ranks: frozenset[int]  # ranks that may be given work
     idle_ranks: frozenset[int]  # open ranks that have no work
     max_step_tokens: int  # token budget of a step together with what is primed beside it
-    may_join: MayJoin | None  # to be asked once per waiting request, in order; None: no request has a due time
     _now: float
     _in_flight: InFlight
     _residency: Residency
@@ -60,6 +56,11 @@ class View:
         its inputs and its pages."""
         is_open = self.open_ranks.issuperset(ranks) and self.has_components(request, node, ranks)
         return is_open and self.inputs(request, node, ranks).are_there and self.has_pages(request, node, ranks)
+
+    @property
+    def residency_version(self) -> int:
+        """Changes whenever ranks begin to load, have loaded or have dropped components."""
+        return self._residency.version
 
     def may_begin(self, request: Request) -> bool:
         """Whether a waiting request may begin as far as its model is concerned: it is loaded, and no earlier request
@@ -158,7 +159,7 @@ class View:
 
 @dataclass(frozen=True, slots=True)
 class ViewMaker:
-    """Makes the views of one scheduler. deadlines: decides which requests are too late; None: the policy does."""
+    """Makes the views of one scheduler."""
 
     config: SchedulerConfig
     requests: LiveRequests
@@ -169,11 +170,6 @@ class ViewMaker:
     values: ValueTable
     predictor: Predictor
     step_limit: StepLimit
-    deadlines: Deadlines | None
-
-    def too_late(self, now: float) -> Iterator[tuple[Request, Failure]]:
-        """Requests that are too late, with the reason; none if the policy decides that."""
-        return iter(()) if self.deadlines is None else self.deadlines.too_late(self._judged(), now)
 
     @property
     def open_ranks(self) -> frozenset[int]:
@@ -187,7 +183,6 @@ class ViewMaker:
         startable: frozenset[ModelKeys] | None = None,
     ) -> View:
         """The view of a pass that begins now. passed_over: ranks that are to get no work. startable: see `Loads`."""
-        judged = [] if self.deadlines is None else self._judged()
         return View(
             config=self.config,
             requests=self.requests,
@@ -195,7 +190,6 @@ class ViewMaker:
             open_ranks=self.open_ranks - passed_over,
             idle_ranks=self._idle_ranks - passed_over,
             max_step_tokens=self.step_limit.tokens,
-            may_join=self.deadlines.joining(judged, now) if self.deadlines is not None and judged else None,
             _now=now,
             _in_flight=self.in_flight,
             startable=startable,
@@ -204,10 +198,6 @@ class ViewMaker:
             _values=self.values,
             _predictor=self.predictor,
         )
-
-    def _judged(self) -> list[Request]:
-        """The requests that `deadlines` looks at: all live ones, or none if no request has a due time."""
-        return list(self.requests.live()) if self.requests.has_due else []
 
     @property
     def _idle_ranks(self) -> frozenset[int]:

@@ -32,7 +32,6 @@ from core.ipc.shared_array import Arena, ArenaFd
 from core.messages.codec import MessageDecoder, encode, failure_of, read_member
 from core.messages.engine import EngineAlive, EngineFailed, EngineReady, FromEngine, ToEngine
 from core.messages.worker import CostSample
-from core.scheduling.policies import policy_class
 from core.scheduling.scheduler import StepScheduler
 from core.scheduling.values.values import VALUE_BYTES
 from engine.engine_core.engine_core import EngineCore, RefusedRequest
@@ -122,7 +121,7 @@ async def _run_engine(config: EngineConfig, executor: Executor, link: _Link, tra
         workflows=config.workflows,
     )
     scheduler.learn(executor.cost_samples, executor.components.items(), executor.ports)
-    _warn_of_missing_profile(config, executor.cost_samples)
+    _tell_of_missing_profile(config, executor.cost_samples)
     core = EngineCore(scheduler, executor, link.emit, trace, config.hang_seconds)
     gc.collect()
     gc.freeze()  # so that collections do not walk what stays, such as modules
@@ -134,13 +133,12 @@ async def _run_engine(config: EngineConfig, executor: Executor, link: _Link, tra
             feeder.cancel()
 
 
-def _warn_of_missing_profile(config: EngineConfig, samples: Iterable[CostSample]) -> None:
-    may_share = policy_class(config.scheduler.policy).shares_steps and config.scheduler.max_degree > 1
+def _tell_of_missing_profile(config: EngineConfig, samples: Iterable[CostSample]) -> None:
+    may_share = config.scheduler.max_degree > 1 == config.scheduler.degree
     if may_share and config.workers_per_engine > 1 and all(sample.degree == 1 for sample in samples):
-        logger.warning(
-            "--scheduling-policy %s gives every request one worker, since no step was measured on several: make a "
-            "profile with --degrees (docs/parallelism.md)",
-            config.scheduler.policy,
+        logger.info(
+            "every request makes its steps on one worker, since no step was measured on several: make a profile with "
+            "--degrees (docs/parallelism.md)"
         )
 
 

@@ -18,7 +18,7 @@ from engine.observability.metric_registry import CONTENT_TYPE, PREFIX, MetricReg
 __all__ = ["CONTENT_TYPE", "Metrics", "RejectReason"]
 
 RejectReason = Literal[
-    "queue_full", "not_ready", "shutting_down", "invalid", "unauthorized", "rate_limit", "no_disk", "slo", "timeout"
+    "queue_full", "not_ready", "shutting_down", "invalid", "unauthorized", "rate_limit", "no_disk", "timeout"
 ]
 DropReason = Literal["timeout", "slo", "displaced"]
 FinishedReason = Literal["stop", "abort", "error"]

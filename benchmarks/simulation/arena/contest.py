@@ -8,9 +8,6 @@ from typing import NamedTuple
 
 from benchmarks.simulation.compared import FORMER
 
-OURS = "default"
-"""Name of the policy that the arena is about."""
-
 
 class Metric(NamedTuple):
     """What is measured of a run."""

@@ -6,12 +6,12 @@ from collections.abc import Iterator, Sequence
 from functools import partial
 
 from benchmarks.simulation.arena.bar import Bar
-from benchmarks.simulation.arena.contest import IN_TIME, MEAN, OURS, Contest, Values
+from benchmarks.simulation.arena.contest import IN_TIME, MEAN, Contest, Values
 from benchmarks.simulation.arena.one_engine import OneEngine
 from benchmarks.simulation.arena.picture_load import PictureLoad, in_time_and_mean
 from benchmarks.simulation.arena.tournament import Played
 from benchmarks.simulation.arena.verdict import against
-from benchmarks.simulation.compared import FORMER, make
+from benchmarks.simulation.compared import FORMER, OURS, make
 
 FIXED = {"degree 2": 2, "degree 4": 4}
 """Name -> degree of all steps, with the policy `former step_batching`."""

@@ -6,10 +6,10 @@ from collections.abc import Mapping, Sequence
 from functools import partial
 from statistics import fmean
 
-from benchmarks.simulation.arena.contest import MEAN, OURS, Contest, Metric, Values
+from benchmarks.simulation.arena.contest import MEAN, Contest, Metric, Values
 from benchmarks.simulation.arena.one_engine import OneEngine
 from benchmarks.simulation.arena.picture_load import PictureLoad
-from benchmarks.simulation.compared import FORMER, make
+from benchmarks.simulation.compared import FORMER, OURS, make
 from core.messages.engine import EngineRequest
 
 POLICIES = (OURS, *FORMER)

@@ -7,8 +7,8 @@ from __future__ import annotations
 from dataclasses import replace
 from functools import partial
 
-from benchmarks.simulation.arena.contest import IN_TIME, OURS, Contest, Values
-from benchmarks.simulation.compared import FORMER, make
+from benchmarks.simulation.arena.contest import IN_TIME, Contest, Values
+from benchmarks.simulation.compared import FORMER, OURS, make
 from benchmarks.simulation.overloaded_cluster import OverloadedCluster
 from benchmarks.simulation.scenario import REFERENCE
 

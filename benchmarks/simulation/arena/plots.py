@@ -8,15 +8,19 @@ from statistics import fmean
 
 from matplotlib.figure import Figure
 
-from benchmarks.simulation.arena.contest import OURS, Metric
+from benchmarks.simulation.arena.contest import Metric
 from benchmarks.simulation.arena.tournament import Played
 from benchmarks.simulation.arena.verdict import best_of, half_interval, values
+from benchmarks.simulation.compared import OURS
 from benchmarks.simulation.published_plots import save
 
 MARKS = {OURS: "o", "former step_batching": "^", "former goodput": "x", "former elastic": "v"}
 """Policy -> its mark; the others are points."""
 
 ROW_INCHES = 0.16
+
+SHOWN, TICKS = (0.25, 4.0), (0.25, 0.35, 0.5, 0.7, 0.85, 1.0, 1.2, 1.5, 2.0, 3.0, 4.0)
+"""Multiples; a policy beyond them is not shown."""
 
 
 def write_plots(folder: Path, every: Sequence[Played]) -> None:
@@ -54,8 +58,11 @@ def _figure(metric: Metric, every: Sequence[Played]) -> Figure:
     axes.set(
         xlabel=f"{metric.name}, multiple of the best former policy ({'more' if metric.is_more_better else 'less'} is "
         "better)",
-        xlim=(0.4, 2.0),
+        xlim=SHOWN,
+        xscale="log",
     )
+    axes.set_xticks(TICKS, [f"{tick:g}" for tick in TICKS], minor=False)
+    axes.set_xticks([], minor=True)
     axes.set_yticks(range(len(every)), [f"{each.group}: {each.contest.name}" for each in every], fontsize=5)
     axes.invert_yaxis()
     axes.grid(alpha=0.3)

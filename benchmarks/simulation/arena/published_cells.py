@@ -6,8 +6,9 @@ from collections.abc import Iterator, Sequence
 from functools import partial
 
 from benchmarks.simulation.arena.bar import Bar
-from benchmarks.simulation.arena.contest import OURS, Contest, Metric, Values
+from benchmarks.simulation.arena.contest import Contest, Metric, Values
 from benchmarks.simulation.arena.tournament import Played
+from benchmarks.simulation.compared import OURS
 from benchmarks.simulation.module_engine import serve
 from benchmarks.simulation.module_trace import ModuleTrace
 from benchmarks.simulation.published import DATA, PAPERS

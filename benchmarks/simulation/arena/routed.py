@@ -7,16 +7,16 @@ from functools import partial
 from statistics import fmean
 
 from benchmarks.report import percentile
-from benchmarks.simulation.arena.contest import MEAN, OURS, P95, Contest, Values
+from benchmarks.simulation.arena.contest import MEAN, P95, Contest, Values
 from benchmarks.simulation.cluster import Cluster
-from benchmarks.simulation.compared import FORMER, make
+from benchmarks.simulation.compared import FORMER, OURS, make
 from benchmarks.simulation.scenario import SCENARIOS
 
 POLICIES = (OURS, *FORMER)
 
 FLEETS = {
-    name: replace(SCENARIOS[name], num_engines=4, num_edits=400, num_warm_up=warm_up)
-    for name, warm_up in (("reference", 50), ("mix", 150), ("bursty", 50))
+    name: replace(SCENARIOS[name], num_engines=4, num_edits=300, num_warm_up=warm_up)
+    for name, warm_up in (("reference", 50), ("mix", 100), ("bursty", 50))
 }
 
 

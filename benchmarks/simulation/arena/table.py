@@ -7,9 +7,10 @@ from collections.abc import Iterable, Iterator, Sequence
 from statistics import fmean
 
 from benchmarks.simulation.arena.bar import Bar
-from benchmarks.simulation.arena.contest import OURS, Metric
+from benchmarks.simulation.arena.contest import Metric
 from benchmarks.simulation.arena.tournament import Played
 from benchmarks.simulation.arena.verdict import Verdict, values, verdict
+from benchmarks.simulation.compared import OURS
 
 
 def means(played: Played) -> Iterator[str]:

@@ -7,8 +7,7 @@ from dataclasses import dataclass
 from itertools import islice
 from multiprocessing import get_context
 
-from benchmarks.simulation.arena.contest import OURS, Contest, Results, Values
-from benchmarks.simulation.compared import DEFAULT
+from benchmarks.simulation.arena.contest import Contest, Results, Values
 
 Run = tuple[Contest, str, int]
 """(contest, policy, seed)"""
@@ -57,9 +56,8 @@ def _collected(
 
 
 def _policies(contest: Contest, only: Sequence[str] | None) -> list[str]:
-    """Those of a contest that play. Ours does not where the engine has no such policy yet."""
-    there = [policy for policy in contest.policies if policy != OURS or policy in DEFAULT]
-    return [policy for policy in there if only is None or policy in only]
+    """Those of a contest that play."""
+    return [policy for policy in contest.policies if only is None or policy in only]
 
 
 def _seeds(contest: Contest, number: int) -> int:

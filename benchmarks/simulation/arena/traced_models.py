@@ -9,9 +9,9 @@ from statistics import fmean
 import msgspec
 
 from benchmarks.simulation.arena import production_trace
-from benchmarks.simulation.arena.contest import IN_TIME, MEAN, OURS, Contest, Values
+from benchmarks.simulation.arena.contest import IN_TIME, MEAN, Contest, Values
 from benchmarks.simulation.arena.production_trace import TracedRequest
-from benchmarks.simulation.compared import FORMER, make
+from benchmarks.simulation.compared import FORMER, OURS, make
 from benchmarks.simulation.machine import IMAGE_TOKENS
 from benchmarks.simulation.model_engine import serve
 from benchmarks.simulation.model_scenario import EIGHTY_SEVEN, ModelScenario

@@ -8,7 +8,7 @@ from functools import partial
 from statistics import fmean
 
 from benchmarks.simulation.arena.bar import Bar
-from benchmarks.simulation.arena.contest import IN_TIME, MEAN, OURS, Contest, Play, Values
+from benchmarks.simulation.arena.contest import IN_TIME, MEAN, Contest, Play, Values
 from benchmarks.simulation.arena.degree_machine import DegreeMachine
 from benchmarks.simulation.arena.one_engine import OneEngine
 from benchmarks.simulation.arena.perturbed import Perturbed
@@ -16,7 +16,7 @@ from benchmarks.simulation.arena.picture_load import PictureLoad, in_time_and_me
 from benchmarks.simulation.arena.tournament import Played
 from benchmarks.simulation.arena.verdict import against
 from benchmarks.simulation.cluster import Cluster
-from benchmarks.simulation.compared import FORMER, make
+from benchmarks.simulation.compared import FORMER, OURS, make
 from benchmarks.simulation.durations import Durations
 from benchmarks.simulation.scenario import MIX
 from core.config import CacheConfig

@@ -7,7 +7,8 @@ from math import sqrt
 from statistics import fmean, stdev
 from typing import Literal, NamedTuple
 
-from benchmarks.simulation.arena.contest import OURS, Contest, Metric, Results
+from benchmarks.simulation.arena.contest import Contest, Metric, Results
+from benchmarks.simulation.compared import OURS
 
 _STUDENT = (
     *(12.706, 4.303, 3.182, 2.776, 2.571, 2.447, 2.365, 2.306, 2.262, 2.228),

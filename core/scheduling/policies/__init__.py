@@ -5,20 +5,14 @@ from importlib import import_module
 
 from core.config import SchedulingPolicyName
 from core.errors import ConfigError
-from core.scheduling.policies.elastic.elastic import Elastic
-from core.scheduling.policies.goodput.goodput import Goodput
 from core.scheduling.policies.papers.ddit import Ddit
 from core.scheduling.policies.papers.neustream import NeuStream
 from core.scheduling.policies.planner.default import Default
 from core.scheduling.policies.policy import SchedulingPolicy
-from core.scheduling.policies.step_batching import StepBatching
 
 _POLICIES: dict[SchedulingPolicyName, type[SchedulingPolicy]] = {
     "default": Default,
-    "step_batching": StepBatching,
-    "goodput": Goodput,
     "neustream": NeuStream,
-    "elastic": Elastic,
     "ddit": Ddit,
 }
 

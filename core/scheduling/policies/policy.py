@@ -19,16 +19,9 @@ class SchedulingPolicy(ABC):
     carries them out.
     """
 
-    gives_up = False
-    """Whether the policy decides which requests are too late (`GiveUp`). If it does, admission refuses only hopeless
-    requests; if not, `Deadlines` decides, and admission refuses all requests that are predicted to be late."""
-
-    shares_steps = False
-    """Whether several ranks compute a step together where that is useful, whatever `SchedulerConfig.degree` says."""
-
-    spreads_models = False
+    spreads_models = True
     """Whether each model may be loaded on some ranks only, so that the policy chooses among the ranks that have what a
-    node needs. If not, all ranks load the same."""
+    node needs (`View.ranks_with`). If not, all ranks load the same."""
 
     def loads(self, demand: ModelDemand, now: float) -> Loads:
         """What to load and drop now, and which waiting requests may begin. Called before `choose` when something has

@@ -14,10 +14,9 @@ from core.config import StencilConfig
 from core.costs.image_backlog import BacklogShare, ImageBacklog
 from core.costs.prediction_margin import PredictionMargin, UsualDelay
 from core.errors import DeadlineExceededError, EngineDeadError, InvalidRequestError, OverloadedError
-from core.routing.admission import Outlook, RefusedFor, Terms, Verdict, judge
+from core.routing.admission import Outlook, Terms, Verdict, judge
 from core.routing.queue_places import Newcomer
 from core.routing.request_shape import RequestShape
-from core.scheduling.policies import policy_class
 from engine.client.edit_types import EditInput
 from engine.client.sessions.image_work import ImageSeconds
 from engine.client.sessions.running_sessions import RunningSessions
@@ -61,7 +60,6 @@ class AdmissionController:
         self._image_backlog = ImageBacklog()
         self._max_queue = config.max_queue
         self._image_workers = config.image.image_workers
-        self._gives_up = policy_class(config.engine.scheduler.policy).gives_up
         self._sessions = sessions
         self._router = router
         self._metrics = metrics
@@ -131,8 +129,8 @@ class AdmissionController:
 
     def admit_edit(self, edit_id: str, work: EditWork, terms: Terms) -> tuple[Outlook | None, Verdict]:
         """Check the predicted time of a prepared edit, and count the image work that is left of it. Returns the
-        prediction, None if there is none or no limit, and the verdict. Raises OverloadedError; DeadlineExceededError if
-        even an idle server would miss its timeout.
+        prediction, None if there is none or no limit, and the verdict. Raises DeadlineExceededError if even an idle
+        server would miss its timeout.
         """
         self.forget(edit_id)
         self._sizes.append((work.shape.image_tokens, work.shape.active_tokens))
@@ -145,9 +143,13 @@ class AdmissionController:
         return outlook, verdict
 
     def _judge(self, outlook: Outlook, terms: Terms) -> Verdict:
-        verdict = judge(outlook, terms, self._margin, gives_up=self._gives_up)
-        if verdict.refused:
-            raise self._refuse(verdict.refused, outlook, verdict)
+        verdict = judge(outlook, terms, self._margin)
+        if verdict.is_hopeless:
+            self._metrics.observe_rejected("timeout")
+            raise DeadlineExceededError(
+                f"The request's timeout is too short: this edit is predicted to take {outlook.alone:.3g} s when the "
+                "server is idle."
+            )
         return verdict
 
     def _outlook(self, work: EditWork, engines: Outlook) -> Outlook:
@@ -158,28 +160,12 @@ class AdmissionController:
         alone = work.images.prepare + engines.alone + work.images.composes
         wait = self._image_backlog.before(work.share) / self._image_workers
         is_idle = engines.is_idle and not self._preparing and not self._image_backlog
-        return Outlook(max(done, wait + alone), alone, is_idle, engines.starts_load)
+        return Outlook(max(done, wait + alone), alone, is_idle)
 
     @property
     def drain_seconds(self) -> float:
         """Predicted seconds until all image work is done."""
         return self._image_backlog.seconds / self._image_workers
-
-    def _refuse(
-        self, reason: RefusedFor, outlook: Outlook, verdict: Verdict
-    ) -> OverloadedError | DeadlineExceededError:
-        """Count a refusal; returns the error to raise."""
-        self._metrics.observe_rejected("slo" if reason == "slo" else "timeout")
-        if reason == "hopeless":
-            return DeadlineExceededError(
-                f"The request's timeout is too short: this edit is predicted to take {outlook.alone:.3g} s when the "
-                "server is idle."
-            )
-        what = "its timeout" if reason == "timeout" else "the server's latency objective"
-        message = (
-            f"The server is too busy: this edit is predicted to take {outlook.seconds:.3g} s, which misses {what}."
-        )
-        return OverloadedError(message, retry_after=_bounded_retry(verdict.retry_after))
 
     def with_margin(self, seconds: float) -> float:
         """The time that most edits with this predicted time take at most."""

@@ -11,10 +11,11 @@ from statistics import fmean
 import msgspec
 import pytest
 
+from benchmarks.baselines.former.step_batching import StepBatching
 from benchmarks.simulation import module_engine
 from benchmarks.simulation.__main__ import main
 from benchmarks.simulation.arena import one_rank, overload, production_trace, traced_models
-from benchmarks.simulation.arena.contest import IN_TIME, MEAN, OURS, Contest, Metric, Values
+from benchmarks.simulation.arena.contest import IN_TIME, MEAN, Contest, Metric, Values
 from benchmarks.simulation.arena.one_engine import OneEngine
 from benchmarks.simulation.arena.perturbed import Perturbed
 from benchmarks.simulation.arena.picture_load import KINDS, PictureLoad
@@ -22,7 +23,7 @@ from benchmarks.simulation.arena.scenarios import SCENARIOS
 from benchmarks.simulation.arena.table import summary
 from benchmarks.simulation.arena.tournament import play
 from benchmarks.simulation.arena.verdict import half_interval, verdict
-from benchmarks.simulation.compared import DEFAULT, FORMER, make
+from benchmarks.simulation.compared import FORMER, OURS, make
 from benchmarks.simulation.module_trace import ModuleTrace
 from benchmarks.simulation.published import DATA
 
@@ -185,9 +186,7 @@ def test_policies_that_load_nothing_serve_a_trace_on_ranks_that_have_different_m
         steps=[steps // 4 for steps in trace.steps[:20]],
         intervals_seconds={name: gaps[:20] for name, gaps in trace.intervals_seconds.items()},
     )
-    monkeypatch.setitem(
-        module_engine.POLICIES, "still", partial(module_engine.resident, FORMER["former step_batching"])
-    )
+    monkeypatch.setitem(module_engine.POLICIES, "still", partial(module_engine.resident, StepBatching))
     monkeypatch.setattr(module_engine, "RESIDENT", frozenset({"still"}))
     served = module_engine.serve(few, cell, "still")
     assert served.goodput == module_engine.serve(few, cell, "former step_batching").goodput
@@ -205,7 +204,7 @@ def test_the_command_prints_verdicts_and_writes_them(
     found = json.loads(output.read_text())
     assert [each["contest"] for each in found["contests"]] == ["1 rank, at the knee", "1 rank, at twice the knee"]
     for each in found["contests"]:
-        assert each["values"].keys() == {*FORMER, *DEFAULT, "neustream"} - each["broken"].keys()
+        assert each["values"].keys() == {*FORMER, OURS, "neustream"} - each["broken"].keys()
         assert all(len(of["in time"]) == 2 for of in each["values"].values())
         assert set(each["verdicts"]) == ({"in time"} if OURS in each["values"] else set())
     assert (tmp_path / "arena_in_time.svg").stat().st_size > 1000

@@ -9,9 +9,10 @@ import msgspec
 import pytest
 
 from benchmarks.simulation.__main__ import main
+from benchmarks.simulation.compared import OURS
 from benchmarks.simulation.module_engine import OVERHEAD, POLICIES, serve
 from benchmarks.simulation.module_trace import Cell, ModuleTrace
-from benchmarks.simulation.published import DATA, OURS, PAPERS, Result, advantage, closeness, mean_batches
+from benchmarks.simulation.published import DATA, PAPERS, Result, advantage, closeness, mean_batches
 
 FILES = [DATA / name for names in PAPERS.values() for name in names]
 NUM_REQUESTS = 40

@@ -17,6 +17,7 @@ from hypothesis import strategies as st
 from benchmarks.baselines.clusters import by_class, isolated
 from benchmarks.simulation import videos
 from benchmarks.simulation.__main__ import main
+from benchmarks.simulation.compared import OURS
 from benchmarks.simulation.least_mean import least_mean
 from benchmarks.simulation.optimum import Share, batch_model, optimum, partition, queue_model, queue_seconds
 from benchmarks.simulation.video_engine import POLICIES, SIZES, serve
@@ -67,7 +68,7 @@ def test_no_schedule_has_less_than_the_least_mean(numbers: tuple[int, ...], degr
         ("SDoP 2 decoupled", 2, 1),
         ("DPCI", 4, 4),
         ("ddit", 4, 1),
-        (videos.OURS, 8, 1),
+        (OURS, 8, 1),
     ],
 )
 def test_a_lone_request_takes_as_long_as_the_tables_say(policy: str, degree: int, decoding: int) -> None:
@@ -170,7 +171,7 @@ def test_the_optimum_of_a_queue_serves_all_classes() -> None:
 def test_conclusions_compare_what_they_say() -> None:
     def result(cell: Cell, ours: float, static: float) -> Result:
         others = {policy: Figures(static, 2 * static, 20.0) for policy in videos.NEEDED}
-        return Result(cell, MIX, others | {videos.OURS: Figures(ours, 2 * ours, 11.0)}, 10.0, 1.0)
+        return Result(cell, MIX, others | {OURS: Figures(ours, 2 * ours, 11.0)}, 10.0, 1.0)
 
     cells = [Cell(8, 0.5, 9), Cell(8, 0.0, 9), Cell(64, 0.0, 9)]
     found = {each.name: each for each in conclusions([result(cell, 5.0, 10.0) for cell in cells])}

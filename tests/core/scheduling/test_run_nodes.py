@@ -28,7 +28,7 @@ from core.run_class import RunClass
 from core.scheduling.endings import Output
 from core.scheduling.ops.run import RUN
 from core.scheduling.policies import make_policy
-from core.scheduling.policies.step_batching import StepBatching
+from core.scheduling.policies.step_pass import StepBatching
 from core.scheduling.ranks.quarantine import GOOD_BATCHES
 from core.scheduling.scheduler import StepScheduler
 

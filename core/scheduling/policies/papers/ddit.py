@@ -1,6 +1,6 @@
 """ddit: every request has a group of ranks, which grows between its steps (DDiT, sections 4.2.3, 4.3 and appendix B).
 
-A baseline to compare with; `elastic` serves faster. In order of arrival, each request starts on as many ranks as are
+A baseline to compare with; `default` serves faster. In order of arrival, each request starts on as many ranks as are
 free, at most its useful degree B. A request with fewer ranks is hungry: hungry requests get the ranks that become free
 before any waiting request does, and the one that has lost most time goes first (equation 5). After its last step a
 request keeps only its lowest rank.
@@ -14,7 +14,7 @@ from core.handles import RankIds
 from core.messages.worker import Batch, BatchResult
 from core.scheduling.dispatch import Decision
 from core.scheduling.policies.buddies import Buddies, power_of_two
-from core.scheduling.policies.group_pass import GroupPass
+from core.scheduling.policies.papers.group_pass import GroupPass
 from core.scheduling.policies.policy import SchedulingPolicy
 from core.scheduling.policies.step_speeds import StepSpeeds
 from core.scheduling.requests.request import Request, Status
@@ -27,7 +27,7 @@ class Ddit(SchedulingPolicy):
     promotes: whether groups grow; if not, requests stay on the ranks on which they have started.
     """
 
-    shares_steps = True
+    spreads_models = False
 
     def __init__(self, *, promotes: bool = True) -> None:
         self._promotes = promotes

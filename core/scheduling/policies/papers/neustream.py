@@ -1,6 +1,6 @@
 """neustream: module-level batches, limited by each op's share of the objective (NeuStream, EuroSys 2025, section 4.1).
 
-A baseline to compare with; `goodput` serves more. Every op takes the requests that came first, up to its batch limit:
+A baseline to compare with; `default` serves more. Every op takes the requests that came first, up to its batch limit:
 the largest batch whose latency is within the op's share of the objective, its partial SLO (Algorithm 1). Where ops
 share a rank, the batch goes first that would end first if each op had its share of the rank (section 5;
 `earliest_finish.py`).
@@ -23,9 +23,9 @@ from core.costs.latency_table import largest_batch
 from core.graph.work import Work
 from core.graph.workflow import Node, op_of
 from core.scheduling.dispatch import Decision, GiveUp
-from core.scheduling.policies.earliest_finish import EarliestFinish
+from core.scheduling.policies.papers.earliest_finish import EarliestFinish
 from core.scheduling.policies.policy import SchedulingPolicy
-from core.scheduling.policies.step_batching import StepPass, eligible
+from core.scheduling.policies.step_pass import StepPass, eligible
 from core.scheduling.policies.work_estimator import WorkEstimator
 from core.scheduling.requests.deadlines import due, why_late
 from core.scheduling.requests.request import Request, Status
@@ -54,8 +54,6 @@ class LatencyAlone(NamedTuple):
 
 class NeuStream(SchedulingPolicy):
     """Keeps the latency of every live request alone."""
-
-    gives_up = True
 
     def __init__(self) -> None:
         self._work = WorkEstimator()
@@ -118,7 +116,9 @@ class NeuStreamPass(StepPass):
         return list(self.served)
 
     def _rank(self, request: Request, node: Node) -> int:
-        return self._rank_apart(request, node)
+        """Steps have the first rank that has their model to themselves, and all other nodes go to the last."""
+        ranks = self.view.ranks_with(request.keys_of(node))
+        return StepPass._rank(self, request, node) if node.name in request.workflow.step_names else ranks[-1]
 
     def _choose_nodes(self, request: Request, nodes: Sequence[Node]) -> None:
         for node in nodes:

@@ -20,7 +20,7 @@ from core.scheduling.policies.planner.pauses import Pauses
 from core.scheduling.policies.planner.plan import Plan, Planner, has_steps
 from core.scheduling.policies.planner.repeated_steps import RepeatedSteps
 from core.scheduling.policies.policy import SchedulingPolicy
-from core.scheduling.policies.step_batching import eligible
+from core.scheduling.policies.step_pass import eligible
 from core.scheduling.policies.work_estimator import RemainingWork
 from core.scheduling.requests.request import Request, Status
 from core.scheduling.view import View
@@ -32,10 +32,6 @@ PLAN_EVERY = 64
 class Default(SchedulingPolicy):
     """Keeps its plan, and where requests are, between passes."""
 
-    gives_up = True
-    shares_steps = True
-    spreads_models = True
-
     def __init__(self) -> None:
         self._predictions = Predictions()
         self._groups = Groups(self._predictions)
@@ -44,7 +40,7 @@ class Default(SchedulingPolicy):
         self._headroom = Headroom()
         self._repeated = RepeatedSteps()
         self._plan = Plan()
-        self._ranks: RankIds = ()  # the ranks that lived when the plan was made
+        self._seen: tuple[RankIds, int] = (), 0  # the live ranks when the plan was made, and what they had
         self._large: list[Request] = []  # of the last whole pass, those that may be given work
         self._passes_left = 0  # passes until the plan is made again
         self._tried = set[str]()  # ids of live requests that plans have served although they were late
@@ -81,7 +77,9 @@ class Default(SchedulingPolicy):
             return ()
         self._predictions.next_pass(now)
         self._passes_left -= 1
-        is_new = self._passes_left < 0 or view.ranks != self._ranks or self._may_be_better(view)
+        is_new = (
+            self._passes_left < 0 or (view.ranks, view.residency_version) != self._seen or self._may_be_better(view)
+        )
         if is_new:
             self._make_plan(view, now)
         again = self._again(view)
@@ -166,7 +164,7 @@ class Default(SchedulingPolicy):
         return self._is_slot_left and self._may_be_better(view)
 
     def _make_plan(self, view: View, now: float) -> None:
-        self._passes_left, self._ranks = PLAN_EVERY, view.ranks
+        self._passes_left, self._seen = PLAN_EVERY, (view.ranks, view.residency_version)
         self._is_slot_left = self._has_room = False
         self._repeated.forget()
         self._plan = self._planned(view, now)

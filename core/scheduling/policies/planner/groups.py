@@ -211,11 +211,19 @@ class Groups:
             slots -= not is_waiting and steps > 0
             place = prediction.place if is_waiting else prediction.place_in_line(request, steps, len(view.ranks))
             time = due(head)
-            work = prediction.other_seconds(request) + steps * (prediction.cost.extra if prediction.is_small else prediction.seconds[1])
+            work = prediction.other_seconds(request) + steps * (
+                prediction.cost.extra if prediction.is_small else prediction.seconds[1]
+            )
             work /= len(view.ranks)
             seconds += work
             slack = inf if time is None else time - now
-            member = _Member(place, request, steps, work, slack - prediction.other_seconds(request) - steps * prediction.seconds[prediction.efficient])
+            member = _Member(
+                place,
+                request,
+                steps,
+                work,
+                slack - prediction.other_seconds(request) - steps * prediction.seconds[prediction.efficient],
+            )
             places.append((head.owner, head.priority))
             lines.setdefault(places[-1], []).append(member)
         ordered = {line: _smith(members, seconds) for line, members in lines.items()}
@@ -264,7 +272,7 @@ class Groups:
             ranks = (held[lane],) if lane < len(held) else ()
             is_running = bool(ranks) and ranks[0] in busy
             lanes.append(Contender(f"/{lane}", 0, {1: 0.0}, 0.0, 1, ranks, is_running, is_ending=False))
-        return [*contenders[:index], *lanes, *contenders[index + 1 :]]
+        return contenders[:index] + lanes + contenders[index + 1 :]
 
     def _contender(self, view: View, request: Request, steps: int, now: float, *, is_crowd: bool) -> Contender:
         is_running = bool(request.progress.in_flight)

@@ -10,8 +10,8 @@ from core.handles import RankIds
 from core.scheduling.dispatch import Decision, Dispatch
 from core.scheduling.node_cache import CacheJob
 from core.scheduling.policies.planner.homes import Homes, StepCost
-from core.scheduling.policies.planner.plan import Plan
-from core.scheduling.policies.step_batching import StepPass
+from core.scheduling.policies.planner.plan import Plan, has_steps
+from core.scheduling.policies.step_pass import StepPass
 from core.scheduling.requests.deadlines import due
 from core.scheduling.requests.request import Request, Status
 
@@ -20,6 +20,7 @@ from core.scheduling.requests.request import Request, Status
 class LanePass(StepPass):
     """Large requests have groups of ranks, small ones share steps on the ranks that are their homes."""
 
+    apart: frozenset[str] = frozenset()  # ids of the large requests
     place: Homes = field(default_factory=Homes)
     costs: Mapping[str, StepCost] = field(default_factory=dict)  # of the steps of small requests, by id
     lanes: RankIds = ()  # ranks where small requests make steps; at least one, unless there are none
@@ -36,40 +37,36 @@ class LanePass(StepPass):
         large = [each for each in self.large if not self.view.open_ranks.isdisjoint(self.groups[each.id])]
         if not self.lanes:
             return large
-        small = self._admit_planned(self.plan)
+        small = self._admit_planned()
         for request in small:
             self._last_home(request)
         return large + small
 
-    def _admit_planned(self, plan: Plan) -> list[Request]:
+    def _admit_planned(self) -> list[Request]:
         """Requests that have made all of their steps, then served ones, of which new ones need memory. If requests that
         have begun and are not served take all memory, the one of them with the fewest steps left goes on to make room.
         """
-        admitted, begun, num_begun = list[Request](), list[Request](), 0
+        admitted, begun, room = list[Request](), list[Request](), self.view.config.max_num_seqs
         for request in self.view.requests.running:
-            num_begun += request.progress.steps_left > 0
-            if request.id in self.apart:
+            room -= _has_slot(request)
+            if request.id in self.apart or request.id in self.given_up:
                 continue
             if request.progress.steps_left:
                 begun.append(request)
-            elif request.id not in self.given_up:
+            else:
                 admitted.append(request)
                 self._held |= self._finishing_rank(request)
-        admitted += [each for each in plan.others if each.status is Status.WAITING]
-        room, num_done = self.view.config.max_num_seqs - num_begun, len(admitted)
-        for request in plan.served:
-            if not request.is_live or not request.progress.steps_left:
-                continue
+        num_done = len(admitted)
+        for request in (*self.plan.others, *self.plan.served):
             if request.status is Status.WAITING:
-                if not self.view.may_begin(request):
+                if room <= 0 or not self.view.may_begin(request):
                     continue
                 room -= 1
-                if room < 0:
-                    continue
-            admitted.append(request)
-        if room < 0 and len(admitted) == num_done:
-            others = [each for each in begun if each.id not in self.given_up]
-            admitted += sorted(others, key=lambda request: (request.progress.steps_left, request.id))[:1]
+                admitted.append(request)
+            elif has_steps(request):
+                admitted.append(request)
+        if room <= 0 and len(admitted) == num_done:
+            admitted += sorted(begun, key=lambda request: (request.progress.steps_left, request.id))[:1]
         return admitted
 
     def _finishing_rank(self, request: Request) -> set[int]:
@@ -175,3 +172,10 @@ class LanePass(StepPass):
 
     def _can_prime(self, job: CacheJob) -> bool:
         return self._rank_of(job) not in self._held and StepPass._can_prime(self, job)
+
+
+def _has_slot(request: Request) -> bool:
+    """Whether a running request counts among those that may run together: until its last step, or if users' classes run
+    it until its end, because the values between its nodes may be large.
+    """
+    return request.progress.steps_left > 0 or request.workflow.has_own_ports

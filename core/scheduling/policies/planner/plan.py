@@ -57,7 +57,7 @@ class Plan:
     """Which requests are to be served."""
 
     lanes: tuple[RankLane, ...] = ()
-    others: tuple[Request, ...] = ()  # waiting ones that need no slot: they made all of their steps before a rank died
+    others: tuple[Request, ...] = ()  # waiting ones that make no steps, or have made all of them before a rank died
     given_up: tuple[GiveUp, ...] = ()
     tried: str | None = None  # id of the request that is served although it is predicted to be late
     # The requests that had a slot at the last `refill_slots`, lane by lane.
@@ -252,7 +252,11 @@ class Planner:
     def _able(self, request: Request, ranks: Sequence[int]) -> tuple[int, ...]:
         """Indexes of the ranks that can make a request's steps: one that has begun stays at home."""
         home, device = self.place.find(request, _denoiser(request)), self.view.page_rank(request)
-        if home in ranks and (request.status is Status.RUNNING or self._num_on.get(ranks[0], 1) > 1):
+        if (
+            home is not None
+            and home in ranks
+            and (request.status is Status.RUNNING or self._num_on.get(ranks[0], 1) > 1)
+        ):
             able: Sequence[int] = (home,)
         else:
             able = ranks if device is None else (device,)

@@ -16,7 +16,7 @@ from core.graph.workflows.inpaint import INPAINT
 from core.messages.engine import EngineRequest
 from core.messages.worker import BatchResult, StepPlan, TransferDone
 from core.scheduling.policies.goodput.goodput import Goodput
-from core.scheduling.policies.step_batching import StepBatching
+from core.scheduling.policies.step_pass import StepBatching
 from core.scheduling.recovery import checkpoints
 from core.scheduling.recovery.checkpoints import MAX_ROUNDS, MAX_SHARE, rounds_between
 from core.scheduling.values.values import ValueTable

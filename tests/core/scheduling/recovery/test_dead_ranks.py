@@ -20,7 +20,7 @@ from core.graph.workflows.hires import HIRES
 from core.graph.workflows.inpaint import INPAINT
 from core.messages.engine import EngineRequest, Failed
 from core.messages.worker import StepPlan
-from core.scheduling.policies.step_batching import StepBatching
+from core.scheduling.policies.step_pass import StepBatching
 from core.scheduling.view import View
 
 

@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from core.costs.finish_order import FinishOrder
+from core.scheduling.policies.papers.finish_order import FinishOrder
 
 SHARES = {"a": 0.5, "b": 0.3, "c": 0.2}
 

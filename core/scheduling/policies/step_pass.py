@@ -1,45 +1,23 @@
-"""step_batching: step-level continuous batching (FlashPS, section 4.3).
+"""StepPass: what policies have in common in one pass: step-level continuous batching (FlashPS, section 4.3).
 
-The most urgent requests of each denoiser share one step; the batch is re-formed at every iteration. Other work
-runs beside it: encodings, decodings and previews within a time budget, priming within a share of the step's tokens.
+Requests of each denoiser share one step; the batch is re-formed at every iteration. Other work runs beside it:
+encodings, decodings and previews within a time budget, priming within a share of the step's tokens.
 """
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import NamedTuple
 
 from core.config import PRIME_SHARE
 from core.graph.workflow import Node, op_of
-from core.handles import RankIds
 from core.scheduling.dispatch import CacheDispatch, Decision, Dispatch, Fetch
 from core.scheduling.node_cache import CacheJob
-from core.scheduling.policies.policy import SchedulingPolicy
 from core.scheduling.requests.bindings import ModelKeys
 from core.scheduling.requests.request import Request, Status
 from core.scheduling.view import View
-
-
-class Home(NamedTuple):
-    """Where steps of some components are made."""
-
-    rank: int
-    among: RankIds  # that had the components when it was chosen
-
-
-class StepBatching(SchedulingPolicy):
-    """The default policy. It keeps nothing between passes but where steps are made."""
-
-    spreads_models = True
-
-    def __init__(self) -> None:
-        self._homes: dict[ModelKeys, Home] = {}
-
-    def choose(self, view: View, now: float) -> Sequence[Decision]:
-        return StepPass(view, homes=self._homes if len(view.ranks) > 1 else None).run()
-
 
 BatchKey = tuple[ModelKeys, str, tuple[int, ...]]
 """(components, op, ranks): nodes with the same key run in one batch, whatever models they are of."""
@@ -51,20 +29,16 @@ they may have, each is 60 KB of a plan, and two plans must find room in the rank
 
 
 @dataclass(slots=True)
-class StepPass:
-    """One pass over a view; `run` is called once. Other policies override the methods in which they differ."""
+class StepPass(ABC):
+    """One pass over a view; `run` is called once. Policies say who is admitted, and override what they do otherwise."""
 
     view: View
-    apart: frozenset[str] = frozenset()  # ids of requests that are not admitted by the rule of `_admit`
-    # Where the steps of running requests are made; None: always on the first rank that has their components.
-    homes: dict[ModelKeys, Home] | None = None
     _candidates: list[tuple[Request, list[Node]]] = field(default_factory=list)  # most urgent first, with ready nodes
     _batches: dict[BatchKey, list[tuple[Request, Node]]] = field(default_factory=dict)  # chosen nodes
     _jobs: Sequence[CacheJob] = ()  # oldest first
     _cache_work: dict[str, CacheDispatch] = field(default_factory=dict)  # job id -> its chosen piece
     _order: list[BatchKey | str] = field(default_factory=list)  # keys of `_batches` and `_cache_work`, as dispatched
     _stage_ms: dict[int, float] = field(default_factory=dict)  # rank -> predicted milliseconds of chosen stage work
-    _running_keys: list[ModelKeys] = field(default_factory=list)  # of the steps of each running request
     _num_anywhere: Counter[int] = field(default_factory=Counter)  # rank -> nodes of users' classes that are chosen
     _num_given: Counter[int] = field(default_factory=Counter)  # rank -> nodes of users' classes that would run there
     _known_ranks: dict[tuple[str, str], tuple[int, ...]] = field(default_factory=dict)  # see `_ranks_of`
@@ -74,10 +48,6 @@ class StepPass:
         cache's jobs; encodings and previews; the step; and divisible pieces of the cache's jobs beside the step.
         """
         self._jobs = self.view.jobs()
-        if self.homes is not None:
-            self._running_keys = [keys for request in self.view.requests.running for keys in _step_keys(request)]
-            for keys in self.homes.keys() - set(self._running_keys):
-                del self.homes[keys]
         self._candidates = [(request, self.view.ready(request)) for request in self._admit()]
         self._choose_stage_work(_is_output)
         self._choose_waited_for_pieces()
@@ -88,37 +58,9 @@ class StepPass:
     def _decision(self, key: BatchKey | str) -> Decision:
         return self._cache_work[key] if isinstance(key, str) else Dispatch(tuple(self._batches[key]), key[2])
 
+    @abstractmethod
     def _admit(self) -> list[Request]:
-        """The running requests, and as many waiting ones as there are free slots. A request whose model is not loaded
-        waits, and later ones go ahead. A request that would make others late waits, and one with `runs_alone` waits
-        until nothing runs; no later request overtakes either of these.
-        """
-        running = self.view.requests.running
-        num_unseen, is_idle = sum(request.id not in self.apart for request in running), not running
-        slots = self.view.config.max_num_seqs - sum(map(_has_slot, running))
-        if any(request.runs_alone for request in running):
-            slots = 0
-        admitted: list[Request] = []
-        for request in self.view.requests.live():
-            if num_unseen == 0 and slots <= 0:
-                break  # all others wait; there may be thousands
-            if request.id in self.apart:
-                continue
-            if request.status is Status.RUNNING:
-                admitted.append(request)
-                num_unseen -= 1
-            elif not self.view.may_begin(request):
-                continue
-            elif request.runs_alone:
-                if is_idle and not admitted:
-                    return [request]
-                slots = 0
-            elif slots > 0 and (self.view.may_join is None or self.view.may_join(request)):
-                slots -= 1
-                admitted.append(request)
-            else:
-                slots = 0
-        return admitted
+        """The requests that may run now, the most urgent first."""
 
     # ------------------------------------------------------------------------------------------------ stage work
 
@@ -201,24 +143,7 @@ class StepPass:
         if node.name in request.workflow.after_rounds:
             return ranks[-1]
         device = self._device(request, node)
-        if device is None and self.homes is not None and node.name in request.workflow.step_names:
-            return self._step_rank(request, node, self.homes)
         return ranks[0] if device is None else device
-
-    def _step_rank(self, request: Request, node: Node, homes: dict[ModelKeys, Home]) -> int:
-        """The rank that makes a step. Steps of the same components stay together as long as the ranks that have them do
-        not change; they begin where other steps of the request are made, or else where the fewest running requests are.
-        """
-        keys = request.keys_of(node)
-        ranks = self.view.ranks_with(keys)
-        known = homes.get(keys)
-        if known is None or known.among != ranks:
-            own = next((homes[each].rank for each in _step_keys(request) if each is not keys and each in homes), None)
-            others = (homes[each].rank for each in self._running_keys if each is not keys and each in homes)
-            load = Counter(others)
-            best = own if own in ranks else min(ranks, key=lambda rank: load[rank])
-            known = homes[keys] = Home(best, ranks)
-        return known.rank
 
     def _least_given(self, request: Request, node: Node, ranks: tuple[int, ...]) -> int:
         """An open rank that this pass has given the fewest nodes; of several, one that has the inputs."""
@@ -230,10 +155,6 @@ class StepPass:
         rank = min(ranks, key=cost)
         self._num_given[rank] += 1
         return rank
-
-    def _rank_apart(self, request: Request, node: Node) -> int:
-        """The rank of a node where steps have the first rank to themselves, and all other nodes go to the last."""
-        return StepPass._rank(self, request, node) if node.name in request.workflow.step_names else self.view.ranks[-1]
 
     def _ranks(self, request: Request, node: Node) -> tuple[int, ...]:
         """The ranks that compute a node together: several for steps whose pages all ranks can read, otherwise one."""
@@ -334,17 +255,6 @@ class StepPass:
     def _add_cache_work(self, work: CacheDispatch) -> None:
         self._cache_work[work.job.id] = work
         self._order.append(work.job.id)
-
-
-def _step_keys(request: Request) -> Iterator[ModelKeys]:
-    return (request.keys_of(request.workflow.node(name)) for name in request.workflow.step_names)
-
-
-def _has_slot(request: Request) -> bool:
-    """Whether a running request counts among those that may run together: until its last step, or if users' classes run
-    it until its end, because the values between its nodes may be large.
-    """
-    return request.progress.steps_left > 0 or request.workflow.has_own_ports
 
 
 def _is_output(request: Request, node: Node) -> bool:

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 
 from core.graph.workflow import Node
 from core.handles import RankIds
-from core.scheduling.policies.step_batching import StepPass
+from core.scheduling.policies.step_pass import StepPass
 from core.scheduling.requests.request import Request
 
 

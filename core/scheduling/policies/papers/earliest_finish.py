@@ -1,7 +1,7 @@
 """EarliestFinish: which batch goes first where several ops share a rank (NeuStream, section 5).
 
 Each op has an equal share of the rank. The batch goes first that would finish first if every op used its share all the
-time (`core.costs.finish_order`).
+time (`core.scheduling.policies.papers.finish_order`).
 """
 
 from __future__ import annotations
@@ -9,11 +9,11 @@ from __future__ import annotations
 from collections.abc import Collection, Mapping, Sequence
 from typing import NamedTuple
 
-from core.costs.finish_order import FinishOrder
 from core.graph.work import Work
 from core.graph.workflow import Node, op_of
 from core.scheduling.dispatch import Decision, Dispatch
-from core.scheduling.policies.step_batching import BatchKey
+from core.scheduling.policies.papers.finish_order import FinishOrder
+from core.scheduling.policies.step_pass import BatchKey
 from core.scheduling.requests.request import Request
 from core.scheduling.view import View
 

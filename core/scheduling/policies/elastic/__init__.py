@@ -1,1 +1,0 @@
-"""The policy elastic: the number of ranks of each request changes between its steps."""

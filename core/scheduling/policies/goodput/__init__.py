@@ -1,1 +1,0 @@
-"""The policy goodput: as many requests as possible meet their latency objective."""
