@@ -16,8 +16,8 @@ from core.failure import Failure
 from core.graph.workflow import Workflow
 from core.messages.engine import EngineRequest, Finished, PartialImage
 from core.scheduling.endings import Output
+from core.scheduling.policies.planner.default import Default
 from core.scheduling.policies.policy import SchedulingPolicy
-from core.scheduling.policies.step_pass import StepBatching
 from core.scheduling.recovery import checkpoints
 from core.scheduling.scheduler import StepScheduler
 
@@ -130,7 +130,7 @@ class Site:
 
 def alone(request: EngineRequest, served: Sequence[Workflow] = ()) -> int:
     """What a request makes undisturbed on one rank."""
-    site = Site(Random(0), 1, StepBatching(), served)
+    site = Site(Random(0), 1, Default(), served)
     site.scheduler.add(request)
     site.finish()
     return site.made(request)
@@ -147,7 +147,7 @@ def check_finished(site: Site, request: EngineRequest, served: Sequence[Workflow
 
 
 def make_site(num_ranks: int, **limits: int) -> Site:
-    return Site(Random(0), num_ranks, StepBatching(), **limits)
+    return Site(Random(0), num_ranks, Default(), **limits)
 
 
 def run_until(site: Site, is_done: Callable[[], bool]) -> None:

@@ -9,12 +9,12 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from math import inf
 
+from benchmarks.baselines.former.step_batching import StepPass, eligible
 from benchmarks.baselines.former.work_estimator import steps_of
 from core.graph.work import Work
 from core.graph.workflow import Node, op_of
 from core.scheduling.dispatch import Decision, GiveUp
 from core.scheduling.policies.policy import SchedulingPolicy
-from core.scheduling.policies.step_pass import StepPass, eligible
 from core.scheduling.requests.deadlines import due, why_late
 from core.scheduling.requests.request import Request, Status
 from core.scheduling.view import View

@@ -11,6 +11,7 @@ from random import Random
 import msgspec
 
 from benchmarks.simulation.clock import Clock
+from benchmarks.simulation.compared import make
 from benchmarks.simulation.engine import SimulatedEngine
 from benchmarks.simulation.load_watch import LoadWatch, WatchedScheduler
 from benchmarks.simulation.machine import FrozenCosts
@@ -47,8 +48,8 @@ def serve(
     seed: int,
     requests: Sequence[EngineRequest] | None = None,
 ) -> Served:
-    """policy: its name, or a new one. requests: by default `scenario.trace(seed)`; their arrivals count from when all
-    that fits is loaded.
+    """policy: its name, see `compared.make`, or a new one. requests: by default `scenario.trace(seed)`; their arrivals
+    count from when all that fits is loaded.
     """
     requests = scenario.trace(seed) if requests is None else requests
     clock, infos = Clock(), scenario.models.infos
@@ -110,15 +111,14 @@ def _scheduler(
     scenario: ModelScenario, policy: str | SchedulingPolicy, infos: dict[str, ModelInfo], ranks: ModelRanks
 ) -> WatchedScheduler:
     """It knows what steps take, and how large components are."""
-    name = policy if isinstance(policy, str) else SchedulerConfig().policy
-    config = SchedulerConfig(policy=name, max_num_seqs=scenario.edits.max_num_seqs, model_bytes=scenario.budget)
+    config = SchedulerConfig(max_num_seqs=scenario.edits.max_num_seqs, model_bytes=scenario.budget)
     cost = FrozenCosts()
     scheduler = WatchedScheduler(
         config,
         infos,
         scenario.num_ranks,
         cost=cost,
-        policy=None if isinstance(policy, str) else policy,
+        policy=make(policy) if isinstance(policy, str) else policy,
         sizes=[LoadedComponent(key, nbytes) for key, nbytes in scenario.models.sizes.items()],
     )
     bindings = Bindings(infos)

@@ -1,4 +1,4 @@
-"""OverloadedCluster: a Cluster that admits edits under a latency objective as the server does."""
+"""OverloadedCluster: a Cluster that admits edits under a latency objective as the server does, or did."""
 
 from __future__ import annotations
 
@@ -8,12 +8,13 @@ from dataclasses import dataclass, field
 
 import msgspec
 
+from benchmarks.baselines.former.admission import is_refused
 from benchmarks.simulation.cluster import Cluster
 from benchmarks.simulation.scenario import MODEL, Scenario, make_trace
 from core.costs.load_report import LoadReport
 from core.costs.prediction_margin import PredictionMargin
 from core.messages.engine import EngineRequest, Finished
-from core.routing.admission import Terms, judge
+from core.routing.admission import Outlook, Terms, judge
 from core.routing.policies import outlook
 from core.routing.request_shape import RequestShape
 from core.scheduling.endings import Output
@@ -34,7 +35,7 @@ class Goodput:
 
 class OverloadedCluster(Cluster):
     """One run of a scenario under an objective of `slo_seconds`; None: nothing is refused. scheduling: see Cluster.
-    gives_up: see `judge`.
+    refuses: whether edits that are predicted to be late are refused, as for policies that did not decide this.
     """
 
     def __init__(
@@ -44,11 +45,11 @@ class OverloadedCluster(Cluster):
         seed: int,
         scheduling: Callable[[], SchedulingPolicy] | None = None,
         *,
-        gives_up: bool = False,
+        refuses: bool = False,
     ) -> None:
         super().__init__(scenario, "mask-aware", seed, scheduling=scheduling)
         self._slo = slo_seconds
-        self._gives_up = gives_up
+        self._refuses = refuses
         self._margin = PredictionMargin()
         self._ends: dict[int, str] = {}
         self._arrivals: dict[int, float] = {}
@@ -72,14 +73,19 @@ class OverloadedCluster(Cluster):
         if self._slo is not None:
             ahead = outlook(RequestShape.of_request(edit, MODEL), self.fleet, self._policy, now)
             assert ahead is not None
-            verdict = judge(ahead, Terms(None, self._slo), self._margin, gives_up=self._gives_up)
-            if verdict.refused:
+            if self._refuses and is_refused(ahead, self._slo, self._margin):
                 self._ends[index] = "refused"
                 return
             self._predictions[index] = ahead.seconds
-            if verdict.has_objective:
+            if self._has_objective(ahead, self._slo):
                 edit = msgspec.structs.replace(edit, objective=now + self._slo)
         super()._route(edit)
+
+    def _has_objective(self, ahead: Outlook, slo: float) -> bool:
+        """Whether an edit that is admitted may be dropped once it is late."""
+        if self._refuses:
+            return ahead.seconds * self._margin.high <= slo
+        return judge(ahead, Terms(None, slo), self._margin).has_objective
 
     def _hear(self, engine: int, report: LoadReport, outputs: tuple[Output, ...]) -> None:
         self.fleet.observe(engine, report, self.clock.now)

@@ -203,7 +203,7 @@ def spread(tasks: Sequence[SlotTask], ranks: Sequence[RankSlots]) -> list[LaneBu
     left = [slots.start for slots in ranks]
     for index, task in enumerate(tasks):
         seconds = task.before + task.after + task.steps * ranks[0].pace.seconds(1, task.size)
-        place = min(task.ranks or range(len(lanes)), key=lambda place: (left[place], place))
+        place = min(task.ranks or range(len(lanes)), key=lambda place: (left[place], len(lanes[place].chosen), place))
         left[place] += seconds
         lanes[place].chosen.append(index)
     for lane in lanes:

@@ -72,8 +72,7 @@ class RequestPrediction:
 class Elastic(SchedulingPolicy):
     """Keeps predictions, and the ranks on which the states of requests are."""
 
-    gives_up = True
-    shares_steps = True
+    spreads_models = False
 
     def __init__(self) -> None:
         self._lateness = Lateness(shares_steps=True)

@@ -119,7 +119,7 @@ class Goodput(SchedulingPolicy):
     other work. By default each rank has a device, and `RankShares` spreads the ops over them.
     """
 
-    gives_up = True
+    spreads_models = False
 
     def __init__(self, *, steps_apart: bool = False) -> None:
         self._work = WorkEstimator()

@@ -34,7 +34,6 @@ class Home(NamedTuple):
 class StepBatching(SchedulingPolicy):
     """It keeps nothing between passes but where steps are made, and predictions."""
 
-    gives_up = True
     spreads_models = True
 
     def __init__(self) -> None:

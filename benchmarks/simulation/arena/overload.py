@@ -14,8 +14,8 @@ from benchmarks.simulation.scenario import REFERENCE
 
 POLICIES = (OURS, *FORMER, "neustream")
 
-GIVE_UP = frozenset({OURS, "former goodput", "neustream"})
-"""Policies that decide which edits are too late: admission lets all in that are not hopeless."""
+LEFT = frozenset({"former step_batching", "former elastic"})
+"""Policies that left it to the server to decide which edits are too late: admission refused those for them."""
 
 LONE = 28 * (0.006 + 0.1 * (0.15 * 4096 + 512) / 4608)
 """Seconds that a mean edit takes alone."""
@@ -40,6 +40,5 @@ def contests() -> list[Contest]:
 
 def _play(num_ranks: int, load: float, policy: str, seed: int) -> Values:
     scenario = replace(REFERENCE, num_engines=1, num_ranks=num_ranks, num_edits=NUMBER, load=load)
-    gives_up = policy in GIVE_UP
-    cluster = OverloadedCluster(scenario, SCALE * LONE, seed, partial(make, policy), gives_up=gives_up)
+    cluster = OverloadedCluster(scenario, SCALE * LONE, seed, partial(make, policy), refuses=policy in LEFT)
     return {IN_TIME: cluster.measure(SCALE * LONE).ends["in time"] / NUMBER}

@@ -98,7 +98,7 @@ def test_a_lone_request_takes_what_was_measured(seconds: float, in_time: int) ->
 def test_requests_that_come_at_once_are_prepared_on_the_cores_there_are(num_cores: float, seconds: float) -> None:
     requests = [msgspec.structs.replace(request(name, 0.0, 0.0), deadline=None) for name in "ab"]
     around = Surroundings(prepare=2.0, deliver=0.0, trip=0.0, pause=0.0, outside_cpu=2.0)
-    served = serve(known(), around, "goodput", requests, [], num_ranks=2, num_cores=num_cores)
+    served = serve(known(), around, "default", requests, [], num_ranks=2, num_cores=num_cores)
     work = ALONE - AROUND.prepare - AROUND.deliver
     first = min(served.latencies.values())
     assert first == pytest.approx(seconds + work * (2 if num_cores < 2 else 1), rel=0.1)
@@ -108,7 +108,7 @@ def test_other_processes_delay_ranks_that_leave_no_core_free() -> None:
     requests = [request("a", 2.0, 100.0)]
     around = replace(AROUND, outside_cpu=1.0)
     spare, scarce = (
-        serve(known(), around, "goodput", requests, [request("w", 0.0, 0.0)], num_ranks=2, num_cores=number)
+        serve(known(), around, "default", requests, [request("w", 0.0, 0.0)], num_ranks=2, num_cores=number)
         for number in (2.0, 1.0)
     )
     beside = around.outside_cpu - around.prepare - around.deliver
@@ -121,7 +121,7 @@ def test_a_request_delays_ranks_by_what_it_costs_other_processes_itself() -> Non
     requests = [request("a", 2.0, 100.0), request("b", 50.0, 100.0)]
     own = {"b": replace(AROUND, outside_cpu=AROUND.prepare + AROUND.deliver + 1.0)}
     around = replace(AROUND, outside_cpu=0.0)
-    served = serve(known(), around, "step_batching", requests, [], num_ranks=1, num_cores=1, own=own)
+    served = serve(known(), around, "default", requests, [], num_ranks=1, num_cores=1, own=own)
     assert served.latencies["b"] - served.latencies["a"] == pytest.approx(1.0)
 
 
@@ -244,7 +244,7 @@ def test_rounds_are_compared_one_by_one() -> None:
         return [msgspec.structs.replace(every[0], in_time=number) for number in in_time]
 
     simulated = [Simulated(8, {}, [], 1.0, {}, Counter(), 0.01)] * 3
-    measured = {"goodput": rounds(12, 14, 10), "clockwork": rounds(10, 12, 8)}
+    measured = {"default": rounds(12, 14, 10), "clockwork": rounds(10, 12, 8)}
     (line,) = compared(measured, dict.fromkeys(measured, simulated))
     assert "goodput against clockwork: 1.200 +- 0.000 (predicted 1.000)" in line
     measured["clockwork"] = rounds(10, 16)  # a round is left to be run
@@ -291,13 +291,13 @@ def test_cells_are_measured_one_by_one_and_kept(
     flags = ["--model", str(model), "--results", str(results), "--num-prompts", "6", "--sizes", "64x64"]
     flags += ["--num-inference-steps", "uniform:2-4", "--num-templates", "2", "--cells", "3"]
     main([*flags, "--policies", "clockwork"])
-    main([*flags, "--policies", "clockwork", "goodput"])
+    main([*flags, "--policies", "clockwork", "default"])
     main([*flags, "--policies", "clockwork", "--rounds", "2"])
     kept = json.loads(results.read_text())
     assert list(kept["measured"]) == [CELLS[2].name]
     rounds = kept["measured"][CELLS[2].name]
-    assert {policy: len(of) for policy, of in rounds.items()} == {"clockwork": 2, "goodput": 1}
-    for of in [*rounds["clockwork"], *rounds["goodput"]]:
+    assert {policy: len(of) for policy, of in rounds.items()} == {"clockwork": 2, "default": 1}
+    for of in [*rounds["clockwork"], *rounds["default"]]:
         assert of["sent"] == 6 == sum(of[end] for end in ("in_time", "late", "refused", "given_up", "failed"))
         assert of["failed"] == 0
         was_served = of["in_time"] + of["late"] > 0  # a busy machine may refuse all
@@ -311,12 +311,12 @@ def test_cells_are_measured_one_by_one_and_kept(
     assert len(kept["alone"]["requests"]) == 6
     capsys.readouterr()
     monkeypatch.setattr(goodput_bench, "recorded_server", None)  # all is kept
-    main([*flags, "--policies", "clockwork", "goodput"])
+    main([*flags, "--policies", "clockwork", "default"])
     table = capsys.readouterr().out
     assert "there is no profile" in table
     assert "goodput against clockwork" in table
     with pytest.raises(SystemExit, match="other settings"):
         main([*flags, "--seed", "1"])
-    results.write_text('{"settings": {}, "measured": {"cell": {"goodput": {}}}}')
+    results.write_text('{"settings": {}, "measured": {"cell": {"default": {}}}}')
     with pytest.raises(SystemExit, match="remove it"):
         main(flags)

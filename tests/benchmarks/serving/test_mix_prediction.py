@@ -24,7 +24,7 @@ STEPS = 4
 WORK = sum(SECONDS.values()) + (STEPS - 1) * SECONDS["denoise"]
 """Seconds of an edit's batches."""
 LARGE = replace(AROUND, prepare=3.0, deliver=2.0)
-ONE_RANK = System("step_batching", 1, 1)
+ONE_RANK = System("default", 1, 1)
 
 
 def arrival(seed: int, now: float = 1.0, engine: int = 7) -> Arrival:
@@ -64,7 +64,7 @@ def test_edits_of_a_run_are_in_their_order_without_the_warm_ups() -> None:
     assert [each.request.spec.sampling.seed for each in found.warm_ups] == [3]
 
 
-@pytest.mark.parametrize("policy", ["elastic", "step_batching"])
+@pytest.mark.parametrize("policy", ["default", "default"])
 def test_each_kind_has_its_own_costs_beside_its_batches(alone: Alone, policy: str) -> None:
     found = predict(known(), alone, System(policy, 1, 1), edits(["small", "large"], [7, 7], [0.0, 50.0]), {})
     expected = [WORK + around.prepare + around.deliver for around in (AROUND, LARGE)]
@@ -73,7 +73,7 @@ def test_each_kind_has_its_own_costs_beside_its_batches(alone: Alone, policy: st
 
 
 def test_steps_of_a_fixed_degree_are_shared(alone: Alone) -> None:
-    systems = [System("step_batching", 1, 2, degree) for degree in (1, 2)]
+    systems = [System("default", 1, 2, degree) for degree in (1, 2)]
     one, two = (predict(known(), alone, system, edits(["small"], [7], [0.0]), {}) for system in systems)
     assert (one.num_steps, two.num_steps) == ({1: STEPS}, {2: STEPS})
     saved = (1 - TWO_RANKS) * STEPS * SECONDS["denoise"]
@@ -81,7 +81,7 @@ def test_steps_of_a_fixed_degree_are_shared(alone: Alone) -> None:
 
 
 def test_edits_wait_for_those_of_their_own_engine_alone(alone: Alone) -> None:
-    system = System("step_batching", 2, 1)
+    system = System("default", 2, 1)
     kinds, due = ["small"] * 2, [0.0, 0.0]
     apart, together = (predict(known(), alone, system, edits(kinds, engines, due), {}) for engines in ([7, 8], [7, 7]))
     assert apart.latencies[0] == pytest.approx(apart.latencies[1])

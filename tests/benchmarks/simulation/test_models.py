@@ -121,8 +121,8 @@ def test_a_rank_loads_one_component_after_the_other_and_is_slower_meanwhile() ->
 def test_a_request_waits_for_its_load_exactly_as_long_as_the_load_takes() -> None:
     """Each rank has room for one model: the third one is loaded when its request comes."""
     scenario = short(FIVE, fits=1, num_ranks=2)
-    alone, seconds = serve(scenario, "step_batching", 0, arrivals(scenario, ["0"], 1.0)), OWN["transformer"] / 5e9
-    served = serve(scenario, "step_batching", 0, arrivals(scenario, ["4"], 1.0))
+    alone, seconds = serve(scenario, "default", 0, arrivals(scenario, ["0"], 1.0)), OWN["transformer"] / 5e9
+    served = serve(scenario, "default", 0, arrivals(scenario, ["4"], 1.0))
     assert (len(alone.loaded), len(served.loaded)) == (0, 1)
     assert served.latencies["0"] == pytest.approx(alone.latencies["0"] + seconds)
     assert served.watch.waiting_for_loads == pytest.approx(seconds)
@@ -134,20 +134,20 @@ def test_a_request_waits_for_its_load_exactly_as_long_as_the_load_takes() -> Non
 # ------------------------------------------------------------------------------------------------- what policies make
 
 
-@pytest.mark.parametrize("policy", ["step_batching", "goodput"])
+@pytest.mark.parametrize("policy", ["default", "former goodput"])
 @pytest.mark.parametrize("fits", [0, 1, 2, 3])
 def test_every_request_is_answered_within_the_budget(policy: str, fits: int) -> None:
     served = serve(short(FIVE, fits=fits), policy, 1)
     assert len(served.latencies) == 60
     assert not served.watch.avoidable
-    if fits in (0, 3) and policy == "step_batching":
+    if fits in (0, 3) and policy == "default":
         assert not served.loaded, "all five are there"
         assert not served.watch.waited_for_loads
 
 
 def test_more_memory_is_never_slower() -> None:
     """Copies share the steps."""
-    means = {fits: mean(serve(short(FIVE, 200, fits=fits), "step_batching", 2)) for fits in (1, 2, 0)}
+    means = {fits: mean(serve(short(FIVE, 200, fits=fits), "default", 2)) for fits in (1, 2, 0)}
     assert means[1] > means[2] > means[0]
 
 
@@ -160,7 +160,7 @@ def test_lone_requests_load_as_often_as_the_least_recently_used_is_wanted_again(
     models = ModelSet.alike(20, zipf(20, 0.8), OWN, SHARED)
     scenario = short(FIVE, 500, models=models, num_ranks=4, fits=2)
     names = models.draw(np.random.default_rng(3), 500)
-    served = serve(scenario, "step_batching", 0, arrivals(scenario, names, 30.0))
+    served = serve(scenario, "default", 0, arrivals(scenario, names, 30.0))
     share = len(served.loaded) / 500
     assert share == pytest.approx(lru_loads(models.weights, 8), abs=0.04)
     assert least_loads(names, list(models.models), 8) / 500 < share
@@ -175,7 +175,7 @@ def test_the_optimum_drops_what_is_needed_last() -> None:
 
 
 def test_what_is_poisonous_ends_ranks_that_come_back() -> None:
-    served = serve(short(MODEL_SCENARIOS["poisonous-model"], 80), "step_batching", 0)
+    served = serve(short(MODEL_SCENARIOS["poisonous-model"], 80), "default", 0)
     assert served.num_deaths > 0
     assert not served.has_given_up
     poisonous = [request for request in served_models(80) if request.model == "3"]
@@ -188,7 +188,7 @@ def served_models(number: int) -> list[EngineRequest]:
 
 def test_an_engine_whose_only_rank_keeps_dying_gives_up_and_answers_all() -> None:
     scenario = short(FIVE, num_ranks=1, fits=0, poison_models=frozenset(FIVE.models.models))
-    served = serve(scenario, "step_batching", 0)
+    served = serve(scenario, "default", 0)
     assert served.failures.total() == 60
     assert not served.latencies
 
@@ -198,12 +198,12 @@ def test_an_engine_whose_only_rank_keeps_dying_gives_up_and_answers_all() -> Non
 
 def test_the_command_reports_what_loads_cost(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(MODEL_SCENARIOS, "five", short(FIVE, 30))
-    run = simulate(replace(MODEL_SCENARIOS["five"], fits=1), "step_batching", 0)
+    run = simulate(replace(MODEL_SCENARIOS["five"], fits=1), "default", 0)
     assert 0 < run.wait_for_loads <= 1
     assert run.loads >= run.least_loads > 0
     (head, *_), (row,) = ([*table([run])][i:j] for i, j in ((1, 2), (3, 4)))
     assert head.startswith("five")
-    assert row.split()[:2] == ["1", "step_batching"]
+    assert row.split()[:2] == ["1", "default"]
     output = tmp_path / "out.json"
     main(["--models", "five", "--fits", "2", "--processes", "1", "--output", str(output)])
     (line,) = output.read_text().splitlines()

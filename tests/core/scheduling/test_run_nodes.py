@@ -28,7 +28,7 @@ from core.run_class import RunClass
 from core.scheduling.endings import Output
 from core.scheduling.ops.run import RUN
 from core.scheduling.policies import make_policy
-from core.scheduling.policies.step_pass import StepBatching
+from core.scheduling.policies.planner.default import Default
 from core.scheduling.ranks.quarantine import GOOD_BATCHES
 from core.scheduling.scheduler import StepScheduler
 
@@ -42,7 +42,7 @@ def digests(site: Site, request: EngineRequest) -> list[int]:
 
 
 def made_alone(request: EngineRequest, served: Sequence[Workflow]) -> list[int]:
-    site = Site(Random(0), 1, StepBatching(), served)
+    site = Site(Random(0), 1, Default(), served)
     site.scheduler.add(request)
     site.finish()
     return digests(site, request)
@@ -52,7 +52,7 @@ def made_alone(request: EngineRequest, served: Sequence[Workflow]) -> list[int]:
 def test_two_hundred_requests_end_once_whatever_dies_or_is_aborted(num_ranks: int) -> None:
     random = Random(num_ranks)
     served = [random_workflow(random, f"w{index}", random.randint(1, 9)) for index in range(20)]
-    site = Site(random, num_ranks, StepBatching(), served)
+    site = Site(random, num_ranks, Default(), served)
     requests = [run_request(str(index), random.choice(served)) for index in range(200)]
     aborted = set[str]()
     for request in requests:
@@ -96,7 +96,7 @@ def test_every_policy_ends_runs_beside_edits(name: str, seed: int, num_ranks: in
 @given(st.integers(0, 1 << 30), st.integers(1, 3), st.integers(0, 4))
 def test_loops_of_classes_survive_deaths(seed: int, num_ranks: int, num_deaths: int) -> None:
     random = Random(seed)
-    site = Site(random, num_ranks, StepBatching(), (DOUBLING,))
+    site = Site(random, num_ranks, Default(), (DOUBLING,))
     runs = [run_request(str(index), DOUBLING, rounds=(random.randint(1, 6),)) for index in range(4)]
     for request in runs:
         site.scheduler.add(request)
@@ -111,7 +111,7 @@ def test_loops_of_classes_survive_deaths(seed: int, num_ranks: int, num_deaths: 
 
 
 def make_site(num_ranks: int = 1, *served: Workflow, **limits: int) -> Site:
-    return Site(Random(0), num_ranks, StepBatching(), served or (DIAMOND,), **limits)
+    return Site(Random(0), num_ranks, Default(), served or (DIAMOND,), **limits)
 
 
 def until_loaded(site: Site) -> None:

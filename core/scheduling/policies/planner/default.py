@@ -42,6 +42,7 @@ class Default(SchedulingPolicy):
         self._plan = Plan()
         self._seen: tuple[RankIds, int] = (), 0  # the live ranks when the plan was made, and what they had
         self._large: list[Request] = []  # of the last whole pass, those that may be given work
+        self._is_large_left_out = False  # there are others
         self._passes_left = 0  # passes until the plan is made again
         self._tried = set[str]()  # ids of live requests that plans have served although they were late
         # Written by events, and reset when the plan is looked at.
@@ -103,6 +104,7 @@ class Default(SchedulingPolicy):
             self._groups.is_settled = True
         else:
             groups, self._large, lanes = self._groups.choose(view, requests, small, now)
+        self._is_large_left_out = len(small) + len(self._large) < len(requests)
         costs = {each.id: self._prediction(view, each).cost for each in requests if each.id in small}
         return LanePass(
             view,
@@ -123,7 +125,9 @@ class Default(SchedulingPolicy):
         running = view.requests.running
         if self._large and not all(each.progress.steps_left for each in running):
             return None  # ranks will be free soon
-        served = {each.id for each in (*self._plan.served, *self._large) if has_steps(each)}
+        if self._is_large_left_out and not self._repeated.has_all(view.idle_ranks):
+            return None
+        served = [each for each in (*self._plan.served, *self._large) if has_steps(each)]
         return self._repeated.next(view, served, self._homes)
 
     def _all_lanes(self, view: View) -> RankIds:

@@ -210,22 +210,13 @@ class Groups:
             steps = request.progress.steps_left
             slots -= not is_waiting and steps > 0
             place = prediction.place if is_waiting else prediction.place_in_line(request, steps, len(view.ranks))
-            time = due(head)
-            work = prediction.other_seconds(request) + steps * (
-                prediction.cost.extra if prediction.is_small else prediction.seconds[1]
-            )
-            work /= len(view.ranks)
+            time, beside = due(head), prediction.other_seconds(request)
+            of_step = prediction.cost.extra if prediction.is_small else prediction.seconds[1]
+            work = (beside + steps * of_step) / len(view.ranks)
             seconds += work
-            slack = inf if time is None else time - now
-            member = _Member(
-                place,
-                request,
-                steps,
-                work,
-                slack - prediction.other_seconds(request) - steps * prediction.seconds[prediction.efficient],
-            )
+            slack = inf if time is None else time - now - beside - steps * prediction.seconds[prediction.efficient]
             places.append((head.owner, head.priority))
-            lines.setdefault(places[-1], []).append(member)
+            lines.setdefault(places[-1], []).append(_Member(place, request, steps, work, slack))
         ordered = {line: _smith(members, seconds) for line, members in lines.items()}
         done, others = list[RequestSteps](), list[RequestSteps]()
         for line in places:
@@ -252,7 +243,9 @@ class Groups:
             lanes *= 2
         steps = round(sum(each.progress.steps_left for each in mine) / number)
         held = tuple(each for each in self.lanes if each in view.ranks)
-        first = power_of_two(max(1, min(num_next, max(seconds))))
+        # On one lane so many of them take at most twice the time of one.
+        together = 1 + int(base * number / extra) if extra else number
+        first = power_of_two(max(1, min(num_next // together, max(seconds))))
         return Contender(SMALL, steps, seconds, 0.0, first, held, is_running=False)
 
     def _with_lanes(self, view: View, contenders: list[Contender], mine: Sequence[Request]) -> list[Contender]:
@@ -269,8 +262,8 @@ class Groups:
         held = sorted(contenders[index].held, key=lambda rank: rank not in busy)
         lanes = list[Contender]()
         for lane in range(max(number, sum(rank in busy for rank in held))):
-            ranks = (held[lane],) if lane < len(held) else ()
-            is_running = bool(ranks) and ranks[0] in busy
+            ranks: RankIds = (held[lane],) if lane < len(held) else ()
+            is_running = not busy.isdisjoint(ranks)
             lanes.append(Contender(f"/{lane}", 0, {1: 0.0}, 0.0, 1, ranks, is_running, is_ending=False))
         return contenders[:index] + lanes + contenders[index + 1 :]
 

@@ -48,7 +48,9 @@ class Homes:
         steps of all requests will take least time. ranks: at least one.
         """
         own = [rank for rank in self._ranks.get(request.id, {}).values() if rank in ranks]
-        rank = own[0] if own else min(ranks, key=lambda rank: (self.round_seconds(rank, keys, cost), rank))
+        number = self.num_on(ranks)
+        costs = ((self.round_seconds(rank, keys, cost), number[rank], rank) for rank in ranks)
+        rank = own[0] if own else min(costs)[-1]
         self.set(request, keys, rank, cost)
         return rank
 

@@ -43,20 +43,15 @@ class LanePass(StepPass):
         return large + small
 
     def _admit_planned(self) -> list[Request]:
-        """Requests that have made all of their steps, then served ones, of which new ones need memory. If requests that
-        have begun and are not served take all memory, the one of them with the fewest steps left goes on to make room.
-        """
-        admitted, begun, room = list[Request](), list[Request](), self.view.config.max_num_seqs
+        """Requests that have made all of their steps, then served ones, of which new ones need memory."""
+        admitted, room = list[Request](), self.view.config.max_num_seqs
         for request in self.view.requests.running:
             room -= _has_slot(request)
             if request.id in self.apart or request.id in self.given_up:
                 continue
-            if request.progress.steps_left:
-                begun.append(request)
-            else:
+            if not request.progress.steps_left:
                 admitted.append(request)
                 self._held |= self._finishing_rank(request)
-        num_done = len(admitted)
         for request in (*self.plan.others, *self.plan.served):
             if request.status is Status.WAITING:
                 if room <= 0 or not self.view.may_begin(request):
@@ -65,9 +60,30 @@ class LanePass(StepPass):
                 admitted.append(request)
             elif has_steps(request):
                 admitted.append(request)
-        if room <= 0 and len(admitted) == num_done:
-            admitted += sorted(begun, key=lambda request: (request.progress.steps_left, request.id))[:1]
         return admitted
+
+    def _choose_step(self) -> Mapping[int, int]:
+        """The steps of served requests. Where a rank would have nothing to do, because these wait for pages or memory
+        that others hold, one that has begun goes on.
+        """
+        tokens = dict(StepPass._choose_step(self))
+        idle = {rank for rank in self.view.idle_ranks - self._held if not self._has_work(rank)}
+        admitted = {request.id for request, _ in self._candidates}
+        for request in self.view.requests.running if idle else ():
+            if not has_steps(request) or request.id in admitted | self.apart | self.given_up:
+                continue
+            for node in self.view.ready(request):
+                ranks, sizes = self._ranks_of(request, node), request.sizes(node)
+                if not idle.issuperset(ranks):
+                    continue
+                if self._can_run(request, node):
+                    self._add([(request, node)])
+                    idle.difference_update(ranks)
+                    if node.name in request.workflow.step_names:
+                        tokens |= dict.fromkeys(ranks, sizes.num_step_tokens * sizes.num_rows)
+                else:
+                    self._candidates.append((request, [node]))  # its inputs may have to be fetched
+        return tokens
 
     def _finishing_rank(self, request: Request) -> set[int]:
         """The rank that makes a request's last step, if its picture is decoded there, too. The rank is kept free for

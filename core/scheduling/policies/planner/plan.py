@@ -185,7 +185,7 @@ class Planner:
         return why_late(head, self._end(candidate, CERTAIN if has_begun else 1.0))
 
     def _place_apart(self, groups: Mapping[ModelKeys, Sequence[Candidate]]) -> None:
-        """Give the most urgent requests of several denoisers homes, because lanes are planned for each denoiser alone."""
+        """Give the first requests of each denoiser homes, because lanes are planned for each denoiser alone."""
         for denoiser, group in groups.items():
             ranks = self._ranks(group[0].request)
             for each in group[: LOOK_AHEAD * self.view.config.max_num_seqs]:
@@ -284,12 +284,14 @@ class Planner:
 
     def _pace(self, candidates: Sequence[Candidate], most: int) -> Pace:
         """Seconds of steps by number of requests and sum of their tokens: exact where all requests have the fewest or
-        all have the most tokens of any candidate, and linear between.
+        all have the most tokens of any candidate, and linear between. 0 for all while that of one is unknown.
         """
         head = candidates[0].request
         step, rows = step_node(head), head.spec.num_rows
         keys, tokens = max(each.work.keys for each in candidates), [each.work.tokens for each in candidates]
         low, high = min(tokens), max(tokens)
+        if not self._step_seconds(head, step, rows, high / rows, keys / rows):
+            return Pace((0.0,), (0.0,))
         fixed, slope = list[float](), list[float]()
         for number in range(1, most + 1):
             below = self._step_seconds(head, step, number * rows, low / rows, keys / rows)

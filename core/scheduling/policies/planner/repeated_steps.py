@@ -7,7 +7,7 @@ has changed.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterable
+from collections.abc import Callable, Collection, Iterable, Sequence
 
 from core.handles import RankIds
 from core.scheduling.dispatch import Decision, Dispatch
@@ -51,14 +51,18 @@ class RepeatedSteps:
                 self._batches[each.ranks] = each
                 self._names.update(request.id for request, _ in each.items)
 
-    def next(self, view: View, served: Collection[str], homes: Homes) -> list[Dispatch] | None:
-        """The batches that the open ranks are to repeat; None if there may be anything else to do. served: ids of the
-        requests that are to make steps. homes: of the small requests.
+    def has_all(self, ranks: frozenset[int]) -> bool:
+        """Whether each of these ranks has a batch to repeat."""
+        return ranks.issubset({rank for each in self._batches for rank in each})
+
+    def next(self, view: View, served: Sequence[Request], homes: Homes) -> list[Dispatch] | None:
+        """The batches that the open ranks are to repeat; None if there may be anything else to do. served: requests
+        that are to make steps. homes: of the small requests.
         """
-        if not self._names.issuperset(served) or view.jobs():
+        newcomers = [request for request in served if request.id not in self._names]
+        if view.jobs() or not all(_is_elsewhere(view, request, homes) for request in newcomers):
             return None
-        if not view.idle_ranks.issubset({rank for ranks in self._batches for rank in ranks}):
-            return None  # it may have work that was not there before
+        ids = {request.id for request in served}
         batches = [batch for ranks, batch in self._batches.items() if view.open_ranks.issuperset(ranks)]
         all_repeat = sum(len(batch.ranks) for batch in batches) == len(view.open_ranks)
         for request in view.requests.running:
@@ -67,17 +71,22 @@ class RepeatedSteps:
             if not request.progress.steps_left and _is_sent_to(request, view.open_ranks):  # its decode is next
                 return None
             names = request.workflow.step_names
-            if any(node.name not in names for node in view.ready(request)):
-                if not (all_repeat and _is_elsewhere(view, request, homes)):
-                    return None
-        return batches if all(_can_be_repeated(view, batch, served) for batch in batches) else None
+            is_only_stepping = all(node.name in names for node in view.ready(request))
+            if not (is_only_stepping or (all_repeat and _is_elsewhere(view, request, homes))):
+                return None
+        can_all = all(_can_be_repeated(view, batch, ids) for batch in batches)
+        return batches if batches and can_all else None
 
 
 def _is_elsewhere(view: View, request: Request, homes: Homes) -> bool:
-    """Whether a request that has begun has nothing on the open ranks, and is not at home on one of them. Other work of
-    it goes there or to a rank without requests.
+    """Whether a request has begun, has nothing on the open ranks, and is not at home on one of them. Other work of it
+    goes there or to a rank without requests.
     """
-    return view.open_ranks.isdisjoint(request.ranks) and homes.of(request) not in (None, *view.open_ranks)
+    return (
+        request.status is Status.RUNNING
+        and view.open_ranks.isdisjoint(request.ranks)
+        and homes.of(request) not in (None, *view.open_ranks)
+    )
 
 
 def _is_sent_to(request: Request, ranks: frozenset[int]) -> bool:

@@ -15,8 +15,8 @@ from core.graph.workflows.hires import HIRES
 from core.graph.workflows.inpaint import INPAINT
 from core.messages.engine import EngineRequest
 from core.messages.worker import BatchResult, StepPlan, TransferDone
-from core.scheduling.policies.goodput.goodput import Goodput
-from core.scheduling.policies.step_pass import StepBatching
+from core.scheduling.policies.papers.neustream import NeuStream
+from core.scheduling.policies.planner.default import Default
 from core.scheduling.recovery import checkpoints
 from core.scheduling.recovery.checkpoints import MAX_ROUNDS, MAX_SHARE, rounds_between
 from core.scheduling.values.values import ValueTable
@@ -153,7 +153,7 @@ def test_a_death_repeats_no_more_steps_than_lie_between_two_checkpoints(
 ) -> None:
     """And the one that was under way when the last of them was written."""
     random = Random(seed)
-    site = Site(random, num_ranks, StepBatching(), (ACCEPTANCE,), max_plans_in_flight=2)
+    site = Site(random, num_ranks, Default(), (ACCEPTANCE,), max_plans_in_flight=2)
     requests = [draw(random, str(number)) for number in range(random.randint(1, 4))]
     with checkpoints_every(rounds):
         run_all(site, requests, num_deaths)
@@ -169,7 +169,7 @@ def test_a_death_repeats_no_more_steps_than_lie_between_two_checkpoints(
 def test_a_small_arena_costs_steps_but_no_request(seed: int, num_ranks: int, num_deaths: int, room: int) -> None:
     """room: for so many values, half of it for those that move from rank to rank."""
     random = Random(seed)
-    site = Site(random, num_ranks, StepBatching() if seed % 2 else Goodput(), (ACCEPTANCE,))
+    site = Site(random, num_ranks, Default(), (ACCEPTANCE,))
     site.scheduler.values._space = ValueTable(num_bytes=room * 64)._space
     requests = [draw(random, str(number)) for number in range(random.randint(2, 6))]
     with checkpoints_every(1):
@@ -178,7 +178,7 @@ def test_a_small_arena_costs_steps_but_no_request(seed: int, num_ranks: int, num
 
 def test_what_leaves_the_arena_is_not_read_there_any_more() -> None:
     """Other values will lie there; what ranks have is fetched again."""
-    site = Site(Random(0), 2, Goodput(steps_apart=True), max_plans_in_flight=1)
+    site = Site(Random(0), 2, NeuStream(), max_plans_in_flight=1)
     requests = [make_edit("a", steps=40), make_edit("b", steps=40)]
     site.scheduler.add(requests[0])
     run_until(site, lambda: site.workers.steps_done("a") == 3)

@@ -20,7 +20,7 @@ from core.graph.workflows.hires import HIRES
 from core.graph.workflows.inpaint import INPAINT
 from core.messages.engine import EngineRequest, Failed
 from core.messages.worker import StepPlan
-from core.scheduling.policies.step_pass import StepBatching
+from core.scheduling.policies.planner.default import Default
 from core.scheduling.view import View
 
 
@@ -67,7 +67,7 @@ def test_edits_end_once_whatever_dies_fails_or_is_aborted(
     data: st.DataObject, seed: int, num_ranks: int, num_deaths: int
 ) -> None:
     """With the default policy. Those that are not aborted and do not fail tell all their previews and finish."""
-    site = Site(Random(seed), num_ranks, StepBatching(), (ACCEPTANCE,), max_num_seqs=3)
+    site = Site(Random(seed), num_ranks, Default(), (ACCEPTANCE,), max_num_seqs=3)
     requests = [draw_edit(data, str(number)) for number in range(data.draw(st.integers(1, 6)))]
     aborted = {request.request_id for request in requests if data.draw(st.integers(0, 4)) == 0}
     failing = {request.request_id for request in requests if data.draw(st.integers(0, 6)) == 0}
@@ -109,7 +109,7 @@ def ranks_of_steps(site: Site, request_id: str) -> Callable[[], set[int]]:
     return lambda: ranks
 
 
-def test_the_other_rank_goes_on_while_one_is_dead_and_gives_back_its_work_when_it_joins() -> None:
+def test_the_other_rank_goes_on_while_one_is_dead_and_a_newcomer_goes_to_it_when_it_joins() -> None:
     site, long, short = make_site(2), make_edit("long", steps=40), make_edit("short", steps=3)
     site.scheduler.add(long)
     run_until(site, lambda: site.workers.steps_done("long") == 5)
@@ -119,11 +119,14 @@ def test_the_other_rank_goes_on_while_one_is_dead_and_gives_back_its_work_when_i
     run_until(site, lambda: "short" in site.ended and site.workers.steps_done("long") == 20)
     assert ranks() == {1}
     site.join(0)
-    ranks().clear()
+    newcomer = make_edit("newcomer", steps=10)
+    others = ranks_of_steps(site, "newcomer")
+    site.scheduler.add(newcomer)
     run_until(site, lambda: site.workers.steps_done("long") == 30)
-    assert 0 in ranks()
+    assert ranks() == {1}
+    assert others() == {0}
     site.finish()
-    for request in (long, short):
+    for request in (long, short, newcomer):
         check_finished(site, request)
 
 

@@ -1,4 +1,4 @@
-"""Deadlines: requests that cannot finish in time are dropped, and none joins a batch if that makes others late."""
+"""Requests that cannot finish in time are dropped, and none joins a batch if that makes others late."""
 
 from __future__ import annotations
 
@@ -7,14 +7,9 @@ from dataclasses import dataclass
 import msgspec
 import pytest
 from fakes import MODEL, FakeWorkers, apply, make_edit
-from hypothesis import given
-from hypothesis import strategies as st
 
 from benchmarks.simulation.machine import FrozenCosts
 from core.config import SchedulerConfig
-from core.costs.batch_forecast import BatchForecast, Member, ends
-from core.costs.load_report import RequestLoad
-from core.costs.slot_forecast import SlotForecast, alone
 from core.graph.work import Work
 from core.messages.engine import EngineRequest, Failed, Finished
 from core.scheduling.endings import Output
@@ -22,51 +17,6 @@ from core.scheduling.scheduler import StepScheduler
 
 STEP, TOKENS = 0.1, 280
 """Seconds that a request adds to a step of nothing else, and its tokens."""
-
-
-def load(steps: int, seconds: float, other: float = 0.0) -> RequestLoad:
-    return RequestLoad(steps, seconds, other)
-
-
-def test_ends_of_requests_that_share_steps() -> None:
-    assert ends([load(2, 1.0), load(4, 2.0, other=0.5)], 1.0) == pytest.approx([2 * 4.0, 2 * 4.0 + 2 * 3.0 + 0.5])
-
-
-@given(st.lists(st.tuples(st.integers(1, 30), st.floats(0.01, 5.0)), min_size=1, max_size=6), st.floats(0.0, 2.0))
-def test_ends_are_those_of_a_run_made_step_by_step(requests: list[tuple[int, float]], base: float) -> None:
-    now, left, done = 0.0, dict(enumerate(requests)), {}
-    while left:
-        now += base + sum(seconds for _, seconds in left.values())
-        left = {index: (steps - 1, seconds) for index, (steps, seconds) in left.items()}
-        done |= {index: now for index, (steps, _) in left.items() if not steps}
-        left = {index: request for index, request in left.items() if request[0]}
-    expected = [done[index] for index in range(len(requests))]
-    assert ends([load(*request) for request in requests], base) == pytest.approx(expected)
-
-
-@given(st.integers(0, 5), st.integers(1, 20), st.integers(1, 6))
-def test_the_next_slot_is_never_predicted_too_late(num_running: int, steps: int, num_slots: int) -> None:
-    """Requests are given up by it: with a free slot it is exact, otherwise it includes the wait for one."""
-    running, newcomer = [load(3 + index, 0.5) for index in range(num_running)], load(steps, 0.25, other=0.1)
-    seconds = SlotForecast(running, num_slots, 0.1).seconds(newcomer)
-    assert seconds >= alone(newcomer, 0.1) - 1e-9
-    if num_running < num_slots:
-        assert seconds == pytest.approx(ends([*running, newcomer], 0.1)[-1])
-
-
-def test_no_request_joins_that_makes_others_late() -> None:
-    forecast = BatchForecast([Member(load(4, 1.0), due_in=7.0)], 0.0)
-    assert not forecast.admit(Member(load(4, 1.0), due_in=None)), "8 s for both"
-    assert forecast.admit(Member(load(3, 1.0), due_in=None)), "7 s"
-    assert not forecast.admit(Member(load(1, 0.1), due_in=None)), "it is remembered who has joined"
-
-
-def test_requests_that_are_late_anyway_do_not_block_newcomers() -> None:
-    assert BatchForecast([Member(load(4, 1.0), due_in=3.0)], 0.0).admit(Member(load(4, 1.0), due_in=None))
-    assert BatchForecast([], 0.0).admit(Member(load(4, 1.0), due_in=1.0))
-
-
-# ----------------------------------------------------------------------------------------------------- the scheduler
 
 
 @dataclass
@@ -145,15 +95,18 @@ def test_a_running_request_is_dropped_when_its_timeout_is_sure_to_pass(engine: E
     engine.now += 0.5
     output = engine.run()["a"]
     assert kind(output) == "deadline_exceeded"
-    assert engine.now < 2.0, "before it passes"
+    assert engine.now <= 2.0, "not after it has passed"
 
 
-def test_a_waiting_request_is_dropped_before_its_timeout(engine: Engine) -> None:
+def test_a_request_that_can_make_its_timeout_goes_before_one_that_has_none(engine: Engine) -> None:
     engine.scheduler.add(edit("running", steps=40))
     engine.run(until=0.2)
-    engine.scheduler.add(edit("waits", deadline=1.5))
-    outputs = engine.run(until=0.4)
-    assert kind(outputs["waits"]) == "deadline_exceeded", "beside the other it takes 2 s"
+    engine.scheduler.add(edit("urgent", deadline=1.5))
+    outputs = engine.run(until=1.5)
+    assert kind(outputs["urgent"]) == "Finished", "beside the other it would take 2 s"
+    engine.scheduler.add(edit("hopeless", deadline=engine.now + 0.6))
+    outputs = engine.run(until=engine.now + 0.2)
+    assert kind(outputs["hopeless"]) == "deadline_exceeded", "alone it takes 1 s"
 
 
 def test_a_waiting_request_is_not_dropped_on_a_doubtful_prediction_while_none_runs(engine: Engine) -> None:

@@ -6,7 +6,7 @@ import pytest
 
 from core.graph.op import OpWork
 from core.messages.worker import Batch, BatchResult, Item
-from core.scheduling.policies.goodput.pauses import Pauses
+from core.scheduling.policies.planner.pauses import Pauses
 
 
 def note(pauses: Pauses, request: str, started: float, seconds: float = 1.0, rank: int = 0) -> None:

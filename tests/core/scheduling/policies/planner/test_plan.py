@@ -1,4 +1,4 @@
-"""The policies goodput and neustream: what they serve, what they give up, and in which order."""
+"""The policies default and neustream: what they serve, what they give up, and in which order."""
 
 from __future__ import annotations
 
@@ -24,8 +24,8 @@ from core.graph.work import Work
 from core.messages.engine import EngineRequest, Failed, Finished
 from core.messages.worker import Batch, ItemResult
 from core.scheduling.endings import Output
-from core.scheduling.policies.goodput.goodput import Plan, Planner
-from core.scheduling.requests.request import SUSPECT_DEATHS
+from core.scheduling.policies.planner.plan import Plan, Planner
+from core.scheduling.requests.request import SUSPECT_DEATHS, Request
 from core.scheduling.scheduler import StepScheduler
 
 TOKENS = 280
@@ -120,9 +120,9 @@ def test_a_slot_that_is_left_goes_to_the_next_in_line_without_a_new_plan(monkeyp
     """
     plans, make = list[float](), Planner.plan
 
-    def plan(self: Planner) -> Plan:
+    def plan(self: Planner, requests: Sequence[Request]) -> Plan:
         plans.append(self.now)
-        return make(self)
+        return make(self, requests)
 
     monkeypatch.setattr(Planner, "plan", plan)
     engine = Engine("default", latencies={1: 1.0, 2: 2.0, 3: 3.0, 4: 4.0}, decode=0.5)

@@ -14,9 +14,9 @@ from hypothesis import strategies as st
 from ranks_that_die import Site, check_finished, run_until
 
 from core.scheduling.dispatch import Decision, Dispatch
-from core.scheduling.policies.goodput.goodput import Goodput, GoodputPass
-from core.scheduling.policies.goodput.rank_shares import RankShares
-from core.scheduling.policies.goodput.repeated_steps import RepeatedSteps
+from core.scheduling.policies.planner.default import Default
+from core.scheduling.policies.planner.homes import Homes
+from core.scheduling.policies.planner.repeated_steps import RepeatedSteps
 from core.scheduling.requests.request import Request
 from core.scheduling.view import View
 
@@ -27,18 +27,14 @@ def _told(decision: Decision) -> tuple[tuple[int, ...], list[tuple[str, str]]]:
 
 
 @contextmanager
-def compared(policy: Goodput) -> Iterator[list[bool]]:
+def compared(policy: Default) -> Iterator[list[bool]]:
     """While each pass of this policy is made in both ways; for each, whether it was a repetition."""
     were_repeated, find = list[bool](), RepeatedSteps.next
 
-    def both(
-        self: RepeatedSteps, view: View, served: Sequence[Request], shares: RankShares | None
-    ) -> list[Dispatch] | None:
-        found = find(self, view, served, shares)
+    def both(self: RepeatedSteps, view: View, served: Sequence[Request], homes: Homes) -> list[Dispatch] | None:
+        found = find(self, view, served, homes)
         if found is not None:
-            given_up = frozenset(each.request.id for each in policy._plan.given_up)
-            now_served = [request for lane in policy._plan.lanes for request in lane.served]
-            whole = GoodputPass(view, served=now_served, given_up=given_up, shares=policy._shares).run()
+            whole = policy._whole_pass(view, view._now, policy._given_up())
             assert sorted(map(_told, whole)) == sorted(map(_told, found))
         were_repeated.append(found is not None)
         return found
@@ -55,7 +51,7 @@ def compared(policy: Goodput) -> Iterator[list[bool]]:
 def test_a_repeated_batch_is_what_a_whole_pass_would_choose(
     seed: int, num_ranks: int, num_deaths: int, most: int
 ) -> None:
-    random, policy = Random(seed), Goodput()
+    random, policy = Random(seed), Default()
     site = Site(random, num_ranks, policy, max_num_seqs=most)
     with compared(policy):
         for number in range(random.randint(1, 8)):
@@ -72,7 +68,7 @@ def test_a_repeated_batch_is_what_a_whole_pass_would_choose(
 
 
 def test_most_passes_of_a_long_request_are_repetitions() -> None:
-    policy = Goodput()
+    policy = Default()
     site = Site(Random(0), 2, policy, max_plans_in_flight=1)
     with compared(policy) as were_repeated:
         site.scheduler.add(make_edit("a", steps=40))
@@ -81,7 +77,7 @@ def test_most_passes_of_a_long_request_are_repetitions() -> None:
 
 
 def test_steps_are_repeated_while_another_rank_prepares_a_request() -> None:
-    policy = Goodput()
+    policy = Default()
     site = Site(Random(0), 2, policy, max_plans_in_flight=1)
     site.scheduler.add(make_edit("a", steps=40))
     run_until(site, lambda: site.workers.steps_done("a") >= 5)
@@ -98,15 +94,13 @@ def test_steps_are_repeated_while_another_rank_prepares_a_request() -> None:
 
 def test_steps_of_a_request_without_a_slot_are_not_repeated() -> None:
     """It went on to make room, which may be there now."""
-    site, find, found = Site(Random(0), 2, Goodput(), max_plans_in_flight=1), RepeatedSteps.next, list[object]()
+    site, find, found = Site(Random(0), 2, Default(), max_plans_in_flight=1), RepeatedSteps.next, list[object]()
     site.scheduler.add(make_edit("a", steps=40))
     run_until(site, lambda: site.workers.steps_done("a") >= 5)
 
-    def asked(
-        self: RepeatedSteps, view: View, served: Sequence[Request], shares: RankShares | None
-    ) -> list[Dispatch] | None:
-        if again := find(self, view, served, shares):
-            found.append(find(self, view, [], shares))
+    def asked(self: RepeatedSteps, view: View, served: Sequence[Request], homes: Homes) -> list[Dispatch] | None:
+        if again := find(self, view, served, homes):
+            found.append(find(self, view, [], homes))
         return again
 
     with pytest.MonkeyPatch.context() as patch:
@@ -117,7 +111,7 @@ def test_steps_of_a_request_without_a_slot_are_not_repeated() -> None:
 
 
 def test_steps_of_a_dead_ranks_request_go_on_elsewhere() -> None:
-    site = Site(Random(0), 2, Goodput(), max_plans_in_flight=1)
+    site = Site(Random(0), 2, Default(), max_plans_in_flight=1)
     requests = [make_edit(name, steps=40) for name in "ab"]
     for request in requests:
         site.scheduler.add(request)
@@ -130,7 +124,7 @@ def test_steps_of_a_dead_ranks_request_go_on_elsewhere() -> None:
 
 
 def test_steps_that_ranks_share_are_made_once() -> None:
-    policy = Goodput()
+    policy = Default()
     site, request = Site(Random(0), 2, policy, degree=2), make_edit("a", steps=10)
     site.scheduler.add(request)
     with compared(policy):

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from core.scheduling.policies.goodput.headroom import FALL, LEAST, MOST, RISE, Headroom
+from core.scheduling.policies.planner.headroom import FALL, LEAST, MOST, RISE, Headroom
 
 
 def test_it_grows_with_steps_for_nothing_and_shrinks_with_every_end() -> None:

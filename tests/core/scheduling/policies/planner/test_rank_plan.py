@@ -7,7 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from core.scheduling.policies.buddies import Buddies
-from core.scheduling.policies.elastic.rank_plan import Contender, better_to_wait, degrees, moves, plan
+from core.scheduling.policies.planner.rank_plan import Contender, better_to_wait, degrees, moves, plan
 
 SPEEDS = {1: 1.0, 2: 1.9, 4: 3.5, 8: 5.0}
 
