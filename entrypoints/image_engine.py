@@ -93,7 +93,8 @@ class Edit:
     def __post_init__(self) -> None:
         object.__setattr__(self, "lora", named_loras(self.lora))
         object.__setattr__(self, "references", _references(self.references))
-        object.__setattr__(self, "controls", tuple(_all_of("controls", self.controls, ControlPicture)))
+        controls = conformed("controls", self.controls, Sequence)
+        object.__setattr__(self, "controls", tuple(conformed("controls", each, ControlPicture) for each in controls))
         conform(self)
         if self.class_label is None:
             check_filled("prompt", self.prompt)
