@@ -76,19 +76,19 @@ bench-edit: MODULE := benchmarks.serving.latency  ## Latency of exact, warm and 
 bench-found-masks: MODULE := benchmarks.serving.found_masks  ## Latency of edits whose mask is found by words, against a mask that is given
 bench-shared-denoiser: MODULE := benchmarks.serving.shared_denoiser  ## Throughput of two served models that share a denoiser, against one
 bench-overload: MODULE := benchmarks.serving.overload  ## Goodput under a latency objective: at the knee, and at twice its rate
-bench-goodput: MODULE := benchmarks.serving.goodput_cells  ## Goodput by scheduling policy on two ranks in six cells, beside what the simulation predicts; ARGS="--cells 3 --rounds 5"
+bench-goodput: MODULE := benchmarks.serving.goodput_cells  ## Requests in time on two ranks in six cells: the scheduling policy default, goodput that was before it, and Clockwork, beside what the simulation predicts; ARGS="--cells 3 --rounds 5"
 bench-step: MODULE := benchmarks.micro.denoiser_step  ## One denoising step, mask-aware against exact and against diffusers
 bench-lora-step: MODULE := benchmarks.micro.lora_step  ## One denoising step of 8 requests with up to three LoRA adapters against the same without
 bench-model-load: MODULE := benchmarks.micro.model_load  ## Steps beside which a component of 500 MB is loaded, on the same rank and on another one
 bench-parallel-step: MODULE := benchmarks.micro.parallel_step  ## One denoising step on several ranks, against one
-bench-elastic: MODULE := benchmarks.serving.elastic_mix  ## Latency of a mix of large and small edits: the policy elastic against fixed degrees
+bench-elastic: MODULE := benchmarks.serving.elastic_mix  ## Latency of a mix of large and small edits: the policy default, elastic that was before it, and fixed degrees
 bench-unet: MODULE := benchmarks.micro.unet_step  ## One denoising step of a UNet: what the mask leaves of its FLOPs; timed by ARGS="--time 512"
 bench-vae: MODULE := benchmarks.micro.vae_region  ## Decoding the region of an edit against the whole picture: time and error by mask ratio
 bench-cache: MODULE := benchmarks.micro.cache_policy  ## Cost of the cache manager's bookkeeping, and its hit ratio against LRU and the optimum
 bench-block-plan: MODULE := benchmarks.micro.block_plan  ## A step whose pages come from a slow tier: naive, pipelined, Algorithm 1, ours, ideal
 bench-cost-model: MODULE := benchmarks.micro.cost_model  ## How well the cost model predicts held-out batches
 bench-router-decision: MODULE := benchmarks.micro.router_decision  ## Time of a routing decision, and what the router costs
-bench-scheduler-scale: MODULE := benchmarks.micro.scheduler_scale  ## CPU time of an engine's loop with 16 to 256 ranks and up to 5,000 waiting requests
+bench-scheduler-scale: MODULE := benchmarks.micro.scheduler_scale  ## CPU time of an engine's loop with 16 to 256 ranks and up to 5,000 waiting requests; of the scheduling policy by ARGS="--policy default --ranks 64 --waiting 300"
 bench-quality: MODULE := benchmarks.quality  ## SSIM and accuracy of mask-aware edits against exact ones, and what every knob does
 simulate: MODULE := benchmarks.simulation  ## Latency by routing policy on simulated fleets; ARGS="--paper neustream": goodput by scheduling policy; ARGS="--paper ddit": latency and device time of videos; ARGS="--models five": models that take turns in the memory of ranks; ARGS="--arena": the default scheduling policy against those before it
 soak: MODULE := benchmarks.soak  ## 20 minutes of mixed traffic with a fault every 30 s: requests, lost, wrong, restarts, memory slope; ARGS="--minutes 10 --single-deaths" kills single workers of one engine

@@ -319,8 +319,8 @@ FLAGS: dict[str, tuple[Flag, ...]] = {
         Flag(
             "--slo-ms",
             StencilConfig,
-            "latency objective, from an edit's arrival to its finished picture; while other edits run, one that is "
-            "predicted to miss it is refused with 503; 0: none",
+            "latency objective, from an edit's arrival to its finished picture; one that cannot meet it any more "
+            "while others can ends with 503 (--on-late); 0: none",
             "MS",
             convert=milliseconds,
             field="slo_seconds",

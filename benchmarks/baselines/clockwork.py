@@ -10,7 +10,6 @@ from dataclasses import dataclass, field
 from math import inf
 
 from benchmarks.baselines.former.step_batching import StepPass, eligible
-from benchmarks.baselines.former.work_estimator import steps_of
 from core.graph.work import Work
 from core.graph.workflow import Node, op_of
 from core.scheduling.dispatch import Decision, GiveUp
@@ -134,7 +133,7 @@ def _node_seconds(view: View, batch: Sequence[Request], node: Node) -> float:
     if node.name not in batch[0].workflow.step_names:
         work = sum((op.size(request.sizes(node)) for request in batch), Work((), ()))
         return max(request.progress.times(node) for request in batch) * view.batch_seconds(keys, op, work)
-    kinds = [steps_of(request, node) for request in batch]
+    kinds = [request.steps_left(node) for request in batch]
     seconds = 0.0
     for place in range(max(map(len, kinds))):
         own = [of[min(place, len(of) - 1)] for of in kinds]

@@ -3,6 +3,9 @@
 A real EngineCore with its scheduler, load reports, and encoded plans, results and outputs; the ranks are fakes that
 answer in random order, one plan in each turn of the loop. Every rank has SLOTS requests, and as many as named wait all
 the time. P99: of the turns, each divided by its nodes.
+
+With --policy the requests are small, middle and large ones of one model, a third of them under a far objective, and
+what is timed is each pass of a scheduling policy of the engine, or of one that is named by its import path.
 """
 
 from __future__ import annotations
@@ -12,26 +15,31 @@ import time
 from collections import OrderedDict, deque
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
-from itertools import count, product
+from itertools import count, islice, product
 from random import Random
+from statistics import fmean
 from typing import NamedTuple
 
 import msgspec
 
 from benchmarks.command import command
+from benchmarks.micro.timed_policy import TimedPolicy
 from benchmarks.report import Value, percentile, print_report
+from benchmarks.simulation.arena.degree_machine import DegreeMachine
+from benchmarks.simulation.durations import batch_work
 from benchmarks.simulation.engine import Ranks
 from benchmarks.simulation.machine import Machine
 from benchmarks.simulation.scenario import MIX, MODEL, make_trace
 from core.config import SchedulerConfig
 from core.graph.workflow import Node
-from core.handles import LoadedComponent, ModelKey, RankIds
+from core.handles import ArrayRef, LoadedComponent, ModelKey, RankIds
 from core.messages.codec import MessageDecoder, encode
 from core.messages.engine import EngineOutputs, EngineRequest, FromEngine, ToEngine
 from core.messages.plan_parts import parts_of
 from core.messages.worker import Batch, BatchResult, DropAdapter, FromWorker, LoadAdapter, StepPlan, TransferDone
 from core.model_info import ModelInfo
 from core.scheduling.dispatch import Decision, Dispatch
+from core.scheduling.policies import make_policy
 from core.scheduling.policies.policy import SchedulingPolicy
 from core.scheduling.requests.bindings import ModelKeys
 from core.scheduling.requests.request import Request
@@ -40,6 +48,15 @@ from core.scheduling.view import View
 from engine.engine_core.engine_core import EngineCore
 
 SLOTS = 4
+
+SIZES = {64: 0.6, 4096: 0.28, 16384: 0.12}
+"""Image tokens of the requests that policies are timed with -> their share."""
+
+BASE_SECONDS = 0.02
+"""Of a step of these: small ones gain by sharing it."""
+
+AIMED, FAR_SECONDS = 1 / 3, 3600.0
+"""The share of them with an objective, and when that is."""
 
 
 class LeastWork(SchedulingPolicy):
@@ -141,21 +158,31 @@ class Turn(NamedTuple):
 class Loop:
     """An EngineCore between clients and fake ranks, to which it is the executor."""
 
-    def __init__(self, num_ranks: int, num_waiting: int, num_models: int = 1) -> None:
-        """num_models: of equal size, of which a third fit on a rank; 1: it fits."""
+    def __init__(
+        self, num_ranks: int, num_waiting: int, num_models: int = 1, policy: SchedulingPolicy | None = None
+    ) -> None:
+        """num_models: of equal size, of which a third fit on a rank; 1: it fits. policy: None: LeastWork, whose
+        requests are all alike.
+        """
         self._random = Random(0)
         self._plans: list[deque[StepPlan]] = [deque() for _ in range(num_ranks)]
         models, num_fit = [_model(index) for index in range(num_models)], -(-num_models // 3)
         nbytes = sum(len(model.components) for model in models[:num_fit])
-        config = SchedulerConfig(max_num_seqs=SLOTS, model_bytes=nbytes)
-        scheduler = StepScheduler(config, {each.name: each for each in models}, num_ranks, policy=LeastWork(num_ranks))
-        machine = Machine(text_encode=0.01, image_encode=0.01, decode=0.02)
+        config = SchedulerConfig(max_num_seqs=num_ranks * SLOTS, model_bytes=nbytes)
+        made = policy or LeastWork(num_ranks)
+        scheduler = StepScheduler(config, {each.name: each for each in models}, num_ranks, policy=made)
+        self._machine = (
+            DegreeMachine(step=BASE_SECONDS) if policy else Machine(text_encode=0.01, image_encode=0.01, decode=0.02)
+        )
         loaded = [(rank, _components(models, rank * num_fit, num_fit)) for rank in range(num_ranks)]
-        scheduler.learn([sample for model in models for sample in machine.samples(model.name)], loaded)
+        scheduler.learn([sample for model in models for sample in self._machine.samples(model.name)], loaded)
         self._core = EngineCore(scheduler, self, self._emit)
         self._to_engine: MessageDecoder[ToEngine] = MessageDecoder(ToEngine)
         self._from_worker: MessageDecoder[FromWorker] = MessageDecoder(FromWorker)
-        self._requests = _requests([model.name for model in models])
+        requests = _requests([model.name for model in models])
+        self._requests = _mixed(requests) if policy else requests
+        self._live: dict[str, EngineRequest] = {}  # by id
+        self._workflows = scheduler.workflows
         self._num_due = num_ranks * SLOTS + num_waiting  # requests to be sent
 
     def submit(self, plan: StepPlan) -> None:
@@ -168,7 +195,7 @@ class Loop:
         raise AssertionError("no adapter is loaded")
 
     def kill(self, rank: int) -> None:
-        raise AssertionError("a fake rank is never late")
+        """Do nothing: an answer that a slow policy has delayed comes nevertheless."""
 
     def restart(self, rank: int, wait_seconds: float) -> None:
         raise AssertionError("no rank dies")
@@ -184,19 +211,29 @@ class Loop:
 
     def _emit(self, message: FromEngine) -> None:
         encode(message)
-        self._num_due += len(message.outputs) if isinstance(message, EngineOutputs) else 0
+        if isinstance(message, EngineOutputs):
+            self._num_due += len(message.outputs)
+            for output in message.outputs:
+                self._live.pop(output.request_id, None)
 
     def _answer(self) -> list[BatchResult | TransferDone]:
         """The results of any rank's oldest plan."""
         rank = self._random.choice([rank for rank, plans in enumerate(self._plans) if plans])
         plan = self._plans[rank].popleft()
         moved = [TransferDone(rank, transfer.ref) for transfer in plan.transfers]
-        return [*moved, *(BatchResult(each.id, rank, 0.0, 0.05, Ranks().run(each, rank)) for each in plan.batches)]
+        return [*moved, *(self._result(each, rank) for each in plan.batches)]
+
+    def _result(self, batch: Batch, rank: int) -> BatchResult:
+        work = batch_work(batch, self._live, self._workflows)
+        seconds = self._machine.batch_seconds(batch, work)
+        return BatchResult(batch.id, rank, 0.0, seconds, Ranks().run(batch, rank))
 
     async def _turn(self, results: Sequence[BatchResult | TransferDone]) -> Turn:
         """The loop with these results and the requests that are due."""
         answers = [encode(result) for result in results]
-        requests = [encode(next(self._requests)) for _ in range(self._num_due)]
+        heads = list(islice(self._requests, self._num_due))
+        self._live |= {head.request_id: head for head in heads}
+        requests = [encode(head) for head in heads]
         self._num_due = 0
         start = time.thread_time()
         for payload in answers:
@@ -230,6 +267,25 @@ def _requests(models: Sequence[str]) -> Iterator[EngineRequest]:
         yield msgspec.structs.replace(edit, model=random.choice(models), spec=spec)
 
 
+def _mixed(requests: Iterator[EngineRequest]) -> Iterator[EngineRequest]:
+    """These with other sizes. They arrive as they are sent."""
+    random = Random(2)
+    for edit in requests:
+        (tokens,) = random.choices(list(SIZES), list(SIZES.values()))
+        active = ArrayRef(0, 0, (tokens,), "int32")
+        spec = msgspec.structs.replace(edit.spec, num_tokens=tokens, active=active)
+        now, is_aimed = time.monotonic(), random.random() < AIMED
+        yield msgspec.structs.replace(edit, spec=spec, arrival=now, objective=now + FAR_SECONDS if is_aimed else None)
+
+
+def time_passes(name: str, num_ranks: int, num_waiting: int, num_turns: int) -> list[float]:
+    """CPU seconds of the passes of a policy, of some turns of the loop."""
+    policy = TimedPolicy(make_policy(name))
+    loop = Loop(num_ranks, num_waiting, policy=policy)
+    asyncio.run(loop.run(num_turns))
+    return policy.passes[-num_turns:]
+
+
 def main(argv: Sequence[str] | None = None) -> None:
     parser = command(__doc__)
     parser.add_argument("--ranks", type=int, nargs="+", default=[16, 64, 256], help="numbers of ranks")
@@ -238,8 +294,17 @@ def main(argv: Sequence[str] | None = None) -> None:
         "--models", type=int, nargs="+", default=[1, 87], help="numbers of models; of several, a third fit"
     )
     parser.add_argument("--turns", type=int, default=2500, help="of the loop, timed in each case")
+    parser.add_argument("--policy", help="time the passes of this scheduling policy, with one model")
     args = parser.parse_args(argv)
     rows, result = list[tuple[str, str]](), dict[str, Value]({"benchmark": "scheduler_scale"})
+    if args.policy:
+        for ranks, waiting in product(args.ranks, args.waiting):
+            passes = [1e3 * seconds for seconds in time_passes(args.policy, ranks, waiting, args.turns)]
+            mean, p99 = fmean(passes), percentile(passes, 0.99)
+            rows.append((f"{ranks} ranks, {waiting} waiting", f"mean {mean:.3f} ms, P99 {p99:.3f} ms"))
+            result |= {f"{ranks}_{waiting}_mean_ms": mean, f"{ranks}_{waiting}_p99_ms": p99}
+        print_report(f"CPU time of a pass of {args.policy}", rows, result, args.output)
+        return
     for ranks, waiting, models in product(args.ranks, args.waiting, args.models):
         turns = asyncio.run(Loop(ranks, waiting, models).run(args.turns))
         num_nodes = sum(turn.num_nodes for turn in turns)

@@ -23,8 +23,8 @@ class Outcomes(msgspec.Struct, frozen=True):
     sent: int
     in_time: int
     late: int
-    refused: int  # before any work was done for them
-    given_up: int
+    refused: int  # with 503
+    given_up: int  # with 504
     failed: int
     seconds: float  # of the run
     busy: dict[str, float]  # op -> worker time

@@ -1,10 +1,11 @@
 """Latency of a mix of large and small edits on several ranks, by how these share the steps.
 
 FLUX-shaped blocks of random weights serve exact edits of 256, 512 and 1,024 px and small masks of templates, by a
-Poisson process at a share of what ranks that each serve whole edits could do. The policy `elastic` chooses the number
-of ranks of each step; beside it are engines of a fixed degree. All get the same edits at the same times, in turns, and
-must answer with the same pictures. Beside each is what is predicted of the same edits in simulated time, from the
-model's profile on this machine; what the policies of all systems are shown is written down for that.
+Poisson process at a share of what ranks that each serve whole edits could do. The policy `default` chooses the number
+of ranks of each step, and so does the policy `elastic` that was before it; beside them are engines of a fixed degree.
+All get the same edits at the same times, in turns, and must answer with the same pictures. Beside each is what is
+predicted of the same edits in simulated time, from the model's profile on this machine; what the policies of all
+systems are shown is written down for that.
 """
 
 from __future__ import annotations
@@ -33,8 +34,9 @@ from benchmarks.micro.large_checkpoint import write_checkpoint
 from benchmarks.report import Row, Value, percentile, print_report
 from benchmarks.serving.lone_run import LoneRun
 from benchmarks.serving.mix_prediction import Alone, Round, System, predict
-from benchmarks.serving.recorded import Batch, read
+from benchmarks.serving.recorded import FORMER_ELASTIC, Batch, read
 from benchmarks.serving.recorded_server import SETTLE_SECONDS, recorded_server
+from benchmarks.simulation.compared import OURS
 from benchmarks.simulation.server_engine import Known, OpAtDegree
 from core.config import ModelConfig
 
@@ -43,6 +45,8 @@ SHAPE = {"num_layers": 2, "num_single_layers": 4, "num_attention_heads": 4}
 NATIVE_SIDE = 1024
 
 DEGREES = (1, 2, 4)
+
+FORMER = "former elastic"
 
 LONE_EDITS = 4
 """Of each kind and degree."""
@@ -161,11 +165,8 @@ class Comparison:
 
 def systems(num_ranks: int) -> dict[str, System]:
     """By name. Of a fixed degree there are as many engines as ranks allow."""
-    fixed = {
-        f"degree {degree}": System("step_batching", num_ranks // degree, degree, degree)
-        for degree in _degrees(num_ranks)
-    }
-    return {"elastic": System("elastic", 1, num_ranks)} | fixed
+    fixed = {f"degree {degree}": System(OURS, num_ranks // degree, degree, degree) for degree in _degrees(num_ranks)}
+    return {OURS: System(OURS, 1, num_ranks), FORMER: System(FORMER_ELASTIC, 1, num_ranks)} | fixed
 
 
 def _degrees(num_ranks: int) -> list[int]:
@@ -176,7 +177,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     parser = command(__doc__, dtype="float32", threads=1, steps=8, rounds=2, seed=0, edits=100)
     parser.add_argument("--ranks", type=int, default=2, help="workers of every system")
     parser.add_argument("--load", type=float, default=0.8, help="share of what single ranks could do")
-    parser.add_argument("--systems", nargs="+", help="only these, such as elastic or 'degree 1'")
+    parser.add_argument("--systems", nargs="+", help="only these, such as default or 'degree 1'")
     args = parser.parse_args(argv)
     with tempfile.TemporaryDirectory() as folder:
         args.model = str(Path(folder) / "large")
@@ -217,7 +218,7 @@ def _with_steps(calls: Sequence[EditCall], steps: int) -> list[EditCall]:
 
 
 def _profile(args: argparse.Namespace) -> None:
-    """Measure steps by degree, from which `elastic` predicts."""
+    """Measure steps by degree, from which policies predict."""
     degrees = map(str, _degrees(args.ranks))
     flags = [*model_flags(args), "--max-num-seqs", "2", "--degrees", *degrees]
     subprocess.run([sys.executable, "-m", "model_executor.worker.probes.profiler", *flags], cwd=ROOT, check=True)
@@ -226,7 +227,7 @@ def _profile(args: argparse.Namespace) -> None:
 def _measure_alone(args: argparse.Namespace, degree: int) -> Alone:
     """Edits of each kind, one by one on so many ranks, pages loaded."""
     random, templates = np.random.default_rng(0), iter(range(100, 1000))
-    system = System("step_batching", 1, degree, degree)
+    system = System(OURS, 1, degree, degree)
     with recorded_server([*model_flags(args), *system.flags], system.policy) as recorded:
         target = Target(recorded.server.url)
         asyncio.run(_prepare(target, args.steps))
@@ -290,14 +291,20 @@ def print_compared(
     result |= {f"stretch_{op}_{degree}": value for (op, degree), value in stretch.items()}
     if args.ranks > available_cores():
         rows.append(("predicted", "as if all ranks outside of a batch did nothing; but they share cores with it"))
-    fixed = [comparison.measured for name, comparison in compared.items() if name != "elastic"]
-    if "elastic" in compared and fixed:
-        own = compared["elastic"].measured
-        mean, p99 = own.mean / min(each.mean for each in fixed), own.p99 / min(each.p99 for each in fixed)
-        rows.append(("elastic by the best fixed degree", f"mean {mean:.3f}, P99 {p99:.3f} of it"))
-        result |= {"mean_ratio": mean, "p99_ratio": p99}
+    for name, mean, p99 in against_others(compared):
+        rows.append((f"{OURS} by {name}", f"mean {mean:.3f}, P99 {p99:.3f} of it"))
+        result |= {f"mean_by_{_key(name)}": mean, f"p99_by_{_key(name)}": p99}
     title = f"{args.edits} edits x {args.rounds} rounds, {rate:.2f} a second on {args.ranks} ranks, {args.steps} steps"
     print_report(title, rows, result, args.output)
+
+
+def against_others(compared: Mapping[str, Comparison]) -> Iterator[tuple[str, float, float]]:
+    """(what the policy `default` is measured against, its mean and its P99 as shares of the other's)."""
+    fixed = [name for name in compared if name.startswith("degree")]
+    for other, names in (("best fixed degree", fixed), (FORMER, [name for name in compared if name == FORMER])):
+        if OURS in compared and names:
+            own, others = compared[OURS].measured, [compared[name].measured for name in names]
+            yield other, own.mean / min(each.mean for each in others), own.p99 / min(each.p99 for each in others)
 
 
 def _seconds(lone: LoneRun) -> float:

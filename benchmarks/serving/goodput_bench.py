@@ -22,8 +22,9 @@ from benchmarks.load.lone import LoneLatency, measure_lone
 from benchmarks.load.workload import available_cores
 from benchmarks.serving.cell_outcomes import Outcomes, outcomes_of
 from benchmarks.serving.lone_run import Probe, crowding_of
-from benchmarks.serving.recorded import CLOCKWORK, read
+from benchmarks.serving.recorded import CLOCKWORK, FORMER_GOODPUT, read
 from benchmarks.serving.recorded_server import SETTLE_SECONDS, RecordedServer, recorded_server
+from benchmarks.simulation.compared import OURS
 from benchmarks.simulation.outside import Crowding, Surroundings
 from benchmarks.simulation.server_engine import Known, OpAtDegree, Simulated, serve, stretch_of
 from core.config import ModelConfig
@@ -51,9 +52,9 @@ CELLS = (
 little load with a loose objective."""
 
 POLICIES = {
-    "goodput": "goodput",
+    OURS: OURS,
+    "former goodput": FORMER_GOODPUT,
     "clockwork": CLOCKWORK,
-    "step_batching": "step_batching",
 }
 """Name -> scheduling policy."""
 
@@ -154,7 +155,7 @@ class Bench:
     def measure_alone(self) -> Alone:
         """Send requests one by one: all edits, since each has its own mask, and the first generations."""
         calls = self.calls if self.args.workload == "edits" else self.calls[:PROBES]
-        with self.server("step_batching") as (target, recorded):
+        with self.server(OURS) as (target, recorded):
             lone = asyncio.run(measure_lone(target, self.calls, [call.steps for call in self.calls]))
             probe = recorded.send_one_by_one(target, self.probes).probe
             heads = [arrival.head for arrival in recorded.send_one_by_one(target, calls).arrivals]

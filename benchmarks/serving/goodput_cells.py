@@ -22,6 +22,7 @@ import msgspec
 
 from benchmarks.serving.cell_outcomes import Outcomes
 from benchmarks.serving.goodput_bench import CELLS, POLICIES, Alone, Bench, Cell, Results
+from benchmarks.simulation.compared import OURS
 from benchmarks.simulation.server_engine import Simulated
 from core.config import EMBEDDED_MODEL
 from core.ipc.atomic_file import write_atomically
@@ -114,20 +115,20 @@ def _in_time(runs: Sequence[Outcomes] | Sequence[Simulated]) -> float:
 
 
 def compared(measured: Mapping[str, Sequence[Outcomes]], predicted: Mapping[str, Sequence[Simulated]]) -> Iterator[str]:
-    """Lines: goodput against each other policy, over the rounds that both have run. The standard error of a ratio is
-    that of the mean difference of its rounds.
+    """Lines: requests in time of the policy `default` against each other policy, over the rounds that both have run.
+    The standard error of a ratio is that of the mean difference of its rounds.
     """
-    ours = measured.get("goodput")
+    ours = measured.get(OURS)
     for policy, of in measured.items():
-        if ours is None or policy == "goodput":
+        if ours is None or policy == OURS:
             continue
         number = min(len(ours), len(of))
         real = _in_time(ours[:number]) / max(1.0, _in_time(of[:number]))
-        simulated = _in_time(predicted["goodput"][:number]) / max(1.0, _in_time(predicted[policy][:number]))
+        simulated = _in_time(predicted[OURS][:number]) / max(1.0, _in_time(predicted[policy][:number]))
         batch = ours[0].mean_batch.get("denoise", 0.0) / of[0].mean_batch.get("denoise", 1.0)
         gains = [one.in_time - other.in_time for one, other in zip(ours, of, strict=False)]
         error = f" +- {_standard_error(gains) / max(1.0, _in_time(of[:number])):.3f}" if number > 1 else ""
-        yield f"  goodput against {policy}: {real:.3f}{error} (predicted {simulated:.3f}), batches {batch:.2f}x"
+        yield f"  {OURS} against {policy}: {real:.3f}{error} (predicted {simulated:.3f}), batches {batch:.2f}x"
 
 
 def _standard_error(values: Sequence[float]) -> float:

@@ -31,6 +31,7 @@ from benchmarks.report import Value, print_report
 from benchmarks.serving.recorded import Arrival, Batch, Loading, read_loading
 from benchmarks.serving.recorded_server import RecordedServer, recorded_server
 from benchmarks.simulation.clock import Clock
+from benchmarks.simulation.compared import OURS
 from benchmarks.simulation.durations import Durations
 from benchmarks.simulation.engine import SimulatedEngine
 from benchmarks.simulation.load_watch import LoadWatch, WatchedScheduler
@@ -159,7 +160,7 @@ def compare(models: Models, places: int, args: argparse.Namespace) -> tuple[Serv
 @contextmanager
 def _server(models: Models, budget: int) -> Iterator[RecordedServer]:
     flags = ["--dtype", "float32", "--threads", "1", "--no-playground", "--workers-per-engine", str(NUM_RANKS)]
-    with recorded_server([*models.flags, *flags, "--model-bytes", str(budget)], "step_batching") as server:
+    with recorded_server([*models.flags, *flags, "--model-bytes", str(budget)], OURS) as server:
         yield server
 
 

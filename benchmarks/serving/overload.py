@@ -52,20 +52,22 @@ class Measured:
     def __str__(self) -> str:
         ends = Counter(map(end_of, self.run.outcomes))
         late = sum(not one.is_failed and one.latency > self.slo for one in self.run.outcomes)
-        refusals = [one.done - one.due for one in self.run.outcomes if end_of(one) == "refused"] or [0.0]
+        drops = [one.done - one.due for one in self.run.outcomes if end_of(one) == "dropped"] or [0.0]
         return (
-            f"goodput {self.goodput:6.2f}/s   done {ends['done']:4d} (late {late})   refused {ends['refused']:4d}, P50 "
-            f"after {statistics.median(refusals) * 1e3:.0f} ms   given up {ends['given up']}"
+            f"goodput {self.goodput:6.2f}/s   done {ends['done']:4d} (late {late})   dropped {ends['dropped']:4d}, P50 "
+            f"after {statistics.median(drops) * 1e3:.0f} ms   given up {ends['given up']}"
         )
 
 
 def end_of(outcome: Outcome) -> str:
-    """done, refused or given up. Raises ValueError for an end that overload does not explain."""
+    """done, dropped (503: it would miss the objective, or the queue is full) or given up (504: it would miss its
+    timeout). Raises ValueError for an end that overload does not explain.
+    """
     if not outcome.is_failed:
         return "done"
     refusal = outcome.refusal
     if refusal is not None and refusal.status == 503 and refusal.retry_after is not None:
-        return "refused"
+        return "dropped"
     if refusal is not None and refusal.status == 504:
         return "given up"
     raise ValueError(outcome.error)

@@ -1,6 +1,6 @@
 """Scheduling policies that write down what they are shown: requests as they reach the engine, batches as they end.
 
-For `--scheduling-policy benchmarks.serving.recorded:Goodput` and so on; the file is named by the environment of the
+For `--scheduling-policy benchmarks.serving.recorded:Default` and so on; the file is named by the environment of the
 server. Every record is a line of JSON; what they mean: `Batch`, `Arrival`, `Loading`.
 """
 
@@ -33,6 +33,8 @@ FILE = "STENCIL_POLICY_RECORD"
 """Environment variable: the file to append to."""
 
 CLOCKWORK = "benchmarks.baselines.clockwork:Clockwork"
+FORMER_GOODPUT = "benchmarks.baselines.former.goodput:Goodput"
+FORMER_ELASTIC = "benchmarks.baselines.former.elastic:Elastic"
 
 
 class Arrival(msgspec.Struct, frozen=True, tag="arrival"):
@@ -111,6 +113,9 @@ class Recorded(SchedulingPolicy):
 
     inner: ClassVar[str]
 
+    def __init_subclass__(cls) -> None:
+        cls.spreads_models = policy_class(cls.inner).spreads_models
+
     def __init__(self) -> None:
         self._policy = make_policy(self.inner)
         # Unbuffered: lines of several engines stay whole. Open as long as its process.
@@ -180,29 +185,25 @@ def _items(decisions: Sequence[Decision]) -> Iterator[tuple[Request, str]]:
             yield from ((request, node.name) for request, node in decision.items)
 
 
-class StepBatching(Recorded):
-    """`step_batching`."""
+class Default(Recorded):
+    """`default`."""
 
-    inner = "step_batching"
-    spreads_models = policy_class(inner).spreads_models
-
-
-class Goodput(Recorded):
-    """`goodput`."""
-
-    inner = "goodput"
-    gives_up = policy_class(inner).gives_up
+    inner = "default"
 
 
-class Elastic(Recorded):
-    """`elastic`."""
+class FormerGoodput(Recorded):
+    """A policy before `default`, for objectives."""
 
-    inner = "elastic"
-    shares_steps = policy_class(inner).shares_steps
+    inner = FORMER_GOODPUT
+
+
+class FormerElastic(Recorded):
+    """A policy before `default`, for large requests on several ranks."""
+
+    inner = FORMER_ELASTIC
 
 
 class Clockwork(Recorded):
     """Clockwork on equal ranks."""
 
     inner = CLOCKWORK
-    gives_up = policy_class(inner).gives_up

@@ -172,7 +172,7 @@ def table(runs: Sequence[ModelRun]) -> Iterator[str]:
         yield ""
         yield f"{scenario}: means over seeds; seconds, and per request"
         yield (
-            "fits  policy          mean    P99  in time   failed   loads   least      GB    wait  for loads  "
+            "fits  policy                 mean    P99  in time   failed   loads   least      GB    wait  for loads  "
             "beside idle  waited  avoidable  deaths"
         )
         of_scenario = [run for run in runs if run.scenario == scenario]
@@ -186,7 +186,7 @@ def _row(runs: Sequence[ModelRun]) -> str:
         return fmean(values) if values else math.nan
 
     return (
-        f"{runs[0].fits:>4}  {runs[0].policy:<13} {mean('mean'):6.2f} {mean('p99'):6.1f}  {mean('in_time'):7.1%}  "
+        f"{runs[0].fits:>4}  {runs[0].policy:<20} {mean('mean'):6.2f} {mean('p99'):6.1f}  {mean('in_time'):7.1%}  "
         f"{mean('failed'):7.1%}  {mean('loads'):6.3f}  {mean('least_loads'):6.3f}  {mean('gigabytes'):6.2f}  "
         f"{mean('wait'):6.2f}  {mean('wait_for_loads'):9.0%}  {mean('wait_beside_idle'):11.0%}  {mean('waited'):6.1%}  "
         f"{sum(run.avoidable for run in runs):>9}  {mean('deaths'):6.1f}"

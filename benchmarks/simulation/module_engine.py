@@ -1,9 +1,9 @@
 """Serves a ModuleTrace in simulated time, with the scheduler and the policies of the engine.
 
 The machine is as in the published measurements: one device, and the modules in processes of their own. Here the module
-of the loop is on rank 0, the others on rank 1 (but for `step_batching`, which encodes on rank 0), and the two do not
-slow each other. The policies before `default` are built for this machine; `default` is told which components each rank
-has. Every batch takes OVERHEAD longer than in the tables.
+of the loop is on rank 0, the others on rank 1 (but for former step_batching, which encodes on rank 0), and the two do
+not slow each other. The policies before `default` are built for this machine; `default` is told which components each
+rank has. Every batch takes OVERHEAD longer than in the tables.
 """
 
 from __future__ import annotations

@@ -97,7 +97,7 @@ def compare(
 
 def _row(name: str, measured: Sequence[Any], simulated: Sequence[Any]) -> str:
     cells = "".join(f"{'-' if value is None else value:>12}" for value in measured)
-    return f"{name:<28}{cells}  |" + "".join(f"{value:>16}" for value in simulated)
+    return f"{name:<28}{cells}  |" + "".join(f"{value:>22}" for value in simulated)
 
 
 def summary(trace: ModuleTrace, results: Sequence[Result], policies: Sequence[str]) -> Iterator[str]:

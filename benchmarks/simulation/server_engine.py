@@ -20,6 +20,7 @@ from statistics import fmean
 import msgspec
 
 from benchmarks.simulation.clock import Clock
+from benchmarks.simulation.compared import OURS
 from benchmarks.simulation.cores import Cores
 from benchmarks.simulation.durations import Durations
 from benchmarks.simulation.engine import SimulatedEngine
@@ -247,5 +248,5 @@ def stretch_of(
         for index, request in enumerate(requests)
     ]
     nothing = Surroundings(prepare=0.0, deliver=0.0, trip=0.0, pause=0.0, outside_cpu=0.0)
-    served = serve(known, nothing, "step_batching", alone, warm_ups, num_ranks=num_ranks, num_cores=inf, degree=degree)
+    served = serve(known, nothing, OURS, alone, warm_ups, num_ranks=num_ranks, num_cores=inf, degree=degree)
     return {key: op_seconds[key] / seconds for key, seconds in served.op_seconds.items() if seconds}

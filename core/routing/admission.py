@@ -20,6 +20,7 @@ class Outlook:
     seconds: float  # from now until its pictures are finished
     alone: float  # the same on an idle server
     is_idle: bool  # the engine that it would go to has no other work
+    starts_load: bool = False  # its model's weights are on no engine, and it would be the first to ask for them
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,10 +40,13 @@ class Verdict:
 
 
 def judge(outlook: Outlook, terms: Terms, margin: PredictionMargin) -> Verdict:
-    """Decide whether to admit an edit. An idle server refuses it only if its timeout would be missed even with a
-    prediction that is far too long. There an edit that may miss the objective even alone, by the margin, has none.
+    """Decide whether to admit an edit. It is refused only if its timeout would be missed on an idle server even with a
+    prediction that is far too long. On an idle server an edit that may miss the objective, by the margin, has none, and
+    so has the first of a model that is not loaded: it is served however late.
     """
     if terms.timeout is not None and outlook.alone * CERTAIN > terms.timeout:
         return Verdict(is_hopeless=True)
-    cannot_be_met = outlook.is_idle and terms.slo is not None and outlook.alone * margin.high > terms.slo
-    return Verdict(has_objective=terms.slo is not None and not cannot_be_met)
+    if terms.slo is None:
+        return Verdict()
+    may_be_late = outlook.seconds * margin.high > terms.slo
+    return Verdict(has_objective=not (may_be_late and (outlook.is_idle or outlook.starts_load)))

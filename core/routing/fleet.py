@@ -22,8 +22,8 @@ from typing import NamedTuple
 import numpy as np
 import numpy.typing as npt
 
+from core.costs.forecast import Slot, until_free
 from core.costs.load_report import LoadReport, RequestLoad
-from core.costs.slot_forecast import Slot, until_free
 from core.routing.engine_queue import EngineQueue
 from core.routing.fleet_costs import FleetCosts, SizeCosts, TokensBeside, Vector
 from core.routing.model_map import LoadWait, ModelMap

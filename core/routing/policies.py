@@ -207,8 +207,9 @@ def outlook(shape: RequestShape, fleet: Fleet, policy: RoutingPolicy, now: float
     engine = policy.choose(shape, fleet, now).engine
     costs = fleet.size_costs(shape)
     alone = costs.other + shape.num_steps * (costs.base + fleet.step_seconds(shape))
-    seconds = float(predict_times(shape, fleet, now).finish[engine])
-    return Outlook(seconds, alone, not fleet.num_requests[engine])
+    seconds, load = float(predict_times(shape, fleet, now).finish[engine]), fleet.load_wait(shape, now)
+    starts_load = load is not None and bool(load.is_first[fleet.is_alive].all())
+    return Outlook(seconds, alone, not fleet.num_requests[engine], starts_load)
 
 
 def work_seconds(shape: RequestShape, fleet: Fleet) -> float:

@@ -18,6 +18,7 @@ from core.scheduling.reports.predictor import Predictor
 from core.scheduling.requests.bindings import ModelKeys
 from core.scheduling.requests.live_requests import LiveRequests
 from core.scheduling.requests.request import Request
+from core.scheduling.requests.work_left import WorkLeft
 from core.scheduling.values.inputs import Inputs, find_inputs
 from core.scheduling.values.values import ValueTable
 
@@ -101,9 +102,23 @@ class View:
         """Predicted time of running a node next, alone."""
         return self._predictor.op_seconds(request.keys_of(node), op_of(node), request.work(node))
 
-    def batch_seconds(self, keys: ModelKeys, op: Op, work: Work) -> float:
-        """Predicted time of a batch; 0 for work unlike any observed so far."""
-        return self._predictor.op_seconds(keys, op, work)
+    def batch_seconds(self, keys: ModelKeys, op: Op, work: Work, number: int = 1) -> float:
+        """Predicted time of a batch of this number of items, each of this work; 0 for work unlike any observed."""
+        every = work if number == 1 else Work(work.queries * number, work.keys * number)
+        return self._predictor.batch_seconds(keys, op, every)
+
+    def load_seconds(self, request: Request) -> float:
+        """Predicted time until the model of a request is loaded."""
+        return self._residency.seconds_left(request.needs)
+
+    def work_left(self, request: Request) -> WorkLeft:
+        """The remaining work of a request."""
+        return self._predictor.work_left(request)
+
+    @property
+    def predictions(self) -> int:
+        """Changes when all predictions are made again, because the cost model has learnt meanwhile."""
+        return self._predictor.generation
 
     def step_seconds(self, keys: ModelKeys, op: Op, work: Work, degree: int) -> float:
         """Predicted time of a step of one request alone on this many ranks; 0 if that is unknown, as it is at degrees

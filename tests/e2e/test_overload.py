@@ -91,7 +91,7 @@ def assert_says_when(refusal: httpx.Response) -> None:
     assert 1 <= int(refusal.headers["retry-after"]) <= 120
 
 
-async def test_under_an_objective_every_edit_is_done_or_refused_or_too_late(aiming_server: ServerProcess) -> None:
+async def test_under_an_objective_every_edit_is_done_or_dropped_or_too_late(aiming_server: ServerProcess) -> None:
     async with httpx.AsyncClient(base_url=aiming_server.url, timeout=120) as client:
         for seed in range(3):
             alone = await send_alone(client, seed=seed, num_inference_steps=20)
@@ -102,13 +102,13 @@ async def test_under_an_objective_every_edit_is_done_or_refused_or_too_late(aimi
     ends = Counter(answer.status_code for answer in answers)
     assert set(ends) <= {200, 503, 504}
     assert sum(ends.values()) == NUM_DUE
-    assert ends[503] > NUM_DUE // 4, f"a crowd is refused: {ends}"
+    assert ends[503] > NUM_DUE // 4, f"of a crowd many are dropped: {ends}"
     for answer in answers:
         if answer.status_code == 503:
             assert_says_when(answer)
     assert afterwards.status_code == 200, "the crowd has left its places"
     refused, dropped = counted(aiming_server, "request_rejects"), counted(aiming_server, "request_drops")
-    assert refused["slo"] + refused["timeout"] + sum(dropped.values()) == ends[503] + ends[504]
+    assert refused["timeout"] + sum(dropped.values()) == ends[503] + ends[504]
     objective = counted(aiming_server, "request_slo")
     assert objective["met"] + objective["missed"] == ends[200] + 4
 

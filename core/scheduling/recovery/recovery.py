@@ -228,4 +228,5 @@ class Recovery:
         if request.runs_alone and request.status is Status.RUNNING:
             request.move_to(Status.WAITING)
             request.waiting_load = None
+            request.kept_work = None
             self.requests.send_back(request.id, self.remaining_load(request))

@@ -18,6 +18,10 @@ from core.messages.worker import CostSample
 from core.model_info import ModelInfo
 from core.scheduling.requests.bindings import Bindings, ModelKeys
 from core.scheduling.requests.request import Request, Status
+from core.scheduling.requests.work_left import WorkLeft
+
+FORGET_EVERY = 4096
+"""Questions after which all predictions are made again, because the cost model has learnt from batches meanwhile."""
 
 
 class Predictor:
@@ -37,6 +41,10 @@ class Predictor:
         self._bindings = bindings
         self._keys: dict[tuple[ModelKeys, str, int], CostKey] = {}  # (components, op, degree) -> key
         self._models_of: dict[CostKey, list[str]] = {}  # see `models_of`
+        self._seconds: dict[tuple[ModelKeys, str, Work], float] = {}  # see `batch_seconds`
+        self._questions = 0
+        self.generation = 0
+        """Changes when all predictions are made again."""
 
     def key(self, keys: ModelKeys, op: Op, degree: int = 1) -> CostKey:
         """The key of an op with these components in the cost model. degree: ranks that compute it together."""
@@ -57,6 +65,18 @@ class Predictor:
     def op_seconds(self, keys: ModelKeys, op: Op, work: Work, degree: int = 1) -> float:
         """Seconds of running an op once over this much work, on this many ranks together."""
         return self.cost.predict(self.key(keys, op, degree), work)
+
+    def batch_seconds(self, keys: ModelKeys, op: Op, work: Work) -> float:
+        """Seconds of a batch on one rank. Kept for a while, because many requests need the same few."""
+        self._questions += 1
+        if self._questions >= FORGET_EVERY:
+            self._questions = 0
+            self.generation += 1
+            self._seconds.clear()
+        seconds = self._seconds.get((keys, op.name, work)) or self.op_seconds(keys, op, work)
+        if seconds:
+            self._seconds[keys, op.name, work] = seconds
+        return seconds
 
     def step_seconds(self, keys: ModelKeys, op: Op, work: Work, degree: int) -> float:
         """Seconds of a step of one request on this many ranks; 0 if unknown."""
@@ -83,10 +103,46 @@ class Predictor:
 
     # ------------------------------------------------------------------------------------------------- remaining work
 
-    def remaining_load(self, request: Request) -> RequestLoad:
-        """A request's remaining work, without loading its model. Computed once while it waits, because it does not
-        change and queues are long.
+    def work_left(self, request: Request) -> WorkLeft:
+        """A request's remaining work, without loading its model. Kept for a while as long as it waits, because queues
+        may be long and every plan asks.
         """
+        kept = request.kept_work
+        if kept is not None and kept[0] == self.generation and request.status is Status.WAITING:
+            return kept[1]
+        found = self._make_work_left(request)
+        request.kept_work = self.generation, found
+        return found
+
+    def _make_work_left(self, request: Request) -> WorkLeft:
+        before, after = self._seconds_beside(request)
+        steps, seconds, tokens, keys = 0, 0.0, 0, 0
+        for node in request.workflow.steps:
+            for times, work in request.steps_left(node):
+                steps += times
+                seconds += times * self.batch_seconds(request.keys_of(node), op_of(node), work)
+                tokens += times * sum(work.queries)
+                keys += times * sum(work.keys)
+        mean = max(steps, 1)
+        added = self.remaining_step_seconds(request) / mean
+        return WorkLeft(steps, tokens / mean, keys / mean, added, before, after, before + seconds + after)
+
+    def _seconds_beside(self, request: Request) -> tuple[float, float]:
+        """(seconds before, seconds after) the steps."""
+        before = after = 0.0
+        workflow, progress = request.workflow, request.progress
+        for node in workflow.nodes:
+            if node.name in workflow.step_names or not (times := progress.times_left(node)):
+                continue
+            seconds = times * self.batch_seconds(request.keys_of(node), op_of(node), request.work(node))
+            if node.name in workflow.after_rounds:
+                after += seconds
+            else:
+                before += seconds
+        return before, after
+
+    def remaining_load(self, request: Request) -> RequestLoad:
+        """A request's remaining work as reports tell it. Made once while it waits, because they tell changes alone."""
         if request.waiting_load is None or request.status is not Status.WAITING:
             request.waiting_load = self._make_request_load(request)
         return request.waiting_load
@@ -151,12 +207,9 @@ class Predictor:
         return self.cost.coefficients(key)[0]
 
     def _make_request_load(self, request: Request) -> RequestLoad:
-        steps = request.progress.steps_left
-        step_seconds = self.remaining_step_seconds(request) / steps if steps else 0.0
-        other_seconds = sum(seconds for _, seconds in self.other_seconds_by_op(request))
-        is_running = request.status is Status.RUNNING
-        head = request.head
-        return RequestLoad(steps, step_seconds, other_seconds, head.priority, is_running, head.arrival, head.owner)
+        work, head, is_running = self.work_left(request), request.head, request.status is Status.RUNNING
+        beside = work.before + work.after
+        return RequestLoad(work.steps, work.step_seconds, beside, head.priority, is_running, head.arrival, head.owner)
 
     def _coefficients(self, request: Request, node: Node) -> tuple[float, ...]:
         return self.cost.coefficients(self.key(request.keys_of(node), op_of(node)))

@@ -27,6 +27,7 @@ if TYPE_CHECKING:
     from core.messages.specs import Spec
     from core.patches import PatchSet
     from core.scheduling.requests.bindings import Binding, Bindings, ModelKeys, Needs
+    from core.scheduling.requests.work_left import WorkLeft
 
 
 class Status(enum.Enum):
@@ -131,7 +132,8 @@ class Request:
     part_seconds: dict[str, float] = field(default_factory=dict)  # Part -> worker seconds spent in it
     degrees: dict[tuple[str, int], int] = field(default_factory=dict)  # (step node, round) -> ranks that computed it
     # Set by the Predictor.
-    waiting_load: RequestLoad | None = None  # remaining work, computed once while it waits
+    waiting_load: RequestLoad | None = None  # remaining work as it is reported, made once while it waits
+    kept_work: tuple[int, WorkLeft] | None = None  # (generation of predictions, remaining work)
     # From nodes with ports of their own.
     made_sizes: dict[tuple[str, str], int] = field(default_factory=dict)  # (node, output) -> elements that it has made
     result_shapes: dict[str, tuple[int, ...]] = field(default_factory=dict)  # by name
@@ -250,6 +252,18 @@ class Request:
         if not node.region or node.canvas or not self.spec.is_mask_aware:
             return False
         return not self.spec.is_full_step(self.progress.scheduled[node.name])
+
+    def steps_left(self, node: Node) -> list[tuple[int, Work]]:
+        """(number, work of one) of a node's remaining steps: first those that compute all tokens, then the others."""
+        times = self.progress.times_left(node)
+        if not times:
+            return []
+        if node.canvas or not self.spec.is_mask_aware:
+            return [(times, self.work(node))]
+        first = self.progress.scheduled[node.name]
+        num_full = self.spec.num_full_steps(first, first + times)
+        kinds = (num_full, False), (times - num_full, True)
+        return [(number, self.work_of(node, is_masked=is_masked)) for number, is_masked in kinds if number]
 
     def reads_template_pages(self, node: Node) -> bool:
         """Whether the next run of a node reads its template's pages."""

@@ -1,4 +1,4 @@
-"""AdmissionController: admits or refuses requests in the API server, by free queue places and by predicted time.
+"""AdmissionController: admits requests in the API server, or refuses those that have no queue place or no chance.
 
 An edit's time is checked twice: before its upload is decoded, when the edit is assumed to be as small as the smallest
 recent one, and once its mask is known. The rule is in core/routing/admission.py; this class gathers the facts for it.
@@ -55,7 +55,7 @@ class AdmissionController:
         self.slo_seconds = config.slo_seconds
         self._margin = PredictionMargin()
         self._delivery = UsualDelay()  # of files after the workers' end, beyond an image processor's time for them
-        self._preparing: dict[str, float] = {}  # id of an edit in preparation -> seconds of engine time
+        self._preparing = set[str]()  # ids of edits in preparation
         self._sizes: deque[tuple[int, int]] = deque(maxlen=RECENT_EDITS)  # (image, active tokens) of recent edits
         self._image_backlog = ImageBacklog()
         self._max_queue = config.max_queue
@@ -116,15 +116,14 @@ class AdmissionController:
 
     def admit_upload(self, edit_id: str, work: EditWork, terms: Terms) -> None:
         """Check the predicted time of an edit whose images are not prepared yet, as if it were the smallest of the
-        recent ones, and count its work until `forget`. Raises as `admit_edit`.
+        recent ones, and count it as in preparation until `forget`. Raises as `admit_edit`.
         """
         if self._sizes and _has_limit(terms):
             guessed = replace(work, shape=_resized(work.shape, *min(self._sizes)))
             ahead = self._router.outlook(guessed.shape)
             if ahead is not None:
-                engines = max(work.images.prepare + ahead.alone, ahead.seconds + sum(self._preparing.values()))
-                self._judge(self._outlook(guessed, replace(ahead, seconds=engines)), terms)
-            self._preparing[edit_id] = work.num_images * self._router.work_seconds(guessed.shape)
+                self._judge(self._outlook(guessed, ahead), terms)
+            self._preparing.add(edit_id)
         self._image_backlog.set(edit_id, work.share)
 
     def admit_edit(self, edit_id: str, work: EditWork, terms: Terms) -> tuple[Outlook | None, Verdict]:
@@ -160,7 +159,7 @@ class AdmissionController:
         alone = work.images.prepare + engines.alone + work.images.composes
         wait = self._image_backlog.before(work.share) / self._image_workers
         is_idle = engines.is_idle and not self._preparing and not self._image_backlog
-        return Outlook(max(done, wait + alone), alone, is_idle)
+        return Outlook(max(done, wait + alone), alone, is_idle, engines.starts_load)
 
     @property
     def drain_seconds(self) -> float:
@@ -191,7 +190,7 @@ class AdmissionController:
 
     def forget(self, edit_id: str) -> None:
         """Count an edit no longer as in preparation, and none of its image work."""
-        self._preparing.pop(edit_id, None)
+        self._preparing.discard(edit_id)
         self._image_backlog.drop(edit_id)
 
 

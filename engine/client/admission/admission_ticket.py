@@ -33,16 +33,15 @@ class AdmissionTicket:
         self._allowed = 0.0  # these seconds with the margin
 
     def look_at_upload(self, shape: RequestShape, images: ImageSeconds) -> None:
-        """First check, before its images are prepared; the sizes in `shape` are not known yet.
-
-        Raises OverloadedError, DeadlineExceededError.
+        """First check, before its images are prepared; the sizes in `shape` are not known yet. Raises
+        DeadlineExceededError.
         """
         terms, share = self._terms(), self._caller.share(images.prepare + images.composes)
         work = EditWork(shape, self._num_images, images, share)
         self._controller.admit_upload(self._caller.edit_id, work, terms)
 
     def look_at_edit(self, shape: RequestShape, images: ImageSeconds) -> None:
-        """Second check, once it is prepared. Raises OverloadedError, DeadlineExceededError."""
+        """Second check, once it is prepared. Raises DeadlineExceededError."""
         self._compose_seconds = images.compose
         terms, share = self._terms(), self._caller.share(images.composes)
         work = EditWork(shape, self._num_images, images, share)

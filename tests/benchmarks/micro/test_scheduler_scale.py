@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 
-from benchmarks.micro.scheduler_scale import SLOTS, Loop
+from benchmarks.micro.scheduler_scale import SLOTS, Loop, time_passes
 
 
 def test_every_rank_has_its_requests_and_the_rest_wait() -> None:
@@ -19,3 +19,9 @@ def test_every_rank_has_its_requests_and_the_rest_wait() -> None:
     running, waiting = scheduler.counts
     assert running == 6 * SLOTS
     assert 20 - 2 * SLOTS <= waiting <= 20
+
+
+def test_the_passes_of_a_policy_are_timed() -> None:
+    passes = time_passes("default", 4, 4, 40)
+    assert len(passes) == 40
+    assert all(seconds > 0 for seconds in passes)

@@ -7,8 +7,9 @@ from collections import Counter
 import pytest
 
 from benchmarks.load.client import Outcome, Run
-from benchmarks.serving.elastic_mix import KINDS, Comparison, draw, systems
+from benchmarks.serving.elastic_mix import FORMER, KINDS, Comparison, Served, against_others, draw, systems
 from benchmarks.serving.recorded import Batch
+from benchmarks.simulation.compared import OURS
 
 
 def test_every_kind_is_drawn_in_its_share_and_alike_for_a_seed() -> None:
@@ -67,3 +68,10 @@ def test_every_system_has_all_ranks(num_ranks: int) -> None:
 def test_an_edit_that_fails_ends_the_measurement() -> None:
     with pytest.raises(RuntimeError, match="256 px failed: refused"):
         Comparison().add(["256 px"], Run([outcome(1.0, [], "refused")], 1.0, 0.0), [])
+
+
+def test_the_default_policy_is_measured_against_the_best_fixed_degree_and_the_former_one() -> None:
+    seconds = {OURS: 2.0, FORMER: 2.5, "degree 1": 4.0, "degree 2": 8.0}
+    compared = {name: Comparison(measured=Served({"256 px": [of]})) for name, of in seconds.items()}
+    assert list(against_others(compared)) == [("best fixed degree", 0.5, 0.5), (FORMER, 0.8, 0.8)]
+    assert list(against_others({OURS: compared[OURS]})) == []

@@ -246,10 +246,10 @@ def test_rounds_are_compared_one_by_one() -> None:
     simulated = [Simulated(8, {}, [], 1.0, {}, Counter(), 0.01)] * 3
     measured = {"default": rounds(12, 14, 10), "clockwork": rounds(10, 12, 8)}
     (line,) = compared(measured, dict.fromkeys(measured, simulated))
-    assert "goodput against clockwork: 1.200 +- 0.000 (predicted 1.000)" in line
+    assert "default against clockwork: 1.200 +- 0.000 (predicted 1.000)" in line
     measured["clockwork"] = rounds(10, 16)  # a round is left to be run
     (line,) = compared(measured, dict.fromkeys(measured, simulated))
-    assert "goodput against clockwork: 1.000 +- 0.154" in line
+    assert "default against clockwork: 1.000 +- 0.154" in line
 
 
 # ------------------------------------------------------------------------------------------------------ a server
@@ -314,7 +314,7 @@ def test_cells_are_measured_one_by_one_and_kept(
     main([*flags, "--policies", "clockwork", "default"])
     table = capsys.readouterr().out
     assert "there is no profile" in table
-    assert "goodput against clockwork" in table
+    assert "default against clockwork" in table
     with pytest.raises(SystemExit, match="other settings"):
         main([*flags, "--seed", "1"])
     results.write_text('{"settings": {}, "measured": {"cell": {"default": {}}}}')

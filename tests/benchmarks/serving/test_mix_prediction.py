@@ -15,7 +15,7 @@ from known_costs import AROUND, SECONDS, TWO_RANKS, known
 from benchmarks.load.client import Outcome, Run
 from benchmarks.serving.lone_run import LoneRun
 from benchmarks.serving.mix_prediction import Alone, Round, System, predict
-from benchmarks.serving.recorded import Arrival, Batch, Recorded
+from benchmarks.serving.recorded import FORMER_ELASTIC, Arrival, Batch, Recorded
 from benchmarks.simulation.outside import Surroundings
 from core.messages.codec import encode
 from core.scheduling.policies import policy_class
@@ -64,7 +64,7 @@ def test_edits_of_a_run_are_in_their_order_without_the_warm_ups() -> None:
     assert [each.request.spec.sampling.seed for each in found.warm_ups] == [3]
 
 
-@pytest.mark.parametrize("policy", ["default", "default"])
+@pytest.mark.parametrize("policy", ["default", FORMER_ELASTIC])
 def test_each_kind_has_its_own_costs_beside_its_batches(alone: Alone, policy: str) -> None:
     found = predict(known(), alone, System(policy, 1, 1), edits(["small", "large"], [7, 7], [0.0, 50.0]), {})
     expected = [WORK + around.prepare + around.deliver for around in (AROUND, LARGE)]
@@ -85,8 +85,10 @@ def test_edits_wait_for_those_of_their_own_engine_alone(alone: Alone) -> None:
     kinds, due = ["small"] * 2, [0.0, 0.0]
     apart, together = (predict(known(), alone, system, edits(kinds, engines, due), {}) for engines in ([7, 8], [7, 7]))
     assert apart.latencies[0] == pytest.approx(apart.latencies[1])
-    assert min(together.latencies) > 1.3 * max(apart.latencies)
-    assert together.worker_seconds == pytest.approx(apart.worker_seconds, rel=0.05)
+    # Steps are not shared, since a shared one takes as long as two: the second edit waits for the first.
+    assert max(together.latencies) > 1.8 * max(apart.latencies)
+    # Where ranks share a core with other processes, the first one's delivery delays the second.
+    assert together.worker_seconds == pytest.approx(apart.worker_seconds, rel=0.2)
 
 
 def test_batches_take_what_they_took_alone(alone: Alone) -> None:
@@ -99,5 +101,4 @@ def test_batches_take_what_they_took_alone(alone: Alone) -> None:
 
 @pytest.mark.parametrize("kind", Recorded.__subclasses__(), ids=lambda kind: kind.inner)
 def test_a_policy_is_recorded_as_what_it_is(kind: type[Recorded]) -> None:
-    inner = policy_class(kind.inner)
-    assert (kind.gives_up, kind.shares_steps) == (inner.gives_up, inner.shares_steps)
+    assert kind.spreads_models == policy_class(kind.inner).spreads_models

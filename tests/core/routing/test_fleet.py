@@ -16,8 +16,8 @@ from run_workflows import DIAMOND, run_request
 
 from core.config import CLASS_SECONDS, RouterPolicy
 from core.costs.cost_model import FEATURES, CostKey, CostModel, features_of
+from core.costs.forecast import until_free
 from core.costs.load_report import EngineCosts, ResidentPages
-from core.costs.slot_forecast import until_free
 from core.graph.work import Work
 from core.messages.engine import PrimeTemplate
 from core.page_scheme import PageLayout, PageScheme

@@ -29,7 +29,7 @@ TERMINAL = (Finished, Failed, Aborted)
 ANY_MS = 1e9
 
 
-def make_scheduler(num_workers: int = 1, **limits: float) -> StepScheduler:
+def make_scheduler(num_workers: int = 1, **limits: float | str) -> StepScheduler:
     return StepScheduler(SchedulerConfig(**limits), {"m": MODEL}, num_workers)  # type: ignore[arg-type]
 
 
@@ -307,8 +307,10 @@ def test_partial_images_come_in_order_before_the_end() -> None:
 
 
 def test_the_step_of_a_preview_waits_for_the_preview_before_it() -> None:
-    scheduler, workers = make_scheduler(num_workers=2), FakeWorkers(num_ranks=2)
+    scheduler, workers = make_scheduler(num_workers=2, policy="neustream"), FakeWorkers(num_ranks=2)
     scheduler.add(make_edit("a", steps=8, partial_images=3))
+    while not scheduler._requests["a"].progress.steps_done:
+        step(scheduler, workers)
     kept = []
     for _ in range(12):  # the worker that decodes does nothing all the while
         plan = scheduler.schedule(now=0.0)

@@ -26,7 +26,6 @@ from core.scheduling.dispatch import Decision, GiveUp
 from core.scheduling.policies.papers.earliest_finish import EarliestFinish
 from core.scheduling.policies.policy import SchedulingPolicy
 from core.scheduling.policies.step_pass import StepPass, eligible
-from core.scheduling.policies.work_estimator import WorkEstimator
 from core.scheduling.requests.deadlines import due, why_late
 from core.scheduling.requests.request import Request, Status
 from core.scheduling.view import View
@@ -56,16 +55,13 @@ class NeuStream(SchedulingPolicy):
     """Keeps the latency of every live request alone."""
 
     def __init__(self) -> None:
-        self._work = WorkEstimator()
         self._earliest_finish = EarliestFinish()
         self._alone: dict[str, LatencyAlone] = {}  # request id -> predicted when it was first seen
 
     def on_end(self, request_id: str) -> None:
         self._alone.pop(request_id, None)
-        self._work.forget(request_id)
 
     def choose(self, view: View, now: float) -> Sequence[Decision]:
-        self._work.next_pass(now)
         requests = sorted(eligible(view), key=lambda request: (request.head.arrival, request.id))
         late = [each for request in requests if (each := self._late(view, request, now)) is not None]
         late_ids = {each.request.id for each in late}
@@ -73,7 +69,7 @@ class NeuStream(SchedulingPolicy):
         given_up = [each for each in late if view.config.on_late == "drop" or _is_useless(each.request, now)]
         dropped = {each.request.id for each in given_up}
         served += [each.request for each in late if each.request.id not in dropped]  # after all others
-        batches = NeuStreamPass(view, served=served, alone=self._alone, work=self._work).run()
+        batches = NeuStreamPass(view, served=served, alone=self._alone).run()
         return [*given_up, *self._earliest_finish.choose(view, batches, now)]
 
     def _late(self, view: View, request: Request, now: float) -> GiveUp | None:
@@ -87,12 +83,12 @@ class NeuStream(SchedulingPolicy):
         if request.progress.steps_left:
             end = now + (alone.remaining(request) + TRANSFER_SECONDS)
         else:
-            end = now + self._work.remaining(view, request).after
+            end = now + view.work_left(request).after
         failure = why_late(request.head, end)
         return None if failure is None else GiveUp(request, failure)
 
     def _predict(self, view: View, request: Request) -> LatencyAlone:
-        work, time = self._work.remaining(view, request), due(request.head)
+        work, time = view.work_left(request), due(request.head)
         step = (work.alone - work.before - work.after) / max(1, work.steps)
         stretch = (time - request.head.arrival) / work.alone if time is not None and work.alone else inf
         return LatencyAlone(work.before, step, work.after, stretch)
@@ -109,7 +105,6 @@ class NeuStreamPass(StepPass):
 
     served: Sequence[Request] = ()  # in the order of arrival
     alone: Mapping[str, LatencyAlone] = field(default_factory=dict)  # by request id
-    work: WorkEstimator = field(default_factory=WorkEstimator)
     _limits: dict[tuple[str, Work, float], int] = field(default_factory=dict)  # (op, work, stretch) -> batch limit
 
     def _admit(self) -> list[Request]:
@@ -147,7 +142,7 @@ class NeuStreamPass(StepPass):
         key = node.op, work, self.alone[request.id].stretch
         limit = self._limits.get(key)
         if limit is None:
-            seconds = partial(self.work.batch_seconds, self.view, keys, op, work)
+            seconds = partial(self.view.batch_seconds, keys, op, work)
             most = self.view.largest_batch(keys, op)
             number = self.view.config.max_num_seqs if most is None else max(1, most // len(work.queries))
             limit = largest_batch(seconds, SHARE * key[2] * seconds(), number)

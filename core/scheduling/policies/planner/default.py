@@ -14,14 +14,13 @@ from core.messages.worker import Batch, BatchResult
 from core.scheduling.dispatch import Decision, Dispatch, GiveUp
 from core.scheduling.policies.planner.groups import Groups, Prediction, Predictions
 from core.scheduling.policies.planner.headroom import Headroom
-from core.scheduling.policies.planner.homes import Homes
 from core.scheduling.policies.planner.lane_pass import LanePass
 from core.scheduling.policies.planner.pauses import Pauses
 from core.scheduling.policies.planner.plan import Plan, Planner, has_steps
 from core.scheduling.policies.planner.repeated_steps import RepeatedSteps
+from core.scheduling.policies.planner.step_homes import StepHomes
 from core.scheduling.policies.policy import SchedulingPolicy
 from core.scheduling.policies.step_pass import eligible
-from core.scheduling.policies.work_estimator import RemainingWork
 from core.scheduling.requests.request import Request, Status
 from core.scheduling.view import View
 
@@ -35,7 +34,7 @@ class Default(SchedulingPolicy):
     def __init__(self) -> None:
         self._predictions = Predictions()
         self._groups = Groups(self._predictions)
-        self._homes = Homes()
+        self._homes = StepHomes()
         self._pauses = Pauses()
         self._headroom = Headroom()
         self._repeated = RepeatedSteps()
@@ -76,7 +75,6 @@ class Default(SchedulingPolicy):
     def choose(self, view: View, now: float) -> Sequence[Decision]:
         if not view.open_ranks:
             return ()
-        self._predictions.next_pass(now)
         self._passes_left -= 1
         is_new = (
             self._passes_left < 0 or (view.ranks, view.residency_version) != self._seen or self._may_be_better(view)
@@ -183,18 +181,17 @@ class Default(SchedulingPolicy):
         return Planner(
             view,
             now,
-            self._predictions.work,
             self._homes,
             lanes,
             lambda request: self._predictions.is_small(view, request),
-            lambda request, work: self._alone(view, request, work),
+            lambda request: self._alone(view, request),
             {each.id: self._prediction(view, each).cost for each in requests},
             self._headroom.value * self._pauses.stretch,
         ).plan(requests)
 
-    def _alone(self, view: View, request: Request, work: RemainingWork) -> float:
+    def _alone(self, view: View, request: Request) -> float:
         """Seconds of a request's remaining work if it had all ranks."""
-        prediction = self._prediction(view, request)
+        prediction, work = self._prediction(view, request), view.work_left(request)
         if len(prediction.seconds) == 1:
             return work.alone
         return work.before + work.steps * prediction.least_step + work.after

@@ -10,10 +10,9 @@ from typing import NamedTuple
 
 from core.handles import RankIds
 from core.scheduling.policies.buddies import power_of_two
-from core.scheduling.policies.planner.homes import StepCost
 from core.scheduling.policies.planner.rank_plan import Contender, better_to_wait, degrees, moves, plan
+from core.scheduling.policies.planner.step_homes import StepCost
 from core.scheduling.policies.step_speeds import Speeds, StepSpeeds
-from core.scheduling.policies.work_estimator import WorkEstimator
 from core.scheduling.requests.deadlines import due
 from core.scheduling.requests.request import Request, Status
 from core.scheduling.view import View
@@ -72,21 +71,13 @@ class Predictions:
     """The predictions of the live requests of one policy."""
 
     def __init__(self) -> None:
-        self.work = WorkEstimator()
         self._speeds = StepSpeeds()
         self._known: dict[str, Prediction] = {}  # by request id
-
-    def next_pass(self, now: float) -> bool:
-        """See `WorkEstimator.next_pass`."""
-        is_again = self.work.next_pass(now)
-        if is_again:
-            self._known.clear()
-        return is_again
+        self._generation = 0  # of the predictions that these were made from
 
     def forget(self, request_id: str) -> None:
         """Note that a request has ended."""
         self._known.pop(request_id, None)
-        self.work.forget(request_id)
 
     def is_small(self, view: View, request: Request) -> bool:
         """Whether a request makes its steps on one rank together with others: it gains by that, or is mask-aware, or
@@ -98,9 +89,12 @@ class Predictions:
         return self.of(view, request).is_small
 
     def of(self, view: View, request: Request) -> Prediction:
+        if view.predictions != self._generation:
+            self._generation = view.predictions
+            self._known.clear()
         found = self._known.get(request.id)
         if found is None:
-            speeds, work = self._speeds.of(view, request), self.work.remaining(view, request)
+            speeds, work = self._speeds.of(view, request), view.work_left(request)
             efficient, lossless = (_degree(speeds.seconds, share) for share in (EFFICIENT, LOSSLESS))
             found = Prediction(
                 speeds.seconds,

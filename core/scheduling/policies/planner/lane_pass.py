@@ -9,8 +9,8 @@ from core.graph.workflow import Node
 from core.handles import RankIds
 from core.scheduling.dispatch import Decision, Dispatch
 from core.scheduling.node_cache import CacheJob
-from core.scheduling.policies.planner.homes import Homes, StepCost
 from core.scheduling.policies.planner.plan import Plan, has_steps
+from core.scheduling.policies.planner.step_homes import StepCost, StepHomes
 from core.scheduling.policies.step_pass import StepPass
 from core.scheduling.requests.deadlines import due
 from core.scheduling.requests.request import Request, Status
@@ -21,7 +21,7 @@ class LanePass(StepPass):
     """Large requests have groups of ranks, small ones share steps on the ranks that are their homes."""
 
     apart: frozenset[str] = frozenset()  # ids of the large requests
-    place: Homes = field(default_factory=Homes)
+    place: StepHomes = field(default_factory=StepHomes)
     costs: Mapping[str, StepCost] = field(default_factory=dict)  # of the steps of small requests, by id
     lanes: RankIds = ()  # ranks where small requests make steps; at least one, unless there are none
     groups: Mapping[str, RankIds] = field(default_factory=dict)  # large request that may be given work -> its ranks

@@ -1,7 +1,7 @@
 """Plan: which requests are served, where some have a due time.
 
 Each rank has a set of requests of each denoiser, its lane. All of them are predicted to be in time together, at the
-speed that their batches will really have (`core.costs.slot_schedule`). A newcomer joins only if all stay in time; else
+speed that their batches will really have (`core.costs.forecast`). A newcomer joins only if all stay in time; else
 the one with most work left goes, and is served if the others are done sooner than predicted. Requests that could not be
 in time even alone end early (`--on-late drop`) or run when no other request needs the rank (`--on-late last`).
 
@@ -15,20 +15,22 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import islice
 from math import inf
+from typing import NamedTuple
 
 from core.config import PATIENCE_SECONDS
+from core.costs.forecast import Pace, SlotTask
+from core.costs.lane_filling import best_schedules
 from core.costs.prediction_margin import CERTAIN
-from core.costs.slot_schedule import Pace, SlotTask, best_schedules
 from core.failure import Failure
 from core.graph.work import Work
 from core.graph.workflow import Node, op_of
 from core.handles import RankIds
 from core.scheduling.dispatch import GiveUp
-from core.scheduling.policies.planner.homes import Homes, StepCost
-from core.scheduling.policies.work_estimator import RemainingWork, WorkEstimator
+from core.scheduling.policies.planner.step_homes import StepCost, StepHomes
 from core.scheduling.requests.bindings import ModelKeys
 from core.scheduling.requests.deadlines import TOO_LATE, due, why_late
 from core.scheduling.requests.request import Request, Status
+from core.scheduling.requests.work_left import WorkLeft
 from core.scheduling.view import View
 
 NOTHING = StepCost(0.0, 0.0)
@@ -89,12 +91,11 @@ def _denoiser(request: Request) -> ModelKeys:
     return request.keys_of(step_node(request))
 
 
-@dataclass(slots=True)
-class Candidate:
+class Candidate(NamedTuple):
     """A request, as judged for a plan."""
 
     request: Request
-    work: RemainingWork
+    work: WorkLeft
     alone: float  # seconds of its remaining work, with as many ranks as are useful
     seconds: float  # computing time until it is due; inf: it has no due time
     is_late: bool  # it cannot be in time
@@ -111,11 +112,10 @@ class Planner:
 
     view: View
     now: float
-    work: WorkEstimator
-    place: Homes
+    place: StepHomes
     lanes: RankIds  # ranks where small requests make steps
     small: Callable[[Request], bool]
-    alone: Callable[[Request, RemainingWork], float]
+    alone: Callable[[Request], float]  # seconds of its remaining work, with as many ranks as are useful
     costs: Mapping[str, StepCost]  # of small requests, by id
     stretch: float  # time that passes, as a multiple of the predicted computing time
     _num_on: dict[int, int] = field(default_factory=dict)  # rank -> denoisers whose requests may make steps there
@@ -124,7 +124,7 @@ class Planner:
         """requests: that may run, the most urgent first."""
         candidates = [self._judge(request) for request in requests]
         tried = self._tried(candidates)
-        given_up = tuple(self._given_up(candidates, tried))
+        given_up = (*self._given_up(candidates, tried), *self._loaded_too_late(requests))
         dropped = {each.request.id for each in given_up}
         kept = [each for each in candidates if each.request.id not in dropped]
         groups: dict[ModelKeys, list[Candidate]] = {}  # denoiser -> candidates, which may share steps
@@ -142,9 +142,9 @@ class Planner:
         return Plan(tuple(lanes), waiting, given_up, None if tried is None else tried.request.id)
 
     def _judge(self, request: Request) -> Candidate:
-        work, time = self.work.remaining(self.view, request), due(request.head)
+        work, time = self.view.work_left(request), due(request.head)
         seconds = inf if time is None else (time - self.now) / self.stretch
-        alone = self.alone(request, work)
+        alone = self.alone(request)
         return Candidate(request, work, alone, seconds, alone > seconds)
 
     def _tried(self, candidates: Sequence[Candidate]) -> Candidate | None:
@@ -168,11 +168,22 @@ class Planner:
         """
         is_needed = any(each.can_be_in_time for each in candidates)
         for each in candidates:
-            failure = self._why_given_up(each, is_needed) if each.is_late and each is not tried else None
+            failure = self._why_given_up(each, is_needed=is_needed) if each.is_late and each is not tried else None
             if failure is not None:
                 yield GiveUp(each.request, failure)
 
-    def _why_given_up(self, candidate: Candidate, is_needed: bool) -> Failure | None:
+    def _loaded_too_late(self, requests: Sequence[Request]) -> Iterator[GiveUp]:
+        """Decisions that give up requests that will be late because of their model's load. requests: that may run."""
+        may_run = {request.id for request in requests}
+        for request in self.view.requests.live() if self.view.requests.has_due else ():
+            if request.id in may_run or request.status is Status.RUNNING or due(request.head) is None:
+                continue
+            candidate, seconds = self._judge(request), self.view.load_seconds(request)
+            failure = self._why_given_up(candidate._replace(alone=seconds + candidate.alone), is_needed=True)
+            if failure is not None:
+                yield GiveUp(request, failure)
+
+    def _why_given_up(self, candidate: Candidate, *, is_needed: bool) -> Failure | None:
         """Why to give up a late request: it is predicted to miss its timeout or, with `--on-late drop`, its objective.
         None: it is kept. A request that has begun is kept while no other needs the rank, and later until it is certain
         to miss its objective.
@@ -302,4 +313,4 @@ class Planner:
 
     def _step_seconds(self, request: Request, step: Node, rows: int, tokens: float, keys: float) -> float:
         work = Work((round(tokens),), (round(keys),))
-        return self.work.batch_seconds(self.view, request.keys_of(step), op_of(step), work, rows)
+        return self.view.batch_seconds(request.keys_of(step), op_of(step), work, rows)

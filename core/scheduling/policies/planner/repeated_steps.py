@@ -11,7 +11,7 @@ from collections.abc import Callable, Collection, Iterable, Sequence
 
 from core.handles import RankIds
 from core.scheduling.dispatch import Decision, Dispatch
-from core.scheduling.policies.planner.homes import Homes
+from core.scheduling.policies.planner.step_homes import StepHomes
 from core.scheduling.requests.request import Request, Status
 from core.scheduling.view import View
 
@@ -55,7 +55,7 @@ class RepeatedSteps:
         """Whether each of these ranks has a batch to repeat."""
         return ranks.issubset({rank for each in self._batches for rank in each})
 
-    def next(self, view: View, served: Sequence[Request], homes: Homes) -> list[Dispatch] | None:
+    def next(self, view: View, served: Sequence[Request], homes: StepHomes) -> list[Dispatch] | None:
         """The batches that the open ranks are to repeat; None if there may be anything else to do. served: requests
         that are to make steps. homes: of the small requests.
         """
@@ -78,7 +78,7 @@ class RepeatedSteps:
         return batches if batches and can_all else None
 
 
-def _is_elsewhere(view: View, request: Request, homes: Homes) -> bool:
+def _is_elsewhere(view: View, request: Request, homes: StepHomes) -> bool:
     """Whether a request has begun, has nothing on the open ranks, and is not at home on one of them. Other work of it
     goes there or to a rank without requests.
     """
@@ -102,7 +102,7 @@ def _is_of(batch: Dispatch, names: set[str]) -> bool:
 def _can_be_repeated(view: View, batch: Dispatch, served: Collection[str]) -> bool:
     """Whether a batch can be sent again. served: ids of requests; others were in it only to make room."""
     for request, node in batch.items:
-        if request.id not in served:
+        if request.id not in served or (request.runs_on_one_rank and len(batch.ranks) > 1):
             return False
         is_running = request.status is Status.RUNNING
         if not is_running or node not in view.ready(request) or not view.can_run(request, node, batch.ranks):

@@ -132,7 +132,7 @@ def test_checkpoints_without_room_are_left_out_and_later_ones_are_written() -> N
             assert all(len(requests[name].unwritten) <= 2 for name in names if name in requests)
             assert len(site.scheduler.values.pinned) <= 2 * len(names)
         run_until(site, lambda: site.workers.steps_done("d") == 30)
-        assert requests["d"].checkpoints["denoise"].round >= 26
+        assert requests["d"].checkpoints["denoise"].round >= 24
         site.finish()
 
 

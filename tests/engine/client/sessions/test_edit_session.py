@@ -543,21 +543,19 @@ async def finish_all(server: Server) -> None:
             replica.finish_first()
 
 
-async def test_image_work_of_its_own_key_that_cannot_be_done_in_time_is_refused_at_once(server: Server) -> None:
-    """Idle engines do not help: 60 files at 0.5 s each, two at a time, come first."""
+async def test_only_an_edit_whose_own_image_work_takes_too_long_is_refused_at_once(server: Server) -> None:
+    """60 files at 0.5 s each, two at a time, come first, but that may change."""
     server.admission.slo_seconds = 0.0
     for index in range(6):
         await server.begin(n=10, name=f"a{index}", owner="a", seconds=300.0)
     await finish_all(server)
     for rank in range(2):
         server.router.on_report(rank, make_report(num_received=30), None)
-    with pytest.raises(OverloadedError, match="too busy") as caught:
-        await server.begin(name="a6", owner="a", priority=1, seconds=10.0)
-    assert 5.0 <= caught.value.retry_after <= 20.0, "15 s of files are ahead"
+    await server.begin(name="a6", owner="a", priority=1, seconds=10.0)
     with pytest.raises(DeadlineExceededError, match="when the server is idle"):
         await server.begin(n=10, name="a7", owner="a", seconds=2.0)
     await server.begin(name="b", owner="b", seconds=10.0)
-    assert server.admission.retry_after() == pytest.approx((60 + 1) * COMPOSE_SECONDS / 2)
+    assert server.admission.retry_after() == pytest.approx((60 + 2) * COMPOSE_SECONDS / 2)
 
 
 async def test_image_work_that_is_done_or_dropped_or_waits_for_its_client_delays_no_other(server: Server) -> None:

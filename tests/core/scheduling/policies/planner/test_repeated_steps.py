@@ -15,8 +15,8 @@ from ranks_that_die import Site, check_finished, run_until
 
 from core.scheduling.dispatch import Decision, Dispatch
 from core.scheduling.policies.planner.default import Default
-from core.scheduling.policies.planner.homes import Homes
 from core.scheduling.policies.planner.repeated_steps import RepeatedSteps
+from core.scheduling.policies.planner.step_homes import StepHomes
 from core.scheduling.requests.request import Request
 from core.scheduling.view import View
 
@@ -31,7 +31,7 @@ def compared(policy: Default) -> Iterator[list[bool]]:
     """While each pass of this policy is made in both ways; for each, whether it was a repetition."""
     were_repeated, find = list[bool](), RepeatedSteps.next
 
-    def both(self: RepeatedSteps, view: View, served: Sequence[Request], homes: Homes) -> list[Dispatch] | None:
+    def both(self: RepeatedSteps, view: View, served: Sequence[Request], homes: StepHomes) -> list[Dispatch] | None:
         found = find(self, view, served, homes)
         if found is not None:
             whole = policy._whole_pass(view, view._now, policy._given_up())
@@ -98,7 +98,7 @@ def test_steps_of_a_request_without_a_slot_are_not_repeated() -> None:
     site.scheduler.add(make_edit("a", steps=40))
     run_until(site, lambda: site.workers.steps_done("a") >= 5)
 
-    def asked(self: RepeatedSteps, view: View, served: Sequence[Request], homes: Homes) -> list[Dispatch] | None:
+    def asked(self: RepeatedSteps, view: View, served: Sequence[Request], homes: StepHomes) -> list[Dispatch] | None:
         if again := find(self, view, served, homes):
             found.append(find(self, view, [], homes))
         return again

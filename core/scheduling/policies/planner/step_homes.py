@@ -1,4 +1,4 @@
-"""Homes: on which rank each small request makes its steps, and so which of them share steps."""
+"""StepHomes: on which rank each small request makes its steps, and so which of them share steps."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ class StepCost(NamedTuple):
     extra: float  # that it adds
 
 
-class Homes:
+class StepHomes:
     """The homes of one policy. Requests stay where they are; newcomers go where their steps will be shortest."""
 
     def __init__(self) -> None:

@@ -10,7 +10,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from core.costs.slot_schedule import Pace, RankSlots, SlotTask, best_schedules, fill_lanes, linear_pace
+from core.costs.forecast import Forecast, Pace, SlotTask, linear_pace
+from core.costs.lane_filling import best_schedules, fill_lanes
 
 PACE = Pace((1.0, 1.1, 1.3, 1.8), (0.0, 0.1, 0.1, 0.1))
 SECONDS = st.floats(0.0, 3.0)
@@ -22,17 +23,17 @@ TASKS = st.lists(
 LINEAR = linear_pace(0.0)
 
 
-def are_in_time(tasks: Sequence[SlotTask], slots: RankSlots) -> bool:
+def are_in_time(tasks: Sequence[SlotTask], slots: Forecast) -> bool:
     return all(end <= task.due_in for task, end in zip(tasks, slots.ends(tasks), strict=True))
 
 
-def largest_sets(tasks: Sequence[SlotTask], ranks: Sequence[RankSlots]) -> list[list[int]]:
+def largest_sets(tasks: Sequence[SlotTask], ranks: Sequence[Forecast]) -> list[list[int]]:
     return [lane.chosen for lane in fill_lanes(tasks, ranks)]
 
 
 def largest_set(tasks: list[SlotTask], number: int, pace: Pace = LINEAR) -> list[int]:
     """Of one rank."""
-    (chosen,) = largest_sets(tasks, [RankSlots(number, pace)])
+    (chosen,) = largest_sets(tasks, [Forecast(number, pace)])
     return chosen
 
 
@@ -59,7 +60,7 @@ def step_by_step(tasks: list[SlotTask], num_slots: int, pace: Pace, *, blocks: b
 @given(TASKS, st.integers(1, 4), st.booleans())
 def test_ends_are_those_of_a_run_made_step_by_step(tasks: list[SlotTask], num_slots: int, blocks: bool) -> None:
     """Ends of one step may take the slots of each other at the same time: their order does not matter."""
-    found = RankSlots(num_slots, PACE, blocks=blocks).ends(tasks)
+    found = Forecast(num_slots, PACE, blocks=blocks).ends(tasks)
     steps, has_ties = step_by_step(tasks, num_slots, PACE, blocks=blocks)
     if not blocks or not has_ties:
         assert found == pytest.approx(steps)
@@ -70,7 +71,7 @@ def test_ends_are_those_of_a_run_made_step_by_step(tasks: list[SlotTask], num_sl
 def test_the_end_of_the_last_one_of_all_that_are_in_time(
     tasks: list[SlotTask], num_slots: int, blocks: bool, start: float
 ) -> None:
-    slots = RankSlots(num_slots, PACE, blocks, start)
+    slots = Forecast(num_slots, PACE, blocks, start)
     assert slots.end_of_last(tasks) == (slots.ends(tasks)[-1] if are_in_time(tasks, slots) else inf)
 
 
@@ -81,7 +82,7 @@ def test_more_requests_than_measured_cost_in_proportion() -> None:
 
 @given(TASKS, st.integers(1, 4), st.booleans())
 def test_a_rank_that_is_busy_ends_everything_later(tasks: list[SlotTask], num_slots: int, blocks: bool) -> None:
-    at_once, later = (RankSlots(num_slots, PACE, blocks, start).ends(tasks) for start in (0.0, 2.5))
+    at_once, later = (Forecast(num_slots, PACE, blocks, start).ends(tasks) for start in (0.0, 2.5))
     assert later == pytest.approx([end + 2.5 for end in at_once])
 
 
@@ -89,7 +90,7 @@ def test_a_rank_that_is_busy_ends_everything_later(tasks: list[SlotTask], num_sl
 def test_those_that_are_chosen_are_in_time(
     tasks: list[SlotTask], num_slots: int, blocks: bool, starts: list[float]
 ) -> None:
-    ranks = [RankSlots(num_slots, PACE, blocks, start) for start in starts]
+    ranks = [Forecast(num_slots, PACE, blocks, start) for start in starts]
     sets = largest_sets(tasks, ranks)
     chosen = [index for of_rank in sets for index in of_rank]
     assert len(chosen) == len(set(chosen)), "each is served by one rank"
@@ -99,7 +100,7 @@ def test_those_that_are_chosen_are_in_time(
     schedules = best_schedules(tasks, num_slots, PACE, starts, blocks=blocks)
     for start, schedule in zip(starts, schedules, strict=True):
         members = [tasks[index] for index in schedule.chosen]
-        assert are_in_time(members, RankSlots(schedule.num_slots, PACE, blocks, start))
+        assert are_in_time(members, Forecast(schedule.num_slots, PACE, blocks, start))
         assert len(tasks) == 0 or 1 <= schedule.num_slots <= num_slots
     assert sum(len(each.chosen) for each in schedules) >= len(chosen), "it tries this number of slots, too"
 
@@ -108,18 +109,18 @@ def test_those_that_are_chosen_are_in_time(
 def test_requests_are_served_only_by_ranks_that_can(tasks: list[SlotTask], num_ranks: int, data: st.DataObject) -> None:
     able = st.lists(st.integers(0, num_ranks - 1), unique=True).map(lambda drawn: tuple(sorted(drawn)))
     tasks = [task._replace(ranks=data.draw(able)) for task in tasks]
-    for rank, of_rank in enumerate(largest_sets(tasks, [RankSlots(2, PACE)] * num_ranks)):
+    for rank, of_rank in enumerate(largest_sets(tasks, [Forecast(2, PACE)] * num_ranks)):
         assert all(rank in tasks[index].ranks or not tasks[index].ranks for index in of_rank)
 
 
 @given(TASKS)
 def test_a_second_rank_never_serves_less(tasks: list[SlotTask]) -> None:
-    one, two = (largest_sets(tasks, [RankSlots(1, PACE)] * number) for number in (1, 2))
+    one, two = (largest_sets(tasks, [Forecast(1, PACE)] * number) for number in (1, 2))
     assert sum(map(len, two)) >= len(one[0])
 
 
 def test_a_request_goes_where_it_is_done_first_and_another_one_goes_only_if_it_fits_nowhere() -> None:
-    ranks = [RankSlots(1, LINEAR, start=2.0), RankSlots(1, LINEAR)]
+    ranks = [Forecast(1, LINEAR, start=2.0), Forecast(1, LINEAR)]
     first, second, third = SlotTask(4, 1.0, due_in=6.0), SlotTask(4, 1.0, due_in=6.5), SlotTask(3, 1.0, due_in=7.0)
     assert largest_sets([first], ranks) == [[], [0]]
     assert largest_sets([first, second], ranks) == [[1], [0]]
@@ -135,7 +136,7 @@ def test_one_slot_serves_as_many_as_any_choice_could(tasks: list[SlotTask]) -> N
     sizes = (
         size
         for size in range(len(plain), -1, -1)
-        if any(are_in_time(some, RankSlots(1, LINEAR)) for some in combinations(plain, size))
+        if any(are_in_time(some, Forecast(1, LINEAR)) for some in combinations(plain, size))
     )
     assert len(chosen) == next(sizes)
 
