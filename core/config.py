@@ -12,6 +12,7 @@ from typing import Literal, get_args
 
 import msgspec
 
+from core.control_type import ControlType
 from core.errors import ConfigError, InvalidRequestError
 from core.graph.workflow import Workflow
 from core.run_class import RunClass
@@ -57,6 +58,26 @@ class AdapterConfig(msgspec.Struct, frozen=True):
         conform(self)
 
 
+class ControlNetConfig(msgspec.Struct, frozen=True):
+    """A ControlNet of a model. Raises InvalidRequestError for a mode that is no number from 0."""
+
+    name: str  # by which requests choose it, if it has no types
+    path: str  # a directory in the diffusers layout, or a Hugging Face hub id
+    # Of one for several kinds of pictures: the control type by which requests choose it for each -> its mode.
+    types: dict[str, int] = {}
+
+    def __post_init__(self) -> None:
+        conform(self)
+        for mode in self.types.values():
+            check_integer("types", mode, 0, 1024)
+
+    @property
+    def controls(self) -> dict[str, ControlType]:
+        """Control type -> what it stands for."""
+        types = {name: ControlType(self.name, mode) for name, mode in self.types.items()}
+        return types or {self.name: ControlType(self.name)}
+
+
 class RequestDefaults(SamplerDefaults, frozen=True, kw_only=True):
     """What requests to a model leave open; None: as its checkpoint or family says."""
 
@@ -94,6 +115,7 @@ class ModelConfig(msgspec.Struct, frozen=True, kw_only=True):
     # Masks without drawing: directories or hub ids of the checkpoints that find them; one that reads points and boxes
     # beside one that finds boxes for words; ("none",): none. (): the embedded one, for the embedded model.
     segmenter: tuple[str, ...] = ()
+    controlnets: tuple[ControlNetConfig, ...] = ()
     # Its requests.
     workflow: str = ""  # that serves them all; "": the first of `core.graph.catalog` that takes what a request gives
     refiner: str = ""  # name of another model, which makes their last steps: it plays the REFINER_ROLES
@@ -123,6 +145,9 @@ class ModelConfig(msgspec.Struct, frozen=True, kw_only=True):
         names = [self.name, *(adapter.name for adapter in self.adapters)]
         if twice := next((name for name in names if names.count(name) > 1), None):
             raise ConfigError(f"--lora {twice}: adapters need names of their own, other than the model's")
+        types = [name for each in self.controlnets for name in each.controls]
+        if twice := next((name for name in types if types.count(name) > 1), None):
+            raise InvalidRequestError(f"Invalid 'controlnets': two have a control type {twice}.", param="controlnets")
 
     @property
     def segmenter_checkpoints(self) -> tuple[str, ...]:
@@ -130,6 +155,11 @@ class ModelConfig(msgspec.Struct, frozen=True, kw_only=True):
         if self.segmenter:
             return () if self.segmenter == (NO_SEGMENTER,) else self.segmenter
         return (EMBEDDED_SEGMENTER,) if self.model == EMBEDDED_MODEL else ()
+
+    @property
+    def controls(self) -> dict[str, ControlType]:
+        """Control type -> what it stands for, of all its ControlNets."""
+        return {name: control for each in self.controlnets for name, control in each.controls.items()}
 
     @property
     def players(self) -> dict[str, str]:

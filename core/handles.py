@@ -62,7 +62,7 @@ class ModelKey(msgspec.Struct, frozen=True):
     """A component of a model, the unit that workers load. Served models with equal keys share it."""
 
     content: str  # hex digest of its weights, its configuration, and the form in which it is loaded
-    component: str  # its kind, which ops name: text_encoder, transformer (a UNet, too), vae, segmenter
+    component: str  # its kind, which ops name: text_encoder, transformer (a UNet, too), vae, segmenter, controlnet
 
 
 class LoadedComponent(msgspec.Struct, frozen=True):

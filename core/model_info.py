@@ -7,6 +7,7 @@ from typing import Literal
 
 import msgspec
 
+from core.control_type import ControlType
 from core.handles import ModelKey
 from core.page_scheme import PageScheme
 from core.reference_pictures import ReferencePictures
@@ -43,6 +44,10 @@ class ModelInfo(msgspec.Struct, frozen=True, kw_only=True):
     # The model that finds masks for it, set by the worker. It is loaded when the first request needs it.
     segmenter: tuple[ModelKey, ...] = ()  # its components; (): there is none
     selects_by: tuple[SelectionKind, ...] = ()  # what it takes
+    # Its ControlNets, set by the worker. Each is loaded when the first request needs it.
+    controlnets: dict[str, ModelKey] = {}  # name -> the component
+    controls: dict[str, ControlType] = {}  # control type, by which requests choose -> what it stands for
+    edit_control_scale: float = 1.0  # of edits that name no scale; generations have 1. Set by the family
     # Other models that work for it, set by the worker.
     workflow: str = ""  # that serves its requests; "": the first one of the catalog that takes what they give
     roles: dict[str, str] = {}  # role of a workflow -> name of the model that plays it instead of this one
@@ -93,8 +98,8 @@ class ModelInfo(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def own(self) -> tuple[ModelKey, ...]:
-        """Its components, and those of its segmenter."""
-        return (*self.components, *self.segmenter)
+        """Its components, and those of its segmenter and ControlNets."""
+        return (*self.components, *self.segmenter, *self.controlnets.values())
 
     @property
     def needs(self) -> tuple[ModelKey, ...]:

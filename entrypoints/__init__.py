@@ -9,9 +9,10 @@ if TYPE_CHECKING:
     from core.run_class import RunClass
     from core.sampling_params import SamplingParams
     from engine.client.run_input import RunInput
+    from entrypoints.control_picture import ControlPicture
     from entrypoints.image_engine import Edit, EditResult, ImageEngine, RunResult
 
-__all__ = ["Edit", "EditResult", "ImageEngine", "RunClass", "RunInput", "RunResult", "SamplingParams"]
+__all__ = ["ControlPicture", "Edit", "EditResult", "ImageEngine", "RunClass", "RunInput", "RunResult", "SamplingParams"]
 
 
 def __getattr__(name: str) -> Any:

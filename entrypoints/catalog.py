@@ -6,8 +6,13 @@
     dtype = "bfloat16"
     loras = { shirt = "loras/shirt.safetensors" }
     segmenter = "checkpoints/clipseg"  # finds masks; or a list of two
+    controlnets = ["edges", "union"]
     refiner = "polish"                 # the name of another entry
     defaults = { num_inference_steps = 40, refiner_start = 0.8 }
+
+    [controlnets]                      # which models name
+    edges = "checkpoints/controlnet-canny"
+    union = { path = "checkpoints/union", types = { canny = 0, depth = 2 } }  # one for several kinds of pictures
 
     [engines]                          # others have all models
     0 = ["fill", "polish"]
@@ -24,7 +29,7 @@ from typing import Any, NamedTuple
 
 import msgspec
 
-from core.config import EMBEDDED_MODEL, AdapterConfig, ModelConfig, RequestDefaults
+from core.config import EMBEDDED_MODEL, AdapterConfig, ControlNetConfig, ModelConfig, RequestDefaults
 from core.errors import ConfigError, InvalidRequestError
 from core.paths import expanded
 from core.sampler_defaults import SamplerDefaults
@@ -43,7 +48,7 @@ OF_REQUESTS = ("workflow", "refiner", "roles")
 MAX_DIGITS = 9
 """Most digits of an engine's number."""
 
-KEYS = ("name", "path", "loras", *SETTINGS, *OF_REQUESTS, "defaults")
+KEYS = ("name", "path", "loras", *SETTINGS, "controlnets", *OF_REQUESTS, "defaults")
 
 
 class Catalog(NamedTuple):
@@ -60,7 +65,8 @@ def read_catalog(file: Path, common: ModelConfig) -> Catalog:
     entries = content.get("model", [])
     if not isinstance(entries, list) or not entries or not all(isinstance(entry, dict) for entry in entries):
         raise ConfigError(f"{file} lists no model: each is a table that begins with [[model]]")
-    models = tuple(_Entry(file, number, entry).config(common) for number, entry in enumerate(entries, 1))
+    controlnets = _controlnets(file, content.get("controlnets", {}))
+    models = tuple(_Entry(file, number, entry, controlnets).config(common) for number, entry in enumerate(entries, 1))
     return Catalog(models, _engines(file, content.get("engines", {})))
 
 
@@ -89,16 +95,43 @@ def _read(file: Path) -> dict[str, Any]:
         raise ConfigError(f"the catalog {file} is no TOML: {error}") from error
     except RecursionError as error:
         raise ConfigError(f"the catalog {file} cannot be read: it is nested too deeply") from error
-    if unknown := sorted(content.keys() - {"model", "engines"}):
+    if unknown := sorted(content.keys() - {"model", "engines", "controlnets"}):
         raise ConfigError(f"{file}: {unknown[0]} is not known; models are tables that begin with [[model]]")
     return content
 
 
-class _Entry:
-    """One model of a catalog, as written."""
+def _controlnets(file: Path, table: object) -> dict[str, ControlNetConfig]:
+    """Name -> the ControlNet."""
+    if not isinstance(table, dict):
+        raise ConfigError(f'{file}: controlnets: is a table: [controlnets], and a line name = "path" for each')
+    return {name: _controlnet(file, name, value) for name, value in table.items()}
 
-    def __init__(self, file: Path, number: int, entry: Mapping[str, Any]) -> None:
-        self._file, self._entry = file, entry
+
+def _controlnet(file: Path, name: str, value: object) -> ControlNetConfig:
+    """value: its path, or a table with that and its types."""
+    where = f"{file}: controlnets: {name}"
+    entry: dict[str, Any] = value if isinstance(value, dict) else {"path": value}
+    if unknown := sorted(entry.keys() - {"path", "types"}):
+        raise ConfigError(f"{where}: {unknown[0]} is not known; there are path, types")
+    if not isinstance(path := entry.get("path"), str) or not path:
+        raise ConfigError(f"{where}: its path is the text of a directory or a hub id")
+    try:
+        folder = file.parent / expanded(path)
+        if not folder.exists() and not is_hub_id(path):
+            raise ConfigError(f"{where}: there is no directory '{folder}'")
+        return ControlNetConfig(name, str(folder) if folder.exists() else path, entry.get("types", {}))
+    except (ConfigError, InvalidRequestError, OSError) as error:
+        reason = getattr(error, "strerror", None) or str(error)
+        raise ConfigError(reason if reason.startswith(where) else f"{where}: {reason}") from error
+
+
+class _Entry:
+    """One model of a catalog, as written. controlnets: of the catalog, by name."""
+
+    def __init__(
+        self, file: Path, number: int, entry: Mapping[str, Any], controlnets: Mapping[str, ControlNetConfig]
+    ) -> None:
+        self._file, self._entry, self._controlnets = file, entry, controlnets
         self._where = f"{file}, model {number}"
 
     def config(self, common: ModelConfig) -> ModelConfig:
@@ -110,7 +143,7 @@ class _Entry:
         if not isinstance(loras, dict):
             raise self._refuse("loras", 'is a table: loras = { name = "file" }')
         adapters = tuple(self._adapter(each, value) for each, value in loras.items())
-        named = {"model": self._model(), "served_model_name": name, "adapters": adapters}
+        named = {"model": self._model(), "served_model_name": name, "adapters": adapters, "controlnets": self._nets()}
         defaults = self._known("defaults", self._entry.get("defaults", {}), RequestDefaults)
         try:
             return ModelConfig(
@@ -146,6 +179,16 @@ class _Entry:
         except (ConfigError, OSError) as error:
             raise self._refuse("path", getattr(error, "strerror", None) or str(error)) from error
         return model
+
+    def _nets(self) -> tuple[ControlNetConfig, ...]:
+        """The ControlNets that it names."""
+        names = self._entry.get("controlnets", [])
+        if not isinstance(names, list) or not all(isinstance(name, str) for name in names):
+            raise self._refuse("controlnets", "is a list of names of the table [controlnets]")
+        if unknown := [name for name in names if name not in self._controlnets]:
+            known = ", ".join(self._controlnets) or "none"
+            raise self._refuse("controlnets", f"there is no {unknown[0]} in [controlnets]; there are {known}")
+        return tuple(self._controlnets[name] for name in dict.fromkeys(names))
 
     def _segmenter(self, value: object) -> tuple[str, ...]:
         """The directories or hub ids of its segmenter's checkpoints. value: one, or a list."""

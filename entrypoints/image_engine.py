@@ -41,11 +41,13 @@ from core.run_class import RunClass
 from core.sampling_params import MAX_PADDING_MASK_CROP, MAX_PROMPT_CHARACTERS, MAX_SIDE, MIN_SIDE, SamplingParams
 from core.validation import check_filled, check_integer, check_length, conform, conformed
 from engine.client.async_engine import AsyncEngine
+from engine.client.control_input import ControlInput
 from engine.client.edit_types import EditInput, EditReport
 from engine.client.run_input import RunInput
 from engine.client.run_values import RunValue
 from engine.client.templates.template_store import RegisteredTemplate
 from engine.client.upload import BytesUpload
+from entrypoints.control_picture import ControlPicture
 from entrypoints.pictures import ImageLike, decode_picture, encode_picture
 
 logger = logging.getLogger("stencil.offline")
@@ -72,6 +74,7 @@ class Edit:
     class_label: int | str | None = None  # which class, by number or name; None: the prompt is its name
     image: ImageLike | None = None
     references: Sequence[ImageLike] = ()  # further pictures to look at, for models that see them
+    controls: Sequence[ControlPicture] = ()  # pictures that steer the steps, for models with ControlNets
     mask: ImageLike | None = None  # transparent = edit, as in OpenAI's API
     mask_image: ImageLike | None = None  # white = edit, as in diffusers
     # Instead of a mask, what to find: in words, by points (x, y and 1, or -1 for what to leave out), or by a box (left,
@@ -90,6 +93,8 @@ class Edit:
     def __post_init__(self) -> None:
         object.__setattr__(self, "lora", named_loras(self.lora))
         object.__setattr__(self, "references", _references(self.references))
+        controls = conformed("controls", self.controls, Sequence)
+        object.__setattr__(self, "controls", tuple(conformed("controls", each, ControlPicture) for each in controls))
         conform(self)
         if self.class_label is None:
             check_filled("prompt", self.prompt)
@@ -398,6 +403,9 @@ def _to_input(edit: Edit, sampling: SamplingParams) -> EditInput:
         sampling=sampling,
         image=None if edit.image is None else BytesUpload(encode_picture(edit.image, "image")),
         references=tuple(BytesUpload(encode_picture(each, "references")) for each in edit.references),
+        controls=tuple(
+            ControlInput(BytesUpload(encode_picture(each.picture, "controls")), each.control) for each in edit.controls
+        ),
         mask=None if mask is None else BytesUpload(encode_picture(mask, mask_name)),
         mask_kind="alpha" if edit.mask is not None else "luminance",
         template_id=edit.template_id,

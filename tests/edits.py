@@ -75,6 +75,7 @@ class Edit:
         self.upload_size = size  # of the picture that a pipeline is given
         self.seen = self.template  # by the text encoder
         self.references: tuple[ArrayRef, ...] = ()
+        self.num_controls = 0
 
     def result(self) -> npt.NDArray[np.uint8]:
         """The decoded picture."""
@@ -120,6 +121,7 @@ class Edit:
             computed_steps=tuple(range(self.num_denoising_steps)),
             is_exact=True,
             references=self.references,
+            num_controls=self.num_controls,
             shift=self.shift,
             sigmas=self.sigmas,
         )

@@ -34,11 +34,16 @@ from tools.random_checkpoints import (
 def make_sd3_rig(path: Path, arena: Arena, **options: Any) -> Rig:
     left_out = {} if options.get("has_t5", True) else {"text_encoder_3": None, "tokenizer_3": None}
     rig = Rig(make_sd3(path, **options), arena, StableDiffusion3InpaintPipeline, **left_out)
+    correct_sd3(rig)
+    return rig
+
+
+def correct_sd3(rig: Rig) -> None:
+    """Correct the pipeline of a rig of Stable Diffusion 3."""
     vae = rig.pipeline.vae
     decode, shift = vae.decode, vae.config.shift_factor
     # diffusers' pipeline subtracts the shift when it encodes, and up to 0.42 forgets to add it here.
     vae.decode = lambda latents, **options: decode(latents + shift, **options)
-    return rig
 
 
 def make_qwen_edit_rig(path: Path, arena: Arena, **options: Any) -> Rig:

@@ -14,7 +14,7 @@ import torch
 from edits import Edit, box_mask, picture
 from PIL import Image
 
-from core.config import AdapterConfig, ModelConfig, Quantization
+from core.config import AdapterConfig, ControlNetConfig, ModelConfig, Quantization
 from core.ipc.shared_array import Arena, ArenaAllocator
 from core.messages.worker import BatchResult, PageCopied, StepPlan
 from model_executor.page_cache.page_store import PageStore
@@ -43,6 +43,7 @@ class Rig:
         adapters: Sequence[AdapterConfig] = (),
         quantization: Quantization = "none",
         in_bfloat16: bool = False,
+        controlnets: Sequence[ControlNetConfig] = (),
         **parts: Any,
     ) -> None:
         """pipeline: its class. in_bfloat16: both compute in it, else in float32. parts: replace the checkpoint's parts
@@ -55,14 +56,18 @@ class Rig:
             dtype="bfloat16" if in_bfloat16 else "float32",
             quantization=quantization,
             adapters=tuple(adapters),
+            controlnets=tuple(controlnets),
         )
         models = ResidentModels.open([model])
         models.load_all()
+        for key in models.controlnets.keys:
+            models.load(key)
         self.models = models
         self.store = TensorStore(0, models.device, arena)
         copied: list[PageCopied] = []
         self.pages = PageStore(models.device, arena, None, copied.append)
-        self.runner = Runner(0, WorkerContext(models.families, self.store, arena, self.pages))
+        context = WorkerContext(models.families, self.store, arena, self.pages, controlnets=models.controlnets.nets)
+        self.runner = Runner(0, context)
         self.family = models.families["tiny"]
         if in_bfloat16:
             parts["dtype"] = torch.bfloat16

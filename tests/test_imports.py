@@ -160,16 +160,19 @@ LAWS = {
     f"{MODELS}.vae": of_model(KERNELS, MODELS, f"{MODELS}.vae"),
     f"{MODELS}.unet": of_model(*SEEN_BY_DENOISERS, f"{MODELS}.unet"),
     f"{MODELS}.transformer": of_model(*SEEN_BY_DENOISERS, PARALLEL, f"{MODELS}.transformer"),
+    f"{MODELS}.controlnet": of_model(
+        *(CHECKPOINT, *SEEN_BY_DENOISERS, PARALLEL, f"{MODELS}.unet", f"{MODELS}.transformer", f"{MODELS}.controlnet")
+    ),
     f"{MODELS}.families": of_model(CHECKPOINT, KERNELS, PARALLEL, PATCHES, SAMPLERS, *below(MODELS)),
     WORKER: of_model(*MESSAGES, CHECKPOINT, PAGES, PARALLEL, WEIGHTS, *below(WORKER)),
     f"{WORKER}.stores": of_model("core.messages", MODELS, SEGMENTERS, f"{WORKER}.stores"),
     f"{WORKER}.loading": of_model(
         *("core.messages", *GRAPH, OPS, CHECKPOINT, MODELS, PAGES, PATCHES, SEGMENTERS, WEIGHTS),
-        *(f"{WORKER}.loading", f"{WORKER}.stores"),
+        *(f"{MODELS}.controlnet", f"{WORKER}.loading", f"{WORKER}.stores"),
     ),
     f"{WORKER}.ops": of_model(
         *("core.messages", *GRAPH, OPS, KERNELS, MODELS, PAGES, PARALLEL, SAMPLERS),
-        *(f"{WORKER}.stores", f"{WORKER}.ops"),
+        *(f"{MODELS}.controlnet", f"{WORKER}.stores", f"{WORKER}.ops"),
     ),
     f"{WORKER}.probes": of_model(
         *(*MESSAGES, OPS, CHECKPOINT, *SEEN_BY_DENOISERS, f"{MODELS}.transformer", PARALLEL),

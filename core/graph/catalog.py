@@ -8,10 +8,16 @@ from core.errors import WorkflowError
 from core.graph.check import check_workflow
 from core.graph.workflow import Workflow, role_of
 from core.graph.workflows.class_conditional import CLASS_CONDITIONAL
+from core.graph.workflows.controlled_hires import CONTROLLED_HIRES
+from core.graph.workflows.controlled_inpaint import CONTROLLED_INPAINT
+from core.graph.workflows.controlled_refined import CONTROLLED_REFINED
 from core.graph.workflows.find_mask import FIND_MASK
 from core.graph.workflows.hires import HIRES
 from core.graph.workflows.inpaint import INPAINT
 from core.graph.workflows.refined import REFINED
+from core.graph.workflows.selected_controlled_hires import SELECTED_CONTROLLED_HIRES
+from core.graph.workflows.selected_controlled_inpaint import SELECTED_CONTROLLED_INPAINT
+from core.graph.workflows.selected_controlled_refined import SELECTED_CONTROLLED_REFINED
 from core.graph.workflows.selected_hires import SELECTED_HIRES
 from core.graph.workflows.selected_inpaint import SELECTED_INPAINT
 from core.graph.workflows.selected_refined import SELECTED_REFINED
@@ -19,10 +25,22 @@ from core.graph.workflows.selected_refined import SELECTED_REFINED
 NAMED = (INPAINT, HIRES, CLASS_CONDITIONAL, REFINED)
 """The workflows that a model may name for its requests."""
 
-SELECTED = {INPAINT: SELECTED_INPAINT, HIRES: SELECTED_HIRES, REFINED: SELECTED_REFINED}
+CONTROLLED = {INPAINT: CONTROLLED_INPAINT, HIRES: CONTROLLED_HIRES, REFINED: CONTROLLED_REFINED}
+"""Workflow -> the same with ControlNets."""
+
+SELECTED = {
+    INPAINT: SELECTED_INPAINT,
+    HIRES: SELECTED_HIRES,
+    REFINED: SELECTED_REFINED,
+    CONTROLLED_INPAINT: SELECTED_CONTROLLED_INPAINT,
+    CONTROLLED_HIRES: SELECTED_CONTROLLED_HIRES,
+    CONTROLLED_REFINED: SELECTED_CONTROLLED_REFINED,
+}
 """Workflow whose mask is given -> the same with a mask that is found."""
 
-WORKFLOWS: dict[str, Workflow] = {workflow.name: workflow for workflow in (*NAMED, *SELECTED.values(), FIND_MASK)}
+WORKFLOWS: dict[str, Workflow] = {
+    workflow.name: workflow for workflow in (*NAMED, *CONTROLLED.values(), *SELECTED.values(), FIND_MASK)
+}
 """Name -> workflow, for all that engines run. Of several that take what a request gives, the first serves it."""
 
 

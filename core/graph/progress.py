@@ -68,7 +68,7 @@ class Progress:
     def steps_left(self) -> int:
         """Steps not yet scheduled, of all regions."""
         left = 0
-        for node in self.workflow.steps:  # asked for several times in every pass
+        for node in self.workflow.counted_steps:  # asked for several times in every pass
             if node.name not in self.skipped:
                 left += self.rounds[node.region] - self.scheduled[node.name]
         return left
@@ -82,7 +82,7 @@ class Progress:
     @property
     def steps_done(self) -> int:
         """Steps that are done, of all regions."""
-        return sum([self.done[node.name] for node in self.workflow.steps])
+        return sum([self.done[node.name] for node in self.workflow.counted_steps])
 
     def round_of(self, node: Node) -> int:
         """The next run of a node: of a node that repeats the round (from 0), of a side node the number of rounds that

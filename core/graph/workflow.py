@@ -267,8 +267,14 @@ class Workflow:
 
     @cached_property
     def steps(self) -> tuple[Node, ...]:
-        """The nodes that repeat and share a pass with those of other requests: denoising steps."""
+        """The nodes that repeat and share a pass with those of other requests: denoising steps, and what works for
+        them."""
         return tuple(node for node in self.nodes if node.region and op_of(node).sharing == "together")
+
+    @cached_property
+    def counted_steps(self) -> tuple[Node, ...]:
+        """Those of them that are steps of a request's picture, without what works for these beside them."""
+        return tuple(node for node in self.steps if not op_of(node).serves_step)
 
     @cached_property
     def step_names(self) -> frozenset[str]:

@@ -22,6 +22,7 @@ class Canvas(msgspec.Struct, frozen=True, kw_only=True):
     template: ArrayRef | None = None
     mask: ArrayRef | None = None
     active: ArrayRef | None = None
+    control_pictures: tuple[ArrayRef, ...] = ()  # uint8 [height, width, 3] each
     # Sizes, from the model and the picture.
     num_tokens: int  # image tokens
     num_condition_tokens: int = 0  # condition tokens, which no mask-aware step computes

@@ -49,6 +49,12 @@ class PrepareImages(Message, frozen=True):
     is_mask_sought: bool = False  # the engine finds the mask: the arrays are those of everything
     references: tuple[ArrayRef, ...] = ()  # further encoded files, uint8 [bytes], for a model that sees them
     reference_pictures: ReferencePictures | None = None  # see ModelInfo
+    controls: tuple[ArrayRef, ...] = ()  # encoded files of control pictures, uint8 [bytes]
+
+    @property
+    def is_generation(self) -> bool:
+        """Whether nothing is given that a picture could be made of."""
+        return self.image is None and self.mask is None and self.padding_mask_crop is None
 
 
 class PreparedCanvas(msgspec.Struct, frozen=True):
@@ -59,6 +65,7 @@ class PreparedCanvas(msgspec.Struct, frozen=True):
     template: ArrayRef | None
     mask: ArrayRef | None
     active: ArrayRef | None
+    control_pictures: tuple[ArrayRef, ...] = ()
 
 
 class PreparedImages(Message, frozen=True):
@@ -82,6 +89,7 @@ class PreparedImages(Message, frozen=True):
     references: tuple[
         ArrayRef, ...
     ] = ()  # uint8 [height, width, 3] each, RGB, at the sizes at which the model sees them
+    control_pictures: tuple[ArrayRef, ...] = ()  # uint8 [height, width, 3] each, RGB, at generation size
 
 
 class ComposeImage(Message, frozen=True):

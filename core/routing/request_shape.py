@@ -159,9 +159,11 @@ TokensOf = Callable[[str], int]
 
 
 def loops_of(workflow: Workflow, info: ModelInfo, rounds: Sequence[int], tokens_of: TokensOf) -> tuple[Loop, ...]:
-    """A request's loops of steps but for the one that may read pages. info: of its model. rounds: of the regions."""
+    """A request's loops of steps but for the one that may read pages. info: of its model. rounds: of the regions. What
+    ControlNets add to a loop is known to engines alone.
+    """
     steps = dict(zip((region.name for region in workflow.regions), rounds, strict=True))
-    others = (node for node in workflow.steps if node is not workflow.paged)
+    others = (node for node in workflow.counted_steps if node is not workflow.paged)
     return tuple(
         Loop(_player(info, node), steps[node.region], tokens_of(node.canvas), not node.canvas) for node in others
     )

@@ -9,6 +9,7 @@ from core.mask_request import MAX_FEATHER, MAX_GROW, MaskRequest
 from core.messages.image_processor import Box, MaskKind, OutputFormat
 from core.sampling_params import MAX_PADDING_MASK_CROP, MAX_PROMPT_CHARACTERS, SamplingParams
 from core.validation import check_decimal, check_integer, check_length
+from engine.client.control_input import ControlInput
 from engine.client.resolve.mask_aware import ExactReason
 from engine.client.upload import Upload
 
@@ -31,6 +32,7 @@ class EditInput:
     references: tuple[
         Upload, ...
     ] = ()  # further pictures for the model to look at, at most `ModelInfo.references.most`
+    controls: tuple[ControlInput, ...] = ()  # at most MAX_CONTROLS, of types that the model has
     # The part to edit, see `PrepareImages`.
     mask: Upload | None = None
     mask_kind: MaskKind = "alpha"

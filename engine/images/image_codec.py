@@ -28,7 +28,9 @@ from engine.images.colour import MAX_ICC_BYTES, NO_COLOUR, Colour
 from engine.images.png_chunks import bit_depth, low_bytes
 
 Bytes = npt.NDArray[np.uint8]
-Field = Literal["image", "mask", "mask_image", "reference_image"]  # the request field that a file came in
+Field = Literal[
+    "image", "mask", "mask_image", "reference_image", "control_image"
+]  # the request field that a file came in
 
 FORMATS = ("PNG", "WEBP", "JPEG")
 MAX_SIDE: dict[OutputFormat, int] = {"png": 2**31 - 1, "webp": 16383, "jpeg": 65500}
@@ -103,8 +105,9 @@ def check_pixels(size: tuple[int, int], field: str, max_pixels: int) -> None:
 
 def unreadable(field: Field) -> InvalidImageError:
     """The error for a damaged file or one of another format, with the messages of OpenAI's images API."""
-    if field == "reference_image":
-        message = "Invalid reference image file or mode, please check your image file: PNG, WebP and JPEG are read."
+    if field in ("reference_image", "control_image"):
+        kind = field.removesuffix("_image")
+        message = f"Invalid {kind} image file or mode, please check your image file: PNG, WebP and JPEG are read."
         return InvalidImageError(message, param=field, code="invalid_image_file")
     if field == "image":
         message = "Invalid image file or mode for image 1, please check your image file: PNG, WebP and JPEG are read."

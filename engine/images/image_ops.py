@@ -30,6 +30,7 @@ from core.messages.image_processor import (
     PrepareImages,
 )
 from core.reference_pictures import MAX_ASPECT, ReferencePictures
+from engine.images.control_pictures import control_arrays
 from engine.images.crop_geometry import CropGeometry, Size, covering, crop_region, fitted, lay
 from engine.images.generation_size import crop_size, generation_size, smaller_size
 from engine.images.image_codec import (
@@ -77,6 +78,12 @@ class CanvasArrays:
     template: Bytes  # [height, width, 3] RGB
     mask: Bytes  # [height, width], 1 = edit
     active: npt.NDArray[np.int32]  # [active tokens], row-major, ascending
+    controls: Sequence[Bytes]  # control pictures, [height, width, 3] RGB each
+
+    @property
+    def all(self) -> list[npt.NDArray[np.generic]]:
+        """All of these."""
+        return [self.template, self.mask, self.active, *self.controls]
 
 
 @dataclass(frozen=True, slots=True)
@@ -113,7 +120,11 @@ class _Upload:
 
 
 def prepare(
-    job: PrepareImages, image: Bytes | None, mask: Bytes | None, references: Sequence[Bytes] = ()
+    job: PrepareImages,
+    image: Bytes | None,
+    mask: Bytes | None,
+    references: Sequence[Bytes] = (),
+    controls: Sequence[Bytes] = (),
 ) -> PreparedArrays:
     """Decode and check the files of `job` (uint8 [bytes]) and make the arrays that the engine needs.
 
@@ -125,21 +136,26 @@ def prepare(
     size, crop = _view_of(upload, job)
     sizes = {scale.name: smaller_size(size, job.token_size, scale) for scale in job.scales}
     picture, keep = upload.picture.image, upload.keep
+    first, *others = control_arrays(controls, job, picture.size, crop, [size, *sizes.values()])
     if crop is not None:
         left, top, right, bottom = crop
         picture, keep = picture.crop(crop), keep[top:bottom, left:right]
     picture = picture.convert("RGB")
-    final = _canvas_arrays(picture, keep, size, job)
+    final = _canvas_arrays(picture, keep, size, job, first)
     shown = [_reference(file, job) for file in references]
     return PreparedArrays(
         template=final.template,
         mask=final.mask,
         active=final.active,
+        controls=final.controls,
         upload_size=upload.picture.image.size,
         content_id=content_id(final.template, *shown),
         unmasked=upload.unmasked,
         crop=crop,
-        canvases={name: _canvas_arrays(picture, keep, size, job) for name, size in sizes.items()},
+        canvases={
+            name: _canvas_arrays(picture, keep, size, job, its)
+            for (name, size), its in zip(sizes.items(), others, strict=True)
+        },
         references=shown,
     )
 
@@ -166,7 +182,9 @@ def prepare_nothing(job: PrepareImages) -> PreparedImages:
     )
 
 
-def _canvas_arrays(picture: Image.Image, keep: Bytes, size: Size, job: PrepareImages) -> CanvasArrays:
+def _canvas_arrays(
+    picture: Image.Image, keep: Bytes, size: Size, job: PrepareImages, controls: Sequence[Bytes]
+) -> CanvasArrays:
     """The arrays at `size` of a picture (RGB), which is a crop of the upload where `job` asks for one."""
     geometry = CropGeometry(size) if job.padding_mask_crop is None else fitted(picture.size, size)
     mask = model_mask(keep, size, geometry)
@@ -176,6 +194,7 @@ def _canvas_arrays(picture: Image.Image, keep: Bytes, size: Size, job: PrepareIm
         template=np.asarray(lay(picture, size, geometry)),
         mask=mask,
         active=np.union1d(active, masked_tokens(mask, job.token_size)),
+        controls=controls,
     )
 
 
@@ -242,11 +261,14 @@ def compose(
     return Composed(written, canvas.size, upload.picture.colour.lost_in(job.output_format), edited_box(keep))
 
 
-def scratch_bytes(native_size: int, token_size: int, num_canvases: int = 1) -> int:
-    """Most bytes that the arrays of a PreparedImages take, alignment included. num_canvases: all sizes."""
+def scratch_bytes(native_size: int, token_size: int, num_canvases: int = 1, num_controls: int = 0) -> int:
+    """Most bytes that the arrays of a PreparedImages take, alignment included. num_canvases: all sizes. num_controls:
+    control pictures."""
     tokens = (native_size // token_size) ** 2
-    # Template and mask take 4 bytes a pixel, a token's index 4 bytes. The generation's canvas is the largest.
-    return num_canvases * (tokens * (4 * token_size**2 + 4) + 3 * ALIGNMENT)
+    # Template and mask take 4 bytes a pixel, a token's index 4 bytes, a control picture 3 bytes a pixel. The
+    # generation's canvas is the largest.
+    of_token = (4 + 3 * num_controls) * token_size**2 + 4
+    return num_canvases * (tokens * of_token + (3 + num_controls) * ALIGNMENT)
 
 
 def reference_bytes(rule: ReferencePictures) -> int:

@@ -386,7 +386,8 @@ def _limits(arena_id: int, max_pixels: int) -> ImageProcessorConfig:
 
 def _out_of_time(job: ImageJob) -> InvalidRequestError | EngineError:
     if isinstance(job.message, PrepareImages):
-        files = "'image', mask or reference" if job.message.references else "'image' or mask"
+        further = job.message.references or job.message.controls
+        files = "'image', mask or further picture" if further else "'image' or mask"
         message = f"Invalid {files}: it takes too long to decode; save it again, with fewer pixels."
         return InvalidRequestError(message, param="image", code="image_too_large")
     return EngineError("the result takes too long to encode")

@@ -14,6 +14,7 @@ import resource
 import signal
 import traceback
 from collections.abc import Sequence
+from itertools import islice
 from pathlib import Path
 
 import msgspec
@@ -40,6 +41,7 @@ from core.messages.image_processor import (
     ToImageProcessor,
 )
 from engine.images import image_ops
+from engine.images.control_pictures import control_arrays
 from engine.images.image_codec import Bytes
 
 logger = logging.getLogger("stencil.images")
@@ -55,9 +57,9 @@ OOM_SCORE = "500"
 class ImageProcessorConfig(msgspec.Struct, frozen=True, kw_only=True):
     """Start parameters of a processor. It inherits three file descriptors: the arena's and its channel's two.
 
-    cpu_seconds: CPU time that a job may take for an upload and its mask, and as much again for each reference; beyond
-    it, SIGPROF ends the process. memory_bytes: private memory that a job may take; one that needs more fails with
-    OutOfMemoryError.
+    cpu_seconds: CPU time that a job may take for an upload and its mask, and as much again for each further picture;
+    beyond it, SIGPROF ends the process. memory_bytes: private memory that a job may take; one that needs more fails
+    with OutOfMemoryError.
     """
 
     arena_id: int
@@ -106,7 +108,7 @@ def serve(arena: Arena, channel: Channel, cpu_seconds: float) -> None:
             except MessageError as error:
                 _refuse(channel, payload, error)
                 continue
-            num_files = 1 + (len(job.references) if isinstance(job, PrepareImages) else 0)
+            num_files = 1 + (len(job.references) + len(job.controls) if isinstance(job, PrepareImages) else 0)
             signal.setitimer(signal.ITIMER_PROF, num_files * cpu_seconds)  # SIGPROF, which is not caught
             answer = perform(arena, job)
             signal.setitimer(signal.ITIMER_PROF, 0.0)
@@ -144,31 +146,48 @@ def perform(arena: Arena, job: ToImageProcessor) -> FromImageProcessor:
 
 
 def _prepare(arena: Arena, job: PrepareImages) -> PreparedImages:
-    files = [arena.view(reference) for reference in job.references]
-    arrays = image_ops.prepare(job, _bytes(arena, job.image), _bytes(arena, job.mask), files)
+    references, controls = ([arena.view(file) for file in files] for files in (job.references, job.controls))
+    if job.is_generation:
+        return _with_controls(arena, job, image_ops.prepare_nothing(job), controls)
+    arrays = image_ops.prepare(job, _bytes(arena, job.image), _bytes(arena, job.mask), references, controls)
     canvases = [arrays, *arrays.canvases.values()]
-    parts = [part for each in canvases for part in (each.template, each.mask, each.active)]
+    parts = [part for each in canvases for part in each.all]
     refs = _write(arena, job.scratch, [*parts, *arrays.references])
-    refs, references = refs[: len(parts)], refs[len(parts) :]
-    (template, mask, active), *others = (refs[first : first + 3] for first in range(0, len(refs), 3))
+    step = 3 + len(job.controls)
+    final, *others = (_canvas(refs[start : start + step]) for start in range(0, len(parts), step))
     return PreparedImages(
         job_id=job.job_id,
         upload_width=arrays.upload_size[0],
         upload_height=arrays.upload_size[1],
-        width=template.shape[1],
-        height=template.shape[0],
-        template=template,
-        mask=mask,
-        active=active,
+        **msgspec.structs.asdict(final),
         content_id=arrays.content_id,
         unmasked=arrays.unmasked,
         crop=arrays.crop,
-        canvases={
-            name: PreparedCanvas(picture.shape[1], picture.shape[0], picture, *rest)
-            for name, (picture, *rest) in zip(arrays.canvases, others, strict=True)
-        },
-        references=tuple(references),
+        canvases=dict(zip(arrays.canvases, others, strict=True)),
+        references=tuple(refs[len(parts) :]),
     )
+
+
+def _canvas(refs: Sequence[ArrayRef]) -> PreparedCanvas:
+    """refs: template, mask, active tokens, and control pictures."""
+    template, mask, active, *controls = refs
+    return PreparedCanvas(template.shape[1], template.shape[0], template, mask, active, tuple(controls))
+
+
+def _with_controls(
+    arena: Arena, job: PrepareImages, prepared: PreparedImages, files: Sequence[Bytes]
+) -> PreparedImages:
+    """A picture that is made from nothing, with control pictures at all of its sizes."""
+    names = ["", *prepared.canvases]
+    sizes = [(prepared.width, prepared.height), *((each.width, each.height) for each in prepared.canvases.values())]
+    arrays = control_arrays(files, job, (prepared.upload_width, prepared.upload_height), None, sizes)
+    refs = iter(_write(arena, job.scratch, [array for each in arrays for array in each]))
+    pictures = {name: tuple(islice(refs, len(files))) for name in names}
+    smaller = {
+        name: msgspec.structs.replace(canvas, control_pictures=pictures[name])
+        for name, canvas in prepared.canvases.items()
+    }
+    return msgspec.structs.replace(prepared, control_pictures=pictures[""], canvases=smaller)
 
 
 def _write(arena: Arena, scratch: ArrayRef, arrays: Sequence[npt.NDArray[np.generic]]) -> list[ArrayRef]:

@@ -14,6 +14,7 @@ from starlette.exceptions import HTTPException
 from starlette.middleware.cors import CORSMiddleware
 from starlette.responses import Response
 
+from core.control import MAX_CONTROLS
 from core.errors import AbortedError, InvalidRequestError, ModelNotFoundError, StencilError
 from core.model_info import ModelInfo
 from core.routing.rate_limiter import RateLimiter
@@ -29,10 +30,10 @@ from entrypoints.openai.answer.edit_response import EditResponse, disconnected
 from entrypoints.openai.answer.engine_stats import engine_stats
 from entrypoints.openai.answer.errors import describe_http, log_internal
 from entrypoints.openai.answer.reference_page import reference_router
-from entrypoints.openai.body.submission import Submission, read_edit, read_json, read_template
+from entrypoints.openai.body.submission import Submission, read_edit, read_generation, read_template
 from entrypoints.openai.body.upload_slots import UploadSlots
 from entrypoints.openai.edit_request import Operation, build_call, build_mask_call, missing
-from entrypoints.openai.fields.fields import GENERATION_FIELDS, MASK_FIELDS
+from entrypoints.openai.fields.fields import MASK_FIELDS
 from entrypoints.openai.guards.host_guard import HostGuard
 from entrypoints.openai.guards.key_ring import KeyRing
 from entrypoints.openai.guards.middleware import (
@@ -140,7 +141,12 @@ def _add_image_routes(
         engine.check_ready()
         async with engine.until_shutdown(), places.take(_owner(request)):
             seen = (model.references.most for model in engine.models.values() if model.references is not None)
-            submission = await read_edit(request, settings.max_upload_bytes, max_references=max(seen, default=0))
+            submission = await read_edit(
+                request,
+                settings.max_upload_bytes,
+                max_references=max(seen, default=0),
+                max_controls=_most_controls(engine),
+            )
         owners.note(request.scope[REQUEST_ID], _owner(request))
         return _answer(engine, request, "image_edit", submission)
 
@@ -149,7 +155,7 @@ def _add_image_routes(
         """Paint a whole image: an edit of an empty canvas, or with models that have classes a picture of one."""
         engine.check_ready()
         async with engine.until_shutdown(), places.take(_owner(request)):
-            submission = await read_json(request, GENERATION_FIELDS)
+            submission = await read_generation(request, settings.max_upload_bytes, _most_controls(engine))
         owners.note(request.scope[REQUEST_ID], _owner(request))
         return _answer(engine, request, "image_generation", submission)
 
@@ -165,6 +171,11 @@ def _add_image_routes(
     @app.post("/v1/images/variations", response_model=None, include_in_schema=False)
     async def vary_image() -> Response:
         raise HTTPException(404)
+
+
+def _most_controls(engine: AsyncEngine) -> int:
+    """Control pictures that any served model takes."""
+    return MAX_CONTROLS if any(model.controls for model in engine.models.values()) else 0
 
 
 def _answer(engine: AsyncEngine, request: Request, operation: Operation, submission: Submission) -> EditResponse:
@@ -315,6 +326,7 @@ def _model_object(engine: AsyncEngine, model: ModelInfo, created: int) -> dict[s
         "num_classes": model.num_classes,
         "class_names": model.class_names,
         "selects_by": list(model.selects_by),
+        "control_types": list(model.controls),
         "state": model_state(model, alive),
     }
 

@@ -15,6 +15,7 @@ from core.model_choice import ModelChoice
 from core.model_info import ModelInfo
 from core.sampling_params import MAX_INFERENCE_STEPS, SamplingParams
 from core.validation import check_filled
+from engine.client.control_input import ControlInput, control_inputs
 from engine.client.edit_types import EditInput
 from entrypoints.openai.body.submission import Submission
 from entrypoints.openai.fields.field import Field, Value
@@ -41,6 +42,7 @@ _SAMPLING_FIELDS = (
     "priority",
     "timeout",
 )
+CONTROL_FIELDS = ("control_type", "control_scale", "control_start", "control_end")
 _MASK_AWARE_FIELDS = ("mask_margin", "full_steps")
 
 
@@ -80,6 +82,7 @@ def build_call(operation: Operation, submission: Submission, choice: ModelChoice
         template_id=str(values["template_id"]) if is_edit and values.get("template_id") else None,
         owner=owner,
         references=tuple(submission.references.values()) if sees_references else (),
+        controls=_controls(submission),
         mask=submission.uploads.get("mask") or submission.uploads.get("mask_image"),
         mask_kind=_mask_kind(submission),
         padding_mask_crop=cast(int | None, values.get("padding_mask_crop")) if is_edit else None,
@@ -120,8 +123,19 @@ def build_mask_call(submission: Submission, choice: ModelChoice, owner: str = ""
         base64=True,
         **_of_mask(values),
     )
-    ignored = (*(name for name in submission.uploads if name != "image"), *submission.references, *submission.ignored)
+    further = (*(name for name in submission.uploads if name != "image"), *submission.references, *submission.controls)
+    ignored = (*further, *submission.ignored)
     return ImagesCall("image_mask", edit, choice, False, None, None, None, ignored, ())
+
+
+def _controls(submission: Submission) -> tuple[ControlInput, ...]:
+    """The control pictures, and what is said of each. Raises InvalidRequestError."""
+    pictures = list(submission.controls.values())
+    values: dict[str, Any] = {name: submission.values[name] for name in CONTROL_FIELDS if name in submission.values}
+    if values and not pictures:
+        name = next(iter(values))
+        raise InvalidRequestError(f"Invalid '{name}': there is no 'control_image'; give one.", param=name)
+    return control_inputs(pictures, {name.removeprefix("control_"): each for name, each in values.items()})
 
 
 def _of_mask(values: Mapping[str, Value]) -> dict[str, Any]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
+from core.control import MAX_CONTROLS
 from entrypoints.openai.body.submission import MAX_INPUT_IMAGES
 from entrypoints.openai.fields.field import Field
 from entrypoints.openai.fields.fields import (
@@ -16,6 +17,7 @@ from entrypoints.openai.fields.fields import (
 )
 
 _FILE = {"type": "string", "format": "binary"}
+_CONTROLS = {"description": "Pictures that steer the steps, for models with ControlNets."}
 _TEXT = {"type": "string"}
 _DATA_URL = _TEXT | {"description": "A data: URL."}
 _IMAGE_URL = {"oneOf": [{"type": "object", "properties": {"image_url": _DATA_URL}}, _DATA_URL]}
@@ -30,6 +32,11 @@ def _properties(fields: Mapping[str, Field]) -> dict[str, Any]:
 def _pictures(item: dict[str, Any]) -> dict[str, Any]:
     """An array of pictures. A request may have MAX_INPUT_IMAGES of them in all its fields together."""
     return {"type": "array", "items": item, "maxItems": MAX_INPUT_IMAGES}
+
+
+def _controls(item: dict[str, Any]) -> dict[str, Any]:
+    """An array of control pictures."""
+    return {"type": "array", "items": item, "maxItems": MAX_CONTROLS}
 
 
 def _object(properties: dict[str, Any], *required: str) -> dict[str, Any]:
@@ -55,6 +62,7 @@ EDIT_BODY = _body(
                 },
                 "reference_image": _pictures(_FILE)
                 | {"description": "Further pictures to look at, for models that see them."},
+                "control_image": {"anyOf": [_FILE, _controls(_FILE)]} | _CONTROLS,
                 "mask": _FILE | {"description": "With an alpha channel; transparent = edit."},
                 "mask_image": _FILE | {"description": "White = edit; a file, or base64 text."},
             }
@@ -66,6 +74,7 @@ EDIT_BODY = _body(
                 "images": _pictures(_IMAGE_URL),
                 "image": _IMAGE_URL | {"description": "Instead of `images`."},
                 "reference_images": _pictures(_IMAGE_URL),
+                "control_image": {"anyOf": [_IMAGE_URL, _controls(_IMAGE_URL)]} | _CONTROLS,
                 "mask": _IMAGE_URL,
                 "mask_image": _TEXT,
             }
@@ -87,7 +96,13 @@ MASK_BODY = _body(
     }
 )
 GENERATION_BODY = _body(
-    {"application/json": _with_any(_object(_properties(GENERATION_FIELDS)), "prompt", "class_label")}
+    {
+        kind: _with_any(
+            _object({"control_image": {"anyOf": [item, _controls(item)]} | _CONTROLS} | _properties(GENERATION_FIELDS)),
+            *("prompt", "class_label"),
+        )
+        for kind, item in (("application/json", _IMAGE_URL), ("multipart/form-data", _FILE))
+    }
 )
 TEMPLATE_BODY = _body(
     {

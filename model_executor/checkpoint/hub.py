@@ -7,7 +7,7 @@ from pathlib import Path
 
 from core.errors import ConfigError
 from model_executor.checkpoint.weights import variants
-from model_executor.models.parts import SEGMENTERS
+from model_executor.models.parts import CONTROLNETS, SEGMENTERS
 
 INDEX = "model_index.json"
 DEFAULTS = "generation_config.json"
@@ -58,22 +58,29 @@ def download(hub_id: str, variant: str) -> Path:
 
 
 def one_part_class(folder: Path) -> str | None:
-    """The class of a checkpoint of one part, which transformers saves without an index: one of `SEGMENTERS`. None for
-    any other folder."""
+    """The class of a checkpoint of one part, which is saved without an index: one of `SEGMENTERS`, or of `CONTROLNETS`.
+    None for any other folder."""
     if (folder / INDEX).is_file():
         return None
     try:
         config = json.loads((folder / CONFIG).read_text("utf-8"))
     except (OSError, ValueError, RecursionError):
         return None
-    model_type = config.get("model_type") if isinstance(config, dict) else None
+    if not isinstance(config, dict):
+        return None
+    if (name := config.get("_class_name")) in CONTROLNETS:
+        return str(name)
+    model_type = config.get("model_type")
     return SEGMENTERS.get(model_type) if isinstance(model_type, str) else None
 
 
 def _files_of_one_part(variant: str) -> list[str]:
-    names = [f"model.{variant}", f"model.{variant}-*"] if variant else ["model", "model-*"]
-    index = f"model.safetensors.index.{variant}.json" if variant else "model.safetensors.index.json"
-    return [*SMALL_FILES_OF_ONE_PART, index, *(f"{name}.safetensors" for name in names)]
+    files = list[str]()
+    for stem in ("model", "diffusion_pytorch_model"):  # of transformers, of diffusers
+        names = [f"{stem}.{variant}", f"{stem}.{variant}-*"] if variant else [stem, f"{stem}-*"]
+        files.append(f"{stem}.safetensors.index{f'.{variant}' if variant else ''}.json")
+        files += [f"{name}.safetensors" for name in names]
+    return [*SMALL_FILES_OF_ONE_PART, *files]
 
 
 def _parts_without_weights(path: Path) -> list[str]:

@@ -1,5 +1,5 @@
 """Reads diffusers checkpoints part by part: a directory, or a Hugging Face hub id that is downloaded. A checkpoint of
-transformers with one model that finds masks is read as if it had an index that names this one part.
+one model that finds masks, or of a ControlNet, is read as if it had an index that names this one part.
 
 Only safetensors weights are read. Every fault of a checkpoint is reported as a ConfigError of one line. Parts are
 loaded with the classes of diffusers and transformers, imported from their submodules, because the packages as a whole
@@ -55,13 +55,13 @@ from model_executor.checkpoint.weights import (
 from model_executor.cpu import cpu_has_amx, cpu_has_bfloat16
 from model_executor.device_failures import is_out_of_memory
 from model_executor.devices import resolve_device
-from model_executor.models.parts import IN_PLACE_OF, MODULES, SEGMENTERS, Classes
+from model_executor.models.parts import CONTROLNETS, IN_PLACE_OF, MODULES, SEGMENTERS, Classes
 
 WEIGHTS_SHARE = 2 / 3
 """Of the machine's memory that weights may take in float32 where `auto` prefers it; the rest is for computing."""
 
-ONE_PART = "segmenter"
-"""The name of the part of a checkpoint that has only one."""
+ONE_PART, CONTROLNET_PART = "segmenter", "controlnet"
+"""The name of the part of a checkpoint that has only one: of a segmenter, and of a ControlNet."""
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 
@@ -145,7 +145,7 @@ class ModelCheckpoint:
         return self.path / self._subfolder(part)
 
     def _subfolder(self, part: str) -> str:
-        return "" if self.class_name in SEGMENTERS.values() else part
+        return "" if self.class_name in (*SEGMENTERS.values(), *CONTROLNETS) else part
 
     def config(self, part: str) -> dict[str, Any]:
         """A part's config.json. Raises ConfigError."""
@@ -439,7 +439,8 @@ def _is_checkpoint(path: Path) -> bool:
 def _read_index(path: Path) -> dict[str, Any]:
     """A checkpoint's model_index.json; for one of one part, what it would say."""
     if (name := one_part_class(path)) is not None:
-        return {"_class_name": name, ONE_PART: ["transformers", name]}
+        part, library = (CONTROLNET_PART, "diffusers") if name in CONTROLNETS else (ONE_PART, "transformers")
+        return {"_class_name": name, part: [library, name]}
     index = _read_json(path / INDEX)
     if "_class_name" not in index:
         raise ConfigError(f"{path / INDEX} names no _class_name; is this a diffusers checkpoint?")

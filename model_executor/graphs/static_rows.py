@@ -33,12 +33,14 @@ def is_of_one_request(rows: Sequence[Row]) -> bool:
 def is_repeatable(row: Row) -> bool:
     """Whether a step of this row launches the same work whenever it is repeated with other contents.
 
-    It does not while pages are on their way, for their arrival is waited for block by block; nor where it makes pages
+    It does not while pages are on their way, for their arrival is waited for block by block, nor where other models add
+    to the blocks; nor where it makes pages
     of its own, reads a share of the heads, or runs layers with adapters.
     """
     pages = row.pages
     return (
-        not row.patches
+        row.streamed is None
+        and not row.patches
         and not row.full_blocks
         and (row.own is None or row.active is not None)
         and (pages is None or (pages.wait is None and pages.heads is None))

@@ -9,7 +9,7 @@ named tensor in the runner's tensor store. A denoising step is `predict`, with o
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, ClassVar, Self
 
@@ -27,6 +27,11 @@ from model_executor.page_cache.pages import Pages
 from model_executor.parallel.group import Group
 from model_executor.patches.adapters import Adapter, LoraFormat
 from model_executor.samplers.sampling import Scale, State
+
+Streamed = Callable[[int], Tensor | None]
+"""Number of a block -> what another model adds to its output for this row, taken when the block has run; None: nothing.
+In transformers, [active tokens, width]; in UNets, [channels, rows, columns] of a map, or of its `control_box`, where
+those maps count that the way up joins, in the order of the way down, and then that of the middle."""
 
 PreparedAdapter = Mapping[str, Any]
 """Part -> what an adapter changes in it, in a form that is put in use at once; see `PartPatches`."""
@@ -54,7 +59,8 @@ class ImageInputs:
     and `decode_region`. cache_salt: see `CacheConfig.salt`; the encoder's result for a template is kept until the next
     one's, and used again for an equal template with the same salt, with equal results; None: neither.
     paged_reference_tokens: condition tokens of references whose keys and values are all read from pages; they are not
-    encoded, and zeros are in their place.
+    encoded, and zeros are in their place. num_controls: control pictures of the run, for which the pipeline may have
+    drawn first.
     """
 
     template: Tensor  # uint8 [height, width, 3]; the sides are multiples of the token size
@@ -71,6 +77,7 @@ class ImageInputs:
     cache_salt: str | None = None
     references: Sequence[Tensor] = ()  # uint8 [height, width, 3] each; the sides are multiples of the token size
     paged_reference_tokens: int = 0
+    num_controls: int = 0
 
     @property
     def goes_on(self) -> bool:
@@ -108,6 +115,28 @@ class LatentSpace:
         if self.noise != other.noise:
             return f"the scheduler {self.sampler}, and {other.sampler}, which keeps noised latents at another scale"
         return ""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SteeredModel:
+    """What a ControlNet must know of the model whose steps it steers."""
+
+    family: str  # see `ModelInfo`
+    config: Mapping[str, Any]  # of the denoiser
+    num_train_timesteps: int  # of the scheduler
+    token_size: int  # px of a token's side
+    vae_scale: int  # px of a latent pixel's side
+    latent_channels: int
+    sees_mask: bool = False  # whether the denoiser's condition has the mask
+    has_scores: bool = False  # whether it sees an aesthetic score instead of the target size
+    latent_shift: float = 0.0  # what is subtracted from the VAE's latents, as they are scaled
+    why_none: str = ""  # why no ControlNet goes with it; "": some may
+
+    @property
+    def recipe(self) -> str:
+        """All of these, as text."""
+        facts = self.family, self.num_train_timesteps, self.token_size, self.has_scores, self.latent_shift
+        return " ".join(map(str, facts))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -180,6 +209,7 @@ class Row:
     patches: PatchSet = ()  # the adapters that change the layers for this row
     prompt_state: Tensor | None = None  # [text tokens, width], its `Family.prompt_state`; None: made in the pass
     is_negative: bool = False  # it is of the negative prompt; set where `Family.tells_negative`
+    streamed: Streamed | None = None  # what other models add to the blocks, asked for block by block; None: nothing
 
 
 @dataclass(frozen=True, slots=True)
@@ -275,6 +305,11 @@ class Family(ABC):
         device."""
         return ON_DEVICE
 
+    @property
+    def steered(self) -> SteeredModel | None:
+        """What ControlNets must know of this model; None: it has none."""
+        return None
+
     @abstractmethod
     def use_graphs(self, is_wanted: bool) -> None:
         """Have the denoiser's steps be CUDA graphs, where they may be by the model's settings, or not; the graphs there
@@ -346,6 +381,11 @@ class Family(ABC):
     @abstractmethod
     def encode_image(self, inputs: ImageInputs) -> EncodedImage:
         """Encode a request's template and mask, and draw its noise."""
+
+    def encode_controls(self, pictures: Sequence[Tensor], seed: int, *, is_exact: bool) -> list[Tensor]:
+        """Control pictures, uint8 [height, width, 3] each, in the form that `ControlNet.embed` takes. seed, is_exact:
+        as in `ImageInputs`. Only families with ControlNets are asked."""
+        raise NotImplementedError(f"{type(self).__name__} has no ControlNets")
 
     @abstractmethod
     def encode_template(self, template: Tensor, *, cache_salt: str | None = None) -> Tensor:

@@ -28,6 +28,10 @@ MODULES = {
     "Qwen2_5_VLForConditionalGeneration": "transformers.models.qwen2_5_vl.modeling_qwen2_5_vl",
     "Qwen3Model": "transformers.models.qwen3.modeling_qwen3",
     "Qwen3ForCausalLM": "transformers.models.qwen3.modeling_qwen3",
+    "ControlNetModel": "diffusers.models.controlnets.controlnet",
+    "ControlNetUnionModel": "diffusers.models.controlnets.controlnet_union",
+    "SD3ControlNetModel": "diffusers.models.controlnets.controlnet_sd3",
+    "FluxControlNetModel": "diffusers.models.controlnets.controlnet_flux",
     "CLIPSegForImageSegmentation": "transformers.models.clipseg.modeling_clipseg",
     "GroundingDinoForObjectDetection": "transformers.models.grounding_dino.modeling_grounding_dino",
     "MMGroundingDinoForObjectDetection": "transformers.models.mm_grounding_dino.modeling_mm_grounding_dino",
@@ -63,6 +67,9 @@ SEGMENTERS = {
 }
 """The model_type of a config.json -> the class that its checkpoint is loaded with, for models that find masks. Meta
 publishes SAM 2 and 3 as models for videos; the classes for pictures leave out the weights that only videos need."""
+
+CONTROLNETS = ("ControlNetModel", "ControlNetUnionModel", "FluxControlNetModel", "SD3ControlNetModel")
+"""Classes of ControlNets, which diffusers saves without an index."""
 
 FLOW_SCHEDULERS = ("FlowMatchEulerDiscreteScheduler", "FlowMatchHeunDiscreteScheduler", "FlowMatchLCMScheduler")
 """Schedulers of transformer denoisers."""

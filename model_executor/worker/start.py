@@ -77,7 +77,7 @@ def start(
     adapters = AdapterLoader(settings.rank, models, link.report, thread, adapter_bytes(settings.num_workers))
     waiting, finders = adapters.wait, models.segmenters.finders
     used = models.families, store, arena, pages, models.prompts_of, exchange, waiting, finders, classes, limits
-    context = WorkerContext(*used)
+    context = WorkerContext(*used, models.controlnets.nets)
     runner = Runner(settings.rank, context, groups)
     link.send(msgspec.structs.replace(ready, port=groups.port if groups else 0))
     return Worker(settings.rank, link, loader, context, runner, adapters)

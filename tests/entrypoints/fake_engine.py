@@ -117,7 +117,8 @@ class FakeEngine:
         self.edits.append(edit)
         self.choice = choice
         references = [(f"reference {number}", upload) for number, upload in enumerate(edit.references)]
-        for name, upload in (("image", edit.image), ("mask", edit.mask), *references):
+        controls = [(f"control {number}", each.picture) for number, each in enumerate(edit.controls)]
+        for name, upload in (("image", edit.image), ("mask", edit.mask), *references, *controls):
             if upload is not None:
                 self.files[name] = b"".join([chunk async for chunk in upload.chunks()])
                 assert len(self.files[name]) == upload.size

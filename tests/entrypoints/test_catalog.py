@@ -13,10 +13,12 @@ from core.config import (
     EMBEDDED_SEGMENTER,
     REFINER_ROLES,
     AdapterConfig,
+    ControlNetConfig,
     EngineConfig,
     ModelConfig,
     RequestDefaults,
 )
+from core.control_type import ControlType
 from core.errors import ConfigError
 from core.sampler_defaults import SamplerDefaults
 from entrypoints.catalog import read_catalog
@@ -107,6 +109,8 @@ def test_models_have_the_settings_of_their_entries_and_else_the_flags(folder: Pa
         ("loras = { hat = '~nobody.here/hat' }", "model 2: loras: hat: ~nobody.here/hat: there is no such home"),
         ("loras = { hat = '" + "x" * 300 + "' }", "model 2: loras: hat: File name too long"),
         ("path = '" + "x" * 300 + "'", "model 2: path: cannot read"),
+        ("controlnets = 'edges'", "model 2: controlnets: is a list of names"),
+        ("controlnets = ['edges']", "model 2: controlnets: there is no edges in [controlnets]; there are none"),
         ("device = 'cpu'", "model 2: device: all models share it; give --device"),
     ],
 )
@@ -129,6 +133,46 @@ def test_a_bad_entry_is_named_with_its_key(folder: Path, entry: str, said: str) 
 )
 def test_a_file_that_lists_no_models_is_refused(folder: Path, text: str, said: str) -> None:
     with pytest.raises(ConfigError, match=r"models\.toml.*") as caught:
+        read_catalog(catalog(folder, text), COMMON)
+    assert said in str(caught.value)
+
+
+def test_models_share_the_controlnets_that_they_name(folder: Path) -> None:
+    text = """
+        [controlnets]
+        edges = "fill"
+        union = { path = "fill", types = { canny = 0, depth = 2 } }
+        [[model]]
+        controlnets = ["union", "edges"]
+        [[model]]
+        path = "fill"
+        controlnets = ["edges"]
+        """
+    first, second = read_catalog(catalog(folder, text), COMMON).models
+    edges = ControlNetConfig("edges", str(folder / "fill"))
+    assert first.controlnets == (ControlNetConfig("union", str(folder / "fill"), {"canny": 0, "depth": 2}), edges)
+    assert second.controlnets == (edges,)
+    types = {"canny": ControlType("union", 0), "depth": ControlType("union", 2), "edges": ControlType("edges")}
+    assert first.controls == types
+
+
+@pytest.mark.parametrize(
+    ("line", "said"),
+    [
+        ("edges = 3", "controlnets: edges: its path is the text of a directory or a hub id"),
+        ("edges = 'nowhere'", "controlnets: edges: there is no directory"),
+        ("edges = { path = 'fill', modes = {} }", "controlnets: edges: modes is not known; there are path, types"),
+        ("edges = { path = 'fill', types = { a = -1 } }", "controlnets: edges: Invalid 'types': integer below minimum"),
+        ("edges = { path = 'fill', types = ['a'] }", "controlnets: edges: Invalid type for 'types'"),
+        (
+            "a = 'fill'\nb = { path = 'fill', types = { a = 1 } }",
+            "model 1: controlnets: Invalid 'controlnets': two have",
+        ),
+    ],
+)
+def test_a_bad_controlnet_is_named(folder: Path, line: str, said: str) -> None:
+    text = f"[controlnets]\n{line}\n[[model]]\ncontrolnets = ['a', 'b']\n"
+    with pytest.raises(ConfigError) as caught:
         read_catalog(catalog(folder, text), COMMON)
     assert said in str(caught.value)
 

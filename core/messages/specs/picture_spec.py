@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import msgspec
 
+from core.control import Control
+from core.control_type import ControlType
 from core.handles import ArrayRef, Artefact
 from core.messages.canvas import Canvas
 from core.patches import PatchSet
@@ -18,6 +20,8 @@ class PictureSpec(Canvas, frozen=True, kw_only=True):
     sampling: SamplingParams  # resolved, without a None that the model needs
     class_label: int | None = None  # instead of a prompt: the class to make a picture of, see `ModelInfo.num_classes`
     patches: PatchSet = ()  # adapters that change the model's layers
+    controls: tuple[Control, ...] = ()  # for each of its control pictures, with a scale
+    control_types: tuple[ControlType, ...] = ()  # what each of them names
     # From the pictures.
     content_id: str  # of the template and the references, see PreparedImages
     references: tuple[ArrayRef, ...] = ()  # further pictures to look at, uint8 [height, width, 3] each
@@ -33,7 +37,12 @@ class PictureSpec(Canvas, frozen=True, kw_only=True):
         """Whether it gives this input of a workflow: a field of its own, or a sampling parameter."""
         if name == "prompt":
             return self.class_label is None
-        return getattr(self if name in self.__struct_fields__ else self.sampling, name, None) is not None
+        return getattr(self if name in self.__struct_fields__ else self.sampling, name, None) not in (None, ())
+
+    @property
+    def controlnets(self) -> tuple[str, ...]:
+        """Names of its ControlNets, in alphabetical order."""
+        return tuple(sorted({each.net for each in self.control_types}))
 
     @property
     def pixels(self) -> ArrayRef:

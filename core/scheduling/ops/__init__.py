@@ -1,6 +1,8 @@
 """The built-in ops, one per file. Importing this package registers them."""
 
 from core.graph.op import OPS
+from core.scheduling.ops.control_encode import CONTROL_ENCODE
+from core.scheduling.ops.controlnet import CONTROLNET
 from core.scheduling.ops.decode import DECODE
 from core.scheduling.ops.denoise import DENOISE
 from core.scheduling.ops.image_encode import IMAGE_ENCODE
@@ -11,7 +13,19 @@ from core.scheduling.ops.template_encode import TEMPLATE_ENCODE
 from core.scheduling.ops.text_encode import TEXT_ENCODE
 from core.scheduling.ops.upscale import UPSCALE
 
-BUILT_IN = (SEGMENT, TEXT_ENCODE, IMAGE_ENCODE, DENOISE, UPSCALE, DECODE, PRIME, TEMPLATE_ENCODE, RUN)
+BUILT_IN = (
+    SEGMENT,
+    TEXT_ENCODE,
+    IMAGE_ENCODE,
+    CONTROL_ENCODE,
+    CONTROLNET,
+    DENOISE,
+    UPSCALE,
+    DECODE,
+    PRIME,
+    TEMPLATE_ENCODE,
+    RUN,
+)
 
 for op in BUILT_IN:
     OPS.register(op)

@@ -20,9 +20,10 @@ if TYPE_CHECKING:
 
 class Denoise(Message, OpWork, frozen=True, omit_defaults=True):
     """One step. It reads `condition`, `outside` and `sigmas` of `image_encode`; the text encoder's outputs, unless the
-    picture is of a class; and `latents` and `sampler` (the sampler's state, a series) of the step before. It makes new
-    `latents` and `sampler`. If the request has its own pages, `sampler` ends with two tensors more: the latents before
-    the step that makes its pages, and the last velocity of every token.
+    picture is of a class; `residuals` of `controlnet`, if there are any; and `latents` and `sampler` (the sampler's
+    state, a series) of the step before. It makes new `latents` and `sampler`. If the request has its own pages,
+    `sampler` ends with two tensors more: the latents before the step that makes its pages, and the last velocity of
+    every token.
     """
 
     # Every step.
@@ -51,11 +52,16 @@ def _size(sizes: Sizes) -> Work:
 
 
 def _make(request: Request, node: Node, pages: NodePages) -> Denoise:
+    step = request.progress.scheduled[node.name]
+    is_masked = pages.span is not None or request.picture.own_page_step(step) not in (None, step)
+    return step_of(request, node, pages, is_masked=is_masked)
+
+
+def step_of(request: Request, node: Node, pages: NodePages, *, is_masked: bool) -> Denoise:
+    """A request's next step. pages: that it reads. is_masked: it computes the active tokens alone."""
     spec, progress = request.picture, request.progress
     assert spec.sampling.guidance_scale is not None
     step, canvas = progress.scheduled[node.name], spec.canvas(node.canvas)
-    own_page_step = spec.own_page_step(step)
-    is_masked = pages.span is not None or own_page_step not in (None, step)
     return Denoise(
         step=step,
         width=canvas.width,
@@ -66,7 +72,7 @@ def _make(request: Request, node: Node, pages: NodePages) -> Denoise:
         class_label=spec.class_label,
         keep_clean=progress.is_shown_next(node),
         pages=pages.span,
-        own_page_step=own_page_step,
+        own_page_step=spec.own_page_step(step),
         full_blocks=pages.full_blocks,
         template=pages.latents,
         content_id=spec.content_id,
@@ -94,6 +100,7 @@ DENOISE = RequestOp(
         Port("outside", "outside"),
         Port("sigmas", "noise levels"),
         Port("sampler", "sampler state", is_optional=True),
+        Port("residuals", "residuals", is_optional=True),  # of ControlNets, where the workflow has some
     ),
     outputs=(
         Port("latents", "latents"),

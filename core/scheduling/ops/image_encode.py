@@ -43,6 +43,7 @@ class ImageEncode(Message, OpWork, frozen=True, omit_defaults=True):
     cache_salt: str = ""  # the encoder's output is kept, and reused for an equal template with the same salt
     references: tuple[ArrayRef, ...] = ()  # those that a step computes; of others only the number of tokens matters
     paged_reference_tokens: int = 0
+    num_controls: int = 0  # control pictures
 
 
 def _size(sizes: Sizes) -> Work:
@@ -74,6 +75,7 @@ def _make(request: Request, node: Node, pages: NodePages) -> ImageEncode:
         cache_salt=spec.cache_salt,
         references=() if paged else spec.references,
         paged_reference_tokens=paged,
+        num_controls=0 if node.role else len(spec.controls),
     )
 
 

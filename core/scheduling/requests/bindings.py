@@ -28,6 +28,12 @@ class ModelKeys:
         return any(key.component == "transformer" for key in self.keys)
 
 
+CONTROLNET = "controlnet"
+"""The kind of component that requests choose themselves: one or several of their model's."""
+
+ControlNets = tuple[str, ...]
+"""Names of ControlNets, in alphabetical order."""
+
 Needs = tuple[ModelKeys, ...]
 """What a request, or a model, computes with: the components of one node must be on one rank, those of two need not."""
 
@@ -35,7 +41,7 @@ Needs = tuple[ModelKeys, ...]
 @dataclass(frozen=True, slots=True, eq=False)
 class Binding:
     """Who plays the roles of a workflow for one served model. Mappings are by name of the node. There is one for each
-    model and workflow, so it is compared by identity.
+    model, workflow and set of ControlNets, so it is compared by identity.
     """
 
     models: Mapping[str, str]  # name of the model whose family runs the node, or of the class
@@ -54,20 +60,28 @@ class Bindings:
         self.classes = {each.name: each for each in classes}
         self._keys: dict[tuple[str, str], ModelKeys] = {}  # (model, kind of component) -> its keys
         self._distinct: dict[tuple[str, str, tuple[ModelKey, ...], float], ModelKeys] = {}
-        self._bindings: dict[tuple[str, str], Binding] = {}  # (model, workflow) -> its binding
+        self._bindings: dict[tuple[str, str, ControlNets], Binding] = {}  # (model, workflow, nets) -> its binding
 
-    def of(self, model: str, workflow: Workflow) -> Binding:
-        """The binding of a served model for a workflow; "": of none, if classes play all roles. Raises KeyError for an
-        unknown model.
+    def of(self, model: str, workflow: Workflow, controlnets: ControlNets = ()) -> Binding:
+        """The binding of a served model for a workflow; "": of none, if classes play all roles. controlnets: names of
+        those that the request uses, in alphabetical order. Raises KeyError for an unknown model or ControlNet.
         """
-        found = self._bindings.get((model, workflow.name))
+        found = self._bindings.get((model, workflow.name, controlnets))
         if found is None:
             roles = self.models[model].roles if model else {}
             models = {node.name: self._player(node, roles, model) for node in workflow.nodes}
-            keys = {node.name: self.keys(models[node.name], op_of(node).component) for node in workflow.nodes}
+            keys = {node.name: self._keys_of(node, models[node.name], controlnets) for node in workflow.nodes}
             needs = tuple(each for each in dict.fromkeys(keys.values()) if each.keys)
-            found = self._bindings[model, workflow.name] = Binding(models, keys, needs)
+            found = self._bindings[model, workflow.name, controlnets] = Binding(models, keys, needs)
         return found
+
+    def _keys_of(self, node: Node, model: str, controlnets: ControlNets) -> ModelKeys:
+        component = op_of(node).component
+        if component != CONTROLNET:
+            return self.keys(model, component)
+        info = self.models[model]
+        facts = info.family, info.device, tuple(info.controlnets[name] for name in controlnets), 0.0
+        return self._distinct.setdefault(facts, ModelKeys(*facts))
 
     @staticmethod
     def _player(node: Node, roles: Mapping[str, str], model: str) -> str:
@@ -90,7 +104,7 @@ class Bindings:
         return info.family, info.device, info.keys_of(component), 0.0
 
     def needs(self, model: str) -> Needs:
-        """What a model's requests compute with, but for those whose mask is to be found."""
+        """What a model's requests compute with, but for those whose mask is to be found, or with a ControlNet."""
         info = self.models[model]
         own = [(model, key.component) for key in info.components]
         players = dict.fromkeys(info.roles.values())

@@ -162,7 +162,8 @@ class Request:
             side.name: preview_steps(rounds[workflow.node(side.shows).region], len(head.spec.previews))
             for side in workflow.side_nodes
         }
-        return cls(head, workflow, bindings.of(head.model, workflow), Progress(workflow, rounds, shown))
+        binding = bindings.of(head.model, workflow, head.spec.controlnets)
+        return cls(head, workflow, binding, Progress(workflow, rounds, shown))
 
     def __post_init__(self) -> None:
         self.id, self.spec, self.num_deaths = self.head.request_id, self.head.spec, self.head.num_deaths

@@ -25,7 +25,7 @@ def note_values(
         for ref in _deferred(batch, request.id, node.name):
             values.note_copy(ref.key, batch.ranks)
     progress = request.progress
-    if node.name in request.workflow.step_names:
+    if node in request.workflow.counted_steps:
         request.degrees[node.name, round_] = len(batch.ranks)
     for ref in made:
         request.made_outputs.add((node.name, ref.key.name))

@@ -84,6 +84,8 @@ def needs_keeper(config: EngineConfig) -> bool:
     would hold large ones each."""
     if len(config.models) > 1 or any(model.segmenter_checkpoints not in USUAL for model in config.models):
         return True
+    if any(model.controlnets for model in config.models):
+        return True
     return config.num_workers > 1 and sum(_weight_bytes(Path(config.models[0].model))) > WORTH_BYTES
 
 

@@ -3,20 +3,27 @@
 from __future__ import annotations
 
 from core.errors import InvalidRequestError
-from core.graph.catalog import NAMED, SELECTED, WORKFLOWS
+from core.graph.catalog import CONTROLLED, NAMED, SELECTED, WORKFLOWS
 from core.graph.workflow import Workflow
 from core.model_info import ModelInfo
 from core.sampling_params import SamplingParams
 
 
 def chosen_workflow(
-    model: ModelInfo, sampling: SamplingParams, class_label: int | None, *, finds_mask: bool = False
+    model: ModelInfo,
+    sampling: SamplingParams,
+    class_label: int | None,
+    *,
+    finds_mask: bool = False,
+    is_controlled: bool = False,
 ) -> Workflow:
     """The first workflow of the catalog that takes all that the request gives, and whose roles the model has. sampling:
-    resolved. finds_mask: whether its mask is to be found. Raises InvalidRequestError if there is none: a parameter
-    excludes another one, or is missing.
+    resolved. finds_mask: whether its mask is to be found. is_controlled: whether ControlNets steer it. Raises
+    InvalidRequestError if there is none: a parameter excludes another one, or is missing.
     """
     chosen = _first_able(model, sampling, class_label)
+    if is_controlled:
+        chosen = CONTROLLED[chosen]
     return SELECTED[chosen] if finds_mask else chosen
 
 

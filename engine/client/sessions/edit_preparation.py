@@ -5,6 +5,8 @@ from __future__ import annotations
 import time
 from dataclasses import replace
 
+import msgspec
+
 from core.errors import InvalidRequestError
 from core.graph.workflow import Workflow
 from core.graph.workflows.find_mask import FIND_MASK
@@ -14,6 +16,7 @@ from core.model_choice import ModelChoice
 from core.model_info import ModelInfo
 from core.routing.request_shape import RequestShape, encodings_of, loops_of
 from engine.client.edit_types import EditInput
+from engine.client.resolve.chosen_controls import chosen_controls
 from engine.client.resolve.chosen_workflow import chosen_workflow, rounds_of
 from engine.client.resolve.class_label import chosen_class
 from engine.client.resolve.mask_aware import resolve_margin
@@ -46,10 +49,13 @@ class EditPreparation:
         """memory: for all that it allocates. Raises InvalidRequestError, TemplateNotFoundError."""
         self._services = services
         self._caller = caller
+        if edit.controls:  # of an earlier step, whose pages a rank's death may take, nobody knows what was added
+            choice = replace(choice, model=msgspec.structs.replace(choice.model, step_schedules=()))
         self._choice = choice
         self._model = model = choice.model
         _check_references(edit, model)
         check_sought_mask(edit, model)
+        self._controls = chosen_controls(edit, model)
         self._class_label = chosen_class(edit, model)
         if self._class_label is not None:  # made at the model's own size
             edit = replace(edit, canvas_size=None, output_size=edit.canvas_size)
@@ -67,7 +73,8 @@ class EditPreparation:
         if edit.makes_mask:
             return FIND_MASK
         finds_mask = edit.mask_request is not None
-        return chosen_workflow(self._model, self._sampling, self._class_label, finds_mask=finds_mask)
+        given = self._model, self._sampling, self._class_label
+        return chosen_workflow(*given, finds_mask=finds_mask, is_controlled=bool(edit.controls))
 
     @property
     def smallest_shape(self) -> RequestShape:
@@ -93,8 +100,9 @@ class EditPreparation:
     def image_seconds(self) -> ImageSeconds:
         """Predicted time of all its image work."""
         costs, edit = self._services.images.costs, self._edit
-        work = prepare_work([self._upload, edit.mask, *edit.references], self._canvas_size)
-        prepare = 0.0 if self._is_generation else costs.predict(work)
+        beside = [*edit.references, *(each.picture for each in edit.controls)]
+        work = prepare_work([self._upload, edit.mask, *beside], self._canvas_size)
+        prepare = costs.predict(work) if self._has_files else 0.0
         compose = costs.predict(compose_work(edit, self._canvas_size))
         return ImageSeconds(prepare, compose, num_files(edit) * compose)
 
@@ -106,10 +114,11 @@ class EditPreparation:
         return self._edit.canvas_size or (self._model.native_size, self._model.native_size)
 
     @property
-    def _is_generation(self) -> bool:
-        """Whether nothing is given that a picture could be made of."""
+    def _has_files(self) -> bool:
+        """Whether there is anything for an image processor to do."""
         edit = self._edit
-        return self._upload is None and edit.mask is None and edit.padding_mask_crop is None
+        is_generation = self._upload is None and edit.mask is None and edit.padding_mask_crop is None
+        return not is_generation or bool(edit.controls)
 
     @property
     def _scales(self) -> tuple[CanvasScale, ...]:
@@ -122,7 +131,8 @@ class EditPreparation:
     async def store(self) -> PrepareImages:
         """Copy the uploads to shared memory; the job for `prepare`. Raises InvalidRequestError, OverloadedError."""
         edit, model, scales = self._edit, self._model, self._scales
-        nbytes = image_ops.scratch_bytes(model.native_size, model.token_size, num_canvases=1 + len(scales))
+        sizes = model.native_size, model.token_size
+        nbytes = image_ops.scratch_bytes(*sizes, num_canvases=1 + len(scales), num_controls=len(edit.controls))
         if model.references is not None:
             nbytes += len(edit.references) * image_ops.reference_bytes(model.references)
         return PrepareImages(
@@ -135,7 +145,7 @@ class EditPreparation:
             native_size=model.native_size,
             token_size=model.token_size,
             max_pixels=self._services.config.image.max_pixels,
-            scratch=NOWHERE if self._is_generation else self._memory.alloc(nbytes),
+            scratch=self._memory.alloc(nbytes) if self._has_files else NOWHERE,
             max_side=model.max_side,
             padding_mask_crop=edit.padding_mask_crop,
             mask_grow=edit.mask_grow,
@@ -144,20 +154,22 @@ class EditPreparation:
             scales=scales,
             references=tuple([await self._memory.store_file(reference) for reference in edit.references]),
             reference_pictures=model.references,
+            controls=tuple([await self._memory.store_file(each.picture) for each in edit.controls]),
         )
 
     async def prepare(self, job: PrepareImages) -> PreparedEdit:
         """Have an image processor check the uploads and turn them into template, mask and active tokens; without
         uploads there is nothing for it to do. Raises InvalidRequestError, EngineError.
         """
-        if self._is_generation:
-            images = image_ops.prepare_nothing(job)
-        else:
+        if self._has_files:
             images = await self._services.images.prepare(job, self._caller)
+        else:
+            images = image_ops.prepare_nothing(job)
         _check_reference_is_beside_a_mask(images, self._model)
         engine = self._services.served.engine
-        parts = self._edit, self._choice, self._sampling, images, engine, self._workflow, self._class_label
-        prepared = PreparedEdit(*parts).with_usual_mask(self._services.mask_ratios.usual)
+        asked = self._edit, self._choice, self._sampling, images, engine, self._workflow
+        prepared = PreparedEdit(*asked, self._class_label, self._controls)
+        prepared = prepared.with_usual_mask(self._services.mask_ratios.usual)
         image_ops.check_output_size(*prepared.output_size, self._edit.output_format)
         self._note_content(images)
         self._ready_at = time.monotonic()

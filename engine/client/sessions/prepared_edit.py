@@ -13,6 +13,7 @@ from core.model_choice import ModelChoice
 from core.model_info import ModelInfo
 from core.sampling_params import SamplingParams
 from engine.client.edit_types import EditInput
+from engine.client.resolve.chosen_controls import NO_CONTROLS, ChosenControls
 from engine.client.resolve.chosen_workflow import rounds_of
 from engine.client.resolve.mask_aware import ExactReason, resolve_full_steps, why_exact
 
@@ -20,8 +21,9 @@ from engine.client.resolve.mask_aware import ExactReason, resolve_full_steps, wh
 @dataclass(frozen=True)
 class PreparedEdit:
     """asked: sampling of its first image, resolved but for full steps. config: of the engines. graph: the workflow that
-    makes each image. class_label: the class that it asks a picture of, None for a prompt. found: image tokens under the
-    mask with its margin, found or predicted, where an engine finds it; None: it is among the prepared arrays."""
+    makes each image. class_label: the class that it asks a picture of, None for a prompt. controls: what steers it.
+    found: image tokens under the mask with its margin, found or predicted, where an engine finds it; None: it is among
+    the prepared arrays."""
 
     edit: EditInput
     choice: ModelChoice
@@ -30,6 +32,7 @@ class PreparedEdit:
     config: EngineConfig
     graph: Workflow
     class_label: int | None = None
+    controls: ChosenControls = NO_CONTROLS
     found: int | None = None
 
     def with_usual_mask(self, mask_ratio: float) -> PreparedEdit:

@@ -27,7 +27,11 @@ EXACT_NOTES: dict[ExactReason, str] = {
     "hires": "Every token was computed: with hires_scale both passes run exact.",
     "refined": "Every token was computed: pictures of a model with a refiner run exact.",
 }
-EXACT_NOTES |= {f"selected_{name}": EXACT_NOTES[name] for name in ("hires", "refined")}
+EXACT_NOTES |= {
+    f"{kind}_{name}": EXACT_NOTES[name]
+    for kind in ("selected", "controlled", "selected_controlled")
+    for name in ("hires", "refined")
+}
 """Notes for clients on why an edit ran exact although exact execution was not requested."""
 
 Parts = list[bytes | memoryview]

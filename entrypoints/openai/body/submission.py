@@ -21,7 +21,7 @@ from entrypoints.openai.body.json_body import JsonBody
 from entrypoints.openai.body.multipart import Part, read_multipart
 from entrypoints.openai.body.uploads import SpooledUpload, decode_base64, pieces_of
 from entrypoints.openai.fields.field import Field, Value, decode_json
-from entrypoints.openai.fields.fields import EDIT_FIELDS, TEMPLATE_FIELDS
+from entrypoints.openai.fields.fields import EDIT_FIELDS, GENERATION_FIELDS, TEMPLATE_FIELDS
 
 MAX_INPUT_IMAGES = 16  # per request; all but the first are references
 MAX_TEXT_BYTES = 1024 * 1024  # of all text fields of a form, or of a JSON body without its images
@@ -35,8 +35,8 @@ _JsonImage = str | dict[str, msgspec.Raw]
 """An image of a JSON body: a data: URL, or an object with `image_url`, as OpenAI's API has it."""
 _JSON_IMAGE = "a data: URL or an object with one as 'image_url'"
 _UPLOAD_FIELDS = ("image", "mask", "mask_image")
-_FILE_FIELDS = (*_UPLOAD_FIELDS, "reference_image", "markup")
-_PICTURE_LISTS = ("image", "reference_image")
+_FILE_FIELDS = (*_UPLOAD_FIELDS, "reference_image", "control_image", "markup")
+_PICTURE_LISTS = ("image", "reference_image", "control_image")
 
 
 @dataclass
@@ -46,6 +46,7 @@ class Submission:
     values: dict[str, Value] = field(default_factory=dict)  # field -> parsed value, in the order of arrival
     uploads: dict[str, SpooledUpload] = field(default_factory=dict)  # image, mask, mask_image
     references: dict[str, SpooledUpload] = field(default_factory=dict)  # image[1] .., reference_image[0] .., in order
+    controls: dict[str, SpooledUpload] = field(default_factory=dict)  # control_image[0] .., in order
     ignored: list[str] = field(default_factory=list)  # unknown fields, in the order of arrival
 
     @property
@@ -65,7 +66,7 @@ class Submission:
     @property
     def files(self) -> list[SpooledUpload]:
         """All uploads."""
-        return [*self.uploads.values(), *self.references.values()]
+        return [*self.uploads.values(), *self.references.values(), *self.controls.values()]
 
 
 async def read_edit(
@@ -73,22 +74,38 @@ async def read_edit(
     max_upload_bytes: int,
     *,
     max_references: int = 0,
+    max_controls: int = 0,
     fields: Mapping[str, Field] = EDIT_FIELDS,
 ) -> Submission:
     """Read the body of POST /v1/images/edits or /v1/images/masks: multipart, or JSON with data: URLs. max_upload_bytes:
-    per file. max_references: as many as any served model sees; further ones are empty. fields: that it may have.
+    per file. max_references, max_controls: as many as any served model takes; further ones are empty. fields: that it
+    may have.
 
     Raises InvalidRequestError and below, BodyTimeoutError, NoDiskError, and AbortedError if the client disconnects.
     """
     content_type = request.headers.get("content-type", "")
     match _media_type(content_type):
         case "multipart/form-data":
-            form = replace(_EDIT_FORM, fields=fields, max_references=max_references)
+            form = replace(_EDIT_FORM, fields=fields, max_references=max_references, max_controls=max_controls)
             return await _read_multipart(request, content_type, max_upload_bytes, form)
         case "application/json":
-            return await _read_json_edit(request, max_upload_bytes, max_references, fields)
+            form = replace(_EDIT_FORM, fields=fields, max_references=max_references, max_controls=max_controls)
+            return await _read_json_pictures(request, max_upload_bytes, form)
         case other:
             raise UnsupportedContentTypeError(other, f"{MULTIPART} or {JSON}")
+
+
+async def read_generation(request: Request, max_upload_bytes: int, max_controls: int) -> Submission:
+    """Read the body of POST /v1/images/generations: multipart, or JSON with data: URLs. The rest as `read_edit`."""
+    content_type = request.headers.get("content-type", "")
+    form = replace(_GENERATION_FORM, max_controls=max_controls)
+    match _media_type(content_type):
+        case "multipart/form-data":
+            return await _read_multipart(request, content_type, max_upload_bytes, form)
+        case "application/json":
+            return await _read_json_pictures(request, max_upload_bytes, form)
+        case other:
+            raise UnsupportedContentTypeError(other, f"{JSON} or {MULTIPART}")
 
 
 async def read_template(request: Request, max_upload_bytes: int) -> Submission:
@@ -125,9 +142,11 @@ class _Form:
     files: tuple[str, ...]  # names of the file fields that are kept
     max_images: int
     max_references: int = 0  # that are kept
+    max_controls: int = 0  # that are kept
 
 
-_EDIT_FORM = _Form(EDIT_FIELDS, (*_UPLOAD_FIELDS, "reference_image"), MAX_INPUT_IMAGES)
+_EDIT_FORM = _Form(EDIT_FIELDS, (*_UPLOAD_FIELDS, "reference_image", "control_image"), MAX_INPUT_IMAGES)
+_GENERATION_FORM = _Form(GENERATION_FIELDS, ("control_image",), MAX_INPUT_IMAGES)
 _TEMPLATE_FORM = _Form(TEMPLATE_FIELDS, ("image",), 1)
 
 
@@ -142,6 +161,8 @@ async def _read_multipart(request: Request, content_type: str, max_upload_bytes:
             num_references = max(0, kept.count("image") - 1) + kept.count("reference_image")
             is_reference = base == "reference_image" or (base == "image" and not is_first)
             is_kept = num_references < form.max_references if is_reference else is_first
+            if base == "control_image":
+                is_kept = kept.count("control_image") < form.max_controls
             return max_upload_bytes, base in form.files and is_kept
         if base == "mask_image" and base in form.files:
             return _base64_bytes(max_upload_bytes), is_first
@@ -176,7 +197,7 @@ async def _take_parts(submission: Submission, parts: list[Part], max_upload_byte
         if part.is_empty_file_input:
             continue
         base = _base_name(part.name)
-        if base in taken and (base == "image" or base in form.files):
+        if base in taken and base in form.files:
             _take_picture(submission, part, base, taken, form.max_images)
         elif base in form.files or base == "markup":
             await _take_file(submission, part, base, max_upload_bytes)
@@ -204,6 +225,8 @@ def _take_picture(submission: Submission, part: Part, base: str, taken: dict[str
         raise _too_many_images(sum(taken.values()), max_images, base)
     if name == "image[0]":
         submission.uploads["image"] = part.content
+    elif base == "control_image":
+        submission.controls[name] = part.content
     else:
         submission.references[name] = part.content
 
@@ -241,27 +264,34 @@ def _base_name(name: str) -> str:
 # ---------------------------------------------------------------------------------------------------------------- JSON
 
 
-async def _read_json_edit(
-    request: Request, max_upload_bytes: int, max_references: int, fields: Mapping[str, Field]
-) -> Submission:
-    limit = (2 + max_references) * _base64_bytes(max_upload_bytes) + MAX_TEXT_BYTES
+async def _read_json_pictures(request: Request, max_upload_bytes: int, form: _Form) -> Submission:
+    num_kept = form.max_controls + (2 + form.max_references if "image" in form.files else 0)
+    limit = num_kept * _base64_bytes(max_upload_bytes) + MAX_TEXT_BYTES
     submission = Submission()
+
+    async def take(into: dict[str, SpooledUpload], pictures: Mapping[str, str], most: int) -> None:
+        """Decode the first pictures of a list; the others are empty."""
+        for number, (name, text) in enumerate(pictures.items()):
+            given_as = name.partition("[")[0]
+            pieces = _pieces(body, text)
+            into[name] = (
+                await decode_base64(pieces, given_as, max_upload_bytes, needs_data_url=True)
+                if number < most
+                else SpooledUpload()
+            )
+
     with ExitStack() as on_error, closing(await _read_json(request, limit)) as body:
         on_error.callback(submission.close)
         members = _members(body)
-        sources, references = _pop_images(members)
-        _take_json_scalars(submission, members, fields, body)
+        sources, references = _pop_images(members) if "image" in form.files else ({}, {})
+        controls = _pop_controls(members)
+        _take_json_scalars(submission, members, form.fields, body)
         for name, (text, needs_data_url) in sources.items():
             submission.uploads[name] = await decode_base64(
                 _pieces(body, text), name, max_upload_bytes, needs_data_url=needs_data_url
             )
-        for number, (name, text) in enumerate(references.items()):
-            given_as = name.partition("[")[0]
-            submission.references[name] = (
-                await decode_base64(_pieces(body, text), given_as, max_upload_bytes, needs_data_url=True)
-                if number < max_references
-                else SpooledUpload()
-            )
+        await take(submission.references, references, form.max_references)
+        await take(submission.controls, controls, form.max_controls)
         on_error.pop_all()
     return submission
 
@@ -324,6 +354,16 @@ def _pop_images(members: dict[str, msgspec.Raw]) -> tuple[dict[str, tuple[str, b
     if _member(members.pop("markup", None), msgspec.Raw, "markup", "an object") is not None:
         _refuse_markup("markup")
     return sources, references
+
+
+def _pop_controls(members: dict[str, msgspec.Raw]) -> dict[str, str]:
+    """Remove the control pictures from `members`: name of each -> data: URL or its marker."""
+    expected = f"{_JSON_IMAGE}, or an array of them"
+    given = _member(members.pop("control_image", None), _JsonImage | list[_JsonImage], "control_image", expected)  # type: ignore[arg-type]
+    pictures = given if isinstance(given, list) else [given] if given else []
+    if len(pictures) > MAX_INPUT_IMAGES:
+        raise _too_many_images(len(pictures), MAX_INPUT_IMAGES, "control_image")
+    return {f"control_image[{index}]": _image_url(each, "control_image") for index, each in enumerate(pictures)}
 
 
 def _take_json_scalars(

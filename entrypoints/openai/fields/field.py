@@ -14,7 +14,7 @@ from core.validation import check_choice, check_decimal, check_integer, check_le
 
 Kind = Literal["string", "integer", "number", "boolean"]
 Scalar = str | int | float | bool
-Value = Scalar | tuple[Lora, ...] | tuple[float, ...] | tuple[tuple[float, ...], ...]
+Value = Scalar | tuple[Lora, ...] | tuple[Scalar, ...] | tuple[tuple[float, ...], ...]
 
 T = TypeVar("T")
 INTEGER = re.compile(r"[+-]?[0-9]{1,30}")

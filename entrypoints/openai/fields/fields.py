@@ -9,6 +9,7 @@ from __future__ import annotations
 import re
 from typing import get_args
 
+from core.control import MAX_CONTROL_SCALE, MAX_TYPE_CHARACTERS
 from core.errors import InvalidRequestError
 from core.mask_request import MAX_FEATHER, MAX_GROW
 from core.sampling_params import (
@@ -31,6 +32,7 @@ from core.selection import MAX_WORDS
 from core.step_schedule import StepScheduleName
 from core.validation import shorten
 from entrypoints.openai.fields.class_field import ClassField
+from entrypoints.openai.fields.each_field import EachField
 from entrypoints.openai.fields.field import Field
 from entrypoints.openai.fields.lora_field import LoraField
 from entrypoints.openai.fields.mask_fields import BoxField, PointsField
@@ -117,6 +119,21 @@ _COMMON = (
         MIN_REFINER_START,
         MAX_REFINER_START,
     ),
+    EachField(
+        "control_type",
+        "string",
+        "What the control pictures show: a control type of the model; may be left out if it has one.",
+        max_length=MAX_TYPE_CHARACTERS,
+    ),
+    EachField(
+        "control_scale",
+        "number",
+        "How strongly control pictures steer; default 0.5 for edits with Stable Diffusion 1 and 2, else 1.",
+        0,
+        MAX_CONTROL_SCALE,
+    ),
+    EachField("control_start", "number", "Share of the steps before control pictures steer; default 0.", 0, 1),
+    EachField("control_end", "number", "Share of the steps after which they do not any more; default 1.", 0, 1),
     Field("max_sequence_length", "integer", "Text tokens, up to the model's own length.", 1),
     Field("mask_aware", "boolean", "Compute only the tokens under the mask; default true."),
     Field("mask_margin", "integer", "Pixels by which the computed area extends beyond the mask.", 0),

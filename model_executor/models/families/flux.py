@@ -18,7 +18,7 @@ from core.model_info import ModelInfo
 from core.patches import PatchSet
 from core.reference_pictures import ReferencePictures
 from model_executor.checkpoint.loader import ModelCheckpoint
-from model_executor.models.base import EncodedImage, EncodedText, ImageInputs
+from model_executor.models.base import EncodedImage, EncodedText, ImageInputs, SteeredModel
 from model_executor.models.families.latent_family import LatentFamily, NoisedTemplate
 from model_executor.models.families.vae_family import refuse, to_image
 from model_executor.models.latents import pack
@@ -155,6 +155,7 @@ class FluxInpaint(NoisedTemplate, Flux):
     checkpoints = "FLUX.1-dev, FLUX.1-schnell"
     summary = "FLUX.1 dev and schnell: keeps the noised template outside the mask at every step"
     default_steps, default_guidance, has_true_cfg = 28, 7.0, True
+    samples_controls = True
 
     def __init__(self, checkpoint: ModelCheckpoint) -> None:
         super().__init__(checkpoint)
@@ -165,6 +166,23 @@ class FluxInpaint(NoisedTemplate, Flux):
                 f"a denoiser of {channels} input channels is not supported under {checkpoint.class_name}, which has"
                 f" {self._latent_width}; that of Fill belongs under FluxFillPipeline",
             )
+
+    @property
+    def steered(self) -> SteeredModel | None:
+        return SteeredModel(
+            family=self.family,
+            config=self._transformer_config,
+            num_train_timesteps=self._sampling.num_train_timesteps,
+            token_size=self._token_size,
+            vae_scale=self._vae_scale,
+            latent_channels=self._latent_channels,
+        )
+
+    def encode_controls(self, pictures: Sequence[Tensor], seed: int, *, is_exact: bool) -> list[Tensor]:
+        """Latents, [image tokens, latent width], as FluxControlNetInpaintPipeline samples them."""
+        generator = torch.Generator("cpu").manual_seed(seed)
+        images = (to_image(self._here(picture)) for picture in pictures)
+        return [pack(self._posterior_sample(image, generator, is_exact)) for image in images]
 
 
 class FluxKontext(FluxInpaint):
@@ -185,6 +203,12 @@ class FluxKontext(FluxInpaint):
     references_replace_template = True
     empty_has_conditions = False
     default_guidance = 3.5
+    samples_controls = False
+
+    @property
+    def steered(self) -> SteeredModel | None:
+        """None: diffusers has no pipeline with a ControlNet."""
+        return None
 
     def info(self, name: str) -> ModelInfo:
         info = super().info(name)

@@ -111,6 +111,9 @@ class NoisedTemplate(LatentFamily):
     samples_template: ClassVar[bool] = True
     """Whether the template's latents are sampled from the VAE's posterior; else they are its mode."""
 
+    samples_controls: ClassVar[bool] = False
+    """Whether latents of control pictures are sampled from the VAE's posterior, before all else is drawn."""
+
     empty_has_conditions: ClassVar[bool] = True
     """Whether a denoiser that sees the template as tokens of its own has them also where there is none."""
 
@@ -123,6 +126,8 @@ class NoisedTemplate(LatentFamily):
     def encode_image(self, inputs: ImageInputs) -> EncodedImage:
         generator = torch.Generator("cpu").manual_seed(inputs.seed)
         image, mask = to_image(self._here(inputs.template)), self._here(inputs.mask)
+        for _ in range(inputs.num_controls if self.samples_controls else 0):
+            self._draw(self._latent_shape(image), generator)  # by `encode_controls`
         rows, columns = self.grid(image.shape[3], image.shape[2])
         sigmas = self._schedule(inputs, rows * columns).to(self._device)
         clean, noise = self._clean_and_noise(inputs, image, generator)

@@ -15,10 +15,10 @@ from torch import Tensor, nn
 from core.model_info import ModelInfo
 from core.patches import PatchSet
 from model_executor.checkpoint.loader import ModelCheckpoint
-from model_executor.models.base import EncodedText
+from model_executor.models.base import EncodedText, SteeredModel
 from model_executor.models.families.latent_family import NoisedTemplate
-from model_executor.models.families.vae_family import refuse
-from model_executor.models.latents import PATCH
+from model_executor.models.families.vae_family import refuse, to_image
+from model_executor.models.latents import PATCH, pack
 from model_executor.models.parts import FLOW_SCHEDULERS, Classes, projected_clip, t5
 from model_executor.models.text import encode_t5, tokenize
 from model_executor.models.transformer.sd3_transformer import SD3Transformer
@@ -110,6 +110,27 @@ class StableDiffusion3(NoisedTemplate):
         encoder = self._encoder(part)
         output = encoder(ids.to(self._device), output_hidden_states=True)
         return output.hidden_states[-2][0].to(encoder.dtype), output[0][0]
+
+    @property
+    def steered(self) -> SteeredModel | None:
+        is_dynamic = bool(self._sampling.config.get("use_dynamic_shifting"))
+        shift, scale = self._vae_config.get("shift_factor") or 0.0, self._vae_config.get("scaling_factor", 0.18215)
+        return SteeredModel(
+            family=self.family,
+            config=self._transformer_config,
+            num_train_timesteps=self._sampling.num_train_timesteps,
+            token_size=self._token_size,
+            vae_scale=self._vae_scale,
+            latent_channels=self._latent_channels,
+            latent_shift=shift * scale,
+            why_none="diffusers has no pipeline with its dynamic shifting" if is_dynamic else "",
+        )
+
+    def encode_controls(self, pictures: Sequence[Tensor], seed: int, *, is_exact: bool) -> list[Tensor]:
+        """Latents, [image tokens, latent width], the mode of the VAE's posterior: the pipelines sample them with the
+        process's own generator."""
+        images = (to_image(self._here(picture)) for picture in pictures)
+        return [pack(self._posterior_sample(image, None, is_exact)) for image in images]
 
     def _timesteps(self, num_inference_steps: int, image_tokens: int) -> dict[str, Any]:
         if not self._sampling.config.get("use_dynamic_shifting"):

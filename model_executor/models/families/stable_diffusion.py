@@ -31,6 +31,7 @@ from model_executor.models.base import (
     PrimeRow,
     Row,
     SamplingState,
+    SteeredModel,
 )
 from model_executor.models.families.timestep_family import TimestepFamily
 from model_executor.models.families.vae_family import refuse, to_image
@@ -38,7 +39,8 @@ from model_executor.models.latents import pack, unpack
 from model_executor.models.parts import CLIP, TIMESTEP_SCHEDULERS, Classes, projected_clip
 from model_executor.models.text import Tokens, tokenize
 from model_executor.models.unet.unet import Unet
-from model_executor.models.unet.unet_layers import TOKEN_SIDE, Layers
+from model_executor.models.unet.unet_blocks import TOKEN_SIDE
+from model_executor.models.unet.unet_layers import Layers
 from model_executor.models.vae.last_posterior import PictureKey
 from model_executor.parallel.group import Group
 from model_executor.parallel.rows import predict_rows
@@ -90,6 +92,9 @@ class UnetFamily(TimestepFamily):
     }
     sees_all_latents = True
     patch = TOKEN_SIDE
+    edit_control_scale: ClassVar[float] = 1.0
+    """What the inpainting pipeline with a ControlNet multiplies residuals with, unless it is told."""
+
     added: ClassVar[str | None]
     """The UNet's addition_embed_type: its inputs besides timestep and text."""
 
@@ -131,6 +136,25 @@ class UnetFamily(TimestepFamily):
         scores = " scores" if self.tells_negative else ""
         return f"Unet {self._sampling.num_train_timesteps} {self._token_size}{scores}"
 
+    @property
+    def steered(self) -> SteeredModel | None:
+        return SteeredModel(
+            family=self.family,
+            config=self._unet_config,
+            num_train_timesteps=self._sampling.num_train_timesteps,
+            token_size=self._token_size,
+            vae_scale=self._vae_scale,
+            latent_channels=self._latent_channels,
+            sees_mask=self._sees_mask,
+            has_scores=self.tells_negative,
+        )
+
+    def encode_controls(self, pictures: Sequence[Tensor], seed: int, *, is_exact: bool) -> list[Tensor]:
+        """Pixels, [1, 3, height, width] in 0..1, as VaeImageProcessor without do_normalize."""
+        levels = torch.full((), 255.0, dtype=torch.float32, device=self._device)  # as `to_image`
+        planes = (self._here(picture).permute(2, 0, 1)[None].float() for picture in pictures)
+        return [(each / levels).to(self._checkpoint.dtype) for each in planes]
+
     def _make_denoiser(self, module: nn.Module, operators: Operators) -> Unet:
         num_timesteps, has_scores = self._sampling.num_train_timesteps, self.tells_negative
         return Unet(module, num_timesteps, self._token_size, operators, has_scores=has_scores)
@@ -157,6 +181,7 @@ class UnetFamily(TimestepFamily):
             extra_steps=self._sampling.extra_steps,
             rounds_strength_down=True,
             block_runs=self._layers.block_runs((native_size // self._token_size) ** 2),
+            edit_control_scale=self.edit_control_scale,
         )
 
     # -------------------------------------------------------------------------------------------------------- text
@@ -292,6 +317,7 @@ class StableDiffusion(UnetFamily):
     summary = "Stable Diffusion 1 and 2: a UNet, with classifier-free guidance"
     text_parts = ("text_encoder",)
     lora_loader = "StableDiffusionLoraLoaderMixin"
+    edit_control_scale = 0.5
     classes: ClassVar[Classes] = {**UnetFamily.classes, **CLIP}
     added = None
 

@@ -141,6 +141,15 @@ class EditSource:
         """See `Reader.read_over`."""
         self._reader.read_over(page, keys_values, fresh, rows)
 
+    def add_to(self, image: Tensor, number: int, added: Tensor) -> None:
+        """Add to its image tokens, as they are after block `number`, in place. added: of the active ones, or all."""
+        if self._active is None:
+            image[: len(added)].add_(added)
+        elif self.computed(number) is None:
+            image.index_add_(0, self._active, added)
+        else:
+            image.add_(added)
+
     def store(self, page: int, image: Tensor) -> None:
         """Keep them as the request's own pages, if this pass makes these."""
         if self._made is not None:

@@ -31,7 +31,7 @@ from model_executor.kernels.low_rank import Segments
 from model_executor.kernels.operators import Operators, best_operators
 from model_executor.kernels.ragged import Packing, Span, together
 from model_executor.kernels.residual import Norm
-from model_executor.models.base import ModulationInputs, PrimeRow, Row
+from model_executor.models.base import ModulationInputs, PrimeRow, Row, Streamed
 from model_executor.models.transformer.blocks import (
     Block,
     EditSource,
@@ -283,7 +283,7 @@ class Denoiser(ABC):
 
     def _forward(self, rows: Sequence[Row]) -> list[Tensor]:
         edits = list(map(self._edit_source, rows))
-        velocities = zip(rows, self._pass(self._start(rows, edits), edits), strict=True)
+        velocities = zip(rows, self._pass(self._start(rows, edits), edits, rows), strict=True)
         return [velocity[: len(row.latents)] for row, velocity in velocities]
 
     def _edit_source(self, row: Row) -> EditSource:
@@ -298,22 +298,33 @@ class Denoiser(ABC):
         stream = self._start(parts, shards, Team(group, heads))
         return [
             group.gather(velocity, shard.final_lengths())[: len(row.latents)]
-            for row, shard, velocity in zip(rows, shards, self._pass(stream, shards), strict=True)
+            for row, shard, velocity in zip(rows, shards, self._pass(stream, shards, rows), strict=True)
         ]
 
     def _shares(self, group: Group) -> list[Span]:
         """Every member's heads."""
         return shares(self._num_heads, group.degree)
 
-    def _pass(self, stream: Stream, edits: Sequence[EditSource | Shard]) -> list[Tensor]:
+    def _pass(self, stream: Stream, edits: Sequence[EditSource | Shard], rows: Sequence[Row]) -> list[Tensor]:
         """Velocity of the image tokens that the last block computes, of each row."""
+        steered = [number for number, row in enumerate(rows) if row.streamed is not None]
         for number, block in enumerate(self._blocks):
             stream.keep([edit.kept(number) for edit in edits], self._apart(edits, number))
             block.run(stream, number)
+            for row in steered:
+                self._steer(stream, edits[row], rows[row].streamed, row, number)
         last = len(self._blocks)
         stream.keep([edit.kept(last) for edit in edits], self._apart(edits, last))
         velocity = self._project_out(stream)
         return [velocity[start:stop] for start, stop in stream.packing.image]
+
+    @staticmethod
+    def _steer(stream: Stream, edit: EditSource | Shard, streamed: Streamed | None, row: int, number: int) -> None:
+        """Add what another model adds behind block `number` to this row's image tokens."""
+        added = None if streamed is None else streamed(number)
+        if added is not None:
+            start, stop = stream.packing.joint_image[row]
+            edit.add_to(stream.hidden[start:stop], number, added)
 
     def _apart(self, sources: Sequence[RowSource], number: int) -> list[int] | None:
         """As for `Packing.of`, in block `number`."""

@@ -102,6 +102,13 @@ class Shard:
     def computed(self, number: int) -> Tensor | None:
         return self._tokens(number)[self._me]
 
+    def add_to(self, image: Tensor, number: int, added: Tensor) -> None:
+        """See `EditSource.add_to`. This member's share of the active tokens comes first."""
+        num_active = self.num_tokens if self._edit.active is None else len(self._edit.active)
+        start, stop = shares(num_active, len(self._active))[self._me]
+        mine = added[start:stop]
+        image[: len(mine)].add_(mine)
+
     def num_conditions(self, number: int) -> int:
         conditions = self._edit.num_conditions(number)
         if not conditions:

@@ -10,9 +10,8 @@ rows of a request.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Hashable, Mapping, Sequence
+from collections.abc import Callable, Collection, Hashable, Sequence
 from dataclasses import replace
-from functools import lru_cache
 from typing import Any, NamedTuple, TypeVar
 
 import torch
@@ -27,21 +26,16 @@ from model_executor.graphs.cuda_capture import capture_on
 from model_executor.graphs.static_rows import is_of_one_request, is_repeatable
 from model_executor.graphs.step_graphs import StepGraphs
 from model_executor.kernels.cpu_layers import use_onednn
-from model_executor.kernels.held import hold
 from model_executor.kernels.operators import Operators, best_operators
 from model_executor.models.base import PrimeRow, Row
 from model_executor.models.latents import pack, unpack
-from model_executor.models.unet.unet_blocks import UnetSource, Walk
+from model_executor.models.unet.control_box import control_box
+from model_executor.models.unet.unet_blocks import TOKEN_SIDE, Steering, UnetSource, Walk
+from model_executor.models.unet.unet_conditions import UnetConditions, texts
 from model_executor.models.unet.unet_fused import FusedEdit, finish, is_affine
-from model_executor.models.unet.unet_layers import TOKEN_SIDE, Layers
+from model_executor.models.unet.unet_layers import Layers
 from model_executor.models.unet.unet_sources import Templates, UnetEdit, Whole
 from model_executor.patches.module_patches import ModulePatches
-
-CACHED_GRIDS = 32
-"""Picture sizes whose `time_ids` are cached."""
-
-SCORE, NEGATIVE_SCORE = 6.0, 2.5
-"""The aesthetic scores that refiners are asked for, and led away from: the defaults of diffusers' pipelines."""
 
 AnyRow = TypeVar("AnyRow", Row, PrimeRow)
 
@@ -87,10 +81,8 @@ class Unet:
         self._fused = self._operators.of_unets(module.device)
         if module.device.type == "cpu" and self._fused is None:
             use_onednn(module)
-        self._num_train_timesteps = num_train_timesteps
-        self._token_size = token_size
-        self._has_scores = has_scores
-        self._ids = lru_cache(maxsize=CACHED_GRIDS)(self._make_ids)
+        self._conditions = UnetConditions(num_train_timesteps, token_size, module.device, has_scores=has_scores)
+        self._num_levels = len(module.down_blocks)
         self.patches = ModulePatches(module, module.device, module.dtype, self._arrange)
         self.graphs = StepGraphs(capture_on(module.device))
 
@@ -164,7 +156,9 @@ class Unet:
 
     def _run(self, rows: Sequence[Row]) -> list[Tensor]:
         """Predictions for all tokens of each row. rows: of one size, with the same patches."""
-        prediction = self._by_module(rows) if self._fused is None else self._by_layers(rows, Whole())
+        is_steered = rows[0].streamed is not None  # what is added is asked for between layers
+        goes_by_module = self._fused is None and not is_steered
+        prediction = self._by_module(rows) if goes_by_module else self._by_layers(rows, Whole())
         return [pack(image, TOKEN_SIDE) for image in prediction.split(1)]
 
     def _by_layers(self, rows: Sequence[Row], source: UnetSource) -> Tensor:
@@ -181,9 +175,9 @@ class Unet:
         """The same by the diffusers module as it is."""
         prediction: Tensor = self.patches.under(rows[0].patches).module(
             self._pictures(rows),
-            self._timesteps(rows),
-            encoder_hidden_states=_texts(rows),
-            added_cond_kwargs=self._added(rows),
+            self._conditions.timesteps(rows),
+            encoder_hidden_states=texts(rows),
+            added_cond_kwargs=self._conditions.added(rows),
             return_dict=False,
         )[0]
         return prediction
@@ -192,11 +186,21 @@ class Unet:
         """The state before the first layer, as in UNet2DConditionModel.forward. arranged: with the patches of the rows,
         which are of one size."""
         module, layers = arranged
-        pictures, text = self._pictures(rows), _texts(rows)
-        time = module.time_embedding(module.get_time_embed(pictures, self._timesteps(rows)))
-        added = module.get_aug_embed(time, text, self._added(rows))
+        pictures, text = self._pictures(rows), texts(rows)
+        time = module.time_embedding(module.get_time_embed(pictures, self._conditions.timesteps(rows)))
+        added = module.get_aug_embed(time, text, self._conditions.added(rows))
         time = time if added is None else time + added
-        return Walk(module.conv_in(pictures), time, text, source, layers.project(time), _keys_values(rows))
+        shifts, keys_values, steering = layers.project(time), _keys_values(rows), self._steering(rows)
+        return Walk(module.conv_in(pictures), time, text, source, shifts, keys_values, steering)
+
+    def _steering(self, rows: Sequence[Row | PrimeRow]) -> Steering | None:
+        """What other models add for these rows. They have the same active tokens, if any."""
+        streamed = [row.streamed for row in rows if isinstance(row, Row) and row.streamed is not None]
+        if not streamed:
+            return None
+        row = rows[0]
+        assert isinstance(row, Row)
+        return Steering(streamed, control_box(row, self._num_levels), row.grid)
 
     def keys_values(self, prompt_embeds: Tensor, patches: PatchSet) -> Tensor | None:
         """What the steps of a run compute from a row's prompt alone, for `Row.prompt_state`, [text tokens, width]; None
@@ -209,35 +213,6 @@ class Unet:
         images = (torch.cat([row.latents, row.condition], dim=1) for row in rows)
         return torch.cat([unpack(image, row.grid, TOKEN_SIDE) for image, row in zip(images, rows, strict=True)])
 
-    def _timesteps(self, rows: Sequence[Row | PrimeRow]) -> Tensor:
-        """Timestep of each row, float32 [rows], clamped: the noisiest keyframe lies beyond the last timestep."""
-        levels = torch.stack([row.sigma for row in rows])
-        return (levels * self._num_train_timesteps).clamp(max=self._num_train_timesteps - 1)
-
-    def _added(self, rows: Sequence[Row | PrimeRow]) -> Mapping[str, Tensor]:
-        """SDXL's additional inputs: the pooled prompt, and `time_ids`: original size, crop corner and target size, here
-        those of an uncropped picture, or a score. Other UNets ignore them."""
-        pooled = torch.stack([row.pooled_prompt_embeds for row in rows])
-        return {
-            "text_embeds": pooled,
-            "time_ids": torch.stack([hold(self._ids(row.grid, _is_negative(row))) for row in rows]).to(pooled.dtype),
-        }
-
-    def _make_ids(self, grid: tuple[int, int], is_negative: bool) -> Tensor:
-        """SDXL's time_ids for a picture size, made once on the device: copying them there would wait for a GPU."""
-        size = [side * self._token_size for side in grid]
-        score = NEGATIVE_SCORE if is_negative else SCORE
-        return torch.tensor([*size, 0, 0, *([score] if self._has_scores else size)], device=self.module.device)
-
-
-def _is_negative(row: Row | PrimeRow) -> bool:
-    return isinstance(row, Row) and row.is_negative
-
-
-def _texts(rows: Sequence[Row | PrimeRow]) -> Tensor:
-    """Prompt embeddings, [rows, text tokens, width]."""
-    return torch.stack([row.prompt_embeds for row in rows])
-
 
 def _keys_values(rows: Sequence[Row | PrimeRow]) -> Tensor | None:
     """Keys and values of the prompts, [rows, text tokens, width]; None unless all rows have them."""
@@ -247,8 +222,9 @@ def _keys_values(rows: Sequence[Row | PrimeRow]) -> Tensor | None:
 
 def _size(row: Row | PrimeRow) -> Hashable:
     """Key of rows of one size, image tokens as (rows, columns) and number of text tokens, and with the same patches:
-    convolutions compute all pictures of a pass alike."""
-    return row.grid, len(row.prompt_embeds), row.patches
+    convolutions compute all pictures of a pass alike. Either something is added for all of them, or for none."""
+    is_steered = isinstance(row, Row) and row.streamed is not None
+    return row.grid, len(row.prompt_embeds), row.patches, is_steered
 
 
 def _request(row: Row) -> Hashable:

@@ -26,7 +26,11 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from model_executor.kernels.cpu_layers import FastConv
-from model_executor.models.boxes import Window
+from model_executor.models.base import Streamed
+from model_executor.models.boxes import Box, Window, cut, times
+
+TOKEN_SIDE = 4
+"""Latent pixels per token side. Maps with fewer pixels than tokens are computed whole, at negligible cost."""
 
 
 class UnetSource(Protocol):
@@ -53,6 +57,36 @@ class UnetSource(Protocol):
         tokens]."""
 
 
+@dataclass(frozen=True, slots=True)
+class Steering:
+    """What other models add to the maps that the way up reads."""
+
+    streamed: Sequence[Streamed]  # of each row
+    box: Box | None  # of the picture in tokens, for which it is added; None: for all of it
+    grid: tuple[int, int]  # image tokens as (rows, columns)
+
+    def add_to(self, x: Tensor, number: int) -> Tensor:
+        """A map [n, channels, rows, columns], with what is added to it. number: see `Streamed`."""
+        found = [streamed(number) for streamed in self.streamed]
+        added = torch.stack([each for each in found if each is not None])
+        if self.box is None:
+            return x + added
+        steered = x.clone()
+        left, top = self._corner(x.shape[3])
+        rows, columns = added.shape[2:]
+        cut(steered, (left, top, left + columns, top + rows)).add_(added)
+        return steered
+
+    def _corner(self, columns: int) -> tuple[int, int]:
+        """Left and top of the box in a map of this width."""
+        assert self.box is not None
+        halvings = 0
+        while -(-self.grid[1] * TOKEN_SIDE // 2**halvings) > columns:
+            halvings += 1
+        left, top, _, _ = times(self.box, TOKEN_SIDE)
+        return left >> halvings, top >> halvings
+
+
 @dataclass(slots=True)
 class Walk:
     """The state of n pictures of one size as they pass through the layers."""
@@ -63,6 +97,7 @@ class Walk:
     source: UnetSource
     shifts: Tensor | None = None  # `time` as `Layers.project` returns it; None: each block projects it
     keys_values: Tensor | None = None  # `text` as `Layers.keys_values` returns it; None: each block projects it
+    steering: Steering | None = None  # None: nothing is added
     tokens: Tensor | None = None  # [n, rows * columns, channels], within a transformer only
     skips: list[Tensor] = field(default_factory=list)  # maps of the way down that the way up will read
 

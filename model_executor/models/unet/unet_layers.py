@@ -24,6 +24,7 @@ from core.page_scheme import PageDtype, PageLayout
 from model_executor.kernels.unet_operators import UnetOperators
 from model_executor.models.unet import unet_fused
 from model_executor.models.unet.unet_blocks import (
+    TOKEN_SIDE,
     Compiled,
     Layer,
     ResidualBlock,
@@ -41,9 +42,6 @@ from model_executor.models.unet.unet_fused import (
     is_affine,
     joined,
 )
-
-TOKEN_SIDE = 4
-"""Latent pixels per token side. Maps with fewer pixels than tokens are computed whole, at negligible cost."""
 
 MAX_GROUP = 64
 """Upper limit on values that share a scale in int8 pages; the number used divides every map's channels."""
@@ -180,6 +178,7 @@ def _middle(block: Any, level: int, make: _Maker) -> Iterator[Layer]:
     for transformer, resnet in zip(block.attentions, others, strict=True):
         yield from make.transformer(transformer, level)
         yield make.residual(resnet, level)
+    yield _steer
 
 
 def _up(unet: Any, deepest: int, make: _Maker) -> Iterator[Layer]:
@@ -198,8 +197,17 @@ def _keep(walk: Walk) -> None:
     walk.skips.append(walk.map)
 
 
+def _steer(walk: Walk) -> None:
+    """Add what other models add to the middle's map."""
+    if walk.steering is not None:
+        walk.map = walk.steering.add_to(walk.map, len(walk.skips))
+
+
 def _join(walk: Walk) -> None:
-    walk.map = torch.cat([walk.map, walk.skips.pop()], dim=1)
+    kept = walk.skips.pop()
+    if walk.steering is not None:
+        kept = walk.steering.add_to(kept, len(walk.skips))
+    walk.map = torch.cat([walk.map, kept], dim=1)
 
 
 def _sample(sampler: Any, walk: Walk) -> None:

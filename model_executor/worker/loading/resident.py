@@ -31,7 +31,9 @@ from model_executor.page_cache.pages import Pages
 from model_executor.patches.adapters import NOTHING_KNOWN, Adapter, read_adapter
 from model_executor.worker.loading.component_keys import Opened, component_keys, parts_of_models, prompt_twins
 from model_executor.worker.loading.players import borrowed, check_players, with_players
+from model_executor.worker.loading.resident_controlnets import ResidentControlnets
 from model_executor.worker.loading.resident_segmenters import ResidentSegmenters, open_segmenter, segmenter_parts
+from model_executor.worker.loading.side_components import SideComponents
 
 logger = logging.getLogger("stencil.worker")
 
@@ -50,6 +52,7 @@ class ResidentModels:
     it with `open`, which reads adapters but no other weights. Raises ConfigError for an adapter that cannot be used.
 
     families: model's name -> its family, with its adapters once it is loaded. segmenters: that find masks for them.
+    controlnets: that steer their steps.
     """
 
     def __init__(
@@ -58,9 +61,11 @@ class ResidentModels:
         opened: Mapping[str, Opened],
         keys: Mapping[str, Mapping[str, ModelKey]],
         segmenters: ResidentSegmenters,
+        controlnets: ResidentControlnets,
     ) -> None:
         """keys: from `component_keys`."""
-        self.segmenters = segmenters
+        self.segmenters, self.controlnets = segmenters, controlnets
+        self._beside: tuple[SideComponents, ...] = (segmenters, controlnets)
         self._configs = {config.name: config for config in configs}
         self._checkpoints = {name: each.checkpoint for name, each in opened.items()}
         self.families = {name: each.family for name, each in opened.items()}
@@ -126,7 +131,7 @@ class ResidentModels:
         together = device.type != "cpu" and not any(config.batch_invariant for config in configs)
         its_keys = component_keys(segmenter_parts(segmenters), folder)
         finding = ResidentSegmenters(segmenters, its_keys, together=together)
-        return cls(configs, opened, keys, finding)
+        return cls(configs, opened, keys, finding, ResidentControlnets.open(configs, opened, folder))
 
     def log_dtypes(self) -> None:
         """Log which dtypes `auto` is for the models, and why. Called once they are loaded: a start that fails says only
@@ -172,10 +177,18 @@ class ResidentModels:
     def origin(self, key: ModelKey) -> tuple[ModelCheckpoint, str]:
         """(a checkpoint that contains this component, the part of it that is the component). Raises KeyError for a
         component of no model."""
-        if self.segmenters.users_of(key):
-            return self.segmenters.origin(key)
+        if (side := self._side_of(key)) is not None:
+            return side.origin(key)
         (name, part), *_ = self._users(key)
         return self._checkpoints[name], part
+
+    def _side_of(self, key: ModelKey) -> SideComponents | None:
+        """What a component belongs to that works for models beside their own; None: it is one of their own."""
+        return next((side for side in self._beside if side.users_of(key)), None)
+
+    def is_on_demand(self, key: ModelKey) -> bool:
+        """Whether a component is loaded only when a request needs it."""
+        return self._side_of(key) is not None
 
     def is_offloaded(self, key: ModelKey) -> bool:
         """Whether a component's weights lie in host memory between uses."""
@@ -185,8 +198,8 @@ class ResidentModels:
     def install(self, key: ModelKey, module: nn.Module, nbytes: int) -> LoadedComponent:
         """Put a component that was just loaded in use, for all models that share it. nbytes: of its weights."""
         loaded = LoadedComponent(key, nbytes)
-        if self.segmenters.users_of(key):
-            self.segmenters.put(key, module)
+        if (side := self._side_of(key)) is not None:
+            side.put(key, module)
             self._loaded[key] = loaded
             return loaded
         (name, part), *_ = self._users(key)
@@ -266,8 +279,8 @@ class ResidentModels:
 
     def unload(self, key: ModelKey) -> None:
         """Drop a component's weights. Raises KeyError if it is not loaded."""
-        if self.segmenters.users_of(key):
-            self.segmenters.drop(key)
+        if (side := self._side_of(key)) is not None:
+            side.drop(key)
         else:
             for name, part in self._users(key):
                 self.families[name].drop(part)
@@ -298,7 +311,8 @@ class ResidentModels:
     @property
     def sizes(self) -> tuple[LoadedComponent, ...]:
         """Every component of every model, with its bytes; of those that are not loaded, as their files say."""
-        every = [*(key for keys in self.keys.values() for key in keys.values()), *self.segmenters.keys]
+        own = (key for keys in self.keys.values() for key in keys.values())
+        every = [*own, *(key for side in self._beside for key in side.keys)]
         known = {key: self.expected_bytes(key) for key in every}
         known |= {loaded.key: loaded.nbytes for loaded in self.loaded}
         return tuple(LoadedComponent(key, nbytes) for key, nbytes in known.items())
@@ -328,10 +342,10 @@ class ResidentModels:
         return min(stored, checkpoint.dtype.itemsize * sum(parameter.numel() for parameter in kept.parameters()))
 
     def users_of(self, key: ModelKey) -> list[str]:
-        """The models that a component is of, then those that borrow it; of a segmenter's, the models that it works for.
+        """The models that a component is of, then those that borrow it; of one beside them, those that it works for.
         Raises KeyError for a component of no model."""
-        if finding := self.segmenters.users_of(key):
-            return finding
+        if (side := self._side_of(key)) is not None:
+            return side.users_of(key)
         own = [name for name, _ in self._users(key)]
         return list(dict.fromkeys([*own, *(name for name in self.keys if key in self.needs(name))]))
 
@@ -357,7 +371,10 @@ class ResidentModels:
         family, folder = self.families[name], user_cache_folder(os.environ)
         info = msgspec.structs.replace(family.info(name), components=tuple(self.keys[name].values()))
         info = with_calibration(info, self._configs[name], self._checkpoints[name], family, folder)
-        return self.segmenters.with_segmenter(with_players(info, self._configs[name], self._borrowed[name]))
+        info = with_players(info, self._configs[name], self._borrowed[name])
+        for side in self._beside:
+            info = side.told_in(info)
+        return info
 
     def warm_up(self) -> None:
         """Edit one small picture with every loaded model, so that the first request does not pay for first calls and

@@ -85,7 +85,7 @@ class ResidentSegmenters:
         for model in self.users_of(key):
             self.finders[model].forget_pictures()
 
-    def with_segmenter(self, info: ModelInfo) -> ModelInfo:
+    def told_in(self, info: ModelInfo) -> ModelInfo:
         """The info of a model, with its segmenter if it has one."""
         if info.name not in self._segmenters:
             return info

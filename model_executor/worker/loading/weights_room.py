@@ -40,7 +40,7 @@ class WeightsRoom:
         every model that needs it lacks room for the rest of it. KeyError: it is of no model."""
         held = {each.key for each in self._models.loaded}
         users = self._models.users_of(key)
-        alone = self._is_shared_in_turns or key in self._models.segmenters.keys
+        alone = self._is_shared_in_turns or self._models.is_on_demand(key)
         wanted = {name: {key} if alone else {*self._models.needs(name)} - held for name in users}
         reasons = [self._why_not(name, keys, held) for name, keys in wanted.items()]
         if all(reasons):

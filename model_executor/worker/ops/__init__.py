@@ -3,6 +3,8 @@
 from collections.abc import Callable, Sequence
 
 from core.messages.worker import Item, ItemResult
+from core.scheduling.ops.control_encode import CONTROL_ENCODE
+from core.scheduling.ops.controlnet import CONTROLNET
 from core.scheduling.ops.decode import DECODE
 from core.scheduling.ops.denoise import DENOISE
 from core.scheduling.ops.image_encode import IMAGE_ENCODE
@@ -13,6 +15,8 @@ from core.scheduling.ops.template_encode import TEMPLATE_ENCODE
 from core.scheduling.ops.text_encode import TEXT_ENCODE
 from core.scheduling.ops.upscale import UPSCALE
 from model_executor.worker.ops.context import WorkerContext
+from model_executor.worker.ops.control_encode import encode_controls
+from model_executor.worker.ops.controlnet import add_controls
 from model_executor.worker.ops.decode import decode
 from model_executor.worker.ops.denoise import denoise
 from model_executor.worker.ops.image_encode import encode_image
@@ -30,6 +34,8 @@ HANDLERS: dict[str, Handler] = {
     SEGMENT.name: segment,
     TEXT_ENCODE.name: encode_text,
     IMAGE_ENCODE.name: encode_image,
+    CONTROL_ENCODE.name: encode_controls,
+    CONTROLNET.name: add_controls,
     DENOISE.name: denoise,
     UPSCALE.name: upscale,
     DECODE.name: decode,

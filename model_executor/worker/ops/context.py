@@ -16,6 +16,7 @@ from core.messages.worker import Item
 from core.patches import PatchSet
 from core.run_class import RUN_CLASS
 from model_executor.models.base import Family
+from model_executor.models.controlnet.controlnet import ControlNet
 from model_executor.page_cache.page_store import PageStore
 from model_executor.parallel.group import Group
 from model_executor.worker.stores.exchange import Exchange
@@ -34,7 +35,8 @@ class WorkerContext:
     models: name -> family, whose components the worker loads. prompts_of: model -> the model that embeds prompts alike,
     whose prompt cache it shares. exchange: with other ranks; None: there are none. wait_for_adapters: until those
     that are being loaded are in use. finders: model -> who finds its masks, for models with a segmenter.
-    classes: of users, and time_limits: of their runs; None: there are no classes.
+    classes: of users, and time_limits: of their runs; None: there are no classes. controlnets: model -> name -> the
+    ControlNet, for models that have some.
     """
 
     def __init__(
@@ -49,6 +51,7 @@ class WorkerContext:
         finders: Mapping[str, MaskFinder] = MappingProxyType({}),
         classes: UserClasses | None = None,
         time_limits: TimeLimits | None = None,
+        controlnets: Mapping[str, Mapping[str, ControlNet]] = MappingProxyType({}),
     ) -> None:
         self.models = models
         self.store = store
@@ -58,6 +61,7 @@ class WorkerContext:
         self._arena = arena
         self._wait_for_adapters = wait_for_adapters
         self.finders = finders
+        self.controlnets = controlnets
         self.classes = classes or UserClasses()
         self.time_limits = time_limits or TimeLimits(store.rank, lambda failed: None)
         self.device = store.device

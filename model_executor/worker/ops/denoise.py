@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
@@ -10,16 +9,13 @@ from torch import Tensor
 
 from core.failure import Failure
 from core.handles import TensorKey
-from core.ipc.logs import of_request
 from core.messages.worker import Item, ItemResult
 from core.scheduling.ops.denoise import Denoise
 from model_executor.models.base import Family, Row, SamplingState
 from model_executor.samplers.sampling import State
 from model_executor.worker.ops.context import WorkerContext
-from model_executor.worker.ops.step_inputs import KEPT, StepInputs
+from model_executor.worker.ops.step_inputs import KEPT, StepInputs, missed
 from model_executor.worker.stores.tensor_store import MissingValueError
-
-logger = logging.getLogger("stencil.worker")
 
 
 def denoise(context: WorkerContext, items: Sequence[Item]) -> list[ItemResult]:
@@ -46,13 +42,13 @@ def _read(context: WorkerContext, item: Item) -> _Step | Failure:
     try:
         return _step(context, item)
     except MissingValueError as error:
-        logger.warning("%s of %s: an earlier step failed", item.node, item.request_id, extra=of_request(""))
-        return Failure("engine", f"an earlier step failed: {error.args[0]}")
+        return missed(item, error)
 
 
 def _step(context: WorkerContext, item: Item) -> _Step:
-    inputs, work = StepInputs(context, item), item.work
+    work = item.work
     assert isinstance(work, Denoise)
+    inputs = StepInputs(context, item, work)
     return _Step(inputs.family, inputs.rows(), inputs.sample, work.true_cfg_scale, work.keep_clean, inputs.velocity)
 
 

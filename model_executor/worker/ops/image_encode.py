@@ -36,6 +36,7 @@ def encode_image(context: WorkerContext, items: Sequence[Item]) -> list[ItemResu
         cache_salt=work.cache_salt,
         references=[context.shared(reference) for reference in work.references],
         paged_reference_tokens=work.paged_reference_tokens,
+        num_controls=work.num_controls,
     )
     image = context.models[item.model].encode_image(inputs)
     sigmas = _computed(image.sigmas, work)

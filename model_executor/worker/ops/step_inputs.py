@@ -5,22 +5,31 @@ Tensors that are made once are named in `KEPT`. Each is a value of the step's no
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from functools import partial
 
 import torch
 from torch import Tensor
 
+from core.control import MAX_CONTROLS
+from core.failure import Failure
 from core.handles import EntryRef, TensorKey
+from core.ipc.logs import of_request
 from core.messages.worker import Item, PageSpan
 from core.page_scheme import OWN_PAGES_DTYPE, PageDtype, PageLayout
 from core.scheduling.ops.denoise import Denoise
 from model_executor.kernels.gpu_tables import upload
 from model_executor.models.base import ModulationInputs, Row, SamplingState
 from model_executor.models.boxes import Box, around
+from model_executor.models.controlnet.residuals import Residuals
 from model_executor.page_cache.own_pages import OwnPages
 from model_executor.page_cache.pages import Pages
 from model_executor.worker.ops.context import WorkerContext, noise_id
+from model_executor.worker.stores.tensor_store import MissingValueError
+
+logger = logging.getLogger("stencil.worker")
 
 KEPT = (
     *("active", "template"),
@@ -29,33 +38,40 @@ KEPT = (
 """What this rank keeps from the first step of a loop to its last: names in the tensor store. Those with a number belong
 to this row of a request."""
 
+KEPT_OF_CONTROLS = tuple(f"control-{number}" for number in range(MAX_CONTROLS))
+"""Likewise, by number of the control picture."""
+
+SERIES = ("sampler", "residuals", "controls")
+"""Inputs that are series of tensors."""
+
 
 class StepInputs:
     """Reads one step's inputs from the tensor store. Raises MissingValueError for one that was never made, and
     InvalidRequestError if an adapter of the request is not in use."""
 
-    def __init__(self, context: WorkerContext, item: Item) -> None:
-        assert isinstance(item.work, Denoise)
-        self._context, self._item, self._work = context, item, item.work
+    def __init__(self, context: WorkerContext, item: Item, work: Denoise) -> None:
+        """work: the step of the item."""
+        self._context, self._item, self._work = context, item, work
         refs = {ref.input: ref for ref in item.inputs}
-        state = context.read_series(refs.pop("sampler"))
+        self._series = {name: context.read_series(refs.pop(name)) for name in SERIES if name in refs}
         self._values = {name: context.read(ref) for name, ref in refs.items()}
-        self.family = context.family(item.model, item.work.patches)
+        self.family = context.family(item.model, work.patches)
+        state = self._series["sampler"]
         self._last: tuple[Tensor, ...] = ()  # see `velocity`, with the latents before it
-        if item.work.own_page_step is not None and item.work.step:
+        if work.own_page_step is not None and work.step:
             state, self._last = state[:-2], state[-2:]
         latents = self._values["latents"]
-        if not item.work.step:  # another model, which may keep them in another dtype, may have made them
+        if not work.step:  # another model, which may keep them in another dtype, may have made them
             latents = latents.to(self.family.latents_dtype)
         self.sample = SamplingState(
             latents=latents,
             outside=self._values["outside"],
             sigmas=self._values["sigmas"],
-            step=item.work.step,
+            step=work.step,
             state=state,
-            grid=self.family.grid(item.work.width, item.work.height),
+            grid=self.family.grid(work.width, work.height),
         )
-        self._references = tuple(self.family.grid(*size) for size in item.work.reference_sizes)
+        self._references = tuple(self.family.grid(*size) for size in work.reference_sizes)
 
     @property
     def velocity(self) -> Tensor | None:
@@ -64,16 +80,33 @@ class StepInputs:
 
     def rows(self) -> list[Row]:
         """One row for each prompt or class. What they share is the same tensor in all of them."""
+        work, pages = self._work, self._pages()
+        bare = self.bare_rows()
+        residuals = Residuals.of_series(self._series.get("residuals", ()))
+        rows = []
+        for number, row in enumerate(bare):
+            table = self._modulation(number, len(bare), row.pooled_prompt_embeds)
+            own = self._own_pages(number, row.latents, table)
+            whole = replace(
+                row,
+                pages=own.pages if own is not None and row.active is not None else pages,
+                own=own,
+                modulation=_of_step(table, work.step),
+                prompt_state=self._prompt_state(number, row.prompt_embeds),
+                streamed=None if residuals is None else residuals.of_row(number),
+            )
+            rows.append(whole)
+        return rows
+
+    def bare_rows(self) -> list[Row]:
+        """The rows without what only the denoiser reads: pages, and what it has made for all steps of the run."""
         work, sample = self._work, self.sample
         sigma = sample.sigmas[work.step]
-        (active, box), pages = self._active(), self._pages()
+        active, box = self._active()
         latents, condition = self._seen(active, sigma)
         prompts = self._prompts() if work.class_label is None else self._classes(work.class_label)
-        rows = []
-        for number, (embeds, pooled) in enumerate(prompts):
-            table = self._modulation(number, len(prompts), pooled)
-            own = self._own_pages(number, latents, table)
-            row = Row(
+        return [
+            Row(
                 latents=latents,
                 condition=condition,
                 prompt_embeds=embeds,
@@ -84,16 +117,22 @@ class StepInputs:
                 references=self._references,
                 active=active,
                 box=box,
-                pages=own.pages if own is not None and active is not None else pages,
-                own=own,
                 full_blocks=work.full_blocks,
                 patches=work.patches,
-                modulation=_of_step(table, work.step),
-                prompt_state=self._prompt_state(number, embeds),
                 is_negative=number > 0 and self.family.tells_negative,
             )
-            rows.append(row)
-        return rows
+            for number, (embeds, pooled) in enumerate(prompts)
+        ]
+
+    @property
+    def controls(self) -> tuple[Tensor, ...]:
+        """The control pictures, as `Family.encode_control` returns them."""
+        return self._series["controls"]
+
+    def control(self, number: int, make: Callable[[], tuple[Tensor, ...]]) -> tuple[Tensor, ...]:
+        """What a ControlNet has made of a control picture at the run's first step. number: of the picture, one of
+        `KEPT_OF_CONTROLS`."""
+        return self._kept(KEPT_OF_CONTROLS[number], make)
 
     # ------------------------------------------------------------------------------------------------- the picture
 
@@ -216,6 +255,12 @@ class StepInputs:
         """As `_kept`, of one tensor; None if `make` makes nothing."""
         kept = self._kept(name, lambda: tuple(made for made in (make(),) if made is not None))
         return kept[0] if kept else None
+
+
+def missed(item: Item, error: MissingValueError) -> Failure:
+    """The failure of an item whose inputs were never made."""
+    logger.warning("%s of %s: an earlier step failed", item.node, item.request_id, extra=of_request(""))
+    return Failure("engine", f"an earlier step failed: {error.args[0]}")
 
 
 def _entries(span: PageSpan) -> Sequence[EntryRef]:

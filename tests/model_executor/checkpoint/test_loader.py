@@ -18,7 +18,7 @@ from core.errors import ConfigError
 from model_executor.checkpoint import loader
 from model_executor.checkpoint.loader import ModelCheckpoint, resolve_dtype
 from model_executor.models.families.flux import FluxFill
-from model_executor.models.parts import FLOW_SCHEDULERS, MODULES, SEGMENTERS
+from model_executor.models.parts import CONTROLNETS, FLOW_SCHEDULERS, MODULES, SEGMENTERS
 from model_executor.models.registry import FAMILIES, make_family
 from model_executor.worker.loading.resident import ResidentModels, edit_once
 from tools.random_checkpoints import make_flux, make_flux_fill, make_qwen, make_qwen_edit, make_sd3
@@ -147,7 +147,7 @@ def test_a_part_of_a_class_that_the_family_does_not_use(copy: Path, part: str, n
 
 def test_families_name_the_classes_that_can_be_loaded() -> None:
     named = {name for family in FAMILIES.values() for names in family.classes.values() for name in names}
-    assert named | set(SEGMENTERS.values()) == set(MODULES)
+    assert named | {*SEGMENTERS.values(), *CONTROLNETS} == set(MODULES)
 
 
 def test_families_name_the_classes_of_all_their_parts() -> None:

@@ -1,0 +1,86 @@
+"""The interface of ControlNets, and what a step shows them."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Collection, Sequence
+from dataclasses import dataclass
+from typing import Any, ClassVar
+
+from torch import Tensor, nn
+
+from core.errors import ConfigError
+from model_executor.checkpoint.loader import CONTROLNET_PART, ModelCheckpoint
+from model_executor.models.base import Row, SteeredModel
+from model_executor.models.controlnet.residuals import Residuals
+
+
+@dataclass(frozen=True, slots=True)
+class Shown:
+    """One control picture of a step."""
+
+    embedded: tuple[Tensor, ...]  # as `ControlNet.embed` returns it
+    mode: int | None  # of the picture, for a ControlNet with modes
+    scale: float  # factor on what is added
+
+
+class ControlNet(ABC):
+    """A ControlNet of one kind of models, opened without weights. It holds no state of a request.
+
+    checkpoint: of one part. model: that it steers, of one of `families`. modes: that requests may ask for; none for one
+    of a single kind of pictures.
+    """
+
+    families: ClassVar[Collection[str]]
+    """Of the models that it steers, see `ModelInfo`."""
+
+    is_joint: ClassVar[bool] = False
+    """See `ControlType`."""
+
+    def __init__(self, checkpoint: ModelCheckpoint, model: SteeredModel, modes: Collection[int] = ()) -> None:
+        """Raises ConfigError, as `_check`."""
+        self.checkpoint = checkpoint
+        self._model = model
+        self._config = checkpoint.config(CONTROLNET_PART)
+        self._module: Any = None
+        self._check(modes)
+
+    @abstractmethod
+    def _check(self, modes: Collection[int]) -> None:
+        """Raises ConfigError if it cannot be used with its model or has no such modes."""
+
+    def _check_modes(self, modes: Collection[int], num_modes: int | None) -> None:
+        """num_modes: that it has; None: it is for a single kind of pictures."""
+        if num_modes is None and modes:
+            raise self._refuse("it is for a single kind of control pictures; leave its types out")
+        if num_modes is not None and not modes:
+            remedy = "name them: types = { canny = 0 }"
+            raise self._refuse(f"it is for {num_modes} kinds of control pictures, by mode; {remedy}")
+        if num_modes is not None and (unknown := [mode for mode in modes if mode >= num_modes]):
+            raise self._refuse(f"it has no mode {unknown[0]}, but 0 to {num_modes - 1}")
+
+    def _refuse(self, reason: str) -> ConfigError:
+        return ConfigError(f"{self.checkpoint.path}: {reason}")
+
+    @property
+    def recipe(self) -> str:
+        """All that it computes depends on, besides its weights and configuration. Those with equal recipes, and equal
+        weights, are one."""
+        return f"{type(self).__name__} {self._model.recipe}"
+
+    def put(self, module: nn.Module) -> None:
+        """Put the loaded module in use, which it changes."""
+        self._module = module
+
+    def drop(self) -> None:
+        """Drop the weights."""
+        self._module = None
+
+    @abstractmethod
+    def embed(self, control: Tensor, mode: int | None) -> tuple[Tensor, ...]:
+        """What all steps of a run see of a control picture. control: as `Family.encode_control` returns it."""
+
+    @abstractmethod
+    def residuals(self, rows: Sequence[Row], shown: Sequence[Shown]) -> Residuals:
+        """What a step adds, for these control pictures together. rows: of one request; they have neither pages nor what
+        their denoiser has made for all steps. shown: at least one, and one with another scale than 0."""

@@ -1,0 +1,89 @@
+"""TransformerControlNet: what ControlNets of transformers share: some of the transformer's blocks, each with a layer
+behind it, over tokens of latents and control picture added up.
+"""
+
+from __future__ import annotations
+
+from abc import abstractmethod
+from collections.abc import Collection, Sequence
+from functools import reduce
+from operator import add
+from typing import ClassVar
+
+from torch import Tensor, nn
+
+from model_executor.kernels.linear_groups import AnyGroup
+from model_executor.kernels.operators import chosen_operators
+from model_executor.kernels.ragged import gather
+from model_executor.models.base import Row
+from model_executor.models.controlnet.control_row import ControlRow
+from model_executor.models.controlnet.controlnet import ControlNet, Shown
+from model_executor.models.controlnet.residuals import Residuals
+from model_executor.models.transformer.blocks import Modulation
+from model_executor.models.transformer.denoiser import Denoiser
+
+
+class ControlTransformer(Denoiser):
+    """The blocks of a ControlNet's module; other classes say how tokens are embedded."""
+
+    def _make_output(self) -> tuple[Modulation, AnyGroup]:
+        """A layer behind each block, of which the last one's is returned; there is no last norm."""
+        self._outs = [self._group(layer) for layer in self._layers_behind()]
+        return self._blocks[-1].modulation, self._outs[-1]
+
+    @abstractmethod
+    def _layers_behind(self) -> Sequence[nn.Module]:
+        """The layer behind each block."""
+
+    def samples(self, rows: Sequence[ControlRow]) -> list[Tensor]:
+        """What each block gives, [rows, tokens, hidden]. rows: of one request."""
+        stream = self._start(rows, [self._edit_source(row) for row in rows])
+        found: list[Tensor] = []
+        for number, block in enumerate(self._blocks):
+            block.run(stream, number)
+            image = gather(stream.hidden, stream.packing.joint_image)
+            found.append(self._outs[number](image, ()).view(len(rows), -1, image.shape[1]))
+        return found
+
+
+class TransformerControlNet(ControlNet):
+    """A mask-aware step has it compute the active tokens alone, which attend to one another and to the text."""
+
+    alike: ClassVar[Collection[str]]
+    """Entries of the configuration that are those of the transformer."""
+
+    transformer: ClassVar[type[ControlTransformer]]
+
+    def _check(self, modes: Collection[int]) -> None:
+        config, model = self._config, self._model
+        for name in self.alike:
+            if name in config and config[name] != model.config.get(name):
+                raise self._refuse(f"{name} is {config[name]}, and {model.config.get(name)} in the transformer")
+        self._check_modes(modes, config.get("num_mode"))
+
+    def put(self, module: nn.Module) -> None:
+        chosen, device = self.checkpoint, self.checkpoint.device
+        operators = chosen_operators(chosen.kernels, device, batch_invariant=chosen.batch_invariant)
+        self._module = self.transformer(module, self._model.num_train_timesteps, operators, owns_module=True)
+
+    def embed(self, control: Tensor, mode: int | None) -> tuple[Tensor, ...]:
+        """control: [image tokens, latent width], which steps see as it is."""
+        return (control,)
+
+    def residuals(self, rows: Sequence[Row], shown: Sequence[Shown]) -> Residuals:
+        steering = (each for each in shown if each.scale)
+        sums = [[sample * each.scale for sample in self._samples(rows, each)] for each in steering]
+        samples = [reduce(add, each) for each in zip(*sums, strict=True)]
+        return Residuals(self._places, tuple(samples))
+
+    def _samples(self, rows: Sequence[Row], shown: Shown) -> Sequence[Tensor]:
+        transformer: ControlTransformer = self._module
+        return transformer.samples([self._row(row, shown) for row in rows])
+
+    def _row(self, row: Row, shown: Shown) -> ControlRow:
+        return ControlRow.of(row, shown)
+
+    @property
+    @abstractmethod
+    def _places(self) -> tuple[int, ...]:
+        """See `Residuals`. Blocks of the transformer share what is added."""

@@ -1,0 +1,61 @@
+"""Runs the op controlnet."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from functools import partial, reduce
+from operator import add
+
+from core.handles import TensorKey
+from core.messages.worker import Item, ItemResult
+from core.scheduling.ops.controlnet import ControlStep, ControlUse
+from model_executor.models.base import Row
+from model_executor.models.controlnet.controlnet import ControlNet, Shown
+from model_executor.models.controlnet.residuals import Residuals
+from model_executor.worker.ops.context import WorkerContext
+from model_executor.worker.ops.step_inputs import KEPT, KEPT_OF_CONTROLS, StepInputs, missed
+from model_executor.worker.stores.tensor_store import MissingValueError
+
+
+def add_controls(context: WorkerContext, items: Sequence[Item]) -> list[ItemResult]:
+    """Compute what the ControlNets of these items add to their next steps, request by request, so that what a request
+    gets does not depend on the others. An item whose inputs were never made fails alone.
+    """
+    return [_result(context, item) for item in items]
+
+
+def _result(context: WorkerContext, item: Item) -> ItemResult:
+    work = item.work
+    assert isinstance(work, ControlStep)
+    try:
+        inputs = StepInputs(context, item, work.step)
+    except MissingValueError as error:
+        return ItemResult(item.request_id, item.node, failure=missed(item, error))
+    residuals = _residuals(context.controlnets[item.model], inputs, work.uses) if work.uses else None
+    if work.step.step + 2 == len(inputs.sample.sigmas):
+        for name in (*KEPT, *KEPT_OF_CONTROLS):
+            context.store.free(TensorKey(item.request_id, item.node, name))
+    if residuals is None:
+        return ItemResult(item.request_id, item.node)
+    key = TensorKey(item.request_id, item.node, "residuals", item.version)
+    return ItemResult(item.request_id, item.node, (context.store.put_series(key, residuals.series),))
+
+
+def _residuals(nets: Mapping[str, ControlNet], inputs: StepInputs, uses: Sequence[ControlUse]) -> Residuals:
+    """What all ControlNets of a step add together. uses: at least one."""
+    rows = inputs.bare_rows()
+    return reduce(add, _of_each(nets, inputs, uses, rows))
+
+
+def _of_each(
+    nets: Mapping[str, ControlNet], inputs: StepInputs, uses: Sequence[ControlUse], rows: Sequence[Row]
+) -> Iterator[Residuals]:
+    """What each of them adds, in the order of its first picture: one may see several."""
+    for name in dict.fromkeys(use.net for use in uses):
+        shown = [_shown(nets[name], inputs, use) for use in uses if use.net == name]
+        yield nets[name].residuals(rows, shown)
+
+
+def _shown(net: ControlNet, inputs: StepInputs, use: ControlUse) -> Shown:
+    embedded = inputs.control(use.picture, partial(net.embed, inputs.controls[use.picture], use.mode))
+    return Shown(embedded, use.mode, use.scale)

@@ -1,0 +1,190 @@
+"""Requests whose steps ControlNets steer: what is sent to workers, on which components, and what is counted."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+import msgspec
+import pytest
+from fakes import MODEL, PIXELS, FakeWorkers, apply, make_edit, make_hires_edit, with_spec
+
+from core.config import SchedulerConfig
+from core.control import Control
+from core.control_type import ControlType
+from core.failure import Failure
+from core.graph.catalog import CONTROLLED, WORKFLOWS
+from core.handles import LoadedComponent, ModelKey
+from core.messages.engine import EngineRequest, Failed, Finished
+from core.messages.worker import Batch, Item, ModelFailed, ModelLoaded
+from core.routing.request_shape import RequestShape
+from core.scheduling.ops.controlnet import ControlStep, ControlUse
+from core.scheduling.scheduler import StepScheduler
+
+OWN = tuple(ModelKey("0", kind) for kind in ("text_encoder", "vae", "transformer"))
+NETS = {"edges": ModelKey("1", "controlnet"), "depth": ModelKey("2", "controlnet")}
+TYPES = {"edges": ControlType("edges"), "deep": ControlType("depth", 3)}
+MODELS = {
+    name: msgspec.structs.replace(MODEL, name=name, components=OWN, controlnets=NETS, controls=TYPES)
+    for name in ("m", "other")
+}
+
+
+def controlled(edit: EngineRequest, *controls: Control, model: str = "m") -> EngineRequest:
+    workflow = next(new for old, new in CONTROLLED.items() if old.name == edit.workflow)
+    types = tuple(TYPES[each.type] for each in controls)
+    pictures = tuple(msgspec.structs.replace(PIXELS, offset=number) for number in range(len(controls)))
+    canvases = {
+        name: msgspec.structs.replace(canvas, control_pictures=pictures) for name, canvas in edit.spec.canvases.items()
+    }
+    given = {"controls": controls, "control_types": types, "control_pictures": pictures, "canvases": canvases}
+    return msgspec.structs.replace(with_spec(edit, **given), workflow=workflow.name, model=model)
+
+
+EDGES, DEEP = Control(type="edges", scale=0.5), Control(type="deep", scale=1.0)
+
+
+class Rig:
+    def __init__(self, num_ranks: int = 1, loaded: Sequence[ModelKey] = (*OWN, *NETS.values())) -> None:
+        sizes = [LoadedComponent(key, 8) for key in (*OWN, *NETS.values())]
+        self.scheduler = StepScheduler(SchedulerConfig(), MODELS, num_ranks, sizes=sizes)
+        self.loaded = [LoadedComponent(key, 8) for key in loaded]
+        self.scheduler.learn((), [(rank, self.loaded) for rank in range(num_ranks)])
+        self.workers, self.batches, self.outputs = FakeWorkers(num_ranks), list[Batch](), list[object]()
+
+    def run(self, happens: Callable[[], object] = lambda: None) -> None:
+        idle = False
+        while not idle:
+            idle = True
+            while (plan := self.scheduler.schedule(0.0)) is not None:
+                idle = False
+                self.batches += plan.batches
+                self.workers.submit(plan)
+            for rank in self.scheduler.ranks.up:
+                for result in self.workers.run_one(rank):
+                    idle = False
+                    apply(self.scheduler, result)
+            happens()
+            self.outputs += self.scheduler.take_outputs()
+
+    def works(self, op: str) -> list[Item]:
+        return [item for batch in self.batches if batch.op == op for item in batch.items]
+
+
+def test_each_step_follows_its_controlnets() -> None:
+    rig = Rig()
+    rig.scheduler.add(controlled(make_edit("a", steps=3), EDGES))
+    rig.run()
+    order = [(item.node, item.version) for batch in rig.batches for item in batch.items if item.version]
+    assert order == [(node, version) for version in (1, 2, 3) for node in ("controlnet", "denoise")]
+    (*_, finished) = rig.outputs
+    assert isinstance(finished, Finished)
+    assert finished.degrees == (1,) * 3, "what works for a step is none itself"
+    rig.scheduler.check_integrity()
+
+
+def test_a_controlnet_gets_the_step_that_it_is_for() -> None:
+    rig = Rig()
+    rig.scheduler.add(controlled(make_edit("a", steps=2), EDGES))
+    rig.run()
+    for control, step in zip(rig.works("controlnet"), rig.works("denoise"), strict=True):
+        assert isinstance(control.work, ControlStep)
+        assert control.work.step == step.work
+        assert {ref.input for ref in control.inputs} >= {"controls", "latents", "prompt_embeds"}
+        assert "residuals" in {ref.input for ref in step.inputs}
+
+
+def test_control_pictures_steer_within_their_windows() -> None:
+    """As diffusers' pipelines: a step counts if all of it is in the window."""
+    rig = Rig()
+    window = Control(type="deep", scale=1.0, start=0.25, end=0.75)
+    rig.scheduler.add(controlled(make_edit("a", steps=4), EDGES, window, Control(type="edges", scale=0.0)))
+    rig.run()
+    used = [item.work.uses for item in rig.works("controlnet") if isinstance(item.work, ControlStep)]
+    edges, deep = ControlUse("edges", None, 0, 0.5), ControlUse("depth", 3, 1, 1.0)
+    left_out = ControlUse("edges", None, 2, 0.0)  # which a ControlNet that sees all of its pictures sees, too
+    assert used == [(edges, left_out), (edges, deep, left_out), (edges, deep, left_out), (edges, left_out)]
+
+
+def test_both_passes_have_controlnets() -> None:
+    rig = Rig()
+    rig.scheduler.add(controlled(make_hires_edit("a", steps=4, strength=0.5), EDGES))
+    rig.run()
+    steps = [(i.node, i.work.step.width) for i in rig.works("controlnet") if isinstance(i.work, ControlStep)]
+    assert steps == [("first_controlnet", 128)] * 4 + [("controlnet", 256)] * 2
+    assert len(rig.works("control_encode")) == 2
+
+
+def test_requests_share_a_batch_if_they_use_the_same_controlnets() -> None:
+    rig = Rig()
+    for name, controls, model in (("a", [EDGES], "m"), ("b", [EDGES], "other"), ("c", [DEEP, EDGES], "m")):
+        rig.scheduler.add(controlled(make_edit(name, steps=2), *controls, model=model))
+    rig.run()
+    together = {tuple(sorted(i.request_id for i in each.items)) for each in rig.batches if each.op == "controlnet"}
+    assert together == {("a", "b"), ("c",)}
+    assert {tuple(sorted(i.request_id for i in each.items)) for each in rig.batches if each.op == "denoise"} == {
+        ("a", "b", "c")
+    }
+
+
+def test_a_controlnet_is_loaded_when_a_request_needs_it() -> None:
+    rig = Rig(loaded=OWN)
+    rig.scheduler.add(make_edit("plain"))
+    rig.run()
+    assert not rig.workers.loading
+    rig.scheduler.add(controlled(make_edit("a"), DEEP))
+    rig.run()
+    assert rig.workers.loading == [(0, NETS["depth"])]
+    for loaded in rig.workers.finish_loads():
+        assert isinstance(loaded, ModelLoaded)
+        rig.scheduler.apply_load(loaded, 0.0)
+    rig.run()
+    assert [type(each) for each in rig.outputs] == [Finished, Finished]
+
+
+def test_one_that_cannot_be_loaded_fails_its_requests_alone() -> None:
+    rig = Rig(loaded=OWN)
+    for name, controls in (("a", [DEEP]), ("b", [])):
+        edit = make_edit(name)
+        rig.scheduler.add(controlled(edit, *controls) if controls else edit)
+    rig.run()
+    broken = Failure("config", "cannot load controlnet: cut short")
+    rig.scheduler.apply_load(ModelFailed(0, NETS["depth"], broken), 0.0)
+    rig.run()
+    ended = {each.request_id: type(each) for each in rig.outputs if isinstance(each, Finished | Failed)}
+    assert ended == {"a": Failed, "b": Finished}
+
+
+@pytest.mark.parametrize("round_", [1, 3])
+def test_a_request_survives_the_death_of_its_rank(round_: int) -> None:
+    rig = Rig(num_ranks=2)
+    rig.scheduler.add(controlled(make_edit("a", steps=4), EDGES))
+    dead: list[int] = []
+
+    def die() -> None:
+        done = [batch for batch in rig.batches if batch.op == "controlnet"]
+        if len(done) >= round_ and not dead:
+            dead.append(done[-1].ranks[0])
+            rig.workers.lose(dead[0])
+            rig.scheduler.lose_rank(dead[0], Failure("engine", "died"))
+            rig.workers.join(dead[0])
+            rig.scheduler.join_rank(dead[0], rig.loaded)
+
+    rig.run(die)
+    assert dead
+    assert isinstance(rig.outputs[-1], Finished)
+    rig.scheduler.check_integrity()
+
+
+def test_routing_counts_its_steps_once() -> None:
+    plain = make_edit("a", steps=4)
+    shapes = [RequestShape.of_request(each, MODELS["m"]) for each in (plain, controlled(plain, EDGES))]
+    assert shapes[0].step_features == shapes[1].step_features
+
+
+def test_every_workflow_with_prompts_has_one_with_controlnets() -> None:
+    assert {old.name: new.name for old, new in CONTROLLED.items()} == {
+        name: f"controlled_{name}" for name in ("inpaint", "hires", "refined")
+    }
+    for workflow in CONTROLLED.values():
+        assert workflow is WORKFLOWS[workflow.name]
+        assert len(workflow.counted_steps) == len([node for node in workflow.nodes if node.op == "denoise"])

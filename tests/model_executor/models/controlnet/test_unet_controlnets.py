@@ -1,0 +1,103 @@
+"""ControlNets of Stable Diffusion 1 and 2: whole edits through the runner against diffusers' pipelines, float32."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from control_rig import ControlledEdit, Steered, expected, lines, run_together
+from diffusers import (
+    ControlNetModel,
+    PNDMScheduler,
+    StableDiffusionControlNetInpaintPipeline,
+    StableDiffusionInpaintPipeline,
+)
+from pipeline_rig import Rig, assert_same
+
+from core.config import ControlNetConfig
+from core.ipc.shared_array import Arena
+from tools.random_controlnets import make_sd_controlnet
+from tools.random_unet_checkpoints import make_sd
+
+KINDS: dict[str, dict[str, Any]] = {
+    "plain": {"scheduler_class": PNDMScheduler, "scheduler": {"skip_prk_steps": True}},
+    "inpaint": {"in_channels": 9},
+}
+NETS = ("edges", "depth")
+SIZE = (96, 160)
+NO_CHECKER = {"safety_checker": None, "requires_safety_checker": False}
+
+
+class ControlRig(Rig):
+    """A model with two ControlNets."""
+
+    def __init__(self, folder: Path, arena: Arena, **options: Any) -> None:
+        paths = {name: make_sd_controlnet(folder / name, seed=seed) for seed, name in enumerate(NETS, 1)}
+        controlnets = [ControlNetConfig(name, str(path)) for name, path in paths.items()]
+        super().__init__(
+            make_sd(folder / "sd", **options),
+            arena,
+            StableDiffusionInpaintPipeline,
+            controlnets=controlnets,
+            **NO_CHECKER,
+        )
+        self.nets = {name: ControlNetModel.from_pretrained(path) for name, path in paths.items()}
+
+    def steered(self, name: str, controls: Sequence[Steered], *, scale: float = 3.0, **options: Any) -> ControlledEdit:
+        """scale: of guidance."""
+        strength, info = options.pop("strength", 1.0), self.family.info("tiny")
+        edit = self.edit(name, size=options.pop("size", SIZE), **options)
+        edit.strength, edit.solver_order, edit.extra_steps = strength, info.solver_order, info.extra_steps
+        edit.guidance_scale = edit.true_cfg_scale = scale
+        edit.negative_prompt = "a plain blue hat" if scale > 1 else None
+        return ControlledEdit(edit, controls)
+
+    def pipeline_of(self, kind: Any, edited: ControlledEdit) -> Any:
+        nets = [self.nets[each.net] for each in edited.controls]
+        parts = self.pipeline.components | NO_CHECKER | {"controlnet": nets[0] if len(nets) == 1 else nets}
+        return kind(**parts)
+
+    def expected(self, edited: ControlledEdit) -> Any:  # type: ignore[override]
+        edit = edited.edit
+        options = {"negative_prompt": edit.negative_prompt, "guidance_scale": edit.guidance_scale}
+        return expected(self, self.pipeline_of(StableDiffusionControlNetInpaintPipeline, edited), edited, **options)
+
+
+@pytest.fixture(scope="module", params=KINDS)
+def rig(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory, arena: Arena) -> Iterator[ControlRig]:
+    rig = ControlRig(tmp_path_factory.mktemp("control"), arena, **KINDS[request.param])
+    yield rig
+    rig.pages.close()
+
+
+EDGES = Steered(lines(1, SIZE), "edges")
+CASES: dict[str, tuple[list[Steered], dict[str, Any]]] = {
+    "one": ([EDGES], {}),
+    "scaled, without guidance": ([Steered(EDGES.picture, "edges", scale=0.5)], {"scale": 1.0}),
+    "window and strength": ([Steered(EDGES.picture, "edges", start=0.3, end=0.8)], {"strength": 0.75}),
+    "two": ([EDGES, Steered(lines(2, SIZE), "depth", scale=0.7, end=0.6)], {}),
+    "one twice": ([EDGES, Steered(lines(2, SIZE), "edges", scale=0.7)], {}),
+}
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_edit_equals_the_pipeline(rig: ControlRig, name: str) -> None:
+    controls, options = CASES[name]
+    edited = rig.steered(name, controls, seed=3, steps=4, **options)
+    ours = edited.run(rig)
+    assert_same(ours, rig.expected(edited))
+    assert not np.array_equal(ours, rig.run(edited.edit)), "the ControlNet changes nothing"
+
+
+def test_company_changes_nothing(rig: ControlRig) -> None:
+    edits = [
+        rig.steered(f"mixed-{name}", *CASES[name][:1], seed=2, steps=2)
+        for name in ("one", "window and strength", "two")
+    ]
+    alone = [each.run(rig) for each in edits]
+    for before, after in zip(alone, run_together(rig, edits), strict=True):
+        assert np.array_equal(before, after)
+    assert len(rig.store) == 0
