@@ -152,9 +152,12 @@ async def run_each(engine: AsyncEngine, edits: dict[str, EditInput]) -> dict[str
 
 
 async def begin(engine: AsyncEngine, edits: dict[str, EditInput]) -> dict[str, asyncio.Task[Told]]:
-    """Start all edits; returns once a worker has begun each of them."""
+    """Start all edits; returns once as many have begun as there are workers, or all: one may have to wait for another
+    where steps gain nothing by being shared.
+    """
     tasks = {name: asyncio.create_task(run(engine, name, edit)) for name, edit in edits.items()}
-    await until(lambda: engine.num_requests_running == len(edits))
+    number = min(len(edits), len(processes("worker")))
+    await until(lambda: engine.num_requests_running >= number)
     return tasks
 
 
