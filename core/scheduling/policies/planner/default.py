@@ -13,7 +13,6 @@ from core.handles import RankIds
 from core.messages.worker import Batch, BatchResult
 from core.scheduling.dispatch import Decision, Dispatch, GiveUp
 from core.scheduling.policies.planner.groups import Groups, Prediction, Predictions
-from core.scheduling.policies.planner.headroom import Headroom
 from core.scheduling.policies.planner.lane_pass import LanePass
 from core.scheduling.policies.planner.pauses import Pauses
 from core.scheduling.policies.planner.plan import Plan, Planner, has_steps
@@ -28,6 +27,10 @@ PLAN_EVERY = 64
 """Passes after which a plan is made again although no request came or went, because predictions are not exact."""
 
 
+HEADROOM = 1.03
+"""Time until a request is due, as a multiple of the time that it may be planned to take: plans are not exact."""
+
+
 class Default(SchedulingPolicy):
     """Keeps its plan, and where requests are, between passes."""
 
@@ -36,7 +39,6 @@ class Default(SchedulingPolicy):
         self._groups = Groups(self._predictions)
         self._homes = StepHomes()
         self._pauses = Pauses()
-        self._headroom = Headroom()
         self._repeated = RepeatedSteps()
         self._plan = Plan()
         self._seen: tuple[RankIds, int] = (), 0  # the live ranks when the plan was made, and what they had
@@ -44,7 +46,6 @@ class Default(SchedulingPolicy):
         self._costs: dict[str, StepCost] = {}  # of the steps of the others, by id
         self._large: list[Request] = []  # of the last whole pass, those that may be given work
         self._passes_left = 0  # passes until the plan is made again
-        self._tried = set[str]()  # ids of live requests that plans have served although they were late
         # Written by events, and reset when the plan is looked at.
         self._is_slot_left = False  # a request may have left its slot
         self._has_room = False  # a request has ended, or left its slot without a successor in its lane
@@ -60,12 +61,10 @@ class Default(SchedulingPolicy):
     def on_end(self, request_id: str) -> None:
         if all(request_id != each.request.id for each in self._plan.given_up):  # the plan has no place for those
             self._is_slot_left = self._has_room = True
-        self._tried.discard(request_id)
         self._repeated.drop(request_id)
         self._predictions.forget(request_id)
         self._groups.forget(request_id)
         self._homes.forget(request_id)
-        self._headroom.note_end()
 
     def page_rank(self, template: str, ranks: Sequence[int]) -> int:
         number = self._homes.num_on(ranks)
@@ -173,8 +172,6 @@ class Default(SchedulingPolicy):
         ended = {each.request.id for each in self._plan.given_up}
         if self._apart:
             self._groups.line_up(view, [each for each in requests if each.id not in ended], small, now)
-        if self._plan.tried is not None:
-            self._tried.add(self._plan.tried)
 
     def _planned(self, view: View, requests: Sequence[Request], lanes: RankIds, now: float) -> Plan:
         return Planner(
@@ -184,7 +181,7 @@ class Default(SchedulingPolicy):
             lanes,
             self._costs,
             lambda request: self._alone(view, request),
-            self._headroom.value * self._pauses.stretch,
+            HEADROOM * self._pauses.stretch,
         ).plan(requests)
 
     def _alone(self, view: View, request: Request) -> float:
@@ -196,10 +193,4 @@ class Default(SchedulingPolicy):
 
     def _given_up(self) -> list[GiveUp]:
         """The plan's decisions that give up requests, without those whose requests have ended since."""
-        if not self._plan.given_up:
-            return []
-        given_up = [each for each in self._plan.given_up if each.request.is_live]
-        for each in given_up:
-            if each.request.status is Status.RUNNING and each.request.id not in self._tried:
-                self._headroom.note_wasted()
-        return given_up
+        return [each for each in self._plan.given_up if each.request.is_live]

@@ -8,7 +8,6 @@ from dataclasses import dataclass, field
 from core.graph.workflow import Node
 from core.handles import RankIds
 from core.scheduling.dispatch import Decision, Dispatch
-from core.scheduling.node_cache import CacheJob
 from core.scheduling.policies.planner.plan import Plan, has_steps
 from core.scheduling.policies.planner.step_homes import StepCost, StepHomes
 from core.scheduling.policies.step_pass import StepPass
@@ -28,7 +27,10 @@ class LanePass(StepPass):
     large: Sequence[Request] = ()  # the requests of `groups`, the most urgent first
     plan: Plan = field(default_factory=Plan)  # which small requests are served
     given_up: frozenset[str] = frozenset()  # ids of requests that this pass ends
-    _held: set[int] = field(default_factory=set)  # ranks that finish a request next, see `_finishing_rank`
+    _lane_set: frozenset[int] = field(init=False)
+
+    def __post_init__(self) -> None:
+        self._lane_set = frozenset(self.lanes)
 
     def _admit(self) -> list[Request]:
         """Large requests that have an open rank, and small ones, which get homes here, before anything depends on how
@@ -51,7 +53,6 @@ class LanePass(StepPass):
                 continue
             if not request.progress.steps_left:
                 admitted.append(request)
-                self._held |= self._finishing_rank(request)
         for request in (*self.plan.others, *self.plan.served):
             if request.id in self.apart:  # it has become large since the plan was made
                 continue
@@ -69,7 +70,7 @@ class LanePass(StepPass):
         that others hold, one that has begun goes on.
         """
         tokens = dict(StepPass._choose_step(self))
-        idle = {rank for rank in self.view.idle_ranks - self._held if not self._has_work(rank)}
+        idle = {rank for rank in self.view.idle_ranks if not self._has_work(rank)}
         admitted = {request.id for request, _ in self._candidates}
         for request in self.view.requests.running if idle else ():
             if not has_steps(request) or request.id in admitted | self.apart | self.given_up:
@@ -86,21 +87,6 @@ class LanePass(StepPass):
                 else:
                     self._candidates.append((request, [node]))  # its inputs may have to be fetched
         return tokens
-
-    def _finishing_rank(self, request: Request) -> set[int]:
-        """The rank that makes a request's last step, if its picture is decoded there, too. The rank is kept free for
-        the decode: that can be sent only when the step's result has arrived, and other work sent meanwhile would go
-        first and take longer than result and plan take to travel.
-        """
-        progress = request.progress
-        ranks = self._ranks_of(request, request.workflow.last_output)
-        is_next = set(request.sent_to.values()) == {ranks} and not (progress.is_ending or progress.is_restarting)
-        return set(ranks) if is_next else set()
-
-    def _can_run(self, request: Request, node: Node) -> bool:
-        if self._held and request.progress.steps_left and not self._held.isdisjoint(self._ranks_of(request, node)):
-            return False
-        return StepPass._can_run(self, request, node)
 
     def run(self) -> list[Decision]:
         decisions = StepPass.run(self)
@@ -151,6 +137,8 @@ class LanePass(StepPass):
         """The rank of a small request's steps; it is chosen when the request needs it first, or cannot keep it."""
         keys = request.keys_of(node)
         home = self.place.find(request, keys)
+        if home is not None and home in self._lane_set and home in ranks:
+            return home
         able = [rank for rank in self.lanes if rank in ranks] or ranks
         if home is None or home not in able:
             home = self.place.place(request, keys, able, self.costs.get(request.id, StepCost(0.0, 0.0)))
@@ -185,11 +173,6 @@ class LanePass(StepPass):
             return
         for node in nodes:
             self._add([(request, node)])
-
-    # ------------------------------------------------------------------------------------------------ the cache
-
-    def _can_prime(self, job: CacheJob) -> bool:
-        return self._rank_of(job) not in self._held and StepPass._can_prime(self, job)
 
 
 def _has_slot(request: Request) -> bool:

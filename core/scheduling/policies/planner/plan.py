@@ -61,7 +61,6 @@ class Plan:
     lanes: tuple[RankLane, ...] = ()
     others: tuple[Request, ...] = ()  # waiting ones that make no steps, or have made all of them before a rank died
     given_up: tuple[GiveUp, ...] = ()
-    tried: str | None = None  # id of the request that is served although it is predicted to be late
     # The requests that had a slot at the last `refill_slots`, lane by lane.
     served: list[Request] = field(default_factory=list)
 
@@ -138,7 +137,7 @@ class Planner:
         lanes = [lane for group in groups.values() for lane in self._lanes(group, tried)]
         others = [each.request for each in kept if not each.work.steps]
         waiting = tuple(each for each in others if each.status is Status.WAITING)
-        return Plan(tuple(lanes), waiting, given_up, None if tried is None else tried.request.id)
+        return Plan(tuple(lanes), waiting, given_up)
 
     def _judge(self, request: Request) -> Candidate:
         work, time = self.view.work_left(request), due(request.head)
