@@ -70,6 +70,10 @@ class Forecast:
     blocks: bool = True  # the rank also does the work before and after the steps, and makes none meanwhile
     start: float = 0.0  # seconds until it is free
 
+    def seconds_alone(self, task: SlotTask) -> float:
+        """Seconds of a task if no other one shares its steps."""
+        return task.before + task.steps * self.pace.seconds(1, task.size) + task.after
+
     def ends(self, tasks: Sequence[SlotTask]) -> list[float]:
         """Seconds until each is done, if they take the slots in this order."""
         found = [0.0] * len(tasks)

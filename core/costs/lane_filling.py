@@ -5,10 +5,14 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from functools import cache
+from heapq import nsmallest
 from math import inf
 from typing import NamedTuple
 
 from core.costs.forecast import Forecast, Pace, SlotTask
+
+MOST_TRIED = 4
+"""Lanes that a request is tried in, those with least work. With many ranks more would cost more than they gain."""
 
 
 @dataclass(slots=True)
@@ -19,6 +23,12 @@ class LaneBuilder:
     tasks: Sequence[SlotTask]  # of all ranks
     chosen: list[int] = field(default_factory=list)  # indexes of this lane's tasks, ascending
     most: int = 0  # the largest number of requests that were looked at together
+    work: float = 0.0  # seconds that the chosen ones take one after the other, and until the rank is free
+
+    def add(self, index: int) -> None:
+        """Serve a task, which is due last."""
+        self.chosen.append(index)
+        self.work += self.slots.seconds_alone(self.tasks[index])
 
     def end_with(self, index: int) -> float:
         """Seconds until a newcomer that is due last would be done; inf if it or a chosen one would be late."""
@@ -30,6 +40,7 @@ class LaneBuilder:
         without = [other for other in self.chosen if other != old]
         if self.slots.end_of_last([self.tasks[other] for other in (*without, new)]) < inf:
             self.chosen = [*without, new]
+            self.work += self.slots.seconds_alone(self.tasks[new]) - self.slots.seconds_alone(self.tasks[old])
 
 
 def fill_lanes(tasks: Sequence[SlotTask], ranks: Sequence[Forecast]) -> list[LaneBuilder]:
@@ -40,12 +51,12 @@ def fill_lanes(tasks: Sequence[SlotTask], ranks: Sequence[Forecast]) -> list[Lan
     stay in time; if there is none, the one with most work left goes. For one rank it is optimal where a step takes as
     much longer as it has more requests; where batches are worth it, the number of slots matters, see `best_schedules`.
     """
-    lanes = [LaneBuilder(slots, tasks) for slots in ranks]
+    lanes = [LaneBuilder(slots, tasks, work=slots.start) for slots in ranks]
     for index, task in enumerate(tasks):
-        able = [lanes[rank] for rank in task.ranks] if task.ranks else lanes
+        able = nsmallest(MOST_TRIED, _able(task, lanes), key=lambda lane: lane.work)
         end, _, place = min((lane.end_with(index), len(lane.chosen), place) for place, lane in enumerate(able))
         if end < inf or task.must:
-            able[place].chosen.append(index)
+            able[place].add(index)
             continue
         members = [(_weight(tasks[other], task), other, lane) for lane in able for other in lane.chosen]
         weight, longest, lane = max(members, key=lambda member: member[:2], default=((False, False, 0.0), -1, able[0]))
@@ -102,16 +113,17 @@ def best_schedules(
 
 def spread(tasks: Sequence[SlotTask], ranks: Sequence[Forecast]) -> list[LaneBuilder]:
     """The lanes of these ranks, where none of the tasks has a due time: each goes where least work is left."""
-    lanes = [LaneBuilder(slots, tasks) for slots in ranks]
-    left = [slots.start for slots in ranks]
+    lanes = [LaneBuilder(slots, tasks, work=slots.start) for slots in ranks]
     for index, task in enumerate(tasks):
-        seconds = task.before + task.after + task.steps * ranks[0].pace.seconds(1, task.size)
-        place = min(task.ranks or range(len(lanes)), key=lambda place: (left[place], len(lanes[place].chosen), place))
-        left[place] += seconds
-        lanes[place].chosen.append(index)
+        min(_able(task, lanes), key=lambda lane: (lane.work, len(lane.chosen))).add(index)
     for lane in lanes:
         lane.most = len(lane.chosen)
     return lanes
+
+
+def _able(task: SlotTask, lanes: Sequence[LaneBuilder]) -> Sequence[LaneBuilder]:
+    """The lanes of the ranks that can serve a task."""
+    return [lanes[rank] for rank in task.ranks] if task.ranks else lanes
 
 
 @cache

@@ -124,8 +124,7 @@ class Predictor:
                 tokens += times * sum(work.queries)
                 keys += times * sum(work.keys)
         mean = max(steps, 1)
-        added = self.remaining_step_seconds(request) / mean
-        return WorkLeft(steps, tokens / mean, keys / mean, added, before, after, before + seconds + after)
+        return WorkLeft(steps, tokens / mean, keys / mean, before, after, before + seconds + after)
 
     def _seconds_beside(self, request: Request) -> tuple[float, float]:
         """(seconds before, seconds after) the steps."""
@@ -208,8 +207,8 @@ class Predictor:
 
     def _make_request_load(self, request: Request) -> RequestLoad:
         work, head, is_running = self.work_left(request), request.head, request.status is Status.RUNNING
-        beside = work.before + work.after
-        return RequestLoad(work.steps, work.step_seconds, beside, head.priority, is_running, head.arrival, head.owner)
+        added, beside = self.remaining_step_seconds(request) / max(work.steps, 1), work.before + work.after
+        return RequestLoad(work.steps, added, beside, head.priority, is_running, head.arrival, head.owner)
 
     def _coefficients(self, request: Request, node: Node) -> tuple[float, ...]:
         return self.cost.coefficients(self.key(request.keys_of(node), op_of(node)))

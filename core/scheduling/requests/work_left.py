@@ -11,7 +11,6 @@ class WorkLeft(NamedTuple):
     steps: int
     tokens: float  # mean tokens that one of these steps computes, over all of its rows
     keys: float  # mean tokens that one of these steps attends to, over all of its rows
-    step_seconds: float  # that each of these steps adds to its batch, the mean, on as many ranks as are useful
     before: float  # seconds of the nodes that run once, before the last steps
     after: float  # seconds of the nodes that read what rounds have made
     alone: float  # seconds of all of it on one rank, if no other request shares its batches
