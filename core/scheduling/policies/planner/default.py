@@ -1,8 +1,8 @@
 """default: who shares a step, on which ranks, and who cannot be in time, from what is known of each request.
 
-Requests that gain by sharing steps are small: they make them in lanes, each on one rank, their home. Each of the others
-has a group of ranks, whose number changes between its steps (`groups.py`, after DDiT). Where some have a due time, a
-plan says which small requests are served (`plan.py`, after NeuStream); else the most urgent ones are.
+Requests that gain by sharing steps are small: they make them in lanes, each on one rank, their home. A plan says which
+of them are served (`plan.py`, after NeuStream). Each of the others has a group of ranks, whose number changes between
+its steps (`groups.py`, after DDiT).
 """
 
 from __future__ import annotations
@@ -25,7 +25,6 @@ from core.scheduling.view import View
 
 PLAN_EVERY = 64
 """Passes after which a plan is made again although no request came or went, because predictions are not exact."""
-
 
 HEADROOM = 1.03
 """Time until a request is due, as a multiple of the time that it may be planned to take: plans are not exact."""
@@ -94,6 +93,7 @@ class Default(SchedulingPolicy):
         return [*given_up, *decisions]
 
     def _whole_pass(self, view: View, now: float, given_up: Sequence[GiveUp]) -> list[Decision]:
+        """What all open ranks are to do."""
         groups, self._large, lanes = dict[str, RankIds](), list[Request](), self._all_lanes(view)
         if self._apart:
             groups, self._large, lanes = self._groups.choose(view, now)
@@ -159,6 +159,7 @@ class Default(SchedulingPolicy):
         return self._is_slot_left and self._may_be_better(view)
 
     def _make_plan(self, view: View, now: float) -> None:
+        """Decide which requests are large, which of the others are served, and in which order the large ones are."""
         self._passes_left, self._seen = PLAN_EVERY, (view.ranks, view.residency_version)
         self._is_slot_left = self._has_room = False
         self._repeated.forget()

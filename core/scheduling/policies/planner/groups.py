@@ -125,25 +125,29 @@ class Groups:
     def __init__(self, predictions: Predictions) -> None:
         self._predictions = predictions
         self._places: dict[str, RankIds] = {}  # request id -> ranks of the last batch that it was done in
-        self.lanes: RankIds = ()
-        """The ranks of the small requests."""
+        # As of the last `line_up`.
         self._queue: list[Request] = []  # in order; of the small ones only the first
         self._small: list[Request] = []  # in order
-        self._large = set[str]()  # ids of the others
+        self._large = set[str]()  # ids of the others that have not ended
         self._num_next = 0  # small ones among the first requests, of which there are as many as ranks
-        self._is_crowd = False
+        self._is_crowd = False  # see CROWD
+        # As of the last `choose`.
+        self.lanes: RankIds = ()
+        """The ranks of the small requests."""
         self.has_others = False
         """Whether there are large requests without ranks."""
         self.is_settled = True
         """Whether all have the ranks that were planned for them."""
 
     def note_done(self, request_id: str, ranks: RankIds) -> None:
-        """Note the ranks of a batch that has ended, with a request."""
-        self._places[request_id] = ranks
+        """Note the ranks of a batch that has ended, with a request. One that is not large, or has ended, is ignored."""
+        if request_id in self._large:
+            self._places[request_id] = ranks
 
     def forget(self, request_id: str) -> None:
         """Note that a request has ended."""
         self._places.pop(request_id, None)
+        self._large.discard(request_id)
 
     def line_up(self, view: View, requests: Sequence[Request], small: Collection[str], now: float) -> None:
         """Note the requests that may run, in scheduling order, some of them large. small: ids of the others."""
@@ -298,7 +302,11 @@ class _Member(NamedTuple):
 
 
 def _smith(members: Sequence[_Member], total: float) -> list[_Member]:
-    """The last one first: Smith's rule."""
+    """The requests of one line, the last one first, so that none with a due time begins later than it must, and short
+    ones go first where that is so: from the end of all work on, of those that could still begin then the one with the
+    last place is last (Smith, Naval Research Logistics Quarterly 1956). total: seconds of the work of all lines, of
+    which each is assumed to get its share all the time.
+    """
     if all(each.slack == inf for each in members):
         return sorted(members, key=lambda each: (each.place, each.request.id), reverse=True)
     own = sum(each.work for each in members)

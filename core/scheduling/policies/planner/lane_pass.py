@@ -89,20 +89,24 @@ class LanePass(StepPass):
         return tokens
 
     def run(self) -> list[Decision]:
+        """All that is chosen. But of a rank that makes no steps while others do, only the batch that takes least time:
+        what comes meanwhile joins those that wait.
+        """
         decisions = StepPass.run(self)
-        used = self.lanes_used
-        best: dict[int, tuple[float, Dispatch]] = {}
-        for each in decisions:
-            if isinstance(each, Dispatch) and each.ranks[0] not in used:
-                seconds = sum(self.view.seconds(request, node) for request, node in each.items)
-                if each.ranks[0] not in best or seconds < best[each.ranks[0]][0]:
-                    best[each.ranks[0]] = seconds, each
-        firsts = [each for _, each in best.values()]
-        return [each for each in decisions if not isinstance(each, Dispatch) or each.ranks[0] in used or each in firsts]
+        making_steps = {home for each in self.plan.served if (home := self.place.of(each)) is not None}
+        if not making_steps:
+            return decisions
+        making_steps.update(rank for group in self.groups.values() for rank in group)
+        others = [each for each in decisions if isinstance(each, Dispatch) and each.ranks[0] not in making_steps]
+        first: dict[int, Dispatch] = {}
+        for each in sorted(others, key=self._seconds):
+            first.setdefault(each.ranks[0], each)
+        put_off = {id(each) for each in others} - {id(each) for each in first.values()}
+        return [each for each in decisions if id(each) not in put_off]
 
-    @property
-    def lanes_used(self) -> set[int]:
-        return {home for each in self.plan.served if (home := self.place.of(each)) is not None}
+    def _seconds(self, batch: Dispatch) -> float:
+        """Predicted time of a batch whose items run one after the other."""
+        return sum(self.view.seconds(request, node) for request, node in batch.items)
 
     # ------------------------------------------------------------------------------------------------ ranks
 

@@ -203,13 +203,6 @@ def test_one_that_is_certain_to_be_late_is_not_the_one_that_is_tried() -> None:
     assert kinds(outputs) == {"late": "Finished", "doubtful": "Finished"}
 
 
-def test_a_decode_waits_for_no_step_that_was_sent_ahead() -> None:
-    """The second request has made three steps when the first one begins, which is due sooner."""
-    engine = Engine("default", latencies={1: 0.008, 2: 0.016}, decode=0.02, max_plans=2)
-    engine.serve([edit("second", 9, 1.0), edit("first", 3, 0.07, arrival=0.012)])
-    assert engine.ends["first"] == pytest.approx(3 * 0.008 + 3 * 0.008 + 0.02)
-
-
 def test_late_requests_are_served_last_if_the_server_says_so() -> None:
     engine = Engine("default", on_late="last")
     outputs = engine.serve([edit("late", 10, 2.0), edit("in time", 4, 6.0)])
