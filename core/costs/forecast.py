@@ -1,9 +1,8 @@
 """Forecast: when requests that take turns in the slots of a lane are done, and when a slot is free.
 
 A lane makes the steps of its requests. All of them that have a slot share each step; a request that has made its last
-step gives its slot to the next in line. Nothing else predicts when requests end: the planner asks it which of them can
-be in time (`lane_filling.py`), and the router when an engine has a slot for one more. Pure arithmetic, in seconds from
-now.
+step gives its slot to the next in line. The planner asks which of them can be in time (`lane_filling.py`), and the
+router when an engine has a slot for one more. Pure arithmetic, in seconds from now.
 """
 
 from __future__ import annotations

@@ -8,6 +8,7 @@ from heapq import heappop, heappush
 from math import inf
 from typing import NamedTuple
 
+from core.config import PATIENCE_SECONDS
 from core.handles import RankIds
 from core.scheduling.policies.buddies import power_of_two
 from core.scheduling.policies.planner.rank_plan import Contender, better_to_wait, degrees, moves, plan
@@ -72,7 +73,7 @@ class Predictions:
     def __init__(self) -> None:
         self._speeds = StepSpeeds()
         self._known: dict[str, Prediction] = {}  # by request id
-        self._generation = 0  # of the predictions that these were made from
+        self._made_of: tuple[int, RankIds] = 0, ()  # predictions of the view, and ranks that lived
 
     def forget(self, request_id: str) -> None:
         """Note that a request has ended."""
@@ -88,8 +89,8 @@ class Predictions:
         return self.of(view, request).is_small
 
     def of(self, view: View, request: Request) -> Prediction:
-        if view.predictions != self._generation:
-            self._generation = view.predictions
+        if (view.predictions, view.ranks) != self._made_of:
+            self._made_of = view.predictions, view.ranks
             self._known.clear()
         found = self._known.get(request.id)
         if found is None:
@@ -218,12 +219,12 @@ class Groups:
             steps = request.progress.steps_left
             slots -= not is_waiting and steps > 0
             place = prediction.place if is_waiting else prediction.place_in_line(request, steps, len(view.ranks))
-            time, beside = due(head), prediction.other_seconds(request)
+            beside = prediction.other_seconds(request)
             of_step = prediction.cost.extra if prediction.is_small else prediction.seconds[1]
             work = (beside + steps * of_step) / len(view.ranks)
             seconds += work
-            slack = inf if time is None else time - now - beside - steps * prediction.seconds[prediction.efficient]
             places.append((head.owner, head.priority))
+            slack = self._slack(request, prediction, steps, now)
             lines.setdefault(places[-1], []).append(_Member(place, request, steps, work, slack))
         ordered = {line: _smith(members, seconds) for line, members in lines.items()}
         done, others = list[Request](), list[Request]()
@@ -235,6 +236,15 @@ class Groups:
                     continue
             (others if member.steps else done).append(member.request)
         return done + others
+
+    def _slack(self, request: Request, prediction: Prediction, steps: int, now: float) -> float:
+        """Seconds until a request has to begin; inf: it has no due time, or is late. One without that has waited so
+        long that it must be served has to begin now.
+        """
+        head, time, beside = request.head, due(request.head), prediction.other_seconds(request)
+        if time is not None and now + beside + steps * prediction.least_step <= time:
+            return time - now - beside - steps * prediction.seconds[prediction.efficient]
+        return 0.0 if now - head.arrival > PATIENCE_SECONDS * (1 + head.priority) else inf
 
     # ------------------------------------------------------------------------------------------------ contenders
 
@@ -298,29 +308,52 @@ class _Member(NamedTuple):
     request: Request
     steps: int  # remaining
     work: float  # seconds that all ranks together need for it
-    slack: float  # seconds until it has to begin; inf: it has no due time
+    slack: float  # see `Groups._slack`
+
+    def limit(self, scale: float) -> float:
+        """Seconds until it has to be done, if all ranks compute it together with `1 / scale` of their time."""
+        return self.slack + scale * self.work
 
 
 def _smith(members: Sequence[_Member], total: float) -> list[_Member]:
-    """The requests of one line, the last one first, so that none with a due time begins later than it must, and short
-    ones go first where that is so: from the end of all work on, of those that could still begin then the one with the
-    last place is last (Smith, Naval Research Logistics Quarterly 1956). total: seconds of the work of all lines, of
-    which each is assumed to get its share all the time.
+    """The requests of one line, the last one first, so that as many as possible begin when they must, and short ones go
+    first where that is so. From the end of all work on, of those that could still begin then the one with the last
+    place is last (Smith, Naval Research Logistics Quarterly 1956). total: seconds of the work of all lines, of which
+    each is assumed to get its share all the time.
     """
     if all(each.slack == inf for each in members):
         return sorted(members, key=lambda each: (each.place, each.request.id), reverse=True)
     own = sum(each.work for each in members)
     scale = total / own if own else 1.0
-    waiting = sorted(members, key=lambda each: (each.slack + scale * each.work, each.request.id), reverse=True)
-    found, heap, index, left = list[_Member](), list[tuple[float, str, int]](), 0, total
-    while len(found) < len(waiting):
-        while index < len(waiting) and (not heap or waiting[index].slack + scale * waiting[index].work >= left):
-            each = waiting[index]
-            heappush(heap, (-each.place, each.request.id, index))
+    left_out = _left_out(members, scale)
+    last = [each for each in members if each.request.id in left_out]
+    found = sorted(last, key=lambda each: (each.place, each.request.id), reverse=True)
+    waiting = [each for each in members if each.request.id not in left_out]
+    waiting.sort(key=lambda each: (each.limit(scale), each.request.id), reverse=True)
+    heap, index, left = list[tuple[float, str, int]](), 0, scale * sum(each.work for each in waiting)
+    while len(found) < len(members):
+        while index < len(waiting) and (not heap or waiting[index].limit(scale) >= left):
+            heappush(heap, (-waiting[index].place, waiting[index].request.id, index))
             index += 1
-        _, _, place = heappop(heap)
-        found.append(waiting[place])
-        left -= scale * waiting[place].work
+        found.append(waiting[heappop(heap)[-1]])
+        left -= scale * found[-1].work
+    return found
+
+
+def _left_out(members: Sequence[_Member], scale: float) -> set[str]:
+    """The ids of those that have a due time and go after all others, so that as many as possible are in time: while one
+    cannot be, that with most work is left out (Moore and Hodgson). scale: see `_smith`.
+    """
+    chosen, total, found = list[tuple[float, str]](), 0.0, set[str]()
+    for each in sorted(members, key=lambda each: (each.limit(scale), each.request.id)):
+        if each.slack == inf:
+            break
+        heappush(chosen, (-each.work, each.request.id))
+        total += scale * each.work
+        if total > each.limit(scale):
+            work, name = heappop(chosen)
+            total += scale * work
+            found.add(name)
     return found
 
 

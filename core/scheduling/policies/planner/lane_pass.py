@@ -36,26 +36,28 @@ class LanePass(StepPass):
         """Large requests that have an open rank, and small ones, which get homes here, before anything depends on how
         many are at home where.
         """
-        large = [each for each in self.large if not self.view.open_ranks.isdisjoint(self.groups[each.id])]
+        room = self.view.config.max_num_seqs - sum(map(_has_slot, self.view.requests.running))
+        large = list[Request]()
+        for request in self.large:
+            if request.status is Status.WAITING:
+                room -= 1
+                if room < 0:
+                    continue
+            if not self.view.open_ranks.isdisjoint(self.groups[request.id]):
+                large.append(request)
         if not self.lanes:
             return large
-        small = self._admit_planned()
+        small = self._admit_planned(room)
         for request in small:
             self._last_home(request)
         return large + small
 
-    def _admit_planned(self) -> list[Request]:
-        """Requests that have made all of their steps, then served ones, of which new ones need memory."""
-        admitted, room = list[Request](), self.view.config.max_num_seqs
-        for request in self.view.requests.running:
-            room -= _has_slot(request)
-            if request.id in self.apart or request.id in self.given_up:
-                continue
-            if not request.progress.steps_left:
-                admitted.append(request)
+    def _admit_planned(self, room: int) -> list[Request]:
+        """Requests that have made all of their steps, then served ones. room: for so many that have not begun."""
+        ended = self.apart | self.given_up
+        running = (each for each in self.view.requests.running if each.id not in ended)
+        admitted = [each for each in running if not each.progress.steps_left]
         for request in (*self.plan.others, *self.plan.served):
-            if request.id in self.apart:  # it has become large since the plan was made
-                continue
             if request.status is Status.WAITING:
                 if room <= 0 or not self.view.may_begin(request):
                     continue
@@ -67,13 +69,15 @@ class LanePass(StepPass):
 
     def _choose_step(self) -> Mapping[int, int]:
         """The steps of served requests. Where a rank would have nothing to do, because these wait for pages or memory
-        that others hold, one that has begun goes on.
+        that others hold, one that has begun goes on; a large one, if all ranks would have nothing to do.
         """
         tokens = dict(StepPass._choose_step(self))
         idle = {rank for rank in self.view.idle_ranks if not self._has_work(rank)}
-        admitted = {request.id for request, _ in self._candidates}
+        served = {request.id for request, _ in self._candidates} | self.given_up
+        if len(idle) < len(self.view.ranks):
+            served |= self.apart
         for request in self.view.requests.running if idle else ():
-            if not has_steps(request) or request.id in admitted | self.apart | self.given_up:
+            if not has_steps(request) or request.id in served:
                 continue
             for node in self.view.ready(request):
                 ranks, sizes = self._ranks_of(request, node), request.sizes(node)
@@ -97,7 +101,8 @@ class LanePass(StepPass):
         if not making_steps:
             return decisions
         making_steps.update(rank for group in self.groups.values() for rank in group)
-        others = [each for each in decisions if isinstance(each, Dispatch) and each.ranks[0] not in making_steps]
+        dispatches = (each for each in decisions if isinstance(each, Dispatch) and each.ranks[0] not in making_steps)
+        others = [each for each in dispatches if not each.items[0][0].workflow.has_own_ports]
         first: dict[int, Dispatch] = {}
         for each in sorted(others, key=self._seconds):
             first.setdefault(each.ranks[0], each)

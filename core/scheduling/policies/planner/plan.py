@@ -165,21 +165,24 @@ class Planner:
         and newcomers would wait for their steps.
         """
         is_needed = any(each.can_be_in_time for each in candidates)
+        if len(candidates) == len(self.view.requests) == 1:
+            candidates = [each for each in candidates if each.request.head.deadline is not None]  # nobody else waits
         for each in candidates:
             failure = self._why_given_up(each, is_needed=is_needed) if each.is_late and each is not tried else None
             if failure is not None:
                 yield GiveUp(each.request, failure)
 
     def _loaded_too_late(self, requests: Sequence[Request]) -> Iterator[GiveUp]:
-        """Decisions that give up requests that will be late because of their model's load. requests: that may run."""
+        """Decisions that give up requests whose timeout will pass because of their model's load. requests: that may
+        run.
+        """
         may_run = {request.id for request in requests}
         for request in self.view.requests.live() if self.view.requests.has_due else ():
-            if request.id in may_run or request.status is Status.RUNNING or due(request.head) is None:
+            deadline = request.head.deadline
+            if deadline is None or request.id in may_run or request.status is Status.RUNNING:
                 continue
-            candidate, seconds = self._judge(request), self.view.load_seconds(request)
-            failure = self._why_given_up(candidate._replace(alone=seconds + candidate.alone), is_needed=True)
-            if failure is not None:
-                yield GiveUp(request, failure)
+            if self.now + self.view.load_seconds(request) + self.alone(request) > deadline:
+                yield GiveUp(request, TOO_LATE)
 
     def _why_given_up(self, candidate: Candidate, *, is_needed: bool) -> Failure | None:
         """Why to give up a late request: it is predicted to miss its timeout or, with `--on-late drop`, its objective.
@@ -215,7 +218,8 @@ class Planner:
             parts = [first, in_time, [each for each in late if each is not tried]]
         else:
             parts = [in_time, late]
-        ranks = self._ranks(mine[0].request)
+        devices = {rank for each in mine if (rank := self.view.page_rank(each.request)) is not None}
+        ranks = sorted({*self._ranks(mine[0].request), *devices})
         lanes = dict[int, RankLane]()
         for part in parts:
             lanes |= self._scheduled(part, [rank for rank in ranks if rank not in lanes])
@@ -236,7 +240,7 @@ class Planner:
     def _scheduled(self, candidates: Sequence[Candidate], ranks: Sequence[int]) -> dict[int, RankLane]:
         """Rank -> its lane, for the ranks that serve any of these candidates. ranks: those that may serve them."""
         able = {each.request.id: self._able(each.request, ranks) for each in candidates}
-        candidates = [each for each in candidates if able[each.request.id]]
+        candidates = [each for each in candidates if able[each.request.id]]  # the others' ranks have other lanes
         if not candidates:
             return {}
         most, number = self._most_slots(candidates[0].request), len(candidates)

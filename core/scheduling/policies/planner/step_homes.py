@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from typing import NamedTuple
 
-from core.handles import RankIds
 from core.scheduling.requests.bindings import ModelKeys
 from core.scheduling.requests.request import Request
 
@@ -74,9 +73,3 @@ class StepHomes:
             for rank in {*places.values()} & found.keys():
                 found[rank] += 1
         return found
-
-    def leave(self, ranks: RankIds) -> None:
-        """Forget the homes that are not on these ranks."""
-        for places in self._ranks.values():
-            for keys in [keys for keys, rank in places.items() if rank not in ranks]:
-                del places[keys]
