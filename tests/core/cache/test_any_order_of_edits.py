@@ -27,7 +27,7 @@ class MaskAwareMachine(RuleBasedStateMachine):
 
     device_bytes: Sequence[int] = (0,)  # by rank
     block_plan: Literal["off", "auto"] = "off"
-    seed: int | None = None  # of AnyCacheRanks; None: step_batching
+    seed: int | None = None  # of AnyCacheRanks; None: the default policy
     num_deaths: int = 0  # of ranks, at most
 
     def __init__(self) -> None:

@@ -67,7 +67,7 @@ def test_steps_do_not_run_where_their_pages_are_not() -> None:
     assert ranks_of(plans, "denoise") == ranks_of(plans, "prime") == {(0,)}, "they stay, whatever the policy prefers"
 
 
-def test_step_batching_decodes_on_the_last_rank_over_latents_in_host_memory() -> None:
+def test_edits_are_decoded_over_latents_in_host_memory_when_their_pages_are_on_a_device() -> None:
     engine = Engine(device_bytes=(8 * TEMPLATE_BYTES, 0), cache=CacheConfig(host_bytes=2 * TEMPLATE_BYTES))
     for name in "ab":
         engine.scheduler.add(make_masked(name))

@@ -196,7 +196,7 @@ def test_a_batch_of_two_ops_is_refused() -> None:
 
 
 def test_an_unknown_policy_is_refused_by_name() -> None:
-    with pytest.raises(InvalidRequestError, match="Supported values are: 'step_batching'"):
+    with pytest.raises(InvalidRequestError, match="Supported values are: 'default'"):
         msgspec.structs.replace(SchedulerConfig(), policy="fastest")
 
 
@@ -213,7 +213,7 @@ class NeedsArguments(Fixed):
 @pytest.mark.parametrize(
     ("name", "reason"),
     [
-        ("fastest", "the policies are step_batching, goodput, neustream, elastic, ddit, and module:Class"),
+        ("fastest", "the policies are default, neustream, ddit, and module:Class"),
         ("no.such.module:Policy", "No module named 'no'"),
         ("core.scheduling.policies.policy:NoPolicy", "no attribute 'NoPolicy'"),
         ("core.scheduling.policies.policy:SchedulingPolicy", "SchedulingPolicy is no policy"),

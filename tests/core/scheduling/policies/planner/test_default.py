@@ -1,4 +1,4 @@
-"""The policies elastic and ddit: which ranks compute which steps, in simulated time."""
+"""The policies default and ddit: which ranks compute which steps, in simulated time."""
 
 from __future__ import annotations
 
@@ -263,7 +263,7 @@ def test_ddit_serves_hungry_requests_before_waiting_ones() -> None:
     assert _start(site, "third") >= site.clocks.steps[-3].ended
 
 
-def test_elastic_takes_ranks_back_when_others_need_them() -> None:
+def test_default_takes_ranks_back_when_others_need_them() -> None:
     site = Site("default", 4)
     others = [picture(str(index), LARGE, 4, arrival=2.0) for index in range(3)]
     site.serve([picture("first", LARGE, 40), *others])
