@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from heapq import heappop, heappush
-from math import inf
+from math import inf, isinf
 from typing import NamedTuple
 
 from core.config import PATIENCE_SECONDS
@@ -238,13 +238,13 @@ class Groups:
         return done + others
 
     def _slack(self, request: Request, prediction: Prediction, steps: int, now: float) -> float:
-        """Seconds until a request has to begin; inf: it has no due time, or is late. One without that has waited so
-        long that it must be served has to begin now.
+        """Seconds until a request has to begin; inf: it has no due time, or is late; -inf: so it is, and has waited so
+        long that it must be served.
         """
         head, time, beside = request.head, due(request.head), prediction.other_seconds(request)
         if time is not None and now + beside + steps * prediction.least_step <= time:
             return time - now - beside - steps * prediction.seconds[prediction.efficient]
-        return 0.0 if now - head.arrival > PATIENCE_SECONDS * (1 + head.priority) else inf
+        return -inf if now - head.arrival > PATIENCE_SECONDS * (1 + head.priority) else inf
 
     # ------------------------------------------------------------------------------------------------ contenders
 
@@ -321,23 +321,24 @@ def _smith(members: Sequence[_Member], total: float) -> list[_Member]:
     place is last (Smith, Naval Research Logistics Quarterly 1956). total: seconds of the work of all lines, of which
     each is assumed to get its share all the time.
     """
-    if all(each.slack == inf for each in members):
-        return sorted(members, key=lambda each: (each.place, each.request.id), reverse=True)
+    in_line = sorted(members, key=lambda each: (each.place, each.request.id), reverse=True)
+    if all(isinf(each.slack) for each in members):
+        return in_line
     own = sum(each.work for each in members)
     scale = total / own if own else 1.0
     left_out = _left_out(members, scale)
-    last = [each for each in members if each.request.id in left_out]
-    found = sorted(last, key=lambda each: (each.place, each.request.id), reverse=True)
-    waiting = [each for each in members if each.request.id not in left_out]
+    patient = [each for each in in_line if each.slack == -inf]
+    found = [each for each in in_line if each.request.id in left_out]
+    waiting = [each for each in members if each.slack > -inf and each.request.id not in left_out]
     waiting.sort(key=lambda each: (each.limit(scale), each.request.id), reverse=True)
-    heap, index, left = list[tuple[float, str, int]](), 0, scale * sum(each.work for each in waiting)
-    while len(found) < len(members):
+    heap, index, left = list[tuple[float, str, int]](), 0, scale * sum(each.work for each in (*waiting, *patient))
+    while len(found) < len(members) - len(patient):
         while index < len(waiting) and (not heap or waiting[index].limit(scale) >= left):
             heappush(heap, (-waiting[index].place, waiting[index].request.id, index))
             index += 1
         found.append(waiting[heappop(heap)[-1]])
         left -= scale * found[-1].work
-    return found
+    return found + patient
 
 
 def _left_out(members: Sequence[_Member], scale: float) -> set[str]:
@@ -346,8 +347,8 @@ def _left_out(members: Sequence[_Member], scale: float) -> set[str]:
     """
     chosen, total, found = list[tuple[float, str]](), 0.0, set[str]()
     for each in sorted(members, key=lambda each: (each.limit(scale), each.request.id)):
-        if each.slack == inf:
-            break
+        if isinf(each.slack):
+            continue
         heappush(chosen, (-each.work, each.request.id))
         total += scale * each.work
         if total > each.limit(scale):
