@@ -238,12 +238,12 @@ class Groups:
         return done + others
 
     def _slack(self, request: Request, prediction: Prediction, steps: int, now: float) -> float:
-        """Seconds until a request has to begin; inf: it has no due time, or is late; -inf: so it is, and has waited so
-        long that it must be served.
+        """Seconds until a request has to begin, with as many ranks as are efficient, or more if it has to begin now; inf:
+        it has no due time, or is late; -inf: so it is, and has waited so long that it must be served.
         """
         head, time, beside = request.head, due(request.head), prediction.other_seconds(request)
         if time is not None and now + beside + steps * prediction.least_step <= time:
-            return time - now - beside - steps * prediction.seconds[prediction.efficient]
+            return max(0.0, time - now - beside - steps * prediction.seconds[prediction.efficient])
         return -inf if now - head.arrival > PATIENCE_SECONDS * (1 + head.priority) else inf
 
     # ------------------------------------------------------------------------------------------------ contenders

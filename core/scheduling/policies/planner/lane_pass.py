@@ -69,14 +69,16 @@ class LanePass(StepPass):
 
     def _choose_step(self) -> Mapping[int, int]:
         """The steps of served requests. Where a rank would have nothing to do, because these wait for pages or memory
-        that others hold, one that has begun goes on; a large one, if all ranks would have nothing to do.
+        that others hold, one that has begun goes on; a large one, if nothing else is done anywhere.
         """
         tokens = dict(StepPass._choose_step(self))
         idle = {rank for rank in self.view.idle_ranks if not self._has_work(rank)}
         served = {request.id for request, _ in self._candidates} | self.given_up
-        if len(idle) < len(self.view.ranks):
+        running = self.view.requests.running if idle else []
+        is_moving = any(each.num_moving for each in running) or next(self._fetches(), None) is not None
+        if len(idle) < len(self.view.ranks) or is_moving:
             served |= self.apart
-        for request in self.view.requests.running if idle else ():
+        for request in running:
             if not has_steps(request) or request.id in served:
                 continue
             for node in self.view.ready(request):

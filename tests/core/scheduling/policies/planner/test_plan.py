@@ -131,10 +131,13 @@ def test_a_slot_that_is_left_goes_to_the_next_in_line_without_a_new_plan(monkeyp
     assert set(plans) == {0.0, 5.5}, "when they come, and when one ends while another waits"
 
 
-def test_a_hopeless_request_leaves_early() -> None:
+def test_a_hopeless_request_leaves_early_unless_it_is_alone() -> None:
     engine = Engine("default")
-    assert kinds(engine.serve([edit("hopeless", 10, 5.0)])) == {"hopeless": "overloaded"}
-    assert engine.sizes == [], "no step was made for it"
+    assert kinds(engine.serve([edit("hopeless", 10, 5.0)])) == {"hopeless": "Finished"}
+    engine = Engine("default")
+    requests = [edit("hopeless", 10, 5.0), edit("in time", 2, 5.0)]
+    assert kinds(engine.serve(requests)) == {"hopeless": "overloaded", "in time": "Finished"}
+    assert len(engine.sizes) == 2, "no step was made for it"
 
 
 def test_a_request_that_is_doubtful_alone_is_served_while_no_other_needs_the_rank() -> None:
