@@ -134,6 +134,9 @@ class ActivationCache(NodeCache):
         mine = self._record(request)
         return None if mine is None or not self._has_devices else self._pages.device_of(mine.reservation)
 
+    def waits_for_room(self, request: Request) -> bool:
+        return self._prefetcher.waits_for_room(request)
+
     def outcome(self, request: Request) -> CacheOutcome:
         mine = self._record(request)
         if request.spec.has_own_pages:

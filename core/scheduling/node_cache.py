@@ -135,6 +135,10 @@ class NodeCache(ABC):
         """The one rank that can read the pages reserved for a request, which are on its device; None: any rank can."""
 
     @abstractmethod
+    def waits_for_room(self, request: Request) -> bool:
+        """Whether entries that a request needs are not reserved, because others hold the room for them."""
+
+    @abstractmethod
     def outcome(self, request: Request) -> CacheOutcome:
         """The cache's part in a request so far."""
 
