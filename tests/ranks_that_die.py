@@ -56,8 +56,9 @@ class LiveSite:
         ranks, num_queued = [rank for rank, queue in enumerate(queues) if queue], sum(map(len, queues))
         self._random.shuffle(ranks)
         has_moved |= any(self.answer(rank) for rank in ranks) or sum(map(len, queues)) < num_queued
-        self._num_idle = 0 if has_moved else self._num_idle + 1
-        assert self._num_idle < 50 or self.workers.dead, "all ranks wait"
+        may_wait = has_moved or self.workers.dead or not self.scheduler.num_requests
+        self._num_idle = 0 if may_wait else self._num_idle + 1
+        assert self._num_idle < 50, "all ranks wait"
         self.outputs += self.scheduler.take_outputs()
 
     def schedule(self) -> None:

@@ -76,7 +76,7 @@ class Stress(LiveSite):
 
     def run(self, num_requests: int) -> None:
         """Let requests come, be aborted and lose ranks, until all have ended."""
-        while len(self.added) < num_requests or self._num_deaths_left:
+        while len(self.added) < num_requests or (self._num_deaths_left and self.scheduler.num_requests):
             if len(self.added) < num_requests and self._random.random() < 0.4:
                 self.add()
             if self.added and self._random.random() < 0.03:
@@ -107,7 +107,9 @@ class Stress(LiveSite):
         name = str(len(self.added))
         self.added.append(name)
         if self.has_pages and self._random.random() < 0.15:
-            template = make_registration(name, self._content(), is_idle_work=self._random.random() < 0.5)
+            # No model is loaded for idle work, which may wait for one as long as no request asks for it.
+            is_idle_work = not self.config.model_bytes and self._random.random() < 0.5
+            template = make_registration(name, self._content(), is_idle_work=is_idle_work)
             self.scheduler.add_template(msgspec.structs.replace(template, model=self._model(), arrival=self.now))
         else:
             self.scheduler.add(self._with_wishes(self._request(name)))
