@@ -181,11 +181,20 @@ class Groups:
         self.has_others = len(groups) < len(self._queue) - bool(self._small)
         return groups, [request for request in queue if request.id in groups], lanes
 
+    @property
+    def has_small(self) -> bool:
+        """Whether any of the small requests that lined up has not ended."""
+        return self._first_small is not None
+
+    @property
+    def _first_small(self) -> Request | None:
+        return next((each for each in self._small if each.is_live), None)
+
     def _ready_queue(self, view: View) -> list[Request]:
         """The requests that could be given ranks now, of the small ones only the first that has not ended: those that
         have done all steps, as many others as there are ranks, and all that are computed.
         """
-        first_small = next((each for each in self._small if each.is_live), None)
+        first_small = self._first_small
         running = [each for each in view.requests.running if each.id in self._large]
         queue = {each.id: each for each in running if not each.progress.steps_left}
         most = len(queue) + len(view.ranks)
