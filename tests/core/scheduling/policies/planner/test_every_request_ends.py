@@ -23,7 +23,9 @@ from core.scheduling.policies.planner.default import Default
 from core.scheduling.requests.request import Request
 from core.scheduling.scheduler import StepScheduler
 
-NUM_SEEDS = 90
+SEEDS = (*range(80), 245, 465, 696, 1363, 1397, 1414)
+"""The last ones once made all ranks wait: a template held pages and had no model; small requests had no ranks when the
+large ones, or the first of the small ones, had ended."""
 
 TEXT_ENCODER, VAE = ModelKey("0", "text_encoder"), ModelKey("0", "vae")
 
@@ -226,7 +228,7 @@ def _has_slot(request: Request) -> bool:
     return request.progress.steps_left > 0 or request.workflow.has_own_ports
 
 
-@pytest.mark.parametrize("seed", range(NUM_SEEDS))
+@pytest.mark.parametrize("seed", SEEDS)
 def test_every_request_ends(seed: int) -> None:
     random = Random(seed)
     stress = Stress(random)
