@@ -151,7 +151,7 @@ class _Cache:
     def rank_of(self, request: _Request) -> int | None:
         return request.rank
 
-    def waits_for_room(self, request: _Request) -> bool:
+    def waits_for_others(self, request: _Request) -> bool:
         return False
 
     def jobs(self) -> list[CacheJob]:

@@ -26,8 +26,8 @@ class ModelDemand:
         running = [*map(self.cache.rank_of, self.requests.running)] if self.cache.has_devices else []
         jobs = ((job.model, job.rank, job.is_idle_work) for job in self.cache.jobs())
         models = frozenset(self.cache.models_in_use), tuple(self.cache.wanted_models().items())
-        without_room = tuple(request.id for request in self.requests.running if self.cache.waits_for_room(request))
-        return self.residency.version, self.requests.version, models, tuple(jobs), tuple(running), without_room
+        behind = tuple(request.id for request in self.requests.running if self.cache.waits_for_others(request))
+        return self.residency.version, self.requests.version, models, tuple(jobs), tuple(running), behind
 
     @property
     def has_missing(self) -> bool:
@@ -40,27 +40,27 @@ class ModelDemand:
 
     def in_use(self) -> Iterator[tuple[Needs, int | None]]:
         """(what it is computed with, the only rank that can read its pages, None: any can) of running requests that do
-        not wait for room in the cache, and of the cache's jobs in flight or bound to a rank. While a running request
-        waits for room, of all jobs, because their pages hold it. Each pair once.
+        not wait for others in the cache, and of the cache's jobs in flight or bound to a rank; while a running request
+        waits for others, of all jobs, because it may wait for any of them. Each pair once.
         """
         found: dict[tuple[Needs, int | None], None] = {}
-        is_full = False
+        is_awaited = False
         for request in self.requests.running:
-            if self.cache.waits_for_room(request):
-                is_full = True
+            if self.cache.waits_for_others(request):
+                is_awaited = True
             else:
                 found[request.needs, self.cache.rank_of(request)] = None
         for model in self.cache.models_in_use:
             found[self.residency.needs_of(model), None] = None
         for job in self.cache.jobs():
-            if (is_full or job.rank is not None) and not job.is_idle_work:
+            if (is_awaited or job.rank is not None) and not job.is_idle_work:
                 found[self.residency.needs_of(job.model), job.rank] = None
         return iter(found)
 
-    def without_room(self) -> Iterator[Needs]:
-        """What the running requests are computed with that wait for room in the cache, each once."""
+    def behind_others(self) -> Iterator[Needs]:
+        """What the running requests are computed with that wait for others in the cache, each once."""
         running = self.requests.running
-        return iter(dict.fromkeys(request.needs for request in running if self.cache.waits_for_room(request)))
+        return iter(dict.fromkeys(request.needs for request in running if self.cache.waits_for_others(request)))
 
     def waiting(self) -> Iterator[tuple[Needs, int | None, float]]:
         """(what it is computed with, the only rank that can read its pages, None: any can, when it came, monotonic

@@ -35,7 +35,7 @@ def where_needed(demand: ModelDemand, now: float) -> Loads:
         return Loads()
     templates = ((needs, None, arrival) for needs, arrival in demand.templates())
     waiting = chain(islice(demand.waiting(), MOST_LOOKED_AT), templates)
-    return _LoadPass(demand.residency, now).run(demand.in_use(), demand.without_room(), waiting)
+    return _LoadPass(demand.residency, now).run(demand.in_use(), demand.behind_others(), waiting)
 
 
 @dataclass(slots=True)
@@ -63,11 +63,11 @@ class _LoadPass:
     def run(
         self,
         in_use: Iterable[tuple[Needs, int | None]],
-        without_room: Iterable[Needs],
+        behind_others: Iterable[Needs],
         waiting: Iterable[tuple[Needs, int | None, float]],
     ) -> Loads:
-        """Consider what running requests need, who may lack components after a rank's death, those that wait for room
-        in the cache after the work that holds it; then what requests wait for; and unless a request has lost patience,
+        """Consider what running requests need, who may lack components after a rank's death, those that wait for
+        others in the cache after these; then what requests wait for; and unless a request has lost patience,
         what no request needs.
         """
         lacking = []
@@ -78,7 +78,7 @@ class _LoadPass:
                 self._keep(needs, rank)
         for needs, rank in lacking:  # nothing is kept for the later ones yet, or all of them might wait for each other
             self._restore(needs, rank)
-        for needs in without_room:
+        for needs in behind_others:
             self._restore(needs, None)
         soonest: float | None = None  # when the first request loses patience
         for needs, rank, arrival in waiting:
