@@ -23,9 +23,9 @@ from core.scheduling.policies.planner.default import Default
 from core.scheduling.requests.request import Request
 from core.scheduling.scheduler import StepScheduler
 
-SEEDS = tuple(range(1500)) or (*range(80), 245, 465, 696, 1363, 1397, 1414)
-"""The last ones once made all ranks wait: a template held pages and had no model; small requests had no ranks when the
-large ones, or the first of the small ones, had ended."""
+SEEDS = (*range(80), 245, 465, 1259, 1363, 1368, 1397, 1414)
+"""With each of the last ones all ranks once waited: pages were to be primed by a model that was not loaded, or small
+requests had no ranks when the large ones, or the first of the small ones, had ended."""
 
 TEXT_ENCODER, VAE = ModelKey("0", "text_encoder"), ModelKey("0", "vae")
 
