@@ -151,6 +151,9 @@ class _Cache:
     def rank_of(self, request: _Request) -> int | None:
         return request.rank
 
+    def waits_for_others(self, request: _Request) -> bool:
+        return False
+
     def jobs(self) -> list[CacheJob]:
         return []
 

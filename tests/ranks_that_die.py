@@ -25,6 +25,9 @@ DIED = Failure("engine_dead", "worker 0 died (killed by signal 9)")
 NEVER = 100
 """More retries than any request needs, for tests of something else."""
 
+COMPONENT_BYTES = 1000
+"""Of each component that is loaded."""
+
 
 @contextmanager
 def checkpoints_every(rounds: int | None) -> Iterator[None]:
@@ -36,39 +39,43 @@ def checkpoints_every(rounds: int | None) -> Iterator[None]:
         yield
 
 
-class Site:
+class LiveSite:
     """A scheduler with workers on some ranks, which die and join again when they are told to."""
 
-    def __init__(
-        self, random: Random, num_ranks: int, policy: SchedulingPolicy, served: Sequence[Workflow] = (), **limits: int
-    ) -> None:
-        self._random = random
-        settings = {"max_num_seqs": 8, "max_ahead_ms": 1e6, "max_plans_in_flight": 3, "max_retries": NEVER} | limits
-        config = SchedulerConfig(**settings)
-        self.scheduler = StepScheduler(config, {"m": MODEL}, num_ranks, policy=policy, classes=CLASSES)
-        self.scheduler.workflows |= {workflow.name: workflow for workflow in served}
-        self.workers = FakeWorkers(num_ranks, omitted={"sampler"}, answers=answer_of)
+    def __init__(self, random: Random, scheduler: StepScheduler, workers: FakeWorkers) -> None:
+        self._random, self.scheduler, self.workers = random, scheduler, workers
         self.outputs: list[Output] = []
+        self.now = 0.0
         self._num_idle = 0
 
     def step(self) -> None:
         """Schedule, and let one rank answer."""
         self.schedule()
-        for loaded in self.workers.finish_loads():
-            self.scheduler.apply_load(loaded, 0.0)
+        has_moved = self.finish_loads_and_copies()
         queues = self.workers.queues
         ranks, num_queued = [rank for rank, queue in enumerate(queues) if queue], sum(map(len, queues))
         self._random.shuffle(ranks)
-        has_moved = any(self.answer(rank) for rank in ranks) or sum(map(len, queues)) < num_queued
-        self._num_idle = 0 if has_moved else self._num_idle + 1
-        assert self._num_idle < 50 or self.workers.dead, "all ranks wait"
+        has_moved |= any(self.answer(rank) for rank in ranks) or sum(map(len, queues)) < num_queued
+        may_wait = has_moved or self.workers.dead or not self.scheduler.num_requests
+        self._num_idle = 0 if may_wait else self._num_idle + 1
+        assert self._num_idle < 50, "all ranks wait"
         self.outputs += self.scheduler.take_outputs()
 
     def schedule(self) -> None:
-        plan = self.scheduler.schedule(0.0)
+        plan = self.scheduler.schedule(self.now)
         while plan is not None:
             self.workers.submit(plan)
-            plan = self.scheduler.schedule(0.0, again=True)
+            plan = self.scheduler.schedule(self.now, again=True)
+
+    def finish_loads_and_copies(self) -> bool:
+        """Whether there were any."""
+        loads, pages = self.workers.finish_loads(COMPONENT_BYTES), self.workers.pages
+        has_moved = bool(loads or pages.copies)
+        for loaded in loads:
+            self.scheduler.apply_load(loaded, self.now)
+        while pages.copies:
+            self.scheduler.apply_copy(pages.finish_copy(0))
+        return has_moved
 
     def answer(self, rank: int) -> bool:
         """Whether a rank has answered its oldest plan."""
@@ -79,7 +86,7 @@ class Site:
 
     def kill(self, rank: int) -> None:
         self.workers.lose(rank)
-        self.scheduler.lose_rank(rank, DIED)
+        self.scheduler.lose_rank(rank, DIED, self.now)
         self.check()
 
     def join(self, rank: int) -> None:
@@ -126,6 +133,19 @@ class Site:
     def made(self, request: EngineRequest) -> int:
         """A digest of all that a request's output was made from."""
         return self.workers.made[request.request_id, self.scheduler.workflows[request.workflow].last_output.name]
+
+
+class Site(LiveSite):
+    """A site of one model, with no cache."""
+
+    def __init__(
+        self, random: Random, num_ranks: int, policy: SchedulingPolicy, served: Sequence[Workflow] = (), **limits: int
+    ) -> None:
+        settings = {"max_num_seqs": 8, "max_ahead_ms": 1e6, "max_plans_in_flight": 3, "max_retries": NEVER} | limits
+        config = SchedulerConfig(**settings)
+        scheduler = StepScheduler(config, {"m": MODEL}, num_ranks, policy=policy, classes=CLASSES)
+        scheduler.workflows |= {workflow.name: workflow for workflow in served}
+        super().__init__(random, scheduler, FakeWorkers(num_ranks, omitted={"sampler"}, answers=answer_of))
 
 
 def alone(request: EngineRequest, served: Sequence[Workflow] = ()) -> int:

@@ -134,6 +134,12 @@ class ActivationCache(NodeCache):
         mine = self._record(request)
         return None if mine is None or not self._has_devices else self._pages.device_of(mine.reservation)
 
+    def waits_for_others(self, request: Request) -> bool:
+        mine = self._record(request)
+        return mine is not None and (
+            self._prefetcher.waits_for_room(request) or self._pages.is_primed_by_another_model(mine.reservation)
+        )
+
     def outcome(self, request: Request) -> CacheOutcome:
         mine = self._record(request)
         if request.spec.has_own_pages:

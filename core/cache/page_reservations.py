@@ -261,6 +261,13 @@ class PageReservations:
             and not (reservation.is_complete or reservation.is_given_up or reservation.is_prefetch)
         ]
 
+    def is_primed_by_another_model(self, reservation: Reservation) -> bool:
+        """Whether the reservation waits for a job of another model, whose pages are equal. The models' components may
+        differ, for example in where their weights are kept.
+        """
+        job = self._jobs.get(reservation.template.key)
+        return job is not None and job.template.model != reservation.template.model and reservation in self.waiters(job)
+
     def is_idle_work(self, job: PrimingJob) -> bool:
         """Whether all reservations that wait for it are idle work."""
         return all(reservation.is_idle_work for reservation in self.waiters(job))
@@ -362,14 +369,20 @@ class PageReservations:
         self._drop_unwanted(job.template.key)
 
     def _drop_unwanted(self, template_key: str) -> None:
-        """End the template's job if no reservation waits for it. Entries that are not EMPTY are taken off the job."""
+        """End the template's job if no reservation waits for it. Entries that are not EMPTY are taken off the job. It
+        becomes the job of another model if only reservations of others wait for it: no one may load its own any more.
+        """
         job = self._jobs.get(template_key)
         if job is None or job.is_in_flight:
             return
         for sigma in [s for s, key in job.wanted.items() if self.cache.state(key) is not EntryState.EMPTY]:
             job.forget(sigma)
-        if not self.waiters(job) or (not job.wanted and not self.needs_latents(job)):
+        waiters = self.waiters(job)
+        if not waiters or (not job.wanted and not self.needs_latents(job)):
             self._end(job)
+        elif all(each.template.model != job.template.model for each in waiters):
+            job.template = waiters[0].template
+            job.end_passes()
 
     def _end(self, job: PrimingJob) -> None:
         del self._jobs[job.template.key]

@@ -93,6 +93,10 @@ class RequestPrefetcher:
                     break
                 self._unreserved.discard(reservation.owner_id)
 
+    def waits_for_room(self, request: Request) -> bool:
+        """Whether a request's reservation is wanted and not made."""
+        return request.id in self._unreserved
+
     def _missing(self, requests: LiveRequests) -> tuple[list[Reservation], list[Reservation]]:
         """Reservations that are not made yet, of running and of waiting requests, most urgent first."""
         running, waiting, left = list[Reservation](), list[Reservation](), len(self._unreserved)

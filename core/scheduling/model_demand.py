@@ -26,7 +26,8 @@ class ModelDemand:
         running = [*map(self.cache.rank_of, self.requests.running)] if self.cache.has_devices else []
         jobs = ((job.model, job.rank, job.is_idle_work) for job in self.cache.jobs())
         models = frozenset(self.cache.models_in_use), tuple(self.cache.wanted_models().items())
-        return self.residency.version, self.requests.version, models, tuple(jobs), tuple(running)
+        behind = tuple(request.id for request in self.requests.running if self.cache.waits_for_others(request))
+        return self.residency.version, self.requests.version, models, tuple(jobs), tuple(running), behind
 
     @property
     def has_missing(self) -> bool:
@@ -38,18 +39,28 @@ class ModelDemand:
         return not all(self.residency.has(keys, (rank,)) for needs, rank in bound for keys in needs)
 
     def in_use(self) -> Iterator[tuple[Needs, int | None]]:
-        """(what it is computed with, the only rank that can read its pages, None: any can) of running requests and of
-        the cache's jobs in flight or bound to a rank. Each pair once.
+        """(what it is computed with, the only rank that can read its pages, None: any can) of running requests that do
+        not wait for others in the cache, and of the cache's jobs in flight or bound to a rank; while a running request
+        waits for others, of all jobs, because it may wait for any of them. Each pair once.
         """
         found: dict[tuple[Needs, int | None], None] = {}
+        is_awaited = False
         for request in self.requests.running:
-            found[request.needs, self.cache.rank_of(request)] = None
+            if self.cache.waits_for_others(request):
+                is_awaited = True
+            else:
+                found[request.needs, self.cache.rank_of(request)] = None
         for model in self.cache.models_in_use:
             found[self.residency.needs_of(model), None] = None
         for job in self.cache.jobs():
-            if job.rank is not None and not job.is_idle_work:
+            if (is_awaited or job.rank is not None) and not job.is_idle_work:
                 found[self.residency.needs_of(job.model), job.rank] = None
         return iter(found)
+
+    def behind_others(self) -> Iterator[Needs]:
+        """What the running requests are computed with that wait for others in the cache, each once."""
+        running = self.requests.running
+        return iter(dict.fromkeys(request.needs for request in running if self.cache.waits_for_others(request)))
 
     def waiting(self) -> Iterator[tuple[Needs, int | None, float]]:
         """(what it is computed with, the only rank that can read its pages, None: any can, when it came, monotonic

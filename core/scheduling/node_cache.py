@@ -135,6 +135,12 @@ class NodeCache(ABC):
         """The one rank that can read the pages reserved for a request, which are on its device; None: any rank can."""
 
     @abstractmethod
+    def waits_for_others(self, request: Request) -> bool:
+        """Whether a request waits for entries that depend on others: they hold the room for them, or the job that makes
+        them is of another model, whose entries are equal.
+        """
+
+    @abstractmethod
     def outcome(self, request: Request) -> CacheOutcome:
         """The cache's part in a request so far."""
 

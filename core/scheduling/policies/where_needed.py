@@ -35,7 +35,7 @@ def where_needed(demand: ModelDemand, now: float) -> Loads:
         return Loads()
     templates = ((needs, None, arrival) for needs, arrival in demand.templates())
     waiting = chain(islice(demand.waiting(), MOST_LOOKED_AT), templates)
-    return _LoadPass(demand.residency, now).run(demand.in_use(), waiting)
+    return _LoadPass(demand.residency, now).run(demand.in_use(), demand.behind_others(), waiting)
 
 
 @dataclass(slots=True)
@@ -61,10 +61,14 @@ class _LoadPass:
     _startable: set[ModelKeys] = field(default_factory=set)
 
     def run(
-        self, in_use: Iterable[tuple[Needs, int | None]], waiting: Iterable[tuple[Needs, int | None, float]]
+        self,
+        in_use: Iterable[tuple[Needs, int | None]],
+        behind_others: Iterable[Needs],
+        waiting: Iterable[tuple[Needs, int | None, float]],
     ) -> Loads:
-        """Consider what running requests need, who may lack components after a rank's death; then what requests wait
-        for; and unless a request has lost patience, what no request needs.
+        """Consider what running requests need, who may lack components after a rank's death, those that wait for
+        others in the cache after these; then what requests wait for; and unless a request has lost patience,
+        what no request needs.
         """
         lacking = []
         for needs, rank in in_use:
@@ -74,6 +78,8 @@ class _LoadPass:
                 self._keep(needs, rank)
         for needs, rank in lacking:  # nothing is kept for the later ones yet, or all of them might wait for each other
             self._restore(needs, rank)
+        for needs in behind_others:
+            self._restore(needs, None)
         soonest: float | None = None  # when the first request loses patience
         for needs, rank, arrival in waiting:
             if (needs, rank) in self._seen:

@@ -3,15 +3,15 @@
 from __future__ import annotations
 
 import msgspec
-from cache_kit import SCHEME
-from fakes import MODEL, FakeWorkers, make_edit
+from cache_kit import LAYOUT, SCHEME, TEMPLATE_BYTES, make_masked, make_registration
+from fakes import MODEL, FakePages, FakeWorkers, make_edit
 
-from core.config import SchedulerConfig
+from core.config import CacheConfig, SchedulerConfig
 from core.costs.load_report import Queued
 from core.failure import Failure
 from core.graph.op import OPS
 from core.handles import LoadedComponent, ModelKey
-from core.messages.engine import EngineRequest, Failed, Finished, PrimeTemplate
+from core.messages.engine import EngineRequest, Failed, Finished, PrimeTemplate, TemplatePrimed
 from core.messages.worker import BatchResult, ModelFailed, ModelLoaded, StepPlan
 from core.model_info import ModelInfo
 from core.scheduling.ranks.quarantine import FIRST_WAIT_SECONDS
@@ -34,13 +34,18 @@ class Rig:
     text encoder.
     """
 
-    def __init__(self, *, num_ranks: int = 1, budget: int = 0, encoders: bool = False) -> None:
+    def __init__(
+        self, *, num_ranks: int = 1, budget: int = 0, encoders: bool = False, cache: CacheConfig | None = None
+    ) -> None:
+        """cache: with which edits are mask-aware."""
         models = {name: model(name, SHARED[encoders:]) for name in ("a", "b")}
+        for name, info in models.items() if cache else ():
+            models[name] = msgspec.structs.replace(info, page_scheme=msgspec.structs.replace(SCHEME, fingerprint=name))
         self.models = models
         sizes = {LoadedComponent(key, NBYTES) for info in models.values() for key in info.components}
         config = SchedulerConfig(model_bytes=budget)
-        self.scheduler = StepScheduler(config, models, num_ranks, sizes=sizes)
-        self.workers = FakeWorkers(num_ranks)
+        self.scheduler = StepScheduler(config, models, num_ranks, cache, sizes=sizes)
+        self.workers = FakeWorkers(num_ranks, pages=FakePages(LAYOUT.num_blocks))
         self.outputs: dict[str, object] = {}
         self.plans: list[StepPlan] = []
         self.now = 0.0
@@ -291,6 +296,21 @@ def test_requests_that_lost_their_models_with_a_rank_do_not_wait_for_each_other(
         rig.answer()
         rig.step()
     assert rig.finished == {"1", "2"}
+    rig.scheduler.check_integrity()
+
+
+def test_a_model_is_loaded_for_a_template_whose_pages_leave_no_room_for_those_of_a_running_request() -> None:
+    """There is room for one model and for the pages of one template."""
+    rig = Rig(budget=3 * NBYTES, cache=CacheConfig(host_bytes=TEMPLATE_BYTES))
+    rig.scheduler.add(msgspec.structs.replace(make_masked("1"), model="a"))
+    rig.submit()
+    rig.scheduler.add_template(msgspec.structs.replace(make_registration("2", "c1"), model="b"))
+    rig.add("3", "a")
+    for _ in range(100):
+        rig.step()
+        rig.answer()
+    assert rig.finished == {"1", "3"}
+    assert isinstance(rig.outputs["2"], TemplatePrimed)
     rig.scheduler.check_integrity()
 
 

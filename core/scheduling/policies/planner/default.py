@@ -60,6 +60,9 @@ class Default(SchedulingPolicy):
     def on_end(self, request_id: str) -> None:
         if all(request_id != each.request.id for each in self._plan.given_up):  # the plan has no place for those
             self._is_slot_left = self._has_room = True
+        self._costs.pop(request_id, None)
+        if self._apart and self._costs and not self._groups.has_small:
+            self._passes_left = 0  # small requests that had no slot when the large ones lined up have no ranks
         self._repeated.drop(request_id)
         self._predictions.forget(request_id)
         self._groups.forget(request_id)

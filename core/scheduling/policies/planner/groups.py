@@ -181,18 +181,29 @@ class Groups:
         self.has_others = len(groups) < len(self._queue) - bool(self._small)
         return groups, [request for request in queue if request.id in groups], lanes
 
+    @property
+    def has_small(self) -> bool:
+        """Whether any of the small requests that lined up has not ended."""
+        return self._first_small is not None
+
+    @property
+    def _first_small(self) -> Request | None:
+        return next((each for each in self._small if each.is_live), None)
+
     def _ready_queue(self, view: View) -> list[Request]:
-        """The requests that could be given ranks now, of the small ones only the first: those that have done all steps,
-        as many others as there are ranks, and all that are computed.
+        """The requests that could be given ranks now, of the small ones only the first that has not ended: those that
+        have done all steps, as many others as there are ranks, and all that are computed.
         """
+        first_small = self._first_small
         running = [each for each in view.requests.running if each.id in self._large]
         queue = {each.id: each for each in running if not each.progress.steps_left}
         most = len(queue) + len(view.ranks)
         for request in self._queue:
             if len(queue) >= most:
                 break
-            if request.is_live:
-                queue.setdefault(request.id, request)
+            mine = first_small if self._small and request is self._small[0] else request
+            if mine is not None and mine.is_live:
+                queue.setdefault(mine.id, mine)
         queue |= {each.id: each for each in running if each.progress.in_flight and each.id not in queue}
         return list(queue.values())
 
