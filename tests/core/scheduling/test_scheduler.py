@@ -309,15 +309,15 @@ def test_partial_images_come_in_order_before_the_end() -> None:
 def test_the_step_of_a_preview_waits_for_the_preview_before_it() -> None:
     scheduler, workers = make_scheduler(num_workers=2, policy="neustream"), FakeWorkers(num_ranks=2)
     scheduler.add(make_edit("a", steps=8, partial_images=3))
-    while not scheduler._requests["a"].progress.steps_done:
-        step(scheduler, workers)
     kept = []
-    for _ in range(12):  # the worker that decodes does nothing all the while
+    for turn in range(20):
         plan = scheduler.schedule(now=0.0)
         if plan is not None:
             workers.submit(plan)
             kept += steps_kept(plan)
         apply_all(scheduler, workers.run_one(0))
+        if turn < 6:  # it encodes; after that the worker that decodes does nothing all the while
+            apply_all(scheduler, workers.run_one(1))
     assert kept == [1], "the first preview has not been decoded"
     assert workers.steps_done("a") == 3, "other steps go on"
     outputs = run(scheduler, workers)
