@@ -249,8 +249,8 @@ class Groups:
         return done + others
 
     def _slack(self, request: Request, prediction: Prediction, steps: int, now: float) -> float:
-        """Seconds until a request has to begin, with as many ranks as are efficient, or more if that is now; inf: it has
-        no due time, or is late; -inf: so it is, and has waited so long that it must be served.
+        """Seconds until a request has to begin, with as many ranks as are efficient, or more if that is now; inf: it
+        has no due time, or is late; -inf: so it is, and has waited so long that it must be served.
         """
         head, time, beside = request.head, due(request.head), prediction.other_seconds(request)
         if time is not None and now + beside + steps * prediction.least_step <= time:

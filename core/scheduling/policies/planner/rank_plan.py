@@ -11,9 +11,6 @@ from core.scheduling.policies.buddies import Buddies, power_of_two
 MIN_REDUCTION = 0.1
 """A request gets ranks that no other one needs only if they save at least this share of its time."""
 
-KEEP = 1.25
-"""A request keeps such ranks unless another one would save this many times as much by them."""
-
 
 SecondsLeft = Callable[[int], float | None]
 """Busy rank -> predicted seconds until it has done its work; below 0: it is overdue; None: unknown."""
@@ -89,7 +86,7 @@ def _gain(contender: Contender, degree: int, num_free: int) -> float:
     before, after = contender.seconds(degree), contender.seconds(2 * degree)
     if before is None or after is None or degree > num_free or after > (1 - MIN_REDUCTION) * before:
         return 0.0
-    return (before - after) / degree * (KEEP if len(contender.held) >= 2 * degree else 1.0)
+    return (before - after) / degree
 
 
 def _placed(contenders: Sequence[tuple[Contender, int]], buddies: Buddies) -> dict[str, RankIds]:
