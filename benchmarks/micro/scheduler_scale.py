@@ -53,7 +53,7 @@ SIZES = {64: 0.6, 4096: 0.28, 16384: 0.12}
 """Image tokens of the requests that policies are timed with -> their share."""
 
 BASE_SECONDS = 0.02
-"""Of a step of these: small ones gain by sharing it."""
+"""A step takes so long whatever is in it, so that small requests gain by sharing it."""
 
 AIMED, FAR_SECONDS = 1 / 3, 3600.0
 """The share of them with an objective, and when that is."""

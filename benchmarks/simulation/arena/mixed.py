@@ -40,7 +40,9 @@ def _play(load: float, burstiness: float, policy: str, seed: int) -> Values:
 
 
 def bars(played: Sequence[Played]) -> Iterator[Bar]:
-    """Of each contest, how many former policies ours is better than by one metric, and not worse by the other."""
+    """For each contest: how many former policies ours beats, which is to be better by one metric and not worse by the
+    other.
+    """
     for each in played:
         former = [name for name in each.contest.former if name in each.results]
         if OURS in each.results and former:

@@ -15,8 +15,8 @@ from core.messages.engine import EngineRequest
 POLICIES = (OURS, *FORMER)
 
 OVERTAKING = Metric("most overtaken", is_judged=False)
-"""Of all requests the most: the work of requests of other owners that came after it and were done before it, in seconds
-that this work takes alone. With one owner: of the owner's own.
+"""A request is overtaken by requests of other owners (with one owner: by any) that came after it and were done before
+it. The figure is the seconds that these take alone, of the request that is overtaken most.
 """
 
 OWNERS: Mapping[str, tuple[float, ...]] = {"one owner": (1.0,), "four owners": (0.55, 0.25, 0.15, 0.05)}

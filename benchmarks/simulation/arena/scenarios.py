@@ -45,7 +45,7 @@ SCENARIOS: dict[str, Scenario] = {
 
 
 def bars(every: Sequence[Played]) -> Iterator[Bar]:
-    """Of all scenarios that were played."""
+    """The bars of all scenarios that were played."""
     for name, scenario in SCENARIOS.items():
         for bar in scenario.bars([played for played in every if played.group == name]):
             yield bar._replace(name=f"{name}: {bar.name}")

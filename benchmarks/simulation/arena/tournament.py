@@ -56,7 +56,7 @@ def _collected(
 
 
 def _policies(contest: Contest, only: Sequence[str] | None) -> list[str]:
-    """Those of a contest that play."""
+    """The policies of a contest that are to play. only: names; None: all."""
     return [policy for policy in contest.policies if only is None or policy in only]
 
 

@@ -21,7 +21,7 @@ from core.messages.engine import EngineRequest
 POLICIES = (OURS, *FORMER)
 
 NUM_REQUESTS = 300
-"""Of a window: to 16 to 37 models. Each is served with one picture."""
+"""A run serves a window of so many requests, which name 16 to 37 models. Each request makes one picture."""
 
 SCENARIO = replace(EIGHTY_SEVEN, name="gentd26", num_ranks=8, fits=2)
 

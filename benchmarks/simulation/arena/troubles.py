@@ -42,7 +42,9 @@ GREEDY = (0.8, 0.05, 0.05, 0.05, 0.05)
 
 
 def bars(played: Sequence[Played]) -> Iterator[Bar]:
-    """Of each contest, how many former policies are not ahead of ours: not better by one metric and equal by others."""
+    """For each contest: how many former policies are not ahead of ours. One is ahead if it is better by one metric and
+    not worse by the others.
+    """
     for each in played:
         former = [name for name in each.contest.former if name in each.results]
         if OURS in each.results and former:
@@ -77,7 +79,7 @@ def _play_pictures(load: PictureLoad, true: Durations | None, policy: str, seed:
 
 
 def _play_greedy(policy: str, seed: int) -> Values:
-    """Of the other owners."""
+    """What the other owners get while one sends four of five requests."""
     load = PictureLoad(1.1, number=120, owners=GREEDY)
     requests = load.requests(seed)
     latencies = OneEngine(load.num_ranks).serve(make(policy), requests)
