@@ -74,7 +74,7 @@ class OneProcess:
         images = image_ops.prepare_nothing(job) if files is None else self._prepared(job, *files)
         prepared = PreparedEdit(edit, ModelChoice(info), resolved, images, EngineConfig(), workflow)
         requests = EditRequests(prepared, self._space.alloc)
-        return requests.make(0, name, arrival=time.monotonic(), trace_context="")
+        return requests.make(0, name, arrival=time.monotonic(), call_id=name, trace_context="")
 
     def run(self, *requests: EngineRequest) -> list[Pixels]:
         """The pictures of requests that come together. Their previews are made, too."""

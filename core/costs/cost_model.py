@@ -175,11 +175,13 @@ class CostModel:
         self._lines: dict[CostKey, FittedLine] = {}
         self._profiles: dict[CostKey, Profile] = {}
         self._steps = StepProfiles()
+        self._largest: dict[CostKey, int] = {}  # rows of the largest batch that was observed
         self._copies: dict[tuple[Tier, Tier], FittedLine] = {}
         self._loads = FittedLine(len(COPY_FEATURES))  # of models' components
 
     def observe(self, key: CostKey, work: Work, seconds: float) -> None:
         self._lines.setdefault(key, FittedLine(len(FEATURES))).observe(features_of(work), seconds)
+        self._largest[key] = max(self.largest_seen(key), len(work.queries))
         if key in self._profiles:
             self._profiles[key].observe(work, seconds)
         if work.queries and _is_even(work):
@@ -199,6 +201,10 @@ class CostModel:
         """
         seconds = self._steps.seconds(_kind(key), key.degree, len(work.queries), work.queries[0])
         return seconds if seconds is not None else self.predict(key, work) if key.degree == 1 else 0.0
+
+    def largest_seen(self, key: CostKey) -> int:
+        """Rows of the largest batch of this kind of work that was observed; 0 before the first one."""
+        return self._largest.get(key, 0)
 
     def profile(self, key: CostKey) -> Profile | None:
         """The profile of this kind of work; None if it has none."""

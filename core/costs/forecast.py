@@ -25,6 +25,7 @@ class SlotTask(NamedTuple):
     must: bool = False  # it is served even if others become late because of it
     group: tuple[str, int] = ("", 0)  # owner and priority class: it gives way only within these
     ranks: tuple[int, ...] = ()  # indexes of the ranks that can serve it; none: all can
+    call: str = ""  # id of the call that is answered when all of its tasks are done; "": of its own
 
     @property
     def work(self) -> float:

@@ -90,25 +90,37 @@ def best_schedules(
     *,
     blocks: bool = True,
     num_later: int = 0,
+    largest_seen: int = 0,
 ) -> list[Schedule]:
-    """The schedules, one per rank, that serve most requests in time. Among equally good ones, those count for which all
-    requests, later ones included, are done earliest on average. tasks: the one that is
-    due first comes first. starts: seconds until each rank is free. blocks: see `Forecast`. num_later: further requests
-    that wait for all of these.
+    """The schedules, one per rank, that serve most requests in time. Among equally good ones, those with most slots
+    count if so many requests never shared a step, because only batches show what they take; then those for which all
+    requests, later ones included, are done earliest on average. tasks: the one that is due first comes first. starts:
+    seconds until each rank is free. blocks: see `Forecast`. num_later: further requests that wait for all of these.
+    largest_seen: the largest number of requests that have shared a step.
 
     Many slots make a rank efficient, which later requests gain by; few slots let the first requests finish early.
     """
     fill = fill_lanes if any(task.due_in < inf for task in tasks) else spread
-    found = list[tuple[int, float, int, list[Schedule]]]()
+    found = list[tuple[int, int, float, int, list[Schedule]]]()
     for number in slots_to_try(max(1, min(most_slots, len(tasks)))):
         lanes = fill(tasks, [Forecast(number, pace, blocks, start) for start in starts])
-        ends = [end for lane in lanes for end in lane.slots.ends([tasks[index] for index in lane.chosen])]
+        served, seconds = _judge(tasks, lanes, num_later)
         schedules = [Schedule(tuple(lane.chosen), number) for lane in lanes]
-        seconds = sum(ends) + (num_later + TO_COME * len(ends)) * max(ends, default=0.0)
-        found.append((len(ends), -seconds, number, schedules))
+        found.append((served, number if number > largest_seen else 0, -seconds, number, schedules))
         if all(lane.most <= number for lane in lanes):
             break  # with more slots all would be the same
     return max(found)[-1]
+
+
+def _judge(tasks: Sequence[SlotTask], lanes: Sequence[LaneBuilder], num_later: int) -> tuple[int, float]:
+    """How many tasks these lanes serve, and the sum of all latencies, those of later requests included."""
+    num_served, last = 0, dict[str | int, float]()
+    for lane in lanes:
+        num_served += len(lane.chosen)
+        for index, end in zip(lane.chosen, lane.slots.ends([tasks[index] for index in lane.chosen]), strict=True):
+            call = tasks[index].call or index
+            last[call] = max(end, last.get(call, 0.0))
+    return num_served, sum(last.values()) + (num_later + TO_COME * len(last)) * max(last.values(), default=0.0)
 
 
 def spread(tasks: Sequence[SlotTask], ranks: Sequence[Forecast]) -> list[LaneBuilder]:

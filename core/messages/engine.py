@@ -32,6 +32,7 @@ class EngineRequest(Message, frozen=True):
     # was admitted although it will miss it
     owner: str = ""  # digest of its API key, "" = none; owners get equal shares of the engine
     num_deaths: int = 0  # of processes that died while they ran it; after some it runs alone
+    call_id: str = ""  # of the call that is answered once all of its requests are done; "" = of this one alone
     trace_context: str = ""  # W3C traceparent of the parent of the engine's spans; "" = not traced
 
     @property

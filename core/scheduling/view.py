@@ -140,6 +140,10 @@ class View:
         """Rows of the largest batch in the op's profile; None: it has no profile."""
         return self._predictor.largest_batch(keys, op)
 
+    def largest_seen(self, keys: ModelKeys, op: Op) -> int:
+        """Rows of the largest batch of an op that was profiled, or has run on one rank; 0: there was none."""
+        return self._predictor.largest_seen(keys, op)
+
     def page_rank(self, request: Request) -> int | None:
         """The one rank that can read the pages reserved for a request, which are on its device; None: any rank can."""
         return self._cache.rank_of(request)

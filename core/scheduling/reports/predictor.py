@@ -87,6 +87,10 @@ class Predictor:
         profile = self.cost.profile(self.key(keys, op))
         return profile.largest if profile else None
 
+    def largest_seen(self, keys: ModelKeys, op: Op) -> int:
+        """Rows of the largest batch of an op that was profiled, or observed on one rank; 0: there was none."""
+        return max(self.cost.largest_seen(self.key(keys, op)), self.largest_batch(keys, op) or 0)
+
     def learn(self, samples: Iterable[CostSample]) -> None:
         """Train the cost model with batches measured before the first request, and give it the profiles."""
         profiled: dict[CostKey, list[tuple[Work, float]]] = {}

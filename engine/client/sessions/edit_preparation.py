@@ -193,8 +193,8 @@ class EditPreparation:
         return [self._make_image(requests, index) for index in range(self._edit.sampling.n)]
 
     def _make_image(self, requests: EditRequests, index: int) -> EditImage:
-        name, context = f"{self._caller.edit_id}-{index}", self._span.traceparent
-        request = requests.make(index, name, arrival=self._ready_at, trace_context=context)
+        call, context = self._caller.edit_id, self._span.traceparent
+        request = requests.make(index, f"{call}-{index}", arrival=self._ready_at, call_id=call, trace_context=context)
         assert request.picture.sampling.seed is not None
         return EditImage(index, request.picture.sampling.seed, request)
 

@@ -29,7 +29,7 @@ class EditRequests:
     prepared: PreparedEdit
     alloc: Callable[[int], ArrayRef]
 
-    def make(self, index: int, request_id: str, *, arrival: float, trace_context: str) -> EngineRequest:
+    def make(self, index: int, request_id: str, *, arrival: float, call_id: str, trace_context: str) -> EngineRequest:
         """The request for image `index`; the rest as in EngineRequest. Raises InvalidRequestError for a mask that is
         asked for outside of the picture, and what `alloc` raises."""
         edit = self.prepared
@@ -42,6 +42,7 @@ class EditRequests:
             arrival=arrival,
             priority=edit.sampling.priority,
             owner=edit.edit.owner,
+            call_id=call_id,
             trace_context=trace_context,
         )
 

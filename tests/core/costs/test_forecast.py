@@ -168,3 +168,23 @@ def test_few_slots_are_chosen_where_batches_gain_nothing() -> None:
     assert largest_set(tasks, 4) != [0, 1, 2]
     (schedule,) = best_schedules(tasks, 4, LINEAR, [0.0])
     assert (schedule.chosen, schedule.num_slots) == ((0, 1, 2), 1)
+
+
+def test_as_many_slots_are_tried_as_no_batch_has_shown_the_time_of_unless_one_would_be_late() -> None:
+    tasks = [SlotTask(4, 1.0)] * 4
+
+    def num_slots(tasks: list[SlotTask], seen: int) -> int:
+        (schedule,) = best_schedules(tasks, 4, LINEAR, [0.0], largest_seen=seen)
+        assert len(schedule.chosen) == len(tasks)
+        return schedule.num_slots
+
+    assert [num_slots(tasks, seen) for seen in (0, 1, 3, 4)] == [4, 4, 4, 1]
+    assert num_slots([tasks[0]._replace(due_in=5.0), *tasks[1:]], 0) == 1
+
+
+def test_the_images_of_a_call_share_steps_because_all_of_them_are_waited_for() -> None:
+    """One by one the first is done sooner, and all later by a little."""
+    pace = linear_pace(0.1)
+    of_calls = [SlotTask(4, 1.0, call="a")] * 3, [SlotTask(4, 1.0, call=name) for name in "abc"]
+    together, apart = (best_schedules(tasks, 3, pace, [0.0], largest_seen=3)[0].num_slots for tasks in of_calls)
+    assert (together, apart) == (3, 1)

@@ -248,8 +248,11 @@ class Planner:
         tasks = [self._slot_task(each, able[each.request.id]) for each in candidates]
         pace = self._pace(candidates, min(most, len(candidates)))
         starts = [self.view.wait_seconds(rank) for rank in ranks]
-        later, blocks = number - len(candidates), self._blocks(candidates[0].request)
-        schedules = best_schedules(tasks, most, pace, starts, blocks=blocks, num_later=later)
+        later, head = number - len(candidates), candidates[0].request
+        seen = self.view.largest_seen(head.keys_of(step_node(head)), op_of(step_node(head))) // head.spec.num_rows
+        schedules = best_schedules(
+            tasks, most, pace, starts, blocks=self._blocks(head), num_later=later, largest_seen=seen
+        )
         chosen = {index for schedule in schedules for index in schedule.chosen}
         found = dict[int, RankLane]()
         for place, (rank, schedule) in enumerate(zip(ranks, schedules, strict=True)):
@@ -287,7 +290,7 @@ class Planner:
         num_denoisers = sum(self._num_on[rank] for rank in ranks) / len(ranks)
         seconds = inf if candidate.is_late else candidate.seconds / num_denoisers
         must, group = self._is_patient(candidate), (head.owner, head.priority)
-        return SlotTask(work.steps, work.tokens, work.before, work.after, seconds, must, group, able)
+        return SlotTask(work.steps, work.tokens, work.before, work.after, seconds, must, group, able, head.call_id)
 
     def _most_slots(self, request: Request) -> int:
         step = step_node(request)

@@ -61,7 +61,7 @@ def spec_of(edit: PreparedEdit, sizes: list[int] | None = None) -> EditSpec | Ma
         (sizes if sizes is not None else []).append(nbytes)
         return ArrayRef(0, 4096, (nbytes,), "uint8")
 
-    spec = EditRequests(edit, alloc).make(0, "a", arrival=0.0, trace_context="").spec
+    spec = EditRequests(edit, alloc).make(0, "a", arrival=0.0, call_id="a", trace_context="").spec
     assert isinstance(spec, EditSpec | MaskSpec)
     return spec
 

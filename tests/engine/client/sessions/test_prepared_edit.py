@@ -55,7 +55,7 @@ def request_of(edit: PreparedEdit) -> EngineRequest:
     def alloc(nbytes: int) -> ArrayRef:
         return ArrayRef(0, 0, (nbytes,), "uint8")
 
-    return EditRequests(edit, alloc).make(0, "a", arrival=0.0, trace_context="")
+    return EditRequests(edit, alloc).make(0, "a", arrival=0.0, call_id="a", trace_context="")
 
 
 def test_two_passes_have_two_canvases() -> None:
