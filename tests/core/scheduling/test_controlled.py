@@ -150,8 +150,13 @@ def test_one_that_cannot_be_loaded_fails_its_requests_alone() -> None:
     broken = Failure("config", "cannot load controlnet: cut short")
     rig.scheduler.apply_load(ModelFailed(0, NETS["depth"], broken), 0.0)
     rig.run()
-    ended = {each.request_id: type(each) for each in rig.outputs if isinstance(each, Finished | Failed)}
-    assert ended == {"a": Failed, "b": Finished}
+    ended = {each.request_id: each for each in rig.outputs if isinstance(each, Finished | Failed)}
+    assert isinstance(ended["b"], Finished)
+    failed = ended["a"]
+    assert isinstance(failed, Failed)
+    said = "the ControlNet depth of the model {} cannot be loaded: cannot load controlnet: cut short"
+    assert failed.failure.message == said.format("m")
+    assert rig.scheduler.take_refused() == [f"{said.format(model)} (for 10 s)" for model in MODELS]
 
 
 @pytest.mark.parametrize("round_", [1, 3])
