@@ -36,7 +36,7 @@ def _result(context: WorkerContext, item: Item) -> ItemResult:
         for name in (*KEPT, *KEPT_OF_CONTROLS):
             context.store.free(TensorKey(item.request_id, item.node, name))
     if residuals is None:
-        return ItemResult(item.request_id, item.node)
+        return ItemResult(item.request_id, item.node, is_usual=False)
     key = TensorKey(item.request_id, item.node, "residuals", item.version)
     return ItemResult(item.request_id, item.node, (context.store.put_series(key, residuals.series),))
 
