@@ -33,8 +33,7 @@ WORKFLOW = INPAINT
 
 LINES = tuple(
     dict.fromkeys(
-        op.cost_name
-        for op in (op_of(WORKFLOW.steps[0]), *map(op_of, WORKFLOW.nodes), PRIME, SEGMENT, CONTROL_ENCODE)
+        op.cost_name for op in (op_of(WORKFLOW.steps[0]), *map(op_of, WORKFLOW.nodes), PRIME, SEGMENT, CONTROL_ENCODE)
     )
 )
 """Names of the cost lines, see Op, in the order of their coefficients in a model's column; the loop's is the first."""
