@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from control_rig import ControlledEdit, Steered, expected, lines, run_together
+from control_rig import ControlledEdit, Steered, assert_kept_as_predicted, expected, lines, run_together
 from diffusers import (
     ControlNetModel,
     PNDMScheduler,
@@ -27,7 +27,7 @@ KINDS: dict[str, dict[str, Any]] = {
     "inpaint": {"in_channels": 9},
 }
 NETS = ("edges", "depth")
-SIZE = (96, 160)
+SIZE, NATIVE = (96, 160), (128, 128)
 NO_CHECKER = {"safety_checker": None, "requires_safety_checker": False}
 
 
@@ -90,6 +90,12 @@ def test_edit_equals_the_pipeline(rig: ControlRig, name: str) -> None:
     ours = edited.run(rig)
     assert_same(ours, rig.expected(edited))
     assert not np.array_equal(ours, rig.run(edited.edit)), "the ControlNet changes nothing"
+
+
+def test_what_is_kept_is_predicted(rig: ControlRig) -> None:
+    assert_kept_as_predicted(
+        rig, rig.steered("kept", [Steered(lines(1, NATIVE), "edges")] * 4, seed=2, steps=2, size=NATIVE)
+    )
 
 
 def test_company_changes_nothing(rig: ControlRig) -> None:
