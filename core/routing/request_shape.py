@@ -6,6 +6,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
+from core.control import Control
 from core.costs.load_report import WeightsKind
 from core.graph.catalog import WORKFLOWS
 from core.graph.workflow import Node, Workflow, op_of, role_of
@@ -102,7 +103,7 @@ class RequestShape:
             needed=tuple(Weights(request.model, kind) for kind in sorted(set(map(_weights_kind, workflow.nodes)))),
             controlnets=spec.controlnets,
             num_controls=len(spec.controls),
-            steered=steered_of(workflow, request, tokens_of),
+            steered=steered_of(workflow, info, request.rounds, spec.controls, tokens_of),
         )
 
     @classmethod
@@ -190,17 +191,18 @@ def loops_of(workflow: Workflow, info: ModelInfo, rounds: Sequence[int], tokens_
     )
 
 
-def steered_of(workflow: Workflow, request: EngineRequest, tokens_of: TokensOf) -> tuple[Loop, ...]:
-    """For each of a request's loops, the steps that its ControlNets steer, of its own model."""
-    spec, rounds = request.spec, dict(zip((region.name for region in workflow.regions), request.rounds, strict=True))
-    assert not isinstance(spec, RunSpec), "it is of no model"
+def steered_of(
+    workflow: Workflow, info: ModelInfo, rounds: Sequence[int], controls: Sequence[Control], tokens_of: TokensOf
+) -> tuple[Loop, ...]:
+    """For each of a request's loops, the steps that ControlNets of its own model steer. controls: with a scale."""
+    steps = dict(zip((region.name for region in workflow.regions), rounds, strict=True))
 
-    def num_steered(steps: int) -> int:
-        return sum(any(each.scale and each.steers(step, steps) for each in spec.controls) for step in range(steps))
+    def num_steered(number: int) -> int:
+        return sum(any(each.scale and each.steers(step, number) for each in controls) for step in range(number))
 
     nodes = (node for node in workflow.steps if op_of(node).serves_step)
     return tuple(
-        Loop(request.model, num_steered(rounds[node.region]), tokens_of(node.canvas), not node.canvas) for node in nodes
+        Loop(info.name, num_steered(steps[node.region]), tokens_of(node.canvas), not node.canvas) for node in nodes
     )
 
 

@@ -77,8 +77,9 @@ class UnetControlNet(ControlNet):
 
     def _residual_numbers(self, grid: tuple[int, int]) -> int:
         """Of the first layer; at each level of each of its layers, and of the next one's first layer; of the middle."""
-        channels, num_layers = self._config["block_out_channels"], int(self._config["layers_per_block"])
-        sides = [tuple(-(-side * TOKEN_SIDE // 2**level) for side in grid) for level in range(len(channels))]
+        channels: Sequence[int] = self._config["block_out_channels"]
+        num_layers = int(self._config["layers_per_block"])
+        sides = [tuple(-(-side * TOKEN_SIDE // (1 << level)) for side in grid) for level in range(len(channels))]
         areas = [height * width for height, width in sides]
         levels = zip(channels, areas, [*areas[1:], areas[-1]], strict=True)
         return channels[0] * areas[0] + sum(number * (num_layers * area + below) for number, area, below in levels)
