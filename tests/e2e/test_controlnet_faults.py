@@ -87,6 +87,23 @@ async def expected(engine: AsyncEngine) -> dict[str, bytes]:
     return finals(await run_each(engine, OTHERS))
 
 
+async def test_what_is_cached_is_its_owners_and_has_nothing_of_control_pictures(engine: AsyncEngine) -> None:
+    edit, before = make_input(9, steps=4), count(engine, "cache_primed")
+
+    async def run_for(owner: str, asked: EditInput, primed: int) -> bytes:
+        """primed: how often its template has been primed since the start, then."""
+        made = await run(engine, f"{owner}-{primed}", replace(asked, owner=owner))
+        await until(lambda: count(engine, "cache_primed") == before + primed * of_one)
+        return made[-1][1]
+
+    plain = await run(engine, "one-0", replace(edit, owner="one"))
+    await until(lambda: count(engine, "cache_primed") > before)
+    of_one = count(engine, "cache_primed") - before
+    steered = await run_for("one", controlled("edges", edit), 1)
+    assert await run_for("two", controlled("edges", edit), 2) == steered != plain[-1][1]
+    assert await run_for("two", edit, 2) == plain[-1][1], "over pages that were primed for the other"
+
+
 async def test_a_rank_that_dies_during_controlled_edits_changes_no_bit(
     engine: AsyncEngine, expected: dict[str, bytes]
 ) -> None:
