@@ -167,10 +167,10 @@ def test_company_changes_nothing(rig: ControlRig) -> None:
     ],
 )
 def test_one_that_does_not_fit_is_refused(
-    tmp_path: Path, options: dict[str, Any], scheduler: dict[str, Any], said: str
+    rig: ControlRig, tmp_path: Path, options: dict[str, Any], scheduler: dict[str, Any], said: str
 ) -> None:
     net = ControlNetConfig("net", str(make_sd3_controlnet(tmp_path / "net", **options)))
-    checkpoint = make_sd3(tmp_path / "sd3", scheduler=scheduler)
+    checkpoint = make_sd3(tmp_path / "sd3", scheduler=scheduler) if scheduler else rig.checkpoint
     model = ModelConfig(model=str(checkpoint), served_model_name="tiny", controlnets=(net,), dtype="float32")
     with pytest.raises(ConfigError, match=f"tiny: controlnets: net: .*{said}"):
         ResidentModels.open([model])

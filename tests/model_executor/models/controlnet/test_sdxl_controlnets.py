@@ -26,7 +26,7 @@ from model_executor.worker.loading.resident import ResidentModels
 from tools.random_controlnets import make_sdxl_controlnet
 from tools.random_unet_checkpoints import make_sdxl
 
-SIZE, NATIVE = (96, 160), (128, 128)
+SIZE, NATIVE = (64, 96), (128, 128)
 TYPES = {"union": {"canny": 1, "depth map": 3}}
 
 

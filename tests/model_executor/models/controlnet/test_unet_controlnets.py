@@ -17,8 +17,10 @@ from diffusers import (
 )
 from pipeline_rig import Rig, assert_same
 
-from core.config import ControlNetConfig
+from core.config import ControlNetConfig, ModelConfig
+from core.errors import ConfigError
 from core.ipc.shared_array import Arena
+from model_executor.worker.loading.resident import ResidentModels
 from tools.random_controlnets import make_sd_controlnet
 from tools.random_unet_checkpoints import make_sd
 
@@ -27,7 +29,7 @@ KINDS: dict[str, dict[str, Any]] = {
     "inpaint": {"in_channels": 9},
 }
 NETS = ("edges", "depth")
-SIZE, NATIVE = (96, 160), (128, 128)
+SIZE, NATIVE = (64, 96), (128, 128)
 NO_CHECKER = {"safety_checker": None, "requires_safety_checker": False}
 
 
@@ -37,13 +39,8 @@ class ControlRig(Rig):
     def __init__(self, folder: Path, arena: Arena, **options: Any) -> None:
         paths = {name: make_sd_controlnet(folder / name, seed=seed) for seed, name in enumerate(NETS, 1)}
         controlnets = [ControlNetConfig(name, str(path)) for name, path in paths.items()]
-        super().__init__(
-            make_sd(folder / "sd", **options),
-            arena,
-            StableDiffusionInpaintPipeline,
-            controlnets=controlnets,
-            **NO_CHECKER,
-        )
+        self.checkpoint = make_sd(folder / "sd", **options)
+        super().__init__(self.checkpoint, arena, StableDiffusionInpaintPipeline, controlnets=controlnets, **NO_CHECKER)
         self.nets = {name: ControlNetModel.from_pretrained(path) for name, path in paths.items()}
 
     def steered(self, name: str, controls: Sequence[Steered], *, scale: float = 3.0, **options: Any) -> ControlledEdit:
@@ -107,3 +104,10 @@ def test_company_changes_nothing(rig: ControlRig) -> None:
     for before, after in zip(alone, run_together(rig, edits), strict=True):
         assert np.array_equal(before, after)
     assert len(rig.store) == 0
+
+
+def test_one_of_another_unet_is_refused(rig: ControlRig, tmp_path: Path) -> None:
+    net = ControlNetConfig("wide", str(make_sd_controlnet(tmp_path / "wide", block_out_channels=(16, 32, 64))))
+    model = ModelConfig(model=str(rig.checkpoint), served_model_name="tiny", controlnets=(net,), dtype="float32")
+    with pytest.raises(ConfigError, match=r"tiny: controlnets: wide: .*block_out_channels"):
+        ResidentModels.open([model])
