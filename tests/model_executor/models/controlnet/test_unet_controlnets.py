@@ -20,6 +20,7 @@ from pipeline_rig import Rig, assert_same
 from core.config import ControlNetConfig, ModelConfig
 from core.errors import ConfigError
 from core.ipc.shared_array import Arena
+from core.messages.worker import Batch, StepPlan
 from model_executor.worker.loading.resident import ResidentModels
 from tools.random_controlnets import make_sd_controlnet
 from tools.random_unet_checkpoints import make_sd
@@ -87,6 +88,16 @@ def test_edit_equals_the_pipeline(rig: ControlRig, name: str) -> None:
     ours = edited.run(rig)
     assert_same(ours, rig.expected(edited))
     assert not np.array_equal(ours, rig.run(edited.edit)), "the ControlNet changes nothing"
+
+
+def test_a_step_that_none_steers_says_nothing_of_what_others_take(rig: ControlRig) -> None:
+    edited = rig.steered("late", [Steered(EDGES.picture, "edges", start=0.5)], seed=2, steps=2)
+    rig.do(edited.encode_plan())
+    batches = [Batch(0, "controlnet", (0,), (edited.control_item(step),)) for step in range(2)]
+    made = [result.items[0] for batch in batches for result in rig.do(StepPlan(seq=0, batches=(batch,)))]
+    assert [(len(item.tensors), item.is_usual) for item in made] == [(0, False), (1, True)]
+    for free in edited.edit.decode_plan().free:
+        rig.store.free(free.key)
 
 
 def test_what_is_kept_is_predicted(rig: ControlRig) -> None:
