@@ -21,7 +21,7 @@ UNION = {"canny": 0, "tile": 1}
 def make_models(folder: Path) -> Path:
     """Write them to `folder`, and return it. The ControlNet "broken" makes no numbers."""
     make_lora(folder / "hat.safetensors", make_sd(folder / "sd", native_size=128))
-    make_flux(folder / "flux", native_size=128, guidance_embeds=True)
+    make_flux(folder / "flux", native_size=256, guidance_embeds=True)
     euler: dict[str, Any] = {"scheduler_class": EulerDiscreteScheduler, "native_size": 128}
     vae = AutoencoderKL.from_pretrained(make_sdxl(folder / "sdxl", seed=1, **euler) / "vae")
     make_sdxl_refiner(folder / "refiner", seed=2, vae=vae, **euler)
