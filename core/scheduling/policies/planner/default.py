@@ -21,6 +21,7 @@ from core.scheduling.policies.planner.step_homes import StepCost, StepHomes
 from core.scheduling.policies.policy import SchedulingPolicy
 from core.scheduling.policies.step_pass import eligible
 from core.scheduling.requests.request import Request, Status
+from core.scheduling.requests.work_left import WorkLeft
 from core.scheduling.view import View
 
 PLAN_EVERY = 64
@@ -83,16 +84,15 @@ class Default(SchedulingPolicy):
         )
         if is_new:
             self._make_plan(view, now)
-        again = self._again(view)
+        again: Sequence[Decision] | None = self._again(view)
         if again is None and not is_new and self._is_stale(view):
             self._make_plan(view, now)
-        given_up = self._given_up()
-        if again is not None:
-            self._is_slot_left |= any(each.progress.steps_left == 1 for batch in again for each, _ in batch.items)
-            return [*given_up, *again]
-        decisions = self._whole_pass(view, now, given_up)
-        self._repeated.note(decisions)
-        self._is_slot_left = True
+        given_up, decisions = self._given_up(), again
+        if decisions is None:
+            decisions = self._whole_pass(view, now, given_up)
+            self._repeated.note(decisions)
+        given = (item for each in decisions if isinstance(each, Dispatch) for item in each.items)
+        self._is_slot_left |= any(request.progress.steps_left == 1 for request, _ in given)
         return [*given_up, *decisions]
 
     def _whole_pass(self, view: View, now: float, given_up: Sequence[GiveUp]) -> list[Decision]:
@@ -184,13 +184,13 @@ class Default(SchedulingPolicy):
             self._homes,
             lanes,
             self._costs,
-            lambda request: self._alone(view, request),
+            lambda request, work: self._alone(view, request, work),
             HEADROOM * self._pauses.stretch,
         ).plan(requests)
 
-    def _alone(self, view: View, request: Request) -> float:
+    def _alone(self, view: View, request: Request, work: WorkLeft) -> float:
         """Seconds of a request's remaining work if it had all ranks."""
-        prediction, work = self._prediction(view, request), view.work_left(request)
+        prediction = self._prediction(view, request)
         if len(prediction.seconds) == 1:
             return work.alone
         return work.before + work.steps * prediction.least_step + work.after
