@@ -12,7 +12,7 @@ ARGS ?=
 BENCHMARKS := bench compare bench-quick bench-serving bench-throughput bench-startup bench-responsiveness bench-edit bench-found-masks bench-shared-denoiser bench-overload bench-goodput bench-step bench-lora-step bench-model-load bench-parallel-step bench-elastic bench-unet bench-vae bench-cache bench-block-plan bench-cost-model bench-router-decision bench-scheduler-scale bench-quality simulate soak
 
 .DEFAULT_GOAL := help
-.PHONY: $(BENCHMARKS) help serve test test-slow test-latest test-browser fuzz lint types format wheel train-embedded train-segmenter train-unet gpu-run bench-playground calibrate profile clean
+.PHONY: $(BENCHMARKS) help serve test test-slow test-latest test-browser fuzz lint types format wheel train-embedded train-edges train-segmenter train-unet gpu-run bench-playground calibrate profile clean
 
 help:  ## Show this list
 	@sed -n 's/^\([a-z-]*\):.*## /\1\t/p' $(MAKEFILE_LIST) | expand -t 24
@@ -60,6 +60,9 @@ train-embedded: $(DEV)  ## Train the embedded model again, as the published weig
 
 train-segmenter: $(DEV)  ## Train the segmenter beside the embedded model again (an hour of one core)
 	$(BIN)/python -m tools.train_segmenter $(ARGS)
+
+train-edges: $(DEV)  ## Train the embedded model's edge ControlNet again (an hour of one core)
+	$(BIN)/python -m tools.train_edges $(ARGS)
 
 train-unet: $(DEV)  ## Train a small Stable Diffusion checkpoint to measure UNets with (62 minutes of one core, into .train_unet)
 	$(BIN)/python -m tools.train_unet $(ARGS)

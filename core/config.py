@@ -40,6 +40,7 @@ EMBEDDED_NAME = "stencil-embedded"
 EMBEDDED_MODEL = str(Path(__file__).resolve().parent.parent / "model_executor" / "embedded")
 
 EMBEDDED_SEGMENTER = f"{EMBEDDED_MODEL}_segmenter"
+EMBEDDED_EDGES = f"{EMBEDDED_MODEL}_edges"
 
 NO_SEGMENTER = "none"
 
@@ -115,7 +116,7 @@ class ModelConfig(msgspec.Struct, frozen=True, kw_only=True):
     # Masks without drawing: directories or hub ids of the checkpoints that find them; one that reads points and boxes
     # beside one that finds boxes for words; ("none",): none. (): the embedded one, for the embedded model.
     segmenter: tuple[str, ...] = ()
-    controlnets: tuple[ControlNetConfig, ...] = ()
+    controlnets: tuple[ControlNetConfig, ...] = ()  # (): its own one, for the embedded model
     # Its requests.
     workflow: str = ""  # that serves them all; "": the first of `core.graph.catalog` that takes what a request gives
     refiner: str = ""  # name of another model, which makes their last steps: it plays the REFINER_ROLES
@@ -145,7 +146,7 @@ class ModelConfig(msgspec.Struct, frozen=True, kw_only=True):
         names = [self.name, *(adapter.name for adapter in self.adapters)]
         if twice := next((name for name in names if names.count(name) > 1), None):
             raise ConfigError(f"--lora {twice}: adapters need names of their own, other than the model's")
-        types = [name for each in self.controlnets for name in each.controls]
+        types = [name for each in self.steering for name in each.controls]
         if twice := next((name for name in types if types.count(name) > 1), None):
             raise InvalidRequestError(f"Invalid 'controlnets': two have a control type {twice}.", param="controlnets")
 
@@ -157,9 +158,15 @@ class ModelConfig(msgspec.Struct, frozen=True, kw_only=True):
         return (EMBEDDED_SEGMENTER,) if self.model == EMBEDDED_MODEL else ()
 
     @property
+    def steering(self) -> tuple[ControlNetConfig, ...]:
+        """Its ControlNets."""
+        own = (ControlNetConfig("edges", EMBEDDED_EDGES),) if self.model == EMBEDDED_MODEL else ()
+        return self.controlnets or own
+
+    @property
     def controls(self) -> dict[str, ControlType]:
         """Control type -> what it stands for, of all its ControlNets."""
-        return {name: control for each in self.controlnets for name, control in each.controls.items()}
+        return {name: control for each in self.steering for name, control in each.controls.items()}
 
     @property
     def players(self) -> dict[str, str]:

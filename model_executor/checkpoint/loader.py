@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import importlib
 import json
+import warnings
 from collections.abc import Callable, Collection, Mapping
 from contextlib import suppress
 from dataclasses import dataclass
@@ -56,6 +57,9 @@ from model_executor.cpu import cpu_has_amx, cpu_has_bfloat16
 from model_executor.device_failures import is_out_of_memory
 from model_executor.devices import resolve_device
 from model_executor.models.parts import CONTROLNETS, IN_PLACE_OF, MODULES, SEGMENTERS, Classes
+
+# diffusers' own ControlNet of FLUX makes one, and only its authors can change that.
+warnings.filterwarnings("ignore", "`FluxPosEmbed` is deprecated", FutureWarning)
 
 WEIGHTS_SHARE = 2 / 3
 """Of the machine's memory that weights may take in float32 where `auto` prefers it; the rest is for computing."""

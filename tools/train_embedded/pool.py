@@ -9,6 +9,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
+from typing import ClassVar
 
 import numpy as np
 import torch
@@ -25,7 +26,10 @@ from tools.train_embedded.training import precision
 
 CAPACITY = 200_000  # examples per rank, 73 kB each; the files are sparse until filled
 EDITS_PER_SCENE = 3
-FIELDS: dict[str, tuple[tuple[int, ...], torch.dtype]] = {
+Fields = dict[str, tuple[tuple[int, ...], torch.dtype]]
+"""Name of a field of an example -> its shape and dtype."""
+
+FIELDS: Fields = {
     "target": ((IMAGE_TOKENS, LATENTS), torch.float16),
     "masked": ((IMAGE_TOKENS, LATENTS), torch.float16),
     "mask": ((IMAGE_TOKENS, MASK // 8), torch.uint8),  # one bit per pixel
@@ -73,28 +77,30 @@ def draw_edits(seed: int, mixture: Mixture) -> DrawnScene:
     return DrawnScene(drawn.image, detail(scene, drawn), edits)
 
 
-def open_fields(folder: Path, is_new: bool) -> dict[str, Tensor]:
+def open_fields(folder: Path, is_new: bool, wanted: Fields = FIELDS) -> dict[str, Tensor]:
     """A pool's files by field, [CAPACITY, ...] each; a new pool's are created. Raises FileNotFoundError if an older
     version of this module, which had fewer fields, wrote the folder.
     """
-    paths = {name: folder / f"{name}.bin" for name in FIELDS}
+    paths = {name: folder / f"{name}.bin" for name in wanted}
     missing = [] if is_new else [path.name for path in paths.values() if not path.exists()]
     if missing:
         raise FileNotFoundError(f"{folder} lacks {', '.join(missing)}: delete this folder, and it is drawn again")
     fields = {}
-    for name, (shape, dtype) in FIELDS.items():
+    for name, (shape, dtype) in wanted.items():
         size = CAPACITY * math.prod(shape)
         fields[name] = torch.from_file(str(paths[name]), shared=True, size=size, dtype=dtype).view(CAPACITY, *shape)
     return fields
 
 
-def fields_on(device: torch.device) -> dict[str, Tensor]:
+def fields_on(device: torch.device, wanted: Fields = FIELDS) -> dict[str, Tensor]:
     """A new pool's fields in a device's memory, [CAPACITY, ...] each."""
-    return {name: torch.empty(CAPACITY, *shape, dtype=dtype, device=device) for name, (shape, dtype) in FIELDS.items()}
+    return {name: torch.empty(CAPACITY, *shape, dtype=dtype, device=device) for name, (shape, dtype) in wanted.items()}
 
 
 class Pool:
     """Examples of one rank, on the autoencoder's device, drawn and encoded on demand; the oldest are overwritten."""
+
+    fields: ClassVar[Fields] = FIELDS
 
     def __init__(
         self, folder: Path, vae: AutoencoderKL, tokenizers: Tokenizers, first_seed: int, mixture: Mixture
@@ -107,7 +113,9 @@ class Pool:
         self._scenes = 0
         if self._scenes_file is not None and self._scenes_file.exists():
             self._scenes = int(self._scenes_file.read_text())
-        self._fields = fields_on(self._device) if on_gpu else open_fields(folder, is_new=not self._scenes)
+        self._fields = (
+            fields_on(self._device, self.fields) if on_gpu else open_fields(folder, not self._scenes, self.fields)
+        )
         processes = spare_processes(on_gpu)
         self._drawers = Drawers(partial(draw_edits, mixture=mixture), first_seed + self._scenes, processes)
 
@@ -133,6 +141,13 @@ class Pool:
         self._drawers.close()
 
     def _write(self, scenes: Sequence[DrawnScene]) -> None:
+        number = sum(len(scene.edits) for scene in scenes)
+        rows = (torch.arange(number, device=self._device) + self.drawn) % CAPACITY
+        for name, values in self._values(scenes).items():
+            self._fields[name][rows] = values.to(self._device, self.fields[name][1])
+
+    def _values(self, scenes: Sequence[DrawnScene]) -> dict[str, Tensor]:
+        """The fields of the scenes' edits, [edits, ...] each."""
         device = self._device
         edits = [edit for scene in scenes for edit in scene.edits]
         owners = torch.tensor([i for i, scene in enumerate(scenes) for _ in scene.edits], device=device)
@@ -142,8 +157,7 @@ class Pool:
         targets, masked = self._encode(pictures, pictures[owners] * (1 - masks[:, None]))
         clip, t5 = self._tokenizers([edit.caption for edit in edits])
         detail = torch.from_numpy(np.stack([scene.detail for scene in scenes])).to(device)
-        rows = (torch.arange(len(edits), device=device) + self.drawn) % CAPACITY
-        written = {
+        return {
             "target": targets[owners],
             "masked": masked,
             "mask": pack_bits(pack_mask(masks) > 0.5),
@@ -151,23 +165,29 @@ class Pool:
             "t5": t5,
             "detail": detail[owners],
         }
-        for name, values in written.items():
-            self._fields[name][rows] = values.to(device, FIELDS[name][1])
 
     @torch.no_grad()
-    def _encode(self, pictures: Tensor, holed: Tensor) -> tuple[Tensor, Tensor]:
-        """Latents of the pictures (the mean) and of the masked pictures (a sample, as in the pipeline)."""
+    def _encode(self, pictures: Tensor, sampled: Tensor) -> tuple[Tensor, Tensor]:
+        """Latents of the pictures (the mean), and of those that are sampled, as the pipeline does what it shows the
+        denoiser."""
         with precision(self._device):
-            posterior = self._vae.encode(torch.cat([pictures, holed])).latent_dist
+            posterior = self._vae.encode(torch.cat([pictures, sampled])).latent_dist
         number = len(pictures)
         latents = torch.cat([posterior.mode()[:number].float(), posterior.sample()[number:].float()])
         tokens = pack((latents - self._vae.config.shift_factor) * self._vae.config.scaling_factor).half()
         return tokens[:number], tokens[number:]
 
+    def rows(self, size: int) -> Tensor:
+        """Indices of random examples, [size], on the pool's device."""
+        return torch.randint(min(self.drawn, CAPACITY), (size,), device=self._device)
+
     def batch(self, size: int) -> Batch:
         """A random batch, on the pool's device."""
-        rows = torch.randint(min(self.drawn, CAPACITY), (size,), device=self._device)
-        field = {name: values[rows] for name, values in self._fields.items()}
+        return self.taken(self.rows(size))
+
+    def taken(self, rows: Tensor) -> Batch:
+        """The examples of some indices."""
+        field = {name: self._fields[name][rows] for name in FIELDS}
         return Batch(
             target=field["target"].float(),
             masked=field["masked"].float(),

@@ -1,7 +1,7 @@
 #!/usr/bin/env bash
 # Makes again what depends on the embedded model's weights, after `python -m tools.train_embedded export`. Figures that
-# the documentation quotes go to $OUT; its tables are edited by hand. About two hours of two cores; every part can also
-# be run alone: remake.sh scores calibration quality pictures
+# the documentation quotes go to $OUT; its tables are edited by hand. About three hours of two cores; every part can also
+# be run alone: remake.sh scores calibration quality edges pictures
 set -euo pipefail
 
 PYTHON=${PYTHON:-.venv/bin/python}
@@ -29,6 +29,11 @@ quality() { # the tables of docs/quality.md
   "$PYTHON" -m benchmarks.quality by-ratio | tee "$OUT/by_ratio.txt"
 }
 
+edges() { # the ControlNet, which adds to this model's blocks: train it anew
+  rm -rf .train/edges
+  "$PYTHON" -m tools.train_edges | tee "$OUT/edges.txt"
+}
+
 pictures() { # docs/benchmarks_sheet_*.png, and the playground's screenshots
   "$PYTHON" -m benchmarks.evidence --only quality
   npm --prefix tests/browser run screenshots
@@ -36,8 +41,8 @@ pictures() { # docs/benchmarks_sheet_*.png, and the playground's screenshots
 
 for part in "${@:-all}"; do
   case $part in
-    all) scores && calibration && quality && pictures ;;
-    scores | calibration | quality | pictures) "$part" ;;
+    all) scores && calibration && quality && edges && pictures ;;
+    scores | calibration | quality | edges | pictures) "$part" ;;
     *)
       echo "remake.sh: no part $part" >&2
       exit 1

@@ -6,6 +6,7 @@ VAE_HELD_OUT = 6_000_000  # held-out scenes for the autoencoder's PSNR
 TEST = 9_000_000  # held-out scenes for the published figures; never used for tuning
 TEST_BOXES = 9_500_000  # the same, for box masks and the shape score
 TEST_WHOLE_BOXES = 9_700_000  # the same, for boxes that contain the whole garment and both hands
+EDGES_TEST = 9_950_000  # the same for the edge ControlNet
 SEGMENTER_TEST = 9_900_000  # held-out scenes for the segmenter's published figures
 VAE_TRAIN = 10_000_000
 DENOISER_TRAIN = 20_000_000
@@ -14,5 +15,6 @@ DECODER_TRAIN = 60_000_000
 REFINE_TRAIN = 50_000_000
 EXAMPLES = 40_000_000
 SEGMENTER_TRAIN = 70_000_000
+EDGES_TRAIN = 80_000_000
 
 TEST_CASES = 200

@@ -32,7 +32,7 @@ WORTH_BYTES = 1024**3
 
 
 USUAL = ((), (EMBEDDED_SEGMENTER,))
-"""Segmenters that no keeper is needed for: none, and one that is loaded in no time."""
+"""Segmenters that no keeper is needed for: none, and one that is loaded in no time, as the embedded ControlNet is."""
 
 
 class KeeperProcess:

@@ -1,4 +1,4 @@
-"""FluxControlNet: ControlNets of FLUX.1 dev and schnell, as InstantX and Shakker-Labs publish them, Union too."""
+"""FluxControlNet: ControlNets of FLUX.1 dev, schnell and Fill, as InstantX and Shakker-Labs publish them, Union too."""
 
 from __future__ import annotations
 
@@ -13,6 +13,7 @@ from model_executor.models.base import PrimeRow, Row
 from model_executor.models.controlnet.control_row import ControlRow
 from model_executor.models.controlnet.residuals import NOTHING
 from model_executor.models.controlnet.transformer_controlnet import ControlTransformer, TransformerControlNet
+from model_executor.models.latents import PATCH
 from model_executor.models.transformer.blocks import Block, RowSource
 from model_executor.models.transformer.flux_transformer import FluxTransformer
 from model_executor.patches.batch_patches import Where
@@ -59,12 +60,14 @@ class FluxControlTransformer(ControlTransformer, FluxTransformer):
 class FluxControlNet(TransformerControlNet):
     """What a block of a few adds, several blocks in a row of the transformer add."""
 
-    families: ClassVar[Collection[str]] = ("flux",)
-    alike = ("in_channels", "joint_attention_dim", "pooled_projection_dim", "num_attention_heads", "attention_head_dim")
+    families: ClassVar[Collection[str]] = ("flux", "flux-fill")
+    alike = ("joint_attention_dim", "pooled_projection_dim", "num_attention_heads", "attention_head_dim")
     transformer = FluxControlTransformer
 
     def _check(self, modes: Collection[int]) -> None:
         super()._check(modes)
+        if (seen := self._config.get("in_channels")) != (width := PATCH**2 * self._model.latent_channels):
+            raise self._refuse(f"in_channels is {seen}, and {width} of the transformer's are latents, which it sees")
         if self._config.get("conditioning_embedding_channels") is not None:
             reason = "it sees pixels (conditioning_embedding_channels), and those that see latents are served"
             raise self._refuse(reason)

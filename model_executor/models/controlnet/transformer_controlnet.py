@@ -61,6 +61,11 @@ class TransformerControlNet(ControlNet):
                 raise self._refuse(f"{name} is {config[name]}, and {model.config.get(name)} in the transformer")
         self._check_modes(modes, config.get("num_mode"))
 
+    @property
+    def recipe(self) -> str:
+        """With the blocks that add something, of which equal ones may steer transformers of other depths."""
+        return f"{super().recipe} {self._places}"
+
     def put(self, module: nn.Module) -> None:
         chosen, device = self.checkpoint, self.checkpoint.device
         operators = chosen_operators(chosen.kernels, device, batch_invariant=chosen.batch_invariant)

@@ -48,6 +48,7 @@ class Flux(LatentFamily):
     default_steps: int
     default_guidance: float
     has_true_cfg: bool
+    samples_controls = True
 
     def __init__(self, checkpoint: ModelCheckpoint) -> None:
         super().__init__(checkpoint)
@@ -81,6 +82,24 @@ class Flux(LatentFamily):
             truncated=clip_tokens.cut or tokens.cut,
         )
 
+    @property
+    def steered(self) -> SteeredModel | None:
+        return SteeredModel(
+            family=self.family,
+            config=self._transformer_config,
+            num_train_timesteps=self._sampling.num_train_timesteps,
+            token_size=self._token_size,
+            vae_scale=self._vae_scale,
+            latent_channels=self._latent_channels,
+        )
+
+    def encode_controls(self, pictures: Sequence[Tensor], seed: int, *, is_exact: bool) -> list[Tensor]:
+        """Latents, [image tokens, latent width], as FluxControlNetInpaintPipeline samples them, and with Fill
+        FluxControlNetFillInpaintPipeline (diffusers/examples/community/pipline_flux_fill_controlnet_Inpaint.py)."""
+        generator = torch.Generator("cpu").manual_seed(seed)
+        images = (to_image(self._here(picture)) for picture in pictures)
+        return [pack(self._posterior_sample(image, generator, is_exact)) for image in images]
+
     def _timesteps(self, num_inference_steps: int, image_tokens: int) -> dict[str, Any]:
         sigmas = np.linspace(1.0, 1 / num_inference_steps, num_inference_steps)
         return {"sigmas": sigmas, "mu": dynamic_shift(self._sampling.config, image_tokens)}
@@ -89,9 +108,9 @@ class Flux(LatentFamily):
 class FluxFill(Flux):
     """Checkpoints whose model_index.json names FluxFillPipeline: the denoiser sees the masked image and the mask.
 
-    Random draws: posterior noise of the image, initial noise, posterior noise of the masked image. At full strength,
-    with other latents to start from, and where the run goes on with latents of other steps, the first is drawn but
-    unused, and the image is not encoded.
+    Random draws: posterior noise of control pictures and of the image, initial noise, posterior noise of the masked
+    image. At full strength, with other latents to start from, and where the run goes on with latents of other steps,
+    that of the image is drawn but unused, and the image is not encoded.
     """
 
     family = "flux-fill"
@@ -109,6 +128,7 @@ class FluxFill(Flux):
         """
         generator = torch.Generator("cpu").manual_seed(inputs.seed)
         image, mask = to_image(self._here(inputs.template)), self._here(inputs.mask)[None, None]
+        self._draw_controls(inputs, image, generator)
         rows, columns = self.grid(image.shape[3], image.shape[2])
         sigmas = self._schedule(inputs, rows * columns)
         latents = pack(self._initial_latents(inputs, image, sigmas[0], generator))
@@ -155,7 +175,6 @@ class FluxInpaint(NoisedTemplate, Flux):
     checkpoints = "FLUX.1-dev, FLUX.1-schnell"
     summary = "FLUX.1 dev and schnell: keeps the noised template outside the mask at every step"
     default_steps, default_guidance, has_true_cfg = 28, 7.0, True
-    samples_controls = True
 
     def __init__(self, checkpoint: ModelCheckpoint) -> None:
         super().__init__(checkpoint)
@@ -166,23 +185,6 @@ class FluxInpaint(NoisedTemplate, Flux):
                 f"a denoiser of {channels} input channels is not supported under {checkpoint.class_name}, which has"
                 f" {self._latent_width}; that of Fill belongs under FluxFillPipeline",
             )
-
-    @property
-    def steered(self) -> SteeredModel | None:
-        return SteeredModel(
-            family=self.family,
-            config=self._transformer_config,
-            num_train_timesteps=self._sampling.num_train_timesteps,
-            token_size=self._token_size,
-            vae_scale=self._vae_scale,
-            latent_channels=self._latent_channels,
-        )
-
-    def encode_controls(self, pictures: Sequence[Tensor], seed: int, *, is_exact: bool) -> list[Tensor]:
-        """Latents, [image tokens, latent width], as FluxControlNetInpaintPipeline samples them."""
-        generator = torch.Generator("cpu").manual_seed(seed)
-        images = (to_image(self._here(picture)) for picture in pictures)
-        return [pack(self._posterior_sample(image, generator, is_exact)) for image in images]
 
 
 class FluxKontext(FluxInpaint):

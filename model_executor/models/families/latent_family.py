@@ -35,6 +35,9 @@ class LatentFamily(TransformerFamily):
     samples_packed = True
     """Whether the diffusers pipeline samples packed latents: a sampler that draws noise draws it in that shape."""
 
+    samples_controls: ClassVar[bool] = False
+    """Whether latents of control pictures are sampled from the VAE's posterior, before all else is drawn."""
+
     def __init__(self, checkpoint: ModelCheckpoint) -> None:
         super().__init__(checkpoint)
         try:
@@ -61,6 +64,13 @@ class LatentFamily(TransformerFamily):
     @abstractmethod
     def _unmasked_condition(self, clean: Tensor) -> Tensor:
         """The condition of a template with nothing masked. clean: its clean latents, [image tokens, latent width]."""
+
+    # ------------------------------------------------------------------------------------------------------ encoding
+
+    def _draw_controls(self, inputs: ImageInputs, image: Tensor, generator: torch.Generator) -> None:
+        """Draw what `encode_controls` has drawn with this seed. image: as `to_image` makes it."""
+        for _ in range(inputs.num_controls if self.samples_controls else 0):
+            self._draw(self._latent_shape(image), generator)
 
     # ------------------------------------------------------------------------------------------------------ priming
 
@@ -111,9 +121,6 @@ class NoisedTemplate(LatentFamily):
     samples_template: ClassVar[bool] = True
     """Whether the template's latents are sampled from the VAE's posterior; else they are its mode."""
 
-    samples_controls: ClassVar[bool] = False
-    """Whether latents of control pictures are sampled from the VAE's posterior, before all else is drawn."""
-
     empty_has_conditions: ClassVar[bool] = True
     """Whether a denoiser that sees the template as tokens of its own has them also where there is none."""
 
@@ -126,8 +133,7 @@ class NoisedTemplate(LatentFamily):
     def encode_image(self, inputs: ImageInputs) -> EncodedImage:
         generator = torch.Generator("cpu").manual_seed(inputs.seed)
         image, mask = to_image(self._here(inputs.template)), self._here(inputs.mask)
-        for _ in range(inputs.num_controls if self.samples_controls else 0):
-            self._draw(self._latent_shape(image), generator)  # by `encode_controls`
+        self._draw_controls(inputs, image, generator)
         rows, columns = self.grid(image.shape[3], image.shape[2])
         sigmas = self._schedule(inputs, rows * columns).to(self._device)
         clean, noise = self._clean_and_noise(inputs, image, generator)

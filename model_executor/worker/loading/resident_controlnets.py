@@ -51,9 +51,9 @@ class ResidentControlnets:
     def open(cls, configs: Sequence[ModelConfig], opened: Mapping[str, Opened], folder: Path) -> ResidentControlnets:
         """Open those of all models, without weights. folder: the user's cache. Raises ConfigError."""
         nets = {
-            config.name: {each.name: _opened(config, each, opened[config.name]) for each in config.controlnets}
+            config.name: {each.name: _opened(config, each, opened[config.name]) for each in config.steering}
             for config in configs
-            if config.controlnets
+            if config.steering
         }
         controls = {config.name: _controls(config, nets.get(config.name, {})) for config in configs}
         return cls(nets, controls, component_keys(_parts(nets), folder))

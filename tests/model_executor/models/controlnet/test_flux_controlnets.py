@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -17,9 +18,11 @@ from diffusers import (
 )
 from pipeline_rig import Rig, assert_same
 
-from core.config import ControlNetConfig
+from core.config import ControlNetConfig, ModelConfig
 from core.errors import ConfigError
 from core.ipc.shared_array import Arena
+from model_executor.checkpoint.loader import ModelCheckpoint
+from model_executor.models.controlnet.registry import make_controlnet
 from tools.random_checkpoints import make_flux
 from tools.random_controlnets import make_flux_controlnet
 
@@ -36,12 +39,12 @@ PARTS = ("scheduler", "vae", "text_encoder", "tokenizer", "text_encoder_2", "tok
 
 class ControlRig(Rig):
     def __init__(self, folder: Path, arena: Arena) -> None:
-        paths = {name: make_flux_controlnet(folder / name, **options) for name, options in NETS.items()}
+        self.paths = {name: make_flux_controlnet(folder / name, **options) for name, options in NETS.items()}
         types = {"union": {"canny": 0, "depth map": 2}}
-        nets = [ControlNetConfig(name, str(path), types.get(name, {})) for name, path in paths.items()]
+        nets = [ControlNetConfig(name, str(path), types.get(name, {})) for name, path in self.paths.items()]
         self.checkpoint = make_flux(folder / "flux", guidance_embeds=True)
         super().__init__(self.checkpoint, arena, FluxInpaintPipeline, controlnets=nets)
-        self.nets = {name: FluxControlNetModel.from_pretrained(path) for name, path in paths.items()}
+        self.nets = {name: FluxControlNetModel.from_pretrained(path) for name, path in self.paths.items()}
 
     def steered(self, name: str, controls: Sequence[Steered], **options: Any) -> ControlledEdit:
         strength = options.pop("strength", 1.0)
@@ -105,6 +108,16 @@ def test_company_changes_nothing(rig: ControlRig) -> None:
     for before, after in zip(alone, run_together(rig, edits), strict=True):
         assert np.array_equal(before, after)
     assert len(rig.store) == 0
+
+
+def test_only_transformers_of_one_depth_share_a_controlnet(rig: ControlRig) -> None:
+    """It adds to other blocks of a deeper one."""
+    model = rig.family.steered
+    assert model is not None
+    deeper = replace(model, config={**model.config, "num_layers": model.config["num_layers"] + 1})
+    net = ModelCheckpoint.open(ModelConfig(model=str(rig.paths["edges"]), dtype="float32"))
+    recipes = [make_controlnet(net, each, ()).recipe for each in (model, replace(model), deeper)]
+    assert recipes[0] == recipes[1] != recipes[2]
 
 
 @pytest.mark.parametrize(

@@ -1,0 +1,1 @@
+"""Training of the embedded model's edge ControlNet. The server does not need it."""
