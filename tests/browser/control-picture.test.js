@@ -34,18 +34,19 @@ path = "sd"
 controlnets = ["edges", "depth"]
 `;
 
-let browser, folder, server;
+let browser, folder, server, plain;
 
 before(async () => {
   folder = mkdtempSync(join(tmpdir(), "control-picture-"));
   runPython(MODELS, folder);
   writeFileSync(join(folder, "models.toml"), CATALOG);
-  [browser, server] = await Promise.all([launch(), startServer("--catalog", join(folder, "models.toml"))]);
+  const servers = [startServer("--catalog", join(folder, "models.toml")), startServer("--model", join(folder, "sd"))];
+  [browser, server, plain] = await Promise.all([launch(), ...servers]);
 });
 
 after(async () => {
   await browser?.close();
-  await server?.stop();
+  await Promise.all([server?.stop(), plain?.stop()]);
   rmSync(folder, { recursive: true });
 });
 
@@ -65,11 +66,20 @@ async function select(page) {
 
 test("a model without ControlNets is offered no control picture", () =>
   withPage(browser, {}, async (page) => {
-    await openPlayground(page, OPEN_URL);
+    await openPlayground(page, plain.url);
     await select(page);
     for (const id of ["#control-box", "#control-type", "#control-scale"]) assert.ok(await page.isHidden(id), id);
     await edit(page, "a red shirt");
     assert.deepEqual(await control(page), {});
+  }));
+
+test("the embedded model is offered a picture of edges", () =>
+  withPage(browser, {}, async (page) => {
+    await openPlayground(page, OPEN_URL);
+    await select(page);
+    await give(page, EDGES);
+    await edit(page, "a red shirt");
+    assert.deepEqual(await control(page), { control_image: EDGES, control_type: "edges" });
   }));
 
 test("a control picture is given, described, sent and removed", () =>
