@@ -89,6 +89,10 @@ class PeerSockets:
                 os.close(fd)
         return True
 
+    def has_room(self, rank: int) -> bool:
+        """Whether a rank's inbox has room for a message."""
+        return bool(select.select([], [self._outboxes[rank]], [], 0)[1])
+
     def wait_for_room(self, rank: int) -> None:
         """Wait until a rank's inbox has room, or this one a message; at most some milliseconds."""
         select.select([self._inbox], [self._outboxes[rank]], [], FULL_SECONDS)

@@ -85,7 +85,7 @@ class UnetControlNet(ControlNet):
         box = control_box(rows[0], self._num_levels)
         latents = _within(torch.cat([unpack(row.latents, row.grid, TOKEN_SIDE) for row in rows]), box)
         maps = self._maps(rows, latents, [(_within(each.embedded[0], box), each) for each in shown])
-        return Residuals(tuple(range(len(maps))), tuple(maps))
+        return Residuals(tuple(range(len(maps))), (maps,))
 
     def _maps(self, rows: Sequence[Row], latents: Tensor, shown: Sequence[tuple[Tensor, Shown]]) -> Sequence[Tensor]:
         """What is added to the maps of the way down, and to that of the middle. shown: with each, what is embedded of

@@ -6,7 +6,7 @@ The engine counts references and says what to free. One thread reads and writes 
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from math import prod
 from typing import Any, Protocol
 
@@ -24,6 +24,9 @@ numbers that steps read on the host, such as the lengths of prompts: reading the
 """
 
 ALIGNMENT = 64  # bytes
+
+SERIES = "series"
+"""In place of a dtype, in references to series."""
 
 
 class SharedMemory(Protocol):
@@ -66,7 +69,7 @@ class TensorStore:
     def put_series(self, key: TensorKey, tensors: Sequence[Tensor]) -> TensorRef:
         """Store a series of tensors under `key`, replacing the previous one; returns a reference that describes it."""
         series = self._series.setdefault(key.request_id, {})[key] = tuple(tensors)
-        return self._series_ref(key, series)
+        return self.describe(key, series)
 
     def get_series(self, key: TensorKey) -> tuple[Tensor, ...]:
         """The series stored under `key`; () if there is none."""
@@ -78,7 +81,7 @@ class TensorStore:
         if tensor is not None:
             return self._ref(key, tensor)
         series = self.get_series(key)
-        return self._series_ref(key, series) if series else None
+        return self.describe(key, series) if series else None
 
     def free(self, key: TensorKey) -> None:
         """Delete what is under a key, or all of a request's when `node` and `name` are empty. Keys that are not on this
@@ -131,18 +134,23 @@ class TensorStore:
             raise self._missing(key)
         if ref.nbytes > there.size:
             raise ValueError(f"a value of {ref.nbytes} bytes does not fit {there.size}")
-        tensors = self.get_series(key) if ref.parts else (self.get(key),)
+        self.write_all(self.get_series(key) if ref.parts else (self.get(key),), there)
+
+    @staticmethod
+    def write_all(tensors: Iterable[Tensor], there: npt.NDArray[Any]) -> None:
+        """Write tensors to an array of uint8, where `read` finds them."""
         target, start = torch.from_numpy(there), 0
         for tensor in tensors:
             target[start : start + tensor.nbytes].copy_(tensor.contiguous().reshape(-1).view(torch.uint8))
             start += _padded(tensor.nbytes)
 
     def put_bytes(self, ref: TensorRef, there: npt.NDArray[Any]) -> None:
-        """Store a copy of another rank's value, whose bytes are in an array of uint8."""
-        if ref.parts:
-            self.put_series(ref.key, self._read(there, ref.parts))
-        else:
-            self.put(ref.key, *self._read(there, ((ref.dtype, ref.shape, ref.stays_on_host),)))
+        """Store a copy of another rank's tensor, whose bytes are in an array of uint8."""
+        self.put(ref.key, *self._read(there, ((ref.dtype, ref.shape, ref.stays_on_host),)))
+
+    def read(self, ref: TensorRef, there: npt.NDArray[Any]) -> tuple[Tensor, ...]:
+        """A copy of the tensors of another rank's series, whose bytes are in an array of uint8."""
+        return self._read(there, ref.parts)
 
     def _read(self, there: npt.NDArray[Any], parts: Parts) -> tuple[Tensor, ...]:
         source, tensors, start = torch.from_numpy(there), list[Tensor](), 0
@@ -161,10 +169,11 @@ class TensorStore:
         stays_on_host = is_in_host_memory and self.device.type != "cpu"
         return TensorRef(key, self.rank, shape, dtype, tensor.nbytes, stays_on_host=stays_on_host)
 
-    def _series_ref(self, key: TensorKey, series: Sequence[Tensor]) -> TensorRef:
+    def describe(self, key: TensorKey, series: Sequence[Tensor]) -> TensorRef:
+        """A reference that describes a series, or a part of one."""
         parts = tuple(_part(tensor) for tensor in series)
         nbytes = sum(_padded(tensor.nbytes) for tensor in series)
-        return TensorRef(key, self.rank, (len(series),), "series", nbytes, parts=parts)
+        return TensorRef(key, self.rank, (len(series),), SERIES, nbytes, parts=parts)
 
     def _missing(self, key: TensorKey) -> MissingValueError:
         name = f"{key.node}.{key.name} version {key.version} of {key.request_id}"
