@@ -1,4 +1,4 @@
-"""Orders: what the engine sends a worker, in order. While a batch runs, plans that have come may be looked at before it is
+"""Orders: what the engine sends a worker, in order. While a batch runs, plans that have come may be looked at before
 their turn: other ranks may wait for what the batch makes.
 """
 

@@ -118,14 +118,13 @@ class Exchange:
         assert self._sockets is not None, "an engine with one rank delivers nothing"
         key, sent = delivery.key, self._num_sent.pop((self._seq, delivery), 0)
         ref, series = self._store.find(key), self._store.get_series(key)
+        data: npt.NDArray[np.uint8] | None = None
         if series:
             header, data = self._part(self._seq, key, series, sent, is_last=True)
         else:
-            header, data = (
-                msgspec.msgpack.encode(Parcel(self._seq, key, ref)),
-                np.empty(ref.nbytes if ref else 0, np.uint8),
-            )
+            header = msgspec.msgpack.encode(Parcel(self._seq, key, ref))
             if ref is not None:
+                data = np.empty(ref.nbytes, np.uint8)
                 self._store.write(key, data)
         while not self._is_void_for(delivery.target) and not self._sockets.post(delivery.target, header, data):
             self._receive_all()  # the other rank may be waiting for room here, too; or it has died
