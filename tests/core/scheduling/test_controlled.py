@@ -60,9 +60,10 @@ class Rig:
                 self.batches += plan.batches
                 self.workers.submit(plan)
             for rank in self.scheduler.ranks.up:
+                num_plans = len(self.workers.queues[rank])
                 for result in self.workers.run_one(rank):
-                    idle = False
                     apply(self.scheduler, result)
+                idle = idle and len(self.workers.queues[rank]) == num_plans
             happens()
             self.outputs += self.scheduler.take_outputs()
 
