@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -17,6 +18,7 @@ from diffusers import (
     StableDiffusionControlNetPipeline,
 )
 from edits import box_mask, picture
+from fault_kit import processes
 from PIL import Image
 
 from core.config import ControlNetConfig, ModelConfig
@@ -152,6 +154,45 @@ def test_two_ranks_change_no_bit(folder: Path, alone: dict[str, Pixels]) -> None
         together = pixels(engine, [*EDITS.values()])
     for (name, before), after in zip(alone.items(), together, strict=True):
         assert np.array_equal(before, after), name
+
+
+@pytest.fixture(scope="module")
+def beside(folder: Path) -> Iterator[ImageEngine]:
+    """Two ranks, and it is known what batches take."""
+    with open_engine(folder, workers_per_engine=2) as engine:
+        for name in ("edges", "edges", "flux", "flux"):
+            pixels(engine, [EDITS[name]])
+        yield engine
+
+
+@pytest.mark.parametrize("name", ["edges", "both", "masked", "generation", "flux", "flux masked"])
+def test_a_controlnet_on_a_rank_of_its_own_changes_no_bit(
+    beside: ImageEngine, alone: dict[str, Pixels], name: str
+) -> None:
+    before = [sum(each.cpu_times()[:2]) for each in processes("worker")[-2:]]
+    (made,) = pixels(beside, [EDITS[name]])
+    assert np.array_equal(made, alone[name])
+    worked = [sum(each.cpu_times()[:2]) - was for each, was in zip(processes("worker")[-2:], before, strict=True)]
+    assert min(worked) >= 0.1 * max(worked), "one rank did all of it"
+
+
+def test_company_of_controlnets_beside_changes_no_bit(beside: ImageEngine, alone: dict[str, Pixels]) -> None:
+    together = pixels(beside, [*EDITS.values()])
+    for (name, before), after in zip(alone.items(), together, strict=True):
+        assert np.array_equal(before, after), name
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+def test_the_death_of_either_rank_changes_no_bit(beside: ImageEngine, alone: dict[str, Pixels], rank: int) -> None:
+    victim = processes("worker")[-2:][rank]
+    killing = threading.Timer(0.3, victim.kill)
+    killing.start()
+    names = ["edges", "flux"] * 2
+    together = pixels(beside, [EDITS[name] for name in names])
+    killing.join()
+    assert not victim.is_running()
+    for name, after in zip(names, together, strict=True):
+        assert np.array_equal(alone[name], after), name
 
 
 @pytest.mark.parametrize("name", ["masked", "flux masked"])
