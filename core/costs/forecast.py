@@ -49,18 +49,6 @@ class Pace:
         return (self.fixed[-1] + self.slope[-1] * size * most / number) * number / most
 
 
-def linear_pace(base_seconds: float) -> Pace:
-    """For sizes in seconds, and a constant part that does not depend on the requests."""
-    return _Linear((base_seconds,), (1.0,))
-
-
-class _Linear(Pace):
-    __slots__ = ()
-
-    def seconds(self, number: int, size: float) -> float:
-        return self.fixed[0] + size
-
-
 @dataclass(frozen=True, slots=True)
 class Forecast:
     """Of one lane."""

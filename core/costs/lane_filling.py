@@ -25,9 +25,16 @@ class LaneBuilder:
     most: int = 0  # the largest number of requests that were looked at together
     work: float = 0.0  # seconds that the chosen ones take one after the other, and until the rank is free
 
+    @property
+    def is_in_time(self) -> bool:
+        """Whether all that are chosen are."""
+        chosen = [self.tasks[index] for index in self.chosen]
+        return not chosen or self.slots.end_of_last(chosen) < inf
+
     def add(self, index: int) -> None:
         """Serve a task, which is due last."""
         self.chosen.append(index)
+        self.most = max(self.most, len(self.chosen))
         self.work += self.slots.seconds_alone(self.tasks[index])
 
     def end_with(self, index: int) -> float:
@@ -47,10 +54,16 @@ def fill_lanes(tasks: Sequence[SlotTask], ranks: Sequence[Forecast]) -> list[Lan
     """The lanes of these ranks, which together serve as many requests as can be in time. tasks: the one that is due
     first comes first.
 
-    Moore and Hodgson's algorithm: requests are added by due time, each to the lane where it is done first while all
-    stay in time; if there is none, the one with most work left goes. For one rank it is optimal where a step takes as
-    much longer as it has more requests; where batches are worth it, the number of slots matters, see `best_schedules`.
+    Each goes where least work is left, if all are in time then. Else Moore and Hodgson's algorithm: requests are added
+    by due time, each to the lane where it is done first while all stay in time; if there is none, the one with most
+    work left goes. For one rank it is optimal where a step takes as much longer as it has more requests; where batches
+    are worth it, the number of slots matters, see `best_schedules`.
     """
+    lanes = [LaneBuilder(slots, tasks, work=slots.start) for slots in ranks]
+    for index, task in enumerate(tasks):
+        min(_able(task, lanes), key=lambda lane: (lane.work, len(lane.chosen))).add(index)
+    if all(lane.is_in_time for lane in lanes):
+        return lanes
     lanes = [LaneBuilder(slots, tasks, work=slots.start) for slots in ranks]
     for index, task in enumerate(tasks):
         able = nsmallest(MOST_TRIED, _able(task, lanes), key=lambda lane: lane.work)
@@ -100,10 +113,9 @@ def best_schedules(
 
     Many slots make a rank efficient, which later requests gain by; few slots let the first requests finish early.
     """
-    fill = fill_lanes if any(task.due_in < inf for task in tasks) else spread
     found = list[tuple[int, int, float, int, list[Schedule]]]()
     for number in slots_to_try(max(1, min(most_slots, len(tasks)))):
-        lanes = fill(tasks, [Forecast(number, pace, blocks, start) for start in starts])
+        lanes = fill_lanes(tasks, [Forecast(number, pace, blocks, start) for start in starts])
         served, seconds = _judge(tasks, lanes, num_later)
         schedules = [Schedule(tuple(lane.chosen), number) for lane in lanes]
         found.append((served, number if number > largest_seen else 0, -seconds, number, schedules))
@@ -121,16 +133,6 @@ def _judge(tasks: Sequence[SlotTask], lanes: Sequence[LaneBuilder], num_later: i
             call = tasks[index].call or index
             last[call] = max(end, last.get(call, 0.0))
     return num_served, sum(last.values()) + (num_later + TO_COME * len(last)) * max(last.values(), default=0.0)
-
-
-def spread(tasks: Sequence[SlotTask], ranks: Sequence[Forecast]) -> list[LaneBuilder]:
-    """The lanes of these ranks, where none of the tasks has a due time: each goes where least work is left."""
-    lanes = [LaneBuilder(slots, tasks, work=slots.start) for slots in ranks]
-    for index, task in enumerate(tasks):
-        min(_able(task, lanes), key=lambda lane: (lane.work, len(lane.chosen))).add(index)
-    for lane in lanes:
-        lane.most = len(lane.chosen)
-    return lanes
 
 
 def _able(task: SlotTask, lanes: Sequence[LaneBuilder]) -> Sequence[LaneBuilder]:

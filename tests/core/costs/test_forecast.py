@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from core.costs.forecast import Forecast, Pace, SlotTask, linear_pace
+from core.costs.forecast import Forecast, Pace, SlotTask
 from core.costs.lane_filling import best_schedules, fill_lanes
 
 PACE = Pace((1.0, 1.1, 1.3, 1.8), (0.0, 0.1, 0.1, 0.1))
@@ -20,7 +20,7 @@ TASKS = st.lists(
 ).map(lambda drawn: sorted((SlotTask(*values) for values in drawn), key=lambda task: task.due_in))
 
 
-LINEAR = linear_pace(0.0)
+LINEAR = Pace((0.0,) * 8, (1.0,) * 8)
 
 
 def are_in_time(tasks: Sequence[SlotTask], slots: Forecast) -> bool:
@@ -77,7 +77,6 @@ def test_the_end_of_the_last_one_of_all_that_are_in_time(
 
 def test_more_requests_than_measured_cost_in_proportion() -> None:
     assert PACE.seconds(8, 8.0) == pytest.approx(2 * PACE.seconds(4, 4.0))
-    assert linear_pace(1.0).seconds(3, 2.5) == 3.5
 
 
 @given(TASKS, st.integers(1, 4), st.booleans())
@@ -184,7 +183,7 @@ def test_as_many_slots_are_tried_as_no_batch_has_shown_the_time_of_unless_one_wo
 
 def test_the_images_of_a_call_share_steps_because_all_of_them_are_waited_for() -> None:
     """One by one the first is done sooner, and all later by a little."""
-    pace = linear_pace(0.1)
+    pace = Pace((0.1,) * 3, (1.0,) * 3)
     of_calls = [SlotTask(4, 1.0, call="a")] * 3, [SlotTask(4, 1.0, call=name) for name in "abc"]
     together, apart = (best_schedules(tasks, 3, pace, [0.0], largest_seen=3)[0].num_slots for tasks in of_calls)
     assert (together, apart) == (3, 1)

@@ -22,6 +22,7 @@ from core.scheduling.policies.planner.step_homes import StepCost, StepHomes
 from core.scheduling.policies.policy import SchedulingPolicy
 from core.scheduling.policies.step_pass import eligible
 from core.scheduling.requests.request import Request, Status
+from core.scheduling.requests.work_left import WorkLeft
 from core.scheduling.view import View
 
 PLAN_EVERY = 64
@@ -185,13 +186,13 @@ class Default(SchedulingPolicy):
             self._homes,
             lanes,
             self._costs,
-            lambda request: self._alone(view, request),
+            lambda request, work: self._alone(view, request, work),
             HEADROOM * self._pauses.stretch,
         ).plan(requests)
 
-    def _alone(self, view: View, request: Request) -> float:
+    def _alone(self, view: View, request: Request, work: WorkLeft) -> float:
         """Seconds of a request's remaining work if it had all ranks."""
-        prediction, work = self._prediction(view, request), view.work_left(request)
+        prediction = self._prediction(view, request)
         if len(prediction.seconds) == 1:
             return work.alone
         return work.before + work.steps * prediction.least_step + work.after

@@ -9,6 +9,7 @@ from core.graph.workflow import Node, op_of
 from core.handles import RankIds
 from core.scheduling.dispatch import Decision, Dispatch
 from core.scheduling.policies.planner.plan import Plan, has_steps
+from core.scheduling.policies.planner.repeated_steps import is_elsewhere
 from core.scheduling.policies.planner.step_homes import StepCost, StepHomes
 from core.scheduling.policies.step_pass import StepPass
 from core.scheduling.requests.deadlines import due
@@ -56,7 +57,9 @@ class LanePass(StepPass):
         return large + small
 
     def _admit_planned(self, room: int) -> list[Request]:
-        """Requests that have made all of their steps, then served ones. room: for so many that have not begun."""
+        """Requests that have made all of their steps, then served ones, but for those that have nothing to do with the
+        open ranks. room: for so many that have not begun.
+        """
         ended = self.apart | self.given_up
         running = (each for each in self.view.requests.running if each.id not in ended)
         admitted = [each for each in running if not each.progress.steps_left]
@@ -66,9 +69,13 @@ class LanePass(StepPass):
                     continue
                 room -= 1
                 admitted.append(request)
-            elif has_steps(request):
+            elif has_steps(request) and not self._is_elsewhere(request):
                 admitted.append(request)
         return admitted
+
+    def _is_elsewhere(self, request: Request) -> bool:
+        """Whether nothing of a small request could go to the open ranks, so that a pass need not look at it."""
+        return not (request.has_lost_rank or request.progress.pending) and is_elsewhere(self.view, request, self.place)
 
     def _choose_step(self) -> Mapping[int, int]:
         """The steps of served requests. Where a rank would have nothing to do, because these wait for pages or memory
@@ -77,6 +84,7 @@ class LanePass(StepPass):
         tokens = dict(StepPass._choose_step(self))
         idle = {rank for rank in self.view.idle_ranks if not self._has_work(rank)}
         served = {request.id for request, _ in self._candidates} | self.given_up
+        served.update(each.id for each in self.plan.served)
         running = self.view.requests.running if idle else []
         is_moving = any(each.num_moving for each in running) or next(self._fetches(), None) is not None
         if len(idle) < len(self.view.ranks) or is_moving:
@@ -102,6 +110,9 @@ class LanePass(StepPass):
         what comes meanwhile joins those that wait.
         """
         decisions = StepPass.run(self)
+        given = [each.ranks[0] for each in decisions if isinstance(each, Dispatch)]
+        if len({*given}) == len(given):
+            return decisions
         making_steps = {home for each in self.plan.served if (home := self.place.of(each)) is not None}
         if not making_steps:
             return decisions

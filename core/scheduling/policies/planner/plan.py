@@ -114,7 +114,7 @@ class Planner:
     place: StepHomes
     lanes: RankIds  # ranks where small requests make steps
     costs: Mapping[str, StepCost]  # of small requests, by id
-    alone: Callable[[Request], float]  # seconds of its remaining work, with as many ranks as are useful
+    alone: Callable[[Request, WorkLeft], float]  # seconds of what is left of it, with as many ranks as are useful
     stretch: float  # time that passes, as a multiple of the predicted computing time
     _num_on: dict[int, int] = field(default_factory=dict)  # rank -> denoisers whose requests may make steps there
 
@@ -142,7 +142,7 @@ class Planner:
     def _judge(self, request: Request) -> Candidate:
         work, time = self.view.work_left(request), due(request.head)
         seconds = inf if time is None else (time - self.now) / self.stretch
-        alone = self.alone(request)
+        alone = self.alone(request, work)
         return Candidate(request, work, alone, seconds, alone > seconds)
 
     def _tried(self, candidates: Sequence[Candidate]) -> Candidate | None:
@@ -181,7 +181,8 @@ class Planner:
             deadline = request.head.deadline
             if deadline is None or request.id in may_run or request.status is Status.RUNNING:
                 continue
-            if self.now + self.view.load_seconds(request) + self.alone(request) > deadline:
+            alone = self.alone(request, self.view.work_left(request))
+            if self.now + self.view.load_seconds(request) + alone > deadline:
                 yield GiveUp(request, TOO_LATE)
 
     def _why_given_up(self, candidate: Candidate, *, is_needed: bool) -> Failure | None:

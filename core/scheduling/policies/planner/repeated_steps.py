@@ -60,7 +60,7 @@ class RepeatedSteps:
         that are to make steps. homes: of the small requests.
         """
         newcomers = [request for request in served if request.id not in self._names]
-        if view.jobs() or not all(_is_elsewhere(view, request, homes) for request in newcomers):
+        if view.jobs() or not all(is_elsewhere(view, request, homes) for request in newcomers):
             return None
         ids = {request.id for request in served}
         batches = [batch for ranks, batch in self._batches.items() if view.open_ranks.issuperset(ranks)]
@@ -72,15 +72,15 @@ class RepeatedSteps:
                 return None
             names = request.workflow.step_names
             is_only_stepping = all(node.name in names for node in view.ready(request))
-            if not (is_only_stepping or (all_repeat and _is_elsewhere(view, request, homes))):
+            if not (is_only_stepping or (all_repeat and is_elsewhere(view, request, homes))):
                 return None
         can_all = all(_can_be_repeated(view, batch, ids) for batch in batches)
         return batches if batches and can_all else None
 
 
-def _is_elsewhere(view: View, request: Request, homes: StepHomes) -> bool:
+def is_elsewhere(view: View, request: Request, homes: StepHomes) -> bool:
     """Whether a request has begun, has nothing on the open ranks, and is not at home on one of them. Other work of it
-    goes there or to a rank without requests.
+    than previews goes there or to a rank without requests.
     """
     return (
         request.status is Status.RUNNING
