@@ -141,7 +141,7 @@ def copy_seconds(rounds: int) -> tuple[float, float]:
     found: list[tuple[float, float]] = []
     for _ in range(max(rounds, 5)):
         started = time.perf_counter()
-        ranks[0].post(1, b"header", data)
+        ranks[0].post(1, b"header", [data])
         sent = time.perf_counter()
         _, received = ranks[1].receive()
         torch.from_numpy(received).view(torch.int64).sum()

@@ -13,7 +13,7 @@ CONTROLS = Port("controls", "controls")
 
 def controlled(workflow: Workflow) -> Workflow:
     """The workflow with ControlNets before each step of the request's own model. They read what the step reads, and the
-    control pictures, which are encoded once for each size of the picture. The step needs what they make only as it runs.
+    control pictures, which are encoded once for each size of the picture. What they make is taken as the step runs.
     """
     nodes = tuple(each for node in workflow.nodes for each in _with_controlnet(node))
     name = f"controlled_{workflow.name}"

@@ -118,26 +118,21 @@ class Exchange:
         assert self._sockets is not None, "an engine with one rank delivers nothing"
         key, sent = delivery.key, self._num_sent.pop((self._seq, delivery), 0)
         ref, series = self._store.find(key), self._store.get_series(key)
-        data: npt.NDArray[np.uint8] | None = None
         if series:
             header, data = self._part(self._seq, key, series, sent, is_last=True)
         else:
             header = msgspec.msgpack.encode(Parcel(self._seq, key, ref))
-            if ref is not None:
-                data = np.empty(ref.nbytes, np.uint8)
-                self._store.write(key, data)
+            data = self._store.packed(() if ref is None else (self._store.get(key),))
         while not self._is_void_for(delivery.target) and not self._sockets.post(delivery.target, header, data):
             self._receive_all()  # the other rank may be waiting for room here, too; or it has died
             self._sockets.wait_for_room(delivery.target)
 
     def _part(
         self, seq: int, key: TensorKey, series: Sequence[Tensor], start: int, *, is_last: bool
-    ) -> tuple[bytes, npt.NDArray[np.uint8]]:
+    ) -> tuple[bytes, Sequence[npt.NDArray[np.uint8]]]:
         """A message with the tensors of a series from number `start` on: (header, data)."""
         ref = self._store.describe(key, series[start:])
-        data = np.empty(ref.nbytes, np.uint8)
-        self._store.write_all(series[start:], data)
-        return msgspec.msgpack.encode(Parcel(seq, key, ref, start, is_last)), data
+        return msgspec.msgpack.encode(Parcel(seq, key, ref, start, is_last)), self._store.packed(series[start:])
 
     def _is_void_for(self, rank: int) -> bool:
         """Whether a rank has died since the plan in execution was sent."""

@@ -107,14 +107,14 @@ class TensorStore:
         """
         if ref.handle is None or ref.key in self._tensors.get(ref.key.request_id, {}):
             return self.get(ref.key)
-        (tensor,) = self._read(self._arena.view(ref.handle), ((ref.dtype, ref.shape, ref.stays_on_host),))
+        (tensor,) = self._copies(ref.handle, ((ref.dtype, ref.shape, ref.stays_on_host),))
         return tensor
 
     def resolve_series(self, ref: TensorRef) -> tuple[Tensor, ...]:
         """The same for a series; () if there is none."""
         if ref.handle is None or ref.key in self._series.get(ref.key.request_id, {}):
             return self.get_series(ref.key)
-        return self._read(self._arena.view(ref.handle), ref.parts)
+        return self._copies(ref.handle, ref.parts)
 
     def export(self, ref: TensorRef) -> TensorRef:
         """Write the bytes of a value of this rank to `ref.handle`; returns `ref`. Raises ValueError if they do not fit
@@ -134,30 +134,39 @@ class TensorStore:
             raise self._missing(key)
         if ref.nbytes > there.size:
             raise ValueError(f"a value of {ref.nbytes} bytes does not fit {there.size}")
-        self.write_all(self.get_series(key) if ref.parts else (self.get(key),), there)
-
-    @staticmethod
-    def write_all(tensors: Iterable[Tensor], there: npt.NDArray[Any]) -> None:
-        """Write tensors to an array of uint8, where `read` finds them."""
         target, start = torch.from_numpy(there), 0
-        for tensor in tensors:
-            target[start : start + tensor.nbytes].copy_(tensor.contiguous().reshape(-1).view(torch.uint8))
+        for tensor in self.get_series(key) if ref.parts else (self.get(key),):
+            target[start : start + tensor.nbytes].copy_(_bytes_of(tensor))
             start += _padded(tensor.nbytes)
 
+    @staticmethod
+    def packed(tensors: Iterable[Tensor]) -> list[npt.NDArray[np.uint8]]:
+        """The bytes of tensors, one after the other as in `Parts`, without a copy of what is in host memory."""
+        chunks: list[npt.NDArray[np.uint8]] = []
+        for tensor in tensors:
+            chunks.append(_bytes_of(tensor).cpu().numpy())
+            if padding := _padded(tensor.nbytes) - tensor.nbytes:
+                chunks.append(np.zeros(padding, np.uint8))
+        return chunks
+
     def put_bytes(self, ref: TensorRef, there: npt.NDArray[Any]) -> None:
-        """Store a copy of another rank's tensor, whose bytes are in an array of uint8."""
-        self.put(ref.key, *self._read(there, ((ref.dtype, ref.shape, ref.stays_on_host),)))
+        """Store another rank's tensor, of the bytes in an array of uint8, which it may keep."""
+        self.put(ref.key, *self._tensors_of(torch.from_numpy(there), ((ref.dtype, ref.shape, ref.stays_on_host),)))
 
     def read(self, ref: TensorRef, there: npt.NDArray[Any]) -> tuple[Tensor, ...]:
-        """A copy of the tensors of another rank's series, whose bytes are in an array of uint8."""
-        return self._read(there, ref.parts)
+        """The tensors of another rank's series, of the bytes in an array of uint8, which they may keep."""
+        return self._tensors_of(torch.from_numpy(there), ref.parts)
 
-    def _read(self, there: npt.NDArray[Any], parts: Parts) -> tuple[Tensor, ...]:
-        source, tensors, start = torch.from_numpy(there), list[Tensor](), 0
+    def _copies(self, handle: ArrayRef, parts: Parts) -> tuple[Tensor, ...]:
+        """Tensors from shared memory, whose place other values take later."""
+        return self._tensors_of(torch.from_numpy(self._arena.view(handle)).clone(), parts)
+
+    def _tensors_of(self, source: Tensor, parts: Parts) -> tuple[Tensor, ...]:
+        tensors, start = list[Tensor](), 0
         for name, shape, is_in_host_memory in parts:
             dtype: torch.dtype = getattr(torch, name)
             nbytes = prod(shape) * dtype.itemsize
-            tensor = source[start : start + nbytes].clone().view(dtype).view(shape)
+            tensor = source[start : start + nbytes].view(dtype).view(shape)
             tensors.append(tensor if is_in_host_memory else tensor.to(self.device))
             start += _padded(nbytes)
         return tuple(tensors)
@@ -182,6 +191,10 @@ class TensorStore:
 
 def _part(tensor: Tensor) -> tuple[str, tuple[int, ...], bool]:
     return str(tensor.dtype).removeprefix("torch."), tuple(tensor.shape), tensor.device.type == "cpu"
+
+
+def _bytes_of(tensor: Tensor) -> Tensor:
+    return tensor.contiguous().reshape(-1).view(torch.uint8)
 
 
 def _padded(nbytes: int) -> int:

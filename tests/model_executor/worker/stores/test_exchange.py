@@ -183,7 +183,7 @@ def test_ranks_that_send_each_other_more_than_an_inbox_holds_do_not_block(ranks:
     assert not any(thread.is_alive() for thread in threads)
 
 
-# ------------------------------------------------------------------------------------------------ series as they are made
+# --------------------------------------------------------------------------------------- series as they are made
 
 
 class Streaming:
