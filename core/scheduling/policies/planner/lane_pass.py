@@ -164,15 +164,14 @@ class LanePass(StepPass):
         """The rank that computes ControlNets for a request's next step: an open one beside its own that nobody else has
         steps on, if that pays.
         """
-        ranks, own = self.view.ranks_with(request.keys_of(node)), self.view.page_rank(request)
-        if own is None:
-            taken = {rank for group in self.groups.values() for rank in group}
-            own = self.groups[request.id][0] if request.id in self.groups else self._last_home(request)
-            number = self.place.num_on(ranks)
+        ranks, device = self.view.ranks_with(request.keys_of(node)), self.view.page_rank(request)
+        group = self.groups.get(request.id) or (self._last_home(request),)
+        own = group[0] if device is None else device
+        if device is None and self.view.config.degree == 1 and self._is_worth_a_rank(request, node):
+            number, taken = self.place.num_on(ranks), {rank for each in self.groups.values() for rank in each}
             free = self.view.open_ranks - taken - {own}
             beside = [rank for rank in ranks if rank in free and not number[rank]]
-            if beside and self._is_worth_a_rank(request, node):
-                return beside[0]
+            own = beside[0] if beside else own
         return own if own in ranks else ranks[0]
 
     def _is_worth_a_rank(self, request: Request, node: Node) -> bool:
