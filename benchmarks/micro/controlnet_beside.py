@@ -2,9 +2,9 @@
 
 SDXL's shape with its widths cut to a fifth (64, 128, 256 channels; 1, 2 and 10 transformers; random weights) and one
 ControlNet, under the default policy; each rank has one thread. Both engines take turns; a step's time is that of a
-picture less that of one with a single step, median over rounds. `bound`: what two ranks could gain at most. `there`: the share of residuals that had come
-when the base's layers asked for them. `copy`: 25 MB from one rank's memory to the other's, as two messages would carry
-it, the sender's part and the receiver's apart.
+picture less that of one with a single step, median over rounds. `bound`: what two ranks could gain at most. `there`:
+the share of residuals that had come when the base's layers asked for them. `copy`: 25 MB from one rank to another in
+one message, least time of the sender and of the receiver.
 """
 
 from __future__ import annotations
