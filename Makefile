@@ -9,7 +9,7 @@ DEV := $(VENV)/.installed-dev
 BROWSER := tests/browser/node_modules/.installed
 TYPED := core engine model_executor entrypoints benchmarks tools
 ARGS ?=
-BENCHMARKS := bench compare bench-quick bench-serving bench-throughput bench-startup bench-responsiveness bench-edit bench-found-masks bench-shared-denoiser bench-overload bench-goodput bench-step bench-lora-step bench-model-load bench-parallel-step bench-elastic bench-unet bench-vae bench-cache bench-block-plan bench-cost-model bench-router-decision bench-scheduler-scale bench-quality simulate soak
+BENCHMARKS := bench compare bench-quick bench-serving bench-throughput bench-startup bench-responsiveness bench-edit bench-found-masks bench-shared-denoiser bench-overload bench-goodput bench-step bench-lora-step bench-model-load bench-parallel-step bench-controlnet-beside bench-elastic bench-unet bench-vae bench-cache bench-block-plan bench-cost-model bench-router-decision bench-scheduler-scale bench-quality simulate soak
 
 .DEFAULT_GOAL := help
 .PHONY: $(BENCHMARKS) help serve test test-slow test-latest test-browser fuzz lint types format wheel train-embedded train-segmenter train-unet gpu-run bench-playground calibrate profile clean
