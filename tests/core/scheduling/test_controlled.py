@@ -13,9 +13,10 @@ from core.control import Control
 from core.control_type import ControlType
 from core.failure import Failure
 from core.graph.catalog import CONTROLLED, WORKFLOWS
+from core.graph.work import Work
 from core.handles import LoadedComponent, ModelKey
 from core.messages.engine import EngineRequest, Failed, Finished
-from core.messages.worker import Batch, BatchResult, Item, ModelFailed, ModelLoaded, TransferDone
+from core.messages.worker import Batch, BatchResult, CostSample, Item, ModelFailed, ModelLoaded, TransferDone
 from core.routing.request_shape import RequestShape
 from core.scheduling.ops.controlnet import ControlStep, ControlUse
 from core.scheduling.scheduler import StepScheduler
@@ -52,6 +53,7 @@ class Rig:
         self.workers, self.batches, self.outputs = FakeWorkers(num_ranks), list[Batch](), list[object]()
         self.seconds: dict[str, float] = {}  # op -> how long its batches take, where that matters
         self.num_deliveries = 0
+        self.num_together = 0  # steps that were sent while their ControlNets ran
 
     def run(self, happens: Callable[[], object] = lambda: None) -> None:
         idle = False
@@ -61,6 +63,8 @@ class Rig:
                 idle = False
                 self.batches += plan.batches
                 self.num_deliveries += len(plan.deliveries)
+                flights = {item.node for flight in self.scheduler._in_flight.flights for item in flight.batch.items}
+                self.num_together += {"controlnet", "denoise"} <= flights
                 self.workers.submit(plan)
             for rank in self.scheduler.ranks.up:
                 num_plans = len(self.workers.queues[rank])
@@ -174,13 +178,17 @@ def of_four_steps(rig: Rig, *names: str) -> None:
     rig.run()
 
 
-def test_a_controlnet_runs_beside_its_step_where_that_pays() -> None:
-    """As soon as its time is known. The step waits for what is sent to it."""
+@pytest.mark.parametrize("seconds_of_two", [0.09, 0.12])
+def test_a_controlnet_runs_beside_its_step_where_that_pays(seconds_of_two: float) -> None:
+    """As soon as its time is known. The step is sent to a lane, or to a group if sharing saves nothing, at once."""
     rig = Rig(num_ranks=2)
     rig.seconds = {"controlnet": 0.02, "denoise": 0.06}
+    samples = [CostSample("m", "transformer", "denoise", Work.of([280]), 0.06, is_profile=True)]
+    rig.scheduler.learn([*samples, CostSample("m", "transformer", "denoise", Work.of([280] * 2), seconds_of_two, True)])
     of_four_steps(rig, "a")
-    rig.num_deliveries = 0
+    rig.num_deliveries = rig.num_together = 0
     of_four_steps(rig, "b")
+    assert rig.num_together == 4
     (home,), (beside,) = map(set, (rig.ranks("denoise"), rig.ranks("controlnet")))
     assert home != beside
     assert rig.num_deliveries == 4
