@@ -133,7 +133,7 @@ def speedup_bound(side: int) -> float:
             unet(latents, 1, text, added_cond_kwargs=added)
             times.append((between - started, time.process_time() - between))
     of_net, of_base = (statistics.median(each) for each in zip(*times[1:], strict=True))
-    return (of_net + of_base) / max(of_net, of_base)
+    return float((of_net + of_base) / max(of_net, of_base))
 
 
 def copy_seconds(rounds: int) -> tuple[float, float]:
@@ -148,8 +148,9 @@ def copy_seconds(rounds: int) -> tuple[float, float]:
         _, received = ranks[1].receive()
         torch.from_numpy(received).view(torch.int64).sum()
         found.append((sent - started, time.perf_counter() - sent))
-    for each in (*ranks, inboxes):
-        each.close()
+    for rank in ranks:
+        rank.close()
+    inboxes.close()
     return min(sent for sent, _ in found), min(received for _, received in found)
 
 
