@@ -45,6 +45,8 @@ SHAPE = CONFIGS["sdxl"] | {
     "addition_time_embed_dim": 8,
     "projection_class_embeddings_input_dim": 72,
 }
+SETTLING = 10.0
+"""Seconds in which idle ranks load what they have been told to."""
 COPIED = 25 * 2**20  # bytes: residuals of FLUX.1 at 1,024 px in bfloat16
 
 
@@ -94,6 +96,8 @@ def step_seconds(folder: Path, side: int, steps: int, rounds: int) -> tuple[tupl
         options: dict[str, Any] = {"models": [model], "image_workers": 1, "classes": (counts,)}
         engines = [stack.enter_context(ImageEngine(workers_per_engine=number, **options)) for number in (1, 2)]
         for each in engines:
+            seconds_of(each, edit, steps)
+            time.sleep(SETTLING)
             seconds_of(each, edit, steps)
         for _ in range(rounds):
             for engine, times in zip(engines, found, strict=True):
