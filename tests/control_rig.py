@@ -20,6 +20,7 @@ from core.handles import ArrayRef, TensorRef
 from core.messages.worker import Batch, Item, StepPlan
 from core.scheduling.ops.control_encode import ControlEncode
 from core.scheduling.ops.controlnet import ControlStep, ControlUse
+from model_executor.worker.probes.cost_probe import Batches
 
 
 @dataclass(frozen=True)
@@ -109,6 +110,26 @@ def run_together(rig: Rig, edits: Sequence[ControlledEdit]) -> list[npt.NDArray[
     for each in edits:
         rig.do(each.edit.decode_plan())
     return [each.edit.result() for each in edits]
+
+
+def assert_kept_as_predicted(rig: Rig, edited: ControlledEdit) -> None:
+    """What a request with most control pictures keeps for its ControlNet takes as many bytes as the memory probe
+    reckons. edited: of the model's native size, with most rows."""
+    rig.do(edited.encode_plan())
+    rig.do(StepPlan(seq=0, batches=(Batch(0, "controlnet", (0,), (edited.control_item(0),)),)))
+    series = {key: tensors for each in rig.store._series.values() for key, tensors in each.items()}
+    held = {
+        tensor.data_ptr(): tensor.nbytes
+        for key, tensors in series.items()
+        for tensor in tensors
+        if key.name.startswith(("control", "residuals")) and tensor.is_floating_point()  # others are in host memory
+    }
+    info = rig.family.info("tiny")
+    nets = [rig.models.controlnets.nets["tiny"][each.net] for each in edited.controls]
+    more = Batches(rig.family, info, controlnets=nets).kept_bytes() - Batches(rig.family, info).kept_bytes()
+    assert sum(held.values()) == more
+    for free in edited.edit.decode_plan().free:
+        rig.store.free(free.key)
 
 
 def expected(rig: Rig, pipeline: Any, edited: ControlledEdit, **options: Any) -> npt.NDArray[np.uint8]:

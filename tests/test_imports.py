@@ -175,7 +175,7 @@ LAWS = {
         *(f"{MODELS}.controlnet", f"{WORKER}.stores", f"{WORKER}.ops"),
     ),
     f"{WORKER}.probes": of_model(
-        *(*MESSAGES, OPS, CHECKPOINT, *SEEN_BY_DENOISERS, f"{MODELS}.transformer", PARALLEL),
+        *(*MESSAGES, OPS, CHECKPOINT, *SEEN_BY_DENOISERS, f"{MODELS}.transformer", f"{MODELS}.controlnet", PARALLEL),
         *(WORKER, f"{WORKER}.loading", f"{WORKER}.probes"),
     ),
     "engine.images": Law((*SHARED, "engine.images"), ENGINE),

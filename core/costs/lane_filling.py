@@ -24,12 +24,19 @@ class LaneBuilder:
     chosen: list[int] = field(default_factory=list)  # indexes of this lane's tasks, ascending
     most: int = 0  # the largest number of requests that were looked at together
     work: float = 0.0  # seconds that the chosen ones take one after the other, and until the rank is free
+    _ends: tuple[list[int], list[float]] = field(default_factory=lambda: ([], []))  # of these tasks, see `ends`
+
+    @property
+    def ends(self) -> list[float]:
+        """Seconds until each of the chosen ones is done."""
+        if self._ends[0] != self.chosen:
+            self._ends = [*self.chosen], self.slots.ends([self.tasks[index] for index in self.chosen])
+        return self._ends[1]
 
     @property
     def is_in_time(self) -> bool:
         """Whether all that are chosen are."""
-        chosen = [self.tasks[index] for index in self.chosen]
-        return not chosen or self.slots.end_of_last(chosen) < inf
+        return all(end <= self.tasks[index].due_in for index, end in zip(self.chosen, self.ends, strict=True))
 
     def add(self, index: int) -> None:
         """Serve a task, which is due last."""
@@ -129,7 +136,7 @@ def _judge(tasks: Sequence[SlotTask], lanes: Sequence[LaneBuilder], num_later: i
     num_served, last = 0, dict[str | int, float]()
     for lane in lanes:
         num_served += len(lane.chosen)
-        for index, end in zip(lane.chosen, lane.slots.ends([tasks[index] for index in lane.chosen]), strict=True):
+        for index, end in zip(lane.chosen, lane.ends, strict=True):
             call = tasks[index].call or index
             last[call] = max(end, last.get(call, 0.0))
     return num_served, sum(last.values()) + (num_later + TO_COME * len(last)) * max(last.values(), default=0.0)

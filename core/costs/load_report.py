@@ -80,6 +80,7 @@ class CostLine(msgspec.Struct, frozen=True, array_like=True):
     op: str  # name of the line, see Op
     coefficients: tuple[float, ...]  # of core.costs.cost_model.FEATURES
     degree: int = 1  # ranks that share the work
+    controlnets: tuple[str, ...] = ()  # names of the model's that do the work, in alphabetical order
 
 
 class CopyLine(msgspec.Struct, frozen=True, array_like=True):

@@ -67,6 +67,10 @@ class Sizes(Protocol):
         """Condition tokens of references if no step computes them, else 0."""
 
     @property
+    def num_controls(self) -> int:
+        """Control pictures."""
+
+    @property
     def num_text_tokens(self) -> int:
         """Text tokens of a row."""
 

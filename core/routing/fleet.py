@@ -264,12 +264,15 @@ class Fleet:
 
     def step_seconds(self, shape: RequestShape) -> float:
         """Seconds that the edit adds to a step."""
-        return sum(self.costs.step(model, features) for model, features in shape.step_features.items())
+        seconds = sum(self.costs.step(model, features) for model, features in shape.step_features.items())
+        if not shape.steered:
+            return seconds
+        return seconds + self.costs.beside_step(shape.model, shape.controlnets, shape.control_features)
 
     def size_costs(self, shape: RequestShape) -> SizeCosts:
         """The costs that do not depend on its mask; valid until the next report."""
         references = shape.reference_tokens, shape.paged_reference_tokens
-        beside = TokensBeside(shape.condition_tokens, shape.text_tokens, *references)
+        beside = TokensBeside(shape.condition_tokens, shape.text_tokens, *references, shape.num_controls)
         return self.costs.of_size((shape.model, shape.image_tokens, beside, shape.encodings, shape.entry_bytes))
 
     def pages(self, shape: RequestShape) -> TemplatePages | None:

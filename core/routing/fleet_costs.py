@@ -20,6 +20,8 @@ from core.graph.op import OPS
 from core.graph.workflow import op_of
 from core.graph.workflows.inpaint import INPAINT
 from core.handles import Tier
+from core.scheduling.ops.control_encode import CONTROL_ENCODE
+from core.scheduling.ops.controlnet import CONTROLNET
 from core.scheduling.ops.prime import PRIME
 from core.scheduling.ops.segment import SEGMENT
 from core.scheduling.ops.template_encode import TEMPLATE_ENCODE
@@ -30,7 +32,9 @@ WORKFLOW = INPAINT
 """The plain workflow, whose lines are known. Requests of others say what they have."""
 
 LINES = tuple(
-    dict.fromkeys(op.cost_name for op in (op_of(WORKFLOW.steps[0]), *map(op_of, WORKFLOW.nodes), PRIME, SEGMENT))
+    dict.fromkeys(
+        op.cost_name for op in (op_of(WORKFLOW.steps[0]), *map(op_of, WORKFLOW.nodes), PRIME, SEGMENT, CONTROL_ENCODE)
+    )
 )
 """Names of the cost lines, see Op, in the order of their coefficients in a model's column; the loop's is the first."""
 
@@ -56,6 +60,7 @@ class TokensBeside(NamedTuple):
     text: int
     references: int  # of the conditions
     paged_references: int  # the same, if no step computes them, else 0
+    controls: int = 0  # control pictures
 
 
 Size = tuple[str, int, TokensBeside, tuple[Encoding, ...], int]
@@ -90,6 +95,7 @@ class FleetCosts:
 
     def __init__(self) -> None:
         self._columns: dict[str, Vector] = {}  # model -> coefficients
+        self._controlnets: dict[tuple[str, tuple[str, ...]], tuple[float, ...]] = {}  # (model, names) -> coefficients
         self._sizes: dict[Size, SizeCosts] = {}  # cache, cleared by every report
         self._copies = (0.0,) * len(COPY_FEATURES)  # from the tier below the one that computes
 
@@ -100,6 +106,11 @@ class FleetCosts:
     def step(self, model: str, features: Features) -> float:
         """Seconds that a request with these features adds to a step."""
         return float(np.dot(features, self._column(model)[:_NUM_FEATURES]))
+
+    def beside_step(self, model: str, controlnets: tuple[str, ...], features: Features) -> float:
+        """Seconds of a pass of a model's ControlNets with these features; 0 before any engine has seen one."""
+        line = self._controlnets.get((model, controlnets))
+        return float(np.dot(features, line)) if line else 0.0
 
     def of_size(self, size: Size) -> SizeCosts:
         """The costs of a size; valid until the next report."""
@@ -113,6 +124,8 @@ class FleetCosts:
     def observe(self, costs: EngineCosts) -> None:
         """Replace the coefficients by those that an engine has reported."""
         self._columns |= _columns(costs)
+        nets = (line for line in costs.lines if line.op == CONTROLNET.cost_name and line.degree == 1)
+        self._controlnets |= {(line.model, line.controlnets): line.coefficients for line in nets}
         copies: dict[Tier, tuple[float, ...]] = {line.source: line.coefficients for line in costs.copies}
         self._copies = copies.get("host") or copies.get("disk") or self._copies
         self._sizes.clear()
@@ -147,6 +160,10 @@ class _TokenSizes:
     beside: TokensBeside
     num_rows: int = 1
     num_elements: int = 0
+
+    @property
+    def num_controls(self) -> int:
+        return self.beside.controls
 
     @property
     def num_text_tokens(self) -> int:

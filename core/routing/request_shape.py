@@ -6,9 +6,10 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
+from core.control import Control
 from core.costs.load_report import WeightsKind
 from core.graph.catalog import WORKFLOWS
-from core.graph.workflow import Node, Workflow, role_of
+from core.graph.workflow import Node, Workflow, op_of, role_of
 from core.messages.engine import EngineRequest, PrimeTemplate
 from core.messages.specs import RunSpec
 from core.model_info import ModelInfo
@@ -57,6 +58,10 @@ class RequestShape:
     loops: tuple[Loop, ...] = ()  # further loops, whose steps are among `num_steps` and compute all tokens
     encodings: tuple[Encoding, ...] = ()  # all nodes that run once; (): those of the plain workflow
     needed: tuple[Weights, ...] = ()  # what has to be loaded for it, as far as engines report it
+    # Its ControlNets.
+    controlnets: tuple[str, ...] = ()  # names, in alphabetical order
+    num_controls: int = 0  # control pictures
+    steered: tuple[Loop, ...] = ()  # for each loop, the steps that they steer
 
     @classmethod
     def of_request(cls, request: EngineRequest, info: ModelInfo) -> RequestShape:
@@ -96,6 +101,9 @@ class RequestShape:
             loops=loops_of(workflow, info, request.rounds, tokens_of),
             encodings=encodings_of(workflow, info, tokens_of),
             needed=tuple(Weights(request.model, kind) for kind in sorted(set(map(_weights_kind, workflow.nodes)))),
+            controlnets=spec.controlnets,
+            num_controls=len(spec.controls),
+            steered=steered_of(workflow, info, request.rounds, spec.controls, tokens_of),
         )
 
     @classmethod
@@ -143,6 +151,22 @@ class RequestShape:
         return work_features(beside + self.text_tokens, beside + self.text_tokens, 0.0)
 
     @property
+    def control_features(self) -> Features:
+        """Features of what its ControlNets compute beside a step, in a pass of their own; the mean over all of its
+        steps."""
+        passes = [(loop.steps / self.num_steps, self._pass_features(loop)) for loop in self.steered]
+        return tuple(map(sum, zip(*(_times(share, features) for share, features in passes), strict=True)))
+
+    def _pass_features(self, loop: Loop) -> Features:
+        """They compute no condition tokens, and attend to what they compute."""
+        every, active = loop.image_tokens + self.text_tokens, self.active_tokens + self.text_tokens
+        row = work_features(every, every, 0.0)
+        if loop.is_final:
+            row = _mixed(self.full_steps / self.num_steps, row, work_features(active, active, 0.0))
+        _, *added = _times(self.num_rows * self.num_controls, row)
+        return 1.0, *added
+
+    @property
     def _row_features(self) -> Features:
         every = self.image_tokens + self.condition_tokens + self.text_tokens
         active = self.active_tokens + self.text_tokens
@@ -159,13 +183,26 @@ TokensOf = Callable[[str], int]
 
 
 def loops_of(workflow: Workflow, info: ModelInfo, rounds: Sequence[int], tokens_of: TokensOf) -> tuple[Loop, ...]:
-    """A request's loops of steps but for the one that may read pages. info: of its model. rounds: of the regions. What
-    ControlNets add to a loop is known to engines alone.
-    """
+    """A request's loops of steps but for the one that may read pages. info: of its model. rounds: of the regions."""
     steps = dict(zip((region.name for region in workflow.regions), rounds, strict=True))
     others = (node for node in workflow.counted_steps if node is not workflow.paged)
     return tuple(
         Loop(_player(info, node), steps[node.region], tokens_of(node.canvas), not node.canvas) for node in others
+    )
+
+
+def steered_of(
+    workflow: Workflow, info: ModelInfo, rounds: Sequence[int], controls: Sequence[Control], tokens_of: TokensOf
+) -> tuple[Loop, ...]:
+    """For each of a request's loops, the steps that ControlNets of its own model steer. controls: with a scale."""
+    steps = dict(zip((region.name for region in workflow.regions), rounds, strict=True))
+
+    def num_steered(number: int) -> int:
+        return sum(any(each.scale and each.steers(step, number) for each in controls) for step in range(number))
+
+    nodes = (node for node in workflow.steps if op_of(node).serves_step)
+    return tuple(
+        Loop(info.name, num_steered(steps[node.region]), tokens_of(node.canvas), not node.canvas) for node in nodes
     )
 
 

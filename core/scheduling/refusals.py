@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Collection
 from dataclasses import dataclass, field
 
 from core.costs.load_report import QuarantineCause
@@ -15,7 +16,6 @@ from core.scheduling.ranks.residency import Residency
 from core.scheduling.recovery.recovery import Blame
 from core.scheduling.requests.bindings import Needs
 from core.scheduling.requests.live_requests import LiveRequests
-from core.scheduling.requests.request import Request
 
 _WHY: dict[QuarantineCause, str] = {
     "load": "{} cannot be loaded",
@@ -33,8 +33,8 @@ class Refusals:
     cache: NodeCache
     endings: Endings
     _new: list[str] = field(default_factory=list)  # since `take_new`
-    # (model, why, whose requests are refused; None: everybody's) -> since when, as it was put in `_new` last
-    _told: dict[tuple[str, QuarantineCause, str | None], float] = field(default_factory=dict)
+    # (components, model, why, whose requests are refused; None: everybody's) -> since when, as put in `_new` last
+    _told: dict[tuple[tuple[ModelKey, ...], str, QuarantineCause, str | None], float] = field(default_factory=dict)
 
     # ------------------------------------------------------------------------------------------------- events
 
@@ -51,11 +51,11 @@ class Refusals:
         for request in list(self.requests.live()):
             refusal = self.residency.refusal_of_loads(request.needs, now, self.cache.rank_of(request))
             if refusal is not None:
-                self.endings.fail(request, _failure(computing_for(request), refusal, now))
+                self.endings.fail(request, self._failure(request.head.model, refusal, now))
         for model in self.cache.wanted_models():
             refusal = self.residency.refusal_of_loads(self.residency.needs_of(model), now)
             if refusal is not None:
-                self.cache.fail_templates({model: _failure(f"the model {model}", refusal, now)})
+                self.cache.fail_templates({model: self._failure(model, refusal, now)})
 
     def note_death(
         self, rank: int, blame: Blame | None, loading: ModelKey | None, failure: Failure, now: float
@@ -83,35 +83,40 @@ class Refusals:
         """Fail the requests and templates that are refused from now on."""
         for request in list(self.requests.live()):
             if self.residency.is_refused(refusal, request.needs, request.head.owner):
-                self.endings.fail(request, _failure(computing_for(request), refusal, now))
+                self.endings.fail(request, self._failure(request.head.model, refusal, now))
         models = self.residency.refused(refusal)
-        failures = {model: _failure(f"the model {model}", refusal, now) for model in models}
-        self.cache.fail_templates(failures, refusal.owner)
-        for model in (each for each in models if not self.residency.models[each].parent):
-            told = (model, refusal.cause, refusal.owner)
+        self.cache.fail_templates({model: self._failure(model, refusal, now) for model in models}, refusal.owner)
+        for model in (*models, *self.residency.steered_by(refusal.keys)):
+            if self.residency.models[model].parent:
+                continue
+            failure, told = self._failure(model, refusal, now), (refusal.keys, model, refusal.cause, refusal.owner)
             if self._told.get(told) != refusal.since:  # else another rank tells of the same try
                 self._told[told] = refusal.since
-                self._new.append(f"{failures[model].message} (for {refusal.until - now:.0f} s)")
+                self._new.append(f"{failure.message} (for {refusal.until - now:.0f} s)")
 
     # ------------------------------------------------------------------------------------------------- what is asked
 
-    def failure_of(self, what: str, needs: Needs, owner: str, now: float) -> Failure | None:
-        """Why an owner's new request fails at once; None: it does not. what: computes for it, see `computing_for`."""
+    def failure_of(self, model: str, needs: Needs, owner: str, now: float) -> Failure | None:
+        """Why an owner's new request fails at once; None: it does not. model: of the request, "" if it has none."""
         refusal = self.residency.refusal_of_loads(needs, now)
         refusal = refusal or self.residency.quarantine.refusal_of(needs, owner, now)
-        return None if refusal is None else _failure(what, refusal, now)
+        return None if refusal is None else self._failure(model, refusal, now)
 
     def take_new(self) -> list[str]:
         """What is refused since the last call, in words."""
         new, self._new = self._new, []
         return new
 
+    def _failure(self, model: str, refusal: Refusal, now: float) -> Failure:
+        """The failure of a request of this model. model: "": of a class, which names itself in its failures."""
+        what = f"{_WHY[refusal.cause].format(self._what(model, refusal.keys))}: {refusal.failure.message}"
+        return Failure("model_unavailable", what, code=refusal.cause, retry_after=max(0.0, refusal.until - now))
 
-def computing_for(request: Request) -> str:
-    """What computes for a request, in words. A class names itself in its failures."""
-    return "a class" if request.workflow.has_own_ports else f"the model {request.head.model}"
-
-
-def _failure(what: str, refusal: Refusal, now: float) -> Failure:
-    message = f"{_WHY[refusal.cause].format(what)}: {refusal.failure.message}"
-    return Failure("model_unavailable", message, code=refusal.cause, retry_after=max(0.0, refusal.until - now))
+    def _what(self, model: str, keys: Collection[ModelKey]) -> str:
+        """What computes with these components for requests of this model, in words."""
+        if not model:
+            return "a class"
+        nets = {key: name for name, key in self.residency.models[model].controlnets.items()}
+        if not nets.keys() >= set(keys):
+            return f"the model {model}"
+        return f"the ControlNet {' with '.join(nets[key] for key in keys)} of the model {model}"

@@ -42,7 +42,7 @@ from core.scheduling.ranks.residency import Residency, Started
 from core.scheduling.ranks.step_limit import StepLimit
 from core.scheduling.recovery.checkpoints import Checkpoints
 from core.scheduling.recovery.recovery import Recovery, Resumed
-from core.scheduling.refusals import Refusals, computing_for
+from core.scheduling.refusals import Refusals
 from core.scheduling.reports.predictor import Predictor
 from core.scheduling.reports.reporter import Reporter
 from core.scheduling.requests.bindings import Bindings, Needs
@@ -147,16 +147,16 @@ class StepScheduler:
             request = Request.of(head, self.workflows, self._bindings)
         except InvalidRequestError as error:
             return self.refuse(head.request_id, Failure.of(error))
-        if (failure := self._refusal(head, request.needs, computing_for(request))) is not None:
+        if (failure := self._refusal(head, request.needs)) is not None:
             return self.refuse(head.request_id, failure)
         self._loads.residency.note_wanted(request.needs)
         self._reporter.note_received()
         self._policy.on_arrival(request)
         self._requests.add(request, self._predictor.remaining_load(request))
 
-    def _refusal(self, head: EngineRequest | PrimeTemplate, needs: Needs, what: str) -> Failure | None:
+    def _refusal(self, head: EngineRequest | PrimeTemplate, needs: Needs) -> Failure | None:
         now = max(head.arrival, self._now)  # one that is sent again has come long ago
-        return self._refusals.failure_of(what, needs, head.owner, now)
+        return self._refusals.failure_of(head.model, needs, head.owner, now)
 
     def refuse(self, request_id: str, failure: Failure) -> None:
         """Answer a request that cannot be added."""
@@ -168,7 +168,7 @@ class StepScheduler:
         if prime.request_id in self._requests or prime.request_id in self.cache.template_requests:
             raise ValueError(f"request {prime.request_id} is here already")
         needs = self._loads.residency.needs_of(prime.model)
-        if (failure := self._refusal(prime, needs, f"the model {prime.model}")) is not None:
+        if (failure := self._refusal(prime, needs)) is not None:
             return self.refuse(prime.request_id, failure)
         self._reporter.note_received()
         self.cache.add_template(prime)

@@ -121,6 +121,7 @@ def _loaded(
         settings.cache,
         settings.scheduler,
         bytes_to_come(ready.sizes, ready.components, settings.scheduler.model_bytes, models.in_turn),
+        models.controlnets.nets,
     )
     samples = ready.samples
     if settings.measures_costs:

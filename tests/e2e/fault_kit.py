@@ -20,7 +20,7 @@ from engines import serving_engine
 from PIL import Image
 from prometheus_client.parser import text_string_to_metric_families
 
-from core.config import EngineConfig, ModelConfig, SchedulerConfig, StencilConfig
+from core.config import ControlNetConfig, EngineConfig, ModelConfig, SchedulerConfig, StencilConfig
 from core.lora import Lora
 from core.sampling_params import SamplingParams
 from engine.client import services
@@ -35,13 +35,19 @@ Told = list[tuple[int | None, bytes]]
 
 @asynccontextmanager
 async def start(
-    checkpoint: Path, size: int = 1, degree: int = 1, segmenter: Sequence[Path] = (), **settings: float
+    checkpoint: Path,
+    size: int = 1,
+    degree: int = 1,
+    segmenter: Sequence[Path] = (),
+    controlnets: Sequence[ControlNetConfig] = (),
+    **settings: float,
 ) -> AsyncIterator[AsyncEngine]:
     """Starts an AsyncEngine with `size` engines, of which `degree` ranks compute a step together. At the end nothing
     may be left: no process, even if it was adopted by another; so no shared memory, which has no name; no file; no
     allocation in the arena.
     """
-    model = ModelConfig(model=str(checkpoint), threads=1, segmenter=tuple(map(str, segmenter)))
+    parts = {"segmenter": tuple(map(str, segmenter)), "controlnets": tuple(controlnets)}
+    model = ModelConfig(model=str(checkpoint), threads=1, **parts)
     names = ("hang_seconds", "start_seconds", "workers_per_engine")
     of_engine = {key: settings.pop(key) for key in names if key in settings}
     scheduler = SchedulerConfig(degree=degree)

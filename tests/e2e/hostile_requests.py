@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from hostile_files import good_pictures, hostile_pictures, mangled
+from hostile_files import good_pictures, hostile_pictures, mangled, odd_pictures
 from hypothesis import strategies as st
 from pictures import white_mask
 
@@ -287,6 +287,68 @@ def json_requests(draw: st.DrawFn) -> Request:
     path = draw(st.sampled_from(["/v1/images/edits"] * 6 + ["/v1/images/generations"] * 3 + ["/v1/templates"]))
     return request("POST", path, [("content-type", draw(json_types))], body)
 
+
+# ---------------------------------------------------------------------------------------------------- control pictures
+
+CONTROLLED = "sd"
+"""The served model that has ControlNets: "edges" and "depth"."""
+
+CONTROL_TEXTS = [
+    *(
+        "edges",
+        "depth",
+        '["edges"]',
+        '["edges", "depth"]',
+        '["edges", 1]',
+        '["edg',
+        "0.5",
+        "0",
+        "1",
+        "[0.5, 0.6]",
+        "[1",
+    ),
+    *("[[1]]", "[NaN]", "[1e999]", "[]", "[null]", '{"a": 1}', "[" * 3000, "[" + "0," * 3000 + "0]", "10.0001", "-0.1"),
+]
+control_fields = st.dictionaries(
+    st.sampled_from([f"control_{name}" for name in ("type", "scale", "start", "end")]),
+    st.one_of(st.sampled_from(CONTROL_TEXTS), st.sampled_from(CONTROL_TEXTS), texts),
+    max_size=2,
+)
+control_names = st.sampled_from(
+    ["control_image"] * 2 + ["control_image[]"] * 3 + ["control_image[0]", "control_image[9]"]
+)
+some_pictures = st.one_of(good_pictures, good_pictures.flatmap(mangled), odd_pictures)  # several, so no bombs
+edits_or_generations = st.sampled_from(["/v1/images/edits"] * 3 + ["/v1/images/generations"])
+
+
+@st.composite
+def controlled_forms(draw: st.DrawFn) -> Request:
+    parts = text_parts(SMALL | {"model": CONTROLLED, "control_type": "edges"} | draw(control_fields))
+    parts.append(part("image", draw(good_pictures), "a.png"))
+    parts += [
+        part(draw(control_names), each, "c.png") for each in draw(st.lists(some_pictures, min_size=1, max_size=5))
+    ]
+    if not draw(often):
+        parts.append(part(draw(control_names), draw(texts).encode("utf-8", "surrogatepass")))
+    content_type = f"multipart/form-data; boundary={BOUNDARY.decode()}"
+    return request("POST", draw(edits_or_generations), [("content-type", content_type)], joined(parts))
+
+
+@st.composite
+def controlled_json(draw: st.DrawFn) -> Request:
+    good = "data:image/png;base64," + base64.b64encode(draw(good_pictures)).decode()
+    body: dict[str, Any] = SMALL | {"model": CONTROLLED, "num_inference_steps": 1, "seed": 1, "control_type": "edges"}
+    body |= {"images": [{"image_url": good}], "control_image": draw(st.one_of(sources, st.lists(sources, max_size=5)))}
+    path = draw(edits_or_generations)
+    if path.endswith("generations"):
+        del body["images"]
+    for name in draw(control_fields):
+        body[name] = draw(json_values)
+    content = json.dumps(body).encode("utf-8", "surrogatepass")
+    return request("POST", path, [("content-type", "application/json")], content)
+
+
+controlled_requests = st.one_of(controlled_forms(), controlled_forms(), controlled_json())
 
 # --------------------------------------------------------------------------------------------------- paths and raw HTTP
 

@@ -25,11 +25,26 @@ import httpx
 import psutil
 import pytest
 from hostile_files import BOMBS, bombs, picture
-from hostile_requests import BOUNDARY, SECRET, SMALL, Request, hostile_requests, joined, part, request, text_parts
+from hostile_requests import (
+    BOUNDARY,
+    CONTROLLED,
+    SECRET,
+    SMALL,
+    Request,
+    controlled_requests,
+    hostile_requests,
+    joined,
+    part,
+    request,
+    text_parts,
+)
 from hypothesis import HealthCheck, Phase, given, settings
 from hypothesis import strategies as st
 from pictures import alpha_mask, encode, photo
 from server_process import ServerProcess, start
+
+from tools.random_controlnets import make_sd_controlnet
+from tools.random_unet_checkpoints import make_sd
 
 NUM_REQUESTS = int(os.environ.get("FUZZ_REQUESTS", "600"))
 AT_ONCE = 6
@@ -48,6 +63,20 @@ DEEP_CODES = (
 )
 """What must be among the refusals, as a sign that requests come far."""
 STEADY = {"prompt": "a red hat", "seed": "7"}
+CATALOG = """
+[controlnets]
+edges = "edges"
+depth = "depth"
+
+[[model]]
+name = "tiny/fill"
+path = "{tiny}"
+
+[[model]]
+name = "{controlled}"
+path = "sd"
+controlnets = ["edges", "depth"]
+"""
 
 
 @dataclass(frozen=True)
@@ -105,11 +134,19 @@ def _mib(nbytes: int) -> str:
 
 
 @pytest.fixture(scope="module")
-def fuzzed(server_flags: tuple[str, ...], tmp_path_factory: pytest.TempPathFactory) -> Iterator[ServerProcess]:
-    """A server with small limits, so that requests reach them. Asserts that it leaves no process and no file."""
-    flags = ("--max-queue", "16", "--max-upload-bytes", "3000000", "--max-pixels", "4000000", "--log-format", "json")
+def fuzzed(tiny_checkpoint: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[ServerProcess]:
+    """A server with small limits, so that requests reach them, and a second model, which has ControlNets. Asserts that
+    it leaves no process and no file."""
+    folder = tmp_path_factory.mktemp("models")
+    make_sd(folder / "sd", native_size=64)
+    for seed, name in enumerate(("edges", "depth")):
+        make_sd_controlnet(folder / name, seed=seed)
+    catalog = folder / "models.toml"
+    catalog.write_text(CATALOG.format(tiny=tiny_checkpoint, controlled=CONTROLLED))
+    flags = ("--catalog", str(catalog), "--threads", "1", "--dtype", "float32")
+    flags += ("--max-queue", "16", "--max-upload-bytes", "3000000", "--max-pixels", "4000000", "--log-format", "json")
     cache = ("--template-bytes", "300K", "--cache-host-bytes", "4M")
-    server = start(tmp_path_factory.mktemp("server") / "scratch", *server_flags, *flags, *cache)
+    server = start(tmp_path_factory.mktemp("server") / "scratch", *flags, *cache)
     yield server
     assert server.stop() == 0, server.log.read_text()
 
@@ -179,7 +216,7 @@ def steady_picture(server: ServerProcess) -> str:
     return picture
 
 
-def fuzz(server: ServerProcess, num_requests: int) -> Tally:
+def fuzz(server: ServerProcess, num_requests: int, strategy: st.SearchStrategy[Request] = hostile_requests) -> Tally:
     """Send this many requests. They are not shrunk, since the server's behaviour may depend on earlier ones."""
     tally, threads = Tally(), ThreadPoolExecutor(AT_ONCE)
 
@@ -191,7 +228,7 @@ def fuzz(server: ServerProcess, num_requests: int) -> Tally:
         phases=[Phase.generate],
         suppress_health_check=list(HealthCheck),
     )
-    @given(st.lists(hostile_requests, min_size=AT_ONCE, max_size=AT_ONCE))
+    @given(st.lists(strategy, min_size=AT_ONCE, max_size=AT_ONCE))
     def run(requests: list[Request]) -> None:
         for one, answer in zip(requests, threads.map(lambda one: send(server, one), requests), strict=True):
             tally.statuses[answer.status] += 1
@@ -230,6 +267,18 @@ def test_hostile_requests_are_answered_and_change_nothing(fuzzed: ServerProcess)
     assert tally.growth <= GROWTH_BYTES
 
 
+def test_hostile_control_pictures_are_answered_and_change_nothing(fuzzed: ServerProcess) -> None:
+    expected, pids = steady_picture(fuzzed), {child.pid for child in fuzzed.children()}
+    tally = fuzz(fuzzed, NUM_REQUESTS // 10, controlled_requests)
+    print("\n" + tally.summary())
+    assert not tally.failures, tally.failures[:3]
+    assert {"200", "400"} <= set(tally.statuses), "the strategies have lost their reach"
+    assert steady_picture(fuzzed) == expected
+    wait_until_idle(fuzzed)
+    assert {child.pid for child in fuzzed.children()} == pids, "a process has died"
+    assert arena_bytes(psutil.Process(fuzzed.process.pid)) == 0
+
+
 def arena_bytes(process: psutil.Process) -> int:
     """Shared memory of requests."""
     maps = process.memory_maps(grouped=True)
@@ -238,13 +287,15 @@ def arena_bytes(process: psutil.Process) -> int:
 
 @pytest.mark.parametrize("name", BOMBS)
 def test_bombs(fuzzed: ServerProcess, name: str) -> None:
-    """Files that would fill memory, sent as image and as mask in every form."""
+    """Files that would fill memory, sent as image, as mask and as control picture in every form."""
     before = max(peak_bytes(child) for child in fuzzed.children())
     data = bombs()[name]
     good = picture("png")
     forms = [{"image": data}, {"image": good, "mask": data}, {"image": good, "mask_image": data}]
+    forms.append({"image": good, "control_image": data})
     for files in forms:
-        parts = text_parts(SMALL) + [part(field, content, "a.png") for field, content in files.items()]
+        fields = SMALL | ({"model": CONTROLLED, "control_type": "edges"} if "control_image" in files else {})
+        parts = text_parts(fields) + [part(field, content, "a.png") for field, content in files.items()]
         answer = send(fuzzed, form_request("/v1/images/edits", parts))
         assert answer.status in ("200", "400"), answer
     answer = send(fuzzed, form_request("/v1/templates", [part("image", data, "a.png")]))

@@ -27,7 +27,7 @@ class ControlEncode(Message, OpWork, frozen=True):
 
 
 def _size(sizes: Sizes) -> Work:
-    return Work.of([sizes.num_tokens])
+    return Work.of([sizes.num_tokens] * sizes.num_controls)
 
 
 def _make(request: Request, node: Node, pages: NodePages) -> ControlEncode:

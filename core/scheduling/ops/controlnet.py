@@ -39,7 +39,8 @@ class ControlStep(Message, OpWork, frozen=True):
 
 
 def _size(sizes: Sizes) -> Work:
-    return Work.of([sizes.num_step_tokens] * sizes.num_rows)
+    """A ControlNet computes each row once for every picture that it sees."""
+    return Work.of([sizes.num_step_tokens] * sizes.num_rows * sizes.num_controls)
 
 
 def _make(request: Request, node: Node, pages: NodePages) -> ControlStep:

@@ -329,6 +329,11 @@ class Residency:
         """The models, adapters included, whose own needs are refused."""
         return [name for name, needs in self._needs.items() if self.is_refused(refusal, needs, refusal.owner)]
 
+    def steered_by(self, keys: Iterable[ModelKey]) -> list[str]:
+        """The models, adapters included, that have all of these components as ControlNets."""
+        wanted = set(keys)
+        return [name for name, info in self.models.items() if wanted.issubset(info.controlnets.values())]
+
     def refused_models(self) -> dict[str, float]:
         """Model -> until when all requests of it are refused, monotonic seconds."""
         found: dict[str, float] = {}

@@ -6,6 +6,7 @@ It translates requests into the keys and sizes of work that the cost model knows
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
+from typing import NamedTuple
 
 from core.costs.cost_model import CostKey, CostModel, extra_seconds
 from core.costs.load_report import RequestLoad
@@ -16,12 +17,19 @@ from core.graph.work import Work
 from core.graph.workflow import Node, op_of
 from core.messages.worker import CostSample
 from core.model_info import ModelInfo
-from core.scheduling.requests.bindings import Bindings, ModelKeys
+from core.scheduling.requests.bindings import CONTROLNET, Bindings, ControlNets, ModelKeys
 from core.scheduling.requests.request import Request, Status
 from core.scheduling.requests.work_left import WorkLeft
 
 FORGET_EVERY = 4096
 """Questions after which all predictions are made again, because the cost model has learnt from batches meanwhile."""
+
+
+class Player(NamedTuple):
+    """A served model, some of its ControlNets, or a class, whose work is of one kind."""
+
+    name: str  # of the model, or of the class
+    controlnets: ControlNets = ()
 
 
 class Predictor:
@@ -40,7 +48,7 @@ class Predictor:
         self._most_ranks = most_ranks
         self._bindings = bindings
         self._keys: dict[tuple[ModelKeys, str, int], CostKey] = {}  # (components, op, degree) -> key
-        self._models_of: dict[CostKey, list[str]] = {}  # see `models_of`
+        self._players_of: dict[CostKey, list[Player]] = {}  # see `players_of`
         self._seconds: dict[tuple[ModelKeys, str, Work], float] = {}  # see `batch_seconds`
         self._questions = 0
         self.generation = 0
@@ -53,13 +61,13 @@ class Predictor:
             found = self._keys[keys, op.name, degree] = _key(keys, op.cost_name, degree)
         return found
 
-    def models_of(self, key: CostKey) -> Sequence[str]:
-        """The served models, or classes, whose work has this key."""
-        found = self._models_of.get(key)
+    def players_of(self, key: CostKey) -> Sequence[Player]:
+        """Whose work has this key."""
+        found = self._players_of.get(key)
         if found is None:
-            found = [name for name, info in self._bindings.models.items() if _has(info, key)]
-            found += [name for name, each in self._bindings.classes.items() if (each.key,) == key.components]
-            self._models_of[key] = found
+            found = [Player(name, nets) for name, info in self._bindings.models.items() for nets in _nets(info, key)]
+            found += [Player(name) for name, each in self._bindings.classes.items() if (each.key,) == key.components]
+            self._players_of[key] = found
         return found
 
     def op_seconds(self, keys: ModelKeys, op: Op, work: Work, degree: int = 1) -> float:
@@ -222,7 +230,14 @@ def _key(keys: ModelKeys, cost_name: str, degree: int) -> CostKey:
     return CostKey(keys.family, keys.keys, cost_name, keys.device, degree)
 
 
-def _has(info: ModelInfo, key: CostKey) -> bool:
+def _nets(info: ModelInfo, key: CostKey) -> Iterator[ControlNets]:
+    """The ControlNets of a model whose work has this key, once; none of them, if it is work of the model itself."""
+    if (info.family, info.device) != (key.family, key.device):
+        return
     kinds = {each.component for each in key.components}
-    own = tuple(each for each in info.own if each.component in kinds)
-    return (info.family, info.device, own) == (key.family, key.device, key.components)
+    if kinds == {CONTROLNET}:
+        names = tuple(sorted(name for name, each in info.controlnets.items() if each in key.components))
+        if tuple(info.controlnets[name] for name in names) == key.components:
+            yield names
+    elif tuple(each for each in info.own if each.component in kinds) == key.components:
+        yield ()

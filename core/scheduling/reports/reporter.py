@@ -88,11 +88,13 @@ class Reporter:
         if flight.is_step:
             self._note_step(key, flight, result)
         if is_usual:
+            if not self._cost.largest_seen(key):  # work without a measurement looks free
+                self._batches_since_costs = COSTS_EVERY
             self._cost.observe(key, flight.work, result.seconds)
 
     def note_copy(self, done: PageCopied) -> None:
-        """Note a finished copy of pages. The first copy from a tier triggers a report of the cost model, since loads
-        without a measurement look free.
+        """Note a finished copy of pages. The first copy from a tier triggers a report of the cost model, as the first
+        batch of a kind does.
         """
         if done.source not in self._cost.copy_lines():
             self._batches_since_costs = COSTS_EVERY
@@ -191,9 +193,9 @@ class Reporter:
             return None
         self._batches_since_costs = 0
         lines = tuple(
-            CostLine(model, key.op, line, key.degree)
+            CostLine(player.name, key.op, line, key.degree, player.controlnets)
             for key, line in self._cost.lines().items()
-            for model in self._predictor.models_of(key)
+            for player in self._predictor.players_of(key)
         )
         copies = tuple(CopyLine(source, line) for source, line in self._cost.copy_lines().items())
         return EngineCosts(lines, copies)

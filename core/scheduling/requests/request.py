@@ -73,6 +73,10 @@ class NodeSizes:
         return self.canvas.num_reference_tokens
 
     @property
+    def num_controls(self) -> int:
+        return len(self.canvas.control_pictures)
+
+    @property
     def num_text_tokens(self) -> int:
         return self.canvas.num_text_tokens
 

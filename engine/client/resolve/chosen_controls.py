@@ -20,6 +20,11 @@ class ChosenControls(NamedTuple):
     controls: tuple[Control, ...] = ()  # with type and scale
     types: tuple[ControlType, ...] = ()
 
+    @property
+    def nets(self) -> tuple[str, ...]:
+        """Names of their ControlNets, in alphabetical order."""
+        return tuple(sorted({each.net for each in self.types}))
+
 
 NO_CONTROLS = ChosenControls()
 

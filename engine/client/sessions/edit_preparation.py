@@ -14,7 +14,7 @@ from core.handles import NOWHERE
 from core.messages.image_processor import CanvasScale, PreparedImages, PrepareImages
 from core.model_choice import ModelChoice
 from core.model_info import ModelInfo
-from core.routing.request_shape import RequestShape, encodings_of, loops_of
+from core.routing.request_shape import RequestShape, encodings_of, loops_of, steered_of
 from engine.client.edit_types import EditInput
 from engine.client.resolve.chosen_controls import chosen_controls
 from engine.client.resolve.chosen_workflow import chosen_workflow, rounds_of
@@ -94,6 +94,9 @@ class EditPreparation:
             owner=self._edit.owner,
             loops=loops_of(workflow, model, rounds, lambda canvas: 1),
             encodings=encodings_of(workflow, model, lambda canvas: 1),
+            controlnets=self._controls.nets,
+            num_controls=len(self._controls.controls),
+            steered=steered_of(workflow, model, rounds, self._controls.controls, lambda canvas: 1),
         )
 
     @property

@@ -9,6 +9,7 @@ from typing import Any, ClassVar
 
 from torch import Tensor, nn
 
+from core.control import MAX_CONTROLS
 from core.errors import ConfigError
 from model_executor.checkpoint.loader import CONTROLNET_PART, ModelCheckpoint
 from model_executor.models.base import Row, SteeredModel
@@ -75,6 +76,21 @@ class ControlNet(ABC):
     def drop(self) -> None:
         """Drop the weights."""
         self._module = None
+
+    def kept_bytes(self, control: Tensor, grid: tuple[int, int], num_rows: int) -> int:
+        """Most bytes that a request keeps for it between its batches: control pictures, and what a step adds. control:
+        one of them, as `Family.encode_controls` returns it, of this size in tokens, (rows, columns)."""
+        of_row, of_picture = self._residual_numbers(grid), self._embedded_numbers(control, grid)
+        numbers = num_rows * of_row + MAX_CONTROLS * of_picture
+        return MAX_CONTROLS * control.nbytes + numbers * self.checkpoint.dtype.itemsize
+
+    @abstractmethod
+    def _residual_numbers(self, grid: tuple[int, int]) -> int:
+        """How many numbers a step that computes all tokens adds to a row."""
+
+    @abstractmethod
+    def _embedded_numbers(self, control: Tensor, grid: tuple[int, int]) -> int:
+        """How many numbers `embed` makes of a control picture."""
 
     @abstractmethod
     def embed(self, control: Tensor, mode: int | None) -> tuple[Tensor, ...]:

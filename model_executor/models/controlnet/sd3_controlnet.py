@@ -64,6 +64,9 @@ class Sd3ControlNet(TransformerControlNet):
     def _forces_zeros(self) -> bool:
         return bool(self._config.get("force_zeros_for_pooled_projection", True))
 
+    def _embedded_numbers(self, control: Tensor, grid: tuple[int, int]) -> int:
+        return control.numel() if self._forces_zeros else 0
+
     def embed(self, control: Tensor, mode: int | None) -> tuple[Tensor, ...]:
         return (control + self._model.latent_shift if self._forces_zeros else control,)
 

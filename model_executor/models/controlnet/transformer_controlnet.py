@@ -64,20 +64,25 @@ class TransformerControlNet(ControlNet):
         operators = chosen_operators(chosen.kernels, device, batch_invariant=chosen.batch_invariant)
         self._module = self.transformer(module, self._model.num_train_timesteps, operators, owns_module=True)
 
+    def _residual_numbers(self, grid: tuple[int, int]) -> int:
+        rows, columns = grid
+        width = int(self._config["num_attention_heads"]) * int(self._config["attention_head_dim"])
+        return (1 + max(self._places)) * rows * columns * width
+
+    def _embedded_numbers(self, control: Tensor, grid: tuple[int, int]) -> int:
+        return 0  # it is the same tensor
+
     def embed(self, control: Tensor, mode: int | None) -> tuple[Tensor, ...]:
         """control: [image tokens, latent width], which steps see as it is."""
         return (control,)
 
     def residuals(self, rows: Sequence[Row], shown: Sequence[Shown]) -> Residuals:
-        *others, last = (self._scaled(rows, each) for each in shown if each.scale)
-        before = [list(samples) for samples in others]  # one after the other, but the last sample by sample
-        sums = (reduce(add, each) for each in zip(*before, last, strict=True))
-        return Residuals(self._places, ((each,) for each in sums))
+        return reduce(add, (self._of_one(rows, each) for each in shown if each.scale))
 
-    def _scaled(self, rows: Sequence[Row], shown: Shown) -> Iterator[Tensor]:
+    def _of_one(self, rows: Sequence[Row], shown: Shown) -> Residuals:
         transformer: ControlTransformer = self._module
-        for sample in transformer.samples([self._row(row, shown) for row in rows]):
-            yield sample * shown.scale
+        samples = transformer.samples([self._row(row, shown) for row in rows])
+        return Residuals(self._places, ((sample * shown.scale,) for sample in samples))
 
     def _row(self, row: Row, shown: Shown) -> ControlRow:
         return ControlRow.of(row, shown)

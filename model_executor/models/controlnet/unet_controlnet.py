@@ -75,6 +75,19 @@ class UnetControlNet(ControlNet):
         super().drop()
         self._embedding = None
 
+    def _residual_numbers(self, grid: tuple[int, int]) -> int:
+        """Of the first layer; at each level of each of its layers, and of the next one's first layer; of the middle."""
+        channels: Sequence[int] = self._config["block_out_channels"]
+        num_layers = int(self._config["layers_per_block"])
+        sides = [tuple(-(-side * TOKEN_SIDE // (1 << level)) for side in grid) for level in range(len(channels))]
+        areas = [height * width for height, width in sides]
+        levels = zip(channels, areas, [*areas[1:], areas[-1]], strict=True)
+        return channels[0] * areas[0] + sum(number * (num_layers * area + below) for number, area, below in levels)
+
+    def _embedded_numbers(self, control: Tensor, grid: tuple[int, int]) -> int:
+        rows, columns = grid
+        return int(self._config["block_out_channels"][0]) * rows * columns * TOKEN_SIDE**2
+
     def embed(self, control: Tensor, mode: int | None) -> tuple[Tensor, ...]:
         """control: [1, 3, height, width] in 0..1. Returns [1, channels, height / 8, width / 8]."""
         is_turned = self._config.get("controlnet_conditioning_channel_order") == "bgr"
@@ -84,19 +97,18 @@ class UnetControlNet(ControlNet):
     def residuals(self, rows: Sequence[Row], shown: Sequence[Shown]) -> Residuals:
         box = control_box(rows[0], self._num_levels)
         latents = _within(torch.cat([unpack(row.latents, row.grid, TOKEN_SIDE) for row in rows]), box)
-        maps = self._maps(rows, latents, [(_within(each.embedded[0], box), each) for each in shown])
-        return Residuals(tuple(range(len(maps))), (maps,))
+        return self._maps(rows, latents, [(_within(each.embedded[0], box), each) for each in shown])
 
-    def _maps(self, rows: Sequence[Row], latents: Tensor, shown: Sequence[tuple[Tensor, Shown]]) -> Sequence[Tensor]:
+    def _maps(self, rows: Sequence[Row], latents: Tensor, shown: Sequence[tuple[Tensor, Shown]]) -> Residuals:
         """What is added to the maps of the way down, and to that of the middle. shown: with each, what is embedded of
         the part of the picture that is computed."""
         steering = [(embedded, each.scale) for embedded, each in shown if each.scale]
-        maps = [
-            self._run(rows, latents, controlnet_cond=embedded, conditioning_scale=scale) for embedded, scale in steering
-        ]
-        return [reduce(add, each) for each in zip(*maps, strict=True)]
+        return reduce(
+            add,
+            (self._run(rows, latents, controlnet_cond=part, conditioning_scale=scale) for part, scale in steering),
+        )
 
-    def _run(self, rows: Sequence[Row], latents: Tensor, **control: Any) -> Sequence[Tensor]:
+    def _run(self, rows: Sequence[Row], latents: Tensor, **control: Any) -> Residuals:
         """As `_maps`, of one run of the module. control: its arguments about control pictures."""
         down, middle = self._module(
             latents,
@@ -106,7 +118,8 @@ class UnetControlNet(ControlNet):
             return_dict=False,
             **control,
         )
-        return *down, middle
+        maps = *down, middle
+        return Residuals(tuple(range(len(maps))), (maps,))
 
 
 def _within(x: Tensor, box: Box | None) -> Tensor:

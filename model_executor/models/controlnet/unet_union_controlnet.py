@@ -9,6 +9,7 @@ from torch import Tensor
 
 from model_executor.models.base import Row
 from model_executor.models.controlnet.controlnet import Shown
+from model_executor.models.controlnet.residuals import Residuals
 from model_executor.models.controlnet.unet_controlnet import UnetControlNet
 
 
@@ -24,7 +25,7 @@ class UnetUnionControlNet(UnetControlNet):
         if self._model.sees_mask:
             raise self._refuse("it goes with no UNet that sees the mask (9 input channels), as diffusers has it")
 
-    def _maps(self, rows: Sequence[Row], latents: Tensor, shown: Sequence[tuple[Tensor, Shown]]) -> Sequence[Tensor]:
+    def _maps(self, rows: Sequence[Row], latents: Tensor, shown: Sequence[tuple[Tensor, Shown]]) -> Residuals:
         modes = [each.mode for _, each in shown]
         kinds = latents.new_zeros(len(rows), int(self._module.config.num_control_type))
         kinds[:, modes] = 1

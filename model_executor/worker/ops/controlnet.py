@@ -41,7 +41,7 @@ def _result(context: WorkerContext, item: Item) -> ItemResult:
     if work.step.step + 2 == len(inputs.sample.sigmas):
         for name in (*KEPT, *KEPT_OF_CONTROLS):
             context.store.free(TensorKey(item.request_id, item.node, name))
-    return ItemResult(item.request_id, item.node, (context.store.put_series(key, made),))
+    return ItemResult(item.request_id, item.node, (context.store.put_series(key, made),), is_usual=bool(work.uses))
 
 
 def _residuals(nets: Mapping[str, ControlNet], inputs: StepInputs, uses: Sequence[ControlUse]) -> Residuals:

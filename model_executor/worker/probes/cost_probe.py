@@ -10,7 +10,7 @@ import hashlib
 import os
 import platform
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from functools import cached_property, partial
@@ -41,6 +41,7 @@ from model_executor.device_failures import is_out_of_memory, wait_for_device
 from model_executor.kernels.operators import chosen_operators
 from model_executor.models.base import EncodedImage, EncodedText, Family, ImageInputs, ModulationInputs, PrimeRow, Row
 from model_executor.models.boxes import around
+from model_executor.models.controlnet.controlnet import ControlNet
 from model_executor.models.transformer.denoiser import modulation_limit
 from model_executor.page_cache.pages import Pages
 from model_executor.parallel.group import Group
@@ -180,12 +181,14 @@ def _expected(samples: Sequence[CostSample], op: Op, work: Work) -> float:
 @dataclass
 class Batches:
     """Makes batches of every op, over an empty picture of the native size. group: of ranks that compute steps together,
-    all of which make the same batches; None: one rank. references: of every request, as large as can be."""
+    all of which make the same batches; None: one rank. references: of every request, as large as can be. controlnets:
+    those of the model."""
 
     family: Family
     info: ModelInfo
     group: Group | None = None
     references: int = 0
+    controlnets: Collection[ControlNet] = ()
 
     def all(self) -> Iterator[Timed]:
         """All batches, ops in turn and smaller ones first, so that every op is sampled even if time runs out."""
@@ -221,7 +224,15 @@ class Batches:
             of_request += 2 * [image.latents]  # the template's clean latents and noise
         on_device = [tensor for tensor in of_request + self.most_rows * of_row if tensor.device == image.latents.device]
         others = self._modulation_bytes(image, text) + self._own_page_bytes(image, num_states)
-        return sum(tensor.nbytes for tensor in on_device) + others
+        return sum(tensor.nbytes for tensor in on_device) + others + self._control_bytes()
+
+    def _control_bytes(self) -> int:
+        """Most bytes that a request with a ControlNet keeps for it."""
+        if not self.controlnets:
+            return 0
+        side = self._side(1.0)
+        (control,) = self.family.encode_controls([torch.zeros(side, side, 3, dtype=torch.uint8)], 0, is_exact=True)
+        return max(net.kept_bytes(control, self._grid, self.most_rows) for net in self.controlnets)
 
     def _modulation_bytes(self, image: EncodedImage, text: EncodedText) -> int:
         """Most bytes of a request's modulation tables: those of most rows and steps, or else the limit, beyond which

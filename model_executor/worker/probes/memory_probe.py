@@ -9,8 +9,9 @@ from __future__ import annotations
 
 import gc
 import logging
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from types import MappingProxyType
 from typing import Protocol
 
 import msgspec
@@ -25,6 +26,7 @@ from core.scheduling.ops.denoise import DENOISE
 from model_executor.device_failures import is_out_of_memory
 from model_executor.graphs.step_graphs import MAX_GRAPHS
 from model_executor.models.base import Family
+from model_executor.models.controlnet.controlnet import ControlNet
 from model_executor.worker.probes.cost_probe import GPU_CALLS, Batches
 
 logger = logging.getLogger("stencil.worker")
@@ -94,10 +96,11 @@ def device_page_bytes(
     cache: CacheConfig,
     scheduler: SchedulerConfig,
     to_come: int = 0,
+    controlnets: Mapping[str, Mapping[str, ControlNet]] = MappingProxyType({}),
 ) -> int:
     """Bytes of device memory for pages: what the configuration asks for, else what is left. 0 without a gauge (on a
     CPU), and if no model has pages. families: the models that are loaded, of which batches are measured. to_come: bytes
-    of weights that may be loaded later. Raises ConfigError if nothing is left.
+    of weights that may be loaded later. controlnets: model -> its own, by name. Raises ConfigError if nothing is left.
     """
     loaded = [info for info in infos if info.name in families and not info.parent]
     schemes = [(info, info.page_scheme) for info in infos if info.page_scheme is not None and not info.parent]
@@ -109,7 +112,10 @@ def device_page_bytes(
         # A plan frees what the results before it have made useless; plans that are under way have theirs still.
         num_states = scheduler.max_plans_in_flight + 1
         kept = scheduler.max_num_seqs * max(
-            _with_most_references(families[info.name], info).kept_bytes(num_states) for info in loaded
+            _with_most_references(families[info.name], info, controlnets.get(info.name, {}).values()).kept_bytes(
+                num_states
+            )
+            for info in loaded
         )
     with _without_graphs(families.values()):
         memory = measure(gauge, runs, kept)
@@ -129,8 +135,9 @@ def _heaviest_of(family: Family, info: ModelInfo, limits: SchedulerConfig) -> It
         yield from heaviest(_with_most_references(family, info), limits)
 
 
-def _with_most_references(family: Family, info: ModelInfo) -> Batches:
-    return Batches(family, info, references=0 if info.references is None else info.references.most)
+def _with_most_references(family: Family, info: ModelInfo, controlnets: Collection[ControlNet] = ()) -> Batches:
+    most = 0 if info.references is None else info.references.most
+    return Batches(family, info, references=most, controlnets=controlnets)
 
 
 @contextmanager

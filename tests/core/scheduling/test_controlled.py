@@ -7,16 +7,19 @@ from collections.abc import Callable, Sequence
 import msgspec
 import pytest
 from fakes import MODEL, PIXELS, FakeWorkers, apply, make_edit, make_hires_edit, with_spec
+from load_reports import make_report
 
 from core.config import SchedulerConfig
 from core.control import Control
 from core.control_type import ControlType
+from core.costs.cost_model import features_of
 from core.failure import Failure
 from core.graph.catalog import CONTROLLED, WORKFLOWS
 from core.graph.work import Work
 from core.handles import LoadedComponent, ModelKey
 from core.messages.engine import EngineRequest, Failed, Finished
 from core.messages.worker import Batch, BatchResult, CostSample, Item, ModelFailed, ModelLoaded, TransferDone
+from core.routing.fleet import Fleet
 from core.routing.request_shape import RequestShape
 from core.scheduling.ops.controlnet import ControlStep, ControlUse
 from core.scheduling.scheduler import StepScheduler
@@ -111,6 +114,17 @@ def test_a_controlnet_gets_the_step_that_it_is_for() -> None:
         assert "residuals" in {ref.input for ref in step.inputs}
 
 
+def test_more_pictures_are_more_work() -> None:
+    rig = Rig()
+    rig.scheduler.add(controlled(make_edit("a", steps=1), EDGES, EDGES))
+    rig.scheduler.add(make_edit("b", steps=1))
+    works = {request.id: request.work for request in rig.scheduler._requests}
+    assert works["a"](WORKFLOWS["controlled_inpaint"].node("control_encode")) == Work.of([256] * 2)
+    step = works["a"](WORKFLOWS["controlled_inpaint"].node("denoise"))
+    assert works["a"](WORKFLOWS["controlled_inpaint"].node("controlnet")).queries == step.queries * 2
+    assert works["b"](WORKFLOWS["inpaint"].node("denoise")) == step
+
+
 def test_control_pictures_steer_within_their_windows() -> None:
     """As diffusers' pipelines: a step counts if all of it is in the window."""
     rig = Rig()
@@ -168,8 +182,13 @@ def test_one_that_cannot_be_loaded_fails_its_requests_alone() -> None:
     broken = Failure("config", "cannot load controlnet: cut short")
     rig.scheduler.apply_load(ModelFailed(0, NETS["depth"], broken), 0.0)
     rig.run()
-    ended = {each.request_id: type(each) for each in rig.outputs if isinstance(each, Finished | Failed)}
-    assert ended == {"a": Failed, "b": Finished}
+    ended = {each.request_id: each for each in rig.outputs if isinstance(each, Finished | Failed)}
+    assert isinstance(ended["b"], Finished)
+    failed = ended["a"]
+    assert isinstance(failed, Failed)
+    said = "the ControlNet depth of the model {} cannot be loaded: cannot load controlnet: cut short"
+    assert failed.failure.message == said.format("m")
+    assert rig.scheduler.take_refused() == [f"{said.format(model)} (for 10 s)" for model in MODELS]
 
 
 def of_four_steps(rig: Rig, *names: str) -> None:
@@ -241,10 +260,34 @@ def test_a_request_survives_the_death_of_either_rank(round_: int, op: str) -> No
     rig.scheduler.check_integrity()
 
 
-def test_routing_counts_its_steps_once() -> None:
+def test_routing_counts_what_its_controlnets_take() -> None:
+    """From what an engine reports as soon as it has seen some: one pass beside each step that they steer, with a row
+    for every row of the step and picture."""
+    late = Control(type="deep", scale=1.0, start=0.5)
     plain = make_edit("a", steps=4)
-    shapes = [RequestShape.of_request(each, MODELS["m"]) for each in (plain, controlled(plain, EDGES))]
-    assert shapes[0].step_features == shapes[1].step_features
+    twice, half, free = (
+        RequestShape.of_request(each, MODELS["m"])
+        for each in (controlled(plain, DEEP, DEEP), controlled(plain, late), controlled(plain, EDGES))
+    )
+    rig = Rig()
+    rig.scheduler.add(controlled(make_edit("b", steps=3), DEEP))
+    rig.run()
+    costs = rig.scheduler.load_report().costs
+    assert costs is not None
+    lines = [line for line in costs.lines if line.op == "controlnet"]
+    assert {(line.model, line.controlnets) for line in lines} == {(name, ("depth",)) for name in MODELS}
+    fleet = Fleet(1, 8)
+    fleet.observe(0, make_report(costs=costs), 0.0)
+    own, tokens = fleet.step_seconds(RequestShape.of_request(plain, MODELS["m"])), plain.spec.num_all_tokens
+
+    def pass_of(num_rows: int) -> float:
+        features = features_of(Work.of([tokens] * num_rows))
+        return sum(by * each for by, each in zip(lines[0].coefficients, features, strict=True))
+
+    assert pass_of(2) > pass_of(1) > 0
+    beside = [fleet.step_seconds(shape) - own for shape in (twice, half, free)]
+    assert beside == pytest.approx([pass_of(2), pass_of(1) / 2, 0.0])
+    assert twice.num_steps == 4, "what works for a step is none itself"
 
 
 def test_every_workflow_with_prompts_has_one_with_controlnets() -> None:

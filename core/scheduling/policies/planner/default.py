@@ -85,16 +85,15 @@ class Default(SchedulingPolicy):
         )
         if is_new:
             self._make_plan(view, now)
-        again = self._again(view)
+        again: Sequence[Decision] | None = self._again(view)
         if again is None and not is_new and self._is_stale(view):
             self._make_plan(view, now)
-        given_up = self._given_up()
-        if again is not None:
-            self._is_slot_left |= any(each.progress.steps_left == 1 for batch in again for each, _ in batch.items)
-            return [*given_up, *again]
-        decisions = self._whole_pass(view, now, given_up)
-        self._repeated.note(decisions)
-        self._is_slot_left = True
+        given_up, decisions = self._given_up(), again
+        if decisions is None:
+            decisions = self._whole_pass(view, now, given_up)
+            self._repeated.note(decisions)
+        given = (item for each in decisions if isinstance(each, Dispatch) for item in each.items)
+        self._is_slot_left |= any(request.progress.steps_left == 1 for request, _ in given)
         return [*given_up, *decisions]
 
     def _whole_pass(self, view: View, now: float, given_up: Sequence[GiveUp]) -> list[Decision]:

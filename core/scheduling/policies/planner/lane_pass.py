@@ -83,9 +83,11 @@ class LanePass(StepPass):
         """
         tokens = dict(StepPass._choose_step(self))
         idle = {rank for rank in self.view.idle_ranks if not self._has_work(rank)}
+        if not idle:
+            return tokens
         served = {request.id for request, _ in self._candidates} | self.given_up
         served.update(each.id for each in self.plan.served)
-        running = self.view.requests.running if idle else []
+        running = self.view.requests.running
         is_moving = any(each.num_moving for each in running) or next(self._fetches(), None) is not None
         if len(idle) < len(self.view.ranks) or is_moving:
             served |= self.apart

@@ -40,8 +40,8 @@ export class History {
   }
 
   #item(entry) {
-    const { prompt, references, lora, seed, exact } = entry.settings;
-    const shown = references.length ? `${counted(references.length, "reference")}, ` : "";
+    const { prompt, references, control, lora, seed, exact } = entry.settings;
+    const shown = `${references.length ? `${counted(references.length, "reference")}, ` : ""}${control ? `steered by ${control.type}, ` : ""}`;
     const label = `${prompt}, ${shown}${lora ? `adapter ${lora}, ` : ""}seed ${seed}${exact ? ", exact" : ""}`;
     const button = el("button", { type: "button", title: label, "aria-label": label, onclick: () => this.#open(entry) }, thumbnailOf(entry.view));
     return el("li", {}, button);

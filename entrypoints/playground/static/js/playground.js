@@ -1,6 +1,7 @@
 // The playground's page: wires picture, mask, form and results together, and holds what is open.
 import { ApiError } from "./api.js";
 import { comparison } from "./comparison.js";
+import { ControlPicture } from "./control-picture.js";
 import { copyText } from "./copy.js";
 import { costStrip } from "./cost.js";
 import { byId, el } from "./dom.js";
@@ -18,7 +19,7 @@ import { References } from "./references.js";
 import { gridOf, runEdit } from "./run.js";
 import { BadField, offerAdapters, readSettings, showDefaults } from "./settings.js";
 import { addShortcuts } from "./shortcuts.js";
-import { asCurl, asPython, fileNames, isInline } from "./snippets.js";
+import { asCurl, asPython, isInline, namedFiles } from "./snippets.js";
 import { Stage } from "./stage.js";
 import { activeTokens, countActive, generationSize } from "./tokens.js";
 import { toast } from "./toast.js";
@@ -32,6 +33,7 @@ const tools = new Tools(stage, mask, (point, removes) => find(() => finder.atPoi
 const finder = new MaskFinder(mask, { reveal: backToMask, report });
 const history = new History(byId("history-box"), byId("history"), (entry) => showEntry(entry));
 const references = new References(report);
+const controlPicture = new ControlPicture(report);
 
 let model = null; // null until the server told
 let examples = [];
@@ -168,7 +170,7 @@ async function run() {
   }
   try {
     if (!model) await connect(); // they declined to give a key, or it still loads
-    await references.settled;
+    await Promise.all([references.settled, controlPicture.settled]);
     if (!(await finder.settled)) return; // why is told
     if (running) return; // by a second click meanwhile
     const settings = ready();
@@ -187,7 +189,7 @@ function ready() {
     toast("Paint over what should change first, or select a part.", "info");
     return null;
   }
-  return { ...readSettings(), references: references.all };
+  return { ...readSettings(), references: references.all, control: controlPicture.settings };
 }
 
 /** Edit what is open, and show what comes. isKept: it goes into the history. Returns the last image's entry. */
@@ -269,6 +271,7 @@ function showEntry(entry) {
   mask.restore(entry.saved);
   byId("prompt").value = entry.settings.prompt;
   references.all = entry.settings.references;
+  controlPicture.settings = entry.settings.control;
   byId("adapter").value = entry.settings.lora;
   showResult(entry);
 }
@@ -324,10 +327,8 @@ async function copy(entry, asSnippet) {
 
 /** Say which files a copied request reads under another name than they have: pasted pictures are all called alike. */
 function tellRenamed({ picture, settings }) {
-  const names = fileNames(picture, settings.references);
-  const given = [picture, ...settings.references].map(({ file }) => file.name);
-  const renamed = given.map((name, index) => [name, names[index]]).filter(([name, other]) => name !== other);
-  if (renamed.length) toast(`Names are taken: it reads ${renamed.map(([name, other]) => `“${name}” as ${other}`).join(", ")}.`);
+  const renamed = namedFiles(picture, settings).filter(({ file, name }) => file.name !== name);
+  if (renamed.length) toast(`Names are taken: it reads ${renamed.map(({ file, name }) => `“${file.name}” as ${name}`).join(", ")}.`);
 }
 
 function fileName(entry) {
@@ -421,6 +422,7 @@ async function meetModel() {
   showDefaults(model);
   finder.offer(model.selects_by);
   references.offer(model.references?.most ?? 0);
+  controlPicture.offer(Object.keys(model.controls), model.edit_control_scale);
   offerAdapters(models.filter(({ parent }) => parent === model.id).map(({ id }) => id));
   tellSize();
   onMaskChange();

@@ -1,13 +1,14 @@
 // One edit: from what is on the page to a request, and its answers with the times a person sees.
 import { edit } from "./api.js";
 import { exportMask } from "./mask-export.js";
+import { steeringOf } from "./steering.js";
 import { countActive, generationSize } from "./tokens.js";
 
 const SMALL_PIXELS = 1_048_576; // up to here three partial images, above one: each is as large as the result
 
 /**
- * settings: {prompt, references, lora, seed (text), n, steps, margin, exact, partials}; references: see references.js;
- * lora "": no adapter; steps and margin null: the server's own. Yields {partial: true, blob, ms} and, per image, {partial:
+ * settings: {prompt, references, control, lora, seed (text), n, steps, margin, exact, partials}; references and control:
+ * see references.js and control-picture.js; lora "": no adapter; steps and margin null: the server's own. Yields {partial: true, blob, ms} and, per image, {partial:
  * false, blob, seed, stencil, tokens, maskBlob, ms}: ms since the call, tokens: see tokens.js, null where the page cannot
  * tell which were computed.
  */
@@ -28,7 +29,7 @@ export function gridOf(picture, model, settings) {
   return { size, tokenSize: model.token_size, margin };
 }
 
-function fieldsOf(picture, maskBlob, { prompt, references, lora, seed, n, steps, margin, exact, partials }) {
+function fieldsOf(picture, maskBlob, { prompt, references, control, lora, seed, n, steps, margin, exact, partials }) {
   const isSmall = picture.size.width * picture.size.height <= SMALL_PIXELS;
   const fields = { prompt, seed, n, stream: true };
   if (partials && n === 1) fields.partial_images = isSmall ? 3 : 1; // of several images the page could show but one
@@ -38,6 +39,7 @@ function fieldsOf(picture, maskBlob, { prompt, references, lora, seed, n, steps,
   if (exact) fields.mask_aware = false;
   fields.image = picture.file;
   fields["reference_image[]"] = references.map(({ file }) => file);
+  if (control) Object.assign(fields, { control_image: control.file, ...steeringOf(control) });
   fields.mask_image = new File([maskBlob], "mask.png", { type: "image/png" });
   return fields;
 }

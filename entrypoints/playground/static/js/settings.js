@@ -42,14 +42,23 @@ function readSeed(n) {
   return BigInt(text).toString();
 }
 
-/** null: empty. */
 function wholeNumber(id, name) {
+  return number(id, `${name} is a whole number`, Number.isInteger);
+}
+
+/** What a field says; null: it is empty. */
+export function decimal(id, name) {
+  return number(id, `${name} is a number`, Number.isFinite);
+}
+
+/** rule: what the field says, in words; isOne(value): whether it does. null: it is empty. */
+function number(id, rule, isOne) {
   const field = byId(id);
   if (!field.validity.badInput && field.value === "") return null;
   const { min, max } = field;
   const value = Number(field.value);
-  if (field.validity.badInput || !Number.isInteger(value) || value < Number(min) || value > Number(max)) {
-    throw new BadField(field, `${name} is a whole number from ${min} to ${max}.`);
+  if (field.validity.badInput || !isOne(value) || value < Number(min) || value > Number(max)) {
+    throw new BadField(field, `${rule} from ${min} to ${max}.`);
   }
   return value;
 }

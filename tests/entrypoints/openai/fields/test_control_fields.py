@@ -98,6 +98,9 @@ async def test_control_pictures_count_with_the_others(client: httpx.AsyncClient)
     assert_refused(await post_edit(client, files), 400, "array_above_max_length", "control_image")
     large = ("control_image[]", ("c.png", b"c" * (2 * 1024 * 1024 + 1)))
     assert_refused(await post_edit(client, [IMAGE, large]), 413, "request_too_large", "control_image")
+    url = "data:image/png;base64," + "AAAA" * (2 * 1024 * 1024 // 3 + 1)
+    body = {"prompt": "p", "control_image": [PICTURE, {"image_url": url}], "control_type": "edges"}
+    assert_refused(await post_json(client, body, "generations"), 413, "request_too_large", "control_image")
 
 
 # ------------------------------------------------------------------------------------------------------ the model's

@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from control_rig import ControlledEdit, Steered, expected, lines, run_together
+from control_rig import ControlledEdit, Steered, assert_kept_as_predicted, expected, lines, run_together
 from diffusers import (
     FluxControlNetInpaintPipeline,
     FluxControlNetModel,
@@ -23,7 +23,7 @@ from core.ipc.shared_array import Arena
 from tools.random_checkpoints import make_flux
 from tools.random_controlnets import make_flux_controlnet
 
-SIZE = (96, 64)
+SIZE, NATIVE = (96, 64), (128, 128)
 NETS: dict[str, dict[str, Any]] = {
     "edges": {"guidance_embeds": True},
     "depth": {"guidance_embeds": True, "seed": 3},
@@ -88,6 +88,14 @@ def test_edit_equals_the_pipeline(rig: ControlRig, name: str) -> None:
     assert_same(ours, rig.expected(edited))
     edited.edit.num_controls = 0
     assert not np.array_equal(ours, rig.run(edited.edit)), "the ControlNet changes nothing"
+
+
+@pytest.mark.parametrize(("net", "mode"), [("edges", None), ("union", 0), ("doubles", None)])
+def test_what_is_kept_is_predicted(rig: ControlRig, net: str, mode: int | None) -> None:
+    controls = [Steered(lines(1, NATIVE), net, mode=mode)] * 4
+    edited = rig.steered("kept", controls, seed=2, steps=2, size=NATIVE)
+    edited.edit.negative_prompt, edited.edit.true_cfg_scale = "a plain blue hat", 2.0
+    assert_kept_as_predicted(rig, edited)
 
 
 def test_company_changes_nothing(rig: ControlRig) -> None:

@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from control_rig import ControlledEdit, Steered, lines, run_together
+from control_rig import ControlledEdit, Steered, assert_kept_as_predicted, lines, run_together
 from diffusers import (
     AutoencoderKL,
     SD3ControlNetModel,
@@ -31,7 +31,7 @@ from model_executor.worker.loading.resident import ResidentModels
 from tools.random_checkpoints import make_sd3
 from tools.random_controlnets import make_sd3_controlnet
 
-SIZE = (96, 64)
+SIZE, NATIVE = (96, 64), (128, 128)
 GUIDANCE = 3.0
 NETS: dict[str, dict[str, Any]] = {
     "edges": {"seed": 1},
@@ -49,8 +49,10 @@ class ControlRig(Rig):
         correct_sd3(self)
         self.nets = {name: SD3ControlNetModel.from_pretrained(path) for name, path in paths.items()}
 
-    def steered(self, name: str, controls: Sequence[Steered], *, strength: float = 1.0) -> ControlledEdit:
-        edit = self.edit(name, size=SIZE, seed=3, steps=5)
+    def steered(
+        self, name: str, controls: Sequence[Steered], *, strength: float = 1.0, size: tuple[int, int] = SIZE
+    ) -> ControlledEdit:
+        edit = self.edit(name, size=size, seed=3, steps=5)
         edit.strength, edit.guidance_scale, edit.true_cfg_scale = strength, GUIDANCE, GUIDANCE
         edit.negative_prompt = "a plain blue hat"
         return ControlledEdit(edit, controls)
@@ -142,6 +144,12 @@ def test_an_edit_equals_the_inpainting_pipeline_with_the_controlnet(
     assert_same(ours, expected)
 
 
+@pytest.mark.parametrize("net", ["edges", "pooled"])
+def test_what_is_kept_is_predicted(rig: ControlRig, net: str) -> None:
+    controls = [Steered(lines(1, NATIVE), net)] * 4
+    assert_kept_as_predicted(rig, rig.steered("kept", controls, size=NATIVE))
+
+
 def test_company_changes_nothing(rig: ControlRig) -> None:
     edits = [rig.steered(f"mixed-{name}", controls) for name, controls in CASES.items()]
     alone = [each.run(rig) for each in edits]
@@ -159,10 +167,10 @@ def test_company_changes_nothing(rig: ControlRig) -> None:
     ],
 )
 def test_one_that_does_not_fit_is_refused(
-    tmp_path: Path, options: dict[str, Any], scheduler: dict[str, Any], said: str
+    rig: ControlRig, tmp_path: Path, options: dict[str, Any], scheduler: dict[str, Any], said: str
 ) -> None:
     net = ControlNetConfig("net", str(make_sd3_controlnet(tmp_path / "net", **options)))
-    checkpoint = make_sd3(tmp_path / "sd3", scheduler=scheduler)
+    checkpoint = make_sd3(tmp_path / "sd3", scheduler=scheduler) if scheduler else rig.checkpoint
     model = ModelConfig(model=str(checkpoint), served_model_name="tiny", controlnets=(net,), dtype="float32")
     with pytest.raises(ConfigError, match=f"tiny: controlnets: net: .*{said}"):
         ResidentModels.open([model])

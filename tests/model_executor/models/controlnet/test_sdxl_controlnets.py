@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from control_rig import ControlledEdit, Steered, expected, lines, run_together
+from control_rig import ControlledEdit, Steered, assert_kept_as_predicted, expected, lines, run_together
 from diffusers import (
     ControlNetModel,
     ControlNetUnionModel,
@@ -26,7 +26,7 @@ from model_executor.worker.loading.resident import ResidentModels
 from tools.random_controlnets import make_sdxl_controlnet
 from tools.random_unet_checkpoints import make_sdxl
 
-SIZE = (96, 160)
+SIZE, NATIVE = (64, 96), (128, 128)
 TYPES = {"union": {"canny": 1, "depth map": 3}}
 
 
@@ -44,7 +44,7 @@ class ControlRig(Rig):
     def steered(self, name: str, controls: Sequence[Steered], *, scale: float = 3.0, **options: Any) -> ControlledEdit:
         """scale: of guidance."""
         strength = options.pop("strength", 1.0)
-        edit = self.edit(name, size=SIZE, **options)
+        edit = self.edit(name, size=options.pop("size", SIZE), **options)
         edit.strength, edit.guidance_scale, edit.true_cfg_scale = strength, scale, scale
         edit.negative_prompt = "a plain blue hat" if scale > 1 else None
         return ControlledEdit(edit, controls)
@@ -88,6 +88,11 @@ def test_edit_equals_the_pipeline(rig: ControlRig, name: str) -> None:
     ours = edited.run(rig)
     assert_same(ours, rig.expected(edited))
     assert not np.array_equal(ours, rig.run(edited.edit)), "the ControlNet changes nothing"
+
+
+def test_what_is_kept_is_predicted(rig: ControlRig) -> None:
+    controls = [Steered(lines(1, NATIVE), "union", mode=number) for number in range(4)]
+    assert_kept_as_predicted(rig, rig.steered("kept", controls, seed=2, steps=2, size=NATIVE))
 
 
 def test_company_changes_nothing(rig: ControlRig) -> None:

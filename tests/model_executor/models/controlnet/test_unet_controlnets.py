@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from control_rig import ControlledEdit, Steered, expected, lines, run_together
+from control_rig import ControlledEdit, Steered, assert_kept_as_predicted, expected, lines, run_together
 from diffusers import (
     ControlNetModel,
     PNDMScheduler,
@@ -17,8 +17,11 @@ from diffusers import (
 )
 from pipeline_rig import Rig, assert_same
 
-from core.config import ControlNetConfig
+from core.config import ControlNetConfig, ModelConfig
+from core.errors import ConfigError
 from core.ipc.shared_array import Arena
+from core.messages.worker import Batch, StepPlan
+from model_executor.worker.loading.resident import ResidentModels
 from tools.random_controlnets import make_sd_controlnet
 from tools.random_unet_checkpoints import make_sd
 
@@ -27,7 +30,7 @@ KINDS: dict[str, dict[str, Any]] = {
     "inpaint": {"in_channels": 9},
 }
 NETS = ("edges", "depth")
-SIZE = (96, 160)
+SIZE, NATIVE = (64, 96), (128, 128)
 NO_CHECKER = {"safety_checker": None, "requires_safety_checker": False}
 
 
@@ -37,13 +40,8 @@ class ControlRig(Rig):
     def __init__(self, folder: Path, arena: Arena, **options: Any) -> None:
         paths = {name: make_sd_controlnet(folder / name, seed=seed) for seed, name in enumerate(NETS, 1)}
         controlnets = [ControlNetConfig(name, str(path)) for name, path in paths.items()]
-        super().__init__(
-            make_sd(folder / "sd", **options),
-            arena,
-            StableDiffusionInpaintPipeline,
-            controlnets=controlnets,
-            **NO_CHECKER,
-        )
+        self.checkpoint = make_sd(folder / "sd", **options)
+        super().__init__(self.checkpoint, arena, StableDiffusionInpaintPipeline, controlnets=controlnets, **NO_CHECKER)
         self.nets = {name: ControlNetModel.from_pretrained(path) for name, path in paths.items()}
 
     def steered(self, name: str, controls: Sequence[Steered], *, scale: float = 3.0, **options: Any) -> ControlledEdit:
@@ -92,6 +90,24 @@ def test_edit_equals_the_pipeline(rig: ControlRig, name: str) -> None:
     assert not np.array_equal(ours, rig.run(edited.edit)), "the ControlNet changes nothing"
 
 
+def test_a_step_that_none_steers_says_nothing_of_what_others_take(rig: ControlRig) -> None:
+    told = {}
+    for name, start in (("late", 0.5), ("early", 0.0)):
+        edited = rig.steered(name, [Steered(EDGES.picture, "edges", start=start)], seed=2, steps=2)
+        rig.do(edited.encode_plan())
+        (result,) = rig.do(StepPlan(seq=0, batches=(Batch(0, "controlnet", (0,), (edited.control_item(0),)),)))
+        told[name] = len(result.items[0].tensors), result.items[0].is_usual
+        for free in edited.edit.decode_plan().free:
+            rig.store.free(free.key)
+    assert told == {"late": (1, False), "early": (1, True)}
+
+
+def test_what_is_kept_is_predicted(rig: ControlRig) -> None:
+    assert_kept_as_predicted(
+        rig, rig.steered("kept", [Steered(lines(1, NATIVE), "edges")] * 4, seed=2, steps=2, size=NATIVE)
+    )
+
+
 def test_company_changes_nothing(rig: ControlRig) -> None:
     edits = [
         rig.steered(f"mixed-{name}", *CASES[name][:1], seed=2, steps=2)
@@ -101,3 +117,10 @@ def test_company_changes_nothing(rig: ControlRig) -> None:
     for before, after in zip(alone, run_together(rig, edits), strict=True):
         assert np.array_equal(before, after)
     assert len(rig.store) == 0
+
+
+def test_one_of_another_unet_is_refused(rig: ControlRig, tmp_path: Path) -> None:
+    net = ControlNetConfig("wide", str(make_sd_controlnet(tmp_path / "wide", block_out_channels=(16, 32, 64))))
+    model = ModelConfig(model=str(rig.checkpoint), served_model_name="tiny", controlnets=(net,), dtype="float32")
+    with pytest.raises(ConfigError, match=r"tiny: controlnets: wide: .*block_out_channels"):
+        ResidentModels.open([model])

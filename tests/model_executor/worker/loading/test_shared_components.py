@@ -19,7 +19,7 @@ from core.patches import Patch, PatchSet
 from core.scheduling.ops.decode import DECODE
 from core.scheduling.ops.denoise import DENOISE
 from core.scheduling.ops.image_encode import IMAGE_ENCODE
-from core.scheduling.reports.predictor import Predictor
+from core.scheduling.reports.predictor import Player, Predictor
 from core.scheduling.requests.bindings import Bindings
 from model_executor.models.base import Family
 from model_executor.page_cache.page_store import PageStore
@@ -169,8 +169,8 @@ def test_models_of_one_family_share_the_costs_of_what_they_share(models: Residen
     assert bindings.keys("dev", "vae") is bindings.keys("tuned", "vae"), "so their decodes may share a batch"
     assert key("dev", DENOISE) != key("tuned", DENOISE)
     assert key("dev", IMAGE_ENCODE) != key("fill", IMAGE_ENCODE), "Fill encodes two pictures"
-    assert predictor.models_of(key("dev", DECODE)) == ["dev", "tuned"]
-    assert predictor.models_of(key("dev", DENOISE)) == ["dev"]
+    assert predictor.players_of(key("dev", DECODE)) == [Player("dev"), Player("tuned")]
+    assert predictor.players_of(key("dev", DENOISE)) == [Player("dev")]
 
 
 def test_bytes_of_a_module_count_each_tensor_once() -> None:
