@@ -9,7 +9,7 @@ DEV := $(VENV)/.installed-dev
 BROWSER := tests/browser/node_modules/.installed
 TYPED := core engine model_executor entrypoints benchmarks tools
 ARGS ?=
-BENCHMARKS := bench compare bench-quick bench-serving bench-throughput bench-startup bench-responsiveness bench-edit bench-found-masks bench-shared-denoiser bench-overload bench-goodput bench-step bench-lora-step bench-model-load bench-parallel-step bench-elastic bench-unet bench-vae bench-cache bench-block-plan bench-cost-model bench-router-decision bench-scheduler-scale bench-quality simulate soak
+BENCHMARKS := bench compare bench-quick bench-serving bench-throughput bench-startup bench-responsiveness bench-edit bench-found-masks bench-shared-denoiser bench-overload bench-goodput bench-step bench-lora-step bench-model-load bench-parallel-step bench-controlnet-beside bench-elastic bench-unet bench-vae bench-cache bench-block-plan bench-cost-model bench-router-decision bench-scheduler-scale bench-quality simulate soak
 
 .DEFAULT_GOAL := help
 .PHONY: $(BENCHMARKS) help serve test test-slow test-latest test-browser fuzz lint types format wheel train-embedded train-edges train-segmenter train-unet gpu-run bench-playground calibrate profile clean
@@ -84,6 +84,7 @@ bench-step: MODULE := benchmarks.micro.denoiser_step  ## One denoising step, mas
 bench-lora-step: MODULE := benchmarks.micro.lora_step  ## One denoising step of 8 requests with up to three LoRA adapters against the same without
 bench-model-load: MODULE := benchmarks.micro.model_load  ## Steps beside which a component of 500 MB is loaded, on the same rank and on another one
 bench-parallel-step: MODULE := benchmarks.micro.parallel_step  ## One denoising step on several ranks, against one
+bench-controlnet-beside: MODULE := benchmarks.micro.controlnet_beside  ## A step whose ControlNet is on a rank of its own, against one rank for both
 bench-elastic: MODULE := benchmarks.serving.elastic_mix  ## Latency of a mix of large and small edits: the policy default, elastic that was before it, and fixed degrees
 bench-unet: MODULE := benchmarks.micro.unet_step  ## One denoising step of a UNet: what the mask leaves of its FLOPs; timed by ARGS="--time 512"
 bench-vae: MODULE := benchmarks.micro.vae_region  ## Decoding the region of an edit against the whole picture: time and error by mask ratio

@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
+import msgspec
 import numpy as np
 import numpy.typing as npt
 import torch
@@ -86,7 +87,9 @@ class ControlledEdit:
     def step_item(self, step: int) -> Item:
         (item,) = self.edit.denoise_plan(step).batches[0].items
         residuals = TensorRef(self.edit.key("controlnet", "residuals", step + 1), 0)
-        return Item(item.request_id, item.node, item.model, item.work, (*item.inputs, residuals), item.version)
+        uses = any(each.scale and each.control.steers(step, self.edit.num_steps) for each in self.controls)
+        work = msgspec.structs.replace(item.work, is_steered=uses)
+        return Item(item.request_id, item.node, item.model, work, (*item.inputs, residuals), item.version)
 
     def run(self, rig: Rig) -> npt.NDArray[np.uint8]:
         """The edit alone, from start to end."""

@@ -13,7 +13,8 @@ CONTROLS = Port("controls", "controls")
 
 def controlled(workflow: Workflow) -> Workflow:
     """The workflow with ControlNets before each step of the request's own model. They read what the step reads, and the
-    control pictures, which are encoded once for each size of the picture."""
+    control pictures, which are encoded once for each size of the picture. What they make is taken as the step runs.
+    """
     nodes = tuple(each for node in workflow.nodes for each in _with_controlnet(node))
     name = f"controlled_{workflow.name}"
     return replace(workflow, name=name, nodes=nodes, inputs=(*workflow.inputs, CONTROLS))
@@ -27,5 +28,5 @@ def _with_controlnet(node: Node) -> Iterator[Node]:
         yield Node(encode, "control_encode", literals=node.literals)
         read = (*node.inputs, Edge(encode, "controls"))
         yield Node(net, "controlnet", read, region=node.region, literals=node.literals)
-        node = replace(node, inputs=(*node.inputs, Edge(net, "residuals")))
+        node = replace(node, inputs=(*node.inputs, Edge(net, "residuals", deferred=True)))
     yield node

@@ -75,9 +75,11 @@ class PeerSockets:
         self._inbox = socket.socket(fileno=inbox)
         self._outboxes = [socket.socket(fileno=fd) for fd in outboxes]
 
-    def post(self, rank: int, header: bytes, data: npt.NDArray[np.uint8] | None) -> bool:
-        """Send a message to a rank; False if its inbox, which holds some hundred messages, is full."""
-        fd = None if data is None else _memfd(data)
+    def post(self, rank: int, header: bytes, data: Sequence[npt.NDArray[np.uint8]] = ()) -> bool:
+        """Send a message to a rank, with these arrays one after the other; False if its inbox is full, which holds 10
+        to some hundred messages (`net.unix.max_dgram_qlen`).
+        """
+        fd = _memfd(data) if data else None
         try:
             # socket.send_fds of Python 3.11 drops the flags.
             rights = [] if fd is None else [(socket.SOL_SOCKET, socket.SCM_RIGHTS, array("i", [fd]))]
@@ -88,6 +90,10 @@ class PeerSockets:
             if fd is not None:
                 os.close(fd)
         return True
+
+    def has_room(self, rank: int) -> bool:
+        """Whether a rank's inbox has room for a message."""
+        return bool(select.select([], [self._outboxes[rank]], [], 0)[1])
 
     def wait_for_room(self, rank: int) -> None:
         """Wait until a rank's inbox has room, or this one a message; at most some milliseconds."""
@@ -107,14 +113,15 @@ class PeerSockets:
             each.close()
 
 
-def _memfd(data: npt.NDArray[np.uint8]) -> int:
+def _memfd(data: Sequence[npt.NDArray[np.uint8]]) -> int:
     """A memfd with these bytes, at least one."""
     fd = os.memfd_create("stencil-value", os.MFD_CLOEXEC)
     try:
-        os.ftruncate(fd, max(1, data.size))
-        view = data.data
-        while len(view):
-            view = view[os.write(fd, view) :]
+        os.ftruncate(fd, max(1, sum(each.size for each in data)))
+        for each in data:
+            view = each.data
+            while len(view):
+                view = view[os.write(fd, view) :]
     except BaseException:
         os.close(fd)
         raise

@@ -205,6 +205,10 @@ class Channel:
                 return self._last_frames()
         return payload
 
+    def take(self) -> bytes | None:
+        """The next frame, if it has come; its wake byte stays in the socket and only causes another check."""
+        return self._incoming.pop()
+
     async def messages(self) -> AsyncGenerator[bytes, None]:
         """Every frame as it arrives; ends once the peer is gone and all its frames are taken, or the channel is closed.
 

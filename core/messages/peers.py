@@ -12,6 +12,9 @@ class Parcel(Message, frozen=True, omit_defaults=True):
     seq: int  # of the plan with this batch; what comes for a plan that is over, or was another process's, is dropped
     key: TensorKey
     ref: TensorRef | None = None  # describes the data; None: the value was not made
+    # Of a series that travels while it is made:
+    start: int = 0  # number of its first tensor that is in the data
+    is_last: bool = True  # the data ends with its last tensor
 
 
 class RankGone(Message, frozen=True):

@@ -31,3 +31,7 @@ class EngineLink:
     def recv(self) -> bytes:
         """The engine's next message. Main thread only. Raises PeerClosedError when the engine is gone."""
         return self._channel.recv()
+
+    def take(self) -> bytes | None:
+        """The engine's next message, if it has come. Main thread only."""
+        return self._channel.take()

@@ -30,6 +30,7 @@ from model_executor.worker.loading.loader_thread import LoaderThread
 from model_executor.worker.loading.resident import ResidentModels, set_threads
 from model_executor.worker.loading.weights_room import WeightsRoom
 from model_executor.worker.ops.context import WorkerContext
+from model_executor.worker.orders import Orders
 from model_executor.worker.probes.cost_probe import known_or_probed
 from model_executor.worker.probes.memory_probe import Gauge, device_page_bytes, gauge_of, room_for
 from model_executor.worker.probes.offload_price import log_offload_price
@@ -72,7 +73,8 @@ def start(
         settings.rank,
         has_device_tier=ready.device_page_bytes > 0,
     )
-    exchange = Exchange(store, sockets)
+    orders = Orders(link)
+    exchange = Exchange(store, sockets, orders.newly_come)
     groups = None if sockets is None else Groups(settings.rank, settings.group_seconds, models.device)
     adapters = AdapterLoader(settings.rank, models, link.report, thread, adapter_bytes(settings.num_workers))
     waiting, finders = adapters.wait, models.segmenters.finders
@@ -80,7 +82,7 @@ def start(
     context = WorkerContext(*used, models.controlnets.nets)
     runner = Runner(settings.rank, context, groups)
     link.send(msgspec.structs.replace(ready, port=groups.port if groups else 0))
-    return Worker(settings.rank, link, loader, context, runner, adapters)
+    return Worker(settings.rank, link, orders, loader, context, runner, adapters)
 
 
 def _opened(settings: WorkerConfig) -> ResidentModels:

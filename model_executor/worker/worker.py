@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from core.messages.codec import MessageDecoder
-from core.messages.worker import DropAdapter, LoadAdapter, Shutdown, StepPlan, ToWorker, TransferDone
+from core.messages.worker import DropAdapter, LoadAdapter, Shutdown, StepPlan, TransferDone
 from model_executor.worker.engine_link import EngineLink
 from model_executor.worker.loading.adapter_loader import AdapterLoader
 from model_executor.worker.loading.component_loader import ComponentLoader
 from model_executor.worker.ops.context import WorkerContext
+from model_executor.worker.orders import Orders
 from model_executor.worker.runner import Runner
 
 
@@ -18,21 +18,21 @@ class Worker:
         self,
         rank: int,
         link: EngineLink,
+        orders: Orders,
         loader: ComponentLoader,
         context: WorkerContext,
         runner: Runner,
         adapters: AdapterLoader,
     ) -> None:
-        self._rank, self._link, self._runner = rank, link, runner
+        self._rank, self._link, self._orders, self._runner = rank, link, orders, runner
         self._loader, self._adapters = loader, adapters
         self._store, self._pages, self._exchange = context.store, context.pages, context.exchange
-        self._decoder: MessageDecoder[ToWorker] = MessageDecoder(ToWorker)
 
     def run(self) -> None:
         """Do as the engine says, until a Shutdown. Raises PeerClosedError when the engine is gone, MessageError for
         what cannot be decoded, and other errors that do not belong to one request, such as a tensor to move that is
         missing."""
-        while not isinstance(message := self._decoder.decode(self._link.recv()), Shutdown):
+        while not isinstance(message := self._orders.next(), Shutdown):
             match message:
                 case StepPlan():
                     self._execute(message)

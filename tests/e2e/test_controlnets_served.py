@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -22,6 +23,7 @@ from diffusers import (
     StableDiffusionXLInpaintPipeline,
 )
 from edits import box_mask, picture
+from fault_kit import processes
 from hires_rig import enlarged, start_from
 from PIL import Image
 
@@ -142,6 +144,42 @@ def test_two_ranks_change_no_bit(folder: Path, alone: dict[str, Pixels]) -> None
         together = pixels(engine, [*EDITS.values()])
     for (name, before), after in zip(alone.items(), together, strict=True):
         assert np.array_equal(before, after), name
+
+
+@pytest.fixture(scope="module")
+def beside(folder: Path) -> Iterator[ImageEngine]:
+    """Two ranks, and it is known what batches take."""
+    with ImageEngine(models=models_in(folder)[:2], image_workers=1, workers_per_engine=2) as engine:
+        for name in ("edges", "edges", "flux", "flux"):
+            pixels(engine, [EDITS[name]])
+        yield engine
+
+
+def test_a_controlnet_on_a_rank_of_its_own_changes_no_bit(beside: ImageEngine, alone: dict[str, Pixels]) -> None:
+    before = [sum(each.cpu_times()[:2]) for each in processes("worker")[-2:]]
+    for name in ("edges", "both", "masked", "generation", "flux", "flux masked"):
+        assert np.array_equal(pixels(beside, [EDITS[name]])[0], alone[name]), name
+    worked = [sum(each.cpu_times()[:2]) - was for each, was in zip(processes("worker")[-2:], before, strict=True)]
+    assert min(worked) >= 0.1 * max(worked), "one rank did all of it"
+
+
+def test_company_of_controlnets_beside_changes_no_bit(beside: ImageEngine, alone: dict[str, Pixels]) -> None:
+    together = pixels(beside, [*EDITS.values()])
+    for (name, before), after in zip(alone.items(), together, strict=True):
+        assert np.array_equal(before, after), name
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+def test_the_death_of_either_rank_changes_no_bit(beside: ImageEngine, alone: dict[str, Pixels], rank: int) -> None:
+    victim = processes("worker")[-2:][rank]
+    killing = threading.Timer(0.2, victim.kill)
+    killing.start()
+    names = ["edges", "flux"] * 8
+    together = pixels(beside, [EDITS[name] for name in names])
+    assert not killing.is_alive(), "all was done before"
+    victim.wait(10)
+    for name, after in zip(names, together, strict=True):
+        assert np.array_equal(alone[name], after), name
 
 
 @pytest.mark.parametrize("name", ["masked", "flux masked"])

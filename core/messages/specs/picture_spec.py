@@ -74,6 +74,10 @@ class PictureSpec(Canvas, frozen=True, kw_only=True):
         """Condition tokens of its references, if no step computes them: all read their keys and values from pages."""
         return self.num_reference_tokens if self.reads_template and not self.sampling.full_steps else 0
 
+    def is_steered(self, step: int, num_steps: int) -> bool:
+        """Whether any control picture steers a step, of so many. A refiner's steps are never steered."""
+        return any(control.scale and control.steers(step, num_steps) for control in self.controls)
+
     def is_full_step(self, step: int) -> bool:
         """Whether a step of a mask-aware run computes all tokens."""
         sampling = self.sampling

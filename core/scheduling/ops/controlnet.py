@@ -31,7 +31,7 @@ class ControlUse(msgspec.Struct, frozen=True):
 
 class ControlStep(Message, OpWork, frozen=True):
     """The inputs of a step, and `controls` of `control_encode` -> `residuals`, a series of what the step's blocks add
-    for each of its rows: the sum of all ControlNets. Nothing is made for a step that none of them steers.
+    for each of its rows: the sum of all ControlNets. For a step that none of them steers it says so.
     """
 
     step: Denoise  # without pages, of which ControlNets have none; they compute the tokens that it computes
@@ -68,7 +68,7 @@ CONTROLNET = RequestOp(
     part="denoise",
     sharing="together",
     inputs=(*DENOISE.inputs[:-1], Port("controls", "control pictures")),
-    outputs=(Port("residuals", "residuals", is_optional=True),),
+    outputs=(Port("residuals", "residuals"),),
     pages="latents",
     serves_step=True,
     literals=("canvas",),

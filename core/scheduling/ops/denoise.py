@@ -37,6 +37,7 @@ class Denoise(Message, OpWork, frozen=True, omit_defaults=True):
     class_label: int | None = None  # class of the picture, without text encoder; guidance adds a row of any class
     patches: PatchSet = ()
     reference_sizes: tuple[tuple[int, int], ...] = ()  # (width, height) of the picture's references, in px
+    is_steered: bool = False  # `residuals` has something for its blocks
     # Mask-aware steps: where inactive tokens come from, the template's pages or the request's own.
     pages: PageSpan | None = None
     own_page_step: int | None = None  # the step that makes its own pages; that step computes all tokens
@@ -79,6 +80,7 @@ def step_of(request: Request, node: Node, pages: NodePages, *, is_masked: bool) 
         cache_salt=spec.cache_salt,
         patches=request.patches_of(node),
         reference_sizes=spec.reference_sizes,
+        is_steered=not node.role and spec.is_steered(step, progress.rounds[node.region]),
     )
 
 

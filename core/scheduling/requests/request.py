@@ -188,7 +188,7 @@ class Request:
     def step_node(self) -> Node | None:
         """The node that makes its next step; once all are sent, the one that has made the last. None: it has no
         steps."""
-        steps = self.workflow.steps
+        steps = self.workflow.counted_steps
         return next((node for node in steps if self.progress.times_left(node)), steps[-1] if steps else None)
 
     def model_of(self, node: Node) -> str:

@@ -2,14 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from functools import partial
 
 import torch
 from torch import Tensor
-
-from model_executor.models.base import Streamed
 
 NOTHING = -1
 """In place of a tensor's number: nothing is added."""
@@ -20,35 +17,41 @@ class Residuals:
     """Blocks may add the same tensor, which is there once."""
 
     places: tuple[int, ...]  # number of a block -> number of the tensor that it adds, or NOTHING
-    tensors: tuple[Tensor, ...]  # [rows, ...] each, see `Streamed`
+    made: Iterable[Sequence[Tensor]]  # [rows, ...] each, see `Streamed`; some at a time, and perhaps not before
 
     def __add__(self, other: Residuals) -> Residuals:
-        """What both add together."""
+        """What both add together. What this one adds is made first."""
         pairs = list(zip(self.places, other.places, strict=True))
         distinct = dict.fromkeys(pair for pair in pairs if pair != (NOTHING, NOTHING))
         numbers = {pair: number for number, pair in enumerate(distinct)}
-        sums = tuple(self._sum(other, *pair) for pair in numbers)
-        return Residuals(tuple(numbers.get(pair, NOTHING) for pair in pairs), sums)
+        places = tuple(numbers.get(pair, NOTHING) for pair in pairs)
+        return Residuals(places, self._sums(other, list(distinct)))
 
-    def _sum(self, other: Residuals, mine: int, its: int) -> Tensor:
-        if NOTHING in (mine, its):
-            return other.tensors[its] if mine == NOTHING else self.tensors[mine]
-        return self.tensors[mine] + other.tensors[its]
-
-    def of_row(self, row: int) -> Streamed:
-        """What they add for one row of the request."""
-        return partial(self._at, row)
-
-    def _at(self, row: int, block: int) -> Tensor | None:
-        place = self.places[block]
-        return None if place == NOTHING else self.tensors[place][row]
+    def _sums(self, other: Residuals, pairs: Sequence[tuple[int, int]]) -> Iterator[Sequence[Tensor]]:
+        mine, its, done = [tensor for some in self.made for tensor in some], list[Tensor](), 0
+        for some in other.made:
+            its += some
+            end = next((at for at, (_, number) in enumerate(pairs) if number >= len(its)), len(pairs))
+            yield [_sum(mine, its, *pair) for pair in pairs[done:end]]
+            done = end
 
     @property
-    def series(self) -> tuple[Tensor, ...]:
-        """The same as a value of the tensor store. The places stay in host memory, where steps read them."""
-        return torch.tensor(self.places), *self.tensors
+    def series(self) -> Iterator[Sequence[Tensor]]:
+        """The same as a value of the tensor store, some tensors at a time. The places, which come first, stay in host
+        memory, where steps read them."""
+        first: Sequence[Tensor] = (torch.tensor(self.places, dtype=torch.int64),)
+        for some in self.made:
+            yield (*first, *some)
+            first = ()
 
-    @classmethod
-    def of_series(cls, series: Sequence[Tensor]) -> Residuals | None:
-        """The reverse of `series`; None of an empty one, where nothing is added."""
-        return cls(tuple(series[0].tolist()), tuple(series[1:])) if series else None
+
+def _sum(mine: Sequence[Tensor], its: Sequence[Tensor], one: int, other: int) -> Tensor:
+    if NOTHING in (one, other):
+        return its[other] if one == NOTHING else mine[one]
+    return mine[one] + its[other]
+
+
+def added_to(series: Callable[[int], Tensor], row: int, block: int) -> Tensor | None:
+    """What is added to a block of one row of the request. series: number -> the tensor of `Residuals.series`."""
+    place = int(series(0)[block])
+    return None if place == NOTHING else series(1 + place)[row]

@@ -5,7 +5,7 @@ behind it, over tokens of latents and control picture added up.
 from __future__ import annotations
 
 from abc import abstractmethod
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from functools import reduce
 from operator import add
 from typing import ClassVar
@@ -35,15 +35,13 @@ class ControlTransformer(Denoiser):
     def _layers_behind(self) -> Sequence[nn.Module]:
         """The layer behind each block."""
 
-    def samples(self, rows: Sequence[ControlRow]) -> list[Tensor]:
-        """What each block gives, [rows, tokens, hidden]. rows: of one request."""
+    def samples(self, rows: Sequence[ControlRow]) -> Iterator[Tensor]:
+        """What each block gives, [rows, tokens, hidden], as soon as it has run. rows: of one request."""
         stream = self._start(rows, [self._edit_source(row) for row in rows])
-        found: list[Tensor] = []
         for number, block in enumerate(self._blocks):
             block.run(stream, number)
             image = gather(stream.hidden, stream.packing.joint_image)
-            found.append(self._outs[number](image, ()).view(len(rows), -1, image.shape[1]))
-        return found
+            yield self._outs[number](image, ()).view(len(rows), -1, image.shape[1])
 
 
 class TransformerControlNet(ControlNet):
@@ -89,7 +87,7 @@ class TransformerControlNet(ControlNet):
     def _of_one(self, rows: Sequence[Row], shown: Shown) -> Residuals:
         transformer: ControlTransformer = self._module
         samples = transformer.samples([self._row(row, shown) for row in rows])
-        return Residuals(self._places, tuple(sample * shown.scale for sample in samples))
+        return Residuals(self._places, ((sample * shown.scale,) for sample in samples))
 
     def _row(self, row: Row, shown: Shown) -> ControlRow:
         return ControlRow.of(row, shown)

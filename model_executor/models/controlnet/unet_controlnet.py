@@ -119,7 +119,7 @@ class UnetControlNet(ControlNet):
             **control,
         )
         maps = *down, middle
-        return Residuals(tuple(range(len(maps))), maps)
+        return Residuals(tuple(range(len(maps))), (maps,))
 
 
 def _within(x: Tensor, box: Box | None) -> Tensor:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
+from functools import partial
 from types import MappingProxyType
 
 import torch
@@ -22,7 +23,7 @@ from model_executor.parallel.group import Group
 from model_executor.worker.stores.exchange import Exchange
 from model_executor.worker.stores.mask_finder import MaskFinder
 from model_executor.worker.stores.prompt_cache import PromptCache
-from model_executor.worker.stores.tensor_store import SharedMemory, TensorStore
+from model_executor.worker.stores.tensor_store import MissingValueError, SharedMemory, TensorStore
 from model_executor.worker.stores.time_limits import TimeLimits
 from model_executor.worker.stores.user_classes import UserClasses
 
@@ -114,6 +115,17 @@ class WorkerContext:
         if ref.is_deferred:
             self.exchange.wait(ref.key)
         return self.store.resolve_series(ref)
+
+    def read_parts(self, ref: TensorRef) -> Callable[[int], Tensor]:
+        """A series, tensor by tensor: number -> the tensor, waited for if another rank is still to send it. Raises
+        MissingValueError, now or then, if it was not made.
+        """
+        if ref.is_deferred:
+            return partial(self.exchange.part, ref.key)
+        series = self.store.resolve_series(ref)
+        if not series:
+            raise MissingValueError(f"{ref.key.node}.{ref.key.name} of {ref.key.request_id} was not made")
+        return series.__getitem__
 
     def put(self, item: Item, named: Mapping[str, Tensor]) -> tuple[TensorRef, ...]:
         """Store tensors as outputs of the item's node."""

@@ -6,6 +6,8 @@ from collections.abc import Iterator, Mapping, Sequence
 from functools import partial, reduce
 from operator import add
 
+from torch import Tensor
+
 from core.handles import TensorKey
 from core.messages.worker import Item, ItemResult
 from core.scheduling.ops.controlnet import ControlStep, ControlUse
@@ -31,20 +33,20 @@ def _result(context: WorkerContext, item: Item) -> ItemResult:
         inputs = StepInputs(context, item, work.step)
     except MissingValueError as error:
         return ItemResult(item.request_id, item.node, failure=missed(item, error))
-    residuals = _residuals(context.controlnets[item.model], inputs, work.uses) if work.uses else None
+    key = TensorKey(item.request_id, item.node, "residuals", item.version)
+    made: list[Tensor] = []
+    for some in _residuals(context.controlnets[item.model], inputs, work.uses).series:
+        made += some
+        context.exchange.publish(key, made)
     if work.step.step + 2 == len(inputs.sample.sigmas):
         for name in (*KEPT, *KEPT_OF_CONTROLS):
             context.store.free(TensorKey(item.request_id, item.node, name))
-    if residuals is None:
-        return ItemResult(item.request_id, item.node, is_usual=False)
-    key = TensorKey(item.request_id, item.node, "residuals", item.version)
-    return ItemResult(item.request_id, item.node, (context.store.put_series(key, residuals.series),))
+    return ItemResult(item.request_id, item.node, (context.store.put_series(key, made),), is_usual=bool(work.uses))
 
 
 def _residuals(nets: Mapping[str, ControlNet], inputs: StepInputs, uses: Sequence[ControlUse]) -> Residuals:
-    """What all ControlNets of a step add together. uses: at least one."""
-    rows = inputs.bare_rows()
-    return reduce(add, _of_each(nets, inputs, uses, rows))
+    """What all ControlNets of a step add together."""
+    return reduce(add, _of_each(nets, inputs, uses, inputs.bare_rows())) if uses else Residuals((), ((),))
 
 
 def _of_each(

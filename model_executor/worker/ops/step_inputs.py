@@ -23,7 +23,7 @@ from core.scheduling.ops.denoise import Denoise
 from model_executor.kernels.gpu_tables import upload
 from model_executor.models.base import ModulationInputs, Row, SamplingState
 from model_executor.models.boxes import Box, around
-from model_executor.models.controlnet.residuals import Residuals
+from model_executor.models.controlnet.residuals import added_to
 from model_executor.page_cache.own_pages import OwnPages
 from model_executor.page_cache.pages import Pages
 from model_executor.worker.ops.context import WorkerContext, noise_id
@@ -41,7 +41,7 @@ to this row of a request."""
 KEPT_OF_CONTROLS = tuple(f"control-{number}" for number in range(MAX_CONTROLS))
 """Likewise, by number of the control picture."""
 
-SERIES = ("sampler", "residuals", "controls")
+SERIES = ("sampler", "controls")
 """Inputs that are series of tensors."""
 
 
@@ -53,6 +53,7 @@ class StepInputs:
         """work: the step of the item."""
         self._context, self._item, self._work = context, item, work
         refs = {ref.input: ref for ref in item.inputs}
+        self._residuals = refs.pop("residuals", None)
         self._series = {name: context.read_series(refs.pop(name)) for name in SERIES if name in refs}
         self._values = {name: context.read(ref) for name, ref in refs.items()}
         self.family = context.family(item.model, work.patches)
@@ -82,7 +83,7 @@ class StepInputs:
         """One row for each prompt or class. What they share is the same tensor in all of them."""
         work, pages = self._work, self._pages()
         bare = self.bare_rows()
-        residuals = Residuals.of_series(self._series.get("residuals", ()))
+        steering = self._context.read_parts(self._residuals) if self._residuals and work.is_steered else None
         rows = []
         for number, row in enumerate(bare):
             table = self._modulation(number, len(bare), row.pooled_prompt_embeds)
@@ -93,7 +94,7 @@ class StepInputs:
                 own=own,
                 modulation=_of_step(table, work.step),
                 prompt_state=self._prompt_state(number, row.prompt_embeds),
-                streamed=None if residuals is None else residuals.of_row(number),
+                streamed=None if steering is None else partial(added_to, steering, number),
             )
             rows.append(whole)
         return rows

@@ -6,7 +6,7 @@ The engine counts references and says what to free. One thread reads and writes 
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from math import prod
 from typing import Any, Protocol
 
@@ -24,6 +24,9 @@ numbers that steps read on the host, such as the lengths of prompts: reading the
 """
 
 ALIGNMENT = 64  # bytes
+
+SERIES = "series"
+"""In place of a dtype, in references to series."""
 
 
 class SharedMemory(Protocol):
@@ -66,7 +69,7 @@ class TensorStore:
     def put_series(self, key: TensorKey, tensors: Sequence[Tensor]) -> TensorRef:
         """Store a series of tensors under `key`, replacing the previous one; returns a reference that describes it."""
         series = self._series.setdefault(key.request_id, {})[key] = tuple(tensors)
-        return self._series_ref(key, series)
+        return self.describe(key, series)
 
     def get_series(self, key: TensorKey) -> tuple[Tensor, ...]:
         """The series stored under `key`; () if there is none."""
@@ -78,7 +81,7 @@ class TensorStore:
         if tensor is not None:
             return self._ref(key, tensor)
         series = self.get_series(key)
-        return self._series_ref(key, series) if series else None
+        return self.describe(key, series) if series else None
 
     def free(self, key: TensorKey) -> None:
         """Delete what is under a key, or all of a request's when `node` and `name` are empty. Keys that are not on this
@@ -104,14 +107,14 @@ class TensorStore:
         """
         if ref.handle is None or ref.key in self._tensors.get(ref.key.request_id, {}):
             return self.get(ref.key)
-        (tensor,) = self._read(self._arena.view(ref.handle), ((ref.dtype, ref.shape, ref.stays_on_host),))
+        (tensor,) = self._copies(ref.handle, ((ref.dtype, ref.shape, ref.stays_on_host),))
         return tensor
 
     def resolve_series(self, ref: TensorRef) -> tuple[Tensor, ...]:
         """The same for a series; () if there is none."""
         if ref.handle is None or ref.key in self._series.get(ref.key.request_id, {}):
             return self.get_series(ref.key)
-        return self._read(self._arena.view(ref.handle), ref.parts)
+        return self._copies(ref.handle, ref.parts)
 
     def export(self, ref: TensorRef) -> TensorRef:
         """Write the bytes of a value of this rank to `ref.handle`; returns `ref`. Raises ValueError if they do not fit
@@ -131,25 +134,39 @@ class TensorStore:
             raise self._missing(key)
         if ref.nbytes > there.size:
             raise ValueError(f"a value of {ref.nbytes} bytes does not fit {there.size}")
-        tensors = self.get_series(key) if ref.parts else (self.get(key),)
         target, start = torch.from_numpy(there), 0
-        for tensor in tensors:
-            target[start : start + tensor.nbytes].copy_(tensor.contiguous().reshape(-1).view(torch.uint8))
+        for tensor in self.get_series(key) if ref.parts else (self.get(key),):
+            target[start : start + tensor.nbytes].copy_(_bytes_of(tensor))
             start += _padded(tensor.nbytes)
 
-    def put_bytes(self, ref: TensorRef, there: npt.NDArray[Any]) -> None:
-        """Store a copy of another rank's value, whose bytes are in an array of uint8."""
-        if ref.parts:
-            self.put_series(ref.key, self._read(there, ref.parts))
-        else:
-            self.put(ref.key, *self._read(there, ((ref.dtype, ref.shape, ref.stays_on_host),)))
+    @staticmethod
+    def packed(tensors: Iterable[Tensor]) -> list[npt.NDArray[np.uint8]]:
+        """The bytes of tensors, one after the other as in `Parts`, without a copy of what is in host memory."""
+        chunks: list[npt.NDArray[np.uint8]] = []
+        for tensor in tensors:
+            chunks.append(_bytes_of(tensor).cpu().numpy())
+            if padding := _padded(tensor.nbytes) - tensor.nbytes:
+                chunks.append(np.zeros(padding, np.uint8))
+        return chunks
 
-    def _read(self, there: npt.NDArray[Any], parts: Parts) -> tuple[Tensor, ...]:
-        source, tensors, start = torch.from_numpy(there), list[Tensor](), 0
+    def put_bytes(self, ref: TensorRef, there: npt.NDArray[Any]) -> None:
+        """Store another rank's tensor, of the bytes in an array of uint8, which it may keep."""
+        self.put(ref.key, *self._tensors_of(torch.from_numpy(there), ((ref.dtype, ref.shape, ref.stays_on_host),)))
+
+    def read(self, ref: TensorRef, there: npt.NDArray[Any]) -> tuple[Tensor, ...]:
+        """The tensors of another rank's series, of the bytes in an array of uint8, which they may keep."""
+        return self._tensors_of(torch.from_numpy(there), ref.parts)
+
+    def _copies(self, handle: ArrayRef, parts: Parts) -> tuple[Tensor, ...]:
+        """Tensors from shared memory, whose place other values take later."""
+        return self._tensors_of(torch.from_numpy(self._arena.view(handle)).clone(), parts)
+
+    def _tensors_of(self, source: Tensor, parts: Parts) -> tuple[Tensor, ...]:
+        tensors, start = list[Tensor](), 0
         for name, shape, is_in_host_memory in parts:
             dtype: torch.dtype = getattr(torch, name)
             nbytes = prod(shape) * dtype.itemsize
-            tensor = source[start : start + nbytes].clone().view(dtype).view(shape)
+            tensor = source[start : start + nbytes].view(dtype).view(shape)
             tensors.append(tensor if is_in_host_memory else tensor.to(self.device))
             start += _padded(nbytes)
         return tuple(tensors)
@@ -161,10 +178,11 @@ class TensorStore:
         stays_on_host = is_in_host_memory and self.device.type != "cpu"
         return TensorRef(key, self.rank, shape, dtype, tensor.nbytes, stays_on_host=stays_on_host)
 
-    def _series_ref(self, key: TensorKey, series: Sequence[Tensor]) -> TensorRef:
+    def describe(self, key: TensorKey, series: Sequence[Tensor]) -> TensorRef:
+        """A reference that describes a series, or a part of one."""
         parts = tuple(_part(tensor) for tensor in series)
         nbytes = sum(_padded(tensor.nbytes) for tensor in series)
-        return TensorRef(key, self.rank, (len(series),), "series", nbytes, parts=parts)
+        return TensorRef(key, self.rank, (len(series),), SERIES, nbytes, parts=parts)
 
     def _missing(self, key: TensorKey) -> MissingValueError:
         name = f"{key.node}.{key.name} version {key.version} of {key.request_id}"
@@ -173,6 +191,10 @@ class TensorStore:
 
 def _part(tensor: Tensor) -> tuple[str, tuple[int, ...], bool]:
     return str(tensor.dtype).removeprefix("torch."), tuple(tensor.shape), tensor.device.type == "cpu"
+
+
+def _bytes_of(tensor: Tensor) -> Tensor:
+    return tensor.contiguous().reshape(-1).view(torch.uint8)
 
 
 def _padded(nbytes: int) -> int:

@@ -18,7 +18,7 @@ from core.graph.catalog import CONTROLLED, WORKFLOWS
 from core.graph.work import Work
 from core.handles import LoadedComponent, ModelKey
 from core.messages.engine import EngineRequest, Failed, Finished
-from core.messages.worker import Batch, Item, ModelFailed, ModelLoaded
+from core.messages.worker import Batch, BatchResult, CostSample, Item, ModelFailed, ModelLoaded, TransferDone
 from core.routing.fleet import Fleet
 from core.routing.request_shape import RequestShape
 from core.scheduling.ops.controlnet import ControlStep, ControlUse
@@ -54,6 +54,9 @@ class Rig:
         self.loaded = [LoadedComponent(key, 8) for key in loaded]
         self.scheduler.learn((), [(rank, self.loaded) for rank in range(num_ranks)])
         self.workers, self.batches, self.outputs = FakeWorkers(num_ranks), list[Batch](), list[object]()
+        self.seconds: dict[str, float] = {}  # op -> how long its batches take, where that matters
+        self.num_deliveries = 0
+        self.num_together = 0  # steps that were sent while their ControlNets ran
 
     def run(self, happens: Callable[[], object] = lambda: None) -> None:
         idle = False
@@ -62,13 +65,27 @@ class Rig:
             while (plan := self.scheduler.schedule(0.0)) is not None:
                 idle = False
                 self.batches += plan.batches
+                self.num_deliveries += len(plan.deliveries)
+                flights = {item.node for flight in self.scheduler._in_flight.flights for item in flight.batch.items}
+                self.num_together += {"controlnet", "denoise"} <= flights
                 self.workers.submit(plan)
             for rank in self.scheduler.ranks.up:
+                num_plans = len(self.workers.queues[rank])
                 for result in self.workers.run_one(rank):
-                    idle = False
-                    apply(self.scheduler, result)
+                    apply(self.scheduler, self._timed(result))
+                idle = idle and len(self.workers.queues[rank]) == num_plans
             happens()
             self.outputs += self.scheduler.take_outputs()
+
+    def _timed(self, result: BatchResult | TransferDone) -> BatchResult | TransferDone:
+        if isinstance(result, TransferDone):
+            return result
+        op = next(batch.op for batch in self.batches if batch.id == result.batch_id)
+        return msgspec.structs.replace(result, seconds=self.seconds.get(op, result.seconds))
+
+    def ranks(self, op: str) -> list[int]:
+        """Of the last batches of this op, as many as one request has."""
+        return [batch.ranks[0] for batch in self.batches if batch.op == op][-4:]
 
     def works(self, op: str) -> list[Item]:
         return [item for batch in self.batches if batch.op == op for item in batch.items]
@@ -174,14 +191,61 @@ def test_one_that_cannot_be_loaded_fails_its_requests_alone() -> None:
     assert rig.scheduler.take_refused() == [f"{said.format(model)} (for 10 s)" for model in MODELS]
 
 
-@pytest.mark.parametrize("round_", [1, 3])
-def test_a_request_survives_the_death_of_its_rank(round_: int) -> None:
+def of_four_steps(rig: Rig, *names: str) -> None:
+    for name in names:
+        rig.scheduler.add(controlled(make_edit(name, steps=4), EDGES))
+    rig.run()
+
+
+@pytest.mark.parametrize("seconds_of_two", [0.09, 0.12])
+def test_a_controlnet_runs_beside_its_step_where_that_pays(seconds_of_two: float) -> None:
+    """As soon as its time is known. The step is sent to a lane, or to a group if sharing saves nothing, at once."""
     rig = Rig(num_ranks=2)
+    rig.seconds = {"controlnet": 0.02, "denoise": 0.06}
+    samples = [CostSample("m", "transformer", "denoise", Work.of([280]), 0.06, is_profile=True)]
+    rig.scheduler.learn([*samples, CostSample("m", "transformer", "denoise", Work.of([280] * 2), seconds_of_two, True)])
+    of_four_steps(rig, "a")
+    rig.num_deliveries = rig.num_together = 0
+    of_four_steps(rig, "b")
+    assert rig.num_together == 4
+    (home,), (beside,) = map(set, (rig.ranks("denoise"), rig.ranks("controlnet")))
+    assert home != beside
+    assert rig.num_deliveries == 4
+    residuals = [ref for item in rig.works("denoise")[-4:] for ref in item.inputs if ref.key.name == "residuals"]
+    assert all(ref.is_deferred and ref.rank == beside for ref in residuals)
+    rig.scheduler.check_integrity()
+    rig.workers.check_is_empty()
+
+
+def test_one_that_takes_little_runs_where_its_step_does() -> None:
+    rig = Rig(num_ranks=2)
+    rig.seconds = {"controlnet": 0.003, "denoise": 0.05}
+    of_four_steps(rig, "a")
+    of_four_steps(rig, "b")
+    assert rig.ranks("controlnet") == rig.ranks("denoise")
+    assert not rig.num_deliveries
+
+
+def test_no_controlnet_is_beside_where_others_make_steps() -> None:
+    rig = Rig(num_ranks=2)
+    of_four_steps(rig, "a", "b")
+    rig.num_deliveries = 0
+    of_four_steps(rig, "c", "d")
+    assert {batch.ranks for batch in rig.batches if batch.op == "denoise"} == {(0,), (1,)}
+    assert not rig.num_deliveries
+
+
+@pytest.mark.parametrize("op", ["controlnet", "denoise"])
+@pytest.mark.parametrize("round_", [1, 3])
+def test_a_request_survives_the_death_of_either_rank(round_: int, op: str) -> None:
+    rig = Rig(num_ranks=2)
+    of_four_steps(rig, "known")
+    rig.batches.clear()
     rig.scheduler.add(controlled(make_edit("a", steps=4), EDGES))
     dead: list[int] = []
 
     def die() -> None:
-        done = [batch for batch in rig.batches if batch.op == "controlnet"]
+        done = [batch for batch in rig.batches if batch.op == op]
         if len(done) >= round_ and not dead:
             dead.append(done[-1].ranks[0])
             rig.workers.lose(dead[0])
@@ -192,6 +256,7 @@ def test_a_request_survives_the_death_of_its_rank(round_: int) -> None:
     rig.run(die)
     assert dead
     assert isinstance(rig.outputs[-1], Finished)
+    assert rig.num_deliveries
     rig.scheduler.check_integrity()
 
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+from core.graph.op import OPS
 from core.handles import RankIds
 from core.messages.worker import Batch, BatchResult
 from core.scheduling.dispatch import Decision, Dispatch, GiveUp
@@ -55,7 +56,7 @@ class Default(SchedulingPolicy):
 
     def on_result(self, batch: Batch, result: BatchResult) -> None:
         self._pauses.note(batch, result)
-        for item in batch.items:
+        for item in batch.items if not OPS[batch.op].serves_step else ():  # a ControlNet may be beside its step
             self._groups.note_done(item.request_id, batch.ranks)
 
     def on_end(self, request_id: str) -> None:

@@ -9,6 +9,7 @@ from math import inf, isinf
 from typing import NamedTuple
 
 from core.config import PATIENCE_SECONDS
+from core.graph.workflow import op_of
 from core.handles import RankIds
 from core.scheduling.policies.buddies import power_of_two
 from core.scheduling.policies.planner.rank_plan import Contender, better_to_wait, degrees, moves, plan
@@ -299,8 +300,11 @@ class Groups:
 
     def _contender(self, view: View, request: Request, now: float) -> Contender:
         steps = request.progress.steps_left
-        is_running = bool(request.progress.in_flight)
-        held = max(request.sent_to.values(), key=len, default=()) if is_running else self._places.get(request.id, ())
+        place = self._places.get(request.id, ())
+        sent = [
+            ranks for (node, _), ranks in request.sent_to.items() if ranks == place or not _is_beside(request, node)
+        ]
+        is_running, held = bool(sent), max(sent, key=len, default=place)
         if not set(held) <= set(view.ranks):
             held = ()
         prediction = self._predictions.of(view, request)
@@ -388,6 +392,12 @@ def _makes_steps(view: View, request: Request, steps: int) -> bool:
     return steps > 0 and (progress.steps_done > 0 or any(node.name in names for node in view.ready(request)))
 
 
+def _is_beside(request: Request, node: str) -> bool:
+    """Whether a node works for steps, perhaps on a rank beside theirs."""
+    return op_of(request.workflow.node(node)).serves_step
+
+
 def _only_makes_steps(view: View, request: Request) -> bool:
-    """Whether the only work that is ready for the request is its next denoising step."""
-    return view.ready(request) == [request.step_node]
+    """Whether the only work that is ready for the request is its next denoising step, or works for that."""
+    names, ready = request.workflow.step_names, view.ready(request)
+    return bool(ready) and all(node.name in names for node in ready)

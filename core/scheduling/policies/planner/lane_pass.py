@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
-from core.graph.workflow import Node
+from core.graph.workflow import Node, op_of
 from core.handles import RankIds
 from core.scheduling.dispatch import Decision, Dispatch
 from core.scheduling.policies.planner.plan import Plan, has_steps
@@ -14,6 +14,9 @@ from core.scheduling.policies.planner.step_homes import StepCost, StepHomes
 from core.scheduling.policies.step_pass import StepPass
 from core.scheduling.requests.deadlines import due
 from core.scheduling.requests.request import Request, Status
+
+WORTH_A_RANK = 0.1
+"""ControlNets get a rank beside that of their step if it saves at least this share of the time of both."""
 
 
 @dataclass(slots=True)
@@ -131,9 +134,11 @@ class LanePass(StepPass):
     # ------------------------------------------------------------------------------------------------ ranks
 
     def _ranks(self, request: Request, node: Node) -> RankIds:
+        group = self.groups.get(request.id)
+        if op_of(node).serves_step and (group is None or len(group) == 1):
+            return (self._rank_beside(request, node),)
         if node.name not in request.workflow.step_names or self._device(request, node) is not None:
             return (self._rank(request, node),)
-        group = self.groups.get(request.id)
         return StepPass._ranks(self, request, node) if group is None else group
 
     def _rank(self, request: Request, node: Node) -> int:
@@ -156,6 +161,26 @@ class LanePass(StepPass):
         if node.name in request.workflow.after_rounds and (home not in ranks or len(ranks) > 1):
             return self._spare(ranks, home)
         return home if home in ranks else ranks[0]
+
+    def _rank_beside(self, request: Request, node: Node) -> int:
+        """The rank that computes ControlNets for a request's next step: an open one beside its own that nobody else has
+        steps on, if that pays.
+        """
+        ranks, device = self.view.ranks_with(request.keys_of(node)), self.view.page_rank(request)
+        group = self.groups.get(request.id) or (self._last_home(request),)
+        own = group[0] if device is None else device
+        if device is None and self.view.config.degree == 1 and self._is_worth_a_rank(request, node):
+            number, taken = self.place.num_on(ranks), {rank for each in self.groups.values() for rank in each}
+            free = self.view.open_ranks - taken - {own}
+            beside = [rank for rank in ranks if rank in free and not number[rank]]
+            own = beside[0] if beside else own
+        return own if own in ranks else ranks[0]
+
+    def _is_worth_a_rank(self, request: Request, node: Node) -> bool:
+        """See WORTH_A_RANK. Unknown times are worth none."""
+        assert request.step_node is not None, "ControlNets work for steps"
+        seconds = [self.view.seconds(request, each) for each in (node, request.step_node)]
+        return 0 < WORTH_A_RANK * sum(seconds) <= min(seconds)
 
     def _home(self, request: Request, node: Node, ranks: RankIds) -> int:
         """The rank of a small request's steps; it is chosen when the request needs it first, or cannot keep it."""

@@ -99,7 +99,7 @@ def test_a_step_that_none_steers_says_nothing_of_what_others_take(rig: ControlRi
         told[name] = len(result.items[0].tensors), result.items[0].is_usual
         for free in edited.edit.decode_plan().free:
             rig.store.free(free.key)
-    assert told == {"late": (0, False), "early": (1, True)}
+    assert told == {"late": (1, False), "early": (1, True)}
 
 
 def test_what_is_kept_is_predicted(rig: ControlRig) -> None:

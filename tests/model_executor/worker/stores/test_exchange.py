@@ -14,7 +14,7 @@ from core.handles import TensorKey, TensorRef
 from core.ipc.peer_sockets import Inboxes, PeerSockets
 from core.ipc.shared_array import Arena
 from core.messages.peers import RankGone
-from core.messages.worker import Batch, Delivery, Item
+from core.messages.worker import Batch, Delivery, Item, StepPlan
 from core.scheduling.ops.text_encode import TextEncode
 from model_executor.worker.stores.exchange import Exchange
 from model_executor.worker.stores.tensor_store import MissingValueError, TensorStore
@@ -181,6 +181,133 @@ def test_ranks_that_send_each_other_more_than_an_inbox_holds_do_not_block(ranks:
     for thread in threads:
         thread.join(60)
     assert not any(thread.is_alive() for thread in threads)
+
+
+# --------------------------------------------------------------------------------------- series as they are made
+
+
+class Streaming:
+    """A rank that makes STATE, tensor by tensor, for a batch of the other rank, whose plan comes meanwhile."""
+
+    def __init__(self, ranks: list[Rank]) -> None:
+        source, self.target = ranks
+        self.plans: list[StepPlan] = []
+        self.making, self.made = batch("hint"), list[torch.Tensor]()
+        self.store, self.exchange = source.store, Exchange(source.store, source.sockets, self._come)
+        self.exchange.begin_plan(0, [], [self.making])
+        self.target.exchange.begin_plan(1, [], [batch("step", STATE)])
+        self.target.exchange.begin_batch(batch("step", STATE))
+
+    def _come(self) -> list[StepPlan]:
+        plans, self.plans = self.plans, []
+        return plans
+
+    def ask(self) -> None:
+        """The plan comes in which the other rank's batch is."""
+        self.delivery = Delivery(STATE, 0, 1)
+        self.plans.append(StepPlan(seq=1, deliveries=(self.delivery,)))
+
+    def make(self, *values: float) -> None:
+        self.made += [torch.full((2,), value) for value in values]
+        self.exchange.publish(STATE, self.made)
+
+    def end(self, *, fails: bool = False) -> None:
+        if not fails:
+            self.store.put_series(STATE, self.made)
+        self.exchange.end_batch(self.making)
+        self.exchange.begin_plan(1, [self.delivery], [])
+
+    def part(self, number: int) -> float:
+        return float(self.target.exchange.part(STATE, number)[0])
+
+
+def test_a_series_is_read_while_it_is_made(ranks: list[Rank]) -> None:
+    """What was made before the reader's plan came, too."""
+    one = Streaming(ranks)
+    one.make(1)
+    assert not one.target.sockets.has_message()
+    one.ask()
+    one.make(2)
+    assert [one.part(0), one.part(1)] == [1, 2]
+    one.make(3, 4)
+    assert one.part(3) == 4
+    one.end()
+    one.target.exchange.finish_batch()
+    assert [float(each[0]) for each in one.target.store.get_series(STATE)] == [1, 2, 3, 4]
+
+
+@pytest.mark.parametrize("num_before", [0, 4])
+def test_the_rest_of_a_series_comes_when_it_is_whole(ranks: list[Rank], num_before: int) -> None:
+    """Also if nothing is left, or nothing came before."""
+    one = Streaming(ranks)
+    if num_before:
+        one.ask()
+    one.make(1, 2, 3, 4)
+    if not num_before:
+        one.ask()
+    one.end()
+    assert one.part(3) == 4
+    one.target.exchange.finish_batch()
+    assert len(one.target.store.get_series(STATE)) == 4
+
+
+def test_a_series_that_is_tried_again_is_sent_once(ranks: list[Rank]) -> None:
+    one = Streaming(ranks)
+    one.ask()
+    one.make(1, 2)
+    one.made.clear()
+    for value in (1, 2, 3):
+        one.make(value)
+    one.end()
+    one.target.exchange.finish_batch()
+    assert [float(each[0]) for each in one.target.store.get_series(STATE)] == [1, 2, 3]
+
+
+def test_two_nodes_of_a_batch_may_read_the_same_series(ranks: list[Rank]) -> None:
+    one = Streaming(ranks)
+    one.target.exchange.begin_batch(batch("other", STATE))
+    one.plans.append(StepPlan(seq=1, deliveries=(Delivery(STATE, 0, 1),) * 2))
+    one.make(1, 2)
+    one.store.put_series(STATE, one.made)
+    one.exchange.begin_plan(1, [Delivery(STATE, 0, 1)] * 2, [])
+    one.target.exchange.finish_batch()
+    assert [float(each[0]) for each in one.target.store.get_series(STATE)] == [1, 2]
+
+
+def test_a_full_inbox_does_not_stop_what_makes_a_series(ranks: list[Rank]) -> None:
+    one = Streaming(ranks)
+    one.ask()
+    number = 5000
+    for value in range(number):
+        one.made.append(torch.full((1,), value))
+        one.exchange.publish(STATE, one.made)
+    ending = threading.Thread(target=one.end, daemon=True)
+    ending.start()  # this waits for room
+    assert one.part(number - 1) == number - 1
+    ending.join(10)
+    assert not ending.is_alive()
+
+
+def test_a_series_that_is_not_made_to_its_end_fails_its_reader(ranks: list[Rank]) -> None:
+    one = Streaming(ranks)
+    one.ask()
+    one.make(1)
+    one.end(fails=True)
+    assert one.part(0) == 1
+    with pytest.raises(MissingValueError, match="was not made"):
+        one.part(1)
+    one.target.exchange.finish_batch()
+    assert one.target.store.find(STATE) is None
+
+
+async def test_a_wait_for_a_part_ends_when_its_rank_dies(ranks: list[Rank], inboxes: Inboxes) -> None:
+    one = Streaming(ranks)
+    one.ask()
+    one.make(1)
+    inboxes.tell(1, gone(0, seq=2))
+    with pytest.raises(MissingValueError, match="was not made"):
+        one.part(1)
+    one.target.exchange.finish_batch()
 
 
 # ------------------------------------------------------------------------------------------------ ranks that die
