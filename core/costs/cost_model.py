@@ -7,6 +7,7 @@ kind of work is named by everything that changes its line: family, components, o
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Sequence
 from typing import Any
 
@@ -44,6 +45,11 @@ FEW, MOST_WAITING = 8, 15
 MOST_WAITING, which is reached after FEW * MOST_WAITING observations. Fitting takes as long as all else that a scheduler
 does for two requests of a step, and sixteen of some hundred observations change little: after 60 batches of training,
 the median error on held-out ones is within half a percentage point of that with an FEW of 32.
+"""
+
+ENOUGH = 16
+"""Batches of a size that have to run before its predictions are relied on: the first ones take longer, and a line that
+was fitted to small batches says little about large ones.
 """
 
 MIN_SECONDS = 1e-6
@@ -175,13 +181,17 @@ class CostModel:
         self._lines: dict[CostKey, FittedLine] = {}
         self._profiles: dict[CostKey, Profile] = {}
         self._steps = StepProfiles()
-        self._largest: dict[CostKey, int] = {}  # rows of the largest batch that was observed
+        self._num_seen: dict[CostKey, Counter[int]] = {}  # rows of a batch -> how many were observed
+        self._largest: dict[CostKey, int] = {}  # see `largest_seen`
         self._copies: dict[tuple[Tier, Tier], FittedLine] = {}
         self._loads = FittedLine(len(COPY_FEATURES))  # of models' components
+        self.num_observed = 0
+        """Batches that were observed."""
 
     def observe(self, key: CostKey, work: Work, seconds: float) -> None:
+        self.num_observed += 1
         self._lines.setdefault(key, FittedLine(len(FEATURES))).observe(features_of(work), seconds)
-        self._largest[key] = max(self.largest_seen(key), len(work.queries))
+        self._note_rows(key, len(work.queries))
         if key in self._profiles:
             self._profiles[key].observe(work, seconds)
         if work.queries and _is_even(work):
@@ -202,8 +212,14 @@ class CostModel:
         seconds = self._steps.seconds(_kind(key), key.degree, len(work.queries), work.queries[0])
         return seconds if seconds is not None else self.predict(key, work) if key.degree == 1 else 0.0
 
+    def _note_rows(self, key: CostKey, number: int) -> None:
+        seen = self._num_seen.setdefault(key, Counter())
+        seen[number] += 1
+        if seen[number] == ENOUGH:
+            self._largest[key] = max(self.largest_seen(key), number)
+
     def largest_seen(self, key: CostKey) -> int:
-        """Rows of the largest batch of this kind of work that was observed; 0 before the first one."""
+        """Rows of the largest batches of this kind of work of which ENOUGH were observed; 0: of none."""
         return self._largest.get(key, 0)
 
     def profile(self, key: CostKey) -> Profile | None:

@@ -116,7 +116,7 @@ def best_schedules(
     count if so many requests never shared a step, because only batches show what they take; then those for which all
     requests, later ones included, are done earliest on average. tasks: the one that is due first comes first. starts:
     seconds until each rank is free. blocks: see `Forecast`. num_later: further requests that wait for all of these.
-    largest_seen: the largest number of requests that have shared a step.
+    largest_seen: the largest number of requests that have often shared a step.
 
     Many slots make a rank efficient, which later requests gain by; few slots let the first requests finish early.
     """
@@ -125,7 +125,8 @@ def best_schedules(
         lanes = fill_lanes(tasks, [Forecast(number, pace, blocks, start) for start in starts])
         served, seconds = _judge(tasks, lanes, num_later)
         schedules = [Schedule(tuple(lane.chosen), number) for lane in lanes]
-        found.append((served, number if number > largest_seen else 0, -seconds, number, schedules))
+        together = min(number, max((len(lane.chosen) for lane in lanes), default=0))
+        found.append((served, together if together > largest_seen else 0, -seconds, number, schedules))
         if all(lane.most <= number for lane in lanes):
             break  # with more slots all would be the same
     return max(found)[-1]

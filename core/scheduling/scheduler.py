@@ -311,7 +311,7 @@ class StepScheduler:
         """Note the result of a batch as a whole: it trains predictions, policy and step limit."""
         is_ok, batch = not any(item.failure for item in result.items), flight.batch
         key = self._predictor.key(flight.keys, OPS[batch.op], len(batch.ranks))
-        if not is_ok and len(flight.batch.ranks) > 1:
+        if not is_ok and len(batch.ranks) > 1 and OPS[batch.op].parallel != "none":
             self.ranks.break_groups()
         is_usual = is_ok and flight.is_whole and result.num_parts == 1 and all(item.is_usual for item in result.items)
         self._reporter.note_batch(key, flight, result, is_usual=is_usual)

@@ -141,7 +141,7 @@ class View:
         return self._predictor.largest_batch(keys, op)
 
     def largest_seen(self, keys: ModelKeys, op: Op) -> int:
-        """Rows of the largest batch of an op that was profiled, or has run on one rank; 0: there was none."""
+        """Rows of the largest batch of an op that was profiled, or has run often on one rank; 0: there is none."""
         return self._predictor.largest_seen(keys, op)
 
     def page_rank(self, request: Request) -> int | None:

@@ -22,8 +22,8 @@ def attempt_in_halves(
     """A result for every item, in their order, and the number of parts that succeeded or failed for good.
 
     A failed part is retried in halves, down to single items. A single item fails for good, after running out of memory
-    only the second time. `recover` is called after every failure that is followed by another attempt. One bad item of n
-    is found in 2 log2(n) + 1 attempts; if all are bad, each item has been in at most log2(n) + 3.
+    only the second time. `recover` is called before another attempt after running out of memory. One bad item of n is
+    found in 2 log2(n) + 1 attempts; if all are bad, each item has been in at most log2(n) + 3.
     """
     outcome = attempt(items)
     if isinstance(outcome, Failure) and len(items) == 1 and outcome.kind == "out_of_memory":
@@ -33,7 +33,8 @@ def attempt_in_halves(
         return outcome, 1
     if len(items) == 1:
         return [ItemResult(items[0].request_id, items[0].node, failure=outcome)], 1
-    recover()
+    if outcome.kind == "out_of_memory":
+        recover()
     middle = len(items) // 2
     (first, first_parts), (rest, rest_parts) = (
         attempt_in_halves(half, attempt, recover) for half in (items[:middle], items[middle:])

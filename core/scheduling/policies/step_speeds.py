@@ -12,9 +12,6 @@ from core.scheduling.requests.bindings import ModelKeys
 from core.scheduling.requests.request import Request
 from core.scheduling.view import View
 
-FORGET_EVERY = 1024
-"""Calls of `of` after which all predictions are made again, because the cost model has learnt meanwhile."""
-
 MIN_GAIN = 0.8
 """A rank gains by computing two steps together if that takes less than this share of their time one by one."""
 
@@ -39,7 +36,7 @@ class StepSpeeds:
 
     def __init__(self) -> None:
         self._known: dict[tuple[ModelKeys, str, Work, int], Speeds] = {}
-        self._questions = 0
+        self._made_of = 0  # predictions of the view
 
     def of(self, view: View, request: Request) -> Speeds:
         """The speeds of a request's next steps; if it is mask-aware, of the steps that compute its active tokens. Where
@@ -53,9 +50,8 @@ class StepSpeeds:
         most = min(len(view.ranks), view.config.max_degree) if _can_be_shared(view, request, node) else 1
         keys = request.keys_of(node)
         key = keys, op.name, work, most
-        self._questions += 1
-        if self._questions >= FORGET_EVERY:
-            self._questions = 0
+        if view.predictions != self._made_of:
+            self._made_of = view.predictions
             self._known.clear()
         found = self._known.get(key)
         if found is None:

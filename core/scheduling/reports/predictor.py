@@ -21,8 +21,8 @@ from core.scheduling.requests.bindings import CONTROLNET, Bindings, ControlNets,
 from core.scheduling.requests.request import Request, Status
 from core.scheduling.requests.work_left import WorkLeft
 
-FORGET_EVERY = 4096
-"""Questions after which all predictions are made again, because the cost model has learnt from batches meanwhile."""
+FORGET_EVERY = 128
+"""Observed batches after which all predictions are made again; at first sooner, because the first ones teach most."""
 
 
 class Player(NamedTuple):
@@ -50,9 +50,12 @@ class Predictor:
         self._keys: dict[tuple[ModelKeys, str, int], CostKey] = {}  # (components, op, degree) -> key
         self._players_of: dict[CostKey, list[Player]] = {}  # see `players_of`
         self._seconds: dict[tuple[ModelKeys, str, Work], float] = {}  # see `batch_seconds`
-        self._questions = 0
-        self.generation = 0
+        self._made_of = 0  # the generation of these
+
+    @property
+    def generation(self) -> int:
         """Changes when all predictions are made again."""
+        return self.cost.num_observed // FORGET_EVERY + self.cost.num_observed.bit_length()
 
     def key(self, keys: ModelKeys, op: Op, degree: int = 1) -> CostKey:
         """The key of an op with these components in the cost model. degree: ranks that compute it together."""
@@ -76,10 +79,8 @@ class Predictor:
 
     def batch_seconds(self, keys: ModelKeys, op: Op, work: Work) -> float:
         """Seconds of a batch on one rank. Kept for a while, because many requests need the same few."""
-        self._questions += 1
-        if self._questions >= FORGET_EVERY:
-            self._questions = 0
-            self.generation += 1
+        if self._made_of != self.generation:
+            self._made_of = self.generation
             self._seconds.clear()
         seconds = self._seconds.get((keys, op.name, work)) or self.op_seconds(keys, op, work)
         if seconds:
@@ -96,7 +97,7 @@ class Predictor:
         return profile.largest if profile else None
 
     def largest_seen(self, keys: ModelKeys, op: Op) -> int:
-        """Rows of the largest batch of an op that was profiled, or observed on one rank; 0: there was none."""
+        """Rows of the largest batch of an op that was profiled, or has run often on one rank; 0: there is none."""
         return max(self.cost.largest_seen(self.key(keys, op)), self.largest_batch(keys, op) or 0)
 
     def learn(self, samples: Iterable[CostSample]) -> None:

@@ -121,6 +121,7 @@ class WorkerContext:
         MissingValueError, now or then, if it was not made.
         """
         if ref.is_deferred:
+            self.exchange.check(ref.key)
             return partial(self.exchange.part, ref.key)
         series = self.store.resolve_series(ref)
         if not series:

@@ -158,6 +158,10 @@ class Exchange:
         """
         while key in self._awaited:
             self._receive()
+        self.check(key)
+
+    def check(self, key: TensorKey) -> None:
+        """Raises MissingValueError for a deferred value that is known not to be made."""
         if key in self._failed:
             raise MissingValueError(f"{key.node}.{key.name} of {key.request_id} was not made")
 

@@ -74,8 +74,13 @@ class LanePass(StepPass):
         return admitted
 
     def _is_elsewhere(self, request: Request) -> bool:
-        """Whether nothing of a small request could go to the open ranks, so that a pass need not look at it."""
-        return not (request.has_lost_rank or request.progress.pending) and is_elsewhere(self.view, request, self.place)
+        """Whether nothing of a small request could go to the open ranks, so that a pass need not look at it: all of it
+        goes to its home, which has all that it needs.
+        """
+        if request.has_lost_rank or request.progress.pending or not is_elsewhere(self.view, request, self.place):
+            return False
+        home = self.place.of(request)
+        return all(home in self.view.ranks_with(keys) for keys in request.needs)
 
     def _choose_step(self) -> Mapping[int, int]:
         """The steps of served requests. Where a rank would have nothing to do, because these wait for pages or memory

@@ -251,6 +251,8 @@ class Planner:
         starts = [self.view.wait_seconds(rank) for rank in ranks]
         later, head = number - len(candidates), candidates[0].request
         seen = self.view.largest_seen(head.keys_of(step_node(head)), op_of(step_node(head))) // head.spec.num_rows
+        if (seen + 1) * sum(task.size for task in tasks) > self.view.max_step_tokens * len(tasks):
+            seen = most  # more of them do not fit into a step
         schedules = best_schedules(
             tasks, most, pace, starts, blocks=self._blocks(head), num_later=later, largest_seen=seen
         )

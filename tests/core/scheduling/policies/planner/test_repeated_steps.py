@@ -13,6 +13,8 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from ranks_that_die import Site, check_finished, run_until
 
+from core.graph.work import Work
+from core.messages.worker import CostSample
 from core.scheduling.dispatch import Decision, Dispatch
 from core.scheduling.policies.planner.default import Default
 from core.scheduling.policies.planner.repeated_steps import RepeatedSteps
@@ -76,9 +78,17 @@ def test_most_passes_of_a_long_request_are_repetitions() -> None:
     assert sum(were_repeated) >= 35
 
 
+def profile() -> Iterator[CostSample]:
+    """Two requests that share a step take hardly longer than one."""
+    for tokens in (64, 1024):
+        for rows, seconds in ((1, 1.0), (2, 1.1)):
+            yield CostSample("m", "transformer", "denoise", Work.of([tokens] * rows), seconds, is_profile=True)
+
+
 def test_steps_are_repeated_while_another_rank_prepares_a_request() -> None:
     policy = Default()
     site = Site(Random(0), 2, policy, max_plans_in_flight=1)
+    site.scheduler.learn(profile())
     site.scheduler.add(make_edit("a", steps=40))
     run_until(site, lambda: site.workers.steps_done("a") >= 5)
     (rank,) = site.scheduler._requests["a"].ranks
