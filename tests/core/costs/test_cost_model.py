@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from core.costs.cost_model import CostKey, CostModel, features_of
+from core.costs.cost_model import ENOUGH, CostKey, CostModel, features_of
 from core.graph.work import Work
 from core.handles import ModelKey
 
@@ -107,3 +107,11 @@ def test_predictions_are_never_negative(seen: list[tuple[list[int], float]]) -> 
         model.observe(KEY, Work.of(tokens), time)
     assert model.predict(KEY, Work.of([1])) >= 0.0
     assert model.predict(KEY, Work.of([100_000])) >= 0.0
+
+
+def test_a_size_of_batches_counts_as_seen_once_so_many_have_run() -> None:
+    model = CostModel()
+    for rows, number, seen in ((4, ENOUGH - 1, 0), (2, ENOUGH, 2), (4, 1, 4), (3, ENOUGH, 4)):
+        for _ in range(number):
+            model.observe(KEY, Work.of([64] * rows), 1e-3)
+        assert model.largest_seen(KEY) == seen

@@ -377,3 +377,29 @@ def test_a_rank_that_joins_again_loads_what_the_others_have() -> None:
     rig.add("2", "b")
     rig.run()
     assert rig.finished == {"1", "2"}
+
+
+def test_an_encoding_goes_to_the_rank_that_has_its_model_while_the_home_of_its_steps_is_busy() -> None:
+    encoder, vae = SHARED
+    denoiser = ModelKey("a", "transformer")
+    sizes = {LoadedComponent(encoder, 2), LoadedComponent(vae, 1), LoadedComponent(denoiser, 1)}
+    config = SchedulerConfig(model_bytes=2, max_plans_in_flight=1)
+    scheduler = StepScheduler(config, {"a": model("a")}, 2, sizes=sizes)
+    halves = [(0, [LoadedComponent(vae, 1), LoadedComponent(denoiser, 1)]), (1, [LoadedComponent(encoder, 2)])]
+    scheduler.learn((), halves)
+    workers = FakeWorkers(2)
+
+    def submit() -> None:
+        while (plan := scheduler.schedule(0.0)) is not None:
+            workers.submit(plan)
+
+    for name in ("first", "second"):
+        scheduler.add(msgspec.structs.replace(make_edit(name), model="a"))
+        submit()
+    for rank in (0, 1):
+        for result in workers.run_one(rank):
+            assert isinstance(result, BatchResult)
+            scheduler.apply(result)
+        submit()
+    batches = [batch for plan in workers.queues[1] for batch in plan.batches if batch.ranks == (1,)]
+    assert [(batch.op, [item.request_id for item in batch.items]) for batch in batches] == [("text_encode", ["second"])]
