@@ -3,10 +3,10 @@
 CLASSIFIER = 4_000_000  # renders that the pattern classifier is fitted on
 TUNING = 5_000_000  # held-out scenes for development
 VAE_HELD_OUT = 6_000_000  # held-out scenes for the autoencoder's PSNR
+EDGES_TEST = 8_000_000  # held-out scenes for the edge ControlNet's published figures
 TEST = 9_000_000  # held-out scenes for the published figures; never used for tuning
 TEST_BOXES = 9_500_000  # the same, for box masks and the shape score
 TEST_WHOLE_BOXES = 9_700_000  # the same, for boxes that contain the whole garment and both hands
-EDGES_TEST = 9_950_000  # the same for the edge ControlNet
 SEGMENTER_TEST = 9_900_000  # held-out scenes for the segmenter's published figures
 VAE_TRAIN = 10_000_000
 DENOISER_TRAIN = 20_000_000

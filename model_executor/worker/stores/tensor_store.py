@@ -158,15 +158,18 @@ class TensorStore:
         return self._tensors_of(torch.from_numpy(there), ref.parts)
 
     def _copies(self, handle: ArrayRef, parts: Parts) -> tuple[Tensor, ...]:
-        """Tensors from shared memory, whose place other values take later."""
-        return self._tensors_of(torch.from_numpy(self._arena.view(handle)).clone(), parts)
+        """Tensors from shared memory, whose place other values take later. Each has memory of its own, since torch
+        takes the state of a generator from the beginning of a tensor's memory.
+        """
+        return self._tensors_of(torch.from_numpy(self._arena.view(handle)), parts, are_copied=True)
 
-    def _tensors_of(self, source: Tensor, parts: Parts) -> tuple[Tensor, ...]:
+    def _tensors_of(self, source: Tensor, parts: Parts, *, are_copied: bool = False) -> tuple[Tensor, ...]:
         tensors, start = list[Tensor](), 0
         for name, shape, is_in_host_memory in parts:
             dtype: torch.dtype = getattr(torch, name)
             nbytes = prod(shape) * dtype.itemsize
-            tensor = source[start : start + nbytes].view(dtype).view(shape)
+            memory = source[start : start + nbytes]
+            tensor = (memory.clone() if are_copied else memory).view(dtype).view(shape)
             tensors.append(tensor if is_in_host_memory else tensor.to(self.device))
             start += _padded(nbytes)
         return tuple(tensors)
