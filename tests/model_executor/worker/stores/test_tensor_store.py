@@ -103,11 +103,13 @@ def test_a_scalar_moves(arena: Arena) -> None:
 def test_a_series_of_any_tensors_moves(arena: Arena) -> None:
     """As samplers keep them: tensors not set yet, scalars, a generator's state."""
     here, there = store(arena, 0), store(arena, 1)
-    state = (torch.empty(0), torch.randn(3, 5).T, torch.tensor(2.5, dtype=torch.bfloat16), torch.arange(7).byte())
+    noise = torch.Generator().manual_seed(7).get_state()
+    state = (torch.empty(0), torch.randn(3, 5).T, torch.tensor(2.5, dtype=torch.bfloat16), noise)
     ref = here.put_series(SAMPLER, state)
     moved = there.resolve_series(here.export(replace(ref, handle=handle(arena, ref.nbytes))))
     assert [(tensor.dtype, tensor.shape) for tensor in moved] == [(tensor.dtype, tensor.shape) for tensor in state]
     assert all(torch.equal(one, other) for one, other in zip(moved, state, strict=True))
+    assert torch.equal(torch.Generator().set_state(moved[-1]).get_state(), noise)
     assert there.resolve_series(TensorRef(SAMPLER, 0)) == ()
 
 
