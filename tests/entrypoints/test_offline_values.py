@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import typing
+from pathlib import Path
 from typing import Any
 
 import msgspec
@@ -106,10 +107,11 @@ def test_any_value_in_a_struct_is_refused_by_name_or_can_be_encoded(one: tuple[t
 @example((Edit, {"prompt": ""}))
 @example((Edit, {"lora": ["hat", Lora("shirt", 0.5)]}))
 @example((Edit, {"lora": {"name": "hat", "scale": float("nan")}}))
+@example((Edit, {"references": ["", Path("nowhere")]}))
 def test_any_value_in_an_edit_is_refused_by_name_or_has_its_type(one: tuple[type, dict[str, object]]) -> None:
     kind, given_values = one
     made = made_or_refused(kind, given_values)
-    pictures = ("image", "mask", "mask_image")
+    pictures = ("image", "mask", "mask_image", "references", "controls")
     assert made is None or all(is_plain(getattr(made, name)) for name in fields_of(Edit) if name not in pictures)
 
 
