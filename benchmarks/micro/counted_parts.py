@@ -28,7 +28,7 @@ class CountedParts:
 
 
 def counted(self: Exchange, key: TensorKey, number: int) -> Tensor:
-    """As `Exchange.part`. What lies in the inbox is there."""
+    """Do as `Exchange.part`, and note whether the tensor was there. What lies in the inbox counts as there."""
     if self._sockets is not None:
         self._receive_all()
     is_late = key in self._awaited and number >= len(self._coming.get(key, ()))

@@ -37,8 +37,8 @@ class Residuals:
 
     @property
     def series(self) -> Iterator[Sequence[Tensor]]:
-        """The same as a value of the tensor store, some tensors at a time. The places, which come first, stay in host
-        memory, where steps read them."""
+        """The same as a value of the tensor store, some tensors at a time. The places come first. They stay in
+        host memory, because steps read them there."""
         first: Sequence[Tensor] = (torch.tensor(self.places, dtype=torch.int64),)
         for some in self.made:
             yield (*first, *some)

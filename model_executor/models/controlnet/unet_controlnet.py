@@ -76,7 +76,7 @@ class UnetControlNet(ControlNet):
         self._embedding = None
 
     def _residual_numbers(self, grid: tuple[int, int]) -> int:
-        """Of the first layer; at each level of each of its layers, and of the next one's first layer; of the middle."""
+        """One for the first layer, each layer of each level, each way to the next level, and the middle."""
         channels: Sequence[int] = self._config["block_out_channels"]
         num_layers = int(self._config["layers_per_block"])
         sides = [tuple(-(-side * TOKEN_SIDE // (1 << level)) for side in grid) for level in range(len(channels))]

@@ -168,8 +168,8 @@ class LanePass(StepPass):
         return home if home in ranks else ranks[0]
 
     def _rank_beside(self, request: Request, node: Node) -> int:
-        """The rank that computes ControlNets for a request's next step: an open one beside its own that nobody else has
-        steps on, if that pays.
+        """The rank that computes ControlNets for a request's next step. If that pays, it is an open one beside the
+        request's own, on which nobody makes steps.
         """
         ranks, device = self.view.ranks_with(request.keys_of(node)), self.view.page_rank(request)
         group = self.groups.get(request.id) or (self._last_home(request),)
