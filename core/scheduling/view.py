@@ -94,6 +94,10 @@ class View:
         elsewhere = self.inputs(request, node, ranks).elsewhere
         return bool(elsewhere) and all(self._has_open_rank(key) for key in elsewhere)
 
+    def has_room(self, request: Request, node: Node, ranks: RankIds) -> bool:
+        """Whether the inputs of a ready node that only other ranks have find room on their way to these ranks."""
+        return self._values.has_room(self.inputs(request, node, ranks).elsewhere)
+
     def _has_open_rank(self, key: TensorKey) -> bool:
         value = self._values.get(key)
         return value is not None and not self.open_ranks.isdisjoint(value.ranks)

@@ -148,12 +148,21 @@ class ValueTable:
         there or on their way are left out. ranks: the ranks that may copy them; each value is on one of these. leave:
         bytes of the arena that have to stay free.
         """
-        values = [value for key in keys if (value := self._values[key.request_id][key]).handle is None]
-        places = self._allocate([max(1, value.ref.nbytes) for value in values], leave)
+        values = self._not_in_arena(keys)
+        places = self._allocate(_sizes(values), leave)
         if places is None:
             return None
         pairs = zip(values, places, strict=True)
         return [self._begin_move(value, place, min(value.ranks & ranks)) for value, place in pairs]
+
+    def has_room(self, keys: Sequence[TensorKey]) -> bool:
+        """Whether `move` would find room for these values."""
+        sizes = _sizes(self._not_in_arena(keys))
+        places = self._allocate(sizes, leave=0)
+        if places is None:
+            return False
+        self._take_back(places, sizes)
+        return True
 
     def end_move(self, key: TensorKey) -> None:
         """Note that a value has arrived in shared memory. It is freed if its last reader is done meanwhile."""
@@ -216,11 +225,19 @@ class ValueTable:
         for nbytes in sizes:
             place = self._space.alloc(nbytes)
             if place is None:
-                for taken, size in zip(places, sizes, strict=False):
-                    self._space.free(taken, taken + self._space.extent(size))
+                self._take_back(places, sizes)
                 return None
             places.append(place)
         return places
+
+    def _take_back(self, places: Sequence[int], sizes: Sequence[int]) -> None:
+        """Free the first places of `_allocate`. sizes: as for it."""
+        for place, size in zip(places, sizes, strict=False):
+            self._space.free(place, place + self._space.extent(size))
+
+    def _not_in_arena(self, keys: Iterable[TensorKey]) -> list[Value]:
+        """These values, without those that are in shared memory or on their way there."""
+        return [value for key in keys if (value := self._values[key.request_id][key]).handle is None]
 
     def _begin_move(self, value: Value, place: int, source: int) -> Transfer:
         value.handle, value.is_moving = ArrayRef(VALUE_ARENA, place, (max(1, value.ref.nbytes),), "uint8"), True
@@ -249,3 +266,8 @@ class ValueTable:
 
     def _give_back(self, handle: ArrayRef) -> None:
         self._space.free(handle.offset, handle.offset + self._space.extent(handle.size))
+
+
+def _sizes(values: Iterable[Value]) -> list[int]:
+    """Bytes that these values take in the arena."""
+    return [max(1, value.ref.nbytes) for value in values]

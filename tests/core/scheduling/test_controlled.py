@@ -23,6 +23,7 @@ from core.routing.fleet import Fleet
 from core.routing.request_shape import RequestShape
 from core.scheduling.ops.controlnet import ControlStep, ControlUse
 from core.scheduling.scheduler import StepScheduler
+from core.scheduling.values.values import ValueTable
 
 OWN = tuple(ModelKey("0", kind) for kind in ("text_encoder", "vae", "transformer"))
 NETS = {"edges": ModelKey("1", "controlnet"), "depth": ModelKey("2", "controlnet")}
@@ -233,6 +234,18 @@ def test_no_controlnet_is_beside_where_others_make_steps() -> None:
     of_four_steps(rig, "c", "d")
     assert {batch.ranks for batch in rig.batches if batch.op == "denoise"} == {(0,), (1,)}
     assert not rig.num_deliveries
+
+
+@pytest.mark.parametrize("num_bytes", [0, 256])  # for none of the inputs, for some
+def test_without_room_for_what_it_reads_a_controlnet_runs_where_its_step_does(num_bytes: int) -> None:
+    rig = Rig(num_ranks=2)
+    of_four_steps(rig, "a")
+    rig.scheduler.values._space = ValueTable(num_bytes)._space
+    of_four_steps(rig, "b")
+    assert [type(each) for each in rig.outputs] == [Finished] * 2
+    assert rig.ranks("controlnet") == rig.ranks("denoise")
+    rig.scheduler.check_integrity()
+    rig.workers.check_is_empty()
 
 
 @pytest.mark.parametrize("op", ["controlnet", "denoise"])

@@ -169,7 +169,7 @@ class LanePass(StepPass):
 
     def _rank_beside(self, request: Request, node: Node) -> int:
         """The rank that computes ControlNets for a request's next step. If that pays, it is an open one beside the
-        request's own, on which nobody makes steps.
+        request's own, on which nobody makes steps. What it reads must find room on its way there: its own rank has it.
         """
         ranks, device = self.view.ranks_with(request.keys_of(node)), self.view.page_rank(request)
         group = self.groups.get(request.id) or (self._last_home(request),)
@@ -178,7 +178,7 @@ class LanePass(StepPass):
             number, taken = self.place.num_on(ranks), {rank for each in self.groups.values() for rank in each}
             free = self.view.open_ranks - taken - {own}
             beside = [rank for rank in ranks if rank in free and not number[rank]]
-            own = beside[0] if beside else own
+            own = beside[0] if beside and self.view.has_room(request, node, (beside[0],)) else own
         return own if own in ranks else ranks[0]
 
     def _is_worth_a_rank(self, request: Request, node: Node) -> bool:
