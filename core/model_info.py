@@ -106,6 +106,12 @@ class ModelInfo(msgspec.Struct, frozen=True, kw_only=True):
         """All components that its requests are computed with, but for those whose mask is to be found."""
         return (*self.components, *self.borrowed)
 
+    def controlnets_of(self, keys: Iterable[ModelKey]) -> tuple[str, ...]:
+        """The names of these components, if all of them are ControlNets of it; else none."""
+        names = {key: name for name, key in self.controlnets.items()}
+        found = [names.get(key) for key in keys]
+        return tuple(name for name in found if name is not None) if None not in found else ()
+
     def num_condition_tokens(self, num_tokens: int, *, has_template: bool, reference_tokens: int = 0) -> int:
         """Condition tokens of a picture of this many image tokens. reference_tokens: of its references together."""
         is_replaced = reference_tokens and self.references is not None and self.references.replaces_template

@@ -196,13 +196,16 @@ owner did, whose requests alone are refused."""
 
 
 class QuarantinedModel(msgspec.Struct, frozen=True, array_like=True):
-    """A model that an engine refuses for a while, or that has not run since. Times are monotonic seconds."""
+    """A model, or ControlNets of one, that an engine refuses for a while, or that has not run since. Times are
+    monotonic seconds.
+    """
 
     model: str  # name
     cause: QuarantineCause
     times: int  # number of this refusal, from 1
     since: float
     until: float  # when it is tried again
+    controlnets: tuple[str, ...] = ()  # names of those that are refused where they steer a step together; (): the model
 
 
 class EngineStats(msgspec.Struct, frozen=True, kw_only=True):

@@ -116,7 +116,5 @@ class Refusals:
         """What computes with these components for requests of this model, in words."""
         if not model:
             return "a class"
-        nets = {key: name for name, key in self.residency.models[model].controlnets.items()}
-        if not nets.keys() >= set(keys):
-            return f"the model {model}"
-        return f"the ControlNet {' with '.join(nets[key] for key in keys)} of the model {model}"
+        nets = self.residency.models[model].controlnets_of(keys)
+        return f"the ControlNet {' with '.join(nets)} of the model {model}" if nets else f"the model {model}"

@@ -91,8 +91,9 @@ class EngineMetrics:
         )
         self._quarantined = registry.gauge(
             "model_quarantined",
-            "Refusals of a model that has not run since: of engines, or owners.",
+            "Refusals of a model, or of ControlNets of one, that has not run since: of engines, or owners.",
             "model_name",
+            "controlnets",
             "cause",
         )
         self._restarts = registry.counter("engine_restarts", "Starts of an engine after its death.", "engine")
@@ -142,7 +143,7 @@ class EngineMetrics:
     def expect_model(self, name: str) -> None:
         """Create the series of a model, before any report."""
         for cause in get_args(QuarantineCause):
-            self._quarantined.labels(name, cause)
+            self._quarantined.labels(name, "", cause)
 
     def observe(self, engine: int, load: LoadReport, stats: EngineStats | None) -> None:
         """Take over an engine's report. An engine with totals lower than before has been restarted."""
@@ -225,7 +226,7 @@ class EngineMetrics:
         """Replace an engine's part of the gauge."""
         for stats, sign in ((before, -1), (now, 1)):
             for each in stats.quarantine:
-                self._quarantined.labels(each.model, each.cause).inc(sign)
+                self._quarantined.labels(each.model, ",".join(each.controlnets), each.cause).inc(sign)
 
 
 def _is_less_busy(stats: EngineStats, last: EngineStats) -> bool:

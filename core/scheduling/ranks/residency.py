@@ -343,13 +343,14 @@ class Residency:
         return found
 
     def quarantined(self) -> tuple[QuarantinedModel, ...]:
-        """The models, without adapters, that are refused, or were and have not run since."""
-        return tuple(
-            QuarantinedModel(name, each.cause, each.times, each.since, each.until)
-            for each in self.quarantine.refusals
-            for name in self.refused(each)
-            if not self.models[name].parent
-        )
+        """The models, without adapters, of which all or ControlNets are refused, or were and have not run since."""
+        found = list[QuarantinedModel]()
+        for each in self.quarantine.refusals:
+            for name in (*self.refused(each), *self.steered_by(each.keys)):
+                if not self.models[name].parent:
+                    nets = self.models[name].controlnets_of(each.keys)
+                    found.append(QuarantinedModel(name, each.cause, each.times, each.since, each.until, nets))
+        return tuple(found)
 
     def has_failed(self, keys: Iterable[ModelKey]) -> bool:
         """Whether a load of any of these components has failed since it was last loaded anywhere."""

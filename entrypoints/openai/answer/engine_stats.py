@@ -87,9 +87,10 @@ def _rank(rank: RankStats, models: Iterable[ModelInfo]) -> dict[str, Any]:
 
 
 def _quarantined(each: QuarantinedModel, now: float) -> dict[str, Any]:
-    """A model that the engine refuses. now: monotonic seconds."""
+    """A model, or ControlNets of one, that the engine refuses. now: monotonic seconds."""
     seconds = {"seconds": round(now - each.since, 1), "seconds_left": round(max(0.0, each.until - now), 1)}
-    return {"model": each.model, "cause": each.cause, "times": each.times} | seconds
+    what = {"model": each.model, "controlnets": list(each.controlnets)}
+    return what | {"cause": each.cause, "times": each.times} | seconds
 
 
 def _components(loaded: Iterable[LoadedComponent], models: Iterable[ModelInfo]) -> list[dict[str, Any]]:

@@ -190,6 +190,9 @@ def test_one_that_cannot_be_loaded_fails_its_requests_alone() -> None:
     said = "the ControlNet depth of the model {} cannot be loaded: cannot load controlnet: cut short"
     assert failed.failure.message == said.format("m")
     assert rig.scheduler.take_refused() == [f"{said.format(model)} (for 10 s)" for model in MODELS]
+    told = [(each.model, each.controlnets, each.cause) for each in rig.scheduler.stats().quarantine]
+    assert told == [(model, ("depth",), "load") for model in MODELS]
+    assert rig.scheduler.stats().models == dict.fromkeys(MODELS, "loaded")
 
 
 def of_four_steps(rig: Rig, *names: str) -> None:

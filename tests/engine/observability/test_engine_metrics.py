@@ -245,11 +245,20 @@ def test_refused_models_by_cause() -> None:
         metrics.observe_load(engine, LOAD, stats)
     name = "stencil:model_quarantined"
     causes = ("deaths", "owner_deaths", "load")
-    assert [values(metrics)[f"{name},{cause},m"] for cause in causes] == [2, 4, 0]
+    assert [values(metrics)[f"{name},{cause},,m"] for cause in causes] == [2, 4, 0]
     metrics.observe_load(0, LOAD, engine_stats(2, 20))
-    assert [values(metrics)[f"{name},{cause},m"] for cause in causes] == [1, 2, 0]
+    assert [values(metrics)[f"{name},{cause},,m"] for cause in causes] == [1, 2, 0]
     metrics.observe_lost(1)
-    assert [values(metrics)[f"{name},deaths,{model}"] for model in "mn"] == [0, 0]
+    assert [values(metrics)[f"{name},deaths,,{model}"] for model in "mn"] == [0, 0]
+
+
+def test_refused_controlnets_are_told_by_name() -> None:
+    metrics = Metrics()
+    metrics.expect(["m"], 1)
+    refused = QuarantinedModel("m", "deaths", 1, 0.0, 10.0, ("depth", "edges"))
+    metrics.observe_load(0, LOAD, msgspec.structs.replace(engine_stats(2, 20), quarantine=(refused,)))
+    name = "stencil:model_quarantined,deaths"
+    assert [values(metrics)[f"{name},{nets},m"] for nets in ("depth,edges", "")] == [1, 0]
 
 
 def test_the_cache_of_a_lost_engine_is_empty() -> None:

@@ -308,13 +308,15 @@ async def test_components_are_listed_with_the_models_that_share_them(
 
 async def test_refused_models_are_listed(client: httpx.AsyncClient, engine: FakeEngine) -> None:
     now = time.monotonic()
-    refused = (QuarantinedModel("m", "deaths", 2, now - 5.0, now + 15.0), QuarantinedModel("m", "load", 1, 0.0, 10.0))
+    again = QuarantinedModel("m", "load", 1, 0.0, 10.0, ("edges",))
+    refused = (QuarantinedModel("m", "deaths", 2, now - 5.0, now + 15.0), again)
     engine.stats = (msgspec.structs.replace(STATS, quarantine=refused), None)
     first, _ = (await client.get("/v1/engine/stats")).json()["engines"]
     soon, now_again = first["quarantine"]
     assert {key: soon[key] for key in ("model", "cause", "times")} == {"model": "m", "cause": "deaths", "times": 2}
     assert (5.0 <= soon["seconds"] < 10.0, 10.0 < soon["seconds_left"] <= 15.0) == (True, True)
     assert (now_again["cause"], now_again["seconds_left"]) == ("load", 0.0), "with the next request"
+    assert (soon["controlnets"], now_again["controlnets"]) == ([], ["edges"])
 
 
 async def test_totals_are_summed_over_engines(client: httpx.AsyncClient, engine: FakeEngine) -> None:

@@ -86,9 +86,10 @@ function showRefused(engines) {
   byId("refused-card").hidden = !lines.length;
 }
 
-function refused(index, { model, cause, times, seconds_left: left }) {
+function refused(index, { model, controlnets, cause, times, seconds_left: left }) {
+  const what = controlnets.length ? `the ControlNet ${controlnets.join(" with ")} of ${model}` : model;
   const next = left ? `tried again in ${duration(left * 1000)}` : "tried again with the next request";
-  return `${model} on engine ${index}: ${CAUSES[cause]} (${count(times)}×); ${next}`;
+  return `${what} on engine ${index}: ${CAUSES[cause]} (${count(times)}×); ${next}`;
 }
 
 function engineRow({ index, alive, load, totals, ranks, models }) {
