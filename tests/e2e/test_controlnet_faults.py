@@ -104,6 +104,55 @@ async def test_what_is_cached_is_its_owners_and_has_nothing_of_control_pictures(
     assert await run_for("two", edit, 2) == plain[-1][1], "over pages that were primed for the other"
 
 
+def busy(engine: AsyncEngine) -> list[float]:
+    """Seconds that each rank has computed, as of the last edit that ended."""
+    (stats,) = engine.stats
+    return [rank.busy_seconds for rank in stats.ranks] if stats else [0.0, 0.0]
+
+
+def assert_beside(engine: AsyncEngine, before: list[float]) -> None:
+    """Each rank has computed much since then. Where one edit ran after the other, its ControlNet had its own."""
+    worked = [now - was for now, was in zip(busy(engine), before, strict=True)]
+    assert min(worked) >= 0.1 * max(worked), "one rank did all of it"
+
+
+@pytest.mark.usefixtures("expected")  # what batches take is known then
+async def test_partial_images_with_a_controlnet_beside_are_those_of_one_rank(engine: AsyncEngine, folder: Path) -> None:
+    edit = controlled("edges", make_input(5, steps=60, partial_images=3))
+    before = busy(engine)
+    beside = [await run(engine, f"beside-{number}", edit) for number in range(2)]
+    assert_beside(engine, before)
+    nets = [ControlNetConfig("edges", str(folder / "edges"))]
+    async with start(folder / "flux", controlnets=nets) as alone:
+        in_sequence = await run(alone, "in-sequence", edit)
+    assert [index for index, _ in in_sequence] == [0, 1, 2, None]
+    assert beside == [in_sequence] * 2
+
+
+async def test_clients_that_leave_an_edit_with_a_controlnet_beside_leave_nothing(
+    engine: AsyncEngine, expected: dict[str, bytes]
+) -> None:
+    """An engine that becomes idle checks that nothing of ended edits is left in its arena, and dies if there is."""
+    before, deaths, long = busy(engine), count(engine, "rank_restarts"), controlled("edges", make_input(5, steps=200))
+
+    async def leave_after(seconds: float, name: str) -> None:
+        leaving = asyncio.create_task(run(engine, name, long))
+        await until(lambda: engine.num_requests_running > 0)
+        await asyncio.sleep(seconds)
+        assert not leaving.done()
+        leaving.cancel()
+
+    for seconds in (0.05, 0.15, 0.3):
+        await leave_after(seconds, f"leaves-{seconds}")
+        again = await run(engine, f"after-{seconds}", OTHERS["edges"])
+        assert again[-1][1] == expected["edges"]
+    assert_beside(engine, before)
+    tasks = await begin(engine, OTHERS)
+    await leave_after(0.1, "leaves-others")
+    assert finals(await ends(tasks)) == expected
+    assert count(engine, "rank_restarts") == deaths
+
+
 async def test_a_rank_that_dies_during_controlled_edits_changes_no_bit(
     engine: AsyncEngine, expected: dict[str, bytes]
 ) -> None:
