@@ -84,14 +84,7 @@ class Flux(LatentFamily):
 
     @property
     def steered(self) -> SteeredModel | None:
-        return SteeredModel(
-            family=self.family,
-            config=self._transformer_config,
-            num_train_timesteps=self._sampling.num_train_timesteps,
-            token_size=self._token_size,
-            vae_scale=self._vae_scale,
-            latent_channels=self._latent_channels,
-        )
+        return self._steered(self._transformer_config)
 
     def encode_controls(self, pictures: Sequence[Tensor], seed: int, *, is_exact: bool) -> list[Tensor]:
         """Latents, [image tokens, latent width], as FluxControlNetInpaintPipeline samples them, and with Fill

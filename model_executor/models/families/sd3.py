@@ -115,13 +115,8 @@ class StableDiffusion3(NoisedTemplate):
     def steered(self) -> SteeredModel | None:
         is_dynamic = bool(self._sampling.config.get("use_dynamic_shifting"))
         shift, scale = self._vae_config.get("shift_factor") or 0.0, self._vae_config.get("scaling_factor", 0.18215)
-        return SteeredModel(
-            family=self.family,
-            config=self._transformer_config,
-            num_train_timesteps=self._sampling.num_train_timesteps,
-            token_size=self._token_size,
-            vae_scale=self._vae_scale,
-            latent_channels=self._latent_channels,
+        return self._steered(
+            self._transformer_config,
             latent_shift=shift * scale,
             why_none="diffusers has no pipeline with its dynamic shifting" if is_dynamic else "",
         )

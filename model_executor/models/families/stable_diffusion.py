@@ -138,16 +138,7 @@ class UnetFamily(TimestepFamily):
 
     @property
     def steered(self) -> SteeredModel | None:
-        return SteeredModel(
-            family=self.family,
-            config=self._unet_config,
-            num_train_timesteps=self._sampling.num_train_timesteps,
-            token_size=self._token_size,
-            vae_scale=self._vae_scale,
-            latent_channels=self._latent_channels,
-            sees_mask=self._sees_mask,
-            has_scores=self.tells_negative,
-        )
+        return self._steered(self._unet_config, sees_mask=self._sees_mask, has_scores=self.tells_negative)
 
     def encode_controls(self, pictures: Sequence[Tensor], seed: int, *, is_exact: bool) -> list[Tensor]:
         """Pixels, [1, 3, height, width] in 0..1, as VaeImageProcessor without do_normalize."""

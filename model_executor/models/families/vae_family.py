@@ -23,7 +23,7 @@ from model_executor.cpu import cpu_gains_by_bfloat16
 from model_executor.host_weights import JointWeights, Weights
 from model_executor.kernels.gpu_tables import upload
 from model_executor.kernels.operators import Operators, chosen_operators
-from model_executor.models.base import EncodedText, Family, ImageInputs, LatentSpace, PreparedAdapter
+from model_executor.models.base import EncodedText, Family, ImageInputs, LatentSpace, PreparedAdapter, SteeredModel
 from model_executor.models.boxes import Box, around, times
 from model_executor.models.latents import PATCH, pack, unpack
 from model_executor.models.parts import Classes
@@ -152,6 +152,18 @@ class VaeFamily(Family):
 
     def put(self, part: str, prepared: Any) -> None:
         self._parts[part] = prepared
+
+    def _steered(self, denoiser: Mapping[str, Any], **own: Any) -> SteeredModel:
+        """`steered`, of a family that ControlNets steer. denoiser: its configuration. own: further fields."""
+        return SteeredModel(
+            family=self.family,
+            config=denoiser,
+            num_train_timesteps=self._sampling.num_train_timesteps,
+            token_size=self._token_size,
+            vae_scale=self._vae_scale,
+            latent_channels=self._latent_channels,
+            **own,
+        )
 
     def use_graphs(self, is_wanted: bool) -> None:
         if (denoiser := self._parts.get(self.denoiser_part)) is not None:
