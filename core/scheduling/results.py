@@ -73,6 +73,8 @@ class Results:
             request.progress.land(node)
             self.endings.fail(request, item.failure)
         else:
+            if node.name in request.workflow.step_names:
+                request.steps_alone = max(0, request.steps_alone - 1)
             self._advance(request, node, item, batch)
             if node.region and request.is_live:
                 self.checkpoints.note_round(request, node, result.seconds / len(batch.items))

@@ -22,6 +22,12 @@ from core.scheduling.values.request_values import restart, resume
 from core.scheduling.values.values import ValueTable
 
 
+STEPS_ALONE = 8
+"""Steps that a request makes on one rank after its batch on several has failed; twice as many each further time, because
+what breaks groups may last.
+"""
+
+
 @dataclass(frozen=True, slots=True)
 class Blame:
     """What a rank ran when it died."""
@@ -97,12 +103,15 @@ class Recovery:
         return aftermath
 
     def set_back_alone(self, request: Request, node: Node) -> None:
-        """Note that a batch of several ranks with this node has failed, which changed nothing. The request runs on one
-        rank from now on. If no rank's death was the cause, that finds the item that fails, because one rank halves a
-        failed batch until that item is alone.
+        """Note that a batch of several ranks with this node has failed, which changed nothing. The request makes its
+        next steps on one rank. If no rank's death was the cause, that finds the item that fails, because one rank halves
+        a failed batch until that item is alone.
         """
         request.progress.land(node)
-        request.runs_on_one_rank = request.is_set_back = request.progress.is_restarting = True
+        if not request.is_set_back:  # else another run of the same group was in flight
+            request.steps_alone = STEPS_ALONE << request.num_broken
+            request.num_broken += 1
+        request.is_set_back = request.progress.is_restarting = True
 
     def make_room(self, waiting: Request | None) -> bool:
         """Make room in the arena if it is full and nothing is in flight, so that no room would ever be made otherwise.

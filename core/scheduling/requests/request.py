@@ -120,7 +120,8 @@ class Request:
     has_lost_rank: bool = False  # one of its ranks has died: values may be in shared memory alone
     num_moving: int = 0  # values that a worker is writing to shared memory
     num_deaths: int = field(init=False)  # processes that died while they ran it
-    runs_on_one_rank: bool = False  # one of its batches failed on several ranks
+    num_broken: int = 0  # its batches that failed on several ranks
+    steps_alone: int = 0  # that it has to make on one rank before it may have several again
     # It has lost something with a rank, or its group broke: results in flight do not count, and then it resumes.
     is_set_back: bool = False
     made_outputs: set[tuple[str, str]] = field(default_factory=set)  # (node, output) that was made at least once
@@ -183,6 +184,11 @@ class Request:
         """What it asks for, of a request for what a user's classes make."""
         assert isinstance(self.spec, RunSpec), f"{self.id} asks for a picture"
         return self.spec
+
+    @property
+    def runs_on_one_rank(self) -> bool:
+        """Whether several ranks are not to share its steps now."""
+        return self.steps_alone > 0
 
     @property
     def step_node(self) -> Node | None:

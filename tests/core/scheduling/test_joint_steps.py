@@ -3,26 +3,41 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from itertools import count, product
 
 import msgspec
+import pytest
 from fakes import MODEL, FakeWorkers, make_edit
 
 from core.config import SchedulerConfig
 from core.failure import Failure
+from core.graph.work import Work
 from core.messages.engine import Failed, Finished
-from core.messages.worker import Batch, BatchResult
+from core.messages.worker import Batch, BatchResult, CostSample
 from core.scheduling.endings import Output
+from core.scheduling.recovery.recovery import STEPS_ALONE
 from core.scheduling.scheduler import StepScheduler
 
 BROKEN = Failure("group_broken", "a rank has left the group")
 
 
+FIXED, CHOSEN = SchedulerConfig(degree=2), SchedulerConfig(max_degree=2)
+"""Two ranks compute each step, or those where that pays."""
+
+SECONDS = 0.1
+"""Of a step of one request on one rank."""
+
+
 class Site:
     """A scheduler of an engine with three ranks, of which two compute a step."""
 
-    def __init__(self, breaks: Callable[[Batch], bool] = lambda batch: False) -> None:
+    def __init__(self, breaks: Callable[[Batch], bool] = lambda batch: False, config: SchedulerConfig = FIXED) -> None:
         """breaks: whether a batch fails on its second rank."""
-        self.scheduler = StepScheduler(SchedulerConfig(degree=2), {"m": MODEL}, 3)
+        self.scheduler = StepScheduler(config, {"m": MODEL}, 3)
+        for degree, number in product((1, 2), (1, 2, 4)):  # sharing a step among requests saves nothing
+            work, seconds = Work.of([280] * number), SECONDS * number / degree
+            sample = CostSample("m", "transformer", "denoise", work, seconds, is_profile=True, degree=degree)
+            self.scheduler.learn([sample])
         self.scheduler.ranks.note_ports({0: 5000, 1: 5001, 2: 5002})
         self.workers, self.breaks = FakeWorkers(3), breaks
         self.outputs: list[Output] = []
@@ -38,6 +53,7 @@ class Site:
                 for result in self.workers.run_one(rank):
                     self.apply(result) if isinstance(result, BatchResult) else self.scheduler.apply_transfer(result)
             self.outputs += self.scheduler.take_outputs()
+            assert len(self.batches) < 1000, "a request never ends"
         self.scheduler.check_integrity()
 
     def apply(self, result: BatchResult) -> None:
@@ -46,7 +62,7 @@ class Site:
             items = tuple(msgspec.structs.replace(item, tensors=(), failure=BROKEN) for item in result.items)
             result = msgspec.structs.replace(result, items=items)
             self.workers.num_deaths = 1  # steps are repeated, as after a death
-        self.scheduler.apply(result)
+        self.scheduler.apply(msgspec.structs.replace(result, seconds=SECONDS * len(batch.items) / len(batch.ranks)))
         self.scheduler.check_integrity()
 
     def steps(self, request_id: str) -> list[Batch]:
@@ -95,10 +111,23 @@ def test_the_requests_of_a_group_that_breaks_go_on_with_one_rank_each_and_others
     assert site.scheduler.stats().steps_repeated == 0, "what breaks a group is no death"
 
 
-def test_a_group_that_always_breaks_fails_no_request() -> None:
-    site = Site(lambda batch: True)
+@pytest.mark.parametrize("config", [FIXED, CHOSEN])
+def test_a_request_has_several_ranks_again_after_some_steps_on_one(config: SchedulerConfig) -> None:
+    """Twice as many the second time."""
+    steps = count(1)
+    site = Site(lambda batch: next(steps) in (2, 4), config)
+    site.scheduler.add(make_edit("a", steps=4 + 3 * STEPS_ALONE))
+    site.run()
+    (output,) = site.outputs
+    assert isinstance(output, Finished)
+    assert output.degrees == (2, *[1] * STEPS_ALONE, 2, *[1] * 2 * STEPS_ALONE, 2, 2)
+
+
+@pytest.mark.parametrize("config", [FIXED, CHOSEN])
+def test_a_group_that_always_breaks_fails_no_request(config: SchedulerConfig) -> None:
+    site = Site(lambda batch: True, config)
     for number in range(4):
-        site.scheduler.add(make_edit(str(number), steps=3))
+        site.scheduler.add(make_edit(str(number), steps=3 if number else 30))
     site.run()
     assert len(site.outputs) == 4
     assert not [output for output in site.outputs if isinstance(output, Failed)]

@@ -73,12 +73,13 @@ class Predictions:
 
     def __init__(self) -> None:
         self._speeds = StepSpeeds()
-        self._known: dict[str, Prediction] = {}  # by request id
+        self._known: dict[tuple[str, bool], Prediction] = {}  # (request id, whether it runs on one rank)
         self._made_of: tuple[int, RankIds] = 0, ()  # predictions of the view, and ranks that lived
 
     def forget(self, request_id: str) -> None:
         """Note that a request has ended."""
-        self._known.pop(request_id, None)
+        for is_alone in (False, True):
+            self._known.pop((request_id, is_alone), None)
 
     def is_small(self, view: View, request: Request) -> bool:
         """Whether a request makes its steps on one rank together with others: it gains by that, or is mask-aware, or
@@ -93,7 +94,8 @@ class Predictions:
         if (view.predictions, view.ranks) != self._made_of:
             self._made_of = view.predictions, view.ranks
             self._known.clear()
-        found = self._known.get(request.id)
+        key = request.id, request.runs_on_one_rank
+        found = self._known.get(key)
         if found is None:
             speeds, work = self._speeds.of(view, request), view.work_left(request)
             efficient, lossless = (_degree(speeds.seconds, share) for share in (EFFICIENT, LOSSLESS))
@@ -108,7 +110,7 @@ class Predictions:
                 0.0,
             )
             place = found.place_in_line(request, request.progress.steps_left, len(view.ranks))
-            found = self._known[request.id] = replace(found, place=place)
+            found = self._known[key] = replace(found, place=place)
         return found
 
 

@@ -102,7 +102,8 @@ def _is_of(batch: Dispatch, names: set[str]) -> bool:
 def _can_be_repeated(view: View, batch: Dispatch, served: Collection[str]) -> bool:
     """Whether a batch can be sent again. served: ids of requests; others were in it only to make room."""
     for request, node in batch.items:
-        if request.id not in served or (request.runs_on_one_rank and len(batch.ranks) > 1):
+        is_alone = len(batch.ranks) == 1
+        if request.id not in served or (request.num_broken and request.runs_on_one_rank is not is_alone):
             return False
         is_running = request.status is Status.RUNNING
         if not is_running or node not in view.ready(request) or not view.can_run(request, node, batch.ranks):
