@@ -21,10 +21,9 @@ from core.scheduling.requests.request import Request, Status
 from core.scheduling.values.request_values import restart, resume
 from core.scheduling.values.values import ValueTable
 
-
 STEPS_ALONE = 8
-"""Steps that a request makes on one rank after its batch on several has failed; twice as many each further time, because
-what breaks groups may last.
+"""Steps that a request makes on one rank after its batch on several has failed; twice as many each further time,
+because what breaks groups may last.
 """
 
 
@@ -104,8 +103,8 @@ class Recovery:
 
     def set_back_alone(self, request: Request, node: Node) -> None:
         """Note that a batch of several ranks with this node has failed, which changed nothing. The request makes its
-        next steps on one rank. If no rank's death was the cause, that finds the item that fails, because one rank halves
-        a failed batch until that item is alone.
+        next steps on one rank. If no rank's death was the cause, that finds the item that fails, because one rank
+        halves a failed batch until that item is alone.
         """
         request.progress.land(node)
         if not request.is_set_back:  # else another run of the same group was in flight
