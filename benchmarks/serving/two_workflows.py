@@ -3,7 +3,7 @@
 
 Stable Diffusion 3's shape with its widths cut to a sixth, a third of its blocks, text encoders in proportion and a
 ControlNet of half of its blocks; random weights. `shared`: one engine of two ranks. `alone`: two servers of one rank,
-of which one has no ControlNet. Both get the same generations at the same times, by Poisson processes at a share of what
+of which one has no ControlNet. All predict from the model's profile on this machine. Both get the same generations at the same times, by Poisson processes at a share of what
 the rank of each workflow could do alone, in turns, and must answer with the same pictures.
 """
 
@@ -13,7 +13,10 @@ import argparse
 import asyncio
 import base64
 import statistics
+import subprocess
+import sys
 import tempfile
+import time
 from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
@@ -22,6 +25,7 @@ from typing import Any
 
 import httpx
 import numpy as np
+import torch
 from diffusers import SD3Transformer2DModel
 
 from benchmarks.command import command
@@ -29,7 +33,7 @@ from benchmarks.load.arrivals import due_times
 from benchmarks.load.client import Run, Target, checked, send_on_time, warm_up
 from benchmarks.load.dataset import EditCall, Mix, generations
 from benchmarks.load.process_tree import pss_bytes
-from benchmarks.load.server import Server, ready_server
+from benchmarks.load.server import ROOT, Server, ready_server
 from benchmarks.load.workload import IMAGE
 from benchmarks.report import print_report
 from tools.random_checkpoints import make_sd3, sd3_transformer, t5_encoder, t5_tokenizer
@@ -47,8 +51,10 @@ NUM_BLOCKS = 8
 TEXT_ENCODER = {"d_kv": 64, "d_ff": 1365, "num_layers": 16, "num_heads": 8}
 """2.6 times the transformer's weights."""
 
+NAME = "sd3"
 WORKFLOWS = ("plain", "controlled")
-SETTLE_SECONDS = 2.0
+SETTLE_SECONDS = 10.0
+"""In which idle ranks load what they have been told to, and prime."""
 
 
 @dataclass(frozen=True)
@@ -76,7 +82,6 @@ class System:
         """By workflow. due: seconds after the start. Raises WarmUpError if a request fails."""
 
         async def send_all() -> list[Run]:
-            await asyncio.sleep(SETTLE_SECONDS)
             return await asyncio.gather(
                 *(send_on_time(self.targets[name], calls, due[name]) for name in WORKFLOWS),
             )
@@ -88,7 +93,9 @@ class System:
         found = {}
         for name in WORKFLOWS:
             asyncio.run(warm_up(self.targets[name], calls, 1))
+            time.sleep(SETTLE_SECONDS)
             found[name] = statistics.median(asyncio.run(warm_up(self.targets[name], calls, 1)).latencies)
+        time.sleep(SETTLE_SECONDS)
         return found
 
     def weights(self) -> tuple[int, int]:
@@ -111,6 +118,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     args = parser.parse_args(argv)
     with tempfile.TemporaryDirectory() as folder, ExitStack() as stack:
         write_models(Path(folder))
+        profile(Path(folder), args.threads)
         systems = {
             name: System.start(stack, Path(folder), args.threads, is_shared=name == "shared")
             for name in ("alone", "shared")
@@ -120,15 +128,23 @@ def main(argv: Sequence[str] | None = None) -> None:
 
 def write_models(folder: Path) -> None:
     """Checkpoints and catalogs."""
-    make_sd3(folder / "sd3", text_tokens=TEXT_TOKENS, dual_attention_layers=(), qk_norm=None, native_size=SIDE)
+    torch.manual_seed(0)
+    make_sd3(folder / NAME, text_tokens=TEXT_TOKENS, dual_attention_layers=(), qk_norm=None, native_size=SIDE)
     base = sd3_transformer(64, 48, None, (), SIDE // 8)
     shape = dict(base.config) | WIDTHS | {"num_layers": NUM_BLOCKS}
-    SD3Transformer2DModel.from_config(shape).save_pretrained(folder / "sd3" / "transformer")
-    t5_encoder(t5_tokenizer(TEXT_TOKENS), TEXT_WIDTH, TEXT_ENCODER).save_pretrained(folder / "sd3" / "text_encoder_3")
+    SD3Transformer2DModel.from_config(shape).save_pretrained(folder / NAME / "transformer")
+    t5_encoder(t5_tokenizer(TEXT_TOKENS), TEXT_WIDTH, TEXT_ENCODER).save_pretrained(folder / NAME / "text_encoder_3")
     make_sd3_controlnet(folder / "net", num_layers=NUM_BLOCKS // 2, qk_norm=None, sample_size=SIDE // 8, **WIDTHS)
-    model = '[[model]]\nname = "sd3"\npath = "sd3"\n'
+    model = f'[[model]]\nname = "{NAME}"\npath = "{NAME}"\n'
     (folder / "plain.toml").write_text(model)
     (folder / "controlled.toml").write_text(f'{model}controlnets = ["net"]\n[controlnets]\nnet = "net"\n')
+
+
+def profile(folder: Path, threads: int) -> None:
+    """Measure steps on one rank and on two."""
+    flags = ["--model", str(folder / NAME), "--served-model-name", NAME, "--dtype", "float32"]
+    flags += ["--threads", str(threads), "--max-num-seqs", "2", "--degrees", "1", "2"]
+    subprocess.run([sys.executable, "-m", "model_executor.worker.probes.profiler", *flags], cwd=ROOT, check=True)
 
 
 def measure(systems: Mapping[str, System], args: argparse.Namespace) -> None:
