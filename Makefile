@@ -9,7 +9,7 @@ DEV := $(VENV)/.installed-dev
 BROWSER := tests/browser/node_modules/.installed
 TYPED := core engine model_executor entrypoints benchmarks tools
 ARGS ?=
-BENCHMARKS := bench compare bench-quick bench-serving bench-throughput bench-startup bench-responsiveness bench-edit bench-found-masks bench-shared-denoiser bench-overload bench-goodput bench-step bench-lora-step bench-model-load bench-parallel-step bench-controlnet-beside bench-elastic bench-unet bench-vae bench-cache bench-block-plan bench-cost-model bench-router-decision bench-scheduler-scale bench-quality simulate soak
+BENCHMARKS := bench compare bench-quick bench-serving bench-throughput bench-startup bench-responsiveness bench-edit bench-found-masks bench-shared-denoiser bench-two-workflows bench-overload bench-goodput bench-step bench-lora-step bench-model-load bench-parallel-step bench-controlnet-beside bench-elastic bench-unet bench-vae bench-cache bench-block-plan bench-cost-model bench-router-decision bench-scheduler-scale bench-quality simulate soak
 
 .DEFAULT_GOAL := help
 .PHONY: $(BENCHMARKS) help serve test test-slow test-latest test-browser fuzz lint types format wheel train-embedded train-edges train-segmenter train-unet gpu-run bench-playground calibrate profile clean
@@ -78,6 +78,7 @@ bench-responsiveness: MODULE := benchmarks.serving.responsiveness  ## Latency of
 bench-edit: MODULE := benchmarks.serving.latency  ## Latency of exact, warm and cold edits through HTTP
 bench-found-masks: MODULE := benchmarks.serving.found_masks  ## Latency of edits whose mask is found by words, against a mask that is given
 bench-shared-denoiser: MODULE := benchmarks.serving.shared_denoiser  ## Throughput of two served models that share a denoiser, against one
+bench-two-workflows: MODULE := benchmarks.serving.two_workflows  ## Latency and memory of workflows with and without a ControlNet: two ranks for both, against one rank each
 bench-overload: MODULE := benchmarks.serving.overload  ## Goodput under a latency objective: at the knee, and at twice its rate
 bench-goodput: MODULE := benchmarks.serving.goodput_cells  ## Requests in time on two ranks in six cells: the scheduling policy default, goodput that was before it, and Clockwork, beside what the simulation predicts; ARGS="--cells 3 --rounds 5"
 bench-step: MODULE := benchmarks.micro.denoiser_step  ## One denoising step, mask-aware against exact and against diffusers

@@ -3,8 +3,9 @@
 
 Stable Diffusion 3's shape with its widths cut to a sixth, a third of its blocks, text encoders in proportion and a
 ControlNet of half of its blocks; random weights. `shared`: one engine of two ranks. `alone`: two servers of one rank,
-of which one has no ControlNet. All predict from the model's profile on this machine. Both get the same generations at the same times, by Poisson processes at a share of what
-the rank of each workflow could do alone, in turns, and must answer with the same pictures.
+of which one has no ControlNet. All predict from the model's profile on this machine. Both get the same generations at
+the same times, by Poisson processes at a share of what the rank of each workflow could do alone, in turns, and must
+answer with the same pictures.
 """
 
 from __future__ import annotations
