@@ -71,6 +71,12 @@ SHARES = (0.05, 0.1, 0.2, 0.4, 0.7)
 SIDES = (0.25, 0.5, 0.75, 1.0)
 """Exact steps of a profile: the side of their pictures as a share of the native one."""
 
+WITHOUT_OTHERS: dict[str, Any] = {
+    **{"segmenter": (), "selects_by": (), "controlnets": {}, "controls": {}},
+    **{"workflow": "", "roles": {}, "borrowed": ()},
+}
+"""Facts of a model for which no others work."""
+
 Timed = tuple[Op, Work, Callable[[], object]]
 """(op, size of the batch, function that runs it)."""
 
@@ -144,8 +150,8 @@ def profile_path(info: ModelInfo, config: ModelConfig, cache_folder: Path) -> Pa
 
 def _conditions(info: ModelInfo, config: ModelConfig) -> str:
     """Hex digest of everything that costs depend on: the model as served, processor, threads, PyTorch, kernels,
-    CUDA graphs, where weights lie."""
-    info = msgspec.structs.replace(info, components=())  # which depend on the other models
+    CUDA graphs, where weights lie. Not its components, which depend on the other models, nor what works for it."""
+    info = msgspec.structs.replace(info, components=(), **WITHOUT_OTHERS)
     device = torch.device(info.device)
     cores = f"{cpu_description()} x {len(os.sched_getaffinity(0))}"
     processor = torch.cuda.get_device_name(device) if device.type == "cuda" else cores

@@ -11,8 +11,10 @@ import pytest
 import torch
 
 from core.config import ModelConfig
+from core.control_type import ControlType
 from core.costs.cost_model import CostKey, CostModel
 from core.graph.work import Work
+from core.handles import ModelKey
 from core.ipc.small_files import MAX_BYTES
 from core.messages.worker import CostSample
 from core.model_info import ModelInfo
@@ -125,6 +127,17 @@ def test_another_page_dtype_is_another_measurement(models: ResidentModels, info:
     known_or_probed(models.families, [info], tmp_path)
     known_or_probed(models.families, [msgspec.structs.replace(info, page_scheme=scheme)], tmp_path)
     assert len(list((tmp_path / "costs").iterdir())) == 2
+
+
+def test_what_works_for_a_model_makes_no_other_measurement(
+    models: ResidentModels, info: ModelInfo, tmp_path: Path
+) -> None:
+    """A profile is made of the model alone."""
+    alone = known_or_probed(models.families, [info], tmp_path)
+    nets = {"controlnets": {"edges": ModelKey("1", "controlnet")}, "controls": {"edges": ControlType("edges")}}
+    others = {"segmenter": (ModelKey("2", "segmenter"),), "roles": {"refiner": "n"}, "workflow": "refined"}
+    helped = msgspec.structs.replace(info, **nets, **others)
+    assert known_or_probed({}, [helped], tmp_path) == alone != ()
 
 
 def test_other_kernels_are_another_measurement(models: ResidentModels, info: ModelInfo, tmp_path: Path) -> None:
