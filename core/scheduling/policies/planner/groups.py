@@ -345,12 +345,14 @@ class _Doings(NamedTuple):
     is_restarting: bool
     status: Status
     place: RankIds  # ranks of the last batch that it was done in
+    runs_on_one_rank: bool
 
     @classmethod
     def of(cls, request: Request, place: RankIds) -> _Doings:
         progress = request.progress
         sent, over = len(request.sent_to), len(progress.over)
-        return cls(progress.steps_left, over, sent, progress.is_restarting, request.status, place)
+        facts = request.status, place, request.runs_on_one_rank
+        return cls(progress.steps_left, over, sent, progress.is_restarting, *facts)
 
 
 class _Member(NamedTuple):
