@@ -114,7 +114,7 @@ class System:
 
 
 def main(argv: Sequence[str] | None = None) -> None:
-    parser = command(__doc__, threads=1, steps=8, rounds=2, seed=0, edits=30)
+    parser = command(__doc__, threads=1, steps=8, rounds=2, seed=0, edits=24)
     parser.add_argument("--load", type=float, default=0.6, help="share of the time in which a rank alone would be busy")
     args = parser.parse_args(argv)
     with tempfile.TemporaryDirectory() as folder, ExitStack() as stack:
