@@ -58,7 +58,9 @@ class Predictor:
         return self.cost.num_observed // FORGET_EVERY + self.cost.num_observed.bit_length()
 
     def key(self, keys: ModelKeys, op: Op, degree: int = 1) -> CostKey:
-        """The key of an op with these components in the cost model. degree: ranks that compute it together."""
+        """The key of an op with these components in the cost model. degree: ranks that compute it together; where each
+        of them computes all of it, as ControlNets of a step that they share, it takes as long as one alone."""
+        degree = 1 if op.parallel == "none" else degree
         found = self._keys.get((keys, op.name, degree))
         if found is None:
             found = self._keys[keys, op.name, degree] = _key(keys, op.cost_name, degree)
