@@ -73,7 +73,7 @@ class Results:
             request.progress.land(node)
             self.endings.fail(request, item.failure)
         else:
-            if node.name in request.workflow.step_names:
+            if node in request.workflow.counted_steps:
                 request.steps_alone = max(0, request.steps_alone - 1)
             self._advance(request, node, item, batch)
             if node.region and request.is_live:

@@ -19,7 +19,6 @@ from fault_kit import begin, count, ends, file_of, finals, make_input, processes
 from core.config import ControlNetConfig
 from core.control import Control
 from core.errors import EngineDeadError, EngineError, ModelUnavailableError, NonFiniteError
-from core.scheduling.ranks.quarantine import SAME_MOMENT_SECONDS
 from engine.client.async_engine import AsyncEngine
 from engine.client.control_input import ControlInput
 from engine.client.edit_types import EditInput
@@ -189,7 +188,6 @@ async def test_a_controlnet_that_ends_ranks_is_refused_and_its_model_is_not(
     refused = (
         r"the ControlNet deadly of the model .*flux is not run for a while, because its batches ended workers: .*9"
     )
-    await asyncio.sleep(SAME_MOMENT_SECONDS)  # the next death is another case then
     for number in (2, 3):
         with pytest.raises(ModelUnavailableError, match=refused):
             await run(engine, f"deadly-{number}", controlled("deadly", make_input(4)))

@@ -241,7 +241,7 @@ def test_no_controlnet_is_beside_where_others_make_steps() -> None:
 
 
 def test_a_step_whose_controlnets_take_long_is_not_shared_while_others_wait() -> None:
-    """Of the ranks that share a step, all but one have nothing to do while its ControlNets run."""
+    """Each of the ranks that share a step computes its ControlNets."""
 
     def efficient_degree(seconds: float) -> int:
         rig = Rig(num_ranks=2)

@@ -98,7 +98,7 @@ class Predictions:
         found = self._known.get(key)
         if found is None:
             speeds, work = self._speeds.of(view, request), view.work_left(request)
-            beside = _seconds_on_one_rank(view, request)
+            beside = _unshared_seconds(view, request)
             whole = {degree: seconds + beside for degree, seconds in speeds.seconds.items()}
             efficient, lossless = (_degree(whole, share) for share in (EFFICIENT, LOSSLESS))
             found = Prediction(
@@ -116,8 +116,8 @@ class Predictions:
         return found
 
 
-def _seconds_on_one_rank(view: View, request: Request) -> float:
-    """Seconds of what works for a step on one rank however many share the step: its ControlNets."""
+def _unshared_seconds(view: View, request: Request) -> float:
+    """Seconds of what works for a step, its ControlNets, which each of the ranks that share the step computes."""
     step = request.step_node
     nodes = request.workflow.nodes_of(step.region) if step is not None else ()
     return sum(view.seconds(request, node) for node in nodes if op_of(node).serves_step)
