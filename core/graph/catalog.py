@@ -6,7 +6,7 @@ from collections.abc import Collection, Iterable
 
 from core.errors import WorkflowError
 from core.graph.check import check_workflow
-from core.graph.workflow import Workflow, role_of
+from core.graph.workflow import Workflow, op_of, role_of
 from core.graph.workflows.class_conditional import CLASS_CONDITIONAL
 from core.graph.workflows.controlled_hires import CONTROLLED_HIRES
 from core.graph.workflows.controlled_inpaint import CONTROLLED_INPAINT
@@ -54,8 +54,8 @@ def with_registered(registered: Iterable[Workflow], classes: Collection[str]) ->
             raise WorkflowError(f"a workflow {workflow.name!r} is here already; give it another name", node="")
         check_workflow(workflow)
         found[workflow.name] = workflow
-        for node in workflow.nodes if workflow.has_own_ports else ():
-            if role_of(node) not in classes:
+        for node in workflow.nodes:
+            if op_of(node).has_own_ports and role_of(node) not in classes:
                 known = f"{', '.join(classes) or 'none'}; register it (classes)"
                 problem = f"its role {role_of(node)} is played by no class: there are {known}"
                 raise WorkflowError(f"workflow {workflow.name}, node {node.name}: {problem}", node=node.name)

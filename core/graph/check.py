@@ -125,16 +125,16 @@ def _check_own_ports(workflow: Workflow, node: Node) -> None:
 
 
 def _check_ends(workflow: Workflow) -> None:
-    """Requests for what a user's classes make give other things than requests for a picture."""
+    """Nodes with ports of their own say what requests give and get. Beside other nodes they work for a picture."""
     if not workflow.has_own_ports:
         if workflow.output_ports:
             raise WorkflowError(f"workflow {workflow.name}: output_ports are of nodes with ports of their own", node="")
         return
-    for node in workflow.nodes:
-        if not OPS[node.op].has_own_ports:
-            raise _fail(workflow, node, f"op {node.op} works for pictures, beside no node with ports of its own")
     for name, problem in problems_of_ends(workflow):
         raise WorkflowError(f"workflow {workflow.name}, {name}: {problem}", node="", input=name)
+    for side in workflow.side_nodes if workflow.guard is not None else ():
+        what = f"it would show callers pictures that do not pass through {workflow.guard.name}; leave it out"
+        raise _fail(workflow, side, what)
 
 
 def _check_roles(workflow: Workflow) -> None:
@@ -161,8 +161,12 @@ def _check_purpose(workflow: Workflow, node: Node) -> None:
     if op.begins_region and len(begun) != 1:
         what = f"it begins {' and '.join(begun)}" if begun else "it begins no region"
         raise _fail(workflow, node, f"{what}; nodes of op {op.name} make the first values of one")
-    if op.makes_result and not (node.shows or node.name in workflow.output_names):
+    if op.makes_result and not (node.shows or node.name in workflow.output_names or _is_read(workflow, node)):
         raise _fail(workflow, node, "its result reaches nobody: make it an output, or let it show another node")
+
+
+def _is_read(workflow: Workflow, node: Node) -> bool:
+    return node.name in workflow.reader_names
 
 
 def _check_side(workflow: Workflow, node: Node) -> None:

@@ -122,7 +122,8 @@ class Workflow:
     nodes: tuple[Node, ...]
     # Name of a result -> the node that makes it. A request ends with the last of them.
     outputs: Mapping[str, str] = field(hash=False)
-    # Name of a result -> the output of its node, for nodes with ports of their own.
+    # Name of a result -> the output of its node, for nodes with ports of their own. If other nodes make a picture beside
+    # them, it is the result "picture".
     output_ports: Mapping[str, str] = field(default_factory=dict, hash=False, kw_only=True)
     regions: tuple[Region, ...] = ()
     inputs: tuple[Port, ...] = ()  # what a request gives
@@ -160,8 +161,41 @@ class Workflow:
 
     @cached_property
     def has_own_ports(self) -> bool:
-        """Whether its nodes have ports of their own."""
+        """Whether any of its nodes have ports of their own."""
         return any(op_of(node).has_own_ports for node in self.nodes)
+
+    @cached_property
+    def makes_picture(self) -> bool:
+        """Whether any of its nodes have the ports of their op. Those work for a picture, or a mask."""
+        return not all(op_of(node).has_own_ports for node in self.nodes)
+
+    @cached_property
+    def guard(self) -> Node | None:
+        """The node with ports of its own that makes the picture which requests get, out of a decoded one; None: they
+        get the decoded one.
+        """
+        maker = self._by_name.get(self.outputs.get("picture", ""))
+        return maker if maker is not None and self.makes_picture and op_of(maker).has_own_ports else None
+
+    @cached_property
+    def picture_ports(self) -> tuple[tuple[Node, Port], ...]:
+        """(node, port of its own) of each port where the picture of a request goes in, as other nodes make it, or comes
+        out, as the request gets it.
+        """
+        found = list[tuple[Node, Port]]()
+        for node in self.nodes if self.makes_picture else ():
+            if not op_of(node).has_own_ports:
+                continue
+            read = {edge.input for edge in node.inputs if not op_of(self.node(edge.source)).has_own_ports}
+            found += [(node, port) for port in node.takes if port.name in read]
+            made = self.output_ports["picture"] if node is self.guard else ""
+            found += [(node, port) for port in node.makes if port.name == made]
+        return tuple(found)
+
+    @cached_property
+    def own_inputs(self) -> tuple[Port, ...]:
+        """Its inputs that nodes with ports of their own take. All others are fields of requests for pictures."""
+        return tuple(port for port in self.inputs if port.form is not None)
 
     @cached_property
     def last_output(self) -> Node:

@@ -49,7 +49,7 @@ class StepPass(ABC):
         """
         self._jobs = self.view.jobs()
         self._candidates = [(request, self.view.ready(request)) for request in self._admit()]
-        self._choose_stage_work(_is_output)
+        self._choose_stage_work(_finishes)
         self._choose_waited_for_pieces()
         self._choose_stage_work(_is_source_or_side)
         self._choose_cache_work(self._choose_step())
@@ -67,11 +67,11 @@ class StepPass(ABC):
     def _choose_stage_work(self, is_wanted: Callable[[Request, Node], bool]) -> None:
         for request, ready in self._candidates:
             nodes = [node for node in ready if is_wanted(request, node) and self._can_run(request, node)]
-            if nodes and request.workflow.has_own_ports:
-                for node in nodes:
-                    self._choose_anywhere(request, node)
-            elif nodes:
-                self._choose_nodes(request, nodes)
+            own = [node for node in nodes if op_of(node).has_own_ports]
+            for node in own:
+                self._choose_anywhere(request, node)
+            if len(own) < len(nodes):
+                self._choose_nodes(request, [node for node in nodes if node not in own] if own else nodes)
 
     def _choose_nodes(self, request: Request, nodes: Sequence[Node]) -> None:
         """Choose these nodes, or none if they exceed the rank's time budget. A rank's first choice always fits."""
@@ -138,7 +138,7 @@ class StepPass(ABC):
         steps. A node whose pages are on one device goes there, and one of a user's class where the least is to do.
         """
         ranks = self.view.ranks_with(request.keys_of(node))
-        if request.workflow.has_own_ports:
+        if op_of(node).has_own_ports:
             return self._least_given(request, node, ranks)
         if node.name in request.workflow.after_rounds:
             return ranks[-1]
@@ -257,15 +257,17 @@ class StepPass(ABC):
         self._order.append(work.job.id)
 
 
-def _is_output(request: Request, node: Node) -> bool:
-    return node.name in request.workflow.output_names
+def _finishes(request: Request, node: Node) -> bool:
+    """Whether a node makes a result, or works for one after the steps."""
+    workflow = request.workflow
+    return node.name in workflow.output_names or (node.name in workflow.after_rounds and not node.shows)
 
 
 def _is_source_or_side(request: Request, node: Node) -> bool:
     """Whether a node is an encoding or a preview. They are chosen together, most urgent request first, so that
     encodings of new requests do not delay a preview that its request waits for.
     """
-    return node.name not in request.workflow.step_names and not _is_output(request, node)
+    return node.name not in request.workflow.step_names and not _finishes(request, node)
 
 
 def eligible(view: View) -> list[Request]:
