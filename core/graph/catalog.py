@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable
+from collections.abc import Collection, Iterable, Iterator
 
 from core.errors import WorkflowError
 from core.graph.check import check_workflow
+from core.graph.controlling import controlled
+from core.graph.selecting import selecting
 from core.graph.workflow import Workflow, op_of, role_of
 from core.graph.workflows.class_conditional import CLASS_CONDITIONAL
 from core.graph.workflows.controlled_hires import CONTROLLED_HIRES
@@ -23,33 +25,32 @@ from core.graph.workflows.selected_inpaint import SELECTED_INPAINT
 from core.graph.workflows.selected_refined import SELECTED_REFINED
 
 NAMED = (INPAINT, HIRES, CLASS_CONDITIONAL, REFINED)
-"""The workflows that a model may name for its requests."""
+"""The workflows that a model may name for its requests, beside registered ones that make pictures."""
 
-CONTROLLED = {INPAINT: CONTROLLED_INPAINT, HIRES: CONTROLLED_HIRES, REFINED: CONTROLLED_REFINED}
-"""Workflow -> the same with ControlNets."""
+CONTROLLED = (CONTROLLED_INPAINT, CONTROLLED_HIRES, CONTROLLED_REFINED)
+"""The same with ControlNets, see `core.graph.controlling`."""
 
-SELECTED = {
-    INPAINT: SELECTED_INPAINT,
-    HIRES: SELECTED_HIRES,
-    REFINED: SELECTED_REFINED,
-    CONTROLLED_INPAINT: SELECTED_CONTROLLED_INPAINT,
-    CONTROLLED_HIRES: SELECTED_CONTROLLED_HIRES,
-    CONTROLLED_REFINED: SELECTED_CONTROLLED_REFINED,
-}
-"""Workflow whose mask is given -> the same with a mask that is found."""
+SELECTED = (
+    SELECTED_INPAINT,
+    SELECTED_HIRES,
+    SELECTED_REFINED,
+    SELECTED_CONTROLLED_INPAINT,
+    SELECTED_CONTROLLED_HIRES,
+    SELECTED_CONTROLLED_REFINED,
+)
+"""All of these with a mask that is found, see `core.graph.selecting`."""
 
-WORKFLOWS: dict[str, Workflow] = {
-    workflow.name: workflow for workflow in (*NAMED, *CONTROLLED.values(), *SELECTED.values(), FIND_MASK)
-}
+WORKFLOWS: dict[str, Workflow] = {workflow.name: workflow for workflow in (*NAMED, *CONTROLLED, *SELECTED, FIND_MASK)}
 """Name -> workflow, for all that engines run. Of several that take what a request gives, the first serves it."""
 
 
 def with_registered(registered: Iterable[Workflow], classes: Collection[str]) -> dict[str, Workflow]:
-    """WORKFLOWS with those that a user has registered. classes: names of the classes that play roles in these. Raises
-    WorkflowError for one that cannot run, one whose name is taken, and a role that no class plays.
+    """WORKFLOWS with those that a user has registered, and with their variants for ControlNets and for masks that are
+    found. classes: names of the classes that play roles in these. Raises WorkflowError for one that cannot run, one
+    whose name is taken, and a role that no class plays.
     """
     found = dict(WORKFLOWS)
-    for workflow in registered:
+    for workflow in (each for one in registered for each in _with_variants(one)):
         if not workflow.name or workflow.name in found:
             raise WorkflowError(f"a workflow {workflow.name!r} is here already; give it another name", node="")
         check_workflow(workflow)
@@ -60,3 +61,15 @@ def with_registered(registered: Iterable[Workflow], classes: Collection[str]) ->
                 problem = f"its role {role_of(node)} is played by no class: there are {known}"
                 raise WorkflowError(f"workflow {workflow.name}, node {node.name}: {problem}", node=node.name)
     return found
+
+
+def _with_variants(workflow: Workflow) -> Iterator[Workflow]:
+    """A workflow, and those that serve requests with ControlNets, or whose mask is to be found, instead. One that has
+    such nodes itself has no such variant.
+    """
+    yield workflow
+    ops = {node.op for node in workflow.nodes}
+    takes_mask = "segment" not in ops and any(port.type == "mask" for port in workflow.inputs)
+    steered = [controlled(workflow)] if "denoise" in ops and "controlnet" not in ops else []
+    yield from steered
+    yield from map(selecting, [workflow, *steered] if takes_mask else [])

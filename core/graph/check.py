@@ -132,9 +132,9 @@ def _check_ends(workflow: Workflow) -> None:
         return
     for name, problem in problems_of_ends(workflow):
         raise WorkflowError(f"workflow {workflow.name}, {name}: {problem}", node="", input=name)
-    for side in workflow.side_nodes if workflow.guard is not None else ():
+    if workflow.guard is not None and workflow.side_nodes:
         what = f"it would show callers pictures that do not pass through {workflow.guard.name}; leave it out"
-        raise _fail(workflow, side, what)
+        raise _fail(workflow, workflow.side_nodes[0], what)
 
 
 def _check_roles(workflow: Workflow) -> None:

@@ -122,8 +122,8 @@ class Workflow:
     nodes: tuple[Node, ...]
     # Name of a result -> the node that makes it. A request ends with the last of them.
     outputs: Mapping[str, str] = field(hash=False)
-    # Name of a result -> the output of its node, for nodes with ports of their own. If other nodes make a picture beside
-    # them, it is the result "picture".
+    # Name of a result -> the output of its node, for nodes with ports of their own. Where other nodes work for a
+    # picture beside them, that is the result "picture".
     output_ports: Mapping[str, str] = field(default_factory=dict, hash=False, kw_only=True)
     regions: tuple[Region, ...] = ()
     inputs: tuple[Port, ...] = ()  # what a request gives

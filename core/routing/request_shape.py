@@ -11,8 +11,8 @@ from core.control import Control
 from core.costs.load_report import WeightsKind
 from core.graph.catalog import WORKFLOWS
 from core.graph.workflow import Node, Workflow, op_of, role_of
-from core.messages.engine import EngineRequest, PrimeTemplate
 from core.handles import ArrayRef
+from core.messages.engine import EngineRequest, PrimeTemplate
 from core.messages.specs import RunSpec
 from core.model_info import ModelInfo
 from core.routing.fleet_costs import WORKFLOW, Encoding, Features, work_features

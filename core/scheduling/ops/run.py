@@ -23,8 +23,8 @@ if TYPE_CHECKING:
 
 class Run(Message, OpWork, frozen=True, omit_defaults=True):
     """The inputs that other nodes make, that the request gives and that are literals -> what the node declares, each
-    under its own name. Results are written to shared memory, too: their bytes, from the start of their place. The picture
-    of a request fills its place exactly.
+    under its own name. Results are written to shared memory, too: their bytes, from the start of their place. The
+    picture of a request fills its place exactly.
     """
 
     takes: tuple[Port, ...]

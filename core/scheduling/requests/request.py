@@ -330,7 +330,8 @@ class Request:
 def _check_given(spec: Spec, workflow: Workflow) -> None:
     """Raises InvalidRequestError if a request lacks what its workflow needs, or gives what that does not take."""
     if isinstance(spec, RunSpec) is workflow.makes_picture:
-        made, asked = ("a picture", "values of classes") if workflow.makes_picture else ("values of classes", "a picture")
+        picture, values = "a picture", "values of classes"
+        made, asked = (picture, values) if workflow.makes_picture else (values, picture)
         message = f"workflow {workflow.name} makes {made}, and the request asks for {asked}; name another"
         raise InvalidRequestError(message, param="workflow")
     own = workflow.own_inputs
@@ -351,7 +352,7 @@ def _check_picture(spec: PictureSpec, workflow: Workflow) -> None:
     that would not pass through the node that makes the picture.
     """
     if spec.previews and workflow.guard is not None:
-        message = f"workflow {workflow.name} shows no partial images, which would not pass through {workflow.guard.name}"
+        message = f"workflow {workflow.name} shows no previews, which would not pass through {workflow.guard.name}"
         raise InvalidRequestError(message, param="partial_images")
     size = spec.height, spec.width, 3
     for node, port in workflow.picture_ports:

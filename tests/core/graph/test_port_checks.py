@@ -92,7 +92,7 @@ def changed(name: str, **changes: object) -> Workflow:
         (changed("left", takes=(A, Port.of("b", Form("text")))), "left", "b", "is no shape of a text"),
         (replace(DIAMOND, inputs=(Port.of("vector", VECTOR, is_optional=True),)), "top", "a", "may be left out"),
         (replace(DIAMOND, outputs={"sum": "none"}, output_ports={"sum": "y"}), "none", "", "there is no node none"),
-        (replace(DIAMOND, nodes=(*DIAMOND.nodes, Node("image", "image_encode"))), "image", "", "works for pictures"),
+        (replace(DIAMOND, nodes=(*DIAMOND.nodes, Node("text", "text_encode"))), "", "picture", "a picture that is no"),
         (replace(WORKFLOWS["inpaint"], output_ports={"picture": "x"}), "", "", "of nodes with ports of their own"),
     ],
 )
