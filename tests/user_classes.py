@@ -111,6 +111,21 @@ class Sleeper:
         return {}
 
 
+class Guard:
+    """Blacks out pictures of which the prompt says that they are bad. It may take its time, or return another size."""
+
+    def load(self, device: str, dtype: torch.dtype) -> None:
+        self.black = torch.zeros((), dtype=torch.uint8, device=device)
+
+    def execute(self, image: Tensor, words: str, strictness: float = 1.0) -> dict[str, object]:
+        if "slow" in words:
+            time.sleep(0.3)
+        if "large" in words:
+            image = image.repeat(2, 1, 1)[: len(image) + 8]
+        is_bad = "bad" in words and strictness > 0
+        return {"image": image * self.black if is_bad else image, "is_bad": is_bad, "mean": float(image.float().mean())}
+
+
 class Broken:
     """Cannot be loaded."""
 

@@ -132,8 +132,8 @@ def _check_ends(workflow: Workflow) -> None:
         return
     for name, problem in problems_of_ends(workflow):
         raise WorkflowError(f"workflow {workflow.name}, {name}: {problem}", node="", input=name)
-    if workflow.guard is not None and workflow.side_nodes:
-        what = f"it would show callers pictures that do not pass through {workflow.guard.name}; leave it out"
+    if workflow.picture_maker is not None and workflow.side_nodes:
+        what = f"it would show callers pictures that do not pass through {workflow.picture_maker.name}; leave it out"
         raise _fail(workflow, workflow.side_nodes[0], what)
 
 

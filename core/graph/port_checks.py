@@ -51,10 +51,10 @@ def problems_of_ends(workflow: Workflow) -> Iterator[Problem]:
     """
     given = {source for node in workflow.nodes for source in node.given.values()}
     for port in workflow.inputs:
-        is_field = workflow.makes_picture and port.form is None and port.name not in given
+        is_field = workflow.is_for_pictures and port.form is None and port.name not in given
         if not is_field and (problem := _problem_of_form(port) or _problem_of_array(port)):
             yield port.name, problem
-    if workflow.makes_picture and "picture" not in workflow.outputs:
+    if workflow.is_for_pictures and "picture" not in workflow.outputs:
         yield "picture", "nodes work for a picture that is no result; say in outputs which of them makes it"
     yield from _problems_of_names("inputs", workflow.inputs)
     for name in workflow.output_ports.keys() - workflow.outputs.keys():
@@ -75,7 +75,7 @@ def problems_of_ends(workflow: Workflow) -> Iterator[Problem]:
             yield name, f"another result is output {made.name} of {maker}, too"
         elif len(name) > MAX_NAME:
             yield name, f"a result's name has at most {MAX_NAME} characters"
-        elif workflow.makes_picture and name == "picture" and made.type != "picture":
+        elif workflow.is_for_pictures and name == "picture" and made.type != "picture":
             yield name, f"it is a {made.type}"
         elif problem := _problem_of_array(made):
             yield name, problem

@@ -165,17 +165,17 @@ class Workflow:
         return any(op_of(node).has_own_ports for node in self.nodes)
 
     @cached_property
-    def makes_picture(self) -> bool:
+    def is_for_pictures(self) -> bool:
         """Whether any of its nodes have the ports of their op. Those work for a picture, or a mask."""
         return not all(op_of(node).has_own_ports for node in self.nodes)
 
     @cached_property
-    def guard(self) -> Node | None:
-        """The node with ports of its own that makes the picture which requests get, out of a decoded one; None: they
-        get the decoded one.
+    def picture_maker(self) -> Node | None:
+        """The node with ports of its own that makes the picture of a request; None: the request gets it as it was
+        decoded.
         """
         maker = self._by_name.get(self.outputs.get("picture", ""))
-        return maker if maker is not None and self.makes_picture and op_of(maker).has_own_ports else None
+        return maker if maker is not None and self.is_for_pictures and op_of(maker).has_own_ports else None
 
     @cached_property
     def picture_ports(self) -> tuple[tuple[Node, Port], ...]:
@@ -183,12 +183,12 @@ class Workflow:
         out, as the request gets it.
         """
         found = list[tuple[Node, Port]]()
-        for node in self.nodes if self.makes_picture else ():
+        for node in self.nodes if self.is_for_pictures else ():
             if not op_of(node).has_own_ports:
                 continue
             read = {edge.input for edge in node.inputs if not op_of(self.node(edge.source)).has_own_ports}
             found += [(node, port) for port in node.takes if port.name in read]
-            made = self.output_ports["picture"] if node is self.guard else ""
+            made = self.output_ports["picture"] if node is self.picture_maker else ""
             found += [(node, port) for port in node.makes if port.name == made]
         return tuple(found)
 

@@ -174,8 +174,8 @@ class AsyncEngine:
         services = self.services
         self._check_up()
         workflow = self._served.workflows.get(asked.workflow)
-        if workflow is None or workflow.makes_picture:
-            known = ", ".join(each.name for each in self.config.engine.workflows if not each.makes_picture) or "none"
+        if workflow is None or workflow.is_for_pictures:
+            known = ", ".join(each.name for each in self.config.engine.workflows if not each.is_for_pictures) or "none"
             message = (
                 f"Invalid 'workflow': there is no workflow '{shorten(asked.workflow)}' of classes; there are {known}."
             )

@@ -329,9 +329,9 @@ class Request:
 
 def _check_given(spec: Spec, workflow: Workflow) -> None:
     """Raises InvalidRequestError if a request lacks what its workflow needs, or gives what that does not take."""
-    if isinstance(spec, RunSpec) is workflow.makes_picture:
+    if isinstance(spec, RunSpec) is workflow.is_for_pictures:
         picture, values = "a picture", "values of classes"
-        made, asked = (picture, values) if workflow.makes_picture else (values, picture)
+        made, asked = (picture, values) if workflow.is_for_pictures else (values, picture)
         message = f"workflow {workflow.name} makes {made}, and the request asks for {asked}; name another"
         raise InvalidRequestError(message, param="workflow")
     own = workflow.own_inputs
@@ -351,8 +351,10 @@ def _check_picture(spec: PictureSpec, workflow: Workflow) -> None:
     """Raises InvalidRequestError where the picture is larger than a node with ports of its own takes, and for previews
     that would not pass through the node that makes the picture.
     """
-    if spec.previews and workflow.guard is not None:
-        message = f"workflow {workflow.name} shows no previews, which would not pass through {workflow.guard.name}"
+    if spec.previews and workflow.picture_maker is not None:
+        message = (
+            f"workflow {workflow.name} shows no previews, which would not pass through {workflow.picture_maker.name}"
+        )
         raise InvalidRequestError(message, param="partial_images")
     size = spec.height, spec.width, 3
     for node, port in workflow.picture_ports:

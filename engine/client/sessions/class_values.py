@@ -64,6 +64,6 @@ def _result_forms(workflow: Workflow) -> Mapping[str, Form]:
     found = dict[str, Form]()
     for name, port in workflow.output_ports.items():
         made = port_of(workflow.node(workflow.outputs[name]).makes, port)
-        if made is not None and made.form is not None and not (workflow.makes_picture and name == "picture"):
+        if made is not None and made.form is not None and not (workflow.is_for_pictures and name == "picture"):
             found[name] = made.form
     return found

@@ -75,7 +75,7 @@ def check_players(
     """Raises ConfigError for a workflow or a role that there is not, and for models that cannot work together. configs:
     whose players are all among them. families: of these models, by name. registered: workflows of users."""
     workflows = [*WORKFLOWS.values(), *registered]
-    named = {each.name: each for each in (*NAMED, *registered) if each.makes_picture}
+    named = {each.name: each for each in (*NAMED, *registered) if each.is_for_pictures}
     for config in configs:
         _check_roles(config, workflows)
         _check_workflow(config, named)
