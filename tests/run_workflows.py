@@ -149,7 +149,7 @@ STRICTNESS = Port.of("strictness", NUMBER, is_optional=True)
 
 GUARDED = Workflow(
     "guarded",
-    tuple(node for node in INPAINT.nodes if not node.shows) + (GUARD,),
+    (*(node for node in INPAINT.nodes if not node.shows), GUARD),
     {"picture": "guard", "is_bad": "guard", "mean": "guard"},
     INPAINT.regions,
     (PROMPT, *INPAINT.inputs[1:], STRICTNESS),

@@ -211,8 +211,9 @@ class EditPreparation:
 
 def _check_partial_images(edit: EditInput, workflow: Workflow) -> None:
     """Raises InvalidRequestError for previews that would not pass through the node that makes the picture."""
-    if edit.partial_images and workflow.picture_maker is not None:
-        why = f"workflow '{workflow.name}' has pictures pass through '{workflow.picture_maker.name}', and previews would not"
+    maker = workflow.picture_maker
+    if edit.partial_images and maker is not None:
+        why = f"workflow '{workflow.name}' has pictures pass through '{maker.name}', and previews would not"
         raise InvalidRequestError(f"Invalid 'partial_images': {why}; leave it out.", param="partial_images")
 
 
