@@ -170,6 +170,29 @@ JUDGED = Workflow(
 """An edit whose picture a class of the user sees."""
 
 
+def _again(edge: Edge) -> Edge:
+    """The edge of the second pass that corresponds to one of the first."""
+    source = "again_encode" if edge.source == "image_encode" else edge.source
+    return replace(edge, source=source, carried="again" if edge.carried else "")
+
+
+REPAINTED = Workflow(
+    "repainted",
+    (
+        *(node for node in INPAINT.nodes if not node.shows),
+        GUARD,
+        Node("again_encode", "image_encode", inputs=(Edge("guard", "image", "picture"),)),
+        Node("again", "denoise", inputs=tuple(map(_again, INPAINT.node("denoise").inputs)), region="again"),
+        Node("again_decode", "decode", inputs=(Edge("again", "latents"),)),
+    ),
+    {"picture": "again_decode", "is_bad": "guard"},
+    (*INPAINT.regions, Region("again", strength=0.5)),
+    (PROMPT, *INPAINT.inputs[1:], STRICTNESS),
+    output_ports={"is_bad": "is_bad"},
+)
+"""Two passes, of which the second one paints over what a class of the user has made of the first."""
+
+
 def run_request(request_id: str, workflow: Workflow, **head: Any) -> EngineRequest:
     """A request as from an AsyncEngine; its handles point nowhere. It gives the greatest value of each input."""
     inputs = {port.name: ArrayRef(0, 0, port.form.shape, port.form.dtype) for port in workflow.inputs if port.form}

@@ -11,7 +11,7 @@ from core.graph.op import OPS, Port
 from core.graph.port_checks import port_of, problems_of_ends, problems_of_ports
 from core.graph.risks import NEVER, Risks
 from core.graph.skipping import readers_of
-from core.graph.workflow import Edge, Node, Workflow, inputs_of, outputs_of, role_of
+from core.graph.workflow import Edge, Node, Workflow, inputs_of, op_of, outputs_of, role_of
 
 
 def check_workflow(workflow: Workflow) -> None:
@@ -132,8 +132,8 @@ def _check_ends(workflow: Workflow) -> None:
         return
     for name, problem in problems_of_ends(workflow):
         raise WorkflowError(f"workflow {workflow.name}, {name}: {problem}", node="", input=name)
-    if workflow.picture_maker is not None and workflow.side_nodes:
-        what = f"it would show callers pictures that do not pass through {workflow.picture_maker.name}; leave it out"
+    if workflow.last_between is not None and workflow.side_nodes:
+        what = f"it would show callers pictures that do not pass through {workflow.last_between.name}; leave it out"
         raise _fail(workflow, workflow.side_nodes[0], what)
 
 
@@ -201,6 +201,9 @@ def _check_edge(workflow: Workflow, node: Node, edge: Edge) -> None:
     if made.type != read.type:
         raise _fail(workflow, node, f"it takes {read.type}, and {edge.source}.{edge.name} is {made.type}", edge)
     _check_form(workflow, node, edge, made, read)
+    if op_of(node).begins_region and read.type == "picture" and workflow.is_mask_aware:
+        problem = "mask-aware steps read pages of the request's own picture; let the workflow be none (is_mask_aware)"
+        raise _fail(workflow, node, problem, edge)
     if edge.carried:
         _check_carried(workflow, node, edge, made, read)
     if edge.deferred:

@@ -76,7 +76,7 @@ def problems_of_ends(workflow: Workflow) -> Iterator[Problem]:
         elif len(name) > MAX_NAME:
             yield name, f"a result's name has at most {MAX_NAME} characters"
         elif workflow.is_for_pictures and name == "picture" and made.type != "picture":
-            yield name, f"it is a {made.type}"
+            yield name, f"it is a {made.type}, and a picture is due"
         elif problem := _problem_of_array(made):
             yield name, problem
 

@@ -170,12 +170,21 @@ class Workflow:
         return not all(op_of(node).has_own_ports for node in self.nodes)
 
     @cached_property
-    def picture_maker(self) -> Node | None:
-        """The node with ports of its own that makes the picture of a request; None: the request gets it as it was
-        decoded.
+    def last_between(self) -> Node | None:
+        """The last node with ports of its own that decoded pictures pass on their way to a request's picture; None:
+        the request gets it as it was decoded.
         """
-        maker = self._by_name.get(self.outputs.get("picture", ""))
-        return maker if maker is not None and self.is_for_pictures and op_of(maker).has_own_ports else None
+        decoded = {node.name for node in self.nodes if op_of(node).makes_result and not node.shows}
+        after = self.downstream(decoded) & self._upstream(self.outputs.get("picture", ""))
+        return next((node for node in reversed(self.nodes) if node.name in after and op_of(node).has_own_ports), None)
+
+    def _upstream(self, name: str) -> set[str]:
+        """A node and all that it reads, directly or not."""
+        found = {name}
+        for node in reversed(self.nodes):
+            if node.name in found:
+                found.update(edge.source for edge in node.inputs)
+        return found
 
     @cached_property
     def picture_ports(self) -> tuple[tuple[Node, Port], ...]:
@@ -188,7 +197,7 @@ class Workflow:
                 continue
             read = {edge.input for edge in node.inputs if not op_of(self.node(edge.source)).has_own_ports}
             found += [(node, port) for port in node.takes if port.name in read]
-            made = self.output_ports["picture"] if node is self.picture_maker else ""
+            made = self.results_of(node).get("picture", "")
             found += [(node, port) for port in node.makes if port.name == made]
         return tuple(found)
 

@@ -349,12 +349,11 @@ def _check_given(spec: Spec, workflow: Workflow) -> None:
 
 def _check_picture(spec: PictureSpec, workflow: Workflow) -> None:
     """Raises InvalidRequestError where the picture is larger than a node with ports of its own takes, and for previews
-    that would not pass through the node that makes the picture.
+    that would not pass through such a node.
     """
-    if spec.previews and workflow.picture_maker is not None:
-        message = (
-            f"workflow {workflow.name} shows no previews, which would not pass through {workflow.picture_maker.name}"
-        )
+    between = workflow.last_between
+    if spec.previews and between is not None:
+        message = f"workflow {workflow.name} shows no previews, which would not pass through {between.name}"
         raise InvalidRequestError(message, param="partial_images")
     size = spec.height, spec.width, 3
     for node, port in workflow.picture_ports:

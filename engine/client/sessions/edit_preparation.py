@@ -210,10 +210,10 @@ class EditPreparation:
 
 
 def _check_partial_images(edit: EditInput, workflow: Workflow) -> None:
-    """Raises InvalidRequestError for previews that would not pass through the node that makes the picture."""
-    maker = workflow.picture_maker
-    if edit.partial_images and maker is not None:
-        why = f"workflow '{workflow.name}' has pictures pass through '{maker.name}', and previews would not"
+    """Raises InvalidRequestError for previews that would not pass through a node of a user's class."""
+    between = workflow.last_between
+    if edit.partial_images and between is not None:
+        why = f"workflow '{workflow.name}' has pictures pass through '{between.name}', and previews would not"
         raise InvalidRequestError(f"Invalid 'partial_images': {why}; leave it out.", param="partial_images")
 
 
