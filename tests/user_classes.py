@@ -12,6 +12,9 @@ from torch import Tensor
 
 from core.graph.workflow import Workflow
 
+SLOW_SECONDS = 0.3
+"""Of a Guard that is asked to be slow."""
+
 
 class Mixer:
     """Sums two vectors, of which the second may be missing."""
@@ -119,7 +122,7 @@ class Guard:
 
     def execute(self, image: Tensor, words: str, strictness: float = 1.0) -> dict[str, object]:
         if "slow" in words:
-            time.sleep(0.3)
+            time.sleep(SLOW_SECONDS)
         if "large" in words:
             image = image.repeat(2, 1, 1)[: len(image) + 8]
         is_bad = "bad" in words and strictness > 0
