@@ -11,6 +11,24 @@ graphs need no new scheduler.
                                                +--clean--> preview (after some steps)
 
 The shipped ones are in `core.graph.workflows`, a file each.
+
+Nodes that run users' classes (op `run`) have ports of their own. They may stand among other nodes:
+
+    ... denoise --latents--> decode --picture--> guard --image--> the request's picture
+
+    Node("guard", "run", role="guard", inputs=(Edge("decode", "picture", "image"),), given={"words": "prompt"},
+         takes=(Port.of("image", picture(2048, 2048)), Port.of("words", text(4096))),
+         makes=(Port.of("image", picture(2048, 2048)), Port.of("score", NUMBER)))
+    outputs={"picture": "guard", "score": "guard"}, output_ports={"picture": "image", "score": "score"}
+
+- They read decoded pictures, what other classes make, and the workflow's inputs that have a form: `prompt` is the
+  request's, values of the others come with the request. An `image_encode` may read a picture as its template.
+- A decoded picture that is no output is in no memory that callers see, and a picture that a class makes is as large as
+  the request's. Where one stands between `decode` and the picture, previews would not pass through it: there are none.
+- It sees the picture as it was generated: at the size that the model works at; of a padded crop, that crop; around the
+  mask, the template. What it makes is then resized and pasted into the upload under the mask, with a soft edge if that
+  is asked for, as any decoded picture is. So outside of the mask callers always get their own upload, and what a class
+  changes there has no effect. Templates made of results are made of the pasted picture.
 """
 
 from __future__ import annotations

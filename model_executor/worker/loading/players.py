@@ -10,16 +10,16 @@ import core.scheduling.ops  # noqa: F401  registers the ops that workflows name
 from core.config import ModelConfig
 from core.errors import ConfigError
 from core.graph.catalog import NAMED, WORKFLOWS
-from core.graph.workflow import Node, Workflow, op_of, outputs_of, role_of
+from core.graph.workflow import Node, Workflow, outputs_of, role_of
 from core.handles import ModelKey
 from core.model_info import ModelInfo
 from core.run_class import RUN_CLASS
 from core.sampler_defaults import SamplerDefaults
 from model_executor.models.base import Family
 
-PASSED_ON = ("latents", "mask")
-"""Types of values that one model makes for another: latents for one of the same latent space, and masks for any. All
-others are for its own nodes."""
+PASSED_ON = ("latents", "mask", "picture")
+"""Types of values that one model makes for another: latents for one of the same latent space, masks and pictures for
+any. All others are for its own nodes."""
 
 
 def component_of(role: str, workflows: Iterable[Workflow] = WORKFLOWS.values()) -> str:
@@ -152,10 +152,10 @@ def _check_sources(config: ModelConfig, workflow: Workflow) -> None:
 
 
 def _reads(workflow: Workflow) -> Iterator[tuple[Node, Node, str]]:
-    """(node, node that it reads, type of the value), without what may be passed on, or is read by classes."""
+    """(node, node that it reads, type of the value), without what may be passed on."""
     for node in workflow.nodes:
         for edge in node.inputs:
             source = workflow.node(edge.source)
             kind = next(port.type for port in outputs_of(source) if port.name == edge.name)
-            if kind not in PASSED_ON and not op_of(node).has_own_ports:
+            if kind not in PASSED_ON:
                 yield node, source, kind

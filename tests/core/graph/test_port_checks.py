@@ -26,6 +26,16 @@ def test_the_workflows_of_these_tests_are_sound() -> None:
     assert with_registered([DIAMOND], ["mixer"]).keys() == {*WORKFLOWS, "diamond"}
 
 
+def test_workflows_for_pictures_have_variants_for_masks_to_find_and_for_controlnets() -> None:
+    """Whose previews would not pass through the class either."""
+    found = with_registered([GUARDED, JUDGED], ["guard"])
+    names = ("guarded", "controlled_guarded", "selected_guarded", "selected_controlled_guarded")
+    between = [found[name].last_between for name in names]
+    assert [node and node.name for node in between] == ["guard"] * 4
+    assert found["selected_judged"].last_between is None
+    assert found["selected_controlled_judged"].nodes[0].op == "segment"
+
+
 def changed(name: str, **changes: object) -> Workflow:
     """DIAMOND with other values in fields of a node."""
     nodes = (replace(node, **changes) if node.name == name else node for node in DIAMOND.nodes)  # type: ignore[arg-type]
