@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Mapping
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -11,9 +12,6 @@ import torch
 from torch import Tensor
 
 from core.graph.workflow import Workflow
-
-SLOW_SECONDS = 0.3
-"""Of a Guard that is asked to be slow."""
 
 
 class Mixer:
@@ -115,14 +113,19 @@ class Sleeper:
 
 
 class Guard:
-    """Blacks out pictures of which the prompt says that they are bad. It may take its time, or return another size."""
+    """Blacks out pictures of which the prompt says that they are bad. It may take its time, return another size, or
+    wait, but only once: the prompt ends with the path of a file that it makes then.
+    """
 
     def load(self, device: str, dtype: torch.dtype) -> None:
         self.black = torch.zeros((), dtype=torch.uint8, device=device)
 
     def execute(self, image: Tensor, words: str, strictness: float = 1.0) -> dict[str, object]:
         if "slow" in words:
-            time.sleep(SLOW_SECONDS)
+            time.sleep(0.3)
+        if "wait" in words and not (told := Path(words.split()[-1])).exists():
+            told.touch()
+            time.sleep(60)
         if "large" in words:
             image = image.repeat(2, 1, 1)[: len(image) + 8]
         is_bad = "bad" in words and strictness > 0

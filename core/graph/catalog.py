@@ -27,20 +27,22 @@ from core.graph.workflows.selected_refined import SELECTED_REFINED
 NAMED = (INPAINT, HIRES, CLASS_CONDITIONAL, REFINED)
 """The workflows that a model may name for its requests, beside registered ones that make pictures."""
 
-CONTROLLED = (CONTROLLED_INPAINT, CONTROLLED_HIRES, CONTROLLED_REFINED)
-"""The same with ControlNets, see `core.graph.controlling`."""
+CONTROLLED = {INPAINT: CONTROLLED_INPAINT, HIRES: CONTROLLED_HIRES, REFINED: CONTROLLED_REFINED}
+"""Workflow -> the same with ControlNets."""
 
-SELECTED = (
-    SELECTED_INPAINT,
-    SELECTED_HIRES,
-    SELECTED_REFINED,
-    SELECTED_CONTROLLED_INPAINT,
-    SELECTED_CONTROLLED_HIRES,
-    SELECTED_CONTROLLED_REFINED,
-)
-"""All of these with a mask that is found, see `core.graph.selecting`."""
+SELECTED = {
+    INPAINT: SELECTED_INPAINT,
+    HIRES: SELECTED_HIRES,
+    REFINED: SELECTED_REFINED,
+    CONTROLLED_INPAINT: SELECTED_CONTROLLED_INPAINT,
+    CONTROLLED_HIRES: SELECTED_CONTROLLED_HIRES,
+    CONTROLLED_REFINED: SELECTED_CONTROLLED_REFINED,
+}
+"""Workflow whose mask is given -> the same with a mask that is found."""
 
-WORKFLOWS: dict[str, Workflow] = {workflow.name: workflow for workflow in (*NAMED, *CONTROLLED, *SELECTED, FIND_MASK)}
+WORKFLOWS: dict[str, Workflow] = {
+    workflow.name: workflow for workflow in (*NAMED, *CONTROLLED.values(), *SELECTED.values(), FIND_MASK)
+}
 """Name -> workflow, for all that engines run. Of several that take what a request gives, the first serves it."""
 
 
