@@ -72,6 +72,6 @@ def _with_variants(workflow: Workflow) -> Iterator[Workflow]:
     yield workflow
     ops = {node.op for node in workflow.nodes}
     takes_mask = "segment" not in ops and any(port.type == "mask" for port in workflow.inputs)
-    steered = [controlled(workflow)] if "denoise" in ops and "controlnet" not in ops else []
+    steered = [controlled(workflow)] if {"text_encode", "denoise"} <= ops and "controlnet" not in ops else []
     yield from steered
     yield from map(selecting, [workflow, *steered] if takes_mask else [])
