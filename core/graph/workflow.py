@@ -362,6 +362,12 @@ class Workflow:
                 before.update(edge.source for edge in node.inputs)
         return frozenset(self.downstream(repeating) - before)
 
+    @cached_property
+    def finishing(self) -> frozenset[str]:
+        """Names of the nodes that make results, and of all others after the last rounds but side nodes."""
+        sides = {node.name for node in self.side_nodes}
+        return frozenset(self.output_names) | (self.after_rounds - sides)
+
     def downstream(self, names: Iterable[str]) -> set[str]:
         """These nodes and all that read what they make, directly or not."""
         found = set(names)

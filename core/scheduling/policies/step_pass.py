@@ -67,11 +67,12 @@ class StepPass(ABC):
     def _choose_stage_work(self, is_wanted: Callable[[Request, Node], bool]) -> None:
         for request, ready in self._candidates:
             nodes = [node for node in ready if is_wanted(request, node) and self._can_run(request, node)]
-            own = [node for node in nodes if op_of(node).has_own_ports]
-            for node in own:
-                self._choose_anywhere(request, node)
-            if len(own) < len(nodes):
-                self._choose_nodes(request, [node for node in nodes if node not in own] if own else nodes)
+            if request.workflow.has_own_ports:
+                for node in (each for each in nodes if op_of(each).has_own_ports):
+                    self._choose_anywhere(request, node)
+                nodes = [node for node in nodes if not op_of(node).has_own_ports]
+            if nodes:
+                self._choose_nodes(request, nodes)
 
     def _choose_nodes(self, request: Request, nodes: Sequence[Node]) -> None:
         """Choose these nodes, or none if they exceed the rank's time budget. A rank's first choice always fits."""
@@ -259,8 +260,7 @@ class StepPass(ABC):
 
 def _finishes(request: Request, node: Node) -> bool:
     """Whether a node makes a result, or works for one after the steps."""
-    workflow = request.workflow
-    return node.name in workflow.output_names or (node.name in workflow.after_rounds and not node.shows)
+    return node.name in request.workflow.finishing
 
 
 def _is_source_or_side(request: Request, node: Node) -> bool:
