@@ -197,6 +197,8 @@ async def test_a_picture_of_another_size_fails_its_edit_alone(engine: AsyncEngin
     assert isinstance(results[0], RunError)
     assert "output image of class guard: it is 96 x 104 px, and the request's picture 96 x 96 px" in str(results[0])
     assert not isinstance(results[1], BaseException)
+    with pytest.raises(RunError, match="node again_encode: its picture is 96 x 104 px, and 96 x 96 px are encoded"):
+        await edited(engine, "repainted", wrong)
 
 
 @pytest.mark.parametrize("prompt", ["a shirt", BAD])

@@ -37,8 +37,6 @@ class PictureSpec(Canvas, frozen=True, kw_only=True):
 
     def gives(self, name: str) -> bool:
         """Whether it gives this input of a workflow: a field of its own, or a sampling parameter."""
-        if name in self.inputs:
-            return True
         if name == "prompt":
             return self.class_label is None
         return getattr(self if name in self.__struct_fields__ else self.sampling, name, None) not in (None, ())

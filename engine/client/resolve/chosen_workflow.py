@@ -24,9 +24,8 @@ def chosen_workflow(
     workflows: Mapping[str, Workflow] = WORKFLOWS,
 ) -> Workflow:
     """The first workflow of the catalog that takes all that the request gives, and whose roles the model has. sampling:
-    resolved. finds_mask: whether its mask is to be found. is_controlled: whether ControlNets steer it. Raises
-    workflows: that engines run, by name. Raises InvalidRequestError if there is none: a parameter excludes another one,
-    or is missing.
+    resolved. finds_mask: whether its mask is to be found. is_controlled: whether ControlNets steer it. workflows: that
+    engines run, by name. Raises InvalidRequestError if there is none: a parameter excludes another one, or is missing.
     """
     chosen = _first_able(model, sampling, class_label, workflows)
     if is_controlled:
@@ -36,7 +35,7 @@ def chosen_workflow(
 
 def _variant(chosen: Workflow, workflows: Mapping[str, Workflow], name: str, param: str) -> Workflow:
     if name not in workflows:
-        message = f"Invalid '{param}': workflow {chosen.name} takes none, or makes it itself; leave it out."
+        message = f"Invalid '{param}': workflow '{chosen.name}' takes none, or makes it itself; leave it out."
         raise InvalidRequestError(message, param=param)
     return workflows[name]
 

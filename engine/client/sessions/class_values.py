@@ -29,7 +29,7 @@ class ClassValues:
         """Check inputs, beside the event loop, and copy them to shared memory. Raises InvalidRequestError that names
         the input, OverloadedError if there is no room.
         """
-        arrays = await asyncio.to_thread(self._checked, inputs)
+        arrays = await asyncio.to_thread(self._checked, inputs) if inputs else {}
         return {name: await self._memory.store_array(array) for name, array in arrays.items()}
 
     def _checked(self, inputs: Mapping[str, RunValue]) -> dict[str, npt.NDArray[Any]]:

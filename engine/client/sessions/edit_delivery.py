@@ -76,7 +76,7 @@ class EditDelivery:
             known = known.with_mask(output.active_tokens)
             self._services.mask_ratios.note(known.mask_ratio)
         template_id = None if self._makes_mask else await self._keep(composed, known)
-        values = {} if self._makes_mask else await asyncio.to_thread(self._values_of, image, output)
+        values = await asyncio.to_thread(self._values_of, image, output) if output.shapes else {}
         report = self._make_report(known, image, output, composed, seconds, template_id, values)
         if self._makes_mask:
             self._services.metrics.observe_mask(known.model.name, report.ms)

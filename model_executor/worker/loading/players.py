@@ -22,7 +22,7 @@ PASSED_ON = ("latents", "mask", "picture")
 any. All others are for its own nodes."""
 
 
-def component_of(role: str, workflows: Iterable[Workflow] = WORKFLOWS.values()) -> str:
+def component_of(role: str, workflows: Iterable[Workflow]) -> str:
     """The kind of component that plays a role. Raises KeyError for a role of none of these workflows."""
     return {role: kind for workflow in workflows for role, kind in workflow.roles.items()}[role]
 
