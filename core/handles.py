@@ -43,8 +43,9 @@ class ArrayRef(msgspec.Struct, frozen=True):
         return n
 
 
-Media = Literal["picture", "mask"]
-"""Kinds of what requests make. picture: uint8 [height, width, 3], RGB; mask: uint8 [height, width], 1 = edit."""
+Media = Literal["picture", "mask", "value"]
+"""Kinds of what requests make. picture: uint8 [height, width, 3], RGB; mask: uint8 [height, width], 1 = edit; value: of
+a user's class, uint8 [most bytes]."""
 
 
 class Artefact(msgspec.Struct, frozen=True):

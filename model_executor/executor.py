@@ -216,6 +216,7 @@ class Executor:
             keeper=config.keeper,
             measures_costs=measures,
             classes=config.classes,
+            workflows=config.workflows,
         )
 
     async def _stop(self) -> None:

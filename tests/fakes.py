@@ -463,6 +463,7 @@ class FakeWorkers:
     def _make(self, item: Item, op: str, rank: int) -> tuple[TensorRef, ...]:
         """The values that the op makes."""
         omitted = self.omitted | ({"clean"} if isinstance(item.work, Denoise) and not item.work.keep_clean else set())
+        omitted |= {"picture"} if isinstance(item.work, Decode) and not item.work.is_read else set()
         ports = item.work.makes if isinstance(item.work, Run) else OPS[op].outputs
         names = [port.name for port in ports if port.name not in omitted]
         keys = [TensorKey(item.request_id, item.node, name, item.version) for name in names]

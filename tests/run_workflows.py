@@ -12,6 +12,7 @@ import numpy as np
 from core.graph.form import INTEGER, NUMBER, TRUTH, Form, picture, tensor, text
 from core.graph.op import Port
 from core.graph.workflow import Edge, Node, Region, Workflow
+from core.graph.workflows.inpaint import INPAINT
 from core.handles import ArrayRef
 from core.messages.engine import EngineRequest
 from core.messages.specs import RunSpec
@@ -21,7 +22,7 @@ VECTOR, PICTURE, TEXT = tensor("float32", 16), picture(8, 8), text(64)
 
 CLASSES = tuple(
     RunClass(name=name.lower(), path=f"user_classes:{name}")
-    for name in ("Mixer", "Shouter", "Inverter", "Wayward", "Teller", "Sleeper", "Broken")
+    for name in ("Mixer", "Shouter", "Inverter", "Wayward", "Teller", "Sleeper", "Broken", "Guard")
 )
 
 
@@ -130,6 +131,66 @@ def random_inputs(random: Random) -> dict[str, Any]:
         "words": random.choice(["", "a red hat", "grüße", "x" * 40]),
         "image": rng.integers(0, 256, (random.randint(1, 8), random.randint(1, 8), 3), np.uint8),
     }
+
+
+PROMPT = Port.of("prompt", text(4096))
+GUARD = replace(
+    _node(
+        "guard",
+        "guard",
+        {"image": picture(1024, 1024), "words": text(4096), "strictness": NUMBER},
+        {"image": picture(1024, 1024), "is_bad": TRUTH, "mean": NUMBER},
+        optional=("strictness",),
+    ),
+    inputs=(Edge("decode", "picture", "image"),),
+    given={"words": "prompt", "strictness": "strictness"},
+)
+STRICTNESS = Port.of("strictness", NUMBER, is_optional=True)
+
+GUARDED = Workflow(
+    "guarded",
+    (*(node for node in INPAINT.nodes if not node.shows), GUARD),
+    {"picture": "guard", "is_bad": "guard", "mean": "guard"},
+    INPAINT.regions,
+    (PROMPT, *INPAINT.inputs[1:], STRICTNESS),
+    is_mask_aware=True,
+    output_ports={"picture": "image", "is_bad": "is_bad", "mean": "mean"},
+)
+"""An edit whose picture a class of the user may black out."""
+
+JUDGED = Workflow(
+    "judged",
+    (*INPAINT.nodes, GUARD),
+    {"picture": "decode", "is_bad": "guard", "mean": "guard"},
+    INPAINT.regions,
+    (PROMPT, *INPAINT.inputs[1:], STRICTNESS),
+    is_mask_aware=True,
+    output_ports={"is_bad": "is_bad", "mean": "mean"},
+)
+"""An edit whose picture a class of the user sees."""
+
+
+def _again(edge: Edge) -> Edge:
+    """The edge of the second pass that corresponds to one of the first."""
+    source = "again_encode" if edge.source == "image_encode" else edge.source
+    return replace(edge, source=source, carried="again" if edge.carried else "")
+
+
+REPAINTED = Workflow(
+    "repainted",
+    (
+        *(node for node in INPAINT.nodes if not node.shows),
+        GUARD,
+        Node("again_encode", "image_encode", inputs=(Edge("guard", "image", "picture"),)),
+        Node("again", "denoise", inputs=tuple(map(_again, INPAINT.node("denoise").inputs)), region="again"),
+        Node("again_decode", "decode", inputs=(Edge("again", "latents"),)),
+    ),
+    {"picture": "again_decode", "is_bad": "guard"},
+    (*INPAINT.regions, Region("again", strength=0.5)),
+    (PROMPT, *INPAINT.inputs[1:], STRICTNESS),
+    output_ports={"is_bad": "is_bad"},
+)
+"""Two passes, of which the second one paints over what a class of the user has made of the first."""
 
 
 def run_request(request_id: str, workflow: Workflow, **head: Any) -> EngineRequest:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Mapping
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -109,6 +110,26 @@ class Sleeper:
 
     def execute(self) -> dict[str, object]:
         return {}
+
+
+class Guard:
+    """Blacks out pictures of which the prompt says that they are bad. It may take its time, return another size, or
+    wait, but only once: the prompt ends with the path of a file that it makes then.
+    """
+
+    def load(self, device: str, dtype: torch.dtype) -> None:
+        self.black = torch.zeros((), dtype=torch.uint8, device=device)
+
+    def execute(self, image: Tensor, words: str, strictness: float = 1.0) -> dict[str, object]:
+        if "slow" in words:
+            time.sleep(0.3)
+        if "wait" in words and not (told := Path(words.split()[-1])).exists():
+            told.touch()
+            time.sleep(60)
+        if "large" in words:
+            image = image.repeat(2, 1, 1)[: len(image) + 8]
+        is_bad = "bad" in words and strictness > 0
+        return {"image": image * self.black if is_bad else image, "is_bad": is_bad, "mean": float(image.float().mean())}
 
 
 class Broken:

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable
+from collections.abc import Collection, Iterable, Iterator
 
 from core.errors import WorkflowError
 from core.graph.check import check_workflow
-from core.graph.workflow import Workflow, role_of
+from core.graph.controlling import controlled
+from core.graph.selecting import selecting
+from core.graph.workflow import Workflow, op_of, role_of
 from core.graph.workflows.class_conditional import CLASS_CONDITIONAL
 from core.graph.workflows.controlled_hires import CONTROLLED_HIRES
 from core.graph.workflows.controlled_inpaint import CONTROLLED_INPAINT
@@ -23,7 +25,7 @@ from core.graph.workflows.selected_inpaint import SELECTED_INPAINT
 from core.graph.workflows.selected_refined import SELECTED_REFINED
 
 NAMED = (INPAINT, HIRES, CLASS_CONDITIONAL, REFINED)
-"""The workflows that a model may name for its requests."""
+"""The workflows that a model may name for its requests, beside registered ones that make pictures."""
 
 CONTROLLED = {INPAINT: CONTROLLED_INPAINT, HIRES: CONTROLLED_HIRES, REFINED: CONTROLLED_REFINED}
 """Workflow -> the same with ControlNets."""
@@ -45,18 +47,31 @@ WORKFLOWS: dict[str, Workflow] = {
 
 
 def with_registered(registered: Iterable[Workflow], classes: Collection[str]) -> dict[str, Workflow]:
-    """WORKFLOWS with those that a user has registered. classes: names of the classes that play roles in these. Raises
-    WorkflowError for one that cannot run, one whose name is taken, and a role that no class plays.
+    """WORKFLOWS with those that a user has registered, and with their variants for ControlNets and for masks that are
+    found. classes: names of the classes that play roles in these. Raises WorkflowError for one that cannot run, one
+    whose name is taken, and a role that no class plays.
     """
     found = dict(WORKFLOWS)
-    for workflow in registered:
+    for workflow in (each for one in registered for each in _with_variants(one)):
         if not workflow.name or workflow.name in found:
             raise WorkflowError(f"a workflow {workflow.name!r} is here already; give it another name", node="")
         check_workflow(workflow)
         found[workflow.name] = workflow
-        for node in workflow.nodes if workflow.has_own_ports else ():
-            if role_of(node) not in classes:
+        for node in workflow.nodes:
+            if op_of(node).has_own_ports and role_of(node) not in classes:
                 known = f"{', '.join(classes) or 'none'}; register it (classes)"
                 problem = f"its role {role_of(node)} is played by no class: there are {known}"
                 raise WorkflowError(f"workflow {workflow.name}, node {node.name}: {problem}", node=node.name)
     return found
+
+
+def _with_variants(workflow: Workflow) -> Iterator[Workflow]:
+    """A workflow, and those that serve requests with ControlNets, or whose mask is to be found, instead. One that has
+    such nodes itself has no such variant.
+    """
+    yield workflow
+    ops = {node.op for node in workflow.nodes}
+    takes_mask = "segment" not in ops and any(port.type == "mask" for port in workflow.inputs)
+    steered = [controlled(workflow)] if {"text_encode", "denoise"} <= ops and "controlnet" not in ops else []
+    yield from steered
+    yield from map(selecting, [workflow, *steered] if takes_mask else [])

@@ -11,7 +11,7 @@ from core.graph.op import OPS, Port
 from core.graph.port_checks import port_of, problems_of_ends, problems_of_ports
 from core.graph.risks import NEVER, Risks
 from core.graph.skipping import readers_of
-from core.graph.workflow import Edge, Node, Workflow, inputs_of, outputs_of, role_of
+from core.graph.workflow import Edge, Node, Workflow, inputs_of, op_of, outputs_of, role_of
 
 
 def check_workflow(workflow: Workflow) -> None:
@@ -125,16 +125,16 @@ def _check_own_ports(workflow: Workflow, node: Node) -> None:
 
 
 def _check_ends(workflow: Workflow) -> None:
-    """Requests for what a user's classes make give other things than requests for a picture."""
+    """Nodes with ports of their own say what requests give and get. Beside other nodes they work for a picture."""
     if not workflow.has_own_ports:
         if workflow.output_ports:
             raise WorkflowError(f"workflow {workflow.name}: output_ports are of nodes with ports of their own", node="")
         return
-    for node in workflow.nodes:
-        if not OPS[node.op].has_own_ports:
-            raise _fail(workflow, node, f"op {node.op} works for pictures, beside no node with ports of its own")
     for name, problem in problems_of_ends(workflow):
         raise WorkflowError(f"workflow {workflow.name}, {name}: {problem}", node="", input=name)
+    if workflow.last_between is not None and workflow.side_nodes:
+        what = f"it would show callers pictures that do not pass through {workflow.last_between.name}; leave it out"
+        raise _fail(workflow, workflow.side_nodes[0], what)
 
 
 def _check_roles(workflow: Workflow) -> None:
@@ -161,8 +161,12 @@ def _check_purpose(workflow: Workflow, node: Node) -> None:
     if op.begins_region and len(begun) != 1:
         what = f"it begins {' and '.join(begun)}" if begun else "it begins no region"
         raise _fail(workflow, node, f"{what}; nodes of op {op.name} make the first values of one")
-    if op.makes_result and not (node.shows or node.name in workflow.output_names):
+    if op.makes_result and not (node.shows or node.name in workflow.output_names or _is_read(workflow, node)):
         raise _fail(workflow, node, "its result reaches nobody: make it an output, or let it show another node")
+
+
+def _is_read(workflow: Workflow, node: Node) -> bool:
+    return node.name in workflow.reader_names
 
 
 def _check_side(workflow: Workflow, node: Node) -> None:
@@ -197,6 +201,9 @@ def _check_edge(workflow: Workflow, node: Node, edge: Edge) -> None:
     if made.type != read.type:
         raise _fail(workflow, node, f"it takes {read.type}, and {edge.source}.{edge.name} is {made.type}", edge)
     _check_form(workflow, node, edge, made, read)
+    if op_of(node).begins_region and read.type == "picture" and workflow.is_mask_aware:
+        problem = "mask-aware steps read pages of the request's own picture; let the workflow be none (is_mask_aware)"
+        raise _fail(workflow, node, problem, edge)
     if edge.carried:
         _check_carried(workflow, node, edge, made, read)
     if edge.deferred:

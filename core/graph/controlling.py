@@ -16,8 +16,12 @@ def controlled(workflow: Workflow) -> Workflow:
     control pictures, which are encoded once for each size of the picture. What they make is taken as the step runs.
     """
     nodes = tuple(each for node in workflow.nodes for each in _with_controlnet(node))
-    name = f"controlled_{workflow.name}"
-    return replace(workflow, name=name, nodes=nodes, inputs=(*workflow.inputs, CONTROLS))
+    return replace(workflow, name=controlled_name(workflow.name), nodes=nodes, inputs=(*workflow.inputs, CONTROLS))
+
+
+def controlled_name(name: str) -> str:
+    """Name of the workflow that is made of the one with this name."""
+    return f"controlled_{name}"
 
 
 def _with_controlnet(node: Node) -> Iterator[Node]:

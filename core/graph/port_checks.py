@@ -6,7 +6,7 @@ from collections import Counter
 from collections.abc import Iterator, Sequence
 
 from core.graph.op import Port
-from core.graph.workflow import Node, Workflow
+from core.graph.workflow import Node, Workflow, op_of
 
 MAX_PORTS = 64
 """Most inputs, and most outputs, of one node: each is named in the message that runs it."""
@@ -46,10 +46,16 @@ def problems_of_ports(workflow: Workflow, node: Node) -> Iterator[Problem]:
 
 
 def problems_of_ends(workflow: Workflow) -> Iterator[Problem]:
-    """What is wrong with a workflow's inputs and outputs, if its nodes have ports of their own."""
+    """What is wrong with a workflow's inputs and outputs, if nodes of it have ports of their own. If others make a
+    picture beside them, inputs without a form are fields of requests, which only these others read.
+    """
+    given = {source for node in workflow.nodes for source in node.given.values()}
     for port in workflow.inputs:
-        if problem := _problem_of_form(port) or _problem_of_array(port):
+        is_field = workflow.is_for_pictures and port.form is None and port.name not in given
+        if not is_field and (problem := _problem_of_form(port) or _problem_of_array(port)):
             yield port.name, problem
+    if workflow.is_for_pictures and "picture" not in workflow.outputs:
+        yield "picture", "nodes work for a picture that is no result; say in outputs which of them makes it"
     yield from _problems_of_names("inputs", workflow.inputs)
     for name in workflow.output_ports.keys() - workflow.outputs.keys():
         yield name, "output_ports says which output it is, and outputs not of which node"
@@ -58,6 +64,10 @@ def problems_of_ends(workflow: Workflow) -> Iterator[Problem]:
         node, wanted = workflow.find(maker), workflow.output_ports.get(name)
         if node is None:
             continue  # which is another check's
+        if not op_of(node).has_own_ports:
+            if name != "picture" or wanted is not None or not op_of(node).makes_result:
+                yield name, f"{maker} makes no such result: op {node.op} has no ports of its own"
+            continue
         made = port_of(node.makes, wanted or "")
         if made is None:
             yield name, f"which output of {maker} it is must be named in output_ports, and {wanted or 'none'} is none"
@@ -65,6 +75,8 @@ def problems_of_ends(workflow: Workflow) -> Iterator[Problem]:
             yield name, f"another result is output {made.name} of {maker}, too"
         elif len(name) > MAX_NAME:
             yield name, f"a result's name has at most {MAX_NAME} characters"
+        elif workflow.is_for_pictures and name == "picture" and made.type != "picture":
+            yield name, f"it is a {made.type}, and a picture is due"
         elif problem := _problem_of_array(made):
             yield name, problem
 

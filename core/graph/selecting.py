@@ -19,4 +19,9 @@ def selecting(workflow: Workflow) -> Workflow:
         for node in workflow.nodes
     )
     inputs = (*(port for port in workflow.inputs if port.type != "mask"), SEARCH)
-    return replace(workflow, name=f"selected_{workflow.name}", nodes=(SEGMENT, *nodes), inputs=inputs)
+    return replace(workflow, name=selected_name(workflow.name), nodes=(SEGMENT, *nodes), inputs=inputs)
+
+
+def selected_name(name: str) -> str:
+    """Name of the workflow that is made of the one with this name."""
+    return f"selected_{name}"

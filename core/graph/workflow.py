@@ -11,6 +11,24 @@ graphs need no new scheduler.
                                                +--clean--> preview (after some steps)
 
 The shipped ones are in `core.graph.workflows`, a file each.
+
+Nodes that run users' classes (op `run`) have ports of their own. They may stand among other nodes:
+
+    ... denoise --latents--> decode --picture--> guard --image--> the request's picture
+
+    Node("guard", "run", role="guard", inputs=(Edge("decode", "picture", "image"),), given={"words": "prompt"},
+         takes=(Port.of("image", picture(2048, 2048)), Port.of("words", text(4096))),
+         makes=(Port.of("image", picture(2048, 2048)), Port.of("score", NUMBER)))
+    outputs={"picture": "guard", "score": "guard"}, output_ports={"picture": "image", "score": "score"}
+
+- They read decoded pictures, what other classes make, and the workflow's inputs that have a form: `prompt` is the
+  request's, values of the others come with the request. An `image_encode` may read a picture as its template.
+- A decoded picture that is no output is in no memory that callers see, and a picture that a class makes is as large as
+  the request's. Where one stands between `decode` and the picture, previews would not pass through it: there are none.
+- It sees the picture as it was generated: at the size that the model works at; of a padded crop, that crop; around the
+  mask, the template. What it makes is then resized and pasted into the upload under the mask, with a soft edge if that
+  is asked for, as any decoded picture is. So outside of the mask callers always get their own upload, and what a class
+  changes there has no effect. Templates made of results are made of the pasted picture.
 """
 
 from __future__ import annotations
@@ -122,7 +140,8 @@ class Workflow:
     nodes: tuple[Node, ...]
     # Name of a result -> the node that makes it. A request ends with the last of them.
     outputs: Mapping[str, str] = field(hash=False)
-    # Name of a result -> the output of its node, for nodes with ports of their own.
+    # Name of a result -> the output of its node, for nodes with ports of their own. Where other nodes work for a
+    # picture beside them, that is the result "picture".
     output_ports: Mapping[str, str] = field(default_factory=dict, hash=False, kw_only=True)
     regions: tuple[Region, ...] = ()
     inputs: tuple[Port, ...] = ()  # what a request gives
@@ -160,8 +179,50 @@ class Workflow:
 
     @cached_property
     def has_own_ports(self) -> bool:
-        """Whether its nodes have ports of their own."""
+        """Whether any of its nodes have ports of their own."""
         return any(op_of(node).has_own_ports for node in self.nodes)
+
+    @cached_property
+    def is_for_pictures(self) -> bool:
+        """Whether any of its nodes have the ports of their op. Those work for a picture, or a mask."""
+        return not all(op_of(node).has_own_ports for node in self.nodes)
+
+    @cached_property
+    def last_between(self) -> Node | None:
+        """The last node with ports of its own that decoded pictures pass on their way to a request's picture; None:
+        the request gets it as it was decoded.
+        """
+        decoded = {node.name for node in self.nodes if op_of(node).makes_result and not node.shows}
+        after = self.downstream(decoded) & self._upstream(self.outputs.get("picture", ""))
+        return next((node for node in reversed(self.nodes) if node.name in after and op_of(node).has_own_ports), None)
+
+    def _upstream(self, name: str) -> set[str]:
+        """A node and all that it reads, directly or not."""
+        found = {name}
+        for node in reversed(self.nodes):
+            if node.name in found:
+                found.update(edge.source for edge in node.inputs)
+        return found
+
+    @cached_property
+    def picture_ports(self) -> tuple[tuple[Node, Port], ...]:
+        """(node, port of its own) of each port where the picture of a request goes in, as other nodes make it, or comes
+        out, as the request gets it.
+        """
+        found = list[tuple[Node, Port]]()
+        for node in self.nodes if self.is_for_pictures else ():
+            if not op_of(node).has_own_ports:
+                continue
+            read = {edge.input for edge in node.inputs if not op_of(self.node(edge.source)).has_own_ports}
+            found += [(node, port) for port in node.takes if port.name in read]
+            made = self.results_of(node).get("picture", "")
+            found += [(node, port) for port in node.makes if port.name == made]
+        return tuple(found)
+
+    @cached_property
+    def own_inputs(self) -> tuple[Port, ...]:
+        """Its inputs that nodes with ports of their own take. All others are fields of requests for pictures."""
+        return tuple(port for port in self.inputs if port.form is not None)
 
     @cached_property
     def last_output(self) -> Node:
@@ -300,6 +361,12 @@ class Workflow:
             if node.name in before:
                 before.update(edge.source for edge in node.inputs)
         return frozenset(self.downstream(repeating) - before)
+
+    @cached_property
+    def finishing(self) -> frozenset[str]:
+        """Names of the nodes that make results, and of all others after the last rounds but side nodes."""
+        sides = {node.name for node in self.side_nodes}
+        return frozenset(self.output_names) | (self.after_rounds - sides)
 
     def downstream(self, names: Iterable[str]) -> set[str]:
         """These nodes and all that read what they make, directly or not."""

@@ -8,6 +8,7 @@ from core.config import CacheConfig, ModelConfig, SchedulerConfig
 from core.failure import Failure
 from core.graph.op import OpWork
 from core.graph.work import Work
+from core.graph.workflow import Workflow
 from core.handles import ArrayRef, EntryRef, LoadedComponent, ModelKey, RankIds, TensorKey, TensorRef, Tier
 from core.messages.message import Message
 from core.model_info import ModelInfo
@@ -167,6 +168,7 @@ class WorkerConfig(msgspec.Struct, frozen=True):
     keeper: str = ""  # address of the keeper of weights, see `core.ipc.local_sockets`; "": the worker loads by itself
     measures_costs: bool = False  # its WorkerReady has samples for the cost model
     classes: tuple[RunClass, ...] = ()  # of users, which it imports
+    workflows: tuple[Workflow, ...] = ()  # of users, which models may name
 
 
 class CostSample(msgspec.Struct, frozen=True):

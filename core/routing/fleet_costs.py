@@ -23,6 +23,7 @@ from core.handles import Tier
 from core.scheduling.ops.control_encode import CONTROL_ENCODE
 from core.scheduling.ops.controlnet import CONTROLNET
 from core.scheduling.ops.prime import PRIME
+from core.scheduling.ops.run import RUN
 from core.scheduling.ops.segment import SEGMENT
 from core.scheduling.ops.template_encode import TEMPLATE_ENCODE
 
@@ -33,7 +34,8 @@ WORKFLOW = INPAINT
 
 LINES = tuple(
     dict.fromkeys(
-        op.cost_name for op in (op_of(WORKFLOW.steps[0]), *map(op_of, WORKFLOW.nodes), PRIME, SEGMENT, CONTROL_ENCODE)
+        op.cost_name
+        for op in (op_of(WORKFLOW.steps[0]), *map(op_of, WORKFLOW.nodes), PRIME, SEGMENT, CONTROL_ENCODE, RUN)
     )
 )
 """Names of the cost lines, see Op, in the order of their coefficients in a model's column; the loop's is the first."""
@@ -48,9 +50,9 @@ MAX_SIZES = 64
 class Encoding(NamedTuple):
     """A node that runs once, of a workflow that is not the plain one."""
 
-    model: str
+    model: str  # name of the model, or of the user's class
     op: str  # name
-    image_tokens: int
+    image_tokens: int  # for a user's class: elements of its inputs
 
 
 class TokensBeside(NamedTuple):
@@ -159,7 +161,10 @@ class _TokenSizes:
     num_tokens: int
     beside: TokensBeside
     num_rows: int = 1
-    num_elements: int = 0
+
+    @property
+    def num_elements(self) -> int:
+        return self.num_tokens
 
     @property
     def num_controls(self) -> int:

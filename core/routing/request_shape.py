@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from types import MappingProxyType
 from typing import NamedTuple
 
 from core.control import Control
 from core.costs.load_report import WeightsKind
 from core.graph.catalog import WORKFLOWS
 from core.graph.workflow import Node, Workflow, op_of, role_of
+from core.handles import ArrayRef
 from core.messages.engine import EngineRequest, PrimeTemplate
 from core.messages.specs import RunSpec
 from core.model_info import ModelInfo
@@ -64,11 +66,13 @@ class RequestShape:
     steered: tuple[Loop, ...] = ()  # for each loop, the steps that they steer
 
     @classmethod
-    def of_request(cls, request: EngineRequest, info: ModelInfo) -> RequestShape:
-        """info: of the request's model."""
+    def of_request(
+        cls, request: EngineRequest, info: ModelInfo, workflows: Mapping[str, Workflow] = WORKFLOWS
+    ) -> RequestShape:
+        """info: of the request's model. workflows: by name."""
         spec, scheme = request.spec, info.page_scheme
         assert not isinstance(spec, RunSpec), "it is of no model"
-        workflow = WORKFLOWS[request.workflow]
+        workflow = workflows[request.workflow]
 
         def tokens_of(canvas: str) -> int:
             return spec.canvas(canvas).num_tokens
@@ -99,8 +103,8 @@ class RequestShape:
             owner=request.owner,
             denoiser=info.name if workflow.paged is None else _player(info, workflow.paged),
             loops=loops_of(workflow, info, request.rounds, tokens_of),
-            encodings=encodings_of(workflow, info, tokens_of),
-            needed=tuple(Weights(request.model, kind) for kind in sorted(set(map(_weights_kind, workflow.nodes)))),
+            encodings=encodings_of(workflow, info, tokens_of, spec.inputs),
+            needed=_needed(workflow, request.model),
             controlnets=spec.controlnets,
             num_controls=len(spec.controls),
             steered=steered_of(workflow, info, request.rounds, spec.controls, tokens_of),
@@ -109,14 +113,13 @@ class RequestShape:
     @classmethod
     def of_run(cls, request: EngineRequest, workflow: Workflow) -> RequestShape:
         """workflow: of users' classes, whose names are its roles. What they cost is known to engines alone."""
-        classes = dict.fromkeys(Weights(role_of(node), "class") for node in workflow.nodes)
         return cls(
             "",
             *(0, 0, 0, 0, 0),
             priority=request.priority,
             owner=request.owner,
             encodings=(Encoding("", RUN.name, 0),),
-            needed=tuple(classes),
+            needed=_needed(workflow, ""),
         )
 
     @classmethod
@@ -206,12 +209,42 @@ def steered_of(
     )
 
 
-def encodings_of(workflow: Workflow, info: ModelInfo, tokens_of: TokensOf) -> tuple[Encoding, ...]:
-    """Its nodes that run once, unless they are those of the plain workflow, run by its own model."""
+def encodings_of(
+    workflow: Workflow, info: ModelInfo, tokens_of: TokensOf, given: Mapping[str, ArrayRef] = MappingProxyType({})
+) -> tuple[Encoding, ...]:
+    """Its nodes that run once, unless they are those of the plain workflow, run by its own model. given: inputs for
+    nodes of users' classes, as far as they are known.
+    """
     once = [node for node in workflow.nodes if not (node.region or node.shows)]
     if not info.roles and all(node in WORKFLOW.nodes for node in once):
         return ()
-    return tuple(Encoding(_player(info, node), node.op, tokens_of(node.canvas)) for node in once)
+    pixels = tokens_of("") * info.token_size**2
+
+    def size(node: Node) -> int:
+        return _num_elements(workflow, node, 3 * pixels, given) if _is_run(node) else tokens_of(node.canvas)
+
+    return tuple(Encoding(_player(info, node), node.op, size(node)) for node in once)
+
+
+def _num_elements(workflow: Workflow, node: Node, decoded: int, given: Mapping[str, ArrayRef]) -> int:
+    """Elements of the inputs of a user's class: those of decoded pictures, and of what the request gives. What other
+    classes make is not known before, and counts as one.
+    """
+    sources = (workflow.node(edge.source) for edge in node.inputs)
+    arrays = (given.get(name) for name in node.given.values())
+    made = sum(1 if _is_run(source) else decoded for source in sources)
+    return made + sum(1 if array is None else array.size for array in arrays) + len(node.literals)
+
+
+def _is_run(node: Node) -> bool:
+    return op_of(node).has_own_ports
+
+
+def _needed(workflow: Workflow, model: str) -> tuple[Weights, ...]:
+    """What has to be loaded for requests of a model; "": of none."""
+    kinds = sorted({_weights_kind(node) for node in workflow.nodes if not _is_run(node)})
+    classes = dict.fromkeys(Weights(role_of(node), "class") for node in workflow.nodes if _is_run(node))
+    return (*(Weights(model, kind) for kind in kinds), *classes)
 
 
 def _weights_kind(node: Node) -> WeightsKind:
@@ -219,8 +252,8 @@ def _weights_kind(node: Node) -> WeightsKind:
 
 
 def _player(info: ModelInfo, node: Node) -> str:
-    """Name of the model that runs a node for requests of this one."""
-    return info.roles.get(role_of(node), info.name)
+    """Name of the model that runs a node for requests of this one, or of the class."""
+    return role_of(node) if _is_run(node) else info.roles.get(role_of(node), info.name)
 
 
 def _mixed(share: float, some: Features, others: Features) -> Features:

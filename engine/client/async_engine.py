@@ -18,7 +18,6 @@ import msgspec
 from core.config import CacheConfig, StencilConfig
 from core.costs.load_report import EngineStats, LoadReport, StepSample
 from core.errors import EngineError, InvalidRequestError, StencilError
-from core.graph.catalog import with_registered
 from core.ipc.limits import check_limits
 from core.lora import Lora
 from core.model_choice import ModelChoice, choose_model
@@ -60,7 +59,6 @@ class AsyncEngine:
     def __init__(self, config: StencilConfig, metrics: Metrics | None = None) -> None:
         """Raises WorkflowError for a registered workflow that cannot run."""
         self.config = config
-        self._workflows = with_registered(config.engine.workflows, {each.name for each in config.engine.classes})
         self.metrics = metrics or Metrics()
         self.templates = TemplateStore(config.template_bytes)
         self._served = ServedModels(config.engine)
@@ -175,9 +173,9 @@ class AsyncEngine:
         """
         services = self.services
         self._check_up()
-        workflow = self._workflows.get(asked.workflow)
-        if workflow is None or not workflow.has_own_ports:
-            known = ", ".join(each.name for each in self.config.engine.workflows) or "none"
+        workflow = self._served.workflows.get(asked.workflow)
+        if workflow is None or workflow.is_for_pictures:
+            known = ", ".join(each.name for each in self.config.engine.workflows if not each.is_for_pictures) or "none"
             message = (
                 f"Invalid 'workflow': there is no workflow '{shorten(asked.workflow)}' of classes; there are {known}."
             )

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 from core.handles import CacheResult, Tier
@@ -11,6 +12,7 @@ from core.sampling_params import MAX_PADDING_MASK_CROP, MAX_PROMPT_CHARACTERS, S
 from core.validation import check_decimal, check_integer, check_length
 from engine.client.control_input import ControlInput
 from engine.client.resolve.mask_aware import ExactReason
+from engine.client.run_values import RunValue
 from engine.client.upload import Upload
 
 
@@ -43,6 +45,8 @@ class EditInput:
     padding_mask_crop: int | None = None  # pixels, 0..MAX_PADDING_MASK_CROP
     # Digest of the API key, "" without keys. A template made of the result has the same owner.
     owner: str = ""
+    # For nodes of users' classes, by the names that the model's workflow declares. The prompt is one of them, too.
+    inputs: Mapping[str, RunValue] = field(default_factory=dict)
     # Results.
     output_size: tuple[int, int] | None = None  # (width, height); None = the upload's
     output_format: OutputFormat = "png"
@@ -98,6 +102,7 @@ class EditReport:
     # The result.
     partial_images: int = 0  # previews that were planned for it
     template_id: str | None = None  # template made of this image, if any
+    values: Mapping[str, RunValue] = field(default_factory=dict)  # results of users' classes beside the picture
     colour_lost: tuple[str, ...] = ()  # colour information that the file cannot hold, see `Colour.lost_in`
     # Execution.
     engine: int | None = None  # number of the engine that made it

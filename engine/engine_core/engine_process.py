@@ -25,6 +25,7 @@ import zmq.asyncio
 from core.config import EngineConfig
 from core.errors import MessageError, StencilError
 from core.failure import Failure
+from core.graph.catalog import with_registered
 from core.handles import PAGE_ARENA, VALUE_ARENA
 from core.ipc.logs import of_request
 from core.ipc.process import die_with_parent
@@ -63,7 +64,8 @@ def main(config: bytes, fds: list[int]) -> None:
     settings = msgspec.msgpack.decode(config, type=EngineProcessConfig)
     engine = settings.engine
     with closing(create_tracer(engine.otlp_traces_endpoint, f"engine-{engine.data_parallel_rank}")) as tracer:
-        uvloop.run(_serve(settings, fds[0], EngineTrace(tracer)))
+        workflows = with_registered(engine.workflows, {each.name for each in engine.classes})
+        uvloop.run(_serve(settings, fds[0], EngineTrace(tracer, workflows)))
 
 
 async def _serve(settings: EngineProcessConfig, arena_fd: int, trace: EngineTrace) -> None:

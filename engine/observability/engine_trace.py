@@ -6,10 +6,11 @@ Each request's span has one child per stage, timed by the worker; its denoising 
 from __future__ import annotations
 
 import time
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 
 from core.graph.catalog import WORKFLOWS
+from core.graph.workflow import Workflow
 from core.messages.engine import EngineRequest, Failed, Finished, PartialImage, ToEngine
 from core.messages.worker import Batch, BatchResult, FromWorker, StepPlan
 from core.scheduling.endings import Output
@@ -38,13 +39,12 @@ class _Steps:
 class _Traced:
     """A traced request in the engine."""
 
-    request: EngineRequest
+    step_names: frozenset[str]
     span: Span
     steps: _Steps = field(default_factory=_Steps)
 
     def add(self, node: str, batch: Batch, result: BatchResult) -> None:
-        workflow = WORKFLOWS.get(self.request.workflow)
-        if workflow is not None and node in workflow.step_names:
+        if node in self.step_names:
             self.steps.add(batch, result)
         else:
             ended = result.started + result.seconds
@@ -67,8 +67,10 @@ class _Traced:
 class EngineTrace:
     """One per EngineCore, which calls it for everything in order. Requests without trace context are ignored."""
 
-    def __init__(self, tracer: Tracer) -> None:
+    def __init__(self, tracer: Tracer, workflows: Mapping[str, Workflow] = WORKFLOWS) -> None:
+        """workflows: that requests may have, by name."""
         self._tracer = tracer
+        self._step_names = {name: workflow.step_names for name, workflow in workflows.items()}
         self._traced: dict[str, _Traced] = {}  # by request id
         self._batches: dict[int, Batch] = {}  # id -> submitted batch with a traced request
 
@@ -77,7 +79,8 @@ class EngineTrace:
         match message:
             case EngineRequest(trace_context=context) if context:
                 span = self._tracer.begin("engine", "internal", {"traceparent": context}, time.monotonic())
-                self._traced[message.request_id] = _Traced(message, span)
+                names = self._step_names.get(message.workflow, frozenset())
+                self._traced[message.request_id] = _Traced(names, span)
             case BatchResult(batch_id=batch_id, rank=rank) if batch_id in self._batches:
                 if rank == self._batches[batch_id].ranks[0]:  # of several ranks the first one's times count
                     self._note(self._batches.pop(batch_id), message)

@@ -21,6 +21,7 @@ from core.config import CacheConfig, StencilConfig
 from core.costs.load_report import EngineStats, LoadReport, StepSample
 from core.errors import ConfigError, EngineDeadError, MessageError, ModelUnavailableError, StencilError
 from core.failure import NEVER_BEGUN, Failure
+from core.graph.catalog import with_registered
 from core.ipc.logs import of_request
 from core.ipc.shared_array import Arena
 from core.messages.engine import Aborted, DropTemplate, EngineRequest, Failed, Finished, PartialImage, PrimeTemplate
@@ -74,7 +75,8 @@ class Router:
         self._names = [model.name for model in config.engine.models]
         served = [replica.model_names for replica in self._replicas]
         self._fleet = Fleet(size, config.engine.scheduler.max_num_seqs, served if config.engine.engines else ())
-        self._workflows = {each.name: each for each in config.engine.workflows}  # of users' classes
+        classes = {each.name for each in config.engine.classes}
+        self._workflows = with_registered(config.engine.workflows, classes)
         self._policy = make_policy(config.router_policy)
         self._max_retries = config.engine.scheduler.max_retries
         self._metrics = metrics
@@ -317,7 +319,7 @@ class Router:
         info = self._models[request.model]
         if isinstance(request, PrimeTemplate):
             return RequestShape.of_template(request, info)
-        return RequestShape.of_request(request, info)
+        return RequestShape.of_request(request, info, self._workflows)
 
     def _on_output(self, engine: int, output: RequestOutput) -> None:
         routed = self._placements[output.request_id]

@@ -93,6 +93,7 @@ def _opened(settings: WorkerConfig) -> ResidentModels:
         device_index=settings.device_index,
         num_workers=settings.num_workers,
         model_bytes=settings.scheduler.model_bytes,
+        workflows=settings.workflows,
     )
     keys = {name: models.needs(name) for name in models.keys}
     check_fits(keys, models.sizes, settings.scheduler.model_bytes)

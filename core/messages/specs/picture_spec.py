@@ -26,6 +26,8 @@ class PictureSpec(Canvas, frozen=True, kw_only=True):
     content_id: str  # of the template and the references, see PreparedImages
     references: tuple[ArrayRef, ...] = ()  # further pictures to look at, uint8 [height, width, 3] each
     canvases: dict[str, Canvas] = msgspec.field(default_factory=dict)  # by name: further sizes of its workflow
+    # For nodes of users' classes, of the forms that the workflow declares; by its names.
+    inputs: dict[str, ArrayRef] = msgspec.field(default_factory=dict)
     # Memory for results.
     outputs: dict[str, Artefact]  # by the name that the workflow gives them
     previews: tuple[Artefact, ...] = ()  # one per partial image
@@ -47,7 +49,11 @@ class PictureSpec(Canvas, frozen=True, kw_only=True):
     @property
     def pixels(self) -> ArrayRef:
         """Memory for the picture: uint8 [height, width, 3]."""
-        return self.outputs["picture"].array
+        return self.place("picture")
+
+    def place(self, name: str) -> ArrayRef:
+        """Memory for a result."""
+        return self.outputs[name].array
 
     @property
     def reference_sizes(self) -> tuple[tuple[int, int], ...]:

@@ -30,6 +30,10 @@ class RunSpec(msgspec.Struct, frozen=True, kw_only=True, tag="run"):
     reads_template: ClassVar[bool] = False
     has_own_pages: ClassVar[bool] = False
 
+    def place(self, name: str) -> ArrayRef:
+        """Memory for a result."""
+        return self.outputs[name]
+
     def gives(self, name: str) -> bool:
         """Whether it gives this input of a workflow."""
         return name in self.inputs

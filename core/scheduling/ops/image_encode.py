@@ -20,13 +20,14 @@ if TYPE_CHECKING:
 class ImageEncode(Message, OpWork, frozen=True, omit_defaults=True):
     """template, references and mask -> `latents` (initial noise), `condition` (the denoiser's input from them),
     `outside` (with which the sampler restores the template outside the mask), `sigmas`, and the sampler's state. In a
-    pass after another one it reads `latents` of `upscale`, which are noised instead of the template's.
+    pass after another one it reads `latents` of `upscale`, which are noised instead of the template's. Where it reads a
+    `picture`, uint8 [height, width, 3], that is its template.
 
     Random numbers are drawn as the family's diffusers pipeline does, in the same order, from
     ``torch.Generator("cpu").manual_seed(seed)``.
     """
 
-    template: ArrayRef | None  # None: an empty canvas
+    template: ArrayRef | None  # None: an empty canvas, unless it reads `picture`
     mask: ArrayRef | None  # None: everything, unless it reads `mask` of `segment`
     width: int
     height: int
@@ -92,7 +93,11 @@ IMAGE_ENCODE = RequestOp(
     message=ImageEncode,
     size=_size,
     part="encode",
-    inputs=(Port("start", "latents", is_optional=True), Port("mask", "mask", is_optional=True)),
+    inputs=(
+        Port("start", "latents", is_optional=True),
+        Port("mask", "mask", is_optional=True),
+        Port("picture", "picture", is_optional=True),
+    ),
     outputs=(
         Port("latents", "latents"),
         Port("condition", "condition"),

@@ -23,14 +23,15 @@ if TYPE_CHECKING:
 
 class Run(Message, OpWork, frozen=True, omit_defaults=True):
     """The inputs that other nodes make, that the request gives and that are literals -> what the node declares, each
-    under its own name. Results are written to shared memory, too: their bytes, from the start of their place.
+    under its own name. Results are written to shared memory, too: their bytes, from the start of their place. The
+    picture of a request fills its place exactly.
     """
 
     takes: tuple[Port, ...]
     makes: tuple[Port, ...]
     given: dict[str, ArrayRef] = field(default_factory=dict)  # input -> the request's array
     literals: dict[str, Literal] = field(default_factory=dict)  # input -> its value
-    # Result of the workflow -> (output that it is, uint8 [most bytes]).
+    # Result of the workflow -> (output that it is, uint8 [most bytes]; of the picture: uint8 [height, width, 3]).
     results: dict[str, tuple[str, ArrayRef]] = field(default_factory=dict)
 
 
@@ -39,9 +40,9 @@ def _size(sizes: Sizes) -> Work:
 
 
 def _make(request: Request, node: Node, pages: NodePages) -> Run:
-    spec = request.run
+    spec = request.spec
     given = {name: spec.inputs[source] for name, source in node.given.items() if source in spec.inputs}
-    results = {name: (port, spec.outputs[name]) for name, port in request.workflow.results_of(node).items()}
+    results = {name: (port, spec.place(name)) for name, port in request.workflow.results_of(node).items()}
     return Run(takes=node.takes, makes=node.makes, given=given, literals=dict(node.literals), results=results)
 
 

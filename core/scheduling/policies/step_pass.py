@@ -49,7 +49,7 @@ class StepPass(ABC):
         """
         self._jobs = self.view.jobs()
         self._candidates = [(request, self.view.ready(request)) for request in self._admit()]
-        self._choose_stage_work(_is_output)
+        self._choose_stage_work(_finishes)
         self._choose_waited_for_pieces()
         self._choose_stage_work(_is_source_or_side)
         self._choose_cache_work(self._choose_step())
@@ -67,10 +67,11 @@ class StepPass(ABC):
     def _choose_stage_work(self, is_wanted: Callable[[Request, Node], bool]) -> None:
         for request, ready in self._candidates:
             nodes = [node for node in ready if is_wanted(request, node) and self._can_run(request, node)]
-            if nodes and request.workflow.has_own_ports:
-                for node in nodes:
+            if request.workflow.has_own_ports:
+                for node in (each for each in nodes if op_of(each).has_own_ports):
                     self._choose_anywhere(request, node)
-            elif nodes:
+                nodes = [node for node in nodes if not op_of(node).has_own_ports]
+            if nodes:
                 self._choose_nodes(request, nodes)
 
     def _choose_nodes(self, request: Request, nodes: Sequence[Node]) -> None:
@@ -138,7 +139,7 @@ class StepPass(ABC):
         steps. A node whose pages are on one device goes there, and one of a user's class where the least is to do.
         """
         ranks = self.view.ranks_with(request.keys_of(node))
-        if request.workflow.has_own_ports:
+        if op_of(node).has_own_ports:
             return self._least_given(request, node, ranks)
         if node.name in request.workflow.after_rounds:
             return ranks[-1]
@@ -257,15 +258,16 @@ class StepPass(ABC):
         self._order.append(work.job.id)
 
 
-def _is_output(request: Request, node: Node) -> bool:
-    return node.name in request.workflow.output_names
+def _finishes(request: Request, node: Node) -> bool:
+    """Whether a node makes a result, or works for one after the steps."""
+    return node.name in request.workflow.finishing
 
 
 def _is_source_or_side(request: Request, node: Node) -> bool:
     """Whether a node is an encoding or a preview. They are chosen together, most urgent request first, so that
     encodings of new requests do not delay a preview that its request waits for.
     """
-    return node.name not in request.workflow.step_names and not _is_output(request, node)
+    return node.name not in request.workflow.step_names and not _finishes(request, node)
 
 
 def eligible(view: View) -> list[Request]:

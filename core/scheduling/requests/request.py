@@ -180,12 +180,6 @@ class Request:
         return self.spec
 
     @property
-    def run(self) -> RunSpec:
-        """What it asks for, of a request for what a user's classes make."""
-        assert isinstance(self.spec, RunSpec), f"{self.id} asks for a picture"
-        return self.spec
-
-    @property
     def runs_on_one_rank(self) -> bool:
         """Whether several ranks are not to share its steps now."""
         return self.steps_alone > 0
@@ -248,9 +242,12 @@ class Request:
     def _num_elements(self, node: Node) -> int:
         """Elements of a node's inputs: as they were made or given, else the most that is declared."""
         sizes = {port.name: port.form.size for port in node.takes if port.form is not None}
-        given = {name: self.run.inputs.get(source) for name, source in node.given.items()}
+        given = {name: self.spec.inputs.get(source) for name, source in node.given.items()}
         known = {name: array.size for name, array in given.items() if array is not None}
-        known |= {edge.input: self.made_sizes.get((edge.source, edge.name), sizes[edge.input]) for edge in node.inputs}
+        for edge in node.inputs:
+            is_decoded = not op_of(self.workflow.node(edge.source)).has_own_ports
+            most = self.picture.pixels.size if is_decoded else sizes[edge.input]
+            known[edge.input] = self.made_sizes.get((edge.source, edge.name), most)
         return sum(known.values()) + len(node.literals)
 
     def note_sizes(self, node: Node, sizes: Mapping[str, int]) -> None:
@@ -340,26 +337,42 @@ class Request:
 
 def _check_given(spec: Spec, workflow: Workflow) -> None:
     """Raises InvalidRequestError if a request lacks what its workflow needs, or gives what that does not take."""
-    if isinstance(spec, RunSpec) is not workflow.has_own_ports:
-        made, asked = (
-            ("values of classes", "a picture") if workflow.has_own_ports else ("a picture", "values of classes")
-        )
+    if isinstance(spec, RunSpec) is workflow.is_for_pictures:
+        picture, values = "a picture", "values of classes"
+        made, asked = (picture, values) if workflow.is_for_pictures else (values, picture)
         message = f"workflow {workflow.name} makes {made}, and the request asks for {asked}; name another"
         raise InvalidRequestError(message, param="workflow")
-    required = [port.name for port in workflow.inputs if not port.is_optional]
-    lacking = [(name, name) for name in required if not spec.gives(name)]
-    if isinstance(spec, RunSpec):
-        _check_arrays(spec, workflow)
-    else:
+    own = workflow.own_inputs
+    required = [port for port in workflow.inputs if not port.is_optional]
+    given = {port.name: port.name in spec.inputs if port in own else spec.gives(port.name) for port in required}
+    lacking = [(name, name) for name, is_given in given.items() if not is_given]
+    _check_arrays(spec, workflow)
+    if isinstance(spec, PictureSpec):
+        _check_picture(spec, workflow)
         lacking += [(f"a canvas {name}", "canvases") for name in workflow.canvases if name not in spec.canvases]
     lacking += [(f"memory for its {name}", "outputs") for name in workflow.outputs if name not in spec.outputs]
     for what, param in lacking:
         raise InvalidRequestError(f"workflow {workflow.name} takes {what}", param=param)
 
 
-def _check_arrays(spec: RunSpec, workflow: Workflow) -> None:
+def _check_picture(spec: PictureSpec, workflow: Workflow) -> None:
+    """Raises InvalidRequestError where the picture is larger than a node with ports of its own takes, and for previews
+    that would not pass through such a node.
+    """
+    between = workflow.last_between
+    if spec.previews and between is not None:
+        message = f"workflow {workflow.name} shows no previews, which would not pass through {between.name}"
+        raise InvalidRequestError(message, param="partial_images")
+    size = spec.height, spec.width, 3
+    for node, port in workflow.picture_ports:
+        if port.form is not None and (problem := port.form.why_not(size, "uint8")):
+            message = f"workflow {workflow.name}, node {node.name}, {port.name}: {problem}; ask for a smaller picture"
+            raise InvalidRequestError(message, param="size")
+
+
+def _check_arrays(spec: Spec, workflow: Workflow) -> None:
     """Raises InvalidRequestError for an array that is not as the workflow declares it."""
-    ports = {port.name: port for port in workflow.inputs}
+    ports = {port.name: port for port in workflow.own_inputs}
     for name, array in spec.inputs.items():
         form = ports[name].form if name in ports else None
         if form is None:

@@ -2,10 +2,15 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+
 from core.errors import InvalidRequestError
-from core.graph.catalog import CONTROLLED, NAMED, SELECTED, WORKFLOWS
+from core.graph.catalog import NAMED, WORKFLOWS
+from core.graph.controlling import controlled_name
+from core.graph.selecting import selected_name
 from core.graph.workflow import Workflow
 from core.model_info import ModelInfo
+from core.run_class import RUN_CLASS
 from core.sampling_params import SamplingParams
 
 
@@ -16,19 +21,29 @@ def chosen_workflow(
     *,
     finds_mask: bool = False,
     is_controlled: bool = False,
+    workflows: Mapping[str, Workflow] = WORKFLOWS,
 ) -> Workflow:
     """The first workflow of the catalog that takes all that the request gives, and whose roles the model has. sampling:
-    resolved. finds_mask: whether its mask is to be found. is_controlled: whether ControlNets steer it. Raises
-    InvalidRequestError if there is none: a parameter excludes another one, or is missing.
+    resolved. finds_mask: whether its mask is to be found. is_controlled: whether ControlNets steer it. workflows: that
+    engines run, by name. Raises InvalidRequestError if there is none: a parameter excludes another one, or is missing.
     """
-    chosen = _first_able(model, sampling, class_label)
+    chosen = _first_able(model, sampling, class_label, workflows)
     if is_controlled:
-        chosen = CONTROLLED[chosen]
-    return SELECTED[chosen] if finds_mask else chosen
+        chosen = _variant(chosen, workflows, controlled_name(chosen.name), "control_image")
+    return _variant(chosen, workflows, selected_name(chosen.name), "mask") if finds_mask else chosen
 
 
-def _first_able(model: ModelInfo, sampling: SamplingParams, class_label: int | None) -> Workflow:
-    served = [WORKFLOWS[model.workflow]] if model.workflow else [*NAMED]
+def _variant(chosen: Workflow, workflows: Mapping[str, Workflow], name: str, param: str) -> Workflow:
+    if name not in workflows:
+        message = f"Invalid '{param}': workflow '{chosen.name}' takes none, or makes it itself; leave it out."
+        raise InvalidRequestError(message, param=param)
+    return workflows[name]
+
+
+def _first_able(
+    model: ModelInfo, sampling: SamplingParams, class_label: int | None, workflows: Mapping[str, Workflow]
+) -> Workflow:
+    served = [workflows[model.workflow]] if model.workflow else [*NAMED]
     able = [workflow for workflow in served if _has_roles(model, workflow)]
     numbers = [name for name in _deciding() if getattr(sampling, name) is not None]
     given = {"prompt" if class_label is None else "class_label", *numbers}
@@ -60,9 +75,11 @@ def _deciding() -> list[str]:
 
 
 def _has_roles(model: ModelInfo, workflow: Workflow) -> bool:
-    """Whether a model plays each role: this one, if the role is named as its kind of component."""
-    return all(role in model.roles or role == kind for role, kind in workflow.roles.items())
+    """Whether a model plays each role: this one, if the role is named as its kind of component. Classes play theirs."""
+    return all(role in model.roles or kind in (role, RUN_CLASS) for role, kind in workflow.roles.items())
 
 
 def _required(workflow: Workflow) -> set[str]:
-    return {port.name for port in workflow.inputs if not port.is_optional}
+    """Names of the inputs that decide: those that are no fields of requests are checked where they are read."""
+    fields = (port for port in workflow.inputs if port.form is None or port.name == "prompt")
+    return {port.name for port in fields if not port.is_optional}

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from core.config import CacheConfig, EngineConfig
+from core.graph.catalog import with_registered
 from core.model_choice import ModelChoice
 from core.model_info import ModelInfo
 
@@ -10,11 +11,14 @@ from core.model_info import ModelInfo
 class ServedModels:
     """Empty, with the command line's limits, until every engine is ready.
 
-    by_name: name -> info, adapters included. engine: the engines' configuration.
+    by_name: name -> info, adapters included. engine: the engines' configuration. workflows: name -> workflow, of those
+    that engines run; they never change.
     """
 
     def __init__(self, engine: EngineConfig) -> None:
+        """Raises WorkflowError for a registered workflow that cannot run."""
         self.by_name: dict[str, ModelInfo] = {}
+        self.workflows = with_registered(engine.workflows, {each.name for each in engine.classes})
         self.engine = engine
 
     @property

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import asyncio
 import time
+from collections.abc import Mapping
 
 import msgspec
 import numpy as np
@@ -11,7 +13,9 @@ from core.handles import NOWHERE, ArrayRef
 from core.messages.engine import Finished, PartialImage
 from core.messages.image_processor import ComposedImage, ComposeImage, PrepareImages
 from engine.client.edit_types import EditReport, FoundMask, ImageOutput
+from engine.client.run_values import RunValue
 from engine.client.services import Services
+from engine.client.sessions.class_values import ClassValues
 from engine.client.sessions.edit_images import EditImage
 from engine.client.sessions.image_work import ImageSeconds, compose_work, num_files
 from engine.client.sessions.prepared_edit import PreparedEdit
@@ -42,6 +46,7 @@ class EditDelivery:
         self._uploads = uploads
         self._prepared = prepared
         self._memory = memory
+        self._values = ClassValues(prepared.graph, memory)
         self._span = span
         self._upload_size = prepared.prepared.upload_width, prepared.prepared.upload_height
         self._num_files_left = num_files(prepared.edit)
@@ -71,7 +76,8 @@ class EditDelivery:
             known = known.with_mask(output.active_tokens)
             self._services.mask_ratios.note(known.mask_ratio)
         template_id = None if self._makes_mask else await self._keep(composed, known)
-        report = self._make_report(known, image, output, composed, seconds, template_id)
+        values = await asyncio.to_thread(self._values_of, image, output) if output.shapes else {}
+        report = self._make_report(known, image, output, composed, seconds, template_id, values)
         if self._makes_mask:
             self._services.metrics.observe_mask(known.model.name, report.ms)
         else:
@@ -98,9 +104,10 @@ class EditDelivery:
         composed: ComposedImage,
         seconds: float,
         template_id: str | None,
+        values: Mapping[str, RunValue],
     ) -> EditReport:
         """known: the edit with its mask. seconds: time to make the file. template_id: of the template that the image
-        became, or None."""
+        became, or None. values: what users' classes made beside it."""
         prepared, ms = known.prepared, output.ms
         return EditReport(
             mask_ratio=known.mask_ratio,
@@ -126,6 +133,7 @@ class EditDelivery:
             engine=image.engine,
             degrees=output.degrees,
             template_id=template_id,
+            values=values,
             found=self._found(image, output, composed),
             crop=prepared.crop,
             colour_lost=composed.colour_lost,
@@ -134,9 +142,16 @@ class EditDelivery:
                 "preprocess": (image.request.arrival - self._caller.arrival) * 1e3,
                 **{part: ms.get(part, 0.0) for part in ("encode", "prime", "denoise", "decode")},
                 **({} if output.active_tokens is None else {"segment": ms.get("segment", 0.0)}),
+                **({"run": ms["run"]} if "run" in ms else {}),
                 "postprocess": seconds * 1e3,
             },
         )
+
+    def _values_of(self, image: EditImage, output: Finished) -> dict[str, RunValue]:
+        """What users' classes made beside the picture."""
+        outputs = image.request.picture.outputs
+        views = {name: self._services.arena.view(outputs[name].array) for name in output.shapes}
+        return self._values.read(views, output.shapes)
 
     def _found(self, image: EditImage, output: Finished, composed: ComposedImage) -> FoundMask | None:
         """The mask that was found, if one was asked for."""

@@ -10,7 +10,7 @@ import msgspec
 from core.errors import InvalidRequestError
 from core.graph.workflow import Workflow
 from core.graph.workflows.find_mask import FIND_MASK
-from core.handles import NOWHERE
+from core.handles import NOWHERE, ArrayRef
 from core.messages.image_processor import CanvasScale, PreparedImages, PrepareImages
 from core.model_choice import ModelChoice
 from core.model_info import ModelInfo
@@ -23,6 +23,7 @@ from engine.client.resolve.mask_aware import resolve_margin
 from engine.client.resolve.sampling_defaults import resolve
 from engine.client.resolve.sought_mask import check_sought_mask
 from engine.client.services import Services
+from engine.client.sessions.class_values import ClassValues
 from engine.client.sessions.edit_images import EditImage
 from engine.client.sessions.edit_requests import EditRequests
 from engine.client.sessions.image_work import ImageSeconds, compose_work, num_files, prepare_work
@@ -64,6 +65,9 @@ class EditPreparation:
         self._span = span
         self._sampling = resolve(edit.sampling, model, services.config.step_schedule)
         self._workflow = self._chosen_workflow()
+        _check_partial_images(edit, self._workflow)
+        self._values = ClassValues(self._workflow, memory)
+        self._given = dict[str, ArrayRef]()  # for nodes of users' classes, once they are stored
         self._template = _find_template(edit, services.templates.store)
         self._upload = self._template.upload if self._template else edit.image
         self._ready_at = 0.0  # when the images were prepared, seconds of CLOCK_MONOTONIC
@@ -74,7 +78,8 @@ class EditPreparation:
             return FIND_MASK
         finds_mask = edit.mask_request is not None
         given = self._model, self._sampling, self._class_label
-        return chosen_workflow(*given, finds_mask=finds_mask, is_controlled=bool(edit.controls))
+        workflows = self._services.served.workflows
+        return chosen_workflow(*given, finds_mask=finds_mask, is_controlled=bool(edit.controls), workflows=workflows)
 
     @property
     def smallest_shape(self) -> RequestShape:
@@ -134,6 +139,8 @@ class EditPreparation:
     async def store(self) -> PrepareImages:
         """Copy the uploads to shared memory; the job for `prepare`. Raises InvalidRequestError, OverloadedError."""
         edit, model, scales = self._edit, self._model, self._scales
+        takes_prompt = any(port.name == "prompt" for port in self._workflow.own_inputs)
+        self._given = await self._values.store({**edit.inputs, **({"prompt": edit.prompt} if takes_prompt else {})})
         sizes = model.native_size, model.token_size
         nbytes = image_ops.scratch_bytes(*sizes, num_canvases=1 + len(scales), num_controls=len(edit.controls))
         if model.references is not None:
@@ -192,7 +199,7 @@ class EditPreparation:
     def make_images(self, prepared: PreparedEdit) -> list[EditImage]:
         """Make the n images with their requests, and allocate their arrays. Raises OverloadedError, and
         InvalidRequestError for a mask that is asked for outside of the picture."""
-        requests = EditRequests(prepared, self._memory.alloc)
+        requests = EditRequests(prepared, self._memory.alloc, self._given, self._values.make_places)
         return [self._make_image(requests, index) for index in range(self._edit.sampling.n)]
 
     def _make_image(self, requests: EditRequests, index: int) -> EditImage:
@@ -200,6 +207,14 @@ class EditPreparation:
         request = requests.make(index, f"{call}-{index}", arrival=self._ready_at, call_id=call, trace_context=context)
         assert request.picture.sampling.seed is not None
         return EditImage(index, request.picture.sampling.seed, request)
+
+
+def _check_partial_images(edit: EditInput, workflow: Workflow) -> None:
+    """Raises InvalidRequestError for previews that would not pass through a node of a user's class."""
+    between = workflow.last_between
+    if edit.partial_images and between is not None:
+        why = f"workflow '{workflow.name}' has pictures pass through '{between.name}', and previews would not"
+        raise InvalidRequestError(f"Invalid 'partial_images': {why}; leave it out.", param="partial_images")
 
 
 def _check_references(edit: EditInput, model: ModelInfo) -> None:

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
 from typing import Any
 
 import msgspec
@@ -24,10 +24,13 @@ from engine.images.image_ops import ALIGNMENT
 
 @dataclass(frozen=True, slots=True)
 class EditRequests:
-    """alloc: allocates bytes of shared memory, which the requests' arrays stay in."""
+    """alloc: allocates bytes of shared memory, which the requests' arrays stay in. given, make_places: inputs for nodes
+    of users' classes, and memory for what they make for one request, see ClassValues."""
 
     prepared: PreparedEdit
     alloc: Callable[[int], ArrayRef]
+    given: Mapping[str, ArrayRef] = field(default_factory=dict)
+    make_places: Callable[[], Mapping[str, ArrayRef]] = dict
 
     def make(self, index: int, request_id: str, *, arrival: float, call_id: str, trace_context: str) -> EngineRequest:
         """The request for image `index`; the rest as in EngineRequest. Raises InvalidRequestError for a mask that is
@@ -61,6 +64,7 @@ class EditRequests:
             "references": images.references,
             "canvases": {name: self._canvas(picture) for name, picture in images.canvases.items()},
             "cache_salt": edit.config.cache.salt(edit.edit.owner),
+            "inputs": dict(self.given),
         }
         if edit.edit.mask_request is not None:
             common |= self._sought()
@@ -74,12 +78,13 @@ class EditRequests:
     def _pictures(self) -> dict[str, Any]:
         """Memory for results and previews."""
         edit, shape = self.prepared, (self.prepared.prepared.height, self.prepared.prepared.width, 3)
-        num_previews, num_bytes = edit.num_partial_images, math.prod(shape)
-        num_pictures = num_previews + len(edit.graph.outputs)
+        num_bytes, num_pictures = math.prod(shape), edit.num_partial_images + 1
         pixels = self.alloc(num_pictures * num_bytes)
-        pictures = [Artefact(carve(pixels, number * num_bytes, shape, "uint8")) for number in range(num_pictures)]
-        outputs = dict(zip(edit.graph.outputs, pictures[num_previews:], strict=True))
-        return {"outputs": outputs, "previews": tuple(pictures[:num_previews])}
+        *previews, picture = (
+            Artefact(carve(pixels, number * num_bytes, shape, "uint8")) for number in range(num_pictures)
+        )
+        values = {name: Artefact(place, "value") for name, place in self.make_places().items()}
+        return {"outputs": {"picture": picture, **values}, "previews": tuple(previews)}
 
     def _canvas(self, picture: PreparedImages | PreparedCanvas) -> Canvas:
         """The canvas of one size. The prompt is encoded once for all, with the final template where the text encoder

@@ -83,7 +83,8 @@ class EditSession(Session):
         self._delivery = EditDelivery(
             self._services, self._results, self._caller, uploads, prepared, self._memory, self._span
         )
-        self._ticket.look_at_edit(RequestShape.of_request(images[0].request, self._model), self._delivery.image_seconds)
+        shape = RequestShape.of_request(images[0].request, self._model, self._services.served.workflows)
+        self._ticket.look_at_edit(shape, self._delivery.image_seconds)
         for image in images:
             image.request = msgspec.structs.replace(
                 image.request, deadline=self._ticket.worker_deadline, objective=self._ticket.worker_objective

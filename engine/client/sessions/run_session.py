@@ -8,20 +8,16 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections.abc import Mapping
-from typing import Any
 
-import numpy.typing as npt
-
-from core.errors import DeadlineExceededError, InvalidRequestError
-from core.graph.form import Form
-from core.graph.port_checks import port_of
+from core.errors import DeadlineExceededError
 from core.graph.workflow import Workflow
 from core.handles import ArrayRef
 from core.messages.engine import Aborted, EngineRequest, Failed, Finished
 from core.messages.specs import RunSpec
 from engine.client.run_input import RunInput
-from engine.client.run_values import RunValue, array_at, from_array, to_array
+from engine.client.run_values import RunValue
 from engine.client.services import Services
+from engine.client.sessions.class_values import ClassValues
 from engine.client.sessions.running_sessions import shut_down
 from engine.client.sessions.session import Session
 from engine.client.sessions.session_memory import SessionMemory
@@ -40,6 +36,7 @@ class RunSession(Session):
         self._asked = asked
         self._workflow = workflow
         self._memory = SessionMemory(services)
+        self._values = ClassValues(workflow, self._memory)
         self._places = dict[str, ArrayRef]()  # result -> its memory, uint8 [most bytes]
         self._answer: RequestOutput | None = None
 
@@ -49,7 +46,9 @@ class RunSession(Session):
         """
         try:
             async with asyncio.timeout(self._asked.timeout):
-                spec = RunSpec(inputs=await self._store_inputs(), outputs=self._make_places())
+                inputs = await self._values.store(self._asked.inputs)
+                self._places = self._values.make_places()
+                spec = RunSpec(inputs=inputs, outputs=self._places)
                 self._services.router.submit(self._make_request(spec), self._on_output)
                 self.is_submitted = True
                 async with self._services.sessions.until_shutdown():
@@ -67,36 +66,6 @@ class RunSession(Session):
                 raise shut_down()
         raise AssertionError(f"{self._id} runs classes, and was answered with {self._answer}")
 
-    async def _store_inputs(self) -> dict[str, ArrayRef]:
-        """Check the inputs, beside the event loop, and copy them to shared memory."""
-        arrays = await asyncio.to_thread(self._checked_inputs)
-        return {name: await self._memory.store_array(array) for name, array in arrays.items()}
-
-    def _checked_inputs(self) -> dict[str, npt.NDArray[Any]]:
-        return {name: to_array(name, self._form(name), value) for name, value in self._asked.inputs.items()}
-
-    def _form(self, name: str) -> Form:
-        port = port_of(self._workflow.inputs, name)
-        if port is None or port.form is None:
-            known = ", ".join(each.name for each in self._workflow.inputs) or "none"
-            what = f"workflow {self._workflow.name} has no such input; there are {known}"
-            raise InvalidRequestError(f"Invalid '{name}': {what}.", param=name)
-        return port.form
-
-    def _make_places(self) -> dict[str, ArrayRef]:
-        """Memory for the results, of the greatest size that is declared; it is taken when it is written."""
-        self._places = {name: self._memory.alloc(form.nbytes) for name, form in self._result_forms.items()}
-        return self._places
-
-    @property
-    def _result_forms(self) -> Mapping[str, Form]:
-        workflow = self._workflow
-        found = {
-            name: port_of(workflow.node(maker).makes, workflow.output_ports[name])
-            for name, maker in workflow.outputs.items()
-        }
-        return {name: port.form for name, port in found.items() if port is not None and port.form is not None}
-
     def _make_request(self, spec: RunSpec) -> EngineRequest:
         asked = self._asked
         return EngineRequest(
@@ -113,9 +82,8 @@ class RunSession(Session):
 
     def _read(self, shapes: Mapping[str, tuple[int, ...]]) -> dict[str, RunValue]:
         """Copies of the results."""
-        view, forms = self._services.arena.view, self._result_forms
-        arrays = {name: array_at(form, view(self._places[name]), shapes[name]).copy() for name, form in forms.items()}
-        return {name: from_array(forms[name], array) for name, array in arrays.items()}
+        places = {name: self._services.arena.view(place) for name, place in self._places.items()}
+        return self._values.read(places, shapes)
 
     def _on_output(self, output: RequestOutput) -> None:
         self._answer = output

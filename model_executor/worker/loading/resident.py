@@ -16,6 +16,7 @@ from torch import nn
 from core.cache_folder import user_cache_folder
 from core.config import AdapterConfig, ModelConfig
 from core.errors import ConfigError
+from core.graph.workflow import Workflow
 from core.handles import LoadedComponent, ModelKey
 from core.ipc.heap import keep_freed_memory
 from core.ipc.logs import of_request
@@ -62,8 +63,9 @@ class ResidentModels:
         keys: Mapping[str, Mapping[str, ModelKey]],
         segmenters: ResidentSegmenters,
         controlnets: ResidentControlnets,
+        workflows: Sequence[Workflow] = (),
     ) -> None:
-        """keys: from `component_keys`."""
+        """keys: from `component_keys`. workflows: of users."""
         self.segmenters, self.controlnets = segmenters, controlnets
         self._beside: tuple[SideComponents, ...] = (segmenters, controlnets)
         self._configs = {config.name: config for config in configs}
@@ -77,7 +79,7 @@ class ResidentModels:
             config.name: [self._read(config.name, adapter) for adapter in config.adapters] for config in configs
         }
         self._prompts_of = prompt_twins(opened, keys)
-        self._borrowed = {config.name: borrowed(config, keys) for config in configs}
+        self._borrowed = {config.name: borrowed(config, keys, workflows) for config in configs}
 
     def _read(self, model: str, config: AdapterConfig) -> Adapter:
         """Read an adapter and check that it fits, before minutes are spent on loading. Raises ConfigError."""
@@ -100,10 +102,11 @@ class ResidentModels:
         device_index: int = 0,
         num_workers: int = 1,
         model_bytes: int = 0,
+        workflows: Sequence[Workflow] = (),
     ) -> ResidentModels:
         """Open all models. has_device_tier: whether device memory may hold pages; without, mask-aware execution on a
         GPU is turned off. device_index, num_workers: as for `resolve_device`. model_bytes: that the weights of each may
-        take; 0: no limit. Raises ConfigError for a checkpoint that cannot be served.
+        take; 0: no limit. workflows: of users. Raises ConfigError for a checkpoint that cannot be served.
         """
         checkpoints = {
             config.name: ModelCheckpoint.open(config, device_index, num_workers, model_bytes) for config in configs
@@ -122,7 +125,7 @@ class ResidentModels:
         families = {name: make_family(checkpoint) for name, checkpoint in checkpoints.items()}
         for checkpoint in checkpoints.values():
             checkpoint.check_quantization()
-        check_players(configs, families)
+        check_players(configs, families, workflows)
         opened = {name: Opened(checkpoint, families[name]) for name, checkpoint in checkpoints.items()}
         device = next(iter(checkpoints.values())).device
         segmenters = {config.name: each for config in configs if (each := open_segmenter(config, device)) is not None}
@@ -131,7 +134,7 @@ class ResidentModels:
         together = device.type != "cpu" and not any(config.batch_invariant for config in configs)
         its_keys = component_keys(segmenter_parts(segmenters), folder)
         finding = ResidentSegmenters(segmenters, its_keys, together=together)
-        return cls(configs, opened, keys, finding, ResidentControlnets.open(configs, opened, folder))
+        return cls(configs, opened, keys, finding, ResidentControlnets.open(configs, opened, folder), workflows)
 
     def log_dtypes(self) -> None:
         """Log which dtypes `auto` is for the models, and why. Called once they are loaded: a start that fails says only

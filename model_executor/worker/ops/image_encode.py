@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from torch import Tensor
 from torch.nn.functional import adaptive_avg_pool2d
 
+from core.errors import RunError
 from core.messages.worker import Item, ItemResult
 from core.scheduling.ops.image_encode import ImageEncode
 from model_executor.models.base import ImageInputs
@@ -15,16 +16,16 @@ from model_executor.worker.ops.context import WorkerContext
 
 def encode_image(context: WorkerContext, items: Sequence[Item]) -> list[ItemResult]:
     """Encode one item's template, references and mask, and draw its noise. Its inputs, if there are any, are what
-    sampling starts from instead of the template, and the mask.
+    sampling starts from instead of the template, the mask, and a picture as its template.
     """
     (item,) = items
     work = item.work
     assert isinstance(work, ImageEncode)
-    given = {ref.input: context.read(ref) for ref in item.inputs}
+    given, size = {ref.input: context.read(ref) for ref in item.inputs}, (work.width, work.height)
     inputs = ImageInputs(
-        template=context.picture(work.template, work.width, work.height),
-        is_empty=work.template is None,
-        mask=_fitted(given["mask"], work) if "mask" in given else context.mask(work.mask, work.width, work.height),
+        template=_template(item, given["picture"]) if "picture" in given else context.picture(work.template, *size),
+        is_empty=work.template is None and "picture" not in given,
+        mask=_fitted(given["mask"], work) if "mask" in given else context.mask(work.mask, *size),
         seed=work.seed,
         num_inference_steps=work.num_inference_steps,
         num_denoising_steps=work.num_denoising_steps,
@@ -43,6 +44,16 @@ def encode_image(context: WorkerContext, items: Sequence[Item]) -> list[ItemResu
     named = {"latents": image.latents, "condition": image.condition, "outside": image.outside, "sigmas": sigmas}
     tensors = context.put(item, named) + context.put_state(item, image.state)
     return [ItemResult(item.request_id, item.node, tensors, sigmas=tuple(sigmas.tolist()))]
+
+
+def _template(item: Item, picture: Tensor) -> Tensor:
+    """A picture that another node has made. Raises RunError if it is not of the size of the pass."""
+    assert isinstance(item.work, ImageEncode)
+    height, width, _ = picture.shape
+    if (width, height) != (item.work.width, item.work.height):
+        wanted = f"{item.work.width} x {item.work.height}"
+        raise RunError.at(item.node, f"its picture is {width} x {height} px, and {wanted} px are encoded")
+    return picture.cpu()
 
 
 def _fitted(mask: Tensor, work: ImageEncode) -> Tensor:

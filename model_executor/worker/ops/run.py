@@ -33,9 +33,10 @@ def run(context: WorkerContext, items: Sequence[Item]) -> list[ItemResult]:
     with context.time_limits.of(item, context.classes.configs[item.model]):
         made = _execute(context, item, inputs)
         values = _checked(item, work.makes, made)
+        _check_picture(item, work, values)
         wait_for_device()
     for port, place in work.results.values():
-        there = context.shared(place)
+        there = context.shared(place).reshape(-1)
         there[: values[port].nbytes].copy_(_bytes_of(values[port]))
     shapes = {name: tuple(values[port].shape) for name, (port, _) in work.results.items()}
     return [ItemResult(item.request_id, item.node, context.put(item, values), shapes=shapes)]
@@ -80,6 +81,15 @@ def _checked(item: Item, makes: Sequence[Port], made: object) -> dict[str, Tenso
     if problem:
         raise RunError.at(item.node, f"class {item.model} returned {problem}")
     return {port.name: _output(item, port, values[port.name]) for port in makes}
+
+
+def _check_picture(item: Item, work: Run, values: Mapping[str, Tensor]) -> None:
+    """Raises RunError for the picture of a request that is not of its size."""
+    for port, place in work.results.values():
+        if len(place.shape) == 3 and tuple(values[port].shape) != place.shape:
+            (height, width, _), (own_height, own_width, _) = place.shape, values[port].shape
+            problem = f"it is {own_width} x {own_height} px, and the request's picture {width} x {height} px"
+            raise RunError.at(item.node, f"output {port} of class {item.model}: {problem}")
 
 
 @contextmanager

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 
 import pytest
-from run_workflows import DIAMOND, PICTURE, VECTOR, mixer, shouter
+from run_workflows import DIAMOND, GUARDED, JUDGED, PICTURE, REPAINTED, VECTOR, mixer, shouter
 
 import core.scheduling.ops  # noqa: F401  registers the ops
 from core.errors import WorkflowError
@@ -15,6 +15,7 @@ from core.graph.form import INTEGER, MAX_FORM_BYTES, NUMBER, TRUTH, Form, pictur
 from core.graph.op import Port
 from core.graph.port_checks import MAX_PORTS, MAX_TEXT_LITERALS
 from core.graph.workflow import Edge, Node, Region, Workflow
+from core.graph.workflows.inpaint import PREVIEW
 
 A, B = Port.of("a", VECTOR), Port.of("b", VECTOR, is_optional=True)
 LONG = Port.of("a", tensor("float32", 17))
@@ -23,6 +24,16 @@ ODD = Port.of("vector", tensor("bfloat16", 16))
 
 def test_the_workflows_of_these_tests_are_sound() -> None:
     assert with_registered([DIAMOND], ["mixer"]).keys() == {*WORKFLOWS, "diamond"}
+
+
+def test_workflows_for_pictures_have_variants_for_masks_to_find_and_for_controlnets() -> None:
+    """Whose previews would not pass through the class either."""
+    found = with_registered([GUARDED, JUDGED], ["guard"])
+    names = ("guarded", "controlled_guarded", "selected_guarded", "selected_controlled_guarded")
+    between = [found[name].last_between for name in names]
+    assert [node and node.name for node in between] == ["guard"] * 4
+    assert found["selected_judged"].last_between is None
+    assert found["selected_controlled_judged"].nodes[0].op == "segment"
 
 
 def changed(name: str, **changes: object) -> Workflow:
@@ -92,7 +103,20 @@ def changed(name: str, **changes: object) -> Workflow:
         (changed("left", takes=(A, Port.of("b", Form("text")))), "left", "b", "is no shape of a text"),
         (replace(DIAMOND, inputs=(Port.of("vector", VECTOR, is_optional=True),)), "top", "a", "may be left out"),
         (replace(DIAMOND, outputs={"sum": "none"}, output_ports={"sum": "y"}), "none", "", "there is no node none"),
-        (replace(DIAMOND, nodes=(*DIAMOND.nodes, Node("image", "image_encode"))), "image", "", "works for pictures"),
+        (replace(DIAMOND, nodes=(*DIAMOND.nodes, Node("text", "text_encode"))), "", "picture", "a picture that is no"),
+        (replace(GUARDED, nodes=(*GUARDED.nodes, PREVIEW)), "preview", "", "do not pass through guard; leave it out"),
+        (replace(REPAINTED, nodes=(*REPAINTED.nodes, PREVIEW)), "preview", "", "do not pass through guard; leave it"),
+        (replace(REPAINTED, is_mask_aware=True), "again_encode", "picture", "read pages of the request's own picture"),
+        (
+            replace(GUARDED, outputs={"picture": "guard"}, output_ports={"picture": "mean"}),
+            "",
+            "picture",
+            "it is a number, and a picture is due",
+        ),
+        (replace(JUDGED, outputs={**JUDGED.outputs, "more": "denoise"}), "", "more", "denoise makes no such result"),
+        (replace(JUDGED, outputs={**JUDGED.outputs, "picture": "denoise"}), "", "picture", "denoise makes no such"),
+        (replace(JUDGED, output_ports={**JUDGED.output_ports, "picture": "x"}), "", "picture", "decode makes no such"),
+        (replace(GUARDED, inputs=(Port("prompt", "text"), *GUARDED.inputs[1:])), "", "prompt", "it has no form"),
         (replace(WORKFLOWS["inpaint"], output_ports={"picture": "x"}), "", "", "of nodes with ports of their own"),
     ],
 )

@@ -130,7 +130,7 @@ class LanePass(StepPass):
             return decisions
         making_steps.update(rank for group in self.groups.values() for rank in group)
         dispatches = (each for each in decisions if isinstance(each, Dispatch) and each.ranks[0] not in making_steps)
-        others = [each for each in dispatches if not each.items[0][0].workflow.has_own_ports]
+        others = [each for each in dispatches if not op_of(each.items[0][1]).has_own_ports]
         first: dict[int, Dispatch] = {}
         for each in sorted(others, key=self._seconds):
             first.setdefault(each.ranks[0], each)
@@ -157,7 +157,7 @@ class LanePass(StepPass):
         whose pages are on one device goes there, and one of a user's class where the least is to do.
         """
         ranks = self.view.ranks_with(request.keys_of(node))
-        if request.workflow.has_own_ports:
+        if op_of(node).has_own_ports:
             return self._least_given(request, node, ranks)
         device = self._device(request, node)
         if device is not None:

@@ -80,10 +80,11 @@ class RepeatedSteps:
 
 def is_elsewhere(view: View, request: Request, homes: StepHomes) -> bool:
     """Whether a request has begun, has nothing on the open ranks, and is not at home on one of them. Other work of it
-    than previews goes there or to a rank without requests.
+    than previews goes there or to a rank without requests, but nodes of users' classes go anywhere.
     """
     return (
         request.status is Status.RUNNING
+        and not request.workflow.has_own_ports
         and view.open_ranks.isdisjoint(request.ranks)
         and homes.of(request) not in (None, *view.open_ranks)
     )

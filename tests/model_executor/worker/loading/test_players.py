@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import json
 import shutil
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 
 import msgspec
@@ -16,10 +17,12 @@ from diffusers import (
     EulerAncestralDiscreteScheduler,
     EulerDiscreteScheduler,
 )
+from run_workflows import DIAMOND, REPAINTED
 from safetensors.torch import load_file, save_file
 
 from core.config import REFINER_ROLES, ModelConfig, RequestDefaults
 from core.errors import ConfigError
+from core.graph.workflow import Node, Workflow
 from core.graph.workflows.refined import REFINED
 from model_executor.worker.loading.resident import ResidentModels
 from tools.random_checkpoints import make_flux, make_klein, make_sd3
@@ -50,10 +53,12 @@ def paths(tmp_path_factory: pytest.TempPathFactory) -> Mapping[str, Path]:
     return made
 
 
-def opened(paths: Mapping[str, Path], base: str, *others: str, **settings: object) -> ResidentModels:
-    """settings: of the first one."""
+def opened(
+    paths: Mapping[str, Path], base: str, *others: str, workflows: Sequence[Workflow] = (), **settings: object
+) -> ResidentModels:
+    """workflows: of users. settings: of the first one."""
     configs = [ModelConfig(model=str(paths[name]), served_model_name=name, dtype="float32") for name in (base, *others)]
-    return ResidentModels.open([msgspec.structs.replace(configs[0], **settings), *configs[1:]])
+    return ResidentModels.open([msgspec.structs.replace(configs[0], **settings), *configs[1:]], workflows=workflows)
 
 
 @pytest.mark.parametrize(
@@ -139,6 +144,50 @@ def test_roles_and_workflows_that_no_request_could_use_are_refused(
     several = {**paths, "flux2": paths["flux"]}
     with pytest.raises(ConfigError) as caught:
         opened(several, "flux", "flux2", "sd3", **settings)
+    assert str(caught.value).startswith(f"flux: {said}")
+
+
+def second_pass_by_another() -> Workflow:
+    """REPAINTED, with roles of their own for the nodes of the second pass."""
+    kinds = {"again_encode": "vae", "again": "transformer", "again_decode": "vae"}
+    nodes = (replace(each, role=f"second_{kinds.get(each.name, '')}") for each in REPAINTED.nodes if each.name in kinds)
+    encode, again, decode = nodes
+    text = (replace(each, source="text") if each.source == "text_encode" else each for each in again.inputs)
+    first = (each for each in REPAINTED.nodes if each.name not in kinds)
+    own = Node("text", "text_encode", role="second_text_encoder")
+    return replace(REPAINTED, nodes=(*first, own, encode, replace(again, inputs=tuple(text)), decode))
+
+
+def test_a_model_names_a_workflow_of_a_user_and_binds_its_roles(paths: Mapping[str, Path]) -> None:
+    mine = second_pass_by_another()
+    roles = dict.fromkeys(("second_text_encoder", "second_vae", "second_transformer"), "flux2")
+    several = {**paths, "flux2": paths["flux"]}
+    info, other = opened(several, "flux", "flux2", workflows=[mine], workflow="repainted", roles=roles).ready(0).models
+    assert (info.workflow, info.roles) == ("repainted", roles)
+    assert {*info.needs} == {*info.components, *other.components}
+
+
+@pytest.mark.parametrize(
+    ("settings", "said"),
+    [
+        (
+            {"workflow": "diamond"},
+            "workflow: there is no diamond; there are inpaint, hires, ",
+        ),
+        ({"workflow": "repainted"}, "workflow: repainted needs other models as second_text_encoder and second_vae and"),
+        (
+            {"roles": dict.fromkeys(("second_text_encoder", "second_transformer"), "flux2")},
+            "roles: second_text_encoder is of repainted, which needs other models as second_vae too",
+        ),
+        ({"roles": {"guard": "flux2"}}, "roles: no workflow has a role guard; there are"),
+    ],
+)
+def test_what_a_workflow_of_a_user_has_not_is_refused(
+    paths: Mapping[str, Path], settings: Mapping[str, object], said: str
+) -> None:
+    served = [second_pass_by_another(), DIAMOND]
+    with pytest.raises(ConfigError) as caught:
+        opened({**paths, "flux2": paths["flux"]}, "flux", "flux2", workflows=served, **settings)
     assert str(caught.value).startswith(f"flux: {said}")
 
 

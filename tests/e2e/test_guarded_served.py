@@ -1,0 +1,231 @@
+"""Edits whose pictures pass through a user's class: on real workers, beside edits of other workflows."""
+
+from __future__ import annotations
+
+import asyncio
+import io
+from collections.abc import AsyncIterator
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import numpy as np
+import numpy.typing as npt
+import pytest
+import pytest_asyncio
+from engines import serving_engine
+from fault_kit import make_input, processes, until
+from PIL import Image
+from run_workflows import CLASSES, GUARDED, JUDGED, REPAINTED
+
+from core.config import EngineConfig, ModelConfig, SchedulerConfig, StencilConfig
+from core.errors import InvalidRequestError, RunError
+from core.sampling_params import SamplingParams
+from engine.client.async_engine import AsyncEngine
+from engine.client.edit_types import EditInput, EditReport
+from engine.client.upload import BytesUpload
+
+pytestmark = pytest.mark.asyncio(loop_scope="module")
+
+SIDE = 96
+MODELS = {"plain": "", "guarded": "guarded", "judged": "judged", "repainted": "repainted"}
+"""Model -> its workflow. All have the same components."""
+
+
+@pytest_asyncio.fixture(params=[1, 2], scope="module", loop_scope="module")
+async def engine(request: pytest.FixtureRequest, tiny_checkpoint: Path) -> AsyncIterator[AsyncEngine]:
+    models = tuple(
+        ModelConfig(
+            model=str(tiny_checkpoint),
+            served_model_name=name,
+            workflow=workflow,
+            dtype="float32",
+            device="cpu",
+            threads=1,
+        )
+        for name, workflow in MODELS.items()
+    )
+    engine = EngineConfig(
+        models=models,
+        scheduler=SchedulerConfig(max_retries=100),
+        workers_per_engine=request.param,
+        classes=CLASSES,
+        workflows=(GUARDED, JUDGED, REPAINTED),
+    )
+    async with serving_engine(StencilConfig(engine=engine, arena_bytes=2**27)) as serving:
+        yield serving
+
+
+async def edited(engine: AsyncEngine, model: str, edit: EditInput) -> tuple[bytes, EditReport]:
+    """The file of the final picture, and its report."""
+    async with engine.edit(f"{model}-{id(edit)}", edit, engine.choose_model(model)) as outputs:
+        *_, (data, report) = [(bytes(output.data), output.report) async for output in outputs]
+    assert report is not None
+    return data, report
+
+
+def pixels_of(file: bytes) -> npt.NDArray[np.uint8]:
+    return np.asarray(Image.open(io.BytesIO(file)).convert("RGB"))
+
+
+def asked(seed: int, prompt: str = "a red shirt", steps: int = 4, **changes: Any) -> EditInput:
+    return replace(make_input(seed, steps, prompt, side=SIDE), **changes)
+
+
+def inside(file: bytes) -> npt.NDArray[np.uint8]:
+    """What was made: the middle third."""
+    return pixels_of(file)[SIDE // 3 : 2 * SIDE // 3, SIDE // 3 : 2 * SIDE // 3]
+
+
+ALIKE = ("plain", "guarded", "judged")
+"""They make the same pictures."""
+
+BAD = "a bad shirt"
+
+SEEN_BYTES = 2**22
+"""Of the memory that the API server shares: all that these edits take."""
+
+
+@pytest.mark.parametrize("exact", [False, True], ids=["mask-aware", "exact"])
+async def test_a_picture_that_is_blacked_out_never_comes_to_where_the_caller_sees_it(
+    engine: AsyncEngine, exact: bool
+) -> None:
+    edit = asked(50 + exact, f"{BAD}, slow")
+    edit = replace(edit, sampling=msgspec.structs.replace(edit.sampling, mask_aware=not exact))
+    task, seen = asyncio.create_task(edited(engine, "guarded", edit)), set[bytes]()
+    while not task.done():
+        seen.add(engine.services.arena.shared._bytes[:SEEN_BYTES].tobytes())
+        assert engine.services.arena.used_bytes <= SEEN_BYTES
+        await asyncio.sleep(0.03)
+    black, report = await task
+    assert not inside(black).any()
+    assert report.values["is_bad"] is True
+    assert report.exact_reason == ("asked" if exact else None)
+    plain, _ = await edited(engine, "plain", edit)
+    made = inside(plain)
+    assert made.any()
+    assert not any(row.tobytes() in memory for memory in seen for row in made)
+    np.testing.assert_array_equal(outside(black), outside(plain))
+
+
+def outside(file: bytes) -> npt.NDArray[np.uint8]:
+    picture = pixels_of(file).copy()
+    picture[SIDE // 3 : 2 * SIDE // 3, SIDE // 3 : 2 * SIDE // 3] = 0
+    return picture
+
+
+async def test_a_picture_that_passes_is_that_of_the_plain_edit(engine: AsyncEngine) -> None:
+    for seed in range(2):
+        edit = asked(seed)
+        (plain, _), (guarded, report), (judged, other) = [await edited(engine, name, edit) for name in ALIKE]
+        assert plain == guarded == judged
+        assert report.values == other.values
+        assert report.values["is_bad"] is False
+
+
+async def test_edits_through_a_class_share_steps_with_plain_ones(engine: AsyncEngine) -> None:
+    before = mixed_steps(engine)
+    edits = {name: asked(7, prompt, steps=60) for name, prompt in zip(ALIKE, ("a hat", BAD, "a hat"), strict=True)}
+    files = await asyncio.gather(*(edited(engine, name, edit) for name, edit in edits.items()))
+    (plain, _), (black, report), (judged, other) = files
+    assert mixed_steps(engine) > before or len(processes("worker")) > 1, "of several ranks, each may have its own"
+    assert not inside(black).any()
+    assert (report.values["is_bad"], other.values["is_bad"]) == (True, False)
+    assert np.abs(pixels_of(plain).astype(int) - pixels_of(judged)).max() <= 1, "rounding, which depends on the batch"
+
+
+def mixed_steps(engine: AsyncEngine) -> int:
+    (stats,) = engine.stats
+    assert stats is not None
+    return int(stats.mixed_steps)
+
+
+async def test_crops_sizes_and_formats_are_made_of_what_the_class_has_returned(engine: AsyncEngine) -> None:
+    wanted: list[dict[str, Any]] = [
+        {"padding_mask_crop": 8},
+        {"output_size": (64, 80)},
+        {"output_format": "jpeg"},
+        {"output_format": "webp", "base64": False},
+        {"mask_feather": 2.0},
+    ]
+    for changes in wanted:
+        black, _ = await edited(engine, "guarded", asked(9, BAD, **changes))
+        plain, _ = await edited(engine, "plain", asked(9, BAD, **changes))
+        height, width, _ = pixels_of(black).shape
+        part = slice(height // 2 - 8, height // 2 + 8), slice(width // 2 - 8, width // 2 + 8)
+        assert pixels_of(black)[part].max() <= 2, changes
+        assert pixels_of(plain)[part].max() > 50, changes
+    generated, _ = await edited(engine, "guarded", EditInput(prompt=BAD, canvas_size=(64, 64)))
+    assert not pixels_of(generated).any()
+
+
+async def test_what_would_slip_past_the_class_is_refused_by_name(engine: AsyncEngine) -> None:
+    with pytest.raises(InvalidRequestError, match="workflow 'guarded' has pictures pass through 'guard'") as refused:
+        await edited(engine, "guarded", asked(1, partial_images=1))
+    assert refused.value.param == "partial_images"
+    async with engine.edit("shown", asked(1, partial_images=1), engine.choose_model("judged")) as outputs:
+        assert [output.partial_index async for output in outputs] == [0, None]
+
+
+@pytest.mark.parametrize(
+    ("inputs", "param"),
+    [({"strictness": "much"}, "strictness"), ({"strictness": float("nan")}, "strictness"), ({"other": 1}, "other")],
+)
+async def test_an_input_that_is_not_as_declared_is_refused(
+    engine: AsyncEngine, inputs: dict[str, Any], param: str
+) -> None:
+    with pytest.raises(InvalidRequestError) as refused:
+        await edited(engine, "guarded", asked(1, inputs=inputs))
+    assert refused.value.param == param
+
+
+async def test_a_class_gets_what_the_request_gives(engine: AsyncEngine) -> None:
+    lenient, report = await edited(engine, "guarded", asked(3, BAD, inputs={"strictness": 0}))
+    plain, _ = await edited(engine, "plain", asked(3, BAD))
+    assert lenient == plain
+    assert report.values["is_bad"] is False
+    with pytest.raises(InvalidRequestError, match="there are none"):
+        await edited(engine, "plain", asked(3, inputs={"strictness": 0}))
+
+
+async def test_a_picture_of_another_size_fails_its_edit_alone(engine: AsyncEngine) -> None:
+    wrong, right = asked(4, "a large shirt"), asked(4)
+    results = await asyncio.gather(
+        edited(engine, "guarded", wrong), edited(engine, "guarded", right), return_exceptions=True
+    )
+    assert isinstance(results[0], RunError)
+    assert "output image of class guard: it is 96 x 104 px, and the request's picture 96 x 96 px" in str(results[0])
+    assert not isinstance(results[1], BaseException)
+    with pytest.raises(RunError, match="node again_encode: its picture is 96 x 104 px, and 96 x 96 px are encoded"):
+        await edited(engine, "repainted", wrong)
+
+
+@pytest.mark.parametrize("prompt", ["a shirt", BAD])
+async def test_a_second_pass_paints_over_what_the_class_has_returned(engine: AsyncEngine, prompt: str) -> None:
+    sampling = SamplingParams(num_inference_steps=4, seed=5)
+    first = EditInput(prompt=prompt, canvas_size=(64, 64), sampling=sampling)
+    passed, _ = await edited(engine, "guarded", first)
+    half = msgspec.structs.replace(sampling, strength=0.5, mask_aware=False)
+    expected, _ = await edited(engine, "plain", EditInput(prompt=prompt, image=BytesUpload(passed), sampling=half))
+    twice, report = await edited(engine, "repainted", first)
+    np.testing.assert_array_equal(pixels_of(twice), pixels_of(expected))
+    assert report.values == {"is_bad": prompt == BAD}
+
+
+async def test_an_edit_passes_the_class_again_when_its_ranks_die_meanwhile(engine: AsyncEngine, tmp_path: Path) -> None:
+    """Once: a model whose batches end ranks twice is not run for a while. All ranks, so that nothing is left of the
+    decoded picture.
+    """
+    waits = tmp_path / "waits"
+    edit = asked(8, f"{BAD}, wait {waits}")
+    task = asyncio.create_task(edited(engine, "guarded", edit))
+    await until(waits.exists)
+    for worker in (workers := processes("worker")):
+        worker.kill()
+    black, report = await task
+    assert not set(workers) & set(processes("worker"))
+    assert not inside(black).any()
+    assert report.values["is_bad"] is True
+    lenient = replace(edit, inputs={"strictness": 0.0})
+    assert (await edited(engine, "guarded", lenient))[0] == (await edited(engine, "plain", edit))[0]
