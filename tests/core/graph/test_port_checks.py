@@ -69,7 +69,7 @@ def changed(name: str, **changes: object) -> Workflow:
             "it has 65 inputs; there may be 64",
         ),
         (changed("left", makes=(Port.of("y", VECTOR, is_optional=True),)), "left", "", "none is optional"),
-        (changed("top", chooses=True), "top", "", "chooses no reader"),
+        (changed("top", chooses=True), "top", "", "makes the text chosen"),
         (changed("left", op="upscale"), "left", "", "op upscale has ports already"),
         (changed("left", op="no such"), "left", "", "there is no op no such"),
         (replace(DIAMOND, output_ports={"sum": "y"}), "", "mean", "which output of end it is must be named"),
