@@ -8,7 +8,15 @@ import json
 import msgspec
 
 from core.handles import ModelKey
-from core.validation import check_choice, check_decimal, check_filled, check_integer, check_length, check_matches, conform
+from core.validation import (
+    check_choice,
+    check_decimal,
+    check_filled,
+    check_integer,
+    check_length,
+    check_matches,
+    conform,
+)
 
 RUN_CLASS = "class"
 """Kind of component that a class is, see ModelKey."""
