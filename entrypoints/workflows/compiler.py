@@ -27,11 +27,12 @@ _GATES = text(4096)
 
 
 def compile_workflow(workflow: Workflow) -> Registered:
-    """The workflow as data, which `core.graph.check` has still to check. Raises WorkflowError that names node and input.
+    """The workflow as data, which `core.graph.check` has still to check. Raises WorkflowError that names node and
+    input.
 
-    A call becomes the node that its model is lowered to. What the engine's graph has no edge for becomes a node between:
-    a loop's first value that no node makes under the carried one's name, a result that a loop or nobody makes, the
-    beginning of a branch, and its end.
+    A call becomes the node that its model is lowered to. What the engine's graph has no edge for becomes a node
+    between: a loop's first value that no node makes under the carried one's name, a result that a loop or nobody makes,
+    the beginning of a branch, and its end.
     """
     workflow.check_closed()
     return _Compiler(workflow).compiled()

@@ -49,7 +49,7 @@ def _import(order: ImportOrder) -> Registered:
     module = ModuleType(order.module)
     module.__file__ = order.file
     sys.modules[order.module] = module
-    exec(compile(order.source, order.file, "exec"), vars(module))
+    exec(compile(order.source, order.file, "exec", dont_inherit=True), vars(module))
     found = {id(each): each for each in vars(module).values() if isinstance(each, Workflow)}
     if not found:
         raise WorkflowError("it has no workflow; let a variable of the module be a Workflow(name=...)", node="")

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 
 import msgspec
 
@@ -21,15 +21,11 @@ class Registered(msgspec.Struct, frozen=True):
     def together(cls, several: Iterable[Registered]) -> Registered:
         """All of them; a class that several have is in it once. Raises WorkflowError for a name of two workflows."""
         workflows: dict[str, Workflow] = {}
-        classes: dict[str, RunClass] = {}
+        classes: list[RunClass] = []
         for each in several:
             for workflow in each.workflows:
                 if workflow.name in workflows:
                     raise WorkflowError(f"workflow {workflow.name}: two have this name; give one another", node="")
                 workflows[workflow.name] = workflow
-            classes |= _by_name(each.classes)
-        return cls(tuple(workflows.values()), tuple(classes.values()))
-
-
-def _by_name(classes: Sequence[RunClass]) -> dict[str, RunClass]:
-    return {each.name: each for each in classes}
+            classes += [other for other in each.classes if other not in classes]
+        return cls(tuple(workflows.values()), tuple(classes))

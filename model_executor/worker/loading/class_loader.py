@@ -80,7 +80,7 @@ def _module_of_text(name: str, config: RunClass) -> ModuleType:
     module.__file__ = config.file
     sys.modules[name] = module  # before it runs, as with an import: what it defines may look itself up
     try:
-        exec(compile(config.source, config.file or name, "exec"), vars(module))
+        exec(compile(config.source, config.file or name, "exec", dont_inherit=True), vars(module))
     except BaseException:
         del sys.modules[name]
         raise

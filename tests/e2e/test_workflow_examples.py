@@ -1,0 +1,133 @@
+"""The workflows of examples/workflows on real workers: what they make is what their models make, called in a row."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator, Mapping
+from pathlib import Path
+from random import Random
+from types import ModuleType
+from typing import Any
+
+import numpy as np
+import psutil
+import pytest
+import pytest_asyncio
+import torch
+from engines import serving_engine
+from fault_kit import processes, until
+
+from core.config import EngineConfig, ModelConfig, SchedulerConfig, StencilConfig
+from core.errors import InvalidRequestError
+from engine.client.async_engine import AsyncEngine
+from engine.client.run_input import RunInput
+from entrypoints.workflows.registered import Registered
+from entrypoints.workflows.workflow_files import read_workflows
+
+pytestmark = pytest.mark.asyncio(loop_scope="module")
+
+EXAMPLES = Path(__file__).resolve().parents[2] / "examples" / "workflows"
+
+
+@pytest.fixture(scope="module")
+def examples() -> Registered:
+    return read_workflows([EXAMPLES])
+
+
+@pytest_asyncio.fixture(params=[1, 2], scope="module", loop_scope="module")
+async def engine(
+    request: pytest.FixtureRequest, tiny_checkpoint: Path, examples: Registered
+) -> AsyncIterator[AsyncEngine]:
+    model = ModelConfig(model=str(tiny_checkpoint), served_model_name="tiny", dtype="float32", device="cpu", threads=1)
+    config = EngineConfig(
+        models=(model,),
+        scheduler=SchedulerConfig(max_retries=100),
+        workers_per_engine=request.param,
+        classes=examples.classes,
+        workflows=examples.workflows,
+    )
+    async with serving_engine(StencilConfig(engine=config)) as engine:
+        yield engine
+
+
+def module_of(name: str) -> ModuleType:
+    """An example, run in this process."""
+    path = EXAMPLES / f"{name}.py"
+    module = ModuleType(name)
+    exec(compile(path.read_text(), str(path), "exec"), vars(module))
+    return module
+
+
+def called(module: ModuleType, kind: str, settings: Mapping[str, Any] | None = None, **inputs: Any) -> dict[str, Any]:
+    model = getattr(module, kind)(**settings or {})
+    model.load("cpu", torch.float32)
+    made: dict[str, Any] = model.execute(**inputs)
+    return made
+
+
+def expected(name: str, image: np.ndarray[Any, Any], num_steps: int) -> dict[str, Any]:
+    """What the models of an example make, one called after the other."""
+    module, picture = module_of(name), torch.from_numpy(image.copy())
+    if name == "safety":
+        return called(module, "Safety", image=picture, most_red=80.0)
+    if name == "two_models":
+        for power in (0.5, 3.0):
+            picture = called(module, "Tone", {"power": power}, image=picture)["image"]
+    if name == "branch" and called(module, "Judge", image=picture)["verdict"] == "dark":
+        picture = called(module, "Lighten", image=picture)["image"]
+    if name == "loop":
+        heat = called(module, "Encode", image=picture)["latents"]
+        for step in range(num_steps):
+            heat = called(module, "Spread", heat=heat, step=step)["spread"]
+        picture = called(module, "Decode", latents=heat)["picture"]
+    return {"picture": picture}
+
+
+def asked(random: Random) -> tuple[str, np.ndarray[Any, Any], int, RunInput]:
+    rng = np.random.default_rng(random.randrange(1 << 30))
+    name = random.choice(["safety", "two_models", "branch", "loop"])
+    sides, brightest = (random.randint(1, 24), random.randint(1, 24), 3), random.choice([120, 256])
+    image = rng.integers(0, brightest, sides, np.uint8) // np.array([1, *random.choice([(1, 1), (9, 9)])], np.uint8)
+    num_steps = random.randint(1, 4)
+    inputs: dict[str, Any] = {"image": image} | ({"num_steps": num_steps} if name == "loop" else {})
+    return name, image, num_steps, RunInput(workflow=name, inputs=inputs)
+
+
+def is_same(made: Any, wanted: Any) -> bool:
+    return np.array_equal(made, wanted.numpy()) if isinstance(wanted, torch.Tensor) else made is wanted
+
+
+async def test_the_examples_make_what_their_models_make_whatever_dies(engine: AsyncEngine) -> None:
+    random = Random(3)
+    runs = [asked(random) for _ in range(60)]
+    running = []
+    for index, (*_, request) in enumerate(runs):
+        running.append(asyncio.create_task(engine.run(f"run-{index}", request)))
+        if index in (20, 40):
+            await asyncio.sleep(0.03)
+            await until(lambda: bool(processes("worker")), 10)
+            psutil.Process(random.choice(processes("worker")).pid).kill()
+    results = await asyncio.wait_for(asyncio.gather(*running), 120)
+    seen = set()
+    for (name, image, num_steps, _), made in zip(runs, results, strict=True):
+        wanted = expected(name, image, num_steps)
+        assert made.keys() == wanted.keys()
+        assert all(is_same(made[each], wanted[each]) for each in made), name
+        seen.add((name, np.array_equal(made["picture"], image)))
+    assert {("branch", True), ("branch", False), ("safety", True), ("safety", False)} <= seen
+    await until(lambda: engine.services.arena.used_bytes == 0, 10)
+
+
+@pytest.mark.parametrize("num_steps", [0, 201])
+async def test_a_number_of_rounds_is_checked_at_the_door(engine: AsyncEngine, num_steps: int) -> None:
+    image = np.zeros((2, 2, 3), np.uint8)
+    with pytest.raises(InvalidRequestError) as caught:
+        await engine.run("wrong", RunInput(workflow="loop", inputs={"image": image, "num_steps": num_steps}))
+    assert caught.value.param == "num_steps"
+
+
+async def test_rounds_that_the_workflow_says_are_not_given_apart(engine: AsyncEngine) -> None:
+    inputs: dict[str, Any] = {"image": np.zeros((2, 2, 3), np.uint8), "num_steps": 1}
+    with pytest.raises(InvalidRequestError) as caught:
+        await engine.run("twice", RunInput(workflow="loop", inputs=inputs, rounds=(1,)))
+    assert caught.value.param == "rounds"
