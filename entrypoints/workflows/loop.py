@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from typing import NoReturn
 
 from core.errors import WorkflowError
 from core.graph.workflow import Literal
 from entrypoints.workflows.call import Call
 from entrypoints.workflows.value import Value
+
+_PLAIN = (bool, int, float, str)
 
 
 class Loop:
@@ -22,7 +24,8 @@ class Loop:
                                                                       round before
 
     All else, such as other models in another round, is refused. So Python's own rules decide which variable means what,
-    and values may be kept in lists or attributes as well.
+    and values may be kept in lists or attributes as well. A variable that only Python changes from round to round, such
+    as a number that is halved, is refused, too: after the loop, it would have its value of two rounds.
     """
 
     def __init__(self, name: str, rounds: str | int, workflow: str) -> None:
@@ -48,8 +51,10 @@ class Loop:
         """Node of the second round -> the same in the first one, which stands for it in the graph."""
         return {other.node: one.node for one, other in zip(self.first, self.second, strict=False)}
 
-    def close(self) -> None:
-        """Compare the rounds. Raises WorkflowError that names node and input."""
+    def close(self, after_first: Mapping[str, object], after_second: Mapping[str, object]) -> None:
+        """Compare the rounds. after_first, after_second: variables after each. Raises WorkflowError that names node and
+        input.
+        """
         for one, other in zip(self.first, self.second, strict=False):
             if type(one.model) is not type(other.model) or one.model.settings != other.model.settings:
                 self._fail(one.node, "", f"the second round has {type(other.model).__name__} in its place")
@@ -61,6 +66,9 @@ class Loop:
         renamed = self.renamed
         for one, name, first, second in self._arguments():
             self._compare(one, name, first, second, renamed)
+        for name, first_value in after_first.items():
+            if name in after_second and self._is_changed(first_value, after_second[name]):
+                self._fail("", name, "this variable changes from round to round, and no model makes its value")
 
     def _arguments(self) -> Iterator[tuple[Call, str, Value | Literal, Value | Literal]]:
         for one, other in zip(self.first, self.second, strict=True):
@@ -82,7 +90,16 @@ class Loop:
             if not isinstance(first, Value) or first.key != expected:
                 self._fail(call.node, name, f"it is {first} in the first round and another value in the second")
 
+    def _is_changed(self, first: object, second: object) -> bool:
+        """Whether a variable has other values after two rounds, of which no node of these makes one."""
+        made = {each.node for each in (*self.first, *self.second)}
+        if isinstance(first, Value) and isinstance(second, Value):
+            return made.isdisjoint((first.node, second.node)) and first.key != second.key
+        is_plain = isinstance(first, _PLAIN) and isinstance(second, _PLAIN)
+        return is_plain and (type(first), first) != (type(second), second)
+
     def _fail(self, node: str, name: str, problem: str) -> NoReturn:
-        where = f"{node}, input {name}" if name else node
+        where = f"node {node}" if node else self.name
+        where = f"{where}, {'input' if node else 'variable'} {name}" if name else where
         rule = "all rounds of a loop are alike, but for what the round before has made"
-        raise WorkflowError(f"workflow {self._workflow}, node {where}: {problem}; {rule}", node=node, input=name)
+        raise WorkflowError(f"workflow {self._workflow}, {where}: {problem}; {rule}", node=node, input=name)

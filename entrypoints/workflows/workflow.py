@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import sys
 from collections.abc import Callable, Iterator, Mapping
 from itertools import count
 from typing import Any, NoReturn, Self
@@ -106,12 +107,15 @@ class Workflow:
         if self._branch is not None:
             self._fail("", "a loop cannot be in a branch; put it before or behind the choice")
         loop = self._loop = Loop(self.named("loop"), self._rounds(number), self.name)
-        counter, step = Count(), -1
-        for loop.is_second in (False, True):
-            (step,) = self.record(counter, {"step": step})  # type: ignore[assignment]
-            yield step  # type: ignore[misc]
+        counter = Count()
+        (step,) = self.record(counter, {"step": -1})
+        yield step
+        after_first = dict(sys._getframe(1).f_locals)  # of the code that the loop is in
+        loop.is_second = True
+        (step,) = self.record(counter, {"step": step})
+        yield step
         self._loop = None
-        loop.close()
+        loop.close(after_first, sys._getframe(1).f_locals)
         self._renamed |= loop.renamed
         self._is_of_first |= set(loop.renamed.values())
         self.loops.append(loop)
