@@ -436,9 +436,10 @@ def _adapters(loras: Mapping[str, str | Path]) -> tuple[AdapterConfig, ...]:
 
 def _registered(classes: Sequence[RunClass], workflows: Sequence[Workflow | str | Path]) -> Registered:
     """What users have registered, with the workflows of the files among it."""
-    each = _all_of("workflows", workflows, Workflow | str | Path)
-    graphs = tuple(graph for graph in each if isinstance(graph, Workflow))
-    files = [file for file in each if not isinstance(file, Workflow)]
+    for index, each in enumerate(conformed("workflows", workflows, Sequence)):
+        conformed(f"workflows[{index}]", each, Workflow | str | Path)
+    graphs = tuple(each for each in workflows if isinstance(each, Workflow))
+    files = [each for each in workflows if not isinstance(each, Workflow)]
     return Registered.together(
         [Registered(graphs, tuple(_all_of("classes", classes, RunClass))), read_workflows(files)]
     )

@@ -36,7 +36,7 @@ def main() -> None:
     order.limits.apply()
     try:
         forbid_processes()
-        answer = ImportAnswer(registered=_import(order))
+        answer = ImportAnswer(registered=import_text(order))
     except BaseException as error:  # a user's file may raise anything
         answer = _failure(order, error)
     with os.fdopen(answers, "wb") as file:
@@ -44,8 +44,8 @@ def main() -> None:
     os._exit(0)
 
 
-def _import(order: ImportOrder) -> Registered:
-    """The workflows that the file's module has as globals."""
+def import_text(order: ImportOrder) -> Registered:
+    """The workflows that the text's module has as globals. Raises WorkflowError, and whatever the text raises."""
     module = ModuleType(order.module)
     module.__file__ = order.file
     sys.modules[order.module] = module

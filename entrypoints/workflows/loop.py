@@ -10,7 +10,7 @@ from core.graph.workflow import Literal
 from entrypoints.workflows.call import Call
 from entrypoints.workflows.value import Value
 
-_PLAIN = (bool, int, float, str)
+_PLAIN = bool | int | float | str
 
 
 class Loop:
@@ -23,9 +23,11 @@ class Loop:
         a value from outside         a value of the first round       *carried*: first the one, then the other of the
                                                                       round before
 
-    All else, such as other models in another round, is refused. So Python's own rules decide which variable means what,
-    and values may be kept in lists or attributes as well. A variable that only Python changes from round to round, such
-    as a number that is halved, is refused, too: after the loop, it would have its value of two rounds.
+    All else, such as other models in another round, is refused. So Python's own rules decide which variable means what.
+    What holds for two rounds holds for all of them if the second leaves each variable with what the first has left in
+    it, or with what the same node has made in its own round. So a number that Python halves in each round is refused,
+    and a variable that keeps a value for a later round than the next. (Only variables are compared, not what is in
+    lists and attributes.)
     """
 
     def __init__(self, name: str, rounds: str | int, workflow: str) -> None:
@@ -67,8 +69,8 @@ class Loop:
         for one, name, first, second in self._arguments():
             self._compare(one, name, first, second, renamed)
         for name, first_value in after_first.items():
-            if name in after_second and self._is_changed(first_value, after_second[name]):
-                self._fail("", name, "this variable changes from round to round, and no model makes its value")
+            if name in after_second and self._is_changed(first_value, after_second[name], renamed):
+                self._fail("", name, "two rounds leave different things in this variable")
 
     def _arguments(self) -> Iterator[tuple[Call, str, Value | Literal, Value | Literal]]:
         for one, other in zip(self.first, self.second, strict=True):
@@ -90,13 +92,15 @@ class Loop:
             if not isinstance(first, Value) or first.key != expected:
                 self._fail(call.node, name, f"it is {first} in the first round and another value in the second")
 
-    def _is_changed(self, first: object, second: object) -> bool:
-        """Whether a variable has other values after two rounds, of which no node of these makes one."""
-        made = {each.node for each in (*self.first, *self.second)}
+    @staticmethod
+    def _is_changed(first: object, second: object, renamed: Mapping[str, str]) -> bool:
+        """Whether two rounds leave different things in a variable. renamed: node of the second -> of the first."""
         if isinstance(first, Value) and isinstance(second, Value):
-            return made.isdisjoint((first.node, second.node)) and first.key != second.key
-        is_plain = isinstance(first, _PLAIN) and isinstance(second, _PLAIN)
-        return is_plain and (type(first), first) != (type(second), second)
+            of_first = (renamed.get(second.node, second.node), second.name)
+            return first.key != of_first or (second.node != of_first[0]) != (first.node in renamed.values())
+        if isinstance(first, Value | _PLAIN) and isinstance(second, Value | _PLAIN):
+            return type(first) is not type(second) or first != second
+        return False
 
     def _fail(self, node: str, name: str, problem: str) -> NoReturn:
         where = f"node {node}" if node else self.name

@@ -59,7 +59,8 @@ class Model(ABC):
         if twice := next((name for name in named if name in arguments), ""):
             raise WorkflowError(f"{kind}, {twice}: it is given twice", node=kind, input=twice)
         made = recorder.record(self, arguments | named)
-        return made[0] if len(made) == 1 else namedtuple(f"{kind}Outputs", self.outputs)._make(made)
+        outputs: Any = namedtuple(f"{kind}Outputs", self.outputs)
+        return made[0] if len(made) == 1 else outputs(*made)
 
     @abstractmethod
     def setup_io(self) -> None:

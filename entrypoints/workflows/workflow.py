@@ -75,7 +75,7 @@ class Workflow:
         if not isinstance(name, str) or not name.isidentifier() or name in self.outputs:
             self._fail("", f"output {name!r}: an output has a name of its own, a Python identifier")
         if self._loop is not None or self._branch is not None:
-            self._fail("", f"output {name}: add it after the loop or the choice")
+            self._fail("", f"output {name}: add it after the loop, which runs to its end, or the choice")
         self.outputs[name] = self._settled("", name, value)
 
     # ------------------------------------------------------------------------------------------------ what models do
@@ -219,6 +219,7 @@ class Workflow:
         return name
 
     def _fail(self, node: str, problem: str, name: str = "") -> NoReturn:
+        node = node.rstrip("'")  # of a second round
         where = f"{f', node {node}' if node else ''}{f', input {name}' if name else ''}"
         raise WorkflowError(f"workflow {self.name}{where}: {problem}", node=node, input=name)
 
