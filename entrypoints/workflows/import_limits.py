@@ -21,14 +21,14 @@ class ImportLimits(msgspec.Struct, frozen=True):
 
     def apply(self) -> None:
         """Set those of this process that the kernel keeps. They cannot be raised again."""
-        for kind, limit in (
-            (resource.RLIMIT_CPU, self.cpu_seconds),
-            (resource.RLIMIT_DATA, self.memory_bytes),
-            (resource.RLIMIT_AS, MAX_MAPPED_BYTES),
-            (resource.RLIMIT_FSIZE, MAX_FILE_BYTES),
-            (resource.RLIMIT_NOFILE, MAX_DESCRIPTORS),
-            (resource.RLIMIT_CORE, 0),
+        for kind, limit, most in (
+            (resource.RLIMIT_CPU, self.cpu_seconds, self.cpu_seconds + 1),  # SIGXCPU, which tells why; SIGKILL
+            (resource.RLIMIT_DATA, self.memory_bytes, self.memory_bytes),
+            (resource.RLIMIT_AS, MAX_MAPPED_BYTES, MAX_MAPPED_BYTES),
+            (resource.RLIMIT_FSIZE, MAX_FILE_BYTES, MAX_FILE_BYTES),
+            (resource.RLIMIT_NOFILE, MAX_DESCRIPTORS, MAX_DESCRIPTORS),
+            (resource.RLIMIT_CORE, 0, 0),
         ):
             hard = resource.getrlimit(kind)[1]
-            least = limit if hard == resource.RLIM_INFINITY else min(limit, hard)
-            resource.setrlimit(kind, (least, least))
+            known = most if hard == resource.RLIM_INFINITY else min(most, hard)
+            resource.setrlimit(kind, (min(limit, known), known))

@@ -36,11 +36,11 @@ def main() -> None:
     order.limits.apply()
     try:
         forbid_processes()
-        answer = ImportAnswer(registered=import_text(order))
+        answer = msgspec.msgpack.encode(ImportAnswer(registered=import_text(order)))
     except BaseException as error:  # a user's file may raise anything
-        answer = _failure(order, error)
+        answer = msgspec.msgpack.encode(_failure(order, error))
     with os.fdopen(answers, "wb") as file:
-        file.write(msgspec.msgpack.encode(answer))
+        file.write(answer)
     os._exit(0)
 
 
@@ -61,12 +61,17 @@ def _failure(order: ImportOrder, error: BaseException) -> ImportAnswer:
     lines = [frame.lineno for frame in traceback.extract_tb(error.__traceback__) if frame.filename == order.file]
     where = f"line {lines[-1]}: " if lines else ""
     if isinstance(error, WorkflowError):
-        return ImportAnswer(problem=f"{where}{error}", node=error.node, input=error.input)
+        return ImportAnswer(problem=_text(f"{where}{error}"), node=_text(error.node), input=_text(error.input))
     try:
-        words = f"{type(error).__name__}: {shorten(str(error), MAX_WORDS)}"
+        words = f"{type(error).__name__}: {error}"
     except BaseException:
         words = type(error).__name__
-    return ImportAnswer(problem=f"{where}{words}")
+    return ImportAnswer(problem=_text(f"{where}{words}"))
+
+
+def _text(words: object) -> str:
+    """What can be encoded."""
+    return shorten(str(words), MAX_WORDS).encode(errors="replace").decode()
 
 
 if __name__ == "__main__":

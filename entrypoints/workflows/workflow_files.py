@@ -11,6 +11,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Iterable
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from pathlib import Path
 
@@ -20,7 +21,6 @@ import core.scheduling.ops  # noqa: F401  the check of a workflow looks ops up
 from core.errors import WorkflowError
 from core.graph.check import check_workflow
 from core.run_class import MAX_SOURCE
-from core.validation import shorten
 from entrypoints.workflows.import_limits import ImportLimits
 from entrypoints.workflows.import_messages import ImportAnswer, ImportOrder
 from entrypoints.workflows.registered import Registered
@@ -28,7 +28,10 @@ from entrypoints.workflows.registered import Registered
 MAX_ANSWER = 4 * 1024 * 1024
 """Most bytes of what comes back."""
 
-LINGER_SECONDS = 2.0
+MAX_AT_ONCE = 4
+"""Most files that are imported at the same time: most imports load PyTorch."""
+
+LINGER_SECONDS = 1.0
 """For the process to end by itself when it has answered, so that its exit tells why there is no answer."""
 
 _DEFAULT_LIMITS = ImportLimits()
@@ -39,7 +42,8 @@ def read_workflows(paths: Iterable[str | Path], limits: ImportLimits = _DEFAULT_
     WorkflowError that names the file, its node and input.
     """
     files = [file for path in paths for file in _files_at(Path(path).resolve())]
-    return Registered.together(_read(file, limits) for file in files)
+    with ThreadPoolExecutor(MAX_AT_ONCE) as pool:
+        return Registered.together(pool.map(lambda file: _read(file, limits), files))
 
 
 def _files_at(path: Path) -> list[Path]:
@@ -81,15 +85,14 @@ def _imported(order: ImportOrder) -> Registered:
     try:
         answer = msgspec.msgpack.decode(data, type=ImportAnswer)
     except (msgspec.MsgspecError, ValueError, RecursionError) as error:
-        problem = why or f"its process ended with an answer that cannot be read: {shorten(str(error))}"
-        raise WorkflowError(f"{order.file}: {problem}", node="") from error
+        raise WorkflowError(f"{order.file}: {why}", node="") from error
     if answer.registered is None:
         raise WorkflowError(f"{order.file}, {answer.problem}", node=answer.node, input=answer.input)
     return answer.registered
 
 
 def _ask(order: ImportOrder) -> tuple[bytes, str]:
-    """(what the process has answered, why that is not all of it)"""
+    """(what the process has answered, why that cannot be read if it cannot)"""
     deadline = time.monotonic() + order.limits.seconds
     with open(os.memfd_create("stencil-import", os.MFD_CLOEXEC), "w+b") as file:
         file.write(msgspec.msgpack.encode(order))

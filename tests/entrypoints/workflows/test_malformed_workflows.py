@@ -139,13 +139,15 @@ def test_the_file_without_mistakes_is_sound() -> None:
         ("choose(judge(image).verdict, a=lambda: image, b=lambda: 3)", "choice", "b", "returns one value"),
         ("choose(judge(image).verdict, a=lambda: image, b=lambda: judge(image).score)", "choice", "", "make different"),
         (
-            "kept = []\ndef keep(): kept.append(blur(image)); return kept[0]\nchoose(judge(image).verdict, a=keep, b=lambda: image)\nblur(kept[0])",
+            "kept = []\ndef keep(): kept.append(blur(image)); return kept[0]\n"
+            "choose(judge(image).verdict, a=keep, b=lambda: image)\nblur(kept[0])",
             "blur_2",
             "image",
             "is made in branch a, and read outside",
         ),
         (
-            "class Gray(Blur):\n def setup_io(self): self.add_output('image', Image)\nchoose(judge(image).verdict, a=lambda: Gray()(), b=lambda: image)",
+            "class Gray(Blur):\n def setup_io(self): self.add_output('image', Image)\n"
+            "choose(judge(image).verdict, a=lambda: Gray()(), b=lambda: image)",
             "choice",
             "a",
             "the branch reads nothing",
