@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import AsyncIterator, Mapping
+from dataclasses import replace
 from pathlib import Path
 from random import Random
 from types import ModuleType
@@ -18,7 +19,11 @@ from engines import serving_engine
 from fault_kit import processes, until
 
 from core.config import EngineConfig, ModelConfig, SchedulerConfig, StencilConfig
-from core.errors import InvalidRequestError
+from core.errors import InvalidRequestError, RunError
+from core.graph.form import text
+from core.graph.op import Port
+from core.graph.workflow import Edge, Node, Workflow
+from core.run_class import RunClass
 from engine.client.async_engine import AsyncEngine
 from engine.client.run_input import RunInput
 from entrypoints.workflows.registered import Registered
@@ -29,9 +34,55 @@ pytestmark = pytest.mark.asyncio(loop_scope="module")
 EXAMPLES = Path(__file__).resolve().parents[2] / "examples" / "workflows"
 
 
+CHOOSING = """
+from entrypoints.workflows import Workflow, choose, text
+
+with Workflow(name="choosing") as workflow:
+    left, right = (workflow.add_input(name, int) for name in ("left", "right"))
+    verdict = workflow.add_input("verdict", text(8))
+    workflow.add_output(choose(verdict, left=lambda: left, right=lambda: right), name="chosen")
+    workflow.add_output(left, name="left")
+"""
+
+WORD = text(64)
+READING = Node(
+    "left", "run", (Edge("pick", "chosen"),), role="same", takes=(port := Port.of("chosen", WORD),), makes=(port,)
+)
+PICKING = Workflow(
+    "picking",
+    (
+        replace(READING, name="pick", inputs=(), given={"chosen": "reader"}, chooses=True),
+        READING,
+        replace(READING, name="right"),
+        Node(
+            "end",
+            "run",
+            (Edge("left", "chosen", "left"), Edge("right", "chosen", "right")),
+            role="join",
+            joins=True,
+            takes=tuple(Port.of(name, WORD, is_optional=True) for name in ("left", "right")),
+            makes=(Port.of("value", WORD),),
+        ),
+    ),
+    {"value": "end"},
+    output_ports={"value": "value"},
+    inputs=(Port.of("reader", WORD),),
+)
+"""The request itself names the reader that runs."""
+
+BUILT_IN = tuple(
+    RunClass(name=name.lower(), path=f"entrypoints.workflows.built_in:{name}") for name in ("Same", "Join")
+)
+
+
 @pytest.fixture(scope="module")
-def examples() -> Registered:
-    return read_workflows([EXAMPLES])
+def examples(tmp_path_factory: pytest.TempPathFactory) -> Registered:
+    """With a file that is gone when workers start."""
+    file = tmp_path_factory.mktemp("workflows") / "choosing.py"
+    file.write_text(CHOOSING)
+    read = read_workflows([EXAMPLES, file])
+    file.unlink()
+    return Registered.together([read, Registered((PICKING,), BUILT_IN)])
 
 
 @pytest_asyncio.fixture(params=[1, 2], scope="module", loop_scope="module")
@@ -126,6 +177,20 @@ async def test_a_number_of_rounds_is_checked_at_the_door(engine: AsyncEngine, nu
     with pytest.raises(InvalidRequestError) as caught:
         await engine.run("wrong", RunInput(workflow="loop", inputs={"image": image, "num_steps": num_steps}))
     assert caught.value.param == "num_steps"
+
+
+async def test_a_text_that_names_no_branch_fails_its_request(engine: AsyncEngine) -> None:
+    for verdict in ("left", "right"):
+        asked = RunInput(workflow="choosing", inputs={"verdict": verdict, "left": 1, "right": 2})
+        assert await engine.run(verdict, asked) == {"chosen": 1 + (verdict == "right"), "left": 1}
+    with pytest.raises(RunError, match=r"node choice: .* told to choose 'up', and its branches are left, right"):
+        await engine.run("up", RunInput(workflow="choosing", inputs={"verdict": "up", "left": 1, "right": 2}))
+
+
+async def test_a_class_that_chooses_no_reader_fails_its_request(engine: AsyncEngine) -> None:
+    assert await engine.run("left", RunInput(workflow="picking", inputs={"reader": "left"})) == {"value": "left"}
+    with pytest.raises(RunError, match="node pick: class same chose 'end', and left, right read what it makes"):
+        await engine.run("end", RunInput(workflow="picking", inputs={"reader": "end"}))
 
 
 async def test_rounds_that_the_workflow_says_are_not_given_apart(engine: AsyncEngine) -> None:
