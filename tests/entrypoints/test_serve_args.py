@@ -12,7 +12,6 @@ from entrypoints.model_paths import check_model
 from entrypoints.serve import with_workflows
 from entrypoints.serve_args import parse_options
 
-
 WORKFLOW = """
 from entrypoints.workflows import Model, Workflow
 
