@@ -18,6 +18,6 @@ class Call:
     node: str
     model: Model
     arguments: Mapping[str, Value | Literal]
-    num_patches: int  # that the model had
+    patches: tuple[Model, ...]  # that the model had
     region: str  # the loop that it is in; "": none
     branch: Branch | None

@@ -95,7 +95,7 @@ class _Compiler:
                 connected,
                 edges=(*connected.edges, *begun),
                 region=call.region,
-                num_patches=call.num_patches,
+                patches=call.patches,
             )
         )
         self._nodes.append(lowered.node)

@@ -17,4 +17,4 @@ class Connected:
     given: Mapping[str, str] = field(default_factory=dict)  # input -> the workflow's
     literals: Mapping[str, Literal] = field(default_factory=dict)
     region: str = ""
-    num_patches: int = 0  # that the model had when it was invoked
+    patches: tuple[object, ...] = ()  # models that were attached when it was invoked

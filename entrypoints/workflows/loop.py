@@ -60,7 +60,7 @@ class Loop:
         for one, other in zip(self.first, self.second, strict=False):
             if type(one.model) is not type(other.model) or one.model.settings != other.model.settings:
                 self._fail(one.node, "", f"the second round has {type(other.model).__name__} in its place")
-            if one.arguments.keys() != other.arguments.keys() or one.num_patches != other.num_patches:
+            if one.arguments.keys() != other.arguments.keys() or one.patches != other.patches:
                 self._fail(one.node, "", "the second round gives it other inputs or patches")
         if len(self.first) != len(self.second):
             longer = max(self.first, self.second, key=len)

@@ -59,7 +59,7 @@ class Model(ABC):
         if twice := next((name for name in named if name in arguments), ""):
             raise WorkflowError(f"{kind}, {twice}: it is given twice", node=kind, input=twice)
         made = recorder.record(self, arguments | named)
-        outputs: Any = namedtuple(f"{kind}Outputs", self.outputs)
+        outputs: Any = namedtuple(f"{kind}Outputs", self.outputs)  # type: ignore[misc]
         return made[0] if len(made) == 1 else outputs(*made)
 
     @abstractmethod

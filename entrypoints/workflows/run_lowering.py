@@ -32,7 +32,7 @@ class Runnable(Protocol):
 
 def run_node(model: Runnable, connected: Connected) -> Lowered:
     """A node that runs a model's class. Raises WorkflowError that names it."""
-    if connected.num_patches:
+    if connected.patches:
         problem = "a class of a user's own takes no patches; load what it needs in `load`"
         raise WorkflowError(f"node {connected.node}: {problem}", node=connected.node)
     run_class = _class_of(model, connected.node)

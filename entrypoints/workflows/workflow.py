@@ -96,7 +96,7 @@ class Workflow:
         ):
             self._fail(node, "it is not given", lacking)
         loop = self._loop
-        call = Call(node, model, given, len(model.patches), loop.name if loop else "", self._branch)
+        call = Call(node, model, given, tuple(model.patches), loop.name if loop else "", self._branch)
         loop.add(call) if loop else self.trace.append(call)
         return tuple(self._made_here(Value(each.name, each.form, node)) for each in model.outputs.values())
 

@@ -35,7 +35,35 @@ EXAMPLES = Path(__file__).resolve().parents[2] / "examples" / "workflows"
 
 
 CHOOSING = """
-from entrypoints.workflows import Workflow, choose, text
+import time
+from entrypoints.workflows import Model, Workflow, choose, steps, text
+
+class Slow(Model):
+    def setup_io(self):
+        self.add_input("x", int)
+        self.add_output("y", int)
+
+    def load(self, device, dtype):
+        pass
+
+    def execute(self, x):
+        time.sleep(0.02)
+        return {"y": x + 1}
+
+class Late(Slow):
+    def setup_io(self):
+        self.add_input("x", int)
+        self.add_input("late", int, deferred=True)
+        self.add_output("y", int)
+
+    def execute(self, x, late):
+        return {"y": x + 10 * late}
+
+with Workflow(name="late") as late:
+    x = late.add_input("x", int)
+    for step in steps(3):
+        x = Late()(x, Slow()(x))
+    late.add_output(x, name="y")
 
 with Workflow(name="choosing") as workflow:
     left, right = (workflow.add_input(name, int) for name in ("left", "right"))
@@ -177,6 +205,16 @@ async def test_a_number_of_rounds_is_checked_at_the_door(engine: AsyncEngine, nu
     with pytest.raises(InvalidRequestError) as caught:
         await engine.run("wrong", RunInput(workflow="loop", inputs={"image": image, "num_steps": num_steps}))
     assert caught.value.param == "num_steps"
+
+
+async def test_an_input_may_come_late(engine: AsyncEngine) -> None:
+    results = await asyncio.gather(
+        *(engine.run(f"late-{x}", RunInput(workflow="late", inputs={"x": x})) for x in range(8))
+    )
+    expected = list(range(8))
+    for _ in range(3):
+        expected = [x + 10 * (x + 1) for x in expected]
+    assert results == [{"y": each} for each in expected]
 
 
 async def test_a_text_that_names_no_branch_fails_its_request(engine: AsyncEngine) -> None:

@@ -167,6 +167,13 @@ def test_two_files_cannot_have_workflows_of_one_name(tmp_path: Path) -> None:
         read_workflows([tmp_path])
 
 
+def test_what_the_page_shows_is_a_workflow(tmp_path: Path) -> None:
+    page = Path(__file__).resolve().parents[3] / "docs" / "workflows.md"
+    file = tmp_path / "safety.py"
+    file.write_text(page.read_text().partition("```python\n")[2].partition("```")[0])
+    assert [workflow.name for workflow in read_workflows([file]).workflows] == ["safety"]
+
+
 def test_an_error_of_the_graph_names_the_file(tmp_path: Path) -> None:
     said = refused(tmp_path, SOUND.replace('workflow.add_input("x", int)', '"words"'))
     assert "node twice, input x: its literal: it is a str" in said
