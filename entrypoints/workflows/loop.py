@@ -26,8 +26,8 @@ class Loop:
     All else, such as other models in another round, is refused. So Python's own rules decide which variable means what.
     What holds for two rounds holds for all of them if the second leaves each variable with what the first has left in
     it, or with what the same node has made in its own round. So a number that Python halves in each round is refused,
-    and a variable that keeps a value for a later round than the next. (Only variables are compared, not what is in
-    lists and attributes.)
+    and a variable that keeps a value for a later round than the next. (Of variables that are lists or
+    other objects, contents are not compared.)
     """
 
     def __init__(self, name: str, rounds: str | int, workflow: str) -> None:
@@ -92,9 +92,12 @@ class Loop:
             if not isinstance(first, Value) or first.key != expected:
                 self._fail(call.node, name, f"it is {first} in the first round and another value in the second")
 
-    @staticmethod
-    def _is_changed(first: object, second: object, renamed: Mapping[str, str]) -> bool:
+    @classmethod
+    def _is_changed(cls, first: object, second: object, renamed: Mapping[str, str]) -> bool:
         """Whether two rounds leave different things in a variable. renamed: node of the second -> of the first."""
+        if isinstance(first, tuple) and isinstance(second, tuple):
+            pairs = zip(first, second, strict=False)
+            return len(first) != len(second) or any(cls._is_changed(*pair, renamed) for pair in pairs)
         if isinstance(first, Value) and isinstance(second, Value):
             of_first = (renamed.get(second.node, second.node), second.name)
             return first.key != of_first or (second.node != of_first[0]) != (first.node in renamed.values())

@@ -28,6 +28,9 @@ from entrypoints.workflows.registered import Registered
 MAX_ANSWER = 4 * 1024 * 1024
 """Most bytes of what comes back."""
 
+MAX_NODES = 4000
+"""Most nodes of all workflows of a file: the check of a graph takes longer than its nodes grow."""
+
 MAX_AT_ONCE = 4
 """Most files that are imported at the same time: most imports load PyTorch."""
 
@@ -71,6 +74,8 @@ def _read(path: Path, limits: ImportLimits) -> Registered:
         msgspec.structs.replace(each, source=source, file=str(path)) if each.path.startswith(f"{module}:") else each
         for each in registered.classes
     )
+    if (num_nodes := sum(len(workflow.nodes) for workflow in registered.workflows)) > MAX_NODES:
+        raise WorkflowError(f"{path}: its workflows have {num_nodes} nodes, and may have {MAX_NODES}", node="")
     for workflow in registered.workflows:
         try:
             check_workflow(workflow)

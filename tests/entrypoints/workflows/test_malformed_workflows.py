@@ -133,6 +133,12 @@ def test_the_file_without_mistakes_is_sound() -> None:
             "image",
             "is of a loop's first round",
         ),
+        (
+            "kept = (image, image)\nfor step in steps(2):\n kept = (kept[1], blur(kept[1]))",
+            "",
+            "kept",
+            "two rounds leave different things",
+        ),
         ("for step in steps(2): workflow.add_output(blur(image), name='x')", "", "", "add it after the loop"),
         ("choose(judge(image).score, a=lambda: image, b=lambda: image)", "choice", "verdict", "what chooses is a text"),
         ("choose(judge(image).verdict, a=lambda: image)", "choice", "", "two branches or more"),

@@ -160,6 +160,16 @@ def test_a_folder_without_files_is_refused(tmp_path: Path) -> None:
         read_workflows([tmp_path])
 
 
+def test_a_file_cannot_have_as_many_nodes_as_it_likes(tmp_path: Path) -> None:
+    many = "\n".join(
+        f"w{index} = Workflow(name='w{index}')\nx = w{index}.add_input('x', int)\n"
+        "for _ in range(900): x = Twice()(x)\n"
+        f"w{index}.add_output(x, name='y')"
+        for index in range(5)
+    )
+    assert "its workflows have 4501 nodes, and may have 4000" in refused(tmp_path, f"{SOUND}\n{many}", ImportLimits())
+
+
 def test_two_files_cannot_have_workflows_of_one_name(tmp_path: Path) -> None:
     for name in ("one", "two"):
         (tmp_path / f"{name}.py").write_text(SOUND.replace("NAME", "same"))
