@@ -176,7 +176,7 @@ class ImageEngine:
         workers_per_engine: int = EngineConfig().workers_per_engine,
         degree: int = SchedulerConfig().degree,
         classes: Sequence[RunClass] = (),
-        workflows: Sequence[Workflow | str | Path] = (),
+        workflows: str | Path | Sequence[Workflow | str | Path] = (),
     ) -> None:
         only = ModelConfig(
             model=model,
@@ -434,8 +434,9 @@ def _adapters(loras: Mapping[str, str | Path]) -> tuple[AdapterConfig, ...]:
     return tuple(AdapterConfig(name, str(conformed("loras", path, str | Path))) for name, path in loras.items())
 
 
-def _registered(classes: Sequence[RunClass], workflows: Sequence[Workflow | str | Path]) -> Registered:
+def _registered(classes: Sequence[RunClass], workflows: str | Path | Sequence[Workflow | str | Path]) -> Registered:
     """What users have registered, with the workflows of the files among it."""
+    workflows = (workflows,) if isinstance(workflows, str | Path) else workflows
     for index, each in enumerate(conformed("workflows", workflows, Sequence)):
         conformed(f"workflows[{index}]", each, Workflow | str | Path)
     graphs = tuple(each for each in workflows if isinstance(each, Workflow))

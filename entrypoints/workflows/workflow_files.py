@@ -10,7 +10,7 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from pathlib import Path
@@ -18,9 +18,10 @@ from pathlib import Path
 import msgspec
 
 import core.scheduling.ops  # noqa: F401  the check of a workflow looks ops up
-from core.errors import WorkflowError
+from core.errors import StencilError, WorkflowError
 from core.graph.check import check_workflow
-from core.run_class import MAX_SOURCE
+from core.graph.workflow import Workflow
+from core.run_class import MAX_SOURCE, RunClass
 from entrypoints.workflows.import_limits import ImportLimits
 from entrypoints.workflows.import_messages import ImportAnswer, ImportOrder
 from entrypoints.workflows.registered import Registered
@@ -68,32 +69,38 @@ def _read(path: Path, limits: ImportLimits) -> Registered:
         raise WorkflowError(f"{path}: has more than {MAX_SOURCE} characters", node="")
     digest = hashlib.sha256(source.encode()).hexdigest()[:12]
     module = f"{re.sub(r'[^A-Za-z0-9_]', '_', path.stem)}_{digest}"
-    registered = _imported(ImportOrder(module, str(path), source, limits))
-    # Workers run the text that was read here, see RunClass.
-    classes = tuple(
-        msgspec.structs.replace(each, source=source, file=str(path)) if each.path.startswith(f"{module}:") else each
-        for each in registered.classes
-    )
-    if (num_nodes := sum(len(workflow.nodes) for workflow in registered.workflows)) > MAX_NODES:
-        raise WorkflowError(f"{path}: its workflows have {num_nodes} nodes, and may have {MAX_NODES}", node="")
-    for workflow in registered.workflows:
-        try:
-            check_workflow(workflow)
-        except WorkflowError as error:
-            raise WorkflowError(f"{path}: {error}", node=error.node, input=error.input) from error
-    return Registered(registered.workflows, classes)
+    order = ImportOrder(module, str(path), source, limits)
+    return registered_of(order, *_ask(order))
 
 
-def _imported(order: ImportOrder) -> Registered:
-    """Import a text in a process of its own. Raises WorkflowError, whatever becomes of the process."""
-    data, why = _ask(order)
+def registered_of(order: ImportOrder, data: bytes, why: str) -> Registered:
+    """What an answer says; a hostile file may have written it. why: it cannot be read, if so. Raises WorkflowError."""
     try:
         answer = msgspec.msgpack.decode(data, type=ImportAnswer)
-    except (msgspec.MsgspecError, ValueError, RecursionError) as error:
+    except (msgspec.MsgspecError, StencilError, ValueError, RecursionError) as error:
         raise WorkflowError(f"{order.file}: {why}", node="") from error
     if answer.registered is None:
         raise WorkflowError(f"{order.file}, {answer.problem}", node=answer.node, input=answer.input)
-    return answer.registered
+    _check(order.file, answer.registered.workflows)
+    return Registered(answer.registered.workflows, tuple(_with_text(each, order) for each in answer.registered.classes))
+
+
+def _check(file: str, workflows: Sequence[Workflow]) -> None:
+    """Raises WorkflowError that names the file."""
+    if (num_nodes := sum(len(workflow.nodes) for workflow in workflows)) > MAX_NODES:
+        raise WorkflowError(f"{file}: its workflows have {num_nodes} nodes, and may have {MAX_NODES}", node="")
+    for workflow in workflows:
+        try:
+            check_workflow(workflow)
+        except WorkflowError as error:
+            raise WorkflowError(f"{file}: {error}", node=error.node, input=error.input) from error
+
+
+def _with_text(run_class: RunClass, order: ImportOrder) -> RunClass:
+    """A class of the file with the text that was read, which workers run."""
+    if not run_class.path.startswith(f"{order.module}:"):
+        return run_class
+    return msgspec.structs.replace(run_class, source=order.source, file=order.file)
 
 
 def _ask(order: ImportOrder) -> tuple[bytes, str]:
@@ -127,7 +134,7 @@ def _ask(order: ImportOrder) -> tuple[bytes, str]:
 def _answer(fd: int, limits: ImportLimits, deadline: float) -> tuple[bytes, str]:
     """(all that is written, why not all of it was read)"""
     data = bytearray()
-    while select.select([fd], [], [], max(0.0, deadline - time.monotonic()))[0]:
+    while _is_readable(fd, deadline - time.monotonic()):
         piece = os.read(fd, 65536)
         data += piece
         if not piece:
@@ -141,10 +148,17 @@ def _exit_of(process: subprocess.Popen[bytes], deadline: float) -> str:
     """Let a process end by itself; why it does not, or "" ."""
     pidfd = os.pidfd_open(process.pid)
     try:
-        patience = min(LINGER_SECONDS, max(0.0, deadline - time.monotonic()))
-        return "" if select.select([pidfd], [], [], patience)[0] else "its process closed its answer and did not end"
+        patience = min(LINGER_SECONDS, deadline - time.monotonic())
+        return "" if _is_readable(pidfd, patience) else "its process closed its answer and did not end"
     finally:
         os.close(pidfd)
+
+
+def _is_readable(fd: int, seconds: float) -> bool:
+    """Wait until there is something to read, or the end; False: the time has passed."""
+    waiting = select.poll()  # takes any descriptor, unlike select
+    waiting.register(fd, select.POLLIN)
+    return bool(waiting.poll(max(0.0, seconds) * 1000))
 
 
 def _in_words(returncode: int) -> str:

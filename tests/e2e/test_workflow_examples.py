@@ -231,6 +231,35 @@ async def test_a_class_that_chooses_no_reader_fails_its_request(engine: AsyncEng
         await engine.run("end", RunInput(workflow="picking", inputs={"reader": "end"}))
 
 
+async def test_malformed_inputs_are_refused_at_the_door(engine: AsyncEngine) -> None:
+    """Random values for inputs of all workflows: what is refused names an input, and nothing of it is left."""
+    random, values = Random(8), (None, 1, -1, 0.5, True, "word", "\ud800", b"x", [1], {}, float("nan"), 2**70)
+    arrays = (
+        np.zeros((2, 2, 3)),
+        np.zeros((2, 2), np.uint8),
+        np.zeros((3000, 1, 3), np.uint8),
+        np.zeros((0, 2, 3), "f"),
+    )
+    refused, known = list[str | None](), set[str]()
+    for index in range(1000):
+        workflow = random.choice(engine.config.engine.workflows)
+        names = [port.name for port in workflow.inputs] + ["other"]
+        inputs = {
+            name: random.choice((*values, *arrays)) for name in random.sample(names, random.randint(0, len(names)))
+        }
+        try:
+            await engine.run(f"odd-{index}", RunInput(workflow=workflow.name, inputs=inputs))  # type: ignore[arg-type]
+        except InvalidRequestError as error:
+            refused.append(error.param)
+            known |= {*names, "inputs"}
+        except RunError:
+            assert workflow.name in ("choosing", "picking"), "all else is as declared"
+    assert len(refused) > 800
+    assert known.issuperset(filter(None, refused))
+    assert None not in refused
+    await until(lambda: engine.services.arena.used_bytes == 0, 10)
+
+
 async def test_rounds_that_the_workflow_says_are_not_given_apart(engine: AsyncEngine) -> None:
     inputs: dict[str, Any] = {"image": np.zeros((2, 2, 3), np.uint8), "num_steps": 1}
     with pytest.raises(InvalidRequestError) as caught:

@@ -4,15 +4,21 @@ from __future__ import annotations
 
 import os
 import time
+from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
+from random import Random
+from typing import Any
 
+import msgspec
 import psutil
 import pytest
 
 from core.errors import WorkflowError
 from entrypoints.workflows.import_limits import MAX_DESCRIPTORS, ImportLimits
-from entrypoints.workflows.workflow_files import MAX_ANSWER, read_workflows
+from entrypoints.workflows.import_messages import ImportAnswer, ImportOrder
+from entrypoints.workflows.importer import import_text
+from entrypoints.workflows.workflow_files import MAX_ANSWER, read_workflows, registered_of
 
 SOUND = """
 from entrypoints.workflows import Model, Workflow
@@ -136,6 +142,31 @@ def test_an_import_gets_no_descriptors_and_no_keys(tmp_path: Path, monkeypatch: 
     assert "KEY" not in said
     assert "TOKEN" not in said
     assert f"True, ({MAX_DESCRIPTORS}, {MAX_DESCRIPTORS})" in said
+
+
+def test_a_forged_answer_is_refused_or_sound() -> None:
+    """Bytes of an answer in which some are others, and answers whose classes have impossible settings."""
+    random, refusals = Random(6), Counter[str]()
+    order = ImportOrder("made", "made.py", SOUND.replace("NAME", "made"), TIGHT)
+    registered = import_text(order)
+    data = msgspec.msgpack.encode(ImportAnswer(registered))
+    assert registered_of(order, data, "").workflows == registered.workflows
+    for _ in range(3000):
+        forged = bytearray(data)
+        for _ in range(random.choice([1, 1, 2, 8])):
+            forged[random.randrange(len(forged))] = random.choice([0, 1, 0x80, 0x90, 0xC0, 0xFF, random.randrange(256)])
+        try:
+            registered_of(order, bytes(forged), "it is forged")
+        except WorkflowError as error:
+            refusals[str(error)] += 1
+    assert refusals["made.py: it is forged"] > 500
+    assert len(refusals) > 20, "graphs are checked"
+    settings: dict[str, Any] = {"seconds": -1.0, "path": "no path", "source": "x" * (1 << 21), "dtype": "int3"}
+    for name, value in settings.items():
+        class_ = msgspec.to_builtins(registered.classes[0]) | {name: value}
+        answer = {"registered": {"workflows": [], "classes": [class_]}}
+        with pytest.raises(WorkflowError, match="it is forged"):
+            registered_of(order, msgspec.msgpack.encode(answer), "it is forged")
 
 
 @pytest.mark.parametrize(
