@@ -213,8 +213,8 @@ class ActivationCache(NodeCache):
         del self._out[job_id]
         self._pages.undo(self._pages.job(job_id))
 
-    def owners_of(self, job_id: str) -> frozenset[str]:
-        return frozenset(each.owner for each in self._pages.waiters(self._pages.job(job_id)))
+    def waiters_of(self, job_id: str) -> Mapping[str, str]:
+        return {each.owner_id: each.owner for each in self._pages.waiters(self._pages.job(job_id))}
 
     def seconds_left(self) -> float:
         return sum(self._costs.priming(job.template, self._pages.tokens_left(job)) for job in self._pages.all_jobs())

@@ -191,8 +191,8 @@ class NodeCache(ABC):
         """Note that the piece that was started is lost, because its rank has died. To be called after `lose_rank`."""
 
     @abstractmethod
-    def owners_of(self, job_id: str) -> frozenset[str]:
-        """Owners of the requests that wait for a job, template requests included."""
+    def waiters_of(self, job_id: str) -> Mapping[str, str]:
+        """Id -> owner of the requests that wait for a job, template requests included."""
 
     @abstractmethod
     def seconds_left(self) -> float:

@@ -68,7 +68,7 @@ class Refusals:
             suspects = Suspects() if blame is None else blame.suspects
             begun += [self.residency.note_death_in_load(rank, loading, suspects, failure, now)]
         if blame is not None and blame.keys.keys:
-            begun += self.residency.quarantine.note_death(rank, blame.keys, blame.suspects, failure, now)
+            begun += self.residency.quarantine.note_death(blame.keys, blame.suspects, failure, now)
         for refusal in filter(None, begun):
             self._begin(refusal, now)
 

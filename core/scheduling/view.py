@@ -15,7 +15,7 @@ from core.scheduling.ranks.ranks import Ranks
 from core.scheduling.ranks.residency import Residency
 from core.scheduling.ranks.step_limit import StepLimit
 from core.scheduling.reports.predictor import Predictor
-from core.scheduling.requests.bindings import ModelKeys
+from core.scheduling.requests.bindings import ModelKeys, Needs
 from core.scheduling.requests.live_requests import LiveRequests
 from core.scheduling.requests.request import Request
 from core.scheduling.requests.work_left import WorkLeft
@@ -80,6 +80,10 @@ class View:
         none has them.
         """
         return self._residency.homes(keys).ranks or self.ranks
+
+    def has_all(self, rank: int, needs: Needs) -> bool:
+        """Whether a rank is among `ranks_with` of each of these components."""
+        return self._residency.is_complete or all(rank in self.ranks_with(keys) for keys in needs)
 
     def inputs(self, request: Request, node: Node, ranks: RankIds) -> Inputs:
         """Where the inputs of a ready node are, as seen from these ranks."""

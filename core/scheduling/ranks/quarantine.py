@@ -5,9 +5,8 @@ at once, until it is loaded anywhere. Where its load has failed, it is not loade
 over, which a load elsewhere does not end: the rank's device may be too small.
 
 A batch that ends a rank soon after its start has *suspects*: its requests. Deaths with a request in common are one
-*case*, as that request may be their only cause. Deaths of several ranks at the same moment are one case, too: more
-likely than two bad requests is a cause outside, such as the machine's memory. An owner may be the cause of a case if
-each of its deaths had a request of that owner. The components of such batches are refused
+*case*, as that request may be their only cause. An owner may be the cause of a case if each of its deaths had a request
+of that owner. The components of such batches are refused
 
 - to everybody, when some case is left whichever owner's are left out, so that no owner can cause this for the others;
 - to one owner, when nobody else may be the cause of two cases.
@@ -39,9 +38,6 @@ GOOD_BATCHES = 16
 """A case speaks against no model after this many good batches, and against no owner after as many with one of its
 requests."""
 
-SAME_MOMENT_SECONDS = 1.0
-"""Deaths of different ranks within this time are at the same moment."""
-
 MEMORY_SECONDS = 2 * MAX_WAIT_SECONDS
 """Time after the last death of a case at which it is forgotten whatever has run since."""
 
@@ -50,8 +46,9 @@ MEMORY_SECONDS = 2 * MAX_WAIT_SECONDS
 class Suspects:
     """What may have ended a rank."""
 
-    requests: frozenset[str] = frozenset()  # ids; for a job of the cache its own
-    # See EngineRequest; "": nobody knows whose. For a job: those of the requests that wait for it.
+    # Ids. For a job of the cache: its own, and those of the requests that wait for it, which may have work elsewhere.
+    requests: frozenset[str] = frozenset()
+    # See EngineRequest; "": nobody knows whose. For a job: those of these requests.
     owners: frozenset[str] = frozenset()
 
 
@@ -102,19 +99,19 @@ class Quarantine:
         suspects: of what it ran beside the load; none: the load alone is the cause.
         """
         here, everywhere = self._records(place, key)
-        if None in here.add(place, suspects, now):
+        if None in here.add(suspects, now):
             here.refuse("load", None, failure, now)
-        return everywhere.refuse("load", None, failure, now) if None in everywhere.add(place, suspects, now) else None
+        return everywhere.refuse("load", None, failure, now) if None in everywhere.add(suspects, now) else None
 
     def _records(self, place: int, key: ModelKey) -> tuple[_Record, _Record]:
         """What is known of a component's failed loads at a place, and anywhere."""
         here = self._loads_at.setdefault((place, key), _Record((key,)))
         return here, self._loads.setdefault(key, _Record((key,)))
 
-    def note_death(self, rank: int, keys: ModelKeys, suspects: Suspects, failure: Failure, now: float) -> list[Refusal]:
+    def note_death(self, keys: ModelKeys, suspects: Suspects, failure: Failure, now: float) -> list[Refusal]:
         """Note that a rank has died soon after its start, in a batch with these components; what is refused then."""
         record = self._batches.setdefault(keys.keys, _Record(keys.keys))
-        owners = record.add(rank, suspects, now)
+        owners = record.add(suspects, now)
         return [record.refuse("deaths" if owner is None else "owner_deaths", owner, failure, now) for owner in owners]
 
     @property
@@ -177,11 +174,10 @@ class Quarantine:
 
 @dataclass(slots=True)
 class _Case:
-    """Deaths with a request in common, or of several ranks at the same moment."""
+    """Deaths with a request in common."""
 
-    requests: frozenset[str]  # ids of those that may be the only cause
-    owners: frozenset[str]  # those that may be
-    rank: int  # which died last; for a load, its place
+    requests: frozenset[str]  # ids of those that were in all of them
+    owners: frozenset[str]  # those with a request in each of them
     last: float  # time of the last death
     num_good: int = 0  # good batches since then
     num_own: int = 0  # of these, batches with a request of one of the owners
@@ -192,17 +188,6 @@ class _Case:
 
     def speaks_against(self, owner: str) -> bool:
         return self.owners == {owner} and self.num_own < GOOD_BATCHES
-
-    def add(self, rank: int, suspects: Suspects, now: float) -> bool:
-        """Note a death, if it is of this case; whether it is."""
-        if common := self.requests & suspects.requests:
-            self.requests, self.owners = common, self.owners & suspects.owners
-        elif rank != self.rank and now - self.last < SAME_MOMENT_SECONDS:
-            self.requests, self.owners = self.requests | suspects.requests, self.owners | suspects.owners
-        else:
-            return False
-        self.rank, self.last, self.num_good, self.num_own = rank, now, 0, 0
-        return True
 
     def is_forgotten(self, now: float) -> bool:
         has_sole_owner = len(self.owners) == 1
@@ -224,19 +209,21 @@ class _Record:
         """See `Quarantine.refusals`."""
         return (each for owner, each in self._last.items() if owner in self._in_force)
 
-    def add(self, rank: int, suspects: Suspects, now: float) -> list[str | None]:
-        """Note a death. rank: for a load, its place. Returns to whom its components are to be refused because of it:
-        owners; None: everybody.
-        """
+    def add(self, suspects: Suspects, now: float) -> list[str | None]:
+        """Note a death. Returns to whom its components are to be refused because of it: owners; None: everybody."""
         self.cases = [case for case in self.cases if not case.is_forgotten(now)]
         scopes: list[str | None] = [None, *sorted(suspects.owners - {""})]
         before = [self._evidence(owner) for owner in scopes]
-        self._add_to_cases(rank, suspects, now)
+        self._add_to_cases(suspects, now)
         return [owner for owner, old in zip(scopes, before, strict=True) if self._evidence(owner) > old]
 
-    def _add_to_cases(self, rank: int, suspects: Suspects, now: float) -> None:
-        if not any(case.add(rank, suspects, now) for case in self.cases):
-            self.cases.append(_Case(suspects.requests, suspects.owners, rank, now))
+    def _add_to_cases(self, suspects: Suspects, now: float) -> None:
+        for case in self.cases:
+            if common := case.requests & suspects.requests:
+                case.requests, case.owners = common, case.owners & suspects.owners
+                case.last, case.num_good, case.num_own = now, 0, 0
+                return
+        self.cases.append(_Case(suspects.requests, suspects.owners, now))
 
     def _evidence(self, owner: str | None) -> int:
         """Number of cases that speak for a refusal to an owner; None: to everybody; at least 0."""

@@ -154,9 +154,9 @@ class Recovery:
         if running is None:
             return None
         if running.job_id:
-            owners = self.cache.owners_of(running.job_id)
-            has_suspect = owners and culprit is None
-            return Blame(running.keys, Suspects(frozenset({running.job_id}), owners)) if has_suspect else None
+            waiters = self.cache.waiters_of(running.job_id)
+            suspects = Suspects(frozenset({running.job_id, *waiters}), frozenset(waiters.values()))
+            return Blame(running.keys, suspects) if waiters and culprit is None else None
         ids = [item.request_id for item in running.batch.items if culprit in (None, item.request_id)]
         if not (requests := [self.requests[request_id] for request_id in ids]):
             return None

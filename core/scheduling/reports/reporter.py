@@ -225,9 +225,12 @@ class Reporter:
         return {op: seconds for op, seconds in left.items() if seconds}
 
     def _drain_seconds(self, base_seconds: float) -> float:
-        """Seconds until all running and waiting requests are done, assuming batches as full as the queue allows."""
+        """Seconds until all running and waiting requests are done, assuming batches as full as the queue allows, and
+        that ranks share what each request takes.
+        """
         steps = self._running.steps + sum(self._waiting.steps.values())
-        seconds = self._running.seconds + self._waiting.seconds
+        num_busy = min(len(self._ranks.up), len(self._running) + len(self._waiting))
+        seconds = (self._running.seconds + self._waiting.seconds) / max(1, num_busy)
         return seconds + steps * base_seconds / self._num_together(len(self._running))
 
     def _num_together(self, num_running: int) -> int:

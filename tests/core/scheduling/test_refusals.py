@@ -226,6 +226,18 @@ def test_priming_that_ends_ranks_is_blamed_on_those_that_wait_for_it() -> None:
     assert rig.ended("u") == ["model_unavailable"], "of its own death"
 
 
+def test_priming_and_a_step_of_the_same_request_are_one_case() -> None:
+    """The request may be the only cause of both."""
+    models = {name: msgspec.structs.replace(info, page_scheme=SCHEME) for name, info in MODELS.items()}
+    deadly = ["prime", "denoise"]
+    rig = Rig(1, lambda batch: bool(deadly) and batch.op == deadly[0] and bool(deadly.pop(0)), models)
+    rig.scheduler.add(msgspec.structs.replace(make_masked("A1", content="A1", arrival=rig.now), model="a", owner="A"))
+    rig.run()
+    assert (rig.workers.num_deaths, deadly) == (2, [])
+    steady(rig, ["A1"])
+    assert not rig.scheduler.stats().quarantine
+
+
 def test_a_death_while_only_a_component_is_loaded_fails_its_requests_alone() -> None:
     rig = Rig(1, lambda batch: False)
     rig.components = [each for each in rig.components if each.key.content != "b"]

@@ -133,7 +133,10 @@ class Groups:
         self._large = set[str]()  # ids of the others that have not ended
         self._num_next = 0  # small ones among the first requests, of which there are as many as ranks
         self._is_crowd = False  # see CROWD
-        # As of the last `choose`.
+        # As of the last `choose`, for as long as neither the line nor the predictions change.
+        self._known: dict[str, tuple[_Doings, Contender]] = {}  # by request id
+        self._small_costs: list[StepCost] = []
+        self._known_by = 0  # the view's predictions
         self.lanes: RankIds = ()
         """The ranks of the small requests."""
         self.has_others = False
@@ -149,11 +152,13 @@ class Groups:
     def forget(self, request_id: str) -> None:
         """Note that a request has ended."""
         self._places.pop(request_id, None)
+        self._known.pop(request_id, None)
         self._large.discard(request_id)
 
     def line_up(self, view: View, requests: Sequence[Request], small: Collection[str], now: float) -> None:
         """Note the requests that may run, in scheduling order, some of them large. small: ids of the others."""
         ordered = self._in_order(view, requests, now)
+        self._known, self._small_costs = {}, []
         self._large = {each.id for each in requests if each.id not in small}
         self._small = [each for each in ordered if each.id in small]
         self._queue = [each for each in ordered if each.id in self._large or each is self._small[0]]
@@ -164,6 +169,8 @@ class Groups:
         """(large request -> the ranks on which it may be given work, these requests in order, ranks on which small ones
         may).
         """
+        if view.predictions != self._known_by:
+            self._known, self._small_costs, self._known_by = {}, [], view.predictions
         queue = self._ready_queue(view)
         contenders = self._with_lanes(view, list(self._contenders(view, queue, now)))
         places = plan(contenders, view.ranks)
@@ -266,8 +273,10 @@ class Groups:
         """
         mine = [each for each in self._small if each.is_live]
         number = len(mine)
-        costs = [self._predictions.of(view, each).cost for each in mine]
-        base, extra = max(cost.base for cost in costs), sum(cost.extra for cost in costs)
+        if len(self._small_costs) != number:
+            self._small_costs = [self._predictions.of(view, each).cost for each in mine]
+        base = max(cost.base for cost in self._small_costs)
+        extra = sum(cost.extra for cost in self._small_costs)
         seconds, lanes = dict[int, float](), 1
         while lanes <= min(number, len(view.ranks)):
             seconds[lanes] = number * (base + extra / lanes)
@@ -299,8 +308,18 @@ class Groups:
         return contenders[:index] + lanes + contenders[index + 1 :]
 
     def _contender(self, view: View, request: Request, now: float) -> Contender:
-        steps = request.progress.steps_left
-        place = self._places.get(request.id, ())
+        doings = _Doings.of(request, self._places.get(request.id, ()))
+        known, found = self._known.get(request.id, (None, None))
+        if found is None or known != doings:
+            found = self._made_contender(view, request, doings)
+            self._known[request.id] = doings, found
+        time = due(request.head) if found.steps else None
+        within = 1 if time is None else found.degree_within(time - now)
+        return found if within <= found.first else replace(found, first=within)
+
+    def _made_contender(self, view: View, request: Request, doings: _Doings) -> Contender:
+        """A contender as if it had no due time."""
+        steps, place = doings.steps_left, doings.place
         sent = [
             ranks for (node, _), ranks in request.sent_to.items() if ranks == place or not _is_beside(request, node)
         ]
@@ -311,9 +330,25 @@ class Groups:
         if not _makes_steps(view, request, steps):
             return Contender(request.id, 0, prediction.seconds, 0.0, 1, held, is_running, request.progress.is_ending)
         first = 1 if not steps else prediction.lossless if self._is_crowd else prediction.efficient
-        other_seconds, time = prediction.other_seconds(request), due(request.head)
-        found = Contender(request.id, steps, prediction.seconds, other_seconds, first, held, is_running)
-        return found if time is None else replace(found, first=max(first, found.degree_within(time - now)))
+        other_seconds = prediction.other_seconds(request)
+        return Contender(request.id, steps, prediction.seconds, other_seconds, first, held, is_running)
+
+
+class _Doings(NamedTuple):
+    """What a request does now, as far as a contender depends on it: while this is equal, the contender is."""
+
+    steps_left: int
+    num_over: int  # nodes that do not run any more
+    num_sent: int  # runs in flight
+    is_restarting: bool
+    status: Status
+    place: RankIds  # ranks of the last batch that it was done in
+
+    @classmethod
+    def of(cls, request: Request, place: RankIds) -> _Doings:
+        progress = request.progress
+        sent, over = len(request.sent_to), len(progress.over)
+        return cls(progress.steps_left, over, sent, progress.is_restarting, request.status, place)
 
 
 class _Member(NamedTuple):

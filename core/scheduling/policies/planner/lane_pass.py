@@ -9,7 +9,6 @@ from core.graph.workflow import Node, op_of
 from core.handles import RankIds
 from core.scheduling.dispatch import Decision, Dispatch
 from core.scheduling.policies.planner.plan import Plan, has_steps
-from core.scheduling.policies.planner.repeated_steps import is_elsewhere
 from core.scheduling.policies.planner.step_homes import StepCost, StepHomes
 from core.scheduling.policies.step_pass import StepPass
 from core.scheduling.requests.deadlines import due
@@ -63,24 +62,30 @@ class LanePass(StepPass):
         ended = self.apart | self.given_up
         running = (each for each in self.view.requests.running if each.id not in ended)
         admitted = [each for each in running if not each.progress.steps_left]
-        for request in (*self.plan.others, *self.plan.served):
-            if request.status is Status.WAITING:
-                if room <= 0 or not self.view.may_begin(request):
+        for rank, served in ((None, self.plan.others), *self.plan.served_on):
+            for request in served:
+                if rank is not None and self._is_elsewhere(request, rank):
                     continue
-                room -= 1
-                admitted.append(request)
-            elif has_steps(request) and not self._is_elsewhere(request):
-                admitted.append(request)
+                if request.status is Status.WAITING:
+                    if room <= 0 or not self.view.may_begin(request):
+                        continue
+                    room -= 1
+                    admitted.append(request)
+                elif has_steps(request):
+                    admitted.append(request)
         return admitted
 
-    def _is_elsewhere(self, request: Request) -> bool:
-        """Whether nothing of a small request could go to the open ranks, so that a pass need not look at it: all of it
-        goes to its home, which has all that it needs.
+    def _is_elsewhere(self, request: Request, rank: int) -> bool:
+        """Whether nothing of a served request could go to the open ranks, so that a pass need not look at it: all of it
+        goes to this rank, its home, which is a lane still and has all that it needs.
         """
-        if request.has_lost_rank or request.progress.pending or not is_elsewhere(self.view, request, self.place):
+        if rank in self.view.open_ranks or rank not in self._lane_set:
             return False
-        home = self.place.of(request)
-        return all(home in self.view.ranks_with(keys) for keys in request.needs)
+        if not self.view.open_ranks.isdisjoint(request.ranks):
+            return False
+        if request.has_lost_rank or request.progress.pending:
+            return False
+        return self.place.of(request) == rank and self.view.has_all(rank, request.needs)
 
     def _choose_step(self) -> Mapping[int, int]:
         """The steps of served requests. Where a rank would have nothing to do, because these wait for pages or memory

@@ -45,6 +45,7 @@ late.
 class RankLane:
     """The requests of one denoiser that make their steps on one rank."""
 
+    rank: int
     requests: tuple[Request, ...]  # in the order in which they get slots
     num_slots: int
 
@@ -63,6 +64,7 @@ class Plan:
     given_up: tuple[GiveUp, ...] = ()
     # The requests that had a slot at the last `refill_slots`, lane by lane.
     served: list[Request] = field(default_factory=list)
+    served_on: list[tuple[int, list[Request]]] = field(default_factory=list)  # (rank, those of one of its lanes)
 
     def __post_init__(self) -> None:
         self.refill_slots()
@@ -72,7 +74,8 @@ class Plan:
         requests have slots as before.
         """
         num_slots = len(self.served)
-        self.served = [request for lane in self.lanes for request in lane.served]
+        self.served_on = [(lane.rank, lane.served) for lane in self.lanes]
+        self.served = [request for _, served in self.served_on for request in served]
         return len(self.served) >= num_slots
 
 
@@ -265,7 +268,7 @@ class Planner:
                 indexes = tuple(islice(others, 1))
                 chosen.update(indexes)
             if indexes:
-                found[rank] = RankLane(tuple(candidates[index].request for index in indexes), schedule.num_slots)
+                found[rank] = RankLane(rank, tuple(candidates[index].request for index in indexes), schedule.num_slots)
         return found
 
     def _able(self, request: Request, ranks: Sequence[int]) -> tuple[int, ...]:

@@ -35,9 +35,9 @@ class Bench:
     def __init__(self) -> None:
         self.quarantine, self.now = Quarantine(), 0.0
 
-    def die(self, *requests: str, keys: ModelKeys = KEYS, rank: int = 0, after: float = 1.0) -> None:
-        self.now += after
-        self.quarantine.note_death(rank, keys, suspects(*requests), DIED, self.now)
+    def die(self, *requests: str, keys: ModelKeys = KEYS) -> None:
+        self.now += 1.0
+        self.quarantine.note_death(keys, suspects(*requests), DIED, self.now)
 
     def work(self, number: int, *owners: str, keys: ModelKeys = KEYS) -> None:
         for _ in range(number):
@@ -280,26 +280,3 @@ def test_an_owner_whose_requests_end_ranks_has_nothing_refused_that_loads_meanwh
 def test_two_deaths_in_loads_beside_requests_of_nobody_knows_whom_are_failed_loads(bench: Bench) -> None:
     assert not bench.quarantine.note_death_in_load(0, VAE, suspects("_1"), DIED, 1.0)
     assert bench.quarantine.note_death_in_load(0, VAE, suspects("_2"), DIED, 2.0)
-
-
-@pytest.mark.parametrize(
-    ("rank", "after", "is_refused"),
-    [(1, 0.5, False), (1, 1.0, True), (0, 0.5, True)],
-    ids=["another rank at the same moment", "another rank later", "the same rank"],
-)
-def test_ranks_that_die_at_the_same_moment_are_one_case(
-    bench: Bench, rank: int, after: float, *, is_refused: bool
-) -> None:
-    bench.die("_1")
-    bench.die("_2", rank=rank, after=after)
-    assert bench.refuses("") is is_refused
-    bench.die("_3", rank=rank)
-    assert bench.refuses("")
-
-
-def test_of_one_moment_no_owner_is_the_cause_of_what_others_may_be(bench: Bench) -> None:
-    for _ in range(3):
-        bench.die("A1")
-        bench.die("B1", rank=1, after=0.5)
-    assert not bench.refuses("A")
-    assert not bench.refuses("B")

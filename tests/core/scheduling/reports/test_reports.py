@@ -65,8 +65,10 @@ def all_loads(scheduler: StepScheduler, known: Mapping[str, RequestLoad] | None 
 
 
 def drain_seconds(loads: list[RequestLoad], base_seconds: float) -> float:
-    base = base_seconds / min(MAX_NUM_SEQS, max(1, len(loads)))
-    return sum(load.steps_left * (load.step_seconds + base) + load.other_seconds for load in loads)
+    """On two ranks."""
+    base, num_busy = base_seconds / min(MAX_NUM_SEQS, max(1, len(loads))), max(1, min(2, len(loads)))
+    extra = sum(load.steps_left * load.step_seconds + load.other_seconds for load in loads)
+    return extra / num_busy + base * sum(load.steps_left for load in loads)
 
 
 def op_seconds(scheduler: StepScheduler) -> dict[str, float]:
