@@ -26,8 +26,8 @@ class Loop:
     All else, such as other models in another round, is refused. So Python's own rules decide which variable means what.
     What holds for two rounds holds for all of them if the second leaves each variable with what the first has left in
     it, or with what the same node has made in its own round. So a number that Python halves in each round is refused,
-    and a variable that keeps a value for a later round than the next. (Of variables that are lists or
-    other objects, contents are not compared.)
+    and a variable that keeps a value for a later round than the next. (Of variables that are lists or other objects,
+    contents are not compared.)
     """
 
     def __init__(self, name: str, rounds: str | int, workflow: str) -> None:
