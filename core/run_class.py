@@ -3,14 +3,26 @@
 from __future__ import annotations
 
 import hashlib
+import json
 
 import msgspec
 
 from core.handles import ModelKey
-from core.validation import check_choice, check_decimal, check_filled, check_integer, check_matches, conform
+from core.validation import (
+    check_choice,
+    check_decimal,
+    check_filled,
+    check_integer,
+    check_length,
+    check_matches,
+    conform,
+)
 
 RUN_CLASS = "class"
 """Kind of component that a class is, see ModelKey."""
+
+MAX_SOURCE = 1024 * 1024
+"""Most characters of a file that classes are in: each of them carries it."""
 
 RUN_SECONDS = 60.0
 """Default time limit of one run of a node."""
@@ -23,8 +35,8 @@ MAX_RUN_SECONDS = 3600.0
 
 
 class RunClass(msgspec.Struct, frozen=True, kw_only=True):
-    """A class of a user, by its import path. Only workers import it; it needs no base class, and is made without
-    arguments:
+    """A class of a user, by its import path. Only workers import it; it needs no base class, and is made with the
+    keyword arguments `settings`, by default none:
 
         class Blur:
             def load(self, device: str, dtype: torch.dtype) -> int | None: ...
@@ -38,6 +50,11 @@ class RunClass(msgspec.Struct, frozen=True, kw_only=True):
 
     name: str  # the role of the nodes that it runs
     path: str  # module:Class
+    # The module's text, if it is a file's that no worker finds by its name. Workers run this text whatever becomes of
+    # the file, so that a worker that starts later has the same class. The module's name must change with the text.
+    source: str = ""
+    file: str = ""  # where the text is from
+    settings: dict[str, str | int | float | bool] = {}
     # Most that one run of a node may take. A longer one fails its request, and costs a restart of its worker.
     seconds: float = RUN_SECONDS
     # Most that `load` may take. A longer one counts as failed, and costs a restart of its worker, too.
@@ -54,9 +71,11 @@ class RunClass(msgspec.Struct, frozen=True, kw_only=True):
         check_decimal("seconds", self.seconds, 0.001, MAX_RUN_SECONDS)
         check_decimal("load_seconds", self.load_seconds, 0.001, MAX_RUN_SECONDS)
         check_integer("nbytes", self.nbytes, 0)
+        check_length("source", self.source, MAX_SOURCE)
         check_choice("dtype", self.dtype, ("float32", "bfloat16", "float16"))
 
     @property
     def key(self) -> ModelKey:
-        """The component. Classes of one path and dtype are loaded once."""
-        return ModelKey(hashlib.sha256(f"{self.path} {self.dtype}".encode()).hexdigest()[:16], RUN_CLASS)
+        """The component. Classes of one path, dtype and settings are loaded once."""
+        recipe = f"{self.path} {self.dtype} {json.dumps(self.settings, sort_keys=True)}"
+        return ModelKey(hashlib.sha256(recipe.encode()).hexdigest()[:16], RUN_CLASS)

@@ -49,6 +49,8 @@ from engine.client.templates.template_store import RegisteredTemplate
 from engine.client.upload import BytesUpload
 from entrypoints.control_picture import ControlPicture
 from entrypoints.pictures import ImageLike, decode_picture, encode_picture
+from entrypoints.workflows.registered import Registered
+from entrypoints.workflows.workflow_files import read_workflows
 
 logger = logging.getLogger("stencil.offline")
 
@@ -142,8 +144,9 @@ class ImageEngine:
     mask_aware, cache_keyframes, cache_dtype, priming_prompt, segmenter: see ModelConfig. loras: name -> file of each
     adapter, see AdapterConfig. cache: see CacheConfig. data_parallel_size: number of engines, between which edits are
     distributed. workers_per_engine: ranks of each, the last of which decodes. degree: ranks that compute each denoising
-    step together. classes, workflows: of users, see `run`. Raises InvalidRequestError for an argument of the wrong type
-    or out of range, and ConfigError if a model, an adapter, a class or a workflow cannot be used.
+    step together. workflows: to `run`: files or folders of users, see `entrypoints.workflows`, or graphs of `classes`.
+    Raises InvalidRequestError for an argument of the wrong type or out of range, and ConfigError if a model, an
+    adapter, a class or a workflow cannot be used.
 
     Usable only in the process that created it, since a forked child has neither its thread nor its child processes.
     Methods raise EngineError in a fork and after `close`.
@@ -174,7 +177,7 @@ class ImageEngine:
         workers_per_engine: int = EngineConfig().workers_per_engine,
         degree: int = SchedulerConfig().degree,
         classes: Sequence[RunClass] = (),
-        workflows: Sequence[Workflow] = (),
+        workflows: str | Path | Sequence[Workflow | str | Path] = (),
     ) -> None:
         only = ModelConfig(
             model=model,
@@ -193,6 +196,7 @@ class ImageEngine:
             if isinstance(segmenter, str)
             else conformed("segmenter", segmenter, tuple[str, ...]),
         )
+        registered = _registered(classes, workflows)
         config = StencilConfig(
             engine=EngineConfig(
                 models=_all_models(only, models),
@@ -200,8 +204,8 @@ class ImageEngine:
                 cache=cache,
                 data_parallel_size=data_parallel_size,
                 workers_per_engine=workers_per_engine,
-                classes=tuple(_all_of("classes", classes, RunClass)),
-                workflows=tuple(_all_of("workflows", workflows, Workflow)),
+                classes=registered.classes,
+                workflows=registered.workflows,
             ),
             image=ImageConfig(image_workers=image_workers),
             max_queue=MAX_IN_FLIGHT * data_parallel_size * 10,
@@ -430,6 +434,18 @@ def _adapters(loras: Mapping[str, str | Path]) -> tuple[AdapterConfig, ...]:
     for name in conformed("loras", loras, Mapping):
         check_filled("loras", conformed("loras", name, str))
     return tuple(AdapterConfig(name, str(conformed("loras", path, str | Path))) for name, path in loras.items())
+
+
+def _registered(classes: Sequence[RunClass], workflows: str | Path | Sequence[Workflow | str | Path]) -> Registered:
+    """What users have registered, with the workflows of the files among it."""
+    workflows = (workflows,) if isinstance(workflows, str | Path) else workflows
+    for index, each in enumerate(conformed("workflows", workflows, Sequence)):
+        conformed(f"workflows[{index}]", each, Workflow | str | Path)
+    graphs = tuple(each for each in workflows if isinstance(each, Workflow))
+    files = [each for each in workflows if not isinstance(each, Workflow)]
+    return Registered.together(
+        [Registered(graphs, tuple(_all_of("classes", classes, RunClass))), read_workflows(files)]
+    )
 
 
 def _all_models(only: ModelConfig, models: Sequence[ModelConfig]) -> tuple[ModelConfig, ...]:

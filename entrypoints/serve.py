@@ -28,8 +28,9 @@ import gc
 import socket
 import time
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
+import msgspec
 import uvicorn
 import uvloop
 from fastapi import FastAPI
@@ -48,6 +49,7 @@ from entrypoints.openai.app import ServerSettings, create_app
 from entrypoints.openai.body.submission import STALL_SECONDS
 from entrypoints.run_until import run_until
 from entrypoints.serve_options import ServeOptions
+from entrypoints.workflows.workflow_files import read_workflows
 
 FLUSH_SECONDS = 5  # for answers still being sent when the engine has stopped
 KEEP_ALIVE_SECONDS = 75  # for idle connections; longer than clients' connection pools keep them
@@ -62,6 +64,7 @@ def main(options: ServeOptions) -> int:
     try:
         for model in options.models:
             check_model(model.model)
+        options = with_workflows(options)
         with (
             contextlib.closing(create_tracer(options.config.engine.otlp_traces_endpoint, "api")) as tracer,
             bind(options.host, options.port) as listener,
@@ -73,6 +76,13 @@ def main(options: ServeOptions) -> int:
         return 1
     except KeyboardInterrupt:  # before the handlers are installed
         return 130
+
+
+def with_workflows(options: ServeOptions) -> ServeOptions:
+    """The options with the workflows of the files that they name. Raises WorkflowError."""
+    registered = read_workflows(options.workflow_files)
+    engine = msgspec.structs.replace(options.config.engine, classes=registered.classes, workflows=registered.workflows)
+    return replace(options, config=msgspec.structs.replace(options.config, engine=engine))
 
 
 @dataclass(frozen=True)

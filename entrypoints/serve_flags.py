@@ -144,6 +144,15 @@ FLAGS: dict[str, tuple[Flag, ...]] = {
             field="runtime_lora",
         ),
         Flag(
+            "--workflow",
+            ServeOptions,
+            "file of workflows, or folder of such files, to register at the start; its code runs in workers, with all "
+            "that they may read; may be repeated",
+            "FILE_OR_FOLDER",
+            repeats=True,
+            field="workflow_files",
+        ),
+        Flag(
             "--dtype",
             ModelConfig,
             "data type of weights and computation; auto: the fastest that is safe on the device",

@@ -188,7 +188,10 @@ LAWS = {
     "entrypoints.calibration": Law((*SHARED, *SEEN, "engine.images", "entrypoints", "entrypoints.calibration"), ENTRY),
     OPENAI: Law((*SHARED, *SEEN, "entrypoints", *below(OPENAI), "entrypoints.playground"), ENTRY),
     f"{OPENAI}.fields": Law((*SHARED, *SEEN, "entrypoints", f"{OPENAI}.fields"), ENTRY),
-    "entrypoints": Law((*SHARED, *SEEN, "entrypoints", "entrypoints.calibration", *below(OPENAI)), ENTRY),
+    "entrypoints.workflows": Law(("core", "core.graph", "core.ipc", OPS, "entrypoints.workflows"), SMALL),
+    "entrypoints": Law(
+        (*SHARED, *SEEN, "entrypoints", "entrypoints.calibration", "entrypoints.workflows", *below(OPENAI)), ENTRY
+    ),
 }
 LAZY = {
     ("engine.observability.tracing", "engine.observability.otlp_tracing"),

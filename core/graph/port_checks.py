@@ -17,6 +17,9 @@ MAX_NAME = 64
 MAX_TEXT_LITERALS = 4 * 1024
 """Most bytes of all texts that one node is given as literals, which its message carries."""
 
+CHOSEN = "chosen"
+"""Output of a node that chooses: text, the name of the reader that runs."""
+
 Problem = tuple[str, str]
 """(input, or ""; what is wrong with it)"""
 
@@ -39,8 +42,9 @@ def problems_of_ports(workflow: Workflow, node: Node) -> Iterator[Problem]:
         yield "", "it makes nothing; declare what its class returns"
     if any(port.is_optional for port in node.makes):
         yield "", "its outputs are always made, none is optional"
-    if node.chooses:
-        yield "", "a node with ports of its own chooses no reader"
+    chosen = port_of(node.makes, CHOSEN)
+    if node.chooses and (chosen is None or chosen.type != "text"):
+        yield "", f"a node that chooses makes the text {CHOSEN}, the name of the reader that runs"
     yield from _problems_of_given(workflow, node)
     yield from _problems_of_literals(node)
 
@@ -57,6 +61,12 @@ def problems_of_ends(workflow: Workflow) -> Iterator[Problem]:
     if workflow.is_for_pictures and "picture" not in workflow.outputs:
         yield "picture", "nodes work for a picture that is no result; say in outputs which of them makes it"
     yield from _problems_of_names("inputs", workflow.inputs)
+    for region in workflow.regions:
+        counted = port_of(workflow.inputs, region.rounds) if isinstance(region.rounds, str) else None
+        if counted is not None and (counted.type != "integer" or counted.is_optional):
+            yield counted.name, f"region {region.name} has so many rounds, so it is an integer that is always given"
+        elif counted is None and region.rounds and isinstance(region.rounds, str):
+            yield region.rounds, f"region {region.name} has so many rounds, and the workflow has no such input"
     for name in workflow.output_ports.keys() - workflow.outputs.keys():
         yield name, "output_ports says which output it is, and outputs not of which node"
     made_by = Counter((maker, workflow.output_ports.get(name)) for name, maker in workflow.outputs.items())

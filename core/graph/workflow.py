@@ -78,6 +78,8 @@ class Region:
     # Of all noise levels, the highest counted as 0 and the lowest as 1: those of this region's steps.
     begin: Number = 0.0
     end: Number = 1.0
+    # Of nodes with ports of their own: how many rounds, or the input that says it; 0: the request says it apart.
+    rounds: str | int = 0
 
     @property
     def is_part(self) -> bool:

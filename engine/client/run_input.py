@@ -16,7 +16,7 @@ class RunInput:
 
     workflow: str  # name of one that is registered, see EngineConfig
     inputs: Mapping[str, RunValue] = field(default_factory=dict)  # by the names that it declares
-    rounds: tuple[int, ...] = ()  # of each of its regions, at least 1
+    rounds: tuple[int, ...] = ()  # of each of its regions that does not say it, at least 1
     owner: str = ""  # digest of an API key, "" = none
     priority: int = 0  # its class, 0 = the default, lower = more urgent
     timeout: float | None = None  # seconds until its results are useless

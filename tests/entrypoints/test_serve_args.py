@@ -7,9 +7,28 @@ from pathlib import Path
 import pytest
 
 from core.config import AdapterConfig, CacheConfig, StencilConfig
-from core.errors import ConfigError
+from core.errors import ConfigError, WorkflowError
 from entrypoints.model_paths import check_model
+from entrypoints.serve import with_workflows
 from entrypoints.serve_args import parse_options
+
+WORKFLOW = """
+from entrypoints.workflows import Model, Workflow
+
+class Twice(Model):
+    def setup_io(self):
+        self.add_input("x", int)
+        self.add_output("y", int)
+
+    def load(self, device, dtype):
+        pass
+
+    def execute(self, x):
+        return {{"y": 2 * x}}
+
+with Workflow(name="{name}") as workflow:
+    workflow.add_output(Twice()(workflow.add_input("x", int)), name="y")
+"""
 
 
 def test_defaults_are_the_configurations(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -218,6 +237,18 @@ def test_an_adapter_has_a_name_of_its_own(tmp_path: Path, capsys: pytest.Capture
     with pytest.raises(SystemExit):
         parse_options(["--served-model-name", "hat", "--lora", f"hat={tmp_path}"])
     assert "--lora hat: adapters need names of their own" in capsys.readouterr().err
+
+
+def test_workflow_flags_register_what_their_files_have(tmp_path: Path) -> None:
+    flags = []
+    for name in ("one", "two"):
+        (tmp_path / f"{name}.py").write_text(WORKFLOW.format(name=name))
+        flags += ["--workflow", str(tmp_path / f"{name}.py")]
+    engine = with_workflows(parse_options(flags)).config.engine
+    assert [workflow.name for workflow in engine.workflows] == ["one", "two"]
+    assert [Path(each.file).name for each in engine.classes] == ["one.py", "two.py"]
+    with pytest.raises(WorkflowError, match=r"none\.py: cannot be read"):
+        with_workflows(parse_options(["--workflow", str(tmp_path / "none.py")]))
 
 
 def test_a_scheduling_policy_is_checked_before_anything_starts(capsys: pytest.CaptureFixture[str]) -> None:

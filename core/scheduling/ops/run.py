@@ -33,6 +33,7 @@ class Run(Message, OpWork, frozen=True, omit_defaults=True):
     literals: dict[str, Literal] = field(default_factory=dict)  # input -> its value
     # Result of the workflow -> (output that it is, uint8 [most bytes]; of the picture: uint8 [height, width, 3]).
     results: dict[str, tuple[str, ArrayRef]] = field(default_factory=dict)
+    readers: tuple[str, ...] = ()  # of a node that chooses: those that it chooses from
 
 
 def _size(sizes: Sizes) -> Work:
@@ -43,7 +44,14 @@ def _make(request: Request, node: Node, pages: NodePages) -> Run:
     spec = request.spec
     given = {name: spec.inputs[source] for name, source in node.given.items() if source in spec.inputs}
     results = {name: (port, spec.place(name)) for name, port in request.workflow.results_of(node).items()}
-    return Run(takes=node.takes, makes=node.makes, given=given, literals=dict(node.literals), results=results)
+    return Run(
+        takes=node.takes,
+        makes=node.makes,
+        given=given,
+        literals=dict(node.literals),
+        results=results,
+        readers=request.workflow.reader_names[node.name] if node.chooses else (),
+    )
 
 
 def _note(request: Request, result: ItemResult) -> None:

@@ -9,11 +9,15 @@ import asyncio
 import logging
 from collections.abc import Mapping
 
+import numpy as np
+
 from core.errors import DeadlineExceededError
 from core.graph.workflow import Workflow
 from core.handles import ArrayRef
 from core.messages.engine import Aborted, EngineRequest, Failed, Finished
 from core.messages.specs import RunSpec
+from core.sampling_params import MAX_INFERENCE_STEPS
+from core.validation import check_integer
 from engine.client.run_input import RunInput
 from engine.client.run_values import RunValue
 from engine.client.services import Services
@@ -73,12 +77,27 @@ class RunSession(Session):
             model=self.model,
             workflow=self._workflow.name,
             spec=spec,
-            rounds=asked.rounds,
+            rounds=self._rounds(),
             arrival=self.arrival,
             priority=asked.priority,
             deadline=None if asked.timeout is None else self.arrival + asked.timeout,
             owner=asked.owner,
         )
+
+    def _rounds(self) -> tuple[int, ...]:
+        """Of each region: what the workflow says of it, or else the caller."""
+        asked, regions = iter(self._asked.rounds), self._workflow.regions
+        rounds = tuple(self._rounds_said(region.rounds) if region.rounds else next(asked, 0) for region in regions)
+        return (*rounds, *asked)  # any beyond are refused with the request
+
+    def _rounds_said(self, said: str | int) -> int:
+        """Raises InvalidRequestError."""
+        if isinstance(said, int):
+            return said
+        rounds = self._asked.inputs.get(said)
+        rounds = int(rounds) if isinstance(rounds, int | np.integer) else 0  # which is missing: its form was checked
+        check_integer(said, rounds, 1, MAX_INFERENCE_STEPS)
+        return rounds
 
     def _read(self, shapes: Mapping[str, tuple[int, ...]]) -> dict[str, RunValue]:
         """Copies of the results."""

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import inspect
+import sys
 from importlib import import_module
+from types import ModuleType
 from typing import Any
 
 import torch
@@ -38,7 +40,7 @@ class ClassLoader:
         config = max(alike, key=lambda each: each.load_seconds)
         try:
             with self._limits.of_load(config):
-                made: UserClass = self._types[key]()
+                made: UserClass = self._types[key](**config.settings)
                 told = made.load(str(self._device), getattr(torch, config.dtype))
             loaded = LoadedComponent(key, told if type(told) is int and told >= 0 else _attribute_bytes(made))
         except BaseException as error:  # a user's class may raise anything; panics of Rust are no Exceptions
@@ -57,9 +59,10 @@ def _imported(config: RunClass) -> type[Any]:
     """Raises ConfigError that names the class and the remedy."""
     path, _, name = config.path.partition(":")
     try:
-        found = getattr(import_module(path), name)
+        found = getattr(_module_of_text(path, config) if config.source else import_module(path), name)
     except BaseException as error:  # a user's module may raise anything
-        why = f"{in_words(error)}; workers import it, so its folder must be on PYTHONPATH"
+        remedy = "" if config.source else "; workers import it, so its folder must be on PYTHONPATH"
+        why = f"{in_words(error)}{remedy}"
         raise ConfigError(f"classes: {config.name}: path {config.path}: {why}") from error
     if not isinstance(found, type) or inspect.isabstract(found):
         raise ConfigError(f"classes: {config.name}: path {config.path} is no class that can be made; name another")
@@ -67,6 +70,21 @@ def _imported(config: RunClass) -> type[Any]:
         if not callable(getattr(found, method, None)):
             raise ConfigError(f"classes: {config.name}: path {config.path} has no method {method}; define it")
     return found
+
+
+def _module_of_text(name: str, config: RunClass) -> ModuleType:
+    """The module of a text that no import finds; it is run once, whichever of its classes are used."""
+    if (known := sys.modules.get(name)) is not None:
+        return known
+    module = ModuleType(name)
+    module.__file__ = config.file
+    sys.modules[name] = module  # before it runs, as with an import: what it defines may look itself up
+    try:
+        exec(compile(config.source, config.file or name, "exec", dont_inherit=True), vars(module))
+    except BaseException:
+        del sys.modules[name]
+        raise
+    return module
 
 
 def _attribute_bytes(made: object) -> int:

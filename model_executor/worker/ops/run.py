@@ -13,6 +13,7 @@ from torch import Tensor
 from core.errors import RunError
 from core.graph.form import Form
 from core.graph.op import Port
+from core.graph.port_checks import CHOSEN
 from core.graph.workflow import Literal
 from core.messages.worker import Item, ItemResult
 from core.scheduling.ops.run import Run
@@ -34,12 +35,13 @@ def run(context: WorkerContext, items: Sequence[Item]) -> list[ItemResult]:
         made = _execute(context, item, inputs)
         values = _checked(item, work.makes, made)
         _check_picture(item, work, values)
+        chosen = _chosen(item, work.readers, values) if work.readers else ""
         wait_for_device()
     for port, place in work.results.values():
         there = context.shared(place).reshape(-1)
         there[: values[port].nbytes].copy_(_bytes_of(values[port]))
     shapes = {name: tuple(values[port].shape) for name, (port, _) in work.results.items()}
-    return [ItemResult(item.request_id, item.node, context.put(item, values), shapes=shapes)]
+    return [ItemResult(item.request_id, item.node, context.put(item, values), shapes=shapes, chosen=chosen)]
 
 
 def _inputs(context: WorkerContext, item: Item, work: Run) -> dict[str, object]:
@@ -140,6 +142,15 @@ def _why_not_array(form: Form, value: object) -> str:
         if not value.is_floating_point() or bool(torch.isfinite(value).all())
         else "not all of its numbers are finite"
     )
+
+
+def _chosen(item: Item, readers: Sequence[str], values: dict[str, Tensor]) -> str:
+    """The reader that runs. Raises RunError for a name that is none of them."""
+    chosen = _bytes_of(values[CHOSEN]).numpy().tobytes().decode()
+    if chosen not in readers:
+        what = f"class {item.model} chose {shorten(repr(chosen))}, and {', '.join(readers)} read what it makes"
+        raise RunError.at(item.node, what)
+    return chosen
 
 
 def _array(form: Form, value: Any) -> Tensor:

@@ -80,7 +80,7 @@ def changed(name: str, **changes: object) -> Workflow:
             "it has 65 inputs; there may be 64",
         ),
         (changed("left", makes=(Port.of("y", VECTOR, is_optional=True),)), "left", "", "none is optional"),
-        (changed("top", chooses=True), "top", "", "chooses no reader"),
+        (changed("top", chooses=True), "top", "", "makes the text chosen"),
         (changed("left", op="upscale"), "left", "", "op upscale has ports already"),
         (changed("left", op="no such"), "left", "", "there is no op no such"),
         (replace(DIAMOND, output_ports={"sum": "y"}), "", "mean", "which output of end it is must be named"),
@@ -149,6 +149,14 @@ def test_a_region_of_own_ports_carries_values_that_fit() -> None:
     end = replace(mixer("end"), inputs=(Edge("loop", "y", "a"),))
     whole = replace(DIAMOND, nodes=(begin, loop, end), regions=(Region("r"),))
     check_workflow(whole)
+    for rounds in ("many", "vector"):
+        with pytest.raises(WorkflowError, match="region r has so many rounds") as caught:
+            check_workflow(replace(whole, regions=(Region("r", rounds=rounds),)))
+        assert caught.value.input == rounds
+    counted = replace(whole, inputs=(*whole.inputs, Port.of("n", INTEGER)), regions=(Region("r", rounds="n"),))
+    check_workflow(counted)
+    with pytest.raises(WorkflowError, match="an integer that is always given"):
+        check_workflow(replace(counted, inputs=(*whole.inputs, Port.of("n", INTEGER, is_optional=True))))
     growing = replace(loop, makes=(Port.of("y", tensor("float32", 17)), loop.makes[1]))
     wide = replace(end, takes=(Port.of("a", tensor("float32", 17)),))
     with pytest.raises(WorkflowError, match="gets tensor float32 up to"):

@@ -14,7 +14,7 @@ from user_classes import Panic
 from core.errors import ConfigError, InvalidRequestError
 from core.failure import Failure
 from core.messages.worker import WorkerFailed
-from core.run_class import RunClass
+from core.run_class import MAX_SOURCE, RunClass
 from model_executor.worker.loading.class_loader import ClassLoader
 from model_executor.worker.stores.time_limits import TimeLimits
 from model_executor.worker.stores.user_classes import UserClasses
@@ -51,6 +51,39 @@ class Lazy:
 def test_what_is_no_class_of_a_user_is_refused_with_field_and_remedy(path: str, reason: str) -> None:
     with pytest.raises(ConfigError, match=f"^classes: blur: path {path}.*{reason}"):
         loader_of(path)
+
+
+TEXT = """
+class Blur:
+    def __init__(self, radius=1):
+        self.radius = radius
+
+    def load(self, device, dtype):
+        return self.radius
+
+    def execute(self) -> "dict":
+        return {"file": __file__, "module": __name__}
+"""
+
+
+def test_a_text_is_run_whatever_becomes_of_its_file() -> None:
+    """Once, for all of its classes; each is made with its settings."""
+    common = {"path": "blur_0123:Blur", "source": TEXT, "file": "/no/such/blur.py"}
+    configs = [RunClass(name=f"blur{radius}", settings={"radius": radius}, **common) for radius in (3, 5)]  # type: ignore[arg-type]
+    classes = UserClasses(configs)
+    loader = ClassLoader(classes, CPU, TimeLimits(0, lambda failed: None))
+    assert [loader.load(each.key).nbytes for each in configs] == [3, 5]
+    one, other = (classes.of(each.name) for each in configs)
+    assert type(one) is type(other)
+    assert one.execute() == {"file": "/no/such/blur.py", "module": "blur_0123"}
+    assert type(one).execute.__annotations__ == {"return": "dict"}
+
+
+def test_a_text_that_fails_is_run_again_and_named() -> None:
+    config = RunClass(name="blur", path="blur_4567:Blur", source="raise ValueError('it will not')")
+    for _ in range(2):
+        with pytest.raises(ConfigError, match=r"classes: blur: path blur_4567:Blur: ValueError: it will not$"):
+            ClassLoader(UserClasses([config]), CPU, TimeLimits(0, lambda failed: None))
 
 
 class Tells:
@@ -173,6 +206,8 @@ def test_a_load_beyond_its_time_limit_is_reported_with_its_component() -> None:
         ({"name": "blur", "path": "a:B", "load_seconds": 3601.0}, "load_seconds"),
         ({"name": "blur", "path": "a:B", "nbytes": -1}, "nbytes"),
         ({"name": "blur", "path": "a:B", "dtype": "int8"}, "dtype"),
+        ({"name": "blur", "path": "a:B", "source": "#" * (MAX_SOURCE + 1)}, "source"),
+        ({"name": "blur", "path": "a:B", "settings": {"radius": [1]}}, "settings"),
     ],
 )
 def test_a_setting_out_of_range_is_refused(settings: dict[str, object], param: str) -> None:
@@ -181,6 +216,11 @@ def test_a_setting_out_of_range_is_refused(settings: dict[str, object], param: s
     assert caught.value.param == param
 
 
-def test_classes_of_one_path_and_dtype_are_one_component() -> None:
+def test_classes_of_one_path_dtype_and_settings_are_one_component() -> None:
     one, other = (RunClass(name=name, path="a:B") for name in ("one", "other"))
     assert one.key == other.key != RunClass(name="one", path="a:B", dtype="bfloat16").key
+    several = [
+        RunClass(name="one", path="a:B", settings=each) for each in ({"x": 1, "y": 2}, {"y": 2, "x": 1}, {"x": 2})
+    ]
+    assert several[0].key == several[1].key
+    assert len({each.key for each in (one, *several)}) == 3

@@ -1,0 +1,29 @@
+"""Data types: how models and workflows say what their values are."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from core.errors import WorkflowError
+from core.graph.form import INTEGER, NUMBER, TRUTH, Form, picture, text
+
+Image = picture(2048, 2048)
+"""A picture of up to 2048 x 2048 px."""
+
+_FORMS: dict[Any, Form] = {bool: TRUTH, int: INTEGER, float: NUMBER, str: text(4096)}
+"""Python's types -> what they stand for; a str has up to 4096 bytes."""
+
+
+def form_of(data_type: object, node: str, name: str) -> Form:
+    """What a data type stands for: bool, int, float, str, Image, or what picture, tensor and text return. Raises
+    WorkflowError at this node and input.
+    """
+    if isinstance(data_type, Form):
+        return data_type
+    found = _FORMS.get(data_type) if isinstance(data_type, type) else None
+    if found is None:
+        problem = (
+            f"{data_type!r} says no size; give bool, int, float, str, Image, picture(...), tensor(...) or text(...)"
+        )
+        raise WorkflowError(f"{node}, {name}: {problem}", node=node, input=name)
+    return found

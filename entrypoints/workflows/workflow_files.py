@@ -1,0 +1,176 @@
+"""Reads files of workflows, each in a process of its own that is thrown away."""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import re
+import select
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
+from pathlib import Path
+
+import msgspec
+
+import core.scheduling.ops  # noqa: F401  the check of a workflow looks ops up
+from core.errors import StencilError, WorkflowError
+from core.graph.check import check_workflow
+from core.graph.workflow import Workflow
+from core.run_class import MAX_SOURCE, RunClass
+from entrypoints.workflows.import_limits import ImportLimits
+from entrypoints.workflows.import_messages import ImportAnswer, ImportOrder
+from entrypoints.workflows.registered import Registered
+
+MAX_ANSWER = 4 * 1024 * 1024
+"""Most bytes of what comes back."""
+
+MAX_NODES = 4000
+"""Most nodes of all workflows of a file: the check of a graph takes longer than its nodes grow."""
+
+MAX_AT_ONCE = 4
+"""Most files that are imported at the same time: most imports load PyTorch."""
+
+LINGER_SECONDS = 1.0
+"""For the process to end by itself when it has answered, so that its exit tells why there is no answer."""
+
+_DEFAULT_LIMITS = ImportLimits()
+
+
+def read_workflows(paths: Iterable[str | Path], limits: ImportLimits = _DEFAULT_LIMITS) -> Registered:
+    """The workflows of these files, and of the .py files that are in these folders, for EngineConfig. Raises
+    WorkflowError that names the file, its node and input.
+    """
+    files = [file for path in paths for file in _files_at(Path(path).resolve())]
+    with ThreadPoolExecutor(MAX_AT_ONCE) as pool:
+        return Registered.together(pool.map(lambda file: _read(file, limits), files))
+
+
+def _files_at(path: Path) -> list[Path]:
+    if not path.is_dir():
+        return [path]
+    files = sorted(path.glob("*.py"))
+    if not files:
+        raise WorkflowError(f"{path}: there is no .py file in this folder", node="")
+    return files
+
+
+def _read(path: Path, limits: ImportLimits) -> Registered:
+    try:
+        with path.open("rb") as file:
+            source = file.read(MAX_SOURCE + 1).decode()
+    except (OSError, UnicodeDecodeError) as error:
+        raise WorkflowError(f"{path}: cannot be read: {error}", node="") from error
+    if len(source) > MAX_SOURCE:
+        raise WorkflowError(f"{path}: has more than {MAX_SOURCE} characters", node="")
+    digest = hashlib.sha256(source.encode()).hexdigest()[:12]
+    module = f"{re.sub(r'[^A-Za-z0-9_]', '_', path.stem)}_{digest}"
+    order = ImportOrder(module, str(path), source, limits)
+    return registered_of(order, *_ask(order))
+
+
+def registered_of(order: ImportOrder, data: bytes, why: str) -> Registered:
+    """What an answer says; a hostile file may have written it. why: it cannot be read, if so. Raises WorkflowError."""
+    try:
+        answer = msgspec.msgpack.decode(data, type=ImportAnswer)
+    except (msgspec.MsgspecError, StencilError, ValueError, RecursionError) as error:
+        raise WorkflowError(f"{order.file}: {why}", node="") from error
+    if answer.registered is None:
+        raise WorkflowError(f"{order.file}, {answer.problem}", node=answer.node, input=answer.input)
+    _check(order.file, answer.registered.workflows)
+    return Registered(answer.registered.workflows, tuple(_with_text(each, order) for each in answer.registered.classes))
+
+
+def _check(file: str, workflows: Sequence[Workflow]) -> None:
+    """Raises WorkflowError that names the file."""
+    if (num_nodes := sum(len(workflow.nodes) for workflow in workflows)) > MAX_NODES:
+        raise WorkflowError(f"{file}: its workflows have {num_nodes} nodes, and may have {MAX_NODES}", node="")
+    for workflow in workflows:
+        try:
+            check_workflow(workflow)
+        except WorkflowError as error:
+            raise WorkflowError(f"{file}: {error}", node=error.node, input=error.input) from error
+
+
+def _with_text(run_class: RunClass, order: ImportOrder) -> RunClass:
+    """A class of the file with the text that was read, which workers run."""
+    if not run_class.path.startswith(f"{order.module}:"):
+        return run_class
+    return msgspec.structs.replace(run_class, source=order.source, file=order.file)
+
+
+def _ask(order: ImportOrder) -> tuple[bytes, str]:
+    """(what the process has answered, why that cannot be read if it cannot)"""
+    deadline = time.monotonic() + order.limits.seconds
+    with open(os.memfd_create("stencil-import", os.MFD_CLOEXEC), "w+b") as file:
+        file.write(msgspec.msgpack.encode(order))
+        file.seek(0)
+        process = subprocess.Popen(
+            [sys.executable, "-P", "-m", "entrypoints.workflows.importer"],
+            stdin=file,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.DEVNULL,
+            cwd="/",
+            env=_environment(),
+            start_new_session=True,
+        )
+    assert process.stdout is not None, "it is a pipe"
+    with process.stdout as stdout:
+        try:
+            data, why = _answer(stdout.fileno(), order.limits, deadline)
+            if not why:
+                why = _exit_of(process, deadline)
+        finally:
+            with suppress(ProcessLookupError):
+                os.killpg(process.pid, signal.SIGKILL)  # not yet waited for, so the number is still its own
+            process.wait()
+    return data, why or _in_words(process.returncode)
+
+
+def _answer(fd: int, limits: ImportLimits, deadline: float) -> tuple[bytes, str]:
+    """(all that is written, why not all of it was read)"""
+    data = bytearray()
+    while _is_readable(fd, deadline - time.monotonic()):
+        piece = os.read(fd, 65536)
+        data += piece
+        if not piece:
+            return bytes(data), ""
+        if len(data) > MAX_ANSWER:
+            return b"", f"its process answered more than {MAX_ANSWER} bytes"
+    return b"", f"its import took longer than {limits.seconds:g} s"
+
+
+def _exit_of(process: subprocess.Popen[bytes], deadline: float) -> str:
+    """Let a process end by itself; why it does not, or "" ."""
+    pidfd = os.pidfd_open(process.pid)
+    try:
+        patience = min(LINGER_SECONDS, deadline - time.monotonic())
+        return "" if _is_readable(pidfd, patience) else "its process closed its answer and did not end"
+    finally:
+        os.close(pidfd)
+
+
+def _is_readable(fd: int, seconds: float) -> bool:
+    """Wait until there is something to read, or the end; False: the time has passed."""
+    waiting = select.poll()  # takes any descriptor, unlike select
+    waiting.register(fd, select.POLLIN)
+    return bool(waiting.poll(max(0.0, seconds) * 1000))
+
+
+def _in_words(returncode: int) -> str:
+    """Why a process has ended without an answer."""
+    if returncode == -signal.SIGXCPU:
+        return "its import took more processor time than it may"
+    return f"its import ended its process: {f'signal {-returncode}' if returncode < 0 else f'exit code {returncode}'}"
+
+
+def _environment() -> dict[str, str]:
+    """What a process needs to find Python's modules and their libraries, and nothing else: no keys."""
+    kept = {name: os.environ[name] for name in ("PATH", "LD_LIBRARY_PATH", "TZ") if name in os.environ}
+    threads = dict.fromkeys(("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS"), "1")
+    paths = os.pathsep.join(os.path.abspath(path) for path in sys.path)
+    return kept | threads | {"PYTHONPATH": paths, "PYTHONDONTWRITEBYTECODE": "1", "LANG": "C.UTF-8"}

@@ -1,0 +1,220 @@
+"""Files of workflows are imported in processes that get nothing, may take little, and leave nothing behind."""
+
+from __future__ import annotations
+
+import os
+import time
+from collections import Counter
+from collections.abc import Iterator
+from pathlib import Path
+from random import Random
+from typing import Any
+
+import msgspec
+import psutil
+import pytest
+
+from core.errors import WorkflowError
+from entrypoints.workflows.import_limits import MAX_DESCRIPTORS, ImportLimits
+from entrypoints.workflows.import_messages import ImportAnswer, ImportOrder
+from entrypoints.workflows.importer import import_text
+from entrypoints.workflows.workflow_files import MAX_ANSWER, read_workflows, registered_of
+
+SOUND = """
+from entrypoints.workflows import Model, Workflow
+
+class Twice(Model):
+    def setup_io(self):
+        self.add_input("x", int)
+        self.add_output("y", int)
+
+    def load(self, device, dtype):
+        pass
+
+    def execute(self, x):
+        return {"y": 2 * x}
+
+with Workflow(name="NAME") as workflow:
+    workflow.add_output(Twice()(workflow.add_input("x", int)), name="y")
+"""
+
+TIGHT = ImportLimits(seconds=20.0, cpu_seconds=1, memory_bytes=300 * 1024 * 1024)
+
+
+@pytest.fixture(autouse=True)
+def nothing_is_left() -> Iterator[None]:
+    before = {process.pid for process in psutil.process_iter()}
+    yield
+    left = [process for process in psutil.process_iter(["cmdline"]) if process.pid not in before]
+    assert not [each for each in left if "entrypoints.workflows.importer" in (each.info["cmdline"] or ())]
+
+
+def refused(folder: Path, source: str, limits: ImportLimits = TIGHT) -> str:
+    """What is said of a file."""
+    file = folder / "hostile.py"
+    file.write_text(source)
+    with pytest.raises(WorkflowError) as caught:
+        read_workflows([file], limits)
+    assert str(caught.value).startswith(str(file))
+    return str(caught.value).removeprefix(str(file))
+
+
+def test_files_and_folders_are_read_once(tmp_path: Path) -> None:
+    for name in ("one", "two", "two-3"):
+        (tmp_path / f"{name}.py").write_text(SOUND.replace("NAME", name))
+    (tmp_path / "notes.txt").write_text("no Python")
+    registered = read_workflows([tmp_path])
+    assert [workflow.name for workflow in registered.workflows] == ["one", "two-3", "two"]
+    assert [Path(each.file).stem for each in registered.classes] == ["one", "two-3", "two"]
+    assert all("class Twice" in each.source and each.path.endswith(":Twice") for each in registered.classes)
+    assert len({each.key for each in registered.classes}) == 3, "two texts are two classes"
+
+
+@pytest.mark.parametrize(
+    ("source", "why"),
+    [
+        ("while True: pass", ": its import took more processor time than it may"),
+        ("import time\ntime.sleep(60)", ": its import took longer than 1 s"),
+        ("import os, time\nos.close(1), os.closerange(3, 99)\ntime.sleep(60)", ": its process closed its answer"),
+        ("import os\nwhile True: os.fork()", ", line 2: PermissionError"),
+        ("import subprocess\nsubprocess.run(['sleep', '60'])", ", line 2: PermissionError"),
+        (
+            "import multiprocessing as m\nm.get_context('spawn').Process(target=print).start()",
+            ", line 2: PermissionError",
+        ),
+        ("import os\nos.posix_spawn('/bin/sleep', ['sleep', '60'], {})", ", line 2: PermissionError"),
+        ("kept = []\nwhile True: kept.append(bytearray(1 << 20))", ", line 2: MemoryError"),
+        ("import mmap\nkept = []\nwhile True: kept.append(mmap.mmap(-1, 1 << 32))", ", line 3: OSError"),
+        ("with open('/tmp/x', 'wb') as file:\n while True: file.write(bytes(1 << 20))", ""),
+        ("kept = []\nwhile True: kept.append(open('/dev/null'))", ", line 2: OSError: [Errno 24]"),
+        ("for _ in range(30): print('x' * 10**6)", ", it has no workflow"),
+        ("import sys\nsys.exit(0)", ", line 2: SystemExit: 0"),
+        ("import os\nos._exit(0)", ": its import ended its process: exit code 0"),
+        ("import os\nos.kill(os.getpid(), 11)", ": its import ended its process: signal 11"),
+        ("import ctypes\nctypes.string_at(0)", ": its import ended its process: signal 11"),
+        ("def f(): f()\nf()", ", line 1: RecursionError"),
+        ("class E(Exception):\n def __str__(self): raise E\nraise E", ", line 3: E"),
+        ("raise ValueError('x' * 10**7)", ", line 1: ValueError: x"),
+        ("raise ValueError('\\ud800')", ", line 1: ValueError"),
+        ("x = ", ", SyntaxError: invalid syntax"),
+        ("import no_such_module", ", line 1: ModuleNotFoundError"),
+        ("x = '\\0'\n\0", ""),
+        (
+            "import os\nfor fd in range(3, 30):\n try: os.write(fd, b'x' * 100)\n except OSError: pass\nos._exit(0)",
+            ": its import ended its process: exit code 0",
+        ),
+        (
+            "import os\nfor fd in range(3, 30):\n try:\n"
+            f"  while True: os.write(fd, bytes({MAX_ANSWER}))\n except OSError: pass",
+            ": its process answered more than",
+        ),
+        (
+            "import threading, time\nfor _ in range(8): threading.Thread(target=time.sleep, args=(60,)).start()",
+            ", it has no workflow",
+        ),
+        ("import atexit, time\natexit.register(time.sleep, 60)", ", it has no workflow"),
+    ],
+)
+def test_a_hostile_file_ends_within_its_limits(tmp_path: Path, source: str, why: str) -> None:
+    limits = ImportLimits(1.0, 1, TIGHT.memory_bytes) if "sleep(60)" in source and "took longer" in why else TIGHT
+    begun = time.monotonic()
+    assert refused(tmp_path, source, limits).startswith(why)
+    assert time.monotonic() - begun < 10
+
+
+def test_an_import_gets_no_descriptors_and_no_keys(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("STENCIL_API_KEY", "secret")
+    monkeypatch.setenv("HF_TOKEN", "secret")
+    ours = os.memfd_create("ours")
+    os.set_inheritable(ours, True)
+    source = (
+        "import os, resource\n"
+        "links = [os.readlink(f'/proc/self/fd/{fd}') for fd in os.listdir('/proc/self/fd')[:-1]]\n"
+        "raise ValueError(sorted(set(links)), sorted(os.environ), os.getsid(0) == os.getpid(), "
+        "resource.getrlimit(resource.RLIMIT_NOFILE))"
+    )
+    try:
+        said = refused(tmp_path, source)
+    finally:
+        os.close(ours)
+    assert "memfd" not in said
+    assert "secret" not in said
+    assert "KEY" not in said
+    assert "TOKEN" not in said
+    assert f"True, ({MAX_DESCRIPTORS}, {MAX_DESCRIPTORS})" in said
+
+
+def test_a_forged_answer_is_refused_or_sound() -> None:
+    """Bytes of an answer in which some are others, and answers whose classes have impossible settings."""
+    random, refusals = Random(6), Counter[str]()
+    order = ImportOrder("made", "made.py", SOUND.replace("NAME", "made"), TIGHT)
+    registered = import_text(order)
+    data = msgspec.msgpack.encode(ImportAnswer(registered))
+    assert registered_of(order, data, "").workflows == registered.workflows
+    for _ in range(3000):
+        forged = bytearray(data)
+        for _ in range(random.choice([1, 1, 2, 8])):
+            forged[random.randrange(len(forged))] = random.choice([0, 1, 0x80, 0x90, 0xC0, 0xFF, random.randrange(256)])
+        try:
+            registered_of(order, bytes(forged), "it is forged")
+        except WorkflowError as error:
+            refusals[str(error)] += 1
+    assert refusals["made.py: it is forged"] > 500
+    assert len(refusals) > 20, "graphs are checked"
+    settings: dict[str, Any] = {"seconds": -1.0, "path": "no path", "source": "x" * (1 << 21), "dtype": "int3"}
+    for name, value in settings.items():
+        class_ = msgspec.to_builtins(registered.classes[0]) | {name: value}
+        answer = {"registered": {"workflows": [], "classes": [class_]}}
+        with pytest.raises(WorkflowError, match="it is forged"):
+            registered_of(order, msgspec.msgpack.encode(answer), "it is forged")
+
+
+@pytest.mark.parametrize(
+    ("content", "why"),
+    [
+        (None, "cannot be read: [Errno 2]"),
+        (b"\xff\xfe", "cannot be read: 'utf-8'"),
+        (b"#" * (1 << 21), "has more than"),
+    ],
+)
+def test_what_is_no_text_is_refused(tmp_path: Path, content: bytes | None, why: str) -> None:
+    file = tmp_path / "hostile.py"
+    if content is not None:
+        file.write_bytes(content)
+    with pytest.raises(WorkflowError, match=r"hostile\.py: ") as caught:
+        read_workflows([file])
+    assert why in str(caught.value)
+
+
+def test_a_folder_without_files_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(WorkflowError, match=r"there is no \.py file in this folder"):
+        read_workflows([tmp_path])
+
+
+def test_a_file_cannot_have_as_many_nodes_as_it_likes(tmp_path: Path) -> None:
+    many = "\n".join(
+        f"w{index} = Workflow(name='w{index}')\nx = w{index}.add_input('x', int)\n"
+        "for _ in range(900): x = Twice()(x)\n"
+        f"w{index}.add_output(x, name='y')"
+        for index in range(5)
+    )
+    assert "its workflows have 4501 nodes, and may have 4000" in refused(tmp_path, f"{SOUND}\n{many}", ImportLimits())
+
+
+def test_two_files_cannot_have_workflows_of_one_name(tmp_path: Path) -> None:
+    for name in ("one", "two"):
+        (tmp_path / f"{name}.py").write_text(SOUND.replace("NAME", "same"))
+    with pytest.raises(WorkflowError, match="workflow same: two have this name"):
+        read_workflows([tmp_path])
+
+
+def test_what_the_page_shows_is_a_workflow(tmp_path: Path) -> None:
+    page = Path(__file__).resolve().parents[3] / "docs" / "workflows.md"
+    file = tmp_path / "safety.py"
+    file.write_text(page.read_text().partition("```python\n")[2].partition("```")[0])
+    assert [workflow.name for workflow in read_workflows([file]).workflows] == ["safety"]
+
+
+def test_an_error_of_the_graph_names_the_file(tmp_path: Path) -> None:
+    said = refused(tmp_path, SOUND.replace('workflow.add_input("x", int)', '"words"'))
+    assert "node twice, input x: its literal: it is a str" in said
