@@ -89,7 +89,8 @@ class Edit:
     size: tuple[int, int] | None = None  # of the result: width, height, 16..4096 px; a generation's default: native
     template_id: str | None = None  # from ImageEngine.create_template; instead of an image
     padding_mask_crop: int | None = None  # px, 0..65535: edit the mask's box, grown by this, at the model's resolution
-    inputs: Mapping[str, RunValue] = field(default_factory=dict)  # that the model's workflow declares for classes
+    # That the model's workflow declares for users' classes, by name.
+    inputs: Mapping[str, RunValue] = field(default_factory=dict, hash=False)
     model: str = ""  # name of one of the engine's models; "" = the first
     lora: str | Lora | Sequence[str | Lora] = ""  # this model's adapters to use, by name, or with a scale each
 

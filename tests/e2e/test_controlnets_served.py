@@ -147,8 +147,8 @@ def test_two_ranks_change_no_bit(folder: Path, alone: dict[str, Pixels]) -> None
 
 
 @pytest.fixture(scope="module")
-def beside(folder: Path) -> Iterator[ImageEngine]:
-    """Two ranks, and it is known what batches take."""
+def beside(folder: Path, alone: dict[str, Pixels]) -> Iterator[ImageEngine]:
+    """Two ranks, whose processes are the last to start, and it is known what batches take."""
     with ImageEngine(models=models_in(folder)[:2], image_workers=1, workers_per_engine=2) as engine:
         for name in ("edges", "edges", "flux", "flux"):
             pixels(engine, [EDITS[name]])
