@@ -189,6 +189,7 @@ LAWS = {
     OPENAI: Law((*SHARED, *SEEN, "entrypoints", *below(OPENAI), "entrypoints.playground"), ENTRY),
     f"{OPENAI}.fields": Law((*SHARED, *SEEN, "entrypoints", f"{OPENAI}.fields"), ENTRY),
     "entrypoints.workflows": Law(("core", "core.graph", "core.ipc", OPS, "entrypoints.workflows"), SMALL),
+    "entrypoints.workflows.families": Law(("core", *GRAPH, *below("entrypoints.workflows")), SMALL),
     "entrypoints": Law(
         (*SHARED, *SEEN, "entrypoints", "entrypoints.calibration", "entrypoints.workflows", *below(OPENAI)), ENTRY
     ),

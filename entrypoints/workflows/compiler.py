@@ -18,7 +18,10 @@ from entrypoints.workflows.built_in import Count, Gate, Join, Same, Switch
 from entrypoints.workflows.call import Call
 from entrypoints.workflows.choice import Choice
 from entrypoints.workflows.connected import Connected
+from entrypoints.workflows.loop import Loop
+from entrypoints.workflows.lowered import Lowered
 from entrypoints.workflows.registered import Registered
+from entrypoints.workflows.request_fields import PROMPT, RequestFields
 from entrypoints.workflows.value import Value
 from entrypoints.workflows.workflow import Workflow
 
@@ -43,6 +46,8 @@ class _Compiler:
         self._workflow = workflow
         self._nodes: list[Node] = []
         self._classes: dict[str, RunClass] = {}
+        self._fields = RequestFields()
+        self._previews: dict[str, Node] = {}  # node that makes a picture -> what shows it on the way
         self._carried = {key: value for loop in workflow.loops for key, value in loop.carried.items()}
         self._region_of = {call.node: call.region for call in workflow.trace if isinstance(call, Call)}
         self._results: list[tuple[str, str]] = []  # (node, output) that are results
@@ -62,19 +67,56 @@ class _Compiler:
                 self._open(each)
             else:
                 self._close(each.choice)
+        regions = tuple(map(self._region, workflow.loops))
         results = {name: self._result(value) for name, value in workflow.outputs.items()}
+        if "picture" in results and (preview := self._previews.get(results["picture"][0])):
+            self._nodes.append(preview)
+        has_ports = {node.name for node in self._nodes if node.makes}
         graph = Graph(
             workflow.name,
             tuple(self._nodes),
             {name: node for name, (node, _) in results.items()},
-            output_ports={name: port for name, (_, port) in results.items()},
-            regions=tuple(Region(loop.name, rounds=loop.rounds) for loop in workflow.loops),
-            inputs=tuple(
-                Port.of(value.name, value.form, is_optional=not required)
-                for value, required in workflow.inputs.values()
-            ),
+            output_ports={name: port for name, (node, port) in results.items() if node in has_ports},
+            regions=regions,
+            inputs=tuple(self._inputs(regions)),
+            is_mask_aware=len({node.region for node in self._nodes if node.region and not node.makes}) == 1,
         )
         return Registered((graph,), tuple(self._classes.values()))
+
+    def _region(self, loop: Loop) -> Region:
+        """A loop's region: of classes, or of denoising steps, whose number is a field of requests."""
+        nodes = [node for node in self._nodes if node.region == loop.name]
+        steps = next((node for node in nodes if not node.makes), None)
+        if steps is None:
+            return Region(loop.name, rounds=loop.rounds)
+        if other := next((node for node in nodes if node.makes), None):
+            problem = f"it is in a loop of {steps.name}, where the engine alone computes; put it before or behind"
+            raise self._error(other.name, "", problem)
+        if not isinstance(loop.rounds, str):
+            problem = f"steps({loop.rounds}): requests say how many; give an int that is an input of the workflow"
+            raise self._error(steps.name, "", problem)
+        self._note_field(steps.name, loop.rounds, None)
+        return Region(loop.name)
+
+    def _inputs(self, regions: Iterable[Region]) -> Iterator[Port]:
+        counted = {region.rounds for region in regions if isinstance(region.rounds, str)}
+        of_classes = counted.union(*(node.given.values() for node in self._nodes))
+        if name := self._fields.unreadable(of_classes):
+            problem = f"it is a field of requests, and no class can read it; add another input, or call it {PROMPT}"
+            raise self._error("", name, problem)
+        return self._fields.ports(self._workflow.inputs, of_classes)
+
+    def _note_fields(self, call: Call, connected: Connected, lowered: Lowered) -> None:
+        for name, source in connected.given.items():
+            if source in lowered.fields:
+                value, _ = self._workflow.inputs[source]
+                if problem := call.model.inputs[name].form.why_not_from(value.form):
+                    raise self._error(call.node, name, problem)
+                self._note_field(call.node, source, lowered.fields[source])
+
+    def _note_field(self, node: str, name: str, field: Port | None) -> None:
+        if problem := self._fields.why_not(name, field):
+            raise self._error(node, name, problem)
 
     # ------------------------------------------------------------------------------------------------ calls
 
@@ -99,6 +141,9 @@ class _Compiler:
             )
         )
         self._nodes.append(lowered.node)
+        self._note_fields(call, connected, lowered)
+        if lowered.preview is not None:
+            self._previews[lowered.node.name] = lowered.preview
         self._classes |= {each.name: each for each in lowered.classes}
 
     def _connected(

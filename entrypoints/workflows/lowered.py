@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 
+from core.graph.op import Port
 from core.graph.workflow import Node
 from core.run_class import RunClass
 
@@ -14,3 +16,6 @@ class Lowered:
 
     node: Node
     classes: tuple[RunClass, ...] = ()
+    # Input of the workflow -> the field of requests for pictures that it is. None: a sampling parameter.
+    fields: Mapping[str, Port | None] = field(default_factory=dict)
+    preview: Node | None = None  # shows the node's picture on the way, where requests get it as this node makes it

@@ -1,0 +1,36 @@
+"""Denoiser: the denoising model of the served model."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from core.graph.workflow import Edge
+from entrypoints.workflows.connected import Connected
+from entrypoints.workflows.families.family_model import OF_ENGINE, FamilyModel
+from entrypoints.workflows.families.noise_prediction import NoisePrediction
+from entrypoints.workflows.families.step_edges import step_edges
+
+
+class Denoiser(FamilyModel):
+    """Predicts noise; with `denoise`, a step of the loop, of which a request has its `num_inference_steps`:
+
+    for step in steps(num_denoising_steps):
+        noise_pred = denoiser(latents, prompt_embeds)
+        latents = denoise(noise_pred, latents)
+    """
+
+    op = "denoise"
+    repeats = True
+
+    def setup_io(self) -> None:
+        self.add_input("latents", OF_ENGINE)
+        self.add_input("prompt_embeds", OF_ENGINE)
+        self.add_input("controlnet_outputs", OF_ENGINE, required=False, deferred=True)
+        self.add_output("latents", OF_ENGINE)
+
+    def __call__(self, *values: object, **named: object) -> NoisePrediction:
+        denoised = super().__call__(*values, **named)
+        return NoisePrediction(named.get("latents", next(iter(values), None)), denoised)
+
+    def edges(self, connected: Connected) -> Iterator[Edge]:
+        return step_edges(connected)

@@ -1,0 +1,67 @@
+"""FamilyModel: base class of the models whose nodes are of the engine's own ops."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from typing import Any, ClassVar, NoReturn
+
+from core.errors import WorkflowError
+from core.graph.form import tensor
+from core.graph.op import Port
+from core.graph.workflow import Edge, Node
+from entrypoints.workflows.connected import Connected
+from entrypoints.workflows.lowered import Lowered
+from entrypoints.workflows.model import Model
+
+OF_ENGINE = tensor("float32", 1)
+"""Stands for values that only nodes of the engine's ops make and read, such as latents. These ops know type and size
+themselves, and the check of a graph refuses all other readers."""
+
+
+class FamilyModel(Model):
+    """A model that the engine loads and runs itself. Its checkpoint is that of the served model."""
+
+    op: ClassVar[str]
+    # Input -> the field of requests that it is. None: a sampling parameter, which every request has.
+    fields: ClassVar[Mapping[str, Port | None]] = {}
+    repeats: ClassVar[bool] = False  # whether it is called in loops, and nowhere else
+
+    def __init__(self) -> None:
+        super().__init__()
+
+    def load(self, device: str, dtype: Any) -> NoReturn:
+        raise NotImplementedError("the engine loads it")
+
+    def execute(self, *args: Any, **inputs: Any) -> NoReturn:
+        raise NotImplementedError("the engine runs it")
+
+    def lower(self, connected: Connected) -> Lowered:
+        """A node of its op. Raises WorkflowError."""
+        self._check(connected)
+        node = Node(connected.node, self.op, tuple(self.edges(connected)), region=connected.region)
+        return Lowered(node, fields={source: self.fields[name] for name, source in connected.given.items()})
+
+    def edges(self, connected: Connected) -> Iterator[Edge]:
+        """What its node reads, by the names that its op has."""
+        yield from connected.edges
+
+    def _check(self, connected: Connected) -> None:
+        if connected.patches:
+            raise failure(connected, "", "adapters are the served model's, and requests name them; leave it unpatched")
+        if bool(connected.region) != self.repeats:
+            where = "in `for step in steps(n)`" if self.repeats else "before or after a loop"
+            raise failure(connected, "", f"call it {where}")
+        for name in connected.literals:
+            raise failure(connected, name, "it is a literal, and what the request says; give an input of the workflow")
+        for edge in connected.edges:
+            if edge.input in self.fields:
+                raise failure(connected, edge.input, "the request says it; give an input of the workflow")
+        for name in connected.given:
+            if name not in self.fields:
+                raise failure(connected, name, "no request says it; give what another model makes")
+
+
+def failure(connected: Connected, name: str, problem: str) -> WorkflowError:
+    """The error for an input of a node, or "" for the node."""
+    where = f"node {connected.node}, input {name}" if name else f"node {connected.node}"
+    return WorkflowError(f"{where}: {problem}", node=connected.node, input=name)
