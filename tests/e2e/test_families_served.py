@@ -10,6 +10,7 @@ import numpy as np
 import numpy.typing as npt
 import pytest
 from edits import box_mask, picture
+from PIL import Image
 
 from core.config import ModelConfig
 from core.sampling_params import SamplingParams
@@ -19,6 +20,7 @@ from tools.random_checkpoints import make_flux
 
 EXAMPLES = Path(__file__).resolve().parents[2] / "examples" / "workflows"
 SIZE = (128, 96)
+PICTURE, MASK = Image.fromarray(picture(1, SIZE)), Image.fromarray(box_mask(SIZE) * 255)
 PARAMS = SamplingParams(num_inference_steps=4, seed=5, mask_aware=True)
 
 
@@ -45,7 +47,7 @@ def made(engine: ImageEngine, **edit: Any) -> tuple[npt.NDArray[np.uint8], EditR
     return np.asarray(result.images[0]), result.reports[0]
 
 
-@pytest.mark.parametrize("given", [{"size": SIZE}, {"image": picture(1, SIZE), "mask_image": box_mask(SIZE)}])
+@pytest.mark.parametrize("given", [{"size": SIZE}, {"image": PICTURE, "mask_image": MASK}], ids=["generation", "edit"])
 def test_they_make_the_pictures_of_the_shipped_workflow(engine: ImageEngine, given: dict[str, Any]) -> None:
     plain, report = made(engine, model="plain", **given)
     figure, other = made(engine, model="figure7", **given)
