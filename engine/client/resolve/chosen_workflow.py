@@ -2,16 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Set
 
 from core.errors import InvalidRequestError
 from core.graph.catalog import NAMED, WORKFLOWS
-from core.graph.controlling import controlled_name
+from core.graph.controlling import CONTROLS, controlled_name
 from core.graph.selecting import selected_name
 from core.graph.workflow import Workflow
 from core.model_info import ModelInfo
 from core.run_class import RUN_CLASS
 from core.sampling_params import SamplingParams
+
+CONTROL_PARAM = "control_image"
+"""The parameter of requests by which they give the pictures that ControlNets see."""
 
 
 def chosen_workflow(
@@ -27,9 +30,10 @@ def chosen_workflow(
     resolved. finds_mask: whether its mask is to be found. is_controlled: whether ControlNets steer it. workflows: that
     engines run, by name. Raises InvalidRequestError if there is none: a parameter excludes another one, or is missing.
     """
-    chosen = _first_able(model, sampling, class_label, workflows)
-    if is_controlled:
-        chosen = _variant(chosen, workflows, controlled_name(chosen.name), "control_image")
+    steering = {CONTROLS.name} if is_controlled else set[str]()
+    chosen = _first_able(model, sampling, class_label, steering, workflows)
+    if is_controlled and CONTROLS.name not in _names_of(chosen):
+        chosen = _variant(chosen, workflows, controlled_name(chosen.name), CONTROL_PARAM)
     return _variant(chosen, workflows, selected_name(chosen.name), "mask") if finds_mask else chosen
 
 
@@ -41,16 +45,22 @@ def _variant(chosen: Workflow, workflows: Mapping[str, Workflow], name: str, par
 
 
 def _first_able(
-    model: ModelInfo, sampling: SamplingParams, class_label: int | None, workflows: Mapping[str, Workflow]
+    model: ModelInfo,
+    sampling: SamplingParams,
+    class_label: int | None,
+    steering: Set[str],
+    workflows: Mapping[str, Workflow],
 ) -> Workflow:
+    """steering: {"controls"} if ControlNets steer the request, which workflows without them have a variant for."""
     served = [workflows[model.workflow]] if model.workflow else [*NAMED]
     able = [workflow for workflow in served if _has_roles(model, workflow)]
     numbers = [name for name in _deciding() if getattr(sampling, name) is not None]
     given = {"prompt" if class_label is None else "class_label", *numbers}
     for workflow in able:
-        if _required(workflow) <= given <= {port.name for port in workflow.inputs}:
+        if given <= _names_of(workflow) and _required(workflow) <= given | steering:
             return workflow
-    missing = sorted(_required(able[0]) - given)
+    lacking = sorted(_required(able[0]) - given - steering)
+    missing = [CONTROL_PARAM if name == CONTROLS.name else name for name in lacking]
     why = f"'{model.name}' makes no pictures {'with' if numbers else 'without'} it"
     others = f" and {' and '.join(numbers[1:])}" if numbers[1:] else ""
     param = numbers[0] if numbers else missing[0]
@@ -77,6 +87,10 @@ def _deciding() -> list[str]:
 def _has_roles(model: ModelInfo, workflow: Workflow) -> bool:
     """Whether a model plays each role: this one, if the role is named as its kind of component. Classes play theirs."""
     return all(role in model.roles or kind in (role, RUN_CLASS) for role, kind in workflow.roles.items())
+
+
+def _names_of(workflow: Workflow) -> set[str]:
+    return {port.name for port in workflow.inputs}
 
 
 def _required(workflow: Workflow) -> set[str]:
