@@ -196,11 +196,15 @@ class AsyncEngine:
         self.services.admission.check_upload(owner, uploads)
 
     def choose_model(self, name: str = "", loras: Sequence[Lora] = ()) -> ModelChoice:
-        """The model and adapters that a request names, see `core.model_choice`. Raises as `choose_model` there, and
-        OverloadedError while no model is served.
+        """The model and adapters that a request names, see `core.model_choice`, after the adapters of the model's
+        workflow. Raises as `choose_model` there, and OverloadedError while no model is served.
         """
         self._check_open()
-        return choose_model(self.models, name, loras)
+        choice = choose_model(self.models, name, loras)
+        workflow = self.services.served.workflows.get(choice.model.workflow)
+        if workflow is None or not workflow.loras:
+            return choice
+        return choose_model(self.models, choice.model.name, (*workflow.loras, *choice.loras))
 
     def check_ready(self) -> None:
         """Raises OverloadedError, and counts the refusal, unless a request can be served at once: while models load, no

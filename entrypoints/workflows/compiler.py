@@ -12,6 +12,7 @@ from core.graph.op import Port
 from core.graph.port_checks import CHOSEN
 from core.graph.workflow import Edge, Literal, Node, Region
 from core.graph.workflow import Workflow as Graph
+from core.lora import Lora
 from core.run_class import RunClass
 from entrypoints.workflows.branch import Branch
 from entrypoints.workflows.built_in import Count, Gate, Join, Same, Switch
@@ -47,6 +48,7 @@ class _Compiler:
         self._nodes: list[Node] = []
         self._classes: dict[str, RunClass] = {}
         self._fields = RequestFields()
+        self._loras: tuple[Lora, ...] | None = None
         self._previews: dict[str, Node] = {}  # node that makes a picture -> what shows it on the way
         self._carried = {key: value for loop in workflow.loops for key, value in loop.carried.items()}
         self._region_of = {call.node: call.region for call in workflow.trace if isinstance(call, Call)}
@@ -80,6 +82,7 @@ class _Compiler:
             regions=regions,
             inputs=tuple(self._inputs(regions)),
             is_mask_aware=len({node.region for node in self._nodes if node.region and not node.makes}) == 1,
+            loras=self._loras or (),
         )
         return Registered((graph,), tuple(self._classes.values()))
 
@@ -114,6 +117,11 @@ class _Compiler:
                     raise self._error(call.node, name, problem)
                 self._note_field(call.node, source, lowered.fields[source])
 
+    def _note_loras(self, call: Call, lowered: Lowered) -> None:
+        if lowered.loras is not None and self._loras not in (None, lowered.loras):
+            raise self._error(call.node, "", "another step has other adapters, and a request has the same in all steps")
+        self._loras = self._loras if lowered.loras is None else lowered.loras
+
     def _note_field(self, node: str, name: str, field: Port | None) -> None:
         if problem := self._fields.why_not(name, field):
             raise self._error(node, name, problem)
@@ -142,6 +150,7 @@ class _Compiler:
         )
         self._nodes.append(lowered.node)
         self._note_fields(call, connected, lowered)
+        self._note_loras(call, lowered)
         if lowered.preview is not None:
             self._previews[lowered.node.name] = lowered.preview
         self._classes |= {each.name: each for each in lowered.classes}

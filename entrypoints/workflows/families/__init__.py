@@ -9,6 +9,7 @@ from __future__ import annotations
 from entrypoints.workflows.families.control_net import ControlNet
 from entrypoints.workflows.families.denoiser import Denoiser
 from entrypoints.workflows.families.latents_generator import LatentsGenerator
+from entrypoints.workflows.families.lora import LoRA
 from entrypoints.workflows.families.noise_prediction import denoise
 from entrypoints.workflows.families.text_encoder import TextEncoder
 from entrypoints.workflows.families.vae import VAE
@@ -23,6 +24,7 @@ __all__ = [
     "FluxTextEncoder",
     "FluxVAE",
     "LatentsGenerator",
+    "LoRA",
     "TextEncoder",
     "denoise",
 ]

@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import replace
 
 from core.graph.workflow import Edge
 from entrypoints.workflows.connected import Connected
-from entrypoints.workflows.families.family_model import OF_ENGINE, FamilyModel
+from entrypoints.workflows.families.family_model import OF_ENGINE, FamilyModel, failure
+from entrypoints.workflows.families.lora import LoRA
 from entrypoints.workflows.families.noise_prediction import NoisePrediction
 from entrypoints.workflows.families.step_edges import step_edges
+from entrypoints.workflows.lowered import Lowered
 
 
 class Denoiser(FamilyModel):
@@ -31,6 +34,13 @@ class Denoiser(FamilyModel):
     def __call__(self, *values: object, **named: object) -> NoisePrediction:
         denoised = super().__call__(*values, **named)
         return NoisePrediction(named.get("latents", next(iter(values), None)), denoised)
+
+    def lower(self, connected: Connected) -> Lowered:
+        """With the adapters that are attached. Raises WorkflowError."""
+        loras = tuple(each.lora for each in connected.patches if isinstance(each, LoRA))
+        if len(loras) < len(connected.patches):
+            raise failure(connected, "", "a patch of it is no LoRA")
+        return replace(super().lower(replace(connected, patches=())), loras=loras)
 
     def edges(self, connected: Connected) -> Iterator[Edge]:
         return step_edges(connected)

@@ -47,7 +47,7 @@ class FamilyModel(Model):
 
     def _check(self, connected: Connected) -> None:
         if connected.patches:
-            raise failure(connected, "", "adapters are the served model's, and requests name them; leave it unpatched")
+            raise failure(connected, "", "it takes no patches; add them to the denoiser")
         if bool(connected.region) != self.repeats:
             where = "in `for step in steps(n)`" if self.repeats else "before or after a loop"
             raise failure(connected, "", f"call it {where}")
